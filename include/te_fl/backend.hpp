@@ -1,8 +1,8 @@
 #pragma once
 
-// For writers of backends in C++ (C99 needs only plugin.h): exceptions become statuses at the
-// boundary, argument structs of older callers are widened, tensors get small accessors.
-// Header-only; depends on plugin.h alone, so that a plugin does not link with libte_fl.
+// Helpers for backends in C++ (C99 needs only plugin.h). They turn exceptions into statuses at the
+// boundary, fill in the members that an older caller's argument struct lacks, and give access to
+// tensors. Header-only; depends on plugin.h alone, so that a plugin does not link with libte_fl.
 
 #include <cstdint>
 #include <cstring>
@@ -18,7 +18,8 @@
 
 namespace te_fl::backend {
 
-// Thrown inside a backend, caught by the wrappers below. Clean: nothing written, nothing enqueued.
+// Exception for errors inside a backend. The wrappers below catch it and return its status. For an
+// error that is clean: nothing was written and nothing was enqueued.
 class Error : public std::exception {
  public:
   Error(te_fl_status status, std::string text) : status_(status), text_(std::move(text)) {}
@@ -30,7 +31,7 @@ class Error : public std::exception {
   std::string text_;
 };
 
-// Use before anything is written.
+// Throw an Error. Call these before anything has been written.
 [[noreturn]] inline void invalid(std::string text) {
   throw Error(TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, std::move(text));
 }
@@ -42,7 +43,7 @@ inline void report(const te_fl_error_sink* sink, const char* text) noexcept {
   if (sink != nullptr && sink->write != nullptr) sink->write(sink->host, text);
 }
 
-// Runs f, turning exceptions into statuses.
+// Calls f and turns exceptions into statuses.
 template <class F>
 te_fl_status guard(const te_fl_error_sink* sink, F&& f) noexcept {
   try {
@@ -63,7 +64,7 @@ te_fl_status guard(const te_fl_error_sink* sink, F&& f) noexcept {
   }
 }
 
-// Reads an argument struct that may be smaller than ours (R3): members beyond it get their
+// Reads an argument struct that may be smaller than this header's (R3). Missing members get their
 // defaults.
 template <class Args>
 class Widened {
@@ -89,8 +90,8 @@ class Widened {
   const Args* args_;
 };
 
-// te_fl_op_desc.run made from `void F(const te_fl_context&, const Args&)`. Likewise supports() and
-// workspace().
+// Makes a C function for te_fl_op_desc.run from `void F(const te_fl_context&, const Args&)`.
+// supports_thunk and workspace_thunk do the same for supports() and workspace().
 template <class Args, auto F>
 te_fl_status run_thunk(void*, const te_fl_context* ctx, const void* raw) noexcept {
   return guard(ctx->errors, [&] {
@@ -98,8 +99,8 @@ te_fl_status run_thunk(void*, const te_fl_context* ctx, const void* raw) noexcep
     F(*ctx, *args);
   });
 }
-// F returns void and throws (unsupported(...)) to refuse. For cheap refusals write a C function
-// instead.
+// F returns void and refuses a call by throwing, as unsupported(...) does. If refusals must be
+// cheap, write a C function instead, since exceptions are slow.
 template <class Args, auto F>
 te_fl_status supports_thunk(void*, const te_fl_context* ctx, const void* raw) noexcept {
   return guard(ctx->errors, [&] {
@@ -116,7 +117,8 @@ te_fl_status workspace_thunk(void*, const te_fl_context* ctx, const void* raw,
   });
 }
 
-// Seed and offset of a call on the host, read from their addresses where it has some.
+// Seed and offset of a call on the host. A value at an address replaces the seed and is added to
+// the offset (te_fl_rng).
 struct RandomState {
   uint64_t seed = 0;
   uint64_t offset = 0;
@@ -133,7 +135,7 @@ inline int64_t numel(const te_fl_tensor& t) noexcept {
   return n;
 }
 
-// The logical matrix [M, K] of quantisation: K is the last extent, M the product of the others; a
+// The matrix [M, K] that quantisation sees: K is the last extent, M the product of the others. A
 // scalar is [1, 1].
 struct Matrix {
   int64_t rows = 1;
@@ -146,7 +148,7 @@ inline Matrix as_matrix(const te_fl_tensor& t) noexcept {
   return m;
 }
 
-// "[2,3]"; for messages.
+// The shape as text for messages, "[2,3]".
 inline std::string shape_text(const te_fl_tensor& t) {
   std::string s = "[";
   for (int i = 0; i < t.dl.ndim; ++i) {
@@ -167,7 +169,7 @@ inline bool is_contiguous(const te_fl_tensor& t) noexcept {
   return true;
 }
 
-// Stride of dimension i in elements, also when strides is NULL.
+// Stride of dimension i in elements; also works if strides is NULL.
 inline int64_t stride(const te_fl_tensor& t, int i) noexcept {
   if (t.dl.strides != nullptr) return t.dl.strides[i];
   int64_t s = 1;

@@ -10,7 +10,7 @@
 
 namespace te_fl {
 
-// Element types; the values are te_fl_dtype_index.
+// Element types. The values are those of te_fl_dtype_index.
 enum class DType : uint8_t {
   kF64 = TE_FL_F64,
   kF32 = TE_FL_F32,
@@ -42,8 +42,8 @@ enum class Scaling : uint8_t {
 
 inline constexpr int kInvalidDType = -1;
 
-// Index of a DLPack dtype, kInvalidDType if te-fl has none (or lanes != 1). A few instructions:
-// used on every call.
+// Index (te_fl_dtype_index) of a DLPack dtype; kInvalidDType if te-fl does not support the dtype or
+// lanes != 1. Runs on every call, so it takes only a few instructions.
 inline int dtype_index(te_fl_dtype t) noexcept {
   // One row per DLPack code, one column per log2 of the bit width (1, 2, 4, ... 64).
   struct Table {
@@ -75,18 +75,19 @@ TE_FL_API te_fl_dtype to_c(DType dtype) noexcept;
 TE_FL_API Result<DType> dtype_from_c(te_fl_dtype dtype);
 // Bits of one element: 4 for F4E2M1, else a multiple of 8.
 TE_FL_API int bits(DType dtype) noexcept;
-// Bytes that `count` elements occupy, compact; 4-bit elements are packed two to a byte, low nibble
+// Bytes that `count` compact elements occupy. 4-bit elements are packed two to a byte, low nibble
 // first.
 TE_FL_API int64_t bytes_for(DType dtype, int64_t count) noexcept;
-// "f32", "bf16", "f8e4m3", ...; parse() takes these names, any case, and common aliases ("fp32",
-// "float32", "e4m3"); an unknown name is an error that names the nearest.
+// Name of a dtype: "f32", "bf16", "f8e4m3", ... parse_dtype() takes these names in any case, and
+// common aliases ("fp32", "float32", "e4m3"). An unknown name is an error that names the nearest.
 TE_FL_API std::string_view name(DType dtype) noexcept;
 TE_FL_API Result<DType> parse_dtype(std::string_view text);
-// "none", "tensor", "block1x128", "block128x128", "mxfp8", "nvfp4"; aliases delayed, current,
-// block1d, block2d.
+// Name of a scaling mode: "none", "tensor", "block1x128", "block128x128", "mxfp8", "nvfp4".
+// parse_scaling() also takes the aliases delayed, current, block1d and block2d.
 TE_FL_API std::string_view name(Scaling scaling) noexcept;
 TE_FL_API Result<Scaling> parse_scaling(std::string_view text);
-// Block shape, factors, second level and layout of a mode; kNone has no codes.
+// The description of a scaling mode: block shape, scale factors, second level and layout. The
+// description of kNone has no dtypes.
 TE_FL_API const te_fl_scaling_desc& describe(Scaling scaling) noexcept;
 inline constexpr bool is_fp8(DType t) { return t == DType::kF8E4M3 || t == DType::kF8E5M2; }
 inline constexpr bool is_high(DType t) {

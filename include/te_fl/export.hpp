@@ -1,6 +1,6 @@
 #pragma once
 
-// Marks what libte_fl.so exports; everything else is hidden.
+// Marks the symbols that libte_fl.so exports. All other symbols are hidden.
 #if defined(TE_FL_STATIC)
 #define TE_FL_API
 #else

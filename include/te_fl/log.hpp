@@ -7,15 +7,15 @@
 
 namespace te_fl::log {
 
-// Levels are TEFL_LOG_LEVEL's. Everything goes to stderr. Thread-safe.
+// Log levels, as in TEFL_LOG_LEVEL. All messages go to stderr. Thread-safe.
 enum class Level { kTrace, kDebug, kInfo, kWarning, kError, kOff };
 
 TE_FL_API void write(Level level, std::string_view text);
-// True if a message of this level would be written; a relaxed atomic load.
+// True if a message of this level would be written. Costs one relaxed atomic load.
 TE_FL_API bool enabled(Level level) noexcept;
 TE_FL_API void set_level(Level level) noexcept;
 TE_FL_API Level level() noexcept;
-// Like write(), but only the first time for this key in this process.
+// Writes the text only the first time this process calls once() with this key.
 TE_FL_API void once(Level level, std::string_view key, std::string_view text);
 
 inline void warning(std::string_view text) { write(Level::kWarning, text); }

@@ -1,6 +1,7 @@
 #pragma once
 
-// Transformer modules with explicit backward, FP8 autocast and recipes, optimizers, checkpoints.
+// Transformer modules with explicit backward functions, FP8 autocast and recipes, optimizers,
+// checkpoints.
 #include "te_fl/nn/autograd/context.hpp"
 #include "te_fl/nn/autograd/ctx.hpp"
 #include "te_fl/nn/autograd/parameter.hpp"

@@ -1,11 +1,11 @@
-// The arithmetic that every backend must agree on, bit for bit: element formats, scaling rules and
-// the dropout random stream. Header-only, standard library only, so a backend that sees nothing but
-// include/te_fl can use it.
+// The arithmetic on which every backend must agree bit for bit: element formats, scaling rules and
+// the random numbers of dropout. Header-only; needs only the standard library, so that a backend
+// can use it with nothing but include/te_fl.
 //
-// Everything here is a pure function of its arguments (delayed_scaling_update also writes the
-// history it is given): thread-safe, no allocation, no exceptions. Conversions work on bit patterns
-// and therefore give the same result under -ffast-math, FMA contraction and flush-to-zero; the
-// scaling rules need IEEE FP32 division and must not be compiled with -ffast-math.
+// All functions are pure (delayed_scaling_update also writes its `history` argument), thread-safe,
+// do not allocate and do not throw. Conversions work on bit patterns and therefore give the same
+// result under -ffast-math, FMA contraction and flush-to-zero. The scaling rules need IEEE FP32
+// division and must not be compiled with -ffast-math.
 #pragma once
 
 #include "te_fl/numeric/formats.hpp"

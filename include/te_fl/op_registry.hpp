@@ -14,14 +14,14 @@
 
 namespace te_fl {
 
-// Index of an op in the op table: the catalogue first (te_fl/ops.hpp has constants), then custom
-// ops.
+// Index of an op in the op table. The catalogue's ops come first (te_fl/ops.hpp has constants),
+// custom ops follow.
 struct OpId {
   uint32_t index = UINT32_MAX;
   friend bool operator==(OpId, OpId) = default;
 };
 
-// One registered implementation, as a snapshot shows it.
+// Description of one registered implementation.
 struct OpImplInfo {
   std::string op;
   std::string impl_id;
@@ -29,16 +29,16 @@ struct OpImplInfo {
   std::string vendor;
   int32_t priority = 0;
   std::string owner;     // "built-in" or the plugin's name
-  te_fl_op_desc desc{};  // constraints and flags; the pointers are only valid while registered
+  te_fl_op_desc desc{};  // constraints and flags; its pointers are valid only while registered
 };
 
-// The implementations of all ops. Every function is thread-safe; changes take effect on the next
-// call, through one epoch, and never disturb calls in flight.
+// The implementations of all ops. Every function is thread-safe. Changes take effect on the next
+// call and never disturb calls in flight; each change increments the epoch.
 class TE_FL_API OpRegistry {
  public:
   OpRegistry();
-  // The caller sees to it that no call is going on and that no stream which its calls worked on is
-  // being captured: the end of such a capture is waited for (R26).
+  // The caller ensures that no call is in progress and that no stream used by its calls is being
+  // captured. The destructor would wait for such a capture to end (R26).
   ~OpRegistry();
   OpRegistry(const OpRegistry&) = delete;
   OpRegistry& operator=(const OpRegistry&) = delete;
@@ -46,32 +46,37 @@ class TE_FL_API OpRegistry {
   // The registry behind OpManager::instance().
   static OpRegistry& instance();
 
-  // Registers an implementation. The descriptor is copied; what it points to (functions, self,
-  // schema) must outlive the registration and `keep_alive` is held until no call can use it.
-  // Errors: unknown op (names the nearest), impl_id malformed (R16) or taken, missing run, a schema
-  // that differs from the one known (R17), kDLExtDev without a provider (R18; no plugin tells it).
+  // Registers an implementation. The descriptor is copied. The functions, `self` and schema that it
+  // points to must outlive the registration. `keep_alive` is held until no call can use the
+  // implementation. Errors: unknown op (the message names the nearest), impl_id malformed (R16) or
+  // already registered, missing run(), a schema that differs from the registered one (R17),
+  // kDLExtDev without a provider (R18; here no plugin implies one).
   Status register_op(const te_fl_op_desc& desc, std::string owner = "built-in",
                      std::string vendor = "te-fl", std::shared_ptr<void> keep_alive = nullptr);
-  // Several, all or nothing.
+  // Registers several implementations, either all or none.
   Status register_ops(std::span<const te_fl_op_desc* const> descs, std::string owner,
                       std::string vendor, std::shared_ptr<void> keep_alive = nullptr);
-  // Removes; returns when every thread that was inside an op or a function of a device has left.
-  // BUSY, and nothing was changed, when called from inside one, or while a stream that worked with
-  // a plan of it that owns device memory (R26) is being captured: end the capture first. One that
-  // another thread begins meanwhile is waited for. So are launches of graphs that its calls were
-  // captured into; launch these no more.
+  // Unregisters an implementation. Returns when every thread that was inside an op or a device
+  // function has left it. Also waits for launches of graphs that captured a call of the
+  // implementation; the caller must not launch these graphs again.
+  //
+  // BUSY, with nothing changed, if called from inside an op or a device function, or while a stream
+  // is being captured that used a plan of the implementation with device memory (R26): end the
+  // capture first. If another thread begins such a capture meanwhile, the function waits for its
+  // end.
   Status unregister_op(std::string_view op, std::string_view impl_id);
-  // Removes everything an owner registered, likewise; OK if that is nothing. Plans are destroyed
-  // and keep_alive is released when it returns.
+  // Unregisters everything that `owner` registered, in the same way. OK if there is nothing. On
+  // return, plans have been destroyed and keep_alive has been released.
   Status unregister_owner(std::string_view owner);
   Status set_priority(std::string_view op, std::string_view impl_id, int32_t priority);
 
   std::vector<OpImplInfo> snapshot() const;
-  // Catalogue, then custom ops.
+  // The ops of the catalogue, followed by the custom ops.
   std::vector<std::string> op_names() const;
-  Result<OpId> find(std::string_view op) const;  // a misspelt name is an error naming the nearest
-  const te_fl_op_schema* schema(OpId op) const;  // null if there is no such op
-  // Declares a custom op without an implementation.
+  // a misspelt name is an error that names the nearest op
+  Result<OpId> find(std::string_view op) const;
+  const te_fl_op_schema* schema(OpId op) const;  // null for an unknown op
+  // Registers the schema of a custom op without an implementation.
   Result<OpId> declare_op(const te_fl_op_schema& schema);
   uint64_t epoch() const noexcept;
 

@@ -733,7 +733,7 @@ namespace ops {
   return OpManager::instance().call(op::scaled_aligned_causal_masked_softmax_backward, &args, options);
 }
 
-// tensor: What layers need besides - residual, copies, embedding, loss.
+// tensor: Other ops that layers need - residual, copies, embedding, loss.
 
 // Residual addition with optional dropout of the branch. y = a + dropout(b, p)
 [[nodiscard]] inline Status add(const te_fl_add_args& args, const CallOptions& options = {}) {

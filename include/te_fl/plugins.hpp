@@ -23,75 +23,90 @@ struct PluginInfo {
   std::string origin;  // "built-in", "TE_FL_PLUGIN_MODULES", the manifest's path, "load()"
   std::string abi;     // "0.9"
   State state = State::kFailed;
-  // The reason it failed, was skipped or is still referenced for; for an active one, the parts of
-  // it that were left out.
+  // The reason why the plugin failed, was skipped or is still referenced. For an active plugin, the
+  // parts of it that were left out.
   std::string reason;
   double load_ms = 0;
   std::vector<std::string> devices;
-  std::vector<std::string> ops;    // "op: impl_id"
-  std::vector<std::string> comms;  // providers of collectives (CommOptions.provider)
+  std::vector<std::string> ops;    // "op: impl_id" of each implementation
+  std::vector<std::string> comms;  // names of its providers of collectives (CommOptions.provider)
 };
 
-// A plugin's finding about its surroundings: a driver, a chip, a library that it opens.
+// Something that a plugin found in its environment, such as a driver, a chip, or a library that it
+// opens.
 struct Finding {
   enum class Level { kOk, kNote, kProblem } level = Level::kOk;
   std::string subject;   // "NVIDIA driver", "cuda:0"
   std::string state;     // version and path, or what is wrong
-  std::string disables;  // the features that do not work because of it; empty: none
+  std::string disables;  // the features that do not work for this reason; empty: none
   std::string remedy;    // the package to install or the setting to change; empty: none
 };
 
-// Every plugin met so far, built-ins first.
+// Every plugin that the process has encountered, built-ins first.
 TE_FL_API std::vector<PluginInfo> list();
-// Loads a library and activates it. `path_or_name` with a '/' is a path; otherwise it is a name
-// looked up in the manifests, whose architecture and ABI are checked (but not the probe: it
-// was asked for); one that is no manifest's is a module's, if there is a ModuleLoader. After an
-// error nothing of the plugin remains loaded, except that one whose create() exceeded
-// TE_FL_PLUGIN_TIMEOUT_MS is abandoned: it stays mapped and is never called again. Errors:
-// NOT_FOUND (no such file or name), FAILED_PRECONDITION (others can write it, or it is kept for
-// ever since its create() or quiesce() failed), INCOMPATIBLE (cannot be opened, or breaks a rule of
-// plugin.h, which the message quotes), ALREADY_EXISTS (its name is an active plugin's), BUSY (its
-// name is one's that is still referenced), TIMEOUT (abandoned), or its own.
+// Loads a library and activates it. `path_or_name` with a '/' is a path. Otherwise it is a name,
+// which is looked up in the manifests. The manifest's architecture and ABI are checked, but not its
+// probe, because the caller asked for this plugin explicitly. A name without a manifest is passed
+// to the ModuleLoader, if there is one.
+//
+// After an error nothing of the plugin remains loaded, with one exception: if create() exceeds
+// TE_FL_PLUGIN_TIMEOUT_MS, the plugin is abandoned, stays mapped and is never called again. Errors:
+// NOT_FOUND (no such file or name), FAILED_PRECONDITION (other users can write the file, or the
+// plugin stays mapped for ever because its create() or quiesce() failed), INCOMPATIBLE (the library
+// cannot be opened or breaks a rule of plugin.h, which the message quotes), ALREADY_EXISTS (an
+// active plugin has this name), BUSY (a deactivated plugin with this name is still referenced),
+// TIMEOUT (abandoned), or the plugin's own error.
 TE_FL_API Result<PluginInfo> load(const std::string& path_or_name);
-// Deactivates: no new call enters it, nor any plugin's op on its devices; whoever is inside leaves;
-// then it is quiesced and destroyed. If tensors or streams still refer to it, it becomes kRetired
-// and is destroyed when the last goes, on the thread that lets it go; until then they can be copied
-// from, and nothing else. Calls on its devices, by whatever route, handle or graph, are UNSUPPORTED
-// and name the device. The library stays mapped unless `unmap` is true: then it is closed when the
-// plugin is destroyed (no thread may keep anything of its code, such as a thread-local object). It
-// can be loaded again then. BUSY, and nothing was changed, from inside an op or a device's
-// function, or while a stream is captured that worked with a plan that owns device memory (R26),
-// its own or another's for a device of it; NOT_FOUND names the active plugins; FAILED_PRECONDITION
-// for a built-in one. Any other error is that of its quiesce(), INTERNAL if that said BUSY: it is
-// out of service, and stays for ever, since its work may still be running.
+// Deactivates a plugin. New calls into the plugin, and other plugins' ops on its devices, are
+// refused; calls in progress are waited for; then the plugin is quiesced and destroyed. If tensors
+// or streams still refer to it, the plugin becomes kRetired. It is then destroyed when the last of
+// them is released, on the thread that releases it; until then such tensors can be copied from, and
+// nothing else. All other calls on its devices, also through handles and graphs, return UNSUPPORTED
+// and name the device.
+//
+// The library stays mapped, unless `unmap` is true: then it is closed when the plugin is destroyed,
+// and no thread may still use anything from its code, such as a thread-local object. After
+// deactivation the plugin can be loaded again.
+//
+// Errors: BUSY, with nothing changed, if called from inside an op or a device function, or while a
+// stream is being captured that used a plan with device memory (R26), where the plan belongs to the
+// plugin or to one of its devices. NOT_FOUND names the active plugins. FAILED_PRECONDITION for a
+// built-in plugin. Any other error comes from the plugin's quiesce() (a BUSY from quiesce() becomes
+// INTERNAL): the plugin is then out of service but stays loaded for ever, since its work may still
+// be running.
 TE_FL_API Status deactivate(const std::string& name, bool unmap = false);
-// Asks an active plugin for its findings; none if it has nothing to say. May take long: the plugin
-// opens the libraries that it would use. NOT_FOUND if no such plugin is active, or the plugin's
-// error.
+// Asks an active plugin for its findings; the result may be empty. May take long, because the
+// plugin opens the libraries that it would use. NOT_FOUND if no such plugin is active; otherwise
+// the plugin's error.
 TE_FL_API Result<std::vector<Finding>> diagnose(const std::string& name);
-// Words about the last status that a plugin's function has answered since this was asked before and
-// that is none (R6): its code is unknown, or it marks TE_FL_OK with TE_FL_CLEAN. Empty if there was
-// none. For tools that judge plugins; the host took it for TE_FL_INTERNAL, or for TE_FL_OK.
+// Describes the last invalid status (R6) that a plugin's function has returned since the previous
+// call of this function: an unknown code, or TE_FL_OK with TE_FL_CLEAN. Empty if there was none.
+// The host treats such a status as TE_FL_INTERNAL or TE_FL_OK, respectively. For tools that check
+// plugins.
 TE_FL_API std::string take_odd_status();
-// The last setting that a plugin asked the host for since this was asked before, and that neither
-// te-fl has nor the plugin declared (R21); the host answered that it is unset, or what another
-// plugin's is. Empty if there was none. For tools that judge plugins.
+// The last setting that a plugin has requested from the host since the previous call of this
+// function although neither te-fl nor the plugin declares it (R21). Empty if there was none. The
+// host answered that the setting is unset, or returned the value that another plugin's setting of
+// this name has. For tools that check plugins.
 TE_FL_API std::string take_undeclared_setting();
-// Where manifests are looked for, in order, with what was found.
+// The places searched for manifests, in order, each with what was found there.
 TE_FL_API std::vector<std::string> search_path();
 
-// Loads plugins that are no shared libraries: modules of a language whose interpreter this process
-// has. The interpreter's package sets it when it is imported, before the first op.
+// Loads plugins that are not shared libraries but modules of a language whose interpreter runs in
+// this process (Python). The interpreter's package installs the loader when it is imported, before
+// the first op.
 struct ModuleLoader {
-  // Loads the modules of these names, in order, and then, if `discover`, those that installed
-  // packages offer, except what `skip` names. One entry for each: active; skipped, if there is no
-  // such module (then without a path) or it does not want to serve here; failed. Its ops are in
-  // OpRegistry::instance(), owned by its name. May be called by any thread; throws nothing.
+  // Loads the modules with these names, in order, and then, if `discover`, the modules that
+  // installed packages offer, except those in `skip`. Returns one entry per module. Its state is
+  // active; or skipped, if no such module exists (the path is then empty) or the module declines to
+  // run here; or failed. The ops of an active module are in OpRegistry::instance(), with the
+  // module's name as owner. Any thread may call this function; it throws nothing.
   std::vector<PluginInfo> (*load)(const std::vector<std::string>& names, bool discover,
                                   const std::vector<std::string>& skip) = nullptr;
 };
-// TE_FL_PLUGIN_MODULES' names that are no manifest's then go to `loader`, and so do those of
-// load(). deactivate() takes out a module's ops; load() has the module register them again.
+// Installs a loader. From then on it receives the names in TE_FL_PLUGIN_MODULES and in load() for
+// which there is no manifest. deactivate() unregisters a module's ops; load() makes the module
+// register them again.
 TE_FL_API void set_module_loader(ModuleLoader loader) noexcept;
 
 }  // namespace te_fl::plugins

@@ -31,14 +31,16 @@ struct PolicyToken {
   friend bool operator==(const PolicyToken&, const PolicyToken&) = default;
 };
 
-// An exclusive list for the calls of one op that have this signature, exactly: the dtypes and
-// scaling modes of all tensors as sets, and the type of device ("cpu", "cuda", "ext:acme").
+// A list of permitted implementations for calls of one op with exactly this signature: the set of
+// dtypes and the set of scaling modes of all tensors, and the device type ("cpu", "cuda",
+// "ext:acme").
 struct SignatureList {
   std::string op;
   std::string device = "cpu";
   uint64_t dtypes = 0;    // mask of te_fl_dtype_index
   uint32_t scalings = 0;  // mask of te_fl_scaling
-  // The list is for calls whose tensors' elements take so many bytes in all, both ends included.
+  // The list applies to calls whose tensors have this many bytes in total; both bounds are
+  // inclusive.
   uint64_t min_bytes = 0, max_bytes = UINT64_MAX;
   std::vector<PolicyToken> use;
   bool same_signature(const SignatureList& other) const {
@@ -49,24 +51,25 @@ struct SignatureList {
   friend bool operator==(const SignatureList&, const SignatureList&) = default;
 };
 
-// The wishes of a user; everything unset means "pure priority".
+// A user's selection policy. If everything is unset, priority alone decides.
 struct PolicySettings {
   std::optional<Kind> prefer;
   bool strict = false;
   bool deterministic = false;
-  // Most bytes that one call may copy to and from the host to be served there (0: none may); unset:
-  // any number.
+  // Maximum number of bytes that one call may copy to and from the host in order to run there. 0:
+  // no call may be staged on the host. Unset: no limit.
   std::optional<uint64_t> max_staged_bytes;
-  std::vector<std::string> allow_vendors;  // lower case; empty: all
+  std::vector<std::string> allow_vendors;  // lower case; empty: all vendors
   std::vector<std::string> deny_vendors;
-  std::map<std::string, std::vector<PolicyToken>, std::less<>> per_op;  // exclusive lists
-  std::vector<SignatureList> per_signature;                             // win over per_op
+  // an op in the map uses only what its list names
+  std::map<std::string, std::vector<PolicyToken>, std::less<>> per_op;
+  std::vector<SignatureList> per_signature;  // takes precedence over per_op
   friend bool operator==(const PolicySettings&, const PolicySettings&) = default;
 };
 
-// Parsers of the variables' syntax. A misspelt token, value or op is an error naming the nearest
-// right one; `known_ops` is the catalogue plus registered custom ops (a "vendor::op" name always
-// passes).
+// Parsers for the values of the environment variables. A misspelt token, value or op is an error
+// that names the nearest valid one. `known_ops` is the catalogue plus the registered custom ops;
+// names of the form "vendor::op" are always accepted.
 TE_FL_API Result<Kind> parse_kind(std::string_view text);  // flagos, default, vendor, reference
 TE_FL_API Result<std::map<std::string, std::vector<PolicyToken>, std::less<>>> parse_per_op(
     std::string_view text, const std::vector<std::string>& known_ops);
@@ -77,18 +80,19 @@ TE_FL_API Result<std::vector<std::string>> parse_vendor_list(std::string_view te
 // FAILED_PRECONDITION: it is a folder or a device, may not be read, or is too large.
 TE_FL_API Result<PolicySettings> load_policy_file(const std::string& path);
 
-// An immutable, interned policy; equal settings give the same object and id, so entering and
-// leaving a scope flushes nothing. Cheap to copy. Thread-safe.
+// An immutable, interned policy. Equal settings give the same object and id, so entering and
+// leaving a scope invalidates no caches. Cheap to copy. Thread-safe.
 class TE_FL_API SelectionPolicy {
  public:
   SelectionPolicy() noexcept;  // the empty policy, id 0
-  // Never fails: calls under settings that list an op which does not exist fail, naming the nearest
-  // one ("vendor::op" names pass, since custom ops may be registered later).
+  // Never fails. If the settings list an op that does not exist, calls under this policy fail with
+  // a message that names the nearest op. Names of the form "vendor::op" are accepted, since custom
+  // ops may be registered later.
   static SelectionPolicy intern(PolicySettings settings);
-  // From TE_FL_PREFER, TE_FL_PREFER_VENDOR, TE_FL_STRICT, TE_FL_ALLOW_VENDORS, TE_FL_DENY_VENDORS,
-  // TE_FL_PER_OP, TE_FL_DETERMINISTIC, TE_FL_MAX_STAGED_BYTES as environment::get sees them now,
-  // each of which wins over what TE_FL_POLICY_FILE says of the same; a list of TE_FL_PER_OP also
-  // over the file's lists for signatures of that op.
+  // Reads TE_FL_PREFER, TE_FL_PREFER_VENDOR, TE_FL_STRICT, TE_FL_ALLOW_VENDORS, TE_FL_DENY_VENDORS,
+  // TE_FL_PER_OP, TE_FL_DETERMINISTIC and TE_FL_MAX_STAGED_BYTES through environment::get, and the
+  // file TE_FL_POLICY_FILE. A variable takes precedence over the same setting in the file. A list
+  // in TE_FL_PER_OP also takes precedence over the file's signature lists for that op.
   static Result<SelectionPolicy> from_environment(const std::vector<std::string>& known_ops);
   uint32_t id() const noexcept { return id_; }
   const PolicySettings& settings() const noexcept { return *settings_; }
@@ -102,14 +106,16 @@ class TE_FL_API SelectionPolicy {
   const PolicySettings* settings_;  // interned, never freed
 };
 
-// Process-wide policy set in code; wins over the environment. Takes effect on the next call.
+// The process-wide policy set by the program. It takes precedence over the environment. A change
+// takes effect on the next call.
 TE_FL_API void set_global_policy(SelectionPolicy policy);
 TE_FL_API void clear_global_policy();
-// The policy in force for this thread: innermost scope, else global, else environment. An invalid
-// environment gives its error.
+// The policy in force for this thread: that of the innermost scope, else the global policy, else
+// the environment's. If the environment is invalid, returns its error.
 TE_FL_API Result<SelectionPolicy> current_policy();
 
-// Applies a policy to the calling thread until destroyed. Scopes nest; destroy in reverse order.
+// Applies a policy to the calling thread until the scope is destroyed. Scopes nest; destroy them in
+// reverse order.
 class TE_FL_API PolicyScope {
  public:
   explicit PolicyScope(SelectionPolicy policy);
@@ -123,9 +129,10 @@ class TE_FL_API PolicyScope {
   uint32_t previous_;
 };
 
-// The calling thread's scope (or "none"), to be re-entered on another thread:
-//   auto captured = CapturedPolicy::capture();   ... on the other thread:   auto scope =
-//   captured.enter();
+// Copies the calling thread's policy scope, or its absence, so that another thread can enter the
+// same scope:
+//   auto captured = CapturedPolicy::capture();
+//   auto scope = captured.enter();  // on the other thread
 class TE_FL_API CapturedPolicy {
  public:
   static CapturedPolicy capture();

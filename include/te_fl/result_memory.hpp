@@ -12,15 +12,17 @@
 
 namespace te_fl {
 
-// Memory of a framework's tensors for what a call of nn returns, so that the framework knows the
-// memory as its own. While it lives, every Tensor::empty() on the calling thread asks `make` first.
-// Scopes nest; the innermost alone is asked. Destroy them in reverse order, on the same thread.
+// Lets a framework provide the memory of the tensors that a call of nn returns, so that the
+// framework owns this memory. While a ResultMemory lives, every Tensor::empty() on the calling
+// thread first calls `make`. Scopes nest; only the innermost is called. Destroy them in reverse
+// order, on the same thread.
 class TE_FL_API ResultMemory {
  public:
-  // Compact memory for a tensor of this shape and dtype on the device, which is freed when the
-  // result's last copy goes, on any thread; null: Tensor::empty() allocates as it does otherwise.
-  // The alignment is the framework's, not Tensor::empty()'s. An error becomes Tensor::empty()'s. It
-  // runs without any of te-fl's locks.
+  // Returns compact memory for a tensor of this shape and dtype on the device, or null:
+  // Tensor::empty() then allocates as usual. The memory is released when the result's last copy is
+  // destroyed, on any thread. Its alignment is the framework's, not that of Tensor::empty().
+  // Tensor::empty() returns an error of this function to its caller. No lock of te-fl is held
+  // during the call.
   using Make = std::function<Result<std::shared_ptr<void>>(std::span<const int64_t> shape,
                                                            DType dtype, const Device& device)>;
   explicit ResultMemory(Make make);
@@ -28,7 +30,7 @@ class TE_FL_API ResultMemory {
   ResultMemory(const ResultMemory&) = delete;
   ResultMemory& operator=(const ResultMemory&) = delete;
   const Make& make() const noexcept { return make_; }
-  // The calling thread's innermost one, or null.
+  // The calling thread's innermost ResultMemory, or null.
   static const ResultMemory* innermost() noexcept;
 
  private:

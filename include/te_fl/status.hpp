@@ -29,11 +29,12 @@ enum class StatusCode : int32_t {
   kCommFailed = TE_FL_COMM_FAILED,
 };
 
-// "OK", "INVALID_ARGUMENT", ...
+// The code's name: "OK", "INVALID_ARGUMENT", ...
 TE_FL_API std::string_view to_string(StatusCode code);
 
-// Outcome of an operation: a code, a message, and optionally the status that caused it. OK costs
-// one null pointer: no allocation, nothing to destroy. Copies share the text. Thread-compatible.
+// Outcome of an operation: a code, a message, and optionally the status that caused it. An OK
+// status is one null pointer and allocates nothing. Copies share the text. Different threads may
+// use different objects; sharing one object needs a lock if a thread changes it.
 class [[nodiscard]] TE_FL_API Status {
  public:
   Status() noexcept = default;  // OK
@@ -43,18 +44,19 @@ class [[nodiscard]] TE_FL_API Status {
   bool ok() const noexcept { return rep_ == nullptr; }
   explicit operator bool() const noexcept { return ok(); }
   StatusCode code() const noexcept;
-  // Message of this status alone; empty for OK.
+  // The message of this status, without its causes. Empty for OK.
   const std::string& message() const noexcept;
-  // The status that caused this one; OK if none.
+  // The status that caused this one, or OK.
   Status cause() const;
-  // True if the failure left nothing written and nothing enqueued (TE_FL_CLEAN).
+  // True if nothing was written and nothing was enqueued (TE_FL_CLEAN).
   bool clean() const noexcept;
   Status& set_clean();
-  // A new status of the same code and cleanness with `message` in front and *this as its cause.
+  // Returns a status with the same code and cleanness, with `message` as its message and *this as
+  // its cause.
   Status wrap(std::string message) const;
-  // "INVALID_ARGUMENT: message" and one "  caused by: ..." line per cause.
+  // "INVALID_ARGUMENT: message", followed by one line "  caused by: ..." for each cause.
   std::string to_string() const;
-  // The ABI form, TE_FL_CLEAN included.
+  // The ABI's form of the status, including TE_FL_CLEAN.
   te_fl_status to_c() const noexcept;
   static Status from_c(te_fl_status status, std::string message);
 
@@ -63,15 +65,16 @@ class [[nodiscard]] TE_FL_API Status {
   std::shared_ptr<const Rep> rep_;
 };
 
-TE_FL_API Status invalid_argument(std::string message);  // clean
-TE_FL_API Status not_found(std::string message);         // clean
+// Make a status with this code. The first two are clean (see Status::clean()).
+TE_FL_API Status invalid_argument(std::string message);
+TE_FL_API Status not_found(std::string message);
 TE_FL_API Status failed_precondition(std::string message);
 TE_FL_API Status internal_error(std::string message);
 
-// Writes the status to stderr and aborts; for Result::value() misuse.
+// Writes the status to stderr and aborts. Result::value() calls it on an error.
 [[noreturn]] TE_FL_API void die(const Status& status);
 
-// A value or a Status that is not OK.
+// A value, or a Status that is not OK.
 template <class T>
 class [[nodiscard]] Result {
  public:
@@ -83,7 +86,7 @@ class [[nodiscard]] Result {
   bool ok() const noexcept { return value_.has_value(); }
   explicit operator bool() const noexcept { return ok(); }
   const Status& status() const noexcept { return status_; }
-  // Calling value() on an error aborts with the status; test ok() first.
+  // value() aborts with the status if there is no value. Test ok() first.
   T& value() & {
     if (!ok()) die(status_);
     return *value_;
@@ -116,7 +119,8 @@ class [[nodiscard]] Result {
   do {                                                                                \
     if (::te_fl::Status te_fl_status_ = (expr); !te_fl_status_) return te_fl_status_; \
   } while (false)
-// TE_FL_ASSIGN_OR_RETURN(auto x, make_x());
+// Declares or assigns a variable from a Result; returns the status from the enclosing function on
+// an error: TE_FL_ASSIGN_OR_RETURN(auto x, make_x());
 #define TE_FL_ASSIGN_OR_RETURN(decl, expr) \
   TE_FL_ASSIGN_OR_RETURN_IMPL(TE_FL_CONCAT(te_fl_result_, __LINE__), decl, expr)
 #define TE_FL_ASSIGN_OR_RETURN_IMPL(tmp, decl, expr) \

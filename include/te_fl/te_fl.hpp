@@ -1,18 +1,20 @@
 #pragma once
 
-// The whole C++ API of the runtime; nn is in te_fl/nn.hpp.
+// The whole C++ API of the runtime, except nn (te_fl/nn.hpp).
 //
-// Errors are statuses. What te-fl calls, its libraries included, may throw, and te-fl's functions
-// do not: the one exception that a function which is not noexcept may pass on is std::bad_alloc,
-// where no host memory is left for te-fl's own books. A tensor that is too large is OUT_OF_MEMORY.
+// Errors are returned as statuses. te-fl's functions catch exceptions of the code that they call,
+// including libraries. One exception may leave a te-fl function that is not noexcept:
+// std::bad_alloc, if no host memory is left for te-fl's own data structures. A tensor that is too
+// large is OUT_OF_MEMORY.
 //
-// The end of the process: exit(), or a return from main(), may come whatever other threads do with
-// te-fl. Before it destroys the static objects of plugins it waits until no other thread loads or
-// deactivates a plugin, 12 s at most, and until no other thread is inside an op or a function of a
-// device, 2 s at most. From then on other threads have FAILED_PRECONDITION of ops, loads and
-// devices, and what they free of a device stays as it is; the thread that exits goes on as before.
-// This holds where the main thread exits, or another one that has used te-fl. Where one does that
-// never has, a plugin that is just being loaded may lose the static objects that it has made.
+// Process exit: a program may call exit() or return from main() while other threads use te-fl.
+// Before the static objects of plugins are destroyed, te-fl waits until no other thread is loading
+// or deactivating a plugin (12 s at most) and until no other thread is inside an op or a device
+// function (2 s at most). From then on other threads get FAILED_PRECONDITION from ops, plugin loads
+// and device functions, and device memory that they free stays allocated. The exiting thread can
+// still use te-fl as before. This holds if the main thread exits, or another thread that has used
+// te-fl. If a thread that has never used te-fl calls exit(), a plugin that is being loaded at that
+// moment may lose its static objects.
 #include "te_fl/comm.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/dtype.hpp"

@@ -9,110 +9,122 @@
 #include "te_fl/policy.hpp"
 #include "te_fl/status.hpp"
 
-// Watching a run: calls that were checked against the reference (TE_FL_VERIFY), implementations
-// that lost their place for it, and what every rank must have alike. Thread-safe.
+// Observation of a run: calls verified against the reference (TE_FL_VERIFY), quarantined
+// implementations, traces, tuning, and a fingerprint of what must be equal on all ranks.
+// Thread-safe.
 namespace te_fl {
 
-// Calls that TE_FL_VERIFY picked, in this process.
+// Counts of the calls that TE_FL_VERIFY selected in this process.
 struct VerifyCounts {
   uint64_t agreed = 0;
   uint64_t differed = 0;
-  uint64_t saved = 0;     // cases written
-  uint64_t captured = 0;  // left out: their stream was being captured into a graph
-  // Left out: served by the reference, nothing to compare (opaque records, enquiries, collectives),
-  // no reference implementation that takes the call, no memory for copies of it.
+  uint64_t saved = 0;     // calls saved as case files
+  uint64_t captured = 0;  // not verified: their stream was being captured into a graph
+  // Not verified: the reference itself served the call, there was nothing to compare (opaque
+  // records, enquiries, collectives), no reference implementation accepts the call, or there was no
+  // memory for copies.
   uint64_t skipped = 0;
   uint64_t failed = 0;  // the call itself failed
 };
 TE_FL_API VerifyCounts verify_counts();
 
-// The mistake in TE_FL_VERIFY or TE_FL_TRACE, a file that cannot be written included: every call
-// fails with it. OK if nothing is.
+// The error in the settings TE_FL_VERIFY or TE_FL_TRACE, such as a file that cannot be written,
+// with which every call fails. OK if there is none.
 TE_FL_API Status watch_status();
 
-// Declares that a training step ended. What TE_FL_VERIFY_ACTION=quarantine holds against
-// implementations takes effect at the end of the call in which it was found, if that call is inside
-// no other and no stream is being captured; else after the next such call. In a job of several
-// ranks (WORLD_SIZE, OMPI_COMM_WORLD_SIZE or PMI_SIZE in the environment) it waits for this
-// declaration, which all ranks make alike: then implementations stop serving that op and signature,
-// from the next call on, and the quarantine file says so to later runs. What is still held when the
-// process ends is written to the file then. nn's Optimizer::step declares it. Costs one atomic load
-// if nothing is held. Error: the file could not be written; the quarantine is in force all the
-// same.
+// Declares that a training step has ended. nn's Optimizer::step calls it.
+//
+// With TE_FL_VERIFY_ACTION=quarantine, an implementation whose results differed is quarantined: it
+// no longer serves that op and signature, and the quarantine file records this for later runs. In a
+// process on its own, this takes effect at the end of the call in which the difference was found;
+// if that call runs inside another call, or a stream is being captured, it takes effect after the
+// next call for which neither is true. In a job of several ranks (WORLD_SIZE, OMPI_COMM_WORLD_SIZE
+// or PMI_SIZE in the environment) a quarantine is held back until step_boundary(), which all ranks
+// call alike, so that all ranks change their choice between the same two calls. Quarantines that
+// are still held back when the process ends are written to the file then.
+//
+// Costs one atomic load if nothing is held back. Error: the file could not be written; the
+// quarantine is in force nevertheless.
 TE_FL_API Status step_boundary();
 
-// An implementation that does not serve an op's calls of one signature.
+// An implementation that no longer serves calls of one op and signature.
 struct Quarantine {
   std::string op, impl_id;
-  std::string owner, build_id;  // of the plugin; of te-fl itself for built-in backends
-  std::string chip, driver;     // te_fl_device_props; of the device on which it went wrong
-  uint64_t dtypes = 0;          // masks: the signature
+  std::string owner, build_id;  // of the plugin; for built-in backends, of te-fl
+  std::string chip, driver;     // of the device where the results differed (te_fl_device_props)
+  uint64_t dtypes = 0;          // signature: masks of dtypes and scaling modes
   uint32_t scalings = 0;
   std::string reason;     // the outputs that differed
   std::string case_file;  // the saved call; empty if none was saved
-  std::string replay;     // the command that runs it again, with the plugins that it needs
+  // Command that runs the saved call again, including the plugins that it needs.
+  std::string replay;
 };
-// Those in force: of the quarantine file, and of this run. Never fails for the file's sake: what
-// cannot be read of it is passed over with a warning, as it is by calls.
+// The quarantines in force, from the quarantine file and from this run. Entries of the file that
+// cannot be read are skipped with a warning, here and in calls.
 TE_FL_API Result<std::vector<Quarantine>> quarantines();
-// The quarantine file (TE_FL_QUARANTINE_FILE); empty: none is kept.
+// Path of the quarantine file (TE_FL_QUARANTINE_FILE). Empty: no file is used.
 TE_FL_API std::string quarantine_file();
-// Ends those of `op` and `impl_id`, of which an empty one stands for any: in the file and in this
-// process, from the next call on. How many. Error: FAILED_PRECONDITION, the file cannot be written,
-// and nothing was ended.
+// Removes the quarantines of `op` and `impl_id` from the file and from this process; an empty
+// string matches all. Takes effect on the next call. Returns the number of quarantines removed.
+// FAILED_PRECONDITION if the file cannot be written; nothing is removed then.
 TE_FL_API Result<int> clear_quarantines(const std::string& op, const std::string& impl_id);
 
-// One call of a saved case on one implementation, against the case's own results and against the
-// reference's.
+// The result of running one saved call on one implementation, compared with the saved results and
+// with the reference's results.
 struct Replay {
   std::string op, impl_id, device;
-  std::string saved_by;  // implementation, build, chip and driver of the saved results
-  std::string note;      // the findings when it was saved
-  // Outputs that differ by more than the tolerance (docs/numerics.md), in words.
+  std::string saved_by;  // implementation, build, chip and driver that produced the saved results
+  std::string note;      // the differences found when the call was saved
+  // Descriptions of the outputs that differ by more than the tolerance (docs/numerics.md).
   std::vector<std::string> from_saved, from_reference;
-  int compared = 0;  // outputs and parts
+  int compared = 0;  // number of outputs and parts that were compared
 };
-// Reads a case that TE_FL_VERIFY saved and runs it. Empty impl_id: the implementation that it was
-// saved from. `device` empty: the case's own if it is there, else the host. A quarantine does not
-// stand in the way. Errors: the file (NOT_FOUND, DATA_LOSS, INVALID_ARGUMENT), or the call's own.
+// Reads a case file that TE_FL_VERIFY saved and runs the call. Empty impl_id: the implementation
+// that the case was saved from. Empty `device`: the device of the case if it exists, else the host.
+// Quarantines are ignored. Errors: of the file (NOT_FOUND, DATA_LOSS, INVALID_ARGUMENT), or of the
+// call.
 TE_FL_API Result<Replay> replay(const std::string& file, const std::string& impl_id = {},
                                 const std::string& device = {});
 
-// Writes the file of TE_FL_TRACE as far as it is, by atomic rename; the end of the process does it
-// too. OK if there is none. Error: FAILED_PRECONDITION, the file cannot be written.
+// Writes the trace so far to the file of TE_FL_TRACE, by atomic rename. This also happens when the
+// process ends. OK if no trace is recorded. FAILED_PRECONDITION if the file cannot be written.
 TE_FL_API Status write_trace();
 
-// The result of `te-fl tune` for one op, signature and class of sizes (SignatureList::min_bytes).
+// Timing of one implementation by `te-fl tune`, for one op, signature and size class
+// (SignatureList::min_bytes).
 struct TunedTime {
   std::string impl_id;
-  double seconds = 0;  // of all the calls that the run made
-  int calls = 0;       // different ones that it served
+  double seconds = 0;  // total for all calls of the recorded run
+  int calls = 0;       // number of different calls that it accepts
 };
 struct TunedSignature {
-  // Its `use` names the fastest first, then all kinds; empty: nothing is gained over what dispatch
-  // takes by itself, or less than 5 % or 100 ns of a call, which is noise.
+  // `list.use` names the fastest implementation first, followed by all kinds. It is empty if the
+  // fastest is the one that dispatch would choose, or is faster by less than 5 % or 100 ns per
+  // call, which is noise.
   SignatureList list;
-  uint64_t count = 0;            // calls that the run made
-  int calls = 0;                 // different ones
-  std::vector<TunedTime> times;  // fastest first, after that those that do not serve every call
-  double usual_seconds = 0;      // with what dispatch takes by itself; 0: that was not timed
+  uint64_t count = 0;  // number of calls in the recorded run
+  int calls = 0;       // number of different calls
+  // implementations that accept every call, fastest first, then the others
+  std::vector<TunedTime> times;
+  double usual_seconds = 0;  // time with the choice of dispatch; 0 if not timed
 };
-// Times the implementations that accept the calls in these files: traces of TE_FL_TRACE, or calls
-// that TE_FL_VERIFY saved. `seconds`: about, for one call on one implementation. Calls that cannot
-// be made here go to `left_out`, with the reason. Staged candidates are not timed. Errors: a file
-// cannot be read.
+// Times the implementations that accept the calls in these files, which are traces of TE_FL_TRACE
+// or case files of TE_FL_VERIFY. `seconds` is the approximate time spent per call and
+// implementation. Calls that cannot be made here are listed in `left_out`, with the reason. Staged
+// candidates are not timed. Error: a file cannot be read.
 TE_FL_API Result<std::vector<TunedSignature>> tune(const std::vector<std::string>& files,
                                                    double seconds = 0.1,
                                                    std::vector<std::string>* left_out = nullptr);
 
-// Identifies all that decides which implementation runs, for ranks to compare before the first
-// step: te-fl's version, device types with chip and driver, ops, implementations with priorities,
-// build ids, the calling thread's policy (policy file included), tuning files and quarantines. 32
-// hex digits; equal for equal tables. Loads plugins if that has not been done.
+// A hash of everything that decides which implementation runs: te-fl's version, device types with
+// chip and driver, ops, implementations with priorities, build ids, the calling thread's policy
+// (including the policy file), tuning files and quarantines. Ranks compare it before the first
+// step. 32 hex digits. Loads plugins if they are not loaded yet.
 TE_FL_API std::string fingerprint();
-// The fingerprint in a form to read: "key = value" lines, the first being the fingerprint.
+// The data behind the fingerprint in readable form: lines "key = value", the first being the
+// fingerprint.
 TE_FL_API std::string fingerprint_table();
-// One sentence for each line in which two such tables differ.
+// One sentence for each line in which two fingerprint tables differ.
 TE_FL_API std::vector<std::string> fingerprint_difference(const std::string& a,
                                                           const std::string& b);
 

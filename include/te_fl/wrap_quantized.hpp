@@ -5,17 +5,18 @@
 
 namespace te_fl {
 
-// The parts of a quantised tensor that someone else holds. Each is compact and on one device;
-// undefined ones are absent.
+// The parts of an existing quantised tensor. Each part is compact, and all are on one device. An
+// undefined Tensor means that the part is absent.
 struct QuantizedParts {
-  Tensor codes;                            // the row-wise copy: 8-bit floats of the tensor's shape
-  Tensor columns;                          // the column-wise copy: [K, M] for codes of [M, K]
-  Tensor scale_inv, columnwise_scale_inv;  // of Tensor::scale_inv()'s shapes; kTensor has one
-  Tensor amax;                             // F32 [1], kTensor
+  Tensor codes;    // row-wise copy: 8-bit floats in the shape of the tensor
+  Tensor columns;  // column-wise copy: [K, M] if the row-wise codes are [M, K]
+  // shapes as for Tensor::scale_inv(); kTensor has only scale_inv
+  Tensor scale_inv, columnwise_scale_inv;
+  Tensor amax;  // F32 [1], only for kTensor
 };
 
-// The quantised tensor that these parts make; it shares their memory and keeps alive what they
-// keep. kTensor and kBlock128x128 are served. INVALID_ARGUMENT names the part that does not fit.
+// Makes a quantised tensor of these parts. It shares their memory and keeps their owners alive.
+// Supports kTensor and kBlock128x128. INVALID_ARGUMENT names the part that does not fit.
 TE_FL_API Result<Tensor> wrap_quantized(Scaling scaling, const QuantizedParts& parts);
 
 }  // namespace te_fl

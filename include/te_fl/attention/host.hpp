@@ -1,4 +1,4 @@
-// The parts of attention's meaning that read element data: for host memory only.
+// The parts of attention's semantics that read element data, for host memory only.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,8 @@
 
 namespace te_fl::backend {
 
-// The place and the length of a sequence. begin: its first token for thd, else 0.
+// Position and length of one sequence. With layout thd, q_begin and kv_begin are its first tokens;
+// otherwise they are 0.
 struct SequenceSpan {
   int64_t q_begin = 0;
   int64_t q_len = 0;
@@ -20,8 +21,8 @@ struct SequenceSpan {
 
 namespace detail {
 
-// Lengths and starts of one side, checked against `limit` (thd: tokens; else positions of a
-// sequence).
+// Reads begin and length of sequence b on one side (queries or keys), and checks them against
+// `limit`: the number of tokens with layout thd, otherwise the positions per sequence.
 inline void read_lengths(const char* name, const te_fl_tensor& cu, const te_fl_tensor* padded,
                          bool thd, int64_t limit, int64_t b, int64_t& begin, int64_t& len) {
   const auto at = [](const te_fl_tensor& t, int64_t i) -> int64_t {
@@ -45,7 +46,7 @@ inline void read_lengths(const char* name, const te_fl_tensor& cu, const te_fl_t
 
 }  // namespace detail
 
-// The sequences of a call. Reads cu_seqlens_*; throws if they do not fit the tensors or
+// The sequences of a call. Reads cu_seqlens_*. Throws if they do not fit the tensors or
 // max_seqlen_*.
 inline std::vector<SequenceSpan> host_sequences(const AttentionProblem& p) {
   std::vector<SequenceSpan> spans(static_cast<size_t>(p.batch), {0, p.seqlen_q, 0, p.seqlen_kv});
@@ -68,7 +69,8 @@ inline std::vector<SequenceSpan> host_sequences(const AttentionProblem& p) {
   return spans;
 }
 
-// Extents of the logical matrix [B, H, Sq, Sk] that numbers dropout's random words.
+// Extents Sq and Sk of the logical matrix [B, H, Sq, Sk] whose elements index dropout's random
+// stream.
 struct LogicalExtents {
   int64_t q = 0;
   int64_t kv = 0;

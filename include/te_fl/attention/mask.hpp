@@ -1,4 +1,4 @@
-// The keys that a query sees; the semantics are in te_fl/attention.hpp.
+// MaskRule: the keys that a query sees. te_fl/attention.hpp describes the semantics.
 #pragma once
 
 #include <cstdint>
@@ -7,27 +7,28 @@
 
 namespace te_fl::backend {
 
-// Half-open range of keys, or of queries.
+// A half-open range of keys or queries.
 struct KeyRange {
   int64_t begin = 0;
   int64_t end = 0;
   constexpr bool empty() const noexcept { return begin >= end; }
 };
 
-// The keys of its sequence that a query may see, the arbitrary mask tensor aside. constexpr, so
-// that a device compiler can take it as it is.
+// The rule that decides which keys of its sequence a query may see, except for the arbitrary mask
+// tensor. constexpr, so that device code can use it.
 struct MaskRule {
   bool causal = false;
-  bool bottom_right = false;  // else the diagonal is the top-left corner's
-  bool padding = false;       // a padding_* type
-  bool arbitrary = false;     // attn_mask has a say too
+  // aligns the diagonal with the bottom-right corner; otherwise the top-left
+  bool bottom_right = false;
+  bool padding = false;    // the mask type is one of padding_*
+  bool arbitrary = false;  // attn_mask masks elements as well
   int64_t window_left = -1;
   int64_t window_right = -1;
 
   constexpr int64_t diagonal(int64_t q_len, int64_t kv_len) const noexcept {
     return bottom_right ? kv_len - q_len : 0;
   }
-  // Keys that query i sees; empty for i >= q_len.
+  // The keys that query i sees. Empty for i >= q_len.
   constexpr KeyRange keys(int64_t i, int64_t q_len, int64_t kv_len) const noexcept {
     if (i >= q_len) return {};
     const int64_t centre = i + diagonal(q_len, kv_len);
@@ -38,7 +39,7 @@ struct MaskRule {
     if (r.end < r.begin) r.end = r.begin;
     return r;
   }
-  // Queries that see key j, the same rule from the other side; empty for j >= kv_len.
+  // The queries that see key j: the inverse of keys(). Empty for j >= kv_len.
   constexpr KeyRange queries(int64_t j, int64_t q_len, int64_t kv_len) const noexcept {
     if (j >= kv_len) return {};
     const int64_t centre = j - diagonal(q_len, kv_len);
@@ -56,7 +57,7 @@ struct MaskRule {
   }
 };
 
-// The rule of a call. A window beyond 2^61 counts as that, so that sums stay in range.
+// The mask rule of a call. Windows are limited to 2^61 so that sums do not overflow.
 constexpr MaskRule mask_rule(int32_t mask_type, int64_t window_left,
                              int64_t window_right) noexcept {
   constexpr int64_t kFar = int64_t{1} << 61;
@@ -74,7 +75,7 @@ constexpr MaskRule mask_rule(int32_t mask_type, int64_t window_left,
   return r;
 }
 
-// ALiBi's addend of a score is the slope times this.
+// ALiBi adds the slope times this number to a score.
 constexpr int64_t alibi_distance(int64_t i, int64_t j, int64_t q_len, int64_t kv_len) noexcept {
   return j - i - (kv_len - q_len);
 }

@@ -1,5 +1,5 @@
-// One attention call, decoded and checked. Reads metadata only and allocates nothing unless it
-// throws, so it may be used in supports(). The semantics are in te_fl/attention.hpp.
+// Decodes and checks one attention call. Reads metadata only and allocates nothing unless it
+// throws, so supports() may use it. te_fl/attention.hpp describes the semantics.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace te_fl::backend {
 
-// q, k, v, o or a gradient of one, seen as [batch, seqlen, heads, dim] with strides in elements.
-// thd: batch is 1 and seqlen counts all tokens.
+// One of q, k, v, o or their gradients, viewed as [batch, seqlen, heads, dim] with strides in
+// elements. With layout thd, batch is 1 and seqlen is the total number of tokens.
 struct HeadsView {
   int64_t batch = 0;
   int64_t seqlen = 0;
@@ -28,12 +28,12 @@ struct HeadsView {
   }
 };
 
-// One checked call. The pointers are the call's own, NULL where an argument was left out.
+// One checked call. The pointers are those of the call; NULL for an argument that was not given.
 struct AttentionProblem {
-  int64_t batch = 0;     // sequences; 0 if only an enquiry with thd is described
-  int64_t heads = 0;     // of q and o
-  int64_t kv_heads = 0;  // of k and v; divides heads
-  int64_t seqlen_q = 0;  // thd: max_seqlen_q as given, 0: to be found from cu_seqlens
+  int64_t batch = 0;     // number of sequences; 0 for an enquiry with layout thd
+  int64_t heads = 0;     // heads of q and o
+  int64_t kv_heads = 0;  // heads of k and v; divides `heads`
+  int64_t seqlen_q = 0;  // thd: max_seqlen_q of the call; 0: the longest in cu_seqlens
   int64_t seqlen_kv = 0;
   int64_t head_dim = 0;    // of q and k
   int64_t head_dim_v = 0;  // of v and o
@@ -43,7 +43,7 @@ struct AttentionProblem {
   MaskRule mask;
   int32_t softmax_type = TE_FL_SOFTMAX_TYPE_VANILLA;
   float scale = 1;
-  float softcap = 0;  // 0: scores have none
+  float softcap = 0;  // 0: no cap on the scores
   float dropout_p = 0;
   const te_fl_tensor* bias = nullptr;
   const te_fl_tensor* alibi_slopes = nullptr;
@@ -54,12 +54,12 @@ struct AttentionProblem {
   const te_fl_tensor* cu_seqlens_kv_padded = nullptr;
   const te_fl_tensor* softmax_sink = nullptr;
 
-  // True if cu_seqlens decide the lengths, rather than Sq and Sk.
+  // True if cu_seqlens give the lengths of the sequences; otherwise these are Sq and Sk.
   constexpr bool variable_length() const noexcept { return thd || mask.padding; }
   constexpr int64_t kv_head(int64_t head) const noexcept { return head / (heads / kv_heads); }
 };
 
-// Decodes one tensor of a layout; throws if the rank is another than the layout's.
+// Decodes one tensor of a layout. Throws if its rank differs from the layout's.
 inline HeadsView heads_view(const char* name, const te_fl_tensor& t, int32_t layout) {
   const bool thd = layout == TE_FL_LAYOUT_THD;
   if (t.dl.ndim != (thd ? 3 : 4)) {
@@ -101,7 +101,7 @@ inline void expect_shape(const char* name, const te_fl_tensor& t,
           meaning);
 }
 
-// Refuses a tensor that is not [1|B, 1|H, Sq, Sk].
+// Checks that a tensor has shape [1|B, 1|H, Sq, Sk].
 inline void expect_broadcast(const char* name, const te_fl_tensor& t, const AttentionProblem& p) {
   const int64_t* s = t.dl.shape;
   if (t.dl.ndim == 4 && (s[0] == 1 || s[0] == p.batch) && (s[1] == 1 || s[1] == p.heads) &&
@@ -150,7 +150,7 @@ inline void check_heads(const AttentionProblem& p) {
   if (v.batch != q.batch) disagree("v", "sequences", v.batch, std::to_string(q.batch) + " as q");
 }
 
-// The problem as an enquiry knows it: from q, k, v and the scalars.
+// Decodes the arguments that an enquiry has: q, k, v and the scalars.
 template <class Args>
 AttentionProblem describe_qkv(const Args& a) {
   AttentionProblem p;
@@ -212,7 +212,8 @@ inline void check_score_args(const AttentionProblem& p) {
   }
 }
 
-// Refuses a scale to be computed for s_quant and dp_quant, which attention quantises tile by tile.
+// Checks that s_quant or dp_quant comes with a given scale. Attention quantises P and dS tile by
+// tile, so it cannot compute a scale from the whole matrix.
 inline void expect_given_scale(const te_fl_tensor* t, const char* name) {
   if (t == nullptr || (t->quant->flags & TE_FL_QUANT_COMPUTE_SCALE) == 0) return;
   invalid(std::string(name) +
@@ -262,8 +263,8 @@ AttentionProblem describe_common(const Args& a) {
 
 }  // namespace detail
 
-// Decodes and checks a call. Throws Error (INVALID_ARGUMENT, clean) naming argument, value and
-// rule.
+// Decodes and checks a call. Throws Error (INVALID_ARGUMENT, clean), which names argument, value
+// and rule.
 inline AttentionProblem attention_problem(const te_fl_fused_attn_fwd_args& a) {
   return detail::describe_common(a);
 }
@@ -280,12 +281,13 @@ inline AttentionProblem attention_problem(const te_fl_fused_attn_bwd_args& a) {
   return p;
 }
 
-// The problem of an enquiry: batch, lengths (thd) and optional tensors are unknown.
+// Decodes and checks an enquiry. The result lacks the optional tensors and, with layout thd, batch
+// and lengths.
 inline AttentionProblem attention_problem(const te_fl_get_fused_attn_backend_args& a) {
   return detail::describe_qkv(a);
 }
 
-// Offset in elements of (b, h, i, j) in a tensor of shape [1|B, 1|H, Sq, Sk] (bias, dbias,
+// Offset in elements of element (b, h, i, j) in a tensor of shape [1|B, 1|H, Sq, Sk] (bias, dbias,
 // attn_mask).
 inline int64_t broadcast_offset(const te_fl_tensor& t, int64_t b, int64_t h, int64_t i,
                                 int64_t j) noexcept {

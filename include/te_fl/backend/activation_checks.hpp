@@ -1,7 +1,8 @@
 #pragma once
 
-// For backends with gated activations: what their descriptions cannot say of the columns that the
-// halves take turns of, and where those lie. Throws INVALID_ARGUMENT, clean. Header-only.
+// Helpers for backends with gated activations whose two halves, a and b, are interleaved in blocks
+// of columns (glu_interleave_size). They check what the op's schema cannot express and compute the
+// position of a column. Checks throw INVALID_ARGUMENT, clean. Header-only.
 
 #include <cstdint>
 #include <string>
@@ -10,7 +11,7 @@
 
 namespace te_fl::backend {
 
-// Throws unless the halves of `half` columns may take turns of `interleave` columns.
+// Throws if a half of `half` columns does not divide into blocks of `interleave` columns.
 inline void check_interleave(int64_t interleave, int64_t half) {
   if (interleave == 0 || half % interleave == 0) return;
   invalid("glu_interleave_size is " + std::to_string(interleave) +
@@ -18,17 +19,18 @@ inline void check_interleave(int64_t interleave, int64_t half) {
           std::to_string(half));
 }
 
-// Columns of a row [a, b] whose halves have `half` columns each; `interleave` 0: one behind the
-// other.
+// Positions of the columns in a row that holds the halves a and b of `half` columns each. With
+// `interleave` 0 half b follows half a. Otherwise blocks of `interleave` columns of a and b
+// alternate.
 struct HalvesOfRow {
   int64_t half, interleave;
 
   int64_t place_of_a(int64_t col) const {
     return interleave == 0 ? col : col / interleave * 2 * interleave + col % interleave;
   }
-  // From a's place to b's of the same column.
+  // Distance from a column of a to the same column of b.
   int64_t distance() const { return interleave == 0 ? half : interleave; }
-  // Columns of a, from col on, that lie one behind the other.
+  // Number of contiguous columns of a, starting at col.
   int64_t run(int64_t col) const {
     return interleave == 0 ? half - col : interleave - col % interleave;
   }

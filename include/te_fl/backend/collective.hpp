@@ -1,7 +1,8 @@
 #pragma once
 
-// For providers of collectives (R29): what every one of them asks of a call beyond the
-// specification, and the parts that each rank gives and gets. Header-only.
+// Helpers for providers of collectives (R29): the checks of a call that all providers make in
+// addition to the op's schema, and the size of the part that each rank sends and receives.
+// Header-only.
 //
 //   desc.supports = te_fl::backend::supports_thunk<te_fl_all_gather_args,
 //                                                  te_fl::backend::check_collective<te_fl_all_gather_args>>;
@@ -16,13 +17,14 @@
 
 namespace te_fl::backend {
 
-// The provider's own object, which its create() or split() gave for a communicator.
+// The provider's own object, which its create() or split() returned for the communicator.
 template <class T>
 T& communicator(const te_fl_communicator* comm) noexcept {
   return *static_cast<T*>(comm->self);
 }
 
-// The bytes of a tensor's elements; types of less than a byte fill whole ones.
+// Size of a tensor's elements in bytes. Elements of less than a byte are packed, and the last byte
+// counts in full.
 inline int64_t bytes_of(const te_fl_tensor& t) noexcept {
   const int64_t count = numel(t), bits = t.dl.dtype.bits;
   return count / 8 * bits + (count % 8 * bits + 7) / 8;  // 64 bits hold the bytes, not all bits
@@ -62,7 +64,8 @@ inline void need_apart(const te_fl_tensor& input, const te_fl_tensor& output) {
   invalid("argument 'output' shares memory with 'input', and this collective is not done in place");
 }
 
-// `part` is nowhere in `whole`, or it is the part of the rank whose number is given there.
+// Checks that `part` is disjoint from `whole` or is exactly the part of `whole` that belongs to
+// `rank`.
 inline void need_own_part(const char* name, const te_fl_tensor& part, const te_fl_tensor& whole,
                           int32_t rank) {
   if (apart(part, whole)) return;
@@ -103,8 +106,8 @@ inline int64_t row_elements(const te_fl_tensor& t) noexcept {
 
 }  // namespace detail
 
-// Throws INVALID_ARGUMENT (clean) for a mistake that the specification cannot say. Looks at
-// metadata only.
+// Throws INVALID_ARGUMENT (clean) for a mistake that the op's schema cannot express. Reads metadata
+// only.
 template <class Args>
 void check_collective(const te_fl_context&, const Args& a) {
   if constexpr (requires { a.input; }) detail::need_compact("input", *a.input);
@@ -147,7 +150,7 @@ void check_collective(const te_fl_context&, const Args& a) {
   }
 }
 
-// Bytes of one row of all_to_all_v.
+// Size in bytes of one row of all_to_all_v.
 inline int64_t row_bytes(const te_fl_tensor& t) noexcept {
   const int64_t count = detail::row_elements(t), bits = t.dl.dtype.bits;
   return count / 8 * bits + count % 8 * bits / 8;

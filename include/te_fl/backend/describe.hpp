@@ -1,6 +1,6 @@
 #pragma once
 
-// For backends that say what their run() would run (te_fl_op_desc.describe, rule R31).
+// Helper for backends that implement te_fl_op_desc.describe (rule R31).
 
 #include <string>
 
@@ -9,8 +9,8 @@
 
 namespace te_fl::backend {
 
-// te_fl_op_desc.describe made from `std::string F(const te_fl_context&, const Args&)`, which reads
-// metadata only and may throw.
+// Makes a C function for te_fl_op_desc.describe from `std::string F(const te_fl_context&, const
+// Args&)`. F reads metadata only and may throw.
 template <class Args, auto F>
 te_fl_status describe_thunk(void*, const te_fl_context* ctx, const void* raw,
                             const te_fl_error_sink* text) noexcept {

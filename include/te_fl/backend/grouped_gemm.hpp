@@ -1,15 +1,16 @@
 #pragma once
 
-// For backends with grouped_gemm: one product of a group as a call of generic_gemm, by which a
-// backend that multiplies one at a time serves them all. Header-only.
+// Helpers for backends with grouped_gemm: they express one product of the group as a call of
+// generic_gemm, so that a backend that multiplies one pair at a time can run the whole group.
+// Header-only.
 
 #include "te_fl/backend.hpp"
 #include "te_fl/ops/gemm.h"
 
 namespace te_fl::backend {
 
-// Product i, 0 <= i < args.a_count, of a call that has passed the checks of its op. It points to
-// the group's tensors.
+// Arguments of generic_gemm for product i, 0 <= i < args.a_count. `args` has passed the checks of
+// grouped_gemm. The result points to the group's tensors.
 inline te_fl_generic_gemm_args product_of(const te_fl_grouped_gemm_args& args, int64_t i) noexcept {
   te_fl_generic_gemm_args product;
   product.a = args.a[i];
@@ -27,7 +28,7 @@ inline te_fl_generic_gemm_args product_of(const te_fl_grouped_gemm_args& args, i
   return product;
 }
 
-// True if the product leaves everything as it is: D is empty, and there is no gradient of a bias.
+// True if the product writes nothing: D is empty, and there is no bias gradient.
 inline bool writes_nothing(const te_fl_generic_gemm_args& product) noexcept {
   return numel(*product.d) == 0 && product.bias_grad == nullptr;
 }

@@ -1,8 +1,8 @@
 #pragma once
 
-// For backends with ops of experts: the checks of a call's extents and numbers that the ops'
-// descriptions cannot say, and the texts of values that are out of range. All throw
-// INVALID_ARGUMENT, clean, and read metadata only. Header-only.
+// Checks for backends with mixture-of-experts ops that op schemas cannot express: of a call's
+// extents and scalars, and error messages for values out of range. All throw INVALID_ARGUMENT,
+// clean, and read metadata only. Header-only.
 
 #include <cstdint>
 #include <limits>
@@ -13,7 +13,8 @@
 
 namespace te_fl::backend {
 
-// Row numbers are 32 bits: [rows, each] pairs of a token and an expert are fewer than 2^31.
+// Checks that the pairs of a token and an expert number fewer than 2^31, because row_id_map numbers
+// them with 32 bits. `each` is the number of experts per token.
 inline void check_pairs(int64_t tokens, int64_t each) {
   if (each == 0 || tokens <= std::numeric_limits<int32_t>::max() / each) return;
   invalid(std::to_string(tokens) + " tokens of " + std::to_string(each) +
@@ -26,7 +27,8 @@ inline void check_pairs(int64_t tokens, int64_t each) {
           "; it must lie in [" + std::to_string(low) + ", " + std::to_string(bound) + ")" + more);
 }
 
-// Chunk i of `size` rows, behind `before` rows of the earlier ones, where there are `rows`.
+// Checks the size of chunk i: at least 0, and with the `before` rows of earlier chunks at most
+// `rows`.
 inline void check_chunk(int64_t i, int64_t size, int64_t before, int64_t rows) {
   if (size >= 0 && size <= rows - before) return;
   invalid("split_sizes[" + std::to_string(i) + "] is " + std::to_string(size) +
@@ -37,26 +39,27 @@ inline void check_chunk(int64_t i, int64_t size, int64_t before, int64_t rows) {
   invalid("sorted_index[" + std::to_string(at) + "] is " + std::to_string(chunk) +
           ", as an earlier element is; each chunk is named once");
 }
-// Row numbers are 32 bits.
+// Checks that 32 bits suffice for row numbers.
 inline void check_chunk_rows(int64_t rows, const char* tensor = "input") {
   if (rows <= std::numeric_limits<int32_t>::max()) return;
   invalid(std::string("the ") + tensor + " has " + std::to_string(rows) +
           " rows, 2^31 or more, which row_id_map cannot number; split the rows");
 }
 
-// pad_offsets of expert `at` is `value`, and that of the expert before it `before`, or 0.
+// Checks that pad_offsets do not decrease. `value` is the one of expert `at`, `before` the one of
+// the expert before it, or 0.
 inline void check_pad_offset(int64_t at, int64_t value, int64_t before) {
   if (value >= before) return;
   invalid("pad_offsets[" + std::to_string(at) + "] is " + std::to_string(value) + ", expected " +
           std::to_string(before) + " or more: the rows left out before an expert, in all");
 }
-// The first row of an expert that has `pairs` pairs before it and `pad` rows left out. The largest
-// number stands for larger sums, which are no rows either.
+// The first output row of an expert, after `pairs` pairs of earlier experts and `pad` rows of
+// padding. If the sum overflows, the largest integer, which is no valid row either.
 inline int64_t first_masked_row(int64_t pad, int64_t pairs) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   return pad > kMost - pairs ? kMost : pad + pairs;
 }
-// Element `at` of routing_map is a pair; its row is one of the output's.
+// Checks the output row of the pair at element `at` of routing_map.
 inline void check_masked_row(int64_t at, int64_t row, int64_t rows) {
   if (row < rows) return;
   invalid("routing_map[" + std::to_string(at) + "] has row " + std::to_string(row) +
@@ -64,8 +67,7 @@ inline void check_masked_row(int64_t at, int64_t row, int64_t rows) {
           " rows; give it one for each pair and for what pad_offsets leaves out");
 }
 
-// `rows` pairs of lengths before and after padding: each unpadded one fits its padded one, and the
-// sums are those of the tensors.
+// Row counts of each group before (`plain`) and after padding (`padded`).
 struct PaddedGroups {
   const int64_t* plain;
   const int64_t* padded;
@@ -80,7 +82,7 @@ inline void check_groups(const PaddedGroups& groups, int64_t plain_rows, int64_t
               " with padding, expected no fewer with padding");
     }
     plain += groups.plain[i], padded += groups.padded[i];
-    if (padded > padded_rows) break;  // before the sums can overflow
+    if (padded > padded_rows) break;  // checked in the loop, before the sums can overflow
   }
   if (plain == plain_rows && padded == padded_rows) return;
   invalid("the groups have " + std::to_string(plain) + " rows and " + std::to_string(padded) +
@@ -102,7 +104,7 @@ inline PaddedGroups groups_of(const te_fl_fused_multi_row_unpadding_args& a) {
   return {a.unpadded_rows, a.input_rows, a.input_rows_count};
 }
 
-// The last extent of an optional tensor.
+// Checks the last extent of an optional tensor.
 inline void check_last(const char* name, const te_fl_tensor* t, int64_t want, const char* rule) {
   if (t == nullptr || t->dl.shape[t->dl.ndim - 1] == want) return;
   invalid(std::string(name) + " has shape " + shape_text(*t) + ", expected " +

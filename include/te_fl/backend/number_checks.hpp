@@ -1,7 +1,7 @@
 #pragma once
 
-// For backends: the checks of a call's numbers and of sums over its lists that the op's description
-// cannot say. All throw INVALID_ARGUMENT, clean, and read metadata only. Header-only.
+// Checks for backends that op schemas cannot express: of a call's numbers, and of sums over its
+// lists. All throw INVALID_ARGUMENT, clean, and read metadata only. Header-only.
 
 #include <cmath>
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace te_fl::backend {
 
-// The integer that `fill` stores: `value` without its fraction, where it lies in [low, above_high).
-// `type` is the dtype's name.
+// The integer that `fill` stores: `value` rounded towards zero. Throws if that lies outside of
+// [low, above_high). `type` is the dtype's name for the message.
 template <class T>
 T whole_number(double value, const char* type, double low, double above_high) {
   const double whole = std::trunc(value);
@@ -23,20 +23,20 @@ T whole_number(double value, const char* type, double low, double above_high) {
   invalid("value is " + std::to_string(value) + ", which " + type + " cannot hold; it takes " +
           std::to_string(low) + " to " + std::to_string(above_high - 1));
 }
-// Takes all values of an integer type.
+// Like the above, for the full range of the integer type T.
 template <class T>
 T whole_number(double value, const char* type) {
   return whole_number<T>(value, type, static_cast<double>(std::numeric_limits<T>::min()),
                          std::ldexp(1.0, std::numeric_limits<T>::digits));
 }
 
-// The parts of split_quantize cover the input's rows.
+// Checks that the outputs of split_quantize have as many rows as the input in total.
 inline void check_parts(const te_fl_split_quantize_args& args) {
   const int64_t expected = as_matrix(*args.input).rows;
   int64_t rows = 0;
   for (int64_t i = 0; i < args.outputs_count; ++i) {
     const int64_t part = as_matrix(*args.outputs[i]).rows;
-    if (part > expected - rows) {  // as a sum it need not be a number of 64 bits
+    if (part > expected - rows) {  // checked before adding, since the sum may overflow
       invalid("outputs[" + std::to_string(i) + "] has " + std::to_string(part) + " rows behind " +
               std::to_string(rows) + ", input has " + std::to_string(expected) +
               "; the parts must cover the input");
@@ -48,7 +48,7 @@ inline void check_parts(const te_fl_split_quantize_args& args) {
           std::to_string(expected) + "; the parts must cover the input");
 }
 
-// The reduced amaxes of delayed scaling, where they are given, are one for each tensor.
+// Checks that amax_reduction_buffer, if given, has one amax for each tensor.
 inline void check_reduced_amaxes(
     const te_fl_fused_amax_and_scale_update_after_reduction_args& args) {
   if (args.amax_reduction_buffer == nullptr) return;
@@ -60,7 +60,7 @@ inline void check_reduced_amaxes(
           std::to_string(tensors) + " tensors; give one element per tensor");
 }
 
-// Delayed scaling's factor before the division by an amax: fp8_max * 2^-margin.
+// The numerator of a delayed scaling factor, which is divided by an amax: fp8_max * 2^-margin.
 inline float largest_with_margin(
     const te_fl_fused_amax_and_scale_update_after_reduction_args& args) {
   const float fp8_max =

@@ -1,7 +1,7 @@
 #pragma once
 
-// Every plugin in C++ says this to the host in the same way: its instance, its tables and its
-// header. A backend derives its state from Instance or DeviceInstance:
+// Helpers for a plugin in C++: they make the plugin's instance, its tables and its header. A
+// backend derives its state from Instance or DeviceInstance:
 //
 //   struct Acme : te_fl::backend::DeviceInstance {
 //     explicit Acme(const te_fl_host_api& host);  // fills ops and devices; may throw (guard())
@@ -13,7 +13,7 @@
 //   constexpr te_fl_plugin_header kHeader =
 //       te_fl::backend::plugin_header<Acme>("acme", "acme", "1.0.0", kSettings);
 //
-// and returns &kHeader from te_fl_plugin_query.
+// te_fl_plugin_query then returns &kHeader.
 
 #include <cstdlib>
 #include <memory>
@@ -28,7 +28,7 @@
 
 namespace te_fl::backend {
 
-// The value of a setting (te_fl_host_api::setting); NULL: unset and without a default.
+// The value of a setting (te_fl_host_api::setting). NULL if it is unset and has no default.
 inline const char* setting(const te_fl_host_api& host, const char* name) noexcept {
   return host.setting != nullptr ? host.setting(host.host, name) : nullptr;
 }
@@ -36,7 +36,8 @@ inline bool setting_is_on(const te_fl_host_api& host, const char* name) noexcept
   const char* value = setting(host, name);
   return value != nullptr && std::string_view(value) == "1";
 }
-// A setting in MiB, which the host has checked, as bytes.
+// The value in bytes of a setting that is given in MiB; `otherwise` MiB if it is unset. The host
+// has checked that the value is a number.
 inline size_t setting_mebibytes(const te_fl_host_api& host, const char* name,
                                 size_t otherwise) noexcept {
   const char* value = setting(host, name);
@@ -46,7 +47,7 @@ inline void log(const te_fl_host_api& host, te_fl_log_level level, const std::st
   if (host.log != nullptr) host.log(host.host, level, text.c_str());
 }
 
-// Writes one finding of diagnose(); empty texts mean nothing.
+// Writes one finding of diagnose(). Empty texts become NULL.
 inline void write_finding(const te_fl_finding_sink& findings, te_fl_finding_level level,
                           const std::string& subject, const std::string& state,
                           const std::string& disables = "", const std::string& remedy = "") {
@@ -62,20 +63,20 @@ inline void write_finding(const te_fl_finding_sink& findings, te_fl_finding_leve
   findings.write(findings.host, &finding);
 }
 
-// All that a backend keeps (R8). The constructor of what derives from it fills `ops`; nothing
-// changes afterwards.
+// Base of a plugin's state (R8). The constructor of the derived class fills `ops`, which must not
+// change afterwards.
 struct Instance {
   std::vector<te_fl_op_desc> ops;
 
-  // Waits for all that the plugin enqueued. Of this one every op has finished when its run()
-  // returns.
+  // Waits for all work that the plugin has enqueued. This default suits a plugin whose ops have
+  // finished when run() returns.
   te_fl_status quiesce(const te_fl_error_sink*) const noexcept { return TE_FL_OK; }
 
-  std::vector<const te_fl_op_desc*> op_list;  // made of `ops` by instance_create()
+  std::vector<const te_fl_op_desc*> op_list;  // pointers to `ops`, set by instance_create()
 };
 
-// The instance of a plugin that provides devices. The descriptors belong to what derives from it
-// and live as long.
+// Base of the state of a plugin that provides devices. The derived class owns the descriptors,
+// which live as long as the instance.
 struct DeviceInstance : Instance {
   std::vector<const te_fl_device_desc*> devices;
 };
@@ -98,7 +99,7 @@ te_fl_status hand_out(const std::vector<const Descriptor*>& descriptors, uint32_
   return TE_FL_OK;
 }
 
-// The tables of a plugin whose instances are T's.
+// The table of functions of a plugin whose instances are of class T.
 template <class T>
 constexpr te_fl_plugin_api plugin_api() {
   static_assert(std::is_base_of_v<Instance, T>);
@@ -140,8 +141,8 @@ constexpr te_fl_plugin_api plugin_api() {
 template <class T>
 inline constexpr te_fl_plugin_api kPluginApi = plugin_api<T>();
 
-// The header that te_fl_plugin_query returns. `settings` are what the plugin declares (R21) and,
-// like the texts, are static.
+// The header that te_fl_plugin_query returns. `settings` are the settings that the plugin declares
+// (R21). The strings and the settings must have static storage duration.
 template <class T>
 constexpr te_fl_plugin_header plugin_header(
     const char* name, const char* vendor, const char* version,

@@ -1,8 +1,8 @@
 #pragma once
 
-// For backends that refuse calls by their metadata: supports() from a function that returns the
-// reason, and the questions about tensors' memory that such functions ask. Header-only; nothing
-// here throws or reads elements.
+// Helpers for backends that refuse calls by their metadata: they make supports() from a function
+// that returns the reason, and answer questions about tensors' memory. Header-only. These helpers
+// do not throw and do not read elements.
 
 #include <cstdint>
 #include <initializer_list>
@@ -13,11 +13,12 @@
 
 namespace te_fl::backend {
 
-// The reason for which a call is not served, NULL if it is served. Static text, made from metadata.
+// The reason why a call is refused, a static string; NULL if the call is supported.
 using Refusal = const char*;
 
-// te_fl_op_desc.supports made from `Refusal F(const Args&)` or
-// `Refusal F(const te_fl_context&, const Args&)`. An error that F throws is reported as clean.
+// Makes a C function for te_fl_op_desc.supports from `Refusal F(const Args&)` or `Refusal F(const
+// te_fl_context&, const Args&)`. F reads metadata only. If F throws an error, it is reported as
+// clean.
 template <class Args, auto F>
 te_fl_status refusal_thunk(void*, const te_fl_context* ctx, const void* raw) noexcept {
   Refusal refusal = nullptr;
@@ -35,21 +36,21 @@ te_fl_status refusal_thunk(void*, const te_fl_context* ctx, const void* raw) noe
   return TE_FL_UNSUPPORTED;
 }
 
-// True of a compact tensor and of an optional one that is absent (NULL).
+// True for a compact tensor, and for an optional tensor that is absent (NULL).
 inline bool dense(const te_fl_tensor* t) noexcept { return t == nullptr || is_contiguous(*t); }
 template <class... Tensors>
 bool all_dense(const Tensors*... tensors) noexcept {
   return (dense(tensors) && ...);
 }
 
-// The bytes that a compact tensor takes from an address on; both NULL: none.
+// The address range of a compact tensor's bytes. Both NULL: empty.
 struct Extent {
   const char* begin = nullptr;
   const char* end = nullptr;
   bool meets(const Extent& other) const noexcept { return begin < other.end && other.begin < end; }
   bool operator==(const Extent&) const = default;
 };
-// The extent of one copy of a tensor, whose data begin at `copy`; NULL: the copy is absent.
+// The address range of one copy of a tensor, whose data begin at `copy`. NULL: the copy is absent.
 inline Extent extent_of(const void* copy, const te_fl_tensor& t) noexcept {
   if (copy == nullptr) return {};
   const auto* begin = static_cast<const char*>(copy);
@@ -62,16 +63,17 @@ inline Extent columnwise_extent(const te_fl_tensor& t) noexcept {
   return t.quant == nullptr ? Extent() : extent_of(t.quant->columnwise_data, t);
 }
 
-// True if a copy of `out`, row-wise or column-wise, shares memory with one of `in`. Both are
-// compact.
+// True if a copy of `out`, row-wise or column-wise, shares memory with a copy of `in`. Both tensors
+// are compact.
 inline bool overlaps(const te_fl_tensor& out, const te_fl_tensor& in) noexcept {
   for (const Extent& written : {rowwise_extent(out), columnwise_extent(out)}) {
     if (written.meets(rowwise_extent(in)) || written.meets(columnwise_extent(in))) return true;
   }
   return false;
 }
-// True if memory is shared otherwise than element by element. Plain tensors of one size in one
-// place are in order: a kernel that reads an element right before it writes it is right for those.
+// True if `out` and `in` share memory, except if both are unquantised tensors of equal size at the
+// same address. A kernel that reads each element right before it writes that element can work in
+// place on the latter.
 inline bool overlaps_askew(const te_fl_tensor& out, const te_fl_tensor& in) noexcept {
   const bool same = data<const void>(out) == data<const void>(in) &&
                     out.dl.dtype.bits == in.dl.dtype.bits && numel(out) == numel(in) &&

@@ -1,8 +1,7 @@
 #pragma once
 
-// For backends with rotary embeddings: the checks of a call's extents that the op's description
-// cannot say, since they depend on numbers. All throw INVALID_ARGUMENT, clean, and read metadata
-// only. Header-only.
+// Checks for backends with rotary embeddings that op schemas cannot express, since they depend on
+// the values of scalars. All throw INVALID_ARGUMENT, clean, and read metadata only. Header-only.
 
 #include <cstdint>
 #include <string>
@@ -12,8 +11,8 @@
 
 namespace te_fl::backend {
 
-// With cp_size > 1 a rank holds two chunks of equal length of each sequence. `sequence` begins the
-// message: "each sequence".
+// Checks that a rank's part of a sequence divides into two chunks of equal length, as cp_size > 1
+// requires. `sequence` begins the message: "each sequence".
 inline void check_chunks(int64_t length, int64_t cp_size, const std::string& sequence) {
   if (cp_size == 1 || length % 2 == 0) return;
   invalid(sequence + " has " + std::to_string(length) +
@@ -21,7 +20,7 @@ inline void check_chunks(int64_t length, int64_t cp_size, const std::string& seq
           "of equal length");
 }
 
-// The angles [positions, 1, 1, columns] rotate at most the whole head.
+// Checks that the angles [positions, 1, 1, columns] have no more columns than a head.
 inline void check_angle_columns(const char* name, const te_fl_tensor& angles, int64_t head_size) {
   const int64_t columns = angles.dl.shape[3];
   if (columns <= head_size) return;
@@ -29,15 +28,16 @@ inline void check_angle_columns(const char* name, const te_fl_tensor& angles, in
           " columns, expected an even number up to the head size, " + std::to_string(head_size));
 }
 
-// Angles of `positions` positions reach the largest one that a call needs (-1: it needs none).
+// Checks that `positions` rows of angles include the largest position that a call needs (-1: it
+// needs none).
 inline void check_angle_rows(const char* name, int64_t positions, int64_t largest) {
   if (largest < positions) return;
   invalid(std::string(name) + " has " + std::to_string(positions) + " positions, but position " +
           std::to_string(largest) + " is needed");
 }
 
-// The last two extents of packed Q, K, V: in each group q_heads queries of k_dim elements, a key of
-// k_dim, a value of v_dim.
+// The last two extents of a packed Q, K, V tensor: [groups, width]. Each group has q_heads queries
+// of k_dim elements, one key of k_dim elements and one value of v_dim elements.
 struct PackedHeads {
   int64_t groups, q_heads, k_dim, v_dim;
   int64_t width() const noexcept { return (q_heads + 1) * k_dim + v_dim; }
@@ -61,7 +61,8 @@ inline void check_part(const char* name, const te_fl_tensor& part, int64_t heads
 
 }  // namespace detail
 
-// The heads of a call on packed Q, K, V, whose tensors all agree with q_dim, k_dim and v_dim.
+// Returns the heads of a call on packed Q, K, V. Checks that all tensors agree with q_dim, k_dim
+// and v_dim.
 inline PackedHeads packed_heads(const te_fl_fused_qkv_rope_forward_args& args) {
   const PackedHeads heads = detail::check_width(args, "qkv_input", *args.qkv_input);
   detail::check_part("q_out", *args.q_out, heads.groups * heads.q_heads, heads.k_dim);

@@ -1,23 +1,24 @@
 // Element formats narrower than FP32: exact decoding, correctly rounded encoding.
 //
-// | type     | bits  | layout | largest | min normal | min subnormal | special |
-// |----------|-------|--------|---------|------------|---------------|------------------------------|
-// | half     | 16    | e5m10  | 65504   | 2^-14      | 2^-24         | IEEE infinities and NaN | |
-// bfloat16 | 16    | e8m7   | 3.39e38 | 2^-126     | 2^-133        | IEEE infinities and NaN      |
+// | type     | bits  | layout | largest | min normal | min subnormal | special values
+// |----------|-------|--------|---------|------------|---------------|----------------------------
+// | half     | 16    | e5m10  | 65504   | 2^-14      | 2^-24         | IEEE infinities and NaN
+// | bfloat16 | 16    | e8m7   | 3.39e38 | 2^-126     | 2^-133        | IEEE infinities and NaN
 // | fp8e4m3  | 8     | e4m3   | 448     | 2^-6       | 2^-9          | no infinity; NaN 0x7F, 0xFF
-// | | fp8e5m2  | 8     | e5m2   | 57344   | 2^-14      | 2^-16         | inf 0x7C; NaN 0x7D to 0x7F
-// | | fp4e2m1  | low 4 | e2m1   | 6       | 1          | 0.5           | neither | | e8m0     | 8
-// | e8     | 2^127   | 2^-127     | none          | NaN 0xFF; no sign, no zero   |
+// | fp8e5m2  | 8     | e5m2   | 57344   | 2^-14      | 2^-16         | inf 0x7C; NaN 0x7D to 0x7F
+// | fp4e2m1  | low 4 | e2m1   | 6       | 1          | 0.5           | none
+// | e8m0     | 8     | e8     | 2^127   | 2^-127     | none          | NaN 0xFF; no sign, no zero
 //
-// Encoding rounds to nearest, ties to even, once, from the FP32 or FP64 value given. Except:
-// - half and bfloat16 overflow to infinity; a NaN stays a NaN with its sign and leading payload
-//   bits, made quiet.
+// Encoding rounds the given FP32 or FP64 value once, to nearest, ties to even, with these
+// exceptions:
+// - half and bfloat16 overflow to infinity. A NaN becomes a quiet NaN with the same sign and
+//   leading payload bits.
 // - fp8e4m3, fp8e5m2 and fp4e2m1 saturate: finite overflow and infinities become the largest finite
-//   value with the same sign. NaN becomes 0x7F whatever its sign in FP8, and +6 in FP4, which has
+//   value with the same sign. NaN becomes 0x7F in FP8, whatever its sign, and +6 in FP4, which has
 //   no NaN.
-// - e8m0 holds block scales and rounds up: the smallest power of two that is not below |x|, at most
-//   2^127 (0xFE); 0 becomes 0x00, infinity 0xFE, NaN 0xFF; the sign is ignored.
-// The sign of zero, and of values that round to zero, is kept by every format that has a sign.
+// - e8m0 holds block scales and rounds up: to the smallest power of two that is at least |x|, at
+//   most 2^127 (0xFE). 0 becomes 0x00, infinity 0xFE, NaN 0xFF; the sign is ignored.
+// Every format with a sign keeps the sign of zero, and of values that round to zero.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +32,7 @@ namespace te_fl::numeric {
 
 namespace detail {
 
-// The bit layout of a source type, FP32 or FP64.
+// Bit layout of the source type of a conversion, FP32 or FP64.
 template <class T>
 struct IeeeSource;
 template <>
@@ -45,8 +46,8 @@ struct IeeeSource<double> {
   static constexpr int kMantissaBits = 52, kBias = 1023;
 };
 
-// A source value taken apart. `exponent` is that of the significand's leading position, so that
-// |value| = significand * 2^(exponent - kMantissaBits) for subnormal values too.
+// A source value split into its fields. exponent() is the exponent of the significand's hidden bit,
+// so that |value| = significand * 2^(exponent - kMantissaBits) also holds for subnormal values.
 template <class T>
 struct Unpacked {
   using Source = IeeeSource<T>;
@@ -68,20 +69,20 @@ struct Unpacked {
   }
 
   bool negative;
-  Bits magnitude;  // the bit pattern without its sign
+  Bits magnitude;  // the bit pattern without the sign bit
 };
 
-// Rounds a finite magnitude to the grid of Format, to nearest even, with an unbounded exponent
-// above. Subnormal and normal results come out of one expression: code = (biased - 1) * 2^m +
-// quotient, where a normal quotient still has its hidden bit; a carry out of the mantissa moves to
-// the next exponent by itself.
+// Rounds a finite magnitude to Format, to nearest even, as if Format's exponent had no upper bound.
+// One expression gives subnormal and normal results: code = (biased - 1) * 2^m + quotient, where
+// the quotient of a normal result includes the hidden bit. A carry out of the mantissa increments
+// the exponent automatically.
 template <class Format, class T>
 constexpr std::uint32_t round_magnitude(const Unpacked<T>& x) {
   using Bits = typename Unpacked<T>::Bits;
   constexpr int kSourceBits = IeeeSource<T>::kMantissaBits;
   const int exponent = x.exponent();
   const int biased = std::max(exponent + Format::kBias, 1);
-  // From kSourceBits + 2 on everything is below half a step, whatever the shift.
+  // With a shift of kSourceBits + 2 or more, every significand is less than half a step.
   const int shift = std::min(
       kSourceBits - Format::kMantissaBits + (biased - Format::kBias - exponent), kSourceBits + 2);
   const Bits significand = x.significand();
@@ -93,7 +94,7 @@ constexpr std::uint32_t round_magnitude(const Unpacked<T>& x) {
          static_cast<std::uint32_t>(quotient) + (up ? 1u : 0u);
 }
 
-// Encodes into a sign-and-magnitude format. Format says what NaN becomes and where overflow goes.
+// Encodes into a sign-and-magnitude format. Format defines the codes for NaN and for overflow.
 template <class Format, class T>
 constexpr typename Format::Bits encode(T value) {
   const Unpacked<T> x(value);
@@ -106,7 +107,7 @@ constexpr typename Format::Bits encode(T value) {
   return static_cast<typename Format::Bits>(code | (x.negative ? Format::kSign : 0u));
 }
 
-// Decodes a finite magnitude of a format whose values are all normal FP32 numbers.
+// Decodes a finite magnitude. All values of Format must be normal FP32 numbers.
 template <class Format>
 constexpr float decode_finite(std::uint32_t code) {
   const std::uint32_t sign = (code & Format::kSign) != 0 ? 0x80000000u : 0u;
@@ -116,14 +117,14 @@ constexpr float decode_finite(std::uint32_t code) {
   if (magnitude >> Format::kMantissaBits != 0) {
     return std::bit_cast<float>(sign | ((magnitude << kShift) + kRebias));
   }
-  // Subnormal: an integer times a power of two; both and the product are exact in FP32.
+  // Subnormal: an integer times a power of two. Both factors and the product are exact in FP32.
   constexpr float kStep = std::bit_cast<float>(
       static_cast<std::uint32_t>(127 + 1 - Format::kBias - Format::kMantissaBits) << 23);
   const float absolute = static_cast<float>(magnitude) * kStep;
   return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(absolute));
 }
 
-// A 16-bit NaN keeps what fits of the payload, as the x86 and Arm instructions do.
+// Encodes a NaN in 16 bits. Keeps the leading payload bits, as the x86 and Arm instructions do.
 template <class Format, class T>
 constexpr std::uint16_t encode_nan16(const Unpacked<T>& x) {
   constexpr std::uint32_t kQuiet = 1u << (Format::kMantissaBits - 1);
@@ -147,7 +148,7 @@ struct Fp16Format {
   static constexpr Bits encode(T value) {
     return detail::encode<Fp16Format>(value);
   }
-  // NaN comes out quiet with its payload, as from a conversion instruction.
+  // A NaN becomes a quiet NaN with the same payload, as with a conversion instruction.
   static constexpr float decode(Bits code) {
     if ((code & kInfinity) != kInfinity) return decode_finite<Fp16Format>(code);
     const std::uint32_t payload = (code & 0x3FFu) << 13;
@@ -169,8 +170,8 @@ struct Bf16Format {
   static constexpr Bits encode(T value) {
     return detail::encode<Bf16Format>(value);
   }
-  // FP32 to bfloat16 drops the low half of the same layout: the increment carries into the exponent
-  // and to infinity by itself.
+  // Rounds off the lower 16 bits of the FP32 pattern, since bfloat16 is its upper half. The
+  // increment carries into the exponent, and up to infinity, automatically.
   static constexpr Bits encode(float value) {
     const auto bits = std::bit_cast<std::uint32_t>(value);
     if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<Bits>(bits >> 16 | 0x0040u);
@@ -183,7 +184,7 @@ struct Bf16Format {
 
 inline constexpr float kQuietNan = std::bit_cast<float>(0x7FC00000u);
 
-// An 8-bit or smaller format with a decoding table, indexed by code.
+// Decoding table of a format with at most 8 bits, indexed by code.
 template <class Format, std::size_t kCodes>
 constexpr std::array<float, kCodes> make_table() {
   std::array<float, kCodes> table{};
@@ -264,7 +265,7 @@ struct E8m0Format {
     if (x.is_infinite()) return 0xFE;
     const auto significand = x.significand();
     if (significand == 0) return 0x00;
-    // |x| lies in (2^(width - 1), 2^width] after this, on the scale of the significand's last bit.
+    // Now |x| lies in (2^(width - 1), 2^width], in units of the significand's last bit.
     const int width = static_cast<int>(std::bit_width(significand - 1));
     const int exponent = x.exponent() - IeeeSource<T>::kMantissaBits + width;
     return static_cast<Bits>(std::clamp(exponent, -127, 127) + 127);
@@ -278,7 +279,7 @@ struct E8m0Format {
 
 }  // namespace detail
 
-// Conversions on raw bit patterns. The rules are in the table at the top of this file.
+// Conversions of FP32 to raw bit patterns. The rules are at the top of this file.
 constexpr std::uint16_t float_to_fp16(float x) { return detail::Fp16Format::encode(x); }
 constexpr std::uint16_t float_to_bf16(float x) { return detail::Bf16Format::encode(x); }
 constexpr std::uint8_t float_to_e4m3(float x) { return detail::E4m3Format::encode(x); }
@@ -286,7 +287,7 @@ constexpr std::uint8_t float_to_e5m2(float x) { return detail::E5m2Format::encod
 constexpr std::uint8_t float_to_e2m1(float x) { return detail::E2m1Format::encode(x); }
 constexpr std::uint8_t float_to_e8m0(float x) { return detail::E8m0Format::encode(x); }
 
-// From FP64 in one rounding: never by way of FP32.
+// Conversions of FP64. They round once and do not go through FP32.
 constexpr std::uint16_t double_to_fp16(double x) { return detail::Fp16Format::encode(x); }
 constexpr std::uint16_t double_to_bf16(double x) { return detail::Bf16Format::encode(x); }
 constexpr std::uint8_t double_to_e4m3(double x) { return detail::E4m3Format::encode(x); }
@@ -294,8 +295,8 @@ constexpr std::uint8_t double_to_e5m2(double x) { return detail::E5m2Format::enc
 constexpr std::uint8_t double_to_e2m1(double x) { return detail::E2m1Format::encode(x); }
 constexpr std::uint8_t double_to_e8m0(double x) { return detail::E8m0Format::encode(x); }
 
-// Exact. FP16 and BF16 NaNs keep sign and payload (FP16 ones made quiet, BF16 bits only moved); FP8
-// and E8M0 NaNs decode to the positive quiet NaN 0x7FC00000.
+// Exact conversions to FP32. FP16 and BF16 NaNs keep sign and payload (FP16 NaNs become quiet, BF16
+// bits are only shifted). FP8 and E8M0 NaNs decode to the positive quiet NaN 0x7FC00000.
 constexpr float fp16_to_float(std::uint16_t bits) { return detail::Fp16Format::decode(bits); }
 constexpr float bf16_to_float(std::uint16_t bits) { return detail::Bf16Format::decode(bits); }
 constexpr float e4m3_to_float(std::uint8_t bits) { return detail::E4m3Format::decode(bits); }
@@ -303,8 +304,9 @@ constexpr float e5m2_to_float(std::uint8_t bits) { return detail::E5m2Format::de
 constexpr float e2m1_to_float(std::uint8_t bits) { return detail::E2m1Format::decode(bits); }
 constexpr float e8m0_to_float(std::uint8_t bits) { return detail::E8m0Format::decode(bits); }
 
-// One stored element. It has the size, alignment and bits of the raw type, is trivial, and an array
-// of raw bits may be copied over an array of it. Compare values with to_float, bits with `bits`.
+// One stored element. It is trivial and has the size, alignment and bits of the raw type, so that
+// an array of raw bits may be copied onto an array of elements. Use to_float to compare values and
+// `bits` to compare bits.
 template <class Format>
 struct Element {
   using Bits = typename Format::Bits;
@@ -329,7 +331,7 @@ using fp8e5m2 = Element<detail::E5m2Format>;
 using fp4e2m1 = Element<detail::E2m1Format>;  // one value per byte, in the low four bits
 using e8m0 = Element<detail::E8m0Format>;
 
-// to_float(T): exact for every T but double, which is rounded to nearest even.
+// Converts to FP32: exact for every type but double, which is rounded to nearest even.
 constexpr float to_float(float x) { return x; }
 constexpr float to_float(double x) { return static_cast<float>(x); }
 template <class Format>
@@ -337,14 +339,14 @@ constexpr float to_float(Element<Format> x) {
   return static_cast<float>(x);
 }
 
-// to_double(T): exact for every T.
+// Converts to FP64: exact for every type.
 constexpr double to_double(double x) { return x; }
 template <class T>
 constexpr double to_double(T x) {
   return static_cast<double>(to_float(x));
 }
 
-// from_float<T>(x), from_double<T>(x): one rounding, by T's rule; T may be float or double too.
+// from_float<T>(x) and from_double<T>(x) round once, by T's rule. T may also be float or double.
 template <class T>
 constexpr T from_float(float x) {
   return static_cast<T>(x);
@@ -356,7 +358,8 @@ constexpr T from_double(double x) {
 
 namespace detail {
 template <class T>
-struct LargestFinite;  // not defined for double, which does not fit, nor for e8m0, a scale
+// undefined for double, whose value does not fit FP32, and for e8m0, which holds scales
+struct LargestFinite;
 template <>
 struct LargestFinite<float> {
   static constexpr float kValue = std::numeric_limits<float>::max();
@@ -369,7 +372,7 @@ struct LargestFinite<Element<Format>> {
 }  // namespace detail
 
 // Largest finite value of T: float, half, bfloat16, fp8e4m3, fp8e5m2 or fp4e2m1. For FP8 it is the
-// "fp8_max" of the scaling rules; for an input type it is what replaces an infinite block scale.
+// "fp8_max" of the scaling rules. For an input type it replaces an infinite block scale.
 template <class T>
 inline constexpr float largest_finite = detail::LargestFinite<T>::kValue;
 

@@ -67,7 +67,8 @@ typedef te_fl_activation_act_fwd_args te_fl_silu_args;
  */
 typedef struct te_fl_activation_glu_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_activation_glu_fwd_args));
-  /* [a, b]: the activated half first, then the gate. in; F32|F16|BF16; shape [... 2*H] */
+  /* [a, b] along the last dimension; a is the half that is activated. in; F32|F16|BF16; shape [...
+  2*H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* act(a) * b. out; F32|F16|BF16|FP8|F4E2M1; scaling none|tensor|block|mx|nv; shape [... H] */
   const te_fl_tensor* output TE_FL_INIT(NULL);
@@ -290,13 +291,14 @@ typedef te_fl_activation_dbias_act_args te_fl_dbias_dsrelu_args;
  */
 typedef struct te_fl_situglu_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_situglu_args));
-  /* [a, b]: the activated half first, then the gate. in; F32|F16|BF16; shape [... 2*H] */
+  /* [a, b] along the last dimension; a is the half that is activated. in; F32|F16|BF16; shape [...
+  2*H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* result. out; F32|F16|BF16; shape [... H] */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* bound of the activated half */
+  /* bound of |a| */
   float beta1 TE_FL_INIT(4.0f);
-  /* bound of the gate */
+  /* bound of |b| */
   float beta2 TE_FL_INIT(25.0f);
 } te_fl_situglu_args;
 
@@ -313,11 +315,12 @@ typedef struct te_fl_dsituglu_args {
   const te_fl_tensor* grad TE_FL_INIT(NULL);
   /* [a, b], the forward's input. in; F32|F16|BF16; shape [... 2*H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* gradient of [a, b], in the order of the input. out; F32|F16|BF16; shape [... 2*H] */
+  /* gradient of [a, b], with the columns in the input's order. out; F32|F16|BF16; shape [... 2*H]
+  */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* bound of the activated half */
+  /* bound of |a| */
   float beta1 TE_FL_INIT(4.0f);
-  /* bound of the gate */
+  /* bound of |b| */
   float beta2 TE_FL_INIT(25.0f);
 } te_fl_dsituglu_args;
 
@@ -330,13 +333,15 @@ typedef struct te_fl_dsituglu_args {
  */
 typedef struct te_fl_scaled_swiglu_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_scaled_swiglu_args));
-  /* [a, b]: the activated half first, then the gate. in; F32|F16|BF16; shape [... 2*H] */
+  /* [a, b] along the last dimension; a is the half that is activated. in; F32|F16|BF16; shape [...
+  2*H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  /* s, one factor per row. in; F32|F16|BF16; shape [@...] */
   const te_fl_tensor* act_scales TE_FL_INIT(NULL);
   /* result. out; F32|F16|BF16; shape [... H] */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* 0: a and b are halves of a row; else they take turns of as many columns, which divides H */
+  /* 0: each row is [a, b]; otherwise blocks of this many columns of a and b alternate, and it
+  divides H */
   int64_t glu_interleave_size TE_FL_INIT(0);
 } te_fl_scaled_swiglu_args;
 
@@ -353,13 +358,15 @@ typedef struct te_fl_scaled_dswiglu_args {
   const te_fl_tensor* grad TE_FL_INIT(NULL);
   /* [a, b], the forward's input. in; F32|F16|BF16; shape [... 2*H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  /* s, one factor per row. in; F32|F16|BF16; shape [@...] */
   const te_fl_tensor* act_scales TE_FL_INIT(NULL);
-  /* gradient of [a, b], in the order of the input. out; F32|F16|BF16; shape [... 2*H] */
+  /* gradient of [a, b], with the columns in the input's order. out; F32|F16|BF16; shape [... 2*H]
+  */
   const te_fl_tensor* output TE_FL_INIT(NULL);
   /* gradient of s, summed in FP32. out, optional; F32|F16|BF16; shape [@...] */
   const te_fl_tensor* grad_scales TE_FL_INIT(NULL);
-  /* 0: a and b are halves of a row; else they take turns of as many columns, which divides H */
+  /* 0: each row is [a, b]; otherwise blocks of this many columns of a and b alternate, and it
+  divides H */
   int64_t glu_interleave_size TE_FL_INIT(0);
 } te_fl_scaled_dswiglu_args;
 
@@ -372,9 +379,10 @@ typedef struct te_fl_scaled_dswiglu_args {
  */
 typedef struct te_fl_scaled_clamped_swiglu_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_scaled_clamped_swiglu_args));
-  /* [a, b]: the activated half first, then the gate. in; F32|F16|BF16; shape [... 2*H] */
+  /* [a, b] along the last dimension; a is the half that is activated. in; F32|F16|BF16; shape [...
+  2*H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  /* s, one factor per row. in; F32|F16|BF16; shape [@...] */
   const te_fl_tensor* act_scales TE_FL_INIT(NULL);
   /* result. out; F32|F16|BF16; shape [... H] */
   const te_fl_tensor* output TE_FL_INIT(NULL);
@@ -384,7 +392,8 @@ typedef struct te_fl_scaled_clamped_swiglu_args {
   float alpha TE_FL_INIT(1.702f);
   /* added to the clamped b */
   float glu_linear_offset TE_FL_INIT(1.0f);
-  /* 0: a and b are halves of a row; else they take turns of as many columns, which divides H */
+  /* 0: each row is [a, b]; otherwise blocks of this many columns of a and b alternate, and it
+  divides H */
   int64_t glu_interleave_size TE_FL_INIT(0);
 } te_fl_scaled_clamped_swiglu_args;
 
@@ -402,9 +411,10 @@ typedef struct te_fl_scaled_clamped_dswiglu_args {
   const te_fl_tensor* grad TE_FL_INIT(NULL);
   /* [a, b], the forward's input. in; F32|F16|BF16; shape [... 2*H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  /* s, one factor per row. in; F32|F16|BF16; shape [@...] */
   const te_fl_tensor* act_scales TE_FL_INIT(NULL);
-  /* gradient of [a, b], in the order of the input. out; F32|F16|BF16; shape [... 2*H] */
+  /* gradient of [a, b], with the columns in the input's order. out; F32|F16|BF16; shape [... 2*H]
+  */
   const te_fl_tensor* output TE_FL_INIT(NULL);
   /* gradient of s, summed in FP32. out, optional; F32|F16|BF16; shape [@...] */
   const te_fl_tensor* grad_scales TE_FL_INIT(NULL);
@@ -414,7 +424,8 @@ typedef struct te_fl_scaled_clamped_dswiglu_args {
   float alpha TE_FL_INIT(1.702f);
   /* added to the clamped b */
   float glu_linear_offset TE_FL_INIT(1.0f);
-  /* 0: a and b are halves of a row; else they take turns of as many columns, which divides H */
+  /* 0: each row is [a, b]; otherwise blocks of this many columns of a and b alternate, and it
+  divides H */
   int64_t glu_interleave_size TE_FL_INIT(0);
 } te_fl_scaled_clamped_dswiglu_args;
 
@@ -429,7 +440,7 @@ typedef struct te_fl_scaled_srelu_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_scaled_srelu_args));
   /* x. in; F32|F16|BF16; shape [... H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  /* s, one factor per row. in; F32|F16|BF16; shape [@...] */
   const te_fl_tensor* act_scales TE_FL_INIT(NULL);
   /* result. out; F32|F16|BF16; shape [... H] */
   const te_fl_tensor* output TE_FL_INIT(NULL);
@@ -448,7 +459,7 @@ typedef struct te_fl_scaled_dsrelu_args {
   const te_fl_tensor* grad TE_FL_INIT(NULL);
   /* x, the forward's input. in; F32|F16|BF16; shape [... H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  /* s, one factor per row. in; F32|F16|BF16; shape [@...] */
   const te_fl_tensor* act_scales TE_FL_INIT(NULL);
   /* gradient of x. out; F32|F16|BF16; shape [... H] */
   const te_fl_tensor* output TE_FL_INIT(NULL);
@@ -465,17 +476,19 @@ typedef struct te_fl_scaled_dsrelu_args {
  */
 typedef struct te_fl_scaled_situglu_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_scaled_situglu_args));
-  /* [a, b]: the activated half first, then the gate. in; F32|F16|BF16; shape [... 2*H] */
+  /* [a, b] along the last dimension; a is the half that is activated. in; F32|F16|BF16; shape [...
+  2*H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  /* s, one factor per row. in; F32|F16|BF16; shape [@...] */
   const te_fl_tensor* act_scales TE_FL_INIT(NULL);
   /* result. out; F32|F16|BF16; shape [... H] */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* bound of the activated half */
+  /* bound of |a| */
   float beta1 TE_FL_INIT(4.0f);
-  /* bound of the gate */
+  /* bound of |b| */
   float beta2 TE_FL_INIT(25.0f);
-  /* 0: a and b are halves of a row; else they take turns of as many columns, which divides H */
+  /* 0: each row is [a, b]; otherwise blocks of this many columns of a and b alternate, and it
+  divides H */
   int64_t glu_interleave_size TE_FL_INIT(0);
 } te_fl_scaled_situglu_args;
 
@@ -493,17 +506,19 @@ typedef struct te_fl_scaled_dsituglu_args {
   const te_fl_tensor* grad TE_FL_INIT(NULL);
   /* [a, b], the forward's input. in; F32|F16|BF16; shape [... 2*H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  /* s, one factor per row. in; F32|F16|BF16; shape [@...] */
   const te_fl_tensor* act_scales TE_FL_INIT(NULL);
-  /* gradient of [a, b], in the order of the input. out; F32|F16|BF16; shape [... 2*H] */
+  /* gradient of [a, b], with the columns in the input's order. out; F32|F16|BF16; shape [... 2*H]
+  */
   const te_fl_tensor* output TE_FL_INIT(NULL);
   /* gradient of s, summed in FP32. out, optional; F32|F16|BF16; shape [@...] */
   const te_fl_tensor* grad_scales TE_FL_INIT(NULL);
-  /* bound of the activated half */
+  /* bound of |a| */
   float beta1 TE_FL_INIT(4.0f);
-  /* bound of the gate */
+  /* bound of |b| */
   float beta2 TE_FL_INIT(25.0f);
-  /* 0: a and b are halves of a row; else they take turns of as many columns, which divides H */
+  /* 0: each row is [a, b]; otherwise blocks of this many columns of a and b alternate, and it
+  divides H */
   int64_t glu_interleave_size TE_FL_INIT(0);
 } te_fl_scaled_dsituglu_args;
 

@@ -20,68 +20,71 @@ typedef struct te_fl_fused_attn_fwd_args {
   /* sbhd [Sq,B,H,D], bshd [B,Sq,H,D] or thd [T,H,D]; strides allow packed QKV. in;
   F32|F16|BF16|FP8; scaling none|tensor; any shape */
   const te_fl_tensor* q TE_FL_INIT(NULL);
-  /* as q with Sk and G heads; H is a multiple of G. in; F32|F16|BF16|FP8; scaling none|tensor; any
-  shape; dtype of q */
+  /* like q, with length Sk and G heads; H is a multiple of G. in; F32|F16|BF16|FP8; scaling
+  none|tensor; any shape; dtype of q */
   const te_fl_tensor* k TE_FL_INIT(NULL);
-  /* as k with head size Dv. in; F32|F16|BF16|FP8; scaling none|tensor; any shape; dtype of q */
+  /* like k, with head size Dv. in; F32|F16|BF16|FP8; scaling none|tensor; any shape; dtype of q */
   const te_fl_tensor* v TE_FL_INIT(NULL);
-  /* as q with head size Dv. out; F32|F16|BF16|FP8; scaling none|tensor; any shape */
+  /* like q, with head size Dv. out; F32|F16|BF16|FP8; scaling none|tensor; any shape */
   const te_fl_tensor* o TE_FL_INIT(NULL);
-  /* log-sum-exp of each row (of the scaled, biased, masked scores, sink included), [B,H,Sq]; thd
-  [T,H]; -inf in a fully masked row. Needed by the backward. out, optional; F32; any shape */
+  /* log-sum-exp of each row of the scaled, biased and masked scores, including the sink: [B,H,Sq],
+  or [T,H] with thd; -inf in a fully masked row. The backward needs it. out, optional; F32; any
+  shape */
   const te_fl_tensor* softmax_lse TE_FL_INIT(NULL);
-  /* [1|B, 1|H, Sq, Sk], added after scaling; not with thd. in, optional; F32|F16|BF16; any shape
-  */
+  /* [1|B, 1|H, Sq, Sk], added to the scaled scores; not with thd. in, optional; F32|F16|BF16; any
+  shape */
   const te_fl_tensor* bias TE_FL_INIT(NULL);
-  /* [H] or [B,H]: adds slope * (k_pos - q_pos - shift), shift = Sk - Sq aligns bottom-right. in,
-  optional; F32; any shape */
+  /* [H] or [B,H]: adds slope * (k_pos - q_pos - shift) to the scores; shift = Sk - Sq aligns the
+  bottom-right corner. in, optional; F32; any shape */
   const te_fl_tensor* alibi_slopes TE_FL_INIT(NULL);
-  /* [1|B, 1|H, Sq, Sk], not 0 = masked out; with mask_type arbitrary, not with thd. in, optional;
+  /* [1|B, 1|H, Sq, Sk]; not 0: masked out; for mask_type arbitrary; not with thd. in, optional;
   U8|BOOL; any shape */
   const te_fl_tensor* attn_mask TE_FL_INIT(NULL);
-  /* [B+1] prefix sums of the sequences' true lengths; needed by thd and the padding masks. in,
-  optional; I32; any shape */
+  /* [B+1], prefix sums of the sequences' true lengths; required with thd and the padding masks.
+  in, optional; I32; any shape */
   const te_fl_tensor* cu_seqlens_q TE_FL_INIT(NULL);
-  /* [B+1], of keys. in, optional; I32; any shape */
+  /* [B+1], likewise for the keys. in, optional; I32; any shape */
   const te_fl_tensor* cu_seqlens_kv TE_FL_INIT(NULL);
-  /* [B+1], thd: where each sequence starts, if there is padding between them. in, optional; I32;
-  any shape */
+  /* [B+1], with thd: the start of each sequence, if there is padding between the sequences. in,
+  optional; I32; any shape */
   const te_fl_tensor* cu_seqlens_q_padded TE_FL_INIT(NULL);
-  /* [B+1], of keys. in, optional; I32; any shape */
+  /* [B+1], likewise for the keys. in, optional; I32; any shape */
   const te_fl_tensor* cu_seqlens_kv_padded TE_FL_INIT(NULL);
-  /* [H], a logit that joins the denominator; with softmax_type learnable. in, optional; F32; any
-  shape */
+  /* [H], logit of a sink that is added to the denominator; for softmax_type learnable. in,
+  optional; F32; any shape */
   const te_fl_tensor* softmax_sink TE_FL_INIT(NULL);
-  /* FP8: scale (read), scale_inv and amax (written) of the probabilities. inout, optional; FP8;
-  scaling tensor; any shape */
+  /* FP8 quantisation of the probabilities: scale is read, scale_inv and amax are written. inout,
+  optional; FP8; scaling tensor; any shape */
   const te_fl_tensor* s_quant TE_FL_INIT(NULL);
-  /* opaque record of implementations that need one */
+  /* record for the backward, for implementations that need one */
   te_fl_saved* saved TE_FL_INIT(NULL);
   /* the layout of q, k, v and o: 0 sbhd, 1 bshd, 2 thd */
   int32_t layout TE_FL_INIT(0);
-  /* causal aligns top-left, causal_bottom_right the other corner; padding_* use cu_seqlens per
-  sequence: 0 none, 1 causal, 2 causal_bottom_right, 3 padding, 4 padding_causal, 5
-  padding_causal_bottom_right, 6 arbitrary */
+  /* causal aligns the diagonal with the top-left corner, causal_bottom_right with the bottom-right
+  corner; padding_* apply to each sequence's true lengths (cu_seqlens): 0 none, 1 causal, 2
+  causal_bottom_right, 3 padding, 4 padding_causal, 5 padding_causal_bottom_right, 6 arbitrary */
   int32_t mask_type TE_FL_INIT(0);
-  /* off_by_one adds 1 to the denominator (a sink of logit 0): 0 vanilla, 1 off_by_one, 2 learnable
-  */
+  /* off_by_one adds 1 to the denominator (a sink with logit 0): 0 vanilla, 1 off_by_one, 2
+  learnable */
   int32_t softmax_type TE_FL_INIT(0);
   /* factor of Q K^T, usually 1/sqrt(D) */
   float scale TE_FL_INIT(1.0f);
-  /* probability of dropping; kept values are divided by 1 - p; element i of the logical
-  [B,H,Sq,Sk] matrix (thd: the longest sequences) */
+  /* probability of dropping a probability; kept ones are divided by 1 - p; the random stream is
+  indexed by the element of the logical matrix [B,H,Sq,Sk] (thd: Sq and Sk of the longest
+  sequences) */
   float dropout_p TE_FL_INIT(0.0f);
-  /* keys further left than this from the diagonal are masked; -1: no bound */
+  /* keys more than this many positions left of the diagonal are masked; -1: no bound */
   int64_t window_left TE_FL_INIT(-1);
-  /* likewise to the right; the diagonal is that of the bottom-right corner, with causal and
-  padding_causal the top-left one */
+  /* keys more than this many positions right of the diagonal are masked; -1: no bound; the
+  diagonal is aligned with the bottom-right corner, or with causal and padding_causal the top-left
+  corner */
   int64_t window_right TE_FL_INIT(-1);
-  /* thd: at least the longest sequence; 0: from cu_seqlens */
+  /* thd: at least the length of the longest sequence; 0: taken from cu_seqlens */
   int64_t max_seqlen_q TE_FL_INIT(0);
-  /* thd, of keys */
+  /* thd: likewise for the keys */
   int64_t max_seqlen_kv TE_FL_INIT(0);
-  /* above 0: a scaled product x counts as softcap * tanh(x / softcap), before bias and ALiBi; 0:
-  as it is (a later argument) */
+  /* above 0: a scaled score x becomes softcap * tanh(x / softcap), before bias and ALiBi; 0: no
+  cap (a later argument) */
   float softcap TE_FL_INIT(0.0f);
 } te_fl_fused_attn_fwd_args;
 
@@ -113,7 +116,7 @@ typedef struct te_fl_fused_attn_bwd_args {
   const te_fl_tensor* dk TE_FL_INIT(NULL);
   /* gradient of v. out; F32|F16|BF16|FP8; scaling none|tensor; any shape */
   const te_fl_tensor* dv TE_FL_INIT(NULL);
-  /* gradient of bias, bias's shape. out, optional; F32|F16|BF16; any shape */
+  /* gradient of bias, in bias's shape. out, optional; F32|F16|BF16; any shape */
   const te_fl_tensor* dbias TE_FL_INIT(NULL);
   /* gradient of softmax_sink. out, optional; F32; any shape */
   const te_fl_tensor* dsink TE_FL_INIT(NULL);
@@ -135,10 +138,10 @@ typedef struct te_fl_fused_attn_bwd_args {
   const te_fl_tensor* softmax_sink TE_FL_INIT(NULL);
   /* FP8: the forward's scale of the probabilities. in, optional; FP8; scaling tensor; any shape */
   const te_fl_tensor* s_quant TE_FL_INIT(NULL);
-  /* FP8: scale (read), scale_inv and amax (written) of dS. inout, optional; FP8; scaling tensor;
-  any shape */
+  /* FP8 quantisation of dS: scale is read, scale_inv and amax are written. inout, optional; FP8;
+  scaling tensor; any shape */
   const te_fl_tensor* dp_quant TE_FL_INIT(NULL);
-  /* the forward's record */
+  /* the record that the forward wrote */
   te_fl_saved* saved TE_FL_INIT(NULL);
   /* as in the forward: 0 sbhd, 1 bshd, 2 thd */
   int32_t layout TE_FL_INIT(0);
@@ -159,8 +162,8 @@ typedef struct te_fl_fused_attn_bwd_args {
   int64_t max_seqlen_q TE_FL_INIT(0);
   /* as in the forward */
   int64_t max_seqlen_kv TE_FL_INIT(0);
-  /* as in the forward; the cap's slope is a factor of dS for dQ and dK, and none of dbias (a later
-  argument) */
+  /* as in the forward; dQ and dK are computed from dS times the cap's derivative, dbias from dS (a
+  later argument) */
   float softcap TE_FL_INIT(0.0f);
 } te_fl_fused_attn_bwd_args;
 
@@ -174,26 +177,26 @@ typedef struct te_fl_fused_attn_bwd_args {
  */
 typedef struct te_fl_get_fused_attn_backend_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_get_fused_attn_backend_args));
-  /* metadata only, as fused_attn_fwd. in; F32|F16|BF16|FP8; scaling none|tensor; any shape */
+  /* as in fused_attn_fwd; metadata only. in; F32|F16|BF16|FP8; scaling none|tensor; any shape */
   const te_fl_tensor* q TE_FL_INIT(NULL);
   /* metadata only. in; F32|F16|BF16|FP8; scaling none|tensor; any shape; dtype of q */
   const te_fl_tensor* k TE_FL_INIT(NULL);
   /* metadata only. in; F32|F16|BF16|FP8; scaling none|tensor; any shape; dtype of q */
   const te_fl_tensor* v TE_FL_INIT(NULL);
-  /* the answer. out; I32; shape [1] */
+  /* the result. out; I32; shape [1] */
   const te_fl_tensor* backend TE_FL_INIT(NULL);
-  /* as fused_attn_fwd: 0 sbhd, 1 bshd, 2 thd */
+  /* as in fused_attn_fwd: 0 sbhd, 1 bshd, 2 thd */
   int32_t layout TE_FL_INIT(0);
-  /* as fused_attn_fwd: 0 none, 1 causal, 2 causal_bottom_right, 3 padding, 4 padding_causal, 5
+  /* as in fused_attn_fwd: 0 none, 1 causal, 2 causal_bottom_right, 3 padding, 4 padding_causal, 5
   padding_causal_bottom_right, 6 arbitrary */
   int32_t mask_type TE_FL_INIT(0);
-  /* as fused_attn_fwd: 0 vanilla, 1 off_by_one, 2 learnable */
+  /* as in fused_attn_fwd: 0 vanilla, 1 off_by_one, 2 learnable */
   int32_t softmax_type TE_FL_INIT(0);
-  /* as fused_attn_fwd */
+  /* as in fused_attn_fwd */
   float dropout_p TE_FL_INIT(0.0f);
-  /* as fused_attn_fwd */
+  /* as in fused_attn_fwd */
   int64_t window_left TE_FL_INIT(-1);
-  /* as fused_attn_fwd */
+  /* as in fused_attn_fwd */
   int64_t window_right TE_FL_INIT(-1);
   /* a backward will follow */
   int32_t is_training TE_FL_INIT(0);

@@ -18,12 +18,12 @@ typedef struct te_fl_all_reduce_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_all_reduce_args));
   /* this rank's values, compact. in; F32|F16|BF16|F64|I32|I64; shape [...] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* the reduced values, the same bits on every rank. out; F32|F16|BF16|F64|I32|I64; shape [...];
+  /* the reduced values, bitwise equal on all ranks. out; F32|F16|BF16|F64|I32|I64; shape [...];
   may alias input; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* the ranks */
+  /* the ranks that take part */
   const te_fl_communicator* comm TE_FL_INIT(NULL);
-  /* sum, max or avg; a mean of integers is refused: 0 sum, 1 max, 2 avg */
+  /* sum, max or avg; avg of integers is an error: 0 sum, 1 max, 2 avg */
   int32_t reduction TE_FL_INIT(0);
 } te_fl_all_reduce_args;
 
@@ -36,12 +36,12 @@ typedef struct te_fl_all_reduce_args {
  */
 typedef struct te_fl_all_gather_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_all_gather_args));
-  /* this rank's part, compact; in place it is the rank's own part of the output. in; any dtype;
-  any shape */
+  /* this rank's part, compact; for an in-place call, this rank's own part of the output. in; any
+  dtype; any shape */
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* all parts, compact. out; any dtype; any shape; may alias input; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* the ranks */
+  /* the ranks that take part */
   const te_fl_communicator* comm TE_FL_INIT(NULL);
 } te_fl_all_gather_args;
 
@@ -56,12 +56,12 @@ typedef struct te_fl_reduce_scatter_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_reduce_scatter_args));
   /* this rank's values for all parts, compact. in; F32|F16|BF16|F64|I32|I64; any shape */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* the rank's part, compact; in place it is that part of the input. out;
+  /* this rank's part, compact; for an in-place call, this rank's own part of the input. out;
   F32|F16|BF16|F64|I32|I64; any shape; may alias input; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* the ranks */
+  /* the ranks that take part */
   const te_fl_communicator* comm TE_FL_INIT(NULL);
-  /* sum, max or avg; a mean of integers is refused: 0 sum, 1 max, 2 avg */
+  /* sum, max or avg; avg of integers is an error: 0 sum, 1 max, 2 avg */
   int32_t reduction TE_FL_INIT(0);
 } te_fl_reduce_scatter_args;
 
@@ -74,12 +74,13 @@ typedef struct te_fl_reduce_scatter_args {
  */
 typedef struct te_fl_all_to_all_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_all_to_all_args));
-  /* parts for ranks 0, 1, ..., compact; its elements divide by the number of ranks. in; any dtype;
-  any shape */
+  /* parts for ranks 0, 1, ..., compact; the number of elements is a multiple of the number of
+  ranks. in; any dtype; any shape */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* parts of ranks 0, 1, ..., compact; not in place. out; any dtype; any shape; dtype of input */
+  /* parts from ranks 0, 1, ..., compact; must not overlap input. out; any dtype; any shape; dtype
+  of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* the ranks */
+  /* the ranks that take part */
   const te_fl_communicator* comm TE_FL_INIT(NULL);
 } te_fl_all_to_all_args;
 
@@ -92,17 +93,18 @@ typedef struct te_fl_all_to_all_args {
  */
 typedef struct te_fl_all_to_all_v_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_all_to_all_v_args));
-  /* [rows, ...] rows for rank 0, then those for rank 1, ..., compact. in; any dtype; any shape */
+  /* [rows, ...]: the rows for rank 0, then those for rank 1, ..., compact. in; any dtype; any
+  shape */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* [rows, ...] those of rank 0, then of rank 1, ..., compact; not in place. out; any dtype; any
-  shape; dtype of input */
+  /* [rows, ...]: the rows from rank 0, then those from rank 1, ..., compact; must not overlap
+  input. out; any dtype; any shape; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* the ranks */
+  /* the ranks that take part */
   const te_fl_communicator* comm TE_FL_INIT(NULL);
-  /* [ranks] how many rows each rank gets; their sum is input's first extent */
+  /* [ranks], number of rows sent to each rank; the sum is input's first extent */
   const int64_t* input_rows TE_FL_INIT(NULL);
   int64_t input_rows_count TE_FL_INIT(0);
-  /* [ranks] how many rows come from each rank; their sum is output's first extent */
+  /* [ranks], number of rows received from each rank; the sum is output's first extent */
   const int64_t* output_rows TE_FL_INIT(NULL);
   int64_t output_rows_count TE_FL_INIT(0);
 } te_fl_all_to_all_v_args;
@@ -118,9 +120,9 @@ typedef struct te_fl_broadcast_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_broadcast_args));
   /* read on rank root, written on the others; compact. inout; any dtype; any shape */
   const te_fl_tensor* data TE_FL_INIT(NULL);
-  /* the ranks */
+  /* the ranks that take part */
   const te_fl_communicator* comm TE_FL_INIT(NULL);
-  /* the rank whose values all get */
+  /* the rank whose values are sent to all */
   int32_t root TE_FL_INIT(0);
 } te_fl_broadcast_args;
 
@@ -135,9 +137,9 @@ typedef struct te_fl_send_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_send_args));
   /* the values, compact. in; any dtype; any shape */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* the ranks */
+  /* the ranks that take part */
   const te_fl_communicator* comm TE_FL_INIT(NULL);
-  /* the rank that receives, another than this one */
+  /* the rank that receives; not this rank */
   int32_t peer TE_FL_INIT(0);
 } te_fl_send_args;
 
@@ -152,9 +154,9 @@ typedef struct te_fl_recv_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_recv_args));
   /* the values, compact. out; any dtype; any shape */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* the ranks */
+  /* the ranks that take part */
   const te_fl_communicator* comm TE_FL_INIT(NULL);
-  /* the rank that sends, another than this one */
+  /* the rank that sends; not this rank */
   int32_t peer TE_FL_INIT(0);
 } te_fl_recv_args;
 
@@ -167,7 +169,7 @@ typedef struct te_fl_recv_args {
  */
 typedef struct te_fl_barrier_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_barrier_args));
-  /* the ranks */
+  /* the ranks that take part */
   const te_fl_communicator* comm TE_FL_INIT(NULL);
 } te_fl_barrier_args;
 

@@ -43,7 +43,7 @@ typedef struct te_fl_dropout_bwd_args {
   /* gradient of the input. out; F32|F16|BF16; shape [...]; may alias grad_output; dtype of
   grad_output */
   const te_fl_tensor* grad_input TE_FL_INIT(NULL);
-  /* the forward's p */
+  /* as in the forward */
   float p TE_FL_INIT(0.0f);
 } te_fl_dropout_bwd_args;
 

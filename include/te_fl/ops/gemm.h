@@ -29,21 +29,22 @@ typedef struct te_fl_generic_gemm_args {
   const te_fl_tensor* d TE_FL_INIT(NULL);
   /* added to every row of the product, before GELU. in, optional; F32|F16|BF16; shape [N] */
   const te_fl_tensor* bias TE_FL_INIT(NULL);
-  /* alpha * op(A) op(B) + bias, saved for the backward; only with gelu, which may be taken of what
-  is stored here. out, optional; F32|F16|BF16|FP8; scaling none|tensor; shape [M N] */
+  /* the pre-activation alpha * op(A) op(B) + bias, saved for the backward; requires gelu, which
+  may be computed from this stored (rounded) value. out, optional; F32|F16|BF16|FP8; scaling
+  none|tensor; shape [M N] */
   const te_fl_tensor* pre_gelu_out TE_FL_INIT(NULL);
-  /* the product is multiplied by gelu'(pre_gelu_in); not with gelu or bias. in, optional;
-  F32|F16|BF16|FP8; scaling none|tensor; shape [M N] */
+  /* pre-activation of a GELU; the product is multiplied by gelu'(pre_gelu_in); not with gelu or
+  bias. in, optional; F32|F16|BF16|FP8; scaling none|tensor; shape [M N] */
   const te_fl_tensor* pre_gelu_in TE_FL_INIT(NULL);
-  /* sum over K of op(A): the bias gradient when op(A) is the transposed output gradient of a
-  weight-gradient product. inout (read if accumulate_bias_grad), optional; F32|F16|BF16; shape [M]
-  */
+  /* sum of op(A) over K; in a weight-gradient product, where op(A) is the transposed output
+  gradient, this is the bias gradient. inout (read if accumulate_bias_grad), optional;
+  F32|F16|BF16; shape [M] */
   const te_fl_tensor* bias_grad TE_FL_INIT(NULL);
   /* A is stored [K, M] */
   int32_t trans_a TE_FL_INIT(0);
   /* B is stored [N, K] */
   int32_t trans_b TE_FL_INIT(0);
-  /* apply the tanh GELU to the product after bias */
+  /* apply GELU (tanh approximation) after the bias */
   int32_t gelu TE_FL_INIT(0);
   /* add beta * D */
   int32_t accumulate TE_FL_INIT(0);
@@ -56,12 +57,12 @@ typedef struct te_fl_generic_gemm_args {
   float alpha TE_FL_INIT(1.0f);
   /* factor of the previous D when accumulate */
   float beta TE_FL_INIT(1.0f);
-  /* added to the result after the epilogue: the residual branch that the product joins. in,
-  optional; F32|F16|BF16; shape [M N] (a later argument) */
+  /* residual branch, added to the result after the epilogue. in, optional; F32|F16|BF16; shape [M
+  N] (a later argument) */
   const te_fl_tensor* residual TE_FL_INIT(NULL);
-  /* sum over M of the result, summed in FP32 before it is rounded or quantised: the bias gradient
-  of the layer whose output gradient D is; not with accumulate. out, optional; F32|F16|BF16; shape
-  [N] (a later argument) */
+  /* sum of the result over M, computed in FP32 from unrounded values; if D is the output gradient
+  of a layer, this is the layer's bias gradient; not with accumulate. out, optional; F32|F16|BF16;
+  shape [N] (a later argument) */
   const te_fl_tensor* d_sum TE_FL_INIT(NULL);
 } te_fl_generic_gemm_args;
 
@@ -74,7 +75,7 @@ typedef struct te_fl_generic_gemm_args {
  */
 typedef struct te_fl_grouped_gemm_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_grouped_gemm_args));
-  /* left matrices, row-major; sizes may differ, and be 0. in; F32|F16|BF16|FP8; scaling
+  /* left matrices, row-major; their sizes may differ and may be 0. in; F32|F16|BF16|FP8; scaling
   none|tensor|block|mx|nv; shape [trans_a ? K M : M K] */
   const te_fl_tensor* const* a TE_FL_INIT(NULL);
   int64_t a_count TE_FL_INIT(0);
@@ -82,13 +83,14 @@ typedef struct te_fl_grouped_gemm_args {
   [trans_b ? N K : K N] */
   const te_fl_tensor* const* b TE_FL_INIT(NULL);
   int64_t b_count TE_FL_INIT(0);
-  /* results; where K is 0, the bias or 0. inout (read if accumulate); F32|F16|BF16; shape [M N] */
+  /* results; for K = 0 a result is the bias, or 0 without bias. inout (read if accumulate);
+  F32|F16|BF16; shape [M N] */
   const te_fl_tensor* const* d TE_FL_INIT(NULL);
   int64_t d_count TE_FL_INIT(0);
   /* added to every row of a product. in, optional; F32|F16|BF16; shape [N] */
   const te_fl_tensor* const* bias TE_FL_INIT(NULL);
   int64_t bias_count TE_FL_INIT(0);
-  /* sums over K of op(a[i]): the bias gradients of weight-gradient products. inout (read if
+  /* sums of op(a[i]) over K: the bias gradients in weight-gradient products. inout (read if
   accumulate_bias_grad), optional; F32|F16|BF16; shape [M] */
   const te_fl_tensor* const* bias_grad TE_FL_INIT(NULL);
   int64_t bias_grad_count TE_FL_INIT(0);
@@ -100,7 +102,7 @@ typedef struct te_fl_grouped_gemm_args {
   int32_t accumulate TE_FL_INIT(0);
   /* add the previous bias_grad */
   int32_t accumulate_bias_grad TE_FL_INIT(0);
-  /* FP8: as in generic_gemm */
+  /* see generic_gemm */
   int32_t use_split_accumulator TE_FL_INIT(0);
   /* factor of the products */
   float alpha TE_FL_INIT(1.0f);

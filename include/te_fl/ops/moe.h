@@ -19,14 +19,15 @@ typedef struct te_fl_moe_permute_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_moe_permute_fwd_args));
   /* tokens. in; F32|F16|BF16|FP8|U8; shape [T H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* experts of each token; fewer than 2^31 in all. in; I32|I64; shape [T K] */
+  /* experts of each token; fewer than 2^31 elements. in; I32|I64; shape [T K] */
   const te_fl_tensor* indices TE_FL_INIT(NULL);
   /* permuted rows. out; F32|F16|BF16|FP8|U8; shape [R H]; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* row of each pair, -1 where it was dropped. out; I32; shape [K T] */
+  /* output row of each pair; -1 if the pair was dropped. out; I32; shape [K T] */
   const te_fl_tensor* row_id_map TE_FL_INIT(NULL);
-  /* 0: indices are any 32-bit numbers; else one outside [0, num_experts) is an error: at once on
-  the host and under TE_FL_VALIDATE, else at the next wait for the stream */
+  /* 0: indices may be any 32-bit numbers; above 0: an index outside [0, num_experts) is an error,
+  reported immediately on the host and under TE_FL_VALIDATE, otherwise by the next synchronisation
+  of the stream */
   int32_t num_experts TE_FL_INIT(0);
 } te_fl_moe_permute_fwd_args;
 
@@ -41,11 +42,11 @@ typedef struct te_fl_moe_permute_bwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_moe_permute_bwd_args));
   /* gradient of the permuted rows. in; F32|F16|BF16; shape [R H] */
   const te_fl_tensor* grad_output TE_FL_INIT(NULL);
-  /* the forward's; a row outside [-1, R) is an error: at once on the host and under
-  TE_FL_VALIDATE, else at the next wait for the stream, its pair being left out. in; I32; shape [K
-  T] */
+  /* as in the forward; a row outside [-1, R) is an error, reported immediately on the host and
+  under TE_FL_VALIDATE, otherwise by the next synchronisation of the stream; its pair is left out.
+  in; I32; shape [K T] */
   const te_fl_tensor* row_id_map TE_FL_INIT(NULL);
-  /* factors; absent: 1. in, optional; F32; shape [T K] */
+  /* factors of the rows; absent: 1. in, optional; F32; shape [T K] */
   const te_fl_tensor* probs TE_FL_INIT(NULL);
   /* gradient of the tokens, summed in FP32 in the order of s. out; F32|F16|BF16; shape [T H];
   dtype of grad_output */
@@ -63,7 +64,8 @@ typedef struct te_fl_moe_unpermute_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_moe_unpermute_fwd_args));
   /* permuted rows. in; F32|F16|BF16; shape [R H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* the map of moe_permute_fwd; wrong rows as in moe_permute_bwd. in; I32; shape [K T] */
+  /* the map from moe_permute_fwd; invalid rows are errors as in moe_permute_bwd. in; I32; shape [K
+  T] */
   const te_fl_tensor* row_id_map TE_FL_INIT(NULL);
   /* probabilities; absent: 1. in, optional; F32; shape [T K] */
   const te_fl_tensor* probs TE_FL_INIT(NULL);
@@ -85,10 +87,10 @@ typedef struct te_fl_moe_unpermute_bwd_args {
   const te_fl_tensor* grad_output TE_FL_INIT(NULL);
   /* the forward's input. in; F32|F16|BF16; shape [R H]; dtype of grad_output */
   const te_fl_tensor* fwd_input TE_FL_INIT(NULL);
-  /* the forward's; each row at most once, wrong rows as in moe_permute_bwd. in; I32; shape [K T]
-  */
+  /* as in the forward; each row at most once; invalid rows are errors as in moe_permute_bwd. in;
+  I32; shape [K T] */
   const te_fl_tensor* row_id_map TE_FL_INIT(NULL);
-  /* the forward's; absent: 1. in, optional; F32; shape [T K] */
+  /* as in the forward; absent: 1. in, optional; F32; shape [T K] */
   const te_fl_tensor* probs TE_FL_INIT(NULL);
   /* gradient of the permuted rows. out; F32|F16|BF16; shape [R H]; dtype of grad_output */
   const te_fl_tensor* grad_input TE_FL_INIT(NULL);
@@ -107,31 +109,31 @@ typedef struct te_fl_moe_unpermute_bwd_args {
  */
 typedef struct te_fl_fused_topk_with_score_function_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_topk_with_score_function_fwd_args));
-  /* scores before the function. in; F32|F16|BF16; shape [... E] */
+  /* logits, before the score function f. in; F32|F16|BF16; shape [... E] */
   const te_fl_tensor* logits TE_FL_INIT(NULL);
-  /* added for the choice alone. in, optional; F32; shape [E] */
+  /* added to the scores for the choice only. in, optional; F32; shape [E] */
   const te_fl_tensor* expert_bias TE_FL_INIT(NULL);
-  /* probabilities, 0 for experts that are not chosen. out; F32|F16|BF16; shape [... E]; dtype of
+  /* probabilities; 0 for experts that are not chosen. out; F32|F16|BF16; shape [... E]; dtype of
   logits */
   const te_fl_tensor* probs TE_FL_INIT(NULL);
   /* 1 for the chosen experts. out, optional; BOOL|U8; shape [... E] */
   const te_fl_tensor* routing_map TE_FL_INIT(NULL);
-  /* routing_map as bits, one for each expert, the lowest first. out, optional; U8; shape [... _]
-  */
+  /* routing_map with one bit per expert, lowest bit first. out, optional; U8; shape [... _] */
   const te_fl_tensor* routing_bits TE_FL_INIT(NULL);
-  /* the chosen experts, the largest score first. out, optional; I16|I32|I64; shape [... _] */
+  /* the chosen experts, in order of decreasing score. out, optional; I16|I32|I64; shape [... _] */
   const te_fl_tensor* topk_indices TE_FL_INIT(NULL);
-  /* for the backward: softmax (over the chosen: -infinity elsewhere), sigmoid, or the logits of
-  sqrtsoftplus. out; F32; shape [... E] */
+  /* saved for the backward: the softmax (if over the chosen experts only: -infinity for the
+  others), the sigmoid, or for sqrtsoftplus the logits. out; F32; shape [... E] */
   const te_fl_tensor* intermediate_output TE_FL_INIT(NULL);
-  /* experts of each token, at most E */
+  /* number of experts per token, at most E */
   int32_t topk TE_FL_INIT(1);
-  /* softmax over all experts before the choice, not over the chosen ones after it */
+  /* true: softmax over all experts, before the choice; false: softmax over the chosen experts,
+  after it */
   int32_t use_pre_softmax TE_FL_INIT(0);
-  /* 0: no groups; else it divides E */
+  /* number of groups of experts, which divides E; 0: no groups */
   int32_t num_groups TE_FL_INIT(0);
-  /* groups that are chosen first, by the sum of the topk / group_topk largest of each, rounded
-  down; they have topk experts or more */
+  /* number of groups that are chosen first, by the sum of the floor(topk / group_topk) largest
+  scores of each group; together they have at least topk experts */
   int32_t group_topk TE_FL_INIT(0);
   /* factor of the probabilities */
   float scaling_factor TE_FL_INIT(1.0f);
@@ -148,28 +150,29 @@ typedef struct te_fl_fused_topk_with_score_function_fwd_args {
  */
 typedef struct te_fl_fused_topk_with_score_function_bwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_topk_with_score_function_bwd_args));
-  /* the forward's; one of the three that say the choice must be given, and the first that is given
-  is read. in, optional; BOOL|U8; shape [... E] */
+  /* as in the forward; at least one of routing_map, routing_bits and topk_indices must be given,
+  and the first of them is read. in, optional; BOOL|U8; shape [... E] */
   const te_fl_tensor* routing_map TE_FL_INIT(NULL);
-  /* [..., ceil(E / 8)]. in, optional; U8; shape [... _] */
+  /* [..., ceil(E / 8)], as in the forward. in, optional; U8; shape [... _] */
   const te_fl_tensor* routing_bits TE_FL_INIT(NULL);
-  /* [..., topk]; one outside [0, E) is an error: at once on the host and under TE_FL_VALIDATE,
-  else at the next wait for the stream, being left out. in, optional; I16|I32|I64; shape [... _] */
+  /* [..., topk], as in the forward; an index outside [0, E) is an error, reported immediately on
+  the host and under TE_FL_VALIDATE, otherwise by the next synchronisation of the stream; it is
+  left out. in, optional; I16|I32|I64; shape [... _] */
   const te_fl_tensor* topk_indices TE_FL_INIT(NULL);
-  /* the forward's. in; F32; shape [... E] */
+  /* as in the forward. in; F32; shape [... E] */
   const te_fl_tensor* intermediate_output TE_FL_INIT(NULL);
   /* gradient of the probabilities. in; F32|F16|BF16; shape [... E] */
   const te_fl_tensor* grad_probs TE_FL_INIT(NULL);
   /* gradient of the logits. out; F32|F16|BF16; shape [... E]; may alias grad_probs; dtype of
   grad_probs */
   const te_fl_tensor* grad_logits TE_FL_INIT(NULL);
-  /* the forward's */
+  /* as in the forward */
   int32_t topk TE_FL_INIT(1);
-  /* the forward's */
+  /* as in the forward */
   int32_t use_pre_softmax TE_FL_INIT(0);
-  /* the forward's */
+  /* as in the forward */
   float scaling_factor TE_FL_INIT(1.0f);
-  /* the forward's: 0 sigmoid, 1 softmax, 2 sqrtsoftplus */
+  /* as in the forward: 0 sigmoid, 1 softmax, 2 sqrtsoftplus */
   int32_t score_function TE_FL_INIT(0);
 } te_fl_fused_topk_with_score_function_bwd_args;
 
@@ -183,18 +186,18 @@ typedef struct te_fl_fused_topk_with_score_function_bwd_args {
  */
 typedef struct te_fl_fused_score_for_moe_aux_loss_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_score_for_moe_aux_loss_fwd_args));
-  /* scores before the function. in; F32|F16|BF16; shape [... E] */
+  /* logits, before the score function f. in; F32|F16|BF16; shape [... E] */
   const te_fl_tensor* logits TE_FL_INIT(NULL);
   /* scores of all experts. out; F32; shape [... E] */
   const te_fl_tensor* scores TE_FL_INIT(NULL);
-  /* 1 for the topk largest. out, optional; BOOL|U8; shape [... E] */
+  /* 1 for the experts with the topk largest scores. out, optional; BOOL|U8; shape [... E] */
   const te_fl_tensor* routing_map TE_FL_INIT(NULL);
-  /* routing_map as bits, one for each expert, the lowest first. out, optional; U8; shape [... _]
-  */
+  /* routing_map with one bit per expert, lowest bit first. out, optional; U8; shape [... _] */
   const te_fl_tensor* routing_bits TE_FL_INIT(NULL);
-  /* for the backward: softmax, sigmoid, or the logits of sqrtsoftplus. out; F32; shape [... E] */
+  /* saved for the backward: the softmax, the sigmoid, or for sqrtsoftplus the logits. out; F32;
+  shape [... E] */
   const te_fl_tensor* intermediate_output TE_FL_INIT(NULL);
-  /* experts of each token, at most E */
+  /* number of experts per token, at most E */
   int32_t topk TE_FL_INIT(1);
   /* f: sigmoid, softmax, or the square root of softplus: 0 sigmoid, 1 softmax, 2 sqrtsoftplus */
   int32_t score_function TE_FL_INIT(0);
@@ -209,15 +212,15 @@ typedef struct te_fl_fused_score_for_moe_aux_loss_fwd_args {
  */
 typedef struct te_fl_fused_score_for_moe_aux_loss_bwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_score_for_moe_aux_loss_bwd_args));
-  /* the forward's. in; F32; shape [... E] */
+  /* as in the forward. in; F32; shape [... E] */
   const te_fl_tensor* intermediate_output TE_FL_INIT(NULL);
   /* gradient of the scores. in; F32; shape [... E] */
   const te_fl_tensor* grad_scores TE_FL_INIT(NULL);
   /* gradient of the logits. out; F32|F16|BF16; shape [... E] */
   const te_fl_tensor* grad_logits TE_FL_INIT(NULL);
-  /* the forward's */
+  /* as in the forward */
   int32_t topk TE_FL_INIT(1);
-  /* the forward's: 0 sigmoid, 1 softmax, 2 sqrtsoftplus */
+  /* as in the forward: 0 sigmoid, 1 softmax, 2 sqrtsoftplus */
   int32_t score_function TE_FL_INIT(0);
 } te_fl_fused_score_for_moe_aux_loss_bwd_args;
 
@@ -233,19 +236,21 @@ typedef struct te_fl_fused_moe_aux_loss_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_moe_aux_loss_fwd_args));
   /* scores of all experts. in; F32|F16|BF16; shape [T E] */
   const te_fl_tensor* probs TE_FL_INIT(NULL);
-  /* tokens that each expert has. in; I32|I64|F32|BF16; shape [E] */
+  /* number of tokens of each expert. in; I32|I64|F32|BF16; shape [E] */
   const te_fl_tensor* tokens_per_expert TE_FL_INIT(NULL);
-  /* total_num_tokens in the tensors' memory, one element. in, optional; I64; any shape */
+  /* one element: total_num_tokens as a tensor in the memory of the other arguments. in, optional;
+  I64; any shape */
   const te_fl_tensor* total_num_tokens_tensor TE_FL_INIT(NULL);
-  /* the loss, summed in a fixed order. out; F32|F16|BF16; any shape; dtype of probs */
+  /* the loss, one element; summed in a fixed order. out; F32|F16|BF16; any shape; dtype of probs
+  */
   const te_fl_tensor* aux_loss TE_FL_INIT(NULL);
-  /* c, for the backward. out; F32; shape [1] */
+  /* c, saved for the backward. out; F32; shape [1] */
   const te_fl_tensor* const_buf TE_FL_INIT(NULL);
-  /* tokens of all ranks, at least 1, unless the tensor says it */
+  /* number of tokens on all ranks, at least 1; 0 if total_num_tokens_tensor is given */
   int64_t total_num_tokens TE_FL_INIT(0);
-  /* experts of all ranks */
+  /* number of experts on all ranks */
   int32_t num_experts TE_FL_INIT(1);
-  /* experts of each token */
+  /* number of experts per token */
   int32_t topk TE_FL_INIT(1);
   /* coefficient of the loss */
   float coeff TE_FL_INIT(1.0f);
@@ -260,9 +265,9 @@ typedef struct te_fl_fused_moe_aux_loss_fwd_args {
  */
 typedef struct te_fl_fused_moe_aux_loss_bwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_moe_aux_loss_bwd_args));
-  /* the forward's. in; F32; shape [1] */
+  /* as in the forward. in; F32; shape [1] */
   const te_fl_tensor* const_buf TE_FL_INIT(NULL);
-  /* the forward's. in; I32|I64|F32|BF16; shape [E] */
+  /* as in the forward. in; I32|I64|F32|BF16; shape [E] */
   const te_fl_tensor* tokens_per_expert TE_FL_INIT(NULL);
   /* gradient of the loss, one element. in; F32|F16|BF16; any shape */
   const te_fl_tensor* grad_aux_loss TE_FL_INIT(NULL);
@@ -283,10 +288,11 @@ typedef struct te_fl_fused_multi_row_padding_args {
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* padded rows. out; F32|F16|BF16|FP8|U8; shape [_ H]; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* rows of each group; their sum is input's rows */
+  /* number of rows of each group; the sum is input's number of rows */
   const int64_t* input_rows TE_FL_INIT(NULL);
   int64_t input_rows_count TE_FL_INIT(0);
-  /* rows of each group with padding; none is less, their sum is output's rows */
+  /* number of rows of each group with padding, at least input_rows; the sum is output's number of
+  rows */
   const int64_t* padded_rows TE_FL_INIT(NULL);
   int64_t padded_rows_count TE_FL_INIT(0);
 } te_fl_fused_multi_row_padding_args;
@@ -304,10 +310,11 @@ typedef struct te_fl_fused_multi_row_unpadding_args {
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* rows without padding. out; F32|F16|BF16|FP8|U8; shape [_ H]; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* rows of each group with padding; their sum is input's rows */
+  /* number of rows of each group with padding; the sum is input's number of rows */
   const int64_t* input_rows TE_FL_INIT(NULL);
   int64_t input_rows_count TE_FL_INIT(0);
-  /* rows of each group that count; none is more, their sum is output's rows */
+  /* number of rows of each group without padding, at most input_rows; the sum is output's number
+  of rows */
   const int64_t* unpadded_rows TE_FL_INIT(NULL);
   int64_t unpadded_rows_count TE_FL_INIT(0);
 } te_fl_fused_multi_row_unpadding_args;
@@ -322,15 +329,15 @@ typedef struct te_fl_fused_multi_row_unpadding_args {
  */
 typedef struct te_fl_splits_to_offsets_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_splits_to_offsets_args));
-  /* length of each part; one less than 0 is an error: at once on the host and under
-  TE_FL_VALIDATE, else at the next wait for the stream. in; I32|I64; shape [N] */
+  /* length of each part; a negative length is an error, reported immediately on the host and under
+  TE_FL_VALIDATE, otherwise by the next synchronisation of the stream. in; I32|I64; shape [N] */
   const te_fl_tensor* splits TE_FL_INIT(NULL);
-  /* where each part begins, or ends; a sum that does not fit wraps around. out; I32|I64; shape
-  [leading_zero ? N+1 : N] */
+  /* start of each part, with leading_zero also the end of the last; without leading_zero the end
+  of each part; sums wrap around on overflow. out; I32|I64; shape [leading_zero ? N+1 : N] */
   const te_fl_tensor* offsets TE_FL_INIT(NULL);
-  /* begin with 0 */
+  /* begin with an offset 0 */
   int32_t leading_zero TE_FL_INIT(1);
-  /* elements of one row */
+  /* number of elements per row */
   int64_t stride TE_FL_INIT(1);
 } te_fl_splits_to_offsets_args;
 
@@ -348,21 +355,22 @@ typedef struct te_fl_moe_permute_by_mask_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_moe_permute_by_mask_fwd_args));
   /* tokens. in; F32|F16|BF16|FP8|U8; shape [T H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* not 0 where the token goes to the expert; fewer than 2^31 pairs. in; BOOL|U8; shape [T E] */
+  /* not 0: the token goes to the expert; fewer than 2^31 pairs. in; BOOL|U8; shape [T E] */
   const te_fl_tensor* routing_map TE_FL_INIT(NULL);
-  /* a number of each pair, which goes with it; 0 is a pair that fills its expert's rows up and
-  carries no token. in, optional; F32|F16|BF16; shape [T E] */
+  /* probability of each pair, permuted with the rows; a pair with probability 0 is padding of its
+  expert's rows, and its row becomes 0. in, optional; F32|F16|BF16; shape [T E] */
   const te_fl_tensor* probs TE_FL_INIT(NULL);
-  /* rows left out before those of each expert, in all; absent: 0. One less than 0 or than the
-  expert's before is an error: at once on the host and under TE_FL_VALIDATE, else at the next wait
-  for the stream. in, optional; I32|I64; shape [E] */
+  /* number of padding rows before each expert's rows, cumulative; absent: 0. A value that is
+  negative or less than the previous expert's is an error, reported immediately on the host and
+  under TE_FL_VALIDATE, otherwise by the next synchronisation of the stream. in, optional; I32|I64;
+  shape [E] */
   const te_fl_tensor* pad_offsets TE_FL_INIT(NULL);
   /* permuted rows. out; F32|F16|BF16|FP8|U8; shape [R H]; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* probs of the rows; 0 for rows that no pair has. out, optional; F32|F16|BF16; shape [R]; dtype
-  of probs */
+  /* probability of each row; 0 for rows without a pair. out, optional; F32|F16|BF16; shape [R];
+  dtype of probs */
   const te_fl_tensor* permuted_probs TE_FL_INIT(NULL);
-  /* row of each pair, or -1. out; I32; shape [E T] */
+  /* output row of each pair; -1 where there is no pair. out; I32; shape [E T] */
   const te_fl_tensor* row_id_map TE_FL_INIT(NULL);
 } te_fl_moe_permute_by_mask_fwd_args;
 
@@ -377,21 +385,22 @@ typedef struct te_fl_moe_permute_by_mask_fwd_args {
  */
 typedef struct te_fl_moe_sort_chunks_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_moe_sort_chunks_fwd_args));
-  /* rows, fewer than 2^31. in; F32|F16|BF16|FP8|U8; shape [T H] */
+  /* rows; fewer than 2^31. in; F32|F16|BF16|FP8|U8; shape [T H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* rows of each chunk; one less than 0, or more than T together, are an error: at once on the
-  host and under TE_FL_VALIDATE, else at the next wait for the stream. in; I32|I64; shape [N] */
+  /* number of rows of each chunk; a negative number, or a sum above T, is an error, reported
+  immediately on the host and under TE_FL_VALIDATE, otherwise by the next synchronisation of the
+  stream. in; I32|I64; shape [N] */
   const te_fl_tensor* split_sizes TE_FL_INIT(NULL);
-  /* each chunk once, in the order of the output; one outside [0, N) or twice is an error as in
-  split_sizes. in; I32|I64; shape [N] */
+  /* the chunks in the order of the output, each once; an index outside [0, N) or a repeated one is
+  an error as in split_sizes. in; I32|I64; shape [N] */
   const te_fl_tensor* sorted_index TE_FL_INIT(NULL);
-  /* a number of each row, which goes with it. in, optional; F32|F16|BF16; shape [T] */
+  /* one number per row, permuted with the rows. in, optional; F32|F16|BF16; shape [T] */
   const te_fl_tensor* probs TE_FL_INIT(NULL);
   /* rows in the new order. out; F32|F16|BF16|FP8|U8; shape [T H]; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
   /* probs in the new order. out, optional; F32|F16|BF16; shape [T]; dtype of probs */
   const te_fl_tensor* permuted_probs TE_FL_INIT(NULL);
-  /* row of output of each row of input, or -1. out; I32; shape [T] */
+  /* output row of each input row, or -1. out; I32; shape [T] */
   const te_fl_tensor* row_id_map TE_FL_INIT(NULL);
 } te_fl_moe_sort_chunks_fwd_args;
 
@@ -407,8 +416,9 @@ typedef struct te_fl_moe_sort_chunks_bwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_moe_sort_chunks_bwd_args));
   /* gradient of the rows in the new order. in; F32|F16|BF16|FP8|U8; shape [T H] */
   const te_fl_tensor* grad_output TE_FL_INIT(NULL);
-  /* the forward's; a row outside [-1, T) is an error: at once on the host and under
-  TE_FL_VALIDATE, else at the next wait for the stream, its row being 0. in; I32; shape [T] */
+  /* as in the forward; a row outside [-1, T) is an error, reported immediately on the host and
+  under TE_FL_VALIDATE, otherwise by the next synchronisation of the stream; the corresponding row
+  of grad_input is 0. in; I32; shape [T] */
   const te_fl_tensor* row_id_map TE_FL_INIT(NULL);
   /* gradient of permuted_probs. in, optional; F32|F16|BF16; shape [T] */
   const te_fl_tensor* grad_permuted_probs TE_FL_INIT(NULL);

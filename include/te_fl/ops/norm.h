@@ -32,13 +32,14 @@ typedef struct te_fl_layernorm_fwd_args {
   const te_fl_tensor* rsigma TE_FL_INIT(NULL);
   /* added to the variance */
   float epsilon TE_FL_INIT(1e-05f);
-  /* the weight is stored minus 1 */
+  /* gamma is stored minus 1; the weight is 1 + gamma */
   int32_t zero_centered_gamma TE_FL_INIT(0);
-  /* tensor that is added to x before the norm; goes with sum. in, optional; F32|F16|BF16; shape
+  /* tensor that is added to x before the norm; requires sum. in, optional; F32|F16|BF16; shape
   [... H] (a later argument) */
   const te_fl_tensor* residual TE_FL_INIT(NULL);
-  /* x + residual in FP32, rounded to this dtype, which is what is normalised; goes with residual.
-  out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (a later argument) */
+  /* x + residual, added in FP32 and rounded to this dtype; the norm is computed from the rounded
+  sum; requires residual. out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (a
+  later argument) */
   const te_fl_tensor* sum TE_FL_INIT(NULL);
 } te_fl_layernorm_fwd_args;
 
@@ -68,10 +69,10 @@ typedef struct te_fl_layernorm_bwd_args {
   const te_fl_tensor* dgamma TE_FL_INIT(NULL);
   /* gradient of beta. out, optional; F32|F16|BF16; shape [H] */
   const te_fl_tensor* dbeta TE_FL_INIT(NULL);
-  /* the weight is stored minus 1 */
+  /* gamma is stored minus 1; the weight is 1 + gamma */
   int32_t zero_centered_gamma TE_FL_INIT(0);
-  /* gradient that reached x by the residual branch, added to dx in FP32. in, optional;
-  F32|F16|BF16; shape [... H] (a later argument) */
+  /* gradient of x from the residual branch, added to dx in FP32. in, optional; F32|F16|BF16; shape
+  [... H] (a later argument) */
   const te_fl_tensor* add TE_FL_INIT(NULL);
 } te_fl_layernorm_bwd_args;
 
@@ -96,13 +97,14 @@ typedef struct te_fl_rmsnorm_fwd_args {
   const te_fl_tensor* rsigma TE_FL_INIT(NULL);
   /* added to the mean square */
   float epsilon TE_FL_INIT(1e-05f);
-  /* the weight is stored minus 1 */
+  /* gamma is stored minus 1; the weight is 1 + gamma */
   int32_t zero_centered_gamma TE_FL_INIT(0);
-  /* tensor that is added to x before the norm; goes with sum. in, optional; F32|F16|BF16; shape
+  /* tensor that is added to x before the norm; requires sum. in, optional; F32|F16|BF16; shape
   [... H] (a later argument) */
   const te_fl_tensor* residual TE_FL_INIT(NULL);
-  /* x + residual in FP32, rounded to this dtype, which is what is normalised; goes with residual.
-  out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (a later argument) */
+  /* x + residual, added in FP32 and rounded to this dtype; the norm is computed from the rounded
+  sum; requires residual. out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (a
+  later argument) */
   const te_fl_tensor* sum TE_FL_INIT(NULL);
 } te_fl_rmsnorm_fwd_args;
 
@@ -127,7 +129,7 @@ typedef struct te_fl_rmsnorm_bwd_args {
   const te_fl_tensor* dx TE_FL_INIT(NULL);
   /* gradient of gamma. out; F32|F16|BF16; shape [H] */
   const te_fl_tensor* dgamma TE_FL_INIT(NULL);
-  /* the weight is stored minus 1 */
+  /* gamma is stored minus 1; the weight is 1 + gamma */
   int32_t zero_centered_gamma TE_FL_INIT(0);
 } te_fl_rmsnorm_bwd_args;
 
@@ -144,7 +146,7 @@ typedef struct te_fl_rmsnorm_bwd_add_args {
   const te_fl_tensor* dz TE_FL_INIT(NULL);
   /* the forward's input. in; F32|F16|BF16; shape [... H] */
   const te_fl_tensor* x TE_FL_INIT(NULL);
-  /* gradient that reached x by the residual branch. in; F32|F16|BF16; shape [... H] */
+  /* gradient of x from the residual branch. in; F32|F16|BF16; shape [... H] */
   const te_fl_tensor* add TE_FL_INIT(NULL);
   /* saved reciprocal root mean square. in; F32; shape [@...] */
   const te_fl_tensor* rsigma TE_FL_INIT(NULL);
@@ -154,7 +156,7 @@ typedef struct te_fl_rmsnorm_bwd_add_args {
   const te_fl_tensor* dx TE_FL_INIT(NULL);
   /* gradient of gamma. out; F32|F16|BF16; shape [H] */
   const te_fl_tensor* dgamma TE_FL_INIT(NULL);
-  /* the weight is stored minus 1 */
+  /* gamma is stored minus 1; the weight is 1 + gamma */
   int32_t zero_centered_gamma TE_FL_INIT(0);
 } te_fl_rmsnorm_bwd_add_args;
 

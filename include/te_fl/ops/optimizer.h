@@ -23,14 +23,14 @@ typedef struct te_fl_multi_tensor_scale_args {
   /* results. out; F32|F16|BF16; shape [...]; may alias inputs */
   const te_fl_tensor* const* outputs TE_FL_INIT(NULL);
   int64_t outputs_count TE_FL_INIT(0);
-  /* set to 1 when an input or a result is not finite; never cleared. inout; I32; shape [1] */
+  /* set to 1 if an input or a result is not finite; never cleared. inout; I32; shape [1] */
   const te_fl_tensor* noop_flag TE_FL_INIT(NULL);
   /* factor */
   float scale TE_FL_INIT(1.0f);
-  /* norm of the gradients to clip, as multi_tensor_l2norm leaves it; read when the op runs. in,
-  optional; F32; shape [1] (a later argument) */
+  /* norm of the gradients, as multi_tensor_l2norm writes it, for clipping; read when the op runs.
+  in, optional; F32; shape [1] (a later argument) */
   const te_fl_tensor* norm TE_FL_INIT(NULL);
-  /* with a norm: what it is clipped to, greater than 0 (a later argument) */
+  /* with norm: the value that the norm is clipped to, greater than 0 (a later argument) */
   float max_norm TE_FL_INIT(0.0f);
 } te_fl_multi_tensor_scale_args;
 
@@ -46,9 +46,9 @@ typedef struct te_fl_multi_tensor_l2norm_args {
   /* values. in; F32|F16|BF16; any shape */
   const te_fl_tensor* const* inputs TE_FL_INIT(NULL);
   int64_t inputs_count TE_FL_INIT(0);
-  /* norm of all. out; F32; shape [1] */
+  /* norm of all tensors together. out; F32; shape [1] */
   const te_fl_tensor* norm TE_FL_INIT(NULL);
-  /* norm of each. out, optional; F32; shape [#inputs] */
+  /* norm of each tensor. out, optional; F32; shape [#inputs] */
   const te_fl_tensor* per_tensor_norms TE_FL_INIT(NULL);
 } te_fl_multi_tensor_l2norm_args;
 
@@ -66,9 +66,9 @@ typedef struct te_fl_multi_tensor_unscale_l2norm_args {
   int64_t inputs_count TE_FL_INIT(0);
   /* factor. in; F32; shape [1] */
   const te_fl_tensor* inv_scale TE_FL_INIT(NULL);
-  /* norm of all. out; F32; shape [1] */
+  /* norm of all tensors together. out; F32; shape [1] */
   const te_fl_tensor* norm TE_FL_INIT(NULL);
-  /* norm of each. out, optional; F32; shape [#inputs] */
+  /* norm of each tensor. out, optional; F32; shape [#inputs] */
   const te_fl_tensor* per_tensor_norms TE_FL_INIT(NULL);
 } te_fl_multi_tensor_unscale_l2norm_args;
 
@@ -86,7 +86,7 @@ typedef struct te_fl_multi_tensor_adam_args {
   /* gradients. in; F32|F16|BF16; shape [...] */
   const te_fl_tensor* const* grads TE_FL_INIT(NULL);
   int64_t grads_count TE_FL_INIT(0);
-  /* parameters; with master weights only written. inout; F32|F16|BF16; shape [...] */
+  /* parameters; with master_params they are only written. inout; F32|F16|BF16; shape [...] */
   const te_fl_tensor* const* params TE_FL_INIT(NULL);
   int64_t params_count TE_FL_INIT(0);
   /* m. inout; F32; shape [...] */
@@ -95,10 +95,11 @@ typedef struct te_fl_multi_tensor_adam_args {
   /* v. inout; F32; shape [...] */
   const te_fl_tensor* const* exp_avg_sqs TE_FL_INIT(NULL);
   int64_t exp_avg_sqs_count TE_FL_INIT(0);
-  /* FP32 weights; params is then a copy written from them. inout, optional; F32; shape [...] */
+  /* FP32 master weights; the op updates them and writes params from them. inout, optional; F32;
+  shape [...] */
   const te_fl_tensor* const* master_params TE_FL_INIT(NULL);
   int64_t master_params_count TE_FL_INIT(0);
-  /* not 0: everything but fp8_params is left untouched. in, optional; I32; shape [1] */
+  /* not 0: the op writes fp8_params only. in, optional; I32; shape [1] */
   const te_fl_tensor* noop_flag TE_FL_INIT(NULL);
   /* learning rate */
   float lr TE_FL_INIT(0.0f);
@@ -106,25 +107,26 @@ typedef struct te_fl_multi_tensor_adam_args {
   float beta1 TE_FL_INIT(0.9f);
   /* decay of v */
   float beta2 TE_FL_INIT(0.999f);
-  /* added to the root */
+  /* added to sqrt(v^) */
   float epsilon TE_FL_INIT(1e-08f);
   /* wd */
   float weight_decay TE_FL_INIT(0.0f);
   /* t, from 1 */
   int64_t step TE_FL_INIT(1);
-  /* the place of the weight decay: 0 l2, 1 adamw */
+  /* l2 adds the weight decay to the gradient, adamw subtracts it from the parameter: 0 l2, 1 adamw
+  */
   int32_t mode TE_FL_INIT(0);
   /* divide m and v by 1 - beta^t */
   int32_t bias_correction TE_FL_INIT(1);
-  /* learning rate, read when the op runs; wins over lr. in, optional; F32; shape [1] (a later
+  /* learning rate, read when the op runs; replaces lr. in, optional; F32; shape [1] (a later
   argument) */
   const te_fl_tensor* lr_tensor TE_FL_INIT(NULL);
-  /* t, from 1, read when the op runs; wins over step. in, optional; I64; shape [1] (a later
+  /* t, from 1, read when the op runs; replaces step. in, optional; I64; shape [1] (a later
   argument) */
   const te_fl_tensor* step_tensor TE_FL_INIT(NULL);
-  /* one per parameter: what quantize makes of the parameter as the op leaves it, every copy that
-  is there; written also where noop_flag keeps the parameter. out, optional; FP8; scaling tensor;
-  shape [...] (a later argument) */
+  /* one per parameter: the parameter after the op, quantised as by quantize, in every copy that
+  the tensor has; also written if noop_flag leaves the parameter unchanged. out, optional; FP8;
+  scaling tensor; shape [...] (a later argument) */
   const te_fl_tensor* const* fp8_params TE_FL_INIT(NULL);
   int64_t fp8_params_count TE_FL_INIT(0);
 } te_fl_multi_tensor_adam_args;
@@ -145,14 +147,14 @@ typedef struct te_fl_multi_tensor_sgd_args {
   /* parameters. inout; F32|F16|BF16; shape [...] */
   const te_fl_tensor* const* params TE_FL_INIT(NULL);
   int64_t params_count TE_FL_INIT(0);
-  /* momentum buffers; untouched when momentum is 0. inout; F32; shape [...] */
+  /* momentum buffers; unchanged if momentum is 0. inout; F32; shape [...] */
   const te_fl_tensor* const* momentums TE_FL_INIT(NULL);
   int64_t momentums_count TE_FL_INIT(0);
   /* low-precision copies written from params. out (may be left as it was by noop_flag), optional;
   F32|F16|BF16; shape [...] */
   const te_fl_tensor* const* param_copies TE_FL_INIT(NULL);
   int64_t param_copies_count TE_FL_INIT(0);
-  /* not 0: everything is left untouched. in, optional; I32; shape [1] */
+  /* not 0: the op writes nothing. in, optional; I32; shape [1] */
   const te_fl_tensor* noop_flag TE_FL_INIT(NULL);
   /* learning rate */
   float lr TE_FL_INIT(0.0f);
@@ -166,11 +168,11 @@ typedef struct te_fl_multi_tensor_sgd_args {
   float scale TE_FL_INIT(1.0f);
   /* Nesterov momentum */
   int32_t nesterov TE_FL_INIT(0);
-  /* momentum buffers are initialised with the gradient */
+  /* initialise the momentum buffers with the gradient */
   int32_t first_run TE_FL_INIT(0);
   /* add wd p after momentum instead of before */
   int32_t wd_after_momentum TE_FL_INIT(0);
-  /* learning rate, read when the op runs; wins over lr. in, optional; F32; shape [1] (a later
+  /* learning rate, read when the op runs; replaces lr. in, optional; F32; shape [1] (a later
   argument) */
   const te_fl_tensor* lr_tensor TE_FL_INIT(NULL);
 } te_fl_multi_tensor_sgd_args;

@@ -19,8 +19,8 @@ typedef struct te_fl_quantize_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_quantize_args));
   /* values. in; F32|F16|BF16; shape [...] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* quantised values; the scaling mode of the output decides how. out (may be left as it was by
-  noop_flag); FP8|F4E2M1; scaling tensor|block|mx|nv; shape [...] */
+  /* quantised values; the output's scaling mode determines how they are quantised. out (may be
+  left as it was by noop_flag); FP8|F4E2M1; scaling tensor|block|mx|nv; shape [...] */
   const te_fl_tensor* output TE_FL_INIT(NULL);
   /* if its value is not 0, nothing is written. in, optional; F32; shape [1] */
   const te_fl_tensor* noop_flag TE_FL_INIT(NULL);
@@ -35,8 +35,8 @@ typedef struct te_fl_quantize_args {
  */
 typedef struct te_fl_dequantize_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_dequantize_args));
-  /* quantised values; the row-wise copy is read if there is one. in; FP8|F4E2M1; scaling
-  tensor|block|mx|nv; shape [...] */
+  /* quantised values; read from the row-wise copy if there is one, else from the column-wise copy.
+  in; FP8|F4E2M1; scaling tensor|block|mx|nv; shape [...] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* values. out; F32|F16|BF16; shape [...] */
   const te_fl_tensor* output TE_FL_INIT(NULL);
@@ -55,7 +55,7 @@ typedef struct te_fl_bgrad_quantize_args {
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* quantised gradient. out; FP8|F4E2M1; scaling tensor|block|mx|nv; shape [... H] */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* summed in FP32 from the unquantised values. out; F32|F16|BF16; shape [H] */
+  /* sum over rows of the unquantised values, in FP32. out; F32|F16|BF16; shape [H] */
   const te_fl_tensor* bias_grad TE_FL_INIT(NULL);
 } te_fl_bgrad_quantize_args;
 
@@ -71,8 +71,8 @@ typedef struct te_fl_multi_tensor_quantize_args {
   /* values. in; F32|F16|BF16; shape [...] */
   const te_fl_tensor* const* inputs TE_FL_INIT(NULL);
   int64_t inputs_count TE_FL_INIT(0);
-  /* one per input, same shape. out (may be left as it was by noop_flag); FP8|F4E2M1; scaling
-  tensor|block|mx|nv; shape [...] */
+  /* one per input, of the same shape. out (may be left as it was by noop_flag); FP8|F4E2M1;
+  scaling tensor|block|mx|nv; shape [...] */
   const te_fl_tensor* const* outputs TE_FL_INIT(NULL);
   int64_t outputs_count TE_FL_INIT(0);
   /* if its value is not 0, nothing is written. in, optional; F32; shape [1] */
@@ -130,11 +130,11 @@ typedef struct te_fl_fp8_transpose_args {
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* transposed codes. out; FP8|U8; shape [K M]; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* factor of the codes in column_sums; absent: 1. in, optional; F32; shape [1] (a later argument)
+  /* scale of the codes in column_sums; absent: 1. in, optional; F32; shape [1] (a later argument)
   */
   const te_fl_tensor* scale_inv TE_FL_INIT(NULL);
-  /* summed in FP32, of FP8 codes only: the bias gradient of an output gradient that comes in
-  codes. out, optional; F32|F16|BF16; shape [K] (a later argument) */
+  /* column sums of the dequantised values, computed in FP32; for FP8 codes only; of an output
+  gradient this is the bias gradient. out, optional; F32|F16|BF16; shape [K] (a later argument) */
   const te_fl_tensor* column_sums TE_FL_INIT(NULL);
 } te_fl_fp8_transpose_args;
 
@@ -163,18 +163,18 @@ typedef struct te_fl_compute_amax_args {
  */
 typedef struct te_fl_fused_amax_and_scale_update_after_reduction_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_amax_and_scale_update_after_reduction_args));
-  /* the reduced amaxes of all tensors, list after list; absent: row 0 of each history. in,
-  optional; F32; any shape */
+  /* the reduced amaxes of all tensors, in the order of the lists; absent: row 0 of each history is
+  used. in, optional; F32; any shape */
   const te_fl_tensor* amax_reduction_buffer TE_FL_INIT(NULL);
-  /* [length, tensors] each, of a length of 1 or more. inout; F32; shape [L+1 N] */
+  /* [length, tensors] each, with length at least 1. inout; F32; shape [L+1 N] */
   const te_fl_tensor* const* amax_histories TE_FL_INIT(NULL);
   int64_t amax_histories_count TE_FL_INIT(0);
-  /* one per history. inout; F32; shape [N] */
+  /* one tensor of scales per history. inout; F32; shape [N] */
   const te_fl_tensor* const* scales TE_FL_INIT(NULL);
   int64_t scales_count TE_FL_INIT(0);
-  /* the way the amax is taken from the history: 0 max, 1 most_recent */
+  /* method of computing the amax from the history: 0 max, 1 most_recent */
   int32_t algo TE_FL_INIT(0);
-  /* the format whose largest value scales: 0 e4m3, 1 e5m2 */
+  /* the FP8 format whose largest value is the numerator of the scale: 0 e4m3, 1 e5m2 */
   int32_t fp8_dtype TE_FL_INIT(0);
   /* scale is divided by 2^margin */
   float margin TE_FL_INIT(0.0f);

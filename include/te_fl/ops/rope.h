@@ -18,30 +18,30 @@ extern "C" {
  */
 typedef struct te_fl_rope_rope_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_rope_rope_args));
-  /* sbhd [S,B,H,D], bshd [B,S,H,D] or thd [T,H,D] (the gradient, for the backward). in;
-  F32|F16|BF16; shape [layout is thd ? T H D : layout is sbhd ? S B H D : B S H D] */
+  /* sbhd [S,B,H,D], bshd [B,S,H,D] or thd [T,H,D]; in the backward, the gradient of the forward's
+  output. in; F32|F16|BF16; shape [layout is thd ? T H D : layout is sbhd ? S B H D : B S H D] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* angles per position; 2 R <= D; the other D - 2 R columns pass through. in; F32; shape [_ 1 1
-  2*R] */
+  /* angles for each position; 2 R <= D; the other D - 2 R columns are copied unchanged. in; F32;
+  shape [_ 1 1 2*R] */
   const te_fl_tensor* freqs TE_FL_INIT(NULL);
   /* input's shape. out; F32|F16|BF16; shape [layout is thd ? T H D : layout is sbhd ? S B H D : B
   S H D]; may alias input; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* position of each sequence's first token, 0 or more; positions past the angles are an error: at
-  once on the host and under TE_FL_VALIDATE, else at the next wait for the stream, such tokens
-  being NaN. in, optional; I32; shape [B] */
+  /* position of each sequence's first token, at least 0; a position beyond the angles is an error,
+  reported immediately on the host and under TE_FL_VALIDATE, otherwise by the next synchronisation
+  of the stream; its token becomes NaN. in, optional; I32; shape [B] */
   const te_fl_tensor* start_positions TE_FL_INIT(NULL);
-  /* thd; never decreasing, within the tokens, else an error as for start_positions. in, optional;
-  I32; shape [B+1] */
+  /* for thd: prefix sums of the sequence lengths; must not decrease or exceed the number of
+  tokens, else an error as for start_positions. in, optional; I32; shape [B+1] */
   const te_fl_tensor* cu_seqlens TE_FL_INIT(NULL);
   /* the layout of input and output: 0 sbhd, 1 bshd, 2 thd */
   int32_t layout TE_FL_INIT(0);
   /* pairs are (2i, 2i+1) instead of (i, i + R) */
   int32_t interleaved TE_FL_INIT(0);
-  /* context-parallel ranks: the sequence is cut into 2 cp_size chunks and rank r holds chunks r
-  and 2 cp_size - 1 - r */
+  /* number of context-parallel ranks: the sequence is cut into 2 cp_size chunks, and rank r holds
+  chunks r and 2 cp_size - 1 - r */
   int32_t cp_size TE_FL_INIT(1);
-  /* this rank; less than cp_size */
+  /* this rank, less than cp_size */
   int32_t cp_rank TE_FL_INIT(0);
 } te_fl_rope_rope_args;
 
@@ -59,8 +59,8 @@ typedef te_fl_rope_rope_args te_fl_fused_rope_backward_args;
  */
 typedef struct te_fl_fused_qkv_rope_forward_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_qkv_rope_forward_args));
-  /* sbhd [S,B,G,E] or bshd [B,S,G,E]; per group: q_dim of queries, k_dim of key, v_dim of value, E
-  = their sum. in; F32|F16|BF16; shape [layout is sbhd ? S B G _ : B S G _] */
+  /* sbhd [S,B,G,E] or bshd [B,S,G,E]; each group has q_dim elements of queries, k_dim of a key and
+  v_dim of a value; E is their sum. in; F32|F16|BF16; shape [layout is sbhd ? S B G _ : B S G _] */
   const te_fl_tensor* qkv_input TE_FL_INIT(NULL);
   /* angles for the queries. in; F32; shape [_ 1 1 2*Q] */
   const te_fl_tensor* q_freqs TE_FL_INIT(NULL);
@@ -77,7 +77,7 @@ typedef struct te_fl_fused_qkv_rope_forward_args {
   const te_fl_tensor* v_out TE_FL_INIT(NULL);
   /* position of each sequence's first token. in, optional; I32; shape [B] */
   const te_fl_tensor* start_positions TE_FL_INIT(NULL);
-  /* elements of the queries in a group, a multiple of k_dim */
+  /* number of query elements per group, a multiple of k_dim */
   int64_t q_dim TE_FL_INIT(0);
   /* head size of the key */
   int64_t k_dim TE_FL_INIT(0);
@@ -85,11 +85,11 @@ typedef struct te_fl_fused_qkv_rope_forward_args {
   int64_t v_dim TE_FL_INIT(0);
   /* sbhd or bshd: 0 sbhd, 1 bshd, 2 thd */
   int32_t layout TE_FL_INIT(0);
-  /* pairs are (2i, 2i+1) */
+  /* pairs are (2i, 2i+1) instead of (i, i + half) */
   int32_t interleaved TE_FL_INIT(0);
-  /* as fused_rope_forward */
+  /* as in fused_rope_forward */
   int32_t cp_size TE_FL_INIT(1);
-  /* as fused_rope_forward */
+  /* as in fused_rope_forward */
   int32_t cp_rank TE_FL_INIT(0);
 } te_fl_fused_qkv_rope_forward_args;
 
@@ -127,11 +127,11 @@ typedef struct te_fl_fused_qkv_rope_backward_args {
   int64_t v_dim TE_FL_INIT(0);
   /* sbhd or bshd: 0 sbhd, 1 bshd, 2 thd */
   int32_t layout TE_FL_INIT(0);
-  /* pairs are (2i, 2i+1) */
+  /* pairs are (2i, 2i+1) instead of (i, i + half) */
   int32_t interleaved TE_FL_INIT(0);
-  /* as fused_rope_forward */
+  /* as in fused_rope_forward */
   int32_t cp_size TE_FL_INIT(1);
-  /* as fused_rope_forward */
+  /* as in fused_rope_forward */
   int32_t cp_rank TE_FL_INIT(0);
 } te_fl_fused_qkv_rope_backward_args;
 

@@ -13,14 +13,16 @@
 
 namespace te_fl::nn {
 
-// Holds what a forward keeps for its backward. Give each forward its own, as many at once as
-// microbatches are in flight. A backward consumes it, or reset() drops it; it may be reused for
-// another forward then. A forward given one that is not empty is FAILED_PRECONDITION: that
-// microbatch's gradients would be lost. Holds activations alive. A copy shares them and has a
-// backward of its own, so that one forward can have several, as retained graphs of frameworks do.
+// The state that a module's forward saves for its backward; keeps activations alive. Give each
+// forward its own Ctx, so that several microbatches can be in flight. A backward consumes the Ctx,
+// and reset() drops its contents; afterwards another forward may use it. A forward returns
+// FAILED_PRECONDITION for a Ctx that is not empty, because the gradients of that earlier forward
+// would be lost. A copy shares the activations and has a backward of its own: one forward can have
+// several backwards, as with a framework's retained graph.
 class TE_FL_API Ctx {
  public:
-  // Is called with tensors; with masks, lengths, slopes and angles of the program's if it says so.
+  // A function that visit() calls for each tensor. `wants_masks`: it is also called for masks,
+  // lengths, slopes and angles that belong to the program.
   class Visitor {
    public:
     template <class F>
@@ -38,12 +40,13 @@ class TE_FL_API Ctx {
   };
   struct TE_FL_API Record {
     virtual ~Record();
-    // True from the beginning of a forward that is to have a backward until a Ctx stores the
-    // record.
+    // True from the start of a forward that will have a backward until a Ctx has stored the record.
     bool unfinished = false;
-    // Makes a copy of a record of this type. Null: it has none, and a copy of the Ctx is empty.
+    // Copies a record of this type. Null: the record cannot be copied, and a copy of the Ctx is
+    // empty.
     std::unique_ptr<Record> (*copy)(const Record&) = nullptr;
-    // Gives the visitor the activations of a record of this type. Null: it shows none.
+    // Passes the activations of a record of this type to the visitor. Null: the record has none to
+    // show.
     void (*visit)(Record&, const Visitor&) = nullptr;
   };
   Ctx();
@@ -54,20 +57,22 @@ class TE_FL_API Ctx {
   Ctx& operator=(Ctx&&) noexcept;
   bool empty() const noexcept { return record_ == nullptr; }
   void reset() noexcept;
-  // Gives the visitor each tensor, defined or not, that the backward reads of what the forward
-  // made or was given, of the modules inside too: no weights, and masks as the visitor wants. It
-  // may replace it by one of equal contents. Not beside a backward of this Ctx.
+  // Passes to the visitor each activation that the backward will read, defined or not: tensors that
+  // the forward made or was given, including those of inner modules. Weights are left out; masks
+  // are included if the visitor wants them. The visitor may replace a tensor by one of equal
+  // contents. Must not run concurrently with a backward of this Ctx.
   void visit(const Visitor& visitor);
-  // False: nobody wants the gradient of the forward's input. Set before the backward, which may
-  // leave it out then, with the collectives that make it, and gives an undefined tensor. Linear
-  // does, and LayerNormLinear and LayerNormMLP where they have no norm or it is frozen; elsewhere
-  // parameters' gradients need it.
+  // False: nobody needs the gradient of the forward's input. Set it before the backward, which may
+  // then skip this gradient and its collectives, and returns an undefined tensor. Linear does so,
+  // and so do LayerNormLinear and LayerNormMLP if they have no norm or the norm is frozen. Other
+  // modules need the input's gradient for their parameters' gradients.
   bool input_grad = true;
 
-  // For modules. check_empty() comes first in a forward, before it computes; store() last, and
-  // is FAILED_PRECONDITION as well unless empty. take() returns the record that `owner` stored;
-  // FAILED_PRECONDITION if there is none: the forward was not given this ctx, it was already
-  // consumed, or another module filled it.
+  // Functions for modules. A forward calls check_empty() first, before it computes anything, and
+  // store() last; both return FAILED_PRECONDITION unless the Ctx is empty. A backward calls take(),
+  // which returns the record that `owner` stored. take() returns FAILED_PRECONDITION if there is
+  // none: the forward was not given this Ctx, a backward has already consumed it, or another module
+  // filled it.
   Status check_empty(std::string_view module) const;
   Status store(const void* owner, std::unique_ptr<Record> record);
   Result<std::unique_ptr<Record>> take(const void* owner, std::string_view module);
@@ -78,21 +83,22 @@ class TE_FL_API Ctx {
 };
 
 struct ForwardOptions {
-  // Weights are quantised (and cast to the activation dtype) once per step: true computes and keeps
-  // them, false reuses what true kept, unset computes them for this call alone. false without an
-  // earlier true computes and keeps.
-  // Unset in inference (ctx null) computes them once per Parameter::version, FP8 scales and recipe,
-  // and keeps them until one of these changes, another stream comes, or a training forward does:
-  // 1 byte for each weight under FP8, or the activation dtype's size if the parameter has another
-  // dtype; FP8-only parameters are dequantised for each call. In a capture they are computed for
-  // this call, so that each launch reads the weights of its time.
+  // Controls the quantised copies (and the casts to the activation dtype) of the weights, which are
+  // needed only once per step. true: compute and keep them. false: reuse the kept ones; if there
+  // are none, compute and keep them. Unset: compute them for this call only.
+  //
+  // Unset in inference (ctx null): compute them once and keep them until Parameter::version, the
+  // FP8 scales or the recipe changes, another stream is used, or a training forward runs. The kept
+  // copies take 1 byte per weight under FP8, or the size of the activation dtype if the parameter
+  // has another dtype. FP8-only parameters are dequantised for each call. In a capture the copies
+  // are computed for this call, so that each launch reads the weights of its time.
   std::optional<bool> is_first_microbatch = {};
-  // It is is_first_microbatch for FP8 weights, decided on the device when the work runs, so that
-  // one captured graph serves every microbatch: F32 [1] on the modules' device; 0 quantises and
-  // keeps, any other value reuses what was kept. What the host knows to be out of date (nothing
-  // kept yet, another recipe, an optimizer's step) is quantised whatever it says, but in a capture
-  // only the value counts. Not together with is_first_microbatch. Without FP8, weights of another
-  // dtype are cast every time.
+  // Decides like is_first_microbatch, but on the device when the work runs, so that one captured
+  // graph serves every microbatch. F32 [1] on the modules' device. 0: quantise FP8 weights and keep
+  // them; any other value: reuse what was kept. Outside of a capture, weights that the host knows
+  // to be out of date (nothing kept yet, another recipe, an optimizer step) are quantised in any
+  // case; in a capture only the value counts. Must not be combined with is_first_microbatch.
+  // Without FP8, weights of another dtype are cast every time.
   Tensor reuse_weights = {};
 };
 

@@ -13,24 +13,26 @@
 
 namespace te_fl::nn {
 
-// Random streams by name, each with its seed and position: e.g. one that all ranks of a group
-// share, and one that is each rank's own for what is sharded. For one thread.
+// Random streams by name, each with its own seed and position: for example one that all ranks of a
+// group share, and one per rank for sharded tensors. For use by one thread.
 //   streams.add("model-parallel", 1234 + rank);
 //   { auto scope = streams.fork("model-parallel"); y = dropout->forward(x, &ctx); }
-// A recomputed piece draws from each the numbers of its first run again. A captured graph draws
-// from the stream that its GraphedStep was made in alone, and refuses others.
+// When a checkpointed piece is recomputed, it draws from each stream the same numbers as in its
+// first run. A captured graph can only draw from the stream in which its GraphedStep was made;
+// using another stream is an error.
 class TE_FL_API RandomStreams {
  public:
-  // INVALID_ARGUMENT for a name that is empty or there already, or the seed of another stream,
-  // which would give the same numbers.
+  // Adds a stream. INVALID_ARGUMENT if the name is empty or already used, or if another stream has
+  // the same seed and would therefore give the same numbers.
   Status add(std::string name, uint64_t seed);
-  // The stream, on the thread's current device stream; NOT_FOUND names those that there are.
+  // A context with this random stream, on the thread's current device stream. NOT_FOUND names the
+  // existing streams.
   Result<Context> context(std::string_view name) const;
-  // While the scope lives, modules that the thread calls draw from the stream.
+  // While the returned scope lives, modules that the thread calls draw from this stream.
   Result<std::unique_ptr<ContextScope>> fork(std::string_view name) const;
 
-  // Gives what to save, and takes it back: all or nothing, the names and seeds that add() gave
-  // being kept.
+  // The positions of all streams, for a checkpoint. load_state() restores them, either all or none.
+  // The names must be exactly those of the existing streams, else NOT_FOUND.
   std::map<std::string, RandomPosition> state() const;
   Status load_state(const std::map<std::string, RandomPosition>& state);
 

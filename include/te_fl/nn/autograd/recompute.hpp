@@ -10,7 +10,8 @@
 #include "te_fl/status.hpp"
 #include "te_fl/tensor.hpp"
 
-// Recomputation: a piece of a model keeps its input alone, and runs again in the backward.
+// Activation checkpointing (recomputation): a piece of a model saves only its input, and runs again
+// in the backward.
 namespace te_fl::nn {
 
 namespace detail {
@@ -18,9 +19,9 @@ class RecomputeMemory;
 struct RecomputeRun;
 }  // namespace detail
 
-// Holds what the first run of a piece leaves for the second: the random numbers that it drew, the
+// State that the first run of a piece saves for the second: the random numbers that it drew, the
 // FP8 scales that it read, the quantised weights that its modules keep, the recipe and the policy.
-// A handle: copies share it. Scales are copied (4 bytes each), nothing else is.
+// A handle: copies share the state. Only the scales are copied (4 bytes each).
 class TE_FL_API RecomputeRecord {
  public:
   RecomputeRecord();
@@ -37,27 +38,30 @@ class TE_FL_API RecomputeRecord {
 
 enum class RecomputePhase : uint8_t { kNone, kFirst, kSecond };
 
-// Makes the forwards of this thread those of a piece's first or second run until destroyed, for
-// frameworks that have a checkpoint of their own; checkpoint() below is made of it. Both runs call
-// the same forwards in the same order and give each a Ctx, also the first, which drops them.
-//   kFirst: the forwards compute and collect amaxes as ever; `record` notes what they used.
-//   kSecond: they draw the same random numbers and read the same scales and weights, and collect
-//     nothing: no amax, no scale update, no random position changes. The policy and the autocast
-//     are the first run's, whatever the thread has open; the streams are the thread's own. Ends
-//     before the backward of what it ran. A record may be replayed more than once.
-// A forward of the second run that does not follow the first, a parameter that was written in
-// between, and a run that was captured into another graph (or into none) are FAILED_PRECONDITION.
-// Scopes nest, and are destroyed in reverse order on the thread that made them.
+// Marks this thread's forwards as the first or second run of a piece until the scope is destroyed.
+// It is for frameworks that have their own checkpointing; checkpoint() below uses it. Both runs
+// call the same forwards in the same order and give each a Ctx. The first run drops its Ctxs.
+//   kFirst: forwards compute and collect amaxes as usual; `record` stores what they used.
+//   kSecond: forwards draw the same random numbers and read the same scales and weights. They
+//     update nothing: no amax, no scale, no random position. Policy and autocast are those of the
+//     first run, whatever scopes the thread has opened; streams are the thread's own. The scope
+//     must end before the backward of the forwards that it covers. A record may be replayed several
+//     times.
+// FAILED_PRECONDITION if a forward of the second run differs from the first run, if a parameter was
+// written in between, or if the first run was captured into another graph than the second, or only
+// one of them was captured. Scopes nest; destroy them in reverse order on the thread that made
+// them.
 class [[nodiscard]] TE_FL_API RecomputeScope {
  public:
-  // `phase` is not kNone.
+  // `phase` must be kFirst or kSecond.
   RecomputeScope(const RecomputeRecord& record, RecomputePhase phase);
   ~RecomputeScope();
   RecomputeScope(const RecomputeScope&) = delete;
   RecomputeScope& operator=(const RecomputeScope&) = delete;
 
-  // At the end of a second run that was to repeat the whole first one: FAILED_PRECONDITION names
-  // what the first run used next, if it used more. OK in a first run.
+  // Call this at the end of a second run that should repeat the whole first run.
+  // FAILED_PRECONDITION names the next item of the first run if the second has not used all of
+  // them. OK in a first run.
   Status complete() const;
 
  private:
@@ -67,23 +71,24 @@ class [[nodiscard]] TE_FL_API RecomputeScope {
 // Returns the phase of the thread's innermost scope.
 TE_FL_API RecomputePhase recompute_phase() noexcept;
 
-// A piece that has run: its result, and the function that takes the result's gradient to the
-// input's, at most once. What the backward needs lives as long as the function.
+// A piece that has run: its result y, and the function that computes the input's gradient from y's
+// gradient. The function may be called at most once; it keeps everything that the backward needs
+// alive.
 struct PieceRun {
   Tensor y;
   std::function<Result<Tensor>(const Tensor& dy)> backward;
 };
 using Piece = std::function<Result<PieceRun>(const Tensor& x)>;
 
-// Runs `piece` on x and keeps of it x and its recomputation record alone; the result's backward
-// runs it again first. Results, gradients, FP8 state and random position are bit for bit those of
-// the piece itself. The piece is called again, so what it refers to must live until then, and it
-// must do the same. Pieces nest.
+// Runs `piece` on x and saves only x and a recomputation record; the result's backward runs the
+// piece again first. Results, gradients, FP8 state and random position are bit for bit the same as
+// without checkpointing. Everything that the piece refers to must live until the backward, and the
+// piece must do the same work again. Pieces nest.
 //   auto run = nn::checkpoint([&](const Tensor& x) { return nn::run_piece(*layer, x); }, x);
 TE_FL_API Result<PieceRun> checkpoint(Piece piece, const Tensor& x);
 
-// The piece that is one module: module.forward(x, ctx, args...), and its backward(dy, ctx). The
-// module must outlive the result.
+// A piece that consists of one module: module.forward(x, ctx, args...) and its backward(dy, ctx).
+// The module must outlive the result.
 template <class Module, class... Args>
 Result<PieceRun> run_piece(Module& module, const Tensor& x, const Args&... args) {
   auto ctx = std::make_shared<Ctx>();

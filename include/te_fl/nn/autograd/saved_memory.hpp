@@ -11,18 +11,20 @@
 
 namespace te_fl::nn {
 
-// Bytes that a forward keeps for its backward, of one or more tensors.
+// A range of memory that a forward saves for its backward. It holds one or more tensors.
 struct SavedMemory {
   void* data = nullptr;
   int64_t bytes = 0;
-  std::shared_ptr<void> owner;  // keeps the memory
+  std::shared_ptr<void> owner;  // keeps the memory alive
 };
 
-// The memory of the activations in `ctx` that lie on `device`, FP8 ones as codes and scales; no two
-// overlap. For programs that move it elsewhere until the backward. Not beside a backward of `ctx`.
+// The memory of the activations in `ctx` that are on `device`, including codes and scales of FP8
+// activations. The ranges do not overlap. For programs that offload activations until the backward.
+// Must not run concurrently with a backward of `ctx`.
 TE_FL_API std::vector<SavedMemory> saved_memory(Ctx& ctx, const Device& device);
 
-// Memory `to` of the same contents as `bytes` from `from` on, which `owner` keeps.
+// Describes a move: `to` holds a copy of the `bytes` bytes at `from`. `owner` keeps the new memory
+// alive.
 struct MovedMemory {
   const void* from = nullptr;
   int64_t bytes = 0;
@@ -30,10 +32,10 @@ struct MovedMemory {
   std::shared_ptr<void> owner;
 };
 
-// Has the tensors whose memory lies in `moved` use the new memory, and lets the old go, but for
-// that which also holds a part that is not moved. The new memory may be another device's while
-// nothing reads it: a backward must find it on the tensors' device again. Not beside a backward of
-// `ctx`.
+// Makes the tensors whose memory lies in `moved` use the new memory, and releases the old memory.
+// An old allocation stays alive if it also holds a part that is not moved. The new memory may be on
+// another device as long as nothing reads it; before the backward it must be on the tensors' device
+// again. Must not run concurrently with a backward of `ctx`.
 TE_FL_API void move_saved_memory(Ctx& ctx, std::span<const MovedMemory> moved);
 
 }  // namespace te_fl::nn

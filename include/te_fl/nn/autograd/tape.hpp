@@ -16,11 +16,13 @@
 #include "te_fl/status.hpp"
 #include "te_fl/tensor.hpp"
 
-// A tape: modules are called as functions of values, and one call computes all gradients.
+// A tape for automatic differentiation: modules are called as functions of values, and one call
+// computes all gradients.
 //   nn::Tape tape;
 //   nn::Value y = linear(gelu(norm(tape.input(x))));       // nn::Layer, te_fl/nn/modules/layer.hpp
 //   te_fl::Status status = tape.backward(nn::cross_entropy(y, targets));
-// It calls the modules' explicit forward and backward, which may be mixed with it.
+// The tape calls the modules' explicit forward and backward functions; a program may mix both
+// styles.
 namespace te_fl::nn {
 
 class Tape;
@@ -29,11 +31,11 @@ namespace detail {
 struct Gradient;
 }
 
-// A tensor on a tape, or the error of what should have made it: calls with such a value do nothing
-// but pass it on, and backward() returns it. A handle; its tape must outlive it.
+// A tensor on a tape, or the error of the call that should have made it. Calls with an erroneous
+// value only pass the error on, and backward() returns it. A handle; its tape must outlive it.
 class TE_FL_API Value {
  public:
-  Value();  // an error: a value that nothing has made
+  Value();  // an error: no call has made this value
   ~Value();
   Value(const Value&);
   Value& operator=(const Value&);
@@ -43,15 +45,17 @@ class TE_FL_API Value {
   bool ok() const noexcept { return status_.ok(); }
   const Status& status() const noexcept { return status_; }
   const Tensor& tensor() const noexcept { return tensor_; }  // undefined after an error
-  Tape* tape() const noexcept { return tape_; }              // null if the error came before one
-  // True if backward() gives it a gradient: it is an input() that wants one, or was made from such
-  // or from trained parameters.
+  Tape* tape() const noexcept {
+    return tape_;
+  }  // null if the error occurred before a tape was known
+  // True if backward() computes a gradient for this value: it is an input() with wants_grad, or it
+  // depends on such an input or on a parameter that is trained.
   bool wants_grad() const noexcept { return gradient_ != nullptr; }
-  // Returns the gradient of an input() that wants it, after backward(); else undefined.
+  // After backward(), the gradient of an input() with wants_grad; undefined otherwise.
   Tensor grad() const;
 
-  Value view(std::initializer_list<int64_t> shape) const;  // as Tensor::view()
-  // Equal parts of the last dimension, views of the value's memory.
+  Value view(std::initializer_list<int64_t> shape) const;  // see Tensor::view()
+  // Splits the last dimension into N equal parts, which are views of the value's memory.
   template <size_t N>
   std::array<Value, N> split() const {
     std::array<Value, N> parts;
@@ -65,58 +69,63 @@ class TE_FL_API Value {
 
   Tape* tape_ = nullptr;
   Tensor tensor_;
-  std::shared_ptr<detail::Gradient> gradient_;  // null: none is wanted
+  std::shared_ptr<detail::Gradient> gradient_;  // null: no gradient is needed
   Status status_;
 };
 
-// a + b, of one shape.
+// a + b. Both have the same shape.
 TE_FL_API Value operator+(const Value& a, const Value& b);
 
-// Records what is called with its values. For one thread. Not copied, not moved.
+// Records the calls made with its values. For use by one thread. Neither copyable nor movable.
 class TE_FL_API Tape {
  public:
-  // `training` false: inference; modules keep nothing, and backward() is FAILED_PRECONDITION.
+  // `training` false: inference. Modules save nothing, and backward() returns FAILED_PRECONDITION.
   explicit Tape(bool training = true);
   ~Tape();
   Tape(const Tape&) = delete;
   Tape& operator=(const Tape&) = delete;
 
   bool training() const noexcept { return training_; }
-  // Calls give these to forwards that take ForwardOptions and were given none, whatever else they
-  // were given (AttentionInputs, say).
+  // Default ForwardOptions: passed to every forward that takes ForwardOptions and was not given
+  // any, whatever other arguments it has (such as AttentionInputs).
   ForwardOptions options;
 
-  // A value that nothing on the tape makes. `wants_grad`: backward() leaves its gradient in it.
+  // Puts a tensor on the tape as an input. `wants_grad`: backward() computes its gradient, see
+  // Value::grad().
   Value input(Tensor tensor, bool wants_grad = false);
   Value error(Status status);
 
-  // The gradients of `of`, one element unless `gradient` (its own, of its shape) is given: adds to
-  // those of the parameters (Module::zero_grad()) and sets those of the inputs. Drops on its way
-  // what it has used; afterwards, and after an error, the tape is empty and its values are used up.
-  // Ends the step's FP8 bookkeeping (backward_end()). Returns the error of `of`, or the first met.
+  // Computes all gradients of `of`. `of` has one element, unless its own `gradient` (of its shape)
+  // is given. Adds to the gradients of parameters (Module::zero_grad() resets them) and sets the
+  // gradients of inputs. Releases saved activations as it proceeds. Afterwards, and after an error,
+  // the tape is empty and its values cannot be used any more. Ends the step's FP8 bookkeeping
+  // (backward_end()). Returns the error of `of`, or the first error that occurs.
   Status backward(const Value& of, const Tensor& gradient = {});
-  // Called once per parameter and backward(), when that has added the last of its contributions,
-  // on the thread and stream of the backward, e.g. to begin its all-reduce. An error ends the
-  // backward. A module's parameters are complete when its backward, or that of the checkpointed
-  // piece that it is in, returns; frozen ones are left out, and those that Module::backward_dw()
-  // is still to write.
+  // Sets a function that backward() calls once for each parameter when its gradient is complete, on
+  // the backward's thread and stream, for example to begin an all-reduce. An error ends the
+  // backward. The parameters of a module are complete when its backward returns or, in a
+  // checkpointed piece, when the piece's backward returns. Not called for frozen parameters, nor
+  // for those whose gradient Module::backward_dw() will still write.
   using GradientHook = std::function<Status(Parameter& parameter)>;
   void on_gradient(GradientHook hook) { hook_ = std::move(hook); }
 
-  // `piece` of x, which keeps x alone and runs again in backward (nn::checkpoint()). What it refers
-  // to must live until then.
+  // Runs `piece` on x with activation checkpointing: only x is saved, and the piece runs again in
+  // the backward (nn::checkpoint()). Everything that the piece refers to must live until then.
   Value checkpoint(std::function<Value(const Value& x)> piece, const Value& x);
 
-  // For calls that are not modules'. The gradients that reach the results, undefined for one that
-  // none reaches, are turned into those of the inputs, undefined where there is none.
+  // Interface for calls that are not modules. `backward` receives the gradients of the results
+  // (undefined for a result without one) and returns the gradients of the inputs (undefined where
+  // there is none).
   using Tensors = std::vector<Tensor>;
   using Backward = std::function<Result<Tensors>(const Tensors& dys)>;
   struct Recorded {
     Tensors results;
     Backward backward;
-    std::vector<std::shared_ptr<Parameter>> parameters = {};  // that it uses and that are trained
+    std::vector<std::shared_ptr<Parameter>> parameters =
+        {};  // trained parameters that the call uses
   };
-  // Calls `run` unless an input is an error. As many values as it has results, `count`.
+  // Calls `run`, unless an input is an error, and records it. Returns `count` values, one per
+  // result.
   std::vector<Value> record(std::span<const Value> inputs, size_t count,
                             const std::function<Result<Recorded>(bool training)>& run);
 
@@ -130,8 +139,9 @@ class TE_FL_API Tape {
 
   bool training_;
   std::vector<Node> nodes_;
-  std::vector<std::shared_ptr<Parameter>> used_;  // by what was recorded, each once a call
-  uint64_t epoch_ = 1;                            // counts backwards
+  // parameters used by the recorded calls, once per call
+  std::vector<std::shared_ptr<Parameter>> used_;
+  uint64_t epoch_ = 1;  // counts backward() calls
   GradientHook hook_;
 };
 

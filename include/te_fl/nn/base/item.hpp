@@ -6,7 +6,8 @@
 
 namespace te_fl::nn {
 
-// Reads one F32 value to the host. Waits for the stream: a synchronisation point.
+// Copies one F32 value to the host and returns it. Waits for the stream, so it is a synchronisation
+// point.
 TE_FL_API Result<float> item(const Tensor& scalar);
 
 }  // namespace te_fl::nn

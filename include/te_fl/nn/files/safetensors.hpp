@@ -12,8 +12,8 @@
 #include "te_fl/nn/modules/tensor_parallel.hpp"
 #include "te_fl/nn/optim/optimizer.hpp"
 
-// The safetensors file format: 8 bytes little-endian header length, a JSON header, the tensors'
-// bytes.
+// The safetensors file format: a little-endian header length of 8 bytes, a JSON header, the
+// tensors' bytes.
 namespace te_fl::nn {
 
 using Metadata = std::map<std::string, std::string>;
@@ -22,7 +22,8 @@ struct SafetensorsEntry {
   std::string name;
   DType dtype = DType::kF32;
   Shape shape;
-  uint64_t begin = 0;  // bytes, within the data section
+  // The data occupies the bytes [begin, end) of the data section.
+  uint64_t begin = 0;
   uint64_t end = 0;
 };
 
@@ -32,10 +33,10 @@ struct SafetensorsHeader {
   uint64_t data_offset = 0;               // where the data section starts in the file
 };
 
-// Reads and checks the header of a file of `file_size` bytes whose first bytes are `prefix` (at
-// least the header). DATA_LOSS names `source`, the tensor and what is wrong: truncated, header too
-// long or not JSON, unknown dtype, negative or overflowing shape, offsets out of range,
-// overlapping, leaving gaps or not matching the shape.
+// Parses and checks the header of a file of `file_size` bytes. `prefix` holds the first bytes of
+// the file, at least the whole header. DATA_LOSS names `source`, the tensor and the problem:
+// truncated, header too long or not JSON, unknown dtype, negative or overflowing shape, data
+// offsets out of range, overlapping, with gaps or not matching the shape.
 TE_FL_API Result<SafetensorsHeader> parse_safetensors_header(std::span<const std::byte> prefix,
                                                              uint64_t file_size,
                                                              std::string_view source);
@@ -45,44 +46,46 @@ struct SafetensorsFile {
   std::vector<NamedTensor> tensors;  // on the host
 };
 
-// Reads a whole file; everything is checked before anything is returned.
+// Reads a whole file. Checks everything before it returns anything.
 TE_FL_API Result<SafetensorsFile> load_safetensors(const std::string& path);
-// Writes a file beside `path`, syncs it, and renames it over path (over what it links to, if it is
-// a link). Tensors must be unquantised; any device, any strides. INVALID_ARGUMENT for a name that
-// is empty, given twice or not UTF-8; FAILED_PRECONDITION if the file cannot be written, or path is
-// a folder, a device or a pipe. After an error the old file is as it was.
+// Writes a file next to `path`, syncs it, and renames it to `path` (if that is a symbolic link, to
+// the link's target). Tensors must be unquantised; any device and any strides. INVALID_ARGUMENT for
+// a name that is empty, duplicate or not UTF-8; FAILED_PRECONDITION if the file cannot be written,
+// or if `path` is a folder, a device or a pipe. After an error the old file is unchanged.
 TE_FL_API Status save_safetensors(const std::string& path, const std::vector<NamedTensor>& tensors,
                                   const Metadata& metadata = {});
 
-// A module with its FP8 state, optionally an optimizer's state, and the current context's random
-// position, so that training continues bit for bit. `metadata` is the caller's own; keys beginning
-// with "te_fl." are te-fl's. Reads what the current context's stream has written, as
-// load_checkpoint() writes in its order: call them in the training's ContextScope, or after its
-// stream was waited for (Stream::synchronize).
+// Saves a module with its FP8 state, optionally the state of an optimizer, and the current
+// context's random position, so that training can continue bit for bit. `metadata` belongs to the
+// caller; keys beginning with "te_fl." are reserved for te-fl. Reads the tensors on the current
+// context's stream, and load_checkpoint() writes them on it: call both in the training's
+// ContextScope, or after a Stream::synchronize() of its stream.
 //
-// Ranks that divide the optimizer's state (AdamOptions::zero) all call it: rank R of N writes its
-// part to PATH.optimizer.R-of-N, and the first one PATH as well. Saving is complete when all ranks
-// have returned. Any number of ranks loads these files, divided or not, and must see all of them.
+// If ranks divide the optimizer's state (AdamOptions::zero), all of them call this function: rank R
+// of N writes its part to PATH.optimizer.R-of-N, and rank 0 also writes PATH. The checkpoint is
+// complete when all ranks have returned. Any number of ranks, with ZeRO or without, can load these
+// files; every rank must be able to read all of them.
 TE_FL_API Status save_checkpoint(const std::string& path, const Module& module,
                                  const Optimizer* optimizer = nullptr,
                                  const Metadata& metadata = {});
 // Restores what save_checkpoint wrote and returns the metadata. All or nothing: every tensor is
-// checked first. With optimizer null, a checkpoint's optimizer state is passed over.
+// checked first. If `optimizer` is null, optimizer state in the checkpoint is ignored.
 TE_FL_API Result<Metadata> load_checkpoint(const std::string& path, Module& module,
                                            Optimizer* optimizer = nullptr);
 
-// As these two, of a module that ranks divide: each rank has a file of its own, PATH.R-of-N for
-// rank R of N, and says in it where its parts lie; one rank has PATH. What was saved by one number
-// of ranks is loaded by any other that divides the sizes: the parts are read from the files of all,
-// which every rank must see. Without collectives; saving is complete when all ranks have returned.
-// Parts that every rank has (FP8 state, undivided parameters) come from the first file.
-// TensorParallel::random, where there is one, continues with the same number of ranks; with another
-// it stays where the program has set it.
-// Parameters of FP8 codes alone have a scale in each part. Where the parts that a loading rank puts
-// together have the same one, it gets their codes, bit for bit; else their values, which it
-// quantises again with the scale of the largest. INVALID_ARGUMENT for divided parameters lent as
-// codes that are scaled by blocks, FAILED_PRECONDITION where files of two numbers of ranks lie at
-// the path.
+// Versions for a module that ranks divide (tensor parallelism). Rank R of N saves its own file
+// PATH.R-of-N, which records where its shards lie; a single rank saves PATH. Any number of ranks
+// that divides the sizes can load the files of any other number: each rank reads its shards from
+// the files of all ranks and must be able to read all of them. These functions are not collectives;
+// a checkpoint is complete when all ranks have returned. What all ranks have alike (FP8 state,
+// parameters that are not sharded) comes from the first file. TensorParallel::random, if any,
+// continues only with the same number of ranks; otherwise it keeps the program's state.
+//
+// FP8-only parameters have one scale per shard. If the shards that a loading rank combines have
+// equal scales, the rank gets their codes, bit for bit. Otherwise it gets their values, quantised
+// again with the scale of the largest value. INVALID_ARGUMENT for sharded parameters that are
+// borrowed as codes with block scaling. FAILED_PRECONDITION if the path has files of two different
+// numbers of ranks.
 TE_FL_API Status save_checkpoint(const std::string& path, const TensorParallel& parallel,
                                  const Module& module, const Optimizer* optimizer = nullptr,
                                  const Metadata& metadata = {});

@@ -7,39 +7,43 @@
 #include "te_fl/export.hpp"
 #include "te_fl/nn/files/safetensors.hpp"
 
-// Models in several safetensors files with an index, as Hugging Face's hub has them:
+// Models in several safetensors files with an index, as on Hugging Face's hub:
 // model-00001-of-00003.safetensors, ..., and model.safetensors.index.json, a JSON object whose
-// "weight_map" has each tensor's file name.
+// "weight_map" gives each tensor's file name.
 namespace te_fl::nn {
 
-// As load_safetensors(), but the tensors are views of the file, mapped: pages are read when they
-// are first touched, and shared with other processes. Writing to a tensor does not reach the file.
-// One whose data is not aligned to its elements is copied. The file must not become shorter while a
-// tensor of it lives: reading what is gone ends the process (SIGBUS).
+// Like load_safetensors(), but the tensors are views of a memory mapping of the file. Pages are
+// read on first access and shared with other processes. Writes to a tensor do not reach the file. A
+// tensor whose data is not aligned to its element size is copied. The file must not be truncated
+// while one of its tensors lives: reading the missing part kills the process (SIGBUS).
 TE_FL_API Result<SafetensorsFile> map_safetensors(const std::string& path);
 
-// A model's tensors, mapped: of a .safetensors file; of an index (.json) and the files beside it
-// that it names; or of a folder that has one of them (the index first) under the name `stem`. The
-// metadata are the first file's. NOT_FOUND, INVALID_ARGUMENT or DATA_LOSS names the file, the
-// tensor and what is wrong: a file that is not there, or a name with a folder in it; a tensor that
-// the index does not name, or names in another file.
+// Maps a model's tensors. `path` is a .safetensors file; or an index (.json), whose files lie next
+// to it; or a folder that contains an index or a file with the name `stem` (the index is
+// preferred). The metadata is that of the first file. NOT_FOUND, INVALID_ARGUMENT or DATA_LOSS
+// names the file, the tensor and the problem: a missing file, a file name with a folder in it, a
+// tensor that the index does not list or lists under another file.
 TE_FL_API Result<SafetensorsFile> load_sharded(const std::string& path,
                                                const std::string& stem = "model");
 
 struct ShardedOptions {
-  uint64_t max_shard_bytes = 5'000'000'000;  // of tensor data; a larger tensor has its own file
+  // bytes of tensor data; a larger tensor gets its own file
+  uint64_t max_shard_bytes = 5'000'000'000;
   std::string stem = "model";
-  Metadata metadata = {{"format", "pt"}};  // of each file; readers of the hub want the format
+  // written to each file; readers of the hub require "format"
+  Metadata metadata = {{"format", "pt"}};
 };
 
-// Writes the tensors into `folder`, which must be there, in place of the model of that stem:
-// STEM.safetensors if they fit into one file, else as many as it takes and then the index of them.
-// The files get names that the model of before does not use (STEM-00001-of-00003.safetensors, or
-// STEM.2-00001-of-...), so that a save that fails, or dies, leaves that model as it was; one that
-// fails also removes what it has written. What readers would still find of the old model goes last:
-// its single file or its index, then the shards that its index names. FAILED_PRECONDITION if the
-// first of these cannot be removed; a shard that cannot be is a warning. The other conditions are
-// save_safetensors()'s. One process at a time may save to a folder.
+// Saves the tensors in `folder`, which must exist, replacing the model with this stem. Writes
+// STEM.safetensors if the tensors fit into one file, otherwise several files and then their index.
+// The new files have names that the old model does not use (STEM-00001-of-00003.safetensors, or
+// STEM.2-00001-of-...), so that the old model survives a save that fails or crashes; a save that
+// fails also removes the files that it has written.
+//
+// The old model is removed last: its single file or its index, then the shards that its index
+// lists. FAILED_PRECONDITION if the single file or the index cannot be removed; a shard that cannot
+// be removed is a warning. Other conditions are those of save_safetensors(). Only one process at a
+// time may save to a folder.
 TE_FL_API Status save_sharded(const std::string& folder, const std::vector<NamedTensor>& tensors,
                               const ShardedOptions& options = {});
 

@@ -15,26 +15,28 @@ namespace detail {
 class ReducedSites;
 }
 
-// Amaxes of several ranks (delayed scaling): scales are computed from the largest that any rank
-// has. `reduce` writes that into each of the tensors, F32 [n] on one device, on the thread's
-// current stream; it is one collective, called once for each device when an autocast's end or
-// backward_end() updates scales. All sites that were ever used under this object take part,
-// in the order of their first use, whether this step used them or not, so ranks that leave out a
-// layer in a step agree on the sizes: ranks need only use their modules for the first time in one
-// order. In a capture those take part whose update is captured. Keeps the FP8 state of the sites,
-// some KiB each, while it lives. Thread-safe.
+// Combines the amaxes of several ranks for delayed scaling: scales are computed from the maximum
+// over the ranks. `reduce` replaces the values of each tensor, F32 [n] on one device, by their
+// maximum over the ranks, on the thread's current stream. It is called once per device, as one
+// collective, whenever the end of an autocast or backward_end() updates scales.
+//
+// All FP8 states of modules that were ever used with this object take part, in the order
+// of their first use, even if this step did not use them. Ranks that skip a layer in a step
+// therefore agree on the sizes; they only have to use their modules for the first time in the same
+// order. In a capture, the states whose update is captured take part. The object keeps the FP8
+// states alive, some KiB each. Thread-safe.
 class TE_FL_API AmaxReduction {
  public:
   using Reduce = std::function<Status(std::span<const Tensor> amaxes)>;
   explicit AmaxReduction(Reduce reduce);
-  // Over the ranks of a communicator: the op all_reduce on a tensor of all amaxes.
+  // Uses the ranks of a communicator: calls the op all_reduce on one tensor of all amaxes.
   explicit AmaxReduction(std::shared_ptr<const Comm> ranks);
   ~AmaxReduction();
   AmaxReduction(const AmaxReduction&) = delete;
   AmaxReduction& operator=(const AmaxReduction&) = delete;
 
-  // True if it is known to take the amaxes of all these ranks, whose scales it thus keeps the same:
-  // it is over a communicator that includes them. Of a function that is not known.
+  // True if this reduction is known to combine the amaxes of all `ranks`, so that their scales stay
+  // equal: it was made from a communicator that includes them. False for a `reduce` function.
   bool is_over(const Comm& ranks) const noexcept {
     return ranks_ != nullptr && ranks_->includes(ranks);
   }
@@ -43,7 +45,7 @@ class TE_FL_API AmaxReduction {
   detail::ReducedSites& sites() const noexcept { return *sites_; }
 
  private:
-  std::shared_ptr<const Comm> ranks_;  // null: not known
+  std::shared_ptr<const Comm> ranks_;  // null if made from a `reduce` function
   Reduce reduce_;
   std::unique_ptr<detail::ReducedSites> sites_;
 };

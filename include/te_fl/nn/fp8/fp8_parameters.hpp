@@ -12,24 +12,27 @@ struct Fp8Init;
 }
 
 struct QuantizedModelInitOptions {
-  bool enabled = true;  // false: what is created is as outside of all scopes
-  // Says how the codes get their scale when they are written; Float8BlockScaling is refused.
+  bool enabled = true;  // false: modules are created as outside of all scopes
+  // Determines the scale with which values are quantised to codes. Float8BlockScaling is not
+  // supported.
   Recipe recipe = DelayedScaling{};
-  // Parameter::initial_value keeps, on the host, what the codes were made from; an optimizer takes
-  // its master weights from it.
+  // Keep the values from which the codes were made in Parameter::initial_value, on the host. An
+  // optimizer initialises its master weights with them.
   bool preserve_high_precision_init_val = false;
 };
 
-// While one is alive, modules that the thread creates hold the weights of their linear maps as FP8
-// codes alone: one byte an element, and one more for the column-wise copy from the first training
-// forward on. Linear's with high_precision, biases, norms and embeddings stay as they are.
+// While this scope is alive, modules that the thread creates store the weights of linear layers as
+// FP8 codes only: one byte per element, and from the first training forward on one more byte for
+// the column-wise copy. Linear layers with high_precision, biases, norms and embeddings are not
+// affected.
 //   { nn::quantized_model_init fp8; model = Gpt::create(...); }
-// Parameter::value is then quantised (E4M3, scaled by tensor). Forwards under per-tensor FP8
-// recipes read the codes and quantise nothing; without FP8 they dequantise them. Optimizers keep
-// F32 master weights and write the codes: under DelayedScaling with the scale that the module's
-// amax history gives (the tensor's own amax until there is one), else with that of its own amax.
-// Parameter::write() writes them likewise. Scopes nest; destroy them in reverse order. An invalid
-// recipe makes the creation of modules inside fail with its message.
+// Parameter::value is then quantised (E4M3, one scale per tensor). Forwards under per-tensor FP8
+// recipes use the codes without quantising; forwards without FP8 dequantise them. Optimizers keep
+// F32 master weights and write the codes. With DelayedScaling they use the scale from the module's
+// amax history (until there is one, from the tensor's own amax), otherwise the scale from the
+// tensor's own amax. Parameter::write() uses the same scales. Scopes nest; destroy them in reverse
+// order. An invalid recipe makes the creation of modules in the scope fail with a message about the
+// recipe.
 class [[nodiscard]] TE_FL_API quantized_model_init {
  public:
   explicit quantized_model_init(QuantizedModelInitOptions options = {});

@@ -13,24 +13,25 @@
 
 namespace te_fl::nn {
 
-// Says which FP8 type holds what. kHybrid: E4M3 for inputs and weights, E5M2 for gradients. (E5M2
-// throughout cannot train.)
+// FP8 types. kHybrid: E4M3 for inputs and weights, E5M2 for gradients. kE4M3: E4M3 for all. (There
+// is no all-E5M2 format, since it cannot train.)
 enum class Fp8Format : uint8_t { kHybrid, kE4M3 };
 
 enum class AmaxAlgo : uint8_t { kMax, kMostRecent };
 
-// An amax for each of a site's tensors from their histories, in place of an AmaxAlgo. `history`
-// F32 [length, tensors]: row 0 has this step's amaxes, the rows after it older ones, the newest
-// last. Writes `amax`, F32 [tensors]. Both are on the site's device: what it enqueues goes on the
-// thread's current stream and is captured where the step is; only outside of a capture can it read
-// them on the host (Tensor::to). History and amax are valid during the call. An error is that of
-// the autocast's end or of backward_end().
+// A custom function that computes the amax of each tensor from the amax history of a module's FP8
+// state; replaces an AmaxAlgo. `history` is F32 [length, tensors]: row 0 has the amaxes of
+// this step; the following rows have older ones, with the newest last. The function writes `amax`,
+// F32 [tensors]. Both are on the module's device: the function enqueues its work on the thread's
+// current stream, where a capture of the step records it. It can read the tensors on the host
+// (Tensor::to) only outside of a capture. Both are valid during the call only. The end of the
+// autocast or backward_end() returns its error.
 struct AmaxFunction {
   std::string name;  // for messages
   std::function<Status(const Tensor& history, const Tensor& amax)> compute;
-  // If set, in place of fp8_max * 2^-margin / amax: writes the new scales over those of now,
-  // `scale`, F32 [tensors]. fp8_max: the largest finite value of the tensors' FP8 type. Devices,
-  // streams and errors are as for compute.
+  // If set, replaces the formula fp8_max * 2^-margin / amax: overwrites the current scales,
+  // `scale`, F32 [tensors], with the new ones. fp8_max is the largest finite value of the tensors'
+  // FP8 type. Devices, streams and errors are as for compute.
   std::function<Status(const Tensor& amax, const Tensor& scale, float fp8_max)> compute_scale =
       nullptr;
 };
@@ -41,14 +42,16 @@ struct DelayedScaling {
   Fp8Format format = Fp8Format::kHybrid;
   int64_t amax_history_len = 1024;  // at least 1
   AmaxAlgo amax_compute_algo = AmaxAlgo::kMax;
-  bool fp8_dpa =
-      false;  // attention itself in FP8: Q, K, V, O in E4M3, their gradients in E5M2 (kE4M3: E4M3)
-  // If not null: in place of amax_compute_algo, which then stays kMax. Equal recipes share it.
+  // Also compute attention in FP8: Q, K, V, O in E4M3, their gradients in E5M2 (with kE4M3 in
+  // E4M3).
+  bool fp8_dpa = false;
+  // If not null, replaces amax_compute_algo, which must then be kMax. Recipes are equal only if
+  // they share the same object.
   std::shared_ptr<const AmaxFunction> amax_function = nullptr;
   friend bool operator==(const DelayedScaling&, const DelayedScaling&) = default;
 };
 
-// Per-tensor scales from the tensor's own amax.
+// Per-tensor scales from the amax of the tensor that is quantised.
 struct Float8CurrentScaling {
   Fp8Format format = Fp8Format::kHybrid;
   bool pow2_scale = false;  // truncate scales to powers of two
@@ -66,12 +69,12 @@ struct Float8BlockScaling {
 
 using Recipe = std::variant<DelayedScaling, Float8CurrentScaling, Float8BlockScaling>;
 
-// INVALID_ARGUMENT names the field, its value and its range.
+// INVALID_ARGUMENT names the invalid field, its value and its range.
 TE_FL_API Status validate(const Recipe& recipe);
-// "delayed scaling (hybrid, margin 0, history 1024, max)"
+// The recipe in words: "delayed scaling (hybrid, margin 0, history 1024, max)".
 TE_FL_API std::string describe(const Recipe& recipe);
-// "delayed", "current", "block": that recipe with its defaults; any other word is an error that
-// names the nearest.
+// Returns the recipe "delayed", "current" or "block" with default values. Any other word is an
+// error that names the nearest.
 TE_FL_API Result<Recipe> parse_recipe(std::string_view text);
 
 }  // namespace te_fl::nn

@@ -8,8 +8,8 @@
 
 namespace te_fl::nn {
 
-// The catalogue's activations. The gated ones (second line) take [a, b] of twice the width and
-// return act(a) * b.
+// The activations of the op catalogue. The gated ones, from kGeglu on, take [a, b] of twice the
+// width and return act(a) * b.
 enum class Activation : uint8_t {
   kGelu,
   kQGelu,
@@ -25,7 +25,7 @@ enum class Activation : uint8_t {
   kClampedSwiglu,
 };
 TE_FL_API bool is_gated(Activation activation) noexcept;
-TE_FL_API std::string_view name(Activation activation) noexcept;  // the op's name, "gelu"
+TE_FL_API std::string_view name(Activation activation) noexcept;  // name of the op, "gelu"
 TE_FL_API Result<Activation> parse_activation(std::string_view text);
 
 struct ActivationOptions {
@@ -35,12 +35,12 @@ struct ActivationOptions {
   float glu_linear_offset = 1.0f;  // kClampedSwiglu: added to the clamped linear half
 };
 
-// One of the catalogue's activations as a module without parameters: x [..., n] -> [..., n], the
-// gated ones [..., 2 n] -> [..., n], in x's dtype.
+// An activation as a module without parameters: x [..., n] -> [..., n], or [..., 2 n] -> [..., n]
+// for gated ones, in x's dtype.
 class TE_FL_API ActivationLayer : public Module {
  public:
   static Result<std::unique_ptr<ActivationLayer>> create(const ActivationOptions& options);
-  // ctx null: nothing is kept, no backward follows.
+  // ctx null: nothing is saved and no backward follows.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx);
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx);
 

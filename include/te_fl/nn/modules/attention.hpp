@@ -13,15 +13,14 @@ struct Fp8Mode;
 }
 
 // o = softmax(cap(scale q k^T) + bias, masked) v. q [.., H, D], k [.., G, D], v [.., G, Dv] in the
-// layout
-// -> o [.., H, Dv]. Strided views of packed QKV are accepted. Parameter (kLearnable only):
-// softmax_offset [H], F32. FP8 site (recipe with fp8_dpa): fp8, forward slots qkv, s, o, backward
-// slots do, dp, dqkv.
+// layout -> o [.., H, Dv]. Accepts strided views of packed QKV. Parameter (kLearnable only):
+// softmax_offset [H], F32. FP8 state (recipes with fp8_dpa): fp8, with forward slots qkv, s, o and
+// backward slots do, dp, dqkv.
 class TE_FL_API DotProductAttention : public Module {
  public:
   struct Gradients {
-    Tensor dq, dk, dv;  // of q, k, v; compact unless the caller gave them
-    Tensor dbias;       // of AttentionInputs::bias if it was given
+    Tensor dq, dk, dv;  // gradients of q, k, v; compact unless the caller provided the tensors
+    Tensor dbias;       // gradient of AttentionInputs::bias, if that was given
   };
   static Result<std::unique_ptr<DotProductAttention>> create(
       const DotProductAttentionOptions& options);
@@ -29,17 +28,18 @@ class TE_FL_API DotProductAttention : public Module {
   // ctx null: inference, no dropout.
   Result<Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, Ctx* ctx,
                          const AttentionInputs& inputs = {});
-  // Each gradient has its input's dtype. `into`: where to write dq, dk and dv instead of new
-  // tensors; strided views of q's, k's and v's shape, in any high-precision dtype. FP8 attention
-  // also writes to quantised views and takes a quantised d_o.
+  // Each gradient has its input's dtype. `into`: tensors that receive dq, dk and dv, instead of new
+  // ones; strided views of the shapes of q, k and v, in any high-precision dtype. FP8 attention
+  // also writes to quantised views and accepts a quantised d_o.
   Result<Gradients> backward(const Tensor& d_o, Ctx& ctx, const Gradients* into = nullptr);
 
  private:
   friend class MultiheadAttention;
-  // MultiheadAttention needs these to keep q, k, v, o and their gradients in codes between FP8
-  // attention and the products around it: how a forward is to compute (mode.fp8: in FP8); new
-  // codes, of which q, k and v, or their gradients, are slices; and forward() whose q, k and v may
-  // be codes and whose o is, with room for a column-wise copy if `columns`.
+  // Used by MultiheadAttention to keep q, k, v, o and their gradients as codes between FP8
+  // attention and the linear layers around it. begin() decides how a forward computes (mode.fp8: in
+  // FP8). codes() makes new codes, of which q, k and v, or their gradients, are slices.
+  // forward_codes() is a forward whose q, k and v may be codes and whose o is codes, with memory
+  // for a column-wise copy if `columns`.
   enum class Codes : uint8_t { kQkv, kOutputGrad, kQkvGrad };
   Result<detail::Fp8Mode> begin(bool training);
   Result<Tensor> codes(const detail::Fp8Mode& mode, Codes what, std::span<const int64_t> shape);

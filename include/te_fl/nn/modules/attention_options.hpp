@@ -12,7 +12,7 @@
 namespace te_fl::nn {
 
 // Order of the dimensions: sbhd [sequence, batch, ...], bshd [batch, sequence, ...], thd [tokens,
-// ...] (sequences one after another, told apart by cu_seqlens).
+// ...] (the sequences are concatenated, with their boundaries in cu_seqlens).
 enum class Layout : uint8_t {
   kSBHD = TE_FL_LAYOUT_SBHD,
   kBSHD = TE_FL_LAYOUT_BSHD,
@@ -35,25 +35,26 @@ enum class SoftmaxType : uint8_t {
   kLearnable = TE_FL_SOFTMAX_TYPE_LEARNABLE,
 };
 
-// Says if keys and values come from x too or from AttentionInputs::encoder_output.
+// Source of keys and values: x itself (self-attention) or AttentionInputs::encoder_output
+// (cross-attention).
 enum class AttentionType : uint8_t { kSelf, kCross };
 
-// The norm of each head of q and k, over its elements: x / sqrt(sum x^2 + eps), or a norm with
-// parameters.
+// Normalisation of each head of q and k over its elements: x / sqrt(sum x^2 + eps) (kL2), or a norm
+// with parameters.
 enum class QkNorm : uint8_t { kNone, kL2, kRMSNorm, kLayerNorm };
 
-// The options of attention itself, which every module that has it contains.
+// Options of attention that all attention modules have.
 struct AttentionOptions {
   Layout layout = Layout::kSBHD;
   MaskType mask_type = MaskType::kCausal;
-  // Sliding window; -1: no bound. It counts from the mask type's diagonal: top left with kCausal
-  // and kPaddingCausal, else bottom right, where the last query is level with the last key.
+  // Sliding window; -1: unbounded. It is relative to the mask type's diagonal: top-left for kCausal
+  // and kPaddingCausal, otherwise bottom-right, where the last query is aligned with the last key.
   int64_t window_left = -1;
   int64_t window_right = -1;
   SoftmaxType softmax_type = SoftmaxType::kVanilla;
   float softmax_scale = 0;  // 0: 1/sqrt(head size)
   float attention_dropout = 0;
-  float softcap = 0;  // scaled products x become softcap * tanh(x / softcap); 0: they stay
+  float softcap = 0;  // scaled scores x become softcap * tanh(x / softcap); 0: off
 };
 
 struct DotProductAttentionOptions {
@@ -71,8 +72,8 @@ struct MultiheadAttentionOptions {
   int64_t num_attention_heads = 0;
   int64_t num_gqa_groups = 0;  // 0: num_attention_heads
   int64_t kv_channels = 0;     // head size; 0: hidden_size / num_attention_heads
-  bool input_layernorm =
-      true;  // normalise first (submodule layernorm_qkv); otherwise a plain Linear (qkv)
+  // Normalise the input (submodule layernorm_qkv). False: a plain Linear (submodule qkv).
+  bool input_layernorm = true;
   Normalization normalization = Normalization::kLayerNorm;
   float epsilon = 1e-5f;
   bool zero_centered_gamma = false;
@@ -84,29 +85,30 @@ struct MultiheadAttentionOptions {
   Device device = {};
   uint64_t seed = 0;
   float init_std = 0.023f;
-  float output_init_std = 0.023f;  // proj
+  float output_init_std = 0.023f;  // standard deviation of proj
   AttentionType attention_type = AttentionType::kSelf;
-  // False: the rows of queries, keys and values are parameters of their own (query_weight,
-  // key_weight, value_weight, query_bias, ...), and not interleaved.
+  // False: the rows for queries, keys and values are separate parameters (query_weight, key_weight,
+  // value_weight, query_bias, ...) and are not interleaved.
   bool fuse_qkv_params = true;
-  bool qkv_weight_interleaved = true;  // where they are fused
-  std::optional<bool> qkv_bias = {};   // in place of `bias`
+  bool qkv_weight_interleaved = true;  // only if fused
+  std::optional<bool> qkv_bias = {};   // if set, replaces `bias`
   std::optional<bool> proj_bias = {};
-  bool return_bias = false;  // of proj, as in Linear
+  bool return_bias = false;  // for proj; see LinearOptions
   QkNorm qk_norm = QkNorm::kNone;
   float qk_norm_epsilon = 1e-6f;
   bool qk_norm_before_rope = false;
-  // The key heads (groups) [groups_begin, groups_begin + num_gqa_groups), with their query heads,
-  // of an attention of groups_whole (0: this is whole), whose initial weights this one has there.
+  // This module is a shard of an attention with groups_whole groups (0: not a shard). It has the
+  // key heads (groups) [groups_begin, groups_begin + num_gqa_groups) with their query heads, and
+  // takes its initial weights from theirs.
   int64_t groups_whole = 0;
   int64_t groups_begin = 0;
-  // The ranks among which the heads are divided so, as shard_of() divides them. Masks, lengths and
-  // angles are the whole sequence's.
+  // The ranks that divide the heads, as shard_of() does. Masks, lengths and angles are those of the
+  // whole sequence.
   TensorParallel parallel = {};
 };
 
-// The part that this rank of `parallel` has of the attention `whole`. INVALID_ARGUMENT if the
-// number of ranks does not divide the heads and the groups.
+// This rank's shard of the attention `whole`. INVALID_ARGUMENT if the number of ranks does not
+// divide the heads and the groups.
 TE_FL_API Result<MultiheadAttentionOptions> shard_of(MultiheadAttentionOptions whole,
                                                      const TensorParallel& parallel);
 

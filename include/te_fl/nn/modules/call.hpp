@@ -12,20 +12,20 @@
 #include "te_fl/nn/modules/transformer.hpp"
 #include "te_fl/status.hpp"
 
-// Modules called as functions of values on a tape.
+// Calls modules as functions of tape values.
 namespace te_fl::nn {
 
-// module.forward(x, ctx, args...) on x's tape.
+// Calls module.forward(x, ctx, args...) and records it on x's tape.
 template <class Called, class... Args>
 Value call(Called& module, const Value& x, const Args&... args);
 
-// These have other signatures.
+// Overloads for modules whose forward has another signature.
 TE_FL_API Value call(DotProductAttention& attention, const Value& q, const Value& k, const Value& v,
                      const AttentionInputs& inputs = {});
-// Cross-attention; `encoder` takes the place of inputs.encoder_output.
+// Cross-attention. `encoder` replaces inputs.encoder_output.
 TE_FL_API Value call(MultiheadAttention& attention, const Value& x, const Value& encoder,
                      const AttentionInputs& inputs = {});
-// A decoder; `encoder` takes the place of cross.encoder_output.
+// A decoder layer. `encoder` replaces cross.encoder_output.
 TE_FL_API Value call(TransformerLayer& decoder, const Value& x, const Value& encoder,
                      const AttentionInputs& inputs = {}, const AttentionInputs& cross = {});
 TE_FL_API Value call(Residual& residual, const Value& a, const Value& b);
@@ -36,7 +36,7 @@ TE_FL_API Value cross_entropy(const Value& logits, const Tensor& targets,
 
 namespace detail {
 
-// forward() with the options, wherever it takes them.
+// Calls forward() with the options if it accepts them.
 template <class Called>
 Result<Tensor> forward_with(Called& module, const Tensor& x, Ctx* ctx,
                             const ForwardOptions& options) {

@@ -13,61 +13,63 @@ class IdTable;
 }
 
 struct EmbeddingOptions {
-  int64_t num_embeddings = 0;  // V
+  int64_t num_embeddings = 0;  // V, the size of the vocabulary
   int64_t hidden_size = 0;
   DType param_dtype = DType::kF32;
   DType activation_dtype = DType::kF32;
   Device device = {};
   uint64_t seed = 0;
   float init_std = 0.023f;
-  init::Shard shard = {};  // of the weight, whose initial values are then those of the whole there
-  // The table has one rank's rows of those that divide the whole so: num_embeddings and shard are
-  // this rank's, as shard_of() makes them.
+  // position of the weight in a whole weight, from whose initial values it takes its own
+  init::Shard shard = {};
+  // This table is one rank's shard: num_embeddings and shard are those of this rank, as shard_of()
+  // computes them.
   TensorParallel parallel = {};
 };
 
-// The rows that this rank of `parallel` has of the table `whole`, in the order of the ranks.
-// INVALID_ARGUMENT if the number of ranks does not divide num_embeddings.
+// This rank's rows of the table `whole`, in rank order. INVALID_ARGUMENT if the number of ranks
+// does not divide num_embeddings.
 TE_FL_API Result<EmbeddingOptions> shard_of(EmbeddingOptions whole, const TensorParallel& parallel);
 
-// y[i] = weight[indices[i]]. indices I32 or I64 [...] -> [..., hidden]. Parameter: weight [V,
-// hidden]. Indices outside [0, V) are INVALID_ARGUMENT: at once on the host and under
-// TE_FL_VALIDATE, on a device of the next wait for the stream.
-// Of a table that ranks divide, V is that of the whole. All ranks look up the same indices: each
-// has zeros for those outside of its rows, and y is the sum over the ranks, or under sequence
-// parallelism this rank's part of the sum's first dimension, as dy is then.
+// Embedding table: y[i] = weight[indices[i]]. indices are I32 or I64 [...]; y is [..., hidden].
+// Parameter: weight [V, hidden]. An index outside of [0, V) is INVALID_ARGUMENT: immediately on the
+// host and with TE_FL_VALIDATE; otherwise, on a device, at the next wait for the stream.
+//
+// In a table that ranks divide, V is the size of the whole table. All ranks look up the same
+// indices; a rank has zeros for indices outside of its rows, and y is the sum over the ranks. Under
+// sequence parallelism y is this rank's part of the sum's first dimension, and dy likewise.
 class TE_FL_API Embedding : public Module {
  public:
   static Result<std::unique_ptr<Embedding>> create(const EmbeddingOptions& options);
   ~Embedding() override;
   Result<Tensor> forward(const Tensor& indices, Ctx* ctx);
-  // Adds to the weight's gradient; there is no gradient of the indices.
+  // Adds to the weight's gradient. Indices have no gradient.
   Status backward(const Tensor& dy, Ctx& ctx);
-  // For LinearOptions::tied_weight.
+  // The weight, for example for LinearOptions::tied_weight.
   const std::shared_ptr<Parameter>& weight() const noexcept { return weight_; }
 
  private:
   explicit Embedding(const EmbeddingOptions& options);
   Result<Tensor> rows(const Tensor& indices);
   EmbeddingOptions options_;
-  std::shared_ptr<detail::IdTable> own_;  // null: nothing is divided
+  std::shared_ptr<detail::IdTable> own_;  // null: not divided
   std::shared_ptr<Parameter> weight_;
 };
 
-// y = a + b, with dropout of b if p is not 0 and ctx is given; the residual connection, also usable
-// for adding position embeddings.
+// Residual connection: y = a + b, with dropout of b if p is not 0 and ctx is given. Can also add
+// position embeddings.
 class TE_FL_API Residual : public Module {
  public:
   explicit Residual(float dropout = 0) : p_(dropout) {}
   Result<Tensor> forward(const Tensor& a, const Tensor& b, Ctx* ctx);
-  // Gradient of b; that of a is dy itself.
+  // Returns the gradient of b. The gradient of a is dy itself.
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx);
 
  private:
   float p_;
 };
 
-// y = dropout(x), the identity without ctx.
+// y = dropout(x). Without ctx, y = x.
 class TE_FL_API Dropout : public Module {
  public:
   explicit Dropout(float p) : p_(p) {}
@@ -78,9 +80,9 @@ class TE_FL_API Dropout : public Module {
   float p_;
 };
 
-// Stochastic depth (arXiv 1603.09382): with probability p all of x[i, ...] becomes 0, else it is
-// divided by 1 - p, for each index i of the first dimension, as in Transformer Engine: a sample in
-// bshd, a position in sbhd. The identity without ctx.
+// Stochastic depth (arXiv 1603.09382): for each index i of the first dimension, x[i, ...] is set to
+// 0 with probability p and otherwise divided by 1 - p. As in Transformer Engine, index i is a
+// sample in layout bshd and a position in layout sbhd. Without ctx, y = x.
 class TE_FL_API DropPath : public Module {
  public:
   explicit DropPath(float p) : p_(p) {}

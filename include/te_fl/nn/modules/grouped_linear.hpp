@@ -19,37 +19,37 @@ struct GroupedLinearOptions {
   int64_t out_features = 0;
   bool bias = true;
   DType param_dtype = DType::kF32;
-  DType activation_dtype = DType::kF32;  // of the output
+  DType activation_dtype = DType::kF32;  // dtype of the output
   Device device = {};
   uint64_t seed = 0;
   float init_std = 0.023f;   // weights ~ N(0, init_std^2), biases 0
-  bool return_bias = false;  // the biases are parameters that the caller adds, as in Linear
+  bool return_bias = false;  // leave the biases to the caller, see LinearOptions
 };
 
-// Compact memory for what GroupedLinear computes, of the result's shape and dtype, which the caller
-// keeps until then; undefined: memory of its own. INVALID_ARGUMENT where it is memory that the
-// products still read: x, where no codes are made of it, or the output's gradient.
+// Compact tensors of the result's shape and dtype that receive results of GroupedLinear. The caller
+// keeps them alive until then. Undefined: GroupedLinear allocates. INVALID_ARGUMENT for memory that
+// the products still read: x (unless it is quantised first) or the output's gradient.
 struct GroupedMemory {
   Tensor output;      // [rows, out]
-  Tensor input_grad;  // [rows, in], which the backward of the forward with it writes
+  Tensor input_grad;  // [rows, in]; written by the backward of the forward that it was passed to
 };
 
-// The linear maps of a mixture's experts: y_i = x_i W_i^T + b_i, where the rows x_i follow each
-// other. The products of all experts are one op in each direction; in FP8 each expert has scales of
-// its own, as a Linear would have, and the rows of all are quantised in one op. Values and
-// gradients are those of a loop over Linear. Parameters: weight0 .. [out, in], and then bias0 ..
-// [out]. FP8 sites: gemm0 ...
+// The linear layers of a mixture's experts: y_i = x_i W_i^T + b_i, where the rows of all x_i are
+// concatenated. One op per direction computes the products of all experts. In FP8 each expert has
+// its own scales, as a Linear would have, and one op quantises the rows of all experts. Values and
+// gradients are equal to those of a loop over Linear. Parameters: weight0 .. [out, in], then bias0
+// .. [out]. FP8 states: gemm0 ...
 class TE_FL_API GroupedLinear : public Module {
  public:
   static Result<std::unique_ptr<GroupedLinear>> create(const GroupedLinearOptions& options);
   ~GroupedLinear() override;
-  // x [rows, in] -> [rows, out]. splits: the rows of each expert, which may be 0; together they are
-  // all that x has, else INVALID_ARGUMENT. An expert without rows keeps its amaxes, and its
-  // parameters get gradients of zeros. ctx and options are as in Linear.
+  // x [rows, in] -> [rows, out]. splits: the number of rows of each expert, which may be 0;
+  // INVALID_ARGUMENT unless they sum to the rows of x. An expert without rows keeps its amaxes, and
+  // its parameters get zero gradients. ctx and options are as in Linear.
   Result<Tensor> forward(const Tensor& x, std::span<const int64_t> splits, Ctx* ctx,
                          const ForwardOptions& options = {}, const GroupedMemory& memory = {});
-  // dy [rows, out] -> dx [rows, in] in x's dtype, undefined where ctx does not want it and there is
-  // no memory for it; adds to the parameters' gradients.
+  // dy [rows, out] -> dx [rows, in] in x's dtype. dx is undefined if ctx.input_grad is false and no
+  // memory was given for it. Adds to the parameters' gradients.
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx);
 
  private:

@@ -13,7 +13,7 @@
 #include "te_fl/nn/modules/module.hpp"
 #include "te_fl/status.hpp"
 
-// Modules as functions of values on a tape.
+// Modules as functions of tape values.
 namespace te_fl::nn {
 
 namespace detail {
@@ -27,9 +27,9 @@ struct OptionsOf<Result<std::unique_ptr<Made>> (*)(const Given&)> {
 
 }  // namespace detail
 
-// A module and its creation in one, e.g. a member `nn::Layer<nn::Linear> fc1{{.in_features = 8,
-// .out_features = 8}}`, called as a function of values. If the creation fails, each call gives a
-// value with its error. Owns the module; movable.
+// Creates a module and calls it as a function of tape values, e.g. as a member
+// `nn::Layer<nn::Linear> fc1{{.in_features = 8, .out_features = 8}}`. If the creation fails, each
+// call returns a value with that error. Owns the module; movable.
 template <class M>
 class Layer {
  public:
@@ -40,12 +40,12 @@ class Layer {
   }
 
   const Status& status() const noexcept { return status_; }
-  // These need status().ok().
+  // Require status().ok().
   M& operator*() const noexcept { return *module_; }
   M* operator->() const noexcept { return module_.get(); }
   std::shared_ptr<M> module() const noexcept { return module_; }  // null after an error
 
-  // nn::call() of the module.
+  // Calls nn::call() with the module.
   template <class First, class... Args>
   Value operator()(First&& first, const Args&... args) const {
     if (status_.ok()) return call(*module_, first, args...);
@@ -55,7 +55,7 @@ class Layer {
       return first.error(status_);  // a Tape
     }
   }
-  // Calls an Embedding, which begins a tape's values.
+  // Calls an Embedding, whose input is not a Value.
   Value operator()(Tape& tape, const Tensor& indices) const {
     return status_.ok() ? call(tape, *module_, indices) : tape.error(status_);
   }
@@ -65,15 +65,15 @@ class Layer {
   Status status_;
 };
 
-// A module made of layers: derive from it, add() them in the constructor, and give it an
-// operator()(const Value&) or whatever its function is.
+// Base class of a model made of layers. Derive from it, add() the layers in the constructor, and
+// define operator()(const Value&) or another function.
 class TE_FL_API Model : public Module {
  public:
-  // The first error of a layer that was added.
+  // The first error among the layers that were added.
   const Status& status() const noexcept { return status_; }
 
  protected:
-  // `layer` must live as long as this model: a member.
+  // `layer` must live as long as this model, so make it a member.
   template <class M>
   void add(std::string name, const Layer<M>& layer) {
     if (layer.status().ok()) {
@@ -87,15 +87,16 @@ class TE_FL_API Model : public Module {
   Status status_;
 };
 
-// Layers one after the other: y = last(... first(x)). It has an explicit forward and backward like
-// every module, and on a tape each of its layers is a call of its own.
+// Layers in sequence: y = last(... first(x)). It has an explicit forward and backward like every
+// module. On a tape each of its layers is recorded as a separate call.
 class TE_FL_API Sequential : public Module {
  public:
   Sequential();
   ~Sequential() override;
   Sequential(Sequential&&) = delete;
 
-  // Appends a module of one input and one result; state() has it under `name`, or under its number.
+  // Appends a module with one input and one result. state() lists it under `name`, or under its
+  // index if `name` is empty.
   template <class M>
   Sequential& add(Layer<M> layer, std::string name = {}) {
     if (!layer.status().ok()) return fail(layer.status());
@@ -109,7 +110,7 @@ class TE_FL_API Sequential : public Module {
                    },
                    [module](const Value& x) { return call(*module, x); }});
   }
-  // The first error of a layer that was added, which every call returns.
+  // The first error among the layers that were added; every call returns it.
   const Status& status() const noexcept { return status_; }
   size_t size() const noexcept { return entries_.size(); }
 

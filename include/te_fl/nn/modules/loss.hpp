@@ -13,26 +13,26 @@ class IdTable;
 
 struct CrossEntropyOptions {
   float label_smoothing = 0;
-  int64_t ignore_index =
-      -100;  // rows with this target add nothing (they still count in the mean, see forward)
-  // The ranks that divide the vocabulary: logits are this rank's columns, the same number on each,
-  // in the order of the ranks; targets and ignore_index are ids of the whole.
+  // Rows with this target have loss 0 (they still count in the mean, see forward).
+  int64_t ignore_index = -100;
+  // The ranks that divide the vocabulary: logits are this rank's columns, in rank order, with the
+  // same number on each rank. targets and ignore_index are ids in the whole vocabulary.
   TensorParallel parallel = {};
 };
 
-// Softmax cross-entropy of integer targets. Over a divided vocabulary the loss is the same on all
-// ranks; its forward has one collective, of a number for each row and one more, and its backward
-// none. Targets on a device that are ignored must then lie in the vocabulary as all others.
+// Softmax cross-entropy with integer targets. If ranks divide the vocabulary, the loss is the same
+// on all ranks; the forward then has one collective, of one number per row plus one, and the
+// backward none. In this case, ignored targets on a device must also lie in the vocabulary.
 class TE_FL_API CrossEntropyLoss : public Module {
  public:
   explicit CrossEntropyLoss(CrossEntropyOptions options = {}) : options_(options) {}
-  // logits [..., V], targets I32 or I64 [...] -> F32 [1]: sum of the rows' losses over `divisor`; 0
-  // means the number of rows. With ignored targets give their complement's count. Does not wait for
-  // the device; see item().
+  // logits [..., V], targets I32 or I64 [...] -> F32 [1]: the sum of the rows' losses divided by
+  // `divisor`; 0 stands for the number of rows. If targets are ignored, pass the number of the
+  // others. Does not wait for the device; item() reads the result.
   Result<Tensor> forward(const Tensor& logits, const Tensor& targets, Ctx* ctx, double divisor = 0);
-  // Gradient of grad_scale * loss: [..., V] in the logits' dtype.
+  // The gradient of grad_scale * loss: [..., V] in the logits' dtype.
   Result<Tensor> backward(Ctx& ctx, double grad_scale = 1);
-  // Gradient of dloss * loss; dloss is F32 [1] on the device, the gradient that reaches the loss.
+  // The gradient of the logits for the loss's gradient `dloss`, F32 [1] on the device.
   Result<Tensor> backward(Ctx& ctx, const Tensor& dloss);
 
  private:
@@ -40,7 +40,7 @@ class TE_FL_API CrossEntropyLoss : public Module {
   Result<Tensor> divided_forward(const Tensor& targets, Saved& saved);
   Result<Tensor> divided_backward(const Saved& saved, const Tensor& dloss);
   CrossEntropyOptions options_;
-  std::shared_ptr<detail::IdTable> targets_;  // null: not needed so far
+  std::shared_ptr<detail::IdTable> targets_;  // null until first needed
 };
 
 }  // namespace te_fl::nn

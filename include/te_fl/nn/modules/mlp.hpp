@@ -24,41 +24,41 @@ struct LayerNormMLPOptions {
   Device device = {};
   uint64_t seed = 0;
   float init_std = 0.023f;
-  float output_init_std = 0.023f;     // fc2
-  std::optional<bool> fc1_bias = {};  // in place of `bias`
+  float output_init_std = 0.023f;     // standard deviation of fc2
+  std::optional<bool> fc1_bias = {};  // if set, replaces `bias`
   std::optional<bool> fc2_bias = {};
-  bool return_bias = false;        // of fc2, as in Linear
+  bool return_bias = false;        // for fc2; see LinearOptions
   float glu_linear_offset = 1.0f;  // kClampedSwiglu: added to the clamped linear half
-  // The features [ffn_begin, ffn_begin + ffn_hidden_size) of an MLP of ffn_whole (0: this is
-  // whole), whose initial weights this one has there: rows of fc1, of both halves if it is gated,
-  // and columns of fc2.
+  // This module is a shard of an MLP with ffn_whole features (0: not a shard). It has the features
+  // [ffn_begin, ffn_begin + ffn_hidden_size) and takes its initial weights from theirs: rows of fc1
+  // (of both halves if gated) and columns of fc2.
   int64_t ffn_whole = 0;
   int64_t ffn_begin = 0;
-  // False: x is normalised already, as by a rank that sends its normalised rows to others first.
-  // There are no layer_norm parameters, and no layernorm_output.
+  // False: x is already normalised, for example because ranks normalise their own rows before they
+  // exchange them. The module then has no layer_norm parameters and no layernorm_output.
   bool normalizes = true;
-  // The ranks among which the features are divided so, as shard_of() divides them.
+  // The ranks that divide the features, as shard_of() does.
   TensorParallel parallel = {};
 };
 
-// The part that this rank of `parallel` has of the MLP `whole`. INVALID_ARGUMENT if the number of
-// ranks does not divide ffn_hidden_size.
+// This rank's shard of the MLP `whole`. INVALID_ARGUMENT if the number of ranks does not divide
+// ffn_hidden_size.
 TE_FL_API Result<LayerNormMLPOptions> shard_of(LayerNormMLPOptions whole,
                                                const TensorParallel& parallel);
 
-// y = act(norm(x) W1^T + b1) W2^T + b2. x [..., hidden] -> [..., hidden]. Parameters:
-// layer_norm_weight [hidden], layer_norm_bias [hidden] (LayerNorm), fc1_weight [ffn or 2 ffn if
-// gated, hidden], fc1_bias, fc2_weight [hidden, ffn], fc2_bias [hidden]. FP8 sites: fc1_fp8,
-// fc2_fp8.
+// A norm followed by an MLP: y = act(norm(x) W1^T + b1) W2^T + b2. x [..., hidden] -> [...,
+// hidden]. Parameters: layer_norm_weight [hidden], layer_norm_bias [hidden] (LayerNorm), fc1_weight
+// [ffn or 2 ffn if gated, hidden], fc1_bias, fc2_weight [hidden, ffn], fc2_bias [hidden]. FP8
+// states: fc1_fp8, fc2_fp8.
 class TE_FL_API LayerNormMLP : public Module {
  public:
   static Result<std::unique_ptr<LayerNormMLP>> create(const LayerNormMLPOptions& options);
   ~LayerNormMLP() override;
-  // residual (x's shape): added to the output; its gradient is dy itself. layernorm_output and its
-  // gradient are as in LayerNormLinear.
+  // residual (of x's shape) is added to the output; its gradient is dy itself. layernorm_output and
+  // its gradient are as in LayerNormLinear.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},
                          const Tensor* residual = nullptr, Tensor* layernorm_output = nullptr);
-  // residual_grad (x's shape): the gradient that reaches x past this module; added to dx.
+  // residual_grad (of x's shape): the gradient of x from outside of this module; added to dx.
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad = nullptr,
                           const Tensor* layernorm_output_grad = nullptr);
 

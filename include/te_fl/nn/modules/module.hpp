@@ -22,21 +22,23 @@ class Fp8State;
 struct SharedStates;
 }  // namespace detail
 
-// The FP8 state of sites by name, for modules that stand for one: those that a framework's module
-// has for other dtypes or masks, or a whole layer and its parts. See Module::share_fp8_states().
+// FP8 states (scales and amax histories), by name, for several modules that share them, for example
+// the variants of one framework module for different dtypes or masks, or a whole layer and its
+// parts. See Module::share_fp8_states().
 class TE_FL_API Fp8States {
  public:
   Fp8States();
   ~Fp8States();
   Fp8States(const Fp8States&) = delete;
   Fp8States& operator=(const Fp8States&) = delete;
-  // True if no module has brought sites.
+  // True if no module has added states.
   bool empty() const;
-  // As Module::state() names them, for those that delayed scaling was used at.
+  // The states for which delayed scaling has been used, with names as in Module::state().
   std::vector<NamedTensor> state() const;
-  // As Module::load_fp8_state().
+  // See Module::load_fp8_state().
   Status load(const std::vector<NamedTensor>& tensors, std::string_view source);
-  // The modules have other states from now on: an AmaxReduction leaves these out.
+  // Call this when the modules have switched to other states: an AmaxReduction then leaves these
+  // out.
   void retire();
 
  private:
@@ -44,10 +46,10 @@ class TE_FL_API Fp8States {
   std::unique_ptr<detail::SharedStates> shared_;
 };
 
-// Base of all modules: a tree of parameters, FP8 state and submodules. Derive from it to compose a
-// model:
+// Base class of all modules: a tree of parameters, FP8 state and submodules. Derive from it to
+// compose a model:
 //   struct Gpt : nn::Module { Gpt() { register_module("embedding", *embedding_); ... } };
-// Modules are neither copied nor moved. One module's calls must not run at the same time on several
+// Modules can be neither copied nor moved. Calls of one module must not run concurrently on several
 // threads; different modules are independent.
 class TE_FL_API Module {
  public:
@@ -55,55 +57,62 @@ class TE_FL_API Module {
   Module(const Module&) = delete;
   Module& operator=(const Module&) = delete;
 
-  // All parameters in registration order, depth first; a shared one once, under its first name.
+  // All parameters in registration order, depth first. A shared parameter is listed once, under its
+  // first name.
   std::vector<NamedParameter> parameters() const;
-  // Sum of the parameters' elements.
+  // Total number of elements of all parameters.
   int64_t parameter_count() const;
-  // Parameter::set_requires_grad() for all parameters, those of submodules included.
+  // Calls Parameter::set_requires_grad() for all parameters, including those of submodules.
   void set_requires_grad(bool wanted);
-  // Zeroes the gradients that there are (op fill), but for frozen parameters'.
+  // Sets existing gradients to zero (op fill), except those of frozen parameters.
   Status zero_grad();
-  // The dtype of all parameters' gradients from now on: F32 (what parameters are made with), BF16
-  // or F16, which halve their memory and round every accumulation. Drops the gradients that there
-  // are. An embedding's gradient can only be F32.
+  // Sets the dtype of all parameters' gradients: F32 (the default), BF16 or F16. The 16-bit types
+  // need half the memory and round every accumulation. Drops existing gradients. An embedding's
+  // gradient must be F32.
   Status set_grad_dtype(DType dtype);
-  // True: from now on backwards leave the gradients of linear maps' weights (without FP8 also of
-  // their biases) to backward_dw(), and keep what it reads, so that others' work comes before it,
-  // e.g. the stages of a pipeline. Submodules included. False computes them in the backward again.
+  // True: from now on a backward of this module or its submodules does not compute the weight
+  // gradients of linear layers (without FP8, also their bias gradients). It saves the inputs of
+  // this computation for backward_dw(), so that other work, such as the next stage of a pipeline,
+  // can run first. False: the backward computes them.
   void set_delay_wgrad(bool delays);
-  // Computes the gradients that backwards have left, in the order of registration; nothing if there
-  // are none. An optimizer's step before it is FAILED_PRECONDITION. After an error what was left is
-  // dropped.
+  // Computes the gradients that backwards have deferred, in registration order. Does nothing if
+  // there are none. An optimizer step before this call returns FAILED_PRECONDITION. After an error
+  // the deferred work is dropped.
   Status backward_dw();
-  // Takes out what backward_dw() would compute now, as a function that does it, to be called once
-  // while the module lives. Called after each backward it keeps the backwards' gradients apart.
+  // Removes the deferred work of backward_dw() and returns it as a function. Call the function
+  // once, while the module lives. Taking it after each backward keeps the gradients of several
+  // backwards apart.
   std::function<Status()> take_delayed_wgrad();
-  // Parameters and FP8 state by name, sharing storage with the module: NAME for a parameter (of an
-  // FP8-only one its codes, NAME.scale_inv, by which they are multiplied, and NAME.amax, F32 [1]);
-  // for each FP8 site (only after delayed scaling was used) NAME.fwd.scale, NAME.fwd.amax_history,
-  // NAME.bwd.scale, NAME.bwd.amax_history, and after a backward NAME.bwd.fp8_max, F32 [1] of the
-  // host: 448 or 57344, the largest value of the FP8 type that the scales are for.
+  // Parameters and FP8 state by name, sharing storage with the module. For a parameter: NAME. For
+  // an FP8-only parameter: NAME (its codes), NAME.scale_inv (the factor of the codes) and
+  // NAME.amax, F32 [1]. For each FP8 state, once delayed scaling has been used: NAME.fwd.scale,
+  // NAME.fwd.amax_history, NAME.bwd.scale, NAME.bwd.amax_history and, after a backward,
+  // NAME.bwd.fp8_max, F32 [1] on the host: 448 or 57344, the largest value of the FP8 type that the
+  // backward scales are for.
   std::vector<NamedTensor> state() const;
-  // Copies tensors into parameters and FP8 state. First everything is checked, so an error changes
-  // nothing: a missing parameter, a name that the module does not have, a wrong dtype or shape;
-  // each error names `source`, the tensor, what it was and what it must be. FP8 state that
-  // `tensors` lacks is reset; where fp8_max alone is absent, the scales are taken to be for the
-  // type of the next backward. Amaxes that were collected before are in no update any more.
-  // Everything is copied into the memory that is there, so captured graphs go on with what was
-  // loaded; an FP8-only parameter takes codes with their scale_inv, or a high-precision tensor,
-  // which it quantises by its own amax; only an amax history of another length takes new memory,
-  // which is FAILED_PRECONDITION while a graph uses the old. Names in `tensors` for which `skip`
-  // answers true are left to the caller.
+  // Copies tensors into parameters and FP8 state. Everything is checked first, so that an error
+  // changes nothing: a missing parameter, an unknown name, a wrong dtype or shape. Errors name
+  // `source`, the tensor, what it is and what it should be. Names for which `skip` returns true are
+  // ignored.
+  //
+  // FP8 state that `tensors` lacks is reset. If only fp8_max is missing, the scales are assumed to
+  // be for the FP8 type of the next backward. Amaxes collected before this call are discarded. An
+  // FP8-only parameter takes codes with their scale_inv, or a high-precision tensor, which it
+  // quantises by the tensor's own amax. Everything is copied into existing memory, so captured
+  // graphs continue with the loaded values. Only an amax history of a different length needs new
+  // memory; this is FAILED_PRECONDITION while a graph uses the old history.
   Status load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
                     const std::function<bool(std::string_view)>& skip = nullptr);
-  // Does so for FP8 state alone: `tensors` names no parameters, and those stay.
+  // Like load_state(), for FP8 state only: `tensors` has no parameters, and the module's parameters
+  // do not change.
   Status load_fp8_state(const std::vector<NamedTensor>& tensors, std::string_view source);
-  // From now on the FP8 sites below `prefix` ("" or "self_attention.proj.") use the states that
-  // `states` has under the rest of their names, and it has those that it lacks: what one of the
-  // modules collects and updates is the state of all. Before any forward; the modules are on one
-  // device, and their calls must not run at the same time. INVALID_ARGUMENT if a site does not fit.
+  // Replaces the FP8 states whose names begin with `prefix` ("" or "self_attention.proj.") by those
+  // in `states` that have the same names without the prefix; adds missing states to it. What one
+  // module collects and updates is then the state of all modules that share it. Call this before
+  // any forward. The modules must be on one device, and their calls must not run concurrently.
+  // INVALID_ARGUMENT if a state does not match.
   Status share_fp8_states(Fp8States& states, std::string_view prefix = {});
-  // The checks of load_state() alone.
+  // Makes only the checks of load_state().
   Status check_state(const std::vector<NamedTensor>& tensors, std::string_view source,
                      const std::function<bool(std::string_view)>& skip = nullptr) const;
 

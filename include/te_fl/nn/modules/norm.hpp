@@ -11,9 +11,10 @@ enum class Normalization : uint8_t { kLayerNorm, kRMSNorm };
 struct NormOptions {
   int64_t hidden_size = 0;
   float epsilon = 1e-5f;
-  bool zero_centered_gamma = false;  // the weight is stored minus 1 (and starts at 0)
+  // the stored weight is the actual weight minus 1 (and starts at 0)
+  bool zero_centered_gamma = false;
   DType param_dtype = DType::kF32;
-  DType activation_dtype = DType::kF32;  // of the output
+  DType activation_dtype = DType::kF32;  // dtype of the output
   Device device = {};
 };
 
@@ -21,14 +22,14 @@ namespace detail {
 class NormCore;
 }
 
-// Normalisation over the last dimension. x [..., hidden] of any high-precision dtype -> [...,
+// Normalisation over the last dimension. x [..., hidden] in any high-precision dtype -> [...,
 // hidden]. Parameters: weight [hidden] and, for LayerNorm, bias [hidden].
 class TE_FL_API Norm : public Module {
  public:
   ~Norm() override;
-  // ctx null: nothing is kept, no backward follows.
+  // ctx null: nothing is saved and no backward follows.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx);
-  // dy [..., hidden] -> dx in x's dtype; adds to the parameters' gradients. residual_grad (dx's
+  // dy [..., hidden] -> dx in x's dtype. Adds to the parameters' gradients. residual_grad (of dx's
   // shape) is added to dx.
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad = nullptr);
 

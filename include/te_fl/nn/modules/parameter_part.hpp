@@ -5,9 +5,9 @@
 
 namespace te_fl::nn {
 
-// Rows of a weight and bias that are parameters of their own.
+// Rows of a weight and its bias that form separate parameters.
 struct ParameterPart {
-  std::string name;  // "query": query_weight, query_bias
+  std::string name;  // "query" gives query_weight and query_bias
   int64_t rows = 0;
 };
 

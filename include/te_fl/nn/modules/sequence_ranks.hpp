@@ -10,25 +10,25 @@ namespace te_fl::nn {
 
 class AmaxReduction;
 
-// The ranks that divide layers, as linear maps need them: under sequence parallelism they have
-// parts of the rows of activations. Derived classes serve a framework's process groups; a
-// te_fl::Comm needs none (TensorParallel::ranks). All ranks make the same calls in the same order.
-// Tensors are compact and lie on one device; calls are ordered on the calling thread's current
-// stream of it. Calls come from any thread, one at a time.
+// Interface to the collectives of a framework's process group, for linear layers that ranks divide.
+// (A te_fl::Comm is used directly through TensorParallel::ranks.) Under sequence parallelism each
+// rank has a part of the rows of activations. All ranks make the same calls in the same order.
+// Tensors are compact and on one device; calls are ordered on the calling thread's current stream
+// of that device. Calls may come from any thread, one at a time.
 class TE_FL_API SequenceRanks {
  public:
-  // A collective that has begun. The tensors that it was given live until it ends.
+  // A collective that has started. The tensors that were passed to it live until it ends.
   class TE_FL_API Work {
    public:
     Work() = default;
     Work(const Work&) = delete;
     Work& operator=(const Work&) = delete;
-    // Ends it as wait() does, if that was not called.
+    // Waits as wait() does, unless wait() has been called.
     virtual ~Work();
-    // The current stream, or on a host the thread, goes on after it. Once.
+    // Makes the current stream, or on the host the thread, wait for the collective. Called once.
     virtual Status wait() = 0;
   };
-  // A null Work: the current stream has the collective already.
+  // Null: the collective is already ordered on the current stream.
   using Begun = Result<std::unique_ptr<Work>>;
 
   SequenceRanks() = default;
@@ -36,33 +36,37 @@ class TE_FL_API SequenceRanks {
   SequenceRanks& operator=(const SequenceRanks&) = delete;
   virtual ~SequenceRanks();
   virtual int size() const noexcept = 0;
-  virtual int rank() const noexcept = 0;  // this one's, from 0
-  // whole [size * n, ..] <- the ranks' parts [n, ..], one behind the other; F32, F16, BF16 or U8.
-  // now: the caller waits at once, so nothing is gained by what lets other work run beside it.
+  virtual int rank() const noexcept = 0;  // this process's rank, from 0
+  // Writes the ranks' parts [n, ..], one after the other, to whole [size * n, ..], in F32, F16,
+  // BF16 or U8. now: the caller will wait immediately, so there is no benefit in overlapping other
+  // work.
   virtual Begun all_gather(const Tensor& part, const Tensor& whole, bool now) = 0;
-  // part [n, ..] <- this rank's rows of the sum of the ranks' `whole` [size * n, ..]; now as above.
+  // Sums the ranks' `whole` [size * n, ..] and writes this rank's rows to part [n, ..]. `now` is as
+  // in all_gather().
   virtual Begun reduce_scatter(const Tensor& whole, const Tensor& part, bool now) = 0;
-  // As reduce_scatter(), for work that the current stream goes on with beside it, where the ranks
-  // can have that; without a definition of one's own it is reduce_scatter().
+  // Like reduce_scatter(), but overlaps with later work on the current stream, if the ranks support
+  // that. The default calls reduce_scatter().
   virtual Begun reduce_scatter_beside(const Tensor& whole, const Tensor& part);
-  // Parts of at least so many bytes travel beside products and cost them nothing, so products of
-  // all ranks' rows are computed in pieces: this rank's rows while the others' are gathered, and
-  // last where each rank gets its rows of the sum. 0: there is no such size.
+  // Minimum size in bytes of a part whose transfer can overlap with products at no cost. For such
+  // parts the products are computed in pieces: this rank's rows while the other ranks' rows are
+  // gathered, and this rank's rows last when the sum is scattered. 0: never.
   virtual int64_t pieces_from() const noexcept { return 0; }
-  // A reduce_scatter() of rows that are written one rank's after the other's.
+  // A reduce_scatter() whose input rows are written for one rank after the other.
   class TE_FL_API Pieces : public Work {
    public:
-    // The current stream has the rows of that rank. Of each rank once, before wait().
+    // The current stream has the rows of that rank. Called once for each rank, before wait().
     virtual Status rows_done(int rank) = 0;
   };
-  // Asked for where pieces_from() is not 0 alone.
+  // Called only if pieces_from() is not 0.
   virtual Result<std::unique_ptr<Pieces>> scatter_pieces(const Tensor& whole, const Tensor& part);
-  // Each value, F32, F16 or BF16, becomes the sum of the ranks'; the stream has it on return.
+  // Replaces each value, F32, F16 or BF16, by its sum over the ranks. The stream has the result on
+  // return.
   virtual Status sum(const Tensor& values) = 0;
-  // Each value of F32 [n] becomes the largest that any rank has; the stream has it on return.
+  // Replaces each value of F32 [n] by its maximum over the ranks. The stream has the result on
+  // return.
   virtual Status largest(const Tensor& values) = 0;
-  // True if delayed scaling gives these ranks the same scales, as it takes the amaxes of all of
-  // them: by `reduction`, which is null where amaxes stay with their rank.
+  // True if delayed scaling gives these ranks equal scales, because `reduction` combines the amaxes
+  // of all of them. `reduction` is null if each rank uses its own amaxes.
   virtual bool share_amaxes(const AmaxReduction* reduction) const noexcept = 0;
 };
 

@@ -16,17 +16,19 @@
 
 namespace te_fl::nn {
 
-// The ranks that divide a layer among them. All of them call its forwards and backwards in the same
-// order. A handle: copies share the communicator.
+// The ranks that divide a layer (tensor parallelism). All ranks call its forwards and backwards in
+// the same order. A handle: copies share the communicator.
 struct TensorParallel {
-  std::shared_ptr<const Comm> ranks;  // null, or of one rank: nothing is divided
-  // Between the linear maps each rank has its part of the activations' first dimension, which the
-  // number of ranks divides, instead of all of them: what a layer takes and gives.
+  std::shared_ptr<const Comm> ranks;  // null, or one rank: nothing is divided
+  // Sequence parallelism: the inputs and outputs of a layer are divided by their first dimension
+  // among the ranks, and each rank holds its own part. The number of ranks must divide that
+  // dimension.
   bool sequence_parallel = false;
-  // Dropout of divided activations draws from it: a random stream of this rank's own. Absent: the
-  // thread's, with which the ranks' parts would be dropped alike.
+  // The random stream of this rank, for dropout of divided activations. Unset: the thread's random
+  // stream, with which all ranks would drop the same elements of their parts.
   std::optional<Context> random = {};
-  // Ranks that a framework has in place of `ranks`, for layers of the rank's own sizes.
+  // A framework's process group, used instead of `ranks`. The layers then have this rank's own
+  // sizes.
   std::shared_ptr<SequenceRanks> framework_ranks = {};
 
   int size() const noexcept {
@@ -41,26 +43,27 @@ struct TensorParallel {
   bool divides_sequence() const noexcept { return divides() && sequence_parallel; }
 };
 
-// Says how ranks divide a linear map. kColumn: its output features; the input's gradient is the sum
-// of the ranks'. kRow: its input features; the output is the sum of the ranks' products, of which
-// the first rank's has the bias.
+// The division of a linear layer among ranks. kColumn: by output features; the input's gradient is
+// the sum over the ranks. kRow: by input features; the output is the sum of the ranks' products, of
+// which the first rank's includes the bias.
 enum class ParallelMode : uint8_t { kNone, kColumn, kRow };
 
-// This rank's part of the first dimension: a view. INVALID_ARGUMENT if the number of ranks does not
-// divide that.
+// This rank's part of the first dimension, as a view. INVALID_ARGUMENT if the number of ranks does
+// not divide that dimension.
 TE_FL_API Result<Tensor> scatter_rows(const TensorParallel& parallel, const Tensor& x);
-// The ranks' parts one behind the other along the first dimension.
+// Concatenates the ranks' parts along the first dimension.
 TE_FL_API Result<Tensor> gather_rows(const TensorParallel& parallel, const Tensor& x);
 
-// They work on a tape, where all ranks compute the same before and after the divided region. Into
-// it: scatter_rows(), whose gradient the ranks gather. Out of it: gather_rows(), of whose gradient
-// each rank takes its part.
+// Versions for a tape whose computation before scatter_rows() and after gather_rows() is the same
+// on all ranks. The gradient of scatter_rows() is gathered from the ranks; the gradient of
+// gather_rows() is this rank's part.
 TE_FL_API Value scatter_rows(const TensorParallel& parallel, const Value& x);
 TE_FL_API Value gather_rows(const TensorParallel& parallel, const Value& x);
 
-// Sums the gradients of those parameters of which each rank has a part (Parameter::partial_grad),
-// by one collective for each dtype. Once a step, after the last backward; nothing if there are
-// none. FAILED_PRECONDITION if one has not been written since clear_grad().
+// Sums the gradients of parameters with partial_grad (Parameter::partial_grad) over the ranks, by
+// one collective per dtype. Call it once per step, after the last backward. Does nothing if there
+// are no such parameters. FAILED_PRECONDITION if such a gradient has not been written since
+// clear_grad().
 TE_FL_API Status sum_partial_gradients(const TensorParallel& parallel,
                                        const std::vector<NamedParameter>& parameters);
 

@@ -18,34 +18,35 @@ class GradientBuckets;
 }
 
 struct DataParallelOptions {
-  int64_t bucket_bytes = 32 << 20;  // of gradients that one collective averages
-  // ZeRO-1: the ranks divide what an optimizer keeps of the parameters, and its work. Each rank
+  int64_t bucket_bytes = 32 << 20;  // bytes of gradients that one collective averages
+  // ZeRO-1: the optimizer state, and the work of updating, are divided among the ranks. Each rank
   // gets the mean of its part of the gradients (reduce_scatter), updates that part of the
-  // parameters, and gathers the others' (all_gather). The optimizer is to be created with
+  // parameters, and gathers the other parts (all_gather). Create the optimizer with
   // AdamOptions::zero. create() moves the values into flat memory.
   bool zero = false;
-  // Collectives begin inside LastBackward, each when its bucket's last gradient is written. Absent:
-  // on devices that have streams, where they run beside the backward on a stream of their own. On
-  // the host a collective keeps the thread that calls it, so true gains nothing there; the results
-  // are the same bits with and without.
+  // Collectives start during LastBackward, each as soon as the last gradient of its bucket has been
+  // written. Unset: on devices with streams, where collectives run on a stream of their own, in
+  // parallel with the backward. On the host a collective blocks the calling thread, so overlap
+  // gains nothing there. The results are bitwise the same either way.
   std::optional<bool> overlap = {};
 };
 
-// Ranks that have the same parameters, and each a part of the batch. The gradients lie in buckets
-// of flat memory, which are averaged where they are.
+// Data parallelism: the ranks have the same parameters, and each has a part of the batch. Gradients
+// are stored in buckets of flat memory and averaged in place.
 //   for each microbatch but the last { forward; backward; }
 //   forward;
 //   { auto last = parallel->last_backward(); backward; }
 //   sum_partial_gradients(...);  // if ranks divide the layers, too
 //   parallel->average_gradients();
 //   optimizer->step();
-// A step begins with Module::zero_grad(), so that a parameter that a rank did not use counts as
-// zero there. For one thread.
+// Begin each step with Module::zero_grad(), so that a parameter that a rank did not use has a zero
+// gradient there. For use by one thread.
 class TE_FL_API DataParallel {
  public:
-  // Every rank calls it with the same parameters in the same order. Gives the parameters that are
-  // not frozen their gradients (Parameter::give_grad()), zero. `ranks` null or of one rank: nothing
-  // is done, here and later. FAILED_PRECONDITION with ZeRO for a parameter whose value is borrowed.
+  // Called by every rank with the same parameters in the same order. Gives each parameter that is
+  // not frozen a zero gradient in a bucket (Parameter::give_grad()). If `ranks` is null or has one
+  // rank, this and all later calls do nothing. With ZeRO, FAILED_PRECONDITION for a parameter whose
+  // value is borrowed.
   static Result<std::unique_ptr<DataParallel>> create(const std::vector<NamedParameter>& parameters,
                                                       std::shared_ptr<const Comm> ranks,
                                                       const DataParallelOptions& options = {});
@@ -53,9 +54,9 @@ class TE_FL_API DataParallel {
   DataParallel(const DataParallel&) = delete;
   DataParallel& operator=(const DataParallel&) = delete;
 
-  // Lives around the last backward of a step, on its thread and stream: whatever writes a gradient
-  // after its collective has begun is an error of average_gradients(). Its end orders the stream
-  // after the collectives that have begun.
+  // Scope around the last backward of a step, on the backward's thread and stream. If anything
+  // writes a gradient after its collective has started, average_gradients() returns an error. The
+  // destructor makes the stream wait for the collectives that have started.
   class TE_FL_API [[nodiscard]] LastBackward {
    public:
     LastBackward(LastBackward&& other) noexcept;
@@ -67,23 +68,25 @@ class TE_FL_API DataParallel {
     explicit LastBackward(std::shared_ptr<detail::GradientBuckets> buckets);
     std::shared_ptr<detail::GradientBuckets> buckets_;
   };
-  // Lets collectives begin in the backward that follows; a step works without it, too. The first
-  // one only counts how often each gradient is written; they begin from the second step on. Every
-  // rank uses it in the same steps, and its backwards write the same gradients as in the first.
+  // Allows collectives to start during the backward that follows. A step without this scope also
+  // works. In the first scope te-fl only counts how often each gradient is written; collectives
+  // start early from the second scope on. Every rank must use the scope in the same steps, and its
+  // backwards must write the same gradients as the first time.
   LastBackward last_backward();
 
-  // The mean over the ranks of each gradient, with ZeRO of this rank's part: one collective a
-  // bucket, those of the last parameters first, for buckets whose collective has not begun.
-  // FAILED_PRECONDITION names a parameter whose gradient has been replaced, was not written since
-  // clear_grad(), or was written after its collective had begun; or says that a LastBackward is
-  // alive, or with ZeRO that the gradients have been averaged before and not cleared since.
+  // Averages each gradient over the ranks; with ZeRO, this rank's part of it. Runs one collective
+  // for each bucket whose collective has not started yet, beginning with the last parameters.
+  // FAILED_PRECONDITION names a parameter whose gradient was replaced, was not written since
+  // clear_grad(), or was written after its collective had started. FAILED_PRECONDITION also while a
+  // LastBackward is alive and, with ZeRO, if the gradients were averaged before and not cleared
+  // since.
   Status average_gradients();
   size_t buckets() const noexcept;
 
  private:
   friend class Adam;
   explicit DataParallel(std::shared_ptr<detail::GradientBuckets> buckets);
-  std::shared_ptr<detail::GradientBuckets> buckets_;  // null: one rank
+  std::shared_ptr<detail::GradientBuckets> buckets_;  // null for one rank
 };
 
 }  // namespace te_fl::nn

@@ -11,57 +11,62 @@
 namespace te_fl::nn {
 
 struct GraphedStepOptions {
-  // Calls of run() that run eagerly before the one that captures; at least 2. They make what must
-  // exist by then: plans, scratch memory, FP8 state, cached weights, momentum.
+  // Number of run() calls that run eagerly before the capture; at least 2. They create everything
+  // that must exist before a capture: plans, scratch memory, FP8 state, cached weights, momentum.
   int64_t warmup = 3;
-  // Tensors on the device that the step reads and run() copies new values into.
+  // Device tensors that the step reads. run() copies new values into them.
   std::vector<Tensor> inputs = {};
-  // The optimizer whose step() the step calls, created with capturable = true; null: none. A step
-  // that calls another one's cannot be captured.
+  // The optimizer whose step() the step calls, created with capturable = true. Null: the step calls
+  // none. A step that calls another optimizer's step() cannot be captured.
   Optimizer* optimizer = nullptr;
 };
 
-// A training step (or any sequence of module calls) that is captured into a graph once and then
-// launched as a whole, without the host's cost of its ops. Every run() is one step, eager or not,
-// with the same results bit by bit where its ops are deterministic (the policy's flag says so).
+// A training step, or any other sequence of module calls, that is captured into a graph once and
+// then launched as a whole, which avoids the host's cost of each op. Every run() is one step. Eager
+// and launched steps give bitwise the same results if the ops are deterministic
+// (PolicySettings::deterministic).
 //   nn::GraphedStep::create(device, [&]() -> Result<std::vector<Tensor>> {
 //     zero_grad; for each microbatch { autocast; forward; loss; backward }; backward_end; step;
 //     return losses;
 //   }, {.inputs = {tokens, targets}, .optimizer = adam.get()});
 //   for (...) { adam->set_lr(...); losses = graphed->run({{next_tokens, next_targets}}); }
-// The step is called as it is captured and not again: whatever it decides on the host is fixed from
-// then on. What changes lives on the device: inputs, FP8 scales, random numbers (the Context's
-// Philox position advances at each launch as it does eagerly; drawing from another context in the
-// step is refused when it is captured), step count and learning rate (a capturable optimizer), and
-// whether FP8 weights are quantised (ForwardOptions::reuse_weights, one of the inputs: then a graph
-// of one microbatch serves them all). is_first_microbatch is decided on the host: a graph with it
-// holds all the microbatches of a step. The step must not read tensors on the host (item()), copy
-// from or to host memory, or leave an autocast or a backward_end() to its caller. Everything runs
-// on a stream of its own, or the current context's if it has one; the caller's stream is ordered
-// before and after. Modules, optimizer and every tensor that the step used must outlive it. One
-// run() at a time.
+// The step function is called for the eager runs and during the capture, and never again:
+// everything that it decides on the host is fixed by the capture. What changes between launches
+// must be on the device:
+// - the inputs;
+// - FP8 scales;
+// - random numbers: the Context's Philox position advances at each launch as in an eager step (a
+//   step that draws from another context is refused at the capture);
+// - step count and learning rate of a capturable optimizer;
+// - the decision whether FP8 weights are quantised (ForwardOptions::reuse_weights as one of the
+//   inputs): one graph of a microbatch then serves all microbatches. In contrast,
+//   is_first_microbatch is decided on the host, so that a graph with it must hold all microbatches.
+// The step must not read tensors on the host (item()), copy from or to host memory, or leave an
+// autocast or a backward_end() to its caller. Everything runs on the current context's stream if it
+// has one, otherwise on a stream of the GraphedStep's own. The caller's stream is synchronised with
+// it before and after. Modules, optimizer and every tensor that the step uses must outlive the
+// GraphedStep. One run() at a time.
 class TE_FL_API GraphedStep {
  public:
-  // Returns the tensors that run() is to return, e.g. losses.
+  // The step function. It returns the tensors that run() is to return, e.g. losses.
   using Step = std::function<Result<std::vector<Tensor>>()>;
 
-  // Random numbers are those of the calling thread's context. Errors: a device
-  // that cannot capture, inputs elsewhere, an optimizer that is not capturable, fewer than 2
-  // warm-up runs.
+  // Uses the random state of the calling thread's context. Errors: a device that cannot capture,
+  // inputs on another device, an optimizer that is not capturable, fewer than 2 warm-up runs.
   static Result<std::unique_ptr<GraphedStep>> create(const Device& device, Step step,
                                                      GraphedStepOptions options);
   ~GraphedStep();
   GraphedStep(const GraphedStep&) = delete;
   GraphedStep& operator=(const GraphedStep&) = delete;
 
-  // One step. `inputs` are copied into the static ones, each of the same shape and dtype, on the
-  // host or on the device; none: the static ones are taken as they are. What it returns is, once
-  // captured, the same tensors every time: the next run() overwrites them.
-  // A capture that fails changes nothing and the next run() tries again; its error says what in the
-  // step cannot be captured.
+  // Runs one step. `inputs` are copied into GraphedStepOptions::inputs; each must have the same
+  // shape and dtype and may be on the host or on the device. Without `inputs`, the step uses the
+  // current contents. Once captured, every run() returns the same tensors, which the next run()
+  // overwrites. If the capture fails, nothing changes and the next run() tries again; the error
+  // says what in the step cannot be captured.
   Result<std::vector<Tensor>> run(std::span<const Tensor> inputs = {});
 
-  // True if the next run() launches the graph.
+  // True if the next run() will launch the graph.
   bool captured() const noexcept;
   void* stream() const noexcept;
 

@@ -8,14 +8,15 @@
 
 namespace te_fl::nn {
 
-// Answers true for parameters that weight decay applies to; null: all.
+// Returns true for parameters that weight decay applies to. Null: all parameters.
 using DecayFilter = std::function<bool(std::string_view name, const Tensor& value)>;
 
-// Parameters that an optimizer treats in another way than its options say.
+// A group of parameters with its own learning rate and weight decay.
 struct ParamGroup {
-  DecayFilter selects;  // not null; the first group that selects a parameter has it
-  float lr_scale = 1;   // times the optimizer's learning rate
-  std::optional<float> weight_decay = {};  // in place of the options', for those that decay
+  DecayFilter selects;  // must not be null; a parameter belongs to the first group that selects it
+  float lr_scale = 1;   // factor of the optimizer's learning rate
+  // replaces the options' weight decay, for parameters that decay
+  std::optional<float> weight_decay = {};
 };
 
 }  // namespace te_fl::nn
