@@ -1,11 +1,8 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
-#include <vector>
 
 #include "te_fl/comm.hpp"
-#include "te_fl/device.hpp"
 #include "te_fl/nn/modules/sequence_ranks.hpp"
 #include "te_fl/tensor.hpp"
 
@@ -16,34 +13,6 @@ Status all_gather(const Comm& ranks, const Tensor& from, const Tensor& to);
 Status all_reduce(const Comm& ranks, const Tensor& data, int32_t reduction = 0);
 Status reduce_scatter(const Comm& ranks, const Tensor& whole, const Tensor& part);
 
-// A stream beside the caller's, with the events that join the two. Thread-safe.
-class SideStream {
- public:
-  // Null where the device has no streams.
-  static Result<std::shared_ptr<SideStream>> create(const Device& device);
-  // Runs `call` on the stream, behind what the current stream has; the event behind it.
-  template <class F>
-  Result<Event> run(F&& call) {
-    TE_FL_ASSIGN_OR_RETURN(Event event, take_event());
-    TE_FL_RETURN_IF_ERROR(event.record(devices::current_stream(stream_.device())));
-    TE_FL_RETURN_IF_ERROR(stream_.wait(event));
-    const StreamScope scope(stream_);
-    TE_FL_RETURN_IF_ERROR(call());
-    TE_FL_RETURN_IF_ERROR(event.record(stream_.get()));
-    return event;
-  }
-  // The current stream goes on behind the event, which serves another run() then.
-  Status join(Event event);
-
- private:
-  explicit SideStream(Stream stream) : stream_(std::move(stream)) {}
-  Result<Event> take_event();
-
-  Stream stream_;
-  std::mutex mutex_;
-  std::vector<Event> idle_;
-};
-
 // The ranks of a communicator, whose ops are on the stream when they return.
 class CommRanks final : public SequenceRanks {
  public:
@@ -52,15 +21,12 @@ class CommRanks final : public SequenceRanks {
   int rank() const noexcept override { return ranks_->rank(); }
   Begun all_gather(const Tensor& part, const Tensor& whole, bool now) override;
   Begun reduce_scatter(const Tensor& whole, const Tensor& part, bool now) override;
-  Begun reduce_scatter_beside(const Tensor& whole, const Tensor& part) override;
   Status sum(const Tensor& values) override;
   Status largest(const Tensor& values) override;
   bool share_amaxes(const AmaxReduction* reduction) const noexcept override;
 
  private:
   std::shared_ptr<const Comm> ranks_;
-  std::shared_ptr<SideStream> side_;  // made when it is first needed, by one call at a time
-  bool looked_for_side_ = false;
 };
 
 }  // namespace te_fl::nn::detail

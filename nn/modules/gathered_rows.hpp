@@ -77,8 +77,7 @@ Result<Tensor> scatter_rows_now(SequenceRanks& ranks, const Tensor& whole);
 struct RowScatter {
   Tensor whole, part;
   std::unique_ptr<SequenceRanks::Work> work;
-  // beside: the ranks may go on beside it even if that costs the host more.
-  static Result<RowScatter> begin(SequenceRanks& ranks, Tensor whole, bool beside = false);
+  static Result<RowScatter> begin(SequenceRanks& ranks, Tensor whole);
   // The rows of `whole` are written piece by piece by `product`, which is given the first row and
   // their count.
   static Result<RowScatter> in_pieces(SequenceRanks& ranks, Tensor whole,

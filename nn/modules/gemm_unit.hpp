@@ -82,9 +82,7 @@ class GemmUnit {
   Result<Tensor> forward(Use& use, const Tensor& input, const ForwardOptions& options,
                          const Tensor* residual = nullptr, const Tensor* into = nullptr);
 
-  // The sum of the ranks' forward() by Spec::gradient_rows, of which this is the rank's rows: in
-  // one piece, or in the stripes of output features that TE_FL_STRIPES_FILE says, each one's sum
-  // beside the next one's product.
+  // This rank's rows of the sum of the ranks' forward(), by Spec::gradient_rows.
   Result<Tensor> forward_scattered(Use& use, const Tensor& input, const ForwardOptions& options);
 
   // forward() without residual, and its GELU into `activated` [rows, out], quantised or not: in one
@@ -169,9 +167,6 @@ class GemmUnit {
                            const Tensor* residual = nullptr) const;
   // forward_scattered() in pieces of the output's rows, each on its way while the next is computed.
   Result<Tensor> forward_in_pieces(Use& use, const Tensor& input, const ForwardOptions& options);
-  // forward_scattered() in more than one stripe.
-  Result<Tensor> forward_in_stripes(Use& use, const Tensor& input, const ForwardOptions& options,
-                                    int stripes);
   // prepare_input() and prepare_grad() of all rows, and of this rank's part of them.
   Result<Tensor> whole_input(Use& use, const Tensor& x);
   Result<Gradient> whole_grad(const Use& use, const Tensor& dy, bool with_bias);

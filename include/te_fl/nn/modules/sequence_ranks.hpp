@@ -42,9 +42,6 @@ class TE_FL_API SequenceRanks {
   virtual Begun all_gather(const Tensor& part, const Tensor& whole, bool now) = 0;
   // part [n, ..] <- this rank's rows of the sum of the ranks' `whole` [size * n, ..]; now as above.
   virtual Begun reduce_scatter(const Tensor& whole, const Tensor& part, bool now) = 0;
-  // As reduce_scatter(), for work that the current stream goes on with beside it, where the ranks
-  // can have that; without a definition of one's own it is reduce_scatter().
-  virtual Begun reduce_scatter_beside(const Tensor& whole, const Tensor& part);
   // Parts of at least so many bytes travel beside products and cost them nothing, so products of
   // all ranks' rows are computed in pieces: this rank's rows while the others' are gathered, and
   // last where each rank gets its rows of the sum. 0: there is no such size.
