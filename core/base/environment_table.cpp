@@ -120,7 +120,7 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_TP_OVERLAP", "", kBool, "0", "",
      "1: te_fl.pytorch's products under sequence parallelism are computed in pieces beside the "
      "transfers that they feed or follow, which the copy engines of one host's GPUs make "
-     "(docs/ranks.md); all ranks need the same."},
+     "(docs/ranks-overlap.md); all ranks need the same."},
     {"TE_FL_QUARANTINE_FILE", "", kString, "", "",
      "File of implementations that do not serve what they got wrong; unset: te_fl/quarantine.json "
      "in $XDG_STATE_HOME or ~/.local/state; empty: none.",
