@@ -1,7 +1,7 @@
 // Measures the GEMM libraries that Debian and Ubuntu package, as the CPU backend would use them:
 // what loading costs, FP32 speed on one thread, on the library's own threads and single-threaded
 // inside the backend's pool, repeatability, and a forked child's first GEMM. Prints the table of
-// docs/gemm-library.md.
+// bench/results/gemm_library.md.
 //
 //   gemm_library [NAME=PATH ...]   NAME: openblas, blis, onednn; default: what ld.so finds
 //

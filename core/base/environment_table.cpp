@@ -117,15 +117,10 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_LOCAL_RANK", "", kInt, "", "0 2147483646",
      "This process's number among the ranks on its machine, by which it takes its device; unset: "
      "TE_FL_RANK."},
-    {"TE_FL_STRIPES_FILE", "", kFile, "", "",
-     "JSON file that says in how many stripes a product by rows is computed under sequence "
-     "parallelism, each one's reduce_scatter beside the next one's product, as "
-     "bench/gpu/tune_stripes.py measures it (docs/ranks.md); all ranks need the same; unset: one.",
-     true},
     {"TE_FL_TP_OVERLAP", "", kBool, "0", "",
      "1: te_fl.pytorch's products under sequence parallelism are computed in pieces beside the "
      "transfers that they feed or follow, which the copy engines of one host's GPUs make "
-     "(docs/ranks.md); all ranks need the same."},
+     "(docs/ranks-overlap.md); all ranks need the same."},
     {"TE_FL_QUARANTINE_FILE", "", kString, "", "",
      "File of implementations that do not serve what they got wrong; unset: te_fl/quarantine.json "
      "in $XDG_STATE_HOME or ~/.local/state; empty: none.",

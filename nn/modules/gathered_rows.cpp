@@ -10,10 +10,6 @@ namespace te_fl::nn {
 SequenceRanks::~SequenceRanks() = default;
 SequenceRanks::Work::~Work() = default;
 
-SequenceRanks::Begun SequenceRanks::reduce_scatter_beside(const Tensor& whole, const Tensor& part) {
-  return reduce_scatter(whole, part, false);
-}
-
 Result<std::unique_ptr<SequenceRanks::Pieces>> SequenceRanks::scatter_pieces(const Tensor&,
                                                                              const Tensor&) {
   return internal_error("scatter_pieces: these ranks have no size from which they sum in pieces");
@@ -191,14 +187,12 @@ Result<Tensor> gather_rows_now(SequenceRanks& ranks, const Tensor& part, Copies 
   return whole;
 }
 
-Result<RowScatter> RowScatter::begin(SequenceRanks& ranks, Tensor whole, bool beside) {
+Result<RowScatter> RowScatter::begin(SequenceRanks& ranks, Tensor whole) {
   RowScatter scatter;
   TE_FL_ASSIGN_OR_RETURN(scatter.part, Tensor::empty({whole.size(0) / ranks.size(), whole.size(1)},
                                                      whole.dtype(), whole.device()));
   scatter.whole = std::move(whole);
-  TE_FL_ASSIGN_OR_RETURN(scatter.work,
-                         beside ? ranks.reduce_scatter_beside(scatter.whole, scatter.part)
-                                : ranks.reduce_scatter(scatter.whole, scatter.part, false));
+  TE_FL_ASSIGN_OR_RETURN(scatter.work, ranks.reduce_scatter(scatter.whole, scatter.part, false));
   return scatter;
 }
 

@@ -76,8 +76,7 @@ Result<Tensor> scatter_rows_now(SequenceRanks& ranks, const Tensor& whole);
 struct RowScatter {
   Tensor whole, part;
   std::unique_ptr<SequenceRanks::Work> work;
-  // `beside`: allow the collective to overlap with other work even if that costs more host time.
-  static Result<RowScatter> begin(SequenceRanks& ranks, Tensor whole, bool beside = false);
+  static Result<RowScatter> begin(SequenceRanks& ranks, Tensor whole);
   // Starts the reduce-scatter of each piece of rows as soon as `product` has written it. `product`
   // receives the first row and the number of rows.
   static Result<RowScatter> in_pieces(SequenceRanks& ranks, Tensor whole,

@@ -82,9 +82,7 @@ class GemmUnit {
   Result<Tensor> forward(Use& use, const Tensor& input, const ForwardOptions& options,
                          const Tensor* residual = nullptr, const Tensor* into = nullptr);
 
-  // forward() followed by a reduce-scatter over Spec::gradient_rows; returns this rank's rows. Runs
-  // in one piece, or in the number of stripes of output features that TE_FL_STRIPES_FILE gives; the
-  // reduction of a stripe then overlaps with the product of the next one.
+  // forward() followed by a reduce-scatter over Spec::gradient_rows; returns this rank's rows.
   Result<Tensor> forward_scattered(Use& use, const Tensor& input, const ForwardOptions& options);
 
   // forward() without residual, followed by GELU into `activated` [rows, out], quantised or not.
@@ -173,9 +171,6 @@ class GemmUnit {
   // forward_scattered() in pieces of output rows; the reduction of a piece overlaps with the next
   // product.
   Result<Tensor> forward_in_pieces(Use& use, const Tensor& input, const ForwardOptions& options);
-  // forward_scattered() in several stripes of output features.
-  Result<Tensor> forward_in_stripes(Use& use, const Tensor& input, const ForwardOptions& options,
-                                    int stripes);
   // Implementations of prepare_input() and prepare_grad(): whole_ for complete rows, gathered_ for
   // this rank's part of them.
   Result<Tensor> whole_input(Use& use, const Tensor& x);

@@ -5,7 +5,6 @@
 #include "nn/base/tensor_ops.hpp"
 #include "nn/modules/gathered_rows.hpp"
 #include "nn/modules/gemm_unit.hpp"
-#include "nn/modules/stripe_table.hpp"
 
 namespace te_fl::nn::detail {
 namespace {
@@ -16,31 +15,6 @@ Status check_values(const Tensor& x) {
       x.describe() +
       " is quantised, and where ranks have parts of the rows a linear map takes "
       "values, which it quantises with the ranks' scale; dequantize it first");
-}
-
-// Rows [begin, begin + count) of a weight, without the column-wise copy. For a block-scaled weight
-// both must be multiples of the block's rows.
-Result<Tensor> rows_of(const Tensor& weight, int64_t begin, int64_t count) {
-  if (!weight.quantized()) return weight.slice(0, begin, begin + count);
-  const Tensor rowwise = weight.rowwise_only();
-  if (weight.scaling() == Scaling::kTensor) return rowwise.slice(0, begin, begin + count);
-  constexpr int64_t kBlock = 128;
-  TE_FL_ASSIGN_OR_RETURN(
-      const Tensor scales,
-      rowwise.scale_inv().slice(0, begin / kBlock, (begin + count + kBlock - 1) / kBlock));
-  te_fl_quant quant = Tensor::Access::quant(rowwise);
-  quant.scale_inv = scales.raw_data();
-  const Shape shape = {count, weight.size(1)};
-  const auto offset = static_cast<uint64_t>(begin * weight.size(1));  // one byte per element
-  Tensor rows = Tensor::Access::make({rowwise.raw_data(),
-                                      shape,
-                                      {},
-                                      weight.dtype(),
-                                      weight.device(),
-                                      Tensor::Access::storage(rowwise),
-                                      offset});
-  Tensor::Access::set_quant(rows, quant, Tensor::Access::quant_storage(rowwise));
-  return rows;
 }
 
 // True if the reduce-scatter of a product of `input` is split into pieces of rows.
@@ -55,52 +29,11 @@ bool sums_in_pieces(const SequenceRanks& ranks, const Tensor& input, int64_t out
 Result<Tensor> GemmUnit::forward_scattered(Use& use, const Tensor& input,
                                            const ForwardOptions& options) {
   SequenceRanks& ranks = *spec_.gradient_rows;
-  TE_FL_ASSIGN_OR_RETURN(const int stripes, stripes_of({.ranks = ranks.size(),
-                                                        .input = input,
-                                                        .out = spec_.out,
-                                                        .output = spec_.activation_dtype}));
-  if (stripes > 1) return forward_in_stripes(use, input, options, stripes);
   if (sums_in_pieces(ranks, input, spec_.out, spec_.activation_dtype)) {
     return forward_in_pieces(use, input, options);
   }
   TE_FL_ASSIGN_OR_RETURN(const Tensor y, forward(use, input, options));
   return scatter_rows_now(ranks, y);
-}
-
-Result<Tensor> GemmUnit::forward_in_stripes(Use& use, const Tensor& input,
-                                            const ForwardOptions& options, int stripes) {
-  SequenceRanks& ranks = *spec_.gradient_rows;
-  const int64_t rows = input.size(0), width = spec_.out / stripes;
-  Tensor weight;
-  TE_FL_ASSIGN_OR_RETURN(te_fl_generic_gemm_args args, product(use, input, options, weight));
-  std::vector<RowScatter> begun;
-  begun.reserve(static_cast<size_t>(stripes));
-  for (int64_t begin = 0; begin < spec_.out; begin += width) {
-    TE_FL_ASSIGN_OR_RETURN(const Tensor b, rows_of(weight, begin, width));
-    TE_FL_ASSIGN_OR_RETURN(Tensor d,
-                           Tensor::empty({rows, width}, spec_.activation_dtype, spec_.device));
-    args.b = b;
-    args.d = d;
-    Tensor bias;
-    if (args.bias != nullptr) {
-      TE_FL_ASSIGN_OR_RETURN(bias, bias_->value.slice(0, begin, begin + width));
-      args.bias = bias;
-    }
-    TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
-    TE_FL_ASSIGN_OR_RETURN(RowScatter scatter, RowScatter::begin(ranks, std::move(d), true));
-    begun.push_back(std::move(scatter));
-  }
-  keep(use, input, weight);
-  TE_FL_ASSIGN_OR_RETURN(Tensor y, Tensor::empty({rows / ranks.size(), spec_.out},
-                                                 spec_.activation_dtype, spec_.device));
-  int64_t begin = 0;
-  for (RowScatter& scatter : begun) {
-    TE_FL_ASSIGN_OR_RETURN(const Tensor part, scatter.take_part());
-    TE_FL_ASSIGN_OR_RETURN(const Tensor columns, y.slice(1, begin, begin + width));
-    TE_FL_RETURN_IF_ERROR(copy(part, columns));
-    begin += width;
-  }
-  return y;
 }
 
 Status GemmUnit::product_in_pieces(const te_fl_generic_gemm_args& args, RowGather& rows,

@@ -121,7 +121,6 @@ PyMethodDef g_methods[] = {
     {"layer_backward", fast(layer_backward), METH_FASTCALL,
      "layer_backward(token, gradient, parameters, main_grads, keep, input_grad) -> (gradients, "
      "gradients)"},
-    {"stripes", stripes, METH_NOARGS, "stripes() -> str"},
     {"end_backward", end_backward, METH_O, "end_backward(token)"},
     {"set_empty", set_empty, METH_O, "set_empty(function(like, shape, dtype) -> tensor)"},
     {"set_codes_class", set_codes_class, METH_O, "set_codes_class(type)"},

@@ -7,7 +7,6 @@
 #include "py/framework_tensor.hpp"
 #include "py/interpreter.hpp"
 #include "te_fl/device.hpp"
-#include "te_fl/nn/modules/stripes.hpp"
 #include "te_fl/ops.hpp"
 #include "torch/arguments.hpp"
 #include "torch/callback.hpp"
@@ -288,10 +287,6 @@ std::vector<int64_t> ranks_of(PyObject* tuple) {
 
 std::shared_ptr<nn::SequenceRanks> sequence_ranks_of(PyObject* object) {
   return std::make_shared<GroupRanks>(object);
-}
-
-PyObject* stripes(PyObject*, PyObject*) noexcept {
-  return guarded([] { return to_python(value_of(nn::stripes_in_words())); });
 }
 
 }  // namespace te_fl::python

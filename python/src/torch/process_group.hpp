@@ -35,7 +35,5 @@ std::vector<int64_t> ranks_of(PyObject* tuple);
 // The ranks that `object`, a te_fl.pytorch.distributed.sequence_ranks.SequenceRanks, stands for.
 // They keep it.
 std::shared_ptr<nn::SequenceRanks> sequence_ranks_of(PyObject* object);
-// stripes() -> nn::stripes_in_words(), which the ranks compare.
-PyObject* stripes(PyObject*, PyObject*) noexcept;
 
 }  // namespace te_fl::python

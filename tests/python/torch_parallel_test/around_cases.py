@@ -77,10 +77,10 @@ def case_copies_and_files(ranks):
 
 
 def _documented():
-    """The function of docs/ranks.md."""
-    page = (pathlib.Path(__file__).resolve().parents[3] / "docs" / "ranks.md").read_text()
+    """The function of docs/ranks-pytorch.md."""
+    page = (pathlib.Path(__file__).resolve().parents[3] / "docs" / "ranks-pytorch.md").read_text()
     names = {}
-    exec(compile(re.search(r"```python\n(.*?)```", page, re.S).group(1), "docs/ranks.md", "exec"), names)
+    exec(compile(re.search(r"```python\n(.*?)```", page, re.S).group(1), "docs/ranks-pytorch.md", "exec"), names)
     return names["sharded"]
 
 

@@ -11,7 +11,7 @@ import te_fl.pytorch as te
 from common import close, randomise
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fl.errors import FailedPrecondition, InvalidArgument
-from te_fl.pytorch.distributed import overlap, same_stripes
+from te_fl.pytorch.distributed import overlap, same_overlap
 
 ROWS, HIDDEN, WIDE = 256, 128, 512
 
@@ -111,9 +111,9 @@ def case_a_setting_of_one_rank_alone(ranks):
     group = torch.distributed.new_group(list(range(ranks.world)))
     with _on("1" if ranks.rank == 1 else "0"):
         try:
-            same_stripes.agree(group)
+            same_overlap.agree(group)
         except FailedPrecondition as error:
-            assert "rank 1: no file, TE_FL_TP_OVERLAP=1" in str(error) and "rank 0: no file;" in str(error), error
+            assert "rank 1: TE_FL_TP_OVERLAP=1" in str(error) and "rank 0: TE_FL_TP_OVERLAP=0;" in str(error), error
         else:
             raise AssertionError("nobody refused")
     with _on("maybe"):

@@ -44,9 +44,6 @@ class TE_FL_API SequenceRanks {
   // Sums the ranks' `whole` [size * n, ..] and writes this rank's rows to part [n, ..]. `now` is as
   // in all_gather().
   virtual Begun reduce_scatter(const Tensor& whole, const Tensor& part, bool now) = 0;
-  // Like reduce_scatter(), but overlaps with later work on the current stream, if the ranks support
-  // that. The default calls reduce_scatter().
-  virtual Begun reduce_scatter_beside(const Tensor& whole, const Tensor& part);
   // Minimum size in bytes of a part whose transfer can overlap with products at no cost. For such
   // parts the products are computed in pieces: this rank's rows while the other ranks' rows are
   // gathered, and this rank's rows last when the sum is scattered. 0: never.

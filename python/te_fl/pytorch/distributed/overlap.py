@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from te_fl.pytorch.distributed import communicator, overlap_setting, peer_copies
-from te_fl.pytorch.distributed.same_stripes import exchanged
+from te_fl.pytorch.distributed.same_overlap import exchanged
 
 _LEAST = 1 << 20  # bytes of a part below which a collective of the group's is over sooner than copies are begun
 _STEP = 32 << 20  # bytes by which the memory for copies grows
@@ -114,7 +114,7 @@ _known: "weakref.WeakKeyDictionary[Any, Dict[torch.device, Any]]" = weakref.Weak
 
 def of(group: Any, device: torch.device) -> Optional[Any]:
     """Returns what moves the group's rows of tensors on the device beside products; None without TE_FL_TP_OVERLAP, and where the group's collectives
-    do. All ranks get the same; all come to the first call for a group and their device, and same_stripes.agree() has compared their settings."""
+    do. All ranks get the same; all come to the first call for a group and their device, and same_overlap.agree() has compared their settings."""
     group = communicator.member(group)
     if not overlap_setting.wanted():
         return None

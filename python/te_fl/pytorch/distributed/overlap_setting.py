@@ -18,5 +18,5 @@ def wanted() -> bool:
 
 
 def words() -> str:
-    """The words that ranks compare: they must agree on it."""
-    return ", TE_FL_TP_OVERLAP=1" if wanted() else ""
+    """The setting as ranks compare it: they must agree on it."""
+    return f"TE_FL_TP_OVERLAP={int(wanted())}"

@@ -8,7 +8,7 @@ from typing import Any, Callable, Optional, Tuple
 import torch
 import torch.distributed as dist
 
-from te_fl.pytorch.distributed import collectives, communicator, overlap, same_stripes
+from te_fl.pytorch.distributed import collectives, communicator, overlap, same_overlap
 from te_fl.pytorch.distributed.amax_reduction import global_ranks, on_stream
 from te_fl.pytorch.runtime.dtypes import LIKE
 
@@ -66,7 +66,7 @@ class SequenceRanks:
     they run. The tensors share te-fl's memory, which lives until the collective is over. All ranks of the group make one at the same time."""
 
     def __init__(self, group: Optional[Any], device: torch.device):
-        same_stripes.agree(group)
+        same_overlap.agree(group)
         self.group, self.size, self.rank, self.ranks = group, collectives.size_of(group), collectives.rank_in(group), global_ranks(group)
         self.like = LIKE
         self.communicator = communicator.of(group, device)

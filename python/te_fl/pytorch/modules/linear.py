@@ -142,7 +142,7 @@ class Linear(_Product):
     their number, and the group may come by set_tensor_parallel_group(). parallel_mode: 'column' divides out_features over the ranks, 'row'
     in_features, whose products they sum; None: each rank has all. sequence_parallel: the input of 'column' and the output of 'row' are the
     ranks' parts of the first dimension. On one rank these and the ub_ arguments have no effect; on several the ub_ arguments are refused
-    with sequence_parallel. See docs/ranks.md.
+    with sequence_parallel. See docs/ranks-pytorch.md.
     """
 
     _kind = "linear"

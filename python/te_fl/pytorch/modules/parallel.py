@@ -2,7 +2,7 @@
 
 Each rank of the group holds its part of the weights as a layer of that size; the collectives are around it (te_fl.pytorch.autograd.regions), or, of
 sequence-parallel rows, in it (te_fl.pytorch.distributed.sequence_ranks).
-docs/ranks.md says who reduces what.
+docs/ranks-pytorch.md says who reduces what.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Ranks compare what decides how they cut products, TE_FL_STRIPES_FILE and TE_FL_TP_OVERLAP, before they compute one: each piece has a transfer of its
-own."""
+"""Ranks compare TE_FL_TP_OVERLAP before they compute a divided product: with it, each piece of the product has a transfer of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from typing import Any, List, Optional
 
 import torch.distributed as dist
 
-from te_fl import _native
 from te_fl.errors import CommFailed, FailedPrecondition
 from te_fl.pytorch.distributed import communicator, overlap_setting
 from te_fl.pytorch.distributed.same_call import time_limit
@@ -23,7 +21,7 @@ def _words(store: Any, rank: int, key: str, mine: str) -> str:
         return store.get(key).decode()
     except (dist.DistError, RuntimeError) as error:
         raise CommFailed(f"COMM_FAILED: rank {rank} did not come within {int(limit.total_seconds() * 1000)} ms (TE_FL_COMM_TIMEOUT_MS) to compare "
-                         f"TE_FL_STRIPES_FILE and TE_FL_TP_OVERLAP, of which this rank has {mine}: {error}") from error
+                         f"TE_FL_TP_OVERLAP; this rank has {mine}: {error}") from error
 
 
 def exchanged(group: Any, name: str, mine: str) -> Optional[List[str]]:
@@ -39,19 +37,19 @@ def exchanged(group: Any, name: str, mine: str) -> Optional[List[str]]:
 
 
 def agree(group: Any) -> None:
-    """FailedPrecondition on every rank of the group if their files differ, and the file's own error on those whose file has one. On the host, over
-    the group's store, once for each file that is read; all ranks come. Groups that torch.distributed keeps no store of, and its fake ones, are left
-    out."""
+    """FailedPrecondition on every rank of the group if their settings differ, and InvalidArgument on a rank whose setting is neither on nor off. The
+    ranks compare on the host, over the group's store, once for each value; all of them must call. Groups that torch.distributed keeps no store of,
+    and its fake ones, are not compared."""
     group = communicator.member(group)
     failure = None
     try:
-        mine = _native.stripes() + overlap_setting.words()
+        mine = overlap_setting.words()
     except Exception as error:
-        failure, mine = error, f"a file that cannot be used: {error}"
+        failure, mine = error, f"a value that cannot be used: {error}"
     before = _agreed.setdefault(group, [])
     if before and before[-1] == mine:
         return
-    words = exchanged(group, f"stripes/{len(before)}", mine)
+    words = exchanged(group, f"same_overlap/{len(before)}", mine)
     if words is None:
         return
     before.append(mine if failure is None and all(word == mine for word in words) else "")
@@ -59,5 +57,5 @@ def agree(group: Any) -> None:
         raise failure
     if before[-1] == "":
         told = "; ".join(f"rank {other}: {word}" for other, word in enumerate(words))
-        raise FailedPrecondition(f"FAILED_PRECONDITION: group {group.group_name!r}: the ranks have different files TE_FL_STRIPES_FILE, or values of "
-                                 f"TE_FL_TP_OVERLAP, by which they would call different collectives; give all of them the same: {told}")
+        raise FailedPrecondition(f"FAILED_PRECONDITION: group {group.group_name!r}: the ranks have different values of TE_FL_TP_OVERLAP, so they would "
+                                 f"call different collectives; give all of them the same: {told}")
