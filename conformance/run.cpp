@@ -49,7 +49,7 @@ Result worst_of(std::vector<Result> results) {
 
 // A hash of the output's bits for all_reduce, which guarantees equal bits on all ranks; 0 for other
 // ops.
-uint32_t bits_of(const Problem& rank) {
+uint32_t output_bits(const Problem& rank) {
   if (rank.op_name != "all_reduce" || rank.want_code != 0) return 0;
   const Buffer& own = *rank.singles.at("output")->data;
   uint32_t hash = 2166136261u;  // offset basis of FNV-1a
@@ -60,7 +60,7 @@ uint32_t bits_of(const Problem& rank) {
 // Names the first rank whose bits differ from rank 0's; empty if there is none.
 std::string other_bits(const std::vector<std::unique_ptr<Problem>>& ranks) {
   for (size_t r = 1; r < ranks.size(); ++r) {
-    if (bits_of(*ranks[r]) != bits_of(*ranks[0]))
+    if (output_bits(*ranks[r]) != output_bits(*ranks[0]))
       return "rank " + std::to_string(r) + " has other bits than rank 0";
   }
   return {};
@@ -201,7 +201,7 @@ Result Prepared::run_processes(const std::string& impl_id, const How& how) {
            {"message", result.message},
            {"milliseconds", result.milliseconds},
            {"outside", result.wrote_outside}};
-    if (result.outcome == Outcome::kPass) own["bits"] = bits_of(*problems_[rank]);
+    if (result.outcome == Outcome::kPass) own["bits"] = output_bits(*problems_[rank]);
   }
   const auto told =
       processes_->exchange(own.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));

@@ -167,7 +167,7 @@ Status check_settings(const Attempt& attempt, const Header& header) {
                core::join(names) + "; correct " + manifest->path);
 }
 
-void describe(const Header& header, PluginInfo& info) {
+void fill_info(const Header& header, PluginInfo& info) {
   info.name = header.name;
   info.vendor = header.vendor;
   info.version = header.version;
@@ -196,7 +196,7 @@ Status open_and_activate(Attempt& attempt) {
     return explain(attempt.request, "it does not define " TE_FL_PLUGIN_QUERY_SYMBOL " (rule R1)");
   }
   TE_FL_ASSIGN_OR_RETURN(const Header header, read_header(query));
-  describe(header, attempt.info);
+  fill_info(header, attempt.info);
   if (header.name == attempt.request.leave_out) {
     attempt.info.state = State::kSkipped;
     return failed_precondition("the settings leave it out");
@@ -360,7 +360,7 @@ void load_builtin(const char* name, te_fl_plugin_query_fn query, OpRegistry& reg
   info.origin = "built-in";
   Result<std::shared_ptr<Instance>> instance = activate(query, registry);
   if (instance.ok()) {
-    describe((*instance)->header(), info);
+    fill_info((*instance)->header(), info);
     info.state = State::kActive;
     info.ops = (*instance)->ops();
     info.comms = (*instance)->comms();

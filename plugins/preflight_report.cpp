@@ -25,14 +25,14 @@ std::string count_of(std::size_t n, const std::string& singular, const std::stri
   return std::to_string(n) + " " + (n == 1 ? singular : plural);
 }
 
-std::string describe(const MissingSymbol& s) {
+std::string symbol_text(const MissingSymbol& s) {
   std::string out = shown(s.demangled.empty() ? s.name : s.demangled);
   if (!s.demangled.empty()) out += " [" + shown(s.name) + "]";
   if (!s.version.empty()) out += ", version " + shown(s.version);
   return out;
 }
 
-std::string describe(const MissingVersion& v) {
+std::string version_text(const MissingVersion& v) {
   std::string out = shown(v.version) + " of " + shown(v.soname) + " is needed by " +
                     shown(base_name(v.needed_by)) + ", and " + shown(v.library_path) + " has ";
   return out + (v.present.empty() ? "none of that family" : "only up to " + shown(v.present));
@@ -46,12 +46,12 @@ std::vector<std::string> problem_lines(const PreflightReport& r) {
   for (const MissingLibrary& m : r.missing_libraries) {
     out.push_back("library " + shown(m.chain) + ", was not found");
   }
-  for (const MissingVersion& v : r.missing_versions) out.push_back(describe(v));
+  for (const MissingVersion& v : r.missing_versions) out.push_back(version_text(v));
   if (r.lacks_required_symbol) {
     out.push_back("it does not export " + shown(r.required_symbol));
   }
   if (r.missing_symbol_count > 0) {
-    out.push_back("no library provides " + describe(r.missing_symbols.front()) +
+    out.push_back("no library provides " + symbol_text(r.missing_symbols.front()) +
                   (r.missing_symbol_count > 1 ? " and " + count_of(r.missing_symbol_count - 1,
                                                                    "other symbol", "other symbols")
                                               : ""));
@@ -72,7 +72,7 @@ void add_libraries(const PreflightReport& r, std::string& out) {
 
 void add_versions(const PreflightReport& r, std::string& out) {
   for (const MissingVersion& v : r.missing_versions) {
-    out += "\n  missing version " + describe(v);
+    out += "\n  missing version " + version_text(v);
     for (std::size_t i = 0; i < v.symbols.size(); ++i) {
       out += (i == 0 ? "\n    for " : ", ") + shown(v.symbols[i]);
     }
@@ -97,7 +97,8 @@ void add_entry(const PreflightReport& r, std::string& out) {
 
 void add_symbols(const PreflightReport& r, std::string& out) {
   for (const MissingSymbol& s : r.missing_symbols) {
-    out += "\n  undefined symbol " + describe(s) + ", needed by " + shown(base_name(s.needed_by));
+    out +=
+        "\n  undefined symbol " + symbol_text(s) + ", needed by " + shown(base_name(s.needed_by));
   }
   if (r.missing_symbol_count > r.missing_symbols.size()) {
     out += "\n  and " + count_of(r.missing_symbol_count - r.missing_symbols.size(),

@@ -29,7 +29,7 @@ bool same_memory(const te_fl_arg_desc& a, const te_fl_arg_desc& b, const void* a
 }
 
 // True if `name` is one of the words of `list`.
-bool lists(const char* list, const char* name) noexcept {
+bool lists_word(const char* list, const char* name) noexcept {
   const size_t length = std::strlen(name);
   for (const char* at = list; (at = std::strstr(at, name)) != nullptr; at += length) {
     const bool begins = at == list || at[-1] == ' ';
@@ -54,7 +54,7 @@ std::string shared_in_place(const te_fl_op_schema& schema, const void* args) {
     if (out.role == TE_FL_IN || out.aliases == nullptr) continue;
     for (uint32_t j = 0; j < schema.arg_count; ++j) {
       const te_fl_arg_desc& in = *schema.args[j];
-      if (i == j || !lists(out.aliases, in.name) || !same_memory(out, in, args)) continue;
+      if (i == j || !lists_word(out.aliases, in.name) || !same_memory(out, in, args)) continue;
       return std::string("output '") + out.name + "' has the memory of '" + in.name + "'";
     }
   }

@@ -8,7 +8,8 @@ one program stands in PROGRAMS. Definitions in unnamed namespaces, static functi
 for itself, are passed over, and so is whatever only macros define.
 
 In UNITED folders, whose files tools/test.sh's builds compile as one (te_fl_unite in CMakeLists.txt), the names in unnamed
-namespaces must differ too."""
+namespaces must differ too. Nor may they hide a name of a header that another file of the folder uses: compiled as one, that
+file would use the nearer name, often without an error."""
 import pathlib
 import re
 import subprocess
@@ -173,16 +174,20 @@ def local_variable(head):
     return ("variable", name.group(1)) if name and len(words) > 1 else None
 
 
-def definitions(source, unnamed=False):
-    """(namespace, kind, name, line) of a file's definitions that other files could see; unnamed: of those in unnamed namespaces."""
+SHARED, CONSTANT, UNNAMED = "shared", "constant", "unnamed"  # seen by other files; each file's own; in an unnamed namespace
+
+
+def all_definitions(source):
+    """(namespace, kind, name, line, reach) of a file's definitions, in the order of the file; reach is one of the words above."""
     text = without_text(source)
     scopes, head, head_line, line = [], "", 1, 1
     found = []
     i = 0
 
-    def add(entry):
-        if entry is not None and (None in scopes) == unnamed:
-            found.append(("::".join(s for s in scopes if s), *entry, head_line))
+    def add(entry, constant):
+        if entry is not None:
+            reach = UNNAMED if None in scopes else CONSTANT if constant else SHARED
+            found.append(("::".join(s for s in scopes if s), *entry, head_line, reach))
 
     while i < len(text):
         c = text[i]
@@ -199,7 +204,8 @@ def definitions(source, unnamed=False):
                 scopes.append("")
                 head = ""
             else:
-                add(definition(head) or (local_variable(head) if unnamed else None))
+                defined = definition(head)
+                add(defined or local_variable(head), defined is None)
                 end = closing(text, i, "{}")
                 line += text.count("\n", i, end)
                 i = end
@@ -212,10 +218,10 @@ def definitions(source, unnamed=False):
                 scopes.pop()
             head = ""
         elif c == ";":
-            if head and not head.startswith("\0") and unnamed:
-                add(local_variable(head))
-            elif head and not head.startswith("\0") and re.search(r"\binline\b", head.split("(")[0]):
-                add(variable(strip_templates(head)[0]))
+            if head and not head.startswith("\0"):
+                shared = None in scopes or re.search(r"\binline\b", head.split("(")[0])
+                defined = variable(strip_templates(head)[0]) if shared and None not in scopes else None
+                add(defined or local_variable(head), defined is None)
             head = ""
         else:
             if not head.strip():
@@ -228,6 +234,11 @@ def definitions(source, unnamed=False):
     return found
 
 
+def definitions(source, unnamed=False):
+    """(namespace, kind, name, line) of a file's definitions that other files could see; unnamed: of those in unnamed namespaces."""
+    return [d[:4] for d in all_definitions(source) if d[4] == (UNNAMED if unnamed else SHARED)]
+
+
 def sources(root):
     listed = subprocess.run(["git", "ls-files", *("*" + s for s in SUFFIXES)], cwd=root, capture_output=True, text=True)
     if listed.returncode == 0 and listed.stdout:
@@ -235,39 +246,95 @@ def sources(root):
     return sorted(pathlib.PurePosixPath(p.relative_to(root).as_posix()) for p in pathlib.Path(root).rglob("*") if p.suffix in SUFFIXES)
 
 
+def is_below(path, folders):
+    return any(pathlib.PurePosixPath(f) in path.parents for f in folders)
+
+
+def is_united(path):
+    return path.suffix in (".cpp", ".cu") and is_below(path, UNITED) and not is_below(path, APART)
+
+
 def clashes(root):
-    files = {p: definitions((pathlib.Path(root) / p).read_text(errors="replace")) for p in sources(root) if (pathlib.Path(root) / p).exists()}
+    texts = {p: (pathlib.Path(root) / p).read_text(errors="replace") for p in sources(root) if (pathlib.Path(root) / p).exists()}
+    files = {p: all_definitions(text) for p, text in texts.items()}
     result, count = [], 0
     for program, folders in PROGRAMS.items():
         places = {}
         for path, found in files.items():
-            if not any(pathlib.PurePosixPath(f) in path.parents for f in folders):
+            if not is_below(path, folders):
                 continue
-            for space, kind, name, line in found:
-                count += 1
-                places.setdefault((space, kind, name), {}).setdefault(path, line)
+            for space, kind, name, line, reach in found:
+                if reach == SHARED:
+                    count += 1
+                    places.setdefault((space, kind, name), {}).setdefault(path, line)
         for (space, kind, name), where in sorted(places.items()):
             if len(where) > 1:
                 whole = f"{space}::{name}" if space else name
                 at = " and ".join(f"{p}:{n}" for p, n in sorted(where.items()))
                 result.append(f"{kind} {whole} is defined in {at}, both of {program}: rename one, give them one header, or use an "
                               "unnamed namespace (in .cpp and .cu only)")
-    return result + united_clashes(root, files), count
+    return result + united_clashes(files) + hidden_names(files, texts), count
 
 
-def united_clashes(root, files):
+def united_clashes(files):
     """Names that two files of one united folder have in unnamed namespaces."""
     places, result = {}, []
-    for path in files:
-        united, apart = (any(pathlib.PurePosixPath(f) in path.parents for f in folders) for folders in (UNITED, APART))
-        if path.suffix in (".cpp", ".cu") and united and not apart:
-            for space, kind, name, line in definitions((pathlib.Path(root) / path).read_text(errors="replace"), unnamed=True):
-                places.setdefault((path.parent, path.suffix, space, kind, name), {}).setdefault(path, line)
+    for path, found in files.items():
+        if is_united(path):
+            for space, kind, name, line, reach in found:
+                if reach == UNNAMED:
+                    places.setdefault((path.parent, path.suffix, space, kind, name), {}).setdefault(path, line)
     for (_, _, _, kind, name), where in sorted(places.items()):
         if len(where) > 1:
             at = " and ".join(f"{p}:{n}" for p, n in sorted(where.items()))
             result.append(f"{kind} {name} is in the unnamed namespaces of {at}, which tools/test.sh's builds compile as one file: rename one, "
                           "or give them one header")
+    return result
+
+
+def base_name(name):
+    """The identifier in the name of a definition: "f" of "f(int)"."""
+    return re.match(r"\w*", name).group(0)
+
+
+def is_within(inner, outer):
+    return inner == outer or inner.startswith(outer + "::")
+
+
+def included(path, texts, by_name, known):
+    """The project's headers that a file includes, directly or not."""
+    if path not in known:
+        known[path] = set()  # of a header that includes itself
+        for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', texts[path], re.M):
+            for header in by_name.get(pathlib.PurePosixPath(name).name, ()):
+                if str(header).endswith(name):
+                    known[path] |= {header} | included(header, texts, by_name, known)
+    return known[path]
+
+
+def hidden_names(files, texts):
+    """Names in unnamed namespaces of united folders that hide a header's name in another file of the folder, which includes it and mentions the name."""
+    in_headers, by_name, known = {}, {}, {}
+    for path, found in files.items():
+        if path.suffix in (".h", ".hpp", ".cuh"):
+            by_name.setdefault(path.name, []).append(path)
+            for space, _, name, _, reach in found:
+                if reach != UNNAMED and space:
+                    in_headers.setdefault(base_name(name), []).append((space, path))
+    words = {p: set(re.findall(r"\w+", without_text(texts[p]))) for p in files if is_united(p)}
+    result = []
+    for path in words:
+        for space, kind, name, line, reach in files[path]:
+            word = base_name(name)
+            headers = {h for outer, h in in_headers.get(word, ()) if reach == UNNAMED and is_within(space, outer)}
+            for other in words if headers else ():
+                if other == path or (other.parent, other.suffix) != (path.parent, path.suffix) or word not in words[other]:
+                    continue
+                header = next((h for h in included(other, texts, by_name, known) if h in headers), None)
+                if header and any(is_within(d[0], space) for d in files[other]):
+                    result.append(f"{kind} {name} in the unnamed namespace of {path}:{line} hides the name of {header} in {other} where tools/test.sh's "
+                                  "builds compile both as one file: rename it")
+                    break
     return result
 
 

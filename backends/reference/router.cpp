@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 
+#include "activation.hpp"
 #include "element.hpp"
 #include "families.hpp"
 #include "integers.hpp"
@@ -19,7 +20,6 @@ constexpr double kEpsilon = 1e-20;
 
 // ---- scores
 
-double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 double sqrt_softplus(double x) {
   return std::sqrt((x < 0.0 ? 0.0 : x) + std::log1p(std::exp(-std::fabs(x))));
 }

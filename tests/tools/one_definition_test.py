@@ -58,10 +58,35 @@ class OneDefinition(unittest.TestCase):
             found = [line.split(" is in the unnamed")[0] for line in self.found(one, two, paths=united)]
             self.assertEqual(found, [name], text)
             self.assertEqual(self.found(one, two, paths=("nn/modules/one.cpp", "nn/optim/other.cpp")), [], "other folders are apart")
-            self.assertEqual(self.found(one, two, paths=("backends/cuda/gemm/one.cpp", "backends/cuda/gemm/other.cpp")), [], "and other libraries")
+            self.assertEqual(self.found(one, two, paths=("backends/opencl/one.cpp", "backends/opencl/other.cpp")), [], "and other libraries")
+            self.assertEqual(self.found(one, two, paths=("backends/cuda/gemm/one.cu", "backends/cuda/gemm/other.cpp")), [], "and files of CUDA")
         for text, other in (("int f(int);", "int f(int i) { return i; }"), ("int f(int i) { return i; }", "int f(long i) { return 1; }"),
                             ("using Clock = std::chrono::steady_clock;", "using Clock = std::chrono::steady_clock;")):
             self.assertEqual(self.found(f"namespace {{\n{text}\n}}", f"namespace {{\n{other}\n}}", paths=united), [], text)
+
+    def test_names_that_hide_those_of_headers(self):
+        """A united file would use the unnamed namespace's name of the file before it."""
+        header = "namespace te_fl::cuda {\nconstexpr int kAtOnce = 4;\ninline int blocks_of(int n) { return n / kAtOnce; }\nstruct Piece { int i; };\n}"
+        user = '#include "common/nest.hpp"\nnamespace te_fl::cuda {\nint f(int n) { return %s; }\n}'
+
+        def found(hider, used, paths=("backends/cuda/pointwise/one.cu", "backends/cuda/pointwise/other.cu"), include=True):
+            with tempfile.TemporaryDirectory() as folder:
+                text = user % used
+                files = {"backends/cuda/common/nest.hpp": header, paths[0]: f"namespace te_fl::cuda {{\nnamespace {{\n{hider}\n}}\n}}",
+                         paths[1]: text if include else text.split("\n", 1)[1]}
+                for path, content in files.items():
+                    os.makedirs(os.path.dirname(os.path.join(folder, path)), exist_ok=True)
+                    with open(os.path.join(folder, path), "w") as file:
+                        file.write(content)
+                return [line.split(" in the unnamed")[0] for line in clashes(folder)[0]]
+
+        self.assertEqual(found("constexpr int kAtOnce = 2;", "kAtOnce"), ["variable kAtOnce"])
+        self.assertEqual(found("int blocks_of(long n) { return 1; }", "blocks_of(n)"), ["function blocks_of(long)"])
+        self.assertEqual(found("class Piece { };", "Piece{n}.i"), ["type Piece"])
+        self.assertEqual(found("constexpr int kAtOnce = 2;", "n"), [], "the other file does not use it")
+        self.assertEqual(found("constexpr int kAtOnce = 2;", "kAtOnce", include=False), [], "nor includes the header")
+        for apart in ("backends/cuda/norm/one.cu", "backends/cuda/pointwise/one.cpp"):
+            self.assertEqual(found("constexpr int kAtOnce = 2;", "kAtOnce", paths=(apart, "backends/cuda/pointwise/other.cu")), [], "compiled apart")
 
     def test_what_is_no_clash(self):
         for one, other in (

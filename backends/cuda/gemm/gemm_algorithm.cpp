@@ -49,7 +49,7 @@ GemmChoice key_of(int device, const std::string& problem) {
   return key;
 }
 
-cublasLtMatmulAlgo_t algorithm_of(const GemmChoice& choice) {
+cublasLtMatmulAlgo_t algorithm_from(const GemmChoice& choice) {
   cublasLtMatmulAlgo_t algo;
   std::memcpy(&algo, choice.algorithm.data(), sizeof algo);
   return algo;
@@ -136,7 +136,7 @@ bool tunes_gemm() noexcept { return book().tunes(); }
 bool find_gemm_choice(int device, const std::string& problem, cublasLtMatmulAlgo_t& algo) {
   if (book().empty()) return false;
   const std::optional<GemmChoice> found = book().find(key_of(device, problem));
-  if (found) algo = algorithm_of(*found);
+  if (found) algo = algorithm_from(*found);
   return found.has_value();
 }
 
@@ -180,7 +180,7 @@ cublasLtMatmulAlgo_t measured_gemm_choice(
     int device, const std::string& problem, const cublasLtMatmulAlgo_t& otherwise,
     const std::function<std::optional<GemmChoice>()>& measure) {
   const auto choice = book().find_or_measure(device, key_of(device, problem), measure);
-  return choice ? algorithm_of(*choice) : otherwise;
+  return choice ? algorithm_from(*choice) : otherwise;
 }
 
 void warn_not_measured(const std::string& problem, const char* why) {

@@ -13,12 +13,12 @@
 namespace te_fl::cuda {
 namespace {
 
-constexpr int kAtOnce = 2;  // groups that a thread has in flight
+constexpr int kGroupsAtOnce = 2;  // groups that a thread has in flight
 
-// Index of the thread's u-th group of eight elements. A block processes kAtOnce groups per thread;
+// Index of the thread's u-th group of eight elements. A block processes kGroupsAtOnce groups per thread;
 // those of a thread are kThreads apart.
 __device__ inline int64_t group_of(int u) {
-  return (blockIdx.x * int64_t{kAtOnce} + u) * kThreads + threadIdx.x;
+  return (blockIdx.x * int64_t{kGroupsAtOnce} + u) * kThreads + threadIdx.x;
 }
 __device__ inline int elements_of(int64_t group, int64_t size) {
   const int64_t left = size - group * kGroup;
@@ -43,14 +43,14 @@ template <class T, bool kForward>
 __global__ void __launch_bounds__(kThreads)
     dropout_kernel(const T* in, T* out, uint8_t* mask, int64_t size, float factor,
                    DropoutStream stream, bool aligned) {
-  Pack<T, kGroup> x[kAtOnce];
+  Pack<T, kGroup> x[kGroupsAtOnce];
 #pragma unroll
-  for (int u = 0; u < kAtOnce; ++u) {
+  for (int u = 0; u < kGroupsAtOnce; ++u) {
     const int64_t g = group_of(u);
     load_group_of(x[u], in + g * kGroup, elements_of(g, size), aligned);
   }
 #pragma unroll
-  for (int u = 0; u < kAtOnce; ++u) {
+  for (int u = 0; u < kGroupsAtOnce; ++u) {
     const int64_t g = group_of(u);
     const int n = elements_of(g, size);
     if (n == 0) continue;
@@ -73,16 +73,16 @@ template <class T, bool kDrops>
 __global__ void __launch_bounds__(kThreads)
     add_kernel(const T* a, const T* b, T* out, uint8_t* mask, int64_t size, float factor,
                DropoutStream stream, bool aligned) {
-  Pack<T, kGroup> x[kAtOnce], y[kAtOnce];
+  Pack<T, kGroup> x[kGroupsAtOnce], y[kGroupsAtOnce];
 #pragma unroll
-  for (int u = 0; u < kAtOnce; ++u) {
+  for (int u = 0; u < kGroupsAtOnce; ++u) {
     const int64_t g = group_of(u);
     const int n = elements_of(g, size);
     load_group_of(x[u], a + g * kGroup, n, aligned);
     load_group_of(y[u], b + g * kGroup, n, aligned);
   }
 #pragma unroll
-  for (int u = 0; u < kAtOnce; ++u) {
+  for (int u = 0; u < kGroupsAtOnce; ++u) {
     const int64_t g = group_of(u);
     const int n = elements_of(g, size);
     if (n == 0) continue;
@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-unsigned blocks_of(int64_t size) {
-  return static_cast<unsigned>(ceil_div(size, int64_t{kGroup} * kThreads * kAtOnce));
+unsigned dropout_blocks(int64_t size) {
+  return static_cast<unsigned>(ceil_div(size, int64_t{kGroup} * kThreads * kGroupsAtOnce));
 }
 float factor_of(float p) { return static_cast<float>(1.0 / (1.0 - static_cast<double>(p))); }
 
@@ -141,7 +141,7 @@ void dropout(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tenso
   with_type(dtype_of(in), [&]<class T>(T) {
     const T* x = backend::data<const T>(in);
     T* y = backend::data<T>(out);
-    dropout_kernel<T, kForward><<<blocks_of(n), kThreads, 0, stream_of(ctx)>>>(
+    dropout_kernel<T, kForward><<<dropout_blocks(n), kThreads, 0, stream_of(ctx)>>>(
         x, y, backend::data<uint8_t>(mask), n, factor_of(p), stream, choice.aligned);
   });
 }
@@ -181,7 +181,7 @@ void add(const te_fl_context& ctx, const te_fl_add_args& args) {
     const T *a = backend::data<const T>(*args.a), *b = backend::data<const T>(*args.b);
     T* out = backend::data<T>(*args.output);
     const auto kernel = mask != nullptr ? add_kernel<T, true> : add_kernel<T, false>;
-    kernel<<<blocks_of(size), kThreads, 0, stream_of(ctx)>>>(a, b, out, mask, size, factor, random,
+    kernel<<<dropout_blocks(size), kThreads, 0, stream_of(ctx)>>>(a, b, out, mask, size, factor, random,
                                                              choice.aligned);
   });
   check_launch("add");

@@ -21,7 +21,7 @@ const Exchange& exchange_for(PyObject* object, const char* name) {
   return *api;
 }
 
-te_fl_dltensor describe(PyObject* object, const char* name) {
+te_fl_dltensor describe_object(PyObject* object, const char* name) {
   return python::describe(exchange_for(object, name), object, name);
 }
 
@@ -103,7 +103,7 @@ const char* base_around(PyObject* storage, const char* data, int64_t bytes) {
 
 // The first element of a tensor that keeps itself.
 const char* data_of(PyObject* tensor) {
-  const te_fl_dltensor t = describe(tensor, "tensor");
+  const te_fl_dltensor t = describe_object(tensor, "tensor");
   return static_cast<const char*>(t.data) + t.byte_offset;
 }
 
@@ -147,14 +147,14 @@ Ref to_object(const Exchange& api, ManagedVersioned* managed) {
 }  // namespace
 
 Tensor tensor_of(PyObject* object, const char* name, bool keep) {
-  const te_fl_dltensor t = describe(object, name);
+  const te_fl_dltensor t = describe_object(object, name);
   auto made = wrap(t, keep ? keep_alive(object) : nullptr);
   if (!made.ok()) throw_status(made.status().wrap(name));
   return *std::move(made);
 }
 
 Tensor tensor_of(PyObject* object, const char* name, std::vector<Lent>& lent) {
-  const te_fl_dltensor t = describe(object, name);
+  const te_fl_dltensor t = describe_object(object, name);
   const char* const data = static_cast<char*>(t.data) + t.byte_offset;
   const int64_t bytes = reach_of(t);
   const Ref storage = storage_of(object);
@@ -171,7 +171,7 @@ Tensor tensor_of(PyObject* object, const char* name, std::vector<Lent>& lent) {
 
 std::shared_ptr<void> lend_result(PyObject* object, const std::weak_ptr<void>& owner,
                                   std::vector<Lent>& lent) {
-  const te_fl_dltensor t = describe(object, "output");
+  const te_fl_dltensor t = describe_object(object, "output");
   const char* const data = static_cast<char*>(t.data) + t.byte_offset;
   const int64_t bytes = reach_of(t);
   const Ref storage = storage_of(object);
@@ -183,7 +183,7 @@ std::shared_ptr<void> lend_result(PyObject* object, const std::weak_ptr<void>& o
 }
 
 void* memory_of(PyObject* object, const char* name) {
-  const te_fl_dltensor t = describe(object, name);
+  const te_fl_dltensor t = describe_object(object, name);
   return static_cast<char*>(t.data) + t.byte_offset;
 }
 

@@ -82,7 +82,7 @@ TEST(ReferenceNorm, Empty) {
 }
 
 // Loss = sum of w z; its derivative by every x, gamma and beta, by central differences in double.
-struct Problem {
+struct NormProblem {
   static constexpr int kRows = 3, kCols = 5;
   Values x, gamma, w;
   bool centered, zero_centered;
@@ -101,7 +101,7 @@ struct Problem {
     }
     return total;
   }
-  Values gradient(Values Problem::*member) {
+  Values gradient(Values NormProblem::*member) {
     Values result((this->*member).size());
     for (size_t i = 0; i < result.size(); ++i) {
       double& v = (this->*member)[i];
@@ -125,8 +125,8 @@ struct Problem {
   }
 };
 
-Problem problem(bool centered, bool zero_centered) {
-  Problem p{{}, {}, {}, centered, zero_centered};
+NormProblem problem(bool centered, bool zero_centered) {
+  NormProblem p{{}, {}, {}, centered, zero_centered};
   for (int i = 0; i < 15; ++i) p.x.push_back(std::sin(1.7 * i) * (1 + i % 4));
   for (int i = 0; i < 15; ++i) p.w.push_back(std::cos(2.3 * i));
   for (int i = 0; i < 5; ++i) p.gamma.push_back(0.5 + 0.3 * i);
@@ -135,7 +135,7 @@ Problem problem(bool centered, bool zero_centered) {
 
 TEST(ReferenceNorm, LayernormBackwardMatchesDifferences) {
   for (const bool zero_centered : {false, true}) {
-    Problem p = problem(true, zero_centered);
+    NormProblem p = problem(true, zero_centered);
     Array dz(TE_FL_F32, {3, 5}, p.w), x(TE_FL_F32, {3, 5}, p.x), gamma(TE_FL_F32, {5}, p.gamma);
     Array mu(TE_FL_F32, {3}), rsigma(TE_FL_F32, {3}), dgamma(TE_FL_F32, {5}), dbeta(TE_FL_F32, {5});
     p.statistics(mu, rsigma);
@@ -150,15 +150,15 @@ TEST(ReferenceNorm, LayernormBackwardMatchesDifferences) {
     args.dbeta = dbeta;
     args.zero_centered_gamma = zero_centered;
     EXPECT_OK(call("layernorm_bwd", args));
-    expect_near(dz.values(), p.gradient(&Problem::x), 2e-6, 2e-6);
-    expect_near(dgamma.values(), p.gradient(&Problem::gamma), 2e-6, 2e-6);
+    expect_near(dz.values(), p.gradient(&NormProblem::x), 2e-6, 2e-6);
+    expect_near(dgamma.values(), p.gradient(&NormProblem::gamma), 2e-6, 2e-6);
     for (int c = 0; c < 5; ++c) EXPECT_NEAR(dbeta.get(c), p.w[c] + p.w[5 + c] + p.w[10 + c], 1e-6);
   }
 }
 
 TEST(ReferenceNorm, RmsnormBackwardMatchesDifferences) {
   for (const bool zero_centered : {false, true}) {
-    Problem p = problem(false, zero_centered);
+    NormProblem p = problem(false, zero_centered);
     Array dz(TE_FL_F32, {3, 5}, p.w), x(TE_FL_F32, {3, 5}, p.x), gamma(TE_FL_F32, {5}, p.gamma);
     Array mu(TE_FL_F32, {3}), rsigma(TE_FL_F32, {3}), dgamma(TE_FL_F32, {5}), dx(TE_FL_F32, {3, 5});
     p.statistics(mu, rsigma);
@@ -171,9 +171,9 @@ TEST(ReferenceNorm, RmsnormBackwardMatchesDifferences) {
     args.dgamma = dgamma;
     args.zero_centered_gamma = zero_centered;
     EXPECT_OK(call("rmsnorm_bwd", args));
-    Values expected = p.gradient(&Problem::x);
+    Values expected = p.gradient(&NormProblem::x);
     expect_near(dx.values(), expected, 2e-6, 2e-6);
-    expect_near(dgamma.values(), p.gradient(&Problem::gamma), 2e-6, 2e-6);
+    expect_near(dgamma.values(), p.gradient(&NormProblem::gamma), 2e-6, 2e-6);
 
     Array add(TE_FL_F32, {3, 5}, p.x);
     te_fl_rmsnorm_bwd_add_args more;

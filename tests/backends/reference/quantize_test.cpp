@@ -10,7 +10,7 @@ namespace te_fl::testing {
 namespace {
 
 constexpr double kNanInput = std::numeric_limits<double>::quiet_NaN();
-constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 using Bytes = std::vector<uint8_t>;
 using Values = std::vector<double>;
 
@@ -46,7 +46,7 @@ TEST(ReferenceQuantize, GivenScaleSaturatesAndKeepsARunningAmax) {
 }
 
 TEST(ReferenceQuantize, InfinitiesSaturateInBothFormats) {
-  Array x(TE_FL_BF16, {3}, {kInf, -kInf, 1e38});
+  Array x(TE_FL_BF16, {3}, {kInfinity, -kInfinity, 1e38});
   Array e4m3(TE_FL_F8E4M3, {3}), e5m2(TE_FL_F8E5M2, {3});
   EXPECT_OK(quantize(x, e4m3.quantised(TE_FL_SCALING_TENSOR, 0, 1, 0)));
   EXPECT_OK(quantize(x, e5m2.quantised(TE_FL_SCALING_TENSOR, 0, 1, 0)));
@@ -81,7 +81,7 @@ TEST(ReferenceQuantize, CurrentScalingDerivesTheScale) {
       {3.5, 0, 7.0f, 64.0f, 3.5f},     // epsilon bounds what the scale is derived from
       {0.0, 0, 0, 1.0f, 0.0f},         // nothing to scale
       {1e-40, 0, 0, FLT_MAX, 1e-40f},  // an infinite scale is replaced
-      {kInf, 0, 0, 1.0f, std::numeric_limits<float>::infinity()},
+      {kInfinity, 0, 0, 1.0f, std::numeric_limits<float>::infinity()},
       {kNanInput, 0, 0, 1.0f, 0.0f},
   };
   for (const Case& c : cases) {
@@ -184,7 +184,7 @@ TEST(ReferenceQuantize, Mxfp8KeepsTheElementOrderInBothCopies) {
   Array x(TE_FL_BF16, {2, 40}), q(TE_FL_F8E4M3, {2, 40});
   for (int k = 0; k < 40; ++k) {
     x.set(k, k < 32 ? 448 : 449 * 2);  // 449 * 2 rounds to 896 in BF16: scale 2
-    x.set(40 + k, k < 32 ? kNanInput : k == 33 ? kInf : 0);
+    x.set(40 + k, k < 32 ? kNanInput : k == 33 ? kInfinity : 0);
   }
   q.quantised(TE_FL_SCALING_MXFP8, 0, 128 * 4, 4 * 128);
   EXPECT_OK(quantize(x, q));
