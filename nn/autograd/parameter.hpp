@@ -14,6 +14,8 @@ Result<bool> adds(Parameter& parameter);
 void wrote(Parameter& parameter);
 // As if none had ever been written.
 void drop_grad(Parameter& parameter) noexcept;
+// FAILED_PRECONDITION naming `who` if a part of the gradient is still left to backward_dw().
+Status check_complete(std::string_view who, const NamedParameter& p);
 // FAILED_PRECONDITION naming `who` if the parameter holds borrowed codes, which their owner writes.
 Status check_writable(std::string_view who, std::string_view name, const Parameter& parameter);
 

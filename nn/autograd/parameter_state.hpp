@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 
+#include "nn/autograd/delayed_wgrad.hpp"
 #include "nn/autograd/gradient_listener.hpp"
 #include "nn/fp8/fp8_values.hpp"
 #include "nn/fp8/scale_updates.hpp"
@@ -24,8 +25,9 @@ struct ParameterState {
   // begins another step. False after take_grad().
   bool grad_cleared = false;
   uint64_t grad_cleared_in = 0;  // the capture that cleared it; 0: none
-  // Counts the backwards that have left its gradient to Module::backward_dw().
-  int64_t delayed_wgrads = 0;
+  // Counts the backwards that have left its gradient to Module::backward_dw(). The parts of a
+  // JoinedParameter share the count of the whole.
+  DelayedCount delayed_wgrads = std::make_shared<int64_t>(0);
   std::shared_ptr<Fp8Values> fp8_values;   // of an FP8-only parameter, else null
   std::optional<uint64_t> owners_version;  // of a borrowed value
   // The module's FP8 copy of the value, for an optimizer that writes it

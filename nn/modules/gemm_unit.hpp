@@ -156,6 +156,8 @@ class GemmUnit {
   // Before a delay: what is frozen now stays without a gradient of this backward, whose operands
   // were prepared without it. What is frozen until then has none either.
   void settle(Use& use, Gradient& grad) const;
+  // Adds the counts of the parameters whose gradients a delay leaves, after settle().
+  void count_left(const Use& use, const Gradient& grad, std::vector<DelayedCount>& counts) const;
   bool wants_wgrad(const Use& use) const { return use.wgrad && weight_->requires_grad; }
   bool wants_bias_grad() const {
     return bias_ != nullptr && spec_.adds_bias && bias_->requires_grad;

@@ -70,10 +70,11 @@ class TE_FL_API Module {
   // True: from now on backwards leave the gradients of linear maps' weights (without FP8 also of
   // their biases) to backward_dw(), and keep what it reads, so that others' work comes before it,
   // e.g. the stages of a pipeline. Submodules included. False computes them in the backward again.
+  // Until backward_dw() the gradients are incomplete: an optimizer's step, clip_grad_norm(),
+  // sum_partial_gradients() and DataParallel::average_gradients() are FAILED_PRECONDITION.
   void set_delay_wgrad(bool delays);
   // Computes the gradients that backwards have left, in the order of registration; nothing if there
-  // are none. An optimizer's step before it is FAILED_PRECONDITION. After an error what was left is
-  // dropped.
+  // are none. After an error what was left is dropped.
   Status backward_dw();
   // Takes out what backward_dw() would compute now, as a function that does it, to be called once
   // while the module lives. Called after each backward it keeps the backwards' gradients apart.

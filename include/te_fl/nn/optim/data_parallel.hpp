@@ -75,8 +75,9 @@ class TE_FL_API DataParallel {
   // The mean over the ranks of each gradient, with ZeRO of this rank's part: one collective a
   // bucket, those of the last parameters first, for buckets whose collective has not begun.
   // FAILED_PRECONDITION names a parameter whose gradient has been replaced, was not written since
-  // clear_grad(), or was written after its collective had begun; or says that a LastBackward is
-  // alive, or with ZeRO that the gradients have been averaged before and not cleared since.
+  // clear_grad(), is left to Module::backward_dw(), or was written after its collective had begun;
+  // or says that a LastBackward is alive, or with ZeRO that the gradients have been averaged before
+  // and not cleared since.
   Status average_gradients();
   size_t buckets() const noexcept;
 
