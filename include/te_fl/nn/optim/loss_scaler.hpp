@@ -23,8 +23,9 @@ struct LossScalerOptions {
 //   tape.backward(loss, scaler->scale());  // or CrossEntropyLoss::backward(ctx, scale())
 //   optimizer->step(*scaler);              // looks for overflow on the device, waits for nothing
 //   scaler->update();                      // adapts the scale
-// Several optimizers may step on one scaler before its update(): each leaves out its own step if
-// its own gradients are not finite, and the scale falls if any did. For one thread.
+// Several optimizers may step on one scaler before its update(), each of them once, since a second
+// step forgets what the first one found: each leaves out its own step if its own gradients are not
+// finite, and the scale falls if any did. For one thread.
 class TE_FL_API LossScaler {
  public:
   static Result<std::unique_ptr<LossScaler>> create(const LossScalerOptions& options);
