@@ -38,8 +38,8 @@ class Fp8State {
   // True if the scales come from amaxes: an update has set them, or they were loaded with a history
   // that is not all zero. Otherwise they are the initial 1.
   bool calibrated() const noexcept { return shared_->calibrated; }
-  // Counts the changes of the scales: what was quantised in another generation may have had another
-  // scale.
+  // Counts the changes of the scales and the drops of amaxes: what was quantised in another
+  // generation may have had another scale, and its amax may be in the history no more.
   uint64_t generation() const noexcept { return shared_->generation; }
   // Counts load() and reset(): amaxes that were collected before one have no update after it.
   uint64_t loads() const noexcept { return shared_->loads; }
@@ -78,6 +78,9 @@ class Fp8State {
   // Copies loaded state: history [length, slots], scale [slots], both on the state's device, and
   // the FP8 type that the scales are for, kF32 if that is not known.
   Status load(const Tensor& history, const Tensor& scale, bool calibrated, DType dtype);
+  // Zeroes the running row of the history, and begins a generation: a copy of a weight whose amax
+  // the row had is quantised again, which collects the amax again. Needs defined().
+  Status drop_amaxes();
   // Scale 1, history 0, as after the first ensure(). Does nothing if undefined.
   Status reset();
   // The work enqueued now uses the state. If a graph captures it, the memory lives as long as that

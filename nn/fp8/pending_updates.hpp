@@ -27,6 +27,8 @@ struct PendingUpdate {
   DType dtype = DType::kF8E4M3;
   std::shared_ptr<AmaxReduction> reduction = nullptr;
   uint64_t loads = state == nullptr ? 0 : state->loads();  // when it was used
+  // The running amaxes before a training forward, if inferences had left some; else undefined.
+  Tensor amaxes_before = {};
   // False: the state was loaded or reset since, and its scales are what was loaded.
   bool counts() const noexcept { return loads == state->loads(); }
 };
