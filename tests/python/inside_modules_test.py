@@ -489,6 +489,25 @@ class Host(unittest.TestCase):
 
         self.assertEqual(torch.compile(branch, fullgraph=True, backend="aot_eager")(torch.ones(2, device="cuda")).tolist(), [9.0] * 2)
 
+        def moves(x):
+            y = x.to(x.device).to("cpu").to("cuda").cpu().to(x)
+            return y.pin_memory() + x.get_device() if x.is_cuda and not x.is_cpu else x * 0
+
+        x = torch.randn(2, 3, device="cuda")
+        self.assertEqual(torch.compile(moves, fullgraph=True, backend="aot_eager")(x).tolist(), moves(x).tolist())
+
+    def test_compiled_behind_a_graph_break(self):
+        """There the program runs on, and PyTorch compiles each function that it comes to; it guards on no getter of tensors."""
+        def reads(x):
+            for _ in range(2):
+                torch._dynamo.graph_break()
+            return x.shape, x.device, x.dtype, x.is_cuda, torch.arange(x.shape[0], device=x.device).tolist()
+
+        x = torch.ones(2, 3, device="cuda")
+        compiled = torch.compile(reads, backend="eager")
+        for _ in range(2):
+            self.assertEqual(compiled(x), ((2, 3), torch.device("cpu"), torch.float32, True, [0, 1]))
+
     def test_patterns_of_the_compiler(self):
         """Inductor traces its patterns with tensors of a GPU, in no mode, as in a thread of its own: where its module is imported the mode is entered."""
         class Loader:
