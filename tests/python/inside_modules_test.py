@@ -433,6 +433,12 @@ class Trouble(unittest.TestCase):
                       lambda q: tex.layernorm_fwd(x, torch.ones(16), torch.zeros(16), 1e-5, None, q, tex.DType.kFloat32, 0, False)[0]):
             got, want = (write(te.Float8Quantizer(torch.full((1,), 2.0), amax, tex.DType.kFloat8E4M3))._data.clone() for amax in (torch.Tensor(), torch.zeros(1)))
             self.assertTrue(torch.equal(got, want))
+            # One without a scale, which may be the same tensor, has the scale 1.
+            none, found = torch.Tensor(), []
+            for scale, amax in ((torch.ones(1), torch.zeros(1)), (none, torch.zeros(1)), (none, none)):
+                got = write(te.Float8Quantizer(scale, amax, tex.DType.kFloat8E4M3))
+                found.append((got._data.tolist(), float(got._scale_inv)))
+            self.assertEqual(found, found[:1] * 3)
 
     def test_what_is_quantised_already_is_quantised_by_its_values(self):
         """The package hands such gradients on, as in attention that it emulates in FP8."""
