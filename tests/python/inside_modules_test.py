@@ -451,6 +451,15 @@ class Trouble(unittest.TestCase):
                 self.assertTrue(torch.equal(got.dequantize(), want.dequantize()))
             self.assertTrue(torch.equal(sums, tex.bgrad_quantize(held.dequantize(), quantizer)[0]))
 
+    def test_inputs_of_autograd(self):
+        """The functions are below autograd, whatever their inputs want of it."""
+        x, ones = torch.nn.Parameter(torch.randn(32, 32).to(BF16)), torch.ones(32, dtype=BF16)
+        sums = x.detach().sum(0)
+        for quantizer in (None, te.NVFP4Quantizer(with_2d_quantization=True), te.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, "cpu")):
+            self.assertTrue(torch.equal(tex.bgrad_quantize(x, quantizer)[0], sums))
+        got = self.product(torch.eye(32, dtype=BF16), x, bias=ones, grad=True)[1]
+        self.assertTrue(torch.equal(got, sums))
+
     def test_noop_keeps_the_codes(self):
         quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3)
         held = tex.quantize(torch.ones(16, 16), quantizer)

@@ -79,12 +79,12 @@ def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list:
         bias_grad.zero_()
         return [bias_grad, values if quantizer is None else quantize(values, quantizer)]
     if quantizer is None:
-        torch.sum(values.view(-1, values.shape[-1]), 0, out=bias_grad)
+        torch.sum(values.detach().view(-1, values.shape[-1]), 0, out=bias_grad)
         return [bias_grad, values]
     scheme = schemes.of_quantizer(quantizer)
     output = scheme.create(quantizer, values.shape, values.dtype, values.device)
     if scheme.is_single(quantizer):
-        torch.sum(values.view(-1, values.shape[-1]), 0, out=bias_grad)
+        torch.sum(values.detach().view(-1, values.shape[-1]), 0, out=bias_grad)
         return [bias_grad, quantize_into(values, quantizer, output)]
     ops.bgrad_quantize(input=values, output=scheme.target(quantizer, output), bias_grad=bias_grad)
     return [bias_grad, output]
