@@ -161,8 +161,8 @@ class DotProductAttentionTest(Modules):
 
     def test_the_window_of_a_module_is_a_pair(self):
         """As Transformer Engine's attribute: without a window it says what the module's mask shows. A call's own mask has no window either then."""
-        for mask, given, want in (("causal", None, (-1, 0)), ("no_mask", None, (-1, -1)), ("padding_causal", (3, 0), (3, 0)), ("padding", (3, 2), (3, 2))):
-            self.assertEqual(te.DotProductAttention(2, 16, attn_mask_type=mask, window_size=given).window_size, want)
+        for mask, size, want in (("causal", None, (-1, 0)), ("no_mask", None, (-1, -1)), ("padding_causal", (3, 0), (3, 0)), ("padding", (3, 2), (3, 2))):
+            self.assertEqual(te.DotProductAttention(2, 16, attn_mask_type=mask, window_size=size).window_size, want)
         q, k, v = (randn(self.S, self.B, 2, 16, seed=seed) for seed in (1, 2, 3))
         causal, free = (te.DotProductAttention(2, 16, attn_mask_type=mask) for mask in ("causal", "no_mask"))
         with warnings.catch_warnings():
