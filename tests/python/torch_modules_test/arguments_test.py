@@ -191,6 +191,20 @@ class Arguments(unittest.TestCase):
             setattr(module, name, value)
             self.assertTrue(torch.equal(module(x), other(x)))
             self.assertFalse(torch.equal(module(x), before))
+        for make in (lambda: te.Linear(32, 32, device="cpu"), lambda: te.LayerNormLinear(32, 32, device="cpu"), lambda: te.LayerNormMLP(32, 32, device="cpu"),
+                     lambda: te.GroupedLinear(1, 32, 32, device="cpu")):
+            for runs_before in (False, True):  # The bias is added by apply_bias, and returned by return_bias, as in Transformer Engine.
+                module = randomise(make())
+                call = (lambda: module(x, [4])) if isinstance(module, te.GroupedLinear) else (lambda: module(x))  # noqa: B023
+                bias = [p for n, p in module.named_parameters() if n in ("bias", "fc2_bias", "bias0")][0]
+                want = randomise(make())(*(x, [4])[:2 if isinstance(module, te.GroupedLinear) else 1])
+                if runs_before:
+                    call()
+                module.return_bias = True
+                y, returned = call()
+                self.assertTrue(torch.equal(y, want) and torch.equal(returned[0] if isinstance(returned, list) else returned, bias))
+                module.apply_bias = False
+                near(self, call()[0] + bias, want, 1e-6, "output")
         layers = [randomise(te.TransformerLayer(32, 32, 4, device="cpu", hidden_dropout=0, attention_dropout=0, activation=a)) for a in ("gelu", "relu")]
         layers[0](x[:, None])
         layers[0].layernorm_mlp.activation = "relu"

@@ -99,13 +99,15 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     # -- the layer
 
+    _remade = frozenset(("apply_bias",))
+
     @property
     def _sites(self) -> Tuple[str, ...]:
         return tuple(f"gemm{i}" for i in range(self.num_gemms))
 
     def _options(self) -> dict:
         return {"num_gemms": self.num_gemms, "in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias,
-                "return_bias": self.return_bias, "param_dtype": DTYPE_NAMES[self.params_dtype]}
+                "return_bias": self.use_bias and not self.apply_bias, "param_dtype": DTYPE_NAMES[self.params_dtype]}
 
     def _own(self) -> Tuple[torch.Tensor, ...]:
         return self._tensors(self._weight_names + (self._bias_names if self.use_bias else ()))
