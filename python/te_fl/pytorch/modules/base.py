@@ -314,12 +314,15 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
 
         activation: the output's dtype outside of torch.autocast, an index in te_fl.tensors.DTYPES; -1: the input's."""
         x = inputs[0]
+        kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # x.device.type makes a new string at each look
+        autocasts = torch.is_autocast_enabled(kind)
         if x.dtype not in DTYPE_NAMES:
-            raise refuse(type(self).__name__, "input", f"a tensor of {x.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
+            if not autocasts or len(inputs) > 1 or not x.is_floating_point():
+                raise refuse(type(self).__name__, "input", f"a tensor of {x.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
+            inputs = (x.float(),)
         if x.layout is not torch.strided or x.is_meta:
             raise refuse(type(self).__name__, "input", f"a tensor of layout {x.layout} on {x.device}", "give a dense tensor with memory")
-        kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # x.device.type makes a new string at each look
-        if torch.is_autocast_enabled(kind):
+        if autocasts:
             activation = DTYPE_CODES[torch.get_autocast_dtype(kind)]
         return layer.compute(self, inputs, extras, parameters, activation, first, attention, random, accumulates)
 

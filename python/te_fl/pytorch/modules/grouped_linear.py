@@ -151,6 +151,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         splits = self._checked_splits(inp, m_splits)
         if isinstance(inp, Float8Tensor):
             inp = inp.dequantize()
+        if torch.is_autocast_enabled(inp.device.type) and inp.dtype not in DTYPE_NAMES and inp.is_floating_point():
+            inp = inp.float()
         if inp.dtype not in DTYPE_NAMES:
             raise refuse("GroupedLinear", "input", f"a tensor of {inp.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
         x = inp.reshape(-1, self.in_features).resolve_neg().contiguous()
