@@ -45,6 +45,16 @@ class DotProductAttentionTest(Modules):
                 with self.subTest(fmt=fmt, groups=groups):
                     self.attend(fmt=fmt, groups=groups, keys=self.K)
 
+    def test_expanded_inputs(self):
+        """Keys and values of one head that are expanded to all, and queries of one sequence that are expanded to several."""
+        module = te.DotProductAttention(self.H, self.D, qkv_format="bshd", attn_mask_type="no_mask")
+        inputs = [randn(1, self.S, self.H, self.D).requires_grad_(), *(randn(self.B, self.K, 1, self.D, seed=s).requires_grad_() for s in (2, 3))]
+
+        def expanded(q, k, v):
+            return q.expand(self.B, -1, -1, -1), k.expand(-1, -1, self.H, -1), v.expand(-1, -1, self.H, -1)
+        for device in DEVICES:
+            compare(self, lambda *x: module(*expanded(*x)), module, lambda p, *x: oracle.attention(*expanded(*x)), [x.detach().to(device).requires_grad_() for x in inputs])
+
     def test_scale(self):
         self.attend(scale=0.5)
 

@@ -36,7 +36,7 @@ def _input(kind, group, rows=32):
 
 def _around(module):
     """Puts the collectives around the module's layer: values are gathered, kept, and quantised where they arrive."""
-    module._layer_moves_rows, module._layers = False, {}
+    module.__class__ = type("Around", (type(module),), {"_layer_moves_rows": False})
     return module
 
 
