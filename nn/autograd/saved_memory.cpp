@@ -38,8 +38,8 @@ bool holds(const Owners& owners, const std::shared_ptr<void>& owner) {
   return std::ranges::find(owners, owner) != owners.end();
 }
 
-// Redirects a pointer into memory of `owner` to the moved memory and adds that memory's owner. False
-// if the memory was not moved.
+// Redirects a pointer into memory of `owner` to the moved memory and adds that memory's owner.
+// False if the memory was not moved.
 template <class T>
 bool move_pointer(T*& pointer, const std::shared_ptr<void>& owner,
                   std::span<const MovedMemory> moved, Owners& owners) {
