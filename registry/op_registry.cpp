@@ -10,6 +10,7 @@
 
 #include "core/base/best_effort.hpp"
 #include "core/base/fork.hpp"
+#include "core/base/living_objects.hpp"
 #include "core/base/settings.hpp"
 #include "core/device/device_list.hpp"
 #include "policy/current.hpp"
@@ -29,10 +30,8 @@ using registry::Table;
 constinit core::ForkMutex mutex(core::LockLevel::kRegistry);
 const core::ForkMutex::Registration registration(mutex);
 
-std::vector<OpRegistry::Impl*>& registries() {
-  static auto* const all = new std::vector<OpRegistry::Impl*>;
-  return *all;
-}
+using Registries = core::LivingObjects<OpRegistry::Impl, mutex>;
+using AllRegistries = Registries::All;
 
 std::atomic<uint64_t> g_table_ids{1};
 
@@ -67,41 +66,13 @@ Status busy() {
                 "would wait for itself; remove it after the call returned");
 }
 
-// The threads that are telling all registries something, likewise: a registry that goes waits for
-// them.
-int g_telling = 0;
-constinit thread_local int t_telling = 0;
-
 void after_fork_in_child() {
-  std::lock_guard lock(mutex);
-  g_telling = t_telling;
+  Registries::after_fork_in_child();
   g_holders_gone = g_holders_gone || g_holders != t_holding;
   g_holders = t_holding;
-  for (OpRegistry::Impl* impl : registries()) impl->after_fork_in_child();
+  for (OpRegistry::Impl* impl : Registries::list()) impl->after_fork_in_child();
 }
 const core::ForkedChild forked_child(core::LockLevel::kRegistry, &after_fork_in_child);
-
-// The registries there are, which stay as long as it does.
-class AllRegistries {
- public:
-  AllRegistries() {
-    std::lock_guard lock(mutex);
-    all_ = registries();
-    ++g_telling, ++t_telling;
-  }
-  ~AllRegistries() {
-    std::lock_guard lock(mutex);
-    --g_telling, --t_telling;
-  }
-  AllRegistries(const AllRegistries&) = delete;
-  AllRegistries& operator=(const AllRegistries&) = delete;
-
-  auto begin() const { return all_.begin(); }
-  auto end() const { return all_.end(); }
-
- private:
-  std::vector<OpRegistry::Impl*> all_;
-};
 
 // ---- what becomes of a device (core::g_device_hooks)
 
@@ -137,7 +108,7 @@ void choose_again() {
   const Holding holding;
   std::vector<std::unique_ptr<const Table>> dead;  // freed after the lock, like reclaim()'s
   std::lock_guard lock(mutex);
-  for (OpRegistry::Impl* impl : registries()) impl->publish_again(dead);
+  for (OpRegistry::Impl* impl : Registries::list()) impl->publish_again(dead);
 }
 
 }  // namespace registry
@@ -146,7 +117,7 @@ OpRegistry::Impl::Impl() {
   auto first = std::make_unique<Table>();
   registry::add_catalogue(*first);
   std::lock_guard lock(mutex);
-  registries().push_back(this);
+  Registries::list().push_back(this);
   first->id = g_table_ids.fetch_add(1);
   current_.store(first.release(), std::memory_order_release);
   core::g_device_hooks.added.store(&device_added, std::memory_order_release);
@@ -158,14 +129,7 @@ OpRegistry::Impl::Impl() {
 }
 
 OpRegistry::Impl::~Impl() {
-  std::unique_lock lock(mutex);
-  std::erase(registries(), this);
-  while (g_telling != t_telling) {
-    lock.unlock();
-    std::this_thread::yield();
-    lock.lock();
-  }
-  lock.unlock();
+  Registries::remove(this);
   // Its user sees to it that no call is going on; the tables go whatever other threads do
   // elsewhere.
   retired_.clear();
