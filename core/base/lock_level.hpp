@@ -18,8 +18,8 @@ enum class LockLevel : int {
   kRandomPosition,   // nn: the random position of a Context
   kServing,          // held while an implementation runs: see LockRank
   kSerialWaits,      // waiters for implementations that are not thread-safe
+  kCommWatchdog,     // the thread that watches the communicators
   kComms,            // the communicators
-  kCommWatchdog,     // the thread that watches them
   kBuiltins,         // the built-in backends, while one is loaded
   kEnvironment,      // the settings
   kDeviceList,       // the devices

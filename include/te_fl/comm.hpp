@@ -115,10 +115,11 @@ class Comm {
   // Op and impl_id of every collective that the ranks agreed upon.
   TE_FL_API const std::vector<std::pair<std::string, std::string>>& implementations()
       const noexcept;
-  // OK, or the failure that aborted it.
+  // OK, or the failure that aborted it. FAILED_PRECONDITION in a child of the process that made it.
   TE_FL_API Status status() const;
   // Ends what its collectives wait for, on this rank at once and on the others as these notice, a
-  // second later at most where they wait. Their failures have the reason, too.
+  // second later at most where they wait. Their failures have the reason, too. Does nothing in a
+  // child of the process that made it.
   TE_FL_API void abort(std::string reason);
 
   struct Rep;  // the library's own
