@@ -90,10 +90,7 @@ class Asked {
 };
 
 // Threads that asked in the parent are not here.
-void after_fork_in_child() {
-  const std::lock_guard lock(plans_mutex);
-  asked_streams().clear();
-}
+void after_fork_in_child() { asked_streams().clear(); }
 const core::ForkedChild plans_forked_child(core::LockLevel::kPlans, &after_fork_in_child);
 
 // Changes when a launch that was noted may have to be noted again: a plan was captured, or a stream

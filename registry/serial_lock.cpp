@@ -24,10 +24,7 @@ std::vector<Wait>& waits() {
 [[maybe_unused]] const std::vector<Wait>& waits_made_at_load = waits();
 
 // No other thread waits in a forked child.
-void forget_waits() {
-  const std::lock_guard lock(waits_mutex);
-  waits().clear();
-}
+void forget_waits() { waits().clear(); }
 const core::ForkedChild waits_forked_child(core::LockLevel::kSerialWaits, &forget_waits);
 
 // The lock that a thread waits for; null if it waits for none, or holds nothing. The lock is held.

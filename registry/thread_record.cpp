@@ -235,7 +235,6 @@ namespace {
 // The other threads do not exist in a forked child.
 void forget_other_threads() {
   Threads& all = threads();
-  std::lock_guard lock(threads_mutex);
   // Their records may have been copied in the middle of a change, so they are neither searched for
   // an epoch nor freed.
   for (const ThreadRecord* record : all.records) {

@@ -40,8 +40,8 @@ class ForkMutex {
 };
 
 // Makes state whole again that threads of the parent had a part in: `repair` is called in a forked
-// child as soon as the mutexes are free again, in the order of the levels. Define it at namespace
-// scope beside the state.
+// child as soon as the mutexes are free again, in the order of the levels. The child has one thread
+// then, so `repair` takes no lock. Define it at namespace scope beside the state.
 class ForkedChild {
  public:
   ForkedChild(LockLevel level, void (*repair)()) noexcept;
