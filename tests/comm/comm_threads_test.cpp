@@ -196,7 +196,7 @@ TEST_F(CommThreads, HaveGroupsOfTheirOwn) {
   together(300, {use(comms[0]), use(comms[1]), use(comms[2])});
 }
 
-// Of threads that abort one communicator at once, one is the first, and its reason is all's.
+// Threads abort one communicator at once: one of them is the first, and its reason is all's.
 TEST_F(CommThreads, AbortItTogether) {
   for (int round = 0; round < 60; ++round) {
     Comm comm = made();
@@ -243,8 +243,8 @@ TEST_F(CommThreads, AskForTheStatusOfAFailureThatIsBeingTold) {
   EXPECT_FAILS(other.status(), kCommFailed, "the first");
 }
 
-// The same of the communicator that failed first, whose failure gets what the store knows: that
-// another rank aborted it, and how far each had come.
+// The communicator that failed first is asked in the same way: its failure gets what the store
+// knows: that another rank aborted it, and how far each had come.
 TEST_F(CommThreads, AskForTheStatusWhileTheStoreIsAsked) {
   for (const char* word : {"aborted", "last/"}) {
     const auto store = std::make_shared<AskingStore>();
@@ -320,7 +320,8 @@ TEST_F(CommThreads, TellTheLastCallWhileItIsRefused) {
   calling.join();
 }
 
-// The same while the call begins, having waited for the other ranks' calls (TE_FL_VALIDATE).
+// A thread tells how far this rank has come while a call begins that has waited for the other
+// ranks' calls (TE_FL_VALIDATE).
 TEST_F(CommThreads, TellTheLastCallWhileOneBegins) {
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   const auto store = std::make_shared<AskingStore>();
