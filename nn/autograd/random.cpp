@@ -11,8 +11,8 @@ namespace te_fl::nn::detail {
 
 namespace {
 
-// Reserves the next `count` random numbers of the stream for a call. Sets `start` to the tensor with
-// the position of the first one, if there is such a tensor.
+// Reserves the next `count` random numbers of the stream for a call. Sets `start` to the tensor
+// with the position of the first one, if there is such a tensor.
 Status draw(RandomState& state, int64_t count, bool captured, CallOptions& options, Tensor& start) {
   std::lock_guard lock(state.mutex);
   start = state.captured;
