@@ -1,5 +1,5 @@
-// Products and quantised results of the CPU backend that lie in an operand's memory, through the
-// dispatcher.
+// Products and quantised results of the CPU backend whose output memory overlaps an operand's,
+// called through the dispatcher.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -27,7 +27,7 @@ std::vector<char> bytes_of(const Tensor& t) {
   return {data, data + bytes_for(t.dtype(), t.numel())};
 }
 
-// gemm.h: d may alias residual, whose dtype may be another.
+// gemm.h allows d to alias residual even if their dtypes differ.
 TEST(CpuGemmInPlace, AResidualOfAnotherWidthIsReadBeforeItIsOverwritten) {
   const Tensor a = filled({kRows, kDepth}, DType::kF32, -1),
                b = filled({kCols, kDepth}, DType::kF32, 0);
@@ -64,8 +64,8 @@ TEST(CpuGemmInPlace, AResidualOfAnotherWidthIsReadBeforeItIsOverwritten) {
   }
 }
 
-// The column-wise copy is written while the values are read, which the CPU backend leaves to one
-// that computes all of them first.
+// The CPU backend would write the column-wise copy while it still reads the input, so it declines
+// this call. A backend that computes all codes before it writes any serves the call.
 TEST(CpuQuantizeInPlace, AColumnwiseCopyMayLieInTheInput) {
   constexpr int64_t kSize = 320, kCodes = kSize * kSize;
   const int64_t shape[] = {kSize, kSize};

@@ -1,4 +1,4 @@
-// By which kernels calls of generic_gemm go: shape, dtype, scaling -> kernel; needs no GPU.
+// The choice of the kernel for a generic_gemm call from shape, dtype and scaling. Needs no GPU.
 #include "backends/cuda/gemm/gemm_choice.hpp"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@ namespace {
 constexpr GemmDevice kHopper{90, 132, true};
 constexpr GemmDevice kAmpere{80, 0, false};
 
-// D[m, n] = A[m, k] B[n, k]^T, as a layer's forward.
+// D[m, n] = A[m, k] B[n, k]^T, as in a layer's forward.
 struct GemmCall {
   MetadataTensor a, b, d, bias, pre, sums, columns;
   te_fl_generic_gemm_args args{};

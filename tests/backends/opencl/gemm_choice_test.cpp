@@ -1,4 +1,4 @@
-// The kernel that makes a product on an OpenCL device: a pure function, without a device.
+// The choice of the OpenCL GEMM kernel, a pure function. Needs no device.
 #include <gtest/gtest.h>
 
 #include "backends/opencl/gemm_choice.hpp"
@@ -21,7 +21,7 @@ GemmKernel with(GemmDevice device, GemmKernel wanted, const GemmProblem& p) {
   return choose_gemm(device, p);
 }
 
-// For each row the fastest of the table in bench/README.md.
+// The fastest kernel for each row of the table in bench/README.md.
 TEST(OpenclGemmChoice, MeasuredOnAGpu) {
   EXPECT_EQ(choose_gemm(kGpu, f32(512, 512, 512)), GemmKernel::kClblast);
   EXPECT_EQ(choose_gemm(kGpu, f32(7, 4096, 1024)), GemmKernel::kClblast);
