@@ -75,7 +75,7 @@ TEST_F(CudaCollectives, SayWhichFunctionsTheyCall) {
   EXPECT_EQ(words("barrier", &barrier), "NCCL 2.27.3: ncclAllReduce of one byte");
 }
 
-// Sums of three and more have an order, which is not the same twice where switches sum.
+// In-switch reduction (NVLS) of three or more ranks sums in an order that varies between runs.
 TEST_F(CudaCollectives, RefuseToRepeatSumsOfSwitches) {
   const Fake in({64}, kF32), out({64}, kF32);
   te_fl_all_reduce_args args{.input = &in.tensor, .output = &out.tensor, .comm = &comm};
@@ -90,7 +90,8 @@ TEST_F(CudaCollectives, RefuseToRepeatSumsOfSwitches) {
   EXPECT_EQ(supports("all_reduce", &args), TE_FL_OK) << errors.text;
 }
 
-// A change of the environment on one rank changes nothing, and ranks compare what was there first.
+// The environment is read once: a later change on one rank has no effect, and ranks compare the
+// values read first.
 TEST_F(CudaCollectives, AnswerForTheEnvironmentAtTheBeginning) {
   const auto set = [](const char* name) {
     const char* value = std::getenv(name);

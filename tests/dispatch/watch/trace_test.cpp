@@ -1,4 +1,4 @@
-// TE_FL_TRACE: a file that Perfetto opens.
+// TE_FL_TRACE writes a file that Perfetto can open.
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
