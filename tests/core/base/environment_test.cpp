@@ -20,7 +20,7 @@ extern char** environ;
 namespace te_fl::environment {
 namespace {
 
-// Each test starts from an environment without our variables, and puts back those that were there.
+// Each test starts with an environment without te-fl's variables; TearDown() restores them.
 class Environment : public ::testing::Test {
  protected:
   void SetUp() override { found_ = clear(); }
@@ -99,7 +99,7 @@ TEST_F(Environment, AMisspeltVariableNamesTheNearest) {
   EXPECT_OK(status());
 }
 
-// It may be of a plugin that is not here.
+// The variable may belong to a plugin that is not loaded.
 TEST_F(Environment, AnUnknownVariableFarFromAllIsARemarkThatPointsToTheList) {
   for (const char* name : {"TEFL_XYZZY", "TE_FL_ACME_DEBUG", "TE_FL_ACME_SYNC"}) {
     const Status s = load(name, "1");
@@ -149,7 +149,7 @@ TEST_F(Environment, TheNameWinsOverTheAlias) {
   EXPECT_EQ(row("TEFL_LOG_LEVEL").origin, "environment (alias TE_FL_LOG_LEVEL)");
   ASSERT_OK(load("TEFL_LOG_LEVEL", "debug"));
   EXPECT_EQ(get("TEFL_LOG_LEVEL").value(), "DEBUG");
-  // The other order in environ.
+  // Sets both variables in the other order.
   unsetenv("TE_FL_LOG_LEVEL");
   ASSERT_OK(load("TE_FL_LOG_LEVEL", "trace"));
   EXPECT_EQ(get("TEFL_LOG_LEVEL").value(), "DEBUG");
@@ -236,7 +236,7 @@ TEST_F(Environment, ReadersAndWritersMayMeet) {
   reader.join();
 }
 
-// A child forked while another thread holds the lock must still be able to ask.
+// A child forked while another thread holds the lock can still read the environment.
 TEST_F(Environment, AForkedChildCanAsk) {
   TE_FL_SKIP_FORK_WHILE_ALLOCATING();
   std::atomic<bool> stop{false};
