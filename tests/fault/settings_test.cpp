@@ -1,4 +1,4 @@
-// A plugin's own settings, from the environment to the plugin (rule R21).
+// A plugin's own settings, passed from the environment to the plugin (rule R21).
 #include "fault_fixture.hpp"
 #include "probe_run.hpp"
 #include "support/expect.hpp"
@@ -25,7 +25,7 @@ class SettingsTest : public FaultTest {
   ProbeRun probe(std::map<std::string, std::string> environment) {
     environment.try_emplace("TE_FL_PLUGIN_PATH", folder_ / "path");
     environment.try_emplace("XDG_DATA_HOME", folder_ / "xdg");
-    environment["FAULT_EVENTS"] = "";  // this process's
+    environment["FAULT_EVENTS"] = "";  // holds an address of this process
     return run_probe(environment);
   }
 #if defined(__x86_64__)
