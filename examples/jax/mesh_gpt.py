@@ -1,4 +1,4 @@
-"""Trains the GPT of quickstart.py on a mesh with data, fully-sharded-data and tensor axes, in FP32 and FP8, with sequence parallelism over "tensor".
+"""Trains the GPT of quickstart.py on a mesh with data, fully-sharded-data and tensor axes, in FP32 and FP8, with sequence parallelism over "tp".
 
 usage: python examples/jax/mesh_gpt.py [--dp N] [--fsdp N] [--tp N] [--steps N]
 Prints the losses on one device and on the mesh, the sharding of a kernel and of an FP8 scale, and the collectives that XLA inserted.

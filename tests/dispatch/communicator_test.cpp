@@ -18,7 +18,7 @@ using testing::Fake;
 using testing::FarDevice;
 using testing::tensor_arg;
 
-// test::gather: out = x of all ranks.
+// test::gather, a collective: out receives x of all ranks.
 struct GatherArgs {
   uint32_t struct_size = sizeof(GatherArgs);
   const te_fl_tensor* x = nullptr;

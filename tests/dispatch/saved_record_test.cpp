@@ -55,7 +55,7 @@ TEST_F(Saved, AnOpaqueRecordBindsTheBackwardToItsProducer) {
 }
 
 TEST_F(Saved, ARecordOfFixedFormatBindsNobody) {
-  record.opaque = 1;  // left over from an earlier use
+  record.opaque = 1;  // stale value of an earlier use
   ASSERT_OK(manager.call("test::save_fwd", &args));
   EXPECT_EQ(record.opaque, 0u);
   EXPECT_STREQ(record.producer, "default.a");

@@ -8,7 +8,7 @@
 
 namespace fault {
 
-// "fault::scale": output = input * factor + bias. `bias` is a later argument.
+// "fault::scale": output = input * factor + bias. A later version of the op added `bias`.
 struct ScaleArgs {
   uint32_t struct_size = sizeof(ScaleArgs);
   const te_fl_tensor* input = nullptr;

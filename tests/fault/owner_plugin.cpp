@@ -18,7 +18,7 @@ void event(const char* text) {
 }
 
 struct Owner {
-  std::atomic<int64_t> blocks{0}, handles{0};  // memory; streams, events and graphs
+  std::atomic<int64_t> blocks{0}, handles{0};  // memory blocks; streams, events and graphs
   te_fl_device_api api{};
   te_fl_device_desc desc{};
   const te_fl_device_desc* list[1] = {&desc};

@@ -96,7 +96,7 @@ struct Stranger {
 TEST_F(PluginCall, AnImplementationIsGivenOneProvidersMemory) {
   const Stranger stranger;
   const Device theirs = devices::add(&stranger.desc).value();
-  load("device");  // relu for kDLExtDev, and a device of provider 'fault'
+  load("device");  // provides relu for kDLExtDev, and a device of provider 'fault'
   const Device own = parse_device("ext:fault:0").value();
   const auto relu_on = [](const Device& device) {
     const PolicyScope scope(only("relu", "vendor.fault"));
@@ -112,7 +112,7 @@ TEST_F(PluginCall, AnImplementationIsGivenOneProvidersMemory) {
   EXPECT_FAILS(refused, kUnsupported, "the tensors are on ext:stranger:0, it serves ext of fault");
   EXPECT_OK(plugins::deactivate("device", true));
 
-  load("names_provider");  // relu for the devices of provider 'stranger'
+  load("names_provider");  // provides relu for the devices of provider 'stranger'
   EXPECT_OK(relu_on(theirs));
   EXPECT_OK(plugins::deactivate("names_provider", true));
   EXPECT_OK(devices::remove(theirs));

@@ -37,7 +37,8 @@ class SettingsTest : public FaultTest {
 };
 
 TEST_F(SettingsTest, ReachThePluginCheckedAndWithDefaults) {
-  for (const char* declared : {"", kDeclared}) {  // in the header only, and in the manifest too
+  // Declared in the plugin's header only, or in its manifest as well.
+  for (const char* declared : {"", kDeclared}) {
     manifest("settings", declared);
     const ProbeRun run = probe({{"TE_FL_SETTINGS_DEBUG", "Yes"}, {"TE_FL_SETTINGS_MODE", "EXACT"}});
     EXPECT_HAS(run.line("settings"), "|active|") << run.output << run.log;

@@ -176,7 +176,7 @@ struct AttentionConfig {
   double dropout = 0;
   std::vector<int64_t> lengths_q, lengths_kv;  // true lengths for padding masks
   std::vector<uint8_t> arbitrary;              // [Sq, Sk]
-  std::vector<uint8_t> padded_q, padded_kv;    // [B, Sq], [B, Sk]: padding anywhere
+  std::vector<uint8_t> padded_q, padded_kv;    // [B, Sq], [B, Sk]: padding at any position
   Values alibi;                                // [H]
   int64_t max_q = 0, max_kv = 0;               // extents of the dropout matrix
   double softcap = 0;
@@ -333,7 +333,7 @@ struct MhaConfig {
   bool interleaved = false;
   std::vector<int64_t> positions;  // per row of x
   bool cross = false;              // keys and values come from params' "encoder"
-  bool split = false;              // query_weight, key_weight, value_weight
+  bool split = false;              // separate query_weight, key_weight and value_weight
   bool weights_interleaved = true;
   QkNorm qk_norm = QkNorm::kNone;
   double qk_epsilon = 1e-6;

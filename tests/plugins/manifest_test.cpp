@@ -286,7 +286,8 @@ TEST_F(DiscoveryTest, FoldersInOrderFilesSortedFirstNameWins) {
     return std::count_if(scan.errors.begin(), scan.errors.end(),
                          [&](const std::string& e) { return testing::contains(e, part); });
   };
-  EXPECT_EQ(errors("one/broken.json:1:2: the JSON text ends too early"), 2);  // listed twice
+  // The folder is listed twice.
+  EXPECT_EQ(errors("one/broken.json:1:2: the JSON text ends too early"), 2);
   EXPECT_EQ(errors("relative/folder: a plugin folder must be an absolute path"), 1);
   EXPECT_EQ(errors("notes.txt: not a folder"), 1);
   EXPECT_EQ(scan.errors.size(), 4u);

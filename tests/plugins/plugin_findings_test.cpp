@@ -59,7 +59,7 @@ TEST(PluginFindings, AreCopied) {
     f.level = 77;
     f.state = nullptr;
     sink->write(sink->host, &f);
-    f.struct_size = 3;  // garbage
+    f.struct_size = 3;  // an invalid struct
     sink->write(sink->host, &f);
     sink->write(sink->host, nullptr);
     return TE_FL_OK;

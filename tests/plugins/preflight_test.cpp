@@ -143,7 +143,7 @@ TEST_F(PreflightTest, AFileForAnotherMachineIsPassedOver) {
       build("plugin.so", std::string(kQuery) + "int dep(); int u() { return dep(); }",
             "-L. -l:libdep.so.1 -Wl,-rpath,'$ORIGIN'");
   EXPECT_OK(preflight(path, kEntry));
-  bytes[18] = bytes[18] == 8 ? 62 : 8;  // EM_MIPS
+  bytes[18] = bytes[18] == 8 ? 62 : 8;  // 8 is EM_MIPS, 62 is EM_X86_64
   folder_.write("libdep.so.1", bytes);
   const PreflightReport report = preflight(path, kEntry);
   ASSERT_EQ(report.missing_libraries.size(), 1u);

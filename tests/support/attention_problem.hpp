@@ -46,7 +46,7 @@ struct Problem {
     mask = random_values(c.b * c.sq * c.sk, 8, 0, 2);
     for (double& m : mask) m = std::floor(m) != 0 ? 3 : 0;
     for (int64_t j = 0; j < (c.b * c.sq > 0 ? c.sk : 0); ++j)
-      mask[static_cast<size_t>(j)] = 1;  // one fully masked row
+      mask[static_cast<size_t>(j)] = 1;  // one row is fully masked
   }
   bool varlen() const { return !c.q_lens.empty(); }
   int64_t q_len(int64_t b) const { return varlen() ? c.q_lens[static_cast<size_t>(b)] : c.sq; }
@@ -225,7 +225,8 @@ class AttentionCall {
   // Copies between [b][h][s][d] and the tensor's layout. Elements without a place in thd are
   // skipped; gather() returns `absent` for them.
   void scatter(const std::vector<double>& from, HostTensor& to, bool query) const {
-    std::vector<double> out(static_cast<size_t>(to.size()), NAN);  // padding must not matter
+    // NaN in the padding must not matter.
+    std::vector<double> out(static_cast<size_t>(to.size()), NAN);
     each(to, query, [&](size_t logical, size_t at) { out[at] = from[logical]; });
     to.fill(out);
   }

@@ -24,7 +24,7 @@ struct FiveArgs {
   float gain = 1;
 };
 
-// test::save_fwd and test::save_bwd: a pair with a saved record.
+// test::save_fwd and test::save_bwd: the forward saves a record that the backward reads.
 struct SaveArgs {
   uint32_t struct_size = sizeof(SaveArgs);
   const te_fl_tensor* x = nullptr;

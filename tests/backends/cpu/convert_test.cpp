@@ -43,7 +43,8 @@ uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
 // bits.
 std::vector<float> boundary_values() {
   std::vector<float> values;
-  for (uint32_t high = 0; high < 1u << 11; ++high) {  // 2 boundaries of FP16 lie between these
+  // Two per FP16 value: the value itself and the midpoint to the next one.
+  for (uint32_t high = 0; high < 1u << 11; ++high) {
     for (uint32_t sign_exponent = 0; sign_exponent < 512; ++sign_exponent) {
       for (const uint32_t low : {0u, 1u, 0xFFFu}) {
         values.push_back(std::bit_cast<float>(sign_exponent << 23 | high << 12 | low));

@@ -32,7 +32,8 @@ TEST(CpuGemmInPlace, AResidualOfAnotherWidthIsReadBeforeItIsOverwritten) {
   const Tensor a = filled({kRows, kDepth}, DType::kF32, -1),
                b = filled({kCols, kDepth}, DType::kF32, 0);
   for (const auto& dtypes : {std::pair{DType::kBF16, DType::kF32}, {DType::kF32, DType::kBF16}}) {
-    const DType from = dtypes.first, to = dtypes.second;  // clang 14 captures no bindings
+    // Clang 14 cannot capture structured bindings.
+    const DType from = dtypes.first, to = dtypes.second;
     const Tensor residual = filled({kRows, kCols}, from, 2);
     const Tensor wanted = Tensor::empty({kRows, kCols}, to).value();
     te_fl_generic_gemm_args args{};

@@ -160,7 +160,7 @@ TEST(CudaGemmChoice, FormsOfTheFusedKernel) {
   fp8.args.use_split_accumulator = 1;
   EXPECT_EQ(choose_gemm(fp8.args, kHopper).kind, GemmPath::Kind::kComposed);
   GemmCall backward(TE_FL_BF16, 4096, 4096, 1024);
-  const MetadataTensor weight(TE_FL_BF16, {1024, 4096});  // [K, N]
+  const MetadataTensor weight(TE_FL_BF16, {1024, 4096});  // shape [K, N]
   backward.args.b = &weight.t;
   backward.args.trans_b = 0;
   backward.args.pre_gelu_in = &backward.pre.t;

@@ -38,7 +38,7 @@ TEST(OpenclGemmChoice, MeasuredOnAGpu) {
 
 TEST(OpenclGemmChoice, TheLibraryMultipliesAndNothingElse) {
   GemmProblem p = f32(512, 512, 512);
-  p.plain = false;  // an epilogue
+  p.plain = false;  // has an epilogue
   EXPECT_EQ(choose_gemm(kGpu, p), GemmKernel::kTiles64);
   for (const GemmProblem& empty : {f32(0, 5, 3), f32(5, 0, 3), f32(5, 3, 0)}) {
     EXPECT_NE(choose_gemm(kGpu, empty), GemmKernel::kClblast);

@@ -291,7 +291,7 @@ class CallUnderTest {
   void add_list(const te_fl_arg_desc& arg, const std::vector<int64_t>& shape) {
     auto& list = lists_.emplace_back();
     for (int k = 0; k < 2; ++k) list.push_back(&add_item(shape).t);
-    list.push_back(list[1]);  // beyond the count
+    list.push_back(list[1]);  // lies beyond the list's count
     const te_fl_tensor* const* first = list.data();
     const int64_t count = 2;
     std::memcpy(bytes() + arg.offset, &first, sizeof first);

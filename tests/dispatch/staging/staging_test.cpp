@@ -180,7 +180,7 @@ TEST_F(Staging, TensorsWithoutElementsMoveNothing) {
   EXPECT_EQ(use_of("default.host").staged_calls, 1u);
 }
 
-// ---- what goes wrong
+// ---- errors
 
 TEST_F(Staging, AFailedRunLeavesTheDeviceAlone) {
   add(host);

@@ -375,7 +375,7 @@ TEST_F(Verify, NoQuarantineBeginsWhileAStreamIsCaptured) {
     args.a = t[0], args.b = t[1], args.c = t[2], args.d = t[3], args.out = t[0];
     far.capturing = true;
     ASSERT_OK(manager.call(op, &args));
-    ASSERT_OK(manager.call(op, &call.args));  // on the host: wrong, and found
+    ASSERT_OK(manager.call(op, &call.args));  // on the host: the wrong result is found
     ASSERT_OK(manager.call(op, &call.args));
     EXPECT_EQ(fast.runs, 2);
     far.capturing = false;

@@ -181,7 +181,7 @@ TEST(Borrowed, CodesAreReadAsTheyAre) {
     autocast scope(true, recipe);
     Ctx a, b;
     EXPECT_TRUE(same_bits(take(own->forward(x(), &a)), take(lent->forward(x(), &b))));
-    for (CodesOwner& c : codes) c = CodesOwner(c.lend());  // the memory moves
+    for (CodesOwner& c : codes) c = CodesOwner(c.lend());  // moves the codes to other memory
     lend(1);
     EXPECT_TRUE(same_bits(take(own->backward(x(), a)), take(lent->backward(x(), b))));
     const auto one = own->parameters();

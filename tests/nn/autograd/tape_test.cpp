@@ -63,7 +63,7 @@ void expect_gradient(const std::function<Value(const Value&)>& f, const Tensor& 
 TEST(Tape, GradientsAreThoseOfFiniteDifferences) {
   const auto linear = make_linear(1), other = make_linear(2);
   expect_gradient([&](const Value& x) { return linear(x); }, input());
-  // A value that is used several times.
+  // The input is used several times.
   expect_gradient([&](const Value& x) { return x + linear(x) + other(x + x); }, input());
   expect_gradient([&](const Value& x) { return linear(x.view({2, 3, kWidth})); }, input());
   expect_gradient(
@@ -267,7 +267,7 @@ TEST(Tape, CheckpointsEqualThePiece) {
           const Value h = first(in);
           const Value p = recompute ? tape.checkpoint(piece, h) : piece(h);
           y = third(p);
-          // A piece whose input wants no gradient still trains its parameters.
+          // A piece whose input needs no gradient still trains its parameters.
           const Value constant = tape.input(input(4));
           y = y + (recompute ? tape.checkpoint(piece, constant) : piece(constant));
         }

@@ -27,7 +27,8 @@ class Maps : public Module {
     register_module("second", *second_);
   }
 
-  // Accumulates the gradients of half the sum of the output's squares, which it returns.
+  // Runs forward and backward for the loss sum(y^2) / 2 and accumulates the gradients; returns the
+  // loss.
   double train(uint64_t seed, const std::shared_ptr<AmaxReduction>& amaxes) {
     Ctx first, second;
     Tensor y;
@@ -48,7 +49,8 @@ class Maps : public Module {
   std::unique_ptr<Linear> first_, second_;
 };
 
-// Values whose parts differ in size, so that their scales do.
+// Random values whose magnitude grows along the sharded dimension, so that the shards have
+// different quantisation scales.
 Values whole_values(const NamedParameter& p) {
   const int64_t rows =
       p.parameter->shard.whole.empty() ? p.value().size(0) : p.parameter->shard.whole[0];

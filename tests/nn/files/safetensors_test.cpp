@@ -451,7 +451,8 @@ TEST_P(CheckpointContinues, BitForBitWithFp8StateAndDropout) {
   options.seed = 4321;
   auto resumed = take(TransformerLayer::create(options));
   auto resumed_adam = take(Adam::create(resumed->parameters(), adam_options));
-  (void)train_step(*resumed, *resumed_adam, 50, recipe);  // other state, which loading must replace
+  // Gives it another state, which loading must replace.
+  (void)train_step(*resumed, *resumed_adam, 50, recipe);
   EXPECT_EQ(take(load_checkpoint(file.path, *resumed, resumed_adam.get())),
             (Metadata{{"mine", "kept"}}));
   EXPECT_EQ(resumed_adam->steps(), 3);

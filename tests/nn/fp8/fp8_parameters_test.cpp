@@ -66,7 +66,7 @@ TEST(Fp8Parameters, AreCodesOfTheInitialValues) {
     const Parameter& weight = weight_of(*linear);
     EXPECT_TRUE(weight.value.quantized());
     EXPECT_FALSE(weight.value.has_columnwise());
-    EXPECT_FALSE(linear->parameters()[1].value().quantized());  // the bias
+    EXPECT_FALSE(linear->parameters()[1].value().quantized());  // the bias is not quantised
     const Values initial = values_of(weight.initial_value);
     EXPECT_EQ(initial, values_of(make_linear()->parameters()[0].value()));
     float scale = 448 / amax_of(weight.initial_value);

@@ -37,8 +37,8 @@ std::string message(const Status& status) { return status.ok() ? "ok" : status.t
 
 enum class End {
   kCalled,          // backward_end() in every step, then the optimizer's step
-  kOptimizer,       // the optimizer's step alone
-  kOtherOptimizer,  // an optimizer that is not te-fl's, and zero_grad()
+  kOptimizer,       // only the optimizer's step, without backward_end()
+  kOtherOptimizer,  // an optimizer outside te-fl, and zero_grad()
   kOtherContext,    // the backward runs in another Context
   kOtherThread,     // the backward runs in another Context, on a new thread
   kThreads,         // forward and backward each run on a new thread, with te-fl's optimizer

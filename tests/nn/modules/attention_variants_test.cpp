@@ -248,7 +248,7 @@ TEST(MhaNames, AreTransformerEngines) {
                                                       "key_value.value_weight", "proj.weight"}));
 }
 
-// A packed batch of cross-attention equals each sequence alone.
+// A packed batch of cross-attention gives the same results as each sequence on its own.
 TEST(MhaThd, CrossAttentionEqualsEachSequenceAlone) {
   const std::vector<int64_t> lengths_q = {3, 2}, lengths_kv = {2, 4};
   MultiheadAttentionOptions options{

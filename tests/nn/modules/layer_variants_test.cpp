@@ -318,7 +318,7 @@ TEST(DropPathModule, DropsWholePathsAndKeepsTheMean) {
         ASSERT_NEAR(dx[c], dropped ? 0 : w[c] / 0.75, rounding * 1.5);
       }
     }
-    EXPECT_NEAR(static_cast<double>(kept) / kPaths, 0.75, 0.05);  // 5 standard deviations
+    EXPECT_NEAR(static_cast<double>(kept) / kPaths, 0.75, 0.05);  // within 5 standard deviations
     EXPECT_TRUE(same_bits(take(path.forward(x, nullptr)), x));
   }
 }

@@ -61,7 +61,7 @@ Outcome train(const Plan& plan, int steps = 3) {
     Ctx ctx;
     autocast fp8(plan.recipe.has_value(), plan.recipe.value_or(DelayedScaling{}));
     ForwardOptions options;
-    options.is_first_microbatch = step == 0;  // the gradients accumulate
+    options.is_first_microbatch = step == 0;  // false in later steps, so the gradients accumulate
     run.values.push_back(values_of(take(module->forward(values(1), &ctx, options))));
     check(fp8.exit());
     run.values.push_back(values_of(take(module->backward(values(2), ctx))));

@@ -1,4 +1,4 @@
-// A model whose layers lie on two devices of one provider.
+// A model whose layers are on two devices of one provider.
 #include "nn/base/tensor_ops.hpp"
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
