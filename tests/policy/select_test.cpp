@@ -174,7 +174,7 @@ TEST(Staged, HostImplementationsFollowAllNativeOnes) {
   EXPECT_FALSE(d.order[0].staged);
   EXPECT_TRUE(d.order[1].staged && d.order[2].staged);
   PolicySettings s;
-  s.prefer = Kind::kDefault;  // matches no implementation on the device
+  s.prefer = Kind::kDefault;  // does not apply to staged host implementations
   EXPECT_EQ(order(s, on_cuda(), kMixed), "vendor.acme default.cpu reference.any");
   s.deny_vendors = {"acme"};
   EXPECT_EQ(order(s, on_cuda(), kMixed), "vendor.acme! default.cpu reference.any");

@@ -15,8 +15,7 @@
 namespace te_fl::cuda {
 namespace {
 
-// ---- fake cuBLASLt: stores an algorithm's attributes in its words and answers checks as
-// configured
+// ---- fake cuBLASLt: stores an algorithm's attributes in its words and scripts its checks
 
 struct Answers {
   std::set<int> asked{};     // tiles that were checked

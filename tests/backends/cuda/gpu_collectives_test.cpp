@@ -354,8 +354,8 @@ std::vector<int> run_ranks(const std::string& scenario) {
   const std::string store = "/tmp/te_fl_collectives." + std::to_string(getpid()) + "." + scenario;
   std::vector<pid_t> ranks;
   for (int r = 0; r < 2; ++r) {
-    // CUDA_VISIBLE_DEVICES stays unset: it would make each rank's GPU cuda:0, and the scenarios use
-    // the real numbers.
+    // Every rank sees all GPUs: with only its own GPU visible, that GPU would be cuda:0, but the
+    // scenarios use the machine's numbers.
     std::string number = std::to_string(r), address = "file:" + store, name = scenario;
     std::string self = "/proc/self/exe", word = "--rank";
     char* argv[] = {self.data(), word.data(), name.data(), number.data(), address.data(), nullptr};

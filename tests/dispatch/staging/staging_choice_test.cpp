@@ -56,7 +56,7 @@ TEST_F(StagingChoice, NativeImplementationsComeFirst) {
   preferred.prefer = Kind::kDefault;
   native.run_status = TE_FL_OK;
   {
-    const PolicyScope scope(preferred);  // names no host implementation
+    const PolicyScope scope(preferred);  // does not put host implementations first
     ASSERT_OK(call(args));
     EXPECT_EQ(host.runs.load(), 1);
   }
