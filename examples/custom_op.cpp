@@ -1,5 +1,5 @@
-// An op outside the catalogue: its argument struct, its description, an implementation, a call. A
-// plugin does the same through te_fl_op_desc.schema.
+// Registers and calls an op outside the catalogue: argument struct, schema, implementation, call. A
+// plugin passes the schema as te_fl_op_desc.schema instead.
 #include <cstddef>
 #include <cstdio>
 

@@ -1,5 +1,5 @@
-// Chooses implementations in code: globally, for a scope, and on another thread by a captured
-// scope.
+// Selects implementations in code: globally, within a scope, and on another thread through a
+// captured scope.
 #include <cstdio>
 #include <thread>
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// The implementation that would serve a BF16 softmax under the policy in force.
+// Returns the implementation that would serve a BF16 softmax under the current policy.
 std::string server() {
   te_fl::CallProfile profile;
   profile.dtypes = {te_fl::DType::kBF16};

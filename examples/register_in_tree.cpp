@@ -6,7 +6,7 @@
 
 namespace {
 
-// The call was checked against the schema (shapes, dtypes, devices) before this runs.
+// te-fl has checked the call against the schema (shapes, dtypes, devices) before this runs.
 void my_relu(const te_fl_context&, const te_fl_relu_args& args) {
   namespace b = te_fl::backend;
   if (!b::is_contiguous(*args.input) || !b::is_contiguous(*args.output))

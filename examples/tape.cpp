@@ -1,6 +1,7 @@
-// A Transformer layer of hand-picked modules on a tape: values carry their errors, one call
-// computes all gradients, and the layer's second half runs again in the backward instead of keeping
-// its activations. Trains a few steps in FP8 to tell sequences by what they repeat.
+// Trains a Transformer layer, composed of single modules, on a tape. Values carry their errors, one
+// call computes all gradients, and the backward recomputes the layer's second half so that its
+// activations need not be kept. A few steps in FP8 teach it to classify sequences by the token that
+// they repeat.
 #include <cstdio>
 #include <random>
 #include <vector>
@@ -55,7 +56,7 @@ te_fl::Result<float> train() {
   std::vector<float> values(kSequence * kBatch * kHidden);
   TE_FL_ASSIGN_OR_RETURN(Tensor targets, Tensor::empty({kSequence, kBatch}, te_fl::DType::kI32));
   for (int64_t i = 0; i < kSequence * kBatch; ++i) {
-    const int64_t target = i % kBatch % kClasses;  // the sequence's
+    const int64_t target = i % kBatch % kClasses;  // class of the sequence
     targets.data<int32_t>()[i] = static_cast<int32_t>(target);
     for (int64_t c = 0; c < kHidden; ++c) {
       values[i * kHidden + c] = noise(random) + (c % kClasses == target ? 0.5f : 0.0f);
@@ -70,7 +71,8 @@ te_fl::Result<float> train() {
     nn::Tape tape;
     nn::autocast fp8(true, nn::Float8CurrentScaling{});
     const Value loss = nn::cross_entropy(model(tape.input(x)), targets);
-    TE_FL_RETURN_IF_ERROR(tape.backward(loss));  // or the error of what made the loss
+    // Returns the error of the loss's computation if that failed.
+    TE_FL_RETURN_IF_ERROR(tape.backward(loss));
     TE_FL_RETURN_IF_ERROR(adam->step());
     TE_FL_ASSIGN_OR_RETURN(last, nn::item(loss.tensor()));
     if (step % 10 == 0) std::printf("step %2d  loss %.3f\n", step, last);

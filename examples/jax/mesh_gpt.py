@@ -1,7 +1,7 @@
-"""The GPT of quickstart.py over a mesh of data, fully sharded data and tensor axes: in FP32 and in FP8, with sequences cut over the tensor axis.
+"""Trains the GPT of quickstart.py on a mesh with data, fully-sharded-data and tensor axes, in FP32 and FP8, with sequence parallelism over "tp".
 
 usage: python examples/jax/mesh_gpt.py [--dp N] [--fsdp N] [--tp N] [--steps N]
-Prints the losses on one device and on the mesh, how a kernel and an FP8 scale lie on it, and the collectives that XLA put into the program.
+Prints the losses on one device and on the mesh, the sharding of a kernel and of an FP8 scale, and the collectives that XLA inserted.
 Without GPUs enough the CPU plays the devices. Needs jax and flax; takes a minute on a CPU.
 """
 
@@ -54,7 +54,7 @@ def step(variables, tokens):
 
 
 def train(sizes, fp8_recipe):
-    """The loss of each step, the variables after the last, and the program."""
+    """Returns the loss of each step, the variables after the last step, and the compiled program."""
     data = batches(arguments.steps)
     devices = jax.devices() if jax.device_count() >= COUNT else jax.devices("cpu")
     mesh = jax.make_mesh(sizes, ("dp", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3, devices=devices[:sizes[0] * sizes[1] * sizes[2]])

@@ -1,7 +1,7 @@
-"""A small GPT on te_fl.jax.flax, trained on te_fl's own Python sources: in FP32, then in FP8 with delayed scaling, from the same parameters.
+"""Trains a small GPT of te_fl.jax.flax modules on te_fl's Python sources: in FP32, then in FP8 with delayed scaling, from equal initial parameters.
 
 usage: python examples/jax/quickstart.py [steps]
-Prints both losses and who served the ops. Needs jax and flax; takes half a minute on a CPU, and runs on a GPU unchanged.
+Prints both losses and the implementations that served the ops. Needs jax and flax; takes half a minute on a CPU, and runs on a GPU unchanged.
 """
 
 import pathlib
@@ -34,7 +34,7 @@ class GPT(nn.Module):
 
 
 def batches(steps):
-    """Pieces of the text, one byte a token."""
+    """Returns random windows of the text for each step; one byte is one token."""
     files = sorted(pathlib.Path(te_fl.__file__).parent.rglob("*.py"))
     text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8).astype(np.int32)
     starts = np.random.default_rng(0).integers(0, len(text) - LENGTH - 1, (steps, BATCH))
@@ -42,7 +42,7 @@ def batches(steps):
 
 
 def train(steps, fp8_recipe=None):
-    """The loss of each step. Without a recipe in FP32."""
+    """Returns the loss of each step. Trains in FP32 if there is no recipe."""
     model = GPT()
 
     def loss_of(variables, tokens):
@@ -57,7 +57,7 @@ def train(steps, fp8_recipe=None):
         second = jax.tree.map(lambda v, g: BETAS[1] * v + (1 - BETAS[1]) * g * g, moments[1], grads)
         scale = RATE * jnp.sqrt(1 - BETAS[1] ** count) / (1 - BETAS[0] ** count)
         params = jax.tree.map(lambda p, m, v: p - scale * m / (jnp.sqrt(v) + EPSILON), variables["params"], first, second)
-        # The gradient of the FP8 state is the state after the step.
+        # For the FP8 state, the "gradient" that JAX returns is the updated state.
         return {**te.update_collections(gradients, variables), "params": params}, (first, second), loss
 
     data = batches(steps)

@@ -10,7 +10,7 @@ static te_fl_status silu_supports(void* self, const te_fl_context* ctx, const vo
   const te_fl_silu_args* args = (const te_fl_silu_args*)raw;
   (void)self;
   if (args->input->dl.strides == NULL && args->output->dl.strides == NULL) return TE_FL_OK;
-  /* te-fl's own tensors always carry strides: accept compact ones. */
+  /* te-fl's own tensors always have strides: accept those of compact tensors. */
   const te_fl_dltensor* both[2] = {&args->input->dl, &args->output->dl};
   for (int k = 0; k < 2; ++k) {
     int64_t expected = 1;
@@ -53,7 +53,7 @@ static const te_fl_op_desc k_silu = {
 };
 static const te_fl_op_desc* const k_ops[] = {&k_silu};
 
-static int the_instance; /* there is no state; an address is enough */
+static int the_instance; /* the plugin has no state; the address only must not be NULL */
 
 static te_fl_status create(const te_fl_host_api* host, void** instance,
                            const te_fl_error_sink* errors) {
@@ -79,7 +79,7 @@ static const te_fl_plugin_header k_header = {
     .struct_size = sizeof(te_fl_plugin_header),
     .abi_major = TE_FL_ABI_MAJOR,
     .abi_minor = TE_FL_ABI_MINOR,
-    .min_host_minor = 0, /* the oldest host minor that it can do with (R2) */
+    .min_host_minor = 0, /* oldest host minor version that suffices (R2) */
     .name = "acme_c",
     .vendor = "acme",
     .version = "1.0.0",

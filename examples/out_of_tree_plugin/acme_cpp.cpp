@@ -1,5 +1,4 @@
-// A vendor plugin in C++ with the helper headers: swiglu on host memory, FP32, and an op of its
-// own.
+// A vendor plugin in C++ with the helper headers: swiglu on host memory in FP32, and a custom op.
 #include <cmath>
 #include <cstddef>
 

@@ -1,10 +1,10 @@
-"""Trains a small GPT over several ranks: tensor and sequence parallel in te_fl.pytorch's layers, data parallel by PyTorch's DDP.
+"""Trains a small GPT over several ranks: tensor and sequence parallelism in te_fl.pytorch's layers, data parallelism with PyTorch's DDP.
 
 usage: torchrun --nproc-per-node N parallel_gpt.py [--tp RANKS] [--no-sequence-parallel] [--device DEVICE] [--recipe none|delayed|current|block] [--steps N]
-  --tp      ranks that divide each layer; the others repeat the model on parts of the batch (default: 1)
-  --device  cuda where there is one, else cpu
-  --recipe  of FP8; none trains in FP32 on the CPU and in BF16 on a GPU (default: none)
-Every N and --tp begins with the same weights and reads the same text, so the losses are those of one rank.
+  --tp      number of ranks that share each layer; groups of that many ranks train on parts of the batch (default: 1)
+  --device  default: cuda if there is a GPU, else cpu
+  --recipe  FP8 recipe; none trains in FP32 on the CPU and in BF16 on a GPU (default: none)
+The initial weights and the text do not depend on N and --tp, so the losses equal those of one rank.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LAYERS, HIDDEN, HEADS, LENGTH, BATCH = 2, 64, 4, 64, 16
 
 
 class Gpt(torch.nn.Module):
-    """A decoder over bytes, [length, batch]. With sequence_parallel a rank's layers and logits are of its part of the sequence."""
+    """A decoder over bytes, [length, batch]. With sequence_parallel, a rank computes layers and logits for its part of the sequence only."""
 
     def __init__(self, dtype, device, tp_group=None, sequence_parallel=False):
         super().__init__()
@@ -42,7 +42,7 @@ class Gpt(torch.nn.Module):
         if self.group is not None:
             for module in (self.tokens, self.places, self.head):
                 for p in module.parameters():
-                    p.sequence_parallel = True  # its gradient is that of this rank's rows
+                    p.sequence_parallel = True  # this rank's gradient covers its own rows only, so it must be summed
 
     def own(self, t):
         return t if self.group is None else t.chunk(self.group.size())[self.group.rank()]
@@ -55,14 +55,14 @@ class Gpt(torch.nn.Module):
 
 
 def take_part(whole, part, group):
-    """Gives `part` this rank's part of the whole model's weights."""
+    """Copies this rank's shard of the whole model's weights into `part`."""
     with torch.no_grad():
         for p, q in zip(whole.parameters(), part.parameters()):
             q.copy_(p if p.shape == q.shape else p.chunk(group.size(), q.partition_dim)[group.rank()])
 
 
 def groups(tp):
-    """The tensor-parallel group of this rank, of consecutive ranks, and its data-parallel one."""
+    """Returns this rank's tensor-parallel group, which consists of consecutive ranks, and its data-parallel group."""
     rank, world, own = dist.get_rank(), dist.get_world_size(), [None, None]
     if world % tp:
         raise SystemExit(f"--tp is {tp}, which does not divide the {world} ranks that torchrun started")
@@ -76,7 +76,7 @@ def groups(tp):
 
 
 def add_up(group, bucket):
-    """DDP's reduction of a bucket of gradients, by te-fl's collectives, which count it; it goes on beside the backward."""
+    """DDP communication hook: all-reduces a gradient bucket with te-fl's collectives, which count it, overlapped with the backward."""
     work = collectives.all_reduce(bucket.buffer(), group, wait=False)
     return work.get_future().then(lambda future: future.value()[0])
 
@@ -126,7 +126,7 @@ def train(options, device):
         window = text[starts + torch.arange(LENGTH + 1, device=device)[:, None]]
         with te.autocast(enabled=fp8 is not None, recipe=fp8() if fp8 else None):
             logits = wrapped(window[:-1])
-        loss = te.parallel_cross_entropy(logits.float(), model.own(window[1:]).contiguous()).mean() / parts  # this rank's summand
+        loss = te.parallel_cross_entropy(logits.float(), model.own(window[1:]).contiguous()).mean() / parts  # this rank's share of the loss
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         for p in summed if model.group else ():

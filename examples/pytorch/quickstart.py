@@ -1,9 +1,9 @@
-"""Trains a small GPT in FP8 with te_fl.pytorch and says who served its ops.
+"""Trains a small GPT in FP8 with te_fl.pytorch and prints the implementations that served its ops.
 
 usage: quickstart.py [--device DEVICE] [--recipe none|delayed|current|block] [--steps N] [--text FILE]
-  --device  cuda where there is one, else cpu
-  --recipe  of FP8; none trains in FP32 on the CPU and in BF16 on a GPU (default: delayed)
-  --text    what it learns to write, bytes (default: Python's own licence and the Zen of Python)
+  --device  default: cuda if there is a GPU, else cpu
+  --recipe  FP8 recipe; none trains in FP32 on the CPU and in BF16 on a GPU (default: delayed)
+  --text    training text, read as bytes (default: Python's licence and the Zen of Python)
 """
 
 import argparse

@@ -39,10 +39,10 @@ std::string escaped(const std::string& text) {
   return out;
 }
 
-// The plot's area within the document of 720 by 400.
+// The plot area within the document of 720 by 400.
 constexpr double kLeft = 60, kRight = 700, kTop = 50, kBottom = 350;
 
-// The step between grid lines: 1, 2 or 5 times a power of ten, about five to a range.
+// Returns the step between grid lines: 1, 2 or 5 times a power of ten, about five steps per range.
 double grid_step(double span) {
   const double rough = span / 5;
   const double power = std::pow(10.0, std::floor(std::log10(rough)));
@@ -80,7 +80,7 @@ double y_of(const Range& range, double loss) {
   return kBottom - (loss - range.low) / (range.high - range.low) * (kBottom - kTop);
 }
 
-// Grid lines with the losses beside them, and the steps below.
+// Draws grid lines, labelled with losses at the side and with steps below.
 std::string axes(const Range& range, double steps) {
   std::string out;
   const double step = grid_step(range.high - range.low);

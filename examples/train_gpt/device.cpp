@@ -14,12 +14,13 @@ namespace {
 using te_fl::Device;
 using te_fl::Result;
 
-// One op of each kind that a step of the model needs.
+// One op of each kind that a training step of the model uses.
 constexpr const char* kOps[] = {"embedding_fwd",  "generic_gemm",      "rmsnorm_fwd",
                                 "fused_attn_fwd", "fused_attn_bwd",    "quantize",
                                 "swiglu",         "cross_entropy_fwd", "multi_tensor_adam"};
 
-// The first op of kOps that the device leaves to the host, or that nothing serves; empty if none.
+// Returns the first op of kOps that only host implementations serve for the device, or that has no
+// implementation; empty if there is none.
 Result<std::string> left_to_host(const Device& device) {
   te_fl::OpManager& manager = te_fl::OpManager::instance();
   for (const char* name : kOps) {
@@ -52,8 +53,8 @@ Result<DeviceChoice> find_device() {
                       false};
 }
 
-// The ranks of the job on this machine, as far as this one knows: torchrun and tools/launch.py say
-// how many they are; from other starters there are at least those up to this one.
+// Returns the number of ranks on this machine: torchrun and tools/launch.py set LOCAL_WORLD_SIZE;
+// other launchers imply at least this rank's number plus one.
 int local_ranks(const te_fl::Job& job) {
   const char* const text = std::getenv("LOCAL_WORLD_SIZE");
   return std::max(job.local_rank + 1, text == nullptr ? 1 : std::atoi(text));
@@ -63,13 +64,13 @@ bool same_kind(const Device& a, const Device& b) {
   return a.type == b.type && a.provider == b.provider;
 }
 
-// "cuda" of "cuda:1".
+// Returns the kind of a device: "cuda" for "cuda:1".
 std::string kind_of(const Device& device) {
   const std::string name = te_fl::to_string(device);
   return name.substr(0, name.rfind(':'));
 }
 
-// The device of this rank: that of its number on this machine, of the kind of `first`.
+// Returns this rank's device: of the kind of `first`, with the rank's number on this machine.
 Result<Device> device_of_rank(const Device& first, const te_fl::Job& job) {
   if (first.is_host()) return first;
   int count = 0;
@@ -86,7 +87,7 @@ Result<Device> device_of_rank(const Device& first, const te_fl::Job& job) {
       std::to_string(count) + " here, or give --device cpu");
 }
 
-// Several ranks of a machine on one device would be a mistake.
+// Refuses a device index if several ranks of this machine would share that device.
 te_fl::Status check_index(const std::string& wanted, const te_fl::Job& job) {
   if (std::isdigit(static_cast<unsigned char>(wanted.back())) == 0 || local_ranks(job) == 1) {
     return {};

@@ -11,16 +11,16 @@ namespace train_gpt {
 struct DeviceChoice {
   te_fl::Device device;
   std::string name;    // "cuda:0"
-  std::string reason;  // says why this one; a clause without a full stop
-  // True if implementations of the device itself serve the model's ops. Where copies in host memory
-  // serve some of them, or on the host, the smaller model is the default.
+  std::string reason;  // reason for the choice; a clause without a full stop
+  // True if the device's own implementations serve the model's ops. If false (on the host, or if
+  // staged host implementations serve some ops), the smaller model is the default.
   bool native = false;
 };
 
-// "auto": the first device, other than the host, that serves the model's ops itself, else the host.
-// Anything else is a device's name, and an error if no such device is there. Of a job with several
-// ranks on this machine each takes the device of its number among them: FAILED_PRECONDITION if
-// there are fewer devices of the kind, INVALID_ARGUMENT if the name has an index. Loads plugins.
+// "auto" selects the first device other than the host that serves the model's ops itself, otherwise
+// the host. Any other text is a device's name; an error if no such device exists. If the job has
+// several ranks on this machine, each uses the device with its local number: FAILED_PRECONDITION if
+// there are too few devices of the kind, INVALID_ARGUMENT if the name has an index. Loads plugins.
 te_fl::Result<DeviceChoice> choose_device(const std::string& wanted);
 
 }  // namespace train_gpt

@@ -21,15 +21,15 @@ namespace {
 using te_fl::Result;
 using te_fl::Status;
 
-// True if a file can be written, which is found before the training and not after it. What is there
-// already stays as it is. A checkpoint is written beside its path and renamed (`beside`), so that
-// is what is tried; other files are written in place.
+// Checks before the training that a file can be written, and leaves an existing file unchanged. A
+// checkpoint is written to a file beside its path and then renamed (`beside`), so the check creates
+// such a file; other files are opened in place.
 Status check_writable(const char* option, const std::string& path, bool beside) {
   if (path.empty()) return {};
   std::error_code error;
   const std::string probe = beside ? path + ".probe." + std::to_string(getpid()) : path;
   const bool folder = std::filesystem::is_directory(path, error);
-  // The complete file, renamed into its place, would replace the device.
+  // Renaming the complete file to this path would replace the device.
   if (beside && !folder && std::filesystem::exists(path, error) &&
       !std::filesystem::is_regular_file(path, error)) {
     return te_fl::invalid_argument(std::string(option) + " " + path +
@@ -86,7 +86,7 @@ Status train(const Options& options, Trainer& trainer, Results& results) {
   return {};
 }
 
-// The loss curve, in the terminal and as --plot's file.
+// Prints the loss curve in the terminal and writes --plot's file.
 Status draw(const Options& options, const DeviceChoice& choice, const Results& results) {
   const Curve curve{results.training_loss, results.validation_loss,
                     options.style + "-style GPT, recipe " + options.recipe + ", on " + choice.name};
@@ -97,7 +97,7 @@ Status draw(const Options& options, const DeviceChoice& choice, const Results& r
   return {};
 }
 
-// The first of several ranks alone prints and writes files.
+// Only the first of several ranks prints and writes files.
 Status silence(const Ranks& ranks, Options& options) {
   if (ranks.first()) return {};
   options.plot.clear();

@@ -11,7 +11,7 @@ namespace train_gpt {
 
 inline constexpr int64_t kVocabulary = 256;  // bytes
 
-// Embedding, TransformerLayers, final norm with output projection. Layout [batch, sequence].
+// Embedding, TransformerLayers, final norm and output projection. Layout [batch, sequence].
 class Gpt : public te_fl::nn::Module {
  public:
   // Contexts of one forward; one per microbatch in flight.
@@ -20,10 +20,10 @@ class Gpt : public te_fl::nn::Module {
     std::vector<te_fl::nn::Ctx> layers;
   };
 
-  // `parallel`: the ranks that divide its layers and the vocabulary.
+  // `parallel`: the ranks that share the layers and the vocabulary.
   static te_fl::Result<std::unique_ptr<Gpt>> create(const Options& options, te_fl::Device device,
                                                     const te_fl::nn::TensorParallel& parallel);
-  // inputs I32 [B, S] -> logits [B, S, 256 / ranks], this rank's columns. contexts null: inference.
+  // inputs I32 [B, S] -> logits [B, S, 256 / ranks]: this rank's columns. contexts null: inference.
   te_fl::Result<te_fl::Tensor> forward(const te_fl::Tensor& inputs, Contexts* contexts,
                                        const te_fl::nn::ForwardOptions& options = {});
   te_fl::Status backward(const te_fl::Tensor& dlogits, Contexts& contexts);
@@ -39,12 +39,13 @@ class Gpt : public te_fl::nn::Module {
   te_fl::Device device_;
   std::unique_ptr<te_fl::nn::Embedding> tokens_;
   std::unique_ptr<te_fl::nn::Embedding> positions_;  // null: RoPE
-  te_fl::Tensor training_positions_;  // of a training batch, made once: a graph reads it
+  // Positions of a training batch; allocated once, as a graph reads them.
+  te_fl::Tensor training_positions_;
   te_fl::nn::Residual sum_;
   te_fl::nn::AttentionInputs attention_;
   std::vector<std::unique_ptr<te_fl::nn::TransformerLayer>> layers_;
   std::unique_ptr<te_fl::nn::Module> norm_;
-  te_fl::nn::LayerNorm* layer_norm_ = nullptr;  // one of the two, owned by norm_
+  te_fl::nn::LayerNorm* layer_norm_ = nullptr;  // exactly one of the two is set; norm_ owns it
   te_fl::nn::RMSNorm* rms_norm_ = nullptr;
   std::unique_ptr<te_fl::nn::Linear> head_;
   te_fl::nn::CrossEntropyLoss loss_;

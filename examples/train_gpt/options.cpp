@@ -10,15 +10,15 @@
 namespace train_gpt {
 namespace {
 
-// The defaults that depend on the device.
+// Defaults that depend on the device.
 struct Sizes {
   const char* dtype;
   int64_t hidden, layers, heads, seq_len, batch, steps;
   double lr;
 };
-// Half a minute on 2 cores.
+// Trains for half a minute on 2 cores.
 constexpr Sizes kHost{"f32", 128, 2, 8, 64, 16, 2000, 2e-3};
-// Sized for about ten seconds of an H100.
+// Trains for about ten seconds on an H100.
 constexpr Sizes kDevice{"bf16", 512, 6, 8, 256, 32, 1200, 1e-3};
 
 std::string shown(double value) {
@@ -45,7 +45,7 @@ CLI::Validator one_of(std::vector<std::string> choices) {
       listed);
 }
 
-// Tells of an argument that is no option; CLI11 only says that it was not expected.
+// Returns an error that names the unknown argument, which CLI11's message does not explain.
 std::string unknown_argument(const CLI::App& app) {
   const std::string word = app.remaining().front();
   std::vector<std::string> names;
@@ -54,7 +54,7 @@ std::string unknown_argument(const CLI::App& app) {
          " (train_gpt --help lists all)";
 }
 
-// Shown as an option's default; fill_defaults() chooses.
+// Describes a default that fill_defaults() chooses by the device.
 std::string by_device(const std::string& host, const std::string& device) {
   return host + ", on a GPU " + device;
 }
@@ -191,7 +191,7 @@ void fill_defaults(Options& o, bool native) {
 
 namespace {
 
-// The layers say themselves which of their sizes the ranks do not divide.
+// The layers themselves report sizes that the number of ranks does not divide.
 te_fl::Status check_ranks(const Options& o) {
   if (o.sp && o.tp == 1) {
     return te_fl::invalid_argument("--sp divides the sequences over the ranks of --tp, which is 1");

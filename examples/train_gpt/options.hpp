@@ -7,8 +7,8 @@
 
 namespace train_gpt {
 
-// Holds the options of the command line. Members whose default depends on the device are 0, -1 or
-// empty until fill_defaults().
+// Command-line options. Members whose default depends on the device are 0, -1 or empty until
+// fill_defaults() runs.
 struct Options {
   std::string data;  // empty: build/data/text.txt beside the program
   std::string recipe = "delayed";
@@ -28,10 +28,10 @@ struct Options {
   int64_t layers = 0;
   int64_t heads = 0;
   int64_t groups = 0;
-  int64_t tp = 1;  // ranks that divide the layers
-  int64_t dp = 1;  // ranks that divide the batch
+  int64_t tp = 1;  // tensor-parallel ranks
+  int64_t dp = 1;  // data-parallel ranks
   bool sp = false;
-  bool zero = false;  // the ranks of dp divide the optimizer's state
+  bool zero = false;  // the data-parallel ranks shard the optimizer's state (ZeRO-1)
   int64_t sample_bytes = 300;
   int64_t eval_batches = 32;
   int64_t report_every = 100;
@@ -45,13 +45,13 @@ struct Options {
   bool fp8_weights = false;
 };
 
-// Parses the command line. Returns true to go on; false to stop with *exit_code (help, or an error
-// already told).
+// Parses the command line. Returns true to continue; false to stop with *exit_code, after help or
+// an error message was printed.
 bool parse_options(int argc, char** argv, Options& options, int* exit_code);
-// Sets what the command line left open: a model that 2 cores train in half a minute or, if a device
-// serves the model's ops itself (`native`), one for a GPU.
+// Sets the options that the command line left open: for a model that 2 cores train in half a minute
+// or, if a device serves the model's ops itself (`native`), for a GPU-sized model.
 void fill_defaults(Options& options, bool native);
-// Checks that the options go together; INVALID_ARGUMENT names those that do not.
+// Checks that the options are compatible; INVALID_ARGUMENT names those that are not.
 te_fl::Status check(const Options& options);
 
 }  // namespace train_gpt

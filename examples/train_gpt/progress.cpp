@@ -25,7 +25,7 @@ double Progress::seconds() const {
 }
 
 void Progress::step(int64_t done, double loss) {
-  constexpr const char* kBeginning = "\r\x1b[K";  // of the line, which is erased
+  constexpr const char* kBeginning = "\r\x1b[K";  // erases the current terminal line
   const double now = seconds();
   const double rate = tokens_per_step_ * static_cast<double>(done) / now;
   if (done == 1 || done % every_ == 0 || done == steps_) {

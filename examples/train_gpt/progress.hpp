@@ -5,15 +5,15 @@
 
 namespace train_gpt {
 
-// Tells on standard output how far the training is: a line every so many steps and, on a terminal,
-// one in between that is rewritten in place.
+// Reports the training's progress on standard output: one line every `every` steps and, on a
+// terminal, a line between them that is overwritten in place.
 class Progress {
  public:
-  // tokens_per_step: bytes that one step learns from; every: steps between the lines that stay.
+  // tokens_per_step: bytes per training step. every: number of steps between permanent lines.
   Progress(int64_t steps, double tokens_per_step, int64_t every);
-  // Step `done` (from 1) has ended with this loss.
+  // Reports that step `done`, counted from 1, has ended with this loss.
   void step(int64_t done, double loss);
-  // Since the construction.
+  // Returns the seconds since construction.
   double seconds() const;
 
  private:

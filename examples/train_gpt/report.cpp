@@ -18,7 +18,8 @@ double peak_memory_mib() {
 
 namespace {
 
-// Prints what TE_FL_VERIFY found, and who may not serve for it, in this run or an earlier one.
+// Prints what TE_FL_VERIFY found, and the implementations that are quarantined for it, by this run
+// or an earlier one.
 void print_checks() {
   const te_fl::VerifyCounts v = te_fl::verify_counts();
   if (v.agreed + v.differed + v.skipped + v.captured != 0) {
@@ -28,7 +29,7 @@ void print_checks() {
                 static_cast<unsigned long long>(v.saved));
   }
   const auto held = te_fl::quarantines();
-  if (!held.ok()) return;  // calls have said so
+  if (!held.ok()) return;  // the calls have already reported this error
   for (const te_fl::Quarantine& q : *held) {
     std::printf("  in quarantine: %s for %s on %s\n", q.impl_id.c_str(), q.op.c_str(),
                 q.chip.c_str());
@@ -79,7 +80,7 @@ void print_usage_table() {
 
 namespace {
 
-// Length of the UTF-8 character at `at`, 0 if the bytes there are none.
+// Returns the length of the UTF-8 character at `at`, or 0 if the bytes are not valid UTF-8.
 size_t utf8_length(const std::string& text, size_t at) {
   const auto lead = static_cast<unsigned char>(text[at]);
   const size_t n = lead < 0x80                   ? 1

@@ -9,13 +9,14 @@
 
 namespace train_gpt {
 
-// Inputs and targets of a batch: I32 [batch, seq_len] each, targets shifted by one byte.
+// Inputs and targets of a batch: I32 [batch, seq_len] each; the targets are the inputs shifted by
+// one byte.
 struct Batch {
   te_fl::Tensor inputs;
   te_fl::Tensor targets;
 };
 
-// One of equal parts of a batch, that of one rank.
+// One rank's part of a batch that is divided into `count` equal parts.
 struct Part {
   int64_t index = 0, count = 1;
 };
@@ -23,14 +24,14 @@ struct Part {
 // A text cut into a training part (the first nine tenths) and a held-out part.
 class Text {
  public:
-  // Errors name the file and what is wrong: missing, unreadable, empty, or one part shorter than
+  // Errors name the file and the problem: missing, unreadable, empty, or one part is shorter than
   // seq_len + 1 bytes.
   static te_fl::Result<Text> load(const std::string& path, int64_t seq_len);
-  // The batch of random windows of one step, or a part of it; the same for the same (seed, step)
-  // everywhere.
+  // Returns one step's batch of random windows, or a part of it. Equal (seed, step) give equal
+  // batches on every machine.
   te_fl::Result<Batch> training(uint64_t seed, int64_t step, int64_t batch, te_fl::Device device,
                                 Part part = {}) const;
-  // The index-th batch of evenly spread windows of the held-out part.
+  // Returns batch `index` of `count`, of windows spread evenly over the held-out part.
   te_fl::Result<Batch> held_out(int64_t index, int64_t count, int64_t batch, te_fl::Device device,
                                 Part part = {}) const;
   size_t training_bytes() const { return split_; }
@@ -43,7 +44,7 @@ class Text {
   int64_t seq_len_ = 0;
 };
 
-// A small counter-based generator for choices on the host: splitmix64 of (seed, counter).
+// A counter-based random generator for choices on the host: splitmix64 of (seed, counter).
 uint64_t mix(uint64_t seed, uint64_t counter);
 
 }  // namespace train_gpt

@@ -15,7 +15,8 @@ using te_fl::Tensor;
 
 namespace {
 
-// build/release/bin/train_gpt -> build/data/text.txt, where tools/fetch_text.sh puts it.
+// Returns build/data/text.txt for the program build/release/bin/train_gpt; tools/fetch_text.sh
+// downloads the file.
 std::string default_text() {
   char path[4096];
   const ssize_t n = readlink("/proc/self/exe", path, sizeof path);
@@ -24,7 +25,7 @@ std::string default_text() {
   return exe + "/data/text.txt";
 }
 
-// Warm-up over a tenth of the steps (at most 100), then a cosine to a tenth of the peak.
+// Warm-up over a tenth of the steps (at most 100), then cosine decay to a tenth of the peak.
 float learning_rate(const Options& o, int64_t step) {
   const double warmup = std::clamp<double>(static_cast<double>(o.steps) / 10, 1, 100);
   const double s = static_cast<double>(step) + 1;
@@ -63,7 +64,7 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const Options& options, te_fl::
       .weight_decay = 0.1f,
       .max_grad_norm = 1.0f,
       .decay = [](std::string_view, const Tensor& value) { return value.rank() > 1; },
-      .capturable = !t.device_.is_host(),  // spares a wait for the device at each step
+      .capturable = !t.device_.is_host(),  // avoids a wait for the device in each step
       .write_fp8_weights = options.fp8_weights,
       .zero = options.zero ? t.data_parallel_.get() : nullptr};
   TE_FL_ASSIGN_OR_RETURN(t.adam_, nn::Adam::create(t.model_->parameters(), adam));
@@ -85,8 +86,8 @@ Status Trainer::load() {
   TE_FL_RETURN_IF_ERROR(
       nn::load_checkpoint(options_.load, ranks_.tensor, *model_, adam_.get()).status());
   if (ranks_.data_rank() == 0) return {};
-  // The file has the random streams of the first of the ranks that divide the batch; the others go
-  // on at the same place of theirs.
+  // The file contains the random streams of the first data-parallel rank. The other data-parallel
+  // ranks continue at the same offset of their own streams.
   random_.set_random({seed, random_.random().offset});
   if (own) nn::Context(*own).set_random({own_seed, own->random().offset});
   return {};
@@ -149,7 +150,8 @@ Result<std::string> Trainer::sample() {
   std::string text = options_.prompt.empty() ? "\n" : options_.prompt;
   for (int64_t i = 0; i < options_.sample_bytes; ++i) {
     const int64_t length = std::min<int64_t>(static_cast<int64_t>(text.size()), options_.seq_len);
-    // Ranks that divide the sequences have one each, all the same.
+    // With sequence parallelism, each tensor-parallel rank needs one sequence, so the prompt is
+    // repeated.
     const int64_t copies = options_.sp ? options_.tp : 1;
     TE_FL_ASSIGN_OR_RETURN(Tensor inputs, Tensor::empty({copies, length}, te_fl::DType::kI32));
     for (int64_t s = 0; s < copies * length; ++s) {
@@ -170,12 +172,14 @@ Result<std::string> Trainer::sample() {
 }
 
 Status Trainer::save() const {
-  if (ranks_.data_rank() != 0 && !options_.zero) return {};  // the others have the same
+  // Data-parallel ranks have equal states, unless ZeRO shards the optimizer's.
+  if (ranks_.data_rank() != 0 && !options_.zero) return {};
   return nn::save_checkpoint(options_.save, ranks_.tensor, *model_, adam_.get(),
                              {{"recipe", options_.recipe}, {"style", options_.style}});
 }
 
-// The step on batches_, all on the device: what a graph can repeat. One loss per microbatch.
+// Runs the step on batches_, entirely on the device, so that a graph can capture it. Returns one
+// loss per microbatch.
 Result<std::vector<Tensor>> Trainer::compute() {
   TE_FL_RETURN_IF_ERROR(model_->zero_grad());
   const int64_t m = options_.microbatches;
@@ -206,7 +210,7 @@ Result<std::vector<Tensor>> Trainer::compute() {
   return losses;
 }
 
-// Captures the step into a graph after a few eager ones.
+// Captures the step into a graph after a few eager steps.
 Status Trainer::use_graph() {
   for (int64_t i = 0; i < 2 * options_.microbatches; ++i) {
     TE_FL_ASSIGN_OR_RETURN(Tensor batch,

@@ -11,9 +11,10 @@
 #include "abi/describe.hpp"
 #include "te_fl/plugin.h"
 
-// The layout of every struct that crosses the plugin boundary and the value of every enumerator, as
-// golden_*.txt has them. To accept an intended change, run this test with UPDATE_GOLDEN=1 in the
-// environment and review the difference. From 2.0 on each release is kept, and nothing may move.
+// The layout of every struct that crosses the plugin boundary, and the value of every enumerator,
+// must match golden_*.txt. To accept an intended change, run this test with UPDATE_GOLDEN=1 in the
+// environment and review the difference. From 2.0 on, the files of each release are kept, and
+// nothing in them may change.
 namespace te_fl::test {
 namespace {
 
@@ -46,8 +47,8 @@ TEST(Abi, LayoutMatchesTheGoldenFile) { expect_golden("golden_offsets.txt", desc
 
 TEST(Abi, ValuesMatchTheGoldenFile) { expect_golden("golden_values.txt", describe_values()); }
 
-// "te_fl_quant.scale" -> "@48"; "te_fl_quant" -> "56"; an op's arguments likewise, "op NAME" -> the
-// least size that is accepted.
+// Parses a layout: "te_fl_quant.scale" -> "@48", "te_fl_quant" -> "56"; the arguments of an op
+// likewise, and "op NAME" -> the smallest accepted size.
 std::map<std::string, std::string> places(const std::string& layout) {
   std::map<std::string, std::string> out;
   std::istringstream lines(layout);
@@ -68,7 +69,7 @@ std::map<std::string, std::string> places(const std::string& layout) {
   return out;
 }
 
-// An enumerator that nobody lists would not be watched.
+// An enumerator that is missing from the list would not be checked.
 TEST(Abi, EveryEnumeratorIsListed) {
   std::set<std::string> listed;
   std::istringstream lines(describe_values());
@@ -86,7 +87,7 @@ TEST(Abi, EveryEnumeratorIsListed) {
   EXPECT_GT(found, 100);
 }
 
-// Compares structs and their members in the same way.
+// The list must contain every struct and every member, too.
 TEST(Abi, EveryMemberIsListed) {
   const auto listed = places(describe_layout());
   std::string text = text_of(std::string(TE_FL_SOURCE_DIR) + "/include/te_fl/plugin.h");
@@ -108,7 +109,7 @@ TEST(Abi, EveryMemberIsListed) {
 }
 
 TEST(Abi, DlpackLayouts) {
-  // DLPack 1.1: DLDevice, DLDataType, DLTensor on a 64-bit machine.
+  // Sizes in DLPack 1.1 of DLDevice, DLDataType and DLTensor on a 64-bit machine.
   EXPECT_EQ(sizeof(te_fl_device), 8u);
   EXPECT_EQ(sizeof(te_fl_dtype), 4u);
   EXPECT_EQ(sizeof(te_fl_dltensor), 48u);
@@ -120,8 +121,8 @@ TEST(Abi, DlpackLayouts) {
   EXPECT_EQ(offsetof(te_fl_dltensor, byte_offset), 40u);
 }
 
-// All but those that R3 names, and the query's header, which leads with the magic, so that a reader
-// can tell garbage before it trusts a size.
+// Every struct except those that R3 names begins with struct_size. The query's header starts with
+// the magic number instead, so that a reader can detect garbage before it trusts a size.
 TEST(Abi, EveryStructBeginsWithItsSize) {
   const std::set<std::string> fixed = {"te_fl_dtype", "te_fl_device", "te_fl_dltensor"};
   auto layout = places(describe_layout());
@@ -136,7 +137,7 @@ TEST(Abi, EveryStructBeginsWithItsSize) {
   }
 }
 
-// The members that tell versions apart stay where they are in every major (R2).
+// The members that identify a version keep their offsets in every major version (R2).
 TEST(Abi, TheHeadersBeginningNeverChanges) {
   EXPECT_EQ(offsetof(te_fl_plugin_header, magic), 0u);
   EXPECT_EQ(offsetof(te_fl_plugin_header, struct_size), 4u);

@@ -1,14 +1,15 @@
-// The plugin ABI in words: what the golden files hold.
+// Text descriptions of the plugin ABI, as the golden files contain them.
 #pragma once
 
 #include <string>
 
 namespace te_fl::test {
 
-// "te_fl_quant size 56", then "  struct_size @0" for each member; the catalogue's ops likewise,
-// with "op NAME size SIZE least SIZE" and "  ARGUMENT @OFFSET" ("later" behind a later one).
+// Describes each struct, "te_fl_quant size 56", and its members, "  struct_size @0"; and each
+// catalogue op, "op NAME size SIZE least SIZE", and its arguments, "  ARGUMENT @OFFSET" ("later"
+// follows an argument that a later version added).
 std::string describe_layout();
-// "TE_FL_OK 0": enumerators, flags and constants.
+// Describes enumerators, flags and constants, one a line: "TE_FL_OK 0".
 std::string describe_values();
 
 }  // namespace te_fl::test

@@ -1,4 +1,4 @@
-"""Shared by the tests of ABI versions: the hosts of tests/abi/meet.cpp, and the lines that they print."""
+"""Helpers of the ABI version tests: run the host programs built from tests/abi/meet.cpp and parse their output."""
 import hashlib
 import pathlib
 import platform
@@ -9,7 +9,7 @@ KEPT_FOR = "x86_64"
 
 
 def kept(folder, name):
-    """A plugin of the 1.0 release, which was withdrawn; None on another processor."""
+    """Returns the path of a plugin built for ABI 1.0, a release that was withdrawn; None on a processor for which there is none."""
     return pathlib.Path(folder) / "1.0" / f"{name}.so" if platform.machine() == KEPT_FOR else None
 
 
@@ -24,7 +24,7 @@ def sha256(path):
 
 
 class Meeting:
-    """A host of ABI `version` meets a plugin and runs its implementations `impls` of relu."""
+    """Runs the host of ABI `version`, which loads a plugin and calls its implementations `impls` of relu."""
 
     def __init__(self, programs, version, plugin, *impls):
         run = subprocess.run([str(pathlib.Path(programs) / f"abi_meet_{version}"), str(plugin), *impls],

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A plugin as it was built at the release of ABI 1.0, which was withdrawn: it is refused with what to do.
+"""te-fl refuses a plugin that was built for ABI 1.0, a release that was withdrawn; the error says what to do.
 
 usage: kept_test.py KEPT PROGRAMS [TE_FL]
 """

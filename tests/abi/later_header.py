@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""plugin.h as a later version could be: another version number, and every struct that may grow has grown (rule R3), MINOR times in 2.x and
-once in 3.0.
+"""Writes plugin.h as a later version could have it: another version number, and new members at the end of every struct that may grow (rule R3),
+MINOR times in 2.x and once in 3.0.
 
 usage: later_header.py PLUGIN_H OUT MAJOR MINOR
 """
@@ -9,7 +9,7 @@ import re
 import sys
 
 STRUCT = re.compile(r"typedef struct (te_fl_\w+) \{\n(.*?)\n\} \1;", re.S)
-# A chain link is the beginning of another struct; it has no end to grow at.
+# A chain link is the first member of other structs, so it cannot grow at its end.
 FIXED = ("te_fl_extension",)
 
 
@@ -17,7 +17,7 @@ def grown(match, times):
     name, body = match.groups()
     if "uint32_t struct_size" not in body or name in FIXED:
         return match.group(0)
-    # The host reads tensors in words of 16 bytes.
+    # te_fl_tensor grows by 16 bytes, as the host reads tensors in units of 16 bytes.
     members = "\n".join(f"  uint64_t later{i} TE_FL_INIT(0);" for i in range(times * (2 if name == "te_fl_tensor" else 1)))
     return f"typedef struct {name} {{\n{body}\n{members}\n}} {name};"
 

@@ -1,5 +1,5 @@
-// A host that meets plugins: loads each one, runs the ops that it is asked for, and prints what
-// happened. Built with this te-fl's plugin.h, and with ones that pretend to be later
+// A host for plugins of any ABI version: loads a plugin, runs the requested ops, and prints the
+// results. It is built with this te-fl's plugin.h and with headers that claim to be later versions
 // (later_header.py).
 //
 // usage: meet PLUGIN [IMPL_ID...]
@@ -23,14 +23,14 @@ namespace {
 
 using namespace te_fl;
 
-// A status on one line.
+// Returns a status as a single line.
 std::string text_of(const Status& status) {
   std::string text = status.to_string();
   std::replace(text.begin(), text.end(), '\n', ' ');
   return text;
 }
 
-// relu of {-1, 2, -3, 4} on the device, in a right or wrong answer's words.
+// Calls relu of {-1, 2, -3, 4} on the device; returns a text that says whether the answer is right.
 std::string relu_on(const Device& device, const OpImplInfo& impl) {
   PolicySettings settings;
   settings.per_op["relu"] = {{PolicyToken::Type::kImpl, impl.kind, impl.impl_id}};

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The rules of plugin.h, their table in docs/abi-rules.md, what the sources quote and what docs/adding-a-backend.md names are one set.
+"""plugin.h, the table in docs/abi-rules.md, the sources and docs/adding-a-backend.md name the same set of rules.
 
 usage: rules_test.py SOURCE_DIR
 """

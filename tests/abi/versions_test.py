@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Older and newer plugins and hosts meet: they work together, or the reason says why not.
+"""Older and newer hosts load older and newer plugins: they work together, or the error gives the reason.
 
 usage: versions_test.py KEPT PROGRAMS PLUGINS FAULT_PLUGINS [TE_FL]
 """
@@ -19,16 +19,16 @@ TE_FL = sys.argv[5] if len(sys.argv) > 5 else None
 del sys.argv[1:]
 
 NOW = "0.9"
-# Plugins by the ABI that they speak. Those of 2.x and 3.0 are built with the headers of tests/abi/later_header.py.
+# Plugins, named by their ABI version. Those of 2.x and 3.0 are built with the headers of tests/abi/later_header.py.
 GOOD, DEVICE, SMALL = FAULT / "good.so", FAULT / "device.so", FAULT / "smaller_structs.so"
 GOOD_01, GOOD_010, NEEDS_012 = FAULT / "older_major.so", FAULT / "newer_minor.so", FAULT / "needs_newer_host.so"
 GOOD_20, DEVICE_20, SMALL_20 = PLUGINS / "good-2.0.so", PLUGINS / "device-2.0.so", PLUGINS / "smaller_structs-2.0.so"
 GOOD_21, DEVICE_21, GOOD_22 = PLUGINS / "good-2.1.so", PLUGINS / "device-2.1.so", PLUGINS / "good-2.2.so"
 NEEDS_22, NEEDS_23 = PLUGINS / "needs_its_own-2.2.so", PLUGINS / "needs_newer_host-2.0.so"
-MORE_OPS = PLUGINS / "newer_minor-2.1.so"  # says 2.2, and has an op that no host here knows
+MORE_OPS = PLUGINS / "newer_minor-2.1.so"  # claims 2.2, and has an op that no host here knows
 GOOD_30 = PLUGINS / "good-3.0.so"
 
-# Refused: host, plugin, words of the reason.
+# Refused plugins: host version, plugin, parts of the error.
 REFUSED = [
     ("0.9", NEEDS_012, ["needs a host of ABI 0.12 or newer", "speaks 0.9", "rule R2"]),
     ("0.9", GOOD_01, ["the plugin speaks ABI 0.1", "speaks 0.9", "before 2.0 both", "rule R2", "rebuild the plugin"]),
@@ -41,7 +41,7 @@ REFUSED = [
     ("3.0", GOOD, ["the plugin speaks ABI 0.9", "speaks 3.0", "rule R2", "rebuild the plugin"]),
     ("3.0", GOOD_21, ["the plugin speaks ABI 2.1", "speaks 3.0", "rule R2", "rebuild the plugin"]),
 ]
-# Served: host, plugin, the plugin's ABI, the device of its relu.
+# Plugins that work: host version, plugin, the plugin's ABI, the device of its relu.
 SERVED = [
     ("0.9", GOOD, "0.9", "cpu"),
     ("0.9", SMALL, "0.9", "cpu"),

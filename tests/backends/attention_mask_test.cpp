@@ -1,4 +1,4 @@
-// MaskRule: what a query sees and what a key is seen by are one rule.
+// MaskRule: the keys that a query sees and the queries that see a key follow from one rule.
 #include "te_fl/attention/mask.hpp"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// Tests of communicators over ranks that are threads: how they are made, what is refused, and how a
-// failure of one is told on all.
+// Communicators whose ranks are threads: creation, refused calls, and the propagation of one rank's
+// failure to all ranks.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -27,7 +27,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Runs f(rank) on a thread for each rank.
+// Runs f(rank) on one thread per rank.
 void on_ranks(int size, const std::function<void(int)>& f) {
   std::vector<std::thread> threads;
   for (int r = 0; r < size; ++r) threads.emplace_back(f, r);
@@ -109,7 +109,8 @@ TEST_F(Comms, KnowWhoseRanksTheyInclude) {
     again.name = "again";
     Result<Comm> other = Comm::create(again);
     ASSERT_OK(other);
-    // 0 1 and 2 3, then 0 and 1 alone; 0 2 and 1 3; and all in another order.
+    // Splits ranks into {0, 1} and {2, 3}, then each rank alone; then into {0, 2} and {1, 3}; then
+    // all in another order.
     Result<Comm> pair = world->split(rank / 2, rank, "pair");
     ASSERT_OK(pair);
     Result<Comm> one = pair->split(pair->rank(), 0, "one");
@@ -140,7 +141,7 @@ TEST_F(Comms, ADifferenceBetweenRanksIsRefusedOnAll) {
   });
 }
 
-// Settings by which nothing here may serve a collective.
+// Returns a policy under which no implementation may serve a collective.
 PolicySettings without_choice() {
   PolicySettings settings;
   settings.per_op["all_reduce"] = {{.type = PolicyToken::Type::kImpl, .name = "vendor.not_here"}};
@@ -172,7 +173,7 @@ TEST_F(Comms, APolicyOfOneRankThatCameLaterDecidesNothing) {
   });
 }
 
-// Deterministic results are asked of a call, and by a rank's policy of the moment.
+// Deterministic results are requested by the call, or by the rank's current policy.
 TEST_F(Comms, DeterministicResultsAreThePresentPolicysToAskFor) {
   const Result<Comm> comm = Comm::create(options(0, 1));
   ASSERT_OK(comm);
@@ -188,7 +189,7 @@ TEST_F(Comms, DeterministicResultsAreThePresentPolicysToAskFor) {
   EXPECT_OK(all_reduce(*comm, t));
 }
 
-// A new communicator is decided by the policy under which it is made.
+// A split communicator chooses its implementations under the policy at its creation.
 TEST_F(Comms, ASplitAgreesAnew) {
   on_ranks(2, [&](int rank) {
     const Result<Comm> comm = Comm::create(options(rank, 2));
@@ -230,7 +231,7 @@ TEST_F(Comms, AMissingRankInACollectiveFailsItOnAll) {
     ASSERT_OK(comm);
     const Tensor t = Tensor::zeros({4, 2}, DType::kF32).value();
     ASSERT_OK(all_reduce(*comm, t));
-    if (rank == 1) {  // it does something else for too long
+    if (rank == 1) {  // rank 1 is busy with other work for too long
       while (failed < 2) std::this_thread::sleep_for(milliseconds(5));
       EXPECT_FAILS(comm->status(), kCommFailed, "world") << "its watchdog saw it, too";
       return;
@@ -263,10 +264,11 @@ TEST_F(Comms, AnAbortedOneIsAbortedWithAllOthers) {
   });
 }
 
-// A call that another communicator's failure ends says what it was, then and later.
+// If the failure of one communicator interrupts a call on another one, the error names the
+// interrupted call and the cause, and later calls return the same error.
 TEST_F(Comms, AnAbortedCallIsNamed) {
   bool named = false;
-  // Nothing tells that rank 1 is inside its call, so rank 0 waits longer from time to time.
+  // Rank 0 cannot see when rank 1 is inside its call, so it tries longer and longer pauses.
   for (int pause = 50; !named && pause < 5000; pause *= 4) {
     store = Store::in_process();
     on_ranks(2, [&](int rank) {
@@ -316,8 +318,8 @@ TEST_F(Comms, ValidateComparesBeforeACollectiveBegins) {
   ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
 }
 
-// A call whose mistake the provider alone sees has been compared by then, and its number is the
-// next one's.
+// TE_FL_VALIDATE compares a call between the ranks before the provider can refuse it. A refused
+// call does not use up its sequence number: the next call gets that number.
 TEST_F(Comms, ValidateGoesOnAfterARefusedCall) {
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   on_ranks(2, [&](int rank) {
@@ -347,8 +349,8 @@ TEST_F(Comms, ValidateGoesOnAfterARefusedCall) {
   ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
 }
 
-// Two ranks whose calls differ in reduction or root both fail, and the error names what this one
-// called.
+// Two ranks call with a different reduction or root: both fail, and each error names the rank's own
+// call.
 TEST_F(Comms, ValidateComparesReductionsAndRoots) {
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   const auto differ = [&](const std::function<Status(const Comm&, int)>& call, const char* mine) {
@@ -403,14 +405,15 @@ TEST_F(Comms, ValidateComparesReductionsAndRoots) {
   ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
 }
 
-// It is one process's setting here, so it changes between the ranks' parts: whichever has it, all
-// compare, and none waits for one that does not.
+// The setting is process-wide here, so the test changes it between the ranks' creations. If any
+// rank has it, all ranks compare their calls, and no rank waits for a rank that does not compare.
 TEST_F(Comms, ValidateOnOneRankAloneIsForAll) {
   for (int asks = 0; asks < 2; ++asks) {
     store = Store::in_process();
     std::atomic<int> turn{0};
     on_ranks(2, [&](int rank) {
-      // A rank reads the setting before it writes its facts, so that it may change from then on.
+      // A rank reads the setting before it publishes its facts, so the setting may change after
+      // that.
       const std::string told = "world/facts/" + std::to_string(1 - rank);
       if (rank != asks) {
         EXPECT_TRUE(store->get(told, milliseconds(20000)).ok());
@@ -429,7 +432,7 @@ TEST_F(Comms, ValidateOnOneRankAloneIsForAll) {
   }
 }
 
-// The other way about: it was off when the communicator was made.
+// The setting is off when the communicator is created and is set later.
 TEST_F(Comms, ValidateThatComesLaterWaitsForNobody) {
   on_ranks(2, [&](int rank) {
     const Result<Comm> comm = Comm::create(options(rank, 2));
@@ -445,7 +448,7 @@ TEST_F(Comms, ValidateThatComesLaterWaitsForNobody) {
   ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
 }
 
-// Counts what it holds.
+// A store that counts the bytes that it holds.
 class CountedStore final : public comm::ProcessStore {
  public:
   Status set(std::string_view key, std::string_view value) override {
@@ -497,14 +500,14 @@ TEST_F(Comms, SplitsAndComparisonsLeaveNothingInTheStore) {
         ASSERT_OK(all_reduce(*comm, t));
       }
     });
-    // A comparison's last texts stay with each part.
+    // The texts of the latest comparison of each rank remain in the store.
     EXPECT_LT(bytes.back(), bytes.front() + kRounds * (*validate == '1' ? 200 : 10)) << validate;
     EXPECT_LT(bytes.front(), 1500u);
   }
   ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
 }
 
-// A program's own, which throws from the named function.
+// A program's own store, which throws from the named function.
 class ThrowingStore final : public comm::ProcessStore {
  public:
   Status set(std::string_view key, std::string_view value) override {
@@ -567,8 +570,8 @@ TEST_F(Comms, AStoreThatThrowsIsAStatus) {
   }
 }
 
-// When threads ask for the world at the same time, the first gets it, and each other one an
-// error.
+// Several threads create the world communicator at once: the first succeeds, and each other thread
+// gets an error.
 TEST_F(Comms, OneWorldOfManyThreads) {
   for (int round = 0; round < 20; ++round) {
     std::atomic<int> made{0}, refused{0}, ready{0};
@@ -582,7 +585,8 @@ TEST_F(Comms, OneWorldOfManyThreads) {
         EXPECT_FAILS(world.status(), kFailedPrecondition, "use that one, or split() it");
         ++refused;
       }
-      while (made + refused < 4) std::this_thread::yield();  // it lives until all have asked
+      // Keeps the world alive until all threads have tried.
+      while (made + refused < 4) std::this_thread::yield();
     });
     EXPECT_EQ(made, 1);
     EXPECT_EQ(refused, 3);

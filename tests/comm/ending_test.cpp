@@ -1,4 +1,4 @@
-// A Comm that is destroyed or aborted while another thread is in a collective on it.
+// A Comm that is destroyed or aborted while another thread runs a collective on it.
 #include <gtest/gtest.h>
 
 #include "support/ending_comms.hpp"

@@ -1,5 +1,5 @@
-// Tests of groups of collectives over a provider that begins them when the group ends, as NCCL
-// does, and of what the watchdog sees of one that hangs there.
+// Groups of collectives over a provider that starts them at the group's end, as NCCL does, and the
+// watchdog's view of a group that hangs there.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -22,14 +22,14 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
 
-// One rank whose broadcasts do nothing. A group that hangs ends when the communicator is aborted,
-// or after five seconds, as if nothing had been.
+// A provider with one rank whose broadcasts do nothing. A hanging group ends when the communicator
+// is aborted, or successfully after five seconds.
 struct Telegraph {
   std::atomic<bool> hangs{false}, aborted{false};
   std::atomic<int> open{0};
-  std::atomic<bool> holds{false};  // a broadcast waits until this is over
+  std::atomic<bool> holds{false};  // while set, a broadcast waits
   std::atomic<int> running{0}, destroyed{0};
-  std::atomic<bool> misused{false};  // destroyed while it ran, or run when it was destroyed
+  std::atomic<bool> misused{false};  // destroyed while a call ran, or called after it was destroyed
   std::atomic<uint32_t> timeout_ms{0};
 };
 Telegraph g_wire;
@@ -146,7 +146,8 @@ TEST_F(Groups, EndOnTheThreadThatBeganThem) {
   EXPECT_EQ(g_wire.open, 0);
 }
 
-// A Comm that ends under another thread's call, or with a group open, goes with the last of them.
+// A Comm that is destroyed during another thread's call, or with an open group, lives until the
+// last of them ends.
 TEST_F(Groups, OutliveTheirComm) {
   {
     Comm comm = made(seconds(20));
@@ -178,7 +179,7 @@ TEST_F(Groups, OutliveTheirComm) {
   EXPECT_FALSE(g_wire.misused);
 }
 
-// A provider's time-out has 32 bits, and 0 of them stand for ever.
+// A provider's time-out has 32 bits, and 0 means no time-out.
 TEST_F(Groups, LongTimeOutsAreNotWrapped) {
   constexpr int64_t k32 = int64_t{1} << 32;
   for (const int64_t ms :

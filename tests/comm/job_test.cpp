@@ -20,7 +20,7 @@ constexpr const char* kNames[] = {"TE_FL_STORE", "TE_FL_RANK",       "TE_FL_WORL
 class JobTest : public ::testing::Test {
  protected:
   void TearDown() override { (void)job({}); }
-  // The job of an environment that has these of the names above and no others.
+  // Returns the job for an environment with these variables of kNames and no others.
   static Result<Job> job(const std::map<std::string, std::string>& variables) {
     for (const char* name : kNames) unsetenv(name);
     for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);

@@ -1,4 +1,5 @@
-// A provider that does not make its part on one rank: the others hear of it before the time-out.
+// A provider that fails to create its part on one rank: the other ranks get the error before the
+// time-out.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -21,7 +22,8 @@ te_fl_status refuse(const te_fl_error_sink* errors, const char* why) {
   return TE_FL_FAILED_PRECONDITION;
 }
 
-// Made on every rank but 1, where it waits for 1 without blocking, as NCCL's do.
+// A provider that fails on rank 1; on the other ranks, creation waits for rank 1 without blocking,
+// as NCCL does.
 te_fl_comm_api without_rank_1() {
   te_fl_comm_api api;
   api.create = [](void*, const te_fl_comm_config* config, void** comm,
@@ -39,7 +41,7 @@ te_fl_comm_api without_rank_1() {
   return api;
 }
 
-// Rank 0 has no id to tell.
+// A provider whose rank 0 cannot make the unique id.
 te_fl_comm_api without_id() {
   te_fl_comm_api api = without_rank_1();
   api.unique_id = [](void*, void*, size_t, size_t*, const te_fl_error_sink* errors) {
@@ -50,7 +52,7 @@ te_fl_comm_api without_id() {
 
 class RefusedComms : public ::testing::Test {
  protected:
-  // Gives what each of three ranks gets from the provider.
+  // Creates a communicator of three ranks with the provider; returns each rank's status.
   std::array<Status, 3> make(const te_fl_comm_api& api) {
     te_fl_comm_desc desc;
     desc.name = "refusing";

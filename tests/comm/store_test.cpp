@@ -27,7 +27,7 @@ double ms_since(Clock::time_point start) {
   return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
 }
 
-// Held until the test asks for the port, so that no two tests get one.
+// Returns a TCP port that the kernel has just chosen as free.
 int free_port() {
   auto socket = comm::listen_on("127.0.0.1", 0);
   EXPECT_TRUE(socket.ok());
@@ -44,7 +44,7 @@ void as_threads(int ranks, const std::function<void(int)>& f) {
   for (std::thread& t : threads) t.join();
 }
 
-// Runs f in a child of a fork; its result is the exit code.
+// Runs f in a forked child, which exits with f's result; returns the child's process id.
 pid_t in_child(const std::function<int()>& f) {
   const pid_t child = ::fork();
   if (child == 0) ::_exit(f());
@@ -62,7 +62,7 @@ void expect_text(const Status& status, StatusCode code, std::initializer_list<co
     EXPECT_NE(status.message().find(part), std::string::npos) << part << " in " << status.message();
 }
 
-// Every store does this, for any number of ranks.
+// Exchanges values through a store of any kind, with any number of ranks.
 void exchange(Store& store, int rank, int size) {
   const std::string large(size_t{1} << 20, static_cast<char>('a' + rank));
   const std::string mine = std::to_string(rank);
@@ -79,7 +79,7 @@ void exchange(Store& store, int rank, int size) {
   auto empty = store.get("empty." + mine, 1000ms);
   ASSERT_TRUE(empty.ok());
   EXPECT_EQ(*empty, "");
-  EXPECT_TRUE(store.set("world/" + mine, large).ok());  // it is the same value
+  EXPECT_TRUE(store.set("world/" + mine, large).ok());  // setting an equal value again is allowed
   expect_text(store.set("world/" + mine, "other"), StatusCode::kAlreadyExists,
               {("world/" + mine).c_str(), store.address().c_str()});
   auto none = store.look("never");
@@ -94,7 +94,8 @@ TEST(Store, ThreadsShareOne) {
   as_threads(4, [&](int rank) { exchange(*store, rank, 4); });
 }
 
-// A rank may leave as soon as it has what it needs; rank 0's store of a port serves to the last.
+// A rank may leave as soon as it has what it needs. Rank 0, which runs the server of a TCP store,
+// leaves last.
 void leave(Store& store, int rank, int size) {
   ASSERT_TRUE(store.set("left/" + std::to_string(rank), "1").ok());
   for (int r = 0; rank == 0 && r < size; ++r)
@@ -140,7 +141,7 @@ TEST(Store, ProcessesMeetAtAPort) {
   EXPECT_EQ(exit_code(two), 0);
 }
 
-// A value set by one thread while another of the same store waits for it.
+// One thread sets a value while another thread waits for it on the same store.
 TEST(Store, ThreadsOfOneRankDoNotBlockEachOther) {
   auto store = Store::open(free_address(), 0, 1, 1000ms);
   ASSERT_TRUE(store.ok());
@@ -163,7 +164,7 @@ TEST(Store, OneIsOpenedOnceInAProcessAndThenAnew) {
     again->reset();
     auto next = Store::open(address, 0, 1, 1000ms);
     ASSERT_TRUE(next.ok()) << next.status().to_string();
-    EXPECT_TRUE((*next)->set("world", "2").ok());  // a key of the store before is not seen
+    EXPECT_TRUE((*next)->set("world", "2").ok());  // a key of the previous store is not visible
   }
 }
 
@@ -212,7 +213,7 @@ TEST(Store, FolderOfAnEarlierRunIsRefusedByEveryRank) {
   const test::TempFolder folder;
   const std::string address = "file:" + folder.path() + "/job";
   const auto run = [&](int r) { return Store::open(address, r, 2, 5000ms).status(); };
-  // As processes, since one that was in the run may open it again.
+  // Each rank is a process, since a process that took part in the run may open the store again.
   const auto job = [&](StatusCode expected) {
     std::vector<pid_t> ranks;
     for (int r : {1, 0})
@@ -224,7 +225,7 @@ TEST(Store, FolderOfAnEarlierRunIsRefusedByEveryRank) {
   expect_text(run(0), StatusCode::kAlreadyExists, {address.c_str(), "remove the folder"});
 }
 
-// The run ended before rank 1 had come, so that nothing in the folder tells it at once.
+// The run ended before rank 1 came, so the folder alone does not show that the run is over.
 TEST(Store, FolderOfARunThatBrokeOffIsRefusedWhenRankZeroComes) {
   const test::TempFolder folder;
   const std::string address = "file:" + folder.path();
@@ -283,7 +284,7 @@ TEST(Store, NobodyAnswers) {
               StatusCode::kTimeout, {"no.such.host.invalid", "its name has no address"});
 }
 
-// A listener that says nothing, and one that speaks another protocol.
+// A listener that sends nothing, and one that speaks another protocol.
 TEST(Store, ForeignProgramAtThePort) {
   const int port = free_port();
   const auto foreign = comm::listen_on("127.0.0.1", port);
@@ -319,7 +320,7 @@ TEST(Store, OtherJobsAreRefused) {
   EXPECT_EQ(exit_code(second), 0);
 }
 
-// Bytes that no client sends end their connection and no other.
+// Invalid bytes close their own connection and no other.
 TEST(Store, GarbageDisturbsNobody) {
   const int port = free_port();
   const std::string address = "tcp://127.0.0.1:" + std::to_string(port);
@@ -395,15 +396,15 @@ TEST(Store, ChildOfAForkOpensItsOwn) {
   ASSERT_TRUE(zero.ok());
   const pid_t child = in_child([&] {
     const Status status = (*zero)->set("k", "of the child");
-    zero->reset();  // and the parent's server goes on
+    zero->reset();  // the parent's server keeps running
     return status.code() == StatusCode::kFailedPrecondition ? 0 : 1;
   });
   EXPECT_EQ(exit_code(child), 0);
   EXPECT_TRUE((*zero)->set("k", "v").ok());
 }
 
-// A forked child that opens its parent's store is refused with an error that says whose store it
-// is, and the parent's other ranks can still open it.
+// A forked child that opens its parent's store gets an error that names the store's owner, and the
+// parent's other ranks can still open the store.
 TEST(Store, ChildOfAForkIsNotToldToRemoveItsParents) {
   const test::TempFolder folder;
   for (const std::string& address : {"file:" + folder.path() + "/job", free_address()}) {

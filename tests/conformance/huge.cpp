@@ -1,4 +1,4 @@
-// conformance_huge: ops on tensors of more than 2^31 elements, checked at sampled places.
+// conformance_huge: runs ops on tensors of more than 2^31 elements and checks sampled elements.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +12,7 @@ namespace {
 using namespace te_fl;        // NOLINT: a program's main file
 using namespace te_fl::huge;  // NOLINT
 
-constexpr int64_t kDefault = (int64_t{1} << 31) + 4099;  // odd, and a little more than fits 31 bits
+constexpr int64_t kDefault = (int64_t{1} << 31) + 4099;  // odd, and slightly more than 31 bits hold
 
 constexpr const char* kUsage =
     "usage: conformance_huge [--device DEVICE] [--plugin PATH] [--impl IMPL] [--op NAME] "
@@ -37,7 +37,7 @@ int usage(const std::string& why) {
   return 2;
 }
 
-// "" or what is wrong.
+// Parses the command line; returns "" or an error.
 std::string parse(int argc, char** argv, Options& o) {
   for (int i = 1; i < argc; ++i) {
     const std::string option = argv[i];
@@ -68,7 +68,7 @@ std::string parse(int argc, char** argv, Options& o) {
   return {};
 }
 
-// The implementations that served `op` since usage was reset.
+// Returns the implementations that have served `op` since the usage was reset.
 std::set<std::string> served_by(const std::string& op) {
   std::set<std::string> ids;
   for (const OpUsage& u : OpManager::instance().usage()) {
@@ -77,7 +77,7 @@ std::set<std::string> served_by(const std::string& op) {
   return ids;
 }
 
-// Runs a case and prints its line; false: it failed.
+// Runs a case and prints its result line; returns false if the case failed.
 bool run_case(const Case& c, Device device, const Options& o) {
   OpManager::instance().reset_usage();
   const auto start = std::chrono::steady_clock::now();
@@ -100,8 +100,8 @@ bool run_case(const Case& c, Device device, const Options& o) {
   return !run.failed();
 }
 
-// Ops of the catalogue that no case runs, and that is a failure. Collectives are left out: their
-// ranks would need the memory of one case each.
+// Prints the catalogue's ops that no case runs; each counts as a failure. Collectives are exempt:
+// each rank would need the memory of a whole case.
 int report_uncovered(const Cases& cases) {
   std::set<std::string> covered;
   for (const Case& c : cases) covered.insert(c.op);

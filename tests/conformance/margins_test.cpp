@@ -1,4 +1,4 @@
-// Margins are noted by the threads of a case's ranks at the same time.
+// Threads of a case's ranks record error margins concurrently.
 #include "conformance/margins.hpp"
 
 #include <gtest/gtest.h>

@@ -1,7 +1,8 @@
-// Wild numbers for every integer that a caller gives: arguments, elements of lists, extents, ranks,
-// strides, codes, and what tensors of integers hold. It takes the calls of the conformance table
-// and changes a number in each, so that an op that joins the catalogue joins this test. Each call
-// is refused in words, or the implementations have the same results.
+// Extreme values for every integer that a caller passes: arguments, list elements, extents, ranks,
+// strides, dtype codes, and the contents of integer tensors. The test takes the calls of the
+// conformance table and changes one number at a time, so it covers each new op of the catalogue.
+// Each changed call must be refused with an error, or all implementations must give the same
+// results.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
@@ -40,8 +41,8 @@ constexpr std::array<int64_t, 14> kWild = {kLeast,  -kMost32 - 1,  -1,        0,
                                            3,       kMost32 - 1,   kMost32,   k32,  k32 + 1,
                                            k40 + 1, kMost / 2 + 1, kMost - 1, kMost};
 
-// A huge allocation fails while it lives, so that the call that makes one is found. The sanitizers
-// reserve more themselves, and refuse huge requests by themselves.
+// Limits the address space while it lives, so that a huge allocation fails and the call that makes
+// it is found. Sanitizers reserve more address space and refuse huge requests themselves.
 class LittleMemory {
  public:
   LittleMemory() {
@@ -63,7 +64,7 @@ class LittleMemory {
   rlimit before_{};
 };
 
-// A tensor of a call, whose numbers may be changed.
+// A tensor of a call whose numbers the test may change.
 struct Changeable {
   std::string name;
   const Tensor* from = nullptr;
@@ -86,7 +87,7 @@ struct Changeable {
   }
 };
 
-// A case's call with its tensors before guard pages.
+// A case's call whose tensors are followed by guard pages.
 class WildCall {
  public:
   WildCall(const Case& c, const te_fl_op_schema& op, const te_fl_communicator* comm)
@@ -127,7 +128,7 @@ class WildCall {
     OpManager& manager = OpManager::instance();
     return manager.call(*OpRegistry::instance().find(problem.op_name), args(), options);
   }
-  // The values of each plain output, as the case's extents have them.
+  // Returns the values of each plain output, with the case's original extents.
   std::vector<std::vector<double>> results() const {
     std::vector<std::vector<double>> all;
     for (const Changeable& t : tensors) {
@@ -146,7 +147,7 @@ class WildCall {
   const te_fl_op_schema& schema;
   Problem problem;
   std::deque<Changeable> tensors;
-  std::map<std::string, std::vector<int64_t>> integers;  // the arguments that are lists of them
+  std::map<std::string, std::vector<int64_t>> integers;  // arguments that are lists of integers
   CallOptions options;
 
  private:
@@ -215,14 +216,14 @@ class WildCall {
   std::vector<std::pair<uint8_t*, std::vector<uint8_t>>> memory_;
 };
 
-// One changed number, in words and as it is done.
+// A change of one number: its description and its function.
 struct Change {
   std::string text;
   std::function<void(WildCall&)> apply;
 };
 using Changes = std::vector<Change>;
 
-// ---- which numbers are changed, and to what
+// ---- the numbers that are changed
 
 void change_scalar(const te_fl_arg_desc& arg, Changes& all) {
   const bool is64 = arg.type == TE_FL_ARG_I64;
@@ -241,11 +242,11 @@ void change_count(const te_fl_arg_desc& arg, Changes& all) {
   }
 }
 
-// The numbers that a list or a tensor holds, whatever their type.
+// The integers of a list or a tensor, independent of their type.
 struct Numbers {
   std::string name;
   size_t count;
-  int bits;  // negative: without a sign
+  int bits;  // negative: unsigned
   std::function<int64_t(WildCall&, size_t)> get;
   std::function<void(WildCall&, size_t, int64_t)> put;
   bool holds(int64_t w) const {
@@ -256,8 +257,8 @@ struct Numbers {
   int64_t most() const { return bits == 64 ? kMost : (int64_t{1} << (std::abs(bits) - 1)) - 1; }
 };
 
-// Changes one number of a list, or all from one place on, or several so that their sum wraps to
-// what it was.
+// Changes one number of a list, or all from one index on, or several so that their sum wraps around
+// to its old value.
 void change_numbers(const Numbers& n, Changes& all) {
   const std::set<size_t> places = {0, n.count / 2, n.count - 1};
   for (const int64_t w : kWild) {
@@ -357,7 +358,7 @@ void change_form(const Changeable& tensor, size_t k, Changes& all) {
       add(".shape[" + std::to_string(d) + "]", w,
           [dim](Changeable& t, int64_t v) { t.shape[dim] = v; });
     }
-    // A stride that leads nowhere means nothing.
+    // Only strides of dimensions with extent 1 change: no element's address depends on them.
     if (tensor.from->shape[dim] != 1) continue;
     for (const int64_t w : {kLeast, int64_t{-1}, int64_t{0}, kMost}) {
       add(".strides[" + std::to_string(d) + "]", w, [dim](Changeable& t, int64_t v) {
@@ -373,8 +374,8 @@ void change_form(const Changeable& tensor, size_t k, Changes& all) {
   }
 }
 
-// False if a tensor says that it has more memory than it has, but not as much as none can, or that
-// it has more empty rows than a loop can go over.
+// Returns false if a tensor claims more memory than it has, unless it is more than any address
+// space holds, or if it has more empty rows than a loop can visit.
 bool has_its_memory(const WildCall& call) {
   return std::ranges::all_of(call.tensors, [](const Changeable& t) {
     __int128 now = 1, before = 1;
@@ -389,7 +390,8 @@ bool has_its_memory(const WildCall& call) {
   });
 }
 
-// All extents of one number become 0 and all of another huge, so that tensors stay empty together.
+// Sets all extents of one value to 0 and all of another value to a huge number, so that the tensors
+// stay empty.
 void change_extents(const WildCall& call, Changes& all) {
   std::set<int64_t> extents;
   for (const Changeable& t : call.tensors)
@@ -452,10 +454,10 @@ Changes changes_of(const WildCall& call) {
   return all;
 }
 
-// ---- the calls
+// ---- running the calls
 
-// The kinds of numbers that a case's call has: a case that has one more kind than others before it
-// is taken.
+// Returns the kinds of numbers in a case's call. A case is used if it has a kind that no earlier
+// case has.
 std::set<std::string> kinds_of(const WildCall& call) {
   std::set<std::string> kinds;
   for (const Changeable& t : call.tensors) {
@@ -513,7 +515,7 @@ Answer answer_of(WildCall& call, const Change* change, const std::string& impl) 
   return answer;
 }
 
-// Empty, or what is wrong with a refusal.
+// Returns "" if the refusal is proper, otherwise what is wrong with it.
 std::string wrong_refusal(const Status& status) {
   if (status.ok()) return {};
   const StatusCode code = status.code();
@@ -523,7 +525,7 @@ std::string wrong_refusal(const Status& status) {
   return {};
 }
 
-// Runs the case's changes on all implementations; returns how many calls were made.
+// Runs the case's changes on all implementations; returns the number of calls made.
 int run_case(const Case& c, WildCall& call, const std::vector<std::string>& impls) {
   std::map<std::string, Answer> plain;
   for (const std::string& impl : impls) plain[impl] = answer_of(call, nullptr, impl);
@@ -534,7 +536,7 @@ int run_case(const Case& c, WildCall& call, const std::vector<std::string>& impl
     if (!has_its_memory(call)) continue;
     std::optional<Answer> first;
     for (const std::string& impl : impls) {
-      if (!plain[impl].status.ok()) continue;  // it does not serve the case
+      if (!plain[impl].status.ok()) continue;  // this implementation does not support the case
       const Answer answer = answer_of(call, &change, impl);
       ++calls;
       const std::string where = impl + ", " + c.name + " with " + change.text;
@@ -561,7 +563,8 @@ int run_case(const Case& c, WildCall& call, const std::vector<std::string>& impl
 
 constexpr int kCasesOfAnOp = 4, kLooked = 40;
 
-// Cases of an op from here and there in its list, each with a kind of number that is new.
+// Runs cases spread over the op's list that each have a new kind of number; returns the number of
+// calls.
 int run_op(const std::string& op, const std::vector<const Case*>& cases) {
   const te_fl_op_schema& schema = *OpRegistry::instance().schema(*OpRegistry::instance().find(op));
   const std::vector<std::string> impls = implementations_of(op);
@@ -597,7 +600,7 @@ TEST(WildNumbers, AreRefusedOrServedAlike) {
   std::map<std::string, std::vector<const Case*>> by_op;
   for (const Case& c : table)
     if (!c.large && c.ranks <= 1) by_op[c.op].push_back(&c);
-  OpRegistry& registry = OpManager::instance().registry();  // with the built-in backends
+  OpRegistry& registry = OpManager::instance().registry();  // has the built-in backends
   for (const std::string& op : registry.op_names()) {
     const bool collective =
         (registry.schema(*registry.find(op))->flags & TE_FL_SCHEMA_COLLECTIVE) != 0;

@@ -1,5 +1,5 @@
-// Tests which implementation a call takes, by policy, supports() and scopes, and that resolve() and
-// explain agree.
+// The implementation that dispatch chooses for a call, by policy, supports() and scopes. resolve()
+// and explain() must report the same choice.
 #include <gtest/gtest.h>
 
 #include <thread>
@@ -27,7 +27,7 @@ TEST_F(Dispatch, StrictRunsTheFirstChoiceOrFails) {
   EXPECT_EQ(ran(), "default.p");
   EXPECT_FAILS(s, kUnsupported, "not today");
   EXPECT_FAILS(s, kUnsupported, "TE_FL_STRICT");
-  EXPECT_FAILS(s, kUnsupported, "vendor.v");  // lists the others, too
+  EXPECT_FAILS(s, kUnsupported, "vendor.v");  // the message lists the other candidates, too
 }
 
 TEST_F(Dispatch, StrictTakesItsFirstChoiceWithinThePreference) {
@@ -46,7 +46,7 @@ TEST_F(Dispatch, PreferPutsAKindFirst) {
     EXPECT_EQ(ran(), "vendor.v");
     vendor.run_status = TE_FL_UNSUPPORTED;
     ASSERT_OK(call());
-    EXPECT_EQ(ran(), "default.p vendor.v");  // in the fixture's order
+    EXPECT_EQ(ran(), "default.p vendor.v");  // in the fixture's order, default first
   }
   ASSERT_OK(call());
   EXPECT_EQ(ran(), "default.p");
@@ -74,7 +74,7 @@ TEST_F(Dispatch, AListForAMisspeltOpFailsCallsUnderIt) {
     EXPECT_EQ(ran(), "");
   }
   s.per_op.clear();
-  s.per_op["acme::later"] = {impl("vendor.v")};  // may be registered yet
+  s.per_op["acme::later"] = {impl("vendor.v")};  // an implementation that may be registered later
   const PolicyScope scope(s);
   ASSERT_OK(call());
 }
@@ -129,7 +129,7 @@ TEST_F(Dispatch, SupportsIsAskedUntilItAcceptsUnlessStatic) {
   EXPECT_EQ(portable.asked.load(), 3) << "the answer to the very call is known";
 }
 
-// R10: what accepted a call may be taken to accept the very same one, and no other.
+// R10: supports() may be skipped for a call equal to one that it accepted, and for no other call.
 TEST_F(Dispatch, SupportsIsAskedAgainOfEveryOtherCall) {
   asks(portable);
   reregister(portable);
@@ -202,7 +202,7 @@ TEST_F(Dispatch, GlobalPolicyAndCapturedScopesReachOtherThreads) {
   {
     const PolicyScope scope(prefer(Kind::kReference));
     captured = CapturedPolicy::capture();
-    std::thread([&] { ASSERT_OK(call()); }).join();  // a scope is its thread's own
+    std::thread([&] { ASSERT_OK(call()); }).join();  // a scope applies to its own thread only
     EXPECT_EQ(ran(), "vendor.v");
   }
   std::thread([&] {
@@ -233,7 +233,7 @@ TEST_F(Dispatch, ACapturedScopeOutlivesItsPlugin) {
 TEST_F(Dispatch, FirstChoiceIsTheImplementationThatCallTriesFirst) {
   portable.desc.flags |= TE_FL_OP_CHEAP_EPILOGUES;
   reregister(portable);
-  for (int i = 0; i < 2; ++i) {  // the second one finds the route
+  for (int i = 0; i < 2; ++i) {  // the second iteration finds the cached route
     const auto first = manager.first_choice(op, &five.args);
     ASSERT_OK(first);
     EXPECT_STREQ(first->impl_id, "default.p");
@@ -245,7 +245,7 @@ TEST_F(Dispatch, FirstChoiceIsTheImplementationThatCallTriesFirst) {
     EXPECT_STREQ(manager.first_choice(op, &five.args)->impl_id, "vendor.v");
     EXPECT_EQ(manager.first_choice(op, &five.args)->flags, vendor.desc.flags);
   }
-  // The string itself, at the same address.
+  // impl_id is the registered string itself, at the same address.
   EXPECT_EQ(manager.first_choice(op, &five.args)->impl_id, id);
   EXPECT_EQ(ran(), "");
 }

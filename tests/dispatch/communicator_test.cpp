@@ -1,5 +1,5 @@
-// Communicators as arguments (R29): how they are checked, what a plan is made for, and that a call
-// with one goes to the implementations of its maker alone, and is not staged.
+// Communicators as arguments (R29): they are validated and enter plan keys. A call with a
+// communicator runs only on implementations of the plugin that created it, and is never staged.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -18,7 +18,7 @@ using testing::Fake;
 using testing::FarDevice;
 using testing::tensor_arg;
 
-// test::gather: out = x of all ranks.
+// test::gather, a collective: out receives x of all ranks.
 struct GatherArgs {
   uint32_t struct_size = sizeof(GatherArgs);
   const te_fl_tensor* x = nullptr;
@@ -97,7 +97,7 @@ TEST_F(Communicators, ReachTheImplementation) {
   };
   for (int i = 0; i < 3; ++i) ASSERT_OK(call());
   EXPECT_EQ(seen, &group);
-  group.device = {TE_FL_DEVICE_CUDA_HOST, 0};  // host memory, too
+  group.device = {TE_FL_DEVICE_CUDA_HOST, 0};  // host memory is allowed, too
   EXPECT_OK(call());
 }
 
@@ -137,7 +137,7 @@ TEST_F(Communicators, ThatCameLaterAreOptional) {
   args.other = &second;
   ASSERT_OK(call());
   ASSERT_OK(registry.unregister_op("test::gather", "reference.acme"));
-  fake.desc.later_args = nullptr;  // one that does not know it
+  fake.desc.later_args = nullptr;  // an implementation without support for later_args
   ASSERT_OK(registry.register_op(fake.desc, "test", "acme"));
   EXPECT_FAILS(call(), kUnsupported, "other");
   args.other = nullptr;

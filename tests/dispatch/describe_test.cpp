@@ -1,5 +1,5 @@
-// Tests that resolve() asks the implementation that would serve a call for its kernels (rule R31),
-// and takes every bad answer for none.
+// resolve() asks the chosen implementation for a description of its kernels (rule R31). An invalid
+// answer counts as no description.
 #include <gtest/gtest.h>
 
 #include <stdexcept>
@@ -12,7 +12,7 @@ namespace {
 
 class Describe : public Dispatch {
  protected:
-  // With the describe() that the fakes have been given by now.
+  // Re-registers the fakes with their current describe() and resolves the call.
   Decision resolved() {
     for (Fake* f : {&portable, &vendor, &reference}) reregister(*f);
     auto decision = manager.resolve(op, &five.args);
@@ -75,7 +75,7 @@ TEST_F(Describe, WhatIsWrittenIsOneLineOfBoundedLength) {
 }
 
 TEST_F(Describe, ACharacterOfSeveralBytesIsNotCut) {
-  std::string words = "x";  // the 400th byte is the first of three
+  std::string words = "x";  // the 400th byte is the first of a three-byte character
   for (int i = 0; i < 200; ++i) words += "\u20ac";
   portable.that_says(words);
   const std::string runs = resolved().runs;

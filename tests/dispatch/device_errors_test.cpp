@@ -1,5 +1,5 @@
-// Tests the errors of a device that goes wrong or is used wrongly: memory and streams of others, no
-// memory, sticky errors and the ops suspected of them. The device is host memory under another
+// Errors of a device that fails or is misused: memory and streams of other devices, out of memory,
+// sticky errors and the ops suspected of causing them. The device is host memory under another
 // name.
 #include <gtest/gtest.h>
 
@@ -20,11 +20,12 @@ namespace {
 
 using testing::Fake;
 
-// Knows its memory and its one stream, has `limit` bytes, and fails when told to.
+// A fake device. Knows its allocations and its one stream, has `limit` bytes of memory, and fails
+// on demand.
 struct Chip {
   std::map<const char*, size_t> blocks;
   size_t held = 0, limit = 1 << 20;
-  te_fl_status next_error = TE_FL_OK;  // of synchronize, copy, fill and allocate
+  te_fl_status next_error = TE_FL_OK;  // next status of synchronize, copy, fill and allocate
   bool capturing = false;
   int synchronised = 0;
   int stream = 0;                 // its address is the handle
@@ -154,7 +155,7 @@ TEST_F(DeviceErrors, HostMemoryPassedAsTheDevicesIsFound) {
   const int64_t shape[] = {2, 3};
   const Tensor wrong = Tensor::wrap(host, shape, {}, DType::kF32, device, nullptr).value();
   args.b = wrong;
-  ASSERT_OK(call());  // not looked for without the setting
+  ASSERT_OK(call());  // not checked unless TE_FL_VALIDATE is set
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   EXPECT_FAILS(call(), kInvalidArgument, "argument 'b' is f32[2,3] cuda:0, and its data is not");
   EXPECT_FAILS(call(), kInvalidArgument, "is not memory of cuda:0: it is pageable host memory");
@@ -165,7 +166,7 @@ TEST_F(DeviceErrors, HostMemoryPassedAsTheDevicesIsFound) {
 }
 
 TEST_F(DeviceErrors, MemoryThatEndsTooEarlyIsFound) {
-  const int64_t shape[] = {3, 3};  // of which two rows are there
+  const int64_t shape[] = {3, 3};  // the memory holds only two of the three rows
   Tensor large[5];
   for (int i = 0; i < 5; ++i) {
     large[i] = Tensor::wrap(tensors[i].raw_data(), shape, {}, DType::kF32, device, nullptr).value();
@@ -231,7 +232,7 @@ TEST_F(DeviceErrors, AStreamOfAnotherDeviceIsFound) {
 TEST_F(DeviceErrors, AStreamThatTheDeviceRefusesIsRefusedWithoutAsking) {
   int other = 0;
   chip.foreign = &other;
-  Fake scratch{"vendor.scratch"};  // its scratch would be allocated on the stream
+  Fake scratch{"vendor.scratch"};  // scratch would be allocated on the foreign stream
   scratch.desc.device_types = native.desc.device_types;
   scratch.desc.priority = 200;
   scratch.desc.workspace = [](void*, const te_fl_context*, const void*, size_t* bytes) {
@@ -254,11 +255,12 @@ TEST_F(DeviceErrors, AStreamThatTheDeviceRefusesIsRefusedWithoutAsking) {
   for (int i = 0; i < 3; ++i) EXPECT_FAILS(handle->call(&args, options), kInvalidArgument, words);
   EXPECT_FAILS(manager.first_choice(op, &args, options).status(), kInvalidArgument, words);
   EXPECT_EQ(scratch.runs.load(), 2);
-  // Bad arguments are named first.
+  // Invalid arguments are reported before the stream.
   args.b = nullptr;
   EXPECT_FAILS(call(&other), kInvalidArgument, "argument 'b'");
   args.b = tensors[1];
-  // One that cannot be asked what it is was not refused before, and is not now.
+  // A device without check_pointer cannot tell foreign streams; the call runs as it does without
+  // TE_FL_VALIDATE.
   chip.api.struct_size = offsetof(te_fl_device_api, check_pointer);
   ASSERT_OK(call(&other));
 }
@@ -271,7 +273,7 @@ TEST_F(DeviceErrors, ARandomStateInHostMemoryIsFound) {
     options.rng.seed_address = static_cast<const uint64_t*>(at);
     return manager.call(op, &args, options);
   };
-  ASSERT_OK(run(host));  // not looked for without the setting
+  ASSERT_OK(run(host));  // not checked unless TE_FL_VALIDATE is set
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   EXPECT_FAILS(
       run(host), kInvalidArgument,
@@ -281,7 +283,7 @@ TEST_F(DeviceErrors, ARandomStateInHostMemoryIsFound) {
   EXPECT_EQ(native.runs.load(), 1);
   ASSERT_OK(run(state.raw_data()));
   ASSERT_OK(run(nullptr));
-  // The other address is looked at as well.
+  // The address of the offset is checked, too.
   CallOptions options;
   options.rng.offset_address = host;
   EXPECT_FAILS(manager.call(op, &args, options), kInvalidArgument,
@@ -290,8 +292,8 @@ TEST_F(DeviceErrors, ARandomStateInHostMemoryIsFound) {
   ASSERT_OK(run(host));
 }
 
-// A lost device knows nothing of its memory or streams: the loss is told, not a mistake of the
-// caller's.
+// A lost device can no longer check its memory or streams; the error must be the loss and not a
+// mistake of the caller.
 te_fl_status lost(const te_fl_error_sink* errors) {
   errors->write(errors->host, "it fell off the bus");
   return TE_FL_DEVICE_LOST;
@@ -314,7 +316,8 @@ TEST_F(DeviceErrors, TensorsOfALostDeviceAreNoMistake) {
 TEST_F(DeviceErrors, ARandomStateOnALostDeviceIsNoMistake) {
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   chip.api.check_pointer = [](void*, const void*, size_t bytes, const te_fl_error_sink* errors) {
-    if (bytes != sizeof(uint64_t)) return te_fl_status{TE_FL_OK};  // of the tensors
+    // Accepts the tensors, which are larger.
+    if (bytes != sizeof(uint64_t)) return te_fl_status{TE_FL_OK};
     return lost(errors);
   };
   const uint64_t state = 1;
@@ -367,14 +370,14 @@ TEST_F(DeviceErrors, AnErrorFoundLaterNamesTheSuspects) {
                "illegal address; enqueued last, newest first: 'test::five' by vendor.native");
   EXPECT_FAILS(devices::synchronize(device, &chip.stream), kInternal, "TE_FL_SYNC=1 finds the one");
   chip.next_error = TE_FL_OK;
-  ASSERT_OK(call(&chip.stream));  // not sticky: the device goes on
+  ASSERT_OK(call(&chip.stream));  // the error is not sticky: the device stays usable
 }
 
 TEST_F(DeviceErrors, AStickyErrorRetiresTheDeviceWhereverItShows) {
   ASSERT_OK(call());
   chip.next_error = TE_FL_DEVICE_LOST;
   EXPECT_FAILS(devices::synchronize(device), kDeviceLost, "illegal address");
-  chip.next_error = TE_FL_OK;  // nobody asks the device any more
+  chip.next_error = TE_FL_OK;  // a lost device is not called any more
   const char* const since =
       "device cuda:0 is lost since synchronisation of cuda:0: illegal address";
   EXPECT_FAILS(call(), kDeviceLost, since);
@@ -453,7 +456,7 @@ TEST_F(DeviceErrors, OutOfMemoryNamesTheLargestHolders) {
   devices::free(device, raw);
 }
 
-// ---- the account of memory
+// ---- the account of device memory
 
 TEST_F(DeviceErrors, TheAccountSaysWhatIsHeldAndWhoHeldThePeak) {
   const size_t before = devices::memory_account(device).value().bytes;
@@ -467,7 +470,7 @@ TEST_F(DeviceErrors, TheAccountSaysWhatIsHeldAndWhoHeldThePeak) {
   auto account = devices::memory_account(device).value();
   EXPECT_EQ(account.bytes - before, size_t{16384 + 64});
   EXPECT_EQ(account.peak_bytes - before, size_t{16384 + 2 * 4096});
-  EXPECT_TRUE(account.recorded.empty());  // nothing was to be recorded
+  EXPECT_TRUE(account.recorded.empty());  // no recording was requested
 
   ASSERT_OK(devices::watch_memory(device, account.bytes + 2 * 4096));
   EXPECT_EQ(devices::memory_account(device).value().peak_bytes, account.bytes);
@@ -482,7 +485,7 @@ TEST_F(DeviceErrors, TheAccountSaysWhatIsHeldAndWhoHeldThePeak) {
   EXPECT_EQ(account.recorded[1].use, "bf16[32, 64]");
   EXPECT_EQ(account.recorded[1].count, 2u);
   EXPECT_EQ(account.recorded[1].bytes, 8192u);
-  for (const auto& h : account.recorded) EXPECT_NE(h.use, "f32[2048]");  // came afterwards
+  for (const auto& h : account.recorded) EXPECT_NE(h.use, "f32[2048]");  // allocated after the peak
   EXPECT_EQ(account.holders[1].use, "f32[2048]");
 }
 
@@ -506,7 +509,7 @@ TEST_F(DeviceErrors, OutOfMemoryCountsTheWorkspaces) {
                "300 KiB for workspace");
 }
 
-// ---- the ring of recent ops
+// ---- the ring buffer of recent ops
 
 TEST(RecentOps, OfTheStreamFirstAndNewestFirst) {
   const Device one{TE_FL_DEVICE_CUDA, 40, 0}, two{TE_FL_DEVICE_CUDA, 41, 0};

@@ -11,11 +11,12 @@
 
 namespace te_fl::testing {
 
-// One implementation, of test::five, on a device that runs its work when it is waited for.
+// One implementation of test::five on a FarDevice, which runs enqueued work only when a caller
+// waits.
 class DeviceState : public ::testing::Test {
  protected:
   void SetUp() override {
-    OpManager::instance();  // from then on devices can be released
+    OpManager::instance();  // devices can be released from now on
     device = devices::add(&far.desc).value();
     native.desc.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
     native.desc.provider = "far";

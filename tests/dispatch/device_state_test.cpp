@@ -1,4 +1,4 @@
-// Device memory of implementations that outlives a call, by stream (R27).
+// Per-stream device memory of an implementation that outlives a call (R27).
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -19,7 +19,7 @@ using testing::Fake;
 
 class StreamState : public DeviceState {
  protected:
-  // Each op notes what it finds, and adds one.
+  // Each op records the value that it finds in the state and adds one.
   void SetUp() override {
     DeviceState::SetUp();
     native.desc.stream_state_bytes = 4000;
@@ -30,7 +30,7 @@ class StreamState : public DeviceState {
         int32_t value = 0;
         std::memcpy(&value, at, sizeof value);
         found.push_back(value);
-        bool zero = true;  // the rest
+        bool zero = true;  // true if the rest of the state is zero
         for (int i = 4; i < 4000; ++i) zero &= at[i] == 0;
         clean &= zero;
         ++value;
@@ -39,9 +39,9 @@ class StreamState : public DeviceState {
       return TE_FL_OK;
     };
   }
-  // Queued work still writes into this object.
+  // Queued work still writes into this object, so it must finish first.
   ~StreamState() override { far.queues.drain(); }
-  // Bytes of states that te-fl holds.
+  // Returns the bytes of stream states that te-fl holds.
   size_t held() const {
     const auto account = devices::memory_account(device).value();
     for (const auto& holder : account.holders) {
@@ -88,8 +88,8 @@ TEST_F(StreamState, GoesWithItsStream) {
   EXPECT_EQ(found, (std::vector<int32_t>{0, 0}));
 }
 
-// Another thread lets a stream go at the moment at which the state on it is freed, as the
-// implementation goes.
+// The implementation is unregistered, which frees its state on a stream, while another thread
+// retires that stream.
 class StateOnAStreamThatGoes : public StreamState {
  protected:
   void SetUp() override {
@@ -167,7 +167,7 @@ TEST_F(StreamState, IsOneImplementationsOwn) {
   EXPECT_EQ(found, (std::vector<int32_t>{0, 0, 1}));
   ASSERT_OK(remove());
   EXPECT_EQ(held(), 4096u) << "the other's";
-  add();  // again, as another one
+  add();  // registers it again as a new implementation
   ASSERT_OK(call(nullptr));
   ASSERT_OK(devices::synchronize(device));
   EXPECT_EQ(found.back(), 0);

@@ -1,5 +1,5 @@
-// Dispatch on a device: architecture, scratch, capture, synchronisation, loss. The device is host
-// memory under another name.
+// Dispatch on a device: architecture, scratch, capture, synchronisation, device loss. The device is
+// host memory under another name.
 #include <gtest/gtest.h>
 #include <pthread.h>
 
@@ -19,12 +19,12 @@
 
 namespace {
 
-// Called once, when the thread has given back the next lock.
+// Called once, after this thread's next unlock of a mutex.
 thread_local std::function<void()> t_after_unlock;
 
 }  // namespace
 
-// The linker's --wrap makes these stand for pthread_mutex_unlock in this program.
+// The linker's --wrap option replaces pthread_mutex_unlock by these functions in this program.
 extern "C" int __real_pthread_mutex_unlock(pthread_mutex_t* mutex);
 extern "C" int __wrap_pthread_mutex_unlock(pthread_mutex_t* mutex) {
   const int result = __real_pthread_mutex_unlock(mutex);
@@ -152,7 +152,8 @@ TEST_F(OnDevice, OlderArchitecturesAreRefused) {
   native.desc.min_arch = 90;
   add(native);
   EXPECT_FAILS(call(), kUnsupported, "it needs architecture 90 or newer, cuda:0 is 80");
-  // The device was replaced by a newer one: the provider says so, and the next call knows.
+  // The device is replaced by a newer one. Its provider announces this, and the next call must use
+  // the new architecture.
   fake.arch = 90;
   core::g_device_hooks.added.load()(device);
   ASSERT_OK(call());
@@ -172,7 +173,8 @@ TEST_F(OnDevice, TheContextNamesDeviceAndStream) {
   EXPECT_EQ(seen.flags, 0u);
 }
 
-// Scratch is te-fl's own: it neither keeps a device nor goes before the device does.
+// Scratch belongs to te-fl: it does not block the removal of a device, and a refused removal does
+// not free it.
 TEST_F(OnDevice, ARemovalThatIsRefusedCountsOnlyWhatIsTheUsersAndFreesNothing) {
   native.desc.workspace = [](void*, const te_fl_context*, const void*,
                              size_t* bytes) -> te_fl_status {
@@ -211,7 +213,7 @@ TEST_F(OnDevice, ScratchIsOnePerStream) {
   EXPECT_NE(blocks[0], blocks[1]);
   EXPECT_EQ(blocks[0], blocks[2]);
   wanted = 5000;
-  ASSERT_OK(call(&one));  // grown; the old block is gone
+  ASSERT_OK(call(&one));  // the scratch has grown, and the old block is freed
   EXPECT_FALSE(fake.blocks.contains(blocks[0]) && blocks[3] != blocks[0]);
 }
 
@@ -244,7 +246,7 @@ TEST_F(OnDevice, ValuesAreToBeLookedAtUnderValidate) {
   EXPECT_EQ(made, 1) << "one plan serves with and without";
 }
 
-// Rule R12: a mistake in values shows when somebody waits, and the device goes on.
+// Rule R12: a mistake in device values is reported by the next wait, and the device stays usable.
 TEST_F(OnDevice, AMistakeInValuesIsToldByTheWait) {
   add(native);
   ASSERT_OK(call());
@@ -303,7 +305,7 @@ TEST_F(OnDevice, WhatIsMissingInACaptureIsNotReplacedByAnotherImplementation) {
   EXPECT_EQ(native.runs.load(), 2);
 }
 
-// Plans by the number of rows they were made for.
+// Plans by the number of rows that they are made for.
 class PlansOnDevice : public OnDevice {
  protected:
   void SetUp() override {
@@ -327,7 +329,7 @@ class PlansOnDevice : public OnDevice {
     other.out = out;
     return manager.call(op, &other);
   }
-  // More than are kept, none of them called before.
+  // Makes more plans than the cache keeps, each for a new call.
   void make_others() {
     for (int64_t rows = 3; rows < kMany; ++rows) ASSERT_OK(call_with(rows));
   }
@@ -361,7 +363,7 @@ TEST_F(PlansOnDevice, OfGraphsAreKeptFromTheMomentThatTheyAreFound) {
     fake.capturing = true;
     between = true;
   };
-  // Asked after the route is known; the lock that is taken next is that of the plans.
+  // supports() runs after the route is found; the next lock taken is the plan cache's.
   native.with_supports().supports_body = [&](const te_fl_context&, const void*) -> te_fl_status {
     if (std::exchange(armed, false)) t_after_unlock = drop_plans;
     return TE_FL_OK;
@@ -373,7 +375,7 @@ TEST_F(PlansOnDevice, OfGraphsAreKeptFromTheMomentThatTheyAreFound) {
   ASSERT_OK(call_with(1));
   fake.capturing = false;
   ASSERT_TRUE(between);
-  ASSERT_OK(call_with(kMany));  // destroys what was dropped while the capture was inside
+  ASSERT_OK(call_with(kMany));  // destroys the plans that were dropped during the capture
   EXPECT_TRUE(is_destroyed(3));
   EXPECT_FALSE(is_destroyed(1)) << "the graph holds it";
 }
@@ -409,7 +411,7 @@ TEST_F(OnDevice, ALostDeviceIsRetired) {
   EXPECT_EQ(native.runs.load(), before);
   add(host);
   FiveCall on_host;
-  ASSERT_OK(manager.call(op, &on_host.args));  // other devices go on
+  ASSERT_OK(manager.call(op, &on_host.args));  // other devices are not affected
   core::g_device_hooks.added.load()(device);
   ASSERT_OK(call());
 }

@@ -14,16 +14,16 @@
 #include "support/sanitizers.hpp"
 #include "te_fl/log.hpp"
 
-// A child of fork() dispatches, registers and unregisters, whatever the parent's other threads were
-// doing.
+// A forked child can dispatch, register and unregister, whatever other threads of the parent were
+// doing at the fork.
 namespace te_fl {
 namespace {
 
 using testing::Fake;
 using testing::FiveCall;
 
-// Runs `body` in a child, which exits with its result; -1 if it hangs: a minute is
-// much more than a busy machine takes.
+// Runs `body` in a child, which exits with its result; returns -1 if the child hangs for a minute,
+// which is much more than a busy machine needs.
 template <class F>
 int in_child(F&& body) {
   const pid_t child = fork();
@@ -45,7 +45,7 @@ class Fork : public ::testing::Test {
  protected:
   void SetUp() override {
     TE_FL_SKIP_FORK_THEN_THREADS();
-    log::set_level(log::Level::kError);  // of vendors that are made up below
+    log::set_level(log::Level::kError);  // hides warnings about the made-up vendors below
     serial.desc.flags &= ~uint32_t{TE_FL_OP_THREAD_SAFE};
     serial.desc.priority = 1000;
     serial.desc.workspace = [](void*, const te_fl_context*, const void*,
@@ -63,7 +63,7 @@ class Fork : public ::testing::Test {
     ASSERT_OK(registry.register_op(portable.desc, "q"));
     op = *registry.find("test::five");
   }
-  // 0 if everything works.
+  // Returns 0 if everything works.
   int exercise() {
     FiveCall five(DType::kF32, {3, 1 + static_cast<int64_t>(getpid() % 7)});
     if (!manager.call(op, &five.args).ok()) return 1;
@@ -71,12 +71,12 @@ class Fork : public ::testing::Test {
     more.desc.priority = 2000;
     if (!registry.register_op(more.desc, "more", "acme").ok()) return 2;
     if (!manager.call(op, &five.args).ok() || more.runs != 1) return 3;
-    // Threads that are not here must not be waited for.
+    // The parent's other threads do not exist here and must not be waited for.
     if (!registry.unregister_owner("more").ok()) return 4;
     if (registry::thread_record_count() != 1) return 5;
     PolicySettings s;
     s.prefer = Kind::kReference;
-    s.allow_vendors = {"v" + std::to_string(getpid())};  // one that has to be interned
+    s.allow_vendors = {"v" + std::to_string(getpid())};  // a name that must be interned
     const PolicyScope scope(s);
     if (!manager.call(op, &five.args).ok()) return 6;
     if (manager.usage().empty()) return 7;
@@ -167,7 +167,7 @@ TEST_F(Fork, FromInsideAnOp) {
     if (getpid() != parent) return TE_FL_OK;
     in_op = in_child([&] {
       FiveCall five;
-      PolicySettings s;  // the serialised one is still entered, by this very thread
+      PolicySettings s;  // this thread is still inside the serialised implementation
       s.per_op["test::five"] = {{PolicyToken::Type::kImpl, Kind::kDefault, "default.portable"}};
       const PolicyScope scope(s);
       if (!manager.call(op, &five.args).ok()) return 1;

@@ -1,6 +1,6 @@
-// Tests when a second implementation may serve a call: after "I cannot", or after a failure that
-// the implementation itself marked clean. Whatever else goes wrong is the caller's to hear, and a
-// device that is lost is retired wherever that shows.
+// Tests when another implementation may serve a call: after TE_FL_UNSUPPORTED, or after a failure
+// that the implementation itself marked clean. Any other failure goes to the caller. A lost device
+// is retired, whichever function reports the loss.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -23,7 +23,7 @@ namespace {
 using testing::Fake;
 using testing::FiveCall;
 
-// The answers of `first`'s functions.
+// Statuses that the functions of implementation `first` return.
 struct Answers {
   te_fl_status supports = TE_FL_OK, prepare = TE_FL_OK, workspace = TE_FL_OK;
   size_t scratch = 0;
@@ -35,7 +35,7 @@ te_fl_status say(const te_fl_context* ctx, te_fl_status code, const char* text) 
   return code;
 }
 
-// Asks, plans and wants scratch.
+// Gives `desc` supports(), prepare() and workspace() functions that return g_answers.
 void script(te_fl_op_desc& desc) {
   desc.flags &= ~uint32_t{TE_FL_OP_STATIC_SUPPORT};
   desc.supports = [](void*, const te_fl_context* ctx, const void*) {
@@ -112,8 +112,8 @@ TEST_F(Fallback, WhatThePluginMarkedCleanMovesOn) {
   }
 }
 
-// Answers of a careless implementation: a negative number, whose bit 16 is set, or bits that mean
-// nothing, below which stands TE_FL_OK.
+// Invalid statuses from a faulty implementation: negative numbers, whose bit 16 is set, and
+// undefined bits above a TE_FL_OK.
 constexpr te_fl_status kNoStatus[] = {-1,       -12,     0x20000,
                                       0x100000, 0x30000, 0x20000 | TE_FL_UNSUPPORTED};
 
@@ -137,7 +137,7 @@ TEST_F(Fallback, ANumberThatIsNoStatusIsNeitherSuccessNorClean) {
 }
 
 TEST_F(Fallback, NobodyFollowsARunThatAnswersANumber) {
-  Fake direct("default.direct");  // the warm way
+  Fake direct("default.direct");  // served on the warm path
   direct.desc.priority = 1000;
   for (Fake* fake : {&first, &direct}) {
     if (fake == &direct) {
@@ -179,7 +179,7 @@ TEST_F(Fallback, AnExceptionIsNoRefusal) {
 }
 
 TEST_F(Fallback, TheWarmWayAgrees) {
-  // No plan, no scratch: run() follows supports() at once.
+  // Without plan and scratch, run() directly follows supports().
   Fake direct("default.direct");
   direct.desc.priority = 1000;
   direct.with_supports();
@@ -189,7 +189,7 @@ TEST_F(Fallback, TheWarmWayAgrees) {
   direct.supports_status = TE_FL_INTERNAL;
   direct.supports_text = "asking went wrong";
   Tensor elsewhere = Tensor::zeros({2, 3}, DType::kF32).value();
-  five.args.out = elsewhere;  // arguments that supports() has accepted are not asked about again
+  five.args.out = elsewhere;  // supports() has accepted these arguments, so it is not called again
   const int before = direct.runs;
   EXPECT_FAILS(call(), kInternal, "asking went wrong");
   EXPECT_EQ(direct.runs.load(), before);
@@ -228,7 +228,8 @@ std::string logged_by(const std::function<void()>& f) {
   return ::testing::internal::GetCapturedStderr();
 }
 
-// An op that no other test knows: a line is written once in a process.
+// Returns the schema of an op that no other test uses, since each op's warning is logged once per
+// process.
 const te_fl_op_schema& schema_named(const char* name) {
   static std::map<std::string, te_fl_op_schema>* const all =
       new std::map<std::string, te_fl_op_schema>;
@@ -271,12 +272,12 @@ TEST_F(Fallback, AFailureThatWasMarkedCleanIsAWarning) {
 
 // ---- on a device
 
-// Host memory under another name; fails where it is told to.
+// A fake device: host memory under another name. Its functions fail on demand.
 struct Failing {
   te_fl_status allocate = TE_FL_OK, free = TE_FL_OK, capturing = TE_FL_OK, properties = TE_FL_OK,
                destroy = TE_FL_OK, copy = TE_FL_OK;
-  int failing_copies = 0;   // the next ones, which answer `copy`
-  int refused_streams = 0;  // the next ones asked about
+  int failing_copies = 0;   // number of next copies that return `copy`
+  int refused_streams = 0;  // number of next streams that are refused
   te_fl_status capturing_once = TE_FL_OK;
   te_fl_device_api api{};
   te_fl_device_desc desc{};
@@ -367,7 +368,7 @@ class FallbackOnDevice : public ::testing::Test {
     for (Tensor& t : tensors) t = Tensor();
     ASSERT_OK(devices::remove(device));
   }
-  // As if the process had been restarted.
+  // Marks the device as usable again, as a restart of the process would.
   void restore() { core::g_device_hooks.added.load()(device); }
   Status call() { return manager.call("test::five", &args); }
   void expect_lost(const char* since) {
@@ -396,7 +397,8 @@ TEST_F(FallbackOnDevice, ALostDeviceIsRetiredWhateverAnImplementationWasAsked) {
       SCOPED_TRACE(point.name);
       ASSERT_OK(call());
       g_answers.*point.answer = code;
-      // The plan that there is needs no prepare(), and the call that was accepted no supports().
+      // An existing plan needs no prepare(), and an accepted call needs no supports(); a new shape
+      // forces both.
       if (point.answer == &Answers::prepare || point.answer == &Answers::supports) {
         ++columns;
         for (Tensor& t : tensors) t = Tensor::zeros({3, columns}, DType::kF32, device).value();
@@ -461,7 +463,7 @@ TEST_F(FallbackOnDevice, AStreamThatCannotBeAskedStopsTheCall) {
   EXPECT_FAILS(call(), kInternal, "op 'test::five'");
   EXPECT_FAILS(call(), kInternal, "the chip says so");
   EXPECT_EQ(native.runs.load(), before) << "it may be in a capture, and was run as if it were not";
-  chip.capturing = TE_FL_UNSUPPORTED;  // a device that has no captures
+  chip.capturing = TE_FL_UNSUPPORTED;  // a device without captures
   ASSERT_OK(call());
   chip.capturing = TE_FL_OK;
   ASSERT_OK(call());

@@ -1,4 +1,4 @@
-// Streams of a thread, memory on streams, captures and graphs, on a device that records.
+// A thread's current stream, memory on streams, captures and graphs, on a RecordingDevice.
 #include <gtest/gtest.h>
 
 #include <cstddef>
@@ -25,12 +25,12 @@ class Graphs : public ::testing::Test {
     ASSERT_OK(devices::remove(device));
   }
   Tensor zeros(int64_t n) { return Tensor::zeros({n}, DType::kF32, device).value(); }
-  // For use on any stream: it is freed when all work is done.
+  // Returns a tensor that may be used on any stream; it is freed after all work is done.
   Tensor lasting(int64_t n) {
     kept.push_back(zeros(n));
     return kept.back();
   }
-  // The one element, when all work is done.
+  // Returns the tensor's element after all work is done.
   float now(const Tensor& t) {
     recorder.queues.drain();
     return *t.data<float>();
@@ -124,14 +124,14 @@ TEST_F(Graphs, ALaunchRunsWhatWasCaptured) {
   const Stream stream = Stream::create(device).value();
   const Tensor total = lasting(1), one = lasting(1);
   ASSERT_OK(fill(one, 1, stream.get()));
-  ASSERT_OK(add(total, one, total, stream.get()));  // makes the scratch
+  ASSERT_OK(add(total, one, total, stream.get()));  // allocates the scratch
   Graph graph;
   {
     Capture capture = Capture::begin(device, stream.get()).value();
     EXPECT_TRUE(devices::is_capturing(device, stream.get()).value());
     ASSERT_OK(add(total, one, total, stream.get()));
     {
-      const StreamScope scope(stream.get());  // memory that lives in the graph only
+      const StreamScope scope(stream.get());  // allocates memory that lives in the graph only
       const Tensor twice = zeros(1);
       ASSERT_OK(add(one, one, twice, stream.get()));
       ASSERT_OK(add(total, twice, total, stream.get()));
@@ -170,7 +170,7 @@ TEST_F(Graphs, ScratchOfAStreamGoesWithItAndTheGraphsCapturedOnIt) {
   EXPECT_EQ(recorder.blocks(), before);
 }
 
-// A capture that a framework began: the graph holds the scratch, but not the stream.
+// A framework began this capture. The graph keeps the scratch alive, but not the stream.
 TEST_F(Graphs, ScratchOfAGraphOutlivesItsStream) {
   const Tensor x = lasting(1);
   const size_t before = recorder.blocks();
@@ -202,7 +202,7 @@ TEST_F(Graphs, ALaunchThatMeetsAStickyErrorRetiresTheDevice) {
   };
   EXPECT_FAILS(graph.launch(), kDeviceLost, "illegal address; enqueued last, newest first: 'fill'");
   EXPECT_FAILS(fill(x, 3, stream.get()), kDeviceLost, "is lost since launch of a graph");
-  core::g_device_hooks.added.load()(device);  // as if the process had been restarted
+  core::g_device_hooks.added.load()(device);  // makes the device usable again, as a restart would
 }
 
 TEST_F(Graphs, ACaptureThatIsLeftEndsAndIsForgotten) {
@@ -229,7 +229,7 @@ TEST_F(Graphs, WaitingAndTransfersAreRefusedInACapture) {
                "a copy of 8 bytes to host memory cannot be captured on ext:recorder:0");
   EXPECT_FAILS(host.to(device, stream.get()).status(), kFailedPrecondition,
                "a copy of 8 bytes from host memory");
-  // Within the device, and on other streams, nothing is amiss; nor with pinned memory.
+  // Copies within the device, between streams and with pinned memory are allowed.
   ASSERT_OK(devices::copy(device, y.raw_data(), device, x.raw_data(), 8, stream.get()));
   ASSERT_OK(devices::copy(device, y.raw_data(), Device{TE_FL_DEVICE_CUDA_HOST, 0, 0},
                           host.raw_data(), 8, stream.get()));
@@ -248,7 +248,7 @@ TEST_F(Graphs, DevicesThatCannotCaptureSaySo) {
   EXPECT_FAILS(Capture::begin(device, stream.get()).status(), kUnsupported,
                "its destroy_graph is NULL");
   recorder.api().destroy_graph = destroy;
-  // A table that ends before the functions, as one of an older plugin does.
+  // The table of an older plugin ends before these functions.
   recorder.api().struct_size = offsetof(te_fl_device_api, begin_capture);
   EXPECT_FAILS(Capture::begin(device, stream.get()).status(), kUnsupported,
                "its begin_capture is NULL");
@@ -268,7 +268,7 @@ TEST_F(Graphs, OlderAndShorterTablesAreTaken) {
   const Device older = devices::add(&desc).value();
   EXPECT_FAILS(devices::check_capture(older), kUnsupported, "begin_capture is NULL");
   ASSERT_OK(devices::remove(older));
-  api.struct_size -= 8;  // without `properties`, which is required
+  api.struct_size -= 8;  // cuts off `properties`, which is required
   EXPECT_FAILS(devices::add(&desc).status(), kInvalidArgument,
                "function table has struct_size 112, must be from 120");
 }

@@ -1,5 +1,5 @@
-// A warm call allocates nothing and takes no lock: asserted by counting both where the C library is
-// entered.
+// A warm call allocates nothing and takes no lock. The test counts allocations and locks by
+// replacing the C library's functions.
 
 #include <dlfcn.h>
 #include <gtest/gtest.h>
@@ -15,12 +15,12 @@
 #include "support/sanitizers.hpp"
 #include "te_fl/ops/optimizer.h"
 
-// A sanitizer has these functions for itself.
+// Sanitizers replace these functions themselves.
 #define TE_FL_SANITIZED (TE_FL_ASAN || TE_FL_TSAN)
 
 namespace {
 
-// Counts this thread's allocations while it asks for that.
+// Count this thread's allocations and locks while t_counting is set.
 constinit thread_local bool t_counting = false;
 constinit thread_local int t_allocations = 0;
 constinit thread_local int t_locks = 0;
@@ -105,7 +105,8 @@ class HotPath : public ::testing::Test {
     }
     op = *registry.find("test::five");
   }
-  // Calls often, after a few to warm up; expects nothing but calls.
+  // Runs a few warm-up calls, then many calls; expects all to succeed without an allocation or a
+  // lock.
   template <class F>
   void expect_clean(F&& call) {
     bool good = true;
@@ -151,7 +152,8 @@ TEST_F(HotPath, TheCountersCount) {
   });
   EXPECT_GE(counts.allocations, 1);
   EXPECT_EQ(counts.locks, 1);
-  // An error is made of strings: the counters see through the library, too.
+  // Building an error allocates strings: this shows that the counters also count inside the
+  // library.
   five.args.a = nullptr;
   EXPECT_GT(counted([&] { EXPECT_FALSE(manager.call(op, &five.args).ok()); }).allocations, 0);
 }
@@ -206,8 +208,8 @@ TEST_F(HotPath, SupportsWorkspaceAndPlans) {
   expect_clean([&] { return manager.call(op, &five.args); });
 }
 
-// A call that no thread knows finds its plan under a lock. Some are not known again: where more
-// calls than a set of the memo holds hash into one, which of the 600 shapes do depends on the op.
+// A call that the memo does not hold finds its plan under a lock. Some of the 600 shapes fall out
+// of the memo, where more calls hash into one set than it holds; the op determines which.
 TEST_F(HotPath, ManyPlannedShapes) {
   give_plans(portable);
   ASSERT_OK(registry.unregister_op("test::five", "default.p"));

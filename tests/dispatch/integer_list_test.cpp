@@ -1,5 +1,5 @@
-// An op with a list of integers, from the call to its saved form: the list is part of a plan's key,
-// copies of a call have one of their own, and a description brings it back.
+// An op with a list of integers, from the call to its saved form. The list is part of the plan key,
+// a copied call owns a copy of the list, and a description restores it.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -17,7 +17,7 @@
 namespace te_fl {
 namespace {
 
-// test::split: how many rows of x go to each part.
+// test::split: the list gives the number of rows of x in each part.
 struct SplitArgs {
   uint32_t struct_size = sizeof(SplitArgs);
   const te_fl_tensor* x = nullptr;
@@ -90,7 +90,7 @@ TEST_F(IntegerList, ReachesTheImplementationChecked) {
   EXPECT_EQ(refused.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(refused.to_string().find("'rows'[1] is -3, must be from 0"), std::string::npos)
       << refused.to_string();
-  rows[1] = 4;  // no memory of earlier calls may let this list through
+  rows[1] = 4;  // the memo of earlier calls must not accept this list
   EXPECT_TRUE(manager.call(op, &args).ok());
   EXPECT_EQ(seen, rows);
 }
@@ -131,7 +131,7 @@ TEST_F(IntegerList, CopiesOfACallHaveTheirOwn) {
 }
 
 TEST_F(IntegerList, ADescriptionBringsItBack) {
-  // The description is read against the process's registry.
+  // A saved description is read with the process-wide registry.
   testing::Fake fake("default.split", split_schema());
   ASSERT_TRUE(OpRegistry::instance().register_op(fake.desc, "test", "acme").ok());
   const auto op = core::CompiledOp::compile(split_schema()).value();

@@ -1,5 +1,5 @@
-// Ops that run inside other ops: what one thread holds of an implementation and of a stream keeps
-// no two threads waiting for each other.
+// Ops that run inside other ops: a thread that holds an implementation's lock and a stream's
+// scratch must not deadlock with another thread.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -17,9 +17,10 @@ using testing::DeviceState;
 using testing::Fake;
 using testing::FiveArgs;
 
-std::function<void()> g_on_workspace;  // called as the inner implementation is asked for its size
+// Called when the inner implementation is asked for its workspace size.
+std::function<void()> g_on_workspace;
 
-// `native` is the inner implementation, which is not thread-safe; `outer` runs it inside.
+// `native` is the inner implementation, which is not thread-safe; `outer` calls it.
 class NestedOps : public DeviceState {
  protected:
   void SetUp() override {
@@ -73,9 +74,8 @@ void wait_for(const std::atomic<bool>& flag) {
   while (!flag) std::this_thread::yield();
 }
 
-// One thread holds the inner implementation and wants the stream's scratch; the other has the
-// scratch and wants the inner implementation. Each tells that it has come so far before the other
-// goes on.
+// One thread holds the inner implementation and wants the stream's scratch; the other holds the
+// scratch and wants the inner implementation. Each waits until the other holds its resource.
 TEST_F(NestedOps, ScratchAndAnImplementationAreNotWaitedForCrosswise) {
   std::atomic<bool> has_inner{false}, has_scratch{false};
   std::thread::id holder;
@@ -113,8 +113,8 @@ TEST_F(NestedOps, ScratchAndAnImplementationAreNotWaitedForCrosswise) {
       << "both ops were enqueueing with it at once";
 }
 
-// Two implementations that are not thread-safe, each of which runs the other inside, on two threads
-// at once. Who comes last would wait for ever, and is told; the other call goes on.
+// Two implementations that are not thread-safe call each other on two threads. The thread that
+// would complete the deadlock gets an error; the other call completes.
 TEST(SerialOps, ThatRunEachOthersAreAnErrorAndNoDeadlock) {
   OpRegistry registry;
   OpManager manager(registry);
@@ -158,7 +158,8 @@ TEST(SerialOps, ThatRunEachOthersAreAnErrorAndNoDeadlock) {
   }
 }
 
-// A spare is there only for who would otherwise wait: ops one after the other share one scratch.
+// A second scratch is allocated only for a thread that would otherwise wait; consecutive ops share
+// one scratch.
 TEST_F(NestedOps, OpsOneAfterTheOtherHaveOneScratch) {
   std::atomic<const void*> seen{nullptr};
   native.run_body = [&](const te_fl_context& ctx, const void*) -> te_fl_status {

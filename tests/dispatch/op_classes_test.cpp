@@ -1,5 +1,5 @@
-// Tests what an op's class does in dispatch: a collective is neither staged nor verified nor handed
-// on. Ids of ops that left stay without an op.
+// The effect of an op's class on dispatch: a collective is not staged, not verified and has no
+// fallback. Ids of removed ops stay unused.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -19,7 +19,7 @@ using testing::FiveArgs;
 using testing::FiveCall;
 using testing::Staging;
 
-// test::all_five: test::five, which all ranks run.
+// test::all_five: test::five as a collective, which all ranks run.
 const te_fl_op_schema& collective_schema() {
   static const te_fl_op_schema schema = [] {
     te_fl_op_schema s = five_schema();
@@ -41,7 +41,7 @@ TEST_F(Collective, IsNotStaged) {
   const FiveArgs args = five();
   EXPECT_FAILS(call(args), kUnsupported, "a collective is not served on copies");
   EXPECT_EQ(here.runs, 0);
-  PolicySettings named;  // not even where the policy names it
+  PolicySettings named;  // not even if the policy names it
   named.per_op["test::all_five"] = {PolicyToken{PolicyToken::Type::kKind, Kind::kDefault, ""}};
   const PolicyScope scope(named);
   EXPECT_FAILS(call(args), kUnsupported, "a collective is not served on copies");
@@ -68,7 +68,7 @@ TEST_F(Collective, DoesNotFallBack) {
 
 TEST_F(Collective, ItsFirstChoiceIsWhatTheCallsMetadataSays) {
   here.desc.priority = 200;
-  here.desc.dtypes = TE_FL_BIT(TE_FL_F16);  // all ranks see this alike
+  here.desc.dtypes = TE_FL_BIT(TE_FL_F16);  // all ranks evaluate this condition equally
   add(here);
   add(other);
   FiveCall five;
@@ -92,7 +92,7 @@ TEST_F(Collective, IsNotVerified) {
   EXPECT_EQ(after.agreed, before.agreed);
 }
 
-// ---- ids
+// ---- op ids
 
 using registry::Table;
 
@@ -109,7 +109,7 @@ TEST(OpIds, WhatLiesBetweenThemIsNoOp) {
   EXPECT_EQ(table.row(3), nullptr);
   EXPECT_EQ(registry::find_op(table, "third").value(), 2u);
   EXPECT_EQ(registry::op_names(table), (std::vector<std::string>{"first", "third"}));
-  // A custom op never gets the number of one that left.
+  // A custom op never gets the id of a removed op.
   EXPECT_EQ(registry::add_op(table, five_schema(), registry::Naming::kOfPlugins).value(), 3u);
   const Fake fake("default.x");
   const auto impl = registry::make_implementation(&fake.desc, "test", "acme", nullptr).value();
@@ -121,7 +121,7 @@ TEST(OpIds, WhatLiesBetweenThemIsNoOp) {
 }
 
 TEST(OpIds, AreThoseOfTheTable) {
-  // The ids that programs have inlined are those of the registry.
+  // The ids compiled into programs are those of the registry.
   OpRegistry registry;
   const auto ids = core::catalogue_ids();
   for (size_t i = 0; i < ids.size(); ++i) {

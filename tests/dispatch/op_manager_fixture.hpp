@@ -1,4 +1,4 @@
-// An OpManager over three implementations of one op, and policies for it.
+// Fixture: an OpManager with three implementations of one op, and policies for it.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -44,7 +44,7 @@ class Dispatch : public ::testing::Test {
     op = *registry.find("test::five");
   }
   Status call() { return manager.call(op, &five.args); }
-  // The implementations that ran since the last look: "default vendor", ...
+  // Returns the implementations that have run since the last call of ran(): "default vendor", ...
   std::string ran() {
     std::string text;
     for (Fake* f : {&portable, &vendor, &reference}) {

@@ -55,7 +55,7 @@ TEST_F(Dispatch, ACallGoesOnAlongTheRouteThatItBeganWith) {
 TEST_F(Dispatch, AnUncleanFailureIsNotFollowed) {
   auto* out = five.tensors[4].data<float>();
   portable.run_body = [&](const te_fl_context& ctx, const void*) -> te_fl_status {
-    for (int i = 0; i < 3; ++i) out[i] = 7;  // half of it
+    for (int i = 0; i < 3; ++i) out[i] = 7;  // writes half of the output
     ctx.errors->write(ctx.errors->host, "the device stumbled");
     return TE_FL_INTERNAL;
   };
@@ -233,7 +233,7 @@ TEST_F(Dispatch, NotThreadSafeImplementationsAreSerialised) {
   portable.desc.flags &= ~uint32_t{TE_FL_OP_THREAD_SAFE};
   reregister(portable);
   std::atomic<int> inside{0};
-  int plain = 0;  // a race here is one in the lock
+  int plain = 0;  // not atomic: the thread sanitizer sees a missing lock
   portable.run_body = [&](const te_fl_context&, const void*) -> te_fl_status {
     EXPECT_EQ(inside.fetch_add(1), 0);
     ++plain;
@@ -284,7 +284,8 @@ TEST_F(Dispatch, WorkspaceIsAlignedAndNested) {
     if (depth == 1) {
       if (const Status s = call(); !s.ok()) return s.to_c();
     }
-    EXPECT_EQ(*static_cast<const char*>(ctx.workspace), mine);  // the inner call had its own
+    // The inner call had its own scratch.
+    EXPECT_EQ(*static_cast<const char*>(ctx.workspace), mine);
     return TE_FL_OK;
   };
   ASSERT_OK(call());
@@ -292,9 +293,10 @@ TEST_F(Dispatch, WorkspaceIsAlignedAndNested) {
   EXPECT_NE(blocks[0], blocks[1]);
   wanted = 100;
   ASSERT_OK(call());
-  EXPECT_EQ(blocks[2], blocks[0]);  // kept, not made again
+  EXPECT_EQ(blocks[2], blocks[0]);  // the scratch is kept and not allocated again
   wanted = SIZE_MAX - 10;
-  EXPECT_FAILS(call(), kOutOfMemory, "a workspace of");  // and nobody else serves instead
+  // No other implementation serves the call instead.
+  EXPECT_FAILS(call(), kOutOfMemory, "a workspace of");
   EXPECT_EQ(vendor.runs.load(), 0);
 }
 

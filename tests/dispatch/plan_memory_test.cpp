@@ -1,5 +1,5 @@
-// Plans that own device memory (R26) are destroyed when the device has done the work of every call
-// that had them, whoever lets them go and whatever becomes of the streams.
+// Plans that own device memory (R26) are destroyed after the device has finished the work of every
+// call that used them, whoever drops the plans and whatever happens to the streams.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -26,13 +26,13 @@ using testing::FarDevice;
 using testing::FiveArgs;
 
 struct TestPlan {
-  int pending = 0;  // pieces of work on the device that use it
+  int pending = 0;  // units of device work that still use the plan
   bool destroyed = false;
-  int late = 0;  // pieces of work that ran after that
+  int late = 0;  // units of work that ran after destroy
 };
-std::deque<TestPlan> g_plans;  // kept, so that work which comes too late is harmless
+std::deque<TestPlan> g_plans;  // kept, so that late work is harmless
 int g_destroyed = 0, g_early = 0;
-std::function<void()> g_on_destroy;  // called as the next plan is destroyed
+std::function<void()> g_on_destroy;  // called when the next plan is destroyed
 
 class PlanMemory : public DeviceState {
  protected:
@@ -63,7 +63,7 @@ class PlanMemory : public DeviceState {
     ++plan.pending;
     far.enqueue(stream, [&plan] { --plan.pending; });
   }
-  // One plan each, until the oldest are dropped.
+  // Makes plans, one per call, until the cache drops the oldest.
   void make_many(void* stream) {
     for (int64_t n = 2; n < static_cast<int64_t>(registry::PlanCache::kMaxMemoryPlans) + 40; ++n) {
       ASSERT_OK(call(stream, n));
@@ -84,7 +84,8 @@ TEST_F(PlanMemory, ADroppedPlanGoesBehindItsWork) {
   devices::destroy_stream(device, stream);
 }
 
-// Without the flag, unregistering waits for nothing and destroys the plans of work under way.
+// Without the flag, unregistering does not wait and destroys the plans of work that is still
+// running.
 TEST_F(PlanMemory, APlanThatOwnsNoneDoesNotWait) {
   native.desc.flags &= ~uint32_t{TE_FL_OP_PLAN_MEMORY};
   add();
@@ -150,8 +151,8 @@ TEST_F(PlanMemory, WorkThatIsBeingCapturedIsNotWaitedFor) {
   devices::destroy_stream(device, stream);
 }
 
-// Each launch of a graph works with the plans of the calls in it, on whichever stream it comes, and
-// also when the stream has gone that it was captured on.
+// Each launch of a graph uses the plans of its calls, on whichever stream it runs, and also after
+// the stream of its capture was destroyed.
 TEST_F(PlanMemory, ALaunchOnAnotherStreamIsWaitedFor) {
   add();
   void* const captured = devices::create_stream(device).value();
@@ -162,7 +163,7 @@ TEST_F(PlanMemory, ALaunchOnAnotherStreamIsWaitedFor) {
   g_plans.at(0).pending = 0;
   native.run_body = [this](const te_fl_context& ctx, const void*) -> te_fl_status {
     auto& plan = *static_cast<TestPlan*>(ctx.plan);
-    far.enqueue(ctx.stream, [&plan] { plan.late += plan.destroyed; });  // each launch runs it
+    far.enqueue(ctx.stream, [&plan] { plan.late += plan.destroyed; });  // runs at each launch
     return TE_FL_OK;
   };
   auto capture = Capture::begin(device, captured);
@@ -186,7 +187,8 @@ TEST_F(PlanMemory, ALaunchOnAnotherStreamIsWaitedFor) {
   for (void* stream : {other, again}) devices::destroy_stream(device, stream);
 }
 
-// A framework's stream may go while a plan of an implementation that is in no table any more waits.
+// A framework's stream may be destroyed while a plan whose implementation is already unregistered
+// waits for it.
 TEST_F(PlanMemory, AStreamMayGoWhileItsPlansAreDestroyed) {
   add();
   void* const stream = far.queues.make_stream();
@@ -232,7 +234,7 @@ TEST_F(PlanMemory, IsNotUnregisteredWhileAStreamOfItIsCaptured) {
   devices::destroy_stream(device, stream);
 }
 
-// The plan of one registry keeps no other from removing its own.
+// The plans of one registry do not block another registry from removing its own.
 TEST_F(PlanMemory, ACaptureConcernsThePlansOfItsStreamsAlone) {
   add();
   void* const stream = devices::create_stream(device).value();
@@ -254,7 +256,7 @@ TEST_F(PlanMemory, ACaptureConcernsThePlansOfItsStreamsAlone) {
   devices::destroy_stream(device, stream);
 }
 
-// The capture is no object of te-fl's, so it is the question for captures that keeps the device.
+// The capture is not an object of te-fl's, so the is_capturing() query keeps the device alive.
 TEST_F(PlanMemory, ADeviceStaysWhileAStreamOfAPlanIsCaptured) {
   add();
   void* const stream = far.queues.make_stream();
@@ -319,7 +321,7 @@ TEST_F(PlanMemory, APluginIsNotWithdrawnWhileAStreamOfItsPlansIsCaptured) {
   devices::destroy_stream(device, stream);
 }
 
-// Others' plans for a plugin's device keep it too.
+// Plans that other plugins made for a plugin's device keep the device, too.
 TEST_F(PlanMemory, APluginIsNotWithdrawnWhileAStreamOfItsDeviceIsCaptured) {
   static FarDevice* second;
   FarDevice far_second(1);
@@ -370,7 +372,7 @@ TEST_F(PlanMemory, APluginIsNotWithdrawnWhileAStreamOfItsDeviceIsCaptured) {
   device = first;
 }
 
-// Another thread begins the capture when it has been asked for already.
+// Another thread begins a capture after te-fl has asked whether the stream is capturing.
 TEST_F(PlanMemory, ACaptureThatBeginsMeanwhileIsWaitedFor) {
   add();
   void* const stream = devices::create_stream(device).value();
@@ -406,7 +408,8 @@ TEST_F(PlanMemory, ACaptureThatBeginsMeanwhileIsWaitedFor) {
   devices::destroy_stream(device, stream);
 }
 
-// A thread that asks about a stream keeps it; one that is not in the child keeps nothing there.
+// A query keeps a stream alive while it runs; in a forked child, where the querying thread does not
+// exist, the stream may go.
 TEST_F(PlanMemory, AStreamGoesInAForkedChildWhateverTheParentAsks) {
   add();
   static void* stream;
@@ -429,7 +432,7 @@ TEST_F(PlanMemory, AStreamGoesInAForkedChildWhateverTheParentAsks) {
   while (!asking.load()) std::this_thread::yield();
   const pid_t child = fork();
   if (child == 0) {
-    alarm(60);  // one that waits for the thread ends by the signal
+    alarm(60);  // a deadlock ends by the signal
     _exit(devices::retire_stream(device, stream).ok() ? 0 : 1);
   }
   int status = -1;
@@ -441,7 +444,7 @@ TEST_F(PlanMemory, AStreamGoesInAForkedChildWhateverTheParentAsks) {
   EXPECT_EQ(g_early, 0);
 }
 
-// The answer of an event: the device's, an error, or that it is not done.
+// The answer of query_event: the device's own, an error, or not done.
 enum class Answer { kDevices, kError, kNotDone };
 std::atomic<Answer> g_answer{Answer::kDevices};
 te_fl_status (*g_query)(void*, void*, int32_t*, const te_fl_error_sink*) = nullptr;
@@ -476,13 +479,14 @@ TEST_F(PlanEvents, ThatCannotBeQueriedSayNothing) {
   devices::destroy_stream(device, stream);
 }
 
-// This thread, which makes other plans meanwhile, is the one that ends the capture.
+// The capturing thread itself makes other plans during the capture, and it is the one that ends the
+// capture.
 TEST_F(PlanEvents, ThatCannotBeQueriedAnyMoreDoNotWaitForTheThreadsOwnCapture) {
   add();
   void* const stream = devices::create_stream(device).value();
   ASSERT_OK(call(stream));
   g_answer = Answer::kNotDone;
-  make_many(nullptr);  // the first one is dropped, and its events are recorded
+  make_many(nullptr);  // the first plan is dropped, and its events are recorded
   EXPECT_EQ(g_destroyed, 0);
   ASSERT_EQ(g_plans.at(0).pending, 1);
   auto capture = Capture::begin(device, stream);
@@ -498,7 +502,7 @@ TEST_F(PlanEvents, ThatCannotBeQueriedAnyMoreDoNotWaitForTheThreadsOwnCapture) {
   devices::destroy_stream(device, stream);
 }
 
-// R12: what an op left on a stream is told to whoever waits for that stream.
+// R12: an error that an op left on a stream goes to the caller that waits for that stream.
 TEST_F(PlanMemory, AWaitForItsWorkLeavesErrorsToTheirOwner) {
   add();
   void* const stream = devices::create_stream(device).value();
@@ -511,7 +515,7 @@ TEST_F(PlanMemory, AWaitForItsWorkLeavesErrorsToTheirOwner) {
   devices::destroy_stream(device, stream);
 }
 
-// The thread sanitizer looks at what the two threads do to the streams of plans.
+// For the thread sanitizer: two threads change the streams of plans.
 TEST_F(PlanMemory, StreamsGoWhileOtherPlansAreReaped) {
   add();
   ASSERT_OK(call(nullptr));
@@ -524,7 +528,7 @@ TEST_F(PlanMemory, StreamsGoWhileOtherPlansAreReaped) {
     } while (!done.load());
   });
   make_many(nullptr);
-  // None goes while the other thread is inside since before it was dropped.
+  // No plan goes while the other thread is inside a call that started before the plan was dropped.
   for (int64_t n = 1000; g_destroyed == 0 && n < 20000; ++n) EXPECT_OK(call(nullptr, n));
   done = true;
   other.join();

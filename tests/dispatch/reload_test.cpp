@@ -1,4 +1,4 @@
-// OpManager::reload(), as often as a program likes.
+// OpManager::reload() may be called any number of times.
 #include <gtest/gtest.h>
 #include <malloc.h>
 

@@ -1,4 +1,4 @@
-// A forward's saved record, and who may serve the backward that reads it.
+// A forward's saved record, and the implementations that may serve the backward which reads it.
 #include <gtest/gtest.h>
 
 #include "op_manager_fixture.hpp"
@@ -11,7 +11,7 @@ using testing::prefer;
 using testing::save_schema;
 using testing::SaveArgs;
 
-// A pair of ops whose forward saves a record.
+// An op pair whose forward saves a record for the backward.
 class Saved : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -55,7 +55,7 @@ TEST_F(Saved, AnOpaqueRecordBindsTheBackwardToItsProducer) {
 }
 
 TEST_F(Saved, ARecordOfFixedFormatBindsNobody) {
-  record.opaque = 1;  // left over from an earlier use
+  record.opaque = 1;  // stale value of an earlier use
   ASSERT_OK(manager.call("test::save_fwd", &args));
   EXPECT_EQ(record.opaque, 0u);
   EXPECT_STREQ(record.producer, "default.a");

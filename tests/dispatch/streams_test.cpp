@@ -1,5 +1,6 @@
-// Streams of two devices of one provider whose handles are equal, copies between them, scratch of
-// graphs and of streams that come and go: on devices that run their work when it is waited for.
+// Streams of two devices of one provider with equal handles, copies between the devices, and
+// scratch of graphs and of short-lived streams. These devices run enqueued work only when a caller
+// waits.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,7 +25,7 @@ using testing::FiveArgs;
 class TwoDevices : public ::testing::Test {
  protected:
   void SetUp() override {
-    OpManager::instance();  // from then on devices can be released
+    OpManager::instance();  // devices can be released from now on
     a = devices::add(&far_a.desc).value();
     b = devices::add(&far_b.desc).value();
   }
@@ -34,17 +35,17 @@ class TwoDevices : public ::testing::Test {
     }
   }
   FarDevice& far(const Device& device) { return device == a ? far_a : far_b; }
-  // All elements become `value`, when the stream's work runs.
+  // Enqueues work on the stream that sets all elements to `value`.
   void write_later(const Tensor& t, float value, void* stream) {
     FarDevice& device = far(t.device());
     auto* to = reinterpret_cast<float*>(device.real(t.raw_data()));
     device.enqueue(stream, [to, value, n = t.numel()] { std::fill_n(to, n, value); });
   }
-  // The first element as it is in the device's memory.
+  // Returns the first element as it is in device memory now.
   float now(const Tensor& t) {
     return *reinterpret_cast<float*>(far(t.device()).real(t.raw_data()));
   }
-  // On the host, after the work of `stream`.
+  // Returns the first element on the host, after the work of `stream`.
   static float read(const Tensor& t, void* stream = nullptr) {
     return t.to(Device(), stream).value().data<float>()[0];
   }
@@ -55,7 +56,7 @@ class TwoDevices : public ::testing::Test {
 
 // ---- copies to the host
 
-// Its device makes no objects any more, events among them, and its tensors are on two streams.
+// A withdrawn device creates no objects, not even events; the tensors' work is on two streams.
 TEST_F(TwoDevices, ATensorOfAWithdrawnDeviceIsCopiedHome) {
   const Stream stream = Stream::create(a).value();
   Tensor x, y;
@@ -78,8 +79,8 @@ TEST_F(TwoDevices, ATensorOfAWithdrawnDeviceIsCopiedHome) {
   EXPECT_EQ(read(*away), 7);
 }
 
-// synchronize() fails, and the copy is still on its way: at first (the error is an earlier op's,
-// told once), or for good.
+// synchronize() fails while the copy is still pending: once (an earlier op's error, which is
+// reported once), or always.
 class FailedWaits : public TwoDevices, public ::testing::WithParamInterface<int> {
  protected:
   void SetUp() override {
@@ -98,10 +99,10 @@ class FailedWaits : public TwoDevices, public ::testing::WithParamInterface<int>
   }
   void TearDown() override {
     failing = 0;
-    far_a.queues.drain();  // writes into the memory that was kept
+    far_a.queues.drain();  // pending copies write into memory that was kept for them
     TwoDevices::TearDown();
   }
-  // Checks that no copy is still under way, as its memory may have been freed.
+  // Checks that no copy is pending, as its memory may have been freed.
   void expect_none_under_way() {
     if (GetParam() == 1) {
       EXPECT_EQ(far_a.queues.pending(nullptr), 0u);
@@ -127,7 +128,8 @@ TEST_P(FailedWaits, FreeNoMemoryUnderACopy) {
 
 // ---- copies between devices
 
-// A way for the bytes: the device's own, the host's because the slot refuses, or is not there.
+// The path of a copy: the device's own copy function, or through the host because that function
+// refuses or is missing.
 enum class Way { kDirect, kRefused, kAbsent };
 
 class CopiesBetween : public TwoDevices, public ::testing::WithParamInterface<Way> {
@@ -143,7 +145,7 @@ class CopiesBetween : public TwoDevices, public ::testing::WithParamInterface<Wa
     EXPECT_EQ(far_b.copies_between.load() > 0, GetParam() == Way::kDirect && copied);
     TwoDevices::TearDown();
   }
-  bool copied = true;  // not only strided tensors, which always go by the host
+  bool copied = true;  // false if only strided tensors are copied, which always go through the host
 };
 INSTANTIATE_TEST_SUITE_P(Ways, CopiesBetween,
                          ::testing::Values(Way::kDirect, Way::kRefused, Way::kAbsent));
@@ -175,12 +177,12 @@ TEST_P(CopiesBetween, OfMemoryFollowTheCurrentStreamOfTheSource) {
   ASSERT_OK(devices::synchronize(a));
   ASSERT_OK(devices::synchronize(b));
   write_later(x, 7, stream.get());
-  write_later(y, 3, there.get());  // comes before the copy
+  write_later(y, 3, there.get());  // runs before the copy
   {
     const StreamScope scope(stream);
     ASSERT_OK(devices::copy(b, y.raw_data(), a, x.raw_data(), 16, there.get()));
   }
-  write_later(x, 5, stream.get());  // comes after it
+  write_later(x, 5, stream.get());  // runs after the copy
   ASSERT_OK(stream.synchronize());
   ASSERT_OK(there.synchronize());
   EXPECT_EQ(now(x), 5);
@@ -216,7 +218,7 @@ TEST_P(CopiesBetween, OfQuantisedTensorsWaitForTheStreamsOfAllTheirParts) {
   EXPECT_EQ(copy.rowwise_codes().to(Device()).value().data<uint8_t>()[15], 0x38);
 }
 
-// The source is freed, and its memory overwritten, before the copy has run.
+// The source is freed and its memory overwritten before the copy has run.
 TEST_P(CopiesBetween, OutliveTheirSource) {
   const Stream stream = Stream::create(a).value(), current = Stream::create(a).value();
   Tensor y;
@@ -269,7 +271,7 @@ TEST_F(TwoDevices, ACopyOnAnotherStreamWaitsForTheStreamOfTheMemory) {
   EXPECT_EQ(read(x), 7) << "to the host";
   write_later(x, 8, stream.get());
   EXPECT_EQ(read(x.to(a, other.get()).value(), other.get()), 8) << "within the device";
-  // Without events the thread waits.
+  // Without events, the calling thread waits.
   far_a.api.create_event = nullptr;
   write_later(x, 9, stream.get());
   EXPECT_EQ(read(x, other.get()), 9);
@@ -366,18 +368,18 @@ TEST_F(TwoDevices, AScopeWithoutADeviceFindsItOrSaysThatItCannot) {
   const Stream of_a = Stream::create(a).value(), of_b = Stream::create(b).value();
   const Stream second = Stream::create(b).value();
   {
-    const StreamScope scope(second.get());  // te-fl made it on b alone
+    const StreamScope scope(second.get());  // te-fl created this stream on b only
     EXPECT_EQ(devices::current_stream(a), nullptr);
     EXPECT_EQ(devices::current_stream(b), second.get());
   }
   {
-    const StreamScope scope(of_a.get());  // both devices have it
+    const StreamScope scope(of_a.get());  // both devices have a stream with this handle
     EXPECT_FAILS(Tensor::empty({4}, DType::kF32, b).status(), kFailedPrecondition,
                  "say whose it is: StreamScope(device, stream)");
     ASSERT_OK(Tensor::empty({4}, DType::kF32).status());
   }
   static void* of_framework;
-  (void)far_a.queues.make_stream();  // its handle is that of `second`
+  (void)far_a.queues.make_stream();  // its handle equals that of `second`
   of_framework = far_a.queues.make_stream();
   for (FarDevice* far : {&far_a, &far_b}) {
     far->api.check_stream = [](void* self, void* stream, const te_fl_error_sink*) {
@@ -385,12 +387,12 @@ TEST_F(TwoDevices, AScopeWithoutADeviceFindsItOrSaysThatItCannot) {
       return te_fl_status{is_a == (stream == of_framework) ? TE_FL_OK : TE_FL_INVALID_ARGUMENT};
     };
   }
-  const StreamScope scope(of_framework);  // b denies it
+  const StreamScope scope(of_framework);  // b reports this stream as unknown
   EXPECT_EQ(devices::current_stream(a), of_framework);
   EXPECT_EQ(devices::current_stream(b), nullptr);
 }
 
-// To another plugin a handle may be a pointer into its own library, which it follows.
+// Another plugin may dereference a handle as a pointer, so it must not get foreign handles.
 TEST_F(TwoDevices, OnlyItsOwnPluginIsAskedAboutAHandle) {
   static int asked;
   asked = 0;
@@ -404,7 +406,7 @@ TEST_F(TwoDevices, OnlyItsOwnPluginIsAskedAboutAHandle) {
   const Stream stream = Stream::create(b).value();
   int framework_stream = 0;
   {
-    const StreamScope known(stream.get());  // equal handles are of b alone
+    const StreamScope known(stream.get());  // b has equal handles
     EXPECT_EQ(devices::current_stream(b), stream.get());
     const StreamScope unknown(&framework_stream);
     for (const Device& device : {a, of_other}) {
@@ -416,9 +418,9 @@ TEST_F(TwoDevices, OnlyItsOwnPluginIsAskedAboutAHandle) {
   ASSERT_OK(devices::remove(of_other));
 }
 
-// ---- scratch of graphs, and of streams that come and go
+// ---- scratch of graphs and of short-lived streams
 
-// out = a, by way of scratch, in two pieces of work.
+// An op out = a that copies through scratch in two units of work.
 class Scratch : public TwoDevices {
  protected:
   void SetUp() override {
@@ -454,7 +456,7 @@ class Scratch : public TwoDevices {
     options.stream = stream;
     return manager.call(op, &args, options);
   }
-  // Tensors of one element on `a`: in[i] is i + 1, out[i] is -1.
+  // Makes tensors of one element on `a`: in[i] is i + 1, out[i] is -1.
   void make(size_t count) {
     for (size_t i = 0; i < count; ++i) {
       in.push_back(Tensor::zeros({1}, DType::kF32, a).value());
@@ -464,7 +466,7 @@ class Scratch : public TwoDevices {
     }
     ASSERT_OK(devices::synchronize(a));
   }
-  // A graph of copy(from, to), captured on `stream` by somebody else than te-fl.
+  // Captures copy(from, to) on `stream` outside te-fl, as a framework does; returns the graph.
   void* capture(const Tensor& from, const Tensor& to, void* stream) {
     void* graph = nullptr;
     EXPECT_EQ(far_a.api.begin_capture(&far_a, stream, nullptr), TE_FL_OK);
@@ -485,7 +487,7 @@ TEST_F(Scratch, TwoGraphsOfOneStreamReplayedAtOnce) {
   make(2);
   void* const stream = far_a.queues.make_stream();
   void *const first = far_a.queues.make_stream(), *const second = far_a.queues.make_stream();
-  ASSERT_OK(copy(in[0], out[0], stream));  // makes the scratch of eager calls
+  ASSERT_OK(copy(in[0], out[0], stream));  // allocates the scratch of eager calls
   ASSERT_OK(devices::synchronize(a, stream));
   write_later(out[0], -1, nullptr);
   ASSERT_OK(devices::synchronize(a));
@@ -517,7 +519,7 @@ TEST_F(Scratch, AGraphReplayedBesideItsStreamsWork) {
   far_a.api.destroy_graph(&far_a, graph, nullptr);
 }
 
-// A stream of a framework goes with work on it, and its handle comes again.
+// A framework destroys its stream while work is pending, and the handle is reused.
 TEST_F(Scratch, AFrameworksStreamDestroyedWhileBusy) {
   make(2);
   void* const stream = far_a.queues.make_stream();
@@ -557,7 +559,7 @@ TEST_F(Scratch, TensorsOutliveTheirRetiredStream) {
   EXPECT_EQ(far_a.queues.pending(nullptr), before + 1) << "freed on the default stream";
   EXPECT_EQ(far_a.queues.pending(stream), 1u);
   {
-    const StreamScope scope(a, stream);  // another stream now
+    const StreamScope scope(a, stream);  // this handle is another stream now
     ASSERT_OK(Tensor::zeros({1}, DType::kF32, a).status());
   }
 }
@@ -581,15 +583,15 @@ TEST_F(Scratch, OnlyStreamsOfOthersAreRetired) {
   const Stream own = Stream::create(a).value();
   EXPECT_FAILS(devices::retire_stream(a, own.get()), kInvalidArgument, "te-fl made this stream");
   EXPECT_FAILS(devices::retire_stream(a, nullptr), kInvalidArgument, "the default stream stays");
-  ASSERT_OK(devices::retire_stream(a, far_a.queues.make_stream()));  // te-fl never saw it
-  // A table that ends before the function.
+  ASSERT_OK(devices::retire_stream(a, far_a.queues.make_stream()));  // te-fl never saw this stream
+  // The table of this device ends before retire_stream.
   far_a.api.struct_size = offsetof(te_fl_device_api, retire_stream);
   far_a.retired = nullptr;
   ASSERT_OK(devices::retire_stream(a, far_a.queues.make_stream()));
   EXPECT_EQ(far_a.retired.load(), nullptr);
 }
 
-// Streams come and go, with graphs that outlive them: nothing is kept but what is in use.
+// Streams come and go, and their graphs outlive them; te-fl keeps only what is in use.
 TEST_F(Scratch, NothingIsKeptOfStreamsThatCameAndWent) {
   make(1);
   const int64_t before = devices::live_objects(a);
@@ -604,7 +606,8 @@ TEST_F(Scratch, NothingIsKeptOfStreamsThatCameAndWent) {
   EXPECT_EQ(devices::live_objects(a), before);
 }
 
-// A device that has no memory left in a capture: no other implementation takes over.
+// The device runs out of memory during a capture: the caller gets the error, and no other
+// implementation serves the call.
 TEST_F(Scratch, WantOfItInACaptureIsTheCallers) {
   make(1);
   Fake second{"vendor.other"};

@@ -1,4 +1,4 @@
-// Uses the te-fl that it is linked with; the program has none.
+// Calls the copy of te-fl that this library is linked with; the test program itself links no te-fl.
 #include <string>
 
 #include "te_fl/op_manager.hpp"
@@ -32,8 +32,8 @@ std::string run(const char* plugin, void** manager) {
 
 }  // namespace
 
-// Loads a plugin into this copy and calls its relu. Null if that worked, else what went wrong;
-// `manager` gets the address of this copy's OpManager.
+// Loads a plugin into this copy and calls its relu. Returns null on success, otherwise an error
+// text. `manager` receives the address of this copy's OpManager.
 extern "C" __attribute__((visibility("default"))) const char* fault_run(const char* plugin,
                                                                         void** manager) {
   static std::string text;
@@ -41,7 +41,8 @@ extern "C" __attribute__((visibility("default"))) const char* fault_run(const ch
   return text.empty() ? nullptr : text.c_str();
 }
 
-// Asks this copy's registry, which keeps something for the calling thread. 0 if that worked.
+// Queries this copy's registry, which makes it keep a record for the calling thread. Returns 0 on
+// success.
 extern "C" __attribute__((visibility("default"))) int fault_ask() {
   return te_fl::OpRegistry::instance().find("relu").ok() ? 0 : 1;
 }

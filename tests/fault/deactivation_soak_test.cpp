@@ -1,6 +1,6 @@
-// Plugins come and go while other threads call their ops: no call gives a wrong result, fails
-// without a reason or leaks. DEACTIVATION_CALLS=N makes it that many calls in each test: ten
-// million for the long form.
+// Plugins are loaded and deactivated while other threads call their ops: every call gives a right
+// result or an error with a reason, and nothing leaks. DEACTIVATION_CALLS=N sets the number of
+// calls per test; the long form uses ten million.
 #include <unistd.h>
 
 #include <atomic>
@@ -19,9 +19,9 @@ namespace te_fl::test {
 namespace {
 
 constexpr int kThreads = 4;
-constexpr int64_t kMostElements = 8;  // each extent has a plan of its own
+constexpr int64_t kMostElements = 8;  // each extent has its own plan
 constexpr int kBatch = 256;
-constexpr uint64_t kLeastLives = 8;  // however few calls are made
+constexpr uint64_t kLeastLives = 8;  // minimum number of plugin lives, even with few calls
 
 std::atomic<uint64_t> g_served{0}, g_plans_destroyed{0};
 
@@ -43,11 +43,12 @@ int64_t resident_bytes() {
   return resident * sysconf(_SC_PAGESIZE);
 }
 
-// One thread's tensors, calls and checks.
+// Tensors, calls and checks of one thread.
 class Caller {
  public:
   explicit Caller(bool prepared) : prepared_(prepared) {
-    in_.reserve(kMostElements), out_.reserve(kMostElements);  // the arguments point at them
+    // The arguments point at their elements.
+    in_.reserve(kMostElements), out_.reserve(kMostElements);
     for (int64_t n = 1; n <= kMostElements; ++n) {
       in_.push_back(Tensor::zeros({n}, DType::kF32).value());
       out_.push_back(Tensor::zeros({n}, DType::kF32).value());
@@ -59,7 +60,7 @@ class Caller {
     }
   }
 
-  // Empty if the results are right.
+  // Calls the op; returns "" if the results are right, otherwise an error text.
   std::string call(uint64_t number) {
     const size_t which = number % kMostElements;
     auto* const x = in_[which].data<float>();
@@ -125,7 +126,7 @@ TEST_F(DeactivationSoak, OfAPluginOnTheHost) {
       }
     });
   }
-  // One without plans and one with.
+  // A plugin without plans and one with plans.
   const std::string plugins[] = {"good", "throw_destroy_plan"};
   uint64_t rounds = 0;
   int64_t settled = 0;
@@ -146,7 +147,7 @@ TEST_F(DeactivationSoak, OfAPluginOnTheHost) {
   EXPECT_LT(g_served, calls) << "the host serves while the plugin is gone";
   EXPECT_GT(g_plans_destroyed, 0u);
   const int64_t grown = settled == 0 ? 0 : resident_bytes() - settled;
-  if (!TE_FL_ASAN && !TE_FL_TSAN) {  // sanitizers keep freed memory and books of it
+  if (!TE_FL_ASAN && !TE_FL_TSAN) {  // sanitizers keep freed memory
     EXPECT_LT(grown, int64_t{4} << 20) << "a life leaves memory behind";
   }
   std::printf(
@@ -155,7 +156,7 @@ TEST_F(DeactivationSoak, OfAPluginOnTheHost) {
       static_cast<unsigned long long>(rounds), static_cast<long long>(grown >> 10));
 }
 
-// ---- tables that are replaced all the time
+// ---- op tables that are replaced continuously
 
 TEST_F(DeactivationSoak, WhilePrioritiesChange) {
   constexpr int kCallers = 2, kSetters = 4;
@@ -180,7 +181,7 @@ TEST_F(DeactivationSoak, WhilePrioritiesChange) {
       }
     });
   }
-  // Each asks what is registered, too: threads that have no calls are readers as well.
+  // These threads also query the registry, so they read the tables without making calls.
   for (int t = 0; t < kSetters; ++t) {
     threads.emplace_back([&, t] {
       OpRegistry& registry = OpRegistry::instance();
@@ -202,7 +203,7 @@ TEST_F(DeactivationSoak, WhilePrioritiesChange) {
               static_cast<unsigned long long>(tables));
 }
 
-// ---- a plugin with a device, and another that only adds ops to it
+// ---- a plugin with a device, and another plugin that adds ops to it
 
 std::atomic<int64_t> g_inside{0}, g_guest_served{0};
 std::atomic<uint64_t> g_violations{0};
@@ -215,13 +216,13 @@ void watch_guest(const char* raw) {
     g_inside.fetch_sub(1, std::memory_order_relaxed);
     g_guest_served.fetch_add(1, std::memory_order_relaxed);
   } else if (text == "quiesce" || text == "guest quiesces") {
-    if (g_inside.load() != 0) ++g_violations;  // nobody may be inside an op on the device
+    if (g_inside.load() != 0) ++g_violations;  // no thread may be inside an op on the device
   } else if (text == "destroy with objects") {
     ++g_violations;
   }
 }
 
-// Memory that some framework has: te-fl is shown it, and never frees it.
+// Memory that belongs to a framework; te-fl wraps it and never frees it.
 class ForeignMemory {
  public:
   ForeignMemory() : data_(static_cast<float*>(std::aligned_alloc(256, 256))) {}
@@ -234,7 +235,7 @@ class ForeignMemory {
   float* data_;
 };
 
-// A DLPack tensor [n] on ext:owner:0, which owns its memory.
+// A DLPack tensor [n] on ext:owner:0 that owns its memory.
 core::DlpackVersioned* make_dlpack(int64_t n) {
   struct Holder {
     ForeignMemory memory;
@@ -256,7 +257,7 @@ core::DlpackVersioned* make_dlpack(int64_t n) {
   return &holder->managed;
 }
 
-// The work of one thread of a framework: memory, streams, handles and calls of one batch.
+// One thread of a framework: the memory, streams, handles and calls of one batch.
 class ForeignCaller {
  public:
   struct Counts {
@@ -264,12 +265,13 @@ class ForeignCaller {
   };
   ForeignCaller(const Device& device, int number) : device_(device), number_(number) {}
 
-  // Empty if every call was right or was refused because the device is away.
+  // Runs a batch; returns "" if each call gave a right result or was refused because the device was
+  // away.
   std::string batch(uint64_t first, Counts& counts) {
     const int64_t n = static_cast<int64_t>(first / kBatch) % kMostElements + 1;
     const Tensor in = foreign(n), out = foreign(n);
-    if (!in.defined() || !out.defined()) return "";  // DLPack names a device that is there
-    // A stream of te-fl's, one of a framework's, or the default one.
+    if (!in.defined() || !out.defined()) return "";  // from_dlpack() fails while the device is away
+    // Uses the default stream, a framework's stream or te-fl's stream.
     Result<Stream> own = Stream::create(device_);
     uint64_t framework_stream = 0;
     void* const streams[] = {nullptr, &framework_stream, own.ok() ? own->get() : nullptr};
@@ -323,7 +325,7 @@ class ForeignCaller {
     return "";
   }
 
-  // By a handle that has seen many lives of the device, every other thread.
+  // Threads 2 and 3 call through a PreparedOp that outlives many lives of the device.
   Status run(const te_fl_relu_args& args, const CallOptions& options) {
     if (number_ < 2) return OpManager::instance().call(op::relu, &args, options);
     if (!handle_) {
@@ -334,7 +336,7 @@ class ForeignCaller {
     return handle_->call(&args, options);
   }
 
-  // The device's own functions.
+  // Calls the device's own functions.
   std::string touch(const Tensor& out) {
     char byte = 0;
     for (const Status& s :
@@ -356,13 +358,14 @@ class ForeignCaller {
   std::optional<PreparedOp> handle_;
 };
 
-// Both plugins go and come back in turn while `live` says that they should; how many times.
+// Withdraws and reloads the two plugins in turn while `live` returns true; returns the number of
+// lives.
 uint64_t withdraw_in_turn(const std::function<bool(uint64_t lives)>& live) {
   const auto load = [](const char* name) {
     for (;;) {
       const auto loaded = plugins::load(fault_path(name));
       if (loaded.ok()) return;
-      // Streams of a batch that has not ended.
+      // Loading fails while streams of an unfinished batch still exist.
       ASSERT_TRUE(testing::contains(loaded.status().to_string(), "still referenced"))
           << loaded.status().to_string();
       std::this_thread::yield();
@@ -398,13 +401,13 @@ TEST_F(DeactivationSoak, OfADeviceAndOfAPluginThatOnlyAddsOpsToIt) {
   std::vector<std::thread> threads;
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
-      // The planned implementation, and the one on the short way.
+      // Half of the threads use the implementation with plans, half the one without (fast path).
       const PolicyScope scope(only("relu", t % 2 == 0 ? "vendor.guest" : "vendor.guest_plain"));
       PolicySettings any;
       ForeignCaller caller(device, t);
       ForeignCaller::Counts counts;
       for (uint64_t number = 0; !done.load(); number += kBatch) {
-        std::optional<PolicyScope> whoever;  // the host serves while the guest is away
+        std::optional<PolicyScope> whoever;  // lets the host serve while the guest is away
         if (number / kBatch % 2 == 0) whoever.emplace(any);
         const uint64_t before = counts.served + counts.refused;
         const std::string what = caller.batch(number, counts);

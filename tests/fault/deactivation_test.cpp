@@ -1,5 +1,5 @@
-// Deactivation: during calls, from inside an op, with live tensors, plans and policies, and loading
-// again.
+// Deactivation of plugins: during calls, from inside an op, with live tensors, plans and policies,
+// and loading again afterwards.
 #include <atomic>
 #include <thread>
 
@@ -68,7 +68,8 @@ TEST_F(Deactivation, WaitsForLiveTensors) {
   EXPECT_EQ(retired.state, State::kRetired);
   EXPECT_HAS(retired.reason, "still referenced by 2 live objects");
 
-  // Nothing new on the device; what is there can be saved.
+  // A withdrawn device makes no new objects, but its existing tensors can still be copied to the
+  // host.
   EXPECT_FALSE(Tensor::zeros({2}, DType::kF32, fault_device()).ok());
   EXPECT_EQ(values_of(out), (std::vector<float>{0, 2}));
   EXPECT_EQ(call_relu(on_device, out).code(), StatusCode::kUnsupported);
@@ -102,7 +103,7 @@ TEST_F(Deactivation, TheLastTensorMayGoOnAnotherThread) {
 }
 
 TEST_F(Deactivation, DestroysPlansFirst) {
-  load("throw_destroy_plan");  // the plugin with plans
+  load("throw_destroy_plan");  // this plugin has plans
   {
     const PolicyScope scope(only("relu", "vendor.fault"));
     for (int64_t n = 1; n <= 3; ++n) {
@@ -157,7 +158,7 @@ TEST_F(Deactivation, CapturedPoliciesOutliveTheirPlugin) {
   EXPECT_FALSE(in_maps(fault_path("good")));
   std::thread([&] {
     const auto scope = captured.enter();
-    expect_host_works();  // by the next in the list
+    expect_host_works();  // served by the next entry of the policy's list
   }).join();
   load("good");
   Events::clear();
@@ -228,7 +229,8 @@ TEST_F(Deactivation, AFailingQuiesceKeepsThePluginInPlace) {
   expect_host_works();
 }
 
-// BUSY is said where nothing was changed, so it is not what a plugin that is gone says.
+// kBusy means that deactivate() has changed nothing, so a plugin whose quiesce() reports busy while
+// it is being removed gets another code.
 TEST_F(Deactivation, AQuiesceThatIsBusyIsToldFromADeactivationThatIs) {
   load("quiesce_busy");
   const Status status = plugins::deactivate("quiesce_busy");

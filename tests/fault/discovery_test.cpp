@@ -1,5 +1,5 @@
-// Tests the plugins that a fresh process finds by TE_FL_PLUGIN_MODULES, manifests and the
-// installation prefix, and those that it refuses.
+// The plugins that a new process finds through TE_FL_PLUGIN_MODULES, manifests and the installation
+// prefix, and the plugins that it refuses.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -23,7 +23,8 @@ std::string host_arch() {
 
 class DiscoveryTest : public ::testing::Test {
  protected:
-  // A manifest of a fault plugin in the folder `into`; `more` is put into the object.
+  // Writes a manifest for a fault plugin into the folder `into`; `more` is inserted into the JSON
+  // object.
   std::string manifest(const std::string& into, const std::string& name, const std::string& library,
                        const std::string& more = "", const std::string& abi = "0.9",
                        const std::string& arch = host_arch()) {
@@ -38,7 +39,7 @@ class DiscoveryTest : public ::testing::Test {
     environment.try_emplace("XDG_DATA_HOME", folder_ / "xdg");
     environment.try_emplace("XDG_CACHE_HOME", folder_ / "cache");
     const ProbeRun run = run_probe(environment, FAULT_PROBE, "--path");
-    // The host works with any plugins found.
+    // The host must work whatever plugins were found.
     EXPECT_EQ(run.exit_code, 0) << run.output << run.log;
     EXPECT_HAS(run.output, "|0 2") << run.output << run.log;
     return run;
@@ -114,7 +115,7 @@ TEST_F(DiscoveryTest, ModulesAreLoadedBeforeManifests) {
   EXPECT_LT(run.output.find("good|active"), run.output.find("custom_op|failed")) << run.output;
 }
 
-// Its create() runs on a thread of its own, which must not wait for the one that loads the plugins.
+// create() runs on its own thread, which must not wait for the thread that loads the plugins.
 TEST_F(DiscoveryTest, ACreateThatWantsADeviceOfALaterPluginIsToldSoAtOnce) {
   const ProbeRun run =
       probe({{"TE_FL_PLUGIN_MODULES", fault_path("early_create") + "," + fault_path("good")}});
@@ -132,7 +133,8 @@ TEST_F(DiscoveryTest, ModulesThatDoNotResolveAreWarnings) {
   EXPECT_HAS(run.log, "\"godo\" is the name of no manifest; did you mean good?");
   EXPECT_HAS(run.log, "\"./good.so\" is a relative path");
   EXPECT_HAS(run.log, "\"xyzzy\" is the name of no manifest (known: good");
-  // A misspelt name and a path are meant for te-fl; a word that nothing has may be Python's.
+  // A misspelt plugin name or a path is meant for te-fl, so it fails; a word unlike any plugin name
+  // may be a Python module's and is skipped.
   EXPECT_HAS(run.line("godo"), "|failed|TE_FL_PLUGIN_MODULES|") << run.output;
   EXPECT_HAS(run.line("xyzzy"), "|skipped|TE_FL_PLUGIN_MODULES|") << run.output;
   EXPECT_HAS(run.line("good"), "|active|") << run.output;
@@ -152,7 +154,7 @@ TEST_F(DiscoveryTest, SkipCudaLeavesOutThePluginOfThatName) {
   EXPECT_HAS(run.line("cuda"), "|skipped|") << run.output;
 }
 
-// A plugin without a manifest is denied by the alias that a manifest of te-fl's own plugins has.
+// A plugin without a manifest is denied by an alias that a manifest of te-fl's own plugins defines.
 TEST_F(DiscoveryTest, AVendorIsDeniedByItsAliasWhenThePluginIsLoadedByPath) {
   std::map<std::string, std::string> variables = {{"TE_FL_PLUGIN_MODULES", fault_path("of_nvidia")},
                                                   {"TE_FL_PLUGIN_PATH", kSetAndEmpty},
@@ -174,7 +176,8 @@ TEST_F(DiscoveryTest, AVendorIsDeniedByAnAliasInAManifest) {
   EXPECT_HAS(probe(variables).output, "relu|vendor.fault|0 2");
   variables["TE_FL_DENY_VENDORS"] = "Fault-Inc";
   EXPECT_LACKS(probe(variables).output, "vendor.fault|0 2");
-  // The manifest's own plugin is left out, and another one of the vendor is loaded by its path.
+  // The manifest's plugin is not loaded here; another plugin of the same vendor is loaded by its
+  // path.
   manifest("path", "custom_op", fault_path("custom_op"),
            aliases + ", \"probe\": {\"device_node\": \"/dev/fault0\"}");
   fs::remove(folder_ / "path/good.json");
@@ -188,7 +191,7 @@ TEST_F(DiscoveryTest, AVendorIsDeniedByAnAliasInAManifest) {
   EXPECT_HAS(probe(variables).output, "relu|vendor.fault|0 2");
 }
 
-// Exit status of a process that has called an op before it looks for plugins.
+// Returns the exit status of a process that calls an op before it looks for plugins.
 int deny_by_alias_before_and_after_discovery() {
   te_fl_op_desc desc;
   desc.op_name = "relu";
@@ -264,7 +267,7 @@ TEST_F(DiscoveryTest, AnEmptyPathLooksNowhere) {
   EXPECT_EQ(run.line("good"), "") << run.output;
 }
 
-// A prefix is relocatable: it is found from where libte_fl.so lies, wherever that is.
+// An installation prefix is relocatable: te-fl derives it from the location of libte_fl.so.
 TEST_F(DiscoveryTest, ThePrefixIsWhereTheLibraryIs) {
   for (const char* lib : {"lib", "lib/x86_64-linux-gnu"}) {
     const TempFolder prefix;
@@ -289,7 +292,7 @@ TEST_F(DiscoveryTest, ThePrefixIsWhereTheLibraryIs) {
   }
 }
 
-// A set-user-ID program must not follow paths of the user who starts it.
+// A set-user-ID program must not follow paths that the calling user sets.
 TEST_F(DiscoveryTest, PathVariablesAreIgnoredUnderElevatedPrivileges) {
   if (TE_FL_ASAN) GTEST_SKIP() << "the leak check cannot trace such a program";
   if (geteuid() != 0) GTEST_SKIP() << "only root can make a set-user-ID program of another user";

@@ -1,4 +1,4 @@
-// Changes copies of libraries, as damage or another machine's compiler would.
+// Modifies copies of ELF libraries, to simulate damage or another machine's toolchain.
 #pragma once
 
 #include <elf.h>
@@ -21,7 +21,7 @@ inline Elf64_Shdr* section(std::string& bytes, uint32_t type) {
   return nullptr;
 }
 
-// The end of the last byte that is mapped from the file.
+// Returns the file offset after the last byte that a segment maps.
 inline size_t end_of_segments(std::string& bytes) {
   auto* header = reinterpret_cast<Elf64_Ehdr*>(bytes.data());
   auto* segments = reinterpret_cast<Elf64_Phdr*>(bytes.data() + header->e_phoff);
@@ -44,7 +44,7 @@ inline uint32_t elf_hash(const char* name) {
   return h;
 }
 
-// Makes the library require GLIBC_2.99 in place of the first GLIBC_2.x that is long enough.
+// Makes the library require GLIBC_2.99, in place of the first GLIBC_2.x whose name is long enough.
 inline bool require_newer_glibc(std::string& bytes) {
   Elf64_Shdr* needs = section(bytes, SHT_GNU_verneed);
   if (needs == nullptr) return false;

@@ -1,6 +1,6 @@
-// A program may end by exit() in the middle of whatever its other threads do with te-fl. Each case
-// is a process of its own: a thread is brought into a function of the plugin "mortal", whose static
-// objects exit() destroys, and then the main thread exits, or another one.
+// exit() may end a program at any point of other threads' work with te-fl. Each case runs in its
+// own process: a thread enters a function of the plugin "mortal", whose static objects exit()
+// destroys, and then the main thread or another thread calls exit().
 #include <gtest/gtest.h>
 
 #include <sys/wait.h>
@@ -28,8 +28,8 @@ void arrived(const char* where) {
 
 const Device kDevice = parse_device("ext:fault:0").value();
 
-// Everything that te-fl does in the plugin, from when it is loaded until it is unloaded. After
-// exit() began, each call is refused, and a thread that goes on may not enter the plugin again.
+// Calls every plugin function that te-fl uses, from loading to unloading. After exit() began, each
+// call is refused, and no thread may enter the plugin again.
 void use_all() {
   if (!plugins::load(fault_path("mortal")).ok()) return;
   for (int i = 0; i < 3; ++i) {
@@ -41,7 +41,7 @@ void use_all() {
   (void)plugins::deactivate("mortal", true);
 }
 
-// In a process of its own.
+// Runs in its own process.
 TEST(Exit, DISABLED_InAState) {
   g_state = std::getenv(kState);
   ASSERT_NE(g_state, nullptr);
@@ -61,7 +61,7 @@ TEST(Exit, DISABLED_InAState) {
   }).detach();
   if (std::getenv(kFromMain) != nullptr) wait_and_exit();
   std::thread([&] {
-    (void)OpManager::instance().usage();  // a thread that has used te-fl
+    (void)OpManager::instance().usage();  // makes this thread known to te-fl
     wait_and_exit();
   }).join();
 }

@@ -1,4 +1,4 @@
-// Shared by the tests of broken plugins: paths, events, a call that shows that the host still
+// Fixture for the tests of faulty plugins: paths, events, and a call that shows that the host still
 // works.
 #pragma once
 
@@ -23,7 +23,7 @@ inline std::string fault_path(const std::string& name) {
   return std::string(FAULT_FOLDER) + "/" + name + ".so";
 }
 
-// True if any part of the file is mapped, as the kernel sees it.
+// Returns true if any part of the file is mapped, according to /proc/self/maps.
 inline bool in_maps(const std::string& path) {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
@@ -32,7 +32,7 @@ inline bool in_maps(const std::string& path) {
   return false;
 }
 
-// The functions that the fault plugins said they were entered by.
+// Records the plugin functions that were called, as the fault plugins report them.
 class Events {
  public:
   static void install() {
@@ -92,7 +92,7 @@ inline Status call_relu(const Tensor& in, const Tensor& out) {
   return OpManager::instance().call(op::relu, &args);
 }
 
-// The policy "op=impl:id" for the calling thread.
+// Returns the policy "op=impl:id".
 inline PolicySettings only(const std::string& op, const std::string& impl_id) {
   PolicySettings settings;
   settings.per_op[op] = {{PolicyToken::Type::kImpl, Kind::kVendor, impl_id}};

@@ -1,4 +1,4 @@
-// Argument structs and schemas of the custom ops that the fault plugins bring (rule R17).
+// Argument structs and schemas of the custom ops that the fault plugins register (rule R17).
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace fault {
 
-// "fault::scale": output = input * factor + bias. `bias` is a later argument.
+// "fault::scale": output = input * factor + bias. A later version of the op added `bias`.
 struct ScaleArgs {
   uint32_t struct_size = sizeof(ScaleArgs);
   const te_fl_tensor* input = nullptr;
@@ -17,7 +17,7 @@ struct ScaleArgs {
   float bias = 0;
 };
 
-// "fault::forward" and "fault::backward": the first leaves a record that the second reads.
+// "fault::forward" and "fault::backward": the forward saves a record that the backward reads.
 struct RecordArgs {
   uint32_t struct_size = sizeof(RecordArgs);
   const te_fl_tensor* input = nullptr;

@@ -1,6 +1,6 @@
-// One plugin with one mistake. Compiled and linked once, and copied for each fault: fault_name,
-// from fault_name.c, is the fault and the plugin's name. Without a mistake ("good") it serves relu
-// for F32 on the host as vendor.fault.
+// A plugin with one fault. It is compiled once and copied for each fault: fault_name, from
+// fault_name.c, is both the fault and the plugin's name. The fault "good" has no mistake and serves
+// relu for F32 on the host as vendor.fault.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -14,7 +14,7 @@
 #include "te_fl/plugin.h"
 
 #ifdef FAULT_CALLS
-extern "C" int FAULT_CALLS();  // in no library, or in one that is gone
+extern "C" int FAULT_CALLS();  // in no library, or in one that has been removed
 #endif
 
 extern "C" const char fault_name[];
@@ -23,7 +23,7 @@ namespace {
 
 bool is(std::string_view name) { return name == fault_name; }
 
-// Tells the test what was entered: FAULT_EVENTS holds the address of its function.
+// Reports a call to the test: FAULT_EVENTS holds the address of the test's function.
 void event(const char* text) {
   const char* address = std::getenv("FAULT_EVENTS");
   if (address == nullptr) return;
@@ -31,8 +31,8 @@ void event(const char* text) {
   reinterpret_cast<void (*)(const char*)>(number)(text);
 }
 
-// "mortal" has static objects, which exit() destroys. A thread that is inside then, or comes later,
-// ends the process with a status that tells so.
+// The fault "mortal" has static objects, which exit() destroys. A thread that is inside or enters
+// after that ends the process with a special status.
 std::atomic<bool> g_destroyed{false};
 void need_static_objects(const char* where) {
   if (!is("mortal")) return;
@@ -44,7 +44,7 @@ void need_static_objects(const char* where) {
 const struct FirstObject {
   ~FirstObject() {
     g_destroyed.store(true);
-    const timespec t{0, 60'000'000};  // so that a thread which goes on finds it so before the end
+    const timespec t{0, 60'000'000};  // time for other threads to reach the destroyed objects
     if (is("mortal")) nanosleep(&t, nullptr);
   }
 } g_first;
@@ -56,7 +56,7 @@ void say(const te_fl_error_sink* sink, const char* text) {
   if (sink != nullptr && sink->write != nullptr) sink->write(sink->host, text);
 }
 
-// Throws a class of its own, whose code is unmapped when the plugin is closed.
+// Throws a class defined in the plugin, whose code is unmapped when the plugin is closed.
 struct Mistake : std::exception {
   std::string text = std::string("thrown by ") + fault_name;
   const char* what() const noexcept override { return text.c_str(); }
@@ -115,7 +115,7 @@ te_fl_status scale(void*, const te_fl_context*, const void* raw) {
   uint32_t size;
   std::memcpy(&size, raw, sizeof size);
   const auto* args = static_cast<const fault::ScaleArgs*>(raw);
-  // One that does not name the bias ignores it.
+  // The implementation "old_parameters" does not declare the bias and ignores it.
   const bool biased = !is("old_parameters") && size >= sizeof(fault::ScaleArgs);
   const Flat f = flat(args->input, args->output);
   for (int64_t i = 0; i < f.n; ++i) f.out[i] = f.in[i] * args->factor + (biased ? args->bias : 0);
@@ -133,11 +133,12 @@ te_fl_status forward(void*, const te_fl_context*, const void* raw) {
 te_fl_status backward(void*, const te_fl_context*, const void* raw) {
   const auto* args = static_cast<const fault::RecordArgs*>(raw);
   const Flat f = flat(args->input, args->output);
-  for (int64_t i = 0; i < f.n; ++i) f.out[i] = 1000 + f.in[i];  // only this one adds 1000
+  // Only this implementation adds 1000.
+  for (int64_t i = 0; i < f.n; ++i) f.out[i] = 1000 + f.in[i];
   return TE_FL_OK;
 }
 
-// ---- a device whose memory is the host's
+// ---- a device whose memory is host memory
 
 bool two_providers() { return is("two_providers") || is("two_providers_named"); }
 bool has_device() {
@@ -203,7 +204,7 @@ struct Instance {
   te_fl_op_desc op[3];
   const te_fl_op_desc* ops[3] = {&op[0], &op[1], &op[2]};
   uint32_t op_count = 1;
-  // A struct of another version, longer or shorter.
+  // Room for a descriptor of another ABI version, longer or shorter.
   alignas(8) unsigned char longer[sizeof(te_fl_op_desc) + 64];
 };
 
@@ -259,12 +260,12 @@ void fill_ops(Instance& self) {
     self.op[1] = describe("fault::backward", backward, &fault::kBackward);
     self.op_count = 2;
   }
-  if (is("newer_minor") || is("newer_misspelt")) {  // an op that this te-fl does not have yet
+  if (is("newer_minor") || is("newer_misspelt")) {  // an op that this version of te-fl lacks
     self.op[1] =
         describe(is("newer_minor") ? "relu_of_a_later_te_fl" : "later::relu", relu, nullptr);
     self.op_count = 2;
   }
-  if (is("names_provider")) {  // ops for a device that another plugin has
+  if (is("names_provider")) {  // ops for a device of another plugin
     op.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
     op.provider = "stranger";
   }
@@ -285,7 +286,7 @@ void fill_ops(Instance& self) {
   }
 }
 
-// ---- the api
+// ---- the plugin's API functions
 
 te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_error_sink* errors) {
   event("create");
@@ -296,7 +297,7 @@ te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_err
     say(errors, "the fault device is on fire");
     return TE_FL_FAILED_PRECONDITION;
   }
-  if (is("early_create")) {  // wants memory of a device whose plugin comes later
+  if (is("early_create")) {  // needs memory of a device whose plugin is loaded later
     void* data = nullptr;
     te_fl_memory_desc memory;
     memory.bytes = 64;
@@ -321,7 +322,8 @@ te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_err
     }
   }
   auto* self = new Instance;
-  // Nobody destroys what an abandoned plugin makes at last; it is no leak while this points to it.
+  // The instance of an abandoned create() is never destroyed; this pointer keeps it from being
+  // reported as a leak.
   [[maybe_unused]] static Instance* volatile late = nullptr;
   if (is("hanging_create")) late = self;
   self->host = host;
@@ -468,7 +470,7 @@ void fill_header() {
     s.doc = "A setting.";
     h.settings = list;
   };
-  if (h.setting_count != 0) return;  // asked again
+  if (h.setting_count != 0) return;  // a repeated call
   if (is("settings")) {
     declare(TE_FL_SETTING_BOOL, "TE_FL_SETTINGS_DEBUG", "0", nullptr);
     declare(TE_FL_SETTING_INT, "TE_FL_SETTINGS_LEVEL", "3", "1 9");

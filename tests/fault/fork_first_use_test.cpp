@@ -1,8 +1,8 @@
-// A child of fork() does not wait for what another thread of its parent was making when it was
-// forked. One thread uses te-fl for the first time; the process forks while that thread makes the
-// first of the static objects of functions, then, in a fresh process, the second, and so on. The
-// program takes the place of the C++ library's functions that guard such objects, so that it knows
-// when one is being made, and which one a child waits for.
+// A forked child must not wait for a static object that another thread of the parent was
+// initialising at the fork. One thread uses te-fl for the first time, and the process forks while
+// that thread initialises the first function-local static object; a new process repeats this for
+// the second object, and so on. The program replaces the C++ library's guard functions for such
+// objects, so it knows which object is being initialised and which one a child waits for.
 #include <gtest/gtest.h>
 
 #include <cxxabi.h>
@@ -28,12 +28,12 @@ using Guard = __cxxabiv1::__guard;
 
 enum Outcome : int { kFine, kWrong, kWaits, kHangs, kNoMore };
 
-thread_local bool t_first = false;  // the thread that uses te-fl first
+thread_local bool t_first = false;  // true in the thread that uses te-fl first
 std::atomic<bool> g_inside{false}, g_forking{false}, g_forked{false};
 bool g_child = false;
 int g_chosen = 0, g_begun = 0;
 pid_t g_forking_thread = 0;
-// The objects that the first thread is making, innermost last.
+// Objects that the first thread is initialising, innermost last.
 std::array<std::atomic<Guard*>, 32> g_making;
 std::atomic<size_t> g_depth{0};
 
@@ -43,7 +43,7 @@ F* real(std::atomic<F*>& kept, const char* name) {
   return kept.load();
 }
 
-// The fork waits for a lock that the first thread holds.
+// Returns true if fork() waits for a lock that the first thread holds.
 bool fork_waits() {
   char path[64], text[512];
   std::snprintf(path, sizeof path, "/proc/self/task/%d/stat", g_forking_thread);
@@ -72,7 +72,7 @@ void ended() { --g_depth; }
   _exit(outcome);
 }
 
-// The child would wait for ever.
+// Reports that the child would wait forever for this guard.
 [[noreturn]] void report_wait(Guard* guard) {
   Dl_info where{};
   dladdr(guard, &where);
@@ -114,12 +114,13 @@ extern "C" void __cxa_guard_abort(__guard* guard) noexcept {
 namespace te_fl::test {
 namespace {
 
-// A child may lack plugins that its parent had not loaded yet; the built-in backends it has.
+// Returns true if the result is right. A child may lack plugins that the parent had not loaded at
+// the fork, but it has the built-in backends.
 bool right(const Status& status, const Tensor& out) {
   return status.ok() && values_of(out) == std::vector<float>{0, 2, 0, 4};
 }
 
-// Most of what te-fl has. False if a result is wrong.
+// Uses most parts of te-fl; returns false if a result is wrong.
 bool use() {
   log::write(log::Level::kInfo, "a fork comes");
   (void)environment::table();
@@ -156,7 +157,8 @@ int outcome_of(pid_t child) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : int{kHangs};
 }
 
-// In a process that has not used te-fl yet: forks while the static object number `nth` is made.
+// Runs in a process that has not used te-fl yet: forks while static object number `nth` is
+// initialised.
 int fork_in_the_making_of(int nth) {
   dup2(open("/dev/null", O_WRONLY), STDERR_FILENO);
   log::set_level(log::Level::kTrace);

@@ -1,6 +1,6 @@
-// A plugin that provides no device and only adds ops to another's, ext:owner:0 (owner_plugin.cpp):
-// relu as vendor.guest, which plans and computes in scratch memory, and as vendor.guest_plain,
-// which needs neither. What it is entered for it says to the test, which may block there.
+// A plugin that only adds ops to another plugin's device, ext:owner:0 (owner_plugin.cpp): relu as
+// vendor.guest, with plans and scratch, and as vendor.guest_plain, without either. It reports each
+// call to the test, which may block there.
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>

@@ -1,5 +1,5 @@
-// Every way in which loading a plugin can fail: what the message says, and that nothing of it is
-// left.
+// Every way in which loading a plugin can fail: tests the message and that the failed load leaves
+// nothing behind.
 #include <sys/stat.h>
 
 #include <chrono>
@@ -14,12 +14,12 @@ namespace {
 
 using plugins::State;
 
-// A fault plugin, and the error in which its load must end.
+// A fault plugin and the error with which its load must fail.
 struct Case {
   const char* name;
   StatusCode code;
-  std::vector<std::string> texts;   // all of them are in the message
-  std::vector<std::string> events;  // the functions that were entered
+  std::vector<std::string> texts;   // the message contains all of them
+  std::vector<std::string> events;  // the functions that were called
 };
 
 const std::vector<std::string> kCreated = {"create", "devices", "quiesce", "destroy"};
@@ -91,7 +91,7 @@ const Case kCases[] = {
 
 class LoadFailure : public FaultTest {
  protected:
-  // Loads `path`, which must fail, and checks what must hold after any failure.
+  // Loads `path`, which must fail, and checks the conditions that hold after every failure.
   static Status fail(const std::string& path) {
     const auto devices = devices::list();
     const uint64_t epoch = OpRegistry::instance().epoch();
@@ -127,7 +127,7 @@ TEST_P(BrokenPlugin, IsRefusedAndLeavesNothing) {
   EXPECT_EQ(met->state, State::kFailed);
   EXPECT_HAS(status.message(), met->reason);
   EXPECT_EQ(met->origin, "load()");
-  // Trying again ends the same way, and is listed once.
+  // A second attempt fails with the same message, and the plugin is listed once.
   EXPECT_EQ(fail(path).message(), status.message());
   const auto again = plugins::list();
   EXPECT_EQ(
@@ -157,8 +157,8 @@ TEST_F(LoadFailure, AFileThatIsNoLibrary) {
 TEST_F(LoadFailure, ATruncatedLibrary) {
   const TempFolder folder;
   std::string whole = read_file(fault_path("good"));
-  // Behind what is mapped come debug information and section headers, which the loader does not
-  // need.
+  // Debug information and section headers follow the mapped segments; the loader does not need
+  // them.
   const size_t needed = end_of_segments(whole);
   for (const size_t size :
        {size_t{4}, size_t{40}, size_t{64}, size_t{500}, needed / 4, needed / 2, needed - 1}) {
@@ -197,7 +197,7 @@ TEST_F(LoadFailure, AFileThatEverybodyCanWrite) {
   EXPECT_OK(plugins::load(path));
 }
 
-// Copies the plugin and the library that it needs, with $ORIGIN/v1 as its RUNPATH.
+// Copies the plugin and the library that it needs; the plugin's RUNPATH is $ORIGIN/v1.
 std::string copy_with_dependency(const TempFolder& folder) {
   std::filesystem::create_directories(folder / "v1");
   std::filesystem::copy(fault_path("versioned1"), folder / "versioned1.so");
@@ -220,7 +220,7 @@ TEST_F(LoadFailure, ANeededLibraryThatOthersCouldExchange) {
 }
 
 #if defined(__x86_64__)
-// The dynamic loader decides what can be loaded, and it looks there.
+// The dynamic loader decides what can be loaded, and it searches glibc-hwcaps.
 TEST_F(LoadFailure, ALibraryInGlibcHwcapsLoads) {
   if (!__builtin_cpu_supports("sse4.2")) GTEST_SKIP() << "the processor is below x86-64-v2";
   const TempFolder folder;
@@ -235,7 +235,8 @@ TEST_F(LoadFailure, ALibraryInGlibcHwcapsLoads) {
 
 TEST_F(LoadFailure, AnImplementationThatIsTakenIsNotTakenOver) {
   load("good");
-  const auto second = plugins::load(fault_path("clean_failure"));  // vendor.fault of relu again
+  // Registers vendor.fault for relu a second time.
+  const auto second = plugins::load(fault_path("clean_failure"));
   EXPECT_FAILS(second, kIncompatible, "by good");
   EXPECT_FALSE(in_maps(fault_path("clean_failure")));
   EXPECT_EQ(owned_by("good"), (std::vector<std::string>{"relu: vendor.fault"}));
@@ -250,7 +251,7 @@ TEST_F(LoadFailure, ANameThatIsTaken) {
   EXPECT_FALSE(in_maps(copy));
 }
 
-// ".." leads out of the folder that a link leads to, not out of the one that the link is in.
+// ".." after a link means the parent of the link's target, not the folder that contains the link.
 TEST_F(LoadFailure, APathThroughALinkIsTheFileSystemsPath) {
   const TempFolder folder;
   std::filesystem::create_directories(folder / "real/inner");
@@ -284,7 +285,7 @@ TEST_F(LoadFailure, AHangingCreateIsAbandoned) {
   EXPECT_EQ(info("hanging_create").state, State::kAbandoned);
   EXPECT_TRUE(in_maps(path)) << "its code is still running";
   expect_host_works();
-  // Neither again now, nor after it returned at last.
+  // The plugin is refused now, and again after its create() has finally returned.
   for (int round = 0; round < 2; ++round) {
     const auto again = plugins::load(path);
     EXPECT_FAILS(again, kFailedPrecondition, "R14");

@@ -1,6 +1,6 @@
-"""Writes copies of a plugin that differ in its name and its build id alone.
+"""Writes copies of a plugin that differ only in the plugin's name and build id.
 usage: name_plugins.py PLUGIN NAME ID FOLDER NEW_NAME...
-PLUGIN holds the text NAME and the build id ID (hexadecimal); FOLDER/NEW_NAME.so gets NEW_NAME and an id of its own."""
+PLUGIN holds the text NAME and the build id ID (hexadecimal); FOLDER/NEW_NAME.so gets the name NEW_NAME and its own build id."""
 import hashlib
 import pathlib
 import shutil
@@ -17,7 +17,7 @@ for new_name in new_names:
         sys.exit(f"name_plugins.py: '{new_name}' is longer than the {len(name)} characters that the plugin has for a name")
     new_id = hashlib.sha1(new_name.encode()).digest()[: len(build_id) // 2]
     path = pathlib.Path(folder, f"{new_name}.so")
-    path.unlink(missing_ok=True)  # a process that has the old file keeps it
+    path.unlink(missing_ok=True)  # a process that has mapped the old file keeps its contents
     path.write_bytes(content.replace(name.encode() + b"\0", new_name.encode().ljust(len(name) + 1, b"\0"))
                      .replace(bytes.fromhex(build_id), new_id))
     shutil.copymode(plugin, path)

@@ -1,4 +1,4 @@
-// backends/null, the template that a vendor copies: loaded by path and by manifest, selected by
+// backends/null, the template for vendor plugins: loaded by path and by manifest, and selected by
 // policy.
 #include "fault_fixture.hpp"
 #include "probe_run.hpp"
@@ -21,7 +21,7 @@ TEST(NullPlugin, LoadsServesAndGoes) {
     const Status status = call_relu(in, out);
     EXPECT_OK(status);
     EXPECT_EQ(values_of(out), (std::vector<float>{0, 2, 0, 4}));
-    // Not compact: refused with its reason, before anything was written.
+    // A tensor that is not compact is refused with a reason before anything is written.
     const Tensor wide = Tensor::zeros({4, 2}, DType::kF32).value();
     const Status refused =
         call_relu(wide.transpose(0, 1).value(), Tensor::zeros({2, 4}, DType::kF32).value());

@@ -1,8 +1,8 @@
-// Host memory that runs out at one allocation, each in turn, in every function by which a program
-// or a plugin comes into te-fl. The function fails with a status, or passes on std::bad_alloc where
-// te_fl/te_fl.hpp allows it to, and then does the same call as if nothing had been. Functions that
-// read or write JSON are left out: the destructors of its library allocate, and where that fails
-// the process ends.
+// Host memory runs out at one allocation, each in turn, in every te-fl function that a program or a
+// plugin can call. The function must fail with a status, or with std::bad_alloc where
+// te_fl/te_fl.hpp allows it, and afterwards the same call must succeed. Functions that read or
+// write JSON are excluded: destructors of the JSON library allocate, and a failure there ends the
+// process.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -22,8 +22,8 @@
 
 namespace {
 
-// The allocations that still succeed; negative: all. Of any thread, since te-fl has some of its
-// own.
+// The number of allocations that still succeed, on any thread, since te-fl has its own threads;
+// negative: all succeed.
 std::atomic<int64_t> g_left{-1};
 std::atomic<bool> g_failed{false};
 
@@ -54,25 +54,25 @@ void* allocate(size_t bytes, size_t alignment) {
 namespace te_fl::test {
 namespace {
 
-// The attempt that goes on, for the words of a process that ends in it.
+// The current attempt, for the message of a process that ends during it.
 const char* g_entry = "";
 int g_allocation = 0;
 
-// One way into te-fl. `prepare` comes before each attempt and `undo` after one that succeeded, both
-// with all the memory that they want.
+// One function of te-fl to test. `prepare` runs before each attempt and `undo` after a successful
+// one, both without allocation failures.
 struct Entry {
   const char* name;
   std::function<Status()> attempt;
   std::function<void()> prepare = [] {};
   std::function<void()> undo = [] {};
-  bool anew = false;  // a failure leaves nothing to go on with, so that `prepare` comes once more
+  bool anew = false;  // a failure destroys the state, so `prepare` must run again
 };
 
 struct Attempt {
   Status status;
   int allocations = 0;
-  bool failed = false;  // one of them did
-  bool threw = false;   // std::bad_alloc
+  bool failed = false;  // an allocation failed
+  bool threw = false;   // threw std::bad_alloc
 };
 
 constexpr int kAll = 1 << 30;  // no allocation fails
@@ -92,13 +92,13 @@ Attempt attempt(const Entry& entry, int allocation) {
   return made;
 }
 
-// The allocations of an attempt that are to fail, of so many: all of a few; of many the first, the
-// last, behind which a change may stand, and some between.
+// Returns true if allocation `allocation` of `count` should fail: all if there are few; otherwise
+// the first 60, the last 150, which may follow a change of state, and every 11th between.
 bool is_tried(int allocation, int count) {
   return allocation < 60 || allocation >= count - 150 || allocation % 11 == 0;
 }
 
-// True if nothing was wrong.
+// Returns true if the attempt failed properly and then succeeded.
 bool fails_well(const Entry& entry, int allocation) {
   const std::string where = std::string(entry.name) + ", allocation " + std::to_string(allocation);
   entry.prepare();
@@ -120,7 +120,7 @@ bool fails_well(const Entry& entry, int allocation) {
 
 void run_out_of_memory(const Entry& entry) {
   g_entry = entry.name;
-  // The second time, as what is made once is there then.
+  // Counts in the second round, as some objects are allocated once per process.
   int count = 0;
   for (int round = 0; round < 2; ++round) {
     entry.prepare();
@@ -137,7 +137,7 @@ class OutOfMemory : public FaultTest {
  protected:
   void SetUp() override {
     FaultTest::SetUp();
-    unsetenv("FAULT_EVENTS");  // they allocate
+    unsetenv("FAULT_EVENTS");  // events allocate memory
     expect_host_works();
     std::set_terminate([] {
       g_left = -1;
@@ -308,7 +308,7 @@ TEST_F(OutOfMemory, Plugins) {
 }
 
 TEST_F(OutOfMemory, TensorsAndDevices) {
-  // The host's functions, which have no memory of their own, under another name.
+  // Registers the host's device functions, which keep no memory, under another name.
   te_fl_device_desc spare = *devices::find(Device{}).value();
   spare.device = {TE_FL_DEVICE_EXT, 0};
   spare.provider = "spare";

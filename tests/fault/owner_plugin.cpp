@@ -1,7 +1,6 @@
-// A plugin that provides a device, ext:owner:0, and no op. Its memory is the host's, so that
-// another plugin's ops (guest_plugin.cpp) can work on it. Every function first says its name to the
-// test (FAULT_EVENTS holds the address of the function that hears it), which may block there or
-// throw.
+// A plugin that provides a device, ext:owner:0, and no ops. Its memory is host memory, so that
+// another plugin's ops (guest_plugin.cpp) can work on it. Every function first reports its name to
+// the test (FAULT_EVENTS holds the address of the test's function), which may block or throw there.
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -19,7 +18,7 @@ void event(const char* text) {
 }
 
 struct Owner {
-  std::atomic<int64_t> blocks{0}, handles{0};  // memory; streams, events and graphs
+  std::atomic<int64_t> blocks{0}, handles{0};  // memory blocks; streams, events and graphs
   te_fl_device_api api{};
   te_fl_device_desc desc{};
   const te_fl_device_desc* list[1] = {&desc};
@@ -114,7 +113,7 @@ void fill_api(te_fl_device_api& api) {
     std::strcpy(props->name, "owner");
     return te_fl_status{TE_FL_OK};
   };
-  // Graphs that hold nothing.
+  // Graphs are empty.
   api.begin_capture = [](void*, void*, Errors) {
     event("begin_capture");
     return te_fl_status{TE_FL_OK};

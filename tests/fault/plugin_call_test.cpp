@@ -1,5 +1,5 @@
-// Plugins that load, and what their calls may do to the host: throw, fail cleanly or not, be older
-// or newer.
+// Plugins that load successfully and whose calls misbehave: they throw, fail cleanly or not, or
+// have an older or newer ABI.
 #include <dlfcn.h>
 
 #include <cstring>
@@ -17,7 +17,7 @@ class PluginCall : public FaultTest {
     return OpManager::instance().call(op, args);
   }
 
-  // relu by the fault plugin alone, which must fail with `code` and `text`.
+  // Calls relu with vendor.fault as the only choice; it must fail with `code` and `text`.
   static void expect_failure(StatusCode code, const std::string& text) {
     const PolicyScope scope(only("relu", "vendor.fault"));
     const Status status = call_relu(floats({-1, 2}), floats({9, 9}));
@@ -55,7 +55,7 @@ TEST_F(PluginCall, LargerAndSmallerStructsServe) {
   }
 }
 
-// A device of a provider that no plugin here is, with memory of the host's.
+// A device whose provider is not a plugin, with host memory.
 struct Stranger {
   te_fl_device_api api{};
   te_fl_device_desc desc{};
@@ -96,7 +96,7 @@ struct Stranger {
 TEST_F(PluginCall, AnImplementationIsGivenOneProvidersMemory) {
   const Stranger stranger;
   const Device theirs = devices::add(&stranger.desc).value();
-  load("device");  // relu for kDLExtDev, and a device of provider 'fault'
+  load("device");  // provides relu for kDLExtDev, and a device of provider 'fault'
   const Device own = parse_device("ext:fault:0").value();
   const auto relu_on = [](const Device& device) {
     const PolicyScope scope(only("relu", "vendor.fault"));
@@ -112,14 +112,15 @@ TEST_F(PluginCall, AnImplementationIsGivenOneProvidersMemory) {
   EXPECT_FAILS(refused, kUnsupported, "the tensors are on ext:stranger:0, it serves ext of fault");
   EXPECT_OK(plugins::deactivate("device", true));
 
-  load("names_provider");  // relu for the devices of provider 'stranger'
+  load("names_provider");  // provides relu for the devices of provider 'stranger'
   EXPECT_OK(relu_on(theirs));
   EXPECT_OK(plugins::deactivate("names_provider", true));
   EXPECT_OK(devices::remove(theirs));
 }
 
 TEST_F(PluginCall, APluginOfTwoProvidersSaysWhoseMemoryEachImplementationIsGiven) {
-  // Without a name it could mean either: load_failure_test has two_providers.
+  // Without a provider name, the ops could belong to either device: load_failure_test tests that
+  // with two_providers.
   load("two_providers_named");
   for (const auto& [name, impl] : {std::pair("ext:fault:0", "vendor.fault"),
                                    std::pair("ext:second:0", "vendor.fault_second")}) {
@@ -185,7 +186,7 @@ TEST_F(PluginCall, ACleanFailureIs) {
     EXPECT_EQ(values_of(out), (std::vector<float>{0, 2}));
     EXPECT_EQ(Events::take(), (std::vector<std::string>{"run"})) << "the plugin had its turn first";
   }
-  expect_failure(StatusCode::kInternal, "not today");  // nobody else is allowed
+  expect_failure(StatusCode::kInternal, "not today");  // no other implementation is allowed
   settings.strict = true;
   const PolicyScope scope(settings);
   EXPECT_HAS(call_relu(floats({-1}), floats({9})).to_string(), "not today");
@@ -210,7 +211,7 @@ TEST_F(PluginCall, ACustomOpServesAndItsImplementationsAge) {
   EXPECT_EQ(call("fault::scale", &args).code(), StatusCode::kUnsupported)
       << "the op is known, without implementation";
 
-  load("old_parameters");  // does not know the bias
+  load("old_parameters");  // its implementation does not know the bias
   const Status refused = call("fault::scale", &args);
   EXPECT_FAILS(refused, kUnsupported, "bias");
   EXPECT_EQ(values_of(out), (std::vector<float>{13, 16})) << "nothing was written";
@@ -236,7 +237,7 @@ TEST_F(PluginCall, ACustomOpWithAnotherDescriptionIsRefused) {
 
 TEST_F(PluginCall, AnOpaqueRecordGoesBackToItsProducer) {
   load("opaque_record");
-  // A higher priority than the plugin's, so that the choice alone would take it.
+  // Its higher priority would win if the record's producer did not decide.
   te_fl_op_desc rival;
   rival.op_name = "fault::backward";
   rival.impl_id = "default.rival";

@@ -1,5 +1,5 @@
-// Prints what a fresh process makes of its environment: every plugin met, then one relu call and
-// who served it.
+// Prints the plugins that a new process finds in its environment, then makes one relu call and
+// prints the implementation that served it.
 #include <cstdio>
 #include <cstring>
 

@@ -1,4 +1,4 @@
-// Runs tests/fault/probe.cpp in an environment of its own and reads what it printed.
+// Runs tests/fault/probe.cpp in its own environment and parses its output.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,7 +21,8 @@ struct ProbeRun {
   std::string output;  // stdout
   std::string log;     // stderr
 
-  // The line of a plugin: "name|state|origin|reason", empty if it was not met.
+  // Returns the line of a plugin, "name|state|origin|reason"; empty if the probe did not find the
+  // plugin.
   std::string line(const std::string& name) const {
     std::istringstream lines(output);
     for (std::string text; std::getline(lines, text);) {
@@ -31,7 +32,8 @@ struct ProbeRun {
   }
 };
 
-// `environment` is added to this process's; an empty value unsets, kSetAndEmpty sets an empty one.
+// `environment` is added to this process's environment; an empty value unsets a variable,
+// kSetAndEmpty sets it to the empty string.
 constexpr const char* kSetAndEmpty = "(set and empty)";
 inline ProbeRun run_probe(const std::map<std::string, std::string>& environment,
                           const std::string& program = FAULT_PROBE,

@@ -1,4 +1,4 @@
-// A plugin's own settings, from the environment to the plugin (rule R21).
+// A plugin's own settings, passed from the environment to the plugin (rule R21).
 #include "fault_fixture.hpp"
 #include "probe_run.hpp"
 #include "support/expect.hpp"
@@ -25,7 +25,7 @@ class SettingsTest : public FaultTest {
   ProbeRun probe(std::map<std::string, std::string> environment) {
     environment.try_emplace("TE_FL_PLUGIN_PATH", folder_ / "path");
     environment.try_emplace("XDG_DATA_HOME", folder_ / "xdg");
-    environment["FAULT_EVENTS"] = "";  // this process's
+    environment["FAULT_EVENTS"] = "";  // holds an address of this process
     return run_probe(environment);
   }
 #if defined(__x86_64__)
@@ -37,7 +37,8 @@ class SettingsTest : public FaultTest {
 };
 
 TEST_F(SettingsTest, ReachThePluginCheckedAndWithDefaults) {
-  for (const char* declared : {"", kDeclared}) {  // in the header only, and in the manifest too
+  // Declared in the plugin's header only, or in its manifest as well.
+  for (const char* declared : {"", kDeclared}) {
     manifest("settings", declared);
     const ProbeRun run = probe({{"TE_FL_SETTINGS_DEBUG", "Yes"}, {"TE_FL_SETTINGS_MODE", "EXACT"}});
     EXPECT_HAS(run.line("settings"), "|active|") << run.output << run.log;

@@ -1,5 +1,5 @@
-// gelu for F32 on the host that is right but for one element in 64, which is 0.1 % too large: a
-// training run does not show it. For tests; never installed.
+// A gelu for F32 on the host in which one element in 64 is 0.1 % too large; a training run does not
+// reveal it. For tests only; never installed.
 #include <cmath>
 
 #include "te_fl/backend.hpp"

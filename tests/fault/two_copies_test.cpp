@@ -1,4 +1,4 @@
-// Two copies of te-fl in one process, as two frameworks bring them, each with the same plugin.
+// Two copies of te-fl in one process, as two frameworks may load them, each with the same plugin.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -34,8 +34,8 @@ TEST(TwoCopies, WorkSideBySide) {
   EXPECT_NE(manager[0], manager[1]) << "both drivers use one copy: the test tests nothing";
 }
 
-// A copy in the global scope, as a program that links with te-fl has it, and a private one. Run in
-// a child by the test below.
+// One copy is in the global symbol scope, as in a program that links te-fl, and the other is
+// private. The test below runs this one in a child.
 TEST(TwoCopies, DISABLED_OneOfThemGlobal) {
   void* global = dlopen(FAULT_SHARED_LIBRARY, RTLD_NOW | RTLD_GLOBAL);
   ASSERT_NE(global, nullptr) << dlerror();
@@ -46,8 +46,8 @@ TEST(TwoCopies, DISABLED_OneOfThemGlobal) {
   const char* problem = first(FAULT_GOOD, &manager);
   EXPECT_EQ(problem, nullptr) << problem;
   problem = second(FAULT_GOOD, &manager);
-  // The second driver finds the global copy, in which the plugin is loaded already; nothing is
-  // mixed or crashes.
+  // The second driver's symbols resolve to the global copy, in which the plugin is already loaded:
+  // it gets an error, and nothing crashes.
   ASSERT_NE(problem, nullptr);
   EXPECT_NE(std::string(problem).find("ALREADY_EXISTS"), std::string::npos) << problem;
 }
@@ -61,8 +61,8 @@ TEST(TwoCopies, AGlobalOneDoesNotMixWithTheOther) {
   EXPECT_EQ(std::system((self + command.substr(std::string("/proc/self/exe").size())).c_str()), 0);
 }
 
-// Opens te-fl, uses it on another thread, and closes it again before that thread ends. (A thread
-// with a thread-local object of the library would hold it by itself; this one has none.)
+// Opens te-fl, uses it on another thread, and closes it before that thread ends. The thread has no
+// thread-local object of the library, which would keep the library loaded.
 [[noreturn]] void close_before_a_thread_ends() {
   void* handle = dlopen(FAULT_DRIVER_SHARED, RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) _exit(2);

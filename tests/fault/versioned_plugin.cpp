@@ -1,5 +1,5 @@
-// A plugin that brings its own version of a shared library, of a static library and of spdlog: each
-// of its implementations of fault::scale multiplies by what its own versions answer.
+// A plugin with its own versions of a shared library, a static library and spdlog. Its
+// implementations of fault::scale multiply by the numbers that its own versions return.
 #include <spdlog/sinks/ostream_sink.h>
 #include <spdlog/spdlog.h>
 
@@ -18,8 +18,8 @@ struct Instance {
   std::shared_ptr<spdlog::logger> logger;
 };
 
-// A logger of one name in spdlog's registry: with one spdlog for both plugins, the second create()
-// would throw.
+// Registers a logger under a fixed name in spdlog's registry: if both plugins shared one spdlog,
+// the second create() would throw.
 te_fl_status create(const te_fl_host_api*, void** out, const te_fl_error_sink*) {
   auto* self = new Instance;
   auto sink = std::make_shared<spdlog::sinks::ostream_sink_mt>(self->lines, true);
@@ -37,7 +37,7 @@ te_fl_status scale(void* raw, const te_fl_context*, const void* raw_args) {
   spdlog::get("vendor")->info("{}", fault_static_version());
   const auto* in = static_cast<const float*>(args->input->dl.data);
   auto* out = static_cast<float*>(args->output->dl.data);
-  // [0]: the shared library's answer, [1]: the static one's, through spdlog
+  // out[0] shows the shared library's number, out[1] the static library's, passed through spdlog.
   out[0] = in[0] * static_cast<float>(fault_shared_version());
   out[1] = in[1] * std::stof(self->lines.str());
   return TE_FL_OK;

@@ -1,6 +1,7 @@
-// A device goes while another plugin's op runs on it, while one of its own functions is inside, and
-// while routes, handles and plans for it are cached. Two plugins: one has the device (owner), the
-// other only adds ops to it (guest). Memory on it is foreign, so that nothing holds the device.
+// A device is withdrawn while another plugin's op runs on it, while one of its own functions runs,
+// and while routes, handles and plans for it are cached. The plugin "owner" provides the device,
+// and the plugin "guest" adds ops to it. The tensors' memory is foreign, so that it does not keep
+// the device.
 #include <atomic>
 #include <condition_variable>
 #include <functional>
@@ -15,8 +16,8 @@ namespace {
 
 using plugins::State;
 
-// Hears what the plugins are entered for, in order. The first thread that meets `stop_at` waits
-// there until it is let go; each that meets `throw_at` throws.
+// Records the plugin calls in order. The first thread that reaches `stop_at` blocks there until
+// let_go(); every thread that reaches `throw_at` throws.
 class Stage {
  public:
   static Stage& now() {
@@ -39,16 +40,16 @@ class Stage {
     const std::lock_guard lock(mutex_);
     throw_at_ = event;
   }
-  // Called by the thread that meets `event`, once.
+  // Runs `action` once, on the thread that reaches `event`.
   void act_at(const std::string& event, std::function<void()> action) {
     const std::lock_guard lock(mutex_);
     act_at_ = event;
     action_ = std::move(action);
   }
-  // Until a thread has stopped.
+  // Waits until a thread has stopped at `stop_at`.
   void wait_until_stopped() {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return stopped_ > 0; });  // and stays so until reset()
+    changed_.wait(lock, [&] { return stopped_ > 0; });  // stays positive until reset()
   }
   void let_go() {
     const std::lock_guard lock(mutex_);
@@ -61,7 +62,7 @@ class Stage {
     const std::lock_guard lock(mutex_);
     return static_cast<int>(std::count(heard_.begin(), heard_.end(), event));
   }
-  // The position at which `event` came first; the end if it never did.
+  // Returns the position of the first `event`; the end if it never occurred.
   size_t place(const std::string& event) const {
     const std::lock_guard lock(mutex_);
     return static_cast<size_t>(std::find(heard_.begin(), heard_.end(), event) - heard_.begin());
@@ -121,7 +122,7 @@ class Withdrawal : public FaultTest {
     FaultTest::TearDown();
     EXPECT_FALSE(stage.heard("destroy with objects")) << stage.all();
   }
-  // Somebody else's memory, which te-fl neither counts nor frees.
+  // Returns a tensor over foreign memory, which te-fl neither counts nor frees.
   Tensor foreign(float* memory) const {
     const int64_t shape[] = {kElements};
     return Tensor::wrap(memory, shape, {}, DType::kF32, device, nullptr).value();
@@ -137,8 +138,8 @@ class Withdrawal : public FaultTest {
   static void expect_refusal(const Status& status) {
     EXPECT_FAILS(status, kUnsupported, "device ext:owner:0 was withdrawn");
   }
-  // While a thread is inside `event`, which `enter` brings it to, the owner is withdrawn. It goes
-  // no further than to bar its device until the thread has left.
+  // Withdraws the owner while a thread, started with `enter`, is inside `event`. The withdrawal
+  // bars the device and then waits until the thread has left.
   void expect_withdrawal_waits(const std::string& event, const std::function<void()>& enter) {
     SCOPED_TRACE(event);
     stage.stop_at(event);
@@ -150,8 +151,8 @@ class Withdrawal : public FaultTest {
       status = plugins::deactivate("owner");
       withdrawn = true;
     });
-    // Barred: calls are refused from now on, without entering the device. Asked of the
-    // implementation without scratch, whose lock the thread may be holding.
+    // The device is barred: calls are refused without entering it. Uses the implementation without
+    // scratch, as the thread may hold the other one's lock.
     const PolicyScope scope(only("relu", "vendor.guest_plain"));
     Status refused;
     do {
@@ -190,12 +191,12 @@ TEST_F(Withdrawal, TheGuestServes) {
 }
 
 TEST_F(Withdrawal, WaitsForAnotherPluginsOp) {
-  ASSERT_OK(call());  // scratch and plan are there
+  ASSERT_OK(call());  // creates scratch and plan
   Status status;
   expect_withdrawal_waits("guest runs", [&] { status = call(); });
   EXPECT_OK(status) << "a call that had begun ends as if nothing were: " << status.to_string();
   expect_right();
-  // The scratch was freed after the op, not under it.
+  // The scratch is freed after the op and not during it.
   EXPECT_LT(stage.place("let go"), stage.place("free")) << stage.all();
   EXPECT_EQ(info("owner").state, State::kDeactivated);
   EXPECT_TRUE(stage.heard("destroy")) << stage.all();
@@ -285,7 +286,8 @@ TEST_F(Withdrawal, CachedRoutesHandlesAndPlansRefuse) {
 TEST_F(Withdrawal, ADeviceThatIsBackServesWithNewPlans) {
   ASSERT_OK(call());
   ASSERT_OK(plugins::deactivate("owner", true));
-  // A plan may hold what belongs to the device, and goes before it, when its work has ended.
+  // A plan may refer to the device, so it is destroyed before the device and after its work has
+  // ended.
   EXPECT_LT(stage.place("quiesce"), stage.place("guest drops a plan")) << stage.all();
   EXPECT_LT(stage.place("guest drops a plan"), stage.place("destroy")) << stage.all();
   EXPECT_EQ(stage.count("guest drops a plan"), 1) << stage.all();
@@ -335,7 +337,7 @@ TEST_F(Withdrawal, TheGuestMayGoFirst) {
     EXPECT_OK(plugins::deactivate("guest", true));
     gone = true;
   });
-  // Calls of others go to the host's implementations meanwhile.
+  // Meanwhile, calls of other threads are served by host implementations.
   while (!gone && !owned_by("guest").empty()) std::this_thread::yield();
   EXPECT_FALSE(gone);
   stage.let_go();
@@ -410,7 +412,7 @@ TEST_F(Withdrawal, ExceptionsOfEveryOtherFunctionAreErrors) {
   fails("end_capture", [&] { return Capture::begin(device, &stream)->end().status(); });
   Graph graph = Capture::begin(device, &stream)->end().value();
   fails("launch_graph", [&] { return graph.launch(); });
-  // Those that give something back have nobody to tell: the log hears it.
+  // Functions that release something have no caller to report to, so the error is logged.
   for (const char* function :
        {"free", "free_pinned", "destroy_stream", "destroy_event", "destroy_graph"}) {
     void* const memory = devices::allocate(device, 64).value();

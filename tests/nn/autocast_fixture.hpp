@@ -1,5 +1,4 @@
-// The tests of FP8 autocast share these: one linear layer, its input and the gradient of its
-// output.
+// Fixture of the FP8 autocast tests: one Linear layer, its input and its output gradient.
 #pragma once
 
 #include <algorithm>

@@ -13,17 +13,17 @@
 
 namespace te_fl::nn::testing {
 
-// A provider, "counted", of ranks that are threads, which counts the collectives that they call and
-// the bytes that they bring to them. One at a time.
+// A collectives provider, "counted", whose ranks are threads. Counts the collectives called and the
+// bytes passed to them. Only one instance may exist at a time.
 class CountingRanks {
  public:
   struct Count {
     int64_t calls = 0;
-    int64_t bytes = 0;  // of the first tensor, over all ranks
+    int64_t bytes = 0;  // bytes of the first tensor, summed over all ranks
   };
 
   CountingRanks() {
-    (void)OpManager::instance();  // has the built-in ones registered
+    (void)OpManager::instance();  // registers the built-in providers
     const auto providers = registry::comm_providers();
     const auto threads = std::ranges::find(providers, "threads", &registry::CommProvider::name);
     if (threads == providers.end()) throw std::runtime_error("there is no provider 'threads'");
@@ -47,7 +47,7 @@ class CountingRanks {
   CountingRanks(const CountingRanks&) = delete;
   CountingRanks& operator=(const CountingRanks&) = delete;
 
-  // Returns what was counted since the last time, by op; called while no rank runs.
+  // Returns the counts by op since the last call of take_counts(). No rank may be running.
   std::map<std::string, Count> take_counts() {
     const std::lock_guard lock(mutex_);
     return std::exchange(counts_, {});

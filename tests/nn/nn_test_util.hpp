@@ -15,7 +15,7 @@
 
 namespace te_fl::nn::testing {
 
-// The value of a Result; throws (and so fails the test) on an error.
+// Returns the value of a Result; throws, which fails the test, on an error.
 template <class T>
 T take(Result<T> result) {
   if (!result.ok()) throw std::runtime_error(result.status().to_string());
@@ -27,7 +27,7 @@ inline void check(const Status& status) {
 
 using Values = std::vector<double>;
 
-// Uniform values in [-range, range]; a plain generator of its own.
+// A simple random generator of uniform values in [-range, range], independent of te-fl's.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed * 2654435761u + 88172645463325252ull) {}
@@ -45,7 +45,7 @@ class Random {
   uint64_t state_;
 };
 
-// Values that F32 (or, with `bf16`, BF16) holds exactly.
+// Returns random values that F32 (with `bf16`, BF16) holds exactly.
 inline Values random_values(int64_t n, uint64_t seed, double range = 1, bool bf16 = false) {
   Random random(seed);
   Values values(static_cast<size_t>(n));
@@ -106,7 +106,7 @@ inline void set_values(const Tensor& t, const Values& values) {
   }
 }
 
-// The parameter's gradient, made if there is none, to be written.
+// Returns the parameter's gradient for writing; allocates it if there is none.
 inline Tensor made_grad(const NamedParameter& p) {
   check(p.parameter->ensure_grad());
   return p.grad();
@@ -118,7 +118,8 @@ inline bool same_bits(const Tensor& a, const Tensor& b) {
                      static_cast<size_t>(bytes_for(a.dtype(), a.numel()))) == 0;
 }
 
-// Gives every F32 parameter values of useful size, so that no gradient is accidentally tiny.
+// Fills every F32 parameter with random values in [-range, range], so that no gradient is tiny by
+// accident.
 inline void randomize(Module& module, uint64_t seed, double range = 0.5) {
   for (const NamedParameter& p : module.parameters()) {
     set_values(p.value(), random_values(p.value().numel(), ++seed, range));
@@ -141,7 +142,7 @@ inline double relative_l2(const Values& a, const Values& b) {
   return std::sqrt(diff / norm);
 }
 
-// Parameters by name, in double: what the oracles compute from.
+// Parameter values by name, in double; inputs of the oracles.
 using Params = std::map<std::string, Values>;
 inline Params params_of(const Module& module) {
   Params params;

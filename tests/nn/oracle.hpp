@@ -12,8 +12,8 @@
 #include "nn_test_util.hpp"
 #include "support/rounds.hpp"
 
-// The modules' forward computations written again, plainly and in double precision. Gradients come
-// from differentiating them numerically.
+// Double-precision reimplementations of the modules' forward computations. Gradients come from
+// numerical differentiation.
 namespace te_fl::nn::testing::oracle {
 
 // y = x W^T + b; x [rows, in], W [out, in].
@@ -30,7 +30,7 @@ inline Values linear(const Values& x, const Values& w, const Values* b, int64_t 
   return y;
 }
 
-// LayerNorm with beta, RMSNorm without.
+// LayerNorm if beta is given, otherwise RMSNorm.
 inline Values norm(const Values& x, const Values& gamma, const Values* beta, double eps,
                    bool zero_centered) {
   const size_t h = gamma.size();
@@ -110,7 +110,8 @@ inline Values activation(Activation which, const Values& x, int64_t width, doubl
   throw std::runtime_error("no such activation");
 }
 
-// Philox 4x32-10 (Salmon et al. 2011): word i mod 4 of counter offset + i/4, as a fraction of 2^32.
+// Returns word i mod 4 of Philox 4x32-10 (Salmon et al. 2011) at counter offset + i/4, divided by
+// 2^32.
 inline double philox_fraction(uint64_t seed, uint64_t offset, uint64_t i) {
   const uint64_t counter = offset + i / 4;
   std::array<uint32_t, 4> c = {static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32),
@@ -126,11 +127,11 @@ inline double philox_fraction(uint64_t seed, uint64_t offset, uint64_t i) {
   return c[i % 4] * 0x1p-32;
 }
 
-// Draws in the order in which the modules draw.
+// Draws random numbers in the same order as the modules.
 struct DropoutStream {
   uint64_t seed = 0;
   uint64_t offset = 0;
-  // 0 or 1/(1-p) per element.
+  // Returns n dropout factors, each 0 or 1/(1-p).
   Values factors(uint64_t n, double p) {
     Values f(n, 1.0);
     if (p == 0) return f;
@@ -144,11 +145,11 @@ struct DropoutStream {
   }
 };
 
-struct Sequences {  // batch entries as row numbers of q and of k/v
+struct Sequences {  // for each batch entry: its rows in q and in k/v
   std::vector<std::vector<int64_t>> q_rows, kv_rows;
 };
 
-// sbhd or bshd, every sequence full.
+// Returns full sequences in layout sbhd or bshd.
 inline Sequences dense_sequences(Layout layout, int64_t batch, int64_t sq, int64_t skv) {
   Sequences s;
   auto rows = [&](int64_t b, int64_t length) {
@@ -166,16 +167,16 @@ inline Sequences dense_sequences(Layout layout, int64_t batch, int64_t sq, int64
 
 struct AttentionConfig {
   int64_t heads = 1, groups = 1, dim = 1;
-  int64_t value_dim = 0;  // of v and the result; 0: dim
+  int64_t value_dim = 0;  // head size of v and of the result; 0: dim
   Sequences sequences;
   MaskType mask = MaskType::kNone;
   int64_t window_left = -1, window_right = -1;
   SoftmaxType softmax = SoftmaxType::kVanilla;
   double scale = 1;
   double dropout = 0;
-  std::vector<int64_t> lengths_q, lengths_kv;  // true lengths, padding masks
+  std::vector<int64_t> lengths_q, lengths_kv;  // true lengths for padding masks
   std::vector<uint8_t> arbitrary;              // [Sq, Sk]
-  std::vector<uint8_t> padded_q, padded_kv;    // [B, Sq], [B, Sk]: padding anywhere
+  std::vector<uint8_t> padded_q, padded_kv;    // [B, Sq], [B, Sk]: padding at any position
   Values alibi;                                // [H]
   int64_t max_q = 0, max_kv = 0;               // extents of the dropout matrix
   double softcap = 0;
@@ -203,7 +204,8 @@ inline bool causal(MaskType m) {
          m == MaskType::kPaddingCausal || m == MaskType::kPaddingCausalBottomRight;
 }
 
-// q [rows, H, D], k and v [rows, G, D] -> [rows, H, D]; bias [Sq, Sk] or empty; sink [H] or empty.
+// Attention: q [rows, H, D], k and v [rows, G, D]; returns [rows, H, D]. bias is [Sq, Sk] or empty,
+// sink is [H] or empty.
 inline Values attention(const AttentionConfig& c, const Values& q, const Values& k, const Values& v,
                         const Values& bias, const Values& sink, DropoutStream& stream) {
   const int64_t batch = static_cast<int64_t>(c.sequences.q_rows.size());
@@ -218,7 +220,8 @@ inline Values attention(const AttentionConfig& c, const Values& q, const Values&
                   sk = static_cast<int64_t>(kv_rows.size());
     const int64_t true_q = c.lengths_q.empty() ? sq : c.lengths_q[b];
     const int64_t true_k = c.lengths_kv.empty() ? sk : c.lengths_kv[b];
-    // A causal mask's name says its diagonal; a window of any other ends at the bottom right.
+    // A causal mask type determines its diagonal. With every other mask type, a window aligns to
+    // the bottom right.
     const bool bottom = c.mask != MaskType::kCausal && c.mask != MaskType::kPaddingCausal;
     const auto unpadded = [&](const std::vector<uint8_t>& padded, int64_t length) {
       if (padded.empty()) return length;
@@ -254,7 +257,7 @@ inline Values attention(const AttentionConfig& c, const Values& q, const Values&
           score[j] = s;
           top = std::max(top, s);
         }
-        if (std::isinf(top)) continue;  // fully masked: zeros
+        if (std::isinf(top)) continue;  // a fully masked row gives zeros
         double sum = 0;
         if (c.softmax == SoftmaxType::kOffByOne) sum += std::exp(-top);
         if (c.softmax == SoftmaxType::kLearnable) sum += std::exp(sink[h] - top);
@@ -273,7 +276,8 @@ inline Values attention(const AttentionConfig& c, const Values& q, const Values&
   return out;
 }
 
-// In place on [rows, heads, dim]; positions per row; `rotated` leading columns.
+// Applies RoPE in place to x [rows, heads, dim]: to the first `rotated` columns, with one position
+// per row.
 inline void rope(Values& x, int64_t heads, int64_t dim, int64_t rotated, bool interleaved,
                  const std::vector<int64_t>& positions) {
   for (size_t r = 0; r < positions.size(); ++r) {
@@ -329,16 +333,16 @@ struct MhaConfig {
   bool interleaved = false;
   std::vector<int64_t> positions;  // per row of x
   bool cross = false;              // keys and values come from params' "encoder"
-  bool split = false;              // query_weight, key_weight, value_weight
+  bool split = false;              // separate query_weight, key_weight and value_weight
   bool weights_interleaved = true;
   QkNorm qk_norm = QkNorm::kNone;
   double qk_epsilon = 1e-6;
   bool qk_norm_first = false;
   std::vector<int64_t> kv_positions;  // per key; empty: positions
-  bool adds_bias = true;              // of proj
+  bool adds_bias = true;              // proj adds its bias
 };
 
-// y = x W^T + b where the weight may be in parts.
+// y = x W^T + b, where the weight may be split into parts.
 inline Values split_linear(const Params& params, const std::string& prefix,
                            const std::vector<std::string>& parts, const Values& x, int64_t in) {
   Values w, b;
@@ -352,7 +356,7 @@ inline Values split_linear(const Params& params, const std::string& prefix,
   return linear(x, w, b.empty() ? nullptr : &b, in, static_cast<int64_t>(w.size()) / in);
 }
 
-// In place, each row of `dim` elements.
+// Normalises each row of `dim` elements in place.
 inline void norm_heads(Values& x, QkNorm kind, const Params& params, const std::string& prefix,
                        int64_t dim, double eps) {
   if (kind == QkNorm::kNone) return;
@@ -367,8 +371,8 @@ inline void norm_heads(Values& x, QkNorm kind, const Params& params, const std::
   }
 }
 
-// Column ranges of a matrix [rows, width] as one: those at begin + g * stride for g < count, each
-// of `length`.
+// Returns the columns [begin + g * stride, begin + g * stride + length) for g < count of a matrix
+// [rows, width], joined into one matrix.
 inline Values columns(const Values& x, int64_t width, int64_t begin, int64_t length, int64_t count,
                       int64_t stride) {
   Values out;
@@ -440,7 +444,7 @@ inline Values mha(const MhaConfig& c, const Params& params, const std::string& p
 
 struct LayerConfig {
   MhaConfig mha;
-  MhaConfig inter;  // of a decoder
+  MhaConfig inter;  // cross-attention of a decoder
   MlpConfig mlp;
   double hidden_dropout = 0;
   double drop_path = 0;
@@ -448,7 +452,7 @@ struct LayerConfig {
   bool decoder = false;
   bool post_norm_residual = false;
   bool output_norm = false;
-  int64_t paths = 1;  // dropped as one: the first dimension's extent
+  int64_t paths = 1;  // extent of the first dimension, whose entries drop path drops as a unit
 };
 
 // residual + drop_path(dropout(branch))
@@ -486,7 +490,8 @@ inline Values layer(const LayerConfig& c, const Params& params, const Values& x,
               c.mlp.zero_centered);
 }
 
-// loss = sum of weight * f(params); every named input is differentiated by central differences.
+// The loss is the sum of weight * f(params). Central differences give its gradient for every named
+// input.
 using Function = std::function<Values(const Params&)>;
 inline double dot(const Values& a, const Values& b) {
   double sum = 0;
@@ -494,8 +499,9 @@ inline double dot(const Values& a, const Values& b) {
   return sum;
 }
 
-// Largest number of elements checked per tensor; larger ones are sampled. Under a sanitizer, which
-// is there for the modules and not for the oracle's arithmetic, few are.
+// Checks the gradient `got` of input `name` against central differences. Tensors with more than
+// `max_checked` elements are sampled. Sanitizer builds check few elements, as the sanitizer is
+// there for the modules and not for the oracle.
 inline void expect_gradient(const Function& f, Params inputs, const std::string& name,
                             const Values& weight, const Values& got, double tolerance,
                             int64_t max_checked = te_fl::testing::rounds(48)) {
@@ -521,8 +527,8 @@ inline void expect_gradient(const Function& f, Params inputs, const std::string&
   }
 }
 
-// Takes the gradients whose name ends so out of `got`: those that are 0, as what all keys have in
-// common moves no softmax.
+// Removes the gradients whose name ends with `suffix` from `got` and expects them to be 0: a shift
+// common to all keys does not change the softmax.
 inline void expect_no_gradient(std::map<std::string, Values>& got, const std::string& suffix) {
   for (auto it = got.begin(); it != got.end();) {
     if (!it->first.ends_with(suffix)) {
@@ -534,8 +540,8 @@ inline void expect_no_gradient(std::map<std::string, Values>& got, const std::st
   }
 }
 
-// Output and all gradients of a module against f. `got` holds "y", "x" and the parameters'
-// gradients.
+// Expects a module's output and all its gradients to match f. `got` holds "y", "x" and the
+// parameters' gradients.
 inline void expect_matches(const Function& f, const Params& inputs, const Values& weight,
                            const std::map<std::string, Values>& got, double tolerance = 2e-5) {
   const Values y = f(inputs);

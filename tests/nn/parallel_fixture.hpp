@@ -14,7 +14,7 @@ inline std::shared_ptr<const Comm> shared(Result<Comm> comm) {
   return std::make_shared<const Comm>(take(std::move(comm)));
 }
 
-// Runs f on a thread for each rank of a job, with the communicator of all of them.
+// Runs f on one thread per rank of a job, each with its rank's communicator.
 inline void on_ranks(int size, const std::function<void(const std::shared_ptr<const Comm>&)>& f,
                      const std::string& provider = "threads") {
   const std::shared_ptr<Store> store = Store::in_process();
@@ -36,7 +36,7 @@ inline void on_ranks(int size, const std::function<void(const std::shared_ptr<co
   for (std::thread& thread : threads) thread.join();
 }
 
-// Returns the part that the parameter has of the whole's values, by its place in it.
+// Returns the shard of `whole` that parameter p holds.
 inline Values part_of(const Values& whole, const NamedParameter& p) {
   const Shard& shard = p.parameter->shard;
   if (shard.whole.empty()) return whole;

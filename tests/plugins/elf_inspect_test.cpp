@@ -36,7 +36,7 @@ T object_at(const std::string& bytes, std::size_t offset) {
   return out;
 }
 
-// End of the last loadable segment: a file shorter than that cannot be mapped.
+// Returns the end of the last loadable segment: a shorter file cannot be mapped.
 std::size_t load_end(const std::string& bytes) {
   const auto header = object_at<Elf64_Ehdr>(bytes, 0);
   std::size_t end = 0;
@@ -144,9 +144,10 @@ TEST_F(ElfInspect, NamesWhatIsNotALibrary) {
   EXPECT_EQ(inspect_elf(folder_ / "absent").kind, ElfKind::kMissing);
   EXPECT_EQ(inspect_elf(std::string("/bin/sh\0.so", 11)).kind, ElfKind::kMissing);
   ASSERT_EQ(mkfifo((folder_ / "fifo").c_str(), 0600), 0);
-  EXPECT_EQ(inspect_elf(folder_ / "fifo").kind, ElfKind::kSpecial);  // and does not hang
+  // And does not block on the pipe.
+  EXPECT_EQ(inspect_elf(folder_ / "fifo").kind, ElfKind::kSpecial);
 
-  // The last -shared, -c or -pie decides.
+  // The compiler obeys the last of -shared, -c and -pie.
   EXPECT_EQ(inspect_elf(build("plugin.o", kPlugin, "-c")).kind, ElfKind::kRelocatable);
   const std::string program = "int main() { return 0; }";
   folder_.write("program.cpp", program);
@@ -167,7 +168,7 @@ TEST_F(ElfInspect, NamesAnotherArchitecture) {
   EXPECT_EQ(info.problem, on_x86 ? "is an aarch64 library, and this host is x86_64"
                                  : "is an x86_64 library, and this host is " + host_architecture());
   bytes[EI_CLASS] = ELFCLASS32;
-  bytes[EI_DATA] = ELFDATA2MSB;  // e_type and e_machine then read the other way round
+  bytes[EI_DATA] = ELFDATA2MSB;  // swaps the bytes of e_type and e_machine
   std::swap(bytes[16], bytes[17]);
   const std::uint16_t big_endian_ppc = EM_PPC << 8;
   std::memcpy(bytes.data() + offsetof(Elf64_Ehdr, e_machine), &big_endian_ppc, 2);
@@ -203,7 +204,7 @@ TEST_F(ElfInspect, FlippedBytesNeverCrash) {
   std::size_t refused = 0;
   for (int round = 0; round < 6000; ++round) {
     std::string damaged = whole;
-    // Half of the rounds aim at the headers and the tables that directly follow them.
+    // Half of the rounds damage the headers and the tables that directly follow them.
     const std::size_t reach =
         round % 2 ? damaged.size() : std::min<std::size_t>(3072, damaged.size());
     for (std::size_t flips = 1 + below(8); flips > 0; --flips) {
@@ -218,7 +219,7 @@ TEST_F(ElfInspect, FlippedBytesNeverCrash) {
     EXPECT_FALSE(text.empty());
     EXPECT_EQ(text.find('\0'), std::string::npos);
   }
-  EXPECT_GT(refused, 600u);  // the damage is real
+  EXPECT_GT(refused, 600u);  // the damage has an effect
 }
 
 TEST_F(ElfInspect, FieldsAtTheirExtremesNeverCrash) {

@@ -1,4 +1,4 @@
-// Tests who else could change what a path, or a plugin's libraries, lead to.
+// Finds who else could change the target of a path, or a plugin's libraries.
 #include "plugins/file_trust.hpp"
 
 #include <grp.h>
@@ -53,7 +53,7 @@ TEST_F(FileTrust, NobodyElseMayWriteTheFileOrAFolderOnTheWay) {
   }
 }
 
-// Many systems give every user a group of their own and make files writable by it.
+// Many systems give each user a private group and make files writable by that group.
 TEST_F(FileTrust, AUsersPrivateGroupMayWrite) {
   const group* own = getgrgid(0);
   if (own == nullptr || own->gr_mem[0] != nullptr) GTEST_SKIP() << "root's group has members";
@@ -63,7 +63,8 @@ TEST_F(FileTrust, AUsersPrivateGroupMayWrite) {
 }
 
 TEST_F(FileTrust, EveryFolderAndLinkOfAChainOfLinksCounts) {
-  // in/first -> open/second -> a/b/file, so that whoever writes to open decides.
+  // in/first links to open/second, which links to a/b/file, so anyone who may write to open
+  // controls the target.
   folder_.write("in/x", "");
   folder_.write("open/x", "");
   fs::create_symlink("../open/second", folder_ / "in/first");
@@ -72,16 +73,17 @@ TEST_F(FileTrust, EveryFolderAndLinkOfAChainOfLinksCounts) {
   EXPECT_EQ(file_trust_problem(path), "");
   mode(folder_ / "open", 0777);
   EXPECT_HAS(file_trust_problem(path), "run: chmod o-w " + folder_ / "open");
-  mode(folder_ / "open", 01777);  // others may add links, not replace this one
+  // With the sticky bit, others may add links, but cannot replace this one.
+  mode(folder_ / "open", 01777);
   EXPECT_EQ(file_trust_problem(path), "");
   ASSERT_EQ(lchown((folder_ / "open/second").c_str(), 12345, 0), 0);
   EXPECT_HAS(file_trust_problem(path), "the link " + folder_ / "open/second belongs to");
-  // A link to a folder amid the path.
+  // A link to a folder in the middle of the path.
   fs::create_directory_symlink("../a", folder_ / "in/folder");
   EXPECT_EQ(file_trust_problem(folder_ / "in/folder/b/file"), "");
   mode(folder_ / "a", 0777);
   EXPECT_HAS(file_trust_problem(folder_ / "in/folder/b/file"), folder_ / "a");
-  // ".." behind a link is the parent of what the link leads to.
+  // ".." after a link means the parent of the link's target.
   mode(folder_ / "a", 0755);
   mode(folder_ / "in", 0755);
   EXPECT_EQ(file_trust_problem(folder_ / "in/folder/../a/b/file"), "");
@@ -106,7 +108,7 @@ class LoadTrust : public test::LibraryFixture {
     fs::create_directories(folder_ / "dep");
     build("dep/libdep.so", "extern \"C\" int dep() { return 1; }", "-Wl,-soname,libdep.so");
   }
-  // A library that needs libdep.so, with these folders as its RUNPATH.
+  // Builds a library that needs libdep.so, with `run_path` as its RUNPATH.
   std::string plugin(const std::string& run_path) {
     return build("plugin.so", "extern \"C\" int dep(); extern \"C\" int f() { return dep(); }",
                  "-Ldep -ldep -Wl,--enable-new-dtags,-rpath,'" + run_path + "'");

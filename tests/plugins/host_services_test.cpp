@@ -1,4 +1,4 @@
-// Memory that a plugin has from the host (R28).
+// Memory that a plugin gets from the host (R28).
 #include <gtest/gtest.h>
 
 #include <string>
@@ -76,9 +76,10 @@ TEST_F(HostServices, MemoryIsTheDevicesAndCounted) {
   EXPECT_EQ(far.pinned.load(), 1);
   free(device, TE_FL_MEMORY_PINNED);
   EXPECT_EQ(far.pinned.load(), 0);
-  ASSERT_EQ(allocate(Device{}, 64), TE_FL_OK) << text;  // the host's own
+  ASSERT_EQ(allocate(Device{}, 64), TE_FL_OK) << text;  // the host's own memory
   free(Device{});
-  g_host->free(g_host->host, device.to_c(), device.provider, nullptr, 0, nullptr);  // nothing
+  // NULL: does nothing.
+  g_host->free(g_host->host, device.to_c(), device.provider, nullptr, 0, nullptr);
   ASSERT_OK(withdraw(instance, registry));
 }
 

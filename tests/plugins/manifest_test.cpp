@@ -217,7 +217,7 @@ TEST(ManifestTest, FlippedBytesNeverCrash) {
     }
     const ManifestResult result = parse_manifest(damaged, "/p/a.json");
     refused += result.ok() ? 0 : 1;
-    // Messages stay printable whatever the file holds.
+    // Error messages are printable whatever the file contains.
     EXPECT_TRUE(std::all_of(result.error.begin(), result.error.end(), [](char c) {
       return static_cast<unsigned char>(c) >= 0x20;
     })) << result.error;
@@ -243,7 +243,7 @@ TEST(ProbeTest, LooksAtSysfsAndDevices) {
   EXPECT_TRUE(probe_matches(node, root.path()));
   node.device_node = "/dev/acme1";
   EXPECT_FALSE(probe_matches(node, root.path()));
-  node.pci_vendor = 0x8086;  // any of the conditions is enough
+  node.pci_vendor = 0x8086;  // one matching condition suffices
   EXPECT_TRUE(probe_matches(node, root.path()));
   EXPECT_EQ(describe(node), "PCI vendor 0x8086 or device node /dev/acme1");
   amd.always = true;
@@ -286,7 +286,8 @@ TEST_F(DiscoveryTest, FoldersInOrderFilesSortedFirstNameWins) {
     return std::count_if(scan.errors.begin(), scan.errors.end(),
                          [&](const std::string& e) { return testing::contains(e, part); });
   };
-  EXPECT_EQ(errors("one/broken.json:1:2: the JSON text ends too early"), 2);  // listed twice
+  // The folder is listed twice.
+  EXPECT_EQ(errors("one/broken.json:1:2: the JSON text ends too early"), 2);
   EXPECT_EQ(errors("relative/folder: a plugin folder must be an absolute path"), 1);
   EXPECT_EQ(errors("notes.txt: not a folder"), 1);
   EXPECT_EQ(scan.errors.size(), 4u);
@@ -311,10 +312,10 @@ TEST_F(DiscoveryTest, WritableByEverybodyIsRefusedWithTheWayOut) {
   const std::string folder = folder_ / "plugins";
   ASSERT_EQ(chmod(folder.c_str(), 0777), 0);
   EXPECT_HAS(read_manifest(file).error, "run: chmod o-w " + folder);
-  ASSERT_EQ(chmod(folder.c_str(), 01777), 0);  // sticky: nobody else can replace the file
+  ASSERT_EQ(chmod(folder.c_str(), 01777), 0);  // sticky: no other user can replace the file
   EXPECT_OK(read_manifest(file));
   ASSERT_EQ(chmod(folder.c_str(), 0755), 0);
-  ASSERT_EQ(chmod(folder_.path().c_str(), 0777), 0);  // a folder further up counts as well
+  ASSERT_EQ(chmod(folder_.path().c_str(), 0777), 0);  // folders further up are checked as well
   EXPECT_HAS(read_manifest(file).error, "run: chmod o-w " + folder_.path());
 }
 
@@ -339,7 +340,7 @@ TEST_F(DiscoveryTest, AnotherOwnerIsRefused) {
 
 TEST_F(DiscoveryTest, FilesThatAreNoManifests) {
   ASSERT_EQ(mkfifo((folder_ / "fifo.json").c_str(), 0600), 0);
-  EXPECT_HAS(read_manifest(folder_ / "fifo.json").error, "pipe");  // and does not hang
+  EXPECT_HAS(read_manifest(folder_ / "fifo.json").error, "pipe");  // and does not block on the pipe
   EXPECT_HAS(read_manifest(folder_ / "absent.json").error, "No such file");
   folder_.write("large.json", std::string(kMaxManifestBytes + 1, ' '));
   EXPECT_HAS(read_manifest(folder_ / "large.json").error, "65537 bytes");

@@ -1,5 +1,4 @@
-// Tests a plugin's findings about its surroundings, on their way to `te-fl info` and `te-fl
-// doctor`.
+// A plugin's findings about its environment, as `te-fl info` and `te-fl doctor` receive them.
 #include <gtest/gtest.h>
 
 #include <stdexcept>
@@ -56,11 +55,11 @@ TEST(PluginFindings, AreCopied) {
     f.remedy = "install libacme 3";
     sink->write(sink->host, &f);
     state = "overwritten";
-    f.struct_size = offsetof(te_fl_finding, disables);  // of an older plugin
+    f.struct_size = offsetof(te_fl_finding, disables);  // as an older plugin reports
     f.level = 77;
     f.state = nullptr;
     sink->write(sink->host, &f);
-    f.struct_size = 3;  // garbage
+    f.struct_size = 3;  // an invalid struct
     sink->write(sink->host, &f);
     sink->write(sink->host, nullptr);
     return TE_FL_OK;
@@ -84,7 +83,7 @@ TEST(PluginFindings, APluginWithoutTheEntryHasNone) {
   g_diagnose = nullptr;
   EXPECT_OK(findings());
   EXPECT_TRUE(findings()->empty());
-  // A table that ends before the entry, whatever lies behind it.
+  // The table's struct_size ends before `diagnose`, so the host must not call it.
   g_diagnose = [](void*, const te_fl_finding_sink*, const te_fl_error_sink*) -> te_fl_status {
     ADD_FAILURE() << "called beyond the table's size";
     return TE_FL_OK;

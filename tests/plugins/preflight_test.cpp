@@ -20,7 +20,7 @@ constexpr char kQuery[] = "extern \"C\" int te_fl_plugin_query(const void*) { re
 
 class PreflightTest : public test::LibraryFixture {
  protected:
-  // The loader's own verdict, the oracle for ours.
+  // Returns the dynamic loader's own error, the oracle of preflight().
   static std::string loader_says(const std::string& path) {
     void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) return dlerror();
@@ -106,8 +106,8 @@ TEST_F(PreflightTest, SearchFollowsTheLoadersOrder) {
     }
     return std::string("nowhere");
   };
-  EXPECT_EQ(found(old_style), "rpath");         // RPATH before LD_LIBRARY_PATH
-  EXPECT_EQ(found(new_style), "library_path");  // RUNPATH after it
+  EXPECT_EQ(found(old_style), "rpath");         // RPATH is searched before LD_LIBRARY_PATH
+  EXPECT_EQ(found(new_style), "library_path");  // RUNPATH is searched after LD_LIBRARY_PATH
   rules.library_path.clear();
   EXPECT_EQ(found(new_style), "rpath");
   std::filesystem::remove_all(folder_ / "rpath");
@@ -117,7 +117,7 @@ TEST_F(PreflightTest, SearchFollowsTheLoadersOrder) {
   rules.default_folders.pop_back();
   EXPECT_EQ(found(old_style), "nowhere");
   rules.loaded.push_back({"/somewhere/else.so", "libdep.so.1"});
-  EXPECT_EQ(found(old_style), "somewhere");  // a loaded library comes first
+  EXPECT_EQ(found(old_style), "somewhere");  // a library that is already loaded takes precedence
 }
 
 TEST_F(PreflightTest, ALibraryPathSetTooLateIsExplained) {
@@ -143,7 +143,7 @@ TEST_F(PreflightTest, AFileForAnotherMachineIsPassedOver) {
       build("plugin.so", std::string(kQuery) + "int dep(); int u() { return dep(); }",
             "-L. -l:libdep.so.1 -Wl,-rpath,'$ORIGIN'");
   EXPECT_OK(preflight(path, kEntry));
-  bytes[18] = bytes[18] == 8 ? 62 : 8;  // EM_MIPS
+  bytes[18] = bytes[18] == 8 ? 62 : 8;  // 8 is EM_MIPS, 62 is EM_X86_64
   folder_.write("libdep.so.1", bytes);
   const PreflightReport report = preflight(path, kEntry);
   ASSERT_EQ(report.missing_libraries.size(), 1u);
@@ -172,7 +172,7 @@ TEST_F(PreflightTest, AVersionThatTheLibraryLacks) {
   EXPECT_EQ(v.needed_by, path);
   EXPECT_EQ(v.library_path, folder_ / "libdep.so.1");
   EXPECT_EQ(v.symbols, std::vector<std::string>{"second"});
-  EXPECT_EQ(report.missing_symbol_count, 0u);  // one cause, one report
+  EXPECT_EQ(report.missing_symbol_count, 0u);  // one cause gives one report
   EXPECT_HAS(loader_says(path), "DEP_1.10");
 }
 
@@ -217,7 +217,7 @@ TEST_F(PreflightTest, UndefinedSymbolsAreNamedDemangledAndCounted) {
 }
 
 TEST_F(PreflightTest, TheProcessGlobalScopeProvides) {
-  // No DT_NEEDED at all: puts() can only come from the process.
+  // The library has no DT_NEEDED, so puts() must come from the process.
   const std::string path = build(
       "bare.so",
       std::string(kQuery) + "extern \"C\" int puts(const char*); int u() { return puts(\"\"); }",
@@ -232,7 +232,7 @@ TEST_F(PreflightTest, TheProcessGlobalScopeProvides) {
   EXPECT_EQ(report.missing_symbols[0].name, "puts");
 }
 
-// Writes a cache as ldconfig does: header, entries, strings; offsets count from the header.
+// Encodes a cache as ldconfig writes it: header, entries, strings; offsets count from the header.
 std::string encode_cache(const std::vector<std::pair<std::string, std::string>>& entries) {
   std::string out = "glibc-ld.so.cache1.1";
   std::string strings;
@@ -262,8 +262,8 @@ TEST(LibraryCacheTest, ReadsBothLayouts) {
       encode_cache({{"liba.so.1", "/x/liba.so.1"}, {"libb.so", "/y/libb.so"}});
   EXPECT_EQ(parse_text(modern),
             (LibraryCache{{"liba.so.1", "/x/liba.so.1"}, {"libb.so", "/y/libb.so"}}));
-  // The old layout in front: a header of 16 bytes, 12 bytes for each of its 3 entries, padding
-  // to 8.
+  // The old format precedes the new one: a header of 16 bytes, 12 bytes for each of its 3 entries,
+  // and padding to a multiple of 8.
   std::string old("ld.so-1.7.0\0\x03\0\0\0", 16);
   old.append(3 * 12 + 4, '\0');
   EXPECT_EQ(parse_text(old + modern).size(), 2u);

@@ -1,4 +1,4 @@
-// TE_FL_POLICY_FILE, and the one that tuning makes.
+// Policies in the file of TE_FL_POLICY_FILE, also as te-fl tune writes it.
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
@@ -71,8 +71,8 @@ TEST_F(PolicyFile, AListForASignatureServesThatSignatureAlone) {
   EXPECT_EQ(chosen(DType::kF32), "default.cpu");
 }
 
-// A list for calls of some sizes is none for others, in calls and handles as in what
-// resolve() says.
+// A per_signature list with a range of sizes applies only to calls of these sizes: in calls, in
+// handles and in resolve().
 TEST_F(PolicyFile, AListForSizesServesCallsOfTheseSizesAlone) {
   use(R"({"te_fl_policy": 1, "per_signature": [
         {"op": "gelu", "dtypes": ["bf16"], "bytes": [64, 255], "use": ["reference"]},
@@ -86,7 +86,8 @@ TEST_F(PolicyFile, AListForSizesServesCallsOfTheseSizesAlone) {
     }
     return calls;
   };
-  // True if the reference serves calls whose input and output take so many bytes together.
+  // Returns true if the reference backend serves calls whose input and output take `bytes` in
+  // total.
   const auto is_pinned = [&](int64_t bytes) {
     const Tensor x = Tensor::zeros({bytes / 4}, DType::kBF16).value();
     const Tensor y = Tensor::zeros({bytes / 4}, DType::kBF16).value();
@@ -192,7 +193,7 @@ TEST_F(PolicyFile, TuningPinsTheFastestOfATracedRun) {
   EXPECT_FALSE(tune({folder.write("other.json", "{}")}, 0.01).ok());
 }
 
-// JSON's numbers may be larger than any that a program holds, wherever one stands.
+// JSON numbers may exceed every C++ type, at any place of the file.
 TEST_F(PolicyFile, NumbersThatNoProgramHoldsAreErrors) {
   const char* const places[] = {R"(NUMBER)",
                                 R"([NUMBER])",
@@ -215,13 +216,15 @@ TEST_F(PolicyFile, NumbersThatNoProgramHoldsAreErrors) {
       EXPECT_EQ(error.find("json.exception"), std::string::npos) << error;
       ASSERT_OK(environment::set("TE_FL_POLICY_FILE", folder.write("policy.json", text)));
       te_fl_gelu_args args{};
-      EXPECT_FALSE(OpManager::instance().call("gelu", &args).ok()) << text;  // and no end of it
+      // An error, and not the end of the process.
+      EXPECT_FALSE(OpManager::instance().call("gelu", &args).ok()) << text;
       ASSERT_OK(environment::unset("TE_FL_POLICY_FILE"));
     }
   }
 }
 
-// The user named it, so calls fail until it is mended; the message names the file and what it is.
+// The user named the file, so calls fail until it is valid; the message names the file and its
+// problem.
 TEST_F(PolicyFile, OneThatIsNoWholeFileIsAnErrorThatNamesIt) {
   EXPECT_HAS(error_of(""), "wrong.json is empty");
   EXPECT_HAS(error_of(" \n"), "wrong.json is empty");
@@ -243,7 +246,7 @@ TEST_F(PolicyFile, OneThatIsNoWholeFileIsAnErrorThatNamesIt) {
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_HAS(problem(pipe), "is a device, a pipe or a socket") << "not waited for";
   EXPECT_HAS(problem(folder / "none"), "No such file");
-  // As an operator sees it.
+  // An operator sees the error in this form.
   ASSERT_OK(environment::set("TE_FL_POLICY_FILE", folder.write("empty.json", "")));
   OpRegistry registry;
   OpManager manager(registry);

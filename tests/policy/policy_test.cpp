@@ -18,7 +18,7 @@ namespace {
 
 const std::vector<std::string> kOps = {"gelu", "rmsnorm_fwd", "generic_gemm"};
 
-// Variables set by code during a test.
+// Sets environment variables during a test and unsets them at its end.
 class Variables {
  public:
   ~Variables() {
@@ -127,7 +127,7 @@ TEST(Policy, DescribesItself) {
   EXPECT_EQ(SelectionPolicy::intern(s).describe(),
             "prefer=flagos strict=1 allow_vendors=acme per_op=gelu=vendor:acme|reference");
   EXPECT_EQ(SelectionPolicy().describe(), "pure priority");
-  // To one op's reader the others' lists are a number.
+  // The description for one op shows only the number of other ops' lists.
   s.per_op["relu"] = s.per_op["silu"] = s.per_op["gelu"];
   EXPECT_EQ(policy::describe_for(s, "gelu"),
             "prefer=flagos strict=1 allow_vendors=acme per_op=gelu=vendor:acme|reference (and 2 "

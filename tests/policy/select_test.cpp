@@ -35,7 +35,7 @@ const std::vector<Implementation> kThree = {impl("reference.any", Kind::kReferen
                                             impl("vendor.acme", Kind::kVendor, "acme"),
                                             impl("default.cpu", Kind::kDefault)};
 
-// "default.cpu vendor.acme! ...", ! for a refused one.
+// Returns the order of candidates, "default.cpu vendor.acme! ..."; ! marks a refused one.
 std::string order(const PolicySettings& s, const CallTraits& c,
                   const std::vector<Implementation>& impls) {
   std::string text;
@@ -84,7 +84,7 @@ TEST(Decide, PutsThePreferredKindFirst) {
 
 TEST(Decide, FollowsAnExclusiveList) {
   PolicySettings s;
-  s.prefer = Kind::kDefault;  // the list wins
+  s.prefer = Kind::kDefault;  // the per_op list takes precedence
   s.per_op["gelu"] = {kind_token(Kind::kReference), vendor_token("acme")};
   EXPECT_EQ(order(s, call(), kThree), "reference.any vendor.acme default.cpu!");
   s.per_op["gelu"] = {impl_token("vendor.acme")};
@@ -136,7 +136,8 @@ TEST(Decide, ChecksEveryConstraint) {
   EXPECT_EQ(refusal_of({}, c, o), Refusal::kArch);
   o.max_arch = 2;
   EXPECT_EQ(refusal_of({}, c, o), Refusal::kNone);
-  // An implementation knows a set of arguments: a newer one does not stand for an older one.
+  // An implementation declares the set of later arguments that it knows: knowing a newer one does
+  // not imply knowing an older one.
   c.later = 0b01;
   o.later = 0b10;
   EXPECT_EQ(refusal_of({}, c, o), Refusal::kLaterArgument);
@@ -156,7 +157,7 @@ TEST(Decide, PinnedMemoryIsHostMemory) {
   EXPECT_EQ(refusal_of({}, c, kThree[0]), Refusal::kNone);
 }
 
-// Tensors on cuda:0; one implementation there, the others on the host.
+// For tensors on cuda:0: one implementation on that device, the others on the host.
 const std::vector<Implementation> kMixed = {impl("reference.any", Kind::kReference),
                                             impl("vendor.acme", Kind::kVendor, "acme", kCuda),
                                             impl("default.cpu", Kind::kDefault)};
@@ -173,7 +174,7 @@ TEST(Staged, HostImplementationsFollowAllNativeOnes) {
   EXPECT_FALSE(d.order[0].staged);
   EXPECT_TRUE(d.order[1].staged && d.order[2].staged);
   PolicySettings s;
-  s.prefer = Kind::kDefault;  // names nothing on the host
+  s.prefer = Kind::kDefault;  // does not apply to staged host implementations
   EXPECT_EQ(order(s, on_cuda(), kMixed), "vendor.acme default.cpu reference.any");
   s.deny_vendors = {"acme"};
   EXPECT_EQ(order(s, on_cuda(), kMixed), "vendor.acme! default.cpu reference.any");
@@ -198,7 +199,7 @@ TEST(Staged, ReferenceAndListsNameThem) {
   s = {};
   s.per_op["gelu"] = {impl_token("default.cpu"), vendor_token("acme")};
   EXPECT_EQ(order(s, on_cuda(), kMixed), "default.cpu vendor.acme reference.any!");
-  // A token that both match: native first.
+  // Two implementations match the token: the native one comes first.
   std::vector<Implementation> both = kMixed;
   both.push_back(impl("default.chip", Kind::kDefault, "te-fl", kCuda));
   s.per_op["gelu"] = {kind_token(Kind::kDefault)};
@@ -225,7 +226,7 @@ TEST(Staged, GraphsCapsAndAbsentDevicesRefuseThem) {
   s.max_staged_bytes = 0;
   EXPECT_EQ(refusal_of(s, c, kMixed[2]), Refusal::kStagingForbidden);
   EXPECT_EQ(refusal_of(s, call(), kMixed[2]), Refusal::kNone);
-  s.max_staged_bytes = 1;  // asked when the call is there
+  s.max_staged_bytes = 1;  // checked in the call itself, not here
   EXPECT_EQ(refusal_of(s, on_cuda(), kMixed[2]), Refusal::kNone);
   c = on_cuda();
   c.collective = true;
@@ -263,7 +264,7 @@ TEST(First, IsTheTopRankedWhateverItCanDo) {
   impls[2].dtypes =
       TE_FL_BIT(TE_FL_F16);  // default.cpu cannot serve the call, but stays the first choice
   EXPECT_EQ(first({}, call(), impls), "default.cpu");
-  impls[2].device_types = kCuda;  // now it is not registered for the call's device
+  impls[2].device_types = kCuda;  // not registered for the call's device any more
   EXPECT_EQ(first({}, call(), impls), "vendor.acme");
 }
 

@@ -1,4 +1,5 @@
-// Tests of the list of providers of collectives: what is refused, and that one in use stays.
+// The registry of collectives providers: invalid ones are refused, and one that is in use cannot be
+// removed.
 #include "registry/comm_providers.hpp"
 
 #include <gtest/gtest.h>

@@ -28,7 +28,8 @@ using testing::FiveCall;
 std::atomic<int> g_made{0};
 std::atomic<int> g_destroyed{0};
 
-// An implementation whose plan is the first extent of `a`; run() checks that it got the right one.
+// An implementation whose plan stores the first extent of `a`; run() checks that it gets the right
+// plan.
 struct Planner {
   explicit Planner(std::string id = "default.planner") : fake(std::move(id)) {
     g_made = g_destroyed = 0;
@@ -51,7 +52,7 @@ struct Planner {
   Fake fake;
 };
 
-// Calls with tensors of shape [n], strides NULL, on one buffer.
+// Arguments of a call with tensors of shape [n] and NULL strides, on one static buffer.
 struct Cheap {
   explicit Cheap(int64_t n) : extent(n) {
     for (te_fl_tensor* t : {&in, &out}) {
@@ -62,12 +63,11 @@ struct Cheap {
       t->dl.shape = &extent;
     }
     args.a = args.b = args.c = args.d = &in;
-    // Nobody reads it; what matters is that it is not the inputs' memory.
+    // This address is never accessed; it must only differ from the inputs' memory.
     out.dl.data = reinterpret_cast<float*>(uintptr_t{1} << 40);
     args.out = &out;
   }
-  // In static memory: a plan depends on the alignment, which differs from one stack frame to
-  // another.
+  // In static memory: a plan depends on the alignment, which differs between stack frames.
   alignas(256) inline static float storage[64];
   int64_t extent;
   te_fl_tensor in{}, out{};
@@ -94,7 +94,7 @@ TEST(Plans, AreMadeOncePerSignature) {
   FiveCall half(DType::kF16, {4, 2});
   ASSERT_OK(manager.call(op, &half.args));
   EXPECT_EQ(g_made.load(), 5);
-  std::thread([&] { ASSERT_OK(manager.call(op, &half.args)); }).join();  // shared by threads
+  std::thread([&] { ASSERT_OK(manager.call(op, &half.args)); }).join();  // threads share plans
   EXPECT_EQ(g_made.load(), 5);
   EXPECT_EQ(g_destroyed.load(), 0);
   ASSERT_OK(registry.unregister_op("test::five", "default.planner"));
@@ -178,7 +178,8 @@ TEST(Plans, ARefusedPrepareMovesOn) {
   EXPECT_EQ(planner.fake.runs.load(), 0);
 }
 
-// prepare() may run ops, here the same one with another number, which takes the known call over.
+// prepare() may run ops. Here it calls the same op with another number, which replaces the known
+// call.
 TEST(Plans, OfACallAroundAnotherAreNotTheOthers) {
   struct Nesting {
     OpRegistry registry;
@@ -216,8 +217,8 @@ TEST(Plans, OfACallAroundAnotherAreNotTheOthers) {
   }
 }
 
-// Empty tensors overlap nothing, so they may share memory that others may not; a plan may depend on
-// it all the same.
+// Empty tensors do not overlap, so they may share addresses where others may not; a plan may still
+// depend on that.
 TEST(Plans, OfEmptyTensorsThatShareAreNotThoseOfOthers) {
   OpRegistry registry;
   OpManager manager(registry);
@@ -227,7 +228,7 @@ TEST(Plans, OfEmptyTensorsThatShareAreNotThoseOfOthers) {
   const auto address = [](int bit) { return reinterpret_cast<void*>(uintptr_t{1} << bit); };
   Cheap call(0);
   te_fl_tensor c = call.in;
-  c.dl.data = call.out.dl.data = address(41);  // `out` may be in the place of a or b, not of c
+  c.dl.data = call.out.dl.data = address(41);  // `out` may alias a or b, but not c
   call.args.c = &c;
   ASSERT_OK(manager.call(op, &call.args));
   EXPECT_EQ(g_made.load(), 1);
@@ -236,8 +237,8 @@ TEST(Plans, OfEmptyTensorsThatShareAreNotThoseOfOthers) {
   EXPECT_EQ(g_made.load(), 2);
 }
 
-// A thread that makes a plan asks the device about one that was dropped, while another takes out
-// the plans of the device.
+// One thread that makes a plan queries the device about a dropped plan, while another thread
+// removes all plans of the device.
 TEST(Plans, AreNotTakenWhileTheyAreLookedAt) {
   static std::atomic<bool> looking, taking, taken;
   looking = taking = taken = false;
@@ -259,7 +260,7 @@ TEST(Plans, AreNotTakenWhileTheyAreLookedAt) {
   };
   insert(1)->used_on(nullptr);
   const int64_t most = static_cast<int64_t>(registry::PlanCache::kMaxMemoryPlans);
-  for (int64_t n = 2; n <= most + 1; ++n) insert(n);  // the first one is dropped
+  for (int64_t n = 2; n <= most + 1; ++n) insert(n);  // the cache drops the first plan
   far.api.is_capturing = [](void*, void*, int32_t* capturing,
                             const te_fl_error_sink*) -> te_fl_status {
     *capturing = 0;
@@ -314,7 +315,7 @@ TEST(Plans, AreBounded) {
     Cheap call(n);
     ASSERT_OK(manager.call(op, &call.args));
     if (n > 1) {
-      Cheap hot(1);  // used all the time, so never dropped
+      Cheap hot(1);  // used continuously, so never dropped
       ASSERT_OK(manager.call(op, &hot.args));
     }
   }
@@ -334,7 +335,7 @@ TEST(Plans, ManyThreadsShareAndDropThem) {
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
       for (int i = 0; i < 2000; ++i) {
-        Cheap call(1 + (i * 7 + t) % 400);  // more than are kept
+        Cheap call(1 + (i * 7 + t) % 400);  // more than the cache keeps
         const Status s = manager.call(op, &call.args);
         ASSERT_OK(s);
       }
@@ -365,7 +366,7 @@ TEST(Memory, IsBoundedOverManyShapes) {
   };
   some(1, 2000);
   const struct mallinfo2 before = mallinfo2();
-  some(2000, TE_FL_ASAN || TE_FL_TSAN ? 4000 : 102000);  // their allocators count nothing here
+  some(2000, TE_FL_ASAN || TE_FL_TSAN ? 4000 : 102000);  // sanitizers' allocators do not count here
   const struct mallinfo2 after = mallinfo2();
   EXPECT_LT(after.uordblks, before.uordblks + (64u << 10));
 }

@@ -1,6 +1,6 @@
-// A plan serves every call whose key is that of the call it was made for. So whatever prepare() may
-// read of a call either is in the key, or stands in the list of exemptions below with the reason.
-// Every op of the catalogue is looked at, member by member.
+// A plan serves every call with the same key. So everything that prepare() may read of a call must
+// be in the key, or in the list of exemptions below with a reason. Tests every op of the catalogue,
+// member by member.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -21,7 +21,8 @@
 namespace te_fl::registry {
 namespace {
 
-// A member that is added to one of these goes into core/op/call_words.hpp and the lists below.
+// A new member of one of these structs must be added to core/op/call_words.hpp and to the lists
+// below.
 static_assert(sizeof(te_fl_tensor) == 64);
 static_assert(sizeof(te_fl_quant) == 64);
 static_assert(sizeof(te_fl_saved) == 24);
@@ -33,7 +34,7 @@ te_fl_context context_with(const te_fl_rng* rng) {
   return context;
 }
 
-// A call of any op with every argument given: metadata only, since nothing is run.
+// A call of any op with every argument given. It has metadata only, as nothing runs.
 class AnyCall {
  public:
   struct Whole {
@@ -96,12 +97,12 @@ class AnyCall {
   te_fl_context context = context_with(&rng);
   te_fl_saved record;
   te_fl_communicator ranks;
-  std::map<std::string, Whole> tensors;  // whose addresses last
+  std::map<std::string, Whole> tensors;  // in a map, so that their addresses stay valid
 
  private:
   te_fl_tensor& tensor(const std::string& name) {
     Whole& w = tensors[name];
-    // Apart, and aligned as well as a key can tell.
+    // Separate addresses, aligned more strictly than a key can record.
     const auto base = (uintptr_t{1} << 30) * (tensors.size() + 1);
     const auto at = [&](uintptr_t offset) { return reinterpret_cast<void*>(base + offset); };
     w.quant.scaling = TE_FL_SCALING_TENSOR;
@@ -132,7 +133,7 @@ T* moved(T* pointer, ptrdiff_t bytes) {
   return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) + static_cast<uintptr_t>(bytes));
 }
 
-// Every member of a tensor.
+// Returns one change for every member of a tensor.
 Changes changes_of(const std::string& name) {
   using W = AnyCall::Whole;
   const std::vector<std::pair<std::string, std::function<void(W&)>>> members = {
@@ -199,7 +200,7 @@ Changes changes_of(const te_fl_arg_desc& arg) {
       return all;
     }
     case TE_FL_ARG_SAVED: {
-      Changes all = changes_of(name);  // the storage
+      Changes all = changes_of(name);  // changes of the storage
       all.emplace_back(name + ": storage's absence",
                        [](AnyCall& c) { c.record.storage = nullptr; });
       all.emplace_back(name + ": absence",
@@ -234,7 +235,7 @@ Changes changes_of(const te_fl_arg_desc& arg) {
   }
 }
 
-// The output `arg` begins where another argument does. The first argument of the op with memory.
+// Returns changes by which the output `out` starts at the address of another output.
 Changes sharing_of(const te_fl_op_schema& schema, const te_fl_arg_desc& out) {
   Changes all;
   const auto begins_at = [&](const std::string& to, const std::string& from) {
@@ -267,16 +268,16 @@ Changes changes_of_context() {
   };
 }
 
-// The changes between calls that share a plan, so that prepare() must not depend on them.
+// Returns the changes that do not alter the plan, so prepare() must not depend on them.
 Changes exempt(const te_fl_op_schema& schema) {
   Changes all = {
-      // A captured call gets the plan of the call before it, when all was allowed.
+      // A captured call uses the plan of an equal earlier call.
       {"context: capturing", [](AnyCall& c) { c.context.flags |= TE_FL_CALL_CAPTURING; }},
-      // One plan serves all streams of a device, and calls have new random numbers each time.
+      // One plan serves all streams of a device, and each call has new random numbers.
       {"context: stream", [](AnyCall& c) { c.context.stream = &c; }},
       {"context: seed", [](AnyCall& c) { c.rng.seed = 7; }},
       {"context: offset", [](AnyCall& c) { c.rng.offset = 8; }},
-      // The host's own, for this call.
+      // The error sink belongs to the host and to one call.
       {"context: error sink",
        [](AnyCall& c) { c.context.errors = reinterpret_cast<const te_fl_error_sink*>(4096); }},
   };
@@ -284,7 +285,7 @@ Changes exempt(const te_fl_op_schema& schema) {
     const te_fl_arg_desc& arg = *schema.args[i];
     const std::string name = arg.name;
     if (arg.type == TE_FL_ARG_TENSOR) {
-      // Addresses as such: what is at them is data.
+      // Addresses: prepare() must not read the data behind them.
       all.emplace_back(name + " data", [name](AnyCall& c) {
         te_fl_tensor& t = c.tensors.at(name).tensor;
         t.dl.data = moved(t.dl.data, 1 << 26);
@@ -294,7 +295,7 @@ Changes exempt(const te_fl_op_schema& schema) {
         q.scale_inv = moved(q.scale_inv, 1 << 26);
       });
     } else if (arg.type == TE_FL_ARG_SAVED && arg.role != TE_FL_IN) {
-      // The contents of a record that a forward is to fill in are left over from earlier.
+      // A record that a forward fills in has stale contents from earlier use.
       all.emplace_back(name + ": opaque", [](AnyCall& c) { c.record.opaque = 1; });
       all.emplace_back(name + ": producer", [](AnyCall& c) { c.record.producer = "vendor.b"; });
     }
@@ -336,8 +337,8 @@ struct Known {
   void forget_answer() { has_answer = false; }
 };
 
-// A thread that knows a call and its plan uses the plan for no call of another key, and what
-// supports() answered for no other call at all.
+// A thread that remembers a call with its plan uses the plan only for calls with an equal key, and
+// reuses the answer of supports() only for an identical call.
 TEST_P(PlanKeyOf, IsThatOfEveryCallThatIsKnownByItsPlan) {
   const te_fl_op_schema& schema = *GetParam();
   Changes all;
@@ -351,7 +352,7 @@ TEST_P(PlanKeyOf, IsThatOfEveryCallThatIsKnownByItsPlan) {
   int known = 0;
   for (const auto& [what, change] : all) {
     AnyCall call(schema);
-    if (call.has_record()) call.drop_record();  // calls with one are never known
+    if (call.has_record()) call.drop_record();  // calls with a saved record are never remembered
     const std::string before = call.key();
     core::CallMemo<Known> memo;
     uint64_t hash = 0;
@@ -361,7 +362,7 @@ TEST_P(PlanKeyOf, IsThatOfEveryCallThatIsKnownByItsPlan) {
     for (const char* when : {"at once", "again"}) {
       const auto* slot = memo.find(call.compiled().layout(), call.args(), hash);
       if (slot == nullptr) continue;
-      // Dispatch compares the context itself, and a record is no part of this call.
+      // Dispatch compares the context itself; this call has no record.
       const bool same = what.starts_with("context: ") || what.starts_with("saved");
       EXPECT_TRUE(same || !slot->known.has_answer) << schema.name << ": " << what << ", " << when;
       if (!slot->known.has_plan) continue;
@@ -369,7 +370,7 @@ TEST_P(PlanKeyOf, IsThatOfEveryCallThatIsKnownByItsPlan) {
       EXPECT_EQ(call.key(), before) << schema.name << ": " << what << ", " << when;
     }
   }
-  // A call with lists is not known on other memory.
+  // A call with lists is not recognised on other memory.
   const bool lists = !AnyCall(schema).compiled().layout().lists.empty();
   EXPECT_TRUE(known > 0 || lists) << schema.name;
 }
@@ -382,8 +383,8 @@ std::vector<const te_fl_op_schema*> all_ops() {
 INSTANTIATE_TEST_SUITE_P(Catalogue, PlanKeyOf, ::testing::ValuesIn(all_ops()),
                          [](const auto& info) { return std::string(info.param->name); });
 
-// A member that a shorter struct cuts off, in the middle too, is absent, and what is there of it is
-// not read.
+// A member that a shorter struct cuts off, even in the middle, counts as absent, and its remaining
+// bytes are not read.
 TEST_P(PlanKeyOf, TakesMembersThatAreCutOffForAbsent) {
   const te_fl_op_schema& schema = *GetParam();
   AnyCall call(schema);
@@ -421,7 +422,8 @@ TEST_P(PlanKeyOf, TakesMembersThatAreCutOffForAbsent) {
 }
 
 TEST(PlanKeyArguments, ALongerStructHasAKeyOfItsOwn) {
-  // Its later members may matter to an implementation that is newer than the host.
+  // A newer caller's additional members may matter to an implementation that is newer than the
+  // host.
   const te_fl_op_schema& schema = *core::catalogue()[0];
   AnyCall call(schema);
   const std::string plain = call.key();

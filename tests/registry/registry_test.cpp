@@ -51,7 +51,7 @@ TEST(Registry, KeepsWhatItIsGiven) {
   const uint64_t before = registry.epoch();
   Fake fake("vendor.acme");
   {
-    // The descriptor and its strings may go after the call.
+    // The descriptor and its strings may be freed after the call.
     te_fl_op_desc copy = fake.desc;
     std::string id = "vendor.acme";
     copy.impl_id = id.c_str();
@@ -72,7 +72,7 @@ TEST(Registry, KeepsWhatItIsGiven) {
   ASSERT_OK(registry.unregister_op("test::five", "vendor.acme"));
   EXPECT_TRUE(registry.snapshot().empty());
   EXPECT_FAILS(registry.unregister_op("test::five", "vendor.acme"), kNotFound, "vendor.acme");
-  EXPECT_OK(registry.find("test::five"));  // declared ops stay
+  EXPECT_OK(registry.find("test::five"));  // ops stay declared
 }
 
 TEST(Registry, RefusesMalformedDescriptors) {
@@ -86,7 +86,7 @@ TEST(Registry, RefusesMalformedDescriptors) {
   const auto add = [&](auto&& change) { return registry.register_op(with(change)); };
   EXPECT_FAILS(add([](auto& d) { d.struct_size = 8; }), kInvalidArgument, "R3");
   EXPECT_FAILS(add([](auto& d) { d.struct_size = 0x7fffffff; }), kInvalidArgument, "R3");
-  // It ends inside a pointer, of which half would be called.
+  // struct_size ends inside a function pointer, half of which would be called.
   EXPECT_FAILS(
       add([](auto& d) { d.struct_size = offsetof(te_fl_op_desc, supports) + 4; }), kInvalidArgument,
       "struct_size " + std::to_string(offsetof(te_fl_op_desc, supports) + 4) + ", must be from");
@@ -124,7 +124,7 @@ TEST(Registry, ReadsDescriptorsOfOtherSizes) {
   std::memset(longer.more, 0xee, sizeof longer.more);
   longer.desc.struct_size = sizeof longer;
   ASSERT_OK(registry.register_op(longer.desc));
-  // A catalogue op needs nothing behind run(); what lies there is not read.
+  // A catalogue op needs no member after run(); the bytes behind it must not be read.
   te_fl_op_desc shorter = fake.desc;
   shorter.struct_size = offsetof(te_fl_op_desc, run) + sizeof shorter.run;
   shorter.op_name = "gelu";
@@ -139,7 +139,7 @@ TEST(Registry, ReadsDescriptorsOfOtherSizes) {
   }
 }
 
-// A copy has whole members only, whatever size a struct says that nobody refuses by it.
+// A copy contains whole members only, for every struct size that passes the check.
 TEST(Registry, NoReaderTakesHalfAMember) {
   te_fl_op_desc desc;
   std::memset(static_cast<void*>(&desc), 0xee, sizeof desc);
@@ -172,7 +172,8 @@ TEST(Registry, ASchemaOfHalfAMemberIsRefused) {
   EXPECT_FAILS(registry.declare_op(schema).status(), kInvalidArgument, "a multiple of 8");
 }
 
-// Behind a schema that ends after its size nothing may be read, and here nothing can.
+// A schema whose struct_size covers only that member must be refused without a read beyond it; a
+// guard page follows it here.
 TEST(Registry, ASchemaOfNothingButASizeIsRefused) {
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   void* const pages =
@@ -190,7 +191,7 @@ TEST(Registry, ASchemaOfNothingButASizeIsRefused) {
   munmap(pages, 2 * page);
 }
 
-// As C makes it that forgets them.
+// C code that forgets to set the masks leaves them 0.
 TEST(Registry, MasksThatNoTensorMatchesAreRefused) {
   OpRegistry registry;
   Fake none("default.none"), unscaled("default.unscaled");
@@ -239,8 +240,8 @@ TEST(Registry, TwoDescriptionsUnderOneNameAreRefused) {
   backward.gradient = "test::five_backward a=d_a";
   EXPECT_FAILS(registry.declare_op(backward).status(), kAlreadyExists,
                "in which gradient is none, not 'test::five_backward a=d_a'");
-  // A plugin's op has its vendor's name; a program's, which is declared first, has any, and
-  // policies may list it from then on.
+  // A plugin's op name has its vendor's prefix. A program that declares an op first may give it any
+  // name, which policies may list from then on.
   te_fl_op_schema plain = five_schema();
   plain.name = "five";
   const Fake fake("default.five", plain);
@@ -277,8 +278,9 @@ TEST(Registry, FailedRegistrationReleasesKeepAlive) {
   EXPECT_TRUE(watch.expired());
 }
 
-// A thread that asks which objects may be freed, and frees them later, must not free what others
-// retire in between: another thread may have entered meanwhile and be reading it.
+// Objects are freed in two steps: a thread asks which retired objects may be freed, and frees them
+// later. It must not free objects that others retire in between, as a thread that has entered since
+// may be reading them.
 TEST(Registry, WhatIsRetiredLaterIsNotTakenForGone) {
   ASSERT_FALSE(registry::inside_op());
   const uint64_t asked = registry::oldest_inside();
@@ -286,8 +288,8 @@ TEST(Registry, WhatIsRetiredLaterIsNotTakenForGone) {
   EXPECT_GT(registry::oldest_inside(), asked);
 }
 
-// Calls go on while implementations come and go; none runs after unregister returned, none uses a
-// freed one.
+// Calls continue while implementations come and go: none runs after unregister has returned, and
+// none uses a freed implementation.
 TEST(Registry, UnregisterWaitsForThreadsInside) {
   OpRegistry registry;
   OpManager manager(registry);
@@ -324,7 +326,7 @@ TEST(Registry, UnregisterWaitsForThreadsInside) {
     gone.store(true, std::memory_order_release);
     served += fake->runs.load() > 0 ? 1 : 0;
     EXPECT_EQ(late.load(), 0);
-    fake.reset();  // a thread that still entered it would touch freed memory
+    fake.reset();  // a thread still inside would touch freed memory
   }
   stop = true;
   for (std::thread& t : threads) t.join();
@@ -332,8 +334,8 @@ TEST(Registry, UnregisterWaitsForThreadsInside) {
   EXPECT_GE(served, rounds / 4);
 }
 
-// Threads make every kind of change to one registry at a time: none is lost, and what a thread has
-// registered is there until it takes it away.
+// Threads make every kind of change to one registry at once: no change is lost, and what a thread
+// has registered stays until it unregisters it.
 TEST(Registry, ThreadsChangeItTogether) {
   OpRegistry registry;
   OpManager manager(registry);
@@ -502,7 +504,7 @@ TEST(Registry, RegisteringFromInsideAnOpWorks) {
   EXPECT_EQ(other.runs.load(), 1);
 }
 
-// Remembering a call costs more than it saves if it is forgotten before it comes again.
+// Caching a call costs more than it saves if the entry is replaced before the call is repeated.
 TEST(Handles, ThatShareAPlaceDoNotTakeItAtEveryCall) {
   registry::HandleCache cache;
   const uint64_t one = 5, other = one + registry::HandleCache::kEntries;
@@ -515,7 +517,7 @@ TEST(Handles, ThatShareAPlaceDoNotTakeItAtEveryCall) {
     entry.take(number);
     ++taken;
   }
-  EXPECT_GT(taken, 2);  // one that is called no more loses its place
+  EXPECT_GT(taken, 2);  // an entry that is no longer used is replaced
   EXPECT_LT(taken, 64);
 }
 

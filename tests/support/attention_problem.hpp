@@ -1,5 +1,5 @@
-// Attention written out in double with every matrix materialised, as the oracle of the reference's
-// tests, and one call's tensors in any layout.
+// Attention in double precision with every matrix stored, the oracle of the reference backend's
+// tests, and the tensors of one call in any layout.
 #pragma once
 
 #include <algorithm>
@@ -21,19 +21,19 @@ struct Case {
   int mask = TE_FL_MASK_TYPE_NONE;
   int softmax = TE_FL_SOFTMAX_TYPE_VANILLA;
   int64_t sq = 4, sk = 5, left = -1, right = -1;
-  std::vector<int> q_lens = {}, kv_lens = {};      // padding and thd
-  std::vector<int> q_starts = {}, kv_starts = {};  // thd with gaps
+  std::vector<int> q_lens = {}, kv_lens = {};      // for padding masks and thd
+  std::vector<int> q_starts = {}, kv_starts = {};  // for thd with gaps
   Shape bias = {};
-  int alibi = 0;  // rank of the slopes
+  int alibi = 0;  // rank of the slopes tensor; 0: no ALiBi
   float dropout = 0;
   int64_t max_q = 0, max_kv = 0;
-  // Fixed: three heads-per-group shapes and head sizes that differ between q and v.
+  // Fixed sizes: several heads per group, and head sizes that differ between q and v.
   int64_t b = 2, h = 4, g = 2, d = 3, dv = 2;
   float softcap = 0;
 };
 inline void PrintTo(const Case& c, std::ostream* os) { *os << c.name; }
 
-// Inputs as [b][h][s][d] and the loss sum(o * weight), all double.
+// Inputs as [b][h][s][d] and the loss sum(o * weight), all in double.
 struct Problem {
   explicit Problem(const Case& c) : c(c) {
     q = random_values(c.b * c.h * c.sq * c.d, 1);
@@ -46,7 +46,7 @@ struct Problem {
     mask = random_values(c.b * c.sq * c.sk, 8, 0, 2);
     for (double& m : mask) m = std::floor(m) != 0 ? 3 : 0;
     for (int64_t j = 0; j < (c.b * c.sq > 0 ? c.sk : 0); ++j)
-      mask[static_cast<size_t>(j)] = 1;  // one fully masked row
+      mask[static_cast<size_t>(j)] = 1;  // one row is fully masked
   }
   bool varlen() const { return !c.q_lens.empty(); }
   int64_t q_len(int64_t b) const { return varlen() ? c.q_lens[static_cast<size_t>(b)] : c.sq; }
@@ -54,7 +54,7 @@ struct Problem {
 
   bool sees(int64_t b, int64_t i, int64_t j) const {
     if (i >= q_len(b) || j >= kv_len(b)) return false;
-    int64_t level = i + kv_len(b) - q_len(b);  // the key level with query i
+    int64_t level = i + kv_len(b) - q_len(b);  // the key position on the diagonal of query i
     bool causal = false;
     switch (c.mask) {
       case TE_FL_MASK_TYPE_CAUSAL:
@@ -110,7 +110,7 @@ struct Problem {
     return word / 4294967296.0 >= double{c.dropout} ? 1 / (1 - double{c.dropout}) : 0;
   }
 
-  // o as [b][h][i][dv] and lse as [b][h][i].
+  // Computes o as [b][h][i][dv] and lse as [b][h][i].
   void forward(std::vector<double>& o, std::vector<double>& lse) const {
     o.assign(static_cast<size_t>(c.b * c.h * c.sq * c.dv), 0);
     lse.assign(static_cast<size_t>(c.b * c.h * c.sq), -kInf);
@@ -150,7 +150,7 @@ struct Problem {
       if (row % seqlen >= (this->*length)(row / seqlen / heads)) x[i] = NAN;
     }
   }
-  // Central differences with respect to one of the input vectors.
+  // Returns the gradient with respect to one of the inputs by central differences.
   std::vector<double> gradient(std::vector<double> Problem::*input) {
     std::vector<double> out;
     for (double& x : this->*input) {
@@ -171,7 +171,7 @@ struct Problem {
   std::vector<double> q, k, v, weight, bias, slopes, sink, mask;
 };
 
-// One call's tensors, laid out as the case says.
+// The tensors of one call, in the layout of the case.
 class AttentionCall {
  public:
   explicit AttentionCall(const Case& c)
@@ -222,9 +222,11 @@ class AttentionCall {
 
   bool thd() const { return p.c.layout == TE_FL_LAYOUT_THD; }
 
-  // [b][h][s][d] <-> the layout; elements with no place in thd are left out (gather: `absent`).
+  // Copies between [b][h][s][d] and the tensor's layout. Elements without a place in thd are
+  // skipped; gather() returns `absent` for them.
   void scatter(const std::vector<double>& from, HostTensor& to, bool query) const {
-    std::vector<double> out(static_cast<size_t>(to.size()), NAN);  // padding must not matter
+    // NaN in the padding must not matter.
+    std::vector<double> out(static_cast<size_t>(to.size()), NAN);
     each(to, query, [&](size_t logical, size_t at) { out[at] = from[logical]; });
     to.fill(out);
   }
@@ -260,7 +262,7 @@ class AttentionCall {
     for (int n : lens) out.push_back(out.back() + n);
     return out;
   }
-  int64_t tokens(bool query) const {  // thd, with two of padding at the end
+  int64_t tokens(bool query) const {  // rows of thd, with two rows of padding at the end
     const auto& starts = query ? p.c.q_starts : p.c.kv_starts;
     if (!starts.empty()) return starts.back() + 2;
     return static_cast<int64_t>(prefix(query ? p.c.q_lens : p.c.kv_lens).back()) + 2;
@@ -326,7 +328,7 @@ class AttentionCall {
   }
 };
 
-// lse in the tensor's order, from [b][h][i].
+// Returns lse, given as [b][h][i], in the tensor's order.
 inline std::vector<double> lse_in_layout(const AttentionCall& call,
                                          const std::vector<double>& lse) {
   const Case& c = call.p.c;

@@ -1,5 +1,5 @@
-// Direct calls of the CPU backend's descriptors: support check, workspace and run, as the host
-// does.
+// Calls the CPU backend's descriptors directly, in the order of the host: supports(), workspace(),
+// run().
 #pragma once
 
 #include <map>
@@ -18,7 +18,7 @@ inline const te_fl_op_desc* cpu_op(const std::string& name) {
     const te_fl_plugin_api& api = *te_fl_cpu_query(&info)->api;
     te_fl_host_api host{};
     host.struct_size = sizeof host;
-    static void* instance = nullptr;  // Never destroyed: its descriptors are used to the end.
+    static void* instance = nullptr;  // never destroyed: its descriptors are used until exit
     uint32_t n = 0;
     const te_fl_op_desc* const* list = nullptr;
     EXPECT_EQ(api.create(&host, &instance, nullptr), TE_FL_OK);
@@ -52,7 +52,7 @@ Outcome run_cpu(const char* op, const Args& args, te_fl_rng rng = {}) {
     status = desc->workspace(desc->self, &ctx, &args, &bytes);
   }
   if (status != TE_FL_OK) return {status, text};
-  // Poisoned: scratch must not be taken for zeros.
+  // Filled with 0xFF, so that an op that takes its scratch for zeros fails.
   std::vector<uint8_t> memory(bytes + 256, 0xFF);
   ctx.workspace = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256);
   ctx.workspace_bytes = bytes;

@@ -15,13 +15,13 @@
 
 #include "te_fl/plugin.h"
 
-// The streams, events and graphs of a fake device, as late as the plugin ABI allows: what is
-// enqueued on a stream runs when somebody waits for that stream, for an event behind it, or for the
-// device, and not before. So work that was not waited for is seen by whoever reads too early.
+// Streams, events and graphs of a fake device that executes as late as the plugin ABI allows: work
+// enqueued on a stream runs only when a caller waits for the stream, for a later event on it, or
+// for the device. A caller that reads results without waiting therefore sees old data.
 //
-// Streams that create_stream makes have the smallest handle that is free, so two devices have equal
-// handles for different streams, and a handle that was destroyed comes again. Any other handle is
-// taken for a stream that a framework made. The default stream waits for no other.
+// create_stream() returns the smallest free handle, so two devices have equal handles for different
+// streams, and the handle of a destroyed stream is reused. Any other handle counts as a stream that
+// a framework made. The default stream does not synchronise with other streams.
 namespace te_fl::testing {
 
 class DeviceQueues {
@@ -33,12 +33,12 @@ class DeviceQueues {
   DeviceQueues(const DeviceQueues&) = delete;
   DeviceQueues& operator=(const DeviceQueues&) = delete;
 
-  // Runs `work` in its turn on the stream, or records it if the stream is being captured.
+  // Enqueues `work` on the stream, or records it if the stream is being captured.
   void enqueue(void* stream, Work work) {
     const Lock lock(all());
     add(stream, std::move(work));
   }
-  // Runs the first `count` pieces of what is on the stream; fewer if there are not so many.
+  // Runs the first `count` items of work on the stream, or all if there are fewer.
   void run_some(void* stream, size_t count) {
     const Lock lock(all());
     const auto queue = of(stream);
@@ -49,7 +49,7 @@ class DeviceQueues {
     const auto at = queues_.find(stream);
     return at != queues_.end() ? at->second->work.size() : 0;
   }
-  // Waits for the device: all of its streams, those among them that have been destroyed.
+  // Waits for the device: for all of its streams, including destroyed ones with pending work.
   void drain() {
     const Lock lock(all());
     for (const auto& [handle, queue] : queues_) drain(*queue);
@@ -67,7 +67,7 @@ class DeviceQueues {
     return failed == TE_FL_OK ? failed : say(errors, failed, "work on the stream has failed");
   }
 
-  // A copy between two devices, ordered on both streams.
+  // Enqueues a copy between two devices, ordered on both streams.
   static void enqueue_between(DeviceQueues& to, void* to_stream, DeviceQueues& from,
                               void* from_stream, Work work) {
     const Lock lock(all());
@@ -76,8 +76,8 @@ class DeviceQueues {
     from.wait(from_stream, to.mark(to_stream));
   }
 
-  // Memory goes by its stream and its graph (R19). `give_back` is called when the block may be used
-  // by others.
+  // Memory is freed in the order of its stream, or with its graph (R19). `give_back` is called when
+  // the block may be reused.
   void allocated(void* stream, void* data) {
     const Lock lock(all());
     if (const auto graph = of(stream)->capture) owners_[data] = graph;
@@ -98,7 +98,7 @@ class DeviceQueues {
     });
   }
 
-  // A stream as a framework makes it, which te-fl has not made.
+  // Makes a stream as a framework does, without te-fl's knowledge.
   void* make_stream() {
     const Lock lock(all());
     uintptr_t handle = kFirst;
@@ -106,7 +106,7 @@ class DeviceQueues {
     made_.insert(handle);
     return reinterpret_cast<void*>(handle);
   }
-  // The work on it is still done, some time.
+  // Destroys a stream; its pending work still runs at some later time.
   void destroy(void* stream) {
     const Lock lock(all());
     made_.erase(reinterpret_cast<uintptr_t>(stream));
@@ -125,8 +125,8 @@ class DeviceQueues {
   }
   int64_t launches() const { return launches_; }
 
-  // Fills the slots for streams, events and graphs. `D` is the device's class, which `self` points
-  // to; it has a member `queues`.
+  // Sets the device functions for streams, events and graphs. `self` points to the device's class
+  // `D`, which has a member `queues`.
   template <class D>
   static void install(te_fl_device_api& api) {
     install_streams<D>(api);
@@ -138,7 +138,7 @@ class DeviceQueues {
   using Lock = std::lock_guard<std::recursive_mutex>;
   struct Graph {
     std::vector<Work> work;
-    std::vector<std::function<void()>> kept;  // memory that goes with it
+    std::vector<std::function<void()>> kept;  // releases memory that belongs to the graph
     ~Graph() {
       for (const auto& give_back : kept) give_back();
     }
@@ -148,10 +148,10 @@ class DeviceQueues {
     std::shared_ptr<Graph> capture;
     te_fl_status failed = TE_FL_OK;
   };
-  // A place on a stream. `graph`: in a capture.
+  // A position on a stream, for events; `graph` is set for a position in a capture.
   struct Mark {
     bool passed = false;
-    uint64_t time = 0;  // on a clock that counts the pieces of work that ran, in microseconds
+    uint64_t time = 0;  // on a clock that counts executed work items, as microseconds
     std::shared_ptr<Queue> queue;
     std::shared_ptr<Graph> graph;
   };
@@ -160,7 +160,7 @@ class DeviceQueues {
     std::shared_ptr<Mark> last;
   };
 
-  // One for all devices: events are waited for across them.
+  // One mutex for all devices, as streams wait for events of other devices.
   static std::recursive_mutex& all() {
     static auto* const mutex = new std::recursive_mutex;
     return *mutex;
@@ -197,10 +197,10 @@ class DeviceQueues {
   static void drain(Queue& queue) {
     while (!queue.work.empty()) run_one(queue);
   }
-  // A mark was recorded before anybody could wait for it, so no two wait for each other.
+  // A mark is recorded before anything can wait for it, so waits cannot be circular.
   static void pass(Mark& mark) {
     while (!mark.passed && !mark.queue->work.empty()) run_one(*mark.queue);
-    if (!mark.passed) std::abort();  // it was recorded in a capture that did not run
+    if (!mark.passed) std::abort();  // the mark is in a capture that was not launched
   }
 
   std::shared_ptr<Mark> mark(void* stream) {
@@ -216,14 +216,14 @@ class DeviceQueues {
     });
     return mark;
   }
-  // A stream that waits for a place in a capture joins it; what is recorded has one order.
+  // A stream that waits for a mark in a capture joins the capture; all recorded work has one order.
   te_fl_status wait(void* stream, const std::shared_ptr<Mark>& mark) {
     const auto queue = of(stream);
     if (mark->graph != nullptr) {
       if (queue->capture == nullptr) queue->capture = mark->graph;
       return TE_FL_OK;
     }
-    if (queue->capture != nullptr) return TE_FL_INTERNAL;  // work outside the capture
+    if (queue->capture != nullptr) return TE_FL_INTERNAL;  // the mark lies outside the capture
     queue->work.push_back([mark]() -> te_fl_status {
       pass(*mark);
       return TE_FL_OK;
@@ -291,7 +291,7 @@ class DeviceQueues {
       const Lock lock(all());
       const auto mark = static_cast<Event*>(event)->last;
       *done = mark == nullptr || mark->passed ? 1 : 0;
-      // Each question brings the work on by one piece, as time would.
+      // Each query runs one item of work, as if time passed.
       if (*done == 0 && !mark->queue->work.empty()) run_one(*mark->queue);
       return TE_FL_OK;
     };
@@ -334,8 +334,8 @@ class DeviceQueues {
       *out = new std::shared_ptr<Graph>(graph);
       return TE_FL_OK;
     };
-    // Each piece of a graph's work is one of the stream's, so that launches on two streams can be
-    // made to interleave.
+    // Each item of a graph becomes a work item of the stream, so that tests can interleave launches
+    // on two streams.
     api.launch_graph = [](void* self, void* graph, void* stream,
                           const te_fl_error_sink*) -> te_fl_status {
       const Lock lock(all());
@@ -357,7 +357,7 @@ class DeviceQueues {
   std::map<void*, std::shared_ptr<Queue>> queues_;
   std::vector<std::shared_ptr<Queue>> destroyed_;
   std::set<uintptr_t> made_;
-  std::map<void*, std::weak_ptr<Graph>> owners_;  // memory that was allocated in a capture
+  std::map<void*, std::weak_ptr<Graph>> owners_;  // memory allocated during a capture
   int64_t launches_ = 0;
 };
 

@@ -10,10 +10,10 @@
 #include "te_fl/op_registry.hpp"
 #include "te_fl/tensor.hpp"
 
-// Custom ops and scripted implementations for tests of dispatch, through the public API alone.
+// Custom ops and scripted implementations for dispatch tests, using the public API only.
 namespace te_fl::testing {
 
-// test::five: out = a + b + c + d, all of one shape; `gain` is a later argument.
+// test::five: out = a + b + c + d, all of one shape; `gain` is an argument of a later version.
 struct FiveArgs {
   uint32_t struct_size = sizeof(FiveArgs);
   const te_fl_tensor* a = nullptr;
@@ -24,7 +24,7 @@ struct FiveArgs {
   float gain = 1;
 };
 
-// test::save_fwd and test::save_bwd: a pair with a saved record.
+// test::save_fwd and test::save_bwd: the forward saves a record that the backward reads.
 struct SaveArgs {
   uint32_t struct_size = sizeof(SaveArgs);
   const te_fl_tensor* x = nullptr;
@@ -115,7 +115,7 @@ inline const te_fl_op_schema& save_schema(bool forward) {
   return forward ? forward_schema : backward_schema;
 }
 
-// An implementation whose answers the test sets. Must outlive its registration.
+// An implementation whose answers the test scripts. It must outlive its registration.
 class Fake {
  public:
   using Body = std::function<te_fl_status(const te_fl_context&, const void*)>;
@@ -140,7 +140,7 @@ class Fake {
     desc.schema = &schema;
   }
 
-  // Makes supports() be asked on every call.
+  // Gives the implementation a supports() that dispatch calls every time.
   Fake& with_supports() {
     desc.flags &= ~uint32_t{TE_FL_OP_STATIC_SUPPORT};
     desc.supports = [](void* self, const te_fl_context* ctx, const void* args) {
@@ -151,7 +151,7 @@ class Fake {
     return *this;
   }
 
-  // Makes it say what it runs.
+  // Gives the implementation a describe() function.
   Fake& with_describe(
       std::function<te_fl_status(const te_fl_context&, const te_fl_error_sink&)> f) {
     describe_body = std::move(f);
@@ -194,7 +194,7 @@ class Fake {
   std::string id_;
 };
 
-// Five tensors of one shape and an argument struct on them.
+// Five tensors of one shape, and an argument struct that points to them.
 struct FiveCall {
   explicit FiveCall(DType dtype = DType::kF32, std::vector<int64_t> shape = {2, 3}) {
     for (Tensor& t : tensors) t = Tensor::zeros(shape, dtype).value();

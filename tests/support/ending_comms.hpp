@@ -1,5 +1,5 @@
-// Communicators that end while another thread is in a collective of theirs, over any provider whose
-// ranks may be threads. A test includes it and runs check_ending() of its provider.
+// Tests of communicators that end while another thread runs a collective on them, for any provider
+// whose ranks may be threads. A test includes this file and calls check_ending() with its provider.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -22,10 +22,10 @@
 
 namespace te_fl::testing {
 
-// Two ranks, of which rank 0 makes a call that waits for rank 1.
+// Two ranks; rank 0 makes a call that waits for rank 1.
 class EndingComms {
  public:
-  // The tensors of one rank's call; `call` is the collective.
+  // The tensors of one rank's call.
   struct Tensors {
     Tensor part = Tensor::zeros({3}, DType::kF32).value();
     Tensor whole = Tensor::zeros({6}, DType::kF32).value();
@@ -58,7 +58,7 @@ class EndingComms {
     if (caller_.joinable()) caller_.join();
   }
 
-  // Starts rank 0's call on a thread of its own, and returns when it is inside the provider.
+  // Starts rank 0's call on a new thread; returns when the call is inside the provider.
   void begin(const Collective& collective) {
     id = ranks[0].c()->id;
     const std::shared_ptr<Comm::Rep> rep = comm::find(id);
@@ -69,14 +69,14 @@ class EndingComms {
     while (rep->since.load() == 0) std::this_thread::yield();
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
-  // True if rank 0's provider has destroyed its part.
+  // Returns true if rank 0's provider has destroyed its part of the communicator.
   bool closed() const {
     const std::shared_ptr<Comm::Rep> rep = weak_.lock();
     if (rep == nullptr) return true;
     const std::lock_guard lock(rep->life);
     return rep->closed;
   }
-  // Rank 0's status, when its call has ended.
+  // Waits for rank 0's call to end; returns its status.
   const Status& ended() {
     caller_.join();
     return status;
@@ -141,7 +141,7 @@ inline void check_ending(const std::string& provider) {
   constexpr milliseconds kLong{20000}, kShort{150};
   for (const EndingComms::Collective& collective : EndingComms::collectives()) {
     SCOPED_TRACE(provider + " " + collective.name);
-    {  // Destroyed, and the call goes on until the other rank comes.
+    {  // Destroys the communicator; the call goes on until the other rank joins.
       EndingComms two(provider, kLong);
       two.begin(collective);
       two.ranks[0] = Comm();
@@ -151,7 +151,7 @@ inline void check_ending(const std::string& provider) {
       EXPECT_TRUE(two.closed());
       EXPECT_EQ(comm::find(two.id), nullptr);
     }
-    {  // Aborted and destroyed, and the call ends at once and says why.
+    {  // Aborts and destroys the communicator; the call ends at once with the reason.
       EndingComms two(provider, kLong);
       two.begin(collective);
       const auto start = std::chrono::steady_clock::now();
@@ -161,15 +161,15 @@ inline void check_ending(const std::string& provider) {
       EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(10000));
       EXPECT_FAILS(collective.call(two.ranks[1].c(), 1, two.tensors[1]), kCommFailed, "");
     }
-    // The rest ends by time-outs, so that not every op does it.
+    // The remaining cases wait for time-outs, so only two collectives run them.
     if (collective.name != "all_reduce" && collective.name != "recv") continue;
-    {  // This rank is destroyed, and no other rank calls: the time-out ends the call.
+    {  // Destroys this rank's communicator while no other rank calls: the time-out ends the call.
       EndingComms two(provider, kShort);
       two.begin(collective);
       two.ranks[0] = Comm();
       EXPECT_FAILS(two.ended(), kCommFailed, collective.name);
     }
-    {  // The other rank destroys its part, and the call ends by the time-out or before.
+    {  // The other rank destroys its part: the call ends by the time-out or earlier.
       EndingComms two(provider, kShort);
       two.begin(collective);
       two.ranks[1] = Comm();

@@ -1,10 +1,10 @@
-// Macros for the expectations of a Status, a Result, an op's Outcome or a text. A failure shows the
-// expression, the code and the whole text, causes included; more can be added with <<.
+// Expectations on a Status, a Result, an op's Outcome or a text. A failure prints the expression,
+// the code and the whole text with its causes; << adds more.
 //
 //   ASSERT_OK(x), EXPECT_OK(x)          x.ok(), or an Outcome of TE_FL_OK
-//   EXPECT_FAILS(x, kBusy, part)        the code is StatusCode::kBusy and the text has `part`
-//   EXPECT_REFUSED(x, part, ...)        the caller's mistake, refused cleanly; the text has all
-//   parts EXPECT_HAS(text, part), EXPECT_LACKS(text, part)
+//   EXPECT_FAILS(x, kBusy, part)        the code is StatusCode::kBusy and the text contains `part`
+//   EXPECT_REFUSED(x, part, ...)        TE_FL_INVALID_ARGUMENT, clean; the text contains all parts
+//   EXPECT_HAS(text, part), EXPECT_LACKS(text, part)
 #pragma once
 
 #include <gtest/gtest.h>
@@ -29,8 +29,8 @@ Status status_of(const Result<T>& result) {
   return result.status();
 }
 
-// The words of `answer`: a Status, a Result, an Outcome, or another type with ok() and to_string()
-// or `error`.
+// Returns the text of `answer`: a Status, a Result, an Outcome, or another type with ok() and
+// to_string() or `error`.
 template <class T>
 std::string words_of(const T& answer) {
   if constexpr (requires { status_of(answer); }) {

@@ -16,11 +16,10 @@
 #include "support/device_queues.hpp"
 #include "te_fl/plugin.h"
 
-// A device whose memory is really elsewhere, with the late streams of DeviceQueues. Its addresses
-// lie in a reserved range that no program may read or write, so that host code which touches a
-// tensor of it ends at once; the bytes are kept in a second mapping, which only its own functions
-// know. Freed memory is overwritten when its stream comes to the free. Devices of other indices
-// copy to and from each other.
+// A device with memory of its own and the late streams of DeviceQueues. Its addresses lie in a
+// reserved range without access rights, so host code that touches a tensor's memory crashes. The
+// bytes are in a second mapping, which only the device's functions use. Freed memory is overwritten
+// when the stream reaches the free. FarDevices with different indices can copy to each other.
 namespace te_fl::testing {
 
 class FarDevice {
@@ -109,7 +108,8 @@ class FarDevice {
   FarDevice(const FarDevice&) = delete;
   FarDevice& operator=(const FarDevice&) = delete;
 
-  // Where the bytes of a device address are, for functions that the device itself runs.
+  // Returns the host address of the bytes behind a device address, for functions that the device
+  // runs.
   char* real(const void* shown) const {
     const char* at = static_cast<const char*>(shown);
     if (at < shown_ || at >= shown_ + capacity_) {
@@ -132,15 +132,15 @@ class FarDevice {
   DeviceQueues queues;
   te_fl_device_api api{};
   te_fl_device_desc desc{};
-  std::atomic<bool> capturing{false};             // as if every stream were being captured
-  std::atomic<te_fl_status> next_copy{TE_FL_OK};  // the answer of copies
+  std::atomic<bool> capturing{false};             // reports every stream as capturing
+  std::atomic<te_fl_status> next_copy{TE_FL_OK};  // status of the next copies
   std::atomic<te_fl_status> next_pinned{TE_FL_OK};
-  // The answer of copies from another device.
+  // Status of the next copies from another device.
   std::atomic<te_fl_status> next_copy_between{TE_FL_OK};
-  std::atomic<int64_t> copies_between{0};  // those that went
+  std::atomic<int64_t> copies_between{0};  // number of copies that were made
   std::atomic<void*> retired{nullptr};     // the stream that was retired last
-  std::atomic<int64_t> pinned{0};          // buffers alive
-  // Copies since forget(): from the device, and to it.
+  std::atomic<int64_t> pinned{0};          // live pinned buffers
+  // Ranges copied since forget(): read from the device, and written to it.
   std::vector<Range> reads() const {
     const std::lock_guard lock(mutex_);
     return reads_;
@@ -154,7 +154,7 @@ class FarDevice {
     reads_.clear();
     writes_.clear();
   }
-  // Not kept unless asked for: a training run makes many.
+  // Records ranges only if set, as a training run makes many copies.
   bool keep_ranges = false;
 
  private:
@@ -165,8 +165,10 @@ class FarDevice {
   }
 
   te_fl_status allocate(size_t bytes, void* stream, void** out, const te_fl_error_sink* e) {
-    const size_t wanted = (bytes + 2 * kAlignment) / kAlignment * kAlignment;  // and a gap
-    if (!take(wanted, out)) {  // freed memory is waited for before the device is full
+    // With a gap behind the block.
+    const size_t wanted = (bytes + 2 * kAlignment) / kAlignment * kAlignment;
+    // Before the device reports out of memory, it completes pending frees.
+    if (!take(wanted, out)) {
       queues.drain();
       if (!take(wanted, out)) {
         return say(e, TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN, "the far device is full");
@@ -202,7 +204,7 @@ class FarDevice {
   void give_back(void* data) {
     const std::lock_guard lock(mutex_);
     const auto at = used_.find(static_cast<size_t>(static_cast<char*>(data) - shown_));
-    if (at == used_.end()) std::abort();  // freed twice
+    if (at == used_.end()) std::abort();  // a double free
     auto [offset, size] = *at;
     used_.erase(at);
     std::memset(real_ + offset, 0xdd, size < 4096 ? size : 4096);
@@ -263,7 +265,7 @@ class FarDevice {
       if (from_host) note(writes_, dst);
       pinned_source = from_host && is_pinned(src);
     }
-    if (from_host && !pinned_source) {  // it has been read on return
+    if (from_host && !pinned_source) {  // pageable memory is read before the call returns
       auto read = std::make_shared<std::vector<char>>(from, from + bytes);
       enqueue(stream, [to, read] { std::memcpy(to, read->data(), read->size()); });
     } else {

@@ -1,5 +1,5 @@
-// Two far devices as a plugin, with one op of their own: what else is called on their tensors has
-// to be served elsewhere.
+// A plugin with two FarDevices and one op; all other ops on their tensors must be served by other
+// implementations.
 #include "support/far_device.hpp"
 #include "te_fl/backend.hpp"
 #include "te_fl/backend/plugin.hpp"

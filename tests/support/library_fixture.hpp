@@ -1,4 +1,4 @@
-// Small shared libraries, compiled when a test starts.
+// Compiles small shared libraries when a test starts.
 #pragma once
 
 #include <cstdlib>
@@ -14,8 +14,8 @@ namespace te_fl::test {
 
 class LibraryFixture : public ::testing::Test {
  protected:
-  // Compiles `source` into `folder_`/name with extra flags; relative paths in the flags are seen
-  // from the folder. Returns the library's path.
+  // Compiles `source` into `folder_`/name with extra flags; relative paths in the flags refer to
+  // the folder. Returns the library's path.
   std::string build(const std::string& name, const std::string& source,
                     const std::string& flags = "") {
     folder_.write(name + ".cpp", source);

@@ -1,5 +1,5 @@
-// Part of every test program: what is tested does not depend on the plugins that lie beside
-// libte_fl in the build tree. A test that wants manifests sets TE_FL_PLUGIN_PATH itself.
+// Linked into every test program, so that tests do not depend on the plugins next to libte_fl in
+// the build tree. A test that needs manifests sets TE_FL_PLUGIN_PATH itself.
 #include <cstdlib>
 
 namespace {

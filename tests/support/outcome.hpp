@@ -6,7 +6,7 @@
 
 namespace te_fl::testing {
 
-// The status that an op answered, and its words.
+// The status that an op returned, and its error text.
 struct Outcome {
   te_fl_status status = TE_FL_OK;
   std::string text;

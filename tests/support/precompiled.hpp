@@ -1,5 +1,5 @@
-// The headers that most tests begin with, compiled once for all of them (tests/CMakeLists.txt). A
-// test includes what it uses all the same, so that it compiles without this.
+// Precompiled header with the headers that most tests include (tests/CMakeLists.txt). Tests still
+// include what they use, so that they compile without it.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // A device for tests without a GPU: host memory under another name, with the late streams, events
-// and graphs of DeviceQueues. What is enqueued is a closure over a deep copy of the arguments. Its
-// ops are the reference backend's; what they report shows when their stream is waited for.
+// and graphs of DeviceQueues. An enqueued op is a closure over a deep copy of its arguments. The
+// ops are the reference backend's; a wait for the stream reports their errors.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ extern "C" const te_fl_plugin_header* te_fl_reference_query(const te_fl_host_inf
 
 namespace te_fl::testing {
 
-// The arguments of one call, copied with everything that they point to except the data.
+// The arguments of one call, copied deeply except for the tensors' data.
 class CopiedArgs {
  public:
   CopiedArgs(const te_fl_op_schema& schema, const void* args) {
@@ -88,7 +88,7 @@ class CopiedArgs {
 
 class RecordingDevice {
  public:
-  // Registers the device and its ops; `refused` is the op that its graphs do not allow.
+  // Registers the device and its ops. Graphs refuse the op `refused`.
   explicit RecordingDevice(std::string refused = "") : refused_(std::move(refused)) {
     fill_api();
     desc_.struct_size = sizeof desc_;
@@ -110,14 +110,14 @@ class RecordingDevice {
 
   const Device& device() const { return device_; }
   te_fl_device_api& api() { return api_; }
-  // Ops that have been run, launches' among them, when all work is done.
+  // Finishes all work; returns the number of ops that ran, including those of graph launches.
   int64_t ops_run() {
     queues.drain();
     return ops_run_;
   }
   int64_t ops_recorded() const { return ops_recorded_; }
   int64_t launches() const { return queues.launches(); }
-  // Blocks of memory that have been allocated and not been given back, when all work is done.
+  // Finishes all work; returns the number of memory blocks that are still allocated.
   size_t blocks() {
     queues.drain();
     return blocks_.size();
@@ -136,11 +136,11 @@ class RecordingDevice {
   static RecordingDevice& of(void* self) { return *static_cast<RecordingDevice*>(self); }
   void give_back(void* data) {
     const auto block = blocks_.find(data);
-    std::memset(data, kGone, block->second);  // later reads of freed memory show this
+    std::memset(data, kGone, block->second);  // a later read of freed memory shows this pattern
     gone_.push_back(*block);
     blocks_.erase(block);
   }
-  // So does what is written.
+  // Checks that nothing was written to freed memory.
   void check_gone() const {
     for (const auto& [data, bytes] : gone_) {
       const auto* at = static_cast<const unsigned char*>(data);
@@ -171,7 +171,8 @@ class RecordingDevice {
     };
     api_.copy = [](void* self, void* dst, const void* src, size_t bytes, uint32_t host_flags,
                    void* stream, const te_fl_error_sink*) -> te_fl_status {
-      std::shared_ptr<std::vector<char>> read;  // a source in host memory, now
+      // Bytes of a source in host memory, read at the call.
+      std::shared_ptr<std::vector<char>> read;
       const bool captured = of(self).queues.capturing(stream);
       if ((host_flags & 2) != 0 && !captured) {
         const auto* from = static_cast<const char*>(src);
@@ -225,14 +226,14 @@ class RecordingDevice {
   static te_fl_status workspace(void* self, const te_fl_context* ctx, const void* args,
                                 size_t* bytes) {
     const te_fl_op_desc& inner = static_cast<Op*>(self)->inner;
-    *bytes = 64;  // every op has some, so that scratch is captured too
+    *bytes = 64;  // every op gets some scratch, so that captures include scratch
     if (inner.workspace == nullptr) return TE_FL_OK;
     return inner.workspace(inner.self, ctx, args, bytes);
   }
 
   void register_ops() {
     const te_fl_plugin_api& api = *te_fl_reference_query(nullptr)->api;
-    static void* instance = nullptr;  // never destroyed: its descriptors are used until the end
+    static void* instance = nullptr;  // never destroyed: its descriptors are used until exit
     static uint32_t count = 0;
     static const te_fl_op_desc* const* list = nullptr;
     if (instance == nullptr) {
@@ -268,7 +269,7 @@ class RecordingDevice {
   std::deque<Op> ops_;
   static constexpr unsigned char kGone = 0xDB;
   std::map<void*, size_t> blocks_;
-  std::vector<std::pair<void*, size_t>> gone_;  // blocks that were given back
+  std::vector<std::pair<void*, size_t>> gone_;  // blocks that were freed
   int64_t ops_run_ = 0, ops_recorded_ = 0;
 };
 

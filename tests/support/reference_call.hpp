@@ -44,8 +44,8 @@ inline te_fl_dtype dl_dtype(int index) {
   }
 }
 
-// A tensor in host memory, poisoned with 0xFF bytes (NaN in every float format) until it is filled.
-// FP8 tensors are per-tensor quantised with the scale given.
+// A tensor in host memory, filled with 0xFF bytes (NaN in every float format) until fill() is
+// called. FP8 tensors are quantised per tensor under the given scale.
 class HostTensor {
  public:
   HostTensor(Shape shape, int dtype)
@@ -74,7 +74,8 @@ class HostTensor {
   const Shape& shape() const { return shape_; }
   int64_t size() const { return testing::count(shape_); }
 
-  // Row-major logical values, rounded to the dtype; FP8: quantised with `scale`.
+  // Sets the logical values in row-major order, rounded to the dtype; FP8 values are quantised
+  // under `scale`.
   void fill(const std::vector<double>& values) {
     ASSERT_EQ(static_cast<int64_t>(values.size()), size());
     for (int64_t i = 0; i < size(); ++i) set(i, values[static_cast<size_t>(i)]);
@@ -211,7 +212,7 @@ Outcome run_reference(const char* op, const Args& args, te_fl_rng rng = {}) {
   return {status, text};
 }
 
-// The call is refused as invalid, cleanly, with a text that contains `part`.
+// Returns n random values, uniform in [low, high].
 inline std::vector<double> random_values(int64_t n, uint32_t seed, double low = -1,
                                          double high = 1) {
   std::mt19937 engine(seed);

@@ -1,5 +1,5 @@
-// Calls ops of the reference backend through its query function and descriptors, without a
-// dispatcher; and host tensors to call them with.
+// Calls ops of the reference backend through its query function and descriptors, without the
+// dispatcher, on host tensors.
 #pragma once
 
 #include <cmath>
@@ -24,7 +24,7 @@ namespace te_fl::testing {
 inline const te_fl_op_desc& reference_op(const std::string& name) {
   static const std::map<std::string, const te_fl_op_desc*> ops = [] {
     const te_fl_plugin_api& api = *te_fl_reference_query(nullptr)->api;
-    // Never destroyed: the descriptors are used until the program ends.
+    // Never destroyed: the descriptors are used until exit.
     static void* instance = nullptr;
     uint32_t count = 0;
     const te_fl_op_desc* const* list = nullptr;
@@ -55,8 +55,8 @@ Outcome call(const std::string& op, const Args& args, te_fl_rng rng = {}) {
   return outcome;
 }
 
-// A host tensor with its storage. Fresh memory is filled with 0xAB, so that what an op must write
-// and what it must leave alone both show.
+// A host tensor that owns its memory. New memory is filled with 0xAB, which shows elements that an
+// op failed to write or should not have written.
 class Array {
  public:
   static constexpr uint8_t kFresh = 0xAB;
@@ -83,8 +83,8 @@ class Array {
     if (!strides_.empty()) tensor_.dl.strides = strides_.data();
   }
 
-  // Adds quantisation parts; the element counts of the scale_inv arrays are the test's to know. 0:
-  // none.
+  // Makes the tensor quantised. `row_scales` and `column_scales` are the element counts of the
+  // scale_inv arrays; 0: no such array.
   Array& quantised(te_fl_scaling scaling, uint32_t flags, int64_t row_scales, int64_t column_scales,
                    float scale = 1.0f) {
     const size_t bytes = scaling >= TE_FL_SCALING_MXFP8 ? 1 : 4;

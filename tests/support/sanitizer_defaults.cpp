@@ -1,6 +1,5 @@
-// Part of every test program of a sanitizer build: tests ask for more memory than there is, and the
-// sanitizers' allocators shall return null then, as the C library's does, instead of ending the
-// program.
+// Linked into every test program of a sanitizer build. Tests request more memory than exists; the
+// sanitizers' allocators must then return null, as the C library's does, and not end the program.
 #include "support/sanitizers.hpp"
 
 #if TE_FL_ASAN

@@ -1,5 +1,5 @@
-// Tells which sanitizer a test is built with (g++ and clang say it differently), and what each
-// cannot do in a forked child.
+// Macros that tell the sanitizer of this build, for g++ and clang, and skip tests that it does not
+// support in a forked child.
 #pragma once
 
 #if defined(__has_feature)
@@ -20,12 +20,12 @@
 #define TE_FL_ASAN 0
 #endif
 
-// TSAN keeps the parent's threads in its books in a forked child, and stops the child when one of
-// its own threads gets the same address.
+// In a forked child, TSAN still lists the parent's threads and aborts when a new thread gets the
+// address of one of them.
 #define TE_FL_SKIP_FORK_THEN_THREADS() \
   if (TE_FL_TSAN) GTEST_SKIP() << "the thread sanitizer cannot start threads in a forked child"
 
-// ASAN's allocator, unlike the C library's, does not put its locks in order around a fork.
+// ASAN's allocator, unlike the C library's, does not make its locks consistent around fork().
 #define TE_FL_SKIP_FORK_WHILE_ALLOCATING()                        \
   if (TE_FL_ASAN || TE_FL_TSAN)                                   \
   GTEST_SKIP() << "the sanitizer's allocator may be locked in a " \

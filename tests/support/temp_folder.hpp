@@ -1,4 +1,4 @@
-// A folder for one test, removed with all it holds.
+// A temporary folder for one test; removed with its contents at the end.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@ class TempFolder {
   std::string operator/(const std::string& name) const { return path_ + "/" + name; }
   const std::string& path() const { return path_; }
 
-  // Writes a file, its folders included, and returns its path.
+  // Writes a file and creates its parent folders; returns its path.
   std::string write(const std::string& name, std::string_view content) const {
     const std::string file = *this / name;
     std::filesystem::create_directories(std::filesystem::path(file).parent_path());

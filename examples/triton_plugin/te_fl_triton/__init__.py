@@ -1,6 +1,6 @@
 """RMSNorm, SwiGLU and RoPE, forward and backward, in Triton: DEFAULT implementations for CUDA tensors.
 
-Installed, the package is found by its entry point `te_fl.plugin`; TE_FL_PLUGIN_MODULES=te_fl_triton names it otherwise. With
+te-fl finds the installed package by its entry point `te_fl.plugin`; without an installation, set TE_FL_PLUGIN_MODULES=te_fl_triton. With
 TRITON_INTERPRET=1 the kernels run on the host, slowly, for tests on machines without a GPU.
 """
 
@@ -8,7 +8,7 @@ __version__ = "1.0.0"
 
 
 def register(registry):
-    """Registers what runs here. Without Triton or a GPU nothing does, and te_fl.info() says why."""
+    """Registers the ops that can run on this machine. Without Triton or a GPU it registers none, and te_fl.info() shows the reason."""
     try:
         import torch
         import triton  # noqa: F401

@@ -1,4 +1,4 @@
-"""Shared by the three families of ops."""
+"""Helpers of the three op families."""
 
 import os
 
@@ -6,7 +6,7 @@ import te_fl
 
 from te_fl_triton import handlers
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter serves one thread at a time
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter is not thread-safe
 DTYPES = ("f32", "f16", "bf16")
 
 
@@ -17,7 +17,7 @@ def implementation(op_name, fn, supports, devices):
 
 
 def compact(**tensors):
-    """True, or which tensor is not compact: the kernels count elements, they know no strides."""
+    """Returns True, or an error text that names a tensor which is not compact; the kernels do not support strides."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.contiguous:
             return f"{name} has strides {tensor.strides} at shape {tensor.shape}, and the kernels take compact tensors"

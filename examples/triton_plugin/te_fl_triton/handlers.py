@@ -1,5 +1,5 @@
-"""Keeps the process's handlers of signals: LLVM, inside of Triton, takes those of most signals when it first compiles something, and an op
-may not leave that behind (te-fl's rule R8). It does so once in a process."""
+"""Restores the process's signal handlers. LLVM, which Triton uses, replaces most signal handlers at its first compilation in a process, and an
+op must not change them (te-fl's rule R8)."""
 
 import ctypes
 import functools
@@ -7,7 +7,7 @@ import signal
 
 _SIGNALS = [getattr(signal, "SIG" + name) for name in "HUP INT TERM USR1 USR2 ILL TRAP ABRT FPE BUS SEGV QUIT SYS XCPU XFSZ".split()]
 _libc = ctypes.CDLL(None)
-_Action = ctypes.c_char * 256  # more than any struct sigaction
+_Action = ctypes.c_char * 256  # larger than struct sigaction on any platform
 _given_back = False
 
 
@@ -16,14 +16,14 @@ class _Place(ctypes.Structure):  # Dl_info
 
 
 def _action(number):
-    """The signal's struct sigaction."""
+    """Returns the signal's current struct sigaction."""
     found = _Action()
     _libc.sigaction(number, None, found)
     return found
 
 
 def _handler(action):
-    return ctypes.c_void_p.from_buffer(action).value  # its first member
+    return ctypes.c_void_p.from_buffer(action).value  # the first member of the struct
 
 
 def _is_tritons(action):
@@ -32,7 +32,7 @@ def _is_tritons(action):
 
 
 def kept(function):
-    """The function, after which the handlers are those of before it."""
+    """Wraps `function` so that the signal handlers are restored after the call."""
     @functools.wraps(function)
     def run(*arguments, **named):
         global _given_back

@@ -6,8 +6,8 @@ import triton.language as tl
 
 from te_fl_triton.common import compact, implementation
 
-MAX_COLUMNS = 16384  # a row lies in the registers of one program
-MAX_PROGRAMS = 256   # of the backward; each sums dgamma over its own rows
+MAX_COLUMNS = 16384  # one program holds a whole row in its registers
+MAX_PROGRAMS = 256   # for the backward, in which each program sums dgamma over its rows
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def backward_kernel(dz, x, rsigma, gamma, dx, sums, rows, columns, ONE: tl.const
     weight = tl.load(gamma + at, inside, 0.0).to(tl.float32) + ONE
     sum_of_weight = tl.zeros([BLOCK], tl.float32)
     row = tl.program_id(0)
-    while row < rows:  # Triton's interpreter has no range() of what is known at run time only
+    while row < rows:  # Triton's interpreter does not support range() with bounds known only at run time
         begin = row.to(tl.int64) * columns
         factor = tl.load(rsigma + row)
         normal = tl.load(x + begin + at, inside, 0.0).to(tl.float32) * factor
@@ -57,7 +57,7 @@ def sum_kernel(sums, dgamma, programs, columns, BLOCK: tl.constexpr):
 
 
 def block_of(columns):
-    return max(triton.next_power_of_2(columns), 128)  # smaller ones would each be another kernel to compile
+    return max(triton.next_power_of_2(columns), 128)  # at least 128, as each smaller block size would compile another kernel
 
 
 def warps_of(block):

@@ -1,16 +1,17 @@
-"""Rotary position embedding of sbhd and bshd: a pair (a, b) at angles f_a, f_b becomes (a cos f_a - b sin f_a, b cos f_b + a sin f_b)."""
+"""Rotary position embedding for layouts sbhd and bshd: a pair (a, b) at angles f_a, f_b becomes (a cos f_a - b sin f_a, b cos f_b + a sin f_b)."""
 
 import triton
 import triton.language as tl
 
 from te_fl_triton.common import compact, implementation
 
-TILE = 2048  # pairs, or elements that are copied, of a program: what its registers hold
-LEAST = 64   # of a head, in a program: smaller ones would each be another kernel to compile
-HEADS = 16   # of one token, at most, in a program
+TILE = 2048  # pairs, or copied elements, per program, as many as its registers hold
+LEAST = 64   # smallest block of a head per program, as each smaller size would compile another kernel
+HEADS = 16   # maximum number of heads of one token per program
 
 
-# One kernel for all that is not specialised. `sequences`: how many tokens of one position follow each other, the batch in sbhd, else 1.
+# One compiled kernel serves all values of the arguments in do_not_specialize. `sequences`: number of consecutive tokens with the same
+# position: the batch size in sbhd, 1 in bshd.
 @triton.jit(do_not_specialize=["freqs", "length", "sequences", "heads", "cp_size", "cp_rank"])
 def kernel(input, output, freqs, length, sequences, heads, width, rotated, cp_size, cp_rank, INTERLEAVED: tl.constexpr,
            BACKWARD: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr):
@@ -33,7 +34,7 @@ def kernel(input, output, freqs, length, sequences, heads, width, rotated, cp_si
     angle_b = tl.load(angles + second, pair < rotated // 2, 0.0)[None, :]
     a = tl.load(input + row + first[None, :], inside, 0.0).to(tl.float32)
     b = tl.load(input + row + second[None, :], inside, 0.0).to(tl.float32)
-    if BACKWARD:  # the transpose, also where the two angles differ
+    if BACKWARD:  # the transpose of the forward, also if the two angles differ
         new_a = a * tl.cos(angle_a) + b * tl.sin(angle_b)
         new_b = b * tl.cos(angle_b) - a * tl.sin(angle_a)
     else:

@@ -1,5 +1,5 @@
-// Attention of the CPU backend: against the formula in double and against the reference backend,
-// on shapes that cross the tiles of 64 queries and 128 keys.
+// The CPU backend's attention against the formula in double precision and against the reference
+// backend, on shapes that span several tiles of 64 queries and 128 keys.
 #include "support/attention_problem.hpp"
 #include "support/cpu_call.hpp"
 #include "support/expect.hpp"
@@ -161,7 +161,7 @@ std::vector<Case> cases() {
 INSTANTIATE_TEST_SUITE_P(Cases, CpuAttention, ::testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });
 
-// FP16 and BF16 in packed, strided QKV; the oracle sees the same rounded values.
+// FP16 and BF16 in packed, strided QKV. The oracle reads the same rounded values.
 TEST(CpuAttentionTest, LowPrecisionStridedQkv) {
   for (int dtype : {TE_FL_F16, TE_FL_BF16}) {
     const int64_t s = 70, b = 2, h = 2, d = 24;

@@ -17,7 +17,7 @@
 namespace te_fl::cpu::convert_test {
 namespace {
 
-// Every test runs for each SIMD target that the backend is compiled for and this machine has.
+// Every test runs for each SIMD target that is compiled in and supported by this machine.
 class CpuConvert : public ::testing::TestWithParam<int64_t> {
  protected:
   void SetUp() override {
@@ -38,12 +38,13 @@ INSTANTIATE_TEST_SUITE_P(Target, CpuConvert, ::testing::Values(0));
 
 uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
 
-// FP32 patterns: for every sign and exponent, mantissas next to multiples of 2^12 and of 2^19,
-// which hold the boundaries and midpoints of all four formats; then all that differ in 16 high
+// FP32 bit patterns. For every sign and exponent: the mantissas next to multiples of 2^12 and 2^19,
+// which include the boundaries and midpoints of all four formats; then all patterns of the 16 high
 // bits.
 std::vector<float> boundary_values() {
   std::vector<float> values;
-  for (uint32_t high = 0; high < 1u << 11; ++high) {  // 2 boundaries of FP16 lie between these
+  // Two per FP16 value: the value itself and the midpoint to the next one.
+  for (uint32_t high = 0; high < 1u << 11; ++high) {
     for (uint32_t sign_exponent = 0; sign_exponent < 512; ++sign_exponent) {
       for (const uint32_t low : {0u, 1u, 0xFFFu}) {
         values.push_back(std::bit_cast<float>(sign_exponent << 23 | high << 12 | low));

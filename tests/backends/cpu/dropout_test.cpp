@@ -1,4 +1,4 @@
-// Dropout of the CPU backend: the mask bit for bit as the scalar stream gives it.
+// Dropout of the CPU backend: its mask equals the scalar Philox stream's, bit for bit.
 #include "te_fl/ops/dropout.h"
 
 #include <cmath>
@@ -10,7 +10,7 @@ namespace te_fl::testing::dropout_test {
 namespace {
 
 TEST(CpuDropout, MaskIsTheStreamAndValuesFollow) {
-  // The second offset carries into the counter's high half within the first blocks.
+  // The second offset carries into the high half of the counter within the first blocks.
   for (uint64_t offset : {uint64_t{7}, (uint64_t{1} << 32) - 3, ~uint64_t{0} - 2}) {
     for (int64_t n : {0, 1, 7, 64, 65, 1000, 70003}) {
       for (float p : {0.0f, 0.1f, 0.999f}) {
@@ -41,7 +41,8 @@ TEST(CpuDropout, MaskIsTheStreamAndValuesFollow) {
 }
 
 TEST(CpuDropout, StateInMemoryCountsAndMaskIsChecked) {
-  const uint64_t state[2] = {3, 4};  // its seed wins, its offset adds
+  // This seed replaces rng.seed; this offset is added to rng.offset.
+  const uint64_t state[2] = {3, 4};
   HostTensor x({100}, TE_FL_F32, random_values(100, 1)), y({100}, TE_FL_F32);
   HostTensor mask({13}, TE_FL_U8), same({13}, TE_FL_U8);
   te_fl_dropout_fwd_args a;
@@ -52,7 +53,7 @@ TEST(CpuDropout, StateInMemoryCountsAndMaskIsChecked) {
       "dropout_fwd", a,
       te_fl_rng{.seed = 1, .offset = 1, .seed_address = &state[0], .offset_address = &state[1]}));
   EXPECT_EQ(mask.bytes(), same.bytes());
-  // Each address counts without the other.
+  // A seed address and an offset address work independently of each other.
   ASSERT_OK(
       run_cpu("dropout_fwd", a, te_fl_rng{.seed = 1, .offset = 5, .seed_address = &state[0]}));
   EXPECT_EQ(mask.bytes(), same.bytes());

@@ -1,5 +1,5 @@
-// Products and quantised results of the CPU backend that lie in an operand's memory, through the
-// dispatcher.
+// Products and quantised results of the CPU backend whose output memory overlaps an operand's,
+// called through the dispatcher.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -27,12 +27,13 @@ std::vector<char> bytes_of(const Tensor& t) {
   return {data, data + bytes_for(t.dtype(), t.numel())};
 }
 
-// gemm.h: d may alias residual, whose dtype may be another.
+// gemm.h allows d to alias residual even if their dtypes differ.
 TEST(CpuGemmInPlace, AResidualOfAnotherWidthIsReadBeforeItIsOverwritten) {
   const Tensor a = filled({kRows, kDepth}, DType::kF32, -1),
                b = filled({kCols, kDepth}, DType::kF32, 0);
   for (const auto& dtypes : {std::pair{DType::kBF16, DType::kF32}, {DType::kF32, DType::kBF16}}) {
-    const DType from = dtypes.first, to = dtypes.second;  // clang 14 captures no bindings
+    // Clang 14 cannot capture structured bindings.
+    const DType from = dtypes.first, to = dtypes.second;
     const Tensor residual = filled({kRows, kCols}, from, 2);
     const Tensor wanted = Tensor::empty({kRows, kCols}, to).value();
     te_fl_generic_gemm_args args{};
@@ -64,8 +65,8 @@ TEST(CpuGemmInPlace, AResidualOfAnotherWidthIsReadBeforeItIsOverwritten) {
   }
 }
 
-// The column-wise copy is written while the values are read, which the CPU backend leaves to one
-// that computes all of them first.
+// The CPU backend would write the column-wise copy while it still reads the input, so it declines
+// this call. A backend that computes all codes before it writes any serves the call.
 TEST(CpuQuantizeInPlace, AColumnwiseCopyMayLieInTheInput) {
   constexpr int64_t kSize = 320, kCodes = kSize * kSize;
   const int64_t shape[] = {kSize, kSize};

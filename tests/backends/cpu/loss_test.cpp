@@ -1,5 +1,5 @@
-// The CPU backend's pieces of cross-entropy for each SIMD target: a NaN is never lost, whatever its
-// place, and sums hold against double precision.
+// The CPU backend's cross-entropy kernels for each SIMD target: a NaN at any position reaches the
+// result, and sums agree with double precision.
 #include "backends/cpu/loss_kernels.hpp"
 
 #include <gtest/gtest.h>

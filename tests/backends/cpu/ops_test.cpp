@@ -1,6 +1,6 @@
-// The CPU backend through its entry point: results do not depend on how a tensor is cut into parts,
-// vectors and streamed stores, nor on the run; TE_FL_NUM_THREADS is checked. What the ops compute
-// is the conformance table's matter.
+// The CPU backend called through its entry point. Results are the same for every split into tasks,
+// vectors and streaming stores and in every run. TE_FL_NUM_THREADS is validated. The conformance
+// tests check the ops' numbers.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -50,7 +50,7 @@ class CpuOps : public ::testing::Test {
 
   static const te_fl_plugin_api& api() { return *te_fl_cpu_query(nullptr)->api; }
 
-  // create() with TE_FL_NUM_THREADS as given.
+  // Calls create() with TE_FL_NUM_THREADS set to `threads`.
   te_fl_status create(const char* threads) {
     te_fl_host_api host{sizeof(te_fl_host_api), 0, const_cast<char*>(threads), nullptr,
                         [](void* value, const char* name) -> const char* {
@@ -107,7 +107,8 @@ void expect_same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
   ASSERT_EQ(std::memcmp(a.data(), b.data(), a.size() * sizeof(T)), 0);
 }
 
-// More than the 32 MiB from which outputs are streamed on most machines; rows of odd length.
+// The outputs exceed 32 MiB, from which size most machines use streaming stores. Rows have an odd
+// length.
 constexpr int64_t kRows = 8300, kCols = 1031;
 
 TEST_F(CpuOps, ActivationsOfAWholeTensorEqualThoseOfItsRows) {
@@ -156,7 +157,8 @@ TEST_F(CpuOps, LayernormOfAWholeTensorEqualsThatOfItsRows) {
 
 TEST_F(CpuOps, TransposedCodesEqualTheRowwiseOnes) {
   ASSERT_EQ(create("4"), TE_FL_OK);
-  constexpr int64_t kM = 16448, kK = 2111;  // streamed: 34 MB of codes; columns start at 64 bytes
+  // 34 MB of codes use streaming stores; columns start at multiples of 64 bytes.
+  constexpr int64_t kM = 16448, kK = 2111;
   std::vector<float> x = numbers(kM * kK, 500.0f);
   std::vector<uint8_t> codes(x.size());
   const auto columnwise = std::make_unique<uint8_t[]>(x.size() + 64);
@@ -233,8 +235,8 @@ TEST_F(CpuOps, DropoutMaskOfAddDoesNotDependOnTheNumberOfThreads) {
   expect_same_bytes(masks[0], masks[1]);
 }
 
-// Rows of several chunks: the largest logit rises from chunk to chunk, or comes after a chunk of
-// masked classes, or one logit is NaN.
+// Rows of several chunks. The largest logit rises from chunk to chunk, or follows a chunk of masked
+// classes, or one logit is NaN.
 TEST_F(CpuOps, CrossEntropyOverRowsOfSeveralChunks) {
   ASSERT_EQ(create("2"), TE_FL_OK);
   constexpr int64_t kTestRows = 6, kClasses = 5000;

@@ -1,5 +1,5 @@
-// Optimisers of the CPU backend against the reference backend, over lists whose tensors straddle
-// the blocks and the threads' shares.
+// Optimizers of the CPU backend against the reference backend, over lists of tensors that cross
+// block boundaries and the threads' shares.
 #include "te_fl/ops/optimizer.h"
 
 #include <cmath>
@@ -11,7 +11,7 @@
 namespace te_fl::testing::optimizer_test {
 namespace {
 
-// A list of tensors and a copy of it for the oracle.
+// A list of tensors, and a copy of it for the oracle.
 struct Lists {
   Lists(const std::vector<int64_t>& sizes, const std::vector<int>& dtypes, uint32_t seed,
         double low = -1, double high = 1) {
@@ -66,7 +66,7 @@ TEST(CpuOptimizer, Adam) {
       expect_lists_near(p, "p");
       if (!master) continue;
       expect_lists_near(w, "master");
-      for (size_t i = 0; i < kSizes.size(); ++i) {  // The copy is the rounded master, exactly.
+      for (size_t i = 0; i < kSizes.size(); ++i) {  // the copy is exactly the rounded master
         HostTensor rounded({kSizes[i]}, kAll[i % 3], w.own[i].values());
         EXPECT_EQ(p.own[i].bytes(), rounded.bytes());
       }
@@ -74,7 +74,7 @@ TEST(CpuOptimizer, Adam) {
   }
 }
 
-// Worked by hand: at step 1 from zero state, m^ = g and v^ = g^2, so p falls by lr * sign(g).
+// At step 1 from zero state, m^ = g and v^ = g^2, so p falls by lr * sign(g).
 TEST(CpuOptimizer, AdamFirstStepFlagAndErrors) {
   HostTensor g({2}, TE_FL_F32, {0.5, -3}), p({2}, TE_FL_F32, {1, 1}), flag({1}, TE_FL_I32, {1});
   HostTensor m({2}, TE_FL_F32, {0, 0}), v({2}, TE_FL_F32, {0, 0});
@@ -130,7 +130,8 @@ TEST(CpuOptimizer, ScaleAndItsFlag) {
   a.outputs = in.mine.data();
   ASSERT_OK(run_cpu("multi_tensor_scale", a));  // in place
   EXPECT_NEAR(in.own[2].values()[0], in.want[2].values()[0] * 0.3, 1e-3);
-  // 100000 is finite, but not in FP16; and values that are not finite, also where times 0.
+  // 100000 is finite in FP32, but overflows FP16. Values that are not finite are found even if the
+  // scale is 0.
   HostTensor x({3}, TE_FL_F32, {1, 100000, 2}), half({3}, TE_FL_F16);
   const std::vector<const te_fl_tensor*> xl = {x}, hl = {half};
   a.inputs = xl.data(), a.outputs = hl.data(), a.inputs_count = a.outputs_count = 1, a.scale = 1;
@@ -152,7 +153,7 @@ TEST(CpuOptimizer, ScaleAndItsFlag) {
   EXPECT_FAILS(run_cpu("multi_tensor_scale", a), kUnsupported, "shares memory");
 }
 
-// Worked by hand: 3-4-5, 5-12-13 and their sum of squares, 25 + 169 = 194.
+// Hand-computed norms: 3-4-5, 5-12-13, and the sum of squares of both, 25 + 169 = 194.
 TEST(CpuOptimizer, Norms) {
   HostTensor a({2}, TE_FL_F32, {3, -4}), b({1, 2}, TE_FL_F16, {5, 12}), empty({0}, TE_FL_F32);
   HostTensor norm({1}, TE_FL_F32), each({3}, TE_FL_F32), inv({1}, TE_FL_F32, {-0.25});
@@ -168,7 +169,7 @@ TEST(CpuOptimizer, Norms) {
   ASSERT_OK(run_cpu("multi_tensor_unscale_l2norm", unscale));
   EXPECT_FLOAT_EQ(static_cast<float>(norm.values()[0]), std::sqrt(194.0f) / 4);
   EXPECT_EQ(each.values(), (std::vector<double>{1.25, 3.25, 0}));
-  a.fill({3e30, 4e30});  // squares beyond FP32
+  a.fill({3e30, 4e30});  // their squares overflow FP32
   ASSERT_OK(run_cpu("multi_tensor_l2norm", args));
   EXPECT_NEAR(norm.values()[0], 5e30, 1e24);
   a.fill({NAN, 1});

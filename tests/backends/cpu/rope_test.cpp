@@ -11,7 +11,7 @@ namespace {
 
 double relative(int dtype) { return dtype == TE_FL_F32 ? 5e-6 : dtype == TE_FL_F16 ? 1e-3 : 1e-2; }
 
-// Angles as a model has them, and some that are large, negative or far beyond the reduction.
+// Returns typical angles, and some that are large, negative or far beyond the argument reduction.
 std::vector<double> angles(int64_t positions, int64_t columns) {
   auto out = random_values(positions * columns, 9, -3000, 3000);
   for (size_t i = 0; i < out.size(); i += 3) out[i] /= 1000;
@@ -29,7 +29,7 @@ void check(te_fl_rope_rope_args a, const Shape& shape, int dtype) {
     a.output = want;
     ASSERT_OK(run_reference(op, a));
     expect_near(y.values(), want.values(), 1e-6, relative(dtype), op);
-    a.output = x;  // in place, the same bits
+    a.output = x;  // in place, with the same bits
     ASSERT_OK(run_cpu(op, a));
     EXPECT_EQ(x.bytes(), y.bytes());
   }
@@ -50,7 +50,7 @@ TEST(CpuRope, LayoutsPairsAndContextParallel) {
         a.cp_size = 2, a.cp_rank = 1;
         check(a, {3, 6, 2, 64}, dtype);
         a.layout = TE_FL_LAYOUT_THD, a.cu_seqlens = cu, a.start_positions = nullptr;
-        check(a, {12, 2, 64}, dtype);  // two tokens outside every sequence
+        check(a, {12, 2, 64}, dtype);  // two tokens belong to no sequence
         a.cp_size = 1, a.cp_rank = 0;
         check(a, {21, 2, 64}, dtype);
       }

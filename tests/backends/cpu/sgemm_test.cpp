@@ -29,7 +29,7 @@ namespace {
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-uint16_t to_bf16(float x) {  // Round to nearest even; finite inputs only.
+uint16_t to_bf16(float x) {  // rounds to nearest even; finite inputs only
   const auto bits = std::bit_cast<uint32_t>(x);
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
@@ -39,7 +39,7 @@ struct Case {
   int64_t m, n, k;
   bool trans_a = false, trans_b = false;
   float alpha = 1, beta = 0;
-  int64_t pad = 0;  // Added to every leading dimension.
+  int64_t pad = 0;  // added to every leading dimension
   int64_t lda() const { return std::max<int64_t>(1, trans_a ? m : k) + pad; }
   int64_t ldb() const { return std::max<int64_t>(1, trans_b ? k : n) + pad; }
   int64_t ldc() const { return n + pad; }
@@ -54,11 +54,11 @@ std::vector<float> random_values(int64_t count, unsigned seed) {
   std::mt19937 random(seed);
   std::uniform_real_distribution<float> uniform(-1, 1);
   std::vector<float> x(static_cast<size_t>(count));
-  for (float& v : x) v = to_float(to_bf16(uniform(random)));  // Exact in BF16 too.
+  for (float& v : x) v = to_float(to_bf16(uniform(random)));  // also exact in BF16
   return x;
 }
 
-// Operands with NaN in the padding, which no result may pick up.
+// Operands with NaN as padding, which must not reach any result.
 struct Operands {
   explicit Operands(const Case& t)
       : a(random_values((t.trans_a ? t.k : t.m) * t.lda() + 1, 1)),
@@ -68,7 +68,7 @@ struct Operands {
     spoil_padding(b, t.ldb(), t.pad);
     for (const float x : a) a16.push_back(std::isnan(x) ? 0x7fc0 : to_bf16(x));
     for (const float x : b) b16.push_back(std::isnan(x) ? 0x7fc0 : to_bf16(x));
-    if (t.beta == 0) std::fill(c.begin(), c.end(), kNaN);  // Must be overwritten, not read.
+    if (t.beta == 0) std::fill(c.begin(), c.end(), kNaN);  // C must be overwritten and not read
   }
   static void spoil_padding(std::vector<float>& x, int64_t ld, int64_t pad) {
     for (size_t i = 0; i < x.size(); ++i) {
@@ -79,8 +79,8 @@ struct Operands {
   std::vector<uint16_t> a16, b16;
 };
 
-// The sums of products in double, and of their magnitudes. They are not sanitized, as these loops
-// are most of this file's time and the code under test has no part in them.
+// Sums of the products in double, and of their magnitudes. These loops take most of this file's
+// time and do not contain the code under test, so they are not sanitized.
 struct Sums {
   std::vector<double> value, magnitude;
 };
@@ -107,7 +107,7 @@ __attribute__((no_sanitize("address", "undefined"))) Sums sums_of(const Case& t,
   return sums;
 }
 
-// Checks every element against its sum; errors are bounded by the sum of magnitudes.
+// Checks every element of C against its sum; the sum of magnitudes bounds the error.
 void expect_product(const Case& t, const Operands& before, const Sums& sums,
                     const std::vector<float>& c) {
   for (int64_t i = 0; i < t.m; ++i) {
@@ -121,7 +121,7 @@ void expect_product(const Case& t, const Operands& before, const Sums& sums,
           << t.name() << " at " << i << "," << j;
     }
   }
-  // Nothing beyond the rows of C was written.
+  // Nothing was written beyond the rows of C.
   for (size_t i = 0; i < c.size(); ++i) {
     if (int64_t(i) % t.ldc() < t.n && int64_t(i) < t.m * t.ldc()) continue;
     ASSERT_EQ(std::memcmp(&c[i], &before.c[i], 4), 0) << t.name() << " padding at " << i;
@@ -162,7 +162,7 @@ TEST_F(Gemm, MatchesSumsInDouble) {
         const Case t{shape[0],         shape[1], shape[2], (flags & 1) != 0,
                      (flags & 2) != 0, alpha,    beta,     pad};
         const Operands x(t);
-        const Sums sums = sums_of(t, x);  // for both, as the values are exact in BF16
+        const Sums sums = sums_of(t, x);  // used for both, as the values are exact in BF16
         expect_product(t, x, sums, run_sgemm(t, x));
         expect_product(t, x, sums, run_bf16(t, x));
         if (HasFatalFailure()) return;
@@ -221,7 +221,7 @@ TEST_F(Gemm, EqualCallsGiveEqualBits) {
     const Operands x(t);
     const std::vector<float> first = run_sgemm(t, x), first16 = run_bf16(t, x);
     std::vector<std::thread> callers;
-    for (int i = 0; i < 4; ++i) {  // Most of these find the pool occupied.
+    for (int i = 0; i < 4; ++i) {  // most of these threads find the pool busy
       callers.emplace_back([&] {
         for (int j = 0; j < 5; ++j) {
           EXPECT_EQ(std::memcmp(run_sgemm(t, x).data(), first.data(), 4 * t.m * t.n), 0);
@@ -300,7 +300,7 @@ bool child_succeeds(F body) {
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
-// True if a forked child's first GEMMs are right and done within a second.
+// Runs the first GEMMs in a forked child; true if they are right and finish within a second.
 struct ForkedGemm {
   Case t{256, 256, 256};
   Operands x{t};
@@ -337,8 +337,8 @@ TEST_F(Gemm, ChildForkedDuringAGemmMultipliesWithinASecond) {
   for (std::thread& thread : busy) thread.join();
 }
 
-// The library's static objects are destroyed at exit, which waits for products that are being made.
-// The leak check at a child's exit would count what its threads, which go on, still hold.
+// exit() destroys the library's static objects and waits for GEMMs that are running. The child's
+// exit skips the leak check, which would report what its running threads still hold.
 TEST_F(Gemm, AProgramThatEndsDuringAGemmEndsWell) {
   TE_FL_SKIP_FORK_THEN_THREADS();
   TE_FL_SKIP_FORK_WHILE_ALLOCATING();
@@ -350,7 +350,7 @@ TEST_F(Gemm, AProgramThatEndsDuringAGemmEndsWell) {
         std::thread([&] {
           try {
             for (;; ++busy) run_sgemm(gemm.t, gemm.x), run_bf16(gemm.t, gemm.x);
-          } catch (const std::exception&) {  // refused from then on
+          } catch (const std::exception&) {  // refused once the exit has begun
           }
           for (;;) pause();
         }).detach();
@@ -363,8 +363,8 @@ TEST_F(Gemm, AProgramThatEndsDuringAGemmEndsWell) {
 
 constexpr const char* kDelay = "TEST_EXIT_AFTER_US";
 
-// In a process of its own, which AProgramThatEndsDuringItsFirstGemmEndsWell starts: the main thread
-// exits while another has the library make the static objects of each kind of product.
+// AProgramThatEndsDuringItsFirstGemmEndsWell starts this test in a process of its own. The main
+// thread exits while another thread initialises the static objects of each kind of GEMM.
 TEST(GemmExit, DISABLED_DuringTheFirst) {
   const char* delay = std::getenv(kDelay);
   ASSERT_NE(delay, nullptr);

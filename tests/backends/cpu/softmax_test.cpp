@@ -37,7 +37,7 @@ void check(const char* fwd_op, const char* bwd_op, const Shape& shape, int dtype
   g.input_grad = want_dx;
   ASSERT_OK(run_reference(bwd_op, g));
   expect_near(dx.values(), want_dx.values(), 1e-6, relative(dtype), bwd_op);
-  // In place, the same bits.
+  // In place the results have the same bits.
   f.output = x, g.input_grad = dy;
   ASSERT_OK(run_cpu(fwd_op, f));
   ASSERT_OK(run_cpu(bwd_op, g));
@@ -82,7 +82,7 @@ TEST(CpuSoftmax, MaskedRowsNanAndInfinity) {
   for (int i = 6; i < 9; ++i) EXPECT_EQ(v[i], 0) << "a fully masked row";
   EXPECT_EQ(v[9], 0.5);
   EXPECT_EQ(v[11], 0);
-  // Beside a NaN, or an infinity that becomes one, what is masked out is 0 all the same.
+  // A masked element gives 0 even in a row with a NaN, or with an infinity that becomes a NaN.
   for (const float odd : {NAN, INFINITY}) {
     HostTensor wide({1, 1, 1, 40}, TE_FL_F32), hidden({1, 1, 1, 40}, TE_FL_U8),
         out(wide.shape(), TE_FL_F32);

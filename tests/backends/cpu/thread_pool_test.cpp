@@ -54,7 +54,7 @@ Ranges ranges_of(ThreadPool& pool, int64_t n, int64_t grain) {
   return ranges;
 }
 
-// Runs body in a forked child; true if it returns true within the time limit.
+// Runs body in a forked child; returns true if body returns true within the time limit.
 template <typename F>
 bool child_succeeds(F body, unsigned seconds = 5) {
   const pid_t child = fork();
@@ -115,7 +115,7 @@ TEST(ThreadPool, HandlesSizesBeyond32Bits) {
 
 TEST(ThreadPool, UsesSeveralThreadsAtOnce) {
   ThreadPool pool(4);
-  // Each task waits until all four have begun: only four threads can finish it.
+  // Each task waits until all four have begun, so only four threads can finish them.
   std::atomic<int> begun{0};
   pool.parallel_tasks(4, [&](int64_t) {
     ++begun;
@@ -257,7 +257,7 @@ TEST(ThreadPoolFork, ChildOfAUsedPoolHasItsOwnThreads) {
       ++begun;
       while (begun < 4) std::this_thread::yield();
     });
-    // And its own child again.
+    // A child of the forked child works, too.
     return child_succeeds([&] { return sum_in_parallel(pool, 1000) == 499500; });
   }));
   EXPECT_EQ(sum_in_parallel(pool, 1000), 499500);
@@ -334,10 +334,10 @@ struct UsesThePoolAtExit {
 
 TEST(ThreadPoolExit, TheProcessPoolIsJoinedAtExitAndRunsInlineAfterwards) {
   TE_FL_SKIP_FORK_THEN_THREADS();
-  // In processes of its own: a forked one would have what other tests left in threads that it does
-  // not have.
+  // Runs the death tests in new processes: a forked child would inherit the state of other tests'
+  // threads, but not the threads.
   ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
-  // A static object made before the pool outlives it and still gets its work done.
+  // A static object constructed before the pool is destroyed after it and can still run work.
   EXPECT_EXIT(
       {
         ThreadPool::instance().configure(4);
@@ -353,7 +353,7 @@ TEST(ThreadPoolExit, TheProcessPoolIsJoinedAtExitAndRunsInlineAfterwards) {
               , ::testing::ExitedWithCode(8), "");
 }
 
-// --- how many CPUs ---
+// --- number of CPUs ---
 
 class CgroupTree : public ::testing::Test {
  protected:

@@ -1,5 +1,5 @@
-// The CUDA plugin's own attention kernels that a call takes, and why not the tensor cores;
-// needs no GPU.
+// The choice of the CUDA plugin's own attention kernel for a call, and the stated reason if it is
+// not a tensor-core kernel. Needs no GPU.
 #include "backends/cuda/attention/attention_choice.hpp"
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@ namespace {
 
 alignas(16) char attention_memory[64];
 
-// Metadata of a compact tensor; nothing reads its elements.
+// Metadata of a compact tensor; its elements are never read.
 struct ChoiceTensor {
   std::vector<int64_t> shape, strides;
   te_fl_tensor t{};
@@ -30,7 +30,7 @@ struct ChoiceTensor {
   ChoiceTensor(const ChoiceTensor&) = delete;
 };
 
-// A backward of heads of `dim` and `dim_v`, [B, S, H, D].
+// An attention backward with head sizes `dim` and `dim_v`, in layout [B, S, H, D].
 struct ChoiceCall {
   ChoiceTensor q, k, v, o, d_o, dq, dk, dv, bias;
   te_fl_fused_attn_bwd_args backward{};
@@ -129,7 +129,7 @@ TEST(CudaAttentionChoice, RowsMustBeReachableSixteenBytesAtATime) {
   ChoiceCall askew(TE_FL_BF16);
   askew.o.t.dl.byte_offset = 8;
   EXPECT_EQ(both(askew), "scalar: a tensor is not aligned to 16 bytes");
-  ChoiceCall packed(TE_FL_BF16);  // slices of one tensor of q, k and v
+  ChoiceCall packed(TE_FL_BF16);  // q, k and v are slices of one tensor
   packed.k.strides[1] = packed.v.strides[1] = 3 * 4 * 128;
   EXPECT_EQ(both(packed), kWide);
 }
@@ -165,7 +165,8 @@ TEST(CudaAttentionScratch, HasOneBitForEachPairOfWholeTiles) {
   EXPECT_EQ(pair_bits_bytes(3, 129, 65), 3u * 256 * 2 * 8);
   EXPECT_EQ(pair_bits_bytes(128, 2048, 2048), 128u * 2048 * 2048 / 8);
   EXPECT_EQ(pair_bits_bytes(8, 0, 64), 0u);
-  // More than 64 bits count is more than any device has, and no small number.
+  // A size beyond 64 bits is reported as larger than any device's memory and must not wrap to a
+  // small number.
   EXPECT_GE(pair_bits_bytes(int64_t{1} << 40, int64_t{1} << 40, int64_t{1} << 40), kGiB << 20);
 }
 
@@ -176,7 +177,7 @@ TEST(CudaAttentionScratch, HoldsTheMaskOnceForEachOfItsMatrices) {
   p.attn_mask = &mask.t;
   EXPECT_EQ(forward_scratch(p).hide, 2u * 256 * 2 * 8);
   EXPECT_EQ(forward_scratch(p).bytes(), forward_scratch(p).hide);
-  // By key as well, whatever else may be taken.
+  // The backward also stores the mask's bits by key, even if the limit for optional scratch is 0.
   EXPECT_EQ(backward_scratch(p, false, 0).hide, 2u * (256 * 2 + 128 * 4) * 8);
 }
 
@@ -185,7 +186,7 @@ TEST(CudaAttentionScratch, KeepsWhatIsComputedTwiceWhereItFits) {
   EXPECT_EQ(backward_scratch(p, false, 2 * kGiB).bytes(), 0u);
   p.dropout_p = 0.1f;
   const size_t keep = 2 * size_t{128} * 2048 * 2048 / 8, gradients = size_t{128} * 2048 * 2048 * 2;
-  EXPECT_EQ(forward_scratch(p).bytes(), 0u);  // drawn beside the products
+  EXPECT_EQ(forward_scratch(p).bytes(), 0u);  // dropout bits are drawn during the products
   EXPECT_EQ(backward_scratch(p, false, keep).keep, keep);
   EXPECT_EQ(backward_scratch(p, false, keep - 1).keep, 0u);
   EXPECT_EQ(backward_scratch(p, true, keep + gradients).score_gradients, gradients);

@@ -1,5 +1,5 @@
-// Every collective on memory of this rank's GPU against what its formula gives, for small integers,
-// which all dtypes and orders of summation hold exactly.
+// Runs every collective on this rank's GPU memory and compares with its formula. The values are
+// small integers, which every dtype and summation order gives exactly.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ namespace te_fl::testing {
 
 using Values = std::vector<double>;
 
-// Element i of rank r's input.
+// Element i of the input of rank r.
 inline double value_of(int rank, int64_t i) {
   return static_cast<double>((i * 7 + rank * 13) % 17 - 5);
 }
@@ -45,7 +45,7 @@ void visit_element(DType dtype, F&& f) {
     case DType::kI64:
       return f(int64_t{});
     case DType::kU8:
-    case DType::kF8E4M3:  // codes, as they are
+    case DType::kF8E4M3:  // raw codes
       return f(uint8_t{});
     default:
       return f(float{});
@@ -60,7 +60,7 @@ T element_of(double v) {
   }
 }
 
-// A tensor of a rank's GPU.
+// A tensor on a rank's GPU.
 struct OnGpu {
   Tensor tensor;
   DType dtype;
@@ -80,7 +80,7 @@ struct OnGpu {
       ASSERT_OK(devices::synchronize(tensor.device()));
     });
   }
-  // Codes of U8 and FP8 as plain numbers.
+  // Returns the elements; codes of U8 and FP8 as plain numbers.
   Values get() const {
     Values values;
     visit_element(dtype, [&]<class T>(T) {
@@ -98,7 +98,7 @@ struct OnGpu {
     });
     return values;
   }
-  // `n` elements from `first` on, as a tensor of the same memory.
+  // Returns `n` elements from `first` on, as a tensor over the same memory.
   Tensor part(int64_t first, int64_t n) const {
     void* data =
         static_cast<char*>(tensor.raw_data()) + first * static_cast<int64_t>(bits(dtype)) / 8;
@@ -119,7 +119,7 @@ inline void expect_values(const OnGpu& got, const Values& want, const std::strin
   }
 }
 
-// The collectives of one communicator.
+// Test cases for the collectives of one communicator.
 class Cases {
  public:
   Cases(const Comm& comm, const CallOptions& options) : comm_(comm), options_(options) {}
@@ -172,7 +172,7 @@ class Cases {
     expect_values(input, want, "all_reduce in place, " + what);
   }
 
-  // A NaN of one rank is the maximum, and so is an infinity.
+  // If one rank has a NaN, the maximum is NaN; if one has an infinity, the maximum is infinite.
   void maximum_of_nan(DType d) {
     const int last = comm_.size() - 1;
     Values mine = values_of(comm_.rank(), 5), want;
@@ -234,7 +234,7 @@ class Cases {
     if (size > 1) to_neighbour(d, n);
   }
 
-  // Rank r gives rank s n + r + 2 s rows of three, and none if r is 1 and s is 0.
+  // Rank r sends n + r + 2 s rows of three elements to rank s; rank 1 sends none to rank 0.
   void uneven(DType d, int64_t n) {
     const int size = comm_.size(), rank = comm_.rank();
     const auto rows = [&](int from, int to) {
@@ -270,7 +270,8 @@ class Cases {
     expect_values(output, want, "all_to_all_v of " + std::to_string(n));
   }
 
-  // Everybody sends to the next and receives from the one before, which only a group allows.
+  // Every rank sends to the next and receives from the previous one, which works only inside a
+  // group.
   void to_neighbour(DType d, int64_t n) {
     const int size = comm_.size(), rank = comm_.rank();
     OnGpu input(comm_.device(), d, values_of(rank, n)), output(comm_.device(), d, n);

@@ -1,5 +1,6 @@
-// NCCL's collectives as far as they go without a GPU: what is refused, described and told about the
-// library, which is a stand-in (tests/backends/cuda/CMakeLists.txt): a process opens one NCCL.
+// The CUDA plugin's NCCL collectives as far as they work without a GPU: refusals, descriptions and
+// errors about the library. NCCL is a stand-in (tests/backends/cuda/CMakeLists.txt); a process
+// loads only one NCCL.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -74,7 +75,7 @@ TEST_F(CudaCollectives, SayWhichFunctionsTheyCall) {
   EXPECT_EQ(words("barrier", &barrier), "NCCL 2.27.3: ncclAllReduce of one byte");
 }
 
-// Sums of three and more have an order, which is not the same twice where switches sum.
+// In-switch reduction (NVLS) of three or more ranks sums in an order that varies between runs.
 TEST_F(CudaCollectives, RefuseToRepeatSumsOfSwitches) {
   const Fake in({64}, kF32), out({64}, kF32);
   te_fl_all_reduce_args args{.input = &in.tensor, .output = &out.tensor, .comm = &comm};
@@ -89,7 +90,8 @@ TEST_F(CudaCollectives, RefuseToRepeatSumsOfSwitches) {
   EXPECT_EQ(supports("all_reduce", &args), TE_FL_OK) << errors.text;
 }
 
-// A change of the environment on one rank changes nothing, and ranks compare what was there first.
+// The environment is read once: a later change on one rank has no effect, and ranks compare the
+// values read first.
 TEST_F(CudaCollectives, AnswerForTheEnvironmentAtTheBeginning) {
   const auto set = [](const char* name) {
     const char* value = std::getenv(name);
@@ -97,7 +99,7 @@ TEST_F(CudaCollectives, AnswerForTheEnvironmentAtTheBeginning) {
   };
   const std::string switches = set("NCCL_NVLS_ENABLE"), algorithm = set("NCCL_ALGO");
   const bool repeats = switches == "NCCL_NVLS_ENABLE=0" || !algorithm.empty();
-  const std::string either = switches + algorithm;  // never both
+  const std::string either = switches + algorithm;  // at most one of the two is set
   const Fake in({64}, kF32), part({16}, kF32);
   const te_fl_reduce_scatter_args args{.input = &in.tensor, .output = &part.tensor, .comm = &comm};
   ctx.flags = TE_FL_CALL_DETERMINISTIC;
@@ -158,7 +160,7 @@ TEST_F(CudaCollectives, ProviderNamesTheMissingLibrary) {
   EXPECT_HAS(errors.text, "has 64 bytes, must have 128");
 }
 
-// The stand-in makes none, nor does CUDA without a GPU.
+// Neither the stand-in nor CUDA without a GPU can create a communicator.
 TEST_F(CudaCollectives, ACommunicatorThatCannotBeMadeSaysWhy) {
   if (missing()) GTEST_SKIP() << "there is no library";
   const te_fl_comm_desc& desc = plugin.comm();

@@ -1,4 +1,5 @@
-// Calls that the CUDA plugin keeps from a cuDNN that computes them wrongly; needs no GPU.
+// Calls that the CUDA plugin does not give to cuDNN versions that compute them wrongly. Needs no
+// GPU.
 #include "backends/cuda/attention/cudnn_limits.hpp"
 #include "support/expect.hpp"
 

@@ -1,4 +1,4 @@
-// The CUDA plugin as a host enters it, and tensors that claim to be on a GPU.
+// Loads the CUDA plugin through its entry point, as a host does, with fake GPU tensors.
 #pragma once
 
 #include <dlfcn.h>
@@ -19,7 +19,7 @@ struct Text {
                         [](void* host, const char* t) { static_cast<Text*>(host)->text += t; }};
 };
 
-// A created plugin.
+// A plugin instance that has been created.
 class Plugin {
  public:
   using Settings = std::map<std::string, std::string>;
@@ -60,7 +60,7 @@ class Plugin {
     EXPECT_EQ(api_.ops(instance_, &count, &list, nullptr), TE_FL_OK);
     return {list, list + count};
   }
-  // The only provider of collectives.
+  // Returns the plugin's only collectives provider.
   const te_fl_comm_desc& comm() {
     uint32_t count = 0;
     const te_fl_comm_desc* const* list = nullptr;
@@ -101,7 +101,7 @@ class Plugin {
   void* instance_ = nullptr;
 };
 
-// A tensor that claims to be on the first GPU; its memory is the host's and must not be touched.
+// A tensor that claims to be on GPU 0; its memory is host memory and must not be accessed.
 struct Fake {
   std::vector<int64_t> shape;
   te_fl_quant quant;

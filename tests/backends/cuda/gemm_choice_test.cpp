@@ -1,4 +1,4 @@
-// By which kernels calls of generic_gemm go: shape, dtype, scaling -> kernel; needs no GPU.
+// The choice of the kernel for a generic_gemm call from shape, dtype and scaling. Needs no GPU.
 #include "backends/cuda/gemm/gemm_choice.hpp"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@ namespace {
 constexpr GemmDevice kHopper{90, 132, true};
 constexpr GemmDevice kAmpere{80, 0, false};
 
-// D[m, n] = A[m, k] B[n, k]^T, as a layer's forward.
+// D[m, n] = A[m, k] B[n, k]^T, as in a layer's forward.
 struct GemmCall {
   MetadataTensor a, b, d, bias, pre, sums, columns;
   te_fl_generic_gemm_args args{};
@@ -160,7 +160,7 @@ TEST(CudaGemmChoice, FormsOfTheFusedKernel) {
   fp8.args.use_split_accumulator = 1;
   EXPECT_EQ(choose_gemm(fp8.args, kHopper).kind, GemmPath::Kind::kComposed);
   GemmCall backward(TE_FL_BF16, 4096, 4096, 1024);
-  const MetadataTensor weight(TE_FL_BF16, {1024, 4096});  // [K, N]
+  const MetadataTensor weight(TE_FL_BF16, {1024, 4096});  // shape [K, N]
   backward.args.b = &weight.t;
   backward.args.trans_b = 0;
   backward.args.pre_gelu_in = &backward.pre.t;

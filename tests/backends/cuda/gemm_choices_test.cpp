@@ -1,4 +1,4 @@
-// The CUDA plugin keeps measured choices of GEMM algorithms among threads and processes; needs
+// The CUDA plugin shares measured choices of GEMM algorithms between threads and processes. Needs
 // no GPU and no CUDA.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -145,7 +145,7 @@ TEST_F(CudaGemmChoices, NobodyWaitsForAMeasurementWhoHasAChoice) {
   std::thread measuring([&] {
     (void)book.find_or_measure(0, choice("new"), [&] {
       inside.count_down();
-      looked.wait();  // for ever, if the look-ups below wait for this
+      looked.wait();  // deadlocks if the look-ups below wait for this measurement
       return std::optional(choice("new"));
     });
   });
@@ -187,7 +187,7 @@ TEST_F(CudaGemmChoices, DevicesMeasureSideBySide) {
   std::latch both{2};
   const auto measure = [&](int device, const char* problem) {
     (void)book.find_or_measure(device, choice(problem), [&] {
-      both.arrive_and_wait();  // for ever, if one waits for the other
+      both.arrive_and_wait();  // deadlocks if one measurement waits for the other
       return std::optional(choice(problem));
     });
   };
@@ -200,13 +200,13 @@ TEST_F(CudaGemmChoices, DevicesMeasureSideBySide) {
 TEST_F(CudaGemmChoices, WhatAnotherProcessMeasuredIsTaken) {
   ChoiceBook book;
   book.configure(file, true);
-  add_choices(file, {choice("a", 700, 5)});  // as another process does
+  add_choices(file, {choice("a", 700, 5)});  // simulates another process
   const auto never = [&]() -> std::optional<GemmChoice> {
     ADD_FAILURE() << "measured again";
     return std::nullopt;
   };
   EXPECT_EQ(book.find_or_measure(0, choice("a"), never)->algorithm[0], 5u);
-  // And while this one measures.
+  // Another process writes while this one measures.
   const auto late = [&] {
     add_choices(file, {choice("b", 700, 6)});
     return std::optional(choice("b", 700, 7));

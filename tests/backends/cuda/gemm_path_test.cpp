@@ -1,4 +1,4 @@
-// The CUDA plugin says by which kernels a call of generic_gemm goes; needs no GPU.
+// The CUDA plugin's description of the kernels for a generic_gemm call. Needs no GPU.
 #include "backends/cuda/gemm/gemm_path.hpp"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Two products share a plan only if nothing that it was made from differs.
+// Two products share a plan only if they agree in everything that the plan depends on.
 #include "backends/cuda/gemm/gemm_plan_key.hpp"
 
 #include <gtest/gtest.h>
@@ -30,7 +30,7 @@ TEST(CudaGemmPlanKey, EqualProductsHaveOneKey) {
   const Product one, other;
   EXPECT_EQ(one.key(), other.key());
   EXPECT_EQ(PlanKey::Hash()(one.key()), PlanKey::Hash()(other.key()));
-  Product scaled;  // factors go with the call
+  Product scaled;  // alpha and beta are arguments of the call, not of the plan
   scaled.args.alpha = 0.5f;
   EXPECT_EQ(one.key(), scaled.key());
 }

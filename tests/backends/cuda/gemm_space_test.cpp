@@ -1,5 +1,5 @@
-// The algorithms that are tried beside those of cuBLASLt's heuristic; needs CUDA's headers and
-// neither a GPU nor the library, whose part is played here.
+// The GEMM algorithms that are tried in addition to those of cuBLASLt's heuristic. Needs CUDA's
+// headers, but no GPU and no cuBLASLt, which this file replaces with a fake.
 #include "backends/cuda/gemm/gemm_space.hpp"
 
 #include <gtest/gtest.h>
@@ -15,12 +15,12 @@
 namespace te_fl::cuda {
 namespace {
 
-// ---- a library that keeps an algorithm's attributes in its words, and checks as it is told
+// ---- fake cuBLASLt: stores an algorithm's attributes in its words and scripts its checks
 
 struct Answers {
-  std::set<int> asked{};     // tiles
-  size_t workspace = 0;      // of those with cluster 1x2
-  int accepted_option = -1;  // -1: any
+  std::set<int> asked{};     // tiles that were checked
+  size_t workspace = 0;      // workspace of algorithms with cluster 1x2
+  int accepted_option = -1;  // only option that the check accepts; -1: any
 };
 Answers g_answers;
 CublasLt g_library;
@@ -84,7 +84,7 @@ cublasLtMatmulAlgo_t algorithm(int tile, int cluster, int option, int stages = 3
   return algo;
 }
 
-// The algorithms that add_variations() makes of the heuristic's.
+// Returns the algorithms that add_variations() derives from the heuristic's.
 std::vector<cublasLtMatmulAlgo_t> varied(std::vector<cublasLtMatmulAlgo_t> heuristic,
                                          const Answers& answers = {}, size_t version = 130100) {
   g_answers = answers;
@@ -105,8 +105,8 @@ const CublasLt* cublaslt() noexcept { return &g_library; }
 
 namespace {
 
-// The library's check of an algorithm breaks on tiles that are none, so each must be one that it
-// was seen to answer for (cuBLASLt 13.1, every cluster shape and custom option).
+// cuBLASLt crashes on a check of an invalid tile, so each tile tried must be one for which it is
+// known to answer (cuBLASLt 13.1, every cluster shape and custom option).
 TEST(CudaGemmSpace, TilesAreThoseThatTheLibraryAnswersFor) {
   const std::set<int> answered{15, 16, 17, 18, 19, 20, 21,  22,  23,  24,  25,  26,  27,  28, 29,
                                30, 31, 32, 33, 34, 35, 165, 184, 197, 201, 209, 247, 248, 495};
@@ -121,8 +121,8 @@ TEST(CudaGemmSpace, TilesAreThoseThatTheLibraryAnswersFor) {
 TEST(CudaGemmSpace, HoldsWhatWonUnderLoadAndNothingTwice) {
   EXPECT_EQ(std::set<int>(kTiles.begin(), kTiles.end()).size(), kTiles.size());
   EXPECT_EQ(std::set<int>(kClusters.begin(), kClusters.end()).size(), kClusters.size());
-  // Tile, cluster and option of the fastest FP8 products of an H100 that the heuristic does not
-  // name.
+  // Tile, cluster and option of the fastest FP8 GEMMs on an H100 that the heuristic does not
+  // propose.
   const int winners[][3] = {{29, 3, 1}, {30, 5, 6}, {201, 5, 6}, {23, 3, 5}, {20, 5, 6}};
   const auto all = varied({algorithm(23, 3, 4)});
   for (const auto& [tile, cluster, option] : winners) {

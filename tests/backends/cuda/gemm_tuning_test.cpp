@@ -1,5 +1,5 @@
-// The CUDA plugin chooses among algorithms that it times, what it keeps of that, and when two
-// results are the same; needs no GPU and no CUDA.
+// The CUDA plugin's choice among timed GEMM algorithms, the choices that it keeps, and its test of
+// whether two results are equal. Needs no GPU and no CUDA.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -17,12 +17,13 @@
 namespace te_fl::cuda::gemm_tuning_test {
 namespace {
 
-// A chip on which candidate i takes cold[i] us, and hot[i] in sequences of 20 ms and more.
+// A simulated chip. Candidate i takes cold[i] us, and hot[i] us in sequences of 20 ms or more.
 struct Chip {
   std::vector<double> cold, hot;
   std::set<size_t> refused, wrong;
-  std::vector<size_t> asked;  // they agree
-  double total = 0;           // us spent
+  // Candidates whose results were compared; results agree unless in `wrong`.
+  std::vector<size_t> asked;
+  double total = 0;  // simulated time spent, us
 
   Winner run() {
     const auto time = [this](size_t i, int runs) {
@@ -49,7 +50,7 @@ Chip chip(size_t candidates) {
 
 TEST(CudaGemmSelection, TakesTheFastestUnderLoad) {
   Chip c = chip(200);
-  c.cold[150] = 760;  // seventh of the first look
+  c.cold[150] = 760;  // seventh fastest of the first timing
   c.hot[150] = 820;
   const Winner w = c.run();
   EXPECT_EQ(w.index, 150u);
@@ -105,14 +106,14 @@ TEST(CudaGemmSelection, LeavesOutWhatStopsRunning) {
       if (i == 1) return runs_of_1++ < after ? 10.0 : -1.0;
       return 20.0 + static_cast<double>(i);
     };
-    // Four sequences before the rounds, and 11 in them.
+    // The selection times candidate 1 in four sequences before the rounds, and in 11 within them.
     const Winner w = select_fastest(4, {time, [](size_t) { return true; }});
     EXPECT_EQ(w.index, after < 15 ? 0u : 1u) << after;
   }
 }
 
 TEST(CudaGemmSelection, ShortProductsAreNotTimedByTheirStart) {
-  // A sequence waits 12 us for its start.
+  // The start of a sequence adds 12 us.
   constexpr size_t kCount = 60;
   for (size_t fastest = 1; fastest < kCount; ++fastest) {
     const auto time = [&](size_t i, int runs) { return (i == fastest ? 4.0 : 4.5) + 12.0 / runs; };
@@ -122,7 +123,8 @@ TEST(CudaGemmSelection, ShortProductsAreNotTimedByTheirStart) {
 }
 
 TEST(CudaGemmSelection, TheMedianDecides) {
-  // Candidate 1 is disturbed in some sequences, by much; 2 is the fastest once.
+  // Candidate 1 is much slower in some sequences through disturbances; candidate 2 is once the
+  // fastest.
   int sequences[3] = {};
   const auto time = [&](size_t i, int) {
     const int n = sequences[i]++;

@@ -1,6 +1,6 @@
-// NCCL's collectives on real GPUs: one rank, and two where there are two GPUs.
-// usage: TE_FL_PLUGIN_MODULES=.../libte_fl_cuda.so gpu_collectives_test. Skipped where there is no
-// GPU or no NCCL. The ranks of a job are this program, called with a scenario's name.
+// NCCL collectives on real GPUs: with one rank, and with two if there are two GPUs. Usage:
+// TE_FL_PLUGIN_MODULES=.../libte_fl_cuda.so gpu_collectives_test. Skipped without a GPU or without
+// NCCL. Each rank of a job runs this program with a scenario's name.
 #include <dlfcn.h>
 #include <spawn.h>
 #include <sys/wait.h>
@@ -100,7 +100,7 @@ TEST_F(GpuCollectives, OfACapturedGraphRunAtEachLaunch) {
   }
 }
 
-// 16 GiB with the scratch of the maximum, whose kernels are te-fl's own.
+// Needs 16 GiB with the scratch memory of the maximum, whose kernels are te-fl's own.
 TEST_F(GpuCollectives, OfMoreElementsThan32BitsCountAreRight) {
   using numeric::bfloat16;
   constexpr int64_t kHalf = int64_t{1} << 31, kCount = kHalf + 77;
@@ -151,7 +151,8 @@ TEST_F(GpuCollectives, WhatNeedsScratchIsRefusedInAGroup) {
   OnGpu x(gpu(0), DType::kF32, values_of(0, 5)), y(gpu(0), DType::kF32, 5);
   CommGroup group = std::move(CommGroup::begin(comm)).value();
   ASSERT_OK(ops::all_reduce({.input = x.tensor, .output = y.tensor, .comm = comm.c()}, options));
-  // A reduction of one rank is a copy, which needs none; a barrier sums a number of its own.
+  // With one rank, a reduction is a copy and needs no NCCL call; a barrier is an all-reduce of a
+  // number.
   ASSERT_OK(ops::all_reduce(
       {.input = x.tensor, .output = y.tensor, .comm = comm.c(), .reduction = TE_FL_REDUCTION_MAX},
       options));
@@ -181,7 +182,7 @@ TEST_F(GpuCollectives, SplitAndAbortedCommunicators) {
   ASSERT_OK(stream.synchronize());
 }
 
-// ---- two ranks, each a process
+// ---- two ranks, each in its own process
 
 struct Rank {
   int number = 0;
@@ -223,7 +224,7 @@ void run_ops(Rank& rank) {
   Cases(part, rank.options).reductions(DType::kF32, 777, TE_FL_REDUCTION_SUM);
 }
 
-// Calls collectives until one fails; the failure is to be known within `limit` s of `start`.
+// Calls collectives until one fails; expects the failure within `limit` s of `start`.
 void expect_failure(Rank& rank, Clock::time_point start, double limit) {
   OnGpu x(gpu(rank.number), DType::kF32, values_of(0, 65536)),
       y(gpu(rank.number), DType::kF32, 65536);
@@ -253,7 +254,7 @@ void run_killed(Rank& rank) {
   expect_failure(rank, Clock::now(), 4.1);
 }
 
-// The other rank is alive and calls nothing, from the first collective on or after one.
+// Rank 1 stays alive and calls no collectives, either from the beginning or after the first one.
 void run_silent(Rank& rank) {
   if (rank.number == 1) return std::this_thread::sleep_for(milliseconds(9000));
   expect_failure(rank, Clock::now(), 4.1);
@@ -266,7 +267,7 @@ void run_late(Rank& rank) {
   run_silent(rank);
 }
 
-// Host time of a call that only enqueues, te-fl's and NCCL's own, in turn.
+// Prints the host time of a call that only enqueues, alternating between te-fl's call and NCCL's.
 void print_times(const Comm& comm, const CallOptions& options, void* communicator) {
   const Device device = comm.device();
   const auto* nccl = cuda::nccl();
@@ -325,7 +326,7 @@ void run_times(Rank& rank) {
   ASSERT_OK(devices::copy(Device(), &id, gpu(rank.number), bytes.tensor.raw_data(), sizeof id,
                           rank.options.stream));
   ASSERT_OK(rank.stream.synchronize());
-  // NCCL takes the current device, which te-fl leaves as it finds it.
+  // NCCL uses the current device, which te-fl does not change.
   void* driver = dlopen("libcuda.so.1", RTLD_NOW);
   ASSERT_NE(driver, nullptr);
   void* context = nullptr;
@@ -348,12 +349,13 @@ constexpr struct {
                   {"late", run_late},
                   {"times", run_times}};
 
-// Exit statuses of the ranks, 128 + signal of one that was killed.
+// Runs a scenario; returns the ranks' exit statuses, 128 + signal for a rank that was killed.
 std::vector<int> run_ranks(const std::string& scenario) {
   const std::string store = "/tmp/te_fl_collectives." + std::to_string(getpid()) + "." + scenario;
   std::vector<pid_t> ranks;
   for (int r = 0; r < 2; ++r) {
-    // Each rank's own GPU alone would be cuda:0 there; the scenarios count them as they are.
+    // Every rank sees all GPUs: with only its own GPU visible, that GPU would be cuda:0, but the
+    // scenarios use the machine's numbers.
     std::string number = std::to_string(r), address = "file:" + store, name = scenario;
     std::string self = "/proc/self/exe", word = "--rank";
     char* argv[] = {self.data(), word.data(), name.data(), number.data(), address.data(), nullptr};
@@ -373,7 +375,7 @@ std::vector<int> run_ranks(const std::string& scenario) {
 class GpuRanks : public ::testing::Test {
  protected:
   void SetUp() override {
-    ASSERT_OK(current_policy());  // that of the ranks too
+    ASSERT_OK(current_policy());  // the ranks use the same policy
     if (!is_gpu_here(0)) GTEST_SKIP() << "no GPU, or TE_FL_PLUGIN_MODULES is not set";
     if (!is_gpu_here(1)) GTEST_SKIP() << "one GPU only";
     if (cuda::nccl() == nullptr) GTEST_SKIP() << cuda::nccl_missing();
@@ -392,7 +394,7 @@ TEST_F(GpuRanks, ARankThatCallsNoMoreIsNoticed) {
 }
 TEST_F(GpuRanks, Times) { EXPECT_EQ(run_ranks("times"), (std::vector<int>{0, 0})); }
 
-// One rank's part of a scenario, in a process of its own.
+// One rank's part of a scenario, run in its own process.
 std::string g_scenario, g_store;
 int g_rank = 0;
 void run_as_rank() {
@@ -414,11 +416,11 @@ TEST(GpuRank, Runs) {
 }  // namespace te_fl
 
 int main(int argc, char** argv) {
-  setenv("NCCL_NVLS_ENABLE", "0", 0);  // multicast can put the GPUs of a shared host out of service
+  setenv("NCCL_NVLS_ENABLE", "0", 0);  // multicast can disable the GPUs of a shared host
   setenv("TE_FL_COMM_TIMEOUT_MS", "3000", 0);
   ::testing::InitGoogleTest(&argc, argv);
   if (argc == 5 && std::string(argv[1]) == "--rank") {
-    alarm(60);  // a rank that hangs fails
+    alarm(60);  // kills a rank that hangs
     te_fl::g_scenario = argv[2];
     te_fl::g_rank = std::atoi(argv[3]);
     te_fl::g_store = argv[4];

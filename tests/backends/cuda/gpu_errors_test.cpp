@@ -1,5 +1,5 @@
-// Bad input and broken devices on a real GPU. usage: TE_FL_PLUGIN_MODULES=.../libte_fl_cuda.so
-// gpu_errors_test. Skipped where there is no GPU.
+// Invalid input and broken devices on a real GPU. Usage: TE_FL_PLUGIN_MODULES=.../libte_fl_cuda.so
+// gpu_errors_test. Skipped without a GPU.
 #include <gtest/gtest.h>
 
 #include <cstdio>
@@ -44,7 +44,7 @@ TEST_F(GpuErrors, HostPointersAreFound) {
   ASSERT_OK(gelu(x));
   EXPECT_FAILS(gelu(at(host.data())), kInvalidArgument, "argument 'input' is f32[64,64] cuda:0");
   EXPECT_FAILS(gelu(at(host.data())), kInvalidArgument, "is pageable host memory");
-  // The last bytes lie behind the allocation's pages.
+  // This address lies far beyond the pages of the allocation.
   void* small = devices::allocate(kGpu, 256).value();
   void* end = static_cast<char*>(small) + (int64_t{1} << 40);
   EXPECT_FAILS(gelu(at(end)), kInvalidArgument, "or no memory at all");
@@ -134,9 +134,9 @@ TEST_F(GpuErrors, TheSpeedOfCopiesIsMeasuredWhenAskedFor) {
   Stream stream = std::move(Stream::create(kGpu)).value();
   const auto free_memory = [] { return devices::properties(kGpu).value().free_memory; };
   const uint64_t free_before = free_memory();
-  EXPECT_EQ(rate(), 0);  // nothing of it while the plugin was loaded
+  EXPECT_EQ(rate(), 0);  // the plugin measured nothing when it was loaded
   ASSERT_OK(gelu(x, stream.get()));
-  {  // a capture of the same thread goes on
+  {  // a measurement must not disturb a capture on the same thread
     Capture capture = std::move(Capture::begin(kGpu, stream.get())).value();
     ASSERT_OK(plugins::diagnose("cuda"));
     ASSERT_OK(gelu(x, stream.get()));
@@ -161,11 +161,11 @@ TEST_F(GpuErrors, OutOfMemorySaysWhoHasIt) {
   EXPECT_FAILS(status, kOutOfMemory, "asked for 35184372088832 bytes");
   EXPECT_FAILS(status, kOutOfMemory, "MiB are free");
   EXPECT_FAILS(status, kOutOfMemory, "the largest: 512 MiB for bf16[1048576, 256]");
-  ASSERT_OK(gelu(x));  // not sticky
+  ASSERT_OK(gelu(x));  // the error is not sticky
   ASSERT_OK(devices::synchronize(kGpu));
 }
 
-// Each breaks the device for the rest of its process, so each runs in one of its own.
+// Each test breaks the device for the rest of its process, so it runs in its own process.
 class GpuErrorsDeathTest : public GpuErrors {};
 
 [[noreturn]] void leave(bool good, const std::string& text) {

@@ -1,5 +1,5 @@
-// Products of groups on a GPU, spread over streams: in the order of the caller's stream, captured,
-// and by threads. Part of gpu_errors_test. Skipped where there is no GPU.
+// Grouped GEMMs spread over several streams of a GPU: ordered with the caller's stream, captured,
+// and called from threads. Part of gpu_errors_test. Skipped without a GPU.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -15,7 +15,7 @@ namespace {
 const Device kGpu{TE_FL_DEVICE_CUDA, 0, 0};
 constexpr int64_t kN = 320, kK = 256;
 
-// Experts with 1 to 200 tokens, each fifth without any.
+// Experts with 1 to 200 tokens; every fifth has none.
 struct Group {
   std::vector<Tensor> a, b, d, alone;
   std::vector<const te_fl_tensor*> as, bs, ds;
@@ -29,7 +29,8 @@ struct Group {
     }
     for (size_t i = 0; i < a.size(); ++i)
       as.push_back(a[i]), bs.push_back(b[i]), ds.push_back(d[i]);
-    EXPECT_OK(devices::synchronize(kGpu));  // other streams wait for nothing of the default one
+    // Other streams do not synchronise with the default stream.
+    EXPECT_OK(devices::synchronize(kGpu));
   }
   static Tensor drawn(int64_t rows, int64_t cols, int64_t seed, float scale) {
     std::vector<float> values(static_cast<size_t>(rows * cols));
@@ -50,7 +51,7 @@ struct Group {
     options.stream = stream.get();
     return OpManager::instance().call(op::grouped_gemm, &args, options);
   }
-  // Compares with products one by one: the same kernels, so the same bits.
+  // Compares with separate GEMMs: the same kernels give the same bits.
   void check(const Stream& stream) const {
     for (size_t i = 0; i < a.size(); ++i) {
       const te_fl_generic_gemm_args args{.a = a[i], .b = b[i], .d = alone[i], .trans_b = 1};
@@ -84,8 +85,8 @@ TEST_F(GpuGroupedGemm, IsItsProductsOneByOne) {
   }
 }
 
-// Work that comes before on the caller's stream is finished when a product begins, and work behind
-// it finds the products there.
+// The products start after earlier work on the caller's stream, and later work on that stream sees
+// their results.
 TEST_F(GpuGroupedGemm, KeepsTheOrderOfTheStream) {
   const Stream stream = std::move(Stream::create(kGpu)).value();
   const Group group(64);
@@ -101,18 +102,18 @@ TEST_F(GpuGroupedGemm, KeepsTheOrderOfTheStream) {
   group.check(stream);
 }
 
-// In a capture the products are on the caller's stream alone.
+// During a capture, all products run on the caller's stream.
 TEST_F(GpuGroupedGemm, IsCaptured) {
   const Stream stream = std::move(Stream::create(kGpu)).value();
   const Group group(24);
-  // Its workspace is not made while the thread captures.
+  // The workspace must exist before the capture, which cannot allocate it.
   ASSERT_OK(group.multiply(stream));
   for (const bool warm : {true, false}) {
     const Stream other = std::move(Stream::create(kGpu)).value();
     if (warm) ASSERT_OK(group.multiply(other));
     Capture capture = std::move(Capture::begin(kGpu, other.get())).value();
     ASSERT_OK(group.multiply(other));
-    ASSERT_OK(group.multiply(stream));  // another stream's work is none of the capture's
+    ASSERT_OK(group.multiply(stream));  // work on another stream is not captured
     ASSERT_OK(group.multiply(other));
     const Graph graph = std::move(capture.end()).value();
     ASSERT_OK(stream.synchronize());
@@ -126,7 +127,7 @@ TEST_F(GpuGroupedGemm, IsCaptured) {
       ASSERT_OK(graph.launch());
       group.check(other);
     }
-    ASSERT_OK(group.multiply(other));  // without a capture again
+    ASSERT_OK(group.multiply(other));  // works again outside a capture
     group.check(other);
   }
 }

@@ -1,5 +1,5 @@
-// Mistakes in values in a GPU's memory: no call waits for them, and who waits next is told. Part of
-// gpu_errors_test. Skipped where there is no GPU.
+// Invalid values in GPU memory, such as an index out of range. No call waits for the check; the
+// next wait on the stream reports the error. Part of gpu_errors_test. Skipped without a GPU.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -36,7 +36,8 @@ class GpuValues : public ::testing::Test {
     int32_t* at = t.data<int32_t>();
     for (const int64_t v : values) *at++ = static_cast<int32_t>(v);
     const Tensor there = t.to(kCuda).value();
-    EXPECT_OK(devices::synchronize(kCuda));  // other streams wait for nothing of the default one
+    // Other streams do not synchronise with the default stream.
+    EXPECT_OK(devices::synchronize(kCuda));
     return there;
   }
   static Tensor filled(std::initializer_list<int64_t> shape, float value,
@@ -73,7 +74,7 @@ TEST_F(GpuValues, TheWaitForTheStreamTells) {
                "embedding_fwd by vendor.cuda: indices[3] is 99; it must lie in [0, 11)");
   EXPECT_HAS(told.to_string(), "TE_FL_VALIDATE=1");
   EXPECT_HAS(told.to_string(), "TE_FL_SYNC=1");
-  EXPECT_OK(stream.synchronize());  // told once, and the device goes on
+  EXPECT_OK(stream.synchronize());  // the error is reported once, and the device stays usable
   const std::vector<float> y = numbers(rows);
   EXPECT_EQ(y[0], 0);
   EXPECT_EQ(y[3 * kWidth - 1], 0);
@@ -103,7 +104,7 @@ TEST_F(GpuValues, AnotherStreamsWaitDoesNotTell) {
   EXPECT_OK(look_up(bad, stream));
   EXPECT_OK(other.synchronize());
   EXPECT_OK(look_up(good, other));
-  EXPECT_OK(devices::synchronize(kCuda));  // the default stream
+  EXPECT_OK(devices::synchronize(kCuda));  // waits for the default stream
   EXPECT_FAILS(stream.synchronize(), kInvalidArgument, "indices[3] is 99");
 }
 
@@ -116,13 +117,14 @@ TEST_F(GpuValues, TheWaitForAnEventTells) {
   EXPECT_OK(stream.synchronize());
 }
 
-// A framework may never wait by te-fl's functions.
+// A framework may wait with CUDA's functions instead of te-fl's, so the next te-fl call on the
+// stream reports the error.
 TEST_F(GpuValues, TheNextCallOnTheStreamTells) {
   EXPECT_OK(look_up(bad, stream));
   Event event = std::move(Event::create(kCuda)).value();
   EXPECT_OK(event.record(stream.get()));
   EXPECT_OK(other.wait(event));
-  EXPECT_OK(other.synchronize());  // so that the call above is over
+  EXPECT_OK(other.synchronize());  // the call above has finished by now
   EXPECT_FAILS(look_up(good, stream), kInvalidArgument,
                "an earlier call on this stream: embedding_fwd");
   EXPECT_OK(look_up(good, stream));
@@ -180,7 +182,8 @@ TEST_F(GpuValues, EveryKernelThatReadsTargets) {
   for (const int64_t classes : {int64_t{33}, int64_t{5000}}) {
     const Tensor logits = filled({4, classes}, 1), dx = filled({4, classes}, 7);
     const Tensor loss = filled({4}, 7), lse = filled({4}, 7), grad = filled({4}, 1);
-    const Tensor targets = integers({0, -100, 7000, 1});  // the second is ignored
+    // Index 1 is ignored, index 2 is out of range.
+    const Tensor targets = integers({0, -100, 7000, 1});
     const te_fl_cross_entropy_fwd_args forward{
         .logits = logits, .targets = targets, .loss = loss, .lse = lse};
     const std::string words = "targets[2] is 7000; it must lie in [0, " + std::to_string(classes);
@@ -205,12 +208,12 @@ TEST_F(GpuValues, EveryKernelThatReadsTargets) {
 }
 
 TEST_F(GpuValues, PositionsOfRope) {
-  // bshd: two sequences of 3 tokens, 10 positions.
+  // Layout bshd: two sequences of 3 tokens, a table of 10 positions.
   const Tensor x = filled({2, 3, 1, 8}, 1), y = filled({2, 3, 1, 8}, 7);
   const Tensor freqs = filled({10, 1, 1, 8}, 0.5f);
   te_fl_rope_rope_args args{.input = x, .freqs = freqs, .output = y};
   args.layout = TE_FL_LAYOUT_BSHD;
-  // The second sequence's tokens: the first or the last has no position.
+  // In the second sequence, the first or the last token has a position outside the table.
   const auto at = [&](const Tensor& starts, bool first_is_wrong, const std::string& words) {
     args.start_positions = starts;
     EXPECT_OK(run(op::fused_rope_forward, &args, stream));
@@ -230,12 +233,12 @@ TEST_F(GpuValues, PositionsOfRope) {
   args.start_positions = right;
   EXPECT_OK(run(op::fused_rope_forward, &args, stream));
   EXPECT_OK(stream.synchronize());
-  // Mistakes that are known without the device are refused at once.
+  // Errors that need no device values are reported by the call itself.
   const Tensor few = filled({2, 1, 1, 8}, 0.5f);
   args.freqs = few;
   EXPECT_FAILS(run(op::fused_rope_forward, &args, stream), kInvalidArgument,
                "freqs has 2 positions");
-  // thd
+  // Layout thd.
   const Tensor t = filled({6, 1, 8}, 1), u = filled({6, 1, 8}, 7);
   te_fl_rope_rope_args ragged{.input = t, .freqs = freqs, .output = u};
   ragged.layout = TE_FL_LAYOUT_THD;

@@ -1,4 +1,4 @@
-// Over how many streams groups of products go; needs no GPU.
+// The number of streams that a grouped GEMM uses. Needs no GPU.
 #include "backends/cuda/gemm/grouped_gemm_choice.hpp"
 
 #include <gtest/gtest.h>
@@ -23,8 +23,8 @@ TEST(CudaGroupedGemmChoice, SmallProductsGoOverStreams) {
 TEST(CudaGroupedGemmChoice, OneProductOrManyWavesStayOnTheCallersStream) {
   EXPECT_EQ(lanes(0, 128, 1536), 1);
   EXPECT_EQ(lanes(1, 128, 1536), 1);
-  EXPECT_EQ(lanes(8, 8192, 8192), 1);  // 4096 tiles each
-  EXPECT_EQ(lanes(8, 8192, 4096), 4);  // 2048 each: 15.5 waves
+  EXPECT_EQ(lanes(8, 8192, 8192), 1);  // 4096 tiles per product
+  EXPECT_EQ(lanes(8, 8192, 4096), 4);  // 2048 tiles per product: 15.5 waves
 }
 
 }  // namespace

@@ -1,2 +1,2 @@
-/* This is what te-fl finds where cuDNN is broken: a library of its name without its functions. */
+/* Stands in for a broken cuDNN: a library with cuDNN's name, but without its functions. */
 int te_fl_hollow_cudnn(void) { return 0; }

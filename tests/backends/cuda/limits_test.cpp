@@ -1,4 +1,4 @@
-// The GPUs that the CUDA plugin serves, and what it refuses to multiply there; needs no GPU.
+// GPU architectures that the CUDA plugin supports, and GEMMs that it refuses. Needs no GPU.
 #include "backends/cuda/gemm/gemm_limits.hpp"
 
 #include "backends/cuda/common/overlap.hpp"
@@ -73,8 +73,8 @@ TEST(CudaArchitectures, TheOneToBuildForIsOneThatCMakeTakes) {
   EXPECT_EQ(architecture_for(75), "");
 }
 
-// A tensor of `size` bytes, and with `columns` >= 0 a column-wise copy, at places of an imagined
-// memory.
+// A tensor of `size` bytes at fake address `at`, with a column-wise copy at `columns` if that is >=
+// 0.
 struct Bytes {
   int64_t size;
   te_fl_quant quant{};
@@ -100,7 +100,7 @@ TEST(CudaOverlap, OfListsIsThatOfTheirPairs) {
     const int64_t count = round % 2 == 0 ? 8 : 40, room = 40000 << round % 4;
     std::deque<Bytes> made;
     std::vector<const te_fl_tensor*> in, out;
-    std::vector<std::pair<int64_t, int64_t>> read, written;  // begin, end
+    std::vector<std::pair<int64_t, int64_t>> read, written;  // ranges [begin, end)
     for (int64_t i = 0; i < count; ++i) {
       const int64_t from = below(room), to = below(room), columns = below(room);
       const int64_t read_size = 1 + below(i == 0 ? room : 30), size = 1 + below(30);

@@ -1,4 +1,4 @@
-// Tensors that are metadata alone, for the choices of kernels: nothing reads their elements.
+// Tensors with metadata only, as the kernel choices never read their elements.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace te_fl::cuda {
 
-// A compact tensor at an address that is a multiple of 256 bytes, `offset` bytes on.
+// A compact tensor whose address is `offset` bytes past a multiple of 256.
 struct MetadataTensor {
   alignas(256) static inline char memory[256];
   std::vector<int64_t> shape;
@@ -29,7 +29,7 @@ struct MetadataTensor {
   MetadataTensor(const MetadataTensor&) = delete;
   MetadataTensor& operator=(const MetadataTensor&) = delete;
 
-  // `both`: with a column-wise copy beside the row-wise one.
+  // Makes the tensor quantised; `both` adds a column-wise copy.
   void quantise(uint32_t scaling, bool both, bool compute_scale = false) {
     quant.scaling = scaling;
     quant.scale_inv = quant.columnwise_scale_inv = memory;

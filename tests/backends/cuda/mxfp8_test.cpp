@@ -1,4 +1,4 @@
-// The CUDA plugin's E8M0 scales against the rule that all backends follow; needs no GPU.
+// The CUDA plugin's E8M0 scales against the rule that all backends share. Needs no GPU.
 #include "backends/cuda/common/mxfp8.hpp"
 
 #include <gtest/gtest.h>
@@ -17,7 +17,8 @@ uint32_t by_rule(uint32_t bits, bool is_e5m2) {
   return numeric::mxfp8_scale(std::bit_cast<float>(bits), fp8_max).bits;
 }
 
-// Every exponent, with the significands at which a scale may change and every 4099th one.
+// Tests every exponent with the significands where a scale may change, and every 4099th
+// significand.
 TEST(CudaMxfp8, CodesAreThoseOfTheRule) {
   for (const bool is_e5m2 : {false, true}) {
     const auto check = [&](uint32_t bits) {

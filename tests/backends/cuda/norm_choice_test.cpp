@@ -1,4 +1,5 @@
-// The CUDA plugin's kernels that a norm takes, and why not a faster one; needs no GPU.
+// The choice of the CUDA plugin's kernel for a norm, and the stated reason if it is not a faster
+// one. Needs no GPU.
 #include "backends/cuda/norm/norm_choice.hpp"
 
 #include <gtest/gtest.h>
@@ -12,7 +13,7 @@ namespace {
 
 alignas(16) char norm_memory[64];
 
-// Metadata of a compact matrix or row; nothing reads its elements.
+// Metadata of a compact matrix or row; its elements are never read.
 struct NormTensor {
   std::vector<int64_t> shape;
   te_fl_quant quant{};
@@ -42,7 +43,7 @@ constexpr NormDevice kHopper{0, 90, 227 << 10, grants_all};
 constexpr NormDevice kAmpere{0, 80, 163 << 10, grants_none};
 constexpr NormDevice kSmall{0, 120, 99 << 10, grants_all};
 
-// A layernorm_fwd and a layernorm_bwd of [rows, cols].
+// A layernorm_fwd and a layernorm_bwd on [rows, cols].
 struct NormCall {
   NormTensor x, weight, z, statistic, other, residual, sum, dx;
 

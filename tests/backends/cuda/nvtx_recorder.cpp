@@ -1,5 +1,5 @@
-// Stands in for a profiler: NVTX loads it where NVTX_INJECTION64_PATH names it, and it writes down
-// the ranges that are pushed.
+// A fake profiler. NVTX loads it if NVTX_INJECTION64_PATH names it; it records the ranges that are
+// pushed.
 #include <nvtx3/nvToolsExt.h>
 
 #include <cstring>
@@ -10,7 +10,7 @@ namespace {
 
 struct Log {
   std::deque<std::string> strings;
-  std::string text;  // "[domain:message" for a push, "]" for a pop
+  std::string text;  // "[domain:message" per push, "]" per pop
 };
 Log& log() {
   static auto* const made = new Log;

@@ -1,6 +1,6 @@
-// Among two libraries the one that the process holds is used, whatever the search path has and
-// whichever name comes first: PyTorch's own NCCL beside the system's, say. Run by ctest, which puts
-// the other one on the search path.
+// open_library() prefers the library that the process has already loaded, whatever the search path
+// contains and whichever name comes first; for example PyTorch's NCCL and not the system's. Run by
+// ctest, which puts the other library on the search path.
 #include "backends/cuda/device/open_library.hpp"
 #include "support/expect.hpp"
 
@@ -27,7 +27,7 @@ TEST(OpenLibrary, WhatTheProcessHoldsComesFirst) {
   handle = open_library({kOther, kHeld}, reason);
   ASSERT_NE(handle, nullptr) << reason;
   EXPECT_EQ(file_of(handle), kHeld);
-  // A library that is not held is loaded, the first name that there is.
+  // If no library is loaded yet, open_library() loads the first name that exists.
   handle = open_library({"libnccl_of_nobody.so.2", kOther}, reason);
   ASSERT_NE(handle, nullptr) << reason;
   EXPECT_EQ(file_of(handle), kOther);

@@ -1,5 +1,5 @@
-// The CUDA plugin entered as a host enters it, with nothing of te-fl around it. What is tested here
-// needs no GPU: it is refused, or described, before the driver is asked.
+// The CUDA plugin called through its entry point, without te-fl's host code. These tests need no
+// GPU: each call is refused or described before the driver is used.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -58,7 +58,7 @@ TEST(CudaEntry, ScratchThatIsTooSmallIsRefused) {
   EXPECT_HAS(call.errors.text, "not aligned to 256 bytes");
 }
 
-// Metadata only (rule R31), whether or not the plugin's functions are wrapped.
+// describe() reads metadata only (rule R31), also if the plugin's functions are wrapped for NVTX.
 TEST(CudaEntry, EveryOpSaysByWhichKernelItGoes) {
   Plugin plugin;
   const std::vector<const te_fl_op_desc*> ops = plugin.all_ops();
@@ -82,7 +82,7 @@ TEST(CudaEntry, ProductsSayByWhichKernelsTheyGo) {
           << call.errors.text;
       return description.text;
     };
-    // No plan has been made, and describe() makes none.
+    // No plan exists, and describe() makes none.
     EXPECT_EQ(words(),
               "cuBLASLt, which writes the result; algorithm chosen by cuBLASLt's heuristic at "
               "first use");
@@ -101,7 +101,7 @@ TEST(CudaEntry, ProductsSayByWhichKernelsTheyGo) {
   }
 }
 
-// The file is not there, so nothing has been measured.
+// The file of choices does not exist, so nothing has been measured.
 TEST(CudaEntry, ProductsSayThatTheirAlgorithmWillBeMeasured) {
   Plugin plugin(Plugin::Settings{{"TE_FL_CUDA_GEMM_TUNE", "1"},
                                  {"TE_FL_CUDA_GEMM_FILE", "/tmp/te_fl_no_choices_yet.json"}});
@@ -152,7 +152,7 @@ TEST(CudaEntry, AStreamThatIsAnotherInEachThreadGetsNoScratch) {
   EXPECT_HAS(call.errors.text, "give a stream made by");
 }
 
-// Metadata only (rules R8, R10): the question is asked where there is no GPU, too.
+// Workspace queries read metadata only (rules R8, R10), so they also work without a GPU.
 TEST(CudaEntry, ScratchOfTheNormsIsSizedWithoutTheDriver) {
   Plugin plugin;
   Fake x({4096, 1024}, kF32), gamma({1024}, kF32), statistics({4096}, kF32);
@@ -188,13 +188,13 @@ TEST(CudaEntry, Fp8ProductsNeedTheHardware) {
   Product call(kE4M3, TE_FL_SCALING_TENSOR);
   const te_fl_op_desc& op = plugin.op("generic_gemm");
   EXPECT_EQ(op.supports(op.self, &call.ctx, &call.args), TE_FL_UNSUPPORTED);
-  // Without a device, or without the library, whichever is missed first.
+  // The error depends on what is missed first: a device or the library.
   EXPECT_TRUE(te_fl::testing::contains(call.errors.text, "compute capability 8.9") ||
               te_fl::testing::contains(call.errors.text, "cuBLASLt was not found"))
       << call.errors.text;
 }
 
-// Packed sequences in FP8, which no library serves. Metadata only, too.
+// Packed sequences in FP8, which no library supports. Reads metadata only.
 TEST(CudaEntry, Fp8AttentionIsServedAndItsScratchSized) {
   Plugin plugin;
   const auto codes = [](te_fl_dtype dtype) {
@@ -245,8 +245,9 @@ TEST(CudaEntry, Fp8AttentionIsServedAndItsScratchSized) {
   EXPECT_HAS(errors.text, "reads row-wise data only");
 }
 
-// True if cuDNN's backward of attention is refused for its length, which is asked before the
-// library is looked for. thd: `batch` sequences of up to `length` in `tokens`.
+// Returns true if the plugin refuses cuDNN's attention backward because of the sequence length; it
+// checks this before it looks for cuDNN. With `tokens`, layout thd: `batch` sequences of up to
+// `length` in `tokens` tokens.
 bool too_long_for_cudnn(int64_t batch, int64_t length, int64_t heads, int64_t tokens = 0) {
   Plugin plugin;
   const te_fl_dtype bf16{TE_FL_CODE_BFLOAT, 16, 1}, i32{TE_FL_CODE_INT, 32, 1};
@@ -285,8 +286,9 @@ TEST(CudaEntry, LongBackwardsOfAttentionAreNotForCudnn) {
       << "its scratch has the longest length for each sequence";
 }
 
-// An FP8 forward of `batch` sequences of 128 queries, 16 heads of 128: why cuDNN does not serve it,
-// what the enquiry says of the same, and what it says that it would run.
+// Returns the plugin's answer for an FP8 forward of `batch` sequences of 128 queries with 16 heads
+// of size 128: the reason why cuDNN does not support it (kSupports), the attention enquiry's answer
+// (kEnquiry), or the description of the kernel (kDescribe).
 enum class Ask { kSupports, kEnquiry, kDescribe };
 std::string answer_of_fp8_forward(int64_t batch, Ask ask) {
   Plugin plugin;
@@ -320,11 +322,12 @@ std::string answer_of_fp8_forward(int64_t batch, Ask ask) {
   return errors.text;
 }
 
-// Run once for each stand-in (tests/backends/cuda/CMakeLists.txt): a process opens one cuDNN.
+// Runs once for each fake cuDNN (tests/backends/cuda/CMakeLists.txt), as a process loads only one
+// cuDNN.
 TEST(CudaCudnn, AnFp8ForwardOf2To31ElementsGoesByVersion) {
   const char* version = std::getenv("TE_FL_TEST_CUDNN");
   if (version == nullptr) GTEST_SKIP() << "run by ctest as cuda_cudnn_914 and cuda_cudnn_919";
-  constexpr int64_t kFits = 8191, kLong = 8192;  // of 2^18 elements each
+  constexpr int64_t kFits = 8191, kLong = 8192;  // sequences of 2^18 elements each
   const std::string too_long = "FP8 of 2^31 elements or more";
   for (const Ask ask : {Ask::kSupports, Ask::kEnquiry}) {
     EXPECT_LACKS(answer_of_fp8_forward(kFits, ask), too_long);
@@ -379,7 +382,7 @@ TEST(CudaEntry, SaysThatTheFileOfChoicesCannotBeRead) {
   for (const std::string& text : others) EXPECT_LACKS(text, "choices of products");
 }
 
-// Runs in a process of its own: the search path has another NCCL, which is too old.
+// Runs in its own process. The search path contains another NCCL, which is too old.
 TEST(CudaLibraries, TheOneThatTheProcessHoldsIsReported) {
   const char* held = std::getenv("TE_FL_TEST_HELD_NCCL");
   if (held == nullptr) GTEST_SKIP() << "run by ctest as cuda_held_library";
@@ -392,7 +395,8 @@ TEST(CudaLibraries, TheOneThatTheProcessHoldsIsReported) {
   EXPECT_HAS(all, "NCCL | 2.27.3, " + std::string(held) + " |");
 }
 
-// Runs in a process of its own (tests/backends/cuda/CMakeLists.txt): NVTX looks for its tool once.
+// Runs in its own process (tests/backends/cuda/CMakeLists.txt), as NVTX looks for its tool only
+// once.
 TEST(CudaNvtx, RangesAreMarkedWhereWanted) {
   const char* tool = std::getenv("NVTX_INJECTION64_PATH");
   if (tool == nullptr) GTEST_SKIP() << "run by ctest as cuda_nvtx";

@@ -1,4 +1,5 @@
-// The kernels of dropout, addition, embedding, cross-entropy and lists of tensors; needs no GPU.
+// The choice of kernels for dropout, addition, embedding, cross-entropy and multi-tensor ops. Needs
+// no GPU.
 #include "backends/cuda/pointwise/pointwise_choice.hpp"
 
 #include <gtest/gtest.h>
@@ -91,7 +92,7 @@ TEST(CudaPointwiseChoice, CrossEntropysGradientHoldsFourPacksWhereABlockNeedsThe
   EXPECT_EQ(packs(TE_FL_BF16, 2056), 4);
   EXPECT_EQ(packs(TE_FL_F32, 1024), 1);
   EXPECT_EQ(packs(TE_FL_F32, 1032), 4);
-  // Rows that begin between packs may need one more.
+  // A row that does not start at a pack boundary may need one more pack.
   EXPECT_EQ(packs(TE_FL_BF16, 2048, 2), 4);
   EXPECT_EQ(packs(TE_FL_BF16, 2041), 1);
   EXPECT_EQ(packs(TE_FL_BF16, 0), 0);

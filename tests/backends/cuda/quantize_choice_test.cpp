@@ -1,4 +1,4 @@
-// The CUDA plugin's kernels that quantisation takes, and why; needs no GPU.
+// The choice of the CUDA plugin's quantisation kernels and its stated reason. Needs no GPU.
 #include "backends/cuda/quantize/quantize_choice.hpp"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@ namespace {
 
 alignas(16) char quantize_memory[64];
 
-// Metadata of a compact tensor; nothing reads its elements.
+// Metadata of a compact tensor; its elements are never read.
 struct CodesTensor {
   std::vector<int64_t> shape;
   te_fl_quant quant{};
@@ -36,7 +36,7 @@ struct CodesTensor {
   void move(uint64_t bytes) { t.dl.byte_offset = bytes; }
 };
 
-// A quantize and a bgrad_quantize of [rows, cols], under a given scale at first.
+// A quantize and a bgrad_quantize on [rows, cols], initially with a given scale.
 struct QuantizeCall {
   CodesTensor input, output, bias;
 
@@ -82,7 +82,7 @@ TEST(CudaQuantizeChoice, Mxfp8TakesTilesOfItsOwn) {
   constexpr const char* kTiles =
       "mxfp8_kernel: scales of MXFP8 blocks, and memory for accesses of 16 bytes";
   for (const int dtype : {TE_FL_F32, TE_FL_BF16, TE_FL_F16}) {
-    QuantizeCall call(dtype, 250);  // its columns are not transposed: any number of rows
+    QuantizeCall call(dtype, 250);  // columns are not transposed, so any number of rows is allowed
     for (const bool columns : {false, true}) {
       call.output.quantise(TE_FL_SCALING_MXFP8, columns);
       EXPECT_EQ(call.chosen(), kTiles);
@@ -133,7 +133,7 @@ TEST(CudaQuantizeChoice, FewElementsFindTheirScaleInOneLaunch) {
   constexpr const char* kTwo =
       "amax by measure_kernel, result by tensor_kernel: one scale, and memory for accesses of 16 "
       "bytes";
-  // The codes lie in the middle of the memory, past the input.
+  // The codes lie inside the input's memory.
   const auto chosen = [](int dtype, int64_t rows, int64_t cols, uint64_t codes_at) {
     QuantizeCall call(dtype, rows, cols);
     call.output.quantise(TE_FL_SCALING_TENSOR, false, true);
@@ -200,7 +200,7 @@ TEST(CudaQuantizeChoice, BiasGradientsOfAFewRowsNeedNoSecondLaunch) {
             "pieces of 16 bytes");
 }
 
-// Ops of several sources, which the activations are.
+// Ops with several sources per element, such as gated activations.
 TEST(CudaStoreChoice, HalvesOfRowsAreMeasuredByTiles) {
   const CodesTensor input(TE_FL_BF16, {64, 512});
   CodesTensor output(TE_FL_F8E4M3, {64, 256});
@@ -287,7 +287,7 @@ TEST(CudaQuantizeChoice, ListsTakeTogetherWhatTilesServe) {
             "bytes");
 }
 
-// Each part begins where the one before it ends.
+// Each part starts where the previous part ends.
 TEST(CudaQuantizeChoice, PartsOfASplitAreJudgedWhereTheyBegin) {
   const CodesTensor input(TE_FL_BF16, {5, 8});
   CodesTensor first(TE_FL_F8E4M3, {2, 8}), none(TE_FL_F8E4M3, {0, 8}), last(TE_FL_F8E4M3, {3, 8});

@@ -1,4 +1,4 @@
-// Rotary position embedding divides its work on a GPU, and why; needs no GPU.
+// The division of rotary embedding's work on a GPU and its stated reason. Needs no GPU.
 #include "backends/cuda/pointwise/rope_choice.hpp"
 
 #include <gtest/gtest.h>
@@ -20,12 +20,13 @@ RopeChoice chosen(std::vector<int64_t> shape, int64_t columns, uint64_t offset =
 }
 
 TEST(CudaRopeChoice, HeadsOfALayer) {
-  // 8 packs a head: four tokens of 16 heads are a round of 256 threads with two items each.
+  // A head has 8 packs. Four tokens of 16 heads give 256 threads two items each.
   EXPECT_EQ(chosen({4096, 2, 16, 128}, 128).text(),
             "packs, a block has 4 tokens: eight elements are read and written at once");
   EXPECT_EQ(chosen({4096, 2, 128, 128}, 128).text(),
             "packs, a block has 1 token: eight elements are read and written at once");
-  // 8 heads of 4 items: 16 tokens are a round, and their angles take 8 of the 48 KiB.
+  // 8 heads have 4 items each. A round has 16 tokens, whose angles take 8 of the 48 KiB of shared
+  // memory.
   const RopeChoice small = chosen({128, 1, 8, 64}, 64);
   EXPECT_EQ(small.tokens, 16);
   EXPECT_EQ(small.items, 4);
@@ -33,7 +34,7 @@ TEST(CudaRopeChoice, HeadsOfALayer) {
 }
 
 TEST(CudaRopeChoice, ColumnsThatPassThroughAreItemsToo) {
-  // 32 of 128 columns rotate: 2 items, and the other 96 columns are 6 more.
+  // 32 of 128 columns rotate in 2 items; the other 96 columns take 6 more.
   EXPECT_EQ(chosen({64, 1, 1, 128}, 32).items, 8);
   EXPECT_EQ(chosen({64, 1, 1, 40}, 16).items, 1 + 2);
 }

@@ -1,4 +1,4 @@
-// Rows of experts are divided among lanes and kernels; needs no GPU.
+// The division of MoE rows among lanes and kernels. Needs no GPU.
 #include "backends/cuda/moe/row_choice.hpp"
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ TEST(CudaRowChoice, ARowHasTheFewestLanesThatHoldIt) {
 }
 
 TEST(CudaRowChoice, LongRowsAreCutIntoPartsOfAWarp) {
-  // 4096 columns of BF16 are 512 pieces of 16 bytes.
+  // 4096 columns of BF16 are 512 packs of 16 bytes.
   EXPECT_EQ(cut_of(512).lanes_log2, 5);
   EXPECT_EQ(cut_of(512).parts, 4);
   EXPECT_EQ(cut_of(513).parts, 5);

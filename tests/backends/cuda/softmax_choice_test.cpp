@@ -1,4 +1,4 @@
-// The kernels of scaled softmax that calls of any width take, and why; needs no GPU.
+// The choice of scaled-softmax kernels for rows of any width and its stated reason. Needs no GPU.
 #include "backends/cuda/softmax/softmax_choice.hpp"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,8 @@ constexpr SoftmaxDevice kHopper{90, 227 << 10};
 constexpr SoftmaxDevice kAmpere{80, 163 << 10};
 constexpr SoftmaxDevice kConsumer{120, 99 << 10};
 
-// A call whose rows have `keys` elements; `offset`: bytes behind a multiple of 16.
+// Returns the choice for rows of `keys` elements at an address `offset` bytes past a multiple of
+// 16.
 std::string forward(int dtype, int64_t keys, const SoftmaxDevice& device = kHopper,
                     uint64_t offset = 0) {
   const MetadataTensor in(dtype, {2, 3, 5, keys}, offset), out(dtype, {2, 3, 5, keys});
@@ -81,7 +82,7 @@ TEST(CudaSoftmaxChoice, NothingToWrite) {
   EXPECT_EQ(backward(TE_FL_BF16, 0), "none: a tensor without elements");
 }
 
-// Every width is looked at, so that none of the boundaries moves unnoticed.
+// Checks every width, so that no boundary can move unnoticed.
 TEST(CudaSoftmaxChoice, EveryWidthHasTheNarrowestRowThatHoldsIt) {
   struct Boundary {
     int64_t keys;

@@ -1,4 +1,4 @@
-/* A library that calls itself cuDNN of version NUMBER. Whoever asks it for work is refused. */
+/* A fake cuDNN of version NUMBER. It refuses every call that would compute. */
 #include <stddef.h>
 
 size_t cudnnGetVersion(void) { return NUMBER; }

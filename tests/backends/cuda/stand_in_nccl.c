@@ -1,5 +1,5 @@
-/* This is what te-fl finds where NCCL is broken, old or good: a library of its name with the
-   version NUMBER, and without its functions if HOLLOW is defined. None makes anything. */
+/* A fake NCCL of version NUMBER: good, too old, or broken (with HOLLOW defined, it lacks NCCL's
+   functions). It creates no communicator. */
 int ncclGetVersion(int* number) {
   *number = NUMBER;
   return 0;

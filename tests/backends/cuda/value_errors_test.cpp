@@ -1,5 +1,5 @@
-// The CUDA plugin tells mistakes in values that only the device sees, and the rules for RoPE's
-// integers; needs no GPU and no CUDA.
+// The CUDA plugin's reports of invalid values that only the device sees, and the rules for RoPE's
+// integers. Needs no GPU and no CUDA.
 #include "backends/cuda/common/value_errors.hpp"
 
 #include <gtest/gtest.h>
@@ -21,8 +21,8 @@ using Slots = std::vector<ValueErrorSlot>;
 ValueError index_error(int64_t at) {
   return {"embedding_fwd", nullptr, ValueRule::kIndex, at, 99, 0, 11};
 }
-// Does what value_errors.cuh does in a kernel. False: there was one already that nobody has been
-// told.
+// Does on the host what value_errors.cuh does in a kernel. Returns false if the slot holds an error
+// that has not been reported yet.
 bool note(ValueErrorSlot* slot, const ValueError& error) {
   uint32_t told = std::atomic_ref(slot->told).load(std::memory_order_acquire);
   if (!std::atomic_ref(slot->claimed).compare_exchange_strong(told, told + 1)) return false;
@@ -92,8 +92,7 @@ TEST(CudaValueErrors, ManyThreadsAreToldEachErrorOnce) {
   std::vector<std::thread> threads;
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
-      const void* const mine =
-          stream(static_cast<uintptr_t>(t % 2 + 1));  // two threads to a stream
+      const void* const mine = stream(static_cast<uintptr_t>(t % 2 + 1));  // two threads per stream
       for (int i = 0; i < kErrors; ++i) {
         const ValueError error{"op", nullptr, ValueRule::kIndex, i, i, i, i};
         if (note(board.slot_of(mine), error)) ++noted;
@@ -120,14 +119,14 @@ TEST(CudaValueErrors, SayValueRuleAndWayOut) {
   }
   EXPECT_EQ(text_of({"", nullptr, ValueRule::kTarget, 0, -1, 0, 7}),
             "targets[0] is -1; it must lie in [0, 7), the classes, or be ignore_index");
-  // These have no text of a kernel's, which would lie in the device's memory.
+  // These errors carry no text from a kernel, which would lie in device memory.
   EXPECT_EQ(text_of({"", nullptr, ValueRule::kExpert, 5, 9, 0, 8}),
             "indices[5] is 9; it must lie in [0, 8), the experts");
   EXPECT_EQ(text_of({"", nullptr, ValueRule::kChosenExpert, 2, -1, 0, 4}),
             "topk_indices[2] is -1; it must lie in [0, 4), the experts");
 }
 
-// The texts of what a call's sequences break, "" for one that breaks nothing.
+// Returns the error texts of a call's sequences, "" for a valid sequence.
 std::vector<std::string> broken(const PositionRules& rules) {
   std::vector<std::string> texts;
   for (int64_t b = 0; b < rules.batch; ++b) {
@@ -180,7 +179,7 @@ TEST(CudaRopePositions, SharedAmongRanks) {
   EXPECT_HAS(got[2], "spans tokens 11 to 12, expected multiples");
   EXPECT_EQ(got[3], "");
   EXPECT_HAS(got[4], "sequence 4 of cu_seqlens has 3 tokens on this rank, expected an even number");
-  // With 8 tokens in four chunks rank 0 holds 0, 1 and 6, 7; rank 1 holds 2 to 5.
+  // With 8 tokens in four chunks, rank 0 holds tokens 0, 1, 6, 7 and rank 1 holds tokens 2 to 5.
   EXPECT_EQ(last_position(4, 2, 0), 7);
   EXPECT_EQ(last_position(4, 2, 1), 5);
   EXPECT_EQ(last_position(4, 1, 0), 3);

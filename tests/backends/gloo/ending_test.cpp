@@ -1,4 +1,4 @@
-// A Comm over Gloo that is destroyed or aborted while another thread is in a collective on it.
+// A Gloo Comm that is destroyed or aborted while another thread runs a collective on it.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -9,8 +9,8 @@
 namespace te_fl {
 namespace {
 
-// In a process of its own, since the other tests' ranks are children of this one, which has no
-// plugin loaded.
+// Runs in a forked process: this process must not load the plugin, as the other tests fork their
+// ranks from it.
 TEST(GlooEndingComms, EndWithAStatus) {
   const pid_t child = ::fork();
   if (child == 0) {

@@ -1,5 +1,5 @@
-// The Gloo plugin by its C table: ranks are processes. Results against sums in double, and what
-// happens when a rank dies, hangs, or does something else.
+// The Gloo plugin called through its C table, with one process per rank. Checks results against
+// sums in double, and errors when a rank dies, hangs, or calls something else.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -32,7 +32,7 @@ double ms_since(Clock::time_point start) {
   return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
 }
 
-// The plugin of the build, started in this process.
+// The plugin of this build, loaded in this process.
 struct Plugin {
   const te_fl_plugin_api* api = nullptr;
   void* instance = nullptr;
@@ -59,7 +59,7 @@ struct Plugin {
   }
 };
 
-// te_fl::Store as a provider sees it.
+// Exposes a te_fl::Store through the C interface that a provider gets.
 struct Face {
   std::shared_ptr<Store> store;
   te_fl_comm_store c;
@@ -144,7 +144,7 @@ struct Rank {
   }
 };
 
-// Memory with a tensor over it.
+// A vector with a tensor over it.
 template <class T>
 struct Values {
   std::vector<T> v;
@@ -172,7 +172,7 @@ struct Values {
     }                                                                                         \
   } while (false)
 
-// Runs f on each rank, a process of its own; gives the exit codes.
+// Runs f in one process per rank; returns the exit codes.
 std::vector<int> as_processes(int size, const std::function<int(Rank&)>& f,
                               uint32_t timeout_ms = 20000) {
   const test::TempFolder folder;
@@ -203,7 +203,7 @@ std::vector<int> as_processes(int size, const std::function<int(Rank&)>& f,
 // ---- results
 
 template <class T>
-T value(int rank, size_t i) {  // sums of them are exact in every dtype
+T value(int rank, size_t i) {  // sums of these values are exact in every dtype
   const int x = static_cast<int>((i * 7 + static_cast<size_t>(rank) * 5) % 16);
   if constexpr (std::is_arithmetic_v<T>) {
     return static_cast<T>(x);
@@ -225,7 +225,7 @@ double reduced(int reduction, int size, const std::function<double(int)>& x) {
     all = reduction == TE_FL_REDUCTION_MAX ? std::max(all, x(r)) : all + x(r);
   return reduction == TE_FL_REDUCTION_AVG ? all / size : all;
 }
-// One rounding of sums that are exact.
+// Expects one rounding of an exact sum.
 template <class T>
 bool close(T got, double wanted) {
   if constexpr (std::is_integral_v<T>) {
@@ -322,7 +322,7 @@ int copies(Rank& r, size_t n) {
   return 0;
 }
 
-// Rank f has f + t rows of 3 bytes for rank t, and none if f is t + 1.
+// Rank f sends f + t rows of 3 bytes to rank t, and none if f is t + 1.
 int rows(Rank& r) {
   const int size = r.comm.size, me = r.comm.rank;
   const auto count = [](int from, int to) { return from == to + 1 ? 0 : from + to; };
@@ -354,7 +354,7 @@ int rows(Rank& r) {
   return 0;
 }
 
-// Every rank sends to the next before it receives, which only a group does for large tensors.
+// Every rank sends to the next before it receives; for large tensors this only works in a group.
 int ring(Rank& r) {
   const int size = r.comm.size, me = r.comm.rank;
   if (size == 1) return 0;
@@ -397,8 +397,8 @@ TEST(Gloo, EveryOpOfEveryRank) {
   }
 }
 
-// Sums that round: the same bits on every rank and in a second run, a NaN stays in a maximum, and
-// halves are summed in F32, so that no step overflows.
+// Sums that round have the same bits on every rank and in a second run; a NaN stays in a maximum;
+// FP16 is summed in F32, so that no intermediate sum overflows.
 template <class T>
 int rounded(Rank& r) {
   constexpr size_t kCount = 10007;
@@ -415,7 +415,7 @@ int rounded(Rank& r) {
   const std::string bits(reinterpret_cast<const char*>(first.v.data()), kCount * sizeof(T));
   CHECK(std::memcmp(bits.data(), second.v.data(), bits.size()) == 0);
   const std::string key = "bits" + std::to_string(sizeof(T));
-  CHECK(r.face.store->set(key, bits).ok());  // an error if another rank has set others
+  CHECK(r.face.store->set(key, bits).ok());  // fails if another rank has set other bits
   in.v[5] = numeric::from_float<T>(r.comm.rank == 1 ? NAN : 1.0f);
   all.reduction = TE_FL_REDUCTION_MAX;
   CHECK(r.call("all_reduce", all).status == TE_FL_OK);
@@ -441,7 +441,7 @@ TEST(Gloo, SameBitsOnEveryRank) {
   EXPECT_EQ(codes, std::vector<int>(4, 0));
 }
 
-// ---- trouble
+// ---- errors
 
 Answer reduce_some(Rank& r, size_t n) {
   Values<float> x(n);
@@ -450,7 +450,7 @@ Answer reduce_some(Rank& r, size_t n) {
   return r.call("all_reduce", all);
 }
 
-// As the host does after a failure.
+// Calls collectives until one fails, then aborts, as the host does.
 Answer until_it_fails(Rank& r) {
   Answer answer;
   while (answer.status == TE_FL_OK) answer = reduce_some(r, 100000);
@@ -498,7 +498,8 @@ TEST(Gloo, AbortEndsWhatWaits) {
   const auto codes = as_processes(2, [](Rank& r) {
     if (r.comm.rank == 1) {
       const auto start = Clock::now();
-      CHECK(until_it_fails(r).failed_with({"rank 0 did not answer"}));  // whose connections ended
+      // Rank 0 has closed its connections.
+      CHECK(until_it_fails(r).failed_with({"rank 0 did not answer"}));
       CHECK(ms_since(start) < 2000);
       return 0;
     }
@@ -521,7 +522,8 @@ TEST(Gloo, AbortEndsWhatWaits) {
   EXPECT_EQ(codes, std::vector<int>(2, 0));
 }
 
-// No byte is written where it does not fit: each waits in vain.
+// Ranks whose sizes differ never exchange data: both time out, and nothing is written out of
+// bounds.
 TEST(Gloo, OtherSizesAndOpsNeverMeet) {
   const auto codes = as_processes(
       2,
@@ -593,8 +595,8 @@ Answer broadcast_from(Rank& r, size_t n, int root) {
   return r.call("broadcast", args);
 }
 
-// Ranks whose calls have the same op and bytes and differ in reduction, root or type fail, in
-// whatever way the op goes: by Gloo's rings, by halves, by one exchange.
+// Ranks whose calls agree in op and bytes but differ in reduction, root or dtype fail with every
+// algorithm: Gloo's rings, recursive halving, a single exchange.
 TEST(Gloo, OtherReductionsRootsAndTypesNeverMeet) {
   using numeric::bfloat16;
   const std::vector<std::function<Answer(Rank&, bool)>> calls = {
@@ -621,7 +623,7 @@ TEST(Gloo, OtherReductionsRootsAndTypesNeverMeet) {
   }
 }
 
-// A rank's tensor arrives although it destroys its communicator at once.
+// A rank's data arrives even if the rank destroys its communicator right after the call.
 TEST(Gloo, RankMayLeaveAfterItsLastOp) {
   const auto codes = as_processes(2, [](Rank& r) {
     Values<int32_t> x(1 << 20);

@@ -1,5 +1,5 @@
-// Ranks that are processes, one of which changes its policy after the communicator was made: what
-// the ranks agreed on serves all the same, and nobody waits.
+// Ranks are processes, and one of them changes its policy after the communicator was created. The
+// ranks keep the implementations that they agreed on, and no rank waits in vain.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -54,7 +54,7 @@ TEST(GlooPolicy, OfOneRankThatCameLaterDecidesNothing) {
   for (int rank = 0; rank < 2; ++rank) {
     ranks.push_back(::fork());
     if (ranks.back() != 0) continue;
-    ::alarm(60);  // a rank that hangs fails
+    ::alarm(60);  // kills a rank that hangs
     const Status status = run_rank(rank, folder / "store");
     if (!status.ok()) std::cerr << "rank " << rank << ": " << status.to_string() << std::endl;
     ::_exit(status.ok() ? 0 : 1);

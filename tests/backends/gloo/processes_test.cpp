@@ -1,5 +1,5 @@
-// Communicators whose ranks are processes, which see nothing of each other but what te-fl tells:
-// the reason of an abort, and a setting that one rank alone has.
+// Communicators whose ranks are processes and share nothing but what te-fl sends: the reason of an
+// abort, and a setting of one rank.
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -36,8 +36,8 @@ Result<Comm> made(int rank, int size, const std::string& folder) {
   return Comm::create(options);
 }
 
-// Runs f on each rank, in a process of its own; a rank whose status is not OK fails the test. Rank
-// `terminated` is to end by SIGTERM instead.
+// Runs f in one process per rank. A rank whose status is not OK fails the test. The rank
+// `terminated` must end by SIGTERM instead.
 void on_ranks(int size, const std::function<Status(int, const std::string&)>& f,
               int terminated = -1) {
   const test::TempFolder folder;
@@ -67,7 +67,7 @@ Status all_reduce(const Comm& comm, const Tensor& t) {
   return ops::all_reduce(args);
 }
 
-// OK if `status` is a failure of the ranks with these words.
+// Returns OK if `status` is kCommFailed and contains `words`.
 Status failed_with(const Status& status, const std::string& words) {
   const bool right = status.code() == StatusCode::kCommFailed &&
                      status.to_string().find(words) != std::string::npos;
@@ -76,8 +76,7 @@ Status failed_with(const Status& status, const std::string& words) {
 
 constexpr char kWhy[] = "aborted it: the loss is not finite";
 
-// Rank 1 waits for rank 2, whose connection stays as it is; rank 2 shares another communicator with
-// rank 1 alone.
+// Rank 1 waits for rank 2, whose connection is intact. Ranks 1 and 2 share another communicator.
 Status abort_of_rank_0(int rank, const std::string& folder) {
   TE_FL_ASSIGN_OR_RETURN(Comm world, made(rank, 3, folder));
   TE_FL_ASSIGN_OR_RETURN(Comm pair, world.split(rank == 0 ? 0 : 1, rank, "pair"));
@@ -87,7 +86,7 @@ Status abort_of_rank_0(int rank, const std::string& folder) {
   if (rank == 0) {
     std::this_thread::sleep_for(100ms);
     world.abort("the loss is not finite");
-    std::this_thread::sleep_for(5s);  // its process lives on
+    std::this_thread::sleep_for(5s);  // keeps the process alive
     return failed_with(world.status(), "the loss is not finite");
   }
   if (rank == 1) {
@@ -111,8 +110,8 @@ Status validate_on(int asking, int rank, const std::string& folder) {
   return failed_with(all_reduce(world, other), "TE_FL_VALIDATE");
 }
 
-// The others say which rank has ended, and by which process, whatever their transport says, and say
-// it of each of their communicators.
+// The other ranks report which rank has ended and its process id, for each of their communicators,
+// whatever error their transport gives.
 Status terminated_rank_1(int rank, const std::string& folder) {
   TE_FL_ASSIGN_OR_RETURN(const Comm world, made(rank, 3, folder));
   TE_FL_ASSIGN_OR_RETURN(const Comm other, world.split(0, rank, "other"));

@@ -1,5 +1,5 @@
-// These tests hold the plugin to its promise about SIGPIPE, whose handling is the program's: no
-// write of the plugin's raises it, and one that the program has blocked is not lost.
+// The Gloo plugin and SIGPIPE, which belongs to the program. No write of the plugin raises SIGPIPE,
+// and a SIGPIPE that the program has blocked and not yet handled stays pending.
 #include "backends/gloo/signals.hpp"
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ bool is_blocked() {
   pthread_sigmask(SIG_BLOCK, nullptr, &mask);
   return sigismember(&mask, SIGPIPE) == 1;
 }
-// By default the signal would end this program.
+// Writes to a closed pipe; by default, SIGPIPE would end this program.
 void write_to_nobody() {
   int ends[2];
   ASSERT_EQ(::pipe(ends), 0);

@@ -1,5 +1,5 @@
-// The cache of compiled OpenCL kernels, whatever state its files are in: what is not whole is
-// compiled again. Needs no OpenCL.
+// The cache of compiled OpenCL kernels with files in any state: an incomplete file is recompiled.
+// Needs no OpenCL.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -9,7 +9,7 @@
 #include <csignal>
 #include <filesystem>
 
-// A part of the plugin, which no test program links.
+// Includes this source file of the plugin, because test programs do not link the plugin.
 #include "backends/opencl/binary_cache.cpp"
 #include "support/temp_folder.hpp"
 

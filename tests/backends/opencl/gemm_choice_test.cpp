@@ -1,4 +1,4 @@
-// The kernel that makes a product on an OpenCL device: a pure function, without a device.
+// The choice of the OpenCL GEMM kernel, a pure function. Needs no device.
 #include <gtest/gtest.h>
 
 #include "backends/opencl/gemm_choice.hpp"
@@ -21,7 +21,7 @@ GemmKernel with(GemmDevice device, GemmKernel wanted, const GemmProblem& p) {
   return choose_gemm(device, p);
 }
 
-// For each row the fastest of the table in bench/README.md.
+// The fastest kernel for each row of the table in bench/README.md.
 TEST(OpenclGemmChoice, MeasuredOnAGpu) {
   EXPECT_EQ(choose_gemm(kGpu, f32(512, 512, 512)), GemmKernel::kClblast);
   EXPECT_EQ(choose_gemm(kGpu, f32(7, 4096, 1024)), GemmKernel::kClblast);
@@ -38,7 +38,7 @@ TEST(OpenclGemmChoice, MeasuredOnAGpu) {
 
 TEST(OpenclGemmChoice, TheLibraryMultipliesAndNothingElse) {
   GemmProblem p = f32(512, 512, 512);
-  p.plain = false;  // an epilogue
+  p.plain = false;  // has an epilogue
   EXPECT_EQ(choose_gemm(kGpu, p), GemmKernel::kTiles64);
   for (const GemmProblem& empty : {f32(0, 5, 3), f32(5, 0, 3), f32(5, 3, 0)}) {
     EXPECT_NE(choose_gemm(kGpu, empty), GemmKernel::kClblast);

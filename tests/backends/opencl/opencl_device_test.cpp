@@ -1,5 +1,5 @@
-// The device of the OpenCL plugin: copies, streams, events, memory, many threads. Skipped where
-// there is none.
+// The OpenCL plugin's device: copies, streams, events, memory, many threads. Skipped without an
+// OpenCL device.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -35,7 +35,7 @@ TEST_F(OpenclDevice, CopiesIntoAndOutOfTheMiddleOfABlock) {
   EXPECT_EQ(reinterpret_cast<uintptr_t>(data) % 256, 0u);
   std::vector<uint8_t> scratch = bytes;
   ASSERT_OK(devices::copy(kDevice, data + 13, Device(), scratch.data(), kBytes));
-  std::memset(scratch.data(), 0, kBytes);  // pageable memory has been read
+  std::memset(scratch.data(), 0, kBytes);  // the copy has finished reading pageable memory
   ASSERT_OK(devices::copy(kDevice, data + kBytes + 100, kDevice, data + 13, kBytes / 2));
   ASSERT_OK(devices::fill(kDevice, data + 13, 0xab, kBytes / 2));
   std::vector<uint8_t> back(kBytes);
@@ -54,7 +54,7 @@ TEST_F(OpenclDevice, EventsOrderStreams) {
   const auto bytes = pattern(2);
   Stream first = Stream::create(kDevice).value(), second = Stream::create(kDevice).value();
   Event written = Event::create(kDevice).value();
-  ASSERT_OK(written.synchronize());  // nothing was recorded
+  ASSERT_OK(written.synchronize());  // returns at once, as nothing was recorded
   void* pinned = devices::allocate_pinned(kDevice, 2 * kBytes).value();
   auto* out = static_cast<uint8_t*>(pinned) + kBytes;
   void* data = devices::allocate(kDevice, kBytes, first.get()).value();
@@ -103,7 +103,8 @@ TEST_F(OpenclDevice, HostPointersAreFound) {
   EXPECT_FAILS(status, kInvalidArgument, "host memory");
 }
 
-// Kernel objects hold their arguments: threads that launch the same one must not mix them.
+// OpenCL kernel objects hold their arguments, so threads that launch the same kernel must not share
+// one.
 TEST_F(OpenclDevice, ThreadsOnTheirOwnStreams) {
   constexpr int64_t kShape[] = {4099};
   std::vector<std::thread> threads;

@@ -78,7 +78,7 @@ TEST(ReferenceActivation, PlainFormsAndGradients) {
 TEST(ReferenceActivation, GatedFormsAndGradients) {
   for (const Activation& act : kActivations) {
     SCOPED_TRACE(act.gated);
-    // Two rows of [a | b], H = 2.
+    // Gated activation: two rows [a | b] with H = 2.
     Array input(TE_FL_F32, {2, 4}, kX), grad(TE_FL_F32, {2, 2}, {1, -2, 0.5, 3}),
         out(TE_FL_F32, {2, 2});
     Values y, dx(8);
@@ -105,7 +105,7 @@ TEST(ReferenceActivation, GatedFormsAndGradients) {
 }
 
 TEST(ReferenceActivation, InPlaceGatedGradientOfLongRows) {
-  constexpr int kHalf = 5000;  // longer than any piece the op may work in
+  constexpr int kHalf = 5000;  // longer than any block that the op may work in
   Array input(TE_FL_F32, {1, 2 * kHalf}), grad(TE_FL_F32, {1, kHalf});
   for (int i = 0; i < kHalf; ++i) {
     input.set(i, i + 1);
@@ -124,7 +124,8 @@ TEST(ReferenceActivation, InPlaceGatedGradientOfLongRows) {
 }
 
 TEST(ReferenceActivation, ClampedSwiglu) {
-  // Pairs (a, b): inside; a above; b above; b below; a far below is not clamped.
+  // Pairs (a, b): both inside the limits; a above; b above; b below; a far below, where it is not
+  // clamped.
   const Values a{1, 3, 1, 0.5, -9}, b{0.5, -1, 4, -5, 1.5};
   constexpr double kLimit = 2, kAlpha = 1.5, kOffset = 0.25;
   const auto f = [&](double x, double g) {
@@ -163,7 +164,8 @@ TEST(ReferenceActivation, ClampedSwiglu) {
 }
 
 TEST(ReferenceActivation, QuantisesFromFp32NotFromTheInputType) {
-  // silu(1) = 0.7310586 times 448 / 0.7310586: exactly 448 only if nothing was rounded before.
+  // silu(1) = 0.7310586 times the scale 448 / 0.7310586 is exactly 448 only without an earlier
+  // rounding.
   Array x(TE_FL_BF16, {1, 1}, {1}), q(TE_FL_F8E4M3, {1, 1});
   q.quantised(TE_FL_SCALING_TENSOR, TE_FL_QUANT_COMPUTE_SCALE, 1, 0);
   te_fl_activation_act_fwd_args args;
@@ -174,7 +176,8 @@ TEST(ReferenceActivation, QuantisesFromFp32NotFromTheInputType) {
   EXPECT_EQ(q.amax(), static_cast<float>(silu(1)));
 }
 
-// An FP8 result over its own FP32 input: everything is read before anything is written.
+// Writes an FP8 result over its own FP32 input: all of the input must be read before the first
+// write.
 TEST(ReferenceActivation, QuantisedOutputInTheInputsMemory) {
   Array x(TE_FL_F32, {2, 2}, {1, 2, 3, 4}), columns(TE_FL_F8E4M3, {2, 2});
   Array q(x, TE_FL_F8E4M3, {2, 2});
@@ -197,7 +200,7 @@ TEST(ReferenceActivation, QuantisedOutputInTheInputsMemory) {
   EXPECT_EQ(columns.bytes(), (std::vector<uint8_t>{0x6E, 0x7A, 0x76, 0x7E}));
 }
 
-// A wider result over a narrower input of the same memory.
+// Writes a result over an input of a narrower dtype in the same memory.
 TEST(ReferenceActivation, WiderOutputInTheInputsMemory) {
   Array memory(TE_FL_F32, {4});
   Array x(memory, TE_FL_BF16, {4});

@@ -1,4 +1,5 @@
-// FP8 attention of the reference backend, and the enquiry that tells it from the others.
+// FP8 attention of the reference backend, and the query that tells which implementation a call
+// uses.
 #include <algorithm>
 #include <cmath>
 
@@ -9,7 +10,7 @@
 namespace te_fl::testing {
 namespace {
 
-// FP8: the same formula, with P and dS rounded as their scales say.
+// FP8 attention by the same formula as in high precision, with P and dS rounded under their scales.
 struct Fp8Case {
   Fp8Case()
       : q({1, s, 1, d}, TE_FL_F8E4M3, random_values(s * d, 21), 64),
@@ -35,7 +36,7 @@ struct Fp8Case {
     fwd.layout = bwd.layout = TE_FL_LAYOUT_BSHD;
     bwd.d_o = d_o, bwd.dq = dq, bwd.dk = dk, bwd.dv = dv, bwd.dp_quant = dp_quant;
   }
-  // P of row i in double.
+  // Returns row i of P in double.
   std::vector<double> probabilities(int64_t i) const {
     const std::vector<double> qv = q.values(), kv = k.values();
     std::vector<double> p;
@@ -62,15 +63,15 @@ double e5m2(double x, float scale) {
   return double{numeric::e5m2_to_float(numeric::double_to_e5m2(x * scale))} / scale;
 }
 
-// The product with V takes the probabilities' quotients by the row's largest in codes, under no
-// larger scale than these have room for.
+// The product with V reads codes of the probabilities divided by the row's maximum. The scale of
+// these codes is limited so that a quotient of 1 does not overflow.
 class Fp8Forward : public ::testing::TestWithParam<float> {};
 
 TEST_P(Fp8Forward, RoundsProbabilitiesAndOutput) {
   Fp8Case c;
   const float scale = std::min(GetParam(), 448.0f);
   c.s_quant.set_scale(GetParam());
-  c.o.amax = 1000;  // a running maximum stays
+  c.o.amax = 1000;  // larger than any value here, so the running maximum stays
   ASSERT_OK(run_reference("fused_attn_fwd", c.fwd));
   const std::vector<double> v = c.v.values(), o = c.o.values();
   double amax = 0;
@@ -126,7 +127,7 @@ TEST(ReferenceAttention, Fp8BackwardRoundsPAndDs) {
       }
     }
   }
-  // A value next to a rounding boundary may fall to either side of it: one step of E5M2.
+  // A value next to a rounding boundary may round either way, by one step of E5M2.
   const auto near_step = [](const std::vector<double>& got, const std::vector<double>& want) {
     int exact = 0;
     for (size_t i = 0; i < got.size(); ++i) {

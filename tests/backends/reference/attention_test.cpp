@@ -1,5 +1,5 @@
-// Attention of the reference backend against a formula written out here in double, with every
-// matrix materialised; gradients against central differences of that formula.
+// The reference backend's attention against a formula in double that stores every matrix, and its
+// gradients against central differences of that formula.
 #include <functional>
 
 #include "support/attention_problem.hpp"
@@ -14,8 +14,8 @@ class AttentionCase : public ::testing::TestWithParam<Case> {};
 TEST_P(AttentionCase, ForwardIsTheFormulaAndBackwardItsDerivative) {
   AttentionCall call(GetParam());
   Problem& p = call.p;
-  // Padding of the bshd and sbhd tensors as NaN: it must not reach any result. (thd: scatter() does
-  // it.)
+  // Fills the padding of bshd and sbhd tensors with NaN, which must not reach any result. For thd,
+  // scatter() does this.
   if (p.varlen() && !call.thd()) {
     p.spoil_padding(p.q, p.c.h, p.c.sq, p.c.d, &Problem::q_len);
     p.spoil_padding(p.weight, p.c.h, p.c.sq, p.c.dv, &Problem::q_len);
@@ -142,8 +142,8 @@ std::vector<Case> cases() {
 INSTANTIATE_TEST_SUITE_P(Reference, AttentionCase, ::testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });
 
-// Worked by hand: both scores are 0, so each key has 1/2; with a sink of logit 0, 1/3; with log 2,
-// 1/4.
+// Hand-computed: both scores are 0, so each key has probability 1/2; with a sink logit of 0 it is
+// 1/3, with a sink logit of log 2 it is 1/4.
 TEST(ReferenceAttention, HandDerived) {
   HostTensor q({1, 1, 1, 2}, TE_FL_F32, {1, 0}), k({1, 2, 1, 2}, TE_FL_F32, {0, 5, 0, -7});
   HostTensor v({1, 2, 1, 1}, TE_FL_F32, {12, 24}), o({1, 1, 1, 1}, TE_FL_F32),
@@ -221,7 +221,8 @@ TEST(ReferenceAttention, RandomStateInMemoryCounts) {
   AttentionCall call({.name = "", .dropout = 0.5f});
   ASSERT_OK(run_reference("fused_attn_fwd", call.fwd, call.p.rng));
   const std::vector<double> want = call.o.values();
-  const uint64_t state[2] = {call.p.rng.seed, call.p.rng.offset - 2};  // the offsets add
+  // This offset is added to rng.offset.
+  const uint64_t state[2] = {call.p.rng.seed, call.p.rng.offset - 2};
   ASSERT_OK(run_reference(
       "fused_attn_fwd", call.fwd,
       te_fl_rng{.seed = 1, .offset = 2, .seed_address = &state[0], .offset_address = &state[1]}));
@@ -318,7 +319,7 @@ TEST(ReferenceAttention, BackwardRefusesBeforeWriting) {
   EXPECT_TRUE(call.dq.untouched());
 }
 
-// The far ends of the window's range must not wrap around.
+// Windows at the limits of their integer range must not wrap around.
 TEST(MaskRule, ExtremeWindows) {
   const int64_t far = INT64_MAX;
   const auto rule = backend::mask_rule(TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT, far, far);

@@ -45,15 +45,15 @@ TEST(ReferenceDropout, MaskOutputAndGradientAgree) {
   EXPECT_EQ(input.values(), y) << "in place";
 }
 
-// Philox 4x32-10 of key 0, counter 0 begins 6627e8d5 e169c58d bc57ac4c 9b00dbd8 (the authors' known
-// answers): as fractions 0.399, 0.881, 0.736, 0.605.
+// Philox 4x32-10 with key 0 and counter 0 begins with 6627e8d5 e169c58d bc57ac4c 9b00dbd8 (the
+// authors' known answers): as fractions 0.399, 0.881, 0.736, 0.605.
 TEST(ReferenceDropout, KnownAnswer) {
   HostTensor input({4}, TE_FL_F32, {1, 1, 1, 1}), output({4}, TE_FL_F32), mask({1}, TE_FL_U8);
   te_fl_dropout_fwd_args a;
   a.input = input, a.output = output, a.mask = mask, a.p = 0.7f;
   ASSERT_OK(run_reference("dropout_fwd", a));
   EXPECT_EQ(mask.bytes()[0], 0b0110);
-  const uint64_t state[2] = {0, ~uint64_t{0} - 8};  // its offset adds: 0 modulo 2^64
+  const uint64_t state[2] = {0, ~uint64_t{0} - 8};  // added to rng.offset, it gives 0 modulo 2^64
   ASSERT_OK(run_reference(
       "dropout_fwd", a,
       te_fl_rng{.seed = 9, .offset = 9, .seed_address = &state[0], .offset_address = &state[1]}));

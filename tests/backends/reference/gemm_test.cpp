@@ -51,7 +51,7 @@ TEST(ReferenceGemm, StridedOperandsAndResult) {
 }
 
 TEST(ReferenceGemm, RoundsOnceAtTheEnd) {
-  // 2048 + 1 + 1 in FP16 steps would stay 2048; rounded once it is 2050.
+  // In FP16 steps 2048 + 1 + 1 would stay 2048; a sum that is rounded once gives 2050.
   Array a(TE_FL_F16, {1, 3}, {2048, 1, 1}), b(TE_FL_F16, {3, 1}, {1, 1, 1}), d(TE_FL_F16, {1, 1});
   EXPECT_OK(run(make(a, b, d)));
   EXPECT_EQ(d.get(0), 2050.0);
@@ -89,7 +89,7 @@ TEST(ReferenceGemm, BetaZeroDoesNotReadD) {
 }
 
 TEST(ReferenceGemm, BiasGradientSumsOpA) {
-  // dY [K = 3 tokens, M = 2] transposed
+  // dY [K = 3 tokens, M = 2] enters transposed.
   Array dy(TE_FL_BF16, {3, 2}, {1, 2, 3, 4, 5, 6}), x(TE_FL_BF16, {3, 1}, {1, 1, 1});
   Array dw(TE_FL_F32, {2, 1}), grad(TE_FL_F32, {2}, {100, 100});
   auto args = make(dy, x, dw, true);
@@ -134,7 +134,7 @@ TEST(ReferenceGemm, PerTensorFp8InAndOut) {
   EXPECT_EQ(d.get(0), -48.0);
   EXPECT_EQ(d.amax(), 12.0f);
   EXPECT_EQ(d.row_scales()[0], 0.25f);
-  // The pre-activation may be quantised too, with a scale derived from it.
+  // The pre-activation may be quantised too, under a scale derived from its amax.
   Array pre(TE_FL_F8E4M3, {1, 1});
   args.gelu = 1;
   args.pre_gelu_out = pre.quantised(TE_FL_SCALING_TENSOR, TE_FL_QUANT_COMPUTE_SCALE, 1, 0);
@@ -143,8 +143,8 @@ TEST(ReferenceGemm, PerTensorFp8InAndOut) {
   EXPECT_EQ(pre.amax(), 12.0f);
 }
 
-// The copy whose blocks run along the contraction is read: here the two copies hold different
-// values.
+// A GEMM reads the copy whose blocks run along the contraction. The two copies hold different
+// values here, to tell them apart.
 TEST(ReferenceGemm, BlockOperandsAreReadAlongTheContraction) {
   Array a(TE_FL_F8E4M3, {1, 1}, {1}), b(TE_FL_F32, {1, 1}, {1}), d(TE_FL_F32, {1, 1});
   a.quantised(TE_FL_SCALING_BLOCK_1X128, 0, 4, 4);

@@ -10,7 +10,7 @@ namespace {
 using Values = std::vector<double>;
 
 TEST(ReferenceNorm, LayernormByHand) {
-  // Row 0: mean 2, variance 2/3 (+ 1/3 of epsilon = 1); row 1 is constant.
+  // Row 0 has mean 2 and variance 2/3, plus epsilon 1/3 gives 1; row 1 is constant.
   Array x(TE_FL_F32, {2, 3}, {1, 2, 3, 5, 5, 5}), gamma(TE_FL_BF16, {3}, {1, 2, 3});
   Array beta(TE_FL_BF16, {3}, {0.5, 0, -1}), z(TE_FL_F32, {2, 3}), mu(TE_FL_F32, {2}),
       rsigma(TE_FL_F32, {2});
@@ -48,7 +48,8 @@ TEST(ReferenceNorm, VarianceDoesNotCancel) {
 }
 
 TEST(ReferenceNorm, RmsnormQuantisesFromFp32) {
-  // rms = 5 with epsilon 0: z = 3/5, 4/5 times sqrt(2); scale 4 and E4M3 steps of 1/4 above 2.
+  // rms = 5 with epsilon 0, so z = (3/5, 4/5) sqrt(2). Under scale 4, E4M3 has steps of 1/4 above
+  // 2.
   Array x(TE_FL_BF16, {1, 2}, {3, 4}), gamma(TE_FL_F32, {2}, {1, 1}), z(TE_FL_F8E4M3, {1, 2});
   Array rsigma(TE_FL_F32, {1});
   te_fl_rmsnorm_fwd_args args;
@@ -81,7 +82,8 @@ TEST(ReferenceNorm, Empty) {
   EXPECT_EQ(two.values(), (Values{2, 2}));
 }
 
-// Loss = sum of w z; its derivative by every x, gamma and beta, by central differences in double.
+// The loss is the sum of w z; central differences in double give its derivative by every x, gamma
+// and beta.
 struct NormProblem {
   static constexpr int kRows = 3, kCols = 5;
   Values x, gamma, w;

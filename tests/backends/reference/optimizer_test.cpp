@@ -1,4 +1,4 @@
-// Optimisers of the reference backend against their formulas in double.
+// Optimizers of the reference backend against their formulas in double.
 #include "te_fl/ops/optimizer.h"
 
 #include <cmath>
@@ -26,7 +26,7 @@ TEST(ReferenceOptimizer, ScaleAndItsFlag) {
   EXPECT_EQ(out_b.values(), (std::vector<double>{2, 4, -8}));
   EXPECT_EQ(flag.values()[0], 0);
 
-  a.fill({1, 200000, 0, 0});  // 100000 is finite, but not in FP16
+  a.fill({1, 200000, 0, 0});  // 200000 times 0.5 is finite in FP32, but overflows FP16
   ASSERT_OK(run_reference("multi_tensor_scale", args));
   EXPECT_EQ(flag.values()[0], 1);
   a.fill({1, 2, 3, 4});
@@ -45,7 +45,7 @@ TEST(ReferenceOptimizer, ScaleAndItsFlag) {
   EXPECT_EQ(b.values()[2], 0);
 }
 
-// Worked by hand: 3-4-5, 5-12-13 and their sum of squares, 25 + 169 = 194.
+// Hand-computed norms: 3-4-5, 5-12-13, and the sum of squares of both, 25 + 169 = 194.
 TEST(ReferenceOptimizer, Norms) {
   HostTensor a({2}, TE_FL_F32, {3, -4}), b({1, 2}, TE_FL_F16, {5, 12}), empty({0}, TE_FL_F32);
   HostTensor norm({1}, TE_FL_F32), each({3}, TE_FL_F32), inv({1}, TE_FL_F32, {0.25});
@@ -64,7 +64,7 @@ TEST(ReferenceOptimizer, Norms) {
   EXPECT_FLOAT_EQ(static_cast<float>(norm.values()[0]), std::sqrt(194.0f) / 4);
   EXPECT_EQ(each.values(), (std::vector<double>{1.25, 3.25, 0}));
 
-  a.fill({3e30, 4e30});  // squares beyond FP32
+  a.fill({3e30, 4e30});  // their squares overflow FP32
   ASSERT_OK(run_reference("multi_tensor_l2norm", args));
   EXPECT_NEAR(norm.values()[0], 5e30, 1e24);
   args.inputs_count = 0, args.per_tensor_norms = nullptr;
@@ -148,7 +148,7 @@ TEST(ReferenceOptimizer, AdamModesAndCorrection) {
   }
 }
 
-// Worked by hand: at step 1 from zero state, m^ = g and v^ = g^2, so p falls by lr * sign(g).
+// At step 1 from zero state, m^ = g and v^ = g^2, so p falls by lr * sign(g).
 TEST(ReferenceOptimizer, AdamFirstStep) {
   HostTensor g({2}, TE_FL_F32, {0.5, -3}), p({2}, TE_FL_F32, {1, 1});
   HostTensor m({2}, TE_FL_F32, {0, 0}), v({2}, TE_FL_F32, {0, 0});
@@ -166,7 +166,7 @@ TEST(ReferenceOptimizer, AdamMasterWeights) {
   AdamCase c;
   c.args.mode = TE_FL_ADAM_MODE_ADAMW;
   c.args.master_params = c.w.data(), c.args.master_params_count = 2;
-  c.p2.fill({NAN, NAN, NAN, NAN});  // only written
+  c.p2.fill({NAN, NAN, NAN, NAN});  // written, but never read
   std::vector<double> want;
   for (int i = 0; i < 4; ++i) {
     want.push_back(
@@ -200,7 +200,7 @@ TEST(ReferenceOptimizer, NoopFlagLeavesEverything) {
   EXPECT_NE(c.p1.values(), p);
 }
 
-// Every combination of the switches, two steps, against the formula.
+// Every combination of the switches for two steps, against the formula.
 TEST(ReferenceOptimizer, SgdSwitches) {
   for (int bits = 0; bits < 16; ++bits) {
     HostTensor g({3}, TE_FL_F32, {0.5, -1, 2}), p({3}, TE_FL_F32, {1, 2, -3});

@@ -63,7 +63,7 @@ TEST(ReferencePlugin, DescriptorsKeepTheRules) {
   }
   for (const te_fl_op_schema* schema : core::catalogue()) {
     EXPECT_EQ(names.count(schema->name), 1u) << schema->name;
-    std::string all;  // the reference knows every argument
+    std::string all;  // the reference backend supports every argument
     for (uint32_t i = 0; i < schema->arg_count; ++i) {
       const te_fl_arg_desc& arg = *schema->args[i];
       if ((arg.flags & TE_FL_ARG_LATER) != 0)

@@ -35,7 +35,7 @@ TEST(ReferenceQuantize, GivenScaleSaturatesAndKeepsARunningAmax) {
   Array q(TE_FL_F8E4M3, {7});
   q.quantised(TE_FL_SCALING_TENSOR, 0, 1, 0, 2.0f).amax() = 5.0f;
   EXPECT_OK(quantize(x, q));
-  // 1, -2, 448 (from 600), NaN, 0, -0, 2^-9: the smallest subnormal
+  // Codes of 1, -2, 448 (600 saturates), NaN, 0, -0 and 2^-9, the smallest subnormal.
   EXPECT_EQ(q.bytes(), (Bytes{0x38, 0xC0, 0x7E, 0x7F, 0x00, 0x80, 0x01}));
   EXPECT_EQ(q.row_scales()[0], 0.5f);
   EXPECT_EQ(q.amax(), 300.0f);
@@ -78,9 +78,9 @@ TEST(ReferenceQuantize, CurrentScalingDerivesTheScale) {
       {3.5, 0, 0, 128.0f, 3.5f},
       {3.0, 0, 0, 448.0f / 3.0f, 3.0f},
       {3.0, TE_FL_QUANT_POW2_SCALE, 0, 128.0f, 3.0f},
-      {3.5, 0, 7.0f, 64.0f, 3.5f},     // epsilon bounds what the scale is derived from
-      {0.0, 0, 0, 1.0f, 0.0f},         // nothing to scale
-      {1e-40, 0, 0, FLT_MAX, 1e-40f},  // an infinite scale is replaced
+      {3.5, 0, 7.0f, 64.0f, 3.5f},     // epsilon is a lower bound of the amax for the scale
+      {0.0, 0, 0, 1.0f, 0.0f},         // amax 0 gives scale 1
+      {1e-40, 0, 0, FLT_MAX, 1e-40f},  // an infinite scale becomes FLT_MAX
       {kInfinity, 0, 0, 1.0f, std::numeric_limits<float>::infinity()},
       {kNanInput, 0, 0, 1.0f, 0.0f},
   };
@@ -89,7 +89,7 @@ TEST(ReferenceQuantize, CurrentScalingDerivesTheScale) {
     Array x(TE_FL_F32, {2}, {0, c.value}), q(TE_FL_F8E4M3, {2});
     q.quantised(TE_FL_SCALING_TENSOR, TE_FL_QUANT_COMPUTE_SCALE | c.more_flags, 1, 0);
     q.quant().amax_epsilon = c.epsilon;
-    q.amax() = 1e30f;  // set, not accumulated
+    q.amax() = 1e30f;  // overwritten, not accumulated
     EXPECT_OK(quantize(x, q));
     EXPECT_EQ(q.scale(), c.scale);
     EXPECT_EQ(q.row_scales()[0], 1.0f / c.scale);
@@ -113,7 +113,7 @@ TEST(ReferenceQuantize, EmptyTensors) {
   EXPECT_EQ(dequantize(q, {3, 0}).size(), 0u);
 }
 
-// [3, 130]: every row-wise block and every column has an amax of its own.
+// Shape [3, 130]: every row-wise block and every column has its own amax.
 TEST(ReferenceQuantize, Block1x128LayoutAndPadding) {
   Array x(TE_FL_F32, {3, 130}), q(TE_FL_F8E4M3, {3, 130});
   for (int m = 0; m < 3; ++m) {
@@ -123,17 +123,18 @@ TEST(ReferenceQuantize, Block1x128LayoutAndPadding) {
   EXPECT_OK(quantize(x, q));
   EXPECT_EQ(q.row_scales(), (std::vector<float>{1 / 64.0f, 1 / 32.0f, 1 / (448.0f / 21), 0,  //
                                                 1 / 128.0f, 1 / 64.0f, 1 / (448.0f / 10.5f), 0}));
-  for (const uint8_t code : q.bytes()) EXPECT_EQ(code, 0x7E);  // each block is constant: 448
+  // Each block is constant, so every code is 448.
+  for (const uint8_t code : q.bytes()) EXPECT_EQ(code, 0x7E);
   const std::vector<float> columns = q.column_scales();
   for (int k = 0; k < 132; ++k) {
     EXPECT_EQ(columns[k], k < 128 ? 1 / (448.0f / 21) : k < 130 ? 1 / (448.0f / 10.5f) : 0) << k;
   }
-  // Column 0: 7, 14, 21 of 21: 149.33, 298.67, 448 round to 144 (0x71), 288 (0x79), 448.
+  // Column 0 has 7, 14, 21 with amax 21: 149.33, 298.67, 448 round to 144 (0x71), 288 (0x79), 448.
   EXPECT_EQ(Bytes(q.columns().begin(), q.columns().begin() + 3), (Bytes{0x71, 0x79, 0x7E}));
   EXPECT_EQ(q.amax(), 21.0f);
   const auto row_values = dequantize(q, {3, 130});
   EXPECT_NEAR(row_values[2 * 130 + 129], 10.5, 1e-6);
-  q.tensor().dl.data = nullptr;  // now the column-wise copy is read
+  q.tensor().dl.data = nullptr;  // only the column-wise copy is left to read
   EXPECT_NEAR(dequantize(q, {3, 130})[130], 14.0, 0.6);
   EXPECT_NE(dequantize(q, {3, 130})[130], row_values[130]);
 }
@@ -207,7 +208,7 @@ TEST(ReferenceQuantize, Mxfp8KeepsTheElementOrderInBothCopies) {
   EXPECT_EQ(dequantize(q, {2, 40})[39], 896.0);
 }
 
-// The scale is rounded up: 449 needs 2 where 448 needs 1.
+// The power-of-two scale is rounded up: 449 needs 2, while 448 needs 1.
 TEST(ReferenceQuantize, Mxfp8ScaleRoundsUp) {
   Array x(TE_FL_F32, {1, 2}, {449, -225}), q(TE_FL_F8E4M3, {1, 2});
   EXPECT_OK(quantize(x, q.quantised(TE_FL_SCALING_MXFP8, 0, 128 * 4, 0)));
@@ -215,8 +216,7 @@ TEST(ReferenceQuantize, Mxfp8ScaleRoundsUp) {
   EXPECT_EQ(q.bytes(), (Bytes{0x76, 0xEE}));  // 224.5 -> 224, -112.5 -> -112
 }
 
-// amax 12 makes the tensor's factor 2688 / 12 = 224, so that a block's E4M3 scale is amax / 6 *
-// 224.
+// amax 12 gives the tensor-level factor 2688 / 12 = 224, so a block's E4M3 scale is amax / 6 * 224.
 TEST(ReferenceQuantize, Nvfp4TwoLevelScales) {
   Array x(TE_FL_F32, {2, 18}), q(TE_FL_F4E2M1, {2, 18});
   for (int k = 0; k < 18; ++k) {
@@ -228,14 +228,15 @@ TEST(ReferenceQuantize, Nvfp4TwoLevelScales) {
   EXPECT_OK(quantize(x, q));
   EXPECT_EQ(q.amax(), 12.0f);
   const Bytes& rows = q.row_scale_bytes();
-  // 448, 224; 56, 0
+  // Scales of row 0: 448, 224; of row 1: 56, 0.
   EXPECT_EQ(Bytes(rows.begin(), rows.begin() + 8), (Bytes{0x7E, 0x76, 0, 0, 0x66, 0, 0, 0}));
   for (size_t i = 8; i < rows.size(); ++i) ASSERT_EQ(rows[i], 0) << i;
   EXPECT_EQ(q.bytes()[0], 0x77);    // 6, 6; low nibble first
   EXPECT_EQ(q.bytes()[8], 0xFF);    // -6, -6
-  EXPECT_EQ(q.bytes()[9], 0x72);    // 0.25 of 1.5: 1, then 6
+  EXPECT_EQ(q.bytes()[9], 0x72);    // 0.25 with block amax 1.5 gives 1; 1.5 gives 6
   EXPECT_EQ(q.columns()[0], 0x07);  // column 0: 12 -> 6; 0.25 / 2 is below half of 0.5
-  EXPECT_EQ(q.columns()[1], 0x27);  // column 1: 12 -> 6; 1.5 / 2 is a tie of 0.5 and 1: even
+  // Column 1: 12 -> 6; 1.5 / 2 is a tie between 0.5 and 1 and goes to even.
+  EXPECT_EQ(q.columns()[1], 0x27);
   const auto values = dequantize(q, {2, 18});
   EXPECT_EQ(values[0], 12.0);
   EXPECT_EQ(values[17], -6.0);
@@ -251,7 +252,7 @@ TEST(ReferenceQuantize, Nvfp4CopiesMayHaveAmaxesOfTheirOwn) {
   EXPECT_OK(quantize(x, q));
   EXPECT_EQ(q.amax(), 6.0f);
   EXPECT_EQ(own, 6.0f) << "both copies are made from the same values";
-  own = 12;  // as if the column-wise copy held the double
+  own = 12;  // as if the column-wise copy had twice the amax
   EXPECT_EQ(dequantize(q, {2, 18})[0], 6.0);
   q.tensor().dl.data = nullptr;
   q.quant().amax = nullptr;
@@ -370,7 +371,7 @@ TEST(ReferenceQuantize, MultiTensor) {
 TEST(ReferenceQuantize, CastToBareFp8) {
   Array x(TE_FL_F32, {2, 2}, {1, -2, 3, 4}), scale(TE_FL_F32, {1}, {2}), amax(TE_FL_F32, {1}, {1});
   Array inverse(TE_FL_F32, {1}), base(TE_FL_F8E4M3, {2, 3});
-  Array output(base, TE_FL_F8E4M3, {2, 2}, {3, 1});  // a column of the array stays as it is
+  Array output(base, TE_FL_F8E4M3, {2, 2}, {3, 1});  // column 2 of the array must stay unchanged
   te_fl_cast_to_fp8_args args;
   args.input = x;
   args.output = output;
@@ -407,7 +408,8 @@ TEST(ReferenceQuantize, AmaxIgnoresNanAndGaps) {
 }
 
 TEST(ReferenceQuantize, DelayedScalingUpdate) {
-  // Columns: rolls with row 0; uses the reduced amax; zero keeps history and scale.
+  // History columns: one rolls with row 0, one uses the reduced amax, one has amax 0 and keeps its
+  // history and scale.
   Array history(TE_FL_F32, {3, 3}, {7, 1, 0, 14, 2, 0, 28, 4, 0}),
       scales(TE_FL_F32, {3}, {9, 9, 9});
   Array one_row(TE_FL_F32, {1, 1}, {3.5}), one_scale(TE_FL_F32, {1}, {9});
@@ -423,7 +425,8 @@ TEST(ReferenceQuantize, DelayedScalingUpdate) {
   args.margin = 1;
   EXPECT_OK(call("fused_amax_and_scale_update_after_reduction", args));
   EXPECT_EQ(history.values(), (std::vector<double>{0, 0, 0, 28, 4, 0, 7, 56, 0}));
-  EXPECT_EQ(scales.values(), (std::vector<double>{8, 4, 9}));  // 224 / 28, 224 / 56, kept
+  // 224 / 28, 224 / 56, and the old scale.
+  EXPECT_EQ(scales.values(), (std::vector<double>{8, 4, 9}));
   EXPECT_EQ(one_row.get(0), 0.0);
   EXPECT_EQ(one_scale.get(0), 64.0);
 
@@ -432,9 +435,10 @@ TEST(ReferenceQuantize, DelayedScalingUpdate) {
   args.amax_reduction_buffer = nullptr;
   history.set(0, 7);
   EXPECT_OK(call("fused_amax_and_scale_update_after_reduction", args));
-  EXPECT_EQ(scales.values(), (std::vector<double>{4096, 4, 9}));  // 28672 / 7; nothing new: kept
+  // 28672 / 7; a column without a new amax keeps its scale.
+  EXPECT_EQ(scales.values(), (std::vector<double>{4096, 4, 9}));
   args.algo = TE_FL_AMAX_ALGO_MAX;
-  const std::vector<double> rolled = history.values();  // every row 0 is 0 now
+  const std::vector<double> rolled = history.values();  // row 0 of the history is all 0 now
   EXPECT_OK(call("fused_amax_and_scale_update_after_reduction", args));
   EXPECT_EQ(history.values(), rolled);
   EXPECT_EQ(scales.values(), (std::vector<double>{4096, 4, 9}));

@@ -11,13 +11,13 @@
 namespace te_fl::testing {
 namespace {
 
-// Rotates one head at a position.
+// Rotates one head by the angles of one position.
 std::vector<double> rotate(const std::vector<double>& x, const std::vector<double>& angle,
                            bool interleaved) {
   std::vector<double> y = x;
   const size_t r = angle.size();
   for (size_t i = 0; i < r; ++i) {
-    double partner;  // rotate(x)[i]
+    double partner;  // element i of rotate(x)
     if (interleaved) {
       partner = i % 2 == 0 ? -x[i + 1] : x[i - 1];
     } else {
@@ -28,7 +28,7 @@ std::vector<double> rotate(const std::vector<double>& x, const std::vector<doubl
   return y;
 }
 
-// Tokens in order, each with the position that it should have; heads and dims as in `x`.
+// Rotates the tokens in order, each by its expected position; heads and dims as in `x`.
 std::vector<double> rotate_all(const std::vector<double>& x, int64_t heads, int64_t dim,
                                const std::vector<int>& positions, const HostTensor& freqs,
                                bool interleaved) {
@@ -56,8 +56,8 @@ double dot(const std::vector<double>& a, const std::vector<double>& b) {
   return sum;
 }
 
-// The backward is the transpose of the forward: <w, rope(x)> = <rope'(w), x> for all w, x. Checked
-// with unit vectors, so every entry of the matrix counts.
+// The backward is the transpose of the forward: <w, rope(x)> = <rope'(w), x> for all w and x. Unit
+// vectors x check every entry of the matrix.
 void check_transpose(te_fl_fused_rope_forward_args f, const Shape& shape) {
   const int64_t n = count(shape);
   const std::vector<double> w = random_values(n, 31);
@@ -109,7 +109,7 @@ TEST(ReferenceRope, LayoutsAndPairings) {
     check_rope(a, {6, 2, 4}, {0, 1, 2, 0, 1, -1}, 2);
   }
   te_fl_fused_rope_forward_args a;
-  check_rope(a, {2, 1, 1, 4}, {0, 1}, 0);  // nothing to turn
+  check_rope(a, {2, 1, 1, 4}, {0, 1}, 0);  // no columns to rotate
   check_rope(a, {0, 2, 1, 4}, {}, 4);
 }
 
@@ -122,22 +122,23 @@ TEST(ReferenceRope, StartPositions) {
   check_rope(a, {3, 1, 4}, {5, 30, 31}, 4);
 }
 
-// Worked by hand: 16 positions on 2 ranks are 4 chunks of 4; rank 0 holds chunks 0 and 3, rank 1
-// chunks 1 and 2.
+// 16 positions on 2 ranks form 4 chunks of 4; rank 0 holds chunks 0 and 3, rank 1 holds chunks 1
+// and 2.
 TEST(ReferenceRope, ContextParallel) {
   te_fl_fused_rope_forward_args a;
   a.cp_size = 2;
   check_rope(a, {8, 1, 1, 2}, {0, 1, 2, 3, 12, 13, 14, 15}, 2);
   a.cp_rank = 1;
   check_rope(a, {8, 1, 1, 2}, {4, 5, 6, 7, 8, 9, 10, 11}, 2);
-  HostTensor cu({3}, TE_FL_I32, {0, 4, 16});  // whole sequences of 4 and 12: 2 and 6 tokens here
+  // Sequences of 4 and 12 tokens in total: 2 and 6 on this rank.
+  HostTensor cu({3}, TE_FL_I32, {0, 4, 16});
   a.layout = TE_FL_LAYOUT_THD, a.cu_seqlens = cu;
   check_rope(a, {8, 1, 2}, {1, 2, 3, 4, 5, 6, 7, 8}, 2);
   a.cp_rank = 0;
   check_rope(a, {8, 1, 2}, {0, 3, 0, 1, 2, 9, 10, 11}, 2);
 }
 
-// A quarter turn: (1, 2) becomes (-2, 1).
+// A rotation by 90 degrees: (1, 2) becomes (-2, 1).
 TEST(ReferenceRope, HandDerivedWithStrides) {
   const double quarter = std::acos(-1.0) / 2;
   HostTensor freqs({1, 1, 1, 2}, TE_FL_F32, {quarter, quarter});
@@ -178,7 +179,7 @@ TEST(ReferenceRope, PackedQkv) {
     f.layout = layout, f.interleaved = 1, f.start_positions = starts, f.cp_size = 2, f.cp_rank = 1;
     ASSERT_OK(run_reference("fused_qkv_rope_forward", f));
 
-    // Split, then rotate each: 4 local positions of rank 1 of 2 are 2, 3, 4, 5.
+    // Splits QKV, then rotates q and k. The 4 local positions of rank 1 of 2 are 2, 3, 4, 5.
     std::vector<double> q_in, k_in, v_in;
     std::vector<int> positions;
     for (int64_t row = 0; row < a0 * a1 * P::g; ++row) {

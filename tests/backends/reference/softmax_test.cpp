@@ -12,7 +12,7 @@ namespace {
 
 using Visible = std::function<bool(int64_t row, int64_t key)>;  // row of the [rows, keys] matrix
 
-// exp(s x) / sum, with no maximum taken out: double has the range for these inputs.
+// exp(s x) / sum without subtracting the maximum, as double has the range for these inputs.
 std::vector<double> softmax(const std::vector<double>& x, int64_t keys, double scale,
                             const Visible& visible) {
   std::vector<double> y(x.size(), 0);
@@ -28,7 +28,7 @@ std::vector<double> softmax(const std::vector<double>& x, int64_t keys, double s
   return y;
 }
 
-// Central differences of sum(softmax * weight).
+// Returns the derivative of sum(softmax * weight) by central differences.
 std::vector<double> derivative(std::vector<double> x, int64_t keys, double scale,
                                const Visible& visible, const std::vector<double>& weight) {
   const auto loss = [&] {
@@ -91,7 +91,7 @@ TEST(ReferenceSoftmax, MaskBroadcasts) {
   for (const Shape& mask_shape : {Shape{b, h, q, k}, {b, 1, q, k}, {1, h, q, k}, {1, 1, q, k}}) {
     std::vector<double> bits;
     for (double r : random_values(count(mask_shape), 3, 0, 2)) bits.push_back(r > 1 ? 7 : 0);
-    for (int64_t j = 0; j < k; ++j) bits[static_cast<size_t>(k + j)] = 1;  // query 1 sees nothing
+    for (int64_t j = 0; j < k; ++j) bits[static_cast<size_t>(k + j)] = 1;  // query 1 sees no keys
     HostTensor mask(mask_shape, TE_FL_U8, bits);
     te_fl_scaled_masked_softmax_forward_args f;
     f.mask = mask;
@@ -123,7 +123,7 @@ TEST(ReferenceSoftmax, AlignedCausal) {
   }
 }
 
-// Worked by hand: exp of 0 and log 3 are 1 and 3; a difference of 200 must not overflow.
+// exp(0) = 1 and exp(log 3) = 3; a difference of 200 must not overflow.
 TEST(ReferenceSoftmax, HandDerivedAndExtreme) {
   HostTensor x({1, 1, 4, 2}, TE_FL_F32,
                {0, std::log(3.0) / 2, 400, 300, -INFINITY, -INFINITY, NAN, -INFINITY});

@@ -22,13 +22,13 @@ TEST(ReferenceTensor, AddInPlaceAndMixedDtypes) {
   Array mask(TE_FL_U8, {1});
   args.mask = mask;
   args.output = a;
-  EXPECT_OK(call("add", args));  // p = 0: everything is kept, and the mask says so
+  EXPECT_OK(call("add", args));  // p = 0 keeps every element, and the mask shows it
   EXPECT_EQ(a.values(), (Values{12, 24, 36, 48}));
   EXPECT_EQ(mask.bytes(), (Bytes{0x0F}));
 }
 
-// Philox 4x32-10 of counter 0 under key 0 begins with 6627e8d5 e169c58d bc57ac4c 9b00dbd8 (the
-// generator's published known answers): 0.399, 0.881, 0.736, 0.605.
+// Philox 4x32-10 with key 0 and counter 0 begins with 6627e8d5 e169c58d bc57ac4c 9b00dbd8 (the
+// authors' known answers): as fractions 0.399, 0.881, 0.736, 0.605.
 TEST(ReferenceTensor, AddDropsByThePhiloxStream) {
   Array a(TE_FL_F32, {4}, {1, 1, 1, 1}), b(TE_FL_F32, {4}, {3, 3, 3, 3}), y(TE_FL_F32, {4});
   Array mask(TE_FL_U8, {1});
@@ -41,7 +41,8 @@ TEST(ReferenceTensor, AddDropsByThePhiloxStream) {
   EXPECT_OK(call("add", args));
   EXPECT_EQ(y.values(), (Values{1, 9, 9, 1}));
   EXPECT_EQ(mask.bytes(), (Bytes{0x06}));
-  const uint64_t state[2] = {0, ~uint64_t{0} - 6};  // its seed wins, its offset adds: 0 modulo 2^64
+  // This seed replaces rng.seed; this offset added to rng.offset gives 0 mod 2^64.
+  const uint64_t state[2] = {0, ~uint64_t{0} - 6};
   EXPECT_OK(call("add", args,
                  {.seed = 1, .offset = 7, .seed_address = &state[0], .offset_address = &state[1]}));
   EXPECT_EQ(mask.bytes(), (Bytes{0x06}));
@@ -61,7 +62,7 @@ TEST(ReferenceTensor, AddContinuesTheStreamAtTheOffset) {
   EXPECT_EQ(mask.bytes()[2] >> 5, 0);  // padding bits
   args.mask = tail;
   EXPECT_OK(call("add", args, {.seed = 5, .offset = 4}));
-  // One counter is four elements: element i at offset 4 is element i + 4 at offset 3.
+  // One counter value serves four elements: element i at offset 4 is element i + 4 at offset 3.
   for (int i = 0; i < 17; ++i) {
     EXPECT_EQ(tail.bytes()[i / 8] >> (i % 8) & 1, mask.bytes()[(i + 4) / 8] >> ((i + 4) % 8) & 1);
   }
@@ -89,7 +90,7 @@ TEST(ReferenceTensor, CopyBetweenStrides) {
 }
 
 TEST(ReferenceTensor, CopyConvertsWithOneRounding) {
-  // By way of FP32, 1 + 2^-11 + 2^-40 becomes the tie 1 + 2^-11 and then 1.
+  // Rounding to FP32 first would turn 1 + 2^-11 + 2^-40 into the tie 1 + 2^-11 and then into 1.
   Array x(TE_FL_F64, {6},
           {1 + std::ldexp(1, -11) + std::ldexp(1, -40), 65520, -1e300, kNanValue, 1e-30, 500});
   Array h(TE_FL_F16, {6}), e(TE_FL_F8E4M3, {6}), s(TE_FL_F8E8M0, {6}), back(TE_FL_F32, {6});
@@ -125,7 +126,8 @@ TEST(ReferenceTensor, CopyKeepsBitsAndPacksFp4) {
   args.input = f;
   args.output = q;
   EXPECT_OK(call("strided_copy", args));
-  EXPECT_EQ(q.bytes(), (Bytes{0xF2, 0xA1}));  // the nibble after the last element is not ours
+  // The nibble after the last element must not be written.
+  EXPECT_EQ(q.bytes(), (Bytes{0xF2, 0xA1}));
   args.input = q;
   args.output = r;
   EXPECT_OK(call("strided_copy", args));
@@ -259,7 +261,7 @@ TEST(ReferenceTensor, CrossEntropyEdges) {
   args.targets = target;
   args.loss = loss;
   args.lse = lse;
-  EXPECT_OK(call("cross_entropy_fwd", args));  // a masked class does not make the loss NaN
+  EXPECT_OK(call("cross_entropy_fwd", args));  // a masked class must not make the loss NaN
   EXPECT_EQ(loss.get(0), 0.0);
   EXPECT_EQ(lse.get(0), 4.0);
   Array fresh(TE_FL_F32, {});

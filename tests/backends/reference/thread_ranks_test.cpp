@@ -1,5 +1,5 @@
-// Ranks that are threads: what they compute together, and what happens when one of them does not do
-// as the others do. Numbers at large are the conformance cases'.
+// Collectives of ranks that are threads: order of summation, and errors when one rank deviates. The
+// conformance tests check the collectives' results in general.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,7 +16,7 @@
 namespace te_fl::testing {
 namespace {
 
-// A store of this process, as the host hands it to create().
+// An in-process store with the C interface that the host passes to create().
 class OneProcessStore {
  public:
   OneProcessStore() {
@@ -70,7 +70,7 @@ const te_fl_comm_desc& provider() {
   return *found;
 }
 
-// `f` with a sink, whose text the outcome has.
+// Runs `f` with an error sink; returns its status and the sink's text.
 Outcome outcome_of(const std::function<te_fl_status(const te_fl_error_sink*)>& f) {
   Outcome outcome;
   const te_fl_error_sink sink{sizeof(te_fl_error_sink), 0, &outcome.text,
@@ -81,7 +81,7 @@ Outcome outcome_of(const std::function<te_fl_status(const te_fl_error_sink*)>& f
   return outcome;
 }
 
-// One rank's communicator.
+// The communicator of one rank.
 class Rank {
  public:
   Outcome create(const te_fl_comm_store* store, int rank, int size, uint32_t timeout_ms = 20000) {
@@ -157,7 +157,7 @@ class Rank {
   te_fl_communicator comm_;
 };
 
-// f(rank, its number) on as many threads as there are ranks.
+// Runs f(rank, its number) on one thread per rank.
 void on_ranks(int size, const std::function<void(Rank&, int)>& f, uint32_t timeout_ms = 20000) {
   OneProcessStore store;
   std::vector<std::thread> threads;
@@ -185,7 +185,7 @@ TEST(ThreadRanks, TheProviderSaysWhatItServes) {
   EXPECT_NE(provider().device_types & (uint64_t{1} << TE_FL_DEVICE_CPU), 0u);
 }
 
-// 1e30 and -1e30 are lost in F32 if they are added in another order or less exactly.
+// 1e30 and -1e30 cancel exactly only if the sum runs in rank order and in double.
 TEST(ThreadRanks, SumsInTheOrderOfRanksAndInDouble) {
   on_ranks(4, [](Rank& rank, int r) {
     const double values[] = {1e30, 3, -1e30, 1};
@@ -234,7 +234,7 @@ TEST(ThreadRanks, AGroupSendsBothWays) {
   EXPECT_FAILS(group_end(), kFailedPrecondition, "without group_start()");
 }
 
-// ---- mistakes of one rank
+// ---- errors of one rank
 
 TEST(ThreadRanks, AnotherOrderFailsOnEveryRank) {
   on_ranks(3, [](Rank& rank, int r) {
@@ -367,7 +367,7 @@ TEST(ThreadRanks, AreDestroyedInAnyOrder) {
   }
 }
 
-// ---- making one
+// ---- creating a communicator
 
 TEST(ThreadRanks, OneOfOneNeedsNoOther) {
   on_ranks(1, [](Rank& rank, int) {
@@ -421,7 +421,7 @@ TEST(ThreadRanks, AChildIsRefused) {
       const bool refused = rank.barrier().status == TE_FL_FAILED_PRECONDITION;
       rank.abort();
       rank.destroy();
-      Rank own;  // and one of its own is good
+      Rank own;  // a communicator of its own works
       OneProcessStore store;
       _exit(refused && own.create(store.c(), 0, 1).status == TE_FL_OK &&
                     own.barrier().status == TE_FL_OK
@@ -435,7 +435,7 @@ TEST(ThreadRanks, AChildIsRefused) {
   });
 }
 
-// ---- what cannot be done with memory as it lies
+// ---- memory that collectives refuse
 
 TEST(ThreadRanks, MemoryMustBeOwnPartsAndWholeBytes) {
   on_ranks(1, [](Rank& rank, int) {

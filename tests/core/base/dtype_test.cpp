@@ -19,7 +19,7 @@ TEST(DType, CFormAndIndexAreInverse) {
   }
 }
 
-// Every triple of code and width, so that no other is taken for one of ours.
+// Tests every combination of code, bits and lanes: only te-fl's dtypes have an index.
 TEST(DType, ExactlyOurTriplesHaveAnIndex) {
   std::set<int> found;
   for (int code = 0; code < 256; ++code) {

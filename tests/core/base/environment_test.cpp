@@ -22,7 +22,7 @@ extern char** environ;
 namespace te_fl::environment {
 namespace {
 
-// Each test starts from an environment without our variables, and puts back those that were there.
+// Each test starts with an environment without te-fl's variables; TearDown() restores them.
 class Environment : public ::testing::Test {
  protected:
   void SetUp() override { found_ = clear(); }
@@ -101,7 +101,7 @@ TEST_F(Environment, AMisspeltVariableNamesTheNearest) {
   EXPECT_OK(status());
 }
 
-// It may be of a plugin that is not here.
+// The variable may belong to a plugin that is not loaded.
 TEST_F(Environment, AnUnknownVariableFarFromAllIsARemarkThatPointsToTheList) {
   for (const char* name : {"TEFL_XYZZY", "TE_FL_ACME_DEBUG", "TE_FL_ACME_SYNC"}) {
     const Status s = load(name, "1");
@@ -151,7 +151,7 @@ TEST_F(Environment, TheNameWinsOverTheAlias) {
   EXPECT_EQ(row("TEFL_LOG_LEVEL").origin, "environment (alias TE_FL_LOG_LEVEL)");
   ASSERT_OK(load("TEFL_LOG_LEVEL", "debug"));
   EXPECT_EQ(get("TEFL_LOG_LEVEL").value(), "DEBUG");
-  // The other order in environ.
+  // Sets both variables in the other order.
   unsetenv("TE_FL_LOG_LEVEL");
   ASSERT_OK(load("TE_FL_LOG_LEVEL", "trace"));
   EXPECT_EQ(get("TEFL_LOG_LEVEL").value(), "DEBUG");

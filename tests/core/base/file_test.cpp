@@ -1,4 +1,4 @@
-// Files are read and replaced whole, or refused.
+// Files are read and replaced as a whole, or the call is refused.
 #include "core/base/file.hpp"
 
 #include <gtest/gtest.h>
@@ -17,9 +17,9 @@
 #include "support/temp_folder.hpp"
 
 namespace {
-std::string g_synced;  // a letter for each file and folder, in order
+std::string g_synced;  // 'f' for each synced file and 'd' for each folder, in order
 }
-// Stands before the C library's, to see what it is asked for.
+// Replaces the C library's fsync() to record its calls.
 extern "C" int fsync(int fd) {
   struct stat st {};
   g_synced += fstat(fd, &st) == 0 && S_ISDIR(st.st_mode) ? 'd' : 'f';
@@ -57,13 +57,13 @@ TEST(WholeFile, ALinkStaysAndWhatItLeadsToIsMade) {
   const test::TempFolder folder;
   std::filesystem::create_directory(folder / "there");
   const std::string target = folder / "there/a", near = folder / "there/near", far = folder / "far";
-  std::filesystem::create_symlink("a", near);  // seen from the folder of the link
+  std::filesystem::create_symlink("a", near);  // relative to the link's folder
   std::filesystem::create_symlink("there/near", far);
   ASSERT_OK(replace_file(far, "new"));
   EXPECT_EQ(test::read_file(target), "new");
   EXPECT_TRUE(std::filesystem::is_symlink(far));
   EXPECT_TRUE(std::filesystem::is_symlink(near));
-  // A ring of links leads nowhere, and no link of it is replaced.
+  // A cycle of links has no target, and replace_file() does not replace any of its links.
   std::filesystem::create_symlink(folder / "one", folder / "other");
   std::filesystem::create_symlink(folder / "other", folder / "one");
   EXPECT_FALSE(replace_file(folder / "one", "new").ok());

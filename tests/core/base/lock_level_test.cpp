@@ -8,8 +8,8 @@
 
 #include "core/base/fork.hpp"
 
-// A thread that takes the library's mutexes out of order aborts where that is checked, and both
-// mutexes are named.
+// In checked builds, a thread that locks te-fl's mutexes out of order aborts with a message that
+// names both mutexes.
 namespace te_fl::core {
 namespace {
 
@@ -18,7 +18,7 @@ TEST(LockLevel, AscendingLevelsAreTaken) {
   held.take({LockLevel::kRegistry});
   held.take({LockLevel::kPlans});
   held.take({LockLevel::kLog});
-  held.give_up({LockLevel::kPlans});  // in any order
+  held.give_up({LockLevel::kPlans});  // in any order of release
   held.give_up({LockLevel::kLog});
   held.take({LockLevel::kPlans});
 }
@@ -29,7 +29,7 @@ TEST(LockLevel, AnEarlierLevelAborts) {
   held.take({LockLevel::kLog});
   EXPECT_DEATH(held.take({LockLevel::kPlans}), "'plans'.*'log'");
   held.give_up({LockLevel::kLog});
-  held.take({LockLevel::kPlans});  // only what is held counts
+  held.take({LockLevel::kPlans});  // only mutexes that are held count
 }
 
 TEST(LockLevel, TheSameLevelAborts) {
@@ -71,7 +71,7 @@ TEST(LockLevel, EveryLevelHasANameOfItsOwn) {
 
 constinit ForkMutex fork_mutex(LockLevel::kQuarantine);
 
-// The mutexes themselves, in builds that check.
+// The mutexes themselves, in builds that check their order.
 TEST(LockLevel, MutexesAreChecked) {
   if (!kLocksChecked) GTEST_SKIP() << "this build does not check the order of mutexes";
   Mutex late(LockLevel::kLog), early(LockLevel::kRegistry);
@@ -79,7 +79,7 @@ TEST(LockLevel, MutexesAreChecked) {
     const std::lock_guard first(early);
     const std::lock_guard then(late);
   }
-  // In the death test's own process: fork() takes mutexes, too.
+  // Runs inside the death test's process only, as fork() locks mutexes, too.
   const auto inverted = [&](auto& then) {
     const std::lock_guard first(late);
     then.lock();

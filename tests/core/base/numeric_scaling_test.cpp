@@ -1,4 +1,4 @@
-// Scaling rules and the dropout stream against vectors derived by hand or published.
+// Scaling rules and the dropout stream against values derived by hand or published.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -47,14 +47,15 @@ TEST(ScaleFromAmax, InfiniteScaleIsReplaced) {
   EXPECT_EQ(scale_from_amax(tiny, kE4m3Max, 0.0f, false, largest_finite<half>), 65504.0f);
   EXPECT_EQ(scale_from_amax(tiny, kE4m3Max, 0.0f, true, largest_finite<half>), 32768.0f);
   EXPECT_EQ(scale_from_amax(tiny, kE4m3Max, 0.0f, true, largest_finite<bfloat16>), 0x1p127f);
-  // The last amax whose scale is still finite: 1.75 * 2^127.
+  // The smallest amax whose scale is still finite: 1.75 * 2^127.
   EXPECT_EQ(scale_from_amax(0x1p-119f, kE4m3Max, 0.0f, false, 1.0f), 0x1.Cp127f);
   EXPECT_EQ(scale_from_amax(0x1p-120f, kE4m3Max, 0.0f, false, 1.0f), 1.0f);
 }
 
 TEST(ScaleFromAmax, PowerOfTwoTruncates) {
   EXPECT_EQ(scale_from_amax(1.0f, kE4m3Max, 0.0f, true, kFltMax), 256.0f);
-  EXPECT_EQ(scale_from_amax(449.0f, kE4m3Max, 0.0f, true, kFltMax), 0.5f);  // 0.9978
+  // 448 / 449 = 0.9978 rounds down.
+  EXPECT_EQ(scale_from_amax(449.0f, kE4m3Max, 0.0f, true, kFltMax), 0.5f);
   EXPECT_EQ(scale_from_amax(448.0f, kE4m3Max, 0.0f, true, kFltMax), 1.0f);
   EXPECT_EQ(truncate_to_power_of_two(0x1.FFFFFEp3f), 8.0f);
   EXPECT_EQ(truncate_to_power_of_two(-5.0f), -4.0f);
@@ -83,7 +84,7 @@ TEST(Mxfp8Scale, RoundsUp) {
   EXPECT_EQ(mxfp8_scale(kFltMax).bits, 247);  // 2^128 / 448 = 1.14 * 2^119
 }
 
-// The block maximum never saturates, and uses the format's top binade.
+// The scaled block maximum never saturates and lies in the format's top binade.
 TEST(Mxfp8Scale, KeepsTheMaximumInRange) {
   for (int exponent = -110; exponent < 128; ++exponent) {
     for (const float mantissa : {1.0f, 1.5f, 1.75f, 0x1.C00002p0f, 0x1.FFFFFEp0f}) {
@@ -96,7 +97,7 @@ TEST(Mxfp8Scale, KeepsTheMaximumInRange) {
   }
 }
 
-// History of two tensors, [length, 2]; the other column must not be touched.
+// An amax history [length, 2] of two tensors; an update of one column must not change the other.
 struct History {
   explicit History(std::vector<float> column) : length(column.size()) {
     for (const float value : column) {
@@ -120,10 +121,10 @@ struct History {
 using Column = std::vector<float>;
 
 TEST(DelayedScaling, RollsAndTakesTheLargest) {
-  History history({7, 3.5f, 1, 2});  // running, then oldest to newest
+  History history({7, 3.5f, 1, 2});  // row 0, which collects, then oldest to newest
   EXPECT_EQ(delayed_scaling_update(history.view(), 0.0f, 5.0f, {}), 64.0f);
   EXPECT_EQ(history.column(), (Column{0, 1, 2, 7}));
-  // The oldest entry leaves the history only with this update, and still counts in it.
+  // This update removes the oldest entry from the history, but its scale still includes that entry.
   History leaving({1, 14, 2, 3});
   EXPECT_EQ(delayed_scaling_update(leaving.view(), 0.0f, 5.0f, {}), 32.0f);
   EXPECT_EQ(leaving.column(), (Column{0, 2, 3, 1}));
@@ -186,7 +187,8 @@ TEST(DelayedScaling, InfiniteAmaxKeepsTheScaleUntilItLeaves) {
 
 TEST(DelayedScaling, NanAmax) {
   History history({kNan, 1, 7});  // a NaN row 0 is not zero, so it rolls in
-  EXPECT_EQ(delayed_scaling_update(history.view(), 0.0f, 5.0f, {}), 64.0f);  // from the others
+  // From the other entries.
+  EXPECT_EQ(delayed_scaling_update(history.view(), 0.0f, 5.0f, {}), 64.0f);
   const Column column = history.column();
   EXPECT_EQ(column[0], 0.0f);
   EXPECT_EQ(column[1], 7.0f);
@@ -204,7 +206,7 @@ TEST(DelayedScaling, MarginAndFormat) {
   EXPECT_EQ(delayed_scaling_update(history.view(), 7.0f, 5.0f, {.margin = 2}), 16.0f);
   EXPECT_EQ(delayed_scaling_update(history.view(), 7.0f, 5.0f, {.margin = -1}), 128.0f);
   EXPECT_EQ(delayed_scaling_update(history.view(), 7.0f, 5.0f, {.fp8_max = kE5m2Max}), 8192.0f);
-  // 448 / 4 / 3 in one rounding.
+  // 448 / 4 / 3 with a single rounding.
   EXPECT_EQ(delayed_scaling_update(history.view(), 3.0f, 5.0f, {.margin = 2}), 0x1.2AAAAAp5f);
 }
 
@@ -233,15 +235,17 @@ TEST(Philox, SeedAndCounterFillLowWordFirst) {
   for (std::uint64_t i = 0; i < 12; ++i) {
     EXPECT_EQ(dropout_word(9, 5, i), philox4x32(9, 5 + i / 4)[i % 4]);
   }
-  EXPECT_EQ(dropout_word(9, ~std::uint64_t{0}, 4), philox4x32(9, 0)[0]);  // wraps
+  // The counter wraps around.
+  EXPECT_EQ(dropout_word(9, ~std::uint64_t{0}, 4), philox4x32(9, 0)[0]);
 }
 
 TEST(Dropout, KeepsFromTheExactThreshold) {
   EXPECT_EQ(dropout_threshold(0.5f), 0x80000000u);
-  EXPECT_FALSE(dropout_keep(0x7FFFFFFF, 0.5f));  // 0.5 after rounding to FP32
+  EXPECT_FALSE(dropout_keep(0x7FFFFFFF, 0.5f));  // 0x7FFFFFFF / 2^32 rounds to 0.5 in FP32
   EXPECT_TRUE(dropout_keep(0x80000000, 0.5f));
   EXPECT_EQ(dropout_threshold(0.1f), 0x199999A0u);  // 0.1f is 0x1.99999Ap-4
-  // 0x1.000002p-9 is the last binade whose bits all reach 2^-32; below it the threshold rounds up.
+  // 0x1.000002p-9 lies in the lowest binade whose bits are all multiples of 2^-32; below it the
+  // threshold rounds up.
   EXPECT_EQ(dropout_threshold(0x1.000002p-9f), 0x800001u);
   EXPECT_EQ(dropout_threshold(0x1.000002p-10f), 0x400001u);  // 0x400000.8, rounded up
   EXPECT_FALSE(dropout_keep(0x400000, 0x1.000002p-10f));
@@ -257,7 +261,7 @@ TEST(Dropout, EndsOfTheRange) {
     EXPECT_FALSE(dropout_keep(word, 2.0f));
     EXPECT_FALSE(dropout_keep(word, kNan));
   }
-  // The largest p below 1 keeps only the top 256 words.
+  // The largest p below 1 keeps only the 256 largest words.
   EXPECT_EQ(dropout_threshold(std::nextafter(1.0f, 0.0f)), 0xFFFFFF00u);
 }
 

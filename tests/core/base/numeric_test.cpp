@@ -1,5 +1,5 @@
-// Element formats against oracles that share no code with them: values come from the formats'
-// definition evaluated in FP64, encodings from a search over those values.
+// Element formats against independent oracles: values come from each format's definition evaluated
+// in FP64, and encodings from a search over those values.
 #include "te_fl/numeric.hpp"
 
 #include <gtest/gtest.h>
@@ -24,14 +24,14 @@ namespace {
 
 constexpr float kFloatInf = std::numeric_limits<float>::infinity();
 
-// A sign-and-magnitude format as its specification words it.
+// A sign-and-magnitude format with the parameters of its specification.
 struct Definition {
   int exponent_bits, mantissa_bits, bias;
   unsigned max_finite;  // code of the largest finite value
-  bool saturates;       // else overflows to infinity, whose code is max_finite + 1
+  bool saturates;       // otherwise overflows to infinity, whose code is max_finite + 1
   unsigned sign() const { return 1u << (exponent_bits + mantissa_bits); }
 
-  // (-1)^s 2^(e - bias) (1 + m / 2^M), or (-1)^s 2^(1 - bias) (m / 2^M) where e = 0.
+  // (-1)^s 2^(e - bias) (1 + m / 2^M); for e = 0, (-1)^s 2^(1 - bias) (m / 2^M).
   double value(unsigned code) const {
     const unsigned magnitude = code % sign();
     const int e = static_cast<int>(magnitude >> mantissa_bits);
@@ -54,11 +54,11 @@ class Oracle {
     for (unsigned code = 0; code <= definition.max_finite; ++code) {
       values_.push_back(definition.value(code));
     }
-    // Overflow to infinity is rounding to the next value that the exponent range lacks.
+    // Overflow to infinity equals rounding to the next value beyond the exponent range.
     if (!definition.saturates) values_.push_back(definition.value(definition.max_finite + 1));
   }
 
-  // Nearest value, the even code on a tie. Not for NaN.
+  // Returns the code of the nearest value; a tie goes to the even code. x must not be NaN.
   unsigned encode(double x) const {
     const double absolute = std::fabs(x);
     unsigned code = static_cast<unsigned>(values_.size()) - 1;
@@ -72,7 +72,8 @@ class Oracle {
     return code | (std::signbit(x) ? definition_.sign() : 0u);
   }
 
-  // Every representable value and midpoint, and the neighbours of each in T, with both signs.
+  // Returns every representable value, every midpoint, and the neighbours of each in T, with both
+  // signs.
   template <class T>
   std::vector<T> boundaries() const {
     std::vector<T> result;
@@ -86,7 +87,8 @@ class Oracle {
       }
     };
     for (std::size_t i = 0; i < values_.size(); ++i) {
-      if (values_[i] > std::numeric_limits<T>::max()) continue;  // 2^128 for BF16 from FP32
+      // 2^128, which FP32 lacks, in the BF16 table.
+      if (values_[i] > std::numeric_limits<T>::max()) continue;
       add(values_[i]);
       if (i + 1 < values_.size()) add(values_[i] + (values_[i + 1] - values_[i]) / 2);
     }
@@ -124,7 +126,7 @@ std::vector<float> random_floats(int count) {
   while (static_cast<int>(result.size()) < count) {
     const float any = std::bit_cast<float>(static_cast<std::uint32_t>(generator()));
     if (!std::isnan(any)) result.push_back(any);
-    // Exponents of the narrow formats, which uniform bits hardly meet.
+    // Adds exponents of the narrow formats, which uniformly random bits rarely hit.
     const int exponent = static_cast<int>(generator() % 48) - 30;
     result.push_back(
         std::ldexp(static_cast<float>(static_cast<std::int32_t>(generator())), exponent - 31));
@@ -148,7 +150,7 @@ TEST(NumericFormats, ElementsAreTrivialAndRawSized) {
   static_assert(!std::is_convertible_v<float, half> && !std::is_convertible_v<half, float>);
   static_assert(float_to_e4m3(1.0f) == 0x38 && e5m2_to_float(0x3C) == 1.0f,
                 "usable at compile time");
-  // Generic code over element types takes float and double too.
+  // The conversions also take float and double, for generic code over element types.
   EXPECT_EQ(to_float(1.5), 1.5f);
   EXPECT_EQ(to_float(from_float<float>(0.1f)), 0.1f);
   EXPECT_EQ(from_float<double>(0.1f), static_cast<double>(0.1f));
@@ -196,14 +198,14 @@ TEST(NumericFormats, Fp8SpecialCodes) {
 
 TEST(NumericFormats, HandDerivedVectors) {
   EXPECT_EQ(float_to_e4m3(448.0f), 0x7E);
-  EXPECT_EQ(float_to_e4m3(464.0f), 0x7E);  // tie with the value that NaN displaced: saturates
+  EXPECT_EQ(float_to_e4m3(464.0f), 0x7E);  // a tie with the value whose code is NaN: saturates
   EXPECT_EQ(float_to_e4m3(1e30f), 0x7E);
   EXPECT_EQ(float_to_e4m3(-kFloatInf), 0xFE);
-  EXPECT_EQ(float_to_e4m3(0x1p-10f), 0x00);  // half the least value: ties to even
+  EXPECT_EQ(float_to_e4m3(0x1p-10f), 0x00);  // half the smallest value: ties to even
   EXPECT_EQ(float_to_e4m3(-0x1.8p-9f), 0x82);
   EXPECT_EQ(float_to_e4m3(-0.0f), 0x80);
-  EXPECT_EQ(float_to_e4m3(17.0f), 0x58);  // between 16 and 18
-  EXPECT_EQ(float_to_e4m3(19.0f), 0x5A);  // between 18 and 20
+  EXPECT_EQ(float_to_e4m3(17.0f), 0x58);  // a tie between 16 and 18
+  EXPECT_EQ(float_to_e4m3(19.0f), 0x5A);  // a tie between 18 and 20
   EXPECT_EQ(float_to_e5m2(61440.0f), 0x7B);
   EXPECT_EQ(float_to_e5m2(-kFloatInf), 0xFB);
   EXPECT_EQ(float_to_e5m2(0x1p-17f), 0x00);
@@ -217,7 +219,7 @@ TEST(NumericFormats, HandDerivedVectors) {
   EXPECT_EQ(float_to_e2m1(-2.5f), 0xC);
   EXPECT_EQ(float_to_e2m1(5.0f), 0x6);
   EXPECT_EQ(float_to_e2m1(100.0f), 0x7);
-  EXPECT_EQ(e2m1_to_float(0xF5), 3.0f);  // the high nibble is not read
+  EXPECT_EQ(e2m1_to_float(0xF5), 3.0f);  // the high nibble is ignored
 }
 
 TEST(NumericFormats, RoundingBoundariesFromFp32) {
@@ -233,7 +235,7 @@ TEST(NumericFormats, RoundingBoundariesFromFp32) {
   });
 }
 
-// One FP64 unit beyond a midpoint is where going through FP32 would round twice.
+// At one FP64 unit beyond a midpoint, a conversion through FP32 would round twice.
 TEST(NumericFormats, RoundingBoundariesFromFp64) {
   for_each_format([](auto c) {
     using T = typename decltype(c)::Type;
@@ -283,8 +285,9 @@ TEST(NumericFormats, SixteenBitNanCodesStayNan) {
   EXPECT_EQ(bf16_to_float(0x7F80), kFloatInf);
 }
 
-// All 65,536 inputs of both 16-bit types, at several scales, into both FP8 formats. The product of
-// two FP32 values is exact in FP64, so one conversion gives the FP32 product independently.
+// All 65,536 inputs of both 16-bit types at several scales into both FP8 formats. The product of
+// two FP32 values is exact in FP64, so a single rounding of it gives the FP32 product
+// independently.
 TEST(NumericFormats, EverySixteenBitInputToFp8) {
   const Oracle e4m3(kE4m3), e5m2(kE5m2);
   const auto check = [&](float x, float scale) {
@@ -303,7 +306,7 @@ TEST(NumericFormats, EverySixteenBitInputToFp8) {
   }
 }
 
-// BF16 is the high half of FP32, so the rounded code follows from the low half alone.
+// BF16 is the high half of FP32, so the low half alone decides the rounding.
 TEST(NumericFormats, Bf16FollowsFromTheHalvesOfFp32) {
   for (std::uint32_t high = 0; high < 0x10000; ++high) {
     if ((high & 0x7F80) == 0x7F80) continue;  // infinities and NaN
@@ -357,7 +360,8 @@ TEST(NumericFormats, E8m0EveryCode) {
     ASSERT_EQ(float_to_e8m0(std::nextafter(scale, kFloatInf)), std::min(code + 1, 254));
     ASSERT_EQ(double_to_e8m0(std::nextafter(static_cast<double>(scale), 1e300)),
               std::min(code + 1, 254));
-    // Just below 2^k still needs 2^k; below the least scale there is only the least.
+    // A value just below 2^k still needs 2^k; values below the smallest scale get the smallest
+    // scale.
     ASSERT_EQ(float_to_e8m0(std::nextafter(scale, 0.0f)), code);
     ASSERT_EQ(float_to_e8m0(-scale), code);
     ASSERT_EQ(e8m0_reciprocal(e8m0::from_bits(static_cast<std::uint8_t>(code))),

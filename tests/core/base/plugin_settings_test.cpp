@@ -1,4 +1,4 @@
-// Settings that plugins declare: part of the environment as soon as they are known.
+// Settings that plugins declare; they become part of the environment once they are declared.
 #include "core/base/plugin_settings.hpp"
 
 #include <gtest/gtest.h>
@@ -77,12 +77,12 @@ TEST_F(PluginSettings, CodeMaySetThemBeforeTheyAreDeclared) {
   declare(true);
   EXPECT_EQ(setting_for_plugin("TE_FL_ACME_MODE", "acme"), "exact");
   EXPECT_TRUE(remarks().empty());
-  declare(true);  // loaded again
+  declare(true);  // the plugin is loaded again
   EXPECT_EQ(setting_for_plugin("TE_FL_ACME_MODE", "acme"), "exact");
   ASSERT_OK(unset("TE_FL_ACME_MODE"));
   EXPECT_EQ(setting_for_plugin("TE_FL_ACME_MODE", "acme"), std::nullopt);
   EXPECT_FALSE(set("TE_FL_ACME_MODE", "slow").ok());
-  // One that te-fl's own names are near to is a mistake at once.
+  // A name close to one of te-fl's own is reported as a mistake immediately.
   EXPECT_EQ(set("TE_FL_STRICKT", "1").code(), StatusCode::kNotFound);
   EXPECT_EQ(set("TE_FL_VERIFI_DIR", "x").code(), StatusCode::kNotFound);
 }

@@ -8,8 +8,7 @@
 namespace te_fl::core {
 namespace {
 
-// A program that loads and deactivates plugins for days keeps no more for it than one that does it
-// once.
+// Loading and deactivating plugins for days must not add exit handlers: one serves all loads.
 TEST(ProcessEnd, OneHandlerServesAllLoads) {
   if (TE_FL_ASAN || TE_FL_TSAN) GTEST_SKIP() << "their allocators count nothing here";
   for (int i = 0; i < 100; ++i) watch_exit();

@@ -73,7 +73,7 @@ TEST(Status, AnUnknownCodeIsInternalAndSaysSo) {
   EXPECT_TRUE(Status::from_c(99 | TE_FL_CLEAN, "").clean()) << "a later code, marked";
 }
 
-// A status that is no code is neither success nor clean, whatever its bits happen to be.
+// A status with undefined bits is neither success nor clean.
 TEST(Status, BitsWithoutAMeaningMakeItInternalAndNotClean) {
   for (const te_fl_status raw :
        {te_fl_status{-1}, te_fl_status{-12}, te_fl_status{0x20000}, te_fl_status{0x100000},

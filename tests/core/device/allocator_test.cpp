@@ -1,5 +1,5 @@
-// A program's allocator for a device (R25): whose memory te-fl uses, and what becomes of one that
-// makes mistakes.
+// A program's own allocator for a device (R25): te-fl's use of its memory, and errors of the
+// allocator.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -27,7 +27,8 @@ namespace {
 
 using testing::FarDevice;
 
-// As a framework's: it takes memory from the device and keeps what is freed for the next time.
+// Simulates a framework's caching allocator: gets memory from the device and keeps freed blocks for
+// reuse.
 struct Framework {
   explicit Framework(FarDevice& far) : device(&far) {
     api.name = "framework";
@@ -87,12 +88,12 @@ struct Framework {
   FarDevice* device;
   te_fl_allocator api;
   std::mutex mutex;
-  std::map<void*, size_t> live, kept;  // by address: in use, and freed
+  std::map<void*, size_t> live, kept;  // by address: in use, and freed into the cache
   std::vector<std::pair<void*, void*>> recorded;
   std::vector<uint64_t> trimmed;
   std::vector<void*> retired;
   int destroyed = 0;
-  void* gives = nullptr;  // allocate() returns this, whatever it is
+  void* gives = nullptr;  // allocate() returns this address
   std::ptrdiff_t shift = 0;
   std::function<void()> on_allocate;
 };
@@ -118,7 +119,7 @@ class Allocators : public ::testing::Test {
     EXPECT_EQ(devices::live_objects(device), 0);
     EXPECT_EQ(framework.live.size(), 0u);
     EXPECT_OK(devices::remove(device));
-    EXPECT_EQ(framework.destroyed, 1);  // at the latest now
+    EXPECT_EQ(framework.destroyed, 1);  // destroyed by now at the latest
     EXPECT_OK(devices::remove(other_device));
   }
   Status fails() { return devices::allocate(device, 4096).status(); }
@@ -137,13 +138,14 @@ TEST_F(Allocators, MemoryComesFromTheOneThatIsInstalled) {
   EXPECT_EQ(framework.live.size(), 0u);
   EXPECT_EQ(framework.kept.size(), 1u);
   EXPECT_EQ(framework.recorded.size(), 0u);
-  // The other device has none, and pinned memory is not the device's.
+  // The other device has no allocator, and pinned memory does not come from the device's allocator.
   devices::free(other_device, devices::allocate(other_device, 64).value());
   devices::free_pinned(device, devices::allocate_pinned(device, 64).value());
   EXPECT_EQ(framework.kept.size(), 1u);
 }
 
-// A framework's allocator gives nothing, or one address to all, where nothing is asked for.
+// A framework's allocator returns null, or one shared address, for 0 bytes; te-fl does not call it
+// for them.
 TEST_F(Allocators, NobodyIsAskedForNoBytes) {
   const Tensor first = Tensor::empty({0, 4}, DType::kF32, device).value();
   const Tensor second = Tensor::empty({0, 4}, DType::kF32, device).value();
@@ -155,7 +157,7 @@ TEST_F(Allocators, MemoryIsFreedByWhoeverGaveIt) {
   void* const block = devices::allocate(device, 64).value();
   Framework second{far};
   ASSERT_OK(devices::install_allocator(device, &second.api));
-  EXPECT_EQ(framework.destroyed, 0);  // it has memory out
+  EXPECT_EQ(framework.destroyed, 0);  // its memory is still in use
   void* const by_second = devices::allocate(device, 64).value();
   ASSERT_OK(devices::install_allocator(device, nullptr));
   void* const own = devices::allocate(device, 64).value();
@@ -187,20 +189,21 @@ TEST_F(Allocators, AnotherStreamIsRecordedBeforeTheMemoryIsFreed) {
 TEST_F(Allocators, ItIsAskedToTrimBeforeAnAllocationFails) {
   const size_t most = kCapacity - 4096;
   devices::free(device, devices::allocate(device, most).value());
-  ASSERT_EQ(framework.kept.size(), 1u);  // nobody else has room
+  ASSERT_EQ(framework.kept.size(), 1u);  // the cached block fills the device
   te_fl_memory_desc peer;
   peer.kind = TE_FL_MEMORY_PEER;
   peer.bytes = most;
-  void* const data = devices::allocate(device, peer).value();  // not the allocator's
+  // Peer memory does not come from the allocator.
+  void* const data = devices::allocate(device, peer).value();
   EXPECT_EQ(framework.trimmed, std::vector<uint64_t>{most});
   EXPECT_EQ(framework.live.size(), 0u);
-  // Now there is nothing to trim.
+  // Nothing is left to trim.
   const Status full = devices::allocate(device, most).status();
   EXPECT_FAILS(full, kOutOfMemory, "by allocator 'framework' of ext:far:0: the far device is full");
   EXPECT_HAS(full.message(), "te-fl holds 1 allocations");
   EXPECT_EQ(framework.trimmed.size(), 2u);
   devices::free(device, data, TE_FL_MEMORY_PEER);
-  devices::free(device, devices::allocate(device, most).value());  // it works again
+  devices::free(device, devices::allocate(device, most).value());  // allocation works again
 }
 
 TEST_F(Allocators, WithoutTrimAnAllocationFailsAtOnce) {
@@ -225,7 +228,7 @@ TEST_F(Allocators, AFailureIsTheAllocationsOwn) {
   ASSERT_OK(devices::install_allocator(device, &framework.api));
   EXPECT_FAILS(fails(), kFailedPrecondition, "the pool is closed");
   EXPECT_EQ(framework.trimmed.size(), 0u);
-  framework.destroyed = 0;  // it was installed twice
+  framework.destroyed = 0;  // cleared, as the allocator was installed twice
 }
 
 TEST_F(Allocators, MemoryOfAnotherDeviceIsRefusedAndGivenBack) {
@@ -303,14 +306,14 @@ TEST_F(Allocators, MemoryInsideABlockIsRefused) {
   devices::free(device, data);
 }
 
-// The other thread is inside the allocator until this one has been through.
+// Another thread stays inside the allocator until this thread's call has completed.
 TEST_F(Allocators, WhoWaitsForASlowOneHoldsNobodyUp) {
   std::mutex mutex;
   std::condition_variable changed;
   bool inside = false, done = false;
   framework.on_allocate = [&] {
     std::unique_lock lock(mutex);
-    if (std::exchange(inside, true)) return;  // the second
+    if (std::exchange(inside, true)) return;  // this is the second thread
     changed.notify_all();
     changed.wait(lock, [&] { return done; });
   };
@@ -333,7 +336,8 @@ TEST_F(Allocators, WhoWaitsForASlowOneHoldsNobodyUp) {
   slow.join();
 }
 
-// One is slow from less than no time on, the other never: no test waits a second.
+// A threshold of less than 0 counts every call as slow, a huge one counts none, so the test need
+// not wait a second.
 TEST_F(Allocators, ASlowOneIsNamedOnce) {
   te_fl_allocator api = framework.api;
   api.destroy = nullptr;
@@ -371,10 +375,10 @@ TEST_F(Allocators, WhatCannotBeInstalledIsNamed) {
                "memory of cpu is the process's own");
   EXPECT_FAILS(devices::install_allocator(Device{TE_FL_DEVICE_EXT, 9, device.provider}, nullptr),
                kNotFound, "ext:far:9");
-  EXPECT_EQ(framework.destroyed, 0);  // the one that works is still there
+  EXPECT_EQ(framework.destroyed, 0);  // the working allocator is still installed
 }
 
-// One built with the first header, which has nothing behind record_stream.
+// An allocator built with the first header version ends after record_stream.
 TEST_F(Allocators, AShorterStructIsTaken) {
   Framework first{far};
   first.api.struct_size = offsetof(te_fl_allocator, trim);

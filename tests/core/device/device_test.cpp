@@ -21,7 +21,7 @@
 namespace te_fl {
 namespace {
 
-// A device whose memory is host memory behind other functions: it records what it is asked to do.
+// A fake device that records its calls; its memory is host memory.
 struct FakeDevice {
   te_fl_device_api api{};
   te_fl_device_desc desc{};
@@ -178,7 +178,7 @@ TEST(DeviceList, ADeviceThatComesWhileItIsLookedForIsThereOrIsNot) {
   static FakeDevice late("late");
   static int looks;
   looks = 0;
-  // As if another thread loaded its plugin between two looks.
+  // Simulates another thread that loads the plugin between two look-ups.
   const auto before = core::g_bring_devices.exchange([](const Device*) noexcept {
     if (++looks != 2) return;
     EXPECT_OK(devices::add(&late.desc));
@@ -252,7 +252,7 @@ TEST(DeviceList, ErrorsOfADeviceKeepItsText) {
   EXPECT_OK(devices::remove(device));
 }
 
-// A FakeDevice with streams and events that logs the calls it gets, in order.
+// A FakeDevice with streams and events that logs its calls in order.
 struct FakeStreams : FakeDevice {
   std::vector<std::string> calls;
   bool capturing = false;
@@ -353,7 +353,7 @@ TEST(DeviceStreams, CallsReachTheDeviceAndHoldIt) {
 
 TEST(DeviceStreams, AMissingFunctionIsNamed) {
   FakeStreams fake;
-  fake.api.destroy_stream = nullptr;  // one that could never be given back
+  fake.api.destroy_stream = nullptr;  // a stream of this device could never be destroyed
   fake.api.wait_event = nullptr;
   fake.api.is_capturing = nullptr;
   const Device device = devices::add(&fake.desc).value();
@@ -393,12 +393,12 @@ TEST(DeviceStreams, ADeviceThatSaysItHasNoCapturesCapturesNothing) {
     }
     const StreamScope scope(second);
     EXPECT_OK(t.to(Device{}));
-    EXPECT_OK(devices::retire_stream(device, &fake));  // a framework's
+    EXPECT_OK(devices::retire_stream(device, &fake));  // a framework's stream
   }
   EXPECT_OK(devices::remove(device));
 }
 
-// A plugin is asked only for a time that there is (te_fl_device_api.elapsed_time).
+// The plugin's elapsed_time() is called only for timed events that were recorded.
 TEST(DeviceStreams, OnlyTimedEventsThatWereRecordedHaveATime) {
   FakeStreams fake;
   fake.api.query_event = [](void*, void*, int32_t* done, const te_fl_error_sink*) {
@@ -419,7 +419,7 @@ TEST(DeviceStreams, OnlyTimedEventsThatWereRecordedHaveATime) {
                  "the first event of ext:acme:0 was not created with `timed`");
     EXPECT_FAILS(start.elapsed_since(end), kInvalidArgument, "the second event of ext:acme:0");
   }
-  fake.made_events = 0;  // the handles come again
+  fake.made_events = 0;  // makes the handles repeat
   {
     Event start = Event::create(device, true).value(), end = Event::create(device, true).value();
     ASSERT_OK(start.record());
@@ -443,7 +443,7 @@ TEST(DeviceStreams, AnEmptyEventIsNobodysEvent) {
   EXPECT_OK(devices::remove(device));
 }
 
-// The host's work is done when it is enqueued.
+// Work on the host has completed when the enqueueing call returns.
 TEST(DeviceStreams, TheHostsEventsAreDoneAndTimed) {
   Event first = Event::create(Device{}, true).value(), last = Event::create(Device{}, true).value();
   EXPECT_TRUE(first.done().value()) << "it marks nothing yet";
@@ -458,7 +458,7 @@ TEST(DeviceStreams, TheHostsEventsAreDoneAndTimed) {
   EXPECT_EQ(first.elapsed_since(last).value(), 0u) << "the end came first";
 }
 
-// An event belongs to a provider, whose devices may wait for each other's (R24).
+// An event belongs to a provider, whose devices may wait for each other's events (R24).
 TEST(DeviceStreams, AnEventOfAnotherProviderIsRefused) {
   FakeStreams fake;
   fake.api.elapsed_time = nullptr;
@@ -484,7 +484,7 @@ TEST(DeviceStreams, AnEventOfAnotherProviderIsRefused) {
   EXPECT_TRUE(devices::remove(device).ok());
 }
 
-// A descriptor of memory is checked before a device sees it.
+// te-fl validates a memory descriptor before it calls the device.
 TEST(Memory, ADescriptorIsChecked) {
   const auto refused = [](auto change, const char* part) {
     te_fl_memory_desc memory;
@@ -584,8 +584,8 @@ TEST(DeviceList, BadDescriptorsAreRefused) {
   EXPECT_FALSE(devices::add(&negative.desc).ok());
 }
 
-// Allocation and removal race: either the allocation is counted, and removal says BUSY, or it
-// fails.
+// Allocation and removal race: either the allocation is counted and removal returns BUSY, or the
+// allocation fails.
 TEST(DeviceList, RemovalNeverLeavesLiveMemoryBehind) {
   for (int round = 0; round < 50; ++round) {
     FakeDevice fake("racer");

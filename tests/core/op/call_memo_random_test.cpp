@@ -1,5 +1,5 @@
-// A memo against the check itself over calls made at random, most of them in order: it never knows
-// one that the check refuses, and both fill the same signature.
+// Compares the call memo with the full check over random calls, most of them valid: the memo never
+// recognises a call that the check refuses, and both fill the same signature.
 #include "core/op/call_memo.hpp"
 
 #include <gtest/gtest.h>
@@ -22,7 +22,7 @@
 namespace te_fl::core {
 namespace {
 
-// A compiled op with its insides in view.
+// A compiled op with access to its implementation.
 struct Insides {
   CompiledOp::Impl impl;
   std::unique_ptr<const CompiledOp> compiled;
@@ -35,7 +35,7 @@ class Spoiler {
  public:
   explicit Spoiler(uint64_t seed) : random_(seed) {}
 
-  // One call of the op with random arguments that are mostly in order; then compares the checks.
+  // Makes one call of the op with random, mostly valid arguments and compares both checks.
   void round(const Insides& op) {
     tensors_.clear();
     extents_.clear();
@@ -85,7 +85,7 @@ class Spoiler {
     }
   }
 
-  // Extents that go with the rule, from a pool of a few values per name.
+  // Returns extents that satisfy the shape rule, from a pool of a few values per name.
   std::vector<int64_t> shape_for(const Insides& op, const Arg& arg, const unsigned char* args) {
     std::vector<int64_t> shape;
     if (arg.shape.any) {
@@ -210,7 +210,7 @@ class Spoiler {
     if (one_in(120)) t.provider = 2;
   }
 
-  // The second time the memo knows what was in order.
+  // On the second check, the memo recognises a valid call.
   void compare(const Insides& op, const void* args) {
     Signature exact, quick;
     const bool good = Finder(op.impl, args).run(exact);
@@ -244,13 +244,13 @@ TEST(MemoOverRandomCalls, NeverKnowsWhatTheCheckRefuses) {
       if (HasFatalFailure()) return;
     }
   }
-  // The comparison means something only if all outcomes are frequent.
+  // The comparison is meaningful only if all outcomes are frequent.
   EXPECT_GT(spoiler.known, testing::rounds(10000));
   EXPECT_GT(spoiler.accepted, testing::rounds(10000));
   EXPECT_GT(spoiler.refused, testing::rounds(10000));
 }
 
-// Rules and types that the catalogue does not combine.
+// Combinations of rules and types that the catalogue lacks.
 TEST(MemoOverRandomCalls, OddSchemas) {
   const char* const rules[] = {
       "N",     "M",      "N M", "2*N",   "N+1", "?N", "... N", "...",   "@...",    "3*M _",
@@ -277,7 +277,7 @@ TEST(MemoOverRandomCalls, OddSchemas) {
            TE_FL_ARG_STRIDED_CODES |
            (random() % 4 == 0 ? TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY | TE_FL_ARG_QUANT_ONLY : 0u));
       if (d.role != TE_FL_IN && name != names[0]) d.aliases = names[0];
-      // A scalar of any type may decide if an argument's contents are read.
+      // A scalar of any type may decide whether an argument's contents are read.
       if (d.role == TE_FL_INOUT && random() % 2 == 0) d.inout_if = random() % 2 == 0 ? "g" : "f";
       if (name != names[0] && random() % 3 == 0)
         d.flags |= TE_FL_ARG_SAME_DTYPE, d.same_as = names[0];
@@ -293,7 +293,7 @@ TEST(MemoOverRandomCalls, OddSchemas) {
   EXPECT_GT(spoiler.known, testing::rounds(1000));
 }
 
-// The calls that matter for speed are known the second time, in place and on other memory too.
+// Calls that matter for speed are recognised the second time, also in place and on other memory.
 class MemoOf : public ::testing::Test {
  protected:
   bool known(const CompiledOp& op, const void* args) {
@@ -340,7 +340,7 @@ TEST_F(MemoOf, ProductsAreKnownInFp8AndWithStrides) {
   EXPECT_TRUE(known(*op, &args));
 }
 
-// With beta the op reads d, whose scale_inv must then be there.
+// With beta nonzero the op reads d, which then needs its scale_inv.
 TEST_F(MemoOf, ANumberThatDecidesWhatIsReadIsNotJustANumber) {
   SchemaBuilder b;
   b.tensor("x", "N");
@@ -365,7 +365,7 @@ TEST_F(MemoOf, ANumberThatDecidesWhatIsReadIsNotJustANumber) {
   te_fl_quant quant;
   quant.scaling = TE_FL_SCALING_TENSOR;
   quant.scale = &scale;
-  quant.columnwise_scale_inv = &scale;  // enough for an output, not for an input
+  quant.columnwise_scale_inv = &scale;  // enough for an output, but not for an input
   te_fl_tensor out{};
   out.dl.data = codes;
   out.dl.device = {TE_FL_DEVICE_CPU, 0};
@@ -396,7 +396,7 @@ TEST_F(MemoOf, ShapesInTurnAreAllKnown) {
   EXPECT_GT(hits, 64) << "of 128 calls like an earlier one";
 }
 
-// Long lists make room by dropping what else is known; the calls stay right.
+// A long list evicts other entries of the memo; calls still get right answers.
 TEST_F(MemoOf, LongListsAreKnownWithinABound) {
   const auto op = CompiledOp::compile(*catalogue_schema("multi_tensor_l2norm")).value();
   const Tensor x = f32({4}), norm = f32({1});

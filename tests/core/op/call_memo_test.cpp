@@ -1,5 +1,6 @@
-// The memos against the check itself: a call that a memo recognises is one that the check finds in
-// order, with the same signature. Calls are changed in one place at a time, as bytes and as fields.
+// Compares the call memos with the full check: a call that a memo recognises is valid by the check
+// and has the same signature. Calls are changed in one place at a time, both as bytes and as
+// fields.
 #include "core/op/call_memo.hpp"
 
 #include <gtest/gtest.h>
@@ -27,7 +28,7 @@ struct Item {
   int64_t strides[8] = {};
 };
 
-// A good call of an op, whose tensors can be changed.
+// A valid call of an op whose tensors can be changed.
 class CallUnderTest {
  public:
   CallUnderTest(const te_fl_op_schema& schema, std::vector<std::vector<int64_t>> shapes)
@@ -53,10 +54,10 @@ class CallUnderTest {
         add_list(arg, shapes[next++]);
         continue;
       }
-      if (arg.type == TE_FL_ARG_TENSOR_LIST) ++next;  // left out
+      if (arg.type == TE_FL_ARG_TENSOR_LIST) ++next;  // the list is NULL
       if (arg.type != TE_FL_ARG_TENSOR || next >= shapes.size()) continue;
       const std::vector<int64_t>& shape = shapes[next++];
-      if (shape.empty()) continue;  // left out
+      if (shape.empty()) continue;  // the tensor is NULL
       te_fl_tensor* t = &add_item(shape).t;
       if ((arg.dtypes & TE_FL_BIT(TE_FL_F32)) == 0) t->dl.dtype = {TE_FL_CODE_INT, 32, 1};
       std::memcpy(bytes() + arg.offset, &t, sizeof t);
@@ -82,7 +83,7 @@ class CallUnderTest {
   unsigned char* bytes() { return reinterpret_cast<unsigned char*>(args_.data()); }
   std::deque<Item>& items() { return items_; }
 
-  // Changes one thing; returns what puts it back.
+  // Changes one thing; returns a function that undoes the change.
   std::function<void()> change(std::mt19937_64& random) {
     const auto keep = [](auto& place) { return [&place, old = place] { place = old; }; };
     Item& item = items_[random() % items_.size()];
@@ -160,7 +161,7 @@ class CallUnderTest {
         item.t.quant = random() % 2 == 0 ? nullptr : &item.quant;
         return undo;
       }
-      case 12: {  // another tensor, or none
+      case 12: {  // another tensor, or NULL
         const uint32_t offset = offsets_[random() % offsets_.size()];
         if (offset == 0) return change_list(random);
         unsigned char* at = bytes() + offset;
@@ -254,7 +255,7 @@ class CallUnderTest {
     const te_fl_saved* record = &record_;
     std::memcpy(bytes() + arg.offset, &record, sizeof record);
   }
-  // Makes the record say something else.
+  // Changes one field of the saved record.
   std::function<void()> change_record(std::mt19937_64& random) {
     const te_fl_saved old = record_;
     if (!has_record_) return [] {};
@@ -276,7 +277,7 @@ class CallUnderTest {
     }
     return [this, old] { record_ = old; };
   }
-  // Another count, or no list.
+  // Changes the list's count, or sets the list to NULL.
   std::function<void()> change_list(std::mt19937_64& random) {
     const bool count = random() % 2 == 0;
     unsigned char* at = bytes() + (count ? list_->count_offset : list_->offset);
@@ -286,11 +287,11 @@ class CallUnderTest {
     std::memcpy(at, &next, sizeof next);
     return [at, old] { std::memcpy(at, &old, sizeof old); };
   }
-  // Two tensors of the shape.
+  // Adds a list of two tensors of this shape.
   void add_list(const te_fl_arg_desc& arg, const std::vector<int64_t>& shape) {
     auto& list = lists_.emplace_back();
     for (int k = 0; k < 2; ++k) list.push_back(&add_item(shape).t);
-    list.push_back(list[1]);  // beyond the count
+    list.push_back(list[1]);  // lies beyond the list's count
     const te_fl_tensor* const* first = list.data();
     const int64_t count = 2;
     std::memcpy(bytes() + arg.offset, &first, sizeof first);
@@ -303,7 +304,7 @@ class CallUnderTest {
   std::vector<uint64_t> args_;
   std::deque<Item> items_;
   std::deque<std::vector<const te_fl_tensor*>> lists_;
-  const te_fl_arg_desc* list_ = nullptr;  // the last one
+  const te_fl_arg_desc* list_ = nullptr;  // the list added last
   te_fl_saved record_;
   bool has_record_ = false;
   std::vector<uint32_t> offsets_;  // of plain tensors; 0 for a list
@@ -425,7 +426,7 @@ TEST(ExactMemo, LeavesOutWhatItCannotCompare) {
 }
 
 TEST(Memo, OpsOfOneAddressAreNotMixedUp) {
-  // A custom op may be gone and another compiled at the same place; its number differs.
+  // A custom op may be destroyed and another compiled at the same address; their ids differ.
   TestMemo memo;
   Signature s;
   for (int round = 0; round < 50; ++round) {
@@ -433,12 +434,12 @@ TEST(Memo, OpsOfOneAddressAreNotMixedUp) {
                        round % 2 == 0 ? std::vector<std::vector<int64_t>>{{2, 8}, {2, 8}}
                                       : std::vector<std::vector<int64_t>>{{2, 8}, {2, 4}});
     EXPECT_TRUE(check_by(memo, call.op(), call.args(), s));
-    call.items()[1].shape[1] = round % 2 == 0 ? 4 : 8;  // fits the other op alone
+    call.items()[1].shape[1] = round % 2 == 0 ? 4 : 8;  // valid for the other op only
     EXPECT_FALSE(check_by(memo, call.op(), call.args(), s));
   }
 }
 
-// The call has two lists of F32 tensors of four elements each, on memory that the test says.
+// A call with two lists of F32 tensors of four elements, on memory that the test chooses.
 struct TwoLists {
   explicit TwoLists(int64_t count) : items(static_cast<size_t>(2 * count)) {
     for (Item& item : items) {
@@ -460,7 +461,7 @@ struct TwoLists {
     args.noop_flag = &flag.t;
     move(1);
   }
-  // Gives each tensor a place in memory that nobody reads, other ones each time.
+  // Gives each tensor a new address, which is never accessed.
   void move(uintptr_t where) {
     for (size_t i = 0; i < items.size(); ++i) {
       items[i].t.dl.data = reinterpret_cast<void*>((where << 40) + (i + 1) * 256);
@@ -477,7 +478,7 @@ struct TwoLists {
 
 class MovingLists : public ::testing::TestWithParam<int64_t> {
  protected:
-  // Returns true if the memo knows the call; the check finds it in order or not as `good` says.
+  // Returns whether the memo recognises the call; expects the full check to return `good`.
   bool knows(bool good = true) {
     Signature s;
     bool known = false;
@@ -498,7 +499,7 @@ TEST_P(MovingLists, AreKnown) {
     EXPECT_TRUE(knows()) << where;
     EXPECT_TRUE(knows()) << where;
   }
-  lists.output(last).data = lists.input(last).data;  // in place, as the op may be called
+  lists.output(last).data = lists.input(last).data;  // in place, which the op allows
   EXPECT_TRUE(knows());
 }
 
@@ -508,7 +509,7 @@ TEST_P(MovingLists, AreCheckedWhereTheyShareWhatTheyMayNot) {
   lists.output(last).data = lists.flag.t.dl.data;
   EXPECT_FALSE(knows(false));
   lists.move(3);
-  EXPECT_FALSE(knows());  // it was forgotten
+  EXPECT_FALSE(knows());  // the memo has evicted it
   lists.flag.t.dl.data = lists.output(last).data;
   EXPECT_FALSE(knows(false));
 }
@@ -534,7 +535,7 @@ TEST_P(MovingLists, SayWhatMattersToAPlan) {
   };
   lists.move(2);
   EXPECT_TRUE(keeps_plan());
-  lists.input(last).byte_offset = 64;  // aligned to 64 bytes and no more
+  lists.input(last).byte_offset = 64;  // aligned to 64 bytes only
   EXPECT_FALSE(keeps_plan());
   lists.move(3);
   EXPECT_TRUE(keeps_plan());

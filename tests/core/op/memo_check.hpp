@@ -3,7 +3,7 @@
 #include "core/op/call_memo.hpp"
 #include "core/op/op_table.hpp"
 
-// The check of a call by a memo, as dispatch does it.
+// Checks a call with a memo, as dispatch does.
 namespace te_fl::core {
 
 struct TestKnown {

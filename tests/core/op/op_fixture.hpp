@@ -24,7 +24,7 @@ inline std::unique_ptr<const CompiledOp> compile(std::string_view name) {
   return CompiledOp::compile(*catalogue_schema(name)).value();
 }
 
-// Both forms of the check agree: the message if the call is refused, "" if it is in order.
+// Expects both forms of the check to agree; returns the error message, "" for a valid call.
 inline std::string check(const CompiledOp& op, const void* args, Signature* out = nullptr) {
   Signature signature;
   const bool good = op.check(args, signature);
@@ -38,7 +38,7 @@ inline std::string check(const CompiledOp& op, const void* args, Signature* out 
   return status.message();
 }
 
-// A schema built piece by piece; what the descriptions point to lives here.
+// Builds a schema step by step; owns the memory that its descriptions point to.
 struct SchemaBuilder {
   std::deque<te_fl_arg_desc> descs;
   std::vector<const te_fl_arg_desc*> pointers;
@@ -62,7 +62,7 @@ struct SchemaBuilder {
     d.shape = shape;
     return d;
   }
-  // A tensor behind the last one; offsets from 8 on.
+  // Appends a tensor argument after the last one; offsets start at 8.
   te_fl_arg_desc& tensor(const char* name, const char* shape, te_fl_arg_role role = TE_FL_IN) {
     return add(name, TE_FL_ARG_TENSOR, role, 8 + 8 * static_cast<uint32_t>(descs.size()), shape);
   }
@@ -100,7 +100,7 @@ inline Tensor quantised(std::initializer_list<int64_t> shape, const QuantSpec& s
   return Tensor::empty_quantized(std::span(shape.begin(), shape.size()), spec).value();
 }
 
-// A tensor whose ABI form may be spoilt.
+// A tensor whose C struct the test may corrupt.
 struct Raw {
   te_fl_quant quant;
   te_fl_tensor t;

@@ -1,5 +1,5 @@
-// The rules between arguments: their grammar, what they refuse and in which words, and those of the
-// catalogue. Lists of integers.
+// Rules between arguments: their grammar, the calls that they refuse and the messages, the rules of
+// the catalogue, and lists of integers.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -59,7 +59,7 @@ SchemaBuilder ruled(const char* rules, uint32_t size_flags = TE_FL_ARG_OPTIONAL)
   return b;
 }
 
-// A call of test::ruled after `change`: the message, or "" if it is in order.
+// Returns the error message for a call of test::ruled after `change`, "" if it is valid.
 std::string outcome(const char* rules, const std::function<void(RuledArgs&)>& change,
                     const Tensor& x = f32({2}), uint32_t size_flags = TE_FL_ARG_OPTIONAL) {
   SchemaBuilder b = ruled(rules, size_flags);
@@ -132,11 +132,12 @@ TEST(Rules, DtypesAndScalingModes) {
   EXPECT_EQ(on("flag requires x is none", half), "");
   EXPECT_EQ(on("flag excludes x is tensor", half), "");
   EXPECT_TRUE(has(on("flag requires x is tensor", half), "'x' is f16[2]"));
-  // A tensor that is not given is nothing.
+  // A rule fails on a tensor that is not given.
   EXPECT_TRUE(has(on("flag requires y is f32", half), "'y' is missing (NULL)"));
 }
 
-// The masks of dtypes and scaling modes have 64 bits each, so none is taken for another's.
+// The masks of dtypes and of scaling modes have 64 bits each; a mask of one kind must not be used
+// as the other.
 TEST(Rules, DtypesAndScalingModesHaveMasksOfTheirOwn) {
   te_fl_arg_desc x{};
   x.struct_size = sizeof x;
@@ -174,7 +175,7 @@ TEST(Rules, Comparisons) {
   EXPECT_FALSE(with("m multiple_of n", 13, 4));
   EXPECT_FALSE(with("m multiple_of n", 13, 0));
   EXPECT_TRUE(with("m multiple_of n", INT64_MIN, -1));
-  // Doubles would round the two to one number.
+  // As doubles, both values would round to the same number.
   EXPECT_FALSE(with("m == n", (int64_t{1} << 53) + 1, int64_t{1} << 53));
   EXPECT_TRUE(has(outcome("m < n", [](RuledArgs& a) { a.m = 3, a.n = 2; }),
                   "argument 'm' is 3, 'n' is 2, which breaks the rule \"m < n\""));
@@ -232,7 +233,7 @@ TEST(Rules, TheyArePartOfADescription) {
   EXPECT_EQ(op->difference(same.build()), "");
   EXPECT_EQ(op->difference(other.build()), "rules is 'm < n', not 'm <= n'");
   EXPECT_EQ(op->difference(none.build()), "rules is 'm < n', not none");
-  // A struct of headers that had none.
+  // A schema struct from older headers, which have no rules.
   te_fl_op_schema older = same.build();
   older.struct_size = offsetof(te_fl_op_schema, rules);
   EXPECT_EQ(op->difference(older), "rules is 'm < n', not none");
@@ -268,7 +269,7 @@ TEST(Classes, AnOpIsAnEnquiryOrACollective) {
   EXPECT_TRUE(has(b.compile().status().message(), "not both"));
 }
 
-// ---- the catalogue's rules: each is broken by one call, which is refused in its words
+// ---- the catalogue's rules: each is broken by one call, and its error must quote the rule
 
 class Broken {
  public:
@@ -281,7 +282,7 @@ class Broken {
     EXPECT_TRUE(has(text, "breaks the rule \"" + std::string(rule) + "\"")) << op << ": " << text;
     seen_.insert(std::string(op) + ": " + rule);
   }
-  // The op's rules that no call has broken.
+  // Returns the op's rules that no call has broken yet.
   std::vector<std::string> left(const char* op) const {
     std::vector<std::string> result;
     std::string rules = catalogue_schema(op)->rules;
@@ -448,7 +449,7 @@ TEST(CatalogueRules, Attention) {
   const Tensor scale = quantised({1});
   const std::string padding = "mask_type is padding|padding_causal|padding_causal_bottom_right";
   Broken broken;
-  // Both ops have the same arguments but for the outputs.
+  // Both ops have the same arguments except for the outputs.
   const auto both = [&](const char* op, auto dense, auto thd) {
     using Args = decltype(dense);
     const auto no = [&](const Args& from, const std::function<void(Args&)>& spoil,

@@ -1,4 +1,4 @@
-// CompiledOp::compile() on schemas from plugins, good ones and garbage; the shape rules' grammar.
+// CompiledOp::compile() on valid and invalid schemas from plugins, and the grammar of shape rules.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -21,7 +21,7 @@ SchemaBuilder good() {
   return b;
 }
 
-// Expects compile() to refuse the good schema after `change`, with `part` in the message.
+// Expects compile() to refuse the valid schema after `change`, with `part` in the message.
 template <class F>
 void refused(F change, const char* part) {
   SchemaBuilder b;
@@ -256,7 +256,7 @@ TEST(Schema, TooManyNames) {
   EXPECT_HAS(b.compile().status().message(), "at most 24 names");
 }
 
-// Whole structs of random bytes; only the pointers are kept valid, for no reader could tell.
+// Structs of random bytes. Only the pointers stay valid, as compile() cannot check them.
 TEST(Schema, RandomGarbageIsSurvived) {
   std::mt19937_64 random(20240617);
   const char* const texts[] = {nullptr, "",          "x",        "y",     "N",    "...",
@@ -299,12 +299,12 @@ TEST(Schema, RandomGarbageIsSurvived) {
   EXPECT_GT(compiled, 0);
 }
 
-// Every member counts (R17), and the first that differs is named with both values.
+// difference() compares every member (R17) and names the first difference with both values.
 TEST(Schema, ADifferenceIsNamed) {
   SchemaBuilder a = good(), b = good();
   const auto op = a.compile().value();
   EXPECT_EQ(op->difference(b.build()), "");
-  static const uint32_t kTwo = op->schema().args_size;  // of good()
+  static const uint32_t kTwo = op->schema().args_size;  // args_size of the schema from good()
   const auto differs = [&](auto change) {
     SchemaBuilder c = good();
     change(c);
@@ -340,7 +340,7 @@ TEST(Schema, ADifferenceIsNamed) {
             "gradient is none, not 'acme::backward'");
 }
 
-// ---- rules that the catalogue does not have, evaluated
+// ---- evaluation of shape rules that the catalogue does not use
 
 std::string two(const char* first, std::initializer_list<int64_t> a, const char* second,
                 std::initializer_list<int64_t> b) {
@@ -382,7 +382,7 @@ TEST(ShapeRule, AProductMayBeDivided) {
   EXPECT_HAS(two("@.../8", {3}, "...", {3, 3}), "argument 'x' has shape [3], must be [2]");
 }
 
-// x, y and an enum, whose value chooses among the extents of x.
+// x, y and an enum whose value selects the extents of x.
 TEST(ShapeRule, AnEnumChooses) {
   SchemaBuilder s;
   s.tensor("x", "how is whole ? A B : how is turned ? B A : A");

@@ -1,5 +1,5 @@
-// CompiledOp on calls: the rules that an op sets for its own arguments, with their messages; lists,
-// and arguments that came later.
+// CompiledOp on calls: the rules of an op's own arguments with their messages, lists, and arguments
+// that a later version of the op added.
 #include "core/op/op_table.hpp"
 
 #include <gtest/gtest.h>
@@ -128,11 +128,11 @@ TEST_F(Gemm, Aliasing) {
   EXPECT_EQ(text(), "") << "inputs may share memory";
 }
 
-// Implementations read every member that ABI 0.9 has, so a tensor without them goes no further.
+// Implementations read every member that ABI 0.9 has, so a tensor struct without them is refused.
 TEST_F(Gemm, ATensorStructIsAtLeastThatOfAbi10) {
   Raw r(a);
   r.t.struct_size = offsetof(te_fl_tensor, quant);
-  r.t.quant = reinterpret_cast<const te_fl_quant*>(8);  // must not be looked at
+  r.t.quant = reinterpret_cast<const te_fl_quant*>(8);  // must not be read
   args.a = &r.t;
   EXPECT_HAS(text(), "te_fl_tensor struct_size 56, must be at least 64");
 }
@@ -355,7 +355,8 @@ TEST_F(Lists, Aliasing) {
   const Tensor flag = Tensor::zeros({1}, DType::kI32).value();
   args.noop_flag = flag;
   EXPECT_EQ(check(*op, &args), "");
-  // One gradient at two indices is an input twice; one parameter at two indices is a mistake.
+  // A gradient at two indices is a valid repeated input; one parameter at two indices is an
+  // error.
   const Tensor a = f32({2, 4}), b = f32({2, 4});
   g[0] = g[1];
   p[0] = a, m[0] = b;
@@ -405,7 +406,7 @@ TEST(Refusals, NameTheArgument) {
   EXPECT_EQ(op->scaling_outside(&args, 3), "");
 }
 
-// An op of version 3 with a scalar and a tensor that came later.
+// An op of version 3 with a scalar and a tensor that later versions added.
 struct Versioned : ::testing::Test {
   SchemaBuilder b;
   std::unique_ptr<const CompiledOp> op;
@@ -414,9 +415,9 @@ struct Versioned : ::testing::Test {
     uint32_t padding = 0;
     const te_fl_tensor* x = nullptr;
     const te_fl_tensor* y = nullptr;
-    float factor = 2.5f;  // later, neutral 2.5
+    float factor = 2.5f;  // added later, neutral value 2.5
     int32_t padding2 = 0;
-    const te_fl_tensor* extra = nullptr;  // later
+    const te_fl_tensor* extra = nullptr;  // added later
   } args;
   Tensor x = f32({4}), y = f32({4}), extra = f32({4});
   void SetUp() override {
@@ -469,7 +470,7 @@ TEST_F(Versioned, MembersBeyondStructSizeAreNeverRead) {
   args.struct_size = offsetof(Args, factor);
   EXPECT_EQ(check(*op, &args, &s), "");
   EXPECT_EQ(s.later, 0u);
-  args.struct_size = offsetof(Args, factor) + 3;  // half a member is none
+  args.struct_size = offsetof(Args, factor) + 3;  // part of a member counts as absent
   EXPECT_EQ(check(*op, &args, &s), "");
   args.struct_size = offsetof(Args, padding2);
   EXPECT_HAS(check(*op, &args), "argument 'factor' is NaN");

@@ -1,5 +1,4 @@
-// CompiledOp on calls: the rules of the check that every tensor of a call is under, with their
-// messages.
+// CompiledOp on calls: the checks that apply to every tensor of a call, with their messages.
 #include "core/op/op_table.hpp"
 
 #include <gtest/gtest.h>
@@ -34,8 +33,8 @@ TEST(Catalogue, NullAndShortStructsAreRefusedByEveryOp) {
     Signature ignored;
     EXPECT_FALSE(op->signature(nullptr, ignored));
     EXPECT_FALSE(op->signature(&small, ignored));
-    // A struct of the right size that is all zero must not crash, and is refused unless nothing is
-    // required.
+    // An all-zero struct of the right size must not crash. It is refused unless the op requires no
+    // argument.
     std::vector<uint64_t> zero(schema->args_size / 8 + 1);
     std::memcpy(zero.data(), &schema->args_size, 4);
     check(*op, zero.data());
@@ -65,7 +64,7 @@ TEST_F(Gelu, InOrder) {
   EXPECT_EQ(s.scalings, 1u);
   EXPECT_EQ(s.later, 0u);
   EXPECT_EQ(s.device, Device{});
-  args.struct_size = 4096;  // a newer caller
+  args.struct_size = 4096;  // a struct of a newer caller
   EXPECT_EQ(check(*op, &args), "");
 }
 
@@ -185,13 +184,13 @@ TEST_F(Gelu, BroadcastInputsAndOverlappingOutputs) {
 
 TEST_F(Gelu, OverlapsThatNeedTheExactTest) {
   Raw o(y);
-  o.strided().strides[0] = 4;  // rows of 8 begin every 4 elements
+  o.strided().strides[0] = 4;  // rows of 8 elements start every 4 elements
   EXPECT_EQ(with_output(&o.t), "");
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   EXPECT_HAS(with_output(&o.t), "whose elements overlap in memory");
   o.strides[0] = 1, o.strides[1] = 4;
   EXPECT_EQ(with_output(&o.t), "") << "transposed, not overlapping";
-  // Partial overlap of input and output, beginning elsewhere.
+  // Input and output overlap partly and start at different addresses.
   const Tensor buffer = f32({5, 8});
   const Tensor first = buffer.slice(0, 0, 4).value(), second = buffer.slice(0, 1, 5).value();
   args.input = first;

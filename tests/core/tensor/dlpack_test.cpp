@@ -14,7 +14,7 @@ namespace {
 using core::DlpackManaged;
 using core::DlpackVersioned;
 
-// A producer of strided [2, 3] views into its own buffer, counting how often it is asked to delete.
+// A DLPack producer of strided [2, 3] views into its own buffer; counts the calls of its deleter.
 template <class Managed>
 struct Producer {
   float data[16];
@@ -47,7 +47,7 @@ TYPED_TEST(Dlpack, ImportSharesMemoryStridesAndOffset) {
     EXPECT_EQ(t.strides()[0], 8);
     EXPECT_EQ(t.describe(), "f32[2,3] cpu");
     const Tensor copy = t.clone().value();
-    EXPECT_EQ(copy.data<float>()[5], 13.0f);  // 1 + 8 + 2 * 2
+    EXPECT_EQ(copy.data<float>()[5], 13.0f);  // value 1 + 8 + 2 * 2
     const Tensor more = t;
     EXPECT_EQ(p.deleted, 0);
   }

@@ -235,7 +235,8 @@ TEST(Tensor, NegativeStridesAreGathered) {
 
 // ---- quantised tensors
 
-// Extents by hand from the table at te_fl_quant, for a logical [130, 200] matrix.
+// Extents of the scales of a logical [130, 200] matrix, derived by hand from the table at
+// te_fl_quant.
 struct ScaleCase {
   Scaling scaling;
   DType dtype;
@@ -362,7 +363,7 @@ TEST(QuantisedTensor, ColumnwiseOnly) {
   EXPECT_FALSE(t.clone()->has_rowwise());
 }
 
-// The codes by columns and their scales stay in place; those by rows are let go.
+// Keeps the column-wise codes and their scales in place and releases the row-wise ones.
 TEST(QuantisedTensor, ColumnwiseOnlyOfBothCopies) {
   const int64_t shape[] = {128, 256};
   for (Scaling scaling : {Scaling::kTensor, Scaling::kBlock1x128}) {

@@ -1,5 +1,5 @@
-// Host implementations on the tensors of a device whose memory nobody but the device can touch:
-// when they are taken, when refused, and what is counted.
+// Staging: host implementations serve tensors of a device whose memory only the device can access.
+// Tests when one is chosen, when it is refused, and the counters.
 #include <chrono>
 #include <thread>
 
@@ -50,13 +50,13 @@ TEST_F(StagingChoice, NativeImplementationsComeFirst) {
   EXPECT_EQ(native.runs.load(), 1);
   native.run_status = TE_FL_UNSUPPORTED;
   native.run_body = nullptr;
-  ASSERT_OK(call(args));  // falls back to the host
+  ASSERT_OK(call(args));  // falls back to the host implementation
   EXPECT_EQ(host.runs.load(), 1);
   PolicySettings preferred;
   preferred.prefer = Kind::kDefault;
   native.run_status = TE_FL_OK;
   {
-    const PolicyScope scope(preferred);  // names no host implementation
+    const PolicyScope scope(preferred);  // does not put host implementations first
     ASSERT_OK(call(args));
     EXPECT_EQ(host.runs.load(), 1);
   }
@@ -120,7 +120,7 @@ TEST_F(StagingChoice, AGraphCannotHoldIt) {
 
 TEST_F(StagingChoice, TheCapCountsBothWays) {
   add(host);
-  const FiveArgs args = five();  // four inputs and one output of 16 bytes
+  const FiveArgs args = five();  // four inputs and one output of 16 bytes each
   PolicySettings s;
   s.max_staged_bytes = 80;
   {
@@ -169,7 +169,7 @@ TEST_F(StagingChoice, SupportsIsAskedAboutTheCopies) {
   EXPECT_EQ(manager.resolve(op, &args).value().impl_id, "");
   EXPECT_EQ(call(args).code(), StatusCode::kUnsupported);
   EXPECT_EQ(host.asked.load(), 2);
-  EXPECT_EQ(far.reads().size(), 0u);  // asked before anything is copied
+  EXPECT_EQ(far.reads().size(), 0u);  // supports() runs before any copy
 }
 
 TEST_F(StagingChoice, ADescribedCallOnAnAbsentDeviceHasNoCandidate) {
@@ -183,7 +183,7 @@ TEST_F(StagingChoice, ADescribedCallOnAnAbsentDeviceHasNoCandidate) {
   EXPECT_TRUE(r.candidates[0].staged);
 }
 
-// ---- counting
+// ---- counters
 
 TEST_F(StagingChoice, IsCountedAndSaidOncePerOp) {
   add(host);
@@ -194,7 +194,8 @@ TEST_F(StagingChoice, IsCountedAndSaidOncePerOp) {
   const std::string log = ::testing::internal::GetCapturedStderr();
   const std::string line = "op 'test::five' on ext:far:0 is served by 'default.host'";
   const size_t first = log.find(line);
-  // Another test of this process may have log it already, for the op and not for the manager.
+  // Another test of this process may have logged the line already, as it is logged once per op and
+  // not per manager.
   if (first != std::string::npos) {
     EXPECT_EQ(log.find(line, first + 1), std::string::npos);
     EXPECT_HAS(log, "this call 80 bytes (4 copies in, 1 out)");
@@ -205,7 +206,7 @@ TEST_F(StagingChoice, IsCountedAndSaidOncePerOp) {
   EXPECT_EQ(use.staged_bytes, 160u);
   manager.reset_usage();
   EXPECT_EQ(use_of("default.host").calls, 0u);
-  testing::FiveCall here;  // on the host nothing is staged
+  testing::FiveCall here;  // a call on the host is not staged
   host.run_body = nullptr;
   ASSERT_OK(manager.call(op, &here.args));
   use = use_of("default.host");
@@ -220,7 +221,7 @@ TEST_F(StagingChoice, TheWorkBeforeACallIsNotCountedAsCopying) {
   const FiveArgs args = five();
   ASSERT_OK(call(args));
   const OpUsage before = use_of("default.host");
-  constexpr uint64_t kWork = 50'000;  // us
+  constexpr uint64_t kWork = 50'000;  // microseconds
   far.enqueue(nullptr, [=] { std::this_thread::sleep_for(std::chrono::microseconds(kWork)); });
   ASSERT_OK(call(args));
   const OpUsage after = use_of("default.host");
@@ -237,7 +238,7 @@ TEST_F(StagingChoice, BuffersAreUsedAgain) {
   EXPECT_EQ(far.pinned.load(), 1);
   const FiveArgs large = five(100000);
   ASSERT_OK(call(large));
-  EXPECT_EQ(far.pinned.load(), 1);  // the outgrown one is gone
+  EXPECT_EQ(far.pinned.load(), 1);  // the smaller buffer has been freed
   ASSERT_OK(call(small));
   EXPECT_EQ(far.pinned.load(), 1);
 }

@@ -1,5 +1,5 @@
-// Host implementations, and one of its own, for a device whose memory nobody but the device can
-// touch.
+// Fixture for staging: a device whose memory only the device can access, with host implementations
+// and one native implementation.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -35,10 +35,11 @@ class Staging : public ::testing::Test {
     EXPECT_EQ(far.pinned.load(), 0);
   }
 
-  // out = a + b + c + d on compact F32 in memory that this code may read.
+  // out = a + b + c + d on compact F32 tensors in host-readable memory.
   static te_fl_status sum(const te_fl_context& ctx, const void* raw) {
     const auto& args = *static_cast<const FiveArgs*>(raw);
-    if (ctx.device.type != TE_FL_DEVICE_CPU) return TE_FL_OK;  // the native one only counts
+    // The native implementation only counts its runs.
+    if (ctx.device.type != TE_FL_DEVICE_CPU) return TE_FL_OK;
     const auto at = [](const te_fl_tensor* t) { return static_cast<float*>(t->dl.data); };
     const int64_t n = args.a->dl.shape[0];
     for (int64_t i = 0; i < n; ++i) {
@@ -50,7 +51,8 @@ class Staging : public ::testing::Test {
     ASSERT_OK(registry.register_op(f.desc, "test", "acme"));
     op = *registry.find(f.desc.op_name);
   }
-  // A compact device tensor of `count` elements from `first` up, kept until the test ends.
+  // Returns a compact device tensor with the values first, first + 1, ...; it lives until the test
+  // ends.
   Tensor& on_device(int64_t count, float first) {
     std::vector<float> values(static_cast<size_t>(count));
     for (size_t i = 0; i < values.size(); ++i) values[i] = first + static_cast<float>(i);
@@ -63,7 +65,7 @@ class Staging : public ::testing::Test {
     std::memcpy(&value, far.real(t.raw_data()) + 4 * i, sizeof value);
     return value;
   }
-  // a = i, b = 10 + i, c = 100 + i, d = 1000 + i.
+  // Arguments with a[i] = i, b[i] = 10 + i, c[i] = 100 + i, d[i] = 1000 + i.
   FiveArgs five(int64_t count = 4) {
     FiveArgs args;
     args.a = on_device(count, 0).c();
@@ -90,7 +92,7 @@ class Staging : public ::testing::Test {
   OpRegistry registry;
   OpManager manager{registry};
   Fake native{"vendor.native"}, host{"default.host"}, reference{"reference.host"};
-  std::deque<Tensor> kept;  // stay where they are
+  std::deque<Tensor> kept;  // a deque, so that the tensors do not move
   OpId op;
 };
 

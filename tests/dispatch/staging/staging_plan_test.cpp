@@ -1,5 +1,5 @@
-// Tests the list of copies for a host implementation, worked out from a call's description alone:
-// the addresses here have no memory behind them.
+// The list of copies for a staged call, derived from the call's description alone: these addresses
+// have no memory behind them.
 #include "dispatch/staging/staging_plan.hpp"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,8 @@ namespace {
 
 using te_fl::testing::tensor_arg;
 
-// Two inputs, two outputs, a flag by which the second output may be kept, an accumulating third.
+// Two inputs, two outputs, a flag that keeps the second output's contents, and a third output that
+// accumulates.
 struct Args {
   uint32_t struct_size = sizeof(Args);
   const te_fl_tensor* a = nullptr;
@@ -69,7 +70,7 @@ class Plan : public ::testing::Test {
     te_fl_tensor tensor;
     std::vector<int64_t> shape, strides;
   };
-  // An F32 tensor at `address` of the chip's memory.
+  // Returns an F32 tensor at `address` in the chip's memory.
   const te_fl_tensor* at(uintptr_t address, std::vector<int64_t> shape,
                          std::vector<int64_t> strides = {}, Device device = kChip) {
     Held& h = held.emplace_back();
@@ -85,7 +86,7 @@ class Plan : public ::testing::Test {
     return &h.tensor;
   }
   Status make() { return plan.make(compiled(), &args, kChip, {}); }
-  // "address+bytes ..."
+  // Formats copies as "address+bytes ...".
   static std::string text(const std::vector<StagedCopy>& copies) {
     std::string out;
     for (const StagedCopy& c : copies) {
@@ -105,7 +106,7 @@ class Plan : public ::testing::Test {
 };
 
 TEST_F(Plan, InterleavedOutputsThatLeaveNoGapAreOneCopy) {
-  // y and z are the two halves of the rows of one [3, 4] buffer.
+  // y and z are the left and right half of the columns of one [3, 4] buffer.
   args.y = at(4096, {3, 2}, {4, 1});
   args.z = at(4104, {3, 2}, {4, 1});
   ASSERT_OK(make());
@@ -131,9 +132,9 @@ TEST_F(Plan, GapsInsideRowsAndBetweenThem) {
 }
 
 TEST_F(Plan, OverlappingInputsMoveOnceAndNeighboursApart) {
-  args.a = at(1000, {10});    // to 1040
-  args.b = at(1020, {10});    // to 1060
-  args.keep = at(1060, {1});  // touches: perhaps another allocation
+  args.a = at(1000, {10});    // ends at 1040
+  args.b = at(1020, {10});    // ends at 1060
+  args.keep = at(1060, {1});  // adjacent, but perhaps another allocation
   ASSERT_OK(make());
   EXPECT_EQ(text(plan.in()), "1000+60 1060+4");
   plan.bind(reinterpret_cast<void*>(uintptr_t{1} << 20));

@@ -1,5 +1,5 @@
-// Host implementations on the tensors of a device whose memory nobody but the device can touch:
-// what is copied there and back.
+// Staging: host implementations serve tensors of a device whose memory only the device can access.
+// Tests the copies to the host and back.
 #include "staging_fixture.hpp"
 
 namespace te_fl {
@@ -40,7 +40,7 @@ TEST_F(Staging, FollowsTheCallsStreamAndNoOther) {
   far.enqueue(&mine, [&] { std::memset(far.real(kept[0].raw_data()), 0, 16); });
   far.enqueue(&other, [&] { other_done = true; });
   ASSERT_OK(call(args, &mine));
-  EXPECT_EQ(at(kept[4], 3), 1110 + 9);  // a was zeroed by work enqueued before
+  EXPECT_EQ(at(kept[4], 3), 1110 + 9);  // earlier work on the stream has zeroed a
   EXPECT_FALSE(other_done);
   for (const auto& r : far.reads()) EXPECT_EQ(r.stream, &mine);
   for (const auto& w : far.writes()) EXPECT_EQ(w.stream, &mine);
@@ -49,7 +49,7 @@ TEST_F(Staging, FollowsTheCallsStreamAndNoOther) {
 TEST_F(Staging, AliasingSurvives) {
   add(host);
   FiveArgs args = five(8);
-  // b starts in the middle of a, and the output is a.
+  // b starts in the middle of a, and the output is a itself.
   Tensor whole = kept[0];
   const Tensor a = whole.slice(0, 0, 6).value(), b = whole.slice(0, 2, 8).value();
   const Tensor c = kept[2].slice(0, 0, 6).value(), d = kept[3].slice(0, 0, 6).value();
@@ -63,7 +63,7 @@ TEST_F(Staging, AliasingSurvives) {
   };
   ASSERT_OK(call(args));
   EXPECT_EQ(far.reads().size(), 3u);
-  // As on the host, where b reads what the loop has already written.
+  // The expected values follow host semantics: b reads elements that the loop has already written.
   std::vector<float> x = {0, 1, 2, 3, 4, 5, 6, 7};
   for (size_t i = 0; i < 6; ++i) x[i] = x[i] + x[i + 2] + 1100 + 2 * static_cast<float>(i);
   for (int64_t i = 0; i < 8; ++i) EXPECT_EQ(at(whole, i), x[static_cast<size_t>(i)]) << i;
@@ -84,11 +84,11 @@ TEST_F(Staging, TheGapsOfAStridedOutputAreNotWritten) {
     EXPECT_EQ(seen.out->dl.strides[0], 8);
     auto* y = static_cast<float*>(seen.out->dl.data);
     for (int row = 0; row < 2; ++row) {
-      // The bytes in between are of no consequence in this copy.
+      // Writes to the bytes between the tensors in the host copy must not reach the device.
       for (int column = 0; column < 2; ++column) y[8 * row + column] = 5;
     }
     for (int column = 2; column < 8; ++column) y[column] = 77;
-    // Another thread writes there meanwhile.
+    // Simulates another thread, which writes those bytes on the device.
     auto* real = reinterpret_cast<float*>(far.real(wide.raw_data()));
     for (int i = 0; i < 16; ++i) real[i] = 9;
     return TE_FL_OK;
@@ -180,7 +180,7 @@ TEST_F(Staging, TensorsWithoutElementsMoveNothing) {
   EXPECT_EQ(use_of("default.host").staged_calls, 1u);
 }
 
-// ---- what goes wrong
+// ---- errors
 
 TEST_F(Staging, AFailedRunLeavesTheDeviceAlone) {
   add(host);
@@ -210,7 +210,8 @@ TEST_F(Staging, FailedCopiesAreReported) {
   EXPECT_FAILS(call(args), kInternal, "the bus is down");
   EXPECT_EQ(host.runs.load() + reference.runs.load(), 0);
   far.next_copy = TE_FL_OK;
-  // A device that refuses to take results back: nobody may follow, whatever it answers.
+  // If the copy of a result back to the device fails, no other implementation may run, whatever the
+  // status.
   host.run_body = [&](const te_fl_context&, const void*) -> te_fl_status {
     far.next_copy = TE_FL_UNSUPPORTED;
     return TE_FL_OK;
@@ -294,7 +295,7 @@ TEST_F(Staging, ARecordThatIsFilledInAnewBindsNobody) {
   const Tensor x = on_device(4, 0), y = on_device(4, 0);
   const Tensor storage = Tensor::zeros({4}, DType::kU8, device).value();
   te_fl_saved record;
-  record.opaque = 1;  // left over from an earlier use
+  record.opaque = 1;  // stale value of an earlier use
   record.producer = "vendor.other";
   record.storage = storage.c();
   SaveArgs args;
@@ -304,7 +305,7 @@ TEST_F(Staging, ARecordThatIsFilledInAnewBindsNobody) {
   EXPECT_STREQ(record.producer, "default.host");
 }
 
-// ---- the catalogue's ops, by the built-in backends
+// ---- catalogue ops served by the built-in backends
 
 class StagedCatalogue : public Staging {
  protected:
@@ -329,7 +330,8 @@ class StagedCatalogue : public Staging {
 TEST_F(StagedCatalogue, AQuantisedTensorMovesWithItsParts) {
   const Tensor x = on_device(16, -8).view({4, 4}).value();
   const Tensor q = quantised(false, true);
-  ASSERT_OK(devices::synchronize(device));  // or what it begins with would come later
+  // The initial values must arrive before the test writes its own.
+  ASSERT_OK(devices::synchronize(device));
   const float amax = 50, scale = 2;
   std::memcpy(far.real(q.amax().raw_data()), &amax, 4);
   std::memcpy(far.real(q.scale().raw_data()), &scale, 4);
@@ -337,9 +339,9 @@ TEST_F(StagedCatalogue, AQuantisedTensorMovesWithItsParts) {
   te_fl_quantize_args args;
   args.input = x.c(), args.output = q.c();
   ASSERT_OK(run("quantize", &args));
-  EXPECT_EQ(at(q.amax(), 0), 50);  // the running maximum went on from what the device had
+  EXPECT_EQ(at(q.amax(), 0), 50);  // the running maximum includes the device's old value
   EXPECT_EQ(at(q.scale_inv(), 0), 0.5f);
-  EXPECT_FALSE(wrote(q.scale().raw_data()));  // a given scale is read only
+  EXPECT_FALSE(wrote(q.scale().raw_data()));  // a given scale is only read
   EXPECT_TRUE(wrote(q.raw_data()));
   EXPECT_TRUE(wrote(q.columnwise_codes().raw_data()));
   te_fl_dequantize_args back;
@@ -403,8 +405,8 @@ TEST_F(StagedCatalogue, RandomStateIsReadFromTheDevice) {
   const Tensor x = on_device(64, 1), y = on_device(64, 0), z = on_device(64, 0);
   const Tensor mask = Tensor::zeros({8}, DType::kU8, device).value();
   const Tensor state = Tensor::zeros({3}, DType::kU64, device).value();
-  ASSERT_OK(devices::synchronize(device));  // zeros() may still be on its way
-  const uint64_t words[] = {1234, 99, 56};  // apart from each other
+  ASSERT_OK(devices::synchronize(device));  // zeros() may still be pending
+  const uint64_t words[] = {1234, 99, 56};  // the state's words at separate places
   std::memcpy(far.real(state.raw_data()), words, sizeof words);
   te_fl_dropout_fwd_args args;
   args.input = x.c(), args.output = y.c(), args.mask = mask.c(), args.p = 0.5f;
@@ -416,7 +418,7 @@ TEST_F(StagedCatalogue, RandomStateIsReadFromTheDevice) {
   ASSERT_OK(run("dropout_fwd", &args, by_pointer));
   args.output = z.c();
   CallOptions by_value;
-  by_value.rng = {.seed = 1234, .offset = 58};  // the offset of the call is added to the state's
+  by_value.rng = {.seed = 1234, .offset = 58};  // the call's offset is added to the state's: 56 + 2
   ASSERT_OK(run("dropout_fwd", &args, by_value));
   EXPECT_EQ(std::memcmp(far.real(y.raw_data()), far.real(z.raw_data()), 256), 0);
 }

@@ -1,4 +1,4 @@
-// Tests the fingerprint that ranks compare before the first step.
+// The fingerprint of settings, which ranks compare before the first step.
 #include <gtest/gtest.h>
 
 #include "core/base/plugin_settings.hpp"
@@ -72,7 +72,7 @@ TEST(Fingerprint, KnowsSettingsOfActivePlugins) {
   ASSERT_EQ(d.size(), 1u);
   EXPECT_EQ(d[0], "only in the second: setting TE_FL_ACME_TILES = 8");
   ASSERT_OK(environment::unset("TE_FL_ACME_TILES"));
-  // A file by its contents, wherever a rank has it.
+  // A file enters the fingerprint by its contents, not by its path.
   ASSERT_OK(environment::set("TE_FL_ACME_TABLE", folder.write("a", "1")));
   const std::string one = fingerprint();
   ASSERT_OK(environment::set("TE_FL_ACME_TABLE", folder.write("b", "1")));

@@ -1,4 +1,4 @@
-// The quarantine file, whatever state it is in and whoever writes it meanwhile.
+// The quarantine file in any state, and with concurrent writers.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -50,7 +50,7 @@ std::string file_of(const std::string& entries) {
 class QuarantineFileTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    // Another test's entries that are held must not turn up here.
+    // Writes out the pending entries of other tests, so that they do not appear here.
     ASSERT_OK(environment::set("TE_FL_QUARANTINE_FILE", ""));
     ASSERT_OK(step_boundary());
     ASSERT_OK(environment::set("TE_FL_QUARANTINE_FILE", path));
@@ -68,7 +68,7 @@ class QuarantineFileTest : public ::testing::Test {
     dispatch::forget_quarantine_file();
     registry::choose_again();
   }
-  // An op runs, and the file that stood in its way is named once in a warning.
+  // Expects an op to run, and the quarantine file to be named in one warning only.
   void expect_call_works(const std::string& complaint) {
     OpRegistry registry;
     OpManager manager(registry);
@@ -145,12 +145,14 @@ TEST_F(QuarantineFileTest, AnEntryOfANewerTeFlIsPassedOverAndKept) {
   EXPECT_HAS(test::read_file(path), "f2e7m9") << "the newer one needs it";
 }
 
-// Written as something else it would be of no chip that there is, and later runs would not know.
+// An entry whose chip name is not valid UTF-8 would be read back with another name, which matches
+// no chip, so it is refused. Other entries are written.
 TEST_F(QuarantineFileTest, AnEntryThatWouldComeBackAsAnotherIsRefusedAndTheOthersAreWritten) {
   Quarantine odd = entry("odd");
   odd.chip = "cut off \xe2\x82";
   Quarantine plain = entry("said");
-  plain.reason = "of any bytes: \xff";  // nothing is found by it
+  // The reason may hold any bytes, as it is not used for look-up.
+  plain.reason = "of any bytes: \xff";
   for (const Quarantine& q : {odd, plain}) dispatch::hold(q);
   const Status status = step_boundary();
   EXPECT_FAILS(status, kFailedPrecondition, "'default.x' of op 'odd'");
@@ -173,7 +175,7 @@ TEST_F(QuarantineFileTest, OneThatCannotBeReadStopsNoOp) {
   EXPECT_TRUE(S_ISFIFO(st.st_mode)) << "not replaced";
 }
 
-// In a child: its user and limits are its own. Returns 0 if `body` found nothing wrong.
+// Runs `body` in a child, which may change its user and limits; returns 0 if `body` found no error.
 template <class F>
 int in_child(F&& body) {
   const pid_t child = fork();
@@ -224,7 +226,8 @@ TEST_F(QuarantineFileTest, ThreadsThatEndTheirStepsAtOnceLoseNothing) {
   ASSERT_OK(environment::set("TE_FL_QUARANTINE_FILE", ""));
   log::set_level(log::Level::kOff);
   read_again();
-  constexpr int kThreads = 6, kEach = TE_FL_ASAN || TE_FL_TSAN ? 100 : 500;  // compared with all
+  // The work grows with the square of the number of entries, so sanitizer builds add fewer.
+  constexpr int kThreads = 6, kEach = TE_FL_ASAN || TE_FL_TSAN ? 100 : 500;
   std::vector<std::thread> threads;
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([t] {
@@ -287,8 +290,8 @@ TEST_F(QuarantineFileTest, ClearingOneLosesNoneThatIsBarredMeanwhile) {
   EXPECT_EQ(lost(), std::vector<std::string>()) << "in the file";
 }
 
-// A job that barred tens of thousands has them cleared in a moment: each is looked up, and no list
-// is compared with another entry by entry, which would take minutes.
+// Clearing tens of thousands of entries is fast: entries are looked up, and lists are not compared
+// pairwise, which would take minutes.
 TEST_F(QuarantineFileTest, ManyAreAddedAndClearedInAMoment) {
   const int many = TE_FL_ASAN || TE_FL_TSAN ? 2000 : 30000;
   std::vector<Quarantine> entries;

@@ -1,4 +1,4 @@
-// The file of TE_FL_TRACE: of a forked child, and where it cannot be written.
+// The trace file (TE_FL_TRACE) of a forked child, and the errors if it cannot be written.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -27,7 +27,7 @@ class TraceFile : public ::testing::Test {
   void TearDown() override { ASSERT_OK(environment::unset("TE_FL_TRACE")); }
   void trace_to(const std::string& path) { ASSERT_OK(environment::set("TE_FL_TRACE", path)); }
   bool call() { return manager.call("test::five", &five.args).ok(); }
-  // Calls in a trace; -1 if it is none.
+  // Returns the number of calls in a trace; -1 if the file is not a trace.
   static int calls_in(const std::string& path) {
     const json trace = json::parse(test::read_file(path), nullptr, false);
     if (!trace.is_object()) return -1;
@@ -35,7 +35,7 @@ class TraceFile : public ::testing::Test {
     for (const json& e : trace.at("traceEvents")) calls += e.at("ph") == "X" ? 1 : 0;
     return calls;
   }
-  // The number of a child that ran `body`, which returns 0 if all is well.
+  // Forks a child that runs `body`, which returns 0 on success; returns the child's process id.
   template <class F>
   static pid_t in_child(F&& body) {
     const pid_t child = fork();
@@ -77,7 +77,7 @@ TEST_F(TraceFile, ADeviceOfAnyNameHasATrack) {
     EXPECT_OK(status);
   }
   EXPECT_OK(write_trace());
-  EXPECT_GE(calls_in(path), 1);  // this process's of earlier tests, too
+  EXPECT_GE(calls_in(path), 1);  // includes this process's calls of earlier tests
   EXPECT_HAS(test::read_file(path), "odd\xef\xbf\xbd:0 stream");
   EXPECT_OK(devices::remove(device));
 }
@@ -93,17 +93,18 @@ TEST_F(TraceFile, AForkedChildTracesItsOwnCallsIntoItsOwnFile) {
       if (named) return folder / ("trace-" + number + ".json");
       return folder / (process == getpid() ? "trace.json" : "trace.json." + number);
     };
-    const int before = calls_in(file_of(getpid()));  // this process's of earlier tests, too
+    // Includes this process's calls of earlier tests.
+    const int before = calls_in(file_of(getpid()));
     const pid_t child = in_child([&] {
       if (!call()) return 1;
-      // As a program does that sets something else: the name stays its own.
+      // Changing another setting must keep the child's own file name.
       if (!environment::set("TE_FL_SYNC", "0").ok() || !call() || !call()) return 2;
       return write_trace().ok() ? 0 : 3;
     });
     ASSERT_OK(write_trace());
     EXPECT_EQ(calls_in(file_of(getpid())), before);
     EXPECT_EQ(calls_in(file_of(child)), 3);
-    in_child([&] { return write_trace().ok() ? 0 : 1; });  // one that made no call
+    in_child([&] { return write_trace().ok() ? 0 : 1; });  // a child that made no call
     EXPECT_EQ(calls_in(file_of(getpid())), before) << "the child left it alone";
   }
 }
@@ -141,7 +142,7 @@ TEST_F(TraceFile, OneThatIsNoTraceIsAnErrorThatNamesIt) {
   for (size_t bytes = 1; bytes < whole.size(); bytes += 97) texts.push_back(whole.substr(0, bytes));
   for (const std::string& text : texts) {
     const auto tuned = tune({folder.write("bad.json", text)}, 0.001);
-    const bool nothing = tuned.ok() && tuned->empty();  // an empty trace is one
+    const bool nothing = tuned.ok() && tuned->empty();  // an empty trace is valid
     EXPECT_TRUE(nothing || tuned.status().message().find("bad.json") != std::string::npos)
         << text.substr(0, 60) << ": " << tuned.status().to_string();
   }
@@ -154,7 +155,8 @@ TEST_F(TraceFile, WhatIsNoRegularFileIsRefusedAndStays) {
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   for (const std::string& path : {pipe, folder.path()}) {
     trace_to(path);
-    const Status status = manager.call("test::five", &five.args);  // not at the end of a long run
+    // Fails at the first call, not at the end of a long run.
+    const Status status = manager.call("test::five", &five.args);
     EXPECT_HAS(status.message(), "is a ") << status.to_string();
   }
   struct stat st {};

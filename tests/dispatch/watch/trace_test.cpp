@@ -1,4 +1,4 @@
-// TE_FL_TRACE: a file that Perfetto opens.
+// TE_FL_TRACE writes a file that Perfetto can open.
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
@@ -66,11 +66,11 @@ TEST(Trace, HoldsCallsWithThreadsFallbacksAndErrors) {
   EXPECT_EQ(calls[3].at("args").at("impl"), "reference.second");
   EXPECT_HAS(calls[3].at("args").at("fallback").get<std::string>(), "not \"today\"");
   EXPECT_EQ(calls[4].at("cat"), "failed");
-  const auto shape =
-      [&](const json& c) {  // of the argument `a`, by the description that a call names
-        const size_t number = c.at("args").at("call").get<size_t>();
-        return trace.at("te_fl_calls").at(number).at("args").at("a").at("shape");
-      };
+  // Returns the shape of argument `a`. A call in the trace refers to its description by number.
+  const auto shape = [&](const json& c) {
+    const size_t number = c.at("args").at("call").get<size_t>();
+    return trace.at("te_fl_calls").at(number).at("args").at("a").at("shape");
+  };
   EXPECT_EQ(shape(calls[0]), json({2, 3}));
   EXPECT_EQ(shape(calls[2]), json({5}));
   ASSERT_OK(environment::unset("TE_FL_TRACE"));

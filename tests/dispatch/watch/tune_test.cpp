@@ -1,4 +1,4 @@
-// Tests that te-fl tune pins gains above the noise of timing only.
+// te-fl tune pins an implementation only if its gain exceeds the timing noise.
 #include "dispatch/watch/tune.hpp"
 
 #include <gtest/gtest.h>

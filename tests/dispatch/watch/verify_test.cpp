@@ -1,4 +1,4 @@
-// TE_FL_VERIFY: wrong results are found, saved, run again and kept from serving.
+// TE_FL_VERIFY finds wrong results, saves the call, replays it and quarantines the implementation.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -29,7 +29,7 @@ using testing::FiveArgs;
 using testing::FiveCall;
 using testing::SaveArgs;
 
-// out = a + b + c + d, F32, compact, with an error in element 1 if `off` says so.
+// out = a + b + c + d on compact F32 tensors; `off` is added to element 1 as an error.
 te_fl_status sum(const FiveArgs& args, float off) {
   const auto at = [](const te_fl_tensor* t) { return static_cast<float*>(t->dl.data); };
   int64_t n = 1;
@@ -58,7 +58,7 @@ class Verify : public ::testing::Test {
     before = verify_counts();
   }
   void TearDown() override {
-    (void)step_boundary();  // nothing held is left to the next test
+    (void)step_boundary();  // leaves no pending entries for the next test
     for (const std::string& name : names) ASSERT_OK(environment::unset(name));
     dispatch::forget_quarantine_file();
   }
@@ -126,7 +126,8 @@ TEST_F(Verify, AnInfinityAgreesWithOneOfItsSignAlone) {
   EXPECT_EQ(counts().differed, 3u);
 }
 
-// The largest number stands for an infinity in masks. It allows no error in the elements beside it.
+// The largest number often stands for an infinity in masks. It must not raise the tolerance for the
+// other elements.
 TEST_F(Verify, TheLargestNumberHidesNoErrorInOthers) {
   set("TE_FL_VERIFY", "1");
   for (const float largest : {std::numeric_limits<float>::max(), -1e30f}) {
@@ -171,10 +172,10 @@ TEST_F(Verify, ASubnormalNumberInF16MayBeTheOneBesideIt) {
   EXPECT_EQ(counts().differed, 1u);
 }
 
-// A step of a parameter in BF16 may be one unit in its last place, which any difference in rounding
-// may be: what tells a step that was not taken from a right one is that nothing has changed.
+// An optimizer step of a BF16 parameter may change only its last bit, as a rounding difference
+// does. A skipped step is therefore found by the parameter not changing at all.
 TEST_F(Verify, AStepThatIsNotTakenIsFoundHoweverSmallItIs) {
-  uint32_t places = 1;  // of F32
+  uint32_t places = 1;  // change of the parameter, in F32 units in the last place
   const auto step = [&](const void* raw, int skipped) -> te_fl_status {
     const auto& args = *static_cast<const te_fl_multi_tensor_sgd_args*>(raw);
     const te_fl_dltensor& p = args.params[0]->dl;
@@ -316,19 +317,20 @@ TEST_F(Verify, QuarantineBeginsWithTheNextCallAndOutlivesTheRun) {
     return false;
   };
   EXPECT_TRUE(reason_shown());
-  // A later run: the file alone knows.
+  // Simulates a later run, which knows the quarantine from the file only.
   dispatch::forget_quarantine_file();
   registry::choose_again();
   EXPECT_TRUE(reason_shown());
   ASSERT_EQ(quarantines()->size(), 1u);
   EXPECT_EQ(quarantines()->front().dtypes, TE_FL_BIT(TE_FL_F32));
   EXPECT_HAS(quarantines()->front().replay, "te-fl replay " + quarantines()->front().case_file);
-  // Asked about calls of any dtype, nothing is barred, and it is said what is for some.
+  // A query for calls of any dtype shows no implementation as barred, but names the dtypes for
+  // which one is quarantined.
   const auto any = manager.explain(op, {}).value();
   EXPECT_EQ(any.impl_id, "default.fast");
   for (const Candidate& c : any.candidates)
     if (c.impl_id == "default.fast") EXPECT_HAS(c.reason, "quarantined for f32 (scaling none)");
-  // Another build of it is another thing.
+  // Another build of the plugin is a different implementation.
   std::string text = test::read_file(folder / "quarantine.json");
   const std::string build = dispatch::build_id_of("test");
   ASSERT_TRUE(testing::contains(text, build));
@@ -373,18 +375,20 @@ TEST_F(Verify, NoQuarantineBeginsWhileAStreamIsCaptured) {
     args.a = t[0], args.b = t[1], args.c = t[2], args.d = t[3], args.out = t[0];
     far.capturing = true;
     ASSERT_OK(manager.call(op, &args));
-    ASSERT_OK(manager.call(op, &call.args));  // on the host: wrong, and found
+    ASSERT_OK(manager.call(op, &call.args));  // on the host: the wrong result is found
     ASSERT_OK(manager.call(op, &call.args));
     EXPECT_EQ(fast.runs, 2);
     far.capturing = false;
-    ASSERT_OK(manager.call(op, &call.args));  // the first that can take it: it begins behind it
+    // The first call outside the capture applies the quarantine, which takes effect after that
+    // call.
+    ASSERT_OK(manager.call(op, &call.args));
     ASSERT_OK(manager.call(op, &call.args));
     EXPECT_EQ(fast.runs, 3);
   }
   (void)devices::remove(device);
 }
 
-// Entries that a process still holds at its end are in the file for later runs.
+// Entries that are still pending at exit are written to the file for later runs.
 TEST_F(Verify, WhatIsHeldAtTheEndIsWritten) {
   const auto run = [&] {
     setenv("WORLD_SIZE", "2", 1);
@@ -448,7 +452,7 @@ TEST_F(Verify, TensorsOfADeviceAreCheckedThroughCopies) {
   native.desc.flags |= TE_FL_OP_GRAPH_SAFE;
   native.desc.priority = 500;
   native.run_body = [&](const te_fl_context& ctx, const void* raw) {
-    // On the stream, in the device's own memory.
+    // Runs on the stream, in device memory.
     const auto& args = *static_cast<const FiveArgs*>(raw);
     const int64_t n = args.a->dl.shape[0];
     const te_fl_tensor* in[] = {args.a, args.b, args.c, args.d};
@@ -486,8 +490,8 @@ TEST_F(Verify, TensorsOfADeviceAreCheckedThroughCopies) {
   ASSERT_OK(devices::remove(device));
 }
 
-// A device tells what was wrong once, to who waits first (R12), and with TE_FL_VERIFY that is
-// te-fl.
+// A device reports a mistake in values once, to the first waiter (R12). With TE_FL_VERIFY te-fl
+// waits first, and must pass the report on.
 TEST_F(Verify, WhatADeviceTellsToTheCopiesReachesTheCaller) {
   FarDevice far;
   const Device device = devices::add(&far.desc).value();
@@ -513,7 +517,7 @@ TEST_F(Verify, WhatADeviceTellsToTheCopiesReachesTheCaller) {
                  "op 'test::five' in 'vendor.far' failed after it was enqueued (TE_FL_VERIFY)");
     EXPECT_EQ(counts().failed, 1u);
     EXPECT_EQ(counts().skipped, 0u);
-    // Work from before the call.
+    // This work was enqueued before the call.
     wrong = false;
     far.queues.enqueue(nullptr, fails);
     const int runs = native.runs;
@@ -527,7 +531,7 @@ TEST_F(Verify, WhatADeviceTellsToTheCopiesReachesTheCaller) {
   ASSERT_OK(devices::remove(device));
 }
 
-// ---- a case of the catalogue, saved and run again
+// ---- a catalogue call, saved and replayed
 
 TEST(Replay, ASavedCaseRunsOnAnyImplementation) {
   test::TempFolder folder;
@@ -568,7 +572,7 @@ TEST(Replay, ASavedCaseRunsOnAnyImplementation) {
   EXPECT_EQ(right.from_saved.size(), 1u);
   EXPECT_EQ(right.compared, 1);
   EXPECT_HAS(replay(file, "default.none").status().to_string(), "cannot be run on");
-  // Damage of every length is found, and read no further.
+  // A file truncated at any length is refused and not read past its end.
   const std::string text = test::read_file(file);
   for (size_t cut = 0; cut < text.size(); cut += 37) {
     EXPECT_FALSE(replay(folder.write("cut.call", text.substr(0, cut))).ok()) << cut;
@@ -576,7 +580,7 @@ TEST(Replay, ASavedCaseRunsOnAnyImplementation) {
   std::string far_off = text;
   far_off.replace(far_off.find("\"data\":"), 8, "\"data\":9");
   EXPECT_FALSE(replay(folder.write("far.call", far_off)).ok());
-  // No memory is asked for that the file cannot fill.
+  // A length that exceeds the file must not cause an allocation of that size.
   constexpr size_t kHead = sizeof("te-fl call 1\n") - 1 + sizeof(uint64_t);
   uint64_t length = 0;
   std::memcpy(&length, text.data() + kHead - sizeof length, sizeof length);

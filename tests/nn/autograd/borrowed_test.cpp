@@ -1,4 +1,4 @@
-// Parameters and gradients in memory that somebody else owns.
+// Tests of modules whose parameters and gradients lie in memory that the module does not own.
 #include <algorithm>
 
 #include "nn_test_util.hpp"
@@ -15,7 +15,7 @@ std::unique_ptr<LayerNormMLP> mlp() {
   return take(LayerNormMLP::create({.hidden_size = kHidden, .ffn_hidden_size = 32, .seed = 5}));
 }
 
-// The values of a module in memory of their own, lent to another.
+// Owns a copy of a module's parameter values and lends this memory to another module.
 class Owner {
  public:
   explicit Owner(const Module& from) {
@@ -30,7 +30,7 @@ class Owner {
           version));
     }
   }
-  // Elsewhere, and where it was is overwritten.
+  // Moves the values to new memory and fills the old memory with NaN.
   void move() {
     std::vector<std::vector<float>> moved = memory_;
     std::swap(memory_, moved);
@@ -67,7 +67,7 @@ TEST(Borrowed, AModuleWithoutValuesComputesWithWhatItIsLent) {
     autocast scope(fp8, Float8CurrentScaling{});
     Ctx a, b;
     EXPECT_TRUE(same_bits(take(own->forward(x(), &a)), take(lent->forward(x(), &b))));
-    owner.move();  // between a forward and its backward, as a sharded owner's memory does
+    owner.move();  // moves between forward and backward, as the memory of a sharded owner does
     owner.lend(*lent, 1);
     EXPECT_TRUE(same_bits(take(own->backward(x(), a)), take(lent->backward(x(), b))));
   }
@@ -96,14 +96,15 @@ TEST(Borrowed, TheOwnersVersionSaysWhetherCopiesHold) {
     return count() - before;
   };
   const Tensor first = infer();
-  const uint64_t both = quantised();  // copies are kept from a weight's second reading on
+  // The module keeps a quantised copy from a weight's second use on.
+  const uint64_t both = quantised();
   const uint64_t inputs = quantised();
   EXPECT_EQ(both, inputs + 2);
   owner.move();
   owner.lend(*module, 7);
   EXPECT_EQ(quantised(), inputs);
   EXPECT_TRUE(same_bits(infer(), first));
-  for (float& v : owner[2]) v *= 2;  // fc1_weight
+  for (float& v : owner[2]) v *= 2;  // doubles fc1_weight
   owner.lend(*module, 8);
   EXPECT_EQ(quantised(), inputs + 2);
   EXPECT_FALSE(same_bits(infer(), first));
@@ -113,7 +114,7 @@ TEST(Borrowed, TheOwnersVersionSaysWhetherCopiesHold) {
   EXPECT_HAS(module->backward(x(), ctx).status().to_string(), "has changed since the forward");
 }
 
-// Copies of the parts of a quantised weight, which the tensor does not own.
+// Owns copies of the parts of a quantised weight (codes, scales, amax) and lends them to a module.
 struct CodesOwner {
   Tensor codes, columns, scale_inv, columnwise_scale_inv, amax;
   Scaling scaling;
@@ -144,7 +145,7 @@ struct CodesOwner {
   }
 };
 
-// Quantises a weight as Recipe does.
+// Quantises a weight as `recipe` does in a forward.
 CodesOwner codes_of(const Tensor& weight, const Recipe& recipe) {
   const bool blocks = std::holds_alternative<Float8BlockScaling>(recipe);
   QuantSpec spec;
@@ -180,7 +181,7 @@ TEST(Borrowed, CodesAreReadAsTheyAre) {
     autocast scope(true, recipe);
     Ctx a, b;
     EXPECT_TRUE(same_bits(take(own->forward(x(), &a)), take(lent->forward(x(), &b))));
-    for (CodesOwner& c : codes) c = CodesOwner(c.lend());  // the memory moves
+    for (CodesOwner& c : codes) c = CodesOwner(c.lend());  // moves the codes to other memory
     lend(1);
     EXPECT_TRUE(same_bits(take(own->backward(x(), a)), take(lent->backward(x(), b))));
     const auto one = own->parameters();
@@ -239,7 +240,7 @@ TEST(Borrowed, TheOwnerWritesCodes) {
       if (t.name.starts_with("fc1_weight")) names.push_back(t.name);
     }
     const bool blocks = std::holds_alternative<Float8BlockScaling>(recipe);
-    EXPECT_EQ(names.size(), blocks ? 2u : 3u);  // codes, scale_inv, amax
+    EXPECT_EQ(names.size(), blocks ? 2u : 3u);  // the parts: codes, scale_inv, amax
   }
 }
 
@@ -299,10 +300,11 @@ TEST(Borrowed, GradientsGoInAndOut) {
   EXPECT_EQ(Values(memory, memory + 6), once);
 }
 
-// ---- initial values
+// ---- initial values of shards
 
 TEST(InitialValues, OfAShardAreThoseOfTheWhole) {
-  constexpr int64_t kM = 300, kN = 257;  // more than one worker's, and odd rows
+  // More than one worker's rows, and an odd number of columns.
+  constexpr int64_t kM = 300, kN = 257;
   for (DType dtype : {DType::kF32, DType::kBF16}) {
     const Values whole =
         values_of(take(init::normal(Shape{kM, kN}, 0.5f, 9, dtype, Device()))->value);

@@ -1,4 +1,4 @@
-// Frozen parameters, and gradients that are made when they are first written.
+// Tests of frozen parameters, and of gradient tensors, which are allocated at their first write.
 #include <functional>
 #include <optional>
 
@@ -34,7 +34,7 @@ struct Grads {
   std::map<std::string, Values> of;
 };
 
-// Two microbatches of the layer, in one recipe or none.
+// Runs two microbatches of the layer, with an FP8 recipe or without one; returns the gradients.
 Grads backward(TransformerLayer& module, const std::optional<Recipe>& recipe) {
   const Tensor x = tensor({kRows, 1, kHidden}, random_values(kRows * kHidden, 1));
   const Tensor dy = tensor({kRows, 1, kHidden}, random_values(kRows * kHidden, 2));
@@ -63,7 +63,8 @@ TEST(LazyGradients, ThereIsNoneUntilABackward) {
   check(module->zero_grad());
   auto adam = take(Adam::create(module->parameters(), {.weight_decay = 0.1f, .max_grad_norm = 1}));
   const Params before = params_of(*module);
-  ASSERT_OK(adam->step());  // no parameter has a gradient: nothing to do, not even decay
+  ASSERT_OK(adam->step());  // no parameter has a gradient, so the step changes nothing; weight
+                            // decay included
   EXPECT_EQ(params_of(*module), before);
   EXPECT_EQ(take(clip_grad_norm(module->parameters(), 1)), 0);
   for (const NamedParameter& p : module->parameters()) EXPECT_FALSE(p.grad().defined()) << p.name;
@@ -91,15 +92,16 @@ bool wanted_in(int choice, const std::string& name) {
     case 0:
       return false;
     case 1:
-      return bias;  // as BitFit does
+      return bias;  // trains the biases only, as BitFit does
     case 2:
       return !bias;
     default:
-      return name.find("layernorm_mlp") != std::string::npos;  // the rest is frozen
+      return name.find("layernorm_mlp") != std::string::npos;  // trains layernorm_mlp only
   }
 }
 
-// Frozen or not, what is computed is the same bit by bit; of frozen parameters nothing is.
+// Freezing some parameters changes no bit of the other gradients; a frozen parameter gets no
+// gradient.
 TEST(Frozen, GradientsOfTheOthersAndOfTheInputStayTheSame) {
   for (const std::optional<Recipe>& recipe :
        {std::optional<Recipe>(), std::optional<Recipe>(DelayedScaling{}),
@@ -120,7 +122,8 @@ TEST(Frozen, GradientsOfTheOthersAndOfTheInputStayTheSame) {
       for (const auto& [name, values] : all.of) {
         ASSERT_EQ(some.of.count(name), wanted_in(choice, name)) << name;
         if (!wanted_in(choice, name)) continue;
-        // Alone, a bias gradient is another product's than beside its weight's.
+        // A bias gradient without its weight's gradient comes from another kernel, which rounds
+        // otherwise.
         if (choice == 1) {
           EXPECT_LT(relative_l2(some.of.at(name), values), 1e-5) << name;
         } else {
@@ -134,7 +137,7 @@ TEST(Frozen, GradientsOfTheOthersAndOfTheInputStayTheSame) {
 const std::vector<std::optional<Recipe>> kRecipes = {std::nullopt, DelayedScaling{},
                                                      Float8CurrentScaling{}, Float8BlockScaling{}};
 
-// Makes modules of one kind and runs their passes; of what has several parameters, each is frozen.
+// A kind of module: how it is made and how its passes run. The tests freeze each of its parameters.
 struct Kind {
   std::string name;
   std::function<std::unique_ptr<Module>(DType)> make;
@@ -192,8 +195,8 @@ std::vector<Kind> kinds() {
   return all;
 }
 
-// The gradients of two steps of a new module; `before` the backwards and `between` them and
-// backward_dw(), if that is called, something changes.
+// Returns the gradients of two steps of a new module. Calls `before` before each backward, and
+// `between` between the backward and backward_dw(), which has work only if `delays` is set.
 Grads two_steps(const Kind& kind, DType dtype, const std::optional<Recipe>& recipe, bool delays,
                 const std::function<void(Module&)>& before,
                 const std::function<void(Module&)>& between) {
@@ -261,8 +264,8 @@ TEST(Frozen, TheGradientOfTheInputIsTheSameWhicheverParameterIsFrozen) {
   }
 }
 
-// A parameter that is frozen in the backward has no gradient of it, even if it is thawed before
-// backward_dw().
+// A parameter that is frozen during the backward gets no gradient from it, even if it is thawed
+// before backward_dw().
 TEST(Frozen, InTheBackwardAndThawedBeforeBackwardDwHasNoGradient) {
   for (const Kind& kind : kinds()) {
     for (DType dtype : {DType::kF32, DType::kBF16}) {
@@ -317,7 +320,7 @@ TEST(Frozen, FreezingDropsTheGradientAndUnfreezingBeginsAnew) {
   module->set_requires_grad(false);
   for (const NamedParameter& p : module->parameters()) {
     EXPECT_FALSE(p.grad().defined());
-    ASSERT_OK(p.parameter->clear_grad());  // of nothing: no step is held up
+    ASSERT_OK(p.parameter->clear_grad());  // no gradient to clear: no later step is refused
     EXPECT_FALSE(p.parameter->internals().grad_stale);
     ASSERT_OK(p.parameter->ensure_grad());
     EXPECT_FALSE(p.grad().defined());
@@ -333,7 +336,7 @@ void expect_steps_pass_over_the_frozen(const Make& make) {
   all[0].parameter->set_requires_grad(false);
   std::unique_ptr<Optimizer> optimizer = make(all);
   for (const NamedTensor& t : optimizer->state()) EXPECT_FALSE(t.name.ends_with("." + all[0].name));
-  all[1].parameter->set_requires_grad(false);  // after create(): has state
+  all[1].parameter->set_requires_grad(false);  // frozen after create(): has optimizer state
   const Params before = params_of(*module);
   const uint64_t versions[] = {all[0].parameter->version, all[1].parameter->version};
   for (int i = 0; i < 2; ++i) {

@@ -1,4 +1,4 @@
-// Random streams by name.
+// Tests of RandomStreams, which keeps random streams by name.
 #include "te_fl/nn/autograd/random_streams.hpp"
 
 #include "nn_test_util.hpp"
@@ -26,7 +26,7 @@ TEST(RandomStreams, AreIndependentOfEachOther) {
   EXPECT_NE(a1, b1);
   EXPECT_NE(a1, a2);
   EXPECT_NE(own, a1);
-  // Each is the stream of its seed, whatever was drawn from the others.
+  // Each stream's numbers depend on its own seed only, not on draws from the other streams.
   const ContextScope other(Context(1));
   EXPECT_EQ(dropped(nullptr, ""), a1);
   EXPECT_EQ(dropped(nullptr, ""), a2);
@@ -59,7 +59,7 @@ TEST(RandomStreams, WhatIsWrongIsNamed) {
   EXPECT_FAILS(streams.fork("z"), kNotFound, "there are: \"a\"");
 }
 
-// A recomputed piece draws from each stream what it drew before.
+// A recomputed piece draws the same random numbers from each stream as in the first forward.
 TEST(RandomStreams, AreReplayed) {
   RandomStreams streams;
   check(streams.add("a", 1));

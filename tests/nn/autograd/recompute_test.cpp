@@ -1,5 +1,5 @@
-// A recomputed piece gives bit for bit what the piece itself gives, under every recipe and with
-// dropout.
+// Recomputing a piece (activation checkpointing) gives the same bits as running it once, under
+// every recipe and with dropout.
 #include <optional>
 
 #include "nn_test_util.hpp"
@@ -13,11 +13,11 @@ constexpr int64_t kHidden = 32, kRows = 12, kLayers = 2;
 struct Plan {
   std::optional<Recipe> recipe;
   bool recompute = false;
-  bool tells_first = false;  // is_first_microbatch is set
-  bool ends_before = false;  // the autocast ends, and its scales change, before the backward
-  bool crossed = false;      // both microbatches' forwards come before their backwards
+  bool tells_first = false;  // sets is_first_microbatch
+  bool ends_before = false;  // the autocast scope ends, and changes its scales, before the backward
+  bool crossed = false;      // both microbatches' forwards run before their backwards
   bool calibrating = false;
-  bool whole = false;  // both layers are one piece, which has pieces inside
+  bool whole = false;  // both layers form one piece, which contains smaller pieces
   float dropout = 0.1f;
 };
 
@@ -43,7 +43,7 @@ Tensor input(int64_t step, int64_t microbatch) {
       random_values(kRows * kHidden, static_cast<uint64_t>(100 * step + microbatch), 1 + step));
 }
 
-// One microbatch through the layers, each of them a piece.
+// One microbatch through the layers; each layer is a piece of its own.
 struct Pass {
   std::vector<PieceRun> runs;
 
@@ -175,7 +175,7 @@ TEST(Recompute, PiecesNest) {
   expect_equal({.recipe = Float8BlockScaling{}, .crossed = true, .whole = true});
 }
 
-// The scopes are needed: running the forward again without them gives other gradients.
+// A second forward without the recomputation scopes gives other gradients.
 TEST(Recompute, ASecondForwardAloneIsNotTheSame) {
   auto gradient = [](bool twice) {
     const ContextScope scope(Context(7));
@@ -240,7 +240,7 @@ TEST(Recompute, RefusesASecondRunThatDoesLess) {
   less = true;
   EXPECT_FAILS(run.backward(run.y), kFailedPrecondition,
                "the second run ends where the first used a parameter");
-  // A piece that uses nothing of the kind shows in the result.
+  // This piece uses no recorded state; the shape of its result shows that the second run does less.
   const Piece cut = [&](const Tensor& x) -> Result<PieceRun> {
     TE_FL_ASSIGN_OR_RETURN(const Tensor y, x.slice(1, 0, less ? 1 : 2));
     return PieceRun{y, [](const Tensor& dy) -> Result<Tensor> { return dy; }};
@@ -251,7 +251,7 @@ TEST(Recompute, RefusesASecondRunThatDoesLess) {
   EXPECT_FAILS(run.backward(run.y), kFailedPrecondition, "f32[2,1,32]");
 }
 
-// The low-level pieces, as a framework with a checkpoint of its own calls them.
+// Another framework's checkpointing calls these low-level scopes directly.
 TEST(Recompute, ScopesServeAnotherCheckpoint) {
   auto linear = take(Linear::create({.in_features = kHidden, .out_features = kHidden, .seed = 4}));
   const Tensor x = tensor({kRows, kHidden}, random_values(kRows * kHidden, 3));
@@ -267,7 +267,7 @@ TEST(Recompute, ScopesServeAnotherCheckpoint) {
   }
   const Values scale = values_of(find_state(*linear, "fp8.fwd.scale"));
   const Values history = values_of(find_state(*linear, "fp8.fwd.amax_history"));
-  for (int i = 0; i < 2; ++i) {  // a record may be replayed again
+  for (int i = 0; i < 2; ++i) {  // a record may be replayed more than once
     Ctx ctx;
     {
       const RecomputeScope scope(record, RecomputePhase::kSecond);

@@ -1,5 +1,5 @@
-// The tape: values and gradients are those of the modules' explicit calls, and the gradient of each
-// of its own operations is that of finite differences.
+// Tests of the tape. Its values and gradients equal those of explicit calls of the modules; the
+// gradient of each tape operation matches finite differences.
 #include <algorithm>
 #include <functional>
 
@@ -26,7 +26,7 @@ double dot(const Values& a, const Values& b) {
   return sum;
 }
 
-// The gradient of dot(f(x), dy) by x, from central differences.
+// Returns the gradient of dot(f(x), dy) with respect to x by central differences.
 Values differences(const std::function<Value(const Value&)>& f, const Tensor& x, const Values& dy) {
   constexpr double kStep = 1e-2;
   const auto at = [&](const Values& values) {
@@ -63,12 +63,12 @@ void expect_gradient(const std::function<Value(const Value&)>& f, const Tensor& 
 TEST(Tape, GradientsAreThoseOfFiniteDifferences) {
   const auto linear = make_linear(1), other = make_linear(2);
   expect_gradient([&](const Value& x) { return linear(x); }, input());
-  // A value that is used several times.
+  // The input is used several times.
   expect_gradient([&](const Value& x) { return x + linear(x) + other(x + x); }, input());
   expect_gradient([&](const Value& x) { return linear(x.view({2, 3, kWidth})); }, input());
   expect_gradient(
       [&](const Value& x) {
-        const auto [a, b] = x.split<2>();  // of b nothing depends on
+        const auto [a, b] = x.split<2>();  // the result does not depend on b
         return a;
       },
       input());
@@ -93,7 +93,7 @@ TEST(Tape, EveryActivationHasItsGradient) {
     const auto activation = static_cast<Activation>(i);
     SCOPED_TRACE(name(activation));
     const Layer<ActivationLayer> layer({.activation = activation});
-    // Away from the kinks of relu and of the clamps.
+    // Keeps the inputs away from the kinks of relu and of the clamps, where differences are wrong.
     Values values = random_values(kRows * kWidth, 3, 2);
     for (double& v : values) v += v < 0 ? -0.1 : 0.1;
     const Tensor x = tensor({kRows, kWidth}, values);
@@ -113,7 +113,7 @@ TEST(Tape, ActivationsRefuseWhatDoesNotFit) {
                kInvalidArgument, "activation is 99");
 }
 
-// Two layers and a loss, on the tape and by hand.
+// Runs two layers and a loss on the tape, and again by explicit calls.
 TEST(Tape, EqualsExplicitCalls) {
   const Tensor x = input(), targets = int_tensor({0, 1, 2, 3, 4, 5});
   for (const std::optional<Recipe>& recipe :
@@ -178,7 +178,7 @@ TEST(Tape, SequentialIsItsLayers) {
   EXPECT_EQ(values_of(on_tape.tensor()), values_of(y));
   check(tape.backward(on_tape, dy));
   EXPECT_EQ(values_of(in.grad()), values_of(dx));
-  const Value whole = call(stack, tape.input(x));  // one call
+  const Value whole = call(stack, tape.input(x));  // the stack as one call on the tape
   EXPECT_EQ(values_of(whole.tensor()), values_of(y));
   EXPECT_EQ(values_of(take(stack.forward(x, nullptr))), values_of(y));
 }
@@ -235,13 +235,14 @@ TEST(Tape, FrozenModulesGetNoGradient) {
   check(tape.backward(frozen(first(tape.input(input()))), input(2)));
   EXPECT_TRUE(first->parameters()[0].grad().defined());
   EXPECT_FALSE(frozen->parameters()[0].grad().defined());
-  // Nothing before the first trained module is run backward.
+  // The tape runs no backward of the modules before the first trained one.
   first->set_requires_grad(false);
   const Value y = frozen(first(tape.input(input())));
   EXPECT_FAILS(tape.backward(y, input(2)), kFailedPrecondition, "depends on no parameter");
 }
 
-// Pieces that run again, mixed with others: the same bits, and hooks as without.
+// Mixes recomputed pieces with others: the bits are the same, and the hooks run as without
+// recomputation.
 TEST(Tape, CheckpointsEqualThePiece) {
   for (const Recipe& recipe : {Recipe(DelayedScaling{.amax_history_len = 2}),
                                Recipe(Float8CurrentScaling{}), Recipe(Float8BlockScaling{})}) {
@@ -266,7 +267,7 @@ TEST(Tape, CheckpointsEqualThePiece) {
           const Value h = first(in);
           const Value p = recompute ? tape.checkpoint(piece, h) : piece(h);
           y = third(p);
-          // A piece whose input wants no gradient still trains its parameters.
+          // A piece whose input needs no gradient still trains its parameters.
           const Value constant = tape.input(input(4));
           y = y + (recompute ? tape.checkpoint(piece, constant) : piece(constant));
         }
@@ -299,7 +300,7 @@ TEST(Tape, CheckpointsServeInferenceAndPassErrorsOn) {
                "Linear: x");
 }
 
-// A hook sees each gradient once, complete, as early as it is.
+// A hook runs once for each gradient, as soon as that gradient is complete.
 TEST(Tape, HooksSeeCompleteGradients) {
   const auto first = make_linear(1), twice = make_linear(2), frozen = make_linear(3);
   frozen->set_requires_grad(false);
@@ -324,7 +325,7 @@ TEST(Tape, HooksSeeCompleteGradients) {
   EXPECT_FAILS(tape.backward(first(tape.input(input())), input(2)), kInternal, "network is gone");
 }
 
-// A call lets go of what it has kept when its backward has run.
+// A call on the tape releases what it kept for its backward once that backward has run.
 TEST(Tape, BackwardDropsWhatItHasUsed) {
   const auto first = make_linear(1), second = make_linear(2);
   Tape tape;
@@ -353,11 +354,11 @@ TEST(Tape, GivesForwardOptions) {
   tape.options.is_first_microbatch = true;
   tape.options.reuse_weights = tensor({1}, {0});
   EXPECT_FAILS(linear(tape.input(input())).status(), kInvalidArgument, "is_first_microbatch");
-  EXPECT_OK(linear(tape.input(input()), ForwardOptions{}).status());  // given ones count
+  // Explicit options override the tape's.
+  EXPECT_OK(linear(tape.input(input()), ForwardOptions{}).status());
 }
 
-// As te_fl::nn::call() gives them to a layer that is called with attention's inputs, however these
-// are given.
+// The tape's options, or explicit ones, reach a layer that is called with attention inputs.
 TEST(Tape, GivesForwardOptionsBesideAttentionInputs) {
   const Layer<MultiheadAttention> attention(
       {.hidden_size = kWidth, .num_attention_heads = 1, .attention = {.layout = Layout::kBSHD}});
@@ -391,7 +392,7 @@ TEST(Tape, AnEmbeddingBegins) {
   EXPECT_EQ(table, values_of(embedding->parameters()[0].grad()));
 }
 
-// The gradient that reaches a loss scales its own.
+// Several losses add up; each is multiplied by the gradient that reaches it.
 TEST(Tape, LossesAddUp) {
   const auto linear = make_linear(1);
   const Tensor targets = int_tensor({0, 1, 2, 3, 4, 5});

@@ -1,4 +1,5 @@
-// Checkpoints where the path is no file, and names that the format cannot hold.
+// Tests of checkpoint paths that are not regular files, and of tensor names that the format cannot
+// hold.
 #include <sys/stat.h>
 
 #include "nn_test_util.hpp"
@@ -22,7 +23,7 @@ TEST(CheckpointFiles, APipeIsNeitherReplacedNorWaitedFor) {
   EXPECT_FALSE(saved.ok());
   EXPECT_HAS(saved.to_string(), "is a device, a pipe or a socket");
   EXPECT_EQ(kind_of(pipe), mode_t{S_IFIFO});
-  // Nobody writes into it: who opens it to read waits for ever.
+  // Nothing writes to this pipe, so an open for reading would block forever.
   EXPECT_EQ(load_checkpoint(pipe, *linear).status().code(), StatusCode::kInvalidArgument);
 }
 
@@ -36,7 +37,8 @@ TEST(CheckpointFiles, ALinkStaysAndItsFileIsWritten) {
   ASSERT_OK(load_checkpoint(file, *linear).status());
 }
 
-// JSON is UTF-8: another name would be saved than the one that is loaded by.
+// safetensors headers are JSON, hence UTF-8: a name in another encoding would change on the way to
+// the file and back.
 TEST(CheckpointFiles, NamesThatAreNoTextAreRefusedBeforeAnythingIsWritten) {
   const test::TempFolder folder;
   const std::string path = folder.write("file", "old");

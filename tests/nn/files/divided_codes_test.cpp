@@ -1,5 +1,5 @@
-// Divided weights that are FP8 codes alone in checkpoints: saved by one number of ranks and loaded
-// by another, as codes or as values.
+// Checkpoints of sharded weights that exist only as FP8 codes: saved by one number of ranks and
+// loaded by another, into codes or into high precision.
 #include <algorithm>
 #include <mutex>
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kIn = 32, kMiddle = 64;
 
-// A map by columns and one by rows behind it.
+// A column-parallel Linear followed by a row-parallel one.
 class Maps : public Module {
  public:
   Maps(const TensorParallel& parallel, const Recipe& recipe, uint64_t seed) : recipe_(recipe) {
@@ -27,7 +27,8 @@ class Maps : public Module {
     register_module("second", *second_);
   }
 
-  // Accumulates the gradients of half the sum of the output's squares, which it returns.
+  // Runs forward and backward for the loss sum(y^2) / 2 and accumulates the gradients; returns the
+  // loss.
   double train(uint64_t seed, const std::shared_ptr<AmaxReduction>& amaxes) {
     Ctx first, second;
     Tensor y;
@@ -48,7 +49,8 @@ class Maps : public Module {
   std::unique_ptr<Linear> first_, second_;
 };
 
-// Values whose parts differ in size, so that their scales do.
+// Random values whose magnitude grows along the sharded dimension, so that the shards have
+// different quantisation scales.
 Values whole_values(const NamedParameter& p) {
   const int64_t rows =
       p.parameter->shard.whole.empty() ? p.value().size(0) : p.parameter->shard.whole[0];
@@ -69,7 +71,7 @@ Tensor as_tensor(const NamedParameter& p, const Values& values) {
 
 Values read(const NamedParameter& p) { return values_of(take(p.parameter->read(DType::kF32))); }
 
-// Puts the rank's part into the whole.
+// Copies this rank's shard into the whole matrix.
 void put(Values& whole, const NamedParameter& p, const Values& part) {
   const Shard& shard = p.parameter->shard;
   const int64_t columns = p.value().size(1), width = shard.whole.empty() ? columns : shard.whole[1];
@@ -81,7 +83,7 @@ void put(Values& whole, const NamedParameter& p, const Values& part) {
   }
 }
 
-// The values that the ranks have when they save, as wholes.
+// Saves a checkpoint on `size` ranks; returns the whole parameters, joined from the ranks' parts.
 std::map<std::string, Values> save(const std::string& path, int size) {
   std::map<std::string, Values> wholes;
   std::mutex mutex;
@@ -105,8 +107,8 @@ double largest(const Values& values) {
   return top;
 }
 
-// Each value is `wanted`, or the nearest code of the scale that the largest gives: within half a
-// step of E4M3.
+// Expects each value to equal `wanted` after rounding to E4M3 under the scale of the largest value:
+// the error is at most half a step of E4M3.
 void expect_quantised(const Values& got, const Values& wanted, const std::string& what) {
   ASSERT_EQ(got.size(), wanted.size()) << what;
   const double smallest = largest(wanted) / 448 * 0x1p-10;
@@ -131,7 +133,7 @@ TEST(DividedCodes, AreLoadedByAnotherNumberOfRanks) {
           const std::string what =
               p.name + " from " + std::to_string(saving) + " to " + std::to_string(loading);
           const Values wanted = part_of(saved.at(p.name), p);
-          // A part of one part keeps its codes and their scale.
+          // A rank whose part lies within one saved part keeps the codes and their scale.
           if (saving <= loading) {
             EXPECT_EQ(read(p), wanted) << what;
           } else {
@@ -160,7 +162,8 @@ std::map<std::string, Codes> codes_in(const std::string& path) {
   return result;
 }
 
-// Delayed scaling whose amaxes the ranks share: the parts have one scale, and stay codes.
+// With delayed scaling and shared amaxes, all ranks' parts have one scale, so loading keeps the
+// codes.
 TEST(DividedCodes, OfOneScaleStayCodes) {
   const test::TempFolder folder;
   constexpr int kSaving = 4;

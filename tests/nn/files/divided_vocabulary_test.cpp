@@ -1,5 +1,6 @@
-// A model of bytes whose table and output projection share one weight, which ranks divide, against
-// the whole one on one rank: gradients, steps, and checkpoints that other numbers of ranks load.
+// A byte-level model whose embedding and output projection share one sharded weight, against the
+// unsharded model on one rank: gradients, training steps, and checkpoints that another number of
+// ranks loads.
 #include <unistd.h>
 
 #include <algorithm>
@@ -52,7 +53,7 @@ struct Trained {
     adam = take(Adam::create(model.parameters(), {.lr = 0.05f, .max_grad_norm = 0.5f}));
     if (parallel.ranks != nullptr) adam->set_norm_ranks(parallel.ranks);
   }
-  // Losses of the steps from `begin` to before `end`.
+  // Runs the steps [begin, end); returns their losses.
   Values run(int32_t begin, int32_t end) {
     Values losses;
     for (int32_t step = begin; step < end; ++step) {
@@ -89,7 +90,8 @@ TEST(DividedVocabulary, ASharedWeightHasTheWholeOnesGradient) {
   }
 }
 
-// Trains with one number of ranks, saves, and goes on with another from other initial values.
+// Trains on one number of ranks, saves, then loads on another number of ranks, whose model had
+// other initial values.
 TEST(DividedVocabulary, ACheckpointIsLoadedByAnotherNumberOfRanks) {
   constexpr int32_t kSaved = 4, kEnd = 9;
   Trained whole({}, 5);

@@ -1,5 +1,5 @@
 // The safetensors reader and writer: round trips, every truncation, corrupt headers, and loading
-// into modules, where an error must change nothing.
+// into modules. A load that fails must change nothing.
 #include <unistd.h>
 
 #include <algorithm>
@@ -402,7 +402,7 @@ TEST(Checkpoint, TruncatedAnywhereLoadsNothing) {
     ASSERT_FALSE(load_checkpoint(file.path, *module, adam.get()).ok()) << n;
     ASSERT_EQ(values_of(module->parameters()[0].value()), before);
   }
-  // Another optimizer's state, and a file that is no checkpoint.
+  // Rejects another optimizer's state and a file that is not a checkpoint.
   write_file(file.path, whole);
   auto sgd = take(SGD::create(module->parameters(), {}));
   const auto mismatch = load_checkpoint(file.path, *module, sgd.get());
@@ -451,7 +451,8 @@ TEST_P(CheckpointContinues, BitForBitWithFp8StateAndDropout) {
   options.seed = 4321;
   auto resumed = take(TransformerLayer::create(options));
   auto resumed_adam = take(Adam::create(resumed->parameters(), adam_options));
-  (void)train_step(*resumed, *resumed_adam, 50, recipe);  // other state, which loading must replace
+  // Gives it another state, which loading must replace.
+  (void)train_step(*resumed, *resumed_adam, 50, recipe);
   EXPECT_EQ(take(load_checkpoint(file.path, *resumed, resumed_adam.get())),
             (Metadata{{"mine", "kept"}}));
   EXPECT_EQ(resumed_adam->steps(), 3);

@@ -1,4 +1,4 @@
-// The random streams of ranks that divide layers, in their checkpoints.
+// Checkpoints of the random streams of tensor-parallel ranks.
 #include <unistd.h>
 
 #include <filesystem>
@@ -44,7 +44,7 @@ TEST(ShardRandom, ResumingIsGoingOn) {
     check(load_checkpoint(path, resumed, *other).status());
     EXPECT_EQ(pass(*other), second);
   });
-  // Another number of ranks begins a stream of its own.
+  // Loading with another number of ranks starts a new stream.
   const TensorParallel one{nullptr, false, Context(7)};
   const auto whole = layer_of(one);
   check(load_checkpoint(path, one, *whole).status());

@@ -1,4 +1,4 @@
-// Models in several safetensors files with an index.
+// Models saved as several safetensors files with an index.
 #include "te_fl/nn/files/sharded_safetensors.hpp"
 
 #include <sys/resource.h>
@@ -43,7 +43,7 @@ class Sharded : public ::testing::Test {
     std::ranges::sort(names);
     return names;
   }
-  // 16, 8, 24 and 4 bytes.
+  // The tensors take 16, 8, 24 and 4 bytes.
   static std::vector<NamedTensor> tensors() {
     return {{"a", tensor({4}, {1, 2, 3, 4})},
             {"b", tensor({2, 2}, {5, 6, 7, 8}, DType::kBF16)},
@@ -73,7 +73,7 @@ TEST_F(Sharded, ComesBackAsItWasWritten) {
     expect_equal(file, tensors());
     EXPECT_EQ(file.metadata.at("format"), "pt");
   }
-  // The index's own text, as other readers parse it.
+  // Checks the text of the index, which other readers parse.
   const std::string index = text("model.safetensors.index.json");
   EXPECT_HAS(index, "\"total_size\": 52");
   EXPECT_HAS(index, "\"b\": \"model-00001-of-00003.safetensors\"");
@@ -86,14 +86,16 @@ TEST_F(Sharded, OneFileNeedsNoIndex) {
   std::vector<NamedTensor> changed = tensors();
   changed[0].tensor = tensor({4}, {4, 3, 2, 1});
   check(save_sharded(folder_.string(), changed));
-  EXPECT_FALSE(fs::exists(at("model.safetensors.index.json")));  // it would win
+  // A stale index would take precedence over the new file.
+  EXPECT_FALSE(fs::exists(at("model.safetensors.index.json")));
   expect_equal(take(load_sharded(folder_.string())), changed);
   expect_equal(take(load_sharded(at("model.safetensors"))), changed);
   EXPECT_FAILS(load_sharded(folder_.string(), "other"), kNotFound,
                "neither other.safetensors.index.json");
 }
 
-// A save that fails in any of its files, or whose process dies in it, leaves the model of before.
+// A save that fails in one of its files, or whose process dies during it, leaves the previous model
+// intact.
 TEST_F(Sharded, HalfASaveChangesNothing) {
   check(save_sharded(folder_.string(), tensors(), {.max_shard_bytes = 24}));
   const std::vector<std::string> before = files();
@@ -113,7 +115,7 @@ TEST_F(Sharded, HalfASaveChangesNothing) {
   std::vector<NamedTensor> longer = tensors();
   longer.push_back({"e", tensor({1024}, Values(1024, 3))});
   const auto save_and_die = [&] {
-    const rlimit least{1024, 1024};  // bytes of a file: that of "e" has more
+    const rlimit least{1024, 1024};  // file size limit in bytes; the file of "e" is larger
     (void)::setrlimit(RLIMIT_FSIZE, &least);
     (void)save_sharded(folder_.string(), longer, {.max_shard_bytes = 24});
   };
@@ -121,7 +123,7 @@ TEST_F(Sharded, HalfASaveChangesNothing) {
   expect_equal(take(load_sharded(folder_.string())), tensors());
 }
 
-// Each save leaves its own files alone, in whatever form the one before was.
+// Each save removes the files of the previous save, in whichever form that was, and no other files.
 TEST_F(Sharded, TheFilesOfBeforeGo) {
   put("model-other.safetensors", "of somebody else");
   for (const uint64_t most : {24, 24, 16, 1000, 24, 1000, 1000, 1}) {
@@ -131,7 +133,7 @@ TEST_F(Sharded, TheFilesOfBeforeGo) {
     expect_equal(take(load_sharded(folder_.string())), changed);
     const size_t shards = most == 1000 ? 0 : most == 24 ? 3 : 4;
     EXPECT_EQ(files().size(), 1 + 1 + shards) << most;
-    // Some readers of the hub's form look for this one first.
+    // Some readers of this layout look for "model.safetensors" first, so no stale one may remain.
     EXPECT_EQ(fs::exists(at("model.safetensors")), shards == 0);
   }
   EXPECT_EQ(text("model-other.safetensors"), "of somebody else");
@@ -160,7 +162,7 @@ TEST_F(Sharded, MappedTensorsOutliveTheirFileAndDoNotChangeIt) {
   EXPECT_EQ(values_of(kept), (Values{77, 2, 3, 4}));
 }
 
-// The format lets data begin anywhere.
+// The format does not align tensor data.
 TEST_F(Sharded, UnalignedDataIsCopied) {
   const std::string header = R"({"byte":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},)"
                              R"("word":{"dtype":"F32","shape":[1],"data_offsets":[1,5]}})";

@@ -1,4 +1,4 @@
-// Delayed scaling whose amax a function finds.
+// Delayed scaling with a user function that chooses the amax from the history.
 #include <algorithm>
 
 #include "autocast_fixture.hpp"
@@ -70,7 +70,7 @@ TEST(AmaxFunction, DecidesTheScale) {
     (void)take(linear->forward(input(), &ctx));
   }
   EXPECT_EQ(values_of(find_state(*linear, "fp8.fwd.scale")), (Values{64, 64}));
-  // The history has what was found, not what the function said.
+  // The history holds the measured amax, not the function's result.
   const Values history = values_of(find_state(*linear, "fp8.fwd.amax_history"));
   EXPECT_EQ(history[4], static_cast<double>(amax_of(input())));
   EXPECT_EQ(history[0], 0);

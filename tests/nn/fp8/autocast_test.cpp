@@ -1,5 +1,5 @@
-// FP8 autocast: recipes against high precision, fused data flow, nesting, and capture by other
-// threads.
+// FP8 autocast: each recipe against high precision, fused data flow, nested scopes, and capture of
+// a scope for other threads.
 #include <algorithm>
 #include <atomic>
 #include <map>
@@ -47,8 +47,8 @@ std::map<std::string, Values> run(M& module, const Tensor& x, const Tensor& dy,
   return got;
 }
 
-// FP8 rounds each factor by about 2.6 % (E4M3) or 5 % (E5M2) rms; that many such roundings in a row
-// give the bounds. The lower bound proves that FP8 was used.
+// Rounding to FP8 has an rms error of about 2.6 % (E4M3) or 5 % (E5M2) per factor; the upper bounds
+// follow from the number of roundings in a row. The lower bound proves that FP8 was used.
 void expect_close(const std::map<std::string, Values>& fp8,
                   const std::map<std::string, Values>& exact, double bound) {
   for (const auto& [name, values] : exact) {
@@ -92,8 +92,8 @@ TEST_P(Recipes, MlpIsCloseToHighPrecisionWithEveryActivation) {
       const Tensor dy = tensor({kRows, kIn}, random_values(kRows * kIn, 7, 1e-3));
       const auto exact = run(*module, input(), dy, nullptr, 0);
       const auto fp8 = run(*module, input(), dy, &GetParam().recipe, 2);
-      // A pre-activation near zero may change sign when it is rounded; where the derivative jumps
-      // there, that costs much more than the rounding itself.
+      // Rounding may change the sign of a pre-activation near zero. Where the activation's
+      // derivative jumps at zero, the error is then much larger than the rounding error.
       const bool jumps = activation == Activation::kRelu || activation == Activation::kReglu;
       expect_close(fp8, exact, jumps ? 0.3 : 0.15);
     }
@@ -120,8 +120,8 @@ TEST_P(Recipes, TransformerLayerIsCloseToHighPrecision) {
     const auto exact = run(*module, x, dy, nullptr, 0);
     const auto fp8 = run(*module, x, dy, &GetParam().recipe, 2);
     for (const auto& [name, values] : exact) {
-      // The gradient of the key bias is zero in exact arithmetic: its parts are compared in
-      // absolute terms only.
+      // The gradient of the key bias is zero in exact arithmetic, so a relative error means nothing
+      // for this tensor.
       if (name == "self_attention.layernorm_qkv.bias") continue;
       EXPECT_LT(relative_l2(fp8.at(name), values), 0.25) << name;
     }
@@ -180,14 +180,14 @@ TEST(Fp8Attention, IsCloseToHighPrecision) {
   EXPECT_GT(relative_l2(fp8[0], exact[0]), 1e-3);
   EXPECT_LT(relative_l2(fp8[0], exact[0]), 0.08);
   for (int i = 1; i < 4; ++i) EXPECT_LT(relative_l2(fp8[i], exact[i]), 0.2) << i;
-  // One amax for Q, K and V together, and the scale that follows from it.
+  // Q, K and V share one amax and the scale that follows from it.
   const float amax = std::max({amax_of(q), amax_of(k), amax_of(v)});
   EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amax);
   EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 57344 / amax_of(d_o));
 }
 
-// Attention's neighbours take and give codes where they can (heads of their own keys, no RoPE), and
-// values where they cannot.
+// The modules before and after attention exchange FP8 codes with it where they can (as many key
+// heads as query heads, no RoPE), and high-precision values elsewhere.
 TEST(Fp8Attention, InMultiheadAttentionIsCloseToHighPrecision) {
   struct Kind {
     const char* name;
@@ -227,13 +227,15 @@ TEST(Fp8Attention, InMultiheadAttentionIsCloseToHighPrecision) {
     for (const auto& [name, values] : exact) {
       const double off = relative_l2(fp8[name], values);
       EXPECT_LT(off, name == "y" ? 0.15 : 0.25) << kind.name << " " << name;
-      // The projection's bias has the gradient of dy as it came.
+      // The projection's bias gradient sums the high-precision dy, so only it has no FP8 error.
       EXPECT_EQ(off > 1e-3, name != "proj.bias") << kind.name << " " << name;
     }
-    // The projection's input is attention's output with its own scale: its slot saw nothing.
+    // The projection reads attention's output codes under attention's scale, so its own input slot
+    // stays unused.
     EXPECT_EQ(at(*module, "proj.fp8.fwd.scale", 0), 1) << kind.name;
     EXPECT_NE(at(*module, "core_attention.fp8.fwd.scale", 2), 1) << kind.name;
-    // The gradient of Q, K and V goes on in codes, and not under the product's own scale.
+    // The gradient of Q, K and V is passed on as codes, under attention's scale and not the
+    // product's own.
     EXPECT_EQ(at(*module, "layernorm_qkv.fp8.bwd.scale", 0) == 1,
               std::string("codes") == kind.name);
   }
@@ -274,7 +276,8 @@ TEST(FusedFlow, NormsAndActivationsWriteFp8Themselves) {
   EXPECT_EQ(delta("generic_gemm"), 4u);
   (void)take(layer->backward(y, ctx));
   EXPECT_EQ(delta("quantize"), 5u);
-  EXPECT_EQ(delta("bgrad_quantize"), 3u);  // fc2, proj, qkv; fc1's comes from dbias_dgelu
+  // fc2, proj and qkv; fc1's bias gradient comes from dbias_dgelu.
+  EXPECT_EQ(delta("bgrad_quantize"), 3u);
   EXPECT_EQ(delta("dbias_dgelu"), 1u);
   EXPECT_EQ(delta("dgelu"), 0u);
   EXPECT_EQ(delta("dequantize"), 0u);
@@ -378,7 +381,7 @@ TEST(Capture, CarriesAutocastContextAndPolicyToAnotherThread) {
     PolicyScope policy(settings);
     autocast fp8(true, Float8BlockScaling{});
     captured = CapturedContext::capture();
-  }  // outlives the scopes
+  }  // captured outlives the scopes
   std::thread([&] {
     EXPECT_FALSE(fp8_enabled());
     EXPECT_EQ(Context::current().random().seed, 0u);
@@ -437,7 +440,7 @@ TEST(Capture, TheLastScopeOfASessionUpdates) {
       (void)take(module->forward(input(), &ctx));
       phase = 1;
       phase.notify_all();
-      phase.wait(1);  // until the thread that opened the scope has left it
+      phase.wait(1);  // wait until the thread that opened the scope has left it
     });
     phase.wait(0);
   }

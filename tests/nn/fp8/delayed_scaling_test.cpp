@@ -16,14 +16,14 @@ uint64_t calls(const std::string& op) {
   return total;
 }
 
-// ---- delayed scaling, by hand
+// ---- delayed scaling against hand-computed scales
 
 TEST(DelayedScalingOrder, ForwardAtAutocastExitBackwardAtBackwardEnd) {
   auto module = make_linear();
   const float amax_w = amax_of(module->parameters()[0].value());
   const DelayedScaling recipe{.margin = 1, .amax_history_len = 3};
-  // Input amaxes by step. History 3, row 0 of which collects: the largest of the last two and the
-  // new one counts.
+  // Input ranges by step. The history has 3 rows, of which row 0 collects the current amax; a scale
+  // comes from the two latest amaxes in the history and the new one.
   const std::vector<double> ranges = {8, 2, 1, 0.5, 4};
   std::vector<float> amax_x, amax_dy;
   for (size_t step = 0; step < ranges.size(); ++step) {
@@ -40,8 +40,8 @@ TEST(DelayedScalingOrder, ForwardAtAutocastExitBackwardAtBackwardEnd) {
       EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 1), amax_w);
     }
     amax_x.push_back(amax_of(x));
-    // Roll: rows move up, the newest goes last, row 0 is cleared for the next step; max over the
-    // rows as they were with the new amax.
+    // Rolling moves the rows up, appends the newest amax and clears row 0 for the next step. The
+    // scale uses the maximum over the rows as they were before the roll, with the new amax.
     float largest = 0;
     for (size_t back = 0; back < 3 && back < amax_x.size(); ++back) {
       largest = std::max(largest, amax_x[amax_x.size() - 1 - back]);
@@ -62,7 +62,7 @@ TEST(DelayedScalingOrder, ForwardAtAutocastExitBackwardAtBackwardEnd) {
       largest_dy = std::max(largest_dy, amax_dy[amax_dy.size() - 1 - back]);
     }
     EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 57344 / largest_dy / 2);
-    ASSERT_OK(backward_end());  // nothing pending: no second roll
+    ASSERT_OK(backward_end());  // nothing is pending, so no second roll
     EXPECT_EQ(at(*module, "fp8.bwd.amax_history", 2), amax_dy.back());
   }
 }
@@ -80,8 +80,8 @@ TEST(DelayedScalingOrder, TheFirstForwardUsesScaleOneAndLaterUpdatesDoNotReachBa
     EXPECT_EQ(values_of(take(module->forward(tensor({16, 16}, x), &ctx))), x);
   }
   EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 256);
-  // The backward still reads the forward's codes with the forward's scale_inv: dW = dy^T x, dy =
-  // identity.
+  // The backward reads the codes of the forward under the forward's scale_inv: dW = dy^T x with dy
+  // = identity.
   (void)take(module->backward(tensor({16, 16}, w), ctx));
   EXPECT_EQ(values_of(module->parameters()[0].grad()), x);
 }
@@ -135,7 +135,7 @@ TEST(DelayedScalingOrder, AnInferenceReadsScalesAndItsAmaxWaitsForTheNextUpdate)
   EXPECT_EQ(values_of(history)[2], amax_of(input(10))) << "no row was rolled";
   forward(1, &second);
   EXPECT_EQ(scale()[0], 448 / amax_of(input(50)));
-  // A scope whose end is told to update does so after inferences alone.
+  // exit(true) updates the scales even if the scope ran inference only.
   autocast fp8(true, recipe);
   (void)take(module->forward(input(100), nullptr));
   ASSERT_OK(fp8.exit(true));
@@ -177,7 +177,8 @@ TEST(DelayedScalingOrder, AnInferenceBeforeTheFirstUpdateComputesWithScaleOne) {
   EXPECT_EQ(log_text(1), "");
   EXPECT_HAS(log_text(1e4), "of its inputs saturate at 448");
   EXPECT_EQ(log_text(1e5), "") << "once for a module";
-  // In another thread, which knows of no update, too; and the state can be saved and loaded.
+  // Another thread, whose context has seen no update, gets the same result; the state survives
+  // saving and loading.
   std::thread([&] { EXPECT_EQ(infer(1), one); }).join();
   auto loaded = make_linear();
   ASSERT_OK(loaded->load_state(module->state(), "memory"));
@@ -196,7 +197,7 @@ TEST(DelayedScalingOrder, ABackwardAfterLoadingReadsTheLoadedScales) {
   begun(second);
   std::vector<NamedTensor> parameters;
   for (const NamedParameter& p : module->parameters()) parameters.push_back({p.name, p.value()});
-  ASSERT_OK(module->load_state(parameters, "memory"));  // no FP8 state: it is reset
+  ASSERT_OK(module->load_state(parameters, "memory"));  // no FP8 state in it: resets the module's
   EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 1);
   (void)take(module->backward(gradient(1e-3), first));
   ASSERT_OK(backward_end());
@@ -244,7 +245,7 @@ TEST(DelayedScalingOrder, AnotherFp8TypeOfGradientsTakesLoadedScalesAlong) {
     for (const Fp8Format after : {Fp8Format::kHybrid, Fp8Format::kE4M3}) {
       auto lived = make_linear(), loaded = make_linear();
       for (int i = 0; i < 3; ++i) step(*lived, before);
-      // The state that is loaded says it again when it is saved.
+      // Saving the loaded state and loading it again keeps it.
       ASSERT_OK(loaded->load_state(lived->state(), "a module"));
       auto again = make_linear();
       ASSERT_OK(again->load_state(loaded->state(), "a module"));
@@ -274,9 +275,9 @@ TEST(DelayedScalingOrder, AnotherHistoryLengthKeepsTheNewestAmaxes) {
     (void)take(module->forward(x, &ctx));
   };
   for (double range : {9.0, 5.0, 3.0}) step(range, 4);  // history [0, 9, 5, 3]
-  step(1, 2);                                           // cut to [0, 3], then [0, 1]
+  step(1, 2);                                           // history shortened to [0, 3], then [0, 1]
   EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amaxes[2]);
-  step(0.5, 5);  // grown to [0, 0, 0, 0, 1], then [0, 0, 0, 1, 0.5]
+  step(0.5, 5);  // history extended to [0, 0, 0, 0, 1], then [0, 0, 0, 1, 0.5]
   EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amaxes[3]);
   EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 4 * 2), amaxes[4]);
 }
@@ -303,13 +304,14 @@ TEST(WeightCache, IsFilledByTheFirstMicrobatchAndUsedByTheOthers) {
     EXPECT_EQ(calls("quantize") - start, 5u);
     const Tensor p0 = forward(*plain, input(1, 1), std::nullopt);
     EXPECT_TRUE(same_bits(y0, p0));
-    if (!std::holds_alternative<DelayedScaling>(recipe)) {  // there the weight's scale has moved on
+    // Under delayed scaling the weight's scale has changed since the first microbatch.
+    if (!std::holds_alternative<DelayedScaling>(recipe)) {
       EXPECT_TRUE(same_bits(y1, forward(*plain, input(1, 2), std::nullopt)));
     }
   }
 }
 
-// Counts what an inference without is_first_microbatch quantises or casts, call by call.
+// Counts the quantisations or casts of each inference call without is_first_microbatch.
 TEST(WeightCache, InferenceMakesEachVersionOnce) {
   for (const Recipe& recipe :
        {Recipe(DelayedScaling{}), Recipe(Float8CurrentScaling{}), Recipe(Float8BlockScaling{})}) {
@@ -324,7 +326,7 @@ TEST(WeightCache, InferenceMakesEachVersionOnce) {
     const auto quantised = [&](bool training) {
       const uint64_t before = calls("quantize");
       (void)forward(training);
-      return calls("quantize") - before - 1;  // but for the input
+      return calls("quantize") - before - 1;  // one quantisation is the input's
     };
     EXPECT_EQ(quantised(true), 1u);
     EXPECT_EQ(quantised(true), 1u) << "training quantises for each call";
@@ -373,10 +375,10 @@ TEST(WeightCache, IsNotUsedForOtherWeightsOrAnotherRecipe) {
     return take(module->forward(x, training ? &ctx : nullptr, {.is_first_microbatch = false}));
   };
   const uint64_t start = calls("quantize");
-  (void)forward(Float8CurrentScaling{}, false);  // nothing cached: quantises, row-wise only
+  (void)forward(Float8CurrentScaling{}, false);  // quantises input and weight, row-wise only
   (void)forward(Float8CurrentScaling{}, false);
   EXPECT_EQ(calls("quantize") - start, 3u);
-  (void)forward(Float8CurrentScaling{}, true);  // needs the column-wise copy too
+  (void)forward(Float8CurrentScaling{}, true);  // the backward needs the column-wise copies too
   EXPECT_EQ(calls("quantize") - start, 5u);
   (void)forward(Float8BlockScaling{}, true);
   EXPECT_EQ(calls("quantize") - start, 7u);
@@ -387,7 +389,7 @@ TEST(WeightCache, IsNotUsedForOtherWeightsOrAnotherRecipe) {
   EXPECT_FALSE(same_bits(forward(Float8BlockScaling{}, true), before));
 }
 
-// ---- calibrating
+// ---- calibration
 
 TEST(Calibrating, ComputesInHighPrecisionAndCollectsAmaxes) {
   auto module = make_linear();
@@ -404,7 +406,7 @@ TEST(Calibrating, ComputesInHighPrecisionAndCollectsAmaxes) {
   }
   EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amax_of(a));
   EXPECT_EQ(at(*module, "fp8.fwd.scale", 1), 448 / amax_of(module->parameters()[0].value()));
-  // FP8 now starts with good scales: x beyond 448 would have saturated with scale 1.
+  // Calibration gives FP8 a scale that fits: x beyond 448 would saturate under scale 1.
   const Tensor big = input(2000, 3);
   {
     autocast scope({.enabled = false, .calibrating = true}, DelayedScaling{.amax_history_len = 4});

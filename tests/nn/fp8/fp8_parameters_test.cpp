@@ -1,4 +1,4 @@
-// Weights that are FP8 codes alone (quantized_model_init).
+// Weights that exist only as FP8 codes, without a high-precision copy (quantized_model_init).
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -21,7 +21,7 @@ std::unique_ptr<Linear> make_fp8_linear(const Recipe& recipe, bool preserve = fa
 
 Parameter& weight_of(const Module& module) { return *module.parameters()[0].parameter; }
 
-// The codes as numbers, decoded here.
+// Returns the values of the codes, decoded here independently of te-fl's own path.
 Values decoded(const Tensor& value, bool columns = false) {
   const Tensor codes = columns ? value.columnwise_codes() : value.rowwise_codes();
   const double scale_inv = value.scale_inv().data<float>()[0];
@@ -37,7 +37,7 @@ Values decoded(const Tensor& value, bool columns = false) {
   return values;
 }
 
-// Returns the values that E4M3 codes under `scale` stand for, encoded here.
+// Returns the E4M3 codes of `values` times `scale`, encoded here.
 std::vector<uint8_t> encoded(const Values& values, float scale) {
   std::vector<uint8_t> codes;
   for (double v : values) codes.push_back(numeric::float_to_e4m3(static_cast<float>(v) * scale));
@@ -48,7 +48,8 @@ std::vector<uint8_t> bytes_of(const Tensor& codes) {
   return {begin, begin + codes.numel()};
 }
 
-// Values that E4M3 holds exactly under a power of two whose largest is 448 times it.
+// Returns values that E4M3 holds exactly under a power-of-two scale; the largest is 448 times that
+// power.
 Values exact_values(int64_t count, uint64_t seed) {
   Values values = random_values(count, seed, 400);
   for (double& v : values) {
@@ -65,7 +66,7 @@ TEST(Fp8Parameters, AreCodesOfTheInitialValues) {
     const Parameter& weight = weight_of(*linear);
     EXPECT_TRUE(weight.value.quantized());
     EXPECT_FALSE(weight.value.has_columnwise());
-    EXPECT_FALSE(linear->parameters()[1].value().quantized());  // the bias
+    EXPECT_FALSE(linear->parameters()[1].value().quantized());  // the bias is not quantised
     const Values initial = values_of(weight.initial_value);
     EXPECT_EQ(initial, values_of(make_linear()->parameters()[0].value()));
     float scale = 448 / amax_of(weight.initial_value);
@@ -89,7 +90,8 @@ TEST(Fp8Parameters, OnlyScopesThatAreEnabledCount) {
   EXPECT_FALSE(weight_of(*high).value.quantized());
 }
 
-// Values that codes hold exactly give what a module with high-precision weights gives.
+// With values that the codes hold exactly, the module computes what a module with high-precision
+// weights computes.
 TEST(Fp8Parameters, ComputeLikeWeightsThatAreQuantisedInTheForward) {
   auto plain = make_linear();
   auto codes = make_fp8_linear(Float8CurrentScaling{});
@@ -119,7 +121,7 @@ TEST(Fp8Parameters, ComputeLikeWeightsThatAreQuantisedInTheForward) {
   EXPECT_EQ(decoded(weight_of(*codes).value, true), values);
 }
 
-// One training step; returns the loss-like sum of the outputs' squares.
+// Runs one training step; returns the sum of the squared outputs.
 double step(Module& module, const std::function<Result<Tensor>(Ctx&)>& forward,
             const std::function<Status(const Tensor&, Ctx&)>& backward, Optimizer& optimizer,
             const Recipe& recipe) {
@@ -167,7 +169,7 @@ TEST(Fp8Parameters, AreWrittenFromTheMasterWeights) {
         float scale;
         if (std::holds_alternative<DelayedScaling>(recipe)) {
           scale = at(*linear, "fp8.fwd.scale", 1);
-          if (i == 0) {  // from the initial amax, which no forward found by quantising
+          if (i == 0) {  // the scale comes from the initial amax; no forward has measured one
             double amax = 0;
             for (double v : initial) amax = std::max(amax, std::abs(v));
             EXPECT_FLOAT_EQ(scale, static_cast<float>(448 / amax));
@@ -212,8 +214,8 @@ double train(TransformerLayer& layer, const Recipe& recipe, int steps,
   return loss;
 }
 
-// All linear maps of a layer: the four weights are codes, and training goes as with high-precision
-// weights that the forward quantises.
+// All four weights of a layer are codes. Training converges as with high-precision weights that the
+// forward quantises.
 TEST(Fp8Parameters, ALayerTrains) {
   for (const Recipe& recipe : {Recipe(kDelayed), Recipe(Float8CurrentScaling{})}) {
     SCOPED_TRACE(describe(recipe));
@@ -283,7 +285,7 @@ TEST(Fp8Parameters, LoadHighPrecisionValues) {
             encoded(values_of(value), 448 / amax_of(value)));
 }
 
-// Codes without their amax, as other programs write them.
+// Other programs write codes without their amax.
 TEST(Fp8Parameters, LoadCodesWithTheirScaleAlone) {
   auto from = make_fp8_linear(kDelayed), to = make_fp8_linear(kDelayed);
   check(weight_of(*from).write(tensor({kOut, kIn}, exact_values(kIn * kOut, 5))));

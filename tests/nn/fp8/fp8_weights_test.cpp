@@ -1,4 +1,4 @@
-// Adam that writes the FP8 copies of weights trains bit by bit as one that does not.
+// Adam may write the FP8 copies of weights itself; training then gives the same bits as without.
 #include <optional>
 
 #include "nn_test_util.hpp"
@@ -9,7 +9,7 @@ namespace te_fl::nn::testing::fp8_weights_test {
 namespace {
 
 constexpr int64_t kHidden = 32, kRows = 12;
-constexpr int64_t kWeights = 4;  // of a TransformerLayer
+constexpr int64_t kWeights = 4;  // FP8 weights of a TransformerLayer
 
 uint64_t calls(const std::string& op) {
   uint64_t total = 0;
@@ -22,9 +22,9 @@ struct Plan {
   DType dtype = DType::kF32;
   DelayedScaling recipe = {.amax_history_len = 3};
   int64_t microbatches = 1;
-  bool tells_first = true;   // is_first_microbatch is set
-  bool evaluates = false;    // an inference before each later step's forward
-  bool step_inside = false;  // the step is made before the autocast ends
+  bool tells_first = true;   // sets is_first_microbatch
+  bool evaluates = false;    // runs an inference before the forward of each later step
+  bool step_inside = false;  // steps before the autocast scope ends
   bool capturable = false;
   int64_t spoilt = -1;      // the step whose gradient is not finite
   int64_t reloaded = -1;    // the step after which the state is saved and loaded
@@ -34,14 +34,14 @@ struct Plan {
 
 struct Outcome {
   std::vector<Values> outputs, parameters;
-  std::map<std::string, Values> scales;  // and histories
+  std::map<std::string, Values> scales;  // FP8 scales and amax histories
   uint64_t quantised = 0;
   bool operator==(const Outcome& o) const {
     return outputs == o.outputs && parameters == o.parameters && scales == o.scales;
   }
 };
 
-// The last steps' outputs, the parameters and the FP8 state after training.
+// Trains; returns the outputs of the last steps, the parameters and the FP8 state.
 Outcome train(const Plan& plan, int64_t steps = 7) {
   const Context context(3);
   const ContextScope scope(context);
@@ -68,7 +68,7 @@ Outcome train(const Plan& plan, int64_t steps = 7) {
       return tensor({2, kRows / 2, kHidden},
                     random_values(kRows * kHidden, static_cast<uint64_t>(100 * i + k)), plan.dtype);
     };
-    if (plan.evaluates && i > 0) {  // before, there are no scales
+    if (plan.evaluates && i > 0) {  // the first step has no scales yet
       autocast fp8(fp8_on, plan.recipe);
       run.outputs.push_back(values_of(take(layer->forward(input(50), nullptr))));
     }
@@ -109,14 +109,15 @@ Outcome train(const Plan& plan, int64_t steps = 7) {
     if (tail != "scale" && tail != "amax_history") continue;
     run.scales[t.name] = values_of(t.tensor);
     if (tail == "scale") continue;
-    // The running row has the new weights' amaxes already.
+    // Ignores row 0, which collects amaxes: an optimizer that writes FP8 copies has put the new
+    // weights' amaxes there already.
     const auto slots = static_cast<size_t>(t.tensor.size(1));
     std::fill_n(run.scales[t.name].begin(), slots, 0.0);
   }
   return run;
 }
 
-// Both ways of training; how many quantisations writing saved.
+// Trains with and without writing and compares; returns how many quantisations the writing saved.
 uint64_t compare(Plan plan) {
   plan.write = false;
   const Outcome plain = train(plan);
@@ -155,7 +156,7 @@ TEST(Fp8Weights, InferencesReadThemToo) {
 TEST(Fp8Weights, AreNotWrittenInsideAnAutocast) { EXPECT_EQ(compare({.step_inside = true}), 0u); }
 
 TEST(Fp8Weights, ASkippedStepLeavesWhatTheForwardWouldMake) {
-  EXPECT_EQ(compare({.spoilt = 2}), 5u * kWeights);  // nothing is written by a step that fails
+  EXPECT_EQ(compare({.spoilt = 2}), 5u * kWeights);  // a skipped step writes no FP8 copy
   EXPECT_EQ(compare({.capturable = true, .spoilt = 2}), 6u * kWeights);
 }
 

@@ -1,5 +1,5 @@
-// FP8 state that is loaded while updates of what was before still wait, and steps that fail: the
-// scales are those that were loaded, or those of before the step.
+// Loading FP8 state while scale updates of the previous state are pending, and steps that fail: the
+// scales must be the loaded ones, or those from before the failed step.
 #include <optional>
 
 #include "nn_test_util.hpp"
@@ -39,7 +39,7 @@ void forward(LayerNormMLP& module, double range, Ctx* ctx) {
   check(module.forward(values(5, range), ctx).status());
   check(fp8.exit());
 }
-// A step; the gradient of its input.
+// Runs one step; returns the input gradient.
 Values step(LayerNormMLP& module, double range = 1) {
   Ctx ctx;
   check(module.zero_grad());
@@ -49,7 +49,7 @@ Values step(LayerNormMLP& module, double range = 1) {
   return dx;
 }
 
-// A module whose history has amaxes in every row, as one that is saved within a step has.
+// Makes a module with amaxes in every row of its history, as after a save in the middle of a step.
 std::unique_ptr<LayerNormMLP> saved() {
   auto module = make_module();
   for (double range : {2.0, 7.0, 3.0}) step(*module, range);
@@ -72,7 +72,7 @@ void load(LayerNormMLP& module, Load how, const LayerNormMLP& from) {
 }
 
 struct Outcome {
-  std::map<std::string, Values> loaded;  // when all that could wait has ended
+  std::map<std::string, Values> loaded;  // FP8 state after all pending updates have ended
   Values dx;
   std::map<std::string, Values> after;
 };
@@ -168,7 +168,7 @@ TEST(FailedStep, ChangesNoScaleAndNoAmax) {
                  "LayerNormMLP");
   }
   EXPECT_EQ(model.state(), before);
-  // The next step is as if there had been none.
+  // The next step behaves as if the failed step had never run.
   for (const Model* m : {&model, &other}) {
     Ctx ctxs[2];
     autocast fp8(true, kRecipe);
@@ -221,7 +221,8 @@ TEST(FailedStep, OneThatIsTriedAgainInItsScopeCounts) {
   }
 }
 
-// Gradients of another FP8 type than the step's before have other scales.
+// A failed step also keeps the FP8 type of the gradients and the scales that belong to it, even if
+// the failed step's recipe had another type.
 TEST(FailedStep, LeavesTheTypeOfGradients) {
   auto module = make_module();
   for (double range : {2.0, 3.0}) step(*module, range);
@@ -263,7 +264,7 @@ TEST(FailedStep, LeavesTheTypeOfGradients) {
   EXPECT_NE(gradients(), before);
 }
 
-// Every module says so, whatever fails in it.
+// A failure in any kind of module counts as a failed step.
 TEST(FailedStep, IsSeenWhicheverModuleFails) {
   const Tensor wrong = tensor({kRows, 8}, random_values(kRows * 8, 1));
   const std::vector<int64_t> splits = {kRows};

@@ -1,4 +1,5 @@
-// Calls in an order, on a thread or with a shape that they are not made for: refused, or right.
+// Calls in an order, on a thread or with a shape that te-fl does not expect: each is refused or
+// gives right results.
 #include <memory>
 #include <optional>
 #include <thread>
@@ -65,7 +66,7 @@ TEST(LateBackward, ReadsTheForwardsWeightsWhereTheyWereCopied) {
   EXPECT_EQ(values_of(take(linear->backward(y, late))), expected);
 }
 
-// ---- masters and values
+// ---- master weights and values
 
 TEST(Masters, FollowValuesThatWereLoaded) {
   for (bool adam : {false, true}) {
@@ -79,7 +80,7 @@ TEST(Masters, FollowValuesThatWereLoaded) {
     check(module->zero_grad());
     check(optimizer->step());
     check(module->load_state(other->state(), "memory"));
-    check(optimizer->step());  // of zero gradients
+    check(optimizer->step());  // with zero gradients
     EXPECT_TRUE(same_bits(module->parameters()[0].value(), other->parameters()[0].value()));
   }
 }
@@ -123,7 +124,7 @@ TEST(LoadStateNames, RefusesANameThatIsGivenTwice) {
   EXPECT_HAS(message(linear->load_state(tensors, "memory")), "tensor bias is given twice");
 }
 
-// ---- shapes of gradients
+// ---- shapes of output gradients
 
 TEST(GradientShape, IsTheOutputsAndAnErrorWritesNothing) {
   const Tensor x = take(values(1).view({2, 2, kSize}));

@@ -1,5 +1,5 @@
-// Tests of what ends a step's FP8 bookkeeping, and what a step that is put together wrongly says:
-// scale updates that nobody asked for, contexts that are full, gradients that were cleared.
+// Tests of the end of a step: scale updates without an explicit call, and the errors for contexts
+// that are in use and for gradients that were cleared.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -33,15 +33,15 @@ std::map<std::string, Values> fp8_state(const Module& module) {
   return result;
 }
 std::string message(const Status& status) { return status.ok() ? "ok" : status.to_string(); }
-// ---- scale updates that nobody asked for
+// ---- scale updates without an explicit call
 
 enum class End {
-  kCalled,          // backward_end() in every step, then the optimizer's
-  kOptimizer,       // the optimizer's step alone
-  kOtherOptimizer,  // an optimizer that is not te-fl's, and zero_grad()
-  kOtherContext,    // the backward runs in a Context of its own
-  kOtherThread,     // and on a thread that nobody prepared
-  kThreads,         // forward and backward each on a thread of their own; te-fl's optimizer
+  kCalled,          // backward_end() in every step, then the optimizer's step
+  kOptimizer,       // only the optimizer's step, without backward_end()
+  kOtherOptimizer,  // an optimizer outside te-fl, and zero_grad()
+  kOtherContext,    // the backward runs in another Context
+  kOtherThread,     // the backward runs in another Context, on a new thread
+  kThreads,         // forward and backward each run on a new thread, with te-fl's optimizer
 };
 
 struct Outcome {
@@ -143,7 +143,7 @@ TEST(StepEnd, AnotherContextForDropoutChangesNoBookkeeping) {
 
 TEST(StepEnd, AnErrorOfAScopesEndIsReturnedByBackwardEnd) {
   auto module = make_module();
-  PolicySettings settings;  // nobody updates scales
+  PolicySettings settings;  // no implementation of the scale update is allowed
   settings.per_op["fused_amax_and_scale_update_after_reduction"] = {
       {PolicyToken::Type::kImpl, Kind::kVendor, "vendor.nobody"}};
   std::optional<CapturedContext> captured;
@@ -161,15 +161,15 @@ TEST(StepEnd, AnErrorOfAScopesEndIsReturnedByBackwardEnd) {
   ASSERT_OK(backward_end());
 }
 
-// ---- amaxes of several ranks
+// ---- amax reduction over ranks
 
-// The other rank is a function that has an amax of 7 everywhere.
+// The reduction function simulates a second rank whose amaxes are all 7.
 TEST(StepEnd, OneReductionForEachDirectionOverAllSitesThatWereEverUsed) {
-  // The inference at the end leaves its amaxes to the next scope's end, which is another test's:
-  // the reduction owns what it writes.
+  // The inference at the end leaves pending amaxes to the next scope's end, which is in another
+  // test. The reduction therefore owns the memory that it writes.
   const auto all = std::make_shared<std::vector<std::vector<float>>>();
   struct Rank {
-    std::vector<std::vector<float>>& reduced;  // of each call, the other rank's amaxes being 7
+    std::vector<std::vector<float>>& reduced;  // amaxes of each call, after the reduction
     std::shared_ptr<AmaxReduction> reduction;
   } rank{*all, std::make_shared<AmaxReduction>([all](std::span<const Tensor> amaxes) -> Status {
            std::vector<float>& reduced = all->emplace_back();
@@ -213,7 +213,7 @@ TEST(StepEnd, OneReductionForEachDirectionOverAllSitesThatWereEverUsed) {
   EXPECT_EQ(rank.reduced[2].size(), 4u);
   EXPECT_EQ(rank.reduced[3], (std::vector<float>{rank.reduced[1][0], 0}));
   EXPECT_EQ(scales(*b), of_sevens) << "what the other rank had";
-  {  // inferences wait for an update, and for its reduction
+  {  // amaxes of inference wait for an update and its reduction
     autocast fp8({.amax_reduction = rank.reduction}, DelayedScaling{.amax_history_len = 1});
     (void)take(a->forward(values(1), nullptr));
   }
@@ -232,7 +232,8 @@ TEST(StepEnd, AFailedReductionIsTheScopesError) {
   EXPECT_HAS(message(status), "a rank is gone");
 }
 
-// A backward that raised leaves its amaxes to the thread's next one, whose ranks may be others.
+// A backward that throws leaves its amaxes pending for the thread's next step, whose ranks may be
+// others.
 TEST(StepEnd, AFailedReductionKeepsNoOtherRanksWaiting) {
   int calls = 0;
   const auto gone = std::make_shared<AmaxReduction>(
@@ -258,7 +259,7 @@ TEST(StepEnd, AFailedReductionKeepsNoOtherRanksWaiting) {
   EXPECT_EQ(fp8_state(*left).at("fc2_fp8.bwd.scale")[0], 1) << "its amaxes were not reduced";
 }
 
-// ---- modules that stand for one
+// ---- modules that share FP8 state
 
 TEST(SharedFp8States, AreOneStateOfSeveralModules) {
   const DelayedScaling recipe{.amax_history_len = 1};
@@ -287,7 +288,7 @@ TEST(SharedFp8States, AreOneStateOfSeveralModules) {
   EXPECT_EQ(found.at("fp8.fwd.scale")[0], 448 / largest(values(1, 2)));
   EXPECT_EQ(found.at("fp8.bwd.scale")[0], 57344 / largest(values(2, 2)));
   EXPECT_EQ(found, fp8_state(*modules[0]));
-  // Loading is seen by all; a site of another size is refused.
+  // All modules that share a state see a load. A loaded tensor of another size is refused.
   ASSERT_OK(states.load({}, "nothing"));
   EXPECT_EQ(fp8_state(*modules[1]).at("fp8.fwd.scale")[0], 1);
   const Tensor other = tensor({1}, {1});
@@ -297,7 +298,7 @@ TEST(SharedFp8States, AreOneStateOfSeveralModules) {
   EXPECT_HAS(message(core->share_fp8_states(states)), "share_fp8_states: the site fp8.fwd has 3");
 }
 
-// ---- contexts
+// ---- contexts in use
 
 TEST(FullCtx, IsRefusedByEveryForwardBeforeItComputes) {
   const Tensor x = values(1), q = tensor({2, 4, 2, 8}, random_values(128, 3));
@@ -352,7 +353,7 @@ TEST(FullCtx, LosesNoMicrobatch) {
   EXPECT_FALSE(linear->forward(values(2), &ctx).ok());
   ASSERT_OK(linear->backward(values(3), ctx).status());
   const Values first = values_of(linear->parameters()[0].grad());
-  ASSERT_OK(linear->forward(values(1), &ctx).status());  // consumed: free again
+  ASSERT_OK(linear->forward(values(1), &ctx).status());  // the backward has freed ctx
   check(linear->zero_grad());
   ASSERT_OK(linear->backward(values(3), ctx).status());
   EXPECT_EQ(values_of(linear->parameters()[0].grad()), first);
@@ -392,7 +393,7 @@ TEST(ClearedGradients, AreNotAppliedAgain) {
     EXPECT_EQ(values_of(parameters[0].value()), before);
     EXPECT_EQ(optimizer->steps(), 1);
     EXPECT_HAS(message(clip_grad_norm(parameters, 1).status()), "clip_grad_norm: the gradient");
-    // Each way out that the message names.
+    // Tries each remedy that the error message names.
     backward();
     ASSERT_OK(optimizer->step());
     ASSERT_OK(parameters[0].parameter->clear_grad());
@@ -404,7 +405,7 @@ TEST(ClearedGradients, AreNotAppliedAgain) {
   }
 }
 
-// ---- gradients of inputs
+// ---- input gradients
 
 TEST(InputGradient, HasTheInputsDType) {
   const Tensor x = values(1), x3 = take(x.view({4, 4, kSize}));
@@ -440,7 +441,7 @@ TEST(InputGradient, HasTheInputsDType) {
     const Tensor dx = gradient(*linear, x, bf16);
     EXPECT_EQ(dx.dtype(), DType::kF32);
     if (dx.dtype() == DType::kF32) {
-      bool finer = false;  // than BF16
+      bool finer = false;  // has values that BF16 cannot hold
       for (double v : values_of(dx)) {
         uint32_t bits;
         const auto f = static_cast<float>(v);

@@ -1,6 +1,6 @@
-// Tests of what a forward keeps for its backward, in bytes for each token and unit of the hidden
-// size, as te-fl's account of the device's memory has it. Prints the account:
-//   nn_test --gtest_filter=ActivationMemory.*
+// Bytes that a forward keeps for its backward, per token and unit of the hidden size, according to
+// te-fl's account of the device's memory. To print the account:
+// nn_test --gtest_filter=ActivationMemory.*
 #include <cstdio>
 
 #include "nn_test_util.hpp"
@@ -18,9 +18,9 @@ constexpr int64_t kTokens = 128, kHidden = 128;
 struct Plan {
   const char* name;
   std::optional<Recipe> recipe;
-  int64_t groups;  // of keys and values; heads: 2
+  int64_t groups;  // key/value groups; there are 2 heads
   bool frozen;
-  double bytes;  // at most, with what rows of statistics and the alignment of memory add
+  double bytes;  // upper bound; includes row statistics and alignment
 };
 
 double kept(const Device& device, const Plan& plan) {
@@ -34,7 +34,7 @@ double kept(const Device& device, const Plan& plan) {
   layer->set_requires_grad(!plan.frozen);
   const Tensor x = take(Tensor::zeros({kTokens, 1, kHidden}, DType::kBF16, device));
   double bytes = 0;
-  // The first makes what stays: weights in FP8, scales, gradients.
+  // The first pass also allocates what stays: FP8 weights, scales and gradients.
   for (const bool first : {true, false}) {
     const auto held = [&] {
       check(devices::synchronize(device));
@@ -54,10 +54,10 @@ double kept(const Device& device, const Plan& plan) {
   return bytes / static_cast<double>(kTokens * kHidden);
 }
 
-// BF16: the inputs of the norms (of which the first is the layer's, and not counted), 2, and of the
-// products, 2 + 2 + 2 + 8, one of which is the attention's output, with q, k, v, 6, what GELU
-// reads, 8, and what remains of the residual branch, 2. FP8 halves the products' inputs, of which
-// the attention's output stays besides. FP8 attention reads q, k, v and o in codes.
+// Bytes per element in BF16: the norms' inputs, 2 (the first norm's input is the layer's and is not
+// counted); the products' inputs, 2 + 2 + 2 + 8, one of which is the attention output; q, k and v,
+// 6; GELU's input, 8; what remains of the residual branch, 2. FP8 halves the products' inputs, but
+// keeps the attention output in BF16 too. FP8 attention reads q, k, v and o as codes.
 TEST(ActivationMemory, IsWhatBackwardReads) {
   const Recipe attention = DelayedScaling{.fp8_dpa = true};
   const Plan plans[] = {
@@ -71,15 +71,15 @@ TEST(ActivationMemory, IsWhatBackwardReads) {
       {"block", Float8BlockScaling{}, 2, false, 25.8},
   };
   RecordingDevice recorder;
-  // Bytes are the same under the address sanitizer, where a step takes twenty times as long: there
-  // the first and the one of FP8 attention will do.
+  // The address sanitizer makes a step twenty times as slow and changes no byte count, so the first
+  // plan and the one with FP8 attention suffice there.
   for (size_t i = 0; i < std::size(plans); i += TE_FL_ASAN ? 5 : 1) {
     const Plan& plan = plans[i];
     SCOPED_TRACE(plan.name);
     const double bytes = kept(recorder.device(), plan);
     std::printf("%-26s %5.2f bytes per token and hidden\n", plan.name, bytes);
     EXPECT_LE(bytes, plan.bytes);
-    EXPECT_GE(bytes, plan.bytes - 1);  // a bound that has become loose
+    EXPECT_GE(bytes, plan.bytes - 1);  // fails if the bound has become loose
   }
   ASSERT_OK(devices::remove(recorder.device()));
 }

@@ -92,7 +92,8 @@ TEST_P(AttentionGradient, MatchesFiniteDifferences) {
     config.arbitrary.resize(static_cast<size_t>(c.sq * c.sk));
     Random random(3);
     for (uint8_t& m : config.arbitrary) m = random.below(3) == 0;
-    for (int64_t j = 0; j < c.sk; ++j) config.arbitrary[2 * c.sk + j] = 1;  // one row fully masked
+    // One query row is fully masked.
+    for (int64_t j = 0; j < c.sk; ++j) config.arbitrary[2 * c.sk + j] = 1;
     inputs.attn_mask = take(Tensor::empty({1, 1, c.sq, c.sk}, DType::kU8));
     std::copy(config.arbitrary.begin(), config.arbitrary.end(), inputs.attn_mask.data<uint8_t>());
   }
@@ -259,7 +260,7 @@ std::vector<LayerCase> layer_cases() {
     c.options.normalization = Normalization::kRMSNorm, c.options.activation = Activation::kSwiglu;
     c.options.bias = false, c.options.zero_centered_gamma = true,
     c.options.rotary_interleaved = true;
-    c.rotated = 4;  // of 8
+    c.rotated = 4;  // of 8 columns
   });
   with("gqa_plain_sink_window", [](LayerCase& c) {
     c.options.num_attention_heads = 4, c.options.num_gqa_groups = 2, c.options.kv_channels = 5;

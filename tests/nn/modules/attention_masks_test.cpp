@@ -1,5 +1,5 @@
-// Tests of what a call may say of masks and windows, and value heads of a size of their own,
-// against the double-precision attention.
+// Per-call masks and windows, and value heads of another size than the key heads, against the
+// double-precision attention.
 #include <cmath>
 
 #include "oracle.hpp"
@@ -10,7 +10,8 @@ namespace {
 
 constexpr int64_t kBatch = 2, kSq = 5, kSk = 6, kHeads = 4, kGroups = 2, kDim = 6;
 
-// Runs a module on cross lengths and compares output and gradients with `config`.
+// Runs a module with different query and key lengths; compares output and gradients with the oracle
+// for `config`.
 class AttentionCall {
  public:
   explicit AttentionCall(DotProductAttentionOptions options) : options_(options) {
@@ -174,7 +175,8 @@ TEST_P(PaddingMask, HidesWhatItMarks) {
         rank4 ? bytes({kBatch, 1, 1, kSk}, c.kv, DType::kBool) : bytes({kBatch, kSk}, c.kv);
     call.config.padded_q = c.q;
     call.config.padded_kv = c.kv;
-    if (c.type == MaskType::kPaddingCausalBottomRight) {  // whose diagonal the lengths decide
+    // The lengths decide where the diagonal ends.
+    if (c.type == MaskType::kPaddingCausalBottomRight) {
       for (int64_t b = 0; b < kBatch; ++b) {
         call.config.lengths_q.push_back(
             std::count(c.q.begin() + b * kSq, c.q.begin() + (b + 1) * kSq, 0));

@@ -1,5 +1,5 @@
-// MultiheadAttention's variants against the double-precision one: cross-attention, parameters in
-// parts or not interleaved, norms of q and k, RoPE with angles of their own for the keys.
+// Variants of MultiheadAttention against the double-precision oracle: cross-attention, split or
+// non-interleaved parameters, norms of q and k, RoPE with separate angles for the keys.
 #include "oracle.hpp"
 #include "support/expect.hpp"
 
@@ -224,7 +224,7 @@ std::vector<std::string> names(const MultiheadAttentionOptions& options) {
   return result;
 }
 
-// The names are those of Transformer Engine 2.20.2, which checkpoints have.
+// The names are those in checkpoints of Transformer Engine 2.20.2.
 TEST(MhaNames, AreTransformerEngines) {
   MultiheadAttentionOptions options{.hidden_size = 12, .num_attention_heads = 3};
   options.fuse_qkv_params = false;
@@ -248,7 +248,7 @@ TEST(MhaNames, AreTransformerEngines) {
                                                       "key_value.value_weight", "proj.weight"}));
 }
 
-// A packed batch of cross-attention equals each sequence alone.
+// A packed batch of cross-attention gives the same results as each sequence on its own.
 TEST(MhaThd, CrossAttentionEqualsEachSequenceAlone) {
   const std::vector<int64_t> lengths_q = {3, 2}, lengths_kv = {2, 4};
   MultiheadAttentionOptions options{
@@ -303,8 +303,8 @@ TEST(MhaThd, CrossAttentionEqualsEachSequenceAlone) {
   }
 }
 
-// Under FP8 attention heads that are views stay codes; the rest is quantised from high precision.
-// Either way the results are near those without FP8.
+// Under FP8 attention, q, k and v heads that are views of a projection's output stay codes; all
+// others are quantised from high precision. Both give results near those without FP8.
 TEST(MhaFp8, EveryVariantFollowsHighPrecision) {
   constexpr int64_t kRows = 16, kWide = 64;
   for (const bool cross : {false, true}) {
@@ -331,7 +331,7 @@ TEST(MhaFp8, EveryVariantFollowsHighPrecision) {
         }
         const auto run = [&](bool fp8) {
           Values y, dx;
-          for (int i = 0; i < 3; ++i) {  // until the scales are those of the values
+          for (int i = 0; i < 3; ++i) {  // three steps, until the scales fit the values
             Ctx ctx;
             {
               autocast scope(fp8, DelayedScaling{.amax_history_len = 1, .fp8_dpa = true});

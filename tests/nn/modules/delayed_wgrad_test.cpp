@@ -1,4 +1,4 @@
-// Weight gradients that backward_dw() computes later.
+// Delayed weight gradients: backward_dw() computes them after the backward.
 #include "autocast_fixture.hpp"
 #include "nn/autograd/parameter.hpp"
 #include "support/expect.hpp"
@@ -6,7 +6,8 @@
 namespace te_fl::nn::testing::delayed_wgrad_test {
 namespace {
 
-// Gradients after two microbatches, whose weight gradients come with each or after both.
+// Returns the gradients after two microbatches. Weight gradients are computed with each backward,
+// or with `delays` after both.
 std::vector<Values> gradients(Module& module, const std::function<Result<Tensor>(Ctx&)>& forward,
                               const std::function<Result<Tensor>(const Tensor&, Ctx&)>& backward,
                               const std::optional<Recipe>& recipe, bool delays) {
@@ -76,7 +77,7 @@ TEST(DelayedWgrad, AStepBeforeItIsRefused) {
   EXPECT_FAILS(adam->step(), kFailedPrecondition, "weight to backward_dw()");
   check(linear->backward_dw());
   check(adam->step());
-  check(linear->backward_dw());  // nothing is left
+  check(linear->backward_dw());  // no weight gradient is pending
 }
 
 // A module and its step: the forward and the backward.
@@ -184,7 +185,7 @@ TEST(DelayedWgrad, TakenOutItIsTheBackwardsOwn) {
       (void)take(linear->backward(m == 0 ? y : gradient(), ctx));
       left.push_back(linear->take_delayed_wgrad());
     }
-    check(linear->backward_dw());  // nothing is left in the module
+    check(linear->backward_dw());  // no weight gradient is pending in the module
     for (int64_t m = 0; delays && m < backwards; ++m) check(left[static_cast<size_t>(m)]());
     return values_of(linear->parameters()[0].grad());
   };

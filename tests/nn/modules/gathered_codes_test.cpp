@@ -1,5 +1,5 @@
-// Ranks of sequence parallelism gather codes by delayed scaling where one reduction takes the
-// amaxes of all of them, else values. The ranks are threads.
+// With sequence parallelism, ranks all-gather FP8 codes under delayed scaling if one amax reduction
+// covers all of them; otherwise they gather high-precision values. The ranks are threads.
 #include "counting_ranks.hpp"
 #include "parallel_fixture.hpp"
 #include "support/expect.hpp"
@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kRows = 32, kIn = 64, kOut = 96;
 constexpr int64_t kSteps = 3;
 
-// Makes this rank's rows of the matrix [kRows, columns], or else its columns.
+// Makes this rank's rows of the matrix [kRows, columns] (`rows`), or its columns.
 Tensor part_of(const TensorParallel& parallel, bool rows, int64_t columns, uint64_t seed) {
   const Values whole = random_values(kRows * columns, seed, 2, true);
   const int64_t height = kRows / (rows ? parallel.size() : 1);
@@ -70,7 +70,8 @@ LinearOptions map_options(bool bias) {
           .init_std = 0.3f};
 }
 
-// The reduction over the ranks as a function, of which te-fl does not know the ranks.
+// An amax reduction over the ranks, passed as a function, so that te-fl cannot see which ranks it
+// covers.
 std::shared_ptr<AmaxReduction> unknown(const std::shared_ptr<const Comm>& ranks) {
   return std::make_shared<AmaxReduction>([ranks](std::span<const Tensor> amaxes) -> Status {
     for (const Tensor& t : amaxes) {
@@ -85,7 +86,7 @@ std::shared_ptr<AmaxReduction> unknown(const std::shared_ptr<const Comm>& ranks)
   });
 }
 
-// Says whose amaxes are reduced together.
+// The ranks that an amax reduction covers.
 enum class Amaxes { kOfRanks, kOfWorld, kOfFunction, kOfOthers, kOfRank };
 
 std::shared_ptr<AmaxReduction> reduction_of(Amaxes amaxes, const std::shared_ptr<const Comm>& world,
@@ -109,7 +110,7 @@ std::shared_ptr<AmaxReduction> reduction_of(Amaxes amaxes, const std::shared_ptr
 class GatheredCodes : public ::testing::Test {
  protected:
   struct Run {
-    std::vector<Trained> ranks;  // of the world, which has the divided map twice
+    std::vector<Trained> ranks;  // of the world, whose two halves each hold the sharded layer
     CountingRanks::Count gathered;
   };
   Run run(int size, ParallelMode mode, Amaxes amaxes, bool bias = false) {
@@ -137,14 +138,15 @@ void expect_same(const std::vector<Trained>& got, const std::vector<Trained>& wa
   }
 }
 
-// All steps' rows of both maps in the world.
+// Rows that the ranks of both layers gather over all steps.
 constexpr int64_t kAllRows = int64_t{2} * kSteps * kRows;
 
 TEST_F(GatheredCodes, TravelWhereOneReductionHasAllRanks) {
   for (const int size : {2, 4}) {
     SCOPED_TRACE(std::to_string(size) + " ranks");
     const int64_t steps_of_ranks = int64_t{2} * size * kSteps;
-    // As values the input travels in the forward, as codes in the backward as well.
+    // Input gathered as values travels in the forward only; gathered as codes it travels in the
+    // backward as well.
     const Run values = run(size, ParallelMode::kColumn, Amaxes::kOfFunction);
     EXPECT_EQ(values.gathered.calls, steps_of_ranks);
     EXPECT_EQ(values.gathered.bytes, kAllRows * kIn * 2);

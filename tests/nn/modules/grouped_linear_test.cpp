@@ -1,4 +1,4 @@
-// GroupedLinear is a loop over Linear with the same parameters: the same values and gradients.
+// GroupedLinear gives the same values and gradients as a loop over Linear with the same parameters.
 #include <algorithm>
 
 #include "te_fl/nn/modules/grouped_linear.hpp"
@@ -25,7 +25,7 @@ class GroupedLinearTest : public ::testing::Test {
       check(detail::copy(own[kExperts + i].value(), parameters[1].value()));
     }
   }
-  // Output, gradient of x, and gradients of weights and biases, after a step of each.
+  // Runs one step; returns the output and the gradients of x, weights and biases.
   std::vector<Values> step_grouped(const Tensor& x, const Tensor& dy,
                                    const std::vector<int64_t>& splits) {
     Ctx ctx;
@@ -98,7 +98,7 @@ TEST_F(GroupedLinearTest, WritesToMemoryThatIsGiven) {
   const GroupedMemory memory = {.output = tensor({16, kOut}, Values(16 * kOut, 7)),
                                 .input_grad = tensor({16, kIn}, Values(16 * kIn, 7))};
   Ctx ctx;
-  ctx.input_grad = false;  // the memory asks for it
+  ctx.input_grad = false;  // the memory for the input gradient requests it all the same
   const Tensor y = take(grouped->forward(x, splits, &ctx, {}, memory));
   EXPECT_EQ(y.raw_data(), memory.output.raw_data());
   EXPECT_EQ(values_of(memory.output), want[0]);

@@ -1,4 +1,4 @@
-// A backward whose input's gradient nobody wants leaves it out, with the collectives that make it.
+// A backward that need not return an input gradient skips its product and the collectives for it.
 #include "counting_ranks.hpp"
 #include "parallel_fixture.hpp"
 
@@ -13,7 +13,7 @@ int64_t calls_of(const std::string& op) {
   return static_cast<int64_t>(calls);
 }
 
-// The products of a pass, and the gradients that it leaves; dx may be undefined.
+// Counts the products of one pass and keeps its gradients; dx may be undefined.
 struct Pass {
   int64_t products = 0;
   Tensor dx;

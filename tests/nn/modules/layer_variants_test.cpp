@@ -1,5 +1,5 @@
-// TransformerLayer's variants against the double-precision one: decoders, residuals after the norm,
-// a norm of the output, dropped paths, norms of q and k, parameters in parts.
+// Variants of TransformerLayer against the double-precision oracle: decoders, residuals after the
+// norm, an output norm, drop path, norms of q and k, split parameters.
 #include "oracle.hpp"
 #include "support/expect.hpp"
 
@@ -207,7 +207,7 @@ TEST(LayerNames, OfADecoderWithAnOutputNorm) {
                 "layernorm_mlp.fc2_weight", "layernorm.weight", "layernorm.bias"}));
 }
 
-// The record of a decoder serves a copy of its ctx, and is recomputed bit by bit.
+// A copy of a decoder's ctx and a recomputed decoder both give the same backward, bit by bit.
 TEST(LayerBackwards, OfACopiedCtxAndOfARecomputedPieceAreEqual) {
   auto layer = take(TransformerLayer::create({.hidden_size = kHidden,
                                               .ffn_hidden_size = 10,
@@ -258,7 +258,7 @@ TEST(LayerBackwards, OfACopiedCtxAndOfARecomputedPieceAreEqual) {
   }
 }
 
-// The encoder output is a value like any other.
+// The encoder output may be a value on the tape.
 TEST(LayerOnTape, CrossAttentionTakesTheEncoderAsAValue) {
   const TransformerLayerOptions options{.hidden_size = kHidden,
                                         .ffn_hidden_size = 10,
@@ -318,7 +318,7 @@ TEST(DropPathModule, DropsWholePathsAndKeepsTheMean) {
         ASSERT_NEAR(dx[c], dropped ? 0 : w[c] / 0.75, rounding * 1.5);
       }
     }
-    EXPECT_NEAR(static_cast<double>(kept) / kPaths, 0.75, 0.05);  // 5 standard deviations
+    EXPECT_NEAR(static_cast<double>(kept) / kPaths, 0.75, 0.05);  // within 5 standard deviations
     EXPECT_TRUE(same_bits(take(path.forward(x, nullptr)), x));
   }
 }

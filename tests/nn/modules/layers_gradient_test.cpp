@@ -1,6 +1,5 @@
 // Norm, Linear, LayerNormLinear, LayerNormMLP, Embedding, Residual, Dropout and CrossEntropyLoss
-// against double-precision implementations of their own, their gradients against numerical
-// differentiation.
+// against double-precision oracles, and their gradients against numerical differentiation.
 #include "oracle.hpp"
 #include "support/expect.hpp"
 
@@ -291,7 +290,7 @@ TEST(EmbeddingGradient, RepeatedIndicesAddUp) {
     for (int c = 0; c < 4; ++c) ASSERT_EQ(element(y, i * 4 + c), table[rows[i] * 4 + c]);
   }
   const Values w = random_values(24, 2);
-  for (int round = 1; round <= 2; ++round) {  // the second adds to the first
+  for (int round = 1; round <= 2; ++round) {  // the second round adds to the first one's gradients
     if (round == 2) (void)take(module->forward(indices, &ctx));
     check(module->backward(tensor({2, 3, 4}, w), ctx));
     Values want(24, 0.0);
@@ -329,7 +328,7 @@ TEST(DropoutGradient, FollowsThePhiloxStream) {
     ASSERT_LT(dropped, 37);
   }
   EXPECT_EQ(Context::current().random(), (RandomPosition{99, 60}));
-  // Without a ctx nothing is dropped and the stream stands still.
+  // Without a ctx, nothing is dropped and the random stream does not advance.
   EXPECT_TRUE(same_bits(take(dropout.forward(tensor({37}, xs), nullptr)), tensor({37}, xs)));
   EXPECT_EQ(Context::current().random().offset, 60u);
 }

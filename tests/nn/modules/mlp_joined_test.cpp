@@ -1,4 +1,4 @@
-// LayerNormMLP with GELU in its products against the same with GELU in calls of its own.
+// LayerNormMLP with GELU fused into its products, against the same module with separate GELU ops.
 #include <tuple>
 
 #include "nn_test_util.hpp"
@@ -15,7 +15,7 @@ uint64_t calls(const std::string& op) {
 }
 uint64_t activation_calls() { return calls("gelu") + calls("dgelu") + calls("dbias_dgelu"); }
 
-// These ops go to reference.host.
+// Routes these ops to reference.host.
 PolicySettings reference_for(const std::vector<std::string>& ops) {
   PolicySettings settings;
   for (const std::string& op : ops) {
@@ -33,8 +33,8 @@ struct Plan {
 };
 
 struct Outcome {
-  std::vector<Values> values;  // outputs, input gradients and, accumulated, parameter gradients
-  std::map<std::string, Values> scales;  // and histories
+  std::vector<Values> values;  // outputs, input gradients and accumulated parameter gradients
+  std::map<std::string, Values> scales;  // FP8 scales and amax histories
   uint64_t activations = 0;              // calls of activation ops
 };
 
@@ -61,7 +61,7 @@ Outcome train(const Plan& plan, int steps = 3) {
     Ctx ctx;
     autocast fp8(plan.recipe.has_value(), plan.recipe.value_or(DelayedScaling{}));
     ForwardOptions options;
-    options.is_first_microbatch = step == 0;  // the gradients accumulate
+    options.is_first_microbatch = step == 0;  // false in later steps, so the gradients accumulate
     run.values.push_back(values_of(take(module->forward(values(1), &ctx, options))));
     check(fp8.exit());
     run.values.push_back(values_of(take(module->backward(values(2), ctx))));
@@ -102,8 +102,8 @@ TEST_P(Joined, IsTheSameWithinRounding) {
   const PolicyScope scope(reference_for(kActivationOps));
   const Outcome apart = train(plan);
   EXPECT_EQ(apart.activations, 6u);
-  // A code that rounds the other way is a sixteenth off; of BF16, whose pre-activation the separate
-  // ops round, many do.
+  // An FP8 code that rounds the other way is off by a sixteenth. In BF16 many codes do, as the
+  // separate ops round the pre-activation to BF16 first.
   const bool half = dtype == DType::kBF16;
   expect_near(joined, apart, fp8 ? (half ? 3e-2 : 1e-2) : (half ? 5e-3 : 1e-6));
   EXPECT_EQ(joined.scales.empty(), !fp8);
@@ -114,7 +114,7 @@ INSTANTIATE_TEST_SUITE_P(All, Joined,
                                             ::testing::Bool(), ::testing::Bool()));
 
 TEST(JoinedActivation, OnlyWhereTheProductsBackendServesBothAndSaysThatItIsCheap) {
-  // reference.host says nothing of its epilogues.
+  // reference.host declares no fused epilogues.
   {
     const PolicyScope scope(reference_for({"generic_gemm", "gelu", "dgelu", "dbias_dgelu"}));
     EXPECT_EQ(train({}).activations, 6u);
@@ -129,7 +129,7 @@ TEST(JoinedActivation, OnlyWhereTheProductsBackendServesBothAndSaysThatItIsCheap
   }
 }
 
-// Takes no product, but sees which ones it is asked for first.
+// Declines every product, but counts how often it is asked first.
 int asked = 0;
 te_fl_status decline(void*, const te_fl_context*, const void*) {
   ++asked;
@@ -143,7 +143,7 @@ TEST(JoinedActivation, OnlyWhereTheProductAloneWouldGoThereToo) {
   desc.impl_id = "vendor.older";
   desc.kind = TE_FL_KIND_VENDOR;
   desc.priority = 500;
-  desc.later_args = "residual";  // not d_sum
+  desc.later_args = "residual";  // declares residual, but not d_sum
   desc.flags = TE_FL_OP_THREAD_SAFE;
   desc.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
   desc.run = decline;
@@ -151,7 +151,7 @@ TEST(JoinedActivation, OnlyWhereTheProductAloneWouldGoThereToo) {
   check(registry.register_op(desc, "older", "acme"));
   asked = 0;
   EXPECT_EQ(train({}, 1).activations, 2u);
-  EXPECT_EQ(asked, 6);  // two products forward, four backward
+  EXPECT_EQ(asked, 6);  // two products in the forward, four in the backward
   check(registry.unregister_op("generic_gemm", "vendor.older"));
   EXPECT_EQ(train({}, 1).activations, 0u);
 }

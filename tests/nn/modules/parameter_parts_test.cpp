@@ -1,5 +1,5 @@
-// Weights and biases in parts, biases that are the caller's to add, and the norm's output beside
-// the result, against the whole and against the double-precision modules.
+// Split weights and biases, biases that the caller adds, and modules that also return the norm's
+// output, against the unsplit module and the double-precision oracles.
 #include <functional>
 #include <memory>
 #include <optional>
@@ -29,7 +29,7 @@ Parameter& parameter(Module& module, const std::string& name) {
   throw std::runtime_error("no parameter named " + name);
 }
 
-// The parts' values or gradients one after the other.
+// Returns the values, or the gradients, of the parts one after the other.
 Values joined(const Module& module, const std::string& kind, bool grads) {
   Values all;
   for (const NamedParameter& p : module.parameters()) {
@@ -67,8 +67,8 @@ TEST(ParameterParts, AreNamedAndInitialisedAsTheWhole) {
   EXPECT_EQ(joined(*parts, "weight", false), values_of(whole->parameters()[0].value()));
 }
 
-// A Linear in parts does what the whole does, bit by bit, over microbatches and steps; `change` is
-// done to the parts before each step and after each microbatch.
+// Expects a split Linear to give the same bits as the whole one over microbatches and steps.
+// Applies `change` to the split module before each step and after each microbatch.
 void expect_equal(const std::optional<Recipe>& recipe, const std::function<void(Linear&)>& change) {
   auto parts = take(Linear::create(options_in_parts()));
   auto whole = take(Linear::create({.in_features = kIn, .out_features = kOut, .seed = 3}));
@@ -123,7 +123,7 @@ TEST(ParameterParts, GradientsMayBeGivenAndTaken) {
   const Values first = joined(*module, "weight", true);
   std::vector<Tensor> taken;
   for (const NamedParameter& p : module->parameters()) taken.push_back(p.parameter->take_grad());
-  (void)step(*module, 1);  // writes anew, elsewhere
+  (void)step(*module, 1);  // allocates and writes new gradients
   EXPECT_EQ(joined(*module, "weight", true), first);
   EXPECT_NE(taken[0].raw_data(), module->parameters()[0].grad().raw_data());
 }
@@ -182,7 +182,8 @@ TEST(ParameterParts, WrongRowsAreNamed) {
   EXPECT_FAILS(Linear::create(options).status(), kInvalidArgument, "tied_weight");
 }
 
-// FP8-only weights are whole; a single part is the whole under another name.
+// Weights that exist only as FP8 codes cannot be split; a single part is the whole weight under
+// another name.
 TEST(ParameterParts, ShareNoCodes) {
   const quantized_model_init scope;
   EXPECT_FAILS(Linear::create(options_in_parts()).status(), kInvalidArgument,
@@ -210,8 +211,8 @@ TEST(ReturnBias, IsLeftOutWithItsGradient) {
   }
 }
 
-// Both results of a module with a norm in front against `f`, which returns one after the other, and
-// the gradients of both together.
+// Expects both results of a module that starts with a norm to match `f`, which returns them one
+// after the other, and likewise the gradients of both together.
 template <class M>
 void expect_both(M& module, int64_t out, const oracle::Function& f) {
   randomize(module, 5);

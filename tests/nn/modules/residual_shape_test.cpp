@@ -1,5 +1,5 @@
-// A residual branch has the shape that its module's header says; as many elements in another order
-// are another tensor.
+// A residual must have the shape that the module's header documents; another shape with as many
+// elements is refused.
 #include "nn/autograd/parameter.hpp"
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
@@ -16,7 +16,7 @@ void expect_refused(const Status& status, const char* what) {
 
 class ResidualShape : public ::testing::Test {
  protected:
-  // The gradient has the shape of the forward's result, [2,3,4], and the residual's has [3,2,4].
+  // The output gradient has the forward's shape [2,3,4]; the residual's gradient has [3,2,4].
   template <class M>
   void expect_backward_refuses(M& module, const char* what) {
     Ctx ctx;

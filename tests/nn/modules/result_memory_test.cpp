@@ -1,4 +1,5 @@
-// Results in memory of the caller's that a product or the backward still reads: refused, or right.
+// Results written into caller memory that a product or the backward still reads: the call is
+// refused, or its results are right.
 #include <functional>
 #include <optional>
 
@@ -17,7 +18,8 @@ const std::vector<std::optional<Recipe>>& recipes() {
   return all;
 }
 
-// The place of a result in a buffer of three times the rows, whose middle rows the operand has.
+// Position of a result in a buffer of three times the rows, relative to the operand in the middle
+// rows.
 enum class Place { kApart, kSame, kBefore, kBehind };
 int64_t row_of(Place place) {
   if (place == Place::kApart) return 0;
@@ -33,8 +35,8 @@ struct Buffer {
   Tensor whole, operand;
 };
 
-// The results of a call in one place, or its refusal; nothing of a parameter's gradient is written
-// by a refused one.
+// Results of a call with one placement, or the error that refused it. A refused call writes no
+// parameter gradient.
 struct Outcome {
   std::optional<std::vector<Values>> results;
   Status refused;
@@ -63,7 +65,7 @@ Outcome outcome(Module& module, const std::optional<Recipe>& recipe,
   return got;
 }
 
-// `make` gives a new module, and `call` calls it with results in a place.
+// `make` returns a new module; `call` runs it with its results at the given place.
 template <class Make, class Call>
 void expect_right_or_refused(Make make, Call call, int refused_without_fp8) {
   for (const auto& recipe : recipes()) {
@@ -166,7 +168,7 @@ TEST(ResultMemory, OfLayerNormLinearIsNotItsInputs) {
     };
     for (Place place : {Place::kSame, Place::kBefore, Place::kBehind}) {
       EXPECT_FAILS(run(place, true).refused, kInvalidArgument, "LayerNormLinear: into");
-      const Outcome got = run(place, false);  // the norm has read x before
+      const Outcome got = run(place, false);  // the norm has read x before the result is written
       ASSERT_TRUE(got.results.has_value()) << got.refused.to_string();
       EXPECT_TRUE(*got.results == *run(Place::kApart, false).results);
     }

@@ -1,4 +1,4 @@
-// RoPE's angles: numbers worked out by hand, and the papers' formulas written again.
+// RoPE angles against numbers worked out by hand and against the formulas of the papers.
 #include <numbers>
 
 #include "nn_test_util.hpp"
@@ -7,7 +7,7 @@
 namespace te_fl::nn::testing::rotary_angles_test {
 namespace {
 
-// The frequency of each pair: the angles of position 1.
+// Returns the frequency of each pair, which is its angle at position 1.
 Values frequencies(init::RotaryOptions options) {
   options.max_seqlen = 1;
   options.first_position = 1;
@@ -36,22 +36,23 @@ TEST(RotaryAngles, FirstPositionShiftsTheTable) {
 }
 
 TEST(RotaryAngles, LinearDividesEveryFrequency) {
-  // base 10000, dim 8: 1, 1/10, 1/100, 1/1000.
+  // Without scaling, base 10000 and dim 8 give 1, 1/10, 1/100, 1/1000.
   expect_close(frequencies({.dim = 8, .scaling = init::RotaryScaling::kLinear, .factor = 4}),
                {0.25, 0.025, 0.0025, 0.00025});
 }
 
 TEST(RotaryAngles, NtkKeepsTheFastestPairAndInterpolatesTheSlowest) {
-  // The base becomes 10000 * 8^(8/6); the slowest frequency, base^(-6/8), so 10000^(-6/8) / 8.
+  // NTK scaling changes the base to 10000 * 8^(8/6); the slowest frequency, base^(-6/8), becomes
+  // 10000^(-6/8) / 8.
   const Values got = frequencies({.dim = 8, .scaling = init::RotaryScaling::kNtk, .factor = 8});
-  // Between them 8^(-1/3) = 1/2 and 8^(-2/3) = 1/4 of their own.
+  // The two pairs between are multiplied by 8^(-1/3) = 1/2 and 8^(-2/3) = 1/4.
   expect_close(got, {1, 0.05, 0.0025, 0.000125});
 }
 
 TEST(RotaryAngles, Llama3KeepsFastPairsAndInterpolatesSlowOnes) {
-  // Llama 3.1's numbers: head size 128, base 500000, factor 8, 8192 positions. A wavelength below
-  // 8192 / 4 keeps its frequency, one above 8192 has an eighth, and between them 8192 / wavelength
-  // decides.
+  // Settings of Llama 3.1: head size 128, base 500000, factor 8, 8192 positions. A wavelength below
+  // 8192 / 4 keeps its frequency, one above 8192 has an eighth of it, and between them 8192 /
+  // wavelength decides.
   const Values got = frequencies({.dim = 128,
                                   .base = 500000,
                                   .scaling = init::RotaryScaling::kLlama3,
@@ -78,9 +79,9 @@ TEST(RotaryAngles, Llama3KeepsFastPairsAndInterpolatesSlowOnes) {
 }
 
 TEST(RotaryAngles, YarnKeepsFastPairsAndInterpolatesSlowOnes) {
-  // Llama 2 made 16 times longer: head size 128, base 10000, 4096 positions. The pair that turns r
-  // times has the number 64 ln(4096 / (2 pi r)) / ln 10000: 20.94 for r = 32, 45.03 for r = 1, so
-  // the ramp goes from 20 to 46.
+  // Llama 2 with its context extended 16 times: head size 128, base 10000, 4096 positions. The pair
+  // that makes r turns has the index 64 ln(4096 / (2 pi r)) / ln 10000: 20.94 for r = 32, 45.03 for
+  // r = 1, so the ramp goes from 20 to 46.
   const Values got = frequencies({.dim = 128,
                                   .scaling = init::RotaryScaling::kYarn,
                                   .factor = 16,

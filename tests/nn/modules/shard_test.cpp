@@ -1,4 +1,4 @@
-// The initial values of a module's shards, put together, are those of the whole.
+// The initial values of a module's shards, joined, equal those of the unsharded module.
 #include <stdexcept>
 
 #include "nn_test_util.hpp"
@@ -77,7 +77,7 @@ TEST(Shards, OfAnMlpByFeatures) {
     const auto whole = make(kFfn, 0, 0), low = make(3, kFfn, 0), high = make(5, kFfn, 3);
     const Values fc1[] = {weight(*low, "fc1_weight"), weight(*high, "fc1_weight")};
     Values expected;
-    if (is_gated(activation)) {  // both halves, one after the other
+    if (is_gated(activation)) {  // the gate's half and the other half, one after the other
       const auto half = [](const Values& v, int which) {
         const auto n = static_cast<int64_t>(v.size()) / 2;
         return Values(v.begin() + which * n, v.begin() + (which + 1) * n);
@@ -98,10 +98,10 @@ TEST(Shards, OfAnMlpByFeatures) {
   }
 }
 
-// The weights of a layer in two shards of groups, in each order that QKV's rows have.
+// Weights of an attention layer in two shards of groups, for each order of the rows of QKV.
 TEST(Shards, OfAttentionByGroups) {
   constexpr int64_t kHidden = 12, kHeads = 6, kGroups = 3, kDim = 2;
-  for (int order : {0, 1, 2}) {  // interleaved, not, in parameters of their own
+  for (int order : {0, 1, 2}) {  // interleaved, not interleaved, split into separate parameters
     SCOPED_TRACE(order);
     const auto make = [&](int64_t groups, int64_t whole, int64_t begin) {
       return take(TransformerLayer::create({.hidden_size = kHidden,
@@ -134,7 +134,7 @@ TEST(Shards, OfAttentionByGroups) {
       EXPECT_EQ(joined_rows({a, b}), of(*whole, name));
       continue;
     }
-    // q has two heads a group, k and v one each.
+    // Each group has two heads of q and one each of k and v.
     const auto rows = [&](const Values& v, int64_t begin, int64_t count) {
       return Values(v.begin() + begin * kHidden, v.begin() + (begin + count) * kHidden);
     };

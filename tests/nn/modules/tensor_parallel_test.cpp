@@ -1,4 +1,4 @@
-// Layers that ranks divide, against the whole layer on one rank: outputs, gradients, losses and
+// Tensor-parallel layers against the unsharded layer on one rank: outputs, gradients, losses and
 // scales. The ranks are threads.
 #include <algorithm>
 
@@ -51,7 +51,7 @@ struct Pass {
   std::map<std::string, Values> values, gradients;
 };
 
-// The whole layer's pass, and the values of its parameters.
+// Returns the pass of the unsharded layer and its parameter values.
 Pass whole_pass(const TransformerLayerOptions& options, const Values& x, const Values& dy) {
   const auto layer = take(TransformerLayer::create(options));
   randomize(*layer, 70);
@@ -76,7 +76,7 @@ double worst(const Values& got, const Values& wanted) {
   return worst;
 }
 
-// This rank's part of the first dimension, where it has only that.
+// Returns this rank's part of the first dimension, or all of it without sequence parallelism.
 Values rows_of(const TensorParallel& parallel, const Values& whole) {
   if (!parallel.divides_sequence()) return whole;
   const auto n = static_cast<int64_t>(whole.size()) / parallel.size();
@@ -192,7 +192,7 @@ TEST(TensorParallel, GathersAndScattersOnATape) {
   });
 }
 
-// A framework gives them in place of a communicator.
+// A framework's process group (framework_ranks) may replace the communicator.
 TEST(TensorParallel, RowsAndPartialGradientsGoOverAFrameworksRanks) {
   on_ranks(2, [&](const std::shared_ptr<const Comm>& comm) {
     const TensorParallel parallel{.sequence_parallel = true,

@@ -1,4 +1,4 @@
-// A model whose layers lie on two devices of one provider.
+// A model whose layers are on two devices of one provider.
 #include "nn/base/tensor_ops.hpp"
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
@@ -41,7 +41,7 @@ TEST(TwoDevices, StateIsLoadedToWhereEachParameterIs) {
         EXPECT_EQ(target->values(), source->values());
       }
     }
-    // FP8 state that is not there yet is made on its module's device, which may have no parameter.
+    // A module creates missing FP8 state on its own device, even if it has no parameters.
     const DotProductAttentionOptions heads{.num_attention_heads = 1, .head_dim = 16};
     const auto trained = take(DotProductAttention::create(heads));
     const Tensor q = tensor({4, 1, 1, 16}, random_values(64, 1));
@@ -62,7 +62,7 @@ TEST(TwoDevices, StateIsLoadedToWhereEachParameterIs) {
   }
 }
 
-// Streams of two devices have equal handles here, and none is taken for the other device's.
+// The streams of the two devices have equal handles here; te-fl must not confuse them.
 TEST(TwoDevices, EachUsesItsOwnStreamWhoeverHasTheInnermostScope) {
   FarDevice far0(0), far1(1);
   OpManager::instance();
@@ -91,7 +91,7 @@ TEST(TwoDevices, EachUsesItsOwnStreamWhoeverHasTheInnermostScope) {
   for (const Device& device : {a, b}) ASSERT_OK(devices::remove(device));
 }
 
-// The gradients of a step, the result and dx, on the host.
+// Returns the gradients, the result and dx of one step, copied to the host.
 std::vector<Values> step_of(const Device& device, const Activation activation) {
   const auto mlp = take(LayerNormMLP::create({.hidden_size = 16,
                                               .ffn_hidden_size = 32,

@@ -1,4 +1,4 @@
-// A vocabulary that ranks divide, against the whole one on one rank. The ranks are threads.
+// A vocabulary sharded over ranks, against the unsharded one on one rank. The ranks are threads.
 #include <algorithm>
 #include <limits>
 
@@ -30,7 +30,7 @@ Tensor wide(const Tensor& ids) {
   return result;
 }
 
-// Each rank has some of them, and the first is twice there.
+// Every rank owns some of these ids; id 0 occurs twice.
 Tensor some_ids() { return int_tensor({0, 5, 23, 11, 12, 6, 0, 17}); }
 
 void compare_embedding(int size, bool sequence, bool i64) {
@@ -68,7 +68,7 @@ TEST(VocabularyParallel, AnEmbeddingIsTheWholeOne) {
   }
 }
 
-// Columns of the rank, of a matrix [rows, kVocabulary].
+// Returns this rank's columns of a matrix [rows, kVocabulary].
 Values columns_of(const TensorParallel& parallel, const Values& whole) {
   const int64_t width = kVocabulary / parallel.size(), begin = parallel.rank() * width;
   Values part;
@@ -150,7 +150,7 @@ TEST(VocabularyParallel, WhatDoesNotFitIsRefused) {
   });
 }
 
-// The device's way through embedding_fwd, which moves integers as the bits of F32.
+// On a device, ids are translated by embedding_fwd, which moves integers as the bits of F32.
 TEST(VocabularyParallel, IdsAreLookedUpOnADevice) {
   using detail::IdTable;
   using te_fl::testing::FarDevice;

@@ -1,5 +1,5 @@
-// Tests of what a captured step would decide on the host for all its launches: it is done right on
-// the device, or refused.
+// Decisions that eager steps make on the host. A captured step must make them on the device in each
+// launch, or be refused.
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
@@ -16,7 +16,7 @@ class CapturedDecisions : public ::testing::Test {
   RecordingDevice recorder;
 };
 
-// A parameter whose gradient is always the same.
+// A parameter whose gradient is constant.
 struct Constant {
   std::unique_ptr<Linear> linear;
   std::shared_ptr<Parameter> weight;
@@ -29,7 +29,8 @@ struct Constant {
   Values values() const { return values_of(take(weight->value.to(Device()))); }
 };
 
-// Returns what SGD makes of `eager` steps and then `launches` more, of a graph or not.
+// Returns the weights after `eager` eager SGD steps and `launches` more, which are graph launches
+// if `graphed`.
 Result<Values> sgd(const Device& device, bool graphed, float dampening, int eager, int launches) {
   Constant c(device);
   const auto sgd =
@@ -54,7 +55,8 @@ Result<Values> sgd(const Device& device, bool graphed, float dampening, int eage
   return c.values();
 }
 
-// Its momentum starts with the first gradient; a graph of the second step is no first step.
+// SGD's momentum starts with the first gradient. A graph captured from the second step on continues
+// that momentum.
 TEST_F(CapturedDecisions, AGraphAfterOneStepGoesOnWithTheMomentum) {
   for (const float dampening : {0.0f, 0.5f}) {
     EXPECT_EQ(take(sgd(device(), true, dampening, 1, 4)),
@@ -68,7 +70,7 @@ TEST_F(CapturedDecisions, AFirstStepThatDiffersFromTheOthersIsRefused) {
   EXPECT_FAILS(status, kFailedPrecondition, "dampening");
 }
 
-// Steps that run eagerly three times and are then captured; the outcome of the capture.
+// Runs a step eagerly three times, then captures it; returns the status of the capture.
 Status capture_of(const Device& device, const GraphedStep::Step& step,
                   GraphedStepOptions options = {}) {
   const auto graphed = take(GraphedStep::create(device, step, std::move(options)));
@@ -101,7 +103,7 @@ TEST_F(CapturedDecisions, AnOptimizerThatTheStepDoesNotNameIsRefused) {
   EXPECT_EQ(first->steps(), 10);
 }
 
-// Only the random numbers of the step's own context advance with the launches.
+// Graph launches advance the random numbers of the step's own context only.
 TEST_F(CapturedDecisions, RandomNumbersOfAnotherContextAreRefused) {
   const Context own(7);
   Dropout dropout(0.5f);

@@ -1,4 +1,4 @@
-// Buckets of gradients whose collectives begin in the last backward of a step.
+// Gradient buckets whose collectives start during the last backward of a step.
 #include "nn/optim/bucket_schedule.hpp"
 #include "parallel_fixture.hpp"
 #include "support/expect.hpp"
@@ -45,7 +45,7 @@ struct Tied {
     }
     for (size_t i : {0, 1, 3}) parameters.push_back(maps[i]->parameters()[0]);
   }
-  // Writes the weights' gradients: the last map's first.
+  // Writes the weights' gradients, starting with the last map's.
   void train(int rank, int64_t step, size_t first = 0) {
     std::vector<Ctx> kept(maps.size());
     const auto seed = static_cast<uint64_t>(step * 10 + rank);
@@ -66,9 +66,9 @@ struct Tied {
   std::vector<NamedParameter> parameters;
 };
 
-constexpr DataParallelOptions kEach{.bucket_bytes = 1, .overlap = true};  // a bucket for each
+constexpr DataParallelOptions kEach{.bucket_bytes = 1, .overlap = true};  // one bucket per gradient
 
-// On two ranks; what they have of each gradient.
+// Runs two ranks; returns each rank's gradients.
 std::vector<std::vector<Values>> means(const DataParallelOptions& options, bool last,
                                        int64_t step) {
   std::vector<std::vector<Values>> result(2);
@@ -110,7 +110,8 @@ TEST(DataParallel, CollectivesBeginWithTheLastWriteOfTheirLastGradient) {
     for (int64_t step = 0; step < 2; ++step) {
       model.zero_grad();
       model.train(rank, 2 * step);
-      // The first step has all maps; the second stops before the tied weight's second write.
+      // The first step uses all maps; the second stops before it writes the tied weight a second
+      // time.
       const size_t first = step == 0 ? 0 : 2;
       {
         const auto last = data->last_backward();
@@ -144,14 +145,14 @@ TEST(DataParallel, RefusesWritesThatComeTooLate) {
     check(step(1, 0));
     check(step(0, 0));
     EXPECT_FAILS(step(0, 1), kFailedPrecondition, "after its collective had begun");
-    check(step(1, 0));  // the next step is as any other
+    check(step(1, 0));  // the next step works as usual
     model.zero_grad();
     model.train(rank, 1);
-    check(data->average_gradients());  // without a scope
+    check(data->average_gradients());  // without a last_backward() scope
   });
 }
 
-// A rank whose backward does not reach some of the parameters has its collectives in the same
+// A rank whose backward does not reach some parameters still issues its collectives in the same
 // order.
 TEST(DataParallel, RanksThatWriteFewerGradientsStayTogether) {
   on_ranks(2, [](const std::shared_ptr<const Comm>& ranks) {

@@ -1,5 +1,5 @@
-// FP8 state and gradients that a captured graph uses: whoever changes them between two launches
-// changes what the next launch reads, or is refused.
+// FP8 state and gradients that a captured graph uses. A change between two launches either changes
+// what the next launch reads, or is refused.
 #include <functional>
 
 #include "nn_test_util.hpp"
@@ -14,7 +14,7 @@ constexpr int64_t kRows = 8, kSize = 16;
 const DelayedScaling kRecipe{.amax_history_len = 4};
 
 std::string message(const Status& status) { return status.ok() ? "ok" : status.to_string(); }
-// One FP8 layer that is trained to answer with its input.
+// One FP8 layer, trained to reproduce its input.
 struct Trainer {
   Device device;
   std::unique_ptr<LayerNormMLP> module;
@@ -47,7 +47,7 @@ struct Trainer {
     graphed = take(GraphedStep::create(device, [this] { return step(); },
                                        {.inputs = {x}, .optimizer = adam.get()}));
   }
-  // y and dx of one step, eager or not.
+  // Runs one step, eagerly or as a graph launch; returns y and dx.
   std::vector<Values> run(uint64_t seed) {
     const Tensor next = tensor({kRows, kSize}, random_values(kRows * kSize, seed));
     std::vector<Tensor> results;
@@ -81,8 +81,7 @@ class GraphedState : public ::testing::Test {
     check(backward_end());
     ASSERT_OK(devices::remove(recorder.device()));
   }
-  // Returns what twelve steps give if `change` is made after the seventh, with a graph or without
-  // one.
+  // Returns the results of twelve steps, with or without a graph; calls `change` after the seventh.
   std::vector<std::vector<Values>> train(bool graphed,
                                          const std::function<void(Trainer&)>& change) {
     Trainer trainer(recorder.device());
@@ -101,7 +100,7 @@ class GraphedState : public ::testing::Test {
   RecordingDevice recorder;
 };
 
-// Memory that the state left, if it left any, is other people's now.
+// Allocates and overwrites memory that the state may have freed.
 void scribble(const Device& device) {
   std::vector<Tensor> others;
   for (int64_t n = 1; n < 2048; n += 3) {
@@ -121,7 +120,7 @@ TEST_F(GraphedState, LoadingIsSeenByTheNextLaunch) {
     ASSERT_OK(t.module->load_state(early, "memory"));
     scribble(t.device);
   });
-  expect_same([&](Trainer& t) {  // its own
+  expect_same([&](Trainer& t) {  // loads the module's own state
     ASSERT_OK(t.module->load_state(t.module->state(), "memory"));
     scribble(t.device);
   });
@@ -191,7 +190,7 @@ TEST_F(GraphedState, AResizeIsRefusedWhileAGraphUsesTheHistory) {
     EXPECT_HAS(message(loading), "a captured graph uses the present one of length 4");
     scribble(t.device);
   });
-  // Once the graph is gone it may be.
+  // After the graph is destroyed, the change is allowed.
   Trainer trainer(recorder.device());
   trainer.use_graph();
   for (uint64_t i = 0; i < 5; ++i) trainer.run(i);
@@ -223,7 +222,7 @@ TEST_F(GraphedState, AGraphOfSomeoneElseHoldsItToo) {
   const StreamScope scope(stream.get());
   {
     Ctx ctx;
-    ASSERT_OK(trainer.forward(kRecipe, &ctx));  // its scratch on this stream
+    ASSERT_OK(trainer.forward(kRecipe, &ctx));  // allocates its scratch on this stream
   }
   Ctx ctx;
   Capture capture = take(Capture::begin(trainer.device, stream.get()));

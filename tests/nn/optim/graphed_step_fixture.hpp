@@ -1,4 +1,4 @@
-// Steps captured on a device that records.
+// Fixture for training steps captured into graphs on a RecordingDevice.
 #pragma once
 
 #include <memory>
@@ -21,7 +21,7 @@ class GraphedSteps : public ::testing::Test {
   RecordingDevice recorder;
 };
 
-// Prepares one more use of the fixture's device.
+// A small Linear with Adam on the fixture's device, for one more captured step.
 struct Small {
   std::unique_ptr<Linear> linear;
   std::unique_ptr<Adam> adam;

@@ -1,5 +1,5 @@
-// Tests of what may be done with a captured step, and what is refused: steps between, reused
-// weights, mistakes.
+// Allowed and refused uses of a captured step: steps in between, reused
+// weights, mistakes of the caller.
 #include "graphed_step_fixture.hpp"
 
 namespace te_fl::nn::testing::graphed_step_rules_test {
@@ -71,7 +71,7 @@ TEST_F(GraphedSteps, WeightsAreReusedByAValueOnTheDevice) {
   const Values first = run(no);
   EXPECT_EQ(run(yes), first);
   learn();
-  const Values second = run(yes);  // eager: the host knows of the step
+  const Values second = run(yes);  // eager: the host sees that the weights have changed
   EXPECT_NE(second, first);
   EXPECT_EQ(run(no), second);
   ASSERT_TRUE(graphed->captured());
@@ -81,7 +81,7 @@ TEST_F(GraphedSteps, WeightsAreReusedByAValueOnTheDevice) {
   EXPECT_NE(third, second);
   learn();
   EXPECT_EQ(run(yes), third);
-  // Another recipe has memory of its own, and the graph's stays.
+  // Another recipe caches weights in its own memory; the graph's memory stays.
   {
     autocast fp8(true, Float8BlockScaling{});
     ASSERT_OK(small.linear->forward(small.x, nullptr, {.reuse_weights = reuse}).status());
@@ -131,7 +131,8 @@ TEST_F(GraphedSteps, OutputsOutliveTheGraph) {
     }
   }
   const Values values = values_of(take(kept.to(Device())));
-  for (double v : values) EXPECT_LT(std::fabs(v), 1e3);  // not the pattern of freed memory
+  // The values are not the pattern that fills freed memory.
+  for (double v : values) EXPECT_LT(std::fabs(v), 1e3);
 }
 
 TEST_F(GraphedSteps, MistakesAreToldBeforeAnythingIsLaunched) {
@@ -178,7 +179,7 @@ TEST_F(GraphedSteps, WhatCannotBeCapturedIsNamedAndMayBeMended) {
     }
     return result;
   };
-  {  // FP8 state and the plans of its ops exist before the capture
+  {  // creates FP8 state and op plans before the capture
     Ctx ctx;
     autocast fp8(true, DelayedScaling{});
     const Tensor y = take(small.linear->forward(small.x, &ctx));
@@ -214,7 +215,7 @@ TEST_F(GraphedSteps, AnOpMayHaveItsFirstScratchInTheCapture) {
   const Device device = recorder.device();
   const Tensor x = take(Tensor::zeros({4, 4}, DType::kF32, device));
   ASSERT_OK(devices::synchronize(device));
-  // Does its op on the stream for the first time in the capture.
+  // This step runs its op on the stream for the first time during the capture.
   const auto step = [&]() -> Result<std::vector<Tensor>> {
     if (!take(devices::is_capturing(device, devices::current_stream()))) {
       return std::vector<Tensor>();
@@ -236,7 +237,7 @@ TEST_F(GraphedSteps, GradientsAreMadeBeforeTheCaptureAndStayTheGraphs) {
   auto linear = take(Linear::create({.in_features = 4, .out_features = 4, .device = device}));
   const auto parameters = linear->parameters();
   const Tensor x = take(Tensor::zeros({2, 4}, DType::kF32, device));
-  // Its backward runs in the capture alone.
+  // This step's first backward runs during the capture.
   const auto step = [&]() -> Result<std::vector<Tensor>> {
     Ctx ctx;
     TE_FL_ASSIGN_OR_RETURN(Tensor y, linear->forward(x, &ctx));
@@ -254,7 +255,8 @@ TEST_F(GraphedSteps, GradientsAreMadeBeforeTheCaptureAndStayTheGraphs) {
   }
   ASSERT_OK(graphed->run().status());
   EXPECT_TRUE(graphed->captured());
-  const Tensor before = parameters[0].grad();  // alive, so that the next lies elsewhere
+  // Kept alive, so that the next gradient has another address.
+  const Tensor before = parameters[0].grad();
   ASSERT_OK(linear->set_grad_dtype(DType::kF32));
   EXPECT_HAS(graphed->run().status().to_string(), "was dropped or replaced after the capture");
   for (const NamedParameter& p : parameters) ASSERT_OK(p.parameter->ensure_grad());
@@ -262,8 +264,8 @@ TEST_F(GraphedSteps, GradientsAreMadeBeforeTheCaptureAndStayTheGraphs) {
   ASSERT_OK(devices::synchronize(device, graphed->stream()));
 }
 
-// A framework lends parameters, captures for itself and takes the gradients, whose memory is its
-// graph's. Each launch writes them anew. The parts of a split weight have scratch besides.
+// A framework lends the parameters, captures the graph itself and takes the gradients, which lie in
+// the graph's memory. Each launch overwrites them. A split weight also needs scratch memory.
 TEST_F(GraphedSteps, AFrameworkCapturesBackwardsOfWhatItLends) {
   const Device device = recorder.device();
   for (const bool split : {false, true}) {
@@ -317,7 +319,7 @@ TEST_F(GraphedSteps, AFrameworkCapturesBackwardsOfWhatItLends) {
   }
 }
 
-// Eagerly the cast weight is kept from call to call.
+// An eager inference caches the cast weight between calls; a graph must not use that cache.
 TEST_F(GraphedSteps, AnInferenceInAGraphReadsTheWeightsOfEachLaunch) {
   const Device device = recorder.device();
   auto linear = take(Linear::create({.in_features = 4,

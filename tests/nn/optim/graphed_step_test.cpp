@@ -1,4 +1,4 @@
-// Training steps in captured graphs, on a device that records: the same bits as eager steps.
+// Training steps in captured graphs on a RecordingDevice give the same bits as eager steps.
 #include <optional>
 
 #include "graphed_step_fixture.hpp"
@@ -8,22 +8,22 @@ namespace te_fl::nn::testing::graphed_step_test {
 namespace {
 
 constexpr int64_t kHidden = 32, kSequence = 6, kBatch = 2, kVocabulary = 11;
-// The graph is captured at the fourth step, and a history of four amaxes wraps around after it.
-// Under the address sanitizer, where a step takes twenty times as long, few launches follow.
+// The fourth step captures the graph, and a history of four amaxes wraps around after it. The
+// address sanitizer makes a step twenty times as slow, so few launches follow there.
 constexpr int64_t kSteps = TE_FL_ASAN ? 7 : 20, kMicrobatchedSteps = TE_FL_ASAN ? 3 : 12;
 
-// kParts: QKV in parts, norms of q and k, dropped paths, residuals after norms. kMovedParts: some
-// parts lie where they were not made.
+// kParts: split QKV, norms of q and k, drop path, residuals after norms. kMovedParts: some parts
+// have been moved to other memory after their allocation.
 enum class Kind { kPlain, kParts, kMovedParts };
 
-// Tokens in, one TransformerLayer with dropout, logits, loss.
+// A model from tokens to a loss: embedding, one TransformerLayer with dropout, output projection.
 struct Model : Module {
   std::unique_ptr<Embedding> tokens;
   std::unique_ptr<TransformerLayer> layer;
   std::unique_ptr<Linear> head;
   CrossEntropyLoss loss;
   std::vector<Tensor> moved;
-  bool recomputes = false;  // the layer
+  bool recomputes = false;  // recomputes the layer in the backward
 
   Model(Device device, Kind kind) {
     tokens = take(Embedding::create(
@@ -60,11 +60,11 @@ struct Model : Module {
     register_module("head", *head);
   }
 
-  // Forward and backward of one microbatch; its loss, F32 [1].
+  // Runs forward and backward of one microbatch; returns its loss, F32 [1].
   Result<Tensor> microbatch(const Tensor& inputs, const Tensor& targets,
                             const std::optional<Recipe>& recipe, const ForwardOptions& options) {
     Ctx a, c, d;
-    PieceRun run;  // of the layer
+    PieceRun run;  // run of the layer
     const Piece piece = [&](const Tensor& in) {
       return run_piece(*layer, in, AttentionInputs{}, options);
     };
@@ -108,7 +108,7 @@ struct Plan {
   float max_grad_norm = 0.5f;
   Kind kind = Kind::kPlain;
   bool recomputes = false;
-  bool codes = false;  // the layer's weights are FP8 codes alone
+  bool codes = false;  // the layer's weights exist only as FP8 codes
 };
 
 std::unique_ptr<Optimizer> make_optimizer(const Plan& s, Model& model) {
@@ -122,7 +122,7 @@ std::unique_ptr<Optimizer> make_optimizer(const Plan& s, Model& model) {
                    {.weight_decay = 0.1f, .max_grad_norm = s.max_grad_norm, .capturable = true}));
 }
 
-// Trains alike, eagerly or in a graph.
+// Trains the same way eagerly or in a graph.
 Outcome train(const Device& device, const Plan& s) {
   Outcome run;
   std::optional<quantized_model_init> fp8_weights;
@@ -204,7 +204,8 @@ TEST_F(GraphedSteps, GiveTheBitsOfEagerSteps) {
   }
 }
 
-// A captured step whose layer runs again in the backward, and eager ones whose does not.
+// A captured step that recomputes the layer in its backward gives the same bits as eager steps that
+// do not.
 TEST_F(GraphedSteps, RecomputePieces) {
   for (const std::optional<Recipe>& recipe :
        {std::optional<Recipe>(), std::optional<Recipe>(DelayedScaling{.amax_history_len = 4}),
@@ -235,8 +236,8 @@ TEST_F(GraphedSteps, WriteWeightsThatAreCodesAlone) {
 
 enum class Microbatches { kEager, kGraphed, kMixed };
 
-// Steps of three microbatches, each of which is one launch of the same graph; kMixed: but the
-// second is eager.
+// Trains in steps of three microbatches, each of which is one launch of the same graph. With kMixed
+// the second microbatch runs eagerly.
 Outcome train_by_microbatches(const Device& device, const Recipe& recipe, Microbatches how,
                               Kind kind = Kind::kPlain) {
   Outcome run;
@@ -292,7 +293,8 @@ TEST_F(GraphedSteps, OneGraphServesEveryMicrobatch) {
       const Outcome eager =
           train_by_microbatches(recorder.device(), recipe, Microbatches::kEager, kind);
       for (Microbatches how : {Microbatches::kGraphed, Microbatches::kMixed}) {
-        // The host does not know what a launch quantised, and would quantise under another scale.
+        // Under delayed scaling, the eager microbatch of kMixed would quantise under another scale,
+        // as the host does not know what a launch has quantised.
         if (how == Microbatches::kMixed && std::holds_alternative<DelayedScaling>(recipe)) continue;
         const Outcome graphed = train_by_microbatches(recorder.device(), recipe, how, kind);
         EXPECT_EQ(eager.losses, graphed.losses);
@@ -317,8 +319,8 @@ TEST_F(GraphedSteps, LaunchesRunTheOpsOfTheStepAndNothingElse) {
   EXPECT_EQ(recorder.ops_run() - before, eager);
 }
 
-// On a real device, named by GRAPHED_STEP_DEVICE with its plugin in TE_FL_PLUGIN_MODULES;
-// tools/gpu_check.sh runs these.
+// Runs these tests on a real device. GRAPHED_STEP_DEVICE names it, and TE_FL_PLUGIN_MODULES its
+// plugin. tools/gpu_check.sh runs these tests.
 class GraphedStepsOnADevice : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -333,7 +335,7 @@ class GraphedStepsOnADevice : public ::testing::Test {
 TEST_F(GraphedStepsOnADevice, GiveTheBitsOfEagerSteps) {
   for (const std::optional<Recipe>& recipe :
        {std::optional<Recipe>(), std::optional<Recipe>(DelayedScaling{.amax_history_len = 4}),
-        // With dropout and heads of 16: FP8 attention that no library computes.
+        // With dropout and a head size of 16, no library has an FP8 attention kernel.
         std::optional<Recipe>(DelayedScaling{.amax_history_len = 4, .fp8_dpa = true}),
         std::optional<Recipe>(Float8CurrentScaling{}),
         std::optional<Recipe>(Float8BlockScaling{})}) {
@@ -375,13 +377,13 @@ TEST_F(GraphedStepsOnADevice, MemoryOfAGraphIsNobodyElses) {
   auto graphed = take(GraphedStep::create(device, [&] { return small.step(); },
                                           {.inputs = {small.x}, .optimizer = small.adam.get()}));
   const Tensor x = tensor({2, 4}, random_values(8, 1));
-  small.adam->set_lr(0);  // every step gives the same output
+  small.adam->set_lr(0);  // so every step gives the same output
   Tensor y;
   Values expected;
   for (int i = 0; i < 6; ++i) {
     y = take(graphed->run({{x}}))[0];
     if (i == 2) expected = values_of(take(y.to(Device())));
-    // Whoever gets memory now writes all over it.
+    // Overwrites any memory that the graph should own but has freed.
     for (int64_t n = 1; n < 4096; n *= 2) {
       const Tensor other = take(Tensor::empty({n}, DType::kU8, device));
       check(devices::fill(device, other.raw_data(), 0xFF, static_cast<size_t>(n)));

@@ -8,7 +8,7 @@
 namespace te_fl::nn::testing::optimizer_groups_test {
 namespace {
 
-// Parameters without modules: three of one element each.
+// Three parameters of one element each, without a module.
 std::vector<NamedParameter> three(DType dtype = DType::kF32) {
   std::vector<NamedParameter> parameters;
   for (const char* name : {"body.weight", "head.weight", "head.bias"}) {
@@ -40,7 +40,7 @@ TEST(ParamGroups, HaveTheirLearningRatesAndDecays) {
     auto sgd = take(SGD::create(parameters, options));
     give(parameters, 1);
     check(sgd->step());
-    // w - lr (g + decay w), by hand.
+    // Expected: w - lr (g + decay w), computed by hand.
     EXPECT_EQ(values(parameters), (Values{1 - 0.5 * 1.25, 1 - 0.25 * 1.25, 1 - 1.0}));
     sgd->set_lr(0.25f);
     check(sgd->set_lr_scale(1, 4));
@@ -54,7 +54,7 @@ TEST(ParamGroups, HaveTheirLearningRatesAndDecays) {
   }
 }
 
-// Adam's first step is lr * sign(g), whatever the gradient's size.
+// Adam's first step is lr * sign(g), independent of the gradient's magnitude.
 TEST(ParamGroups, OfAdam) {
   for (bool capturable : {false, true}) {
     for (DType dtype : {DType::kF32, DType::kBF16}) {
@@ -124,13 +124,13 @@ TEST(LossScaler, LeavesOutStepsThatOverflow) {
         EXPECT_EQ(take(item(scaler->scale())), 4);
         check(sgd->step(*scaler));
         EXPECT_FALSE(take(scaler->update()));
-        EXPECT_EQ(take(item(scaler->scale())), 8);  // after two good steps
+        EXPECT_EQ(take(item(scaler->scale())), 8);  // the scale doubles after two good steps
       }
     }
   }
 }
 
-// Through the tape: the scale multiplies the gradients, and the step divides them.
+// On a tape, the loss scale multiplies the gradients and the optimizer's step divides them by it.
 TEST(LossScaler, ServesATape) {
   const Tensor x = tensor({4, 8}, random_values(32, 1)), targets = int_tensor({0, 1, 2, 3});
   std::vector<Values> seen[2];
@@ -148,10 +148,11 @@ TEST(LossScaler, ServesATape) {
     for (const NamedParameter& p : linear->parameters())
       seen[scaled].push_back(values_of(p.value()));
   }
-  EXPECT_EQ(seen[0], seen[1]);  // a power of two changes no bit
+  EXPECT_EQ(seen[0], seen[1]);  // scaling by a power of two changes no bit
 }
 
-// Each optimizer leaves out its own steps, and the scale hears of all of them, once.
+// Each optimizer skips its own overflowed steps. The scale takes each optimizer's overflow into
+// account once.
 TEST(LossScaler, ServesSeveralOptimizers) {
   for (bool capturable : {false, true}) {
     for (size_t bad : {0u, 1u}) {
@@ -168,7 +169,7 @@ TEST(LossScaler, ServesSeveralOptimizers) {
       EXPECT_EQ(values(models[1 - bad]), (Values{0.5, 0.5, 0.5}));
       EXPECT_TRUE(take(scaler->update()));
       EXPECT_EQ(take(item(scaler->scale())), 4);
-      // The other one's next step alone: what the first met is told already.
+      // The other optimizer steps alone; the first one's overflow has already been counted.
       give(models[1 - bad], 4);
       check(sgd[1 - bad]->step(*scaler));
       EXPECT_FALSE(take(scaler->update()));
@@ -181,7 +182,7 @@ TEST(LossScaler, StaysWithinItsBounds) {
   auto scaler =
       take(LossScaler::create({.init_scale = 2, .growth_factor = 4, .growth_interval = 1}));
   for (int i = 0; i < 3; ++i) {
-    scaler->found_inf().data<int32_t>()[0] = 1;  // as a step of one's own does
+    scaler->found_inf().data<int32_t>()[0] = 1;  // as a caller's own optimizer does
     EXPECT_TRUE(take(scaler->update()));
   }
   EXPECT_EQ(scaler->state().scale, 1);

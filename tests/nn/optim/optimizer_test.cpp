@@ -73,7 +73,8 @@ TEST(AdamOptimizer, FollowsTheFormulas) {
 
 TEST(AdamOptimizer, Bf16ParametersAreCopiesOfF32Masters) {
   Model s(DType::kBF16);
-  auto adam = take(Adam::create(s.parameters, {.lr = 1e-4f}));  // too small a step for BF16 alone
+  // Lr is so small that BF16 alone would round each step away.
+  auto adam = take(Adam::create(s.parameters, {.lr = 1e-4f}));
   const Values start = values_of(s.parameters[0].value());
   for (int step = 1; step <= 40; ++step) {
     for (const NamedParameter& p : s.parameters)

@@ -1,5 +1,6 @@
-// Collectives that begin in a backward on a device with streams: on a stream of their own, after
-// what they read and before what reads them, eagerly and in a graph.
+// Collectives that start during a backward, on a device with streams. They run on a stream of their
+// own, after the writes of their inputs and before the reads of their results, eagerly and in a
+// graph.
 #include "parallel_fixture.hpp"
 #include "registry/comm_providers.hpp"
 #include "support/expect.hpp"
@@ -10,7 +11,8 @@ namespace {
 
 using te_fl::testing::RecordingDevice;
 
-// A provider for the device whose means are those with a rank that has zeros everywhere: halves.
+// A fake collectives provider that simulates two ranks: the other rank's tensors are all zeros, so
+// a mean halves this rank's values.
 class HalvingRanks : public ::testing::Test {
  protected:
   HalvingRanks() {
@@ -58,14 +60,14 @@ class HalvingRanks : public ::testing::Test {
       for (int64_t i = 0; i < count; ++i) data[i] *= 0.5f;
       return TE_FL_OK;
     });
-    // A fast stream: what it need not wait for happens at once.
+    // Simulates a fast stream: launches run immediately unless they must wait for an event.
     if (fast_ && (ctx->flags & TE_FL_CALL_CAPTURING) == 0) {
       recorder_.queues.run_some(ctx->stream, 100);
     }
     return TE_FL_OK;
   }
 
-  // The communicator of this thread's rank, the first of two.
+  // Returns the communicator of rank 0 of two; both ranks are created here.
   std::shared_ptr<const Comm> comm() {
     const std::shared_ptr<Store> store = Store::in_process();
     const auto make = [&](int rank) {
@@ -94,11 +96,12 @@ class HalvingRanks : public ::testing::Test {
   te_fl_comm_desc provider_;
   te_fl_op_desc op_{};
   std::shared_ptr<const Comm> comm_;
-  std::vector<void*> streams_;  // of the collectives so far
+  std::vector<void*> streams_;  // streams on which collectives have run
   bool fast_ = false;
 };
 
-// Three maps, and a step of them whose gradients depend on the input, which the caller writes.
+// Three Linear modules and a training step whose gradients depend on an input that the caller
+// writes.
 struct Maps {
   explicit Maps(const Device& device) {
     for (uint64_t i = 0; i < 3; ++i) {
@@ -156,7 +159,7 @@ std::vector<Values> halves_on_host(int64_t step) {
   return values;
 }
 
-// The device computes by the reference ops, the host by its own.
+// Compares with tolerance: the device runs the reference ops, and the host runs other kernels.
 void expect_near(const std::vector<Values>& got, const std::vector<Values>& expected) {
   ASSERT_EQ(got.size(), expected.size());
   for (size_t i = 0; i < got.size(); ++i) {

@@ -1,5 +1,5 @@
-// A small GPT trained by ranks that divide its layers, its batch or both, against one rank: losses,
-// scales, and the same bits the second time.
+// Trains a small GPT with tensor parallelism, data parallelism or both, against one rank: losses
+// and scales are close, and a second run gives the same bits.
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace te_fl::nn::testing::parallel_training_test {
 namespace {
 
 constexpr int64_t kVocabulary = 32, kHidden = 32, kLength = 8, kBatch = 8;
-// Under the address sanitizer, where a step takes twenty times as long, enough to pass all code:
-// a history of four amaxes wraps around, and a checkpoint of step 4 goes on.
+// The address sanitizer makes a step twenty times as slow. Six steps suffice to run all code: a
+// history of four amaxes wraps around, and training resumes from a checkpoint of step 4.
 constexpr int64_t kSteps = TE_FL_ASAN ? 6 : 50;
 
 struct Grid {
@@ -31,7 +31,7 @@ std::string to_text(const Grid& g) {
          (g.fp8 ? " fp8" : "") + (g.zero ? " zero" : "") + (g.overlap ? " overlap" : "");
 }
 
-// The losses of one rank, and the scales that it ends with.
+// Losses and gradient norms of one rank, and its final scales.
 struct History {
   std::vector<double> losses, norms;
   std::map<std::string, Values> scales;
@@ -63,8 +63,8 @@ class Gpt : public Module {
     register_module("head", *head_);
   }
 
-  // Tokens [length, batch] of the batch `step`, of which this rank has the columns of `part`; one
-  // forward and backward. The sum of the losses over `divisor`.
+  // Runs one forward and backward on tokens [length, columns] of batch `step`: this rank's columns,
+  // those of `part`. Returns the sum of the losses over `divisor`.
   double train(int64_t step, int64_t part, int64_t columns, const AutocastOptions& fp8) {
     Tensor inputs = take(Tensor::empty({kLength, columns}, DType::kI32));
     Tensor targets = take(Tensor::empty({kLength, columns}, DType::kI32));
@@ -107,7 +107,8 @@ class Gpt : public Module {
   CrossEntropyLoss loss_;
 };
 
-// Steps of a training, and the checkpoints that it begins with and ends with.
+// The steps [begin, end) of a training, and the checkpoints that are loaded before and saved after
+// them.
 struct Stretch {
   int64_t begin = 0, end = kSteps;
   std::string load = {}, save = {};
@@ -166,7 +167,7 @@ std::vector<History> train(const Grid& grid, const Stretch& stretch = {}) {
   return runs;
 }
 
-// The mean over the ranks; those that divide the layers have the same loss.
+// Returns the mean loss over the ranks. Tensor-parallel ranks have equal losses.
 std::vector<double> mean_losses(const std::vector<History>& runs) {
   std::vector<double> mean(runs.front().losses.size());
   for (const History& run : runs) {
@@ -209,7 +210,8 @@ TEST(ParallelTraining, Fp8LossesAreNearAndScalesTheSameOnAllRanks) {
   }
 }
 
-// Only the clipping norm is summed up in another order, whose rounding FP8 makes larger.
+// ZeRO and overlap change only the summation order of the clipping norm; FP8 amplifies the rounding
+// difference.
 TEST(ParallelTraining, ZeroAndOverlapHaveTheLossesAndNormsOfNeither) {
   for (const bool fp8 : {false, true}) {
     const Grid plain{.tp = 2, .dp = 2, .sp = true, .fp8 = fp8};
@@ -255,7 +257,8 @@ TEST(ParallelTraining, ACheckpointGoesOnAtAnotherDegree) {
       for (const Grid& grid : {Grid{2, 2, false, fp8}, Grid{4, 1, false, fp8},
                                Grid{1, 4, false, fp8, true}, Grid{1, 1, false, fp8}}) {
         const std::vector<double> rest = mean_losses(train(grid, {4, kSteps, path, {}}));
-        // In FP8 a rounding of the processor's moves codes, and a step's loss by half a per cent.
+        // In FP8 a rounding difference of the CPU changes codes, which moves a step's loss by up to
+        // 0.5 %.
         double of_rest = 0, of_one = 0;
         for (size_t i = 0; i < rest.size(); ++i) {
           EXPECT_NEAR(rest[i], one[i + 4], fp8 ? 0.01 * one[i + 4] : 1e-4) << to_text(grid);

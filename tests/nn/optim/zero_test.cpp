@@ -1,5 +1,5 @@
-// An optimizer whose state ranks divide (ZeRO-1), against one that each of them has whole: the same
-// bits, a part of the memory, checkpoints, and refusals.
+// An optimizer whose state is sharded over ranks (ZeRO-1), against one with the whole state on each
+// rank: the same bits, less memory, checkpoints, and refused calls.
 #include <cmath>
 #include <filesystem>
 
@@ -10,14 +10,14 @@
 namespace te_fl::nn::testing::zero_test {
 namespace {
 
-constexpr int64_t kIn = 37, kMiddle = 50;  // sizes that no number of ranks divides
+constexpr int64_t kIn = 37, kMiddle = 50;  // sizes that no number of ranks here divides
 
 struct Config {
   bool zero = false;
   DType dtype = DType::kF32;
   float max_norm = 0;
   bool capturable = false;
-  bool codes = false;  // the weights are FP8 codes alone
+  bool codes = false;  // the weights exist only as FP8 codes
   int ranks = 2;
 };
 
@@ -40,7 +40,7 @@ class Maps : public Module {
     register_module("second", *second_);
   }
 
-  // A forward and a backward of a loss that is the sum of squares of the output.
+  // Runs forward and backward; the loss is the sum of squares of the output.
   void train(const Config& config, uint64_t seed) {
     const int64_t in = config.codes ? 32 : kIn;
     Ctx first, second;
@@ -142,7 +142,7 @@ TEST(Zero, UpdatesAreTheSameBitsAsWithout) {
   }
 }
 
-// Each rank quantises the whole new weight, whose scale is that of all parts.
+// Each rank quantises the whole updated weight, so its scale covers all parts.
 TEST(Zero, WeightsOfCodesAloneAreTheSameBits) {
   Config config{.codes = true};
   const std::vector<Outcome> whole = train(config);
@@ -174,12 +174,13 @@ TEST(Zero, EachRankKeepsItsPartOfTheState) {
   const int64_t elements = 2 * kIn * kMiddle + kIn + kMiddle;
   for (int ranks : {2, 3, 4}) {
     for (DType dtype : {DType::kF32, DType::kBF16}) {
-      const int64_t per_element = dtype == DType::kF32 ? 8 : 12;  // moments and a master weight
+      // Two moments, and for BF16 a master weight.
+      const int64_t per_element = dtype == DType::kF32 ? 8 : 12;
       int64_t sum = 0;
       for (const Outcome& o : train({.zero = true, .dtype = dtype, .ranks = ranks}, 0, 1)) {
         sum += o.state_bytes;
-        // Parts are rounded up to 64 elements in each of the 3 buckets at most, and parameters
-        // begin at multiples of 64.
+        // In each of at most 3 buckets, parts are rounded up to 64 elements and parameters start at
+        // multiples of 64.
         EXPECT_LE(o.state_bytes, (elements / ranks + 3 * 128) * per_element);
       }
       EXPECT_EQ(sum, elements * per_element);
@@ -198,7 +199,7 @@ TEST(Zero, CheckpointsLoadAtAnotherDegreeAndWithout) {
   expect_same(train(zero, 3, 6, {.load = divided}), expected);
   expect_same(train(plain, 3, 6, {.load = divided}), expected);
   expect_same(train(zero, 3, 6, {.load = whole}), expected);
-  // Four ranks save the same state.
+  // Four ranks save the same state as two.
   Config four = zero;
   four.ranks = 4;
   (void)train(four, 3, 3, {.load = divided, .save = whole});
@@ -213,17 +214,18 @@ TEST(Zero, CheckpointsLoadAtAnotherDegreeAndWithout) {
   EXPECT_FAILS(load_checkpoint(divided, maps, adam.get()), kDataLoss, "another step");
   std::filesystem::remove(divided + ".optimizer.1-of-2");
   EXPECT_FAILS(load_checkpoint(divided, maps, adam.get()), kNotFound, "divided.optimizer.1-of-2");
-  take(load_checkpoint(divided, maps));  // the module alone
+  take(load_checkpoint(divided, maps));  // loads the module without an optimizer
 }
 
-// The device of one rank finds an overflow in its part; all of them leave the step out.
+// One rank finds an overflow in its part of the gradients; all ranks skip the step.
 TEST(Zero, AStepThatOverflowsIsLeftOutByAllRanks) {
   on_ranks(2, [](const std::shared_ptr<const Comm>& ranks) {
     Training t({.zero = true}, ranks);
     const auto scaler = take(LossScaler::create({.init_scale = 8}));
     t.backward(0);
     const auto before = values_of(t.maps.parameters()[0].value());
-    const Tensor& last = t.maps.parameters().back().grad();  // the second rank's
+    // This element belongs to the second rank.
+    const Tensor& last = t.maps.parameters().back().grad();
     last.data<float>()[last.numel() - 1] = INFINITY;
     check(t.adam->step(*scaler));
     EXPECT_TRUE(take(scaler->update()));
