@@ -1,4 +1,4 @@
-"""Lightning's and Accelerate's own integrations of Transformer Engine train with NVIDIA's package on te-fl, without a GPU."""
+"""Tests that Lightning's and Accelerate's own integrations of Transformer Engine train with NVIDIA's package on te-fl, without a GPU."""
 
 import logging
 import unittest
@@ -27,7 +27,7 @@ class Net(torch.nn.Module):
 
 
 def train(net, optimizer, backward, steps=30):
-    """The losses of fitting a fixed random map."""
+    """Trains the net to fit a fixed random map; returns the losses."""
     generator = torch.Generator().manual_seed(2)
     target_map = torch.randn(32, 16, generator=generator) / 32**0.5
     losses = []
