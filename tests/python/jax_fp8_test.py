@@ -152,7 +152,8 @@ class Products(unittest.TestCase):
 
     def test_states_of_microbatches_become_that_of_a_step_over_all(self):
         """The accumulated state of microbatches equals that of one step over all of them, for gradients that JAX adds up and for those that a program
-        adds up. Some microbatches are all zeros; those with factors below 3 leave the earlier step's amax in place."""
+        adds up. Some microbatches are all zeros; a microbatch with factor 3 repeats the amax of the earlier step and so leaves the state as it
+        was."""
         for length, factors in ((1, (1, 4, 0.5)), (3, (0, 1, 0, 2, 4, 0)), (4, (0, 0)), (3, (4, 2)), (1, (3, 1)), (2, (1, 3))):
             x, kernel, begin = self.states(factors, length)
 
