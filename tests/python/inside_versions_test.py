@@ -27,7 +27,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 RECORD = json.loads((HERE / "transformer_engine_torch_versions.json").read_text())
 # Error texts of cases that the package's own recipes refuse.
 REFUSED = {"te.ops.Sequential block": "Fusible operations do not support FP8 block scaling"}
-# Cases whose numbers are a version's own, by the first version without the difference: until 2.15 FusedAdam writes codes with the scale that the
+# Cases with version-specific numbers -> how many leading numbers are nevertheless equal. Until 2.15 FusedAdam writes codes with the scale that the
 # quantizer stores, as under delayed scaling.
 OWN_NUMBERS = {"quantized_model_init current": 4}
 

@@ -1,5 +1,5 @@
-"""usage: run.py FILE | FOLDER. Runs the tests of a file, or of the *_test.py of a folder in one process; exits 77, which means skipped, if a
-library that they import is not installed or they raise unittest.SkipTest."""
+"""usage: run.py FILE | FOLDER. Runs the tests of a file, or of the *_test.py of a folder in one process; exits 77, which means skipped, if an
+imported library is not installed or a file raises unittest.SkipTest."""
 
 import importlib.util
 import pathlib

@@ -25,7 +25,7 @@ MACHINERY = ("tex.", "CPStrategy.")
 
 
 class Any:
-    """Compares equal to te-fl's default wherever Transformer Engine's default is an internal object."""
+    """Stands for a default that is an internal object of Transformer Engine; equal to every value of te-fl's."""
 
     def __eq__(self, other):
         return True

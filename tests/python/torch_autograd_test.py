@@ -888,13 +888,13 @@ class MainGrad(Each):
             y.backward(torch.ones(3, 3))
         y.sum().backward()
         near(self, a.weight.main_grad, plain.weight.grad, 1e-5, "after an error", 1e-5)
-        self.assertFalse([n for n in vars(a.weight) if n.startswith("_te")])  # a checkpoint contains no marks of the request
+        self.assertFalse([n for n in vars(a.weight) if n.startswith("_te")])  # no attribute of the request stays, which a pickle would contain
 
     def test_the_gradient_beside_main_grad(self):
         module = randomise(te.Linear(512, 512, device="cpu", fuse_wgrad_accumulation=True))
         weight = module.weight
         weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.zeros(512, 512), False, True
-        used = [torch.full((512, 512), 7.0) for _ in range(4)]  # reuses memory, which may still contain these values
+        used = [torch.full((512, 512), 7.0) for _ in range(4)]  # new memory may contain these values afterwards
         del used
         module(torch.ones(2, 512)).sum().backward()
         self.assertIs(weight.grad_added_to_main_grad, True)

@@ -239,7 +239,7 @@ def loaded_before_the_first_forward():
 
 
 def divided_blocks():
-    """Tests scaling blocks that cross the ranks' rows: (warnings, whether the module computes as unsharded)."""
+    """Shards a weight whose scaling blocks cross the ranks' rows. Returns (warnings, class of the local weight, output sharded, output unsharded)."""
     torch.manual_seed(3)
     with te.quantized_model_init(recipe=BLOCK):
         whole, part = (te.Linear(128, 144, device="cpu") for _ in range(2))

@@ -61,8 +61,8 @@ def exchange():
 
 
 def recomputed():
-    """Returns by case: whether a checkpoint with an input divided over the ranks has the gradients of no checkpoint, the number of gathers, and
-    whether the input was kept."""
+    """Returns by case: whether a checkpoint that divides its saved input over the ranks gives the gradients of a run without checkpoint, the number
+    of all-gathers, and whether the whole input stayed in memory."""
     results = {}
     for name, recipe, shape in (("F32", None, (8, 2, 64)), ("odd", None, (3, 1, 7)), ("delayed", DelayedScaling(), (8, 2, 64)),
                                 ("current", Float8CurrentScaling(), (8, 2, 64))):
