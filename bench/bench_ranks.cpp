@@ -1,7 +1,7 @@
 // Times the host's work for a TransformerLayer's forward and backward: for the whole layer, and for
 // one rank of two under sequence parallelism. All ops, collectives included, run
 // implementations that return at once, so the time is that of the layer and of dispatch. One
-// row times the rank's collectives alone: the target is on (part - collectives) / whole.
+// row times the rank's collectives alone; the targets limit (part - collectives) / whole.
 //
 // usage: bench_ranks [--hidden=N] [--iterations=N] [options of Google Benchmark]
 //   --hidden      hidden size of the layer (default 1024); the host's work does not depend on it

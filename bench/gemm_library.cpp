@@ -1,4 +1,4 @@
-// Measures the GEMM libraries that Debian and Ubuntu package, in the ways of the CPU backend:
+// Measures the GEMM libraries that Debian and Ubuntu package, as the CPU backend would use them:
 // loading time, FP32 speed on one thread, on the library's own threads and single-threaded
 // inside the backend's pool, repeatability, and a forked child's first GEMM. Prints the table of
 // bench/results/gemm_library.md.

@@ -81,7 +81,7 @@ find_cudnns() {
   done
 }
 find_cudnns
-# with_cudnn I COMMAND..: runs the command with the I-th cuDNN first in the library path, and writes its name to the log.
+# with_cudnn I COMMAND..: runs the command with the I-th cuDNN before others in the library path. At log level INFO the plugin logs its version.
 with_cudnn() {
   local folder=${cudnn_folders[$1]}
   env TEFL_LOG_LEVEL=INFO LD_LIBRARY_PATH="$build/lib${folder:+:$folder}:$LD_LIBRARY_PATH" "${@:2}"

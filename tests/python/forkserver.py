@@ -1,10 +1,10 @@
-"""usage: forkserver.py [-c PROGRAM | FILE] ARGUMENTS... Python's command line for programs that import PyTorch, which takes seconds. Where
-TEST_FORKSERVER is set, as it is by ctest, a server that has imported PyTorch and its compiler forks, and the program runs in the fork; elsewhere, or
-where PyTorch is not installed, it runs in an interpreter of its own.
+"""usage: forkserver.py [-c PROGRAM | FILE] ARGUMENTS... Runs Python programs without the seconds that importing PyTorch takes; the arguments are
+those of Python's command line. If TEST_FORKSERVER is set, as ctest does, the program runs in a fork of a server process that has imported PyTorch and
+its compiler. Otherwise, or if PyTorch is not installed, it runs in an interpreter of its own.
 
-The first call under a ctest begins the server, which ends with that ctest. A fork has the caller's environment, folder, module path and standard
-streams, and the caller ends as the fork did, by the same status or signal. Not for tests of what an import does, of the order of imports, or of
-variables that PyTorch reads when it is imported: they start sys.executable."""
+The first call under a ctest process starts the server, which ends with that process. A fork gets the caller's environment, working folder, module
+path and standard streams; the caller then exits with the fork's status or signal. Tests of an import's effects, of the order of imports, or of
+variables that PyTorch reads at import must start sys.executable instead."""
 
 import builtins
 import json
