@@ -68,7 +68,7 @@ def main(arguments=None) -> int:
     rows = []
     for name, make in RECIPES.items():
         recipe, outputs = make and make(), []
-        if name == "delayed":  # its scales come from amaxes of earlier steps, which this step collects
+        if name == "delayed":  # collects the amaxes that give delayed scaling its scales
             with torch.no_grad(), te.autocast(enabled=False, calibrating=True, recipe=recipe):
                 run(layers, x)
         for weights in ("each call", "once"):

@@ -221,7 +221,7 @@ class NV(unittest.TestCase):
 
 class AsTensors(unittest.TestCase):
     def test_pytorchs_operations_take_their_values(self):
-        """PyTorch's operations dequantise such tensors, also below autograd, where the tensor itself is asked to move to the device of its values."""
+        """PyTorch's operations use the dequantised values of MXFP8 and NVFP4 tensors, also below autograd and in a move to a device."""
         x = values(64, 64)
         for quantizer in (MXFP8Quantizer(DType.kFloat8E4M3), NVFP4Quantizer()):
             tensor = quantizer(x)

@@ -165,7 +165,7 @@ class Offload(unittest.TestCase):
                     y = layer(y)
                 y = sync(y)
             if step == 0:
-                continue  # this graph's backward does not run
+                continue  # the backward of this graph is not run
             for retain in (True, False):
                 x.grad = None
                 y.sum().backward(retain_graph=retain)

@@ -106,7 +106,7 @@ class Memory(Each):
             y.sum().backward()
             if not drops:
                 want = gradients(module, x)
-            elif not isinstance(recipe, DelayedScaling):  # its scales have changed since
+            elif not isinstance(recipe, DelayedScaling):  # delayed scaling's scales have changed since the forward
                 self.same(gradients(module, x), want)
         del junk
 

@@ -29,7 +29,8 @@ using nlohmann::json;
 using std::chrono::steady_clock;
 
 constexpr int kRanks = 4;  // the number of ranks in the table's largest case
-// After one rank's end the others have kGrace to end; kGraceOfLost if it failed.
+// Time for the other ranks to end after one rank has ended: kGrace, or kGraceOfLost if that rank
+// failed.
 constexpr std::chrono::seconds kGrace{10}, kGraceOfLost{3};
 // Limit for all cases of one op together. A hanging collective ends after its communicator's
 // time-out, which is a third of this limit.

@@ -65,7 +65,7 @@ struct BenchOptions {
 struct NewBackendOptions {
   std::string name;
   std::string folder;
-  bool device = false;  // also write a device with its own memory
+  bool device = false;  // the project has a device with its own memory
 };
 
 int check_plugin(const CheckOptions& options);

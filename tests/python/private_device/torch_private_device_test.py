@@ -221,7 +221,7 @@ class Queues(Far):
                 self.near(gradients(there, there_x), gradients(here, here_x))
 
     def test_fp8_training_on_a_stream_of_its_own(self):
-        """The scale updates at the end of the scope and of the backward run on that stream too."""
+        """The scale updates at the end of the autocast and of the backward run on the layer's stream too."""
         here = randomise(MODULES["TransformerLayer"](device="cpu"))
         there = MODULES["TransformerLayer"](device=FAR)
         there.load_state_dict(here.state_dict())

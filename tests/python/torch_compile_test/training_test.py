@@ -274,7 +274,7 @@ class Training(Compiled):
         self.close(x.grad, want, "gradient")
 
     def test_gradients_that_go_elsewhere(self):
-        """Such options cause a graph break, and the module runs as without compilation."""
+        """fuse_wgrad_accumulation and delay_wgrad_compute cause a graph break; the module then runs as without compilation."""
         for argument in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
             with self.subTest(argument=argument):
                 torch._dynamo.reset()

@@ -466,7 +466,7 @@ class Learning(unittest.TestCase):
         torch.manual_seed(0)
         model, generator = Mixture(64, 8, dtype), torch.Generator().manual_seed(3)
         with torch.no_grad():
-            model.router.weight[7] = 0.0  # its scores are often the lowest, so in some steps this expert gets no token
+            model.router.weight[7] = 0.0  # expert 7 often has the lowest scores, so in some steps it gets no token
             model.router.weight[7, 0] = -4.0
         optimizer, losses, fewest = torch.optim.Adam(model.parameters(), 3e-3), [], []
         target = torch.randn(64, 64, generator=generator) / 8

@@ -226,7 +226,7 @@ def case_without_a_mode_nothing_is_divided(ranks):
 
 
 def case_layernorm_linear(ranks):
-    """A row-parallel product follows, so that the outputs are whole."""
+    """Tests LayerNormLinear and a row-parallel Linear after it, which makes the outputs whole."""
     class Both(torch.nn.Module):
         def __init__(self, **parallel):
             super().__init__()

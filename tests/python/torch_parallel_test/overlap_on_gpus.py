@@ -58,7 +58,7 @@ def one_step(module, group, recipe, x, dy):
 def steps(module, group, recipe, streams=()):
     results = []
     for i in range(4):
-        if streams and recipe is DelayedScaling:  # its scales come from earlier steps, which the program must order by events
+        if streams and recipe is DelayedScaling:  # delayed scaling reads scales of earlier steps, which a program must order by events
             streams[i % len(streams)].wait_stream(streams[(i - 1) % len(streams)])
         with torch.cuda.stream(streams[i % len(streams)]) if streams else contextlib.nullcontext():
             x, dy = tensors(group, i)
