@@ -76,6 +76,13 @@ Status with_the_others(const Comm::Rep& rep, const Status& why) {
 }
 }  // namespace
 
+namespace {
+void set_failure(Comm::Rep& rep, const Status& why) {
+  const std::lock_guard lock(rep.mutex);
+  rep.failure = why;
+}
+}  // namespace
+
 void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string aborted) {
   if (!first->mark_failed(why)) return;
   if (aborted.empty()) {
@@ -83,8 +90,7 @@ void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string a
     if (Result<std::string> told = told_abort(*first); told.ok()) aborted = std::move(*told);
     if (!aborted.empty() && why.message().find(aborted) == std::string::npos) {
       why = Status(why.code(), why.message() + "; " + aborted, why.cause());
-      const std::lock_guard lock(first->mutex);
-      first->failure = why;
+      set_failure(*first, why);
     }
   }
   // Records the reason in all communicators before any is aborted, so that calls which end because
@@ -99,17 +105,13 @@ void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string a
   for (const auto& rep : failed) rep->abort();
   for (const auto& rep : failed) tell_last(*rep);
   if (const std::string ranks = arrivals(*first); !ranks.empty()) {
-    const std::lock_guard lock(first->mutex);
-    first->failure = Status(why.code(), why.message() + "; " + ranks, why.cause());
-    why = first->failure;
+    why = Status(why.code(), why.message() + "; " + ranks, why.cause());
+    set_failure(*first, why);
   }
   // A failed call waits up to a second for `told`, so that its error names the ranks, even if
   // another communicator failed first.
   for (const auto& rep : failed) {
-    if (rep != first) {
-      const std::lock_guard lock(rep->mutex);
-      rep->failure = with_the_others(*rep, why);
-    }
+    if (rep != first) set_failure(*rep, with_the_others(*rep, why));
     rep->told.store(true, std::memory_order_release);
   }
   log::error(why.to_string());
@@ -349,11 +351,13 @@ const std::vector<std::pair<std::string, std::string>>& Comm::implementations() 
 
 Status Comm::status() const {
   if (rep_ == nullptr) return invalid_argument("the Comm is empty");
-  return rep_->failed.load() ? rep_->failed_status() : comm::check_process(*rep_);
+  TE_FL_RETURN_IF_ERROR(comm::check_process(*rep_));
+  return rep_->failed.load() ? rep_->failed_status() : Status();
 }
 
 void Comm::abort(std::string reason) {
-  if (rep_ == nullptr) return;
+  // In a child of a fork it is the parent's, whose ranks go on with it.
+  if (rep_ == nullptr || !comm::check_process(*rep_).ok()) return;
   comm::fail_all(
       rep_,
       Status(StatusCode::kCommFailed, "communicator '" + rep_->name + "' was aborted: " + reason),

@@ -37,27 +37,31 @@ std::string late(const Comm::Rep& rep, const Step& step) {
          std::to_string(rep.timeout.count()) + " ms (TE_FL_COMM_TIMEOUT_MS)";
 }
 
-// Checks a communicator: returns its failure, or OK.
-Status look(Comm::Rep& rep) {
-  if (rep.provider->api.async_error != nullptr) {
-    core::ErrorText errors;
-    const te_fl_status code =
-        errors.call([&] { return rep.provider->api.async_error(rep.c.self, errors.sink()); });
-    if (code != TE_FL_OK) {
-      const std::string text = errors.text().empty() ? "it failed" : errors.text();
-      const std::string who = "communicator '" + rep.name + "', rank " + std::to_string(rep.c.rank);
-      const std::lock_guard lock(rep.mutex);
-      if (rep.since.load(std::memory_order_acquire) == 0)
-        return Status(StatusCode::kCommFailed, who + ": " + text);
-      // The call reports the same error when it returns, which may be later.
-      return Status(
-          StatusCode::kCommFailed,
-          who + " of " + std::to_string(rep.c.size) + ": " + rep.newest_step().text() + " failed",
-          Status(StatusCode::kCommFailed, text));
-    }
-  }
-  const Clock::time_point since{Clock::duration(rep.since.load(std::memory_order_acquire))};
+// The error that the provider found outside of its calls; empty if there is none.
+std::string provider_error(Comm::Rep& rep) {
+  if (rep.provider->api.async_error == nullptr) return {};
+  core::ErrorText errors;
+  const te_fl_status code =
+      errors.call([&] { return rep.provider->api.async_error(rep.c.self, errors.sink()); });
+  if (code == TE_FL_OK) return {};
+  return errors.text().empty() ? "it failed" : errors.text();
+}
+
+// Checks a communicator: returns its failure, or OK. Sets `waits_since` to the start of the oldest
+// collective that has not ended, or to time_point() if all have ended.
+Status look(Comm::Rep& rep, Clock::time_point& waits_since) {
+  const std::string error = provider_error(rep);
   const std::lock_guard lock(rep.mutex);
+  const Clock::time_point since{Clock::duration(rep.since.load(std::memory_order_acquire))};
+  if (!error.empty()) {
+    const std::string who = "communicator '" + rep.name + "', rank " + std::to_string(rep.c.rank);
+    if (since == Clock::time_point()) return Status(StatusCode::kCommFailed, who + ": " + error);
+    // The call says the same when it returns, which may be later.
+    return Status(
+        StatusCode::kCommFailed,
+        who + " of " + std::to_string(rep.c.size) + ": " + rep.newest_step().text() + " failed",
+        Status(StatusCode::kCommFailed, error));
+  }
   if (since != Clock::time_point() && Clock::now() - since > rep.timeout + kAfterTimeout)
     return Status(StatusCode::kCommFailed, late(rep, rep.newest_step()));
   while (rep.oldest.set) {
@@ -66,6 +70,7 @@ Status look(Comm::Rep& rep) {
     rep.oldest.set = false;
     if (rep.newest.set) std::swap(rep.oldest, rep.newest);
   }
+  waits_since = since == Clock::time_point() && rep.oldest.set ? rep.oldest.since : since;
   if (!rep.oldest.set || Clock::now() - rep.oldest.since <= rep.timeout) return {};
   return Status(StatusCode::kCommFailed, late(rep, rep.oldest.step));
 }
@@ -73,15 +78,10 @@ Status look(Comm::Rep& rep) {
 // Checks whether another rank has aborted the communicator. Queries the store every half second
 // while a collective has been waiting for at least that long, since a provider need not detect an
 // abort by another rank.
-Status ask_for_abort(Comm::Rep& rep) {
+Status ask_for_abort(Comm::Rep& rep, Clock::time_point waits_since) {
   const Clock::time_point now = Clock::now();
   if (now < rep.next_question) return {};
-  Clock::time_point since{Clock::duration(rep.since.load(std::memory_order_acquire))};
-  {
-    const std::lock_guard lock(rep.mutex);
-    if (since == Clock::time_point() && rep.oldest.set) since = rep.oldest.since;
-  }
-  if (since == Clock::time_point() || now - since < kQuestionPeriod) return {};
+  if (waits_since == Clock::time_point() || now - waits_since < kQuestionPeriod) return {};
   const Result<std::string> told = told_abort(rep);
   // A store that failed once is not queried again.
   rep.next_question = told.ok() ? Clock::now() + kQuestionPeriod : Clock::time_point::max();
@@ -94,13 +94,10 @@ Status ask_for_abort(Comm::Rep& rep) {
 // Called when there is no communicator. Returns true if one was made meanwhile whose maker relies
 // on this thread, since it saw the thread running.
 bool goes_on() {
-  {
-    const std::lock_guard lock(watchdog_mutex);
-    g_runs = false;
-  }
-  if (all().empty()) return false;
+  std::vector<std::shared_ptr<Comm::Rep>> reps;  // the last reference of one goes after the lock
   const std::lock_guard lock(watchdog_mutex);
-  return !std::exchange(g_runs, true);
+  reps = all();
+  return g_runs = !reps.empty();
 }
 
 // Checks one communicator. An exception, for lack of memory or from a program's own store, only
@@ -108,13 +105,14 @@ bool goes_on() {
 void watch_one(const std::shared_ptr<Comm::Rep>& rep) try {
   if (rep->failed.load(std::memory_order_acquire)) return;
   Status why;
+  Clock::time_point waits_since;
   {
     const registry::EpochGuard inside(registry::this_thread().slot);  // exit() waits for it
     if (core::ends_elsewhere()) return;
     const std::lock_guard lock(rep->life);
-    if (!rep->closed) why = look(*rep);
+    if (!rep->closed) why = look(*rep, waits_since);
   }
-  if (why.ok()) why = ask_for_abort(*rep);
+  if (why.ok()) why = ask_for_abort(*rep, waits_since);
   if (!why.ok()) fail_all(rep, std::move(why));
 } catch (const std::exception& e) {
   log::once(log::Level::kWarning, "watchdog " + rep->name,

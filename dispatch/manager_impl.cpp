@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/base/fork.hpp"
+#include "core/base/living_objects.hpp"
 #include "core/base/text.hpp"
 #include "core/device/current_stream.hpp"
 #include "core/device/device_list.hpp"
@@ -26,25 +27,17 @@ using registry::this_thread;
 constinit core::ForkMutex mutex(core::LockLevel::kManagers);
 const core::ForkMutex::Registration registration(mutex);
 
-std::vector<OpManager::Impl*>& managers() {
-  static auto* const all = new std::vector<OpManager::Impl*>;
-  return *all;
-}
-
-std::vector<OpManager::Impl*> managers_now() {
-  std::lock_guard lock(mutex);
-  return managers();
-}
+using Managers = core::LivingObjects<OpManager::Impl, mutex>;
+using AllManagers = Managers::All;
 
 int64_t held_on(const Device& device) {
   int64_t held = 0;
-  for (OpManager::Impl* m : managers_now())
-    held += m->arenas.held(device) + m->staging.held(device);
+  for (OpManager::Impl* m : AllManagers()) held += m->arenas.held(device) + m->staging.held(device);
   return held;
 }
 
 void release_device(const Device& device) {
-  for (OpManager::Impl* m : managers_now()) {
+  for (OpManager::Impl* m : AllManagers()) {
     m->arenas.release(device);
     m->staging.release(device);
   }
@@ -52,11 +45,11 @@ void release_device(const Device& device) {
 
 void stream_goes(const Device& device, void* stream) {
   registry::leave_stream(device, stream);
-  for (OpManager::Impl* m : managers_now()) m->arenas.release(device, stream);
+  for (OpManager::Impl* m : AllManagers()) m->arenas.release(device, stream);
 }
 
 void stream_state_goes(uint64_t implementation) {
-  for (OpManager::Impl* m : managers_now()) m->arenas.release_state(implementation);
+  for (OpManager::Impl* m : AllManagers()) m->arenas.release_state(implementation);
 }
 
 UsageCounts counts_of(const Implementation& impl) {
@@ -67,9 +60,8 @@ UsageCounts counts_of(const Implementation& impl) {
 }
 
 void after_fork_in_child() {
-  // No lock is held here, since its level follows those of the arenas. A forked child has one
-  // thread only.
-  for (OpManager::Impl* m : managers()) {
+  Managers::after_fork_in_child();
+  for (OpManager::Impl* m : Managers::list()) {
     m->arenas.forget_after_fork();
     m->staging.forget_after_fork();
   }
@@ -80,17 +72,14 @@ const core::ForkedChild forked_child(core::LockLevel::kManagers, &after_fork_in_
 
 OpManager::Impl::Impl(OpRegistry& r) : registry(r), table_owner(r.impl()) {
   std::lock_guard lock(mutex);
-  managers().push_back(this);
+  Managers::list().push_back(this);
   core::g_device_hooks.held.store(&held_on, std::memory_order_release);
   core::g_device_hooks.release.store(&release_device, std::memory_order_release);
   core::g_stream_goes.store(&stream_goes, std::memory_order_release);
   registry::g_stream_state_goes.store(&stream_state_goes, std::memory_order_release);
 }
 
-OpManager::Impl::~Impl() {
-  std::lock_guard lock(mutex);
-  std::erase(managers(), this);
-}
+OpManager::Impl::~Impl() { Managers::remove(this); }
 
 uint64_t OpManager::Impl::read_switches() {
   const auto on = [](const char* name) {

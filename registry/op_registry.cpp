@@ -10,6 +10,7 @@
 
 #include "core/base/best_effort.hpp"
 #include "core/base/fork.hpp"
+#include "core/base/living_objects.hpp"
 #include "core/base/settings.hpp"
 #include "core/device/device_list.hpp"
 #include "policy/current.hpp"
@@ -29,10 +30,8 @@ using registry::Table;
 constinit core::ForkMutex mutex(core::LockLevel::kRegistry);
 const core::ForkMutex::Registration registration(mutex);
 
-std::vector<OpRegistry::Impl*>& registries() {
-  static auto* const all = new std::vector<OpRegistry::Impl*>;
-  return *all;
-}
+using Registries = core::LivingObjects<OpRegistry::Impl, mutex>;
+using AllRegistries = Registries::All;
 
 std::atomic<uint64_t> g_table_ids{1};
 
@@ -68,41 +67,13 @@ Status busy() {
                 "would wait for itself; remove it after the call returned");
 }
 
-// The number of threads that are iterating over all registries, and the calling thread's share. The
-// destructor of a registry waits for them.
-int g_telling = 0;
-constinit thread_local int t_telling = 0;
-
 void after_fork_in_child() {
-  std::lock_guard lock(mutex);
-  g_telling = t_telling;
+  Registries::after_fork_in_child();
   g_holders_gone = g_holders_gone || g_holders != t_holding;
   g_holders = t_holding;
-  for (OpRegistry::Impl* impl : registries()) impl->after_fork_in_child();
+  for (OpRegistry::Impl* impl : Registries::list()) impl->after_fork_in_child();
 }
 const core::ForkedChild forked_child(core::LockLevel::kRegistry, &after_fork_in_child);
-
-// A snapshot of all registries. They stay alive as long as this object does.
-class AllRegistries {
- public:
-  AllRegistries() {
-    std::lock_guard lock(mutex);
-    all_ = registries();
-    ++g_telling, ++t_telling;
-  }
-  ~AllRegistries() {
-    std::lock_guard lock(mutex);
-    --g_telling, --t_telling;
-  }
-  AllRegistries(const AllRegistries&) = delete;
-  AllRegistries& operator=(const AllRegistries&) = delete;
-
-  auto begin() const { return all_.begin(); }
-  auto end() const { return all_.end(); }
-
- private:
-  std::vector<OpRegistry::Impl*> all_;
-};
 
 // ---- handling of changes of a device (core::g_device_hooks)
 
@@ -138,7 +109,7 @@ void choose_again() {
   const Holding holding;
   std::vector<std::unique_ptr<const Table>> dead;  // destroyed after the lock, as in reclaim()
   std::lock_guard lock(mutex);
-  for (OpRegistry::Impl* impl : registries()) impl->publish_again(dead);
+  for (OpRegistry::Impl* impl : Registries::list()) impl->publish_again(dead);
 }
 
 }  // namespace registry
@@ -147,7 +118,7 @@ OpRegistry::Impl::Impl() {
   auto first = std::make_unique<Table>();
   registry::add_catalogue(*first);
   std::lock_guard lock(mutex);
-  registries().push_back(this);
+  Registries::list().push_back(this);
   first->id = g_table_ids.fetch_add(1);
   current_.store(first.release(), std::memory_order_release);
   core::g_device_hooks.added.store(&device_added, std::memory_order_release);
@@ -159,14 +130,7 @@ OpRegistry::Impl::Impl() {
 }
 
 OpRegistry::Impl::~Impl() {
-  std::unique_lock lock(mutex);
-  std::erase(registries(), this);
-  while (g_telling != t_telling) {
-    lock.unlock();
-    std::this_thread::yield();
-    lock.lock();
-  }
-  lock.unlock();
+  Registries::remove(this);
   // The owner ensures that no call of this registry is in progress, so its tables are freed without
   // waiting for calls in other registries.
   retired_.clear();

@@ -90,10 +90,7 @@ class Asked {
 };
 
 // A forked child drops the entries of the parent's threads.
-void after_fork_in_child() {
-  const std::lock_guard lock(plans_mutex);
-  asked_streams().clear();
-}
+void after_fork_in_child() { asked_streams().clear(); }
 const core::ForkedChild plans_forked_child(core::LockLevel::kPlans, &after_fork_in_child);
 
 // Changes when a recorded launch may have to be recorded again: a plan was captured, or a stream

@@ -24,10 +24,7 @@ std::vector<Wait>& waits() {
 [[maybe_unused]] const std::vector<Wait>& waits_made_at_load = waits();
 
 // In a forked child no other thread waits.
-void forget_waits() {
-  const std::lock_guard lock(waits_mutex);
-  waits().clear();
-}
+void forget_waits() { waits().clear(); }
 const core::ForkedChild waits_forked_child(core::LockLevel::kSerialWaits, &forget_waits);
 
 // The lock that a thread waits for while it holds another; null if none. The caller holds the

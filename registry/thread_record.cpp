@@ -235,7 +235,6 @@ namespace {
 // In a forked child the other threads of the parent do not exist.
 void forget_other_threads() {
   Threads& all = threads();
-  std::lock_guard lock(threads_mutex);
   // The records of other threads may have been copied in the middle of a change, so they are
   // neither read for epochs nor freed.
   for (const ThreadRecord* record : all.records) {

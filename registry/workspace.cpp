@@ -224,7 +224,6 @@ void DeviceArenas::release_state(uint64_t implementation) {
 }
 
 void DeviceArenas::forget_after_fork() {
-  std::lock_guard lock(scratch_mutex);
   for (auto& [key, arena] : arenas_) arena.release();  // NOLINT: its mutex may have no living owner
   g_generation.fetch_add(1, std::memory_order_release);
   arenas_.clear();

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Finds comments that begin as sentence fragments, and meaningless names. Prints each; exits 1 on any.
-usage: tools/check_comments.py [--all] [--count] [PATH...]     (default: every tracked source file)
+usage: tools/check_comments.py [--all] [--count] [--draw N --seed S] [PATH...]     (default: every tracked source file)
   --all    also checks the folders that still have violations (UNCLEAN, below)
+  --draw   prints N comment blocks and paragraphs of the documents, of at least four words, drawn at random with the seed, each with the ten
+           lines below it. A reader then states each block's subject and claim, and every word used in a sense unknown in the field
   --count  prints how many comment blocks begin as fragments, folder by folder, UNCLEAN included, and exits 0
 
 The rule for comments: a comment block or docstring must not begin with one of the words of FRAGMENT, unless its first sentence is
@@ -16,6 +18,7 @@ import ast
 import collections
 import io
 import pathlib
+import random
 import re
 import subprocess
 import sys
@@ -116,6 +119,36 @@ def tracked():
     return [p for p in listed.stdout.split("\n") if p and (ROOT / p).exists()]
 
 
+def paragraphs(source):
+    """The paragraphs of a Markdown document, without headings, tables and code."""
+    line, found, in_code = 1, [], False
+    for text in re.split(r"(\n\s*\n)", source):
+        fences = text.count("```")
+        if text.strip() and not in_code and not fences and not re.match(r"\n*(?:#|\||    |<!--)", text):
+            found.append(Block(line + len(text) - len(text.lstrip("\n")), text))
+        in_code ^= fences % 2 == 1
+        line += text.count("\n")
+    return found
+
+
+def drawn(count, seed, paths):
+    """The blocks that --draw prints, as text."""
+    listed = subprocess.run(["git", "ls-files", "README.md", "CONTRIBUTING.md", "docs/*.md"], cwd=ROOT, check=True, capture_output=True, text=True)
+    everything = []
+    for path in [*tracked(), *listed.stdout.split()]:
+        if paths and not below(path, paths):
+            continue
+        source = (ROOT / path).read_text()
+        blocks = paragraphs(source) if path.endswith(".md") else python_blocks(source) if path.endswith(".py") else joined(c_comments(source))
+        everything += [(path, block.line) for block in blocks if len(block.text.split()) >= 4 and "noqa" not in block.text]
+    for number, (path, line) in enumerate(random.Random(seed).sample(everything, min(count, len(everything))), 1):
+        lines = (ROOT / path).read_text().split("\n")[line - 1:]
+        marks = ("//", "*", "#")
+        ends = (not text.strip() if path.endswith(".md") else not text.lstrip().startswith(marks) for text in lines[1:])
+        own = next((i for i, end in enumerate(ends, 1) if end), len(lines))
+        yield "\n".join([f"[{number}] {path}:{line}", *lines[:own + 10], ""])
+
+
 def below(path, folders):
     return any(path == f or path.startswith(f.rstrip("/") + "/") for f in folders)
 
@@ -129,8 +162,13 @@ def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--all", action="store_true")
     options.add_argument("--count", action="store_true")
+    options.add_argument("--draw", type=int, metavar="N")
+    options.add_argument("--seed", type=int, default=0)
     options.add_argument("paths", nargs="*")
     options = options.parse_args()
+    if options.draw is not None:
+        print("\n".join(drawn(options.draw, options.seed, options.paths)))
+        return 0
     bad, blocks, types = [], collections.Counter(), collections.defaultdict(list)
     fragments = collections.Counter()
     for path in tracked():

@@ -41,8 +41,8 @@ class ForkMutex {
 };
 
 // Repairs state that threads of the parent were using. After fork(), the child calls `repair` once
-// the mutexes are released, in the order of the levels. Define it at namespace scope beside the
-// state.
+// the mutexes are released, in the order of the levels. The child has one thread then, so `repair`
+// takes no lock. Define it at namespace scope beside the state.
 class ForkedChild {
  public:
   ForkedChild(LockLevel level, void (*repair)()) noexcept;

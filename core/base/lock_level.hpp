@@ -18,8 +18,8 @@ enum class LockLevel : int {
   kRandomPosition,   // nn: the random position of a Context
   kServing,          // held while an implementation runs: see LockRank
   kSerialWaits,      // threads that wait for implementations that are not thread-safe
-  kComms,            // the communicators
   kCommWatchdog,     // the watchdog thread of the communicators
+  kComms,            // the communicators
   kBuiltins,         // the built-in backends, while one of them is being loaded
   kEnvironment,      // the settings
   kDeviceList,       // the devices

@@ -99,6 +99,16 @@ DeviceEntry* entry_of(const List& list, const Device& device) noexcept {
   return nullptr;
 }
 
+// The entry of a device that may be taken out of the list. Takes no lock: another thread may take
+// it out at any moment after it was found, and the entry stays.
+Result<DeviceEntry*> removable_entry(const Device& device) {
+  const List& now = devices_now();
+  DeviceEntry* entry = entry_of(now, device);
+  if (entry == nullptr) return not_found("there is no device " + to_string(device));
+  if (entry == now.front()) return failed_precondition("the host cannot be removed");
+  return entry;
+}
+
 void bring_devices(const Device* device) noexcept {
   if (auto* bring = g_bring_devices.load(std::memory_order_acquire)) bring(device);
 }
@@ -233,16 +243,7 @@ int64_t held_on(const Device& device) {
 }
 
 Status retire_device(const Device& device, std::function<void()> gone) {
-  DeviceEntry* entry = nullptr;
-  {
-    const std::lock_guard lock(list_mutex);
-    const List& now = devices_now();
-    const auto at = std::find_if(now.begin(), now.end(),
-                                 [&](const DeviceEntry* e) { return e->device == device; });
-    if (at == now.end()) return not_found("there is no device " + to_string(device));
-    if (at == now.begin()) return failed_precondition("the host cannot be removed");
-    entry = *at;
-  }
+  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, removable_entry(device));
   leave_device(device);
   entry->retire(std::move(gone));
   return {};
@@ -323,16 +324,7 @@ Status remove(const Device& device) {
   }
   TE_FL_RETURN_IF_ERROR(
       core::check_leave(device).wrap("device " + te_fl::to_string(device) + " cannot be removed"));
-  DeviceEntry* entry = nullptr;
-  {
-    const std::lock_guard lock(core::list_mutex);
-    const core::List& now = core::devices_now();
-    const auto at = std::find_if(now.begin(), now.end(),
-                                 [&](const DeviceEntry* e) { return e->device == device; });
-    if (at == now.end()) return not_found("there is no device " + te_fl::to_string(device));
-    if (at == now.begin()) return failed_precondition("the host cannot be removed");
-    entry = *at;
-  }
+  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::removable_entry(device));
   // Closes the device before counting, so that no allocation happens between the count and the new
   // list. From then on the objects that te-fl holds can only decrease; if their number changed, the
   // comparison counted an object of another owner.

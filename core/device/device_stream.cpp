@@ -80,7 +80,6 @@ StreamRef find_record(const Device& device, void* handle) {
 
 // In a forked child, drops the uses by threads of the parent, which do not exist in the child.
 void forget_uses() {
-  const std::lock_guard lock(streams_mutex);
   for (auto& [key, known] : known_streams()) {
     if (const StreamRef record = known.record.lock()) record->in_use.store(0);
   }

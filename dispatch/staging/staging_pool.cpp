@@ -131,9 +131,6 @@ void StagingPool::release(const Device& device) {
   for (const Memory& memory : gone) free(memory);
 }
 
-void StagingPool::forget_after_fork() {
-  std::lock_guard lock(mutex);
-  idle_.clear();
-}
+void StagingPool::forget_after_fork() { idle_.clear(); }
 
 }  // namespace te_fl::dispatch

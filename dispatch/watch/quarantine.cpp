@@ -261,7 +261,8 @@ std::string quarantined_for(const std::string& op, const std::string& impl_id,
                             const std::string& owner, const Device& device) {
   std::string text;
   std::optional<Chip> chip;
-  for (const Quarantine& q : *entries()) {
+  const std::shared_ptr<const List> list = entries();  // another thread may replace it
+  for (const Quarantine& q : *list) {
     if (q.op != op || q.impl_id != impl_id || q.owner != owner) continue;
     if (!chip) chip = chip_of(device);
     if (q.chip != chip->name || q.driver != chip->driver || q.build_id != build_id_of(owner))

@@ -141,35 +141,6 @@ Status check_writable(const std::string& path) {
   return good.ok() ? good : cannot_write(path, good);
 }
 
-// The caller holds no lock.
-void start() {
-  const Result<std::string> setting = environment::get("TE_FL_TRACE");
-  const Result<int64_t> limit = environment::get_int("TE_FL_TRACE_EVENTS");
-  const int rank = rank_in_job();
-  std::unique_lock lock(trace_mutex);
-  Recording& s = recording();
-  static bool registered = false;
-  if (!registered) std::atexit(&write_at_exit);
-  registered = true;
-  const bool child = s.child || (s.process != 0 && s.process != getpid());
-  std::string path = file_asked_for(setting, rank, child);
-  // A forked child starts a new trace, and so does a changed path. Events of the old path are
-  // written to the old file first.
-  if (s.process != getpid() || s.path != path) {
-    lock.unlock();
-    if (const Status written = write_trace(); !written.ok()) log::warning(written.message());
-    lock.lock();
-    s.events.clear();
-    s.dropped = 0;
-    s.child = child;
-    s.process = getpid();
-  }
-  s.rank = rank;
-  s.error = check_writable(path);
-  s.path = s.error.ok() ? std::move(path) : std::string();
-  s.limit = limit.ok() ? static_cast<size_t>(*limit) : 0;
-}
-
 // Records the values of short integer tensors in host memory, since they determine the work of many
 // ops (lengths, indices).
 void add_values(const Call& call, json& description) {
@@ -337,6 +308,55 @@ void write_events(core::FileReplacement& out, const Recording& s) {
   }
 }
 
+// Writes the events to their file, if there is one and this process recorded them. Requires the
+// lock.
+Status write_recording(const Recording& s) {
+  if (s.path.empty() || s.process != getpid()) return {};
+  core::FileReplacement out(s.path);
+  out.write("{\"traceEvents\": [\n");
+  write_events(out, s);
+  const json last = {
+      {"ph", "M"}, {"name", "process_sort_index"}, {"pid", 1}, {"args", {{"sort_index", 0}}}};
+  const int64_t began =
+      std::chrono::duration_cast<std::chrono::microseconds>(g_began_at.time_since_epoch()).count();
+  json other = {{"te_fl", TE_FL_VERSION},
+                {"events_dropped", s.dropped},
+                {"process", s.process},
+                {"began_us", began}};
+  if (s.rank >= 0) other["rank"] = s.rank;
+  out.write(text_line(last) + "],\n\"otherData\": " + text_line(other) +
+            ",\n\"te_fl_calls\": " + text_line(s.descriptions) + "}\n");
+  const Status written = out.commit();
+  return written.ok() ? written : cannot_write(s.path, written);
+}
+
+// Begins a recording as the settings ask for. A forked child begins anew, and so does another file;
+// what belongs to the former file is written to it first, under the same lock, so that no other
+// thread's call is lost in between.
+void start() {
+  const Result<std::string> setting = environment::get("TE_FL_TRACE");
+  const Result<int64_t> limit = environment::get_int("TE_FL_TRACE_EVENTS");
+  const int rank = rank_in_job();
+  const std::lock_guard lock(trace_mutex);
+  Recording& s = recording();
+  static bool registered = false;
+  if (!registered) std::atexit(&write_at_exit);
+  registered = true;
+  const bool child = s.child || (s.process != 0 && s.process != getpid());
+  std::string path = file_asked_for(setting, rank, child);
+  if (s.process != getpid() || s.path != path) {
+    if (const Status written = write_recording(s); !written.ok()) log::warning(written.message());
+    s.events.clear();
+    s.dropped = 0;
+    s.child = child;
+    s.process = getpid();
+  }
+  s.rank = rank;
+  s.error = check_writable(path);
+  s.path = s.error.ok() ? std::move(path) : std::string();
+  s.limit = limit.ok() ? static_cast<size_t>(*limit) : 0;
+}
+
 }  // namespace
 
 Status begin_trace() {
@@ -382,24 +402,7 @@ void TracedCall::record(const Status& status, const Served& served) {
 Status write_trace() {
   using namespace dispatch;
   const std::lock_guard lock(trace_mutex);
-  const Recording& s = recording();
-  if (s.path.empty() || s.process != getpid()) return {};
-  core::FileReplacement out(s.path);
-  out.write("{\"traceEvents\": [\n");
-  write_events(out, s);
-  const json last = {
-      {"ph", "M"}, {"name", "process_sort_index"}, {"pid", 1}, {"args", {{"sort_index", 0}}}};
-  const int64_t began =
-      std::chrono::duration_cast<std::chrono::microseconds>(g_began_at.time_since_epoch()).count();
-  json other = {{"te_fl", TE_FL_VERSION},
-                {"events_dropped", s.dropped},
-                {"process", s.process},
-                {"began_us", began}};
-  if (s.rank >= 0) other["rank"] = s.rank;
-  out.write(text_line(last) + "],\n\"otherData\": " + text_line(other) +
-            ",\n\"te_fl_calls\": " + text_line(s.descriptions) + "}\n");
-  const Status written = out.commit();
-  return written.ok() ? written : cannot_write(s.path, written);
+  return write_recording(recording());
 }
 
 }  // namespace te_fl

@@ -121,10 +121,12 @@ class Comm {
   // Op and impl_id of every collective, as agreed by the ranks.
   TE_FL_API const std::vector<std::pair<std::string, std::string>>& implementations()
       const noexcept;
-  // OK, or the failure that aborted the communicator.
+  // OK, or the failure that aborted the communicator. FAILED_PRECONDITION in a child of the process
+  // that made it.
   TE_FL_API Status status() const;
   // Ends collectives that are waiting: on this rank at once, on the other ranks when they notice,
   // which takes at most a second for ranks that wait. `reason` is part of the errors on all ranks.
+  // Does nothing in a child of the process that made the communicator.
   TE_FL_API void abort(std::string reason);
 
   struct Rep;  // used by the library only

@@ -1,12 +1,37 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "te_fl/status.hpp"
 
 namespace te_fl::nn::detail {
+
+// The number of backwards that have deferred a parameter's gradient to Module::backward_dw().
+using DelayedCount = std::shared_ptr<int64_t>;
+
+// A backward that has deferred the gradients of some parameters. It is counted for each of them
+// until end() or until it is destroyed, since a dropped gradient is no longer deferred. Not
+// thread-safe.
+class LeftGradients {
+ public:
+  explicit LeftGradients(std::vector<DelayedCount> counts) : counts_(std::move(counts)) {
+    for (const DelayedCount& count : counts_) ++*count;
+  }
+  ~LeftGradients() { end(); }
+  LeftGradients(const LeftGradients&) = delete;
+  LeftGradients& operator=(const LeftGradients&) = delete;
+  void end() noexcept {
+    for (const DelayedCount& count : counts_) --*count;
+    counts_.clear();
+  }
+
+ private:
+  std::vector<DelayedCount> counts_;
+};
 
 // The weight gradients that the backwards of a linear map have deferred to Module::backward_dw().
 // Not thread-safe, like its module.

@@ -57,6 +57,13 @@ void wrote(Parameter& parameter) {
   if (state.listener != nullptr) state.listener->wrote(state.listeners_number);
 }
 
+Status check_complete(std::string_view who, const NamedParameter& p) {
+  if (!p.parameter->requires_grad || *p.parameter->internals().delayed_wgrads == 0) return {};
+  return failed_precondition(std::string(who) + ": backwards have left the gradient of " + p.name +
+                             " to backward_dw(), which was not called since; call it on the "
+                             "module first");
+}
+
 Status check_writable(std::string_view who, std::string_view name, const Parameter& parameter) {
   if (!parameter.value.quantized() || parameter.internals().fp8_values != nullptr) return {};
   return failed_precondition(

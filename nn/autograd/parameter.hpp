@@ -15,6 +15,8 @@ Result<bool> adds(Parameter& parameter);
 void wrote(Parameter& parameter);
 // Drops the gradient and its flags, as if no backward had written it.
 void drop_grad(Parameter& parameter) noexcept;
+// FAILED_PRECONDITION with `who` if a part of the gradient is still deferred to backward_dw().
+Status check_complete(std::string_view who, const NamedParameter& p);
 // FAILED_PRECONDITION with `who` if the parameter holds borrowed FP8 data, which only its owner
 // writes.
 Status check_writable(std::string_view who, std::string_view name, const Parameter& parameter);

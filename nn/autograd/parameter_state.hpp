@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 
+#include "nn/autograd/delayed_wgrad.hpp"
 #include "nn/autograd/gradient_listener.hpp"
 #include "nn/fp8/fp8_values.hpp"
 #include "nn/fp8/scale_updates.hpp"
@@ -24,8 +25,9 @@ struct ParameterState {
   // begins a new step. take_grad() sets it to false.
   bool grad_cleared = false;
   uint64_t grad_cleared_in = 0;  // the capture that cleared it; 0: none
-  // The number of backwards that have deferred this gradient to Module::backward_dw().
-  int64_t delayed_wgrads = 0;
+  // The number of backwards that have deferred this gradient to Module::backward_dw(). The parts of
+  // a JoinedParameter share the count of the whole.
+  DelayedCount delayed_wgrads = std::make_shared<int64_t>(0);
   std::shared_ptr<Fp8Values> fp8_values;   // for a parameter that holds FP8 only; otherwise null
   std::optional<uint64_t> owners_version;  // the owner's version of a borrowed value
   // The module's FP8 copy of the value, which an optimizer may write

@@ -11,9 +11,11 @@ namespace te_fl::nn::detail {
 
 namespace {
 
-// Reserves the next `count` random numbers of the stream for a call.
-Status draw(RandomState& state, int64_t count, bool captured, CallOptions& options) {
+// Reserves the next `count` random numbers of the stream for a call. Sets `start` to the tensor
+// with the position of the first one, if there is such a tensor.
+Status draw(RandomState& state, int64_t count, bool captured, CallOptions& options, Tensor& start) {
   std::lock_guard lock(state.mutex);
+  start = state.captured;
   RandomPosition& random = state.position;
   options.rng.seed = random.seed;
   options.rng.offset = random.offset;
@@ -41,8 +43,9 @@ Result<CallOptions> random_options(int64_t count, const Device& device) {
     return options;
   }
   TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(device));
-  TE_FL_RETURN_IF_ERROR(draw(context.state(), count, captured, options));
-  if (noting()) TE_FL_RETURN_IF_ERROR(note_draw(count, device, options, context.state().captured));
+  Tensor start;
+  TE_FL_RETURN_IF_ERROR(draw(context.state(), count, captured, options, start));
+  if (noting()) TE_FL_RETURN_IF_ERROR(note_draw(count, device, options, start));
   return options;
 }
 }  // namespace te_fl::nn::detail

@@ -21,9 +21,15 @@ int64_t reach_of(const Tensor& t) {
 
 using Owners = std::vector<std::shared_ptr<void>>;
 
-const MovedMemory* holder_of(std::span<const MovedMemory> moved, const void* data) {
+bool same_owner(const std::weak_ptr<void>& a, const std::weak_ptr<void>& b) {
+  return !a.owner_before(b) && !b.owner_before(a);
+}
+
+const MovedMemory* holder_of(std::span<const MovedMemory> moved, const void* data,
+                             const std::shared_ptr<void>& owner) {
   const auto found = std::ranges::find_if(moved, [&](const MovedMemory& m) {
-    return data >= m.from && data < static_cast<const char*>(m.from) + m.bytes;
+    return data >= m.from && data < static_cast<const char*>(m.from) + m.bytes &&
+           (same_owner(m.old_owner, {}) || same_owner(m.old_owner, owner));
   });
   return found == moved.end() ? nullptr : &*found;
 }
@@ -32,11 +38,12 @@ bool holds(const Owners& owners, const std::shared_ptr<void>& owner) {
   return std::ranges::find(owners, owner) != owners.end();
 }
 
-// Redirects a tensor's pointer to the moved memory and adds that memory's owner. False if the
-// memory was not moved.
+// Redirects a pointer into memory of `owner` to the moved memory and adds that memory's owner.
+// False if the memory was not moved.
 template <class T>
-bool move_pointer(T*& pointer, std::span<const MovedMemory> moved, Owners& owners) {
-  const MovedMemory* m = pointer == nullptr ? nullptr : holder_of(moved, pointer);
+bool move_pointer(T*& pointer, const std::shared_ptr<void>& owner,
+                  std::span<const MovedMemory> moved, Owners& owners) {
+  const MovedMemory* m = pointer == nullptr ? nullptr : holder_of(moved, pointer, owner);
   if (m == nullptr) return pointer == nullptr;
   const auto offset = reinterpret_cast<const char*>(pointer) - static_cast<const char*>(m->from);
   pointer = reinterpret_cast<T*>(static_cast<char*>(m->to) + offset);
@@ -48,20 +55,25 @@ void move_tensor(Tensor& t, std::span<const MovedMemory> moved) {
   if (!t.defined()) return;
   auto owners = std::make_shared<Owners>();
   void* data = t.raw_data();
-  if (!move_pointer(data, moved, *owners)) owners->push_back(Tensor::Access::storage(t));
+  const std::shared_ptr<void> own = Tensor::Access::storage(t);
+  if (!move_pointer(data, own, moved, *owners)) owners->push_back(own);
   te_fl_quant quant = Tensor::Access::quant(t);
   if (t.quantized()) {
     // A backward reads the quantised data and the inverse scales only.
     quant.amax = quant.scale = quant.columnwise_amax = nullptr;
-    bool all = move_pointer(quant.columnwise_data, moved, *owners);
-    all = move_pointer(quant.scale_inv, moved, *owners) && all;
-    all = move_pointer(quant.columnwise_scale_inv, moved, *owners) && all;
-    if (!all) owners->push_back(Tensor::Access::quant_storage(t));
+    const std::shared_ptr<void> beside = Tensor::Access::quant_storage(t);
+    bool all = move_pointer(quant.columnwise_data, beside, moved, *owners);
+    all = move_pointer(quant.scale_inv, beside, moved, *owners) && all;
+    all = move_pointer(quant.columnwise_scale_inv, beside, moved, *owners) && all;
+    if (!all) owners->push_back(beside);
   }
   if (std::ranges::none_of(moved, [&](const MovedMemory& m) { return holds(*owners, m.owner); })) {
     return;
   }
-  Tensor made = Tensor::Access::make({data, t.shape(), t.strides(), t.dtype(), t.device(), owners});
+  // One owner stays itself, so that a later move finds the tensor by it.
+  const std::shared_ptr<void> storage = owners->size() == 1 ? owners->front() : owners;
+  Tensor made =
+      Tensor::Access::make({data, t.shape(), t.strides(), t.dtype(), t.device(), storage});
   if (t.quantized()) Tensor::Access::set_quant(made, quant, owners);
   t = std::move(made);
 }

@@ -181,7 +181,7 @@ Status Tape::run(const Value& of, const Tensor& gradient) {
     for (const auto& p : node.parameters) {
       const detail::ParameterState& state = p->internals();
       const bool complete = --left[p.get()] == 0 && p->requires_grad && state.grad_written &&
-                            state.delayed_wgrads == 0;
+                            *state.delayed_wgrads == 0;
       if (complete) TE_FL_RETURN_IF_ERROR(hook_(*p));
     }
   }

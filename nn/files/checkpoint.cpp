@@ -22,7 +22,8 @@ constexpr const char* kOwnRanks = "te_fl.rng_own_ranks";
 
 bool of_optimizer(std::string_view name) { return name.starts_with(kOptimizerPrefix); }
 
-Result<uint64_t> number(const Metadata& metadata, const char* key, const std::string& path) {
+Result<uint64_t> number(const Metadata& metadata, const char* key, const std::string& path,
+                        uint64_t most = UINT64_MAX) {
   auto found = metadata.find(key);
   if (found == metadata.end()) {
     return Status(StatusCode::kNotFound,
@@ -31,9 +32,10 @@ Result<uint64_t> number(const Metadata& metadata, const char* key, const std::st
   const std::string& text = found->second;
   uint64_t value = 0;
   auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) {
+  if (error != std::errc() || end != text.data() + text.size() || value > most) {
     return Status(StatusCode::kDataLoss, path + ": metadata \"" + key + "\" is \"" + text +
-                                             "\"; it must be an integer of at least 0");
+                                             "\"; it must be an integer from 0 to " +
+                                             std::to_string(most));
   }
   return value;
 }
@@ -130,7 +132,8 @@ Result<Metadata> restore(SafetensorsFile file, const std::string& path, Module& 
   uint64_t steps = 0;
   Copies copies;
   if (optimizer != nullptr) {
-    TE_FL_ASSIGN_OR_RETURN(steps, number(file.metadata, detail::kOptimizerSteps, path));
+    constexpr uint64_t kMostSteps = INT64_MAX - 1;  // one more is still to be counted
+    TE_FL_ASSIGN_OR_RETURN(steps, number(file.metadata, detail::kOptimizerSteps, path, kMostSteps));
     TE_FL_ASSIGN_OR_RETURN(copies, match_optimizer(file.tensors, *optimizer, path));
   }
   TE_FL_RETURN_IF_ERROR(module.load_state(file.tensors, path, of_optimizer));

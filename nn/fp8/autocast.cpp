@@ -48,15 +48,18 @@ void note_forward(bool failed) noexcept {
 
 namespace {
 
-// Discards the amaxes of a failed step, so that no later update uses them. Keeps amaxes of states
-// that also have amaxes from inferences.
+// Discards the amaxes of a failed step, so that no later update uses them. Keeps those that
+// inferences had collected before the step.
 Status drop_amaxes(const std::vector<PendingUpdate>& pending) {
   for (const PendingUpdate& update : pending) {
     Fp8State& state = *update.state;
-    if (!update.counts() || !state.defined() || state.waits_on() != 0) continue;
+    const bool waits = state.waits_on() != 0;
+    if (!update.counts() || !state.defined() || (waits && !update.amaxes_before.defined()))
+      continue;
     TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(state.device()));
     if (captured) continue;  // the capture has failed with the step
-    TE_FL_RETURN_IF_ERROR(fill(state.amaxes(), 0));
+    TE_FL_RETURN_IF_ERROR(state.drop_amaxes());
+    if (waits) TE_FL_RETURN_IF_ERROR(copy(update.amaxes_before, state.amaxes()));
   }
   return {};
 }
@@ -133,18 +136,23 @@ Status begin_first(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8
   }
   forward->use(foreign);
   if (!infers) backward->use(foreign);
-  const PendingUpdate update{forward, recipe, fp8_dtype(*mode.recipe, Role::kInput),
-                             mode.reduction};
+  PendingUpdate update{forward, recipe, fp8_dtype(*mode.recipe, Role::kInput), mode.reduction};
   if (mode.reduction != nullptr) {
     mode.reduction->sites().add(update,
                                 {backward, recipe, fp8_dtype(*mode.recipe, Role::kGradient)});
   } else if (infers && waits_here(*forward)) {
     return {};
   }
+  if (!infers && forward->waits_on() != 0) {
+    TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(forward->device()));
+    if (!captured) {
+      TE_FL_ASSIGN_OR_RETURN(update.amaxes_before, forward->amaxes().clone());
+    }
+  }
   std::lock_guard lock(mode.session->mutex);
   mode.session->trained = mode.session->trained || !infers;
   mode.session->calibrated = mode.session->calibrated || mode.calibrating;
-  mode.session->forward.add(update);
+  mode.session->forward.add(std::move(update));
   return {};
 }
 

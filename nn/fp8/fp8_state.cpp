@@ -153,6 +153,11 @@ Status Fp8State::load(const Tensor& from_history, const Tensor& from_scale, bool
   return set_dtype(dtype);
 }
 
+Status Fp8State::drop_amaxes() {
+  ++shared_->generation;
+  return fill(amaxes(), 0);
+}
+
 Status Fp8State::reset() {
   if (!defined()) return {};
   forget_updates();

@@ -38,8 +38,8 @@ class Fp8State {
   // True if the scales were computed from amaxes: by an update, or loaded with a history that is
   // not all zero. False while they have the initial value 1.
   bool calibrated() const noexcept { return shared_->calibrated; }
-  // Increases with each change of the scales. Data quantised in another generation may have another
-  // scale.
+  // Increases with each change of the scales and each drop of amaxes. Data quantised in another
+  // generation may have another scale, and its amax may no longer be in the history.
   uint64_t generation() const noexcept { return shared_->generation; }
   // Increases with each load() and reset(). Amaxes collected before are not used by later updates.
   uint64_t loads() const noexcept { return shared_->loads; }
@@ -78,6 +78,9 @@ class Fp8State {
   // Copies a loaded state: history [length, slots] and scale [slots], both on the state's device.
   // `dtype` is the FP8 type that the scales are for; kF32: unknown.
   Status load(const Tensor& history, const Tensor& scale, bool calibrated, DType dtype);
+  // Zeroes the running row of the history and begins a generation. A weight's copy whose amax was
+  // in that row is then quantised again, which collects the amax again. Needs defined().
+  Status drop_amaxes();
   // Resets to scale 1 and history 0, as after the first ensure(). Does nothing if undefined.
   Status reset();
   // Records that work enqueued now uses the state. If the work is captured, the graph keeps the

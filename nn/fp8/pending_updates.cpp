@@ -13,6 +13,7 @@ PendingUpdate* PendingUpdates::find(const Fp8State& state) {
 
 void PendingUpdates::add(PendingUpdate update) {
   if (PendingUpdate* found = find(*update.state)) {
+    if (found->loads == update.loads) update.amaxes_before = found->amaxes_before;
     *found = std::move(update);
   } else {
     updates_.push_back(std::move(update));

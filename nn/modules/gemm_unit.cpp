@@ -414,7 +414,7 @@ Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows, bool columnwi
     // framework has taken out says nothing either, since its step may continue with this module.
     const std::shared_ptr<GradientUpdates> earlier = weight_->internals().gradient_updates;
     const bool cleared =
-        weight_->internals().grad_cleared && weight_->internals().delayed_wgrads == 0;
+        weight_->internals().grad_cleared && *weight_->internals().delayed_wgrads == 0;
     if (backward_->pending() && cleared && earlier != nullptr) {
       TE_FL_RETURN_IF_ERROR(earlier->end());
     }
@@ -551,9 +551,11 @@ Status GemmUnit::wgrad(const Use& use, const Gradient& grad, const Tensor& input
   read.weight = read.part = read.input = Tensor();
   Gradient kept = grad;
   settle(read, kept);
-  ++weight_->internals().delayed_wgrads;
-  delayed_->add([this, read = std::move(read), kept = std::move(kept), input] {
-    --weight_->internals().delayed_wgrads;
+  std::vector<DelayedCount> counts;
+  count_left(read, kept, counts);
+  auto left = std::make_shared<LeftGradients>(std::move(counts));
+  delayed_->add([this, read = std::move(read), kept = std::move(kept), input, left] {
+    left->end();
     return run_wgrad(read, kept, input);
   });
   return {};
@@ -562,6 +564,12 @@ Status GemmUnit::wgrad(const Use& use, const Gradient& grad, const Tensor& input
 void GemmUnit::settle(Use& use, Gradient& grad) const {
   use.wgrad = wants_wgrad(use);
   grad.bias_done = grad.bias_done || !wants_bias_grad();
+}
+
+void GemmUnit::count_left(const Use& use, const Gradient& grad,
+                          std::vector<DelayedCount>& counts) const {
+  if (use.wgrad) counts.push_back(weight_->internals().delayed_wgrads);
+  if (!grad.bias_done) counts.push_back(bias_->internals().delayed_wgrads);
 }
 
 Status GemmUnit::run_wgrad(const Use& use, const Gradient& grad, const Tensor& input) {

@@ -157,6 +157,8 @@ class GemmUnit {
   // this backward, since its operands were prepared without it. Parameters that are frozen later
   // get none either.
   void settle(Use& use, Gradient& grad) const;
+  // Adds the counts of the parameters whose gradients a delay leaves, after settle().
+  void count_left(const Use& use, const Gradient& grad, std::vector<DelayedCount>& counts) const;
   bool wants_wgrad(const Use& use) const { return use.wgrad && weight_->requires_grad; }
   bool wants_bias_grad() const {
     return bias_ != nullptr && spec_.adds_bias && bias_->requires_grad;

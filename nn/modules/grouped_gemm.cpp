@@ -237,18 +237,17 @@ Status GroupedGemm::run_wgrad(const Uses& uses, const Gradients& grads) {
 
 Status GroupedGemm::wgrad(const Uses& uses, const Gradients& grads) {
   if (!delayed_->enabled()) return run_wgrad(uses, grads);
-  const auto count = [this](int change) {
-    for (const auto& unit : units_) unit->weight()->internals().delayed_wgrads += change;
-  };
   Uses read = uses;
   Gradients kept = grads;
+  std::vector<DelayedCount> counts;
   for (size_t i = 0; i < units_.size(); ++i) {
     read[i].weight = Tensor();
     units_[i]->settle(read[i], kept[i]);
+    units_[i]->count_left(read[i], kept[i], counts);
   }
-  count(1);
-  delayed_->add([this, count, read = std::move(read), kept = std::move(kept)] {
-    count(-1);
+  auto left = std::make_shared<LeftGradients>(std::move(counts));
+  delayed_->add([this, read = std::move(read), kept = std::move(kept), left] {
+    left->end();
     return run_wgrad(read, kept);
   });
   return {};

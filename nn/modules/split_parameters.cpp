@@ -54,6 +54,7 @@ Result<std::unique_ptr<JoinedParameter>> JoinedParameter::create(std::shared_ptr
       TE_FL_ASSIGN_OR_RETURN(part->value, value.slice(0, begin, begin + rows[i]));
     }
     part->shard = place_of_part(*joined->whole_, rows, i);
+    part->internals().delayed_wgrads = joined->whole_->internals().delayed_wgrads;
     joined->parts_.push_back(std::move(part));
     begin += rows[i];
   }
@@ -176,6 +177,9 @@ Status JoinedParameter::open_grad() {
   });
   if (none) TE_FL_RETURN_IF_ERROR(make_shared_grad());
   shared_ = shares_grad();
+  whole_->internals().grad_cleared = std::any_of(
+      parts_.begin(), parts_.end(),
+      [](const auto& part) { return part->requires_grad && part->internals().grad_cleared; });
   if (shared_) {
     whole_->internals().grad_written = parts_[0]->internals().grad_written;
     whole_->internals().grad_stale = parts_[0]->internals().grad_stale;

@@ -177,7 +177,9 @@ Status sum_partial_gradients(const TensorParallel& parallel,
   if (!parallel.divides()) return {};
   std::vector<std::vector<Tensor>> by_dtype;
   for (const NamedParameter& p : parameters) {
-    if (!p.parameter->partial_grad || !p.parameter->requires_grad || !p.grad().defined()) continue;
+    if (!p.parameter->partial_grad || !p.parameter->requires_grad) continue;
+    TE_FL_RETURN_IF_ERROR(detail::check_complete("sum_partial_gradients", p));
+    if (!p.grad().defined()) continue;
     if (p.parameter->internals().grad_stale) {
       return failed_precondition("sum_partial_gradients: the gradient of " + p.name +
                                  " was cleared by clear_grad() and not written since; run a "

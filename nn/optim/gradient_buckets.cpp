@@ -183,6 +183,7 @@ Status GradientBuckets::check(const Bucket& bucket) const {
   for (const size_t i : bucket.members) {
     const Member& member = members_[i];
     const NamedParameter& p = member.parameter;
+    TE_FL_RETURN_IF_ERROR(check_complete("DataParallel", p));
     const std::string who = "DataParallel: the gradient of " + p.name;
     if (p.grad().raw_data() != member.grad) {
       return failed_precondition(who +

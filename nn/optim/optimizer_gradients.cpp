@@ -98,12 +98,7 @@ Status check_fresh(const char* who, const Gradients& gradients) {
   for (const NamedParameter& p : gradients.parameters) {
     TE_FL_RETURN_IF_ERROR(check_writable(who, p.name, *p.parameter));
     if (!p.parameter->requires_grad) continue;
-    if (p.parameter->internals().delayed_wgrads > 0) {
-      return failed_precondition(std::string(who) + ": backwards have left the gradient of " +
-                                 p.name +
-                                 " to backward_dw(), which was not called since; call it "
-                                 "on the module first");
-    }
+    TE_FL_RETURN_IF_ERROR(check_complete(who, p));
     TE_FL_RETURN_IF_ERROR(check_division(who, p, gradients));
     if (!p.parameter->internals().grad_stale) continue;
     return failed_precondition(

@@ -73,3 +73,21 @@ class Frameworks(unittest.TestCase):
             net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
             self.assertTrue(has_transformer_engine_layers(net))
             self.check(train(net, optimizer, accelerator.backward))
+
+    def test_accelerate_in_fp16(self):
+        """A device that is called cpu has no FP16 in Accelerate, which says nothing of it; the host that answers for CUDA has it."""
+        reset = accelerate.state.AcceleratorState._reset_state
+        for cpu, dtype in ((False, torch.float16), (True, torch.float32)):
+            with self.subTest(cpu=cpu), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                reset(True)
+                self.addCleanup(reset, True)
+                settings = accelerate.utils.GradScalerKwargs(init_scale=1024.0)
+                accelerator = accelerate.Accelerator(mixed_precision="fp16", cpu=cpu, kwargs_handlers=[settings])
+                net, found = Net(), set()
+                net.layers[0].register_forward_hook(lambda layer, inputs, output: found.add(output.dtype))
+                net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+                losses = train(net, optimizer, accelerator.backward)
+                self.assertEqual((found, net.layers[0].weight.grad.dtype), ({dtype}, torch.float32))
+                self.assertEqual(None if cpu else 1024.0, None if accelerator.scaler is None else accelerator.scaler.get_scale())
+                self.assertLess(abs(losses[-1] - self.wanted[-1]), 0.02 * self.wanted[-1])

@@ -233,6 +233,18 @@ class Sequences(Case):
         self.refuses("out is torch.float32", lambda: tex.nvfp4_data_transpose(codes, out=torch.empty(16, 8)))
         self.refuses("torch.uint8 and torch.float32", lambda: tex.nvfp4_2d_scale_transpose(codes, torch.empty(16, 8), 1, 1))
 
+    def test_results_in_the_memory_of_their_inputs(self):
+        x = torch.randn(4, 4, 3)
+        want = x.transpose(0, 1).clone()
+        self.near(tex.swap_first_dims(x, out=x), want)
+        wide = torch.randn(3, 3, 3, 8)
+        want = torch.nn.functional.pad(wide[..., :5].transpose(1, 2), (0, 3))
+        self.near(tex.multi_tensor_transpose_to_bhsd([wide[..., :5]], "bshd", [wide])[0], want)
+        factors = torch.randint(0, 255, (2, 2), dtype=torch.uint8)  # of 2 x 2 blocks, each for 16 rows
+        rows = torch.nn.functional.pad(factors.repeat_interleave(16, 0), (0, 2))
+        tex.nvfp4_2d_scale_transpose(rows, rows, 2, 2)
+        self.assertTrue(torch.equal(rows, torch.nn.functional.pad(factors.t().repeat_interleave(16, 0), (0, 2))))
+
 
 class Cache(Case):
     def loop(self, caches, news, table, new, cached, form, is_non_paged, page_size):

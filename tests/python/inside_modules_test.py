@@ -433,6 +433,12 @@ class Trouble(unittest.TestCase):
                       lambda q: tex.layernorm_fwd(x, torch.ones(16), torch.zeros(16), 1e-5, None, q, tex.DType.kFloat32, 0, False)[0]):
             got, want = (write(te.Float8Quantizer(torch.full((1,), 2.0), amax, tex.DType.kFloat8E4M3))._data.clone() for amax in (torch.Tensor(), torch.zeros(1)))
             self.assertTrue(torch.equal(got, want))
+            # One without a scale, which may be the same tensor, has the scale 1.
+            none, found = torch.Tensor(), []
+            for scale, amax in ((torch.ones(1), torch.zeros(1)), (none, torch.zeros(1)), (none, none)):
+                got = write(te.Float8Quantizer(scale, amax, tex.DType.kFloat8E4M3))
+                found.append((got._data.tolist(), float(got._scale_inv)))
+            self.assertEqual(found, found[:1] * 3)
 
     def test_what_is_quantised_already_is_quantised_by_its_values(self):
         """The package passes gradients that are already quantised, for example in attention that it emulates in FP8; such an input is quantised from
@@ -445,6 +451,15 @@ class Trouble(unittest.TestCase):
             for got in (quantizer(held), again):
                 self.assertTrue(torch.equal(got.dequantize(), want.dequantize()))
             self.assertTrue(torch.equal(sums, tex.bgrad_quantize(held.dequantize(), quantizer)[0]))
+
+    def test_inputs_of_autograd(self):
+        """The functions are below autograd, whatever their inputs want of it."""
+        x, ones = torch.nn.Parameter(torch.randn(32, 32).to(BF16)), torch.ones(32, dtype=BF16)
+        sums = x.detach().sum(0)
+        for quantizer in (None, te.NVFP4Quantizer(with_2d_quantization=True), te.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, "cpu")):
+            self.assertTrue(torch.equal(tex.bgrad_quantize(x, quantizer)[0], sums))
+        got = self.product(torch.eye(32, dtype=BF16), x, bias=ones, grad=True)[1]
+        self.assertTrue(torch.equal(got, sums))
 
     def test_noop_keeps_the_codes(self):
         quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3)
@@ -489,6 +504,25 @@ class Host(unittest.TestCase):
             return x * torch.cuda.get_device_properties(x.device).major if x.is_cuda else x
 
         self.assertEqual(torch.compile(branch, fullgraph=True, backend="aot_eager")(torch.ones(2, device="cuda")).tolist(), [9.0] * 2)
+
+        def moves(x):
+            y = x.to(x.device).to("cpu").to("cuda").cpu().to(x)
+            return y.pin_memory() + x.get_device() if x.is_cuda and not x.is_cpu else x * 0
+
+        x = torch.randn(2, 3, device="cuda")
+        self.assertEqual(torch.compile(moves, fullgraph=True, backend="aot_eager")(x).tolist(), moves(x).tolist())
+
+    def test_compiled_behind_a_graph_break(self):
+        """There the program runs on, and PyTorch compiles each function that it comes to; it guards on no getter of tensors."""
+        def reads(x):
+            for _ in range(2):
+                torch._dynamo.graph_break()
+            return x.shape, x.device, x.dtype, x.is_cuda, torch.arange(x.shape[0], device=x.device).tolist()
+
+        x = torch.ones(2, 3, device="cuda")
+        compiled = torch.compile(reads, backend="eager")
+        for _ in range(2):
+            self.assertEqual(compiled(x), ((2, 3), torch.device("cpu"), torch.float32, True, [0, 1]))
 
     def test_patterns_of_the_compiler(self):
         """Inductor traces its patterns with GPU tensors, outside of any mode because it runs in a thread of its own, so the mode is entered when

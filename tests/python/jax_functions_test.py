@@ -121,6 +121,9 @@ class Functions(Against64):
         self.compare(lambda x: jnp.stack([te.softmax.softmax(x, None, 0.7), te.softmax.softmax(x, mask, 0.7, SoftmaxFusionType.SCALED_MASKED),
                                           te.softmax.softmax(x, None, 0.7, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED)]),
                      lambda x: jnp.stack([jax.nn.softmax(jnp.where(out, -jnp.inf, 0.7 * x)) for out in (False, mask, causal)]), x)
+        for nonzero in (256, 0.5, -1e9):  # uint8 would make 0 of 256 and of 0.5
+            masked = te.softmax.softmax(x, mask * nonzero, 0.7, SoftmaxFusionType.SCALED_MASKED)
+            np.testing.assert_array_equal(masked, te.softmax.softmax(x, mask, 0.7, SoftmaxFusionType.SCALED_MASKED))
 
     def test_rope(self):
         def rope64(x, consecutive):
@@ -317,6 +320,8 @@ class Programs(unittest.TestCase):
         self.assertEqual(float(scale[0]), 224.0)
 
     def test_ops_that_write_lists(self):
+        twice, _ = te.ops.multi_tensor_scale(inputs=[np.ones(3, np.float32)], outputs=[True], scale=2.0, noop_flag=np.zeros(1, np.int32))
+        np.testing.assert_array_equal(twice[0], 2)
         shapes = ((4,), (2, 3))
         g, p, m = ([normal(*s) for s in shapes] for _ in range(3))
         v = [jnp.abs(normal(*s)) for s in shapes]
@@ -422,6 +427,8 @@ class Programs(unittest.TestCase):
                 ("rely input -> output |", "relu"), ("relu inputs -> output |", "relu has no tensor argument 'inputs'"),
                 ("relu input.amex -> output |", "'input.amex' is no part of a tensor"), ("relu input -> output | limit=1", "no argument 'limit'"),
                 ("clamped_swiglu input -> output | limit=high", "'high' is no value of 'limit'"), ("relu input -> output | x", "'x' has no value"),
+                *((f"fused_topk_with_score_function_fwd logits -> probs | {name}={value}", f"'{value}' is no value of '{name}'")
+                  for name, value in (("topk", "2.7"), ("topk", "4294967298"), ("use_pre_softmax", "0.5"))),
                 ("relu input -> output | output.scaling=mx", "'mx' is no value of a tensor's 'scaling'"), ("relu -> output |", "names 0 arrays"),
                 ("relu input input -> output |", "names 2 arrays, XLA gives 1"), ("dropout_fwd rng -> output | p=0.5", "'rng' has 4 elements of 16 bits; it is to have 4 of 32"),
                 ("relu input.columnwise_data -> output | input.scaling=tensor", "it is to have 4 of 8"), ("relu input.scale_inv -> output |", "without data")):

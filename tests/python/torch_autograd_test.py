@@ -808,6 +808,40 @@ class MainGrad(Each):
                                     oracle.near_by_norm(self, p.main_grad - 3, 2 * q.grad.float(), 0.1, n, 1e-2)
                             self.assertGreater(fused, 0)
 
+    def test_main_grad_of_parameters_that_are_swapped(self):
+        """As torch.__future__ has it. What the next gradient overwrites stays as it was."""
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        self.addCleanup(torch.__future__.set_swap_module_params_on_conversion, False)
+        module, plain = randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=True)), randomise(te.Linear(32, 32, device="cpu"))
+        plain(input_of()).sum().backward()
+        for change in (lambda: module.to(BF16).to(F32), lambda: module.load_state_dict(plain.state_dict())):
+            module.weight.main_grad = torch.full((32, 32), 3.0)
+            with torch.no_grad():
+                module(input_of(), is_first_microbatch=True)
+            change()
+            module.weight.main_grad = torch.full((32, 32), 3.0)
+            module(input_of()).sum().backward()
+            near(self, module.weight.main_grad, plain.weight.grad, 1e-5, "main_grad")
+
+    def test_main_grad_that_parts_ask_for_later(self):
+        for name in ("Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"):
+            for device in DEVICES:
+                with self.subTest(module=name, device=device):
+                    module = randomise(MODULES[name](device=device))
+                    module(input_of(device)).square().sum().backward()
+                    want = gradients(module)
+                    for part in module.modules():
+                        if hasattr(part, "fuse_wgrad_accumulation"):
+                            part.fuse_wgrad_accumulation = True
+                    weights = [p for p in module.parameters() if p.dim() == 2]
+                    for p in weights:
+                        p.main_grad, p.grad_added_to_main_grad = torch.zeros_like(p), False
+                    module.zero_grad()
+                    module(input_of(device)).square().sum().backward()
+                    self.assertTrue(all(p.grad_added_to_main_grad for p in weights))
+                    for p, q in zip(module.parameters(), want):
+                        near(self, p.main_grad if p.dim() == 2 else p.grad, q, 1e-5, name, 1e-2)
+
     def test_who_overwrites_main_grad(self):
         for delays in (False, True):
             for flag, first in ((False, None), (True, None), (False, True), (False, False)):

@@ -1,8 +1,13 @@
 """Tests te_fl.pytorch's functions against PyTorch in FP64: values, gradients, and torch.compile without a graph break."""
 
+import os
+import sys
 import unittest
 
 import torch
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from torch_oracle import rotate  # noqa: E402
 
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.functions import cross_entropy, rope, softmax
@@ -204,6 +209,14 @@ class Rope(Compared):
                          lambda t: torch.cat([rotated(x[:, None], wide[:len(x)], interleaved)[:, 0] for x in t.split([2, 5])]),
                          [randn(7, 3, 8)])
 
+    def test_angles_that_are_learnt(self):
+        for interleaved in (False, True):
+            angles = rope.RotaryPositionEmbedding(6, interleaved=interleaved)(7)
+            self.compare(lambda t, f: rope.apply_rotary_pos_emb(t, f, interleaved=interleaved),  # noqa: B023
+                         lambda t, f: rotate(t.transpose(0, 1), f, interleaved).transpose(0, 1), [randn(5, 2, 3, 8), angles], atol=2e-5, rtol=2e-5)  # noqa: B023
+            self.compare(lambda t, f: rope.apply_rotary_pos_emb(t, f, "bshd", interleaved=interleaved),  # noqa: B023
+                         lambda t, f: rotate(t, f, interleaved), [randn(2, 5, 3, 8), angles], atol=2e-5, rtol=2e-5)  # noqa: B023
+
     def test_start_positions(self):
         angles = rope.RotaryPositionEmbedding(8)(9)
         starts = torch.tensor([3, 1], device=DEVICE)
@@ -239,8 +252,11 @@ class Rope(Compared):
             rope.apply_rotary_pos_emb(t, angles, "bhsd")
         with self.assertRaisesRegex(InvalidArgument, "cu_seqlens"):
             rope.apply_rotary_pos_emb(t[:, 0], angles, "thd")
-        with self.assertRaisesRegex(Unsupported, "freqs requires grad"):
-            rope.apply_rotary_pos_emb(t, angles.clone().requires_grad_())
+        for more in (dict(fused=True), dict(start_positions=torch.tensor([0, 1], device=DEVICE))):
+            with self.assertRaisesRegex(Unsupported, "freqs requires grad"):
+                rope.apply_rotary_pos_emb(t, angles[:4].clone().requires_grad_(), **more)
+            with torch.no_grad():
+                rope.apply_rotary_pos_emb(t[:4], angles.clone().requires_grad_(), **more)
         with self.assertRaisesRegex(Unsupported, "'thd'"):
             rope.apply_fused_qkv_rotary_pos_emb(t, angles, angles, [4, 2, 2], "thd")
         with self.assertRaisesRegex(InvalidArgument, "add up"):

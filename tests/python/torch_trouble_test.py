@@ -23,6 +23,7 @@ from torch_cases import RECIPES, Each, each, gradients, input_of, scope  # noqa:
 from torch_oracle import randn, randomise  # noqa: E402
 
 import te_fl  # noqa: E402
+from te_fl import _native  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
 from te_fl.errors import FailedPrecondition  # noqa: E402
@@ -225,6 +226,65 @@ class Memory(Each):
 
     def attention(self, **arguments):
         return te.DotProductAttention(4, 8, attention_dropout=0.0, qkv_format="bshd", **arguments), randn(2, 6, 4, 8).requires_grad_()
+
+    def test_a_backward_that_is_refused_leaves_the_next_one_right(self):
+        """One tensor has moved and another is empty when a backward looks; both are there for the next."""
+        for node in ("q", "k", "v"):
+            grads = []
+            for moves in (False, True):
+                module, q = self.attention()
+                inputs = {n: (q.detach() * (i + 1)).requires_grad_() for i, n in enumerate("qkv")}
+                own = {n: t * 1 for n, t in inputs.items()}
+                y = module(*own.values())
+                kept = {n: t.untyped_storage().clone() for n, t in own.items()}
+                if moves:
+                    for t in own.values():
+                        t.untyped_storage().resize_(0)
+                    junk = [torch.full_like(q, 7) for _ in range(9)]
+                    for n in own:
+                        if n != node:
+                            own[n].untyped_storage().resize_(kept[n].nbytes()).copy_(kept[n])
+                    with self.assertRaisesRegex(FailedPrecondition, "the memory of 'input' has been freed"):
+                        y.square().sum().backward()
+                    own[node].untyped_storage().resize_(kept[node].nbytes()).copy_(kept[node])
+                    junk += [torch.full_like(q, 7) for _ in range(9)]
+                y.square().sum().backward()
+                grads.append([t.grad for t in inputs.values()])
+            self.same(*grads, node)
+
+    def test_memory_that_lies_where_an_emptied_input_lay(self):
+        """Activations that were moved there, as from the host, stay where they are when the input is filled again elsewhere."""
+        module, grads = randomise(te.LayerNormMLP(32, 64, device="cpu")), []
+        for moves in (False, True):
+            saved = []
+            memory = torch.empty(10_000_000)  # 40 MB: the allocator gives them back to the system, which mostly gives them out first again
+            x = memory[:512].view(16, 32).copy_(randn(16, 32)).requires_grad_()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
+                y = module(x)
+            if moves:
+                token = next(t for t in saved if t.dtype is torch.int64)
+                own = [m for m, storage in _native.saved_memory(token) if storage is None]
+                self.assertTrue(own)
+                values, address = x.detach().clone(), memory.data_ptr()
+                memory.untyped_storage().resize_(0)
+                several = [torch.empty(10_000_000) for _ in range(16)]
+                other = next((t for t in several if t.data_ptr() == address), None)
+                if other is None:
+                    self.skipTest("the allocator gave other memory")
+                at, moved = 0, []
+                for m in own:
+                    to = other.view(torch.uint8)[at:at + m.numel()].copy_(m)
+                    moved.append((m.data_ptr(), m.numel(), to))
+                    at += -(-m.numel() // 64) * 64
+                    self.assertLessEqual(m.numel(), 40_000_000)
+                _native.move_saved_memory(token, tuple(moved))
+                memory.untyped_storage().resize_(40_000_000)
+                with torch.no_grad():
+                    x.data.copy_(values)
+            module.zero_grad()
+            y.square().sum().backward()
+            grads.append(gradients(module, x))
+        self.same(*grads)
 
     def test_a_mask_written_before_the_backward(self):
         module, q = self.attention(attn_mask_type="arbitrary")

@@ -12,14 +12,20 @@
 #include <thread>
 
 #include "core/base/abi_struct.hpp"
+#include "core/base/process_end.hpp"
 #include "core/device/device_list.hpp"
 #include "policy/current.hpp"
 #include "registry/epoch.hpp"
+#include "registry/registration.hpp"
 #include "registry/registry_impl.hpp"
 #include "registry/route_cache.hpp"
+#include "registry/serial_lock.hpp"
+#include "registry/thread_record.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
+#include "support/plain_device.hpp"
 #include "support/rounds.hpp"
+#include "support/threads.hpp"
 
 namespace te_fl {
 namespace {
@@ -372,16 +378,22 @@ TEST(Registry, ThreadsChangeItTogether) {
 
 TEST(Registry, SeveralComeAndGoWhileAllAreToldOfAChange) {
   std::atomic<bool> stop{false};
+  std::thread choosing([&] {
+    while (!stop.load(std::memory_order_relaxed)) registry::choose_again();
+  });
   std::thread telling([&] {
+    const Device device{TE_FL_DEVICE_EXT, 77};
     while (!stop.load(std::memory_order_relaxed)) {
-      registry::choose_again();
-      core::g_device_hooks.added.load()(Device{TE_FL_DEVICE_EXT, 77});
+      core::g_device_hooks.lost.load()(device, "the test");
+      core::g_device_hooks.added.load()(device);
+      core::g_device_hooks.barred.load()(device);
+      core::g_device_hooks.added.load()(device);
     }
   });
   std::vector<std::thread> threads;
   for (int t = 0; t < 2; ++t) {
     threads.emplace_back([] {
-      for (int i = 0; i < 200; ++i) {
+      for (int i = 0; i < 100; ++i) {
         OpRegistry registry;
         EXPECT_OK(registry.find("gelu"));
       }
@@ -389,7 +401,70 @@ TEST(Registry, SeveralComeAndGoWhileAllAreToldOfAChange) {
   }
   for (std::thread& thread : threads) thread.join();
   stop = true;
+  choosing.join();
   telling.join();
+}
+
+// The architecture is asked of a device once, and again after it has come again.
+TEST(Registry, ThreadsAskForArchitectures) {
+  testing::PlainDevice plain("relay");
+  const Device device = devices::add(&plain.desc).value();
+  OpRegistry registry;
+  const auto ask = [&](int) {
+    const Result<uint32_t> arch = registry.impl().arch(device);
+    ASSERT_OK(arch);
+    EXPECT_EQ(*arch, 7u);
+  };
+  testing::together(200, {ask, ask, ask, [&](int) { registry.impl().restore(device); }});
+  EXPECT_OK(devices::remove(device));
+}
+
+TEST(Registry, ThreadsComeAndGoWhileTheyAreLookedAt) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Fake fake("default.x");
+  ASSERT_OK(registry.register_op(fake.desc));
+  const auto come_and_go = [&](int) {
+    std::thread([&] {
+      FiveCall call;
+      EXPECT_OK(manager.call("test::five", &call.args));
+    }).join();
+  };
+  const auto look = [&](int) {
+    EXPECT_GT(registry::thread_record_count(), 0u);
+    registry::oldest_inside();
+    core::g_wait_for_calls.load()(core::EndClock::now());
+    const uint32_t counter = registry::allocate_counter();
+    EXPECT_EQ(registry::read_counter(counter), 0u);
+    registry::free_counter(counter);
+  };
+  testing::together(100, {come_and_go, come_and_go, look, look});
+}
+
+TEST(Registry, ThreadsKeepTheSameStrings) {
+  const auto keep = [](int round) {
+    const std::string text = "a text that is kept, number " + std::to_string(round);
+    EXPECT_EQ(registry::intern_string(text), registry::intern_string(text));
+  };
+  testing::together(200, {keep, keep, keep});
+}
+
+// Each thread holds a lock of its own while it waits for the one that all share.
+TEST(Registry, ThreadsThatHoldALockWaitForAnother) {
+  registry::SerialLock shared;
+  int plain = 0;  // a race here is one in the lock
+  const auto take = [&](int) {
+    const registry::ThreadRecord* self = &registry::this_thread();
+    registry::SerialLock own;
+    ASSERT_EQ(own.lock(self, 0, false), registry::SerialLock::Taken::kYes);
+    ASSERT_EQ(shared.lock(self, 1, true), registry::SerialLock::Taken::kYes);
+    ++plain;
+    std::this_thread::yield();
+    shared.unlock();
+    own.unlock();
+  };
+  testing::together(200, {take, take, take});
+  EXPECT_EQ(plain, 600);
 }
 
 TEST(Registry, RemovingFromInsideAnOpIsBusy) {

@@ -184,7 +184,12 @@ Status OpCall::read_scalar(const te_fl_arg_desc& arg, std::string_view value) {
       return {};
     }
     case TE_FL_ARG_BOOL:
-    case TE_FL_ARG_I32:
+    case TE_FL_ARG_I32: {
+      const std::optional<int32_t> parsed = number<int32_t>(value);
+      if (!parsed.has_value()) return wrong;
+      python::put_scalar(args_, arg, *parsed);
+      return {};
+    }
     case TE_FL_ARG_F32:
     case TE_FL_ARG_F64: {
       const std::optional<double> parsed = number<double>(value);

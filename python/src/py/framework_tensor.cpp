@@ -195,31 +195,39 @@ void Lent::refuse() const {
           "tensor's storage as it is, or give it its contents back before the backward runs"));
 }
 
-std::optional<nn::MovedMemory> Lent::moved() {
+std::optional<nn::MovedMemory> Lent::moved() const {
   const std::shared_ptr<void> kept = owner_.lock();
-  if (lost_) refuse();
+  check_followed();
   if (kept == nullptr) return std::nullopt;
   const char* const base = is_storage_ ? base_of(object_) : data_of(object_);
   if (base == base_ && (bytes_ == 0 || base != nullptr)) return std::nullopt;
   const auto offset = static_cast<const char*>(data_) - static_cast<const char*>(base_);
   if (!is_storage_ || base == nullptr || offset + bytes_ > bytes_of(object_)) refuse();
-  nn::MovedMemory move{.from = data_,
-                       .bytes = bytes_,
-                       .to = const_cast<char*>(base) + offset,
-                       .owner = keep_alive(object_)};
-  base_ = base;
-  data_ = move.to;
-  owner_ = move.owner;
-  return move;
+  return nn::MovedMemory{.from = data_,
+                         .bytes = bytes_,
+                         .to = const_cast<char*>(base) + offset,
+                         .owner = keep_alive(object_),
+                         .old_owner = owner_};
+}
+
+PyObject* Lent::storage_in(const void* begin, int64_t bytes) const {
+  const bool lies = data_ >= begin && data_ < static_cast<const char*>(begin) + bytes;
+  return is_storage_ && lies && !owner_.expired() ? object_ : nullptr;
+}
+
+void Lent::follow(const nn::MovedMemory& place) {
+  const auto offset = static_cast<const char*>(data_) - static_cast<const char*>(base_);
+  lost_ = !owner_.expired();
+  data_ = place.to;
+  base_ = static_cast<const char*>(place.to) - offset;
+  owner_ = place.owner;
 }
 
 void Lent::check() const {
-  Lent copy = *this;
-  if (copy.moved().has_value()) refuse();
+  if (moved().has_value()) refuse();
 }
 
-void Lent::check_moved(const std::weak_ptr<void>& old) {
-  lost_ = !old.expired();
+void Lent::check_followed() const {
   if (lost_) refuse();
 }
 

@@ -39,14 +39,17 @@ class Lent {
         data_(data),
         bytes_(bytes),
         owner_(owner) {}
-  // The memory's new place if it is kept and has moved since the last look; none if it lies where
-  // it lay. FAILED_PRECONDITION naming the tensor if there is none any more.
-  std::optional<nn::MovedMemory> moved();
+  // The memory's new place if it is kept and has moved since follow() was last called; none if it
+  // lies where it lay. FAILED_PRECONDITION naming the tensor if there is none any more.
+  std::optional<nn::MovedMemory> moved() const;
   // FAILED_PRECONDITION naming the tensor if it is kept and is not where it was.
   void check() const;
-  // After a move: FAILED_PRECONDITION unless all who kept the old place have the new one.
-  void check_moved(const std::weak_ptr<void>& old);
-  const std::weak_ptr<void>& owner() const noexcept { return owner_; }
+  // Takes the place that moved() has returned, once the forward's tensors have it.
+  void follow(const nn::MovedMemory& place);
+  // Borrowed: the tensor's storage, if it is kept and the tensor lies in these bytes; else null.
+  PyObject* storage_in(const void* begin, int64_t bytes) const;
+  // FAILED_PRECONDITION if an object still refers to memory that the tensor has left.
+  void check_followed() const;
 
  private:
   [[noreturn]] void refuse() const;

@@ -47,7 +47,8 @@ PyObject* fp8_state(PyObject*, PyObject* args) noexcept;
 // nothing is loaded. Copies; what is not given is reset.
 PyObject* load_fp8_state(PyObject*, PyObject* args) noexcept;
 // saved_memory(token) -> the memory that the forward of this token keeps for its backward, as a
-// list of uint8 tensors that share it; no two overlap. None for a tensor that is no token.
+// list of (uint8 tensor that shares it, the program's storage that it lies in or None); no two
+// overlap. None for a tensor that is no token.
 PyObject* saved_memory(PyObject*, PyObject* token) noexcept;
 // move_saved_memory(token, ((address, bytes, tensor), ..)): has the forward keep its bytes from
 // that address on in the tensor, which has the same contents, and lets the old memory go. Before a

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -146,25 +147,27 @@ std::vector<MainGrad> main_grads_of(PyObject* tuple, size_t parameters) {
   return grads;
 }
 
-// Has a forward's record read its inputs where their storages are now.
+// Has a forward's record read its inputs where their storages are now. Looks at all of them before
+// it changes anything, since a refusal leaves the record to a later backward.
 void follow_memory(Record& record) {
-  std::vector<nn::MovedMemory> all;
-  std::vector<std::pair<Lent*, std::weak_ptr<void>>> old;
-  for (Lent& lent : record.lent) {
-    std::weak_ptr<void> before = lent.owner();
-    std::optional<nn::MovedMemory> moved = lent.moved();
-    if (!moved.has_value()) continue;
-    old.emplace_back(&lent, std::move(before));
-    for (auto& [begin, end] : record.memory) {
-      if (begin != moved->from) continue;
-      begin = moved->to;
-      end = static_cast<char*>(moved->to) + moved->bytes;
-    }
-    all.push_back(*std::move(moved));
+  std::vector<Lent*> lent;
+  std::vector<nn::MovedMemory> places;
+  for (Lent& each : record.lent) {
+    std::optional<nn::MovedMemory> place = each.moved();
+    if (!place.has_value()) continue;
+    lent.push_back(&each);
+    places.push_back(*std::move(place));
   }
-  if (all.empty()) return;
-  nn::move_saved_memory(record.ctx, all);
-  for (const auto& [lent, before] : old) lent->check_moved(before);
+  if (places.empty()) return;
+  nn::move_saved_memory(record.ctx, places);
+  for (auto& [begin, end] : record.memory) {
+    const auto place = std::ranges::find(places, begin, &nn::MovedMemory::from);
+    if (place == places.end()) continue;
+    begin = place->to;
+    end = static_cast<char*>(place->to) + place->bytes;
+  }
+  for (size_t i = 0; i < places.size(); ++i) lent[i]->follow(places[i]);
+  for (const Lent* each : lent) each->check_followed();
 }
 
 Ref tuple_of(std::vector<Tensor> tensors, ResultTensors& results, PyObject* like) {

@@ -12,6 +12,19 @@
 
 namespace te_fl::python {
 
+namespace {
+
+// The program's storage that the memory lies in; None if te-fl has allocated it.
+Ref storage_of(const Record& record, const nn::SavedMemory& memory) {
+  for (const Lent& lent : record.lent) {
+    PyObject* const storage = lent.storage_in(memory.data, memory.bytes);
+    if (storage != nullptr) return Ref::share(storage);
+  }
+  return Ref::share(Py_None);
+}
+
+}  // namespace
+
 PyObject* saved_memory(PyObject*, PyObject* token) noexcept {
   return guarded([&] {
     const std::shared_ptr<Record> record = record_that_waits(token);
@@ -19,8 +32,10 @@ PyObject* saved_memory(PyObject*, PyObject* token) noexcept {
     const auto memory = nn::saved_memory(record->ctx, record->device);
     return list_of(memory, [&](const nn::SavedMemory& m) {
       const std::array<int64_t, 1> shape{m.bytes};
-      return to_framework(
+      const Ref tensor = to_framework(
           value_of(Tensor::wrap(m.data, shape, {}, DType::kU8, record->device, m.owner)), token);
+      const Ref storage = storage_of(*record, m);
+      return Ref::take(PyTuple_Pack(2, tensor.get(), storage.get()));
     });
   });
 }

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import sys
+from types import FunctionType
 from typing import Any, Tuple
 
 import torch
@@ -40,12 +41,14 @@ _MARK = "_te_fl_is_of_the_host"
 
 
 def _is_of_host(tensor: torch.Tensor) -> bool:
-    """True of a tensor that a program has brought to the host by name, until it is moved or something is computed of it."""
-    return _MARK in getattr(tensor, "__dict__", ())
+    """True of a tensor that a program has brought to the host by name, until it is moved or something is computed of it. Tensors of a graph that is
+    being compiled have no attributes of their own."""
+    return not torch.compiler.is_compiling() and _MARK in getattr(tensor, "__dict__", ())
 
 
 def _marked(tensor: torch.Tensor) -> torch.Tensor:
-    setattr(tensor, _MARK, True)
+    if not torch.compiler.is_compiling():
+        setattr(tensor, _MARK, True)
     return tensor
 
 
@@ -211,15 +214,23 @@ def _makers_of_the_host() -> None:
 
 def _compiler_of_the_host() -> None:
     """torch.compile answers by itself what its tracer asks a tensor, and takes a device's properties for a constant by their class."""
-    from torch._dynamo import utils
+    from torch._dynamo import eval_frame, utils
     from torch._dynamo.variables import constant, tensor
 
     utils.common_constant_types.add(host_cuda.Properties)
+    # Behind a graph break it would compile the functions of the mode as well. It guards on no getter of tensors, so that the code it compiled for
+    # Tensor.shape would answer for Tensor.device.
+    for function in (_HostMode.__torch_function__, *globals().values()):
+        if isinstance(function, FunctionType) and function.__module__ == __name__:
+            eval_frame.skip_code(function.__code__)
 
     def is_cuda(self: Any, tx: Any) -> Any:
         return None if self.device is None else constant.ConstantVariable.create(self.device.type == "cpu")
 
-    tensor.TensorVariable.method_attr_is_cuda = is_cuda
+    def is_cpu(self: Any, tx: Any) -> Any:
+        return None if self.device is None else constant.ConstantVariable.create(False)
+
+    tensor.TensorVariable.method_attr_is_cuda, tensor.TensorVariable.method_attr_is_cpu = is_cuda, is_cpu
     if (module := sys.modules.get("torch._inductor.fx_passes.joint_graph")) is not None:  # Else package.py waits for its import.
         trace_patterns(module)
 

@@ -124,6 +124,26 @@ def _execute_patterns(loader: Any, module: ModuleType) -> None:
     host_device.trace_patterns(module)
 
 
+def _serve_fp16(module: ModuleType) -> None:
+    """Accelerate leaves mixed_precision="fp16" out in silence where its device is called cpu, as torch.device("cuda") is here. A program that has not
+    asked for the CPU gets what a GPU has: autocast to FP16, and a scaler of the loss. module: accelerate.accelerator."""
+    init = module.Accelerator.__init__
+
+    @functools.wraps(init)
+    def with_fp16(self: Any, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        if self.state.mixed_precision == "fp16" and not self.native_amp and not self.state._cpu and self.device.type == "cpu":
+            settings = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+            self.native_amp, self.scaler = True, module.get_grad_scaler(self.distributed_type, **settings)
+
+    module.Accelerator.__init__ = with_fp16
+
+
+def _execute_accelerator(loader: Any, module: ModuleType) -> None:
+    loader.exec_module(module)
+    _serve_fp16(module)
+
+
 def _execute_quantization(loader: Any, module: ModuleType) -> None:
     """The package asks a GPU's generation which formats its recipes may use; te-fl's ops serve all of them on the host."""
     loader.exec_module(module)
@@ -222,9 +242,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 _CONTEXT_PARALLEL = {"transformer_engine.pytorch.attention.dot_product_attention.context_parallel": _execute_context_parallel}
-_STORAGES = "transformer_engine.pytorch.tensor.storage"
+_STORAGES, _ACCELERATOR = "transformer_engine.pytorch.tensor.storage", "accelerate.accelerator"
 _ON_HOST = {"transformer_engine.pytorch.quantization": _execute_quantization, "transformer_engine.pytorch.triton.pad": _execute_padding,
-            "torch._inductor.fx_passes.joint_graph": _execute_patterns,
+            "torch._inductor.fx_passes.joint_graph": _execute_patterns, _ACCELERATOR: _execute_accelerator,
             **dict.fromkeys((f"transformer_engine.pytorch.triton.{name}" for name in ("permutation", "cross_entropy", "grouped_dbias_dscales")),
                             _execute_kernels),
             f"{_STORAGES}.mxfp8_tensor_storage": _execute_block_storage, f"{_STORAGES}.nvfp4_tensor_storage": _execute_block_storage}
@@ -244,4 +264,6 @@ def install(host: bool) -> None:
         _answer_for_cuda()
     elif host:
         executions["torch"] = _execute_torch
+    if host and (accelerator := sys.modules.get(_ACCELERATOR)) is not None:
+        _serve_fp16(accelerator)
     sys.meta_path.insert(0, _Finder(executions))

@@ -9,6 +9,7 @@ import threading
 from typing import Any, Callable, Dict, Mapping, Sequence, Tuple
 
 import jax
+import numpy as np
 
 from te_fl import _native
 from te_fl.jax import _partition
@@ -62,7 +63,7 @@ def _word(value: Any) -> str:
         return value
     if isinstance(value, (tuple, list)):
         return ",".join(str(int(v)) for v in value)
-    if isinstance(value, numbers.Integral):  # bool among them
+    if isinstance(value, (numbers.Integral, np.bool_)):  # bool among them
         return str(int(value))
     return repr(float(value))
 

@@ -220,7 +220,7 @@ def run(op: str, spread: Spread, prepare: Mapping[str, Callable] = {}, **argumen
             lists.update(_list(op, schema, arg, made, tensors))
             if arg["role"] == _IN:
                 extents.known["#" + arg["name"]] = len(tensors.get(arg["name"]) or ())
-        elif arg["type"] == _TENSOR and (arg["role"] == _IN or isinstance(value, jax.Array) or isinstance(value, Quantized)):
+        elif arg["type"] == _TENSOR and (arg["role"] == _IN or isinstance(value, (jax.Array, np.ndarray, Quantized))):
             if value is None:
                 if not arg["optional"]:
                     raise TypeError(f"{op}() needs '{arg['name']}'; {_names(op, schema)}")

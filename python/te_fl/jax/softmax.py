@@ -33,7 +33,7 @@ def softmax(logits: jax.Array, mask: Optional[jax.Array] = None, scale_factor: O
     if kind is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED and logits.shape[-1] != logits.shape[-2]:
         raise ValueError(f"logits has shape {logits.shape}; a causal softmax has as many queries as keys")
     if mask is not None:
-        mask = jnp.broadcast_to(mask.astype(jnp.uint8), (*mask.shape[:2], *logits.shape[2:]))
+        mask = jnp.broadcast_to((mask != 0).astype(jnp.uint8), (*mask.shape[:2], *logits.shape[2:]))
     return _softmax(logits, mask, float(scale_factor), kind)
 
 

@@ -148,7 +148,7 @@ def generic_gemm(A: Any, transA: bool, B: Any, transB: bool, D: Any, quantizer: 
               use_split_accumulator=use_split_accumulator, **options)
         if plain_grad:
             rows = B if not schemes.is_quantised(B) else B.dequantize(dtype=torch.float32)
-            torch.sum(rows.reshape(-1, rows.shape[-1]), 0, out=bias_grad)
+            torch.sum(rows.detach().reshape(-1, rows.shape[-1]), 0, out=bias_grad)
     if gelu and accumulate and values.numel():
         _activate_sum(values, pre_gelu_out, gelu_in)
     if quantizer is not None:

@@ -34,7 +34,7 @@ def _given(tensors: Optional[Sequence[torch.Tensor]], i: int) -> Optional[torch.
 
 def _sum_rows(b: Any, out: torch.Tensor) -> None:
     rows = b.dequantize(dtype=torch.float32) if schemes.is_quantised(b) else b
-    rows = rows.reshape(-1, rows.shape[-1])
+    rows = rows.detach().reshape(-1, rows.shape[-1])
     if rows.dtype == out.dtype:
         torch.sum(rows, 0, out=out)
     else:

@@ -261,5 +261,6 @@ def nvfp4_2d_scale_transpose(input: torch.Tensor, output: torch.Tensor, M_tiles:
     if input.shape[0] < rows or input.shape[1] < K_tiles or output.shape[0] < columns or output.shape[1] < M_tiles:
         raise InvalidArgument(f"nvfp4_2d_scale_transpose: input {tuple(input.shape)}, output {tuple(output.shape)}; {M_tiles} by {K_tiles} blocks need "
                               f"{(rows, K_tiles)} and {(columns, M_tiles)}")
+    turned = input[:rows:_BLOCK, :K_tiles].t().repeat_interleave(_BLOCK, 0)  # a copy, since output may be input
     output.zero_()
-    output[:columns, :M_tiles] = input[:rows:_BLOCK, :K_tiles].t().repeat_interleave(_BLOCK, 0)
+    output[:columns, :M_tiles] = turned

@@ -79,12 +79,12 @@ def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list:
         bias_grad.zero_()
         return [bias_grad, values if quantizer is None else quantize(values, quantizer)]
     if quantizer is None:
-        torch.sum(values.view(-1, values.shape[-1]), 0, out=bias_grad)
+        torch.sum(values.detach().view(-1, values.shape[-1]), 0, out=bias_grad)
         return [bias_grad, values]
     scheme = schemes.of_quantizer(quantizer)
     output = scheme.create(quantizer, values.shape, values.dtype, values.device)
     if scheme.is_single(quantizer):
-        torch.sum(values.view(-1, values.shape[-1]), 0, out=bias_grad)
+        torch.sum(values.detach().view(-1, values.shape[-1]), 0, out=bias_grad)
         return [bias_grad, quantize_into(values, quantizer, output)]
     ops.bgrad_quantize(input=values, output=scheme.target(quantizer, output), bias_grad=bias_grad)
     return [bias_grad, output]
@@ -141,6 +141,11 @@ def fp8_transpose(input: torch.Tensor, dtype: Any, *, out: Optional[torch.Tensor
     return out
 
 
+def apart(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The values, in memory of their own where they lie in that of an output: PyTorch's copies do not look for that, as te-fl's ops do."""
+    return values.clone() if values.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() else values
+
+
 def swap_first_dims(tensor: torch.Tensor, *, out: Optional[torch.Tensor] = None) -> torch.Tensor:
     if tensor.dim() < 2:
         raise InvalidArgument(f"swap_first_dims: the tensor has {tensor.dim()} dimensions; it needs 2 or more")
@@ -149,7 +154,7 @@ def swap_first_dims(tensor: torch.Tensor, *, out: Optional[torch.Tensor] = None)
         out = torch.empty(swapped.shape, dtype=tensor.dtype, device=tensor.device)
     elif out.shape != swapped.shape or out.dtype != swapped.dtype:
         raise InvalidArgument(f"swap_first_dims: out is {out.dtype} {tuple(out.shape)}; the result is {swapped.dtype} {tuple(swapped.shape)}")
-    return out.copy_(swapped)
+    return out.copy_(apart(swapped, out))
 
 
 def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:

@@ -20,7 +20,8 @@ from te_fl.transformer_engine_torch.dtypes import fp8_dtype
 from te_fl.transformer_engine_torch.swizzle import plain_scales
 from te_fl.tensors import Quantized
 
-__all__ = ["Scheme", "is_quantised", "of_quantizer", "of_tensor", "operand", "operands", "rounded_up", "rows_and_columns", "scheme_of", "shape_of"]
+__all__ = ["Scheme", "is_quantised", "of_quantizer", "of_tensor", "operand", "operands", "rounded_up", "rows_and_columns", "scale_of", "scheme_of",
+           "shape_of"]
 
 empty = torch.empty
 
@@ -216,7 +217,13 @@ class Float8(Scheme):
         tensor._transpose_invalid = not quantizer.columnwise_usage
 
     def target(self, quantizer, tensor):
-        return self._written(tensor, quantizer.dtype, quantizer.scale, quantizer.amax)
+        return self._written(tensor, quantizer.dtype, scale_of(quantizer, tensor._scale_inv.device), quantizer.amax)
+
+
+def scale_of(quantizer: Any, device: torch.device) -> torch.Tensor:
+    """The scale of delayed scaling. A tensor without elements in its place says 1, as in the package's extension."""
+    scale = quantizer.scale
+    return scale if scale.numel() else torch.ones(1, dtype=torch.float32, device=device)
 
 
 def _largest_of_ranks(quantizer: Any, values: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from te_fl.errors import InvalidArgument
 from te_fl.transformer_engine_torch.context_parallel import places
 from te_fl.transformer_engine_torch.enums import NVTE_QKV_Format
+from te_fl.transformer_engine_torch.quantize import apart
 
 __all__ = ["convert_bshd_to_thd", "convert_thd_to_bshd", "copy_to_kv_cache", "fa_prepare_bwd", "fa_prepare_fwd", "multi_tensor_pad_last_dim",
            "multi_tensor_transpose_to_bhsd"]
@@ -144,7 +145,7 @@ def multi_tensor_transpose_to_bhsd(inputs: Sequence[Optional[torch.Tensor]], ori
             raise InvalidArgument(f"multi_tensor_transpose_to_bhsd: output {i} is {output.dtype} {tuple(output.shape)}; the result is {turned.dtype} "
                                   f"{tuple(turned.shape)}")
         else:
-            output[..., :turned.shape[-1]] = turned
+            output[..., :turned.shape[-1]] = apart(turned, output)
             output[..., turned.shape[-1]:] = 0
         results.append(output)
     return results

@@ -10,9 +10,11 @@
 #include <string>
 #include <thread>
 
+#include "core/base/plugin_settings.hpp"
 #include "core/base/settings.hpp"
 #include "support/expect.hpp"
 #include "support/sanitizers.hpp"
+#include "support/threads.hpp"
 #include "te_fl/log.hpp"
 
 extern char** environ;
@@ -234,6 +236,31 @@ TEST_F(Environment, ReadersAndWritersMayMeet) {
   for (int i = 0; i < 200; ++i) EXPECT_OK(set("TE_FL_PER_OP", "gelu=vendor" + std::to_string(i)));
   stop = true;
   reader.join();
+}
+
+// Each function on a thread of its own, against those that change what it reads.
+TEST_F(Environment, ThreadsAskAndChangeAll) {
+  const core::PluginSetting setting{"TE_FL_RELAY_LEVEL", core::VariableType::kInt, "1", "0 9",
+                                    "How much it says."};
+  testing::together(
+      200,
+      {[](int) { EXPECT_FALSE(table().empty()); }, [](int) { EXPECT_OK(get("TE_FL_PER_OP")); },
+       [](int) { (void)get_if_set("TE_FL_PER_OP"); },
+       [](int) { EXPECT_OK(get_bool("TE_FL_STRICT")); },
+       [](int) { EXPECT_OK(get_int("TE_FL_COMM_TIMEOUT_MS")); }, [](int) { (void)remarks(); },
+       [](int) { EXPECT_OK(status()); },
+       [](int round) {
+         EXPECT_OK(set("TE_FL_PER_OP", "gelu=vendor" + std::to_string(round)));
+         EXPECT_OK(set("TE_FL_STRICT", round % 2 == 0 ? "1" : "0"));
+         EXPECT_OK(set("TE_FL_COMM_TIMEOUT_MS", std::to_string(1000 + round)));
+       },
+       [](int) { EXPECT_OK(unset("TE_FL_PER_OP")); }, [](int) { EXPECT_OK(reload()); },
+       [&](int) { EXPECT_OK(core::declare_settings("relay", {setting}, true)); },
+       [](int) { core::leave_out_settings("relay"); },
+       [](int) { EXPECT_EQ(core::setting_for_plugin("TE_FL_RELAY_X", "relay"), std::nullopt); },
+       [](int) { (void)core::take_undeclared_setting(); }});
+  EXPECT_OK(core::declare_settings("relay", {}, true));
+  (void)core::take_undeclared_setting();
 }
 
 // A child forked while another thread holds the lock must still be able to ask.

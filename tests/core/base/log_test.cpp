@@ -10,6 +10,7 @@
 
 #include "support/expect.hpp"
 #include "support/sanitizers.hpp"
+#include "support/threads.hpp"
 #include "te_fl/environment.hpp"
 
 namespace te_fl::log {
@@ -90,6 +91,21 @@ TEST_F(Log, ThreadsDoNotMixLines) {
   }
   EXPECT_EQ(lines, 200u);
   EXPECT_EQ(whole, 200u);
+}
+
+TEST_F(Log, ThreadsSayEachThingOnce) {
+  const std::string text = captured([] {
+    const auto say = [](int round) {
+      const std::string word = "thing" + std::to_string(round) + ".";
+      once(Level::kWarning, "log_test " + word, word);
+    };
+    testing::together(50, {say, say, say});
+  });
+  for (int i = 0; i < 50; ++i) {
+    const std::string word = "thing" + std::to_string(i) + ".";
+    EXPECT_NE(text.find(word), std::string::npos) << word;
+    EXPECT_EQ(text.find(word), text.rfind(word)) << word;
+  }
 }
 
 TEST_F(Log, AForkedChildCanWrite) {

@@ -21,6 +21,7 @@
 #include "support/expect.hpp"
 #include "support/sanitizers.hpp"
 #include "support/temp_folder.hpp"
+#include "support/threads.hpp"
 #include "te_fl/te_fl.hpp"
 
 namespace te_fl {
@@ -235,6 +236,23 @@ TEST_F(QuarantineFileTest, ThreadsThatEndTheirStepsAtOnceLoseNothing) {
   }
   for (std::thread& t : threads) t.join();
   EXPECT_EQ(quarantines()->size(), static_cast<size_t>(kThreads) * kEach);
+}
+
+// Entries that one thread holds take effect on another, where no stream is captured. Each function
+// has a thread of its own.
+TEST_F(QuarantineFileTest, ThreadsHoldAndAskTogether) {
+  int streams[2] = {};
+  testing::together(
+      40, {[](int round) { dispatch::hold(entry("op" + std::to_string(round))); },
+           [](int) { dispatch::take_held(); }, [](int) { EXPECT_OK(quarantines()); },
+           [&](int round) { dispatch::note_capture(Device{}, &streams[round % 2]); },
+           [](int) { dispatch::quarantined_for("op0", "default.x", "somebody", Device{}); },
+           [](int round) {
+             if (round % 8 == 0) dispatch::forget_quarantine_file();
+           }});
+  dispatch::take_held();
+  read_again();
+  EXPECT_EQ(quarantines()->size(), 40u);
 }
 
 // An entry that a step adds while another one is being cleared stays in force, in memory and in the

@@ -6,7 +6,9 @@
 
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
+#include "support/rounds.hpp"
 #include "support/temp_folder.hpp"
+#include "support/threads.hpp"
 #include "te_fl/te_fl.hpp"
 
 namespace te_fl {
@@ -73,6 +75,42 @@ TEST(Trace, HoldsCallsWithThreadsFallbacksAndErrors) {
   EXPECT_EQ(shape(calls[2]), json({5}));
   ASSERT_OK(environment::unset("TE_FL_TRACE"));
   ASSERT_OK(environment::unset("TE_FL_TRACE_EVENTS"));
+}
+
+size_t calls_in(const std::string& path) {
+  size_t calls = 0;
+  const json trace = json::parse(test::read_file(path));
+  for (const json& e : trace.at("traceEvents"))
+    calls += e.at("ph") == "X" && e.at("pid") == 1 ? 1 : 0;
+  return calls;
+}
+
+// Each file has all calls from the first on, whichever thread begins it, while another thread
+// writes what there is; before the first call that is the trace before, whose folder may be gone.
+TEST(Trace, HoldsTheCallsOfAllThreads) {
+  test::TempFolder folder;
+  OpRegistry registry;
+  OpManager manager(registry);
+  Fake fake{"default.traced"};
+  fake.that_says("one of two kernels");
+  ASSERT_OK(registry.register_op(fake.desc, "test", "acme"));
+  const OpId op = *registry.find("test::five");
+  constexpr int kCalls = 4;
+  for (int file = 0; file < testing::rounds(80); ++file) {
+    const std::string path = folder / ("trace" + std::to_string(file) + ".json");
+    ASSERT_OK(environment::set("TE_FL_TRACE", path));
+    const auto calls_with = [&](int64_t extent) {
+      return [&, extent](int round) {
+        const FiveCall five(DType::kF32, {1 + file, 1 + round, extent});
+        EXPECT_OK(manager.call(op, &five.args));
+      };
+    };
+    testing::together(
+        kCalls, {calls_with(1), calls_with(2), calls_with(2), [](int) { (void)write_trace(); }});
+    ASSERT_OK(write_trace());
+    EXPECT_EQ(calls_in(path), 3u * kCalls) << path;
+  }
+  ASSERT_OK(environment::unset("TE_FL_TRACE"));
 }
 
 }  // namespace

@@ -51,5 +51,23 @@ TEST(CheckpointFiles, NamesThatAreNoTextAreRefusedBeforeAnythingIsWritten) {
   EXPECT_EQ(test::read_file(path), "old");
 }
 
+TEST(CheckpointFiles, StepsThatNoOptimizerCountsAreRefused) {
+  const test::TempFolder folder;
+  const std::string path = folder / "file";
+  const auto linear = take(Linear::create({.in_features = 2, .out_features = 2}));
+  const auto sgd = take(SGD::create(linear->parameters(), {}));
+  ASSERT_OK(save_checkpoint(path, *linear, sgd.get()));
+  SafetensorsFile saved = take(load_safetensors(path));
+  const Tensor weight = linear->parameters()[0].value();
+  for (const char* steps : {"9223372036854775807", "9223372036854775808", "18446744073709551615"}) {
+    saved.metadata["te_fl.optimizer_steps"] = steps;
+    ASSERT_OK(save_safetensors(path, saved.tensors, saved.metadata));
+    set_values(weight, {1, 2, 3, 4});
+    EXPECT_FAILS(load_checkpoint(path, *linear, sgd.get()).status(), kDataLoss, steps);
+    EXPECT_EQ(values_of(weight), Values({1, 2, 3, 4}));
+    EXPECT_EQ(sgd->steps(), 0);
+  }
+}
+
 }  // namespace
 }  // namespace te_fl::nn::testing::checkpoint_files_test

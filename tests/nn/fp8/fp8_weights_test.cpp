@@ -28,6 +28,7 @@ struct Plan {
   bool capturable = false;
   int64_t spoilt = -1;      // the step whose gradient is not finite
   int64_t reloaded = -1;    // the step after which the state is saved and loaded
+  int64_t failing = -1;     // the step whose forward fails first, and is made again
   int64_t unquantised = 0;  // this many last steps without FP8
 };
 
@@ -72,6 +73,12 @@ Outcome train(const Plan& plan, int64_t steps = 7) {
       run.outputs.push_back(values_of(take(layer->forward(input(50), nullptr))));
     }
     check(layer->zero_grad());
+    if (plan.failing == i) {
+      Ctx good, bad;
+      autocast fp8(fp8_on, plan.recipe);
+      check(layer->forward(input(60), &good).status());
+      EXPECT_FALSE(layer->forward(tensor({1, 1, 1}, {1}), &bad).ok());
+    }
     for (int64_t k = 0; k < plan.microbatches; ++k) {
       const bool last = k + 1 == plan.microbatches;
       ForwardOptions options;
@@ -150,6 +157,10 @@ TEST(Fp8Weights, AreNotWrittenInsideAnAutocast) { EXPECT_EQ(compare({.step_insid
 TEST(Fp8Weights, ASkippedStepLeavesWhatTheForwardWouldMake) {
   EXPECT_EQ(compare({.spoilt = 2}), 5u * kWeights);  // nothing is written by a step that fails
   EXPECT_EQ(compare({.capturable = true, .spoilt = 2}), 6u * kWeights);
+}
+
+TEST(Fp8Weights, AForwardThatFailsLeavesTheAmaxesOfTheNextOne) {
+  EXPECT_EQ(compare({.failing = 3}), 6u * kWeights);
 }
 
 TEST(Fp8Weights, AreNotUsedAfterLoadingOrWithoutFp8) {

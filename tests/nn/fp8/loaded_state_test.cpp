@@ -178,6 +178,37 @@ TEST(FailedStep, ChangesNoScaleAndNoAmax) {
   EXPECT_NE(model.state(), before);
 }
 
+TEST(FailedStep, LeavesTheAmaxesOfAnInferenceBeforeIt) {
+  const auto state_of = [](const Linear& linear) {
+    return std::pair(values_of(find_state(linear, "fp8.fwd.amax_history")),
+                     values_of(find_state(linear, "fp8.fwd.scale")));
+  };
+  const auto forward = [](Linear& linear, double range, Ctx* ctx) {
+    autocast fp8(true, kRecipe);
+    check(linear.forward(values(1, range), ctx).status());
+    check(fp8.exit());
+  };
+  const auto after = [&](bool fails) {
+    const auto linear =
+        take(Linear::create({.in_features = kSize, .out_features = kSize, .seed = 3}));
+    Ctx first, last;
+    forward(*linear, 1, &first);
+    forward(*linear, 9, nullptr);
+    const auto before = state_of(*linear);
+    if (fails) {
+      Ctx good, bad;
+      autocast fp8(true, kRecipe);
+      check(linear->forward(values(1, 90), &good).status());
+      EXPECT_FALSE(linear->forward(take(values(1).slice(1, 0, 8)), &bad).ok());
+    }
+    EXPECT_EQ(state_of(*linear), before);
+    forward(*linear, 1, &last);
+    EXPECT_LT(state_of(*linear).second[0], before.second[0]);  // the inference counts
+    return state_of(*linear);
+  };
+  EXPECT_EQ(after(true), after(false));
+}
+
 TEST(FailedStep, OneThatIsTriedAgainInItsScopeCounts) {
   Model model;
   Ctx failed[2], ctxs[2];

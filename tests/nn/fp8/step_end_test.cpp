@@ -102,6 +102,28 @@ TEST(StepEnd, GradientScalesAreUpdatedWhoeverEndsTheStepAndWhereverItsBackwardRa
   }
 }
 
+TEST(StepEnd, ParametersInPartsBeginAStepAsWholeOnesDo) {
+  const auto scale = [](bool parts) {
+    LinearOptions options{.in_features = kSize, .out_features = kSize};
+    if (parts) options.parameters_split = {{"a", 8}, {"b", 24}};
+    auto linear = take(Linear::create(options));
+    for (uint64_t step = 0; step < 2; ++step) {
+      check(linear->zero_grad());
+      Ctx ctx;
+      {
+        autocast fp8(true, kRecipe);
+        check(linear->forward(values(step), &ctx).status());
+      }
+      check(linear->backward(values(9, 1e-4), ctx).status());
+    }
+    const double found = find_state(*linear, "fp8.bwd.scale").data<float>()[0];
+    check(backward_end());
+    return found;
+  };
+  EXPECT_GT(scale(false), 1e6);
+  EXPECT_EQ(scale(true), scale(false));
+}
+
 TEST(StepEnd, AnotherContextForDropoutChangesNoBookkeeping) {
   auto module = make_module();
   Ctx ctx;

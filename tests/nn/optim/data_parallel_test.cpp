@@ -17,6 +17,21 @@ TEST(DataParallel, SaysWhichGradientIsNotInItsBucket) {
   });
 }
 
+TEST(DataParallel, AveragesNoGradientThatIsLeftForLater) {
+  on_ranks(2, [](const std::shared_ptr<const Comm>& ranks) {
+    const auto linear = take(Linear::create(
+        {.in_features = 4, .out_features = 4, .parameters_split = {{"a", 2}, {"b", 2}}}));
+    const auto data = take(DataParallel::create(linear->parameters(), ranks));
+    linear->set_delay_wgrad(true);
+    Ctx ctx;
+    const Tensor y = take(linear->forward(tensor({1, 4}, {1, 2, 3, 4}), &ctx));
+    check(linear->backward(y, ctx).status());
+    EXPECT_FAILS(data->average_gradients(), kFailedPrecondition, "a_weight to backward_dw()");
+    check(linear->backward_dw());
+    EXPECT_OK(data->average_gradients());
+  });
+}
+
 // Two maps with one weight, which a backward writes twice, between two of their own.
 struct Tied {
   Tied() {

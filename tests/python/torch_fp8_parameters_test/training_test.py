@@ -1,5 +1,6 @@
 """Tests training with weights that exist only as FP8 codes, and their state."""
 
+import contextlib
 import copy
 import ctypes
 import enum
@@ -18,6 +19,7 @@ import torch
 
 from common import BF16, BLOCK, CURRENT, F32, MODULES, RECIPES, WEIGHTS, codes, decoded, expected, input_of, made, step
 from torch_oracle import DEVICES, near, near_by_norm, per_block, randn
+import te_fl
 import te_fl.pytorch as te
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 
@@ -46,6 +48,27 @@ class Training(unittest.TestCase):
         near_by_norm(self, decoded(module.weight), expected(exact.weight.float(), recipe), 2e-3, "codes")
         near(self, module.bias.detach().cpu(), exact.bias, 1e-4, "bias")
         return stepper, module, exact
+
+    def test_a_transpose_that_has_no_values_yet(self):
+        """Another thread does not find it, nor does anybody where it cannot be made."""
+        real, seen = te_fl.ops.fp8_transpose, []
+        for recipe in RECIPES:
+            weight = made("Linear", recipe).weight
+
+            def late(input, output, fails):
+                seen.append(weight._transpose)  # noqa: B023
+                if fails:
+                    raise MemoryError
+                real(input=input, output=output)
+            for fails in (True, False):
+                for old in (False, True):
+                    weight._codes.columns_are_old = old and weight._codes.columns is not None
+                    with mock.patch.object(te_fl.ops, "fp8_transpose", lambda input, output: late(input, output, fails)):  # noqa: B023
+                        with self.assertRaises(MemoryError) if fails else contextlib.nullcontext():
+                            weight._lent(True)
+                    self.assertEqual(weight._transpose is None, fails)
+            self.assertEqual(seen, [None] * len(seen))
+            self.assertTrue(torch.equal(weight._transpose, weight._data.t()))
 
     def test_fused_adam_with_master_weights(self):
         for device in DEVICES:

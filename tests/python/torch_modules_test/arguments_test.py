@@ -112,9 +112,33 @@ class Arguments(unittest.TestCase):
             te.DotProductAttention(1, 8, window_size=5)
         with self.assertRaisesRegex(TypeError, "the recipe is <class .*DelayedScaling'>; it is an object"):
             te.autocast(recipe=DelayedScaling)
-        for module in (te.Linear(8, 8, device="cpu"), te.LayerNorm(8, device="cpu"), te.TransformerLayer(8, 8, 1, device="cpu")):
+        for module in (te.Linear(8, 8, device="cpu"), te.LayerNormMLP(8, 8, device="cpu"), te.TransformerLayer(8, 8, 1, device="cpu")):
             with self.assertRaisesRegex(Unsupported, type(module).__name__ + ".*torch.float64"):
                 module(torch.zeros(2, 1, 8, dtype=torch.float64))
+        for dtype in (torch.int64, torch.complex64):
+            with self.assertRaisesRegex(Unsupported, f"LayerNorm.*{dtype}"), torch.autocast("cpu", torch.bfloat16):
+                te.LayerNorm(8, device="cpu")(torch.zeros(2, 8, dtype=dtype))
+
+    def test_inputs_in_fp64(self):
+        """As in Transformer Engine normalisations and operations cast them to their weights' dtype, and torch.autocast has all modules cast them to its own."""
+        grouped = te.GroupedLinear(2, 8, 8, device="cpu")
+        own = [te.LayerNorm(8, device="cpu"), te.RMSNorm(8, params_dtype=BF16, device="cpu"), te.ops.BasicLinear(8, 8, device="cpu"),
+               te.ops.RMSNorm(8, device="cpu")]
+        others = [te.Linear(8, 8, device="cpu"), te.LayerNormLinear(8, 8, device="cpu"), te.LayerNormMLP(8, 8, device="cpu"),
+                  lambda x: grouped(x, [1, 3]), te.TransformerLayer(8, 8, 1, hidden_dropout=0, attention_dropout=0, device="cpu")]
+        for autocasts in (False, True):
+            for module in own + others * autocasts:
+                found = []
+                for dtype in (torch.float64, F32):
+                    x = randn(4, 1, 8).to(dtype).requires_grad_()
+                    with torch.autocast("cpu", BF16, enabled=autocasts):
+                        y = module(x)
+                    y.float().square().sum().backward()
+                    self.assertEqual(x.grad.dtype, dtype)
+                    found.append((y, x.grad.float()))
+                (y, dx), (want, dwant) = found
+                self.assertEqual(y.dtype, want.dtype)
+                self.assertTrue(torch.equal(y, want) and torch.equal(dx, dwant.to(dx.dtype)), (module, autocasts))
 
     def test_integers_of_numpy(self):
         four, eight = numpy.int64(4), numpy.int64(8)
@@ -191,6 +215,20 @@ class Arguments(unittest.TestCase):
             setattr(module, name, value)
             self.assertTrue(torch.equal(module(x), other(x)))
             self.assertFalse(torch.equal(module(x), before))
+        for make in (lambda: te.Linear(32, 32, device="cpu"), lambda: te.LayerNormLinear(32, 32, device="cpu"), lambda: te.LayerNormMLP(32, 32, device="cpu"),
+                     lambda: te.GroupedLinear(1, 32, 32, device="cpu")):
+            for runs_before in (False, True):  # The bias is added by apply_bias, and returned by return_bias, as in Transformer Engine.
+                module = randomise(make())
+                call = (lambda: module(x, [4])) if isinstance(module, te.GroupedLinear) else (lambda: module(x))  # noqa: B023
+                bias = [p for n, p in module.named_parameters() if n in ("bias", "fc2_bias", "bias0")][0]
+                want = randomise(make())(*(x, [4])[:2 if isinstance(module, te.GroupedLinear) else 1])
+                if runs_before:
+                    call()
+                module.return_bias = True
+                y, returned = call()
+                self.assertTrue(torch.equal(y, want) and torch.equal(returned[0] if isinstance(returned, list) else returned, bias))
+                module.apply_bias = False
+                near(self, call()[0] + bias, want, 1e-6, "output")
         layers = [randomise(te.TransformerLayer(32, 32, 4, device="cpu", hidden_dropout=0, attention_dropout=0, activation=a)) for a in ("gelu", "relu")]
         layers[0](x[:, None])
         layers[0].layernorm_mlp.activation = "relu"

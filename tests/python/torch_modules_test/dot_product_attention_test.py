@@ -2,6 +2,7 @@
 
 import math
 import unittest
+import warnings
 
 import torch
 
@@ -44,6 +45,16 @@ class DotProductAttentionTest(Modules):
             for groups in (6, 2, 1):
                 with self.subTest(fmt=fmt, groups=groups):
                     self.attend(fmt=fmt, groups=groups, keys=self.K)
+
+    def test_expanded_inputs(self):
+        """Keys and values of one head that are expanded to all, and queries of one sequence that are expanded to several."""
+        module = te.DotProductAttention(self.H, self.D, qkv_format="bshd", attn_mask_type="no_mask")
+        inputs = [randn(1, self.S, self.H, self.D).requires_grad_(), *(randn(self.B, self.K, 1, self.D, seed=s).requires_grad_() for s in (2, 3))]
+
+        def expanded(q, k, v):
+            return q.expand(self.B, -1, -1, -1), k.expand(-1, -1, self.H, -1), v.expand(-1, -1, self.H, -1)
+        for device in DEVICES:
+            compare(self, lambda *x: module(*expanded(*x)), module, lambda p, *x: oracle.attention(*expanded(*x)), [x.detach().to(device).requires_grad_() for x in inputs])
 
     def test_scale(self):
         self.attend(scale=0.5)
@@ -158,6 +169,17 @@ class DotProductAttentionTest(Modules):
         self.attend(attn_mask_type="padding", window_size=(2, 1), where=[(d, F32) for d in DEVICES],
                     seen=~mask & ~mask.transpose(2, 3) & allowed(self.S, self.S, window=(2, 1)),
                     call=lambda m, *x: m(*x, attention_mask=(mask.to(x[0].device), mask.clone().to(x[0].device))))
+
+    def test_the_window_of_a_module_is_a_pair(self):
+        """As Transformer Engine's attribute: without a window it says what the module's mask shows. A call's own mask has no window either then."""
+        for mask, size, want in (("causal", None, (-1, 0)), ("no_mask", None, (-1, -1)), ("padding_causal", (3, 0), (3, 0)), ("padding", (3, 2), (3, 2))):
+            self.assertEqual(te.DotProductAttention(2, 16, attn_mask_type=mask, window_size=size).window_size, want)
+        q, k, v = (randn(self.S, self.B, 2, 16, seed=seed) for seed in (1, 2, 3))
+        causal, free = (te.DotProductAttention(2, 16, attn_mask_type=mask) for mask in ("causal", "no_mask"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.assertTrue(torch.equal(causal(q, k, v, attn_mask_type="no_mask"), free(q, k, v)))
+            self.assertTrue(torch.equal(free(q, k, v, attn_mask_type="causal"), causal(q, k, v)))
 
     def test_what_transformer_engine_takes_for_another_window(self):
         """The window (-1, 0) has no effect with a mask that is not causal, and a causal mask has no keys to the right of the query anyway."""

@@ -484,7 +484,7 @@ class Refusals(unittest.TestCase):
                 make()
         with self.assertRaisesRegex(TypeError, r"GELU\(\) has no argument 'cache'"):
             ops.GELU(cache=True)
-        for make in (ops.GELU, ops.SiTUGLU, lambda: ops.BasicLinear(2, 2, device="cpu"), lambda: ops.RMSNorm(2, device="cpu")):
+        for make in (ops.GELU, ops.SiTUGLU):
             with self.assertRaisesRegex(Unsupported, "torch.float64"):
                 make()(torch.ones(2, 2, dtype=torch.float64))
 

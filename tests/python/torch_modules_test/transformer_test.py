@@ -294,7 +294,10 @@ class TransformerLayerTest(Modules):
         x, turned = randn(4, 2, 32), angles(4, 8)
         for path, name, value, options in (("self_attention.layernorm_qkv", "eps", 0.5, dict(eps=0.5)),
                                            ("self_attention.core_attention", "softmax_scale", 2.0, {}),
-                                           ("self_attention", "rotary_pos_interleaved", True, dict(rope_interleaved=True))):
+                                           ("self_attention", "rotary_pos_interleaved", True, dict(rope_interleaved=True)),
+                                           ("self_attention", "qkv_format", "bshd", dict(fmt="bshd", seen=allowed(2, 2, True))),
+                                           ("", "parallel_attention_mlp", True, dict(parallel=True)),
+                                           ("layernorm_mlp", "apply_bias", False, {}), ("self_attention.proj", "apply_bias", False, {})):
             with self.subTest(name=name):
                 module = randomise(te.TransformerLayer(32, 48, 4, hidden_dropout=0, attention_dropout=0, device="cpu"))
                 before = module(x, rotary_pos_emb=turned)
@@ -303,8 +306,10 @@ class TransformerLayerTest(Modules):
                 if name == "softmax_scale":
                     for n in ("query_weight", "query_bias"):
                         p[f"self_attention.layernorm_qkv.{n}"] *= value * 8 ** 0.5
+                if name == "apply_bias":
+                    p[f"{path}.{'fc2_bias' if path == 'layernorm_mlp' else 'bias'}"] *= 0
                 got = module(x, rotary_pos_emb=turned)
-                near(self, got, oracle.transformer(p, x.double(), seen=allowed(4, 4, True), angles=turned.double(), **options), 1e-5, "output")
+                near(self, got, oracle.transformer(p, x.double(), **{"seen": allowed(4, 4, True), "angles": turned.double(), **options}), 1e-5, "output")
                 self.assertGreater((got - before).abs().max().item(), 1e-3)
 
     def test_drop_path(self):

@@ -316,6 +316,29 @@ def case_transformer_layer(ranks):
         over_groups(ranks, lambda group, sp: compare(_layer(**options), inputs, group, sp, gated="activation" in options, call=call))
 
 
+def case_sequence_parallel_that_is_set_later(ranks):
+    """A program may set it on all modules that have it, as NeMo does around generation; each then computes as if it was made so."""
+    def later(make, shape):
+        def made(tp_group=None, sequence_parallel=False):
+            if tp_group is None:
+                return make()
+            module, size = make(tp_group=tp_group, sequence_parallel=not sequence_parallel), tp_group.size()
+            module(x_of(shape[0] // (1 if sequence_parallel else size), *shape[1:]))
+            for part in module.modules():
+                if hasattr(part, "sequence_parallel"):
+                    part.sequence_parallel = sequence_parallel
+            for p in module.parameters():
+                if hasattr(p, "sequence_parallel"):
+                    p.sequence_parallel = sequence_parallel
+            return module
+        return made
+
+    def mlp(**parallel):
+        return te.LayerNormMLP(32, 64, set_parallel_mode=True, **CPU, **parallel)
+    for make in (mlp, _layer(), _layer(fuse_qkv_params=True, output_layernorm=True)):
+        over_groups(ranks, lambda group, sp: compare(later(make, (8, 2, 32)), [x_of(8, 2, 32)], group, sp))  # noqa: B023
+
+
 def case_transformer_layer_with_masks(ranks):
     """Masks and ALiBi cover the whole sequence, while under sequence parallelism a rank's input is a part of it."""
     hidden = torch.ones(8, 8, dtype=torch.bool).triu(2)[None, None]

@@ -8,6 +8,7 @@ import torch
 
 from common import BF16, DELAYED, F32, MODULES, State, each, input_of, scope, step, trained
 from torch_oracle import DEVICES, near, randomise
+import te_fl
 import te_fl.pytorch as te
 from te_fl.common import recipe
 from te_fl.common.recipe import Float8BlockScaling, Float8CurrentScaling
@@ -48,6 +49,51 @@ class Copies(State):
     def test_deepcopy_of_what_never_ran(self, name, device, recipe):
         module = randomise(MODULES[name](device=device))
         self.same(step(copy.deepcopy(module), device, recipe), step(module, device, recipe))
+
+    def test_copies_that_share_parts(self):
+        """copy.copy() of a layer has the same parts, and both layers follow what is set there."""
+        for device in DEVICES:
+            layer = randomise(MODULES["TransformerLayer"](device=device))
+            other, x = copy.copy(layer), input_of(device).detach()
+            fresh = te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, layernorm_epsilon=0.5, device=device)
+            fresh.load_state_dict(layer.state_dict())
+            self.assertTrue(torch.equal(layer(x), other(x)))
+            for part in layer.modules():
+                if hasattr(part, "eps"):
+                    part.eps = 0.5
+            for copied in (layer, other):
+                self.assertTrue(torch.equal(copied(x), fresh(x)))
+
+    @each(recipes=(None,))
+    def test_replicas(self, name, device, _):
+        """Those of torch.nn.DataParallel, which gives them tensors for parameters, compute with these alone."""
+        module = randomise(MODULES[name](device=device))
+        module(input_of(device))
+        own = {n: (2 * p, p) for n, p in module.named_parameters()}
+        made = {m: m._replicate_for_data_parallel() for m in module.modules()}
+        for path, m in module.named_modules():
+            for key, child in m._modules.items():
+                made[m]._modules[key] = made.get(child)
+            for key in m._parameters:
+                if m._parameters[key] is None:
+                    made[m]._parameters[key] = None
+                else:
+                    setattr(made[m], key, own[f"{path}.{key}".lstrip(".")][0])
+        plain = copy.deepcopy(module)
+        with torch.no_grad():
+            for p in plain.parameters():
+                p.mul_(2)
+        if any(getattr(m, "_sites", ()) for m in module.modules()):
+            with self.assertRaisesRegex(te_fl.errors.Unsupported, "DataParallel drops a replica"), scope(DELAYED):
+                made[module](input_of(device))
+        x, z = input_of(device), input_of(device)
+        y, want = made[module](x), plain(z)
+        near(self, y, want, 1e-5, "output")
+        y.square().sum().backward()
+        want.square().sum().backward()
+        near(self, x.grad, z.grad, 1e-5, "the input's gradient")
+        for (n, (_, p)), q in zip(own.items(), plain.parameters()):
+            near(self, p.grad, 2 * q.grad, 1e-5, n, 1e-2)
 
     @each(recipes=RECIPES)
     def test_pickle(self, name, device, recipe):

@@ -30,6 +30,9 @@ struct MovedMemory {
   int64_t bytes = 0;
   void* to = nullptr;
   std::shared_ptr<void> owner;
+  // Owns the old memory. Tensors of other owners stay: they may lie there since it was freed. An
+  // empty one stands for every owner.
+  std::weak_ptr<void> old_owner = {};
 };
 
 // Makes the tensors whose memory lies in `moved` use the new memory, and releases the old memory.

@@ -73,11 +73,12 @@ class TE_FL_API Module {
   // True: from now on a backward of this module or its submodules does not compute the weight
   // gradients of linear layers (without FP8, also their bias gradients). It saves the inputs of
   // this computation for backward_dw(), so that other work, such as the next stage of a pipeline,
-  // can run first. False: the backward computes them.
+  // can run first. False: the backward computes them. Until backward_dw() the gradients are
+  // incomplete: an optimizer step, clip_grad_norm(), sum_partial_gradients() and
+  // DataParallel::average_gradients() return FAILED_PRECONDITION.
   void set_delay_wgrad(bool delays);
   // Computes the gradients that backwards have deferred, in registration order. Does nothing if
-  // there are none. An optimizer step before this call returns FAILED_PRECONDITION. After an error
-  // the deferred work is dropped.
+  // there are none. After an error the deferred work is dropped.
   Status backward_dw();
   // Removes the deferred work of backward_dw() and returns it as a function. Call the function
   // once, while the module lives. Taking it after each backward keeps the gradients of several

@@ -77,9 +77,9 @@ class TE_FL_API DataParallel {
   // Averages each gradient over the ranks; with ZeRO, this rank's part of it. Runs one collective
   // for each bucket whose collective has not started yet, beginning with the last parameters.
   // FAILED_PRECONDITION names a parameter whose gradient was replaced, was not written since
-  // clear_grad(), or was written after its collective had started. FAILED_PRECONDITION also while a
-  // LastBackward is alive and, with ZeRO, if the gradients were averaged before and not cleared
-  // since.
+  // clear_grad(), is deferred to Module::backward_dw(), or was written after its collective had
+  // started. FAILED_PRECONDITION also while a LastBackward is alive and, with ZeRO, if the
+  // gradients were averaged before and not cleared since.
   Status average_gradients();
   size_t buckets() const noexcept;
 

@@ -24,8 +24,9 @@ struct LossScalerOptions {
 //   tape.backward(loss, scaler->scale());  // or CrossEntropyLoss::backward(ctx, scale())
 //   optimizer->step(*scaler);              // checks for overflow on the device, waits for nothing
 //   scaler->update();                      // adapts the scale
-// Several optimizers may use one scaler before its update(). Each skips its own step if its own
-// gradients are not finite, and the scale is lowered if any did. For use by one thread.
+// Several optimizers may use one scaler before its update(), each for one step: a second step of an
+// optimizer would forget what its first one found. Each skips its own step if its own gradients are
+// not finite, and the scale is lowered if any did. For use by one thread.
 class TE_FL_API LossScaler {
  public:
   static Result<std::unique_ptr<LossScaler>> create(const LossScalerOptions& options);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Callable, Deque, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Deque, Dict, NamedTuple, Optional, Sequence, Tuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -105,6 +105,19 @@ _writes = WeakTensorKeyDictionary()  # _Writes by weight
 
 def _takes_main_grad(p: torch.Tensor) -> bool:
     return p.dim() == 2 and p.requires_grad
+
+
+def take_writes(parameters: Dict[str, Optional[torch.Tensor]]) -> Dict[str, _Writes]:
+    """Takes the record of each parameter's next gradient out of the table and returns the records by name. The table refers to parameters weakly, and
+    PyTorch swaps the contents of no tensor that is referred to so."""
+    return {name: _writes.pop(p) for name, p in parameters.items() if p is not None and p in _writes}
+
+
+def give_writes(parameters: Dict[str, Optional[torch.Tensor]], taken: Dict[str, _Writes]) -> None:
+    """Gives the parameters of these names, which may be others, what take_writes() returned."""
+    for name, writes in taken.items():
+        if parameters.get(name) is not None:
+            _writes[parameters[name]] = writes
 
 
 def overwrite_next(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:

@@ -52,14 +52,27 @@ class _Segment:
     def bytes(self) -> int:
         return (self.host if self.memory is None else self.memory).numel()
 
+    @property
+    def emptied(self) -> bool:
+        """True if the program has freed the storage, which it fills again before the backward."""
+        return self.memory.storage_offset() + self.memory.numel() > self.memory.untyped_storage().nbytes()
+
     def to_host(self, host: torch.Tensor, stream: Optional[torch.cuda.Stream]) -> None:
         if stream is not None:
             stream.wait_event(self.ready)
+            self.memory.record_stream(stream)  # the program may free the storage before the copy has run
         for saved in list(self.saved):
             saved.let_go()
         self.host = host
         with _on(stream):
             host.copy_(self.memory, non_blocking=True)
+
+
+def _bytes_of(memory: torch.Tensor, storage: Optional[torch.UntypedStorage]) -> torch.Tensor:
+    """The memory as a tensor of the program's storage, if it lies in one: such a tensor follows the storage, which the program may empty and fill again."""
+    if storage is None:
+        return memory
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage, memory.data_ptr() - storage.data_ptr(), (memory.numel(),))
 
 
 def _event(device: torch.device) -> Optional[torch.cuda.Event]:
@@ -129,9 +142,11 @@ class _Forward:
 
     def follow(self) -> None:
         """Has the forward keep its segments where they are now."""
+        moved = [i for i, s in enumerate(self._segments) if s.host is not None]  # the forward itself follows the storages of others
         there = [s.host if s.memory is None else s.memory for s in self._segments]
-        _native.move_saved_memory(self._token, tuple([(a, s.bytes, t) for a, s, t in zip(self._addresses, self._segments, there)]))
-        self._addresses = [t.data_ptr() for t in there]
+        _native.move_saved_memory(self._token, tuple([(self._addresses[i], self._segments[i].bytes, there[i]) for i in moved]))
+        for i in moved:
+            self._addresses[i] = there[i].data_ptr()
 
 
 def _wait(segment: _Segment) -> None:
@@ -155,7 +170,7 @@ class _LayerState:
             return _Staying(tensor)
         memory = _native.saved_memory(tensor) if tensor.dtype is torch.int64 and tensor.numel() == 1 and tensor.is_cpu else None
         if memory is not None:
-            forward = _Forward(self, tensor, [self._segment(m) for m in memory if _worth_it(m)])
+            forward = _Forward(self, tensor, [self._segment(_bytes_of(m, storage)) for m, storage in memory if _worth_it(m)])
             self._forwards.add(forward)
             return forward
         if not _worth_it(tensor) or not tensor.is_contiguous():
@@ -182,6 +197,8 @@ class _LayerState:
         self._expect("start_offload_layer", "kept")
         self.state = "offloading"
         for index, segment in enumerate(list(self._segments.values())):
+            if segment.emptied:
+                continue  # stays
             stream = self._owner.stream(segment.device)
             segment.to_host(self._owner.host_memory((self.number, index), segment), stream)
             if stream is not None:
@@ -195,7 +212,8 @@ class _LayerState:
         if self._finished is not None:
             torch.cuda.current_stream().wait_event(self._finished)
         for segment in list(self._segments.values()):
-            segment.memory = None
+            if segment.host is not None:
+                segment.memory = None
         for forward in list(self._forwards):
             forward.follow()
 
@@ -205,6 +223,8 @@ class _LayerState:
         self._expect("start_reload_layer", "offloaded")
         self.state = "reloading"
         for segment in list(self._segments.values()):
+            if segment.memory is not None:
+                continue
             segment.memory = torch.empty(segment.bytes, dtype=torch.uint8, device=segment.device)
             stream = self._owner.stream(segment.device)
             if stream is not None:

@@ -115,20 +115,24 @@ class Codes:
             raise FailedPrecondition("FAILED_PRECONDITION: a training forward is captured that is the first to read the weight "
                                      f"{tuple(self.data.shape)} of FP8 codes, whose transpose would be the graph's; run a step before")
         rows, columns = self.data.shape
-        self.columns_scale_inv = _block_scales(columns, rows, self.data.device) if self.rules.scaling != "tensor" else None
-        self.columns = torch.empty(columns, rows, dtype=_CODES, device=self.data.device)
-        self._fill_columns()
+        scales = _block_scales(columns, rows, self.data.device) if self.rules.scaling != "tensor" else None
+        made = torch.empty(columns, rows, dtype=_CODES, device=self.data.device)
+        self._transpose_into(made, scales)  # first: another thread takes a transpose that it finds
+        self.columns_scale_inv, self.columns = scales, made
+        self.columns_are_old = False
 
     def drop_columns(self) -> None:
         self.columns = self.columns_scale_inv = None
 
     def _fill_columns(self) -> None:
+        self._transpose_into(self.columns, self.columns_scale_inv)
         self.columns_are_old = False
-        ops.fp8_transpose(input=self.data, output=self.columns)
-        if self.columns_scale_inv is not None:
-            rows, columns = self.data.shape
-            down, across = -(-rows // BLOCK), -(-columns // BLOCK)
-            self.columns_scale_inv[:across, :down] = self.scale_inv[:down, :across].t()
+
+    def _transpose_into(self, columns: torch.Tensor, scale_inv: Optional[torch.Tensor]) -> None:
+        ops.fp8_transpose(input=self.data, output=columns)
+        if scale_inv is not None:
+            down, across = (-(-n // BLOCK) for n in self.data.shape)
+            scale_inv[:across, :down] = self.scale_inv[:down, :across].t()
 
     def copy_(self, other: "Codes") -> None:
         """Takes over codes and scales of the same shape and rules, which may be on another device."""

@@ -82,8 +82,9 @@ _apply = differentiable(Op(f"rope_forward(Tensor t, Tensor freqs, {_PLACES}) -> 
 
 
 def _angles(freqs: torch.Tensor, name: str) -> torch.Tensor:
-    if freqs.requires_grad:
-        raise Unsupported(f"rotary position embedding: {name} requires grad, and angles have none; give {name}.detach()")
+    if freqs.requires_grad and torch.is_grad_enabled():
+        raise Unsupported(f"rotary position embedding: {name} requires grad, and angles have none; give {name}.detach(), or call apply_rotary_pos_emb "
+                          "with fused=False, sbhd or bshd, and no start_positions")
     return freqs.float().contiguous()
 
 
@@ -91,8 +92,8 @@ def _positions(start_positions: Optional[torch.Tensor]) -> Optional[torch.Tensor
     return None if start_positions is None else start_positions.to(torch.int32).contiguous()
 
 
-def _exported(t: torch.Tensor, angles: torch.Tensor, layout: str, interleaved: bool) -> torch.Tensor:
-    """apply_rotary_pos_emb() as PyTorch's operations, of sbhd and bshd."""
+def _by_pytorch(t: torch.Tensor, angles: torch.Tensor, layout: str, interleaved: bool) -> torch.Tensor:
+    """apply_rotary_pos_emb() as PyTorch's operations, of sbhd and bshd. Angles have a gradient."""
     angles = angles[:t.shape[layout.index("s")]].float()
     angles = angles if layout == "sbhd" else angles.transpose(0, 1)
     turned, rest = t[..., :angles.shape[-1]].float(), t[..., angles.shape[-1]:]
@@ -109,7 +110,8 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, tensor_format: st
                          cu_seqlens: Union[torch.Tensor, None] = None, cp_size: int = 1, cp_rank: int = 0) -> torch.Tensor:
     """Rotates t, [s, b, h, d], [b, s, h, d] or, with cu_seqlens, [tokens, h, d], by the angles freqs, [s2, 1, 1, d2] with s2 >= s, d2 <= d.
 
-    start_positions: [b], the position of each sequence's first token. One op does it all, in FP32, so `fused` changes nothing.
+    start_positions: [b], the position of each sequence's first token. One op does it all, in FP32, and `fused` changes nothing but for angles that
+    need a gradient: with fused=False, sbhd or bshd, and no start_positions, PyTorch's operations compute it.
     """
     if tensor_format not in ("sbhd", "bshd", "thd"):
         raise InvalidArgument(f"apply_rotary_pos_emb: tensor_format is {tensor_format!r}; it is 'sbhd', 'bshd' or 'thd'")
@@ -118,7 +120,9 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, tensor_format: st
     if export.state.exporting and torch.compiler.is_compiling():
         if tensor_format == "thd" or start_positions is not None:
             raise rules.refuse("onnx_export", "tensor_format", tensor_format, "packed sequences and start_positions are not exported; give sbhd or bshd")
-        return _exported(t, _angles(freqs, "freqs"), tensor_format, interleaved)
+        return _by_pytorch(t, _angles(freqs, "freqs"), tensor_format, interleaved)
+    if freqs.requires_grad and torch.is_grad_enabled() and not fused and tensor_format != "thd" and start_positions is None and cp_size == 1:
+        return _by_pytorch(t, freqs, tensor_format, interleaved)
     return _apply(t, _angles(freqs, "freqs"), _positions(start_positions), None if cu_seqlens is None else cu_seqlens.to(torch.int32),
                   tensor_format, interleaved, cp_size, cp_rank)
 

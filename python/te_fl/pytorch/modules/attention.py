@@ -210,7 +210,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.attention_dropout, self.qkv_format, self.attn_mask_type = float(attention_dropout), qkv_format, mask_type(where, attn_mask_type)
         self.softcap = score_cap(where, softcap)
         left, right = window(where, window_size, self.attn_mask_type)
-        self.window_size = None if window_size is None else (left, 0 if "causal" in self.attn_mask_type else right)
+        self.window_size = left, 0 if "causal" in self.attn_mask_type else right
         self.bottom_right_diagonal = bottom_right_diagonal
         self.attention_type, self.layer_number = attention_type, layer_number
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = self.kv_channels, self.value_channels
@@ -278,6 +278,10 @@ class DotProductAttention(TransformerEngineBaseModule):
             return
         super().set_extra_state(state)
 
+    def _own_window(self) -> Optional[Tuple[int, int]]:
+        """The module's window; None without one, whatever the mask of a call is."""
+        return None if self.window_size in ((-1, 0), (-1, -1)) else self.window_size
+
     @hides_misspelt
     def forward(self, query_layer: Optional[torch.Tensor] = None, key_layer: Optional[torch.Tensor] = None,
                 value_layer: Optional[torch.Tensor] = None,
@@ -335,7 +339,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             cached = cached_attention.over_cache(where, self, params, query_layer, key_layer, value_layer, layout, mask, attention_mask, lengths)
             (query_layer, key_layer, value_layer), layout, mask, lengths = cached[:3], *cached[3:]
         mask, size, inputs, extras = self._prepared(
-            where, layout, mask, self.window_size if window_size is None else window_size, bottom_right, cap,
+            where, layout, mask, self._own_window() if window_size is None else window_size, bottom_right, cap,
             query_layer, key_layer, attention_mask, lengths, core_attention_bias_type, core_attention_bias, alibi_slopes)
 
         def compute(q, k, v, *biases):

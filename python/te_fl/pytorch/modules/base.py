@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -13,7 +14,7 @@ from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, as_data, attends
 from te_fl.compat.variables import read_determinism
 from te_fl.pytorch.autograd import torch_checkpoint
-from te_fl.pytorch.autograd.call import plain, use_torch_memory, watch
+from te_fl.pytorch.autograd.call import give_writes, plain, take_writes, use_torch_memory, watch
 from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.fp8 import extra_state, plain_codes, quantization, weight_cache
 from te_fl.pytorch.fp8.availability import get_default_recipe
@@ -82,7 +83,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         self._loaded: List[Tuple[str, torch.Tensor]] = []  # FP8 state that waits for the first of them
         self._recipe = None  # of the last forward in an autocast
         self._in_fp8 = False  # true if the last forward outside of a backward computed in FP8
-        self._fused_in: Any = None  # the FusedLayer that this module is a part of
+        self._fused_in: "weakref.WeakSet[Any]" = weakref.WeakSet()  # each FusedLayer that this module is a part of; copies of a layer share parts
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
         self._number = registry.enter(self)
         self.wgrad_accumulation_and_reduce_hooks: List[Callable[[], Any]] = []
@@ -274,6 +275,9 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             return TracedLayer(kind, () if key is None else key, self._width(kind))
         layer = self._layers.get(name)
         if layer is None:
+            if "_is_replica" in self.__dict__ and quantization.delays() and self._owns_state(kind):
+                raise refuse(type(self).__name__, "recipe", "DelayedScaling()", "torch.nn.DataParallel drops a replica, and its scales, after one forward; "
+                             "use DistributedDataParallel, or a recipe without state")
             self._check_devices(device)  # a layer of another device than the parameters' would stay
             use_torch_memory(device)
             states = (("", self._states.of(key)),) if self._owns_state(kind) else ()
@@ -310,12 +314,15 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
 
         activation: the output's dtype outside of torch.autocast, an index in te_fl.tensors.DTYPES; -1: the input's."""
         x = inputs[0]
+        kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # x.device.type makes a new string at each look
+        autocasts = torch.is_autocast_enabled(kind)
         if x.dtype not in DTYPE_NAMES:
-            raise refuse(type(self).__name__, "input", f"a tensor of {x.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
+            if not autocasts or len(inputs) > 1 or not x.is_floating_point():
+                raise refuse(type(self).__name__, "input", f"a tensor of {x.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
+            inputs = (x.float(),)
         if x.layout is not torch.strided or x.is_meta:
             raise refuse(type(self).__name__, "input", f"a tensor of layout {x.layout} on {x.device}", "give a dense tensor with memory")
-        kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # x.device.type makes a new string at each look
-        if torch.is_autocast_enabled(kind):
+        if autocasts:
             activation = DTYPE_CODES[torch.get_autocast_dtype(kind)]
         return layer.compute(self, inputs, extras, parameters, activation, first, attention, random, accumulates)
 
@@ -356,18 +363,23 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         if before is not None and (is_sharded(before) or is_sharded(value)):  # by fully_shard; a program marks a parameter of its own itself
             mark_again(self._parameters.get(name), marks_of(before))
         if name in self._remade and "_layers" in self.__dict__:
-            if self._fused_in is not None:
-                self._fused_in.forget()
-            self._layers = {}
+            self._forget_layers()
+
+    def _forget_layers(self) -> None:
+        """Makes new layers when they are next needed."""
+        for fused in self._fused_in:
+            fused.forget()
+        self._layers = {}
 
     def _apply(self, fn, recurse: bool = True):
-        if self._fused_in is not None:
-            self._fused_in.forget()
         state = self._fp8_state()
-        self._layers = {}  # first: they refer to parameters weakly, and PyTorch swaps the contents of no tensor that is referred to so
-        marks = self._marks()
-        with keeping_codes():
-            result = super()._apply(fn, recurse)
+        self._forget_layers()  # first: they refer to parameters weakly, and PyTorch swaps the contents of no tensor that is referred to so
+        marks, writes = self._marks(), take_writes(self._parameters)
+        try:
+            with keeping_codes():
+                result = super()._apply(fn, recurse)
+        finally:
+            give_writes(self._parameters, writes)
         self._mark_again(marks)
         self._forget(state)
         return result
@@ -388,12 +400,13 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, strict: bool, missing_keys: List[str], *others: Any) -> None:
         if torch.__future__.get_swap_module_params_on_conversion():  # see _apply()
-            if self._fused_in is not None:
-                self._fused_in.forget()
-            self._layers = {}
-        marks = self._marks()
+            self._forget_layers()
+        marks, writes = self._marks(), take_writes(self._parameters)
         plain_codes.join(state_dict, prefix, self._parameters)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
+        try:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
+        finally:
+            give_writes(self._parameters, writes)
         self._mark_again(marks)  # of those that load_state_dict(assign=True) has replaced
         own = prefix + "_extra_state"
         if own in missing_keys and not self._fp8_state():  # weights of PyTorch's own layers: a module without scales needs none
@@ -477,9 +490,9 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
     def __getstate__(self) -> dict:
         state = self.__dict__.copy()
         state["_loaded"] = [(n, t.detach().cpu()) for n, t in self._fp8_state()]
-        state["_layers"], state["_fused_in"], state["_recipe"] = {}, None, as_data(self._recipe)
+        state["_layers"], state["_recipe"] = {}, as_data(self._recipe)
         state["_copied_marks"] = self._marks()
-        del state["_number"], state["_states"]
+        del state["_number"], state["_states"], state["_fused_in"]
         state.pop("fsdp_group", None)
         if "_fp8_meta" in state:
             state["_fp8_meta"] = {**state["_fp8_meta"], "fp8_group": None, "recipe": as_data(state["_fp8_meta"].get("recipe"))}
@@ -490,11 +503,18 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
     def __setstate__(self, state: dict) -> None:
         marks = state.pop("_copied_marks", {})
         super().__setstate__(state)
+        self._fused_in = weakref.WeakSet()
         self._mark_again(marks)
         self._number, self._states = registry.enter(self), self._new_states()
         device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
         if device.type != "meta":
             self._loaded = [(n, t.to(device)) for n, t in self._loaded]
+
+    def _replicate_for_data_parallel(self) -> "TransformerEngineBaseModule":
+        """torch.nn.DataParallel's replica, which computes one forward on a device of its own: it has layers and FP8 state of that device."""
+        replica = super()._replicate_for_data_parallel()
+        replica.__dict__.update(_layers={}, _loaded=[], _fused_in=weakref.WeakSet(), _number=registry.enter(replica), _states=replica._new_states())
+        return replica
 
     def fast_setattr(self, name: str, value: Any) -> None:
         if hasattr(getattr(type(self), name, None), "__set__"):

@@ -50,9 +50,10 @@ class FusedLayer:
         self._children = [(m._modules, dict(m._modules)) for m in (owner, owner.self_attention)]
         self._parts = [(path, part) for path, part in self._tree if isinstance(part, TransformerEngineBaseModule)]
         self._divided = [part for _, part in self._parts if part.tp_size > 1] if self._divides else []
+        self._products = [part for _, part in self._parts if hasattr(part, "fuse_wgrad_accumulation")]
         for _, part in self._parts:
-            part.__dict__["_fused_in"] = self
-        self._agree = self._norms_agree()  # not at a call, as torch.compile would make another graph once it is known
+            part._fused_in.add(self)
+        self._agree = self._parts_agree()  # not at a call, as torch.compile would make another graph once it is known
 
     def serves(self, owner: torch.nn.Module, call: TransformerCall) -> bool:
         """True if the one call computes what `call` asks for, with the parts as they are now."""
@@ -65,7 +66,8 @@ class FusedLayer:
         if torch.compiler.is_compiling() or owner.training and (owner.hidden_dropout > 0 or self._core.attention_dropout > 0):
             return False
         group = owner.layernorm_mlp.tp_group
-        return all(part.tp_group is group and part.tp_group_initialized for part in self._divided)
+        return (all(part.tp_group is group and part.tp_group_initialized for part in self._divided)
+                and all(part.sequence_parallel == owner.sequence_parallel for part in self._products))
 
     def usable(self) -> bool:
         """True if the one call stands for the parts: they are of their own classes and forwards, and without hooks, which would not run."""
@@ -80,17 +82,20 @@ class FusedLayer:
                 return False
             if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
                 return False
-        return self._agree
+        return self._agree and not any([part.fuse_wgrad_accumulation for part in self._products])
 
-    def _norms_agree(self) -> bool:
-        """True if all norms have one epsilon and one form of gamma, but for those of queries and keys, which have their own."""
+    def _parts_agree(self) -> bool:
+        """True if products add their biases, and all norms have one epsilon and one form of gamma, but for those of queries and keys, which have their
+        own."""
+        if any(part.apply_bias != part.use_bias for part in self._products):
+            return False
         usual, own = (self._mlp.eps, self._mlp.zero_centered_gamma), (self._attention.qk_norm_eps, False)
         return all((part.eps, part.zero_centered_gamma) == (own if path.endswith(("q_norm", "k_norm")) else usual)
                    for path, part in self._parts if isinstance(part, (LayerNormLinear, LayerNorm, RMSNorm)))
 
     def forget(self) -> None:
         """Makes new layers when they are next needed, since a part has other memory, FP8 state or settings."""
-        self._layers, self._agree = {}, self._norms_agree()
+        self._layers, self._agree = {}, self._parts_agree()
 
     def parameters(self) -> List[Tuple[torch.nn.Module, str]]:
         """The parts' own parameters, in the parts' order."""
@@ -115,7 +120,8 @@ class FusedLayer:
         core = self._core
         hidden, inner = (owner.hidden_dropout, core.attention_dropout) if drops else (0.0, 0.0)
         attention, mlp = self._attention, self._mlp
-        key = (device, mask, softcap, *size, hidden, inner, attention.rotary_pos_interleaved)
+        key = (device, mask, softcap, *size, hidden, inner, attention.rotary_pos_interleaved, attention.qk_norm_before_rope, attention.qkv_format,
+               owner.sequence_parallel, owner.parallel_attention_mlp, owner.apply_residual_connection_post_layernorm, owner.output_layernorm)
         layer = self._layers.get(key)
         if layer is None:
             self.check_devices(device)
@@ -125,7 +131,7 @@ class FusedLayer:
                        "kv_channels": attention.kv_channels, "normalization": mlp.normalization, "epsilon": mlp.eps,
                        "zero_centered_gamma": mlp.zero_centered_gamma, "bias": mlp.use_bias, "hidden_dropout": hidden,
                        "attention_dropout": inner, "parallel_attention_mlp": owner.parallel_attention_mlp,
-                       "layout": owner.attn_input_format, "mask_type": mask, "window_left": size[0], "window_right": size[1],
+                       "layout": attention.qkv_format, "mask_type": mask, "window_left": size[0], "window_right": size[1],
                        "softcap": float.fromhex(softcap), "softmax_type": core.softmax_type, "rotary_interleaved": attention.rotary_pos_interleaved,
                        "param_dtype": DTYPE_NAMES[mlp.params_dtype], "device": native_device(device), **mlp._clamp,
                        "apply_residual_connection_post_layernorm": owner.apply_residual_connection_post_layernorm,
@@ -155,7 +161,7 @@ class FusedLayer:
         # Under sequence parallelism x is this rank's part of the first dimension, and attention sees the whole.
         whole = x.new_empty(1).expand(x.shape[0] * owner.tp_size, *x.shape[1:]) if self._divides and owner.sequence_parallel and x.dim() == 3 else x
         mask, size, attention, extras = core._prepared(
-            where, owner.attn_input_format, call.self_attn_mask_type, call.window_size, None, cap, whole, whole, call.attention_mask, lengths,
+            where, self._attention.qkv_format, call.self_attn_mask_type, call.window_size, None, cap, whole, whole, call.attention_mask, lengths,
             call.core_attention_bias_type, call.core_attention_bias, call.alibi_slopes)
         angles = call.rotary_pos_emb
         if angles is not None:

@@ -99,13 +99,15 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     # -- the layer
 
+    _remade = frozenset(("apply_bias",))
+
     @property
     def _sites(self) -> Tuple[str, ...]:
         return tuple(f"gemm{i}" for i in range(self.num_gemms))
 
     def _options(self) -> dict:
         return {"num_gemms": self.num_gemms, "in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias,
-                "return_bias": self.return_bias, "param_dtype": DTYPE_NAMES[self.params_dtype]}
+                "return_bias": self.use_bias and not self.apply_bias, "param_dtype": DTYPE_NAMES[self.params_dtype]}
 
     def _own(self) -> Tuple[torch.Tensor, ...]:
         return self._tensors(self._weight_names + (self._bias_names if self.use_bias else ()))
@@ -149,6 +151,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         splits = self._checked_splits(inp, m_splits)
         if isinstance(inp, Float8Tensor):
             inp = inp.dequantize()
+        if torch.is_autocast_enabled(inp.device.type) and inp.dtype not in DTYPE_NAMES and inp.is_floating_point():
+            inp = inp.float()
         if inp.dtype not in DTYPE_NAMES:
             raise refuse("GroupedLinear", "input", f"a tensor of {inp.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
         x = inp.reshape(-1, self.in_features).resolve_neg().contiguous()

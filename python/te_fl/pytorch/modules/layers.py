@@ -61,6 +61,8 @@ class NativeLayer:
                 break
         if len(inputs) == 1 and not inputs[0].is_contiguous():  # several are attention's, which takes strided ones
             inputs = (inputs[0].contiguous(),)
+        elif len(inputs) > 1 and any([0 in t.stride() for t in inputs]):  # but none that is expanded
+            inputs = tuple([t.contiguous() if 0 in t.stride() else t for t in inputs])
         call = self.last
         if (call is None or call.inputs != len(inputs) or attention is not None or random is not None or call.first is not first or call.activation != activation
                 or call.updates != updates or call.accumulates is not accumulates):

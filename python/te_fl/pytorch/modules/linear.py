@@ -26,6 +26,7 @@ class _Product(TransformerEngineBaseModule):
     """Shared by Linear and LayerNormLinear: the weight, the bias, and their parts."""
 
     _sites = ("fp8",)
+    _remade = frozenset(("apply_bias", "sequence_parallel"))
     # Userbuffers' transfers, of which te-fl has none.
     ub_overlap_ag_fprop = ub_overlap_rs_fprop = ub_overlap_ag_dgrad = ub_overlap_rs_dgrad = ub_bulk_dgrad = ub_bulk_wgrad = False
 
@@ -42,9 +43,6 @@ class _Product(TransformerEngineBaseModule):
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
         self.parallel_mode = parallel_mode
         self._divides = self.tp_size > 1 and parallel_mode is not None
-        self._layer_moves_rows = self._divides and self.sequence_parallel and not self._shows_whole()
-        # The bias of a product whose result ranks sum is added once, to the sum.
-        self._adds_bias_last = self._divides and parallel_mode == "row" and self.apply_bias
         self.parameter_split_sizes = [rows for _, rows in self._parts]
         self.weight_names = self._add_split("weight", self._parts, (self.in_features,), device, self.params_dtype,
                                             init_method or default_init, get_rng_state_tracker)
@@ -58,9 +56,10 @@ class _Product(TransformerEngineBaseModule):
         norm = ("layer_norm_weight", "layer_norm_bias")
         self._read_names = tuple([n for n in norm if n in self._parameters] + self._own_names)  # those of _own()
 
-    def _shows_whole(self) -> bool:
-        """True if forwards return the gathered input, which the product then takes as it is."""
-        return False
+    @property
+    def _adds_bias_last(self) -> bool:
+        """True if the bias is added once, to the sum of the ranks' results."""
+        return self._divides and self.parallel_mode == "row" and self.apply_bias
 
     def _own_part(self, in_features: int, out_features: int, mode: Optional[str], parts: List[Tuple[str, int]]):
         """The features of x and of y that this rank has, and its rows of each part of the weight."""
@@ -112,7 +111,7 @@ class _Product(TransformerEngineBaseModule):
 
     def _product_options(self) -> dict:
         options = {"in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias,
-                   "return_bias": self.return_bias or self._adds_bias_last, "param_dtype": DTYPE_NAMES[self.params_dtype]}
+                   "return_bias": self.use_bias and not self.apply_bias or self._adds_bias_last, "param_dtype": DTYPE_NAMES[self.params_dtype]}
         if self._parts[0][0]:
             options["parameters_split"] = [(prefix[:-1], rows) for prefix, rows in self._parts]
         if self._layer_moves_rows:
@@ -201,7 +200,7 @@ class LayerNormLinear(_Product):
     """
 
     _kind = "layernorm_linear"
-    _remade = frozenset(("eps", "zero_centered_gamma"))
+    _remade = _Product._remade | {"eps", "zero_centered_gamma"}
 
     @checks_keywords()
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, sequence_parallel: bool = False,

@@ -29,7 +29,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     _kind = "layernorm_mlp"
     _sites = ("fc1_fp8", "fc2_fp8")
-    _remade = frozenset(("eps", "zero_centered_gamma", "activation", "activation_params"))
+    _remade = frozenset(("apply_bias", "eps", "zero_centered_gamma", "activation", "activation_params", "sequence_parallel"))
     ub_overlap_ag = ub_overlap_rs = ub_overlap_rs_dgrad = ub_bulk_dgrad = ub_bulk_wgrad = False  # Userbuffers' transfers, of which te-fl has none.
 
     @rules.checks_keywords()
@@ -61,8 +61,6 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.apply_bias, self.size_per_partition = self.use_bias and not self.return_bias, self.ffn_hidden_size
         self.return_layernorm_output = bool(return_layernorm_output)
         self.return_layernorm_output_gathered = bool(return_layernorm_output_gathered)
-        shows_whole = self.return_layernorm_output and self.return_layernorm_output_gathered
-        self._layer_moves_rows = self._divides and self.sequence_parallel and not shows_whole
         self.fuse_wgrad_accumulation, self.checkpoint = bool(fuse_wgrad_accumulation), bool(checkpoint)
         dtype, device = parameter_dtype(params_dtype, where), device_of(device)
         self.params_dtype = dtype
@@ -105,11 +103,14 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def _options(self) -> dict:
         return {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size, "activation": self.activation,
-                "bias": self.use_bias, "return_bias": self.return_bias or self._divides, "param_dtype": DTYPE_NAMES[self.params_dtype], **self._clamp,
-                **norm_options(self), "normalizes": not self._divides, **self._row_options()}
+                "bias": self.use_bias, "return_bias": self.use_bias and not self.apply_bias or self._divides,
+                "param_dtype": DTYPE_NAMES[self.params_dtype], **self._clamp, **norm_options(self), "normalizes": not self._divides, **self._row_options()}
 
     def _options_of(self, kind: str, key: Any) -> dict:
         return options_of(self, kind)
+
+    def _shows_whole(self) -> bool:
+        return self.return_layernorm_output and self.return_layernorm_output_gathered
 
     def _own(self) -> Tuple[torch.Tensor, ...]:
         norm = () if self._divides else norm_parameters(self)
@@ -145,7 +146,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         else:
             out, shown = self._compute_part(inp, first)
         bias = self.fc2_bias.to(out.dtype) if self.use_bias else None
-        if bias is not None and not self.return_bias:
+        if bias is not None and self.apply_bias:
             out = out + bias
         result = (out, *((bias,) if self.return_bias else ()), *((shown,) if self.return_layernorm_output else ()))
         return result if len(result) > 1 else out

@@ -62,6 +62,8 @@ class _Norm(TransformerEngineBaseModule):
         shape, last = input.shape, len(self.normalized_shape)
         if shape[len(shape) - last:] != self.normalized_shape:
             raise ValueError(f"{type(self).__name__}: the input is {tuple(shape)}; it must end with {self.normalized_shape}")
+        if input.dtype not in DTYPE_NAMES and input.is_floating_point():
+            input = input.float()  # Transformer Engine casts every input
         flat = input if last == 1 else input.reshape(*shape[:len(shape) - last], self.weight.numel())
         return self._run(layer, (flat,), self._parameters_flat(), activation=self._output_dtype()).view(shape)
 

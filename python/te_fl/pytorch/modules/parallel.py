@@ -64,7 +64,6 @@ class TensorParallel:
     tp_size = 1
     sequence_parallel = False
     _divides = False  # true if forwards have collectives
-    _layer_moves_rows = False  # true if the layer in C++ has those of sequence_parallel
 
     def _divide(self, tp_group: Optional[Any], tp_size: int, sequence_parallel: Any) -> None:
         """Takes the constructor's arguments. The ranks that tp_size alone says get their group later."""
@@ -83,11 +82,17 @@ class TensorParallel:
             raise ValueError(f"{where}: {named} has {collectives.size_of(tp_group)} ranks, and the module was made with tp_size = {self.tp_size}; "
                              "give a group of that size, or make the module with this one as tp_group")
         if tp_group is not self.tp_group:  # the next forward makes layers of the new group
-            if self._layer_moves_rows:
-                self._layers = {}
-            if getattr(self, "_fused_in", None) is not None:
-                self._fused_in.forget()
+            self._forget_layers()
         self.__dict__["tp_group"], self.__dict__["tp_group_initialized"] = tp_group, True
+
+    def _shows_whole(self) -> bool:
+        """True if forwards return the gathered input, which the product then takes as it is."""
+        return False
+
+    @property
+    def _layer_moves_rows(self) -> bool:
+        """True if the layer in C++ has the collectives of sequence_parallel."""
+        return self._divides and self.sequence_parallel and not self._shows_whole()
 
     def _group(self) -> Any:
         """The group of a forward with collectives."""

@@ -140,6 +140,12 @@ class TransformerLayer(torch.nn.Module):
         self._fused = FusedLayer(self) if state["_fused"] else None
         self._number = registry.enter(self)
 
+    def _replicate_for_data_parallel(self) -> "TransformerLayer":
+        """torch.nn.DataParallel's replica, which calls its own parts."""
+        replica = super()._replicate_for_data_parallel()
+        replica.__dict__.update(_fused=None, _number=registry.enter(replica))
+        return replica
+
     # A layer asks this of the module that it computes for (modules/layers.py), a graph of the one whose number it has (compile/compiled.py).
 
     def _in_graph(self, device: torch.device, kind: str, key: Any) -> Tuple[NativeLayer, List[int]]:

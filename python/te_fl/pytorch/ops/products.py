@@ -19,7 +19,6 @@ from te_fl.pytorch.ops.operation import BasicOperation, FusedOperation, Result
 from te_fl.pytorch.ops.plain import AllReduce, ReduceScatter
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import default_device, device_of
-from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords, only, parallel_mode, refuse
 
 _FORWARD, _BACKWARD = ("scale_fwd", "amax_history_fwd"), ("scale_bwd", "amax_history_bwd")
@@ -70,7 +69,7 @@ class _Product(BasicOperation):
 
     def _in_own_dtype(self, x: torch.Tensor) -> torch.Tensor:
         """Operations compute in their weight's dtype, or in that of torch.autocast. What a module refuses is left to it."""
-        return x if torch.is_autocast_enabled(x.device.type) or x.dtype not in DTYPE_NAMES else x.to(self._own_dtype())
+        return x if torch.is_autocast_enabled(x.device.type) or not x.is_floating_point() else x.to(self._own_dtype())
 
 
 class BasicLinear(_Product, linear.Linear):
