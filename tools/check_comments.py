@@ -120,7 +120,7 @@ def tracked():
 
 
 def paragraphs(source):
-    """The paragraphs of a Markdown document, without headings, tables and code."""
+    """Yields the paragraphs of a Markdown document, without headings, tables and code."""
     line, found, in_code = 1, [], False
     for text in re.split(r"(\n\s*\n)", source):
         fences = text.count("```")
@@ -132,7 +132,7 @@ def paragraphs(source):
 
 
 def drawn(count, seed, paths):
-    """The blocks that --draw prints, as text."""
+    """Returns the text of the blocks that --draw prints."""
     listed = subprocess.run(["git", "ls-files", "README.md", "CONTRIBUTING.md", "docs/*.md"], cwd=ROOT, check=True, capture_output=True, text=True)
     everything = []
     for path in [*tracked(), *listed.stdout.split()]:

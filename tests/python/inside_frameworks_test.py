@@ -75,7 +75,7 @@ class Frameworks(unittest.TestCase):
             self.check(train(net, optimizer, accelerator.backward))
 
     def test_accelerate_in_fp16(self):
-        """A device that is called cpu has no FP16 in Accelerate, which says nothing of it; the host that answers for CUDA has it."""
+        """Accelerate silently ignores FP16 on a device called "cpu"; the host that stands in for CUDA supports it."""
         reset = accelerate.state.AcceleratorState._reset_state
         for cpu, dtype in ((False, torch.float16), (True, torch.float32)):
             with self.subTest(cpu=cpu), warnings.catch_warnings():

@@ -240,7 +240,7 @@ class Sequences(Case):
         wide = torch.randn(3, 3, 3, 8)
         want = torch.nn.functional.pad(wide[..., :5].transpose(1, 2), (0, 3))
         self.near(tex.multi_tensor_transpose_to_bhsd([wide[..., :5]], "bshd", [wide])[0], want)
-        factors = torch.randint(0, 255, (2, 2), dtype=torch.uint8)  # of 2 x 2 blocks, each for 16 rows
+        factors = torch.randint(0, 255, (2, 2), dtype=torch.uint8)  # one factor per block of 16 x 16 elements, 2 x 2 blocks
         rows = torch.nn.functional.pad(factors.repeat_interleave(16, 0), (0, 2))
         tex.nvfp4_2d_scale_transpose(rows, rows, 2, 2)
         self.assertTrue(torch.equal(rows, torch.nn.functional.pad(factors.t().repeat_interleave(16, 0), (0, 2))))

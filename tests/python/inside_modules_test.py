@@ -433,7 +433,7 @@ class Trouble(unittest.TestCase):
                       lambda q: tex.layernorm_fwd(x, torch.ones(16), torch.zeros(16), 1e-5, None, q, tex.DType.kFloat32, 0, False)[0]):
             got, want = (write(te.Float8Quantizer(torch.full((1,), 2.0), amax, tex.DType.kFloat8E4M3))._data.clone() for amax in (torch.Tensor(), torch.zeros(1)))
             self.assertTrue(torch.equal(got, want))
-            # One without a scale, which may be the same tensor, has the scale 1.
+            # A quantizer whose scale is an empty tensor has the scale 1; the same empty tensor may stand for its amax.
             none, found = torch.Tensor(), []
             for scale, amax in ((torch.ones(1), torch.zeros(1)), (none, torch.zeros(1)), (none, none)):
                 got = write(te.Float8Quantizer(scale, amax, tex.DType.kFloat8E4M3))
@@ -453,7 +453,7 @@ class Trouble(unittest.TestCase):
             self.assertTrue(torch.equal(sums, tex.bgrad_quantize(held.dequantize(), quantizer)[0]))
 
     def test_inputs_of_autograd(self):
-        """The functions are below autograd, whatever their inputs want of it."""
+        """The functions of the extension run below autograd, even if an input requires a gradient."""
         x, ones = torch.nn.Parameter(torch.randn(32, 32).to(BF16)), torch.ones(32, dtype=BF16)
         sums = x.detach().sum(0)
         for quantizer in (None, te.NVFP4Quantizer(with_2d_quantization=True), te.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, "cpu")):
@@ -513,7 +513,8 @@ class Host(unittest.TestCase):
         self.assertEqual(torch.compile(moves, fullgraph=True, backend="aot_eager")(x).tolist(), moves(x).tolist())
 
     def test_compiled_behind_a_graph_break(self):
-        """There the program runs on, and PyTorch compiles each function that it comes to; it guards on no getter of tensors."""
+        """After a graph break the program runs in Python, and PyTorch compiles each function that is called; Dynamo's guards must not depend on the
+        replaced getters of tensors."""
         def reads(x):
             for _ in range(2):
                 torch._dynamo.graph_break()

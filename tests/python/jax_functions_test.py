@@ -121,7 +121,7 @@ class Functions(Against64):
         self.compare(lambda x: jnp.stack([te.softmax.softmax(x, None, 0.7), te.softmax.softmax(x, mask, 0.7, SoftmaxFusionType.SCALED_MASKED),
                                           te.softmax.softmax(x, None, 0.7, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED)]),
                      lambda x: jnp.stack([jax.nn.softmax(jnp.where(out, -jnp.inf, 0.7 * x)) for out in (False, mask, causal)]), x)
-        for nonzero in (256, 0.5, -1e9):  # uint8 would make 0 of 256 and of 0.5
+        for nonzero in (256, 0.5, -1e9):  # a cast to uint8 would turn 256 and 0.5 into 0
             masked = te.softmax.softmax(x, mask * nonzero, 0.7, SoftmaxFusionType.SCALED_MASKED)
             np.testing.assert_array_equal(masked, te.softmax.softmax(x, mask, 0.7, SoftmaxFusionType.SCALED_MASKED))
 

@@ -185,7 +185,7 @@ class TransformerEngine(unittest.TestCase):
         forward, backward = {2: 48.0, 8: 256.0, 3: 77.0}, {3: 5.0, 5: 6.0, 0: 7.0}
         module.set_extra_state(theirs(FP8, fwd=forward, bwd=backward))
         for turn in range(2):
-            if turn:  # attention inside the layer
+            if turn:  # a call moves the loaded state into the C++ layer
                 with torch.no_grad(), te.autocast(recipe=FP8):
                     module(*(randn(4, 1, HEADS, CHANNELS) for _ in range(3)))
             state = extra_state.read(module.get_extra_state(), "attention")

@@ -809,7 +809,8 @@ class MainGrad(Each):
                             self.assertGreater(fused, 0)
 
     def test_main_grad_of_parameters_that_are_swapped(self):
-        """As torch.__future__ has it. What the next gradient overwrites stays as it was."""
+        """torch.__future__.set_swap_module_params_on_conversion replaces the parameters by swapping. A pending request to overwrite main_grad
+        survives the swap."""
         torch.__future__.set_swap_module_params_on_conversion(True)
         self.addCleanup(torch.__future__.set_swap_module_params_on_conversion, False)
         module, plain = randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=True)), randomise(te.Linear(32, 32, device="cpu"))

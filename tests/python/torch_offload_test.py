@@ -202,8 +202,8 @@ class Offload(unittest.TestCase):
                                 self.assertRaisesRegex(RuntimeError, "was written after the forward had saved it", loss.backward)
 
     def test_storages_that_are_emptied_before_they_are_copied(self):
-        """As by Megatron's checkpoint without output, inside of an offloaded layer: what the program has emptied stays, and is read where it is filled
-        again."""
+        """A program empties and later refills the storage of an offloaded layer's input, as Megatron's checkpoint without output does. The offload
+        leaves the empty storage alone, and the backward reads the refilled one."""
         for name in LAYERS:
             for recipe in RECIPES[:2]:
                 with self.subTest(layer=name, recipe=type(recipe).__name__):

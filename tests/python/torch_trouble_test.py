@@ -228,7 +228,7 @@ class Memory(Each):
         return te.DotProductAttention(4, 8, attention_dropout=0.0, qkv_format="bshd", **arguments), randn(2, 6, 4, 8).requires_grad_()
 
     def test_a_backward_that_is_refused_leaves_the_next_one_right(self):
-        """One tensor has moved and another is empty when a backward looks; both are there for the next."""
+        """One tensor has moved and another is empty when a backward looks, so the backward is refused; after a refill the next backward is right."""
         for node in ("q", "k", "v"):
             grads = []
             for moves in (False, True):
@@ -253,11 +253,11 @@ class Memory(Each):
             self.same(*grads, node)
 
     def test_memory_that_lies_where_an_emptied_input_lay(self):
-        """Activations that were moved there, as from the host, stay where they are when the input is filled again elsewhere."""
+        """If other activations now lie at the address of an emptied input, refilling the input elsewhere must not move them."""
         module, grads = randomise(te.LayerNormMLP(32, 64, device="cpu")), []
         for moves in (False, True):
             saved = []
-            memory = torch.empty(10_000_000)  # 40 MB: the allocator gives them back to the system, which mostly gives them out first again
+            memory = torch.empty(10_000_000)  # 40 MB, which the allocator returns to the system; the next allocation often gets the same address
             x = memory[:512].view(16, 32).copy_(randn(16, 32)).requires_grad_()
             with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
                 y = module(x)

@@ -50,7 +50,7 @@ class Training(unittest.TestCase):
         return stepper, module, exact
 
     def test_a_transpose_that_has_no_values_yet(self):
-        """Another thread does not find it, nor does anybody where it cannot be made."""
+        """A transpose becomes visible to other threads only when its values are written; if making it fails, there is none."""
         real, seen = te_fl.ops.fp8_transpose, []
         for recipe in RECIPES:
             weight = made("Linear", recipe).weight

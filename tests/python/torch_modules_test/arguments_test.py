@@ -120,7 +120,8 @@ class Arguments(unittest.TestCase):
                 te.LayerNorm(8, device="cpu")(torch.zeros(2, 8, dtype=dtype))
 
     def test_inputs_in_fp64(self):
-        """As in Transformer Engine normalisations and operations cast them to their weights' dtype, and torch.autocast has all modules cast them to its own."""
+        """Norms and operations cast FP64 inputs to their weights' dtype, and under torch.autocast all modules cast them to the autocast's dtype, as
+        in Transformer Engine."""
         grouped = te.GroupedLinear(2, 8, 8, device="cpu")
         own = [te.LayerNorm(8, device="cpu"), te.RMSNorm(8, params_dtype=BF16, device="cpu"), te.ops.BasicLinear(8, 8, device="cpu"),
                te.ops.RMSNorm(8, device="cpu")]
@@ -217,7 +218,8 @@ class Arguments(unittest.TestCase):
             self.assertFalse(torch.equal(module(x), before))
         for make in (lambda: te.Linear(32, 32, device="cpu"), lambda: te.LayerNormLinear(32, 32, device="cpu"), lambda: te.LayerNormMLP(32, 32, device="cpu"),
                      lambda: te.GroupedLinear(1, 32, 32, device="cpu")):
-            for runs_before in (False, True):  # The bias is added by apply_bias, and returned by return_bias, as in Transformer Engine.
+            # With apply_bias the module adds the bias; with return_bias it returns the bias, as in Transformer Engine.
+            for runs_before in (False, True):
                 module = randomise(make())
                 call = (lambda: module(x, [4])) if isinstance(module, te.GroupedLinear) else (lambda: module(x))  # noqa: B023
                 bias = [p for n, p in module.named_parameters() if n in ("bias", "fc2_bias", "bias0")][0]

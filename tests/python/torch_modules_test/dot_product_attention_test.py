@@ -47,7 +47,7 @@ class DotProductAttentionTest(Modules):
                     self.attend(fmt=fmt, groups=groups, keys=self.K)
 
     def test_expanded_inputs(self):
-        """Keys and values of one head that are expanded to all, and queries of one sequence that are expanded to several."""
+        """Tests expanded views: keys and values of one head for all heads, and queries of one sequence for several sequences."""
         module = te.DotProductAttention(self.H, self.D, qkv_format="bshd", attn_mask_type="no_mask")
         inputs = [randn(1, self.S, self.H, self.D).requires_grad_(), *(randn(self.B, self.K, 1, self.D, seed=s).requires_grad_() for s in (2, 3))]
 
@@ -171,7 +171,8 @@ class DotProductAttentionTest(Modules):
                     call=lambda m, *x: m(*x, attention_mask=(mask.to(x[0].device), mask.clone().to(x[0].device))))
 
     def test_the_window_of_a_module_is_a_pair(self):
-        """As Transformer Engine's attribute: without a window it says what the module's mask shows. A call's own mask has no window either then."""
+        """The attribute window_size is a pair, as in Transformer Engine: without a window it describes the module's mask type. A call with another
+        mask type has no window either."""
         for mask, size, want in (("causal", None, (-1, 0)), ("no_mask", None, (-1, -1)), ("padding_causal", (3, 0), (3, 0)), ("padding", (3, 2), (3, 2))):
             self.assertEqual(te.DotProductAttention(2, 16, attn_mask_type=mask, window_size=size).window_size, want)
         q, k, v = (randn(self.S, self.B, 2, 16, seed=seed) for seed in (1, 2, 3))

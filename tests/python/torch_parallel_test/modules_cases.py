@@ -317,7 +317,8 @@ def case_transformer_layer(ranks):
 
 
 def case_sequence_parallel_that_is_set_later(ranks):
-    """A program may set it on all modules that have it, as NeMo does around generation; each then computes as if it was made so."""
+    """A program may set sequence_parallel on all modules that have it, as NeMo does around generation; each module then computes as if it was
+    constructed with that value."""
     def later(make, shape):
         def made(tp_group=None, sequence_parallel=False):
             if tp_group is None:

@@ -95,7 +95,7 @@ def check_graph(group, recipe):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for i in range(4):  # as many steps of amaxes as those after which the graph is replayed
+        for i in range(4):  # four steps, so that the replays use the amaxes that the last step of `want` uses
             for to, value in zip((x.data, dy), tensors(group, i)):
                 to.copy_(value)
             one_step(module, group, recipe, x, dy)

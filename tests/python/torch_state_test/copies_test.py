@@ -51,7 +51,7 @@ class Copies(State):
         self.same(step(copy.deepcopy(module), device, recipe), step(module, device, recipe))
 
     def test_copies_that_share_parts(self):
-        """copy.copy() of a layer has the same parts, and both layers follow what is set there."""
+        """copy.copy() of a layer shares its submodules, and both layers follow attributes that are set on them."""
         for device in DEVICES:
             layer = randomise(MODULES["TransformerLayer"](device=device))
             other, x = copy.copy(layer), input_of(device).detach()
@@ -66,7 +66,7 @@ class Copies(State):
 
     @each(recipes=(None,))
     def test_replicas(self, name, device, _):
-        """Those of torch.nn.DataParallel, which gives them tensors for parameters, compute with these alone."""
+        """Replicas as torch.nn.DataParallel makes them, with tensors in place of parameters, compute with these tensors only."""
         module = randomise(MODULES[name](device=device))
         module(input_of(device))
         own = {n: (2 * p, p) for n, p in module.named_parameters()}
