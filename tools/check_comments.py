@@ -120,7 +120,7 @@ def tracked():
 
 
 def paragraphs(source):
-    """Yields the paragraphs of a Markdown document, without headings, tables and code."""
+    """Returns the paragraphs of a Markdown document, without headings, tables and code."""
     line, found, in_code = 1, [], False
     for text in re.split(r"(\n\s*\n)", source):
         fences = text.count("```")
