@@ -92,7 +92,7 @@ struct MergeTracesOptions {
 struct QuarantineOptions {
   bool clear = false;    // false: list the quarantines
   std::string op, impl;  // with clear: end only these; empty: any
-  bool all = false;      // with clear, instead of op and impl
+  bool all = false;      // with clear: end all quarantines; excludes op and impl
   bool json = false;
 };
 
