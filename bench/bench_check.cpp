@@ -1,4 +1,4 @@
-// The cost of validating one call: CompiledOp::check().
+// Benchmarks the validation of one call's arguments: CompiledOp::check().
 #include <benchmark/benchmark.h>
 
 #include <cstdlib>
@@ -49,14 +49,14 @@ struct Norm {
   }
 };
 
-// Six tensors, two scalars.
+// A layer norm with six tensors and two scalars.
 void LayerNorm(benchmark::State& state) {
   const Norm n;
   run(state, *op("layernorm_fwd"), &n.args);
 }
 BENCHMARK(LayerNorm);
 
-// A layer norm of five tensors, with beta left out.
+// A layer norm of five tensors: the optional beta is null.
 void LayerNormFiveTensors(benchmark::State& state) {
   Norm n;
   n.args.beta = nullptr;
@@ -64,7 +64,7 @@ void LayerNormFiveTensors(benchmark::State& state) {
 }
 BENCHMARK(LayerNormFiveTensors);
 
-// Strides given, as frameworks do, although the tensors are compact.
+// The tensors are contiguous and nevertheless have explicit strides, as frameworks pass them.
 void LayerNormWithStrides(benchmark::State& state) {
   Norm n;
   int64_t two[2] = {256, 1}, one[1] = {1};
@@ -95,7 +95,7 @@ void Fp8Gemm(benchmark::State& state) {
 }
 BENCHMARK(Fp8Gemm);
 
-// The exact check, which decides what the fast one leaves open.
+// The exact check, which decides the cases that the fast check cannot.
 void LayerNormExact(benchmark::State& state) {
   const Norm n;
   const auto compiled = op("layernorm_fwd");

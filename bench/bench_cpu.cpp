@@ -1,6 +1,6 @@
-// Every op of the catalogue on the CPU backend, against the reference backend and against what the
-// machine can do: copy bandwidth for ops limited by memory, oneDNN called directly for products.
-// See bench/README.md.
+// Benchmarks every op of the catalogue on the CPU backend against the reference backend and against
+// the machine's limits: copy bandwidth for memory-bound ops, direct oneDNN calls for matrix
+// products. See bench/README.md.
 #include <benchmark/benchmark.h>
 #include <unistd.h>
 
@@ -46,8 +46,8 @@ int threads() {
   return n > 0 ? n : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 }
 
-// The cache that the threads may have between them: they may run on as many core complexes, each
-// with a cache of its own; the C library adds up those of the whole socket.
+// Returns the total last-level cache available to the threads. They may run on several core
+// complexes, each with its own cache; the C library reports the sum over the whole socket.
 int64_t last_level_cache() {
   const int64_t one = cpu::last_level_cache_bytes();
   const int64_t socket = std::max<int64_t>(one, sysconf(_SC_LEVEL3_CACHE_SIZE));
@@ -69,15 +69,15 @@ void streaming_copy(char* to, const char* from, size_t bytes) {
 #endif
 }
 
-// A copy by the better of memcpy and streaming stores, on all threads, over four times the
-// last-level cache.
+// Measures copy bandwidth: a copy on all threads, with the faster of memcpy and streaming stores,
+// of four times the size of the last-level cache.
 class Copy {
  public:
   Copy() : half_(2 * last_level_cache()), from_({half_}, TE_FL_U8), to_({half_}, TE_FL_U8) {
     const double streaming = best_of(5, [&] { run(&streaming_copy); });
     best_ = best_of(5, [&] { run(&plain); }) < streaming ? &plain : &streaming_copy;
   }
-  // The rate of one copy: bytes read plus written per second.
+  // Measures one copy; returns bytes read plus bytes written per second.
   double bandwidth() {
     return 2.0 * static_cast<double>(half_) / seconds_of([&] { run(best_); });
   }
@@ -124,7 +124,7 @@ class Backend {
     }
     for (uint32_t i = 0; i < n; ++i) ops_[list[i]->op_name] = list[i];
   }
-  // The reason for which the op is not run, "" if it was prepared; call() then runs it.
+  // Prepares the op for call(). Returns "" on success, otherwise the reason why the op cannot run.
   std::string prepare(const std::string& op, const Case& c) {
     const auto found = ops_.find(op);
     if (found == ops_.end()) return "not implemented";
@@ -172,7 +172,7 @@ class Backend {
                          }};
 };
 
-// ---- oneDNN, called directly on its own threads
+// ---- direct oneDNN calls on oneDNN's own threads
 
 double direct_product(const Case::Product& p) {
   using dnnl::memory;
@@ -211,14 +211,14 @@ struct Peers {
   Copy copy;
 };
 
-// Rows, a multiple of `step`, with which the tensors take about `memory` bytes.
+// Returns a number of rows, a multiple of `step`, with which the tensors take about `memory` bytes.
 int64_t rows_for(const CaseSpec& spec, int64_t memory, int64_t step) {
   const int64_t per_row = std::max<int64_t>(1, spec.build(512)->memory / 512);
   return std::max<int64_t>(step, (memory / per_row + step) / step * step);
 }
 
-// Bytes per second where half of the threads' second-level caches holds the tensors: what the
-// arithmetic allows, since memory does not take part.
+// Measures bytes per second with tensors that fit in half of the threads' L2 caches. Memory plays
+// no part there, so this is the limit that arithmetic sets.
 double in_cache_bandwidth(Backend& backend, const CaseSpec& spec) {
   const int64_t second_level = std::max<int64_t>(256 << 10, sysconf(_SC_LEVEL2_CACHE_SIZE));
   const auto built = spec.build(rows_for(spec, threads() * second_level / 2, 128));
@@ -230,8 +230,8 @@ double in_cache_bandwidth(Backend& backend, const CaseSpec& spec) {
   return static_cast<double>(c.bytes) / std::min(once, best);
 }
 
-// The reference's time for the same work. It is limited by arithmetic, so a small part of a large
-// case stands for the whole.
+// Returns the reference backend's time for the same work. That backend is compute-bound, so the
+// time is scaled up from a small part of a large case.
 double reference_seconds(Peers& peers, const CaseSpec& spec, int64_t rows, const Case& whole) {
   const bool arithmetic = !spec.memory_bound && whole.flops > 0;
   const auto built = spec.build(spec.memory_bound ? std::max<int64_t>(512, rows / 64)
@@ -253,7 +253,8 @@ void run_case(benchmark::State& state, Peers& peers, const CaseSpec& spec) {
   const std::string refusal = peers.cpu.prepare(spec.op, c);
   if (!refusal.empty()) return state.SkipWithError(refusal.c_str());
   double best = 1e9;
-  std::vector<double> copies, ratios;  // a copy before every call: the neighbours' load changes
+  // copies before every call, because the load by other programs changes
+  std::vector<double> copies, ratios;
   for (auto _ : state) {
     const double copy = spec.memory_bound ? peers.copy.bandwidth() : 0;
     const double seconds = seconds_of([&] { peers.cpu.call(); });
@@ -277,8 +278,8 @@ void run_case(benchmark::State& state, Peers& peers, const CaseSpec& spec) {
   if (reference > 0) out["times_reference"] = reference / best;
 }
 
-// Every op of the catalogue must have a row, but for collectives, whose speed is that of several
-// ranks.
+// Checks that every op of the catalogue has a row. Collectives are exempt: their speed depends on
+// several ranks.
 bool covers_catalogue(const std::vector<CaseSpec>& cases) {
   bool all = true;
   for (const te_fl_op_schema* schema : core::catalogue()) {

@@ -1,8 +1,8 @@
-// Times the cost of a call before the op itself: five tensors, an implementation that returns at
+// Times the dispatch of a call with five tensors to an implementation that returns at
 // once.
 //   bench_dispatch --benchmark_format=json
-// "control" is arithmetic alone, run the same way: these machines slow down when all cores are
-// busy, so the cost at all threads is compared after dividing by it.
+// "control" runs only arithmetic, in the same way: machines may slow down when all cores are
+// busy, so divide a cost on all threads by "control" before comparing it.
 
 #include <benchmark/benchmark.h>
 
@@ -37,7 +37,7 @@ using te_fl::testing::five_schema;
 using te_fl::testing::FiveArgs;
 using te_fl::testing::FiveCall;
 
-// Five tensors and nothing else: test::five as its first version had it.
+// An op with five tensors and no other argument: the first version of test::five.
 const te_fl_op_schema& schema() {
   static const te_fl_op_schema first = [] {
     te_fl_op_schema s = five_schema();
@@ -54,7 +54,7 @@ te_fl_op_desc five(const char* id, uint32_t kind) {
   return d;
 }
 
-// Three implementations of the op, as a machine with one vendor's plugin has.
+// A registry with three implementations of the op, as on a machine with one vendor's plugin.
 struct World {
   World() : manager(registry) {
     for (const te_fl_op_desc& d :
@@ -105,7 +105,7 @@ void call(benchmark::State& state) {
   }
 }
 
-// The implementation here is asked before each call.
+// Dispatch calls this implementation's is_supported() before each call.
 void call_supported(benchmark::State& state) {
   static World* const asked = [] {
     auto* w = new World;
@@ -150,8 +150,9 @@ void handle_in_scope(benchmark::State& state) {
   }
 }
 
-// Watched by TE_FL_VERIFY: another op's calls, and a hundredth of these (copies, the reference, the
-// comparison: for tensors of 6 elements, so this is its fixed cost).
+// Calls under TE_FL_VERIFY, which verifies either another op's calls or 1 % of these. A verified
+// call copies its tensors, runs the reference and compares; the tensors have 6 elements, so the row
+// shows the fixed cost.
 void verify(const char* setting) {
   const Status set = setting == nullptr ? te_fl::environment::unset("TE_FL_VERIFY")
                                         : te_fl::environment::set("TE_FL_VERIFY", setting);
@@ -161,7 +162,7 @@ void verify_another(const benchmark::State&) { verify("0.01:gelu"); }
 void verify_1_percent(const benchmark::State&) { verify("0.01"); }
 void verify_none(const benchmark::State&) { verify(nullptr); }
 
-// The global policy changes every millisecond, between two.
+// A second thread switches the global policy between two settings every millisecond.
 void call_while_policy_changes(benchmark::State& state) {
   World& w = world();
   FiveCall five;
@@ -187,7 +188,7 @@ void call_while_policy_changes(benchmark::State& state) {
   }
 }
 
-// A call right after the table changed: nothing is cached for it. The change itself is not timed.
+// The first call after the registry changed, with nothing cached. The change itself is not timed.
 void cold_resolve(benchmark::State& state) {
   OpRegistry registry;
   OpManager manager(registry);
@@ -210,7 +211,7 @@ void cold_resolve(benchmark::State& state) {
   }
 }
 
-// The validation that every call contains, alone.
+// Times only the argument validation that every call performs.
 void check(benchmark::State& state) {
   const auto compiled = te_fl::core::CompiledOp::compile(schema()).value();
   FiveCall five;
@@ -221,8 +222,8 @@ void check(benchmark::State& state) {
   }
 }
 
-// ---- what users call: products in FP8 and without, shapes in turn, lists; of implementations that
-// return at once. Each stands beside `gemm`, the same product of BF16 tensors.
+// ---- realistic calls: FP8 products, products of changing shapes, and tensor lists.
+// Implementations return at once. Compare each row with `gemm`, the same product with BF16 tensors.
 
 void gemm(benchmark::State& state, Operands operands, Needs needs) {
   One& one = gemm_impl(needs == kPlans);
@@ -232,7 +233,7 @@ void gemm(benchmark::State& state, Operands operands, Needs needs) {
   }
 }
 
-// Every call on memory of its own, as a framework's allocator gives it out.
+// Uses other memory in every call, as a framework's caching allocator does.
 void gemm_moves(benchmark::State& state, Operands operands, Needs needs) {
   One& one = gemm_impl(needs == kPlans);
   Product first(operands), second(operands);
@@ -266,7 +267,7 @@ void gemm_shapes(benchmark::State& state, Operands operands, Needs needs) {
   }
 }
 
-// 64 tensors into 64 others.
+// Scales 64 tensors into 64 others.
 void lists(benchmark::State& state) {
   One& one = scale_impl();
   Lists lists(64);
@@ -275,8 +276,8 @@ void lists(benchmark::State& state) {
   }
 }
 
-// As one would first write it: a map of names behind a shared mutex, a function object, nothing
-// checked.
+// A naive registry as the lower bound: a name map behind a shared mutex, a std::function, no
+// validation.
 class PlainRegistry {
  public:
   using Function = std::function<Status(const void*)>;

@@ -1,7 +1,7 @@
-// Calls off the fast path, each beside its neighbour on it, in turns and in one thread:
+// Times calls off the fast path against a similar call on the fast path, alternately on one thread:
 //   bench_neighbours
-// Each row's time is of one block of either; its counters are the medians of a call of the case and
-// of its neighbour in nanoseconds, and the median of their ratios. The target is a ratio of at
+// A row's time is that of one block of both calls. Its counters: median ns of a call of the case,
+// median ns of the fast-path call, and the median of their ratios. The target is a ratio of at
 // most 1.6.
 
 #include <benchmark/benchmark.h>
@@ -27,7 +27,7 @@ double median(std::vector<double>& values) {
   return *middle;
 }
 
-// Returns nanoseconds a call of `call(i)`, i from 0, over a whole number of rounds of `period`.
+// Times `call(i)` for i = 0, 1, ... over a multiple of `period` calls; returns nanoseconds a call.
 template <class F>
 double time_of(benchmark::State& state, size_t period, F& call) {
   const size_t calls = (2048 + period - 1) / period * period;
@@ -59,8 +59,8 @@ void beside(benchmark::State& state, size_t neighbour_period, Neighbour neighbou
   state.counters["prepares_per_call"] = static_cast<double>(g_plans_made - made) / calls;
 }
 
-// Two lists in turn, the second on other memory than the first, of two lists of other shapes, which
-// stay where they were.
+// Alternates between two lists whose tensors lie at different addresses. The fast-path case
+// alternates between two lists of different shapes whose addresses do not change.
 void lists_move(benchmark::State& state) {
   One& one = scale_impl();
   const Lists first(64), moved(64), second(64, 16);
@@ -96,7 +96,7 @@ struct Attention {
   te_fl_fused_attn_bwd_args backward;
 };
 
-// Holds an op with a saved record against the same op without.
+// Compares an op that saves a record for its backward with the same op without a saved record.
 template <class Args>
 void saved(benchmark::State& state, const char* name, Args Attention::*which) {
   One one(name, false);
@@ -122,7 +122,7 @@ Products make_products(size_t count, int64_t step) {
   return products;
 }
 
-// Holds handles in turn against the same calls by call().
+// Compares calls through several handles in turn with the same calls by call().
 void handles(benchmark::State& state) {
   const auto count = static_cast<size_t>(state.range(0));
   One& one = gemm_impl(false);
@@ -134,7 +134,8 @@ void handles(benchmark::State& state) {
       [&](size_t i) { return prepared[i].call(&products[i]->args); });
 }
 
-// Holds many shapes in turn, each with a plan, against 64 of them.
+// Compares calls that alternate among many shapes, each with a plan of its own, with calls among 64
+// shapes.
 void planned_shapes(benchmark::State& state) {
   One one("generic_gemm", true);
   const Products products = make_products(static_cast<size_t>(state.range(0)), 8);

@@ -1,12 +1,12 @@
-// The host's time for a TransformerLayer's forward and backward: of the whole layer, and of one
-// rank's part of two under sequence parallelism. All ops, the collectives as well, are served by
-// implementations that return at once, so what is left is what the layer and dispatch cost. The
-// part's collectives alone are a row too: the target is (part - collectives) / whole.
+// Times the host's work for a TransformerLayer's forward and backward: for the whole layer, and for
+// one rank of two under sequence parallelism. All ops, collectives included, run
+// implementations that return at once, so the time is that of the layer and of dispatch. One
+// row times the rank's collectives alone; the targets limit (part - collectives) / whole.
 //
 // usage: bench_ranks [--hidden=N] [--iterations=N] [options of Google Benchmark]
-//   --hidden      of the layer (default 1024); the host does the same for any
-//   --iterations  exactly so many of each row: what valgrind counts for two numbers of them differs
-//                 by the instructions of the rest
+//   --hidden      hidden size of the layer (default 1024); the host's work does not depend on it
+//   --iterations  fixed number of iterations of each row: run valgrind with two numbers; the
+//                 difference of its counts is the instructions of the extra iterations
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -45,11 +45,12 @@ te_fl_status nothing(void*, const te_fl_context*, const void* args) {
   return TE_FL_OK;
 }
 
-// Serves every op that the reference does, and communicators.
+// A backend whose implementations do nothing. It serves every op of the reference backend and makes
+// communicators.
 class Nothing {
  public:
   Nothing() {
-    (void)OpManager::instance();  // has the built-in ones registered
+    (void)OpManager::instance();  // registers the built-in backends first
     api_.create = [](void* self, const te_fl_comm_config*, void** out, const te_fl_error_sink*) {
       *out = self;
       return te_fl_status{TE_FL_OK};
@@ -108,10 +109,10 @@ Nothing& serving() {
 struct Case {
   const char* name;
   bool divided;
-  const Recipe* recipe;  // null: no FP8
+  const Recipe* recipe;  // null: without FP8
 };
 
-// The layer, and of a part its ranks.
+// The layer under test; if divided, also its two ranks.
 struct Subject {
   explicit Subject(bool divided) {
     if (divided) parallel = {.ranks = serving().two_ranks(), .sequence_parallel = true};
@@ -148,8 +149,8 @@ void run(benchmark::State& state, const Case& which) {
   }
 }
 
-// The collectives of a part's forward and backward: each map gathers or scatters once in either,
-// and those by columns gather their input again.
+// Runs the collectives of one rank's forward and backward: each linear layer gathers or scatters
+// once in either direction, and a column-parallel layer gathers its input again in the backward.
 void run_collectives(benchmark::State& state) {
   const std::shared_ptr<const Comm> ranks = serving().two_ranks();
   const Tensor part = take(Tensor::zeros({kTokens / 2, g_hidden}, DType::kBF16));
@@ -175,12 +176,13 @@ const Case kCases[] = {{"whole/bf16", false, nullptr},      {"part/bf16", true, 
 }  // namespace
 }  // namespace te_fl::nn
 
-// The value of the option, which leaves the arguments; `otherwise` without it.
+// Removes the option from the arguments and returns its value, or `otherwise` if the option is
+// absent.
 static int64_t take_option(int& argc, char** argv, const std::string& name, int64_t otherwise) {
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     if (!argument.starts_with(name + "=")) continue;
-    std::copy(argv + i + 1, argv + argc + 1, argv + i);  // with the null at the end
+    std::copy(argv + i + 1, argv + argc + 1, argv + i);  // includes the terminating null
     --argc;
     return std::stoll(argument.substr(name.size() + 1));
   }
@@ -203,5 +205,5 @@ int main(int argc, char** argv) {
   }
   benchmark::RunSpecifiedBenchmarks();
   std::fflush(stdout);
-  std::_Exit(0);  // the implementations stay registered
+  std::_Exit(0);  // skips destructors: the implementations stay registered
 }

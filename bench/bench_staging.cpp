@@ -1,6 +1,6 @@
-// Times the cost of serving a device's tensors on host copies beyond the copies themselves: a call
-// with one input and one output of N bytes whose implementation returns at once, against copying N
-// bytes out and N bytes in by hand, to pinned memory, on the same stream. Both take turns; medians.
+// Times the overhead of running an op on host copies of a device's tensors. Compares a call
+// with one input and one output of N bytes, whose implementation returns at once, with copying N
+// bytes to pinned host memory and back by hand on the same stream. Alternates both; medians.
 //   bench_staging [--device cuda:0]      (with TE_FL_PLUGIN_MODULES naming the plugin; default: the
 //                                         far device of the tests, whose copies are memcpy)
 #include <benchmark/benchmark.h>
@@ -54,7 +54,7 @@ void staged(benchmark::State& state) {
   te_fl::OpRegistry registry;
   te_fl::OpManager manager(registry);
   te_fl_op_desc d;
-  d.op_name = "test::save_fwd";  // an input and an output
+  d.op_name = "test::save_fwd";  // one input and one output
   d.impl_id = "default.nothing";
   d.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_STATIC_SUPPORT;
   d.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
@@ -104,7 +104,7 @@ int main(int argc, char** argv) {
   benchmark::Initialize(&argc, argv);
   static te_fl::testing::FarDevice far;
   if (argc == 3 && std::strcmp(argv[1], "--device") == 0) {
-    te_fl::OpManager::instance();  // plugins bring devices
+    te_fl::OpManager::instance();  // loads the plugins, which register devices
     device = must(te_fl::parse_device(argv[2]));
   } else if (argc == 1) {
     device = must(te_fl::devices::add(&far.desc));

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Times the start: `te-fl info` with the built-in backends, and the time that libte_fl.so adds to a program that links with it.
+"""Times process start: `te-fl info` with the built-in backends, and the time that libte_fl.so adds to a program that links with it.
 
 usage: bench/bench_startup.py [--build build/release] [--repeat 40] [--json FILE]
 
-Programs run alternately (A B A B); the figures are medians of wall time, spread is the interquartile range. Every plugin found
-is then timed by itself: `te-fl info` with it, less `te-fl info` without. Exits 1 if a median misses its target.
+Programs run alternately (A B A B); figures are medians of wall time, the spread is the interquartile range. Each plugin's own
+time is that of `te-fl info` with the plugin less that of `te-fl info` without it. Exits 1 if a median misses its target.
 """
 import argparse
 import json
@@ -56,7 +56,7 @@ def main():
     te_fl = build / "bin/te-fl"
     if not te_fl.exists():
         parser.error(f"--build {options.build}: there is no bin/te-fl in it; build first")
-    # No manifests: an empty folder in place of every place where they are looked for.
+    # An empty folder replaces every folder that te-fl searches for manifests, so that no plugin is found.
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
         bare = {k: v for k, v in os.environ.items() if not k.startswith("TE_FL_")}

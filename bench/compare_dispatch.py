@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Rows of two builds' bench_dispatch in one run, in turns: medians of CPU time per call, and their ratio.
-usage: bench/compare_dispatch.py BEFORE AFTER [--rounds N] [--filter REGEX] [--json FILE]"""
+"""Compares bench_dispatch of two builds, run alternately: median CPU time per call of each row, and their ratio. usage: bench/compare_dispatch.py
+BEFORE AFTER [--rounds N] [--filter REGEX] [--json FILE]"""
 import argparse
 import json
 import statistics
@@ -14,7 +14,7 @@ parser.add_argument("--filter", default="^(control|call|call_in_scope|handle|han
 parser.add_argument("--json", help="write all times to this file")
 options = parser.parse_args()
 
-times = {}  # row -> side -> ns of each round
+times = {}  # row -> side -> ns, one number per round
 for number in range(options.rounds):
     sides = [("before", options.before), ("after", options.after)]
     for side, binary in sides if number % 2 == 0 else sides[::-1]:
@@ -26,7 +26,7 @@ for number in range(options.rounds):
 result = []
 for name, sides in times.items():
     if len(sides) != 2:
-        continue  # only one of them has it
+        continue  # only one build has this row
     before, after = (statistics.median(sides[s]) for s in ("before", "after"))
     print(f"{name:40} {before:8.2f} ns  {after:8.2f} ns  {after / before:.3f}")
     result.append({"name": name, "before_ns": before, "after_ns": after, "ratio": after / before, "rounds": sides})

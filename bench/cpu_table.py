@@ -9,7 +9,7 @@ def cell(row, key, form):
 
 
 def bound(row):
-    """The limit of a row: arithmetic if memory leaves it at three quarters of its rate in cache, or more."""
+    """Returns what limits a row: "arithmetic" if its rate in memory is at least three quarters of its rate in cache."""
     if not row.get("in_cache_GB_per_s"):
         return ""
     return "arithmetic" if row["GB_per_s"] >= 0.75 * row["in_cache_GB_per_s"] else "memory"

@@ -14,7 +14,7 @@
 #include "te_fl/ops/optimizer.h"
 #include "te_fl/tensor.hpp"
 
-// The benchmarks of dispatch call these implementations, which return at once.
+// Implementations for the dispatch benchmarks; they return at once.
 namespace te_fl::bench_dispatch {
 
 inline te_fl_status nothing(void*, const te_fl_context*, const void* args) {
@@ -46,7 +46,8 @@ inline te_fl_status make_plan(void*, const te_fl_context*, const void*, void** p
 }
 inline void drop_plan(void*, void*) {}
 
-// One implementation of an op of the catalogue; with `plans`, one that has plans and a workspace.
+// A registry with one implementation of an op of the catalogue. If `plans`, the implementation has
+// plans and a workspace.
 struct One {
   One(const char* name, bool plans) : manager(registry) {
     te_fl_op_desc d = descriptor(name, "vendor.x", TE_FL_KIND_VENDOR);
@@ -105,7 +106,7 @@ struct Product {
   te_fl_generic_gemm_args args;
 };
 
-// This call scales `count` tensors into as many others.
+// The arguments of a call that scales `count` tensors into `count` others.
 struct Lists {
   explicit Lists(int count, int64_t columns = 8) : flag(Tensor::zeros({1}, DType::kI32).value()) {
     for (int i = 0; i < 2 * count; ++i) tensors.push_back(operand(kPlain, {4, columns}));

@@ -1,11 +1,11 @@
 // Measures the GEMM libraries that Debian and Ubuntu package, as the CPU backend would use them:
-// what loading costs, FP32 speed on one thread, on the library's own threads and single-threaded
+// loading time, FP32 speed on one thread, on the library's own threads and single-threaded
 // inside the backend's pool, repeatability, and a forked child's first GEMM. Prints the table of
 // bench/results/gemm_library.md.
 //
 //   gemm_library [NAME=PATH ...]   NAME: openblas, blis, onednn; default: what ld.so finds
 //
-// Each library is measured in a process of its own, so that none sees another's threads.
+// Each library runs in a separate process, so that its threads do not disturb the others.
 #include <dlfcn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -41,13 +41,14 @@ struct Shape {
   int64_t m, n, k;
 };
 
-// Row-major operands; the leading dimensions are the dense ones of the whole problem.
+// A row-major SGEMM. The leading dimensions are those of the whole contiguous matrices.
 using Sgemm = std::function<void(const Shape&, const float* a, int64_t lda, const float* b,
                                  int64_t ldb, float* c, int64_t ldc)>;
 
 struct Library {
   Sgemm sgemm;
-  std::function<void(int)> set_threads;  // For the calls of this thread.
+  // Sets the library's thread count for calls from this thread.
+  std::function<void(int)> set_threads;
 };
 
 using CblasSgemm = void (*)(int, int, int, int, int, int, float, const float*, int, const float*,
@@ -111,9 +112,9 @@ int thread_count() {
   return 0;
 }
 
-// The best of several runs of each call: other programs on the machine can only slow one down.
-// Calls take turns, so that all meet the same of them, with a rest between turns, because the
-// threads of an OpenMP library go on spinning for some milliseconds after a call.
+// Returns the shortest of several runs of each call, because other programs can only slow a run
+// down. The calls alternate so that all meet the same load. A pause follows each turn, because
+// threads of an OpenMP library keep spinning for some milliseconds after a call.
 std::vector<double> best_seconds(const std::vector<std::function<void()>>& calls) {
   std::vector<double> best(calls.size(), 1e30);
   for (int round = 0; round < 6; ++round) {
@@ -143,7 +144,7 @@ struct Problem {
   int64_t lda() const { return s.trans_a ? s.m : s.k; }
   int64_t ldb() const { return s.trans_b ? s.k : s.n; }
   void whole(const Library& lib) { lib.sgemm(s, a.data(), lda(), b.data(), ldb(), c.data(), s.n); }
-  // Rows split over the pool: the plainest use of a single-threaded library.
+  // Splits the rows over the pool: the simplest parallel use of a single-threaded library.
   void pooled(const Library& lib, ThreadPool& pool) {
     pool.parallel_for(s.m, 16, [&](int64_t begin, int64_t end) {
       lib.set_threads(1);
@@ -159,7 +160,8 @@ struct Problem {
 
 double gflops(const Shape& s, double seconds) { return 2e-9 * s.m * s.n * s.k / seconds; }
 
-// Milliseconds a forked child needs for its first pooled GEMM; -1 if it takes over five seconds.
+// Returns the milliseconds of a forked child's first pooled GEMM, or -1 if it takes over five
+// seconds.
 double forked_first_gemm(const Library& lib, Problem& problem, ThreadPool& pool) {
   int pipe_ends[2];
   if (pipe(pipe_ends) != 0) std::exit(1);
@@ -211,7 +213,7 @@ constexpr Shape kShapes[] = {{false, true, 1024, 256, 256},    {false, true, 102
                              {false, true, 1, 4096, 1024},     {true, false, 256, 256, 8192},
                              {true, false, 64, 64, 8192}};
 
-// One line of the table. `served`: this is the library that te_fl::cpu::sgemm stands on.
+// Prints one line of the table. `served`: te_fl::cpu::sgemm uses this library.
 void measure_shape(const Library& lib, ThreadPool& pool, const Shape& s, bool served) {
   Problem problem(s);
   problem.pooled(lib, pool);

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Times one op of te-fl as a jitted JAX call, beyond XLA's own smallest call, in one process.
+"""Times one op of te-fl as a jitted JAX call, less the time of XLA's own smallest call, in one process.
 
 usage: PYTHONPATH=build/release/python python bench/jax_call.py [--blocks N]
 
-Medians of alternating blocks of calls on arrays of 16 elements, each call waited for. The target is 10 us beyond.
+Medians of alternating blocks of calls on arrays of 16 elements; each call is waited for. The target is at most 10 us more.
 """
 import argparse
 import statistics

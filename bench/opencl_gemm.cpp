@@ -1,10 +1,10 @@
-// generic_gemm of the OpenCL plugin (default.opencl) against CLBlast's Gemm on the same device and
-// command queue, taking turns. Prints a table; with --json also that file.
+// Times generic_gemm of the OpenCL plugin (default.opencl) against CLBlast's Gemm on one device and
+// command queue, alternately. Prints a table; --json also writes a file.
 //
 //   opencl_gemm [--device opencl:0] [--match TEXT] [--seconds S] [--json FILE]
 //
 // TE_FL_PLUGIN_MODULES names the plugin. CLBlast is opened at run time (libclblast.so.1, or what
-// CLBLAST_LIBRARY names) and works on plain buffers, as it likes them best. A ratio is the median
+// CLBLAST_LIBRARY names) and gets plain buffers, its preferred memory. A ratio is the median
 // of the ratios of neighbouring samples, CLBlast's time over te-fl's: above 1 te-fl is faster.
 #include <CL/cl.h>
 #include <dlfcn.h>
@@ -62,7 +62,7 @@ constexpr Shape kShapes[] = {
     {"thin", 7, 4096, 1024, false, true},
 };
 
-// CLBlast's C interface, as far as it is used; building needs none of its files.
+// The part of CLBlast's C interface that is used here; building needs none of CLBlast's files.
 template <class Scalar>
 using Gemm = int (*)(int layout, int trans_a, int trans_b, size_t m, size_t n, size_t k,
                      Scalar alpha, cl_mem a, size_t a_offset, size_t a_ld, cl_mem b,
@@ -130,7 +130,8 @@ class Buffer {
   cl_mem buffer_ = nullptr;
 };
 
-// Values that every dtype here represents, so that all kernels multiply the same.
+// Random values that every dtype here represents exactly, so that all kernels multiply the same
+// numbers.
 std::vector<float> values_of(int64_t n, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
@@ -175,7 +176,7 @@ double median(std::vector<double> values) {
 
 struct Options {
   std::string device = "opencl:0", match, json;
-  double seconds = 1.0;  // that one row takes, about
+  double seconds = 1.0;  // approximate time of one row
 };
 
 class Bench {
@@ -255,7 +256,7 @@ class Bench {
     };
   }
 
-  // The second call's seconds: the first compiles.
+  // Runs the call twice and returns the seconds of the second; the first compiles kernels.
   double first(const std::function<void()>& call) {
     seconds(call, 1, queue_.queue);
     return seconds(call, 1, queue_.queue);
@@ -298,7 +299,7 @@ class Bench {
     rows_.push_back(std::move(row));
   }
 
-  // Both have multiplied the same: what differs is the order of summation.
+  // Compares the results of both libraries, which may differ only by the order of summation.
   void compare(const std::string& label, const Tensor& ours, const Buffer& theirs, size_t n) {
     std::vector<float> peer(n);
     must(clEnqueueReadBuffer(queue_.queue, theirs.get(), CL_TRUE, 0, n * sizeof(float), peer.data(),
@@ -347,7 +348,8 @@ int main(int argc, char** argv) {
       return 2;
     }
   }
-  setenv("TE_FL_PER_OP", "generic_gemm=impl:default.opencl", 1);  // never on host copies
-  te_fl::OpManager::instance();                                   // plugins bring devices
+  setenv("TE_FL_PER_OP", "generic_gemm=impl:default.opencl", 1);  // never fall back to host copies
+  // loads the plugins, which register devices
+  te_fl::OpManager::instance();
   return Bench(must(te_fl::parse_device(options.device)), options).run();
 }

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Trains the example GPT with every recipe and several seeds and prints validation losses against high precision.
+"""Trains the example GPT with every recipe and several seeds and prints the validation losses relative to high precision.
 
 usage: bench/recipes.py [--train-gpt PATH] [--seeds N] [--curve STEPS] [--json FILE] [-- ARGUMENTS OF train_gpt]
 
 Exits 1 if the mean of an FP8 recipe is more than --tolerance (2 %) above that without FP8, or if a run on a CUDA device
-(--device cuda:0) had an op served by anything but vendor.cuda and what builds on it, or on copies in host memory.
+(--device cuda:0) ran an op on an implementation other than vendor.cuda and those built on it, or on copies in host memory.
 """
 import argparse
 import json
@@ -28,8 +28,8 @@ def run(program, recipe, seed, arguments):
 
 
 def served_elsewhere(result):
-    """The ops that implementations other than the CUDA plugin's served on a CUDA device, or that ran on copies: one line each; []
-    on other devices."""
+    """Returns one line for each op that ran on a CUDA device by another implementation than the CUDA plugin's, or on host copies; [] for other
+    devices."""
     if not result["device"].startswith("cuda"):
         return []
     usage = result.get("usage", [])
@@ -44,7 +44,7 @@ def served_elsewhere(result):
 
 
 def print_curves(results, every):
-    """Training loss by recipe: the mean over seeds and `every` steps."""
+    """Prints the training loss by recipe: the mean over seeds and over `every` steps."""
     print(f"\n| steps | {' | '.join(results)} |\n|---|{'---|' * len(results)}")
     steps = len(results["none"][0]["training_loss"])
     for begin in range(0, steps, every):
@@ -69,7 +69,7 @@ def main():
     if not os.access(options.train_gpt, os.X_OK) or os.path.isdir(options.train_gpt):
         sys.exit(f"recipes.py: {options.train_gpt} is not there or no program; build the target train_gpt, or name it with --train-gpt")
     if options.json:
-        try:  # before the minutes that the runs take
+        try:  # fails before the runs, which take minutes
             open(options.json, "a").close()
         except OSError as error:
             sys.exit(f"recipes.py: --json {options.json} cannot be written ({error.strerror}); name a file in a folder that can")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times the cost of TE_FL_VERIFY to the example's training: train_gpt without it and at several rates, in turns.
+"""Times the cost of TE_FL_VERIFY in the example's training: runs train_gpt without it and at several rates, alternately.
 usage: bench/verify_cost.py [--train-gpt PATH] [--data TEXT] [--rates 0.01,0.05] [--steps N] [--rounds N] [--json FILE]"""
 import argparse
 import json
@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import tempfile
 
-# 3.3 million parameters, whatever the example's own defaults are.
+# 3.3 million parameters; every option is explicit, so that changes of the example's defaults do not matter.
 MODEL = "--device cpu --style gpt --dtype f32 --hidden 256 --layers 4 --heads 8 --seq-len 128 --batch 8 --lr 0.0015".split()
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -23,7 +23,7 @@ options = parser.parse_args()
 
 
 def seconds(rate, folder):
-    """Seconds of the training steps alone."""
+    """Runs train_gpt; returns the seconds of its training steps."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TE_FL_")}
     environment.update(TE_FL_PLUGIN_PATH="", TE_FL_QUARANTINE_FILE="", TE_FL_VERIFY_DIR="", TEFL_LOG_LEVEL="WARNING")
     if rate:

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Finds comments that are no sentences, and names that say nothing. Prints each; exits 1 on any.
+"""Finds comments that begin as sentence fragments, and meaningless names. Prints each; exits 1 on any.
 usage: tools/check_comments.py [--all] [--count] [--draw N --seed S] [PATH...]     (default: every tracked source file)
-  --all    also looks into the folders that are not clean yet (UNCLEAN, below)
-  --draw   prints N comment blocks and paragraphs of the documents, of four words at least, drawn at random with the seed, each with the ten
-           lines below it, for a reader who says of each what its subject is, what it claims, and which word the field does not use so
+  --all    also checks the folders that still have violations (UNCLEAN, below)
+  --draw   prints N comment blocks and paragraphs of the documents, of at least four words, drawn at random with the seed, each with the ten
+           lines below it. A reader then states each block's subject and claim, and every word used in a sense unknown in the field
   --count  prints how many comment blocks begin as fragments, folder by folder, UNCLEAN included, and exits 0
 
 The rule for comments: a comment block or docstring must not begin with one of the words of FRAGMENT, unless its first sentence is
 a question that ends with "?". "What is freed here" has no verb of its own, and "What is freed here is the old plan" reads better
 as "Frees the old plan", so both are refused. "Where" and "When" may begin a clause that a comma ends: "Where no GPU is, this
-test is skipped". A block is what stands on adjacent lines. A comment behind code may begin as a phrase that completes its line
+test is skipped". A block is a run of comments on adjacent lines. A comment behind code may begin as a phrase that completes its line
 (PHRASE: "int64_t rows;  // of one output").
 
-The rule for names: those of EMPTY_NAMES are no identifiers, and each of ONE_TYPE is defined once in the whole tree."""
+The rule for names: no identifier is in EMPTY_NAMES, and each type of ONE_TYPE is defined once in the whole tree."""
 import argparse
 import ast
 import collections
@@ -28,7 +28,7 @@ from check_odr import TOKEN, without_text
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 C_SUFFIXES = (".c", ".cpp", ".h", ".hpp", ".cu", ".cuh", ".cl", ".def")
-# Folders and files that still have what the rules refuse. The list only shrinks.
+# Folders and files that still violate the rules. The list may only shrink.
 UNCLEAN: tuple = ()
 
 FRAGMENT = re.compile(r"(?:what|whatever|whether|of|why|which|who|whom|whose|how|that|the same)\b(?![-(])", re.I)
@@ -42,7 +42,7 @@ Problem = collections.namedtuple("Problem", "line text is_comment")
 
 
 def is_fragment(text, alone=True):
-    """True if a comment's text begins as a clause that is no sentence. `alone` is false for one behind code."""
+    """Returns True if a comment's text begins as a sentence fragment. `alone` is false for a comment behind code."""
     sentence = re.split(r"(?<=[.?!:;])\s", text.strip(), maxsplit=1)[0]
     if sentence.endswith("?") or (not alone and PHRASE.match(sentence)):
         return False
@@ -50,7 +50,7 @@ def is_fragment(text, alone=True):
 
 
 def joined(comments):
-    """The blocks of (line, column, text, own line) entries: adjacent lines that are comments alone, or that go on below one behind code."""
+    """Joins (line, column, text, alone) entries into blocks: comments on adjacent lines, and comment lines that continue a comment behind code."""
     blocks, last = [], None
     for line, column, text, alone in comments:
         if last and line == last[0] + 1 and alone and (last[2] or column == last[1]):
@@ -98,7 +98,7 @@ def python_problems(source):
 
 
 def problems_of(path, source):
-    """The problems of one file, and how many comment blocks it has."""
+    """Returns the problems of one file and the number of its comment blocks."""
     blocks, names = python_problems(source) if path.endswith(".py") else c_problems(source)
     found = [Problem(b.line, f'begins as a fragment: "{b.text[:70]}"', True) for b in blocks if is_fragment(b.text, b.alone)]
     found += [Problem(line, f"'{name}' says nothing: name the noun it stands for", False) for line, name in names]
@@ -106,7 +106,7 @@ def problems_of(path, source):
 
 
 def types_of(path, source):
-    """(line, name) of the types of ONE_TYPE that a file defines."""
+    """Returns (line, name) of each type of ONE_TYPE that a file defines."""
     if path.endswith(".py"):
         found = [(n.lineno, n.name) for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ClassDef)]
     else:
@@ -120,7 +120,7 @@ def tracked():
 
 
 def paragraphs(source):
-    """The paragraphs of a Markdown document, without headings, tables and code."""
+    """Returns the paragraphs of a Markdown document, without headings, tables and code."""
     line, found, in_code = 1, [], False
     for text in re.split(r"(\n\s*\n)", source):
         fences = text.count("```")
@@ -132,7 +132,7 @@ def paragraphs(source):
 
 
 def drawn(count, seed, paths):
-    """The blocks that --draw prints, as text."""
+    """Returns the text of the blocks that --draw prints."""
     listed = subprocess.run(["git", "ls-files", "README.md", "CONTRIBUTING.md", "docs/*.md"], cwd=ROOT, check=True, capture_output=True, text=True)
     everything = []
     for path in [*tracked(), *listed.stdout.split()]:

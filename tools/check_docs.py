@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compiles or runs every fenced code block of README.md, CHANGELOG.md and docs/*.md.
 
-The blocks of one document run in order in one scratch copy of the tracked files, in which build/release is this
-build and the command te-fl is its own. By language:
+The blocks of one document run in order in one scratch copy of the tracked files, in which build/release is the tested
+build and the command te-fl is that build's. By language:
 
   cpp      with `int main(`: compiled, linked with libte_fl, run; must exit 0.
            with an #include: a source file of its own; compiled.
@@ -10,19 +10,19 @@ build and the command te-fl is its own. By language:
   c        with an #include: a C99 source file; otherwise the body of a C99 function. Compiled.
   sh       run by bash -e; must exit 0.
   console  lines that begin with `$ ` are run, the others are their output (a command may end with `# exit N`).
-  json     parsed; one with a library_path by te-fl's own manifest parser.
+  json     parsed; a block with a library_path by te-fl's own manifest parser.
   text     output of a command, named by the comment `output-of`.
 
-In expected output a line `...` stands for any lines, `...` inside a line for any text, and runs of blanks are equal.
+In expected output a line `...` matches any lines, `...` inside a line matches any text, and runs of blanks are equal.
 Comments on the line before a block change what happens:
 
-  <!-- file: PATH -->        the block is written to PATH in the scratch copy, for later sh blocks. It is checked by its
-                             language too; other languages are allowed with this comment, if an sh block follows.
+  <!-- file: PATH -->        the block is written to PATH in the scratch copy, for later sh blocks. It is also checked by its
+                             language; other languages are allowed with this comment, if an sh block follows.
   <!-- output-of: COMMAND --> (text) the block is that command's output.
-  <!-- tested-by: NAME -->   the block is not run here, since the ctest test NAME does it.
+  <!-- tested-by: NAME -->   the block is not run here, because the ctest test NAME runs it.
 
 Any other language is an error, and so is code that hides in an indented block. A link, in CONTRIBUTING.md, bench and the folders of backends too, must lead to a file of the tree, and
-docs/README.md, where there is one, to every page of docs.
+docs/README.md, if present, must link to every page of docs.
 
 usage: check_docs.py --source DIR --build DIR --cxx C++ --cc CC [--only FILE[:LINE]]... [--keep]
 """
@@ -57,7 +57,7 @@ C_INCLUDES = """#include <stddef.h>
 DIRECTIVE = re.compile(r"^\s*<!--\s*(file|output-of|tested-by):\s*(.*?)\s*-->\s*$")
 FENCE = re.compile(r"^(\s*)(`{3,}|~{3,})\s*([A-Za-z0-9_+-]*)\s*$")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#\s]*)(#[^)\s]*)?\)|!\[[^\]]*\]\(([^)\s]*)\)")
-# An indented block (for formulas and diagrams) must not begin so.
+# Commands and code that an indented block must not begin with; indented blocks are for formulas and diagrams.
 HIDDEN_CODE = re.compile(r"^ {4,}(\$ |#include|(cmake|ctest|g\+\+|gcc|clang|python3|apt-get|sudo|te-fl|tools/|build/|export|git) )")
 TIMEOUT_S = 120
 
@@ -77,7 +77,7 @@ class Block:
 
 
 def blocks_of(document, text):
-    """The fenced blocks of a document, and what is wrong with its form."""
+    """Returns the fenced blocks of a document and the errors in its form."""
     blocks, errors, current, fence, directives, previous = [], [], None, None, {}, ""
     for number, line in enumerate(text.split("\n"), 1):
         if current is not None:
@@ -108,7 +108,7 @@ def blocks_of(document, text):
 
 
 def run(command, **options):
-    """Exit code and output (stdout, then stderr)."""
+    """Runs a command; returns its exit code, stdout and stderr."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
                               stdin=subprocess.DEVNULL, **options)
@@ -118,7 +118,7 @@ def run(command, **options):
 
 
 def matches(expected, actual):
-    """True if the output is as the document shows it."""
+    """Returns True if the output matches the output shown in the document."""
     pattern = ""
     for line in expected.strip("\n").split("\n"):
         if line.strip() == "...":
@@ -131,7 +131,7 @@ def matches(expected, actual):
 
 
 def links_of(text):
-    """The files that a document links to or shows, other sites and the document itself aside."""
+    """Returns the files that a document links to or shows, without links to other sites and within the document."""
     prose = re.sub(r"^\s*(```|~~~).*?^\s*\1\s*$", "", text, flags=re.M | re.S)
     prose = re.sub(r"`[^`\n]*`", "", prose)
     found = [target or image for target, _, image in LINK.findall(prose)] + re.findall(r'(?:src|srcset)="([^"]+)"', prose)
@@ -150,7 +150,7 @@ class Checker:
         return not self.only or any(block.where == o or block.document == o for o in self.only)
 
     def links(self, document, text):
-        """Links that lead nowhere, and pages of docs that its index does not name."""
+        """Reports links whose target does not exist, and pages of docs that the index does not list."""
         folder = (self.source / document).parent
         targets = links_of(text)
         errors = [f"{document}: the link {target} leads to no file" for target in targets if not (folder / target).exists()]
@@ -254,12 +254,12 @@ class Checker:
         return env
 
     def copy(self, document):
-        """The tracked files, with build/release being this build."""
+        """Copies the tracked files to a scratch folder, with build/release linked to the tested build."""
         to = self.work / re.sub(r"\W", "_", document)
         listed = subprocess.run(["git", "-C", str(self.source), "ls-files", "-z"], capture_output=True, check=False)
         if listed.returncode == 0:
             files = [f for f in listed.stdout.decode().split("\0") if f]
-        else:  # an unpacked archive
+        else:  # the tree is an unpacked archive, not a git checkout
             files = [str(p.relative_to(self.source)) for top in ("CMakeLists.txt", "README.md", "backends", "bench", "cmake",
                      "core", "dispatch", "docs", "examples", "include", "nn", "ops", "plugins", "policy", "python", "registry", "tests",
                      "tools") for p in [self.source / top, *(self.source / top).rglob("*")] if p.is_file()]
@@ -312,7 +312,7 @@ class Checker:
 
     def compare(self, block, command, expected, folder, env):
         wanted = re.search(r"#\s*exit (\d+)\s*$", command)
-        # Without the plugins of the build tree: which are built differs between machines, what a document shows does not.
+        # Runs without the plugins of the build tree: machines build different plugins, and the output in a document must not depend on them.
         code, out, err = run(["bash", "-uo", "pipefail", "-c", command], cwd=folder, env=env | {"TE_FL_PLUGIN_PATH": ""})
         if code != (int(wanted[1]) if wanted else 0):
             return [f"{block.where}: `{command}` exits with {code}\n{out}{err}"]

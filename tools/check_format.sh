@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every C and C++ file that is not generated must be as clang-format leaves it.
+# Checks that clang-format would not change any C or C++ file, except generated ones.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 git ls-files '*.c' '*.cpp' '*.h' '*.hpp' | grep -v -E '^(include/te_fl/ops/|include/te_fl/ops\.hpp|core/op/generated/)' |

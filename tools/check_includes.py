@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Finds files that use a name and include nothing that declares it: they compile only as one of several in a unit (te_fl_unite in
+"""Finds files that use a name without including a header that declares it: they compile only within a unity build (te_fl_unite in
 CMakeLists.txt), or behind a precompiled header. Prints every such name; exits 1 on any.
 usage: tools/check_includes.py [ROOT]     (default: this repository; only tracked files where ROOT is a git tree)
 
-A name of the standard library is declared by the headers that STANDARD says, and by no header that happens to include one of those. A name of
-the project is declared by the headers that define it; it is taken for declared wherever a header that the file includes, itself or by way of
-others, has one like it, so that members, parameters and forward declarations are no finding: what is used by such a name may be overlooked."""
+A name of the standard library counts as declared by the headers that STANDARD lists for it, not by a header that happens to include one of those. A
+name of the project counts as declared by the headers that define it, and also if a header that the file includes, directly or
+indirectly, mentions the same name. Members, parameters and forward declarations are therefore not reported; a missing include of such a name may be
+missed."""
 import pathlib
 import re
 import sys
 
 import check_odr
 
-# The names that each standard header declares; one that stands twice comes from either.
+# The names that each standard header declares; a name that is listed under two headers may come from either.
 STANDARD = {
     "algorithm": "all_of any_of none_of for_each find find_if find_if_not count count_if equal mismatch search copy copy_n copy_if copy_backward "
                  "transform replace fill fill_n generate generate_n remove remove_if unique reverse rotate partition stable_partition sort "
@@ -70,23 +71,24 @@ STANDARD = {
     "valarray": "valarray", "variant": "variant visit get get_if holds_alternative monostate variant_size_v in_place_index variant_alternative_t bad_variant_access",
     "vector": "vector",
 }
-# A header that the standard makes declare another's names, or whose every implementation does: what a reader takes for the same.
+# header -> headers that the standard, or every implementation, makes it include.
 IMPLIED = {"iostream": ["ostream", "istream", "ios", "streambuf"], "fstream": ["ostream", "istream", "ios", "streambuf"], "sstream": ["ostream", "istream", "ios", "string"],
            "ostream": ["ios"], "istream": ["ios"], "iomanip": ["ios"], "filesystem": ["system_error", "chrono"], "system_error": ["cerrno"], "chrono": ["ratio"],
            "thread": ["chrono"], "future": ["chrono", "exception"], "condition_variable": ["chrono", "mutex"], "stdexcept": ["exception"], "new": ["exception"],
            "charconv": ["system_error"], "random": ["initializer_list"], "atomic": ["cstdint"], "bit": ["cstdint"]}
 CONTAINERS = {"string", "string_view", "vector", "array", "map", "set", "unordered_map", "unordered_set", "deque", "list", "span", "optional", "variant", "tuple", "memory",
               "functional", "algorithm", "queue", "utility", "sstream", "filesystem", "thread", "mutex", "future", "iterator"}
-# Names that come with every container, or that a file has from whatever it moves and pairs.
+# Names that are not reported in a file that includes a container's header: every such header declares them, or code that uses containers has them
+# indirectly.
 WITH_CONTAINERS = {"begin", "end", "size", "data", "empty", "rbegin", "rend", "cbegin", "cend", "move", "forward", "swap", "pair", "make_pair", "get", "initializer_list",
                    "nullptr_t", "next", "prev", "distance", "advance"}
 KEYWORDS = set("alignas alignof and asm auto bool break case catch char class concept const consteval constexpr constinit continue decltype default delete do double else enum "
                "explicit extern false float for friend goto if inline int long namespace new noexcept not operator or private protected public requires return short signed "
                "sizeof static static_assert struct switch template this throw true try typedef typename union unsigned using virtual void volatile while defined".split())
-# C's headers and those of C++ that declare the same.
+# C headers -> the C++ headers that declare the same names.
 C_HEADERS = {"stdint.h": "cstdint", "string.h": "cstring", "stdio.h": "cstdio", "stdlib.h": "cstdlib", "math.h": "cmath", "stddef.h": "cstddef", "errno.h": "cerrno",
              "signal.h": "csignal", "time.h": "ctime", "ctype.h": "cctype", "float.h": "cfloat"}
-# Functions of the system, which are called as ::open(), each with its headers.
+# POSIX functions, which sources call as ::open(), by header.
 SYSTEM = {
     "fcntl.h": "open fcntl openat posix_fallocate", "unistd.h": "access chdir close dup dup2 execv execve execvp fdatasync fork fsync ftruncate getcwd geteuid getpid getppid "
     "getuid isatty link lseek pipe pread pwrite read readlink rmdir setsid sysconf unlink usleep write _exit pause alarm",
@@ -98,7 +100,7 @@ POSIX = {"accept", "bind", "close", "connect", "listen", "open", "pipe", "read",
 FIXED_WIDTH = re.compile(r"\b(?:u?int(?:8|16|32|64)_t|u?intptr_t|INT64_MAX|INT64_MIN|INT32_MAX|INT32_MIN|UINT64_MAX|UINT32_MAX|UINT16_MAX|UINT8_MAX|INT8_MAX|INT16_MAX)\b")
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.M)
 NAME = re.compile(r"(?P<before>(?:\w+\s*::\s*)*(?:::\s*)?|(?:\.|->)\s*)\b(?P<name>[A-Za-z_]\w*)\b(?P<call>\s*(?:<[^<>;(){}]*>)?\s*\()?")
-# Places at which a file names something of its own.
+# Regular expressions for the places at which a file declares a name of its own.
 NAMING = (
     r"(?:\b(?:struct|class|enum|union|namespace|using|auto|concept|typename)|(?!\b(?:return|else|throw|case|co_return|new|not|and|or)\b)\b\w+[>&*\]]*)"
     r"[ \t\n]+[&*]*(\w+)\s*(?=[({=;,):\[<>])",
@@ -108,7 +110,7 @@ PATHS = ("", "include/", "tests/", "python/src/", "tests/nn/")
 
 
 def tables(lists):
-    """The headers of each name, from lists of names by header."""
+    """Inverts lists of names by header: returns the headers of each name."""
     headers = {}
     for header, names in lists.items():
         for name in names.split():
@@ -126,7 +128,7 @@ class Tree:
         self.reached, self.folders, self.named = {}, {}, {}
 
     def includes(self, path):
-        """(the project's files, the other headers) that a file names."""
+        """Returns (project files, other headers) that a file includes."""
         own, other = set(), set()
         folder = path.rpartition("/")[0]
         backend = re.match(r"backends/\w+/", path)
@@ -148,7 +150,7 @@ class Tree:
         return "/".join(parts)
 
     def closure(self, path):
-        """The project's files that a file includes, itself or by way of others, and the other headers that any of these names."""
+        """Returns the project files that a file includes directly or indirectly, and the other headers that any of these includes."""
         if path not in self.reached:
             files, headers, left = set(), set(), [path]
             while left:
@@ -165,21 +167,21 @@ class Tree:
         return self.reached[path]
 
     def beside(self, path):
-        """The project's files that any file of the folder includes, which may stand before this one in a unit."""
+        """Returns the project files that any file of the folder includes; in a unity build they may precede this file."""
         folder = path.rpartition("/")[0]
         if folder not in self.folders:
             self.folders[folder] = set().union(*(self.closure(p)[0] for p in self.paths if p.rpartition("/")[0] == folder))
         return self.folders[folder]
 
     def names_in(self, path):
-        """The names that stand in a file as those of a member, a parameter, a variable, a forward declaration or the like."""
+        """Returns the names that a file declares as members, parameters, variables, forward declarations or the like."""
         if path not in self.named:
             text, raw = self.text[path], self.raw[path]
             self.named[path] = {name for name, _ in declared(text)}.union(*(set(re.findall(p, raw if "define" in p else text)) for p in NAMING))
         return self.named[path]
 
     def defined(self):
-        """The names of namespaces that headers of the project define, each with these headers and whether one is a type."""
+        """Returns the names that the project's headers define in namespaces, each with these headers and whether one of the definitions is a type."""
         names = {}
         for path in self.paths:
             if path.endswith((".h", ".hpp", ".cuh")):
@@ -191,7 +193,7 @@ class Tree:
 
 
 def declared(text):
-    """(name, kind) of what stands in namespaces of a header."""
+    """Yields (name, kind) of the declarations in namespaces of a header."""
     found, head, depth, spaces = [], "", 0, []
     for c in text:
         if c == "{":
@@ -236,11 +238,11 @@ def names_of(head):
 
 
 def used(text):
-    """(qualifier, name, is called, line) of each name in a text."""
+    """Yields (qualifier, name, whether it is called, line) of each name in a text."""
     for match in NAME.finditer(text):
         before = re.sub(r"\s", "", match.group("before"))
         first, colons, rest = before.partition("::")
-        if first in KEYWORDS:  # return ::open()
+        if first in KEYWORDS:  # as in return ::open()
             before = colons + rest
         yield before, match.group("name"), bool(match.group("call")), match.start("name")
 
@@ -277,7 +279,7 @@ def findings(root):
             elif before[:1] in (".", "-") or name in KEYWORDS or re.search(r">\s*::\s*$", text[max(0, at - 8):at]) or before.startswith(("std", "testing", "benchmark", "nlohmann", "hwy", "hn", "dnnl")):
                 continue
             elif before and before.rstrip(":").rpartition("::")[2] not in spaces or name in POSIX:
-                continue  # a member, or another library's
+                continue  # a member, or a name of another library
             elif name in project and (project[name][1] or called) and name not in known and name not in local and path not in project[name][0]:
                 places = sorted(project[name][0] & beside)
                 if places:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Checks who includes whom, that no unit of the library includes itself by way of others, and that no op, no plugin's setting or
-file, no vendor and no package is known by name below nn, and that the binding has no mutex that a fork may leave taken. Prints every violation; exits 1 on any. docs/architecture.md has the rooms and
-what they hold.
+"""Checks the includes between folders ("rooms"), that no unit of the library includes itself indirectly, and that no op, no plugin's setting or
+file, no vendor and no package is named below nn, and that the Python binding has no mutex that a fork may leave locked. Prints every violation;
+exits 1 on any. docs/architecture.md lists the rooms and their contents.
 
-A unit is a header and its source: the files of a room that share a name, and in nn's wings the public header of that name in the wing's
-folder below include/te_fl. The public headers of the other rooms stand before these as a whole, each a unit of its own."""
+A unit is a header and its source: the files of a room with one base name, and in nn's subfolders also the public header of that name in the
+corresponding folder below include/te_fl. Each public header of the other rooms is a unit of its own, below all of the sources."""
 import json
 import pathlib
 import re
@@ -14,14 +14,15 @@ import sys
 import python_rooms
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# The rooms of libte_fl from the lowest up; each may include those before it. "abi" is the C face, which everybody sees.
+# The rooms of libte_fl from the lowest up; each may include those before it. "abi" is the C ABI, which every room may include.
 ROOMS = ["abi", "core/base", "core/device", "core/tensor", "core/op", "policy", "registry", "plugins",
          "dispatch", "dispatch/staging", "dispatch/watch", "comm",
          "nn/base", "nn/fp8", "nn/autograd", "nn/modules", "nn/optim", "nn/files"]
-# The headers of a room above that a room below may include: the few points at which dispatch reaches its interceptors.
+# (room, higher room) -> headers of the higher room that the lower room may include nevertheless: the few points at which dispatch calls its
+# interceptors.
 DOORS = {("dispatch", "dispatch/staging"): {"staged_call.hpp", "staging_pool.hpp"},
          ("dispatch", "dispatch/watch"): {"watch.hpp", "barred.hpp"}}
-# The room of each public header; a folder stands for all that it holds. "backends": what only they use; "all": for programs.
+# The room of each public header; a folder stands for all headers in it. "backends": headers for backends only; "all": umbrella headers for programs.
 PUBLIC = {
     "plugin.h": "abi", "export.hpp": "abi", "version.hpp": "abi", "ops/": "abi",
     "status.hpp": "core/base", "dtype.hpp": "core/base", "environment.hpp": "core/base", "log.hpp": "core/base",
@@ -34,19 +35,19 @@ PUBLIC = {
     "backend.hpp": "backends", "backend/": "backends", "attention.hpp": "backends", "attention/": "backends",
     "te_fl.hpp": "all",
 }
-BACKENDS_SEE = {"abi", "core/base", "backends"}  # of the public headers
+BACKENDS_SEE = {"abi", "core/base", "backends"}  # rooms whose public headers backends may include
 OTHERS = {"backends", "frontends", "conformance", "python", "examples", "tools", "bench", "tests"}  # folders that no room includes
-NEUTRAL = {"core", "policy", "registry", "plugins", "dispatch", "comm"}  # rooms that may not know an op or a plugin by name
+NEUTRAL = {"core", "policy", "registry", "plugins", "dispatch", "comm"}  # rooms that may not name an op or a plugin
 DEVICE_HEADERS = {"cuda": re.compile(r"^(cuda|cublas|cudnn|nccl|nvToolsExt|nvtx)"), "opencl": re.compile(r"^(CL/|clblast)")}
-ORDINARY_WORDS = {"te-fl", "null"}  # these words of manifests mean something else as well
-# The words of manifests that a file's string literals may have, with the reason.
+ORDINARY_WORDS = {"te-fl", "null"}  # words of manifests that have another, ordinary meaning too
+# Words of manifests that a file's string literals may contain, with the reason.
 ALLOWED_WORDS = {
-    "core/base/environment_table.cpp": {"cuda"},  # TE_FL_SKIP_CUDA is the one setting that names a plugin
+    "core/base/environment_table.cpp": {"cuda"},  # TE_FL_SKIP_CUDA is the only setting that names a plugin
     "plugins/discovery.cpp": {"cuda"},  # discovery leaves out the plugin that TE_FL_SKIP_CUDA names
-    "core/device/device.cpp": {"cuda", "opencl"},  # these are DLPack's types of devices
-    "plugins/manifest.cpp": {"opencl"},  # a message has such a type as its example
-    "plugins/elf_inspect.cpp": {"nvidia", "amd"},  # an ELF file names its machine
-    "plugins/soname_hints.cpp": {"libstdc++6", "libasan.so", "libtsan.so"},  # the hints about compilers are about nobody's plugin
+    "core/device/device.cpp": {"cuda", "opencl"},  # names of DLPack's device types
+    "plugins/manifest.cpp": {"opencl"},  # an example of a device type in a message
+    "plugins/elf_inspect.cpp": {"nvidia", "amd"},  # names of an ELF file's machine
+    "plugins/soname_hints.cpp": {"libstdc++6", "libasan.so", "libtsan.so"},  # libraries in hints about compilers, which belong to no plugin
 }
 LITERAL = re.compile(r"//[^\n]*|/\*.*?\*/|'(?:[^'\\\n]|\\.)'|(\"(?:[^\"\\\n]|\\.)*\")", re.S)
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
@@ -68,8 +69,8 @@ def plugin_names():
 
 
 def manifest_words(manifests):
-    """The vendors, their aliases, plugins' names, sonames and packages in the manifests, in lower case. A vendor is also who owns
-    something in a note ("AMD's")."""
+    """Returns vendors, their aliases, and plugins' names, sonames and packages from the manifests, in lower case. A word before 's in a note
+    ("AMD's") counts as a vendor."""
     words = set()
     for manifest in manifests:
         words |= {manifest[key] for key in ("name", "vendor") if key in manifest} | set(manifest.get("vendor_aliases", []))
@@ -77,7 +78,7 @@ def manifest_words(manifests):
             words.add(package["soname"].split(".so")[0] + ".so")
             words |= set(re.findall(r"(\w+)'s\b", package.get("note", "")))
             for text in package.get("apt", ""), package.get("pypi", ""):
-                names = re.findall(r"[a-z][\w.+-]*", text)  # one, or several among words that have neither digit nor dash
+                names = re.findall(r"[a-z][\w.+-]*", text)  # a package name, or several package names between words that have neither digit nor dash
                 words |= {name for name in names if len(names) == 1 or re.search(r"[-\d]", name)}
     return {word.lower() for word in words} - ORDINARY_WORDS
 
@@ -88,7 +89,8 @@ def shipped_manifests():
 
 
 def room_of(path):
-    """The room of a file or of an include from the root; None if it is in no room. A public header that nobody has given a room: ""."""
+    """Returns the room of a file or an include, given relative to the root; None if it is in no room, "" for a public header that PUBLIC does not
+    list."""
     path = path.removeprefix("include/")
     if path.startswith("te_fl/"):
         name = path.removeprefix("te_fl/")
@@ -99,7 +101,7 @@ def room_of(path):
 
 
 def include_problem(path, target):
-    """The reason for which the file at `path` may not include `target`; None if it may."""
+    """Returns the reason why the file at `path` may not include `target`; None if it may."""
     room, other = room_of(path), room_of(target)
     if "" in (room, other):
         return "a public header belongs to one room: give it one in PUBLIC (tools/check_layering.py)"
@@ -128,7 +130,7 @@ def include_problem(path, target):
 
 
 def unit_of(path):
-    """The unit of a file or of an include from the root: its room and its name without what follows the dot. None outside of rooms."""
+    """Returns the unit of a file or an include, given relative to the root: its room and its name up to the first dot. None outside of rooms."""
     room = room_of(path)
     if room not in ROOMS:
         return None
@@ -137,7 +139,8 @@ def unit_of(path):
 
 
 def rings(texts):
-    """Every ring of units, as a list, smallest name first, where each includes the next and the last the first. texts: path to text."""
+    """Returns every cycle of units in which each includes the next and the last the first, as a list that starts with the smallest name. texts: path
+    -> text."""
     includes = {}
     for path, text in texts.items():
         unit = unit_of(path)
@@ -162,7 +165,7 @@ def rings(texts):
 
 
 def names_known(text, ops, plugins):
-    """The ops and plugins that a neutral room's file knows by name."""
+    """Returns the ops and plugins that a file of a neutral room names."""
     words = "|".join(map(re.escape, ops))
     for match in re.finditer(rf'"(?:{words})"|\bops?::(?:{words})\b|\bte_fl_(?:{words})_args\b', text):
         yield f"knows an op by name: {match.group(0)}"
@@ -174,7 +177,7 @@ def names_known(text, ops, plugins):
 
 
 def words_known(path, text, words):
-    """The words of manifests that a neutral room's file has in its string literals. "cuda:0" is a device, and so none of them."""
+    """Returns the words of manifests in the string literals of a neutral room's file. A device such as "cuda:0" does not count."""
     pattern = re.compile(r"(?<![\w-])(?:" + "|".join(map(re.escape, sorted(words, key=len, reverse=True))) + r")(?![\w-]|:\d)", re.I)
     for match in LITERAL.finditer(text):
         for word in pattern.findall(match.group(1) or ""):
@@ -183,7 +186,7 @@ def words_known(path, text, words):
 
 
 def mutexes_known(path, text):
-    """The mutexes of the standard library in the binding, which a forked child may find taken for ever."""
+    """Returns the uses of the standard library's mutexes in the binding; a forked child may find such a mutex locked forever."""
     if path.startswith("python/src/") and not path.startswith("python/src/py/mutex."):
         for match in re.finditer(r"\bstd::((?:recursive_|shared_)?(?:timed_)?mutex|condition_variable(?:_any)?|once_flag|call_once)\b", text):
             yield f"has std::{match.group(1)}, which a forked child may find taken: python/src/py/mutex.hpp has the binding's mutex"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Every message that docs/messages.md quotes is one that the sources print.
+"""Checks that the sources print every message that docs/messages.md quotes.
 
-In the first column of its tables, what varies is written `...`, [..], 'x' in quotes or in CAPITALS; the words between are searched
+In the first column of its tables, variable parts are written `...`, [..], 'x' in quotes or in CAPITALS; the words between them are searched
 for in the string literals of the sources (adjacent literals joined).
 
 usage: check_messages.py [SOURCE_DIR]
@@ -16,7 +16,7 @@ VARIES = re.compile(r"\.\.\.|\[\.\.\]|'[^']*'|\b[A-Z][A-Z_0-9]*\b|\(warning\)|\(
 
 
 def literals(source):
-    # Adjacent literals are one string; everything else separates.
+    # Adjacent literals are joined into one string; any other token separates strings.
     out, last = [], 0
     for m in LITERALS.finditer(source):
         if out and source[last:m.start()].strip() == "":

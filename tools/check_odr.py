@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Finds names that two files define for one program: types, functions and inline variables of the same namespace, that
-is undefined behaviour where the linker keeps one of them. Prints every clash; exits 1 on any.
+"""Finds violations of the one-definition rule: types, functions and inline variables of the same namespace that two files of one program define. That
+is undefined behaviour because the linker keeps one of them. Prints every clash; exits 1 on any.
 usage: tools/check_odr.py [ROOT]     (default: this repository; only tracked files where ROOT is a git tree)
 
-It reads sources, as compiling all of a plugin a second time with -flto -Wodr takes as long as the first. What counts as
-one program stands in PROGRAMS. Definitions in unnamed namespaces, static functions and constants, which every file has
-for itself, are passed over, and so is whatever only macros define.
+It reads sources, because compiling all of a plugin a second time with -flto -Wodr takes as long as the first time. PROGRAMS lists
+the programs. It ignores definitions in unnamed namespaces, static functions and constants, which are local to their
+files, and definitions by macros.
 
-In UNITED folders, whose files tools/test.sh's builds compile as one (te_fl_unite in CMakeLists.txt), the names in unnamed
-namespaces must differ too. Nor may they hide a name of a header that another file of the folder uses: compiled as one, that
+In UNITED folders, whose files tools/test.sh compiles as unity builds (te_fl_unite in CMakeLists.txt), the names in unnamed
+namespaces must differ too. They must not hide a header's name that another file of the folder uses either: in a unity build that
 file would use the nearer name, often without an error."""
 import pathlib
 import re
@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 SUFFIXES = (".c", ".cpp", ".h", ".hpp", ".cu", ".cuh")
-# Folders whose files are linked with each other; include/ and the helpers of tests are part of each that can see them.
+# Programs and the folders whose files are linked into each; include/ and the tests' helpers belong to each program that can include them.
 PROGRAMS = {
     "libte_fl": ["include", "core", "policy", "plugins", "registry", "dispatch", "comm", "nn", "backends/reference", "backends/cpu"],
     "the CUDA plugin": ["include", "backends/cuda"],
@@ -31,7 +31,7 @@ PROGRAMS = {
     "the tests of the CUDA plugin": ["include", "tests/backends/cuda", "tests/support"],
     "the tests of nn": ["include", "tests/nn", "tests/support"],
 }
-# Folders of which each is compiled as one file, with those below them but APART.
+# Each UNITED folder is compiled as one file, including the folders below it except those in APART.
 APART = ["conformance/cases"]
 UNITED = ["conformance", "core", "policy", "registry", "plugins", "dispatch", "comm", "nn", "backends/reference", "backends/gloo", "backends/cuda", "python/src", "tools/te-fl",
           "examples/train_gpt", "tests/core", "tests/policy", "tests/registry", "tests/plugins", "tests/dispatch", "tests/comm", "tests/nn",
@@ -48,7 +48,7 @@ TYPE = re.compile(r"\b(?:struct|class|union|enum(?:\s+(?:class|struct))?)\s+((?:
 
 
 def without_text(source):
-    """The source with comments, directives and what stands in quotes taken out, lines kept."""
+    """Returns the source without comments, directives and quoted text; line numbers stay."""
     def blank(match):
         kept = '""' if match.group("string") or match.group("raw") else "' '" if match.group("char") else ""
         return kept + "\n" * match.group(0).count("\n")
@@ -56,7 +56,7 @@ def without_text(source):
 
 
 def closing(text, at, pair):
-    """Finds the place at which the bracket opened at `at` closes."""
+    """Returns the position of the bracket that closes the one at `at`."""
     depth = 0
     for i in range(at, len(text)):
         depth += (text[i] == pair[0]) - (text[i] == pair[1])
@@ -66,7 +66,7 @@ def closing(text, at, pair):
 
 
 def strip_templates(head):
-    """A declaration without its leading template<..> and requires clauses, and how many of those it has."""
+    """Removes a declaration's leading template<..> and requires clauses; returns the rest and their number."""
     count = 0
     head = head.strip()
     while head.startswith("template"):
@@ -80,7 +80,7 @@ def strip_templates(head):
 
 
 def split_arguments(text):
-    """The pieces of a parameter list."""
+    """Splits a parameter list at its top-level commas."""
     parts, depth, piece = [], 0, ""
     for c in text:
         depth += (c in "(<[{") - (c in ")>]}")
@@ -93,16 +93,16 @@ def split_arguments(text):
 
 
 def parameter_type(text):
-    """A parameter's type: without its default, its name and its own const."""
+    """Returns a parameter's type without its default, its name and its top-level const."""
     text = re.sub(r"\s*=.*$", "", text, flags=re.S).strip()
-    text = re.sub(r"\(\s*([&*]+)\s*\w+\s*\)", r"(\1)", re.sub(r"\s+", " ", text))  # const T (&x)[8]
+    text = re.sub(r"\(\s*([&*]+)\s*\w+\s*\)", r"(\1)", re.sub(r"\s+", " ", text))  # a reference to an array: const T (&x)[8]
     text = re.sub(r"(?<=[\s*&>])(?!(?:const|int|long|short|char|float|double|bool|unsigned|signed|auto|void)\b)\w+(\s*\[[^\]]*\])?$",
                   lambda m: m.group(1) or "", text) if " " in text or text[-1:] not in "*&" else text
     return re.sub(r"\s*([*&<>,:])\s*", r"\1", text.strip())
 
 
 def first_parenthesis(head):
-    """Finds the first "(" that is not among template arguments; -1: there is none."""
+    """Returns the position of the first "(" outside of template arguments; -1 if there is none."""
     depth = 0
     for i, c in enumerate(head):
         if re.search(r"operator\s*$", head[:i]) and c in "<>(":
@@ -114,7 +114,7 @@ def first_parenthesis(head):
 
 
 def function_key(head):
-    """"name(types)" of a function's definition; None if the text is none."""
+    """Returns "name(types)" of a function's definition; None if the text is no function definition."""
     begin = first_parenthesis(head)
     while begin > 0 and re.search(r"(?:\b(?:alignas|decltype|noexcept|explicit|__attribute__|__launch_bounds__|__align__)\s*)$", head[:begin]):
         begin = head.find("(", closing(head, begin, "()") + 1)
@@ -128,7 +128,7 @@ def function_key(head):
 
 
 def definition(head):
-    """(kind, name) that a declaration followed by "{" defines; None: nothing that other files could see."""
+    """Returns (kind, name) of the definition that a declaration followed by "{" begins; None if other files cannot see the definition."""
     head, templates = strip_templates(re.sub(r"\[\[.*?\]\]", "", head, flags=re.S))
     if not head:
         return None
@@ -151,7 +151,7 @@ def definition(head):
 
 
 def variable(head):
-    """An inline variable; those without the word belong to their file, or clash when they are linked."""
+    """Returns an inline variable. Other variables are local to their file, or the linker reports their clash."""
     head = re.split(r"(?<![=!<>+\-*/|&^])=(?!=)", head, maxsplit=1)[0].strip()
     words = re.findall(r"\w+", head)
     if "inline" not in words or "static" in words or "(" in head:
@@ -160,7 +160,7 @@ def variable(head):
 
 
 def local_variable(head):
-    """A variable of an unnamed namespace; None: a declaration that may stand twice."""
+    """Returns a variable of an unnamed namespace; None for a declaration that may be repeated."""
     head = re.sub(r"\balignas\s*\([^)]*\)|\[\[.*?\]\]", "", head, flags=re.S)
     initialised = re.search(r"(?<![=!<>+\-*/|&^])=(?!=)", head)
     before = head[:initialised.start()] if initialised else head
@@ -168,17 +168,18 @@ def local_variable(head):
     if words & {"using", "typedef", "namespace", "extern", "static_assert", "friend", "template", "operator", "catch"}:
         return None
     paren = first_parenthesis(before)
-    if paren >= 0 and not words & {"const", "constinit", "constexpr", "thread_local"}:  # a function, declared
+    if paren >= 0 and not words & {"const", "constinit", "constexpr", "thread_local"}:  # a function declaration
         return None
     name = re.search(r"(\w+)\s*(?:\[[^\]]*\]\s*)*$", before[:paren] if paren >= 0 else before)
     return ("variable", name.group(1)) if name and len(words) > 1 else None
 
 
-SHARED, CONSTANT, UNNAMED = "shared", "constant", "unnamed"  # seen by other files; each file's own; in an unnamed namespace
+# reach of a definition: visible to other files; local to each file; in an unnamed namespace
+SHARED, CONSTANT, UNNAMED = "shared", "constant", "unnamed"
 
 
 def all_definitions(source):
-    """(namespace, kind, name, line, reach) of a file's definitions, in the order of the file; reach is one of the words above."""
+    """Lists (namespace, kind, name, line, reach) of a file's definitions in the order of the file; reach is one of the three constants above."""
     text = without_text(source)
     scopes, head, head_line, line = [], "", 1, 1
     found = []
@@ -209,7 +210,7 @@ def all_definitions(source):
                 end = closing(text, i, "{}")
                 line += text.count("\n", i, end)
                 i = end
-                # The text from a body up to ";" belongs to it, unless it was a function's: that ends here.
+                # After a body, the text up to ";" belongs to the definition, except for a function, whose definition ends at the body.
                 rest = re.match(r"\s*(?=[;,({.=]|\w+\s*(?:\[[^\]]*\]\s*)?[;=])", text[end + 1:])
                 kind = TYPE.search(strip_templates(head)[0])
                 head = "\0" if kind or (rest and "=" in head) else ""
@@ -235,7 +236,7 @@ def all_definitions(source):
 
 
 def definitions(source, unnamed=False):
-    """(namespace, kind, name, line) of a file's definitions that other files could see; unnamed: of those in unnamed namespaces."""
+    """Lists (namespace, kind, name, line) of a file's definitions that other files could see; unnamed: those in unnamed namespaces instead."""
     return [d[:4] for d in all_definitions(source) if d[4] == (UNNAMED if unnamed else SHARED)]
 
 
@@ -277,7 +278,7 @@ def clashes(root):
 
 
 def united_clashes(files):
-    """Names that two files of one united folder have in unnamed namespaces."""
+    """Reports names that two files of one united folder define in unnamed namespaces."""
     places, result = {}, []
     for path, found in files.items():
         if is_united(path):
@@ -293,7 +294,7 @@ def united_clashes(files):
 
 
 def base_name(name):
-    """The identifier in the name of a definition: "f" of "f(int)"."""
+    """Returns the identifier in a definition's name: "f" for "f(int)"."""
     return re.match(r"\w*", name).group(0)
 
 
@@ -302,9 +303,9 @@ def is_within(inner, outer):
 
 
 def included(path, texts, by_name, known):
-    """The project's headers that a file includes, directly or not."""
+    """Returns the project's headers that a file includes directly or indirectly."""
     if path not in known:
-        known[path] = set()  # of a header that includes itself
+        known[path] = set()  # ends the recursion at a header that includes itself
         for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', texts[path], re.M):
             for header in by_name.get(pathlib.PurePosixPath(name).name, ()):
                 if str(header).endswith(name):
@@ -313,7 +314,8 @@ def included(path, texts, by_name, known):
 
 
 def hidden_names(files, texts):
-    """Names in unnamed namespaces of united folders that hide a header's name in another file of the folder, which includes it and mentions the name."""
+    """Reports names in unnamed namespaces of united folders that hide a header's name in another file of the folder, if that file includes the header
+    and uses the name."""
     in_headers, by_name, known = {}, {}, {}
     for path, found in files.items():
         if path.suffix in (".h", ".hpp", ".cuh"):

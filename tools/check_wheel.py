@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Checks that a wheel runs on other Linux machines: each library that its files need is in it, and found from there, or is one
-that every distribution has by the manylinux rules; and finds the manylinux tag that its symbol versions allow.
+"""Checks that a wheel runs on other Linux machines: each library that its files need is in the wheel and on a run path, or is a library
+that every distribution has by the manylinux rules. Also finds the manylinux tag that its symbol versions allow.
 
 usage: check_wheel.py WHEEL [--out FOLDER]
   --out FOLDER  writes a copy with that tag in its name and metadata, as PyPI wants it
@@ -18,16 +18,16 @@ import sys
 import tempfile
 import zipfile
 
-# PEP 600 leaves to a wheel what every distribution of that age has. Of the libraries on auditwheel's list those that te-fl may
-# need; the list's others (X11, GLib) would be a mistake here.
+# Libraries that PEP 600 lets a wheel expect from every distribution: those of auditwheel's list that te-fl may need. The list's other libraries (X11,
+# GLib) would be a mistake in te-fl's wheel.
 EVERYWHERE = {"libc.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0", "libgcc_s.so.1", "libstdc++.so.6"}
 EVERYWHERE_PATTERN = re.compile(r"ld-linux(-x86-64|-aarch64)?\.so\.[12]")
-# The newest libstdc++ that a machine with this glibc is sure to have: glibc's minor version, then that of GLIBCXX_3.4.N.
+# The newest libstdc++ that a machine with a given glibc certainly has: (glibc's minor version, N of GLIBCXX_3.4.N).
 LIBSTDCXX_OF_GLIBC = ((17, 19), (28, 24), (31, 28), (34, 29), (35, 30), (38, 32), (39, 33))
 
 
 def dynamic_section(path):
-    """Needed names, the folders of the run path, and the versions of glibc and libstdc++ that a file asks for."""
+    """Returns the names of needed libraries, the folders of the run path, and the versions of glibc and libstdc++ that a file requires."""
     text = subprocess.run(["readelf", "-dVW", path], capture_output=True, text=True, check=True).stdout
     run_path = re.search(r"\((?:RUNPATH|RPATH)\)\s+Library r\w+path: \[(.*)\]", text)
     return (re.findall(r"\(NEEDED\)\s+Shared library: \[(.*)\]", text), run_path.group(1).split(":") if run_path else [],
@@ -40,7 +40,7 @@ def is_elf(path):
 
 
 def inspect(root):
-    """The mistakes of the unpacked wheel, and glibc's minor version that it asks for."""
+    """Returns the errors of an unpacked wheel, and the minor version of glibc that it requires."""
     wrong, glibc, libstdcxx = [], 17, 0
     binaries = sorted(p for p in root.rglob("*") if p.is_file() and is_elf(p))
     if not binaries:
@@ -70,7 +70,7 @@ def inspect(root):
 
 
 def retag(wheel, platform, folder):
-    """A copy of the wheel with another platform, in its name, its metadata and the list of its files' hashes."""
+    """Copies the wheel with another platform tag in its name, its metadata and its RECORD of hashes."""
     stem, _, old = wheel.stem.rpartition("-")
     target = folder / f"{stem}-{platform}.whl"
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def retag(wheel, platform, folder):
                 data = re.sub(rf"(?m)^(Tag: .*)-{re.escape(old)}$", rf"\1-{platform}", data.decode()).encode()
                 digest = "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
                 changed = [entry.filename, digest, str(len(data))]
-            elif entry.filename.endswith(".dist-info/RECORD"):  # the last file of a wheel
+            elif entry.filename.endswith(".dist-info/RECORD"):  # RECORD is the last file of a wheel
                 rows = [changed if row[0] == changed[0] else row for row in csv.reader(io.StringIO(data.decode()))]
                 text = io.StringIO()
                 csv.writer(text, lineterminator="\n").writerows(rows)

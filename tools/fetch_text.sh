@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Puts the default training text, the Jargon File (public domain, 1.7 MB of English prose), at build/data/text.txt.
-# It comes out of the Debian/Ubuntu package jargon-text, which is downloaded and unpacked, not installed. Without
-# network the machine's own licence texts serve instead (0.3 MB; the model then learns legal English).
+# The text comes from the Debian/Ubuntu package jargon-text, which is downloaded and unpacked but not installed. Without
+# network the script uses the machine's own licence texts (0.3 MB; the model then learns legal English).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=build/data/text.txt

@@ -18,7 +18,7 @@ te_fl_need_packages "${te_fl_build_packages[@]}" clang lld "libclang-rt-dev|libc
 [ "${#targets[@]}" -gt 0 ] || for f in tests/fuzz/fuzz_*.cpp; do targets+=("$(basename "$f" .cpp)"); done
 te_fl_configure_asan && cmake --build build/asan -j "$te_fl_jobs" --target "${targets[@]}" || exit 1
 
-# All targets side by side: a core each as far as they go.
+# Runs the targets in parallel, one per core.
 failed=0 pids=() names=()
 finish() { # waits for the oldest
   if ! wait "${pids[0]}"; then

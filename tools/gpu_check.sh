@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Checks the CUDA plugin on a machine with a GPU; needs no network. Runs the whole conformance table on the GPU, tensors of more than
 # 2^31 elements (40 GiB of it), bad input and broken devices, the compute-sanitizer tools on a reduced table, the example with every
-# recipe and on copies in host memory, and the benchmarks of bench/gpu where a Python with PyTorch is found; prints a table last.
-# What cuDNN serves runs with every cuDNN 9 of the machine: the one that the loader finds, and that of Python's packages if it is another.
+# recipe and on copies in host memory, and the benchmarks of bench/gpu if a Python with PyTorch is found; prints a table last.
+# Tests of cuDNN run with every cuDNN 9 of the machine: the one that the dynamic loader finds, and a different one in Python's packages.
 # usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--python PATH] [--gemm-choices FILE] [--no-bench | --quick | --staged]
 #   --build DIR  a build tree, or a folder with its bin/{conformance,conformance_huge,train_gpt,nn_graphed_step_test,gpu_errors_test,gpu_collectives_test,bench_collectives},
 #                lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so
-#                (default build/release; built here if it is missing and cmake and nvcc are there)
+#                (default build/release; built if it is missing and cmake and nvcc exist)
 #   --out DIR    where logs and gpu_check.json go (default build/gpu_check)
-#   --text FILE  what the example learns (default build/data/text.txt, from tools/fetch_text.sh)
+#   --text FILE  the example's training text (default build/data/text.txt, from tools/fetch_text.sh)
 #   --python PATH  a Python with PyTorch and CUDA, for the benchmarks (default: python3, if it has them)
-#   --gemm-choices FILE  measured choices of GEMM algorithms (bench/gpu/tune_gemm.py) that the benchmarks take; nothing else does
-#   --no-bench   everything but the benchmarks
-#   --quick      conformance, errors and bad input, and collectives, only
-#   --staged     only what is served on copies in host memory
+#   --gemm-choices FILE  measured choices of GEMM algorithms (bench/gpu/tune_gemm.py) for the benchmarks; other parts ignore them
+#   --no-bench   everything except the benchmarks
+#   --quick      only conformance, errors and bad input, and collectives
+#   --staged     only ops that run on copies in host memory
 set -uo pipefail
 cd "$(dirname "$0")/.."
 build=build/release out=build/gpu_check text_file=build/data/text.txt python= choices= quick=0 staged_only=0 bench=1
@@ -58,7 +58,7 @@ row() { # NAME RESULT DETAIL
   rows+=("$(printf '%-34s %-7s %s' "$1" "$2" "$3")")
   case "$2" in passed | absent | below) ;; *) failures=$((failures + 1)) ;; esac
 }
-# The folders of this machine's cuDNNs, each file once: first the one that the loader takes as things are, which may be none (empty).
+# Lists the folders of this machine's cuDNNs, each library once. The first is the one that the loader finds without further settings; empty if none.
 cudnn_folders=("")
 find_cudnns() {
   local found folder file seen=" "
@@ -81,12 +81,12 @@ find_cudnns() {
   done
 }
 find_cudnns
-# with_cudnn I COMMAND..: the command with the I-th cuDNN before all others, and its name in the log.
+# with_cudnn I COMMAND..: runs the command with the I-th cuDNN before others in the library path. At log level INFO the plugin logs its version.
 with_cudnn() {
   local folder=${cudnn_folders[$1]}
   env TEFL_LOG_LEVEL=INFO LD_LIBRARY_PATH="$build/lib${folder:+:$folder}:$LD_LIBRARY_PATH" "${@:2}"
 }
-# "cuDNN 9.14.0", as the plugin said when it opened it; or where it lies, of one that served nothing.
+# Prints "cuDNN 9.14.0" as the plugin logged it when it opened the library; the folder of a cuDNN that the plugin never opened.
 cudnn_name() { # LOG I
   local said
   said=$(grep -Eo 'cuDNN [0-9]+\.[0-9]+\.[0-9]+ \(' "$1" | head -n 1)
@@ -95,10 +95,10 @@ cudnn_name() { # LOG I
 conformance=("$build/bin/conformance" --plugin "$plugin" --device cuda:0 --impl vendor.cuda
   --expected conformance/expected_unsupported.txt)
 
-# What takes longest first. Every family of ops but collective, which gpu_collectives_test runs.
+# Families of ops, the slowest first. collective is missing because gpu_collectives_test runs it.
 all_families="gemm moe activation attention quantize softmax norm tensor rope optimizer dropout"
-# What spends its time on the host, or leaves most of the GPU idle, runs side by side: start NAME COMMAND.. leaves $out/NAME.log and
-# NAME.code when `wait` is over.
+# Runs a command in the background, for commands that are bound by the host or leave most of the GPU idle. start NAME COMMAND.. writes
+# $out/NAME.log; $out/NAME.code, the exit code, exists once `wait` returns.
 room=$(($(nproc) / 2))
 [ $room -ge 4 ] || room=4
 [ $room -le 10 ] || room=10
@@ -119,14 +119,14 @@ small_training() { # LOG [SETTING]: three steps of a small model
     --eval-batches 1 --sample-bytes 0 --data "$text_file" >"$1" 2>&1
 }
 losses() { awk '/^step / { for (i = 1; i < NF; ++i) if ($i == "loss") print $(i + 1) } /^validation loss / { print $3 }' "$1"; }
-# The largest relative difference of two runs' losses; "none" where one lacks a loss, or one is no number.
+# Prints the largest relative difference of two runs' losses; "none" if a loss is missing or not a number.
 losses_apart() {
   paste <(losses "$1") <(losses "$2") | awk '
     NF != 2 || $1 !~ /^[0-9.]+$/ || $2 !~ /^[0-9.]+$/ || $2 == 0 { wrong = 1; next }
     { apart = $1 > $2 ? $1 / $2 - 1 : $2 / $1 - 1; if (apart > most) most = apart; ++count }
     END { if (wrong || count < 3) print "none"; else printf "%.5f\n", most }'
 }
-# The first steps' losses and the validation's do not depend on who computes, beyond ties of FP8 rounding: 0.01 % was seen.
+# The losses of the first steps and of the validation are the same on host and GPU, except for ties of FP8 rounding: up to 0.01 % was seen.
 losses_bound=0.001
 staged() { # SETTING PATTERN_OF_STAGED_ROWS PATTERN_OF_NATIVE_ROWS: every row of the closing table is one of the two, and both occur
   local log="$out/staged-${1%%=*}.log" rows_said others apart
@@ -144,7 +144,7 @@ staged() { # SETTING PATTERN_OF_STAGED_ROWS PATTERN_OF_NATIVE_ROWS: every row of
     row "$1" passed "$(grep 'staged to the host' "$log"); losses within $apart of an unstaged run's (at most $losses_bound)"
   fi
 }
-# Served on copies in host memory: the reference in the whole table's first quarter, and training as the policy says.
+# Ops on copies in host memory: the reference backend on the first quarter of the table, and training under the default policy.
 start_staged_conformance() {
   start conformance-staged "$build/bin/conformance" --plugin "$plugin" --device cuda:0 --impl reference.host --reduced \
     --expected conformance/expected_unsupported.txt
@@ -158,7 +158,7 @@ check_staging() {
   staged TE_FL_DENY_VENDORS=nvidia "(default\.cpu|reference\.host) +$number" '^$'
   staged TE_FL_PER_OP=layernorm_fwd=reference "layernorm_fwd +reference\.host +$number" 'vendor\.cuda[.a-z]* +[0-9]+$'
 }
-# Tensors of more than 2^31 elements: every case passed, and every one on this plugin.
+# Tensors of more than 2^31 elements: all cases must pass, and all must run on this plugin.
 check_huge() { # ROW NAME I
   has "$1" conformance_huge || return
   local lines others
@@ -167,7 +167,7 @@ check_huge() { # ROW NAME I
   row "$1" "$([ "$(code_of "$2")" = 0 ] && [ "$lines" -gt 0 ] && [ "$others" = 0 ] && echo passed || echo FAILED)" \
     "$(tail -n 1 "$out/$2.log"); $others of $lines failed or elsewhere; $(cudnn_name "$out/$2.log" "$3")"
 }
-# What captured steps a device gives, beside eager ones.
+# Compares captured steps with eager steps.
 check_graphs() { # ROW NAME I
   has "$1" nn_graphed_step_test || return
   with_cudnn "$3" env GRAPHED_STEP_DEVICE=cuda:0 TE_FL_PLUGIN_MODULES="$plugin" "$build/bin/nn_graphed_step_test" \
@@ -184,7 +184,7 @@ if [ $staged_only = 1 ]; then
   wait
   check_staging
 else
-  # What takes longest first.
+  # The slowest first.
   [ $quick = 1 ] || [ ! -x "$build/bin/conformance_huge" ] ||
     start huge with_cudnn 0 "$build/bin/conformance_huge" --device cuda:0 --plugin "$plugin" --impl vendor.cuda
   for i in "${!cudnn_folders[@]}"; do
@@ -211,7 +211,7 @@ else
   done
   if [ $quick = 0 ]; then
     check_huge "more than 2^31 elements" huge 0
-    # Two at a time would not fit into the memory of some GPUs.
+    # One at a time, since two do not fit into the memory of some GPUs.
     for i in "${!cudnn_folders[@]}"; do
       [ "$i" != 0 ] && [ -x "$build/bin/conformance_huge" ] || continue
       start "huge-cudnn$i" with_cudnn "$i" "$build/bin/conformance_huge" --device cuda:0 --plugin "$plugin" --impl vendor.cuda --op fused_attn_fwd
@@ -231,22 +231,22 @@ else
     echo $? >"$out/collectives.code"
     row "collectives" "$(result_of collectives)" "$(grep -E '^\[  (PASSED|FAILED|SKIPPED) ' "$out/collectives.log" | head -n 2 | tr '\n' ' ')"
   fi
-  # Every check on: pointers and streams before each op, a wait after it, a range around it.
+  # Enables every check: pointers and streams before each op, a synchronisation after it, a profiler range around it.
   for family in $all_families; do
     start "validate-$family" env TE_FL_VALIDATE=1 TE_FL_SYNC=1 TE_FL_CUDA_NVTX=1 "${conformance[@]}" --reduced --family $family
   done
 fi
 
-# start_sanitizer TOOL NAME ARGUMENTS..: conformance under a tool of compute-sanitizer, as $out/TOOL-NAME.
+# start_sanitizer TOOL NAME ARGUMENTS..: starts conformance under a tool of compute-sanitizer; writes $out/TOOL-NAME.*.
 tool_options=()
 start_sanitizer() {
-  # It sees single allocations only where freed ones are not kept.
+  # The tool sees individual allocations only if te-fl does not cache freed ones.
   start "$1-$2" env TE_FL_DEVICE_CACHE_MB=0 "$sanitizer" --tool "$1" ${tool_options[@]+"${tool_options[@]}"} --error-exitcode 99 "${@:3}"
 }
 if [ $quick = 0 ]; then
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
   if [ -n "$sanitizer" ]; then
-    # A quarter of the table, and products as large as the plugin's own kernels take them.
+    # A quarter of the table, and products of sizes that the plugin's own kernels serve.
     joined=("${conformance[@]}" --family gemm --case 512x17664x128)
     start_sanitizer racecheck joined-gemm "${joined[@]}"
     for tool in racecheck memcheck initcheck; do
@@ -254,7 +254,7 @@ if [ $quick = 0 ]; then
         start_sanitizer $tool $family "${conformance[@]}" --reduced --family $family
       done
     done
-    # NCCL asks for kernels that its library may lack, and takes the error for an answer; under the tool it begins slowly.
+    # NCCL queries kernels that its library may lack and handles the error; under the tool it starts slowly.
     tool_options=(--report-api-errors no)
     [ ! -x "$build/bin/gpu_collectives_test" ] || start_sanitizer memcheck collectives env NCCL_NVLS_ENABLE=0 TE_FL_COMM_TIMEOUT_MS=120000 \
       TE_FL_PLUGIN_MODULES="$plugin" "$build/bin/gpu_collectives_test" --gtest_filter='GpuCollectives.*-*Times*:*32BitsCount*'
@@ -263,10 +263,10 @@ if [ $quick = 0 ]; then
     start_sanitizer racecheck gemm "${conformance[@]}" --reduced --family gemm
     start_sanitizer memcheck gemm "${conformance[@]}" --reduced --family gemm
     start_sanitizer memcheck joined-gemm "${joined[@]}"
-    # initcheck does not see what cuBLASLt stores by TMA, which it does of 16-bit and FP8 operands: it reports every element of those
-    # products when te-fl's epilogue reads them, also where the results are right to the last element. Of F32 operands it sees them.
+    # cuBLASLt stores products of 16-bit and FP8 operands by TMA. initcheck does not track TMA stores, so it reports every element of
+    # such a product when te-fl's epilogue reads it, although the results are right. Products of F32 operands are tracked.
     start_sanitizer initcheck gemm-f32 "${conformance[@]}" --reduced --family gemm --case 'generic_gemm/f32*f32->'
-    # Around cuDNN's attention te-fl's own kernels only: both tools report cuDNN's.
+    # With cuDNN's attention only te-fl's own kernels are checked, because both tools report errors in cuDNN's kernels.
     if [ $has_cudnn = 1 ]; then
       start_sanitizer memcheck cudnn "${cudnn[@]}"
       tool_options=(--kernel-name kernel_substring=te_fl)
@@ -297,7 +297,7 @@ if [ $quick = 0 ]; then
     [ $tool != racecheck ] || parts="$parts attention-no-scratch"
     [ $has_cudnn = 0 ] || parts="$parts cudnn" said="$said, and around cuDNN"
     failed=
-    for part in $parts; do  # no report, no case that failed, and some that ran
+    for part in $parts; do  # requires: no report of the tool, no failed case, and at least one case
       grep -Eq "ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards" "$out/$tool-$part.log" && [ "$(code_of $tool-$part)" = 0 ] &&
         grep -Eq '^[1-9][0-9]* passed, 0 failed' "$out/$tool-$part.log" || failed="$failed $part"
     done
@@ -327,7 +327,7 @@ if [ $quick = 0 ]; then
   done
 fi
 
-# Figures below their targets are shown and do not fail the check: they move with the machine.
+# Figures below their targets are printed without failing the check, because they depend on the machine.
 if [ $quick = 0 ] && [ $bench = 1 ]; then
   if has "benchmarks: collectives" bench_collectives; then # of one rank: what a call costs on the host beyond NCCL's own
     if TE_FL_PLUGIN_MODULES=$plugin "$build/bin/bench_collectives" --device cuda --rounds 51 --json "$out/bench_collectives.json" \

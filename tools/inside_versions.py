@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Versions of NVIDIA's Python package on te-fl: what each calls, and what works.
+"""Records the functions that each version of NVIDIA's Python package calls, and tries each version on te-fl.
 usage: tools/inside_versions.py download FOLDER          the pure packages from PyPI, unpacked into FOLDER/VERSION
        tools/inside_versions.py facts FOLDER [SOURCES]   writes tests/python/transformer_engine_torch_versions.json; SOURCES/VERSION.h: the
                                                          extensions.h of the extension's source distribution, for the names of parameters
@@ -18,7 +18,7 @@ import zipfile
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 VERSIONS = ("2.20.2", "2.19.0", "2.18.0", "2.17.1", "2.17.0", "2.16.1", "2.16.0", "2.15.0", "2.14.1", "2.14.0")
 FACTS = ROOT / "tests/python/transformer_engine_torch_versions.json"
-# Rows of the table: what a user knows, and the cases of the trial that tell.
+# Rows of the table: the feature's name for users -> prefixes of the trial's cases that test it.
 ROWS = {"Linear, LayerNormLinear": ("Linear ", "LayerNormLinear"), "LayerNormMLP": ("LayerNormMLP",), "GroupedLinear": ("GroupedLinear",),
         "DotProductAttention": ("DotProductAttention",), "TransformerLayer": ("TransformerLayer",), "te.ops.Sequential": ("te.ops",),
         "checkpoint": ("checkpoint",), "quantized_model_init": ("quantized_model_init",), "FusedAdam": ("FusedAdam",),
@@ -34,8 +34,8 @@ def download(folder):
 
 
 def _calls(folder):
-    """{function: its forms [[arguments by place, the names of the others], ..]} of a version."""
-    sys.path.insert(0, str(ROOT / "python/te_fl/inside"))  # the module by itself: te_fl need not be built
+    """Returns {function: its call forms [[positional arguments, names of the keyword arguments], ..]} of a version."""
+    sys.path.insert(0, str(ROOT / "python/te_fl/inside"))  # imports only this module, so te_fl need not be built
     import calls
     uses = calls.of_package(folder / "transformer_engine")
     forms = {name: sorted([n, sorted(keywords)] for n, keywords in found) for name, found in sorted(uses.calls.items())}
@@ -43,7 +43,7 @@ def _calls(folder):
 
 
 def _parameters(header):
-    """{function: the names of its parameters} of a C++ header."""
+    """Returns {function: the names of its parameters} from a C++ header."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", header, flags=re.S)
     found = {}
     for name, arguments in re.findall(r"[\w>&\*]\s+(\w+)\(([^;{}]*?)\)\s*;", text):
@@ -53,7 +53,7 @@ def _parameters(header):
 
 
 def facts(folder, sources=None):
-    """Those of a version which are the next newer one's are not repeated."""
+    """Builds the facts of all versions, newest first; an entry omits the facts that equal those of the next newer version."""
     record, newer, newest = {}, {}, {}
     for version in VERSIONS:
         forms, names = _calls(folder / version)
@@ -69,7 +69,7 @@ def facts(folder, sources=None):
 
 
 def trial(folder, python, *only):
-    """The output of tests/python/inside_trial.py for a version."""
+    """Runs tests/python/inside_trial.py for a version and returns its output."""
     result = subprocess.run([python, ROOT / "tests/python/inside_trial.py", folder, *only], capture_output=True, text=True)
     if result.returncode:
         raise SystemExit(f"{folder}: {result.stderr}")
@@ -77,7 +77,8 @@ def trial(folder, python, *only):
 
 
 def _told(cases, base, prefixes):
-    """The words of a cell: the cases that are as with the newest version, and those that are not."""
+    """Returns the text of a table cell: "yes" if all cases give the same numbers as with the newest version, otherwise the cases that fail or
+    differ."""
     mine = {name: found for name, found in cases.items() if name.startswith(prefixes)}
     refused = [name for name, found in mine.items() if isinstance(found, str)]
     other = [name for name, found in mine.items() if name not in refused and found != base[name]]
@@ -86,7 +87,7 @@ def _told(cases, base, prefixes):
 
 def table(folder, python):
     found = {version: trial(folder / version, python)["cases"] for version in VERSIONS}
-    groups = []  # neighbours that are alike share a column
+    groups = []  # adjacent versions with equal cells share a column
     for version in VERSIONS:
         column = [_told(found[version], found[VERSIONS[0]], prefixes) for prefixes in ROWS.values()]
         if groups and groups[-1][1] == column:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Prints which commit the last kept GPU check (bench/results) was of, and the CUDA files whose code has changed since.
+"""Prints the commit of the last GPU check stored in bench/results, and the CUDA files whose code has changed since.
 usage: tools/last_gpu_check.py [ROOT]     (default: this repository)
 
-A file that was moved or renamed has not changed by that, nor by what stands in its comments or where it includes from.
-Always exits 0: a shallow clone, or a folder that is none, is told and no failure."""
+Moving or renaming a file does not count as a change, nor does editing its comments or its includes.
+Always exits 0: for a shallow clone, or a folder that is no git repository, it only prints a message."""
 import json
 import pathlib
 import re
@@ -12,11 +12,11 @@ import sys
 
 CUDA = ("backends/cuda/", "tests/backends/cuda/", "tools/gpu_check.sh")
 C_LIKE = (".c", ".cpp", ".h", ".hpp", ".cu", ".cuh")
-NO_CODE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.S)  # text in quotes is matched so that it is not searched
+NO_CODE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.S)  # matches quoted text as well, so that comment signs in it are skipped
 
 
 def git(root, *words):
-    """The lines that git prints; None if it fails or is not there."""
+    """Runs git; returns the lines of its output, or None if git fails or is missing."""
     try:
         run = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True)
     except OSError:
@@ -25,7 +25,8 @@ def git(root, *words):
 
 
 def commit_of(root, file):
-    """The commit that a kept check was of: its own word, the list of results, or the commit that brought it. "" if nobody knows."""
+    """Returns the commit of a stored check: the commit named in the file, or in the list of results, or the commit that added the file. Returns "" if
+    none is known."""
     try:
         commit = json.loads(file.read_text()).get("commit", "")
         if commit:
@@ -43,7 +44,7 @@ def commit_of(root, file):
 
 
 def code(name, text):
-    """The part of a file's text that decides how it works: of C and its kin, all but comments, includes and the breaks of lines."""
+    """Returns the part of a file's text that determines its behaviour; for C-like languages the text without comments, includes and line breaks."""
     if not name.endswith(C_LIKE):
         return text
     text = re.sub(r"^\s*#\s*include\b.*$", "", text, flags=re.M)
@@ -51,7 +52,7 @@ def code(name, text):
 
 
 def changed_since(root, commit):
-    """The CUDA files whose code is not that of `commit`; None if git cannot tell."""
+    """Returns the CUDA files whose code differs from that at `commit`; None if git cannot tell."""
     entries = git(root, "diff", "--name-status", "-z", "--find-renames", "-l0", commit)
     if entries is None:
         return None

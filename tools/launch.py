@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Starts the ranks of a job on this machine: N processes of one program, which find each other by TE_FL_RANK, TE_FL_WORLD_SIZE,
-TE_FL_LOCAL_RANK and TE_FL_STORE, and have LOCAL_WORLD_SIZE. Each line that they write gets its rank in front, "[2] loss 1.7".
+"""Starts the ranks of a job on this machine: N processes of one program, with the variables TE_FL_RANK, TE_FL_WORLD_SIZE,
+TE_FL_LOCAL_RANK, TE_FL_STORE and LOCAL_WORLD_SIZE. Each line of their output is prefixed with the rank: "[2] loss 1.7".
 
 The exit code is that of the rank that failed first, 128 + N if signal N ended it, and 0 if none failed. When a rank fails, the others
-have --grace seconds to end by themselves, which their communicators do with COMM_FAILED; those that remain get SIGTERM, and SIGKILL
-5 seconds later. Ctrl-C is passed on to every rank; a second one kills them.
+have --grace seconds to end by themselves, because their communicators fail with COMM_FAILED; those that remain get SIGTERM, and SIGKILL
+5 seconds later. Ctrl-C is passed on to every rank; a second Ctrl-C kills them.
 
   tools/launch.py -n 4 -- build/release/bin/train_gpt --tp 2 --dp 2
   tools/launch.py -n 2 --store tcp -- python3 train.py"""
@@ -22,7 +22,7 @@ import threading
 import time
 
 KILL_AFTER_S = 5
-DRAIN_S = 2  # pipes that a rank's own children, which may live on, keep open are not waited for longer
+DRAIN_S = 2  # seconds to read a rank's output after its end; the rank's own children may keep its pipes open longer
 PR_SET_PDEATHSIG = 1
 
 
@@ -53,15 +53,16 @@ def store_address(wanted, folder):
     if wanted == "file":
         return f"file:{folder}/store"
     if wanted == "tcp":
-        with socket.create_server(("127.0.0.1", 0)) as probe:  # free now; rank 0 says so if another program takes it first
+        with socket.create_server(("127.0.0.1", 0)) as probe:  # finds a free port; if another program takes the port first, rank 0 reports that
             return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     return wanted
 
 
 def environment(rank, size, store):
-    shared = {"TE_FL_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)), "PYTHONUNBUFFERED": "1"}  # unless the caller has set them
+    # defaults, which the caller's variables override
+    shared = {"TE_FL_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)), "PYTHONUNBUFFERED": "1"}
     return {**shared, **os.environ, "TE_FL_RANK": str(rank), "TE_FL_WORLD_SIZE": str(size), "TE_FL_LOCAL_RANK": str(rank), "TE_FL_STORE": store,
-            "LOCAL_WORLD_SIZE": str(size)}  # as torchrun says how many ranks this machine has
+            "LOCAL_WORLD_SIZE": str(size)}  # number of ranks on this machine, under torchrun's name
 
 
 def code_of(returncode):
@@ -81,7 +82,8 @@ def say(text):
 class Job:
     def __init__(self, options, store):
         self.options, self.store = options, store
-        self.ended = queue.SimpleQueue()  # (rank, return code), or a signal's number, as they come; handlers may put
+        # (rank, return code), or a signal's number, in order of arrival; a SimpleQueue, so that signal handlers may put
+        self.ended = queue.SimpleQueue()
         self.processes, self.readers = [], []
         self.write_lock = threading.Lock()
         self.interrupts = 0
@@ -89,7 +91,7 @@ class Job:
     def start(self):
         libc, parent = ctypes.CDLL(None), os.getpid()
 
-        def in_child():  # no rank outlives a launcher that was killed
+        def in_child():  # makes the rank die with the launcher, even if the launcher is killed
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
@@ -109,7 +111,7 @@ class Job:
                 try:
                     out.write(f"[{rank}] ".encode() + line + (b"" if line.endswith(b"\n") else b"\n"))
                     out.flush()
-                except OSError:  # nobody reads our output any more; the rank is not to wait for that
+                except OSError:  # the reader of our output has gone; go on reading so that the rank does not block
                     pass
 
     def send(self, number, running):
@@ -124,7 +126,7 @@ class Job:
         self.send(signal.SIGKILL if self.interrupts > 1 else number, running)
 
     def wait(self):
-        """The ranks that failed, in their order, with their return codes."""
+        """Waits for all ranks; returns the failed ranks in the order of failure, with their return codes."""
         running, failed, steps, hurried = set(range(self.options.n)), [], [], False
         while running:
             try:

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Writes from nn/modules.yaml what is told of a module's arguments in more than one place:
+"""Generates from nn/modules.yaml every description of a module's arguments that several places share:
   python/src/torch/layer_options.hpp                 the C++ readers of te_fl::nn's options
-  python/te_fl/pytorch/runtime/argument_rules.py     what refuse.check() checks, by module
+  python/te_fl/pytorch/runtime/argument_rules.py     the rules that refuse.check() checks, by module
   python/te_fl/pytorch/modules/*.py                  the signature of each constructor, and the arguments in its class's docstring
   python/te_fl/compat/table.py                       the arguments that are refused, for docs/transformer-engine.md and the tests
 
 usage: tools/modulegen.py [--check]
 
---check writes nothing and exits 1, naming the files, if one is not what would be written. Needs Python 3.9 and PyYAML.
+--check writes nothing; exits 1 and prints the names of files that are out of date. Needs Python 3.9 and PyYAML.
 """
 import argparse
 import ast
@@ -24,11 +24,11 @@ RULES = ROOT / "python/te_fl/pytorch/runtime/argument_rules.py"
 CLASSES = ROOT / "python/te_fl/pytorch/modules"
 TABLE = ROOT / "python/te_fl/compat/table.py"
 NOTE = "Written by tools/modulegen.py from nn/modules.yaml; do not edit."
-WIDTH = 140  # of Python's lines
+WIDTH = 140  # line length of the generated Python
 
 
 class Module:
-    """A module of the specification: its arguments with their types and defaults, and what is said of them."""
+    """A module of the specification: its arguments with types, defaults and descriptions."""
 
     def __init__(self, name, entry, specification):
         self.name, self.entry, self.known = name, entry, specification["arguments"]
@@ -48,7 +48,7 @@ class Module:
         self.file = CLASSES / (self.home.rpartition(".")[2] + ".py")
 
     def parameters(self):
-        """The parameters of the constructor as Python has them."""
+        """Returns the parameters of the Python constructor."""
         types = self.entry.get("types", {})
         rows = ["self"]
         for argument, default in self.defaults.items():
@@ -57,7 +57,7 @@ class Module:
         return rows + (["**kwargs: Any"] if "keywords" in self.entry else [])
 
     def told(self):
-        """The docstring's second paragraph; None if the module has none."""
+        """Returns the second paragraph of the docstring; None if the module has none."""
         if "tells" not in self.entry:
             return None
         sentences = []
@@ -71,7 +71,7 @@ class Module:
         return f"{', '.join([argument, *entry.get('with', ())])}: {text}."
 
     def rules(self):
-        """The rows that refuse.check() goes through: (kind of check, names of the arguments it looks at, what else it needs ...)."""
+        """Returns the rows for refuse.check(): (kind of check, names of the arguments it reads, further values that it needs ...)."""
         found = []
         for argument, entry in self.known.items():
             if argument not in self.defaults or argument in self.entry.get("unchecked", ()):
@@ -91,7 +91,7 @@ class Module:
 
 
 def wrapped(items, first, rest):
-    """Comma-separated items in lines of WIDTH; the first line follows `first`, the others `rest`."""
+    """Wraps comma-separated items into lines of WIDTH; the first line begins with `first`, the others with `rest`."""
     lines, line = [], first
     for i, item in enumerate(items):
         item += "," if i + 1 < len(items) else ""
@@ -125,7 +125,7 @@ def rules(modules):
 
 
 def with_constructor(text, module):
-    """A Python file's text with the module's signature and arguments as the specification has them."""
+    """Returns a Python file's text with the module's signature and argument list replaced by those of the specification."""
     lines = text.splitlines(keepends=True)
     place = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == module.name)
     init = next(node for node in place.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
@@ -144,7 +144,7 @@ def with_constructor(text, module):
 
 
 def leading_comments(lines, function):
-    """The comments between a function's signature and its first statement."""
+    """Returns the comments between a function's signature and its first statement."""
     found = []
     for line in reversed(lines[function.lineno - 1:function.body[0].lineno - 1]):
         if not line.strip().startswith("#"):
@@ -170,7 +170,7 @@ def with_refused(text, modules):
 
 
 def results():
-    """Each file that is written, and its text."""
+    """Yields each generated file and its text."""
     specification = yaml.safe_load(SPECIFICATION.read_text())
     modules = [Module(name, entry, specification) for name, entry in specification["modules"].items()]
     texts = {READERS: readers(specification), RULES: rules(modules), TABLE: with_refused(TABLE.read_text(), modules)}

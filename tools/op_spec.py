@@ -1,4 +1,4 @@
-"""The op specification: reads ops/*.yaml and ops/ids.txt, resolves the shorthand, refuses what is wrong. See ops/README.md."""
+"""The op specification: reads ops/*.yaml and ops/ids.txt, resolves the shorthand, reports errors. See ops/README.md."""
 import pathlib
 import re
 
@@ -9,14 +9,14 @@ DTYPES = ["f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2", "f4e2m1", "f8e8m0", "
           "i64", "u8", "u16", "u32", "u64", "bool"]
 GROUPS = {"high": ["f32", "f16", "bf16"], "fp8": ["f8e4m3", "f8e5m2"], "index": ["i32", "i64"],
           "any": DTYPES}
-SCALING_WORDS = ["none", "tensor", "block1x128", "block128x128", "mxfp8", "nvfp4"]  # te_fl_scaling in words
+SCALING_WORDS = ["none", "tensor", "block1x128", "block128x128", "mxfp8", "nvfp4"]  # names of te_fl_scaling's values
 SCALINGS = {"none": [0], "tensor": [1], "block": [2, 3], "mx": [4], "nv": [5]}
 CLASSES = ("compute", "enquiry", "collective")
 C_TYPES = {"bool": "int32_t", "i32": "int32_t", "i64": "int64_t", "f32": "float", "f64": "double"}
 ARG_TYPES = {"tensor": "TENSOR", "list": "TENSOR_LIST", "bool": "BOOL", "i32": "I32", "i64": "I64",
              "f32": "F32", "f64": "F64", "enum": "ENUM", "saved": "SAVED", "communicator": "COMMUNICATOR",
              "ints": "I64_LIST"}
-PY_TYPES = {"bool": "bool", "i32": "int", "i64": "int", "f32": "float", "f64": "float", "enum": "Union[int, str]"}  # of scalars
+PY_TYPES = {"bool": "bool", "i32": "int", "i64": "int", "f32": "float", "f64": "float", "enum": "Union[int, str]"}  # Python types of scalar arguments
 FLAG_KEYS = {"optional": "OPTIONAL", "host": "HOST", "raw_fp8": "RAW_FP8", "quant_only": "QUANT_ONLY",
              "overlap": "ALLOW_OVERLAP", "opaque": "OPAQUE", "strided_codes": "STRIDED_CODES",
              "later": "LATER"}
@@ -36,7 +36,7 @@ def need(condition, where, rule):
 
 
 class Arg:
-    """One argument with its specification's shorthand resolved."""
+    """One argument of an op, with the specification's shorthand resolved."""
 
     def __init__(self, spec, where, enums):
         unknown = set(spec) - ARG_KEYS
@@ -107,7 +107,7 @@ COMPARISONS = ("<", "<=", ">", ">=", "==", "!=", "multiple_of")
 
 
 def check_condition(words, by_name, where):
-    """Resolves one condition of a rule; the grammar stands at te_fl_op_schema in include/te_fl/plugin.h."""
+    """Resolves one condition of a rule; te_fl_op_schema in include/te_fl/plugin.h documents the grammar."""
     need(words and words[0] in by_name, where, f"'{' '.join(words)}' does not begin with an argument's name")
     arg = by_name[words[0]]
     if len(words) == 3 and words[1] == "is":
@@ -126,7 +126,8 @@ def check_condition(words, by_name, where):
 
 
 def check_holds(words, by_name, where):
-    """'A holds B' or 'A holds COMMUNICATOR times B': A has as many elements as B, or that times the number of ranks."""
+    """Checks the rule 'A holds B' (A has as many elements as B) or 'A holds COMMUNICATOR times B' (A has the number of ranks times as many elements
+    as B)."""
     need(len(words) == 3 or (len(words) == 5 and words[3] == "times"), where, "must be 'A holds B' or 'A holds COMMUNICATOR times B'")
     for name in (words[0], words[-1]):
         need(name in by_name and by_name[name].type == "tensor", where, f"{name!r} is no tensor")
@@ -135,7 +136,7 @@ def check_holds(words, by_name, where):
 
 
 def check_rule(rule, args, where):
-    """A rule between arguments with its groups resolved."""
+    """Checks a rule between arguments and resolves its groups."""
     by_name, where = {a.name: a for a in args}, f"{where}, rule \"{rule}\""
     m = re.fullmatch(r"(.+?) (requires|excludes) (.+)", rule)
     if not m:
@@ -150,7 +151,7 @@ def check_rule(rule, args, where):
 
 
 def rule_names(shape):
-    """The names in a shape rule, "..." among them; "@..." is its product."""
+    """Returns the names in a shape rule, "..." among them; an "@..." form, which stands for a product of extents, counts as "..."."""
     words = [w for part in shape.split(" : ") for w in part.split(" ? ")[-1].split() if w[0] != "#"]
     return [n for w in words for n in (["..."] if "..." in w else re.findall(r"[A-Za-z]\w*", w)) if n != "any"]
 
@@ -184,7 +185,7 @@ class Op:
         self.check_extents(where)
         self.operations = spec.get("operations")
         self.check_operations(where)
-        # The backward's name, and which of its arguments gets which of this op's; Op.resolve_gradient checks them.
+        # Name of the backward op, and {argument of the backward: argument of this op}; Op.resolve_gradient checks them.
         self.gradient, self.saves = None, {}
         if spec.get("gradient"):
             m = re.fullmatch(r"(\w+)\((.*)\)", spec["gradient"])
@@ -195,7 +196,7 @@ class Op:
                 self.saves[theirs] = ours or theirs
 
     def check_extents(self, where):
-        """An output's extents follow from names that inputs bind, or its entry says how."""
+        """Checks that an output's extents follow from names that inputs bind, or that the output's entry states a rule."""
         bound = {name for a in self.args if a.role != "out" for name in rule_names(a.shape)}
         for a in self.args:
             if a.role != "out" or a.type == "list" or not a.is_tensor or a.host:
@@ -208,7 +209,8 @@ class Op:
 
     def check_operations(self, where):
         names = {n for a in self.args for n in rule_names(a.shape)}
-        # Where all shapes are "any", as attention's, whose layout is an argument, the names are those of the docs.
+        # The names in `operations` must occur in shape rules. If all shapes are "any" (attention, whose layout is an argument), they are the names of
+        # the docs and are not checked.
         for word in re.findall(r"[A-Za-z_]\w*", self.operations or ""):
             need(word in names or not names, where, f"operations: {word!r} is no name of a shape rule")
 
@@ -223,7 +225,7 @@ class Op:
 
 
 class Ids:
-    """The ids that were ever given (ops/ids.txt), each with the op's name; programs have them inlined."""
+    """All op ids ever issued (ops/ids.txt), each with the op's name. Ids are never reused, because compiled programs contain them."""
 
     def __init__(self, text):
         self.notes = [line for line in text.splitlines() if line.startswith("#")]
@@ -241,7 +243,7 @@ class Ids:
         need(len(live) == len(set(live)), "ops/ids.txt", "a name has two ids of which none is retired")
 
     def check(self, ops):
-        """Refuses ops whose ids break the list, and adds those that are new."""
+        """Reports ops whose ids contradict the list, and adds the ids of new ops."""
         known, last = {name: i for i, (name, retired) in self.issued.items() if not retired}, max(self.issued, default=-1)
         taken = {}
         for op in ops:
@@ -268,16 +270,16 @@ class Ids:
 
 
 def load(folder=ROOT / "ops"):
-    """The families (name, summary, ops), the enums, and the list of ids with those of new ops added."""
+    """Loads the specification: the families (name, summary, ops), the enums, and the list of ids with those of new ops added."""
     families, enums, raw = [], {}, []
     for path in sorted(folder.glob("*.yaml")):
         doc = yaml.safe_load(path.read_text())
         raw.append(doc)
         enums.update(doc.get("enums", {}))
     for doc in raw:
-        # A template is a list of arguments, or a mapping with args and other keys that its ops share.
+        # A template is a list of arguments, or a mapping with args and further keys that its ops share.
         templates = {k: v if isinstance(v, dict) else {"args": v} for k, v in doc.get("templates", {}).items()}
-        # A template's struct is named after family and template, so that families cannot collide.
+        # The struct of a template is named after family and template, so that names of different families cannot collide.
         renamed = {f"{doc['family']}_{k}": v for k, v in templates.items()}
         for op in doc["ops"]:
             if "template" in op:

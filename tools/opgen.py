@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes from ops/*.yaml: C argument structs, the op table, C++ wrappers, Python stubs, docs/ops.md.
+"""Generates from ops/*.yaml: C argument structs, the op table, C++ wrappers, Python stubs, docs/ops.md.
 
 usage: tools/opgen.py [--check]
 
---check writes nothing and exits 1, naming the files, if a committed result differs from the specification.
+--check writes nothing; exits 1 and prints the names of files that are out of date.
 Needs Python 3.9 and PyYAML (Debian: python3-yaml). See ops/README.md for the specification's keys.
 """
 import argparse
@@ -104,7 +104,7 @@ def opt(text):
 
 
 def gradient_text(op):
-    """As te_fl_op_schema.gradient has it."""
+    """Returns the text of te_fl_op_schema.gradient for an op."""
     saves = [their if their == our else f"{their}={our}" for their, our in op.saves.items()]
     return " ".join([op.gradient, *saves]) if op.gradient else ""
 
@@ -193,7 +193,7 @@ def gen_python(families):
 
 
 def gen_python_defaults(families):
-    """Writes the defaults of Python's calls: the argument structs as C++ makes them."""
+    """Generates the default arguments of calls from Python: the argument structs with the C++ defaults."""
     return "\n".join([f"// {NOTE}"] + [f'of<{o.struct}>("{o.name}"),' for _, _, ops in families for o in ops] + [""])
 
 

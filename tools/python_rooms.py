@@ -1,7 +1,7 @@
-"""The rooms of python/: who imports whom in python/te_fl, and who includes whom in python/src. tools/check_layering.py prints what it finds.
+"""Checks the layers ("rooms") of python/: the imports in python/te_fl and the includes in python/src. tools/check_layering.py prints the violations.
 
-An import is an arrow from one module to another, wherever it stands. Arrows go down the list of rooms, modules form no ring, and a function
-imports only what FUNCTION_IMPORTS names with the reason.
+Every import counts, at the top of a module or in a function. Imports go from a higher to a lower room, modules form no cycle, and a function
+imports only modules that FUNCTION_IMPORTS lists with the reason.
 """
 import ast
 import pathlib
@@ -10,7 +10,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# The rooms of python/te_fl from the lowest up, by the beginning of a module's name; a module belongs to the longest that fits.
+# The rooms of python/te_fl from the lowest up, by prefixes of module names; the longest matching prefix decides.
 ROOMS = [
     ("native", ["te_fl._native", "te_fl._check_worker"]),
     ("base", ["te_fl.errors", "te_fl.tensors", "te_fl.missing", "te_fl.frameworks", "te_fl.private_device", "te_fl.remainders", "te_fl.attention_logits"]),
@@ -26,10 +26,12 @@ ROOMS = [
     ("te_fl", ["te_fl"]),
     ("programs", ["te_fl.doctor", "te_fl.__main__", "te_fl._check"]),
 ]
-# The folders of python/src, and what each may include besides itself; module.cpp, which puts all into one module, sees every one.
+# The folders of python/src, and the folders that each may include besides itself; module.cpp, the entry point of the extension module, may include
+# all.
 SOURCES = {"py": set(), "ops": {"py"}, "torch": {"py", "ops"}, "jax": {"py", "ops"}, "plugins": {"py", "ops"}}
 
-# (module, what its functions import) -> why that is no import at the top. A package of te_fl here is an arrow like any other.
+# (module, module that its functions import) -> the reason why the import is not at the top. For the packages of te_fl here the rule of rooms applies
+# too.
 FUNCTION_IMPORTS = {
     ("te_fl", "te_fl._modules"): "importing te_fl loads no plugin",
     ("te_fl", "te_fl.registration"): "importing te_fl takes no longer for those who register nothing",
@@ -51,7 +53,7 @@ FUNCTION_IMPORTS = {
     ("te_fl.jax._joined", "flax.linen.fp8_ops"): "Flax is optional, and only accumulating() needs it",
     ("te_fl.jax", "jax"): "JAX is optional, and a missing one is to be refused by te_fl's message",
 }
-# Modules that import by a name which is data: what a user named, or what is imported when an attribute is first read.
+# Modules that import by a name that is data: a user's module name, or a module that is imported when an attribute is first read.
 BY_NAME = {"te_fl._modules", "te_fl.compat.finder", "te_fl.frameworks", "te_fl.jax", "te_fl.pytorch", "te_fl.pytorch.compile", "te_fl.pytorch.distributed",
            "te_fl.pytorch.rooms"}
 
@@ -62,7 +64,7 @@ def module_name(path):
 
 
 def room_of(module):
-    """The place in ROOMS of a module, and the room's name."""
+    """Returns the index in ROOMS of a module, and the room's name."""
     fits = [(len(start), at, room) for at, (room, starts) in enumerate(ROOMS) for start in starts
             if module == start or module.startswith(start + ".")]
     _, at, room = max(fits)
@@ -70,7 +72,8 @@ def room_of(module):
 
 
 def imports(tree, known):
-    """(module, line, whether a function imports it) of each import; `from PACKAGE import NAME` is of the module of that name where there is one."""
+    """Lists (module, line, whether the import is in a function) for each import; `from PACKAGE import NAME` imports the module PACKAGE.NAME if it
+    exists."""
     inside = {id(node) for function in ast.walk(tree) if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
               for node in ast.walk(function)}
     for node in ast.walk(tree):
@@ -84,13 +87,13 @@ def imports(tree, known):
 
 
 def only_for_types(tree):
-    """The lines of `if TYPE_CHECKING:`, which nobody runs."""
+    """Returns the lines of `if TYPE_CHECKING:` blocks, which never run."""
     return {line for node in ast.walk(tree) if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
             for line in range(node.lineno, node.end_lineno + 1)}
 
 
 def ring_of(arrows):
-    """Names that lead one to the next and back to the first, as a list that ends as it begins; None: there is no ring."""
+    """Returns a cycle of names, each importing the next, as a list whose last item is its first; None if there is no cycle."""
     done, way = set(), []
 
     def visit(name):
@@ -111,7 +114,7 @@ def ring_of(arrows):
 
 
 def module_problems(texts, allowed=None):
-    """The problems of modules, {name: text}."""
+    """Returns the problems of modules, given as {name: text}."""
     allowed = FUNCTION_IMPORTS if allowed is None else allowed
     known, arrows, used = {*texts, "te_fl._native", "te_fl._check_worker"}, {}, set()
     for module, text in sorted(texts.items()):
@@ -145,7 +148,7 @@ def module_problems(texts, allowed=None):
 
 
 def source_problems(texts):
-    """The problems of python/src, {path below it: text}. A header and the source of its name are one unit."""
+    """Returns the problems of python/src, given as {path below it: text}. A header and its source are one unit."""
     arrows = {}
     for path, text in sorted(texts.items()):
         room, unit = path.split("/")[0], path.rsplit(".", 1)[0]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing, builds build/release and trains the example GPT in FP8.
 # usage: tools/quickstart.sh [--cuda] [-- ARGUMENTS OF train_gpt]
-#   --cuda  builds the CUDA plugin as well where no GPU is (nvcc needed); where one is, it is built if nvcc is found
+#   --cuda  also builds the CUDA plugin on a machine without a GPU (needs nvcc); with a GPU it is built if nvcc is found
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/lib/packages.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Checks what runs over several ranks, each on a GPU of its own (or, --device cpu, over Gloo): the collectives of the plugin, training at every
-degree against one rank, graphs, checkpoints that move between degrees, ranks that are killed, that hang and that stop calling, and transfers
-beside products. Prints a table last; the exit code is 1 if a row failed. Needs no network.
+"""Tests multi-rank features, each rank on a GPU of its own (or, with --device cpu, over Gloo): the plugin's collectives, training at every
+degree against one rank, graphs, checkpoints loaded at another degree, ranks that are killed, hang or stop calling, and transfers
+that overlap products. Prints a table last; the exit code is 1 if a row failed. Needs no network.
 
 usage: tools/ranks_check.py [--build DIR] [--device cuda|cpu] [--ranks N ...] [--only PART ...] [--python PATH] [--text FILE] [--out DIR]
   --build DIR   a build tree, or a folder with its bin/{te-fl,train_gpt,gpu_collectives_test} and plugins (default build/release)
@@ -9,7 +9,7 @@ usage: tools/ranks_check.py [--build DIR] [--device cuda|cpu] [--ranks N ...] [-
   --ranks N ... numbers of ranks (default 2, and 4 where there are four GPUs)
   --only PART   some of collectives, conformance, certificate, train, graph, checkpoints, trouble, pytorch, overlap
   --python PATH a Python with PyTorch and te_fl (default: python3, with DIR/python in its path)
-  --text FILE   what is learnt (default build/data/text.txt, from tools/fetch_text.sh; where it is absent, the documents of this project)
+  --text FILE   training text (default build/data/text.txt, from tools/fetch_text.sh; if absent, the documents of this project)
   --out DIR     where logs go (default build/ranks_check)"""
 import argparse
 import glob
@@ -27,18 +27,19 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PARTS = ("collectives", "conformance", "certificate", "train", "graph", "checkpoints", "trouble", "pytorch", "overlap")
-TIMEOUT_MS = 4000  # of collectives, in the jobs that are to fail
+TIMEOUT_MS = 4000  # time-out of collectives in the jobs that have to fail
 TRAIN = ["--batch", "16", "--sample-bytes", "0", "--report-every", "10", "--eval-batches", "4", "--hidden", "256", "--layers", "2",
          "--seq-len", "128", "--heads", "8"]
 
-# Losses of a divided model may be so far from one rank's, as the median over the steps: runs in low precision part at some step by up to 1.6 %, and
-# meet again. Over Gloo, 20 steps on two ranks have medians of 5e-7 in F32, 6e-5 by block scaling, 7e-4 by current and 1.3e-3 by delayed scaling.
-# Gradients of one rank that count half or twice break each of the limits, the one of delayed scaling by little.
+# Limits for the median, over the steps, of the relative difference between the losses of a divided model and those of one rank. Single steps of runs
+# in low precision differ by up to 1.6 % and converge again. Over Gloo, 20 steps on two ranks have medians of 5e-7 in F32, 6e-5 with block scaling,
+# 7e-4 with current and 1.3e-3 with delayed scaling. If the gradients of one rank count half or twice, every limit is exceeded; that of delayed
+# scaling by little.
 APART = {"F32": 1e-4, "none": 2.5e-3, "block": 1e-3, "current": 2.5e-3, "delayed": 2.5e-3}
 
 
 def apart(losses, others):
-    """The median of the relative differences, and the largest; both are infinite where a loss is missing or not finite."""
+    """Returns the median and the maximum of the relative differences; both are infinite if a loss is missing or not finite."""
     found = [abs(a - b) / abs(b) for a, b in zip(losses, others)]
     if not found or len(losses) != len(others) or not all(map(math.isfinite, found)):
         return math.inf, math.inf
@@ -54,7 +55,7 @@ class Check:
         self.rows, self.failures = [], 0
         self.plugin = self.build / "plugins" / ("libte_fl_cuda.so" if options.device == "cuda" else "libte_fl_gloo.so")
         self.impl, self.place = ("vendor.nccl", "cuda:0") if options.device == "cuda" else ("default.gloo", "cpu")
-        # NVLink multicast can put the GPUs of a shared host out of service.
+        # NVLink multicast (NVLS) is off because it can disable the GPUs of a shared host.
         self.environment = {"NCCL_NVLS_ENABLE": "0", **os.environ, "TE_FL_PLUGIN_PATH": "", "TE_FL_PLUGIN_MODULES": str(self.plugin)}
         libraries = [str(self.build / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
         self.environment["LD_LIBRARY_PATH"] = os.pathsep.join(x for x in libraries if x)
@@ -74,7 +75,7 @@ class Check:
         return str(self.build / "bin" / name)
 
     def run(self, name, command, limit=240, **more):
-        """Runs it with its output in a file; gives (exit code or None after the limit, the output)."""
+        """Runs a command with its output in a file; returns (exit code, or None after the time limit, output)."""
         log = self.out / (re.sub(r"[^A-Za-z0-9.]+", "-", name) + ".log")
         with open(log, "w", encoding="utf-8") as file:
             try:
@@ -108,11 +109,12 @@ class Check:
             detail = f"{sum(f.get('outcome', f.get('result')) in ('pass', 'passed') for f in cases)} cases of several processes passed, of {len(cases)}"
         except (OSError, ValueError):
             detail = text.strip().splitlines()[-1] if text.strip() else ""
-        self.row("te-fl check, its collectives", code in (0, 4), f"{detail}; exit code {code}")  # 4: the choice of ops is no certificate
+        # exit code 4: a selection of ops gives no certificate
+        self.row("te-fl check, its collectives", code in (0, 4), f"{detail}; exit code {code}")
 
     # ---- training
     def train(self, name, ranks, more, steps=20, **variables):
-        """The JSON of train_gpt, or None."""
+        """Runs train_gpt; returns its JSON, or None."""
         file = self.out / "train.json"
         file.unlink(missing_ok=True)
         device = ["--device", "cuda" if ranks > 1 else "cuda:0"] if self.options.device == "cuda" else ["--device", "cpu"]
@@ -124,7 +126,7 @@ class Check:
         return json.loads(file.read_text())
 
     def degrees(self):
-        """(name, ranks, arguments) of every division."""
+        """Lists (name, ranks, arguments) of every division of the model."""
         for n in self.options.ranks:
             for tp in [t for t in (1, 2, 4) if n % t == 0 and t <= n]:
                 dp = n // tp
@@ -236,7 +238,7 @@ class Check:
                         PYTHONPATH=path, TE_FL_PLUGIN_MODULES=str(self.plugin) if self.options.device == "cuda" else "", **more)
 
     def overlap(self):
-        """TE_FL_TP_OVERLAP=1 between GPUs; over Gloo it is among the tests."""
+        """Tests TE_FL_TP_OVERLAP=1 between GPUs; the ordinary tests cover Gloo."""
         if self.options.device != "cuda":
             return
         program = str(ROOT / "tests/python/torch_parallel_test/overlap_on_gpus.py")
@@ -248,7 +250,8 @@ class Check:
             self.row(name, code == 0, found[-1] if found else f"exit code {code}")
         n, began = max(self.options.ranks), time.monotonic()
         code, text = self.torchrun("a rank lost beside products", n, [program, "--lose-rank"])
-        killed = re.search(rf"rank +: {n - 1} .*?exitcode +: -9", text, re.S) is not None  # torchrun's words; a program that failed otherwise has another code
+        # torchrun's report of a killed rank; a program that failed otherwise has another exit code
+        killed = re.search(rf"rank +: {n - 1} .*?exitcode +: -9", text, re.S) is not None
         self.row(f"a rank killed beside products, {n} ranks", code not in (0, None) and killed and "went on" not in text,
                  f"torchrun ended all after {time.monotonic() - began:.0f} s" if killed else f"exit code {code}, and no rank {n - 1} that was killed")
         code, text = self.torchrun("after a rank lost", n, [program])

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Everything that checks the project: format, layering, includes, generated files, the address+undefined and the thread
+# Runs every check of the project: format, layering, includes, generated files, the address+undefined and the thread
 # sanitizer builds, the fuzzers, the installed prefix, and last ctest on the release build, with the Python tests on a wheel of it.
 # usage: tools/test.sh [--quick | --long]
-#   --quick  static checks and the release build only; the Python tests run on the build tree, with what the system's Python has
-#   --long   also what the default leaves out for its time, see CONTRIBUTING.md
+#   --quick  static checks and the release build only; the Python tests run on the build tree with the system's Python packages
+#   --long   also the tests that the default leaves out because they take long, see CONTRIBUTING.md
 # PyTorch and JAX for the Python tests come from PyPI (3 GB, kept in build/python-env). TE_FL_TEST_PYTHON=/path/to/python names an
 # interpreter that has them instead.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-# Programs under test would take it for a misspelt setting of theirs.
+# te-fl would report this variable as a misspelt setting of its own.
 export -n TE_FL_TEST_PYTHON
 . tools/lib/packages.sh
 . tools/lib/build.sh
@@ -36,8 +36,8 @@ fi
 long_tests=-DTE_FL_LONG_TESTS=$([ "$mode" = long ] && echo ON || echo OFF)
 stages=() times=() failures=0 causes=()
 
-# stage NAME COMMAND...: runs it with its output in build/logs/NAME.log; shows the end of the log on failure, and keeps its first
-# errors for the end, where they are read first.
+# stage NAME COMMAND...: runs the command with its output in build/logs/NAME.log. On failure prints the end of the log, and keeps its
+# first errors for the summary at the end of the run.
 stage() {
   local name=$1 start=$SECONDS result=passed
   shift
@@ -56,8 +56,8 @@ note_stage() { # NAME RESULT SECONDS
   times+=("$1 $3")
 }
 
-# Builds once more, one file after the other, what a first try left: a compiler that the system has killed for its memory then has
-# the machine to itself. What fails twice is an error.
+# Builds; if that fails, builds the remaining targets again one file at a time, because the system may have killed a compiler for lack of
+# memory. A second failure is an error.
 build() { # FOLDER ARGUMENTS...
   local folder=$1
   shift
@@ -71,17 +71,17 @@ sanitizer_build() { # NAME
   te_fl_configure_"$1" "$long_tests" && build build/"$1" --target "${targets[@]}"
 }
 sanitizer_tests() { # NAME
-  # LLVM 14 takes what lies before a block of thread-local memory for glibc 2.19's header if the block starts 16 bytes into a
-  # page, and its leak check then reads whatever address it finds there. Without that interceptor the check still finds what
-  # thread-local memory points to: the blocks are allocations that the thread's descriptor leads to.
+  # If a block of thread-local memory starts 16 bytes into a page, LLVM 14 interprets the bytes before the block as glibc 2.19's
+  # header, and its leak check reads an arbitrary address. Without that interceptor the check still finds allocations that
+  # thread-local memory points to, because the blocks are themselves allocations reachable from the thread's descriptor.
   local tests=(env ASAN_OPTIONS=detect_leaks=1:intercept_tls_get_addr=0:detect_odr_violation=0:strict_string_checks=1 UBSAN_OPTIONS=print_stacktrace=1
     TSAN_OPTIONS="suppressions=$PWD/tests/tsan.supp halt_on_error=0 second_deadlock_stack=1"
     ctest --test-dir build/"$1" -L "^$1\$" -j "$te_fl_jobs" --output-on-failure)
   "${tests[@]}" && return
-  # Should the leak check itself crash as a program ends, which says nothing of the program, what failed runs once more.
+  # The leak check itself may crash when a program ends, which is no error of the program, so failed tests run once more.
   grep -q 'LeakSanitizer has encountered a fatal error' build/logs/"$1"-tests.log && "${tests[@]}" --rerun-failed
 }
-# tools/check_includes.py finds what compiles only with the files of a folder as one; the long run builds file by file.
+# tools/check_includes.py finds files that compile only in a unity build; the long run builds each file by itself.
 release_build() {
   local unity
   unity=$(te_fl_unity build/release)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Compares transformer_engine.jax with te_fl.jax: public names, members of classes, parameters, fields and their defaults.
 
-What differs is written to docs/jax.md, each with the reason that REASONS has for it; a difference without a reason is an error, and so is a
-reason without a difference. It needs te_fl.jax and Flax, and Transformer Engine's names in tests/python/transformer_engine_jax_facts.json.
+The differences are written to docs/jax.md with their reasons from REASONS; a difference without a reason is an error, and so is a
+reason without a difference. The program needs te_fl.jax and Flax, and Transformer Engine's names in tests/python/transformer_engine_jax_facts.json.
 
 usage: transformer_engine_jax.py [--source DIR] [--check]
-  --source DIR  writes these facts first, from a folder that has transformer_engine/ (nothing there is imported or run)
-  --check       writes nothing; exits 1 if the page is not what would be written
+  --source DIR  first writes that facts file from a folder that has transformer_engine/ (imports and runs nothing there)
+  --check       writes nothing; exits 1 if the page is out of date
 """
 import argparse
 import ast
@@ -26,13 +26,14 @@ BEGIN, END = "<!-- Written by tools/transformer_engine_jax.py; do not edit. -->\
 MODULES = ("transformer_engine.jax", *(f"transformer_engine.jax.{name}" for name in (
     "activation", "attention", "checkpoint_policies", "dense", "ep", "flax", "flax.module", "flax.transformer", "layernorm", "layernorm_dense",
     "layernorm_mlp", "moe", "permutation", "quantize", "router", "sharding", "softmax")))
-TYPES = ("Array", "DType", "Initializer", "LogicalRules", "PRNGKey", "PrecisionLike", "Shape")  # annotations, no part of what a program calls
+# names of annotation types, which programs do not call
+TYPES = ("Array", "DType", "Initializer", "LogicalRules", "PRNGKey", "PrecisionLike", "Shape")
 
 _OWN_STATE = "quantisers are te_fl.jax.quantize.create_set(recipe)'s trees of arrays, and what they write a Quantized"
 _PACKED = "packed sequences (thd) are not served"
 _CONTEXT = "context parallelism is not served over several devices"
 _EXPERTS = "mixtures of experts are not served in JAX"
-# By name below transformer_engine.jax, by a module as a whole, or "NAME: parameters" where these differ.
+# Reasons for differences. Keys: a name below transformer_engine.jax, a whole module, or "NAME: parameters" if only the parameters differ.
 REASONS = {
     "attention.ReorderStrategy": _CONTEXT,
     "attention.SequenceDescriptor.get_seqlens_and_offsets": _PACKED,
@@ -79,7 +80,7 @@ def facts_of(folder):
 
 
 def members(node):
-    """Public members: a function's parameters, a field's default as text, or None."""
+    """Returns a class's public members: a function's parameters, a field's default as text, or None."""
     made = {}
     for n in node.body:
         if isinstance(n, ast.FunctionDef):
@@ -93,7 +94,7 @@ def members(node):
 
 
 def plain(text):
-    """The value of a default that is written as one; the text itself of others, which are equal if they are absent on both sides alone."""
+    """Evaluates a default that is a literal; returns ... for others, which are compared only for presence."""
     try:
         return text and ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -107,7 +108,7 @@ def own_parameters(function):
 
 
 def same_parameters(function, rows):
-    """True for the same names in the same order with equal defaults, where these are written as values."""
+    """Returns True if both have the same names in the same order with equal defaults; only literal defaults are compared."""
     own = own_parameters(function)
     if [name for name, _, _ in own] != [name for name, _, _ in rows]:
         return False
@@ -122,7 +123,7 @@ def same_parameters(function, rows):
 
 
 def compared(home, name, fact):
-    """The differences of one served name: "" for the name itself, ".MEMBER", ": parameters"."""
+    """Returns the differences of one served name: "" for the name itself, ".MEMBER", ": parameters"."""
     if not hasattr(home, name):
         return [""]
     own = getattr(home, name)
@@ -131,7 +132,7 @@ def compared(home, name, fact):
     found = []
     for member, of in fact.get("members", {}).items():
         if member == "__init__":
-            continue  # a class that has one of its own is made by other functions here
+            continue  # te-fl makes this class by other functions than its constructor
         fields = getattr(own, "__dataclass_fields__", {})
         if not hasattr(own, member) and member not in fields:
             found.append(f".{member}")
@@ -144,7 +145,7 @@ def compared(home, name, fact):
 
 
 def differences(facts):
-    """The differences by name, those of a module with a reason of its own as one."""
+    """Returns the differences by name; a module with a reason of its own counts as one difference."""
     table = names_tool.load(ROOT / "python/te_fl/compat/table.py")
     found = []
     for module, names in facts.items():

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what te-fl keeps of Transformer Engine's names, and docs/transformer-engine.md.
+"""Generates te-fl's lists of Transformer Engine's names, and docs/transformer-engine.md.
 
 From the real package's Python files (names and signatures; nothing is imported or run):
   python/te_fl/compat/known_names.py         its modules and their public names
@@ -10,7 +10,7 @@ From these and python/te_fl/compat/table.py:
 usage: transformer_engine_names.py [--source DIR | --download] [--check]
   --source DIR  a folder that has transformer_engine/, such as an unpacked wheel
   --download    fetches the wheel with pip
-  --check       writes nothing; exits 1 if a file is not what would be written
+  --check       writes nothing; exits 1 if a file is out of date
 """
 import argparse
 import ast
@@ -30,7 +30,7 @@ PAGE = ROOT / "docs/transformer-engine.md"
 PAGE_MODULES = ("transformer_engine.pytorch", "transformer_engine.pytorch.distributed", "transformer_engine.pytorch.optimizers",
                 "transformer_engine.pytorch.ops", "transformer_engine.pytorch.tensor.utils", "transformer_engine.jax", "transformer_engine.jax.flax", "transformer_engine.common.recipe")
 LEFT_OUT = ("triton", "debug", "dynamo", "CuTeDSL", "setup", "triton_extensions", "custom_recipes", "linear_attention", "context_parallel")
-OLDER = ("transformer_engine.pytorch.cpu_offload_v1",)  # has names of other modules with fewer parameters
+OLDER = ("transformer_engine.pytorch.cpu_offload_v1",)  # repeats names of other modules with fewer parameters
 METHODS = ("__init__", "forward", "step", "zero_grad", "setup", "__call__")
 
 
@@ -54,7 +54,8 @@ class Package:
                 self.trees[".".join(parts)] = (ast.parse(path.read_text()), is_package)
 
     def imports(self, module, stars=False):
-        """name -> (module, name there) of what `module` takes from the package; stars: "*" of each module that it takes whole, instead."""
+        """Returns {name: (module, name there)} of the names that `module` imports from the package; with `stars` the modules from which it imports
+        "*" instead."""
         tree, is_package = self.trees[module]
         found = {}
         for node in top_level(tree.body):
@@ -72,7 +73,8 @@ class Package:
         return found
 
     def names(self, module):
-        """Public names of a module: what it defines, those of __all__, and, in a package, what it takes from its modules."""
+        """Returns the public names of a module: those that it defines, those of __all__, and, in a package, those that it imports from its
+        modules."""
         tree, is_package = self.trees[module]
         names, taken, listed = set(), self.imports(module), False
         for node in top_level(tree.body):
@@ -82,7 +84,7 @@ class Package:
                 targets = {t.id for t in node.targets if isinstance(t, ast.Name)}
                 listed = listed or "__all__" in targets
                 names |= set(ast.literal_eval(node.value)) if "__all__" in targets and isinstance(node.value, ast.List) else targets
-        if is_package and not listed or not names:  # some modules exist only to hand on what others define
+        if is_package and not listed or not names:  # some modules only re-export names of others
             names |= {name for name, (base, original) in taken.items() if f"{base}.{original}" not in self.trees}
             for base, original in self.stars(module):
                 names |= set(self.names(base))
@@ -92,7 +94,7 @@ class Package:
         return [target for target in self.imports(module, stars=True).values() if target[1] == "*" and target[0] in self.trees]
 
     def definition(self, module, name, seen=()):
-        """(module, class or function) that a name stands for; None for what is no part of the Python sources."""
+        """Returns (module, class or function) of a name's definition; None if it is not in the Python sources."""
         if module not in self.trees or (module, name) in seen:
             return None
         for node in top_level(self.trees[module][0].body):
@@ -104,7 +106,7 @@ class Package:
 
 
 def top_level(body):
-    """Statements of a module, those inside try and if included."""
+    """Yields the statements of a module, including those inside try and if."""
     for node in body:
         if isinstance(node, (ast.Try, ast.If)):
             yield from top_level(node.body)
@@ -113,7 +115,7 @@ def top_level(body):
 
 
 def parameters(function):
-    """[name, default as text or None, kind] of a function's parameters but self, cls and ctx."""
+    """Returns [name, default as text or None, kind] of a function's parameters except self, cls and ctx."""
     a = function.args
     positional = [*a.posonlyargs, *a.args]
     defaults = [None] * (len(positional) - len(a.defaults)) + a.defaults
@@ -125,7 +127,8 @@ def parameters(function):
 
 
 def members(package, module, node):
-    """name -> "plain" for what objects of a class have as an attribute that is written, "read" for its properties and methods; its bases' among them."""
+    """Returns {name: kind} of a class's attributes, including those of its base classes: "plain" for attributes that objects store, "read" for
+    properties and methods."""
     found = {}
     for base in node.bases:
         defined = package.definition(module, ast.unparse(base).split(".")[-1])
@@ -141,7 +144,7 @@ def members(package, module, node):
 
 
 def written_to(function):
-    """The attributes of self that a function writes."""
+    """Returns the attributes of self that a function assigns."""
     for node in ast.walk(function):
         for target in node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else ():
             for one in target.elts if isinstance(target, ast.Tuple) else [target]:
@@ -150,7 +153,7 @@ def written_to(function):
 
 
 def facts_of(package, module, node):
-    """Parameters of a function, of a class's methods, or the fields of a Flax module, which are its parameters among others."""
+    """Returns the parameters of a function or of a class's methods. For a Flax module the fields count as parameters of its constructor."""
     if isinstance(node, ast.FunctionDef):
         return {"parameters": parameters(node)}
     functions = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}

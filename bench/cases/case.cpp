@@ -31,7 +31,8 @@ te_fl_dtype dl_dtype(int dtype) {
   }
 }
 
-// Numbers from a normal distribution, or small non-negative integers, repeated to fill.
+// Fills memory with a repeated pattern of normally distributed numbers, or of small non-negative
+// integers for integer dtypes.
 void fill(void* to, int64_t bytes, int dtype) {
   constexpr size_t kPattern = 1 << 14;
   std::mt19937 engine(17);
@@ -109,7 +110,8 @@ void BenchTensor::quantised(te_fl_scaling scaling, uint32_t flags, bool columnwi
   quant_.flags = flags;
   quant_.amax = &amax_;
   quant_.scale = &scale_;
-  // Room for any mode's scales: a 1x32 block each, and padding of the extents to 128.
+  // Allocates enough for the scales of any scaling mode: a scale for each 1x32 block, with extents
+  // padded to multiples of 128.
   const int64_t cols = shape_.back(), rows = numel() / std::max<int64_t>(1, cols);
   scale_bytes_ = ((rows + 128) * (cols + 128) / 32 + 1024) * 4;
   scales_ = allocate(scale_bytes_);

@@ -1,6 +1,7 @@
-// The cases of benchmarks: calls of any size, with what their work is measured by. One table for
-// every backend: bench_cpu and `te-fl bench` run it. Its entries stand with those of conformance
-// and of huge tensors, one file per family of ops: conformance/cases.
+// The benchmark cases: calls of any size and the measures of their work (bytes, operations).
+// bench_cpu and `te-fl bench` share this table for every backend. The table's entries are in
+// conformance/cases, one file per family of ops, beside the cases of the conformance tests and of
+// the tests on huge tensors.
 #pragma once
 
 #include <cstdint>
@@ -25,18 +26,19 @@ class BenchTensor {
   operator const te_fl_tensor*() const { return &tensor_; }  // NOLINT: implicit on purpose
   te_fl_tensor& c() { return tensor_; }
 
-  // One piece of memory and the member that points to it.
+  // One allocation and the member that points to it.
   struct Part {
     void** pointer;
     int64_t bytes;
   };
   std::vector<Part> parts();
-  // Frees the memory that the constructor and quantised() took, when the parts point elsewhere.
+  // Frees the memory that the constructor and quantised() allocated, if the parts point to other
+  // memory.
   void drop_memory();
 
   int64_t numel() const;
   int64_t bytes() const;
-  // Adds per-tensor FP8 scaling, or the block modes; with a column-wise copy if asked for.
+  // Adds per-tensor FP8 scaling or block scaling; with a column-wise copy if `columnwise`.
   void quantised(te_fl_scaling scaling, uint32_t flags, bool columnwise);
   void set_strides(Shape strides) {
     strides_ = std::move(strides);
@@ -65,10 +67,10 @@ class BenchTensor {
 class Case {
  public:
   explicit Case(Shape extents = {}) : extents_(std::move(extents)) {}
-  // Extent number i, in the order of CaseSpec::axes.
+  // Returns extent number i, in the order of CaseSpec::axes.
   int64_t extent(size_t i) const { return extents_.at(i); }
   int64_t cols() const { return extent(1); }
-  // A new argument struct of the call; it lives as long as the case.
+  // Makes a new argument struct for the call; it lives as long as the case.
   template <class Args>
   Args& args() {
     auto made = std::make_shared<Args>();
@@ -77,11 +79,11 @@ class Case {
   }
   const void* raw_args() const { return args_.get(); }
 
-  // Tensors that the op reads, writes, or both; bytes() counts them so.
+  // Make a tensor that the op reads, writes, or both; bytes() counts its bytes accordingly.
   BenchTensor& in(Shape shape, int dtype) { return make(std::move(shape), dtype, 1); }
   BenchTensor& out(Shape shape, int dtype) { return make(std::move(shape), dtype, 1); }
   BenchTensor& inout(Shape shape, int dtype) { return make(std::move(shape), dtype, 2); }
-  // An FP8 tensor; with `columnwise` both copies count.
+  // Makes an FP8 tensor; if `columnwise`, bytes() counts both copies.
   BenchTensor& fp8(Shape shape, int dtype, te_fl_scaling scaling = TE_FL_SCALING_TENSOR,
                    bool columnwise = false, uint32_t flags = 0);
   const te_fl_tensor* const* list(std::vector<const te_fl_tensor*> tensors) {
@@ -91,10 +93,10 @@ class Case {
 
   std::deque<BenchTensor>& tensors() { return tensors_; }
 
-  int64_t bytes = 0;   // moved by a call that reads and writes each element once
-  int64_t memory = 0;  // of the tensors
-  double flops = 0;    // of compute-bound ops
-  // GEMM: the product that the library is given directly, op(A) m x k and op(B) k x n.
+  int64_t bytes = 0;   // bytes moved by a call that reads and writes each element once
+  int64_t memory = 0;  // bytes of all tensors
+  double flops = 0;    // operations of compute-bound ops
+  // GEMM: the product for a direct call of the library, op(A) m x k times op(B) k x n.
   struct Product {
     int64_t m = 0, n = 0, k = 0;
     bool trans_b = false;
@@ -110,18 +112,19 @@ class Case {
   std::deque<std::vector<const te_fl_tensor*>> lists_;
 };
 
-// The shapes and tensors with which an op is measured.
+// The shapes and tensors of one op's benchmark.
 struct CaseSpec {
   std::string op;
-  std::string variant;  // dtype and what else tells two rows of one op apart
+  std::string variant;  // dtype and other attributes that distinguish rows of one op
   std::function<void(Case&, int64_t rows)> body;  // makes the tensors; rows is the first extent
-  bool memory_bound = true;                       // else `rows` is fixed_rows in bench_cpu
+  bool memory_bound = true;                       // if false, bench_cpu uses fixed_rows
   int64_t fixed_rows = 0;
-  std::string axes = "rows, cols";  // of the extents; empty: there are none to choose
-  Shape extents = {4096, 1024};     // on the host, unless asked for otherwise
-  Shape large = {32768, 4096};      // on an accelerator
+  std::string axes = "rows, cols";  // names of the extents; empty: the extents are fixed
+  Shape extents = {4096, 1024};     // default extents on the host
+  Shape large = {32768, 4096};      // default extents on an accelerator
 
-  // The case with the shape as its extents, or with the host's and `rows` in place of their first.
+  // Builds the case with `shape` as its extents, or with the host's default extents except that the
+  // first is `rows`.
   std::unique_ptr<Case> build(const Shape& shape) const {
     auto c = std::make_unique<Case>(shape);
     body(*c, shape.at(0));
@@ -135,8 +138,8 @@ struct CaseSpec {
 };
 using Cases = std::vector<CaseSpec>;
 
-// Names the extents of the rows from `first` on, and says what they are unless asked for: on the
-// host, and on an accelerator.
+// Names the extents of the cases from index `first` on and sets their default extents for the host
+// and for an accelerator.
 inline void describe(Cases& cases, size_t first, const char* axes, const Shape& extents,
                      const Shape& large) {
   for (size_t i = first; i < cases.size(); ++i) {
@@ -144,7 +147,7 @@ inline void describe(Cases& cases, size_t first, const char* axes, const Shape& 
   }
 }
 
-// A row of F32 and one of BF16: build(case, rows, dtype).
+// Adds an F32 case and a BF16 case, each made by build(case, rows, dtype).
 template <class Build>
 void both_dtypes(Cases& cases, const std::string& op, Build build) {
   for (int dtype : {TE_FL_F32, TE_FL_BF16}) {
@@ -153,7 +156,8 @@ void both_dtypes(Cases& cases, const std::string& op, Build build) {
   }
 }
 
-// Rows of each of `tensors` tensors that have `rows` together: in sixteens, as weights have them.
+// Divides `rows` among `tensors` tensors; returns the rows of each, rounded up to a multiple of 16
+// because weights have such sizes.
 inline int64_t rows_each(int64_t rows, int tensors) {
   return (rows + 16 * tensors - 1) / (16 * tensors) * 16;
 }
@@ -177,7 +181,7 @@ void add_scaled_activation(Cases& cases);
 void add_softmax(Cases& cases);
 void add_tensor(Cases& cases);
 
-// Every op of the catalogue has at least one.
+// The cases of all ops; every op of the catalogue has at least one.
 const Cases& all_cases();
 
 }  // namespace te_fl::bench

@@ -1,5 +1,5 @@
-// A collective of te-fl beside the same call of the library below its provider, Gloo on hosts and
-// NCCL on NVIDIA's GPUs, on the same memory, in turns. bench/README.md says what is measured.
+// Times a collective of te-fl against the same call of the library that its provider uses (Gloo on
+// hosts, NCCL on NVIDIA GPUs), alternately and on the same memory. See bench/README.md.
 //   tools/launch.py -n 4 -- build/release/bin/bench_collectives --json gloo.json
 //   TE_FL_PLUGIN_MODULES=.../libte_fl_cuda.so build/release/bin/bench_collectives --device cuda
 #include <time.h>
@@ -26,7 +26,7 @@ double us_since(Clock::time_point start) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
 }
 
-// Counts all threads of this process, so Gloo's own too.
+// Returns the CPU time of all threads of this process, Gloo's threads included.
 double cpu_us() {
   timespec t;
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
@@ -52,8 +52,8 @@ double median(std::vector<double> v) {
 }
 
 struct Times {
-  // One call takes these: until it returned, until all of it was done, and what this process
-  // computed.
+  // Host time until the call returned, time until all of its work was done, and CPU time of this
+  // process.
   double host_us = 0, whole_us = 0, cpu_us = 0;
 };
 
@@ -95,7 +95,7 @@ struct Row {
   size_t bytes;
   int calls;
   Times te_fl, peer;
-  double ratio, spread;  // of the whole times: median of the rounds', and interquartile range
+  double ratio, spread;  // of whole_us: median over the rounds, and interquartile range
 };
 
 class Bench {
@@ -104,7 +104,7 @@ class Bench {
     job_ = value_of(Job::from_environment());
     if (options_.device == "cuda") device_ = Device{TE_FL_DEVICE_CUDA, job_.local_rank, 0};
     store_ = job_.store_address.empty()
-                 ? Store::in_process()  // one rank
+                 ? Store::in_process()  // a single rank
                  : value_of(Store::open(job_.store_address, job_.rank, job_.size,
                                         std::chrono::milliseconds(60000)));
     CommOptions made;
@@ -138,7 +138,7 @@ class Bench {
     if (!on_host()) check(stream_.synchronize());
   }
 
-  // One call of te-fl's.
+  // Calls te-fl's collective once.
   void call(Op op, const Tensor& in, const Tensor& out) {
     CallOptions o;
     o.stream = stream_.get();
@@ -158,7 +158,8 @@ class Bench {
     check(status);
   }
 
-  // All ranks begin together, as far as a small all_reduce of the peer's can see to that.
+  // Times one block. A small all_reduce of the peer library first makes all ranks begin at about
+  // the same time.
   Times block(int calls, const std::function<void()>& one) {
     peer_->call(Op::kAllReduce, meet_.data<float>(), meet_.data<float>(), 1, stream_.get());
     wait();
@@ -182,9 +183,10 @@ class Bench {
     const auto theirs = [&] {
       peer_->call(op, in.data<float>(), out.data<float>(), elements, stream_.get());
     };
-    // Many short calls to a block; the number is the same on all ranks, being of the size alone. A
-    // device's queue takes these without making the host wait. Of large ones it has a few at once,
-    // as nccl-tests does, since one alone would be of the host's latency as well as of bandwidth.
+    // Number of calls in a block. It depends on the size alone, so it is the same on all ranks.
+    // Small transfers get many calls; a device's queue must hold them all without blocking the
+    // host. Large transfers get at least a few queued calls, as in nccl-tests, because a single
+    // call would measure the host's latency as well as the bandwidth.
     const size_t least = on_host() ? 1 : options_.queued;
     const int calls = static_cast<int>(std::clamp<size_t>((size_t{4} << 20) / bytes, least, 100));
     for (const auto& one : {std::function<void()>(ours), std::function<void()>(theirs)})

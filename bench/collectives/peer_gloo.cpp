@@ -25,7 +25,7 @@ T value_of(Result<T> result) {
   throw std::runtime_error(result.status().to_string());
 }
 
-// The job's store as Gloo sees one.
+// Adapts the job's store to Gloo's store interface.
 class Rendezvous : public ::gloo::rendezvous::Store {
  public:
   explicit Rendezvous(std::shared_ptr<te_fl::Store> store) : store_(std::move(store)) {}
@@ -49,7 +49,7 @@ class Gloo : public Peer {
  public:
   Gloo(const std::shared_ptr<te_fl::Store>& store, int rank, int size)
       : context_(std::make_shared<::gloo::rendezvous::Context>(rank, size)) {
-    // It is the same interface as the plugin's.
+    // Uses the same network interface as te-fl's plugin.
     ::gloo::transport::tcp::attr attr;
     const char* interface = std::getenv("TE_FL_GLOO_INTERFACE");
     attr.iface = interface == nullptr ? "" : interface;
@@ -63,7 +63,7 @@ class Gloo : public Peer {
     return "Gloo " + std::to_string(GLOO_VERSION_MAJOR) + "." + std::to_string(GLOO_VERSION_MINOR) +
            "." + std::to_string(GLOO_VERSION_PATCH);
   }
-  // This version of Gloo has no reduce_scatter that takes a context and a tag.
+  // Gloo has no reduce_scatter here: this version lacks one that takes a context and a tag.
   bool has(Op op) const override { return op != Op::kReduceScatter; }
   void call(Op op, float* input, float* output, size_t elements, void*) override {
     const auto size = static_cast<size_t>(context_->size);

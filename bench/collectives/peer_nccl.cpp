@@ -49,7 +49,8 @@ class NcclPeer : public Peer {
       status = nccl_.reduce_scatter(input, output, part, cuda::kNcclF32, cuda::kNcclSum,
                                     communicator_, s);
     } else if (op == Op::kAllToAll) {
-      // NCCL has one of its own only in its newest versions.
+      // Builds all_to_all from sends and receives; only the newest versions of NCCL have an
+      // all_to_all of their own.
       check(nccl_.group_start(), "ncclGroupStart");
       for (int r = 0; r < size_ && status == cuda::kNcclSuccess; ++r) {
         const size_t at = static_cast<size_t>(r) * part;

@@ -1,4 +1,5 @@
-"""Attention with a bias, ALiBi, sinks, a mask tensor, capped scores or dropout, beside cuDNN's plain attention on the same tensors."""
+"""Benchmarks attention with a bias, ALiBi, sinks, a mask tensor, soft-capped scores or dropout against cuDNN's plain attention on the same
+tensors."""
 
 import torch
 
@@ -7,8 +8,8 @@ from te_fl_bench import OpCall, Tensor, plain
 
 BF16, F32 = torch.bfloat16, torch.float32
 ARBITRARY, LEARNABLE = 6, 2
-SOFTCAP = 2.0  # of scores that are about as large as 1, so that the cap counts
-TERMS = ("dropout", "bias", "alibi", "sink", "mask", "softcap")  # and "bias with its gradient"
+SOFTCAP = 2.0  # scores are about as large as 1, so this cap has an effect
+TERMS = ("dropout", "bias", "alibi", "sink", "mask", "softcap")  # terms() also adds "bias with its gradient"
 
 
 def slopes(heads):
@@ -16,7 +17,7 @@ def slopes(heads):
 
 
 def arguments(term, shape):
-    """The arguments of a term in both directions, and those of the backward alone."""
+    """Returns a term's arguments for both directions, and the additional arguments of the backward."""
     s, h = shape.sequence, shape.heads
     if term == "dropout":
         return dict(dropout_p=0.1), {}
@@ -34,7 +35,7 @@ def arguments(term, shape):
 
 
 def expected(shape, term, common, q, k, v, d_o, scale):
-    """o, dq, dk, dv of the first sequence's first head in FP32, from its definition."""
+    """Computes o, dq, dk, dv of the first sequence's first head in FP32 from the definition of attention."""
     s = shape.sequence
     q, k, v = (t.torch[:, 0, 0].float().requires_grad_() for t in (q, k, v))
     scores = scale * q @ k.T
@@ -60,7 +61,7 @@ def expected(shape, term, common, q, k, v, d_o, scale):
 
 
 def same_of_cudnn(term, common, operands, shape, scale):
-    """cuDNN's own attention with this term, where PyTorch asks it for that: dropout, and a bias, which a mask can be."""
+    """Returns cuDNN's own attention with this term if PyTorch can request it: dropout, or a bias (a mask tensor can be passed as a bias)."""
     if term == "dropout":
         return layer_cases.cudnn_attention(*operands, shape.causal, scale, dropout=common["dropout_p"])
     if term == "bias":
@@ -73,8 +74,8 @@ def same_of_cudnn(term, common, operands, shape, scale):
 
 
 def terms(library, shape):
-    """{"forward dropout": (te-fl's call, cuDNN's plain one, cuDNN's with the same term or None, relative error or None, the forward)} and
-    so on; operations of the forward."""
+    """Returns {"forward dropout": (te-fl's call, cuDNN's plain call, cuDNN's call with the same term or None, relative error or None, the forward),
+    ...} and the number of operations of the forward."""
     s, b, h = shape.sequence, shape.batch, shape.heads
     d = shape.hidden // h
     q, k, v, o, d_o, dq, dk, dv = (plain(s, b, h, d) for _ in range(8))
@@ -84,7 +85,7 @@ def terms(library, shape):
     cases = {}
     for term in TERMS + ("bias with its gradient",):
         if term == "mask" and shape.causal:
-            continue  # the tensor is the mask
+            continue  # a mask tensor replaces the causal mask
         common, more = arguments(term, shape)
         both = dict(q=q, k=k, v=v, o=o, softmax_lse=lse, layout=0, mask_type=1 if shape.causal else 0, scale=d ** -0.5) | common
         calls = {"forward": OpCall(library, "fused_attn_fwd", **both),

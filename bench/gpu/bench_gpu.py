@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""te-fl's CUDA plugin against PyTorch, cuBLASLt, cuDNN and the memory's own speed, in one process. See bench/README.md.
+"""Benchmarks te-fl's CUDA plugin against PyTorch, cuBLASLt, cuDNN and copy bandwidth, in one process. See bench/README.md.
 
 usage: bench_gpu.py --build DIR [--only ops,gemm,joined,attention,terms,layers,host] [--match TEXT] [--json FILE] [--seconds S]
   --build DIR    folder with lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so (default build/release)
@@ -41,7 +41,7 @@ def show(part, name, **fields):
 
 
 def meets(row):
-    """True if a row reaches its target: a share of what bounds it, or for layers a ratio of times."""
+    """Returns True if a row reaches its target: a fraction of its bound, or for layers a ratio of times."""
     if isinstance(row.get("error"), str):
         return False
     if row["part"] == "layer":
@@ -91,7 +91,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m
 
 
 def algorithm_from(product, kind, dtype):
-    """Says where te-fl's algorithm for a product came from."""
+    """Names the source of te-fl's algorithm for a product."""
     choices = Choices.in_use()
     if choices is None:
         return "heuristic"
@@ -129,7 +129,8 @@ def run_gemm(library, args):
 
 
 def run_joined(library, args):
-    """Products with GELU or its gradient: what nn takes under TE_FL_OP_CHEAP_EPILOGUES, which must not cost more."""
+    """Benchmarks products with GELU or its gradient in the epilogue, which nn uses under TE_FL_OP_CHEAP_EPILOGUES and which must not be slower than
+    separate calls."""
     for recipe in ("bf16", "fp8", "fp8 current"):
         for kind in ("forward", "backward"):
             title = f"{recipe} {'fc1 and gelu' if kind == 'forward' else 'fc2 dgrad, dgelu and bias gradient'}"
@@ -146,12 +147,12 @@ def run_joined(library, args):
             torch.cuda.empty_cache()
 
 
-ATTENTION_FACTOR = {"forward": 1, "backward": 2.5, "both": 3.5}  # of the forward's operations
+ATTENTION_FACTOR = {"forward": 1, "backward": 2.5, "both": 3.5}  # multiples of the forward's operations
 FP8_ATTENTION_TARGET = {"forward": 1.3, "both": 1.1}
 
 
 def show_attention(library, title, pair, factor, flops, args, target, same=None, **more):
-    """`same`: what cuDNN does with the terms that te-fl's call has and pair[1] has not."""
+    """Prints a row. `same`: cuDNN's call with the term that te-fl's call has and pair[1] has not."""
     library.usage()
     graphs = {"te-fl": measure.Graph([pair[0]]), "cudnn": measure.Graph([pair[1]])}
     if same is not None:
@@ -190,7 +191,7 @@ def run_attention(library, args):
 
 
 def run_attention_terms(library, args):
-    """Terms that are not cuDNN's: a bias, ALiBi, sinks, a mask tensor, dropout, against cuDNN's attention without them."""
+    """Benchmarks attention with a bias, ALiBi, sinks, a mask tensor or dropout against cuDNN's attention without that term."""
     for shape in (layer_cases.QUICKSTART, layer_cases.CAUSAL):
         try:
             cases, flops = attention_terms.terms(library, shape)
@@ -198,7 +199,7 @@ def run_attention_terms(library, args):
                 title = f"bf16 {kind} {'causal' if shape.causal else 'full'}"
                 if args.match and args.match not in title:
                     continue
-                forward()  # the backward reads its results
+                forward()  # the backward needs the forward's results
                 show_attention(library, title, (call, bare), ATTENTION_FACTOR[kind.split()[0]], flops, args, 0.5, same, error=error)
         except RuntimeError as error:
             refused("attention", f"terms {shape.name}", error)
@@ -208,7 +209,7 @@ def run_attention_terms(library, args):
 
 
 def check_layer(ours, eager):
-    """Largest relative difference ||a - b|| / ||b|| of output, input gradient and weight gradients."""
+    """Returns the largest relative difference ||a - b|| / ||b|| of output, input gradient and weight gradients."""
     pairs = eager.copy_parameters(ours)
     ours.step()
     eager.step()
@@ -225,7 +226,7 @@ def check_layer(ours, eager):
 
 
 def peak_memory(library, layer, before):
-    """GiB that te-fl holds at most in a step for this layer, its parameters and gradients included, and what holds them."""
+    """Returns te-fl's peak memory in GiB during a step of this layer, parameters and gradients included, and its holders at the peak."""
     library.memory()
     layer.step()
     peak = library.memory()["peak"]
@@ -242,7 +243,7 @@ def peak_memory(library, layer, before):
     return (peak - before["bytes"]) / 2**30, account
 
 
-LAYERS = [  # shape, recipe, weights cached, target, stretch
+LAYERS = [  # shape, recipe, weights cached, target, stretch target
     (layer_cases.QUICKSTART, "none", True, 0.92, 0.90),
     (layer_cases.QUICKSTART, "delayed", True, 0.60, 0.575),
     (layer_cases.QUICKSTART, "delayed", False, 0.615, 0.59),
@@ -293,7 +294,8 @@ def run_layers(library, args):
             except RuntimeError as problem:
                 refused("layer", f"{shape.name} {name}", problem)
         if args.graph:
-            # It has a stream of its own and runs first on the stream that is captured: autograd keeps the stream of its leaves.
+            # Eager PyTorch gets a stream of its own and first runs on it. The graph is captured on that same stream, because autograd remembers the
+            # stream of its leaves.
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 graphed = layer_cases.Eager(shape, x, dy)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""te_fl.pytorch beside NVIDIA's Transformer Engine, in one process on one GPU. Ratios below 1 are te-fl's lead.
+"""Times te_fl.pytorch against NVIDIA's Transformer Engine in one process on one GPU. A ratio below 1 means that te-fl is faster.
 
 usage: beside_transformer_engine.py [--blocks N] [--no-quickstart] [--json FILE]
   --blocks         alternating blocks of each row; each figure is the median of the blocks' means (default 11)
   --no-quickstart  leaves out the large layer
 
 Needs transformer_engine[pytorch] 2.20 (its common library is on PyPI as transformer_engine_cu13, its PyTorch extension is compiled on
-installation), te_fl on PYTHONPATH, and TE_FL_PLUGIN_MODULES naming the CUDA plugin of a build. Host-bound rows (Linear [64, 768], the
-small layer) say what a call costs on the host; the quickstart layer's time is the GPU's, which is heated before.
+installation), te_fl on PYTHONPATH, and TE_FL_PLUGIN_MODULES naming the CUDA plugin of a build. Host-bound rows (Linear [64, 768] and the
+small layer) show the host's time of a call; the quickstart layer is bound by the GPU, which is warmed up before.
 """
 
 import argparse
@@ -29,12 +29,12 @@ def recipes(package):
 
 
 def step_of(te, make, recipe, x, dy, backward, cached):
-    """A function of nothing that runs one step of a module of `te`, a package with Transformer Engine's names."""
+    """Returns a function without arguments that runs one step of a module of `te`, a package with Transformer Engine's names."""
     module = make(te)
     x = x.detach().clone().requires_grad_(backward)
     parameters = list(module.parameters())
     first = {"is_first_microbatch": True} if cached else {}
-    for _ in range(2):  # FP8 state, and the weights that is_first_microbatch=False reuses
+    for _ in range(2):  # makes the FP8 state and the weights that is_first_microbatch=False reuses
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             y = module(x.detach().requires_grad_(), **first)
         y.backward(dy)
@@ -52,7 +52,7 @@ def step_of(te, make, recipe, x, dy, backward, cached):
 
 
 def rows(options):
-    """(name, factory, shape of the input, backward, weights cached, calls of a block)."""
+    """Lists the rows: (name, factory, input shape, backward, weights cached, calls of a block)."""
     def linear(te):
         return te.Linear(WIDTH, WIDTH, params_dtype=BF16, device="cuda")
 

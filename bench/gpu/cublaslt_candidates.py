@@ -1,4 +1,4 @@
-"""The fastest cuBLASLt algorithm of one product, found by timing every candidate of the library's heuristic under load."""
+"""Finds the fastest cuBLASLt algorithm of one product by timing every candidate of the library's heuristic under load."""
 
 import ctypes
 import random
@@ -9,11 +9,11 @@ import torch
 R_32F, R_16BF, R_8F_E4M3, R_8F_E5M2 = 0, 14, 28, 29
 COMPUTE_32F = 68
 TYPES = {torch.float32: R_32F, torch.bfloat16: R_16BF, torch.float8_e4m3fn: R_8F_E4M3, torch.float8_e5m2: R_8F_E5M2}
-# cublasLtMatmulDescAttributes_t
+# values of cublasLtMatmulDescAttributes_t
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, BIAS_TYPE, FAST_ACCUM = 3, 4, 7, 8, 26, 25
 A_SCALE, B_SCALE = 17, 18
 A_SCALE_MODE, B_SCALE_MODE = 31, 32
-VEC128, BLOCK128 = 4, 5  # cublasLtMatmulMatrixScale_t: per 128 of a row, per 128x128
+VEC128, BLOCK128 = 4, 5  # values of cublasLtMatmulMatrixScale_t: a scale per 128 elements of a row, a scale per 128x128 block
 EPILOGUE_BIAS = 4
 WORKSPACE = 32 << 20
 
@@ -28,14 +28,14 @@ class Opaque(ctypes.Structure):
 
 
 def open_library():
-    for line in open("/proc/self/maps"):  # the copy that PyTorch uses
+    for line in open("/proc/self/maps"):  # the libcublasLt that PyTorch has loaded
         if "libcublasLt.so" in line:
             return ctypes.CDLL(line.split()[-1])
     return ctypes.CDLL("libcublasLt.so.13")
 
 
 class Product:
-    """D[m, n] = A[m, k] B[n, k]^T (+ bias[n]) row-major: the library sees column-major B^T A."""
+    """A row-major product D[m, n] = A[m, k] B[n, k]^T (+ bias[n]). cuBLASLt is column-major and computes D^T = B A^T."""
 
     def __init__(self, a, b, d, bias=None, trans_a=False, trans_b=True, fast_accum=True, scales=None,
                  scale_modes=None):
@@ -102,9 +102,8 @@ class Product:
             ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)))
 
     def best(self):
-        """The candidate of the heuristic that is fastest on a chip under load, as te-fl measures its own
-        (backends/cuda/gemm/gemm_selection.cpp): a look at each, then rounds of sequences in which they take turns in a drawn
-        order; the smallest median wins. Also how many ran."""
+        """Returns the heuristic's fastest candidate on a chip under load, and how many candidates ran. Measures as te-fl does
+        (backends/cuda/gemm/gemm_selection.cpp): a short run of each candidate, then rounds of sequences in random order; the smallest median wins."""
         us, order = {}, random.Random(1)
         for i, result in enumerate(field := self.candidates()):
             try:
@@ -125,7 +124,7 @@ class Product:
         return field[min(us, key=us.get)], timed
 
     def time(self, result, calls):
-        """Microseconds of one of `calls` in a row, after one that is not counted."""
+        """Returns microseconds per call of `calls` consecutive calls, after an untimed call."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.run(result)
         begin.record()

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The experts' ops beside a plain copy of as many bytes on the same device: permutation by index and by mask, router, padding, chunk sort,
-grouped quantisation. See bench/README.md.
+"""Compares the ops of mixture-of-experts with a plain copy of as many bytes on the same device: permutation by index and by mask, router, padding,
+chunk sort, grouped quantisation. See bench/README.md.
 
 usage: expert_bandwidth.py [--device cuda|cpu] [--sizes full|small] [--match TEXT] [--rounds N] [--no-inside] [--json FILE]
-  --device     cpu: for trying, without a GPU (default cuda)
+  --device     cpu: tries the program without a GPU (default cuda)
   --sizes      small: shapes for a host (default: full on a GPU, small on a host)
   --match      only rows whose name contains TEXT, or one of several texts with commas between them
   --rounds     paired rounds of an op and its copy (default 21)
-  --no-inside  without the rows of NVIDIA's package (group_quantize), which is imported otherwise
+  --no-inside  leaves out the rows of NVIDIA's package (group_quantize) and does not import it
 
 Needs te_fl on PYTHONPATH, and on a GPU TE_FL_PLUGIN_MODULES naming the CUDA plugin of a build. A row's bytes are those of the tensors that it
 reads and writes, each once (under current scaling the input twice); its copy reads half of them and writes the other half, in whole pieces of 4 KiB. Both are captured as CUDA
@@ -41,12 +41,12 @@ def copies_of(count, moved, device):
 
 
 def timer_of(closures, device):
-    """(what times the closures, how)"""
+    """Returns (an object that times the closures, its kind)."""
     if device == "cpu":
         return measure.HostCalls(closures), "host"
     try:
         return measure.Graph(closures), "graph"
-    except (RuntimeError, ValueError):  # ValueError is what NVIDIA's groups of tensors raise in a capture
+    except (RuntimeError, ValueError):  # NVIDIA's tensor groups raise ValueError during capture
         torch.cuda.synchronize()
         return measure.Graph(closures, capture=False), "launches"
 
@@ -90,7 +90,7 @@ def main():
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("expert_bandwidth.py: PyTorch finds no GPU; --device cpu tries it on the host")
     if options.device == "cuda":
-        os.environ.setdefault("TE_FL_MAX_STAGED_BYTES", "0")  # a row that no kernel of the device serves is an error
+        os.environ.setdefault("TE_FL_MAX_STAGED_BYTES", "0")  # makes a row an error if no kernel of the device serves it
     import te_fl
     if not options.no_inside:
         te_fl.inside_transformer_engine(**({"device": "cpu"} if options.device == "cpu" else {}))

@@ -1,4 +1,4 @@
-"""The experts' ops that expert_bandwidth.py measures: what each calls, and the bytes that it must move, each tensor's counted exactly."""
+"""The mixture-of-experts ops that expert_bandwidth.py measures: each case's call, and the bytes that it must move, each tensor counted exactly."""
 
 from dataclasses import dataclass
 from typing import Callable
@@ -33,11 +33,11 @@ SIZES = {"full": (Experts("8 experts", 8192, 4096, 8, 2), Experts("64 experts", 
 @dataclass
 class Case:
     name: str
-    build: Callable  # device -> (closure, bytes that must move)
+    build: Callable  # device -> (closure, bytes that the call must move)
 
 
 def size_of(*tensors):
-    """Bytes of tensors, of the parts of quantised ones, and of lists of both."""
+    """Returns the bytes of tensors, of the parts of quantised tensors, and of lists of both."""
     total = 0
     for t in tensors:
         if isinstance(t, (list, tuple)):
@@ -50,7 +50,7 @@ def size_of(*tensors):
 
 
 def keeping(function):
-    """A closure that keeps its last results, so that the next call's have other memory."""
+    """Wraps the function in a closure that keeps its last results alive, so that the next call allocates other memory."""
     kept = []
 
     def call():
@@ -59,7 +59,7 @@ def keeping(function):
 
 
 def indices_of(e, device):
-    """Different experts for each token, evenly drawn."""
+    """Draws distinct experts for each token, uniformly."""
     return torch.rand(e.tokens, e.experts, device=device).topk(e.topk, dim=1).indices.to(torch.int32)
 
 
@@ -104,7 +104,8 @@ def permutations(e):
     def permute_mask_probs(device):
         x, mask, probs = tokens(device), mask_of(e, device), torch.rand(e.tokens, e.experts, device=device)
         made = moe_permute_with_probs(x, probs, mask, e.rows)
-        return keeping(lambda: moe_permute_with_probs(x, probs, mask, e.rows)), size_of(x, mask, made[1], *made)  # of probs: those that are taken
+        # counts only the probabilities of the selected experts
+        return keeping(lambda: moe_permute_with_probs(x, probs, mask, e.rows)), size_of(x, mask, made[1], *made)
 
     def unpermute_mask(device):
         _, there = moe_permute(tokens(device), mask_of(e, device), e.rows, map_type="mask")
@@ -151,7 +152,7 @@ def routers(e):
 
 
 def uneven(e):
-    """Rows of each expert: none for the second, and no multiples of 16 where there is room for that."""
+    """Returns the rows of each expert: none for the second expert, and no multiples of 16 if there is room for that."""
     each = e.rows // e.experts
     sizes = [each + (7 if i % 2 else -7) for i in range(e.experts)]
     sizes[0] += sizes[1]
@@ -191,7 +192,7 @@ def groups(e):
 
 
 def activations(e):
-    """Cases of the products of experts, times each row's probability."""
+    """Cases of the experts' gated activations, multiplied by each row's probability."""
     cases = []
     for name, gradient, halves in (("scaled_swiglu", "scaled_dswiglu", 2), ("scaled_clamped_swiglu", "scaled_clamped_dswiglu", 2),
                                    ("scaled_situglu", "scaled_dsituglu", 2), ("scaled_srelu", "scaled_dsrelu", 1)):
@@ -215,7 +216,7 @@ SCALINGS = ("delayed", "current", "block", "mxfp8")
 
 
 def quantised(rows, cols, scaling, device, dtype=E4M3):
-    """Room for row-wise and column-wise codes."""
+    """Allocates row-wise and column-wise codes."""
     if scaling == "mxfp8":
         padded = [-(-n // 128) * 128 for n in (rows, cols)]
         scales = [torch.empty(m, k, dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)
@@ -237,7 +238,7 @@ def quantisation(e):
     each = e.rows // e.experts // 16 * 16
     cases = []
     for scaling in SCALINGS:
-        passes = 2 if scaling == "current" else 1  # the scale comes from all values, which are read again
+        passes = 2 if scaling == "current" else 1  # current scaling reads the input twice, first to find its amax
         def split(device, scaling=scaling, passes=passes):
             x = torch.randn(each * e.experts, e.hidden, device=device, dtype=BF16)
             parts = [quantised(each, e.hidden, scaling, device) for _ in range(e.experts)]
@@ -247,7 +248,7 @@ def quantisation(e):
 
 
 def inside_quantisation(e):
-    """group_quantize and bgrad_group_quantize of NVIDIA's package, as it calls them inside te-fl."""
+    """Cases of group_quantize and bgrad_group_quantize of NVIDIA's package, called as the package calls them on te-fl's ops."""
     import transformer_engine.pytorch  # noqa: F401  (its tensor classes are looked up where they are)
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
@@ -266,7 +267,7 @@ def inside_quantisation(e):
     for scaling in ("current", "block", "mxfp8"):
         for bias in (False, True):
             if bias and scaling == "current":
-                continue  # the package quantises these one by one
+                continue  # the package quantises the tensors of these recipes one at a time
             def grouped(device, scaling=scaling, bias=bias):
                 x, quantizer = torch.randn(each * e.experts, e.hidden, device=device, dtype=BF16), quantizer_of(scaling, device)
                 splits, _ = tex.splits_to_offsets_multi(torch.full((e.experts,), each, dtype=torch.int64), torch.device(device), strides=[e.hidden],

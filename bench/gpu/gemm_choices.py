@@ -1,4 +1,4 @@
-"""The file of measured choices of GEMM algorithms that TE_FL_CUDA_GEMM_FILE names; see bench/README.md."""
+"""Reads the file of measured GEMM algorithms that TE_FL_CUDA_GEMM_FILE names; see bench/README.md."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ class Choices:
         try:
             with open(path, "rb") as file:
                 data = file.read()
-        except FileNotFoundError:  # nothing is measured yet
+        except FileNotFoundError:  # no file yet, so no measured choices
             data = b'{"format": 1, "choices": []}'
         self.sha256 = hashlib.sha256(data).hexdigest()
         root = json.loads(data)
@@ -23,12 +23,12 @@ class Choices:
 
     @staticmethod
     def in_use():
-        """Those that te-fl takes in this process, or None."""
+        """Returns the choices that te-fl uses in this process, or None."""
         path = os.environ.get("TE_FL_CUDA_GEMM_FILE")
         return Choices(path) if path else None
 
     def find(self, device, library, m, n, k, flags=(), scaling="", power_limit=0, **fields):
-        """The choice for a product on a device with a version of cuBLASLt, or None. scaling: of A and B by blocks,
+        """Returns the choice for a product on a device with a version of cuBLASLt, or None. scaling: of A and B by blocks,
         "2,2" or "2,3" (te_fl_scaling). power_limit: W that the device may draw, 0 if that is not known; a choice of the same
         limit comes before one of an unknown one, as in the plugin (find_choice)."""
         other = None
@@ -50,7 +50,7 @@ class Choices:
 
 
 def product_of(problem):
-    """m x n x k and the rest of a choice's problem, short."""
+    """Formats m x n x k and the other parameters of a choice's problem briefly."""
     words = dict(w.split("=", 1) for w in problem.split() if "=" in w)
     side = f"{'t' if words['trans_a'] == '1' else 'n'}{'t' if words['trans_b'] == '1' else 'n'}"
     more = [w if "=" not in w else w.replace("=", " ") for w in problem.split()[1:]
@@ -59,7 +59,7 @@ def product_of(problem):
 
 
 def table(choices):
-    """Lines of what was measured: us of the heuristic's first and of the choice."""
+    """Formats the measurements as lines: us of the heuristic's first candidate and of the choice."""
     rows = [("product", "heuristic us", "chosen us", "ratio", "timed", "differed", "chosen")]
     for c in choices:
         ratio = f"{c['us'] / c['heuristic_us']:.3f}" if c.get("heuristic_us", 0) > 0 else "-"

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measures what cuBLASLt's epilogues cost on the quickstart layer's products, and how exact its dGELU is: the reason why te-fl leaves
-GELU and its gradient to kernels of its own.
+"""Measures the time of cuBLASLt's epilogues on the quickstart layer's products and the error of its dGELU. These are the reason why te-fl runs
+GELU and its gradient in kernels of its own.
 
 usage: gemm_epilogues.py
 
-Per product: the best candidate's kernels for each epilogue, microseconds in graphs of 20 calls taking turns, and for dGELU the
-distance from double precision in 512 rows. Needs PyTorch and a GPU; te-fl is not used.
+Per product: the best candidate's kernels for each epilogue, microseconds per call in alternating graphs of 20 calls, and for dGELU the
+relative error in 512 rows against double precision. Needs PyTorch and a GPU; te-fl is not used.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from cublaslt_candidates import BIAS_POINTER, BIAS_TYPE, EPILOGUE, R_16BF, Produ
 BF16 = torch.bfloat16
 TOKENS, HIDDEN, FFN = 8192, 4096, 16384
 EPILOGUES = {"default": 1, "bias": 4, "gelu_aux_bias": 164, "dgelu": 192, "dgelu_bgrad": 208, "bgradb": 512}
-AUX_POINTER, AUX_LD, AUX_TYPE = 11, 12, 22  # of cublasLtMatmulDescAttributes_t
+AUX_POINTER, AUX_LD, AUX_TYPE = 11, 12, 22  # values of cublasLtMatmulDescAttributes_t
 PRODUCTS = {"bf16 fc2 dgrad": (TOKENS, FFN, HIDDEN, False, False, False, ["default", "dgelu", "dgelu_bgrad"]),
             "bf16 fc1 wgrad": (FFN, HIDDEN, TOKENS, True, False, False, ["default", "bgradb"]),
             "bf16 qkv wgrad": (12288, HIDDEN, TOKENS, True, False, False, ["default", "bgradb"]),
@@ -36,7 +36,7 @@ def normal(*shape, std=1.0, dtype=BF16):
 
 
 class Case:
-    """One product with one epilogue; keeps alive what the descriptor points to."""
+    """One product with one epilogue. Keeps the memory alive that the descriptor points to."""
 
     def __init__(self, m, n, k, trans_a, trans_b, is_fp8, epilogue):
         a_dtype, b_dtype = (torch.float8_e5m2, torch.float8_e4m3fn) if is_fp8 else (BF16, BF16)
@@ -69,7 +69,7 @@ class Case:
                 if e.device_type == torch.autograd.DeviceType.CUDA and "Memset" not in e.name]
 
     def dgelu_error(self, rows=512):
-        """||got - exact|| / ||exact|| of the gradient through tanh GELU."""
+        """Returns ||got - exact|| / ||exact|| of the gradient through tanh GELU."""
         self.run()
         x = self.aux[:rows].double()
         c = (2 / torch.pi) ** 0.5

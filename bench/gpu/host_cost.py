@@ -1,4 +1,4 @@
-"""Measures what one call costs the host, beside the bare library call and the bare launch that it ends in."""
+"""Measures the host's time of a te-fl call against a direct call of the library and against a bare kernel launch."""
 
 import ctypes
 import statistics
@@ -8,9 +8,9 @@ import torch
 from cublaslt_candidates import WORKSPACE, Product
 from te_fl_bench import OpCall, plain
 
-COUNT, ROUNDS = 200, 60  # fewer calls than the device's queue holds
+COUNT, ROUNDS = 200, 60  # fewer calls than the device's queue can hold
 
-# A kernel that does nothing, with as many parameters as an elementwise one has.
+# An empty kernel with as many parameters as an elementwise kernel.
 PTX = b""".version 8.0
 .target sm_80
 .address_size 64
@@ -65,7 +65,7 @@ def run(library, show):
                 raise RuntimeError(f"{name}: {library.lib.tb_error().decode()}")
             spent[name].append(ns)
 
-    # The host's clock drifts by more than what is measured, so a difference is that of neighbours in time.
+    # The host's clock speed drifts by more than the difference, so subtract neighbouring samples.
     def over(name, bare):
         return statistics.median(a - b for a, b in zip(spent[name], spent[bare]))
     for label, name, bare, target in (("add 256x256", "add", "bare launch", 400),

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Errors of NVIDIA's transformer_engine package on te-fl's ops, and on its own extension, against FP64 on one GPU. Ratios of at most 1 say that te-fl's are no larger.
+"""Compares the errors of NVIDIA's transformer_engine package on te-fl's ops with those on its own extension, on one GPU against FP64. A ratio is
+te-fl's error over NVIDIA's.
 
 usage: inside_errors.py [--extension FOLDER] [--seeds N] [--device cuda|cpu] [--json FILE]
   --extension  a folder with transformer_engine and its compiled libraries, for the peer's process (default: where Python finds them)
-  --seeds      drawn weights and inputs of each row, whose errors are averaged (default 4)
-  --device     cpu: for trying, without the peer (default cuda)
+  --seeds      number of random weights and inputs of each row, whose errors are averaged (default 4)
+  --device     cpu: tries the program without NVIDIA's extension (default cuda)
 
-Each way has a process of its own, since a process has one transformer_engine_torch. Both get the same weights, inputs and gradients of outputs; a process's
-error of the output, of the input's gradient and of the parameters' gradients is its norm of the difference over the norm, with FP64 computed by PyTorch from the
-same weights. Exits 1 where a ratio is above 1.02. Needs te_fl on PYTHONPATH and TE_FL_PLUGIN_MODULES naming the CUDA plugin of a build.
+te-fl's ops and NVIDIA's extension run in separate processes, since a process has one transformer_engine_torch. Both get the same weights, inputs and
+output gradients; a process's error of the output, of the input's gradient and of the parameters' gradients is its norm of the difference over the
+norm, with FP64 computed by PyTorch from the same weights. Exits 1 if a ratio is above 1.02. Needs te_fl on PYTHONPATH and TE_FL_PLUGIN_MODULES
+naming the CUDA plugin of a build.
 """
 
 import argparse
@@ -53,7 +55,8 @@ SPLITS = [128, 0, 384, 256, 64, 192]
 
 
 def rows(torch):
-    """{row: (factory of a module of te, shape of the input, further arguments of a call, the same function in PyTorch of an input and parameters)}"""
+    """Returns {row: (factory of a module of te, input shape, further arguments of a call, the same function in PyTorch of an input and
+    parameters)}."""
     options = dict(params_dtype=torch.bfloat16, device="cuda")
     return {
         "Linear": (lambda te: te.Linear(1024, 768, **options), (512, 1024), (), lambda x, p: product(torch, x, p, "")),
@@ -70,7 +73,8 @@ def recipe_of(package, name):
 
 
 def errors(torch, te, recipe, row, seed):
-    """Returns the errors of the output, of the input's gradient and of all parameters' gradients in the second step, which a delayed scale is made for."""
+    """Returns the errors of the output, the input gradient and all parameter gradients in the second step. Delayed scaling needs the first step for
+    its scales."""
     make, shape, further, exact = row
     torch.manual_seed(seed)
     module = make(te)
@@ -102,7 +106,7 @@ def errors(torch, te, recipe, row, seed):
 
 
 def measure(way, seeds, device):
-    """A child: prints {row, recipe: errors or why there are none}."""
+    """Runs in a child process: prints {row, recipe: errors, or the reason for having none}."""
     import te_fl
     if way == "inside":
         te_fl.inside_transformer_engine(**({"device": "cpu"} if device == "cpu" else {}))

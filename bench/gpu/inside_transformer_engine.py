@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""NVIDIA's transformer_engine package on te-fl's ops beside the same package on its own extension, on one GPU. Ratios below 1 are te-fl's lead.
+"""Times NVIDIA's transformer_engine package on te-fl's ops against the same package on its own extension, on one GPU. A ratio below 1 means that
+te-fl is faster.
 
 usage: inside_transformer_engine.py [--extension FOLDER] [--blocks N] [--rows WORDS] [--profile ROW] [--json FILE]
   --extension  a folder with transformer_engine and its compiled libraries, for the peer's process (default: where Python finds them)
   --blocks     alternating blocks of each row; each figure is the median of the blocks' means (default 11)
   --rows       only rows whose name contains one of these words, separated by commas
-  --profile    prints where the host's time of one row goes, inside te-fl, and ends
+  --profile    prints a profile of the host's time of one row on te-fl, and exits
 
-Each way has a process of its own, since a process has one transformer_engine_torch; their blocks take turns on the same GPU, which is heated
-before each row. te_fl's native way (te_fl.pytorch) is timed in the first process too. Needs te_fl on PYTHONPATH and TE_FL_PLUGIN_MODULES naming
-the CUDA plugin of a build.
+te-fl's ops and NVIDIA's extension run in separate processes, since a process has one transformer_engine_torch; their blocks alternate on the same
+GPU, which is warmed up before each row. The first process also times te_fl.pytorch's own modules. Needs te_fl on PYTHONPATH and TE_FL_PLUGIN_MODULES
+naming the CUDA plugin of a build.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def recipe_of(package, name):
 
 
 def shapes(torch):
-    """{row: (factory of a module of te, shape of the input, calls of a block, further arguments of a call)}"""
+    """Returns {row: (factory of a module of te, input shape, calls of a block, further arguments of a call)}."""
     bf16 = torch.bfloat16
 
     def linear(te):
@@ -66,7 +67,7 @@ def step_of(torch, te, recipes, row, recipe_name):
 
 
 def serve(way):
-    """A child: reads [row, recipe, calls, heat] a line, answers with microseconds a call, or why there are none."""
+    """Runs in a child process: reads a line [row, recipe, calls, heat] and answers with microseconds per call, or with the reason for having none."""
     import te_fl
     if way != "extension":
         te_fl.inside_transformer_engine()
@@ -127,7 +128,7 @@ class Child:
 
 
 def measured(children, row, recipe, calls, blocks):
-    """{way: median of its blocks, or why it has none}"""
+    """Returns {way: median of its blocks, or the reason for having none}."""
     times = {way: [] for way in children}
     for block in range(blocks + 1):
         for way, child in children.items():

@@ -1,4 +1,4 @@
-"""Transformer layers: te-fl's nn and the same computation in eager PyTorch, and the products and attention inside them."""
+"""Transformer layers (te-fl's nn, and the same computation in eager PyTorch) and the products and attention inside them."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ def angles(shape):
 
 
 class EagerLayer(torch.nn.Module):
-    """The layer that a PyTorch user writes: pre-norm, [sequence, batch, hidden], SDPA on the backend that is pinned outside."""
+    """The layer as a PyTorch user writes it: pre-norm, [sequence, batch, hidden]. The caller selects SDPA's backend."""
 
     def __init__(self, s):
         super().__init__()
@@ -94,7 +94,7 @@ class EagerLayer(torch.nn.Module):
 
 
 class Eager:
-    """step() is forward and backward with cleared gradients."""
+    """Eager PyTorch's layer; step() clears the gradients and runs forward and backward."""
 
     def __init__(self, shape, x, dy, backend=SDPBackend.CUDNN_ATTENTION):
         self.layer, self.x, self.dy, self.backend = EagerLayer(shape), x.clone().requires_grad_(), dy, backend
@@ -108,7 +108,7 @@ class Eager:
         self.y.backward(self.dy)
 
     def copy_parameters(self, layer):
-        """Gives PyTorch's layer the values of te-fl's."""
+        """Copies the parameters of te-fl's layer into PyTorch's."""
         names = {"self_attention.layernorm_qkv.layer_norm_weight": "norm1.weight",
                  "self_attention.layernorm_qkv.layer_norm_bias": "norm1.bias",
                  "self_attention.layernorm_qkv.weight": "qkv.weight", "self_attention.layernorm_qkv.bias": "qkv.bias",
@@ -137,9 +137,9 @@ TOKENS = 8192
 
 
 def product(library, name, kind, dtype, sets, more=""):
-    """Per set: te-fl's call, and what the library alone is given: (a, b, d, bias, trans_a, trans_b, fast, scales, modes).
-    dtype: "bf16", "fp8" (per tensor) or "block" (weights in blocks of 128x128, all else of 1x128). te-fl's call has
-    `more` as in the layer: "residual" (forward of proj and fc2) or "bias_grad" (wgrad in BF16)."""
+    """For each buffer set, returns te-fl's call and the arguments of the library's direct call: (a, b, d, bias, trans_a, trans_b, fast, scales,
+    modes). dtype: "bf16", "fp8" (per tensor) or "block" (weights in blocks of 128x128, other tensors in blocks of 1x128). `more` adds an argument to
+    te-fl's call as in the layer: "residual" (forward of proj and fc2) or "bias_grad" (wgrad in BF16)."""
     out, inner = PRODUCTS[name]
     m, n, k = {"forward": (TOKENS, out, inner), "dgrad": (TOKENS, inner, out), "wgrad": (out, inner, TOKENS)}[kind]
     pairs = []
@@ -164,7 +164,7 @@ def product(library, name, kind, dtype, sets, more=""):
                 a = fp8(*rows_a, scaling=BLOCK_1X128)
                 b = fp8(*rows_b, scaling=BLOCK_1X128 if kind == "wgrad" else BLOCK_128X128)
                 modes = (VEC128, VEC128 if kind == "wgrad" else BLOCK128)
-            # Takes of each the copy that has the contraction along its rows.
+            # Selects for each operand the copy whose rows run along the contraction.
             raw_a, scale_a = (a.keep[0], a.keep[2]) if trans_a else (a.torch, a.keep[1])
             raw_b, scale_b = (b.torch, b.keep[1]) if trans_b else (b.keep[0], b.keep[2])
             bare = (raw_a, raw_b, d.torch, bare_bias, False, True, fast, (scale_a, scale_b), modes)
@@ -175,8 +175,8 @@ def product(library, name, kind, dtype, sets, more=""):
 
 
 def joined(library, kind, recipe):
-    """The MLP's products beside its GELU: te-fl's call that does both, and its calls that do them one after the other.
-    recipe: "bf16", "fp8" (given scales) or "fp8 current" (the output finds its own)."""
+    """The MLP's products with GELU: te-fl's fused call, and its separate calls of product and GELU. recipe: "bf16", "fp8" (scales are given) or "fp8
+    current" (the output's scale comes from its own amax)."""
     m, n, k = TOKENS, PRODUCTS["fc1"][0], PRODUCTS["fc1"][1]
     forward = kind == "forward"
     is_fp8, dtype = recipe != "bf16", E4M3 if forward else E5M2
@@ -198,7 +198,7 @@ def joined(library, kind, recipe):
 # ---- attention alone
 
 def cudnn_attention(q, k, v, d_o, causal, scale, bias=None, dropout=0.0):
-    """cuDNN's forward and backward through PyTorch, of [batch, heads, sequence, dim]; without a gradient of the bias."""
+    """cuDNN's forward and backward through PyTorch for [batch, heads, sequence, dim]; computes no gradient of the bias."""
     op = torch.ops.aten._scaled_dot_product_cudnn_attention
     saved = op(q, k, v, bias, True, dropout, causal, False, scale=scale)
     def forward():
@@ -211,7 +211,7 @@ def cudnn_attention(q, k, v, d_o, causal, scale, bias=None, dropout=0.0):
 
 
 def attention(library, shape):
-    """te-fl's forward and backward, and cuDNN's through PyTorch, on the same tensors; operations of the forward."""
+    """Returns te-fl's forward and backward, cuDNN's through PyTorch on the same tensors, and the number of operations of the forward."""
     s, b, h = shape.sequence, shape.batch, shape.heads
     d = shape.hidden // h
     q, k, v, o, do, dq, dk, dv = (plain(s, b, h, d) for _ in range(8))
@@ -240,8 +240,8 @@ def attention(library, shape):
 
 
 def attention_fp8(library, shape):
-    """te-fl's FP8 forward and backward, with scales of a step before, and cuDNN's in BF16 through PyTorch on the same
-    values; the largest relative difference ||a - b|| / ||b|| of each; operations of the forward."""
+    """Returns te-fl's FP8 forward and backward with the previous step's scales; cuDNN's in BF16 through PyTorch on the same values; the largest
+    relative difference ||a - b|| / ||b|| of each; and the number of operations of the forward."""
     s, b, h = shape.sequence, shape.batch, shape.heads
     d = shape.hidden // h
     raw = [torch.randn(s, b, h, d, device="cuda", dtype=BF16) for _ in range(4)]

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""The quickstart layer's floor in a run of bench_gpu.py: its products and attention at the best speed that the run saw for each
-of them alone, and what passes between them must move at a copy's rate.
+"""Computes a lower bound ("floor") of the quickstart layer's time from a run of bench_gpu.py: products and attention at the best speed that the run
+measured for each of them alone, and the bytes that the passes between them must move, at copy bandwidth.
 
 usage: layer_floor.py FILE
-  FILE    what bench_gpu.py --json wrote, with the parts ops, gemm, attention and layers
+  FILE    output of bench_gpu.py --json with the parts ops, gemm, attention and layers
 
 Every term was measured under sustained load in the same run, so a layer near its floor loses nothing between its kernels;
-what would make it faster is a faster product or a smaller number of bytes.
+only faster products or fewer bytes would make it faster.
 """
 
 import json
@@ -19,18 +19,18 @@ WEIGHTS = HIDDEN * (QKV + HIDDEN + 2 * FFN)
 
 
 def bytes_moved(recipe, cached):
-    """The bytes that passes between products and attention move at least; but under block scaling GELU is part of fc1's product.
-    None: not known here."""
-    norm_gradients = 2 * TOKENS * HIDDEN * 2 * 4  # the gradient, the input and the residual's gradient; the result
+    """Returns the least bytes that the passes between products and attention move; None if unknown for this recipe. Under block scaling GELU is part
+    of fc1's product."""
+    norm_gradients = 2 * TOKENS * HIDDEN * 2 * 4  # reads the gradient, the input and the residual's gradient; writes the result
     if recipe == "none":
         norms = 2 * TOKENS * HIDDEN * (2 + 2)
         bias_gradients = TOKENS * (QKV + HIDDEN + HIDDEN) * 2
         return norms + norm_gradients + bias_gradients
     if recipe not in ("delayed", "delayed+attention", "block"):
         return None
-    both = 2 + 1 + 1  # BF16 in, codes in both layouts out
+    both = 2 + 1 + 1  # reads BF16, writes codes in both layouts
     norms = 2 * TOKENS * HIDDEN * both
-    casts = TOKENS * (HIDDEN + HIDDEN + HIDDEN + QKV) * both  # attention's output; gradients for fc2, proj and qkv
+    casts = TOKENS * (HIDDEN + HIDDEN + HIDDEN + QKV) * both  # casts attention's output, and the gradients for fc2, proj and qkv
     gelu_gradient = TOKENS * FFN * (2 + both)
     gelu = TOKENS * FFN * both if recipe == "block" else 0
     return norms + norm_gradients + casts + gelu + gelu_gradient + (0 if cached else WEIGHTS * both)
@@ -45,11 +45,11 @@ def attention_us(attention, recipe, causal):
 
 
 def floors(rows):
-    """{name of a layer's row: us of products, attention and the rest}, of those layers whose terms the run measured."""
+    """Returns {name of a layer's row: us of products, attention and the rest} for the layers whose terms the run measured."""
     products = {"bf16": [], "fp8": [], "block": []}
     attention, copies = {}, []
     for row in rows:
-        if not isinstance(row.get("us"), float):  # refused
+        if not isinstance(row.get("us"), float):  # the row was refused
             continue
         if row["part"] == "gemm":
             products[row["name"].split()[0]].append(row["us"] * min(1.0, row["of_best"]))

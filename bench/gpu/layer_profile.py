@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Where a layer's forward and backward spend their time and their memory traffic, kernel by kernel, in launch order.
+"""Prints the time or the memory traffic of each kernel in a layer's forward and backward, in launch order.
 
 usage: layer_profile.py --build DIR [--layer SHAPE] [--recipe NAME] [--recast] [--peer] [--bytes] [--json FILE]
   --build DIR    folder with lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so (default build/release)
   --layer SHAPE  quickstart, causal, llama or small (default quickstart)
   --recipe NAME  none, delayed, current, block or delayed+attention (default delayed)
-  --recast       weights quantised in each step, not cached
+  --recast       quantises the weights in each step instead of caching them
   --peer         eager PyTorch in BF16 instead of te-fl
   --bytes        bytes that each kernel moves through device memory, read by Nsight Compute (ncu), instead of times
 """
@@ -36,7 +36,7 @@ METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.
 
 
 def short(name):
-    """A kernel's name without its namespaces, return type and most of its template arguments."""
+    """Shortens a kernel's name: drops its namespaces, return type and most template arguments."""
     name = re.sub(r"\(anonymous namespace\)::|\b[a-z_0-9]+::", "", re.sub(r"^void ", "", name))
     return re.sub(r"\(.*", "", name)[:76]
 
@@ -55,18 +55,18 @@ def stepper(library, args):
     if args.peer:
         return layer_cases.Eager(shape, x, dy).step
     layer = layer_cases.te_fl_layer(library, shape, x, dy, args.recipe, not args.recast)
-    for _ in range(3):  # the first two settle the weights' scales
+    for _ in range(3):  # the first two steps settle the weights' scales
         layer.step()
     return layer.step
 
 
 def warm(step, seconds):
-    """Runs until the chip has the clocks of sustained work; milliseconds of a step."""
+    """Runs steps until the chip has the clocks of sustained work; returns milliseconds per step."""
     return statistics.median(measure.sustained({"step": step}, seconds)["step"]) / 1000
 
 
 def by_time(step, steps=20):
-    """[(name, us of each step)] in the order of launches."""
+    """Returns [(kernel name, us in each step)] in launch order."""
     plain_ms = warm(step, 1.5)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
@@ -88,7 +88,7 @@ def by_time(step, steps=20):
 
 
 def by_bytes(args):
-    """Times it, with the bytes of one step, from this script run again under ncu."""
+    """Times the step, and runs this script again under ncu for the bytes of one step."""
     ncu = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
     command = [ncu, "--profile-from-start", "off", "--csv", "--page", "raw", "--clock-control", "none", "--cache-control", "none",
                "--metrics", ",".join(METRICS), "--target-processes", "application-only", sys.executable, os.path.abspath(__file__),

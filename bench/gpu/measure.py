@@ -1,4 +1,4 @@
-"""Timing by paired alternation: graphs of many calls over rotating buffers, medians of ratios."""
+"""Paired timing: CUDA graphs of many calls over rotating buffers alternate, and results are medians of ratios."""
 
 import statistics
 import subprocess
@@ -11,12 +11,12 @@ MIN_CALLS = 20
 
 
 def sets_for(bytes_per_call):
-    """Buffer sets that together exceed four times the L2 cache."""
+    """Returns the number of buffer sets that together exceed four times the L2 cache."""
     return max(2, -(-4 * L2_BYTES // max(1, bytes_per_call)) + 1)
 
 
 class Graph:
-    """`calls` of a rotating list of closures, captured once; falls back to plain launches where capture is refused."""
+    """A CUDA graph of `calls` calls that rotate through a list of closures, captured once; uses plain launches if capture fails."""
 
     def __init__(self, closures, calls=MIN_CALLS, capture=True, stream=None):
         self.calls = -(-max(calls, len(closures)) // len(closures)) * len(closures)
@@ -42,7 +42,7 @@ class Graph:
                 self.closures[i % len(self.closures)]()
 
     def time(self):
-        """Microseconds per call of one launch."""
+        """Launches once; returns microseconds per call."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         self.launch()
@@ -52,7 +52,7 @@ class Graph:
 
 
 class HostCalls:
-    """As Graph, of calls on the host: for trying a benchmark where there is no GPU."""
+    """Has Graph's interface and runs the calls on the host, to try a benchmark without a GPU."""
 
     def __init__(self, closures, calls=MIN_CALLS):
         self.calls = -(-max(calls, len(closures)) // len(closures)) * len(closures)
@@ -66,7 +66,7 @@ class HostCalls:
 
 
 def heat(seconds=2.0):
-    """Products for that long, so that clocks and temperature are those of a chip at work."""
+    """Runs products for `seconds`, so that the chip has the clocks and temperature of sustained work."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
@@ -76,7 +76,7 @@ def heat(seconds=2.0):
 
 
 def alternate(graphs, rounds):
-    """{name: [us per call, one per round]}; every round times each of them once, in turn."""
+    """Times each graph once per round, in turn; returns {name: [us per call, one per round]}."""
     times = {name: [] for name in graphs}
     for graph in graphs.values():
         graph.time()
@@ -87,8 +87,7 @@ def alternate(graphs, rounds):
 
 
 def sustained(steps, seconds, block=0.25):
-    """{name: [us per step, one per block]} of closures, alternating in blocks of about `block` seconds until each had
-    `seconds`."""
+    """Alternates the closures in blocks of about `block` seconds until each has run for `seconds`; returns {name: [us per step, one per block]}."""
     counts, times = {}, {name: [] for name in steps}
     def run(name, n):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -108,7 +107,7 @@ def sustained(steps, seconds, block=0.25):
 
 
 def ratio(of, over):
-    """Median of the paired ratios and its spread (half the distance between the quartiles)."""
+    """Returns the median of the paired ratios and its spread (half the interquartile range)."""
     pairs = [a / b for a, b in zip(of, over)]
     if len(pairs) < 2:
         return pairs[0], 0.0
@@ -117,7 +116,7 @@ def ratio(of, over):
 
 
 def power_limit():
-    """W that the first GPU may draw, 0 if nvidia-smi does not say."""
+    """Returns the power limit of the first GPU in W, or 0 if nvidia-smi does not report one."""
     try:
         told = subprocess.run(["nvidia-smi", "--query-gpu=enforced.power.limit", "--format=csv,noheader,nounits"], capture_output=True,
                               text=True, check=True).stdout.split()
@@ -127,7 +126,7 @@ def power_limit():
 
 
 def cudnn_version():
-    """PyTorch's cuDNN; the text of its complaint where the loader gives it another."""
+    """Returns the version of PyTorch's cuDNN, or PyTorch's error text if the loader found another cuDNN."""
     try:
         return torch.backends.cudnn.version()
     except RuntimeError as error:
@@ -135,8 +134,8 @@ def cudnn_version():
 
 
 def machine(library=None):
-    """Device, versions, clocks, watts and throttle reasons, for the record. Versions are PyTorch's; `plugin` has those of the
-    libraries that te-fl's plugin uses in this process, with their files."""
+    """Describes the machine: device, versions, clocks, watts and throttle reasons. Versions are PyTorch's; `plugin` lists the libraries that te-fl's
+    plugin uses in this process, with version and file."""
     query = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_throttle_reasons.active"
     try:
         line = subprocess.run(["nvidia-smi", "--query-gpu=" + query, "--format=csv,noheader"], capture_output=True,

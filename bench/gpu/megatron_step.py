@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""A GPT of megatron-core with its Transformer Engine specification, on one GPU or several: with te_fl under Transformer Engine's names, with NVIDIA's package on
-te-fl, and with NVIDIA's package on its own extension. Losses of the same batches, and milliseconds a step.
+"""Trains a GPT of megatron-core with its Transformer Engine specification, on one GPU or several: with te_fl under Transformer Engine's names, with
+NVIDIA's package on te-fl, and with NVIDIA's package on its own extension. Prints the losses on the same batches and the milliseconds per step.
 
 usage: megatron_step.py [--extension FOLDER] [--steps N] [--experts N] [--tp N] [--dp N] [--hidden N] [--length N] [--noise P] [--recipe NAME]
                         [--ways W ..] [--only bf16|fp8] [--profile] [--json FILE]
@@ -9,13 +9,13 @@ usage: megatron_step.py [--extension FOLDER] [--steps N] [--experts N] [--tp N] 
   --tp, --dp   ranks that divide the layers, with sequence parallelism, and the batch, by Megatron's DistributedDataParallel; a GPU each (default 1 and 1)
   --hidden     hidden size, with hidden / 64 heads (default 1024)
   --length     tokens of a sequence; a batch is two of them for each data-parallel rank (default 512)
-  --noise      the share of tokens that are drawn at random, which nobody can learn; 0: the text is known after some ten steps, in which the loss falls by
-               a quarter a step and roundings tell (default 0)
+  --noise      the share of random, unlearnable tokens; 0: the model learns the text in about ten steps, in which the loss falls by
+               a quarter per step, so that rounding differences are magnified (default 0)
   --recipe     FP8 recipe: delayed or tensorwise, which is current scaling (default delayed)
 
-  --ways       names, inside, extension and nudged, or some of them; nudged, which is not in the default, is extension with the last bit of one in 64 parameters
-               changed at the beginning: how far apart the losses of one package are from its own
-  --only       bf16 or fp8 alone
+  --ways       some of names, inside, extension and nudged (default: all but nudged); nudged is extension with the last bit of one in 64 parameters
+               changed at the start: it shows how much rounding alone changes the losses
+  --only       runs only bf16 or only fp8
   --profile    prints for each way what the first rank's steps spend on the host and on the GPU, most expensive first, after its times
 
 Two layers, BF16 and FP8. Needs megatron-core, te_fl on PYTHONPATH and TE_FL_PLUGIN_MODULES naming the CUDA plugin of a build.
@@ -34,7 +34,7 @@ WAYS = ("names", "inside", "extension", "nudged")
 
 
 def nudge(parameters):
-    """The last bit of one in 64 values changed, the same ones in each run."""
+    """Flips the last bit of one in 64 values, the same ones in each run."""
     import torch
     generator = torch.Generator().manual_seed(5)
     for p in parameters:
@@ -102,12 +102,12 @@ def train(way, fp8, options, rank, store):
     places, losses = torch.arange(length, device="cuda").repeat(2, 1), []
 
     def pass_of(text):
-        """A forward and a backward, with what Megatron's loop does around them."""
+        """Runs a forward and a backward as Megatron's training loop does."""
         if several:
             model.zero_grad_buffer()
         else:
             model.zero_grad()
-        whole.set_is_first_microbatch()  # without it FP8 weights are those of the first step
+        whole.set_is_first_microbatch()  # without this call the FP8 weights stay those of the first step
         loss = model(text[:, :-1], places, None, labels=text[:, 1:]).mean()
         loss.backward()
         if several:
@@ -144,7 +144,8 @@ def train(way, fp8, options, rank, store):
 
 def child(way, fp8, options):
     environment = dict(os.environ)
-    # Megatron asks for it under sequence parallelism; NVLink multicast can put the GPUs of a shared host out of service.
+    # Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1 under sequence parallelism. NVLink multicast (NVLS) is off because it can disable the GPUs of a
+    # shared host.
     environment.update(NCCL_NVLS_ENABLE="0", **({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if options.tp > 1 else {}))
     if way in ("extension", "nudged") and options.extension:
         environment["PYTHONPATH"] = os.pathsep.join([options.extension, environment.get("PYTHONPATH", "")])
@@ -156,7 +157,7 @@ def child(way, fp8, options):
         end = time.monotonic() + 180
         while any(r.poll() is None for r in ranks) and time.monotonic() < end and not any(r.poll() for r in ranks):
             time.sleep(0.1)
-        time.sleep(1 if any(r.poll() for r in ranks) else 0)  # the others say what they know
+        time.sleep(1 if any(r.poll() for r in ranks) else 0)  # gives the other ranks a second to print their own errors
         failed = [r for r, process in enumerate(ranks) if process.poll() != 0]
         for process in ranks:
             process.kill()

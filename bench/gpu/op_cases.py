@@ -1,4 +1,4 @@
-"""The single ops that are measured: what each is, the bytes that it must move, its target."""
+"""The single ops to measure: each op's call, the bytes that it must move, and its target."""
 
 from dataclasses import dataclass, field
 from typing import Callable, Optional
@@ -14,14 +14,14 @@ TOKENS, HIDDEN, FFN, HEADS = 8192, 4096, 16384, 32
 @dataclass
 class Case:
     name: str
-    build: Callable  # library -> (closure, bytes that must move)
-    target: Optional[float] = None  # share of a copy's bandwidth
-    peer: Optional[Callable] = None  # -> closure in PyTorch
+    build: Callable  # library -> (closure, bytes that the call must move)
+    target: Optional[float] = None  # target as a fraction of copy bandwidth
+    peer: Optional[Callable] = None  # returns the closure that does the same in PyTorch
     tags: tuple = field(default_factory=tuple)
 
 
 def call(op, **arguments):
-    """A case's builder from functions that make tensors; counts the tensors' bytes once each."""
+    """Returns a case's builder. `arguments` are functions that make tensors; each tensor's bytes count once."""
     def build(library):
         made = {k: v() if callable(v) else v for k, v in arguments.items()}
         moved = 0
@@ -126,7 +126,7 @@ def activations():
 
 
 def numbers(*shape, below):
-    """Row numbers or targets, uniform below a bound."""
+    """Row numbers or targets, uniformly random below a bound."""
     def make():
         made = plain(*shape, dtype=torch.int32)
         made.torch.random_(0, below)
@@ -135,7 +135,7 @@ def numbers(*shape, below):
 
 
 def counted(build, share):
-    """A case of `build` that must move only a share of its tensors' bytes."""
+    """Wraps `build` for a case that must move only a share of its tensors' bytes."""
     def counting(library):
         closure, moved = build(library)
         return closure, int(moved * share)
@@ -158,7 +158,7 @@ def softmax():
         Case("scaled_softmax_backward 4x32x1024x1024", call("scaled_softmax_backward", **backward(shape)), 0.90),
         Case("scaled_masked_softmax_forward 4x32x1024x1024",
              call("scaled_masked_softmax_forward", **forward(shape, mask=mask)), 0.90),
-        # Causal: half of the inputs is read, the whole output is written.
+        # Causal: the op reads half of the inputs and writes the whole output.
         Case("scaled_upper_triang_masked_softmax_forward 128x1024x1024",
              counted(call("scaled_upper_triang_masked_softmax_forward", **forward(square)), 3 / 4), 0.90),
         Case("scaled_upper_triang_masked_softmax_backward 128x1024x1024",
@@ -257,7 +257,7 @@ def tables():
                      call("cross_entropy_fwd", logits=x, targets=made, loss=row, lse=row), 0.90),
                 Case(f"cross_entropy_bwd {name}",
                      call("cross_entropy_bwd", grad_loss=row, logits=x, targets=made, lse=row, grad_logits=x), 0.90)]
-    def looked_up(library):  # the rows that are read, not the table
+    def looked_up(library):  # counts the rows that are read, not the whole table
         made = dict(indices=targets(), weight=plain(vocabulary, HIDDEN), output=plain(TOKENS, HIDDEN))
         return OpCall(library, "embedding_fwd", **made), 2 * made["output"].bytes()
     return loss(vocabulary) + loss(50257) + loss(vocabulary, F32) + [
@@ -273,7 +273,7 @@ def others():
                 exp_avg_sqs=lambda: [plain(n, dtype=F32, std=0)], master_params=lambda: [plain(n, dtype=F32)], lr=1e-4)
     def build_adam(library):
         closure, moved = call("multi_tensor_adam", **adam)(library)
-        return closure, moved + 3 * n * 4  # moments and master weights are read and written
+        return closure, moved + 3 * n * 4  # moments and master weights are both read and written
     def build_scale_update(library):
         sites = 12
         histories = [plain(1024, 1, dtype=F32) for _ in range(sites)]

@@ -1,23 +1,24 @@
 #!/usr/bin/env python3
-"""Layers over several GPUs of one host against one GPU, and against Transformer Engine's package and PyTorch's own ways, in one run.
+"""Times layers divided over several GPUs of one host against one GPU, and against Transformer Engine's package and PyTorch's own parallelism, in one
+run.
 
 usage: torchrun --nproc-per-node N bench/gpu/ranks.py [--only PART ...] [--recipes R ...] [--seconds S] [--ctas N ...] [--overlap] [--copies] [--graph] [--profile] [--no-peers] [--json FILE]
   --only     layer: one quickstart layer, tensor and sequence parallel over all ranks; data: four of them, data parallel by DDP, and by megatron-core's
              DistributedDataParallel where it is installed, whose gradients the products write into its buckets; fsdp: the same four, FSDP2 with weights that are FP8 codes (default: all)
   --recipes  BF16, delayed, current and block, or some of them
   --seconds  of each case, in alternating blocks (default 3)
-  --ctas     also groups whose collectives take at most so many thread blocks (NCCL's max_ctas), for data and fsdp
-  --overlap  also with TE_FL_TP_OVERLAP=1, for layer: transfers beside the products
-  --copies   also a group whose gathers are to be made by copy engines, for fsdp (NCCL's zero-CTA policy, buffers of its own memory)
-  --graph    replays CUDA graphs of the layer, so that the host's time does not count; part layer only, without PyTorch's own ways
+  --ctas     adds groups whose collectives use at most N thread blocks (NCCL's max_ctas), for data and fsdp
+  --overlap  adds runs of layer with TE_FL_TP_OVERLAP=1, which overlaps transfers with products
+  --copies   adds a group whose all-gathers use copy engines, for fsdp (NCCL's zero-CTA policy, buffers allocated by NCCL)
+  --graph    replays CUDA graphs of the layer, so that the host's time does not count; part layer only, without PyTorch's own parallelism
   --profile  prints what the first rank's te-fl steps spend on the host and on the GPU, most expensive first, and measures nothing
-  --no-peers te-fl alone
+  --no-peers measures te-fl only
 
 The layer is the quickstart's (hidden 4096, ffn 16384, 32 heads, 2048 x 4 tokens; BF16 weights and gradients), forward and backward, no optimizer.
-Efficiency is the time of the undivided layer, which all GPUs compute at the same time, over N times that of the divided one; for data, where each
-rank has the whole batch, over the time with the exchange. Each figure is the slowest rank's. Peers: transformer_engine.pytorch, where it is
-installed, with the same arguments; PyTorch's DTensor (parallelize_module) and, under torch.compile, its asynchronous tensor parallelism, in BF16.
-TE_FL_PLUGIN_MODULES names the CUDA plugin of a build; NCCL's NVLink multicast is left off.
+Efficiency is the time of the undivided layer, which all GPUs compute at the same time, over N times that of the divided layer; for data, where each
+rank has the whole batch, it is the time without the gradient exchange over the time with it. Each figure is the slowest rank's. Peers:
+transformer_engine.pytorch, where it is installed, with the same arguments; PyTorch's DTensor (parallelize_module) and, under torch.compile, its
+asynchronous tensor parallelism, in BF16. TE_FL_PLUGIN_MODULES names the CUDA plugin of a build; NCCL's NVLink multicast is left off.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from te_fl.common import recipe as our_recipes  # noqa: E402
 
 HIDDEN, FFN, HEADS, SEQUENCE, BATCH = 4096, 16384, 32, 2048, 4
 BF16 = torch.bfloat16
-LAYER = {2: 0.90, 4: 0.78}  # targets of the delayed recipe
+LAYER = {2: 0.90, 4: 0.78}  # targets under the delayed recipe
 COPIES = ", copy engines"
 OVERLAPPED = "te-fl, overlapped"
 HOST = {}
@@ -58,8 +59,8 @@ def say(*words, sep=" "):
 
 
 def measured(steps, seconds, block=0.2):
-    """{name: [ms a step, one per block]}: blocks in turns, each the slowest rank's. HOST[name] becomes this rank's host ms of a step that finds the GPU's
-    queue empty: later ones wait in between, since a queue that is full takes nothing until the GPU has computed."""
+    """Returns {name: [ms per step, one per block]} of alternating blocks; each figure is the slowest rank's. HOST[name] becomes this rank's host ms
+    of a step that starts with an empty GPU queue; later steps are not counted, since a full queue blocks the host until the GPU catches up."""
     def run(name, n):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         dist.barrier()
@@ -115,7 +116,7 @@ def replayed(step):
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
 
-    def replay(kept=step):  # with the step goes the memory that the graph reads
+    def replay(kept=step):  # the default argument keeps the step alive, whose memory the graph reads
         graph.replay()
     return replay
 
@@ -127,7 +128,7 @@ def layer(te, group=None, **more):
 
 
 class PlainLayer(torch.nn.Module):
-    """The layer as PyTorch's users write it, with what parallelize_module divides."""
+    """The layer as PyTorch users write it, in the parts that parallelize_module divides."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +148,7 @@ class PlainLayer(torch.nn.Module):
 
 
 def dtensor_steps(x, dy, names):
-    """{name: step} of PyTorch's ways, those of `names` that run here."""
+    """Returns {name: step} of PyTorch's own tensor parallelism, for those of `names` that run here."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -184,7 +185,7 @@ def dtensor_steps(x, dy, names):
 
 
 def theirs():
-    """transformer_engine.pytorch and its recipes, or None."""
+    """Returns transformer_engine.pytorch and its recipes, or None if it is not installed."""
     if importlib.util.find_spec("transformer_engine") is None:
         return None
     import transformer_engine.common.recipe as recipes
@@ -241,7 +242,7 @@ def part_layer(options, rows):
         recipe = recipe_of(our_recipes, name)
         steps = {"whole": step_of(ours, layer(ours), recipe, whole_x, whole_dy, world), "te-fl": step_of(ours, layer(ours, world), recipe, x, dy, world)}
         if options.overlap:
-            with mock.patch.dict(os.environ, {"TE_FL_TP_OVERLAP": "1"}):  # read when a layer first meets its group
+            with mock.patch.dict(os.environ, {"TE_FL_TP_OVERLAP": "1"}):  # a layer reads the variable at the first use of its group
                 steps[OVERLAPPED] = step_of(ours, layer(ours, world), recipe, x, dy, world)
                 for _ in range(2):
                     steps[OVERLAPPED]()
@@ -278,7 +279,7 @@ def part_layer(options, rows):
 
 
 def groups_of(options, copies=False):
-    """{label: group} of all ranks: PyTorch's own, and those that leave the products more of the chip."""
+    """Returns {label: group} of all ranks: PyTorch's default group, and groups whose collectives occupy less of the chip."""
     groups = {"": dist.group.WORLD}
     for most in options.ctas:
         how = dist.ProcessGroupNCCL.Options()
@@ -292,7 +293,7 @@ def groups_of(options, copies=False):
 
 
 def megatron_step(model, recipe, x, dy, group):
-    """The four layers under megatron-core's DistributedDataParallel, or None."""
+    """Returns a step of the four layers under megatron-core's DistributedDataParallel, or None if it is not installed."""
     if importlib.util.find_spec("megatron") is None:
         return None
     from megatron.core import parallel_state

@@ -1,7 +1,6 @@
-// The functions that bench_gpu.py calls through ctypes: ops by name with an argument struct that
-// the caller fills in, and a Transformer layer's training step, both on a stream of the caller's.
-// Memory of ops is the caller's (device pointers). Functions return 0, or 1 with a message in
-// tb_error().
+// C functions that bench_gpu.py calls through ctypes: ops by name with an argument struct that the
+// caller fills, and a Transformer layer's training step, both on the caller's stream. The caller
+// owns the ops' memory (device pointers). Functions return 0, or 1 with a message in tb_error().
 #include <chrono>
 #include <cstring>
 #include <nlohmann/json.hpp>
@@ -31,7 +30,7 @@ const char* text(std::string value) {
   return tls_text.c_str();
 }
 
-// Per run of `count`, negative if one fails.
+// Returns nanoseconds per run over `count` runs, or a negative number if one fails.
 template <class F>
 double nanoseconds(int count, F&& f) {
   const auto begin = std::chrono::steady_clock::now();
@@ -50,7 +49,7 @@ struct Layer {
   std::optional<nn::Recipe> recipe;
   nn::AttentionInputs inputs;
   nn::ForwardOptions forward;
-  int first_microbatches = 0;  // that are left: steps that quantise weights for later ones, too
+  int first_microbatches = 0;  // remaining steps that also quantise the weights for later steps
   Tensor x, dy;
   Tensor dx, y;  // of the last step
 };
@@ -93,7 +92,7 @@ Result<std::unique_ptr<Layer>> open_layer(const json& spec) {
   } else if (recipe != "none") {
     TE_FL_ASSIGN_OR_RETURN(result->recipe, nn::parse_recipe(recipe));
   }
-  // The second has the scales that the first found.
+  // Two steps quantise the weights: the second uses the scales that the first found.
   if (spec.value("cached", false)) result->first_microbatches = 2;
   if (result->first_microbatches > 0) result->forward.is_first_microbatch = true;
   TE_FL_ASSIGN_OR_RETURN(result->x, wrapped(spec.at("x")));
@@ -134,12 +133,14 @@ TB_EXPORT const char* tb_error() { return tls_error.c_str(); }
 
 TB_EXPORT int tb_init(const char* plugin) {
   const auto loaded = plugins::load(plugin);
-  // The process may have loaded it already, as te_fl in Python does by TE_FL_PLUGIN_MODULES.
+  // The process may have loaded the plugin already, as te_fl in Python does for
+  // TE_FL_PLUGIN_MODULES.
   if (loaded.status().code() == StatusCode::kAlreadyExists) return report(Status());
   return report(loaded.ok() ? Status() : loaded.status());
 }
 
-// Says what the plugin uses: [{"subject": "cuDNN", "state": "9.19.0, /path/of/libcudnn.so.9"}, ..].
+// Returns the libraries that the plugin uses: [{"subject": "cuDNN", "state": "9.19.0,
+// /path/of/libcudnn.so.9"}, ..].
 TB_EXPORT const char* tb_findings() {
   const auto found = plugins::diagnose("cuda");
   if (!found.ok()) {
@@ -153,7 +154,7 @@ TB_EXPORT const char* tb_findings() {
   return text(result.dump());
 }
 
-// Later calls of the process ask for the same bits from the same inputs (1), or not (0).
+// Requires bitwise deterministic results from later calls of the process (1), or not (0).
 TB_EXPORT int tb_deterministic(int on) {
   const auto policy = current_policy();
   if (!policy.ok()) return report(policy.status());
@@ -163,7 +164,8 @@ TB_EXPORT int tb_deterministic(int on) {
   return 0;
 }
 
-// {"size": bytes of the argument struct, "args": {name: {"type", "offset", "count_offset"}}}
+// Describes an op's argument struct: {"size": bytes, "args": {name: {"type", "offset",
+// "count_offset"}}}
 TB_EXPORT const char* tb_schema(const char* op) {
   for (const te_fl_op_schema* schema : core::catalogue()) {
     if (std::strcmp(schema->name, op) != 0) continue;
@@ -188,8 +190,8 @@ TB_EXPORT int tb_call(const char* op, const void* args, void* stream) {
   return report(OpManager::instance().call(std::string_view(op), args, options));
 }
 
-// Nanoseconds that each of `count` calls costs the host; negative: tb_error(). The device must be
-// able to queue them all.
+// Returns the host's nanoseconds per call over `count` calls; negative: see tb_error(). The
+// device's queue must be able to hold them all.
 TB_EXPORT double tb_time_calls(const char* op, const void* args, void* stream, int count) {
   CallOptions options;
   options.stream = stream;
@@ -198,7 +200,7 @@ TB_EXPORT double tb_time_calls(const char* op, const void* args, void* stream, i
   if (!id.ok()) return -report(id.status());
   return nanoseconds(count, [&] { return report(manager.call(*id, args, options)); });
 }
-// Times cuLaunchKernel or cublasLtMatmul called directly, through pointers to them.
+// Times direct calls of cuLaunchKernel or cublasLtMatmul through function pointers.
 TB_EXPORT double tb_time_launch(void* launch, void* function, void** parameters, void* stream,
                                 int count) {
   using Launch = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
@@ -219,7 +221,7 @@ TB_EXPORT double tb_time_matmul(void* matmul, void** arguments, size_t workspace
   });
 }
 
-// Says what served calls since the last reset: [{"op", "impl", "calls"}].
+// Returns which implementations served calls since the last reset: [{"op", "impl", "calls"}].
 TB_EXPORT const char* tb_usage(int reset) {
   json result = json::array();
   for (const OpUsage& u : OpManager::instance().usage()) {
@@ -238,8 +240,8 @@ TB_EXPORT void* tb_layer_open(const char* spec) {
 TB_EXPORT int tb_layer_step(void* layer, void* stream) {
   return report(step(*static_cast<Layer*>(layer), stream));
 }
-// Device pointers of what the last step made: 0 the output, 1 the gradient of x, 2 + i the gradient
-// of parameter i, 1000 + i its value.
+// Returns a device pointer to a tensor of the last step. which: 0 the output, 1 the gradient of x,
+// 2 + i the gradient of parameter i, 1000 + i the value of parameter i.
 TB_EXPORT const void* tb_layer_tensor(void* handle, int which) {
   auto& layer = *static_cast<Layer*>(handle);
   if (which == 0) return layer.y.raw_data();
@@ -256,9 +258,9 @@ TB_EXPORT const char* tb_layer_parameters(void* handle) {
   }
   return text(result.dump());
 }
-// {"bytes", "peak", "holders", "recorded": [{"use", "count", "bytes"}]} of the memory that te-fl
-// holds on the GPU; the peak then starts anew, and holders are recorded at `record_at` bytes (0:
-// not).
+// Returns the memory that te-fl holds on the GPU: {"bytes", "peak", "holders", "recorded": [{"use",
+// "count", "bytes"}]}. Then resets the peak, and records the holders when the total reaches
+// `record_at` bytes (0: never).
 TB_EXPORT const char* tb_memory(size_t record_at) {
   const auto account = devices::memory_account(kDevice);
   const Status watched = devices::watch_memory(kDevice, record_at == 0 ? SIZE_MAX : record_at);

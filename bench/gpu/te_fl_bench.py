@@ -1,4 +1,4 @@
-"""te-fl through the bench library: tensors over PyTorch's memory, ops by name, layers."""
+"""Python interface of the bench library (shim.cpp): tensors over PyTorch's memory, ops by name, layers."""
 
 import ctypes
 import json
@@ -6,7 +6,7 @@ import os
 
 import torch
 
-DTYPES = {  # torch dtype: DLPack code, bits
+DTYPES = {  # torch dtype -> DLPack type code, bits
     torch.float32: (2, 32), torch.float16: (2, 16), torch.bfloat16: (4, 16), torch.int32: (0, 32),
     torch.int64: (0, 64), torch.uint8: (1, 8), torch.float8_e4m3fn: (10, 8), torch.float8_e5m2: (12, 8),
 }
@@ -30,7 +30,7 @@ class TensorStruct(ctypes.Structure):
 
 
 class Tensor:
-    """A te_fl_tensor on a torch tensor; keeps both alive."""
+    """A te_fl_tensor over a torch tensor; keeps both alive."""
 
     def __init__(self, data, quant=None, keep=()):
         self.torch, self.quant, self.keep = data, quant, keep
@@ -61,7 +61,7 @@ def plain(*shape, dtype=torch.bfloat16, std=1.0):
 
 
 def fp8(rows, cols, dtype=torch.float8_e4m3fn, columnwise=True, scaling=TENSOR, flags=0):
-    """A quantised tensor with Gaussian codes in both copies; unit scale."""
+    """Makes a quantised tensor with Gaussian codes in both copies and a scale of 1."""
     def codes(a, b):
         return torch.empty((a, b), dtype=torch.bfloat16, device="cuda").normal_(0, 8).to(dtype)
     data = codes(rows, cols)
@@ -88,7 +88,7 @@ def fp8(rows, cols, dtype=torch.float8_e4m3fn, columnwise=True, scaling=TENSOR, 
 
 
 def quantised(values, dtype, empty=False):
-    """A tensor quantised by tensor, row-wise: the codes of `values`, or room for codes of its shape under a scale of 1."""
+    """Makes a row-wise tensor with per-tensor scaling: the codes of `values`, or uninitialised codes of its shape with a scale of 1 if `empty`."""
     most = torch.finfo(dtype).max
     scale = torch.ones(1, device="cuda") if empty else (most / values.abs().max().float()).reshape(1)
     data = torch.empty_like(values, dtype=dtype)
@@ -101,21 +101,21 @@ def quantised(values, dtype, empty=False):
 
 
 def rescale(t):
-    """A step of delayed scaling with a history of one."""
+    """Updates the scale as delayed scaling with a history of one step does."""
     scale, _, amax = t.keep
     scale.copy_(torch.finfo(t.torch.dtype).max / amax)
     amax.zero_()
 
 
 def numbers(t):
-    """The values of a tensor that quantised() made."""
+    """Returns the dequantised values of a tensor that quantised() made."""
     return t.torch.float() * t.keep[1]
 
 
 class Library:
     def __init__(self, folder, plugin):
         os.environ.setdefault("TE_FL_PLUGIN_PATH", "")
-        os.environ.setdefault("TE_FL_MAX_STAGED_BYTES", "0")  # a row that no kernel serves is an error
+        os.environ.setdefault("TE_FL_MAX_STAGED_BYTES", "0")  # makes a row an error if no kernel serves it
         self.lib = ctypes.CDLL(os.path.join(folder, "libte_fl_bench_gpu.so"))
         for name in ("tb_error", "tb_schema", "tb_usage", "tb_layer_parameters", "tb_memory", "tb_findings"):
             getattr(self.lib, name).restype = ctypes.c_char_p
@@ -141,7 +141,7 @@ class Library:
         self.check(self.lib.tb_deterministic(int(on)))
 
     def findings(self):
-        """Returns what the plugin says of driver, device and the libraries that it uses: {subject: state}."""
+        """Returns the plugin's report on the driver, the device and the libraries that it uses: {subject: state}."""
         text = self.lib.tb_findings()
         if text is None:
             raise RuntimeError(self.lib.tb_error().decode())
@@ -151,7 +151,7 @@ class Library:
         return json.loads(self.lib.tb_usage(int(reset)))
 
     def memory(self, record_at=0):
-        """Returns what te-fl holds, its peak and the holders recorded since the last call; see tb_memory()."""
+        """Returns the memory that te-fl holds, its peak, and the holders recorded since the last call; see tb_memory()."""
         text = self.lib.tb_memory(record_at)
         if text is None:
             raise RuntimeError(self.lib.tb_error().decode())
@@ -159,7 +159,7 @@ class Library:
 
 
 class OpCall:
-    """An op's arguments by name: Tensor, list of Tensor, number."""
+    """A call of an op with arguments by name; an argument is a Tensor, a list of Tensor, or a number."""
 
     def __init__(self, library, op, **arguments):
         self.library, self.op, self.keep = library, op.encode(), list(arguments.values())
@@ -191,7 +191,7 @@ class OpCall:
 
 
 class Layer:
-    """A Transformer layer of te-fl's nn; step() is forward, backward and the scale updates."""
+    """A Transformer layer of te-fl's nn; step() runs forward, backward and the scale updates."""
 
     def __init__(self, library, x, dy, angles=None, **spec):
         self.library, self.keep = library, (x, dy, angles)
@@ -212,7 +212,7 @@ class Layer:
         return json.loads(self.library.lib.tb_layer_parameters(ctypes.c_void_p(self.handle)))
 
     def view(self, which, shape):
-        """A torch view of a tensor of the last step: see tb_layer_tensor()."""
+        """Returns a torch view of a tensor of the last step; see tb_layer_tensor()."""
         pointer = self.library.lib.tb_layer_tensor(ctypes.c_void_p(self.handle), which)
         class Memory:
             __cuda_array_interface__ = {"shape": tuple(shape), "typestr": "<i2", "data": (pointer, False), "version": 3}

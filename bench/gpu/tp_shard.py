@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Times one rank's part of te_fl.pytorch's TransformerLayer on one GPU, beside the whole layer: what dividing costs before any byte is sent.
+"""Times one rank's shard of te_fl.pytorch's TransformerLayer on one GPU against the whole layer: the cost of sharding without any communication.
 
 usage: tp_shard.py [--seconds N] [--degrees 2 4] [--recipes R..] [--eager] [--profile] [--json FILE]
   --seconds  of each case, in alternating blocks (default 6)
   --degrees  numbers of ranks that divide the layer (default 2 4)
   --recipes  BF16, delayed, current and block, or some of them
-  --eager    calls the layer instead of replaying a CUDA graph of it, so that the host's time counts where it is the longer
+  --eager    calls the layer instead of replaying a CUDA graph of it, so that the time of a host-bound layer is the host's
   --profile  prints each case's kernels with their times, most expensive first, and measures nothing
 
 The shape is the quickstart layer's (hidden 4096, ffn 16384, 32 heads, 2048 x 4 tokens), forward and backward, with sequence_parallel. The process groups are
-PyTorch's "fake" ones, and collectives are left out: what is received is what the memory held. Each row is the time of the whole layer divided by the
-degree, over the rank's own time: 1 would be a layer that loses nothing. Floor: the products' own efficiency at a rank's sizes.
+PyTorch's "fake" ones, and collectives are left out: receive buffers stay uninitialised. Each row is the time of the whole layer divided by the
+degree, over the rank's own time: 1 means no loss. Floor: the efficiency of the products alone at a rank's sizes.
 """
 
 import argparse
@@ -25,19 +25,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import te_fl.pytorch as te
 
 HIDDEN, FFN, HEADS, SEQUENCE, BATCH = 4096, 16384, 32, 2048, 4
-TARGETS = {2: 0.977, 4: 0.954}  # by the products alone
+TARGETS = {2: 0.977, 4: 0.954}  # efficiency of the products alone
 RECIPES = {"BF16": None, "delayed": te.DelayedScaling(), "current": te.Float8CurrentScaling(), "block": te.Float8BlockScaling()}
 
 
 class Done:
-    """Is waited for where a collective was left out."""
+    """Stands in for the work handle of a collective that was left out."""
 
     def wait(self):
         return True
 
 
 def leave_out_collectives():
-    """The fake groups' own collectives copy a rank's part, which takes time that no network takes."""
+    """Replaces the fake groups' collectives by nothing, because they copy a rank's part, which takes time that a network transfer would not."""
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
         setattr(dist, name, lambda *arguments, async_op=False, **more: Done() if async_op else None)
 
@@ -61,7 +61,7 @@ def step_of(recipe, group, degree):
 
 
 def replayed(step):
-    """The step's CUDA graph."""
+    """Captures the step as a CUDA graph; returns its replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

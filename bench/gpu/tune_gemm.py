@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measures which cuBLASLt algorithms the products of bench_gpu.py's layers take, into a file for TE_FL_CUDA_GEMM_FILE.
+"""Measures the fastest cuBLASLt algorithms for the products of bench_gpu.py's layers and writes a file for TE_FL_CUDA_GEMM_FILE.
 
 usage: tune_gemm.py --file FILE [--build DIR] [--match TEXT] [--seconds S] [--list]
-  --file FILE    what the choices are added to; products that it has are not measured again, so that a run that
-                 was cut off is continued by the next
+  --file FILE    the file that choices are added to; products in it are not measured again, so that a run that
+                 was interrupted can be continued
   --build DIR    folder with lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so (default build/release)
   --match TEXT   only the case of that name, or those whose names contain TEXT; several, separated by commas, in that
                  order (default all, those with the most to gain first)
-  --seconds S    stops with the product during which S seconds since the start are over (default: goes to the end)
+  --seconds S    stops after the product that is being measured S seconds after the start (default: measures all)
   --list         only prints what the file holds; needs neither a GPU nor PyTorch
 
 A case is a layer ("layer quickstart delayed"; two steps, about 12 products) or a product alone ("product fp8 forward
@@ -24,11 +24,11 @@ import time
 from gemm_choices import Choices, table
 
 START = time.monotonic()
-LONGEST_S = 10  # that a product takes
+LONGEST_S = 10  # s that a product takes at most
 
-# The products of the quickstart layers, in the order of what measuring gained on an H100. FP8 products alone come before their
-# layers, as their codes are then such as delayed scaling has after its first steps: how much power a product takes, and
-# so which algorithm wins, depends on the bits.
+# The products of the quickstart layers, sorted by the gain from measuring on an H100. FP8 products alone come before their layers, because their
+# codes have the distribution that delayed scaling produces after its first steps: the bits decide the power that a product draws, and so which
+# algorithm wins.
 FIRST = [*(f"product fp8 {name}" for name in (
              "forward fc1", "forward proj with residual", "forward qkv", "dgrad fc2", "wgrad fc2", "dgrad qkv",
              "forward fc2 with residual", "wgrad fc1", "wgrad proj", "wgrad qkv", "dgrad fc1", "dgrad proj")),
@@ -37,19 +37,19 @@ FIRST = [*(f"product fp8 {name}" for name in (
          "layer quickstart delayed", "layer quickstart none", "layer quickstart block"]
 
 
-# The other products of the layer: by dtype and kind, of which linear layers.
+# The layer's other products: (dtype, kind, extra argument) -> linear layers.
 MORE = {("fp8", "forward", "residual"): ("proj", "fc2"), ("bf16", "forward", "residual"): ("proj", "fc2"),
         ("bf16", "wgrad", "bias_grad"): ("qkv", "proj", "fc2")}
 
 
 def cases(bench_gpu, layer_cases):
-    """{name: function of the library} of everything that is measured."""
+    """Returns {name: function of the library} of everything to measure."""
     def layer(shape, recipe):
         def run(library):
             import torch
             x, dy = layer_cases.activations(shape)
             made = layer_cases.te_fl_layer(library, shape, x, dy, recipe)
-            for _ in range(2):  # the second has the scales of the first
+            for _ in range(2):  # the second step uses the scales that the first found
                 made.step()
             torch.cuda.synchronize()
             made.close()
@@ -87,8 +87,8 @@ def chosen_cases(found, match):
 
 
 def stop_after(seconds, path, end_run):
-    """Calls `end_run` from a thread of its own, once the time is over and the product that is being measured is in the
-    file; a measurement cannot be interrupted, and after each the file is whole."""
+    """Starts a thread that calls `end_run` when the time is over and the current product's choice is in the file. A measurement cannot be
+    interrupted; after each one the file is complete."""
     def wait():
         time.sleep(max(0.0, seconds - (time.monotonic() - START)))
         begin, held = time.monotonic(), len(Choices(path).all)
@@ -115,7 +115,7 @@ def main():
             sys.exit(f"tune_gemm.py: {args.file} is not there; name a file that a run without --list has written")
         print("\n".join(table(Choices(args.file).all)))
         return
-    # Read when the plugin is opened.
+    # The plugin reads these variables when it is opened.
     os.environ.update(TE_FL_CUDA_GEMM_FILE=os.path.abspath(args.file), TE_FL_CUDA_GEMM_TUNE="1")
     try:
         import torch
@@ -135,7 +135,7 @@ def main():
         def end_run():
             print(f"stopped after {time.monotonic() - START:.1f} s", flush=True)
             show(args.file, device)
-            os._exit(0)  # the other thread is inside te-fl
+            os._exit(0)  # skips cleanup: the other thread is inside te-fl
         stop_after(args.seconds, args.file, end_run)
     failed = 0
     for name in names:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""FSDP2 around layers whose weights are FP8 codes, against the same layers in BF16: bytes that are gathered in a step, and bytes of weights that
-stay on a rank between steps. Bytes are counted, nothing is timed, so any machine gives the same figures.
+"""Compares FSDP2 around layers with FP8 weights with the same layers in BF16: bytes gathered per step, and bytes of weights that
+stay on a rank between steps. The program counts bytes and times nothing, so any machine gives the same figures.
 
 usage: fsdp_memory.py [--layers 4] [--hidden 1024] [--ranks 2]
 """
@@ -22,7 +22,7 @@ def arguments():
 
 
 def resident(model):
-    """Bytes of memory that a rank's parameters hold."""
+    """Returns the bytes of memory that a rank's parameters hold."""
     import torch
     storages = {}
 
@@ -45,7 +45,7 @@ def resident(model):
 
 
 def measure(o, recipe, reshard):
-    """(bytes gathered in the second step, bytes of weights that stay), of BF16 without a recipe."""
+    """Returns (bytes gathered in the second step, bytes of weights that stay); without a recipe the weights are BF16."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Times the parts of the host's work for te_fl.pytorch.Linear on a GPU: the calls into C++ alone, through autograd, beside
+"""Times the parts of the host's work for te_fl.pytorch.Linear on a GPU: the calls into C++ alone, those through autograd, and
 torch.nn.Linear.
 
 usage: host_parts.py [--layer SECONDS | --profile]   (TE_FL_PLUGIN_MODULES names the CUDA plugin of a build)
-  --layer  steps of a TransformerLayer (hidden 1024, 512 tokens, BF16, gradients made anew) for so long instead, first with autograd in threads of
-           its own and then in the calling one; for a profiler around this program
-  --profile  what PyTorch's profiler sees of a call instead, with an autocast entered for each: how often, and the host's and the device's us
+  --layer  only runs steps of a TransformerLayer (hidden 1024, 512 tokens, BF16, new gradients) for SECONDS, first with autograd in threads of
+           its own and then in the calling thread; for use under an external profiler
+  --profile  only prints PyTorch's profile of a call that enters an autocast: counts, and us of the host and of the device
 """
 
 import argparse
@@ -21,7 +21,7 @@ ROWS, WIDTH = 64, 768
 
 
 def median(call, calls=300, blocks=9):
-    """Microseconds a call on the host, which waits for the device at each block's end."""
+    """Returns the host's microseconds per call; the device is synchronised at each block's end."""
     for _ in range(50):
         call()
     times = []
@@ -94,7 +94,7 @@ def steps(seconds):
 
 
 def step_of(device, recipe, backward, plain=False):
-    """A call as host_time.py's rows with an autocast for each have it; plain: of torch.nn.Linear."""
+    """Returns one call as in host_time.py's rows that enter an autocast per call; plain: a call of torch.nn.Linear."""
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, device=device, requires_grad=True)
     dy, options = torch.randn_like(x), {} if recipe is None else {"is_first_microbatch": False}
     kind = {"dtype" if plain else "params_dtype": torch.bfloat16, "device": device}

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Times what dividing a module over ranks costs on the host, in one process: its process groups are PyTorch's "fake" ones, which move nothing.
+"""Times the host's cost of dividing a module over ranks, in one process: the process groups are PyTorch's "fake" ones, which transfer nothing.
 
 usage: host_ranks.py [--device DEVICE] [--blocks N] [--hidden N] [--tokens N] [--ranks N] [--delayed]
   --blocks  alternating blocks per row; each figure is the median of the blocks' means (default 21)
-  --hidden, --tokens  of the layer (default 1024 and 512; with few of both the host decides on a CPU too)
+  --hidden, --tokens  size of the layer (default 1024 and 512; with small sizes a CPU run is host-bound too)
 
   --ranks   of the groups (default 2)
-  --delayed the TransformerLayer in FP8 by delayed scaling, whose amaxes all ranks reduce
+  --delayed runs the TransformerLayer in FP8 with delayed scaling, whose amaxes are all-reduced
 
-The rows are collectives of te_fl.pytorch beside the same calls of torch.distributed, as functions and in a layer, a Linear with and without a group of one
-rank, and a TransformerLayer: as one call of te-fl, as the calls of its parts, and as the part of one of the ranks with sequence_parallel. Of the last,
-the time inside torch.distributed's functions is taken off and shown.
+The rows: collectives of te_fl.pytorch against the same calls of torch.distributed, as functions and in a layer; a Linear with and without a group of
+one rank; and a TransformerLayer: as one call of te-fl, as the calls of its parts, and as one rank's shard with sequence_parallel. For the last row
+the time inside torch.distributed's functions is subtracted and shown.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Watch:
 
 
 def collective_rows(device, blocks):
-    """Prints what te-fl's dispatch adds to torch.distributed's own host time, by collective."""
+    """Prints the host time that te-fl's dispatch adds to torch.distributed's own, by collective."""
     part, whole = torch.ones(8, device=device), torch.empty(8 * dist.get_world_size(), device=device)
     pairs = {"all_reduce": (lambda: collectives.all_reduce(part), lambda: dist.all_reduce(part)),
              "all_gather": (lambda: collectives.all_gather_into(whole, part), lambda: dist.all_gather_into_tensor(whole, part)),
@@ -69,7 +69,8 @@ def collective_rows(device, blocks):
 
 
 def least(cases, blocks, calls=50):
-    """{name: microseconds of this thread's processor time a call}, the cases in turn; the least of the blocks, as other work on the machine only adds."""
+    """Returns {name: microseconds of this thread's CPU time per call}, running the cases in turn. Takes the minimum over the blocks, since other work
+    on the machine only adds time."""
     times = {name: [] for name in cases}
     for _ in range(4 * blocks):
         for name, call in cases.items():
@@ -81,8 +82,8 @@ def least(cases, blocks, calls=50):
 
 
 def product_rows(device, dtype, blocks):
-    """Prints what a collective of a layer's takes the host: a forward of a small Linear whose rows are gathered or scattered, less that of one alone of
-    as many products."""
+    """Prints the host time of a layer's collective: the forward of a small Linear that gathers or scatters its rows, less that of a Linear with as
+    many products and no group."""
     ranks, own = dist.get_world_size(), {"params_dtype": dtype, "device": device}
     group = {"tp_group": dist.group.WORLD, "sequence_parallel": True}
     pairs = {"all_gather": (te.Linear(64, 64 * ranks, parallel_mode="column", **group, **own), te.Linear(64, 64, **own), 8, 8 * ranks),

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Times te_fl.pytorch's modules on the host, beside torch.nn.Linear and te-fl's own C++ layer, in one process.
+"""Times the host's work for te_fl.pytorch's modules against torch.nn.Linear and te-fl's own C++ layer, in one process.
 
 usage: host_time.py [--device DEVICE] [--blocks N] [--build FOLDER] [--no-quickstart] [--json FILE]
   --blocks  alternating blocks per row; each figure is the median of the blocks' means (default 21)
-  --build   a build with bench/gpu's library, for the rows that compare with C++; a GPU is needed. TE_FL_PLUGIN_MODULES names the
-            build's CUDA plugin then, so that both run the same one.
-  --no-quickstart  leaves out the large layer, whose time is the GPU's
+  --build   a build with bench/gpu's library, for the rows that compare with C++; needs a GPU. TE_FL_PLUGIN_MODULES must name that
+            build's CUDA plugin, so that both run the same plugin.
+  --no-quickstart  leaves out the large layer, which is bound by the GPU
 
-Each call of a block is enqueued without waiting; the device waits at the block's end. Shapes are small enough that the host decides.
+A block enqueues its calls without waiting and synchronises the device at its end. Shapes are small enough to be host-bound.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from te_fl.pytorch.modules import base, layers
 
 ROWS, WIDTH = 64, 768
 TORCH = "torch.nn.Linear BF16"
-GRAPHED = ", graphed"  # of a row whose forward and backward replay CUDA graphs
-PYTHON = ", node in Python"  # of a row beside one with the node in C++, where that is built
+GRAPHED = ", graphed"  # suffix of a row whose forward and backward replay CUDA graphs
+PYTHON = ", node in Python"  # suffix of the row with the autograd node in Python, beside a row with the node in C++ if that is built
 
 
 def nodes():
-    """{what a row's name ends in: the autograd node}"""
+    """Returns {suffix of a row's name: the autograd node}."""
     return {"": call.run} if call.run is call.python_run else {"": call.run, PYTHON: call.python_run}
 
 
@@ -46,7 +46,7 @@ def synchronize(device):
 
 
 def medians(device, cases, blocks, calls):
-    """{name: microseconds per call}, the cases in turn."""
+    """Returns {name: microseconds per call}, running the cases in turn."""
     times = {name: [] for name in cases}
     for block in range(blocks + 3):
         for name, call in cases.items():
@@ -61,7 +61,8 @@ def medians(device, cases, blocks, calls):
 
 
 def own_linear(device, recipe):
-    """(te.Linear, its recipe, the arguments of its forwards), with scales and the weights that is_first_microbatch=False reuses."""
+    """Returns (te.Linear, its recipe, the arguments of its forwards), after steps that set the scales and the weights that is_first_microbatch=False
+    reuses."""
     module = te.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, device=device)
     if recipe is not None:
         for _ in range(2):
@@ -72,7 +73,8 @@ def own_linear(device, recipe):
 
 
 def run_entered(device, blocks, backward, calls=200):
-    """{name: microseconds per call}, the cases in turn, as a program calls a layer: autograd on, and an autocast entered for each call."""
+    """Returns {name: microseconds per call}, running the cases in turn as a program calls a layer: with autograd, entering an autocast for each
+    call."""
     x = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)
     delayed, current = DelayedScaling(), Float8CurrentScaling()
@@ -100,7 +102,7 @@ def run_entered(device, blocks, backward, calls=200):
 
 
 def run_autocast(device, blocks, calls=1000):
-    """{name: microseconds} of entering and leaving an autocast with nothing inside."""
+    """Returns {name: microseconds} of entering and leaving an empty autocast."""
     recipe = DelayedScaling()
 
     def enter(**settings):
@@ -114,8 +116,8 @@ def run_autocast(device, blocks, calls=1000):
 
 
 def run_linear(device, blocks, backward, calls=200):
-    """{name: microseconds per call}, the cases in turn; one autocast around a block's calls, as a step has around all its modules. Without
-    a backward autograd is off."""
+    """Returns {name: microseconds per call}, running the cases in turn, with one autocast around a block's calls, as around a whole training step.
+    Autograd is off if `backward` is false."""
     x = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=backward)
     dy = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)
 
@@ -146,7 +148,7 @@ def run_linear(device, blocks, backward, calls=200):
 
 
 def layer_cases(device, te_fl_bench, library, hidden, ffn, heads, length, batch, recipes, blocks, calls, graphed=False):
-    """{recipe and node: (te_fl.pytorch, C++)}, forward and backward with scale updates; graphed: also by make_graphed_callables."""
+    """Returns {recipe and node: (te_fl.pytorch, C++)}: forward and backward with scale updates. graphed: adds the rows of make_graphed_callables."""
     out = {}
     for name, recipe in recipes.items():
         x = torch.randn(length, batch, hidden, device=device, dtype=torch.bfloat16)

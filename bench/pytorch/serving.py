@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Time of a token through a stack of Transformer layers in FP8, with weights that are quantised once and with weights quantised in each call.
+"""Times a token through a stack of Transformer layers in FP8, with weights quantised once and with weights quantised in each call.
 
 usage: serving.py [--device DEVICE] [--layers N] [--hidden N] [--heads N] [--tokens N] [--json FILE]
-  --tokens  timed after three others; the figure is their median
+  --tokens  number of timed tokens, after three untimed ones; the figure is their median
 
-Inside te.cache_quantized_weights() a weight is quantised once; outside, a parameter may change unseen, so each call quantises. The results
-are the same. The last column has how often a token quantised.
+Inside te.cache_quantized_weights() a weight is quantised once; outside, a parameter may change between calls, so each call quantises. The results
+are the same. The last column is the number of quantisations per token.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def run(layers, x):
 
 
 def measure(layers, x, recipe, tokens):
-    """The output, milliseconds a token, and quantisations a token."""
+    """Returns the output, milliseconds per token, and quantisations per token."""
     times, before = [], 0
     for i in range(tokens + 3):
         if i == 3:
@@ -68,7 +68,7 @@ def main(arguments=None) -> int:
     rows = []
     for name, make in RECIPES.items():
         recipe, outputs = make and make(), []
-        if name == "delayed":  # whose scales come from amaxes that were collected before
+        if name == "delayed":  # collects the amaxes that give delayed scaling its scales
             with torch.no_grad(), te.autocast(enabled=False, calibrating=True, recipe=recipe):
                 run(layers, x)
         for weights in ("each call", "once"):

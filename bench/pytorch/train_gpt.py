@@ -4,10 +4,10 @@
 usage: train_gpt.py [--device DEVICE] [--recipes NAME,..] [--steps N] [--layers N] [--hidden N] [--heads N] [--length N] [--batch N] [--lr LR]
                     [--seeds N] [--text FILE] [--within SHARE] [--json FILE]
   --device   cuda where there is one, else cpu
-  --recipes  of FP8, after the run without it: delayed, current, block (default: delayed,current)
-  --seeds    trainings of each kind, from other weights and batches; their mean losses are compared (default 1)
-  --text     what it learns to write, bytes; the last tenth is held out (default: the sources of Python's standard library)
-  --within   exit status 1 if the loss of a recipe is further than this share from the loss without FP8
+  --recipes  FP8 recipes to run after the run without FP8: delayed, current, block (default: delayed,current)
+  --seeds    trainings per recipe, each with other weights and batches; their mean losses are compared (default 1)
+  --text     training text, read as bytes; the last tenth is held out (default: the sources of Python's standard library)
+  --within   exits 1 if the loss of a recipe differs by more than this share from the loss without FP8
 
 The sizes' defaults are 100 million parameters for a GPU and 3 million for a CPU. Without FP8 a GPU computes in BF16 and the CPU in FP32.
 """
@@ -30,8 +30,8 @@ from quickstart import RECIPES, Gpt  # noqa: E402
 
 SIZES = {"cuda": dict(layers=14, hidden=768, heads=12, length=512, batch=16, steps=500, lr=6e-4),
          "cpu": dict(layers=4, hidden=256, heads=4, length=64, batch=16, steps=100, lr=2e-3)}
-EVALUATED = 16  # batches of the held-out text
-BLOCK = 10  # steps between two waits for the device
+EVALUATED = 16  # number of batches of held-out text
+BLOCK = 10  # number of steps between two synchronisations with the device
 
 
 def library_sources() -> bytes:
@@ -41,7 +41,7 @@ def library_sources() -> bytes:
 
 
 class Text:
-    """Windows of a text, drawn from its first nine tenths or spread evenly over the last."""
+    """Makes batches of windows of a text, random ones from its first nine tenths or evenly spaced ones from the last tenth."""
 
     def __init__(self, content: bytes, length: int, batch: int, device: torch.device):
         self.bytes = torch.frombuffer(bytearray(content), dtype=torch.uint8).long().to(device)
@@ -63,7 +63,7 @@ class Text:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """A warm-up over a tenth of the steps, and a cosine to a tenth of the peak."""
+    """Returns the learning rate: a warm-up over a tenth of the steps, then a cosine down to a tenth of the peak."""
     warmup = max(steps // 10, 1)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -77,7 +77,7 @@ def loss_of(model, recipe, windows):
 
 
 def train(name, options, text, device, seed):
-    """A row: the held-out loss and the median time of a step, with the recipe of that name."""
+    """Trains with the named recipe; returns a row with the held-out loss and the median time of a step."""
     torch.manual_seed(1 + 2 * seed)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model = Gpt(options.layers, options.hidden, options.heads, options.length, dtype, device)

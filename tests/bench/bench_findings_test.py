@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""bench/gpu writes down the libraries that the plugin uses: here a stand-in NCCL that the process holds.
-usage: bench_findings_test.py BENCH_LIBRARY PLUGIN NCCL"""
+"""Tests that the results of bench/gpu record the libraries that the plugin uses. A stub NCCL is loaded into the process. usage:
+bench_findings_test.py BENCH_LIBRARY PLUGIN NCCL"""
 import ctypes
 import json
 import os
 import sys
 
 library, plugin, nccl = sys.argv[1:]
-os.environ["TE_FL_PLUGIN_PATH"] = ""  # the plugin is loaded below
+os.environ["TE_FL_PLUGIN_PATH"] = ""  # the test loads the plugin explicitly below
 ctypes.CDLL(nccl)
 bench = ctypes.CDLL(library)
 bench.tb_findings.restype = bench.tb_error.restype = ctypes.c_char_p

@@ -1,4 +1,4 @@
-"""The benchmark's tools read files of GEMM choices; needs neither a GPU nor PyTorch."""
+"""Tests how the benchmark's tools read files of GEMM choices; needs neither a GPU nor PyTorch."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""bench/gpu/layer_floor.py on rows made by hand."""
+"""Tests bench/gpu/layer_floor.py on hand-made rows."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def rows():
         for kind in ("forward", "dgrad", "wgrad"):
             for name in ("qkv", "proj", "fc1", "fc2"):
                 made.append({"part": "gemm", "name": f"{dtype} {kind} {name}", "us": us, "of_best": 1.05})
-    made[0]["of_best"] = 0.9  # another algorithm takes 900
+    made[0]["of_best"] = 0.9  # a second algorithm takes 900
     for name, us in (("bf16 forward full", 500.0), ("bf16 backward full", 1500.0), ("fp8 both full", 1650.0)):
         made.append({"part": "attention", "name": name, "us": us, "of_cudnn": 1.0})
     for speed in (2000.0, 2500.0, 2600.0):
@@ -35,16 +35,17 @@ def rows():
 class LayerFloor(unittest.TestCase):
     def test_sums_what_the_run_measured(self):
         found = layer_floor.floors(rows())
-        # No causal attention was measured, and products of 128 blocks are not among the rows.
+        # The rows have no measured causal attention and no block-scaled (128) products, so these two layers are absent.
         self.assertEqual(list(found), ["quickstart none", "quickstart delayed cached", "quickstart delayed",
                                        "quickstart delayed+attention cached"])
         self.assertEqual(found["quickstart none"]["products"], 11900.0)
         self.assertEqual(found["quickstart delayed"]["products"], 7200.0)
         self.assertEqual(found["quickstart none"]["attention"], 2000.0)
         self.assertEqual(found["quickstart delayed+attention cached"]["attention"], 1650.0)
-        # 8192 x 4096 is 2^25 elements. Norms 2 x 4 and their gradients 2 x 8 bytes each; bias gradients of 5 such matrices.
+        # A matrix of 8192 x 4096 has 2^25 elements. Bytes per element: 2 x 4 for the norms, 2 x 8 for the norms' gradients; the bias gradients read 5
+        # such matrices at 2 bytes.
         self.assertAlmostEqual(found["quickstart none"]["rest"], 2**25 * (8 + 16 + 10) / 2500e9 * 1e6)
-        # Casts of 6, and GELU's gradient on 4 of them, 6 bytes each.
+        # Casts of 6 matrices' worth at 4 bytes, and GELU's gradient on 4 matrices' worth at 6 bytes.
         cached = 2**25 * (8 + 16 + 24 + 24) / 2500e9 * 1e6
         self.assertAlmostEqual(found["quickstart delayed cached"]["rest"], cached)
         self.assertAlmostEqual(found["quickstart delayed"]["rest"], cached + 12 * 2**24 * 4 / 2500e9 * 1e6)

@@ -8,9 +8,10 @@
 
 #include "core/op/op_table.hpp"
 
-// The argument check reads nothing outside the struct it is given, whatever struct_size, counts,
-// shapes and enums say. The input picks an op, then fills its struct and the tensors it points to.
-// Element data are never read, so data pointers may be arbitrary.
+// libFuzzer target: the argument check reads nothing outside the struct that it gets, for any
+// struct_size, counts, shapes and enum values. The input selects an op and fills the op's struct
+// and the tensors that the struct points to. The check never reads element data, so data pointers
+// may be arbitrary.
 namespace {
 
 using te_fl::core::CompiledOp;
@@ -42,8 +43,8 @@ struct Input {
   }
 };
 
-// A tensor with every field from the input; shape and strides stay within their arrays because ndim
-// is read by the check before they are. struct_size may be too small for what follows it.
+// A tensor whose fields all come from the input. The check reads ndim before shape and strides, so
+// both stay within their arrays. struct_size may be smaller than the struct.
 struct FuzzTensor {
   std::array<int64_t, 8> shape{}, strides{};
   te_fl_quant quant{};
@@ -80,8 +81,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const CompiledOp& op = *ops()[in.take<uint16_t>() % ops().size()];
   const te_fl_op_schema& schema = op.schema();
   const uint32_t claimed = in.take<uint8_t>() < 32 ? in.take<uint16_t>() : schema.args_size;
-  // Exactly as many bytes as the struct claims to have, so that the address sanitizer sees a read
-  // beyond.
+  // Allocates exactly as many bytes as the struct's struct_size claims, so that the address
+  // sanitizer reports a read beyond the end.
   const size_t bytes = std::min<size_t>(std::max<uint32_t>(claimed, sizeof(uint32_t)), 4096);
   std::unique_ptr<uint64_t[]> storage(new uint64_t[(bytes + 7) / 8]());
   auto* args = reinterpret_cast<uint8_t*>(storage.get());
@@ -113,7 +114,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       put(a.count_offset, &count, sizeof count);
       lists.push_back(std::move(list));
     } else if (a.type == TE_FL_ARG_SAVED) {
-      continue;  // null: its struct is the caller's own
+      continue;  // stays null: the caller defines the struct of a saved record
     } else if (a.type == TE_FL_ARG_COMMUNICATOR) {
       ranks.struct_size = in.take<uint8_t>() < 200 ? sizeof ranks : in.take<uint32_t>();
       ranks.rank = in.take<int8_t>();
@@ -139,7 +140,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::memcpy(args, &claimed, sizeof claimed);
   te_fl::core::Signature signature;
   const bool good = op.check(args, signature);
-  // The fast and the slow path agree, and every refusal has words.
+  // The fast and the slow path agree, and every refusal has a message.
   const te_fl::Status status = op.check_status(args);
   if (good != status.ok() || (!good && status.message().empty())) std::abort();
   return 0;

@@ -5,8 +5,8 @@
 
 #include "te_fl/policy.hpp"
 
-// Policy strings never crash; what parses is stable: a second parse gives the same, and interning
-// equal settings gives one id.
+// libFuzzer target: policy strings never crash the parser. Parsing the text of a parsed policy
+// gives the same policy, and interning equal settings gives one id.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static const std::vector<std::string> ops = {"gelu", "generic_gemm", "layernorm_fwd"};
   const std::string text(reinterpret_cast<const char*>(data), size);
@@ -20,12 +20,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   } else if (per_op.status().message().empty()) {
     std::abort();
   }
-  // Interned policies live for the process: keep the fuzzer's memory bounded.
+  // Interned policies live as long as the process; the limit bounds the fuzzer's memory.
   static int interned = 0;
   if (interned < 2000) {
     const auto a = te_fl::SelectionPolicy::intern(settings);
     const auto b = te_fl::SelectionPolicy::intern(settings);
-    // Interning may put lists into a canonical order; that form is its own.
+    // Interning may reorder lists into a canonical form; interning that form again must give the
+    // same id.
     const auto c = te_fl::SelectionPolicy::intern(a.settings());
     if (a.id() != b.id() || c.id() != a.id() || !(c.settings() == a.settings())) std::abort();
     ++interned;

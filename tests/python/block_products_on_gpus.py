@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Products of block-scaled operands inside NVIDIA's package are the package's to the bit: FP8 partial sums of 128 along K, then a fused multiply-add in FP32.
+"""Checks that block-scaled products of te-fl inside NVIDIA's package equal the package's bit for bit: FP8 partial sums over 128 along K, then an
+FP32 fused multiply-add.
 
 usage: block_products_on_gpus.py, with te_fl and transformer_engine on PYTHONPATH and TE_FL_PLUGIN_MODULES naming the CUDA plugin of a build. Needs a GPU of
 compute capability 9.0. The partial sums are PyTorch's own FP8 products, torch._scaled_mm.
@@ -22,12 +23,12 @@ SHAPES = ((128, 128, 128), (320, 64, 336), (320, 256, 336), (1024, 4096, 1024)) 
 
 
 def quantised(values, dtype, rows):
-    """Row-wise and column-wise; blocks of 1x128, or of 128x128."""
+    """Quantises to row-wise and column-wise copies, in blocks of 1x128 if `rows`, else of 128x128."""
     return te.Float8BlockQuantizer(TE_DType[dtype], rowwise=True, columnwise=True, block_scaling_dim=1 if rows else 2)(values)
 
 
 def factors(tensor, rows, k, by_rows):
-    """The scales [rows, blocks along K]."""
+    """Expands the scales to [rows, blocks along K]."""
     scales = tensor._rowwise_scale_inv
     return scales.t()[:rows] if by_rows else scales.repeat_interleave(128, 0)[:rows, :-(-k // 128)]
 
@@ -48,7 +49,7 @@ def is_exact(shape, dtypes, out_dtype, by_rows, bias, accumulate):
         partial = torch._scaled_mm(x._rowwise_data.view(dtypes[0])[:, part].contiguous(), w._rowwise_data.view(dtypes[1])[:, part].contiguous().t(),
                                    scale_a=one, scale_b=one, out_dtype=F32, use_fast_accum=False)
         scale = of_x[:, block:block + 1].double() * of_w[:, block:block + 1].double().t()
-        total = (total + partial.double() * scale).float().double()  # rounded once, as a fused multiply-add is
+        total = (total + partial.double() * scale).float().double()  # rounds once, as a fused multiply-add does
     want = total.float()
     if bias:
         want = want + offset

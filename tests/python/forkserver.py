@@ -1,10 +1,10 @@
-"""usage: forkserver.py [-c PROGRAM | FILE] ARGUMENTS... Python's command line for programs that import PyTorch, which takes seconds. Where
-TEST_FORKSERVER is set, as it is by ctest, a server that has imported PyTorch and its compiler forks, and the program runs in the fork; elsewhere, or
-where PyTorch is not installed, it runs in an interpreter of its own.
+"""usage: forkserver.py [-c PROGRAM | FILE] ARGUMENTS... Runs Python programs without the seconds that importing PyTorch takes; the arguments are
+those of Python's command line. If TEST_FORKSERVER is set, as ctest does, the program runs in a fork of a server process that has imported PyTorch and
+its compiler. Otherwise, or if PyTorch is not installed, it runs in an interpreter of its own.
 
-The first call under a ctest begins the server, which ends with that ctest. A fork has the caller's environment, folder, module path and standard
-streams, and the caller ends as the fork did, by the same status or signal. Not for tests of what an import does, of the order of imports, or of
-variables that PyTorch reads when it is imported: they start sys.executable."""
+The first call under a ctest process starts the server, which ends with that process. A fork gets the caller's environment, working folder, module
+path and standard streams; the caller then exits with the fork's status or signal. Tests of an import's effects, of the order of imports, or of
+variables that PyTorch reads at import must start sys.executable instead."""
 
 import builtins
 import json
@@ -18,12 +18,12 @@ import sys
 import time
 import types
 
-PYTHON = (sys.executable, os.path.abspath(__file__))  # a test starts it in place of sys.executable
-CREDENTIALS = struct.Struct("3i")  # pid, user and group of a socket's other end
+PYTHON = (sys.executable, os.path.abspath(__file__))  # command line that a test uses in place of sys.executable
+CREDENTIALS = struct.Struct("3i")  # pid, user and group of a socket's peer
 
 
 def address_of(process):
-    """The abstract socket of a process. A pid may come again, but not with the same time of its beginning."""
+    """Returns the abstract socket address of a process. It includes the process's start time, since the system may reuse the pid."""
     with open(f"/proc/{process}/stat") as file:
         begun = file.read().rpartition(")")[2].split()[19]
     return f"\0te-fl-tests-{os.getuid()}-{process}-{begun}"
@@ -40,7 +40,7 @@ def receive(connection, size):
 
 
 def call(arguments):
-    """Has the server run the arguments and ends as they did. Returns if there is no server."""
+    """Lets the server run the arguments and exits as the forked program did. Returns if there is no server."""
     if os.environ["TEST_FORKSERVER"] == "1":
         os.environ["TEST_FORKSERVER"] = str(os.getppid())
     process = os.environ["TEST_FORKSERVER"]
@@ -49,9 +49,9 @@ def call(arguments):
     try:
         socket.send_fds(connection, [struct.pack("Q", len(request))], [0, 1, 2])
         connection.sendall(request)
-        receive(connection, 1)  # the fork is there
+        receive(connection, 1)  # the fork has started
     except (EOFError, OSError):
-        return  # the server has ended, as it could not import PyTorch
+        return  # the server has ended because it could not import PyTorch
     status, = struct.unpack("i", receive(connection, 4))
     if os.WIFSIGNALED(status):
         if os.WTERMSIG(status) != signal.SIGKILL:
@@ -71,12 +71,12 @@ def connect(process):
 
 
 def begin(address, process):
-    """Begins the server, unless another call was faster. Calls wait in its queue while it imports."""
+    """Starts the server, unless another call has already done so. Calls wait in the server's socket queue while it imports."""
     with socket.socket(socket.AF_UNIX) as listener:
         try:
             listener.bind(address)
         except OSError:
-            time.sleep(0.01)  # until the other call listens
+            time.sleep(0.01)  # waits until the other call's server listens
             return
         listener.listen(64)
         subprocess.Popen([*PYTHON, "--serve", str(listener.fileno()), process], pass_fds=[listener.fileno()], start_new_session=True, cwd="/",
@@ -90,19 +90,19 @@ class Fork:
 
     def own_group(self):
         try:
-            os.setpgid(self.child, self.child)  # the child does it too, as either may be first
+            os.setpgid(self.child, self.child)  # both parent and child set it, because either may run first
         except (PermissionError, ProcessLookupError):
             pass
 
     def kill(self):
-        """Ends the child and what it has started."""
+        """Kills the child and its descendants."""
         try:
             os.killpg(self.child, signal.SIGKILL)
         except ProcessLookupError:
             pass
 
     def answer(self):
-        """Tells the caller how the child ended; False while it runs."""
+        """Tells the caller how the child ended; returns False while the child runs."""
         child, status = os.waitpid(self.child, os.WNOHANG)
         if child:
             try:
@@ -114,20 +114,20 @@ class Fork:
 
 
 def serve(listener, process):
-    """Forks for each call, until the process is gone. Returns the arguments in a fork, ready to run."""
+    """Forks for each call until `process` has ended. In a fork, returns the arguments to run."""
     import gc
 
     import torch
     import torch._dynamo.backends.debugging  # noqa: F401
     gc.collect()
-    gc.freeze()  # so that no collection of a fork writes to what all share
+    gc.freeze()  # keeps the forks' garbage collector from writing to shared pages
     folders = [folder for folder in sys.path[1:] if folder not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     address, forks = address_of(process), []
     while runs(process, address):
         ready, _, _ = select.select([listener, *(fork.connection for fork in forks)], [], [], 0.02 if forks else 0.5)
         for fork in forks:
             if fork.connection in ready:
-                fork.kill()  # its caller was killed
+                fork.kill()  # the fork's caller was killed
         forks = [fork for fork in forks if not fork.answer()]
         if listener in ready:
             connection, _ = listener.accept()
@@ -158,7 +158,7 @@ def runs(process, address):
 
 
 def enter(request, streams, folders):
-    """Makes this process the caller's."""
+    """Gives this process the caller's environment, folder, module path and streams."""
     for place, stream in enumerate(streams):
         os.dup2(stream, place)
         os.close(stream)

@@ -1,5 +1,5 @@
-"""Attention of NVIDIA's package on te-fl: DotProductAttention over layouts, masks, biases, windows, sinks and dropout,
-and what te-fl answers about them; against sums in FP64."""
+"""Tests attention of NVIDIA's package on te-fl against FP64 sums: DotProductAttention over layouts, masks, biases, windows, sinks and dropout, and
+te-fl's answers to the package's backend queries."""
 
 import math
 import unittest
@@ -19,12 +19,13 @@ from transformer_engine.pytorch.cpp_extensions import fused_attn
 
 
 def seen(lengths, total=None):
-    """int32 boundaries of sequences of these lengths."""
+    """Returns the int32 boundaries of sequences with these lengths."""
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
 def oracle(q, k, v, *, scale=None, mask=None, bias=None, window=(-1, -1), lens=None, sink=None, bottom_right=False, keep=None, p=0.0):
-    """softmax(scale q k^T + bias) v in FP64 of [B, S, H, D]; lens: (of queries, of keys) of each sequence; sink: a logit of each head."""
+    """Computes softmax(scale q k^T + bias) v in FP64 for [B, S, H, D]. lens: (query lengths, key lengths) of the sequences; sink: a logit for each
+    head."""
     q, k, v = (x.double() for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
@@ -47,7 +48,7 @@ def oracle(q, k, v, *, scale=None, mask=None, bias=None, window=(-1, -1), lens=N
     scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
     if sink is not None:
         scores = torch.cat([scores, sink.double().view(1, -1, 1, 1).expand(batch, -1, rows, 1)], -1)
-    # A row that sees nothing is zeros, and so are its gradients.
+    # A row whose keys are all masked yields zeros and has zero gradients.
     blind = hidden.all(-1).view(batch, 1, rows, 1)
     p_ = torch.softmax(scores.masked_fill(blind, 0.0), -1)[..., :columns].masked_fill(blind, 0.0)
     if keep is not None:
@@ -78,7 +79,8 @@ def used_backend():
 
 class DotProductAttention(Case):
     def check(self, q, k, v, want_backend="fused", layout="bshd", tolerance=2e-2, module=None, **options):
-        """The module against the oracle, forward and gradients; q, k, v: [B, S, H, D]. options: `call`, of the module's call; the oracle's others."""
+        """Compares the module's forward and gradients with the oracle's; q, k, v: [B, S, H, D]. options: `call` holds arguments of the module's call,
+        the others are the oracle's."""
         call = dict(options.pop("call", {}))
         settings = dict(options.pop("settings", {}))
         heads, groups, dims = q.shape[2], k.shape[2], (q.shape[3], v.shape[3])
@@ -113,7 +115,7 @@ class DotProductAttention(Case):
                 self.check(q, k, v, layout=layout, settings={"attn_mask_type": "no_mask"})
 
     def test_training_after_inference_mode(self):
-        """Autograd saves no tensor of inference mode, so te-fl keeps none from a first call in it."""
+        """Autograd cannot save inference-mode tensors, so te-fl must not cache any from a first call in inference mode."""
         attention_calls._NO_DROPOUT.clear()
         q, k, v = self.inputs(1, 5, 5, 2, 2, 16)
         with torch.inference_mode():
@@ -185,7 +187,7 @@ class DotProductAttention(Case):
             self.near(got, want)
 
     def test_the_gradient_of_a_bias_for_all_queries(self):
-        """[1, 1, 1, Sk], which the module does not hand down where it needs the gradient."""
+        """For a bias [1, 1, 1, Sk] that needs a gradient the module does not call fused attention, so this test calls the functions directly."""
         q, k, v = self.inputs(2, 7, 9, 2, 2, 16)
         bias = torch.randn(1, 1, 1, 9).bfloat16().requires_grad_()
         args = (7, 9, seen([7, 7]), seen([9, 9]), q, k, v)
@@ -197,7 +199,8 @@ class DotProductAttention(Case):
         self.near(got, want)
 
     def test_alibi(self):
-        slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8])  # of 6 heads: of 4, and every other one of 8
+        # ALiBi slopes of 6 heads: the 4 of 4 heads, then every other one of 8 heads
+        slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8])
         i, j = torch.arange(9).view(-1, 1), torch.arange(9).view(1, -1)
         bias = -slopes.view(1, -1, 1, 1) * (i - j).abs()
         q, k, v = self.inputs(2, 9, 9, 6, 6, 16)
@@ -230,7 +233,7 @@ class DotProductAttention(Case):
             self.near(offset.grad.view(-1), expected)
 
     def thd(self, lens, padded, heads=4, groups=2, dim=16):
-        """(q, k, v of all tokens, boundaries of lengths, of padded lengths)."""
+        """Returns (q, k, v of all tokens, boundaries of the lengths, boundaries of the padded lengths)."""
         total = sum(padded)
         q, k, v = (torch.randn(total, of, dim).bfloat16().requires_grad_() for of in (heads, groups, groups))
         return q, k, v, seen(lens), seen(padded)
@@ -255,7 +258,7 @@ class DotProductAttention(Case):
                     self.near(g, w, 3e-2)
 
     def test_packed_layouts(self):
-        """Views of one tensor, which the module recognises, and whose gradients are views of one."""
+        """q, k and v are views of one tensor. The module recognises that, and the gradients are views of one tensor too."""
         for layout, dims in (("bshd", (2, 9)), ("sbhd", (9, 2))):
             for shape, dim in (((3, 4, 16), -3), ((4, 3, 16), -2)):
                 whole = torch.randn(*dims, *shape).bfloat16().requires_grad_()
@@ -283,14 +286,14 @@ class DotProductAttention(Case):
         again = attention(q, k, v)
         self.assertTrue(torch.equal(first, again))
         self.assertFalse(torch.equal(first, second))
-        # Each row is the sum of what is kept of probabilities that sum up to 1, over 0.75: 1 on average.
+        # Each output is the sum of the kept probabilities, which sum to 1 before dropout, divided by 0.75: 1 on average.
         self.assertAlmostEqual(first.float().mean().item(), 1.0, delta=0.02)
         self.assertGreater(first.float().std().item(), 0.03)
         attention.eval()
         self.near(attention(q, k, v).view(v.shape), torch.ones(v.shape))
 
     def test_dropout_backward_drops_the_same(self):
-        """o is linear in v: its gradient times v gives o back."""
+        """The output is linear in v, so the gradient of v times v equals the output's gradient times the output."""
         q, k, v = self.inputs(1, 8, 8, 2, 2, 16)
         attention = te.DotProductAttention(2, 16, attention_dropout=0.5, qkv_format="bshd", attn_mask_type="no_mask")
         out = attention(q, k, v)
@@ -299,7 +302,7 @@ class DotProductAttention(Case):
         self.assertAlmostEqual((dv.double() * v.double()).sum().item(), (grad.double() * out.double()).sum().item(), delta=0.1)
 
     def test_the_largest_logit(self):
-        """It is that of each head, beside the result and its gradients."""
+        """return_max_logit gives the largest score of each head, beside the result and its gradients."""
         q, k, v = self.inputs(2, 6, 9, 4, 2, 16)
         i, j = torch.arange(6).view(-1, 1), torch.arange(9).view(1, -1)
         scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double().repeat_interleave(2, 2)).detach() / 4
@@ -323,7 +326,8 @@ class DotProductAttention(Case):
         self.near(largest, wanted.amax(0))
 
     def test_a_top_left_window_without_a_causal_mask(self):
-        """te-fl's op counts it from the other corner; where the corners are one it serves it, and else the package computes."""
+        """te-fl's op aligns such a window at the bottom right. It serves calls with as many queries as keys, where both alignments agree; the package
+        computes the others."""
         q, k, v = self.inputs(2, 9, 9, 2, 2, 16)
         settings = {"attn_mask_type": "no_mask", "window_size": (2, 3), "bottom_right_diagonal": False}
         self.check(q, k, v, window=(2, 3), settings=settings)
@@ -341,7 +345,7 @@ class DotProductAttention(Case):
             self.assertTrue(torch.equal(a, b))
 
     def test_nothing(self):
-        """The module itself cannot shape a result without elements; the functions beneath it can."""
+        """The module cannot reshape an empty result; the functions beneath it handle empty tensors."""
         for q_shape, k_shape in (((0, 5, 2, 16), (0, 5, 2, 16)), ((2, 0, 2, 16), (2, 3, 2, 16)), ((2, 3, 2, 16), (2, 0, 2, 16))):
             q, k = torch.ones(q_shape).bfloat16(), torch.ones(k_shape).bfloat16()
             lengths = [seen([x.shape[1]] * x.shape[0]) for x in (q, k)]
@@ -355,12 +359,12 @@ class DotProductAttention(Case):
 
 
 class Layouts(Case):
-    """Every layout of the functions beneath the module, with gradients in one and another."""
+    """Runs every layout of the functions beneath the module; the gradients may have another layout."""
 
     ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
 
     def lies(self, x, form):
-        """[B, S, H, D] in the memory order of a format; thd: sequences of one length behind each other."""
+        """Permutes [B, S, H, D] into the memory order of a format; thd: concatenates sequences of one length."""
         return x.reshape(-1, *x.shape[2:]) if form == "thd" else x.permute(self.ORDERS[form]).contiguous()
 
     def back(self, x, form, like):
@@ -369,7 +373,7 @@ class Layouts(Case):
         return x.permute([self.ORDERS[form].index(i) for i in range(4)]).reshape(like.shape)
 
     def together(self, parts, group, formats):
-        """Tensors of a layout over shared memory, as the layout says."""
+        """Makes the tensors of a layout as views of shared memory, as the layout requires."""
         q, k, v = (self.lies(x, form) for x, form in zip(parts, formats))
         if group in ("3hd", "h3d"):
             dim = -3 if group == "3hd" else -2
@@ -408,7 +412,7 @@ class Layouts(Case):
                 got = aux[0].view(3, 6, 2).transpose(1, 2) if thd else aux[0].squeeze(-1)
                 self.near(got, lse, 1e-3)
                 if thd and formats[1] != "thd":
-                    continue  # a layout of caches, which have no backward
+                    continue  # a layout for KV caches, which has no backward
                 grad = torch.randn(want.shape).bfloat16()
                 d_form, other = o_form, {"bshd": "sbh3d", "sbhd": "bsh3d", "bhsd": "bshd_bshd_bshd", "thd": layout}[formats[0]]
                 for d_layout in (layout, other):
@@ -423,7 +427,7 @@ class Layouts(Case):
 
 
 class Enquiry(Case):
-    """The answers of get_fused_attn_backend, and the errors of calls that pass it by."""
+    """Tests the answers of get_fused_attn_backend, and the errors of calls that ignore them."""
 
     def params(self, **changes):
         known = dict(qkv_layout=tex.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, o_format=tex.NVTE_QKV_Format.NVTE_BSHD,

@@ -1,5 +1,6 @@
-"""NVIDIA's context parallelism on te-fl: two processes over Gloo, by rings, gathered keys and exchanged heads, in every format, with padding between
-sequences too, with and without a causal mask; each rank's output and gradients against the whole sequence's in FP64, and zeros for padding."""
+"""Tests NVIDIA's context parallelism on te-fl with two processes over Gloo: ring attention, all-gathered keys and exchanged heads, in every format,
+also with padding between sequences, with and without a causal mask. Compares each rank's output and gradients with those of the whole sequence in
+FP64; padding yields zeros."""
 
 import os
 import subprocess
@@ -13,7 +14,7 @@ RANKS, HEADS, GROUPS, DIM = 2, 4, 2, 16
 
 
 def exact(torch, q, k, v, causal, window=None):
-    """[B, S, H, D] in FP64."""
+    """Attention for [B, S, H, D] in FP64."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
     shown = None
@@ -24,7 +25,7 @@ def exact(torch, q, k, v, causal, window=None):
 
 
 def tokens_of(torch, lengths, rank):
-    """The numbers of a rank's tokens: of each sequence chunks rank and 2 RANKS - 1 - rank of 2 RANKS."""
+    """Returns the indices of a rank's tokens: chunks rank and 2 RANKS - 1 - rank of the 2 RANKS chunks of each sequence."""
     numbers, begin = [], 0
     for n in lengths:
         chunk = n // (2 * RANKS)
@@ -35,7 +36,7 @@ def tokens_of(torch, lengths, rank):
 
 
 def run_case(torch, te, group, rank, kind, form, causal, window=None):
-    """The relative errors of the output and of the gradients of q, k and v."""
+    """Returns the relative errors of the output and of the gradients of q, k and v."""
     torch.manual_seed(0)
     thd, padded = form.startswith("thd"), form == "thd padded"
     mask = (("padding", "padding_causal") if thd else ("no_mask", "causal"))[causal]
@@ -85,7 +86,7 @@ def work(rank, store):
             try:
                 errors = run_case(torch, te, group, rank, kind, "bshd", False, window)
                 assert served and all(error < 8e-3 for error in errors), (kind, window, errors)
-            except te_fl.Error as error:  # on each rank, so that none waits for the others
+            except te_fl.Error as error:  # raised on every rank, so that no rank waits for another
                 assert not served and f"window_size = {window} with attn_mask_type 'no_mask' and cp_comm_type 'all_gather'" in str(error), (kind, error)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""NVIDIA's GroupedLinear, groups of tensors and activations of experts on te-fl, forward and backward, against PyTorch in FP64."""
+"""Tests NVIDIA's GroupedLinear, grouped tensors and activations of experts on te-fl, forward and backward, against PyTorch in FP64."""
 
 import contextlib
 import itertools
@@ -9,7 +9,7 @@ import inside_package  # noqa: F401
 import torch
 
 import transformer_engine.pytorch as te
-import transformer_engine_torch as tex  # the package brings it
+import transformer_engine_torch as tex  # registered by inside_package
 from te_fl.errors import Error, InvalidArgument, Unsupported
 from te_fl.transformer_engine_torch import sizes
 from transformer_engine.common import recipe
@@ -28,7 +28,7 @@ def drawn(*shape, dtype=torch.float32, seed=0):
 
 class Compared(unittest.TestCase):
     def near(self, got, want, tolerance):
-        """By the norm of the whole."""
+        """Compares by the norm of the whole tensor."""
         got, want = got.detach().double(), want.detach().double()
         self.assertEqual(got.shape, want.shape)
         self.assertLessEqual((got - want).norm().item(), tolerance * max(want.norm().item(), 1e-30))
@@ -122,13 +122,13 @@ class Groups(Compared):
                   "blocks": lambda: Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1)}
 
     def setUp(self):
-        self.x = drawn(sum(self.SPLITS) + 128, 256, dtype=torch.bfloat16)  # with rows that are no member's
+        self.x = drawn(sum(self.SPLITS) + 128, 256, dtype=torch.bfloat16)  # with extra rows at the end that belong to no member
         self.rows = torch.tensor(self.SPLITS)
         self.parts = self.x[:sum(self.SPLITS)].split(self.SPLITS)
 
     def test_members_are_quantised_as_tensors_are(self):
         for make in self.QUANTIZERS.values():
-            # The package's tensors of members, each of which costs the host more than its quantisation, are not made.
+            # group_quantize must not create the package's tensors of members, because each costs more host time than its quantisation.
             with mock.patch.object(GroupedTensorStorage, "split_into_quantized_tensors", side_effect=AssertionError):
                 group = tex.group_quantize(self.x, make(), 3, self.rows, tensor_offsets=tex.splits_to_offsets(self.rows, 256))
             for member, part in zip(group.split_into_quantized_tensors(), self.parts):
@@ -168,7 +168,7 @@ class Groups(Compared):
                     self.near(got, 1 + grad, tolerance)
 
     def test_sizes_on_the_device_are_read_once(self):
-        """The calls of a forward and its backward, as the package's GroupedLinear makes them, wait for the device once."""
+        """In a forward and backward as the package's GroupedLinear calls them, the host reads the sizes from the device once."""
         for name, make in ((None, None), *self.QUANTIZERS.items()):
             with self.subTest(name):
                 self.assertEqual(self.reads(make), 1)
@@ -185,7 +185,7 @@ class Groups(Compared):
 
         def tolist(tensor):
             count[0] += any(tensor.data_ptr() == other.data_ptr() for other in on_device)
-            with torch._C.DisableTorchFunction():  # the mode that answers for CUDA would call this again
+            with torch._C.DisableTorchFunction():  # otherwise the mode in which the host acts as CUDA would call this function again
                 return read(tensor)
 
         with mock.patch.object(torch.Tensor, "tolist", tolist):
@@ -210,7 +210,7 @@ class Groups(Compared):
             general_grouped_gemm_for_grouped_tensor(x, grads, [torch.empty(384, 256) for _ in w], layout="NT")
         want = torch.cat([a.double() @ (t.dequantize(dtype=torch.float32) if make else t).double().t() for a, t in zip(self.parts, w)])
         self.near(y.rowwise_data.view(-1, 384)[:total], want, 0.06)
-        rows.fill_(0)  # a write that PyTorch counts: read again
+        rows.fill_(0)  # PyTorch's version counter sees this write, so the sizes are read again
         self.assertEqual(sizes.read(rows, "rows"), [0, 0, 0])
         return count[0]
 
@@ -271,7 +271,7 @@ class Groups(Compared):
         self.assertEqual((splits.dtype, splits.tolist()), (torch.int64, self.SPLITS))
         self.assertEqual([s.tolist() for s in sums], [[0, 128, 128, 384], [512, 512, 1536]])
         self.assertEqual([s.dtype for s in sums], [torch.int32, torch.int64])
-        splits.zero_()  # The sums are those of the numbers before.
+        splits.zero_()  # The sums keep the values of the earlier splits.
         self.assertEqual([sizes.read(s, "sums") for s in sums], [[0, 128, 128, 384], [512, 512, 1536]])
         self.refused("give one of each", tex.splits_to_offsets_multi, self.rows, torch.device("cpu"), strides=[1], include_leading_zero=[], dtypes=[])
         self.assertEqual(tex.copy_data_ptrs_to_device([self.x, self.rows], "cpu").tolist(), [self.x.data_ptr(), self.rows.data_ptr()])
@@ -331,7 +331,8 @@ class Activations(Compared):
                 self.near(got, expected, tolerance)
 
     def test_biases_of_groups(self):
-        """te.ops.GroupedLinear's, with a scale for each row or not: their gradients are by PyTorch on a host, the package's Triton elsewhere."""
+        """Tests te.ops.GroupedLinear's biases, with and without a scale per row. PyTorch computes their gradients on a host; elsewhere the package's
+        Triton kernels do."""
         rows = torch.tensor([16, 0, 32])
         for scaled, (dtype, tolerance) in itertools.product((False, True), ((torch.float32, 1e-6), (torch.bfloat16, 6e-3))):
             layer = te_ops.GroupedLinear(3, 64, 32, bias=True, dtype=dtype, device="cuda", **({"scale_bias": True} if scaled else {}))

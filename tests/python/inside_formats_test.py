@@ -1,5 +1,5 @@
-"""MXFP8 and NVFP4 tensors of NVIDIA's package on te-fl, to the bit against the definitions of the formats (docs/numerics.md), and NVFP4 as its
-recipe asks for it against the package's own reference."""
+"""Tests MXFP8 and NVFP4 tensors of NVIDIA's package on te-fl: bit for bit against the definitions of the formats (docs/numerics.md), and NVFP4 as its
+recipe configures it against the package's own reference."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
 from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
-import transformer_engine_torch as tex  # the package brings it
+import transformer_engine_torch as tex  # registered by inside_package
 
 TRANSFORM = dict(with_rht=True, with_post_rht_amax=True)
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -36,12 +36,12 @@ def values(rows, columns, dtype=torch.bfloat16, seed=0):
 
 
 def to_blocks(x, size):
-    """[rows, blocks, size]; the last block is filled up by zeros."""
+    """Reshapes to [rows, blocks, size]; zeros fill up the last block."""
     return torch.nn.functional.pad(x, (0, -x.shape[1] % size)).view(x.shape[0], -1, size)
 
 
 def mxfp8(x, codes_dtype, largest):
-    """(codes, bits of the E8M0 factors) of blocks of 32 along the rows."""
+    """Returns (codes, bits of the E8M0 scale factors) for blocks of 32 along the rows."""
     blocks = to_blocks(x.float(), 32)
     amax = blocks.abs().amax(-1).double()
     exponent = torch.where(amax == 0, torch.tensor(-127.0, dtype=torch.double), torch.ceil(torch.log2(amax / largest)).clamp(-127, 127))
@@ -50,17 +50,18 @@ def mxfp8(x, codes_dtype, largest):
 
 
 def nearest_e2m1(x):
-    """Codes of the nearest number, of two as near the one whose code is even."""
+    """Returns the codes of the nearest numbers; a tie goes to the even code."""
     distance = (x.abs().unsqueeze(-1) - E2M1).abs()
     best = distance.amin(-1, keepdim=True)
     tied = distance == best
-    even = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # even codes first
+    even = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # even codes first, so that argmin resolves ties to even
     code = even[tied[..., even].int().argmax(-1)]
     return torch.where(torch.signbit(x), code + 8, code)
 
 
 def nvfp4(x):
-    """(codes, E4M3 factors, amax) of blocks of 16 along the rows, in the order of products of Transformer Engine's documentation."""
+    """Returns (codes, E4M3 scale factors, amax) for blocks of 16 along the rows, with products in the order that Transformer Engine's documentation
+    states."""
     x = x.float()
     amax = x.abs().max()
     scale = torch.tensor(6.0 * 448.0) / amax
@@ -108,7 +109,7 @@ class MX(unittest.TestCase):
         self.assertEqual(torch.isnan(got.dequantize(dtype=torch.float32)).sum().item(), 1)
 
     def test_square_blocks(self):
-        """Each has the factor of the block of 32 that its elements with the largest value make."""
+        """The factor of a 32x32 block is that of a row block of 32 with the same amax."""
         for (rows, columns), (fp8, kind, largest) in itertools.product(((64, 96), (32, 32), (160, 64)), (
                 (DType.kFloat8E4M3, torch.float8_e4m3fn, 448.0), (DType.kFloat8E5M2, torch.float8_e5m2, 57344.0))):
             x = values(rows, columns)
@@ -124,7 +125,7 @@ class MX(unittest.TestCase):
                 self.assertTrue(torch.equal(got._rowwise_data, quantizer(plain)._rowwise_data))
 
     def test_functions_round_before_they_quantise(self):
-        """As the package's kernels do: each quantises what it returns without a quantizer."""
+        """A function with a quantizer rounds its result to the output dtype and then quantises it, as the package's kernels do."""
         quantizer, x, grad, gamma = MXFP8Quantizer(DType.kFloat8E4M3), values(64, 64), values(64, 64, seed=5), torch.ones(64).bfloat16()
         pairs = [[call(each) for each in (quantizer, None)] for call in (
             lambda q: tex.gelu(x, q), lambda q: tex.dgelu(grad, x, q), lambda q: tex.swiglu(x, q), lambda q: tex.dbias_dgelu(grad, x, q)[1],
@@ -188,7 +189,7 @@ class NV(unittest.TestCase):
             before, plain = tensor.dequantize(dtype=torch.float32), tensor._rowwise_scale_inv.clone()
             tex.swizzle_scales_for_gemm_(tensor)
             self.assertFalse(torch.equal(tensor._rowwise_scale_inv, plain))
-            row, factor = 37, 2  # a tile of 128 x 4 factors: row r, factor c at (r % 32) * 16 + (r // 32) * 4 + c
+            row, factor = 37, 2  # inside a tile of 128 x 4 factors: factor c of row r lies at (r % 32) * 16 + (r // 32) * 4 + c
             self.assertEqual(tensor._rowwise_scale_inv.view(-1)[(row % 32) * 16 + (row // 32) * 4 + factor], plain[row, factor])
             self.assertTrue(torch.equal(tensor.dequantize(dtype=torch.float32), before))
 
@@ -220,7 +221,7 @@ class NV(unittest.TestCase):
 
 class AsTensors(unittest.TestCase):
     def test_pytorchs_operations_take_their_values(self):
-        """Also where autograd is left already, which has a tensor move itself to where its values are made."""
+        """PyTorch's operations use the dequantised values of MXFP8 and NVFP4 tensors, also below autograd and in a move to a device."""
         x = values(64, 64)
         for quantizer in (MXFP8Quantizer(DType.kFloat8E4M3), NVFP4Quantizer()):
             tensor = quantizer(x)
@@ -234,12 +235,12 @@ class AsTensors(unittest.TestCase):
 
 
 class Recipe(unittest.TestCase):
-    """NVFP4 as NVFP4BlockScaling asks for it: square blocks of weights, transformed copies, stochastic rounding."""
+    """Tests NVFP4 as NVFP4BlockScaling configures it: square blocks for weights, transformed (RHT) copies, stochastic rounding."""
 
     PARTS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv", "_amax_rowwise", "_amax_columnwise")
 
     def check(self, got, x, **options):
-        """Against the package's own reference, in Python."""
+        """Compares with the package's own Python reference."""
         want = NVFP4QuantizerRef(dtype=Fp4Formats.E2M1, **options)._quantize(x)
         for name, part in zip(self.PARTS, want):
             held = getattr(got, name)
@@ -267,7 +268,8 @@ class Recipe(unittest.TestCase):
                 self.check(NVFP4Quantizer(with_2d_quantization=True, **options)(x), x, quant_tile_shape=(16, 16), **options)
 
     def test_they_take_no_numbers_of_the_host(self):
-        """Such as torch.tensor() of a list: on a device the host waits for its copy, and a stream that is captured takes none."""
+        """Quantisation must not copy numbers from the host, for example by torch.tensor() of a list: on a device such a copy makes the host wait, and
+        stream capture refuses it."""
         taken, x = set(), values(32, 64)
 
         class Operations(TorchDispatchMode):
@@ -299,11 +301,11 @@ class Recipe(unittest.TestCase):
             product = general_gemm(qw, qx, torch.float32)[0].double()
             self.assertLess((product - want).norm(), 1e-5 * want.norm())
             again = NVFP4Quantizer()(torch.zeros(32, 64, dtype=torch.bfloat16))
-            NVFP4Quantizer(**options).update_quantized(x, again)  # A tensor becomes what its last quantizer makes.
+            NVFP4Quantizer(**options).update_quantized(x, again)  # The tensor's options become those of its last quantizer.
             self.assertTrue(torch.equal(again.dequantize(), qx.dequantize()))
 
     def test_values_beside_the_finite(self):
-        """An infinity makes the amax infinite, and a NaN is the largest code of its block; neither reaches another value."""
+        """An infinity makes the amax infinite, and a NaN becomes the largest code of its block; neither changes other values."""
         x = torch.randn(32, 64).bfloat16()
         x[0, 0], x[0, 16:32], x[0, 32:48], x[17, 3] = float("inf"), 0, 1e-30, float("nan")
         wide = torch.cat((torch.full((32, 16), 3e38), torch.full((32, 16), 1e-38), torch.zeros(32, 32)), 1)
@@ -318,10 +320,11 @@ class Recipe(unittest.TestCase):
             self.assertEqual(got[:, 16:].count_nonzero(), 0)
 
     def test_gradients_of_nothing_are_zeros(self):
-        """The package multiplies the product of inputs without rows by their amaxes, which no kernel of such inputs writes."""
+        """For inputs without rows the package multiplies an empty product by the inputs' amaxes, which no kernel has written; gradients must
+        nevertheless be zeros."""
         plain = dict(disable_rht=True, disable_stochastic_rounding=True)
         before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+        torch.use_deterministic_algorithms(True)  # makes PyTorch fill new memory with NaN
         self.addCleanup(torch.use_deterministic_algorithms, before)
         for recipe in (NVFP4BlockScaling(), NVFP4BlockScaling(**plain), NVFP4BlockScaling(row_scaled_activation=True, **plain),
                        NVFP4BlockScaling(row_scaled_activation=True, disable_2d_quantization=True, **plain)):
@@ -360,7 +363,7 @@ class Recipe(unittest.TestCase):
         factors = one._rowwise_scale_inv[:16, :2].view(torch.float8_e4m3fn).float().repeat_interleave(16, 1) * one._amax_rowwise / (6 * 448)
         exact = (x.float() / factors).clamp(-6, 6)
         draws = []
-        for _ in range(count // 64):  # a tensor of many equal rows of blocks is as many draws
+        for _ in range(count // 64):  # draws 64 samples per call by repeating the same rows
             got = NVFP4Quantizer(stochastic_rounding=True, columnwise=False)(x.repeat(64, 1))
             codes = unpacked(got._rowwise_data).view(64, 16, 32).long()
             draws.append(E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0))
@@ -368,7 +371,7 @@ class Recipe(unittest.TestCase):
         lower = E2M1[(torch.searchsorted(E2M1, exact.abs().contiguous(), right=True) - 1).clamp(0, 7)]
         upper = E2M1[torch.searchsorted(E2M1, exact.abs().contiguous()).clamp(0, 7)]
         near = (drawn.abs() - lower).abs().minimum((drawn.abs() - upper).abs())
-        self.assertLess(near.max().item(), 1e-6)  # one of the two neighbours
+        self.assertLess(near.max().item(), 1e-6)  # each draw is one of the two neighbouring values
         spread = ((upper - lower) / 2).clamp_min(1e-9) / count ** 0.5
         deviation = (drawn.mean(0) - exact).abs() / spread
         self.assertLess(deviation.max().item(), 5.5)
@@ -378,7 +381,7 @@ class Recipe(unittest.TestCase):
     def test_copies_are_rounded_apart(self):
         torch.manual_seed(3)
         x = values(32, 32)
-        x = (x + x.t()) / 2  # its copies have the same values
+        x = (x + x.t()) / 2  # symmetric, so that the row-wise and the column-wise copy have the same values
         got = NVFP4Quantizer(stochastic_rounding=True)(x)
         self.assertFalse(torch.equal(got._rowwise_data, got._columnwise_data))
         self.assertTrue(torch.equal(got._rowwise_scale_inv, got._columnwise_scale_inv))
@@ -400,7 +403,7 @@ class Recipe(unittest.TestCase):
         torch.testing.assert_close(out._amax_rowwise, other.float().abs().max().view(1))
 
     def test_functions_with_a_quantizer(self):
-        """Each quantises what it returns without one."""
+        """A function with a quantizer gives the quantised result of the same function without one."""
         quantizer, x, grad = NVFP4Quantizer(with_2d_quantization=True), values(32, 64), values(32, 64, seed=5)
         pairs = [(tex.gelu(x, quantizer), tex.gelu(x, None)),
                  (tex.rmsnorm_fwd(x, torch.ones(64).bfloat16(), 1e-5, None, quantizer, DType.kBFloat16, 0, False)[0],
@@ -450,7 +453,8 @@ class Recipe(unittest.TestCase):
         self.assertLess(losses[-1], 0.6 * losses[0], losses)
 
     def test_gradients_are_near(self):
-        """The transform of both operands of the weight's gradient cancels, and rounding leaves errors of the format's size."""
+        """The random Hadamard transforms of the two operands of the weight gradient cancel, so that only rounding errors of the format's size
+        remain."""
         torch.manual_seed(0)
         layer, x, dy = te.Linear(128, 64, bias=False, params_dtype=torch.bfloat16), torch.randn(256, 128, dtype=torch.bfloat16), torch.randn(256, 64).bfloat16()
         found = {}

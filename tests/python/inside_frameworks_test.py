@@ -1,4 +1,4 @@
-"""Lightning's and Accelerate's own integrations of Transformer Engine train with NVIDIA's package on te-fl, without a GPU."""
+"""Tests that Lightning's and Accelerate's own integrations of Transformer Engine train with NVIDIA's package on te-fl, without a GPU."""
 
 import logging
 import unittest
@@ -27,7 +27,7 @@ class Net(torch.nn.Module):
 
 
 def train(net, optimizer, backward, steps=30):
-    """The losses of fitting a fixed random map."""
+    """Trains the net to fit a fixed random map; returns the losses."""
     generator = torch.Generator().manual_seed(2)
     target_map = torch.randn(32, 16, generator=generator) / 32**0.5
     losses = []
@@ -75,7 +75,7 @@ class Frameworks(unittest.TestCase):
             self.check(train(net, optimizer, accelerator.backward))
 
     def test_accelerate_in_fp16(self):
-        """A device that is called cpu has no FP16 in Accelerate, which says nothing of it; the host that answers for CUDA has it."""
+        """Accelerate silently ignores FP16 on a device called "cpu"; the host that stands in for CUDA supports it."""
         reset = accelerate.state.AcceleratorState._reset_state
         for cpu, dtype in ((False, torch.float16), (True, torch.float32)):
             with self.subTest(cpu=cpu), warnings.catch_warnings():

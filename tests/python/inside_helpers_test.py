@@ -1,5 +1,5 @@
-"""The functions of transformer_engine_torch beside attention itself: RoPE, softmax, dropout, caches, and the helpers of sequences and of context
-parallelism; against PyTorch in FP64, or numbers worked out by hand."""
+"""Tests the functions of transformer_engine_torch around attention: RoPE, softmax, dropout, caches, and the helpers of sequences and of context
+parallelism; against PyTorch in FP64 or hand-computed numbers."""
 
 import math
 import unittest
@@ -31,7 +31,7 @@ class Case(unittest.TestCase):
 
 
 def rotated(x, freqs, interleaved):
-    """x: [..., D] in FP64; freqs: [..., R] angles."""
+    """Applies RoPE to x [..., D] in FP64; freqs: angles [..., R]."""
     r = freqs.shape[-1]
     part, rest = x[..., :r], x[..., r:]
     if interleaved:
@@ -44,11 +44,11 @@ def rotated(x, freqs, interleaved):
 
 class Rope(Case):
     def oracle(self, x, freqs, positions, interleaved):
-        """x: [B, S, H, D]; positions: [B, S]."""
+        """Applies RoPE to x [B, S, H, D] at positions [B, S]."""
         return rotated(x.double(), freqs.double().view(freqs.shape[0], -1)[positions].unsqueeze(2), interleaved)
 
     def check(self, x, freqs, form, positions, interleaved=False, starts=None, cp=(1, 0), tolerance=1e-5):
-        """x: [B, S, H, D]."""
+        """Compares fused RoPE with the oracle for x [B, S, H, D]."""
         lies = (lambda t: t.transpose(0, 1)) if form is SBHD else (lambda t: t)
         turned = lies(x)
         got = tex.fused_rope_forward(turned, freqs, starts, form, interleaved, None, *cp)
@@ -63,7 +63,7 @@ class Rope(Case):
         for form in (SBHD, BSHD):
             for interleaved in (False, True):
                 self.check(x, freqs, form, torch.arange(5).expand(2, 5), interleaved)
-        self.check(torch.randn(2, 5, 10, 3).transpose(2, 3), freqs, BSHD, torch.arange(5).expand(2, 5))  # not contiguous
+        self.check(torch.randn(2, 5, 10, 3).transpose(2, 3), freqs, BSHD, torch.arange(5).expand(2, 5))  # a non-contiguous input
         self.check(torch.randn(2, 5, 3, 3, 10)[:, :, 1], freqs, SBHD, torch.arange(5).expand(2, 5))
 
     def test_starts_and_ranks(self):
@@ -72,7 +72,7 @@ class Rope(Case):
         for longer in (starts, torch.cat((starts, starts + 30))):
             for form in (BSHD, SBHD):
                 self.check(x, freqs, form, torch.arange(4) + starts.view(2, 1), starts=longer)
-        # Rank 1 of 2 holds chunks 1 and 2 of four, of two tokens each.
+        # With two ranks, rank 1 holds chunks 1 and 2 of the four chunks; a chunk has two tokens.
         self.check(x, freqs, SBHD, torch.tensor([2, 3, 4, 5]).expand(2, 4), cp=(2, 1))
         self.check(x, freqs, SBHD, torch.tensor([0, 1, 6, 7]).expand(2, 4), cp=(2, 0))
 
@@ -84,14 +84,14 @@ class Rope(Case):
         grad, z = torch.randn(9, 3, 8), x.double().requires_grad_()
         want, = torch.autograd.grad(self.oracle(z.unsqueeze(0), freqs, positions, False), z, grad.double().unsqueeze(0))
         self.near(tex.fused_rope_backward(grad, freqs, None, THD, False, boundaries(5, 0, 4), 1, 0), want)
-        # Starts may be as many as the boundaries, of which those of the sequences are read.
+        # `starts` may have as many entries as the boundaries; only the first, one for each sequence, are read.
         starts, moved = torch.tensor([1, 7, 2, 9], dtype=torch.int32), torch.tensor([[1, 2, 3, 4, 5, 2, 3, 4, 5]])
         got = tex.fused_rope_forward(x, freqs, starts, THD, False, boundaries(5, 0, 4), 1, 0)
         self.near(got.unsqueeze(0), self.oracle(x.unsqueeze(0), freqs, moved, False))
         want, = torch.autograd.grad(self.oracle(z.unsqueeze(0), freqs, moved, False), z, grad.double().unsqueeze(0))
         self.near(tex.fused_rope_backward(grad, freqs, starts, THD, False, boundaries(5, 0, 4), 1, 0), want)
         self.refuses("start_positions|cu_seqlens", lambda: tex.fused_rope_forward(x, freqs, starts[:2], THD, False, boundaries(5, 0, 4), 1, 0))
-        # Rank 0 of 2 holds chunks 0 and 3 of the four of each whole sequence.
+        # With two ranks, rank 0 holds chunks 0 and 3 of the four chunks of each sequence.
         got = tex.fused_rope_forward(x[:4], freqs, None, THD, False, boundaries(4, 4), 2, 0)
         self.near(got.unsqueeze(0), self.oracle(x[:4].unsqueeze(0), freqs, torch.tensor([[0, 3, 0, 3]]), False))
 
@@ -100,7 +100,7 @@ class Rope(Case):
             for interleaved in (False, True):
                 freqs = torch.rand(6, 1, 1, 8) * 6
                 k_freqs = torch.rand(6, 1, 1, 4) * 6
-                qkv = torch.randn(2, 5, 3, 32)  # a group: two queries, a key, a value of 8
+                qkv = torch.randn(2, 5, 3, 32)  # last dimension of a group: two queries, a key and a value of 8 each
                 lies = (lambda t: t.transpose(0, 1)) if form is SBHD else (lambda t: t)
                 q, k, v = tex.fused_qkv_rope_forward(lies(qkv).contiguous(), freqs, k_freqs, None, [16, 8, 8], form, interleaved, 1, 0)
                 positions = torch.arange(5).expand(2, 5)
@@ -109,7 +109,7 @@ class Rope(Case):
                 want = (self.oracle(parts[0], freqs, positions, interleaved), self.oracle(parts[1], k_freqs, positions, interleaved), parts[2])
                 for got, expected in zip((q, k, v), want):
                     self.near(lies(got), expected)
-                starts = torch.tensor([1, 0, 30], dtype=torch.int32)  # one more than there are sequences
+                starts = torch.tensor([1, 0, 30], dtype=torch.int32)  # one entry more than there are sequences
                 moved = positions + starts[:2].view(2, 1)
                 got = tex.fused_qkv_rope_forward(lies(qkv).contiguous(), freqs, k_freqs, starts, [16, 8, 8], form, interleaved, 1, 0)
                 self.near(lies(got[0]), self.oracle(parts[0], freqs, moved, interleaved))
@@ -152,7 +152,7 @@ class Softmax(Case):
             self.check("scaled", x, torch.zeros(5, 9, dtype=torch.bool))
             for shape in ((2, 1, 5, 9), (1, 1, 5, 9)):
                 mask = torch.rand(shape) > 0.5
-                mask[..., 1, :] = True  # a row that sees nothing
+                mask[..., 1, :] = True  # a row with all keys masked
                 self.check("scaled_masked", x, mask, mask)
                 self.check("scaled_masked", x, mask, mask.byte())
             square = torch.randn(4, 7, 7).to(dtype)
@@ -240,7 +240,7 @@ class Sequences(Case):
         wide = torch.randn(3, 3, 3, 8)
         want = torch.nn.functional.pad(wide[..., :5].transpose(1, 2), (0, 3))
         self.near(tex.multi_tensor_transpose_to_bhsd([wide[..., :5]], "bshd", [wide])[0], want)
-        factors = torch.randint(0, 255, (2, 2), dtype=torch.uint8)  # of 2 x 2 blocks, each for 16 rows
+        factors = torch.randint(0, 255, (2, 2), dtype=torch.uint8)  # one factor per block of 16 x 16 elements, 2 x 2 blocks
         rows = torch.nn.functional.pad(factors.repeat_interleave(16, 0), (0, 2))
         tex.nvfp4_2d_scale_transpose(rows, rows, 2, 2)
         self.assertTrue(torch.equal(rows, torch.nn.functional.pad(factors.t().repeat_interleave(16, 0), (0, 2))))
@@ -248,7 +248,7 @@ class Sequences(Case):
 
 class Cache(Case):
     def loop(self, caches, news, table, new, cached, form, is_non_paged, page_size):
-        """The caches after the same call, by a loop over tokens."""
+        """Computes the caches after the same call with a loop over tokens."""
         caches, start = [c.clone() for c in caches], 0
         for b, (n, c) in enumerate(zip(new, cached)):
             for i in range(n):
@@ -279,7 +279,8 @@ class Cache(Case):
     def test_pages_and_rows(self):
         for form in ("bshd", "sbhd", "thd"):
             self.check([3, 1, 2], [5, 4, 2], form, [[4, 1], [0, 3], [2, 5]], 4, 6)
-            self.check([0, 4, 1], [3, 4, 1], form, [[0, 1], [0, 3], [2, 5]], 4, 6)  # one without new tokens, whose table is another's
+            # sequence 0 has no new tokens, and its row of the table is that of another sequence
+            self.check([0, 4, 1], [3, 4, 1], form, [[0, 1], [0, 3], [2, 5]], 4, 6)
             self.check([0, 4, 0], [3, 4, 2], form, [[0, 1], [0, 3], [2, 5]], 4, 6)
             self.check([0, 0], [3, 2], form, [[4, 1], [0, 3]], 4, 6)
             self.check([3, 1], [5, 4], form, [1, 2, 0], 8, 3, is_non_paged=True)
@@ -295,10 +296,10 @@ class Cache(Case):
 
 
 class ContextParallel(Case):
-    LENGTHS = (8, 0, 4, 16)  # padded lengths, of 28 tokens
+    LENGTHS = (8, 0, 4, 16)  # padded lengths; 28 tokens in all
 
     def halves(self, lengths):
-        """(tokens of the first halves, of the second ones)."""
+        """Returns (tokens of the first halves of the sequences, tokens of the second halves)."""
         first, second, begin = [], [], 0
         for n in lengths:
             first += range(begin, begin + n // 2)

@@ -1,5 +1,5 @@
-"""NVIDIA's MultiheadAttention and TransformerLayer on te-fl: against te_fl.pytorch's with the same state_dict, against PyTorch in FP64, with caches of
-keys and values against whole sequences, and under FP8 recipes against themselves without."""
+"""Tests NVIDIA's MultiheadAttention and TransformerLayer on te-fl: against te_fl.pytorch's modules with the same state_dict, against PyTorch in FP64,
+token by token over KV caches against whole sequences, and under FP8 recipes against the same module without FP8."""
 
 import unittest
 from collections import OrderedDict
@@ -22,7 +22,7 @@ def used_backend():
 
 
 def wide(w):
-    """Weights that matter beside the residual."""
+    """Scales weights up, so that their products are not small beside the residual."""
     return torch.nn.init.normal_(w, std=0.2)
 
 
@@ -38,7 +38,7 @@ class Case(unittest.TestCase):
 
 
 class BesideTeFl(Case):
-    """A module of both packages has one state_dict, which loads both ways, and gives the same numbers."""
+    """Modules of both packages have the same state_dict, load each other's, and compute the same numbers."""
 
     def check(self, kind, inputs, call, **options):
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
@@ -68,7 +68,7 @@ class BesideTeFl(Case):
         self.assertEqual(our_grads.keys(), want_grads.keys())
         largest = max(g.double().norm().item() for g in want_grads.values())
         for name, expected in want_grads.items():
-            # The gradient of a key's bias is a sum that is zero but for roundings, which are those of the sums beside it.
+            # The gradient of a key's bias is zero in exact arithmetic; what remains are the rounding errors of the sum.
             error = (our_grads[name].double() - expected.double()).norm().item()
             self.assertLessEqual(error, tolerance * max(expected.double().norm().item(), 0.05 * largest), name)
 
@@ -102,7 +102,7 @@ class BesideTeFl(Case):
 
 class AgainstFp64(Case):
     def test_a_layer(self):
-        """Pre-LayerNorm, causal, GELU: written out."""
+        """Compares a pre-LayerNorm, causal layer with GELU with the same layer written out in PyTorch."""
         layer = te.TransformerLayer(HIDDEN, 2 * HIDDEN, HEADS, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16,
                                     attn_input_format="bshd", init_method=wide, output_layer_init_method=wide, device="cuda")
         x = torch.randn(2, 9, HIDDEN).bfloat16().requires_grad_()
@@ -148,7 +148,7 @@ class Recipes(Case):
                 layer = te.TransformerLayer(128, 256, 4, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16, device="cuda",
                                             init_method=lambda w: torch.nn.init.normal_(w, std=0.1),
                                             output_layer_init_method=lambda w: torch.nn.init.normal_(w, std=0.1))
-                for _ in range(3):  # delayed scaling's first scales are 1
+                for _ in range(3):  # the first scales of delayed scaling are 1
                     got = self.norms(made, layer, x, grad)
                 self.assertTrue(dpa._attention_backends["use_fused_attention"])
                 self.assertEqual(dpa._attention_backends["fused_attention_backend"], backend)
@@ -157,7 +157,7 @@ class Recipes(Case):
                     self.assertFalse(torch.equal(ours, want))
 
     def test_fp8_attention(self):
-        """NVIDIA's FP8 attention and te_fl.pytorch's, each against FP64: its error is at most 1.05 of the other's."""
+        """Compares the errors of NVIDIA's and of te_fl.pytorch's FP8 attention against FP64: the former is at most 1.05 times the latter."""
         made = {te: recipe.DelayedScaling(fp8_dpa=True, amax_history_len=4), fl: fl.DelayedScaling(fp8_dpa=True, amax_history_len=4)}
         errors = {}
         for package in (te, fl):
@@ -176,11 +176,11 @@ class Recipes(Case):
                                for got, expected in zip((out, q.grad, k.grad, v.grad), (want, *(x.grad for x in exact)))]
         for ours, theirs in zip(errors[te], errors[fl]):
             self.assertLess(ours, 1.05 * theirs)
-            self.assertGreater(ours, 1e-3)  # FP8 it was
+            self.assertGreater(ours, 1e-3)  # the error is large enough to prove that FP8 was used
 
 
 class Caches(Case):
-    """Token by token over a cache, as over the whole sequence at once, and as te_fl.pytorch's module over its own cache."""
+    """Token-by-token generation over a cache gives the results of the whole sequence at once and of te_fl.pytorch's module over its own cache."""
 
     def run_steps(self, paged, form, dtype, rope):
         options = dict(num_gqa_groups=2, attention_dropout=0.0, params_dtype=dtype, layer_number=1, device="cuda", init_method=wide,
@@ -211,7 +211,7 @@ class Caches(Case):
                 tokens, lengths = torch.cat(parts), dict(max_seqlen_q=max(steps), max_seqlen_kv=32)
             else:
                 tokens, lengths = torch.nn.utils.rnn.pad_sequence(parts, batch_first=form == "bshd"), {}
-            # RoPE's boundaries are those of the new tokens; attention takes its own from the cache.
+            # RoPE gets the boundaries of the new tokens; attention reads its own boundaries from the cache.
             out = stepwise(tokens, attn_mask_type="padding_causal", rotary_pos_emb=freqs, inference_params=cache, cu_seqlens_q=cache.cu_seqlens_q,
                            cu_seqlens_kv=cache.cu_seqlens_q, **lengths)
             backends.add(used_backend())

@@ -1,5 +1,5 @@
-"""NVIDIA's own modules on te-fl, on the host: values and gradients of the modules of te_fl.pytorch with the same state_dict, which loads both
-ways, and what surrounds them: te.ops, checkpoint, quantised weights, offload, delayed and accumulated weight gradients, errors."""
+"""Tests NVIDIA's own modules on te-fl, on the host: values and gradients equal those of te_fl.pytorch's modules with the same state_dict, which loads
+in both directions. Also tests te.ops, checkpoint, quantised weights, offload, delayed and accumulated weight gradients, and errors."""
 
 import functools
 import math
@@ -26,9 +26,9 @@ BF16 = torch.bfloat16
 RECIPES = {"none": (None, None), "delayed": (recipes.DelayedScaling(amax_history_len=4), our_recipes.DelayedScaling(amax_history_len=4)),
            "current": (recipes.Float8CurrentScaling(), our_recipes.Float8CurrentScaling()),
            "block": (recipes.Float8BlockScaling(), our_recipes.Float8BlockScaling())}
-# The package rounds to BF16 between two ops where te_fl.pytorch keeps FP32: a normalisation's result before it is quantised under current
-# and block scaling, and in an MLP the activation and the summands of its bias' gradient. One rounding is 2^-9 of a value; under FP8 it may move
-# a code, by 2^-4 of a value.
+# The package rounds to BF16 between two ops where te_fl.pytorch keeps FP32: the result of a normalisation before its quantisation under current and
+# block scaling, and in an MLP the activation and the summands of the activation bias's gradient. One such rounding is 2^-9 of a value; under FP8 it
+# may change a code, by 2^-4 of a value.
 EXACT = dict.fromkeys(RECIPES, 0.0)
 NORMS = {"none": 0.0, "delayed": 0.0, "current": 0.03, "block": 0.03}
 MLPS = {"none": 0.006, "delayed": 0.06, "current": 0.06, "block": 0.06}
@@ -82,9 +82,9 @@ class Modules(unittest.TestCase):
                 with self.subTest(name=name, bias=bias):
                     theirs, mine = self.compare(lambda t: t.GroupedLinear(3, 128, 256, bias=bias, params_dtype=BF16, device="cpu"), name, (96, 128),
                                                 EXACT, m_splits=[32, 0, 64])
-                    if name == "delayed":  # each expert's scales and histories, also of the one without rows
+                    if name == "delayed":  # compares each expert's scales and histories, also those of the expert without rows
                         kept = extra_state.read(mine.get_extra_state(), "test")
-                        for way, products in (("fwd", 3), ("bwd", 2)):  # theirs have a place for each product's output that no product uses
+                        for way, products in (("fwd", 3), ("bwd", 2)):  # the package has a slot for each product's output too, which no product uses
                             used = [products * expert + at for expert in range(3) for at in range(products - 1)]
                             meta = theirs.fp8_meta[f"scaling_{way}"]
                             for words, own in (("scale", meta.scale), ("amax_history", meta.amax_history)):
@@ -109,8 +109,8 @@ class Modules(unittest.TestCase):
                 self.compare(lambda t: getattr(t, kind)(96, zero_centered_gamma=centred, params_dtype=BF16, device="cpu"), "none", (5, 3, 96), EXACT)
 
     def test_against_double_precision(self):
-        """Errors of a linear layer against FP64. A value's rounding is uniform within 2^-4 of it in E4M3 (2^-3 in E5M2, of gradients); a sum of many
-        has the root mean square of one, at most 2^-4 / sqrt(3) = 0.036 for each operand (0.072)."""
+        """Bounds the errors of a linear layer against FP64. Rounding a value has a uniform error within 2^-4 of it in E4M3 (2^-3 in E5M2, used for
+        gradients); the relative error of a long sum is at most the root mean square 2^-4 / sqrt(3) = 0.036 for each operand (0.072 for E5M2)."""
         for name, bound in (("none", 0.005), ("delayed", 0.085), ("current", 0.085), ("block", 0.052)):
             module = te.Linear(512, 256, params_dtype=BF16)
             x = torch.randn(256, 512, dtype=BF16).requires_grad_()
@@ -124,7 +124,7 @@ class Modules(unittest.TestCase):
             self.assertLess(difference(module.weight.grad, dy.t() @ x.detach().double()), bound, name)
 
 
-# (the operations of a package's ops, the input's shape, extra inputs' shapes), for te.ops.Sequential of both packages.
+# Chains for te.ops.Sequential of both packages: (a function that makes the operations from a package's ops, input shape, shapes of extra inputs).
 CHAINS = {
     "linears": (lambda o, d: (o.LayerNorm(128, dtype=d), o.Linear(128, 256, dtype=d), o.GELU(), o.Linear(256, 64, bias=False, dtype=d)), (32, 4, 128), ()),
     "gated": (lambda o, d: (o.RMSNorm(64, dtype=d, zero_centered_gamma=True), o.BasicLinear(64, 256, dtype=d), o.Bias(256, dtype=d), o.SwiGLU(),
@@ -149,7 +149,7 @@ CHAINS = {
 
 
 class Operations(unittest.TestCase):
-    """te.ops of NVIDIA's package and of te_fl.pytorch: one state_dict, which loads both ways, and the same values."""
+    """te.ops of NVIDIA's package and of te_fl.pytorch have the same state_dict, load each other's, and compute the same values."""
 
     def setUp(self):
         torch.manual_seed(5)
@@ -160,7 +160,7 @@ class Operations(unittest.TestCase):
             for t in (*inputs, *chain.parameters()):
                 t.grad = None
             with package.autocast(enabled=recipe is not None, recipe=recipe):
-                # Operations that write over an extra input want one that is no leaf.
+                # Operations that write into an extra input require a non-leaf tensor.
                 found = chain(inputs[0], *[t * 1 for t in inputs[1:]])
             found = found if isinstance(found, tuple) else (found,)
             sum(((i + 1) * y.float() * torch.linspace(-1, 1, y.shape[-1])).mean() for i, y in enumerate(found)).backward()
@@ -174,7 +174,7 @@ class Operations(unittest.TestCase):
                 p.add_(torch.randn(p.shape).to(dtype) * 0.1)
         self.assertEqual(list(mine.state_dict()), list(theirs.state_dict()))
         mine.load_state_dict(theirs.state_dict())
-        # Their Linear without a bias cannot load its own state_dict either.
+        # The package's Linear without a bias cannot load its own state_dict either.
         theirs.load_state_dict(mine.state_dict(), strict=name != "linears")
         self.assertEqual([n for n, _ in mine.named_parameters()], [n for n, _ in theirs.named_parameters()])
         x, extras = torch.randn(shape).to(dtype), [torch.randn(s).to(dtype) for s in extras]
@@ -205,7 +205,7 @@ class Operations(unittest.TestCase):
             for name, tensor in read[0][mode].items():
                 if isinstance(tensor, torch.Tensor):
                     self.assertEqual(tensor.shape, read[1][mode][name].shape)
-                    if "scale" in name:  # powers of two, and of equal amaxes but for a rounding
+                    if "scale" in name:  # scales are powers of two, and the amaxes are equal except for a rounding
                         self.assertLessEqual((tensor / read[1][mode][name]).log2().abs().max().item(), 0.1)
         os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
         self.addCleanup(os.environ.pop, "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE")
@@ -249,7 +249,7 @@ class Around(unittest.TestCase):
         return y.detach(), x.grad
 
     def test_sequential_ops(self):
-        """te.ops, whose fusions are the package's own, are its modules' values."""
+        """te.ops, which the package fuses by its own rules, compute the values of its modules."""
         for name, (recipe, _) in RECIPES.items():
             for activation, op in (("gelu", te.ops.GELU), ("swiglu", te.ops.SwiGLU)):
                 wide = 2 if activation == "swiglu" else 1
@@ -269,7 +269,7 @@ class Around(unittest.TestCase):
             x = torch.randn(32, 2, 128, dtype=BF16)
             results = []
             for run in (lambda m, x: m(x), te.checkpoint, functools.partial(te.checkpoint, use_reentrant=False)):
-                torch.manual_seed(1)  # Both have the same weights and masks, and begin with no scales.
+                torch.manual_seed(1)  # All runs get the same weights and dropout masks, and start with no scales.
                 module = te.TransformerLayer(128, 256, 4, hidden_dropout=0.1, attention_dropout=0.0, params_dtype=BF16)
                 z = x.detach().requires_grad_()
                 with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -278,7 +278,7 @@ class Around(unittest.TestCase):
                 results.append((y.detach(), z.grad))
             for plain, again, kept in zip(*results):
                 self.assertTrue(torch.equal(plain, again), name)
-                self.assertLess(difference(kept, plain), 0.02, name)  # its GELU is not joined with the bias
+                self.assertLess(difference(kept, plain), 0.02, name)  # with recomputed activations the package does not fuse GELU with the bias
 
     def test_quantised_weights_and_adam(self):
         for name in ("delayed", "current", "block"):
@@ -325,7 +325,7 @@ class Around(unittest.TestCase):
                 self.trained(module, x, recipe, 1)
             later.backward_dw()
             self.assertTrue(torch.equal(plain.weight.grad, later.weight.grad), name)
-            self.assertLess(difference(added.weight.main_grad, plain.weight.grad), 0.004, name)  # of BF16's rounding
+            self.assertLess(difference(added.weight.main_grad, plain.weight.grad), 0.004, name)  # the difference is the rounding of BF16
 
     def test_usage_and_policy(self):
         te_fl.reset_usage()
@@ -339,7 +339,7 @@ class Around(unittest.TestCase):
 
 
 def clone_of(module, into=None):
-    """Another module with the same parameters and no FP8 state yet."""
+    """Makes another module with the same parameters and without FP8 state."""
     import copy
     into = into if into is not None else copy.deepcopy(module)
     with torch.no_grad():
@@ -391,9 +391,9 @@ class Trouble(unittest.TestCase):
         bias, before = torch.randn(1, 48, dtype=BF16), torch.randn(32, 48, dtype=BF16)
         want = rows.dequantize(dtype=torch.float64) @ square.dequantize(dtype=torch.float64).t()
         split = dict(use_split_accumulator=True)
-        got = self.product(square, rows, bias=bias, **split)[0]  # a bias of one row
+        got = self.product(square, rows, bias=bias, **split)[0]  # a bias with one row
         self.assertLess(difference(got, want + bias), 4e-3)
-        # GELU and its gradient are of the sum with what D holds.
+        # GELU and its gradient apply to the sum of the product and D's previous contents.
         x = torch.randn(32, 48, dtype=BF16)
         z = x.double().requires_grad_()
         torch.nn.functional.gelu(z, approximate="tanh").backward(want + before)
@@ -427,13 +427,13 @@ class Trouble(unittest.TestCase):
         quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3)
         empty = tex.quantize(torch.empty(0, 16), quantizer)
         self.assertEqual(tuple(empty.shape), (0, 16))
-        # A quantizer without an amax has a tensor without elements in its place.
+        # An empty tensor stands for the absent amax of a quantizer.
         x, codes = torch.randn(16, 16), quantizer(torch.zeros(16, 16))
         for write in (lambda q: tex.quantize(x, q, codes), lambda q: q(x), lambda q: tex.split_quantize(x, [16], [q])[0], lambda q: tex.bgrad_quantize(x, q)[1],
                       lambda q: tex.layernorm_fwd(x, torch.ones(16), torch.zeros(16), 1e-5, None, q, tex.DType.kFloat32, 0, False)[0]):
             got, want = (write(te.Float8Quantizer(torch.full((1,), 2.0), amax, tex.DType.kFloat8E4M3))._data.clone() for amax in (torch.Tensor(), torch.zeros(1)))
             self.assertTrue(torch.equal(got, want))
-            # One without a scale, which may be the same tensor, has the scale 1.
+            # A quantizer whose scale is an empty tensor has the scale 1; the same empty tensor may stand for its amax.
             none, found = torch.Tensor(), []
             for scale, amax in ((torch.ones(1), torch.zeros(1)), (none, torch.zeros(1)), (none, none)):
                 got = write(te.Float8Quantizer(scale, amax, tex.DType.kFloat8E4M3))
@@ -441,7 +441,8 @@ class Trouble(unittest.TestCase):
             self.assertEqual(found, found[:1] * 3)
 
     def test_what_is_quantised_already_is_quantised_by_its_values(self):
-        """The package hands such gradients on, as in attention that it emulates in FP8."""
+        """The package passes gradients that are already quantised, for example in attention that it emulates in FP8; such an input is quantised from
+        its dequantised values."""
         torch.manual_seed(2)
         held = te.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, "cpu")(torch.randn(32, 32).to(BF16))
         for quantizer in (te.Float8Quantizer(torch.full((1,), 3.0), torch.zeros(1), tex.DType.kFloat8E5M2), te.MXFP8Quantizer(tex.DType.kFloat8E4M3)):
@@ -452,7 +453,7 @@ class Trouble(unittest.TestCase):
             self.assertTrue(torch.equal(sums, tex.bgrad_quantize(held.dequantize(), quantizer)[0]))
 
     def test_inputs_of_autograd(self):
-        """The functions are below autograd, whatever their inputs want of it."""
+        """The functions of the extension run below autograd, even if an input requires a gradient."""
         x, ones = torch.nn.Parameter(torch.randn(32, 32).to(BF16)), torch.ones(32, dtype=BF16)
         sums = x.detach().sum(0)
         for quantizer in (None, te.NVFP4Quantizer(with_2d_quantization=True), te.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, "cpu")):
@@ -472,7 +473,7 @@ class Trouble(unittest.TestCase):
 
 
 class Host(unittest.TestCase):
-    """The host answers what programs ask of CUDA beside the requests of the package itself."""
+    """Programs that ask for CUDA get answers from the host, beyond the calls of the package itself."""
 
     def test_a_tensor_brought_to_the_host_is_a_copy(self):
         x = torch.nn.Parameter(torch.ones(3, device="cuda"))
@@ -512,7 +513,8 @@ class Host(unittest.TestCase):
         self.assertEqual(torch.compile(moves, fullgraph=True, backend="aot_eager")(x).tolist(), moves(x).tolist())
 
     def test_compiled_behind_a_graph_break(self):
-        """There the program runs on, and PyTorch compiles each function that it comes to; it guards on no getter of tensors."""
+        """After a graph break the program runs in Python, and PyTorch compiles each function that is called; Dynamo's guards must not depend on the
+        replaced getters of tensors."""
         def reads(x):
             for _ in range(2):
                 torch._dynamo.graph_break()
@@ -524,7 +526,8 @@ class Host(unittest.TestCase):
             self.assertEqual(compiled(x), ((2, 3), torch.device("cpu"), torch.float32, True, [0, 1]))
 
     def test_patterns_of_the_compiler(self):
-        """Inductor traces its patterns with tensors of a GPU, in no mode, as in a thread of its own: where its module is imported the mode is entered."""
+        """Inductor traces its patterns with GPU tensors, outside of any mode because it runs in a thread of its own, so the mode is entered when
+        inductor's module is imported."""
         class Loader:
             @staticmethod
             def exec_module(module):
@@ -538,7 +541,8 @@ class Host(unittest.TestCase):
         self.assertEqual(found, ["cpu"])
 
     def test_shared_states_of_random_numbers(self):
-        """torch.cuda's default generator can lend its state and take another's, as Megatron's checkpoints do: what draws by a state moves it on."""
+        """torch.cuda's default generator can share its state and take over another's, as Megatron's checkpoints require; drawing numbers advances the
+        shared state."""
         default = torch.cuda.default_generators[0]
         self.assertIsInstance(default, torch.Generator)
         torch.cuda.manual_seed(7)
@@ -553,7 +557,7 @@ class Host(unittest.TestCase):
         self.assertTrue(torch.equal(default.get_state(), torch.cuda.get_rng_state()))
 
     def test_modules_of_several_ranks(self):
-        """DistributedDataParallel is asked for with the number of a device."""
+        """DistributedDataParallel accepts device_ids with the number of a device."""
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
         self.addCleanup(torch.distributed.destroy_process_group)
@@ -565,7 +569,7 @@ class Host(unittest.TestCase):
             torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), device_ids=[0, 1])
 
     def test_autocast_is_of_all_tensors(self):
-        """torch.autocast("cuda") rules PyTorch's own ops, by CUDA's table, of which this is a part for each of its rules."""
+        """torch.autocast("cuda") changes PyTorch's own ops by CUDA's table of ops; the test has some ops for each rule of the table."""
         x, wide, linear = torch.randn(4, 4, device="cuda"), torch.randn(4, 4, device="cuda"), torch.nn.Linear(4, 4, device="cuda")
         index, f = torch.zeros(4, 4, dtype=torch.int64), torch.nn.functional
         for dtype in (BF16, torch.float16):
@@ -610,7 +614,7 @@ class Host(unittest.TestCase):
             self.assertEqual(Square.apply(x).dtype, torch.float16)
 
     def test_names_of_cuda(self):
-        """Each of torch.cuda's modules has the answers under its own names too; classes are classes."""
+        """The functions of torch.cuda's submodules are replaced under all of their names; classes stay classes."""
         modules = {m for name, m in sys.modules.items() if name.startswith("torch.cuda.") and not name.startswith("torch.cuda._")}
         self.assertIn(torch.cuda.memory, modules)
         for module in modules:
@@ -633,7 +637,7 @@ class Host(unittest.TestCase):
         self.assertEqual(x.type("torch.cuda.HalfTensor").dtype, torch.float16)
         self.assertEqual(x.type(torch.float32).type(dtype="torch.cuda.DoubleTensor").dtype, torch.float64)
         self.assertEqual(torch.device(0), x.device)
-        # Programs assert what they have brought to the host by name, as Megatron's checkpoints do in the process that writes them.
+        # Tensors that a program moves to the CPU explicitly report themselves as CPU tensors; Megatron's checkpoint writer asserts that.
         words = lambda t: (t.is_cuda, t.is_cpu, t.get_device(), t.type())  # noqa: E731
         for there in (x.cpu(), x.to("cpu"), x.to(device="cpu"), x.pin_memory(), x.float().to("cpu", BF16), torch.nn.Parameter(x).detach().cpu()):
             self.assertEqual(words(there), (False, True, -1, "torch.BFloat16Tensor"))

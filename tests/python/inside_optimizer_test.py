@@ -1,4 +1,5 @@
-"""NVIDIA's FusedAdam and FusedSGD, and the calls on lists of tensors beneath them, on te-fl, against PyTorch's own in FP64 and values by hand."""
+"""Tests NVIDIA's FusedAdam and FusedSGD, and the functions on lists of tensors beneath them, on te-fl, against PyTorch's optimizers in FP64 and
+hand-computed values."""
 
 import unittest
 from unittest import mock
@@ -7,7 +8,7 @@ import inside_package  # noqa: F401
 import torch
 
 import transformer_engine.pytorch as te
-import transformer_engine_torch as tex  # the package brings it
+import transformer_engine_torch as tex  # registered by inside_package
 from te_fl.errors import InvalidArgument, Unsupported
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer
@@ -38,7 +39,7 @@ def wide(weights):
 
 def steps(optimizer, weights, count=4):
     for step in range(count):
-        for p, grad in zip(weights, tensors(step + 10, torch.bfloat16)):  # exact in every dtype of the test
+        for p, grad in zip(weights, tensors(step + 10, torch.bfloat16)):  # these gradients are exact in every dtype of the test
             p.grad = grad.to(p.dtype)
         optimizer.step()
     return weights
@@ -78,7 +79,7 @@ class Adam(Compared):
             self.near(weights, want, 2e-3 if dtype == torch.float16 else 1e-2)
             for p, b in zip(weights, want):
                 master = optimizer.state[p]["master_param"]
-                if remainders:  # the weight, rounded to nearest, and what the rounding left, are the bits of the FP32 weight
+                if remainders:  # the BF16 weight, rounded to nearest, and the 16-bit remainder together hold the bits of the FP32 weight
                     bits = master.to(torch.int32)
                     master = (((p.detach().view(torch.int16).to(torch.int32) - (bits < 0).int()) << 16) | (bits & 0xFFFF)).view(torch.float32)
                 torch.testing.assert_close(master.double(), b.detach(), atol=2e-6, rtol=2e-6)
@@ -88,12 +89,12 @@ class Adam(Compared):
         steps(FusedAdam(one, master_weights=True, **self.OPTIONS), one)
         steps(FusedAdam(other, master_weights=True, store_param_remainders=True, **self.OPTIONS), other)
         for a, b in zip(one, other):
-            # A tie rounds to even in the one form, and up in the other.
+            # A tie rounds to even with master weights, and up with remainders.
             self.assertLessEqual((a.detach().view(torch.int16).int() - b.detach().view(torch.int16).int()).abs().max().item() if a.numel() else 0, 1)
 
     def test_low_precision_states(self):
         for first, second in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.uint8, torch.float32)):
-            weights = params()[:2]  # NVIDIA's scaling of states has no rule for tensors without elements
+            weights = params()[:2]  # leaves out empty tensors, which NVIDIA's scaling of states does not support
             want = self.oracle(weights, count=2)
             steps(FusedAdam(weights, exp_avg_dtype=first, exp_avg_sq_dtype=second, **self.OPTIONS), weights, 2)
             self.near(weights, want, 5e-3)
@@ -167,7 +168,7 @@ class SGD(Compared):
                 self.near(steps(FusedSGD(weights, lr=0.1, **options), weights), oracle, tolerance)
 
     def test_fp16_is_rounded_where_pytorch_rounds(self):
-        """By powers of two a momentum and a rate round nothing themselves, so that PyTorch's numbers are these to the bit."""
+        """With powers of two for momentum and learning rate, multiplying by them is exact, so the numbers must equal PyTorch's bit for bit."""
         weights = [torch.nn.Parameter(torch.rand(4001, dtype=torch.float16))]
         oracle = [torch.nn.Parameter(weights[0].detach().clone())]
         ours, theirs = (kind(of, lr=0.25, momentum=0.125) for kind, of in ((FusedSGD, weights), (torch.optim.SGD, oracle)))
@@ -184,7 +185,7 @@ class SGD(Compared):
             tex.multi_tensor_sgd(65536, torch.ones(1, dtype=torch.int32), lists, 0.1, 0.5, 0.0, 0.5, False, False, False, 1.0)
             self.assertEqual([each[0].tolist() for each in lists], [[value] * 3 for value in (1.0, 2.0, 3.0, 4.0)])
             tex.multi_tensor_sgd(65536, flag(), lists, 0.25, 0.5, 0.5, 0.5, True, False, True, 2.0)
-            # The momentum is 3 / 2 + (1 - 0.5) 2 = 2.5, the step 2 + 2.5 / 2 + 2 / 4 = 3.75.
+            # New momentum: 3 / 2 + (1 - 0.5) 2 = 2.5; the step is 2 + 2.5 / 2 + 2 / 4 = 3.75.
             self.assertEqual([each[0].tolist() for each in lists], [[1.0] * 3, [0.125] * 3, [2.5] * 3, [0.125] * 3])
 
     def test_copies_of_the_weights(self):
@@ -196,7 +197,7 @@ class SGD(Compared):
 
 class Lists(Compared):
     def test_parameters_are_written(self):
-        """The calls are outside of autograd, also where their caller is not."""
+        """The functions write to parameters outside of autograd, even if their caller runs under autograd."""
         for call, factor in ((tex.multi_tensor_scale, 2.0), (tex.multi_tensor_scale_tensor, torch.tensor(2.0))):
             p = torch.nn.Parameter(torch.ones(3))
             call(65536, flag(), [[torch.ones(3)], [p]], factor)
@@ -246,7 +247,7 @@ class Lists(Compared):
         amax = torch.tensor([0.0, 448.0, 449.0, 896.0, 1.0, float("inf"), float("nan")]).bfloat16()
         bits = torch.empty(7, dtype=torch.uint8)
         tex.multi_tensor_compute_scale_inv_e8m0(65536, None, [[amax], [bits]])
-        self.assertEqual(bits.tolist(), [0, 127, 127, 128, 119, 254, 255])  # 449 is 448 in BF16
+        self.assertEqual(bits.tolist(), [0, 127, 127, 128, 119, 254, 255])  # 449 rounds to 448 in BF16
         self.refused("it takes None", tex.multi_tensor_compute_scale_inv_e8m0, 65536, flag(), [[amax], [bits]])
 
     def test_an_fp8_dtype_that_is_none(self):
@@ -261,7 +262,7 @@ def parts(length, *cuts):
 
 
 class PartsOfMasterWeights(Compared):
-    """Ranks' parts together give what quantising the whole weight gives, to the bit."""
+    """Casting the ranks' parts of master weights together gives the bits of quantising the whole weight."""
 
     def test_blocks_of_128(self):
         h, w = 300, 200
@@ -315,7 +316,8 @@ class PartsOfMasterWeights(Compared):
         self.assertEqual((out.count_nonzero().item(), scale.sum().item()), (0, 4.0))
 
     def test_nvfp4_of_square_blocks(self):
-        """Two parts of a weight, which do not end at a block or a byte: factors and codes by hand, and near those of the whole weight."""
+        """Casts two parts of a weight that do not end at a block or byte boundary: compares scale factors and codes with hand-computed ones, and with
+        those of the whole weight."""
         h, w = 48, 80
         for seed, cut in ((0, 1000), (1, 16 * w), (2, 2001), (3, 0)):
             whole = torch.randn(h * w, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-2, 2, h).repeat_interleave(w)
@@ -350,9 +352,9 @@ class PartsOfMasterWeights(Compared):
             self.assertTrue(torch.equal(other[0], alone._columnwise_data) and torch.equal(other[1], alone._columnwise_scale_inv))
 
     def test_master_weights_of_tensors_with_one_scale(self):
-        """A quantizer of delayed scaling keeps its scale; for current scaling the package makes one that has no amax."""
+        """A quantizer for delayed scaling keeps its scale; for current scaling the package makes a quantizer without an amax."""
         torch.manual_seed(0)
-        master = torch.randn(32, 48).bfloat16().float()  # as the package rounds it for delayed scaling
+        master = torch.randn(32, 48).bfloat16().float()  # the package rounds master weights to BF16 for delayed scaling
         scale = torch.full((1,), 16.0)
         for quantizer in (te.Float8Quantizer(scale, torch.zeros(1), DType.kFloat8E4M3), te.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, "cuda")):
             weight = quantizer(torch.zeros(32, 48, dtype=torch.bfloat16))

@@ -1,7 +1,7 @@
-"""Brings NVIDIA's pure Python package transformer_engine in, on te-fl, with the host answering for CUDA. Tests import this first.
+"""Imports NVIDIA's pure Python package transformer_engine on te-fl, with the host standing in for CUDA. Tests import this module first.
 
-tools/test.sh installs the package beside build/python-env's other packages (requirements-inside.txt), and not among them, so that the other
-tests run as where it is not installed.
+tools/test.sh installs the package (requirements-inside.txt) outside of build/python-env's other packages, so that the other
+tests run without it.
 """
 
 import importlib.util

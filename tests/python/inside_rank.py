@@ -1,5 +1,5 @@
-"""usage: inside_rank.py FOLDER RANK. One of the two ranks of inside_formats_test.py: quantises its part of a matrix by the amax of both, and computes
-its part of Linear under sequence parallelism, whose activations go between ranks as codes."""
+"""usage: inside_rank.py FOLDER RANK. One of the two ranks of inside_formats_test.py: quantises its part of a matrix with the amax of both ranks, and
+computes its part of Linear under sequence parallelism, whose activations travel between ranks as codes."""
 
 import datetime
 import sys
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import transformer_engine.pytorch as te
-import transformer_engine_torch as tex  # the package brings it
+import transformer_engine_torch as tex  # registered by inside_package
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch import Float8CurrentScalingQuantizer, NVFP4Quantizer
 from transformer_engine.pytorch.constants import DType
@@ -21,7 +21,8 @@ dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank,
 options = dist.ProcessGroupNCCL.Options() if dist.is_nccl_available() else None
 assert dist.get_backend() == dist.get_backend(dist.new_group([0, 1], backend="cpu:gloo,cuda:nccl", pg_options=options)) == "gloo"
 dist.barrier(device_ids=[rank])
-# Means are NCCL's alone, and so is what is joined: values of two dtypes, of which one rank comes late.
+# ReduceOp.AVG and coalesced collectives exist only in NCCL, so te-fl emulates them over Gloo. Tests both; the coalesced gather has two dtypes, and
+# one rank arrives late.
 mine, parts = torch.full((4,), rank + 1.0), torch.empty(2)
 dist.reduce_scatter_tensor(parts, mine, op=dist.ReduceOp.AVG)
 dist.all_reduce(mine, dist.ReduceOp.AVG)
@@ -37,13 +38,13 @@ with torch.distributed._coalescing_manager(async_ops=True) as joined:
 joined.wait()
 assert [whole.tolist() for whole in gathered] == [[5, 5, 5, 6, 6, 6]] * 2 and message.tolist() == [8.0 - rank], (gathered, message)
 whole = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
-whole[40, 3] = 9.0  # the largest, of rank 1
+whole[40, 3] = 9.0  # the largest value, which rank 1 holds
 mine, group = slice(32 * rank, 32 * rank + 32), dist.group.WORLD
 got, want = NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group=group)(whole[mine]), NVFP4Quantizer()(whole)
 assert got._amax_rowwise.tolist() == got._amax_columnwise.tolist() == [9.0]
 assert torch.equal(got._rowwise_data, want._rowwise_data[mine])
 quantizers = [Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device="cpu", with_amax_reduction=True, amax_reduction_group=group) for _ in range(2)]
-# Rank 0 has no rows of either part, and takes part in both reductions all the same.
+# Rank 0 has no rows of either part and nevertheless takes part in both reductions.
 parts = tex.split_quantize(whole[:0] if rank == 0 else whole, [0, 0] if rank == 0 else [32, 32], quantizers)
 scales = [part._scale_inv.item() for part in parts]
 largest = torch.stack([whole[:32].abs().max(), whole[32:].abs().max()])
@@ -66,7 +67,7 @@ def divided(mode, w):
     return module
 
 
-# Both parts of each tensor are alike, so that the amax of a part is the amax of the whole, and the codes of the parts those of the whole.
+# Both parts of each tensor are equal, so the amax of a part is that of the whole, and the codes of the parts are those of the whole.
 generator = torch.Generator().manual_seed(4)
 w = (torch.randn(64, 32, generator=generator) / 8).bfloat16().repeat(2, 2)
 x, dy = (torch.randn(64, n, generator=generator).bfloat16().repeat(1, 2) for n in (32, 64))
@@ -76,7 +77,7 @@ for recipe in (recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling(disable_st
     by_columns = step(divided("column", w[outputs]), x[tokens], recipe, dy[:, outputs].contiguous())
     by_rows = step(divided("row", w[:, inputs]), x[:, inputs].contiguous(), recipe, dy[tokens])
     for found, want in (*zip(by_columns, (y[:, outputs], dx[tokens], dw[outputs])), *zip(by_rows, (y[tokens], dx[:, inputs], dw[:, inputs]))):
-        # The ranks' sums are rounded to BF16 before they are added: 2^-9 of a value.
+        # The ranks' partial sums are rounded to BF16 before they are added: an error of 2^-9 of a value.
         assert (found.float() - want.float()).norm() <= 0.004 * want.float().norm(), (type(recipe).__name__, found, want)
 torch.save(scales, f"{folder}/{rank}")
 dist.destroy_process_group()

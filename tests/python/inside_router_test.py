@@ -1,5 +1,5 @@
-"""NVIDIA's permutation, router, auxiliary loss and padding on te-fl, forward and backward, against PyTorch in FP64, and a mixture of experts of them
-that learns; and what the package's own Triton kernels compute, by PyTorch on a host: permutation by a routing map, cross-entropy."""
+"""Tests NVIDIA's permutation, router, auxiliary loss and padding on te-fl, forward and backward, against PyTorch in FP64, and a mixture of experts
+that learns. Also tests the PyTorch replacements that a host uses for the package's Triton kernels: permutation by a routing map, cross-entropy."""
 
 import itertools
 import types
@@ -13,7 +13,7 @@ from torch.utils import _triton
 
 import te_fl
 import transformer_engine.pytorch as te
-import transformer_engine_torch as tex  # the package brings it
+import transformer_engine_torch as tex  # registered by inside_package
 from te_fl.errors import Error
 from te_fl.inside import host_kernels
 from transformer_engine.common import recipe
@@ -31,7 +31,7 @@ def drawn(*shape, dtype=torch.float32, seed=0):
 
 
 def chosen(tokens, experts, top_k, seed=0):
-    """INT32 [tokens, top_k]: different experts for each token; the last expert has none."""
+    """Returns INT32 [tokens, top_k]: distinct experts for each token; no token selects the last expert."""
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
     scores[:, -1] = -1
     return scores.topk(top_k).indices.to(torch.int32)
@@ -39,7 +39,7 @@ def chosen(tokens, experts, top_k, seed=0):
 
 class Compared(unittest.TestCase):
     def near(self, got, want, tolerance):
-        """By the norm of the whole."""
+        """Compares by the norm of the whole tensor."""
         got, want = got.detach().double(), want.detach().double()
         self.assertEqual(got.shape, want.shape)
         self.assertLessEqual((got - want).norm().item(), tolerance * max(want.norm().item(), 1e-30))
@@ -52,21 +52,21 @@ class Compared(unittest.TestCase):
 
 class Permutation(Compared):
     def order(self, indices, rows):
-        """The pairs, tokens * top_k in number, that are rows of the output, in their order."""
+        """Returns the (token, choice) pairs in the order of the output's rows; there are tokens * top_k pairs."""
         return torch.argsort(indices.reshape(-1).long(), stable=True)[:rows]
 
     def test_by_hand(self):
         x = torch.tensor([[1.0], [2.0], [3.0]])
         y, rows = moe_permute(x, torch.tensor([[1, 0], [0, 2], [2, 1]], dtype=torch.int32), 0, map_type="index")
         self.assertEqual(y.view(-1).tolist(), [1, 2, 1, 3, 2, 3])
-        self.assertEqual(rows.tolist(), [2, 1, 5, 0, 4, 3])  # of the tokens' first experts, then of their second ones
+        self.assertEqual(rows.tolist(), [2, 1, 5, 0, 4, 3])  # pairs of the tokens' first experts come before those of their second experts
 
     def test_compiled(self):
         x, indices = drawn(6, 4).requires_grad_(), chosen(6, 5, 2)
         permute = torch.compile(lambda x: moe_permute(x, indices, 12, map_type="index"), fullgraph=True, backend="aot_eager")
         for got, want in zip(permute(x), moe_permute(x, indices, 12, map_type="index")):
             self.assertTrue(torch.equal(got, want))
-        # With it, inductor would look for CUDA's driver.
+        # If Triton were reported as available, inductor would look for CUDA's driver.
         self.assertFalse(_triton.has_triton())
 
     def test_there_and_back(self):
@@ -96,7 +96,7 @@ class Permutation(Compared):
     def test_one_expert_each_needs_no_probabilities(self):
         x, indices = drawn(6, 4).requires_grad_(), torch.tensor([[2], [0], [1], [0], [2], [2]])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the dtype of the indices
+            warnings.simplefilter("ignore")  # a warning about the dtype of the indices
             y, rows = moe_permute(x, indices, 0, map_type="index")
         z = moe_unpermute(y, rows, map_type="index")
         self.assertTrue(torch.equal(z, x))
@@ -107,7 +107,7 @@ class Permutation(Compared):
         x, kind = drawn(3, 4), TE_DType[torch.float32]
         self.refused("dtype says torch.bfloat16", tex.moe_permute_fwd, x, TE_DType[torch.bfloat16], chosen(3, 4, 2), 0, [], 6)
         self.refused("have 6", tex.moe_unpermute_fwd, x, kind, torch.zeros(5, dtype=torch.int32), torch.empty(0), 3, 2)
-        with self.assertRaises(Error):  # a row that is none of the input's
+        with self.assertRaises(Error):  # a row index outside of the input
             tex.moe_unpermute_fwd(x, kind, torch.tensor([0, 1, 3], dtype=torch.int32), torch.empty(0), 3, 1)
 
 
@@ -117,7 +117,7 @@ def scores_of(logits, function):
 
 
 def routed(logits, top_k, before, groups, group_top_k, factor, function, bias):
-    """(probabilities, indices) in FP64, for autograd."""
+    """Returns (probabilities, indices) in FP64, for autograd."""
     scores = scores_of(logits, function) if function != "softmax" or before else logits
     choice = scores.detach() + (0 if bias is None else bias.double())
     if groups:
@@ -236,7 +236,7 @@ class Router(Compared):
 
 class ByRoutingMap(Compared):
     def order(self, chosen):
-        """[(token, expert)] of the rows."""
+        """Returns [(token, expert)] for the rows."""
         return [(t, e) for e in range(chosen.shape[1]) for t in range(chosen.shape[0]) if chosen[t, e]]
 
     def test_there_and_back(self):
@@ -254,7 +254,7 @@ class ByRoutingMap(Compared):
                 self.assertEqual(aligned.tolist(), [-(-n // 4) * 4 for n in counts.tolist()])
                 begins = aligned.cumsum(0) - aligned
                 place = torch.cat([begins[e] + torch.arange(n) for e, n in enumerate(counts.tolist())])
-                self.assertEqual(y.detach().double().sum(1).ne(0).sum().item(), len(pairs))  # the others are zeros
+                self.assertEqual(y.detach().double().sum(1).ne(0).sum().item(), len(pairs))  # the other tokens' rows are zeros
             else:
                 y, of_rows, rows = moe_permute_with_probs(x, probs, routes.int(), num_out_tokens=len(pairs))
                 offsets, place = None, torch.arange(len(pairs))
@@ -312,7 +312,7 @@ class CrossEntropy(Compared):
             self.near(x.grad, z.grad, 1e-5 if dtype == torch.float32 else 1e-2)
 
     def test_forms_of_versions_before(self):
-        """Until 2.19 the forward gives the gradient as well, in FP32 since 2.18, and autograd saves nothing else."""
+        """Until version 2.19 the forward returns the gradient as well, in FP32 since 2.18, and autograd saves nothing else."""
         backwards = {"_input": lambda _input, grad_output, is_cg_capturable=False: None,
                      "grad_input": lambda grad_input, grad_output, is_cg_capturable=False: None}
         for name, dtype, smoothing, reduce in itertools.product(backwards, (torch.float32, torch.bfloat16), (0.0, 0.2), (False, True)):
@@ -377,7 +377,7 @@ class Padding(Compared):
 
 
 class Experts(torch.nn.Module):
-    """Router, permutation, two grouped products with an activation between them, and back."""
+    """A mixture of experts: router, permutation, two grouped products with an activation between them, and unpermutation."""
 
     def __init__(self, hidden, experts, top_k, dtype):
         super().__init__()
@@ -411,7 +411,7 @@ class Experts(torch.nn.Module):
 class Mixture(Compared):
     def test_equals_a_loop_over_experts(self):
         layer, x = Experts(32, 6, 2, torch.float32), drawn(11, 32)
-        layer.router.weight.data[5] = 0  # the scores of the last expert
+        layer.router.weight.data[5] = 0  # ties the last expert's scores
         layer.router.weight.data[5, 0] = -9
         x[:, 0] = 5
         grad, names = drawn(11, 32, seed=2), [n for n, _ in layer.named_parameters()]

@@ -1,4 +1,4 @@
-"""Ops on the storages of NVIDIA's package read what they hold at the time of the call, as matrices, with sizes and dtypes checked."""
+"""Tests that ops on the storages of NVIDIA's package read their contents at the time of the call, as matrices, and check sizes and dtypes."""
 
 import ctypes
 import enum
@@ -15,13 +15,13 @@ from te_fl.transformer_engine_torch import matrix_ops
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer
 from transformer_engine.pytorch.constants import DType
-import transformer_engine_torch as tex  # the package brings it
+import transformer_engine_torch as tex  # registered by inside_package
 
 E4M3 = torch.float8_e4m3fn
 
 
 class Elsewhere:
-    """A tensor that says it lies on a GPU, by DLPack."""
+    """A tensor that claims by DLPack to be on a GPU."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -30,7 +30,7 @@ class Elsewhere:
         capsule = self.tensor.__dlpack__()
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
         pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + 8).value = 2  # kDLCUDA, behind the address of the data
+        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + 8).value = 2  # kDLCUDA; device_type lies after the data pointer
         return capsule
 
 
@@ -47,7 +47,7 @@ def quantizer_of(kind, internal=True, rowwise=True, columnwise=True):
 
 
 def product(a, b, trans_b=True):
-    """b a^T, or b a of A as it lies."""
+    """Computes b a^T, or b a for an untransposed A."""
     return tex.generic_gemm(a, trans_b, b, False, None, None, DType.kFloat32, None, DType.kFloat32, False, None, False, torch.empty(0), 0, False,
                             True)[0]
 
@@ -79,7 +79,7 @@ class OneDevice(Case):
 
 
 class WhatItHoldsNow(Case):
-    """A storage whose buffers are replaced, filled anew or taken away after a product is read anew by the next."""
+    """A product reads the buffers that a storage has at that moment, also if they were replaced, overwritten or removed after an earlier product."""
 
     def pair(self, kind="delayed", **usages):
         a = tex.quantize(self.w, quantizer_of(kind, **usages))
@@ -151,7 +151,7 @@ class WhatItHoldsNow(Case):
 
 
 class Together(Case):
-    """Parts that split_quantize() makes over one buffer."""
+    """Tests parts that split_quantize() makes over one buffer."""
 
     def parts(self, kind, sections, alone=False, columns=32, **usages):
         x = torch.randn(sum(sections), columns, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -269,7 +269,7 @@ class WrongParts(Case):
 
 
 class Named(pickle.Unpickler):
-    """Notes the modules of what a pickle names."""
+    """Records the modules whose names a pickle contains."""
 
     def find_class(self, module, name):
         self.modules.add(module)
@@ -278,11 +278,12 @@ class Named(pickle.Unpickler):
 
 class Pickles(unittest.TestCase):
     def test_what_is_written_here_is_read_without_te_fl(self):
-        """Pickles name NVIDIA's modules and PyTorch's: enumerations of the extension module by its name, with the class and a number, as its own write theirs."""
+        """Pickles contain only names of NVIDIA's and PyTorch's modules. An enumerator is pickled as the extension module's class and a number, as
+        NVIDIA's own is."""
         numbered = [kind for kind in vars(tex).values() if isinstance(kind, type) and issubclass(kind, enum.IntEnum)]
         self.assertGreater(len(numbered), 10)
         quantizers = [quantizer_of(kind, False) for kind in ("delayed", "current", "square")]
-        quantizers[0].dtype = tex.DType.kFloat8E4M3  # as versions before 2.17 hold it
+        quantizers[0].dtype = tex.DType.kFloat8E4M3  # as package versions before 2.17 store it
         values = [*(member for kind in numbered for member in kind), *quantizers, *(q(torch.ones(128, 128)) for q in quantizers), tex.FP8TensorMeta,
                   torch.Generator().manual_seed(1), te.Linear(16, 16, device="cpu").state_dict()]
         for value in values:

@@ -1,6 +1,6 @@
-"""Tries what NVIDIA's package computes on te-fl, in a process of its own for each version: python inside_trial.py FOLDER, the folder into which the pure
-package is unpacked. Prints one JSON object {"version", "cases": {name: numbers or what was refused}}. The numbers are sums of the results and
-gradients against fixed weights, and are alike for all versions that compute alike (tools/inside_versions.py, inside_versions_test.py)."""
+"""Runs a version of NVIDIA's package on te-fl, in a process of its own: python inside_trial.py FOLDER, the folder into which the pure package is
+unpacked. Prints one JSON object {"version", "cases": {name: numbers, or the error text}}. The numbers are weighted sums of results and gradients, so
+versions with equal numbers compute the same (tools/inside_versions.py, inside_versions_test.py)."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ RECIPES = {"bf16": None, "delayed": recipes.DelayedScaling(amax_history_len=4), 
 
 
 def numbers(tensors):
-    """A number for each tensor, which depends on the place of every element."""
+    """Returns a number for each tensor that depends on the position of every element."""
     result = []
     for t in tensors:
         t = (t.dequantize() if hasattr(t, "dequantize") and hasattr(t, "_quantizer") else t).detach().double().reshape(-1)
@@ -33,7 +33,7 @@ def numbers(tensors):
 
 
 def trained(module, recipe, *arguments, steps=2, shape=(TOKENS, WIDTH), dtype=BF16, **options):
-    """The result and all gradients of the last of some steps."""
+    """Runs some steps; returns the result and all gradients of the last one."""
     torch.manual_seed(11)
     for p in module.parameters():
         if not hasattr(p, "_quantizer"):
@@ -74,7 +74,7 @@ def packed_attention():
 
 
 def output_in_codes():
-    """A gradient flows through the codes that the first product hands to the second."""
+    """The gradient passes through codes that the first product outputs and the second one reads."""
     torch.manual_seed(3)
     first, second = te.Linear(WIDTH, 64, params_dtype=BF16), te.Linear(64, 32, params_dtype=BF16)
     x = torch.randn(TOKENS, WIDTH).to(BF16).requires_grad_()
@@ -180,7 +180,7 @@ def cross_entropy():
 
 
 def codes(make):
-    """A tensor by a quantizer alone."""
+    """Quantises a tensor with a quantizer directly."""
     torch.manual_seed(5)
     x = torch.randn(64, WIDTH, dtype=BF16)
     quantised = make()(x)
@@ -210,7 +210,8 @@ for name, recipe in RECIPES.items():
         f"checkpoint {name}": lambda r=recipe: checkpointed(r)})
     if recipe is not None:
         CASES[f"quantized_model_init {name}"] = lambda r=recipe: quantized_weights(r)
-BLOCKS = {"mxfp8": recipes.MXFP8BlockScaling(), "nvfp4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)}  # Random rounding has tests of its own.
+# Stochastic rounding is off, because its numbers differ between runs; other tests cover it.
+BLOCKS = {"mxfp8": recipes.MXFP8BlockScaling(), "nvfp4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)}
 for name, recipe in BLOCKS.items():
     CASES[f"TransformerLayer {name}"] = lambda r=recipe: trained(layer(), r, shape=(16, 2, WIDTH))
 CASES.update({
@@ -236,7 +237,7 @@ def run():
             continue
         try:
             found[name] = numbers(case())
-        except Exception as error:  # one case that is refused says so, and the others go on
+        except Exception as error:  # records the error of a refused case and goes on with the others
             found[name] = f"{type(error).__name__}: {error}"
     return found
 

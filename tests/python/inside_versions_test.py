@@ -1,5 +1,6 @@
-"""Versions of NVIDIA's package before and after the newest that te-fl is made for: what each calls is taken as it means it, the oldest computes the
-same numbers, and what a newer one would call otherwise is refused by name. tools/inside_versions.py makes the record and the table of the page."""
+"""Tests te-fl with versions of NVIDIA's package older and newer than the one it is written for: each version's calls are interpreted by that
+version's meaning, the oldest version computes the same numbers, and unknown calls of a newer one are refused by name. tools/inside_versions.py writes
+the record and the table of the page."""
 
 import inspect
 import json
@@ -24,14 +25,15 @@ from te_fl.transformer_engine_torch import absent, older
 
 HERE = pathlib.Path(__file__).resolve().parent
 RECORD = json.loads((HERE / "transformer_engine_torch_versions.json").read_text())
-# The recipes' own words where the package refuses, and numbers that are a version's own.
+# Error texts of cases that the package's own recipes refuse.
 REFUSED = {"te.ops.Sequential block": "Fusible operations do not support FP8 block scaling"}
-# Until 2.15 FusedAdam writes codes by the scale that a quantizer keeps, as under delayed scaling.
+# Cases with version-specific numbers -> how many leading numbers are nevertheless equal. Until 2.15 FusedAdam writes codes with the scale that the
+# quantizer stores, as under delayed scaling.
 OWN_NUMBERS = {"quantized_model_init current": 4}
 
 
 def uses_of(version):
-    """The calls and names of a version, with what the record has of newer ones only."""
+    """Returns the calls and names of a version; the record lists only differences from the next newer version."""
     forms = {}
     for newer, entry in RECORD.items():
         forms = {**{n: f for n, f in forms.items() if n not in entry["uncalled"]}, **entry["calls"]}
@@ -46,7 +48,7 @@ def members_for(version):
 
 
 def trial(version, *only):
-    """The findings of inside_trial.py; None where tools/test.sh has not installed the version."""
+    """Returns the results of inside_trial.py; None if tools/test.sh has not installed the version."""
     folder = os.path.join(os.environ.get("INSIDE_VERSIONS", sys.prefix), version if "INSIDE_VERSIONS" in os.environ else f"inside-{version}")
     if version == transformer_engine.__version__:
         folder = str(pathlib.Path(transformer_engine.__file__).parents[1])
@@ -66,14 +68,14 @@ class Record(unittest.TestCase):
                 self.assertEqual(calls.unknown(uses_of(version), members_for(version)), {})
 
     def test_arguments_by_place_are_those_of_the_version(self):
-        """Where a version's parameters are not those of 2.20, what is called has its names in its order."""
+        """For a version with other parameters than 2.20, te-fl's function has that version's parameter names in the same order."""
         for version, entry in RECORD.items():
             members = members_for(version)
             for name, wanted in entry["parameters"].items():
                 if name in absent.REASONS:
                     continue
                 found = inspect.signature(members[name]).parameters
-                behind = list(found.values())[len(wanted):]  # of a newer version, at the end
+                behind = list(found.values())[len(wanted):]  # later parameters belong to a newer version
                 with self.subTest(f"{version} {name}"):
                     self.assertEqual([_plain(n) for n in list(found)[:len(wanted)]], [_plain(n) for n in wanted])
                     self.assertFalse([p.name for p in behind if p.default is p.empty])
@@ -84,7 +86,7 @@ class Record(unittest.TestCase):
 
 
 def _plain(name):
-    """te-fl's names of a parameter where they are not the header's."""
+    """Maps te-fl's parameter names to the header's where they differ."""
     return {"fwd_input": "input", "grad_probs": "grad_scores"}.get(name, name)
 
 
@@ -113,10 +115,10 @@ class Numbers(unittest.TestCase):
 
 
 class Enquiries(unittest.TestCase):
-    """Forms whose values the trial does not show."""
+    """Tests call forms whose values inside_trial.py does not print."""
 
     def test_shares_of_a_result(self):
-        """Until 2.19 each step adds its share by the last log-sum-exp."""
+        """Until 2.19 each step of context parallelism adds its share, weighted with the latest log-sum-exp."""
         torch.manual_seed(1)
         tokens, heads, ends = 8, 2, torch.tensor([0, 8], dtype=torch.int32)
         steps = [(torch.randn(tokens, heads, 4), torch.randn(heads, tokens)) for _ in range(3)]
@@ -141,7 +143,7 @@ class Enquiries(unittest.TestCase):
         self.assertEqual(ask(*shared[:2], tex.DType.kFloat16, *shared[3:], masks.NVTE_NO_MASK, *sizes, -1, -1, *flags), none)
 
     def test_amax_that_is_there(self):
-        """Before 2.16 a quantizer of current scaling keeps scale and amax, and may be told to use the amax that it has."""
+        """Before 2.16 a quantizer for current scaling stores scale and amax, and can be told to use the stored amax."""
         torch.manual_seed(1)
         x = torch.randn(16, 32)
         for internal in (False, True):
@@ -167,7 +169,7 @@ class Enquiries(unittest.TestCase):
 
 class Newer(unittest.TestCase):
     def test_unknown(self):
-        """Calls of a newer version that are not known are named at the import and refused when called; the rest is as ever."""
+        """Unknown calls of a newer version are listed at import and refused when called; known calls still work."""
         uses = calls.Uses({"quantize": {(7, frozenset())}, "dequantize": {(2, frozenset())}}, {"quantize", "dequantize", "invented"})
         module = types.ModuleType("transformer_engine_torch")
         vars(module).update(vars(tex))
@@ -181,7 +183,7 @@ class Newer(unittest.TestCase):
         self.assertIs(module.dequantize, tex.dequantize)
 
     def test_attention_that_is_recomputed(self):
-        """2.19 gives fused attention its packed input beside the parts of it: as values alone, which no backward runs through."""
+        """2.19 passes fused attention its packed input in addition to the parts of it; te-fl takes it as values only, without a gradient."""
         class Loader:
             @staticmethod
             def exec_module(module):

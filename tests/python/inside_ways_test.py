@@ -1,5 +1,5 @@
-"""The ways in which NVIDIA's package comes to compute with te-fl, each in a process of its own: by a call, by TE_FL_INSIDE_TRANSFORMER_ENGINE when the
-interpreter starts, by the package's own NVTE_PLUGIN; and what is refused."""
+"""Tests the ways to make NVIDIA's package compute with te-fl, each in a process of its own: by a call, by TE_FL_INSIDE_TRANSFORMER_ENGINE when the
+interpreter starts, and by the package's own NVTE_PLUGIN. Also tests the refusals."""
 
 import importlib.util
 import os
@@ -27,7 +27,8 @@ layer(torch.randn(16, 32, device="cuda")).sum().backward()
 import te_fl, transformer_engine_torch
 print("served by", sorted({u["impl_id"] for u in te_fl.usage()}), transformer_engine_torch.__name__)
 """
-# The package does this with NVTE_PLUGIN once its extension is loaded, which needs NVIDIA's libraries (transformer_engine/common/__init__.py).
+# The steps that the package performs for NVTE_PLUGIN after it has loaded its extension, which needs NVIDIA's libraries
+# (transformer_engine/common/__init__.py).
 PLUGIN = """
 import importlib, sys, types, warnings
 extension = types.ModuleType("transformer_engine_torch")
@@ -42,7 +43,8 @@ print(sys.modules["transformer_engine_torch"].__name__)
 
 
 def run(program, site=None, python=PYTHON, **variables):
-    """site: a folder that plays site-packages. python: what runs it, with PyTorch imported already unless it is sys.executable alone."""
+    """Runs a program. site: a folder used as site-packages. python: the command line, which has PyTorch imported already unless it is sys.executable
+    alone."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("NVTE_", "TE_FL_"))}
     environment.update({k: v for k, v in variables.items() if v is not None})
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (site, BESIDE, os.environ.get("PYTHONPATH", "")) if p)
@@ -106,7 +108,7 @@ class Ways(unittest.TestCase):
         self.assertIn("pip install --no-deps " + (ROOT / "tests/python/requirements-inside.txt").read_text().split()[-1], page)
 
     def test_names(self):
-        """Every name of the extension module is there: served, or refused with a reason."""
+        """The module has every name of NVIDIA's extension module: served, or refused with a reason."""
         import json
         names = json.loads((ROOT / "tests/python/transformer_engine_torch_names.json").read_text())
         result = run("import te_fl.transformer_engine_torch as t, te_fl.transformer_engine_torch.absent as a, json, sys\n"

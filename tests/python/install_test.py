@@ -1,4 +1,4 @@
-"""The installed package: an import brings few modules and does little, the package holds its files, and `python -m te_fl doctor`
+"""Tests the installed package: importing te_fl imports few modules and does little, the package contains all its files, and `python -m te_fl doctor`
 works."""
 
 import json
@@ -15,14 +15,14 @@ from te_fl import frameworks
 
 PACKAGE = os.path.dirname(os.path.abspath(te_fl.__file__))
 FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "triton", "numpy", "transformer_engine")
-# The modules that import a framework, since they are made for one.
-# te_fl.private_device is for devices of PyTorch, below te_fl.pytorch; NVIDIA's package, which has imported PyTorch, imports what follows it.
+# Modules that may import a framework because they are made for it. te_fl.private_device supports PyTorch devices, below te_fl.pytorch. The modules
+# after it are for NVIDIA's package, which has imported PyTorch.
 FOR_FRAMEWORKS = ("te_fl.pytorch", "te_fl.jax", "te_fl.private_device", "te_fl.transformer_engine_torch", "te_fl.inside.host_",
                   "te_fl.multi_tensor", "te_fl.remainders", "te_fl.attention_logits")
 
 
 def run(code, **environment):
-    """A fresh interpreter; what it printed."""
+    """Runs code in a fresh interpreter; returns its output."""
     found = subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True)
     if found.returncode:
         raise AssertionError(found.stderr)
@@ -30,7 +30,7 @@ def run(code, **environment):
 
 
 def modules_of(folder):
-    """Every module of the package by its file; importing them to find them would be the very thing that is tested."""
+    """Lists every module of the package by file names, since importing modules would change what the test measures."""
     for where, _, names in os.walk(folder):
         parts = ["te_fl", *os.path.relpath(where, folder).split(os.sep)]
         for name in names:
@@ -68,7 +68,8 @@ class Importing(unittest.TestCase):
         self.assertEqual(run(code, PYTHONDONTWRITEBYTECODE="1").strip(), "[]")
 
     def test_an_import_is_small(self):
-        # The modules that it adds to a bare interpreter's, by name, stand for its time: the package's own, and what those need.
+        # The modules that the import adds to a bare interpreter stand for its time: only the package's own modules and their requirements are
+        # allowed.
         added = set(run("import sys; before = set(sys.modules); import te_fl\nprint(*(set(sys.modules) - before))").split())
         heavy = {"asyncio", "ctypes", "email", "importlib.metadata", "inspect", "json", "logging", "subprocess", "tempfile", "unittest"}
         self.assertEqual({m for m in added if m in heavy or m.split(".")[0] in heavy}, set())
@@ -94,7 +95,7 @@ class NotBuilt(unittest.TestCase):
 
 
 class Installed(unittest.TestCase):
-    """Tests of an installed wheel; the build tree has no metadata."""
+    """Tests of an installed wheel; the build tree has no package metadata."""
 
     def setUp(self):
         try:
@@ -123,7 +124,8 @@ class Installed(unittest.TestCase):
             self.assertIn("te_fl/" + part, self.files)
         sources = [f for f in self.files if f.endswith((".cpp", ".hpp", ".a")) and not f.startswith("te_fl/include/")]
         self.assertEqual({f.split("te_fl/", 1)[-1] for f in sources},
-                         {f"pytorch/autograd/{name}" for name in ("node.cpp", "node_objects.hpp", "plain_forward.hpp")})  # build-node compiles them
+                         # build-node compiles these sources
+                         {f"pytorch/autograd/{name}" for name in ("node.cpp", "node_objects.hpp", "plain_forward.hpp")})
 
     def test_a_backend_builds_against_it(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +151,7 @@ class Installed(unittest.TestCase):
             self.assertIn(f"{package}>={least}", extras)
 
     def test_libraries_are_the_packages_own(self):
-        # The libraries of the build tree or of the system would be those that happen to be on this machine.
+        # The process must map the wheel's libraries, not those of the build tree or the system that happen to be on this machine.
         maps = run("""if True:
             import numpy, te_fl
             x, d = numpy.ones((64, 64), "f4"), numpy.zeros((64, 64), "f4")
@@ -176,7 +178,7 @@ class Doctor(unittest.TestCase):
         return found
 
     def old(self, package, version):
-        """A path on which a package of this version lies that cannot be imported."""
+        """Makes a search path with a package of this version that cannot be imported."""
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         os.makedirs(os.path.join(folder.name, f"{package}-{version}.dist-info"))

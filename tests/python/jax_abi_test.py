@@ -1,4 +1,4 @@
-"""python/src/jax/xla_ffi.hpp, which declares XLA's C ABI, against the headers of the jaxlib that is installed."""
+"""Tests python/src/jax/xla_ffi.hpp, which declares XLA's C ABI, against the headers of the installed jaxlib."""
 
 import pathlib
 import re
@@ -10,7 +10,7 @@ import unittest
 import jax
 
 SOURCE = pathlib.Path(__file__).resolve().parents[2] / "python" / "src" / "jax"
-MEMBERS = {  # ours, theirs: member pairs whose offsets and sizes must agree
+MEMBERS = {  # our struct -> XLA's: pairs of members whose offsets and sizes must agree
     ("Extension", "XLA_FFI_Extension_Base"): {"type": "type", "next": "next"},
     ("ApiVersion", "XLA_FFI_Api_Version"): {"major": "major_version", "minor": "minor_version"},
     ("ErrorRequest", "XLA_FFI_Error_Create_Args"): {"message": "message", "code": "errc"},
@@ -30,7 +30,7 @@ MEMBERS = {  # ours, theirs: member pairs whose offsets and sizes must agree
 }
 NUMBERS = {"kMetadataExtension": "XLA_FFI_Extension_Metadata", "kBufferArgument": "XLA_FFI_ArgType_BUFFER",
            "kStringAttribute": "XLA_FFI_AttrType_STRING", "kMajor": "XLA_FFI_API_MAJOR"}
-RENAMED = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}  # from JAX 0.12 on
+RENAMED = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}  # names from JAX 0.12 on
 ERRORS = {"kInvalidArgument": "INVALID_ARGUMENT", "kDeadlineExceeded": "DEADLINE_EXCEEDED", "kNotFound": "NOT_FOUND",
           "kAlreadyExists": "ALREADY_EXISTS", "kResourceExhausted": "RESOURCE_EXHAUSTED", "kFailedPrecondition": "FAILED_PRECONDITION",
           "kUnimplemented": "UNIMPLEMENTED", "kInternal": "INTERNAL", "kUnavailable": "UNAVAILABLE", "kDataLoss": "DATA_LOSS"}

@@ -1,4 +1,4 @@
-"""te_fl.jax.flax: parameters, values against FP64, FP8 state as a collection, what is refused, and the GPT of the example."""
+"""Tests te_fl.jax.flax: parameters, values against FP64, FP8 state as a collection, refusals, and the GPT of the example."""
 
 import importlib.util
 import inspect
@@ -46,7 +46,7 @@ def softmax64(s):
 
 
 def attention64(x, p, heads, bias=None, scale=1.0):
-    """Causal self-attention of the fused kernels, with the projection."""
+    """Computes causal self-attention, with the projection, in FP64."""
     qkv = np.einsum("bsk,knf->bsnf", norm64(x, p["qkv"]), p["qkv"]["kernel"]) + p["qkv"].get("bias", 0)
     q, k, v = (qkv[:, :, i].reshape(*x.shape[:2], heads, -1) for i in range(3))
     s = np.einsum("bqhd,bkhd->bhqk", q, k) * scale + (0 if bias is None else bias)
@@ -102,7 +102,7 @@ class Modules(unittest.TestCase):
         y = jax.jit(lambda v, x: layer.apply(v, x, deterministic=True))(variables, x)
         p, wide = as64(variables["params"]), np.asarray(x, np.float64)
         distance = np.arange(6)[:, None] - np.arange(6)[None]
-        # 32 buckets, 16 for each side, of which the nearest 8 distances have one each.
+        # 32 buckets, 16 for each direction; each of the nearest 8 distances has a bucket of its own.
         bias = p["relpos_bias"]["rel_embedding"][:, np.where(distance < 0, 16 - distance, distance)]
         wide = wide + attention64(wide, p["attention"], 4, bias)
         hidden = norm64(wide, p["mlp"]) @ p["mlp"]["wi_kernel"][:, 0] + p["mlp"]["wi_bias"][0]
@@ -117,7 +117,7 @@ class Modules(unittest.TestCase):
         variables = layer.init(jax.random.key(0), x, encoded, encoder_decoder_mask=mask)
         apply = jax.jit(lambda e: layer.apply(variables, x, e, encoder_decoder_mask=mask))
         y, changed = apply(encoded), apply(encoded.at[:, 3:].add(1.0))
-        np.testing.assert_array_equal(y[0], changed[0])  # masked positions are not seen
+        np.testing.assert_array_equal(y[0], changed[0])  # changes at masked positions have no effect
         self.assertFalse(np.allclose(y[1], changed[1]))
 
     def test_low_rank_and_dropout(self):
@@ -206,7 +206,7 @@ class Modules(unittest.TestCase):
             self.assertIn("kernel_own_scale", Own().init(jax.random.key(0), normal(4, 16))["fp8_metas"])
 
     def test_an_empty_batch(self):
-        """Forward and backward of every module, in high precision and under each recipe."""
+        """Runs forward and backward of every module on an empty batch, in high precision and under each recipe."""
         x = jnp.zeros((0, 4, 32), jnp.float32)
         for chosen in (None, recipe.DelayedScaling(amax_history_len=2), recipe.Float8CurrentScaling(), recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling()):
             layer = tf.TransformerLayer(hidden_size=32, mlp_hidden_size=32, num_attention_heads=2, use_bias=True, window_size=(1, 1), enable_rotary_pos_emb=True)
@@ -219,8 +219,8 @@ class Modules(unittest.TestCase):
                 self.assertFalse(bool(grad.any()), path)
 
     def test_every_field_is_read(self):
-        """A field that no line of its class reads would be accepted and ignored. Some are read by functions that get the module, and
-        float32_logits is what the op does anyway."""
+        """Every field of a class must be read in its source, since an unread field would be accepted and ignored. Exceptions: fields that functions
+        taking the module read, and float32_logits, which describes what the op always does."""
         for module in (tf.DenseGeneral, tf.LayerNorm, tf.LayerNormDenseGeneral, tf.LayerNormMLP, tf.DotProductAttention, tf.MultiHeadAttention,
                        tf.RelativePositionBiases, tf.TransformerLayer):
             source = inspect.getsource(module).split("def ", 1)[1]
@@ -251,7 +251,7 @@ class State(unittest.TestCase):
             again = flax.serialization.from_bytes(jax.tree.map(jnp.zeros_like, variables), saved)
             self.assertEqual(float(step(variables, x)[0]), float(step(again, x)[0]))
             fresh = {**variables, "fp8_metas": jax.tree.map(lambda a: jnp.ones_like(a) * (a.shape == (1,)), metas)}
-            self.assertNotEqual(float(step(variables, x)[0]), float(step(fresh, x)[0]))  # the scales matter
+            self.assertNotEqual(float(step(variables, x)[0]), float(step(fresh, x)[0]))  # other scales give another loss, so the saved ones were used
 
     def test_high_precision_and_current_scaling_have_no_state(self):
         x = normal(4, 16)
@@ -268,7 +268,7 @@ class State(unittest.TestCase):
                 dense.apply(variables, x)
 
     def test_nn_scan_over_layers(self):
-        """Layers by nn.scan: parameters and FP8 state are stacked."""
+        """Stacks layers with nn.scan: parameters and FP8 state are stacked too."""
         class Block(nn.Module):
             @nn.compact
             def __call__(self, x, _):
@@ -285,8 +285,8 @@ class State(unittest.TestCase):
 
 
     def test_states_of_microbatches(self):
-        """A layer with one state whose uses JAX adds up (nn.scan that broadcasts it, and a layer that is called twice), one whose gradients a program
-        adds up, and an optimizer that gets the parameters of several microbatches."""
+        """Tests layers whose one state has several uses that JAX adds up (nn.scan with a broadcast state, a layer called twice), a layer whose
+        gradients the program adds up, and an optimizer that accumulates several microbatches."""
         class Twice(nn.Module):
             @nn.compact
             def __call__(self, x):
@@ -362,7 +362,7 @@ class Document(unittest.TestCase):
 @unittest.skipUnless(NAMES_TOOL.exists(), "needs te-fl's tools")
 class Names(unittest.TestCase):
     def test_what_differs_from_transformer_engine_has_a_reason_on_the_page(self):
-        """Public names, members, parameters, fields and defaults of transformer_engine.jax."""
+        """Compares public names, members, parameters, fields and defaults with transformer_engine.jax."""
         spec = importlib.util.spec_from_file_location("transformer_engine_jax", NAMES_TOOL)
         tool = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(tool)
@@ -371,7 +371,7 @@ class Names(unittest.TestCase):
         found = tool.differences(facts)
         self.assertEqual(found, sorted(tool.REASONS))
         self.assertIn(tool.section(found), DOCUMENT.read_text())
-        # It sees a name, a member, a parameter and a default that are others.
+        # The comparison detects a differing name, member, parameter and default.
         for fact, what in (({"parameters": [["x", None, "positional"]]}, ": parameters"), ({"members": {"nothing": None}}, ".nothing"),
                            ({"members": {"epsilon": {"default": "0.5"}}}, ".epsilon: default"),
                            ({"members": {"__call__": {"parameters": [["y", None, "positional"]]}}}, ".__call__: parameters")):

@@ -1,4 +1,4 @@
-"""te_fl.jax under FP8 against the quantised computation in NumPy, and the state that goes in and comes out."""
+"""Tests te_fl.jax under FP8 against the quantised computation in NumPy, and the FP8 state that functions take and return."""
 
 import functools
 import threading
@@ -23,7 +23,7 @@ def normal(*shape):
 
 
 def cast(x, scale, dtype):
-    """x as the codes hold it, in FP64."""
+    """Quantises x with a scale; returns the dequantised values in FP64."""
     scaled = np.clip(x * np.float32(scale), -LARGEST[dtype], LARGEST[dtype])
     return scaled.astype(dtype).astype(np.float64) / np.float64(np.float32(scale))
 
@@ -33,7 +33,7 @@ def current(x, dtype):
 
 
 def blocks(x, rows, columns, dtype, scale_of):
-    """x with one scale for each block of the matrix."""
+    """Quantises x with one scale per block; returns the dequantised values."""
     made = np.empty(x.shape)
     for i in range(0, x.shape[0], rows):
         for j in range(0, x.shape[1], columns):
@@ -65,7 +65,7 @@ class Products(unittest.TestCase):
         return y, grads
 
     def check(self, found, wanted):
-        # Tensor cores sum FP8 products in fewer bits than FP32 has.
+        # Tensor cores accumulate FP8 products with fewer bits than FP32.
         bound = 2e-6 if jax.default_backend() == "cpu" else 1e-5
         np.testing.assert_allclose(found, wanted, rtol=0, atol=bound * self.K * np.abs(wanted).max())
 
@@ -102,7 +102,7 @@ class Products(unittest.TestCase):
             np.testing.assert_array_equal(pull(cotangent.reshape(128, 2, 128))[0].reshape(128, 256), pull_flat(cotangent)[0])
 
     def test_delayed_scaling_over_steps(self):
-        """Each step quantises with the scale that the amaxes of the steps before gave."""
+        """Each step quantises with the scale from the amaxes of the earlier steps."""
         length, margin = 3, 1
         state = create_set(recipe.DelayedScaling(amax_history_len=length, margin=margin))
         scales, seen = {"x": 1.0, "kernel": 1.0, "dgrad": 1.0}, []
@@ -122,17 +122,17 @@ class Products(unittest.TestCase):
                 scales[name] = np.float32(LARGEST[dtypes[name]] / 2**margin) / max(last)
                 self.assertAlmostEqual(float(quantizer.scale[0]) / scales[name], 1.0, places=6)
                 self.assertEqual(float(quantizer.amax_history[-1]), last[-1])
-                self.assertEqual(float(quantizer.amax_history[0]), 0.0)  # where the step's amax is collected
+                self.assertEqual(float(quantizer.amax_history[0]), 0.0)  # this entry collects the current step's amax
 
     def test_most_recent(self):
         quantizer = Quantizer(jnp.ones(1), jnp.array([0.0, 8.0, 2.0]), amax_compute_algo="most_recent")
         self.assertEqual(float(quantizer.after(jnp.array([4.0])).scale[0]), 112.0)
         self.assertEqual(float(Quantizer(jnp.ones(1), jnp.array([0.0, 8.0, 2.0])).after(jnp.array([4.0])).scale[0]), 56.0)
-        for amax in (np.inf, np.nan):  # the old scale stays
+        for amax in (np.inf, np.nan):  # a non-finite amax keeps the old scale
             self.assertEqual(float(quantizer.after(jnp.array([amax])).scale[0]), 1.0)
 
     def test_a_step_without_an_amax_changes_nothing(self):
-        """Neither the history nor the scale, which the amaxes of the steps before would give."""
+        """Without an amax in a step, neither history nor scale changes, even if the earlier amaxes would give another scale."""
         for algorithm in ("max", "most_recent"):
             for history, amax, wanted in (([0.0, 2.0, 1.0, 4.0], 0.0, (7.0, [0.0, 2.0, 1.0, 4.0])), ([0.0], 0.0, (7.0, [0.0])),
                                           ([3.0, 2.0, 1.0, 4.0], 0.0, (112.0 if algorithm == "max" else 448 / 3, [0.0, 1.0, 4.0, 3.0])),
@@ -142,7 +142,7 @@ class Products(unittest.TestCase):
                     self.assertEqual((float(quantizer.scale[0]), quantizer.amax_history.tolist()), (np.float32(wanted[0]), wanted[1]))
 
     def states(self, factors, length):
-        """Microbatches of these sizes, and the states after a step over all of them that began from the one that is returned."""
+        """Returns microbatches scaled by these factors, a kernel, and an initial state that is not fresh."""
         base = normal(32, 64)
         x = [base * f for f in factors]
         begin = create_set(recipe.DelayedScaling(amax_history_len=length))
@@ -151,8 +151,9 @@ class Products(unittest.TestCase):
         return x, normal(64, 32), begin
 
     def test_states_of_microbatches_become_that_of_a_step_over_all(self):
-        """Where JAX adds up the gradients of uses, and where a program does, microbatches without a value other than 0 included, and those (3) that leave
-        the state of the step before as it was."""
+        """The accumulated state of microbatches equals that of one step over all of them, for gradients that JAX adds up and for those that a program
+        adds up. Some microbatches are all zeros; a microbatch with factor 3 repeats the amax of the earlier step and so leaves the state as it
+        was."""
         for length, factors in ((1, (1, 4, 0.5)), (3, (0, 1, 0, 2, 4, 0)), (4, (0, 0)), (3, (4, 2)), (1, (3, 1)), (2, (1, 3))):
             x, kernel, begin = self.states(factors, length)
 
@@ -173,7 +174,8 @@ class Products(unittest.TestCase):
                     np.testing.assert_array_equal(a, b)
 
     def test_a_microbatch_without_an_amax_beside_one_that_tells_less_than_the_state(self):
-        """add_gradients() cannot tell it from one with the amax of the step before, whose smaller scale clips nothing; a state that begins has none."""
+        """add_gradients() cannot distinguish a microbatch without an amax from one with the earlier step's amax. The result is then the smaller
+        scale, which clips nothing. A fresh state has no such amax."""
         grad = lambda amax, state: state.after(jnp.full(1, amax))  # noqa: E731
         for state, other, wanted in ((Quantizer(jnp.full(1, 112.0), jnp.zeros(1)), 1.0, 112.0), (Quantizer(jnp.ones(1), jnp.zeros(1)), 1.0, 448.0),
                                      (Quantizer(jnp.full(1, 112.0), jnp.array([0.0, 4.0])), 8.0, 56.0)):
@@ -200,7 +202,8 @@ class Products(unittest.TestCase):
         self.assertEqual(float(after.x.amax_history[-1]), np.abs(self.x).max())
 
     def test_a_product_that_the_loss_does_not_depend_on(self):
-        """JAX makes zeros of its state, which count as none; update_collections keeps the state."""
+        """If the loss does not depend on a product, JAX returns a zero state gradient, which counts as no amax; update_collections keeps the
+        state."""
         state = create_set(recipe.DelayedScaling(amax_history_len=2))
         unused = jax.grad(lambda q: 0.0 * jnp.sum(self.x) + jnp.sum(jax.lax.stop_gradient(te.dense.dense(self.x, self.kernel, quantizer_set=q))))(state)
         self.assertEqual(float(unused.x.scale[0]), 0.0)
@@ -213,8 +216,7 @@ class Products(unittest.TestCase):
 
 
 class Fused(unittest.TestCase):
-    """The norm and the activation write the codes themselves. Their FP32 results may differ from NumPy's in the last bit, and so may
-    single codes."""
+    """Fused norm and activation write the codes directly. Their FP32 results may differ from NumPy's in the last bit, and so may single codes."""
 
     def check(self, found, wanted, step):
         off = np.abs(np.asarray(found, np.float64) - wanted)
@@ -260,7 +262,7 @@ class Recipes(unittest.TestCase):
             with self.assertRaisesRegex(NotImplementedError, text):
                 with te.autocast(enabled=True, recipe=chosen):
                     pass
-            with te.autocast(enabled=False, recipe=chosen):  # as a switch that is off, nothing is asked of it
+            with te.autocast(enabled=False, recipe=chosen):  # a disabled autocast does not check its recipe
                 self.assertIsNone(te.quantize.get_global_quantize_recipe())
 
     def test_what_is_no_recipe_or_mesh_resource_says_so(self):
@@ -295,7 +297,7 @@ class Recipes(unittest.TestCase):
         self.assertIsNone(te.quantize.get_global_quantize_recipe())
 
     def test_what_was_traced_under_another_recipe_is_traced_again(self):
-        """JAX keeps what it traced of scans, checkpointed functions and inner jits, and would take it again under any recipe."""
+        """JAX caches traces of scans, checkpointed functions and inner jits; te-fl must make it trace again under another recipe."""
         x, kernel = normal(16, 16), normal(16, 16)
 
         def step(h, _=None):
@@ -317,9 +319,9 @@ class Recipes(unittest.TestCase):
         chosen = recipe.Float8CurrentScaling()
         with te.autocast(enabled=True, recipe=chosen):
             whole(x)
-            chosen.fp8_format = recipe.Format.E4M3  # after autocast has read it
+            chosen.fp8_format = recipe.Format.E4M3  # changes the recipe after autocast has read it
             whole(x)
-            self.assertEqual(whole._cache_size(), count)  # an equal recipe is the same key
+            self.assertEqual(whole._cache_size(), count)  # an equal recipe gives the same cache key
         np.testing.assert_array_equal(full, whole(x))
 
     def test_autocast_is_the_thread_s(self):

@@ -1,4 +1,4 @@
-"""te_fl.jax's functions against the same in FP64 by jnp: values and gradients; what the program contains; how errors arrive."""
+"""Tests te_fl.jax's functions against jnp in FP64: values and gradients, the compiled program's contents, and how errors are raised."""
 
 import concurrent.futures
 import dataclasses
@@ -52,10 +52,10 @@ def attend64(q):
 
 
 class Against64(unittest.TestCase):
-    """Shared by the tests of functions."""
+    """Helpers shared by the tests of functions."""
 
     def compare(self, ours, theirs, *arguments, tolerance=2e-5):
-        """Values and all gradients, for a cotangent of no symmetry, jitted."""
+        """Compares jitted values and all gradients, with an asymmetric cotangent."""
         weight = np.random.default_rng(1).normal(size=jax.eval_shape(theirs, *arguments).shape)
         places = tuple(range(len(arguments)))
         ours_both = jax.jit(lambda *a: (ours(*a), jax.grad(lambda *b: jnp.sum(ours(*b).astype(jnp.float64) * weight), places)(*a)))(*arguments)
@@ -121,7 +121,7 @@ class Functions(Against64):
         self.compare(lambda x: jnp.stack([te.softmax.softmax(x, None, 0.7), te.softmax.softmax(x, mask, 0.7, SoftmaxFusionType.SCALED_MASKED),
                                           te.softmax.softmax(x, None, 0.7, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED)]),
                      lambda x: jnp.stack([jax.nn.softmax(jnp.where(out, -jnp.inf, 0.7 * x)) for out in (False, mask, causal)]), x)
-        for nonzero in (256, 0.5, -1e9):  # uint8 would make 0 of 256 and of 0.5
+        for nonzero in (256, 0.5, -1e9):  # a cast to uint8 would turn 256 and 0.5 into 0
             masked = te.softmax.softmax(x, mask * nonzero, 0.7, SoftmaxFusionType.SCALED_MASKED)
             np.testing.assert_array_equal(masked, te.softmax.softmax(x, mask, 0.7, SoftmaxFusionType.SCALED_MASKED))
 
@@ -157,14 +157,15 @@ class Attention(Against64):
                      lambda *a: jnp.stack([attention64(*a, out=out) for out in (None, self.causal, window)]), *qkv)
 
     def test_padding_as_lengths_and_as_a_mask(self):
-        rows = (jnp.arange(6) < self.lengths[:, None])[:, :, None, None]  # of padding queries nothing is asked
+        rows = (jnp.arange(6) < self.lengths[:, None])[:, :, None, None]  # leaves out the rows of padding queries, which are unspecified
         kinds = ((AttnMaskType.PADDING_MASK, self.padding), (AttnMaskType.PADDING_CAUSAL_MASK, self.padding | self.causal))
         operands = (SequenceDescriptor.from_seqlens(self.lengths), jnp.broadcast_to(self.padding, (2, 1, 6, 6)))
         self.compare(lambda *a: jnp.stack([self.call(*a, kind, descriptor=one) * rows for kind, _ in kinds for one in operands]),
                      lambda *a: jnp.stack([attention64(*a, out=out) * rows for _, out in kinds for _ in operands]), self.q, self.k, self.v)
 
     def test_windows_line_up_as_the_mask_type_says(self):
-        """Bottom right where it is called so, else top left, with more keys than queries, as many and fewer, and lengths of their own."""
+        """Windows align at the bottom right if the mask type's name says so, otherwise at the top left; with more, as many and fewer keys than
+        queries, and with per-sequence lengths."""
         kinds = {kind: "BOTTOM_RIGHT" in kind.name for kind in AttnMaskType}
         for queries, keys in ((3, 6), (6, 6), (6, 4)):
             q, k, v = self.q[:, :queries], self.k[:, :keys], self.v[:, :keys]
@@ -174,10 +175,11 @@ class Attention(Against64):
                 for kind, bottom_right in kinds.items():
                     counts = lengths if kind.is_padding() else (jnp.full(2, queries), jnp.full(2, keys))
                     shift = (counts[1] - counts[0])[:, None, None] * bottom_right
-                    where = np.arange(keys)[None, None] - np.arange(queries)[None, :, None] - shift  # of a key beside its query
+                    where = np.arange(keys)[None, None] - np.arange(queries)[None, :, None] - shift  # position of a key relative to its query
                     out = (window[0] >= 0) & (where < -window[0]) | (window[1] >= 0) & (where > window[1]) | kind.is_causal() & (where > 0)
                     out = out | (np.arange(keys) >= counts[1][:, None, None])
-                    alive = ((np.arange(queries) < counts[0][:, None]) & ~out.all(-1))[:, :, None, None]  # of the others nothing is asked
+                    # leaves out rows without visible keys, which are unspecified
+                    alive = ((np.arange(queries) < counts[0][:, None]) & ~out.all(-1))[:, :, None, None]
                     wanted.append((out[:, None], alive))
                     calls.append((kind, SequenceDescriptor.from_seqlens(lengths), alive))
                     if kind.is_padding():
@@ -192,7 +194,7 @@ class Attention(Against64):
                                                        for out, alive in wanted]), q, k, v)  # noqa: B023
 
     def test_masks_of_five_dimensions(self):
-        out = jnp.asarray(RNG.integers(0, 2, (2, 2, 2, 6, 6)), jnp.uint8).at[..., 0].set(0)  # groups of keys' heads, and their members
+        out = jnp.asarray(RNG.integers(0, 2, (2, 2, 2, 6, 6)), jnp.uint8).at[..., 0].set(0)  # dimensions: KV groups, and query heads of each group
         whole = self.call(self.q, self.k, self.v, AttnMaskType.PADDING_MASK, descriptor=out)
         np.testing.assert_array_equal(whole, self.call(self.q, self.k, self.v, AttnMaskType.PADDING_MASK, descriptor=out.reshape(2, 4, 6, 6)))
         np.testing.assert_array_equal(self.call(self.q, self.k, self.v, AttnMaskType.PADDING_MASK, descriptor=out[:, :1, :1]),
@@ -209,7 +211,7 @@ class Attention(Against64):
         ids = (jnp.array([[1, 1, 2, 2]]), jnp.array([[1, 1, 1, 2, 2, 2]]))
         positions = (jnp.array([[0, 1, 0, 1]]), jnp.array([[0, 1, 2, 0, 1, 2]]))
         found = te.attention.make_swa_mask(*positions, (0, 0), jnp.uint8, *ids)
-        np.testing.assert_array_equal(found[0, 0, :2, :3], [[0, 1, 1], [0, 0, 1]])  # three keys beside two queries: the last ones are level
+        np.testing.assert_array_equal(found[0, 0, :2, :3], [[0, 1, 1], [0, 0, 1]])  # two queries, three keys: aligned at the bottom right
 
     def test_names_of_masks_and_layouts(self):
         names = te.attention.canonicalize_attn_mask_type
@@ -249,8 +251,8 @@ class Attention(Against64):
         first = drop(v, 0)
         np.testing.assert_array_equal(first, drop(v, 0))
         self.assertFalse(np.array_equal(first, drop(v, 1)))
-        self.assertLess(abs(float(first.mean()) - 1), 0.1)  # each of 128 rows is the mean of 64 values, 0 or 2
-        # Keys of either kind, several of them, and any two numbers are seeds.
+        self.assertLess(abs(float(first.mean()) - 1), 0.1)  # a row is the mean of 64 values, each 0 or 2; there are 128 rows
+        # Typed and raw keys, several keys, and any two integers are valid seeds.
         for name, seed, same in (("typed", jax.random.key(0), 0), ("typed, several", jax.random.split(jax.random.key(0), 3), None),
                                  ("raw", jax.random.PRNGKey(7), None), ("raw, several", jax.random.split(jax.random.PRNGKey(7), 2), None),
                                  ("rbg", jax.random.key(7, impl="rbg"), None), ("numbers", jnp.array([3, 4], jnp.int32), None)):
@@ -261,7 +263,7 @@ class Attention(Against64):
         for wrong in (jnp.zeros((1,), jnp.uint32), jnp.zeros((2,), jnp.float32)):
             with self.assertRaisesRegex(ValueError, "it is a key of jax.random, two numbers of uint32"):
                 drop(v, wrong)
-        # Where the forward dropped, the gradient of v is zero: with these v, sum(out) = sum of what was kept.
+        # The gradient of v is zero where the forward dropped. With these v, sum(out) is the sum of the kept probabilities.
         self.assertAlmostEqual(float(jax.grad(lambda v: drop(v, 0).sum())(v).sum()), float(first.sum()), places=2)
 
 
@@ -303,13 +305,13 @@ class Programs(unittest.TestCase):
         old = jnp.ones((3, 5), jnp.float32)
         a, b = normal(3, 4), normal(4, 5)
         np.testing.assert_allclose(te.ops.generic_gemm(a=a, b=b, d=old, accumulate=True), a @ b + 1, atol=1e-5)
-        np.testing.assert_array_equal(old, 1)  # an argument that is read and written is returned; the array itself stays
+        np.testing.assert_array_equal(old, 1)  # the function returns the updated array; the argument stays unchanged
         kept, mask = te.ops.dropout_fwd(input=jnp.ones(250, jnp.float32), p=0.25, rng=random_state(jax.random.key(0)))
         self.assertEqual(mask.shape, (32,))
         self.assertEqual(int(np.unpackbits(np.asarray(mask)).sum()), int((kept != 0).sum()))
         _, each = te.ops.multi_tensor_l2norm(inputs=[jnp.full((4,), 2.0, jnp.float32), jnp.ones((9,), jnp.float32)], per_tensor_norms=True)
         np.testing.assert_allclose(each, [4, 3])
-        for layout, shape in (("sbhd", (4, 2, 3, 8)), ("bshd", (2, 4, 3, 8)), ("thd", (4, 3, 8))):  # the extents that the layout chooses
+        for layout, shape in (("sbhd", (4, 2, 3, 8)), ("bshd", (2, 4, 3, 8)), ("thd", (4, 3, 8))):  # the layout determines the order of the extents
             lengths = {"cu_seqlens": jnp.array([0, 4], jnp.int32)} if layout == "thd" else {}
             turned = te.ops.fused_rope_forward(input=normal(*shape), freqs=jnp.zeros((4, 1, 1, 8), jnp.float32), layout=layout, **lengths)
             self.assertEqual(turned.shape, shape)
@@ -380,7 +382,7 @@ class Programs(unittest.TestCase):
 
     @unittest.skipIf(jax.default_backend() != "cpu", "it names the CPU's implementations")
     def test_the_policy_is_that_of_the_trace(self):
-        """A program that was traced before, or that XLA runs on another thread, keeps the policy with which it was compiled."""
+        """A compiled program keeps the policy under which it was traced, even if XLA runs it on another thread."""
         x = normal(8, 1, 4)
         f = jax.jit(lambda x: jax.lax.scan(lambda c, _: (te.activation.activation(c[:, None], ("gelu",)), None), x[:, 0], None, 2)[0])
 
@@ -393,14 +395,14 @@ class Programs(unittest.TestCase):
         self.assertEqual(servers(f, x), {"default.cpu"})
         with te_fl.policy(per_op={"gelu": ["vendor:nobody", "reference"]}):
             self.assertEqual(servers(f, x), {"reference.host"})
-            with te_fl.policy(strict=True):  # settings left out are as outside
+            with te_fl.policy(strict=True):  # settings that the inner scope omits stay those of the outer scope
                 self.assertIn("| per_op=gelu=vendor:nobody|reference strict=1", f.lower(x).as_text())
                 with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "strict"):
                     jax.block_until_ready(f(x))
             compiled = f.lower(x).compile()
             self.assertEqual(servers(f, x), {"reference.host"})
             self.assertEqual(servers(plain, x), {"default.cpu"})
-            self.assertIn("nobody", te_fl.policy_text())  # a run takes nothing from the thread's own scopes
+            self.assertIn("nobody", te_fl.policy_text())  # running the program does not read the thread's own policy scopes
             with concurrent.futures.ThreadPoolExecutor(1) as other:
                 self.assertEqual(other.submit(servers, f, x).result(), {"default.cpu"})
         self.assertEqual(servers(compiled, x), {"reference.host"})
@@ -412,9 +414,9 @@ class Programs(unittest.TestCase):
                     jnp.ones(2, jnp.float32), call=f"relu input -> output | | {text}"))
 
     def test_every_op_is_known_to_xla_from_the_import_on(self):
-        """A program that another process has exported names targets that this one never traced."""
+        """An exported program names call targets that the process has not traced itself; importing te_fl.jax registers all of them."""
         out = jax.ShapeDtypeStruct((2, 3), jnp.float32)
-        # An op that nothing in this file traces.
+        # An op that no test in this file traces.
         y = jax.ffi.ffi_call("te_fl.strided_copy", out)(jnp.ones((2, 3), jnp.float32), call="strided_copy input -> output |")
         np.testing.assert_array_equal(y, 1)
 
@@ -471,7 +473,8 @@ class Programs(unittest.TestCase):
                 with self.subTest(function), self.assertRaisesRegex(
                         te_fl.errors.Unsupported, rf"te_fl.jax: the op \w+ has no derivative of its own; te_fl.jax.{function} has a first one.*jax.custom_jvp"):
                     jax.eval_shape(second, x)
-            self.assertEqual(jax.eval_shape(jax.checkpoint(first), x).shape, x.shape)  # a forward that runs again is none
+            # a recomputed forward does not count as a second-order derivative
+            self.assertEqual(jax.eval_shape(jax.checkpoint(first), x).shape, x.shape)
         for f, text in ((lambda x: te.ops.gelu(input=x), "the op gelu has no derivative of its own; te_fl.jax.activation.activation has"),
                         (lambda x: te.ops.dropout_fwd(input=x, p=0.5, rng=jnp.zeros(4, jnp.uint32))[0], "no function of te_fl.jax has one of it; make one of "
                          "te_fl.jax.ops.dropout_fwd and the op of its gradient")):
@@ -493,7 +496,7 @@ class Versions(unittest.TestCase):
 
     def test_another_ffi_is_refused(self):
         with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.object(jax.ffi, "include_dir", lambda: folder):
-            te._check_versions()  # without headers XLA is the judge
+            te._check_versions()  # without headers the check is left to XLA
             header = pathlib.Path(folder) / "xla/ffi/api/c_api.h"
             header.parent.mkdir(parents=True)
             for version in ((1, 0), (0, 2)):

@@ -1,4 +1,4 @@
-"""te_fl.jax on meshes of data, fully sharded data and tensor axes: eight devices that the CPU plays, against one device."""
+"""Tests te_fl.jax on meshes with data, fully-sharded-data and tensor axes: eight emulated CPU devices against one device."""
 
 import os
 
@@ -53,18 +53,18 @@ def layer_of(hidden, **options):
 def close(test, found, wanted, tolerance):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         test.assertEqual(a.shape, b.shape)
-        a, b = np.asarray(a), np.asarray(b)  # where jnp would compile a program for each shape and layout
+        a, b = np.asarray(a), np.asarray(b)  # NumPy, because jnp would compile a program for each shape and layout
         test.assertLess(np.max(np.abs(a - b)), tolerance * max(1e-3, np.max(np.abs(b))))
 
 
 def collectives(compiled, kind):
-    """The result shapes of the collectives of one kind that move more than a vector."""
+    """Returns the result shapes of the collectives of one kind that transfer more than a vector."""
     shapes = re.findall(rf"= (.*?) {kind}(?:-start)?\(", compiled.as_text())
     return [dims for shape in shapes for dims in re.findall(r"\[([0-9]+(?:,[0-9]+)+)\]", shape)]
 
 
 def on_one_and_many(module, x, sizes, fp8=None, sequence_parallel=False, kind=AxisType.Auto):
-    """The loss and its gradients on one device and on a mesh, and the program of the latter."""
+    """Computes loss and gradients on one device and on a mesh; also returns the mesh's compiled program."""
     step = jax.value_and_grad(lambda v, x: (module.apply(v, x, deterministic=True) ** 2).mean(), (0, 1))
     with te.autocast(enabled=fp8 is not None, recipe=fp8):
         boxed = module.init(jax.random.key(0), x, deterministic=True)
@@ -81,16 +81,17 @@ def on_one_and_many(module, x, sizes, fp8=None, sequence_parallel=False, kind=Ax
 
 
 class Layers(unittest.TestCase):
-    """A TransformerLayer's loss and gradients, and the collectives of its program: four products each way, one of which has no gradient to gather."""
+    """Tests a TransformerLayer's loss and gradients, and the collectives in its program: four products in each direction; one of them needs no
+    gathered gradient."""
 
     def check_collectives(self, compiled, x, sizes, sequence_parallel):
         _, fsdp, tp = sizes
         rows = f"{x.shape[0] // sizes[0] // fsdp},{x.shape[1]}"
         activations = lambda kind, shape=rows: [s for s in collectives(compiled, kind) if s.startswith(shape)]  # noqa: E731
-        positions = "4,32"  # the gradient of relative positions, which every device has: [heads, buckets]
+        positions = "4,32"  # the gradient of relative positions, [heads, buckets], which every device holds
         gathered, scattered = [s for s in collectives(compiled, "all-gather") if s != positions], collectives(compiled, "reduce-scatter")
-        moved = 4 * (tp > 1 and sequence_parallel)  # before and after attention and the MLP, forward and backward
-        self.assertEqual(len(gathered), moved + 4 * (fsdp > 1))  # the four weights
+        moved = 4 * (tp > 1 and sequence_parallel)  # gathers before and after attention and the MLP, forward and backward
+        self.assertEqual(len(gathered), moved + 4 * (fsdp > 1))  # plus the four weights
         self.assertEqual(len(scattered), moved + 4 * (fsdp > 1))
         self.assertEqual(len(activations("all-gather")), moved)
         self.assertEqual(len(activations("all-reduce")), 4 * (tp > 1 and not sequence_parallel))
@@ -107,7 +108,7 @@ class Layers(unittest.TestCase):
                 self.check_collectives(compiled, x, sizes, sequence_parallel)
 
     def test_other_layers(self):
-        """One activation, groups of queries, rotary and relative positions, LayerNorm, explicit axes."""
+        """Covers layers with a single activation, grouped queries, rotary and relative positions, LayerNorm, explicit axes."""
         x = normal(8, 16, 32)
         groups = layer_of(32, num_gqa_groups=2, layernorm_type="rmsnorm", enable_rotary_pos_emb=True)
         one, many, compiled = on_one_and_many(groups, x, (2, 1, 2))
@@ -121,7 +122,7 @@ class Layers(unittest.TestCase):
         close(self, many, one, 1e-5)
 
     def test_fp8(self):
-        """Weights and sequences are gathered as codes, and amaxes are those of whole tensors."""
+        """Weights and sequences are gathered as FP8 codes, and amaxes are those of whole tensors."""
         x = normal(8, 16, 32)
         for fp8, tolerance in ((recipe.DelayedScaling(amax_history_len=2), 1e-5), (recipe.Float8CurrentScaling(), 1e-2)):
             module = layer_of(32, use_bias=True, mlp_activations=("silu", "linear"), enable_sequence_parallel=True)
@@ -131,7 +132,7 @@ class Layers(unittest.TestCase):
             self.assertEqual(len(collectives(compiled, "reduce-scatter")), 8)
 
     def test_block_scales(self):
-        """Blocks that lie on one device whole are quantised there, and no amax travels."""
+        """Blocks that lie entirely on one device are quantised there, and no amax is communicated."""
         x = normal(2, 128, 128)
         module = layer_of(256, mlp_hidden_size=256, mlp_activations=("silu", "linear"))
         one, many, compiled = on_one_and_many(module, x, (2, 1, 2), recipe.MXFP8BlockScaling())
@@ -140,9 +141,9 @@ class Layers(unittest.TestCase):
         self.assertNotIn("maximum", "".join(re.findall(r"all-reduce\(.*to_apply=%?(\S+)", compiled.as_text())))
         one, many, _ = on_one_and_many(layer_of(128, mlp_hidden_size=128, enable_sequence_parallel=True), normal(2, 128, 128), (2, 1, 2),
                                        recipe.MXFP8BlockScaling(), sequence_parallel=True)
-        close(self, many, one, 1e-5)  # half of 128 rows of each of two sequences are no blocks of 128
+        close(self, many, one, 1e-5)  # a device's half of 128 rows holds no whole block of 128
         one, many, _ = on_one_and_many(layer_of(48, mlp_activations=("silu", "linear")), normal(6, 10, 48), (2, 1, 2), recipe.Float8BlockScaling())
-        close(self, many, one, 1e-5)  # they do not: these products are computed whole
+        close(self, many, one, 1e-5)  # blocks cross devices here, so these products are computed unsharded
 
 
 class GPT(nn.Module):
@@ -157,8 +158,8 @@ class GPT(nn.Module):
 
 class Training(unittest.TestCase):
     def train(self, fp8, rate, sizes=None, steps=20):
-        """The loss of each step, and the variables after the last."""
-        module, data = GPT(), np.random.default_rng(0).integers(0, 64, (4, 8, 1)) + np.arange(17) * 3  # each sequence counts in threes
+        """Trains; returns the loss of each step and the final variables."""
+        module, data = GPT(), np.random.default_rng(0).integers(0, 64, (4, 8, 1)) + np.arange(17) * 3  # each sequence counts upwards in threes
 
         def step(variables, tokens):
             def loss_of(variables):
@@ -184,7 +185,7 @@ class Training(unittest.TestCase):
         return np.array(losses), variables
 
     def test_losses_are_those_of_one_device(self):
-        # In FP8 a difference of 1e-7 that rounds one code otherwise grows with the rate, on one device as well.
+        # In FP8 a difference of 1e-7 can change a code; the effect grows with the learning rate, on one device too.
         for fp8, rate, tolerance in ((None, 0.1, 1e-4), (recipe.DelayedScaling(amax_history_len=4), 0.01, 5e-3),
                                      (recipe.Float8CurrentScaling(), 0.01, 5e-3)):
             one, _ = self.train(fp8, rate)
@@ -198,14 +199,14 @@ class Training(unittest.TestCase):
                     np.testing.assert_array_equal(part, parts[0], err_msg=str(path))
             if isinstance(fp8, recipe.DelayedScaling):
                 scales = [s for path, s in jax.tree_util.tree_leaves_with_path(variables["fp8_metas"]) if "scale" in str(path[-1])]
-                self.assertEqual(len(scales), 27)  # of nine products, three each
+                self.assertEqual(len(scales), 27)  # three scales for each of nine products
                 self.assertTrue(all(float(scale[0]) != 1.0 for scale in scales))
 
 
 class ShardMap(unittest.TestCase):
     def test_amaxes_are_those_of_whole_tensors(self):
-        """Data, fully sharded and tensor parallelism by hand. Delayed scaling's state says over which axes it is shared; for scales that are
-        derived the mesh resource does."""
+        """Tests data, fully sharded and tensor parallelism in shard_map. For delayed scaling the state says over which axes amaxes are reduced; for
+        current scaling the mesh resource does."""
         arguments = (normal(8, 4, 32), normal(32), normal(32, 2, 64) / 6, normal(64, 32) / 8)
 
         def whole(x, gamma, k1, k2, sets):
@@ -247,7 +248,7 @@ class Attention(unittest.TestCase):
                            QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.LEARNABLE_SOFTMAX, 0.3, 0.0, True, softmax_offset=sink)
             return (jnp.where(kept[:, :, None, None], o, 0) ** 2).sum()
 
-        arguments = (q, q[:, :, :2] * 0.5, bias, sink)  # two heads of keys
+        arguments = (q, q[:, :, :2] * 0.5, bias, sink)  # two heads of keys and values
         places = (("dp", None, "tp"), ("dp", None, "tp"), (None, "tp"), ("tp",))
         for by_lengths in (True, False):
             both = jax.jit(jax.value_and_grad(lambda *a: f(*a, by_lengths), (0, 1, 2, 3)))  # noqa: B023
@@ -256,7 +257,7 @@ class Attention(unittest.TestCase):
             self.assertEqual(collectives(both.lower(*placed).compile(), "all-gather"), [])
 
     def test_dropout_is_cut_and_its_gradient_draws_the_same_mask(self):
-        """The result is linear in v, so its derivative along v is the result; the others are compared with differences."""
+        """The output is linear in v, so its derivative along v is the output; other derivatives are compared with finite differences."""
         q, key, sink, c = normal(4, 16, 4, 8), normal(4, 16, 2, 8), normal(4), normal(4, 16, 4, 8)
         seed, direction = random_state(jax.random.key(5)), normal(4, 16, 4, 8)
 
@@ -280,7 +281,7 @@ class Attention(unittest.TestCase):
                 self.assertAlmostEqual(float(dsink.sum()), float(difference), delta=1e-2)
                 self.assertEqual(collectives(grad.lower(*placed).compile(), "all-gather"), [])
                 out = np.asarray(jax.jit(f)(self.put(jnp.ones_like(key), *cut), *[self.put(jnp.zeros_like(a), *p) for a, p in ((q, cut), (sink, ("tp",)))]))
-                drawn = {out[b, :, h, 0].tobytes() for b in (0, 2) for h in (0, 2)}  # by each device one
+                drawn = {out[b, :, h, 0].tobytes() for b in (0, 2) for h in (0, 2)}  # each device draws its own mask
                 self.assertEqual(len(drawn), 4)
 
 
@@ -313,7 +314,7 @@ class Resources(unittest.TestCase):
             self.init(te.MeshResource(tp_resource="tp"), 1, 1, 4, layer=layer_of(32, num_gqa_groups=2))
         with self.assertRaisesRegex(ValueError, "'nvte_seqlen_tp' lies on 'tp'"):
             self.init(te.MeshResource(tpsp_resource="tp"), 1, 1, 4, x=(8, 18, 32), layer=layer_of(32, enable_sequence_parallel=True))
-        # A batch of one, as Flax's init is often given, and one head of keys have nothing to cut.
+        # A batch of one, as Flax's init often gets, and a single KV head cannot be sharded.
         self.assertEqual(self.init(te.MeshResource(dp_resource="dp", tp_resource="tp"), 2, 1, 2, x=(1, 16, 32), layer=layer_of(32, num_gqa_groups=1)).shape,
                          (1, 16, 32))
 
@@ -325,10 +326,10 @@ class Resources(unittest.TestCase):
             te.sharding.with_sharding_constraint_by_logical_axes(normal(4, 4), ("rows", None))
         with self.assertRaisesRegex(ValueError, r"has 2 and 2 devices; give one of the two"):
             self.init(te.MeshResource(tp_resource="a", tpsp_resource="b"), 2, 2, names=("a", "b"))
-        self.init(te.MeshResource(tp_resource="a", tpsp_resource="b"), 2, 1, names=("a", "b"))  # one of them has one device
+        self.init(te.MeshResource(tp_resource="a", tpsp_resource="b"), 2, 1, names=("a", "b"))  # allowed, because one of the two axes has one device
 
     def test_context_and_expert_axes_have_one_device(self):
-        """Programs name these axes whatever their size."""
+        """Programs may name context and expert axes in the mesh resource; such an axis must have one device."""
         for name in ("cp_resource", "ep_resource"):
             self.init(te.MeshResource(dp_resource="a", **{name: "b"}), 2, 1, names=("a", "b"))
             with self.assertRaisesRegex(NotImplementedError, rf"MeshResource\({name}='b'\) is not served over 2 devices, only on a mesh axis of one"):

@@ -1,4 +1,4 @@
-"""te_fl.ops on JAX's arrays, which are immutable."""
+"""Tests te_fl.ops on JAX arrays, which are immutable."""
 
 import unittest
 

@@ -1,4 +1,4 @@
-"""te_fl.jax under vmap, scan, remat, shard_map and XLA's partitioner, on four devices that the CPU plays."""
+"""Tests te_fl.jax under vmap, scan, remat, shard_map and XLA's partitioner, on four emulated CPU devices."""
 
 import os
 
@@ -31,7 +31,7 @@ def normal(*shape):
 def close(test, found, wanted, tolerance=1e-5):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         test.assertEqual(a.shape, b.shape)
-        a, b = np.asarray(a), np.asarray(b)  # where jnp would compile a program for each shape and layout
+        a, b = np.asarray(a), np.asarray(b)  # NumPy, because jnp would compile a program for each shape and layout
         test.assertLess(np.max(np.abs(a - b)), tolerance * max(1.0, np.max(np.abs(b))))
 
 
@@ -88,7 +88,7 @@ class OneDevice(unittest.TestCase):
             np.testing.assert_array_equal(a, b)
         calls = [jax.jit(jax.grad(functools.partial(loss, b))).lower(x, kernels, sets).as_text().count("@te_fl.rmsnorm_fwd")
                  for b in (block, jax.checkpoint(block))]
-        self.assertGreater(calls[1], calls[0])  # the program computes it again (what XLA's CPU compiler then makes of it is its own)
+        self.assertGreater(calls[1], calls[0])  # the lowered program recomputes the norm; XLA's CPU compiler may merge the copies later
 
 
 class FourDevices(unittest.TestCase):
@@ -104,7 +104,7 @@ class FourDevices(unittest.TestCase):
         return (y**2).mean()
 
     def test_xla_cuts_the_calls(self):
-        """Data on dp, the hidden width on tp: results as on one device, and no device holds the whole of an activation."""
+        """With data on dp and the hidden width on tp, results equal those on one device, and no device holds a whole activation."""
         x, gamma, kernels = normal(8, 4, 32), normal(32), (normal(32, 2, 64) / 6, normal(64, 32) / 8)
         biases = (normal(2, 64), normal(32))
         both = jax.jit(jax.value_and_grad(self.mlp, (0, 1, 2, 3, 4)))
@@ -116,12 +116,12 @@ class FourDevices(unittest.TestCase):
             text = both.lower(*arguments).compile().as_text()
             calls = re.findall(r"= .*custom-call.*te_fl.generic_gemm", text)
             self.assertEqual(len(calls), 6)
-            self.assertFalse([c for c in calls if "[32,128]" in c])  # y of the first product is [16,2*32] a device, its whole [32,2*64]
+            self.assertFalse([c for c in calls if "[32,128]" in c])  # y of the first product is [16,2*32] on a device and [32,2*64] as a whole
             self.assertIn("all-reduce", text)
-            self.assertNotIn(" all-gather(", text)  # of kernels, activations or gradients
+            self.assertNotIn(" all-gather(", text)  # no all-gather of kernels, activations or gradients
 
     def test_layouts_that_do_not_divide_are_computed_whole(self):
-        """Three rows over two devices, or over four: XLA pads what it moves, and an op sees the whole."""
+        """Three rows do not divide over two or four devices: XLA pads them for transfers, and an op computes the whole tensor."""
         x, kernel, gamma = normal(3, 8), normal(8, 5), normal(8)
 
         def f(x, kernel, gamma, spec=None):
@@ -133,7 +133,7 @@ class FourDevices(unittest.TestCase):
             close(self, jax.jit(jax.value_and_grad(functools.partial(f, spec=spec), (0, 1, 2)))(x, kernel, gamma), wanted)
         axes = (te.sharding.BATCH_AXES, te.sharding.HIDDEN_TP_AXES)
         placed = lambda x, k: (te.dense.dense(x, k, input_axes=(axes[0], None), output_axes=axes) ** 2).sum()  # noqa: E731
-        for mesh in (self.mesh, jax.make_mesh((2, 2), ("dp", "tp"))):  # extents that te-fl's own names lay out must divide
+        for mesh in (self.mesh, jax.make_mesh((2, 2), ("dp", "tp"))):  # extents with te-fl's logical axes must be divisible
             with jax.set_mesh(mesh), te.autocast(mesh_resource=te.MeshResource(dp_resource="dp", tp_resource="tp")):
                 with self.assertRaisesRegex(ValueError, "3 is not a multiple of 2"):
                     jax.jit(placed)(x, kernel)
@@ -152,7 +152,7 @@ class FourDevices(unittest.TestCase):
         close(self, product(self.put(x, "dp"), self.put(kernel, None, "tp")), product(x, kernel))
 
     def test_shard_map(self):
-        """Tensor parallelism by hand: each device calls the ops on its part, the sum over devices is the program's, and the parts of a tensor
+        """Tensor parallelism in shard_map: each device calls the ops on its part, the program itself sums over devices, and the parts of a tensor
         share one scale."""
         x, gamma, kernels = normal(8, 32), normal(32), (normal(32, 2, 64) / 6, normal(64, 32) / 8)
 
@@ -178,7 +178,7 @@ class FourDevices(unittest.TestCase):
         close(self, *[jax.jit(jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2)))(q, gamma, beta) for f in (part, whole)])  # noqa: B023
 
     def test_a_transformer_layer_on_data_and_tensor_axes(self):
-        """Placed by Flax's logical axes, in FP8: as on one device, and nothing is gathered."""
+        """A layer whose parameters are placed by Flax's logical axes, in FP8: equals the result on one device, without any all-gather."""
         try:
             from flax import linen as nn
         except ModuleNotFoundError as error:
@@ -203,7 +203,7 @@ class FourDevices(unittest.TestCase):
         self.assertNotIn(" all-gather(", compiled.as_text())
 
     def test_state_that_would_differ_by_device_is_refused(self):
-        """Without check_vma, JAX would add a state up over the devices, or let each have its own."""
+        """Without check_vma, JAX would sum a state over the devices, or let each device have a different one, so te-fl refuses."""
         x, kernel, sets = normal(8, 32), normal(32, 16), create_set(recipe.DelayedScaling(amax_history_len=2))
         state = lambda x, q: jax.grad(lambda q: te.dense.dense(x, kernel, quantizer_set=q).sum())(q)  # noqa: E731
         shard = functools.partial(jax.shard_map, mesh=self.mesh, in_specs=(P("dp"), P()), out_specs=P())
@@ -225,18 +225,19 @@ class FourDevices(unittest.TestCase):
 
 
 class ExplicitAxes(unittest.TestCase):
-    """Meshes of jax.make_mesh, where an array's type says how it lies: results, gradients and their types, and nothing runs whole on each device."""
+    """Meshes of jax.make_mesh, where an array's type contains its sharding: tests results, gradients and their types, and that no device runs an op
+    on the whole tensor."""
 
     def setUp(self):
         self.mesh = jax.make_mesh((2, 2), ("dp", "tp"))
 
     def compare(self, f, arguments, axes, parts=None):
-        """axes: of each argument. parts: shapes that calls of products have on a device."""
+        """axes: the sharding of each argument. parts: per-device shapes of the products' calls."""
         placed = tuple(jax.tree.map(lambda a, axes=axes: jax.device_put(a, NamedSharding(self.mesh, P(*axes))), argument)
                        for argument, axes in zip(arguments, axes, strict=True))
         both = jax.jit(jax.value_and_grad(f, tuple(range(len(arguments)))))
         wanted = both(*arguments)
-        if parts is not None:  # enough to see that without jax.set_mesh the types alone say it
+        if parts is not None:  # checks in some cases only that types alone suffice, without jax.set_mesh
             close(self, both(*placed), wanted, 1e-5)
         with jax.set_mesh(self.mesh):
             compiled = both.lower(*placed).compile()

@@ -1,4 +1,4 @@
-"""Plugins in Python: modules of TE_FL_PLUGIN_MODULES, packages with an entry point, and te-fl check of one."""
+"""Tests plugins written in Python: modules of TE_FL_PLUGIN_MODULES, packages with an entry point, and te-fl check of such a plugin."""
 
 import os
 import pathlib
@@ -50,7 +50,7 @@ class Modules(unittest.TestCase):
         return path
 
     def distribution(self, name, module, entry="acme", version="2.5"):
-        """Writes the files that pip leaves of an installed package."""
+        """Writes the metadata files that pip writes for an installed package."""
         info = f"{name}-{version}.dist-info"
         self.write(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         self.write(f"{info}/entry_points.txt", f"[te_fl.plugin]\n{entry} = {module}\n")
@@ -127,7 +127,7 @@ class Modules(unittest.TestCase):
         found = self.run_python(TE_FL_PLUGIN_MODULES="acme")
         self.assertIn("acme active", found.stdout)
         self.assertIn("vendor.acme", found.stdout)
-        found = self.run_python("import acme\n" + CALL, TE_FL_PLUGIN_MODULES="acme")  # its op would load the module that it is in
+        found = self.run_python("import acme\n" + CALL, TE_FL_PLUGIN_MODULES="acme")  # the op that acme calls while being imported would load acme
         self.assertIn("it is being imported still", found.stdout)
 
     def test_threads_that_come_first_together(self):
@@ -150,7 +150,7 @@ print([(u["impl_id"], u["calls"]) for u in te_fl.usage()])
         found = self.run_python()
         self.assertEqual(found.stdout, "['vendor.acme']\nacme active entry point acme = acme of acme-ops 2.5  ['relu: vendor.acme'] 2.5\n",
                          found.stderr)
-        twice = self.run_python(TE_FL_PLUGIN_MODULES="acme")  # and is loaded once
+        twice = self.run_python(TE_FL_PLUGIN_MODULES="acme")  # the module is also loaded only once
         self.assertIn("acme active TE_FL_PLUGIN_MODULES", twice.stdout)
         self.assertEqual(twice.stdout.count("vendor.acme']"), 2)
         for skip in ("acme", "*"):
@@ -164,7 +164,7 @@ print([(u["impl_id"], u["calls"]) for u in te_fl.usage()])
     def test_a_broken_package_says_how_to_silence_it(self):
         self.write("acme.py", "1/0\n")
         self.distribution("acme-ops", "acme")
-        found = self.run_python(TE_FL_STRICT="1")  # nobody named it
+        found = self.run_python(TE_FL_STRICT="1")  # no setting names the plugin
         self.assertIn("['default.cpu']", found.stdout)
         self.assertIn("ZeroDivisionError: division by zero; to do without it, uninstall the package, or name the module in TE_FL_SKIP_MODULES",
                       found.stderr)

@@ -1,4 +1,4 @@
-"""te_fl.ops on NumPy's tensors: values, errors, policies, quantised tensors, threads."""
+"""Tests te_fl.ops on NumPy arrays: values, errors, policies, quantised tensors, threads."""
 
 import ctypes
 import math
@@ -14,13 +14,13 @@ import te_fl
 
 
 def erf_free_gelu(x):
-    """The formula of ops/activation.yaml in double precision."""
+    """Computes the tanh GELU formula of ops/activation.yaml in double precision."""
     x = x.astype(np.float64)
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 class E4M3:
-    """Bytes of NumPy's as FP8 codes, which NumPy has no dtype for."""
+    """Wraps a NumPy array of bytes as FP8 codes, for which NumPy has no dtype."""
 
     def __init__(self, codes):
         self.codes, self.shape = codes, codes.shape
@@ -29,13 +29,13 @@ class E4M3:
         capsule = self.codes.__dlpack__()
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
         pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        # DLTensor: data, device and rank take 20 bytes, then comes the dtype's code; 10 is kDLFloat8_e4m3fn.
+        # In DLTensor data, device and rank take 20 bytes and are followed by the dtype's code; 10 is kDLFloat8_e4m3fn.
         ctypes.c_uint8.from_address(pointer(capsule, b"dltensor") + 20).value = 10
         return capsule
 
 
 class Elsewhere:
-    """An array that says it lies on a GPU."""
+    """An array that claims to be on a GPU."""
 
     def __init__(self, array):
         self.array, self.shape = array, array.shape
@@ -44,7 +44,7 @@ class Elsewhere:
         capsule = self.array.__dlpack__()
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
         pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + 8).value = 2  # kDLCUDA, behind the address of the data
+        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + 8).value = 2  # kDLCUDA; device_type lies after the data pointer
         return capsule
 
 
@@ -58,7 +58,7 @@ class Calls(unittest.TestCase):
         np.testing.assert_allclose(self.y, erf_free_gelu(self.x), atol=1e-6)
 
     def test_defaults_are_those_of_the_specification(self):
-        # generic_gemm's alpha is 1 and layernorm_fwd's epsilon 1e-5 unless given.
+        # The defaults are 1 for generic_gemm's alpha and 1e-5 for layernorm_fwd's epsilon.
         d = np.zeros((5, 5), np.float32)
         te_fl.ops.generic_gemm(a=self.x, b=self.x, d=d, trans_b=True)
         np.testing.assert_allclose(d, self.x.astype(np.float64) @ self.x.astype(np.float64).T, atol=1e-5)
@@ -106,7 +106,7 @@ class Calls(unittest.TestCase):
         scale_inv, amax = np.zeros(1, np.float32), np.zeros(1, np.float32)
         q = te_fl.Quantized(E4M3(codes), columnwise_data=E4M3(columns), scale=np.full(1, 1, np.float32), scale_inv=scale_inv, amax=amax)
         te_fl.ops.quantize(input=x, output=q)
-        # Sign, four bits of exponent with bias 7, three of mantissa; 1000 saturates at 448.
+        # E4M3 codes: sign, four bits of exponent with bias 7, three bits of mantissa; 1000 saturates at 448.
         self.assertEqual(list(codes[0]), [0x30, 0x38, 0xC0, 0x7E, 0x7E, 0x00])
         self.assertEqual(columns.tobytes(), codes.tobytes())
         self.assertEqual((amax[0], scale_inv[0]), (1000, 1))
@@ -225,7 +225,7 @@ class Choosing(unittest.TestCase):
         with self.assertRaisesRegex(te_fl.errors.FailedPrecondition, "innermost"):
             outer.__exit__()
         inner.__exit__()
-        self.assertIn("reference", te_fl.policy_text())  # the refused scope is still in force, and can end
+        self.assertIn("reference", te_fl.policy_text())  # the scope whose exit was refused is still active, and can be ended
         outer.__exit__()
         self.assertNotIn("reference", te_fl.policy_text())
 

@@ -1,4 +1,4 @@
-"""The recipes: Transformer Engine's defaults, questions and texts, and what te-fl's layers refuse of them."""
+"""Tests the recipes: Transformer Engine's defaults, predicates and texts, and which recipes te-fl's layers refuse."""
 
 import os
 import subprocess
@@ -66,7 +66,7 @@ class Recipes(unittest.TestCase):
                 make()
 
     def test_unknown_keywords_have_no_effect(self):
-        """Megatron gives DelayedScaling override_linear_precision and params_dtype, which Transformer Engine 2.20 takes so."""
+        """Megatron passes override_linear_precision and params_dtype to DelayedScaling; Transformer Engine 2.20 accepts and ignores such keywords."""
         for kind in (recipe.DelayedScaling, recipe.Float8CurrentScaling, recipe.Float8BlockScaling, recipe.MXFP8BlockScaling):
             with self.assertWarnsRegex(UserWarning, f"{kind.__name__} has no argument override_linear_precision, params_dtype: .*no effect"):
                 made = kind(override_linear_precision=(False, False, False), params_dtype=None)

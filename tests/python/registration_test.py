@@ -1,4 +1,4 @@
-"""Implementations of ops in Python: what they are handed, and that they are candidates like any other."""
+"""Tests ops implemented in Python: the arguments they get, and that they are candidates like any others."""
 
 import gc
 import json
@@ -24,7 +24,7 @@ def relu(input, output):
 
 
 class Registered(unittest.TestCase):
-    """Registers for one test, in front of everything."""
+    """Registers implementations for one test, with the highest priority."""
 
     def setUp(self):
         self.registry = OpRegistry.instance()
@@ -57,7 +57,7 @@ class Candidates(Registered):
                          ("vendor.acme", "vendor", "acme", "python", 1000, True))
 
     def test_policies_choose_it_or_not(self):
-        self.add("relu", relu, priority=0)  # a vendor's, below DEFAULT's 150
+        self.add("relu", relu, priority=0)  # priority 0 of kind VENDOR ranks below 150 of kind DEFAULT
         self.assertEqual(self.served(self.relu), ["default.cpu"])
         with te_fl.policy(prefer="vendor"):
             self.assertEqual(self.served(self.relu), ["vendor.acme"])
@@ -66,7 +66,7 @@ class Candidates(Registered):
         with te_fl.policy(prefer="vendor", deny_vendors=["acme"]):
             self.assertEqual(self.served(self.relu), ["default.cpu"])
         with te_fl.policy(deterministic=True, prefer="vendor"):
-            self.assertEqual(self.served(self.relu), ["default.cpu"])  # it does not promise the same bits
+            self.assertEqual(self.served(self.relu), ["default.cpu"])  # acme does not promise deterministic results
         self.registry.set_priority("relu", "vendor.acme", 2000)
         self.assertEqual(self.served(self.relu), ["vendor.acme"])
 
@@ -244,7 +244,7 @@ class Handed(Registered):
         self.add("relu", lambda input, output: self.fail("was run"))
         out = np.zeros((2, 3), np.uint16)
         self.assertEqual(self.served(lambda: te_fl.ops.relu(input=X, output=BF16(out))), ["default.cpu"])
-        self.assertEqual(out[0, 1], 0x4000)  # 2.0
+        self.assertEqual(out[0, 1], 0x4000)  # 2.0 as the bits of an FP16 number
 
     def test_other_ops_run_inside(self):
         self.add("relu", lambda input, output: te_fl.ops.gelu(input=input, output=output), tensors="te_fl")
@@ -325,7 +325,7 @@ class Failures(Registered):
         def fn(input, output):
             raise NotImplementedError("the first")
         self.add("relu", fn)
-        self.relu()  # another one serves
+        self.relu()  # another implementation serves the call
         with self.assertRaises(te_fl.errors.InvalidArgument) as caught:
             te_fl.ops.relu(input=X, output=np.zeros(3, np.float32))
         self.assertIsNone(caught.exception.__cause__)
@@ -417,7 +417,7 @@ class Registries(unittest.TestCase):
 
 
 class OwnArguments(unittest.TestCase):
-    """An op that the catalogue has not: its arguments and results are its functions'."""
+    """Tests an op that the catalogue does not have: its functions define its arguments and results."""
 
     def setUp(self):
         self.registry = OpRegistry()
@@ -518,7 +518,7 @@ class OwnArguments(unittest.TestCase):
         cpu = OpRegistry.instance().get_implementation("relu", "reference.host")
         y = np.zeros_like(X)
         te_fl.reset_usage()
-        cpu.fn(input=X, output=y)  # one in C++ is run by its own function
+        cpu.fn(input=X, output=y)  # a C++ implementation has a fn too
         self.assertEqual([row["impl_id"] for row in te_fl.usage()], [cpu.impl_id])
         np.testing.assert_array_equal(y, np.maximum(X, 0))
 
@@ -666,7 +666,7 @@ time.sleep(0.2)
 
 
 class Codes:
-    """Bytes of NumPy's under a dtype that NumPy lacks."""
+    """Wraps a NumPy array of bytes as a dtype that NumPy lacks."""
 
     def __init__(self, codes):
         self.codes, self.shape = codes, codes.shape
@@ -676,7 +676,7 @@ class Codes:
         capsule = self.codes.__dlpack__()
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
         pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        # DLTensor: data, device and rank take 20 bytes, then comes the dtype's code.
+        # In DLTensor data, device and rank take 20 bytes and are followed by the dtype's code.
         ctypes.c_uint8.from_address(pointer(capsule, b"dltensor") + 20).value = self.CODE
         return capsule
 

@@ -1,5 +1,5 @@
-"""usage: run.py FILE | FOLDER. Runs the tests of a file, or of the *_test.py of a folder in one process; exits 77, which means skipped, if a
-library that they import is not installed or they raise unittest.SkipTest."""
+"""usage: run.py FILE | FOLDER. Runs the tests of a file, or of the *_test.py of a folder in one process; exits 77, which means skipped, if an
+imported library is not installed or a file raises unittest.SkipTest."""
 
 import importlib.util
 import pathlib
@@ -10,7 +10,7 @@ import unittest
 def tests_of(path, name):
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # so that objects of its classes can be pickled
+    sys.modules[name] = module  # makes objects of the file's classes picklable
     spec.loader.exec_module(module)
     return unittest.defaultTestLoader.loadTestsFromModule(module)
 
@@ -18,7 +18,7 @@ def tests_of(path, name):
 tests = pathlib.Path(sys.argv[1]).resolve()
 try:
     if tests.is_dir():
-        sys.path[:0] = [str(tests), str(tests.parent)]  # for what the folder's tests share, and all of them
+        sys.path[:0] = [str(tests), str(tests.parent)]  # for modules shared by the folder's tests, and by all tests
         suite = unittest.TestSuite(tests_of(path, path.stem) for path in sorted(tests.glob("*_test.py")))
     else:
         suite = tests_of(tests, "tests")

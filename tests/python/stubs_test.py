@@ -1,4 +1,4 @@
-"""The types that te_fl declares are those that it has: signatures of ops against the op specification, annotations against the objects."""
+"""Tests te_fl's type stubs: signatures of ops against the op specification, annotations against the objects."""
 
 import ast
 import importlib.util
@@ -24,7 +24,7 @@ OBJECTS = {TENSOR: "Tensor", LIST: "Sequence[Tensor]", SAVED: "Saved", INTS: "Se
 
 
 def single(value, schema, name):
-    """A default as the op holds it: F32 has no 1e-5."""
+    """Rounds a default to F32, as the op stores it: 1e-5 is not exact there."""
     f32 = any(a["name"] == name and a["type"] == 5 for a in schema["args"])
     return struct.unpack("f", struct.pack("f", value))[0] if f32 else value
 
@@ -135,7 +135,7 @@ class Package(unittest.TestCase):
 
 
 class Checkers(unittest.TestCase):
-    """Runs type checkers on a program that uses te-fl as it is meant to be used, and on one that does not."""
+    """Runs type checkers on a program that uses te-fl correctly, and on one that does not."""
 
     RIGHT = """
 import jax.numpy as jnp
@@ -180,10 +180,10 @@ te_fl.policy(prefer="vendors")
 te_fl.policy(stritc=True)
 te.GroupedLinear(2, 8, 8, biass=False)
 """
-    LINES = [*range(5, 15)]  # of WRONG's calls
+    LINES = [*range(5, 15)]  # lines of WRONG with wrong calls
 
     def check(self, *command):
-        """Runs a checker on both programs in a folder of their own; it has to name the wrong lines, and them alone."""
+        """Runs a checker on both programs in a folder of their own; it must report exactly the wrong lines."""
         with tempfile.TemporaryDirectory() as folder:
             for name, program in (("right", self.RIGHT), ("wrong", self.WRONG)):
                 pathlib.Path(folder, f"{name}.py").write_text(program)
@@ -195,7 +195,7 @@ te.GroupedLinear(2, 8, 8, biass=False)
         found = {(name, int(line)) for name, line in re.findall(r"(right|wrong)\.py:(\d+)(?::\d+)?\s*[:-] error", message)}
         self.assertEqual(found, {("wrong", line) for line in self.LINES}, message)
 
-    # mypy takes half a minute to read PyTorch and JAX, which pyright reads in three seconds; without them it checks te-fl's own and NumPy.
+    # mypy needs half a minute to read PyTorch and JAX (pyright three seconds), so it checks only te-fl's own files and NumPy.
     MYPY = """
 [mypy]
 strict = True

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate's Transformer Engine integration trains with te-fl under Transformer Engine's name."""
+"""Tests that Hugging Face Accelerate's Transformer Engine integration trains with te-fl under Transformer Engine's name."""
 
 import os
 import tempfile
@@ -24,7 +24,7 @@ def model():
 
 
 def train(net, optimizer, backward, device, steps=30):
-    """The losses of fitting a fixed random map."""
+    """Trains the net to fit a fixed random map; returns the losses."""
     generator = torch.Generator().manual_seed(2)
     target_map = torch.randn(32, 16, generator=generator) / 32**0.5
     losses = []
@@ -39,7 +39,7 @@ def train(net, optimizer, backward, device, steps=30):
 
 
 class Checkpointed(torch.nn.Module):
-    """model() whose part after the first layer runs again in the backward. reentrant: None keeps activations."""
+    """A model() that recomputes the part after its first layer in the backward. reentrant: None disables checkpointing."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -51,7 +51,7 @@ class Checkpointed(torch.nn.Module):
 
 
 class Layers(torch.nn.Module):
-    """States that are empty and some that are not, and parameters that lie in one array."""
+    """A model with empty and non-empty FP8 states, and with parameters that are views of one array."""
 
     def __init__(self, seed):
         super().__init__()
@@ -105,7 +105,8 @@ class Accelerate(unittest.TestCase):
             save_model(module, path)
             self.assertEqual(load_model(other, path), (set(), []))
             self.same(other.state_dict(), want)
-            reset = accelerate.state.AcceleratorState._reset_state  # the other tests' precision is FP8, for which prepare() converts models
+            # resets the precision: the other tests use FP8, for which prepare() converts models
+            reset = accelerate.state.AcceleratorState._reset_state
             reset(True)
             self.addCleanup(reset, True)
             for safe in (True, False):
@@ -145,7 +146,7 @@ class Accelerate(unittest.TestCase):
         self.assertLess(abs(losses[-1] - wanted[-1]), 0.1 * wanted[-1], (losses[-1], wanted[-1]))
 
     def test_gradient_checkpointing(self):
-        """The autocast is around the model's forward alone, so that the second run is outside of it."""
+        """The autocast surrounds only the model's forward, so the recomputed forward runs outside of it."""
         results = []
         for reentrant in (None, False, True):
             accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs(amax_history_len=16)])
@@ -155,7 +156,7 @@ class Accelerate(unittest.TestCase):
             results.append(train(net, optimizer, accelerator.backward, accelerator.device, steps=8))
         self.assertEqual(results[1], results[0])
         self.assertEqual(results[2], results[0])
-        for precision in ("bf16", "no"):  # PyTorch's own layers
+        for precision in ("bf16", "no"):  # without FP8 the model keeps PyTorch's own layers
             accelerate.state.AcceleratorState._reset_state(True)
             accelerator = accelerate.Accelerator(mixed_precision=precision)
             net = Checkpointed(False)

@@ -1,7 +1,7 @@
-"""Checkpoints of NVIDIA's Transformer Engine itself, in both directions.
+"""Tests checkpoints of NVIDIA's Transformer Engine itself, loaded and saved.
 
-data/transformer_engine_2.20.2.pt was written by transformer_engine_checkpoint.py --write. Where the real package is installed, or
-TRANSFORMER_ENGINE_PYTHON names an interpreter that has it, a new one is made, and what te_fl.pytorch saves is loaded by the package.
+data/transformer_engine_2.20.2.pt was written by transformer_engine_checkpoint.py --write. If the real package is installed, or
+TRANSFORMER_ENGINE_PYTHON names an interpreter that has it, the test makes a new one, and the package loads checkpoints of te_fl.pytorch.
 """
 
 import importlib.metadata
@@ -23,7 +23,7 @@ import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import DelayedScaling  # noqa: E402
 
 PROGRAM, KEPT = os.path.join(HERE, "transformer_engine_checkpoint.py"), os.path.join(HERE, "data", "transformer_engine_2.20.2.pt")
-PLACES = {"scaling_fwd": (2, 3), "scaling_bwd": (1, 2)}  # of a product's places those that te-fl's layers quantise come first
+PLACES = {"scaling_fwd": (2, 3), "scaling_bwd": (1, 2)}  # (slots that te-fl's layers quantise, slots of a product); the former come first
 
 
 def interpreter():
@@ -38,21 +38,21 @@ def interpreter():
 
 
 class _Anything(pickle.Unpickler):
-    """Reads a pickled state whose classes are not there."""
+    """Unpickles a state whose classes are not importable."""
 
     def find_class(self, module, name):
         if module.startswith("transformer_engine"):
             return type(name, (), {"__init__": lambda self, *supplied: None, "__setstate__": lambda self, state: None})
-        if (module, name) == ("builtins", "getattr"):  # of an enumeration's member, as Python 3.11.0 to 3.11.3 write it
+        if (module, name) == ("builtins", "getattr"):  # an enumerator, as Python 3.11.0 to 3.11.3 pickle it
             return lambda owner, member: None
         return super().find_class(module, name)
 
 
 def scales(state):
-    """{part: {'scaling_fwd': (scale, history), ..}} of a state_dict, of the places that te-fl's layers have."""
+    """Returns {part: {'scaling_fwd': (scale, history), ..}} of a state_dict, for the slots that te-fl's layers have."""
     out = {}
     for key, value in state.items():
-        # Transformer Engine writes attention's scales, which are 1, without fp8_dpa as well.
+        # Transformer Engine saves attention's scales, which are 1, even without fp8_dpa; te-fl does not.
         if not key.endswith("_extra_state") or "core_attention" in key or value is None or value.numel() == 0:
             continue
         found = _Anything(io.BytesIO(value.numpy().tobytes())).load()
@@ -99,7 +99,7 @@ class Checkpoints(unittest.TestCase):
                     high = module(x).cpu()
                 self.assertGreater(float((fp8.float() - high.float()).abs().max()), 0)
                 for got, key, bound in ((high, "high", 2e-2), (fp8, "fp8", 4e-2)):
-                    if key in own:  # written on a GPU
+                    if key in own:  # the checkpoint was written on a GPU
                         off = float((got.float() - own[key].float()).norm() / own[key].float().norm())
                         self.assertLess(off, bound, key)
 

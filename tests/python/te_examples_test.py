@@ -1,5 +1,5 @@
-"""Programs that call what Transformer Engine's quickstart, getting-started guide and README call run on te-fl with their import lines
-unchanged: TE_FL_AS_TRANSFORMER_ENGINE=1 alone is set. The device is cuda where there is one, else cpu."""
+"""Tests that programs with the calls of Transformer Engine's quickstart, getting-started guide and README run on te-fl with unchanged import lines;
+only TE_FL_AS_TRANSFORMER_ENGINE=1 is set. The device is cuda if there is one, else cpu."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from forkserver import PYTHON
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HAS_TORCH, HAS_FLAX = (importlib.util.find_spec(name) is not None for name in ("torch", "flax"))
 
-# A layer in plain PyTorch, the values that the others must give, and layers of Transformer Engine's modules with its parameters.
+# A layer in plain PyTorch, whose values the other layers must reproduce, and layers of Transformer Engine's modules with its parameters.
 QUICKSTART = """
 import math
 import sys
@@ -174,7 +174,7 @@ import te_fl
 assert any(row["op"] == "quantize" for row in te_fl.usage())
 """
 
-# The guides' programs, as they are pasted: nothing of them changes but the device, where there is no other than the host.
+# The guides' programs, unchanged except for the device if there is only the host.
 GUIDE_PYTORCH = """
 import torch
 import transformer_engine.pytorch as te
@@ -217,7 +217,7 @@ registry.register(OpImpl(op_name="my_op", impl_id="vendor.my_vendor", kind=Backe
 OpManager(registry).call("my_op", 41)
 """
 
-# The out of tree form: the module that TE_FL_PLUGIN_MODULES names, and a program that knows nothing of it.
+# An out-of-tree plugin: a module that TE_FL_PLUGIN_MODULES names, and a program that does not mention it.
 GUIDE_VENDOR_MODULE = """
 from transformer_engine.plugin.core import OpImpl, BackendImplKind
 
@@ -360,12 +360,12 @@ for model in (Unfused(own_attention=False), Unfused(own_attention=True), Fused()
 
 
 def run(program, *arguments, python=(sys.executable,), **plugins):
-    """The output of the program, as a user runs it with the variable set and nothing else changed; plugins are modules' texts by
-    name. python: what runs it."""
+    """Runs the program as a user would, with only the variable set; returns its output. plugins: {name: source text} of modules. python: the command
+    line."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "program.py")
         path.write_text(textwrap.dedent(program))
-        # site-packages of a wheel has this file at its root; here a folder plays site-packages, read as Python does when it starts.
+        # A wheel puts this file at the root of site-packages; here a folder stands for site-packages, read as Python does at start.
         pathlib.Path(folder, "te_fl.pth").write_text((ROOT / "python/te_fl_as_transformer_engine.pth").read_text())
         start = f"import runpy, site, sys; site.addsitedir({folder!r}); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
         environment = {**{k: v for k, v in os.environ.items() if not k.startswith("NVTE_")}, "TE_FL_AS_TRANSFORMER_ENGINE": "1"}

@@ -1,4 +1,4 @@
-"""te-fl under Transformer Engine's import name. Each test has its own process, since imports last."""
+"""Tests te-fl under Transformer Engine's import name. Each test runs in its own process, because imports cannot be undone."""
 
 import os
 import pathlib
@@ -105,7 +105,8 @@ assert not manager.registry.get_implementations("my_op") and get_manager() is no
 """)
 
     def test_pickles_of_transformer_engine(self):
-        """Such as its package writes: a format by its value, which is a named tuple of a private class, or by that class alone; and a recipe."""
+        """Loads pickles as Transformer Engine's package writes them: a format by its value, which is a named tuple of a private class, or by that
+        class alone; and a recipe."""
         run(ALIAS + """
 import pickle
 from te_fl.common import recipe
@@ -148,7 +149,7 @@ for protocol in (2, 4, 5):
 
 
 class OtherPackage(unittest.TestCase):
-    """A transformer_engine that somebody else installed."""
+    """Tests with a transformer_engine that another party installed."""
 
     def setUp(self):
         self.folder = tempfile.TemporaryDirectory()
@@ -181,12 +182,12 @@ class OtherPackage(unittest.TestCase):
         self.assertIn(f"another transformer_engine was imported from {self.folder.name}", output)
 
     def test_the_variable(self):
-        # site-packages of a wheel has this file at its root; here a folder plays site-packages.
+        # A wheel puts this file at the root of site-packages; here a folder stands for site-packages.
         pathlib.Path(self.folder.name, "x.pth").write_text((ROOT / "python/te_fl_as_transformer_engine.pth").read_text())
         code = f"import site; site.addsitedir({self.folder.name!r}); import transformer_engine; print(transformer_engine.__version__)"
         for value, version in (("1", "2.20.2"), ("True", "2.20.2"), ("0", "other"), ("", "other")):
             self.assertEqual(run(code, PYTHONPATH=self.path, TE_FL_AS_TRANSFORMER_ENGINE=value), version)
-        # te-fl's library knows the variable, too.
+        # te-fl's library reads the variable too.
         use = "import te_fl, numpy as n; te_fl.ops.gelu(input=n.zeros(1, n.float32), output=n.zeros(1, n.float32))"
         self.assertEqual(run(use, TE_FL_AS_TRANSFORMER_ENGINE="1"), "")
         run(f"import site, sys; site.addsitedir({self.folder.name!r}); assert 'te_fl' not in sys.modules")
@@ -197,7 +198,7 @@ class PyTorch(unittest.TestCase):
     USE = ALIAS + "import transformer_engine.pytorch as te; from te_fl.errors import Unsupported\n"
 
     def run_forked(self, code):
-        """Where PyTorch was imported first, as in most programs."""
+        """Runs the code in a process where PyTorch was imported first, as in most programs."""
         return run(code, python=PYTHON)
 
     def test_names_come_from_te_fl(self):
@@ -211,7 +212,7 @@ class PyTorch(unittest.TestCase):
             "assert te.is_fp8_available() in (True, False); assert 'jax' not in sys.modules")
 
     def test_modules_answer_by_transformer_engines_names(self):
-        """Their classes do, whoever made the object; pickles hold te-fl's names, and load without Transformer Engine's."""
+        """Classes answer to Transformer Engine's names, whichever name made the object; pickles contain te-fl's names and load without the alias."""
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "layer.pt")
             run(ALIAS + f"""

@@ -1,4 +1,4 @@
-"""Lightning's Transformer Engine plugin trains with te-fl under Transformer Engine's name."""
+"""Tests that Lightning's Transformer Engine plugin trains with te-fl under Transformer Engine's name."""
 
 import logging
 import unittest
@@ -27,7 +27,7 @@ class Net(torch.nn.Module):
 
 
 def train(net, optimizer, backward, steps=30):
-    """The losses of fitting a fixed random map."""
+    """Trains the net to fit a fixed random map; returns the losses."""
     generator = torch.Generator().manual_seed(2)
     target_map = torch.randn(32, 16, generator=generator) / 32**0.5
     device, losses = next(net.parameters()).device, []
@@ -47,7 +47,7 @@ class Lightning(unittest.TestCase):
         precision = TransformerEnginePrecision(weights_dtype=torch.float32, recipe={"fp8_format": "HYBRID", "amax_history_len": 16},
                                                fallback_compute_dtype=torch.bfloat16)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the plugin opens torch.autocast("cuda"), which warns on a CPU
+            warnings.simplefilter("ignore")  # the plugin enters torch.autocast("cuda"), which warns on a CPU
             fabric = Fabric(accelerator="auto", devices=1, plugins=precision)
             net = Net()
             net = fabric.setup_module(net)
@@ -63,7 +63,8 @@ class Lightning(unittest.TestCase):
         self.assertLess(abs(losses[-1] - wanted[-1]), 0.1 * wanted[-1], (losses[-1], wanted[-1]))
 
     def test_a_trainer_learns_in_fp8_as_in_bf16(self):
-        """The default Trainer by its precision alone, which also makes the weights BF16: in FP8, in BF16 by PyTorch's layers, and in FP32."""
+        """Trains by the default Trainer with only `precision` set, which also makes the weights BF16: in FP8, in BF16 with PyTorch's layers, and in
+        FP32."""
         generator = torch.Generator().manual_seed(2)
         target_map = torch.randn(32, 16, generator=generator) / 32**0.5
         x = torch.randn(64 * 60, 32, generator=generator)
@@ -78,7 +79,7 @@ class Lightning(unittest.TestCase):
                 self.losses.append(float(loss.detach()))
                 return loss
 
-            def validation_step(self, batch, index):  # first in the Trainer's sanity check, before any training step
+            def validation_step(self, batch, index):  # the Trainer's sanity check calls this before any training step
                 self.validated.append(float(torch.nn.functional.mse_loss(self.net(batch[0]).float(), batch[1].float())))
 
             def configure_optimizers(self):
@@ -104,6 +105,6 @@ class Lightning(unittest.TestCase):
         self.assertEqual((len(fp8.losses), len(fp8.validated)), (60, 2 + 6))
         self.assertLess(sum(fp8.validated[2:]) / 6, 0.5 * fp8.validated[0])
         for precision, other in others.items():
-            within = 0.02 if precision == "32-true" else 0.03  # BF16 weights round the optimizer's steps, otherwise in each training
+            within = 0.02 if precision == "32-true" else 0.03  # with BF16 weights the optimizer's steps round differently in each training
             self.assertLess(abs(sum(fp8.losses[-20:]) / sum(other.losses[-20:]) - 1), within, precision)
             self.assertLess(abs(sum(fp8.validated[2:]) / sum(other.validated[2:]) - 1), within, precision)

@@ -1,5 +1,5 @@
-"""Megatron-core, unmodified, trains with te-fl under Transformer Engine's name: over ranks of Gloo, on CPUs, as far as its own code goes without a GPU. And
-with NVIDIA's package on te-fl, where the host answers for CUDA."""
+"""Tests that unmodified Megatron-core trains with te-fl under Transformer Engine's name: over Gloo ranks on CPUs, for all of its code that runs
+without a GPU. Also tests it with NVIDIA's package on te-fl, where the host stands in for CUDA."""
 
 import importlib.util
 import json
@@ -221,7 +221,7 @@ MIXTURES = {"grouped": {"grouped": True, "moe_aux_loss_coeff": 0.01}, "a loop": 
             "a loop in FP8": {"grouped": False, "moe_aux_loss_coeff": 0.01, "fp8": "hybrid", "fp8_recipe": "tensorwise"}}
 
 
-# A second run of a layer or of its attention changes no value.
+# Recomputing a layer or its attention changes no value.
 RECOMPUTED = {"attention again": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
               "layers again": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
 DROPPED = {"steps": 4, "attention_dropout": 0.2, "fp8": "hybrid", "fp8_recipe": "delayed"}
@@ -229,7 +229,8 @@ FP8_PARAMETERS = {f"FP8 parameters, {recipe}": {"distributed_optimizer": recipe}
 
 
 def trained(world, cases, way="as"):
-    """For each of the cases the losses, and the collectives that te-fl's modules began, or of mixtures the ops. way: as, or inside NVIDIA's package."""
+    """Returns for each case the losses, and the collectives that te-fl's modules (for mixtures: ops) started. way: "as" for te-fl under Transformer
+    Engine's name, or inside NVIDIA's package."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [subprocess.Popen([*PYTHON, "-c", PROGRAM, str(rank), str(world), folder, json.dumps(list(cases.values())), way],
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -244,7 +245,7 @@ def trained(world, cases, way="as"):
 class Megatron(unittest.TestCase):
     def test_two_ranks_train_as_one(self):
         alone, several = trained(1, {**CASES, **GENERATION, **OVER_RANKS, **MIXTURES}), trained(2, {**CASES, **GENERATION, **OVER_RANKS})
-        # By current scaling a rank's part of a weight has a scale of its own, so that FP8 rounds other values than on one rank.
+        # Under current scaling each rank's part of a weight has its own scale, so FP8 rounding differs from that on one rank.
         for name, tolerance, collectives in (("a GPT", 1e-4, ["all_reduce"]), ("in FP8", 1e-2, ["all_reduce"]),
                                              ("a decoder with sequence parallel", 1e-4, ["all_gather", "reduce_scatter"]),
                                              ("a GPT of operations", 1e-4, ["all_reduce"]), ("operations in FP8", 1e-2, ["all_reduce"]),
@@ -255,7 +256,7 @@ class Megatron(unittest.TestCase):
                 self.assertEqual((none, counted), ([], collectives))
         for name, module, tolerance in (("a GPT of operations", "a GPT", 1e-4), ("operations in FP8", "in FP8", 1e-2),
                                         ("a decoder of operations with sequence parallel", "a decoder with sequence parallel", 1e-4)):
-            with self.subTest(name):  # te_fl.pytorch.ops' Sequential in place of its LayerNormLinear and Linear
+            with self.subTest(name):  # uses te_fl.pytorch.ops' Sequential in place of LayerNormLinear and Linear
                 self.near(alone[module][0], alone[name][0], tolerance)
         for name in GENERATION:
             for differences, largest in (alone[name], several[name]):
@@ -270,7 +271,7 @@ class Megatron(unittest.TestCase):
             with self.subTest(name):
                 (losses, count, worst), (others, _, _) = alone[name], several[name]
                 self.assertEqual(count, 4)
-                self.assertTrue(0 < worst < 0.05, worst)  # FP8's rounding
+                self.assertTrue(0 < worst < 0.05, worst)  # the difference is FP8 rounding
                 self.assertLess(losses[-1], 0.9 * losses[0])
                 for a, b in zip(losses, others, strict=True):
                     self.assertLess(abs(a - b), 0.02 * a)
@@ -291,16 +292,17 @@ class Megatron(unittest.TestCase):
                     self.assertLess(abs(a - b), 0.02 * b)
 
     def near(self, losses, others, *tolerances):
-        """tolerances: of the first losses one each, and the last one of the others."""
+        """tolerances: one for each of the first losses; the last tolerance applies to the others."""
         self.assertLess(losses[-1], 0.7 * losses[0])
         for step, (a, b) in enumerate(zip(losses, others, strict=True)):
             self.assertLessEqual(abs(a - b), tolerances[min(step, len(tolerances) - 1)] * a, f"step {step}")
 
     def check_mixtures(self, alone):
-        """A mixture of experts by te-fl's grouped products, permutation and router is Megatron's own loop over linear layers and functions of PyTorch."""
+        """A mixture of experts with te-fl's grouped products, permutation and router gives the losses of Megatron's own loop over linear layers with
+        PyTorch functions."""
         own = {"grouped_gemm", "moe_unpermute_bwd", "moe_permute_bwd", "fused_topk_with_score_function_fwd", "fused_moe_aux_loss_bwd"}
-        # In FP8 another order of the sums of a token's experts moves codes: gradients of the first step are apart by 1e-7 where they begin and by 2e-3 where
-        # they end, and Adam makes of that what the processor's rounding decides.
+        # In FP8 another summation order of a token's experts changes codes: gradients of the first step differ by 1e-7 near the loss and by 2e-3 in
+        # the first layers, and Adam amplifies these differences depending on the processor's rounding.
         for name, loop, tolerances in (("grouped", "a loop", (1e-4,)), ("grouped in FP8", "a loop in FP8", (1e-2, 1e-2, 6e-2))):
             with self.subTest(name):
                 losses, ops = alone[name]

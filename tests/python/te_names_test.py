@@ -1,4 +1,4 @@
-"""Each name of Transformer Engine's that te-fl serves is there, with the parameters and defaults of Transformer Engine's own."""
+"""Tests that each name of Transformer Engine that te-fl serves exists, with Transformer Engine's parameters and defaults."""
 
 import ast
 import dataclasses
@@ -19,13 +19,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 FACTS = json.loads((ROOT / "tests/python/transformer_engine_facts.json").read_text())
 KINDS = {inspect.Parameter.POSITIONAL_OR_KEYWORD: "positional", inspect.Parameter.POSITIONAL_ONLY: "positional",
          inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.KEYWORD_ONLY: "keyword", inspect.Parameter.VAR_KEYWORD: "**"}
-# Facts about Transformer Engine's own machinery, which te-fl's classes have no reason to repeat.
+# Facts about Transformer Engine's internals, which te-fl's classes need not reproduce.
 METHODS = ("__init__", "forward", "step", "zero_grad")
 MACHINERY = ("tex.", "CPStrategy.")
 
 
 class Any:
-    """Equal to whatever te-fl has in place of a default that is an object of Transformer Engine's machinery."""
+    """Stands for a default that is an internal object of Transformer Engine; equal to every value of te-fl's."""
 
     def __eq__(self, other):
         return True
@@ -45,7 +45,8 @@ def has(module):
 
 
 def served():
-    """(Transformer Engine's qualified name, te-fl's module by its public name, that name, what it serves) of what this interpreter's frameworks allow."""
+    """Yields (Transformer Engine's qualified name, te-fl's public module, the name there, the served object) for the frameworks that this interpreter
+    has."""
     for qualified in FACTS:
         module, _, name = qualified.rpartition(".")
         home = table.home(module, name)
@@ -54,13 +55,13 @@ def served():
 
 
 def parameters(function):
-    """As tools/transformer_engine_names.py writes them, with values for defaults."""
+    """Lists parameters as tools/transformer_engine_names.py writes them, with values for defaults."""
     rows = [(p.name, p.default, KINDS[p.kind]) for p in inspect.signature(function).parameters.values()]
     return [row for i, row in enumerate(rows) if not (i == 0 and row[0] in ("self", "cls", "ctx"))]
 
 
 def default(text, module):
-    """The value of a default's text, in the module that serves the name."""
+    """Evaluates a default's text in the module that serves the name."""
     if text is None:
         return inspect.Parameter.empty
     if any(part in text for part in MACHINERY):
@@ -69,7 +70,7 @@ def default(text, module):
 
 
 def literal(text):
-    """True if a default is written as a value; a Flax module's others are functions, which differ as objects do."""
+    """Returns True if a default is written as a literal. Other defaults of Flax modules are functions, which cannot be compared."""
     try:
         ast.literal_eval(text)
         return True
@@ -118,7 +119,7 @@ class Names(unittest.TestCase):
                     theirs = [(n, default(text, module), kind) for n, text, kind in rows if n != "device"]
                     self.assertEqual(mine, theirs)
                     checked += 1
-        self.assertGreaterEqual(checked, 8)  # the recipes, which need no framework
+        self.assertGreaterEqual(checked, 8)  # recipes are always checked, since they need no framework
 
     def test_what_partly_served_names_refuse(self):
         checked = set()
@@ -136,7 +137,7 @@ class Names(unittest.TestCase):
                     self.assertTrue(argument in known or any(p.kind is p.VAR_KEYWORD for p in known.values()))
                     if isinstance(value, str) and value.startswith("torch."):
                         value = getattr(framework, value.removeprefix("torch."))
-                    with self.assertRaisesRegex(NotImplementedError, argument):  # te_fl.errors.Unsupported is one
+                    with self.assertRaisesRegex(NotImplementedError, argument):  # te_fl.errors.Unsupported is a NotImplementedError
                         use(framework, own, name, {} if method else {argument: value}, {argument: value} if method else {})
         frameworks = {"pytorch", "jax"} if has("torch") and has("flax") else set()
         self.assertTrue(not frameworks or checked == set(SAMPLES), checked ^ set(SAMPLES))
@@ -151,7 +152,7 @@ class Names(unittest.TestCase):
 
     @unittest.skipUnless(has("torch"), "needs PyTorch")
     def test_members(self):
-        """Objects have what Transformer Engine's have, but for what the table lists with a reason; what is plain there can be set."""
+        """Objects have the members of Transformer Engine's objects, except those that the table lists with a reason; plain attributes can be set."""
         import torch
         listed, met = {name for names, _ in table.LACKING for name in names.split()}, set()
         for qualified, module, home, name in served():
@@ -172,7 +173,7 @@ class Names(unittest.TestCase):
         subprocess.run([sys.executable, ROOT / "tools/transformer_engine_names.py", "--check"], check=True)
 
 
-# Classes that are derived from, or whose objects come from elsewhere.
+# Base classes, and classes whose objects other functions make.
 BASES = ("DType", "FusibleOperation", "KVCacheManager", "NonPagedKVCacheManager", "OperationContext", "PagedKVCacheManager", "QuantizedTensor", "Quantizer",
          "SplitAlongDim", "TransformerEngineBaseModule", "activation_recompute_forward")
 
@@ -183,7 +184,7 @@ def codes(torch):
         return te.Linear(16, 16, device="cpu").weight
 
 
-# The arguments of an object of the class, or the object; none for others.
+# Constructor arguments for an object of the class, or the object itself; classes without an entry are not constructed.
 MADE = {
     "BasicLinear": lambda torch: (16, 16), "Bias": lambda torch: (16,), "ConstantScale": lambda torch: (2.0,), "DotProductAttention": lambda torch: (2, 16),
     "Dropout": lambda torch: (0.5,), "Float8BlockQuantizer": lambda torch: {"fp8_dtype": 7, "rowwise": True, "columnwise": True},
@@ -206,7 +207,7 @@ def global_state():
     return FP8GlobalStateManager
 
 
-# Arguments that a name needs besides the one that it refuses, by place or by name, and those of a module's forward.
+# Arguments that a name needs besides the refused one, positional or by name, and the arguments of a module's forward.
 SAMPLES = {
     "Float8BlockQuantizer": lambda torch: {"fp8_dtype": 7, "rowwise": True, "columnwise": True},
     "Float8CurrentScalingQuantizer": lambda torch: {"fp8_dtype": 7},
@@ -245,7 +246,7 @@ INPUTS = {
 
 
 def use(framework, own, name, making, calling):
-    """Makes an object with some arguments and, if it is a module, calls it; Flax's look at either only then."""
+    """Constructs an object with the arguments and, if it is a module, calls it; Flax modules check both sets of arguments only when called."""
     sample = SAMPLES[name](framework)
     made = own(**{**sample, **making}) if isinstance(sample, dict) else own(*sample, **making)
     if framework.__name__ == "jax":

@@ -1,4 +1,4 @@
-"""FP8 attention (recipe with fp8_dpa) of te_fl.pytorch: its values, and its scales in copies and checkpoints."""
+"""Tests FP8 attention (a recipe with fp8_dpa) of te_fl.pytorch: values, and scales in copies and checkpoints."""
 
 import copy
 import io
@@ -23,7 +23,7 @@ KEY = "core_attention._extra_state"
 
 
 class Core(torch.nn.Module):
-    """Attention of slices of one input, with a mask that the module may be given by call."""
+    """Attention whose q, k and v are slices of one input; the call passes a mask if the module takes one."""
 
     def __init__(self, device, values=CHANNELS, softcap=0.0):
         super().__init__()
@@ -59,7 +59,7 @@ def trained(name, device):
 
 
 def each(test):
-    """The method runs for each module and device: test(self, name, device, module)."""
+    """Runs the test method for each module and device: test(self, name, device, module)."""
     def run(self):
         for device in DEVICES:
             for name in MODULES:
@@ -81,7 +81,7 @@ class State(unittest.TestCase):
             stream.seek(0)
             state = torch.load(stream)
             other = MODULES[name](device=device)
-            if ran:  # so that its layer and its scales are made
+            if ran:  # creates the module's C++ layer and its scales
                 step(other, device, 9)
             other.load_state_dict(state)
             self.same(step(other, device, 7), want[0])
@@ -91,7 +91,7 @@ class State(unittest.TestCase):
         self.assertFalse(torch.equal(step(without, device, 7)[1], want[0][1]), "the scales of attention make no difference")
 
     def test_older_checkpoints(self):
-        """Strict loading takes a state without attention's, and one where it has the name of Transformer Engine 1.6 and 1.7."""
+        """Strict loading accepts a state without attention's, and one that stores it under the name of Transformer Engine 1.6 and 1.7."""
         for device in DEVICES:
             module = trained("MultiheadAttention", device)
             state = module.state_dict()
@@ -104,7 +104,7 @@ class State(unittest.TestCase):
     @each
     def test_copies_have_it(self, name, device, module):
         pickled = copy.deepcopy(module)
-        if name == "DotProductAttention":  # Core itself is of no module that can be imported
+        if name == "DotProductAttention":  # Core is a class of this file, which cannot be imported by name
             pickled.core_attention = pickle.loads(pickle.dumps(module.core_attention))
         else:
             pickled = pickle.loads(pickle.dumps(module))
@@ -118,7 +118,7 @@ class State(unittest.TestCase):
             whole = trained("TransformerLayer", device)
             before = whole.self_attention.core_attention.get_extra_state()
             self.assertGreater(before.numel(), 0)
-            whole.self_attention.proj.register_forward_hook(lambda *a: None)  # from now on part by part
+            whole.self_attention.proj.register_forward_hook(lambda *a: None)  # a hook makes the layer run part by part from now on
             apart = MODULES["TransformerLayer"](device=device)
             apart.self_attention.proj.register_forward_hook(lambda *a: None)
             apart.load_state_dict(whole.state_dict())
@@ -147,7 +147,7 @@ class State(unittest.TestCase):
 
 
 def theirs(recipe, forward=9, backward=6, **places):
-    """As Transformer Engine saves it: arrays of scales, and of histories with one row each."""
+    """Makes attention's state as Transformer Engine saves it: arrays of scales, and histories with one row each."""
     state = {"recipe": recipe, "extra_fp8_variables": {"fp8_checkpoint": True, "num_gemms": 3}}
     for direction, n in (("fwd", forward), ("bwd", backward)):
         scale = torch.ones(n)
@@ -158,11 +158,12 @@ def theirs(recipe, forward=9, backward=6, **places):
 
 
 class TransformerEngine(unittest.TestCase):
-    """Its places: of qkv, s and o 2, 8 and 3 of nine forward, of do, dp and dqkv 3, 5 and 0 of six backward."""
+    """Tests Transformer Engine's slots: 2, 8 and 3 of the nine forward ones for qkv, s and o; 3, 5 and 0 of the six backward ones for do, dp and
+    dqkv."""
 
     def test_its_scales_are_used(self):
-        """A query that sees one key yields its value, quantised by one scale and as the output by another; so does the gradient. With
-        these scales no product lies midway between two codes."""
+        """A query that sees only one key yields that key's value, quantised with V's scale and then with the output's; the gradient likewise. With
+        these scales no product is midway between two codes."""
         def quantised(t, scale, form):
             return torch.from_numpy(oracle.round_to(t.cpu().double().numpy() * scale, form)) / scale
         for device in DEVICES:
@@ -184,7 +185,7 @@ class TransformerEngine(unittest.TestCase):
         forward, backward = {2: 48.0, 8: 256.0, 3: 77.0}, {3: 5.0, 5: 6.0, 0: 7.0}
         module.set_extra_state(theirs(FP8, fwd=forward, bwd=backward))
         for turn in range(2):
-            if turn:  # in the layer
+            if turn:  # a call moves the loaded state into the C++ layer
                 with torch.no_grad(), te.autocast(recipe=FP8):
                     module(*(randn(4, 1, HEADS, CHANNELS) for _ in range(3)))
             state = extra_state.read(module.get_extra_state(), "attention")
@@ -194,7 +195,7 @@ class TransformerEngine(unittest.TestCase):
 
     def test_what_is_no_scale_of_fp8_attention(self):
         module = te.DotProductAttention(HEADS, CHANNELS)
-        module.set_extra_state(theirs(DelayedScaling(amax_history_len=4)))  # saved under any FP8 recipe
+        module.set_extra_state(theirs(DelayedScaling(amax_history_len=4)))  # the state may come from any FP8 recipe
         self.assertEqual(module.get_extra_state().numel(), 0)
         with self.assertWarnsRegex(UserWarning, "DotProductAttention: the scales of FP8 attention.*start anew"):
             module.set_extra_state(theirs(FP8, forward=3, backward=2))
@@ -208,7 +209,7 @@ class Values(unittest.TestCase):
                 with self.subTest(device=device, values=values, cap=cap):
                     module = Core(device, values, cap)
                     x = randn(12, 2, HEADS * (2 * CHANNELS + values), seed=5, device=device)
-                    for _ in range(2):  # the first step's scales are 1
+                    for _ in range(2):  # the scales of the first step are 1
                         own = x.clone().requires_grad_()
                         with te.autocast(recipe=FP8):
                             y = module(own)

@@ -1,4 +1,4 @@
-"""te_fl.pytorch's modules under autograd in all its ways: gradients, writes in place, autocast, functional calls, main_grad."""
+"""Tests te_fl.pytorch's modules under autograd: gradients, in-place writes, autocast, functional calls, main_grad."""
 
 import contextlib
 import copy
@@ -324,7 +324,7 @@ class Writes(Each):
         self.assertTrue(torch.equal(x.grad, want))
 
     def writes(self, module):
-        """Ways to write or replace the parameters, most of which PyTorch does not count; each multiplies them by 1.25."""
+        """Ways to write or replace the parameters; PyTorch's version counters miss most of them. Each multiplies the parameters by 1.25."""
         parameters = list(module.parameters())
 
         def each_one(write):
@@ -351,14 +351,14 @@ class Writes(Each):
         yield "storage", lambda: each_one(storage)
         yield "NumPy", lambda: each_one(lambda p: p.detach().numpy().__imul__(1.25)) if parameters[0].is_cpu else each_one(lambda p: p.data.mul_(1.25))
         yield "DLPack", lambda: each_one(shared) if parameters[0].is_cpu else each_one(lambda p: p.data.mul_(1.25))
-        for _ in range(4):  # it may lie where the last one was
+        for _ in range(4):  # the new tensor may have the address of the previous one
             yield "del", lambda: [replaced(p) for p in list(module.parameters())]
 
     @each(recipes=RECIPES)
     def test_serving_sees_every_write_to_weights(self, module, device, recipe):
         x = input_of(device).detach()
         with scope(recipe):
-            module(input_of(device)).square().mean().backward()  # delayed scaling has scales only after a step
+            module(input_of(device)).square().mean().backward()  # delayed scaling has scales only after one step
         module.eval()
 
         def served():
@@ -416,13 +416,13 @@ class Writes(Each):
         for p in module.parameters():
             p.data.mul_(1.25)
         self.assertEqual(served()[1], each_call)
-        with cached, scope(recipe):  # a forward with gradients keeps nothing
+        with cached, scope(recipe):  # a forward with gradients caches nothing
             y = module(input_of(device))
         y.sum().backward()
 
     def test_weights_of_one_call(self):
-        """New parameters for each call, as functional_call() takes them: such a tensor may lie where the last one was, in the same memory and with as
-        many writes, and is another one all the same."""
+        """Each call gets new parameters, as from functional_call(). Such a tensor may have the previous one's address and version, and must
+        nevertheless count as a different tensor."""
         recipe, x, values = Float8CurrentScaling(), input_of("cpu").detach(), randn(5, 48, 32)
         wanted = [te.Linear(32, 48, bias=False, device="cpu") for _ in values]
         for first, around in ((False, contextlib.nullcontext), (None, te.cache_quantized_weights)):
@@ -445,7 +445,7 @@ class Writes(Each):
 
 
 class Storages(Each):
-    """Outputs and gradients are PyTorch's own memory, which its allocator knows: record_stream() holds for them."""
+    """Outputs and gradients are in memory of PyTorch's own allocator, so record_stream() works for them."""
 
     @each(recipes=RECIPES)
     def test_pytorch_allocates(self, module, device, recipe):
@@ -478,7 +478,7 @@ class Storages(Each):
         for i, t in enumerate(found):
             self.assertTrue(t.untyped_storage().resizable(), i)
         del y, t, found
-        y = attention(q, k, v)  # whose output the backward reads
+        y = attention(q, k, v)  # the backward reads attention's output
         known = weakref.ref(y)
         del y
         gc.collect()
@@ -505,7 +505,8 @@ class Storages(Each):
         self.assertTrue(x.grad.isfinite().all())
 
     def test_the_log_level_that_keeps_pytorch_s_c_functions_quiet(self):
-        """quiet_out_of_memory sets it while a direct allocation fails, and only then; it is a variable of PyTorch's, which may change."""
+        """quiet_out_of_memory sets PyTorch's log-level variable only while a direct allocation fails. The variable belongs to PyTorch and may
+        disappear."""
         code = f"""import ctypes, os, sys, torch
 from te_fl import _native
 library = {os.path.join(os.path.dirname(torch.__file__), "lib")!r}
@@ -551,7 +552,7 @@ layer(x).sum().backward()
 
     @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
     def test_record_stream(self):
-        """Memory that a late side stream uses, and that is freed meanwhile, is not given to somebody else."""
+        """Memory that a side stream still uses is not reused by other allocations after it is freed."""
         side = torch.cuda.Stream()
         for name in ("Linear", "LayerNormMLP", "TransformerLayer"):
             module = randomise(MODULES[name](device="cuda"))
@@ -579,7 +580,7 @@ layer(x).sum().backward()
 
 
 class Saved(Each):
-    """Hooks that give the backward copies of what was saved."""
+    """Saved-tensor hooks that give the backward copies."""
 
     @each(recipes=RECIPES[:2])
     def test_copies(self, module, device, recipe):
@@ -612,13 +613,13 @@ class Saved(Each):
                     self.assertTrue(torch.equal(a, b), name)
 
     def test_what_a_forward_kept_goes_with_its_backward(self):
-        """Also where hooks made copies; and with the graph, where none was run."""
+        """Memory that a forward keeps is freed by its backward, also if hooks made copies; without a backward it is freed with the graph."""
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
         for backward in (True, False):
             module = randomise(te.Linear(32, 32, device="cpu"))
             with hooks:
                 x = input_of()
-                inside = x * 1  # only te-fl keeps it, for the backward
+                inside = x * 1  # only te-fl keeps this tensor, for the backward
                 known = weakref.ref(inside.untyped_storage())
                 y = module(inside)
             del inside
@@ -748,8 +749,8 @@ class Functional(Each):
 
 
 class Batched(Each):
-    """Gradients of several outputs in one backward, which PyTorch computes by vmap: refused in words, by layers and functions, on every node. A loop over
-    them, and the backward after a refusal, are right."""
+    """PyTorch computes gradients of several outputs in one backward by vmap: te-fl's layers and functions refuse that with a clear message, for every
+    node. A loop over the outputs, and a backward after the refusal, are right."""
 
     CALLS = {"Linear": te.Linear(8, 8, device="cpu"), "LayerNormMLP": te.LayerNormMLP(8, 8, device="cpu"),
              "accumulates": te.Linear(8, 8, device="cpu", fuse_wgrad_accumulation=True),
@@ -808,7 +809,8 @@ class MainGrad(Each):
                             self.assertGreater(fused, 0)
 
     def test_main_grad_of_parameters_that_are_swapped(self):
-        """As torch.__future__ has it. What the next gradient overwrites stays as it was."""
+        """torch.__future__.set_swap_module_params_on_conversion replaces the parameters by swapping. A pending request to overwrite main_grad
+        survives the swap."""
         torch.__future__.set_swap_module_params_on_conversion(True)
         self.addCleanup(torch.__future__.set_swap_module_params_on_conversion, False)
         module, plain = randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=True)), randomise(te.Linear(32, 32, device="cpu"))
@@ -857,8 +859,8 @@ class MainGrad(Each):
                     near(self, module.weight.main_grad - before, plain.weight.grad, 1e-5, "main_grad", 1e-5)
 
     def test_the_first_backward_overwrites_main_grad(self):
-        """A layer that is used several times before the backward has the sum in main_grad, which held something else. By is_first_microbatch of the
-        uses' forwards, in all orders; by overwrite_main_grad; in losses of their own and in one; directly and in checkpoints."""
+        """The backwards of a layer that is used several times overwrite the old main_grad with the sum. Covers is_first_microbatch of the uses in all
+        orders, overwrite_main_grad, one loss and separate losses, and checkpoints."""
         reentrant = lambda m, x, first: torch.utils.checkpoint.checkpoint(m, x, first, use_reentrant=True)  # noqa: E731
         other = lambda m, x, first: torch.utils.checkpoint.checkpoint(m, x, first, use_reentrant=False)  # noqa: E731
         ways = {"plain": lambda m, x, first: m(x, is_first_microbatch=first), "reentrant": reentrant, "checkpoint": other,
@@ -867,11 +869,11 @@ class MainGrad(Each):
                  "parts": lambda *sizes, **more: te.Linear(*sizes, parameters_split=("a_", "b_"), **more)}
         for name, make in kinds.items():
             for way, call in ways.items() if name == "Linear" else [("plain", ways["plain"])]:
-                for firsts in ((True, False), (True, True), (True, False, False), None):  # None: overwrite_main_grad says it
+                for firsts in ((True, False), (True, True), (True, False, False), None):  # None: uses overwrite_main_grad instead
                     for backwards in ("one loss", "in order", "last first", "twice over one graph"):
                         for delays in (False, True):
                             if firsts is None and (backwards != "one loss" or way == "reentrant") or way != "plain" and backwards == "twice over one graph":
-                                continue  # overwrite_main_grad is for each backward, and a reentrant checkpoint runs one of its own; PyTorch's others have one
+                                continue  # overwrite_main_grad applies to each backward, and a re-entrant checkpoint runs a backward of its own
                             with self.subTest(module=name, way=way, firsts=firsts, backwards=backwards, delays=delays):
                                 module = randomise(make(32, 32, device="cpu", fuse_wgrad_accumulation=True, delay_wgrad_compute=delays))
                                 plain = randomise(make(32, 32, device="cpu"))
@@ -903,7 +905,7 @@ class MainGrad(Each):
                                         near(self, p.main_grad, q.grad, 1e-5, f"main_grad in step {step}", 1e-5)
 
     def test_who_asks_to_overwrite_main_grad(self):
-        """Weights that two modules share, a run without gradients, one in inference mode, a backward that failed."""
+        """Cases: weights shared by two modules, a run without gradients, one in inference mode, a failed backward."""
         a, b = (randomise(te.Linear(32, 32, bias=False, device="cpu", fuse_wgrad_accumulation=True)) for _ in range(2))
         b.weight = a.weight
         a.weight.main_grad = torch.full((32, 32), float("nan"))
@@ -921,13 +923,13 @@ class MainGrad(Each):
             y.backward(torch.ones(3, 3))
         y.sum().backward()
         near(self, a.weight.main_grad, plain.weight.grad, 1e-5, "after an error", 1e-5)
-        self.assertFalse([n for n in vars(a.weight) if n.startswith("_te")])  # a checkpoint has no marks of it
+        self.assertFalse([n for n in vars(a.weight) if n.startswith("_te")])  # no attribute of the request stays, which a pickle would contain
 
     def test_the_gradient_beside_main_grad(self):
         module = randomise(te.Linear(512, 512, device="cpu", fuse_wgrad_accumulation=True))
         weight = module.weight
         weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.zeros(512, 512), False, True
-        used = [torch.full((512, 512), 7.0) for _ in range(4)]  # new memory may hold these values
+        used = [torch.full((512, 512), 7.0) for _ in range(4)]  # new memory may contain these values afterwards
         del used
         module(torch.ones(2, 512)).sum().backward()
         self.assertIs(weight.grad_added_to_main_grad, True)
@@ -970,7 +972,7 @@ class MainGrad(Each):
             return module(x)
 
     def test_without_main_grad(self):
-        """The gradient is not lost: it is raised about, or in grad."""
+        """Without main_grad the gradient is not lost: te-fl raises an error, or the gradient is in grad."""
         plain, module = (randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=fused)) for fused in (False, True))
         plain(input_of()).sum().backward()
         try:

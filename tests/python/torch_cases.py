@@ -1,11 +1,11 @@
-"""The modules, recipes and helpers that the tests of te_fl.pytorch inside PyTorch share."""
+"""Modules, recipes and helpers shared by the tests of te_fl.pytorch inside PyTorch."""
 
 import os
 import unittest
 
 import torch
 
-os.environ.setdefault("TE_FL_VALIDATE", "1")  # a layer's result in memory that PyTorch has not made is an error then
+os.environ.setdefault("TE_FL_VALIDATE", "1")  # makes a layer's result in memory that PyTorch has not allocated an error
 
 from torch_oracle import DEVICES, randn, randomise  # noqa: E402
 
@@ -35,7 +35,7 @@ def input_of(device="cpu", seed=1, dtype=F32):
 
 
 def each(names=MODULES, recipes=(None,)):
-    """A test method runs for each module, device and recipe."""
+    """Runs a test method for each module, device and recipe."""
     def decorate(test):
         def run(self):
             for device in DEVICES:

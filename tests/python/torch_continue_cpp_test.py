@@ -1,4 +1,4 @@
-"""The C++ example's training goes on in PyTorch: from a checkpoint of train_gpt, the same losses bit for bit."""
+"""Tests that PyTorch continues the C++ example's training from a checkpoint of train_gpt, with the same losses bit for bit."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def learning_rate(step, steps):
     return PEAK_LR * (0.55 + 0.45 * math.cos(math.pi * min(t, 1.0)))
 
 
-# -- the model, whose modules have the program's names
+# -- the model, with modules named as in the program
 
 class Lookup(torch.autograd.Function):
     @staticmethod
@@ -88,7 +88,8 @@ class Embedding(torch.nn.Module):
 
 
 def rotary_angles(size):
-    """As te_fl::nn has them: rounded once, from FP64. RotaryPositionEmbedding's are of FP32 frequencies, as Transformer Engine's are."""
+    """Computes the angles as te_fl::nn does, rounded once from FP64. RotaryPositionEmbedding computes them from FP32 frequencies, as Transformer
+    Engine does."""
     pairs = torch.arange(0, size, 2, dtype=torch.float64)
     angles = torch.arange(LENGTH, dtype=torch.float64)[:, None] * 10000.0 ** (-pairs / size)
     return torch.cat((angles, angles), dim=-1).float()[:, None, None, :]
@@ -122,7 +123,7 @@ class Gpt(torch.nn.Module):
 # -- the program's checkpoint
 
 def read_checkpoint(path):
-    """Tensors by name, and the number of steps."""
+    """Returns the tensors by name, and the number of steps."""
     data = path.read_bytes()
     length = struct.unpack_from("<Q", data)[0]
     header = json.loads(data[8:8 + length])
@@ -156,7 +157,7 @@ def load(model, optimizer, tensors, steps, scaling):
 # -- training as the program does
 
 def mean(rows):
-    """The mean as te_fl::nn::CrossEntropyLoss takes it: a product with ones."""
+    """Computes the mean as te_fl::nn::CrossEntropyLoss does: a product with ones."""
     total = torch.empty(1, 1)
     ops.generic_gemm(a=torch.ones(1, rows.numel()), b=rows.detach().reshape(-1, 1), d=total, alpha=1 / rows.numel())
     return total.item()
@@ -170,7 +171,7 @@ def clip(parameters):
 
 
 def continued(checkpoint, text, style, scaling, steps):
-    """The losses of `steps` more steps, and that of the held-out text after them."""
+    """Returns the losses of `steps` further steps, and the loss of the held-out text after them."""
     model = Gpt(style)
     decays = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
@@ -196,7 +197,7 @@ def continued(checkpoint, text, style, scaling, steps):
 
 
 def words(count):
-    """A text with structure that a small model learns in a few steps."""
+    """Makes a text with a structure that a small model learns in a few steps."""
     vocabulary, state, out = "the quick brown fox jumps over a lazy dog while seven wizards box".split(), 12345, []
     for _ in range(count):
         state = (1103515245 * state + 12345) % 2 ** 31
@@ -215,7 +216,7 @@ class Continued(unittest.TestCase):
         (self.folder / "text").write_text(words(4000))
 
     def train_gpt(self, style, name, *options):
-        """The results that the program wrote as --json."""
+        """Runs train_gpt; returns the results that it wrote by --json."""
         sizes = {"--batch": BATCH, "--seq-len": LENGTH, "--hidden": HIDDEN, "--heads": HEADS, "--layers": LAYERS, "--lr": PEAK_LR,
                  "--eval-batches": EVAL_BATCHES, "--seed": SEED, "--sample-bytes": 0, "--device": "cpu", "--dtype": "f32"}
         path = self.folder / "results.json"

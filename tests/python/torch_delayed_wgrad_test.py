@@ -1,4 +1,4 @@
-"""Gradients of weights that backward_dw() computes (delay_wgrad_compute=True): bit for bit those of a backward that does not leave them."""
+"""Tests weight gradients that backward_dw() computes (delay_wgrad_compute=True): they equal, bit for bit, those of an ordinary backward."""
 
 import os
 import sys
@@ -46,7 +46,8 @@ def backward(y, seed):
 
 
 def gradients(module, delays, order, recipe=None, dtype=F32, device="cpu"):
-    """Gradients of inputs and parameters after two steps of three microbatches. order: of forwards, backwards and backward_dw()s."""
+    """Returns the gradients of inputs and parameters after two steps of three microbatches. order: the sequence of forwards, backwards and
+    backward_dw()s."""
     seen = []
     for step in range(2):
         module.zero_grad()
@@ -175,7 +176,7 @@ class Rules(unittest.TestCase):
             _, y = forward(module, 1, recipe)
             backward(y, 1)
             left = [n for n, p in module.named_parameters() if p.grad is None]
-            # In FP8 biases' gradients come with the quantisation of the outputs', as in Transformer Engine.
+            # In FP8 the biases' gradients are computed with the quantisation of the output gradients, as in Transformer Engine.
             biases = [] if recipe is not None else ["fc1_bias", "fc2_bias"]
             self.assertEqual(set(left) - set(biases), {"fc1_weight", "fc2_weight"})
             module.backward_dw()
@@ -198,7 +199,7 @@ class Rules(unittest.TestCase):
             module.backward_dw()
 
     def test_memory_that_went_before(self):
-        """The operands of the gradient are checked as a backward checks them."""
+        """backward_dw() checks the operands' memory as a backward does."""
         module = made("Linear", True, device="cpu")
         for gone in ("input", "gradient"):
             x, y = forward(module, 1)
@@ -230,7 +231,7 @@ class Rules(unittest.TestCase):
         for register in ("register_hook", "register_post_accumulate_grad_hook"):
             for recipe in RECIPES:
                 module = made("LayerNormMLP", True, device="cpu")
-                handle = getattr(module.layer_norm_weight, register)(lambda *operands: None)  # its gradient comes in the backward
+                handle = getattr(module.layer_norm_weight, register)(lambda *operands: None)  # the norm weight's gradient is computed in the backward
                 forward(module, 1, recipe)
                 getattr(module.fc2_weight, register)(lambda *operands: None)
                 with self.assertRaisesRegex(FailedPrecondition, "fc2_weight has a hook"):

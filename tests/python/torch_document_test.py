@@ -1,4 +1,4 @@
-"""docs/pytorch.md's programs print what the page says, and examples/pytorch's programs learn."""
+"""Tests that docs/pytorch.md's programs print the page's output, and that examples/pytorch's programs learn."""
 
 import contextlib
 import io
@@ -58,7 +58,7 @@ class Document(unittest.TestCase):
             self.assertAlmostEqual(a, b, delta=3e-4)
 
     def test_recipes_of_the_examples(self):
-        """Both take the recipes that the tools give them (tools/ranks_check.py)."""
+        """Both examples accept the recipe names that the tools pass (tools/ranks_check.py)."""
         for ranks in (1, 2):
             run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
                                   str(ROOT / "examples" / "pytorch" / "parallel_gpt.py"), "--device", "cpu", "--steps", "2", "--tp", str(ranks),

@@ -1,4 +1,4 @@
-"""A program that forkserver.py starts runs and ends as in an interpreter of its own; by ctest it is a fork, which has PyTorch."""
+"""Tests that a program started by forkserver.py behaves as in an interpreter of its own; under ctest it is a fork that has PyTorch."""
 
 import os
 import pathlib
@@ -48,7 +48,7 @@ class Programs(unittest.TestCase):
         caller = subprocess.Popen([*PYTHON, "-c", "import subprocess, time; print('runs', flush=True); subprocess.run(['sleep', '100'])"], stdout=subprocess.PIPE)
         self.assertEqual(caller.stdout.readline(), b"runs\n")
         caller.kill()
-        self.assertEqual(caller.communicate(timeout=120), (b"", None))  # the other ends of the pipe are closed
+        self.assertEqual(caller.communicate(timeout=120), (b"", None))  # all other ends of the pipe are closed
 
 
 if __name__ == "__main__":

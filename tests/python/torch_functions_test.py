@@ -1,4 +1,4 @@
-"""te_fl.pytorch's functions against PyTorch in FP64: values, gradients, and under torch.compile without a break."""
+"""Tests te_fl.pytorch's functions against PyTorch in FP64: values, gradients, and torch.compile without a graph break."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ def randn(*shape, seed=1, dtype=torch.float32):
 
 class Compared(unittest.TestCase):
     def compare(self, served, oracle, inputs, **tolerance):
-        """Values and gradients of served(*inputs) are those of oracle in FP64, and the same under torch.compile."""
+        """Compares values and gradients of served(*inputs) with oracle's in FP64, eagerly and under torch.compile."""
         grads = None
         for function, of in ((oracle, torch.float64), (served, None), (torch.compile(served, backend="aot_eager", fullgraph=True), None)):
             arguments = [x.detach().to(of or x.dtype).requires_grad_() for x in inputs]
@@ -54,7 +54,7 @@ class Softmax(Compared):
             probabilities = torch.softmax((0.5 * x).masked_fill(mask, float("-inf")), -1)
             return torch.where(mask.all(-1, keepdim=True), 0.0, probabilities)
         x = randn(2, 3, 4, 16)
-        with torch.no_grad():  # the oracle's rows of NaN have no gradient
+        with torch.no_grad():  # where the oracle's rows are NaN, gradients are not compared
             got = softmax.scaled_masked_softmax_forward(x, mask, 0.5)
             torch.testing.assert_close(got.double(), oracle(x.double()), atol=2e-6, rtol=2e-6)
         mask[:, :, 1] = False
@@ -144,7 +144,7 @@ class CrossEntropy(Compared):
         wanted = leaf.detach().double().requires_grad_()
         self.oracle(0.0, "mean")(wanted).backward()
         torch.testing.assert_close(leaf.grad.double(), wanted.grad, atol=2e-6, rtol=2e-6)
-        torch.testing.assert_close(logits.detach().double(), wanted.grad, atol=2e-6, rtol=2e-6)  # the memory is the gradient's
+        torch.testing.assert_close(logits.detach().double(), wanted.grad, atol=2e-6, rtol=2e-6)  # logits' memory now contains the gradient
         with self.assertRaisesRegex(InvalidArgument, "one backward"):
             loss.backward()
 
@@ -166,7 +166,7 @@ class CrossEntropy(Compared):
 
 
 def rotated(t, freqs, interleaved):
-    """t [s, b, h, d] turned by freqs [s, 1 or b, 1, r], in pairs, by complex numbers."""
+    """Rotates t [s, b, h, d] by freqs [s, 1 or b, 1, r], in pairs, with complex numbers."""
     r = freqs.shape[-1]
     turned, rest = t[..., :r], t[..., r:]
     if interleaved:
@@ -226,7 +226,7 @@ class Rope(Compared):
 
     def test_context_parallel_chunks(self):
         angles = rope.RotaryPositionEmbedding(8)(8)
-        mine = torch.cat((angles[2:4], angles[4:6])).double()  # rank 1 of 2 holds chunks 1 and 2 of 4
+        mine = torch.cat((angles[2:4], angles[4:6])).double()  # with two ranks, rank 1 holds chunks 1 and 2 of 4
         self.compare(lambda t: rope.apply_rotary_pos_emb(t, angles, cp_size=2, cp_rank=1), lambda t: rotated(t, mine, False),
                      [randn(4, 2, 3, 8)])
 

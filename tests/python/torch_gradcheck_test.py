@@ -1,7 +1,7 @@
 """torch.autograd.gradcheck on te_fl.pytorch's modules and functions in FP32: gradients against differences of the forward alone, gradients
-of outputs that nobody uses, and backwards that give the same when they run again (on the CPU the same bits).
+of unused outputs, and backwards that give the same gradients when they run again (on the CPU the same bits).
 
-FP8 is left out: a quantised forward is a staircase, whose differences say nothing. FP32 rounds, so the step is 1e-2 and inputs are of
+FP8 is left out: a quantised forward is a step function, whose finite differences are meaningless. FP32 rounds, so the step is 1e-2 and inputs are of
 order 1; a wrong term in a gradient is far beyond the tolerance.
 """
 
@@ -28,11 +28,11 @@ def operand(*shape, seed=1, device="cpu"):
 class Checked(unittest.TestCase):
     def check(self, function, *inputs):
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Input #")  # that the inputs are not FP64
+            warnings.filterwarnings("ignore", message="Input #")  # gradcheck warns that the inputs are not FP64
             self.assertTrue(torch.autograd.gradcheck(function, inputs, **STEP))
 
     def check_module(self, module, *inputs, call=None):
-        """By all parameters as well as by the inputs."""
+        """Checks the gradients of all parameters and of the inputs."""
         names, parameters = zip(*randomise(module).named_parameters())
 
         def function(*tensors):
@@ -61,7 +61,7 @@ class Modules(Checked):
 
     def test_layernorm_mlp(self):
         for device in DEVICES:
-            for activation in ("gelu", "geglu", "qgelu", "silu", "swiglu"):  # those without a kink
+            for activation in ("gelu", "geglu", "qgelu", "silu", "swiglu"):  # activations that are differentiable everywhere
                 with self.subTest(activation=activation):
                     module = te.LayerNormMLP(8, 8, activation=activation, normalization="RMSNorm", device=device)
                     self.check_module(module, operand(2, 8, device=device))

@@ -1,4 +1,4 @@
-"""CUDA graphs: torch.cuda.graph around te_fl.pytorch's modules, and make_graphed_callables(). What needs no GPU runs without one."""
+"""Tests CUDA graphs: torch.cuda.graph around te_fl.pytorch's modules, and make_graphed_callables(). The tests that need no GPU run without one."""
 
 import os
 import sys
@@ -45,7 +45,7 @@ def step(module, x, dy, recipe):
 
 
 def states(module):
-    """FP8 scales and histories by name; the bytes that hold them in a state_dict differ from one writing to the next."""
+    """Returns FP8 scales and histories by name, because the serialised bytes in a state_dict differ from one call to the next."""
     found = {k: extra_state.read(v, k) for k, v in module.state_dict().items() if k.endswith("_extra_state")}
     return {f"{k}.{name}": t for k, state in found.items() for name, t in state.items() if isinstance(t, torch.Tensor)}
 
@@ -62,7 +62,7 @@ class Captured(unittest.TestCase):
             self.assertTrue(torch.equal(g, w), f"{text}: off by {float((g.float() - w.float()).abs().max())}")
 
     def test_torch_s_graph_holds_a_step(self):
-        """Each launch computes what an eager step would, on the inputs and weights that are there then."""
+        """Each replay computes what an eager step would compute on the current inputs and weights."""
         for name in MODULES:
             for recipe in RECIPES:
                 with self.subTest(module=name, recipe=type(recipe).__name__):
@@ -155,7 +155,7 @@ class Captured(unittest.TestCase):
         for m in modules:
             m.eval()
         with torch.no_grad():
-            self.assertTrue(torch.isfinite(modules[0](input_of(6)[:5])).all())  # another shape: eagerly
+            self.assertTrue(torch.isfinite(modules[0](input_of(6)[:5])).all())  # another shape runs eagerly
         served = made("LayerNormMLP").eval()
         te.make_graphed_callables(served, (input_of(0).detach(),))
         twin = made("LayerNormMLP").eval()
@@ -217,7 +217,7 @@ class Captured(unittest.TestCase):
 
 @unittest.skipUnless(CUDA, "streams need a GPU")
 class Streams(unittest.TestCase):
-    """Work goes to PyTorch's current stream, scale updates included: a long kernel in front of it must not be overtaken."""
+    """te-fl's work, scale updates included, runs on PyTorch's current stream: it must not overtake a long kernel that was enqueued before."""
 
     def test_fp8_on_a_side_stream(self):
         recipe = DelayedScaling(amax_history_len=4)
@@ -254,7 +254,7 @@ class Streams(unittest.TestCase):
 
 
 class Refused(unittest.TestCase):
-    """Told before anything is captured, with or without a GPU."""
+    """Refusals are raised before anything is captured, with or without a GPU."""
 
     def module(self, **arguments):
         return te.Linear(16, 16, device="cuda" if CUDA else "cpu", **arguments)

@@ -1,4 +1,4 @@
-"""Questions about availability, named random states, orders of weights, and what frameworks import besides."""
+"""Tests availability queries, named random states, layouts of weights, and further names that frameworks import."""
 
 import collections
 import subprocess
@@ -58,7 +58,7 @@ class Availability(unittest.TestCase):
 
 class Package(unittest.TestCase):
     def test_the_compiler_is_not_imported(self):
-        """It takes PyTorch a second, which a program that compiles nothing should not wait for."""
+        """Importing PyTorch's compiler takes a second, which a program that compiles nothing should not pay."""
         look = "import torch, sys; before = 'torch._dynamo' in sys.modules; import te_fl.pytorch; print(before, 'torch._dynamo' in sys.modules)"
         found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=120).stdout.split()
         self.assertEqual(found[1], found[0])
@@ -80,7 +80,7 @@ class Package(unittest.TestCase):
                 "        public, placed = (importlib.import_module(f'te_fl.pytorch.{n}') for n in (name, f'{room}.{name}'))\n"
                 "        assert public is placed and placed.__spec__.name == placed.__name__ == f'te_fl.pytorch.{room}.{name}', placed.__spec__\n"
                 "assert te.checkpoint is checkpoint and callable(checkpoint), te.checkpoint\n"
-                # the pickles that torch.save(module) wrote of a class, and of a weight of FP8 codes, when modules lay in no rooms
+                # pickles that torch.save(module) wrote before modules moved to subpackages: of a class, and of an FP8 weight
                 "assert pickle.loads(b'cte_fl.pytorch.linear\\nLinear\\n.') is te.Linear\n"
                 "rebuilt = pickle.loads(b'cte_fl.pytorch.float8_tensor\\n_rebuilt\\n.')\n"
                 "assert pickle.dumps(rebuilt, 0).startswith(b'cte_fl.pytorch.float8_tensor\\n_rebuilt\\n'), pickle.dumps(rebuilt, 0)")
@@ -150,7 +150,7 @@ class OfFrameworks(unittest.TestCase):
                 self.assertEqual(len(parts), count)
                 for a, b in zip(parts, want, strict=True):
                     self.assertTrue(torch.equal(a, b))
-                torch.autograd.backward([p.sin().sum() for p in parts[:2]])  # the others have no gradient
+                torch.autograd.backward([p.sin().sum() for p in parts[:2]])  # the other parts have no gradient
                 torch.autograd.backward([p.sin().sum() for p in want[:2]])
                 torch.testing.assert_close(x.grad, y.grad, atol=0, rtol=0)
 
@@ -179,7 +179,7 @@ class OfFrameworks(unittest.TestCase):
             framework_helpers.make_weak_ref("text")
 
     def test_reset(self):
-        """Between tests, as Transformer Engine's own suites call it; a scope that is open ends itself."""
+        """Resets state between tests, as Transformer Engine's own test suites do; an open scope still ends normally."""
         manager = te_fl.pytorch.FP8GlobalStateManager
         manager.set_skip_fp8_weight_update_tensor(True)
         graph_state.set_capture_start()
@@ -192,7 +192,8 @@ class OfFrameworks(unittest.TestCase):
         manager.reset()
 
     def test_weights_in_captures_of_a_frameworks_own(self):
-        """A framework's flag, and no argument of the call, says while a graph is made if quantised weights are used again; elsewhere it says nothing."""
+        """During capture a framework's flag, not an argument of the call, says whether quantised weights are reused; outside of capture the flag has
+        no effect."""
         manager, device = te_fl.pytorch.FP8GlobalStateManager, "cuda" if torch.cuda.is_available() else "cpu"
         self.assertIsNone(manager.get_skip_fp8_weight_update_tensor())
         self.addCleanup(setattr, quantization.captures, "flag", None)
@@ -220,7 +221,7 @@ class OfFrameworks(unittest.TestCase):
             with self.subTest(type(layer).__name__, scaling=type(scaling).__name__):
                 self.assertTrue(torch.equal(captured(False, None), before))
                 for p in layer.parameters():
-                    p.data.mul_(2 if p.dim() == 2 else 1)  # a write that PyTorch does not count
+                    p.data.mul_(2 if p.dim() == 2 else 1)  # a write that PyTorch's version counter misses
                 self.assertTrue(torch.equal(captured(True, True), before))
                 after = output()
                 self.assertFalse(torch.equal(after, before))
@@ -229,7 +230,7 @@ class OfFrameworks(unittest.TestCase):
         self.assertEqual(manager.get_skip_fp8_weight_update_tensor().tolist(), [0.0])
 
     def test_captures_of_a_frameworks_own(self):
-        """FP8 state of before a warm-up comes back; a framework says when it captures."""
+        """FP8 state from before a warm-up is restored; a framework announces when it captures."""
         layers = torch.nn.Sequential(te_fl.pytorch.Linear(32, 32, device="cpu"), te_fl.pytorch.GroupedLinear(2, 32, 32, device="cpu"))
         scaling, x = recipe.DelayedScaling(amax_history_len=4), torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
 

@@ -1,4 +1,4 @@
-"""Programs as people have them learn in FP8 as they do in BF16, with te-fl's layers and with PyTorch's own, and as PyTorch's own in FP32."""
+"""Tests that typical programs learn in FP8 as in BF16, with te-fl's layers and with PyTorch's own, and as PyTorch's own in FP32."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ RECIPES = (DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8Blo
 
 
 class Arithmetic:
-    """The way in which a program computes: by PyTorch's layers or te-fl's, in BF16 or not, in FP8 by a recipe or not."""
+    """The arithmetic of a program: PyTorch's layers or te-fl's, BF16 or not, FP8 with a recipe or not."""
 
     def __init__(self, own=False, bf16=True, recipe=None):
         self.linear = te.Linear if own else torch.nn.Linear
@@ -49,7 +49,7 @@ def inputs(*shape, seed):
 
 class Learning(unittest.TestCase):
     def compare(self, train):
-        """train(arithmetic) -> losses of its steps, and the gradients of one of them."""
+        """Compares train(arithmetic), which returns the losses of its steps and the gradients of one step, over all arithmetics."""
         results = {arithmetic: train(arithmetic) for arithmetic in (EXACT, *BF16, *FP8)}
         for arithmetic in FP8:
             losses, gradients = results[arithmetic]
@@ -62,7 +62,7 @@ class Learning(unittest.TestCase):
                         self.assertGreater(float(cosine), 0.99)
                     whole, of_other = (torch.cat([g.flatten() for g in grads]).norm() for grads in (gradients, expected))
                     self.assertLess(abs(float(whole / of_other) - 1), 0.02)
-            self.assertNotEqual(losses, results[BF16[1]][0])  # FP8 it was
+            self.assertNotEqual(losses, results[BF16[1]][0])  # proves that FP8 was used
 
     def test_a_gan(self):
         def train(arithmetic):
@@ -91,7 +91,7 @@ class Learning(unittest.TestCase):
                 fooled.backward()
                 steps[1].step()
                 losses.append(loss.item() + fooled.item())
-                if step == 4:  # delayed scales have settled, and weights hardly differ yet
+                if step == 4:  # delayed scales have settled, and the weights still hardly differ
                     gradients = of_discriminator + [p.grad.clone() for p in generator.parameters()]
             return losses, gradients
         self.compare(train)
@@ -113,7 +113,7 @@ class Learning(unittest.TestCase):
                 adam.step()
                 losses.append(loss.item())
             with torch.no_grad():
-                base.weight.data += up.weight @ down.weight  # the adapters become part of the base, as PEFT merges them
+                base.weight.data += up.weight @ down.weight  # merges the adapters into the base weight, as PEFT does
                 with arithmetic:
                     merged = base(x)
             gradients = [down.weight.grad.clone(), up.weight.grad.clone()]

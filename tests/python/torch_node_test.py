@@ -1,5 +1,5 @@
-"""The autograd node in C++ does what the one in Python does: results and gradients bit for bit, and the same refusals. (Once it is
-built, all other tests of te_fl.pytorch run with it too; CMakeLists.txt repeats some of them without it.)"""
+"""Tests that the autograd node in C++ does what the one in Python does: results and gradients bit for bit, and the same refusals. (If the C++ node is
+built, all other tests of te_fl.pytorch use it too; CMakeLists.txt repeats some of them with the Python node.)"""
 
 import copy
 import gc
@@ -50,7 +50,7 @@ def python(program, **environment):
 
 
 class PlainTest(unittest.TestCase):
-    """call.plain(), the way of a Linear's forward without Python around it: it serves plain calls, and leaves the others."""
+    """Tests call.plain(), the path of a Linear's forward without Python around it: it serves plain calls and declines others."""
 
     def setUp(self):
         self.module = te.Linear(16, 16, device="cpu")
@@ -64,15 +64,15 @@ class PlainTest(unittest.TestCase):
         self.assertTrue(torch.equal(self.plain(), self.module(self.x)))
         with torch.no_grad():
             self.assertFalse(self.plain().requires_grad)
-        self.module.weight = torch.nn.Parameter(torch.zeros(16, 16))  # the present parameters count
+        self.module.weight = torch.nn.Parameter(torch.zeros(16, 16))  # the current parameters are used
         self.assertTrue(torch.equal(self.plain(), self.module.bias.expand(4, 16)))
         recipe = DelayedScaling()
         with te.autocast(recipe=recipe):
-            self.assertIsNone(self.plain())  # the last call was another one
+            self.assertIsNone(self.plain())  # declined: the previous call was without FP8
             self.module(self.x)
             self.module._recipe = Float8CurrentScaling()
-            self.assertIsNone(self.plain())  # _run() notes that the module ran by several recipes
-            self.module._recipe = DelayedScaling()  # an equal one, as of a program that makes one for each step
+            self.assertIsNone(self.plain())  # declined: _run() has to record the other recipe
+            self.module._recipe = DelayedScaling()  # an equal recipe, as of a program that makes one for each step
             self.assertIsNotNone(self.plain())
             self.assertIs(self.module._recipe, recipe)
             self.assertIsNone(self.plain(first=True))
@@ -93,7 +93,7 @@ class PlainTest(unittest.TestCase):
             inside = []
             torch.utils.checkpoint.checkpoint(lambda x: inside.append(self.plain(x)) or x * 1, self.x, use_reentrant=True)
             self.assertEqual(inside, [None])
-        self.assertIsNone(self.plain())  # _run() notes that this forward is not in FP8
+        self.assertIsNone(self.plain())  # declined: _run() has to record that this forward is not in FP8
         self.module(self.x)
         torch.nn.utils.parametrize.register_parametrization(self.module, "weight", torch.nn.Identity())
         self.assertIsNone(self.plain())
@@ -123,7 +123,7 @@ class SameAsPythonTest(Each):
                 found.append([y, *served, *gradients(own, x)])
         self.same(*found)
 
-    @each([n for n in MODULES if n != "RMSNorm"])  # RMSNorm has one parameter
+    @each([n for n in MODULES if n != "RMSNorm"])  # except RMSNorm, which has one parameter
     def test_what_needs_no_gradient_gets_none(self, module, device, _):
         found = []
         for run in (NATIVE, call.python_run):
@@ -151,7 +151,7 @@ class SameAsPythonTest(Each):
                             y.backward(torch.ones_like(y))
 
     def test_gradients_as_they_come(self):
-        """One of gaps, one that autograd left undefined, and one of another layout."""
+        """Covers gradients with gaps in memory, a gradient that autograd left undefined, and one of another memory layout."""
         class Nothing(torch.autograd.Function):
             @staticmethod
             def forward(ctx, y):
@@ -180,7 +180,7 @@ class RefusalTest(unittest.TestCase):
         self.module, self.x = randomise(te.Linear(32, 32, device="cpu")), input_of()
 
     def both(self, use):
-        """The errors of both nodes are one; returns its text."""
+        """Checks that both nodes raise the same error; returns its text."""
         texts = []
         for run in (NATIVE, call.python_run):
             with using(run), self.assertRaises(Exception) as raised:

@@ -1,5 +1,5 @@
-"""Activations on the host between forward and backward (get_cpu_offload_context): the same gradients, and memory that goes and comes, through hooks
-for PyTorch's own tensors and through C++ for those of te-fl's layers. On a host without GPUs device and host are both its memory."""
+"""Tests activations that are on the host between forward and backward (get_cpu_offload_context): gradients are the same, and device memory is freed
+and restored, by saved-tensor hooks for PyTorch's tensors and in C++ for te-fl's layers. On a machine without GPUs host memory plays both roles."""
 
 import gc
 import unittest
@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 
 class Plain(torch.nn.Module):
-    """A layer of PyTorch's alone."""
+    """A layer made of PyTorch's modules only."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ def model_of(name, count=4):
 
 
 def run(layers, recipe, context=None, sync=None, after=None, dtype=torch.float32, batches=1):
-    """Losses and gradients of two steps."""
+    """Returns losses and gradients of two steps."""
     seen = []
     for step in range(2):
         torch.manual_seed(step)
@@ -101,7 +101,7 @@ class Offload(unittest.TestCase):
                         sizes = []
                         got = run(model_of(name), recipe, context, sync, lambda i: sizes.append(context._synchronizer.get_offloaded_total_size_mb()))  # noqa: B023
                         self.same(got, run(model_of(name), recipe))
-                        self.assertGreater(max(sizes), count * 32 * 2 * 64 / 2 ** 20)  # at least a code for each element
+                        self.assertGreater(max(sizes), count * 32 * 2 * 64 / 2 ** 20)  # at least one code for each element
 
     def check_moved(self, state, before):
         for forward in state._forwards:
@@ -110,7 +110,7 @@ class Offload(unittest.TestCase):
             self.assertEqual(before & now, set())
 
     def test_the_devices_memory_goes(self):
-        """While a layer is on the host, nothing holds what it kept on the device."""
+        """While a layer is on the host, nothing keeps its activations on the device."""
         for name in LAYERS:
             for recipe in RECIPES[:2]:
                 with self.subTest(layer=name, recipe=type(recipe).__name__):
@@ -132,10 +132,10 @@ class Offload(unittest.TestCase):
                     self.assertTrue(x.grad.isfinite().all())
                     del y
                     gc.collect()
-                    self.assertEqual(len(state._segments), 0)  # the graph alone held them
+                    self.assertEqual(len(state._segments), 0)  # only the graph held the segments
 
     def test_manual_and_late(self):
-        """A layer that nobody brought back comes when its backward asks."""
+        """A layer that was not brought back explicitly comes back when its backward needs it."""
         for brings in (True, False):
             context, sync, controller = get_cpu_offload_context(True, model_layers=3, manual_synchronization=True, retain_pinned_cpu_buffers=True)
 
@@ -165,7 +165,7 @@ class Offload(unittest.TestCase):
                     y = layer(y)
                 y = sync(y)
             if step == 0:
-                continue  # this graph has no backward
+                continue  # the backward of this graph is not run
             for retain in (True, False):
                 x.grad = None
                 y.sum().backward(retain_graph=retain)
@@ -173,9 +173,10 @@ class Offload(unittest.TestCase):
         self.same(grads[1:], grads[:-1])
 
     def test_writes_between_forward_and_backward(self):
-        """PyTorch looks for none where hooks save: a gradient of the new values would be wrong without a word."""
+        """PyTorch's version check does not apply to hooks' tensors: without a check of te-fl's own, gradients of the new values would be silently
+        wrong."""
         for name in ("plain", "LayerNormMLP"):
-            for least in (256, 2 ** 30):  # of tensors that go, and of those that stay
+            for least in (256, 2 ** 30):  # offloads all tensors, or none
                 for when in ("in the layer", "before the next", "behind the next"):
                     for wrote in ("input", "weight"):
                         with self.subTest(name, least=least, when=when, wrote=wrote), mock.patch.object(offload, "LEAST_BYTES", least):
@@ -196,13 +197,13 @@ class Offload(unittest.TestCase):
                                 written.mul_(2)
                             loss = sync(y).sum()
                             if when == "behind the next" and least == 256 and wrote == "input":
-                                loss.backward()  # the host has the values of before
+                                loss.backward()  # the host has the values from before the write
                             else:
                                 self.assertRaisesRegex(RuntimeError, "was written after the forward had saved it", loss.backward)
 
     def test_storages_that_are_emptied_before_they_are_copied(self):
-        """As by Megatron's checkpoint without output, inside of an offloaded layer: what the program has emptied stays, and is read where it is filled
-        again."""
+        """A program empties and later refills the storage of an offloaded layer's input, as Megatron's checkpoint without output does. The offload
+        leaves the empty storage alone, and the backward reads the refilled one."""
         for name in LAYERS:
             for recipe in RECIPES[:2]:
                 with self.subTest(layer=name, recipe=type(recipe).__name__):
@@ -235,7 +236,7 @@ class Offload(unittest.TestCase):
             leaf = torch.linspace(-1, 1, 2048, device=DEVICE).view(32, 64).requires_grad_()
             x = leaf * 1
             x.add_(1)
-            alias = x.data  # It has the same memory and counts its own writes.
+            alias = x.data  # The alias has the same memory and its own version counter.
             y = x
             for layer in layers:
                 with context if offloads else mock.MagicMock():

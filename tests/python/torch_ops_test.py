@@ -1,4 +1,4 @@
-"""te_fl.ops on PyTorch's tensors: memory that is shared in place, views, FP8, and whose memory is let go."""
+"""Tests te_fl.ops on PyTorch tensors: shared memory written in place, views, FP8, and release of memory."""
 
 import unittest
 import unittest.mock
@@ -34,7 +34,7 @@ class Torch(unittest.TestCase):
         torch.testing.assert_close(output, torch.relu(x))
 
     def test_parameters_lend_their_memory(self):
-        # A leaf that requires grad: te-fl reads and writes memory, autograd knows nothing of it.
+        # A leaf that requires grad: te-fl reads and writes its memory without autograd's knowledge.
         weight = torch.nn.Parameter(torch.ones(3, 4))
         te_fl.ops.fill(output=weight, value=2.0)
         self.assertTrue(bool((weight == 2).all()))
@@ -42,7 +42,7 @@ class Torch(unittest.TestCase):
     def test_rows_of_one_tensor_are_a_list(self):
         torch.manual_seed(4)
         weights, bias, sizes = [torch.randn(6, 8) for _ in range(3)], [torch.randn(6) for _ in range(3)], [2, 0, 3]
-        x = torch.randn(5, 16)[:, ::2]  # whose rows are not dense
+        x = torch.randn(5, 16)[:, ::2]  # rows are not contiguous
         y = torch.full((7, 6), 9.0)
         want = torch.cat([a.double() @ w.double().t() + c for a, w, c in zip(x.split(sizes), weights, bias)])
         for numbers in (sizes, tuple(sizes), torch.tensor(sizes), torch.tensor(sizes, dtype=torch.int32)):
@@ -61,7 +61,7 @@ class Torch(unittest.TestCase):
                "mxfp8": lambda m, k: (padded(m, 128) * padded(-(-k // 32), 4), padded(-(-m // 32), 4) * padded(k, 128))}
 
     def quantised(self, scaling, sizes, columns):
-        """Room for the members of such sizes, one after another, and its parts."""
+        """Allocates one buffer for consecutive members of these sizes; returns it and its parts."""
         rows, codes = sum(sizes), torch.float8_e4m3fn
         counts = [sum(n) for n in zip(*(self.FACTORS[scaling](m, columns) for m in sizes))]
         factors = [torch.full((n,), 7, dtype=torch.uint8).view(torch.float8_e8m0fnu) if scaling == "mxfp8" else torch.full((n,), 7.0) for n in counts]
@@ -153,7 +153,7 @@ class Torch(unittest.TestCase):
         te_fl.ops.generic_gemm(a=quantised[0], b=quantised[1], d=d, trans_b=True)
         values = [q.data.float().double() * float(q.scale_inv) for q in quantised]
         torch.testing.assert_close(d.double(), values[0] @ values[1].t(), atol=1e-5, rtol=1e-5)
-        # Multiplies by a, which is known by its column-wise copy alone.
+        # Multiplies by a, of which only the column-wise copy exists.
         columns = te_fl.Quantized(columnwise_data=quantised[0].data.t().contiguous(), shape=(16, 32), scale_inv=quantised[0].scale_inv)
         back = torch.empty(24, 32)
         grad = torch.randn(16, 24)

@@ -1,4 +1,4 @@
-"""FusedAdam and FusedSGD against PyTorch's own in FP64, and what of their state can be saved, loaded and looked at."""
+"""Tests FusedAdam and FusedSGD against PyTorch's optimizers in FP64, and saving, loading and reading their state."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ def params(dtype=torch.float32, shapes=SHAPES):
 def give_grads(weights, step, dtype=None):
     generator = torch.Generator().manual_seed(step)
     for p in weights:
-        grad = torch.randn(p.shape, generator=generator).to(torch.bfloat16)  # exact in every dtype of the test
+        grad = torch.randn(p.shape, generator=generator).to(torch.bfloat16)  # these gradients are exact in every dtype of the test
         p.grad = grad.to(p.device, dtype or p.dtype)
 
 
@@ -185,7 +185,7 @@ class Adam(Compared):
             self.assertEqual(set(saved["state"][0]), {"exp_avg", "exp_avg_sq", "master_param"})
             self.assertTrue(torch.equal(saved["state"][0]["master_param"], weights[0]))
             kept = weights[0].detach().clone()
-            saved["state"][0]["master_param"].zero_()  # as Transformer Engine's, which no step of its has written
+            saved["state"][0]["master_param"].zero_()  # as in a new state of Transformer Engine's, which no step has written
             optimizer.load_state_dict(saved)
             self.assertTrue(torch.equal(weights[0], kept))
             weights[0].data = weights[0].data.clone()
@@ -270,7 +270,7 @@ class Adam(Compared):
             torch.testing.assert_close(served(x), plain(x), atol=1e-5, rtol=1e-5)
 
     def test_parameters_of_several_ranks(self):
-        # One rank plays them all, on the CPU, where Gloo has every collective: memory, gradient and state are the local part's.
+        # One CPU rank represents all ranks; Gloo has every collective there. Memory, gradient and state are those of the local part.
         import torch.distributed as dist
         from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -347,7 +347,8 @@ class Adam(Compared):
 
 
 def rounded(values, dtype):
-    """The values that a state of the dtype keeps, by hand: FP16 and FP8 (uint8) times the largest magnitude over the largest that is used."""
+    """Computes the values that a state of the dtype stores: FP16 and FP8 (uint8) are scaled so that the largest magnitude becomes the largest used
+    value."""
     if dtype is torch.float32 or not values.numel():
         return values.clone()
     if dtype is torch.bfloat16:
@@ -359,7 +360,7 @@ def rounded(values, dtype):
 
 
 class AdamStates(Compared):
-    """State in other dtypes than FP32, against Adam by hand whose state is rounded after each step."""
+    """Tests states in other dtypes than FP32 against hand-written Adam whose state is rounded after each step."""
 
     KINDS = (dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16), dict(exp_avg_dtype=torch.float16, exp_avg_sq_dtype=torch.float16),
              dict(exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.float16), dict(exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8),
@@ -373,7 +374,7 @@ class AdamStates(Compared):
             give_grads(weights, step)
             for state, p, at in zip(kept, weights, range(len(kept))):
                 m, v, w, g = *(t.double() for t in state), p.grad.double()
-                a, b = (float(torch.tensor(beta, dtype=torch.float32)) for beta in (0.9, 0.999))  # as the op has them
+                a, b = (float(torch.tensor(beta, dtype=torch.float32)) for beta in (0.9, 0.999))  # rounded to FP32 as in the op
                 m, v, t = a * m + (1 - a) * g, b * v + (1 - b) * g * g, step + 1
                 w = w - lr * (m / (1 - a ** t) / ((v / (1 - b ** t)).sqrt() + 1e-8) + wd * w)
                 results[at] = w.float().to(p.dtype)
@@ -389,13 +390,14 @@ class AdamStates(Compared):
                 optimizer = optimizers.FusedAdam(weights, lr=0.01, weight_decay=0.1, master_weights=True, **kinds)
                 steps(optimizer, weights)
                 for p, w, state in zip(weights, want, kept):
-                    torch.testing.assert_close(p.detach().float(), w.float(), atol=1e-2, rtol=8e-3)  # a unit of BF16, where FP32 sums differ by one
+                    # one unit in the last place of BF16, where FP32 sums differ
+                    torch.testing.assert_close(p.detach().float(), w.float(), atol=1e-2, rtol=8e-3)
                     if not p.numel():
                         continue
                     for name, values in zip(("exp_avg", "exp_avg_sq", "master_param"), state):
                         own = optimizer.get_unscaled_state(p, name)
                         self.assertEqual(own.dtype, torch.float32)
-                        # A sum that lies between two codes may take the other one.
+                        # A sum near the midpoint of two codes may round to the other one.
                         step = {torch.uint8: 0.13, torch.bfloat16: 8e-3}.get(optimizer._states.dtypes[name], 2e-3 if name == "master_param" else 1e-5)
                         torch.testing.assert_close(own, values, atol=step * float(values.abs().max()) / 16, rtol=step)
                 self.assertEqual(optimizer.state[weights[0]]["exp_avg"].dtype, kinds.get("exp_avg_dtype", torch.float32))
@@ -437,7 +439,7 @@ class AdamStates(Compared):
             with self.assertRaisesRegex(InvalidArgument, "store_param_remainders as when it was saved"):
                 optimizer.load_state_dict(copy.deepcopy(state.state_dict()))
         plain = params()
-        steps(optimizers.FusedAdam(plain, master_weights=True, store_param_remainders=True), plain)  # of FP32 parameters none are kept
+        steps(optimizers.FusedAdam(plain, master_weights=True, store_param_remainders=True), plain)  # FP32 parameters have no remainders
         with self.assertRaisesRegex(InvalidArgument, "store_param_remainders=False for a parameter of torch.bfloat16"):
             kept.initialize_state(weights[0], False)
 
@@ -603,7 +605,7 @@ class Lists(Compared):
             masters = [[p.detach().float() for p in others]] if dtype is torch.bfloat16 else []
             state = [[torch.zeros_like(p, dtype=torch.float32) for p in others] for _ in range(2)]
             for p in others:
-                p.grad.mul_(4)  # a loss scale
+                p.grad.mul_(4)  # applies a loss scale
             before = others[0]._version
             optimizers.multi_tensor_applier(function, flag, [[p.grad for p in others], others, *state, *masters], torch.tensor([0.1], device=DEVICE), 0.9,
                                             0.999, 1e-8, torch.tensor([1], dtype=torch.int32, device=DEVICE), 1, 1, 0.1, factor)

@@ -1,4 +1,4 @@
-"""Transformer Engine's modules written down in plain PyTorch, for FP64, and quantisation in NumPy, for the tests of te_fl.pytorch."""
+"""Transformer Engine's modules written in plain PyTorch, for FP64, and quantisation in NumPy, for the tests of te_fl.pytorch."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-TOLERANCE = {torch.float32: 1e-5 if DEVICES == ["cpu"] else 1e-4, torch.bfloat16: 3e-2}  # of the largest value
+TOLERANCE = {torch.float32: 1e-5 if DEVICES == ["cpu"] else 1e-4, torch.bfloat16: 3e-2}  # relative to the largest value
 
 
 def randn(*shape, seed=1, dtype=torch.float32, device="cpu"):
@@ -14,7 +14,7 @@ def randn(*shape, seed=1, dtype=torch.float32, device="cpu"):
 
 
 def randomise(module, seed=7):
-    """Gives all parameters values that no two of them share, so that a mix-up shows."""
+    """Gives all parameters distinct values, so that a mix-up shows."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in module.named_parameters():
@@ -30,7 +30,7 @@ def randomise(module, seed=7):
 
 
 def compare(test, served, module, oracle, inputs, tolerance=None, seed=11, close=None):
-    """Outputs of served(*inputs), and the gradients of inputs and parameters, are those of oracle(parameters, *inputs) in FP64."""
+    """Compares outputs of served(*inputs), and the gradients of inputs and parameters, with those of oracle(parameters, *inputs) in FP64."""
     close = close or near
     own = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     exact = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
@@ -71,7 +71,7 @@ def near_by_norm(test, got, want, tolerance, what, least=0.0):
     test.assertLess(error, tolerance, f"{what} is off by {error:.3g} of {scale:.3g} (2-norm)")
 
 
-# -- parts
+# -- parts of modules
 
 def linear(x, w, b=None):
     y = x @ w.T
@@ -111,7 +111,7 @@ def activate(x, name, limit=7.0, alpha=1.702):
 
 
 def allowed(queries, keys, causal=False, bottom_right=False, window=(-1, -1)):
-    """True where a query sees a key: [queries, keys]."""
+    """Returns a mask [queries, keys], true where a query sees a key."""
     shift = keys - queries if bottom_right else 0
     distance = torch.arange(keys)[None, :] - (torch.arange(queries)[:, None] + shift)
     seen = torch.ones(queries, keys, dtype=torch.bool)
@@ -125,7 +125,7 @@ def allowed(queries, keys, causal=False, bottom_right=False, window=(-1, -1)):
 
 
 def scores_of(q, k, seen=None, bias=None, scale=None, cap=0.0):
-    """q [b, sq, h, d], k [b, sk, g, d] -> [b, h, sq, sk]; seen broadcasts to that, and what is not seen scores -1e30."""
+    """Returns scores [b, h, sq, sk] for q [b, sq, h, d] and k [b, sk, g, d]; `seen` broadcasts to that shape, and unseen keys score -1e30."""
     d, k = q.shape[-1], k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (1 / math.sqrt(d) if scale is None else scale)
     if cap:
@@ -136,7 +136,8 @@ def scores_of(q, k, seen=None, bias=None, scale=None, cap=0.0):
 
 
 def attention(q, k, v, seen=None, bias=None, scale=None, sink=None, cap=0.0):
-    """q [b, sq, h, d], k and v [b, sk, g, d] -> [b, sq, h * d]; seen broadcasts to [b, h, sq, sk]; a query that sees nothing yields 0."""
+    """Attention of q [b, sq, h, d] and k, v [b, sk, g, d] -> [b, sq, h * d]; `seen` broadcasts to [b, h, sq, sk]; a query that sees no key yields
+    0."""
     b, sq, h, d = q.shape
     v = v.repeat_interleave(h // v.shape[2], 2)
     scores = scores_of(q, k, seen, bias, scale, cap)
@@ -150,7 +151,7 @@ def attention(q, k, v, seen=None, bias=None, scale=None, sink=None, cap=0.0):
 
 
 def rotate(x, angles, interleaved=False):
-    """RoPE of x [b, s, h, d] by angles [positions, 1, 1, r]."""
+    """Applies RoPE to x [b, s, h, d] with angles [positions, 1, 1, r]."""
     f = angles[:x.shape[1], 0, 0].to(x)[None, :, None]
     r = f.shape[-1]
     t, rest = x[..., :r], x[..., r:]
@@ -164,14 +165,14 @@ def rotate(x, angles, interleaved=False):
 # -- modules
 
 def mlp(p, x, prefix="", activation="gelu", kind="LayerNorm", zero_centered=False, product=linear, eps=1e-5, **params):
-    """The output without fc2's bias, that bias, and the normalised input."""
+    """Returns the output without fc2's bias, that bias, and the normalised input."""
     h = norm(x, p, prefix + "layer_norm_", kind, eps, zero_centered)
     y = product(h, p[prefix + "fc1_weight"], p.get(prefix + "fc1_bias"))
     return product(activate(y, activation, **params), p[prefix + "fc2_weight"]), p.get(prefix + "fc2_bias"), h
 
 
 def whole(p, prefix, name, parts):
-    """A parameter that is registered whole, or in parts that follow one another."""
+    """Returns a parameter that is registered whole, or concatenates its consecutive parts."""
     if prefix + name in p:
         return p[prefix + name]
     found = [p[f"{prefix}{part}_{name}"] for part in parts if f"{prefix}{part}_{name}" in p]
@@ -181,7 +182,7 @@ def whole(p, prefix, name, parts):
 def multihead(p, x, prefix="", heads=4, groups=None, norms="LayerNorm", input_layernorm=False, encoder=None, interleaved=None, angles=None,
               rope_interleaved=False, qk_norm=None, norm_first=False, zero_centered=False, seen=None, bias=None, fmt="sbhd", product=linear,
               sink=None, eps=1e-5, cap=0.0):
-    """The output without proj's bias, that bias, and the normalised input."""
+    """Returns the output without proj's bias, that bias, and the normalised input."""
     groups, h = groups or heads, x
     turn = (lambda t: t.transpose(0, 1)) if fmt == "sbhd" else (lambda t: t)
     per_group = heads // groups
@@ -252,11 +253,11 @@ def transformer(p, x, *, output_layernorm=False, post_residual=False, parallel=F
 
 # -- quantisation, by NumPy
 
-FORMATS = {"e4m3": (448.0, 3, -6), "e5m2": (57344.0, 2, -14)}  # the largest value, bits of the mantissa, the smallest normal exponent
+FORMATS = {"e4m3": (448.0, 3, -6), "e5m2": (57344.0, 2, -14)}  # largest value, bits of the mantissa, smallest normal exponent
 
 
 def round_to(values, form):
-    """The nearest value of the format, ties to even, saturating."""
+    """Rounds to the nearest value of the format, ties to even, saturating."""
     largest, bits, least = FORMATS[form]
     values = np.clip(np.asarray(values, np.float64), -largest, largest)
     exponent = np.maximum(np.frexp(values)[1] - 1, least)
@@ -272,7 +273,7 @@ def scale_of(amax, form, pow2=False, margin=0):
 
 
 def per_tensor(x, form, margin=0, pow2=False):
-    """x as it reads after quantisation with one scale."""
+    """Quantises x with one scale; returns the dequantised values."""
     values = x.detach().cpu().numpy().astype(np.float32)
     scale = scale_of(np.abs(values).max(), form, pow2, margin)
     codes = round_to((values * scale).astype(np.float32), form)
@@ -280,7 +281,7 @@ def per_tensor(x, form, margin=0, pow2=False):
 
 
 def per_block(x, rows, columns, form="e4m3"):
-    """x [m, n] as it reads after quantisation in blocks of rows x columns, whose scales are powers of two."""
+    """Quantises x [m, n] in blocks of rows x columns with power-of-two scales; returns the dequantised values."""
     values = x.detach().cpu().numpy().astype(np.float32)
     out = np.empty(values.shape, np.float64)
     for i in range(0, values.shape[0], rows):
@@ -292,7 +293,7 @@ def per_block(x, rows, columns, form="e4m3"):
 
 
 class _Quantised(torch.autograd.Function):
-    """y = x w^T whose operands are quantised, in each of the three products."""
+    """y = x w^T, with quantised operands in each of the three products (forward, data gradient, weight gradient)."""
 
     @staticmethod
     def forward(ctx, x, w, recipe):

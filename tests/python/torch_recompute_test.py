@@ -1,4 +1,4 @@
-"""te_fl.pytorch's modules whose forward runs again in the backward."""
+"""Tests te_fl.pytorch's modules whose forward is recomputed in the backward."""
 
 import copy
 import functools
@@ -20,11 +20,12 @@ from te_fl.pytorch.autograd import checkpoint as runs  # noqa: E402
 from te_fl.pytorch.fp8 import extra_state  # noqa: E402
 
 
-PLAIN = tuple(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=r) for r in (False, True))  # without te-fl's context_fn
+# PyTorch's checkpoint without te-fl's context_fn
+PLAIN = tuple(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=r) for r in (False, True))
 
 
 class Other(torch.autograd.Function):
-    """A checkpoint as other libraries have their own."""
+    """A checkpoint implemented by an autograd.Function, as other libraries have."""
 
     @staticmethod
     def forward(ctx, function, *arguments):
@@ -45,7 +46,7 @@ def other(function, *arguments):
 
 
 class Unseen(torch.autograd.Function):
-    """One whose first run does not show the node that its second has."""
+    """A checkpoint whose first run does not have the autograd node that the second run has."""
 
     @staticmethod
     def forward(function, x):
@@ -72,8 +73,9 @@ class Recomputation(Each):
             self.same(gradients(module, x), want)
 
     def test_torch_checkpoint_where_the_first_run_is_not_known(self):
-        """It is outside of the autocast. By the one recipe that the first run can have had it is bit for bit that run; where there were several, and by
-        delayed scaling, whose scales have been updated, it would be another function's and is refused. What does not compute in FP8 runs."""
+        """The recomputation runs outside of the autocast. If the first run can have had only one recipe, it is repeated bit for bit. It is refused
+        with several candidate recipes, and with delayed scaling, whose scales have been updated, because it would compute another function. Forwards
+        without FP8 are recomputed."""
         def rerun(module, *recipes):
             inputs = [randn(4, 2, 4, 8, seed=i).requires_grad_() if isinstance(module, te.DotProductAttention) else input_of(seed=i) for i in range(len(recipes))]
             module.zero_grad()
@@ -102,7 +104,7 @@ class Recomputation(Each):
             module = randomise(make())
             with self.subTest(type(module).__name__):
                 want = plain(module, current)
-                for _ in range(2):  # the second time by the shortest way that a call has
+                for _ in range(2):  # the second forward takes the shortest path of a call
                     got = rerun(module, current) + [p.grad for p in module.parameters()]
                     self.same(got, want)
                 self.same(rerun(module, None), plain(module, None)[:1])
@@ -120,7 +122,7 @@ class Recomputation(Each):
             rerun(te.DotProductAttention(4, 8, attention_dropout=0), DelayedScaling(fp8_dpa=True))
 
     def test_checkpoints_of_other_libraries(self):
-        """Their second run, which is outside of the autocast, repeats the first one."""
+        """The recomputation, outside of the autocast, repeats the first run."""
         for recipe in RECIPES[1:]:
             for name in PRODUCTS:
                 with self.subTest(recipe=type(recipe).__name__, module=name):
@@ -134,7 +136,7 @@ class Recomputation(Each):
             self.same(self.steps("", "cpu", recipe, drawn, **dropout), self.steps("", "cpu", recipe, lambda m, x: m(x), **dropout))
 
     def test_checkpoints_of_other_libraries_inside_of_others(self):
-        """And around them."""
+        """Nests checkpoints of other libraries inside others, and around them."""
         own = (lambda f, *a: f(*a), te.checkpoint, *PLAIN, other)
         for recipe in RECIPES[1:]:
             want = self.steps("LayerNormMLP", "cpu", recipe, lambda m, x: m(torch.relu(x)) + x)
@@ -145,7 +147,7 @@ class Recomputation(Each):
                         self.same(got, want)
 
     def test_microbatches_of_checkpoints_of_other_libraries(self):
-        """Their backwards come in any order, after the scales were updated, and after an evaluation outside of the autocast."""
+        """Backwards run in any order, after the scales were updated, and after an evaluation outside of the autocast."""
         for recipes in ((Float8CurrentScaling(), Float8CurrentScaling(use_power_2_scales=True)), (DelayedScaling(amax_history_len=3),) * 3):
             results = []
             for way in (lambda f, x: f(x), other):
@@ -165,7 +167,7 @@ class Recomputation(Each):
             self.same(*results)
 
     def test_inferences_without_gradients_keep_no_record(self):
-        """A function of autograd's whose backward does not come, and functions of te-fl's and PyTorch's own."""
+        """Tests an autograd.Function whose backward never runs, and functions of te-fl's and PyTorch's own."""
         from te_fl.pytorch.autograd import torch_checkpoint
         module, x = te.Linear(32, 32, device="cpu"), input_of()
         seen = []
@@ -181,7 +183,7 @@ class Recomputation(Each):
             self.assertEqual(len(seen), 1)
 
     def test_a_checkpoint_of_the_programs_own(self):
-        """activation_recompute_forward() around both runs, as frameworks have checkpoints of their own; two microbatches are under way."""
+        """A program with a checkpoint of its own enters activation_recompute_forward() around both runs; two microbatches are in flight."""
         class Own(torch.autograd.Function):
             @staticmethod
             def forward(ctx, function, recipe, x):
@@ -227,14 +229,14 @@ class Recomputation(Each):
         layer = te.Linear(32, 32, device="cpu")
         with scope(Float8CurrentScaling()):
             with runs.activation_recompute_forward(True, False):
-                layer.eval()(input_of())  # of which no second run follows
+                layer.eval()(input_of())  # no recomputation of this call follows
             with runs.activation_recompute_forward(True, True), self.assertRaisesRegex(RuntimeError, "no forward of this module to repeat"):
                 layer(input_of())
             with runs.activation_recompute_forward():
                 layer(input_of())
 
     def test_torch_checkpoint_in_eval(self):
-        """As with adapters on a model whose own layers are in eval()."""
+        """Modules are in eval(), as when adapters are trained on a frozen model."""
         dropout = dict(hidden_dropout=0.2, attention_dropout=0.3)
         for recipe in RECIPES[1:]:
             with self.subTest(recipe=type(recipe).__name__):
@@ -243,7 +245,7 @@ class Recomputation(Each):
                     self.same(self.steps("", "cpu", recipe, lambda m, x: run(m.eval(), x), **dropout), want)
 
     def test_torch_checkpoint_of_checkpoints(self):
-        """The inner one's first run in the backward is the outer one's second, and the inner one runs a third time."""
+        """The inner checkpoint's first run in the backward is the outer one's second run; the inner function runs a third time."""
         for recipe in RECIPES[1:]:
             for name in ("LayerNormMLP", "TransformerLayer"):
                 want = self.steps(name, "cpu", recipe, lambda m, x: m(torch.relu(x)) + x)
@@ -254,7 +256,7 @@ class Recomputation(Each):
                             self.same(got, want)
 
     def test_te_fls_checkpoint_and_pytorchs_inside_of_each_other(self):
-        """Nests checkpoints of several modules, so that each run meets the record that is its module's; twice nested too."""
+        """Nests checkpoints of several modules, also twice; each recomputation must find its own module's record."""
         def told(f, *a):
             return torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False, context_fn=te.recompute_contexts)
 
@@ -303,7 +305,7 @@ class Recomputation(Each):
             self.same(*results)
 
     def test_an_autocast_inside_of_what_is_checkpointed(self):
-        """The second run enters it again, and neither computes with newer scales nor records amaxes twice."""
+        """The recomputation enters the inner autocast again; it neither uses newer scales nor records amaxes twice."""
         def step(module, x, recipe):
             with scope(recipe):
                 return module(x)
@@ -314,8 +316,8 @@ class Recomputation(Each):
                     self.same(self.steps("LayerNormMLP", "cpu", None, lambda m, x: run(step, m, x, recipe)), want)
 
     def test_torch_checkpoint_repeats_the_forward_that_it_belongs_to(self):
-        """Several autocasts before one backward, between them evaluations, with other scales each. Re-entrant backwards end one by one, and
-        update the scales of gradients then, so that with delayed scaling their gradients differ."""
+        """Runs several autocasts before one backward, with evaluations between them and other scales in each. Re-entrant backwards end one by one and
+        then update the gradients' scales, so with delayed scaling their gradients differ."""
         for recipe in RECIPES[1:]:
             results = []
             for run in (lambda f, *a: f(*a), *PLAIN[:1 if isinstance(recipe, DelayedScaling) else 2]):
@@ -333,7 +335,7 @@ class Recomputation(Each):
                     self.assertLess(float((a - b).detach().norm()), 1e-5 * float(b.detach().norm()), type(recipe).__name__)
 
     def steps(self, name, device, recipe, call, **arguments):
-        """Outputs, gradients and FP8 state of two steps whose forward is call(module, x)."""
+        """Returns outputs, gradients and FP8 state of two steps whose forward is call(module, x)."""
         torch.manual_seed(2)
         module = randomise(MODULES[name](device=device)) if not arguments else randomise(
             te.TransformerLayer(32, 64, 4, device=device, **arguments))
@@ -379,7 +381,7 @@ class Recomputation(Each):
                             m, x, use_reentrant=reentrant), **dropout), want)
 
     def test_checkpoint_of_microbatches(self):
-        """The second run of the first microbatch leaves its quantised weight to the others."""
+        """The recomputation of the first microbatch leaves its quantised weight for the other microbatches."""
         for recipe in RECIPES:
             for run in (te.checkpoint, *PLAIN[1:]):
                 base, results = randomise(te.Linear(32, 48, device="cpu")), []
@@ -489,7 +491,7 @@ class Recomputation(Each):
         x.grad = None
         module(x, checkpoint_core_attention=True).sum().backward()
         for a, b in zip(gradients(module, x), want):
-            # The keys' bias has no effect, so that its gradient is rounding alone.
+            # The keys' bias has no effect, so its gradient consists of rounding errors.
             near(self, a, b, 1e-5, "gradient", 1.0)
 
 

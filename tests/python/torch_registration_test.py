@@ -1,4 +1,4 @@
-"""Implementations of ops in PyTorch: tensors on the caller's memory, on the call's stream."""
+"""Tests ops implemented in PyTorch: tensors over the caller's memory, on the call's stream."""
 
 import gc
 import itertools
@@ -103,7 +103,7 @@ class Torch(unittest.TestCase):
                 dx = torch.empty_like(x)
                 te_fl.ops.drelu(grad=grad.contiguous(), input=x, output=dx)
                 return dx
-        for device in DEVICES:  # cuda's comes on a thread of PyTorch's
+        for device in DEVICES:  # a CUDA backward runs on a thread of PyTorch's
             x = torch.randn(6, device=device, requires_grad=True)
             te_fl.reset_usage()
             Relu.apply(x).sum().backward()
@@ -120,7 +120,7 @@ class Torch(unittest.TestCase):
             self.add(op, fn, deterministic=promises)
         for op in ("rmsnorm_fwd", "relu", "dbias_drelu", "multi_tensor_scale", "scaled_softmax_forward", "scaled_softmax_backward"):
             add(op, True)
-        add("rmsnorm_bwd", False)  # promises nothing, and is passed over
+        add("rmsnorm_bwd", False)  # does not promise deterministic results, and is skipped
         self.addCleanup(torch.use_deterministic_algorithms, False)
         runs = [call.python_run] + ([call._node.run] if call._node is not None else [])
         module = te.LayerNormMLP(8, 16, activation="relu", normalization="RMSNorm", device="cpu")
@@ -135,7 +135,7 @@ class Torch(unittest.TestCase):
             te_fl.ops.multi_tensor_scale(inputs=[torch.ones(3)], outputs=[torch.ones(3)], noop_flag=flag, scale=2.0)
             torch.use_deterministic_algorithms(backward, warn_only=warns)
             p.square().sum().backward()
-            kept = forward or backward  # a forward's policy is its backward's too
+            kept = forward or backward  # the policy of a forward applies to its backward too
             expected = {"rmsnorm_fwd": forward, "relu": forward, "scaled_softmax_forward": forward, "multi_tensor_scale": forward,
                         "scaled_softmax_backward": backward, "dbias_drelu": kept, **({} if kept else {"rmsnorm_bwd": False})}
             with self.subTest(run=run, forward=forward, backward=backward, warns=warns):

@@ -1,4 +1,4 @@
-"""Amaxes and scales of delayed scaling by functions of the program, and attention in FP8 under its other name."""
+"""Tests delayed scaling whose amaxes and scales are computed by the program's functions, and FP8 attention under its other name."""
 
 import copy
 import os
@@ -19,14 +19,14 @@ from te_fl.pytorch.base import TransformerEngineBaseModule  # noqa: E402
 
 
 def own_scale(amax, scale, fp8_max, recipe):
-    """Transformer Engine's formula."""
-    found = torch.full_like(amax, fp8_max) / amax / 2**recipe.margin  # a number by a tensor is a product with its reciprocal
+    """Computes the scale with Transformer Engine's formula."""
+    found = torch.full_like(amax, fp8_max) / amax / 2**recipe.margin  # PyTorch divides a number by a tensor as a product with the reciprocal
     return torch.where((amax > 0) & torch.isfinite(amax), found, scale)
 
 
 class Functions(unittest.TestCase):
     def trained(self, make, arguments):
-        """Outputs, gradients and FP8 state of a few steps."""
+        """Returns outputs, gradients and FP8 state of a few steps."""
         seen, module = [], randomise(make(device="cpu"))
         fp8 = DelayedScaling(amax_history_len=3, margin=1, **arguments)
         for step in range(4):
@@ -51,8 +51,9 @@ class Functions(unittest.TestCase):
                             self.assertTrue(torch.equal(a, b), i)
 
     def test_a_step_without_an_amax(self):
-        """By words neither history nor scale changes, as in Transformer Engine's kernel; with functions the history rolls, as in its
-        functions' loop. The input is zeros in some steps, so that one tensor of a state has no amax and its neighbour has one."""
+        """Without an amax in a step: with the named algorithms neither history nor scale changes, as in Transformer Engine's kernel; with functions
+        the history rolls, as in Transformer Engine's loop over functions. Some inputs are zeros, so that one tensor of a state has no amax while its
+        neighbour has one."""
         for length in (1, 2, 4):
             for arguments in ({"amax_compute_algo": "max"}, {"amax_compute_algo": "most_recent"}, {"amax_compute_algo": lambda history: history.amax(0)},
                               {"scaling_factor_compute_algo": own_scale}):
@@ -131,7 +132,7 @@ class Functions(unittest.TestCase):
             results.append(self.trained(MODULES["MultiheadAttention"], arguments))
         self.assertEqual(len(results[1]), len(results[2]))
         self.assertTrue(all(torch.equal(a, b) for a, b in zip(results[1], results[2])))
-        self.assertGreater(len(results[1]), len(results[0]))  # attention's scales are part of the state
+        self.assertGreater(len(results[1]), len(results[0]))  # attention's scales add to the state
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Runs bench/pytorch's scripts: a GPT of 3 million parameters learns as well in FP8 as without, by each recipe, and serving
-quantises weights once."""
+"""Tests bench/pytorch's scripts: a GPT of 3 million parameters learns in FP8 as well as without, with each recipe, and inference quantises weights
+once."""
 
 import contextlib
 import importlib.util
@@ -31,7 +31,7 @@ class Script(unittest.TestCase):
         spec.loader.exec_module(self.script)
 
     def run_script(self, *arguments):
-        """Its exit status and what it printed."""
+        """Returns the script's exit status and output."""
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             try:
@@ -56,9 +56,9 @@ class Training(Script):
         found = self.read_results()
         losses = {row["recipe"]: row["held_out_loss"] for row in found["rows"]}
         self.assertGreater(found["rows"][0]["parameters"], 3e6)
-        # A byte's loss is 5.5 where all are alike, and 3.2 by their frequencies in these sources alone.
+        # A byte's loss is 5.5 with uniform probabilities, and 3.2 with the byte frequencies of these sources.
         self.assertLess(losses["none"], 2.8, output)
-        self.assertEqual(len(set(losses.values())), 4, output)  # each computes in its own precision
+        self.assertEqual(len(set(losses.values())), 4, output)  # each recipe computes in its own precision
         self.assertGreater(sum(row["calls"] for row in te_fl.usage() if row["op"] == "quantize"), 0)
 
     @unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")

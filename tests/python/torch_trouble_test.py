@@ -1,4 +1,4 @@
-"""te_fl.pytorch in trouble: tensors whose memory goes before the backward, forked workers, interrupts, and any order of imports."""
+"""Tests te_fl.pytorch under adverse conditions: memory freed before the backward, forked workers, interrupts, and any order of imports."""
 
 import functools
 import itertools
@@ -30,7 +30,7 @@ from te_fl.errors import FailedPrecondition  # noqa: E402
 
 
 def calls():
-    """By name: a module, the tensors of a call, and the call."""
+    """Returns by name: a module, the tensors of a call, and the call."""
     def attention(**options):
         return te.DotProductAttention(4, 8, attention_dropout=0.0, **{"qkv_format": "bshd", "attn_mask_type": "no_mask", **options})
 
@@ -91,7 +91,7 @@ def calls():
 
 
 class Memory(Each):
-    """A forward's tensors until its backward. What version counters show is in torch_autograd_test.py."""
+    """Tests changes to a forward's tensors before its backward. torch_autograd_test.py covers changes that version counters detect."""
 
     @each(recipes=RECIPES[:3])
     def test_names_may_go(self, module, device, recipe):
@@ -107,7 +107,7 @@ class Memory(Each):
             y.sum().backward()
             if not drops:
                 want = gradients(module, x)
-            elif not isinstance(recipe, DelayedScaling):  # whose scales have changed since
+            elif not isinstance(recipe, DelayedScaling):  # delayed scaling's scales have changed since the forward
                 self.same(gradients(module, x), want)
         del junk
 
@@ -122,7 +122,7 @@ class Memory(Each):
         def shrink(t):
             t.untyped_storage().resize_(t.untyped_storage().nbytes() - 1)
 
-        def refill(t):  # as Megatron's CheckpointWithoutOutput
+        def refill(t):  # refills the tensor, as Megatron's CheckpointWithoutOutput does
             kept, size = t.detach().clone(), t.untyped_storage().nbytes()
             t.untyped_storage().resize_(0)
             junk.append(torch.full_like(kept, 7))
@@ -162,7 +162,7 @@ class Memory(Each):
         module(input_of(device)).sum().backward()
 
     def test_every_tensor_of_a_call_may_be_emptied_and_refilled(self):
-        """Arguments, parameters and outputs. One that is not filled again is refused, or was not read."""
+        """Empties arguments, parameters and outputs. A tensor that is not refilled is either refused or was not needed."""
         def empty(t, junk):
             kept = t.untyped_storage().clone()
             t.untyped_storage().resize_(0)
@@ -171,7 +171,7 @@ class Memory(Each):
 
         for recipe in (None, Float8CurrentScaling()):
             for name, (module, arguments, call) in calls().items():
-                fixed = [n for n, p in module.named_parameters() if not p.untyped_storage().resizable()]  # parts of one array
+                fixed = [n for n, p in module.named_parameters() if not p.untyped_storage().resizable()]  # parts of one array cannot be resized
 
                 def run(changed=None, refills=True):
                     module.zero_grad()
@@ -204,7 +204,8 @@ class Memory(Each):
                                 got, _ = run(changed, refills)
                             except RuntimeError as error:
                                 self.assertFalse(refills, error)
-                                self.assertIsInstance(error, (FailedPrecondition, te_fl.errors.InvalidArgument))  # the latter: it has no memory
+                                # InvalidArgument, because the tensor has no memory
+                                self.assertIsInstance(error, (FailedPrecondition, te_fl.errors.InvalidArgument))
                                 continue
                             self.same(list(got.values()), list(want.values()))
 
@@ -227,7 +228,7 @@ class Memory(Each):
         return te.DotProductAttention(4, 8, attention_dropout=0.0, qkv_format="bshd", **arguments), randn(2, 6, 4, 8).requires_grad_()
 
     def test_a_backward_that_is_refused_leaves_the_next_one_right(self):
-        """One tensor has moved and another is empty when a backward looks; both are there for the next."""
+        """One tensor has moved and another is empty when a backward looks, so the backward is refused; after a refill the next backward is right."""
         for node in ("q", "k", "v"):
             grads = []
             for moves in (False, True):
@@ -252,11 +253,11 @@ class Memory(Each):
             self.same(*grads, node)
 
     def test_memory_that_lies_where_an_emptied_input_lay(self):
-        """Activations that were moved there, as from the host, stay where they are when the input is filled again elsewhere."""
+        """If other activations now lie at the address of an emptied input, refilling the input elsewhere must not move them."""
         module, grads = randomise(te.LayerNormMLP(32, 64, device="cpu")), []
         for moves in (False, True):
             saved = []
-            memory = torch.empty(10_000_000)  # 40 MB: the allocator gives them back to the system, which mostly gives them out first again
+            memory = torch.empty(10_000_000)  # 40 MB, which the allocator returns to the system; the next allocation often gets the same address
             x = memory[:512].view(16, 32).copy_(randn(16, 32)).requires_grad_()
             with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
                 y = module(x)
@@ -304,7 +305,7 @@ class Memory(Each):
             y.sum().backward()
 
     def test_what_was_made_in_inference_mode_trains(self):
-        # PyTorch saves no such tensor for a backward, and nothing outside of that mode may write to it.
+        # PyTorch cannot save such a tensor for a backward, and code outside of inference mode must not write to it.
         for arguments in (dict(attn_mask_type="causal"), dict(attn_mask_type="arbitrary")):
             module, q = self.attention(**arguments)
             call = dict(core_attention_bias_type="alibi") if arguments["attn_mask_type"] == "causal" else {}
@@ -327,7 +328,7 @@ class Memory(Each):
 
 
 class Quantising(torch.utils.data.Dataset):
-    """Its items are computed by a module, where they are asked for."""
+    """A dataset whose items a module computes on access."""
 
     def __init__(self, module, backward):
         self.module, self.backward = module, backward
@@ -346,10 +347,11 @@ class Quantising(torch.utils.data.Dataset):
 
 
 def library_that_waits(pid):
-    """The file name of the library of the innermost function of the process that is not the C library's, where it waits for a lock; else None."""
+    """Returns the file name of the library that contains the process's innermost function outside of the C library, if the process waits for a lock;
+    else None."""
     with open(f"/proc/{pid}/syscall") as file:
         call = file.read().split()
-    if call[0] not in ("202", "98"):  # futex on x86-64 and on aarch64
+    if call[0] not in ("202", "98"):  # system call number of futex on x86-64 and on aarch64
         return None
     code = []  # (begin, end, library)
     with open(f"/proc/{pid}/maps") as file:
@@ -358,7 +360,7 @@ def library_that_waits(pid):
             if "x" in rights:
                 code.append((*(int(n, 16) for n in area.split("-")), os.path.basename(path.strip())))
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-        memory.seek(int(call[7], 16))  # the stack, where the addresses lie to which functions return
+        memory.seek(int(call[7], 16))  # searches the stack for return addresses
         words = struct.unpack("128Q", memory.read(1024))
     found = (library for word in words for begin, end, library in code if begin <= word < end)
     return next((library for library in found if not library.startswith(("libc.", "libc-", "ld-", "libpthread"))), None)
@@ -367,20 +369,20 @@ def library_that_waits(pid):
 class Workers(unittest.TestCase):
     def test_items_of_forked_workers(self):
         module = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, device="cpu")).requires_grad_(False)
-        # Where backwards have run on a GPU, PyTorch itself refuses them in a forked child.
+        # After backwards on a GPU PyTorch itself refuses backwards in a forked child.
         for backward in (False,) if torch.cuda.is_available() else (False, True):
             data = Quantising(module, backward)
-            want = [data[i] for i in range(len(data))]  # the pools of this process run
+            want = [data[i] for i in range(len(data))]  # starts this process's thread pools
             loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=120)
             with self.subTest(backward=backward):
                 got = list(loader)
                 self.assertEqual(len(got), len(want))
                 self.assertTrue(all(torch.equal(g, w) for g, w in zip(got, want)))
-            self.assertTrue(torch.equal(data[0], want[0]))  # and this process goes on
+            self.assertTrue(torch.equal(data[0], want[0]))  # this process continues to work
 
 
     def end_of(self, child):
-        """The child's exit code, "PyTorch's lock" if it hung in one of those."""
+        """Returns the child's exit code, or "PyTorch's lock" if it hung in a lock of PyTorch's."""
         begun = time.monotonic()
         while True:
             pid, status = os.waitpid(child, os.WNOHANG)
@@ -393,10 +395,10 @@ class Workers(unittest.TestCase):
             time.sleep(0.01)
 
     def test_forks_while_threads_are_in_calls(self):
-        """A child calls the layer that another thread of its parent was in, other layers, and what they keep for their backwards.
+        """A forked child calls the layer that another thread of its parent was in, other layers, and backwards of earlier forwards.
 
-        PyTorch has locks of its own that a child may find held for ever (of an AccumulateGrad that another thread is in, of the list of
-        at::RecordFunction's callbacks), as happens now and then. Such a child says nothing of te-fl; it is counted apart."""
+        PyTorch has locks of its own that may be held for ever in a child (of an AccumulateGrad in use by another thread, of the list of
+        at::RecordFunction's callbacks). Such hangs happen now and then and do not concern te-fl; they are counted separately."""
         def step(module, recipe):
             x = input_of()
             with scope(recipe):
@@ -433,7 +435,7 @@ class Workers(unittest.TestCase):
             for _ in range(24):
                 pid = os.fork()
                 if pid == 0:
-                    signal.alarm(40)  # whose default action ends a child that hangs
+                    signal.alarm(40)  # kills a hanging child by the signal's default action
                     code = 1
                     try:
                         got = [step(*pair) for pair in pairs for _ in range(2)]
@@ -453,14 +455,14 @@ class Workers(unittest.TestCase):
 
 
 class _Stop:
-    """A trace function that raises KeyboardInterrupt at the n-th line or call in te_fl's own files, or in those of a part of it, or, where
-    Python traces them (3.12 does not always), at the n-th instruction."""
+    """A trace function that raises KeyboardInterrupt at the n-th line or call in te-fl's files (or in those whose path contains `part`), or at the
+    n-th instruction if Python traces instructions (3.12 does not always)."""
 
     def __init__(self, number, instructions, part):
         self.number, self.instructions, self.part, self.where = number, instructions, f"{os.sep}te_fl{os.sep}{part}", None
 
     def __call__(self, frame, event, argument):
-        # An exception that a generator's end raises is not seen by anybody, here as everywhere in Python.
+        # Python swallows an exception that is raised while a generator is closed, so do not raise there.
         if self.part not in frame.f_code.co_filename or frame.f_code.co_name.startswith("<"):
             return None
         frame.f_trace_opcodes = self.instructions
@@ -474,7 +476,7 @@ class _Stop:
 
 class Interrupts(Each):
     def points(self, function, instructions=False, part=""):
-        """The places at which KeyboardInterrupt was raised while the function ran, each once."""
+        """Yields each place at which KeyboardInterrupt was raised while the function ran."""
         number = 0
         while True:
             number += 1
@@ -487,7 +489,7 @@ class Interrupts(Each):
             finally:
                 sys.settrace(None)
             if stop.where is None:
-                self.assertGreater(number, 10)  # the function was traced at all
+                self.assertGreater(number, 10)  # proves that the function was traced
                 return
             yield stop.where
 
@@ -512,15 +514,15 @@ class Interrupts(Each):
             self.same(done[0], want, where)
             self.assertEqual(te_fl.policy_text(), text, where)
             x = input_of()
-            y = modules[1](modules[0](x))  # outside of an autocast: none is left open
+            y = modules[1](modules[0](x))  # outside of an autocast: checks that none is left open
             y.sum().backward()
             self.same([y.detach(), x.grad], high, where)
             self.same(step(), want, where)
 
-    # PyTorch's generator of a forward that failed in a backward takes off hooks that are off already, when it is collected.
+    # If a forward fails in a backward, PyTorch's generator removes hooks that are already removed when it is collected.
     @unittest.mock.patch.object(sys, "unraisablehook", lambda _: None)
     def test_at_every_line_of_pytorchs_checkpoints(self):
-        """No run is left open, and PyTorch's hooks of saved tensors are those of before."""
+        """After an interrupt no record is left open, and PyTorch's saved-tensor hooks are as before."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks
         outer, inner = (randomise(te.Linear(32, 32, device="cpu"), seed) for seed in (1, 2))
         checkpoint, recipe = torch.utils.checkpoint.checkpoint, Float8CurrentScaling()
@@ -540,7 +542,7 @@ class Interrupts(Each):
                 self.same(step(), want, f"{first} around {second}: {where}")
 
     def test_at_every_line_of_a_first_forward(self):
-        # An object that is made then is there whole, or not at all, the loaded FP8 state too.
+        # An object whose construction is interrupted is complete or absent, and so is loaded FP8 state.
         recipe = Float8CurrentScaling()
         for make in (lambda: te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, device="cpu"),
                      lambda: te.LayerNormLinear(32, 32, device="cpu", delay_wgrad_compute=True)):
@@ -653,7 +655,7 @@ class SharedScopes(unittest.TestCase):
         for options in ({"recipe": DelayedScaling()}, {}, {"enabled": False, "recipe": recipe}, {"enabled": False, "calibrating": True, "recipe": recipe}):
             self.assertIsNot(te.autocast(**options), made)
         made = te.autocast(recipe=recipe)
-        recipe.margin = 1  # autocasts compute by it from now on
+        recipe.margin = 1  # changes the recipe that autocasts use from now on
         self.assertIsNot(te.autocast(recipe=recipe), made)
         other = []
         thread = threading.Thread(target=lambda: other.append(te.autocast(recipe=recipe)))
@@ -672,7 +674,7 @@ class SharedScopes(unittest.TestCase):
             self.assertTrue(torch.equal(layer(x), plain))
 
     def test_one_autocast_in_two_threads(self):
-        """Each thread leaves what it entered: the first to leave does not end the other's."""
+        """Each thread exits the autocast that it entered: the first exit does not end the other thread's."""
         layer, x = te.Linear(32, 32, device="cpu"), randn(16, 32)
         with torch.no_grad():
             plain = layer(x)

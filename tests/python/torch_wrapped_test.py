@@ -1,4 +1,4 @@
-"""te_fl.pytorch's modules in PyTorch's wrappers and programs, and errors' texts."""
+"""Tests te_fl.pytorch's modules in PyTorch's wrappers and programs, and the texts of errors."""
 
 import copy
 import os
@@ -20,7 +20,7 @@ from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8Curren
 
 
 class Wrapped(Each):
-    """PyTorch's wrappers, on one rank."""
+    """Tests PyTorch's wrappers on one rank."""
 
     @classmethod
     def setUpClass(cls):
@@ -61,7 +61,7 @@ class Wrapped(Each):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         mesh = init_device_mesh("cpu", (1,))
-        try:  # tells if PyTorch's own layer can be wrapped here
+        try:  # tests whether PyTorch's own layer can be wrapped here
             plain = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
             plain(torch.zeros(2, 4)).sum().backward()
         except Exception as error:
@@ -72,7 +72,7 @@ class Wrapped(Each):
         self.wrapped(self.sharded())
 
     def test_fsdp2_in_bf16(self):
-        """FSDP gathers shards by writing into memory whose version it does not count."""
+        """FSDP gathers shards by writing to memory without changing its version counter."""
         self.wrapped(self.sharded(), params_dtype=BF16)
 
     def test_fsdp2_serves_what_was_written(self):
@@ -98,7 +98,7 @@ class Wrapped(Each):
 
 
 class Uses(Each):
-    """Uses modules as programs do, besides calling them."""
+    """Uses modules in other ways than calling them."""
 
     def test_tied_parameters(self):
         for recipe in (None, Float8CurrentScaling()):
@@ -157,7 +157,7 @@ class Uses(Each):
                 near(self, module.parametrizations.weight.original.grad, 2 * want.weight.grad, 1e-6, "gradient")
 
     def test_parametrisations_serve_what_they_compute(self):
-        """Each forward gets a new tensor, perhaps at the address of the last one."""
+        """Each forward gets a new tensor, perhaps at the previous one's address."""
         from torch.nn.utils import parametrize
 
         class Doubled(torch.nn.Module):
@@ -173,7 +173,7 @@ class Uses(Each):
                 module.parametrizations.weight.original.mul_(1.25)
 
     def test_copies_of_parametrised_modules(self):
-        """As AveragedModel makes them. PyTorch copies what it has parametrised in a way of its own."""
+        """Copies modules as AveragedModel does. PyTorch has its own copy function for parametrised modules."""
         from torch.nn.utils import parametrizations
         for name in ("Linear", "LayerNormLinear"):
             for recipe in (None, DelayedScaling(amax_history_len=4)):
@@ -205,7 +205,7 @@ class Uses(Each):
             torch.__future__.set_swap_module_params_on_conversion(False)
 
     def test_the_output_of_attention_is_written(self):
-        """Its backward reads it, so PyTorch refuses, as it does for its own attention."""
+        """The backward reads attention's output, so PyTorch refuses after a write to it, as for its own attention."""
         module, q = te.DotProductAttention(4, 8, attn_mask_type="no_mask", qkv_format="bshd"), randn(2, 6, 4, 8).requires_grad_()
         y = module(q, q, q)
         y.mul_(2)
@@ -256,14 +256,14 @@ class Uses(Each):
             near(self, module(q, q, q, attention_mask=mask)[0, :length], oracle.attention(*[q[:, :length].double()] * 3)[0], 1e-5, "output")
 
     def test_a_mask_written_unseen(self):
-        # As a loader fills it through NumPy, or a program through .data: PyTorch counts neither.
+        # Writes to a mask that PyTorch's version counter misses: through NumPy, as a loader does, or through .data.
         writes = (lambda mask: mask.numpy()[..., 3:].fill(True), lambda mask: mask.data[..., 3:].fill_(True))
         for device in DEVICES:
             q = randn(1, 6, 4, 8, device=device)
             for write in writes[device == "cuda":]:
                 for kind in ("padding", "no_mask", "causal"):
                     if device == "cuda" and kind != "padding":
-                        continue  # there the device holds against a mask that hides more than before
+                        continue  # on a GPU the device asserts on a mask that hides more than before
                     module = te.DotProductAttention(4, 8, attn_mask_type=kind, qkv_format="bshd")
                     mask = torch.zeros(1, 1, 1, 6, dtype=torch.bool, device=device)
                     module(q, q, q, attention_mask=mask)
@@ -295,7 +295,7 @@ class Uses(Each):
             self.same(gradients(module, x), want)
 
     def test_after_fork(self):
-        """Workers of a DataLoader on Linux are forks of a process whose pools run."""
+        """On Linux, DataLoader workers are forks of a process whose thread pools are running."""
         module, x = randomise(te.Linear(256, 256, device="cpu")), randn(64, 256)
         with torch.no_grad():
             want = module(x)
@@ -327,7 +327,7 @@ class Uses(Each):
 
 
 class Errors(unittest.TestCase):
-    """Each refusal names the argument, its value and the rule or the way out."""
+    """Each refusal names the argument, its value, and the rule or a remedy."""
 
     def refused(self, *parts, kind=Exception):
         test = self
@@ -390,7 +390,7 @@ class Errors(unittest.TestCase):
             module = randomise(make(device="cpu"))
             module(input_of())
             with self.subTest(module=name, after="a forward"), self.refused("the parameter '.*weight' is on the meta device"):
-                # as something else than .to() moves them
+                # moves the parameters by other means than .to()
                 for part in module.modules():
                     for own, p in part.named_parameters(recurse=False):
                         setattr(part, own, torch.nn.Parameter(torch.empty_like(p, device="meta")))

@@ -1,10 +1,10 @@
-"""Writes and reads checkpoints with NVIDIA's Transformer Engine itself, for te_checkpoint_test.py. Needs the real package, 2.20.2.
+"""Writes and reads checkpoints with NVIDIA's Transformer Engine itself, for te_checkpoint_test.py. Needs NVIDIA's package 2.20.2.
 
-usage: transformer_engine_checkpoint.py --write FILE   modules of it, their state_dict() after FP8 steps, and what they compute
-       transformer_engine_checkpoint.py --read FILE    loads what te_fl.pytorch saved, and compares what it computes
+usage: transformer_engine_checkpoint.py --write FILE   writes modules, their state_dict() after FP8 steps, and their results
+       transformer_engine_checkpoint.py --read FILE    loads a file of te_fl.pytorch, and compares the results
 
-On a GPU the FP8 state comes from two training steps, and outputs are there as well. Without one the real package's modules run nothing:
-they get their FP8 state by the functions that a forward would call, filled with numbers, and save and load it by their own code.
+On a GPU the FP8 state comes from two training steps, and the file has outputs too. Without a GPU NVIDIA's modules compute nothing:
+the script makes their FP8 state with the functions that a forward would call, fills it with numbers, and saves and loads it by their own code.
 """
 
 import argparse
@@ -22,7 +22,7 @@ H100 = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
 
 
 def without_gpu():
-    """Lets the real package construct modules, and keep their FP8 state, on the CPU."""
+    """Lets NVIDIA's package construct modules, and keep their FP8 state, on the CPU."""
     stack = contextlib.ExitStack()
     if GPU:
         return stack
@@ -41,7 +41,7 @@ def without_gpu():
 
 
 def modules(te):
-    """{name: module}, of te_fl.pytorch or the real package."""
+    """Returns {name: module} of te_fl.pytorch or of NVIDIA's package."""
     common = dict(device="cuda" if GPU else "cpu", params_dtype=torch.bfloat16)
     return {"Linear": te.Linear(HIDDEN, 2 * HIDDEN, **common),
             "LayerNormLinear": te.LayerNormLinear(HIDDEN, 2 * HIDDEN, normalization="RMSNorm", bias=False, **common),
@@ -74,7 +74,7 @@ def write(path):
                     with te.autocast(enabled=True, recipe=recipe):
                         y = module(x.cuda())
                     y.sum().backward()
-                state = {k: v.cpu().clone() for k, v in module.state_dict().items()}  # a forward without FP8 would drop what is in it
+                state = {k: v.cpu().clone() for k, v in module.state_dict().items()}  # a forward without FP8 would discard the loaded state
                 kept["high"] = module(out["samples"][2].cuda()).detach().cpu()
                 module.eval()
                 with torch.no_grad(), te.autocast(enabled=True, recipe=recipe):
@@ -134,7 +134,7 @@ def main():
     group.add_argument("--write")
     group.add_argument("--read")
     options = parser.parse_args()
-    os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # or it reads no FP8 state at all
+    os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # otherwise the package refuses to load FP8 state
     write(options.write) if options.write else read(options.read)
 
 

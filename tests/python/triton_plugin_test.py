@@ -1,4 +1,4 @@
-"""examples/triton_plugin against FP64: on a GPU where there is one, else in Triton's interpreter on the host."""
+"""Tests examples/triton_plugin against FP64: on a GPU if there is one, else in Triton's interpreter on the host."""
 
 import os
 import pathlib
@@ -70,7 +70,7 @@ class Triton(unittest.TestCase):
 
     def test_rope(self):
         for layout, shape, rotated in (("sbhd", (6, 2, 3, 20), 16), ("bshd", (2, 6, 3, 20), 16), ("sbhd", (3, 1, 2, 9000), 4600),
-                                       ("bshd", (1, 3, 20, 300), 300)):  # more than a program holds of a head, and of heads
+                                       ("bshd", (1, 3, 20, 300), 300)):  # more than one program instance processes, of a head and of heads
             length = shape[0 if layout == "sbhd" else 1]
             for interleaved in (False, True):
                 x, dy = tensor(*shape), tensor(*shape).flip(0).contiguous()
@@ -91,7 +91,7 @@ class Triton(unittest.TestCase):
                 self.close(dx, a.grad)
 
     def test_handlers_of_signals_are_kept(self):
-        """While a kernel is compiled, which needs no GPU."""
+        """Checks signal handlers while a kernel is compiled, which needs no GPU."""
         program = '''
 import ctypes, os, signal, time
 import triton
@@ -119,7 +119,7 @@ except KeyboardInterrupt:
     print("interrupted")
 '''
         for kept, word in (("False", "taken"), ("True", "kept")):
-            with tempfile.TemporaryDirectory() as cache:  # kernels in Triton's cache are not compiled
+            with tempfile.TemporaryDirectory() as cache:  # an empty cache, because kernels in Triton's cache are not compiled again
                 environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TE_FL_PLUGIN_MODULES")}
                 paths = os.pathsep.join([sys.path[0], environment.get("PYTHONPATH", "")])
                 done = subprocess.run([sys.executable, "-c", program.replace("KEPT", kept)], capture_output=True, text=True,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tools/check_comments.py: the comments and names that it refuses, and those that it leaves alone."""
+"""Tests tools/check_comments.py: which comments and names it refuses and which it accepts."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""tools/check_includes.py on small trees: what it has to find, and what it has to leave alone."""
+"""Tests tools/check_includes.py on small trees: which includes it reports and which it accepts."""
 import pathlib
 import sys
 import tempfile

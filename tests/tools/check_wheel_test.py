@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tools/check_wheel.py on wheels made by hand: a library that is bundled, missing, or out of reach, and the tag that it gives."""
+"""Tests tools/check_wheel.py on hand-made wheels whose library is bundled, missing or unreachable, and the platform tag that it gives them."""
 
 import base64
 import hashlib
@@ -25,7 +25,7 @@ class CheckWheel(unittest.TestCase):
         return path
 
     def module_and_helper(self, run_path):
-        """A module that needs libhelper.so.7, which is no library of a distribution."""
+        """Builds a module that needs libhelper.so.7, a library that no distribution provides."""
         helper = self.compile("libhelper.so.7", "-Wl,-soname,libhelper.so.7")
         options = [f"-Wl,-rpath,{run_path}", "-Wl,--enable-new-dtags"] if run_path else []
         return self.compile("_m.abi3.so", helper, *options, source="int f(void); int g(void) { return f(); }"), helper

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tools/gpu_check.sh on programs that only print: what makes its rows fail."""
+"""Tests which results make the rows of tools/gpu_check.sh fail. Stub programs that only print stand in for the real ones."""
 
 import os
 import stat
@@ -10,7 +10,7 @@ import unittest
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 
 NUMBERS = "4  4  1.5  0.1  0.0"
-# Prints what the plugin logs when it opens cuDNN.
+# A stub that prints the plugin's log line about the cuDNN that it opens.
 WHICH_CUDNN = """
 for folder in ${LD_LIBRARY_PATH//:/ }; do [ ! -e $folder/libcudnn.so.9 ] || break; done
 [ ! -e $folder/libcudnn.so.9 ] || { cudnn=$(cat $folder/libcudnn.so.9); echo "INFO cuDNN $cudnn ($folder/libcudnn.so.9)"; }
@@ -25,7 +25,7 @@ while [ $# -gt 0 ]; do case "${1##*/}" in conformance | gpu_collectives_test) br
 case "$tool $*" in *"$REPORT"*) [ -z "$REPORT" ] || { echo "========= ERROR SUMMARY: 8 errors"; exit 99; } ;; esac
 if [ "$tool" = racecheck ]; then echo "========= RACECHECK SUMMARY: 0 hazards displayed"; else echo "========= ERROR SUMMARY: 0 errors"; fi
 exit $code""",
-    # Two cuDNNs: one that the loader finds, one of Python's packages.
+    # Two cuDNNs: one that the dynamic loader finds and one of a Python package.
     "path/ldconfig": 'echo "	libcudnn.so.9 (libc6,x86-64) => ${0%/path/*}/system/libcudnn.so.9"',
     "path/python3": 'case "$*" in *nvidia.cudnn*) echo "${0%/path/*}/pip/lib" ;; *) exit 1 ;; esac',
     "bin/conformance": WHICH_CUDNN + """
@@ -57,7 +57,7 @@ echo "trained 3 steps in 0.1 s\"""",
 class GpuCheck(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        # A whole run starts hundreds of programs: the tests that change nothing look at one.
+        # A whole run starts hundreds of programs, so the tests that change nothing share one run.
         cls.whole = cls("setUp")
         cls.whole.setUp()
         cls.code, cls.rows = cls.whole.check()
@@ -86,7 +86,7 @@ class GpuCheck(unittest.TestCase):
         self.folder.cleanup()
 
     def check(self, *options, **env):
-        """Exit code and {row: (result, detail)}."""
+        """Runs gpu_check.sh; returns its exit code and {row: (result, detail)}."""
         own = {**os.environ, "REPORT": "", "WRONG": "none", "LD_LIBRARY_PATH": "", **env, "PATH": os.path.join(self.folder.name, "path") + ":" + os.environ["PATH"]}
         run = subprocess.run([os.path.join(ROOT, "tools", "gpu_check.sh"), "--build", self.folder.name, "--out",
                               os.path.join(self.folder.name, "out"), *options], capture_output=True, text=True, env=own)
@@ -109,7 +109,7 @@ class GpuCheck(unittest.TestCase):
     def test_every_family_of_ops(self):
         families = {os.path.splitext(name)[0] for name in os.listdir(os.path.join(ROOT, "ops")) if name.endswith(".yaml")} - {"collective"}
         self.assertEqual({name.removeprefix("conformance ") for name in self.rows if name.startswith("conformance ") and "," not in name}, families)
-        # And each is looked at in the rows that are of all of them.
+        # Rows that cover several programs look at the log of each of them.
         for part in ("validate", "memcheck", "racecheck", "initcheck"):
             looked = {name.removeprefix(part + "-").removesuffix(".log").removesuffix("-f32") for name in self.logs if name.startswith(part + "-")}
             self.assertLessEqual(families, looked, part)
@@ -124,7 +124,7 @@ class GpuCheck(unittest.TestCase):
         self.assertEqual(self.code, 0, rows)
         for name in ("attention on cuDNN 9.14.0", "attention on cuDNN 9.19.0", "attention, 2^31, cuDNN 9.19.0", "captured steps, cuDNN 9.19.0"):
             self.assertEqual(rows[name][0], "passed", rows)
-        self.assertNotIn("attention, 2^31, cuDNN 9.14.0", rows)  # it is among the whole table's cases
+        self.assertNotIn("attention, 2^31, cuDNN 9.14.0", rows)  # the full table already has this case
         for name in ("more than 2^31 elements", "captured steps, bit by bit"):
             self.assertIn("cuDNN 9.14.0", rows[name][1])
         self.assertIn("0 of 1 failed or elsewhere; cuDNN 9.19.0", rows["attention, 2^31, cuDNN 9.19.0"][1])
@@ -135,12 +135,12 @@ class GpuCheck(unittest.TestCase):
             self.assertEqual((code, self.failed(rows)), (1, [f"attention on cuDNN {version}"]))
 
     def test_one_cudnn_runs_once(self):
-        # Both names lead to one file.
+        # Both search paths lead to one file.
         os.remove(os.path.join(self.folder.name, "pip/lib/libcudnn.so.9"))
         os.symlink("../../system/libcudnn.so.9", os.path.join(self.folder.name, "pip/lib/libcudnn.so.9"))
         _, rows = self.check("--quick")
         self.assertEqual([name for name in rows if "cuDNN" in name], ["attention on cuDNN 9.14.0"])
-        # The loader's own way begins with LD_LIBRARY_PATH.
+        # The dynamic loader searches LD_LIBRARY_PATH first.
         os.makedirs(os.path.join(self.folder.name, "mine"))
         with open(os.path.join(self.folder.name, "mine/libcudnn.so.9"), "w") as file:
             file.write("9.16.0")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tools/last_gpu_check.py: what it knows of the last kept check, and that it never fails."""
+"""Tests tools/last_gpu_check.py: its report on the last stored GPU check, and that it never fails."""
 
 import json
 import os
@@ -40,7 +40,7 @@ class LastGpuCheck(unittest.TestCase):
         return run.stdout
 
     def repository(self):
-        """One whose check was of the commit that it returns, and in which CUDA files have changed since."""
+        """Makes a repository in which CUDA files changed after the checked commit; returns that commit."""
         self.git("init", "-q")
         self.write("backends/cuda/gemm.cu", "1")
         self.write("backends/cpu/gemm.cpp", "1")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tools/launch.py: what ranks are given, how output and exit codes come back, and that no rank is left behind."""
+"""Tests tools/launch.py: the environment of the ranks, how output and exit codes are returned, and that no rank is left running."""
 
 import os
 import re
@@ -47,7 +47,7 @@ class Launch(unittest.TestCase):
         self.assertEqual(len(stores), 1)
         store = stores.pop()
         self.assertTrue(store.startswith("file:/"))
-        self.assertFalse(os.path.exists(os.path.dirname(store.removeprefix("file:"))))  # removed at the end
+        self.assertFalse(os.path.exists(os.path.dirname(store.removeprefix("file:"))))  # the launcher removes the folder at the end
 
     def test_stores(self):
         program = 'print(os.environ["TE_FL_STORE"])'
@@ -80,7 +80,7 @@ class Launch(unittest.TestCase):
         self.assertIn("rank 1 was ended by SIGTERM\n", err)
 
     def started(self, on_interrupt="sys.exit(7)"):
-        """A launcher whose two ranks run until they are interrupted, and their process numbers."""
+        """Starts a launcher whose two ranks run until they are interrupted; returns the launcher and the ranks' process ids."""
         program = f"signal.signal(signal.SIGINT, lambda *_: {on_interrupt})\nprint(os.getpid())\nwhile True: time.sleep(60)"
         run = self.begin("-n", "2", "--grace", "20", "--", sys.executable, "-c", RANK + program)
         pids = [int(run.stdout.readline().split()[1]) for _ in range(2)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tools/check_odr.py: which names defined twice are a clash, and which are not."""
+"""Tests tools/check_odr.py: which names that are defined twice are a clash and which are not."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from check_odr import clashes  # noqa: E402
 
 class OneDefinition(unittest.TestCase):
     def found(self, one, other, paths=("backends/cuda/one.hpp", "backends/cuda/other.cuh")):
-        """The clashes of two files, "kind name" of each."""
+        """Returns the clashes of two files, each as "kind name"."""
         with tempfile.TemporaryDirectory() as folder:
             for path, text in zip(paths, (one, other)):
                 os.makedirs(os.path.dirname(os.path.join(folder, path)), exist_ok=True)
@@ -65,7 +65,7 @@ class OneDefinition(unittest.TestCase):
             self.assertEqual(self.found(f"namespace {{\n{text}\n}}", f"namespace {{\n{other}\n}}", paths=united), [], text)
 
     def test_names_that_hide_those_of_headers(self):
-        """A united file would use the unnamed namespace's name of the file before it."""
+        """In a unity build, a name of one file's unnamed namespace would hide a header's name in the files after it."""
         header = "namespace te_fl::cuda {\nconstexpr int kAtOnce = 4;\ninline int blocks_of(int n) { return n / kAtOnce; }\nstruct Piece { int i; };\n}"
         user = '#include "common/nest.hpp"\nnamespace te_fl::cuda {\nint f(int n) { return %s; }\n}'
 

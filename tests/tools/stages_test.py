@@ -1,4 +1,4 @@
-"""tools/lib/stages.sh and te_fl_unity of tools/lib/build.sh, on tables and folders made by hand; and that CONTRIBUTING.md's table has every stage
+"""Tests tools/lib/stages.sh and te_fl_unity of tools/lib/build.sh on hand-made tables and folders, and that CONTRIBUTING.md's table lists every stage
 of tools/test.sh."""
 import pathlib
 import re

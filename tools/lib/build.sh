@@ -1,15 +1,15 @@
-# Sourced by the scripts in tools/: how a build folder is configured and built.
+# Sourced by the scripts in tools/: functions that configure and build a build folder.
 te_fl_jobs=${TE_FL_BUILD_JOBS:-$(nproc)}
 te_fl_launchers=()
 if command -v ccache >/dev/null; then
-  # Paths relative to the tree, so that another clone finds the same entries; what a precompiled header is made of counts,
-  # not when it was made.
+  # Relative paths let another clone use the same cache entries. A precompiled header is compared by its contents, not by
+  # its time.
   export CCACHE_BASEDIR=${CCACHE_BASEDIR:-$PWD} CCACHE_NOHASHDIR=1 CCACHE_SLOPPINESS=pch_defines,time_macros
   te_fl_launchers=(-DCMAKE_C_COMPILER_LAUNCHER=ccache -DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
 fi
 
-# A folder that is new is built with the files of a folder as one (TE_FL_UNITY); one that is there stays as it is, as each change
-# would take longer.
+# A new build folder uses unity builds (TE_FL_UNITY). An existing one keeps its setting, because unity builds make each incremental
+# build slower.
 te_fl_unity() { # FOLDER
   local setting=ON
   if [ -f "$1/CMakeCache.txt" ]; then
@@ -24,7 +24,7 @@ te_fl_configure() { # FOLDER CMAKE_ARGUMENTS...
   cmake -S . -B "$folder" -G Ninja "${te_fl_launchers[@]}" "$@"
 }
 
-# Address and undefined behaviour together with what the fuzzers need: one build for the tests and for them.
+# One build for the tests and the fuzzers: address and undefined-behaviour sanitizers with the fuzzers' instrumentation.
 te_fl_configure_sanitized() { # FOLDER SANITIZERS CMAKE_ARGUMENTS...
   local folder=$1 sanitizers=$2
   shift 2

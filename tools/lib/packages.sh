@@ -1,8 +1,8 @@
-# Sourced by the scripts in tools/: installs Debian/Ubuntu packages that are missing, or says how to.
+# Sourced by the scripts in tools/: installs missing Debian/Ubuntu packages, or prints the command to install them.
 te_fl_need_packages() {
   local missing=() package
   for package in "$@"; do
-    # "a|b": either will do; the first is what gets installed.
+    # "a|b": either package suffices; the first is installed if both are missing.
     local found=0 choice
     for choice in ${package//|/ }; do
       if dpkg-query -W -f='${Status}' "$choice" 2>/dev/null | grep -q '^install ok installed'; then found=1; fi

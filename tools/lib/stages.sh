@@ -1,7 +1,7 @@
-# Sourced by tools/test.sh: how long each stage of a run takes, from the table in CONTRIBUTING.md.
+# Sourced by tools/test.sh: compares the time of each stage with the table in CONTRIBUTING.md.
 
-# Prints a line for each stage that took more than 1.5 times what the table of FILE says for it with no cache. A stage of a few
-# seconds may take twice as long for many reasons, so that it has five seconds more; one that the table lacks has a line, too.
+# Prints a line for each stage that took more than 1.5 times its time without a cache in the table of FILE. The limit is five seconds
+# higher, because the time of short stages varies by more than that factor. Also prints a line for each stage that the table lacks.
 te_fl_slow_stages() { # FILE "NAME SECONDS"...
   local file=$1
   shift

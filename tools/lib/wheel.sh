@@ -8,8 +8,8 @@ te_fl_no_test_python() { # WHAT
   return 1
 }
 
-# Makes $te_fl_python_env, or keeps it if it was made from the same requirements: from PyPI, or, if TE_FL_TEST_PYTHON names an
-# interpreter, over that one's packages.
+# Creates $te_fl_python_env unless it exists with the same requirements. The packages come from PyPI, or, if TE_FL_TEST_PYTHON names
+# an interpreter, from that interpreter.
 te_fl_make_python_env() {
   local base=${TE_FL_TEST_PYTHON:-} python=$te_fl_python_env/bin/python made_from choice
   if [ -z "$base" ]; then
@@ -33,7 +33,7 @@ te_fl_make_python_env() {
     "$base" -c 'import site; [print(f"import site; site.addsitedir({p!r})") for p in site.getsitepackages()]' \
       >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/te_fl_test_python.pth"
   else
-    # Three gigabytes: a connection that breaks for good is tried once more from what has arrived.
+    # The download has three gigabytes; if the connection breaks, a second attempt continues with the files already downloaded.
     local install=("$python" -m pip install --quiet --no-compile --disable-pip-version-check --retries 8 --timeout 60 -r tests/python/requirements.txt)
     "${install[@]}" || "${install[@]}" || {
       te_fl_no_test_python "pip could not install tests/python/requirements.txt; its messages are above."
@@ -49,7 +49,7 @@ te_fl_make_python_env() {
   te_fl_add_older_inside
 }
 
-# Adds the packages of requirements-inside-older.txt, of a megabyte each, that the environment has not; without PyPI their tests are skipped.
+# Installs missing packages of requirements-inside-older.txt, a megabyte each; if PyPI is unreachable, their tests are skipped.
 te_fl_add_older_inside() {
   local requirement folder
   [ -z "${TE_FL_TEST_PYTHON:-}" ] || return 0
@@ -62,7 +62,7 @@ te_fl_add_older_inside() {
   done
 }
 
-# Packs what BUILD holds into a wheel, checks that it is complete, and installs it in the environment.
+# Packs the contents of BUILD into a wheel, checks that it is complete, and installs it in the environment.
 te_fl_install_wheel() { # BUILD
   local python=$te_fl_python_env/bin/python isolation=()
   if "$python" -c 'import scikit_build_core' 2>/dev/null; then isolation=(--no-build-isolation); fi

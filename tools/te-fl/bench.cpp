@@ -1,4 +1,4 @@
-// te-fl bench: how long an op takes, and how far that is from what the device allows.
+// te-fl bench: times an op and compares its time with the limits of the device.
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -26,8 +26,8 @@ std::string fixed(double value, int digits) {
   return text;
 }
 
-// The implementations that are asked for: their ids, or one empty string for the dispatcher's
-// choice. "all" are those that serve ops on the device.
+// Returns the requested implementations: their ids, or one empty string for the dispatcher's
+// choice. "all" stands for those that serve ops on the device.
 Result<std::vector<std::string>> implementations_of(const BenchOptions& options,
                                                     const Device& device) {
   if (options.impls.empty()) return std::vector<std::string>{""};
@@ -59,7 +59,8 @@ te_fl::PolicySettings pinned(const std::string& op, const std::string& impl) {
   return settings;
 }
 
-// Arithmetic of one kind of product, measured on the device once or stated by the user.
+// Peak operations per second for one kind of product, measured once on the device or given by the
+// user.
 struct Peak {
   double flops = 0;
   std::string from;
@@ -76,9 +77,9 @@ struct Row {
   size_t sets = 0;
   bool cold = false;
   Peak peak;
-  bool verified = false;  // its results agree with the reference's
+  bool verified = false;  // a check has found the results equal to the reference's
 
-  // Neither bound can be beaten: the bytes have to move, the operations have to be done.
+  // Lower bounds on the time: the time to move the bytes and the time of the arithmetic.
   double bytes_floor() const { return static_cast<double>(bytes) / timing.copy_bandwidth; }
   double flops_floor() const { return peak.flops > 0 ? flops / peak.flops : 0; }
   double floor() const { return std::max(bytes_floor(), flops_floor()); }
@@ -113,7 +114,8 @@ class Bench {
   std::map<std::string, Peak> peaks_;
 };
 
-// A large square product of the same dtypes, by whatever the dispatcher takes for it.
+// Measures a large square product of the same dtypes with the dispatcher's choice of
+// implementation.
 Result<Peak> Bench::peak_of(const CaseSpec& spec) {
   if (options_.peak > 0) return Peak{options_.peak * 1e12, "stated with --peak"};
   const std::string dtype = words_of(spec.variant).front();
@@ -131,9 +133,10 @@ Result<Peak> Bench::peak_of(const CaseSpec& spec) {
   return Peak{};
 }
 
-// TE_FL_VERIFY for one call. False: it could not be compared. DATA_LOSS: the results differ.
+// Verifies one call as TE_FL_VERIFY does. False: the call could not be compared. DATA_LOSS: the
+// results differ.
 Result<bool> Bench::verify(const CaseSpec& spec, Shape extents) const {
-  constexpr double kMost = 4e9;  // operations: a few seconds of the reference
+  constexpr double kMost = 4e9;  // operations; the reference needs a few seconds for them
   for (size_t i = 0; i < extents.size(); ++i) extents[i] = std::min(extents[i], spec.extents[i]);
   TE_FL_ASSIGN_OR_RETURN(auto one, PlacedCase::make(spec, extents, device_));
   while (one->work().flops > kMost && !spec.axes.empty() && extents[0] >= 64) {
@@ -173,7 +176,7 @@ Status Bench::measure(Row& row) {
   const int64_t each = std::max<int64_t>(first->work().memory, 1), cold = cold_bytes(device_);
   sets.push_back(std::move(first));
   const size_t wanted = static_cast<size_t>(std::clamp<int64_t>((cold + each - 1) / each, 1, 256));
-  // One call before the others are made: what is refused is refused at once.
+  // Makes one call first, so that an unsupported case fails before the other sets are allocated.
   TE_FL_RETURN_IF_ERROR(sets[0]->call());
   for (const auto& u : te_fl::OpManager::instance().usage()) {
     if (u.op == spec.op) row.impl = u.impl_id;
@@ -342,7 +345,8 @@ int bench(const BenchOptions& options) {
   if (options.list) return list_cases(*cases, options.json);
   const auto device = te_fl::parse_device(options.device);
   if (!device.ok()) return usage_problem(device.status());
-  (void)te_fl::devices::find(*device);  // loads its plugin, which the next line asks about
+  // loads the device's plugin, whose implementations the next line lists
+  (void)te_fl::devices::find(*device);
   const auto impls = implementations_of(options, *device);
   if (!impls.ok()) return usage_problem(impls.status());
   std::vector<std::pair<const CaseSpec*, Shape>> work;

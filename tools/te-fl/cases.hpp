@@ -1,5 +1,5 @@
-// The calls that `te-fl bench` times and `te-fl explain --shape` asks about: the cases of the
-// benchmarks, chosen by what the user says of them.
+// Selects the calls that `te-fl bench` times and `te-fl explain --shape` explains: benchmark cases
+// that match the user's op, dtype, variant and shape.
 #pragma once
 
 #include <string>
@@ -10,17 +10,17 @@
 
 namespace te_fl_tool {
 
-// "8192x4096".
+// Formats extents as "8192x4096".
 std::string text_of(const te_fl::bench::Shape& extents);
-// The words of a variant: "fp8, bf16 out" has fp8, bf16 and out.
+// Splits a variant into words: "fp8, bf16 out" into fp8, bf16 and out.
 std::vector<std::string> words_of(const std::string& text);
 
-// The op's cases of a dtype whose variant contains a text; empty ones mean any. NOT_FOUND says
-// which there are.
+// Returns the op's cases of a dtype whose variant contains a text; an empty argument matches any.
+// NOT_FOUND lists the available cases.
 te_fl::Result<std::vector<const te_fl::bench::CaseSpec*>> cases_of(const std::string& op,
                                                                    const std::string& dtype,
                                                                    const std::string& variant);
-// The extents that `shape` says; if it is empty, the case's own for the device.
+// Parses the extents in `shape`; if it is empty, returns the case's default extents for the device.
 te_fl::Result<te_fl::bench::Shape> extents_of(const te_fl::bench::CaseSpec& spec,
                                               const std::string& shape,
                                               const te_fl::Device& device);

@@ -1,5 +1,5 @@
-// te-fl check: the parent. It reads the plugin's file, hands ops to children, and collects what
-// they find.
+// te-fl check: the parent process. It inspects the plugin's file, lets child processes check the
+// ops, and collects their findings.
 #include "check_parent.hpp"
 
 #include <algorithm>
@@ -30,9 +30,9 @@ namespace {
 
 using nlohmann::json;
 
-// After so many crashes and hangs in one op the rest of it is given up.
+// After this number of crashes and hangs in one op, the op's remaining cases are skipped.
 constexpr int kPatience = 3;
-// The end of a plugin includes waiting for its threads.
+// Limit for unloading a plugin, which includes joining its threads.
 constexpr double kEndLimitS = 20;
 
 std::string quoted(const std::string& text) {
@@ -51,7 +51,7 @@ class Run {
  public:
   Run(const CheckOptions& options, Report& report) : options_(options), report_(report) {}
 
-  // False if the plugin could not be loaded.
+  // Loads the plugin in a first child. Returns false if that fails.
   bool load() {
     Child child(options_);
     return open(child, true);
@@ -101,7 +101,7 @@ class Run {
     follow(child, {}, std::max(options_.time_limit, kEndLimitS), last);
   }
 
-  // The reason for which there is nothing to check: no plugin has the name. Empty: there is one.
+  // The error text if no plugin has the name; empty if there is one.
   const std::string& unknown() const { return unknown_; }
 
   void add(Finding f) {
@@ -112,8 +112,9 @@ class Run {
   }
 
  private:
-  // Findings of a sweep, of guarded runs, of what describe() said and of processes that are no
-  // failure are joined: one finding for all cases of a dtype that went alike.
+  // Joins a finding with earlier equal ones: sweep, guard, describe and processes findings that are
+  // no failure become one finding for all cases of a dtype with the same outcome. Returns true if
+  // joined.
   bool joined(const Finding& f) {
     if (f.outcome == Outcome::kFail || (f.check != "sweep" && f.check != "guard" &&
                                         f.check != "describe" && f.check != "processes"))
@@ -149,7 +150,8 @@ class Run {
     return text;
   }
 
-  // Starts a child and waits until it has loaded the plugin; the first one says what is there.
+  // Starts a child and waits until it has loaded the plugin; the first child also reports the ops
+  // and devices.
   bool open(Child& child, bool first) {
     if (!child.start()) {
       const std::string why = std::strerror(errno);
@@ -230,8 +232,9 @@ class Run {
            .message = "while it was loaded: " + undeclared_text(setting)});
   }
 
-  // Takes a child's messages until it is done (true), or until it crashed or hung: then the step
-  // that it had begun is a failure, and `last` says where to go on.
+  // Handles a child's messages. Returns true when the child is done. If the child crashed or hung,
+  // records a failure of the step that it had begun, stores in `last` where to continue, and
+  // returns false.
   bool follow(Child& child, const Target& target, double limit, json& last) {
     json message;
     std::string crash;
@@ -260,7 +263,7 @@ class Run {
     }
   }
 
-  // Gives a child an order, and what it has left of it to another after a crash or a hang.
+  // Gives an order to a child. After a crash or a hang, gives the rest of the order to a new child.
   void work(Child& child, json order, const Target& t) {
     int from = 0;
     for (int lost = 0; lost < kPatience;) {
@@ -289,7 +292,7 @@ class Run {
   std::mutex mutex_;
   std::atomic<size_t> next_{0};
   std::vector<Target> all_;
-  std::string code_;  // the file that the plugin's code is in
+  std::string code_;  // file that contains the plugin's code
   std::map<std::array<std::string, 7>, size_t> joined_;
 };
 

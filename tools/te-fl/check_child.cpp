@@ -30,7 +30,8 @@ std::vector<std::string> words_of(const CheckOptions& o) {
   return words;
 }
 
-// The words that start a worker in Python: the package's te_fl._check hands them to serve_text().
+// Returns the command line that starts a worker in Python: the package's te_fl._check passes these
+// options to serve_text().
 std::vector<std::string> python_words_of(const CheckOptions& o) {
   const nlohmann::json options = {{"plugin", o.plugin}, {"op", o.op},        {"family", o.family},
                                   {"impl", o.impl},     {"case", o.name},    {"seed", o.seed},
@@ -55,7 +56,8 @@ std::vector<std::string> environment_of_children() {
   kept.push_back("TE_FL_PLUGIN_MODULES=");
   kept.push_back("TE_FL_SKIP_MODULES=*");
   kept.push_back("TEFL_LOG_LEVEL=ERROR");
-  kept.push_back("PYTHONUNBUFFERED=1");  // a module's prints are seen with the call that prints
+  // unbuffered, so that a Python module's prints appear with the call that prints them
+  kept.push_back("PYTHONUNBUFFERED=1");
   return kept;
 }
 
@@ -79,7 +81,7 @@ bool Child::start() {
   auto argv = pointers(words), envp = pointers(environment);
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
-  // Through numbers that nothing else has, as a pipe's end may be 3 or 4 itself.
+  // Duplicates via high descriptors that are free, because an end of a pipe may itself be 3 or 4.
   posix_spawn_file_actions_adddup2(&actions, orders[0], 103);
   posix_spawn_file_actions_adddup2(&actions, answers[1], 104);
   posix_spawn_file_actions_adddup2(&actions, output_, 1);
@@ -104,7 +106,7 @@ void Child::send(const nlohmann::json& order) {
   const std::string line = json_text(order, -1) + "\n";
   for (size_t at = 0; at < line.size();) {
     const ssize_t n = write(orders_, line.data() + at, line.size() - at);
-    if (n <= 0) return;  // it has gone; receive() says so
+    if (n <= 0) return;  // the child has ended; receive() reports it
     at += static_cast<size_t>(n);
   }
 }
@@ -132,7 +134,7 @@ std::string Child::stop() {
   if (pid_ <= 0) return {};
   close(orders_);
   int status = 0;
-  // Without orders a healthy child ends by itself.
+  // A healthy child ends when its pipe of orders is closed.
   for (int i = 0; i < 50; ++i) {
     if (waitpid(pid_, &status, WNOHANG) == pid_) {
       pid_ = -1;

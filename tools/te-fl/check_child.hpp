@@ -1,4 +1,4 @@
-// A child of te-fl check, as its parent sees it.
+// A child process of te-fl check, seen from its parent.
 #pragma once
 
 #include <sys/types.h>
@@ -10,12 +10,12 @@
 
 namespace te_fl_tool::check {
 
-// The environment of processes in which a plugin is checked: the policy is the check's own, and
-// only the plugin under test is loaded. Its own settings stay.
+// Returns the environment for processes in which a plugin is checked: it removes the user's policy
+// and loads only the plugin under test. The plugin's own settings stay.
 std::vector<std::string> environment_of_children();
-// Those of texts, and NULL, as exec takes them; valid while the texts are.
+// Returns pointers to the texts and a final NULL, as exec expects them; valid as long as the texts.
 std::vector<char*> pointers(std::vector<std::string>& texts);
-// The last lines of a file that a process prints into; empty if it cannot be read.
+// Returns the last lines of the file that a process's output goes to; empty if it cannot be read.
 std::string last_lines(int file);
 
 class Child {
@@ -26,15 +26,16 @@ class Child {
   Child& operator=(const Child&) = delete;
 
   bool running() const { return pid_ > 0; }
-  bool start();  // false: no process could be made
+  bool start();  // Starts the process; false if that fails.
   void send(const nlohmann::json& order);
 
   enum class Got { kMessage, kSilence, kEnd };
-  // The next message; kSilence if there is none for `seconds`, kEnd if the child has gone.
+  // Receives the next message; kSilence if none arrives within `seconds`, kEnd if the child has
+  // ended.
   Got receive(double seconds, nlohmann::json& message);
-  // Ends it. Returns how it ended by itself: "ended by SIGSEGV", "exited with 1".
+  // Ends the child. If it had ended by itself, returns how: "ended by SIGSEGV", "exited with 1".
   std::string stop();
-  // The last lines that it or the plugin printed.
+  // Returns the last lines that the child or the plugin printed.
   std::string printed() const;
 
  private:

@@ -1,4 +1,4 @@
-// te-fl check: in which function of a plugin a crash was.
+// te-fl check: finds the function of a plugin in which a crash happened.
 #include <cxxabi.h>
 #include <elf.h>
 
@@ -16,7 +16,7 @@
 namespace te_fl_tool::check {
 namespace {
 
-// The symbols of a 64-bit ELF file; one that is damaged or of another kind has none.
+// The symbols of a 64-bit ELF file; none if the file is damaged or of another kind.
 class Symbols {
  public:
   explicit Symbols(const std::string& path) {
@@ -36,7 +36,8 @@ class Symbols {
     }
   }
 
-  // The function that has the address, and where it begins; empty if none has.
+  // Returns the function that contains the address, and its start in `begin`; empty if there is
+  // none.
   std::string function_at(uint64_t address, uint64_t& begin) const {
     const uint64_t count = table_ ? table_->sh_size / sizeof(Elf64_Sym) : 0;
     for (uint64_t i = 0; i < count; ++i) {

@@ -1,4 +1,4 @@
-// te-fl check: what a report says of the run itself.
+// te-fl check: the facts about the run itself in a report.
 #include <sys/utsname.h>
 
 #include <cstdio>
@@ -38,7 +38,7 @@ std::string machine() {
          std::to_string(std::thread::hardware_concurrency()) + " threads";
 }
 
-// As they would be typed; those that are left at their defaults are not.
+// Formats the options as on a command line, without those that have default values.
 std::string words(const CheckOptions& o) {
   std::string text;
   const auto word = [&](const std::string& w) { text += (text.empty() ? "" : " ") + w; };

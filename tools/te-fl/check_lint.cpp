@@ -1,4 +1,4 @@
-// The part of te-fl check that reads the plugin's file and does not open it.
+// te-fl check: the checks that inspect the plugin's file without loading it.
 #include <algorithm>
 #include <cstdlib>
 
@@ -31,7 +31,8 @@ std::string listed(const std::vector<std::string>& names) {
   return text;
 }
 
-// The newest version of each family that the file asks for: "GLIBC_2.34, GLIBCXX_3.4.30".
+// Returns the newest required version of each family of symbol versions: "GLIBC_2.34,
+// GLIBCXX_3.4.30".
 std::string required_versions(const ElfInfo& elf) {
   const auto number = [](const std::string& version) {
     std::vector<int> parts;
@@ -58,7 +59,8 @@ std::string wrong_exports(const ElfInfo& elf) {
   for (const auto& symbol : elf.defined)
     if (symbol.name != TE_FL_PLUGIN_QUERY_SYMBOL) others.push_back(symbol.name);
   if (others.empty()) return {};
-  // Names that the author wrote come before those that templates of the library left.
+  // Lists unmangled names, which the author chose, before mangled ones, which often come from
+  // templates of libraries.
   std::stable_partition(others.begin(), others.end(),
                         [](const std::string& name) { return name.rfind("_Z", 0) != 0; });
   return "rule R1: exports " + listed(others) +

@@ -1,4 +1,4 @@
-// te-fl check: the parts that only its parent (check.cpp) uses, which no child does.
+// te-fl check: functions that only the parent process (check.cpp) uses.
 #pragma once
 
 #include <cstdint>
@@ -9,26 +9,27 @@
 
 namespace te_fl_tool::check {
 
-// "2026-11-22T10:00:00Z", the machine and its processor, te-fl's version and ABI.
+// Adds time ("2026-11-22T10:00:00Z"), machine, processor, te-fl's version and ABI to the report.
 void describe_run(const CheckOptions& options, Report& report);
 
-// The place of the code at an offset from a library's base: "relu(float const*, long)+0x1c
-// (libacme.so)", or "libacme.so+0x11c0" if the library has no name for it.
+// Describes the code at an offset from a library's base: "relu(float const*, long)+0x1c
+// (libacme.so)", or "libacme.so+0x11c0" if the library has no symbol there.
 std::string code_at(const std::string& library, uint64_t offset);
 
-// The reason for which no bytes of the file at a path can be had: it is not there, is a folder or a
-// device, or may not be read. Empty: they can.
+// Returns why the file at `path` cannot be read (it does not exist, is a folder or a device, or
+// lacks permission); empty if it can.
 std::string why_unreadable(const std::string& path);
 
-// The file, without opening it. `stop` is set if nothing that could be opened is there.
+// Inspects the plugin's file without loading it. Sets `stop` if there is nothing that could be
+// loaded.
 std::vector<Finding> lint(const std::string& path, bool& stop);
 
-// Runs the cases of the report's collectives once more, on ranks that are processes, and returns
-// what they found. If no case ran on several, the report's `not_run` says why.
+// Runs the cases of the report's collectives again with each rank in its own process; returns the
+// findings. If no case ran on several ranks, the report's `not_run` says why.
 std::vector<Finding> check_processes(const CheckOptions& options, Report& report);
 
-// Times every op of the report with `te-fl bench` and adds what it said. Returns what came of the
-// comparison of a large call's results with the reference's, which goes before.
+// Times every op of the report with `te-fl bench` and adds the results. Before timing, compares the
+// results of a large call with the reference; returns the findings of that comparison.
 std::vector<Finding> measure_speed(const CheckOptions& options, Report& report);
 
 }  // namespace te_fl_tool::check

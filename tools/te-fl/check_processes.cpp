@@ -1,6 +1,6 @@
-// te-fl check: a provider of collectives with ranks that are processes, as jobs have them. Each
-// op's cases are run by children that are `te-fl conformance`, and the first of them says what all
-// found.
+// te-fl check: runs a provider's collectives with each rank in its own process, as in real jobs.
+// For each op, child processes run `te-fl conformance` as the ranks, and rank 0 reports the
+// findings of all.
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -28,11 +28,12 @@ namespace {
 using nlohmann::json;
 using std::chrono::steady_clock;
 
-constexpr int kRanks = 4;  // as many as the table's largest case has
-// Ranks that one has left are ended after this, and sooner if it failed.
+constexpr int kRanks = 4;  // the number of ranks in the table's largest case
+// Time for the other ranks to end after one rank has ended: kGrace, or kGraceOfLost if that rank
+// failed.
 constexpr std::chrono::seconds kGrace{10}, kGraceOfLost{3};
-// All cases of one op may take this together; a collective that hangs ends by the time-out of its
-// communicator, which is a third of it.
+// Limit for all cases of one op together. A hanging collective ends after its communicator's
+// time-out, which is a third of this limit.
 constexpr double kLeastLimitS = 60;
 
 std::vector<std::string> environment_of(int rank, const std::string& store) {
@@ -52,13 +53,13 @@ std::vector<std::string> environment_of(int rank, const std::string& store) {
   return all;
 }
 
-// One rank's process.
+// The process of one rank.
 struct Rank {
-  pid_t pid = -1;   // -1: it has ended, or could not be started
-  int output = -1;  // a file in memory that it prints into
-  int status = 0;   // of waitpid(), once it has ended
+  pid_t pid = -1;   // -1: ended, or not started
+  int output = -1;  // in-memory file that receives the rank's output
+  int status = 0;   // status from waitpid(), after the end
 
-  // te-fl conformance ends with 0, with 1 if a case failed, and with 77 if it has none.
+  // te-fl conformance exits with 0, with 1 if a case failed, and with 77 if it had no case.
   bool failed() const {
     return !WIFEXITED(status) || (WEXITSTATUS(status) > 1 && WEXITSTATUS(status) != 77);
   }
@@ -68,7 +69,7 @@ struct Rank {
   }
 };
 
-// The ranks of one op, from their start to their end.
+// The rank processes of one op.
 class Job {
  public:
   explicit Job(const std::vector<std::string>& words) {
@@ -89,7 +90,7 @@ class Job {
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  // Waits for all. Empty, or what went wrong: a rank that died, or cases that did not end.
+  // Waits for all ranks. Returns "" or an error: a rank that died, or cases that did not end.
   std::string wait(double seconds) {
     if (folder_.empty())
       return "no folder for temporary files (TMPDIR), in which the ranks would meet, could be made";
@@ -108,12 +109,12 @@ class Job {
     return {};
   }
 
-  // The rows that rank 0 wrote; none if it had no case.
+  // Returns the rows that rank 0 wrote; none if it had no case.
   json rows() const {
     std::ifstream file(folder_ + "/results.json");
     return file ? json::parse(file, nullptr, false) : json();
   }
-  // The case that the ranks began last; empty if there was none.
+  // Returns the case that the ranks began last; empty if there was none.
   std::string last_case() const {
     const std::string text = last_lines(ranks_[0].output);
     const size_t at = text.rfind("case  ");
@@ -122,8 +123,8 @@ class Job {
   }
 
  private:
-  // Returns when all have ended, or after the limit; the ranks end together, so those that are left
-  // when one has ended have a moment only.
+  // Returns when all ranks have ended or the limit is over. Ranks normally end together, so after
+  // the first end the others have only a short grace period.
   void wait_for_ends(double seconds) {
     auto end = steady_clock::now() + std::chrono::duration<double>(seconds);
     const auto within = [&](std::chrono::duration<double> grace) {
@@ -151,7 +152,7 @@ class Job {
     const pid_t parent = getpid();
     rank.pid = rank.output < 0 ? -1 : fork();
     if (rank.pid != 0) return;
-    prctl(PR_SET_PDEATHSIG, SIGKILL);  // no rank outlives a check that was killed
+    prctl(PR_SET_PDEATHSIG, SIGKILL);  // kills the rank if the check is killed
     if (getppid() != parent) _exit(127);
     dup2(rank.output, 1), dup2(rank.output, 2);
     execve("/proc/self/exe", argv.data(), envp.data());
@@ -166,7 +167,7 @@ class Job {
 
   std::string folder_;
   std::array<Rank, kRanks> ranks_;
-  int first_ = -1, lost_ = -1;  // the rank that ended first, and the first that failed
+  int first_ = -1, lost_ = -1;  // rank that ended first, and first rank that failed; -1: none
 };
 
 Finding found(const Target& t, Outcome outcome, std::string message) {
@@ -176,8 +177,8 @@ Finding found(const Target& t, Outcome outcome, std::string message) {
   return f;
 }
 
-// Gives the findings of all ranks about one op. `several` is set if a case of more than one rank
-// ran; `refusal` becomes the reason for which one did not.
+// Runs the ranks of one op and returns their findings. Sets `several` if a case with more than one
+// rank ran; otherwise sets `refusal` to the reason.
 std::vector<Finding> check_op(const CheckOptions& options, const Target& t,
                               const std::string& plugin, bool& several, std::string& refusal) {
   std::vector<std::string> words = {"te-fl",    "conformance", "--plugin", plugin,

@@ -1,4 +1,4 @@
-// te-fl check: how fast the plugin's ops are, one after the other, measured by te-fl bench.
+// te-fl check: times the plugin's ops one after the other with te-fl bench.
 #include <fcntl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -14,8 +14,8 @@ namespace {
 
 using nlohmann::json;
 
-// Standard output of te-fl with these arguments; empty if it failed. An alarm ends an op
-// that hangs, which costs its row.
+// Runs te-fl with these arguments and returns its standard output; empty if it failed. An alarm
+// kills a hanging op, whose row is then missing.
 std::string output_of(const std::vector<std::string>& words, const std::string& plugin) {
   int out[2];
   if (pipe2(out, O_CLOEXEC) != 0) return {};
@@ -25,7 +25,7 @@ std::string output_of(const std::vector<std::string>& words, const std::string& 
     setenv("TEFL_LOG_LEVEL", "OFF", 1);
     const int nothing = open("/dev/null", O_WRONLY);
     dup2(out[1], 1), dup2(nothing, 2);
-    alarm(120);  // stays over exec
+    alarm(120);  // survives exec
     std::vector<char*> argv = {const_cast<char*>("te-fl")};
     for (const std::string& w : words) argv.push_back(const_cast<char*>(w.c_str()));
     argv.push_back(nullptr);
@@ -40,11 +40,12 @@ std::string output_of(const std::vector<std::string>& words, const std::string& 
   close(out[0]);
   int status = 0;
   if (child > 0) waitpid(child, &status, 0);
-  const bool whole = WIFEXITED(status) && WEXITSTATUS(status) <= kProblem;  // a result may differ
+  // kProblem only means that results differ
+  const bool whole = WIFEXITED(status) && WEXITSTATUS(status) <= kProblem;
   return whole ? text : std::string();
 }
 
-// The measured cases of a dtype; of all if it is empty.
+// Returns the timed cases of a dtype; of all dtypes if it is empty.
 json rows_of(const Target& t, const std::string& plugin, const std::string& dtype) {
   std::vector<std::string> words = {"bench",     t.op,   "--impl", t.impl, "--device", t.device,
                                     "--seconds", "0.05", "--peak", "1",    "--json",   "--verify"};
@@ -70,9 +71,10 @@ std::vector<Finding> measure_speed(const CheckOptions& options, Report& report) 
   for (const Finding& f : report.findings)
     if (f.outcome == Outcome::kFail) wrong.insert(f.op + " " + f.impl);
   for (const Target& t : report.targets) {
-    // The speed of wrong results means nothing.
+    // Wrong results are not timed.
     if (t.family.empty() || wrong.count(t.op + " " + t.impl) != 0) continue;
-    // BF16 is what such ops run in; an implementation without it shows what it has.
+    // Times the BF16 cases, the usual dtype of these ops; all dtypes if the implementation has no
+    // BF16.
     const std::string plugin = options.builtin.empty() ? report.path : "";
     json rows = rows_of(t, plugin, "bf16");
     if (rows.empty()) rows = rows_of(t, plugin, "");

@@ -13,16 +13,16 @@ class App;
 
 namespace te_fl_tool {
 
-// The exit codes that scripts can rely on; listed in --help.
+// The exit codes, on which scripts can rely; --help lists them.
 enum ExitCode {
   kSuccess = 0,
   kProblem = 1,      // the command ran and found a problem: doctor's findings, an invalid policy
-  kUsage = 2,        // misspelt command, option or value; a file that is named and cannot be read
+  kUsage = 2,        // misspelt command, option or value; a named file that cannot be read
   kNoCandidate = 3,  // explain, bench: no implementation would serve the call
   kIncomplete = 4,   // check: nothing failed, but not everything was checked: no certificate
 };
 
-// The folder in whose bin/ this program lies: that of an installation, of a wheel, or of a build.
+// Returns the folder above this program's bin/: the prefix of an installation, a wheel or a build.
 std::string own_prefix();
 
 struct ExplainOptions {
@@ -30,10 +30,10 @@ struct ExplainOptions {
   std::string device = "cpu";
   std::vector<std::string> dtypes;
   std::vector<std::string> scalings;
-  std::string shape;                  // of a case of te-fl bench, which is then asked about
-  std::string variant;                // part of that case's name; empty: the first of the dtype
+  std::string shape;                  // extents of a case of te-fl bench to explain
+  std::string variant;                // part of the case's name; empty: the first case of the dtype
   std::vector<std::string> settings;  // VAR=VALUE
-  te_fl::Status watching;             // the mistake in TE_FL_VERIFY or TE_FL_TRACE
+  te_fl::Status watching;             // error in TE_FL_VERIFY or TE_FL_TRACE
   bool json = false;
 };
 
@@ -54,10 +54,10 @@ struct BenchOptions {
   std::vector<std::string> impls;  // ids, or "all"; empty: the dispatcher's choice
   std::string dtype;               // empty: every case
   std::string variant;             // part of a case's name
-  std::string shape;               // "8192x4096"; empty: the case's own
-  double peak = 0;                 // TFLOP/s; 0: measured
+  std::string shape;               // "8192x4096"; empty: the case's default
+  double peak = 0;                 // peak TFLOP/s; 0: measure it
   double seconds = 0.5;            // per row
-  bool verify = false;             // one call against the reference before it is timed
+  bool verify = false;             // verify one call against the reference before timing
   bool list = false;
   bool json = false;
 };
@@ -65,7 +65,7 @@ struct BenchOptions {
 struct NewBackendOptions {
   std::string name;
   std::string folder;
-  bool device = false;  // a device with memory of its own
+  bool device = false;  // the project has a device with its own memory
 };
 
 int check_plugin(const CheckOptions& options);
@@ -73,26 +73,26 @@ int new_backend(const NewBackendOptions& options);
 
 struct ReplayOptions {
   std::string file;
-  std::string impl;    // empty: the one it was saved from
-  std::string device;  // empty: the case's own
+  std::string impl;    // empty: the implementation that served the saved call
+  std::string device;  // empty: the device of the saved call
   bool json = false;
 };
 
 struct TuneOptions {
   std::vector<std::string> files;  // traces, saved calls
-  std::string out;                 // empty: printed
+  std::string out;                 // output file; empty: standard output
   double seconds = 0.1;            // per call and implementation
 };
 
 struct MergeTracesOptions {
-  std::vector<std::string> files;  // of TE_FL_TRACE, one of each process
+  std::vector<std::string> files;  // files of TE_FL_TRACE, one per process
   std::string out;
 };
 
 struct QuarantineOptions {
-  bool clear = false;    // else: list
-  std::string op, impl;  // clear: only these; empty: any
-  bool all = false;      // clear: without op and impl
+  bool clear = false;    // false: list the quarantines
+  std::string op, impl;  // with clear: end only these; empty: any
+  bool all = false;      // with clear: end all quarantines; excludes op and impl
   bool json = false;
 };
 
@@ -108,12 +108,13 @@ int replay(const ReplayOptions& options);
 int tune(const TuneOptions& options);
 int merge_traces(const MergeTracesOptions& options);
 int completion(const std::string& shell);
-// Lists the words that the last one after "te-fl" may become, for the shells' scripts.
+// Prints the possible completions of the last word after "te-fl"; the shells' completion scripts
+// call it.
 int complete(CLI::App& app, std::vector<std::string> words);
 int quarantine(const QuarantineOptions& options);
 
-// TE_FL_TRACE and TE_FL_VERIFY are meant for the user's program, which they watch: a command that
-// obeyed them would replace the trace that it is to read, and check the calls that it times. Called
+// Ignores TE_FL_TRACE and TE_FL_VERIFY, which are meant for the user's program: if a command obeyed
+// them, it would overwrite the trace that it reads, or verify the calls that it times. Called
 // before a command runs its first op.
 void leave_watching_to_programs();
 

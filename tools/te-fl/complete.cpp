@@ -1,5 +1,5 @@
-// te-fl __complete WORD...: what the last word may become. The shells' scripts ask it, so that they
-// know every option, op, implementation and device that te-fl knows.
+// te-fl __complete WORD...: prints the possible completions of the last word. The shells' scripts
+// call it, so they complete every option, op, implementation and device that te-fl knows.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -17,10 +17,11 @@ using Words = std::vector<std::string>;
 
 Words op_names() { return te_fl::OpManager::instance().registry().op_names(); }
 
-// The ids of one op's implementations, or of all.
+// Returns the ids of one op's implementations, or of all.
 Words implementations(const std::string& op) {
   std::set<std::string> ids;
-  te_fl::plugins::list();  // loads those that wait for their devices
+  // loads the plugins whose loading was deferred to the use of their devices
+  te_fl::plugins::list();
   for (const auto& impl : te_fl::OpManager::instance().registry().snapshot()) {
     if (op.empty() || impl.op == op) ids.insert(impl.impl_id);
   }
@@ -46,11 +47,11 @@ Words settings() {
   return names;
 }
 
-// The values that an option or a positional argument takes. Those that are not here take what
-// cannot be listed.
+// The values that an option or a positional argument accepts. Arguments with values that cannot be
+// listed have no entry.
 struct Values {
   std::function<Words(const std::string& op)> list;
-  bool several = false;  // joined by commas
+  bool several = false;  // a list separated by commas
 };
 
 const std::map<std::string, Values>& values_by_name() {
@@ -77,7 +78,7 @@ const std::map<std::string, Values>& values_by_name() {
 const std::set<std::string> kTakesFiles = {"file", "files", "a",     "b",   "plugin",
                                            "out",  "json",  "junit", "html"};
 
-// The name by which values_by_name() and kTakesFiles know an option: "impl" for --impl.
+// Returns an option's name as values_by_name() and kTakesFiles use it: "impl" for --impl.
 std::string plain_name(const CLI::Option& option) {
   return option.get_lnames().empty() ? option.get_name() : option.get_lnames().front();
 }
@@ -105,7 +106,8 @@ class Completion {
     return nullptr;
   }
 
-  // Into the subcommand that the words before name; its positional arguments are counted.
+  // Descends into the subcommand that the words before the last one name, and counts its positional
+  // arguments.
   void descend() {
     for (const std::string& word : words_) {
       if (CLI::App* sub = subcommand(word)) {
@@ -137,7 +139,8 @@ class Completion {
     for (const CLI::App* sub : app_->get_subcommands({})) {
       if (!sub->get_group().empty()) offer(sub->get_name());
     }
-    if (app_->get_name() == "new-backend") {  // a name of the user's own, then a folder
+    // the first argument is a new name, the second a folder
+    if (app_->get_name() == "new-backend") {
       if (positional_ == 1) kind_ = "folders";
       return;
     }
@@ -153,7 +156,7 @@ class Completion {
     if (kTakesFiles.count(name) != 0) kind_ = "files";
     const auto known = values_by_name().find(name);
     if (known == values_by_name().end()) return;
-    // The last word of a list is completed; the words before the last comma stay.
+    // In a comma-separated list only the text after the last comma is completed.
     const size_t comma = known->second.several ? current_.rfind(',') : std::string::npos;
     const std::string before = comma == std::string::npos ? "" : current_.substr(0, comma + 1);
     Words words = known->second.list(first_);
@@ -168,7 +171,7 @@ class Completion {
   CLI::App* app_;
   Words words_, found_;
   std::string current_;
-  std::string first_;  // positional argument: the op, for those that have one
+  std::string first_;  // first positional argument: the op, for commands that take one
   const CLI::Option* waits_ = nullptr;
   size_t positional_ = 0;
   const char* kind_ = "words";

@@ -1,5 +1,5 @@
-// The shells' scripts. They ask `te-fl __complete` (complete.cpp), whose first line says what the
-// rest is: words, or that files or folders are wanted.
+// The completion scripts for the shells. They call `te-fl __complete` (complete.cpp). The first
+// line of its output says what follows: words, or a request for files or folders.
 #include <cstdio>
 
 #include "commands.hpp"
@@ -8,7 +8,7 @@
 namespace te_fl_tool {
 namespace {
 
-// Scripts, not C++.
+// The strings are shell scripts.
 // clang-format off
 constexpr const char* kBash = R"sh(# te-fl completion for bash: source <(te-fl completion bash)
 _te_fl() {

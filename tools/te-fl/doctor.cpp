@@ -18,7 +18,7 @@ enum class Level { kGood, kNote, kProblem };
 struct Finding {
   Level level;
   std::string what;
-  std::string disables;  // the features that do not work because of it
+  std::string disables;  // features that do not work because of the problem
   std::string remedy;
 };
 
@@ -83,7 +83,7 @@ void check_environment(Report& report) {
                                " variables set; policy: " + policy->describe());
 }
 
-// Reports the quarantines in force.
+// Reports the active quarantines.
 void check_quarantines(Report& report) {
   const auto entries = te_fl::quarantines();
   if (!entries.ok()) return;
@@ -113,8 +113,9 @@ void check_surroundings(Report& report, const std::string& plugin) {
   }
 }
 
-// Asked for by a name that nothing has. A name with dots is one that a Python program imports, and
-// TE_FL_SKIP_CUDA leaves a plugin out on purpose.
+// Returns true for a plugin that TE_FL_PLUGIN_MODULES names and that was not found. Excludes a
+// dotted name, which a Python program imports, and a plugin that TE_FL_SKIP_CUDA leaves out on
+// purpose.
 bool is_missed(const te_fl::plugins::PluginInfo& p) {
   return p.origin == "TE_FL_PLUGIN_MODULES" && p.path.empty() &&
          p.name.find('.') == std::string::npos &&
@@ -147,7 +148,8 @@ void check_search_path(Report& report) {
     report.add(Level::kNote, "plugin manifests: " + folder);
 }
 
-// A small product through the dispatcher: it works, and every refused candidate says what it lacks.
+// Dispatches a small product: checks that it works, and that every rejected candidate gives a
+// reason.
 void check_gemm(Report& report) {
   const float values[4] = {1, 2, 3, 4};
   auto a = Tensor::from_values({2, 2}, values);
@@ -184,7 +186,8 @@ void check_attention(Report& report) {
     if (device.is_host()) continue;
     auto heads = Tensor::empty({1, 16, 1, 16}, te_fl::DType::kBF16, device);
     auto out = Tensor::empty({1, 16, 1, 16}, te_fl::DType::kBF16, device);
-    // As in training: inferences of this size are left to plain kernels.
+    // A log-sum-exp output makes this a training forward; inference of this size would use simpler
+    // kernels.
     auto lse = Tensor::empty({1, 1, 16}, te_fl::DType::kF32, device);
     bool there = true;
     for (const auto* made : {&heads, &out, &lse}) {
@@ -214,7 +217,7 @@ void check_attention(Report& report) {
   }
 }
 
-// Accelerators on the PCI bus whose plugin is absent.
+// Reports accelerators on the PCI bus whose plugin is missing.
 void check_hardware(Report& report) {
   struct Known {
     const char* pci_vendor;

@@ -14,7 +14,7 @@ int env(const EnvOptions& options) {
     std::printf("%s", te_fl::environment::markdown().c_str());
     return kSuccess;
   }
-  te_fl::OpManager::instance();  // plugins declare their settings
+  te_fl::OpManager::instance();  // loads the plugins, which declare their settings
   const te_fl::Status status = te_fl::environment::status();
   const auto table = te_fl::environment::table();
   if (options.json) {
@@ -45,8 +45,8 @@ int env(const EnvOptions& options) {
     complain(status.to_string());
     return kProblem;
   }
-  // The variables may be well-formed one by one and the policy they make still be wrong (an op that
-  // does not exist).
+  // Each variable may be well-formed and their combined policy still invalid, for example because
+  // an op does not exist.
   if (const auto policy = te_fl::current_policy(); !policy.ok()) {
     complain(policy.status().to_string());
     return kProblem;

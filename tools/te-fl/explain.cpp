@@ -40,11 +40,11 @@ te_fl::Result<te_fl::CallProfile> profile_of(const ExplainOptions& options,
   return profile;
 }
 
-// A call of te-fl bench and what would become of it.
+// A call of te-fl bench to explain.
 struct Asked {
-  std::string name;  // of the case; empty: no call was asked about
+  std::string name;  // name of the case; empty: no call was requested
   te_fl::bench::Shape extents;
-  std::vector<std::string> others;  // cases that fit as well
+  std::vector<std::string> others;  // further matching cases
 };
 
 te_fl::Result<te_fl::Decision> ask_case(const ExplainOptions& options, const te_fl::Device& device,
@@ -150,7 +150,8 @@ int explain(const ExplainOptions& options) {
     complain(device.status().to_string());
     return kUsage;
   }
-  // Another device may be elsewhere; there is one host everywhere.
+  // A device that is absent here may exist on another machine; the host exists everywhere, so its
+  // absence is an error.
   if (const auto found = te_fl::devices::find(*device); device->is_host() && !found.ok()) {
     complain(found.status().to_string());
     return kUsage;
@@ -159,7 +160,7 @@ int explain(const ExplainOptions& options) {
   te_fl::Result<te_fl::Decision> decision = te_fl::Decision();
   if (!options.shape.empty() || !options.variant.empty()) {
     decision = ask_case(options, *device, asked);
-    // Before a case has a name and extents, it is the words of the command that are wrong.
+    // An error before a case was found is an error in the command's arguments.
     if (!decision.ok() && asked.name.empty()) {
       complain(decision.status().message());
       return kUsage;

@@ -14,12 +14,12 @@ namespace {
 constexpr size_t kMaxBytes = size_t{16} << 20;
 constexpr const char* kWayOut = "; two files are compared that `te-fl info --fingerprint` printed";
 
-// A pipe will do as well: `te-fl fingerprint diff rank0 <(te-fl info --fingerprint)`.
+// Reads a file or a pipe: `te-fl fingerprint diff rank0 <(te-fl info --fingerprint)`.
 te_fl::Result<std::string> read(const std::string& path) {
   errno = 0;
   std::ifstream in(path);
   std::string text(kMaxBytes, '\0');
-  // A folder can be opened, and its first read fails.
+  // Opening a folder succeeds; the first read of it fails.
   if (in) in.read(text.data(), static_cast<std::streamsize>(text.size()));
   if (!in.is_open() || in.bad()) {
     return te_fl::not_found("cannot read " + path + ": " + std::strerror(errno) + kWayOut);

@@ -16,7 +16,7 @@ std::string gib(uint64_t bytes) {
   return text;
 }
 
-// The rate at which a device copies its own memory, bytes/s read plus written; 0: not measured.
+// Formats a device's copy bandwidth in its own memory, bytes/s read plus written; 0: not measured.
 std::string copy_text(double bandwidth) {
   if (!(bandwidth > 0)) return "-";
   char text[32];
@@ -37,9 +37,9 @@ Color color_of(te_fl::plugins::State state) {
   }
 }
 
-// The findings of a plugin that has devices, about them and the libraries it uses. Without a device
-// the libraries do not matter, and opening them takes its time: `te-fl doctor` does it all the
-// same.
+// Returns a plugin's findings about its devices and the libraries that it uses. Returns none for a
+// plugin without devices: its libraries do not matter then, and loading them takes time; `te-fl
+// doctor` loads them nevertheless.
 std::vector<te_fl::plugins::Finding> findings_of(const te_fl::plugins::PluginInfo& p) {
   if (p.state != te_fl::plugins::State::kActive || p.devices.empty()) return {};
   auto found = te_fl::plugins::diagnose(p.name);
@@ -52,7 +52,7 @@ std::vector<te_fl::plugins::Finding> findings_of(const te_fl::plugins::PluginInf
 
 using Findings = std::vector<te_fl::plugins::Finding>;
 
-// "nccl", "gloo, other" or "-".
+// Formats the providers of collectives: "nccl", "gloo, other" or "-".
 std::string comms_text(const std::vector<std::string>& comms) {
   std::string text;
   for (const std::string& name : comms) text += (text.empty() ? "" : ", ") + name;
@@ -83,7 +83,7 @@ json plugin_json(const te_fl::plugins::PluginInfo& p, const Findings& list) {
           {"comms", p.comms}};
 }
 
-// Host implementations for tensors of other devices, as the policy has it.
+// Describes the policy's use of host implementations for tensors on other devices.
 json staging_json(const te_fl::PolicySettings& s) {
   json out = {{"strict", s.strict}, {"max_bytes", nullptr}};
   if (s.max_staged_bytes) out["max_bytes"] = *s.max_staged_bytes;
@@ -101,7 +101,8 @@ std::string staging_text(const te_fl::PolicySettings& s) {
 
 }  // namespace
 
-// Says what makes calls fail, and what the environment names that is not there.
+// Reports settings that make calls fail, and things that the environment names and that do not
+// exist.
 int problems(const std::vector<te_fl::plugins::PluginInfo>& plugins, const te_fl::Status& policy) {
   te_fl::Status status = te_fl::environment::status();
   if (status.ok()) status = policy;
@@ -118,13 +119,14 @@ int problems(const std::vector<te_fl::plugins::PluginInfo>& plugins, const te_fl
 }
 
 int info(bool as_json) {
-  te_fl::OpManager::instance();  // registers built-ins, discovers plugins
+  te_fl::OpManager::instance();  // registers the built-in backends, discovers plugins
   const auto plugins = te_fl::plugins::list();
   const auto devices = te_fl::devices::list();
   const auto policy = te_fl::current_policy();
   std::vector<te_fl::Quarantine> quarantined;
   if (auto entries = te_fl::quarantines(); entries.ok()) quarantined = *std::move(entries);
-  std::vector<Findings> findings;  // first of all: plugins may measure their devices for them
+  // comes first, because plugins may measure their devices for their findings
+  std::vector<Findings> findings;
   for (const auto& p : plugins) findings.push_back(findings_of(p));
   const std::string abi = std::to_string(TE_FL_ABI_MAJOR) + "." + std::to_string(TE_FL_ABI_MINOR);
   if (as_json) {

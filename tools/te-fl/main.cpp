@@ -27,7 +27,7 @@ const char* const kExitCodes =
     "3 no implementation would serve the call,\n4 check: nothing failed, but not everything was "
     "checked, which is no certificate.";
 
-// The examples that --help of a command shows below its options.
+// The examples below the options in a command's --help.
 struct Examples {
   const char* command;
   std::vector<std::pair<const char*, const char*>> lines;
@@ -86,7 +86,8 @@ std::string footer(const std::vector<std::pair<const char*, const char*>>& lines
   return text + "\n" + kExitCodes;
 }
 
-// One example of each command for te-fl itself, all of a command's own for the command.
+// Adds one example of each command to the help of te-fl itself, and all examples of a command to
+// its own help.
 void add_examples(CLI::App& app) {
   std::vector<std::pair<const char*, const char*>> first;
   for (const Examples& e : examples()) {
@@ -103,7 +104,7 @@ std::string did_you_mean(const std::string& word, const std::vector<std::string>
   return near.empty() ? "" : "; did you mean '" + near + "'?";
 }
 
-// The innermost command that the words name.
+// The innermost command that the command line names.
 struct NamedCommand {
   const CLI::App* command;
   std::string path;  // "te-fl quarantine clear"
@@ -123,8 +124,8 @@ std::vector<std::string> commands_of(const CLI::App& app) {
   return names;
 }
 
-// Tells of an argument that the given command does not know, an option or a subcommand; CLI11 only
-// says that it was not expected, or what else is missing.
+// Reports an unknown option or subcommand. CLI11 itself would only report that it was not expected,
+// or that something else is missing.
 void complain_of_argument(const CLI::App& app) {
   const auto [command, path] = named_command(app);
   const std::vector<std::string> extras = app.remaining(true);
@@ -137,7 +138,8 @@ void complain_of_argument(const CLI::App& app) {
            " (" + path + " --help lists all)");
 }
 
-// The mistake in words of te-fl's where CLI11's name its own types or nothing that could be given.
+// Returns te-fl's own text for an error where CLI11's text names its internal types or impossible
+// values.
 std::string mistake(const CLI::App& command, const CLI::ParseError& error) {
   const std::string text = error.what();
   const std::string conversion = "Could not convert: ", equals = " = ";
@@ -156,7 +158,8 @@ std::string mistake(const CLI::App& command, const CLI::ParseError& error) {
   return "it wants one of its commands: " + all;
 }
 
-// A misspelt subcommand or option, with the nearest; other mistakes with the command's name.
+// Reports a misspelt subcommand or option with the nearest valid name, and other mistakes with the
+// command's name.
 int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
   if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
   if (argc > 1 && argv[1][0] != '-') {
@@ -179,7 +182,8 @@ int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, cha
   return kUsage;
 }
 
-// A number of these; CLI11's own ranges hold what is no number for one of them.
+// A validator for numbers in a range. CLI11's own range validators accept some texts that are no
+// numbers.
 CLI::Validator within(double least, double most, const std::string& text) {
   return CLI::Validator(
       [=](const std::string& word) -> std::string {
@@ -196,7 +200,7 @@ std::string is_shell(const std::string& word) {
   return "'" + word + "' is not bash, zsh or fish" + did_you_mean(word, shells);
 }
 
-// Options that take names with commas between them. CLI11 passes over a name that is not there.
+// Checks options that take comma-separated names for empty names, which CLI11 skips silently.
 bool lists_are_whole(int argc, char** argv) {
   for (const std::string option : {"--dtype", "--scaling", "--impl"}) {
     for (int i = 2; i < argc; ++i) {
@@ -233,7 +237,7 @@ std::string own_prefix() {
 }
 
 void leave_watching_to_programs() {
-  // The empty value is valid for both.
+  // Both variables accept the empty value, which turns the feature off.
   static_cast<void>(te_fl::environment::set("TE_FL_TRACE", ""));
   static_cast<void>(te_fl::environment::set("TE_FL_VERIFY", ""));
 }
@@ -243,7 +247,8 @@ void leave_watching_to_programs() {
 namespace {
 
 int run_command(int argc, char** argv) {
-  if (argc > 1 && std::string_view(argv[1]) == "conformance") {  // has a parser of its own
+  // the conformance command has its own parser
+  if (argc > 1 && std::string_view(argv[1]) == "conformance") {
     const std::string folder = own_prefix() + "/share/te_fl/conformance";
     return te_fl::conformance::run_program(argc - 1, argv + 1, folder);
   }
@@ -449,7 +454,7 @@ int run_command(int argc, char** argv) {
     leave_watching_to_programs();
     return complete(app, {argv + 2, argv + argc});
   }
-  // Those that show the settings show them as they are; doctor looks at them first.
+  // env and doctor show the user's settings, so they keep them; doctor itself ignores them later.
   const std::string command = argc > 1 ? argv[1] : "";
   // explain describes no call if a setting makes every call fail.
   if (command == "explain") explain_options.watching = te_fl::watch_status();
@@ -469,10 +474,10 @@ int main(int argc, char** argv) {
   int exit_code = kProblem;
   try {
     exit_code = run_command(argc, argv);
-  } catch (const std::exception& error) {  // no memory, no thread
+  } catch (const std::exception& error) {  // out of memory, or no thread could be started
     complain(error.what());
   }
-  // Help that could not be written is an error as well.
+  // A failed write of the help text is an error too.
   errno = 0;
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
     complain(std::string("standard output cannot be written: ") +

@@ -24,7 +24,7 @@ double since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Tensors of arguments that are host memory wherever the op runs.
+// Returns the tensors of arguments that are in host memory on every device.
 std::set<const te_fl_tensor*> host_tensors(const te_fl_op_schema& schema, const void* args) {
   std::set<const te_fl_tensor*> found;
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
@@ -54,7 +54,7 @@ struct Sample {
   double host_seconds;
 };
 
-// The calls in turn, each on the next set.
+// Makes calls that rotate through the sets of tensors.
 class Calls {
  public:
   Calls(const Device& device, const std::vector<std::unique_ptr<PlacedCase>>& sets)
@@ -65,14 +65,15 @@ class Calls {
   Result<Sample> sample(int calls) {
     return timed(calls, [&] { return enqueue(calls); });
   }
-  // Launches the graph as often as that takes.
+  // Launches the graph `launches` times.
   Result<Sample> replay(int launches) {
     return timed(launches * in_graph_, [&]() -> Status {
       for (int i = 0; i < launches; ++i) TE_FL_RETURN_IF_ERROR(graph_.launch());
       return {};
     });
   }
-  // Calls in the graph; 0 if the device or the op cannot be captured.
+  // Captures the calls; returns the number of calls in the graph, or 0 if the device or the op does
+  // not support capture.
   int capture() {
     if (stream_.get() == nullptr) return 0;
     auto capture = te_fl::Capture::begin(device_, stream_.get());
@@ -105,7 +106,7 @@ class Calls {
 
   Device device_;
   const std::vector<std::unique_ptr<PlacedCase>>& sets_;
-  te_fl::Stream stream_;  // of the host: none
+  te_fl::Stream stream_;  // null on the host
   te_fl::Graph graph_;
   int in_graph_ = 0;
   size_t next_ = 0;
@@ -120,7 +121,7 @@ double median(std::vector<double> values) {
 
 int64_t cold_bytes(const Device& device) {
   if (!device.is_host()) return int64_t{256} << 20;
-  // Each core complex has a last-level cache of its own, and the threads may run on as many.
+  // Each core complex has its own last-level cache, and the threads may run on several complexes.
   std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index3/size");
   int64_t kib = 0;
   file >> kib;
@@ -161,7 +162,8 @@ Status PlacedCase::move_to_device(const te_fl_op_schema& schema) {
     c.dl.device = device_.to_c();
     c.provider = device_.provider;
   }
-  TE_FL_RETURN_IF_ERROR(devices::synchronize(device_));  // before the memory copied from goes
+  // finishes the copies before their source is freed
+  TE_FL_RETURN_IF_ERROR(devices::synchronize(device_));
   for (BenchTensor& tensor : case_->tensors()) {
     if (on_host.count(&tensor.c()) == 0) tensor.drop_memory();
   }
@@ -211,7 +213,8 @@ Result<std::unique_ptr<CopyMeter>> CopyMeter::make(const Device& device) {
   TE_FL_ASSIGN_OR_RETURN(made->to_, devices::allocate(device, bytes));
   TE_FL_RETURN_IF_ERROR(devices::fill(device, made->from_, 0x3c, bytes));
   TE_FL_RETURN_IF_ERROR(devices::fill(device, made->to_, 0x5a, bytes));
-  TE_FL_RETURN_IF_ERROR(made->bandwidth().status());  // the first is not representative
+  // discards the first measurement, which is not representative
+  TE_FL_RETURN_IF_ERROR(made->bandwidth().status());
   return made;
 }
 
@@ -249,9 +252,10 @@ Result<Timing> time_calls(const Device& device,
                           const std::vector<std::unique_ptr<PlacedCase>>& sets, double seconds,
                           const CopyMeter* copy) {
   constexpr int kSamples = 15;
-  constexpr double kShort = 1e-3;  // a longer call hides what enqueueing takes
+  constexpr double kShort = 1e-3;  // longer calls hide the time of enqueueing
   Calls calls(device, sets);
-  // The first calls make plans and touch memory; then a few say how many fit a sample.
+  // The first calls make plans and touch memory. The next few calls determine how many fit in a
+  // sample.
   TE_FL_RETURN_IF_ERROR(calls.sample(2).status());
   TE_FL_ASSIGN_OR_RETURN(Sample probe, calls.sample(3));
   Timing timing;

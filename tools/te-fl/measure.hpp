@@ -1,4 +1,4 @@
-// Timing calls of an op, and the two rates of a device that bound them.
+// Times calls of an op, and measures the two rates of a device that bound them.
 #pragma once
 
 #include <functional>
@@ -11,7 +11,7 @@
 
 namespace te_fl_tool {
 
-// A case whose tensors are in a device's memory, those that the op wants on the host aside.
+// A case with its tensors in a device's memory, except those that the op requires on the host.
 class PlacedCase {
  public:
   static te_fl::Result<std::unique_ptr<PlacedCase>> make(const te_fl::bench::CaseSpec& spec,
@@ -22,7 +22,8 @@ class PlacedCase {
   PlacedCase& operator=(const PlacedCase&) = delete;
   const te_fl::bench::Case& work() const { return *case_; }
   te_fl::Status call(void* stream = nullptr) const;
-  // Fills the plain outputs' and the codes' memory with ones, so that what a call leaves out shows.
+  // Sets all bits of the plain outputs and of the codes, so that elements that a call does not
+  // write are noticed.
   te_fl::Status poison() const;
   te_fl::Result<te_fl::Decision> resolve() const;
 
@@ -36,15 +37,15 @@ class PlacedCase {
   std::vector<void*> memory_;
 };
 
-// Copies within a device's memory, through the functions that the device provides; on the host by
-// as many threads as its backends use.
+// Copies within a device's memory with the device's own functions; on the host with as many threads
+// as the backends use.
 class CopyMeter {
  public:
   static te_fl::Result<std::unique_ptr<CopyMeter>> make(const te_fl::Device& device);
   ~CopyMeter();
   CopyMeter(const CopyMeter&) = delete;
   CopyMeter& operator=(const CopyMeter&) = delete;
-  // Bytes read plus written per second, of a few copies made now.
+  // Makes a few copies; returns bytes read plus written per second.
   te_fl::Result<double> bandwidth() const;
   int64_t bytes() const { return 2 * half_; }
 
@@ -57,23 +58,23 @@ class CopyMeter {
 };
 
 struct Timing {
-  double seconds = 0;       // of one call, median over the samples
-  double spread = 0;        // interquartile range over the median
-  double host_seconds = 0;  // of enqueueing one call by itself; on the host the same as `seconds`
-  int calls = 0;            // per sample
+  double seconds = 0;       // seconds per call, median over the samples
+  double spread = 0;        // interquartile range divided by the median
+  double host_seconds = 0;  // host seconds to enqueue a single call; equal to `seconds` on the host
+  int calls = 0;            // calls per sample
   int in_graph = 0;         // calls in the graph that a sample launches; 0: no graph
   int samples = 0;
-  double copy_bandwidth = 0;  // median of the copies made between the samples
+  double copy_bandwidth = 0;  // median over the copies made between the samples
 };
 
-// Bytes that calls in a row have to touch before they come back to the first, so that no cache
-// serves them: four times the last-level cache of the host, 256 MiB on an accelerator.
+// Returns the bytes that successive calls must touch before they reuse the first tensors, so that
+// no cache holds these: four times the host's last-level cache, 256 MiB on an accelerator.
 int64_t cold_bytes(const te_fl::Device& device);
 
-// Times calls that go round `sets`, for about `seconds` in all. Every sample lies between two
-// synchronisations of the device; before each one a copy is measured, if `copy` is given. Where
-// the device can capture and a call is short, the calls of a sample are launches of a graph that
-// holds many, so that the time is the device's and not that of enqueueing.
+// Times calls that rotate through `sets`, for about `seconds` in total. The device is synchronised
+// before and after each sample; if `copy` is given, a copy is measured before each. If the device
+// can capture and calls are short, a sample launches a graph of many calls, so that the time is the
+// device's and excludes enqueueing.
 te_fl::Result<Timing> time_calls(const te_fl::Device& device,
                                  const std::vector<std::unique_ptr<PlacedCase>>& sets,
                                  double seconds, const CopyMeter* copy);

@@ -1,4 +1,4 @@
-// te-fl merge-traces: the traces of a job's ranks side by side in one file.
+// te-fl merge-traces: merges the traces of a job's ranks into one file.
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
@@ -18,13 +18,13 @@ namespace {
 
 using nlohmann::json;
 
-// A process's trace: dispatch/watch/trace.cpp writes it.
+// The trace of one process, as dispatch/watch/trace.cpp writes it.
 struct Trace {
   std::string path;
   json content;
-  std::string who;       // "rank 3", "process 4711"
-  int64_t order = 0;     // ranks by number, before processes without one
-  int64_t began_us = 0;  // the moment of its ts 0, of the system's clock
+  std::string who;       // label: "rank 3", "process 4711"
+  int64_t order = 0;     // sort key: rank number; processes without a rank come last
+  int64_t began_us = 0;  // system clock at the trace's ts 0
 };
 
 te_fl::Status not_a_trace(const std::string& path, const std::string& why) {
@@ -32,7 +32,7 @@ te_fl::Status not_a_trace(const std::string& path, const std::string& why) {
                        path + " is no trace of TE_FL_TRACE: " + why);
 }
 
-// A library's words, "[its name] why", without the name.
+// Returns a JSON library's error text "[its name] why" without the name.
 std::string words_without_name(const json::exception& error) {
   const std::string text = error.what();
   const size_t name = text.find("] ");
@@ -67,8 +67,8 @@ te_fl::Result<Trace> read_trace(const std::string& path) try {
   return not_a_trace(path, words_without_name(e));
 }
 
-// An event as it stands in the file of all: on the time of the first of them, in the tracks of the
-// `place`-th process, and with its calls' numbers among those of all.
+// Adapts an event to the merged file: shifts its time to the earliest trace's origin, moves it to
+// the tracks of process number `place`, and offsets its call numbers.
 void move_event(json& event, const Trace& trace, size_t place, int64_t first_us, size_t calls) {
   const int group = event.at("pid").get<int>();  // 1: by thread, 2: by stream
   event["pid"] = 2 * static_cast<int64_t>(place) + group;
@@ -81,7 +81,7 @@ void move_event(json& event, const Trace& trace, size_t place, int64_t first_us,
   if (args.contains("call")) args["call"] = args["call"].get<size_t>() + calls;
 }
 
-// Adds a trace to those before it.
+// Appends a trace to the merged events.
 te_fl::Status add(Trace& trace, size_t place, int64_t first_us, json& all) try {
   const size_t calls = all["te_fl_calls"].size();
   for (json& event : trace.content["traceEvents"]) {
@@ -110,7 +110,8 @@ te_fl::Result<json> merged(std::vector<Trace>& traces) {
   return all;
 }
 
-// Two files of one rank are of two runs, or one of them is named twice.
+// Checks that no two files belong to one rank; two such files come from different runs, or one was
+// named twice.
 bool all_differ(const std::vector<Trace>& traces) {
   std::map<int64_t, const Trace*> known;
   for (const Trace& t : traces) {

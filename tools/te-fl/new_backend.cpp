@@ -18,7 +18,7 @@ namespace fs = std::filesystem;
 
 constexpr size_t kLongestName = 40;
 
-// Empty, or what is wrong with the name.
+// Returns what is wrong with the name, or "".
 std::string problem_of(const std::string& name) {
   const auto letter = [](char c) { return c >= 'a' && c <= 'z'; };
   bool good = !name.empty() && letter(name[0]) && name.size() <= kLongestName;

@@ -1,5 +1,6 @@
-// The files of a plugin project. In their text @NAME@ stands for the backend's name, @ABI@ for the
-// plugin ABI and @VERSION@ for te-fl's; the other marks depend on whether it has a device.
+// The files of a new plugin project. In their text @NAME@ is replaced by the backend's name, @ABI@
+// by the plugin ABI and @VERSION@ by te-fl's version; the other marks depend on whether the project
+// has a device.
 #pragma once
 
 #include <span>
@@ -7,14 +8,14 @@
 namespace te_fl_tool {
 
 struct ProjectFile {
-  const char* path;  // below the project's folder; @NAME@ in it is replaced too
+  const char* path;  // path below the project's folder; @NAME@ is replaced in it too
   const char* text;
-  bool program = false;      // may be executed
-  bool device_only = false;  // belongs to a project with a device
+  bool program = false;      // executable
+  bool device_only = false;  // only in projects with a device
 };
 struct Mark {
   const char* mark;
-  const char* text;  // may contain the marks that all projects have
+  const char* text;  // may contain the marks that all projects share
 };
 std::span<const ProjectFile> project_files();
 std::span<const Mark> project_marks(bool device);

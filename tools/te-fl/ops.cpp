@@ -14,7 +14,7 @@ using nlohmann::json;
 
 namespace {
 
-// The nearest of what names contain: their words, and the ends of these, as 'norm' is of
+// Returns the nearest part of a name: its words and its endings count, such as 'norm' in
 // 'layernorm_fwd'.
 std::string nearest_part(const std::string& text, const std::vector<std::string>& names) {
   std::set<std::string> words, ends;

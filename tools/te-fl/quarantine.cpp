@@ -1,4 +1,5 @@
-// te-fl quarantine: what TE_FL_VERIFY_ACTION=quarantine holds against implementations, and its end.
+// te-fl quarantine: lists and ends the quarantines of implementations that
+// TE_FL_VERIFY_ACTION=quarantine started.
 #include <cstdio>
 #include <nlohmann/json.hpp>
 

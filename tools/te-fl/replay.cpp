@@ -19,8 +19,8 @@ void print(const char* against, const std::vector<std::string>& differences, int
   for (const std::string& d : differences) std::printf("  %s\n", d.c_str());
 }
 
-// A file that is no saved call and a misspelt --impl or --device are the user's to correct; else
-// the call itself failed.
+// Returns kUsage if the file is no saved call or --impl or --device is misspelt, which the user can
+// correct; otherwise the call itself failed.
 int failed(const ReplayOptions& options, const te_fl::Status& status) {
   using te_fl::StatusCode;
   complain(status.to_string());

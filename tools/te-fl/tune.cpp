@@ -1,4 +1,5 @@
-// te-fl tune: the fastest implementation for each op and signature of a run, as a policy file.
+// te-fl tune: finds the fastest implementation for each op and signature of a run and writes a
+// policy file.
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -46,11 +47,11 @@ json entry_of(const te_fl::TunedSignature& row) {
           {"note", note}};
 }
 
-// Found before minutes of timing, not after.
+// Checks the output path before the timing, which takes minutes.
 bool can_write(const std::string& path) {
   const std::string temporary = path + ".part";
   std::error_code error;
-  // The file that is complete would take a device's place.
+  // Refuses a device, pipe or socket: renaming the finished file to this path would replace it.
   if (std::filesystem::exists(path, error) && !std::filesystem::is_directory(path, error) &&
       !std::filesystem::is_regular_file(path, error)) {
     complain("cannot write " + path + " (--out): it is a device, a pipe or a socket");
@@ -97,8 +98,8 @@ int tune(const TuneOptions& options) {
                pinned ? "yes" : "no", row.times[0].impl_id, us(row, 0),
                two ? row.times[1].impl_id : "", two ? us(row, 1) : ""});
   }
-  // A policy is read back: nothing in it is replaced. It is UTF-8, as are the traces, the saved
-  // calls and the ids of implementations that it is made of.
+  // The policy is UTF-8, as are the traces, saved calls and ids of implementations in it, so dump()
+  // has no bytes to replace.
   const std::string text = out.dump(2) + "\n";
   if (options.out.empty()) {
     std::printf("%s", text.c_str());

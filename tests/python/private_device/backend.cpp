@@ -1,7 +1,7 @@
-// A PrivateUse1 backend of PyTorch's on any device that te-fl knows as ext:far:N, for
-// torch_private_device_test.py. Memory, copies, streams and events are the functions of the
-// device's own table; what PyTorch computes is computed on the host. Nothing here waits for more
-// than it must, so the device's late queues show whoever reads too early.
+// A PrivateUse1 backend for PyTorch on any device that te-fl knows as ext:far:N, for
+// torch_private_device_test.py. Memory, copies, streams and events use the device's own function
+// table; PyTorch's own ops run on host copies. The backend waits only where it must, so that a read
+// without proper synchronisation shows on the device's late queues.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -29,7 +29,7 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr int kDevices = 2;
 std::atomic<int64_t> g_allocations{0}, g_alive{0};
 
-// ---- the device's table
+// ---- the device's function table
 
 const te_fl_device_desc& table(c10::DeviceIndex index) {
   static const auto all = [] {
@@ -168,7 +168,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 // ---- memory
 
-// The size and stream with which a block was allocated; it is freed in the order of its stream.
+// The size of a block and the stream on which it was allocated; the block is freed in the order of
+// that stream.
 struct Block {
   void* data;
   void* stream;
@@ -230,7 +231,7 @@ void copy_bytes(c10::DeviceIndex index, void* to, const void* from, size_t bytes
   if (flags == kToHost) call(index, &te_fl_device_api::synchronize, current(index));
 }
 
-// A host tensor with the values and strides of one on the device; it is waited for.
+// Copies a device tensor to a host tensor with the same values and strides; waits for the copy.
 at::Tensor host_of(const at::Tensor& t) {
   at::Tensor host = at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kCPU));
   if (t.numel() == 0) return host;
@@ -251,7 +252,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
     copy_bytes(index, to.data_ptr(), from.data_ptr(), to.nbytes(), kWithin);
     return to;
   }
-  // Bytes between the elements of a strided tensor are written back as they were.
+  // For a strided target, copies its memory first, so that the bytes between its elements are
+  // written back unchanged.
   at::Tensor host = dense ? at::empty(to.sizes(), to.options().device(at::kCPU)) : host_of(to);
   host.copy_(from.is_cpu() ? from : host_of(from));
   copy_bytes(index, to.data_ptr(), host.data_ptr(), host.storage().nbytes(), kFromHost);
@@ -317,7 +319,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 }
 
 extern "C" {
-// To be called once, after PyTorch knows the backend's name.
+// Call once, after PyTorch knows the backend's name.
 void private_device_register() { at::RegisterPrivateUse1HooksInterface(new Hooks); }
 int64_t private_device_allocations() { return g_allocations; }
 int64_t private_device_alive() { return g_alive; }

@@ -1,7 +1,7 @@
 """Makes the far device of te-fl's tests (tests/support/far_device.hpp) PyTorch's PrivateUse1 device, under the name `far`.
 
-backend.cpp is compiled against PyTorch's headers when it is first needed. Environment: FAR_PLUGIN, the device's plugin (far.so of
-the build tree); FAR_BACKEND_DIR, where the compiled backend is kept, else a folder that goes with the process.
+backend.cpp is compiled against PyTorch's headers at first use. Environment: FAR_PLUGIN, the device's plugin (far.so of
+the build tree); FAR_BACKEND_DIR, the folder for the compiled backend (default: a temporary folder of the process).
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _kept = contextlib.ExitStack()
 
 
 def _compiled() -> pathlib.Path:
-    """The backend's library, of this PyTorch and newer than its source."""
+    """Returns the backend's compiled library; compiles it if none exists for this PyTorch or the source is newer."""
     folder = os.environ.get("FAR_BACKEND_DIR") or _kept.enter_context(tempfile.TemporaryDirectory())
     library = pathlib.Path(folder) / f"private_device-{torch.__version__}.so"
     source = HERE / "backend.cpp"
@@ -39,7 +39,7 @@ def _compiled() -> pathlib.Path:
     if compiler is None:
         raise unittest.SkipTest("there is no C++ compiler for PyTorch's headers")
     package = pathlib.Path(torch.__file__).parent
-    runtime = sorted((pathlib.Path(te_fl.__file__).parent / "lib").glob("libte_fl.so*"))[-1]  # a wheel has it under one name
+    runtime = sorted((pathlib.Path(te_fl.__file__).parent / "lib").glob("libte_fl.so*"))[-1]  # a wheel contains the library under a single name
     subprocess.run([compiler, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
                     *(f"-I{path}" for path in (package / "include", package / "include/torch/csrc/api/include", ROOT / "include")), source,
                     "-o", library, f"-L{package / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", runtime.resolve()], check=True)
@@ -47,8 +47,8 @@ def _compiled() -> pathlib.Path:
 
 
 def load() -> ctypes.CDLL:
-    """The backend, which PyTorch does not yet know as its accelerator."""
-    te_fl.info()  # before the library, which shares te-fl's with the package
+    """Loads the backend without registering it as PyTorch's accelerator."""
+    te_fl.info()  # loads te-fl's library first, so that the backend uses the package's copy
     torch.utils.rename_privateuse1_backend("far")
     library = ctypes.CDLL(str(_compiled()))
     for count in (library.private_device_allocations, library.private_device_alive):
@@ -57,7 +57,7 @@ def load() -> ctypes.CDLL:
 
 
 def _module() -> types.ModuleType:
-    """torch.far, what PyTorch's own code asks a backend's module for. Random numbers are the CPU's."""
+    """Makes torch.far, the module that PyTorch expects of a backend. Random numbers are the CPU's."""
     module = types.ModuleType("torch.far")
     module.is_available = lambda: True
     module.is_initialized = lambda: True
@@ -73,7 +73,7 @@ def _module() -> types.ModuleType:
 
 
 def start() -> ctypes.CDLL:
-    """The backend as PyTorch's accelerator."""
+    """Loads the backend and registers it as PyTorch's accelerator."""
     library = load()
     library.private_device_register()
     torch._register_device_module("far", _module())

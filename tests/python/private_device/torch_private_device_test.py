@@ -1,5 +1,5 @@
-"""te_fl.pytorch on another vendor's device: PyTorch's PrivateUse1 over te-fl's far device, whose memory no host code can read and whose
-streams run when somebody waits for them."""
+"""Tests te_fl.pytorch on another vendor's device: PyTorch's PrivateUse1 over te-fl's far device. Host code cannot read its memory, and its streams
+execute work only when something waits for them."""
 
 import contextlib
 import copy
@@ -34,7 +34,7 @@ def wait():
 
 
 class Backend(unittest.TestCase):
-    """The backend itself, on which the other tests rest."""
+    """Tests the backend itself, on which the other tests rely."""
 
     def test_copies_views_and_streams(self):
         x = torch.arange(24.0).reshape(4, 6)
@@ -52,7 +52,7 @@ class Backend(unittest.TestCase):
         wait()
         with stream:
             x.copy_(torch.ones(4))
-        self.assertEqual(x.sum().item(), 0)  # the default stream does not wait for the other
+        self.assertEqual(x.sum().item(), 0)  # the default stream does not wait for the other stream
         stream.synchronize()
         self.assertEqual(x.sum().item(), 4)
 
@@ -60,7 +60,7 @@ class Backend(unittest.TestCase):
 class Far(unittest.TestCase):
     def near(self, got, want, dtype=F32):
         self.assertEqual(len(got), len(want))
-        least = 0.05 * max(float(b.abs().max()) for b in want)  # some gradients, of a key's bias say, are sums to zero
+        least = 0.05 * max(float(b.abs().max()) for b in want)  # some gradients, for example of a key's bias, are zero in exact arithmetic
         for i, (a, b) in enumerate(zip(got, want)):
             self.assertEqual((a.device.type, a.dtype), ("far", b.dtype))
             error = float((a.cpu().double() - b.double()).abs().max()) / max(float(b.abs().max()), least)
@@ -140,7 +140,7 @@ class Modules(Far):
         there.load_state_dict(here.state_dict())
         results = []
         for module, device in ((there, FAR), (here, torch.device("cpu"))):
-            torch.manual_seed(3)  # the backend's random numbers are the CPU's
+            torch.manual_seed(3)  # the backend uses the CPU's random numbers
             x = input_of().detach().to(device).requires_grad_()
             with torch.autocast(device.type, dtype=BF16):
                 y = module(x)
@@ -163,7 +163,7 @@ class Modules(Far):
             self.assertTrue(torch.equal(a, b))
 
     def test_compiled(self):
-        """Inductor has no code for the device, so a layer breaks its graph; other backends take it into theirs."""
+        """Inductor generates no code for the device, so te-fl's layers cause a graph break; other backends include them in the graph."""
         for name in ("Linear", "TransformerLayer"):
             layer, x = randomise(MODULES[name](device=FAR, params_dtype=F32)), input_of().detach().to(FAR)
 
@@ -192,7 +192,7 @@ class Modules(Far):
 
 
 class Queues(Far):
-    """te-fl's work goes to PyTorch's current stream: on another it would read what is not yet there."""
+    """te-fl enqueues its work on PyTorch's current stream; on another stream it would read data that is not yet written."""
 
     def setUp(self):
         self.stream = torch.Stream(device=FAR)
@@ -208,20 +208,20 @@ class Queues(Far):
                 here_x, there_x = input_of(), torch.zeros(8, 2, 32, device=FAR)
                 wait()
                 with self.stream:
-                    there_x.copy_(here_x.detach())  # runs when this stream is waited for
+                    there_x.copy_(here_x.detach())  # executes only when this stream is waited for
                     there_x.requires_grad_()
                     y = there(there_x)
                     loss = y.square().sum()
                 want = here(here_x)
                 want.square().sum().backward()
-                loss.backward()  # outside of the block: PyTorch runs it on the forward's stream
+                loss.backward()  # outside of the stream's block: PyTorch runs the backward on the forward's stream
                 with self.stream:
                     self.near([y.detach()], [want.detach()])
                 self.stream.synchronize()
                 self.near(gradients(there, there_x), gradients(here, here_x))
 
     def test_fp8_training_on_a_stream_of_its_own(self):
-        """The scales are updated there too, when the scope and the backward end."""
+        """The scale updates at the end of the autocast and of the backward run on the layer's stream too."""
         here = randomise(MODULES["TransformerLayer"](device="cpu"))
         there = MODULES["TransformerLayer"](device=FAR)
         there.load_state_dict(here.state_dict())
@@ -265,7 +265,7 @@ class Queues(Far):
         self.addCleanup(registry.unregister, "relu", "vendor.far_python")
         x = torch.randn(8, device=FAR)
         wait()
-        with self.stream:  # its handle becomes known
+        with self.stream:  # the call makes the stream's handle known to te-fl
             te_fl.ops.relu(input=x, output=torch.empty_like(x))
         y = torch.empty_like(x)
         te_fl.ops.relu(input=x, output=y, stream=self.stream)

@@ -1,6 +1,6 @@
-"""te_fl.pytorch's modules in functions that torch.compile compiles: whole, and with eager's numbers and FP8 state.
+"""Tests te_fl.pytorch's modules in functions compiled by torch.compile: without graph breaks, and with eager's numbers and FP8 state.
 
-Where nothing else is said the backend is aot_eager, whose graphs are inductor's before it writes code, at a tenth of the time."""
+The default backend is aot_eager, whose graphs are those of inductor before code generation, at a tenth of the time."""
 
 import copy
 import unittest
@@ -20,7 +20,7 @@ DELAYED = DelayedScaling(amax_history_len=4)
 
 
 def state_of(model):
-    """Parameters, buffers and FP8 state by name."""
+    """Returns parameters, buffers and FP8 state by name."""
     state = {name: p.detach().clone() for name, p in model.named_parameters()}
     for path, module in model.named_modules():
         if hasattr(module, "_fp8_state"):
@@ -45,7 +45,7 @@ class Compiled(unittest.TestCase):
             near(self, got, want, 1e-3, message, 1e-6)
 
     def both(self, make, run, recipe=None, steps=2, backend="aot_eager", give=input_of, fullgraph=True, dynamic=None):
-        """run(model, x) trains a model of make() eagerly and compiled; outputs, gradients, parameters and FP8 states are equal."""
+        """Trains a model of make() eagerly and compiled by run(model, x); checks that outputs, gradients, parameters and FP8 states are equal."""
         base, found = randomise(make()), []
         for compiled in (False, True):
             model = copy.deepcopy(base)

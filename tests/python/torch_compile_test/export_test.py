@@ -1,4 +1,4 @@
-"""te.onnx_export: modules in ONNX models, which ONNX's reference runtime computes as te-fl does."""
+"""Tests te.onnx_export: ONNX's reference runtime computes exported modules as te-fl does."""
 
 import importlib.util
 import itertools
@@ -15,7 +15,7 @@ from torch_oracle import randn, randomise
 
 
 def exported(module, *inputs):
-    """The results of ONNX's reference runtime."""
+    """Exports the module and returns the results of ONNX's reference runtime."""
     from onnx.reference import ReferenceEvaluator
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with te.onnx_export(enabled=True), warnings.catch_warnings():
@@ -28,7 +28,7 @@ def exported(module, *inputs):
 
 
 class All(torch.nn.Module):
-    """Calls of several modules in one model, since an export takes seconds: (module, how it is called)."""
+    """Calls several modules in one model, because an export takes seconds; entries: (module, how to call it)."""
 
     def __init__(self, *calls):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Graphs and modules that outlive each other, and inductor."""
+"""Tests the lifetimes of graphs and modules, and inductor."""
 
 import copy
 import gc
@@ -23,7 +23,7 @@ from te_fl.pytorch.runtime import registry
 
 
 class Lives(Compiled):
-    """Modules that are copied, wrapped, deleted or sent elsewhere."""
+    """Tests modules that are copied, wrapped, deleted or moved."""
 
     def test_instances_share_a_graph(self):
         modules = [randomise(MODULES["TransformerLayer"](device=DEVICE), seed) for seed in range(12)]
@@ -73,7 +73,7 @@ class Lives(Compiled):
 
     def test_a_module_goes(self):
         from te_fl.pytorch.compile import compiled  # noqa: F401
-        torch._dynamo.reset()  # graphs of tests before this one hold their modules
+        torch._dynamo.reset()  # graphs of earlier tests keep their modules alive
         gc.collect()
         known = len(registry._modules)
         module = te.TransformerLayer(32, 64, 4, device=DEVICE)
@@ -85,7 +85,7 @@ class Lives(Compiled):
         torch._dynamo.reset()
         gc.collect()
         self.assertIsNone(watched())
-        self.assertLessEqual(len(registry._modules), known)  # earlier tests' may have gone as well
+        self.assertLessEqual(len(registry._modules), known)  # modules of earlier tests may have been freed as well
 
     def test_a_module_goes_before_its_backward(self):
         module, x = randomise(te.Linear(32, 32, device=DEVICE)), input_of(DEVICE)
@@ -157,7 +157,7 @@ class Lives(Compiled):
 @unittest.skipUnless(DEVICE != "cpu" or shutil.which(os.environ.get("CXX", "g++")), "inductor needs a C++ compiler on the CPU")
 class Inductor(Compiled):
     def test_training(self):
-        """Its kernels write into buffers that the graph reads no more: inputs of layers here, which backwards read, and outputs."""
+        """Inductor's kernels reuse buffers that the graph no longer reads: inputs of layers, which backwards read, and outputs."""
         recipe = DelayedScaling(amax_history_len=3)
 
         def run(model, x):

@@ -1,4 +1,4 @@
-"""Modules in graphs of torch.compile."""
+"""Tests modules in graphs of torch.compile."""
 
 import copy
 import gc
@@ -10,7 +10,7 @@ import torch._dynamo
 import torch._inductor.config
 import torch.utils.checkpoint
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "examples", "pytorch"))  # for quickstart
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "examples", "pytorch"))  # to import quickstart
 from common import Compiled, DELAYED, DEVICE, call, state_of
 from torch_cases import BF16, MODULES, RECIPES, input_of, scope
 from torch_oracle import near, randn, randomise
@@ -50,7 +50,7 @@ class Modules(Compiled):
         self.assertEqual(self.graphs(), 1, "a scope around a graph makes no other")
 
     def test_options(self):
-        """Those that change what is called, or what comes back."""
+        """Covers arguments that change the called ops or the returned values."""
         for make, run in (
                 (lambda: te.Linear(32, 24, bias=False, device=DEVICE), call),
                 (lambda: te.Linear(32, 32, return_bias=True, device=DEVICE), lambda m, x: sum(m(x))),
@@ -88,7 +88,7 @@ class Modules(Compiled):
                     self.both(make, call, DELAYED, give=lambda d, seed: input_of(d, seed).detach().requires_grad_(wanted))
 
     def test_parameters_that_are_frozen_and_thawed(self):
-        """After the graph was made: all frozen first, and one alone trained later."""
+        """Freezes and thaws parameters after the graph was compiled: first all are frozen, then only one is trained."""
         from torch.nn.utils import parametrize
 
         class Doubled(torch.nn.Module):
@@ -166,7 +166,7 @@ class Modules(Compiled):
                 self.both(lambda: MODULES[name](device=DEVICE), run)
 
     def test_hooks_on_a_part(self):
-        """Then the layer runs part by part, with the FP8 state of the one call."""
+        """With a hook on a part the layer runs part by part, with the FP8 state of the fused layer."""
         def make():
             module = te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, device=DEVICE)
             module.self_attention.proj.register_forward_hook(lambda m, i, o: o * 2)
@@ -183,7 +183,7 @@ class Modules(Compiled):
                     handle = module.layernorm_mlp.register_forward_hook(lambda m, i, o: o * 2)
                     if compiled:
                         try:
-                            called(input_of(DEVICE))  # newer PyTorch sees the hook and compiles anew
+                            called(input_of(DEVICE))  # newer PyTorch detects the hook and recompiles
                         except FailedPrecondition as error:
                             self.assertIn("torch._dynamo.reset", str(error))
                             torch._dynamo.reset()
@@ -269,7 +269,7 @@ class Attention(Compiled):
 
 
 class Scopes(Compiled):
-    """FP8 scopes that begin inside of the compiled function."""
+    """Tests FP8 scopes that begin inside the compiled function."""
 
     def test_inside(self):
         def run(recipe):

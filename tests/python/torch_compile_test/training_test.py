@@ -1,4 +1,4 @@
-"""Training by graphs of torch.compile."""
+"""Tests training with graphs of torch.compile."""
 
 import copy
 import gc
@@ -18,7 +18,7 @@ from te_fl.common.recipe import Float8CurrentScaling
 
 class Training(Compiled):
     def test_dropout(self):
-        for arguments in ({}, {"drop_path_rate": 0.2}):  # as one call, and part by part
+        for arguments in ({}, {"drop_path_rate": 0.2}):  # the layer as one call, and part by part
             for recipe in (None, DELAYED):
                 torch._dynamo.reset()
                 found = self.both(lambda: te.TransformerLayer(32, 64, 4, hidden_dropout=0.3, attention_dropout=0.2, device=DEVICE, **arguments),
@@ -43,7 +43,7 @@ class Training(Compiled):
         self.assertFalse(torch.equal(found[0][0], found[0][1]))
 
     def test_microbatches(self):
-        """The weight that the first microbatch quantised serves the others, and one that changes is quantised again."""
+        """The weight that the first microbatch quantised is used for the others; a weight that changes is quantised again."""
         for name in ("Linear", "LayerNormMLP", "TransformerLayer"):
             for recipe in (DELAYED, Float8CurrentScaling()):
                 torch._dynamo.reset()
@@ -67,13 +67,13 @@ class Training(Compiled):
                         self.close(got, want, "microbatch")
 
     def test_a_microbatch_that_a_tensor_tells(self):
-        """It breaks the graph, and has the meaning of its value."""
+        """A tensor as is_first_microbatch causes a graph break and has the meaning of its value."""
         module, x = randomise(te.Linear(32, 32, device=DEVICE)), input_of(DEVICE)
         called = torch.compile(module, backend="aot_eager")
         for first in (torch.tensor(True), torch.ones(1), torch.tensor(False)):
             with scope(Float8CurrentScaling()):
                 module(x, is_first_microbatch=True)
-                module.weight.data.mul_(2)  # a write that PyTorch does not count
+                module.weight.data.mul_(2)  # a write that PyTorch's version counter misses
                 y, want = called(x, is_first_microbatch=first), copy.deepcopy(module)(x)
             self.assertEqual(torch.equal(y, want), bool(first))
 
@@ -104,7 +104,7 @@ class Training(Compiled):
                         self.close(got, want, "output")
 
     def test_a_scope_quantises_weights_once(self):
-        """te.cache_quantized_weights() around a graph is the scope that its layers look at when they run."""
+        """Layers look up a te.cache_quantized_weights() scope around the graph when they run."""
         module, x = randomise(te.Linear(32, 32, device=DEVICE)), input_of(DEVICE).detach()
         called, cached = torch.compile(module, backend="aot_eager", fullgraph=True), te.cache_quantized_weights()
 
@@ -115,10 +115,10 @@ class Training(Compiled):
             return y, sum(row["calls"] for row in te_fl.usage() if "quantize" in row["op"]) - before
 
         def want():
-            return served(copy.deepcopy(module))[0]  # a call of the module itself would quantise for the graph
+            return served(copy.deepcopy(module))[0]  # a copy, because a call of the module itself would quantise its weight for the graph too
 
         each_call = served()[1]
-        for _ in range(2):  # writes that PyTorch does not count are seen outside of a scope, and by the next scope
+        for _ in range(2):  # a write that PyTorch's version counter misses is seen outside of a scope, and by the next scope
             for _ in range(3):
                 module.weight.data.mul_(1.25)
                 got, quantised = served()
@@ -191,7 +191,7 @@ class Training(Compiled):
                     near(self, got, want, 1e-5, "value")
 
     def test_an_output_is_written_outside(self):
-        """The backward of attention reads what the forward wrote, which is not what the program got."""
+        """The backward of attention reads the tensor that the forward wrote, not the tensor that the program got."""
         module, found = te.DotProductAttention(4, 8, attn_mask_type="no_mask", qkv_format="bshd"), []
         for called, write in ((module, lambda y: y * 2), (torch.compile(module, backend="aot_eager", fullgraph=True), lambda y: y.mul_(2))):
             q = randn(2, 6, 4, 8, device=DEVICE).requires_grad_()
@@ -215,7 +215,7 @@ class Training(Compiled):
         self.assertFalse(compiled._again, "a forward that nobody repeats any more is kept")
 
     def test_checkpoint_keeps_less(self):
-        """A forward that is run again keeps nothing that its backward reads."""
+        """A recomputed forward keeps nothing that its backward reads."""
         import te_fl
         module, x = te.LayerNormMLP(32, 64, device=DEVICE), input_of(DEVICE)
         calls = []
@@ -258,7 +258,7 @@ class Training(Compiled):
             self.close(got, want, "checkpoint")
 
     def test_compiled_autograd(self):
-        """It runs a backward's callbacks at another time, so delayed scaling is refused, and nothing else is."""
+        """Compiled autograd runs the backward's callbacks at another time, so te-fl refuses delayed scaling under it, and only that."""
         def step(module, x):
             module(x).square().sum().backward()
         module, x = randomise(te.Linear(32, 32, device=DEVICE)), input_of(DEVICE)
@@ -274,7 +274,7 @@ class Training(Compiled):
         self.close(x.grad, want, "gradient")
 
     def test_gradients_that_go_elsewhere(self):
-        """They break the graph, and the module runs as without it."""
+        """fuse_wgrad_accumulation and delay_wgrad_compute cause a graph break; the module then runs as without compilation."""
         for argument in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
             with self.subTest(argument=argument):
                 torch._dynamo.reset()

@@ -1,5 +1,5 @@
-"""te_fl.pytorch's functions for mixtures of experts against PyTorch in FP64: values and gradients, eager and compiled; what is refused; a mixture
-that learns."""
+"""Tests te_fl.pytorch's functions for mixtures of experts against PyTorch in FP64: values and gradients, eager and compiled; refusals; a mixture that
+learns."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ from te_fl.pytorch.permutation import (moe_permute, moe_permute_and_pad_with_pro
 from te_fl.pytorch.router import RoutingMapFormat, fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the norm of the whole
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}  # relative to the norm of the whole tensor
 
 
 def drawn(*shape, seed=1, dtype=torch.float32, least=None):
@@ -27,7 +27,7 @@ def drawn(*shape, seed=1, dtype=torch.float32, least=None):
 
 
 def mask_of(tokens=13, experts=6, top_k=2, seed=2):
-    """A mask [tokens, experts]; the last expert has no token, the first token no expert."""
+    """Makes a mask [tokens, experts]; the last expert has no token, the first token no expert."""
     scores = drawn(tokens, experts, seed=seed)
     scores[:, -1] = -100
     mask = torch.zeros(tokens, experts, dtype=torch.bool, device=DEVICE).scatter_(1, scores.topk(top_k).indices, True)
@@ -37,7 +37,7 @@ def mask_of(tokens=13, experts=6, top_k=2, seed=2):
 
 class Compared(unittest.TestCase):
     def compare(self, served, oracle, *inputs, compiled=True):
-        """Floating-point outputs of served(*inputs) and gradients are those of oracle in FP64; other outputs are equal."""
+        """Compares floating-point outputs of served(*inputs) and their gradients with oracle's in FP64; other outputs must be equal."""
         wide = [x.detach().double().requires_grad_() for x in inputs]
         wanted = oracle(*wide)
         wanted = wanted if isinstance(wanted, tuple) else (wanted,)
@@ -45,7 +45,7 @@ class Compared(unittest.TestCase):
         grads = [drawn(w.shape, seed=9 + i) for i, w in enumerate(floating)]
         torch.autograd.backward(floating, [g.double() for g in grads])
         ways = [served] + [torch.compile(served, backend="aot_eager", fullgraph=True)] * compiled
-        torch.compiler.reset()  # each settings' graph counts towards a limit of one function
+        torch.compiler.reset()  # the graphs of all settings count towards one function's recompile limit
         for function in ways:
             own = [x.detach().clone().requires_grad_() for x in inputs]
             got = function(*own)
@@ -69,7 +69,7 @@ class Compared(unittest.TestCase):
 
 class Permutation(Compared):
     def pairs(self, mask):
-        """(expert, token) of each permuted row."""
+        """Returns (expert, token) of each permuted row."""
         return mask.t().nonzero().unbind(1)
 
     def test_by_mask_there_and_back(self):
@@ -163,7 +163,7 @@ class Permutation(Compared):
         z.sum().backward()
         self.assertEqual((tuple(y.shape), tuple(p.shape), tuple(z.shape), tuple(x.grad.shape)), ((0, 8), (0,), (0, 8), (0, 8)))
         probs = torch.empty(0, 4, device=DEVICE, requires_grad=True)
-        moe_unpermute(y.detach(), rows, probs).sum().backward()  # whose gradient is expanded, with strides of 0
+        moe_unpermute(y.detach(), rows, probs).sum().backward()  # the gradient of sum() is expanded, with strides of 0
         self.assertEqual(tuple(probs.grad.shape), (0, 4))
         y, rows = moe_permute(x, torch.empty(0, 2, device=DEVICE, dtype=torch.int32), 0, map_type="index")
         self.assertEqual((tuple(y.shape), rows.numel()), ((0, 8), 0))
@@ -204,7 +204,8 @@ class Permutation(Compared):
             moe_permute(weight, torch.ones(16, 4), 3)
 
     def test_a_pair_of_probability_0_carries_no_token(self):
-        """Transformer Engine's kernels take such a pair for one that fills an expert's rows up; its row counts in the gradient all the same."""
+        """Transformer Engine's kernels treat a pair with probability 0 as padding of an expert's rows; its row nevertheless counts in the
+        gradient."""
         x, mask = drawn(3, 8).requires_grad_(), torch.ones(3, 2, dtype=torch.bool, device=DEVICE)
         probs = torch.tensor([[0.5, 0.0], [-0.0, 1.0], [0.25, 0.75]], device=DEVICE)
         y, moved, rows = moe_permute_with_probs(x, probs, mask, 6)
@@ -221,7 +222,7 @@ class Permutation(Compared):
         with mock.patch.dict(os.environ, TE_FL_VALIDATE="1"):
             te_fl.reload()
             with self.assertRaisesRegex(Error, r"routing_map\[\d+\] has row \d+, but the output has 5 rows"):
-                moe_permute(x, mask, 5)  # has 12 pairs
+                moe_permute(x, mask, 5)  # the mask has 12 pairs
             with self.assertRaisesRegex(Error, "row_id_map"):
                 moe_unpermute(x, torch.full((4, 3), 3, dtype=torch.int32, device=DEVICE), mask)
 
@@ -232,7 +233,7 @@ def scores_of(logits, function):
 
 
 def routed(logits, top_k, before, groups, group_top_k, factor, function, bias):
-    """(probabilities, mask, indices), by the words of docs/numerics.md."""
+    """Computes (probabilities, mask, indices) by the definition in docs/numerics.md."""
     scores = scores_of(logits, function) if function != "softmax" or before else logits
     ranked = scores.detach() + (0 if bias is None else bias.double())
     if groups:
@@ -305,7 +306,7 @@ class Router(Compared):
             probs, mask = fused_topk_with_score_function(logits, 2, False, None, None, None, function, None)
             self.assertEqual(mask.sum(1).tolist(), [2] * 4)
             self.assertTrue(probs[[0, 2, 3]].isfinite().all())
-            self.assertTrue(torch.equal(mask[2], torch.arange(8, device=DEVICE) < 2))  # of equals the first
+            self.assertTrue(torch.equal(mask[2], torch.arange(8, device=DEVICE) < 2))  # among equal scores the first win
             y, rows = moe_permute(drawn(4, 8, seed=3), mask, 8)
             self.assertTrue(moe_unpermute(y, rows, probs)[[0, 2, 3]].isfinite().all())
 

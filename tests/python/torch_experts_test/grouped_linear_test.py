@@ -1,4 +1,5 @@
-"""te_fl.pytorch.GroupedLinear: bit for bit a loop over Linear, in high precision and FP8; its state; and a mixture of experts that learns."""
+"""Tests te_fl.pytorch.GroupedLinear: equality bit for bit with a loop over Linear, in high precision and FP8; its state; and a mixture of experts
+that learns."""
 
 import copy
 import pickle
@@ -19,11 +20,11 @@ from te_fl.pytorch.router import fused_compute_score_for_moe_aux_loss, fused_moe
 RECIPES = (None, DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling())
 SPLITS = ([16, 0, 32], [0, 48, 0], [16, 16, 16])
 F32, BF16 = torch.float32, torch.bfloat16
-torch.set_num_threads(1)  # the matrices are small
+torch.set_num_threads(1)  # the matrices are too small for more threads
 
 
 def pair(device="cpu", experts=3, codes=None, **options):
-    """A GroupedLinear, and a Linear for each expert with the same values."""
+    """Makes a GroupedLinear, and a Linear for each expert with the same values."""
     with te.quantized_model_init(codes is not None, codes):
         grouped = te.GroupedLinear(experts, 32, 48, device=device, **options)
         loop = [te.Linear(32, 48, device=device, **options) for _ in range(experts)]
@@ -46,7 +47,7 @@ class Same(unittest.TestCase):
         self.assertTrue(torch.equal(got, want), f"{what}: {(got.float() - want.float()).abs().max() if got.numel() else ''}")
 
     def step(self, grouped, loop, splits, recipe=None, dtype=F32, device="cpu", seed=1, first=None, **call):
-        """Forward and backward of both, whose results and gradients of inputs are the same."""
+        """Runs forward and backward of both; checks that results and input gradients are equal."""
         x = randn(sum(splits), 32, seed=seed, dtype=dtype, device=device).requires_grad_()
         parts = [p.clone().requires_grad_() for p in x.detach().split(splits)]
         with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -108,7 +109,8 @@ class Values(Same):
             grouped, _ = pair()
             out, dgrad = torch.full((48, 48), 7.0), torch.full((48, 32), 7.0)
             x = randn(48, 32).requires_grad_()
-            with te.autocast(enabled=recipe is not None, recipe=recipe), mock.patch.object(torch.Tensor, "copy_", None):  # written there at once
+            # results are written directly into place, without a copy
+            with te.autocast(enabled=recipe is not None, recipe=recipe), mock.patch.object(torch.Tensor, "copy_", None):
                 y = grouped(x, SPLITS[0], out=out, dgrad_out=dgrad)
                 y.backward(torch.ones_like(y))
             self.assertEqual((y.data_ptr(), out.requires_grad), (out.data_ptr(), False))
@@ -121,12 +123,13 @@ class Values(Same):
                 self.assertGreater(float(before.abs().max()), 0.0)
             self.assertRaisesRegex(InvalidArgument, "dgrad_out is torch.float32", grouped, x, SPLITS[0], dgrad_out=out)
             self.assertRaisesRegex(InvalidArgument, "needs no gradient", grouped, x, SPLITS[0], out=out.clone().requires_grad_())
-        x = randn(48, 32).requires_grad_()  # an output that the program writes
+        x = randn(48, 32).requires_grad_()  # the program writes to the output
         y = grouped(x, SPLITS[0], out=out)
         y += 1
         y.sum().backward()
         torch.testing.assert_close(x.grad, torch.cat([torch.ones(n, 48) @ getattr(grouped, f"weight{i}") for i, n in enumerate(SPLITS[0])]))
-        torch.testing.assert_close(grouped(x, SPLITS[0], out=torch.empty(48, 48)), y - 1, atol=1e-5, rtol=1e-5)  # memory that nobody else keeps
+        # `out` is memory that nothing else keeps alive
+        torch.testing.assert_close(grouped(x, SPLITS[0], out=torch.empty(48, 48)), y - 1, atol=1e-5, rtol=1e-5)
 
     def test_memory_that_a_backward_still_reads(self):
         grouped, _ = pair()
@@ -136,7 +139,7 @@ class Values(Same):
         self.assertRaisesRegex(RuntimeError, "modified by an inplace operation", product.sum().backward)
         x = randn(48, 32).requires_grad_()
         self.assertRaisesRegex(InvalidArgument, "dgrad_out shares memory with the input", grouped, x, SPLITS[0], dgrad_out=x.detach())
-        hidden = torch.sigmoid(x)  # whose backward reads it, while that of the layer reads codes
+        hidden = torch.sigmoid(x)  # sigmoid's backward reads its output, while the layer's backward reads codes
         with te.autocast(recipe=RECIPES[2]):
             y = grouped(hidden, SPLITS[0], dgrad_out=hidden.detach())
         self.assertRaisesRegex(RuntimeError, "modified by an inplace operation", y.sum().backward)
@@ -159,7 +162,7 @@ class Values(Same):
                     getattr(module, names[1]).requires_grad_(i != 0)
             self.step(grouped, loop, SPLITS[0], recipe)
             self.assertIsNone(grouped.weight2.grad)
-            torch.testing.assert_close(grouped.bias2.grad, loop[2].bias.grad)  # without the product that sums it beside, in another order
+            torch.testing.assert_close(grouped.bias2.grad, loop[2].bias.grad)  # the bias gradient is summed without the product, in another order
             grouped.bias2.grad = loop[2].bias.grad
             self.same_gradients(grouped, loop)
 
@@ -178,7 +181,7 @@ class Values(Same):
 
 
 class Calls(Same):
-    """The ops that a step calls, and the times that the host reads numbers on a device."""
+    """Tests the ops that a step calls, and how often the host reads numbers from the device."""
 
     def counts(self, grouped, recipe, splits=None):
         te_fl.reset_usage()
@@ -241,7 +244,7 @@ class Training(Same):
         self.assertRaisesRegex(AttributeError, "main_grad", grouped, randn(48, 32), SPLITS[0])
 
     def test_experts_that_share_a_weight(self):
-        """Products of one call have no order, so those that add to one main_grad are not of one call."""
+        """The products of one grouped call have no order, so products that add to one main_grad must be separate calls."""
         grouped = te.GroupedLinear(3, 32, 48, bias=False, fuse_wgrad_accumulation=True, device="cpu")
         grouped.weight1 = grouped.weight0
         for weight in (grouped.weight0, grouped.weight2):
@@ -249,10 +252,11 @@ class Training(Same):
         x, dy = randn(48, 32), randn(48, 48)
         te_fl.reset_usage()
         grouped(x, [16, 8, 24]).backward(dy)
-        self.assertEqual([row["calls"] for row in te_fl.usage() if row["op"] == "grouped_gemm"], [3])  # a forward and two for weights
+        # one call for the forward and two for weight gradients
+        self.assertEqual([row["calls"] for row in te_fl.usage() if row["op"] == "grouped_gemm"], [3])
         torch.testing.assert_close(grouped.weight0.main_grad, dy[:24].t() @ x[:24])
         torch.testing.assert_close(grouped.weight2.main_grad, dy[24:].t() @ x[24:])
-        for asks in (True, False):  # The first use that a backward runs overwrites main_grad, and the second adds to it.
+        for asks in (True, False):  # The first backward overwrites main_grad, and the second adds to it.
             for weight in (grouped.weight0, grouped.weight2):
                 weight.main_grad, weight.overwrite_main_grad = torch.full_like(weight, float("nan")), not asks
             (grouped(x, [16, 8, 24], is_first_microbatch=asks) + grouped(x, [16, 8, 24], is_first_microbatch=False)).backward(dy)
@@ -338,7 +342,7 @@ class State(Same):
         self.assertEqual(te.GroupedLinear(2, 32, 48, bias=False, tp_size=2, parallel_mode="column", device="cpu").weight1.shape, (24, 32))
         row = te.GroupedLinear(2, 32, 48, bias=False, tp_size=2, parallel_mode="row", device="cpu")
         self.assertEqual((row.weight1.shape, row.weight1.partition_dim, layer.weight0.partition_dim), ((48, 16), 1, 0))
-        self.assertEqual(row(randn(6, 16), [2, 4]).shape, (6, 48))  # the sum over ranks is outside of the module
+        self.assertEqual(row(randn(6, 16), [2, 4]).shape, (6, 48))  # the program sums over ranks outside of the module
         meta = te.GroupedLinear(2, 32, 48, device="meta")
         meta.reset_parameters()
         self.assertFalse(meta.weight1.is_meta)
@@ -404,7 +408,7 @@ class Refused(unittest.TestCase):
                 ("torch.float64", NotImplementedError, lambda: layer(x.double(), [4, 4])),
                 ("shares memory", InvalidArgument, lambda: square(x[:4], [2, 2], out=x[3:7])),
                 ("m_splits is torch.float32", TypeError, lambda: layer(x, torch.ones(2))),
-                (r"m_splits is \[4.7, 4\]; it is a list of 2 integers", TypeError, lambda: layer(x, [4.7, 4])),  # was cut off to 4
+                (r"m_splits is \[4.7, 4\]; it is a list of 2 integers", TypeError, lambda: layer(x, [4.7, 4])),  # must not be truncated to 4
                 ("GroupedLinear: in_features is 32.5; it is an integer", TypeError, lambda: te.GroupedLinear(2, 32.5, 48)),
                 ("GroupedLinear: out_features is 24.0; it is an integer", TypeError, lambda: te.GroupedLinear(2, 32, 48 / 2)),
                 ("num_gemms is 0", ValueError, lambda: te.GroupedLinear(0, 32, 48)),
@@ -423,7 +427,7 @@ class Refused(unittest.TestCase):
 
 
 class Mixture(torch.nn.Module):
-    """Top-2 of experts, each two linear layers, by te-fl's functions; or by a loop over the experts in plain PyTorch with the same parameters."""
+    """Top-2 mixture of two-layer experts: by te-fl's functions, or by a loop over the experts in plain PyTorch with the same parameters."""
 
     def __init__(self, hidden, experts, dtype):
         super().__init__()
@@ -462,7 +466,7 @@ class Learning(unittest.TestCase):
         torch.manual_seed(0)
         model, generator = Mixture(64, 8, dtype), torch.Generator().manual_seed(3)
         with torch.no_grad():
-            model.router.weight[7] = 0.0  # its scores are often the lowest, so that some steps give this expert no token
+            model.router.weight[7] = 0.0  # expert 7 often has the lowest scores, so in some steps it gets no token
             model.router.weight[7, 0] = -4.0
         optimizer, losses, fewest = torch.optim.Adam(model.parameters(), 3e-3), [], []
         target = torch.randn(64, 64, generator=generator) / 8

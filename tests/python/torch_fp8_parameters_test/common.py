@@ -1,4 +1,5 @@
-"""Weights that are FP8 codes alone (te.quantized_model_init): against plain PyTorch on codes that NumPy reads, in training, and as tensors."""
+"""Tests weights that exist only as FP8 codes (te.quantized_model_init): against plain PyTorch on codes decoded by NumPy, in training, and as
+tensors."""
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ WEIGHTS = {"Linear": ["weight"], "Linear named": ["query_weight"], "LayerNormLin
 
 
 def made(name, recipe=CURRENT, device="cpu", preserve=False, **arguments):
-    """A module of codes. Its weights are larger than Transformer Engine's, so that all parts of a layer count."""
+    """Makes a module with FP8 weights. Its weights are larger than Transformer Engine's initial ones, so that all parts of a layer matter."""
     torch.manual_seed(3)
     with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
         module = MODULES[name](device=device, **arguments)
@@ -41,7 +42,7 @@ def codes(module):
 
 
 def table():
-    """The values of E4M3's 256 codes: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities."""
+    """Returns the values of E4M3's 256 codes: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7
     values = np.where(exponent == 0, mantissa / 8 * 2.0 ** -6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
@@ -50,7 +51,7 @@ def table():
 
 
 def decoded(parameter):
-    """A parameter's values in FP64 by NumPy, of its bytes and scales."""
+    """Decodes a parameter's values in FP64 by NumPy, from its bytes and scales."""
     values = table()[parameter._data.cpu().numpy()]
     factors = parameter._scale_inv.cpu().numpy().astype(np.float64)
     if factors.ndim == 2:
@@ -60,7 +61,7 @@ def decoded(parameter):
 
 
 def expected(values, recipe):
-    """The values as which a recipe's codes of these values are read."""
+    """Quantises the values as the recipe does; returns the dequantised values."""
     values = values.float()
     if isinstance(recipe, Float8BlockScaling):
         return per_block(values, 128, 128)
@@ -73,7 +74,7 @@ def input_of(device="cpu", seed=1, dtype=F32):
 
 
 def step(module, recipe=CURRENT, device="cpu", seed=1, dtype=F32):
-    """Output, gradients of the input and of the parameters."""
+    """Returns the output and the gradients of the input and of the parameters."""
     module.zero_grad()
     x = input_of(device, seed, dtype)
     with te.autocast(enabled=recipe is not None, recipe=recipe):

@@ -1,4 +1,4 @@
-"""Modules whose weights are FP8 codes alone."""
+"""Tests modules whose weights exist only as FP8 codes."""
 
 import copy
 import os
@@ -17,7 +17,7 @@ import te_fl.pytorch as te
 
 
 class Held(PerTensor):
-    """Products whose weights are codes already."""
+    """Oracle products whose weights are already quantised."""
 
     def __init__(self, other):
         self.__dict__.update(other.__dict__)
@@ -26,7 +26,7 @@ class Held(PerTensor):
 
 class Modules(unittest.TestCase):
     def compared(self, name, of, tolerance):
-        """of(product): the oracle of a module."""
+        """of(product): makes the oracle of a module."""
         for device in DEVICES:
             for recipe, product in ((None, oracle.linear), (CURRENT, Held(PerTensor())), (BLOCK, Held(PerBlock()))):
                 for training in (True, False):
@@ -41,7 +41,7 @@ class Modules(unittest.TestCase):
                         close = 1e-5 if recipe is None and device == "cpu" else tolerance
                         compare(self, served, module, of(product), [input_of(device)], close, close=near_by_norm)
                         with torch.no_grad():
-                            served(input_of(device, seed=4))  # serving reads the same codes
+                            served(input_of(device, seed=4))  # inference reads the same codes
 
     def test_linear(self):
         self.compared("Linear", lambda product: lambda p, x: product(x, p["weight"], p["bias"]), 1e-5 if DEVICES == ["cpu"] else 2e-3)
@@ -57,7 +57,7 @@ class Modules(unittest.TestCase):
                                                                                           seen=allowed(16, 16, True)), 0.04)
 
     def test_delayed_scaling(self):
-        """Its first step has scale 1 for inputs and gradients, and codes keep their own."""
+        """In the first step the scales of inputs and gradients are 1, and the weights keep the scales of their codes."""
         for device in DEVICES:
             module = made("Linear", DELAYED, device)
             x = input_of(device)
@@ -76,7 +76,7 @@ class Modules(unittest.TestCase):
             near(self, history.amax(0)[1].cpu(), weight.abs().amax(), 1e-6, "the weight's amax")
 
     def test_codes_give_what_quantising_the_same_values_gives(self):
-        """Bit for bit where scales are powers of two, since dequantised codes are then quantised back to the same."""
+        """Equal bit for bit if scales are powers of two, because requantising dequantised codes then gives the same codes."""
         for name in MODULES:
             for recipe in (POW2, BLOCK, None):
                 for dtype in (F32, BF16):
@@ -138,7 +138,7 @@ class Modules(unittest.TestCase):
                 self.assertTrue(torch.equal(a, b))
 
     def test_compiled(self):
-        """A graph of torch.compile ends before such a module, which runs as without it."""
+        """torch.compile breaks the graph before such a module, which runs eagerly."""
         for name in ("Linear", "TransformerLayer"):
             for recipe in (CURRENT, None):
                 module = made(name)
@@ -180,7 +180,7 @@ def step_inputs(module, recipe):
     return x.grad
 
 
-# Memory of a process beyond what importing takes: weights of 64 Mi elements in some dtype or as codes, before and after serving.
+# Measures a process's memory beyond the imports: weights with 64 Mi elements in some dtype or as codes, before and after inference.
 ACCOUNT = """
 import sys, torch
 import te_fl.pytorch as te
@@ -212,7 +212,7 @@ class Memory(unittest.TestCase):
     @unittest.skipUnless(os.path.exists("/proc/self/statm"), "the kernel does not tell")
     def test_half_of_bf16(self):
         def account(kind):
-            # Freed blocks of the allocator go back at once.
+            # Makes the C allocator return freed blocks to the system at once.
             environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
             run = subprocess.run([sys.executable, "-c", ACCOUNT, kind], capture_output=True, text=True, check=True, env=environment)
             return [int(n) for n in run.stdout.split()]
@@ -220,8 +220,9 @@ class Memory(unittest.TestCase):
         (made_codes, served_codes), (made_bf16, served_bf16) = account("codes"), account("bf16")
         self.assertLess(abs(made_bf16 - 128), 10)
         self.assertLess(abs(made_codes - 64), 10)
-        self.assertLess(served_codes, made_bf16)  # products on a CPU keep scratch memory of the size of one weight
-        self.assertLess(served_codes, 0.5 * served_bf16)  # it has FP8 copies besides, as te.cache_quantized_weights() keeps them
+        self.assertLess(served_codes, made_bf16)  # products on a CPU use scratch memory of the size of one weight
+        # with BF16 weights there are FP8 copies in addition, as te.cache_quantized_weights() keeps them
+        self.assertLess(served_codes, 0.5 * served_bf16)
 
     @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
     def test_half_of_bf16_on_a_gpu(self):

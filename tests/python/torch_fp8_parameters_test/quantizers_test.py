@@ -1,4 +1,4 @@
-"""Quantizers by Transformer Engine's names, against scales and casts by hand."""
+"""Tests quantizers under Transformer Engine's names against hand-computed scales and casts."""
 
 import copy
 import unittest
@@ -16,7 +16,7 @@ E4M3, BF16 = DType.kFloat8E4M3, torch.bfloat16
 
 
 def cast(values, scale):
-    """Codes of values times a scale, in FP64 by hand: nearest, ties to even, saturated."""
+    """Computes the codes of values times a scale in FP64: round to nearest, ties to even, saturating."""
     return (values.double() * scale.double()).float().clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
@@ -25,7 +25,7 @@ def power_of_two(scale):
 
 
 def by_blocks(values, epsilon=0.0, pow2=True):
-    """(codes, the inverse scale of each element) of blocks of 128 x 128."""
+    """Returns (codes, the inverse scale of each element) for blocks of 128 x 128."""
     codes, inverse = torch.empty_like(values, dtype=torch.float8_e4m3fn), torch.empty_like(values, dtype=torch.float32)
     for r in range(0, values.shape[0], 128):
         for c in range(0, values.shape[1], 128):
@@ -54,7 +54,7 @@ class Quantizers(unittest.TestCase):
             for dtype in (torch.float32, BF16):
                 scale, amax = torch.tensor([37.0], device=device), torch.tensor([0.5], device=device)
                 quantizer = Float8Quantizer(scale, amax, E4M3)
-                x = randn(48, 32, dtype=dtype, device=device) * 5  # some saturate
+                x = randn(48, 32, dtype=dtype, device=device) * 5  # some values saturate
                 made = quantizer(x)
                 self.same(made, cast(x, scale), 1 / scale, dtype)
                 self.assertIsNotNone(made._transpose)
@@ -63,7 +63,7 @@ class Quantizers(unittest.TestCase):
                 again = x / 64
                 self.assertIs(quantizer.quantize(again, out=made), made)
                 self.same(made, cast(again, scale), 1 / scale, dtype)
-                self.assertEqual(float(amax), float(x.abs().max()))  # the largest so far
+                self.assertEqual(float(amax), float(x.abs().max()))  # the largest value so far
                 quantizer.calibrate(again)
                 self.assertEqual(float(amax), float(again.abs().max()))
 
@@ -94,7 +94,7 @@ class Quantizers(unittest.TestCase):
         self.assertTrue(torch.equal(x.grad, torch.full_like(x, 3)))
 
     def test_inputs_of_modules(self):
-        """A module takes codes as it takes what they stand for, and gradients pass."""
+        """A module accepts a quantised input like its dequantised values, and gradients pass through."""
         quantizer = Float8CurrentScalingQuantizer(E4M3, columnwise=False)
         x = randn(16, 32, dtype=BF16)
         for make in (te.Linear, te.LayerNormLinear, te.LayerNormMLP, te.LayerNorm, te.RMSNorm, te.TransformerLayer):
@@ -115,7 +115,7 @@ class Quantizers(unittest.TestCase):
         self.assertTrue(torch.equal(experts(quantizer(x), [4, 12]), experts(quantizer(x).dequantize(), [4, 12])))
 
     def test_a_weight_of_its_own(self):
-        """A layer computes with what a quantizer made as with the weights of quantized_model_init."""
+        """A layer computes with a weight that a quantizer made as with those of quantized_model_init."""
         with te.quantized_model_init():
             layer, other = (te.Linear(32, 48, params_dtype=BF16, device="cpu") for _ in range(2))
         values = randn(48, 32, dtype=BF16)

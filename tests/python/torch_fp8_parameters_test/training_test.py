@@ -1,4 +1,4 @@
-"""Training of weights that are FP8 codes alone, and their state."""
+"""Tests training with weights that exist only as FP8 codes, and their state."""
 
 import contextlib
 import copy
@@ -25,7 +25,7 @@ from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 
 
 class Training(unittest.TestCase):
-    """Without FP8 products, so that only the weights' rounding is to be reproduced."""
+    """Trains without FP8 products, so that the oracle reproduces only the rounding of the weights."""
 
     def trained(self, optimizer, exact_step, recipe, steps=6, device="cpu", dtype=F32):
         module = made("Linear", recipe, device, preserve=True, params_dtype=dtype)
@@ -50,7 +50,7 @@ class Training(unittest.TestCase):
         return stepper, module, exact
 
     def test_a_transpose_that_has_no_values_yet(self):
-        """Another thread does not find it, nor does anybody where it cannot be made."""
+        """A transpose becomes visible to other threads only when its values are written; if making it fails, there is none."""
         real, seen = te_fl.ops.fp8_transpose, []
         for recipe in RECIPES:
             weight = made("Linear", recipe).weight
@@ -91,7 +91,7 @@ class Training(unittest.TestCase):
                     self.trained(lambda parameters: torch.optim.SGD(parameters, lr=20.0), Exact, recipe, device=device)
 
     def test_torch_optimizers_train(self):
-        """Every way that PyTorch has of stepping: tensor by tensor, lists of tensors, and in one kernel."""
+        """Covers every way in which PyTorch's optimizers step: per tensor (for-loop), foreach, and fused."""
         for options in (dict(foreach=False), dict(foreach=True), dict(fused=True)):
             with self.subTest(options):
                 module = made("LayerNormMLP")
@@ -124,7 +124,7 @@ class Training(unittest.TestCase):
                     loss.backward()
                     optimizer.step()
                 final.append(loss.item())
-            self.assertLess(final[1], 1.5)  # from 2
+            self.assertLess(final[1], 1.5)  # the loss starts at 2
             self.assertLess(abs(final[0] / final[1] - 1), 0.05, recipe)
 
     def test_master_weights_from_the_initial_values(self):
@@ -154,7 +154,7 @@ class Training(unittest.TestCase):
         self.assertTrue(torch.equal(one.weight._data, other.weight._data))
 
     def test_capturable(self):
-        """An optimizer that a CUDA graph may hold takes the same steps; one that a scaler skips leaves the codes as they are."""
+        """A capturable optimizer takes the same steps; a step that a grad scaler skips leaves the codes unchanged."""
         both = [made("Linear"), made("Linear")]
         steppers = [te.optimizers.FusedAdam(m.parameters(), lr=1e-2, master_weights=True, capturable=c) for m, c in zip(both, (True, False))]
         for _ in range(3):
@@ -191,7 +191,7 @@ class ExactSGD:
 
 
 class ExactAdam:
-    """AdamW in FP64, of its paper's formulas."""
+    """AdamW in FP64, from the formulas of the paper."""
 
     lr, decay, betas, eps = 3e-3, 0.01, (0.9, 0.999), 1e-8
 
@@ -253,7 +253,7 @@ class State(unittest.TestCase):
             self.assertTrue(torch.equal(got(x), want(x)))
 
     def test_memory_has_the_values(self):
-        """A reader of the memory itself finds the address, the extent and the bytes of the values of the dtype that the tensor shows."""
+        """Code that reads a tensor's memory directly finds the values in the tensor's nominal dtype, at its address and with its size."""
         for recipe in RECIPES:
             for dtype in (F32, BF16, torch.float16):
                 weight = made("Linear", recipe, params_dtype=dtype).weight
@@ -347,7 +347,7 @@ class State(unittest.TestCase):
                 self.assertGreater(torch.count_nonzero(decoded(p)), 0)
 
     def test_transformer_engines_checkpoints(self):
-        """Its Float8Tensor is saved as a call of a function with codes, dtypes, the scale's inverse, and, where it holds no others, the
+        """Transformer Engine pickles a Float8Tensor as a function call with codes, dtypes, the inverse scale and, if it has only those, the
         transposed codes."""
         names = [f"transformer_engine{part}" for part in (".pytorch.tensor.float8_tensor", ".pytorch.constants", ".pytorch.tensor", ".pytorch", "")]
         where = {name: types.ModuleType(name) for name in names}
@@ -359,7 +359,7 @@ class State(unittest.TestCase):
             kFloat8E4M3, kFloat8E5M2 = 7, 8
 
             def __reduce_ex__(self, protocol):
-                return DType, (int(self),)  # Python 3.11.0 to 3.11.3 write a getattr(), which PyTorch reads in no file
+                return DType, (int(self),)  # Python 3.11.0 to 3.11.3 pickle a getattr() here, which PyTorch refuses to load from any file
         for (name, module), own in zip(where.items(), (_make_float8_tensor_in_reduce_ex, DType)):
             own.__module__, own.__qualname__ = name, own.__name__
             setattr(module, own.__name__, own)
@@ -428,7 +428,8 @@ class State(unittest.TestCase):
         self.assertFalse(hasattr(made("Linear").weight, "get_high_precision_init_val"))
 
     def test_initial_values_follow_writes(self):
-        """A program may initialise weights after the module was made, as Megatron does on the host, and ask for the initial values then."""
+        """A program may initialise the weights after the module was made, as Megatron does on the host, and ask for the high-precision initial values
+        then."""
         writes = {"copy_": lambda w, v: w.copy_(v), "data": lambda w, v: w.data.copy_(v), "quantize_": lambda w, v: w.quantize_(v),
                   "mul_": lambda w, v: w.fill_(1.0).mul_(v), "codes": lambda w, v: w.copy_(w.detach().clone().quantize_(v))}
         for recipe in RECIPES:

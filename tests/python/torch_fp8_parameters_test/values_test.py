@@ -1,4 +1,4 @@
-"""Values of weights that are FP8 codes alone, and the scopes that make them."""
+"""Tests the values of weights that exist only as FP8 codes, and the scopes that make such weights."""
 
 import copy
 import unittest

@@ -1,4 +1,4 @@
-"""Names of modules in Transformer Engine, and arguments that are refused or have no effect."""
+"""Tests modules' names in Transformer Engine, and arguments that are refused or have no effect."""
 
 import copy
 import tempfile
@@ -58,7 +58,7 @@ class Names(unittest.TestCase):
 
 
 class Switches(unittest.TestCase):
-    """An argument that is True or False takes nothing else: a recipe in its place would count as True, and the default recipe would compute."""
+    """A boolean argument accepts only True and False: a recipe in its place would count as True, and the default recipe would be used."""
 
     SCOPES = {"autocast": (te.autocast, ("enabled", "calibrating")), "fp8_autocast": (te.fp8_autocast, ("enabled", "calibrating")),
               "quantized_model_init": (te.quantized_model_init, ("enabled", "preserve_high_precision_init_val")),
@@ -96,7 +96,7 @@ class Switches(unittest.TestCase):
 
 
 class Arguments(unittest.TestCase):
-    """Wrong arguments are refused where they are given, and those that mean nothing on one rank are taken."""
+    """Wrong arguments are refused by the function that gets them; arguments without a meaning on one rank are accepted."""
 
     def test_wrong_values(self):
         for message, make in (("num_attention_heads 3, which does not divide it", lambda: te.MultiheadAttention(100, 3)),
@@ -120,7 +120,8 @@ class Arguments(unittest.TestCase):
                 te.LayerNorm(8, device="cpu")(torch.zeros(2, 8, dtype=dtype))
 
     def test_inputs_in_fp64(self):
-        """As in Transformer Engine normalisations and operations cast them to their weights' dtype, and torch.autocast has all modules cast them to its own."""
+        """Norms and operations cast FP64 inputs to their weights' dtype, and under torch.autocast all modules cast them to the autocast's dtype, as
+        in Transformer Engine."""
         grouped = te.GroupedLinear(2, 8, 8, device="cpu")
         own = [te.LayerNorm(8, device="cpu"), te.RMSNorm(8, params_dtype=BF16, device="cpu"), te.ops.BasicLinear(8, 8, device="cpu"),
                te.ops.RMSNorm(8, device="cpu")]
@@ -159,7 +160,7 @@ class Arguments(unittest.TestCase):
                 make()
 
     def test_numbers_without_a_meaning(self):
-        """They are refused where the module is made, not at its first forward, and none is taken without a word."""
+        """Meaningless numbers are refused by the constructor, not by the first forward, and none is accepted silently."""
         def layer(**options):
             return te.TransformerLayer(**{**dict(hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, device="cpu"), **options})
         nan, queries = float("nan"), lambda **options: te.DotProductAttention(**{**dict(num_attention_heads=2, kv_channels=4), **options})
@@ -189,10 +190,10 @@ class Arguments(unittest.TestCase):
                               ("p is '0.1'", lambda: te.ops.Dropout("0.1")), ("dim is 16.5", lambda: te.RotaryPositionEmbedding(16.5))):
             with self.subTest(message), self.assertRaisesRegex(TypeError, message):
                 make()
-        self.assertEqual(layer(kv_channels=0).self_attention.kv_channels, 4)  # none, as in Transformer Engine
+        self.assertEqual(layer(kv_channels=0).self_attention.kv_channels, 4)  # 0 counts as unset, as in Transformer Engine
 
     def test_dtypes_of_outputs(self):
-        """A bias has the output's, and a normalisation's is the weight's."""
+        """A bias has the output's dtype; a normalisation's bias has the weight's."""
         for device in DEVICES:
             x = randn(4, 32, dtype=BF16, device=device).requires_grad_()
             for make in (te.LayerNorm, te.RMSNorm):
@@ -217,7 +218,8 @@ class Arguments(unittest.TestCase):
             self.assertFalse(torch.equal(module(x), before))
         for make in (lambda: te.Linear(32, 32, device="cpu"), lambda: te.LayerNormLinear(32, 32, device="cpu"), lambda: te.LayerNormMLP(32, 32, device="cpu"),
                      lambda: te.GroupedLinear(1, 32, 32, device="cpu")):
-            for runs_before in (False, True):  # The bias is added by apply_bias, and returned by return_bias, as in Transformer Engine.
+            # With apply_bias the module adds the bias; with return_bias it returns the bias, as in Transformer Engine.
+            for runs_before in (False, True):
                 module = randomise(make())
                 call = (lambda: module(x, [4])) if isinstance(module, te.GroupedLinear) else (lambda: module(x))  # noqa: B023
                 bias = [p for n, p in module.named_parameters() if n in ("bias", "fc2_bias", "bias0")][0]
@@ -263,7 +265,7 @@ class Arguments(unittest.TestCase):
 
 
 class NothingOfTorchs(unittest.TestCase):
-    """With torch's own kernels patched to raise, everything works."""
+    """Everything works while torch's own kernels are patched to raise."""
 
     NAMES = ([(torch.nn.functional, n) for n in ("linear", "layer_norm", "rms_norm", "scaled_dot_product_attention", "gelu", "silu", "relu",
                                                  "softmax")]
@@ -307,7 +309,8 @@ class NothingOfTorchs(unittest.TestCase):
 
 
 class Attributes(unittest.TestCase):
-    """Attributes that are plain in Transformer Engine's modules can be set, before the constructor too; those that forwards write follow forwards."""
+    """Attributes that are plain in Transformer Engine's modules can be set, even before the constructor; attributes that a forward writes have its
+    values afterwards."""
 
     MADE = {"Linear": (16, 16), "LayerNormLinear": (16, 16), "LayerNormMLP": (16, 32), "GroupedLinear": (2, 16, 16), "LayerNorm": (16,),
             "DotProductAttention": (2, 8), "MultiheadAttention": (16, 2)}
@@ -329,7 +332,7 @@ class Attributes(unittest.TestCase):
 
                     plain, module = base(*sizes), Mine(*sizes)
                     if hasattr(plain, attribute) and attribute not in ("fsdp_group", "ub_name", "fp8_meta"):
-                        self.assertEqual(module.first, getattr(plain, attribute))  # as the constructor has it
+                        self.assertEqual(module.first, getattr(plain, attribute))  # the constructor's value
                     setattr(plain, attribute, value)
                     self.assertEqual(getattr(plain, attribute)["mine"] if attribute == "fp8_meta" else getattr(plain, attribute), value and 1)
                     self.assertIsNone(copy.deepcopy(plain).fsdp_group if attribute == "fsdp_group" and kind != "MultiheadAttention" else None)

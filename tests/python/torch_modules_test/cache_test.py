@@ -1,4 +1,5 @@
-"""Generation over InferenceParams: step by step as over whole sequences at once, and in FP64; what is refused leaves the caches as they were."""
+"""Tests generation with InferenceParams: step by step as over whole sequences at once, and against FP64; a refused call leaves the caches
+unchanged."""
 
 import copy
 import itertools
@@ -15,8 +16,9 @@ from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8Curren
 from te_fl.errors import Error, InvalidArgument, Unsupported
 
 HIDDEN, HEADS, CHANNELS, LONGEST = 64, 4, 16, 32
-F32 = {"cpu": 1e-5, "cuda": 1e-4}  # of a norm
-# Batches of (sequence, new tokens): first tokens, single ones, ends, new and old sequences in one pass and in another order, several tokens of an old one.
+F32 = {"cpu": 1e-5, "cuda": 1e-4}  # relative to the norm of the whole tensor
+# Batches of (sequence, number of new tokens). They cover prompts, single tokens, ends of sequences, new and old sequences in one pass and in another
+# order, and several new tokens of an old sequence.
 BATCHES = ([(0, 5), (1, 3)], [(0, 1), (1, 1)], [(1, 1), ("b", 4), (2, 7)], [(2, 1), ("b", 1)], [(3, 8), (2, 2), ("b", 1)], [(3, 1)])
 
 
@@ -36,7 +38,7 @@ def unpacked(out, lengths, layout):
 
 
 def passes(params, tokens, layout, batches=BATCHES):
-    """For each batch: the new tokens of tokens[sequence] in the layout, and a function that gives (output, where it lies in the sequence) of
+    """Yields for each batch: the new tokens of tokens[sequence] in the layout, and a function that returns (output, its position in the sequence) of
     each sequence."""
     done = {}
     for batch in batches:
@@ -87,7 +89,7 @@ class Caches(unittest.TestCase):
                 self.check_layers(te.TransformerLayer, DEVICES[-1], layout, torch.bfloat16, recipe=recipe, tolerance=0.08)
 
     def test_attention_in_fp64(self):
-        """The oracle knows no cache, no layout and no batch: each sequence alone, over all of its tokens."""
+        """The oracle has no cache, no layout and no batch: it computes each sequence alone, over all of its tokens."""
         for device, layout, paged in itertools.product(DEVICES, ("bshd", "sbhd", "thd"), (False, True)):
             for mask, size in (("padding_causal", None), ("padding_causal_bottom_right", (3, 0)), ("padding", None), ("padding", (2, 1))):
                 with self.subTest(device=device, layout=layout, paged=paged, mask=mask, size=size):
@@ -111,7 +113,8 @@ class Caches(unittest.TestCase):
                 self.near(got, want.flatten(-2), F32[device])
 
     def test_a_model_generates_what_it_would_without_a_cache(self):
-        """Two layers, one cache; prompts of other lengths, one of which ends early. In inference mode, with caches made before it."""
+        """Two layers share one cache; prompts have different lengths, and one sequence ends early. Runs in inference mode with caches made before
+        it."""
         device = DEVICES[-1]
         layers = [randomise(te.TransformerLayer(HIDDEN, 96, HEADS, num_gqa_groups=2, layer_number=i + 1, attn_input_format="bshd", device=device,
                                                 hidden_dropout=0.0, attention_dropout=0.0)).eval() for i in range(2)]
@@ -146,7 +149,7 @@ class Caches(unittest.TestCase):
                 self.assertEqual(those, alone)
 
     def test_a_pass_that_is_repeated(self):
-        """As a recomputed forward, or the passes before a CUDA graph is captured: it writes to the same places."""
+        """A repeated pass writes to the same positions, as a recomputed forward or the warm-up passes of a CUDA graph do."""
         module = te.DotProductAttention(HEADS, CHANNELS, qkv_format="bshd", layer_number=1)
         params, q = params_of("cpu", groups=HEADS), randn(2, 3, HEADS, CHANNELS)
         for steps in ({0: 3, 1: 2}, {1: 1, 0: 1}):
@@ -156,7 +159,7 @@ class Caches(unittest.TestCase):
                 self.assertTrue(torch.equal(first[i, :n], again[i, :n]))
 
     def test_biases(self):
-        """ALiBi, and an addend of scores with a column for each place of the cache."""
+        """Tests ALiBi, and a bias of the scores with a column for each position of the cache."""
         q, k, v, bias = randn(1, 12, HEADS, CHANNELS), randn(1, 12, 2, CHANNELS, seed=2), randn(1, 12, 2, CHANNELS, seed=3), randn(1, HEADS, 12, LONGEST, seed=4)
         for kind, softmax in itertools.product(("alibi", "post_scale_bias", "pre_scale_bias"), ("vanilla", "off-by-one")):
             module = te.DotProductAttention(HEADS, CHANNELS, 2, qkv_format="bshd", layer_number=1, softmax_type=softmax)
@@ -172,7 +175,7 @@ class Caches(unittest.TestCase):
                 at += new
 
     def test_padding_past_the_angles(self):
-        """A sequence may end where the angles do, though a longer pass of another one pads it beyond."""
+        """A sequence may end at the last RoPE angle, although a longer sequence of the same pass pads it beyond."""
         module = randomise(te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, qkv_format="bshd", device="cpu")).eval()
         angles = te.RotaryPositionEmbedding(CHANNELS)(10).cpu()
         x = randn(10, HIDDEN)

@@ -1,4 +1,4 @@
-"""te_fl.pytorch's modules against plain PyTorch in FP64, over their arguments; FP8 against operands quantised by NumPy."""
+"""Tests te_fl.pytorch's modules over their arguments against plain PyTorch in FP64; in FP8 against operands quantised by NumPy."""
 
 import unittest
 
@@ -16,7 +16,7 @@ def grown(*shape, device, dtype, seed=1):
 
 class Modules(unittest.TestCase):
     def check(self, make, wanted, *shapes, call=None, where=EVERYWHERE, tolerance=None, **arguments):
-        """make(device, params_dtype) -> module, whose results for inputs of these shapes are those of wanted(parameters, *inputs)."""
+        """Compares make(device, params_dtype)'s module with wanted(parameters, *inputs), for inputs of these shapes."""
         for device, dtype in where:
             with self.subTest(device=device, dtype=dtype, **arguments):
                 module = randomise(make(device=device, params_dtype=dtype, **arguments))

@@ -1,5 +1,5 @@
-"""Modules under another default dtype, converted to another dtype, and first used in inference mode: what te-fl makes by itself has a dtype, a device
-and an inference state of its own."""
+"""Tests modules under another default dtype, modules converted to another dtype, and modules first used in inference mode: te-fl's own tensors do not
+depend on these defaults."""
 
 import contextlib
 import io
@@ -33,7 +33,7 @@ def default(dtype):
 
 
 def step(name, module, recipe, dtype=torch.float32):
-    """The output and the gradients of one step."""
+    """Returns the output and the gradients of one step."""
     torch.manual_seed(1)
     x = torch.randn(16, 2, 32, dtype=torch.float32).to(dtype).requires_grad_()
     module.zero_grad()
@@ -78,7 +78,7 @@ class Defaults(unittest.TestCase):
                         self.assertTrue(torch.equal(a, b))
 
     def test_modules_that_were_converted(self):
-        """Against a module of that dtype from the start, with the same parameters."""
+        """Compares with a module that had the dtype from the start and has the same parameters."""
         for name, make in MAKERS.items():
             for dtype in (torch.bfloat16, torch.float16):
                 for recipe in RECIPES:

@@ -1,4 +1,4 @@
-"""DotProductAttention."""
+"""Tests DotProductAttention."""
 
 import math
 import unittest
@@ -15,13 +15,14 @@ from te_fl.errors import InvalidArgument, Unsupported
 
 
 class DotProductAttentionTest(Modules):
-    """Sizes are such that heads, groups, batch and lengths all differ."""
+    """The sizes of heads, groups, batch and lengths all differ, so that a mix-up shows."""
 
     B, S, K, H, G, D = 2, 10, 14, 6, 2, 16
 
     def attend(self, wanted=None, fmt="sbhd", keys=None, groups=None, seen=None, bias=None, scale=None, call=None, where=EVERYWHERE,
                values=None, cap=0.0, **arguments):
-        """The module with these constructor arguments, called by call(module, q, k, v), sees what `seen` says. values: v's head size."""
+        """Checks that the module with these constructor arguments, called by call(module, q, k, v), attends to the keys that `seen` marks. values:
+        V's head size."""
         keys, groups, d = keys or self.S, groups or self.H, self.D
         turn = (lambda t: t.transpose(0, 1)) if fmt == "sbhd" else (lambda t: t)
 
@@ -46,7 +47,7 @@ class DotProductAttentionTest(Modules):
                     self.attend(fmt=fmt, groups=groups, keys=self.K)
 
     def test_expanded_inputs(self):
-        """Keys and values of one head that are expanded to all, and queries of one sequence that are expanded to several."""
+        """Tests expanded views: keys and values of one head for all heads, and queries of one sequence for several sequences."""
         module = te.DotProductAttention(self.H, self.D, qkv_format="bshd", attn_mask_type="no_mask")
         inputs = [randn(1, self.S, self.H, self.D).requires_grad_(), *(randn(self.B, self.K, 1, self.D, seed=s).requires_grad_() for s in (2, 3))]
 
@@ -119,7 +120,7 @@ class DotProductAttentionTest(Modules):
         mask = self.padding((7, 10), self.S)
         self.attend(values=24, attn_mask_type="padding_causal", seen=~mask & ~mask.transpose(2, 3) & allowed(self.S, self.S, True), fmt="bshd",
                     call=lambda m, *x: m(*x, attention_mask=mask.to(x[0].device)))
-        for device in DEVICES:  # the unit matrix shows the probabilities
+        for device in DEVICES:  # with a unit matrix as values the output shows the probabilities
             module = te.DotProductAttention(1, (8, 16), attention_dropout=0.5, attn_mask_type="no_mask", qkv_format="bshd").to(device)
             q = torch.zeros(64, 16, 1, 8, device=device)
             v = torch.eye(16, device=device).view(1, 16, 1, 16).expand(64, -1, -1, -1).contiguous().requires_grad_()
@@ -134,7 +135,7 @@ class DotProductAttentionTest(Modules):
         self.attend(attn_mask_type="causal_bottom_right", seen=allowed(self.S, self.K, True, True), keys=self.K)
 
     def test_mask_by_call(self):
-        for bottom_right in (None, False, True):  # the mask's name decides
+        for bottom_right in (None, False, True):  # the mask's name decides the alignment
             self.attend(call=lambda m, *x: m(*x, attn_mask_type="causal", bottom_right_diagonal=bottom_right), keys=self.K,
                         seen=allowed(self.S, self.K, True))
         self.attend(call=lambda m, *x: m(*x, window_size=(2, 1)), seen=allowed(self.S, self.S, window=(2, 1)))
@@ -146,7 +147,7 @@ class DotProductAttentionTest(Modules):
                     seen=allowed(self.S, self.K, True, True, window=(3, 0)))
 
     def test_windows_of_another_length(self):
-        """They end in the corner at the bottom right unless bottom_right_diagonal is False; with padding, in that of each sequence."""
+        """Windows align at the bottom right unless bottom_right_diagonal is False; with padding, at the corner of each sequence."""
         of_q, of_k = self.padding((7, 10), self.S), self.padding((14, 5), self.K)
         arbitrary = randn(self.B, 1, self.S, self.K, seed=5) > 0.5
         behind = torch.arange(self.K) - torch.arange(self.S)[:, None]
@@ -170,7 +171,8 @@ class DotProductAttentionTest(Modules):
                     call=lambda m, *x: m(*x, attention_mask=(mask.to(x[0].device), mask.clone().to(x[0].device))))
 
     def test_the_window_of_a_module_is_a_pair(self):
-        """As Transformer Engine's attribute: without a window it says what the module's mask shows. A call's own mask has no window either then."""
+        """The attribute window_size is a pair, as in Transformer Engine: without a window it describes the module's mask type. A call with another
+        mask type has no window either."""
         for mask, size, want in (("causal", None, (-1, 0)), ("no_mask", None, (-1, -1)), ("padding_causal", (3, 0), (3, 0)), ("padding", (3, 2), (3, 2))):
             self.assertEqual(te.DotProductAttention(2, 16, attn_mask_type=mask, window_size=size).window_size, want)
         q, k, v = (randn(self.S, self.B, 2, 16, seed=seed) for seed in (1, 2, 3))
@@ -181,7 +183,7 @@ class DotProductAttentionTest(Modules):
             self.assertTrue(torch.equal(free(q, k, v, attn_mask_type="causal"), causal(q, k, v)))
 
     def test_what_transformer_engine_takes_for_another_window(self):
-        """(-1, 0) is none with a mask that is not causal, and a causal mask has no keys to the right of its own."""
+        """The window (-1, 0) has no effect with a mask that is not causal, and a causal mask has no keys to the right of the query anyway."""
         where = [(d, F32) for d in DEVICES]
         with self.assertWarnsRegex(UserWarning, r"\(-1, 0\) with mask 'no_mask'"):
             self.attend(window_size=(-1, 0), where=where)
@@ -200,7 +202,7 @@ class DotProductAttentionTest(Modules):
                                 call=lambda m, *x: m(*x, attention_mask=operands.to(x[0].device)), where=where)
 
     def padding(self, lengths, length):
-        """bool [batch, 1, 1, length], true in the padding."""
+        """Makes a bool mask [batch, 1, 1, length], true in the padding."""
         return torch.arange(length)[None, None, None] >= torch.tensor(lengths)[:, None, None, None]
 
     def test_padding(self):
@@ -239,7 +241,7 @@ class DotProductAttentionTest(Modules):
                             lambda p, q, k, v, b: oracle.attention(q, k, v, allowed(self.S, self.S, True), b * factor), [q, k, v, bias])
 
     def test_alibi(self):
-        # Six heads: those of four, then every other one of eight.
+        # ALiBi slopes of six heads: those of four heads, then every other one of eight heads.
         slopes = torch.tensor([2.0 ** -2, 2.0 ** -4, 2.0 ** -6, 2.0 ** -8, 2.0 ** -1, 2.0 ** -3], dtype=torch.float64)
         distance = torch.arange(self.S)[None] - torch.arange(self.S)[:, None]
         where = [(device, dtype) for device, dtype in EVERYWHERE if device == "cpu"]
@@ -281,7 +283,7 @@ class DotProductAttentionTest(Modules):
         self.attend(fmt="bshd", softmax_type="learnable", where=[(d, F32) for d in DEVICES])
 
     def test_largest_scores(self):
-        """return_max_logit, over masks, windows, layouts, biases, caps and sinks; the output is that without it."""
+        """Tests return_max_logit over masks, windows, layouts, biases, caps and sinks; the output equals that without the option."""
         slopes = 2.0 ** -torch.arange(1.0, 1 + self.H)
         distance = (torch.arange(self.S)[None, :] - torch.arange(self.S)[:, None]).double()
         arbitrary = randn(self.B, 1, self.S, self.S, seed=9) > 0.5
@@ -349,7 +351,7 @@ class DotProductAttentionTest(Modules):
                    (self.B, self.S, self.H * 3 * self.D), call=call)
 
     def test_dropout(self):
-        """Probabilities are dropped or doubled: with values that are the unit matrix the output shows them."""
+        """Dropout zeroes or doubles probabilities: with a unit matrix as values the output shows them."""
         for device in DEVICES:
             module = te.DotProductAttention(1, 16, attention_dropout=0.5, attn_mask_type="no_mask", qkv_format="bshd").to(device)
             q = torch.zeros(64, 16, 1, 16, device=device)
@@ -368,7 +370,7 @@ class DotProductAttentionTest(Modules):
 
 class PaddingBetweenSequences(unittest.TestCase):
     def test_it_is_honoured(self):
-        """Two sequences of 3 and 2 tokens with a token between them give the same as without it."""
+        """Two sequences of 3 and 2 tokens with a padding token between them give the same results as without it."""
         q, k, v = (randn(6, 4, 8, seed=s) for s in (1, 2, 3))
         lengths, starts = (torch.tensor(n, dtype=torch.int32) for n in ([0, 3, 5], [0, 4, 6]))
         attention = te.DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding_causal")

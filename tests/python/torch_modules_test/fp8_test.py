@@ -1,4 +1,4 @@
-"""Modules in FP8."""
+"""Tests modules in FP8."""
 
 import numpy
 import torch
@@ -10,14 +10,14 @@ from torch_oracle import with_bias
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 
-# After some steps of the same input each scale is that of the amax which it meets.
+# After some steps with the same input each scale fits the current amax.
 SETTLED = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
 
 
 class Fp8(Modules):
-    """Values and gradients in FP8 are the FP64 computation's whose products have operands quantised by NumPy."""
+    """Values and gradients in FP8 equal those of an FP64 computation whose products have operands quantised by NumPy."""
 
-    # By the 2-norm: where the served computation rounds another way than FP64's, a code of an operand further on may be its neighbour.
+    # Tolerances by the 2-norm: where te-fl rounds differently from FP64, a code of a later operand may be the neighbouring one.
     EXACT = {("cpu", F32): 1e-5, ("cpu", BF16): 5e-3, ("cuda", F32): 1e-2, ("cuda", BF16): 1e-2}
     FLIPS = {F32: 2e-2, BF16: 6e-2}
 
@@ -30,7 +30,7 @@ class Fp8(Modules):
                 def served(*x):
                     with te.autocast(recipe=recipe):
                         return module(*x)
-                for _ in range(steps - 1):  # the amaxes of the steps before give the scales of the last
+                for _ in range(steps - 1):  # the amaxes of the earlier steps determine the scales of the last
                     x = [t.detach().clone().requires_grad_() for t in inputs]
                     y = served(*x)
                     y.backward(randn(*y.shape, seed=11, device=device).to(y.dtype))
@@ -85,7 +85,7 @@ class Fp8(Modules):
                                flips=True)
 
     def test_a_recipe_differs_from_none(self):
-        """The comparisons above could not tell FP8 from none if the oracle's quantisation were too fine."""
+        """If the oracle's quantisation were too fine, the comparisons above could not distinguish FP8 from no FP8."""
         module, x = randomise(te.Linear(64, 64, device="cpu")), randn(32, 64)
         plain = module(x)
         for recipe in (Float8CurrentScaling(), Float8BlockScaling(), DelayedScaling()):
@@ -100,11 +100,11 @@ class Fp8(Modules):
             self.assertTrue(torch.equal(module(x, is_first_microbatch=False), first))
             with torch.no_grad():
                 module.weight.mul_(2)
-            for value in (False, True, None):  # a change is noticed
+            for value in (False, True, None):  # the module notices a change of the weight
                 self.assertTrue(torch.equal(module(x, is_first_microbatch=value), 2 * first))
             for true, false in ((1, 0), (numpy.True_, numpy.False_), (torch.tensor(True), torch.tensor(False))):
                 module(x, is_first_microbatch=true)
-                module.weight.data.mul_(2)  # a change that PyTorch does not count
+                module.weight.data.mul_(2)  # a write that PyTorch's version counter misses
                 before, after = (module(x, is_first_microbatch=value) for value in (false, true))
                 self.assertTrue(torch.equal(after, 2 * before))
 

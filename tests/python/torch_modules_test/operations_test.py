@@ -1,4 +1,5 @@
-"""te_fl.pytorch.ops against plain PyTorch in FP64, and Sequential's ways. tests/python/inside_modules_test.py has NVIDIA's own operations beside them."""
+"""Tests te_fl.pytorch.ops against plain PyTorch in FP64, and Sequential's paths. tests/python/inside_modules_test.py compares them with NVIDIA's own
+operations."""
 
 import copy
 import pickle
@@ -56,7 +57,7 @@ def scaled(function):
     return lambda x, s: function(x) * s[..., None]
 
 
-# (the operation, the same in PyTorch, extra inputs' shapes) of an input [6, 5, 32].
+# (the operation, the same in PyTorch, shapes of extra inputs) for an input [6, 5, 32].
 PLAIN = {
     "GELU": (lambda: ops.GELU(), gelu, ()), "QGELU": (lambda: ops.QGELU(), qgelu, ()), "ReLU": (lambda: ops.ReLU(), F.relu, ()),
     "SReLU": (lambda: ops.SReLU(), srelu, ()), "SiLU": (lambda: ops.SiLU(), F.silu, ()), "GLU": (lambda: ops.GLU(), gated(torch.sigmoid), ()),
@@ -84,7 +85,7 @@ class Values(unittest.TestCase):
         self.assertLessEqual((got.double().cpu() - want).norm().item(), tolerance * want.norm().item() + 1e-30, what)
 
     def check(self, made, plain, parameters, inputs, tolerance):
-        """made(*inputs) is plain(parameters in FP64, *inputs in FP64), with all gradients."""
+        """Compares made(*inputs) with plain(parameters in FP64, *inputs in FP64), and all gradients."""
         exact = [t.detach().double().cpu().requires_grad_() for t in inputs]
         of_parameters = {n: p.detach().double().cpu().requires_grad_() for n, p in parameters.items()}
         got, want = made(*inputs), plain(of_parameters, *exact)
@@ -109,7 +110,7 @@ class Values(unittest.TestCase):
                         self.check(make(), lambda parameters, *x: plain(*x), {}, inputs, tolerance)
 
     def test_a_chain(self):
-        """Normalisations, products with and without biases, an activation and a residual branch; its gradients pass through all of them."""
+        """A chain of normalisations, products with and without biases, an activation and a residual branch; gradients pass through all of them."""
         for device in DEVICES:
             for dtype, tolerance in ((torch.float32, 5e-6 if device == "cpu" else 1e-4), (torch.bfloat16, 0.02)):
                 with self.subTest(device=device, dtype=dtype):
@@ -144,7 +145,8 @@ class Values(unittest.TestCase):
                                [randn(12, 16, seed=3, dtype=dtype).requires_grad_(), *factors], tolerance)
 
     def test_a_product_and_its_bias_are_a_modules(self):
-        """Bit for bit, in FP8 too: both are one product in C++. The state of delayed scaling is the module's."""
+        """A product and its bias equal Linear's result bit for bit, in FP8 too, because both become one product in C++. Linear's delayed-scaling
+        state loads."""
         for recipe in (None, DelayedScaling(amax_history_len=4), Float8CurrentScaling()):
             op, module = ops.Linear(32, 48, device="cpu", dtype=torch.bfloat16), te.Linear(32, 48, device="cpu", params_dtype=torch.bfloat16)
             with torch.no_grad():
@@ -161,7 +163,7 @@ class Values(unittest.TestCase):
             self.assertTrue(torch.equal(op.weight.grad, module.weight.grad) and torch.equal(op.bias.grad, module.bias.grad))
 
     def test_an_input_that_is_kept_as_codes(self):
-        """The forward is that of the input, the gradient that of its codes, which the oracle rounds by itself."""
+        """The forward uses the input; the gradient uses its codes, which the oracle rounds independently."""
         for dtype, tolerance in ((torch.float32, 5e-6), (torch.bfloat16, 0.01)):
             x = randn(6, 32, dtype=dtype).requires_grad_()
             y = ops.SwiGLU(cache_quantized_input=True)(x)
@@ -185,7 +187,7 @@ class Values(unittest.TestCase):
 
 
 class OwnScale(ops.BasicOperation):
-    """A program's own operation: x * weight."""
+    """An operation defined by a program: x * weight."""
 
     def __init__(self, n):
         super().__init__()
@@ -203,7 +205,7 @@ class OwnScale(ops.BasicOperation):
 
 
 class OwnGate(ops.BasicOperation):
-    """A program's own operation with extra tensors: x * gate * weight, and gate as it is, and the number of rows."""
+    """An operation defined by a program, with extra tensors: returns x * gate * weight, gate unchanged, and the number of rows."""
 
     num_extra_inputs, num_extra_outputs = 1, 2
 
@@ -387,7 +389,8 @@ class Parameters(unittest.TestCase):
             other(x)
 
     def test_meta(self):
-        """Parameters on meta get memory and values in the first forward, and a parameter of another module may come before that."""
+        """Parameters on the meta device get memory and values in the first forward; a program may put another module's parameter in their place
+        before that."""
         torch.manual_seed(0)
         device = DEVICES[-1]
         chain = ops.Sequential(*(kind(16, device="meta") for kind in (ops.LayerNorm, ops.RMSNorm, ops.Bias)), ops.Linear(16, 16, device="meta"),
@@ -399,7 +402,7 @@ class Parameters(unittest.TestCase):
         self.assertIs(chain[4].weight, lent)
         self.assertEqual((chain[0].weight.min().item(), chain[2].bias.abs().max().item()), (1, 0))
         self.assertGreater(chain[3].weight.std().item(), 0)
-        self.assertLessEqual(chain[3].weight.abs().max().item(), 0.25)  # uniform within 1 / sqrt(16)
+        self.assertLessEqual(chain[3].weight.abs().max().item(), 0.25)  # uniformly distributed within 1 / sqrt(16)
 
     def test_gradients_into_main_grad(self):
         op = ops.Linear(8, 8, device="cpu", accumulate_into_main_grad=True)
@@ -409,7 +412,7 @@ class Parameters(unittest.TestCase):
         torch.testing.assert_close(op.weight.main_grad, 1 + torch.ones(8, 4) @ x)
         op.weight.overwrite_main_grad = True
         for _ in range(2):
-            (op(x) + op(2 * x)).sum().backward()  # overwritten by the one that runs first
+            (op(x) + op(2 * x)).sum().backward()  # the first backward overwrites it
             torch.testing.assert_close(op.weight.main_grad, 3 * torch.ones(8, 4) @ x)
 
     def test_weights_of_codes(self):
@@ -487,7 +490,7 @@ class Refusals(unittest.TestCase):
 
 
 class Changed(unittest.TestCase):
-    """Operations that were cast, loaded, written or compiled, or that a program has made its own."""
+    """Tests operations that were cast, loaded, written or compiled, and subclasses defined by a program."""
 
     def test_products_compute_in_the_dtype_that_their_weights_have_now(self):
         for make, inputs in ((lambda dtype: ops.Linear(8, 4, device="cpu", dtype=dtype), ()), (lambda dtype: ops.BasicLinear(8, 4, device="cpu", dtype=dtype), ()),

@@ -1,4 +1,4 @@
-"""MultiheadAttention and TransformerLayer."""
+"""Tests MultiheadAttention and TransformerLayer."""
 
 import unittest.mock
 
@@ -22,7 +22,7 @@ class MultiheadAttentionTest(Modules):
     B, S, K = 2, 6, 9
 
     def heads(self, seen=None, of=None, call=None, fmt="sbhd", encoder=False, causal=True, where=EVERYWHERE, returned=1, **arguments):
-        """MultiheadAttention(32, 4, **arguments), the oracle's options in `of`."""
+        """Checks MultiheadAttention(32, 4, **arguments); `of` holds the oracle's options."""
         arguments.setdefault("attn_mask_type", "causal" if causal and not encoder else "no_mask")
         fused = arguments.get("fuse_qkv_params", False)
         options = dict(groups=arguments.get("num_gqa_groups"), interleaved=fused and arguments.get("qkv_weight_interleaved", True), fmt=fmt,
@@ -182,7 +182,8 @@ class TransformerLayerTest(Modules):
                    call=lambda m, x: m(x, core_attention_bias_type="post_scale_bias", core_attention_bias=bias))
 
     def test_whole_and_its_parts(self):
-        """Bit for bit, but where a sum has another order or the whole rounds a residual's sum once and the parts twice."""
+        """The fused layer and the layer part by part agree bit for bit, except where a sum has another order or the fused layer rounds a residual's
+        sum once and the parts round twice."""
         other = "apply_residual_connection_post_layernorm"
         for device, dtype in EVERYWHERE:
             for recipe in (None, DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()):
@@ -239,7 +240,7 @@ class TransformerLayerTest(Modules):
         self.assertIn(layer.layernorm_mlp, ran)
 
     def test_a_forward_that_a_program_sets_runs(self):
-        """As Accelerate gives the parts of a model its hooks."""
+        """A program may replace a module's forward, as Accelerate does for its hooks; the replacement runs."""
         layer, ran = te.TransformerLayer(32, 64, 4, device="cpu"), []
         layer(randn(6, 2, 32))
         own = layer.self_attention.proj.forward

@@ -1,4 +1,4 @@
-"""Checkpoints, copies, graphs and other things that programs put around layers which a group divides, and the refusals."""
+"""Cases for layers divided over a group: checkpoints, copies, graphs and other things that programs put around them, and the refusals."""
 
 import copy
 import io
@@ -29,7 +29,7 @@ def _results(call, module, x):
 
 
 def case_checkpoint(ranks):
-    """Recomputed forwards come to the same collectives again, and the results are the same to the bit."""
+    """Recomputed forwards call the same collectives again, and the results are bitwise equal."""
     for size in ranks.degrees():
         for sp in (False, True):
             part = _layer(tp_group=ranks.groups[size], sequence_parallel=sp)
@@ -41,7 +41,8 @@ def case_checkpoint(ranks):
 
 
 def case_compile(ranks):
-    """A graph holds no collectives of te-fl's: with fullgraph=True that is said, else the layer runs without a graph."""
+    """A compiled graph cannot contain te-fl's collectives: fullgraph=True raises an error that says so; otherwise the layer runs outside of the
+    graph."""
     for size in ranks.degrees():
         part = te.Linear(16, 16, parallel_mode="row", tp_group=ranks.groups[size], device="cpu")
         x = torch.randn(8, 16 // size)
@@ -57,7 +58,7 @@ def case_compile(ranks):
 
 
 def case_copies_and_files(ranks):
-    """Copies have no group, as process groups have no copies; the state is the module's."""
+    """A copy of a module has no group, because process groups cannot be copied; it has the module's state."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         part = _layer(tp_group=group)
@@ -77,7 +78,7 @@ def case_copies_and_files(ranks):
 
 
 def _documented():
-    """The function of docs/ranks-pytorch.md."""
+    """The function of docs/ranks-pytorch.md, read from the page."""
     page = (pathlib.Path(__file__).resolve().parents[3] / "docs" / "ranks-pytorch.md").read_text()
     names = {}
     exec(compile(re.search(r"```python\n(.*?)```", page, re.S).group(1), "docs/ranks-pytorch.md", "exec"), names)
@@ -102,7 +103,7 @@ def case_a_checkpoint_loads_at_another_degree(ranks):
 
 
 def case_weights_are_drawn_by_the_tracker(ranks):
-    """Ranks of a group draw from streams of their own, and the default generator, which all have alike, goes on as if nobody had."""
+    """Ranks of a group draw weights from generators of their own; the default generator, which is equal on all ranks, is left unchanged."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         tracker = CudaRNGStatesTracker()
@@ -169,7 +170,7 @@ def case_refusals(ranks):
 
 
 def case_gradients_of_weights_go_elsewhere(ranks):
-    """delay_wgrad_compute and fuse_wgrad_accumulation: the same gradients, by backward_dw() and in main_grad."""
+    """delay_wgrad_compute and fuse_wgrad_accumulation give the same gradients, by backward_dw() and in main_grad."""
     kinds = (lambda **k: te.Linear(32, 32, parallel_mode="column", **k), lambda **k: te.Linear(32, 32, parallel_mode="row", **k),
              lambda **k: te.LayerNormLinear(32, 32, parallel_mode="column", **k), lambda **k: te.LayerNormMLP(32, 64, set_parallel_mode=True, **k))
     for size in ranks.degrees():
@@ -194,7 +195,7 @@ def case_gradients_of_weights_go_elsewhere(ranks):
 
 
 def case_weights_of_codes(ranks):
-    """quantized_model_init: a rank's part of a weight is codes; the output is the sum of the ranks' products of their dequantised parts."""
+    """With quantized_model_init a rank's part of a weight is FP8 codes; the output is the sum of the ranks' products with their dequantised parts."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         with te.quantized_model_init(recipe=Float8CurrentScaling()):

@@ -1,4 +1,4 @@
-"""Helpers of the cases: a module on one rank, its parts on several, and their comparison."""
+"""Helpers of the cases: compare a module on one rank with its parts on several ranks."""
 
 import torch
 
@@ -16,18 +16,18 @@ def randomise(module, std=0.2):
 
 
 def cut(tensor, name, param, size, rank, gated=False):
-    """A rank's part of a whole parameter, or of its gradient."""
+    """Returns a rank's part of a whole parameter, or of its gradient."""
     dim = getattr(param, "partition_dim", None)
     if dim is None or tensor.shape == param.shape:
         return tensor
-    if gated and _GATED in name:  # the two halves of the gate are divided each
+    if gated and _GATED in name:  # each of the gate's two halves is divided
         halves = tensor.unflatten(0, (2, -1)).chunk(size, 1)[rank]
         return halves.flatten(0, 1)
     return tensor.chunk(size, dim)[rank]
 
 
 def share(whole, part, size, rank, gated=False):
-    """Gives the part its rank's part of the whole module's parameters."""
+    """Copies this rank's part of the whole module's parameters into `part`."""
     named = dict(part.named_parameters())
     assert named.keys() == dict(whole.named_parameters()).keys()
     with torch.no_grad():
@@ -37,7 +37,7 @@ def share(whole, part, size, rank, gated=False):
 
 
 def close(got, want, what, relative=None):
-    """AssertionError unless each element is within relative * the largest of `want`."""
+    """Raises AssertionError unless each element is within `relative` times the largest element of `want`."""
     relative = RELATIVE[want.dtype] if relative is None else relative
     assert got.shape == want.shape, f"{what}: {tuple(got.shape)}, expected {tuple(want.shape)}"
     error, size = (got.float() - want.float()).abs().max().item(), want.float().abs().max().item()
@@ -49,8 +49,8 @@ def rows(tensor, size, rank, divided):
 
 
 def same_gradients(whole, part, group, gated=False, summed=(), relative=None):
-    """Compares gradients. Those of parameters that say sequence_parallel are summed over the group first, as frameworks do, and so are
-    those whose names have one of `summed`."""
+    """Compares gradients. First sums over the group the gradients of parameters marked sequence_parallel, as frameworks do, and those whose names
+    contain one of `summed`."""
     size, rank = group.size(), group.rank()
     for (name, p), q in zip(whole.named_parameters(), part.parameters()):
         got = q.grad.clone()
@@ -60,9 +60,9 @@ def same_gradients(whole, part, group, gated=False, summed=(), relative=None):
 
 
 def compare(make, inputs, group, sp, gated=False, summed=(), divided_in=True, divided_out=True, call=None, dtype=torch.float32, relative=None):
-    """make(**parallel arguments) on one rank and over the group: outputs and gradients.
+    """Compares make(**parallel arguments) on one rank and over the group: outputs and gradients.
 
-    inputs: whole tensors. With sp the module's inputs, or with divided_in=False none of them, and outputs are parts of the first dimension.
+    inputs: whole tensors. With sp the module's inputs (unless divided_in=False) and its outputs are divided in the first dimension.
     call: (module, *inputs) -> output or a tuple.
     """
     size, rank = group.size(), group.rank()
@@ -78,7 +78,7 @@ def compare(make, inputs, group, sp, gated=False, summed=(), divided_in=True, di
         w, gy = (rows(t, size, rank, sp and divided_out and t.dim() > 1) for t in (w, grads[i]))
         close(g, w, f"output {i}", relative)
     torch.autograd.backward(want, grads)
-    # A bias that is returned is whole on each rank, and the rows that it is added to are divided.
+    # A returned bias is whole on each rank, while the rows that it is added to are divided.
     torch.autograd.backward(got, [rows(g, size, rank, sp and divided_out) if g.dim() > 1 else g / (size if sp else 1) for g in grads])
     for i, (x, o) in enumerate(zip(wholes, own)):
         close(o.grad, rows(x.grad, size, rank, sp and divided_in), f"the gradient of input {i}", relative)

@@ -1,4 +1,4 @@
-"""Products in pieces beside the transfers that they feed or follow, with TE_FL_TP_OVERLAP=1, over a host's sends and receives."""
+"""Cases of TE_FL_TP_OVERLAP=1: products in pieces that overlap with the transfers before or after them, by the host's sends and receives."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ def _shape(kind, size):
 
 
 def _steps(group, kind, recipe, **more):
-    """Outputs and gradients of two steps, and of a forward without gradients."""
+    """Returns outputs and gradients of two steps, and the output of a forward without gradients."""
     torch.manual_seed(5 + group.rank())
     module = randomise(_modules(group, **more)[kind], 0.05)
     results = []
@@ -56,7 +56,7 @@ def _steps(group, kind, recipe, **more):
 
 
 def case_results_are_those_without(ranks):
-    """Outputs and gradients in F32, BF16 and by every recipe, two and more ranks."""
+    """Outputs and gradients equal those without overlap, in F32, BF16 and with every recipe, on two and more ranks."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         for recipe in (None, DelayedScaling, Float8CurrentScaling, Float8BlockScaling):
@@ -71,7 +71,7 @@ def case_results_are_those_without(ranks):
 
 
 def case_delayed_weight_gradients_and_recomputing(ranks):
-    """The gradient has come from all ranks before a weight's gradient is put off, and a recomputed forward sends its rows again."""
+    """The gathered gradient is complete before a weight gradient is delayed, and a recomputed forward sends its rows again."""
     group = ranks.groups[ranks.world]
     results = []
     for value in ("0", "1"):
@@ -90,7 +90,7 @@ def case_delayed_weight_gradients_and_recomputing(ranks):
 
 
 def case_a_product_that_fails_on_all_ranks(ranks):
-    """waits for nobody's rows, and the group goes on."""
+    """A product that fails on all ranks does not wait for other ranks' rows, and the group works afterwards."""
     group = ranks.groups[ranks.world]
     with _on():
         module = _modules(group)["row"]
@@ -107,7 +107,7 @@ def case_a_product_that_fails_on_all_ranks(ranks):
 
 
 def case_a_setting_of_one_rank_alone(ranks):
-    """is refused by all, which say who has what; so is a value that is neither on nor off."""
+    """Ranks with different settings all raise an error that lists each rank's setting; an invalid value is refused too."""
     group = torch.distributed.new_group(list(range(ranks.world)))
     with _on("1" if ranks.rank == 1 else "0"):
         try:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""TE_FL_TP_OVERLAP=1 between a host's GPUs: the results are those without it, in graphs, on several streams and after a product that failed.
+"""Tests TE_FL_TP_OVERLAP=1 between a host's GPUs: results equal those without it, in graphs, on several streams and after a failed product.
 
 usage: torchrun --nproc-per-node N overlap_on_gpus.py [--lose-rank]
-  --lose-rank  the last rank is killed in the middle of a step instead, and the others are to end
+  --lose-rank  instead kills the last rank in the middle of a step; the others have to end
 
-tools/ranks_check.py runs it. A host without GPUs has overlap_cases.py, over Gloo.
+tools/ranks_check.py runs this program. overlap_cases.py tests the same over Gloo on a host without GPUs.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ from te_fl.pytorch.distributed import peer_copies  # noqa: E402
 
 HIDDEN, FFN, HEADS, ROWS = 1024, 4096, 16, 8192
 BF16 = torch.bfloat16
-LIMIT = {None: 1e-2, DelayedScaling: 4e-2, Float8CurrentScaling: 4e-2}  # of the norm; another GEMM algorithm rounds otherwise, before FP8 does
+# relative to the norm; another GEMM algorithm rounds differently before FP8 quantisation
+LIMIT = {None: 1e-2, DelayedScaling: 4e-2, Float8CurrentScaling: 4e-2}
 
 
 def layer(group, overlapped):
@@ -35,7 +36,8 @@ def layer(group, overlapped):
         module = te.TransformerLayer(HIDDEN, FFN, HEADS, tp_group=group, set_parallel_mode=True, sequence_parallel=True, attention_dropout=0, hidden_dropout=0,
                                      params_dtype=BF16, device="cuda", self_attn_mask_type="no_mask")
         with torch.no_grad():
-            module(torch.zeros(ROWS // group.size(), 1, HIDDEN, device="cuda", dtype=BF16))  # the setting is read when a layer meets its group
+            # the layer reads the setting at the first use of its group
+            module(torch.zeros(ROWS // group.size(), 1, HIDDEN, device="cuda", dtype=BF16))
     return module
 
 
@@ -56,7 +58,7 @@ def one_step(module, group, recipe, x, dy):
 def steps(module, group, recipe, streams=()):
     results = []
     for i in range(4):
-        if streams and recipe is DelayedScaling:  # its scales are of the steps before, which a program's own events order
+        if streams and recipe is DelayedScaling:  # delayed scaling reads scales of earlier steps, which a program must order by events
             streams[i % len(streams)].wait_stream(streams[(i - 1) % len(streams)])
         with torch.cuda.stream(streams[i % len(streams)]) if streams else contextlib.nullcontext():
             x, dy = tensors(group, i)
@@ -93,7 +95,7 @@ def check_graph(group, recipe):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for i in range(4):  # amaxes of as many steps as those which the graph's replays follow
+        for i in range(4):  # four steps, so that the replays use the amaxes that the last step of `want` uses
             for to, value in zip((x.data, dy), tensors(group, i)):
                 to.copy_(value)
             one_step(module, group, recipe, x, dy)
@@ -109,7 +111,8 @@ def check_graph(group, recipe):
         graph.replay()
         torch.cuda.synchronize()
     worst = close(results, last, LIMIT[recipe], "a graph's replays")
-    between = one_step(layer(group, True), group, None, *(t.requires_grad_() for t in tensors(group, 3)))  # outside of the graph, over the same memory
+    # a step outside of the graph, on the same memory
+    between = one_step(layer(group, True), group, None, *(t.requires_grad_() for t in tensors(group, 3)))
     graph.replay()
     torch.cuda.synchronize()
     close(results, last, LIMIT[recipe], "a replay after another layer's step")
@@ -118,7 +121,7 @@ def check_graph(group, recipe):
 
 
 def check_failure(group):
-    """A product that nobody serves fails on all ranks, and the calls after it are right."""
+    """A product that no implementation serves fails on all ranks, and later calls are right."""
     module = layer(group, True)
     want = steps(module, group, None)
     x, _ = tensors(group, 0)
@@ -160,7 +163,7 @@ def main():
     for name, check in (*checks, ("a product that fails", lambda: check_failure(group))):
         try:
             text, bad = check(), 0
-        except Exception as error:  # the others are to hear of it
+        except Exception as error:  # sends the error to the other ranks
             text, bad = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}", 1
         all_bad = torch.tensor([bad], device="cuda")
         dist.all_reduce(all_bad)

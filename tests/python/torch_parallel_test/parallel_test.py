@@ -1,4 +1,4 @@
-"""Modules over several ranks; ranks.py says how, *_cases.py what."""
+"""Tests modules over several ranks; ranks.py starts the ranks, *_cases.py contain the cases."""
 
 import unittest
 

@@ -1,4 +1,4 @@
-"""Cases that several ranks run together, over Gloo: one launch of processes runs those of all files, and each is a test of its own.
+"""Runs cases on several ranks over Gloo: one launch of processes runs the cases of all files, and each case is reported as a test of its own.
 
 usage: ranks.py RANK WORLD FOLDER. A case is a function case_..(ranks) of a file *_cases.py. TEST_RANKS says how many processes; default 2.
 """
@@ -18,7 +18,7 @@ WORLD = int(os.environ.get("TEST_RANKS", "2"))
 
 
 def cases():
-    """The cases by name, in the order in which all ranks run them."""
+    """Returns the cases by name, in the order in which all ranks run them."""
     found = {}
     for path in sorted(HERE.glob("*_cases.py")):
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -30,13 +30,13 @@ def cases():
 
 
 class Ranks:
-    """The processes of one launch, as one of them sees them."""
+    """The ranks of one launch, seen from one of them."""
 
     def __init__(self, rank, world, folder):
         import torch.distributed as dist
         self.rank, self.world, self.folder = rank, world, folder
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
-        # Blocks of consecutive ranks, as Megatron makes them, and the ranks of the same place in each block.
+        # Groups of consecutive ranks, as Megatron makes them, and groups of the ranks with the same position in each.
         self.groups, self.across = {}, {}
         for size in (n for n in (1, 2, 4) if world % n == 0):
             for first in range(0, world, size):
@@ -49,7 +49,7 @@ class Ranks:
                     self.across[size] = group
 
     def degrees(self):
-        """The tensor-parallel degrees above 1."""
+        """Returns the tensor-parallel degrees above 1."""
         return [n for n in self.groups if n > 1]
 
 
@@ -70,7 +70,7 @@ def main():
 
 
 def launched():
-    """Runs the cases; what went wrong, by name of the case, with the rank that it went wrong on."""
+    """Launches the ranks and runs the cases; returns the errors by case name, with the rank that failed."""
     from forkserver import PYTHON
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

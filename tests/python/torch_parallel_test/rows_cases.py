@@ -1,4 +1,5 @@
-"""Rows that sequence parallelism moves: what is kept for a backward, which bytes travel and when, and that FP8 codes are those of the whole."""
+"""Cases of the rows that sequence parallelism transfers: which tensors are kept for a backward, how many bytes travel and when, and that FP8 codes
+equal those of the whole tensor."""
 
 import contextlib
 import ctypes
@@ -27,7 +28,7 @@ def _made(kind, group, **more):
 
 
 def _input(kind, group, rows=32):
-    """This rank's rows, or of a row-parallel product all rows of its columns; the last rank's are larger."""
+    """Makes this rank's rows; for a row-parallel product all rows of the rank's columns. The last rank's values are larger."""
     size = group.size()
     torch.manual_seed(21 + group.rank())
     x = torch.randn(rows if kind == "row" else rows // size, 256 // size if kind == "row" else 128)
@@ -35,7 +36,7 @@ def _input(kind, group, rows=32):
 
 
 def _around(module):
-    """Puts the collectives around the module's layer: values are gathered, kept, and quantised where they arrive."""
+    """Replaces the layer's collectives by PyTorch's around it: gathers values, keeps them, and quantises them after the transfer."""
     module.__class__ = type("Around", (type(module),), {"_layer_moves_rows": False})
     return module
 
@@ -49,7 +50,7 @@ def _calls(name):
 
 
 def _step(module, x, recipe=None, group=None):
-    """(output, gradients) of a forward and a backward, whose gradient differs from rank to rank."""
+    """Runs a forward and a backward whose output gradient differs between ranks; returns (output, gradients)."""
     module.zero_grad()
     x.grad = None
     with te.autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=group) if recipe is not None else contextlib.nullcontext():
@@ -60,7 +61,8 @@ def _step(module, x, recipe=None, group=None):
 
 
 def case_results_are_those_of_collectives_around_the_layer(ranks):
-    """In F32 and by every recipe, to the bit, for three steps; blocks where rows divide into blocks, and where they do not."""
+    """Results equal those of collectives around the layer bit for bit, in F32 and with every recipe, for three steps; with and without rows that
+    divide into whole scaling blocks."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         recipes = [(None, 32), (Float8CurrentScaling(), 32), (DelayedScaling(), 32), (Float8BlockScaling(), 128 * size), (Float8BlockScaling(), 32 * size)]
@@ -74,7 +76,7 @@ def case_results_are_those_of_collectives_around_the_layer(ranks):
 
 
 def case_scales_stay_with_their_rank(ranks):
-    """Delayed scaling whose amaxes are of this rank alone: values travel, since the ranks' codes would have different scales."""
+    """If delayed scaling's amaxes are local to a rank, values travel instead of codes, since the ranks' codes would have different scales."""
     for size in ranks.degrees():
         group, own = ranks.groups[size], ranks.groups[1]
         for kind in ("column", "row"):
@@ -88,7 +90,7 @@ def case_scales_stay_with_their_rank(ranks):
 
 
 def case_codes_travel(ranks):
-    """Bytes of gathers, of a rank, in a forward and a backward with the same input in BF16: twice the codes, and scales."""
+    """Counts a rank's bytes of all-gathers in a BF16 forward and backward with the same input: the codes twice, and scales."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         for kind, recipe, forward, backward in (
@@ -109,7 +111,7 @@ def case_codes_travel(ranks):
 
 
 def case_a_rank_keeps_its_rows(ranks):
-    """Tensors saved for the backward: the rank's rows and the parameters, and nothing of the gathered input's size."""
+    """The tensors saved for the backward are the rank's rows and the parameters; none has the gathered input's size."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         for kind in ("column", "norm", "mlp"):
@@ -130,7 +132,7 @@ def _resident():
 
 
 def case_a_rank_keeps_its_codes(ranks):
-    """Memory that a forward holds for its backward, and that goes with its output: codes of the rank's rows, of 16 MiB of codes in all."""
+    """Between forward and backward the layer holds only the codes of the rank's rows, of 16 MiB of codes in all; they are freed with the output."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         for recipe in (Float8CurrentScaling(), DelayedScaling(), Float8BlockScaling()):
@@ -147,7 +149,7 @@ def case_a_rank_keeps_its_codes(ranks):
 
 
 def case_gathers_that_nobody_needs(ranks):
-    """A frozen weight's backward gathers no input, nor does a forward in eval mode keep one; the gradient of x is scattered all the same."""
+    """The backward of a frozen weight gathers no input, and a forward in eval mode keeps none; the gradient of x is scattered nevertheless."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         for recipe in (None, Float8CurrentScaling()):
@@ -173,8 +175,8 @@ def _products():
 
 
 def case_gradients_that_nobody_wants(ranks):
-    """A layer whose input wants no gradient computes none and calls no collective for it, divided or not; those of its parameters are the same. A
-    normalisation in front of a product wants one, unless it is frozen."""
+    """A layer whose input needs no gradient computes none and calls no collective for it, divided or not; its parameters' gradients stay the same. A
+    norm before a product makes the product's input need a gradient, unless the norm is frozen."""
     for size in ranks.degrees():
         for sp in (False, True):
             for kind, products in (("column", 1), ("row", 1), ("norm", 1), ("mlp", 3)):
@@ -218,7 +220,7 @@ def case_two_forwards_before_a_backward(ranks):
 
 
 def case_recomputed_and_delayed(ranks):
-    """Under checkpoint(), and with the gradients of weights left to backward_dw(), in FP8."""
+    """Tests FP8 under checkpoint(), and with weight gradients delayed to backward_dw()."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         for recipe in (Float8CurrentScaling(), DelayedScaling()):
@@ -238,8 +240,8 @@ def case_recomputed_and_delayed(ranks):
 
 
 def case_collectives_run_beside_products(ranks):
-    """In a backward the input's gather begins before the data gradient's product, whose sum is begun before the weight gradient's product, and each
-    is waited for when it is read."""
+    """In a backward the input's all-gather starts before the data gradient's product, whose reduction starts before the weight gradient's product;
+    each is waited for only when it is read."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         for kind in ("column", "mlp"):
@@ -260,12 +262,12 @@ def case_collectives_run_beside_products(ranks):
                 assert events == {"column": ["gather now"], "mlp": ["gather now", "scatter now"]}[kind], (kind, events)
                 events.clear()
                 y.sum().backward()
-            first = ["gather now"] if kind == "mlp" else []  # of fc2's gradient
+            first = ["gather now"] if kind == "mlp" else []  # the gather for fc2's gradient
             assert events == first + ["begin gather", "begin scatter", "wait gather", "wait scatter"], (kind, events)
 
 
 def case_another_group(ranks):
-    """set_tensor_parallel_group() between forwards: the next one has the new group, the backward of the last one its own."""
+    """After set_tensor_parallel_group() between forwards the next forward uses the new group; the backward of the previous forward uses its own."""
     size = ranks.world
     group = ranks.groups[size]
     other = torch.distributed.new_group(list(range(size)))

@@ -1,4 +1,4 @@
-"""A small GPT over a group: its losses are those of one rank, in F32 and in FP8, and the same twice."""
+"""Cases that train a small GPT over a group: its losses equal those of one rank, in F32 and in FP8, and are reproducible."""
 
 import torch
 
@@ -11,7 +11,7 @@ VOCABULARY, HIDDEN, LENGTH, BATCH, STEPS = 32, 32, 16, 4, 50
 
 
 class Gpt(torch.nn.Module):
-    """Embeddings, layers, a norm and logits. With sequence_parallel all but the embeddings works on this rank's part of the sequence."""
+    """Embeddings, layers, a norm and logits. With sequence_parallel everything except the embeddings works on this rank's part of the sequence."""
 
     def __init__(self, **parallel):
         super().__init__()
@@ -32,7 +32,7 @@ class Gpt(torch.nn.Module):
         return t.chunk(self.group.size())[self.group.rank()] if self.divided else t
 
     def forward(self, tokens, targets):
-        """tokens and targets [length, batch] -> this rank's summand of the loss."""
+        """Computes this rank's summand of the loss; tokens and targets are [length, batch]."""
         x = self.own(self.tokens(tokens) + self.places.weight[:, None])
         for layer in self.layers:
             x = layer(x)
@@ -41,7 +41,7 @@ class Gpt(torch.nn.Module):
 
 
 def trained(model, recipe=None, steps=STEPS):
-    """The losses of steps on a sequence that a model can learn."""
+    """Trains on a sequence that a model can learn; returns the losses."""
     generator = torch.Generator().manual_seed(3)
     optimizer, losses = torch.optim.Adam(model.parameters(), 3e-3), []
     for _ in range(steps):
@@ -130,12 +130,13 @@ def case_one_reduction_of_amaxes_in_each_direction(ranks):
             assert len(largest) == 2, largest
             with te.autocast(recipe=Float8CurrentScaling()):
                 part(text, text).backward()
-            # Current scaling: one number for each input of a column-parallel product and each gradient of a row-parallel one, in two layers.
+            # Under current scaling the ranks reduce one amax for each input of a column-parallel product and each gradient of a row-parallel one, in
+            # two layers.
             assert largest[2:] == [1] * 8, largest
 
 
 def case_a_gathered_input_is_quantised_as_the_whole(ranks):
-    """By current scaling: the scale is that of all rows, though a rank's own are smaller."""
+    """Under current scaling the scale is that of all rows, although a rank's own amax is smaller."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         rank = group.rank()
@@ -144,7 +145,7 @@ def case_a_gathered_input_is_quantised_as_the_whole(ranks):
         x = torch.randn(16, 32)
         x[:16 // size] *= 100
         with te.autocast(recipe=Float8CurrentScaling()):
-            # The weight's scale is of the rank's own rows, as in Transformer Engine; one large row in each part makes them equal.
+            # The weight's scale comes from the rank's own rows, as in Transformer Engine; one large row in each part makes the scales equal.
             for module in (whole, part):
                 module.weight.data[::32 // size] = 3
             want, got = whole(x), part(x.chunk(size)[rank])

@@ -24,7 +24,7 @@ def values(rank):
 
 
 def exchanged():
-    """By function and form: (what came, what was to come)."""
+    """Returns by function and form: (received values, expected values)."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     every = [values(r) for r in range(ranks)]
     total, largest = sum(every), torch.stack(every).amax(0)
@@ -69,7 +69,7 @@ def exchanged():
 
 
 def uneven(rank, ranks):
-    """Rank r has r + t + 1 rows for rank t, each with 10 r + t."""
+    """Rank r sends r + t + 1 rows to rank t, each filled with 10 r + t."""
     mine = torch.cat([torch.full((rank + t + 1, 2), 10.0 * rank + t) for t in range(ranks)])
     want = torch.cat([torch.full((r + rank + 1, 2), 10.0 * r + rank) for r in range(ranks)])
     got = torch.empty_like(want)
@@ -78,7 +78,7 @@ def uneven(rank, ranks):
 
 
 def called_as_ops():
-    """te_fl.ops are called with a group's communicator: in place and not, empty, of NumPy."""
+    """Calls collectives of te_fl.ops with a group's communicator: in place and not, empty, and on NumPy arrays."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     comm = communicator.of(None, CPU)
     x = values(rank)
@@ -107,11 +107,11 @@ def called_as_ops():
 
 
 def seen():
-    """Explain, usage and a trace tell of collectives."""
+    """Returns what explain, usage and a trace report about collectives."""
     x = torch.ones(3)
     explained = te_fl.explain("all_reduce", input=x, output=x, comm=communicator.of(None, CPU))
     te_fl.reset_usage()
-    path = f"{sys.argv[3]}.trace.{dist.get_rank()}"  # beside the ranks' store, which is there until they have ended
+    path = f"{sys.argv[3]}.trace.{dist.get_rank()}"  # beside the ranks' store, which exists until they have ended
     with environment(TE_FL_TRACE=path):
         collectives.all_reduce(x)
         collectives.broadcast(x, 0)
@@ -137,7 +137,7 @@ def environment(**variables):
 
 
 def denied():
-    """The errors of calls that policy or the op refuses, and what the next call gives; and what was counted of all."""
+    """Returns the errors of calls that the policy or the op refuses, the result of the next call, and the usage counts."""
     x = torch.ones(2)
     collectives.reset_counts()
     errors = []
@@ -153,7 +153,7 @@ def denied():
 
 
 def ended():
-    """The errors of a communicator whose group was destroyed, and of one whose group is gone; whether both are let go."""
+    """Returns the errors of a communicator whose group was destroyed and of one whose group was freed, and whether both are freed."""
     group = dist.new_group(list(range(dist.get_world_size())))
     comm, x = communicator.of(group, CPU), torch.ones(1)
     te_fl.ops.all_reduce(input=x, output=x, comm=comm)
@@ -167,7 +167,7 @@ def ended():
 
 
 def own_errors():
-    """torch.distributed's error where the other rank does not come: its type, and what it says of the call."""
+    """Returns torch.distributed's error if the other rank does not arrive: its type, and what it says about the call."""
     group = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=1))
     collectives.barrier(group)
     if dist.get_rank() == 1:
@@ -179,7 +179,7 @@ def own_errors():
 
 
 def compared():
-    """With TE_FL_VALIDATE=1: equal calls, other shapes, other ops, and a rank that does not come."""
+    """With TE_FL_VALIDATE=1, returns the results of equal calls, other shapes, other ops, and a rank that does not arrive."""
     rank, ranks = dist.get_rank(), list(range(dist.get_world_size()))
     results = []
     with environment(TE_FL_VALIDATE="1", TE_FL_COMM_TIMEOUT_MS="1000"):
@@ -195,7 +195,7 @@ def compared():
 
 
 def compared_by_one():
-    """The error, and the time that it took, of the first collective of a group whose first rank alone compares calls (TE_FL_VALIDATE)."""
+    """Returns the error, and its delay, of the first collective of a group in which only the first rank compares calls (TE_FL_VALIDATE)."""
     group = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=2))
     with environment(TE_FL_VALIDATE="0" if dist.get_rank() else "1"):
         begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""Collectives of te_fl.pytorch over NCCL's group of one rank: on the current stream, later, and in a graph."""
+"""Tests collectives of te_fl.pytorch over NCCL's group of one rank: on the current stream, asynchronously, and in a graph."""
 
 import unittest
 
@@ -17,7 +17,7 @@ class OnGpu(unittest.TestCase):
     def setUpClass(cls):
         torch.cuda.set_device(0)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        collectives.barrier()  # NCCL's first collective makes its communicator, for which the host waits
+        collectives.barrier()  # creates NCCL's communicator, for which the host waits
 
     @classmethod
     def tearDownClass(cls):

@@ -21,7 +21,7 @@ def of(logits, targets, grad, **options):
 
 
 def losses():
-    """By case: (loss, this rank's gradient) of the divided vocabulary, and of PyTorch's in FP64; and the collectives of a call."""
+    """Returns by case: (loss, this rank's gradient) of the divided vocabulary, and PyTorch's in FP64; and the collectives of a call."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
     whole = 4 * torch.randn(*SHAPE, VOCABULARY)
@@ -43,8 +43,8 @@ def losses():
 
 
 def extreme_logits():
-    """By case: the loss and this rank's gradient of rows that are ignored, among others, and PyTorch's. Infinite and huge logits and those that are
-    no numbers stand in ignored rows, on one rank or on all."""
+    """Returns by case the loss and this rank's gradient with some ignored rows, and PyTorch's. The ignored rows contain infinite, huge and NaN
+    logits, on one rank or on all."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     results = {}
     for dtype, value, everywhere, smoothing, overwrite in itertools.product(DTYPES, (torch.inf, -torch.inf, torch.nan, 6e4, -6e4), (False, True),
@@ -71,7 +71,7 @@ def all_ignored():
 
 
 def refused_targets():
-    """The errors of ids that are not in the vocabulary, and of ids of other dtypes; and the loss of a call after them."""
+    """Returns the errors of ids outside of the vocabulary and of ids of other dtypes, and the loss of a later valid call."""
     logits = torch.zeros(2, 2, 8)
     errors = []
     for wrong in (torch.tensor([[0, 8 * dist.get_world_size()], [1, 2]]), torch.tensor([[0, 1], [-1, 2]]), torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.int16)):

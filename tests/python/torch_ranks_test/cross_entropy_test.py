@@ -1,4 +1,4 @@
-"""parallel_cross_entropy() of a vocabulary that two ranks divide, against PyTorch's of the whole in FP64."""
+"""Tests parallel_cross_entropy() of a vocabulary divided over two ranks against PyTorch's with the whole vocabulary in FP64."""
 
 import unittest
 
@@ -8,7 +8,7 @@ import cross_entropy_cases as cases
 from ranks import on_ranks
 from te_fl.pytorch.cross_entropy import parallel_cross_entropy
 
-ROUNDING = {"torch.float32": 1e-5, "torch.bfloat16": 2.0 ** -8, "torch.float16": 2.0 ** -10}  # of the gradient, which has the logits' dtype
+ROUNDING = {"torch.float32": 1e-5, "torch.bfloat16": 2.0 ** -8, "torch.float16": 2.0 ** -10}  # rounding of the gradient, which has the logits' dtype
 
 
 class CrossEntropy(unittest.TestCase):

@@ -70,14 +70,14 @@ def mean(loss, mine):
 
 
 def once(model, recipe, mine):
-    """The loss, and the gradients of all ranks by name."""
+    """Runs one step; returns the loss, and the gradients gathered from all ranks by name."""
     loss = loss_of(model, recipe, mine)
     loss.backward()
     return mean(loss, mine), {n: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for n, p in model.named_parameters()}
 
 
 def gradients():
-    """(loss, gradients) alone and sharded, in F32, with weights of codes and without."""
+    """Returns (loss, gradients) without and with sharding, in F32, with and without FP8 weights."""
     results = {}
     for codes, recipe in ((False, None), (True, CURRENT), (True, BLOCK)):
         want = once(layers(codes, recipe), None, everything)
@@ -99,7 +99,7 @@ def train(model, recipe, mine, steps, optimizer=None):
 
 
 def scales(model):
-    """The bytes of all scales that ranks must share: of codes, and of delayed scaling."""
+    """Returns the bytes of all scales that must be equal on all ranks: those of FP8 weights, and of delayed scaling."""
     found = []
     for module in model.modules():
         for p in module.parameters(recurse=False):
@@ -111,7 +111,7 @@ def scales(model):
 
 
 def losses():
-    """By recipe and sort of weights: losses of 50 steps alone and sharded, and the scales after them."""
+    """Returns by recipe and kind of weights: losses of 50 steps without and with sharding, and the scales after them."""
     results = {}
     for name, codes in (("delayed", True), ("current", True), ("block", True), ("delayed", False)):
         recipe = RECIPES[name]
@@ -121,7 +121,7 @@ def losses():
 
 
 def codes_of_all(p):
-    """The bytes of a weight's codes and its scales, of the shards of all ranks."""
+    """Gathers the bytes of a weight's codes and scales from the shards of all ranks."""
     held = local(p)
     codes = held._codes
     parts = [None] * dist.get_world_size()
@@ -131,7 +131,7 @@ def codes_of_all(p):
 
 
 def steps():
-    """By optimizer and recipe: whether the codes after a step of shards are those after a step of the whole."""
+    """Returns by optimizer and recipe whether the codes after a sharded step equal those after an unsharded step."""
     results = {}
     optimizers = {"adam": lambda p: te.optimizers.FusedAdam(p, lr=1e-2, master_weights=True), "adam without masters":
                   lambda p: te.optimizers.FusedAdam(p, lr=1e-2), "sgd": lambda p: te.optimizers.FusedSGD(p, lr=0.1, momentum=0.9),
@@ -143,7 +143,7 @@ def steps():
                 whole, part = (te.Linear(128, 256, device="cpu") for _ in range(2))
             part.load_state_dict(whole.state_dict())
             fully_shard(part, mesh=mesh())
-            part(torch.zeros(2, 128))  # gathers once
+            part(torch.zeros(2, 128))  # makes FSDP gather once
             part.reshard()
             both = make(whole.parameters()), make(part.parameters())
             for seed in range(2):
@@ -161,7 +161,7 @@ def steps():
 
 
 def memory():
-    """Bytes that stay between steps, and tensors of the unsharded weights that hold memory, after a forward and after a step."""
+    """Returns the bytes that stay between steps, and the tensors of unsharded weights that hold memory, after a forward and after a step."""
     model = sharded(layers(True, CURRENT, dtype=torch.bfloat16).bfloat16())
     loss = loss_of(model, CURRENT, lambda w: of_rank(w).bfloat16())
     group = model[0]._get_fsdp_state()._fsdp_param_group
@@ -186,7 +186,7 @@ def memory():
 
 
 def uneven():
-    """Rows that do not divide, and fewer rows than ranks: whether outputs, gradients and codes are those of the whole."""
+    """Tests rows that do not divide by the ranks, and fewer rows than ranks: whether outputs, gradients and codes equal the unsharded ones."""
     results = []
     for rows in (5, 1):
         torch.manual_seed(3)
@@ -209,7 +209,7 @@ def uneven():
 
 
 def own_weights():
-    """Ranks that drew other weights: the gathered weight has each rank's rows, and all ranks have the same."""
+    """If ranks draw different weights, the gathered weight has each rank's rows and is equal on all ranks."""
     torch.manual_seed(dist.get_rank())
     with te.quantized_model_init(recipe=CURRENT):
         module = te.Linear(64, 32, bias=False, device="cpu")
@@ -223,7 +223,7 @@ def own_weights():
 
 
 def loaded_before_the_first_forward():
-    """Values of high precision that are loaded into shards are rounded once, with the scale of all ranks'."""
+    """High-precision values that are loaded into shards are rounded once, with a scale from all ranks' values."""
     with te.quantized_model_init(recipe=CURRENT):
         whole, part = (te.Linear(64, 33, device="cpu") for _ in range(2))
     fully_shard(part, mesh=mesh())
@@ -239,7 +239,7 @@ def loaded_before_the_first_forward():
 
 
 def divided_blocks():
-    """Blocks that the ranks' rows divide: (warnings, whether the module computes as the whole)."""
+    """Shards a weight whose scaling blocks cross the ranks' rows. Returns (warnings, class of the local weight, output sharded, output unsharded)."""
     torch.manual_seed(3)
     with te.quantized_model_init(recipe=BLOCK):
         whole, part = (te.Linear(128, 144, device="cpu") for _ in range(2))
@@ -253,14 +253,15 @@ def divided_blocks():
 
 
 def folder():
-    """A new folder that all ranks know."""
+    """Makes a new folder and tells all ranks its name."""
     names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(names)
     return names[0]
 
 
 def checkpoints():
-    """By recipe: whether codes saved at two ranks are the same when loaded at two ranks, at one, and from one at two; and steps after."""
+    """Returns by recipe whether codes saved at two ranks are equal when loaded at two ranks and at one, and those of one rank at two; and the steps
+    afterwards."""
     results = {}
     for name in ("delayed", "current", "block"):
         recipe = RECIPES[name]
@@ -292,7 +293,7 @@ def checkpoints():
 
 
 def late_values():
-    """The error of values that a checkpoint of high precision brings after the first forward, on each rank."""
+    """Returns the error, on each rank, of loading high-precision values after the first forward."""
     plain = sharded(layers(False, CURRENT))
     place = folder()
     dcp.save({"model": plain.state_dict()}, checkpoint_id=place)
@@ -307,7 +308,7 @@ def late_values():
 
 
 def made_without_memory():
-    """Modules of the meta device that are sharded and get their values there: (kinds of weights, whether values are rounded once, losses)."""
+    """Shards modules of the meta device, which get their values afterwards; returns (kinds of weights, whether values are rounded once, losses)."""
     results = []
     for recipe, width in ((CURRENT, 66), (BLOCK, 256)):
         with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):

@@ -1,4 +1,4 @@
-"""torch.distributed.fsdp.fully_shard() around te-fl's modules, at two ranks: against one rank, and what stays in memory."""
+"""Tests torch.distributed.fsdp.fully_shard() around te-fl's modules on two ranks: results against one rank, and memory use."""
 
 import unittest
 

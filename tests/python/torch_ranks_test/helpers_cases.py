@@ -23,7 +23,7 @@ def error_of(function, *arguments, **options):
 
 
 def exchange():
-    """Each helper's result, and what it is to be."""
+    """Returns each helper's result and its expected value."""
     rank, ranks, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     mine = torch.arange(12.0).view(6, 2) + 100 * rank
     every = [torch.arange(12.0).view(6, 2) + 100 * r for r in range(ranks)]
@@ -61,7 +61,8 @@ def exchange():
 
 
 def recomputed():
-    """By case: whether the gradients of a checkpoint whose input the ranks divide are those without, the gathers, and whether the input stayed."""
+    """Returns by case: whether a checkpoint that divides its saved input over the ranks gives the gradients of a run without checkpoint, the number
+    of all-gathers, and whether the whole input stayed in memory."""
     results = {}
     for name, recipe, shape in (("F32", None, (8, 2, 64)), ("odd", None, (3, 1, 7)), ("delayed", DelayedScaling(), (8, 2, 64)),
                                 ("current", Float8CurrentScaling(), (8, 2, 64))):
@@ -99,7 +100,7 @@ def recomputed():
 
 
 def no_groups():
-    """By what a program gives for a process group, and by what takes it: the error."""
+    """Returns the error for each wrong value in place of a process group, and for each function that takes a group."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     wrong = {"mesh": mesh, "tensor": distribute_tensor(torch.ones(2), mesh, [Replicate()]),
              "others": [dist.new_group([0]), dist.new_group([1])][1 - dist.get_rank()]}
@@ -117,7 +118,7 @@ def no_groups():
 
 
 def tensors_of_ranks():
-    """The errors of layers, functions and ops of DTensors, as an input or as a parameter, with gradients and without."""
+    """Returns the errors of layers, functions and ops for DTensor inputs or parameters, with and without gradients."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def everywhere(*shape):
@@ -139,7 +140,8 @@ def tensors_of_ranks():
 
 
 def prepared_for_fsdp():
-    """True for a module that has its wrapper's group afterwards, what another has, and errors of roots that FullyShardedDataParallel does not wrap."""
+    """Returns True if a module has its wrapper's group afterwards, the group of another module, and the errors of roots that FullyShardedDataParallel
+    does not wrap."""
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     layer = te.Linear(16, 16, device="cpu")
     model = torch.nn.Sequential(FullyShardedDataParallel(layer, device_id=torch.device("cpu")), torch.nn.Linear(16, 16), te.RMSNorm(16, device="cpu"))

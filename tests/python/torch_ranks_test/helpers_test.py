@@ -1,4 +1,4 @@
-"""te.pytorch.distributed: Transformer Engine's helpers, at two ranks and without any."""
+"""Tests te.pytorch.distributed, Transformer Engine's helpers, on two ranks and without ranks."""
 
 import unittest
 
@@ -73,7 +73,7 @@ class Helpers(unittest.TestCase):
 
         def function(x):
             seen.append((helpers.is_fp8_activation_recompute_enabled(), helpers.in_fp8_activation_recompute_phase()))
-            return x.sin()  # keeps x, so that the backward runs it again
+            return x.sin()  # autograd saves x, so the backward runs the function again
         with te.autocast():
             te.checkpoint(function, torch.ones(2, requires_grad=True)).sum().backward()
         self.assertEqual([s[1] for s in seen], [False, True])

@@ -1,4 +1,5 @@
-"""The functions that each rank runs for master_weights_test.py: a flat buffer of codes, of which each rank updates its half, as distributed optimizers have it."""
+"""The functions that each rank runs for master_weights_test.py: a flat buffer of codes, of which each rank updates its half, as in distributed
+optimizers."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from te_fl.pytorch.fp8 import master_weights as masters
 CURRENT, BLOCK = Float8CurrentScaling(), Float8BlockScaling()
 RECIPES = {"delayed": DelayedScaling(), "margin": DelayedScaling(margin=1), "current": CURRENT, "block": BLOCK,
            "pow2": Float8CurrentScaling(use_power_2_scales=True)}
-SHAPES = ((160, 144), (144, 300), (256, 128), (16, 32))  # inputs, outputs
+SHAPES = ((160, 144), (144, 300), (256, 128), (16, 32))  # (inputs, outputs) of the weights
 
 
 def modules(recipe, dtype):
@@ -30,7 +31,7 @@ def backward(module, recipe, dtype):
 
 
 def cast(recipe, dtype, to_shards, by_hand):
-    """(codes, scales and amaxes are the whole cast's, the gradients too, the collectives that it took)"""
+    """Returns (whether codes, scales, amaxes and gradients equal those of the whole cast, the number of collectives)."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole, parts = modules(recipe, dtype), modules(recipe, dtype)
     sizes = [m.weight.numel() for m in parts]
@@ -38,7 +39,7 @@ def cast(recipe, dtype, to_shards, by_hand):
     buffer = torch.zeros(ranks * half, dtype=torch.uint8)
     for module, piece in zip(parts, buffer[:sum(sizes)].split(sizes)):
         masters.replace_raw_data(module.weight, piece)
-        backward(module, recipe, dtype)  # makes the transpose, which the cast leaves behind
+        backward(module, recipe, dtype)  # creates the transpose, which the cast does not make
     for module in whole:
         backward(module, recipe, dtype)
     torch.manual_seed(9)

@@ -1,4 +1,5 @@
-"""Master weights that ranks hold in parts, cast to FP8 weights that each holds whole: to the bit the cast of the whole."""
+"""Tests master weights that are divided over ranks and cast to FP8 weights that every rank holds whole: equal bit for bit to a cast of the whole
+weight."""
 
 import unittest
 

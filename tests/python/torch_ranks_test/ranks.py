@@ -1,4 +1,4 @@
-"""Functions of a test that run on several ranks: processes that Gloo joins, started once for all tests of the folder.
+"""Runs functions of a test on several ranks: processes connected by Gloo, started once for all tests of the folder.
 
 usage, by itself: ranks.py RANK RANKS STORE. Reads "MODULE FUNCTION FILE" lines, calls the function, and writes (error, result) to the file.
 """
@@ -27,7 +27,7 @@ class Ranks:
         self.calls = 0
 
     def call(self, module, function, killed=()):
-        """Gives each rank's (error, result). `killed`: the ranks that the function ends, which give None."""
+        """Calls the function on all ranks; returns each rank's (error, result). `killed`: ranks that the function kills, whose entry is None."""
         self.calls += 1
         files = [f"{self.folder.name}/{self.calls}.{rank}" for rank in range(len(self.processes))]
         for process, file in zip(self.processes, files):
@@ -57,7 +57,7 @@ def load(file):
 
 
 def on_ranks(function, count=2):
-    """The results of function() on so many ranks; the first rank's error is raised, as text."""
+    """Runs function() on `count` ranks and returns the results; raises the first rank's error, as text."""
     if count not in _started:
         _started[count] = Ranks(count)
         atexit.register(_started[count].close)

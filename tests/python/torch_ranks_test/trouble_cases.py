@@ -28,7 +28,7 @@ def error_of(function):
 
 
 def amaxes():
-    """By recipe: the collectives of a stack's first and second step, and the scales after them."""
+    """Returns by recipe: the collectives of a stack's first and second step, and the scales after them."""
     results = {}
     for name, recipe in (("delayed", DelayedScaling(amax_history_len=2)), ("alone", DelayedScaling(amax_history_len=2, reduce_amax=False)),
                          ("current", Float8CurrentScaling()), ("block", Float8BlockScaling())):
@@ -49,7 +49,7 @@ def amaxes():
 
 
 def destroyed_group():
-    """The errors of calls over a group that was destroyed under them."""
+    """Returns the errors of calls over a group that was destroyed."""
     group = dist.new_group(list(range(dist.get_world_size())))
     layer = te.Linear(16, 16, device="cpu")
     with te.autocast(recipe=DelayedScaling(), amax_reduction_group=group):
@@ -66,7 +66,8 @@ def destroyed_group():
 
 
 def groups_that_stay():
-    """By use: whether a group outlives its destruction and the layers that had it. And the error of a backward that comes after that of its amaxes' group."""
+    """Returns by use whether a group outlives its destruction and the layers that used it; and the error of a backward that runs after the group of
+    its amaxes was freed."""
     group = ()
 
     def used(kind):
@@ -97,21 +98,21 @@ def groups_that_stay():
 
 
 def outside():
-    """The error of a rank that is not in the group; the others go on."""
+    """Returns the error of a rank that is not in the group; the other ranks continue."""
     group = dist.new_group([0])
     return error_of(lambda: helpers.allreduce(torch.ones(2), group))
 
 
 def processes():
-    """The ranks' processes."""
+    """Returns the process ids of the ranks."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, os.getpid())
     return found
 
 
 def killed():
-    """The error and its notes of a collective whose rank 1 is killed, of one in a layer's backward, which waits for it later, the seconds of both,
-    and the process."""
+    """Rank 1 is killed. Returns the error with notes of a collective, that of a collective in a layer's backward (which waits for it later), the
+    seconds of both, and rank 1's process."""
     tensor, process = torch.ones(4, 3), processes()[1]
     y = te.Linear(4, 6, parallel_mode="column", sequence_parallel=True, tp_group=dist.group.WORLD, device="cpu")(torch.ones(2, 4))
     for _ in range(2):
@@ -127,8 +128,8 @@ ENDS = (lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: os._exit(3), lambd
 
 
 def ended():
-    """For each rank from 1 on, which ends in its way of ENDS after a collective with rank 0: rank 0's error of the next one, with notes, and its
-    process."""
+    """Each rank from 1 on ends in its way of ENDS after a collective with rank 0. Returns rank 0's error of the next collective, with notes, and the
+    rank's process."""
     groups, own, found = [dist.new_group([0, 1 + i]) for i in range(len(ENDS))], dist.get_rank(), []
     pids = processes()
     for i, group in enumerate(groups):
@@ -142,7 +143,8 @@ def ended():
 
 
 def raised_by_layers():
-    """The types of errors of collectives in C++: a gather of other rows and a reduction of other amaxes (TE_FL_VALIDATE), and one that is interrupted."""
+    """Returns the types of errors that C++ raises for collectives: an all-gather with other rows, a reduction of other amaxes (TE_FL_VALIDATE), and
+    an interrupted one."""
     rank, ranks, delayed = dist.get_rank(), list(range(dist.get_world_size())), DelayedScaling()
     types = []
 
@@ -168,7 +170,7 @@ def raised_by_layers():
 
 
 def failed_in_layers():
-    """The errors of layers whose torch.distributed fails in each collective of theirs: (class, text) by layer, and of the next one's."""
+    """Makes torch.distributed fail in each collective of a layer. Returns the errors (class, text) by layer, and the next call's."""
     group, found = dist.group.WORLD, {}
     options = dict(tp_group=group, sequence_parallel=True, device="cpu")
     layers = {
@@ -202,7 +204,7 @@ def noted_error(function):
 
 
 def error_in_a_backward():
-    """One rank's backward raises: (its error, the error of the other's amax reduction, the seconds that it waited)."""
+    """One rank's backward raises. Returns (its error, the error of the other rank's amax reduction, the seconds that rank waited)."""
     group = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=2))
     layer = te.Linear(16, 16, device="cpu")
     x = torch.ones(16, 16, requires_grad=True)
@@ -216,7 +218,7 @@ def error_in_a_backward():
 
 
 def forked():
-    """The error of a collective in a forked child, which has none of the parent's connections."""
+    """Returns the error of a collective in a forked child, which has no connections of its own."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

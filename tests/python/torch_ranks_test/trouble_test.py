@@ -1,4 +1,4 @@
-"""Amaxes of two ranks in as few collectives as there can be; and groups that were destroyed, forked, others', or whose ranks fail."""
+"""Tests that amaxes of two ranks need the fewest collectives; and groups that were destroyed, forked, used by non-members, or whose ranks fail."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ class Trouble(unittest.TestCase):
             for name, (kind, text) in found.items():
                 self.assertRegex(text, rf"number \d+, {name.split()[0]} of float32\[.*as rank {rank} of 2", name)
                 self.assertIn("the network is gone", text, name)
-                # A layer whose collectives are around it and not in it has PyTorch's own error, with a note.
+                # A layer whose collectives are called around it raises PyTorch's own error, with a note.
                 self.assertEqual(kind, "RuntimeError" if name == "all_reduce of a layer" else "CommFailed", (name, text))
                 self.assertEqual(text.count("COMM_FAILED"), int(kind == "CommFailed"), text)
 
@@ -58,7 +58,7 @@ class Trouble(unittest.TestCase):
             self.assertRegex(error, "FailedPrecondition.*forked after torch.distributed.init_process_group")
 
     def test_a_killed_rank(self):
-        job = Ranks(3)  # of its own, as it does not come back
+        job = Ranks(3)  # a launch of its own, because the killed rank does not come back
         self.addCleanup(job.close)
         first, killed, last = job.call("trouble_cases", "killed", killed=(1,))
         self.assertEqual((killed, job.processes[1].wait(20)), (None, -signal.SIGKILL))
@@ -86,7 +86,7 @@ class Trouble(unittest.TestCase):
             self.assertRegex("\n".join(notes), rf"as rank 0 of 2 in group '.+'; {who} has ended \(its process {process} is gone\)$")
 
     def test_a_store_that_is_gone(self):
-        """As that of rank 0, whose process has ended; and a process whose number another one has by now."""
+        """Tests a store whose server, rank 0's process, has ended; and a process id that another process has by now."""
         gone = subprocess.Popen(["true"])
         here, own = ended_ranks._machine(), os.getpid()
         gone.wait()

@@ -1,4 +1,4 @@
-"""State of te_fl.pytorch's modules: copies, files, state_dict, devices and dtypes, and the FP8 state of checkpoints that others wrote."""
+"""Tests the state of te_fl.pytorch's modules: copies, files, state_dict, devices and dtypes, and the FP8 state of other programs' checkpoints."""
 
 import unittest
 
@@ -32,7 +32,7 @@ def input_of(device="cpu", seed=1, dtype=F32):
 
 
 def step(module, device="cpu", recipe=None, seed=1, dtype=F32):
-    """Output, gradients of the input and of the parameters."""
+    """Returns the output and the gradients of the input and of the parameters."""
     module.zero_grad()
     x = input_of(device, seed, dtype)
     with scope(recipe):
@@ -49,7 +49,7 @@ def trained(name, device="cpu", recipe=None, steps=3, **arguments):
 
 
 def each(names=MODULES, recipes=(None,)):
-    """A test method runs for each module, device and recipe."""
+    """Runs a test method for each module, device and recipe."""
     def decorate(test):
         def run(self):
             for device in DEVICES:

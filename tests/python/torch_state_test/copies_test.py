@@ -1,4 +1,4 @@
-"""Copies, state_dicts, and moves to other devices and dtypes."""
+"""Tests copies, state_dicts, and moves to other devices and dtypes."""
 
 import copy
 import io
@@ -14,7 +14,7 @@ from te_fl.common import recipe
 from te_fl.common.recipe import Float8BlockScaling, Float8CurrentScaling
 
 RECIPES = (None, DELAYED, Float8CurrentScaling(), Float8BlockScaling())
-# The names of Transformer Engine 2.20.2's state_dict.
+# Keys of Transformer Engine 2.20.2's state_dict.
 NORM, STATE = ["layer_norm_weight", "layer_norm_bias"], ["_extra_state"]
 QKV = [f"{part}_{what}" for what in ("weight", "bias") for part in ("query", "key", "value")]
 KEYS = {
@@ -51,7 +51,7 @@ class Copies(State):
         self.same(step(copy.deepcopy(module), device, recipe), step(module, device, recipe))
 
     def test_copies_that_share_parts(self):
-        """copy.copy() of a layer has the same parts, and both layers follow what is set there."""
+        """copy.copy() of a layer shares its submodules, and both layers follow attributes that are set on them."""
         for device in DEVICES:
             layer = randomise(MODULES["TransformerLayer"](device=device))
             other, x = copy.copy(layer), input_of(device).detach()
@@ -66,7 +66,7 @@ class Copies(State):
 
     @each(recipes=(None,))
     def test_replicas(self, name, device, _):
-        """Those of torch.nn.DataParallel, which gives them tensors for parameters, compute with these alone."""
+        """Replicas as torch.nn.DataParallel makes them, with tensors in place of parameters, compute with these tensors only."""
         module = randomise(MODULES[name](device=device))
         module(input_of(device))
         own = {n: (2 * p, p) for n, p in module.named_parameters()}
@@ -103,8 +103,8 @@ class Copies(State):
 
     @each(names=[n for n in MODULES if "Norm" not in n or "Layer" in n and n != "LayerNorm"])
     def test_another_format_after_a_copy(self, name, device, _):
-        """Scales of gradients are for the format of the recipe before, and a copy by whatever way knows it: its next steps are the module's own,
-        bit for bit, in all orders of formats, and whatever recipe a forward without a backward has had since."""
+        """Gradient scales belong to the format of the recipe that set them, and every kind of copy preserves that: the copy's next steps equal the
+        module's bit for bit, for all orders of formats, and after a forward with another recipe and without a backward."""
         formats = {kind: recipe.DelayedScaling(fp8_format=kind, amax_history_len=4) for kind in (recipe.Format.HYBRID, recipe.Format.E4M3)}
 
         def loaded(module):
@@ -162,7 +162,7 @@ class Dicts(State):
         for weights_only in (True, False):
             stream.seek(0)
             other = MODULES[name](device=device)
-            step(other, device, recipe)  # so that its layer and its scales are made
+            step(other, device, recipe)  # creates the C++ layer and its scales
             result = other.load_state_dict(torch.load(stream, weights_only=weights_only), strict=True)
             self.assertEqual((result.missing_keys, result.unexpected_keys), ([], []))
             reference = copy.deepcopy(module)
@@ -193,7 +193,7 @@ class Dicts(State):
 
     @each()
     def test_of_plain_weights(self, name, device, _):
-        """A checkpoint without extra state loads, strictly too, where there is no FP8 state yet; whatever else is missing is told."""
+        """A checkpoint without extra state loads, strictly too, if there is no FP8 state yet; other missing keys are reported."""
         module = trained(name, device)
         plain = {k: v for k, v in module.state_dict().items() if not k.endswith("_extra_state")}
         for strict in (True, False):
@@ -206,7 +206,7 @@ class Dicts(State):
 
     @each([name for name in MODULES if "Norm" not in name or "Linear" in name or "MLP" in name], recipes=(DELAYED,))
     def test_of_plain_weights_into_scales(self, name, device, recipe):
-        """A module with scales keeps them, so that a strict load says that the checkpoint has none."""
+        """A module with scales keeps them, and a strict load reports that the checkpoint has none."""
         module = trained(name, device, recipe)
         plain = {k: v for k, v in module.state_dict().items() if not k.endswith("_extra_state")}
         with self.assertRaisesRegex(RuntimeError, "Missing key.*_extra_state"):
@@ -223,14 +223,14 @@ class Dicts(State):
 
     @each(recipes=(DELAYED,))
     def test_training_goes_on_after_a_state_was_taken(self, name, device, recipe):
-        """Taking a state_dict changes nothing, and the whole layer keeps its scales."""
+        """Calling state_dict() changes nothing, and the fused layer keeps its scales."""
         module, other = trained(name, device, recipe), trained(name, device, recipe)
         module.state_dict()
         self.same(step(module, device, recipe, 7), step(other, device, recipe, 7))
 
     @each(["TransformerLayer", "MultiheadAttention"], recipes=(DELAYED,))
     def test_whole_and_parts_have_one_state(self, name, device, recipe):
-        """A state from the whole layer loads into one that runs part by part, and the other way round."""
+        """A state from the fused layer loads into a layer that runs part by part, and vice versa."""
         module = trained(name, device, recipe)
         state, other = copy.deepcopy(module.state_dict()), MODULES[name](device=device)
         if hasattr(other, "_fused"):
@@ -243,7 +243,7 @@ class Dicts(State):
 
     @each(["TransformerLayer"], recipes=(DELAYED,))
     def test_a_hook_keeps_the_scales(self, name, device, recipe):
-        """The layer runs part by part once a part has a hook, from the scales that the whole has collected."""
+        """Once a part has a hook, the layer runs part by part, with the scales that the fused layer has collected."""
         module, other = trained(name, device, recipe), trained(name, device, recipe)
         other.layernorm_mlp.register_forward_hook(lambda *a: None)
         near(self, step(other, device, recipe, 7)[0], step(module, device, recipe, 7)[0], 1e-5 if device == "cpu" else 2e-2, "output")

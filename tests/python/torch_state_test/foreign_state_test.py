@@ -1,4 +1,4 @@
-"""FP8 state that Transformer Engine wrote, and state over ranks."""
+"""Tests FP8 state that Transformer Engine wrote, and state over ranks."""
 
 import copy
 import io
@@ -26,7 +26,7 @@ from te_fl.pytorch.fp8 import extra_state
 
 
 def stand_in():
-    """Modules named as Transformer Engine's, with recipes as it would pickle them."""
+    """Provides modules named as Transformer Engine's, with recipes as it would pickle them."""
     names = ("transformer_engine", "transformer_engine.common", "transformer_engine.common.recipe")
     package, common, recipe = (types.ModuleType(n) for n in names)
     code = '''
@@ -85,7 +85,7 @@ def pickled(state, protocol=pickle.DEFAULT_PROTOCOL):
 
 
 class TheirState(State):
-    """Extra state in the form of Transformer Engine: a pickled dict as bytes, three places forward and two backward for each product."""
+    """Extra state in Transformer Engine's form: a pickled dict as bytes, with three slots forward and two backward for each product."""
 
     def delayed(self, products=1, protocol=pickle.DEFAULT_PROTOCOL, **more):
         modules = stand_in()
@@ -140,7 +140,7 @@ class TheirState(State):
         self.assertIn("extra_fp8_variables", state)
 
     def test_scales_of_gradients_that_no_amax_has_changed(self):
-        """The first scale is 1 for every type; where the recipe that is saved beside it has another, such a scale stays."""
+        """The initial scale is 1 for every format; such a scale stays 1 even if the saved recipe has another format."""
         module = te.Linear(32, 32, device="cpu")
         for fp8_format, backward in ((Format.HYBRID, True), (Format.E4M3, False)):
             with te.autocast(recipe=DelayedScaling(fp8_format=fp8_format)):
@@ -153,14 +153,14 @@ class TheirState(State):
         self.assertFalse(state["amax_history_bwd"].any())
 
     def test_it_names_no_class_of_the_program(self):
-        """By the opcodes of what was written: every name is one that Transformer Engine, PyTorch or Python has."""
+        """Checks by the pickle opcodes that every name in the saved state belongs to Transformer Engine, PyTorch or Python."""
         class Whole(int):
             pass
 
         class Options(recipe.QParams):
             pass
 
-        class WithArguments(DelayedScaling):  # Megatron's is made from its own configuration
+        class WithArguments(DelayedScaling):  # Megatron makes its recipe from its own configuration
             def __init__(self, config):
                 super().__init__(amax_history_len=config["length"], margin=1)
                 self.config = config
@@ -178,7 +178,7 @@ class TheirState(State):
                    DelayedScaling(margin=1, amax_history_len=4, amax_compute_algo=lambda history: history.amax(0)))
         for i, own in enumerate(recipes):
             for name in ("Linear", "LayerNormMLP"):
-                for last in (own, Current(), with_options):  # the state is that of the recipe that ran last
+                for last in (own, Current(), with_options):  # the saved state names the recipe that ran last
                     with self.subTest(recipe=i, module=name, last=type(last).__name__):
                         module = trained(name, recipe=own)
                         if last is not own:
@@ -196,7 +196,7 @@ class TheirState(State):
                             self.assertTrue(torch.equal(fresh.state_dict()["_extra_state"], module.state_dict()["_extra_state"]))
 
     def test_megatrons_recipe_is_read(self):
-        """Transformer Engine's modules save Megatron's class by its name."""
+        """Transformer Engine's modules pickle Megatron's recipe class by its name."""
         places = ("megatron.core.extensions.transformer_engine", "megatron.core.transformer.custom_layers.transformer_engine")
         for place in places:
             with self.subTest(place=place):
@@ -219,7 +219,8 @@ class TheirState(State):
         for name in ("Linear", "LayerNormMLP"):
             with self.subTest(module=name):
                 module = trained(name, recipe=DELAYED)
-                first, kept = module.state_dict()["_extra_state"], [torch.empty(n) for n in range(1, 50)]  # memory elsewhere, for the second
+                # moves the memory of the second state elsewhere
+                first, kept = module.state_dict()["_extra_state"], [torch.empty(n) for n in range(1, 50)]
                 again = randomise(MODULES[name](device="cpu"))
                 again.load_state_dict(module.state_dict())
                 self.assertEqual(len(kept), 49)
@@ -243,7 +244,7 @@ class TheirState(State):
                             self.assertEqual((data.dtype, data.numel()), (torch.uint8, 0), key)
 
     def test_of_attention(self):
-        """Attention has state of its own there, for FP8 attention. A whole checkpoint with it loads."""
+        """In Transformer Engine attention has state of its own, for FP8 attention. A whole checkpoint with it loads."""
         module = trained("TransformerLayer", recipe=DELAYED)
         state = {**module.state_dict(), "self_attention.core_attention._extra_state": self.delayed(3)}
         other = MODULES["TransformerLayer"](device="cpu")
@@ -257,14 +258,14 @@ class TheirState(State):
             step(module, recipe=DELAYED)
 
     def test_a_stream_of_bytes(self):
-        """The form of older versions."""
+        """Loads the form of older versions, a byte stream."""
         module = te.Linear(32, 16, device="cpu")
         module.set_extra_state(io.BytesIO(self.delayed().numpy().tobytes()))
         with mock.patch.dict(sys.modules, stand_in()):
             self.assertEqual(pickle.loads(module.get_extra_state().numpy().tobytes())["scale_fwd"][1].item(), 128)
 
     def test_formats_by_name(self):
-        """As Python 3.11.0 to 3.11.3 pickle an enumeration's member."""
+        """Loads an enumerator as Python 3.11.0 to 3.11.3 pickle it."""
         module, read = randomise(te.Linear(32, 16, device="cpu")), te.Linear(32, 16, device="cpu")
         for _ in range(2):
             with te.autocast(recipe=DelayedScaling(fp8_format=recipe.Format.E4M3)):
@@ -391,7 +392,7 @@ class Distributed(State):
                     self.assertTrue((state["scale_fwd"] == 1).all() and (state["amax_history_bwd"] == 0).all(), key)
 
 
-# Two ranks whose inputs differ: what they print are the scales, forward and backward, and how many collectives a step took.
+# Two ranks with different inputs print their scales, forward and backward, and the number of collectives of a step.
 RANK = r"""
 import sys, datetime, torch, torch.distributed as dist
 import te_fl.pytorch as te

@@ -15,12 +15,12 @@ from te_fl.common.recipe import DelayedScaling
 
 
 def on_device(*shape, **options):
-    """A tensor on the device of te-fl's modules that are made without a device."""
+    """Makes a tensor on the device of te-fl's modules that are made without a device argument."""
     return randn(*shape, **options).to(DEVICES[-1])
 
 
 class Recording(unittest.TestCase):
-    """Amaxes set the scales of their module, whichever of its layers in C++ a call needed."""
+    """Amaxes set their module's scales, whichever of its C++ layers a call used."""
 
     LATEST = DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")
 
@@ -28,7 +28,8 @@ class Recording(unittest.TestCase):
         return dict(module._fp8_state())[name]
 
     def each_twice(self, first, second, of_state):
-        """Asserts what steps of two forwards and one backward make of_state(), whichever output has gradients of 100; the other's are 1."""
+        """Runs steps of two forwards and one backward, in which one output's gradients are 100 and the other's are 1; asserts that of_state() is the
+        same whichever output it is."""
         for factors in ((1, 100), (100, 1)):
             for _ in range(2):
                 with scope(self.LATEST):
@@ -51,7 +52,7 @@ class Recording(unittest.TestCase):
                     history.append(self.of(module, "fp8.bwd.amax_history"))
                 self.assertEqual(self.of(module, "fp8.bwd.scale").item(), torch.tensor(57344 / 1e4).item())
                 near(self, module.weight.grad, exact.weight.grad, 0.05, "the weight's gradient")
-                if recipe.amax_history_len == 3:  # one row for each step
+                if recipe.amax_history_len == 3:  # one row per step
                     self.assertEqual(history[1].flatten().tolist(), [0, 0, 1e4] if step == 0 else [0, 1e4, 1e4])
 
     def test_two_dtypes_in_one_step(self):
@@ -124,18 +125,18 @@ class Recording(unittest.TestCase):
                     y = module(100 * x)
             near(self, y, want, 0.1, "the output")
             before = self.of(module, "fp8.fwd.scale")
-            for _ in range(2):  # as in Transformer Engine: no gradients when the autocast ends, no update
+            for _ in range(2):  # as in Transformer Engine: without gradients the end of an autocast updates nothing
                 with torch.no_grad(), scope(self.LATEST):
                     module(x)
             self.assertEqual(self.of(module, "fp8.fwd.scale").tolist(), before.tolist())
             with scope(self.LATEST):
-                module(x / 10)  # whose update sees what the evaluations saw
+                module(x / 10)  # the update uses the amaxes of the evaluations
             self.assertAlmostEqual(self.of(module, "fp8.fwd.scale")[0].item(), 448 / x.abs().max().item(), 3)
 
     def test_an_evaluation_before_the_first_step(self):
         x, recipe = on_device(64, 32), DelayedScaling()
         module = randomise(te.Linear(32, 32))
-        codes = lambda t: t.to(torch.float8_e4m3fn).float()  # with scale 1
+        codes = lambda t: t.to(torch.float8_e4m3fn).float()  # quantises with scale 1
         want = codes(x) @ codes(module.weight).T + module.bias
         for mode in (torch.no_grad, torch.inference_mode):
             with mode(), te.autocast(recipe=recipe):
@@ -143,7 +144,7 @@ class Recording(unittest.TestCase):
             near(self, y, want, 1e-5 if DEVICES == ["cpu"] else 1e-4, "the output")
         self.assertEqual(self.of(module, "fp8.fwd.scale").tolist(), [1, 1])
         self.assertEqual(self.of(module, "fp8.fwd.amax_history")[0].tolist(), [x.abs().max().item(), module.weight.abs().max().item()])
-        # A teacher whose own autocasts all end without gradients gets its scales at the end of the student's.
+        # A teacher whose autocasts all end without gradients gets its scales at the end of the student's autocast.
         student = randomise(te.Linear(32, 32))
         with te.autocast(recipe=recipe):
             student(x).sum().backward()

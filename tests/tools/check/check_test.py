@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""te-fl check: each check finds the mistake that it is made for. usage: check_test.py TE_FL WRONG.so WRONG_FILE.so
+"""Tests te-fl check: each check finds the mistake that its faulty implementation makes. usage: check_test.py TE_FL WRONG.so WRONG_FILE.so
 WRONG_DEVICE.so AUTHOR.so NULL.so WRONG_RANKS.so DEVICE_RANKS.so"""
 import concurrent.futures
 import json
@@ -15,7 +15,8 @@ import xml.etree.ElementTree as ET
 TE_FL, WRONG, WRONG_FILE, WRONG_DEVICE, AUTHOR, NULL, WRONG_RANKS, DEVICE_RANKS = sys.argv[1:9]
 del sys.argv[1:]
 
-# vendor.wrong.NAME: (the check, words of its message). Every implementation of wrong_plugin.cpp is here or in RIGHT.
+# Expected failures: NAME of the implementation vendor.wrong.NAME -> (the check that fails, words of its message). Every implementation of
+# wrong_plugin.cpp is listed here or in RIGHT.
 CAUGHT = {
     "a_little": ("result", "tolerance"),
     "one_element": ("result", "tolerance"),
@@ -60,7 +61,7 @@ CAUGHT = {
     "far_reads_bits": ("guard", "it reads outside of input, byte 3 behind its end: the results change with what lies there"),
     "far_writes_far": ("guard", "output: bytes outside its memory were written, the nearest one byte 400 behind the end of its 924 bytes (rule R11)"),
 }
-# The mistakes of wrong_device.cpp, by the device's index: the step of the device section, words of its message.
+# Expected failures of the faulty devices of wrong_device.cpp: device index -> (the failing step of the device section, words of its message).
 DEVICES = {
     1: ("device/fill", "left other memory"),
     2: ("device/allocation", "64 bytes behind a multiple of 256"),
@@ -82,7 +83,7 @@ RIGHT = ("right", "says", "library_thread", "far_right", "far_leaking_device", "
 
 
 def check(plugin, *options):
-    """Exit code, text, and the written files."""
+    """Runs te-fl check; returns its exit code, its output and the contents of the files that it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         names = {kind: os.path.join(folder, "out." + kind) for kind in ("json", "junit", "html")}
         files = [word for kind, path in names.items() for word in ("--" + kind, path)]
@@ -94,7 +95,8 @@ def check(plugin, *options):
 
 def of(name):
     options = ["--impl", "vendor.wrong." + name, "--time-limit", "1" if name.startswith("hangs") else "30"]
-    # The part that finds it; the reports of one_element are looked at whole.
+    # Lists the checks to run: all of them for a right implementation and for a lifecycle fault, otherwise only the check that finds the fault. The
+    # reports of one_element are compared as a whole.
     if name in RIGHT or CAUGHT[name][0] == "lifecycle":
         part = ["--quick"]
     elif name in ("hangs_at_128", "beyond_310000"):
@@ -153,7 +155,7 @@ class Catches(unittest.TestCase):
         self.assertEqual(code, 4, text)
         steps = {r["case"]: r["result"] for r in json.loads(files["json"])["results"] if r["check"] == "device"}
         self.assertEqual(steps["device/fill"], "pass")
-        self.assertEqual(steps["device/streams"], "not supported")  # it makes none
+        self.assertEqual(steps["device/streams"], "not supported")  # this device makes no streams
         self.assertRegex(files["html"], r'device/streams</td><td class="none">')
         for options in (["--op", "relu"], ["--case", "relu/f32/7x33"]):
             with self.subTest(options):
@@ -162,10 +164,10 @@ class Catches(unittest.TestCase):
                 self.assertNotRegex(text, "(?m)^certified")
                 self.assertIn(options[0] + " " + options[1], text)
                 self.assertFalse(json.loads(files["json"])["certified"])
-        # Its ops are on no other device than this one.
+        # The ops of this plugin run on its own device only.
         _, text, files = check(NULL, "--device", "cpu", "--quick")
         self.assertEqual(json.loads(files["json"])["left_out"], ["--quick"], text)
-        # A part that did not run is not shown green.
+        # The report must not show a check as passed that did not run.
         self.assertIn("speed", json.loads(files["json"])["not_run"])
         self.assertIn('<td class="none">not run: --quick</td>', files["html"])
 
@@ -183,7 +185,7 @@ class Catches(unittest.TestCase):
             self.assertEqual((f["check"], f["op"], f["impl"]), ("processes", "broadcast", "vendor.wrong_ranks"), failed)
             self.assertIn("the others did not come to this process", f["message"])
             self.assertIn(case, f["case"])
-        # Every case of two ranks ran there, and the one command repeats a failure.
+        # Every case of two ranks ran in separate processes, and the printed command reproduces a failure.
         self.assertEqual(sum(r["cases"] for r in results if r["check"] == "processes"),
                          sum(r["cases"] for r in results if r["check"] == "result" and "/fuzz/" not in r["case"]))
         again = subprocess.run(failed[0]["reproduce"].replace("te-fl", TE_FL, 1), shell=True, capture_output=True, text=True, timeout=60)
@@ -226,12 +228,13 @@ class Catches(unittest.TestCase):
                 self.assertEqual(code, 1, text)
                 failed = [f for f in json.loads(files["json"])["results"] if f["result"] == "fail"]
                 self.assertTrue(all(f["check"] == "device" for f in failed), failed)
-                # Where nothing is waited for, a busy machine shows it in the first step that reads back; the others are then not tried.
+                # A device that does not wait for its work can fail in the first step that reads memory back if the machine is busy; te-fl check then
+                # skips the remaining steps.
                 at_once = index == 5 and failed and failed[0]["case"] == "device/allocation"
                 self.assertTrue(at_once or any(f["case"] == step and words in f["message"] for f in failed), failed)
-                if index not in (4, 5, 6, 9, 11, 12):  # most faults are one step's
+                if index not in (4, 5, 6, 9, 11, 12):  # most faults fail exactly one step
                     self.assertEqual([f["case"] for f in failed], [step])
-        # The one step alone finds it again.
+        # Running the failed step alone finds the fault again.
         failed = [f for f in json.loads(self.device_runs[1][2]["json"])["results"] if f["case"] == "device/fill"]
         command = failed[0]["reproduce"].replace("te-fl", TE_FL, 1)
         again = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
@@ -294,7 +297,7 @@ class Catches(unittest.TestCase):
         self.assertIn(found["message"], again.stdout)
 
     def test_drawn_attention_shapes(self):
-        # Wrong for odd head sizes under causal masks, which the table does not have: drawn ones find it.
+        # The implementation is wrong for odd head sizes under causal masks. The table of cases has none; a randomly drawn case finds the fault.
         options = ["--impl", "vendor.wrong.attention_odd_heads", "--case", "fused_attn_fwd/fuzz/", "--seed", "9"]
         code, text, files = check(WRONG, *options)
         self.assertEqual(code, 1, text)
@@ -318,7 +321,7 @@ class Catches(unittest.TestCase):
         self.assertEqual(len(list(suites.iter("failure"))), data["failed"])
         self.assertEqual(len(list(suites.iter("testcase"))), len(data["results"]))
         self.assertIn("not certified", files["html"])
-        self.assertNotIn("http", files["html"])  # nothing from elsewhere
+        self.assertNotIn("http", files["html"])  # the page loads nothing from other hosts
         self.assertRegex(data["date"], r"^20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ$")
         self.assertIn("plugin ABI", data["te_fl"])
         self.assertIn(os.uname().nodename, data["host"])
@@ -340,7 +343,7 @@ class Catches(unittest.TestCase):
         failed = {r["case"]: r["message"] for r in json.loads(files["json"])["results"] if r["result"] == "fail"}
         self.assertIn("wrong_helper", failed["exports"])
         symbols = subprocess.run(["nm", "-D", WRONG_FILE], capture_output=True, text=True, check=True).stdout
-        if " u " in symbols:  # not by every compiler
+        if " u " in symbols:  # only some compilers emit such symbols
             self.assertIn("Unique", failed["unique symbols"])
         self.assertIn("executable stack", failed["executable stack"])
         self.assertIn("--build-id", failed["build id"])

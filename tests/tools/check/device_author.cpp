@@ -1,6 +1,6 @@
-// A plugin as the author of a device writes it: what the ABI requires and no more, every struct by
-// designated initialisers. It must compile without a warning (check_author_warnings), and te-fl
-// check certifies its device.
+// An example plugin as the author of a device writes it: it implements only what the ABI requires
+// and fills every struct with designated initialisers. It must compile without a warning
+// (check_author_warnings), and te-fl check certifies its device.
 #include <cstdlib>
 #include <cstring>
 
@@ -11,7 +11,7 @@ namespace {
 
 namespace b = te_fl::backend;
 
-// ---- the device: memory of the host that says it is elsewhere, and works at once
+// ---- the device: synchronous; its memory is host memory that it declares to be device memory
 
 te_fl_status allocate(void*, const te_fl_memory_desc* memory, void** out,
                       const te_fl_error_sink* errors) {
@@ -55,7 +55,7 @@ constexpr te_fl_device_desc kDevice = {
     .api = &kDeviceApi,
 };
 
-// ---- an op of the catalogue, and one of its own
+// ---- one op of the catalogue and one op of the plugin's own
 
 void relu(const te_fl_context&, const te_fl_relu_args& args) {
   const float* x = b::data<float>(*args.input);

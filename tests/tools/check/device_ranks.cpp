@@ -1,5 +1,5 @@
-// Two devices whose streams belong to one of them each, as GPUs' do, and a collective between them:
-// te-fl check gives each rank memory and streams of its own device.
+// Two devices and a collective between them. Each stream belongs to one device, as on GPUs, so
+// te-fl check must give each rank memory and streams of the rank's own device.
 #include <cstdlib>
 #include <cstring>
 #include <vector>
@@ -16,7 +16,7 @@ struct Stream {
 };
 int g_devices[] = {0, 1};
 
-// Every function of a device refuses another one's stream.
+// Every function of a device refuses a stream of another device.
 te_fl_status check_stream(void* self, void* stream, const te_fl_error_sink* errors) {
   if (stream == nullptr || static_cast<Stream*>(stream)->device == *static_cast<int*>(self))
     return TE_FL_OK;

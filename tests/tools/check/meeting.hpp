@@ -1,4 +1,5 @@
-// Collectives whose ranks are threads of one process: they find each other in its memory.
+// Collectives among ranks that are threads of one process. The ranks find each other through a
+// global map.
 #pragma once
 
 #include <chrono>
@@ -16,16 +17,18 @@ namespace te_fl_test {
 
 namespace b = te_fl::backend;
 
-// The broadcasts of one communicator, one after the other. A root's memory is read until all have.
+// The state of one communicator's broadcasts, which run one after the other. The root's memory must
+// stay valid until every rank has read it.
 struct Meeting {
   std::mutex mutex;
   std::condition_variable changed;
-  const void* data = nullptr;  // of the root that has come
-  int came = 0, done = 0;      // ranks of this broadcast; broadcasts that all have left
+  const void* data = nullptr;  // memory of the root, set when the root has arrived
+  // ranks that arrived at this broadcast; number of finished broadcasts
+  int came = 0, done = 0;
 };
 
 inline std::mutex g_mutex;
-inline std::map<std::string, std::weak_ptr<Meeting>> g_meetings;  // by the id that rank 0 drew
+inline std::map<std::string, std::weak_ptr<Meeting>> g_meetings;  // key: the id that rank 0 drew
 
 struct Comm {
   std::shared_ptr<Meeting> meeting;

@@ -1,6 +1,6 @@
-// An attention forward in plain loops for wrong_plugin.cpp: right, but for what a template
-// parameter says. Layouts with a batch dimension and every mask but a given one; no bias, ALiBi,
-// dropout or sink.
+// An attention forward in plain loops for wrong_plugin.cpp. It is correct except for the fault that
+// a template parameter selects. Supports layouts with a batch dimension and every mask except an
+// arbitrary mask tensor; no bias, ALiBi, dropout or sink.
 #pragma once
 
 #include <algorithm>
@@ -79,8 +79,8 @@ inline void plain_attention_supports(const te_fl_context&, const te_fl_fused_att
     backend::invalid("a padding mask needs cu_seqlens_q and cu_seqlens_kv");
 }
 
-// no_odd_tail: under a causal mask the products of a head go by pairs, and the last of an odd
-// number is forgotten.
+// no_odd_tail is the fault: under a causal mask the products of a head are summed in pairs, and the
+// last product of an odd head size is omitted.
 template <bool no_odd_tail>
 void plain_attention(const te_fl_context&, const te_fl_fused_attn_fwd_args& a) {
   const AttentionView t{a};

@@ -1,5 +1,6 @@
-// A device with streams and events, many times: right as ext:wrong_device:0, and then wrong in the
-// ways that the device section of te-fl check exists for, one in each. For tests; never installed.
+// Test devices with streams and events, one for each value of Fault. ext:wrong_device:0 is correct;
+// every other device has one fault that the device section of te-fl check must find. Never
+// installed.
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -16,32 +17,32 @@ namespace {
 namespace b = te_fl::backend;
 using te_fl::testing::FarDevice;
 
-enum class Fault {  // in the order of the devices' indices
+enum class Fault {  // the enumerator's value is the device's index
   kNone,
   kEmptyFill,
   kMisaligned,
-  kOffsets,      // a copy within the device begins where a word does
-  kLateSource,   // pageable memory is read when the stream gets there
-  kNoWait,       // synchronize() of a stream
-  kEarlyFree,    // freed memory is overwritten before the stream gets there
+  kOffsets,      // a copy within the device rounds its start down to a word boundary
+  kLateSource,   // a copy from pageable memory reads the source when the stream reaches the copy
+  kNoWait,       // synchronize() of a stream returns before the stream's work is done
+  kEarlyFree,    // freed memory is overwritten before the stream reaches the free
   kEventHost,    // synchronize_event() returns at once
   kEventStream,  // wait_event() does nothing
-  kFirstMark,    // an event that was waited for stays where it was
+  kFirstMark,    // a second record of an event keeps the first record's position
   kFillHangs,
   kCopyCrashes,
-  kCapturing,    // says that every stream is captured
-  kPolledEarly,  // query_event() says "done" at once
-  kOtherUnit,    // elapsed_time() does not count nanoseconds
-  kLeak,         // free() keeps what it is given
+  kCapturing,    // reports every stream as being captured
+  kPolledEarly,  // query_event() reports "done" at once
+  kOtherUnit,    // elapsed_time() is not in nanoseconds
+  kLeak,         // free() frees nothing
   kCount
 };
 constexpr int kFaults = static_cast<int>(Fault::kCount);
 
-// A stream is an address; an event is the stream that it was recorded on.
+// A stream is represented by its address. An event stores the stream on which it was recorded.
 struct Event {
   std::atomic<void*> stream{nullptr};
   std::atomic<bool> waited{false};
-  std::atomic<int64_t> time{0};  // when it was recorded
+  std::atomic<int64_t> time{0};  // time of the record
 };
 
 class Device : public FarDevice {
@@ -112,7 +113,8 @@ class Device : public FarDevice {
       event.time = std::chrono::steady_clock::now().time_since_epoch().count();
       return TE_FL_OK;
     };
-    // The work of the marked stream is done at once, which is earlier than it must be.
+    // wait_event() waits on the host at once instead of in stream order, which is stricter than
+    // required.
     api.wait_event = [](void* self, void* event, void*, const te_fl_error_sink* e) -> te_fl_status {
       return of(self).is(Fault::kEventStream) ? TE_FL_OK : of(self).wait_for(event, e);
     };
@@ -127,7 +129,8 @@ class Device : public FarDevice {
       const int64_t from = static_cast<Event*>(start)->time, to = static_cast<Event*>(end)->time;
       const int64_t between = to > from ? to - from : 0;
       *nanoseconds = static_cast<uint64_t>(between) *
-                     (of(self).is(Fault::kOtherUnit) ? 1'000'000u : 1u);  // "femtoseconds"
+                     // a unit other than nanoseconds
+                     (of(self).is(Fault::kOtherUnit) ? 1'000'000u : 1u);
       return TE_FL_OK;
     };
     api.synchronize_event = [](void* self, void* event, const te_fl_error_sink* e) -> te_fl_status {
@@ -159,10 +162,10 @@ class Device : public FarDevice {
     return own_.free(desc.self, data, kind, stream, e);
   }
 
-  // Not inlined: te-fl check is to name it.
+  // Not inlined because te-fl check must name this function in its report of the crash.
   [[gnu::noinline]] te_fl_status copy(void* to, const void* from, size_t bytes, uint32_t host,
                                       void* stream, const te_fl_error_sink* e) {
-    if (is(Fault::kCopyCrashes) && host == 0)  // the host reads memory of the device
+    if (is(Fault::kCopyCrashes) && host == 0)  // the host dereferences device memory
       return *static_cast<volatile const char*>(from) == 1 ? TE_FL_INTERNAL : TE_FL_OK;
     if (is(Fault::kOffsets) && host == 0)
       from = static_cast<const char*>(from) - reinterpret_cast<uintptr_t>(from) % 4;
@@ -182,8 +185,9 @@ class Device : public FarDevice {
   }
 
   Fault fault_;
-  std::atomic<int64_t> used_{0};  // blocks
-  te_fl_device_api own_;          // the far device's functions, before they were exchanged
+  std::atomic<int64_t> used_{0};  // number of allocated blocks
+  // the functions of the far device before this plugin replaced some of them
+  te_fl_device_api own_;
 };
 
 struct Instance {

@@ -1,6 +1,6 @@
-// relu on FP32, implemented many ways: right, and wrong in the ways that te-fl check exists for;
-// and an attention that is wrong in shapes that only drawn cases have. Each is an implementation of
-// its own, vendor.wrong.NAME. For tests; never installed.
+// FP32 relu implementations: one is correct and each of the others has one fault that te-fl check
+// must find; and an attention that is wrong only in shapes that only randomly drawn cases have.
+// Each is registered as vendor.wrong.NAME. For tests; never installed.
 #include <signal.h>
 #include <time.h>
 
@@ -36,7 +36,7 @@ void relu(const float* x, float* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) y[i] = x[i] < 0 ? 0 : x[i];
 }
 
-// ---- on host memory
+// ---- implementations that run on host memory
 
 void right(const ReluCall& c) { relu(c.x, c.y, c.n); }
 void a_little(const ReluCall& c) {
@@ -47,9 +47,9 @@ void one_element(const ReluCall& c) {
   relu(c.x, c.y, c.n);
   if (c.n > 1000) c.y[c.n - 3] += 1;
 }
-// As a grid of whole blocks might.
+// Wrong in the last element of large tensors, as a kernel with a grid of whole blocks may be.
 void beyond_310000(const ReluCall& c) { relu(c.x, c.y, c.n > 310000 ? c.n - 1 : c.n); }
-// And one that only a size which te-fl bench has shows.
+// Wrong only at a size that te-fl bench has and te-fl check's table has not.
 void beyond_million(const ReluCall& c) { relu(c.x, c.y, c.n > 1000000 ? c.n - 2 : c.n); }
 void no_nan(const ReluCall& c) {
   for (int64_t i = 0; i < c.n; ++i) c.y[i] = std::isnan(c.x[i]) ? 0 : std::max(c.x[i], 0.0f);
@@ -75,7 +75,7 @@ void late_refusal(const ReluCall& c) {
 }
 void late_failure(const ReluCall& c) {
   relu(c.x, c.y, c.n);
-  if (c.n > 1000) throw b::Error(TE_FL_INTERNAL, "the last block failed \xff");  // in no encoding
+  if (c.n > 1000) throw b::Error(TE_FL_INTERNAL, "the last block failed \xff");  // invalid UTF-8
 }
 void hangs(const ReluCall& c) {
   while (c.n == 17) std::this_thread::sleep_for(std::chrono::seconds(1));
@@ -85,7 +85,7 @@ void hangs(const ReluCall& c) {
   if (c.n == 17) std::abort();
   relu(c.x, c.y, c.n);
 }
-// As code for many rows of whole vectors might.
+// Hangs for several rows of whole vectors, as a specialised kernel for such shapes may.
 void hangs_at_128(const ReluCall& c) {
   while (c.rows > 3 && c.columns == 128) std::this_thread::sleep_for(std::chrono::seconds(1));
   relu(c.x, c.y, c.n);
@@ -95,17 +95,17 @@ void hangs_at_128(const ReluCall& c) {
   for (int64_t i = 0; i < n; ++i) sum += x[i];
   return sum;
 }
-// Whole vectors of four, the last one too.
+// Reads whole vectors of four elements, also past the end of the tensor.
 void reads_past(const ReluCall& c) {
   [[maybe_unused]] volatile float sum = sum_of(c.x, (c.n + 3) / 4 * 4);
   relu(c.x, c.y, c.n);
 }
 void leaks(const ReluCall& c) {
-  static std::atomic<void*> kept;  // not to be optimised away
+  static std::atomic<void*> kept;  // keeps the value from being optimised away
   kept = std::malloc(48);
   relu(c.x, c.y, c.n);
 }
-// As if it ran out of something that every call takes one of.
+// Wrong from some call on, as if each call leaked a limited resource.
 void wrong_later(const ReluCall& c) {
   static std::atomic<int> calls{0};
   relu(c.x, c.y, c.n);
@@ -113,7 +113,7 @@ void wrong_later(const ReluCall& c) {
 }
 void overruns(const ReluCall& c) {
   relu(c.x, c.y, c.n);
-  if (c.n % 4 != 0) c.y[c.n] = 0;  // a whole vector, where the tensor has none
+  if (c.n % 4 != 0) c.y[c.n] = 0;  // writes past the end of the tensor
 }
 void writes_input(const ReluCall& c) {
   relu(c.x, c.y, c.n);
@@ -154,7 +154,7 @@ void stray_thread(const ReluCall& c) {
     }).detach();
 }
 
-// Leaves a thread of a library's, as drivers do: glibc keeps the one that it starts for such
+// Leaves a library's thread running, as drivers do: glibc keeps the thread that it starts for such
 // timers.
 void library_thread(const ReluCall& c) {
   relu(c.x, c.y, c.n);
@@ -174,13 +174,14 @@ void host_run(const te_fl_context& ctx, const te_fl_relu_args& args) {
      shape.rows, shape.cols});
 }
 template <Host F>
-te_fl_status bare_run(void*, const te_fl_context* ctx, const void* raw) {  // without a guard
+// an implementation without the guard that turns exceptions into a status
+te_fl_status bare_run(void*, const te_fl_context* ctx, const void* raw) {
   host_run<F>(*ctx, *static_cast<const te_fl_relu_args*>(raw));
   return TE_FL_OK;
 }
 void throws(const ReluCall&) { throw 42; }
 
-// ---- what they answer that is no status
+// ---- implementations whose return value is no valid status
 
 template <te_fl_status answer>
 te_fl_status answers(void*, const te_fl_context* ctx, const void* raw) {
@@ -189,7 +190,7 @@ te_fl_status answers(void*, const te_fl_context* ctx, const void* raw) {
 }
 te_fl_status answers_bits(void*, const te_fl_context*, const void*) { return 0x20000; }
 
-// ---- what they say that they run
+// ---- implementations that report what they run
 
 te_fl_status says(void*, const te_fl_context*, const void*, const te_fl_error_sink* text) {
   b::report(text, "one loop");
@@ -217,11 +218,11 @@ void compact(const te_fl_context&, const te_fl_relu_args& args) {
     b::unsupported("relu takes compact tensors only");
 }
 
-// ---- on the device
+// ---- implementations that run on the device
 
 std::atomic<int64_t> g_used{0};
 std::atomic<bool> g_late{false};
-te_fl_device_api g_far;  // the far device's own functions
+te_fl_device_api g_far;  // the far device's original functions
 
 enum class Far {
   kRight,
@@ -230,10 +231,10 @@ enum class Far {
   kLeak,
   kLateFailure,
   kLeakingDevice,
-  kReadsPast,    // into a maximum, which leaves NaN out
-  kReadsBefore,  // under a factor of zero, which NaN alone survives
-  kReadsBits,    // into the last bits of a result, within its tolerance
-  kWritesFar     // further behind the end than a buffer's own guard bytes reach
+  kReadsPast,    // a read past the end goes into a maximum, which ignores NaN
+  kReadsBefore,  // a read before the start is multiplied by zero, so only NaN shows it
+  kReadsBits,    // a read changes the result within its tolerance
+  kWritesFar     // writes beyond the end, past the guard bytes that a buffer has itself
 };
 void relu_of(Far kind, const float* x, float* y, int64_t n) {
   relu(x, y, n);
@@ -243,7 +244,7 @@ void relu_of(Far kind, const float* x, float* y, int64_t n) {
   if (kind == Far::kWritesFar && n % 4 != 0) y[n + 100] = 0;
 }
 
-std::atomic<bool> g_keeps{false};  // the device keeps what is freed
+std::atomic<bool> g_keeps{false};  // the device does not return freed memory
 
 template <Far kind>
 te_fl_status far_run(void* self, const te_fl_context* ctx, const void* raw) {
@@ -431,7 +432,8 @@ te_fl_status ops(void* instance, uint32_t* count, const te_fl_op_desc* const** l
 
 void destroy(void* instance) {
   delete static_cast<Instance*>(instance);
-  // A queue that is still at work. The library is linked so that it stays mapped for this.
+  // A queue that goes on writing after the plugin is destroyed. The library is linked so that it
+  // stays mapped for this thread.
   if (float* last = g_last.exchange(nullptr))
     std::thread([last] {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));

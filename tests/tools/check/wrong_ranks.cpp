@@ -1,5 +1,6 @@
-// A provider of collectives whose ranks find each other in memory of one process and say of
-// processes that they serve them too: right with threads, wrong among processes.
+// A provider of collectives that claims to serve ranks in separate processes as well as threads.
+// Its ranks find each other in memory of one process, so it is correct among threads and wrong
+// among processes.
 #include <cstdlib>
 #include <string_view>
 #include <vector>
@@ -14,7 +15,8 @@ namespace b = te_fl::backend;
 bool is_process() { return std::getenv("TE_FL_WORLD_SIZE") != nullptr; }
 
 void broadcast(const te_fl_context&, const te_fl_broadcast_args& a) {
-  // Among processes, where a test asks for it, rank 1 dies or rank 0 leaves without a word.
+  // In separate processes, the variable WRONG_RANKS makes rank 1 crash or rank 0 exit without a
+  // message.
   if (const char* fault = std::getenv("WRONG_RANKS"); fault != nullptr && is_process()) {
     if (std::string_view(fault) == "crash" && a.comm->rank == 1) std::abort();
     if (std::string_view(fault) == "leave" && a.comm->rank == 0) std::_Exit(0);

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The te-fl command as its user types it. usage: cli_test.py TE_FL ONE_CALL FAR_PLUGIN"""
+"""Tests the te-fl command line as a user types it. usage: cli_test.py TE_FL ONE_CALL FAR_PLUGIN"""
 import json
 import os
 import pathlib
@@ -12,7 +12,7 @@ import tempfile
 import unittest
 
 TE_FL, ONE_CALL, FAR = (sys.argv.pop(1) for _ in range(3))
-os.environ["TE_FL_PLUGIN_PATH"] = ""  # without the plugins that lie beside libte_fl in the build tree
+os.environ["TE_FL_PLUGIN_PATH"] = ""  # ignores the plugins beside libte_fl in the build tree
 
 
 def run(*arguments, **env):
@@ -20,12 +20,12 @@ def run(*arguments, **env):
 
 
 def program(*arguments, **env):
-    """A user's program (one_call.cpp)."""
+    """Runs a user's program (one_call.cpp)."""
     return subprocess.run([ONE_CALL, *arguments], capture_output=True, text=True, timeout=200, env={**os.environ, **env})
 
 
 def terminal(*arguments, **env):
-    """Standard output of a run on a terminal."""
+    """Runs te-fl with a terminal as standard output; returns the output."""
     master, slave = pty.openpty()
     subprocess.run([TE_FL, *arguments], stdout=slave, stderr=subprocess.DEVNULL, timeout=60, env={**os.environ, **env})
     os.close(slave)
@@ -38,7 +38,7 @@ def terminal(*arguments, **env):
     return out
 
 
-# They need ranks, and are timed by none of the commands here.
+# These ops need several ranks; none of the commands tested here times them.
 COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "send", "recv", "barrier"}
 
 
@@ -63,7 +63,7 @@ class Commands(unittest.TestCase):
         self.assertEqual({p["name"]: p["comms"] for p in data["plugins"]}["reference"], ["threads"])
         self.assertRegex(text, r"\n +reference .* threads ")
         self.assertEqual(data["devices"][0]["device"], "cpu")
-        self.assertIsNone(data["devices"][0]["copy_bandwidth"])  # nobody measures the host's
+        self.assertIsNone(data["devices"][0]["copy_bandwidth"])  # te-fl does not measure the host's copy bandwidth
         self.assertEqual(data["staging"], {"strict": False, "max_bytes": None})
         self.assertIn("copies, of any size", text)
         self.assertIn("up to 4096 bytes a call", self.ok("info", TE_FL_MAX_STAGED_BYTES="4096"))
@@ -80,7 +80,7 @@ class Commands(unittest.TestCase):
                         result = run("info", *options, **{variable: value})
                         self.assertEqual(result.returncode, 1, result.stdout)
                         self.assertIn(words, result.stderr)
-            # An absent folder is an error of calls where nothing may be silently different.
+            # In strict mode (TE_FL_STRICT=1) a call fails if a plugin folder is absent.
             result = run("explain", "gelu", TE_FL_PLUGIN_PATH=folder + "/plugnis", TE_FL_STRICT="1")
             self.assertNotEqual(result.returncode, 0, result.stdout)
             self.assertIn("plugnis", result.stderr)
@@ -303,7 +303,7 @@ class Commands(unittest.TestCase):
         self.assertNotIn(b"\033[", terminal("info", NO_COLOR="1"))
 
     def test_json_is_utf8_whatever_it_is_about(self):
-        """Variables and paths are bytes; those that no text has become U+FFFD."""
+        """Variables and paths are bytes; invalid UTF-8 becomes U+FFFD in the JSON output."""
         path = b"/absent/\xff/x"
         for command, env in ((("env", "--json"), {"TE_FL_TRACE": path}), (("doctor", "--json"), {"TE_FL_TRACE": path}),
                              (("info", "--fingerprint", "--json"), {"TE_FL_POLICY_FILE": path}),
@@ -364,7 +364,7 @@ class Commands(unittest.TestCase):
     def test_traces_of_ranks_lie_side_by_side_in_one_file(self):
         with tempfile.TemporaryDirectory() as folder:
             trace, merged = os.path.join(folder, "run.json"), os.path.join(folder, "all.json")
-            for rank in ("1", "0", "2"):  # one after the other, whose order in time the file must show
+            for rank in ("1", "0", "2"):  # the runs are sequential, and the trace must show their order in time
                 self.assertEqual(program("gelu", TE_FL_TRACE=trace, RANK=rank, WORLD_SIZE="3").returncode, 0)
             files = [trace, trace + ".rank2", trace + ".rank1"]
             self.assertEqual(sorted(os.listdir(folder)), ["run.json", "run.json.rank1", "run.json.rank2"])
@@ -416,7 +416,8 @@ class Commands(unittest.TestCase):
             self.assertIn(f"and {len(lists) - 1} lists of other ops", header)
 
     def test_commands_leave_watching_to_programs(self):
-        """Reading a trace must not replace it, and what is timed must not be checked."""
+        """te-fl commands ignore a program's TE_FL_TRACE and TE_FL_VERIFY: reading a trace must not overwrite it, and timed calls must not be
+        verified."""
         with tempfile.TemporaryDirectory() as folder:
             trace = os.path.join(folder, "run.json")
             self.assertEqual(program("gelu", TE_FL_TRACE=trace).returncode, 0)
@@ -432,7 +433,7 @@ class Commands(unittest.TestCase):
                 self.assertNotIn("TE_FL_VERIFY checked", result.stderr)
             shown = {v["name"]: v for v in json.loads(self.ok("env", "--json", **watched))}["TE_FL_TRACE"]
             self.assertEqual([shown["value"], shown["origin"]], [trace, "environment (TE_FL_TRACE)"])
-            # The doctor finds each mistake at which a program would stop.
+            # The doctor finds each setting that would stop a program.
             self.fails(1, "is not a share of calls", "doctor", TE_FL_VERIFY="much")
             self.fails(1, os.path.join(folder, "none", "run.json"), "doctor", TE_FL_TRACE=os.path.join(folder, "none", "run.json"))
 
@@ -483,7 +484,7 @@ class Commands(unittest.TestCase):
             self.assertIn(why, strict.stderr)
             self.fails(1, "problem  plugin", "doctor", TE_FL_PLUGIN_MODULES=modules)
         self.fails(1, "is the name of no manifest", "doctor", TE_FL_PLUGIN_MODULES="acme")
-        # A word that looks like a Python module is left to Python programs.
+        # te-fl ignores a word that looks like the name of a Python module; Python programs import it.
         self.ok("doctor", TE_FL_PLUGIN_MODULES="acme.te_fl")
         for modules in ("acme.te_fl", "acme", FAR):
             result = program("gelu", TE_FL_PLUGIN_MODULES=modules, TE_FL_STRICT="1")
@@ -557,12 +558,12 @@ class Commands(unittest.TestCase):
         text = self.fails(2, "te-fl: /absent/x.so does not exist", "check", "/absent/x.so")
         self.assertIn("the library that the plugin was built to", text)
         self.fails(2, "te-fl: /tmp is a folder", "check", "/tmp")
-        self.fails(1, "is a text file", "check", __file__)  # it is read, and is no plugin
+        self.fails(1, "is a text file", "check", __file__)  # the file can be read and is not a plugin
         self.fails(2, "is not a saved call", "replay", TE_FL)
         for kind, path in (("a folder", "/tmp"), ("a device", "/dev/null")):
             self.fails(2, f"{path} is {kind}", "replay", path)
             self.assertIn(kind, json.loads(run("replay", path, "--json").stdout)["error"]["message"])
-        # Found before anything is timed.
+        # The command refuses the path before it times anything.
         self.fails(2, "cannot write /absent/policy.json (--out)", "tune", TE_FL, "--out", "/absent/policy.json")
 
     def test_every_command_has_help_of_its_own(self):

@@ -1,6 +1,6 @@
-// A user's program in one of three shapes: `one_call gelu` calls an op a few times, `one_call to
-// DEVICE` moves a tensor from four threads at once and calls no op, `one_call host` calls an op and
-// says which libraries are mapped.
+// A user's program with three modes: `one_call gelu` calls an op a few times, `one_call to DEVICE`
+// moves a tensor from four threads at once and calls no op, and `one_call host` calls an op and
+// prints which libraries are mapped.
 #include <cstdio>
 #include <cstring>
 #include <fstream>

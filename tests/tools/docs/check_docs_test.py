@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""tools/check_docs.py accepts right blocks and finds each kind of wrong one.
-usage: check_docs_test.py CHECK_DOCS BUILD CXX CC"""
+"""Tests that tools/check_docs.py accepts right code blocks and reports each kind of wrong one. usage: check_docs_test.py CHECK_DOCS BUILD CXX CC"""
 import os
 import pathlib
 import subprocess
@@ -11,7 +10,7 @@ CHECK, BUILD, CXX, CC = sys.argv[1:]
 SOURCE = pathlib.Path(CHECK).resolve().parent.parent
 F = "```"
 
-# name, document, the text that the complaint must contain (None: the document is right)
+# name, document, text that the error message must contain (None: the document is right)
 CASES = [
     ("program", f"{F}cpp\n#include <cstdio>\nint main() {{ return 0; }}\n{F}", None),
     ("program that fails", f"{F}cpp\nint main() {{ return 3; }}\n{F}", "the program exits with 3"),
@@ -52,7 +51,7 @@ CASES = [
 
 
 def index_of(pages):
-    """The messages of check_docs.py about an index that names a.md alone, in a folder with these pages."""
+    """Returns the messages of check_docs.py for a folder with these pages whose index lists only a.md."""
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "docs").mkdir()
         pathlib.Path(folder, "docs/README.md").write_text("[a](a.md)\n")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tools/check_layering.py: which includes and names it refuses, and which it leaves alone."""
+"""Tests tools/check_layering.py: which includes and names it refuses and which it accepts."""
 
 import os
 import sys
@@ -44,7 +44,7 @@ class Layering(unittest.TestCase):
     def test_the_words_of_the_shipped_manifests(self):
         words = check_layering.manifest_words(check_layering.shipped_manifests())
         self.assertLessEqual({"nvidia", "cuda", "opencl", "libcudnn.so", "libnccl2", "hipblas", "libascendcl.so", "huawei"}, words)
-        for path, allowed in check_layering.ALLOWED_WORDS.items():  # no exception outlives its reason
+        for path, allowed in check_layering.ALLOWED_WORDS.items():  # every exception must still be needed
             with open(os.path.join(ROOT, path)) as file:
                 found = "\n".join(check_layering.words_known("x", file.read(), words)).lower()
             for word in allowed:
@@ -99,7 +99,7 @@ class Layering(unittest.TestCase):
     def test_units_form_no_ring(self):
         texts = {"nn/fp8/a.cpp": '#include "nn/fp8/b.hpp"\n', "include/te_fl/nn/fp8/a.hpp": "", "nn/fp8/b.hpp": '#include "nn/base/c.hpp"\n'}
         self.assertEqual(check_layering.rings(texts), [])
-        texts["nn/fp8/b.cpp"] = '#include "te_fl/nn/fp8/a.hpp"\n'  # a header and its source are one
+        texts["nn/fp8/b.cpp"] = '#include "te_fl/nn/fp8/a.hpp"\n'  # a header and its source count as one unit
         self.assertEqual(check_layering.rings(texts), [["nn/fp8/a", "nn/fp8/b"]])
 
     def test_dispatch_reaches_its_interceptors_by_their_doors(self):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tools/modulegen.py: nn/modules.yaml has Transformer Engine's arguments, and what is written from it is what it says."""
+"""Tests tools/modulegen.py: nn/modules.yaml has the arguments of Transformer Engine's modules, and the generated files agree with it."""
 
 import inspect
 import json

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tools/op_spec.py: ids that are never given again, rules between arguments, and what else a specification is refused for."""
+"""Tests tools/op_spec.py: op ids are never reused, the rules between arguments, and the other errors of a specification."""
 
 import os
 import pathlib
@@ -70,7 +70,7 @@ class Specification(unittest.TestCase):
         self.refused("its id was 3 and is 4 now", [("first", 0), ("second", 4)])
         self.refused("second: has id 3 in ops/ids.txt and no entry", [("first", 0)])
         self.load([("first", 0)], IDS.replace("3 second", "3 second retired"))
-        self.load([*self.KEPT, ("gone", 4)])  # a name may come back, its id may not
+        self.load([*self.KEPT, ("gone", 4)])  # a removed op's name may be reused, its id may not
 
     def test_the_list_itself(self):
         self.refused("stands there twice", self.KEPT, IDS + "3 third\n")

@@ -1,4 +1,4 @@
-// Parses the manifests named on the command line as te-fl does; says what is wrong with each.
+// Parses the manifests named on the command line with te-fl's parser and prints the errors of each.
 #include <cstdio>
 #include <fstream>
 #include <iterator>
