@@ -159,41 +159,41 @@ MADE_BY = {
 MORE = {"te_fl.jax.attention.fused_attn": ("transpose_batch_sequence",)}
 
 MEMBERS_INTRODUCTION = """
-Objects of the served classes of `transformer_engine.pytorch` have the attributes, properties and methods of Transformer Engine's, and those that are plain there can be set.
-These are left out, wherever Transformer Engine has them:
+Objects of the served classes of `transformer_engine.pytorch` have the attributes, properties and methods of Transformer Engine's objects, and those that are plain attributes there can be set.
+The following are missing in every class that has them in Transformer Engine. The second column says what they are for in Transformer Engine, and how te-fl differs:
 """
 # Members of Transformer Engine's classes that te-fl's lack, and why. tests/python/te_names_test.py finds them.
 LACKING = (
     ("activation_dtype adjust_amax_history_length end_forward get_fp8_meta_tensors get_grad_output_quantizer get_input_quantizer get_quantizer "
      "get_quantizer_roles grad_input_quantizer_role grad_output_preprocess init_fp8_meta_tensors module_setattr num_quantizers output_quantizer_role "
      "param_init_meta prepare_forward prepare_forward_ctx quantizers reset_recipe_state set_activation_dtype set_meta_tensor wgrad_store",
-     "how its forwards work: te-fl's are in C++, and quantise there"),
+     "internals of its forwards; te-fl's forwards are in C++ and quantise there"),
     ("add_fp8_tensors_to_global_buffer autocast_enter autocast_exit copy_forward_fp8_meta_tensors_for_recompute get_autocast_state get_buffer_info "
      "get_fwd_bwd_key get_key_in_buffer get_meta_tensor_key get_old_fp8_meta_tensors_for_recompute get_unique_autocast_key is_first_fp8_module "
      "reduce_and_update_fp8_tensors reduce_tensor_across_group_op_max restore_fp8_meta_tensors set_autocast_state split_key_in_buffer",
-     "how its scales are kept and updated: te-fl's are in C++; `autocast` and `checkpoint` are the ways"),
+     "internal storage and update of scales; te-fl's are in C++: use `autocast` and `checkpoint`"),
     ("alloc_tensors amax_reduction_group calibrate clear copy_from_storage create_metadata create_tensor_from_data fsdp_assign_gathered fsdp_buffer_fields "
      "fsdp_extract_buffers get_columnwise_shape get_data_tensors get_metadata get_scale_shape get_usages inner_tensor_specs internal is_requantization_safe "
      "make_like optimize_for_gemm prepare_for_saving quantize_impl remove_caches restore_from_saved storage_metadata supports_only_rowwise_all_gather to_dtype "
-     "update_quantizer update_usage with_amax_reduction", "how its tensors lie in memory: a Float8Tensor of te-fl's owns codes and scales"),
+     "update_quantizer update_usage with_amax_reduction", "memory layout of its tensors; a Float8Tensor of te-fl owns codes and scales"),
     ("fuser_backward fuser_forward fuser_forward_save_ctx op_backward op_forward",
-     "how its operations are fused; a program's own operation defines them"),
+     "fusion of its operations; only user-defined operations define them in te-fl"),
     ("is_fused_op pre_first_fuser_forward pre_fuser_forward set_extra_input_channel set_extra_output_channel",
-     "its LayerNorm and RMSNorm are operations too; those of `te.ops` have them"),
-    ("has_bias init_method make_grouped_weights set_tensor_parallel_attributes", "one weight for all experts, which te-fl has none of"),
-    ("cp_comm_type cp_global_ranks cp_group cp_stream load_balancing_strategy", "context parallelism, which is not there yet"),
+     "its LayerNorm and RMSNorm modules are operations too; in te-fl the operations in `te.ops` have these members"),
+    ("has_bias init_method make_grouped_weights set_tensor_parallel_attributes", "one weight for all experts, which te-fl does not support"),
+    ("cp_comm_type cp_global_ranks cp_group cp_stream load_balancing_strategy", "context parallelism, which te-fl does not support yet"),
     ("bias_dropout_add_exec_handler bias_dropout_fusion bias_gelu_nvfusion deterministic flash_attention forward_fused_softmax forward_torch_softmax "
      "fused_attention gemm_bias_unfused_add gemm_gelu_fusion get_batch_per_block get_qkv_quantization_capabilities is_kernel_available logger "
      "rng_states_tracker scaled_masked_softmax_fusion_type set_nccl_overlap_warning_if_tp unfused_attention",
-     "which of its kernels it takes: te-fl's policy decides, and `te_fl.explain` says who serves"),
+     "the choice among its kernels; in te-fl the policy decides, and `te_fl.explain` shows the choice"),
     ("dtype_to_range_map fuse_unscale most_recent_scale multi_tensor_adam multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
      "multi_tensor_adam_fp8 multi_tensor_adam_param_remainder multi_tensor_sgd name_to_dtype_map scale_set_by_backward",
      "the kernels of its optimizers; the functions are in `te_fl.pytorch.optimizers`"),
     ("bwd_step current_layer_id finish_part_of_bwd fwd_step layer_states num_of_fwds offload_stream pop_tensor previous_bwd_layer_id push_tensor",
-     "how its context offloads"),
-    ("inter_attention key_value layernorm layernorm_qkv layernorm_query query_layer", "parts that are there, as in Transformer Engine, where the arguments ask for them"),
+     "internals of its offloading"),
+    ("inter_attention key_value layernorm layernorm_qkv layernorm_query query_layer", "submodules that exist, as in Transformer Engine, only with certain arguments"),
     ("is_debug_iter next_iter_when_debug_should_be_run no_debug_features_active", "its debug tools"),
-    ("onnx_dequantize onnx_forward onnx_quantize op_onnx_forward", "how it exports to ONNX; `onnx_export` is served"),
+    ("onnx_dequantize onnx_forward onnx_quantize op_onnx_forward", "internals of its ONNX export; `onnx_export` is served"),
     ("bwd_ln_sm_margin bwd_rmsnorm_sm_margin fwd_ln_sm_margin fwd_rmsnorm_sm_margin inf_ln_sm_margin inf_rmsnorm_sm_margin",
      "multiprocessors that its kernels leave free"),
 )
@@ -252,16 +252,16 @@ PRIVATE = {name: (f"transformer_engine.pytorch.module.{module}.{name}", f"call {
     ("_GroupedLinear", "grouped_linear", "GroupedLinear, which takes m_splits"))}
 
 INTRODUCTION = """
-`te_fl.as_transformer_engine()` makes `import transformer_engine` mean te-fl ([PyTorch](pytorch.md)). So does `TE_FL_AS_TRANSFORMER_ENGINE=1` where the
-package is installed.
+After `te_fl.as_transformer_engine()`, `import transformer_engine` imports te-fl ([PyTorch](pytorch.md)). With `TE_FL_AS_TRANSFORMER_ENGINE=1` in the environment
+an installed te-fl does this without the call.
 
-- A served name comes from the module of te-fl that the table names, with Transformer Engine's parameters and defaults (but `device`).
-- A refused name can be imported and derived from, and `isinstance` of it is False. Calling it, making an object of a derived class or reading an
-  attribute raises `te_fl.errors.Unsupported`, which says what to use.
-- An argument that is not honoured is refused by name, never ignored. The tables list the arguments that take one value only.
-- A variable `NVTE_..` that is set and not honoured is a warning, once.
+- A served name is imported from the te-fl module in the table. It has Transformer Engine's parameters and defaults (except `device`).
+- A refused name can be imported and used as a base class, and `isinstance` with it is False. Calling it, making an object of a derived class or reading an
+  attribute raises `te_fl.errors.Unsupported` with a message that says what to use instead.
+- An unsupported argument is refused by name, never ignored. The tables list the arguments of which only one value is accepted.
+- If a variable `NVTE_..` is set that te-fl does not support, a warning says so once.
 
-The column "inside" is the other way, [inside Transformer Engine](inside-transformer-engine.md): NVIDIA's own package on te-fl's ops.
+The column "inside" is for the other way of use, [inside Transformer Engine](inside-transformer-engine.md): NVIDIA's own package on te-fl's ops.
 """
 
 # Inside NVIDIA's package (docs/inside-transformer-engine.md) all of its names of PyTorch are its own, computed by te-fl, but these.
