@@ -98,7 +98,7 @@ class _Writes:
     def __init__(self) -> None:
         self.asked = False  # a forward with is_first_microbatch=True ran, and no backward has run since
         self.backward = -1  # the graph task id of the PyTorch backward in which a gradient of the weight was last computed
-        self.delayed: Deque[bool] = deque()  # the same decision for gradients deferred to backward_dw(), the earliest first
+        self.delayed: Deque[bool] = deque()  # As `asked`, for gradients deferred to backward_dw(), the earliest first
 
 
 _writes = WeakTensorKeyDictionary()  # _Writes by weight tensor

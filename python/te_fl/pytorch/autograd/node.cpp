@@ -60,7 +60,7 @@ bool interpreter_ends() {
 
 Ref wrapped(const Variable& v) { return checked(THPVariable_Wrap(v)); }
 
-// The same as call.hooks_may_copy().
+// See call.hooks_may_copy().
 bool hooks_may_copy() {
   const auto hooks = at::SavedTensorDefaultHooks::get_hooks();
   if (!hooks.has_value()) return false;

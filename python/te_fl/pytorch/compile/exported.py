@@ -1,4 +1,4 @@
-"""te-fl's layers as PyTorch's operations, for torch.onnx.export: each function computes, without a backward of its own, what the layer's ops do."""
+"""te-fl's layers for torch.onnx.export: each function computes a layer's forward with PyTorch's ops, without a backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WHERE = "onnx_export"
 
 def forward(module: Any, layer: TracedLayer, activation: int, inputs: Sequence[torch.Tensor], extras: Sequence[torch.Tensor],
             parameters: Sequence[torch.Tensor], attention: Optional[dict], random: Optional[torch.Tensor]) -> torch.Tensor:
-    """The output of the layer that a graph would call."""
+    """The output of the layer, computed with PyTorch's ops."""
     if quantization.enabled():
         raise refuse(_WHERE, "recipe", quantization.active_recipe(), "te-fl's FP8 products have no ONNX operators; export outside of te.autocast, and "
                      "quantise the exported model with the tools of its runtime")
@@ -100,7 +100,7 @@ def _activated(name: str, x: torch.Tensor, options: dict) -> torch.Tensor:
 
 
 def cumulative_lengths(mask: torch.Tensor) -> torch.Tensor:
-    """The first token of each sequence of a padding mask [batch, 1, 1, length], whose form is not checked."""
+    """The first token's index of each sequence, from a padding mask [batch, 1, 1, length], which is not validated."""
     return F.pad((~mask[:, 0, 0, :]).sum(1).cumsum(0), (1, 0)).to(torch.int32)
 
 
@@ -140,7 +140,7 @@ def _attention(module: Any, key: tuple, inputs: Sequence[torch.Tensor], extras: 
     if sink is not None:
         scores = torch.cat([scores, sink.float().view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)], -1)
     shares = torch.softmax(scores, -1)[..., :k.shape[1]]
-    shares = shares.masked_fill(hidden, 0.0)  # of a query that sees nothing, too
+    shares = shares.masked_fill(hidden, 0.0)  # also zeroes the row of a query that attends to no key
     out = torch.einsum("bhqk,bkhd->bqhd", shares.to(v.dtype), v)
     return out.transpose(0, 1) if layout == "sbhd" else out
 

@@ -19,10 +19,10 @@ __all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_r
 
 
 class RotaryPositionEmbedding(torch.nn.Module):
-    """The angles of positions 0, 1, ..: a tensor [max_seq_len, 1, 1, dim] in FP32.
+    """The rotation angles of positions 0, 1, ..: a tensor [max_seq_len, 1, 1, dim] in FP32.
 
-    seq_len_interpolation_factor with pretrained_max_position_embeddings squeezes positions by the factor, or, where the sequence is longer
-    than that allows, into the length that was trained (arXiv 2306.15595).
+    With seq_len_interpolation_factor and pretrained_max_position_embeddings, positions are divided by the factor; a longer sequence is interpolated
+    into the pretrained length (arXiv 2306.15595).
     """
 
     @checks_keywords()
@@ -92,7 +92,7 @@ def _positions(start_positions: Optional[torch.Tensor]) -> Optional[torch.Tensor
 
 
 def _exported(t: torch.Tensor, angles: torch.Tensor, layout: str, interleaved: bool) -> torch.Tensor:
-    """apply_rotary_pos_emb() as PyTorch's operations, of sbhd and bshd."""
+    """apply_rotary_pos_emb() with PyTorch's ops, for the formats sbhd and bshd."""
     angles = angles[:t.shape[layout.index("s")]].float()
     angles = angles if layout == "sbhd" else angles.transpose(0, 1)
     turned, rest = t[..., :angles.shape[-1]].float(), t[..., angles.shape[-1]:]
@@ -109,7 +109,7 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, tensor_format: st
                          cu_seqlens: Union[torch.Tensor, None] = None, cp_size: int = 1, cp_rank: int = 0) -> torch.Tensor:
     """Rotates t, [s, b, h, d], [b, s, h, d] or, with cu_seqlens, [tokens, h, d], by the angles freqs, [s2, 1, 1, d2] with s2 >= s, d2 <= d.
 
-    start_positions: [b], the position of each sequence's first token. One op does it all, in FP32, so `fused` changes nothing.
+    start_positions: [b], the position of each sequence's first token. A single op computes in FP32 in all cases, so `fused` has no effect.
     """
     if tensor_format not in ("sbhd", "bshd", "thd"):
         raise InvalidArgument(f"apply_rotary_pos_emb: tensor_format is {tensor_format!r}; it is 'sbhd', 'bshd' or 'thd'")
@@ -170,9 +170,9 @@ def apply_fused_qkv_rotary_pos_emb(qkv: torch.Tensor, q_freqs: torch.Tensor, k_f
                                    tensor_format: str = "sbhd", start_positions: Union[torch.Tensor, None] = None,
                                    interleaved: bool = False, cu_seqlens: Union[torch.Tensor, None] = None, cp_size: int = 1,
                                    cp_rank: int = 0) -> torch.Tensor:
-    """Splits qkv, [s, b, g, q + k + v] or [b, s, g, q + k + v], and rotates queries and keys: (q, k, v).
+    """Splits qkv, [s, b, g, q + k + v] or [b, s, g, q + k + v], rotates queries and keys, and returns (q, k, v).
 
-    qkv_split_arg_list: elements of the queries, of the key and of the value in a group.
+    qkv_split_arg_list: the number of elements of the queries, the key and the value in each group.
     """
     if tensor_format not in ("sbhd", "bshd"):
         raise Unsupported(f"apply_fused_qkv_rotary_pos_emb: tensor_format={tensor_format!r} is not served; it is 'sbhd' or 'bshd', "

@@ -1,4 +1,4 @@
-"""Attributes that are plain in Transformer Engine's modules, whose forwards write them, and that te-fl computes when they are read."""
+"""Attributes that Transformer Engine's forwards write, and that te-fl computes on access."""
 
 from __future__ import annotations
 
