@@ -123,9 +123,9 @@ class Quantizer:
 
 
 class Float8Quantizer(Quantizer):
-    """By a scale that is given, F32 [1], as delayed scaling finds it from earlier values. amax, F32 [1], becomes the largest magnitude so far.
+    """Quantises with a given scale, F32 [1], such as delayed scaling computes from earlier values. amax, F32 [1], is updated to the running maximum.
 
-    What is written into the tensor in place later is quantised by its own amax; update_quantized() goes by the scale.
+    Later in-place writes to the tensor use the written values' own amax; update_quantized() uses this scale.
     """
 
     def __init__(self, scale: torch.Tensor, amax: torch.Tensor, fp8_dtype: Any, *, rowwise: bool = True, columnwise: bool = True) -> None:

@@ -30,7 +30,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
     _kind = "layernorm_mlp"
     _sites = ("fc1_fp8", "fc2_fp8")
     _remade = frozenset(("eps", "zero_centered_gamma", "activation", "activation_params"))
-    ub_overlap_ag = ub_overlap_rs = ub_overlap_rs_dgrad = ub_bulk_dgrad = ub_bulk_wgrad = False  # Userbuffers' transfers, of which te-fl has none.
+    ub_overlap_ag = ub_overlap_rs = ub_overlap_rs_dgrad = ub_bulk_dgrad = ub_bulk_wgrad = False  # Userbuffers flags; te-fl has no Userbuffers.
 
     @rules.checks_keywords()
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False,
@@ -119,7 +119,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     @rules.hides_misspelt
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, **misspelt: NoReturn):
-        """inp [..., hidden_size] -> the same shape, then the bias and the normalised input as asked for."""
+        """Maps inp [..., hidden_size] to the same shape; also returns the bias and the normalised input if requested."""
         if misspelt:
             raise rules.misspelling(LayerNormMLP.forward, misspelt)
         if self._divides:
@@ -151,7 +151,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return result if len(result) > 1 else out
 
     def _compute_part(self, inp: torch.Tensor, first: Optional[bool]) -> Tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the ranks' outputs, without fc2's bias, and the normalised input."""
+        """Returns the sum of the ranks' outputs, without fc2's bias, and the normalised input."""
         normed = normalise(self, inp)
         if self._layer_moves_rows:
             return self._compute(self._own_rows(normed), first), normed
@@ -167,7 +167,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
 
 def _clamp(where: str, activation: str, params: Optional[dict]) -> dict:
-    """The layer's options of activation_params."""
+    """Converts activation_params to the layer's options."""
     if not params:
         return {}
     if activation != "clamped_swiglu":

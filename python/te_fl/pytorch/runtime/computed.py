@@ -6,8 +6,9 @@ from typing import Any, Callable
 
 
 class Computed:
-    """A decorator of methods, as property is. A program may give the attribute a value, which stands until what is computed becomes another: Transformer
-    Engine's next forward would write over it then. A value that is given before the module's constructor has run is written over by that."""
+    """A decorator like property, with assignment. An assigned value is returned until the computed value changes, because Transformer Engine's next
+    forward would then overwrite it. A value assigned before the module's constructor has run is overwritten by the constructor.
+    """
 
     def __init__(self, compute: Callable[[Any], Any]):
         self._compute = compute
