@@ -238,8 +238,9 @@ def _random_state(seed: jax.Array) -> jax.Array:
 
 def make_swa_mask(segment_pos_q: jax.Array, segment_pos_kv: jax.Array, window_size: Optional[Tuple[int, int]] = None,
                   dtype: Any = jnp.float32, segment_ids_q: Optional[jax.Array] = None, segment_ids_kv: Optional[jax.Array] = None) -> jax.Array:
-    """A window by positions [.., queries] and [.., keys] as a factor [.., 1, queries, keys], 1 where a query attends. With segment ids the window's
-    left bound counts from the last query and key of each segment, and there is no right one."""
+    """A window mask from positions [.., queries] and [.., keys], as a factor [.., 1, queries, keys] that is 1 where a query attends. With segment
+    ids, the left bound is aligned to the last query and key of each segment, and there is no right bound.
+    """
     left, right = (jnp.inf if one < 0 else one for one in (window_size or (-1, -1)))
     where = segment_pos_kv[..., None, :] - segment_pos_q[..., :, None]
     if segment_ids_q is not None and segment_ids_kv is not None:

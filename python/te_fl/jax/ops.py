@@ -166,12 +166,12 @@ def _given(op: str, schema: dict, arguments: Dict[str, Any]) -> Tuple[Dict[str, 
 
 
 def _list(op: str, schema: dict, arg: dict, made: _Call, tensors: Dict[str, Any]) -> Dict[str, List[Tuple[str, Any]]]:
-    """Adds a list of tensors to the call. What it writes of them, by the list's name: each one's name and kind; empty: nothing."""
+    """Adds a list of tensors to the call. Returns the written elements by the list's name, each as (name, kind); an empty dict if none is written."""
     operand, name = tensors.get(arg["name"]), arg["name"]
     if operand is None and arg["role"] == _OUT and not arg["optional"]:
         operand = True
     first = next(a["name"] for a in schema["args"] if a["type"] == _LIST)
-    alike = list(tensors.get(first) or ()) if first != name else []  # the other lists have one of its shape for each of these
+    alike = list(tensors.get(first) or ()) if first != name else []  # the other lists have one element of the same shape for each of these
     if operand is True or isinstance(operand, QuantizedOutput) or arg["role"] == _OUT and isinstance(operand, (type, np.dtype)):
         operand = [operand] * len(alike)
     if operand is None or operand is False or isinstance(operand, (list, tuple)) and not operand:

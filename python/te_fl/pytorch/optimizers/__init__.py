@@ -243,8 +243,9 @@ class FusedAdam(_Optimizer):
         return own if skip_unscale or dtype is torch.int16 else self._states.read(param, state_name, own)
 
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
-        """Takes values for one of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter, as get_unscaled_state() gives them. The master_param of
-        an FP32 parameter stays the parameter: Transformer Engine's checkpoints hold values there that its steps have not written."""
+        """Sets one of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter from values in the form of get_unscaled_state(). The master_param of
+        an FP32 parameter stays the parameter itself: Transformer Engine's checkpoints contain stale values there.
+        """
         if state_name == "master_param" and self._is_master(param):
             self.state[param][state_name] = param.detach()
             return
