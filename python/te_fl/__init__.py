@@ -120,7 +120,7 @@ def reload() -> None:
 
 
 def verify_counts() -> dict:
-    """The findings of TE_FL_VERIFY so far."""
+    """The results of TE_FL_VERIFY so far, as counts."""
     return _native.verify_counts()
 
 

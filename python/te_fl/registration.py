@@ -234,8 +234,9 @@ class OpManager:
         return _native.resolve(op_name, arguments, self._handle, positional)
 
     def resolve(self, op_name: str) -> Callable[..., Any]:
-        """The function that the policy in force puts first, before anything is known of a call: `fn` of the first of
-        resolve_candidates(). call() asks `supports` and goes on to the next where one refuses; the function itself does not."""
+        """The function of the first candidate under the policy in force, independent of a call: `fn` of the first of resolve_candidates(). Unlike
+        call(), the function does not check `supports` and does not fall back to the next candidate.
+        """
         return self.resolve_candidates(op_name)[0].fn
 
     def resolve_candidates(self, op_name: str) -> List[OpImpl]:

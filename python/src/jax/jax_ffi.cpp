@@ -128,7 +128,7 @@ Status describe(const xla::Buffers& buffers, size_t wanted, Arrays& arrays) {
 // The parsed calls that one thread caches, by their text, and the arrays of the running call.
 struct ThreadCalls {
   std::unordered_map<std::string_view, std::unique_ptr<OpCall>> calls;
-  std::unordered_map<std::string, int> texts;  // own the keys of `calls`
+  std::unordered_map<std::string, int> texts;  // owns the text that the keys of `calls` point to
   Arrays operands, results;
   bool busy = false;
 };

@@ -14,7 +14,7 @@ inline constexpr int kLeastMinor = 3;
 
 struct Api;
 struct Error;    // made and owned by XLA
-struct Context;  // of one execution
+struct Context;  // belongs to one execution
 
 // The head of a linked list of extensions. XLA adds a Metadata request to the call that queries the
 // handler's properties.
@@ -146,7 +146,7 @@ struct CallFrame {
 struct Metadata {
   size_t struct_size;
   ApiVersion version;
-  uint32_t traits;  // 0: the call is never recorded into a command buffer
+  uint32_t traits;  // 0: XLA never records the call into a command buffer
 };
 struct MetadataExtension {
   Extension base;

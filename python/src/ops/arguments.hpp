@@ -290,7 +290,7 @@ class Arguments {
     q.quant.scaling = static_cast<uint32_t>(number(value, "_scaling"));
     q.quant.flags = static_cast<uint32_t>(number(value, "_flags"));
     q.quant.amax_epsilon = static_cast<float>(number(value, "amax_epsilon"));
-    std::optional<te_fl_device> device;  // of the first part
+    std::optional<te_fl_device> device;  // the device of the first part that was described
     for (const Part& part : kParts) {
       const Ref member = Ref::take(PyObject_GetAttrString(value, part.name));
       if (member.get() == Py_None) continue;

@@ -96,7 +96,7 @@ std::shared_ptr<Maker> make_maker(const std::string& name, const std::string& ba
 // interpreter's lock.
 Status register_maker(const std::string& maker, const std::string& backend,
                       const std::string& provider, bool graph_safe) {
-  OpManager::instance();  // plugins' implementations come first
+  OpManager::instance();  // plugins must register their implementations first
   const std::shared_ptr<Maker> made = make_maker(maker, backend, provider, graph_safe);
   std::vector<const te_fl_op_desc*> descs;
   for (const te_fl_op_desc& desc : made->descs) descs.push_back(&desc);

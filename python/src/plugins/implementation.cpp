@@ -88,7 +88,8 @@ struct Ends {
 // fails.
 te_fl_status check_returned(const Lending& lending, const te_fl_error_sink* sink) {
   if (lending.exports.load() == 0) return TE_FL_OK;
-  const Ref gc = Ref::take(PyImport_ImportModule("gc"));  // perhaps a cycle alone holds them
+  // The remaining references may be garbage in a cycle.
+  const Ref gc = Ref::take(PyImport_ImportModule("gc"));
   Ref::take(PyObject_CallMethod(gc.get(), "collect", nullptr));
   const int kept = lending.exports.load();
   if (kept == 0) return TE_FL_OK;

@@ -110,7 +110,8 @@ PyObject* declare(PyObject*, PyObject* args) noexcept {
     if (PyArg_ParseTuple(args, "Os", &capsule, &op) == 0) throw PythonError();
     OpRegistry& registry = registry_of(capsule);
     const bool of_functions = value_of(without_lock([&] {
-      if (&registry == &OpRegistry::instance()) OpManager::instance();  // plugins' ops come first
+      // Plugins must declare their ops first.
+      if (&registry == &OpRegistry::instance()) OpManager::instance();
       return declare_function_op(registry, op);
     }));
     if (of_functions) function_op_names().insert(op);

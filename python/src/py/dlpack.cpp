@@ -17,7 +17,7 @@ namespace {
 // address is never reused by another type.
 struct KnownType {
   PyTypeObject* type = nullptr;
-  const Exchange* exchange = nullptr;  // null: by __dlpack__
+  const Exchange* exchange = nullptr;  // null: the type supports only __dlpack__
 };
 std::vector<KnownType>& known_types() {
   static auto* types = new std::vector<KnownType>();  // guarded by the interpreter's lock
@@ -62,7 +62,7 @@ bool is_immutable(PyObject* object) {
 // contiguous, so only non-contiguous tensors are checked.
 void refuse_negated(PyObject* object, const char* name) {
   PyObject* const found = PyObject_CallMethod(object, "is_neg", nullptr);
-  if (found == nullptr) return PyErr_Clear();  // another library's tensor
+  if (found == nullptr) return PyErr_Clear();  // a tensor of another library
   const Ref negated = Ref::take(found);
   if (negated.get() == Py_True) {
     throw_value_error("argument '" + std::string(name) +

@@ -28,7 +28,7 @@ struct Record {
   std::vector<std::pair<Shape, DType>> inputs;
   // Memory of the inputs, in which results may be placed.
   std::vector<std::pair<const void*, const void*>> memory;
-  Device device;                // of the activations
+  Device device;                // device of the activations
   const void* token = nullptr;  // the token's address, only for comparison
 };
 

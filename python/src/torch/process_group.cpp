@@ -47,7 +47,8 @@ class GroupWork final : public nn::SequenceRanks::Work {
       : group_(std::move(group)), begun_(begun.release()), device_(device), stream_(stream) {}
   ~GroupWork() override {
     if (begun_ == nullptr) return;
-    static_cast<void>(wait());  // an error on the way out has been returned already
+    // Drops an error of wait(): the caller has already got the error that ended the call.
+    static_cast<void>(wait());
     const InterpreterLock lock;
     if (lock.held()) PyErr_Clear();
   }
@@ -154,7 +155,8 @@ class GroupPieces final : public nn::SequenceRanks::Pieces {
   GroupPieces(Ref pieces, const Device& device) : pieces_(pieces.release()), device_(device) {}
   ~GroupPieces() override {
     if (pieces_ == nullptr) return;
-    static_cast<void>(wait());  // an error on the way out has been returned already
+    // Drops an error of wait(): the caller has already got the error that ended the call.
+    static_cast<void>(wait());
     const InterpreterLock lock;
     if (lock.held()) PyErr_Clear();
   }

@@ -19,7 +19,7 @@ struct Recording {
     const void* layer;
     Contents contents;
   };
-  std::vector<Forward> forwards;  // of the first run
+  std::vector<Forward> forwards;  // the forwards of the first run
   Ref scopes;                     // the autocast scopes in force when the first run began, a list
 };
 

@@ -1,5 +1,6 @@
-"""Lists the names of Transformer Engine that te-fl serves, and their places. Data only: tools/transformer_engine_names.py reads
-it alone."""
+"""The names of Transformer Engine that te-fl supports, and the modules that provide them. Contains data only; tools/transformer_engine_names.py loads
+this file by itself.
+"""
 
 VERSION = "2.20.2"
 
@@ -97,7 +98,8 @@ SERVED = {
 # Private names that occur in pickles of Transformer Engine's recipes, by their module: (te-fl's module, names).
 IN_PICKLES = {"transformer_engine.common.recipe": ("te_fl.common.recipe", ("_FormatHelper",))}
 
-# Arguments of served names that take one value only, each with another value, which is refused by an error that names the argument.
+# Arguments of supported names for which te-fl accepts only one value, with an example of another value. That value is refused with an error that
+# names the argument.
 PARTLY = {
     # By tools/modulegen.py, from nn/modules.yaml:
     "te_fl.pytorch.attention.DotProductAttention": {"cp_group": "a group"},

@@ -245,7 +245,7 @@ def install() -> None:
     # accelerator's stream, which does not exist.
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
     torch.accelerator.is_available = lambda: False
-    # A program's own torch.compile would ask Triton for CUDA's driver, though only for the name of a cache.
+    # Without this, a program's own torch.compile would make Triton look for CUDA's driver, only to compute the name of a cache.
     _triton.has_triton = lambda: False
     install_in_thread()
     print("te-fl answers for CUDA by the host in this process: torch.cuda.is_available() is true, tensors of the device cuda lie on the CPU",

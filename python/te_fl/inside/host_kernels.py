@@ -19,7 +19,9 @@ __all__ = ["adopt"]
 # -- Permutation by routing map ------------------------------------------------------------------------------------------------------------
 
 def make_row_id_map(routing_map: torch.Tensor, num_tokens: int, num_experts: int) -> torch.Tensor:
-    """int32 [tokens, 2 experts + 1], for each token: its rows in the order grouped by expert, its experts, and the number of its experts."""
+    """int32 [tokens, 2 experts + 1], for each token: its rows in the order grouped by expert (the last row first), its experts, and the number of its
+    experts.
+    """
     chosen = routing_map != 0
     rows = (chosen.t().reshape(-1).cumsum(0) - 1).view(num_experts, num_tokens).t()
     rows, experts = torch.where(chosen, rows, -1).sort(dim=1, descending=True)

@@ -21,8 +21,8 @@ ROOMS = {
     "autograd": "call checkpoint delayed_wgrad given_memory offload once saved_parts torch_checkpoint",
     "functions": "activation cross_entropy divided_cross_entropy framework_helpers function general_gemm kv_cache permutation rope router softmax weights",
     "modules": "attention base cached_attention fused_layer grouped_linear inference layer_in_parts layers linear mlp multihead_attention norm own_classes padding transformer transformer_call",
-    "ops": "",  # its public name is the room's own
-    "optimizers": "",  # its public name is the room's own
+    "ops": "",  # this room's only public module is the package itself
+    "optimizers": "",  # this room's only public module is the package itself
     "compile": "compiled compiled_scopes graph graph_state",
 }
 _PLACES = {f"{PACKAGE}.{name}": f"{PACKAGE}.{room}.{name}" for room, names in ROOMS.items() for name in names.split()}

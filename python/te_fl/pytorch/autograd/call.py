@@ -59,7 +59,7 @@ def use_torch_memory(device: torch.device) -> None:
 class LayerCall(NamedTuple):
     """The arguments of a layer's forward, except the tensors that autograd tracks."""
 
-    layer: Any  # of _native.layer()
+    layer: Any  # a layer from _native.layer()
     inputs: int  # the number of inputs among the tensors
     extras: int  # the number of tensors after the inputs that are in `attention` too and need a gradient; the parameters follow
     activation: int  # the output's dtype as an index in te_fl.tensors.DTYPES

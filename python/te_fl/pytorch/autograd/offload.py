@@ -154,7 +154,8 @@ class _LayerState:
     # -- the hooks of saved tensors
 
     def push(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) is not torch.Tensor or self.state != "kept":  # parameters, and activations of a layer that goes already, stay
+        # Parameters stay on the device, and so do tensors saved after the layer's offload began.
+        if type(tensor) is not torch.Tensor or self.state != "kept":
             return _Staying(tensor)
         memory = _native.saved_memory(tensor) if tensor.dtype is torch.int64 and tensor.numel() == 1 and tensor.is_cpu else None
         if memory is not None:
@@ -179,7 +180,7 @@ class _LayerState:
             self.start_reload()  # no prefetch has started the reload
         return self.state == "reloading"
 
-    # -- the way to the host and back
+    # -- offload and reload
 
     def start_offload(self) -> None:
         self._expect("start_offload_layer", "kept")

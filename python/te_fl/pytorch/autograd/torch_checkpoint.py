@@ -92,8 +92,8 @@ def repeated() -> bool:
 
 class _Forward(NamedTuple):
     module: Any
-    record: Any  # of _native.recompute_record()
-    updates: int  # as LayerCall.updates
+    record: Any  # a record from _native.recompute_record()
+    updates: int  # see LayerCall.updates
 
 
 class _Forwards:
@@ -182,7 +182,7 @@ def _may_be_others(module: Any) -> bool:
 class _Second(NamedTuple):
     """A second run, inside of a backward."""
 
-    forwards: _Forwards  # of the first run
+    forwards: _Forwards  # the forwards of the first run
     run: tuple
 
 

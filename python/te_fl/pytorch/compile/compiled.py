@@ -99,7 +99,7 @@ _PARAMETERS = _native.LAYER_FORWARD_ARGUMENTS.index("parameters")
 class _Again(NamedTuple):
     """A forward that the backward recomputes: te_fl.pytorch.checkpoint() in a graph."""
 
-    record: Any  # of _native.recompute_record()
+    record: Any  # a record from _native.recompute_record()
     arguments: tuple  # arguments of _native.layer_forward() without the parameters, which the graph keeps
 
     def run(self, parameters: Tuple[torch.Tensor, ...], second: bool):

@@ -173,7 +173,7 @@ def quantize_master_weights(model_weights: Sequence[Any], master_weights: Sequen
 
 def cast_master_weights_to_fp8(model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=None,
                                manual_post_all_gather_processing=False) -> None:
-    """The older name of quantize_master_weights()."""
+    """An older name of quantize_master_weights()."""
     quantize_master_weights(model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights, manual_post_all_gather_processing)
 
 

@@ -311,10 +311,10 @@ class InferenceParams:
         return of_pages(k_cache, pages), of_pages(v_cache, pages)
 
     def step(self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str):
-        """Writes a layer's new keys and values; again after the same pre_step(), it writes to the same places.
+        """Writes a layer's new keys and values. A repeated call after the same pre_step() overwrites the same places.
 
-        Returns the caches, the cumulative lengths of the new tokens and of all, int32 [max_batch_size + 1], max_sequence_length, and the layouts of
-        the inputs and of the caches as one word.
+        Returns the layer's caches, the cumulative lengths of the new tokens and of all tokens, both int32 [max_batch_size + 1], max_sequence_length,
+        and a name that combines the layouts of the inputs and of the caches.
         """
         rules.choice("InferenceParams.step", "qkv_format", qkv_format, _LAYOUTS)
         self._check_tokens(new_k, new_v, qkv_format)

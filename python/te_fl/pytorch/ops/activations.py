@@ -300,7 +300,8 @@ class ScaledClampedQGeGLU(_ScaledGLU):
                  alpha: float = 1.702, glu_linear_offset: float = 1.0) -> None:
         super().__init__()
         self._set_up(glu_interleave_size, activation_recompute_in_mlp)
-        self._clamped = ClampedSwiGLU(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)  # checkpoints have its state
+        # Kept as a submodule, because checkpoints contain its state.
+        self._clamped = ClampedSwiGLU(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
 
     def _gate(self, x: torch.Tensor, scales: torch.Tensor, turns: int) -> torch.Tensor:
         clamped = self._clamped
