@@ -40,7 +40,7 @@ def _hidden(queries: torch.Tensor, keys: torch.Tensor, rows: int, columns: int, 
 
 
 def _by_group(of_heads: torch.Tensor, groups: int) -> torch.Tensor:
-    """[1|H, Sq, Sk] -> [1|groups, 1|heads of one, Sq, Sk]"""
+    """Reshapes per-head values [1|H, Sq, Sk] to [1|groups, 1|heads per group, Sq, Sk]."""
     return of_heads.unsqueeze(1) if of_heads.shape[0] == 1 else of_heads.unflatten(0, (groups, -1))
 
 

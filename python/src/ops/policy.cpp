@@ -28,7 +28,7 @@ struct Scope {
 };
 PyObject* g_follower = nullptr;  // called with the policy line of the thread; never freed
 
-PyObject* g_wants = nullptr;  // never freed
+PyObject* g_wants = nullptr;  // the function that set_deterministic() took; never freed
 
 // The innermost scope of this thread. Python code may leave scopes in any order, while C++ scopes
 // must be destroyed innermost first.

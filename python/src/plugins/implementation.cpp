@@ -10,7 +10,7 @@
 namespace te_fl::python {
 namespace {
 
-PyObject* g_told = nullptr;  // never freed, as the next
+PyObject* g_told = nullptr;  // the helpers that set_helpers() took; never freed
 PyObject* g_on_stream = nullptr;
 
 te_fl_status code_of(std::string_view name) {

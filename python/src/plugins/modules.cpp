@@ -11,7 +11,7 @@ namespace {
 
 using plugins::PluginInfo;
 
-PyObject* g_load = nullptr;  // never freed
+PyObject* g_load = nullptr;  // the function that set_module_loader() took; never freed
 
 std::string text_in(PyObject* row, const char* key) {
   PyObject* found = PyDict_GetItemString(row, key);

@@ -5,7 +5,7 @@
 namespace te_fl::python {
 namespace {
 
-PyObject* g_classes = nullptr;  // never freed
+PyObject* g_classes = nullptr;  // the dict of exception classes; never freed
 
 struct Cause {
   PyObject* exception = nullptr;

@@ -282,7 +282,8 @@ FrameworkStreams::FrameworkStreams() {
 }
 
 FrameworkStreams::~FrameworkStreams() {
-  while (!scopes_.empty()) scopes_.pop_back();  // in reverse order
+  // Destroys the scopes in reverse order of construction.
+  while (!scopes_.empty()) scopes_.pop_back();
 }
 
 }  // namespace te_fl::python

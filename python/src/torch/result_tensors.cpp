@@ -14,7 +14,7 @@
 namespace te_fl::python {
 namespace {
 
-PyObject* g_empty = nullptr;  // never freed
+PyObject* g_empty = nullptr;  // the function that set_empty() took; never freed
 
 int64_t count_of(std::span<const int64_t> shape) {
   int64_t count = 1;

@@ -144,7 +144,7 @@ def _ignoring_unknown(recipe: type) -> type:
     """A class decorator: unknown keywords are ignored with a warning, as Transformer Engine's recipes ignore them. Programs for other versions pass
     such keywords, for example Megatron's override_linear_precision. A keyword similar to a field's name counts as misspelt and raises an error.
     """
-    plain, known = recipe.__init__, tuple(recipe.__dataclass_fields__)  # torch.compile follows a tuple, and no table of fields
+    plain, known = recipe.__init__, tuple(recipe.__dataclass_fields__)  # a tuple, because torch.compile can trace it but not the dict of fields
 
     @functools.wraps(plain)
     def init(self, *fields: Any, **named: Any) -> None:
@@ -413,7 +413,7 @@ def as_data(recipe: Any) -> Any:
 
 def native_of(recipe: Recipe) -> dict:
     """describe_natively(), cached until a field changes. The dict is shared, so do not modify it."""
-    kept = None if isinstance(recipe, type) else getattr(recipe, "_native", None)  # a class has the slot itself there
+    kept = None if isinstance(recipe, type) else getattr(recipe, "_native", None)  # of a class, _native is the slot descriptor
     if kept is not None and kept[0] == recipe.__dict__:
         return kept[1]
     native = describe_natively(recipe)

@@ -118,7 +118,7 @@ def mxfp8_scaling_compute_partial_amax(input: torch.Tensor, amax_rowwise: torch.
 def _power_of_two(bits: torch.Tensor) -> torch.Tensor:
     """The FP32 multiplier for an E8M0 scale with these bits: the scale's inverse."""
     exponent = 254 - bits.to(torch.int32)
-    inverse = torch.where(exponent == 0, 0x400000, exponent << 23)  # the inverse of 2^127 is no normal number
+    inverse = torch.where(exponent == 0, 0x400000, exponent << 23)  # the inverse of 2^127 is subnormal
     return torch.where(exponent < 0, 0x7FC00000, inverse).view(torch.float32)
 
 

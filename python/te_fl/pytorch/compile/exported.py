@@ -45,7 +45,7 @@ def _norm(module: Any, key: tuple, x: torch.Tensor, parameters: list, dtype: tor
     if hasattr(module, "_options_of"):
         kind = "layernorm" if len(parameters) == 2 else "rmsnorm"
         options = module._options_of(kind, None)
-    else:  # an L2Normalization
+    else:  # the module is an L2Normalization
         options = {"epsilon": module.eps / key[0], "zero_centered_gamma": False}
     normalization = "LayerNorm" if len(parameters) == 2 else "RMSNorm"
     return _normalised(x, parameters[0], parameters[1] if len(parameters) == 2 else None, {**options, "normalization": normalization}, dtype)

@@ -1,4 +1,4 @@
-"""FP8 scopes, with Transformer Engine's names."""
+"""FP8 scopes: autocast and quantized_model_init, with Transformer Engine's names."""
 
 from __future__ import annotations
 

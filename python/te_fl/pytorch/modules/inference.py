@@ -336,7 +336,7 @@ class InferenceParams:
                 raise InvalidArgument(f"{where}: {name} is {t.dtype} on {t.device}; the caches are {self.dtype} on {self.device}, as InferenceParams' "
                                       "dtype and device say")
             lead = (sum(new),) if layout == "thd" else (self.batch_size, max(new)) if layout == "bshd" else (max(new), self.batch_size)
-            # Tokens may be followed by padding, sequences by none.
+            # Tokens may be followed by padding; the batch dimension must match exactly.
             fits = t.dim() == len(layout) and t.shape[-2:] == (self.num_heads_kv, channels) and all(
                 had >= needed if axis == "s" or axis == "t" else had == needed for had, needed, axis in zip(t.shape, lead, layout))
             if not fits:

@@ -52,9 +52,9 @@ class TransformerLayer(torch.nn.Module):
     mlp(x)). drop_path_rate: see DropPath. seq_length, micro_batch_size: taken for compatibility; they warm up a compiler that te-fl has
     none of. The ub_ arguments have no effect unless ub_tp_comm_overlap is True. Others as MultiheadAttention's and LayerNormMLP's.
 
-    An encoder layer runs as one call of te-fl in each direction; one with drop_path_rate or fuse_wgrad_accumulation, one whose parts have
-    been replaced or given hooks, and a decoder layer run part by part. Both have the same parameters and FP8 state; their results differ as
-    sums in another order do (the one call adds residuals before it rounds), and dropout draws other numbers.
+    An encoder layer normally runs as one fused te-fl call per direction. It runs part by part with drop_path_rate or fuse_wgrad_accumulation, or if
+    a part was replaced or has hooks; a decoder layer always runs part by part. Parameters and FP8 state are the same in both cases. Results differ by
+    the order of summation (the fused call adds residuals before it rounds), and dropout draws other numbers.
     """
 
     @checks_keywords()

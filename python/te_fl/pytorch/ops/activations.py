@@ -220,7 +220,7 @@ class _Scaled(BasicOperation):
         return self._scaled(x, scales.to(x.dtype).reshape(-1)), ()
 
     def _scaled(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """scales: a factor for each row."""
+        """Returns the activation of x, scaled. scales: a factor for each row."""
         raise NotImplementedError
 
 
