@@ -88,7 +88,7 @@ class Scheme:
 
     def _written(self, tensor: Any, dtype: Any, scale: Any = None, amax: Any = None, flags: int = 0, amax_epsilon: float = 0.0) -> tuple:
         """The output tuple (storage, dtype of its codes, scale, amax, flags, amax_epsilon). If scale and amax are the same tensor, it is [2] and
-        holds both. flags: 1 computes the scale, 2 rounds it to a power of two.
+        holds both. flags: 1 computes the scale, 2 truncates it to a power of two.
         """
         if type(tensor) not in _by_type:
             of_tensor(tensor)
