@@ -53,7 +53,7 @@ class OpCall {
   struct TensorSlot {
     te_fl_tensor tensor;
     te_fl_quant quant;
-    // logical shape, used if the tensor has only its column-wise copy
+    // Logical shape, used if the tensor has only its column-wise copy.
     std::array<int64_t, 2> shape{};
   };
   // The purpose of one XLA array: a tensor's codes, a pointer in its te_fl_quant, or the random
@@ -80,7 +80,7 @@ class OpCall {
   const te_fl_op_schema* schema_ = nullptr;
   std::vector<std::byte> args_;
   std::vector<Use> operands_, results_;
-  // a std::map, so addresses of the slots stay valid
+  // A std::map, so addresses of the slots stay valid.
   std::map<std::string, TensorSlot, std::less<>> slots_;
   std::map<std::string, std::vector<const te_fl_tensor*>, std::less<>> lists_;
   std::deque<std::vector<int64_t>> integers_;

@@ -476,7 +476,7 @@ class Arguments {
   std::forward_list<std::vector<int64_t>> integers_;
   std::optional<te_fl_device> device_;
   std::optional<void*> stream_;
-  // the Python object that serves the communicator, whose handle is the next member
+  // The Python object that serves the communicator, whose handle is the next member.
   PyObject* server_ = nullptr;
   Ref handle_;
   uint64_t seed_ = 0, offset_ = 0;

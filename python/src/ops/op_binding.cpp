@@ -35,7 +35,7 @@ std::unique_ptr<OpBinding> make_binding(OpId id) {
 
 int OpBinding::find(PyObject* name) const noexcept {
   for (size_t i = 0; i < args.size(); ++i) {
-    // keywords of calls are interned, so comparing pointers is enough
+    // Keywords of calls are interned, so comparing pointers is enough.
     if (args[i].name == name) return static_cast<int>(i);
   }
   for (size_t i = 0; i < args.size(); ++i) {

@@ -9,7 +9,8 @@
 
 namespace te_fl::python {
 
-// The argument struct as C++ default-initialises it; for an op outside the catalogue, zero values.
+// The argument struct as C++ default-initialises it; for an op outside the catalogue, the schema's
+// neutral values.
 std::vector<std::byte> default_arguments(const te_fl_op_schema& schema);
 
 // Writes a scalar argument (bool, i32, i64, f32, f64, enum), converted to the argument's type.

@@ -259,7 +259,7 @@ bool wants_deterministic() {
 DeterministicScope::DeterministicScope(bool wanted) {
   if (!wanted) return;
   const Result<SelectionPolicy> now = current_policy();
-  // an error is reported by the call itself
+  // An error is reported by the call itself.
   if (!now.ok() || now->settings().deterministic) return;
   PolicySettings settings = now->settings();
   settings.deterministic = true;

@@ -66,7 +66,7 @@ PyObject* reload(PyObject*, PyObject*) noexcept {
 PyObject* info(PyObject*, PyObject*) noexcept {
   return guarded([] {
     const auto plugins = without_lock([] {
-      (void)OpManager::instance();  // discovers the devices
+      (void)OpManager::instance();  // discovers the plugins
       return plugins::list();
     });
     Ref dict = Ref::take(PyDict_New());

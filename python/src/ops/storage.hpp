@@ -14,9 +14,9 @@ struct StorageClass {
   PyTypeObject* type;
   PyObject *data, *columnwise_data, *scale_inv, *columnwise_scale_inv;  // null: it has no such part
   PyObject* code;  // the attribute that is E4M3 or E5M2, as kE4M3 or kE5M2
-  // the attribute that is true while the column-wise copy is out of date; null: never out of date
+  // The attribute that is true while the column-wise copy is out of date; null: never out of date.
   PyObject* stale;
-  // the attribute that is true for blocks of 128 x 128, false for 1 x 128; null: one scale
+  // The attribute that is true for blocks of 128 x 128, false for 1 x 128; null: one scale.
   PyObject* square;
 };
 

@@ -53,7 +53,7 @@ std::vector<PluginInfo> load(const std::vector<std::string>& names, bool discove
   } catch (const PythonError&) {  // the call continues without the modules that failed
     if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0) {
       PyErr_Clear();
-      // raises KeyboardInterrupt in the main thread once it is back in Python
+      // Raises KeyboardInterrupt in the main thread once it is back in Python.
       PyErr_SetInterrupt();
     } else {
       PyErr_WriteUnraisable(g_load);

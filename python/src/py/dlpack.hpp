@@ -37,7 +37,7 @@ class Borrowed {
 
   std::forward_list<std::vector<int64_t>> shapes_;  // shapes of tensors with packed 4-bit elements
   Lent* lent_ = nullptr;  // tensors from DLPack capsules, the newest first
-  // exchange table of the last tensor borrowed by the exchange API
+  // Exchange table of the last tensor borrowed by the exchange API.
   const void* exchange_ = nullptr;
 };
 

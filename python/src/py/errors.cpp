@@ -10,7 +10,7 @@ PyObject* g_classes = nullptr;  // the dict of exception classes; never freed
 struct Cause {
   PyObject* exception = nullptr;
   std::string text;
-  // runs at the thread's end, with or without the interpreter's lock
+  // Runs at the thread's end, with or without the interpreter's lock.
   ~Cause() { drop_later(exception); }
 };
 thread_local Cause t_cause;

@@ -273,7 +273,7 @@ void fill_buffer(PyObject* self, Py_buffer* view, int flags) {
   t.buffer_strides.assign(t.strides.begin(), t.strides.end());
   for (Py_ssize_t& stride : t.buffer_strides) stride *= size;
   static char empty[8];
-  // a valid address for a tensor without elements
+  // A valid address for a tensor without elements.
   view->buf = t.dl.data != nullptr ? t.data() : empty;
   view->itemsize = size;
   view->len = std::accumulate(t.buffer_shape.begin(), t.buffer_shape.end(), size,

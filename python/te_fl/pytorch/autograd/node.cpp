@@ -296,7 +296,7 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
                    "run(): the LayerCall has more inputs than there are tensors");
   bool follows = false;
   for (Py_ssize_t i = 0; i < all; ++i) {
-    // std::to_string, not a stream: some compilers link their own libstdc++ streams into this
+    // Uses std::to_string, not a stream: some compilers link their own libstdc++ streams into this
     // library, which are incompatible with those of PyTorch's libraries.
     TORCH_CHECK_TYPE(THPVariable_Check(tensors[i]),
                      "run(): argument " + std::to_string(i + 2) + " is no tensor");

@@ -98,7 +98,9 @@ OPERATIONS = {_aten.split.Tensor: _split, _aten.slice.Tensor: _slice, _aten.new_
 
 
 def copies_codes(to: Codes, source: Codes) -> bool:
-    """True if codes of the same shape and scaling may be copied unchanged. A row slice shares its scale with other rows, so this is limited."""
+    """True if codes of the same shape and scaling may be copied unchanged. For a row slice, which shares its scale with
+    other rows, only callers that also copy the other rows may do so: FSDP, checkpoints and torch.distributed._shard.
+    """
     return not isinstance(to, Rows) or to.alone or called_from(*_WRITERS)
 
 
