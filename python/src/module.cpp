@@ -1,4 +1,4 @@
-// te_fl._native: the runtime as Python sees it. The package te_fl gives its functions their names.
+// te_fl._native, the extension module. The package te_fl exports its functions under public names.
 #include "jax/jax_ffi.hpp"
 #include "ops/communicator.hpp"
 #include "ops/op_call.hpp"

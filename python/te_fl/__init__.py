@@ -1,4 +1,4 @@
-"""te-fl: Transformer ops on every chip. Ops by name on tensors of any library that speaks DLPack, and who serves them."""
+"""te-fl: a Transformer operator runtime for every chip. Calls ops by name on tensors of any DLPack library, and reports which implementations ran."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REGISTRATION = ("BackendImplKind", "OpImpl", "OpManager", "OpRegistry")
 
 
 def _load_modules(*arguments: Any) -> list:
-    """Plugins in Python, which are loaded with the others: at the first op, so that an import stays as small as it is."""
+    """Loads plugins that are Python modules. Called at the first op, together with other plugins, so that importing te_fl stays fast."""
     from te_fl import _modules
     return _modules.load(*arguments)
 
@@ -53,10 +53,10 @@ __all__ = ["BackendImplKind", "Error", "LentTensor", "OpImpl", "OpManager", "OpR
 
 def explain(op: str, /, *positional: Any, device: str = "cpu", dtypes: Sequence[str] = (), scalings: Sequence[str] = (),
             **arguments: Any) -> dict:
-    """The way that a call would be routed: every candidate with its reason, the chosen one, and the kernel that it would run.
+    """Describes how a call would be dispatched: each candidate with the reason for its acceptance or rejection, the chosen one, and its kernel.
 
-    With the op's arguments, of that very call; else of one that is described by its device, dtypes and scaling modes. An op of Python
-    functions may have arguments by position.
+    Pass the op's arguments for a concrete call, or the device, dtypes and scaling modes for a described one. Function ops may have positional
+    arguments.
     """
     if arguments or positional:
         return _native.resolve(op, arguments, None, positional)
@@ -85,7 +85,7 @@ def info() -> dict:
 
 
 class Usage(list):
-    """Rows of usage(), dicts; printed, they are a table."""
+    """The rows (dicts) of usage(); printing shows a table."""
 
     def __str__(self) -> str:
         rows = [("op", "implementation", "calls", "staged"), *((u["op"], u["impl_id"], str(u["calls"]), str(u["staged_calls"])) for u in self)]
@@ -94,13 +94,14 @@ class Usage(list):
 
 
 def usage() -> Usage:
-    """The implementations that served calls since reset_usage(), most calls first."""
+    """The implementations that ran calls since reset_usage(), and their numbers of calls, most calls first."""
     return Usage(_native.usage())
 
 
 def fingerprint() -> str:
-    """A word for all that decides which implementation serves a call: version, plugins, devices, settings. Ranks that agree on it choose
-    alike; `te-fl fingerprint diff` tells what two differ in."""
+    """A hash of everything that determines dispatch: version, plugins, devices, settings. Ranks with equal fingerprints choose equal implementations;
+    `te-fl fingerprint diff` shows differences.
+    """
     return _native.fingerprint()
 
 
@@ -109,7 +110,7 @@ def reset_usage() -> None:
 
 
 def load_plugin(path_or_name: str) -> str:
-    """Loads a plugin's shared library, or the one that a manifest names, or a module of Python with register(); its name."""
+    """Loads a plugin and returns its name: a shared library, a manifest that names a library, or a Python module with register()."""
     return _native.load_plugin(path_or_name)
 
 
@@ -119,23 +120,24 @@ def reload() -> None:
 
 
 def verify_counts() -> dict:
-    """The findings of TE_FL_VERIFY so far."""
+    """The results of TE_FL_VERIFY so far, as counts."""
     return _native.verify_counts()
 
 
 def as_transformer_engine() -> None:
-    """From now on `import transformer_engine` means te-fl (docs/transformer-engine.md). Imports no framework."""
+    """Makes `import transformer_engine` import te-fl (docs/transformer-engine.md). Imports no framework."""
     from te_fl.compat import finder
     finder.as_transformer_engine()
 
 
 def inside_transformer_engine(device: Optional[str] = None) -> None:
-    """From now on `import transformer_engine` is NVIDIA's installed Python package, which computes with te-fl (docs/inside-transformer-engine.md).
-    device="cpu": the host answers its requests for CUDA, for trying and for tests."""
+    """Makes `import transformer_engine` import NVIDIA's installed Python package, running on te-fl (docs/inside-transformer-engine.md). device="cpu"
+    emulates CUDA on the host, for experiments and tests.
+    """
     from te_fl import inside
     inside.start(device)
 
 
 def write_trace() -> None:
-    """Writes the file of TE_FL_TRACE as far as it is."""
+    """Writes the events traced so far to the file named by TE_FL_TRACE."""
     _native.write_trace()

@@ -1,5 +1,6 @@
-"""`python -m te_fl COMMAND`, and the command te-fl of an installed package: the program te-fl, where doctor and info also tell of
-Python, its frameworks, and what is around them; build-node compiles te_fl.pytorch's node of autograd."""
+"""`python -m te_fl COMMAND`, also installed as the command te-fl. Runs the program te-fl; the commands doctor and info also report on Python and its
+frameworks, and build-node compiles te_fl.pytorch's autograd node.
+"""
 
 import os
 import signal
@@ -13,7 +14,7 @@ from te_fl.program import program
 def main() -> int:
     words = sys.argv[1:]
     if words[:1] in (["doctor"], ["info"]) and set(words[1:]) <= {"--json"}:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word, as it does te-fl
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a closed pipe (`| head`) ends the process silently, as with the program te-fl
         return getattr(doctor, words[0])("--json" in words)
     if words == ["build-node"]:
         return torch_node.build()

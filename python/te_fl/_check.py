@@ -1,4 +1,4 @@
-"""python -m te_fl._check OPTIONS: started by `te-fl check MODULE --python`, whose orders it serves."""
+"""python -m te_fl._check OPTIONS: the worker process that `te-fl check MODULE --python` starts and controls."""
 
 import sys
 

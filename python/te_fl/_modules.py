@@ -1,6 +1,6 @@
-"""Plugins in Python: modules that TE_FL_PLUGIN_MODULES names and packages with an entry point `te_fl.plugin` (docs/python-plugins.md).
+"""Plugins in Python: modules listed in TE_FL_PLUGIN_MODULES, and packages with an entry point `te_fl.plugin` (docs/python-plugins.md).
 
-They are loaded by the first op, or the first look at devices or plugins, from whichever thread that comes.
+They are loaded by the first op call or the first query of devices or plugins, on the calling thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _turn = threading.RLock()
 
 
 def load(names: Sequence[str], discover: bool, skip: Sequence[str]) -> List[dict]:
-    """Loads the modules of these names, and then those of installed packages except `skip`; a report of each, for plugins::PluginInfo."""
+    """Loads the modules with these names, then those of installed packages except `skip`. Returns a report of each, for plugins::PluginInfo."""
     with _turn:
         reports = [_load(name) for name in dict.fromkeys(names)]
         if not discover:
@@ -48,14 +48,14 @@ def _load(name: str, entry: Optional[importlib.metadata.EntryPoint] = None) -> d
     try:
         if not _is_there(name):
             return {**report, "state": "skipped", "reason": f"there is no module {name!r}"}
-        report["path"] = name  # it is there, whatever becomes of it
+        report["path"] = name  # the package exists, even if loading fails later
         module = importlib.import_module(name)
         report.update(path=getattr(module, "__file__", None) or name, build_id=_build_id(module, report["version"]),
                       version=report["version"] or str(getattr(module, "__version__", "")))
         with owned_by(name):
             _bring(name, module, entry.load() if entry is not None and entry.attr else _register_of(module), registry)
     except (Exception, SystemExit) as error:
-        registry.unregister_owner(name)  # of what it registered before
+        registry.unregister_owner(name)  # removes registrations of an earlier load
         refused = isinstance(error, NotImplementedError)
         text = str(error) if refused else traceback.format_exception_only(type(error), error)[-1].strip()
         return {**report, "state": "skipped" if refused else "failed", "reason": text}
@@ -66,7 +66,7 @@ def _load(name: str, entry: Optional[importlib.metadata.EntryPoint] = None) -> d
 
 
 def _register_of(module: ModuleType) -> Optional[Callable]:
-    """register(), or te_fl_register(), as older modules for TransformerEngine-FL call it."""
+    """The module's register(), or te_fl_register(), the name in older modules for TransformerEngine-FL."""
     return getattr(module, "register", None) or getattr(module, "te_fl_register", None)
 
 
@@ -77,12 +77,12 @@ def _is_there(name: str) -> bool:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             return False
         raise
-    except ValueError:  # it was made by hand and has no spec, or the name is no module's
+    except ValueError:  # the module has no spec, or the name is invalid
         return name in sys.modules
 
 
 def _bring(name: str, module: ModuleType, register: Optional[Callable], registry: OpRegistry) -> None:
-    """Loads the shared library that the module brings, and has it register."""
+    """Loads the module's shared library, if any, and calls its register function."""
     library = getattr(module, "te_fl_library", None)
     if register is None and library is None:
         unfinished = getattr(getattr(module, "__spec__", None), "_initializing", False)
@@ -106,7 +106,7 @@ def _takes_registry(register: Callable) -> bool:
 
 
 def _build_id(module: ModuleType, version: str) -> str:
-    """Changes with the module's text, so that what a quarantine says of one build is not said of another."""
+    """A hash of the module's source. A quarantine of one build therefore does not apply to another."""
     try:
         with open(module.__file__, "rb") as file:
             return (version + "-" if version else "") + hashlib.sha256(file.read()).hexdigest()[:16]

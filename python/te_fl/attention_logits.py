@@ -1,4 +1,4 @@
-"""The largest score of each query, for return_max_logit: te-fl's op keeps the log-sum-exp only."""
+"""Computes the largest score of each query, for return_max_logit; te-fl's attention op returns only the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 __all__ = ["max_logits"]
 
-_MOST_SCORES = 1 << 25  # in memory at a time
+_MOST_SCORES = 1 << 25  # number of scores held in memory at a time
 
 
 def _sequences(tensor: torch.Tensor, layout: str, starts: Optional[torch.Tensor], length: int) -> torch.Tensor:
-    """[B, S, H, D]; under thd every sequence has the longest one's rows, of which the last are others'."""
+    """Returns [B, S, H, D]. Under thd every sequence gets the longest one's number of rows; surplus rows belong to other sequences."""
     if layout != "thd":
         return tensor.transpose(0, 1) if layout == "sbhd" else tensor
     rows = starts[:-1, None].long() + torch.arange(length, device=tensor.device)
@@ -25,7 +25,7 @@ def _lengths(starts: Optional[torch.Tensor], batch: int, length: int, device: to
 
 
 def _hidden(queries: torch.Tensor, keys: torch.Tensor, rows: int, columns: int, mask_type: str, left: int, right: int) -> torch.Tensor:
-    """True for each score [rows, columns] that a sequence of so many queries and keys does not see."""
+    """A mask, true for each score [rows, columns] that is masked out in a sequence with these numbers of queries and keys."""
     i, j = torch.arange(rows, device=queries.device)[:, None], torch.arange(columns, device=queries.device)[None]
     top_left = "causal" in mask_type and not mask_type.endswith("bottom_right")
     distance = j - i if top_left else j - i - (keys - queries)
@@ -40,7 +40,7 @@ def _hidden(queries: torch.Tensor, keys: torch.Tensor, rows: int, columns: int, 
 
 
 def _by_group(of_heads: torch.Tensor, groups: int) -> torch.Tensor:
-    """[1|H, Sq, Sk] -> [1|groups, 1|heads of one, Sq, Sk]"""
+    """Reshapes per-head values [1|H, Sq, Sk] to [1|groups, 1|heads per group, Sq, Sk]."""
     return of_heads.unsqueeze(1) if of_heads.shape[0] == 1 else of_heads.unflatten(0, (groups, -1))
 
 
@@ -49,7 +49,7 @@ def max_logits(q: torch.Tensor, k: torch.Tensor, bias: Optional[torch.Tensor], *
                window_right: int, cu_seqlens_q: Optional[torch.Tensor] = None, cu_seqlens_kv: Optional[torch.Tensor] = None, max_seqlen_q: int = 0,
                max_seqlen_kv: int = 0, cu_seqlens_q_padded: Optional[torch.Tensor] = None, cu_seqlens_kv_padded: Optional[torch.Tensor] = None,
                softcap: float = 0.0, attn_mask: Optional[torch.Tensor] = None, alibi_slopes: Optional[torch.Tensor] = None, **_: Any) -> torch.Tensor:
-    """float32 [B, H, Sq, 1] of the arguments of fused_attn_fwd; -inf for a query that sees nothing. No sink counts."""
+    """float32 [B, H, Sq, 1] for the arguments of fused_attn_fwd; -inf for a fully masked query. Sinks are excluded."""
     if layout == "thd":
         max_seqlen_q, max_seqlen_kv = (longest or (int(starts.diff().max()) if starts.numel() > 1 else 0) for longest, starts in
                                        ((max_seqlen_q, cu_seqlens_q), (max_seqlen_kv, cu_seqlens_kv)))

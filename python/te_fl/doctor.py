@@ -1,4 +1,4 @@
-"""`python -m te_fl doctor` and `info`: what te-fl finds of itself and its plugins, and what surrounds it in Python."""
+"""`python -m te_fl doctor` and `info`: report on te-fl, its plugins, and the Python environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from te_fl import frameworks, program, torch_node
 
 
 class Finding(NamedTuple):
-    """As te-fl's own: level is ok, note (works, with less) or problem (something is broken)."""
+    """One line of the report, as in the program te-fl. level: ok, note (works with restrictions) or problem (broken)."""
 
     level: str
     what: str
@@ -26,12 +26,12 @@ class Finding(NamedTuple):
 
 
 def _library_folders() -> list:
-    """The folders in which NVIDIA's packages of PyPI keep their libraries. PyTorch and JAX load them from there."""
+    """The library folders of NVIDIA's PyPI packages, from which PyTorch and JAX load libraries."""
     return sorted(f for path in sys.path if path for f in glob.glob(os.path.join(path, "nvidia", "*", "lib")) if os.path.isdir(f))
 
 
 def _packages() -> dict:
-    """Frameworks and what they work with, by name; None: not installed."""
+    """Versions of frameworks and related packages by name; None: not installed."""
     names = ("torch", "jax", "jaxlib", "flax", "triton", "numpy", "transformer_engine")
     return {name: frameworks.installed(name) for name in names}
 
@@ -47,7 +47,7 @@ def _check_package() -> list:
 
 
 def _check_runtime() -> list:
-    """The findings of te-fl, and the fate in this process of plugins in Python, which that program cannot run."""
+    """The findings of the program te-fl, and the states of Python plugins in this process, which that program cannot load."""
     try:
         found = [Finding(f["level"], f["what"], f["disables"], f["remedy"])
                  for f in program.ask("doctor", library_folders=_library_folders())]
@@ -66,7 +66,7 @@ def _check_runtime() -> list:
 
 
 def _driver() -> Optional[str]:
-    """NVIDIA's driver by what the kernel module says."""
+    """The version of NVIDIA's driver, as the kernel module reports it."""
     try:
         with open("/proc/driver/nvidia/version") as file:
             version = re.search(r"\b(\d+\.\d+(\.\d+)?)\b", file.readline())
@@ -85,7 +85,7 @@ def _nvcc() -> Optional[str]:
 
 
 def _library(soname: str) -> Optional[str]:
-    """The path of a library of NVIDIA's: in a package of PyPI, or in the dynamic linker's cache."""
+    """The path of an NVIDIA library, from a PyPI package or the dynamic linker's cache."""
     for folder in _library_folders():
         if os.path.exists(os.path.join(folder, soname)):
             return os.path.join(folder, soname)
@@ -96,7 +96,7 @@ def _library(soname: str) -> Optional[str]:
 
 
 def _check_cuda() -> list:
-    """Findings that hold without the CUDA plugin; its own, about driver, devices and libraries, are among the runtime's."""
+    """Findings that need no CUDA plugin. The plugin's own findings (driver, devices, libraries) are part of _check_runtime()."""
     nvcc, found = _nvcc(), []
     if nvcc:
         found.append(Finding("ok", f"CUDA Toolkit: nvcc {nvcc}"))
@@ -122,7 +122,7 @@ def _check_cuda() -> list:
 
 
 def _torch_node() -> list:
-    """Tells if te_fl.pytorch's node of autograd is compiled for the installed PyTorch."""
+    """Reports whether te_fl.pytorch's autograd node is compiled for the installed PyTorch."""
     there, what = torch_node.installed(), "te_fl.pytorch's autograd node in C++"
     if there is None:
         return []
@@ -175,7 +175,7 @@ def _print(findings: list) -> None:
 
 
 def doctor(as_json: bool = False) -> int:
-    """Prints what is found, what is missing and what that disables; 1 if something is broken, which a missing GPU is not."""
+    """Prints what is available, what is missing, and the consequences. Returns 1 if something is broken; a missing GPU does not count."""
     findings = [*_check_package(), *_check_runtime(), *_check_cuda(), *_check_frameworks()]
     problems = any(f.level == "problem" for f in findings)
     if as_json:
@@ -187,7 +187,7 @@ def doctor(as_json: bool = False) -> int:
 
 
 def info(as_json: bool = False) -> int:
-    """`te-fl info`, and the Python around it."""
+    """`te-fl info`, with information about Python."""
     packages = {name: version for name, version in _packages().items() if version}
     python = {"version": platform.python_version(), "platform": platform.platform(), "package": os.path.dirname(te_fl.__file__),
               "packages": packages}

@@ -1,9 +1,9 @@
-"""Exceptions of te-fl. Each carries te-fl's text: the value, the rule and the way out."""
+"""te-fl's exceptions. Each message gives the value, the violated rule, and a remedy."""
 
 
 def did_you_mean(name: str, known) -> str:
-    """"; did you mean 'x'?", or nothing where no known name is near."""
-    import difflib  # here, since `import te_fl` needs none of it
+    """The text "; did you mean 'x'?", or "" if no known name is similar."""
+    import difflib  # imported here to keep `import te_fl` fast
     near = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -17,51 +17,51 @@ class InvalidArgument(Error, ValueError):
 
 
 class Unsupported(Error, NotImplementedError):
-    """No implementation serves the call; the text lists each with its reason."""
+    """No implementation supports the call; the message lists each with its reason."""
 
 
 class NotFound(Error, LookupError):
-    """No op, plugin, device or file has this name; the text names the nearest."""
+    """No op, plugin, device or file has this name; the message gives the most similar name."""
 
 
 class AlreadyExists(Error, ValueError):
-    """The name is taken."""
+    """The name is already in use."""
 
 
 class OutOfMemory(Error, MemoryError):
-    """Memory of a device or of the host ran out."""
+    """Device or host memory is exhausted."""
 
 
 class FailedPrecondition(Error):
-    """Something else must be done first."""
+    """An operation is not possible in the current state; the message says what must be done first."""
 
 
 class Incompatible(Error):
-    """A plugin or a library of another version."""
+    """A plugin or library has an incompatible version."""
 
 
 class Busy(Error):
-    """Still in use."""
+    """The object is still in use."""
 
 
 class Timeout(Error, TimeoutError):
-    """A plugin took longer than it may."""
+    """A plugin exceeded its time limit."""
 
 
 class DeviceLost(Error):
-    """The device does no work any more."""
+    """The device has stopped working."""
 
 
 class DataLoss(Error):
-    """A file is damaged."""
+    """A file is corrupt."""
 
 
 class Internal(Error):
-    """A mistake of te-fl's or of a plugin's."""
+    """A bug in te-fl or in a plugin."""
 
 
 class CommFailed(Error):
-    """Another rank is gone, or late, or did something else."""
+    """Another rank has ended, exceeded a time limit, or made a different call."""
 
 
 BY_CODE = {

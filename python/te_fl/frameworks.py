@@ -1,4 +1,4 @@
-"""The frameworks that are installed, found without importing any, and the oldest versions that te_fl works with."""
+"""Detects installed frameworks without importing them, and holds the oldest versions that te_fl supports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MINIMUM = {"torch": "2.11", "jax": "0.10"}
 
 
 def installed(package: str) -> Optional[str]:
-    """The version that a package's metadata states; None if it is not installed. That te_fl itself answers to a name is no package."""
+    """The version in a package's metadata; None if it is not installed. Metadata provided by te_fl itself (as_transformer_engine) is ignored."""
     versions = (d.version for d in metadata.distributions(name=package) if not type(d).__module__.startswith("te_fl."))
     return next(versions, None)
 
@@ -21,8 +21,9 @@ def _numbers(version: str) -> tuple:
 
 
 def refusal(package: str, version: Optional[str] = None) -> Optional[str]:
-    """The reason for which te_fl does not work with a framework of this version (of the installed one unless it is given), and
-    the way out; None if it does, or if nothing is installed."""
+    """The reason why te_fl does not support this version of a framework (default: the installed one), with a remedy. None if it is supported or not
+    installed.
+    """
     version, least = version or installed(package), MINIMUM[package]
     if version is None or _numbers(version) >= _numbers(least):
         return None
@@ -30,7 +31,7 @@ def refusal(package: str, version: Optional[str] = None) -> Optional[str]:
 
 
 def require(package: str) -> None:
-    """Imports a framework that te_fl is about to use: ImportError that names what is missing or too old, the version and the way out."""
+    """Imports a framework. Raises ImportError if it is missing or too old, with the version and a remedy."""
     try:
         module = import_module(package)
     except ModuleNotFoundError as error:

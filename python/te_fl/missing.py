@@ -1,4 +1,4 @@
-"""Errors for parts of the package that are compiled and are not there."""
+"""Errors for missing compiled parts of the package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def advice(target: str) -> str:
-    """The way to get the result of a CMake target: in a build tree, in the sources, or in an installed package."""
+    """Text that says how to obtain the result of a CMake target, depending on whether this is a build tree, a source tree or an installed package."""
     build = os.path.dirname(os.path.dirname(_FOLDER))
     if os.path.exists(os.path.join(build, "CMakeCache.txt")):
         return f"this is a build tree, and the target is not built: cmake --build {build} --target {target}"
@@ -20,7 +20,7 @@ def advice(target: str) -> str:
 
 
 def native() -> Optional[str]:
-    """The reason for which the native module cannot be imported; None if it is there."""
+    """The reason why the native module cannot be imported; None if it exists."""
     if os.path.exists(os.path.join(_FOLDER, "_native.abi3.so")):
         return None
     return f"te_fl's native module is not in {_FOLDER}: {advice('te_fl_python')}"

@@ -1,8 +1,8 @@
-"""Optimizers and helpers over lists of tensors, with Transformer Engine's names and arguments. chunk_size is a hint to a kernel's launch, and changes
-no value.
+"""Optimizer steps and helpers on lists of tensors, with Transformer Engine's names and arguments. chunk_size, a launch parameter of NVIDIA's kernels,
+has no effect.
 
-tensor_lists holds one list for each role. Sums and products are FP32, each result rounded once to the dtype of its tensor. A flag that is set
-leaves everything of an optimizer's untouched.
+tensor_lists holds one list for each role. Sums and products are computed in FP32, and each result is rounded once to its tensor's dtype. If the no-op
+flag is set, an optimizer changes nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_ad
 
 Lists = Sequence[Sequence[torch.Tensor]]
 _LARGEST = torch.finfo(torch.float32).max
-_CODES = {7: torch.float8_e4m3fn, 8: torch.float8_e5m2}  # by Transformer Engine's numbers of dtypes
+_CODES = {7: torch.float8_e4m3fn, 8: torch.float8_e5m2}  # by Transformer Engine's dtype numbers
 
 
 def _lists(function: str, tensor_lists: Lists, roles: str, optional: str = "") -> List[List[torch.Tensor]]:
-    """The lists, one for each role and for those of the optional ones that are there, aligned tensor by tensor."""
+    """Validates the lists: one for each role, then those optional ones that are given; lists must match tensor by tensor."""
     fewest, most = len(roles.split()), len(f"{roles} {optional}".split())
     if not fewest <= len(tensor_lists) <= most:
         raise InvalidArgument(f"{function}: tensor_lists has {len(tensor_lists)} lists; it takes {roles.replace(' ', ', ')}"
@@ -39,14 +39,14 @@ def _lists(function: str, tensor_lists: Lists, roles: str, optional: str = "") -
         if len(tensors) != count:
             raise InvalidArgument(f"{function}: the list of {name} has {len(tensors)} tensors, that of {names[0]} {count}")
         for i, (tensor, first) in enumerate(zip(tensors, tensor_lists[0])):
-            # A list of one number for each tensor, as scales are, is checked by its user.
+            # Lists with one number per tensor, such as scales, are checked where they are used.
             if tensor.numel() != first.numel() and name not in ("scales", "amaxes", "scale_invs"):
                 raise InvalidArgument(f"{function}: tensor {i} of {name} has {tensor.numel()} elements, of {names[0]} {first.numel()}")
     return [list(tensors) for tensors in tensor_lists]
 
 
 def _alike(tensors: Sequence[torch.Tensor], model: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-    """The tensors in the shapes of the model's."""
+    """The tensors, viewed with the shapes of the model's tensors."""
     return [t if t.shape == m.shape else t.view(m.shape) for t, m in zip(tensors, model)]
 
 
@@ -55,14 +55,14 @@ def _one(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
-    """[inputs, outputs]. is_infinite becomes 1 where an input is not finite, or a result is not."""
+    """Lists: [inputs, outputs]. is_infinite is set to 1 if an input or a result is not finite."""
     inputs, outputs = _lists("multi_tensor_scale", tensor_lists, "inputs outputs")
     ops.multi_tensor_scale(inputs=_alike(inputs, outputs), outputs=outputs, noop_flag=_one(is_infinite), scale=float(scale))
 
 
 @torch.no_grad()
 def multi_tensor_scale_tensor(chunk_size: int, is_infinite: torch.Tensor, tensor_lists: Lists, scale: torch.Tensor) -> None:
-    """As multi_tensor_scale, by a factor that lies on the device."""
+    """As multi_tensor_scale, with the factor in device memory."""
     inputs, outputs = _lists("multi_tensor_scale_tensor", tensor_lists, "inputs outputs")
     results = [x.float() * scale.view(()) for x in inputs]
     torch._foreach_copy_(outputs, _alike(results, outputs))
@@ -84,18 +84,20 @@ def _norm(op: Any, name: str, flag: torch.Tensor, tensor_lists: Lists, per_tenso
 
 def multi_tensor_l2norm(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists,
                         per_tensor: Optional[bool] = None) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(the norm of all [1], the norm of each, without elements unless per_tensor). noop_flag becomes 1 if the norm is not finite."""
+    """Returns (the norm of all tensors [1], the norm of each; the latter is empty unless per_tensor). noop_flag is set to 1 if the norm is not
+    finite.
+    """
     return _norm(ops.multi_tensor_l2norm, "multi_tensor_l2norm", noop_flag, tensor_lists, per_tensor)
 
 
 def multi_tensor_unscale_l2norm(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, inv_scale: torch.Tensor,
                                 per_tensor: Optional[bool] = None) -> Tuple[torch.Tensor, torch.Tensor]:
-    """As multi_tensor_l2norm, of the tensors times inv_scale."""
+    """As multi_tensor_l2norm, for the tensors times inv_scale."""
     return _norm(ops.multi_tensor_unscale_l2norm, "multi_tensor_unscale_l2norm", noop_flag, tensor_lists, per_tensor, inv_scale=_one(inv_scale))
 
 
 class _Moments:
-    """FP32 moments for the op, from lists of one dtype, and back."""
+    """Converts moments of one dtype to FP32 for the op, and back."""
 
     def __init__(self, function: str, firsts: List[torch.Tensor], seconds: List[torch.Tensor]):
         dtypes = {t.dtype for t in (*firsts, *seconds)}
@@ -113,7 +115,7 @@ class _Moments:
 @torch.no_grad()
 def _adam(function: str, noop_flag: torch.Tensor, lists: List[List[torch.Tensor]], beta1: float, beta2: float, epsilon: float, mode: int,
           bias_correction: int, weight_decay: float, **options: Any) -> None:
-    """lists: gradients, parameters, moments, and master weights or not."""
+    """lists: gradients, parameters, moments, and optionally master weights."""
     gradients, params, firsts, seconds, *masters = lists
     moments = _Moments(function, firsts, seconds)
     ops.multi_tensor_adam(grads=_alike(gradients, params), params=params, exp_avgs=_alike(moments.first, params),
@@ -125,7 +127,7 @@ def _adam(function: str, noop_flag: torch.Tensor, lists: List[List[torch.Tensor]
 
 def multi_tensor_adam(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: float, beta1: float, beta2: float, epsilon: float,
                       step: int, mode: int, bias_correction: int, weight_decay: float) -> None:
-    """[gradients, parameters, first and second moments, and if wanted FP32 master weights]. mode: 0 L2, 1 AdamW."""
+    """Lists: [gradients, parameters, first moments, second moments, optionally FP32 master weights]. mode: 0 is L2 regularisation, 1 is AdamW."""
     lists = _lists("multi_tensor_adam", tensor_lists, "gradients parameters exp_avgs exp_avg_sqs", "master_weights")
     _adam("multi_tensor_adam", noop_flag, lists, beta1, beta2, epsilon, mode, bias_correction, weight_decay, lr=float(lr), step=int(step))
 
@@ -133,7 +135,7 @@ def multi_tensor_adam(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Li
 @torch.no_grad()
 def multi_tensor_adam_param_remainder(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: float, beta1: float, beta2: float,
                                       epsilon: float, step: int, mode: int, bias_correction: int, weight_decay: float) -> None:
-    """[gradients, BF16 parameters, moments, INT16 remainders]: parameter and remainder together are the FP32 master weight."""
+    """Lists: [gradients, BF16 parameters, moments, INT16 remainders]. Parameter and remainder together form the FP32 master weight."""
     name = "multi_tensor_adam_param_remainder"
     gradients, params, firsts, seconds, remainders = _lists(name, tensor_lists, "gradients parameters exp_avgs exp_avg_sqs remainders")
     for p, r in zip(params, remainders):
@@ -149,7 +151,7 @@ def multi_tensor_adam_param_remainder(chunk_size: int, noop_flag: torch.Tensor, 
 
 def multi_tensor_adam_fp8(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: float, beta1: float, beta2: float, epsilon: float,
                           step: int, mode: int, bias_correction: int, weight_decay: float, fp8_dtype: Any) -> None:
-    """[gradients, codes of the parameters, FP32 moments, FP32 master weights, and of each its scale, amax and scale_inv]."""
+    """Lists: [gradients, codes of the parameters, FP32 moments, FP32 master weights, scales, amaxes, scale_invs]."""
     name = "multi_tensor_adam_fp8"
     gradients, codes, firsts, seconds, masters, scales, amaxes, scale_invs = _lists(
         name, tensor_lists, "gradients parameters exp_avgs exp_avg_sqs master_weights scales amaxes scale_invs")
@@ -165,7 +167,7 @@ def multi_tensor_adam_fp8(chunk_size: int, noop_flag: torch.Tensor, tensor_lists
 @torch.no_grad()
 def _capturable(name: str, noop_flag: torch.Tensor, lists: List[List[torch.Tensor]], lr: torch.Tensor, beta1: float, beta2: float, epsilon: float,
                 step: torch.Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: torch.Tensor) -> None:
-    """The gradients are unscaled in place, and used before they are rounded."""
+    """Unscales the gradients in place; the step uses the unscaled values before they are rounded to the gradients' dtype."""
     gradients = lists[0]
     unscaled = [g.float() * inv_scale.view(()) for g in gradients]
     _adam(name, noop_flag, [unscaled, *lists[1:]], beta1, beta2, epsilon, mode, bias_correction, weight_decay, lr_tensor=_one(lr),
@@ -177,7 +179,7 @@ def _capturable(name: str, noop_flag: torch.Tensor, lists: List[List[torch.Tenso
 def multi_tensor_adam_capturable(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: torch.Tensor, beta1: float, beta2: float,
                                  epsilon: float, step: torch.Tensor, mode: int, bias_correction: int, weight_decay: float,
                                  inv_scale: torch.Tensor) -> None:
-    """As multi_tensor_adam, of gradients times inv_scale, by a rate and a step that lie on the device. The gradients are unscaled in place."""
+    """As multi_tensor_adam for gradients times inv_scale, with learning rate and step in device memory. The gradients are unscaled in place."""
     name = "multi_tensor_adam_capturable"
     _capturable(name, noop_flag, _lists(name, tensor_lists, "gradients parameters exp_avgs exp_avg_sqs"), lr, beta1, beta2, epsilon, step, mode,
                 bias_correction, weight_decay, inv_scale)
@@ -194,9 +196,9 @@ def multi_tensor_adam_capturable_master(chunk_size: int, noop_flag: torch.Tensor
 
 def multi_tensor_sgd(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, wd: float, momentum: float, dampening: float, lr: float,
                      nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float) -> None:
-    """[gradients, parameters, momentums in the dtype of the parameters, and if wanted copies of the parameters to write].
+    """Lists: [gradients, parameters, momentums in the parameters' dtype, optionally copies of the parameters to write].
 
-    What is added to a parameter is rounded to its dtype before, as Transformer Engine's is: of FP16 that are two roundings.
+    As in Transformer Engine, the update is rounded to the parameter's dtype before it is added, so FP16 parameters are rounded twice.
     """
     gradients, params, kept, *copies = _lists("multi_tensor_sgd", tensor_lists, "gradients parameters momentums", "copies")
     options: dict = dict(momentum=momentum, dampening=dampening, nesterov=bool(nesterov), first_run=bool(first_run),
@@ -217,7 +219,7 @@ def multi_tensor_sgd(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lis
 def _sgd_by_roundings(noop_flag: torch.Tensor, gradients: List[torch.Tensor], params: List[torch.Tensor], momentums: List[torch.Tensor],
                       copies: Optional[List[torch.Tensor]], lr: float, weight_decay: float, *, momentum: float, dampening: float, nesterov: bool,
                       first_run: bool, wd_after_momentum: bool, scale: float) -> None:
-    """No op has two roundings, so this is written with PyTorch's operations."""
+    """SGD with two roundings. No op rounds twice, so this uses PyTorch's ops."""
     skipped = noop_flag.view(()) != 0
     for i, (p, kept) in enumerate(zip(params, momentums)):
         step, decay = gradients[i].float() * scale, p.float() * weight_decay if weight_decay else None
@@ -244,7 +246,7 @@ def _write(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def scale_of_amax(amax: torch.Tensor, largest: float, pow2: bool, epsilon: float) -> torch.Tensor:
-    """largest / amax, elementwise in FP32: 1 where amax is 0 or not finite, the largest FP32 number where the quotient is infinite."""
+    """largest / amax, elementwise in FP32. 1 where amax is 0 or not finite; the largest FP32 number where the quotient overflows."""
     bounded = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
     quotient = torch.div(torch.full_like(bounded, largest), bounded)
     scale = torch.where(torch.isinf(quotient), torch.full_like(quotient, _LARGEST), quotient)
@@ -255,7 +257,8 @@ def scale_of_amax(amax: torch.Tensor, largest: float, pow2: bool, epsilon: float
 
 def multi_tensor_compute_scale_and_scale_inv(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, max_fp8: float,
                                              force_pow_2_scales: bool, epsilon: float) -> None:
-    """[amaxes, scales, inverses of the scales], FP32 of any and equal shapes. The flag is not read: scales of skipped steps are as good."""
+    """Lists: [amaxes, scales, inverse scales], FP32 of equal shapes. The no-op flag is ignored, since updating scales in a skipped step is harmless.
+    """
     amaxes, scales, inverses = _lists("multi_tensor_compute_scale_and_scale_inv", tensor_lists, "block_amaxes block_scales block_scale_invs")
     scale = scale_of_amax(_flattened(amaxes), max_fp8, force_pow_2_scales, epsilon)
     _write(scale, scales)
@@ -263,8 +266,8 @@ def multi_tensor_compute_scale_and_scale_inv(chunk_size: int, noop_flag: torch.T
 
 
 def e8m0_of_amax(amax: torch.Tensor, largest: float = 448.0) -> torch.Tensor:
-    """The bits of the power of two that is amax / largest rounded up: 255 for NaN, 254 for infinity."""
-    # The quotient is a product with the rounded inverse, as in the definition of the extension.
+    """The E8M0 bits of amax / largest, rounded up to a power of two: 255 for NaN, 254 for infinity."""
+    # The quotient is computed as a product with the rounded reciprocal, as in NVIDIA's extension.
     bits = (amax.float() * torch.tensor(1.0, dtype=torch.float32, device="cpu").div(largest).item()).view(torch.int32)
     exponent, fraction = (bits >> 23) & 0xFF, bits & 0x7FFFFF
     up = (fraction > 0) & (exponent != 254) & ~((exponent == 0) & (fraction <= 0x400000))
@@ -274,7 +277,7 @@ def e8m0_of_amax(amax: torch.Tensor, largest: float = 448.0) -> torch.Tensor:
 
 
 def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, dummy: None, tensor_lists: Lists) -> None:
-    """[BF16 amaxes, bits of E8M0 inverses of the scales]."""
+    """Lists: [BF16 amaxes, E8M0 bits of the inverse scales]."""
     name = "multi_tensor_compute_scale_inv_e8m0"
     if dummy is not None:
         raise InvalidArgument(f"{name}: a no-op flag is given; it takes None")

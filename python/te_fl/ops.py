@@ -1,7 +1,8 @@
-"""The ops by name: te_fl.ops.gelu(input=x, output=y). Arguments are keywords, outputs are given; see docs/ops.md.
+"""te-fl's ops as functions: te_fl.ops.gelu(input=x, output=y). Arguments are keywords, and outputs are preallocated; see docs/ops.md.
 
-Each takes also `stream` (a handle, or an object with cuda_stream or native_handle; left out: the current stream of the library that the tensors are of),
-and ops with random numbers `seed` and `offset`; `seed` may be an int64 tensor [2] on the op's device, from which both are read when the op runs.
+Each op also takes `stream`: a handle, or an object with cuda_stream or native_handle; default: the current stream of the library that owns the
+tensors. Ops with random numbers take `seed` and `offset`; `seed` may be an int64 tensor [2] on the op's device with both values, which is read when
+the op runs.
 """
 
 from te_fl import _native
@@ -15,7 +16,7 @@ _RAISES = """Raises:
 
 
 def _described(name: str) -> str:
-    """Signature and description of an op, as Python reads them from a function in C: what ops.pyi says, and the shapes."""
+    """Signature and description of an op, in the format of C functions' docstrings: the text of ops.pyi, with shapes."""
     op = _native.schema(name)
     if not op["args"]:
         return "An op of Python functions; its arguments and results are theirs."
@@ -23,7 +24,7 @@ def _described(name: str) -> str:
     for a in op["args"]:
         default = a["default"]
         if a["type"] == _F32:
-            default = float(f"{default:.7g}")  # as it was written, not as a float holds it
+            default = float(f"{default:.7g}")  # shortens a float default to the digits in the specification
         required = default is None and not a["optional"]
         named.append((not required, a["name"] if required else f"{a['name']}={default!r}"))
         shape = f" [{a['shape']}]" if a["shape"] else ""

@@ -1,4 +1,4 @@
-"""Policies in code: which implementations serve the ops of a thread."""
+"""Policies set from code, which select the implementations for the ops of a thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Init = TypeVar("_Init", bound=Callable[..., Any])
 
 
 def _names_the_nearest(init: _Init) -> _Init:
-    """A decorator: TypeError for a keyword that the constructor has not, naming the nearest."""
+    """Decorates a constructor: raises TypeError for an unknown keyword, naming the nearest known one."""
     @functools.wraps(init)
     def checked(self: Any, *arguments: Any, **settings: Any) -> None:
         for name in settings:
@@ -29,9 +29,10 @@ def _listed(value, separator):
 class policy(_native.Scope):
     """A scope: with te_fl.policy(prefer="vendor", per_op={"gelu": ["reference"]}): ...
 
-    Applies to ops called on this thread inside it, of te_fl.jax to what is traced in it; settings left out are as outside. prefer: flagos, default, vendor or reference. strict:
-    the first choice runs or the call is an error. per_op: for each op an exclusive list of tokens (kinds, vendor:NAME, impl:ID), or the
-    text of TE_FL_PER_OP. A misspelt op or token is te_fl.errors.InvalidArgument naming the nearest, when the scope is made.
+    Applies to ops called inside, on this thread; for te_fl.jax, to ops traced inside. Omitted settings keep their outer values. prefer: flagos,
+    default, vendor or reference. strict: if the first candidate cannot run, the call is an error. per_op: for each op an exclusive list of tokens
+    (kinds, vendor:NAME, impl:ID), or the text of TE_FL_PER_OP. A misspelt op or token raises te_fl.errors.InvalidArgument on construction, naming the
+    nearest known one.
     """
 
     @_names_the_nearest
@@ -49,5 +50,5 @@ class policy(_native.Scope):
 
 
 def policy_text() -> str:
-    """The policy in force on this thread, in words."""
+    """The policy in force on this thread, as readable text."""
     return _native.policy_text()

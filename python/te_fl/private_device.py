@@ -1,6 +1,6 @@
-"""PyTorch's PrivateUse1 device, under the name that its vendor gave it: what te-fl asks of PyTorch beyond DLPack.
+"""PyTorch's PrivateUse1 device, under its vendor's name: functions that DLPack does not provide.
 
-DLPack has such a device as kDLExtDev, without a vendor's name, and PyTorch 2.11's exchange API tells the current stream of CUDA alone.
+DLPack represents such a device as kDLExtDev, without a vendor name, and PyTorch 2.11's exchange API reports the current stream for CUDA only.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from te_fl import _native
 from te_fl.errors import Unsupported
 
 _name = torch._C._get_privateuse1_backend_name
-_streams: Dict[Tuple[int, int], torch.Stream] = {}  # by device index and handle: those that have been current
+_streams: Dict[Tuple[int, int], torch.Stream] = {}  # streams that have been current, by device index and handle
 
 
 def native_name(device: torch.device) -> str:
-    """te-fl's name of the device, "ext:acme:0"; te_fl.errors.Unsupported says why it has none."""
+    """te-fl's name of the device, such as "ext:acme:0"; te_fl.errors.Unsupported, with the reason, if it has none."""
     index = device.index or 0
     if device.type != _name():
         raise Unsupported(f"te_fl.pytorch does not run on {device}; it runs on cpu, cuda, and the PrivateUse1 device of one vendor's plugin")
@@ -34,13 +34,13 @@ def native_name(device: torch.device) -> str:
 
 
 def registered() -> bool:
-    """True if PyTorch has such a device, whose streams it knows."""
+    """True if PyTorch has a PrivateUse1 device with stream support."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == _name()
 
 
 def default() -> Optional[torch.device]:
-    """The current device of the vendor, if PyTorch has one that is available and te-fl knows it."""
+    """The vendor's current device, if PyTorch reports it as available and te-fl has a plugin for it."""
     if not registered() or not torch.accelerator.is_available():
         return None
     device = torch.device(_name(), torch.accelerator.current_device_index())
@@ -52,7 +52,7 @@ def default() -> Optional[torch.device]:
 
 
 def _current(index: int) -> Tuple[torch.Stream, int]:
-    """The current stream and the vendor's handle of it."""
+    """Returns (the current stream, the vendor's handle of it)."""
     try:
         if not registered():
             raise RuntimeError(f"PyTorch's accelerator is {torch.accelerator.current_accelerator()}")
@@ -65,32 +65,32 @@ def _current(index: int) -> Tuple[torch.Stream, int]:
 
 
 def current_stream(index: int) -> int:
-    """The vendor's handle of the calling thread's current stream of the device; 0 is the default stream."""
+    """The vendor's handle of the calling thread's current stream on the device; 0 is the default stream."""
     stream, handle = _current(index)
     _streams[index, handle] = stream
     return handle
 
 
 def on_stream(index: int, handle: int) -> ContextManager:
-    """A context in which PyTorch's stream of that handle is current."""
+    """A context that makes the stream with this handle PyTorch's current stream."""
     if _current(index)[1] == handle:
         return contextlib.nullcontext()
     stream = _streams.get((index, handle))
     if stream is None:
         raise Unsupported(f"PyTorch has not told te-fl of a stream {handle:#x} of {_name()}:{index}; make it current (with stream: ..) in "
                           "place of giving its handle")
-    # A new object, since one remembers what it is to put back.
+    # A new object each time, since a Stream context stores the state to restore.
     return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def allocator(device: torch.device) -> Tuple[Callable[[int, int], int], Callable[[int], None], Callable[[], None]]:
-    """PyTorch's memory of the device for te-fl: allocate(bytes, stream's handle) -> address, free(address), and trim()."""
+    """PyTorch's allocator of the device for te-fl: allocate(bytes, stream handle) -> address, free(address), and trim()."""
     index = device.index or 0
     device = torch.device(device.type, index)
     blocks: Dict[int, Any] = {}
 
     def allocate(size: int, handle: int) -> int:
-        with on_stream(index, handle):  # PyTorch gives memory for its current stream
+        with on_stream(index, handle):  # PyTorch allocates for its current stream
             block = torch.UntypedStorage(size, device=device)
         blocks[block.data_ptr()] = block
         return block.data_ptr()
@@ -104,7 +104,7 @@ def allocator(device: torch.device) -> Tuple[Callable[[int, int], int], Callable
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """PyTorch's generator that random numbers on the device come from."""
+    """PyTorch's default random number generator of the device."""
     generators = getattr(getattr(torch, device.type, None), "default_generators", None)
     if generators is None:
         raise Unsupported(f"PyTorch does not tell the generator of {device}: torch.{device.type} has no default_generators")

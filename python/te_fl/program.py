@@ -1,4 +1,4 @@
-"""The program te-fl that comes with the package, and what it says."""
+"""Runs the program te-fl that is part of the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def program() -> str:
-    """Its path; FileNotFoundError that tells how to get it."""
+    """The program's path; FileNotFoundError, with a remedy, if it is missing."""
     path = os.path.join(_FOLDER, "bin", "te-fl")
     if not os.access(path, os.X_OK):
         raise FileNotFoundError(f"the program te-fl is not at {path}: {missing.advice('te-fl')}")
@@ -20,9 +20,9 @@ def program() -> str:
 
 
 def ask(*words: str, library_folders=()) -> object:
-    """The JSON that `te-fl WORDS --json` prints; RuntimeError with its text if that is no JSON. The folders are where a
-    framework's packages keep the libraries that it has loaded before te_fl asks for them; te-fl, in a process of its own, must be
-    told."""
+    """Runs `te-fl WORDS --json` and returns the parsed JSON; RuntimeError with the output if it is not JSON. library_folders: folders of frameworks'
+    libraries. In this process a framework has loaded those libraries already; the separate process te-fl needs the paths.
+    """
     environment = dict(os.environ)
     path = [p for p in [environment.get("LD_LIBRARY_PATH", ""), *library_folders] if p]
     if path:

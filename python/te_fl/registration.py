@@ -1,4 +1,4 @@
-"""Implementations of ops in Python: OpImpl, BackendImplKind, OpRegistry and OpManager (docs/python-plugins.md)."""
+"""Op implementations written in Python: OpImpl, BackendImplKind, OpRegistry and OpManager (docs/python-plugins.md)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from te_fl.errors import BY_CODE, Unsupported
 from te_fl.policy import policy
 from te_fl.tensors import DTYPES, SCALINGS
 
-# DLPack's device types by te-fl's names, and those of them that an implementation serves which names none.
+# DLPack's device types by te-fl's names, and the default device types of an implementation that names none.
 DEVICE_TYPES = {"cpu": 1, "cuda": 2, "cuda_host": 3, "opencl": 4, "vulkan": 7, "metal": 8, "rocm": 10, "rocm_host": 11, "ext": 12, "oneapi": 14}
 TENSORS = ("te_fl", "torch", "numpy")
 _CONTEXT = ("stream", "seed", "offset", "deterministic", "capturing")
 _DTYPE_NAMES = {**{name: name for name in DTYPES}, "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "fp64": "f64",
                 "fp32": "f32", "fp16": "f16", "float8_e4m3fn": "f8e4m3", "float8_e5m2": "f8e5m2"}
 
-_INTEGERS = tuple(name for name in DTYPES if name[0] in "iu" or name == "bool")  # of masks, indices and the like; always served
+# Dtypes of masks, indices and the like, which every implementation must support.
+_INTEGERS = tuple(name for name in DTYPES if name[0] in "iu" or name == "bool")
 
 
-# Fields of OpImpl that describe a catalogue op's tensors, and the values that leave them out.
+# Fields of OpImpl that apply to catalogue ops only, with the values that count as unset.
 _TYPED_ALONE = {"min_arch": (None,), "max_arch": (None,), "scalings": (("none",),), "tensors": ("te_fl",), "in_place": (False,),
                 "graph_safe": (False,)}
 
 
 class BackendImplKind(str, enum.Enum):
-    """Kind of an implementation; policies name it."""
+    """The kind of an implementation, by which policies refer to it."""
 
     DEFAULT = "default"
     VENDOR = "vendor"
@@ -51,26 +52,26 @@ class BackendImplKind(str, enum.Enum):
 class OpImpl:
     """An implementation of an op.
 
-    op_name, impl_id: the op, and "<kind>.<name>" (rule R16). An op that the catalogue has not is one of Python functions: what is said below
-        of arguments holds for the catalogue's ops; fn and supports of another are called with the objects of the call, as they are, and
-        what fn returns is the call's result. Its supported_dtypes and devices speak of the tensors among those objects.
-    fn: called with the op's arguments as keywords; writes the outputs in place and returns None. NotImplementedError (te_fl.errors.Unsupported
-        is one) or NotImplemented, before anything is written: the next candidate is tried. It names every argument of the op's first form,
-        or takes **arguments; those that the op gained later (te_fl.schema) are handed to it if it names them, and calls that use others go
-        past it. It may also name stream, seed, offset (as te_fl.ops), deterministic and capturing.
-    vendor: whose it is; required of VENDOR.
-    priority: 0 is the kind's: 150 of DEFAULT, 100 of VENDOR, 50 of REFERENCE.
-    supported_dtypes: floating-point dtypes that it serves; None: any.
-    min_arch, max_arch: architectures that it serves, in the device's numbering (90 for sm_90).
-    supports: called with those arguments that it names; answers True, or False, or the reason for a refusal. It sees te_fl.LentTensor, whose
-        memory it may not look at.
-    devices: device types that it serves, "cpu", "cuda", "ext:NAME" ..; None: any but ext. One that serves the host alone also serves other
-        devices' tensors, on copies.
-    scalings: scaling modes of tensors that it serves; with others than "none" it is handed te_fl.Quantized.
-    tensors: what tensors it is handed: te_fl.LentTensor ("te_fl"), torch.Tensor ("torch") or numpy.ndarray ("numpy"), all on the caller's
-        memory, for the time of the call. A call whose tensors have no such form goes to the next candidate.
-    thread_safe: several threads may be inside fn at once. in_place: outputs may share memory with inputs, as the op allows. deterministic:
-        the same bits every time. graph_safe: it may run while its stream is captured into a graph.
+    op_name, impl_id: the op, and "<kind>.<name>" (rule R16). An op that is not in the catalogue is a function op: fn and supports are called with the
+    call's objects unchanged, and fn's return value is the call's result. The descriptions of arguments below apply to catalogue ops; for a function
+    op, supported_dtypes and devices apply to the tensors among the objects.
+    fn: called with the op's arguments as keywords; writes the outputs in place and returns None. If it raises NotImplementedError (of which
+    te_fl.errors.Unsupported is a subclass) or returns NotImplemented, before writing anything, the next candidate is tried. It must name every
+    argument of the op's first version, or take **arguments. Arguments added to the op later (te_fl.schema) are passed if fn names them; a call that
+    uses others skips this implementation. It may also name stream, seed, offset (as in te_fl.ops), deterministic and capturing.
+    vendor: the vendor's name; required for the kind VENDOR.
+    priority: 0 means the kind's default: DEFAULT 150, VENDOR 100, REFERENCE 50.
+    supported_dtypes: the supported floating-point dtypes; None: any.
+    min_arch, max_arch: the range of supported architectures, in the device's numbering (90 for sm_90).
+    supports: called with those arguments that it names. Returns True, or False, or the reason of the refusal as text. Tensors are te_fl.LentTensor;
+    it may read only their metadata.
+    devices: the supported device types, "cpu", "cuda", "ext:NAME" ..; None: any but ext. An implementation for the host only also runs on copies of
+    other devices' tensors.
+    scalings: the supported scaling modes. Tensors with a mode other than "none" are passed as te_fl.Quantized.
+    tensors: the class of tensors passed to fn: te_fl.LentTensor ("te_fl"), torch.Tensor ("torch") or numpy.ndarray ("numpy"). All of them share the
+    caller's memory and are valid during the call. If a tensor cannot be represented so, the next candidate is tried.
+    thread_safe: several threads may run fn at once. in_place: outputs may share memory with inputs, where the op allows that. deterministic: results
+    are bitwise reproducible. graph_safe: may run while its stream is captured into a graph.
     """
 
     op_name: str
@@ -109,7 +110,7 @@ class OpImpl:
         return f"implementation {self.impl_id!r} of op {self.op_name!r}"
 
     def is_available(self) -> bool:
-        """The answer of `fn._is_available()`, if fn has that: calls are refused while it is false."""
+        """The result of `fn._is_available()` if fn has that function, else True. While it is false, calls are refused."""
         available = getattr(self.fn, "_is_available", None)
         return bool(available()) if callable(available) else True
 
@@ -123,7 +124,7 @@ class Snapshot(List[dict]):
 
     @property
     def impls_by_op(self) -> Dict[str, List[OpImpl]]:
-        """The implementations of each op that has any."""
+        """The implementations by op."""
         found: Dict[str, List[OpImpl]] = {}
         for row in self:
             found.setdefault(row["op_name"], []).append(self._registry._implementation(row))
@@ -131,13 +132,14 @@ class Snapshot(List[dict]):
 
 
 class OpRegistry:
-    """The implementations of all ops. OpRegistry.instance() is that of te_fl.ops; OpRegistry() is empty, for an OpManager of its own."""
+    """The implementations of all ops. OpRegistry.instance() is the registry of te_fl.ops; OpRegistry() is a new, empty one, for a separate OpManager.
+    """
 
     _process: Optional["OpRegistry"] = None
 
     def __init__(self) -> None:
         self._handle = _native.new_registry()
-        self._mine: Dict[Tuple[str, str], OpImpl] = {}  # as they were registered
+        self._mine: Dict[Tuple[str, str], OpImpl] = {}  # the OpImpl objects registered through this object
 
     @classmethod
     def instance(cls) -> "OpRegistry":
@@ -148,19 +150,19 @@ class OpRegistry:
         return OpRegistry._process
 
     def register_impl(self, impl: OpImpl) -> None:
-        """Adds an implementation, for calls from now on. te_fl.errors.AlreadyExists: the op has one of that impl_id."""
+        """Registers an implementation, for later calls. te_fl.errors.AlreadyExists if the op has an implementation with this impl_id."""
         self.register_many([impl])
 
     register = register_impl
 
     def register_many(self, impls: Iterable[OpImpl]) -> None:
-        """Adds all of them, or none."""
+        """Registers all of them, or none."""
         impls = list(impls)
         _native.register(self._handle, [_described(impl, self) for impl in impls], owner())
         self._mine.update({(impl.op_name, impl.impl_id): impl for impl in impls})
 
     def get_implementations(self, op_name: str) -> List[OpImpl]:
-        """Those of an op, C++'s as well: the fn of such a one runs it. Empty if there is none."""
+        """The implementations of an op, including C++ ones, whose fn runs the C++ code. Empty if there are none."""
         return [self._implementation(row) for row in self.snapshot() if row["op_name"] == op_name]
 
     def get_implementation(self, op_name: str, impl_id: str) -> Optional[OpImpl]:
@@ -171,7 +173,7 @@ class OpRegistry:
         return list(dict.fromkeys(row["op_name"] for row in self.snapshot()))
 
     def clear(self) -> None:
-        """Removes what was registered from Python; of OpRegistry() that is everything."""
+        """Removes all implementations registered from Python; for OpRegistry() these are all."""
         for op_name, impl_id in [(row["op_name"], row["impl_id"]) for row in self.snapshot() if self._is_mine(row)]:
             self.unregister(op_name, impl_id)
 
@@ -190,12 +192,12 @@ class OpRegistry:
         return OpImpl(op_name, impl_id, BackendImplKind(row["kind"]), run, vendor=row["vendor"] or None, priority=row["priority"])
 
     def unregister(self, op_name: str, impl_id: str) -> None:
-        """Removes one; returns when no call is inside it. te_fl.errors.Busy from inside an op."""
+        """Removes an implementation, and returns when no call is running it. te_fl.errors.Busy if called from inside an op."""
         _native.unregister(self._handle, op_name, impl_id)
         self._mine.pop((op_name, impl_id), None)
 
     def unregister_owner(self, name: str) -> None:
-        """Removes all that `name` registered: a plugin, a module, or "python" for a program itself."""
+        """Removes all implementations registered by `name`: a plugin, a module, or "python" for the program itself."""
         theirs = [(row["op_name"], row["impl_id"]) for row in _native.snapshot(self._handle) if row["owner"] == name]
         _native.unregister_owner(self._handle, name)
         for key in theirs:
@@ -205,12 +207,12 @@ class OpRegistry:
         _native.set_priority(self._handle, op_name, impl_id, priority)
 
     def snapshot(self) -> Snapshot:
-        """The registered implementations, C++'s as well: a list of dicts, and `impls_by_op`."""
+        """The registered implementations, including C++ ones: a list of dicts with the method impls_by_op."""
         return Snapshot(self, _native.snapshot(self._handle))
 
 
 class OpManager:
-    """Runs ops by the implementations of a registry. OpManager.instance() is the process's, which te_fl.ops uses."""
+    """Runs ops with the implementations of a registry. OpManager.instance() is the process's manager, which te_fl.ops uses."""
 
     def __init__(self, registry: Optional[OpRegistry] = None) -> None:
         self.registry = OpRegistry() if registry is None else registry
@@ -221,24 +223,24 @@ class OpManager:
         return cls(OpRegistry.instance())
 
     def call(self, op_name: str, /, *positional: Any, **arguments: Any) -> Any:
-        """Runs an op. The keywords of a catalogue op are those of te_fl.ops, and None is returned; an op of Python functions takes and
-        returns what they do."""
+        """Runs an op. A catalogue op takes the keywords of te_fl.ops and returns None; a function op takes and returns what its implementations do.
+        """
         return _native.call(op_name, arguments, self._handle, positional)
 
     def explain(self, op_name: str, /, *positional: Any, **arguments: Any) -> dict:
-        """The way that the call would be routed, as te_fl.explain; without arguments, that of a call on the host of which nothing
-        more is known."""
+        """Describes how the call would be dispatched, as te_fl.explain. Without arguments, describes a host call with no further information."""
         if not positional and not arguments:
             return _native.explain(op_name, "cpu", [], [], self._handle)
         return _native.resolve(op_name, arguments, self._handle, positional)
 
     def resolve(self, op_name: str) -> Callable[..., Any]:
-        """The function that the policy in force puts first, before anything is known of a call: `fn` of the first of
-        resolve_candidates(). call() asks `supports` and goes on to the next where one refuses; the function itself does not."""
+        """The function of the first candidate under the policy in force, independent of a call: `fn` of the first of resolve_candidates(). Unlike
+        call(), the function does not check `supports` and does not fall back to the next candidate.
+        """
         return self.resolve_candidates(op_name)[0].fn
 
     def resolve_candidates(self, op_name: str) -> List[OpImpl]:
-        """The implementations that the policy in force would try, in that order. te_fl.errors.Unsupported if there is none."""
+        """The implementations that the policy in force would try, in order. te_fl.errors.Unsupported if there are none."""
         found = [c["impl_id"] for c in self.explain(op_name)["candidates"] if c["accepted"]]
         known = {impl.impl_id: impl for impl in self.registry.get_implementations(op_name)}
         impls = [known[impl_id] for impl_id in found if impl_id in known and known[impl_id].is_available()]
@@ -247,11 +249,11 @@ class OpManager:
         return impls
 
     def get_selected_impl_id(self, op_name: str) -> str:
-        """The impl_id of what resolve() gives."""
+        """The impl_id of the implementation that resolve() returns."""
         return self.resolve_candidates(op_name)[0].impl_id
 
     def ensure_initialized(self) -> None:
-        """Loads plugins now, and not at the first op."""
+        """Loads plugins now instead of at the first op."""
         _native.op_names()
 
     def bump_policy_epoch(self) -> None:
@@ -259,7 +261,7 @@ class OpManager:
         _native.reload()
 
     def usage(self) -> List[dict]:
-        """The implementations that served this manager's calls, as te_fl.usage()."""
+        """The implementations that ran this manager's calls, as te_fl.usage()."""
         return _native.usage(self._handle)
 
     def reset_usage(self) -> None:
@@ -270,7 +272,7 @@ _owner = threading.local()
 
 
 def owner() -> str:
-    """The owner of registrations on this thread: the module that is being loaded, else "python"."""
+    """The owner of registrations on this thread: the module being loaded, else "python"."""
     return getattr(_owner, "name", "python")
 
 
@@ -284,13 +286,13 @@ def owned_by(name: str) -> Iterator[None]:
         _owner.name = before
 
 
-# ---- what the native module is given
+# ---- data for the native module
 
 def _parameters(fn: Callable[..., Any], what: str) -> Tuple[List[str], List[str], bool]:
-    """Names of fn's keywords, those of them without a default, and whether it takes any others."""
+    """Names of fn's keyword parameters, the required ones among them, and whether it accepts **keywords."""
     try:
         parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # C functions do not say
+    except (TypeError, ValueError):  # C functions may have no signature
         return [], [], True
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for p in parameters:
@@ -318,7 +320,7 @@ def _mask(impl: OpImpl, what: str, names: Iterable[str], numbers: dict) -> int:
 
 
 def _described(impl: OpImpl, registry: OpRegistry) -> dict:
-    """An OpImpl in the words of te_fl_op_desc."""
+    """Converts an OpImpl to the fields of te_fl_op_desc."""
     if not isinstance(impl, OpImpl):
         raise TypeError(f"an implementation is a te_fl.OpImpl, not a {type(impl).__name__}")
     if _native.declare(registry._handle, impl.op_name):
@@ -326,7 +328,7 @@ def _described(impl: OpImpl, registry: OpRegistry) -> dict:
     args = _native.schema(impl.op_name)["args"]
     if any(a["type"] == 10 for a in args):
         raise Unsupported(f"{impl}: collectives are implemented in C++ alone: Python is not handed a communicator")
-    handed = [a["name"] for a in args if a["type"] != 8]  # records that a forward saves stay with C++
+    handed = [a["name"] for a in args if a["type"] != 8]  # the records that a forward saves are not passed to Python
     later = [a["name"] for a in args if a["later"]]
     taken, open_ended = _taken(impl, impl.fn, "fn", handed)
     missing = [name for name in handed if name not in taken and name not in later]
@@ -353,15 +355,14 @@ def _common(impl: OpImpl) -> dict:
 
 
 def _described_function(impl: OpImpl) -> dict:
-    """The descriptor of an implementation of Python functions: nothing in C++ looks at the op's arguments, so that constraints on
-    them are part of supports()."""
+    """The descriptor of a function op's implementation. C++ cannot inspect the op's arguments, so constraints on them are part of supports()."""
     for name, left_out in _TYPED_ALONE.items():
         value = getattr(impl, name)
         if (tuple(value) if name == "scalings" else value) not in left_out:
             raise ValueError(f"{impl}: {name} describes tensors of the catalogue's ops, and {impl.op_name!r} is none of them; look at the "
                              "arguments in supports(), or correct the op's name")
     dtypes, devices = impl.supported_dtypes, impl.devices
-    _constraints(impl)  # names that are not known
+    _constraints(impl)  # raises for unknown names
     here = None if devices is None else {DEVICE_TYPES["ext" if d.startswith("ext:") else d] for d in devices}
     served = None if dtypes is None else {_DTYPE_NAMES[d] for d in dtypes}
 
@@ -382,7 +383,7 @@ def _described_function(impl: OpImpl) -> dict:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Any]:
-    """The tensors among a call's objects, and in their lists, tuples and dicts."""
+    """The tensors among a call's objects, including those in lists, tuples and dicts."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from _tensors(value)
@@ -393,7 +394,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _constraints(impl: OpImpl) -> dict:
-    """Device types, dtypes and scaling modes, as masks."""
+    """Device types, dtypes and scaling modes, as bit masks."""
     providers = sorted({d[4:] for d in impl.devices or () if d.startswith("ext:")})
     if len(providers) > 1:
         raise ValueError(f"{impl}: devices of several providers are named, {', '.join(providers)}; register one implementation for each")
@@ -438,9 +439,9 @@ def _as_numpy(tensor: Any) -> Any:
 
 
 def _told(error: BaseException) -> Tuple[str, str]:
-    """The status code of an exception in an implementation, and one line about it.
+    """The status code of an exception raised by an implementation, and a one-line description.
 
-    Its frames give up their variables, which may be arrays on memory that was lent for the call.
+    Clears the local variables of its frames, which may be arrays in memory that was lent for the call.
     """
     code = next((code for code, kind in BY_CODE.items() if isinstance(error, kind)), None)
     if code is None:
@@ -449,7 +450,7 @@ def _told(error: BaseException) -> Tuple[str, str]:
     trace = traceback.extract_tb(error.__traceback__)
     if trace:
         text += f" ({os.path.basename(trace[-1].filename)}:{trace[-1].lineno} in {trace[-1].name})"
-    seen: List[Optional[BaseException]] = [None, sys.exc_info()[1]]  # the exception that the caller is handling is not the implementation's
+    seen: List[Optional[BaseException]] = [None, sys.exc_info()[1]]  # excludes an exception that the caller is handling
     link: Optional[BaseException] = error
     while link not in seen:
         seen.append(link)
@@ -459,10 +460,10 @@ def _told(error: BaseException) -> Tuple[str, str]:
 
 
 def _on_stream(fn: Callable[..., Any], arguments: dict, device_type: int, index: int, stream: int) -> Any:
-    """Runs fn with the call's stream as PyTorch's current one, where the device is one of PyTorch's."""
+    """Runs fn with the call's stream as PyTorch's current stream, if the device is one of PyTorch's."""
     torch = sys.modules.get("torch")
     if torch is not None and device_type == DEVICE_TYPES["ext"]:
-        from te_fl import private_device  # it imports PyTorch, which this process has
+        from te_fl import private_device  # imports PyTorch, which is loaded already
         if not private_device.registered():
             return fn(**arguments)
         with private_device.on_stream(index, stream):

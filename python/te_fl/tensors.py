@@ -1,4 +1,4 @@
-"""Arguments of ops besides plain tensors: quantised ones, parts of one tensor as a list, and records that a forward leaves for its backward."""
+"""Arguments of ops other than plain tensors: quantised tensors, slices of a tensor as a list, and records saved by a forward for its backward."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ DTYPES = ("f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2", "f4e2m1", "f8e8m0", "
 
 @runtime_checkable
 class Tensor(Protocol):
-    """Anything that lends its memory by DLPack: tensors of PyTorch, NumPy and JAX. Ops take te_fl.Quantized too, by its parts."""
+    """Any object that exports its memory by DLPack: tensors of PyTorch, NumPy and JAX. Ops also take te_fl.Quantized."""
 
     def __dlpack__(self) -> Any: ...
 
 
 def _shape_of(data: Any) -> tuple:
-    """The logical shape of codes, of which PyTorch packs two of 4 bits into an element."""
+    """The logical shape of codes; PyTorch's packed 4-bit dtype holds two codes per element."""
     shape = tuple(data.shape)
     return (*shape[:-1], 2 * shape[-1]) if shape and str(getattr(data, "dtype", "")).endswith("float4_e2m1fn_x2") else shape
 
 
 class Quantized:
-    """A quantised tensor by its parts, each a tensor of any library on one device.
+    """A quantised tensor by its parts. The parts may be tensors of any library, all on one device.
 
-    data: the row-wise codes, of the logical shape; None if there is only the column-wise copy. 4-bit codes of PyTorch lie in elements of two
-      (torch.float4_e2m1fn_x2), so that its last dimension is half the logical one.
+    data: the row-wise codes in the logical shape; None if there is only the column-wise copy. PyTorch's 4-bit dtype packs two codes per element
+    (torch.float4_e2m1fn_x2), so its last dimension is half the logical one.
     scaling: "tensor", "block_1x128", "block_128x128", "mxfp8" or "nvfp4".
-    shape: the logical shape; needed where data is None.
-    The other parts are those of te_fl_quant in te_fl/plugin.h, with their shapes and dtypes. compute_scale: as an output, derive
-    the scale from the values (current scaling) in place of reading `scale`.
+    shape: the logical shape; required if data is None.
+    The other parts are those of te_fl_quant in te_fl/plugin.h, with their shapes and dtypes. compute_scale: for an output, compute the scale from the
+    values (current scaling) instead of reading `scale`.
     """
 
     __slots__ = ("data", "_scaling", "_flags", "_shape", "columnwise_data", "scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax",
@@ -66,7 +66,7 @@ class Quantized:
 
 
 def read_on_host(numbers: Any, what: str) -> list:
-    """The numbers of a list, or of a tensor, whose device is waited for. `what`: their name, for the refusal while a stream is captured."""
+    """The numbers in a list or tensor, as a list. Reading a device tensor synchronises. `what`: the name in the error raised during graph capture."""
     if isinstance(numbers, (list, tuple)):
         return list(numbers)
     torch = sys.modules.get("torch")
@@ -77,13 +77,13 @@ def read_on_host(numbers: Any, what: str) -> list:
 
 
 class Rows:
-    """The parts of a tensor's first dimension, which follow each other, where an op takes a list of tensors: no tensor is made for each of them.
+    """Consecutive slices along a tensor's first dimension, for an op that takes a list of tensors. No tensor object is created for each slice.
 
-    tensor: a plain one, of any library; ops see its rows [begin:begin + size] one part after the other. Or a Quantized [rows, columns] of FP8
-      codes, of which each part is a quantised tensor of its own: in the memory of columnwise_data, scale_inv and the other parts, of any shape,
-      what te_fl_quant says of one lies behind that of the one before it, so that per tensor there is a number for each.
-    sizes: the numbers of rows, each 0 or more, together all that the tensor has: a list, or a tensor of integers. One on a device is read by
-      the host, which waits for it; a stream that is being captured is refused with te_fl.errors.Unsupported.
+    tensor: a plain tensor of any library, or a Quantized [rows, columns] of FP8 codes. Each slice of a Quantized is a quantised tensor of its own: in
+    columnwise_data, scale_inv and the other parts, the slices' data (as defined by te_fl_quant) follow one another, so per-tensor scales are one
+    number for each slice.
+    sizes: the slices' row counts, each 0 or more, whose sum is the tensor's row count. A list, or a tensor of integers. The host reads a device
+    tensor, which synchronises; during stream capture that raises te_fl.errors.Unsupported.
     """
 
     __slots__ = ("tensor", "sizes")
@@ -99,9 +99,9 @@ class Rows:
 
 
 class Saved:
-    """The record that a forward op leaves for its backward beyond tensors of fixed format; give both the same object.
+    """The record that a forward op saves for its backward in addition to its documented outputs; pass the same object to both.
 
-    storage: uint8 memory on the op's device, as many bytes as te_fl.saved_bytes() says; None where it says 0.
+    storage: uint8 memory on the op's device, of te_fl.saved_bytes() bytes; None if that is 0.
     """
 
     __slots__ = ("storage", "_record")

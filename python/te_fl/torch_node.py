@@ -1,6 +1,7 @@
-"""te_fl.pytorch's autograd node in C++ (pytorch/autograd/node.cpp), which takes a good part of a small layer's host time away: `python -m te_fl build-node`
-compiles it for the installed PyTorch, which is not imported for that. It is optional; te_fl.pytorch.autograd.call's LayerFunction does the same,
-more slowly."""
+"""Builds and loads te_fl.pytorch's C++ autograd node (pytorch/autograd/node.cpp), which reduces the host time of small layers. `python -m te_fl
+build-node` compiles it for the installed PyTorch, without importing PyTorch. It is optional: te_fl.pytorch.autograd.call's LayerFunction does the
+same, more slowly.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ COMMAND = f"{os.path.basename(sys.executable)} -m te_fl build-node"
 
 
 def wanted() -> bool:
-    """True if TE_FL_TORCH_NODE leaves it on."""
+    """True unless TE_FL_TORCH_NODE turns the node off."""
     return os.environ.get("TE_FL_TORCH_NODE", "1").lower() not in ("0", "false", "off", "no")
 
 
 def installed() -> Optional[Tuple[str, str]]:
-    """PyTorch's folder and torch.__version__, which its package's metadata has without the build's name; None: there is none."""
+    """Returns (PyTorch's folder, torch.__version__); package metadata lacks the version's build suffix. None: not installed."""
     spec = find_spec("torch")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         try:
@@ -47,8 +48,9 @@ def installed() -> Optional[Tuple[str, str]]:
 
 
 def path(torch_version: str) -> str:
-    """Where the node for that PyTorch and this interpreter lies, once it is built. The name has all that it depends on, so that one for
-    another PyTorch, or of an older te_fl, is never loaded."""
+    """The file name of the node for this PyTorch and this interpreter. The name includes everything that the node depends on, so a node for another
+    PyTorch or an older te_fl is never loaded.
+    """
     source = 0
     for name in (SOURCE, *HEADERS):
         with open(name, "rb") as file:
@@ -57,11 +59,12 @@ def path(torch_version: str) -> str:
 
 
 def load(torch_version: str, *functions: Callable) -> Optional[ModuleType]:
-    """The node: its run() stands for call.run() and calls `functions`, its empty() for call.python_empty(). None: it is not built, or not
-    wanted."""
+    """Loads the node, whose run() replaces call.run() and calls `functions`, and whose empty() replaces call.python_empty(). None if it is not built,
+    or turned off.
+    """
     try:
         file = path(torch_version)
-    except OSError:  # a package without the source has no node either
+    except OSError:  # a package without the source has no node
         return None
     if not wanted() or not os.path.exists(file):
         return None
@@ -103,7 +106,7 @@ torch.testing.assert_close(x.grad, module.weight.detach().sum(0).expand(4, 16))
 
 
 def build() -> int:
-    """Compiles the node, tries it in a process of its own and puts it into the package; the command's exit status."""
+    """Compiles the node, tests it in a separate process and installs it into the package. Returns the command's exit status."""
     there = installed()
     wrong = "PyTorch is not installed" if there is None else frameworks.refusal("torch", there[1])
     if wrong:

@@ -1,7 +1,8 @@
-"""NVTE_PLUGIN=te_fl.transformer_engine_plugin: Transformer Engine's own seam, which puts te-fl's module in place of its extension.
+"""NVTE_PLUGIN=te_fl.transformer_engine_plugin: replaces Transformer Engine's extension by te-fl's module, through Transformer Engine's own plugin
+mechanism.
 
-The package imports this after its extension, which it keeps as transformer_engine_torch_nv, and calls load_plugins(). Where that fails it
-warns and goes on with its extension; under TE_FL_STRICT=1 the process ends instead, since its numbers would come from elsewhere than asked.
+Transformer Engine imports this module after its extension, which it keeps as transformer_engine_torch_nv, and calls load_plugins(). If that fails, it
+warns and continues with its extension. With TE_FL_STRICT=1 the process ends instead, since the results would not come from te-fl.
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ constexpr Part kParts[] = {
     {"columnwise_amax", offsetof(te_fl_quant, columnwise_amax)},
     {"scale", offsetof(te_fl_quant, scale)},
 };
-constexpr int kColumnwiseData = 0, kScaleInv = 1, kColumnwiseScaleInv = 2;  // places in kParts
+constexpr int kColumnwiseData = 0, kScaleInv = 1, kColumnwiseScaleInv = 2;  // indices into kParts
 constexpr std::string_view kScalings[] = {"none",          "tensor", "block_1x128",
                                           "block_128x128", "mxfp8",  "nvfp4"};
 
 std::string quoted(std::string_view text) { return "'" + std::string(text) + "'"; }
 
-// The next word of `text`, which loses it; empty at the end.
+// Removes the next word from the front of `text` and returns it; returns an empty view at the end.
 std::string_view next_word(std::string_view& text) {
   const size_t begin = text.find_first_not_of(' ');
   if (begin == std::string_view::npos) return text = {};
@@ -85,7 +85,7 @@ Status OpCall::read(std::string_view text) {
     const Status status = read_setting(word.substr(0, equals), word.substr(equals + 1));
     if (!status.ok()) return status;
   }
-  for (const auto& entry : lists_) {  // complete now, so their memory stays
+  for (const auto& entry : lists_) {  // the lists no longer grow, so pointers into them stay valid
     const te_fl_arg_desc& arg = *find(entry.first);
     const te_fl_tensor* const* data = entry.second.data();
     const auto count = static_cast<int64_t>(entry.second.size());
@@ -177,7 +177,7 @@ Status OpCall::read_scalar(const te_fl_arg_desc& arg, std::string_view value) {
       }
       return wrong;
     }
-    case TE_FL_ARG_I64: {  // not by way of a double, which has fewer digits
+    case TE_FL_ARG_I64: {  // read as an integer: a double could not hold every int64
       const std::optional<int64_t> parsed = number<int64_t>(value);
       if (!parsed.has_value()) return wrong;
       std::memcpy(args_.data() + arg.offset, &*parsed, sizeof *parsed);
@@ -253,8 +253,8 @@ void OpCall::bind(const Use& use, const Array& array, const Device& device) noex
     std::memcpy(reinterpret_cast<char*>(&use.slot->quant) + kParts[use.part].offset, &array.data,
                 sizeof array.data);
     if (use.part != kColumnwiseData || t.dl.data != nullptr) return;
-    // Without a row-wise copy the logical matrix is that whose columns these are; the codes of
-    // MXFP8 keep their order.
+    // Without a row-wise copy, the logical matrix is the transpose of the column-wise codes' shape.
+    // MXFP8 stores its column-wise codes untransposed, so the shapes are equal there.
     auto& shape = use.slot->shape;
     const bool transposed = use.slot->quant.scaling != TE_FL_SCALING_MXFP8;
     shape = {array.extents[transposed ? 1 : 0], array.extents[transposed ? 0 : 1]};
@@ -328,8 +328,8 @@ Status OpCall::run(const Array* operands, const Array* results, const Device& de
     options.rng.seed_address = random_;
     options.rng.offset_address = random_ + 1;
   }
-  // XLA decides if a program runs on the caller's thread, so that thread's scopes have no say; the
-  // program carries its policy.
+  // XLA decides whether a program runs on the caller's thread, so policy scopes of that thread must
+  // not apply; the program carries its own policy.
   const python::WithoutPolicyScopes none;
   if (!policy_.has_value()) return OpManager::instance().call(op_, args_.data(), options);
   Result<SelectionPolicy> policy = policy_->now();

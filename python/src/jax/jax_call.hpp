@@ -1,13 +1,14 @@
-// An op's call as the text that te_fl.jax puts into an XLA program:
+// The text form of one op call, which te_fl.jax embeds in an XLA program:
 //
 //   layernorm_fwd x gamma -> z z.scale_inv z.amax mu rsigma | epsilon=1e-06 z.scaling=tensor
 //
-// The words before the arrow name what each operand of XLA's is, those after it each result: an
-// argument, an element of a list (inputs[0]), a part of a quantised tensor (z.scale_inv), or `rng`,
-// uint32 [4]: the seed and the offset, low words first. Then come scalars, and how quantised
-// tensors are scaled (NAME.scaling, .compute_scale, .pow2_scale, .amax_epsilon); after a second bar
-// what te_fl.policy asked for where the program was traced. The text says everything that a process
-// needs, so compiled programs can be kept and exported.
+// The words before the arrow name XLA's operands, and the words after it XLA's results, in order. A
+// word is an argument, an element of a list (inputs[0]), a part of a quantised tensor
+// (z.scale_inv), or `rng`, uint32 [4]: the seed and the offset, low words first. After the first
+// bar come the scalars and the scaling of quantised tensors (NAME.scaling, .compute_scale,
+// .pow2_scale, .amax_epsilon). After a second bar comes the te_fl.policy that was in force when the
+// program was traced. The text holds all that a process needs, so compiled programs can be cached
+// and exported.
 #pragma once
 
 #include <array>
@@ -28,7 +29,7 @@
 
 namespace te_fl::jax {
 
-// One array of XLA's.
+// One operand or result buffer of XLA.
 struct Array {
   te_fl_dtype dtype;
   void* data;
@@ -36,29 +37,31 @@ struct Array {
   int64_t* extents;
 };
 
-// The arguments of one call, made from its text once and then given memory call by call. Not
-// thread-safe; the object must not move.
+// The arguments of one call. parse() builds them from the text once; each run() then fills in the
+// addresses. Not thread-safe; the object must not move.
 class OpCall {
  public:
   static Result<std::unique_ptr<OpCall>> parse(std::string_view text);
   size_t operands() const noexcept { return operands_.size(); }
   size_t results() const noexcept { return results_.size(); }
-  // Runs the op on these arrays, all in memory of `device`, under the process's policy and the
-  // text's; scopes that Python opened on the calling thread do not apply.
+  // Runs the op on these arrays, all in memory of `device`. The process's policy applies, with the
+  // text's policy on top; policy scopes that Python opened on the calling thread do not apply.
   Status run(const Array* operands, const Array* results, const Device& device, void* stream);
 
  private:
-  // A tensor argument with the arrays that it is made of.
+  // A tensor argument and the arrays that make it up.
   struct TensorSlot {
     te_fl_tensor tensor;
     te_fl_quant quant;
-    std::array<int64_t, 2> shape{};  // of one that has only its column-wise copy
+    // Logical shape, used if the tensor has only its column-wise copy.
+    std::array<int64_t, 2> shape{};
   };
-  // The use of an array: a tensor's codes, a pointer in its te_fl_quant, or the random state.
+  // The purpose of one XLA array: a tensor's codes, a pointer in its te_fl_quant, or the random
+  // state.
   struct Use {
     TensorSlot* slot = nullptr;  // null: the random state
-    int part = -1;               // into the parts' table; -1: the tensor's own data
-    int same_as = -1;            // a result that is an operand too: which one
+    int part = -1;               // index into kParts; -1: the tensor's own data
+    int same_as = -1;            // index of the operand that this result aliases; -1: none
   };
 
   Status read(std::string_view text);
@@ -69,14 +72,16 @@ class OpCall {
   Result<TensorSlot*> slot_of(std::string_view name);
   const te_fl_arg_desc* find(std::string_view name) const noexcept;
   void bind(const Use& use, const Array& array, const Device& device) noexcept;
-  // An error if a part, or the random state, has other extents than its reader takes it to have.
+  // Returns an error if the array's extents differ from those that the part, or the random state,
+  // needs.
   Status check(const Use& use, const Array& array, const std::string& name) const;
 
   OpId op_;
   const te_fl_op_schema* schema_ = nullptr;
   std::vector<std::byte> args_;
   std::vector<Use> operands_, results_;
-  std::map<std::string, TensorSlot, std::less<>> slots_;  // addresses stay
+  // A std::map, so addresses of the slots stay valid.
+  std::map<std::string, TensorSlot, std::less<>> slots_;
   std::map<std::string, std::vector<const te_fl_tensor*>, std::less<>> lists_;
   std::deque<std::vector<int64_t>> integers_;
   std::vector<std::string> operand_names_, result_names_;

@@ -47,14 +47,16 @@ xla::ErrorCode code_of(StatusCode code) {
   }
 }
 
-// XLA asks at registration what a handler is.
+// At registration, XLA calls the handler with a Metadata request. Fills in the metadata and returns
+// true for such a call.
 bool answer_metadata(const xla::CallFrame& call) {
   for (const xla::Extension* e = call.extension; e != nullptr; e = e->next) {
     if (e->type != xla::kMetadataExtension) continue;
     xla::Metadata* metadata = reinterpret_cast<const xla::MetadataExtension*>(e)->metadata;
     const xla::ApiVersion theirs = call.api->version;
     g_version = theirs.major * 1000 + theirs.minor;
-    // An XLA whose version is older or another refuses what is told here, and registration fails.
+    // An XLA with an older or incompatible FFI version rejects these numbers, and registration
+    // fails.
     metadata->version.major = xla::kMajor;
     metadata->version.minor = xla::kLeastMinor;
     metadata->traits = 0;
@@ -98,7 +100,8 @@ te_fl_dtype dtype_of(xla::ElementType type) {
     case xla::ElementType::kF8E8M0FNU:
       return to_c(DType::kF8E8M0);
   }
-  // The op's check refuses the others. Four-bit numbers are among them, which XLA does not pack.
+  // An opaque dtype, which the op's dtype check refuses. Four-bit dtypes end here, because XLA does
+  // not pack them.
   return te_fl_dtype{TE_FL_CODE_OPAQUE, 8, 1};
 }
 
@@ -122,10 +125,10 @@ Status describe(const xla::Buffers& buffers, size_t wanted, Arrays& arrays) {
   return {};
 }
 
-// The calls that a thread keeps, by their text, and the arrays of the one that is running.
+// The parsed calls that one thread caches, by their text, and the arrays of the running call.
 struct ThreadCalls {
   std::unordered_map<std::string_view, std::unique_ptr<OpCall>> calls;
-  std::unordered_map<std::string, int> texts;  // own the keys of `calls`
+  std::unordered_map<std::string, int> texts;  // owns the text that the keys of `calls` point to
   Arrays operands, results;
   bool busy = false;
 };
@@ -148,7 +151,8 @@ Result<OpCall*> find_call(ThreadCalls& kept, std::string_view text) {
 Status run(const xla::CallFrame& call, std::string_view text, const Device& device, void* stream) {
   static thread_local std::unique_ptr<ThreadCalls> outer;
   if (outer == nullptr) outer = std::make_unique<ThreadCalls>();
-  // An implementation may itself run an XLA program on this thread.
+  // `busy` is true if an op's implementation runs an XLA program on this thread itself; that inner
+  // call gets its own cache.
   std::unique_ptr<ThreadCalls> inner;
   if (outer->busy) inner = std::make_unique<ThreadCalls>();
   ThreadCalls& kept = inner != nullptr ? *inner : *outer;

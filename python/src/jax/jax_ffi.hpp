@@ -1,5 +1,5 @@
-// te-fl's ops as calls of XLA programs. Knows XLA's C ABI (xla_ffi.hpp); needs neither Python nor
-// jaxlib.
+// XLA FFI handlers that run te-fl's ops. They use XLA's C ABI (xla_ffi.hpp) and need neither Python
+// nor jaxlib.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@ namespace te_fl::jax {
 xla::Error* handle_on_host(xla::CallFrame* call) noexcept;
 xla::Error* handle_on_cuda(xla::CallFrame* call) noexcept;
 
-// The version that XLA's FFI told at registration, major * 1000 + minor; -1 before that.
+// The FFI version that XLA reported at registration, as major * 1000 + minor; -1 before
+// registration.
 int32_t seen_version() noexcept;
 
 }  // namespace te_fl::jax

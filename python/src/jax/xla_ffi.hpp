@@ -1,7 +1,7 @@
-// The part of XLA's FFI that te-fl's handler uses: layouts and numbers of its C ABI, version 0.x
-// from 0.3 on, which JAX 0.10 brought. They are declared here so that building te-fl needs no
-// jaxlib; tests/python/jax_abi_test.py compares them with the headers of the jaxlib that is
-// installed.
+// The part of XLA's FFI that te-fl's handlers use: struct layouts and constants of its C ABI,
+// version 0.3 and later 0.x (JAX 0.10 introduced 0.3). They are declared here so that building
+// te-fl needs no jaxlib; tests/python/jax_abi_test.py compares them with the headers of the
+// installed jaxlib.
 #pragma once
 
 #include <cstddef>
@@ -14,9 +14,10 @@ inline constexpr int kLeastMinor = 3;
 
 struct Api;
 struct Error;    // made and owned by XLA
-struct Context;  // of one execution
+struct Context;  // belongs to one execution
 
-// Heads a list; XLA hangs a Metadata request on a call that asks what the handler is.
+// The head of a linked list of extensions. XLA adds a Metadata request to the call that queries the
+// handler's properties.
 struct Extension {
   size_t struct_size;
   int32_t type;
@@ -63,7 +64,7 @@ struct OrdinalRequest {
   int32_t ordinal;  // written
 };
 
-// XLA's functions. Those that te-fl does not call are addresses only.
+// XLA's function table. Members that te-fl does not call are untyped pointers.
 struct Api {
   size_t struct_size;
   Extension* extension;
@@ -145,7 +146,7 @@ struct CallFrame {
 struct Metadata {
   size_t struct_size;
   ApiVersion version;
-  uint32_t traits;  // 0: the call is never recorded into a command buffer
+  uint32_t traits;  // 0: XLA never records the call into a command buffer
 };
 struct MetadataExtension {
   Extension base;

@@ -1,4 +1,4 @@
-// The arguments of an op's call by Python's keywords, as the op's struct has them.
+// Converts the keyword arguments of a Python call into the op's argument struct.
 #pragma once
 
 #include <array>
@@ -24,12 +24,13 @@
 
 namespace te_fl::python {
 
-// te_fl.Quantized, te_fl.Saved and te_fl.Rows, once the package has set them.
+// The classes te_fl.Quantized, te_fl.Saved and te_fl.Rows; the package sets them when it is
+// imported.
 inline PyObject* g_quantized = nullptr;
 inline PyObject* g_saved = nullptr;
 inline PyObject* g_rows = nullptr;
 
-// A saved record outlives the call that fills it: the forward's is the backward's argument.
+// A saved record outlives the call that fills it: the backward op takes the forward's record.
 struct SavedRecord {
   te_fl_saved saved;
   te_fl_tensor storage;
@@ -37,10 +38,10 @@ struct SavedRecord {
 };
 constexpr const char* kSavedName = "te_fl.saved";
 
-// Parts of a product's operands and of its result.
+// Initial capacity of held_: the parts of a product's operands and of its result.
 constexpr size_t kHeld = 16;
 
-// The arguments of one call, and what they point to.
+// The arguments of one call and the memory that they point to.
 class Arguments {
  public:
   // matrices: see make_matrix_op().
@@ -65,10 +66,11 @@ class Arguments {
     }
   }
   const void* raw() const noexcept { return raw_.data(); }
-  // The call of an op with a communicator has its arguments in Python, by name; others need none.
+  // Returns true if the call has a communicator of Python. Such a call also needs its arguments as
+  // a Python dict, by name.
   bool is_served() const noexcept { return server_ != nullptr; }
-  // Runs the op without the interpreter's lock, by the process's manager if `manager` is null. What
-  // it raises is te-fl's error or that of the communicator's server.
+  // Runs the op without the interpreter's lock, by the process's manager if `manager` is null.
+  // Throws te-fl's error, or the exception that the communicator's `serve` raised.
   void run(OpManager* manager, PyObject* by_name) const {
     const CallOptions options = this->options();
     const auto call = [&] {
@@ -114,7 +116,7 @@ class Arguments {
                      ((op_.schema->flags & TE_FL_SCHEMA_USES_RNG) != 0 ? ", seed, offset" : ""));
   }
 
-  // Seed and offset in the memory of the op's device, read when it runs.
+  // Seed and offset as a tensor in the op's device memory, read when the op runs.
   void set_random(PyObject* value) {
     random_ = borrowed_.describe(value, false, "seed");
     const int dtype = dtype_index(random_.dtype);
@@ -133,7 +135,8 @@ class Arguments {
 
   static void* stream_of(PyObject* value) {
     if (value == Py_None) return nullptr;
-    // torch.cuda.Stream and its kin, and torch.Stream.
+    // Accepts the stream classes of PyTorch's device modules (torch.cuda.Stream and others) and
+    // torch.Stream.
     PyObject* handle = nullptr;
     for (const char* name : {"cuda_stream", "native_handle"}) {
       if (handle == nullptr) handle = PyObject_GetAttrString(value, name);
@@ -265,7 +268,7 @@ class Arguments {
     return &t;
   }
 
-  // An input that is not contiguous is copied first; an output stays as it lies.
+  // A non-contiguous input is copied first; an output keeps its strides.
   void see_as_matrix(te_fl_tensor& t, PyObject* value, const BoundArg& arg) {
     if (t.dl.strides != nullptr && arg.desc->role == TE_FL_IN) {
       held_.push_back(Ref::take(PyObject_CallMethod(value, "contiguous", nullptr)));
@@ -287,7 +290,7 @@ class Arguments {
     q.quant.scaling = static_cast<uint32_t>(number(value, "_scaling"));
     q.quant.flags = static_cast<uint32_t>(number(value, "_flags"));
     q.quant.amax_epsilon = static_cast<float>(number(value, "amax_epsilon"));
-    std::optional<te_fl_device> device;  // of the first part
+    std::optional<te_fl_device> device;  // the device of the first part that was described
     for (const Part& part : kParts) {
       const Ref member = Ref::take(PyObject_GetAttrString(value, part.name));
       if (member.get() == Py_None) continue;
@@ -321,7 +324,7 @@ class Arguments {
     for (int32_t d = 0; d < t.ndim; ++d) bits *= t.shape[d];
     return bits / 8;
   }
-  // Where there is no row-wise copy, the logical shape is that of the object.
+  // Without a row-wise copy, the logical shape comes from the Python object's `shape`.
   static void describe_columnwise(QuantisedTensor& q, PyObject* value,
                                   const te_fl_dltensor& columns) {
     const Ref shape = Ref::take(PyObject_GetAttrString(value, "shape"));
@@ -365,7 +368,7 @@ class Arguments {
     write(arg.desc->count_offset, static_cast<int64_t>(list.size()));
   }
 
-  // The parts of a te_fl.Rows, each a tensor over the memory of the whole.
+  // Splits a te_fl.Rows into its parts, each a tensor that views the memory of the whole.
   void cut_rows(const BoundArg& arg, PyObject* value, std::vector<const te_fl_tensor*>& list) {
     const te_fl_arg_desc& desc = *arg.desc;
     held_.push_back(Ref::take(PyObject_GetAttrString(value, "tensor")));
@@ -392,7 +395,7 @@ class Arguments {
     });
     parts.end();
   }
-  // Calls f(size) for each of a te_fl.Rows.
+  // Calls f(size) for each size of a te_fl.Rows.
   template <class F>
   static void for_each_size(PyObject* rows, std::vector<const te_fl_tensor*>& list, F&& f) {
     const Ref sizes = Ref::take(PyObject_GetAttrString(rows, "sizes"));
@@ -463,8 +466,8 @@ class Arguments {
   std::vector<std::byte> raw_;
   std::vector<bool> given_;
   Borrowed borrowed_;
-  std::vector<Ref> held_;  // described by borrowed_, and perhaps held by nobody else
-  std::forward_list<te_fl_tensor> tensors_;  // addresses stay
+  std::vector<Ref> held_;  // objects that borrowed_ describes; this may be their only reference
+  std::forward_list<te_fl_tensor> tensors_;  // a list, so addresses of its elements stay valid
   std::forward_list<QuantisedTensor> quantised_;
   std::forward_list<StorageView> views_;
   std::forward_list<std::array<int64_t, 2>> matrix_shapes_;
@@ -473,10 +476,11 @@ class Arguments {
   std::forward_list<std::vector<int64_t>> integers_;
   std::optional<te_fl_device> device_;
   std::optional<void*> stream_;
-  PyObject* server_ = nullptr;  // of the communicator, whose handle is the next
+  // The Python object that serves the communicator, whose handle is the next member.
+  PyObject* server_ = nullptr;
   Ref handle_;
   uint64_t seed_ = 0, offset_ = 0;
-  te_fl_dltensor random_{};  // its data NULL: the numbers above
+  te_fl_dltensor random_{};  // its data is NULL if the seed and offset are the numbers above
 };
 
 }  // namespace te_fl::python

@@ -24,25 +24,27 @@ constexpr const char* kServer = "_communicator";
 constexpr const char* kVendor = "torch";
 thread_local ServedCall* g_call = nullptr;
 
-// Ids of te_fl::Comm count from 1; these never meet them, so none of its keepers takes one of these
-// for its own.
+// Ids of te_fl::Comm count up from 1. The ids here have the top bit set, so the two kinds never
+// collide.
 uint64_t next_id() {
   static std::atomic<uint64_t> count{0};
   return uint64_t{1} << 63 | count.fetch_add(1, std::memory_order_relaxed);
 }
 
-// The implementations of one maker; they live as long as their registration.
+// The registered implementations of one maker ("torch.BACKEND"). They live as long as their
+// registration.
 struct Maker {
   struct Op {
     const Maker* maker;
     const char* name;
   };
   std::string impl_id, provider, words;
-  std::deque<Op> ops;  // descs' `self` points to them
+  std::deque<Op> ops;  // a deque, so the descriptors' `self` pointers stay valid
   std::vector<te_fl_op_desc> descs;
 };
 
-// A provider of kDLExtDev devices has implementations of its own (R18).
+// The device types that a maker's implementations serve. A provider of kDLExtDev devices registers
+// implementations for those devices only (R18 of DESIGN.md).
 uint64_t device_types(const Maker& maker) {
   const uint64_t ext = TE_FL_BIT(TE_FL_DEVICE_EXT);
   return maker.provider.empty() ? ~ext : ext;
@@ -90,19 +92,20 @@ std::shared_ptr<Maker> make_maker(const std::string& name, const std::string& ba
   return made;
 }
 
-// Registers the maker's implementations if nobody has; without the interpreter's lock.
+// Registers the maker's implementations unless they are registered already. Called without the
+// interpreter's lock.
 Status register_maker(const std::string& maker, const std::string& backend,
                       const std::string& provider, bool graph_safe) {
-  OpManager::instance();  // plugins' implementations come first
+  OpManager::instance();  // plugins must register their implementations first
   const std::shared_ptr<Maker> made = make_maker(maker, backend, provider, graph_safe);
   std::vector<const te_fl_op_desc*> descs;
   for (const te_fl_op_desc& desc : made->descs) descs.push_back(&desc);
   const Status status = OpRegistry::instance().register_ops(descs, maker, kVendor, made);
-  // Another thread may have been here in between.
+  // Another thread may have registered the maker in the meantime.
   return status.code() == StatusCode::kAlreadyExists ? Status() : status;
 }
 
-// A handle points to one.
+// The content of a communicator's capsule.
 struct Handle {
   std::string maker;
   te_fl_communicator communicator;
@@ -122,7 +125,7 @@ PyObject* make_communicator(PyObject*, PyObject* args) noexcept {
         device.provider == 0 ? std::string() : devices::provider_name(device.provider);
     auto handle = std::make_unique<Handle>();
     handle->maker = std::string(kVendor) + "." + backend + (provider.empty() ? "" : "." + provider);
-    // Those whose implementations are registered; the interpreter's lock guards it.
+    // The makers whose implementations are registered. Guarded by the interpreter's lock.
     static auto* known = new std::set<std::string>();
     if (!known->contains(handle->maker)) {
       const std::string served_by(backend);

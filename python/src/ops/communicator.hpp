@@ -1,4 +1,5 @@
-// Communicators of Python: an object that has one serves the collectives that are called with it.
+// Communicators implemented in Python. A Python object with a communicator runs the collective ops
+// that are called with it.
 #pragma once
 
 #include <string>
@@ -8,19 +9,20 @@
 
 namespace te_fl::python {
 
-// communicator(backend, device, rank, size, graph_safe) -> an opaque handle. Its maker is
-// "torch.BACKEND", whose implementations "vendor.torch.BACKEND" are registered with the first.
-// An object `o` is an argument `comm` of ops if o._communicator is a handle, and
-// o.serve(op, arguments) does the collective on this rank: it queues the work on the framework's
-// current stream (on the host: does it), and what it raises is what the call raises.
+// communicator(backend, device, rank, size, graph_safe) -> an opaque handle. The handle's maker is
+// "torch.BACKEND"; the first handle of a maker registers its implementations,
+// "vendor.torch.BACKEND". A Python object `o` may be passed as an op's argument `comm` if
+// o._communicator is a handle. o.serve(op, arguments) then runs the collective on this rank: on a
+// device it enqueues the work on the framework's current stream, on the host it completes the work.
+// An exception from serve() propagates to the caller of the op.
 PyObject* make_communicator(PyObject*, PyObject* args) noexcept;
 
-// The handle that `object` has; TypeError, naming `name`, if it has none.
+// The handle of `object`; throws TypeError, naming `name`, if the object has none.
 Ref handle_of(PyObject* object, const char* name);
 // Valid as long as the handle.
 const te_fl_communicator* communicator_in(const Ref& handle) noexcept;
 
-// A call of a collective on this thread, while it is dispatched: from its making to its end.
+// One call of a collective, alive on its thread while the call is dispatched.
 class ServedCall {
  public:
   explicit ServedCall(const te_fl_communicator* communicator) noexcept;
@@ -28,34 +30,34 @@ class ServedCall {
   ServedCall(const ServedCall&) = delete;
   ServedCall& operator=(const ServedCall&) = delete;
 
-  // Has the innermost call of this thread served, which must be one with `communicator`. Called
-  // without the interpreter's lock.
+  // Runs the collective through the innermost ServedCall of this thread, which must use
+  // `communicator`. Called without the interpreter's lock.
   static te_fl_status serve(const te_fl_communicator* communicator, const char* op,
                             const te_fl_error_sink* errors) noexcept;
 
  private:
-  // Does the collective; with the interpreter's lock. Throws PythonError where the exception that
-  // is set is the call's.
+  // Runs the collective. Called with the interpreter's lock. Throws PythonError if the exception
+  // that is set is to be raised to the caller.
   virtual void run(const char* op) = 0;
-  // Takes the exception that is set, and returns its words. As run().
+  // Clears the exception that is set, and returns its text. Called with the interpreter's lock.
   virtual std::string take_failure() = 0;
 
   const te_fl_communicator* const communicator_;
   ServedCall* const outer_;
 };
 
-// "RuntimeError: connection closed by peer"
+// The exception as text, for example "RuntimeError: connection closed by peer".
 std::string words_of_error(PyObject* value);
 
-// A call that comes from Python, whose exception it raises again.
+// A call that was made from Python. An exception of the server is raised again to the caller.
 class PythonCall final : public ServedCall {
  public:
-  // `server` has `communicator` and serves the call; `arguments` is a dict of them. The caller
-  // keeps both, and has the interpreter's lock here and in the destructor.
+  // `server` is the Python object that has `communicator` and runs the call; `arguments` is a dict.
+  // The caller keeps both alive, and holds the interpreter's lock here and in the destructor.
   PythonCall(PyObject* server, const te_fl_communicator* communicator, PyObject* arguments) noexcept
       : ServedCall(communicator), server_(server), arguments_(arguments) {}
   ~PythonCall() override;
-  // Raises what the server raised, if it did.
+  // Raises the exception that the server raised, if any.
   void raise_failure();
 
  private:

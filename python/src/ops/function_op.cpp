@@ -31,7 +31,7 @@ const te_fl_arg_desc& call_argument() {
 
 thread_local FunctionCall* t_call = nullptr;
 
-// Makes a call the thread's innermost one for a while.
+// Makes a call the innermost one of this thread during its lifetime.
 class Current {
  public:
   explicit Current(FunctionCall& call) : outer_(std::exchange(t_call, &call)) {}
@@ -43,7 +43,7 @@ class Current {
   FunctionCall* outer_;
 };
 
-// Every call has another number, so that no answer for one is taken for another's.
+// Every call gets a number of its own, so a cached decision for one call is never used for another.
 FunctionArgs next_arguments() {
   static std::atomic<int64_t> number{0};
   FunctionArgs args;
@@ -63,7 +63,7 @@ Result<bool> declare_function_op(OpRegistry& registry, const std::string& name) 
   }
   const te_fl_arg_desc* const args[] = {&call_argument()};
   te_fl_op_schema schema;
-  schema.flags = TE_FL_SCHEMA_ENQUIRY;  // neither copied to another device nor run a second time
+  schema.flags = TE_FL_SCHEMA_ENQUIRY;  // the op is neither copied to another device nor run twice
   schema.args_size = schema.least_args_size = sizeof(FunctionArgs);
   schema.arg_count = 1;
   schema.args = args;

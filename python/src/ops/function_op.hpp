@@ -1,7 +1,7 @@
-// Ops outside the catalogue whose arguments and results are Python objects: whatever their
-// implementations, functions in Python, take and return. To the core such an op has one argument,
-// the number of its call; the objects wait on the calling thread, where the chosen implementation
-// runs.
+// Function ops: ops outside the catalogue whose arguments and results are arbitrary Python objects,
+// and whose implementations are Python functions. For the core, a function op has a single
+// argument, the number of the call. The Python objects stay in a thread-local record that the
+// chosen implementation reads on the same thread.
 #pragma once
 
 #include <optional>
@@ -15,28 +15,28 @@ namespace te_fl::python {
 
 bool is_function_op(const te_fl_op_schema& schema) noexcept;
 
-// Sees to it that `registry` has an op of this name, without the interpreter's lock: one that is
-// there stays what it is, another becomes a function op. True if it is one.
+// Declares a function op of this name in `registry` unless the name is taken. Returns true if the
+// op of this name is a function op. Called without the interpreter's lock.
 Result<bool> declare_function_op(OpRegistry& registry, const std::string& name);
 
-// Those of all registries, guarded by the interpreter's lock.
+// The names of the function ops of all registries. Guarded by the interpreter's lock.
 std::set<std::string>& function_op_names();
 
-// The function op of a manager's registry; none if the name is another op's. Throws te_fl.NotFound,
-// naming the nearest op, if it is nobody's.
+// The function op of this name in a manager's registry; none if the name is an ordinary op's.
+// Throws te_fl.NotFound, naming the nearest op, for an unknown name.
 std::optional<OpId> find_function_op(OpManager& manager, PyObject* name);
 
-// Runs it on a tuple and a dict (or null); what the implementation returned.
+// Runs the op on a tuple and a dict (or null), and returns the implementation's result.
 Ref call_function_op(OpManager& manager, OpId op, PyObject* positional, PyObject* keywords);
-// The way that the call would be routed.
+// Describes how the call would be dispatched, without running it.
 Result<Decision> resolve_function_op(OpManager& manager, OpId op, PyObject* positional,
                                      PyObject* keywords);
 
-// The objects of the innermost such call on this thread.
+// The Python objects of the innermost function op call on this thread.
 struct FunctionCall {
   PyObject* positional;  // a tuple
   PyObject* keywords;    // a dict, or null
-  Ref result;            // of the implementation that served it
+  Ref result;            // written by the implementation that ran
 };
 FunctionCall& current_function_call() noexcept;
 

@@ -1,4 +1,4 @@
-// The manager that a function of the native module is to use.
+// Converts a `manager` argument of the native module's functions.
 #pragma once
 
 #include "py/py.hpp"
@@ -6,8 +6,8 @@
 
 namespace te_fl::python {
 
-// The manager that new_manager() made; the process's for None. Valid while the object is. Throws
-// PythonError.
+// The OpManager in an object that new_manager() made; for None, the process's manager. Valid as
+// long as the object. Throws PythonError.
 OpManager& manager_of(PyObject* manager);
 
 }  // namespace te_fl::python

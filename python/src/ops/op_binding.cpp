@@ -11,7 +11,8 @@
 namespace te_fl::python {
 namespace {
 
-// "M K", "... H", "trans_a ? K M : M K"; not "N", "@...", "any".
+// Returns true for shape rules such as "M K", "... H" and "trans_a ? K M : M K", and false for "N",
+// "@..." and "any".
 bool is_matrix(const te_fl_arg_desc& arg) {
   std::string_view rule = arg.shape != nullptr ? arg.shape : "";
   rule = rule.substr(rule.find_last_of("?:") == rule.npos ? 0 : rule.find_last_of("?:") + 2);
@@ -34,7 +35,8 @@ std::unique_ptr<OpBinding> make_binding(OpId id) {
 
 int OpBinding::find(PyObject* name) const noexcept {
   for (size_t i = 0; i < args.size(); ++i) {
-    if (args[i].name == name) return static_cast<int>(i);  // keywords of calls are interned
+    // Keywords of calls are interned, so comparing pointers is enough.
+    if (args[i].name == name) return static_cast<int>(i);
   }
   for (size_t i = 0; i < args.size(); ++i) {
     if (PyUnicode_Compare(args[i].name, name) == 0) return static_cast<int>(i);

@@ -1,4 +1,4 @@
-// One op as Python calls it: its schema with the names as Python objects, compiled once.
+// The schema of one op with its names as Python objects, prepared once per op.
 #pragma once
 
 #include <memory>
@@ -11,22 +11,23 @@ namespace te_fl::python {
 
 struct BoundArg {
   const te_fl_arg_desc* desc;
-  PyObject* name;                       // interned, kept for ever
+  PyObject* name;                       // interned, never freed
   std::vector<std::string> enum_names;  // of an enum
-  bool is_matrix;  // by its rule a tensor of two dimensions, or of any number before the last
+  bool is_matrix;  // true if the shape rule has two dimensions, or "..." and a last one
 };
 
 struct OpBinding {
   OpId id;
   const te_fl_op_schema* schema;
   std::vector<BoundArg> args;
-  std::vector<std::byte> defaults;  // the argument struct without any argument given
+  std::vector<std::byte> defaults;  // the argument struct with the default of each argument
 
-  // The place in `args`, -1 if the op has no such argument.
+  // The index in `args`; -1 if the op has no argument of this name.
   int find(PyObject* name) const noexcept;
 };
 
-// Made on first use and kept for ever. Throws te_fl.NotFound, naming the nearest op.
+// Created on first use and never freed. Throws te_fl.NotFound, naming the nearest op, for an
+// unknown name.
 const OpBinding& bind(PyObject* name);
 
 }  // namespace te_fl::python

@@ -67,8 +67,7 @@ const PyMethodDef kRunFunction = {
     "op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_function_op)),
     METH_VARARGS | METH_KEYWORDS, "Runs an op of Python functions."};
 
-// The name, signature and description by which Python shows an op, which live as long as its
-// callables.
+// An op's name, signature and docstring for Python. They live as long as the op's callables.
 struct MethodOfOp {
   PyMethodDef definition;
   std::string words;
@@ -107,8 +106,8 @@ Ref to_dict(const Decision& decision) {
   return dict;
 }
 
-// f(manager, op, arguments, named) of a Python call f(op, dict, manager=None, tuple=()), or
-// g(manager, op, tuple, dict) where the op is of Python functions.
+// Parses a Python call (op, dict, manager=None, tuple=()). Calls f(manager, op, arguments, named),
+// or g(manager, op, tuple, dict) if the op is a function op.
 template <class F, class G>
 Ref with_arguments(PyObject* args, F&& f, G&& g) {
   PyObject *name = nullptr, *named = nullptr, *manager = Py_None, *positional = nullptr;
@@ -144,7 +143,7 @@ std::vector<T> numbers_of(PyObject* list) {
   return numbers;
 }
 
-// The default of a scalar; None for an argument that cannot be left out.
+// The default of a scalar argument; None for a required argument.
 Ref default_of(const OpBinding& op, const te_fl_arg_desc& arg) {
   const auto read = [&](auto value) {
     std::memcpy(&value, op.defaults.data() + arg.offset, sizeof value);

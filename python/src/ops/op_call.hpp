@@ -5,27 +5,32 @@
 
 namespace te_fl::python {
 
-// The class that describes quantised tensors (te_fl.Quantized), the one of saved records
-// (te_fl.Saved) and that of a tensor's rows as a list (te_fl.Rows); set once by the package.
+// Sets the classes te_fl.Quantized (quantised tensors), te_fl.Saved (saved records) and te_fl.Rows
+// (a tensor's rows as a list of tensors). The package calls this once.
 void set_argument_classes(PyObject* quantized, PyObject* saved, PyObject* rows);
 PyObject* quantized_class() noexcept;  // borrowed
 
-// op(name, doc) -> a callable of keyword arguments that runs the op; doc: its signature and
-// description, which help() shows. KeyError-like te_fl.NotFound names the nearest op.
+// op(name, doc) -> a callable that takes keyword arguments and runs the op. doc: the signature and
+// description that help() shows. Raises te_fl.NotFound, which names the nearest op, for an unknown
+// name.
 PyObject* make_op(PyObject*, PyObject* args) noexcept;
-// matrix_op(name) -> the same of a callable that sees tensors as matrices: one whose rule has two
-// dimensions or begins with "..." is seen as [the others' product, last], an input that is not
-// contiguous is copied first, and it takes storages (storage.hpp). Its op is of the catalogue.
+// matrix_op(name) -> like op(), but tensors are passed as matrices: an argument whose shape rule
+// has two dimensions or begins with "..." is reshaped to [product of the leading extents, last
+// extent]. Non-contiguous inputs are copied first, and storages (storage.hpp) are accepted.
+// Catalogue ops only.
 PyObject* make_matrix_op(PyObject*, PyObject* name) noexcept;
-// call(op, arguments, manager=None, positional=()): runs the op, by the process's manager or
-// another; None, or what a function in Python returned where the op is of such (function_op.hpp).
+// call(op, arguments, manager=None, positional=()): runs the op by the given manager, by default
+// the process's. Returns None, or the Python function's result if the op is a function op
+// (function_op.hpp).
 PyObject* call_by(PyObject*, PyObject* args) noexcept;
-// resolve(op, arguments, manager=None, positional=()) -> dict: how the call would be routed, with
-// every candidate's reason.
+// resolve(op, arguments, manager=None, positional=()) -> dict: the dispatch decision for the call,
+// and for each candidate the reason why it was chosen or rejected.
 PyObject* resolve(PyObject*, PyObject* args) noexcept;
-// explain(op, device, dtypes, scalings, manager=None) -> the same of a call that is only described.
+// explain(op, device, dtypes, scalings, manager=None) -> the dict of resolve(), for a call given by
+// its dtypes instead of tensors.
 PyObject* explain(PyObject*, PyObject* args) noexcept;
-// saved_bytes(op, arguments) -> bytes of storage that the forward op's implementation wants.
+// saved_bytes(op, arguments) -> the bytes of storage that the forward op's implementation needs for
+// its saved record.
 PyObject* saved_bytes(PyObject*, PyObject* args) noexcept;
 // schema(op) -> dict of the op's arguments, formula and rules.
 PyObject* schema(PyObject*, PyObject* name) noexcept;

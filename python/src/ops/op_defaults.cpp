@@ -19,7 +19,7 @@
 namespace te_fl::python {
 namespace {
 
-// The values of an argument struct of the catalogue before any argument is given.
+// The default argument struct of one catalogue op.
 struct Defaults {
   const char* op;
   const void* data;

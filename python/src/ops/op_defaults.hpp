@@ -1,4 +1,4 @@
-// The values of the ops' argument structs before any argument is given. Knows nothing of Python.
+// The default values of the ops' argument structs. Independent of Python.
 #pragma once
 
 #include <cstddef>
@@ -9,13 +9,14 @@
 
 namespace te_fl::python {
 
-// The struct of an op of the catalogue as C++ makes it; of another op the neutral values.
+// The argument struct as C++ default-initialises it; for an op outside the catalogue, the schema's
+// neutral values.
 std::vector<std::byte> default_arguments(const te_fl_op_schema& schema);
 
-// Writes a scalar argument (bool, i32, i64, f32, f64, enum) in its own type.
+// Writes a scalar argument (bool, i32, i64, f32, f64, enum), converted to the argument's type.
 void put_scalar(std::vector<std::byte>& args, const te_fl_arg_desc& arg, double value);
 
-// The words of a space separated list; null has none.
+// Splits a space-separated list; null gives an empty list.
 std::vector<std::string> words_of(const char* text);
 
 }  // namespace te_fl::python

@@ -22,16 +22,16 @@ constexpr const char* kScopeName = "te_fl.policy_scope";
 struct Scope {
   SelectionPolicy policy;
   std::unique_ptr<PolicyScope> entered;
-  // The settings that it and the scopes around it give, as text.
+  // The settings of this scope and of the scopes around it, as text.
   std::map<std::string, std::string> asked;
-  Scope* outer = nullptr;  // while it is entered
+  Scope* outer = nullptr;  // the enclosing scope, while this one is entered
 };
-PyObject* g_follower = nullptr;  // told of the thread's line; never freed
+PyObject* g_follower = nullptr;  // called with the policy line of the thread; never freed
 
-PyObject* g_wants = nullptr;  // kept until the process ends
+PyObject* g_wants = nullptr;  // the function that set_deterministic() took; never freed
 
-// The innermost scope of this thread. Python code may leave scopes in any order; C++ scopes must
-// not be.
+// The innermost scope of this thread. Python code may leave scopes in any order, while C++ scopes
+// must be destroyed innermost first.
 thread_local Scope* t_innermost = nullptr;
 
 Scope& scope_of(PyObject* capsule) {
@@ -62,7 +62,7 @@ Result<uint64_t> parse_bytes(std::string_view text) {
   return invalid_argument("'" + std::string(text) + "' is no number of bytes");
 }
 
-// Sets one of kSettings from its text. `ops`: those that per_op may name.
+// Sets one of kSettings from its text. `ops` lists the names that per_op accepts.
 Status set(PolicySettings& settings, std::string_view name, std::string_view text,
            const std::vector<std::string>& ops) {
   if (name == "prefer") {
@@ -96,7 +96,7 @@ void copy_setting(PolicySettings& to, const PolicySettings& from, std::string_vi
   if (name == "max_staged_bytes") to.max_staged_bytes = from.max_staged_bytes;
 }
 
-// The text of a setting that a program gives as a Python object.
+// Converts a setting that Python gives as an object to its text.
 std::string text_of_setting(std::string_view name, PyObject* value) {
   if (name == "strict" || name == "deterministic") return truth_of(value) ? "1" : "0";
   if (name != "max_staged_bytes") {
@@ -121,7 +121,7 @@ void set(PolicySettings& settings, std::string_view name, PyObject* value) {
   check(set(settings, name, text_of_setting(name, value), ops));
 }
 
-// The value of a setting that set() has taken, without blanks.
+// The text of a setting that set() has accepted, without blanks.
 std::string word_of(std::string_view name, PyObject* value) {
   std::string text = text_of_setting(name, value);
   std::erase_if(text, [](unsigned char c) { return std::isspace(c) != 0; });
@@ -130,7 +130,7 @@ std::string word_of(std::string_view name, PyObject* value) {
 
 std::map<std::string, std::string> asked_of(PyObject* dict) {
   std::map<std::string, std::string> made;
-  // A whole policy takes nothing from those around it.
+  // A policy with whole=True inherits nothing from the scopes around it.
   PyObject* const whole = PyDict_GetItemString(dict, "whole");
   if (t_innermost != nullptr && (whole == nullptr || !truth_of(whole))) made = t_innermost->asked;
   PyObject *key = nullptr, *value = nullptr;
@@ -158,9 +158,9 @@ void tell_follower() {
   Ref::take(PyObject_CallFunctionObjArgs(g_follower, line.get(), nullptr));
 }
 
-// The settings in force with `dict` put over them. With its key "whole" true, what `dict` lacks is
-// unset instead, but for deterministic and max_staged_bytes, which a whole policy does not speak
-// of.
+// The settings in force, overridden by `dict`. If dict["whole"] is true, settings absent from
+// `dict` are unset instead, except deterministic and max_staged_bytes, which always keep the value
+// in force.
 PolicySettings settings_of(PyObject* dict) {
   if (!PyDict_Check(dict)) throw_type_error("the settings of a policy must be a dict");
   PolicySettings made = value_of(without_lock([] { return current_policy(); })).settings();
@@ -210,7 +210,7 @@ PyObject* enter_policy(PyObject*, PyObject* settings) noexcept {
     scope->asked = asked_of(settings);
     Ref capsule = Ref::take(PyCapsule_New(scope.get(), kScopeName, [](PyObject* c) {
       auto* dropped = static_cast<Scope*>(PyCapsule_GetPointer(c, kScopeName));
-      // One that was never left stays in force on its thread, as a C++ scope would.
+      // A scope that was never left stays in force on its thread, so it must not be freed.
       if (dropped->entered == nullptr) delete dropped;
     }));
     Scope* const made = scope.release();
@@ -259,7 +259,8 @@ bool wants_deterministic() {
 DeterministicScope::DeterministicScope(bool wanted) {
   if (!wanted) return;
   const Result<SelectionPolicy> now = current_policy();
-  if (!now.ok() || now->settings().deterministic) return;  // the call says what is wrong
+  // An error is reported by the call itself.
+  if (!now.ok() || now->settings().deterministic) return;
   PolicySettings settings = now->settings();
   settings.deterministic = true;
   scope_.emplace(std::move(settings));
@@ -283,7 +284,8 @@ Result<LinePolicy> LinePolicy::parse(std::string_view line) {
     line.remove_prefix(std::min(end + 1, line.size()));
     std::vector<std::string> ops = here;
     if (name == "per_op") {
-      // Ops of other processes' Python may be among them, of which this one need not know.
+      // The line may come from another process, whose Python may have ops that this process does
+      // not.
       for (std::string_view rest = value; !rest.empty();) {
         const std::string_view list = rest.substr(0, rest.find(';'));
         ops.emplace_back(list.substr(0, list.find('=')));

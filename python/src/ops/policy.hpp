@@ -1,4 +1,4 @@
-// Policies from Python.
+// Policies set from Python.
 #pragma once
 
 #include <optional>
@@ -11,14 +11,12 @@
 
 namespace te_fl::python {
 
-// Writes the settings that the scopes open on a thread ask for as one line: NAME=VALUE for each
-// setting that any of them gave, the innermost's where several did. Values have no blanks.
-//
-// follow_policy(f): f(line) is called on a thread whenever a scope begins or ends on it. Returns
-// the calling thread's line.
+// follow_policy(f): f(line) is called on a thread whenever a policy scope begins or ends on it. The
+// line lists the settings of the thread's open scopes as NAME=VALUE, with the innermost scope's
+// value for each; values have no blanks. Returns the calling thread's line.
 PyObject* follow_policy(PyObject*, PyObject* function) noexcept;
 
-// The process's policy, that of no scope, with what such a line asks for in its place.
+// The process's policy (without any scope), overridden by the settings of such a line.
 class LinePolicy {
  public:
   static Result<LinePolicy> parse(std::string_view line);
@@ -26,10 +24,10 @@ class LinePolicy {
 
  private:
   PolicySettings asked_;
-  std::vector<std::string> names_;  // of the settings that the line has
+  std::vector<std::string> names_;  // names of the settings in the line
 };
 
-// While it exists, no scope that Python opened on the calling thread applies.
+// While this object lives, policy scopes that Python opened on the calling thread do not apply.
 class WithoutPolicyScopes {
  public:
   WithoutPolicyScopes();
@@ -41,23 +39,24 @@ class WithoutPolicyScopes {
   void* innermost_;
 };
 
-// check_policy(settings): `settings` is a dict of prefer, strict, deterministic, allow_vendors,
-// deny_vendors, per_op, max_staged_bytes, each as the TE_FL_ variable of that name takes it; None:
-// as it is, or with whole=True, unset. ValueError for a misspelt one.
+// check_policy(settings): validates a dict of prefer, strict, deterministic, allow_vendors,
+// deny_vendors, per_op and max_staged_bytes, each in the form of the TE_FL_ variable of that name.
+// A value None keeps the setting, or unsets it with whole=True. Raises ValueError for a malformed
+// value.
 PyObject* check_policy(PyObject*, PyObject* settings) noexcept;
-// enter_policy(settings) -> scope: the calling thread's policy from now on, until leave_policy() of
-// the scope on the same thread, the innermost first; otherwise te_fl.FailedPrecondition.
+// enter_policy(settings) -> scope: sets the calling thread's policy until leave_policy(scope).
+// Scopes must be left on the same thread, innermost first; otherwise te_fl.FailedPrecondition.
 PyObject* enter_policy(PyObject*, PyObject* settings) noexcept;
 PyObject* leave_policy(PyObject*, PyObject* scope) noexcept;
-// set_deterministic(function): function() -> bool is asked at each call of an op or a layer whether
-// a framework's program wants the same bits in every run.
+// set_deterministic(function): te-fl calls function() -> bool at each call of an op or layer. True
+// means that the framework requests bitwise reproducible results.
 PyObject* set_deterministic(PyObject*, PyObject* function) noexcept;
-// The answer of the function that set_deterministic() took; false without one. Under the
+// The result of the function given to set_deterministic(); false if there is none. Call under the
 // interpreter's lock.
 bool wants_deterministic();
 
-// While it lives, the calling thread's policy is the one in force with `deterministic`, where that
-// is wanted. Destroyed in reverse order, as te_fl::PolicyScope.
+// While this object lives, and if `wanted` is true, the calling thread's policy also requires
+// determinism. Destroy in reverse order of construction, as with te_fl::PolicyScope.
 class DeterministicScope {
  public:
   explicit DeterministicScope(bool wanted = wants_deterministic());
@@ -66,13 +65,13 @@ class DeterministicScope {
   std::optional<PolicyScope> scope_;
 };
 
-// policy_text() -> the policy in force on this thread, in words.
+// policy_text() -> the policy in force on this thread, as readable text.
 PyObject* policy_text(PyObject*, PyObject*) noexcept;
-// policy_settings() -> what it consists of, a dict of prefer (or None), strict, allow_vendors,
-// deny_vendors and per_op, lists of text.
+// policy_settings() -> the policy's settings as a dict: prefer (or None), strict, and the lists of
+// text allow_vendors, deny_vendors and per_op.
 PyObject* policy_settings(PyObject*, PyObject*) noexcept;
-// set_global_policy(settings): the process's policy from now on, outside of scopes; None: that of
-// the environment again.
+// set_global_policy(settings): sets the process's policy, which applies outside of scopes. None
+// restores the policy of the environment variables.
 PyObject* set_global_policy(PyObject*, PyObject* settings) noexcept;
 
 }  // namespace te_fl::python

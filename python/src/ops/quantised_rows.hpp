@@ -1,6 +1,6 @@
-// The parts of a quantised matrix's rows, as te_fl.Rows describes them: each is a quantised tensor
-// of its own, and what is one's lies behind what is the one's before it, in the memory of each
-// part of the whole.
+// Splits a quantised matrix by rows, as te_fl.Rows describes. Each slice is a quantised tensor of
+// its own. In the memory of each part (codes, scales, ..) of the whole, the slices follow one
+// another.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@
 
 namespace te_fl::python {
 
-// The names of te_fl_quant's parts as te_fl.Quantized has them.
+// The members of te_fl_quant and their attribute names in te_fl.Quantized.
 struct Part {
   const char* name;
   size_t offset;
@@ -30,24 +30,25 @@ constexpr Part kParts[] = {
     {"scale", offsetof(te_fl_quant, scale)},
 };
 
-// A te_fl.Quantized as ops take it; `tensor` holds addresses of the other members.
+// A te_fl.Quantized converted for an op. `tensor` points to the other members, so do not copy.
 struct QuantisedTensor {
   te_fl_tensor tensor;
   te_fl_quant quant;
   std::vector<int64_t> shape;
-  std::array<int64_t, std::size(kParts)> part_bytes{};  // that each part's memory has
+  std::array<int64_t, std::size(kParts)> part_bytes{};  // size in bytes of each part's memory
 };
 
-// Gives one part after the other. All throw te_fl.InvalidArgument, naming the argument `name`.
+// Returns the slices one after the other. All functions throw te_fl.InvalidArgument, naming the
+// argument `name`.
 class QuantisedRows {
  public:
-  // `whole` outlives this.
+  // `whole` must outlive this object.
   QuantisedRows(const QuantisedTensor& whole, const char* name) : whole_(whole), name_(name) {
     const te_fl_dltensor& dl = whole.tensor.dl;
     if (dl.ndim != 2 || dl.strides != nullptr || dl.dtype.bits != 8)
       fail("takes a te_fl.Quantized that is a contiguous matrix of FP8 codes");
   }
-  // The next `size` rows, into `part`.
+  // Writes the next `size` rows to `part`.
   void next(int64_t size, QuantisedTensor& part) {
     const int64_t left = whole_.tensor.dl.shape[0] - begin_, cols = whole_.tensor.dl.shape[1];
     if (size < 0 || size > left) {
@@ -78,7 +79,7 @@ class QuantisedRows {
     }
     begin_ += size;
   }
-  // Checks that no row is left.
+  // Throws unless all rows were consumed.
   void end() const {
     if (begin_ == whole_.tensor.dl.shape[0]) return;
     fail("has sizes whose sum is " + std::to_string(begin_) + "; the tensor has " +

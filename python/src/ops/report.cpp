@@ -1,4 +1,4 @@
-// Reports on te-fl itself: devices, plugins, who served what, settings.
+// Reports about te-fl: devices, plugins, dispatch counts, settings.
 #include "ops/report.hpp"
 
 #include "ops/manager.hpp"
@@ -17,7 +17,7 @@ Ref names_of(const std::vector<std::string>& names) {
   return list_of(names, [](const std::string& name) { return to_python(std::string_view(name)); });
 }
 
-// The manager that is a function's only argument, which may be left out.
+// Parses a function's only argument, an optional manager.
 OpManager& manager_argument(PyObject* args) {
   PyObject* manager = Py_None;
   if (PyArg_ParseTuple(args, "|O", &manager) == 0) throw PythonError();
@@ -66,7 +66,7 @@ PyObject* reload(PyObject*, PyObject*) noexcept {
 PyObject* info(PyObject*, PyObject*) noexcept {
   return guarded([] {
     const auto plugins = without_lock([] {
-      (void)OpManager::instance();  // discovers them
+      (void)OpManager::instance();  // discovers the plugins
       return plugins::list();
     });
     Ref dict = Ref::take(PyDict_New());

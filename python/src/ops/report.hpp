@@ -1,5 +1,5 @@
-// Reports on te-fl itself. Each is a function of the native module and returns plain Python
-// objects; errors are exceptions of the package.
+// Reports about te-fl. Each function returns plain Python objects and raises exceptions of the
+// package.
 #pragma once
 
 #include "py/py.hpp"

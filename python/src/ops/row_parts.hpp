@@ -1,4 +1,4 @@
-// The parts of a tensor's first dimension, as te_fl.Rows describes them.
+// Splits a tensor along its first dimension, as te_fl.Rows describes.
 #pragma once
 
 #include <string>
@@ -10,10 +10,11 @@
 
 namespace te_fl::python {
 
-// Gives one part after the other. All throw te_fl.InvalidArgument, naming the argument `name`.
+// Returns the slices one after the other. All functions throw te_fl.InvalidArgument, naming the
+// argument `name`.
 class RowParts {
  public:
-  // `whole` outlives this and its parts.
+  // `whole` must outlive this object and the slices.
   RowParts(const te_fl_tensor& whole, const char* name) : whole_(whole), name_(name) {
     const int bits = te_fl::bits(static_cast<DType>(dtype_index(whole.dl.dtype)));
     if (whole.dl.ndim == 0 || bits % 8 != 0)
@@ -23,7 +24,7 @@ class RowParts {
       row_bytes_ *= whole.dl.shape[d];
     if (whole.dl.strides != nullptr) row_bytes_ *= whole.dl.strides[0];
   }
-  // The next `size` rows; their extents are put into `shape`, which lives as long as the part.
+  // The next `size` rows. Their extents are written to `shape`, which must outlive the slice.
   te_fl_tensor next(int64_t size, std::vector<int64_t>& shape) {
     if (size < 0 || size > rows() - begin_) {
       fail("has a size " + std::to_string(size) + " behind " + std::to_string(begin_) + " of " +
@@ -38,7 +39,7 @@ class RowParts {
     begin_ += size;
     return part;
   }
-  // Checks that no row is left.
+  // Throws unless all rows were consumed.
   void end() const {
     if (begin_ == rows()) return;
     fail("has sizes whose sum is " + std::to_string(begin_) + "; the tensor has " +

@@ -11,7 +11,7 @@
 namespace te_fl::python {
 namespace {
 
-// The package's numbers of FP8 dtypes.
+// Transformer Engine's enum values of the FP8 dtypes.
 constexpr long kE4M3 = 7, kE5M2 = 8;
 constexpr Py_ssize_t kTargetSize = 6;
 
@@ -38,7 +38,7 @@ int64_t elements(const te_fl_dltensor& t) {
 
 int64_t rounded_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Factors of the row-wise copy of a matrix [m, k].
+// Number of scales of the row-wise copy of a matrix [m, k].
 int64_t factors(uint32_t scaling, int64_t m, int64_t k) {
   if (scaling == TE_FL_SCALING_TENSOR) return 1;
   if (scaling == TE_FL_SCALING_BLOCK_128X128)
@@ -46,7 +46,7 @@ int64_t factors(uint32_t scaling, int64_t m, int64_t k) {
   return (k + 127) / 128 * rounded_up(m, 4);
 }
 
-// Reads the parts of one storage.
+// Reads the attributes of one storage object.
 class Reader {
  public:
   Reader(PyObject* storage, bool written, const char* name, Borrowed& borrowed,
@@ -63,7 +63,7 @@ class Reader {
     check(value);
     return value != 0;
   }
-  // False: the storage has no such part now.
+  // Returns false if the storage has no such part at the moment.
   bool part(PyObject* name, te_fl_dltensor& t) {
     PyObject* value = name != nullptr ? attribute(name) : Py_None;
     if (value == Py_None) return false;
@@ -103,7 +103,7 @@ class Reader {
   const char* name_;
   Borrowed& borrowed_;
   std::vector<Ref>& held_;
-  std::optional<te_fl_device> device_;  // of the first part
+  std::optional<te_fl_device> device_;  // of the first part that was read
 };
 
 te_fl_dtype dtype_of_codes(PyObject* code) {
@@ -118,23 +118,23 @@ te_fl_dtype dtype_of_codes(PyObject* code) {
   return to_c(value == kE4M3 ? DType::kF8E4M3 : DType::kF8E5M2);
 }
 
-// The matrix that row-wise codes are.
+// The matrix shape of row-wise codes: all extents but the last are multiplied.
 void shape_of_rows(const te_fl_dltensor& t, int64_t (&shape)[2]) {
   shape[1] = t.ndim > 0 ? t.shape[t.ndim - 1] : 1;
   shape[0] = 1;
   for (int32_t d = 0; d + 1 < t.ndim; ++d) shape[0] *= t.shape[d];
 }
 
-// The matrix that transposed codes are of.
+// The matrix shape of transposed (column-wise) codes.
 void shape_of_columns(const te_fl_dltensor& t, int64_t (&shape)[2]) {
   shape[1] = t.ndim > 0 ? t.shape[0] : 1;
   shape[0] = 1;
   for (int32_t d = 1; d < t.ndim; ++d) shape[0] *= t.shape[d];
 }
 
-// A float of a target's tuple as an address; `count` elements of FP32. A tensor without elements
-// says, as None does, that there is none: so a quantizer asks for no amax, with a tensor that lies
-// on the host whatever the device is.
+// The address of FP32 [count] in a target tuple; null for None or a tensor without elements. A
+// Transformer Engine quantizer that wants no amax passes an empty host tensor whatever the device
+// is.
 float* scalar_of(PyObject* value, int64_t count, const te_fl_device& device, bool written,
                  const char* name, const char* what, Borrowed& borrowed) {
   if (value == Py_None) return nullptr;

@@ -11,8 +11,8 @@
 namespace te_fl::python {
 namespace {
 
-// The arguments that an implementation may take beside the op's, under the names that te_fl.ops has
-// for them where it has any.
+// Arguments that a Python implementation may take in addition to the op's, named as in te_fl.ops
+// where te_fl.ops has them.
 enum ContextArgument : uint32_t {
   kStream = 1u << 0,
   kSeed = 1u << 1,
@@ -73,7 +73,8 @@ class Handing {
   }
 
  private:
-  // A caller that was compiled before the op had the argument leaves it as the defaults have it.
+  // A caller compiled against an older schema passes a shorter struct; later arguments keep their
+  // defaults.
   template <class T>
   T read(uint32_t offset) const {
     T value;
@@ -99,7 +100,7 @@ class Handing {
     return converted(lend(lending_, data, to_c(dtype), shape, writable));
   }
 
-  // As a caller in Python describes one: te_fl.Quantized.
+  // Wraps the tensor in a te_fl.Quantized, as a Python caller would.
   Ref quantised(const te_fl_tensor& t, const te_fl_quant& q, const char* name,
                 bool writable) const {
     if (t.dl.data == nullptr && q.columnwise_data == nullptr) {
@@ -147,7 +148,7 @@ class Handing {
     return *known;
   }
 
-  // As te_fl.tensors.SCALINGS has them.
+  // The names in te_fl.tensors.SCALINGS, in the same order.
   static constexpr const char* kScalingNames[] = {"none",          "tensor", "block_1x128",
                                                   "block_128x128", "mxfp8",  "nvfp4"};
   static_assert(std::size(kScalingNames) == TE_FL_SCALING_COUNT);

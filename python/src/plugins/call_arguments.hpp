@@ -1,4 +1,4 @@
-// The arguments of a call, as an implementation in Python is handed them.
+// Converts the arguments of a C++ call for an implementation written in Python.
 #pragma once
 
 #include <memory>
@@ -10,17 +10,18 @@
 
 namespace te_fl::python {
 
-// The arguments that a function of an implementation takes.
+// The arguments that an implementation's function takes.
 struct Wanted {
   std::vector<const BoundArg*> args;
-  uint32_t context = 0;  // bits of what belongs to the call and not to the op: stream, seed, ..
+  uint32_t context = 0;  // bits of the call's own arguments: stream, seed, ..
 };
-// From a list of names. TypeError for one that is neither the op's nor the context's.
+// Built from a list of names. TypeError for a name that is neither an op's argument nor a context
+// argument.
 Wanted wanted_of(const OpBinding& op, PyObject* names);
 
-// A dict of these keywords. `convert` makes of each tensor what the implementation wants; null:
-// te_fl.LentTensor. Throws PythonError, or backend::Error where the call cannot be handed over,
-// which then is UNSUPPORTED.
+// A dict of these keyword arguments. `convert` converts each tensor to the implementation's type;
+// null: te_fl.LentTensor. Throws PythonError, or backend::Error with UNSUPPORTED if an argument
+// cannot be passed.
 Ref call_arguments(const OpBinding& op, const Wanted& wanted, const te_fl_context& ctx,
                    const void* args, const std::shared_ptr<Lending>& lending, PyObject* convert);
 

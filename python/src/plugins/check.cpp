@@ -1,4 +1,4 @@
-// te_fl._check_worker: a child of `te-fl check` inside an interpreter.
+// te_fl._check_worker: runs a child process of `te-fl check` inside a Python interpreter.
 #include "conformance/check/check.hpp"
 
 #include "py/py.hpp"

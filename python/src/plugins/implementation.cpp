@@ -10,7 +10,7 @@
 namespace te_fl::python {
 namespace {
 
-PyObject* g_told = nullptr;  // kept until the process ends, as the next
+PyObject* g_told = nullptr;  // the helpers that set_helpers() took; never freed
 PyObject* g_on_stream = nullptr;
 
 te_fl_status code_of(std::string_view name) {
@@ -20,7 +20,8 @@ te_fl_status code_of(std::string_view name) {
   return TE_FL_INTERNAL;
 }
 
-// The Python exception that is set becomes a status, and is kept for the caller.
+// Converts the Python exception that is set to a status, and keeps the exception as the cause of
+// the error that the caller gets.
 te_fl_status status_of_exception(const te_fl_error_sink* sink) {
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
@@ -46,7 +47,7 @@ te_fl_status status_of_exception(const te_fl_error_sink* sink) {
   return code_of(name);
 }
 
-// Runs f, which returns a status, with the interpreter's lock.
+// Runs f, which returns a status, with the interpreter's lock held.
 template <class F>
 te_fl_status entered(const te_fl_error_sink* sink, F&& f) noexcept {
   const InterpreterLock lock;
@@ -77,16 +78,18 @@ std::shared_ptr<Lending> lending_of(const OpBinding& op, const te_fl_context& ct
   return lending;
 }
 
-// Ends a lending when it leaves the scope, however that comes.
+// Ends a lending when the scope is left, on every path.
 struct Ends {
   Lending& lending;
   ~Ends() { lending.over.store(true); }
 };
 
-// Arrays on the call's memory that outlive the call would read what is somebody else's then.
+// An array that still views the call's memory would read memory that is reused later; such a call
+// fails.
 te_fl_status check_returned(const Lending& lending, const te_fl_error_sink* sink) {
   if (lending.exports.load() == 0) return TE_FL_OK;
-  const Ref gc = Ref::take(PyImport_ImportModule("gc"));  // perhaps a cycle alone holds them
+  // The remaining references may be garbage in a cycle.
+  const Ref gc = Ref::take(PyImport_ImportModule("gc"));
   Ref::take(PyObject_CallMethod(gc.get(), "collect", nullptr));
   const int kept = lending.exports.load();
   if (kept == 0) return TE_FL_OK;
@@ -133,7 +136,7 @@ uint64_t number(PyObject* dict, const char* key) {
   if (PyErr_Occurred() != nullptr) throw PythonError();
   return value;
 }
-// Kept in `text`; null if it is None.
+// Stores the text in `text`; null if the entry is None.
 const char* optional_text(PyObject* dict, const char* key, std::string& text) {
   PyObject* value = member(dict, key);
   if (value == Py_None) return nullptr;

@@ -1,4 +1,4 @@
-// One implementation in Python, as te-fl's descriptor calls it.
+// An op implementation written in Python, wrapped in a te_fl_op_desc.
 #pragma once
 
 #include <memory>
@@ -11,20 +11,20 @@
 
 namespace te_fl::python {
 
-// Takes two functions of te_fl.registration: `told` makes words about an exception, and `on_stream`
-// runs a function on a stream of PyTorch's.
+// Sets two functions of te_fl.registration: `told` formats an exception as text, and `on_stream`
+// runs a function on a PyTorch stream.
 void set_helpers(PyObject* told, PyObject* on_stream);
 
 class Implementation {
  public:
-  // From the dict that te_fl.registration makes of an OpImpl; one of a function op's
-  // (function_op.hpp) has no "arguments". Throws PythonError.
+  // Built from the dict that te_fl.registration makes of an OpImpl. For a function op
+  // (function_op.hpp) the dict has no "arguments". Throws PythonError.
   static std::shared_ptr<Implementation> make(PyObject* options);
   ~Implementation();
   Implementation(const Implementation&) = delete;
   Implementation& operator=(const Implementation&) = delete;
 
-  // Valid while this object lives, which the registry holds until no call can use it.
+  // Valid while this object lives. The registry owns the object until no call can use it.
   const te_fl_op_desc& desc() const noexcept { return desc_; }
 
  private:

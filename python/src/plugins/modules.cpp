@@ -11,7 +11,7 @@ namespace {
 
 using plugins::PluginInfo;
 
-PyObject* g_load = nullptr;  // kept until the process ends
+PyObject* g_load = nullptr;  // the function that set_module_loader() took; never freed
 
 std::string text_in(PyObject* row, const char* key) {
   PyObject* found = PyDict_GetItemString(row, key);
@@ -50,10 +50,11 @@ std::vector<PluginInfo> load(const std::vector<std::string>& names, bool discove
         g_load, "OOO", wanted.get(), discover ? Py_True : Py_False, left_out.get()));
     for (Py_ssize_t i = 0; i < PyList_Size(rows.get()); ++i)
       all.push_back(info_of(PyList_GetItem(rows.get(), i)));
-  } catch (const PythonError&) {  // the call goes on with what there is
+  } catch (const PythonError&) {  // the call continues without the modules that failed
     if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0) {
       PyErr_Clear();
-      PyErr_SetInterrupt();  // the main thread is interrupted when it is back in Python
+      // Raises KeyboardInterrupt in the main thread once it is back in Python.
+      PyErr_SetInterrupt();
     } else {
       PyErr_WriteUnraisable(g_load);
     }

@@ -17,11 +17,11 @@ namespace {
 constexpr const char* kRegistry = "te_fl.registry";
 constexpr const char* kManager = "te_fl.manager";
 
-// A registry of the program's own lives as long as a capsule of it or of a manager on it.
+// A registry made by the program lives as long as a capsule of the registry or of a manager on it.
 using Registry = std::shared_ptr<OpRegistry>;
 struct Manager {
   Registry registry;
-  std::unique_ptr<OpManager> own;  // goes first; null: the process's
+  std::unique_ptr<OpManager> own;  // destroyed before the registry; null: the process's manager
 };
 
 OpRegistry& registry_of(PyObject* capsule) {
@@ -35,7 +35,7 @@ Ref capsule_of(std::unique_ptr<T> object, const char* name) {
   Ref capsule = Ref::take(PyCapsule_New(object.get(), name, [](PyObject* c) {
     auto* dropped = static_cast<T*>(PyCapsule_GetPointer(c, PyCapsule_GetName(c)));
     {
-      const WithoutLock unlocked;  // implementations' plans go, and threads are waited for
+      const WithoutLock unlocked;  // destroying the manager frees plans and joins threads
       delete dropped;
     }
     drop_dropped();
@@ -110,7 +110,8 @@ PyObject* declare(PyObject*, PyObject* args) noexcept {
     if (PyArg_ParseTuple(args, "Os", &capsule, &op) == 0) throw PythonError();
     OpRegistry& registry = registry_of(capsule);
     const bool of_functions = value_of(without_lock([&] {
-      if (&registry == &OpRegistry::instance()) OpManager::instance();  // plugins' ops come first
+      // Plugins must declare their ops first.
+      if (&registry == &OpRegistry::instance()) OpManager::instance();
       return declare_function_op(registry, op);
     }));
     if (of_functions) function_op_names().insert(op);

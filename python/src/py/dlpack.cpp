@@ -13,11 +13,11 @@
 namespace te_fl::python {
 namespace {
 
-// A type, and the means by which it lends its tensors. Types are kept alive by the entry, so that
-// an address is never another type's.
+// A type and the way in which its tensors are borrowed. The entry keeps the type alive, so its
+// address is never reused by another type.
 struct KnownType {
   PyTypeObject* type = nullptr;
-  const Exchange* exchange = nullptr;  // null: by __dlpack__
+  const Exchange* exchange = nullptr;  // null: the type supports only __dlpack__
 };
 std::vector<KnownType>& known_types() {
   static auto* types = new std::vector<KnownType>();  // guarded by the interpreter's lock
@@ -43,7 +43,8 @@ const Exchange* ask_exchange(PyTypeObject* type) {
   return api != nullptr && api->describe != nullptr ? api : nullptr;
 }
 
-// JAX lends its arrays, which are immutable, by capsules of a DLPack that cannot say so.
+// Returns true for JAX arrays: they are immutable, but JAX exports them as DLPack 0.x capsules,
+// which have no read-only flag.
 bool is_immutable(PyObject* object) {
   const Ref type = Ref::take(PyObject_Type(object));
   const Ref module = Ref::take(PyObject_GetAttrString(type.get(), "__module__"));
@@ -56,12 +57,12 @@ bool is_immutable(PyObject* object) {
                     "' is written by this op, and its memory is read-only");
 }
 
-// The imaginary part of a conjugate of PyTorch's is the memory of the original with a mark that
-// says to negate it, which DLPack does not tell. Such views have gaps, so only tensors with gaps
-// are asked.
+// Refuses a PyTorch view with the negative bit: the imaginary part of a conjugate shares memory
+// with the original and is negated lazily, which DLPack does not express. Such views are never
+// contiguous, so only non-contiguous tensors are checked.
 void refuse_negated(PyObject* object, const char* name) {
   PyObject* const found = PyObject_CallMethod(object, "is_neg", nullptr);
-  if (found == nullptr) return PyErr_Clear();  // another library's tensor
+  if (found == nullptr) return PyErr_Clear();  // a tensor of another library
   const Ref negated = Ref::take(found);
   if (negated.get() == Py_True) {
     throw_value_error("argument '" + std::string(name) +
@@ -82,8 +83,8 @@ bool is_compact(const te_fl_dltensor& t) {
   return true;
 }
 
-// The current stream of a PrivateUse1 device, which PyTorch's exchange API does not tell in 2.11;
-// asking for it here also remembers the stream, so that work can be put on it by its handle later.
+// The current stream of a PrivateUse1 device, which PyTorch 2.11's exchange API does not report.
+// This call also remembers the stream object, so that later work can be enqueued by its handle.
 void* stream_of_torch(int32_t index) {
   static PyObject* const ask = [] {
     const Ref module = Ref::take(PyImport_ImportModule("te_fl.private_device"));
@@ -95,7 +96,7 @@ void* stream_of_torch(int32_t index) {
   return stream;
 }
 
-// True for a tensor that stands for others in a transform of PyTorch's: a batch of vmap, which
+// True for a tensor of a PyTorch transform that has no memory of its own: a vmap batch, which
 // torch.autograd.grad(is_grads_batched=True) and jacobian(vectorize=True) use as well.
 bool stands_for_others(PyObject* object) {
   const Ref name = to_python(std::string_view("torch"));
@@ -119,8 +120,8 @@ bool stands_for_others(PyObject* object) {
   return false;
 }
 
-// Refuses PyTorch's tensors over several ranks by name: they have no memory of their own, and the
-// exchange API gives them a null pointer.
+// Refuses PyTorch's DTensor by name: it has no memory of its own, and the exchange API returns a
+// null pointer.
 void refuse_ranks_tensor(const te_fl_dltensor& t, PyObject* object, const char* name) {
   if (t.data != nullptr || std::find(t.shape, t.shape + t.ndim, 0) != t.shape + t.ndim) return;
   if (type_name(object) != "DTensor") return;
@@ -132,7 +133,7 @@ void refuse_ranks_tensor(const te_fl_dltensor& t, PyObject* object, const char* 
           "that it was given, which gathers them"));
 }
 
-// Replaces the exception that is set.
+// Replaces the Python exception that is set by one that says that the tensor has no memory.
 [[noreturn]] void throw_without_memory(PyObject* object, const char* name) {
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
@@ -250,7 +251,7 @@ te_fl_dltensor Borrowed::by_capsule(PyObject* object, bool written, const char* 
   const Ref none = Ref::take(PyTuple_New(0));
   PyObject* raw = PyObject_Call(bound.get(), none.get(), keywords);
   if (raw == nullptr && PyErr_ExceptionMatches(PyExc_TypeError)) {
-    PyErr_Clear();  // it is older than max_version
+    PyErr_Clear();  // the library's DLPack has no max_version parameter
     raw = PyObject_Call(bound.get(), none.get(), nullptr);
   }
   const Ref capsule = Ref::take(raw);

@@ -1,4 +1,4 @@
-// Tensors of other libraries, borrowed by DLPack for the time of a call.
+// Borrows tensors of other libraries by DLPack for the duration of a call.
 #pragma once
 
 #include <forward_list>
@@ -10,9 +10,8 @@
 
 namespace te_fl::python {
 
-// Borrows the memory of Python objects until it is destroyed. It reads an object through
-// `__dlpack_c_exchange_api__` where its type has that (PyTorch), which costs a function call, else
-// through `__dlpack__`.
+// Borrows the memory of Python objects until destruction. Uses `__dlpack_c_exchange_api__` if the
+// object's type has it (PyTorch), which costs one function call, and otherwise `__dlpack__`.
 class Borrowed {
  public:
   Borrowed() = default;
@@ -20,15 +19,15 @@ class Borrowed {
   Borrowed(const Borrowed&) = delete;
   Borrowed& operator=(const Borrowed&) = delete;
 
-  // Describes `object`'s memory. `written`: it must be writable. `name` is the argument's, for
-  // errors: TypeError for an object that speaks no DLPack, BufferError for memory that cannot be
-  // lent. The descriptor's shape and strides live as long as this object; strides are NULL if the
-  // tensor is compact. An element that packs two 4-bit ones (PyTorch's float4_e2m1fn_x2) counts as
-  // two along the last dimension.
+  // Describes `object`'s memory. `written`: the memory must be writable. `name` is the argument's
+  // name in errors: TypeError for an object without DLPack, BufferError for memory that cannot be
+  // exported. Shape and strides live as long as this Borrowed; strides are NULL if the tensor is
+  // compact. An element that packs two 4-bit values (PyTorch's float4_e2m1fn_x2) counts as two
+  // along the last dimension.
   te_fl_dltensor describe(PyObject* object, bool written, const char* name);
 
-  // The stream that work on `device` should go to: the current one of the library that lent a
-  // tensor there; the default stream where no library says.
+  // The stream for work on `device`: the current stream of the library that owns a borrowed tensor
+  // on that device, else the default stream.
   void* stream(const te_fl_device& device) const;
 
  private:
@@ -36,13 +35,14 @@ class Borrowed {
   te_fl_dltensor by_capsule(PyObject* object, bool written, const char* name);
   void count_packed(te_fl_dltensor& t);
 
-  std::forward_list<std::vector<int64_t>> shapes_;  // of packed tensors
-  Lent* lent_ = nullptr;                            // capsules' tensors, the newest first
-  const void* exchange_ = nullptr;  // of the last tensor that came by the exchange API
+  std::forward_list<std::vector<int64_t>> shapes_;  // shapes of tensors with packed 4-bit elements
+  Lent* lent_ = nullptr;  // tensors from DLPack capsules, the newest first
+  // Exchange table of the last tensor borrowed by the exchange API.
+  const void* exchange_ = nullptr;
 };
 
-// Throws te_fl.InvalidArgument unless a part of a quantised tensor lies where another does: an op
-// knows one device of it. Pinned memory may be any part, since host and devices reach it.
+// Throws te_fl.InvalidArgument unless all parts of a quantised tensor lie on one device. Pinned
+// memory is accepted for any part, since host and devices can access it.
 void check_part_device(const te_fl_device& part, const te_fl_device& other,
                        const std::string& name);
 

@@ -5,16 +5,17 @@
 namespace te_fl::python {
 namespace {
 
-PyObject* g_classes = nullptr;  // kept until the process ends
+PyObject* g_classes = nullptr;  // the dict of exception classes; never freed
 
 struct Cause {
   PyObject* exception = nullptr;
   std::string text;
-  ~Cause() { drop_later(exception); }  // the thread ends, with or without the interpreter's lock
+  // Runs at the thread's end, with or without the interpreter's lock.
+  ~Cause() { drop_later(exception); }
 };
 thread_local Cause t_cause;
 
-// The exception that led to `text`; null if none did.
+// The exception that caused the error `text`; null if there is none.
 Ref take_cause(const std::string& text) {
   if (t_cause.exception == nullptr) return Ref();
   const bool found = text.find(t_cause.text) != text.npos;
@@ -50,8 +51,9 @@ void set_error_classes(PyObject* classes) {
 void throw_status(const Status& status) {
   const std::string code(to_string(status.code())), text = status.to_string();
   Ref cause = take_cause(text);
-  // An interrupt stays one, and memory that a framework lacks is the framework's error, for which
-  // programs look; Python's own MemoryError is what te_fl.errors.OutOfMemory is as well.
+  // KeyboardInterrupt and the like are raised again unchanged. A framework's out-of-memory error is
+  // also raised unchanged, because programs catch it by its class; Python's MemoryError is a base
+  // class of te_fl.errors.OutOfMemory, so it needs no such case.
   const bool lacks = status.code() == StatusCode::kOutOfMemory && cause &&
                      PyObject_IsInstance(cause.get(), PyExc_MemoryError) == 0;
   const bool own = cause && (lacks || PyObject_IsInstance(cause.get(), PyExc_Exception) == 0);

@@ -1,4 +1,4 @@
-// te-fl's statuses as Python exceptions.
+// Converts te-fl statuses to Python exceptions.
 #pragma once
 
 #include "py/py.hpp"
@@ -6,18 +6,18 @@
 
 namespace te_fl::python {
 
-// `classes`: a dict from a code's name ("INVALID_ARGUMENT") to the exception class for it; the
-// package sets it once when it is imported.
+// `classes`: a dict from a status code's name ("INVALID_ARGUMENT") to its exception class. The
+// package sets it once, when it is imported.
 void set_error_classes(PyObject* classes);
-// Sets the exception of a status that is not OK, with its whole text, and throws PythonError. Its
-// __cause__ is the exception of note_cause() if the status says what that said; one that is no
-// Exception, as KeyboardInterrupt, is raised itself.
+// Sets the exception for a status that is not OK, with the status's whole text, and throws
+// PythonError. Its __cause__ is the exception of note_cause() if the status contains that
+// exception's text. A cause that is not an Exception, such as KeyboardInterrupt, is raised itself.
 [[noreturn]] void throw_status(const Status& status);
-// An implementation in Python has failed on this thread by `exception`, about which te-fl was told
-// `text`. Both are kept until the next failure.
+// Records that a Python implementation failed on this thread with `exception`, which was reported
+// to te-fl as `text`. Both are kept until the next failure.
 void note_cause(PyObject* exception, const std::string& text);
 
-// The code whose class the exception is of; INTERNAL for one that is not te-fl's.
+// The status code of the exception's class; INTERNAL for other exceptions.
 StatusCode code_of(PyObject* exception) noexcept;
 
 inline void check(const Status& status) {

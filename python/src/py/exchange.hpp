@@ -1,4 +1,4 @@
-// DLPack's C exchange API: tensors that cross between libraries by a function call.
+// DLPack's C exchange API: passes tensors between libraries by C function calls.
 #pragma once
 
 #include "py/py.hpp"
@@ -7,7 +7,7 @@
 
 namespace te_fl::python {
 
-// DLPack 1.x as its specification describes it (https://dmlc.github.io/dlpack); the layout is ABI.
+// Structs of DLPack 1.x after its specification (https://dmlc.github.io/dlpack); the layout is ABI.
 struct Version {
   uint32_t major, minor;
 };
@@ -38,19 +38,19 @@ struct Exchange {
   int (*current_stream)(int32_t, int32_t, void**);
 };
 
-// The exchange table of tensors of `type`, looked up once; null: they are exchanged by __dlpack__
-// alone.
+// The exchange table of tensors of `type`, looked up once per type; null: the type supports
+// `__dlpack__` only.
 const Exchange* exchange_of(PyTypeObject* type);
 
-// The device of that DLPack description, which names no vendor; te-fl's error unless one plugin
-// alone has it.
+// The te-fl device for a DLPack device, which does not name a vendor. An error unless exactly one
+// plugin has such a device.
 Result<Device> device_of(const te_fl_device& device);
 
-// Describes the memory of an object, which is borrowed. An object without memory is an error that
-// names it and has the library's reason, without the library's stack of C++.
+// Describes the borrowed memory of an object. For an object without memory, the error names the
+// object and gives the library's reason without its C++ stack trace.
 te_fl_dltensor describe(const Exchange& api, PyObject* object, const char* name);
 
-// The current stream of the device in the library that `api` is of; null is the default stream.
+// The current stream of the device in the library of `api`; null is the default stream.
 void* current_stream(const Exchange& api, const te_fl_device& device);
 
 }  // namespace te_fl::python

@@ -42,7 +42,7 @@ Result<Tensor> wrap(const te_fl_dltensor& t, std::shared_ptr<void> owner) {
                       std::move(owner));
 }
 
-// The bytes from a tensor's first element to behind its last.
+// The number of bytes from a tensor's first element to the end of its last.
 int64_t reach_of(const te_fl_dltensor& t) {
   int64_t last = 0;
   for (int i = 0; i < t.ndim; ++i) {
@@ -63,7 +63,8 @@ PyObject* torch_attribute(const char* module, const char* name) {
   return Ref::take(PyObject_GetAttrString(from.get(), name)).release();
 }
 
-// The storage of a tensor of PyTorch's, whatever its class says of it; null of another object.
+// The storage of a PyTorch tensor, read by the base class even if a subclass overrides it; null for
+// other objects.
 Ref storage_of(PyObject* tensor) {
   static PyObject* const base = torch_attribute("torch._C", "TensorBase");
   static PyObject* const storage =
@@ -92,33 +93,34 @@ int64_t bytes_of(PyObject* storage) {
   return number_of(storage, bytes);
 }
 
-// Returns where the storage of a tensor begins whose memory is `bytes` from `data`; null if they do
-// not lie in it: a tensor of another class may have its memory elsewhere. Each question to a
-// storage is a call of Python, and most tensors lie at the beginning of theirs.
+// Returns the base address of a tensor's storage if the `bytes` at `data` lie in it, else null: a
+// tensor subclass may hold its memory elsewhere. Each query of a storage is a Python call, so the
+// common case of a tensor at the start of its storage is tested first.
 const char* base_around(PyObject* storage, const char* data, int64_t bytes) {
   const char* const base = base_of(storage);
   if (base == nullptr || data < base) return nullptr;
   return data == base || data + bytes <= base + bytes_of(storage) ? base : nullptr;
 }
 
-// The first element of a tensor that keeps itself.
+// The address of a tensor's first element; the caller keeps the tensor alive.
 const char* data_of(PyObject* tensor) {
   const te_fl_dltensor t = describe_object(tensor, "tensor");
   return static_cast<const char*>(t.data) + t.byte_offset;
 }
 
-// The parts of a tensor that number_tensor() or tensor_of_no_bytes() makes, in one allocation.
+// The parts of a tensor from number_tensor() or tensor_of_no_bytes(), in one allocation.
 struct Number {
   ManagedVersioned managed{};
   int64_t number = 0;
-  // A second copy; a compiled graph may write into a tensor that it reads no more.
+  // A copy of `number` for the tensor's element; a compiled graph may write into tensors that it no
+  // longer reads.
   int64_t value = 0;
   int64_t extent = 1;
   int64_t stride = 1;
   void (*gone)(int64_t) = nullptr;
 };
 
-// A vector in the number's memory on the host, which `deleter` frees with it.
+// A host vector in the Number's memory; `deleter` frees both.
 ManagedVersioned* vector_in(std::unique_ptr<Number> number, int64_t extent, DType dtype,
                             void (*deleter)(ManagedVersioned*)) {
   number->extent = extent;
@@ -257,8 +259,8 @@ Ref tensor_of_no_bytes(PyObject* like) {
 
 namespace {
 
-// A device that layers have run on, and who knows its current stream. Guarded by the interpreter's
-// lock.
+// A device that layers have run on, and the exchange table that gives its current stream. Guarded
+// by the interpreter's lock.
 struct Used {
   Device device;
   const Exchange* api;
@@ -288,7 +290,8 @@ FrameworkStreams::FrameworkStreams() {
 }
 
 FrameworkStreams::~FrameworkStreams() {
-  while (!scopes_.empty()) scopes_.pop_back();  // in reverse order
+  // Destroys the scopes in reverse order of construction.
+  while (!scopes_.empty()) scopes_.pop_back();
 }
 
 }  // namespace te_fl::python

@@ -1,4 +1,4 @@
-// Tensors of a framework as te-fl's, and te-fl's as the framework's, without copies.
+// Converts a framework's tensors to te_fl::Tensor and back, without copies.
 #pragma once
 
 #include <cstdint>
@@ -14,22 +14,22 @@
 
 namespace te_fl::python {
 
-// The memory of `object`, a tensor of a framework that has DLPack's C exchange API. `keep`: the
-// object lives as long as the result, which any thread may let go; else the caller sees to that.
-// TypeError for other objects and te_fl's error for memory that it cannot describe, both naming
-// `name`.
+// Wraps the memory of `object`, a tensor of a framework with DLPack's C exchange API. `keep`: the
+// result keeps the object alive, and any thread may drop the result; otherwise the caller keeps the
+// object alive. Throws TypeError for other objects, and te-fl's error for memory that it cannot
+// describe; both name `name`.
 Tensor tensor_of(PyObject* object, const char* name, bool keep);
-// The address of the first element of such an object. Errors as tensor_of().
+// The address of the object's first element. Throws the errors of tensor_of().
 void* memory_of(PyObject* object, const char* name);
 
-// The memory of a tensor that a forward was given and may keep for its backward. It keeps the
-// tensor's storage: programs free and refill that in between (untyped_storage().resize_()), which
-// no version counter shows, and give the tensor another one (.data =), which the backward does not
-// read.
+// The memory of an input that a forward may save for its backward. Keeps the tensor's storage
+// alive, not the tensor. Between forward and backward, programs may free and refill the storage
+// (untyped_storage().resize_()), which PyTorch's version counter does not show, or assign the
+// tensor another storage (.data =), which the backward ignores.
 class Lent {
  public:
-  // `data`: of the tensor, `bytes` of the memory at `base`, which `object` has: the storage, or a
-  // tensor without one. `name` stays.
+  // `data`: the tensor's address. `base` and `bytes`: the memory of `object`, which is the storage,
+  // or a tensor without a storage. `name` must outlive this.
   Lent(PyObject* object, bool is_storage, const char* name, const void* base, const void* data,
        int64_t bytes, const std::weak_ptr<void>& owner)
       : object_(object),
@@ -54,38 +54,37 @@ class Lent {
  private:
   [[noreturn]] void refuse() const;
 
-  PyObject* object_;  // lives as long as its owner
+  PyObject* object_;  // owned by owner_
   bool is_storage_;
   const char* name_;
   const void* base_;
   const void* data_;
   int64_t bytes_;
   std::weak_ptr<void> owner_;
-  bool lost_ = false;  // an object still refers to memory that the tensor has left
+  bool lost_ = false;  // some object still refers to the old address
 };
-// As tensor_of() with `keep`, noting it in `lent`; `name` lives as long as that.
+// As tensor_of() with keep=true; also appends to `lent`. `name` must outlive `lent`.
 Tensor tensor_of(PyObject* object, const char* name, std::vector<Lent>& lent);
-// Notes in `lent` a result that the framework has made for a forward, whose memory `owner` owns;
-// what keeps its storage, or null if it has none.
+// Appends to `lent` a forward's result that the framework allocated and whose memory `owner` owns.
+// Returns the object that keeps its storage alive; null if it has no storage.
 std::shared_ptr<void> lend_result(PyObject* object, const std::weak_ptr<void>& owner,
                                   std::vector<Lent>& lent);
 
-// `tensor` as a tensor of the framework that `like` is of, sharing its memory.
+// Converts `tensor` to a tensor of the framework of `like`, sharing memory.
 Ref to_framework(const Tensor& tensor, PyObject* like);
 
-// A tensor of the framework that `like` is of, int64 [1] on the host, whose element is `number`.
-// `gone(number)` runs when the last tensor that shares its memory goes, on any thread and without
-// the interpreter's lock.
+// An int64 [1] host tensor of the framework of `like` that holds `number`. When the last tensor
+// that shares its memory is freed, gone(number) runs, on any thread and without the interpreter's
+// lock.
 Ref number_tensor(int64_t number, void (*gone)(int64_t), PyObject* like);
-// A tensor of the framework that `like` is of, uint8 [0] on the host, whose storage has an address
-// of its own.
+// A uint8 [0] host tensor of the framework of `like`, whose storage has a unique address.
 Ref tensor_of_no_bytes(PyObject* like);
 
-// The framework's current stream of the device; null on the host.
+// The framework's current stream of the device; null for the host.
 void* current_stream_of(PyObject* like, const Device& device);
 
-// While it lives, this thread's work on each device that current_stream_of() was asked for goes to
-// the framework's current stream there. For calls without a tensor that says which device.
+// While this object lives, this thread's work goes to the framework's current stream on each device
+// for which current_stream_of() was called. For calls without a tensor argument.
 class FrameworkStreams {
  public:
   FrameworkStreams();

@@ -10,14 +10,14 @@
 namespace te_fl::python {
 namespace {
 
-// The time for which the interpreter's end waits for threads that are inside an implementation in
-// Python.
+// The time in milliseconds for which the interpreter's shutdown waits for threads that are inside a
+// Python implementation.
 constexpr int kEndWaitMs = 10'000;
 
 std::atomic<bool> g_ending{false};
-std::atomic<int> g_inside{0};  // threads that have the lock by InterpreterLock, or wait for it
+std::atomic<int> g_inside{0};  // threads that hold or await the lock through InterpreterLock
 constinit thread_local int t_inside = 0;
-std::thread::id g_ender;  // set before g_ending
+std::thread::id g_ender;  // the thread that ends the interpreter; set before g_ending
 
 struct Dropped {
   PyObject* object;
@@ -25,18 +25,19 @@ struct Dropped {
 };
 std::atomic<Dropped*> g_dropped{nullptr};
 
-// Other threads are not in the child.
+// A forked child has only the forking thread.
 void forked_child() { g_inside.store(t_inside, std::memory_order_relaxed); }
 
-// The module of torch.compile that sets what traces Python's frames, by its name; it is there once
-// a program compiles. Under the interpreter's lock.
+// The module of torch.compile that sets the frame evaluation hook; null until the program imports
+// torch.compile. Call under the interpreter's lock.
 PyObject* tracer_module() noexcept {
   static constinit PyObject* name = nullptr;
   if (name == nullptr) name = PyUnicode_InternFromString("torch._dynamo.eval_frame");
   return name;
 }
 
-// The thread that ends the interpreter still has it: what runs at exit may call ops.
+// During shutdown only the thread that ends the interpreter may enter: its atexit handlers may call
+// ops.
 bool may_enter() noexcept {
   if (Py_IsInitialized() == 0) return false;
   return !g_ending.load() || std::this_thread::get_id() == g_ender;
@@ -46,7 +47,7 @@ PyObject* end(PyObject*, PyObject*) noexcept {
   g_ender = std::this_thread::get_id();
   g_ending.store(true);
   {
-    const WithoutLock unlocked;  // for those who are inside
+    const WithoutLock unlocked;  // lets threads inside an implementation finish
     const timespec pause{0, 1'000'000};
     for (int i = 0; i < kEndWaitMs && g_inside.load() > t_inside; ++i) nanosleep(&pause, nullptr);
   }
@@ -59,7 +60,9 @@ PyMethodDef g_end = {"end", end, METH_NOARGS, "Notices the interpreter's end."};
 }  // namespace
 
 InterpreterLock::InterpreterLock() noexcept {
-  g_inside.fetch_add(1);  // before the look at g_ending: either this is seen there, or that here
+  // Before g_ending is read: so either the ending thread sees this count, or this thread sees
+  // g_ending.
+  g_inside.fetch_add(1);
   ++t_inside;
   if (may_enter()) {
     state_ = lock_or_sleep([] { return PyGILState_Ensure(); });
@@ -84,7 +87,8 @@ void InterpreterLock::stop_tracing() noexcept {
   if (module == nullptr) return;
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
-  set_tracer_ = PyObject_GetAttrString(module, "set_eval_frame");  // absent while it is imported
+  // Absent while the module is being imported.
+  set_tracer_ = PyObject_GetAttrString(module, "set_eval_frame");
   if (set_tracer_ != nullptr) tracer_ = PyObject_CallFunctionObjArgs(set_tracer_, Py_None, nullptr);
   PyErr_Clear();
   PyErr_Restore(type, value, trace);
@@ -119,7 +123,7 @@ void watch_interpreter() {
 void drop_later(PyObject* object) noexcept {
   if (object == nullptr) return;
   auto* dropped = new (std::nothrow) Dropped{object, nullptr};
-  if (dropped == nullptr) return;  // it stays
+  if (dropped == nullptr) return;  // leaked: out of memory
   dropped->next = g_dropped.load(std::memory_order_relaxed);
   while (!g_dropped.compare_exchange_weak(dropped->next, dropped, std::memory_order_release)) {
   }

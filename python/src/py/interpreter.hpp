@@ -1,14 +1,14 @@
-// Python's interpreter as threads of C++ meet it: its lock, its end, and objects that go later.
+// The Python interpreter as used by C++ threads: its lock, its shutdown, and deferred decrefs.
 #pragma once
 
 #include "py/py.hpp"
 
 namespace te_fl::python {
 
-// Holds the interpreter's lock for a thread of any origin. held() is false when the interpreter is
-// ending or has ended: then nothing of Python may be touched. While it is held the end is waited
-// for, so no thread is ended inside C++. torch.compile does not trace what runs meanwhile,
-// which C++ calls as it is written: traced, a collective would give a tensor and no work.
+// Acquires the interpreter's lock on any thread. held() is false if the interpreter is shutting
+// down or has shut down; then no Python API may be called. Shutdown waits while the lock is held,
+// so no thread is ended inside C++ code. Disables torch.compile's tracing for the duration: C++
+// needs the functions to run as written (a traced collective returns a tensor instead of a work).
 class InterpreterLock {
  public:
   InterpreterLock() noexcept;
@@ -23,19 +23,20 @@ class InterpreterLock {
 
   bool held_ = false;
   PyGILState_STATE state_{};
-  // torch.compile's set_eval_frame, once a program compiles, and the tracer that was in force.
+  // torch.compile's set_eval_frame, if imported, and the callback that was in force.
   PyObject *set_tracer_ = nullptr, *tracer_ = nullptr;
 };
 
-// True if InterpreterLock would be held, for work that needs no lock but must not outlive Python.
+// True if InterpreterLock would be held. For work that needs no lock but must not run after Python
+// has ended.
 bool interpreter_alive() noexcept;
 
-// Has the functions above notice the interpreter's end and fork(); once, when the package is
-// imported. Throws PythonError.
+// Registers the handlers for the interpreter's shutdown and for fork(). The package calls this
+// once, when it is imported. Throws PythonError.
 void watch_interpreter();
 
-// Gives up references from a thread that may not have the interpreter's lock, and may hold te-fl's
-// own: they go with the next drop_dropped(), which a thread calls that has it.
+// drop_later() queues a decref, from a thread that may lack the interpreter's lock and may hold
+// te-fl mutexes. drop_dropped() runs the queued decrefs, and needs the interpreter's lock.
 void drop_later(PyObject* object) noexcept;
 void drop_dropped() noexcept;
 

@@ -17,7 +17,7 @@ struct LentTensor {
   uint32_t provider = 0;
   bool writable = false;
   std::vector<int64_t> shape, strides;                   // in elements
-  std::vector<Py_ssize_t> buffer_shape, buffer_strides;  // in bytes, made when asked for
+  std::vector<Py_ssize_t> buffer_shape, buffer_strides;  // in bytes, computed on the first request
   std::string format;
   Device device() const { return {dl.device.type, dl.device.index, provider}; }
   void* data() const { return static_cast<char*>(dl.data) + dl.byte_offset; }
@@ -34,7 +34,7 @@ LentTensor& of(PyObject* self) { return *reinterpret_cast<Object*>(self)->tensor
   throw PythonError();
 }
 
-// Its memory may be looked at.
+// Throws if the call that lent the tensor has ended.
 void check_alive(const LentTensor& t) {
   if (t.lending->over.load()) {
     throw_buffer_error("this tensor was lent for a call of '" + t.lending->op +
@@ -104,7 +104,7 @@ PyObject* represent(PyObject* self) noexcept {
 
 // ---- DLPack
 
-// The object that a consumer holds; made in one piece with the extents, and freed on any thread,
+// The object that a DLPack consumer owns, allocated together with its extents. Freed on any thread,
 // with or without the interpreter's lock.
 template <class T>
 struct Export {
@@ -143,7 +143,7 @@ Ref capsule_of(T* managed, const char* capsule_name) {
   return Ref::take(capsule);
 }
 
-// A consumer works on the call's stream or says that it sees to the order itself (-1).
+// Accepts the call's stream, or -1, with which the consumer takes care of ordering itself.
 void check_stream(const LentTensor& t, PyObject* stream) {
   if (stream == nullptr || stream == Py_None || t.device().is_host()) return;
   const long long handle = PyLong_AsLongLong(stream);
@@ -199,7 +199,7 @@ PyObject* to_torch(PyObject* self, PyObject*) noexcept {
     check_alive(t);
     static PyObject* const torch = PyImport_ImportModule("torch");
     if (torch == nullptr) {
-      const Ref again = Ref::take(PyImport_ImportModule("torch"));  // says why
+      const Ref again = Ref::take(PyImport_ImportModule("torch"));  // raises the import error
       return Ref::share(nullptr);
     }
     static PyObject* const type = PyObject_GetAttrString(torch, "Tensor");
@@ -208,7 +208,7 @@ PyObject* to_torch(PyObject* self, PyObject*) noexcept {
     if (api == nullptr || api->to_object == nullptr)
       return Ref::take(PyObject_CallMethod(torch, "from_dlpack", "O", self));
     auto* managed = exported<ManagedVersioned>(t);
-    managed->version = {1, 1};  // PyTorch has no read-only tensors
+    managed->version = {1, 1};  // the read-only flag stays unset: PyTorch has no read-only tensors
     void* made = nullptr;
     if (api->to_object(managed, &made) != 0) {
       managed->deleter(managed);
@@ -218,9 +218,9 @@ PyObject* to_torch(PyObject* self, PyObject*) noexcept {
   });
 }
 
-// ---- NumPy, by the buffer protocol, which gives arrays that may be written in every version
+// ---- NumPy, through the buffer protocol: unlike DLPack, it gives writable arrays in every version
 
-// In the words of the module struct; null: it has none.
+// The format character of the Python module `struct`; null if there is none for the dtype.
 const char* format_of(te_fl_dtype dtype) {
   const Result<DType> known = dtype_from_c(dtype);
   if (!known.ok()) return nullptr;
@@ -273,7 +273,8 @@ void fill_buffer(PyObject* self, Py_buffer* view, int flags) {
   t.buffer_strides.assign(t.strides.begin(), t.strides.end());
   for (Py_ssize_t& stride : t.buffer_strides) stride *= size;
   static char empty[8];
-  view->buf = t.dl.data != nullptr ? t.data() : empty;  // of no elements
+  // A valid address for a tensor without elements.
+  view->buf = t.dl.data != nullptr ? t.data() : empty;
   view->itemsize = size;
   view->len = std::accumulate(t.buffer_shape.begin(), t.buffer_shape.end(), size,
                               [](Py_ssize_t a, Py_ssize_t b) { return a * b; });

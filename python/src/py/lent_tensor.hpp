@@ -1,4 +1,4 @@
-// Tensors of te-fl, lent to Python for the time of one call (te_fl.LentTensor).
+// te_fl.LentTensor: a te-fl tensor that Python code may use during one call.
 #pragma once
 
 #include <atomic>
@@ -12,23 +12,24 @@
 
 namespace te_fl::python {
 
-// One call of an implementation in Python. It is shared by the tensors that it lends and by what
-// was made of them, so that what is kept beyond its end is noticed.
+// The state of one call of a Python implementation. Shared by the call's LentTensors and by arrays
+// made from them, so that use after the call's end is detected.
 struct Lending {
   std::string op;
   Device device;
   void* stream = nullptr;
-  bool enquiry = false;  // supports() and the like see metadata only
+  bool enquiry = false;  // true for supports() and the like, which may read metadata only
   std::atomic<bool> over{false};
-  std::atomic<int> exports{0};  // arrays of other libraries on this call's memory
+  std::atomic<int> exports{0};  // live arrays of other libraries that view this call's memory
 };
 
-// The class; it has no constructor in Python.
+// The class te_fl.LentTensor; Python cannot construct it.
 PyObject* lent_tensor_class();
-// A te_fl.LentTensor. `writable`: it is one of the op's outputs. Throws PythonError.
+// Creates a te_fl.LentTensor. `writable`: the tensor is one of the op's outputs. Throws
+// PythonError.
 Ref lend(const std::shared_ptr<Lending>& lending, const te_fl_dltensor& tensor, uint32_t provider,
          bool writable);
-// Lends compact memory by its parts.
+// Creates a LentTensor for compact memory, given by address, dtype and shape.
 Ref lend(const std::shared_ptr<Lending>& lending, void* data, te_fl_dtype dtype,
          std::span<const int64_t> shape, bool writable);
 

@@ -6,7 +6,7 @@
 
 namespace te_fl::python {
 
-// All mutexes that exist. fork() takes the list's own mutex first, and then those that it takes.
+// A linked list of all mutexes. fork() locks the list's mutex first, and then each kTaken mutex.
 struct MutexList {
   std::mutex mutex;
   Mutex* first = nullptr;
@@ -64,7 +64,8 @@ void MutexList::after_fork_in_child() {
   for (Mutex* m = first; m != nullptr; m = m->next_) {
     const std::thread::id owner = m->owner_.load(std::memory_order_relaxed);
     if (owner == self) continue;
-    // It may be held, or in between, or only waited for: the child's threads have no part in that.
+    // Another thread may have held the mutex or waited for it at the fork. That thread does not
+    // exist in the child, so the mutex is constructed anew.
     ::new (&m->mutex_) std::mutex();
     m->owner_.store(std::thread::id(), std::memory_order_relaxed);
     if (owner != std::thread::id()) ++m->interruptions_;

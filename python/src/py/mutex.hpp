@@ -1,4 +1,4 @@
-// The binding's mutexes, which a forked child finds free.
+// The binding's mutexes, which are usable in a forked child.
 #pragma once
 
 #include <atomic>
@@ -8,21 +8,19 @@
 
 namespace te_fl::python {
 
-// Says what fork() does with a mutex.
+// The handling of a mutex at fork().
 enum class AtFork : uint8_t {
-  // fork() takes it first, so that a child never sees its state half changed. Its owner may wait
-  // for nothing, and makes and destroys no Mutex.
+  // fork() locks the mutex first, so a child never sees a half-changed state. The owner must not
+  // wait for anything, and must not create or destroy a Mutex.
   kTaken,
-  // A child finds it free. If another thread of the parent held it at the fork, interruptions() is
-  // one higher in the child.
-  // For mutexes that are held while ops run.
+  // The mutex is unlocked in a child. If another thread of the parent held it at the fork,
+  // interruptions() is one higher in the child. For mutexes that are held while ops run.
   kFreedInChild,
 };
 
-// A mutex that a forked child finds free, unless the thread that forked holds it. It is a member or
-// at namespace scope: the guard of a function's static object would stay taken in a child of a fork
-// that interrupts its making. tools/check_layering.py refuses the standard library's in the
-// binding.
+// A mutex that is unlocked in a forked child unless the forking thread holds it. Use it as a member
+// or at namespace scope: the guard of a function-local static would stay locked in a child if the
+// fork interrupts the construction. tools/check_layering.py refuses std::mutex in the binding.
 class Mutex {
  public:
   explicit Mutex(AtFork at_fork);
@@ -38,8 +36,9 @@ class Mutex {
     owner_.store(std::thread::id(), std::memory_order_relaxed);
     mutex_.unlock();
   }
-  // Counts the forks, on the way from the first process to this one, at which a thread held it that
-  // the child does not have: what it guards may be half changed. Read under the mutex.
+  // The number of forks, from the first process to this one, at which a thread that the child does
+  // not have held this mutex. A change means that the guarded state may be half changed. Read it
+  // under the mutex.
   uint32_t interruptions() const noexcept { return interruptions_; }
 
  private:
@@ -49,7 +48,7 @@ class Mutex {
   std::atomic<std::thread::id> owner_;
   uint32_t interruptions_ = 0;
   const AtFork at_fork_;
-  Mutex *previous_ = nullptr, *next_ = nullptr;  // among all that exist
+  Mutex *previous_ = nullptr, *next_ = nullptr;  // links in the list of all mutexes
 };
 
 }  // namespace te_fl::python

@@ -1,4 +1,4 @@
-// Python's stable ABI of 3.11, so that one binary serves every later version.
+// Python's stable ABI of 3.11, so that one binary works with every later version.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -15,14 +15,14 @@
 
 namespace te_fl::python {
 
-// Thrown where a Python exception has been set; guarded() takes it back to Python.
+// Thrown after a Python exception has been set; guarded() returns to Python with that exception.
 struct PythonError {};
 
-// A reference that this object owns. Needs the interpreter's lock.
+// An owned reference to a Python object. Needs the interpreter's lock.
 class Ref {
  public:
   Ref() noexcept = default;
-  // Takes the reference over; null means that a Python exception has been set.
+  // Takes ownership; null means that a Python exception has been set, and throws PythonError.
   static Ref take(PyObject* object) {
     if (object == nullptr) throw PythonError();
     return Ref(object);
@@ -59,7 +59,7 @@ inline void check(int result) {
   throw PythonError();
 }
 
-// TypeError unless the function `name` was given as many arguments as it takes.
+// Throws TypeError unless `name` got the expected number of arguments.
 inline void check_count(const char* name, Py_ssize_t count, Py_ssize_t wanted) {
   if (count == wanted) return;
   throw_type_error(std::string(name) + " takes " + std::to_string(wanted) + " arguments, got " +
@@ -75,7 +75,7 @@ inline Ref to_python(uint64_t value) { return Ref::take(PyLong_FromUnsignedLongL
 inline Ref to_python(int64_t value) { return Ref::take(PyLong_FromLongLong(value)); }
 inline Ref to_python(double value) { return Ref::take(PyFloat_FromDouble(value)); }
 
-// Valid while `object` lives. TypeError, naming `what`, if it is no str.
+// The UTF-8 text, valid while `object` lives. TypeError, naming `what`, if the object is not a str.
 inline std::string_view text_of(PyObject* object, const char* what) {
   if (!PyUnicode_Check(object)) throw_type_error(std::string(what) + " must be a str");
   Py_ssize_t size = 0;
@@ -97,7 +97,7 @@ inline void put(const Ref& dict, const char* key, const Ref& value) {
   check(PyDict_SetItemString(dict.get(), key, value.get()));
 }
 
-// Runs f, which returns Ref; C++ exceptions become Python's.
+// Runs f, which returns a Ref, and converts C++ exceptions to Python exceptions.
 template <class F>
 PyObject* guarded(F&& f) noexcept {
   try {
@@ -111,9 +111,9 @@ PyObject* guarded(F&& f) noexcept {
   return nullptr;
 }
 
-// Takes the interpreter's lock by `take`. Before 3.14 Python ends a thread that asks for it while
-// the interpreter ends, by unwinding its stack, which is the end of the program where a frame of
-// ours is noexcept. As later versions have it, such a thread sleeps until the process has ended.
+// Acquires the interpreter's lock by calling `take`. Before Python 3.14, a thread that asks for the
+// lock during shutdown is ended by unwinding its stack, which terminates the program at a noexcept
+// frame. This function then sleeps until the process ends, as Python 3.14 does.
 template <class F>
 auto lock_or_sleep(F&& take) noexcept {
   try {
@@ -123,9 +123,9 @@ auto lock_or_sleep(F&& take) noexcept {
   }
 }
 
-// Lets other Python threads run while C++ waits or computes. No mutex of te-fl's is waited for with
-// the interpreter's lock: the thread that holds it may be on its way into an implementation in
-// Python.
+// Releases the interpreter's lock while C++ waits or computes. Never wait for a te-fl mutex while
+// holding the interpreter's lock: the mutex's owner may be about to acquire the interpreter's lock
+// for a Python implementation.
 class WithoutLock {
  public:
   WithoutLock() noexcept : state_(PyEval_SaveThread()) {}

@@ -3,7 +3,7 @@
 namespace te_fl::python {
 namespace {
 
-// The attributes' names as Python looks them up.
+// The attribute names, interned.
 struct Names {
   PyObject* open = PyUnicode_InternFromString("_open");
   PyObject* arguments = PyUnicode_InternFromString("_arguments");
@@ -21,20 +21,20 @@ Ref attribute(PyObject* object, PyObject* name) {
   return Ref::take(PyObject_GetAttr(object, name));
 }
 
-// The calling thread's list, or null.
+// The calling thread's list of scopes, or null.
 Ref thread_scopes(PyObject* self) {
   const Ref thread = attribute(self, names().thread);
   return thread.get() == Py_None ? Ref() : attribute(thread.get(), names().scopes);
 }
 
-// One time that an object was entered: its handle, the thread that entered it, and that thread's
-// list of scopes, or None.
+// The fields of the tuple that records one __enter__: the handle, the thread, and that thread's
+// list of scopes or None.
 enum Entry { kHandle, kThread, kScopes };
 
 Ref this_thread() { return Ref::take(PyLong_FromUnsignedLong(PyThread_get_thread_ident())); }
 
-// The number of the newest entry that the calling thread made; if it made none, of the newest of
-// all, since a scope may end on another thread than the one that began it.
+// The index of the newest entry of the calling thread. If it has none, the index of the newest
+// entry of any thread, since a scope may end on another thread than the one that began it.
 Py_ssize_t newest_of_thread(PyObject* entered) {
   const Py_ssize_t count = PyList_Size(entered);
   if (count <= 0) {
@@ -52,7 +52,7 @@ Py_ssize_t newest_of_thread(PyObject* entered) {
 
 void drop(PyObject* list, Py_ssize_t at) { check(PyList_SetSlice(list, at, at + 1, nullptr)); }
 
-// Takes the newest mention of `object` out of the list, if there is one.
+// Removes the newest occurrence of `object` from the list, if any.
 void drop_object(PyObject* list, PyObject* object) {
   for (Py_ssize_t i = PyList_Size(list) - 1; i >= 0; --i) {
     if (PyList_GetItem(list, i) == object) return drop(list, i);
@@ -64,7 +64,7 @@ PyObject* enter(PyObject* self, PyObject*) noexcept {
     const Ref open = attribute(self, names().open), arguments = attribute(self, names().arguments);
     const Ref entered = attribute(self, names().entered), scopes = thread_scopes(self);
     const Ref thread = this_thread();
-    // From here on nothing of Python's runs that could be interrupted.
+    // No Python code runs from here on, so KeyboardInterrupt cannot split the two steps.
     const Ref handle = Ref::take(PyObject_Call(open.get(), arguments.get(), nullptr));
     PyObject* const list = scopes ? scopes.get() : Py_None;
     const Ref entry = Ref::take(PyTuple_Pack(3, handle.get(), thread.get(), list));
@@ -101,7 +101,7 @@ PyObject* within(PyObject* self, PyObject* args) noexcept {
     PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
     PyErr_Fetch(&type, &value, &trace);
     PyObject* const left = exit(self, nullptr);
-    if (type != nullptr) {  // the function's own error goes on
+    if (type != nullptr) {  // the exception raised by the function propagates
       PyErr_Clear();
       PyErr_Restore(type, value, trace);
     }

@@ -1,23 +1,26 @@
-// Scopes of Python, `with te_fl.policy(..):`, that an interrupt cannot leave half open.
+// Python context managers (`with te_fl.policy(..):`) that KeyboardInterrupt cannot leave half
+// entered.
 #pragma once
 
 #include "py/py.hpp"
 
 namespace te_fl::python {
 
-// te_fl._native.Scope, a base class whose __enter__ and __exit__ are C functions: Python raises
-// KeyboardInterrupt between its own instructions, and as functions of Python they could be left
-// between the change in C++ and its note in Python, or not be entered at all.
+// te_fl._native.Scope, a base class whose __enter__ and __exit__ are C functions. Python raises
+// KeyboardInterrupt between bytecode instructions. In Python functions, it could strike between the
+// change in C++ and its record in Python, or before the first instruction.
 //
-// Its subclasses set, on themselves or their objects:
-//   _open, _arguments, _close: functions of _native and a tuple; _open(*_arguments) -> handle,
-//     _close(handle)
-//   _entered: a list, empty at first, of the times that the object was entered; each thread leaves
-//     what it entered itself, so that one object may serve several
-//   _thread: None, or an object whose `scopes` is the calling thread's list of the objects entered
-// within(function, *arguments) calls the function inside of the scope: where a function of Python
-// ends a `with` or begins a `finally`, it can be interrupted before the scope is left.
-// A _close that fails leaves a scope entered if _thread is None, and else not.
+// Subclasses set these attributes, on the class or the object:
+// - _open, _arguments, _close: functions of _native and a tuple; _open(*_arguments) -> handle,
+//   _close(handle)
+// - _entered: a list, initially empty, with one record per __enter__. Each thread leaves the
+// entries
+//   it made itself, so several threads may share one object.
+// - _thread: None, or an object whose `scopes` is the calling thread's list of entered objects
+//
+// within(function, *arguments) calls the function inside of the scope. A Python `with` or `finally`
+// could be interrupted before it leaves the scope; within() cannot.
+// If _close fails, the scope stays entered if _thread is None, and is left otherwise.
 PyObject* scope_class();
 
 }  // namespace te_fl::python

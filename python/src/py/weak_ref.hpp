@@ -1,4 +1,4 @@
-// A reference to an object of Python's that does not keep it alive.
+// A weak reference to a Python object.
 #pragma once
 
 #include <utility>
@@ -8,7 +8,7 @@
 
 namespace te_fl::python {
 
-// May be destroyed by a thread without the interpreter's lock; everything else needs that.
+// The destructor needs no interpreter's lock; all other functions do.
 class WeakRef {
  public:
   WeakRef() noexcept = default;
@@ -21,11 +21,11 @@ class WeakRef {
     return *this;
   }
 
-  // True if the object that it was last pointed at is this one, and has lived since.
+  // True if `object` is the referenced object and has not been freed since point_at().
   bool is(PyObject* object) const {
     return ref_ != nullptr && Ref::take(PyObject_CallNoArgs(ref_)).get() == object;
   }
-  // Throws PythonError for an object that has no weak references.
+  // Throws PythonError for an object that does not support weak references.
   void point_at(PyObject* object) {
     Ref made = Ref::take(PyWeakref_NewRef(object, nullptr));
     Py_XDECREF(std::exchange(ref_, made.release()));

@@ -18,9 +18,10 @@
 namespace te_fl::python {
 namespace {
 
-// PyTorch's CUDA memory by the C functions that libtorch_cuda exports for compiled models
-// (torch/csrc/inductor/aoti_torch/c/shim.h), which need no interpreter: a call through Python costs
-// several microseconds, and a layer makes dozens. A library without them is served through Python.
+// PyTorch's CUDA caching allocator, called through the C functions that libtorch_cuda exports for
+// compiled models (torch/csrc/inductor/aoti_torch/c/shim.h). They need no interpreter: a call
+// through Python costs several microseconds, and a layer makes dozens of allocations. If the
+// library lacks these functions, allocations go through Python.
 struct TorchCuda {
   using Guard = void*;
   int (*enter)(void* stream, int32_t device, Guard* out) = nullptr;
@@ -41,22 +42,23 @@ TorchCuda find_torch_cuda() {
   find(found.leave, "aoti_torch_delete_cuda_stream_guard");
   find(found.allocate, "aoti_torch_cuda_caching_allocator_raw_alloc");
   find(found.release, "aoti_torch_cuda_caching_allocator_raw_delete");
-  return found;  // the library stays loaded as long as PyTorch is, so does this reference to it
+  return found;  // the library is loaded as long as PyTorch, so the handle is never closed
 }
 
-// PyTorch's C functions log a failure, with a stack of forty lines, before they return it; Python's
-// way, which is tried next, raises it. So the log is quiet from where PyTorch knows that a direct
-// allocation of this thread fails (quiet_out_of_memory) until the allocation returns.
-constexpr int kFatalOnly = 3;  // of c10's severities
+// On failure, PyTorch's C functions log a stack trace of forty lines before they return the error.
+// The Python function, which is tried next, raises the error anyway. Logging is therefore silenced
+// from the moment PyTorch detects that a direct allocation of this thread fails
+// (quiet_out_of_memory) until the allocation returns.
+constexpr int kFatalOnly = 3;  // a severity of c10
 thread_local bool t_direct = false, t_quiet = false;
 
 struct TorchLog {
   Mutex mutex{AtFork::kTaken};
-  int* level = nullptr;  // the least severity that is logged; null before an allocator of CUDA
-  int threads = 0;       // that want it quiet
+  int* level = nullptr;  // c10's minimum severity for logging; null until a CUDA allocator is used
+  int threads = 0;       // number of threads that silence the log
   int before = 0;
 };
-// Never destroyed: threads may allocate when static objects have gone.
+// Never destroyed: threads may allocate after static destruction.
 TorchLog& g_torch_log = *new TorchLog();
 
 void find_log_level() {
@@ -83,8 +85,9 @@ void end_quiet() {
   t_quiet = false;
 }
 
-// A framework's functions as te-fl's allocator. Those of Python run under the interpreter's lock,
-// which no caller of an allocator holds together with a lock of te-fl's.
+// A framework's allocation functions as a te-fl allocator. The Python functions run under the
+// interpreter's lock. No caller of an allocator holds the interpreter's lock together with a te-fl
+// mutex.
 struct Allocator {
   Device device;
   TorchCuda direct;
@@ -92,12 +95,14 @@ struct Allocator {
   PyObject* release;
   PyObject* trim;
   Mutex mutex{AtFork::kTaken};
-  std::unordered_map<void*, void*> streams;  // of all allocations
+  // The allocation stream, by address, of all live allocations.
+  std::unordered_map<void*, void*> streams;
   std::unordered_map<void*, std::set<void*>> users;
 };
 
-// Sets the calling thread's Python exception aside: memory may go while one is on its way, and
-// functions must not be called with one.
+// Saves and clears the calling thread's Python exception, and restores it at the end. Memory may be
+// freed while an exception propagates, and Python functions must not be called with an exception
+// set.
 class ErrorAside {
  public:
   ErrorAside() { PyErr_Fetch(&type_, &value_, &trace_); }
@@ -114,7 +119,7 @@ te_fl_status refuse(const te_fl_error_sink* sink, const std::string& text, te_fl
   return status;
 }
 
-// Takes the Python exception that is set.
+// Reports the Python exception that is set to `sink`, and clears it.
 te_fl_status report(const te_fl_error_sink* sink, te_fl_status status) {
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
@@ -165,7 +170,8 @@ te_fl_status allocate_in_python(const Allocator& allocator, const te_fl_memory_d
 te_fl_status allocate(void* self, const te_fl_memory_desc* memory, void** out,
                       const te_fl_error_sink* sink) {
   auto& allocator = *static_cast<Allocator*>(self);
-  if (!allocate_directly(allocator, *memory, out)) {  // Python's way says why
+  // Fall back to Python, which reports the reason of the failure.
+  if (!allocate_directly(allocator, *memory, out)) {
     const te_fl_status status = allocate_in_python(allocator, *memory, out, sink);
     if (status != TE_FL_OK) return status;
   }
@@ -181,8 +187,8 @@ te_fl_status record_stream(void* self, void* data, void* stream, const te_fl_err
   return TE_FL_OK;
 }
 
-// The framework reuses the memory in the order of the stream that it was allocated for; that one
-// waits for the others first.
+// The framework reuses memory in the order of its allocation stream, so the allocation stream first
+// waits for the other streams that used the memory.
 Status wait_for_users(const Device& device, void* stream, const std::set<void*>& others) {
   for (void* other : others) {
     if (other == stream) continue;
@@ -214,7 +220,7 @@ te_fl_status release(void* self, void* data, const te_fl_error_sink* sink) {
     // The memory stays allocated, since another stream may be using it.
     return refuse(sink, status.to_string(), TE_FL_INTERNAL);
   }
-  if (!interpreter_alive()) return TE_FL_OK;  // the memory goes with the process
+  if (!interpreter_alive()) return TE_FL_OK;  // the process's end frees the memory
   if (allocator.direct.complete() && allocator.direct.release(data) == 0) return TE_FL_OK;
   const InterpreterLock lock;
   if (!lock.held()) return TE_FL_OK;
@@ -228,7 +234,7 @@ te_fl_status release(void* self, void* data, const te_fl_error_sink* sink) {
 
 te_fl_status call_trim(Allocator& allocator, const te_fl_error_sink* sink) {
   const InterpreterLock lock;
-  if (!lock.held()) return TE_FL_OK;  // the memory goes with the process
+  if (!lock.held()) return TE_FL_OK;  // the process's end frees the memory
   const ErrorAside aside;
   PyObject* none = PyObject_CallNoArgs(allocator.trim);
   if (none == nullptr) return report(sink, TE_FL_INTERNAL);
@@ -238,7 +244,8 @@ te_fl_status call_trim(Allocator& allocator, const te_fl_error_sink* sink) {
 te_fl_status trim(void* self, uint64_t, const te_fl_error_sink* sink) {
   return call_trim(*static_cast<Allocator*>(self), sink);
 }
-// A stream's memory in the framework's cache goes with all that the framework keeps.
+// The framework's cache cannot be trimmed for a single stream, so retiring a stream trims all of
+// it.
 te_fl_status retire_stream(void* self, void*, const te_fl_error_sink* sink) {
   return call_trim(*static_cast<Allocator*>(self), sink);
 }
@@ -258,7 +265,8 @@ PyObject* use_allocator(PyObject*, PyObject* args) noexcept {
     if (PyArg_ParseTuple(args, "OOOO", &name, &allocate_fn, &release_fn, &trim_fn) == 0) {
       throw PythonError();
     }
-    without_lock([] { OpManager::instance(); });  // the first use loads plugins, perhaps Python's
+    // The first use loads plugins, which may be Python modules.
+    without_lock([] { OpManager::instance(); });
     auto allocator = std::make_unique<Allocator>();
     allocator->device = value_of(parse_device(text_of(name, "the device")));
     if (allocator->device.type == TE_FL_DEVICE_CUDA) {
@@ -283,7 +291,7 @@ PyObject* use_allocator(PyObject*, PyObject* args) noexcept {
       status = devices::install_allocator(allocator->device, &table);
     }
     check(status);
-    allocator.release();  // te-fl's from here on, until the process ends
+    allocator.release();  // te-fl owns it from here on, until the process ends
     return Ref::share(Py_None);
   });
 }

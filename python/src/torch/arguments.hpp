@@ -1,4 +1,4 @@
-// Arguments of the calls that te_fl.pytorch makes, read under the interpreter's lock.
+// Parses arguments of the calls that te_fl.pytorch makes. Call under the interpreter's lock.
 #pragma once
 
 #include <vector>
@@ -7,9 +7,9 @@
 
 namespace te_fl::python {
 
-// A PythonError for what is no integer.
+// Throws PythonError for an object that is not an integer.
 long long integer_of(PyObject* value);
-// The items of a tuple, borrowed; a TypeError that says `what` for another object.
+// The items of a tuple, borrowed; throws TypeError with the text `what` for other objects.
 std::vector<PyObject*> items_of(PyObject* tuple, const char* what);
 
 }  // namespace te_fl::python

@@ -23,8 +23,9 @@ namespace {
 constexpr const char* kScopeName = "te_fl.autocast";
 constexpr const char* kReductionName = "te_fl.amax_reduction";
 
-// Lists of amaxes as tensors of the framework, which are the same at each step until sites come or
-// go. They keep the memory of the amaxes. Under the interpreter's lock.
+// A cache of the framework's tensors that view lists of amaxes. The list is the same in every step
+// until FP8 sites are added or removed. The tensors keep the amaxes' memory alive. Use under the
+// interpreter's lock.
 class KnownRows {
  public:
   Ref find(std::span<const Tensor> amaxes, PyObject* like) {
@@ -41,7 +42,7 @@ class KnownRows {
   }
 
  private:
-  static constexpr size_t kMost = 4;  // a forward's and a backward's, eager and captured
+  static constexpr size_t kMost = 4;  // forward and backward, each eager and captured in a graph
   struct Rows {
     std::vector<Tensor> amaxes;
     std::unique_ptr<Kept> list;
@@ -102,8 +103,9 @@ nn::Recipe recipe_of(PyObject* dict) {
                     "'; it is one of delayed, current, block");
 }
 
-// The recipe of the last dict. A program enters its autocasts with one or two recipes, whose dicts
-// native_of() keeps, and leaves as they are. Under the interpreter's lock.
+// Converts a recipe's dict, with a cache for the last one. A program enters its autocasts with one
+// or two recipes, whose dicts native_of() keeps alive and unchanged. Use under the interpreter's
+// lock.
 const nn::Recipe& checked_recipe_of(PyObject* dict) {
   static PyObject* last = nullptr;
   static auto* recipe = new nn::Recipe(nn::DelayedScaling{});
@@ -116,7 +118,7 @@ const nn::Recipe& checked_recipe_of(PyObject* dict) {
   return *recipe;
 }
 
-// True if PyTorch computes gradients on this thread.
+// True if PyTorch's gradient mode is enabled on this thread.
 bool gradients_wanted() {
   static PyObject* const wanted = [] {
     const Ref torch = Ref::take(PyImport_ImportModule("torch"));
@@ -180,7 +182,7 @@ PyObject* begin_autocast(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     const nn::AutocastOptions options{.enabled = truth(args[0]),
                                       .calibrating = truth(args[1]),
                                       .amax_reduction = reduction_of(args[3], args[4])};
-    // Without a recipe nothing computes in FP8, and none is asked for.
+    // A scope without a recipe neither enables FP8 nor calibrates, so it needs no recipe.
     auto scope = args[2] == Py_None
                      ? std::make_unique<nn::autocast>(options)
                      : std::make_unique<nn::autocast>(options, checked_recipe_of(args[2]));
@@ -198,7 +200,7 @@ PyObject* end_autocast(PyObject*, PyObject* capsule) noexcept {
     if (scope == nullptr) throw PythonError();
     Status status;
     const bool updates = gradients_wanted();
-    const FrameworkStreams streams;  // where the forwards have left their amaxes
+    const FrameworkStreams streams;  // the streams on which the forwards computed their amaxes
     {
       const WithoutLock unlocked;
       status = scope->exit(updates);

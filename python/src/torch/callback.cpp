@@ -18,7 +18,8 @@ Ref owned_or_null(PyObject* object) noexcept {
   return shared;
 }
 
-// "; te-fl: in number 3, all_reduce of float32[4] ...", from add_note().
+// The notes that add_note() attached to an exception, as "; te-fl: in number 3, all_reduce of
+// float32[4] ...".
 std::string notes_of(PyObject* exception) {
   std::string text;
   const Ref notes = owned_or_null(PyObject_GetAttrString(exception, "__notes__"));
@@ -32,7 +33,8 @@ std::string notes_of(PyObject* exception) {
   return text;
 }
 
-// The exception in words. One of te-fl's own begins with its code, which the status says.
+// The exception as text. The text of a te-fl exception begins with its status code, which is
+// removed because the status repeats it.
 std::string words_of(PyObject* exception, std::string text, StatusCode code) {
   const std::string prefix = std::string(to_string(code)) + ": ";
   if (text.starts_with(prefix)) return text.substr(prefix.size());

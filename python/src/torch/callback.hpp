@@ -1,4 +1,4 @@
-// Python functions that nn calls while it computes, on any thread.
+// Support for Python functions that nn calls during computation, on any thread.
 #pragma once
 
 #include "py/py.hpp"
@@ -6,10 +6,10 @@
 
 namespace te_fl::python {
 
-// A reference that may go on any thread.
+// A reference to a Python object that any thread may destroy.
 class Kept {
  public:
-  // Under the interpreter's lock.
+  // Needs the interpreter's lock.
   explicit Kept(PyObject* object);
   ~Kept();
   Kept(const Kept&) = delete;
@@ -20,11 +20,12 @@ class Kept {
   PyObject* object_;
 };
 
-// Takes the Python exception that is set, as a status, with the notes that it has; it is the cause
-// of the exception that the call into te-fl ends with, which is of te-fl's class if this one is,
-// else of the class of `other`. Under the interpreter's lock.
+// Converts the Python exception that is set, with its notes, to a status. The exception becomes the
+// __cause__ of the exception that the call into te-fl finally raises. The code is the exception's
+// if it is te-fl's, else `other`. Needs the interpreter's lock.
 Status callback_failed(StatusCode other = StatusCode::kInternal);
-// Takes a collective's exception, which is COMM_FAILED where it is torch.distributed's.
+// As callback_failed() for a collective: the code is COMM_FAILED for exceptions of
+// torch.distributed.
 inline Status collective_failed() { return callback_failed(StatusCode::kCommFailed); }
 
 }  // namespace te_fl::python

@@ -1,4 +1,4 @@
-// The FP8 state of one module of the framework.
+// The FP8 state of one PyTorch module.
 #pragma once
 
 #include <memory>
@@ -12,11 +12,11 @@ namespace te_fl::python {
 // Shared by the layers of one module.
 struct ModuleStates {
   nn::Fp8States fp8;
-  // Taken without the interpreter's lock, which others wait for inside.
+  // Lock it without the interpreter's lock: its owner may be waiting for that lock.
   Mutex mutex{AtFork::kFreedInChild};
 };
 
-// The states that the capsule of make_fp8_states() holds; a PythonError for another object.
+// The states in a capsule of make_fp8_states(); throws PythonError for other objects.
 const std::shared_ptr<ModuleStates>& states_of(PyObject* capsule);
 
 }  // namespace te_fl::python

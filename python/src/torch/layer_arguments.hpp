@@ -1,6 +1,6 @@
-// The arguments of the calls that run a layer, in their order. Callers compare their own order with
-// these lists, which te_fl._native has as tuples of names: LAYER_FORWARD_ARGUMENTS and
-// LAYER_BACKWARD_ARGUMENTS.
+// The order of the arguments of layer_forward() and layer_backward(). te_fl._native exports these
+// lists as tuples of names, LAYER_FORWARD_ARGUMENTS and LAYER_BACKWARD_ARGUMENTS, so that callers
+// can check their own order.
 #pragma once
 
 #define TE_FL_LAYER_FORWARD_ARGUMENTS(X) \
@@ -24,12 +24,12 @@ namespace te_fl::python {
 
 #define TE_FL_PLACE(place, name) place,
 #define TE_FL_NAME(place, name) name,
-// Places and names of layer_forward()'s arguments.
+// Indices and names of layer_forward()'s arguments.
 struct ForwardArgument {
   enum Place { TE_FL_LAYER_FORWARD_ARGUMENTS(TE_FL_PLACE) kCount };
   static constexpr const char* names[] = {TE_FL_LAYER_FORWARD_ARGUMENTS(TE_FL_NAME)};
 };
-// Places and names of layer_backward()'s arguments.
+// Indices and names of layer_backward()'s arguments.
 struct BackwardArgument {
   enum Place { TE_FL_LAYER_BACKWARD_ARGUMENTS(TE_FL_PLACE) kCount };
   static constexpr const char* names[] = {TE_FL_LAYER_BACKWARD_ARGUMENTS(TE_FL_NAME)};

@@ -25,20 +25,19 @@ struct Gradients {
   std::vector<Tensor> inputs, parameters;
 };
 
-// The tensor that takes a weight's gradient instead of the backward's result; undefined: the
-// gradient is returned.
+// The tensor that receives a weight's gradient in place. Undefined: the gradient is returned.
 struct MainGrad {
   Tensor tensor;
   bool overwrites = false;
 };
 
-// Says where gradients go: into main_grads, or new memory of the parameters' dtypes.
+// Sets the destination of each gradient: main_grads, or new memory of the parameter's dtype.
 Status open_gradients(Runner& runner, const std::vector<DType>& dtypes,
                       const std::vector<MainGrad>& main_grads) {
   const auto& own = runner.parameters();
   for (size_t i = 0; i < own.size(); ++i) {
     nn::Parameter& p = *own[i].parameter;
-    p.take_grad();  // drops the gradient that an earlier backward, which failed, may have left
+    p.take_grad();  // drops the gradient that an earlier, failed backward may have left
     p.grad_dtype = dtypes[i];
     const MainGrad& main = main_grads[i];
     if (main.tensor.defined() && p.requires_grad) {
@@ -48,7 +47,7 @@ Status open_gradients(Runner& runner, const std::vector<DType>& dtypes,
   return {};
 }
 
-// The gradients of parameters that are returned.
+// Declares the parameters' gradients that will be returned, so the framework allocates them.
 void expect_gradients(ResultTensors& results, const Layer& layer,
                       const std::vector<LentParameter>& parameters,
                       const std::vector<bool>& trained, const std::vector<MainGrad>& main_grads) {
@@ -61,7 +60,7 @@ void expect_gradients(ResultTensors& results, const Layer& layer,
   for (const auto& [of, shape] : layer.joined) results.expect(shape, parameters[of].dtype);
 }
 
-// Those that did not go into main_grads.
+// The gradients that were not written to main_grads.
 std::vector<Tensor> take_gradients(Runner& runner, const std::vector<MainGrad>& main_grads) {
   const auto& own = runner.parameters();
   std::vector<Tensor> gradients;
@@ -72,8 +71,8 @@ std::vector<Tensor> take_gradients(Runner& runner, const std::vector<MainGrad>& 
   return gradients;
 }
 
-// `kept`: the gradient, if what is delayed is computed of it. `deterministic`: asked for now,
-// whatever the forward had.
+// `kept`: the gradient dy, if deferred weight gradients are computed from it. `deterministic`:
+// requested now, independently of the forward.
 Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Lent> kept,
                                std::vector<LentParameter>& parameters,
                                const std::vector<MainGrad>& main_grads, ResultTensors& results,
@@ -104,7 +103,7 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Len
   return gradients;
 }
 
-// Takes what the earliest of the backwards has left.
+// Removes and returns the gradients deferred by the earliest backward.
 Result<DelayedGradients> take_delayed(Layer& layer) {
   const WithoutLock unlocked;
   const LayerLock lock(layer);
@@ -132,7 +131,7 @@ Result<std::vector<Tensor>> run_backward_dw(Layer& layer, const DelayedGradients
   return take_gradients(*left.runner, main_grads);
 }
 
-// main_grads as Python gives them, one for each parameter.
+// Parses Python's main_grads, one for each parameter.
 std::vector<MainGrad> main_grads_of(PyObject* tuple, size_t parameters) {
   std::vector<MainGrad> grads(parameters);
   if (tuple == Py_None) return grads;
@@ -147,8 +146,7 @@ std::vector<MainGrad> main_grads_of(PyObject* tuple, size_t parameters) {
   return grads;
 }
 
-// Has a forward's record read its inputs where their storages are now. Looks at all of them before
-// it changes anything, since a refusal leaves the record to a later backward.
+// Updates a forward's record with the current addresses of its inputs' storages.
 void follow_memory(Record& record) {
   std::vector<Lent*> lent;
   std::vector<nn::MovedMemory> places;

@@ -20,7 +20,7 @@ namespace te_fl::python {
 
 namespace {
 
-// An input of a forward that trains, noted in `lent`, or of another, which keeps nothing.
+// Wraps an input. In training the forward saves it for the backward and records it in `lent`.
 Tensor input_of(PyObject* object, const char* name, bool training, std::vector<Lent>& lent) {
   return training ? tensor_of(object, name, lent) : tensor_of(object, name, false);
 }
@@ -77,7 +77,7 @@ nn::ForwardOptions microbatch_of(PyObject* value) {
   return options;
 }
 
-// The generator's two numbers, as te-fl reads them.
+// The generator's two numbers, seed and offset, as a te-fl context.
 Result<nn::Context> context_of(const Tensor& random) {
   if (random.dtype() != DType::kI64 || random.numel() != 2) {
     return Status(StatusCode::kInvalidArgument,
@@ -90,7 +90,7 @@ Result<nn::Context> context_of(const Tensor& random) {
   return nn::Context::with_random(std::move(position));
 }
 
-// The arguments of a forward, read under the interpreter's lock.
+// The parsed arguments of a forward.
 struct Forward {
   std::vector<Tensor> inputs;
   std::vector<LentParameter> parameters;
@@ -115,7 +115,7 @@ std::vector<std::pair<Shape, DType>> kinds_of(const Forward& f) {
   return kinds;
 }
 
-// The memory of the inputs behind the first, which may be for results.
+// The memory of the inputs after the first, in which results may be placed.
 std::vector<std::pair<const void*, const void*>> input_memory(const Forward& f) {
   std::vector<std::pair<const void*, const void*>> memory;
   for (size_t i = 1; i < f.inputs.size(); ++i) {
@@ -137,8 +137,8 @@ Result<Tensor> run(Layer& layer, Forward& f, ResultTensors& results,
     random.emplace(context.with_stream(f.inputs[0].device(), f.stream));
   }
   const StreamScope stream(f.inputs[0].device(), f.stream);
-  // A forward with random numbers keeps what a backward reads, wanted or not: without, it would
-  // draw none.
+  // A forward with random numbers always runs in training mode: without saved state it would draw
+  // no random numbers.
   const bool keeps = training || f.random.defined();
   nn::Ctx ctx;
   results.expect(runner->output_shape(f.inputs), f.activation);
@@ -185,14 +185,14 @@ Forward read_forward(Layer& layer, PyObject* const* args) {
   return f;
 }
 
-// (output, token) as tensors of the framework that `like` is of.
+// (output, token) as tensors of the framework of `like`.
 Ref hand_out(Tensor output, std::shared_ptr<Record> record, ResultTensors& results,
              PyObject* like) {
   const Ref made = results.take(std::move(output), like);
   Ref token = Ref::share(Py_None);
   if (record != nullptr) {
     Record& kept = *record;
-    // The program may empty the storage of the output, too, and the backward of attention reads it.
+    // The program may also free the output's storage, which the backward of attention reads.
     if (const auto owner = results.kept(memory_of(made.get(), "output")); !owner.expired()) {
       kept.output = lend_result(made.get(), owner, kept.lent);
     }

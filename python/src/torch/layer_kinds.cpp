@@ -51,7 +51,7 @@ constexpr std::array<Word<nn::ParallelMode>, 2> kModes{
 constexpr std::array<Word<DType>, 3> kDTypes{
     {{"f32", DType::kF32}, {"bf16", DType::kBF16}, {"f16", DType::kF16}}};
 
-// Reads the fields of a dict; end() refuses those that nobody read.
+// Reads the fields of a dict; end() throws TypeError for fields that were never read.
 class Fields {
  public:
   explicit Fields(PyObject* dict) : dict_(dict) {
@@ -138,7 +138,7 @@ class Fields {
   std::vector<const char*> read_;
 };
 
-// Calls a module. The general case: one input, no attention.
+// Calls a module. The primary template handles modules with one input and no attention.
 template <class M>
 struct ModuleCall {
   static Result<Tensor> forward(M& m, const std::vector<Tensor>& in, nn::Ctx* ctx,
@@ -154,8 +154,8 @@ struct ModuleCall {
     return std::vector<Tensor>{std::move(dx)};
   }
 };
-// Its second input is the rows of each map, int64 on the host. Behind it there may be memory for
-// the output and for the gradient of the first, each of which without extents [0] is none.
+// The second input holds the row count of each group, int64 on the host. Memory for the output and
+// for the first input's gradient may follow; a tensor of shape [0] means none.
 template <>
 struct ModuleCall<nn::GroupedLinear> {
   static Result<Tensor> forward(nn::GroupedLinear& m, const std::vector<Tensor>& in, nn::Ctx* ctx,
@@ -211,15 +211,15 @@ struct ModuleCall<nn::DotProductAttention> {
   }
 };
 
-// The output's last extent; none: that of the last input, which for one input is the input's own.
+// The output's last extent; none if it equals the last input's last extent.
 template <class Options>
 std::optional<int64_t> width_of(const Options& options) {
   if constexpr (requires { options.out_features; }) return options.out_features;
   return std::nullopt;
 }
 
-// Reads the ranks that divide the layer, where the kind takes them, and what becomes of them. All
-// but a Transformer layer know them under sequence parallelism alone.
+// Reads the ranks that shard the layer, if the kind supports them, and the sharding options. All
+// kinds but a Transformer layer use ranks with sequence parallelism only.
 template <class Options>
 void read_ranks(Fields& fields, Options& options) {
   constexpr bool linear = std::is_same_v<Options, nn::LinearOptions>;
@@ -234,7 +234,7 @@ void read_ranks(Fields& fields, Options& options) {
   }
 }
 
-// The number of the output's rows as a fraction of the input's.
+// The ratio of the output's rows to the input's rows, times / by.
 struct Rows {
   int64_t times = 1, by = 1;
 };

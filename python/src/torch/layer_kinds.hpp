@@ -1,4 +1,4 @@
-// The modules of te_fl::nn as one type, made from Python's keyword arguments.
+// A common interface of te_fl::nn's modules, constructed from Python's keyword arguments.
 #pragma once
 
 #include <functional>
@@ -12,14 +12,14 @@
 
 namespace te_fl::python {
 
-// One module. Calls as te_fl::nn's, with as many inputs as the kind has.
+// One module. The functions behave as in te_fl::nn and take as many inputs as the kind has.
 class Runner {
  public:
   virtual ~Runner() = default;
   virtual nn::Module& module() = 0;
   // The shape of forward()'s result.
   virtual Shape output_shape(const std::vector<Tensor>& inputs) const = 0;
-  // The module's parameters in its order, looked up once.
+  // The module's parameters in the module's order; cached.
   const std::vector<nn::NamedParameter>& parameters() {
     if (parameters_.empty()) parameters_ = module().parameters();
     return parameters_;
@@ -27,8 +27,8 @@ class Runner {
   virtual Result<Tensor> forward(const std::vector<Tensor>& inputs, nn::Ctx* ctx,
                                  const nn::AttentionInputs& attention,
                                  const nn::ForwardOptions& options) = 0;
-  // The gradients of the inputs, and then that of AttentionInputs::bias if the kind takes one and
-  // the forward had it.
+  // The gradients of the inputs. The gradient of AttentionInputs::bias follows if the kind takes a
+  // bias and the forward had one.
   virtual Result<std::vector<Tensor>> backward(const Tensor& dy, nn::Ctx& ctx) = 0;
 
  private:
@@ -37,8 +37,8 @@ class Runner {
 
 using MakeRunner = std::function<Result<std::unique_ptr<Runner>>(DType activation_dtype)>;
 
-// `options`: a dict with the fields of the kind's options in te_fl::nn by name, but
-// activation_dtype and seed; dtypes, devices and enums as te-fl's strings. TypeError names a field
+// `options`: a dict with the fields of the kind's options struct in te_fl::nn, without
+// activation_dtype and seed. Dtypes, devices and enums are te-fl's strings. TypeError names a field
 // that the kind does not have.
 MakeRunner runner_of(std::string_view kind, PyObject* options);
 

@@ -28,8 +28,9 @@ Result<std::shared_ptr<Runner>> new_runner(const Layer& layer, DType activation)
   return std::shared_ptr<Runner>(std::move(made));
 }
 
-// Parameters of one module and one kind may be parts of one array (parameters_split), and then so
-// are their gradients: the sums of neighbours, of which some are such arrays.
+// Parameters of equal name stem and shape may be slices of one array (parameters_split), and their
+// gradients too. Returns the shapes of the possible arrays: the concatenations of consecutive
+// parameters.
 std::vector<std::pair<size_t, Shape>> joined_of(
     const std::vector<std::pair<std::string, Shape>>& parameters) {
   std::map<std::pair<std::string, Shape>, std::vector<size_t>> groups;
@@ -67,8 +68,8 @@ LayerLock::LayerLock(Layer& layer) : mutexes_(layer.mutexes) {
   }
   if (interruptions == layer.interruptions) return;
   layer.interruptions = interruptions;
-  // The objects that the parent's thread was changing are left alone: their destructors could read
-  // them.
+  // Leaks the objects that a thread of the parent was changing at the fork: their destructors could
+  // read half-changed state.
   new std::map(std::move(layer.runners));
   new std::deque(std::move(layer.delayed));
   layer.runners.clear();
@@ -87,9 +88,10 @@ PyObject* make_layer(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     PyObject *kind = nullptr, *options = nullptr, *states = nullptr;
     if (PyArg_ParseTuple(args, "OOO", &kind, &options, &states) == 0) throw PythonError();
-    // Layers that have gone leave weak references.
+    // Layers freed earlier have queued decrefs of their weak references.
     drop_dropped();
-    without_lock([] { OpManager::instance(); });  // the first use loads plugins, perhaps Python's
+    // The first use loads plugins, which may be Python modules.
+    without_lock([] { OpManager::instance(); });
     auto layer = std::make_shared<Layer>();
     layer->make = runner_of(text_of(kind, "the kind of layer"), options);
     for (PyObject* entry : items_of(states, "states")) {

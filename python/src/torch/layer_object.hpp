@@ -1,5 +1,5 @@
-// The object that Python holds of a layer: its modules in C++, one for each dtype of activations,
-// and what is known of the framework's parameters.
+// A layer as Python holds it: its modules in C++, one for each activation dtype, and cached facts
+// about the framework's parameters.
 #pragma once
 
 #include <cstdint>
@@ -20,16 +20,16 @@
 
 namespace te_fl::python {
 
-// A framework's parameter as the last forward saw it.
+// A framework's parameter as it was in the last forward.
 struct Seen {
-  const PyObject* object = nullptr;  // compared only; it may have gone
-  WeakRef life;                      // of it: another one may lie at its address since
+  const PyObject* object = nullptr;  // only for comparison; the object may have been freed
+  WeakRef life;                      // detects that another object has reused the address
   const void* data = nullptr;
   long version = -1;
-  uint64_t number = 0;  // of its contents, as Parameter::borrow() wants it
+  uint64_t number = 0;  // version number of the contents, for Parameter::borrow()
 };
 
-// The weights' gradients that a backward has left.
+// Weight gradients that a backward has deferred.
 struct DelayedGradients {
   std::shared_ptr<Runner> runner;
   std::function<Status()> compute;
@@ -40,26 +40,25 @@ struct DelayedGradients {
 
 struct Layer {
   MakeRunner make;
-  std::map<DType, std::shared_ptr<Runner>> runners;  // by the activations' dtype
+  std::map<DType, std::shared_ptr<Runner>> runners;                           // by activation dtype
   std::vector<std::pair<std::string, std::shared_ptr<ModuleStates>>> states;  // by prefix
-  std::vector<Mutex*> mutexes;  // of the states, in the order in which they are taken
-  // The mutexes' interruptions at the last call: another number says that a fork cut short the call
-  // of a thread which this process does not have.
+  std::vector<Mutex*> mutexes;  // the mutexes of the states, in locking order
+  // The sum of the mutexes' interruptions() at the last call. A change means that a fork
+  // interrupted the call of a thread that does not exist in this process.
   uint32_t interruptions = 0;
   std::vector<std::pair<std::string, Shape>> parameters;
-  // The tensors that the gradients of parameters may be parts of, each with one of those
-  // parameters.
+  // The arrays of which the parameters' gradients may be slices, each with one of those parameters.
   std::vector<std::pair<size_t, Shape>> joined;
   std::vector<Seen> seen;
-  uint64_t numbers = 0;   // the last number that was given
-  long long caching = 0;  // the last scope in which quantised weights were kept
+  uint64_t numbers = 0;   // the last version number that was issued
+  long long caching = 0;  // number of the last scope in which quantised weights were cached
   bool delays_wgrad = false;
-  std::deque<DelayedGradients> delayed;  // in the order of their backwards
+  std::deque<DelayedGradients> delayed;  // oldest backward first
 };
 
-// One layer's call at a time, of all layers that share states with it. In a forked child a layer
-// keeps its parameters and FP8 states. If the fork cut short a call of another thread, it makes its
-// nn modules anew, since that call may have left them half changed.
+// Serialises calls of a layer and of all layers that share states with it. In a forked child the
+// layer keeps its parameters and FP8 states. If the fork interrupted a call of another thread, the
+// layer rebuilds its nn modules, since that call may have left them half changed.
 class LayerLock {
  public:
   explicit LayerLock(Layer& layer);
@@ -73,9 +72,9 @@ class LayerLock {
   const std::vector<Mutex*>& mutexes_;
 };
 
-// The layer that the capsule of make_layer() holds; a PythonError for another object.
+// The layer in a capsule of make_layer(); throws PythonError for other objects.
 const std::shared_ptr<Layer>& layer_of(PyObject* capsule);
-// The module for activations of `dtype`, made at its first use. Under a LayerLock.
+// The module for activations of `dtype`, created on first use. Needs a LayerLock.
 Result<std::shared_ptr<Runner>> runner_for(Layer& layer, DType dtype);
 
 }  // namespace te_fl::python

@@ -8,8 +8,8 @@ namespace te_fl::python {
 
 namespace {
 
-// PyTorch's count of writes to the tensor; -1 of one that has none, as those made in its inference
-// mode.
+// PyTorch's version counter of the tensor; -1 for a tensor without one, such as an inference
+// tensor.
 long version_of(PyObject* tensor) {
   static PyObject* const name = PyUnicode_InternFromString("_version");
   PyObject* version = PyObject_GetAttr(tensor, name);
@@ -51,11 +51,12 @@ std::vector<bool> trained_of(const std::vector<PyObject*>& parameters) {
 
 Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
                          const std::vector<LentParameter>& lent, long long mode, bool reused) {
-  // Parameters are written in ways that PyTorch does not count (`data`, views of NumPy's, FSDP2's
-  // gathering), and a new one may lie where the last one was. So contents are the same only where
-  // the caller says that they are: by is_first_microbatch, or by a scope.
+  // PyTorch's version counter misses some writes to parameters (through `data`, NumPy views and
+  // FSDP2's all-gather), and a new parameter may reuse an old address. So contents count as
+  // unchanged only if the caller says so, by is_first_microbatch or by a scope.
   Contents contents{std::vector<uint64_t>(objects.size()), std::vector<long>(objects.size())};
-  if (repeats_piece()) {  // by the first run's numbers, and what is kept stays
+  // contents_in_piece() takes the numbers from the first run, and cached weights stay valid.
+  if (repeats_piece()) {
     for (size_t i = 0; i < objects.size(); ++i) contents.versions[i] = version_of(objects[i]);
     return contents;
   }

@@ -1,4 +1,4 @@
-// The framework's parameters as a layer borrows them for one call.
+// Borrows the framework's parameters for one call of a layer.
 #pragma once
 
 #include <cstdint>
@@ -11,22 +11,22 @@
 
 namespace te_fl::python {
 
-// The mode of a forward: whether it keeps what a backward needs, and else the number of the scope
-// in which quantised weights are kept.
+// The mode of a forward: kTraining saves what a backward needs, and kUncached is inference without
+// cached weights. A larger value is the number of the scope in which quantised weights are cached.
 constexpr long long kTraining = 0, kUncached = 1;
 
-// The parameters in the layer's order, under the interpreter's lock; a TypeError for another number
-// of them.
+// The parameters in the layer's order. Needs the interpreter's lock; throws TypeError if their
+// number differs from the layer's.
 std::vector<LentParameter> parameters_of(const Layer& layer, const std::vector<PyObject*>& objects,
                                          bool training);
-// For each parameter its requires_grad, under the interpreter's lock.
+// The requires_grad of each parameter. Needs the interpreter's lock.
 std::vector<bool> trained_of(const std::vector<PyObject*>& parameters);
-// The parameters' contents now, without numbers where a piece is repeated. Under the interpreter's
-// lock.
+// The current version numbers of the parameters' contents; without numbers if a checkpointed piece
+// is being recomputed. Needs the interpreter's lock.
 Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
                          const std::vector<LentParameter>& lent, long long mode, bool reused);
-// Has the module's parameters borrow these for one call. trained: null where the forward trains
-// nothing. Under a LayerLock.
+// Makes the module's parameters borrow these for one call. trained: null if the forward does not
+// train. Needs a LayerLock.
 Status lend(Runner& runner, std::vector<LentParameter>& lent, const std::vector<uint64_t>& numbers,
             const std::vector<bool>* trained);
 std::vector<DType> dtypes_of(const std::vector<LentParameter>& parameters);

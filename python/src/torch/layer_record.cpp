@@ -10,13 +10,14 @@ namespace te_fl::python {
 
 namespace {
 
-// The forwards that wait, by number. A token that was copied elsewhere names one that has gone.
+// The records of forwards that await their backward, by number. A token that was copied to another
+// process may hold a number that no longer exists.
 struct Records {
   Mutex mutex{AtFork::kTaken};
   std::unordered_map<int64_t, std::shared_ptr<Record>> by_number;
   int64_t last = 0;
 };
-// Never destroyed: tokens may go after static objects.
+// Never destroyed: tokens may be freed after static destruction.
 Records& g_records = *new Records();
 
 }  // namespace
@@ -27,7 +28,7 @@ int64_t add_record(std::shared_ptr<Record> record) {
   return g_records.last;
 }
 void drop_record(int64_t number) {
-  std::shared_ptr<Record> dropped;  // goes after the lock
+  std::shared_ptr<Record> dropped;  // destroyed after the mutex is unlocked
   const std::lock_guard lock(g_records.mutex);
   const auto found = g_records.by_number.find(number);
   if (found == g_records.by_number.end()) return;

@@ -1,4 +1,4 @@
-// The forwards that wait for their backwards, by the number that a token holds.
+// Records of forwards that await their backward, by the number in the forward's token.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace te_fl::python {
 
-// One forward that waits for its backward.
+// One forward that awaits its backward.
 struct Record {
   std::shared_ptr<Layer> layer;
   std::shared_ptr<Runner> runner;
@@ -24,20 +24,21 @@ struct Record {
   std::vector<Lent> lent;
   std::shared_ptr<void> output =
       nullptr;  // the storage of an output that the backward reads, if it does
-  std::vector<std::pair<Shape, DType>> inputs;              // whose gradients the backward returns
-  std::vector<std::pair<const void*, const void*>> memory;  // of inputs, where results may lie
-  Device device;                                            // of the activations
-  const void* token = nullptr;                              // memory of the token; compared only
+  // The backward returns gradients of these shapes and dtypes.
+  std::vector<std::pair<Shape, DType>> inputs;
+  // Memory of the inputs, in which results may be placed.
+  std::vector<std::pair<const void*, const void*>> memory;
+  Device device;                // device of the activations
+  const void* token = nullptr;  // the token's address, only for comparison
 };
 
-// Keeps the record until drop_record(); its number. From any thread.
+// Stores the record until drop_record(), and returns its number. Thread-safe.
 int64_t add_record(std::shared_ptr<Record> record);
 void drop_record(int64_t number);
-// The record that a token, an int64 tensor of the host, names; FailedPrecondition for one that has
-// gone.
+// The record of a token, an int64 host tensor. FailedPrecondition if the record was dropped.
 std::shared_ptr<Record> record_of(PyObject* token);
-// The record if `object` is a token that a forward gave, and no copy of one; else null, also for
-// tensors that are no tokens.
+// The record if `object` is a token that a forward returned (not a copy of one); null for all other
+// tensors.
 std::shared_ptr<Record> record_that_waits(PyObject* object);
 
 }  // namespace te_fl::python

@@ -10,7 +10,7 @@
 namespace te_fl::python {
 namespace {
 
-PyTypeObject* g_codes = nullptr;  // the class of parameters that are FP8 codes alone
+PyTypeObject* g_codes = nullptr;  // the parameter class that holds FP8 codes only
 
 LentParameter lent_codes(PyObject* parameter, const char* name, bool training) {
   const Ref lent =

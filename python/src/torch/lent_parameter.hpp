@@ -1,4 +1,4 @@
-// Parameters of a framework, as layers of te_fl::nn borrow them.
+// Borrows parameters of a framework for layers of te_fl::nn.
 #pragma once
 
 #include "py/py.hpp"
@@ -6,24 +6,25 @@
 
 namespace te_fl::python {
 
-// A parameter's memory, not kept alive, and the dtype that the framework says it has, which its
-// gradient has: FP8 codes show another than theirs.
+// A parameter's memory, which this object does not keep alive, and the parameter's dtype in the
+// framework, which its gradient also has. For FP8 codes this is the nominal dtype, not the codes'
+// dtype.
 struct LentParameter {
   Tensor value;
   DType dtype = DType::kF32;
 };
 
-// Errors name `name`. training: a backward is to follow, so codes come with their columns.
+// Errors name `name`. training: a backward will follow, so FP8 codes include the column-wise copy.
 LentParameter lent_parameter(PyObject* parameter, const char* name, bool training);
 
-// set_codes_class(type): parameters of this type are FP8 codes alone. type._lent(training) is
-// (codes, scale_inv, amax or None, columns or None, columns' scale_inv or None, nominal dtype as an
-// index in te_fl.tensors.DTYPES, scaling as an index in te_fl.tensors.SCALINGS); training: with
-// columns.
+// set_codes_class(type): registers the type of parameters that hold FP8 codes only.
+// type._lent(training) returns (codes, scale_inv, amax or None, column-wise codes or None,
+// column-wise scale_inv or None, nominal dtype as an index in te_fl.tensors.DTYPES, scaling as an
+// index in te_fl.tensors.SCALINGS). training: with column-wise codes.
 PyObject* set_codes_class(PyObject*, PyObject* type) noexcept;
 
-// touch(dict): has CPython count a write to the dict, which is as it was: who caches what he found
-// out about the dict's values by its version looks again. Nobody sees it in between.
+// touch(dict): makes CPython bump the dict's version tag without a visible change, so that caches
+// guarded by the version tag look the values up again.
 PyObject* touch(PyObject*, PyObject* dict) noexcept;
 
 }  // namespace te_fl::python

@@ -19,10 +19,10 @@ Status interpreter_ended() {
       "the interpreter has ended, so the process group's collectives cannot run");
 }
 
-// The strings by which Python's methods are called, which live as long as the process.
+// The interned name of a Python method; never freed.
 PyObject* word(const char* text) { return Ref::take(PyUnicode_InternFromString(text)).release(); }
 
-// A te_fl.pytorch.distributed.sequence_ranks.SequenceRanks.
+// Wraps a Python te_fl.pytorch.distributed.sequence_ranks.SequenceRanks.
 class Group {
  public:
   explicit Group(PyObject* object)
@@ -39,15 +39,16 @@ class Group {
   const te_fl_communicator* communicator_;
 };
 
-// A collective that torch.distributed has begun on a stream.
+// A collective that torch.distributed has started on a stream.
 class GroupWork final : public nn::SequenceRanks::Work {
  public:
-  // begun: the work, its op, its first tensor, and its number among the group's collectives.
+  // begun: a tuple of the work, its op, its first tensor, and its sequence number in the group.
   GroupWork(std::shared_ptr<const Group> group, Ref begun, const Device& device, void* stream)
       : group_(std::move(group)), begun_(begun.release()), device_(device), stream_(stream) {}
   ~GroupWork() override {
     if (begun_ == nullptr) return;
-    static_cast<void>(wait());  // an error on the way out has been returned already
+    // Drops an error of wait(): the caller has already got the error that ended the call.
+    static_cast<void>(wait());
     const InterpreterLock lock;
     if (lock.held()) PyErr_Clear();
   }
@@ -71,7 +72,7 @@ class GroupWork final : public nn::SequenceRanks::Work {
   }
 
  private:
-  // The exception that is set, with a note on the call.
+  // Converts the exception that is set to a status, with a note that describes the collective.
   Status failed(PyObject* begun) {
     static PyObject* const note = word("add_note_to");
     PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
@@ -87,12 +88,12 @@ class GroupWork final : public nn::SequenceRanks::Work {
   }
 
   std::shared_ptr<const Group> group_;
-  PyObject* begun_;  // null once it was waited for
+  PyObject* begun_;  // null after wait()
   Device device_;
   void* stream_;
 };
 
-// A collective as te-fl's op, which Python begins when it is dispatched to the process group.
+// A collective dispatched as a te-fl op; the process group's implementation starts it in Python.
 class GroupCall final : public ServedCall {
  public:
   GroupCall(const std::shared_ptr<const Group>& group, const char* way, const Tensor& from,
@@ -105,9 +106,10 @@ class GroupCall final : public ServedCall {
         stream_(devices::current_stream(from.device())),
         now_(now) {}
   ~GroupCall() override {
-    if (begun_ != nullptr) take_work();  // A work that is dropped waits for what has begun.
+    // Destroying a work waits for the collective that it started.
+    if (begun_ != nullptr) take_work();
   }
-  // Returns what the op has ended with as a work, and null where the stream has all of it.
+  // Converts the op's result to a work; null if the stream already orders the whole collective.
   nn::SequenceRanks::Begun ended(const Status& op) {
     if (!failure_.ok()) return failure_;
     TE_FL_RETURN_IF_ERROR(op);
@@ -147,13 +149,14 @@ class GroupCall final : public ServedCall {
   Status failure_;
 };
 
-// A sum of rows that go to their ranks as they are written.
+// A reduce-scatter whose rows are sent to their ranks as soon as they are written.
 class GroupPieces final : public nn::SequenceRanks::Pieces {
  public:
   GroupPieces(Ref pieces, const Device& device) : pieces_(pieces.release()), device_(device) {}
   ~GroupPieces() override {
     if (pieces_ == nullptr) return;
-    static_cast<void>(wait());  // an error on the way out has been returned already
+    // Drops an error of wait(): the caller has already got the error that ended the call.
+    static_cast<void>(wait());
     const InterpreterLock lock;
     if (lock.held()) PyErr_Clear();
   }
@@ -177,7 +180,7 @@ class GroupPieces final : public nn::SequenceRanks::Pieces {
   }
 
  private:
-  PyObject* pieces_;  // null once it was waited for
+  PyObject* pieces_;  // null after wait()
   Device device_;
 };
 
@@ -246,7 +249,7 @@ class GroupRanks final : public nn::SequenceRanks {
     TE_FL_ASSIGN_OR_RETURN(auto pieces, pieces_of("reduce_scatter", whole, part));
     return std::unique_ptr<Work>(std::move(pieces));
   }
-  // The _Pieces of object.METHOD(whole, part, stream).
+  // Calls object.METHOD(whole, part, stream), which returns a Python _Pieces.
   Result<std::unique_ptr<GroupPieces>> pieces_of(const char* method, const Tensor& whole,
                                                  const Tensor& part) {
     const InterpreterLock lock;

@@ -1,4 +1,4 @@
-// Process groups of torch.distributed as te_fl::nn uses them.
+// Adapts process groups of torch.distributed to te_fl::nn.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace te_fl::python {
 
-// A reduction of amaxes over ranks that are known by their numbers in the default group. All that
-// an autocast of te_fl.pytorch has are such.
+// An amax reduction over ranks given by their numbers in the default group. Every reduction in an
+// autocast of te_fl.pytorch has this class.
 class GroupReduction : public nn::AmaxReduction {
  public:
   GroupReduction(Reduce reduce, std::vector<int64_t> ranks)
@@ -25,15 +25,14 @@ class GroupReduction : public nn::AmaxReduction {
   std::vector<int64_t> ranks_;
 };
 
-// The handle of a stream as Python takes it to make it the current one; None where it is already
-// the current one of the framework that `like` is of.
+// The stream's handle as a Python object, for making it the current stream; None if it is already
+// the current stream of the framework of `like`.
 Ref other_stream(PyObject* like, const Device& device, void* stream);
 
 // The integers of a tuple; sorted.
 std::vector<int64_t> ranks_of(PyObject* tuple);
 
-// The ranks that `object`, a te_fl.pytorch.distributed.sequence_ranks.SequenceRanks, stands for.
-// They keep it.
+// Adapts a te_fl.pytorch.distributed.sequence_ranks.SequenceRanks. The result keeps `object` alive.
 std::shared_ptr<nn::SequenceRanks> sequence_ranks_of(PyObject* object);
 
 }  // namespace te_fl::python

@@ -19,18 +19,18 @@ struct Recording {
     const void* layer;
     Contents contents;
   };
-  std::vector<Forward> forwards;  // of the first run
-  Ref scopes;                     // the autocasts that the first run began in, a list
+  std::vector<Forward> forwards;  // the forwards of the first run
+  Ref scopes;                     // the autocast scopes in force when the first run began, a list
 };
 
-// One that nobody ended stays in force on its thread, as a C++ scope would.
+// A piece that was never ended stays in force on its thread, so it must not be freed.
 struct Piece {
   std::shared_ptr<Recording> record;
   bool second = false;
-  size_t next = 0;  // of the first run's forwards, in a second run
+  size_t next = 0;  // in a second run, the index of the next forward of the first run
   Piece* outer = nullptr;
   std::unique_ptr<nn::RecomputeScope> scope;
-  // In a second run, the thread's list of autocasts, and a copy of it as it was outside.
+  // In a second run: the thread's list of autocasts, and a copy of the list from before the run.
   Ref scopes, outside;
 };
 
@@ -53,14 +53,15 @@ const std::shared_ptr<Recording>& recording_of(PyObject* capsule) {
   return *record;
 }
 
-// The innermost piece that this thread repeats.
+// The innermost piece that this thread is recomputing.
 Piece* second_run() {
   Piece* piece = t_piece;
   while (piece != nullptr && !piece->second) piece = piece->outer;
   return piece;
 }
 
-// A generator of PyTorch's that a failed forward has left takes hooks off when it is collected.
+// Disables Python's garbage collection: collecting a PyTorch generator that a failed forward left
+// behind would remove saved-tensor hooks.
 class NoCollection {
  public:
   ~NoCollection() {

@@ -1,4 +1,5 @@
-// Pieces that run again in the backward, as te_fl.pytorch's checkpoint makes them.
+// Activation checkpointing: pieces of the forward that run again in the backward, for
+// te_fl.pytorch's checkpoint.
 #pragma once
 
 #include <cstdint>
@@ -8,31 +9,33 @@
 
 namespace te_fl::python {
 
-// A forward of a layer reads these: its parameters' contents by number, as Parameter::borrow()
-// wants them, and the framework's counts of writes to them.
+// The state of a layer's parameters in a forward: version numbers of their contents, for
+// Parameter::borrow(), and the framework's version counters.
 struct Contents {
   std::vector<uint64_t> numbers;
   std::vector<long> versions;
 };
 
-// True if this thread repeats a piece.
+// True if this thread is recomputing a piece.
 bool repeats_piece();
-// The contents by the numbers of the first run if this thread repeats a piece, else `now`, which is
-// noted if the piece is to be repeated. Throws FAILED_PRECONDITION if the forward does not follow
-// the first run, or if parameters were written since.
+// If this thread recomputes a piece, returns the contents that the first run recorded. Otherwise
+// returns `now`, and records it if the piece will be recomputed. Throws FAILED_PRECONDITION if the
+// forwards differ from the first run's, or if parameters were written in between.
 Contents contents_in_piece(const void* layer, Contents now);
 
-// recompute_record() -> what a piece's first run leaves for its second (nn::RecomputeRecord).
+// recompute_record() -> an empty record that the first run fills for the second
+// (nn::RecomputeRecord).
 PyObject* recompute_record(PyObject*, PyObject*) noexcept;
-// begin_recompute(record, second, thread) -> scope: the forwards of this thread are the piece's
-// first or second run until end_recompute(scope), on the same thread, scopes inside first.
-// thread.scopes, this thread's list of autocasts, is during the second run what it was when the
-// first began.
+// begin_recompute(record, second, thread) -> scope: forwards on this thread belong to the piece's
+// first or second run until end_recompute(scope) on the same thread. Inner scopes end first. During
+// the second run, thread.scopes, this thread's list of autocasts, is replaced by the list from the
+// beginning of the first run.
 PyObject* begin_recompute(PyObject*, PyObject* args) noexcept;
 PyObject* end_recompute(PyObject*, PyObject* scope) noexcept;
-// hooks_in_force(top, pop, push) -> list of (pack, unpack): PyTorch's hooks of saved tensors on
-// this thread, the innermost first. PyTorch shows the innermost alone (`top(False)`, None if there
-// is none), so all are taken off and put back; a function of Python could be interrupted between.
+// hooks_in_force(top, pop, push) -> list of (pack, unpack): PyTorch's saved-tensor hooks on this
+// thread, innermost first. PyTorch exposes only the innermost one (`top(False)`, None if there is
+// none), so this pops all hooks and pushes them back. It is C++ because KeyboardInterrupt could
+// interrupt a Python function in between.
 PyObject* hooks_in_force(PyObject*, PyObject* args) noexcept;
 
 }  // namespace te_fl::python

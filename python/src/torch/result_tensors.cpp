@@ -14,7 +14,7 @@
 namespace te_fl::python {
 namespace {
 
-PyObject* g_empty = nullptr;  // kept until the process ends
+PyObject* g_empty = nullptr;  // the function that set_empty() took; never freed
 
 int64_t count_of(std::span<const int64_t> shape) {
   int64_t count = 1;
@@ -30,8 +30,8 @@ Ref tuple_of(std::span<const int64_t> shape) {
   return tuple;
 }
 
-// Takes the Python exception that is set: the framework's, which is raised again if the call ends
-// with this status.
+// Converts the framework's Python exception that is set to a status; the exception is raised again
+// if the call ends with this status.
 Status refusal() {
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
@@ -111,8 +111,9 @@ Ref ResultTensors::take(Tensor result, PyObject* exchanged) {
     Ref object = Ref::share(made.object);
     result = Tensor();
     if (extents == made.expected->shape && memory.use_count() == 1) return object;
-    // A tensor that te-fl keeps as well must not keep the graph that the result becomes part of,
-    // and of parameters that lie one after the other each has a part of one gradient.
+    // Returns a view without autograd history: a tensor that te-fl also keeps must not keep alive
+    // the graph that the result joins, and consecutive parameters each get a slice of one gradient
+    // array.
     Shape strides(extents.size(), 1);
     for (size_t d = extents.size(); d-- > 1;) strides[d - 1] = strides[d] * extents[d];
     const Ref wanted = tuple_of({extents.data(), extents.size()});

@@ -1,4 +1,4 @@
-// Results of layers as a framework's own tensors: the framework allocates them, nn writes them.
+// Results of layers in tensors that the framework allocates and nn writes.
 #pragma once
 
 #include <memory>
@@ -11,28 +11,28 @@
 
 namespace te_fl::python {
 
-// For the time of one call: nn's tensors of an expected size and dtype are the framework's, among
-// them the results. Made and destroyed under the interpreter's lock; nn runs without it.
+// For one call: whenever nn allocates a tensor of an expected size and dtype, the framework
+// allocates it. Construct and destroy under the interpreter's lock; nn runs without the lock.
 class ResultTensors {
  public:
-  // `like`: a tensor of the framework; results lie on its device, `device`.
+  // `like`: a tensor of the framework. Results lie on its device, `device`.
   ResultTensors(PyObject* like, const Device& device) : like_(like), device_(device) {}
   ResultTensors(const ResultTensors&) = delete;
   ResultTensors& operator=(const ResultTensors&) = delete;
 
-  // The call may return a tensor of this shape and dtype.
+  // Declares that the call may return a tensor of this shape and dtype.
   void expect(Shape shape, DType dtype);
-  // A result may lie in this memory, which is the framework's.
+  // Declares that a result may be placed in this memory, which belongs to the framework.
   void permit(const void* begin, const void* end) { permitted_.emplace_back(begin, end); }
-  // For ResultMemory: memory of a new tensor of the framework, if one of this size is expected.
-  // OUT_OF_MEMORY, whose cause is the framework's exception, if it cannot be made.
+  // Allocator for ResultMemory: memory of a new framework tensor, if a tensor of this size is
+  // expected. If the allocation fails: OUT_OF_MEMORY, with the framework's exception as its cause.
   Result<std::shared_ptr<void>> make(std::span<const int64_t> shape, DType dtype,
                                      const Device& device);
-  // `result` as a tensor of the framework that `exchanged` is of: the one whose memory it is, or
-  // else one that shares te-fl's memory by DLPack.
+  // Converts `result` to a tensor of the framework of `exchanged`: the framework tensor that owns
+  // the memory if there is one, else a tensor that shares te-fl's memory by DLPack.
   Ref take(Tensor result, PyObject* exchanged);
-  // Returns what owns the memory of a result that take() has returned, whose first element is at
-  // `data`, if te-fl keeps that memory; else none.
+  // The owner of the memory of a result that take() has returned, if te-fl also keeps that memory;
+  // else none. `data`: the address of the result's first element.
   std::weak_ptr<void> kept(const void* data) const;
 
  private:
@@ -42,7 +42,7 @@ class ResultTensors {
     int64_t count;
   };
   struct Made {
-    PyObject* object;  // lives as long as its memory's owner
+    PyObject* object;  // lives as long as the memory's owner
     std::weak_ptr<void> memory;
     const Expected* expected;
   };
@@ -55,7 +55,7 @@ class ResultTensors {
   std::vector<std::pair<const void*, const void*>> permitted_;
 };
 
-// While it lives, nn's calls on this thread make their results by `results`.
+// While this object lives, nn's calls on this thread allocate their results through `results`.
 class ResultScope {
  public:
   explicit ResultScope(ResultTensors& results)
@@ -67,8 +67,8 @@ class ResultScope {
   ResultMemory memory_;
 };
 
-// set_empty(function): function(like, shape, dtype) is a new tensor on like's device; shape: a
-// tuple; dtype: an index in te_fl.tensors.DTYPES.
+// set_empty(function): registers function(like, shape, dtype) -> a new tensor on the device of
+// `like`. shape: a tuple; dtype: an index in te_fl.tensors.DTYPES.
 PyObject* set_empty(PyObject*, PyObject* function) noexcept;
 
 }  // namespace te_fl::python

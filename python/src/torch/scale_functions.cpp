@@ -15,7 +15,7 @@ namespace {
 constexpr const char* kName = "te_fl.scale_functions";
 using Functions = std::shared_ptr<const nn::AmaxFunction>;
 
-// function(first, second, [fp8_max,] stream), on tensors of the framework that `like` is of.
+// Calls function(first, second, [fp8_max,] stream) with tensors of the framework of `like`.
 Status call(const Kept& function, const Kept& like, const Tensor& first, const Tensor& second,
             const float* fp8_max) {
   const InterpreterLock lock;

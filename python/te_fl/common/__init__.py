@@ -1,1 +1,1 @@
-"""Shared by Transformer Engine's front ends, without any framework: the recipes."""
+"""Code shared by Transformer Engine's front ends, independent of frameworks: the recipes."""

@@ -1,7 +1,7 @@
-"""Recipes of quantised training with Transformer Engine's names, arguments and defaults.
+"""Recipes of quantised training, with Transformer Engine's names, arguments and defaults.
 
-A recipe only says what is wanted. Whether te-fl can do it is decided where the recipe is used, by native_of(), so that programs which
-build recipes that they never use keep working. The defaults of some arguments come from NVTE_ variables, read when this module is imported.
+Constructing a recipe never fails because te-fl lacks support; native_of() checks that where the recipe is used, so programs may construct recipes
+that they never use. Some defaults come from NVTE_ environment variables, which are read when this module is imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _switched_on(variable: str) -> bool:
 
 
 class _FormatHelper(NamedTuple):
-    """The largest finite values of a format, forward and backward."""
+    """The largest finite values of a format, in the forward and in the backward."""
 
     max_fwd: float
     max_bwd: float
@@ -40,20 +40,20 @@ class Format(Enum):
     HYBRID = _FormatHelper(max_fwd=448, max_bwd=57344)
 
     def __reduce_ex__(self, protocol):
-        # By value with every Python: 3.11.0 to 3.11.3 would pickle a call of getattr, which readers that run no code refuse.
+        # Pickles by value in every Python version: 3.11.0 to 3.11.3 would pickle a call of getattr, which safe unpicklers refuse.
         return Format, (self.value,)
 
 
 @dataclass(frozen=True)
 class MMParams:
-    """Options of a matrix product. use_split_accumulator: FP8 partial sums are promoted to FP32 on the way."""
+    """Options of a matrix product. use_split_accumulator: FP8 partial sums are promoted to FP32 during the accumulation."""
 
     use_split_accumulator: bool = True
 
 
 @dataclass(frozen=True)
 class QParams:
-    """Options of a quantisation."""
+    """Options of quantisation."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
@@ -76,9 +76,9 @@ _SCOPES = ("none", "weights", "activations", "all")
 
 
 class Recipe:
-    """Shared by all recipes: questions about their kind, and a text by which two of them can be compared."""
+    """Base class of recipes: predicates of the recipe's kind, and a text for comparing recipes."""
 
-    __slots__ = ("_native",)  # of native_of(), which is no field: neither compared, copied nor pickled
+    __slots__ = ("_native",)  # cache of native_of(); not a field, so it is not compared, copied or pickled
     _shown: tuple = ()
 
     def __getstate__(self) -> dict:
@@ -127,8 +127,9 @@ class Recipe:
 
 
 def switch(where: str, argument: str, value: Any, by_name: str = "recipe") -> bool:
-    """The value of an argument that is True or False. Whatever else Python takes for true is TypeError, most of all a recipe: it would count as True,
-    and another recipe would compute. by_name: the argument that takes a recipe."""
+    """Validates an argument that must be True or False. Other truthy values raise TypeError, in particular a recipe, which would count as True while
+    the default recipe is used. by_name: the name of the argument that takes a recipe.
+    """
     if value is True or value is False:
         return value
     kind = type(value)
@@ -140,16 +141,18 @@ def switch(where: str, argument: str, value: Any, by_name: str = "recipe") -> bo
 
 
 def _ignoring_unknown(recipe: type) -> type:
-    """Transformer Engine's recipes take keywords that they do not know, without effect, and programs that were written for another version of it
-    give them, as Megatron gives override_linear_precision. So do these, with a warning; but one that is nearly a field's name is misspelt."""
-    plain, known = recipe.__init__, tuple(recipe.__dataclass_fields__)  # torch.compile follows a tuple, and no table of fields
+    """A class decorator: unknown keywords are ignored with a warning, as Transformer Engine's recipes ignore them. Programs for other versions pass
+    such keywords, for example Megatron's override_linear_precision. A keyword similar to a field's name counts as misspelt and raises an error.
+    """
+    plain, known = recipe.__init__, tuple(recipe.__dataclass_fields__)  # a tuple, because torch.compile can trace it but not the dict of fields
 
     @functools.wraps(plain)
     def init(self, *fields: Any, **named: Any) -> None:
         unknown = [name for name in named if name not in known]
         for name in unknown:
             misspelt = did_you_mean(name, known)
-            if misspelt and not any(name in kind.__dataclass_fields__ for kind in Recipe.__subclasses__()):  # one of another recipe's is spelt right
+            # A field of another recipe is not a misspelling.
+            if misspelt and not any(name in kind.__dataclass_fields__ for kind in Recipe.__subclasses__()):
                 raise TypeError(f"{recipe.__name__}() has no argument {name!r}{misspelt}")
             del named[name]
         if unknown:
@@ -163,7 +166,7 @@ def _ignoring_unknown(recipe: type) -> type:
 @_ignoring_unknown
 @dataclass(repr=False)
 class DelayedScaling(Recipe):
-    """One scale per tensor, from the amaxes of the last amax_history_len steps: scale = fp8_max / amax / 2^margin."""
+    """One scale per tensor, computed from the amaxes of the last amax_history_len steps: scale = fp8_max / amax / 2^margin."""
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
@@ -192,7 +195,8 @@ class DelayedScaling(Recipe):
 @_ignoring_unknown
 @dataclass(repr=False)
 class Float8CurrentScaling(Recipe):
-    """One scale per tensor, from the tensor's own amax. fp8_quant_fwd_inp, fp8_quant_fwd_weight and fp8_quant_bwd_grad may be set after."""
+    """One scale per tensor, computed from its own amax. fp8_quant_fwd_inp, fp8_quant_fwd_weight and fp8_quant_bwd_grad may be set after construction.
+    """
 
     use_power_2_scales: bool = _switched_on("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
     fp8_format: Format = Format.HYBRID
@@ -214,7 +218,7 @@ class Float8CurrentScaling(Recipe):
 @_ignoring_unknown
 @dataclass(repr=False)
 class MXFP8BlockScaling(Recipe):
-    """One power of two for each 32 values in a row."""
+    """One power-of-two scale for each 32 consecutive values of a row."""
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
@@ -232,7 +236,9 @@ class MXFP8BlockScaling(Recipe):
 @_ignoring_unknown
 @dataclass(repr=False)
 class Float8BlockScaling(Recipe):
-    """One scale for each 1x128 values of inputs and gradients and for each 128x128 of weights. The fp8_quant_ may be set after."""
+    """One scale for each 1x128 values of inputs and gradients, and for each 128x128 values of weights. The fp8_quant_ fields may be set after
+    construction.
+    """
 
     use_f32_scales: bool = _switched_on("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
     fp8_format: Format = Format.E4M3
@@ -267,7 +273,7 @@ class Float8BlockScaling(Recipe):
 @_ignoring_unknown
 @dataclass(repr=False)
 class NVFP4BlockScaling(Recipe):
-    """Four-bit values with an E4M3 scale for each 16 of them and one FP32 scale per tensor."""
+    """Four-bit values, with an E4M3 scale for each 16 values and one FP32 scale per tensor."""
 
     disable_rht: bool = _switched_on("NVTE_NVFP4_DISABLE_RHT")
     disable_stochastic_rounding: bool = _switched_on("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING")
@@ -304,7 +310,7 @@ class NVFP4BlockScaling(Recipe):
 @_ignoring_unknown
 @dataclass(repr=False)
 class CustomRecipe(Recipe):
-    """A function of the program chooses the quantiser of each tensor."""
+    """A user-defined function selects the quantiser of each tensor."""
 
     qfactory: Callable[..., Any]
     fp8_format: Format = Format.HYBRID
@@ -320,7 +326,7 @@ class CustomRecipe(Recipe):
         _require(self, "quantization_alignment", self.quantization_alignment > 0, "it is at least 1")
 
 
-# The one value of each field that te-fl's layers serve, and the way out for another.
+# The only value of each field that te-fl's layers support, and advice for other values.
 _SERVED = {
     DelayedScaling: (),
     Float8CurrentScaling: (
@@ -346,7 +352,7 @@ def _refuse(recipe: Recipe, field: str, way_out: str) -> Unsupported:
 
 
 def _one_quantisation(recipe: Recipe) -> QParams:
-    """The options of quantisation, which te-fl has once for inputs, weights and gradients."""
+    """The options of quantisation; te-fl requires that inputs, weights and gradients have the same."""
     fields = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
     first = getattr(recipe, fields[0])
     for field in fields:
@@ -359,9 +365,9 @@ def _one_quantisation(recipe: Recipe) -> QParams:
 
 
 class Functions:
-    """The functions by which a recipe of delayed scaling computes amaxes and scales; None: te-fl's own way.
+    """User-defined functions of a delayed scaling recipe; None: te-fl's own computation.
 
-    amax(history [length, tensors]) -> [tensors]; scale(amax, scale, fp8_max, recipe) -> [tensors]. native: of the frontend that calls them.
+    amax(history [length, tensors]) -> [tensors]; scale(amax, scale, fp8_max, recipe) -> [tensors]. native: a cache for the front end that calls them.
     """
 
     def __init__(self, recipe: DelayedScaling):
@@ -371,12 +377,12 @@ class Functions:
 
 
 def attends(recipe: Recipe) -> bool:
-    """True if attention computes in FP8: by fp8_dpa, or by fp8_mha, which means it as well."""
+    """True if attention computes in FP8: with fp8_dpa, or with fp8_mha, which implies it."""
     return bool(getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False))
 
 
 def _as_data(value: Any) -> Any:
-    """The value in the types of this module and of Python: a program may give a number of NumPy's, or a class derived from MMParams."""
+    """Converts a value to Python's and this module's types: a program may pass NumPy numbers, or an instance of a class derived from MMParams."""
     if value is None or isinstance(value, Format):
         return value
     for kind in (MMParams, QParams):
@@ -385,16 +391,17 @@ def _as_data(value: Any) -> Any:
     for kind, plain in ((numbers.Integral, int), (numbers.Real, float), (str, str)):
         if isinstance(value, kind):
             return bool(value) if isinstance(value, bool) else plain(value)
-    return bool(value) if type(value).__name__ in ("bool", "bool_") else value  # NumPy's truth values are no numbers
+    return bool(value) if type(value).__name__ in ("bool", "bool_") else value  # NumPy's bool is not a number type
 
 
 def as_data(recipe: Any) -> Any:
-    """The recipe as data, which pickles everywhere and names no class of the program's: an object of this module's class from which the
-    recipe's is derived, with that class's fields, and with te-fl's own ways in place of its functions."""
+    """Copies the recipe to an instance of this module's class from which its class is derived, with only that class's fields and with user-defined
+    functions replaced by defaults. The copy can be unpickled anywhere, without the program's classes.
+    """
     kind = next((k for k in type(recipe).__mro__ if k.__module__ == __name__ and k is not Recipe), None) if isinstance(recipe, Recipe) else None
     if kind is None:
         return recipe
-    data = object.__new__(kind)  # its __init__ would judge once more what the program may have set since
+    data = object.__new__(kind)  # bypasses __init__, which would validate fields again that the program may have changed
     for name, value in recipe.__dict__.items():
         if name in kind.__dataclass_fields__ or name.startswith(("fp8_quant_", "fp4_quant_")):
             setattr(data, name, _as_data(value))
@@ -405,9 +412,8 @@ def as_data(recipe: Any) -> Any:
 
 
 def native_of(recipe: Recipe) -> dict:
-    """The result of describe_natively() for the recipe, kept with it until a field changes. The dict is shared: its readers leave
-    it as it is."""
-    kept = None if isinstance(recipe, type) else getattr(recipe, "_native", None)  # a class has the slot itself there
+    """describe_natively(), cached until a field changes. The dict is shared, so do not modify it."""
+    kept = None if isinstance(recipe, type) else getattr(recipe, "_native", None)  # of a class, _native is the slot descriptor
     if kept is not None and kept[0] == recipe.__dict__:
         return kept[1]
     native = describe_natively(recipe)
@@ -416,11 +422,11 @@ def native_of(recipe: Recipe) -> dict:
 
 
 def describe_natively(recipe: Recipe) -> dict:
-    """The recipe as te-fl's layers take it (te_fl/nn/fp8/recipe.hpp): a new dict.
+    """Returns the recipe as a new dict for te-fl's layers (te_fl/nn/fp8/recipe.hpp).
 
-    Each has kind ('delayed', 'current' or 'block'), format ('hybrid' or 'e4m3') and fp8_dpa; delayed scaling margin, amax_history_len,
-    amax_compute_algo ('max' or 'most_recent'), functions (Functions, or None) and reduce_amax; the others pow2_scale and amax_epsilon. What
-    te-fl cannot honour is te_fl.errors.Unsupported, which names the field, its value and the way out.
+    The dict has kind ('delayed', 'current' or 'block'), format ('hybrid' or 'e4m3') and fp8_dpa. Delayed scaling also has margin, amax_history_len,
+    amax_compute_algo ('max' or 'most_recent'), functions (Functions, or None) and reduce_amax; the others have pow2_scale and amax_epsilon.
+    Unsupported settings raise te_fl.errors.Unsupported, which names the field, its value and an alternative.
     """
     kind = next((k for k in _SERVED if isinstance(recipe, k)), None)
     if kind is None:

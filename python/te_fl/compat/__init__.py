@@ -1,1 +1,3 @@
-"""Transformer Engine's import names for te-fl: the finder, the table of what is served, and variables that are not honoured."""
+"""Imports te-fl under Transformer Engine's names: the import finder, the table of supported names, and warnings for unsupported environment
+variables.
+"""

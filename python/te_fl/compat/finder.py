@@ -1,8 +1,8 @@
-"""Transformer Engine's import names for te-fl.
+"""Imports te-fl under Transformer Engine's module names.
 
-as_transformer_engine() puts one finder first on sys.meta_path. It answers for transformer_engine and its modules, and for the metadata of
-the distribution transformer_engine. A module of it is a facade: its names come from te-fl when they are first read, so that no framework is
-imported before somebody imports transformer_engine.pytorch or transformer_engine.jax.
+as_transformer_engine() puts a finder at the front of sys.meta_path. It handles transformer_engine, its submodules, and the metadata of the
+distribution transformer_engine. Each such module is a facade that imports names from te-fl on first access, so a framework is imported only when
+transformer_engine.pytorch or transformer_engine.jax is.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ _NAMES = {module: frozenset(names.split()) for module, names in known_names.NAME
 _PLUGIN = frozenset(" ".join(table.PLUGINS.values()).split())
 _NAMES.update({"transformer_engine.plugin": frozenset(), **{f"transformer_engine.plugin.core{part}": _PLUGIN
                                                             for part in ("", ".types", ".registry", ".manager", ".policy")}})
-_NAMES["transformer_engine.pytorch.export"] |= {"te_translation_table"}  # It hands that on in a branch on PyTorch's version.
+# Transformer Engine re-exports this name in a branch for some PyTorch versions only.
+_NAMES["transformer_engine.pytorch.export"] |= {"te_translation_table"}
 _PACKAGES = frozenset(module.rpartition(".")[0] for module in _NAMES)
-# Importing one of these is an ImportError if what is on the right is missing, which programs rely on that serve several frameworks.
+# Importing one of these modules raises ImportError if its requirement is missing; programs that support several frameworks rely on that.
 _NEEDS = {"transformer_engine.pytorch": ("torch", "te_fl.pytorch"), "transformer_engine.jax": ("jax", "te_fl.jax"),
           "transformer_engine.jax.flax": ("flax", "te_fl.jax.flax")}
 
 
 class Refused:
-    """Stands for a name that te-fl does not serve: it can be imported, and nothing is an instance of it; using it is an error.
+    """A placeholder for a name that te-fl does not support. It can be imported and used in isinstance() (always false); other uses raise an error.
 
-    A class that derives from it can be defined, since programs do that where they are imported; making an object of it is an error.
+    Deriving a class is allowed, since programs do that at import; constructing an object raises an error.
     """
 
     def __init__(self, name: str, way_out: str):
@@ -76,16 +77,16 @@ class Refused:
 
 
 def _made_of(module: str, name: str) -> Any:
-    """An object of the class before its state, as copyreg.__newobj__ makes one."""
+    """Creates an object of the class without initialising it, as copyreg.__newobj__."""
     kind = getattr(importlib.import_module(module), name)
     return kind.__new__(kind)
 
 
 def _answer_by(kind: Any, name: str) -> None:
-    """From now on a class of PyTorch's modules says the name of Transformer Engine's module that defines it, by which frameworks tell converted layers
-    from others; nothing happens to what is no such class.
+    """Changes __module__ of an nn.Module class to the Transformer Engine module that defines the name, because frameworks recognise Transformer
+    Engine's layers by it. Other objects are left unchanged.
 
-    Objects are pickled by te-fl's name as before: what they hold is te-fl's, and Transformer Engine's own class would take it for its own.
+    Pickles still contain te-fl's name: their contents are te-fl's, which Transformer Engine's own class could not use.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(kind, type) or not issubclass(kind, torch.nn.Module) or kind.__module__.startswith(_ROOT + "."):
@@ -104,11 +105,11 @@ def _answer_by(kind: Any, name: str) -> None:
 
 
 class _Missing(Unsupported, AttributeError):
-    """A name of which te-fl knows nothing, asked for in one of Transformer Engine's extension modules."""
+    """Raised for an unknown name in one of Transformer Engine's extension modules."""
 
 
 class _Facade(types.ModuleType):
-    """A module of Transformer Engine's whose names are te-fl's."""
+    """A Transformer Engine module whose names come from te-fl."""
 
     def __getattr__(self, name: str):
         module = self.__name__
@@ -136,7 +137,7 @@ class _Facade(types.ModuleType):
 
 
 class _Extension(types.ModuleType):
-    """transformer_engine_torch and transformer_engine_jax, whose functions te-fl has as ops."""
+    """transformer_engine_torch or transformer_engine_jax; te-fl provides their functions as ops."""
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
@@ -155,7 +156,7 @@ class _Loader(importlib.abc.Loader):
         for need in _NEEDS.get(name, ()):
             importlib.import_module(need)
         module.__all__ = [n for n in sorted(_NAMES[name]) if table.home(name, n) and f"{name}.{n}" not in _NAMES]
-        if name == "transformer_engine.pytorch":  # parts of layers, too, which a program does not name
+        if name == "transformer_engine.pytorch":  # includes internal classes of layers, which programs do not name
             for own in module.__all__:
                 home = table.home(name, own)
                 if home in sys.modules:
@@ -165,7 +166,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """The metadata of the distribution transformer_engine, for those who ask for its version before they import it."""
+    """Metadata of the distribution transformer_engine, for programs that query its version before importing it."""
 
     _FILES = {"METADATA": f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {table.VERSION}\n"
                           "Summary: te-fl under Transformer Engine's name\n",
@@ -179,7 +180,7 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Answers for transformer_engine alone; there is one."""
+    """The finder for transformer_engine; a singleton."""
 
     def find_spec(self, fullname: str, path=None, target=None):
         if fullname not in _NAMES and fullname not in _EXTENSIONS:
@@ -195,7 +196,7 @@ _finder: Optional[_Finder] = None
 
 
 def _installed_elsewhere() -> Optional[str]:
-    """Where another transformer_engine is installed, without importing it."""
+    """The location of another installed transformer_engine, found without importing it; None if there is none."""
     spec = importlib.machinery.PathFinder.find_spec(_ROOT)
     if spec is None:
         return None
@@ -203,16 +204,17 @@ def _installed_elsewhere() -> Optional[str]:
 
 
 def status() -> dict:
-    """The state of the name transformer_engine: true if it is te-fl (active), the version that it claims, and the place of
-    another one that is installed (other)."""
+    """The state of the name transformer_engine: whether it is te-fl (active), the version it reports, and the location of another installed one
+    (other).
+    """
     return {"active": _finder is not None and _finder in sys.meta_path, "version": table.VERSION, "other": _installed_elsewhere()}
 
 
 def as_transformer_engine() -> None:
-    """From now on `import transformer_engine` means te-fl: its pytorch, jax, jax.flax, common.recipe and plugin.core.
+    """Makes `import transformer_engine` import te-fl: its pytorch, jax, jax.flax, common.recipe and plugin.core.
 
-    An installed Transformer Engine is passed over; one that was imported before is te_fl.errors.FailedPrecondition. The environment
-    variable TE_FL_AS_TRANSFORMER_ENGINE=1 does the same when the interpreter starts.
+    An installed Transformer Engine is ignored; if it was imported before, this raises te_fl.errors.FailedPrecondition. The environment variable
+    TE_FL_AS_TRANSFORMER_ENGINE=1 does the same when the interpreter starts.
     """
     global _finder
     there = sys.modules.get(_ROOT)

@@ -1,4 +1,4 @@
-"""TransformerEngine-FL's names of policies and of the process's manager, for transformer_engine.plugin.core: te_fl's own policy serves them."""
+"""TransformerEngine-FL's API of policies and managers, for transformer_engine.plugin.core, implemented by te-fl's policies."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["SelectionPolicy", "get_default_manager", "get_manager", "get_policy"
 
 @dataclasses.dataclass(frozen=True)
 class SelectionPolicy:
-    """A whole policy: what it leaves out is unset, whatever was in force before, but for the flag `deterministic` and max_staged_bytes.
+    """A complete policy: omitted settings are unset, whatever was in force before, except `deterministic` and max_staged_bytes.
 
-    prefer: flagos, vendor or reference, the kind that is tried first. strict: the first choice runs or the call is an error.
-    per_op_order: (op, tokens) pairs, each an exclusive list of kinds, vendor:NAME and impl:ID. allow_vendors: None allows all.
-    A misspelt kind, token or op is te_fl.errors.InvalidArgument, a ValueError, where the policy is put in force; a kind, where it is made.
+    prefer: flagos, vendor or reference, the kind that is tried first. strict: if the first candidate cannot run, the call is an error. per_op_order:
+    (op, tokens) pairs; each is an exclusive list of kinds, vendor:NAME and impl:ID. allow_vendors: None allows all. A misspelt kind raises
+    te_fl.errors.InvalidArgument, a ValueError, on construction; a misspelt token or op raises it when the policy is put in force.
     """
 
     prefer: str = "flagos"
@@ -36,7 +36,7 @@ class SelectionPolicy:
     @classmethod
     def from_dict(cls, prefer: str = "flagos", strict: bool = False, per_op_order: Optional[Mapping[str, Sequence[str]]] = None,
                   deny_vendors: Optional[Collection[str]] = None, allow_vendors: Optional[Collection[str]] = None) -> "SelectionPolicy":
-        """Makes a policy from lists and sets; per_op_order has the tokens by op."""
+        """Creates a policy from lists and sets; per_op_order maps ops to tokens."""
         orders = tuple(sorted((op, tuple(tokens)) for op, tokens in (per_op_order or {}).items()))
         return cls(prefer, strict, orders, frozenset(deny_vendors or ()), None if allow_vendors is None else frozenset(allow_vendors))
 
@@ -50,21 +50,21 @@ class SelectionPolicy:
 
 
 def get_policy() -> SelectionPolicy:
-    """The policy in force on this thread. One that prefers no kind is told of as "flagos", which is what priorities amount to."""
+    """The policy in force on this thread. A policy without a preferred kind is reported as "flagos", which has the same effect."""
     now = _native.policy_settings()
     return SelectionPolicy.from_dict("flagos" if now["prefer"] in (None, "default") else now["prefer"], now["strict"], now["per_op"],
                                      now["deny_vendors"], now["allow_vendors"] or None)
 
 
 def set_global_policy(selection: SelectionPolicy) -> SelectionPolicy:
-    """The policy of all threads from their next calls on, outside of scopes, in place of the environment's; returns the one before."""
+    """Sets the policy of all threads from their next calls on, outside of scopes; returns the previous policy."""
     before = get_policy()
     _native.set_global_policy(selection._settings())
     return before
 
 
 def reset_global_policy() -> None:
-    """The environment's policy is in force again."""
+    """Restores the policy of the environment variables."""
     _native.set_global_policy(None)
 
 
@@ -90,7 +90,7 @@ def with_allowed_vendors(*vendors: str) -> policy:
 
 
 def with_denied_vendors(*vendors: str) -> policy:
-    """Denies these too."""
+    """A scope that also denies these vendors."""
     return policy(deny_vendors=[*_native.policy_settings()["deny_vendors"], *vendors])
 
 
@@ -99,7 +99,7 @@ _lock = threading.Lock()
 
 
 def _forget_lock() -> None:
-    """Another thread of the parent may have held it at the fork."""
+    """Replaces the lock in a forked child: another thread of the parent may have held it."""
     global _lock
     _lock = threading.Lock()
 
@@ -108,7 +108,7 @@ os.register_at_fork(after_in_child=_forget_lock)
 
 
 def get_default_manager() -> OpManager:
-    """The process's manager, which te_fl.ops and the layers use; the same object until reset_default_manager()."""
+    """The process's manager, which te_fl.ops and the layers use. Returns the same object until reset_default_manager()."""
     global _manager
     with _lock:
         if _manager is None:
@@ -125,9 +125,9 @@ def get_registry() -> OpRegistry:
 
 
 def reset_default_manager() -> None:
-    """As it was when the process began: what the program registered in the process's registry is removed, and usage is counted from zero.
+    """Restores the initial state: implementations that the program registered in the process's registry are removed, and usage counts are reset.
 
-    What plugins registered stays, as they would be loaded again. A manager that was asked for before serves on, with the same registry.
+    Implementations registered by plugins are kept. Existing manager objects stay valid and use the same registry.
     """
     global _manager
     with _lock:

@@ -1,9 +1,10 @@
-"""Lists the names of Transformer Engine that te-fl serves, and their places. Data only: tools/transformer_engine_names.py reads
-it alone."""
+"""The names of Transformer Engine that te-fl supports, and the modules that provide them. Contains data only; tools/transformer_engine_names.py loads
+this file by itself.
+"""
 
 VERSION = "2.20.2"
 
-# Modules of te-fl and the names of Transformer Engine that are there.
+# Modules of te-fl, and the names of Transformer Engine that they provide.
 SERVED = {
     "te_fl.common.recipe":
         "CustomRecipe DelayedScaling Float8BlockScaling Float8CurrentScaling Format MMParams MXFP8BlockScaling NVFP4BlockScaling QParams "
@@ -65,7 +66,7 @@ SERVED = {
         "scaled_softmax_backward scaled_softmax_forward scaled_upper_triang_masked_softmax_backward "
         "scaled_upper_triang_masked_softmax_forward",
     "te_fl.pytorch.weights": "deinterleave_glu_tensor interleave_glu_tensor",
-    # After the modules, whose names some of the operations have.
+    # Listed after the modules, because some operations have the same names.
     "te_fl.pytorch.ops":
         "AddExtraInput AllGather AllReduce BasicLinear BasicOperation Bias ClampedSwiGLU ConstantScale Dropout FusedOperation FusibleOperation GEGLU "
         "GELU GLU GroupedLinear Identity L2Normalization LayerNorm Linear MakeExtraOutput OperationContext QGEGLU QGELU Quantize RMSNorm ReGLU ReLU "
@@ -94,10 +95,11 @@ SERVED = {
     "te_fl.jax.softmax": "SoftmaxFusionType softmax",
 }
 
-# Private names that pickles of Transformer Engine's recipes hold, by its module: (te-fl's module, names).
+# Private names that occur in pickles of Transformer Engine's recipes, by their module: (te-fl's module, names).
 IN_PICKLES = {"transformer_engine.common.recipe": ("te_fl.common.recipe", ("_FormatHelper",))}
 
-# Arguments of served names that take one value only, each with another value, which is refused by an error that names the argument.
+# Arguments of supported names for which te-fl accepts only one value, with an example of another value. That value is refused with an error that
+# names the argument.
 PARTLY = {
     # By tools/modulegen.py, from nn/modules.yaml:
     "te_fl.pytorch.attention.DotProductAttention": {"cp_group": "a group"},
@@ -144,7 +146,7 @@ PARTLY = {
     "te_fl.pytorch.softmax.FusedScaleMaskSoftmax": {"softmax_in_fp32": False},
 }
 
-# Classes that are made otherwise than by calling them, so that their own parameters are nobody's concern.
+# Classes that are not constructed by calling them, so their parameters are not compared.
 MADE_BY = {
     "te_fl.jax.attention.SequenceDescriptor": "made by from_seqlens; segment ids are refused",
     "te_fl.pytorch.base.TransformerEngineBaseModule": "the base of te-fl's modules, for isinstance",
@@ -155,14 +157,14 @@ MADE_BY = {
     "te_fl.pytorch.ops.Quantize": "the output is values as they read after quantisation; by delayed scaling the input",
 }
 
-# Parameters that te-fl has beyond Transformer Engine's, after them.
+# Parameters that te-fl adds after Transformer Engine's.
 MORE = {"te_fl.jax.attention.fused_attn": ("transpose_batch_sequence",)}
 
 MEMBERS_INTRODUCTION = """
 Objects of the served classes of `transformer_engine.pytorch` have the attributes, properties and methods of Transformer Engine's objects, and those that are plain attributes there can be set.
 The following are missing in every class that has them in Transformer Engine. The second column says what they are for in Transformer Engine, and how te-fl differs:
 """
-# Members of Transformer Engine's classes that te-fl's lack, and why. tests/python/te_names_test.py finds them.
+# Members of Transformer Engine's classes that te-fl's classes lack, with the reason. tests/python/te_names_test.py checks them.
 LACKING = (
     ("activation_dtype adjust_amax_history_length end_forward get_fp8_meta_tensors get_grad_output_quantizer get_input_quantizer get_quantizer "
      "get_quantizer_roles grad_input_quantizer_role grad_output_preprocess init_fp8_meta_tensors module_setattr num_quantizers output_quantizer_role "
@@ -198,11 +200,11 @@ LACKING = (
      "multiprocessors that its kernels leave free"),
 )
 
-# Recipes that exist so that programs can name them, and that autocast refuses.
+# Recipes that exist only so that programs can refer to them; autocast refuses them.
 UNUSABLE = ("CustomRecipe", "MXFP8BlockScaling", "NVFP4BlockScaling")
 UNUSABLE_BECAUSE = "a program can name it; te_fl.pytorch's autocast refuses it"
 
-# TransformerEngine-FL's names of implementations in Python and of policies, in transformer_engine.plugin.core.
+# TransformerEngine-FL's names for Python implementations and policies, in transformer_engine.plugin.core.
 PLUGINS = {
     "te_fl": "BackendImplKind OpImpl OpManager OpRegistry",
     "te_fl.compat.selection":
@@ -210,7 +212,7 @@ PLUGINS = {
         "set_global_policy with_allowed_vendors with_denied_vendors with_preference with_strict_mode",
 }
 
-# Beginnings of modules in which te-fl serves names, and the beginning of te-fl's own modules that are asked.
+# Prefixes of Transformer Engine's modules, and the prefixes of te-fl's modules in which their names are looked up.
 HOMES = (
     ("transformer_engine.pytorch.ops", ("te_fl.pytorch.ops",)),  # its Linear and LayerNorm are other classes of the same names
     ("transformer_engine.pytorch", ("te_fl.pytorch", "te_fl.common")),
@@ -220,7 +222,7 @@ HOMES = (
     ("transformer_engine.plugin", tuple(PLUGINS)),
 )
 
-# The ways out without a name, by its beginning or a part of it; the first that fits counts.
+# Advice for unsupported names, by a prefix of the module or a part of the name; the first match applies.
 WAYS_OUT = (
     ("transformer_engine.pytorch.ops", "string operations together with Sequential, which te-fl does not fuse further"),
     ("transformer_engine.pytorch.cpp_extensions", "call the op by its name in te_fl.ops (docs/ops.md)"),
@@ -246,7 +248,7 @@ WAYS_OUT = (
 )
 OTHERWISE = "te-fl has nothing in its place"
 
-# Names of Transformer Engine's own that programs import to patch or call what is inside of its modules: where they are, and the way out.
+# Private names of Transformer Engine that programs import to patch or call parts of modules: their location and advice.
 PRIVATE = {name: (f"transformer_engine.pytorch.module.{module}.{name}", f"call {kind}, whose forward and backward are te-fl's") for name, module, kind in (
     ("_Linear", "linear", "Linear"), ("_LayerNormLinear", "layernorm_linear", "LayerNormLinear"), ("_LayerNormMLP", "layernorm_mlp", "LayerNormMLP"),
     ("_GroupedLinear", "grouped_linear", "GroupedLinear, which takes m_splits"))}
@@ -264,15 +266,15 @@ an installed te-fl does this without the call.
 The column "inside" is for the other way of use, [inside Transformer Engine](inside-transformer-engine.md): NVIDIA's own package on te-fl's ops.
 """
 
-# Inside NVIDIA's package (docs/inside-transformer-engine.md) all of its names of PyTorch are its own, computed by te-fl, but these.
+# With te-fl inside NVIDIA's package (docs/inside-transformer-engine.md), all PyTorch names work except these.
 INSIDE_REFUSED = frozenset("CusolverMpCtx newton_schulz newton_schulz_tp initialize_ub destroy_ub UserBufferQuantizationMode".split())
-INSIDE_OWN_KERNELS = frozenset(  # Triton's, or another library's
+INSIDE_OWN_KERNELS = frozenset(  # use kernels of Triton or another library
     "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant GatedDeltaNet2Attention GatedDeltaNetAttention GatedDeltaProductAttention "
     "moe_permute_and_pad_with_probs moe_permute_with_probs moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs parallel_cross_entropy".split())
 
 
 def inside(module: str, name: str) -> str:
-    """The state of a name inside NVIDIA's package: served, refused, with kernels of the package, or nothing for JAX."""
+    """The state of a name with te-fl inside NVIDIA's package: served, refused, or with the package's own kernels; empty for JAX."""
     if module.startswith("transformer_engine.jax"):
         return ""
     return "refused" if name in INSIDE_REFUSED else "the package's own kernels" if name in INSIDE_OWN_KERNELS else "served"
@@ -282,7 +284,7 @@ _PLACES = [(home, frozenset(names.split())) for home, names in (*SERVED.items(),
 
 
 def home(module: str, name: str):
-    """The module of te-fl that serves a name of Transformer Engine's module; None if it is refused."""
+    """The te-fl module that provides a name of a Transformer Engine module; None if the name is refused."""
     asked = next((own for prefix, own in HOMES if (module + ".").startswith(prefix + ".")), None)
     for place, names in _PLACES if asked else ():
         if name in names and any(place == own or (own != "te_fl" and place.startswith(own + ".")) for own in asked):
@@ -291,7 +293,7 @@ def home(module: str, name: str):
 
 
 def way_out(module: str, name: str) -> str:
-    """The way out without a name that is refused."""
+    """Advice for a refused name."""
     for part, text in WAYS_OUT:
         if module.startswith(part) or part in name:
             return text

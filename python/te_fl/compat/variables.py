@@ -1,5 +1,6 @@
-"""Transformer Engine's environment variables. The recipes honour some, one is te-fl's own by another name; of the others a program is told
-that they do nothing."""
+"""Transformer Engine's environment variables. The recipes read some, and one maps to a te-fl variable; for the others te-fl warns that they have no
+effect.
+"""
 
 import contextlib
 import os
@@ -19,7 +20,7 @@ _warned: set = set()
 
 
 def read_determinism() -> None:
-    """Sets TE_FL_DETERMINISTIC where NVTE_ALLOW_NONDETERMINISTIC_ALGO asks for it and nothing says otherwise."""
+    """Sets TE_FL_DETERMINISTIC if NVTE_ALLOW_NONDETERMINISTIC_ALGO requests determinism and TE_FL_DETERMINISTIC is unset."""
     value = os.environ.get(DETERMINISM)
     if value is None or value == "1" or "TE_FL_DETERMINISTIC" in os.environ or "TEFL_DETERMINISTIC" in os.environ:
         return
@@ -28,14 +29,14 @@ def read_determinism() -> None:
     os.environ["TE_FL_DETERMINISTIC"] = "1"
     native = sys.modules.get("te_fl._native")
     if native is not None:
-        with contextlib.suppress(InvalidArgument):  # of other variables, which calls name
+        with contextlib.suppress(InvalidArgument):  # other invalid variables; the next op call reports them
             native.reload()
 
 
 def read_variables() -> None:
-    """Honours NVTE_ALLOW_NONDETERMINISTIC_ALGO, and warns of variables NVTE_.. that are set and that te-fl does not honour, of each once.
+    """Applies NVTE_ALLOW_NONDETERMINISTIC_ALGO, and warns once for each NVTE_ variable that is set but has no effect in te-fl.
 
-    Where NVIDIA's package runs on te-fl in this process (te_fl.inside), the variables are its.
+    If te-fl runs inside NVIDIA's package (te_fl.inside), that package reads the variables, so there are no warnings.
     """
     read_determinism()
     inside = sys.modules.get("te_fl.inside")

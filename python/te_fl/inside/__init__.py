@@ -1,4 +1,4 @@
-"""NVIDIA's Python package transformer_engine, unmodified, on te-fl's ops (docs/inside-transformer-engine.md)."""
+"""Runs NVIDIA's unmodified Python package transformer_engine on te-fl's ops (docs/inside-transformer-engine.md)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from te_fl.inside import package
 __all__ = ["start", "started"]
 
 VARIABLE = "TE_FL_INSIDE_TRANSFORMER_ENGINE"
-_started: Optional[str] = None  # the device that was asked for, "" for none
+_started: Optional[str] = None  # the `device` argument of start(), "" for None; None: not started
 
 
 def started() -> bool:
@@ -21,11 +21,11 @@ def started() -> bool:
 
 
 def start(device: Optional[str] = None) -> None:
-    """From now on `import transformer_engine` is the installed package, and computes with te-fl in place of its extension module.
+    """Makes `import transformer_engine` load the installed package with te-fl in place of its C++ extension module.
 
-    device: None, or "cpu" to answer the package's requests for CUDA by the host, for this process: torch.cuda.is_available() is true then.
-    te_fl.errors.FailedPrecondition: transformer_engine was imported before, or stands for te-fl (te_fl.as_transformer_engine), or NVTE_PLUGIN
-    brings te-fl in by the package's own way, or it was started for another device.
+    device: None, or "cpu" to emulate CUDA on the host in this process; torch.cuda.is_available() is then true. Raises te_fl.errors.FailedPrecondition
+    in these cases: transformer_engine was imported before; the name stands for te-fl (te_fl.as_transformer_engine); NVTE_PLUGIN loads te-fl through
+    the package's own plugin mechanism; start() was called before with another device.
     """
     global _started
     if device not in (None, "cpu"):
@@ -48,7 +48,7 @@ def start(device: Optional[str] = None) -> None:
 
 
 def start_by_variable() -> None:
-    """Does what TE_FL_INSIDE_TRANSFORMER_ENGINE asks for when the interpreter starts: 1, or cpu."""
+    """Calls start() as TE_FL_INSIDE_TRANSFORMER_ENGINE (1 or cpu) requests, when the interpreter starts."""
     value = os.environ.get(VARIABLE, "").lower()
     if value in ("", "0", "false", "off", "no"):
         return

@@ -1,7 +1,7 @@
-"""The ways in which a version of the package calls its extension module, read from its sources without running them.
+"""Finds the calls that a version of transformer_engine makes to its extension module, by parsing its sources.
 
-For a version that te-fl was not made for: what it calls otherwise than te-fl's functions take it is refused by name, since an argument by place
-could be taken for another.
+Used for versions that te-fl does not know. A function that the package calls with arguments that te-fl's function does not accept is refused by name,
+since a positional argument could otherwise be mistaken for another.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import pathlib
 from typing import Any, Dict, FrozenSet, Iterator, NamedTuple, Set, Tuple
 
 _EXTENSION = "transformer_engine_torch"
-_NOWHERE = {"LayerNorm"}  # onnx_extensions names it, and NVIDIA's extension does not have it either
-Form = Tuple[int, FrozenSet[str]]  # the number of arguments by place, the names of the others
+_NOWHERE = {"LayerNorm"}  # onnx_extensions mentions it, but NVIDIA's extension does not have it
+Form = Tuple[int, FrozenSet[str]]  # the number of positional arguments, the names of keyword arguments
 
 
 class Uses(NamedTuple):
-    calls: Dict[str, Set[Form]]  # of functions; a call that spreads a list or mapping over its arguments has no form, and is left out
-    names: Set[str]  # all that is read of the module
+    calls: Dict[str, Set[Form]]  # calls by function; calls with * or ** are left out
+    names: Set[str]  # all attributes of the module that are read
 
 
 def _imported(tree: ast.AST) -> Tuple[Set[str], Dict[str, str]]:
-    """({the module's names in a file}, {a name in the file: what it is in the module})."""
+    """Returns ({names of the module in a file}, {a name in the file: the module's attribute})."""
     modules, members = set(), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -33,14 +33,14 @@ def _imported(tree: ast.AST) -> Tuple[Set[str], Dict[str, str]]:
 
 
 def _name(node: Any, modules: Set[str], members: Dict[str, str]) -> str:
-    """The module's name of what an expression is, or nothing."""
+    """The module's attribute that an expression refers to, or ""."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
         return node.attr
     return members.get(node.id, "") if isinstance(node, ast.Name) else ""
 
 
 def _uses_of(source: str) -> Iterator[Tuple[str, Any]]:
-    """(name, the call or None) of each use in a file."""
+    """Yields (name, the call or None) for each use in a file."""
     tree = ast.parse(source)
     modules, members = _imported(tree)
     yield from ((name, None) for name in members.values())
@@ -53,7 +53,7 @@ def _uses_of(source: str) -> Iterator[Tuple[str, Any]]:
 
 
 def of_package(folder: pathlib.Path) -> Uses:
-    """folder: the package transformer_engine's own. Its files for other frameworks are left out."""
+    """folder: that of the package transformer_engine. Files for other frameworks are skipped."""
     uses = Uses({}, set())
     for path in sorted((folder / "pytorch").rglob("*.py")):
         source = path.read_text()
@@ -67,7 +67,7 @@ def of_package(folder: pathlib.Path) -> Uses:
 
 
 def takes(function: Any, form: Form) -> bool:
-    """True if the function can be called so."""
+    """True if the function accepts a call of this form."""
     count, keywords = form
     try:
         inspect.signature(function).bind(*[None] * count, **dict.fromkeys(keywords))
@@ -77,7 +77,7 @@ def takes(function: Any, form: Form) -> bool:
 
 
 def unknown(uses: Uses, members: Dict[str, Any]) -> Dict[str, str]:
-    """{name: why} of what the package uses and the module's members do not have, or do not take as it is called."""
+    """{name: reason} for the names that the package uses and `members` lacks, or does not accept in the form of the call."""
     found = {name: "te-fl has no such name" for name in uses.names - set(members) - _NOWHERE}
     for name, forms in uses.calls.items():
         function = members.get(name)

@@ -1,7 +1,7 @@
-"""torch.autocast of a host that answers for CUDA: one state for cuda and cpu, and CUDA's rules of which op computes in which type.
+"""torch.autocast when the host emulates CUDA: one state for the devices cuda and cpu, with CUDA's rules for the dtype of each op.
 
-PyTorch has a state and a table of ops for each kind of device. Tensors of the device cuda lie on the CPU here, so autocast("cuda") sets the CPU's
-state too, and what only CUDA's table has is added to the CPU's (PyTorch, ATen/autocast_mode.h, which is CUDA's table).
+PyTorch has a separate autocast state and op table for each device type. CUDA tensors are CPU tensors here, so autocast("cuda") also sets the CPU's
+state, and ops that only CUDA's table has are added to the CPU's (after PyTorch's ATen/autocast_mode.h, which defines CUDA's table).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _FP32 = """_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exac
     cosine_similarity dist erfinv exp expm1 frobenius_norm.dim group_norm layer_norm log log10 log1p log2 logsumexp native_layer_norm nuclear_norm
     nuclear_norm.dim pdist pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal renorm rsqrt sinh softplus tan upsample_bicubic2d
     upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d"""
-# Their results are FP32 unless the call names a dtype.
+# Ops with FP32 results unless the call gives a dtype.
 _FP32_RESULT = """cumprod cumprod.dimname cumsum cumsum.dimname linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log_softmax.Dimname
     log_softmax.int softmax.Dimname softmax.int sum sum.dim_DimnameList sum.dim_IntList"""
-# These have another overload that takes a dtype, as its last argument.
+# Ops with another overload that takes a dtype as its last argument.
 _FP32_NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
                "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype"}
 _WIDEST = "addcdiv addcmul atan2 bilinear cross dot index_put scatter_add tensordot vdot"
 _KEY = "AutocastCPU"
 
-_library: Any = None  # The kernels last as long as it does.
+_library: Any = None  # keeps the registered kernels alive
 
 
 def _is_eligible(value: Any) -> bool:
@@ -63,7 +63,7 @@ def _cast_to(dtype: Callable[[tuple], torch.dtype]) -> Callable:
 
 
 def _widest(values: tuple) -> torch.dtype:
-    """The type of autocast, or FP32 where one of the tensors is FP32."""
+    """Autocast's dtype, or FP32 if one of the tensors is FP32."""
     return torch.float32 if any(t.dtype == torch.float32 for t in _tensors(values)) else torch.get_autocast_dtype("cpu")
 
 
@@ -99,7 +99,7 @@ def _kernel(name: str, rule: Callable) -> Callable:
 
 
 def _take_over_rules() -> None:
-    """Adds CUDA's rules to the CPU's, of the ops that this version of PyTorch has a rule of CUDA's for."""
+    """Adds CUDA's rules to the CPU's, for the ops for which this version of PyTorch has a CUDA rule."""
     global _library
     names = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
     names -= set(torch._C._dispatch_get_registrations_for_dispatch_key(_KEY))
@@ -117,7 +117,7 @@ def _other(device: str) -> str:
 
 
 def _join_states() -> None:
-    """A scope of one device is the other's too, with the state of before behind it."""
+    """Makes an autocast scope of one device type apply to the other too; leaving it restores both states."""
     scope = torch.amp.autocast_mode.autocast
     enter, leave = scope.__enter__, scope.__exit__
 
@@ -133,7 +133,7 @@ def _join_states() -> None:
 
     @functools.wraps(leave)
     def leave_both(self: Any, *error: Any) -> Any:
-        if before := getattr(self, "_te_fl_before", ()):  # A scope that was entered before has none.
+        if before := getattr(self, "_te_fl_before", ()):  # A scope entered before this patch has none.
             self._te_fl_before, (enabled, dtype) = before[:-1], before[-1]
             torch.set_autocast_enabled(_other(self.device), enabled)
             torch.set_autocast_dtype(_other(self.device), dtype)
@@ -143,7 +143,7 @@ def _join_states() -> None:
 
 
 def _cast_where_tensors_lie() -> None:
-    """custom_fwd and register_autocast look for a tensor's kind of device."""
+    """custom_fwd and register_autocast check the device type of tensors; they get the CPU's."""
     cast = torch.amp.autocast_mode._cast
 
     def on_host(value: Any, device_type: str, dtype: torch.dtype) -> Any:

@@ -1,6 +1,6 @@
-"""torch.cuda where the host stands for a GPU of the Hopper family, on which everything is done when a call returns.
+"""torch.cuda when the host emulates a Hopper GPU, on which all work is complete when a call returns.
 
-A name of torch.cuda that is a class in PyTorch is one here, since programs ask isinstance() of it and write it in annotations.
+Names of torch.cuda that are classes in PyTorch are classes here too, since programs use them in isinstance() and annotations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CAPABILITY = (9, 0)
 
 
 class Stream:
-    """The one stream of the host, on which work is done when its call returns."""
+    """The host's only stream; work is complete when its call returns."""
 
     cuda_stream, stream_id, device_index, device, priority = 0, 0, 0, torch.device("cpu"), 0
 
@@ -69,7 +69,7 @@ class Event:
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end_event: "Event") -> float:
-        """The milliseconds between the records of the two."""
+        """The milliseconds between the two events' record() calls."""
         if self._seconds is None or end_event._seconds is None:
             raise RuntimeError("torch.cuda.Event.elapsed_time: an event was not recorded; call record() of both before")
         return (end_event._seconds - self._seconds) * 1e3
@@ -85,7 +85,7 @@ class Event:
 
 
 class Device:
-    """torch.cuda.device, and device_of: there is one to choose."""
+    """torch.cuda.device and device_of; there is only one device."""
 
     def __init__(self, *device: Any, **options: Any):
         self.idx, self.prev_idx = 0, -1
@@ -115,7 +115,7 @@ class StreamContext:
 
 
 class MemPool:
-    """A pool of memory that memory of the host is not taken from."""
+    """torch.cuda.MemPool; host memory is not allocated from it."""
 
     def __init__(self, *arguments: Any, **options: Any):
         self.id, self.allocator = (0, 0), None
@@ -128,16 +128,17 @@ class MemPool:
 
 
 class _State:
-    """Random numbers' state while the default generator has another."""
+    """The state of a random number generator while the default generator has another state."""
 
     def __init__(self) -> None:
         self.own = torch._C.Generator()
 
 
 class Generator(torch._C.Generator):
-    """An element of torch.cuda.default_generators, and what its graphsafe_get_state() and clone_state() give. Such generators share a state and
-    exchange it; that of the default one lies in PyTorch's generator of the host, which has no state to share. Functions of PyTorch take this one by
-    its class, and host_device.py hands them the one that draws."""
+    """An element of torch.cuda.default_generators, or a result of its graphsafe_get_state() or clone_state(). Such generators share states and
+    exchange them. The default generator's state lives in PyTorch's CPU generator, whose state cannot be shared. PyTorch's functions identify this
+    object by its class, and host_device.py passes them the real generator instead.
+    """
 
     def __new__(cls, state: _State) -> "Generator":
         made = super().__new__(cls)
@@ -149,7 +150,7 @@ class Generator(torch._C.Generator):
 
     @property
     def real(self) -> torch._C.Generator:
-        """PyTorch's generator that draws by the state now."""
+        """The PyTorch generator that currently holds this state."""
         return torch.default_generator if self._state is _DEFAULT._state else self._state.own
 
     def manual_seed(self, seed: int) -> "Generator":
@@ -173,7 +174,7 @@ class Generator(torch._C.Generator):
         return Generator(self._state)
 
     def graphsafe_set_state(self, state: "Generator") -> "Generator":
-        """This generator draws by the other's state from now on."""
+        """Makes this generator use the other generator's state from now on."""
         if self is _DEFAULT and state._state is not self._state:
             self._state.own.set_state(torch.default_generator.get_state())
             torch.default_generator.set_state(state._state.own.get_state())
@@ -201,7 +202,7 @@ def _refused(name: str) -> Any:
 
 
 class CUDAGraph:
-    """A class that programs may name; an object of it is refused."""
+    """Programs may refer to this class; constructing an object raises an error."""
 
     __new__ = _refuse_graphs
 
@@ -213,7 +214,7 @@ class Graph:
 
 
 class Properties:
-    """torch.cuda.get_device_properties(): of one device, and so one object. Sizes are those of the family."""
+    """The result of torch.cuda.get_device_properties(); a singleton. Sizes are those of Hopper."""
 
     warp_size, max_threads_per_block, max_threads_per_multi_processor, regs_per_multiprocessor = 32, 1024, 2048, 65536
     shared_memory_per_block, shared_memory_per_block_optin, shared_memory_per_multiprocessor = 49152, 232448, 233472
@@ -225,19 +226,19 @@ class Properties:
 
 
 def _memory(device: Any = None) -> Tuple[int, int]:
-    """(free, all) bytes of the host."""
+    """(free, total) bytes of host memory."""
     page = os.sysconf("SC_PAGE_SIZE")
     return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
 
 
-_PROPERTIES = Properties()  # made here, since torch.compile would make it anew in a graph
+_PROPERTIES = Properties()  # created here, since torch.compile would otherwise create it in each graph
 _ONE_COUNT = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
 _POOLED = ("allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes",
            "requested_bytes")
 
 
 def _memory_stats(device: Any = None) -> Dict[str, Any]:
-    """CUDA's keys, all of them 0: the host's memory is not counted. PyTorch's other functions of memory read these."""
+    """CUDA's statistics, all 0: host memory is not tracked. PyTorch's other memory functions read these."""
     counts = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
     stats: Dict[str, Any] = {name: {pool: dict(counts) for pool in ("all", "small_pool", "large_pool")} for name in _POOLED}
     stats.update((name, dict(counts)) for name in ("oversize_allocations", "oversize_segments"))
@@ -245,7 +246,7 @@ def _memory_stats(device: Any = None) -> Dict[str, Any]:
 
 
 def _no_op() -> Any:
-    """A function of its own for each name: torch.compile keeps its rules by function."""
+    """Returns a new no-op function for each name: torch.compile keys its rules by function object."""
     return lambda *arguments, **options: None
 
 
@@ -259,7 +260,7 @@ def _seed(seed: int) -> None:
 
 
 def _answers() -> dict:
-    """By the names of torch.cuda and of its modules."""
+    """The replacements, by name in torch.cuda and its submodules."""
     stream = Stream()
     no_ops = """synchronize set_device set_stream init _lazy_init empty_cache reset_peak_memory_stats reset_accumulated_memory_stats
         reset_max_memory_allocated reset_max_memory_cached reset_peak_host_memory_stats reset_accumulated_host_memory_stats
@@ -286,20 +287,20 @@ def _answers() -> dict:
 
 
 def _tensor_types() -> dict:
-    """torch.cuda.FloatTensor and the others, which old programs make tensors by: the host's of these names."""
+    """torch.cuda.FloatTensor and similar legacy types, mapped to the CPU types of the same names."""
     return {f"{place}{name}": getattr(home, name) for place, home in (("", torch), ("sparse.", torch.sparse))
             for name in vars(torch.cuda) if name.endswith("Tensor") and hasattr(home, name)}
 
 
 def _lookup(name: str) -> Any:
-    """(the module of torch.cuda, the name in it), if this version of PyTorch has it."""
+    """Returns (the submodule of torch.cuda, the name in it) if this version of PyTorch has it."""
     module, _, leaf = name.rpartition(".")
     home = sys.modules.get(f"torch.cuda.{module}") if module else torch.cuda
     return (home, leaf) if home is not None and hasattr(home, leaf) else None
 
 
 def answer() -> None:
-    """Puts each answer in the place of PyTorch's object wherever torch.cuda's modules have that object, since they import each other's names."""
+    """Replaces PyTorch's objects by these wherever torch.cuda's modules hold them, since the modules import each other's names."""
     replaced = {}
     for name, value in {**_answers(), **_tensor_types()}.items():
         if (found := _lookup(name)) is not None:
@@ -313,4 +314,4 @@ def answer() -> None:
                 setattr(module, name, value)
     torch.cuda.default_generators = (_DEFAULT,)
     if torch.version.cuda is None:
-        torch.version.cuda = "13.0"  # The package offers its formats by this version.
+        torch.version.cuda = "13.0"  # the package chooses its formats by this version

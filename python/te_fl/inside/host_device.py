@@ -1,8 +1,8 @@
-"""Answers a program's requests for CUDA by the host: for trying NVIDIA's package, and for tests, where there is no GPU.
+"""Emulates CUDA on the host, for trying NVIDIA's package and for tests without a GPU.
 
-Every device that says cuda, in an argument of any function of PyTorch, is the CPU; torch.cuda answers as a GPU of the Hopper family would
-(host_cuda.py), and torch.autocast by CUDA's rules (host_autocast.py). It holds for the thread that started it, for those that call
-install_in_thread(), and for the backward functions of all.
+A device argument "cuda" of any PyTorch function is replaced by the CPU. torch.cuda behaves as for a Hopper GPU (host_cuda.py), and torch.autocast
+follows CUDA's rules (host_autocast.py). This applies to the thread that started it, to threads that call install_in_thread(), and to all backward
+functions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _marked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _to_the_host(func: Any, args: Tuple, kwargs: dict) -> Any:
-    """A program that brings a tensor to the host by name has a copy there, which later writes to the tensor do not reach."""
+    """An explicit move to the CPU gives a copy, so that later writes to the tensor do not affect it."""
     if func is torch.Tensor.pin_memory:
         return _marked(args[0].clone())
     moved = func is torch.Tensor.cpu
@@ -72,7 +72,7 @@ def _to_the_host(func: Any, args: Tuple, kwargs: dict) -> Any:
 
 
 def _type(args: Tuple, kwargs: dict) -> Any:
-    """Tensor.type(), whose names programs compare, and which takes them too."""
+    """Tensor.type(): returns and accepts CUDA type names, which programs compare."""
     names = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, str)]
     if len(args) == 1 and kwargs.get("dtype") is None and _is_of_host(args[0]):
         return torch.Tensor.type(args[0])
@@ -87,7 +87,7 @@ def _type(args: Tuple, kwargs: dict) -> Any:
 class _HostMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func == _IS_CUDA:  # a method-wrapper, made anew for each read
+        if func == _IS_CUDA:  # a method-wrapper, which is a new object at each access
             return args[0].device.type == "cpu" and not _is_of_host(args[0])
         if func == _IS_CPU:
             return _is_of_host(args[0])
@@ -100,7 +100,7 @@ class _HostMode(TorchFunctionMode):
         if func in _TO_THE_HOST:
             return _to_the_host(func, args, kwargs)
         if func is torch.device and (any(map(_is_cuda, (*args, *kwargs.values()))) or type(args[0] if args else None) is int):
-            return torch.device("cpu")  # The index of a device means nothing here.
+            return torch.device("cpu")  # the device index has no meaning here
         if kwargs:
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": _device_on_host(kwargs["device"])}
@@ -117,12 +117,12 @@ _mode = _HostMode()
 
 
 def install_in_thread() -> None:
-    """For a thread that the program starts itself: PyTorch's function modes are a thread's own."""
+    """Enables the emulation in a thread that the program starts: PyTorch's function modes are thread-local."""
     _mode.__enter__()
 
 
 def _enter_in_backwards() -> None:
-    """The engine of autograd runs backward functions outside of the mode; each enters it."""
+    """Wraps backward functions to enter the mode, since autograd's engine runs them outside of it."""
     context = torch.autograd.function.BackwardCFunction
     apply = context.apply
 
@@ -143,7 +143,7 @@ def _in_mode(function: Any) -> Any:
 
 
 def _enter_in_unpacking() -> None:
-    """Nor does it stay in the mode where it unpacks what was saved, which recomputes a checkpoint's forward."""
+    """Wraps saved-tensor unpack hooks to enter the mode, since autograd runs them outside of it; a checkpoint recomputes its forward there."""
     hooks = torch.autograd.graph.saved_tensors_hooks
     init = hooks.__init__
 
@@ -154,7 +154,7 @@ def _enter_in_unpacking() -> None:
 
 
 def _ops_of_the_host() -> None:
-    """The package registers some ops of its own for CUDA; they are the host's here. PyTorch calls their functions outside of the mode."""
+    """Registers the package's custom CUDA ops for the CPU too. PyTorch calls their functions outside of the mode, so they are wrapped."""
     custom_op = torch.library.custom_op
 
     def on_host(name: str, fn: Any = None, /, *, device_types: Any = None, **options: Any) -> Any:
@@ -174,7 +174,7 @@ class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
 
 
 class _Generator(torch._C.Generator, metaclass=_GeneratorType):
-    """torch.Generator, which asks no function mode. Pickles of a generator name it."""
+    """Replaces torch.Generator, which bypasses function modes. Pickles of a generator contain this class name."""
 
     __module__, __qualname__ = "torch", "Generator"
 
@@ -183,7 +183,7 @@ class _Generator(torch._C.Generator, metaclass=_GeneratorType):
 
 
 def _random_state_of_the_host() -> None:
-    """There is one, where a program with a GPU keeps one more for each."""
+    """Makes fork_rng handle the single random state of the host; a program with GPUs has one more for each GPU."""
     @contextlib.contextmanager
     def fork_rng(devices: Any = None, enabled: bool = True, *arguments: Any, **options: Any) -> Any:
         state = torch.get_rng_state() if enabled else None
@@ -198,7 +198,7 @@ def _random_state_of_the_host() -> None:
 
 
 def _makers_of_the_host() -> None:
-    """The makers of tensors that ask no function mode: torch.range, which the package's caches call, and that of quantised tensors."""
+    """Wraps tensor factories that bypass function modes: torch.range, which the package's caches call, and the factory of quantised tensors."""
     def of(make: Any) -> Any:
         def on_host(*arguments: Any, **options: Any) -> torch.Tensor:
             if "device" in options:
@@ -208,7 +208,7 @@ def _makers_of_the_host() -> None:
         return on_host
 
     torch.range = of(torch.range)
-    torch.Tensor.record_stream = lambda self, stream: None  # It asks none either, and knows PyTorch's streams alone.
+    torch.Tensor.record_stream = lambda self, stream: None  # It also bypasses function modes, and accepts only PyTorch's stream class.
     torch.Tensor._make_wrapper_subclass = staticmethod(of(torch.Tensor._make_wrapper_subclass))
 
 
@@ -236,7 +236,7 @@ def _compiler_of_the_host() -> None:
 
 
 def trace_patterns(module: Any) -> None:
-    """module: inductor's torch._inductor.fx_passes.joint_graph. While a graph is compiled no mode is entered."""
+    """Runs inductor's pattern tracing inside of the mode, which is not active during compilation. module: torch._inductor.fx_passes.joint_graph."""
     module.lazy_init = _in_mode(module.lazy_init)
 
 
@@ -251,11 +251,11 @@ def install() -> None:
     host_cuda.answer()
     host_autocast.install()
     _compiler_of_the_host()
-    # The package joins small functions by torch.compile, whose compiler would look for CUDA's driver; and its tracer asks for the stream of an
-    # accelerator, of which there is none.
+    # The package fuses small functions with torch.compile, whose compiler would look for CUDA's driver. The tracer would also ask for an
+    # accelerator's stream, which does not exist.
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
     torch.accelerator.is_available = lambda: False
-    # A program's own torch.compile would ask Triton for CUDA's driver, though only for the name of a cache.
+    # Without this, a program's own torch.compile would make Triton look for CUDA's driver, only to compute the name of a cache.
     _triton.has_triton = lambda: False
     install_in_thread()
     print("te-fl answers for CUDA by the host in this process: torch.cuda.is_available() is true, tensors of the device cuda lie on the CPU",

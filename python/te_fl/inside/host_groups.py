@@ -1,4 +1,4 @@
-"""torch.distributed of a host that answers for CUDA: NCCL's groups are Gloo's, as far as Gloo has what programs ask of NCCL."""
+"""torch.distributed when the host emulates CUDA: NCCL process groups become Gloo groups. Features that Gloo lacks are emulated where possible."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["install"]
 
 
 def _replace(name: str, wrap: Callable[[Callable], Callable]) -> None:
-    """Wherever torch.distributed has the name."""
+    """Replaces the function in every module of torch.distributed that has the name."""
     replaced = wrap(getattr(torch.distributed, name))
     for module in (torch.distributed, torch.distributed.distributed_c10d):
         setattr(module, name, replaced)
 
 
 def _backend_on_host(backend: Any) -> Optional[str]:
-    """The host's for a name of one, or for "cpu:gloo,cuda:nccl", whose devices are one here."""
+    """Maps a backend name, or a list such as "cpu:gloo,cuda:nccl", to the host's backend."""
     if backend is None:
         return None
     places = dict(part.split(":") if ":" in part else ("", part) for part in str(backend).lower().split(","))
@@ -34,7 +34,7 @@ def _is_of_nccl(options: Any) -> bool:
 
 
 def _group_on_host(make: Callable) -> Callable:
-    """A maker of groups, whose device and options of NCCL's streams the host has no use for."""
+    """Wraps a function that creates groups; drops its device argument and NCCL stream options."""
     signature = inspect.signature(make)
 
     @functools.wraps(make)
@@ -59,33 +59,33 @@ def _barrier_on_host(barrier: Callable) -> Callable:
 
 
 def _replicas_on_host() -> None:
-    """DistributedDataParallel takes the numbers of devices for modules that say they lie on a GPU, and for them alone."""
+    """Wraps DistributedDataParallel, which accepts device_ids only for modules on a GPU."""
     kind = torch.nn.parallel.DistributedDataParallel
     init = kind.__init__
 
     @functools.wraps(init)
     def without_numbers(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *arguments: Any, **options: Any) -> None:
-        several = device_ids is not None and len(device_ids) > 1  # PyTorch refuses them.
+        several = device_ids is not None and len(device_ids) > 1  # PyTorch refuses several device_ids
         init(self, module, device_ids if several else None, None, *arguments, **options)
 
     kind.__init__ = without_numbers
 
 
 def _mean_on_host(source: str) -> Callable:
-    """Gloo has no mean, which is the sum of every rank's share. source: the argument whose values are added."""
+    """Emulates the reduction "avg", which Gloo lacks, by a sum of inputs divided by the number of ranks. source: the name of the input argument."""
     def wrap(collective: Callable) -> Callable:
         signature = inspect.signature(collective)
 
         @functools.wraps(collective)
         def call(*arguments: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling():  # PyTorch's compiler has rules of its own for these functions.
+            if torch.compiler.is_compiling():  # torch.compile has rules of its own for these functions
                 return collective(*arguments, **options)
             bound = signature.bind(*arguments, **options)
             group = bound.arguments.get("group")
             if bound.arguments.get("op") == torch.distributed.ReduceOp.AVG and torch.distributed.get_backend(group) == "gloo":
                 values, count = bound.arguments[source], torch.distributed.get_world_size(group)
                 shares = [v / count for v in values] if isinstance(values, (list, tuple)) else values / count
-                if source == "tensor":  # It has the result, too.
+                if source == "tensor":  # the collective works in place
                     values.copy_(shares)
                 else:
                     bound.arguments[source] = shares
@@ -98,7 +98,7 @@ def _mean_on_host(source: str) -> Callable:
 
 
 class _Message:
-    """A message between processes, which may be waited for again, as NCCL's may; Gloo's would wait for ever."""
+    """A point-to-point message handle whose wait() may be called repeatedly, as NCCL's; Gloo's second wait() would hang."""
 
     def __init__(self, work: Any):
         self._work, self._done = work, False
@@ -114,7 +114,7 @@ class _Message:
 
 
 class _Joined:
-    """The handle of collectives and messages that were begun together."""
+    """The handle of collectives and messages that were started together."""
 
     def __init__(self) -> None:
         self.works: list = []
@@ -128,7 +128,7 @@ class _Joined:
             work.wait()
 
 
-_open: List[_Joined] = []  # The managers that a program is in, the innermost last.
+_open: List[_Joined] = []  # the coalescing managers that the program is in, the innermost last
 
 
 def _message_on_host(begin: Callable) -> Callable:
@@ -147,8 +147,9 @@ def _message_on_host(begin: Callable) -> Callable:
 
 @contextlib.contextmanager
 def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
-    """torch.distributed._coalescing_manager. Gloo joins no collectives, or does it wrongly where their dtypes differ: PyTorch's functions note them, as
-    for NCCL, and each is done behind the last of them."""
+    """Replaces torch.distributed._coalescing_manager. Gloo either lacks coalescing or is wrong for mixed dtypes. As for NCCL, PyTorch's functions
+    record the collectives; this manager runs them one after the other when it exits.
+    """
     group = group or torch.distributed.distributed_c10d._get_default_group()
     noted = torch.distributed.distributed_c10d._world.pg_coalesce_state
     if noted.setdefault(group, []):

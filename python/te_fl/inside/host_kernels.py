@@ -1,7 +1,7 @@
-"""The Triton kernels of the package's own on a host, which has none: permutation by routing map, chunks of rows in another order, cross-entropy, the
-gradients of groups' biases. Written with PyTorch's operations, in FP32 where the kernels compute in it.
+"""Host replacements of the Triton kernels in NVIDIA's package: permutation by routing map, sorting of chunks, cross-entropy, and gradients of grouped
+biases. Implemented with PyTorch's ops, in FP32 where the kernels compute in FP32.
 
-A function stands in for one of the package's only if both take the same arguments, so versions that have others keep theirs.
+A kernel's function is replaced only if both functions take the same arguments, so versions with other arguments keep their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ __all__ = ["adopt"]
 # -- Permutation by routing map ------------------------------------------------------------------------------------------------------------
 
 def make_row_id_map(routing_map: torch.Tensor, num_tokens: int, num_experts: int) -> torch.Tensor:
-    """int32 [tokens, 2 experts + 1]: the rows of each token among those ordered by expert, the last one first; their experts; how many they are."""
+    """int32 [tokens, 2 experts + 1], for each token: its rows in the order grouped by expert (the last row first), its experts, and the number of its
+    experts.
+    """
     chosen = routing_map != 0
     rows = (chosen.t().reshape(-1).cumsum(0) - 1).view(num_experts, num_tokens).t()
     rows, experts = torch.where(chosen, rows, -1).sort(dim=1, descending=True)
@@ -27,7 +29,7 @@ def make_row_id_map(routing_map: torch.Tensor, num_tokens: int, num_experts: int
 
 
 def _routes(row_id_map: torch.Tensor, num_experts: int, pad_offsets: Optional[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token, expert, row) of each choice."""
+    """Returns (token, expert, row) of each selected pair."""
     there = torch.arange(num_experts, device=row_id_map.device) < row_id_map[:, 2 * num_experts:]
     token, place = there.nonzero(as_tuple=True)
     expert, row = row_id_map[token, num_experts + place].long(), row_id_map[token, place].long()
@@ -37,7 +39,7 @@ def _routes(row_id_map: torch.Tensor, num_experts: int, pad_offsets: Optional[to
 def permute_with_mask_map(inp: torch.Tensor, row_id_map: torch.Tensor, probs: Optional[torch.Tensor], scale: Optional[torch.Tensor],
                           pad_offsets: Optional[torch.Tensor], num_tokens: int, num_experts: int, num_out_tokens: int, hidden_size: int,
                           scale_hidden_dim: int) -> tuple:
-    """(the rows, their scales, their probabilities); a row of probability 0 is zeros, and so is padding."""
+    """Returns (the rows, their scales, their probabilities). Rows with probability 0 and padding rows are zeros."""
     token, expert, row = _routes(row_id_map, num_experts, pad_offsets)
     output = inp.new_zeros((num_out_tokens, hidden_size))
     output[row] = inp[token]
@@ -56,7 +58,7 @@ def permute_with_mask_map(inp: torch.Tensor, row_id_map: torch.Tensor, probs: Op
 def unpermute_with_mask_map(inp: torch.Tensor, row_id_map: torch.Tensor, merging_probs: Optional[torch.Tensor],
                             permuted_probs: Optional[torch.Tensor], pad_offsets: Optional[torch.Tensor], num_tokens: int, num_experts: int,
                             hidden_size: int) -> tuple:
-    """(the sums of each token's rows, weighted if there are merging_probs, summed in FP32; the probabilities [tokens, experts])."""
+    """Returns (the sum of each token's rows in FP32, weighted by merging_probs if given; the probabilities [tokens, experts])."""
     token, expert, row = _routes(row_id_map, num_experts, pad_offsets)
     rows = inp[row].float()
     if merging_probs is not None:
@@ -72,7 +74,7 @@ def unpermute_with_mask_map(inp: torch.Tensor, row_id_map: torch.Tensor, merging
 def unpermute_with_mask_map_bwd_with_merging_probs(fwd_output_grad: torch.Tensor, row_id_map: torch.Tensor, fwd_input: torch.Tensor,
                                                    merging_probs: torch.Tensor, pad_offsets: Optional[torch.Tensor], num_tokens: int,
                                                    num_experts: int, num_out_tokens: int, hidden_size: int) -> tuple:
-    """(the gradient of the rows, of the probabilities)."""
+    """Returns (the gradient of the rows, the gradient of the probabilities)."""
     token, expert, row = _routes(row_id_map, num_experts, pad_offsets)
     grad = fwd_output_grad[token].float()
     rows = fwd_output_grad.new_zeros((num_out_tokens, hidden_size))
@@ -83,7 +85,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(fwd_output_grad: torch.Tensor
 
 
 def make_chunk_sort_map(split_sizes: torch.Tensor, sorted_indices: torch.Tensor, num_tokens: int, num_splits: int) -> torch.Tensor:
-    """int32 [tokens]: where each row goes when the chunks follow each other as sorted_indices say; rows behind them stay."""
+    """int32 [tokens]: the destination of each row when chunks are ordered by sorted_indices. Rows after the last chunk keep their place."""
     sizes, order = split_sizes.long(), sorted_indices.long()
     begins, wanted = sizes.cumsum(0) - sizes, torch.empty_like(sizes)
     wanted[order] = sizes[order].cumsum(0) - sizes[order]
@@ -95,7 +97,7 @@ def make_chunk_sort_map(split_sizes: torch.Tensor, sorted_indices: torch.Tensor,
 
 def sort_chunks_by_map(inp: torch.Tensor, row_id_map: torch.Tensor, probs: Optional[torch.Tensor], num_tokens: int, hidden_size: int,
                        is_forward: bool) -> tuple:
-    """(the rows, their probabilities) in the map's order, or back."""
+    """Applies the map, or its inverse, to the rows and their probabilities; returns both."""
     places = row_id_map.long()
     order = torch.empty_like(places).scatter_(0, places, torch.arange(num_tokens, device=places.device)) if is_forward else places
     return inp[order], None if probs is None else probs[order]
@@ -105,7 +107,9 @@ def sort_chunks_by_map(inp: torch.Tensor, row_id_map: torch.Tensor, probs: Optio
 
 def cross_entropy_forward(_input: torch.Tensor, target: torch.Tensor, label_smoothing: float, reduce_loss: bool, dist_process_group: Any,
                           ignore_idx: int, overwrite_input: bool) -> tuple:
-    """(the losses [B, SQ] or their mean over targets that count, what backward needs). The input is a rank's part [B, SQ, V] of the vocabulary."""
+    """Returns (the losses [B, SQ], or their mean over targets that are not ignored; data for the backward). The input [B, SQ, V] is this rank's shard
+    of the vocabulary.
+    """
     batch, length, columns = _input.shape
     target = target.contiguous()
     y, x = target.reshape(-1), _input.reshape(-1, columns).float()
@@ -139,7 +143,7 @@ def cross_entropy_forward(_input: torch.Tensor, target: torch.Tensor, label_smoo
 def cross_entropy_backward(saved_input: torch.Tensor, stats: torch.Tensor, target: torch.Tensor, n_non_ignore: Optional[torch.Tensor],
                            grad_output: torch.Tensor, label_smoothing: float, reduce_loss: bool, rank: int, world_size: int,
                            ignore_idx: int) -> torch.Tensor:
-    """The gradient of the input, in its place."""
+    """Writes the gradient over the input."""
     columns = saved_input.shape[-1]
     y, x = target.reshape(-1), saved_input.reshape(-1, columns).float()
     grad = torch.exp(x - stats[:, :1]) / stats[:, 1:] - label_smoothing / (columns * world_size)
@@ -153,7 +157,7 @@ def cross_entropy_backward(saved_input: torch.Tensor, stats: torch.Tensor, targe
 
 
 def _with_gradient(in_fp32: bool) -> Callable:
-    """Until 2.19 the forward computes the gradient as well, in FP32 or the input's dtype, and autograd saves that alone."""
+    """The form until 2.19: the forward also computes the gradient, in FP32 or the input's dtype, and autograd saves only the gradient."""
     def forward(_input: torch.Tensor, target: torch.Tensor, label_smoothing: float, reduce_loss: bool, dist_process_group: Any, ignore_idx: int) -> tuple:
         loss, _, stats, target, counted, rank, world = cross_entropy_forward(_input, target, label_smoothing, reduce_loss, dist_process_group, ignore_idx, True)
         grad, one = torch.empty(_input.shape, dtype=torch.float32, device=_input.device).copy_(_input), torch.ones(1, device=_input.device)
@@ -175,13 +179,13 @@ def _times_outer_2_17(_input: torch.Tensor, grad_output: torch.Tensor, is_cg_cap
 # -- Gradients of groups' biases -----------------------------------------------------------------------------------------------------------
 
 def _groups(offsets: torch.Tensor, rows: int) -> Tuple[torch.Tensor, int]:
-    """(the group of each row, how many rows are in one)."""
+    """Returns (the group of each row, the number of rows that belong to a group)."""
     count = min(int(offsets[-1]), rows)
     return torch.searchsorted(offsets[1:].contiguous(), torch.arange(count, dtype=offsets.dtype, device=offsets.device), right=True), count
 
 
 def compute_grouped_dbias(dy: torch.Tensor, offsets: torch.Tensor, num_groups: int, dbias: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """FP32 [groups, hidden]: the sums of each group's rows, added to dbias if it is given."""
+    """FP32 [groups, hidden]: the sum of each group's rows, added to dbias if given."""
     group, count = _groups(offsets, dy.shape[0])
     dbias = torch.zeros((num_groups, dy.shape[1]), dtype=torch.float32, device=dy.device) if dbias is None else dbias
     return dbias.index_add_(0, group, dy[:count].float())
@@ -189,7 +193,9 @@ def compute_grouped_dbias(dy: torch.Tensor, offsets: torch.Tensor, num_groups: i
 
 def compute_grouped_dbias_dscales(dy: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor,
                                   dbias: Optional[torch.Tensor] = None, dscales: Optional[torch.Tensor] = None) -> tuple:
-    """(compute_grouped_dbias of rows times their scales; FP32 [tokens]: each row times its group's bias, summed), added to what is given."""
+    """Returns (compute_grouped_dbias of rows times their scales; FP32 [tokens]: the dot product of each row and its group's bias). Both are added to
+    the given outputs.
+    """
     group, count = _groups(offsets, dy.shape[0])
     rows = dy[:count].float()
     dbias = torch.zeros(bias.shape, dtype=torch.float32, device=dy.device) if dbias is None else dbias
@@ -211,7 +217,7 @@ def _takes_alike(function: Any, other: Any) -> bool:
 
 
 def adopt(module: ModuleType) -> None:
-    """Puts them in the place of a module's functions of their names and arguments; those that belong together, together."""
+    """Replaces a module's functions of equal names and arguments. Functions that depend on each other are replaced together or not at all."""
     for name in _KERNELS.keys() & vars(module).keys():
         if _takes_alike(getattr(module, name), _KERNELS[name]):
             setattr(module, name, _KERNELS[name])

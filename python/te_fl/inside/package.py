@@ -1,8 +1,8 @@
-"""Has the pure Python package transformer_engine load te-fl's module in place of its compiled extension.
+"""Makes the Python package transformer_engine load te-fl's module instead of its compiled extension.
 
-A finder first on sys.meta_path lets the installed transformer_engine.common be found as ever, and changes two things about it: it skips its
-shared libraries while it is imported, as it does while it is built itself (NVTE_PROJECT_BUILDING), and its load_framework_extension("torch")
-puts te_fl.transformer_engine_torch where it would have put the extension. The same finder has the host answer for CUDA once torch is imported.
+A finder at the front of sys.meta_path finds the installed transformer_engine.common as usual, with two changes. During its import it loads no shared
+libraries (as during its own build, with NVTE_PROJECT_BUILDING). Its load_framework_extension("torch") installs te_fl.transformer_engine_torch instead
+of the extension. The same finder starts the CUDA emulation when torch is imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BUILDING = "NVTE_PROJECT_BUILDING"
 
 
 def version_of(text: str) -> tuple:
-    """The leading numbers of a version."""
+    """The leading numbers of a version string, as a tuple."""
     numbers = []
     for part in text.split("+")[0].split("."):
         if not part.isdigit():
@@ -47,7 +47,9 @@ def _check_version(found: str) -> None:
 
 
 def _refuse_unknown(module: ModuleType, found: str) -> None:
-    """For a version that is newer than te-fl: what it calls in a way that te-fl does not know is refused when it is called, and named now."""
+    """For a version newer than te-fl supports: lists functions that the package calls in unknown forms, and replaces them by functions that raise an
+    error.
+    """
     from te_fl.transformer_engine_torch import absent
     from te_fl.inside import calls
     spec = importlib.util.find_spec("transformer_engine")
@@ -59,7 +61,7 @@ def _refuse_unknown(module: ModuleType, found: str) -> None:
 
 
 def extension() -> ModuleType:
-    """te-fl's module for the version of the package that is installed. te_fl.errors.Unsupported: it is too old."""
+    """te-fl's module, adapted to the installed version of the package. te_fl.errors.Unsupported if that is too old."""
     found = importlib.metadata.version("transformer_engine")
     _check_version(found)
     from te_fl import transformer_engine_torch
@@ -72,13 +74,13 @@ def extension() -> ModuleType:
 
 def load_framework_extension(framework: str) -> None:
     if framework != "torch":
-        # The package's top level goes on without a framework that cannot be imported.
+        # For other frameworks, ImportError makes the package's top level continue without them.
         raise ImportError(f"te-fl serves the PyTorch side of transformer_engine only; for {framework} use te_fl.{framework}")
     sys.modules[_EXTENSION] = extension()
 
 
 class _Loader(importlib.abc.Loader):
-    """Another loader, with something done around the module's execution."""
+    """Wraps a loader, to run code around the module's execution."""
 
     def __init__(self, loader: Any, execute: Callable[[Any, ModuleType], None]):
         self._loader, self._execute = loader, execute
@@ -89,7 +91,7 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._execute(self._loader, module)
 
-    def __getattr__(self, name: str) -> Any:  # get_data, get_source and what else tools ask a loader for
+    def __getattr__(self, name: str) -> Any:  # get_data, get_source and other methods that tools call
         return getattr(self._loader, name)
 
 
@@ -118,7 +120,7 @@ def _execute_torch(loader: Any, module: ModuleType) -> None:
 
 
 def _execute_patterns(loader: Any, module: ModuleType) -> None:
-    """PyTorch's inductor traces its patterns with tensors of a GPU where there is one."""
+    """PyTorch's inductor traces its patterns with GPU tensors if CUDA is available; this makes it run under the emulation."""
     loader.exec_module(module)
     from te_fl.inside import host_device
     host_device.trace_patterns(module)
@@ -145,14 +147,14 @@ def _execute_accelerator(loader: Any, module: ModuleType) -> None:
 
 
 def _execute_quantization(loader: Any, module: ModuleType) -> None:
-    """The package asks a GPU's generation which formats its recipes may use; te-fl's ops serve all of them on the host."""
+    """The package derives the supported formats from the GPU's generation; te-fl's ops support all of them on the host."""
     loader.exec_module(module)
     for name in ("check_mxfp8_support", "check_nvfp4_support"):
         setattr(module, name, lambda: (True, ""))
 
 
 def _execute_padding(loader: Any, module: ModuleType) -> None:
-    """The one kernel of Triton's between ranks under sequence parallelism: zeros behind NVFP4's factors, to multiples of 128 and 4."""
+    """Replaces the Triton kernel used under sequence parallelism, which zero-pads NVFP4's scales to multiples of 128 and 4."""
     loader.exec_module(module)
 
     def pad_columnwise_scale_inv(inp: Any) -> Any:
@@ -169,8 +171,9 @@ def _execute_kernels(loader: Any, module: ModuleType) -> None:
 
 
 def _execute_block_storage(loader: Any, module: ModuleType) -> None:
-    """A tensor of MXFP8 or NVFP4 asks itself for CUDA's device before it is dequantised; what lies on the host lies there. Below autograd PyTorch would
-    have it copy itself for that, by its dequantised values."""
+    """An MXFP8 or NVFP4 tensor moves itself to its CUDA device before it is dequantised. This patch skips the move, since the tensor is on the host
+    already; below autograd PyTorch would copy its dequantised values.
+    """
     loader.exec_module(module)
 
     def to(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -183,7 +186,9 @@ def _execute_block_storage(loader: Any, module: ModuleType) -> None:
 
 
 def _execute_quantized_tensor(loader: Any, module: ModuleType) -> None:
-    """Before 2.18 the package's tensors remember a requires_grad that autograd does not write, and leave gradients of what computed them out."""
+    """Before 2.18 the package's tensors cache requires_grad, which autograd does not update, so gradients of computed tensors are missing. This patch
+    corrects it.
+    """
     loader.exec_module(module)
     if version_of(importlib.metadata.version("transformer_engine")) < (2, 18):
         for name in {"requires_grad", "requires_grad_"} & vars(module.QuantizedTensor).keys():
@@ -191,8 +196,10 @@ def _execute_quantized_tensor(loader: Any, module: ModuleType) -> None:
 
 
 def _execute_context_parallel(loader: Any, module: ModuleType) -> None:
-    """With all_gather the package trims the keys of a step as if a window that is not causal ended at the step's last key, and then asks for one that
-    begins at the first. Some steps, and so some ranks, would be refused and others computed; here each rank is refused before it sends anything."""
+    """With all_gather, the package trims a step's keys as if a non-causal window were aligned to the step's last key, but then requests a window
+    aligned to the first. Some steps, and therefore some ranks, would fail while others compute. This patch refuses the call on every rank before any
+    communication.
+    """
     loader.exec_module(module)
     forward = module.attn_forward_func_with_cp
     signature = inspect.signature(forward)
@@ -210,8 +217,10 @@ def _execute_context_parallel(loader: Any, module: ModuleType) -> None:
 
 
 def _execute_attention_backends(loader: Any, module: ModuleType) -> None:
-    """In 2.19 the package hands fused attention its packed input beside the parts that it differentiates. Where attention is recomputed, that input
-    still belongs to the forward's graph, through which the recomputation's backward would run too: "ctx must have .tensor_objects"."""
+    """Version 2.19 passes fused attention its packed input besides the parts that are differentiated. If attention is recomputed, the packed input
+    still belongs to the forward's graph, and the recomputation's backward would run through it and fail with "ctx must have .tensor_objects". This
+    patch corrects it.
+    """
     loader.exec_module(module)
     if version_of(importlib.metadata.version("transformer_engine"))[:2] != (2, 19):
         return
@@ -251,12 +260,12 @@ _ON_HOST = {"transformer_engine.pytorch.quantization": _execute_quantization, "t
 
 
 def install_beside_extension() -> None:
-    """For NVTE_PLUGIN: refuses what install() has refused above the extension."""
+    """For NVTE_PLUGIN, which keeps the extension: installs the refusals that install() makes above the extension."""
     sys.meta_path.insert(0, _Finder(_CONTEXT_PARALLEL))
 
 
 def install(host: bool) -> None:
-    """host: the host answers for CUDA, from the import of torch on."""
+    """host: emulates CUDA on the host, from the import of torch on."""
     executions: dict = {_COMMON: _execute_common, "transformer_engine.pytorch.quantized_tensor": _execute_quantized_tensor, **_CONTEXT_PARALLEL,
                         "transformer_engine.pytorch.attention.dot_product_attention.backends": _execute_attention_backends,
                         **(_ON_HOST if host else {})}

@@ -1,7 +1,7 @@
-"""te-fl's ops in JAX: functions with gradients, FP8 with its state as data, and Flax modules (te_fl.jax.flax, which needs flax).
+"""te-fl's ops in JAX: differentiable functions, FP8 with explicit state, and Flax modules (te_fl.jax.flax, which needs flax).
 
-Names, arguments and defaults are Transformer Engine's; docs/jax.md says what is served. An op is one call of XLA's FFI, on the CPU and on
-CUDA, under jit, grad, vmap, scan, remat and shard_map.
+Names, arguments and defaults are Transformer Engine's; docs/jax.md lists what is supported. Each op is one XLA FFI call, on the CPU and on CUDA, and
+works under jit, grad, vmap, scan, remat and shard_map.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from te_fl.frameworks import require
 
 
 def _check_versions() -> None:
-    """JAX that is missing or too old, and an FFI of another version, are refused by name and version."""
+    """Refuses a missing or too old JAX, and an incompatible FFI version; the error names the versions."""
     require("jax")
     import jax
 
@@ -21,7 +21,7 @@ def _check_versions() -> None:
         with open(f"{jax.ffi.include_dir()}/xla/ffi/api/c_api.h", encoding="utf-8") as header:
             text = header.read()
     except OSError:
-        return  # XLA itself then refuses handlers of a version that it does not know
+        return  # XLA itself refuses handlers with an unknown version
     found = [int(n) for n in re.findall(r"#define XLA_FFI_API_M(?:AJOR|INOR) (\d+)", text)]
     if len(found) == 2 and (found[0] != 0 or found[1] < 3):
         raise ImportError(f"te_fl.jax speaks version 0.3 of XLA's FFI, and the jaxlib of JAX {jax.__version__} has {found[0]}.{found[1]}: "
@@ -33,7 +33,7 @@ _check_versions()
 from te_fl.compat.variables import read_variables  # noqa: E402
 from te_fl.jax import activation, attention, dense, layernorm, layernorm_dense, layernorm_mlp, ops, quantize, sharding, softmax  # noqa: E402
 from te_fl.jax._call import follow_policy, register_targets  # noqa: E402
-# `as` says to type checkers that a name is the package's own.
+# The form `import X as X` marks a name as public for type checkers.
 from te_fl.jax.quantize import NVTE_FP8_COLLECTION_NAME as NVTE_FP8_COLLECTION_NAME, autocast as autocast  # noqa: E402
 from te_fl.jax.quantize import fp8_autocast as fp8_autocast, update_collections as update_collections  # noqa: E402
 from te_fl.jax.sharding import MeshResource as MeshResource  # noqa: E402

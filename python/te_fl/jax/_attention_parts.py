@@ -1,7 +1,7 @@
-"""Attention with dropout over the devices of a mesh: each device draws the mask of its sequences and heads by a seed of its own.
+"""Attention with dropout, sharded over a mesh: each device draws the dropout mask of its sequences and heads with its own seed.
 
-The counters of random numbers number the elements of a whole call, so XLA's partitioner must not cut such a call: forward and backward
-might be cut in two ways, and draw two masks. Here the mesh resource says how both are cut.
+The random number counters index the elements of the whole call, so XLA's partitioner must not shard such a call: it might shard forward and backward
+differently and draw different masks. Here the mesh resource determines the sharding of both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from te_fl.jax import _partition, ops, sharding
 
 
 class Parts(NamedTuple):
-    """The mesh, and its axes over which sequences and heads are cut."""
+    """The mesh, and the axes along which sequences and heads are sharded."""
 
     mesh: Any
     axes: Mapping[str, Tuple[str, ...]]
@@ -30,7 +30,7 @@ class Parts(NamedTuple):
         return PartitionSpec(*[self.axes.get(factor) or None for factor in factors])
 
     def run(self, op: str, prepare: Mapping, arrays: Dict[str, Any], results: Dict[str, Any], scalars: Dict[str, Any]) -> Tuple[jax.Array, ...]:
-        """The op's results in the specification's order, which `results` has."""
+        """Returns the op's results in the specification's order, which `results` has."""
         cut = tuple(axis for axes in self.axes.values() for axis in axes)
         layout = scalars["layout"]
         wanted = {name: struct for name, struct in results.items() if struct is not False}
@@ -51,13 +51,13 @@ class Parts(NamedTuple):
         return jax.shard_map(of_a_device, mesh=self.mesh, in_specs=(ins,), out_specs=tuple(outs.values()), check_vma=False)(arrays)
 
     def _whole(self, name: str, value: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """The gradient of what sequences share is summed over them."""
+        """Sums the gradient of a tensor that sequences share (bias, sink) over the devices."""
         rest = tuple(axis for axes in self.axes.values() for axis in axes if axis not in sharding.flat_axes(spec))
         return jax.lax.psum(value, rest) if rest and name in ("dbias", "dsink") else value
 
 
 def parts_of(batch: int, heads: int, key_heads: int) -> Optional[Parts]:
-    """The parts by the calling thread's mesh resource; None: the call runs whole on each device."""
+    """The sharding given by the calling thread's mesh resource; None: each device runs the whole call."""
     mesh = sharding.current_mesh()
     if mesh is None or not _partition.may_cut_programs():
         return None

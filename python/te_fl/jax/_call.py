@@ -1,4 +1,4 @@
-"""One op as one call of XLA's FFI. The call's text (python/src/jax/jax_call.hpp) is its only attribute."""
+"""Runs an op as one XLA FFI call. The call's only attribute is its text (python/src/jax/jax_call.hpp)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Named = Sequence[Tuple[str, Any]]
 
 @functools.cache
 def _target(op: str) -> str:
-    """The name under which XLA programs call the op. All names lead to the same handler, which reads the text."""
+    """The FFI target name of the op in XLA programs. All names map to the same handler, which reads the text."""
     name = f"te_fl.{op}"
     for platform, handler in _native.jax_handlers().items():
         jax.ffi.register_ffi_target(name, handler, platform=platform)
@@ -31,13 +31,12 @@ def _target(op: str) -> str:
 
 
 def register_targets() -> None:
-    """Makes the calls of all ops known to XLA, so that a program that another process has exported finds those that this one never traced."""
+    """Registers the FFI targets of all ops, so that programs exported by another process find ops that this process has never traced."""
     for op in _native.op_names():
         _target(op)
 
 
-# The settings of te_fl.policy on this thread, as a line of words: a part of the keys under which JAX keeps what it traced, and of every call's
-# text.
+# The settings of te_fl.policy on this thread, as one line of text. It is part of JAX's trace cache key and of the text of every call.
 _policy = jax.make_user_context("")
 _held = threading.local()
 
@@ -54,7 +53,7 @@ def _follow(line: str) -> None:
 
 
 def follow_policy() -> None:
-    """From now on this thread's policy scopes, those that are open included, are parts of what is traced in them."""
+    """Makes this thread's policy scopes, including open ones, part of what is traced inside of them from now on."""
     _follow(_native.follow_policy(_follow))
 
 
@@ -69,7 +68,7 @@ def _word(value: Any) -> str:
 
 
 def _flat(name: str, shape: Tuple[int, ...], spread: Spread, settings: Mapping[str, Any]) -> Tuple[int, ...]:
-    """The shape that te-fl sees of an array whose rows or columns are spread over several dimensions."""
+    """The shape that te-fl sees of an array whose matrix rows or columns consist of several dimensions."""
     arg, _, part = name.partition(".")
     first, second = spread.get(arg, (0, 0))
     layout = block_layout(settings.get(f"{arg}.scaling", "tensor"), part == "columnwise_scale_inv")
@@ -83,14 +82,14 @@ def _flat(name: str, shape: Tuple[int, ...], spread: Spread, settings: Mapping[s
 
 def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], elementwise: bool = False,
          spread: Spread = {}, prepare: Mapping[str, Callable[[jax.Array], jax.Array]] = {}) -> Dict[str, jax.Array]:
-    """The results by name. A name among operands and results is read and written: XLA gives both the same memory.
+    """Returns the results by name. A name that is both an operand and a result is updated in place: XLA uses one buffer for both.
 
-    operands: (name, array); results: (name, jax.ShapeDtypeStruct); settings: scalars and NAME.scaling etc.
-    spread: for arguments that are matrices to the op, the number of dimensions over which their rows and their columns are spread,
-    so that a mesh can cut each: (2, 2) for [b, s, n, N] as a matrix [b * s, n * N]. Its column-wise codes are [n, N, b, s], or in MXFP8 in
-    the same order. 0: the argument has no rows, or no columns.
-    prepare: functions that make of a device's part of an operand what the op reads.
-    elementwise: leading dimensions may be added to all arrays together, so vmap is one call; else it is a loop.
+    operands: (name, array). results: (name, jax.ShapeDtypeStruct). settings: scalars, NAME.scaling etc.
+    spread: for matrix arguments, the numbers of dimensions that form the rows and the columns, so that a mesh can shard each dimension: (2, 2) for
+    [b, s, n, N] as a matrix [b * s, n * N]. Its column-wise codes are [n, N, b, s], or in MXFP8 in the same order. 0: the argument has no rows, or no
+    columns.
+    prepare: functions that convert a device's shard of an operand to what the op reads.
+    elementwise: all arrays may have the same extra leading dimensions, so vmap is one call; otherwise vmap is a loop.
     """
     inputs = [name for name, _ in operands]
     outputs = [name for name, _ in results]
@@ -109,7 +108,8 @@ def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], 
 
     def whole(*arrays):
         arrays = align(list(arrays))
-        return align(run([result.shape for _, result in results], *arrays), arrays)  # JAX's FFI does not say that results differ where operands do
+        # JAX's FFI does not propagate which axes results vary over, so align() sets them.
+        return align(run([result.shape for _, result in results], *arrays), arrays)
 
     def cut(*arrays):
         return _partition.call(run, op, arrays, operands, results, settings, spread, prepare)

@@ -1,4 +1,4 @@
-"""The error where JAX asks an op for a derivative: the functions of te_fl.jax have first ones in reverse mode, and ops by themselves none."""
+"""The error for unsupported derivatives. te_fl.jax's functions have first derivatives in reverse mode; the ops themselves have none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _refuse(op: str) -> None:
 
 
 def underived(op: str, function: Callable) -> Callable:
-    """The function, whose derivative is an error that names the op, where JAX's own would name its primitive."""
+    """Wraps the function: taking its derivative raises an error that names the op, where JAX's error would name a primitive."""
     def call(*arrays: jax.Array) -> Any:
         if not any(isinstance(array, jax.core.Tracer) for array in arrays):
             return function(*arrays)

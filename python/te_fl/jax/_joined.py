@@ -1,4 +1,6 @@
-"""States of delayed scaling that several uses share: what JAX, or a program, adds up of their gradients becomes the state after one step over all."""
+"""Delayed scaling state used several times in one step: the sum of the uses' gradients, which JAX or a program computes, becomes the state after one
+step over all uses.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 
 
 def _joining() -> Any:
-    """Flax's dtype whose values are numbers of FP32 and whose sum, where JAX adds up gradients, is their maximum; its zero is -inf."""
+    """Flax's dtype fm32: its values are FP32, and JAX's sum of gradients in this dtype is their maximum. Its zero is -inf."""
     try:
         from flax.linen.fp8_ops import fm32
     except ImportError as error:
@@ -18,8 +20,8 @@ def _joining() -> Any:
     return fm32
 
 
-# A gradient of accumulating()'s states is the pair of -scale and history, so that the maximum keeps the smallest scale and the largest amaxes:
-# those that a step over all the uses would have left. A use without an amax, or that the loss does not depend on, is -inf: its state has the scale 0.
+# The gradient of accumulating()'s states is (-scale, history), so that the maximum keeps the smallest scale and the largest amaxes, as one step over
+# all uses would. A use without an amax, or on which the loss does not depend, contributes -inf, which gives a state with scale 0.
 @jax.custom_vjp
 def _join(state: Tuple[jax.Array, jax.Array]) -> Tuple[jax.Array, jax.Array]:
     return tuple(jax.lax.convert_element_type(array, _joining()) for array in state)
@@ -36,7 +38,7 @@ _join.defvjp(lambda state: (_join(state), state), _join_bwd)
 
 @jax.custom_vjp
 def read(state: Tuple[jax.Array, jax.Array]) -> Tuple[jax.Array, jax.Array]:
-    """Scale and history of accumulating() in FP32, as a product reads them."""
+    """Scale and history of accumulating(), converted to FP32 for a product."""
     return tuple(jax.lax.convert_element_type(array, jnp.float32) for array in state)
 
 
@@ -51,9 +53,9 @@ read.defvjp(lambda state: (read(state), None), _read_bwd)
 
 
 def _had_amax(before: Tuple[jax.Array, jax.Array], after: Tuple[jax.Array, jax.Array]) -> jax.Array:
-    """False where a state, scale [.., 1] and history [.., length], is that before a step without an amax, or that of a product that was not used.
+    """False if `after` is the state of a step without an amax, or of an unused product. scale is [.., 1], history [.., length].
 
-    A state that an equal amax leaves as it is does not tell the two apart. It counts as such an amax: a scale that is too large clips values.
+    If an equal amax leaves the state unchanged, the two cases cannot be distinguished. The result is then True: too large a scale would clip values.
     """
     scale, history = before
     changed = (after[0] != scale) | jnp.any(after[1] != history, axis=-1, keepdims=True)
@@ -63,7 +65,7 @@ def _had_amax(before: Tuple[jax.Array, jax.Array], after: Tuple[jax.Array, jax.A
 
 
 def _states(tree: Any) -> Tuple[list, Any, list]:
-    """The leaves of a tree, its structure, and the places of each delayed scaling's scale and history among the leaves."""
+    """The leaves of a tree, its structure, and the positions of each delayed scaling's scale and history among the leaves."""
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = {(path[:-1], getattr(path[-1], "key", getattr(path[-1], "name", None))): i for i, (path, _) in enumerate(paths) if path}
     pairs = [(i, names[(above, name.removesuffix("scale") + "amax_history")]) for (above, name), i in names.items()
@@ -72,10 +74,10 @@ def _states(tree: Any) -> Tuple[list, Any, list]:
 
 
 def accumulating(variables: Any) -> Any:
-    """Variables, or quantisers, for a loss that uses these several times: microbatches in a scan, or a layer that is called twice.
+    """Prepares variables, or quantisers, for a loss that uses them several times: microbatches in a scan, or a layer called twice.
 
-    JAX adds up the gradients of uses. Of the states of delayed scaling that this returns the sum is the state that one step over all the uses
-    would have left: the largest amaxes and the scale that follows from them. Call it once inside the function that is differentiated, under jit.
+    JAX sums the gradients of the uses. For the delayed scaling states returned here, that sum is the state after one step over all uses: the largest
+    amaxes, and the scale computed from them. Call it once, inside of the differentiated function, under jit.
     """
     leaves, structure, pairs = _states(variables)
     for scale, history in pairs:
@@ -85,9 +87,10 @@ def accumulating(variables: Any) -> Any:
 
 
 def add_gradients(total: Any, grads: Any, variables: Any) -> Any:
-    """The sum of two gradients with respect to `variables`, of microbatches that began from the same state. The states of delayed scaling
-    become the one that a step over both would have left, and are not to be divided by the number of microbatches. One without an amax counts as
-    one with that of the last step where both would leave the state alike."""
+    """Adds two gradients with respect to `variables`, from microbatches that started from the same state. The delayed scaling states become the state
+    after a step over both microbatches; do not divide them by the number of microbatches. If a state is equal with and without an amax, it counts as
+    having the last step's amax.
+    """
     leaves, structure, pairs = _states(variables)
     first, second = structure.flatten_up_to(total), structure.flatten_up_to(grads)
     made = [a if getattr(a, "dtype", None) == jax.dtypes.float0 else a + b for a, b in zip(first, second)]

@@ -1,10 +1,10 @@
-"""Cuts the calls of ops over the devices of a mesh: rules for XLA's partitioner, from the shape rules of the specification.
+"""Sharding of op calls over a mesh: rules for XLA's partitioner, derived from the specification's shape rules.
 
-Rows (the leading dimensions) may be cut wherever an op treats them one by one; products also along N and, with a sum over the devices, along
-K; attention, rotary embedding and softmax along batch and heads. What is summed over rows is summed over the devices, an amax is the largest of
-theirs, and factors of blocks are cut with their blocks where the parts are laid out as matrices of their own. Other calls run whole on every
-device: those with random numbers, whose counters number the elements of the whole (_attention_parts cuts those of attention). Inside shard_map
-nothing of this applies: there each device calls the op on its part.
+Rows (the leading dimensions) may be sharded if an op treats them independently; products also along N and, followed by a sum over devices, along K;
+attention, rotary embedding and softmax along batch and heads. Results that sum over rows are summed over devices, and amaxes are reduced by maximum.
+Block scales are sharded with their blocks, if the shards have the layout of separate matrices. Other calls run whole on every device, including those
+with random numbers, whose counters index the whole call (_attention_parts shards those of attention). Inside shard_map none of this applies: each
+device calls the op on its shard.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from te_fl.jax._tensors import BlockLayout, block_layout, spread_scale_inv
 from te_fl.jax.sharding import flat_axes, global_mesh_resource
 
 Factors = Tuple[str, ...]  # one name per dimension
-Spread = Mapping[str, Tuple[int, int]]  # numbers of dimensions of an argument's rows and columns; te_fl.jax._call.call
+Spread = Mapping[str, Tuple[int, int]]  # the numbers of dimensions of an argument's rows and columns; see te_fl.jax._call.call
 
 _ROWWISE = ("layernorm_fwd", "layernorm_bwd", "rmsnorm_fwd", "rmsnorm_bwd", "quantize", "dequantize")
 _ROPE = ("fused_rope_forward", "fused_rope_backward")
-_SUMMED = ("dgamma", "dbeta", "dbias", "bias_grad", "dsink")  # over rows, or sequences
+_SUMMED = ("dgamma", "dbeta", "dbias", "bias_grad", "dsink")  # results that are summed over rows or sequences
 
 
 @functools.cache
@@ -46,12 +46,12 @@ def _rowwise(op: str) -> bool:
 
 
 def attention_factors(name: str, shape: Tuple[int, ...], layout: str) -> Optional[Factors]:
-    """The names of the dimensions of an argument of attention: sequences are "b", heads "h"; None: it is whole on every device."""
+    """The names of the dimensions of attention's argument: "b" for sequences, "h" for heads. None: every device has the whole argument."""
     if name == "softmax_lse":
         return ("b", "h", "sq")
     if name in ("softmax_sink", "dsink"):
         return ("h",)
-    if name in ("cu_seqlens_q", "cu_seqlens_kv"):  # lengths until a device cumulates its own
+    if name in ("cu_seqlens_q", "cu_seqlens_kv"):  # lengths; each device cumulates its own
         return ("b",)
     if len(shape) == 4 and name in ("bias", "dbias", "attn_mask"):
         return ("b" if shape[0] != 1 else "", "h" if shape[1] != 1 else "", "", "")
@@ -63,8 +63,9 @@ def attention_factors(name: str, shape: Tuple[int, ...], layout: str) -> Optiona
 
 
 def _spread_out(rule: Sequence[str], rows: int, columns: int) -> Tuple[Factors, Factors]:
-    """The names of a matrix's rows and columns, each over so many dimensions. Of [n, N] columns a mesh cuts N; both halves of a gated
-    activation's then, as its H."""
+    """The names of a matrix's rows and columns, which consist of several dimensions each. Of columns [n, N], a mesh shards N, so both halves of a
+    gated activation are sharded along H.
+    """
     first, *rest = rule
     last = rest[0] if rest else first if first != "..." else "h"
     leading = "row" if "..." in first else first.lower()
@@ -80,18 +81,18 @@ def _by_rule(rule: Sequence[str], rank: int) -> Optional[Factors]:
         elif word == "@...":
             words.append("row0")
         else:
-            words.append(word.lower() if word.isalpha() else "")  # no name: of this array alone
+            words.append(word.lower() if word.isalpha() else "")  # unnamed: a dimension of this array only
     return tuple(words) if len(words) == rank else None
 
 
 def _layout(name: str, settings: Mapping[str, Any]) -> Optional[BlockLayout]:
-    """The layout of an array with the factors of blocks; None for others."""
+    """The layout of a block scale array; None for other arrays."""
     arg, _, part = name.partition(".")
     return block_layout(settings.get(f"{arg}.scaling", "tensor"), part == "columnwise_scale_inv") if part.endswith("scale_inv") else None
 
 
 def _factors(op: str, name: str, struct: Any, settings: Mapping[str, Any], spread: Spread) -> Optional[Factors]:
-    """The dimensions' names; None: the array is whole on every device."""
+    """The dimensions' names; None: every device has the whole array."""
     arg, _, part = name.partition(".")
     rank = len(struct.shape)
     layout = _layout(name, settings)
@@ -118,7 +119,7 @@ def _numbered(*names: str) -> Set[str]:
 
 
 def _may_cut(op: str, operands: Sequence, settings: Mapping[str, Any], spread: Spread, prepared: Collection[str]) -> Set[str]:
-    """The names of dimensions along which the op may be cut."""
+    """The names of dimensions along which the op may be sharded."""
     names = {name for name, _ in operands}
     if "rng" in names or not spread and any(key.endswith(".scaling") and value != "tensor" for key, value in settings.items()):
         return set()
@@ -145,13 +146,15 @@ def _spec(factors: Optional[Factors], rank: int, axes: Mapping[str, Any]) -> Par
 
 
 def _laid(infos: Sequence, factors: Sequence[Optional[Factors]]) -> List[Tuple[str, Any]]:
-    """The dimensions that are cut in any of these arrays and their mesh axes, in the arrays' order."""
+    """The dimensions of these arrays that are sharded, with their mesh axes, in the arrays' order."""
     specs = [getattr(info.sharding, "spec", None) for info in infos]
     return [pair for spec, names in zip(specs, factors) if names is not None and spec is not None for pair in zip(names, tuple(spec)) if pair[1]]
 
 
 def _chosen(laid: Sequence[Tuple[str, Any]], cut: Set[str], fits: Callable[[Mapping[str, Any]], bool]) -> Dict[str, Any]:
-    """The mesh axes over which each dimension is cut: the first ones, each axis once. A dimension that they do not fit stays whole."""
+    """Assigns mesh axes to each sharded dimension: the first proposal wins, and each axis is used once. A dimension that the axes do not divide stays
+    whole.
+    """
     axes: Dict[str, Any] = {}
     used: Set[str] = set()
     for name, axis in laid:
@@ -163,7 +166,7 @@ def _chosen(laid: Sequence[Tuple[str, Any]], cut: Set[str], fits: Callable[[Mapp
 
 
 class _Plan:
-    """The plan for cutting one call: its arrays' dimensions by name, and the names along which it may be cut."""
+    """The sharding plan of one call: the dimension names of its arrays, and the names along which it may be sharded."""
 
     def __init__(self, op: str, operands: Sequence, results: Sequence, settings: Mapping[str, Any], spread: Spread, prepared: Collection[str]):
         self.op, self.operands, self.results = op, list(operands), list(results)
@@ -178,9 +181,9 @@ class _Plan:
         norm = op.startswith(("layernorm", "rmsnorm"))
         columns = any(name.endswith(".columnwise_data") for name, _ in both)
         if not spread and (norm or columns) and max(len(struct.shape) for name, struct in both if "." not in name) > 2:
-            self.cut = set()  # records of rows, and column-wise codes, have one dimension for all rows
+            self.cut = set()  # saved statistics of rows, and column-wise codes, have a single dimension for all rows
         if any(_layout(name, settings) is not None and f is None for (name, _), f in zip(both, self.factors)):
-            self.cut = set()  # padded factors of blocks
+            self.cut = set()  # block scales with padding
         self.extents: Dict[str, List[int]] = {}
         for names, (_, struct) in zip(self.factors, both):
             for name, extent in zip(names or (), struct.shape):
@@ -188,7 +191,7 @@ class _Plan:
         self.cut = {name for name in self.cut if all(a > 1 and b % a == 0 for a, b in itertools.pairwise(self.extents.get(name, [])))}
 
     def rule(self) -> Dict[str, Any]:
-        """As XLA's partitioner wants it: every dimension has a name, and names come in the order in which they appear."""
+        """The rule for XLA's partitioner. Every dimension needs a name, in the order of first appearance."""
         unique = iter(range(10**6))
         both = self.operands + self.results
 
@@ -197,7 +200,7 @@ class _Plan:
         def word(name: str, extent: int) -> str:
             if name not in self.cut:
                 return f"only{next(unique)}"
-            inner = [f"{name}_{i}" for i in range(self.extents[name].index(extent))]  # heads that share keys, elements that share a factor
+            inner = [f"{name}_{i}" for i in range(self.extents[name].index(extent))]  # for heads that share keys, or elements that share a scale
             return f"({' '.join([name, *inner])})" if inner else name
 
         words = [" ".join(word(*dim) for dim in zip(f if f is not None else ("",) * len(struct.shape), struct.shape))
@@ -216,14 +219,15 @@ class _Plan:
         return [NamedSharding(mesh, _spec(f, len(struct.shape), axes)) for f, (_, struct) in zip(self.factors, both)]
 
     def _summed_over(self, name: str, factors: Optional[Factors], axes: Mapping[str, Any]) -> Tuple[str, ...]:
-        """The mesh axes over which this result of a device's parts is summed."""
+        """The mesh axes over which this result must be summed."""
         if self.op == "generic_gemm" and name == "d":
             return flat_axes([axis for factor, axis in axes.items() if self._summed(factor)])
         return flat_axes([axis for factor, axis in axes.items() if factor not in (factors or ())]) if name in _SUMMED else ()
 
     def scattered(self, mesh: Any, axes: Mapping[str, Any], infos: Sequence) -> List[Dict[int, Tuple[str, ...]]]:
-        """For each result the dimensions that a sum over devices may leave cut, as the program wants them, and their mesh axes: the sum is
-        then a reduce-scatter and not an all-reduce."""
+        """For each result: the dimensions that may stay sharded after a sum over devices, as the program requests, with their mesh axes. The sum is
+        then a reduce-scatter instead of an all-reduce.
+        """
         found: List[Dict[int, Tuple[str, ...]]] = []
         for (name, struct), factors, info in zip(self.results, self.factors[len(self.operands):], infos):
             rest, dims = list(self._summed_over(name, factors, axes)), {}
@@ -238,7 +242,7 @@ class _Plan:
         return found
 
     def whole(self, name: str, value: jax.Array, factors: Optional[Factors], axes: Mapping[str, Any], dims: Mapping[int, Tuple[str, ...]]):
-        """A result of the parts made that of the whole, or of the whole its part."""
+        """Combines a shard's result with those of the other devices, or takes this device's part of a whole result."""
         if name.endswith("amax"):
             everywhere = flat_axes(list(axes.values()))
             return jax.lax.pmax(value, everywhere) if everywhere else value
@@ -250,7 +254,9 @@ class _Plan:
 
     def of_a_device(self, run: Callable, mesh: Any, axes: Mapping[str, Any],
                     infos: Sequence = ()) -> Tuple[Callable, List[NamedSharding], List[NamedSharding]]:
-        """The work of one device on its parts, and the layouts of operands and results. infos: the layouts that the program wants of results."""
+        """Returns one device's function on its shards, and the shardings of operands and results. infos: the shardings that the program requests for
+        results.
+        """
         shardings, count = self.shardings(mesh, axes), len(self.operands)
         local = [sharding.shard_shape(struct.shape) for sharding, (_, struct) in zip(shardings[count:], self.results)]
         dims = self.scattered(mesh, axes, infos) if infos else [{} for _ in self.results]
@@ -269,12 +275,12 @@ class _Plan:
             return all(extent % devices[name] == 0 for name in axes for extent in self.extents[name]) and self._blocks_fit(devices)
 
         laid = _laid(infos, self.factors)
-        # Over the tensor axes columns are cut, and rows of another array that lie there (a sequence's) are gathered.
+        # On tensor axes, columns take precedence: another array's rows that use the same axes (a sequence's) are gathered.
         columns = [pair for pair in laid if pair[0] in self.columns and set(flat_axes([pair[1]])) <= self.tensor]
         return _chosen(columns + laid, self.cut, fits)
 
     def _blocks_fit(self, devices: Mapping[str, int]) -> bool:
-        """True if the factors of a device's blocks, with dimensions cut over so many devices, are laid out as those of a matrix of its part."""
+        """True if the block scales of each shard, with dimensions divided by these numbers of devices, have the layout of a separate matrix."""
         both = self.operands + self.results
         data = {arg: (names, struct.shape) for (arg, struct), names in zip(both, self.factors)}
 
@@ -304,7 +310,7 @@ class _Plan:
         return partition
 
     def by_types(self, run: Callable, mesh: Any, arrays: Sequence[jax.Array]) -> List[jax.Array]:
-        """The call on a mesh of explicit axes, where types say how arrays lie and XLA's partitioner decides nothing."""
+        """The call on a mesh with explicit axes, where array types determine shardings and XLA's partitioner decides nothing."""
         axes = self.chosen(mesh, [jax.typeof(array) for array in arrays])
         lower, operands, results = self.of_a_device(run, mesh, axes)
         arrays = [jax.sharding.reshard(array, sharding) for array, sharding in zip(arrays, operands)]
@@ -318,7 +324,7 @@ def _explicit_axes(mesh: Any) -> List[str]:
 
 
 def _mesh_of_types(arrays: Sequence[jax.Array]) -> Any:
-    """The mesh over whose explicit axes any of these is cut; None if there is none."""
+    """The mesh with explicit axes over which any of these arrays is sharded; None if there is none."""
     for array in arrays:
         sharding = jax.typeof(array).sharding
         if any(axis is not None for axis in sharding.spec):
@@ -327,8 +333,9 @@ def _mesh_of_types(arrays: Sequence[jax.Array]) -> Any:
 
 
 def in_one(x: jax.Array, first: int, count: int) -> jax.Array:
-    """x with `count` dimensions from `first` on made one. Over explicit axes JAX does that only where the first of them alone is cut, so the
-    others are gathered."""
+    """Merges `count` dimensions of x from `first` on. Over explicit axes JAX allows that only if just the first of them is sharded, so the others are
+    gathered.
+    """
     last = first + count
     shape = (*x.shape[:first], math.prod(x.shape[first:last]), *x.shape[last:])
     sharding = jax.typeof(x).sharding
@@ -341,7 +348,7 @@ def in_one(x: jax.Array, first: int, count: int) -> jax.Array:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layout of a tree's arrays over explicit axes. It may be kept among what a forward keeps for its backward."""
+    """The shardings over explicit axes of a tree's arrays. May be saved from a forward for its backward."""
 
     shardings: Tuple[Any, ...]
 
@@ -350,10 +357,10 @@ class Layout:
         return cls(tuple(jax.typeof(array).sharding for array in jax.tree.leaves(tree)))
 
     def put(self, tree: Any) -> Any:
-        """The arrays of a like tree, laid out so: JAX asks for gradients that lie as what they are the gradients of."""
+        """Applies the shardings to a tree of the same structure: JAX requires that a gradient has the sharding of its primal."""
         def put(array, wanted):
             now = jax.typeof(array).sharding
-            to = now.update(spec=wanted.spec) if wanted.mesh.empty else wanted  # an array from before the mesh was set has none
+            to = now.update(spec=wanted.spec) if wanted.mesh.empty else wanted  # an array made before the mesh was set has an empty mesh
             return array if now == to else jax.sharding.reshard(array, to)
 
         leaves, structure = jax.tree.flatten(tree)
@@ -362,7 +369,7 @@ class Layout:
 
 def call(run: Callable, op: str, arrays: Sequence[jax.Array], operands: Sequence, results: Sequence, settings: Mapping[str, Any],
          spread: Spread, prepared: Collection[str]) -> List[jax.Array]:
-    """run(result shapes, *arrays), cut by XLA's partitioner where the program is one for several devices."""
+    """run(result shapes, *arrays), sharded by XLA's partitioner if the program runs on several devices."""
     plan = _Plan(op, operands, results, settings, spread, prepared)
     mesh = _mesh_of_types(arrays)
     if mesh is not None:
@@ -374,5 +381,5 @@ def call(run: Callable, op: str, arrays: Sequence[jax.Array], operands: Sequence
 
 
 def may_cut_programs() -> bool:
-    """True if XLA may cut a program that is traced now over devices. Inside shard_map each device sees its part alone."""
+    """True if XLA may shard the program that is being traced. Inside shard_map each device sees only its shard."""
     return jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes

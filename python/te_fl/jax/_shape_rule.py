@@ -1,4 +1,4 @@
-"""Reads the shape rules of the specification, whose grammar stands at te_fl_arg_desc in te_fl/plugin.h."""
+"""Parses the specification's shape rules; te_fl_arg_desc in te_fl/plugin.h defines the grammar."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _holds(op: str, test: str, settings: Mapping[str, Any]) -> bool:
 
 
 def terms(op: str, rule: str, settings: Mapping[str, Any]) -> List[str]:
-    """The terms of a rule in a call whose scalars are `settings`: of "trans_a ? K M : M K", K and M where trans_a is set."""
+    """The terms of a shape rule, given the call's scalars: "trans_a ? K M : M K" gives K and M if trans_a is set."""
     while " ? " in rule:
         test, _, rest = rule.partition(" ? ")
         dims, _, rule = rest.partition(" : ")

@@ -1,4 +1,4 @@
-"""Quantised tensors as JAX has them: a tree of their parts."""
+"""Quantised tensors as JAX pytrees of their parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _up(value: int, step: int) -> int:
 
 
 def scale_inv_shape(scaling: str, columnwise: bool, m: int, k: int) -> Tuple[int, ...]:
-    """Extents of the factors of a matrix [m, k]; te_fl_quant in te_fl/plugin.h has the table."""
+    """The shape of the scales of a matrix [m, k]; see the table at te_fl_quant in te_fl/plugin.h."""
     if scaling == "tensor":
         return (1,)
     if scaling == "block_1x128":
@@ -31,7 +31,7 @@ def scale_inv_shape(scaling: str, columnwise: bool, m: int, k: int) -> Tuple[int
 
 
 class BlockLayout(NamedTuple):
-    """The layout of the factors of blocks: the order of its two dimensions, and the numbers of rows and columns that share a factor."""
+    """The layout of a block scale array: the order of its dimensions, and the numbers of rows and columns per scale."""
 
     columns_first: bool
     rows: int
@@ -39,7 +39,7 @@ class BlockLayout(NamedTuple):
 
 
 def block_layout(scaling: str, columnwise: bool) -> Optional[BlockLayout]:
-    """None: one factor for the whole tensor."""
+    """None: one scale for the whole tensor."""
     return {
         "block_1x128": BlockLayout(False, 128, 1) if columnwise else BlockLayout(True, 1, 128),
         "block_128x128": BlockLayout(columnwise, 128, 128),
@@ -48,8 +48,9 @@ def block_layout(scaling: str, columnwise: bool) -> Optional[BlockLayout]:
 
 
 def spread_scale_inv(scaling: str, columnwise: bool, rows: Tuple[int, ...], columns: Tuple[int, ...]) -> Tuple[int, ...]:
-    """The extents of the factors of a matrix whose rows and columns are spread over these: spread as they are if that takes no padding, else
-    those of scale_inv_shape()."""
+    """The shape of the scales of a matrix whose rows and columns consist of these dimensions: with the same dimensions if no padding is needed, else
+    scale_inv_shape().
+    """
     m, k = math.prod(rows), math.prod(columns)
     matrix, layout = scale_inv_shape(scaling, columnwise, m, k), block_layout(scaling, columnwise)
     if layout is None or rows[-1] % layout.rows or columns[-1] % layout.columns:
@@ -65,7 +66,7 @@ def scale_dtype(scaling: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A quantised tensor by its parts. Without row-wise data the shape is that of the matrix whose columns are kept."""
+    """A quantised tensor by its parts. Without row-wise data, the shape is that of the matrix before transposition."""
 
     data: Optional[jax.Array] = None
     columnwise_data: Optional[jax.Array] = None
@@ -92,7 +93,7 @@ class Quantized:
         return (self.data if self.data is not None else self.columnwise_data).dtype
 
     def only(self, columnwise: bool) -> "Quantized":
-        """One of the two copies, with what belongs to it."""
+        """Keeps one of the two copies, with its scales."""
         if columnwise:
             inv = self.scale_inv if self.scaling == "tensor" else None
             return Quantized(columnwise_data=self.columnwise_data, columnwise_scale_inv=self.columnwise_scale_inv, scale_inv=inv,
@@ -105,10 +106,10 @@ jax.tree_util.register_dataclass(Quantized, data_fields=["data", *_PARTS], meta_
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedOutput:
-    """A quantised output to be made.
+    """Describes a quantised output.
 
-    scaling "tensor": with `scale` (FP32 [1]) its values are multiplied by this one, and amax starts from 0; without, the scale is
-    derived from them. The other modes derive their scales.
+    scaling "tensor": with `scale` (FP32 [1]) the values are multiplied by it, and amax starts from 0; without, the scale is computed from the values
+    (current scaling). The other modes always compute their scales.
     """
 
     dtype: Any
@@ -119,7 +120,7 @@ class QuantizedOutput:
     pow2_scale: bool = False
     amax_epsilon: float = 0.0
     shape: Optional[Tuple[int, ...]] = None
-    spread: Optional[Tuple[int, int]] = None  # the number of dimensions of its rows and of its columns; None: all but the last are rows, as one
+    spread: Optional[Tuple[int, int]] = None  # numbers of dimensions of the rows and of the columns; None: all dimensions but the last form the rows
 
     def of_shape(self, shape: Tuple[int, ...]) -> "QuantizedOutput":
         return dataclasses.replace(self, shape=tuple(shape))

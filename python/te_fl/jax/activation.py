@@ -1,4 +1,4 @@
-"""Activations, plain and gated, with their gradients."""
+"""Activations, plain and gated, with gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPS = {
 
 
 def canonicalize_activation(activation_type) -> Tuple[str, ...]:
-    """The names as a tuple, the activated half first. ValueError for what te-fl has not."""
+    """The names as a tuple, the activated half first. ValueError for unknown activations."""
     names = (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
     if all(isinstance(name, str) for name in names):
         names = tuple(name.lower() for name in names)
@@ -30,14 +30,14 @@ def canonicalize_activation(activation_type) -> Tuple[str, ...]:
 
 
 def nearest(names: Sequence, more: Sequence[str] = ()) -> str:
-    """"; did you mean 'gelu'?" for the first of these that is no activation's name, `more` included."""
+    """The text "; did you mean 'gelu'?" for the first of these names that is neither an activation nor in `more`."""
     known = {*more, *(word for words in _OPS for word in words)}
     wrong = [name for name in names if isinstance(name, str) and name not in known]
     return did_you_mean(wrong[0], sorted(known)) if wrong else ""
 
 
 def canonicalize_params(names: Tuple[str, ...], params: Optional[Mapping]) -> Tuple[Tuple[str, float], ...]:
-    """limit and alpha of the clamped SwiGLU as sorted pairs; the others have none."""
+    """limit and alpha of the clamped SwiGLU, as sorted pairs; empty for other activations."""
     values = {} if params is None else dict(params)
     known = {"limit", "alpha"} if names[0] == "clamped_silu" else set()
     if not set(values) <= known:
@@ -46,7 +46,7 @@ def canonicalize_params(names: Tuple[str, ...], params: Optional[Mapping]) -> Tu
 
 
 def forward(x, names, params, output=None):
-    """x [.., H], or gated [.., 2, H]; the result (`output` says of which kind) is [.., H]."""
+    """x [.., H], or gated [.., 2, H]; returns [.., H], in the form given by `output`."""
     rows = x.ndim - len(names)
     shape = (*x.shape[:rows], x.shape[-1])
     output = jax.ShapeDtypeStruct(shape, x.dtype) if output is None else output.of_shape(shape)
@@ -63,7 +63,7 @@ def backward(grad, x, names, params):
 
 
 def activation(x: jax.Array, activation_type: Sequence[str], quantizer=None, act_params: Optional[Mapping] = None) -> jax.Array:
-    """x [.., n, H] for n activations: the first of x[.., 0, :], times x[.., 1, :] if gated; the result is [.., H].
+    """x [.., n, H] for n activations. Returns [.., H]: the activation of x[.., 0, :], times x[.., 1, :] if gated.
 
     act_params: limit and alpha of ("clamped_silu", "clamped_linear").
     """

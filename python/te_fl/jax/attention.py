@@ -1,4 +1,4 @@
-"""Fused attention with its gradients, on te-fl's attention op."""
+"""Fused attention with gradients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class AttnMaskType(Enum):
 
 
 class CPStrategy(Enum):
-    """The ways of context parallelism. te_fl.jax has none of them: each is taken where its mesh axis has one device."""
+    """Strategies of context parallelism. te_fl.jax does not implement context parallelism; each strategy is accepted if its mesh axis has one device.
+    """
 
     DEFAULT = 0
     ALL_GATHER = 1
@@ -120,7 +121,7 @@ def _pair(value) -> Tuple[jax.Array, jax.Array]:
 
 
 class SequenceDescriptor(NamedTuple):
-    """The true lengths of the sequences of a padded batch: seqlens are int32 [batch] of queries and of keys."""
+    """The sequence lengths of a padded batch: seqlens are int32 [batch], of queries and of keys."""
 
     seqlens: Tuple[jax.Array, jax.Array]
 
@@ -151,7 +152,7 @@ class _Settings(NamedTuple):
 
 
 class _Extras(NamedTuple):
-    """The arguments that some calls have besides q, k and v."""
+    """Optional arguments besides q, k and v."""
 
     bias: Optional[jax.Array] = None
     softmax_sink: Optional[jax.Array] = None
@@ -179,11 +180,11 @@ def _split(qkv: Tuple[jax.Array, ...], layout: QKVLayout) -> Tuple[jax.Array, ja
 
 
 def mask_out(mask: Optional[jax.Array], mask_type: AttnMaskType, window: Tuple[int, int], queries: int, keys: int) -> jax.Array:
-    """The positions that an arbitrary mask (not 0: masked out; None: there is none), the mask type and the window mask out together: uint8
-    [batch, heads, queries, keys]. The mask types whose names say bottom right line up the last query with the last key that the mask leaves, the
-    others the first."""
+    """Combines an arbitrary mask (nonzero: masked out; None: no mask), the mask type and the window into a mask uint8 [batch, heads, queries, keys].
+    The bottom-right mask types align the last query with the last unmasked key; others align the first ones.
+    """
     if mask is not None:
-        if mask.ndim == 5:  # heads as groups and their members
+        if mask.ndim == 5:  # heads given as (groups, heads per group)
             mask = mask.reshape(mask.shape[0], mask.shape[1] * mask.shape[2], *mask.shape[3:])
         if mask.ndim != 4:
             raise ValueError(f"the mask has shape {mask.shape}; it is [batch or 1, heads or 1, queries, keys], or has the heads in two dimensions")
@@ -202,27 +203,31 @@ def mask_out(mask: Optional[jax.Array], mask_type: AttnMaskType, window: Tuple[i
 
 
 def _last(left: jax.Array) -> jax.Array:
-    """The number of positions up to the last that is true, along the last dimension."""
+    """One more than the index of the last true element along the last dimension; 0 if there is none."""
     return jnp.max(jnp.where(left, jnp.arange(1, left.shape[-1] + 1), 0), axis=-1)
 
 
 def _padding(lengths: Tuple[jax.Array, jax.Array], queries: int, keys: int) -> jax.Array:
-    """The mask of sequences of these lengths, [batch, 1, queries, keys]. Queries of padding have no keys, so that their results are zeros."""
+    """The mask of sequences with these lengths, [batch, 1, queries, keys]. Queries in the padding have all keys masked out, so their results are
+    zeros.
+    """
     rows, columns = (jnp.arange(count) >= one[:, None] for count, one in zip((queries, keys), lengths))
     return (rows[:, :, None] | columns[:, None, :])[:, None]
 
 
 def _from_top_left(window: Tuple[int, int], queries: int, keys: int) -> Optional[Tuple[int, int]]:
-    """A window that counts from the first query and key, as one that counts from the last ones, as the op's does without a causal mask; None if
-    the op has no such window."""
+    """Converts a window aligned to the first query and key to one aligned to the last ones, as the op's is without a causal mask; None if the op has
+    no such window.
+    """
     shift = keys - queries
     left, right = (one if one < 0 else one + by for one, by in zip(window, (shift, -shift)))
     return None if window[0] >= 0 > left or window[1] >= 0 > right else (left, right)
 
 
 def _random_state(seed: jax.Array) -> jax.Array:
-    """The op's random state, uint32 [4], from a seed as Transformer Engine takes it, a key of jax.random of either kind (of several keys the
-    first), or from a random state."""
+    """Converts a seed to the op's random state, uint32 [4]. The seed is a Transformer Engine seed, a jax.random key of either kind (of several keys
+    the first), or a random state.
+    """
     if jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return random_state(seed.reshape(-1)[0])
     if not jnp.issubdtype(seed.dtype, jnp.integer) or seed.size < 2:
@@ -233,8 +238,9 @@ def _random_state(seed: jax.Array) -> jax.Array:
 
 def make_swa_mask(segment_pos_q: jax.Array, segment_pos_kv: jax.Array, window_size: Optional[Tuple[int, int]] = None,
                   dtype: Any = jnp.float32, segment_ids_q: Optional[jax.Array] = None, segment_ids_kv: Optional[jax.Array] = None) -> jax.Array:
-    """A window by positions [.., queries] and [.., keys] as a factor [.., 1, queries, keys], 1 where a query attends. With segment ids the window's
-    left bound counts from the last query and key of each segment, and there is no right one."""
+    """A window mask from positions [.., queries] and [.., keys], as a factor [.., 1, queries, keys] that is 1 where a query attends. With segment
+    ids, the left bound is aligned to the last query and key of each segment, and there is no right bound.
+    """
     left, right = (jnp.inf if one < 0 else one for one in (window_size or (-1, -1)))
     where = segment_pos_kv[..., None, :] - segment_pos_q[..., :, None]
     if segment_ids_q is not None and segment_ids_kv is not None:
@@ -253,7 +259,7 @@ _PREPARE = {"cu_seqlens_q": _cumulated, "cu_seqlens_kv": _cumulated}
 
 
 def _check_context_parallel(strategy: Any, axis: str) -> None:
-    """NotImplementedError where context parallelism has more than one device; on one, its strategy and order of tokens mean nothing."""
+    """Raises NotImplementedError if context parallelism would use more than one device. On one device, strategy and token order have no effect."""
     name = getattr(strategy, "name", strategy)
     if name is not None and (not isinstance(name, str) or name.upper().replace("ALLGATHER", "ALL_GATHER") not in CPStrategy.__members__):
         raise ValueError(f"context_parallel_strategy is {strategy!r}; it is one of {', '.join(CPStrategy.__members__)}")
@@ -278,14 +284,13 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
                softmax_offset: Optional[jax.Array] = None, stripe_size: Optional[int] = None, score_mod=None, score_mod_bprop=None,
                score_mod_tensors=None, score_mod_bprop_tensors=None, return_max_logit: bool = False,
                transpose_batch_sequence: bool = False) -> jax.Array:
-    """softmax(scaling_factor q k^T + bias, masked) v, with dropout of the probabilities while training.
+    """softmax(scaling_factor q k^T + bias, masked) v, with dropout of the probabilities during training.
 
-    sequence_descriptor: for the padding masks the lengths (SequenceDescriptor), or a mask [batch or 1, heads or 1, queries, keys], not 0
-    where masked out, whose last query and key that are left count as the lengths; the other masks do not read it, as in Transformer Engine.
-    seed: a key of jax.random, or uint32 [4] as of te_fl.jax.quantize.random_state().
-    window_size: keys before and after a query's own, which the mask type finds: from the last query and key in the bottom right ones, from the first
-    in the others.
-    context_parallel_..: on a mesh axis of one device, where they mean nothing.
+    sequence_descriptor: for padding masks, the lengths (SequenceDescriptor), or a mask [batch or 1, heads or 1, queries, keys], nonzero where masked
+    out, whose last unmasked query and key define the lengths. Other mask types ignore it, as in Transformer Engine.
+    seed: a jax.random key, or uint32 [4] from te_fl.jax.quantize.random_state().
+    window_size: numbers of keys before and after a query's aligned key. Bottom-right mask types align the last query and key, others the first.
+    context_parallel_..: accepted on a mesh axis of one device, where they have no effect.
     softmax_offset: [heads] logits of a learnable softmax.
     transpose_batch_sequence: arrays are [sequence, batch, ..].
     """
@@ -317,7 +322,7 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
     mask_type = attn_mask_type.value
     lengths, mask = (None, None), None
     extents = (q.shape[sequence], k.shape[sequence])
-    free = not attn_mask_type.is_causal() and window != (-1, -1)  # a window that the op counts from the bottom right
+    free = not attn_mask_type.is_causal() and window != (-1, -1)  # the op aligns such a window to the bottom right
     if attn_mask_type.is_padding() and isinstance(sequence_descriptor, SequenceDescriptor):
         lengths = tuple(one.astype(jnp.int32) for one in sequence_descriptor.seqlens)
         if free and sequence_descriptor.seqlens[0] is not sequence_descriptor.seqlens[1]:
@@ -336,7 +341,7 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
     settings = _Settings("sbhd" if transpose_batch_sequence else "bshd", mask_type, softmax_type.value, float(scaling_factor), dropout, window)
     if bias is not None:
         bias = bias.astype(q.dtype)
-        if jax.default_backend() == "cpu":  # whose fast implementation has no gradient of a bias that sequences share
+        if jax.default_backend() == "cpu":  # the fast CPU implementation has no gradient of a bias shared by sequences
             bias = jnp.broadcast_to(bias, (q.shape[1 - sequence], q.shape[2], q.shape[sequence], k.shape[sequence]))
     q, k, v, bias, sink = align((q, k, v, bias, sink))
     rng = _random_state(seed) if dropout > 0 else None

@@ -1,4 +1,4 @@
-"""The product of an input and a kernel, with its gradients."""
+"""Matrix product of an input and a kernel, with gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from te_fl.jax.sharding import with_sharding_constraint_by_logical_axes
 
 
 def as_matrices(x: jax.Array, kernel: jax.Array, contracting_dims) -> Tuple[jax.Array, jax.Array, tuple]:
-    """x [.., K], kernel [K, N] (or [K, n, N], if it has two column dimensions of more than one element) and the shape of the result."""
+    """Returns x [.., K], the kernel [K, N] (or [K, n, N] if it has two column dimensions larger than 1), and the shape of the result."""
     of_x = [d % x.ndim for d in contracting_dims[0]]
     of_kernel = [d % kernel.ndim for d in contracting_dims[1]]
     shared = [x.shape[d] for d in of_x]
@@ -31,7 +31,7 @@ def as_matrices(x: jax.Array, kernel: jax.Array, contracting_dims) -> Tuple[jax.
 
 
 def kernel_for(x: jax.Array, kernel: jax.Array, quantizer_set: QuantizerSet) -> jax.Array:
-    """Products in high precision have one dtype; a quantised one reads a kernel of any."""
+    """Converts the kernel to x's dtype for a high-precision product; a quantised product accepts any kernel dtype."""
     return kernel if quantizer_set.active else kernel.astype(x.dtype)
 
 
@@ -40,10 +40,10 @@ def dense(x: jax.Array, kernel: jax.Array, bias: Optional[jax.Array] = None,
           input_axes: Optional[Tuple[str, ...]] = None, kernel_axes: Optional[Tuple[str, ...]] = None,
           output_axes: Optional[Tuple[str, ...]] = None, collective_op_set=None,
           quantizer_set: QuantizerSet = noop_quantizer_set) -> jax.Array:
-    """x kernel + bias, contracted over the given dimensions; the result has x's other dimensions, then the kernel's.
+    """x kernel + bias, contracted over the given dimensions. The result has x's other dimensions, then the kernel's.
 
-    The gradient with respect to quantizer_set is its state after the step (te_fl.jax.quantize). The dimensions' order
-    (transpose_batch_sequence) makes no difference to te-fl. *_axes: logical axes of te_fl.jax.sharding or of Flax's rules.
+    The gradient with respect to quantizer_set is its state after the step (te_fl.jax.quantize). transpose_batch_sequence has no effect. *_axes:
+    logical axes of te_fl.jax.sharding or of Flax's rules.
     """
     if collective_op_set is not None:
         raise NotImplementedError("te_fl.jax: dense(collective_op_set=..) is not served: collectives are XLA's; leave it out")

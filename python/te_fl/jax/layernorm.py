@@ -1,4 +1,4 @@
-"""Layer and RMS normalisation with their gradients."""
+"""Layer and RMS normalisation with gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _spread(x):
 
 
 def forward(x, gamma, beta, norm_type, zero_centered_gamma, epsilon, z=True):
-    """The result (`z` says of which kind) of x [.., H], and what the backward reads besides x and gamma: mu, rsigma [..]."""
+    """Returns the normalised x [.., H], in the form given by `z`, and the statistics that the backward reads: mu, rsigma [..]."""
     scalars = {"epsilon": float(epsilon), "zero_centered_gamma": bool(zero_centered_gamma)}
     of_rows = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
     if norm_type == "layernorm":
@@ -44,7 +44,7 @@ def forward(x, gamma, beta, norm_type, zero_centered_gamma, epsilon, z=True):
 
 
 def backward(dz, x, gamma, beta, saved, norm_type, zero_centered_gamma):
-    """dx, dgamma, dbeta (None without beta)."""
+    """Returns dx, dgamma, dbeta (None without beta)."""
     like_gamma = jax.ShapeDtypeStruct(gamma.shape, gamma.dtype)
     like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
     if norm_type == "layernorm":
@@ -59,7 +59,7 @@ def backward(dz, x, gamma, beta, saved, norm_type, zero_centered_gamma):
 
 def layernorm(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], norm_type: str, zero_centered_gamma: bool = False,
               epsilon: float = 1e-6, quantizer=None) -> jax.Array:
-    """x normalised over its last dimension, times gamma (zero_centered_gamma: 1 + gamma), plus beta (layernorm)."""
+    """x normalised over its last dimension, times gamma (zero_centered_gamma: times 1 + gamma), plus beta (layernorm only)."""
     if quantizer is not None:
         raise NotImplementedError("te_fl.jax: layernorm(quantizer=..) is not served; layernorm_dense quantises what its product reads")
     norm_type = canonicalize_norm_type(norm_type)

@@ -1,4 +1,4 @@
-"""A norm and the product of its result with a kernel, with their gradients."""
+"""A norm followed by a product with a kernel, with gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def layernorm_dense(x: jax.Array, kernel: jax.Array, gamma: jax.Array, beta: Opt
                     transpose_batch_sequence: bool = False, layernorm_input_axes: Optional[Tuple[str, ...]] = None,
                     dot_input_axes: Optional[Tuple[str, ...]] = None, kernel_axes: Optional[Tuple[str, ...]] = None,
                     quantizer_set: QuantizerSet = noop_quantizer_set) -> jax.Array:
-    """layernorm(x) kernel + bias over x's last and the kernel's first dimension. Under FP8 the norm writes the codes itself."""
+    """layernorm(x) kernel + bias, contracted over x's last and the kernel's first dimension. Under FP8 the norm writes FP8 codes directly."""
     norm_type = canonicalize_norm_type(norm_type)
     check_beta(norm_type, beta, zero_centered_gamma)
     x = with_sharding_constraint_by_logical_axes(x, layernorm_input_axes)

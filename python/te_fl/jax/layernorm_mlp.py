@@ -1,4 +1,4 @@
-"""A norm, a product, an activation and a second product, with their gradients."""
+"""A norm, a product, an activation and a second product, with gradients."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def layernorm_mlp(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], ker
                   kernel_2_axes: Optional[Tuple[str, ...]] = None, ffn1_ckpt_name: str = "ffn1", ffn2_ckpt_name: str = "ffn2",
                   activation_type: Sequence[str] = ("gelu",), activation_params: Optional[Mapping] = None, collective_op_sets=None,
                   quantizer_sets: Tuple[QuantizerSet, QuantizerSet] = (noop_quantizer_set, noop_quantizer_set)) -> jax.Array:
-    """kernels: [K, activations, F] and [F, K']; biases: [activations, F] and [K'], or None. The product after the activation reads codes
-    that the activation writes itself."""
+    """kernels: [K, activations, F] and [F, K']; biases: [activations, F] and [K'], or None. Under FP8 the activation writes the second product's
+    codes directly.
+    """
     if collective_op_sets is not None:
         raise NotImplementedError("te_fl.jax: layernorm_mlp(collective_op_sets=..) is not served: collectives are XLA's; leave it out")
     names = canonicalize_activation(activation_type)

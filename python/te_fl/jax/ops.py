@@ -1,10 +1,10 @@
-"""The ops by name, as functions: y = te_fl.jax.ops.gelu(input=x). Arguments are keywords, those of docs/ops.md.
+"""te-fl's ops as functions: y = te_fl.jax.ops.gelu(input=x). Arguments are keywords, as in docs/ops.md.
 
-Outputs are returned in the order of the specification, a single one by itself. Their shapes follow from the inputs; where the specification's
-rule does not say one, and for an optional output, give jax.ShapeDtypeStruct under the output's name (True makes an optional one whose shape
-follows, a dtype one of this dtype, a QuantizedOutput a quantised one). An argument that is read and written is given as an array and returned.
-Lists of arrays are lists, and those that are written are returned as lists.
-Ops have no gradients here; te_fl.jax.dense and its kin do. Random numbers: rng=uint32[4], see te_fl.jax.quantize.random_state.
+Outputs are returned in the specification's order; a single output is returned by itself. Their shapes follow from the inputs. If a shape does not
+follow, and for an optional output, pass jax.ShapeDtypeStruct under the output's name. For an optional output, True requests it with the derived
+shape, a dtype requests that dtype, and a QuantizedOutput a quantised output. An argument that is updated in place is passed as an array and returned.
+Lists of arrays are passed as lists, and returned as lists if they are written. These ops have no gradients; te_fl.jax.dense and similar functions do.
+Random numbers: rng=uint32[4], see te_fl.jax.quantize.random_state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _schema(op: str) -> dict:
 
 
 class _Extents:
-    """The extents that the letters of shape rules stand for, learned from the inputs."""
+    """The extents denoted by the letters of shape rules, derived from the inputs."""
 
     def __init__(self, op: str, scalars: Dict[str, Any]):
         self.op, self.scalars, self.known, self.leading = op, scalars, {}, None
@@ -65,7 +65,7 @@ class _Extents:
             if word == "..." and self.leading is not None:
                 found += self.leading
             elif word.startswith("@...") and self.leading is not None:
-                found += (-(-math.prod(self.leading) // int(word[5:] or 1)),)  # "@.../8": rounded up
+                found += (-(-math.prod(self.leading) // int(word[5:] or 1)),)  # "@.../8": division that rounds up
             elif word in self.known:
                 found += (self.known[word],)
             elif word.startswith("2*") and word[2:] in self.known:
@@ -83,14 +83,14 @@ def _dtype_of(arg: dict, arguments: Dict[str, Any]) -> Optional[Any]:
     allowed = [t for i, t in enumerate(_DTYPES) if arg["dtypes"] >> i & 1]
     if len(allowed) == 1:
         return allowed[0]
-    for value in arguments.values():  # the first one in high precision
+    for value in arguments.values():  # uses the first high-precision value
         if isinstance(value, jax.Array) and value.dtype in allowed and value.dtype in _HIGH:
             return value.dtype
     return None
 
 
 def _output(op: str, arg: dict, operand: Any, extents: _Extents, arguments: Dict[str, Any]) -> Any:
-    """The form of an output: a ShapeDtypeStruct or a QuantizedOutput with its shape; None: nothing is written."""
+    """The ShapeDtypeStruct or QuantizedOutput of an output; None: the output is not requested."""
     if operand is None or operand is False:
         if arg["optional"] or operand is False:
             return None
@@ -110,7 +110,7 @@ def _output(op: str, arg: dict, operand: Any, extents: _Extents, arguments: Dict
 
 
 def _check_dtype(op: str, arg: dict, name: str, array: Any) -> None:
-    """te_fl.errors.InvalidArgument where the specification does not have the array's dtype, while the program is traced."""
+    """Raises te_fl.errors.InvalidArgument, during tracing, if the specification does not allow the array's dtype."""
     allowed = [t for i, t in enumerate(_DTYPES) if arg["dtypes"] >> i & 1]
     if array.dtype not in allowed:
         raise errors.InvalidArgument(f"{op}: argument '{name}' is {array.dtype}{list(array.shape)}, its dtype must be "
@@ -122,7 +122,7 @@ def _names(op: str, schema: dict) -> str:
 
 
 class _Call:
-    """The arrays of one call, in the order in which the text names them."""
+    """The arrays of one call, in the order of the call's text."""
 
     def __init__(self, op: str):
         self.op, self.operands, self.results, self.settings = op, [], [], {}
@@ -152,7 +152,7 @@ class _Call:
 
 
 def _given(op: str, schema: dict, arguments: Dict[str, Any]) -> Tuple[Dict[str, Any], Dict[str, Any]]:
-    """Scalars and tensors. TypeError for names that the op has not, and for arguments that JAX cannot give."""
+    """Splits the arguments into scalars and tensors. TypeError for unknown names, and for arguments that JAX cannot pass."""
     scalars, tensors = {}, {}
     for name, value in arguments.items():
         arg = schema["by_name"].get(name)
@@ -166,12 +166,12 @@ def _given(op: str, schema: dict, arguments: Dict[str, Any]) -> Tuple[Dict[str, 
 
 
 def _list(op: str, schema: dict, arg: dict, made: _Call, tensors: Dict[str, Any]) -> Dict[str, List[Tuple[str, Any]]]:
-    """Adds a list of tensors to the call. What it writes of them, by the list's name: each one's name and kind; empty: nothing."""
+    """Adds a list of tensors to the call. Returns the written elements by the list's name, each as (name, kind); an empty dict if none is written."""
     operand, name = tensors.get(arg["name"]), arg["name"]
     if operand is None and arg["role"] == _OUT and not arg["optional"]:
         operand = True
     first = next(a["name"] for a in schema["args"] if a["type"] == _LIST)
-    alike = list(tensors.get(first) or ()) if first != name else []  # the other lists have one of its shape for each of these
+    alike = list(tensors.get(first) or ()) if first != name else []  # the other lists have one element of the same shape for each of these
     if operand is True or isinstance(operand, QuantizedOutput) or arg["role"] == _OUT and isinstance(operand, (type, np.dtype)):
         operand = [operand] * len(alike)
     if operand is None or operand is False or isinstance(operand, (list, tuple)) and not operand:
@@ -206,7 +206,7 @@ def _run(op: str, **arguments: Any) -> Any:
 
 
 def run(op: str, spread: Spread, prepare: Mapping[str, Callable] = {}, **arguments: Any) -> Any:
-    """The op by its name; spread, prepare: see te_fl.jax._call.call."""
+    """Runs an op by name. spread, prepare: see te_fl.jax._call.call."""
     schema = _schema(op)
     scalars, tensors = _given(op, schema, arguments)
     made = _Call(op)

@@ -1,9 +1,9 @@
-"""FP8 as data: what quantises a tensor is a tree of arrays that goes into a function and comes out, changed, as its gradient.
+"""FP8 with explicit state: a tensor's quantiser is a pytree. It is an argument of the differentiated function, and its updated state is returned as
+its gradient.
 
-A product takes three quantisers, of its input, its kernel and its output's gradient (QuantizerSet). Those of delayed scaling carry a scale and
-the amaxes of past steps. The gradient of a loss with respect to them is not a derivative: it is their state after the step, to be put in
-place of the old one (update_collections). State that is used twice in one step would arrive added up: each product has its own, or the loss
-uses what accumulating() makes of it.
+A product has three quantisers, for its input, its kernel and its output's gradient (QuantizerSet). With delayed scaling they contain a scale and an
+amax history. The gradient of a loss with respect to them is not a derivative, but the state after the step, which replaces the old state
+(update_collections). JAX sums gradients, so a state used twice in one step would be wrong: give each product its own state, or use accumulating().
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 def random_state(key: jax.Array) -> jax.Array:
-    """The random state of an op from a key of jax.random: uint32 [4], the seed and the offset 0."""
+    """Converts a jax.random key to an op's random state: uint32 [4], the seed and the offset 0."""
     return jnp.concatenate([jax.random.bits(key, (2,), jnp.uint32), jnp.zeros((2,), jnp.uint32)])
 
 
@@ -42,8 +42,9 @@ def _positive(amax: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
-    """The way in which one tensor is quantised. scale (FP32 [1]) and amax_history (FP32 [length]): delayed scaling's; None: the
-    scale is derived."""
+    """The quantisation settings of one tensor. scale (FP32 [1]) and amax_history (FP32 [length]) are delayed scaling's state; None: the scale is
+    computed from the values.
+    """
 
     scale: Optional[jax.Array] = None
     amax_history: Optional[jax.Array] = None
@@ -53,7 +54,7 @@ class Quantizer:
     amax_compute_algo: str = "max"
     pow2_scale: bool = False
     amax_epsilon: float = 0.0
-    shared: bool = False  # read() made it: after() has the scale 0 where the tensor had no amax
+    shared: bool = False  # made by read(); after() then returns scale 0 if the tensor had no amax
 
     @property
     def delayed(self) -> bool:
@@ -61,17 +62,18 @@ class Quantizer:
 
     @property
     def cut(self) -> bool:
-        """Derived scales of a tensor that lies on several devices are derived from the whole of it, before it is quantised. Inside shard_map the
-        mesh resource names the axes over which that is known."""
+        """True if the scale of a sharded tensor must be computed from the whole tensor before quantisation (current scaling). Inside shard_map the
+        mesh resource names the axes of the sharding.
+        """
         return self.scaling == "tensor" and not self.delayed and bool(_partition.may_cut_programs() or sharding.named_manual_axes())
 
     def output(self, rowwise: bool = True, columnwise: bool = True, spread: Optional[Tuple[int, int]] = None) -> QuantizedOutput:
-        # The gradient of a product that the loss does not depend on is zero: no state, but where one would be.
+        # Scale 0 marks a product on which the loss does not depend; 1 keeps the computation finite.
         scale = jnp.where(self.scale == 0, 1.0, self.scale) if self.delayed else None
         return QuantizedOutput(jnp.dtype(self.dtype), self.scaling, rowwise, columnwise, scale, self.pow2_scale, self.amax_epsilon, spread=spread)
 
     def derived_scale(self, x: jax.Array) -> jax.Array:
-        """docs/numerics.md, "Scale from amax"."""
+        """See docs/numerics.md, "Scale from amax"."""
         amax = largest_over(jnp.nanmax(jnp.abs(x.astype(jnp.float32)), initial=0.0), sharding.named_manual_axes())
         amax = jnp.maximum(amax, self.amax_epsilon).reshape(1)
         scale = jnp.minimum(_LARGEST[self.dtype] / amax, jnp.finfo(jnp.float32).max)
@@ -81,8 +83,9 @@ class Quantizer:
         return jnp.where(_positive(amax), scale, 1.0)
 
     def quantize(self, x: jax.Array, rowwise: bool = True, columnwise: bool = True, spread: Optional[Tuple[int, int]] = None) -> Quantized:
-        """spread: the number of x's dimensions that are rows and that are columns; None: all but the last are rows, and one in the codes of
-        columns."""
+        """spread: the numbers of x's dimensions that form rows and columns. None: all but the last are rows, and they form a single dimension in the
+        column-wise codes.
+        """
         output = self.output(rowwise, columnwise, spread)
         if self.cut:
             output = dataclasses.replace(output, scale=self.derived_scale(x), pow2_scale=False, amax_epsilon=0.0)
@@ -90,7 +93,7 @@ class Quantizer:
         return ops.run("quantize", both, input=x, output=output.of_shape(x.shape))
 
     def after(self, amax: Optional[jax.Array]) -> "Quantizer":
-        """The state after a step in which the tensor's amax was this; docs/numerics.md, "Delayed scaling"."""
+        """The state after a step with this amax; see docs/numerics.md, "Delayed scaling"."""
         if not self.delayed:
             return self
         if not is_told():
@@ -98,20 +101,20 @@ class Quantizer:
                 "te_fl.jax: delayed scaling under pmap or shard_map(check_vma=False) is not served: JAX does not say there which arrays differ by "
                 "device, so the state would differ too, or be added up over the devices; leave check_vma on, take jit with sharded arrays, or a "
                 "recipe without state such as Float8CurrentScaling")
-        amax = largest(amax, self.scale)  # inside shard_map the parts of a tensor share one scale
+        amax = largest(amax, self.scale)  # inside shard_map the shards of a tensor share one scale
         last = jnp.where(amax != 0, amax, self.amax_history[:1])
         rows = jnp.concatenate([last, self.amax_history[1:]])
         most = last if self.amax_compute_algo == "most_recent" else jnp.max(rows, keepdims=True)
         scale = jnp.minimum(_LARGEST[self.dtype] * 2.0**-self.margin / most, jnp.finfo(jnp.float32).max)
         rolled = jnp.concatenate([self.amax_history[1:], last]).at[0].set(0.0)
-        # Without an amax neither history nor scale changes.
+        # Without an amax, history and scale are unchanged.
         scale = jnp.where((last != 0) & _positive(most), scale, jnp.where(self.scale == 0, 1.0, self.scale))
         if self.shared:
             scale = jnp.where(last != 0, scale, 0.0)
         return dataclasses.replace(self, scale=scale, amax_history=jnp.where(last != 0, rolled, self.amax_history))
 
     def read(self) -> "Quantizer":
-        """A quantiser whose state is in FP32, where accumulating() gave it a dtype of its own."""
+        """Converts state in accumulating()'s special dtype to FP32."""
         if not self.delayed or not jax.dtypes.issubdtype(self.scale.dtype, jax.dtypes.extended):
             return self
         scale, history = _joined.read((self.scale, self.amax_history))
@@ -124,19 +127,19 @@ jax.tree_util.register_dataclass(Quantizer, data_fields=["scale", "amax_history"
 
 @dataclasses.dataclass(frozen=True)
 class QuantizerSet:
-    """The quantisers of one product. All None: the product is in high precision."""
+    """The quantisers of one product. All None: a high-precision product."""
 
     x: Optional[Quantizer] = None
     kernel: Optional[Quantizer] = None
     dgrad: Optional[Quantizer] = None
-    split_accumulator: Tuple[bool, bool, bool] = (False, True, True)  # of y, of the input's gradient, of the kernel's
+    split_accumulator: Tuple[bool, bool, bool] = (False, True, True)  # for y, the input's gradient and the kernel's gradient
 
     @property
     def active(self) -> bool:
         return self.x is not None
 
     def read(self) -> "QuantizerSet":
-        """Each is Quantizer.read()'s."""
+        """Applies Quantizer.read() to each."""
         return dataclasses.replace(self, x=self.x.read(), kernel=self.kernel.read(), dgrad=self.dgrad.read()) if self.active else self
 
 
@@ -149,7 +152,7 @@ def _refuse(recipe: recipes.Recipe, field: str, way_out: str) -> None:
 
 
 def _check(recipe: Any) -> None:
-    """NotImplementedError for what te_fl.jax does not do, naming the field."""
+    """Raises NotImplementedError for unsupported settings, naming the field."""
     if not isinstance(recipe, recipes.Recipe):
         raise TypeError(f"the recipe is {recipe!r}; it is an object of te_fl.common.recipe, such as DelayedScaling()")
     if not isinstance(recipe, (recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.Float8BlockScaling, recipes.MXFP8BlockScaling)):
@@ -179,9 +182,9 @@ def _same_params(params: Any) -> dict:
 
 
 def create_set(recipe: Optional[recipes.Recipe], state: Optional[Callable[[str], Tuple[jax.Array, jax.Array]]] = None) -> QuantizerSet:
-    """The quantisers of one product under a recipe; None: in high precision.
+    """The quantisers of one product under a recipe; None: high precision.
 
-    state(name) for "x", "kernel" and "grad": scale and amax history of delayed scaling; left out: the initial ones.
+    state(name) for "x", "kernel" and "grad" returns scale and amax history of delayed scaling; omitted: initial state.
     """
     if recipe is None:
         return noop_quantizer_set
@@ -204,7 +207,7 @@ def create_set(recipe: Optional[recipes.Recipe], state: Optional[Callable[[str],
 
 
 class _Entered:
-    """A recipe as it was when its autocast was entered; two of equal fields are equal, as they lead to the same programs."""
+    """A snapshot of a recipe when its autocast was entered. Snapshots with equal fields are equal, since they give equal programs."""
 
     def __init__(self, recipe: recipes.Recipe):
         self.recipe = copy.copy(recipe)
@@ -217,19 +220,19 @@ class _Entered:
         return hash(self._key)
 
 
-# The recipe of the calling thread, a part of the keys under which JAX caches what it traced: without that, a scan's body, a checkpointed
-# function or a jitted one that was traced under another recipe would be taken again as it is.
+# The recipe of the calling thread, as part of JAX's trace cache key. Otherwise JAX would reuse a scan body, checkpointed function or jitted function
+# that was traced under another recipe.
 _entered = jax.make_user_context(None)
 
 
 def get_global_quantize_recipe() -> Optional[recipes.Recipe]:
-    """The recipe of the calling thread's innermost autocast, as it was on entering; None: high precision."""
+    """A snapshot of the recipe of the thread's innermost autocast; None: high precision."""
     entered = _entered.value
     return None if entered is None else entered.recipe
 
 
 def _check_enabled(function: str, argument: str, enabled: Any) -> None:
-    """TypeError for what is no bool, a recipe above all, which would count as true and leave another one to compute."""
+    """Raises TypeError unless `enabled` is a bool. A recipe in its place would count as true, and the default recipe would be used."""
     if isinstance(enabled, (bool, np.bool_)):
         return
     kind = enabled if isinstance(enabled, type) else type(enabled)
@@ -242,9 +245,9 @@ def _check_enabled(function: str, argument: str, enabled: Any) -> None:
 @contextlib.contextmanager
 def autocast(enabled: bool = False, recipe: Optional[recipes.Recipe] = None,
              mesh_resource: Optional[sharding.MeshResource] = None) -> Iterator[None]:
-    """Modules that this thread traces inside quantise by the recipe (None: DelayedScaling()), on the mesh axes that mesh_resource names.
+    """Modules traced inside, on this thread, quantise by the recipe (None: DelayedScaling()), on the mesh axes that mesh_resource names.
 
-    A function that is already compiled is traced again when it is called under another recipe or mesh resource.
+    A compiled function is traced again if it is called under another recipe or mesh resource.
     """
     _check_enabled("autocast", "recipe", enabled)
     chosen = (recipe if recipe is not None else recipes.DelayedScaling()) if enabled else None
@@ -256,16 +259,16 @@ def autocast(enabled: bool = False, recipe: Optional[recipes.Recipe] = None,
 
 def fp8_autocast(enabled: bool = False, fp8_recipe: Optional[recipes.Recipe] = None,
                  mesh_resource: Optional[sharding.MeshResource] = None):
-    """The older name of autocast."""
+    """An older name of autocast."""
     _check_enabled("fp8_autocast", "fp8_recipe", enabled)
     warnings.warn("fp8_autocast is the older name of autocast(enabled=.., recipe=.., mesh_resource=..)", DeprecationWarning, stacklevel=2)
     return autocast(enabled, fp8_recipe, mesh_resource)
 
 
 def update_collections(new: Mapping, original: Mapping) -> dict:
-    """`original` with what `new` has put in its place, level by level; keys that `original` lacks are left out.
+    """Merges `new` into `original`, recursively; keys that `original` lacks are ignored.
 
-    The state of delayed scaling whose new scale is 0 stays as it was: the loss did not depend on its product.
+    A delayed scaling state whose new scale is 0 keeps its old value: the loss did not depend on its product.
     """
     made = dict(original)
     for key, value in new.items():

@@ -1,4 +1,4 @@
-"""Rotary position embedding with its gradient."""
+"""Rotary position embedding with gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _METHODS = {"consecutive": True, "alternate": False}  # true for pairs (2i, 2i +
 
 
 def rotary_pos_emb(x: jax.Array, windows: Tuple[int, int], transpose_batch_sequence: bool, group_method: str = "consecutive") -> jax.Array:
-    """x [batch, sequence, heads, size], or [sequence, batch, ..] if transposed, turned by angles whose periods lie between the windows."""
+    """Rotates x [batch, sequence, heads, size], or [sequence, batch, ..] if transposed, by angles whose periods lie between the windows."""
     name = group_method.lower().strip().replace("-", "").replace("_", "")
     if name not in _METHODS:
         raise ValueError(f"group_method is {group_method!r}; it is one of {', '.join(_METHODS)}")

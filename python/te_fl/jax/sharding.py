@@ -1,4 +1,4 @@
-"""The axes of a mesh that hold data and tensor parallelism, and the names by which modules say how their arrays lie on them."""
+"""Mesh axes of data and tensor parallelism, and the logical axis names by which modules describe their arrays' sharding."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ W_JOINED_AXES = "nvte_w_joined"
 
 @dataclasses.dataclass(unsafe_hash=True)
 class MeshResource:
-    """Names of mesh axes: of data (dp), tensor (tp), tensor with sequence (tpsp) and fully sharded data parallelism (fsdp), and of pipeline
-    stages (pp), over which nothing is laid out and no amax is reduced. Not more than one of tp and tpsp has more than one device. Those of context
-    (cp) and expert parallelism (ep), which te_fl.jax has not, have one."""
+    """Names of mesh axes: data parallelism (dp), tensor parallelism (tp), tensor with sequence parallelism (tpsp), fully sharded data parallelism
+    (fsdp) and pipeline stages (pp). pp shards no array and takes part in no amax reduction. At most one of tp and tpsp may have more than one device.
+    te_fl.jax supports neither context (cp) nor expert parallelism (ep), so their axes must have one device.
+    """
 
     dp_resource: Optional[str] = None
     tp_resource: Optional[str] = None
@@ -43,28 +44,28 @@ class MeshResource:
     ep_resource: Optional[str] = None
 
     def axes(self) -> Tuple[str, ...]:
-        """The axes that cut arrays, each once: all but that of pipeline stages."""
+        """The axes that shard arrays, each once; pipeline stages are excluded."""
         named = (self.dp_resource, self.fsdp_resource, self.tp_resource, self.tpsp_resource)
         return tuple(dict.fromkeys(axis for axis in named if axis is not None))
 
 
 def flat_axes(axes: Sequence[MeshAxes]) -> Tuple[str, ...]:
-    """The mesh axes of a PartitionSpec, one by one."""
+    """The mesh axes of a PartitionSpec, flattened."""
     return tuple(a for axis in axes if axis is not None for a in (axis if isinstance(axis, tuple) else (axis,)))
 
 
-# The mesh resource of the calling thread, a part of the keys under which JAX caches what it traced.
+# The mesh resource of the calling thread, as part of JAX's trace cache key.
 _resource = jax.make_user_context(MeshResource())
 
 
 def global_mesh_resource() -> MeshResource:
-    """The calling thread's; an empty one outside of autocast and global_shard_guard."""
+    """The calling thread's mesh resource; an empty one outside of autocast and global_shard_guard."""
     return _resource.value
 
 
 @contextlib.contextmanager
 def global_shard_guard(resource: Optional[MeshResource]) -> Iterator[None]:
-    """Lays out on these axes, as they are now, all that this thread traces inside; None: on none."""
+    """Shards everything traced inside, on this thread, over these axes; None: no axes."""
     if resource is not None and not isinstance(resource, MeshResource):
         raise TypeError(f"the mesh resource is {resource!r}; it is a MeshResource, such as MeshResource(dp_resource='data')")
     with _resource(MeshResource() if resource is None else dataclasses.replace(resource)):
@@ -81,7 +82,7 @@ def current_mesh() -> Any:
 
 
 def _size(mesh: Any, who: str, argument: str, axis: str) -> int:
-    """The number of devices of an axis of the mesh; ValueError for one that it has not."""
+    """The number of devices along a mesh axis; ValueError if the mesh does not have the axis."""
     if axis not in mesh.shape:
         has = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
         raise ValueError(f"te_fl.jax: {who} names no axis of the mesh, which has {has}; name one of these, leave {argument} out, or set a mesh that has the "
@@ -90,14 +91,15 @@ def _size(mesh: Any, who: str, argument: str, axis: str) -> int:
 
 
 def axis_size(argument: str, axis: str) -> int:
-    """The number of devices of an axis that an argument names; 1 where there is no mesh."""
+    """The number of devices along the axis that an argument names; 1 without a mesh."""
     mesh = current_mesh()
     return 1 if mesh is None else _size(mesh, f"{argument}={axis!r}", argument, axis)
 
 
 def _sizes(resource: MeshResource, mesh: Any) -> Dict[str, int]:
-    """The number of devices of each resource, 1 for one that is not given. ValueError for axes that the mesh has not, and for tp beside tpsp;
-    NotImplementedError for cp and ep on several devices."""
+    """The number of devices of each resource, 1 if unset. ValueError for axes that the mesh does not have, and for tp combined with tpsp.
+    NotImplementedError for cp and ep on several devices.
+    """
     sizes = {}
     for field in dataclasses.fields(resource):
         axis = getattr(resource, field.name)
@@ -113,7 +115,7 @@ def _sizes(resource: MeshResource, mesh: Any) -> Dict[str, int]:
 
 
 def named_manual_axes() -> Tuple[str, ...]:
-    """Inside shard_map the axes of the mesh resource over which it has cut arrays; outside of it none."""
+    """Inside shard_map, the mesh resource's axes over which shard_map has sharded arrays; empty outside."""
     mesh, resource = jax.sharding.get_abstract_mesh(), global_mesh_resource()
     if not mesh.manual_axes:
         return ()
@@ -122,8 +124,9 @@ def named_manual_axes() -> Tuple[str, ...]:
 
 
 def get_sharding_map_logic_axis_to_mesh_axis() -> Dict[str, MeshAxes]:
-    """Logical axis to mesh axis; empty without a mesh, and inside shard_map over all of it. Batches lie on both axes of a mesh that has
-    data and fully sharded data parallelism."""
+    """Maps logical axes to mesh axes. Empty without a mesh, and inside shard_map over the whole mesh. Batches are sharded over both the data and the
+    fully sharded data parallel axis if the mesh has both.
+    """
     mesh = current_mesh()
     if mesh is None or set(jax.sharding.get_abstract_mesh().manual_axes) == set(mesh.axis_names):
         return {}
@@ -150,7 +153,7 @@ def get_sharding_map_logic_axis_to_mesh_axis() -> Dict[str, MeshAxes]:
 
 
 def _of_flax(names: Sequence[Optional[str]]) -> Dict[str, MeshAxes]:
-    """The mesh axes by the rules of flax.linen.logical_axis_rules, of those names for which there is one."""
+    """The mesh axes by flax.linen.logical_axis_rules, for those names that have a rule."""
     linen = sys.modules.get("flax.linen")
     rules = linen.get_logical_axis_rules() if linen is not None else ()
     known = {name for name, _ in rules}
@@ -158,7 +161,7 @@ def _of_flax(names: Sequence[Optional[str]]) -> Dict[str, MeshAxes]:
 
 
 def _devices(mesh: Any, shape: Tuple[int, ...], dim: int, name: Optional[str], axes: Tuple[str, ...]) -> int:
-    """The number of devices of these axes. ValueError for axes that the mesh has not, and for a dimension that they do not divide."""
+    """The number of devices along these axes. ValueError for axes that the mesh does not have, and if they do not divide the dimension."""
     wrong = [axis for axis in axes if axis not in mesh.shape]
     if wrong:
         raise ValueError(f"te_fl.jax: Flax's rules lay the logical axis {name!r} on {wrong[0]!r}, and the mesh has {', '.join(mesh.shape)}; name one "
@@ -172,7 +175,7 @@ def _devices(mesh: Any, shape: Tuple[int, ...], dim: int, name: Optional[str], a
 
 
 def _whole_sequence(x: jax.Array, mesh: Any, dims: Sequence[bool]) -> jax.Array:
-    """x with these dimensions whole, and the others as they lie: the end of sequence parallelism where no axis cuts batches."""
+    """Gathers these dimensions of x and keeps the sharding of the others: ends sequence parallelism where no axis shards batches."""
     spec = jax.typeof(x).sharding.spec
     if any(axis is not None for axis in spec):  # explicit axes
         now = (*spec, *(None,) * (x.ndim - len(spec)))
@@ -181,8 +184,9 @@ def _whole_sequence(x: jax.Array, mesh: Any, dims: Sequence[bool]) -> jax.Array:
 
 
 def with_sharding_constraint_by_logical_axes(x: jax.Array, logical_axis_names: Optional[Sequence[Optional[str]]]) -> jax.Array:
-    """x, laid out as these names say; the same x without names or without a mesh. Names are looked up in Flax's rules where there are any, then
-    among te-fl's; others say nothing. ValueError for a dimension that its axis does not divide; one of 1 element stays whole."""
+    """Shards x by logical axis names; returns x unchanged without names or without a mesh. Names are looked up in Flax's rules first, then in
+    te-fl's; unknown names are ignored. ValueError if an axis does not divide its dimension; a dimension of extent 1 stays whole.
+    """
     if not logical_axis_names:
         return x
     if len(logical_axis_names) != x.ndim:
@@ -192,7 +196,7 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, logical_axis_names: O
         return x
     rules = {**get_sharding_map_logic_axis_to_mesh_axis(), **_of_flax(logical_axis_names)}
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
-    manual = jax.sharding.get_abstract_mesh().manual_axes  # they lie as shard_map has cut them
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # shard_map determines the sharding over these axes
     dims = []
     for dim, name in enumerate(logical_axis_names):
         axes = tuple(axis for axis in flat_axes([rules.get(name)]) if axis not in manual)
@@ -212,7 +216,7 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, logical_axis_names: O
 
 
 def with_sharding_constraint(x: jax.Array, pspec: Optional[PartitionSpec]) -> jax.Array:
-    """x, laid out so over the axes that no shard_map has cut; the same x without a mesh."""
+    """Shards x over the axes that shard_map does not manage; returns x unchanged without a mesh."""
     mesh = current_mesh()
     if pspec is None or mesh is None:
         return x
@@ -245,7 +249,7 @@ def get_num_devices_in_mesh(mesh: Any = None) -> int:
 
 
 def get_mesh_axis_size(axis: Optional[str], mesh: Any = None) -> int:
-    """The number of devices of an axis; 1 for None. ValueError for one that the mesh has not."""
+    """The number of devices along an axis; 1 for None. ValueError if the mesh does not have the axis."""
     mesh = current_mesh() if mesh is None else mesh
     if axis is None:
         return 1
@@ -255,7 +259,7 @@ def get_mesh_axis_size(axis: Optional[str], mesh: Any = None) -> int:
 
 
 def get_mesh_axis_rank(axis: str, mesh: Any = None) -> Union[int, jax.Array]:
-    """The index along an axis of the device that computes, inside shard_map; 0 without a mesh."""
+    """Inside shard_map, this device's index along the axis; 0 without a mesh."""
     if mesh is None:
         return 0
     _size(mesh, f"axis={axis!r}", "axis", axis)
@@ -263,7 +267,7 @@ def get_mesh_axis_rank(axis: str, mesh: Any = None) -> Union[int, jax.Array]:
 
 
 def get_active_resource_axis(resource_name: str) -> Optional[str]:
-    """The axis of a field of MeshResource, where it has more than one device of the mesh; else None."""
+    """The axis in a field of MeshResource if it has more than one device, else None."""
     axis, mesh = getattr(global_mesh_resource(), resource_name), current_mesh()
     return None if axis is None or mesh is None or get_mesh_axis_size(axis, mesh) == 1 else axis
 
@@ -282,7 +286,7 @@ def ep_axis_size() -> int:
 
 
 def lax_paral_op(x: jax.Array, ops: Callable, mesh_resource: Optional[str], mesh: Any, **kwargs: Any) -> jax.Array:
-    """ops(x, axis), as of jax.lax.psum, inside shard_map; x without an axis."""
+    """Calls ops(x, axis), such as jax.lax.psum, inside shard_map; returns x unchanged without an axis."""
     if mesh_resource is None:
         return x
     _size(mesh, f"mesh_resource={mesh_resource!r}", "mesh_resource", mesh_resource)

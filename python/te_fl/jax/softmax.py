@@ -1,4 +1,4 @@
-"""Scaled softmax over the last dimension, with its gradient."""
+"""Scaled softmax over the last dimension, with gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SoftmaxFusionType(Enum):
 
 def softmax(logits: jax.Array, mask: Optional[jax.Array] = None, scale_factor: Optional[float] = 1.0,
             softmax_fusion_type: Optional[SoftmaxFusionType] = SoftmaxFusionType.SCALED) -> jax.Array:
-    """softmax(scale_factor * logits), [batch, heads, queries, keys]. mask: not 0 is masked out; a fully masked row is zero.
+    """softmax(scale_factor * logits), [batch, heads, queries, keys]. mask: nonzero is masked out; a fully masked row gives zeros.
 
     SCALED_UPPER_TRIANG_MASKED is causal.
     """
@@ -59,7 +59,7 @@ def _softmax_fwd(logits, mask, scale, kind):
 def _softmax_bwd(scale, kind, kept, grad):
     result, mask = kept
     dmask = None if mask is None else jnp.zeros(mask.shape, jax.dtypes.float0)
-    # The gradient follows from the probabilities alone, which are zero where a mask was.
+    # The gradient depends only on the probabilities, which are zero where masked.
     (dlogits,) = Layout.of((result,)).put((ops.scaled_softmax_backward(output_grad=grad, softmax_results=result, scale=scale),))
     return dlogits, dmask
 

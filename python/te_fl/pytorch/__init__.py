@@ -9,7 +9,7 @@ from te_fl.frameworks import require
 
 require("torch")
 
-# `as` says to type checkers that a name is the package's own.
+# The form `import X as X` marks a name as public for type checkers.
 from te_fl.common import recipe as recipe  # noqa: E402
 from te_fl.errors import did_you_mean  # noqa: E402
 from te_fl.pytorch.modules.attention import DotProductAttention as DotProductAttention  # noqa: E402
@@ -28,7 +28,7 @@ from te_fl.compat.variables import read_variables as _read_variables  # noqa: E4
 from te_fl.pytorch import compile as _compile  # noqa: E402, F401  (enters itself where the other rooms ask for it)
 from te_fl.pytorch.rooms import open_rooms as _open_rooms  # noqa: E402
 
-if TYPE_CHECKING:  # the names that __getattr__() imports when they are first read
+if TYPE_CHECKING:  # names that __getattr__() imports on first access
     from te_fl.pytorch import optimizers as optimizers, ops as ops
     from te_fl.pytorch.fp8 import availability as availability
     from te_fl.pytorch.runtime import constants as constants
@@ -70,8 +70,7 @@ _LATER = ("availability", "constants", "cross_entropy", "global_state", "offload
 
 
 def __getattr__(name: str):
-    # Names that not every program needs are imported when they are first read, from the module that docs/transformer-engine.md
-    # names.
+    # Imports less common names on first access, from the module that docs/transformer-engine.md lists.
     if name in _LATER:
         return importlib.import_module(f"te_fl.pytorch.{name}")
     home = None if name.startswith("_") else _table.home("transformer_engine.pytorch", name)

@@ -1,6 +1,6 @@
-"""The rooms of te_fl.pytorch. A module's public name leaves its room out: te_fl.pytorch.attention lies in modules/attention.py.
+"""Public module names of te_fl.pytorch, which leave out the subfolder ("room"): te_fl.pytorch.attention is the file modules/attention.py.
 
-Programs import by public names, and pickles of whole modules hold them, so a module may move from one room to another.
+Programs import modules by public name, and pickles of whole modules contain these names, so a file may move between subfolders.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, Optional
 
 PACKAGE = "te_fl.pytorch"
-# From the lowest up; each imports from those before it only.
+# Ordered from low to high; a room imports only from the rooms before it.
 ROOMS = {
     "runtime": "argument_rules constants device dtypes export random refuse registry rng traced",
     "distributed": "amax_reduction collectives communicator rank_helpers same_call",
@@ -21,22 +21,22 @@ ROOMS = {
     "autograd": "call checkpoint delayed_wgrad given_memory offload once saved_parts torch_checkpoint",
     "functions": "activation cross_entropy divided_cross_entropy framework_helpers function general_gemm kv_cache permutation rope router softmax weights",
     "modules": "attention base cached_attention fused_layer grouped_linear inference layer_in_parts layers linear mlp multihead_attention norm own_classes padding transformer transformer_call",
-    "ops": "",  # its public name is the room's own
-    "optimizers": "",  # its public name is the room's own
+    "ops": "",  # this room's only public module is the package itself
+    "optimizers": "",  # this room's only public module is the package itself
     "compile": "compiled compiled_scopes graph graph_state",
 }
 _PLACES = {f"{PACKAGE}.{name}": f"{PACKAGE}.{room}.{name}" for room, names in ROOMS.items() for name in names.split()}
 
 
 class _Rooms(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module in its room by its public name; both names are one module."""
+    """Imports a module by its public name; the public name and the real name give the same module object."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Optional[importlib.machinery.ModuleSpec]:
         return importlib.machinery.ModuleSpec(fullname, self) if fullname in _PLACES else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = importlib.import_module(_PLACES[spec.name])
-        spec.loader_state = module.__spec__  # the import system is about to replace it
+        spec.loader_state = module.__spec__  # the import system will replace __spec__, so the original is kept
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -44,8 +44,9 @@ class _Rooms(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def open_rooms() -> None:
-    """Lets public names of modules be imported. Those of modules that are there already are entered at once, since an import would put the
-    module in the place of a function of its name: te_fl.pytorch.checkpoint."""
+    """Makes public module names importable. Modules that are already loaded are registered at once: a later import would overwrite a function of the
+    same name, such as te_fl.pytorch.checkpoint, with the module.
+    """
     package = sys.modules[PACKAGE]
     for public, place in _PLACES.items():
         module = sys.modules.get(place)

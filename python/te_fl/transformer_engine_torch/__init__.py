@@ -1,7 +1,8 @@
-"""The module transformer_engine_torch, which NVIDIA's Python package computes with, over te-fl's ops (docs/inside-transformer-engine.md).
+"""A replacement of transformer_engine_torch, the C++ extension module of NVIDIA's Python package transformer_engine, based on te-fl's ops
+(docs/inside-transformer-engine.md).
 
-Names, arguments, defaults and results are those of its version 2.20.2, until older.py gives it those of another. The package's own quantizers
-and tensor classes come and go. What te-fl does not serve has its name too, and calling it is te_fl.errors.Unsupported (absent.py).
+Names, arguments, defaults and results are those of version 2.20.2; older.py adapts functions to older versions. Quantizers and tensor classes are the
+package's own. Names that te-fl does not support exist, and calling them raises te_fl.errors.Unsupported (absent.py).
 """
 
 from te_fl.transformer_engine_torch.enums import *  # noqa: F401,F403

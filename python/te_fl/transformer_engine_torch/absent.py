@@ -1,4 +1,6 @@
-"""Names of the extension module that te-fl does not serve, with the reason of each. Calling one, or making an object of it, says so."""
+"""Names of the extension module that te-fl does not support, each with the reason. Calling one, or constructing an object of it, raises an error with
+the reason.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ __all__ = sorted(REASONS)
 
 
 class _Absent(type):
-    """A name that is not served, whose attributes are refused for the same reason."""
+    """The metaclass of an unsupported name; accessing an attribute raises the same error."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -37,11 +39,11 @@ class _Absent(type):
 
 
 def refused(name: str, reason: str) -> Any:
-    """Stands for a name: calling it, or making an object of it, is Unsupported and says why."""
+    """A placeholder for an unsupported name: calling it, or constructing an object, raises Unsupported with the reason."""
     def refuse(cls: type, *arguments: Any, **options: Any) -> Any:
         raise Unsupported(f"transformer_engine_torch.{name} is not served by te-fl: {reason}")
 
-    # A class, since the package names some of them in annotations and isinstance(); no object of it is ever made.
+    # It is a class, because Transformer Engine uses some of these names in annotations and isinstance(). It has no instances.
     return _Absent(name, (), {"__new__": refuse, "__module__": "transformer_engine_torch", "__doc__": f"Not served: {reason}.", "reason": reason})
 
 

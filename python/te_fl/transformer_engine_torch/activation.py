@@ -1,4 +1,4 @@
-"""Activations, their gradients, and those with the gradient of a bias."""
+"""Activations and their gradients, also fused with the bias gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WITH_BIAS = "gelu silu relu qgelu srelu"
 
 
 def apply(op: Callable, inputs: dict, quantizer: Any, shape: Any, dtype: torch.dtype, device: Any, **options: Any) -> Any:
-    """The op's result in a new tensor, quantised if there is a quantizer."""
+    """Returns the op's result in a new tensor, quantised if a quantizer is given."""
     if quantizer is None:
         out = torch.empty(shape, dtype=dtype, device=device)
         if out.numel():
@@ -48,10 +48,10 @@ def _backward(op: Callable) -> Callable:
 
 def _backward_with_bias(op: Callable, plain: Callable) -> Callable:
     def gradients(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list:
-        """[the gradient of the bias, the gradient]."""
+        """Returns [bias gradient, gradient]."""
         scheme = None if quantizer is None else schemes.of_quantizer(quantizer)
         if grad.numel() == 0 or scheme is None or not scheme.is_fused(quantizer):
-            # The package rounds the gradient to its dtype first, and sums what was rounded.
+            # Transformer Engine rounds the gradient to its dtype first, and computes the bias gradient from the rounded values.
             return bgrad_quantize(_backward(plain)(grad, fwd_input, None), quantizer)
         out = scheme.create(quantizer, fwd_input.shape, grad.dtype, fwd_input.device)
         dbias = torch.empty(fwd_input.shape[-1], dtype=grad.dtype, device=fwd_input.device)

@@ -31,10 +31,10 @@ def _check_max_logit(asked: bool, alibi: bool, dtype: torch.dtype) -> None:
                           "of a bias")
 
 
-# -- Which backend -------------------------------------------------------------------------------------------------------------------------
+# -- Selection of the backend ---------------------------------------------------------------------------------------------------------------
 
 def _operand_like(layout: Layout, dtype: torch.dtype, length: int, heads: int, dim: int) -> Any:
-    """Memory for an enquiry, which reads metadata only: one sequence."""
+    """A tensor of one sequence for a support query, which reads only its metadata."""
     shape = {"thd": (length, heads, dim), "bshd": (1, length, heads, dim), "sbhd": (length, 1, heads, dim)}[layout.op]
     tensor = torch.empty(shape, dtype=dtype, device="cuda")
     if dtype not in _CODES:
@@ -61,7 +61,9 @@ def _check_heads(p: Any) -> None:
 
 
 def _own_diagonal(p: Any) -> bool:
-    """True for the bottom-right one. The package's calls count a causal mask's window from the mask's own diagonal, whatever their enquiry says."""
+    """True for the bottom-right diagonal. In Transformer Engine's calls, a causal mask's window is aligned to the mask's own diagonal, whatever the
+    query says.
+    """
     masks, mask = NVTE_Mask_Type, int(p.attn_mask_type)
     bottom_right = mask in (masks.NVTE_CAUSAL_BOTTOM_RIGHT_MASK, masks.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
     return bottom_right or (p.bottom_right_diagonal and mask not in (masks.NVTE_CAUSAL_MASK, masks.NVTE_PADDING_CAUSAL_MASK))
@@ -74,7 +76,7 @@ def _enquire(p: Any) -> int:
     _check_max_logit(p.return_max_logit, known.alibi, dtype)
     _check_heads(p)
     _check_fp8(p, dtype)
-    # One group of heads and one sequence stand for all: which implementation serves a call depends on neither number.
+    # One group of heads and one sequence suffice: the dispatch depends on neither number.
     heads, answer = p.num_attn_heads // p.num_gqa_groups, torch.empty(1, dtype=torch.int32, device="cpu")
     k_dim, v_dim = p.head_dim_qk, p.head_dim_v
     ops.get_fused_attn_backend(q=_operand_like(layout, dtype, p.max_seqlen_q, heads, k_dim), k=_operand_like(layout, dtype, p.max_seqlen_kv, 1, k_dim),
@@ -85,7 +87,9 @@ def _enquire(p: Any) -> int:
 
 
 def get_fused_attn_backend(fused_attn_params: Any) -> Tuple[NVTE_Fused_Attn_Backend, str]:
-    """(the backend, why there is none or nothing). Where there is none the package computes attention by itself, of te-fl's other ops."""
+    """Returns (the backend, the reason if there is none). Without a backend, Transformer Engine uses its unfused attention, which calls te-fl's other
+    ops.
+    """
     try:
         found = _enquire(fused_attn_params)
     except Error as error:
@@ -96,7 +100,7 @@ def get_fused_attn_backend(fused_attn_params: Any) -> Tuple[NVTE_Fused_Attn_Back
 # -- Operands ------------------------------------------------------------------------------------------------------------------------------
 
 def _values(tensor: Any) -> torch.Tensor:
-    """The memory of a plain tensor, or the codes of an FP8 one."""
+    """The data of a plain tensor, or the codes of an FP8 tensor."""
     if type(tensor) is torch.Tensor or not schemes.is_quantised(tensor):
         return tensor
     if not hasattr(tensor, "_transpose_invalid"):
@@ -107,7 +111,9 @@ def _values(tensor: Any) -> torch.Tensor:
 
 
 def _of_pages(cache: torch.Tensor, table: Optional[torch.Tensor], batch: int, layout: Layout) -> torch.Tensor:
-    """The sequences of a cache [pages, tokens of a page, G, D] one by one, [batch, S, G, D], by each one's pages in the table [batch or more, pages]."""
+    """Gathers the sequences of a paged cache [pages, page size, G, D] to [batch, S, G, D]; the table [batch or more, pages] lists each sequence's
+    pages.
+    """
     if table is None or layout.kv != "bshd":
         raise InvalidArgument(f"fused_attn_fwd: layout {layout.name} with pages; give page_table_k and page_table_v, and keys and values as bshd")
     return cache.index_select(0, table[:batch].reshape(-1)).view(batch, -1, *cache.shape[2:])
@@ -120,7 +126,7 @@ def _operand(values: torch.Tensor, tensor: Any) -> Any:
 
 
 def _inner_scale(quantizer: Any, values: torch.Tensor, name: str) -> Optional[Quantized]:
-    """The scale and the amax of the probabilities or of their gradient, which are no tensors of the package's. values: the queries."""
+    """Scale and amax of the probabilities or of their gradient, which have no tensor in Transformer Engine. values: the queries."""
     if values.dtype not in _CODES:
         return None
     if quantizer is None or not hasattr(quantizer, "scale") or not hasattr(quantizer, "amax"):
@@ -130,7 +136,7 @@ def _inner_scale(quantizer: Any, values: torch.Tensor, name: str) -> Optional[Qu
 
 
 def _result(quantizer: Any, codes: torch.Tensor, dtype: torch.dtype) -> tuple:
-    """(the package's tensor over codes, the op's operand over them)."""
+    """Returns (Transformer Engine's tensor that holds the codes, the op's output argument for them)."""
     scheme = schemes.of_quantizer(quantizer)
     if not isinstance(scheme, schemes.Float8) or isinstance(scheme, schemes.CurrentFloat8):
         raise Unsupported(f"attention: an FP8 result by a {type(quantizer).__name__}; te-fl needs a given scale (Float8Quantizer)")
@@ -144,7 +150,7 @@ def _result(quantizer: Any, codes: torch.Tensor, dtype: torch.dtype) -> tuple:
 
 
 class _Call:
-    """The arguments that forward and backward have in common."""
+    """Arguments common to forward and backward."""
 
     def __init__(self, known: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_scale: float, p_dropout: float,
                  max_seqlen: Tuple[int, int], cu_seqlens: tuple, cu_seqlens_padded: tuple):
@@ -156,7 +162,7 @@ class _Call:
         if known.variable:
             self.arguments.update(cu_seqlens_q=cu_seqlens[0], cu_seqlens_kv=cu_seqlens[1])
         if layout.op == "thd":
-            # The package pads both or neither.
+            # Transformer Engine passes padded offsets for both or for neither.
             padded = cu_seqlens_padded if None not in cu_seqlens_padded else (None, None)
             self.arguments.update(max_seqlen_q=max_seqlen[0], max_seqlen_kv=max_seqlen[1], cu_seqlens_q_padded=padded[0],
                                   cu_seqlens_kv_padded=padded[1] if starts is None else starts[:cu_seqlens[1].shape[0]])
@@ -164,7 +170,7 @@ class _Call:
             self.arguments.update(alibi_slopes=alibi_slopes(self.q.shape[-2], self.q.device))
 
     def bias(self, bias: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-        """[1 or B, 1 or H, Sq, Sk]; one for all queries is spread over them."""
+        """The bias as [1 or B, 1 or H, Sq, Sk]; a bias with one query row is expanded."""
         if not self.known.bias or bias is None:
             return None
         at = LENGTH_DIMS[self.known.layout.op]
@@ -174,7 +180,7 @@ class _Call:
         return bias.contiguous()
 
     def add_sink(self, offset: Optional[torch.Tensor]) -> None:
-        """The package gives "off-by-one" an offset too, of zeros, whose gradient it takes."""
+        """Adds the softmax offset. For "off-by-one", Transformer Engine also passes an offset of zeros and expects its gradient."""
         if self.known.softmax == "learnable" and offset is None:
             raise InvalidArgument("attention: softmax_type learnable without softmax_offset, float32 [1, H, 1, 1]")
         if self.known.softmax != "vanilla" and offset is not None:
@@ -187,7 +193,7 @@ class _Call:
 
 
 def _is_square(qkv_layout: Any, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """True if there are as many keys as queries, as the shapes say it."""
+    """True if the numbers of keys and queries are equal, by the tensors' shapes."""
     layout = LAYOUTS.get(int(qkv_layout))
     return layout is not None and q.shape[LENGTH_DIMS[layout.q]] == k.shape[LENGTH_DIMS[layout.kv]]
 
@@ -202,12 +208,12 @@ _NO_DROPOUT: dict = {}
 
 
 def _random_state(p_dropout: float, device: torch.device, generator: Optional[torch.Generator]) -> torch.Tensor:
-    """Seed and offset, int64 [2] on the device; without dropout the same zeros always, and the generator is left alone."""
+    """Seed and offset, int64 [2] on the device. Without dropout returns a cached tensor of zeros, and does not advance the generator."""
     if p_dropout > 0:
         return draw(device, generator)
     state = _NO_DROPOUT.get(device)
     if state is None:
-        with torch.inference_mode(False):  # Autograd saves it; one that inference mode has made it would refuse from then on.
+        with torch.inference_mode(False):  # Autograd saves this cached tensor, which is impossible for an inference tensor.
             state = _NO_DROPOUT[device] = torch.zeros(2, dtype=torch.int64, device=device)
     return state
 
@@ -219,12 +225,11 @@ def fused_attn_fwd(max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, att
                    page_table_k: Optional[torch.Tensor], page_table_v: Optional[torch.Tensor], s_quantizer: Any, o_quantizer: Any,
                    Bias: Optional[torch.Tensor], SoftmaxOffset: Optional[torch.Tensor], rng_gen: Optional[torch.Generator],
                    rng_elts_per_thread: int, return_max_logit: bool, cuda_graph: bool) -> List[Any]:
-    """[O, log-sum-exp, the largest scores if they are asked for, seed and offset of dropout, the bias if there is one, the softmax's offset if there is
-    one].
+    """Returns [O, log-sum-exp, the largest scores if requested, seed and offset of dropout, the bias if given, the softmax offset if given].
 
-    The log-sum-exp is float32 [B, H, Sq, 1], with thd [T, H, 1]; the largest scores always [B, H, Sq, 1]. set_zero, rng_elts_per_thread and cuda_graph
-    speak of the extension's kernels:
-    te-fl writes zeros for padding always, takes two random numbers for a call, and the same ops are captured as run.
+    The log-sum-exp is float32 [B, H, Sq, 1], with thd [T, H, 1]; the largest scores are always [B, H, Sq, 1]. set_zero, rng_elts_per_thread and
+    cuda_graph refer to NVIDIA's kernels and have no effect: te-fl always writes zeros for padding, draws two random numbers per call, and runs the
+    same ops under capture.
     """
     q, k, v = _values(Q), _values(K), _values(V)
     known = problem(qkv_layout, bias_type, attn_mask_type, softmax_type, _window(window_size), bottom_right_diagonal, _is_square(qkv_layout, q, k))
@@ -261,7 +266,7 @@ def fused_attn_fwd(max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, att
 # -- Backward ------------------------------------------------------------------------------------------------------------------------------
 
 def _gradients(layout: Layout, dqkv_layout: Layout, shapes: tuple, quantizer: Any, fake_dtype: torch.dtype, device: torch.device) -> tuple:
-    """([dq, dk, dv] as the package gets them, as the op writes them)."""
+    """Returns ([dq, dk, dv] for Transformer Engine, the same memory as the op's outputs)."""
     wanted = [shape_as(shape, have, want) for shape, have, want in zip(shapes, (layout.q, layout.kv, layout.kv),
                                                                        (dqkv_layout.q, dqkv_layout.kv, dqkv_layout.kv))]
     dtype = fake_dtype if quantizer is None else fp8_dtype(quantizer.dtype)
@@ -285,7 +290,7 @@ def fused_attn_bwd(max_seqlen_q: int, max_seqlen_kv: int, attn_scale: float, p_d
                    Aux_CTX_Tensors: Sequence[torch.Tensor], cu_seqlens_q_padded: Optional[torch.Tensor],
                    cu_seqlens_kv_padded: Optional[torch.Tensor], s_quantizer: Any, dp_quantizer: Any, dqkv_quantizer: Any,
                    cuda_graph: bool) -> List[Any]:
-    """[dQ, dK, dV, the gradient of the bias or None, that of the softmax's offset, float32 [1, H, 1, 1], or None]."""
+    """Returns [dQ, dK, dV, the gradient of the bias or None, the gradient of the softmax offset, float32 [1, H, 1, 1], or None]."""
     q, k, v = _values(Q), _values(K), _values(V)
     known = problem(qkv_layout, bias_type, attn_mask_type, softmax_type, _window(window_size), bottom_right_diagonal, _is_square(qkv_layout, q, k))
     layout, gradient_layout = known.layout, LAYOUTS.get(int(dqkv_layout))

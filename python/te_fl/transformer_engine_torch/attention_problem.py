@@ -1,4 +1,4 @@
-"""The arguments of the package's attention in the words of te-fl's op: layouts, masks, windows, biases."""
+"""Converts the arguments of Transformer Engine's attention (layouts, masks, windows, biases) to those of te-fl's op."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ FORMATS = {int(NVTE_QKV_Format[f"NVTE_{name.upper()}"]): name for name in ("sbhd
 
 
 class Layout(NamedTuple):
-    """q, kv: the order of dimensions of the queries, and of keys and values; together: which of them lie in one tensor; op: the op's layout."""
+    """q, kv: the order of dimensions of the queries, and of keys and values. together: which of them share a tensor. op: the layout passed to the op.
+    """
 
     name: str
     q: str
@@ -39,13 +40,13 @@ LAYOUTS = {int(each): _layout(each.name) for each in NVTE_QKV_Layout if each is 
 
 LENGTH_DIMS = {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}
 
-# The dimension of each letter's extent, and what an op's layout wants in its place.
+# Permutations of dimensions between layouts.
 _MOVES = {("sbhd", "bshd"): (1, 0, 2, 3), ("bshd", "sbhd"): (1, 0, 2, 3), ("bhsd", "bshd"): (0, 2, 1, 3), ("bhsd", "sbhd"): (2, 0, 1, 3),
           ("bshd", "bhsd"): (0, 2, 1, 3), ("sbhd", "bhsd"): (1, 2, 0, 3)}
 
 
 def seen_as(tensor: torch.Tensor, have: str, want: str) -> torch.Tensor:
-    """A view in another order of dimensions."""
+    """A view with another order of dimensions."""
     if have == want:
         return tensor
     move = _MOVES.get((have, want))
@@ -69,18 +70,18 @@ def _starts(batch: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 def operands(layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
-    """(q, k, v as the op's layout has them, where each sequence of keys starts if they were not thd before)."""
+    """Returns (q, k, v in the op's layout, the start offset of each sequence of keys if keys were not in thd before)."""
     if layout.q == layout.kv == layout.op:
         return q, k, v, None
     if layout.op != "thd":
         return seen_as(q, layout.q, layout.op), seen_as(k, layout.kv, layout.op), seen_as(v, layout.kv, layout.op), None
-    # Sequences of keys of one length are sequences with padding between them.
+    # Sequences of equal length become thd sequences with padding between them.
     k, v = seen_as(k, layout.kv, "bshd"), seen_as(v, layout.kv, "bshd")
     return q, k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]), _starts(k.shape[0], k.shape[1], k.device)
 
 
 def packed(layout: Layout, q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int], dtype: torch.dtype, device: Any) -> tuple:
-    """New tensors for the gradients of q, k and v in a layout: views of one where it says so."""
+    """New tensors for the gradients of q, k and v in a layout; views of one tensor if the layout packs them."""
     if layout.together == "3hd":
         return torch.empty((*q_shape[:-2], 3, *q_shape[-2:]), dtype=dtype, device=device).unbind(-3)
     if layout.together == "h3d":
@@ -110,14 +111,15 @@ class Mask(NamedTuple):
 
 
 def mask_of(attn_mask_type: Any, window: Optional[Sequence[int]], bottom_right_diagonal: bool, square: bool) -> Mask:
-    """square: there are as many keys as queries, so that without padding the top-left diagonal is the bottom-right one."""
+    """Converts the mask type. square: the numbers of keys and queries are equal, so without padding the top-left and bottom-right diagonals coincide.
+    """
     name = _MASKS.get(int(attn_mask_type))
     if name is None:
         raise InvalidArgument(f"attention: attn_mask_type is {int(attn_mask_type)}; it is one of NVTE_Mask_Type")
     one_diagonal = square and not name.startswith("padding")
     left, right = (-1, -1) if window is None else (int(window[0]), int(window[1]))
     if "causal" in name:
-        right = -1  # such a mask bounds it already
+        right = -1  # a causal mask already bounds the right side
         if left >= 0 and not one_diagonal and bottom_right_diagonal != name.endswith("bottom_right"):
             raise Unsupported(f"attention: a window from the {'bottom-right' if bottom_right_diagonal else 'top-left'} diagonal under a {name} mask; "
                               "te-fl counts it from the mask's own")
@@ -130,7 +132,7 @@ def mask_of(attn_mask_type: Any, window: Optional[Sequence[int]], bottom_right_d
 
 
 def _check_bias(bias_type: Any, layout: Layout, mask: Mask, softmax: str) -> None:
-    """Refuses the biases that the op does not take."""
+    """Refuses biases that the op does not support."""
     if int(bias_type) == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
         raise Unsupported("attention: a bias that is added before the scale; te-fl adds it behind (post_scale_bias)")
     if int(bias_type) == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS and layout.op == "thd":
@@ -148,13 +150,13 @@ class Problem(NamedTuple):
     softmax: str
     bias: bool
     alibi: bool
-    variable: bool  # cu_seqlens decide the lengths
+    variable: bool  # true if cu_seqlens give the lengths
 
 
 @functools.lru_cache(maxsize=1024)
 def problem(qkv_layout: int, bias_type: int, attn_mask_type: int, softmax_type: int, window: Optional[Tuple[int, int]], bottom_right_diagonal: bool,
             square: bool) -> Problem:
-    """The settings of a call. square: see mask_of(); its answers are kept, as a model's calls have few settings."""
+    """The settings of a call; cached, since a model uses few distinct settings. square: see mask_of()."""
     layout = LAYOUTS.get(int(qkv_layout))
     if layout is None:
         raise InvalidArgument(f"attention: qkv_layout is {int(qkv_layout)}; it is one of NVTE_QKV_Layout, and set")
@@ -167,7 +169,8 @@ def problem(qkv_layout: int, bias_type: int, attn_mask_type: int, softmax_type: 
 
 @functools.lru_cache(maxsize=16)
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """The slopes of ALiBi (arXiv 2108.12409) for a number of heads: of the largest power of two in it, then every other one of twice that."""
+    """The ALiBi slopes (arXiv 2108.12409) for a number of heads: those of the largest power of two in it, then every other slope of twice that power.
+    """
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]

@@ -1,7 +1,8 @@
-"""Sequences one behind the other (thd) under context parallelism: halves, their log-sum-exps and gradients, and the ranks' order.
+"""Packed sequences (thd) under context parallelism: sequence halves, their log-sum-exps and gradients, and token orders.
 
-A rank r of R holds of each sequence the chunks r and 2 R - 1 - r of 2 R equal ones, in that order. cu_seqlens are the padded boundaries, int32
-[B + 1], on the device; no function waits for it, so nothing depends on their values in Python. Written with PyTorch's operations.
+Each sequence is split into 2 R equal chunks; rank r of R holds the chunks r and 2 R - 1 - r, in that order. cu_seqlens are the padded sequence
+boundaries, int32 [B + 1], on the device. No function synchronises with the device, so no Python code depends on their values. Implemented with
+PyTorch's ops.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _check_boundaries(function: str, cu_seqlens: torch.Tensor) -> None:
 
 
 class _Places(NamedTuple):
-    """The begin, length and number of each token's sequence, the token's place there, and whether it is in any."""
+    """For each token: the start, length and index of its sequence, its position in the sequence, and whether it belongs to any sequence."""
 
     begin: torch.Tensor
     length: torch.Tensor
@@ -43,7 +44,7 @@ def places(cu_seqlens: torch.Tensor, tokens: int) -> _Places:
 
 
 def _along(mask: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """A value of each token, to be used with a tensor whose dimension dim is theirs."""
+    """Reshapes per-token values to broadcast with a tensor whose dimension dim indexes the tokens."""
     return mask.view([-1 if i == dim else 1 for i in range(tensor.dim())])
 
 
@@ -54,7 +55,7 @@ def _token_dim(function: str, tensor: torch.Tensor) -> int:
 
 
 def thd_read_half_tensor(tensor: torch.Tensor, cu_seqlens: torch.Tensor, half_idx: int) -> torch.Tensor:
-    """The first (0) or second (1) half of each sequence, one behind the other; tensor: [T, H, D] or [2, T, H, D]."""
+    """The first (0) or second (1) half of each sequence, concatenated. tensor: [T, H, D] or [2, T, H, D]."""
     name = "thd_read_half_tensor"
     _check_boundaries(name, cu_seqlens)
     if half_idx not in (0, 1):
@@ -73,7 +74,7 @@ def _lse_shape(function: str, lse: torch.Tensor, lse_packed: bool) -> None:
 
 
 def _half_of_lse(lse: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool) -> tuple:
-    """(where each element of lse is one of a second half, its place among the second halves), both of a shape that broadcasts to lse."""
+    """Returns (a mask of lse's elements in second halves, each element's index among the second halves), both broadcastable to lse."""
     if lse_packed:
         at = places(cu_seqlens, lse.shape[1])
         half = at.length // 2
@@ -84,12 +85,12 @@ def _half_of_lse(lse: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool) 
 
 
 def _taken(source: torch.Tensor, place: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """source's elements at places of its last dimension, where any place outside gives some element."""
+    """Gathers source's elements along its last dimension; indices out of range are clamped."""
     return source.gather(-1, place.clamp(0, max(source.shape[-1] - 1, 0)).expand(shape))
 
 
 def thd_second_half_lse_correction(lse: torch.Tensor, lse_per_step: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool) -> None:
-    """Adds the exponentials of a step over the sequences' second halves to those of lse, in place: log(exp(lse) + exp(lse_per_step))."""
+    """Adds a step over the second halves to lse, in place: log(exp(lse) + exp(lse_per_step))."""
     name = "thd_second_half_lse_correction"
     _check_boundaries(name, cu_seqlens)
     for each in (lse, lse_per_step):
@@ -103,7 +104,7 @@ def thd_second_half_lse_correction(lse: torch.Tensor, lse_per_step: torch.Tensor
 
 
 def thd_read_second_half_lse(lse: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> torch.Tensor:
-    """The elements of the sequences' second halves, [H, second_half_lse_seqlen] packed and else [B, H, second_half_lse_seqlen]; zeros behind them."""
+    """The elements of the second halves, packed [H, second_half_lse_seqlen], else [B, H, second_half_lse_seqlen]; zero-padded."""
     name = "thd_read_second_half_lse"
     _check_boundaries(name, cu_seqlens)
     _lse_shape(name, lse, lse_packed)
@@ -123,22 +124,22 @@ def thd_read_second_half_lse(lse: torch.Tensor, cu_seqlens: torch.Tensor, lse_pa
 
 
 def _weights(lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """exp(lse - total), 0 where nothing was summed up."""
+    """exp(lse - total), or 0 where total is -inf."""
     return torch.exp(lse - total).masked_fill_(total == -torch.inf, 0.0)
 
 
 def _by_token(lse: torch.Tensor, at: _Places, place: torch.Tensor, lse_packed: bool) -> torch.Tensor:
-    """lse of each token at a place of its row, [T, H]."""
+    """The lse of each token at the given place of its row, [T, H]."""
     place = place.clamp(0, max(lse.shape[-1] - 1, 0))
     return lse[:, place].t() if lse_packed else lse[at.sequence, :, place]
 
 
 def thd_out_correction(out: torch.Tensor, out_per_step: torch.Tensor, old_lse: torch.Tensor, lse: torch.Tensor, lse_per_step: torch.Tensor,
                        cu_seqlens: torch.Tensor, only_second_half: bool, lse_packed: bool) -> None:
-    """out exp(old_lse - lse) + out_per_step exp(lse_per_step - lse), in place; of the second halves alone, which a step then has, if asked.
+    """In place: out * exp(old_lse - lse) + out_per_step * exp(lse_per_step - lse). With only_second_half, the step covers the second halves only.
 
-    out: [T, H, D]; out_per_step: as out, or [T / 2, H, D] of the second halves. Where lse_per_step is -inf the step had no keys and out stays: for
-    padding, which no step has keys for, the package has made lse a NaN.
+    out: [T, H, D]; out_per_step: as out, or [T / 2, H, D] for the second halves. Where lse_per_step is -inf, the step had no keys and out is
+    unchanged: for padding, which never has keys, Transformer Engine has computed lse = NaN.
     """
     name = "thd_out_correction"
     _check_boundaries(name, cu_seqlens)
@@ -174,9 +175,9 @@ _ACTIONS = ("none", "add", "copy", "zero")
 
 
 def thd_grad_correction(grad: torch.Tensor, grad_per_step: torch.Tensor, cu_seqlens: torch.Tensor, first_half: str, second_half: str) -> None:
-    """Adds a step's gradient to a half of each sequence of grad, copies it there, sets it to zero or leaves it, in place.
+    """For each half of the sequences: adds the step's gradient to grad, copies it, zeroes grad, or leaves it, in place.
 
-    grad: [T, H, D] or [2, T, H, D]; grad_per_step: as grad where both halves take of it, else the tokens of that half alone.
+    grad: [T, H, D] or [2, T, H, D]. grad_per_step: as grad if both halves use it, else only the tokens of one half.
     """
     name = "thd_grad_correction"
     _check_boundaries(name, cu_seqlens)
@@ -217,7 +218,7 @@ def _check_ranks(function: str, total_tokens: int, world_size: int) -> None:
 
 
 def _tokens_of_ranks(cu_seqlens: torch.Tensor, tokens: int, world_size: int, rank: torch.Tensor | int) -> torch.Tensor:
-    """The numbers in the whole of a rank's tokens, in its order. rank: a number, or [R, 1] for several."""
+    """The indices, in the full order, of a rank's tokens in the rank's order. rank: a number, or [R, 1] for several ranks."""
     at = places(cu_seqlens // world_size, tokens // world_size)
     chunk = at.length // 2
     second = at.within >= chunk
@@ -227,7 +228,7 @@ def _tokens_of_ranks(cu_seqlens: torch.Tensor, tokens: int, world_size: int, ran
 
 
 def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int) -> torch.Tensor:
-    """The tokens that a rank holds, in its order; int32 [total_tokens / world_size]."""
+    """The indices of the tokens that a rank holds, in the rank's order; int32 [total_tokens / world_size]."""
     name = "thd_get_partitioned_indices"
     _check_boundaries(name, cu_seqlens)
     _check_ranks(name, total_tokens, world_size)
@@ -244,7 +245,7 @@ def _check_order(function: str, inp: torch.Tensor, cu_seqlens: torch.Tensor, cp_
 
 
 def thd_sequence_order_to_cp_rank_order(inp: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, total_tokens: int) -> torch.Tensor:
-    """The tokens of rank 0, then those of rank 1, ..."""
+    """Reorders tokens from sequence order to rank order: first those of rank 0, then those of rank 1, ..."""
     _check_order("thd_sequence_order_to_cp_rank_order", inp, cu_seqlens, cp_size, total_tokens)
     ranks = torch.arange(cp_size, device=cu_seqlens.device).view(-1, 1)
     return inp.index_select(0, _tokens_of_ranks(cu_seqlens, total_tokens, cp_size, ranks).view(-1))
@@ -264,7 +265,7 @@ def thd_cp_rank_order_to_sequence_order(inp: torch.Tensor, cu_seqlens: torch.Ten
 
 def thd_copy_valid_tokens_from_per_split_to_rank_local(out: torch.Tensor, inp: torch.Tensor, cu_seqlens_padded: torch.Tensor,
                                                        cu_seqlens: torch.Tensor) -> None:
-    """Copies the tokens of each sequence that are no padding, in place; cu_seqlens: of the true lengths."""
+    """Copies the tokens that are not padding, in place. cu_seqlens: from the lengths without padding."""
     name = "thd_copy_valid_tokens_from_per_split_to_rank_local"
     _check_boundaries(name, cu_seqlens)
     _check_boundaries(name, cu_seqlens_padded)

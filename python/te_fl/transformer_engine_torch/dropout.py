@@ -1,4 +1,4 @@
-"""Dropout, whose mask has one bit for each element."""
+"""Dropout with a bit mask, one bit per element."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ __all__ = ["dropout_bwd", "dropout_fwd"]
 
 
 def draw(device: torch.device, generator: Optional[torch.Generator] = None) -> torch.Tensor:
-    """Seed and offset for one call, int64 [2] on the device, of its default generator or the given one.
+    """Seed and offset for one call, int64 [2] on the device, drawn from the given generator or the device's default one.
 
-    They stay on the device: a captured graph draws others at each launch, and a recomputed forward, whose generator was set back, the same.
+    The values stay on the device. Therefore each replay of a captured graph draws new ones, and a recomputed forward, whose generator state is
+    restored, draws the same ones again.
     """
     return torch.randint(0, 2 ** 62, (2,), dtype=torch.int64, device=device, generator=generator)
 
 
 def dropout_fwd(input: Any, dropout_probability: float, out: Optional[torch.Tensor] = None) -> list:
-    """[the result, the mask: uint8, bit i mod 8 of byte i / 8 is 1 where element i is kept]."""
+    """Returns [the result, the mask]. The mask is uint8: bit i mod 8 of byte i / 8 is 1 if element i is kept."""
     x = (input.dequantize() if schemes.is_quantised(input) else input).contiguous()
     out = torch.empty_like(x) if out is None else out
     mask = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)

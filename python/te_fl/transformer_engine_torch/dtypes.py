@@ -1,4 +1,4 @@
-"""PyTorch's dtypes for the extension module's, which callers give as numbers."""
+"""Conversion of the extension module's dtype numbers to PyTorch's dtypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FP8 = {int(DType.kFloat8E4M3): torch.float8_e4m3fn, int(DType.kFloat8E5M2): torc
 
 
 def torch_dtype(dtype) -> torch.dtype:
-    """dtype: a DType of this module or of the package, or its number."""
+    """dtype: a DType of this module or of Transformer Engine, or its number."""
     found = TO_TORCH.get(int(dtype))
     if found is None:
         raise InvalidArgument(f"dtype {int(dtype)} is none of transformer_engine_torch.DType that PyTorch has")

@@ -1,4 +1,4 @@
-"""Versions of libraries, and other small answers."""
+"""Library versions and other queries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["device_supports_multicast", "get_cublasLt_version", "get_cudnn_versi
 
 @functools.lru_cache(maxsize=None)
 def get_cublasLt_version() -> int:
-    """As cublasLtGetVersion() counts, of the library that PyTorch brings; 0 where it has none. The package asks it which formats it may use."""
+    """cublasLtGetVersion() of PyTorch's cuBLASLt; 0 if there is none. Transformer Engine derives the supported formats from it."""
     for name in (f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}", "libcublasLt.so"):
         try:
             version = ctypes.CDLL(name).cublasLtGetVersion
@@ -25,17 +25,17 @@ def get_cublasLt_version() -> int:
 
 
 def get_cudnn_version() -> int:
-    """As cudnnGetVersion() counts: 91900 is 9.19.0; 0 where PyTorch has no cuDNN."""
+    """The version number of PyTorch's cuDNN as cudnnGetVersion() gives it (91900 is 9.19.0); 0 without cuDNN."""
     return torch.backends.cudnn.version() or 0
 
 
 def get_num_cublas_streams() -> int:
-    """Streams over which the package divides grouped products, which te-fl divides itself."""
+    """The number of streams over which Transformer Engine distributes grouped products; 1, since te-fl distributes them itself."""
     return 1
 
 
 def get_stream_priority_range(device_id: int = -1) -> tuple:
-    """(lowest, highest) of the current device, since PyTorch tells of no other; (0, 0) where streams have no priorities."""
+    """(lowest, highest) stream priority of the current device, the only one that PyTorch can query; (0, 0) without priorities."""
     priorities = getattr(torch.cuda.Stream, "priority_range", None) if torch.cuda.is_available() else None
     return (0, 0) if priorities is None else tuple(priorities())
 
@@ -49,5 +49,5 @@ def nvte_built_with_cublasmp() -> bool:
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """Always false: it is asked for communication buffers, which te-fl does not have."""
+    """Always false: only communication buffers need multicast, and te-fl has none."""
     return False

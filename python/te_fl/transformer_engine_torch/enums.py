@@ -1,6 +1,6 @@
 """The enumerations of Transformer Engine's extension module, with its values.
 
-They are of the module's name too: a pickle names a class by its module, and one made here is to be read where te-fl is not.
+Their __module__ is transformer_engine_torch: pickles contain a class's module name, and must be readable without te-fl.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FP8BwdTensors = _numbered("FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT
 
 
 class FP8TensorMeta:
-    """The scales and amaxes of a module's tensors under delayed scaling, which the package fills in."""
+    """The scales and amaxes of a module's tensors under delayed scaling; Transformer Engine fills them in."""
 
     __module__ = _MODULE
     __slots__ = ("scale", "scale_inv", "amax_history")

@@ -1,4 +1,4 @@
-"""Mixtures of experts: permutation of tokens by an index map, the router, its auxiliary loss, padding of groups."""
+"""Mixture of experts: token permutation by index maps, the router, its auxiliary loss, and padding of groups."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def _check_dtype(name: str, tensor: torch.Tensor, dtype: Any) -> None:
 
 
 def _factors(prob: torch.Tensor) -> Optional[torch.Tensor]:
-    """Probabilities as ops take them; a tensor without elements says that there are none."""
+    """Converts probabilities for the ops; an empty tensor means none."""
     return prob.float().contiguous() if prob.numel() else None
 
 
 def moe_permute_fwd(input: torch.Tensor, dtype: Any, indices: torch.Tensor, num_out_tokens: int, workspace: List[torch.Tensor],
                     max_expanded_token_num: int) -> Tuple[torch.Tensor, torch.Tensor, List[torch.Tensor]]:
-    """(rows ordered by expert, the row of each pair of token and place INT32 [topK * tokens], workspace as it came).
+    """Returns (the rows grouped by expert, the output row of each (token, place) pair INT32 [topK * tokens], the workspace argument unchanged).
 
-    num_out_tokens: rows of the output, the last pairs being dropped where there are more; 0 for as many as there are pairs.
+    num_out_tokens: the number of output rows, beyond which pairs are dropped; 0 means the number of pairs.
     """
     _check_dtype("moe_permute_fwd", input, dtype)
     tokens, top_k = indices.shape
@@ -44,7 +44,7 @@ def moe_permute_fwd(input: torch.Tensor, dtype: Any, indices: torch.Tensor, num_
 
 
 def moe_unpermute_fwd(input: torch.Tensor, dtype: Any, row_id_map: torch.Tensor, prob: torch.Tensor, num_tokens: int, topK: int) -> torch.Tensor:
-    """The rows of each token, times its probabilities where there are any, summed."""
+    """Sums the rows of each token, weighted by the probabilities if given."""
     _check_dtype("moe_unpermute_fwd", input, dtype)
     output = torch.empty((num_tokens, input.shape[1]), dtype=input.dtype, device=input.device)
     ops.moe_unpermute_fwd(input=input.contiguous(), row_id_map=_map(row_id_map, topK, num_tokens), probs=_factors(prob), output=output)
@@ -66,7 +66,7 @@ def _map(row_id_map: torch.Tensor, top_k: int, tokens: int) -> torch.Tensor:
 
 def moe_unpermute_bwd(input_bwd: torch.Tensor, input_fwd: torch.Tensor, dtype: Any, row_id_map: torch.Tensor,
                       prob: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(the gradient of the rows, of the probabilities FP32 [tokens, topK], 0 where there were none)."""
+    """Returns (the gradient of the rows, the gradient of the probabilities FP32 [tokens, topK], zeros if there were none)."""
     _check_dtype("moe_unpermute_bwd", input_bwd, dtype)
     tokens, top_k = prob.shape if prob.numel() else (row_id_map.numel(), 1)
     grad = torch.empty((input_fwd.shape[0], input_bwd.shape[1]), dtype=input_bwd.dtype, device=input_bwd.device)
@@ -81,7 +81,7 @@ def _is_bits(routing_map_format: int) -> bool:
 
 
 def _routing_map(logits: torch.Tensor, routing_map_format: int) -> Tuple[str, torch.Tensor]:
-    """The op's argument for the map, and a tensor for it."""
+    """The op's argument for the routing map's format, and a new tensor for it."""
     *leading, experts = logits.shape
     if _is_bits(routing_map_format):
         return "routing_bits", torch.empty((*leading, -(-experts // 8)), dtype=torch.uint8, device=logits.device)
@@ -97,7 +97,7 @@ def fused_topk_with_score_function_fwd(logits: torch.Tensor, topk: int, use_pre_
                                        group_topk: Optional[int], scaling_factor: Optional[float], score_function: str,
                                        expert_bias: Optional[torch.Tensor], routing_map_format: int = 0,
                                        topk_indices: Optional[torch.Tensor] = None) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(probabilities in logits' dtype, the routing map or topk_indices, what the gradient needs FP32)."""
+    """Returns (probabilities in logits' dtype, the routing map or topk_indices, FP32 data for the backward)."""
     if topk_indices is not None:
         _check_indices("fused_topk_with_score_function_fwd", routing_map_format)
     name, routing = ("topk_indices", topk_indices) if topk_indices is not None else _routing_map(logits, routing_map_format)
@@ -119,18 +119,18 @@ def _check_bounds(bin_bounds: torch.Tensor) -> None:
 def fused_topk_with_score_function_qb_fwd(logits: torch.Tensor, topk: int, scaling_factor: Optional[float], expert_bias: torch.Tensor,
                                           routing_map_format: int, topk_indices: Optional[torch.Tensor], histogram: torch.Tensor,
                                           bin_bounds: torch.Tensor, histogram_mode: int, bin_bounds_validated: bool = False) -> tuple:
-    """The router by sigmoid with a bias, and the histogram of the biases that experts would need to be chosen (quantile balancing).
+    """The sigmoid router with expert bias, and a histogram of the biases with which experts would be selected (quantile balancing).
 
-    histogram: INT32 [experts, bins], to which a token adds one for each expert, in the bin of its cutoff less the expert's score; the cutoff is
-    the first biased score that is not chosen. bin_bounds: FP32 [2], the ends of the bins; what lies beyond goes to the first or last bin. They are
-    read on the host unless bin_bounds_validated. Both histogram_modes are one. Returns (probabilities, the routing map or topk_indices, what the
-    gradient needs FP32, cutoffs FP32 of the shape before the experts, histogram).
+    histogram: INT32 [experts, bins]. Each token adds one to each expert, in the bin of (cutoff - the expert's score); the cutoff is the largest
+    biased score that is not selected. bin_bounds: FP32 [2], the range of the bins; values outside count in the first or last bin. The host reads
+    bin_bounds unless bin_bounds_validated. Both histogram_modes behave equally. Returns (probabilities, the routing map or topk_indices, FP32 data
+    for the backward, FP32 cutoffs with the leading shape of logits, histogram).
     """
     experts, bins = histogram.shape
     if logits.shape[-1] != experts or not 0 < topk < experts:
         raise InvalidArgument(f"fused_topk_with_score_function_qb_fwd: histogram has rows for {experts} experts, logits {logits.shape[-1]} and topk is "
                               f"{topk}; topk is at least 1, and smaller than the number of experts")
-    NVTEQBHistogramMode(int(histogram_mode))  # refuses another
+    NVTEQBHistogramMode(int(histogram_mode))  # raises for unknown modes
     if not bin_bounds_validated:
         _check_bounds(bin_bounds)
     probs, routing, intermediate = fused_topk_with_score_function_fwd(logits, topk, False, None, None, scaling_factor, "sigmoid", expert_bias,
@@ -160,7 +160,7 @@ def fused_topk_with_score_function_bwd(routing_map: torch.Tensor, intermediate_o
 
 def fused_score_for_moe_aux_loss_fwd(logits: torch.Tensor, topk: int, score_function: str,
                                      routing_map_format: int = 0) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(scores FP32, the routing map, what the gradient needs FP32)."""
+    """Returns (scores FP32, the routing map, FP32 data for the backward)."""
     name, routing = _routing_map(logits, routing_map_format)
     scores, intermediate = (torch.empty(logits.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
     ops.fused_score_for_moe_aux_loss_fwd(logits=logits.contiguous(), scores=scores, intermediate_output=intermediate, topk=topk,
@@ -187,14 +187,14 @@ def _aux_loss(name: str, probs: torch.Tensor, tokens_per_expert: torch.Tensor, n
 
 def fused_moe_aux_loss_fwd(probs: torch.Tensor, tokens_per_expert: torch.Tensor, total_num_tokens: int, num_experts: int, num_rows: int,
                            num_cols: int, topk: int, coeff: float) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(the loss in probs' dtype, what the gradient needs)."""
+    """Returns (the loss in probs' dtype, data for the backward)."""
     return _aux_loss("fused_moe_aux_loss_fwd", probs, tokens_per_expert, num_rows, num_cols, total_num_tokens=int(total_num_tokens),
                      num_experts=num_experts, topk=topk, coeff=coeff)
 
 
 def fused_moe_aux_loss_fwd_graph_safe(probs: torch.Tensor, tokens_per_expert: torch.Tensor, total_num_tokens: torch.Tensor, num_experts: int,
                                       num_rows: int, num_cols: int, topk: int, coeff: float) -> Tuple[torch.Tensor, torch.Tensor]:
-    """As fused_moe_aux_loss_fwd, by a number of tokens that lies on the device."""
+    """As fused_moe_aux_loss_fwd, with the number of tokens in device memory."""
     return _aux_loss("fused_moe_aux_loss_fwd_graph_safe", probs, tokens_per_expert, num_rows, num_cols, total_num_tokens_tensor=total_num_tokens,
                      num_experts=num_experts, topk=topk, coeff=coeff)
 
@@ -208,12 +208,12 @@ def fused_moe_aux_loss_bwd(Const_buf: torch.Tensor, tokens_per_expert: torch.Ten
 
 
 def fused_multi_row_padding(input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]) -> None:
-    """Writes to output the rows of each group, with zeros behind them."""
+    """Writes the rows of each group to output, followed by zero rows."""
     ops.fused_multi_row_padding(input=input.contiguous(), output=output, input_rows=list(input_row_list), padded_rows=list(padded_input_row_list))
 
 
 def fused_multi_row_unpadding(input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int],
                               unpadded_input_row_list: Sequence[int]) -> None:
-    """Writes to output the first rows of each group."""
+    """Writes the first rows of each group (without padding) to output."""
     ops.fused_multi_row_unpadding(input=input.contiguous(), output=output, input_rows=list(input_row_list),
                                   unpadded_rows=list(unpadded_input_row_list))

@@ -1,4 +1,4 @@
-"""Products of matrices, plain and quantised."""
+"""Matrix products of plain and quantised matrices."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _gemm = matrix_ops.generic_gemm
 
 
 def _output_shape(a: Any, trans_a: bool, b: Any, trans_b: bool) -> Tuple[tuple, int]:
-    """(the shape of B op A, which has B's own leading dimensions where B is not transposed; the terms of each of its sums). The package gives the
-    operands in the order of column-major libraries."""
+    """Returns (the shape of op(B) op(A), with B's leading dimensions if B is not transposed; the length of the contraction). Transformer Engine
+    passes operands in column-major order.
+    """
     a_shape, b_shape = (t.size() if type(t) is torch.Tensor else schemes.shape_of(t) for t in (a, b))
     a_rows, a_columns = schemes.rows_and_columns(a_shape)
     b_rows, b_columns = schemes.rows_and_columns(b_shape)
@@ -33,12 +34,12 @@ def _output_shape(a: Any, trans_a: bool, b: Any, trans_b: bool) -> Tuple[tuple, 
 
 
 def product(a: Any, trans_a: bool, b: Any, trans_b: bool, out: torch.Tensor, **options: Any) -> None:
-    """out = op(b) op(a), of operands as the package gives them; out and the tensors of the options are seen as matrices."""
+    """out = op(b) op(a) for operands in Transformer Engine's order. out and tensor options are treated as matrices."""
     _gemm(a=schemes.operand(b, trans_b), trans_a=trans_b, b=schemes.operand(a, not trans_a), trans_b=trans_a, d=out, **options)
 
 
 def _without_terms(out: torch.Tensor, accumulate: bool, beta: float, bias_grad: Optional[torch.Tensor], bias: Optional[torch.Tensor], grad: bool) -> None:
-    """The product of matrices without elements: no terms, so zero or what was there."""
+    """The product if the contraction has length 0: zero, or the old contents with accumulate."""
     if out.numel():
         if accumulate:
             out.mul_(beta)
@@ -58,8 +59,9 @@ def _check_output(out: torch.Tensor, shape: tuple, dtype: Optional[torch.dtype])
 
 
 def _refusal_of_blocks(a: Any, b: Any, shape: tuple, terms: int, dtype: torch.dtype, bias: bool, gelu: bool, grad: bool, split: bool) -> str:
-    """Says why NVIDIA's extension refuses a product of operands that are both scaled by blocks; empty if it does not. Programs know its errors by
-    these words."""
+    """The reason why NVIDIA's extension refuses a product of two block-scaled operands; empty if it accepts. Programs recognise its errors by these
+    words.
+    """
     rows, columns = schemes.rows_and_columns(shape)
     if terms % 16:
         return f"{terms} elements are contracted, which breaks the leading dimension requirement: multiples of 16"
@@ -79,8 +81,9 @@ def _refusal_of_blocks(a: Any, b: Any, shape: tuple, terms: int, dtype: torch.dt
 
 
 def _activate_sum(values: torch.Tensor, pre_gelu_out: Optional[torch.Tensor], gelu_in: Optional[torch.Tensor]) -> None:
-    """Applies GELU in place to a product and what it was added to, which go to pre_gelu_out, or without that tensor GELU's gradient at gelu_in. The
-    op has the order of the two the other way round."""
+    """For a product that was accumulated: writes the sum to pre_gelu_out and applies GELU to it in place; without pre_gelu_out, applies GELU's
+    gradient at gelu_in. The fused op instead applies GELU before accumulating.
+    """
     total = values.clone()
     if pre_gelu_out is None:
         matrix_ops.dgelu(grad=total, input=gelu_in, output=values)
@@ -93,7 +96,7 @@ def generic_gemm(A: Any, transA: bool, B: Any, transB: bool, D: Any, quantizer: 
                  bias_type: Any, gelu: bool, gelu_in: Optional[torch.Tensor], grad: bool, workspace: torch.Tensor, workspace_size: int,
                  accumulate: bool, use_split_accumulator: bool, comm_overlap: Any = None, comm_type: Any = None, extra_output: Any = None,
                  bulk_overlap: bool = False, alpha: float = 1.0, beta: Optional[float] = None) -> list:
-    """[D, the gradient of the bias or None, GELU's input or None, extra_output]. The workspace is not used: te-fl's backends have their own."""
+    """Returns [D, bias gradient or None, GELU's input or None, extra_output]. workspace has no effect; te-fl's backends have their own."""
     if comm_overlap is not None or comm_type is not None or bulk_overlap:
         raise Unsupported("generic_gemm: comm_overlap is not served by te-fl; leave the ub_ arguments of modules at False")
     if A is None or B is None:
@@ -108,7 +111,7 @@ def generic_gemm(A: Any, transA: bool, B: Any, transB: bool, D: Any, quantizer: 
         raise InvalidArgument("generic_gemm: gelu with grad needs gelu_in, GELU's input in the forward")
     shape, terms = _output_shape(A, transA, B, transB)
     quantised_a = schemes.scheme_of(A) is not None
-    # The nominal dtype of a quantised A is its codes', so without output_dtype such a product has no dtype to take.
+    # The dtype of a quantised A is that of its codes, so without output_dtype the result's dtype is undefined.
     dtype = torch_dtype(output_dtype) if output_dtype is not None else A._dtype if quantised_a else A.dtype
     if quantised_a and terms and schemes.are_blocks(A, B) and math.prod(shape):
         refusal = _refusal_of_blocks(A, B, shape, terms, dtype, bias is not None, gelu, grad, use_split_accumulator)

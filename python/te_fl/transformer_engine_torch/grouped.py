@@ -1,6 +1,6 @@
-"""Groups of tensors in one memory (the package's GroupedTensor): quantisation by members, and the offsets of rows.
+"""Groups of tensors in one buffer (Transformer Engine's GroupedTensor): quantisation of the members, and row offsets.
 
-The numbers of rows lie on the device and are read by the host, once for the calls that share them (sizes.py).
+The members' row counts are in device memory. The host reads them once for all calls that share them (sizes.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GROUPS = ("MXFP8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuanti
 
 
 def members(grouped: Any) -> List[Any]:
-    """The members of a group, over its memory."""
+    """The members of a group, as views of its buffer."""
     _know_shapes(grouped)
     parts = grouped.split_into_quantized_tensors()
     if grouped.quantizer is not None:
@@ -39,7 +39,7 @@ def members(grouped: Any) -> List[Any]:
 
 
 def _know_shapes(grouped: Any) -> None:
-    """Gives a group the numbers that it would read itself, each time."""
+    """Stores the members' shapes in the group, which would otherwise read them from the device each time."""
     if grouped.tensor_shapes is None and (grouped.first_dims is not None or grouped.last_dims is not None):
         count, (rows, columns) = grouped.num_tensors, grouped.logical_shape
         grouped.tensor_shapes = list(zip(*([common] * count if dims is None else sizes.read(dims, "a group's dimensions")
@@ -50,7 +50,7 @@ def _know_shapes(grouped: Any) -> None:
 
 def _shapes(name: str, rows: int, columns: int, num_tensors: int, first_dims: Optional[torch.Tensor],
             last_dims: Optional[torch.Tensor]) -> List[Tuple[int, int]]:
-    """The members' shapes; together they fit rows x columns, which may have rows beyond the last member."""
+    """The members' shapes, which must fit into rows x columns; there may be rows after the last member."""
     def numbers(dims: Optional[torch.Tensor], common: int, what: str) -> List[int]:
         if dims is None:
             return [common] * num_tensors
@@ -75,7 +75,7 @@ def _shapes(name: str, rows: int, columns: int, num_tensors: int, first_dims: Op
 
 def _create(name: str, quantizer: Any, tensor: torch.Tensor, shapes: Sequence[Tuple[int, int]], first_dims: Optional[torch.Tensor],
             last_dims: Optional[torch.Tensor], tensor_offsets: Optional[torch.Tensor]) -> Any:
-    """A group for the parts of a matrix."""
+    """Creates a group for the slices of a matrix."""
     ends = [0, *itertools.accumulate(m * n for m, n in shapes)]
     if tensor_offsets is not None and (own := sizes.read(tensor_offsets, f"{name}: tensor_offsets")) != ends:
         raise InvalidArgument(f"{name}: tensor_offsets {own} are not those of tensors that follow each other, {ends}")
@@ -92,10 +92,10 @@ def _storage_module() -> Any:
 
 
 def _buffers(quantizer: Any, shapes: Sequence[Tuple[int, int]], elements: int, device: torch.device) -> dict:
-    """The memory of a group's parts, by the names of the package's constructor, and where each member's scales begin in it."""
+    """Allocates the group's buffers, keyed by the constructor's argument names. Also returns the offset of each member's scales."""
     rowwise, columnwise = quantizer.rowwise_usage, quantizer.columnwise_usage
     if _kind(quantizer) == "Float8CurrentScalingQuantizer":
-        # Where products take any layout, the package keeps the row-wise copy alone.
+        # If FP8 GEMMs support any layout, Transformer Engine creates only the row-wise copy.
         any_layout = getattr(_storage_module(), "is_non_tn_fp8_gemm_supported", None)
         if any_layout is not None and any_layout():
             rowwise, columnwise = True, False
@@ -124,7 +124,7 @@ def _buffers(quantizer: Any, shapes: Sequence[Tuple[int, int]], elements: int, d
 
 def _make_plain(shapes: Sequence[Tuple[int, int]], first_dims: Optional[torch.Tensor], last_dims: Optional[torch.Tensor], whole: Sequence[int],
                 device: torch.device, dtype: torch.dtype) -> Any:
-    """The package's group of plain members. It reads their numbers, so it gets them where that waits for nothing."""
+    """Creates Transformer Engine's group of plain members. Its row counts are passed as host tensors, since the constructor reads them."""
     storage = _storage_module().GroupedTensorStorage
     here = [None if dims is None else torch.tensor(numbers, dtype=torch.int64, device="cpu") for dims, numbers in zip((first_dims, last_dims), zip(*shapes))]
     group = storage.make_grouped_tensor(len(shapes), *here, *whole, None, device, dtype)
@@ -135,7 +135,7 @@ def _make_plain(shapes: Sequence[Tuple[int, int]], first_dims: Optional[torch.Te
 
 
 def _swizzles(quantizer: Any) -> bool:
-    """True for a quantizer whose groups hold their factors in the order of the tensor cores."""
+    """True for a quantizer whose groups store scales in the tensor cores' swizzled order."""
     return _kind(quantizer) == "MXFP8Quantizer" and bool(quantizer.optimize_for_gemm)
 
 
@@ -161,7 +161,7 @@ def _quantize_member(values: torch.Tensor, quantizer: Any, group: Any, i: int, p
             torch.div(torch.ones_like(part._scale_inv), part._scale_inv, out=group.scale[i:i + 1])
             ops.compute_amax(input=values.contiguous(), amax=group.amax[i:i + 1])
         return
-    # Ops write plain order; what a set flag keeps is turned there and back.
+    # Ops write scales in plain order. If a noop flag is set, old scales must survive, so they are unswizzled first and swizzled again.
     views = part._rowwise_scale_inv, part._columnwise_scale_inv
     if noop is not None:
         _overwrite(views, plain_scales(part))
@@ -203,7 +203,7 @@ def _check_matrix(name: str, tensor: torch.Tensor) -> None:
 def group_quantize(tensor: torch.Tensor, quantizer: Any, num_tensors: int, first_dims: Optional[torch.Tensor],
                    last_dims: Optional[torch.Tensor] = None, tensor_offsets: Optional[torch.Tensor] = None,
                    noop_flag: Optional[torch.Tensor] = None, output: Any = None) -> Any:
-    """A group of the parts of a matrix, which follow each other in memory, each quantised by itself. Rows beyond the last part are not read."""
+    """Creates a group from slices of a matrix that are adjacent in memory, and quantises each separately. Rows after the last slice are ignored."""
     name = "group_quantize"
     _check_matrix(name, tensor)
     shapes = _shapes(name, *tensor.shape, num_tensors, first_dims, last_dims)
@@ -231,7 +231,7 @@ def _quantize_members(tensor: torch.Tensor, quantizer: Any, shapes: Sequence[Tup
 
 
 def _quantize_rows(tensor: torch.Tensor, quantizer: Any, rows: Sequence[int], group: Any, noop: Optional[torch.Tensor]) -> None:
-    """All members of one number of columns, in the group's memory: no tensor is made for any of them."""
+    """Quantises members with equal column counts directly into the group's buffer, without creating a tensor for each."""
     columns, total = tensor.shape[1], sum(rows)
     if total * columns == 0:
         return
@@ -250,20 +250,20 @@ def _quantize_rows(tensor: torch.Tensor, quantizer: Any, rows: Sequence[int], gr
     else:
         parts["scaling"] = "mxfp8"
     if kind != "Float8CurrentScalingQuantizer":
-        rows = [n for n in rows if n]  # the others have no scales either
+        rows = [n for n in rows if n]  # empty members have no scales
     values = tensor.contiguous()
     ops.multi_tensor_quantize(inputs=Rows(values if total == len(values) else values[:total], rows), outputs=Rows(Quantized(**parts), rows), noop_flag=noop)
 
 
 def _in_one_call(quantizer: Any, group: Any) -> bool:
-    """True unless members need steps of their own, or share what the quantizer keeps of its last tensor."""
+    """True unless members need separate calls, or the quantizer stores state of its last tensor."""
     if group._with_gemm_swizzled_scales or schemes.of_quantizer(quantizer).is_single(quantizer):
         return False
     return _kind(quantizer) != "Float8CurrentScalingQuantizer" or getattr(quantizer, "scale", None) is None
 
 
 def _targets(quantizer: Any, group: Any, parts: Sequence[Any], places: Sequence[int]) -> list:
-    """The parts as outputs of an op, in whose places the group keeps scales and largest values."""
+    """The members as op outputs, whose scales and amaxes are written to the group's buffers."""
     scheme = schemes.of_quantizer(quantizer)
     if group.scale is None or group.amax is None or _kind(quantizer) != "Float8CurrentScalingQuantizer":
         return scheme.targets([quantizer] * len(parts), parts)
@@ -272,7 +272,7 @@ def _targets(quantizer: Any, group: Any, parts: Sequence[Any], places: Sequence[
 
 def bgrad_group_quantize(tensor: torch.Tensor, quantizer: Any, num_tensors: int, first_dims: Optional[torch.Tensor],
                          last_dims: Optional[torch.Tensor] = None, tensor_offsets: Optional[torch.Tensor] = None) -> tuple:
-    """(the group of the gradients, the gradients of the biases [num_tensors, columns] in the tensor's dtype)."""
+    """Returns (the group of gradients, the bias gradients [num_tensors, columns] in the tensor's dtype)."""
     name = "bgrad_group_quantize"
     _check_matrix(name, tensor)
     if last_dims is not None:
@@ -284,7 +284,7 @@ def bgrad_group_quantize(tensor: torch.Tensor, quantizer: Any, num_tensors: int,
 
 
 def _column_sums(tensor: torch.Tensor, shapes: Sequence[Tuple[int, int]]) -> torch.Tensor:
-    """The sums of each part's columns, in FP32 and rounded once."""
+    """The column sums of each slice, accumulated in FP32 and rounded once."""
     rows, columns = shapes[0]
     if all(shape == shapes[0] for shape in shapes) and rows * len(shapes) == tensor.shape[0]:
         return tensor.contiguous().view(len(shapes), rows, columns).sum(1, dtype=torch.float32).to(tensor.dtype)
@@ -292,7 +292,7 @@ def _column_sums(tensor: torch.Tensor, shapes: Sequence[Tuple[int, int]]) -> tor
 
 
 def group_dequantize(input: Any, otype: Any) -> Any:
-    """A group of plain tensors."""
+    """Dequantises to a group of plain tensors."""
     dtype = torch_dtype(otype)
     if input.quantizer is None:
         raise InvalidArgument("group_dequantize: the group is not quantised")
@@ -308,7 +308,7 @@ def group_dequantize(input: Any, otype: Any) -> Any:
 
 def group_requantize_inplace(grouped_x: Any, quantizer: Any, num_tensors: int, first_dims: Optional[torch.Tensor], otype: Any,
                              tensor_offsets: Optional[torch.Tensor] = None, return_dequantized: bool = False) -> Optional[torch.Tensor]:
-    """Gives a group of row-wise MXFP8 its column-wise copy, if the quantizer uses one, and its factors the order of the tensor cores."""
+    """Adds the column-wise copy to a group of row-wise MXFP8 tensors, if the quantizer uses one, and swizzles the scales for tensor cores."""
     name = "group_requantize_inplace"
     if grouped_x.rowwise_data is None or grouped_x.scale_inv is None:
         raise InvalidArgument(f"{name}: the group has no row-wise data and factors")
@@ -343,7 +343,7 @@ def _sums(splits: torch.Tensor, stride: int, leading_zero: bool, dtype: torch.dt
 
 
 def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.Tensor:
-    """INT64 [n + 1]: the sums of the first i numbers, times logical_last_dim."""
+    """INT64 [n + 1]: the prefix sums of first_dims, times logical_last_dim."""
     if first_dims.dtype != torch.int64 or first_dims.dim() != 1:
         raise InvalidArgument(f"splits_to_offsets: first_dims is {first_dims.dtype} of {first_dims.dim()} dimensions; it is int64 of one")
     if logical_last_dim <= 0:
@@ -353,11 +353,13 @@ def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.
 
 def splits_to_offsets_multi(split_sizes: torch.Tensor, device: Any, *, strides: Sequence[int], include_leading_zero: Sequence[bool],
                             dtypes: Sequence[torch.dtype], bulk_allocate: bool = False) -> tuple:
-    """(split_sizes as INT64 on the device, for each stride the sums times it). bulk_allocate: the sums share one memory, at 16 bytes each."""
+    """Returns (split_sizes as INT64 on the device, and for each stride the prefix sums times the stride). bulk_allocate: the sums share one buffer,
+    aligned to 16 bytes.
+    """
     if not len(strides) == len(include_leading_zero) == len(dtypes):
         raise InvalidArgument(f"splits_to_offsets_multi: {len(strides)} strides, {len(include_leading_zero)} include_leading_zero and "
                               f"{len(dtypes)} dtypes; give one of each for every output")
-    # Always in memory of its own, so that the numbers which the host has read stay what it holds.
+    # Always a copy, so that the values recorded on the host stay valid.
     splits = split_sizes.to(device=device, dtype=torch.int64, copy=True)
     sizes.note(splits, None if split_sizes.is_cuda or split_sizes.device.type != "cpu" else split_sizes.tolist())
     sums = [_sums(splits, *each) for each in zip(strides, include_leading_zero, dtypes)]
@@ -368,5 +370,5 @@ def splits_to_offsets_multi(split_sizes: torch.Tensor, device: Any, *, strides: 
 
 
 def copy_data_ptrs_to_device(tensors: Sequence[torch.Tensor], device: Any) -> torch.Tensor:
-    """INT64: the addresses of the tensors."""
+    """INT64: the addresses of the tensors' data."""
     return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device="cpu").to(device)

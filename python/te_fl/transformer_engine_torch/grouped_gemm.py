@@ -1,6 +1,6 @@
-"""Products of matrices by groups: one product for each member, whose numbers of rows may be zero.
+"""Grouped GEMMs: one product for each member; row counts may be zero.
 
-The workspaces and math_sm_count belong to the launch of other kernels; te-fl's backends have their own.
+Workspaces and math_sm_count have no effect; they configure NVIDIA's kernels.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _grouped_gemm = matrix_ops.grouped_gemm
 
 
 def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
-    """In bytes: none, since te-fl reads the shapes of a group on the host."""
+    """In bytes; 0, because te-fl reads a group's shapes on the host."""
     return 0
 
 
 def _given(tensors: Optional[Sequence[torch.Tensor]], i: int) -> Optional[torch.Tensor]:
-    """Tensor i, or None for one without elements, as the package says that there is none."""
+    """Tensor i, or None if it is empty: Transformer Engine passes an empty tensor for "none"."""
     return tensors[i] if tensors is not None and tensors[i].numel() else None
 
 
@@ -44,8 +44,9 @@ def _sum_rows(b: Any, out: torch.Tensor) -> None:
 def _multiply(a: Any, trans_a: bool, b: Any, trans_b: bool, out: torch.Tensor, terms: int, *, bias: Optional[torch.Tensor] = None,
               pre_gelu: Any = None, grad: bool = False, accumulate: bool = False, use_split_accumulator: bool = False, alpha: float = 1.0,
               beta: float = 1.0) -> None:
-    """out = op(b) op(a), sums of so many terms. With grad, bias is written with the sum of b's rows and pre_gelu is read, else bias is added and
-    pre_gelu written."""
+    """out = op(b) op(a), with a contraction of length `terms`. With grad, writes the sum of b's rows to bias and reads pre_gelu; otherwise adds bias
+    and writes pre_gelu.
+    """
     if out.numel() == 0 or terms == 0:
         _without_terms(out, accumulate, beta, bias if grad else None, bias, grad)
         if pre_gelu is not None and not grad:
@@ -60,12 +61,12 @@ def _multiply(a: Any, trans_a: bool, b: Any, trans_b: bool, out: torch.Tensor, t
 
 
 def _multiply_all(a: Sequence[Any], trans_a: bool, b: Sequence[Any], trans_b: bool, d: Sequence[torch.Tensor], **options: Any) -> None:
-    """d[i] = op(b[i]) op(a[i]) in one call, of operands as the package gives them."""
+    """d[i] = op(b[i]) op(a[i]) in one call, for operands in Transformer Engine's order."""
     _grouped_gemm(a=schemes.operands(b, trans_b), trans_a=trans_b, b=schemes.operands(a, not trans_a), trans_b=trans_a, d=d, **options)
 
 
 def _one_output(name: str, out: torch.Tensor, rows: Sequence[int], columns: int) -> Rows:
-    """D[0] as the list of the products' results, row after row. Rows behind them are left alone."""
+    """D[0] as a list of consecutive row ranges for the products' results. Rows after the last range are not written."""
     total = sum(rows)
     if not out.is_contiguous() or out.numel() < total * columns:
         raise InvalidArgument(f"{name}: D has {out.numel()} elements{'' if out.is_contiguous() else ', not contiguous'}; "
@@ -76,7 +77,7 @@ def _one_output(name: str, out: torch.Tensor, rows: Sequence[int], columns: int)
 
 
 def _present(tensors: Optional[Sequence[torch.Tensor]]) -> Optional[bool]:
-    """True if every tensor has elements, False if none has; the package says by one without elements that there is none."""
+    """True if every tensor is non-empty, False if all are empty (Transformer Engine passes an empty tensor for "none"), None if mixed."""
     if tensors is None:
         return False
     first = tensors[0]
@@ -98,7 +99,7 @@ def te_general_grouped_gemm(A: Sequence[Any], transa: bool, B: Sequence[Any], tr
                             m_splits: Sequence[int], bias: Sequence[torch.Tensor], bias_type: Any, single_output: bool,
                             pre_gelu_out: Sequence[torch.Tensor], grad: bool, workspace: Sequence[torch.Tensor], workspace_size: int,
                             accumulate: bool, use_split_accumulator: bool, math_sm_count: int) -> Sequence[torch.Tensor]:
-    """D[i] = op(B[i]) op(A[i]); single_output: D[0] holds them all, row after row. Returns bias, which with grad is written."""
+    """D[i] = op(B[i]) op(A[i]). single_output: D[0] holds all results, concatenated by rows. Returns bias, which is written with grad."""
     name = "te_general_grouped_gemm"
     _check_groups(name, A, B, {"bias": bias, "pre_gelu_out": pre_gelu_out})
     if D is None:
@@ -129,14 +130,14 @@ def te_general_grouped_gemm(A: Sequence[Any], transa: bool, B: Sequence[Any], tr
 
 def _one_by_one(A: Sequence[Any], transa: bool, B: Sequence[Any], transb: bool, D: Sequence[torch.Tensor], bias: Sequence[torch.Tensor],
                 pre_gelu_out: Sequence[torch.Tensor], grad: bool, accumulate: bool, use_split_accumulator: bool) -> None:
-    """Products with GELU, or of which some have a bias."""
+    """Products one by one, for GELU or if only some have a bias."""
     for i, (a, b, out) in enumerate(zip(A, B, D)):
         _multiply(a, transa, b, transb, out, _output_shape(a, transa, b, transb)[1], bias=_given(bias, i), pre_gelu=_given(pre_gelu_out, i), grad=grad,
                   accumulate=accumulate, use_split_accumulator=use_split_accumulator)
 
 
 def _each(factors: torch.Tensor, count: int, name: str) -> List[float]:
-    """alpha or beta of each product: they lie on the device, one for all or one each."""
+    """alpha or beta of each product, from a device tensor with one element for all or one for each."""
     values = sizes.factors(factors, name)
     if len(values) not in (1, count):
         raise InvalidArgument(f"{name}: {len(values)} factors for {count} products; it takes 1 or one each")
@@ -176,21 +177,22 @@ def _grouped(name: str, A: Any, transa: bool, B: Any, transb: bool, D: Any, bias
 def te_general_grouped_gemm_for_grouped_tensor(A: Any, transa: bool, B: Any, transb: bool, D: Any, bias: Any, bias_scale: Optional[torch.Tensor],
                                                alpha: torch.Tensor, beta: torch.Tensor, workspace_setup: torch.Tensor,
                                                workspace_cublas: torch.Tensor, use_split_accumulator: bool, math_sm_count: int) -> Any:
-    """D = alpha op(B) op(A) + bias [times bias_scale] + beta D for each member of the groups; beta 0: what D holds is not read. Returns D."""
+    """D = alpha op(B) op(A) + bias [times bias_scale] + beta D for each member of the groups; with beta 0, D's old contents are not read. Returns D.
+    """
     return _grouped("te_general_grouped_gemm_for_grouped_tensor", A, transa, B, transb, D, bias, bias_scale, alpha, beta, use_split_accumulator)
 
 
 def te_general_grouped_gemm_for_discrete_in(A: Any, transa: bool, B: Any, transb: bool, D: Any, bias: Any, bias_scale: Optional[torch.Tensor],
                                             alpha: torch.Tensor, beta: torch.Tensor, workspace_setup: torch.Tensor,
                                             workspace_cublas: torch.Tensor, use_split_accumulator: bool, math_sm_count: int) -> Any:
-    """As te_general_grouped_gemm_for_grouped_tensor, of a list A."""
+    """As te_general_grouped_gemm_for_grouped_tensor, with a list A."""
     return _grouped("te_general_grouped_gemm_for_discrete_in", A, transa, B, transb, D, bias, bias_scale, alpha, beta, use_split_accumulator)
 
 
 def te_general_grouped_gemm_for_discrete_out(A: Any, transa: bool, B: Any, transb: bool, D: Any, bias: Any, bias_scale: Optional[torch.Tensor],
                                              alpha: torch.Tensor, beta: torch.Tensor, workspace_setup: torch.Tensor,
                                              workspace_cublas: torch.Tensor, use_split_accumulator: bool, math_sm_count: int) -> Any:
-    """As te_general_grouped_gemm_for_grouped_tensor, into a list D, without a bias."""
+    """As te_general_grouped_gemm_for_grouped_tensor, with a list D and without a bias."""
     name = "te_general_grouped_gemm_for_discrete_out"
     if bias is not None:
         raise InvalidArgument(f"{name}: a bias is given; it takes none, so add it after the product")

@@ -1,6 +1,6 @@
-"""The ops of te_fl.ops on tensors as the package gives them. Where an op takes a matrix, or any dimensions before the last, a contiguous tensor
-is seen as the matrix over its last dimension, an input that is not contiguous is copied first, and a storage of the package is read by its parts
-(schemes.py) when the op is called: what it holds now, with no view made and nothing kept.
+"""te_fl.ops for Transformer Engine's tensors. Arguments that are matrices, or have any number of dimensions before the last, accept any contiguous
+tensor, as a matrix over its last dimension. Non-contiguous inputs are copied first. A quantised storage (schemes.py) is read attribute by attribute
+at the time of the call, without creating views or caching.
 """
 
 from te_fl import _native

@@ -15,7 +15,7 @@ __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_bwd_add", "
 
 
 def _forward(op: Any, input: torch.Tensor, ln_out: Any, quantizer: Any, otype: Any, **arguments: Any) -> Any:
-    """The result, quantised from FP32 values where the package does so, else rounded to otype first."""
+    """Returns the result, quantised from FP32 values if Transformer Engine does so for this quantizer, else rounded to otype first."""
     if quantizer is None:
         out = torch.empty(input.shape, dtype=torch_dtype(otype), device=input.device) if ln_out is None else ln_out
         op(x=input, z=out, **arguments)
@@ -31,13 +31,13 @@ def _forward(op: Any, input: torch.Tensor, ln_out: Any, quantizer: Any, otype: A
 
 
 def _statistics(x: torch.Tensor) -> torch.Tensor:
-    """FP32 [tokens]."""
+    """A new FP32 tensor [tokens]."""
     return torch.empty(schemes.rows_and_columns(x.shape)[0], dtype=torch.float32, device=x.device)
 
 
 def layernorm_fwd(input: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], eps: float, ln_out: Any, quantizer: Any, otype: Any,
                   sm_margin: int, zero_centered_gamma: bool) -> list:
-    """[the result, mean, reciprocal standard deviation]. sm_margin is a hint to kernels that te-fl's backends have no use for."""
+    """Returns [the result, mean, reciprocal standard deviation]. sm_margin has no effect."""
     mu, rsigma = _statistics(input), _statistics(input)
     out = _forward(ops.layernorm_fwd, input, ln_out, quantizer, otype, gamma=weight, beta=bias, mu=mu, rsigma=rsigma, epsilon=eps,
                    zero_centered_gamma=zero_centered_gamma)
@@ -46,7 +46,7 @@ def layernorm_fwd(input: torch.Tensor, weight: torch.Tensor, bias: Optional[torc
 
 def rmsnorm_fwd(input: torch.Tensor, weight: torch.Tensor, eps: float, ln_out: Any, quantizer: Any, otype: Any, sm_margin: int,
                 zero_centered_gamma: bool) -> list:
-    """[the result, None, reciprocal root mean square]."""
+    """Returns [the result, None, reciprocal root mean square]."""
     rsigma = _statistics(input)
     out = _forward(ops.rmsnorm_fwd, input, ln_out, quantizer, otype, gamma=weight, rsigma=rsigma, epsilon=eps, zero_centered_gamma=zero_centered_gamma)
     return [out, None, rsigma]
@@ -54,7 +54,7 @@ def rmsnorm_fwd(input: torch.Tensor, weight: torch.Tensor, eps: float, ln_out: A
 
 def layernorm_bwd(dz: torch.Tensor, x: torch.Tensor, mu: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, sm_margin: int,
                   zero_centered_gamma: bool) -> list:
-    """[dx, dgamma, dbeta]."""
+    """Returns [dx, dgamma, dbeta]."""
     gamma = gamma.contiguous()
     dx, dgamma, dbeta = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(gamma), torch.empty_like(gamma)
     ops.layernorm_bwd(dz=dz, x=x, mu=mu, rsigma=rsigma, gamma=gamma, dx=dx, dgamma=dgamma,
@@ -63,7 +63,7 @@ def layernorm_bwd(dz: torch.Tensor, x: torch.Tensor, mu: torch.Tensor, rsigma: t
 
 
 def rmsnorm_bwd(dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, sm_margin: int, zero_centered_gamma: bool) -> list:
-    """[dx, dgamma]."""
+    """Returns [dx, dgamma]."""
     gamma = gamma.contiguous()
     dx, dgamma = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(gamma)
     ops.rmsnorm_bwd(dz=dz, x=x, rsigma=rsigma, gamma=gamma, dx=dx, dgamma=dgamma,
@@ -73,7 +73,7 @@ def rmsnorm_bwd(dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, gamma: 
 
 def rmsnorm_bwd_add(dz: torch.Tensor, x: torch.Tensor, add: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, sm_margin: int,
                     zero_centered_gamma: bool) -> list:
-    """[dx with the gradient of the residual branch added, dgamma]."""
+    """Returns [dx plus the gradient of the residual branch, dgamma]."""
     gamma = gamma.contiguous()
     dx, dgamma = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(gamma)
     ops.rmsnorm_bwd_add(dz=dz, x=x, add=add, rsigma=rsigma, gamma=gamma, dx=dx, dgamma=dgamma,

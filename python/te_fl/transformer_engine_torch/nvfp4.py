@@ -1,9 +1,9 @@
-"""NVFP4 as the package's recipe asks for it by default: square blocks of weights, the random Hadamard transform of column-wise copies, stochastic
-rounding of gradients (arXiv 2509.25149); and as it may: an amax for each row, and blocks whose largest value is the code 4 or 6, whichever is nearer
-to all of them (4over6). No op of te-fl does these; they are written with PyTorch's operations.
+"""NVFP4 features for which te-fl has no op, implemented with PyTorch's ops. Transformer Engine's recipe uses these by default (arXiv 2509.25149):
+square blocks of weights, the random Hadamard transform of column-wise copies, and stochastic rounding of gradients. Optional ones are an amax for
+each row, and 4over6: each block's largest value is mapped to the code 4 or 6, whichever gives the smaller error.
 
-A code's value is c s d, where c is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign, s the E4M3 factor of a block, and d = amax / (6 * 448) of the tensor
-or the row; under 4over6 the 448 may be 256, which leaves factors of the code 4 room.
+A code's value is c s d. c is 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign, s is the block's E4M3 scale, and d = amax / (6 * 448) of the tensor or the
+row. Under 4over6, 256 may replace 448, to leave headroom for the scales of blocks that use the code 4.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["nvfp4_2d_scale_transpose", "nvfp4_data_transpose"]
 
 _BLOCK, _LARGEST_CODE, _LARGEST_FACTOR = 16, 6.0, 448.0
 _FINITE = torch.finfo(torch.float32).max
-_MIDPOINTS_TO_LOWER, _MIDPOINTS_TO_UPPER = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)  # a tie is the code whose last bit is 0
+_MIDPOINTS_TO_LOWER, _MIDPOINTS_TO_UPPER = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)  # ties go to the code whose last bit is 0
 
 
 def by_rows(quantizer: Any) -> bool:
-    return getattr(quantizer, "row_scaled_nvfp4", False)  # since 2.17, as the next one
+    return getattr(quantizer, "row_scaled_nvfp4", False)  # this attribute and the next exist since version 2.17
 
 
 def _four_over_six(quantizer: Any) -> bool:
@@ -32,20 +32,20 @@ def _four_over_six(quantizer: Any) -> bool:
 
 
 def is_asked(quantizer: Any) -> bool:
-    """True if a quantizer asks for what no op of te-fl does."""
+    """True if a quantizer needs a feature that no te-fl op has."""
     return (quantizer.with_rht or quantizer.with_2d_quantization or quantizer.stochastic_rounding or by_rows(quantizer)
             or _four_over_six(quantizer))
 
 
 def settings(quantizer: Any) -> dict:
-    """The settings that a tensor has of its quantizer, in the words of its constructor; nothing for the plain format."""
+    """The quantizer's settings that its tensors store, by constructor argument; empty for the plain format."""
     if not by_rows(quantizer) and not _four_over_six(quantizer):
         return {}
     return {"row_scaled_nvfp4": quantizer.row_scaled_nvfp4, "nvfp4_use_4over6": quantizer.nvfp4_use_4over6, "nvfp4_e4m3_max": quantizer.nvfp4_e4m3_max}
 
 
 def is_plain(tensor: Any) -> bool:
-    """True of a tensor that te-fl's ops read: one amax, factors up to 448."""
+    """True for a tensor that te-fl's ops can read: one amax, block scales up to 448."""
     return not getattr(tensor, "_row_scaled_nvfp4", False) and getattr(tensor, "_nvfp4_e4m3_max", _LARGEST_FACTOR) == _LARGEST_FACTOR
 
 
@@ -70,18 +70,18 @@ def _sizes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _largest_of_blocks(x: torch.Tensor, square: bool) -> torch.Tensor:
-    """[rows, columns / 16]; of square blocks each row's. A NaN does not count."""
+    """The largest magnitude of each block, [rows, columns / 16]; square blocks are repeated for each row. NaNs are ignored."""
     rows, columns = x.shape
     largest = _sizes(x).view(rows, columns // _BLOCK, _BLOCK).amax(-1)
     return largest.view(rows // _BLOCK, _BLOCK, -1).amax(1).repeat_interleave(_BLOCK, 0) if square else largest
 
 
 def _over(dividend: float, divisor: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(divisor, dividend) / divisor  # a number over a tensor is rounded twice
+    return torch.full_like(divisor, dividend) / divisor  # PyTorch rounds (number / tensor) twice
 
 
 def encode(amax: torch.Tensor, largest_factor: float) -> torch.Tensor:
-    """The multiplier of values before the factors of blocks are taken; [n, 1] of [n] amaxes, of the tensor or of each row."""
+    """The multiplier applied to values before block scales are computed; [n, 1] for [n] amaxes, of the tensor or of each row."""
     multiplier = _over(largest_factor * _LARGEST_CODE, amax.view(-1, 1)).clamp(max=_FINITE)
     return torch.where(multiplier == 0, 1.0, multiplier)
 
@@ -91,13 +91,13 @@ def _as_factors(values: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(x: torch.Tensor, factors: torch.Tensor, encode: torch.Tensor) -> torch.Tensor:
-    """[rows, columns], from -6 to 6, of x and its blocks' factors."""
+    """x divided by its blocks' scales, [rows, columns], from -6 to 6."""
     each = (factors.float() * encode.reciprocal()).reciprocal().clamp(max=_FINITE)
     return (x.view(*factors.shape, _BLOCK) * each.unsqueeze(-1)).clamp(-_LARGEST_CODE, _LARGEST_CODE).view(x.shape)
 
 
 def _nearest(magnitudes: torch.Tensor) -> torch.Tensor:
-    """The codes 0 to 7 of values from 0 to 6."""
+    """Rounds values from 0 to 6 to the nearest codes 0 to 7."""
     codes = torch.zeros(magnitudes.shape, dtype=torch.uint8, device=magnitudes.device)
     for point in _MIDPOINTS_TO_LOWER:
         codes += magnitudes > point
@@ -107,7 +107,7 @@ def _nearest(magnitudes: torch.Tensor) -> torch.Tensor:
 
 
 def _at_random(magnitudes: torch.Tensor) -> torch.Tensor:
-    """As _nearest(), of one of the two neighbours, each as often as the value is near to it."""
+    """As _nearest(), with stochastic rounding to one of the two neighbouring codes."""
     step = torch.where(magnitudes < 2, 0.5, torch.where(magnitudes < 4, 1.0, 2.0))
     lower = (magnitudes / step).floor() * step
     upwards = torch.rand(magnitudes.shape, dtype=torch.float32, device=magnitudes.device) * step < magnitudes - lower
@@ -115,20 +115,20 @@ def _at_random(magnitudes: torch.Tensor) -> torch.Tensor:
 
 
 def codes_of(scaled: torch.Tensor, at_random: bool) -> torch.Tensor:
-    """UINT8, of values from -6 to 6; a NaN is 6."""
+    """UINT8 codes of values from -6 to 6; NaN becomes 6."""
     scaled = torch.where(scaled.isnan(), _LARGEST_CODE, scaled)
     magnitudes = scaled.abs()
     return (_at_random(magnitudes) if at_random else _nearest(magnitudes)) | scaled.signbit().to(torch.uint8) << 3
 
 
 def _decoded(codes: torch.Tensor) -> torch.Tensor:
-    number = (codes & 7).float()  # not from a table, whose way to a device no capture of a stream takes, and which the host would wait for
+    number = (codes & 7).float()  # computed, not looked up: copying a table to the device would synchronise, and fail during graph capture
     magnitudes = torch.where(number < 4, number / 2, torch.where(number < 7, number - 2, _LARGEST_CODE))
     return torch.where(codes > 7, -magnitudes, magnitudes)
 
 
 def _error(x: torch.Tensor, codes: torch.Tensor, factors: torch.Tensor, amax: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """[rows, blocks]: the sum of a block's errors, or of their squares, in the order in which NVIDIA's kernel adds them."""
+    """[rows, blocks]: the sum of a block's absolute or squared errors, added in the order of NVIDIA's kernel."""
     value = _decoded(codes).view(*factors.shape, _BLOCK) * factors.float().unsqueeze(-1) * amax.view(-1, 1, 1)
     difference = value / torch.full_like(value, _LARGEST_CODE * quantizer.nvfp4_e4m3_max) - x.view(value.shape)
     errors = difference * difference if quantizer.nvfp4_4over6_err_mode == "MSE" else difference.abs()
@@ -145,7 +145,7 @@ def _error(x: torch.Tensor, codes: torch.Tensor, factors: torch.Tensor, amax: to
 
 
 def _four_or_six(x: torch.Tensor, largest: torch.Tensor, encode: torch.Tensor, amax: torch.Tensor, quantizer: Any) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(codes, factors), a block's largest value being the code 4 where that is nearer to its values than 6 is. largest: of the blocks."""
+    """Returns (codes, scales) under 4over6. largest: the largest magnitude of each block."""
     base = largest / torch.full_like(largest, _LARGEST_CODE) * encode
     found = []
     for factors in (_as_factors(base * (_LARGEST_CODE / 4)), _as_factors(base)):
@@ -157,7 +157,7 @@ def _four_or_six(x: torch.Tensor, largest: torch.Tensor, encode: torch.Tensor, a
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
-    """Two codes in a byte, the first in its lower half."""
+    """Packs two codes into a byte, the first in the lower half."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
@@ -166,16 +166,18 @@ def _unpacked(data: torch.Tensor) -> torch.Tensor:
 
 
 def overwrite(held: torch.Tensor, new: torch.Tensor, noop: Optional[torch.Tensor]) -> None:
-    """Writes where no noop flag is set, which lies on the device."""
+    """Overwrites `held`, unless the noop flag, in device memory, is set."""
     new = new.view(held.dtype).view(held.shape)
     held.copy_(new if noop is None else torch.where(noop.view(-1)[:1].view([1] * held.dim()) != 0, held, new))
 
 
 def _write_side(x: torch.Tensor, quantizer: Any, data: torch.Tensor, factors: torch.Tensor, amax: torch.Tensor, largest: torch.Tensor,
                 noop: Optional[torch.Tensor]) -> None:
-    """Writes one copy. x: any dtype [rows, columns], blocks along its rows; largest: its amax or those of its rows, of all ranks where they share it."""
+    """Writes one copy. x: any dtype [rows, columns], with blocks along its rows. largest: the amax of x or of its rows, reduced over the ranks if
+    they share it.
+    """
     (rows, columns), x = x.shape, x.float()
-    if x.numel() == 0:  # The package multiplies products of no terms by the amax.
+    if x.numel() == 0:  # with a contraction of length 0, Transformer Engine still multiplies by the amax
         return overwrite(amax, largest, noop)
     blocks = _largest_of_blocks(x, quantizer.with_2d_quantization)
     if _four_over_six(quantizer):
@@ -192,7 +194,7 @@ def _write_side(x: torch.Tensor, quantizer: Any, data: torch.Tensor, factors: to
 
 
 def _transformed(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """x times the Hadamard matrix with random signs, 16 columns at a time, rounded to BF16."""
+    """x times the Hadamard matrix with random signs, in groups of 16 columns, rounded to BF16."""
     if x.dtype != torch.bfloat16:
         raise InvalidArgument(f"NVFP4Quantizer.with_rht: the tensor is {x.dtype}; the random Hadamard transform is defined of bfloat16 (of the recipe: "
                               "disable_rht=True)")
@@ -201,7 +203,9 @@ def _transformed(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
 
 
 def _largest(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """FP32 [1]: the largest absolute value, among the ranks of the quantizer's group if it has one, every one of which calls it. Or FP32 [rows]."""
+    """FP32 [1]: the amax, reduced over the quantizer's group if it has one, in which case every rank must call this. Or FP32 [rows], one for each
+    row.
+    """
     if by_rows(quantizer):
         return _sizes(x.float()).amax(1) if x.numel() else torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
     amax = torch.zeros(1, dtype=torch.float32, device=x.device)
@@ -213,9 +217,9 @@ def _largest(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
 
 
 def write(values: torch.Tensor, quantizer: Any, tensor: Any, noop: Optional[torch.Tensor]) -> None:
-    """Writes the copies of an NVFP4Tensor that the quantizer's usages name. values: any dtype, seen as a matrix over its last dimension.
+    """Writes those copies of an NVFP4Tensor that the quantizer's usages select. values: any dtype, as a matrix over its last dimension.
 
-    Each copy is rounded by random numbers of its own, of PyTorch's generator of the device.
+    Each copy is rounded with its own random numbers, from PyTorch's generator of the device.
     """
     x = values.contiguous().view(-1, values.shape[-1]) if values.numel() else values.reshape(0, values.shape[-1])
     if quantizer.rowwise_usage:
@@ -227,7 +231,9 @@ def write(values: torch.Tensor, quantizer: Any, tensor: Any, noop: Optional[torc
 
 
 def values(tensor: Any, columnwise: bool) -> torch.Tensor:
-    """FP32 [rows, columns] of one copy of a tensor of any of these formats: of the column-wise one where it is asked for and there, or the only one."""
+    """Dequantises one copy of an NVFP4 tensor of any variant to FP32 [rows, columns]: the column-wise copy if requested and present, or if it is the
+    only one.
+    """
     columnwise = tensor._rowwise_data is None or (columnwise and tensor._columnwise_data is not None)
     data, amax = (tensor._columnwise_data, tensor._amax_columnwise) if columnwise else (tensor._rowwise_data, tensor._amax_rowwise)
     codes = _unpacked(data.reshape(-1, data.shape[-1]))
@@ -235,14 +241,14 @@ def values(tensor: Any, columnwise: bool) -> torch.Tensor:
     factors = plain_scales(tensor)[columnwise].view(torch.float8_e4m3fn)[:rows, :blocks].float()
     amax, unit = amax.view(-1, 1), torch.full_like(amax[:1], _LARGEST_CODE * tensor._nvfp4_e4m3_max).reciprocal()
     each = factors * amax * unit
-    # NVIDIA's order of the products, unless it leaves FP32's range. Of an infinite amax encode() is 1.
+    # NVIDIA's order of multiplication, unless the product overflows FP32. For an infinite amax, encode() is 1.
     each = torch.where(each.isfinite(), each, factors * torch.where(amax.isfinite(), amax * unit, 1.0))
     found = (_decoded(codes).view(rows, blocks, _BLOCK) * each.unsqueeze(-1)).view(codes.shape)
     return found.t().contiguous() if columnwise else found
 
 
 def nvfp4_data_transpose(input: torch.Tensor, *, out: Optional[torch.Tensor]) -> torch.Tensor:
-    """The codes of [M, K] as those of [K, M]; both UINT8 with two codes in a byte of the last dimension."""
+    """Transposes codes of [M, K] to [K, M]; both are UINT8 with two codes per byte along the last dimension."""
     if input.dtype != torch.uint8 or input.dim() != 2 or input.shape[0] % 2:
         raise InvalidArgument(f"nvfp4_data_transpose: input is {input.dtype} {tuple(input.shape)}; it is uint8 [M, K / 2] with an even M")
     codes = packed(_unpacked(input).t())
@@ -254,7 +260,7 @@ def nvfp4_data_transpose(input: torch.Tensor, *, out: Optional[torch.Tensor]) ->
 
 
 def nvfp4_2d_scale_transpose(input: torch.Tensor, output: torch.Tensor, M_tiles: int, K_tiles: int) -> None:
-    """Writes the factors of square blocks of [M, K], one for each row and 16 columns, as those of [K, M]; both E4M3 as UINT8, padded."""
+    """Transposes the scales of square blocks of [M, K], stored for each row and 16 columns, to those of [K, M]; both are padded E4M3 as UINT8."""
     rows, columns = M_tiles * _BLOCK, K_tiles * _BLOCK
     if not input.dtype == output.dtype == torch.uint8:
         raise InvalidArgument(f"nvfp4_2d_scale_transpose: input and output are {input.dtype} and {output.dtype}; they are uint8, the bits of E4M3")

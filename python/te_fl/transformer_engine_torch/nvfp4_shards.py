@@ -1,8 +1,8 @@
-"""Parts of master weights, which ranks hold, and NVFP4's square blocks of 16 x 16: their share of the blocks' amaxes, the factors that these give, and
-the parts' codes. A part is a vector, the elements of the weight [h, w] from start_offset on.
+"""Shards of master weights with NVFP4's square blocks of 16 x 16: the shard's contribution to the block amaxes, the block scales computed from
+reduced amaxes, and the shard's codes. A shard is a vector: elements of the weight [h, w], from start_offset on.
 
-The factors are rounded in another order than those of a tensor that is quantised as a whole (nvfp4.py), as NVIDIA's kernels round them: a block's amax
-is divided by 6 first.
+As in NVIDIA's kernels, these scales are rounded in another order than in nvfp4.py, which quantises whole tensors: a block's amax is divided by 6
+first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _each(name: str, call: Any, lists: Sequence[Sequence[Any]], *rest: Any) -> N
 
 @torch.no_grad()
 def nvfp4_2d_compute_partial_amax(tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int = 16) -> None:
-    """amax, FP32 [blocks down, blocks across]: of the part in each block, 0 where it has no element."""
+    """Writes to amax, FP32 [blocks down, blocks across], the shard's amax in each block; 0 if the shard has no element there."""
     name = "nvfp4_2d_compute_partial_amax"
     _check_length(name, block_len)
     _check(name, "amax", amax, _blocks(h, w))
@@ -65,14 +65,14 @@ def _amaxes(weight: torch.Tensor, amax: torch.Tensor, whole: torch.Tensor, h: in
 def nvfp4_multi_tensor_compute_partial_amax(master_weight_list: Sequence[torch.Tensor], partial_amax_list: Sequence[torch.Tensor],
                                             global_amax_list: Sequence[torch.Tensor], h_list: Sequence[int], w_list: Sequence[int],
                                             start_offset_list: Sequence[int], block_len: int = 16) -> None:
-    """As nvfp4_2d_compute_partial_amax of each, and each part's own amax, FP32 [1]."""
+    """As nvfp4_2d_compute_partial_amax for several shards; also writes each shard's overall amax, FP32 [1]."""
     _each("nvfp4_multi_tensor_compute_partial_amax", _amaxes,
           (master_weight_list, partial_amax_list, global_amax_list, h_list, w_list, start_offset_list), block_len)
 
 
 @torch.no_grad()
 def nvfp4_compute_global_scale(global_amax: torch.Tensor, global_scale: torch.Tensor) -> None:
-    """global_scale, FP32 as the amaxes: 2688 over each, 1 where it is 0."""
+    """global_scale = 2688 / global_amax, FP32; 1 where the amax is 0."""
     name = "nvfp4_compute_global_scale"
     _check(name, "global_amax", global_amax, global_scale.shape)
     _check(name, "global_scale", global_scale, global_amax.shape)
@@ -80,13 +80,13 @@ def nvfp4_compute_global_scale(global_amax: torch.Tensor, global_scale: torch.Te
 
 
 def _global_scale(amax: torch.Tensor) -> torch.Tensor:
-    """[n, 1] of n amaxes."""
+    """[n, 1] for n amaxes."""
     return torch.where(amax.view(-1, 1) > 0, encode(amax.clamp(min=torch.finfo(torch.float32).tiny), _LARGEST_FACTOR), 1.0)
 
 
 @torch.no_grad()
 def nvfp4_compute_per_block_scale(block_amax: torch.Tensor, scale: torch.Tensor, global_amax: torch.Tensor) -> None:
-    """scale, FP32 as block_amax: each amax over 6, times the weight's global scale."""
+    """scale = block_amax / 6 * the weight's global scale, FP32."""
     name = "nvfp4_compute_per_block_scale"
     for what, tensor, shape in (("scale", scale, block_amax.shape), ("block_amax", block_amax, scale.shape), ("global_amax", global_amax, (1,))):
         _check(name, what, tensor, shape)
@@ -100,7 +100,7 @@ def _factors(scale: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def nvfp4_expand_scale_to_fp8(input: torch.Tensor, output: torch.Tensor, tile_rows: int, tile_cols: int, rows_padded: int, block_len: int) -> None:
-    """output, UINT8 [rows_padded, tile_cols or more]: a block's factor E4M3 for each of its rows, 0 behind the last row."""
+    """Writes to output, UINT8 [rows_padded, tile_cols or more], each block's E4M3 scale for each of the block's rows; 0 after the last row."""
     name = "nvfp4_expand_scale_to_fp8"
     _check_length(name, block_len)
     _check(name, "the scales", input, (tile_rows, tile_cols))
@@ -114,7 +114,7 @@ def nvfp4_expand_scale_to_fp8(input: torch.Tensor, output: torch.Tensor, tile_ro
 @torch.no_grad()
 def nvfp4_fused_scale(block_amax: torch.Tensor, global_amax: torch.Tensor, per_block_scale: torch.Tensor, target_scale: torch.Tensor,
                       target_amax: torch.Tensor, tile_rows: int, tile_cols: int, rows_padded: int, block_len: int) -> None:
-    """nvfp4_compute_per_block_scale, its factors for each row, and the amax of the weight."""
+    """nvfp4_compute_per_block_scale and nvfp4_expand_scale_to_fp8 in one call; also writes the weight's amax."""
     name = "nvfp4_fused_scale"
     _check(name, "block_amax", block_amax, (tile_rows, tile_cols))
     _check(name, "target_amax", target_amax, (1,))
@@ -135,9 +135,10 @@ def nvfp4_multi_tensor_fused_scale(block_amax_list: Sequence[torch.Tensor], glob
 @torch.no_grad()
 def nvfp4_2d_partial_cast(inp: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, h: int, w: int, start_offset: int,
                           block_len: int = 16) -> None:
-    """out, UINT8: the bytes of the weight in which the part's codes lie, two in each; a code of a neighbour in the first or last byte stays.
+    """Writes the shard's codes to out, UINT8: the bytes of the weight that contain them, two codes per byte. Codes of neighbouring shards in the
+    first and last byte are kept.
 
-    scale, FP32 [blocks down, blocks across], and global_scale, FP32 [1], are those of the whole weight.
+    scale, FP32 [blocks down, blocks across], and global_scale, FP32 [1], belong to the whole weight.
     """
     name = "nvfp4_2d_partial_cast"
     _check_length(name, block_len)
@@ -175,6 +176,6 @@ def _transpose(data: torch.Tensor, other: torch.Tensor, scales: torch.Tensor, ot
 def nvfp4_2d_multi_tensor_transpose(rowwise_data_list: Sequence[torch.Tensor], columnwise_data_list: Sequence[torch.Tensor],
                                     rowwise_scale_inv_list: Sequence[torch.Tensor], columnwise_scale_inv_list: Sequence[torch.Tensor],
                                     M_list: Sequence[int], K_list: Sequence[int]) -> None:
-    """Writes the column-wise copies of weights [M, K] of square blocks from their row-wise ones."""
+    """Writes the column-wise copies of weights [M, K] with square blocks, from the row-wise copies."""
     _each("nvfp4_2d_multi_tensor_transpose", _transpose,
           (rowwise_data_list, columnwise_data_list, rowwise_scale_inv_list, columnwise_scale_inv_list, M_list, K_list))

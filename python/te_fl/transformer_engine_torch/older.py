@@ -1,8 +1,8 @@
-"""Functions as versions of the package before 2.20 call them, over those of this module.
+"""Adapters for versions of Transformer Engine before 2.20, whose calls have other argument lists.
 
-The package calls by place, so an argument that was added in the middle would be taken for another: each function whose form changed has its
-former forms here, under the version that changed it. tests/python/transformer_engine_torch_versions.json records the forms of all versions,
-and inside_versions_test.py holds this against it.
+Transformer Engine passes arguments by position, so an argument inserted in the middle would shift the others. Each function whose argument list
+changed has its former versions here, under the version that changed it. tests/python/transformer_engine_torch_versions.json records the argument
+lists of all versions, and inside_versions_test.py checks this module against it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["adopt", "forms_of"]
 # -- Attention -----------------------------------------------------------------------------------------------------------------------------
 
 def _recipe_is_delayed() -> bool:
-    """True if FP8 attention has given scales, which an enquiry does not say before 2.20."""
+    """True if the FP8 recipe is delayed scaling, in which attention has given scales. Before 2.20 the query for a backend does not say so."""
     state = getattr(sys.modules.get("transformer_engine.pytorch.quantization"), "FP8GlobalStateManager", None)
     recipe = None if state is None else state.get_fp8_recipe()
     return recipe is None or recipe.delayed()
@@ -36,9 +36,11 @@ def get_fused_attn_backend(is_training: bool, q_dtype: Any, kv_dtype: Any, qkv_l
                            p_dropout: float, num_attn_heads: int, num_gqa_groups: int, max_seqlen_q: int, max_seqlen_kv: int, head_dim_qk: int,
                            head_dim_v: int, window_size_left: int, window_size_right: int, return_max_logit: bool, cuda_graph: bool,
                            deterministic: bool) -> NVTE_Fused_Attn_Backend:
-    """The backend alone. The call does not say from which corner a window is counted: both have to be served unless the mask says it.
+    """Returns only the backend. The call does not say to which corner a window is aligned, so both alignments must be supported unless the mask
+    determines it.
 
-    The largest scores are the package's own unfused way, for versions read them in other places of the results.
+    For the largest scores, returns no backend, so that Transformer Engine uses its unfused attention: versions expect them at different places in the
+    results.
     """
     none = NVTE_Fused_Attn_Backend.NVTE_No_Backend
     if return_max_logit or int(q_dtype) != int(kv_dtype) or (int(q_dtype) in FP8 and not _recipe_is_delayed()):
@@ -59,7 +61,7 @@ def get_fused_attn_backend(is_training: bool, q_dtype: Any, kv_dtype: Any, qkv_l
 
 
 def _formats(qkv_layout: Any) -> Tuple[NVTE_QKV_Format, NVTE_QKV_Format]:
-    """The format of the queries, which the result and its gradient share, and none for scales: they are arguments since 2.15."""
+    """The format of the queries, which output and gradient share, and no format for scales. These are arguments since 2.15."""
     layout = LAYOUTS.get(int(qkv_layout))
     if layout is None:
         raise InvalidArgument(f"attention: qkv_layout is {int(qkv_layout)}; it is one of NVTE_QKV_Layout, and set")
@@ -73,7 +75,7 @@ def fused_attn_fwd(max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, att
                    page_table_k: Optional[torch.Tensor], page_table_v: Optional[torch.Tensor], s_quantizer: Any, o_quantizer: Any,
                    Bias: Optional[torch.Tensor], SoftmaxOffset: Optional[torch.Tensor], rng_gen: Optional[torch.Generator],
                    rng_elts_per_thread: int, return_max_logit: bool, cuda_graph: bool) -> List[Any]:
-    """Until 2.14. FP8 gives two statistics of the softmax, of which te-fl's are the first."""
+    """The form until 2.14. In FP8 it returns two softmax statistics, of which te-fl provides the first."""
     if return_max_logit:
         raise Unsupported("fused_attn_fwd: return_max_logit before 2.15; the package's unfused attention has it")
     result = attention.fused_attn_fwd(
@@ -91,7 +93,7 @@ def fused_attn_bwd(max_seqlen_q: int, max_seqlen_kv: int, attn_scale: float, p_d
                    dqkv_type: Any, Aux_CTX_Tensors: Sequence[torch.Tensor], cu_seqlens_q_padded: Optional[torch.Tensor],
                    cu_seqlens_kv_padded: Optional[torch.Tensor], s_quantizer: Any, dp_quantizer: Any, dqkv_quantizer: Any,
                    cuda_graph: bool) -> List[Any]:
-    """Until 2.14. dqkv_type: the dtype of the gradients, which the quantizer or fake_dtype says as well."""
+    """The form until 2.14. dqkv_type: the gradients' dtype, which must agree with the quantizer or fake_dtype."""
     wanted = torch_dtype(dqkv_type)
     if wanted != (fake_dtype if dqkv_quantizer is None else torch_dtype(dqkv_quantizer.dtype)):
         raise InvalidArgument(f"fused_attn_bwd: dqkv_type is {wanted}; dqkv_quantizer, or without one fake_dtype {fake_dtype}, says otherwise")
@@ -107,7 +109,7 @@ def fused_attn_bwd(max_seqlen_q: int, max_seqlen_kv: int, attn_scale: float, p_d
 
 def thd_out_correction(out: torch.Tensor, out_per_step: torch.Tensor, lse: torch.Tensor, lse_per_step: torch.Tensor, cu_seqlens: torch.Tensor,
                        only_second_half: bool, lse_packed: bool) -> None:
-    """Until 2.19, adds a step's share of the result to out, whose other shares are those by the last lse as well."""
+    """The form until 2.19: adds a step's contribution; earlier contributions are already relative to the final lse."""
     context_parallel.thd_out_correction(out, out_per_step, lse, lse, lse_per_step, cu_seqlens, only_second_half, lse_packed)
 
 
@@ -148,7 +150,7 @@ def _bgrad_group_quantize_2_17(tensor: torch.Tensor, quantizer: Any, num_tensors
 
 
 def _without_bias_scale(function: Callable) -> Callable:
-    """The form of 2.15 of a grouped product: bias_scale came in after the bias."""
+    """The form of 2.15 of a grouped product; bias_scale was inserted after the bias later."""
     def product(A: Any, transa: bool, B: Any, transb: bool, D: Any, bias: Any, alpha: torch.Tensor, beta: torch.Tensor, workspace_setup: torch.Tensor,
                 workspace_cublas: torch.Tensor, use_split_accumulator: bool, math_sm_count: int) -> Any:
         return function(A, transa, B, transb, D, bias, None, alpha, beta, workspace_setup, workspace_cublas, use_split_accumulator, math_sm_count)
@@ -161,7 +163,7 @@ _PRODUCTS = ("te_general_grouped_gemm_for_discrete_in", "te_general_grouped_gemm
 _BACKENDS_2_15 = enum.IntEnum("NVTE_Fused_Attn_Backend", {"NVTE_F16_max512_seqlen": 0, **NVTE_Fused_Attn_Backend.__members__},
                               module=NVTE_Fused_Attn_Backend.__module__)
 
-# (the version that changed them, their forms before it), the newest change first.
+# (the version that changed the functions, their forms before it), the newest version first.
 _FORMS: Tuple[Tuple[tuple, dict], ...] = (
     ((2, 20), {"get_fused_attn_backend": get_fused_attn_backend, "thd_out_correction": thd_out_correction}),
     ((2, 18), {"group_quantize": _group_quantize_2_17, "bgrad_group_quantize": _bgrad_group_quantize_2_17,
@@ -173,7 +175,7 @@ _FORMS: Tuple[Tuple[tuple, dict], ...] = (
 
 
 def forms_of(version: tuple) -> dict:
-    """{name: what stands for it} of what a version calls otherwise than 2.20 does."""
+    """{name: adapter} for the functions that this version calls differently from 2.20."""
     forms: dict = {}
     for changed, former in _FORMS:
         if version < changed:
@@ -182,5 +184,5 @@ def forms_of(version: tuple) -> dict:
 
 
 def adopt(module: ModuleType, version: tuple) -> None:
-    """Gives the module the forms of a version of the package, which it then has for the process."""
+    """Installs a version's adapters in the module, for the whole process."""
     vars(module).update(forms_of(version))

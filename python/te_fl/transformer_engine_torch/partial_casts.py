@@ -1,6 +1,6 @@
-"""Parts of master weights, which ranks hold: their share of a weight's block amaxes, and their codes by scales of all ranks.
+"""Shards of master weights: a shard's contribution to the block amaxes, and its codes with scales common to all ranks.
 
-A part is a vector, the elements of the weight [h, w] from start_offset on.
+A shard is a vector: elements of the weight [h, w], from start_offset on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["fp8_block_scaling_compute_partial_amax", "fp8_block_scaling_partial_
 
 
 class Part:
-    """The whole rows of blocks in which the part lies."""
+    """The range of block rows that contains the shard."""
 
     def __init__(self, name: str, values: torch.Tensor, h: int, w: int, start: int, block: int):
         if start < 0 or start + values.numel() > h * w:
@@ -31,14 +31,14 @@ class Part:
         self.begin = start - self.first * block * w
 
     def absolute(self) -> torch.Tensor:
-        """[rows of blocks, block, w], FP32: 0 for what other ranks hold, and for NaN."""
+        """Magnitudes as FP32 [block rows, block, w]; 0 for elements of other ranks and for NaN."""
         rows = self.last - self.first
         placed = torch.zeros(rows * self.block * self.width, dtype=torch.float32, device=self.values.device)
         placed[self.begin:self.begin + self.values.numel()] = self.values.float().abs().nan_to_num(nan=0.0, posinf=float("inf"))
         return placed.view(rows, self.block, self.width)
 
     def factors(self, rows: torch.Tensor) -> torch.Tensor:
-        """The part's own of [rows, w], factors of every element of the rows of blocks."""
+        """Selects the shard's elements from per-element scales [rows, w] of the block rows."""
         return rows.reshape(-1)[self.begin:self.begin + self.values.numel()]
 
     def cast(self, factors: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
@@ -48,13 +48,13 @@ class Part:
 
 
 def over_width(absolute: torch.Tensor, block: int) -> torch.Tensor:
-    """The last dimension as [blocks, block], filled up by zeros."""
+    """Reshapes the last dimension to [blocks, block], zero-padded."""
     padded = torch.nn.functional.pad(absolute, (0, -absolute.shape[-1] % block))
     return padded.view(*padded.shape[:-1], -1, block)
 
 
 def _check_block(name: str, tensor: torch.Tensor, what: str, h: int, w: int, block_len: int) -> Tuple[int, int]:
-    """The numbers of blocks down and across."""
+    """Checks a tensor of block values; returns the numbers of blocks down and across."""
     if block_len != 128:
         raise Unsupported(f"{name}: block_len is {block_len}; it is 128")
     down, across = -(-h // 128), -(-w // 128)
@@ -64,7 +64,7 @@ def _check_block(name: str, tensor: torch.Tensor, what: str, h: int, w: int, blo
 
 
 def fp8_block_scaling_compute_partial_amax(tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int = 128) -> None:
-    """amax, FP32 [blocks down, blocks across or more]: of the part in each block of 128 x 128, 0 where it has no element."""
+    """Writes to amax, FP32 [blocks down, blocks across or more], the shard's amax in each 128 x 128 block; 0 if the shard has no element there."""
     name = "fp8_block_scaling_compute_partial_amax"
     down, across = _check_block(name, amax, "amax", h, w, block_len)
     part = Part(name, tensor, h, w, start_offset, 128)
@@ -75,7 +75,7 @@ def fp8_block_scaling_compute_partial_amax(tensor: torch.Tensor, amax: torch.Ten
 
 def fp8_block_scaling_partial_cast(inp: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, h: int, w: int, start_offset: int, block_len: int,
                                    out_dtype: Any) -> None:
-    """out, as many bytes as the part has elements: the codes of the part times the scales of its blocks."""
+    """Writes the shard's codes to out, one byte per element, with the given block scales."""
     name = "fp8_block_scaling_partial_cast"
     _, across = _check_block(name, scale, "scale", h, w, block_len)
     part = Part(name, inp, h, w, start_offset, 128)
@@ -101,7 +101,9 @@ def _check_mxfp8(name: str, rows: int, cols: int, row_wise: torch.Tensor, column
 
 def mxfp8_scaling_compute_partial_amax(input: torch.Tensor, amax_rowwise: torch.Tensor, amax_colwise: torch.Tensor, rows: int, cols: int,
                                        start_offset: int) -> None:
-    """The amaxes of the part in each 1 x 32 and each 32 x 1, in the part's dtype, laid out as the factors are; 0 where it has no element."""
+    """Writes the shard's amaxes for blocks of 1 x 32 and of 32 x 1, in the shard's dtype and in the layout of the scales; 0 if the shard has no
+    element there.
+    """
     name = "mxfp8_scaling_compute_partial_amax"
     _check_mxfp8(name, rows, cols, amax_rowwise, amax_colwise, input.dtype)
     part = Part(name, input, rows, cols, start_offset, 32)
@@ -114,15 +116,15 @@ def mxfp8_scaling_compute_partial_amax(input: torch.Tensor, amax_rowwise: torch.
 
 
 def _power_of_two(bits: torch.Tensor) -> torch.Tensor:
-    """FP32: what values are multiplied by for a factor of those E8M0 bits."""
+    """The FP32 multiplier for an E8M0 scale with these bits: the scale's inverse."""
     exponent = 254 - bits.to(torch.int32)
-    inverse = torch.where(exponent == 0, 0x400000, exponent << 23)  # the inverse of 2^127 is no normal number
+    inverse = torch.where(exponent == 0, 0x400000, exponent << 23)  # the inverse of 2^127 is subnormal
     return torch.where(exponent < 0, 0x7FC00000, inverse).view(torch.float32)
 
 
 def mxfp8_scaling_partial_cast(input: torch.Tensor, output_rowwise: torch.Tensor, output_colwise: torch.Tensor, scale_inv_rowwise: torch.Tensor,
                                scale_inv_colwise: torch.Tensor, rows: int, cols: int, start_offset: int) -> None:
-    """Both copies' E4M3 codes of the part, as many bytes as it has elements, by factors of the whole weight."""
+    """Writes the shard's E4M3 codes for both copies, one byte per element, with scales of the whole weight."""
     name = "mxfp8_scaling_partial_cast"
     _check_mxfp8(name, rows, cols, scale_inv_rowwise, scale_inv_colwise, torch.uint8, torch.float8_e8m0fnu)
     part = Part(name, input, rows, cols, start_offset, 32)

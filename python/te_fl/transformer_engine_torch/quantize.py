@@ -1,4 +1,4 @@
-"""Casts between high precision and the package's quantised tensors."""
+"""Casts between high-precision tensors and Transformer Engine's quantised tensors."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _high_precision(tensor: Any) -> torch.Tensor:
-    """The values of a tensor that a caller has quantised before, as attention emulated in FP8 does the gradient of the next product."""
+    """Dequantises a tensor that the caller has already quantised, as emulated FP8 attention does with a gradient."""
     return tensor.dequantize() if type(tensor) is not torch.Tensor and schemes.is_quantised(tensor) else tensor
 
 
 def quantize_into(values: torch.Tensor, quantizer: Any, output: Any, noop: Optional[torch.Tensor] = None) -> Any:
-    """output: a tensor of the package's whose buffers fit the quantizer."""
+    """Quantises into output, a Transformer Engine tensor whose buffers fit the quantizer."""
     scheme = schemes.of_quantizer(quantizer)
     if scheme.write(quantizer, values, output, noop):
         return output
-    # Every rank takes part, one whose tensor has no elements, too.
+    # Every rank must take part in the amax reduction, also with an empty tensor.
     target = scheme.for_ranks(quantizer, values, output) if getattr(quantizer, "with_amax_reduction", False) else None
     if values.numel() == 0:
         if target is None:
@@ -50,7 +50,7 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Opt
         output = scheme.create(quantizer, tensor.shape, tensor.dtype, tensor.device)
     else:
         output = scheme.adapt(quantizer, output)
-    if getattr(quantizer, "use_existing_amax", False):  # before 2.16, of this function alone
+    if getattr(quantizer, "use_existing_amax", False):  # exists before 2.16, and only for this function
         if tensor.numel():
             _quantize(input=tensor, output=scheme.by_existing_amax(quantizer, output), noop_flag=noop)
         return output
@@ -72,7 +72,7 @@ def create_empty_quantized_tensor(quantizer: Any, shape: Sequence[int], dtype: t
 
 
 def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list:
-    """[the gradient of the bias, in input's dtype; the quantised gradient, or without a quantizer the gradient itself]."""
+    """Returns [the bias gradient in input's dtype, the quantised gradient (without a quantizer: the gradient itself)]."""
     values = _high_precision(input).contiguous()
     bias_grad = torch.empty(values.shape[-1], dtype=values.dtype, device=values.device)
     if values.numel() == 0:
@@ -97,7 +97,7 @@ def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: S
 
 
 def split_quantize(tensor: torch.Tensor, split_sections: Sequence[int], quantizer_list: Sequence[Any], disable_bulk_allocation: bool = False) -> List[Any]:
-    """The parts of the first dimension, each by its quantizer. Unless disable_bulk_allocation they may share their memory."""
+    """Splits along the first dimension and quantises each part with its quantizer. Unless disable_bulk_allocation, the parts may share a buffer."""
     sections = [int(n) for n in split_sections]
     if len(sections) != len(quantizer_list):
         raise InvalidArgument(f"split_quantize: {len(sections)} sections have {len(quantizer_list)} quantizers; give one for each")
@@ -126,9 +126,9 @@ def split_quantize(tensor: torch.Tensor, split_sections: Sequence[int], quantize
 
 
 def fp8_transpose(input: torch.Tensor, dtype: Any, *, out: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """The codes transposed: [last, others...]."""
+    """Transposes codes: [last, others...]."""
     if int(dtype) not in FP8:
-        fp8_dtype(dtype)  # refuses it
+        fp8_dtype(dtype)  # raises for other dtypes
     codes = input.contiguous()
     shape = (codes.shape[-1], *codes.shape[:-1]) if codes.dim() else ()
     if out is None:
@@ -172,7 +172,7 @@ def fused_amax_and_scale_update_after_reduction(amax_reduction_buffer: torch.Ten
 
 
 def bulk_allocate(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: Any = None, alignments: Any = None) -> List[torch.Tensor]:
-    """Tensors over one buffer, each at its alignment in bytes (256 without alignments)."""
+    """Allocates tensors in one buffer, each aligned to its alignment in bytes (default 256)."""
     if len(shapes) != len(dtypes) or (alignments is not None and len(alignments) != len(shapes)):
         raise InvalidArgument(f"bulk_allocate: {len(shapes)} shapes have {len(dtypes)} dtypes and "
                               f"{'no' if alignments is None else len(alignments)} alignments; give one for each")

@@ -1,4 +1,4 @@
-"""Rotary position embedding of one tensor, and of packed queries, keys and values."""
+"""Rotary position embedding of one tensor, and of packed QKV tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _layout(qkv_format: Any, function: str, served: Sequence[str]) -> str:
 
 
 def _check_angles(function: str, layout: str, x: torch.Tensor, freqs: torch.Tensor, cp_size: int) -> None:
-    """Refuses angles for too few positions; with thd the lengths are on the device, where the op checks them."""
+    """Refuses angles that cover too few positions. With thd the lengths are in device memory, and the op checks them."""
     if freqs.dim() != 4 or freqs.shape[1] != 1 or freqs.shape[2] != 1 or freqs.dtype != torch.float32:
         raise InvalidArgument(f"{function}: freqs is {freqs.dtype} {tuple(freqs.shape)}; it is float32 [positions, 1, 1, angles]")
     if layout == "thd" or x.dim() != 4:
@@ -34,7 +34,8 @@ def _check_angles(function: str, layout: str, x: torch.Tensor, freqs: torch.Tens
 
 
 def _starts(start_positions: Optional[torch.Tensor], layout: str, x: torch.Tensor, cu_seqlens: Optional[torch.Tensor] = None) -> Optional[torch.Tensor]:
-    """Those of the sequences: callers may give more, as one for each boundary in cu_seqlens, and the package's extension reads no further."""
+    """The start positions, one per sequence. Callers may pass more, for example one per boundary in cu_seqlens; NVIDIA's extension ignores the rest.
+    """
     if start_positions is None or start_positions.dim() != 1 or (layout == "thd" and cu_seqlens is None):
         return start_positions
     return start_positions[:cu_seqlens.numel() - 1 if layout == "thd" else x.shape[layout.index("b")]]
@@ -47,7 +48,7 @@ def _rope(op: Callable, function: str) -> Callable:
         _check_angles(function, layout, input, freqs, cp_size)
         output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
         if output.numel():
-            # Any strides are taken; elements of a head that do not lie together would be read one by one.
+            # The op accepts any strides, but a strided last dimension would be read element by element, so it is copied.
             op(input=input if input.stride(-1) == 1 else input.contiguous(), freqs=freqs, output=output,
                start_positions=_starts(start_positions, layout, input, cu_seqlens), cu_seqlens=cu_seqlens if layout == "thd" else None,
                layout=layout, interleaved=interleaved, cp_size=cp_size, cp_rank=cp_rank)
@@ -70,7 +71,8 @@ def _dims(function: str, sizes: Sequence[int]) -> dict:
 def fused_qkv_rope_forward(qkv_input: torch.Tensor, q_freqs: torch.Tensor, k_freqs: torch.Tensor, start_positions: Optional[torch.Tensor],
                            qkv_split_arg_list: Sequence[int], qkv_format: Any, interleaved: bool, cp_size: int,
                            cp_rank: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """qkv_input: [S, B, G, E] or [B, S, G, E]; of each group qkv_split_arg_list[0] elements of queries, then the key's and the value's."""
+    """qkv_input: [S, B, G, E] or [B, S, G, E]. Each group consists of qkv_split_arg_list[0] query elements, then the key's and the value's elements.
+    """
     name = "fused_qkv_rope_forward"
     layout, dims = _layout(qkv_format, name, ("sbhd", "bshd")), _dims(name, qkv_split_arg_list)
     for freqs in (q_freqs, k_freqs):
@@ -90,7 +92,9 @@ def fused_qkv_rope_forward(qkv_input: torch.Tensor, q_freqs: torch.Tensor, k_fre
 def fused_qkv_rope_backward(q_grad_out: torch.Tensor, k_grad_out: torch.Tensor, v_grad_out: torch.Tensor, q_freqs: torch.Tensor,
                             k_freqs: torch.Tensor, qkv_split_arg_list: Sequence[int], qkv_format: Any, interleaved: bool, cp_size: int,
                             cp_rank: int) -> torch.Tensor:
-    """The gradient of qkv_input. The package hands no start_positions to it, so they are 0 here as in its extension."""
+    """Returns the gradient of qkv_input. Start positions are 0, because Transformer Engine does not pass them, neither here nor to NVIDIA's
+    extension.
+    """
     name = "fused_qkv_rope_backward"
     layout, dims = _layout(qkv_format, name, ("sbhd", "bshd")), _dims(name, qkv_split_arg_list)
     for freqs in (q_freqs, k_freqs):

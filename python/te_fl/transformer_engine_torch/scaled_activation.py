@@ -1,6 +1,7 @@
-"""Activations with a factor for each row, as experts weigh their tokens, and SiTU-GLU.
+"""Activations with a factor for each row (an expert's token weights), and SiTU-GLU.
 
-All is computed in FP32 and rounded once. Gated forms take [.., 2H], both halves one behind the other, or in turns of glu_interleave_size columns.
+Computed in FP32 and rounded once. Gated forms take [.., 2H], with two contiguous halves, or halves that alternate in blocks of glu_interleave_size
+columns.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _check_betas(name: str, beta1: float, beta2: float) -> None:
 
 
 def _from_fp32(values: torch.Tensor, shape: Any, dtype: torch.dtype, quantizer: Any) -> Any:
-    """The values rounded to dtype, or quantised: a scheme whose ops fuse it rounds once."""
+    """Rounds the FP32 values to dtype, or quantises them. Schemes with fused quantisation round only once."""
     if quantizer is None or not schemes.of_quantizer(quantizer).is_fused(quantizer):
         rounded = values.to(dtype).view(shape)
         return rounded if quantizer is None else quantize(rounded, quantizer)
@@ -34,14 +35,14 @@ def _from_fp32(values: torch.Tensor, shape: Any, dtype: torch.dtype, quantizer: 
 
 
 def _values(shape: Any, device: torch.device, op: Callable, **arguments: Any) -> torch.Tensor:
-    """A result in FP32, which is rounded or quantised after."""
+    """Runs the op with an FP32 output, which is rounded or quantised later."""
     out = torch.empty(shape, dtype=torch.float32, device=device)
     op(output=out, **arguments)
     return out
 
 
 def situglu(input: torch.Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
-    """beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2) of the halves a and b."""
+    """beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2) for the halves a and b."""
     _check_betas("situglu", beta1, beta2)
     x = matrix(input)
     values = _values((x.shape[0], x.shape[1] // 2), x.device, ops.situglu, input=x, beta1=beta1, beta2=beta2)
@@ -56,7 +57,7 @@ def dsituglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any, beta1:
 
 
 class _Rows:
-    """An input as [rows, columns], and its factors."""
+    """An input as [rows, columns], and its row factors."""
 
     def __init__(self, name: str, input: torch.Tensor, scales: torch.Tensor, gated: bool, interleave: int):
         shape = tuple(input.shape)
@@ -80,7 +81,7 @@ def _scaled(name: str, input: torch.Tensor, scales: torch.Tensor, quantizer: Any
 
 def _scaled_gradients(name: str, grad: torch.Tensor, input: torch.Tensor, scales: torch.Tensor, quantizer: Any, wanted: bool, gated: bool = True,
                       interleave: int = 0, **options: float) -> tuple:
-    """(the gradient of the input, of the factors or None)."""
+    """Returns (the gradient of the input, the gradient of the factors or None)."""
     rows = _Rows(name, input, scales, gated, interleave)
     if matrix(grad).shape != (rows.matrix.shape[0], rows.result_shape[-1]):
         raise InvalidArgument(f"the gradient of a scaled activation has shape {tuple(grad.shape)}; the output has {rows.result_shape}")
@@ -146,7 +147,7 @@ def _group(name: str, input_2h: torch.Tensor, prob: torch.Tensor, quantizer: Any
 
 def group_scaled_swiglu(input_2h: torch.Tensor, prob: torch.Tensor, quantizer: Any, num_tensors: int, first_dims: Optional[torch.Tensor] = None,
                         last_dims: Optional[torch.Tensor] = None, tensor_offsets: Optional[torch.Tensor] = None) -> Any:
-    """scaled_swiglu, by groups of rows quantised to MXFP8."""
+    """scaled_swiglu, with each group of rows quantised to MXFP8."""
     return _group("group_scaled_swiglu", input_2h, prob, quantizer, lambda: scaled_swiglu(input_2h, prob, None), num_tensors,
                   (first_dims, last_dims, tensor_offsets))
 
@@ -154,7 +155,7 @@ def group_scaled_swiglu(input_2h: torch.Tensor, prob: torch.Tensor, quantizer: A
 def group_scaled_clamped_swiglu(input_2h: torch.Tensor, prob: torch.Tensor, quantizer: Any, num_tensors: int, limit: float, alpha: float = 1.702,
                                 glu_linear_offset: float = 1.0, first_dims: Optional[torch.Tensor] = None,
                                 last_dims: Optional[torch.Tensor] = None, tensor_offsets: Optional[torch.Tensor] = None) -> Any:
-    """scaled_clamped_swiglu, by groups of rows quantised to MXFP8."""
+    """scaled_clamped_swiglu, with each group of rows quantised to MXFP8."""
     if not 0 < limit < float("inf"):
         raise InvalidArgument(f"group_scaled_clamped_swiglu: limit is {limit}; it is finite and greater than 0")
     return _group("group_scaled_clamped_swiglu", input_2h, prob, quantizer,

@@ -1,7 +1,7 @@
-"""The package's quantizers and quantised tensors, which are Python classes of its own, as te_fl.Quantized and back.
+"""Conversion between Transformer Engine's quantizers and quantised tensors, which are Python classes, and te_fl.Quantized.
 
-A scheme knows one class of storage: its buffers' shapes, how a quantizer asks for one, and the parts that te-fl's ops read and write. The
-scales lie alike on both sides (te_fl_quant in te_fl/plugin.h), so no value is copied.
+A scheme describes one storage class: the shapes of its buffers, the quantizer's requirements, and the parts that te-fl's ops read and write. The
+layout of scales is the same in both libraries (te_fl_quant in te_fl/plugin.h), so nothing is copied.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def _transposed(shape: Sequence[int]) -> Tuple[int, ...]:
 
 
 def _pieces(shapes: Sequence[Tuple[int, ...]], dtype: torch.dtype, device: Any) -> Optional[Sequence[torch.Tensor]]:
-    """Tensors over one memory; None where one would not begin at a multiple of 16 bytes, as kernels want it."""
+    """Splits one buffer into tensors; None if one would not be aligned to 16 bytes, which kernels need."""
     first, count = shapes[0], len(shapes)
     if first == (1,) and shapes.count(first) == count:
         return empty((count, 16 // dtype.itemsize), dtype=dtype, device=device)[:, :1].unbind(0)
     sizes = [math.prod(shape) for shape in shapes]
     if any(size * dtype.itemsize % 16 for size in sizes):
         return None
-    # Nothing else has this memory, so that the pieces need not know of each other.
+    # No other tensor uses this buffer, so the unsafe split, without view tracking, is correct.
     if all(shape[1:] == first[1:] for shape in shapes):
         rows = [shape[0] for shape in shapes]
         return torch.unsafe_split_with_sizes(empty((sum(rows), *first[1:]), dtype=dtype, device=device), rows)
@@ -57,7 +57,7 @@ def _pieces(shapes: Sequence[Tuple[int, ...]], dtype: torch.dtype, device: Any) 
 
 
 class Scheme:
-    """One class of storage. Objects have no state: all of it is the quantizer's and the tensor's."""
+    """One storage class. Scheme objects are stateless; state belongs to the quantizer and the tensor."""
 
     fused = True
 
@@ -65,57 +65,61 @@ class Scheme:
         raise NotImplementedError
 
     def buffers(self, quantizer: Any, shape: Sequence[int]) -> dict:
-        """{attribute of the storage: (shape, dtype)} of all that the quantizer's usages need."""
+        """{attribute of the storage: (shape, dtype)} of all buffers that the quantizer's usages need."""
         raise NotImplementedError
 
     def constructor_arguments(self, quantizer: Any) -> dict:
         raise NotImplementedError
 
-    # The names by which ops on matrices (matrix_ops.py) read a storage: data, column-wise data, scale_inv, columnwise_scale_inv, dtype of the codes,
-    # whether the column-wise copy is stale, whether blocks are square. None: they read te_fl.Quantized.
+    # The attributes by which matrix ops (matrix_ops.py) read a storage: data, column-wise data, scale_inv, columnwise_scale_inv, dtype of the codes,
+    # whether the column-wise copy is stale, whether blocks are square. None: matrix ops get a te_fl.Quantized instead.
     PARTS: Optional[tuple] = None
 
     def quantized(self, tensor: Any) -> Any:
-        """The tensor as an operand of ops on matrices; its values in FP32 where no op reads its format."""
+        """The tensor as an operand of matrix ops; dequantised to FP32 if no op reads its format."""
         return tensor
 
     def operand(self, tensor: Any, columnwise: bool) -> Any:
-        """The tensor as a product takes it. An op finds the copy that it needs."""
+        """The tensor as an operand of a product. The op selects the copy that it needs."""
         return self.quantized(tensor)
 
     def target(self, quantizer: Any, tensor: Any) -> Any:
-        """The tensor as an output of ops on matrices: te_fl.Quantized, or what _written() says."""
+        """The tensor as an output of matrix ops: a te_fl.Quantized, or the tuple of _written()."""
         raise NotImplementedError
 
     def _written(self, tensor: Any, dtype: Any, scale: Any = None, amax: Any = None, flags: int = 0, amax_epsilon: float = 0.0) -> tuple:
-        """(storage, dtype of its codes, scale, amax, flags, amax_epsilon); one tensor [2] as scale and amax is both. flags: 1 | 2."""
+        """The output tuple (storage, dtype of its codes, scale, amax, flags, amax_epsilon). If scale and amax are the same tensor, it is [2] and
+        holds both. flags: 1 computes the scale, 2 truncates it to a power of two.
+        """
         if type(tensor) not in _by_type:
             of_tensor(tensor)
         return tensor, dtype, scale, amax, flags, amax_epsilon
 
     def is_fused(self, quantizer: Any) -> bool:
-        """True if ops write into a tensor of the quantizer's directly, from FP32 values."""
+        """True if ops can quantise FP32 results directly for this quantizer, without rounding to the activation dtype first."""
         return self.fused
 
     def is_single(self, quantizer: Any) -> bool:
-        """True if an op writes a tensor of the quantizer's from its values alone or not at all: its amax is that of ranks, or it is written by write()."""
+        """True if each tensor needs separate steps: its amax is reduced over ranks, or write() writes it."""
         return getattr(quantizer, "with_amax_reduction", False)
 
     def write(self, quantizer: Any, values: torch.Tensor, tensor: Any, noop: Optional[torch.Tensor]) -> bool:
-        """Writes the tensor by PyTorch's operations if the quantizer asks for what no op does; every rank of its group calls it. False: an op does it."""
+        """Quantises with PyTorch's ops if the quantizer needs a feature that no op has; every rank of its group must call it. Returns False if an op
+        can do it.
+        """
         return False
 
     def write_without_elements(self, tensor: Any, noop: Optional[torch.Tensor]) -> None:
-        """Writes what a tensor without elements has beside them; no op writes it."""
+        """Writes the metadata (scales, amaxes) of an empty tensor, which ops do not write."""
 
     def for_ranks(self, quantizer: Any, values: torch.Tensor, tensor: Any) -> Any:
-        """The target whose scale comes from the largest value among the ranks of the quantizer's group, every one of which calls it."""
+        """The output whose scale is computed from the amax over the quantizer's group; every rank must call it."""
         raise NotImplementedError
 
     _NAMES: dict = {}  # attribute of the storage -> argument of its constructor
 
     def check(self, quantizer: Any) -> None:
-        """Refuses what a quantizer asks for beyond what te-fl does."""
+        """Refuses settings of a quantizer that te-fl does not support."""
 
     def create(self, quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pin_memory: bool = False) -> Any:
         self.check(quantizer)
@@ -130,12 +134,13 @@ class Scheme:
         return self.storage_class(quantizer)(shape=shape, dtype=dtype, device=torch.device(device), **parts)
 
     def _alike(self, quantizer: Any) -> tuple:
-        """All of a quantizer that buffers() and storage_class() read."""
+        """All attributes of a quantizer that buffers() and storage_class() depend on."""
         return quantizer.internal, quantizer.rowwise_usage, quantizer.columnwise_usage
 
     def create_together(self, quantizers: Sequence[Any], shapes: Sequence[Tuple[int, ...]], dtype: torch.dtype, device: Any) -> Optional[list]:
-        """Tensors over one memory for each kind of part, which lives as long as one of them does; None where they do not lie so: each is then created
-        alone."""
+        """Creates several tensors with one buffer for each kind of part. The buffer lives as long as any of the tensors. None if they cannot share
+        buffers; the caller then creates each alone.
+        """
         first = quantizers[0]
         settings = self._alike(first)
         if not first.internal or any(self._alike(q) != settings for q in quantizers):
@@ -155,11 +160,11 @@ class Scheme:
                 for q, *values in zip(quantizers, *parts.values())]
 
     def targets(self, quantizers: Sequence[Any], tensors: Sequence[Any]) -> list:
-        """target() of each."""
+        """target() for each tensor."""
         return [self.target(quantizer, tensor) for quantizer, tensor in zip(quantizers, tensors)]
 
     def adapt(self, quantizer: Any, tensor: Any) -> Any:
-        """A tensor that the caller gives as an output, with the buffers that the quantizer's usages need and no others."""
+        """Adjusts an output tensor of the caller to have exactly the buffers that the quantizer's usages need."""
         self.check(quantizer)
         shape = shape_of(tensor)
         wanted = self.buffers(quantizer, shape)
@@ -175,12 +180,12 @@ class Scheme:
         return tensor
 
     def mark(self, quantizer: Any, tensor: Any) -> None:
-        """Sets what else the tensor says of itself."""
+        """Sets the tensor's other metadata."""
         tensor._fp8_dtype = quantizer.dtype
 
 
 class Float8(Scheme):
-    """One scale for a tensor. The column-wise copy is transposed."""
+    """One scale per tensor. The column-wise copy is transposed."""
 
     _NAMES = {"_data": "data", "_transpose": "data_transpose", "_scale_inv": "fp8_scale_inv"}
     PARTS = "_data", "_transpose", "_scale_inv", None, "_fp8_dtype", "_transpose_invalid", None
@@ -189,7 +194,7 @@ class Float8(Scheme):
         rowwise, columnwise = quantizer.rowwise_usage, quantizer.columnwise_usage
         if pin_memory or not quantizer.internal or not (rowwise or columnwise):
             return super().create(quantizer, shape, dtype, device, pin_memory)
-        # This is the general way with less of the host's time: layers come here for each of their tensors.
+        # Equivalent to the general code, with less host time: layers create many tensors here.
         return _classes()["Float8TensorStorage"](
             data=empty(shape, dtype=torch.uint8, device=device) if rowwise else None,
             data_transpose=empty(_transposed(shape), dtype=torch.uint8, device=device) if columnwise else None,
@@ -227,7 +232,7 @@ def scale_of(quantizer: Any, device: torch.device) -> torch.Tensor:
 
 
 def _largest_of_ranks(quantizer: Any, values: torch.Tensor) -> torch.Tensor:
-    """FP32 [1]: the largest absolute value among the ranks of the quantizer's group, every one of which calls it."""
+    """FP32 [1]: the amax over the quantizer's group; every rank must call it."""
     amax = torch.empty(1, dtype=torch.float32, device=values.device)
     ops.compute_amax(input=values.contiguous(), amax=amax)
     torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
@@ -235,9 +240,9 @@ def _largest_of_ranks(quantizer: Any, values: torch.Tensor) -> torch.Tensor:
 
 
 class CurrentFloat8(Float8):
-    """Its scale comes from the values, or from the largest one of all ranks of a group."""
+    """The scale comes from the values' own amax, or from the amax over a group of ranks."""
 
-    fused = False  # its scale is that of the rounded values, as the package's own
+    fused = False  # as in Transformer Engine, the scale is computed from values rounded to the activation dtype
 
     def target(self, quantizer, tensor):
         scale, amax = self._kept(quantizer)
@@ -246,7 +251,7 @@ class CurrentFloat8(Float8):
         return self.target_with(quantizer, tensor, scale, amax)
 
     def target_with(self, quantizer: Any, tensor: Any, scale: torch.Tensor, amax: torch.Tensor) -> Any:
-        """target(), which writes the scale and the largest value there."""
+        """target() that writes the scale and the amax to these tensors."""
         return self._written(tensor, quantizer.dtype, scale, amax, 3 if quantizer.force_pow_2_scales else 1, quantizer.amax_epsilon)
 
     def targets(self, quantizers, tensors):
@@ -257,7 +262,7 @@ class CurrentFloat8(Float8):
 
     @staticmethod
     def _kept(quantizer: Any) -> tuple:
-        """The scale and the amax that a quantizer of the package's keeps of its last tensor, which its optimizers read, before 2.16; else None twice."""
+        """The scale and amax tensors in which a quantizer before 2.16 stores those of its last tensor, for optimizers; else (None, None)."""
         return getattr(quantizer, "scale", None), getattr(quantizer, "amax", None)
 
     def for_ranks(self, quantizer, values, tensor):
@@ -265,12 +270,12 @@ class CurrentFloat8(Float8):
         kept, _ = self._kept(quantizer)
         if kept is not None:
             kept.copy_(scale)
-        if values.numel() == 0:  # no op writes it
+        if values.numel() == 0:  # no op writes an empty tensor
             torch.div(torch.ones_like(scale), scale, out=tensor._scale_inv)
         return self._written(tensor, quantizer.dtype, scale)
 
     def _scale_of_ranks(self, quantizer, values):
-        """The scale that the largest value among the ranks of the quantizer's group gives; FP32 [1]."""
+        """The scale, FP32 [1], computed from the amax over the quantizer's group."""
         amax = _largest_of_ranks(quantizer, values)
         _, kept = self._kept(quantizer)
         if kept is not None:
@@ -278,7 +283,7 @@ class CurrentFloat8(Float8):
         return self._scale_of(quantizer, amax)
 
     def by_existing_amax(self, quantizer: Any, tensor: Any) -> Any:
-        """The target whose scale comes from the amax that the quantizer keeps, as its use_existing_amax asks before 2.16."""
+        """The output whose scale is computed from the quantizer's stored amax, for use_existing_amax before 2.16."""
         if quantizer.with_amax_reduction:
             raise Unsupported("Float8CurrentScalingQuantizer.use_existing_amax with with_amax_reduction; reduce the amax, and leave one of them at False")
         quantizer.scale.copy_(self._scale_of(quantizer, quantizer.amax))
@@ -287,7 +292,7 @@ class CurrentFloat8(Float8):
     @staticmethod
     def _scale_of(quantizer: Any, amax: torch.Tensor) -> torch.Tensor:
         scale = torch.empty_like(amax)
-        # Quantising the largest value alone gives its scale by the same rules, whatever implementation serves it.
+        # Quantising the amax itself yields the scale with exactly the op's rules.
         ops.quantize(input=amax, output=Quantized(torch.empty(1, dtype=fp8_dtype(quantizer.dtype), device=amax.device), scale=scale,
                                                   scale_inv=torch.empty_like(amax), amax=torch.empty_like(amax), compute_scale=True,
                                                   pow2_scale=quantizer.force_pow_2_scales, amax_epsilon=quantizer.amax_epsilon))
@@ -296,7 +301,7 @@ class CurrentFloat8(Float8):
 
 @functools.lru_cache(maxsize=1024)
 def _block_shapes(shape: Tuple[int, ...], square: bool) -> tuple:
-    """The extents of codes and scales, row-wise and column-wise."""
+    """The shapes of codes and scales, row-wise and column-wise."""
     rows, columns = rows_and_columns(shape)
 
     def scales(m, k):
@@ -305,7 +310,7 @@ def _block_shapes(shape: Tuple[int, ...], square: bool) -> tuple:
 
 
 class Float8Block(Scheme):
-    """A scale for 1 x 128 or 128 x 128 elements. The column-wise copy is transposed."""
+    """One scale per 1 x 128 or 128 x 128 elements. The column-wise copy is transposed."""
 
     fused = False
 
@@ -324,7 +329,7 @@ class Float8Block(Scheme):
         rowwise, columnwise = quantizer.rowwise_usage, quantizer.columnwise_usage
         if pin_memory or not quantizer.internal or not (rowwise or columnwise):
             return super().create(quantizer, shape, dtype, device, pin_memory)
-        # The general way with less of the host's time.
+        # equivalent to the general code, with less host time
         self.check(quantizer)
         square = quantizer.block_scaling_dim == 2
         codes, row_scales, transposed, column_scales = _block_shapes(tuple(shape), square)
@@ -363,7 +368,7 @@ class Float8Block(Scheme):
 
 
 def _put_in_plain_order(tensor: Any) -> None:
-    """Has the factors of an output in the order that ops write: what a noop flag keeps stays what it is."""
+    """Unswizzles an output's scales before an op writes them in plain order, so that a set noop flag preserves the old scales."""
     if tensor._with_gemm_swizzled_scales:
         for held, plain in zip((tensor._rowwise_scale_inv, tensor._columnwise_scale_inv), plain_scales(tensor)):
             if held is not None:
@@ -372,9 +377,9 @@ def _put_in_plain_order(tensor: Any) -> None:
 
 
 class MXFP8(Scheme):
-    """An E8M0 scale for 32 elements. Both copies keep the order of the elements."""
+    """One E8M0 scale per 32 elements. Neither copy is transposed."""
 
-    fused = False  # the package's kernels quantise what they have rounded to the activation dtype
+    fused = False  # Transformer Engine quantises values rounded to the activation dtype
 
     _NAMES = Float8Block._NAMES
 
@@ -403,7 +408,7 @@ class MXFP8(Scheme):
 
     @staticmethod
     def _is_square(quantizer: Any) -> bool:
-        return getattr(quantizer, "with_2d_quantization", False)  # since 2.19
+        return getattr(quantizer, "with_2d_quantization", False)  # exists since 2.19
 
     def write(self, quantizer, values, tensor, noop):
         if not self._is_square(quantizer):
@@ -434,10 +439,10 @@ class MXFP8(Scheme):
 
 
 class NVFP4(Scheme):
-    """An E4M3 scale for 16 elements and an amax for the tensor. The column-wise copy is transposed. Codes lie two in a byte."""
+    """One E4M3 scale per 16 elements and one amax per tensor. The column-wise copy is transposed. A byte holds two codes."""
 
     _NAMES = {**Float8Block._NAMES, "_amax_rowwise": "amax_rowwise", "_amax_columnwise": "amax_columnwise"}
-    fused = False  # the package quantises what was rounded to the activation dtype
+    fused = False  # Transformer Engine quantises values rounded to the activation dtype
 
     def storage_class(self, quantizer):
         classes = _classes()
@@ -489,7 +494,7 @@ class NVFP4(Scheme):
         _put_in_plain_order(tensor)
         tensor._fp4_dtype = quantizer.dtype
         for name, default in (("row_scaled_nvfp4", False), ("nvfp4_use_4over6", False), ("nvfp4_e4m3_max", 448)):
-            if hasattr(tensor, f"_{name}"):  # since 2.17
+            if hasattr(tensor, f"_{name}"):  # exists since 2.17
                 setattr(tensor, f"_{name}", getattr(quantizer, name, default))
 
     def _parts(self, tensor):
@@ -501,7 +506,7 @@ class NVFP4(Scheme):
                 "columnwise_data": None if other is None else other.view(columns, rows // 2).view(torch.float4_e2m1fn_x2),
                 "scale_inv": None if row_scales is None else row_scales.view(torch.float8_e4m3fn),
                 "columnwise_scale_inv": None if column_scales is None else column_scales.view(torch.float8_e4m3fn),
-                # A copy without elements has no memory, and so no amax of its own.
+                # An empty copy has no memory, and so no amax of its own.
                 "amax": column_amax if row_amax is None else row_amax,
                 "columnwise_amax": None if row_amax is None or other is None or not other.numel() else column_amax,
                 "shape": (rows, columns), "scaling": "nvfp4"}
@@ -515,7 +520,7 @@ class NVFP4(Scheme):
     def operand(self, tensor, columnwise):
         if not nvfp4.is_plain(tensor):
             return nvfp4.values(tensor, columnwise)
-        # No op multiplies codes of 4 bits; their values in FP32 are those that tensor cores multiply, from the copy that these read.
+        # No op multiplies 4-bit codes, so they are dequantised to FP32 from the copy that tensor cores would read; the values are the same.
         parts = self._parts(tensor)
         if columnwise and parts["columnwise_data"] is not None:
             parts["data"] = parts["scale_inv"] = None
@@ -530,11 +535,11 @@ class NVFP4(Scheme):
     def for_ranks(self, quantizer, values, tensor):
         target = self.target(quantizer, tensor)
         amax = _largest_of_ranks(quantizer, values)
-        if values.numel() == 0:  # no op writes it
+        if values.numel() == 0:  # no op writes an empty tensor
             for held in (tensor._amax_rowwise, tensor._amax_columnwise):
                 if held is not None:
                     held.copy_(amax)
-        # The tensor's amax is at least amax_epsilon, and no value of this rank is larger.
+        # amax_epsilon sets a lower bound of the amax, and no value of this rank exceeds the reduced amax.
         target.amax_epsilon = amax.item()
         return target
 
@@ -543,12 +548,12 @@ _FLOAT8, _CURRENT, _BLOCK, _MX, _NV = Float8(), CurrentFloat8(), Float8Block(), 
 _QUANTIZERS = {"Float8Quantizer": _FLOAT8, "Float8CurrentScalingQuantizer": _CURRENT, "Float8BlockQuantizer": _BLOCK, "MXFP8Quantizer": _MX,
                "NVFP4Quantizer": _NV}
 _STORAGES = {"Float8TensorStorage": _FLOAT8, "Float8BlockwiseQTensorStorage": _BLOCK, "MXFP8TensorStorage": _MX, "NVFP4TensorStorage": _NV}
-_by_type: dict = {}  # of a quantizer or tensor -> its scheme; of a plain tensor -> None
+_by_type: dict = {}  # type of a quantizer or quantised tensor -> its scheme; type of a plain tensor -> None
 _package_classes: dict = {}
 
 
 def _classes() -> dict:
-    """The package's classes by name; they import this module, and are there when the first tensor is."""
+    """Transformer Engine's classes by name. Imported late, because Transformer Engine imports this module."""
     if not _package_classes:
         from transformer_engine.pytorch.tensor import float8_blockwise_tensor, float8_tensor, mxfp8_tensor, nvfp4_tensor
         modules = (float8_tensor, float8_blockwise_tensor, mxfp8_tensor, nvfp4_tensor)
@@ -578,7 +583,7 @@ def of_tensor(tensor: Any) -> Scheme:
 
 
 def scheme_of(tensor: Any) -> Optional[Scheme]:
-    """None: the tensor is a plain one."""
+    """The scheme of a quantised tensor; None for a plain tensor."""
     kind = type(tensor)
     if kind not in _by_type:
         if is_quantised(tensor):
@@ -590,7 +595,7 @@ def scheme_of(tensor: Any) -> Optional[Scheme]:
 
 
 def are_blocks(a: Any, b: Any) -> bool:
-    """True of two tensors scaled by blocks of 128."""
+    """True if both tensors use blocks of 128."""
     return scheme_of(a) is _BLOCK and scheme_of(b) is _BLOCK
 
 
@@ -599,8 +604,9 @@ def is_quantised(tensor: Any) -> bool:
 
 
 def shape_of(tensor: Any) -> Tuple[int, ...]:
-    """The logical shape, of a storage as of a tensor. Read off the copy where that is transposed only, [last, others...]: of such a storage size() is
-    another before 2.19 if it has more than two dimensions, and of NVFP4 it warns."""
+    """The logical shape of a tensor or storage. If there is only a transposed copy, [last, others...], the shape is computed from it: before 2.19
+    size() is wrong for such a storage with more than two dimensions, and for NVFP4 it warns.
+    """
     transpose = getattr(tensor, "_transpose", None)
     if transpose is not None and tensor._data is None:
         return (*transpose.shape[1:], transpose.shape[0])
@@ -611,13 +617,13 @@ def shape_of(tensor: Any) -> Tuple[int, ...]:
 
 
 def operand(tensor: Any, columnwise: bool = False) -> Any:
-    """A plain or quantised tensor as the matrix that a product on matrices takes. columnwise: it is contracted over its rows."""
+    """A plain or quantised tensor as a matrix operand of a product. columnwise: the product contracts its rows."""
     scheme = scheme_of(tensor)
     return tensor if scheme is None else scheme.operand(tensor, columnwise)
 
 
 def operands(tensors: Sequence[Any], columnwise: bool = False) -> Sequence[Any]:
-    """operand() of each."""
+    """operand() for each tensor."""
     if all(kind in _by_type and ((scheme := _by_type[kind]) is None or scheme.PARTS is not None) for kind in set(map(type, tensors))):
-        return tensors  # ops on matrices read them as they are
+        return tensors  # matrix ops can read these directly
     return [operand(tensor, columnwise) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Moves of attention's operands: between layouts, into caches of keys and values, and into the forms that kernels want."""
+"""Rearrangement of attention's operands: between layouts, into KV caches, and into kernels' formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["convert_bshd_to_thd", "convert_thd_to_bshd", "copy_to_kv_cache", "fa
 
 
 def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, max_seq_len: int) -> torch.Tensor:
-    """[T, H, D] as [b, max_seq_len, H, D]; zeros behind each sequence."""
+    """Converts [T, H, D] to [b, max_seq_len, H, D], zero-padded after each sequence."""
     if tensor.dim() != 3:
         raise InvalidArgument(f"convert_thd_to_bshd: the tensor has shape {tuple(tensor.shape)}; it is [T, H, D]")
     if cu_seqlens.shape[0] < b + 1:
@@ -32,7 +32,7 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, 
 
 
 def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) -> torch.Tensor:
-    """[B, S, H, D] as [t, H, D]; zeros behind the last sequence."""
+    """Converts [B, S, H, D] to [t, H, D], zero-padded after the last sequence."""
     if tensor.dim() != 4:
         raise InvalidArgument(f"convert_bshd_to_thd: the tensor has shape {tuple(tensor.shape)}; it is [B, S, H, D]")
     shape = (t, *tensor.shape[2:])
@@ -48,10 +48,11 @@ _FORMATS = {int(NVTE_QKV_Format.NVTE_BSHD): "bshd", int(NVTE_QKV_Format.NVTE_SBH
 
 
 def _new_tokens(form: str, new: torch.Tensor, new_lens: torch.Tensor, cu_new_lens: torch.Tensor, max_ctx_len: int) -> tuple:
-    """(the sequence of each token of new, its place among the sequence's new ones, where it lies), all with padding tokens turned into real ones.
+    """Returns (the sequence of each token of new, its position among the sequence's new tokens, its index), with padding tokens replaced by real
+    ones.
 
-    A padding token stands for its sequence's last, or for one of another sequence where its own has none, so that it writes what that one
-    writes, and no token has to be left out.
+    A padding token is replaced by its sequence's last token, or by a token of another sequence if its own has none. It then writes the same value to
+    the same place, so no token must be skipped.
     """
     if form == "thd":
         token = torch.arange(new.shape[0], device=new.device).clamp_(max=(cu_new_lens[-1].long() - 1).clamp_(min=0))
@@ -78,10 +79,10 @@ def _check_caches(new_k: torch.Tensor, new_v: torch.Tensor, k_cache: torch.Tenso
 def copy_to_kv_cache(new_k: torch.Tensor, new_v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
                      cu_new_lens: torch.Tensor, cu_cached_lens: torch.Tensor, qkv_format: Any, b: int, max_ctx_len: int, max_seq_len: int,
                      max_pages_per_seq: int, is_non_paged: bool) -> None:
-    """Writes each sequence's new tokens behind its cached ones, in place; cu_cached_lens counts both.
+    """Appends each sequence's new tokens to its cached ones, in place; cu_cached_lens counts both.
 
-    Paged: page_table [b, max_pages_per_seq] has each sequence's pages. Else it is [b], the rows of the cache that the sequences had before, and
-    they are moved into rows 0, 1, ... first.
+    Paged: page_table [b, max_pages_per_seq] lists each sequence's pages. Not paged: page_table is [b], the cache rows that the sequences had before;
+    they are moved to rows 0, 1, ... first.
     """
     form = _FORMATS.get(int(qkv_format))
     if form is None:
@@ -107,7 +108,7 @@ def copy_to_kv_cache(new_k: torch.Tensor, new_v: torch.Tensor, k_cache: torch.Te
 
 
 def fa_prepare_fwd(qkvi: torch.Tensor) -> torch.Tensor:
-    """qkvi: the queries [S, B, H, D] of packed [S, B, H, 3 D]. The three, one behind the other: [3, B, S, H, D]."""
+    """Unpacks [S, B, H, 3 D], given as its view of the queries [S, B, H, D], to [3, B, S, H, D]."""
     s, b, h, d = qkvi.shape if qkvi.dim() == 4 else (0, 0, 0, 0)
     if qkvi.dim() != 4 or qkvi.stride() != (3 * d * h * b, 3 * d * h, 3 * d, 1):
         raise InvalidArgument(f"fa_prepare_fwd: qkvi has shape {tuple(qkvi.shape)} and strides {qkvi.stride()}; it is the first third of the last "
@@ -116,7 +117,7 @@ def fa_prepare_fwd(qkvi: torch.Tensor) -> torch.Tensor:
 
 
 def fa_prepare_bwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Three [S, B, H, D] as packed [B, S, H, 3 D]."""
+    """Packs three tensors [S, B, H, D] to [B, S, H, 3 D]."""
     if not (q.dim() == 4 and q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype):
         raise InvalidArgument(f"fa_prepare_bwd: q, k and v are {q.dtype} {tuple(q.shape)}, {k.dtype} {tuple(k.shape)}, {v.dtype} {tuple(v.shape)}; "
                               "they are alike, of 4 dimensions")
@@ -125,7 +126,7 @@ def fa_prepare_bwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
 
 def multi_tensor_transpose_to_bhsd(inputs: Sequence[Optional[torch.Tensor]], original_format: str,
                                    outputs: Sequence[Optional[torch.Tensor]] = ()) -> List[Optional[torch.Tensor]]:
-    """Each as [B, H, S, D]; an output that is given may have a longer last dimension, whose rest becomes zeros."""
+    """Transposes each tensor to [B, H, S, D]. A given output may have a longer last dimension, which is zero-padded."""
     if original_format not in ("sbhd", "bshd"):
         raise InvalidArgument(f"multi_tensor_transpose_to_bhsd: original_format is {original_format!r}; it is 'sbhd' or 'bshd'")
     if outputs and len(outputs) != len(inputs):
@@ -152,7 +153,7 @@ def multi_tensor_transpose_to_bhsd(inputs: Sequence[Optional[torch.Tensor]], ori
 
 
 def multi_tensor_pad_last_dim(inputs: Sequence[torch.Tensor], alignment: int) -> List[torch.Tensor]:
-    """Each matrix with zeros behind its rows up to a multiple of the alignment; one that is a multiple already is given back."""
+    """Zero-pads the rows of each matrix to a multiple of the alignment; returns aligned matrices unchanged."""
     if alignment < 1 or not inputs:
         raise InvalidArgument(f"multi_tensor_pad_last_dim: {len(inputs)} inputs, alignment {alignment}; give one or more, and an alignment above 0")
     for i, each in enumerate(inputs):

@@ -1,9 +1,9 @@
-"""Numbers in tensors on a device that the host needs: those of a group's rows, their offsets, and factors of products.
+"""Numbers in device tensors that the host needs: row counts of groups, offsets, and factors of products.
 
-The host waits for a device where it reads there, so it reads once what te-fl itself has written: splits_to_offsets() and splits_to_offsets_multi()
-make the tensors that the calls of one forward and its backward share, and note here what they hold, or that it follows from another's numbers.
-A tensor that PyTorch has written since, by its count of writes, is read again, and so is, at each call, one that te-fl did not make: programs write
-theirs in ways that PyTorch does not count, as a CUDA graph does.
+Reading a device tensor makes the host wait, so the values of tensors made by te-fl are cached: splits_to_offsets() and splits_to_offsets_multi() make
+tensors that the calls of a forward and its backward share, and record their values here, or that they are computed from another tensor's values. A
+tensor that was written since, according to PyTorch's version counter, is read again. A tensor that te-fl did not make is read at each call, because
+programs can write it without PyTorch's knowledge, for example in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOTE = "_te_fl_numbers"
 
 
 class _Sums(NamedTuple):
-    """The sums of another tensor's numbers times a stride."""
+    """Records that a tensor holds the prefix sums of another tensor's values, times a stride."""
 
     of: torch.Tensor
     stride: int
@@ -38,8 +38,10 @@ class _Note:
 
 
 def note(tensor: torch.Tensor, numbers: Optional[list] = None, sums: Optional[_Sums] = None) -> torch.Tensor:
-    """The tensor, which te-fl has just made. numbers: what it holds, if the host knows; sums: what it follows from."""
-    if not tensor.is_inference():  # those have no count of writes
+    """Records the values of a tensor that te-fl has just made, and returns the tensor. numbers: its values, if the host knows them; sums: the tensor
+    that it is computed from.
+    """
+    if not tensor.is_inference():  # inference tensors have no version counter
         setattr(tensor, _NOTE, _Note(tensor, numbers, sums))
     return tensor
 
@@ -49,13 +51,13 @@ def sums_of(tensor: torch.Tensor, stride: int, leading_zero: bool) -> _Sums:
 
 
 def read(tensor: Any, what: str) -> List[int]:
-    """The tensor's numbers. `what`: their name, for the refusal while a stream is captured."""
+    """The tensor's values as a list. `what`: the name in the error raised during graph capture."""
     found: Optional[_Note] = getattr(tensor, _NOTE, None)
     if found is None or not found.holds(tensor):
         return read_on_host(tensor, what)
     if found.numbers is None:
         source: Optional[_Note] = None if found.sums is None else getattr(found.sums.of, _NOTE, None)
-        if source is None or not source.holds(found.sums.of):  # The splits have other numbers now.
+        if source is None or not source.holds(found.sums.of):  # the source tensor was written since
             found.numbers = read_on_host(tensor, what)
         else:
             ends = itertools.accumulate(n * found.sums.stride for n in read(found.sums.of, what))
@@ -64,7 +66,7 @@ def read(tensor: Any, what: str) -> List[int]:
 
 
 def factors(tensor: torch.Tensor, what: str) -> List[float]:
-    """alpha or beta of products. The package gives constants of its own where its caller gives none, which nothing writes."""
+    """The values of alpha or beta. Transformer Engine's default constants are never written, so they need not be read."""
     gemm = sys.modules["transformer_engine.pytorch.cpp_extensions.gemm"]
     for name, value in (("_get_fp32_ones_tensor", 1.0), ("_get_fp32_zeros_tensor", 0.0)):
         make = getattr(gemm, name, None)

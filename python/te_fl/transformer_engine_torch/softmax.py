@@ -1,4 +1,4 @@
-"""Softmax of attention scores, with the masks that the package has kernels for, and its gradient. Results are new tensors."""
+"""Softmax of attention scores with the masks of NVIDIA's kernels, and its gradient. Results are new tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _backward(op: Callable) -> Callable:
 
 
 def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float) -> torch.Tensor:
-    """mask: [1 or B, 1 or H, Q, K], not 0 where a score is left out. A row without scores is zeros."""
+    """mask: [1 or B, 1 or H, Q, K], nonzero where a score is masked out. A fully masked row gives zeros."""
     x = input.contiguous()
     output = torch.empty_like(x)
     ops.scaled_masked_softmax_forward(input=x, mask=mask.contiguous(), output=output, scale=scale_factor)

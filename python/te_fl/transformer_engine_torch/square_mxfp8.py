@@ -1,7 +1,7 @@
-"""MXFP8 with one E8M0 factor for 32 x 32 elements, as MXFP8BlockScaling(enable_2d_quantization=True) asks for it of weights.
+"""MXFP8 with one E8M0 scale per 32 x 32 block, as MXFP8BlockScaling(enable_2d_quantization=True) uses it for weights.
 
-No op of te-fl has such blocks. The factors are those that the op gives blocks of 32 largest values, one of each column of a square block, so
-the rules of rounding are the op's; codes are made with PyTorch's operations.
+te-fl has no op for such blocks. The scales come from the existing op, applied to the 32 column maxima of each square block, so the rounding rules are
+the op's. The codes are computed with PyTorch's ops.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK = 32
 
 
 def _factors(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """UINT8 [ceil(rows / 32), ceil(columns / 32)], the bits of the E8M0 factors."""
+    """UINT8 [ceil(rows / 32), ceil(columns / 32)]: the E8M0 scales as bits."""
     rows, columns = x.shape
     largest = torch.nn.functional.pad(x.abs(), (0, 0, 0, -rows % _BLOCK)).view(-1, _BLOCK, columns).amax(1)
     count = largest.shape[0]
@@ -38,7 +38,7 @@ def _padded(factors: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def write(values: torch.Tensor, quantizer: Any, tensor: Any, noop: Optional[torch.Tensor]) -> None:
-    """Writes the copies of an MXFP8Tensor that the quantizer's usages name, whose codes are the same. values: any dtype, seen as a matrix."""
+    """Writes those copies of an MXFP8Tensor that the quantizer's usages select; their codes are equal. values: any dtype, as a matrix."""
     if not values.numel():
         return
     x = values.contiguous().view(-1, values.shape[-1])

@@ -1,7 +1,7 @@
-"""Factors of MXFP8 and NVFP4 in the order of cuBLAS's tensor cores, and in plain order.
+"""Conversion of MXFP8 and NVFP4 block scales between plain order and the swizzled order of cuBLAS's tensor cores.
 
-A tile of 128 rows by 4 factors is 512 bytes: row r, factor c at (r % 32) * 16 + (r // 32) * 4 + c; tiles follow each other by rows (cuBLAS,
-"1D block scaling factors layout"). te-fl's ops read plain order, so it is turned back before them.
+A tile of 128 rows by 4 scales takes 512 bytes: row r, scale c is at (r % 32) * 16 + (r // 32) * 4 + c; tiles are stored row by row (cuBLAS, "1D block
+scaling factors layout"). te-fl's ops read plain order, so swizzled scales are converted back first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def _plain(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(scales: Optional[torch.Tensor], by_columns: bool, turn: Any) -> Optional[torch.Tensor]:
-    """by_columns: the factors of MXFP8's column-wise copy, [factors, columns], whose tiles are those of the transposed array."""
+    """Converts an array of scales. by_columns: the scales of MXFP8's column-wise copy, [scales, columns], whose tiles are those of the transposed
+    array.
+    """
     if scales is None or scales.numel() == 0:
         return scales
     if not by_columns:
@@ -43,14 +45,14 @@ def _sides(tensor: Any) -> Sequence[Tuple[str, bool]]:
 
 
 def plain_scales(tensor: Any) -> list:
-    """The row-wise and the column-wise factors in plain order."""
+    """The row-wise and column-wise scales in plain order."""
     if not tensor._with_gemm_swizzled_scales:
         return [getattr(tensor, name) for name, _ in _sides(tensor)]
     return [_turned(getattr(tensor, name), by_columns, _plain) for name, by_columns in _sides(tensor)]
 
 
 def swizzle_scales_for_gemm_(tensor: Any) -> None:
-    """Puts the block factors of one MXFP8 or NVFP4 tensor into the order of the tensor cores; of others does nothing."""
+    """Swizzles the block scales of one MXFP8 or NVFP4 tensor for tensor cores; no effect on other tensors."""
     if getattr(tensor, "_with_gemm_swizzled_scales", True):
         return
     for name, by_columns in _sides(tensor):
@@ -59,7 +61,7 @@ def swizzle_scales_for_gemm_(tensor: Any) -> None:
 
 
 def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool) -> None:
-    """As swizzle_scales_for_gemm_, of several tensors, each of which has the copies that the usages name."""
+    """As swizzle_scales_for_gemm_ for several tensors, each of which must have the copies that the usages select."""
     for tensor in tensors:
         missing = [side for side, used in (("row-wise", rowwise_usage and tensor._rowwise_scale_inv is None),
                                            ("column-wise", columnwise_usage and tensor._columnwise_scale_inv is None)) if used]
@@ -72,7 +74,7 @@ multi_tensor_swizzle_scales_for_gemm_unchecked_ = multi_tensor_swizzle_scales_fo
 
 
 def grouped_swizzle_for_gemm(tensor: Any, rowwise: bool, columnwise: bool) -> None:
-    """As swizzle_scales_for_gemm_, of the members of a group, in its memory. Factors that are not asked for are let go: one flag tells of both."""
+    """As swizzle_scales_for_gemm_ for the members of a group, in its buffer. Unrequested scales are dropped, because one flag covers both copies."""
     if tensor._with_gemm_swizzled_scales:
         return
     for member in tensor.split_into_quantized_tensors():

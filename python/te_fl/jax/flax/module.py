@@ -1,4 +1,4 @@
-"""Norms and products as Flax modules. Parameters' names and shapes are Transformer Engine's."""
+"""Norms and products as Flax modules. Parameter names and shapes are Transformer Engine's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Axes = Optional[Tuple[Optional[str], ...]]
 
 
 def refuse(module: nn.Module, way_out: str, **options: Any) -> None:
-    """NotImplementedError for the first argument that is not None."""
+    """Raises NotImplementedError for the first argument that is not None."""
     for name, value in options.items():
         if value is not None:
             raise NotImplementedError(f"te_fl.jax: {type(module).__name__}({name}={value!r}) is not served; {way_out}")
@@ -40,7 +40,7 @@ def as_tuple(value: Union[int, Iterable[int]]) -> Tuple[int, ...]:
 
 
 def check_sizes(module: nn.Module, **sizes: Any) -> None:
-    """ValueError for the first that is no number of elements from 1 on."""
+    """Raises ValueError for the first value that is not a positive size."""
     for name, value in sizes.items():
         for one in as_tuple(value):
             if isinstance(one, bool) or not isinstance(one, numbers.Integral) or one < 1:
@@ -48,7 +48,7 @@ def check_sizes(module: nn.Module, **sizes: Any) -> None:
 
 
 def _named(function: Callable, what: str) -> Callable:
-    """The function of a module; TypeError with the nearest name for a keyword that it has not."""
+    """Wraps a module's function: raises TypeError for an unknown keyword, naming the nearest known one."""
     known = {name: p.kind for name, p in inspect.signature(function).parameters.items() if name != "self"}
 
     @functools.wraps(function)
@@ -62,7 +62,7 @@ def _named(function: Callable, what: str) -> Callable:
 
 
 class Module(nn.Module):
-    """The base of te-fl's modules, and of a program's that derive from them."""
+    """Base class of te-fl's modules and of user-defined modules derived from them."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "__call__" in vars(cls):
@@ -75,7 +75,7 @@ _FLAX = tuple(n for n in dir(nn.activation) if n.islower() and not n.startswith(
 
 
 def check_activations(module: nn.Module, name: str) -> None:
-    """ValueError for names that are neither te-fl's nor Flax's."""
+    """Raises ValueError for names that are neither te-fl's nor Flax's activations."""
     options = getattr(module, name)
     what = f"{type(module).__name__}({name}={options!r})"
     if isinstance(options, str) or not tuple(options):
@@ -102,7 +102,7 @@ def _param(module: nn.Module, name: str, init: Initializer, axes: Axes, *args: A
 
 
 def norm_parameters(module: nn.Module, norm_type: str, width: int, inits: Tuple[Initializer, Initializer], axes: Tuple[Axes, Axes], dtype: Any):
-    """scale and ln_bias, the latter of layernorm alone."""
+    """Creates scale and, for layernorm, ln_bias."""
     scale = _param(module, "scale", inits[0], axes[0], (width,), module.dtype).astype(dtype)
     if canonicalize_norm_type(norm_type) == "rmsnorm":
         return scale, None
@@ -110,7 +110,7 @@ def norm_parameters(module: nn.Module, norm_type: str, width: int, inits: Tuple[
 
 
 def low_rank(module: nn.Module, prefix: str, x: jax.Array, axis: Tuple[int, ...], features: Tuple[int, ...], a_init: Initializer) -> jax.Array:
-    """The low rank adaptation of a product: x a b, times alpha / rank."""
+    """The low-rank adaptation of a product: x a b, times alpha / rank."""
     rank, alpha = module.low_rank_adaptation_dim, module.low_rank_adaptation_alpha
     shape = (*[x.shape[d] for d in axis], *features[:-1], rank)
     a = _param(module, f"{prefix}lora_a_kernel", a_init, (None,) * len(shape), shape, module.dtype).astype(x.dtype)
@@ -124,7 +124,9 @@ def low_rank(module: nn.Module, prefix: str, x: jax.Array, axis: Tuple[int, ...]
 
 
 def dropout(x: jax.Array, rate: float, dims: Sequence[int], rng_name: str, deterministic: bool) -> jax.Array:
-    """Flax's Dropout, inside of a compact module. Over explicit axes Flax's own takes no array that is cut, so there it drops from ones."""
+    """Flax's Dropout, for use in a compact module. Over explicit axes Flax's Dropout refuses sharded arrays; there it is applied to an array of ones,
+    by which x is multiplied.
+    """
     module = nn.Dropout(rate, broadcast_dims=dims, rng_collection=rng_name)
     if deterministic or rate == 0 or all(axis is None for axis in jax.typeof(x).sharding.spec):
         return module(x, deterministic=deterministic)
@@ -141,7 +143,7 @@ class Softmax(Module):
     @nn.compact
     def __call__(self, inputs: jax.Array, mask: Optional[jax.Array] = None, bias: Optional[jax.Array] = None,
                  softmax_offset: Optional[jax.Array] = None) -> jax.Array:
-        """mask is read by the masked kind alone."""
+        """Only the masked kind reads mask."""
         if self.softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX or softmax_offset is not None:
             raise NotImplementedError(f"te_fl.jax: Softmax(softmax_type={self.softmax_type}) is not served; DotProductAttention has it")
         logits = inputs if bias is None else inputs + bias.astype(inputs.dtype)
@@ -169,7 +171,7 @@ class LayerNorm(Module):
 
 
 class TransformerEngineBase(Module):
-    """Shared by modules with products: their quantisers, whose state is in the collection "fp8_metas"."""
+    """Base class of modules with products. Their quantisers' state is in the collection "fp8_metas"."""
 
     def generate_quantizer_set(self, postfix: str = "", variable_collection: Optional[str] = None,
                                quantization_checkpoint_name: Optional[str] = None, fp8_recipe: Any = None,
@@ -191,7 +193,7 @@ class TransformerEngineBase(Module):
 
 
 class DenseGeneral(TransformerEngineBase):
-    """The product of the input's axes `axis` with a kernel [.., features]."""
+    """Product of the input's axes `axis` with a kernel [.., features]."""
 
     features: Union[Iterable[int], int]
     kernel_init: Optional[Initializer] = None
@@ -231,7 +233,7 @@ class DenseGeneral(TransformerEngineBase):
 
 
 class LayerNormDenseGeneral(TransformerEngineBase):
-    """A norm and a product over the last dimension. Returns the result, and the norm's result or None."""
+    """A norm followed by a product over the last dimension. Returns (the result, the norm's result or None)."""
 
     features: Union[Iterable[int], int]
     enable_layernorm: bool = True
@@ -294,7 +296,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
 
 
 class LayerNormMLP(TransformerEngineBase):
-    """A norm, a product, activations and a second product. Returns the result, and the norm's result or None."""
+    """A norm, a product, activations and a second product. Returns (the result, the norm's result or None)."""
 
     intermediate_dim: int = 2048
     enable_layernorm: bool = True
@@ -351,7 +353,7 @@ class LayerNormMLP(TransformerEngineBase):
         return (first, second), (bias_1.astype(dtype), bias_2.astype(dtype))
 
     def _activate(self, x: jax.Array) -> jax.Array:
-        """x [.., activations, F]: by te-fl's ops where it has this combination, else by the functions that are named."""
+        """x [.., activations, F]. Uses te-fl's op if there is one for this combination, else the named functions."""
         try:
             return activation(x, canonicalize_activation(tuple(self.activations)), act_params=self.activation_params)
         except ValueError:
@@ -362,8 +364,9 @@ class LayerNormMLP(TransformerEngineBase):
         return functools.reduce(operator.mul, parts).astype(x.dtype)
 
     def _one_by_one(self, x: jax.Array, kernels, biases, quantizers, deterministic: bool) -> jax.Array:
-        """Computes the work between the products that no op of theirs does: low rank adaptation, dropout, activations of the
-        caller's."""
+        """Computes the MLP step by step, for features that the fused ops lack between the products: low-rank adaptation, dropout, user-defined
+        activations.
+        """
         features = (len(tuple(self.activations)), self.intermediate_dim)
         shared = {"contracting_dims": ((-1,), (0,)), "transpose_batch_sequence": self.transpose_batch_sequence}
         init = self.kernel_init or default_kernel_init(self.dtype)
@@ -410,7 +413,7 @@ class LayerNormMLP(TransformerEngineBase):
 
 def wrap_function_in_te_state_module(f: Callable, quantization_recipe: Any, name: Optional[str] = None,
                                      quantization_checkpoint_name: Optional[str] = None) -> type:
-    """A module class that calls f(generate_quantizer_set, ..); the state of the quantisers is in the collection "_overwrite_with_gradient"."""
+    """Makes a module class that calls f(generate_quantizer_set, ..). The quantisers' state is in the collection "_overwrite_with_gradient"."""
 
     class Wrapped(TransformerEngineBase):
         @nn.compact
@@ -425,7 +428,7 @@ def wrap_function_in_te_state_module(f: Callable, quantization_recipe: Any, name
 
 
 def make_dot_general_cls(quantization_recipe: Any) -> type:
-    """A module class for Flax's own layers: nn.Dense(.., dot_general=make_dot_general_cls(recipe)())."""
+    """Makes a module class for Flax's own layers: nn.Dense(.., dot_general=make_dot_general_cls(recipe)())."""
 
     def dot_general(generate_quantizer_set: Callable, x: jax.Array, kernel: jax.Array, dims: Any, **rest: Any) -> jax.Array:
         contracting, batched = dims

@@ -20,7 +20,7 @@ from te_fl.jax.sharding import (BATCH_AXES, HEAD_AXES, HIDDEN_AXES, HIDDEN_TP_AX
                                 W_NO_SHARD_AXES, W_TP_AXES, get_sharding_map_logic_axis_to_mesh_axis, with_sharding_constraint_by_logical_axes)
 
 Mask = Optional[Union[SequenceDescriptor, jax.Array]]
-_LORA_SCOPES = {  # of the projection of q, k and v, of the output, of the MLP
+_LORA_SCOPES = {  # scope names for the projections of q, k and v, of the output, and of the MLP
     "none": (False, False, False), "all": (True, True, True), "qkv_proj": (True, False, False), "output_proj": (False, True, False),
     "mlp": (False, False, True), "exclude_qkv_proj": (False, True, True), "exclude_output_proj": (True, False, True),
     "exclude_mlp": (True, True, False),
@@ -35,7 +35,7 @@ def _lora_scope(scope: Optional[str]) -> Tuple[bool, bool, bool]:
 
 
 def extend_logical_axis_rules(rules: Sequence[Tuple[str, Optional[str]]]) -> Tuple[Tuple[str, Optional[str]], ...]:
-    """Flax's rules with those of TransformerLayer's axes on the mesh of autocast(mesh_resource=..)."""
+    """Adds rules for TransformerLayer's axes, on the mesh of autocast(mesh_resource=..), to Flax's rules."""
     known = dict(rules)
     added = []
     for axis, mesh_axis in get_sharding_map_logic_axis_to_mesh_axis().items():
@@ -52,7 +52,7 @@ def _leading(transposed: bool, sequence_parallel: bool = False) -> Tuple[str, st
 
 
 def check_heads(module: nn.Module) -> None:
-    """ValueError for numbers of heads and of their groups that do not go together."""
+    """Raises ValueError for inconsistent numbers of heads and groups."""
     heads, groups = module.num_attention_heads, module.num_gqa_groups
     check_sizes(module, num_attention_heads=heads, **({} if not groups else {"num_gqa_groups": groups}))
     if groups and heads % groups != 0:
@@ -60,7 +60,7 @@ def check_heads(module: nn.Module) -> None:
 
 
 class DotProductAttention(Module):
-    """softmax(q k^T scale + bias, masked) v. The softmax is always summed in FP32, whatever float32_logits says."""
+    """softmax(q k^T scale + bias, masked) v. The softmax is always computed in FP32; float32_logits has no effect."""
 
     head_dim: int
     num_attention_heads: int
@@ -94,7 +94,7 @@ class DotProductAttention(Module):
     def __call__(self, query: jax.Array, key: Optional[jax.Array], value: Optional[jax.Array], sequence_descriptor: Mask = None,
                  bias: Optional[jax.Array] = None, *, deterministic: bool = False, mask: Mask = None,
                  score_mod_tensors: Optional[Mapping[str, Any]] = None, score_mod_bprop_tensors: Optional[Mapping[str, Any]] = None) -> jax.Array:
-        """sequence_descriptor (or mask, its older name): for the padding masks; the others ignore it."""
+        """sequence_descriptor (older name: mask): for padding masks; other mask types ignore it."""
         if mask is not None and sequence_descriptor is not None:
             raise ValueError("sequence_descriptor and mask are two names of one argument: give one")
         if self.dtype is not None and jnp.dtype(self.dtype) != query.dtype:
@@ -125,7 +125,7 @@ class DotProductAttention(Module):
 
 
 class MultiHeadAttention(Module):
-    """Projections of q, k and v, attention, and the projection of its result. Returns that, and the norm's result or None."""
+    """Projections of q, k and v, attention, and the output projection. Returns (the result, the norm's result or None)."""
 
     head_dim: int
     num_attention_heads: int
@@ -159,7 +159,7 @@ class MultiHeadAttention(Module):
     softmax_type: str = "vanilla"
     score_mod: Optional[Callable] = None
     score_mod_bprop: Optional[Callable] = None
-    # Older names, which are refused with the newer one.
+    # Older names; giving one together with the newer name is an error.
     num_heads: Optional[int] = None
     dropout_rate: Optional[float] = None
     output_layernorm: Optional[bool] = None
@@ -184,7 +184,7 @@ class MultiHeadAttention(Module):
         return kernel / jnp.sqrt(self.head_dim).astype(kernel.dtype) if self.scaled_query_init else kernel
 
     def _packed_init(self, inits: Sequence[Initializer]) -> Initializer:
-        """The initialiser of a kernel [K, n, N] whose n slices have initialisers of their own."""
+        """The initialiser of a kernel [K, n, N] whose n slices have separate initialisers."""
         def init(key, shape, dtype):
             keys = jax.random.split(key, len(inits))
             return jnp.stack([one(k, (shape[0], shape[2]), dtype) for one, k in zip(inits, keys)], axis=-2)
@@ -206,7 +206,7 @@ class MultiHeadAttention(Module):
             name=name, **self._shared())
 
     def _project(self, inputs_q: jax.Array, inputs_kv: jax.Array):
-        """q, k and v as [.., heads, size], and the norm's result."""
+        """Returns q, k and v as [.., heads, size], and the norm's result."""
         size, heads, groups = self.head_dim, self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
         one, packed = (W_FSDP_AXES, W_TP_AXES), (W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES)
         init = self._kernel_init()
@@ -233,7 +233,7 @@ class MultiHeadAttention(Module):
     def __call__(self, inputs_q: jax.Array, inputs_kv: jax.Array, mask: Mask = None, bias: Optional[jax.Array] = None, *, decode: bool = False,
                  deterministic: bool = False, score_mod_tensors: Optional[Mapping[str, Any]] = None,
                  score_mod_bprop_tensors: Optional[Mapping[str, Any]] = None) -> Tuple[jax.Array, Optional[jax.Array]]:
-        """Self-attention if inputs_q and inputs_kv are one object."""
+        """Computes self-attention if inputs_q and inputs_kv are the same object."""
         self._refuse_older_names()
         refuse(self, "it has no cache of keys and values: leave it False", decode=True if decode else None)
         if inputs_q.dtype != inputs_kv.dtype:
@@ -261,7 +261,7 @@ class MultiHeadAttention(Module):
 
 
 class RelativePositionBiases(Module):
-    """T5's bias of scores by the distance of query and key: [1, heads, queries, keys]."""
+    """T5's relative position bias of attention scores: [1, heads, queries, keys]."""
 
     num_buckets: int
     max_distance: int
@@ -272,7 +272,9 @@ class RelativePositionBiases(Module):
 
     @nn.compact
     def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> jax.Array:
-        """Half of the buckets are for near distances, one each; the others widen up to max_distance. Bidirectional: half for each side."""
+        """Half of the buckets hold one short distance each; the others cover ranges that widen up to max_distance. Bidirectional: half of the buckets
+        for each direction.
+        """
         back = np.arange(q_seqlen)[:, None] - np.arange(k_seqlen)[None, :]
         buckets = self.num_buckets // 2 if bidirectional else self.num_buckets
         side = np.where(back < 0, buckets, 0) if bidirectional else 0
@@ -291,7 +293,7 @@ class TransformerLayerType(Enum):
 
 
 class TransformerLayer(Module):
-    """Attention and an MLP with their residual branches; a decoder also attends to the encoder's result."""
+    """Attention and an MLP with residual connections; a decoder also attends to the encoder's output."""
 
     hidden_size: int = 512
     mlp_hidden_size: int = 2048

@@ -1,1 +1,1 @@
-"""A layer's call from PyTorch and its node of autograd, in Python and in C++; recomputation and delayed gradients."""
+"""Calls of te-fl's layers from PyTorch and their autograd nodes (in Python and in C++), activation recomputation, and deferred weight gradients."""

@@ -1,4 +1,4 @@
-"""Calls of te-fl's layers from PyTorch: one into C++ for a forward and one for its backward, as one node of autograd."""
+"""Calls of te-fl's layers from PyTorch. One autograd node makes one call into C++ for the forward and one for the backward."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _tracing = torch._C._get_tracing_state  # None outside of torch.jit.trace
 _dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY  # None outside of make_fx
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
-TRAINING, UNCACHED = 0, 1  # modes of _native.layer_forward(); others are the numbers of scopes (te_fl.pytorch.fp8.weight_cache)
+TRAINING, UNCACHED = 0, 1  # modes of _native.layer_forward(); a larger mode is the number of a weight caching scope (te_fl.pytorch.fp8.weight_cache)
 
-# The order in which te_fl.pytorch gives layer_forward() and layer_backward() their arguments is the order in which te_fl reads them.
+# This module passes the arguments of layer_forward() and layer_backward() by position, so their order must equal te-fl's.
 assert _native.LAYER_FORWARD_ARGUMENTS == ("layer", "activation", "mode", "is_first_microbatch", "inputs", "parameters", "attention", "random")
 assert _native.LAYER_BACKWARD_ARGUMENTS == ("token", "gradient", "parameters", "main_grads", "keep", "input_grad")
 
-_devices = set()  # those whose memory comes from PyTorch
+_devices = set()  # the devices on which te-fl allocates through PyTorch
 
 
 def use_torch_memory(device: torch.device) -> None:
-    """From now on te-fl's memory of the device is PyTorch's."""
+    """Makes te-fl allocate its memory on the device through PyTorch from now on."""
     key = (device.type, device.index)
     if device.type == "cpu" or key in _devices:
         return
@@ -57,22 +57,22 @@ def use_torch_memory(device: torch.device) -> None:
 
 
 class LayerCall(NamedTuple):
-    """The arguments of a layer's forward besides tensors that autograd follows."""
+    """The arguments of a layer's forward, except the tensors that autograd tracks."""
 
-    layer: Any  # of _native.layer()
+    layer: Any  # a layer from _native.layer()
     inputs: int  # the number of inputs among the tensors
-    extras: int  # the number of tensors after them that are in `attention` as well and get a gradient; the parameters follow
+    extras: int  # the number of tensors after the inputs that are in `attention` too and need a gradient; the parameters follow
     activation: int  # the output's dtype as an index in te_fl.tensors.DTYPES
     first: Any  # is_first_microbatch
     attention: Optional[dict]
     random: Optional[torch.Tensor]
-    updates: int  # the thread whose gradients' scales are to be updated when the backward ends; 0: none
-    accumulates: bool  # true if gradients of weights go to main_grad
-    delays: bool = False  # true if they come by backward_dw() alone
+    updates: int  # id of the thread whose gradient scales are updated when the backward ends; 0: no update
+    accumulates: bool  # true if weight gradients are accumulated into main_grad
+    delays: bool = False  # true if backward_dw() computes the weight gradients
 
 
 def _ends(token: torch.Tensor, thread: int) -> None:
-    """Updates the scales of gradients when the backward that runs now has ended, once for all layers whose forward `thread` ran."""
+    """Registers a callback that updates the gradient scales when the current backward ends, once for all layers whose forward ran on `thread`."""
     key = (_task(), thread)
     if key in _ending:
         return
@@ -84,23 +84,24 @@ def _ends(token: torch.Tensor, thread: int) -> None:
     _queue(end)
 
 
-_ending: WeakValueDictionary = WeakValueDictionary()  # callbacks of PyTorch's engine, which it drops with a backward that raises
+_ending: WeakValueDictionary = WeakValueDictionary()  # callbacks of PyTorch's engine; the engine drops them if a backward raises
 _KEPT = {torch.nn.Parameter}
 
 
-MainGrads = Tuple[Optional[Tuple[torch.Tensor, bool]], ...]  # for each parameter its main_grad, and whether that is overwritten; None: there is none
+# For each parameter: main_grad and whether the gradient overwrites it; None: the parameter has no main_grad.
+MainGrads = Tuple[Optional[Tuple[torch.Tensor, bool]], ...]
 
 
 class _Writes:
-    """A weight's: they say whether its next gradient overwrites main_grad."""
+    """State of one weight that decides whether its next gradient overwrites main_grad or is added to it."""
 
     def __init__(self) -> None:
-        self.asked = False  # by a forward with is_first_microbatch=True, and no backward has run since
-        self.backward = -1  # the number of PyTorch's in which a gradient of the weight was last computed
-        self.delayed: Deque[bool] = deque()  # for gradients that are left to backward_dw(), the earliest first
+        self.asked = False  # a forward with is_first_microbatch=True ran, and no backward has run since
+        self.backward = -1  # the graph task id of the PyTorch backward in which a gradient of the weight was last computed
+        self.delayed: Deque[bool] = deque()  # As `asked`, for gradients deferred to backward_dw(), the earliest first
 
 
-_writes = WeakTensorKeyDictionary()  # _Writes by weight
+_writes = WeakTensorKeyDictionary()  # _Writes by weight tensor
 
 
 def _takes_main_grad(p: torch.Tensor) -> bool:
@@ -121,8 +122,9 @@ def give_writes(parameters: Dict[str, Optional[torch.Tensor]], taken: Dict[str, 
 
 
 def overwrite_next(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
-    """In a forward with is_first_microbatch=True: of all gradients that follow, the one whose backward runs first overwrites main_grad. A
-    forward that a backward runs again asks for nothing; its first run did, in a checkpoint without gradients."""
+    """Called in a forward with is_first_microbatch=True: the first backward that runs after it overwrites main_grad. A forward that is recomputed in
+    a backward changes nothing, because the first run of the checkpoint, without gradients, has called this already.
+    """
     if _task() >= 0 or torch.is_inference_mode_enabled() or not (torch.is_grad_enabled() or module.training):
         return
     for p in filter(_takes_main_grad, parameters):
@@ -135,9 +137,9 @@ def _main_grads(parameters: Sequence[torch.Tensor], overwrites: Callable[[torch.
         if not _takes_main_grad(p):
             found.append(None)
             continue
-        if hasattr(p, "__fsdp_param__"):  # Megatron's FSDP makes it when it is asked for
+        if hasattr(p, "__fsdp_param__"):  # Megatron's FSDP creates main_grad on the first access
             p.main_grad = p.get_main_grad()
-        found.append((p.main_grad, overwrites(p) and id(p.main_grad) not in written))  # experts may share one
+        found.append((p.main_grad, overwrites(p) and id(p.main_grad) not in written))  # several experts may share one main_grad
         written.add(id(p.main_grad))
     return tuple(found)
 
@@ -150,12 +152,12 @@ def _overwrites(p: torch.Tensor) -> bool:
 
 
 def main_grads_of(parameters: Sequence[torch.Tensor]) -> MainGrads:
-    """In a backward. With overwrite_main_grad the first gradient of each backward overwrites."""
+    """The parameters' main_grads in a backward. With overwrite_main_grad, the first gradient of each backward overwrites."""
     return _main_grads(parameters, _overwrites)
 
 
 def count_gradients(parameters: Sequence[torch.Tensor], delays: bool) -> None:
-    """After a backward that computed the gradients of main_grads_of(), or left them to backward_dw()."""
+    """Called after a backward that computed the gradients of main_grads_of(), or deferred them to backward_dw()."""
     for p in {id(p): p for p in parameters if _takes_main_grad(p)}.values():
         writes = _writes.setdefault(p, _Writes())
         if delays:
@@ -169,12 +171,12 @@ def _overwrites_late(p: torch.Tensor) -> bool:
 
 
 def delayed_main_grads_of(parameters: Sequence[torch.Tensor]) -> MainGrads:
-    """main_grads_of() in backward_dw(), as the earliest backward had them whose gradients are left."""
+    """main_grads_of() for backward_dw(), with the overwrite decisions of the earliest backward whose gradients are deferred."""
     return _main_grads(parameters, _overwrites_late)
 
 
 def count_delayed(parameters: Sequence[torch.Tensor]) -> None:
-    """After a backward_dw()."""
+    """Called after backward_dw()."""
     for p in {id(p): p for p in parameters}.values():
         writes = _writes.get(p)
         if writes is not None and writes.delayed:
@@ -191,8 +193,9 @@ def check_main_grads(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def placeholder(parameter: torch.Tensor) -> Optional[torch.Tensor]:
-    """The gradient of a parameter whose main_grad took it, so that hooks that wait for one run. Its values mean nothing, unless the program
-    asks for zeros."""
+    """Returns a dummy gradient for a parameter whose gradient went to main_grad, so that hooks that wait for a gradient run. Its values are undefined
+    unless the program asks for zeros.
+    """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
@@ -203,22 +206,24 @@ _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def hooks_may_copy() -> bool:
-    """True if hooks of the program get the tensors that are saved now, and may give a backward copies of them. Those of
-    torch.utils.checkpoint give it what the second run saves."""
+    """True if saved-tensor hooks of the program are active and may replace saved tensors by copies in the backward. The hooks of
+    torch.utils.checkpoint do not count: they return the tensors that the second run saves.
+    """
     hooks = _hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint"
 
 
 class _Kept(NamedTuple):
-    """The objects that a backward needs besides saved tensors, which hooks may replace by copies."""
+    """Objects that a backward needs in addition to the saved tensors. Saved-tensor hooks may replace saved tensors by copies, but not these."""
 
-    token: Optional[torch.Tensor]  # in memory that owns the forward's record
-    weights: Tuple[torch.Tensor, ...]  # the parameters themselves, with the attributes of gradients that go to main_grad
+    token: Optional[torch.Tensor]  # the memory of this tensor owns the forward's record
+    weights: Tuple[torch.Tensor, ...]  # the parameter objects, whose attributes (main_grad) the backward reads
 
 
 class LayerFunction(torch.autograd.Function):
-    """A forward that keeps what its backward reads in C++, owned by the memory of a saved tensor, the token. Where hooks may copy the token,
-    the node keeps it as well, until its backward has run."""
+    """The autograd node of a layer. The forward keeps the state that its backward reads in C++; the memory of a saved tensor, the token, owns that
+    state. If saved-tensor hooks may copy the token, the node also keeps the token itself until its backward has run.
+    """
 
     @staticmethod
     def forward(ctx, call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
@@ -227,8 +232,9 @@ class LayerFunction(torch.autograd.Function):
                                               call.attention, call.random)
         if call.attention is None:
             ctx.save_for_backward(token, *tensors)
-        else:  # saved as well, so that PyTorch notices what is written before the backward: masks, lengths, and an output that is read again
-            # (what was made in inference mode can be neither saved nor, outside of that mode, written)
+        # Tensors of `attention` (masks, lengths) and an output that the backward reads are saved too, so that PyTorch detects in-place writes.
+        # Inference tensors cannot be saved, and cannot be written outside of inference mode, so they are left out.
+        else:
             kept = [t for t in call.attention.values() if isinstance(t, torch.Tensor) and not t.is_inference()]
             ctx.save_for_backward(token, *tensors, *kept, *((output,) if n == 3 else ()))
         ctx.call = call
@@ -270,27 +276,28 @@ _guarded_backward = once_differentiable(_backward)
 
 
 class _Saved(NamedTuple):
-    """The part of LayerFunction's ctx that _backward() reads."""
+    """The attributes of LayerFunction's ctx that _backward() reads."""
 
     call: LayerCall
     saved_tensors: Tuple[torch.Tensor, ...]
     needs_input_grad: Tuple[bool, ...]
-    kept: None = None  # the node in C++ keeps the token itself, and leaves main_grad to LayerFunction
+    kept: None = None  # the C++ node keeps the token itself; forwards with main_grad use LayerFunction
 
 
 def _backward_of(call: LayerCall, saved: Tuple[torch.Tensor, ...], needed: Tuple[bool, ...], grad: torch.Tensor):
-    """LayerFunction's backward that builds a graph, for the node in C++."""
+    """LayerFunction's backward for create_graph=True, called by the C++ node."""
     return _guarded_backward(_Saved(call, saved, needed), grad)
 
 
 def lasting(parameters: Sequence[torch.Tensor]) -> bool:
-    """True if each parameter may stay as it is over several calls. What is computed for each call, as by parametrisations, is a
-    new tensor each time, perhaps where the last one was."""
+    """True if each parameter is a persistent tensor, the same in every call. A parametrisation computes a new tensor in each call, possibly at the
+    address of the last one.
+    """
     return {*map(type, parameters)} <= _KEPT
 
 
 def python_run(call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """The layer's output. caching: te_fl.pytorch.fp8.weight_cache.number()."""
+    """Returns the layer's output. caching: te_fl.pytorch.fp8.weight_cache.number()."""
     if _transforms() is not None:
         raise Unsupported("te_fl.pytorch's layers do not run inside torch.func's transforms (grad, vmap, jvp and their like); take gradients with "
                           "torch.autograd.grad, and give batches as dimensions of the input")
@@ -314,8 +321,10 @@ def python_run(call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.T
 
 
 def python_plain(module: dict, key: tuple, x: torch.Tensor, first: Any) -> Optional[torch.Tensor]:
-    """The output of the module with these attributes and this key in its _layers, for one input and the LayerCall of its last forward; None: the
-    module finds out itself what to call. The node in C++ has the function that does more."""
+    """Fast path for a module with one input: returns the output, using the LayerCall of its last forward. `module` is the module's __dict__, and
+    `key` the key in its _layers. None means that the module must take the general path; this Python version always does, and only the C++ node
+    implements the fast path.
+    """
     return None
 
 
@@ -331,8 +340,9 @@ profiling = torch.autograd._profiler_enabled
 
 
 def shown(module: torch.nn.Module, compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`compute`, which is run() or does the same, in a range that a profiler shows under the module's class, and its `name` if it has one. For
-    use while profiling() is true."""
+    """Wraps `compute` (run() or an equivalent) in a profiler range titled by the module's class and its `name`, if any. Use it only while profiling()
+    is true.
+    """
     name = getattr(module, "name", None)
     title = f"te_fl.pytorch.{type(module).__name__}{f' {name}' if name else ''}"
 
@@ -350,12 +360,13 @@ run, plain = (python_run, python_plain) if _node is None else (_node.run, _node.
 
 
 def watch(fp8: Any, weights: Any, checkpoints: Any) -> None:
-    """The objects whose `scopes` are the calling thread's autocasts, its cache_quantized_weights() and its reentrant checkpoints, which plain()
-    looks at."""
+    """Sets the objects whose `scopes` attribute lists the calling thread's autocasts (fp8), its cache_quantized_weights() scopes (weights) and its
+    reentrant checkpoints (checkpoints). plain() reads them.
+    """
     if _node is not None:
         _node.watch(fp8, weights, checkpoints)
 
 
-# With warn_only=True too, as in Transformer Engine: what has no deterministic form is refused.
+# warn_only=True counts as deterministic too, as in Transformer Engine: an op without a deterministic form is refused, not warned about.
 _native.set_deterministic(torch._C._get_deterministic_algorithms)
 _native.set_empty(python_empty if _node is None else _node.empty)

@@ -1,4 +1,4 @@
-"""Activation recomputation: a function keeps its inputs alone and runs again in the backward."""
+"""Activation recomputation: a checkpointed function saves only its inputs and runs again in the backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from te_fl.pytorch.runtime.refuse import refuse
 
 
 class _Run(Recomputed):
-    """One of the two runs: the second reads the scales and draws the numbers of the first, and collects nothing."""
+    """One of a checkpoint's two runs. The second run uses the first run's scales and random numbers, and records no amaxes."""
 
     _thread = own_runs
 
@@ -27,7 +27,7 @@ class _Run(Recomputed):
 
 
 class _FollowedRun(Noted):
-    """One of the runs inside of a run of PyTorch's own checkpoint, which follows each module itself."""
+    """A run inside of a run of torch.utils.checkpoint. That checkpoint records each module itself, so this scope only marks the thread."""
 
     _thread = followed_runs
 
@@ -37,7 +37,7 @@ class _FollowedRun(Noted):
 
 
 class _TrackedRun:
-    """A run whose second time begins with the tracker's random states of the first."""
+    """A run with the random states of a RNG tracker: the second run starts from the states of the first."""
 
     def __init__(self, run: Any, second: bool, first_states: list, tracker: Callable):
         self._run, self._second, self._first_states, self._tracker = run, second, first_states, tracker
@@ -62,7 +62,7 @@ class _TrackedRun:
 
 
 def recompute_contexts(get_rng_state_tracker: Optional[Callable] = None) -> Tuple[Any, Any]:
-    """The context_fn of torch.utils.checkpoint.checkpoint(use_reentrant=False) for functions that call te-fl's modules in FP8."""
+    """The context_fn for torch.utils.checkpoint.checkpoint(use_reentrant=False), for functions that call te-fl's modules in FP8."""
     runs: Tuple[Any, Any]
     if followed():
         runs = _FollowedRun(False), _FollowedRun(True)
@@ -76,15 +76,15 @@ def recompute_contexts(get_rng_state_tracker: Optional[Callable] = None) -> Tupl
 
 
 def get_activation_recompute_contexts() -> Tuple[Any, Any]:
-    """recompute_contexts() by Transformer Engine's name: a pair for each call of a function that is checkpointed."""
+    """Transformer Engine's name of recompute_contexts(): returns a pair of context managers for one call of a checkpointed function."""
     return recompute_contexts()
 
 
 class activation_recompute_forward(Reentrant, contextlib.ContextDecorator):
-    """The two runs of a checkpoint that a program has itself, in FP8: with activation_recompute_forward(activation_recompute=True,
-    recompute_phase=False) around the first, which keeps no activations, and recompute_phase=True around the second in the backward, inside of the
-    same autocast. The second reads the scales of the first and collects nothing. Several first runs of a module in training may wait; they are repeated
-    in their order. Without activation_recompute it has no effect.
+    """Marks the two runs of a program's own FP8 checkpoint. Use activation_recompute_forward(activation_recompute=True, recompute_phase=False) around
+    the first run, which saves no activations, and recompute_phase=True around the second run in the backward, inside of the same autocast. The second
+    run uses the first run's scales and records no amaxes. Several first runs of a training module may be pending; second runs match them in order.
+    Without activation_recompute this has no effect.
     """
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False):
@@ -99,7 +99,7 @@ def _runs() -> list:
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """True in either run of a function under checkpoint(), recompute_contexts() or activation_recompute_forward(), inside of an FP8 autocast."""
+    """True inside of an FP8 autocast, in either run of a function under checkpoint(), recompute_contexts() or activation_recompute_forward()."""
     return (bool(_runs()) or declared() is not None) and quantization.enabled()
 
 
@@ -114,7 +114,7 @@ def use_reentrant_activation_recompute() -> bool:
 
 
 class _Both:
-    """A run within a context manager of the program's."""
+    """A run nested in a context manager of the program."""
 
     def __init__(self, theirs: Any, run: Any):
         self._theirs, self._run, self._entered = theirs, run, []
@@ -133,17 +133,21 @@ def _with(contexts: Optional[Callable], runs: Tuple[Any, Any]) -> Tuple[Any, Any
     return runs if contexts is None else tuple(_Both(theirs, run) for theirs, run in zip(contexts(), runs, strict=True))
 
 
-_OF_PYTORCH = ("preserve_rng_state", "determinism_check", "early_stop")  # of the keywords; the others are the function's
+# Keyword arguments for torch.utils.checkpoint; all others are passed to the function.
+_OF_PYTORCH = ("preserve_rng_state", "determinism_check", "early_stop")
 
 
 def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """function(*args, **kwargs), whose activations are computed again in the backward; results and gradients are bit for bit the same.
+    """Calls function(*args, **kwargs) and recomputes its activations in the backward. Results and gradients are bitwise the same as without a
+    checkpoint.
 
-    Of the keywords these are its own: get_rng_state_tracker, whose streams are set back for the second run; use_reentrant, for
-    compatibility: te-fl always takes PyTorch's way that is not re-entrant, which gives the same gradients; distribute_saved_activations:
-    of the first argument, which all ranks of tp_group (None: the default group) have alike, each rank keeps its part, and the backward
-    gathers it; context_fn, whose two context managers are around the two runs too; debug, without effect as in Transformer Engine: PyTorch
-    joins it with no context managers, and te-fl has its own.
+    These keywords are not passed to the function:
+    get_rng_state_tracker: a tracker whose random states are restored for the second run.
+    use_reentrant: accepted for compatibility. te-fl always uses PyTorch's non-reentrant checkpoint, which gives the same gradients.
+    distribute_saved_activations: the first argument is equal on all ranks of tp_group (None: the default group). Each rank saves only its shard, and
+    the backward gathers the shards.
+    context_fn: returns two context managers, which are entered around the two runs as well.
+    debug: no effect, as in Transformer Engine. PyTorch's debug mode cannot be combined with context managers, which te-fl uses.
     """
     kwargs.pop("debug", None)
     tracker = kwargs.pop("get_rng_state_tracker", None)

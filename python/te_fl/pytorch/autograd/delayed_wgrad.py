@@ -1,4 +1,4 @@
-"""Gradients of weights that are computed after the backward, by backward_dw(), with Transformer Engine's names."""
+"""Weight gradients that backward_dw() computes after the backward, with Transformer Engine's names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from te_fl.pytorch.runtime.dtypes import LIKE
 
 
 class DelaysWgrad:
-    """Shared by modules with delay_wgrad_compute=True. Their backward leaves the gradients of weights, and without FP8 those of
-    biases, and keeps what these are computed of."""
+    """A mixin for modules with delay_wgrad_compute=True. Their backward defers the weights' gradients (without FP8 also the biases') and keeps the
+    operands.
+    """
 
     delay_wgrad_compute = False
     wgrad_accumulation_and_reduce_hooks: List[Callable[[], Any]]
 
     def _delay_wgrad(self, delays: Any, ub_bulk_wgrad: Any, names: Sequence[str]) -> None:
-        """names: of the weights and biases. At the end of the module's __init__."""
+        """Called at the end of the module's __init__. names: the attribute names of the weights and biases."""
         self.delay_wgrad_compute = bool(delays)
         self._delayed_names = tuple(names)
         if not self.delay_wgrad_compute:
@@ -29,20 +30,21 @@ class DelaysWgrad:
         if ub_bulk_wgrad:
             raise ValueError(f"{type(self).__name__}: delay_wgrad_compute does not go with ub_bulk_wgrad")
         for name in names:
-            getattr(self, name).skip_backward_post_hook = True  # by which frameworks know that a hook of theirs comes too early
+            getattr(self, name).skip_backward_post_hook = True  # tells frameworks that their post-backward hook would run before the gradient exists
 
     def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]) -> None:
-        """The function is called at the end of each backward_dw()."""
+        """Registers a function that is called at the end of each backward_dw()."""
         self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     def need_backward_dw(self) -> bool:
-        """True if backwards leave gradients to backward_dw()."""
+        """True if backwards defer gradients to backward_dw()."""
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
-        """Computes the gradients that the earliest of the backwards has left, so it is called once for each; nothing without delay_wgrad_compute.
+        """Computes the gradients that the earliest pending backward deferred; call it once for each backward. Does nothing without
+        delay_wgrad_compute.
 
-        They are added to the parameters' grad, or with fuse_wgrad_accumulation, for weights, to main_grad.
+        Gradients are added to the parameters' grad. With fuse_wgrad_accumulation, weight gradients are added to main_grad instead.
         """
         if not self.need_backward_dw():
             return
@@ -55,7 +57,7 @@ class DelaysWgrad:
             hook()
 
     def _delayed(self) -> List[Tuple[Any, Sequence[torch.Tensor]]]:
-        """The layers, None for one that there is not yet, whose backwards leave gradients, each with its parameters."""
+        """The layers whose backwards defer gradients, each with its parameters. A layer that has not been created yet is None."""
         return [(next((layer for (kind, _), layer in self._layers.items() if kind == self._kind), None), self._own())]
 
     def _compute_delayed(self, layer: Any, parameters: Sequence[torch.Tensor]) -> None:
@@ -73,7 +75,7 @@ class DelaysWgrad:
                     p.grad += grad
 
     def _check_hooks(self) -> None:
-        """Refuses hooks of PyTorch's on gradients that do not pass by them."""
+        """Refuses PyTorch gradient hooks on the parameters: deferred gradients would bypass them."""
         for name in self._delayed_names:
             p = getattr(self, name)
             late = p.dim() == 2 or not quantization.enabled()

@@ -1,4 +1,4 @@
-"""Results and gradients in memory that a program gives."""
+"""Results and gradients written into memory that the program provides."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 
 def count_write(memory: torch.Tensor) -> None:
-    """Has a backward that still reads what was in the memory raise, as after PyTorch's own writes in place."""
+    """Bumps the version counter of the memory, so that a backward that saved its old contents raises, as after an in-place op of PyTorch."""
     if not memory.is_inference():
         torch.autograd.graph.increment_version(memory)
 
 
 class ResultInto(torch.autograd.Function):
-    """y in the memory, which is returned over it. forward(y, memory)."""
+    """forward(y, memory): copies y into the memory and returns the memory as the result."""
 
     @staticmethod
     def forward(ctx, y: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,7 @@ class ResultInto(torch.autograd.Function):
 
 
 class GradientInto(torch.autograd.Function):
-    """x; its gradient is written to the memory. forward(x, memory)."""
+    """forward(x, memory): returns x; the gradient of x is written to the memory."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

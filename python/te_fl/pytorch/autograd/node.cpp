@@ -1,7 +1,7 @@
-// The autograd node of te_fl.pytorch's layers in C++, in place of call.py's LayerFunction: what it
-// does is the same, without the interpreter's time for it in a forward and in the thread that runs
-// backwards. It is compiled against one version of PyTorch, by `python -m te_fl build-node`
-// (torch_node.py); without it LayerFunction serves.
+// The autograd node of te_fl.pytorch's layers in C++. It behaves as LayerFunction of call.py,
+// without the interpreter's overhead in the forward and in autograd's threads. `python -m te_fl
+// build-node` (torch_node.py) compiles it against the installed version of PyTorch; without it
+// LayerFunction is used.
 #include <ATen/SavedTensorHooks.h>
 #include <Python.h>
 #include <c10/util/intrusive_ptr.h>
@@ -31,7 +31,7 @@ using torch::autograd::SavedVariable;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-// The arguments of bind(). Owned until the process ends.
+// The arguments of bind(). Never freed.
 PyObject* layer_forward = nullptr;
 PyObject* layer_backward = nullptr;
 PyObject* ends = nullptr;             // call._ends
@@ -60,7 +60,7 @@ bool interpreter_ends() {
 
 Ref wrapped(const Variable& v) { return checked(THPVariable_Wrap(v)); }
 
-// As call.hooks_may_copy().
+// See call.hooks_may_copy().
 bool hooks_may_copy() {
   const auto hooks = at::SavedTensorDefaultHooks::get_hooks();
   if (!hooks.has_value()) return false;
@@ -72,9 +72,9 @@ bool hooks_may_copy() {
          PyUnicode_CompareWithASCIIString(module, "torch.utils.checkpoint") != 0;
 }
 
-// Keeps what LayerFunction.forward() saves, in its order: the token, the tensors that autograd
-// follows (inputs, extras, parameters), the tensors of `attention`, and the output where it is read
-// again.
+// The autograd node of one forward. Saves what LayerFunction.forward() saves, in the same order:
+// the token, the tensors that autograd tracks (inputs, extras, parameters), the tensors of
+// `attention`, and the output if the backward reads it.
 class LayerNode final : public torch::autograd::Node {
  public:
   LayerNode(torch::autograd::edge_list&& edges, PyObject* call)
@@ -82,7 +82,7 @@ class LayerNode final : public torch::autograd::Node {
     Py_INCREF(call);
   }
   ~LayerNode() override {
-    if (interpreter_ends()) return;  // the object goes with the process
+    if (interpreter_ends()) return;  // leaks the object; the process is ending
     const InterpreterLock lock;
     Py_DECREF(call_);
   }
@@ -93,7 +93,7 @@ class LayerNode final : public torch::autograd::Node {
     for (SavedVariable& s : saved_) s.reset_data();
     token_.reset();
   }
-  // Saves the tensors and the output, once the output has this node.
+  // Saves the tensors and the output. Called once this node is the output's grad_fn.
   void save(const Variable& token, PyObject* const* tensors, Py_ssize_t count,
             const Variable& output, bool reads_output) {
     saved_.reserve(static_cast<size_t>(count) + 2);
@@ -105,7 +105,7 @@ class LayerNode final : public torch::autograd::Node {
     if (attention == Py_None) return;
     PyObject *key = nullptr, *value = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(attention, &at, &key, &value) != 0;) {
-      // Inference tensors can be neither saved nor, outside of that mode, written.
+      // Inference tensors cannot be saved, and cannot be written outside of inference mode.
       if (THPVariable_Check(value) && !THPVariable_Unpack(value).is_inference()) {
         saved_.emplace_back(THPVariable_Unpack(value), false);
       }
@@ -137,8 +137,8 @@ class LayerNode final : public torch::autograd::Node {
   }
 
  private:
-  // A thread that waits for another one's backward of this node leaves it the interpreter. The
-  // mutex is a recursive one, since a hook that unpacks a tensor may run a backward.
+  // Locks mutex_, and releases the interpreter's lock while waiting for another thread's backward
+  // of this node. The mutex is recursive because a saved-tensor hook may run a backward.
   std::unique_lock<std::recursive_mutex> locked() {
     std::unique_lock<std::recursive_mutex> lock(mutex_, std::try_to_lock);
     if (lock.owns_lock()) return lock;
@@ -158,7 +158,8 @@ class LayerNode final : public torch::autograd::Node {
       Py_INCREF(p);
       PyTuple_SET_ITEM(parameters.get(), static_cast<Py_ssize_t>(i - followed), p);
     }
-    // An empty expanded tensor counts as contiguous, strides of 0 and all.
+    // PyTorch counts an empty expanded tensor as contiguous although its strides are 0, so it is
+    // replaced.
     const Ref dense =
         wrapped(gradient.numel() != 0 ? gradient.resolve_neg().contiguous()
                                       : at::empty(gradient.sizes(), gradient.options()));
@@ -186,7 +187,8 @@ class LayerNode final : public torch::autograd::Node {
     return results;
   }
 
-  // With a graph of the backward, which must refuse to be differentiated: as LayerFunction does it.
+  // The backward under create_graph=True: LayerFunction runs it, so that a second derivative
+  // raises.
   variable_list guarded(const std::vector<Ref>& saved, const Variable& gradient) {
     const auto edges = static_cast<size_t>(num_outputs());
     const Ref tensors = checked(PyTuple_New(static_cast<Py_ssize_t>(saved.size())));
@@ -195,7 +197,8 @@ class LayerNode final : public torch::autograd::Node {
       PyTuple_SET_ITEM(tensors.get(), static_cast<Py_ssize_t>(i), saved[i].get());
     }
     const Ref needed =
-        checked(PyTuple_New(static_cast<Py_ssize_t>(edges + 1)));  // the first: of `call`
+        // The first is for the argument `call`.
+        checked(PyTuple_New(static_cast<Py_ssize_t>(edges + 1)));
     for (size_t i = 0; i <= edges; ++i) {
       PyObject* const wants = i > 0 && next_edge(i - 1).is_valid() ? Py_True : Py_False;
       Py_INCREF(wants);
@@ -210,7 +213,7 @@ class LayerNode final : public torch::autograd::Node {
     return results;
   }
 
-  // Moves a tuple's gradients to results[begin, end); what is not asked for stays undefined.
+  // Moves a tuple's gradients to results[begin, end); gradients that are not needed stay undefined.
   void take(PyObject* tuple, size_t begin, size_t end, variable_list& results) {
     for (size_t i = begin; i < end && i - begin < static_cast<size_t>(PyTuple_GET_SIZE(tuple));
          ++i) {
@@ -221,12 +224,14 @@ class LayerNode final : public torch::autograd::Node {
 
   PyObject* call_;
   std::vector<SavedVariable> saved_;
-  Variable token_;  // defined where hooks may replace the saved one by a copy, which owns no record
+  // Defined if hooks may replace the saved token by a copy, which does not own the record.
+  Variable token_;
   bool output_saved_ = false;
-  std::recursive_mutex mutex_;  // hides the base's
+  std::recursive_mutex mutex_;  // hides the base class's mutex_
 };
 
-// A node as PyTorch holds it: by std::shared_ptr, and in newer versions by c10::intrusive_ptr.
+// Creates a node with the smart pointer that PyTorch uses for nodes: std::shared_ptr, in newer
+// versions c10::intrusive_ptr.
 template <class T, class... Args>
 auto make_node(Args&&... args) {
   using Pointer = decltype(std::declval<T&>().getptr());
@@ -237,8 +242,8 @@ auto make_node(Args&&... args) {
   }
 }
 
-// True if PyTorch transforms functions here (torch.func), traces them (torch.jit.trace), or a
-// tensor has a tangent: LayerFunction does what these take, or has the messages for them.
+// True if a PyTorch transform is active (torch.func, torch.jit.trace) or a tensor has a
+// forward-mode tangent. LayerFunction handles these cases or raises an error for them.
 bool transformed(PyObject* const* tensors, Py_ssize_t count) {
   if (follows_ops()) return true;
   for (Py_ssize_t i = 0; i < count; ++i) {
@@ -256,7 +261,7 @@ Ref tuple_of(PyObject* const* items, Py_ssize_t count) {
   return tuple;
 }
 
-// (output, token)
+// Runs the layer's forward. Returns (output, token).
 Ref forward(PyObject* call, long mode, PyObject* const* tensors, Py_ssize_t inputs,
             Py_ssize_t followed, Py_ssize_t count) {
   const at::AutoGradMode no_gradients(false);
@@ -277,7 +282,7 @@ Ref forward(PyObject* call, long mode, PyObject* const* tensors, Py_ssize_t inpu
   return checked(PyObject_Vectorcall(layer_forward, args, Argument::kCount, nullptr));
 }
 
-// run(call, caching, *tensors) -> the layer's output, as call.run().
+// run(call, caching, *tensors) -> the layer's output; see call.run().
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(layer_forward != nullptr && count >= 3 && PyTuple_Check(args[0]) &&
@@ -291,8 +296,8 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
                    "run(): the LayerCall has more inputs than there are tensors");
   bool follows = false;
   for (Py_ssize_t i = 0; i < all; ++i) {
-    // The numbers are text already: a stream of a libstdc++ that is linked in here, as some
-    // compilers have it, would not be that of PyTorch's libraries.
+    // Uses std::to_string, not a stream: some compilers link their own libstdc++ streams into this
+    // library, which are incompatible with those of PyTorch's libraries.
     TORCH_CHECK_TYPE(THPVariable_Check(tensors[i]),
                      "run(): argument " + std::to_string(i + 2) + " is no tensor");
     follows = follows || THPVariable_Unpack(tensors[i]).requires_grad();
@@ -335,9 +340,8 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// plain(module, key, x, first) -> the output of the module whose __dict__ and key in _layers these
-// are, as base._run() has it computed; None: the call is not so plain that plain_forward() tells
-// it.
+// plain(module, key, x, first) -> the output that base._run() would compute. module: the module's
+// __dict__; key: the key in its _layers. None if plain_forward() cannot handle the call.
 PyObject* plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(fp8_thread != nullptr && count == 4 && PyDict_Check(args[0]),
@@ -351,7 +355,7 @@ PyObject* plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// watch(fp8, weights, checkpoints), as call.watch().
+// watch(fp8, weights, checkpoints): see call.watch().
 PyObject* watch(PyObject*, PyObject* args) {
   PyObject *fp8 = nullptr, *weights = nullptr, *checkpoints = nullptr;
   if (PyArg_ParseTuple(args, "OOO", &fp8, &weights, &checkpoints) == 0) return nullptr;
@@ -362,7 +366,7 @@ PyObject* watch(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// empty(like, shape, dtype) -> a new tensor on like's device, as call.python_empty().
+// empty(like, shape, dtype) -> a new tensor on like's device; see call.python_empty().
 PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   static constexpr at::ScalarType dtypes[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16};
@@ -380,7 +384,8 @@ PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// bind(layer_forward, layer_backward, ends, run, backward, Parameter): what run() calls.
+// bind(layer_forward, layer_backward, ends, run, backward, Parameter): sets the functions that
+// run() calls.
 PyObject* bind(PyObject*, PyObject* args) {
   PyObject** const places[] = {&layer_forward, &layer_backward,  &ends,
                                &python_run,    &python_backward, &parameter_type};

@@ -1,4 +1,4 @@
-// Python's objects as the autograd node has them (node.cpp).
+// Helpers for Python objects in the autograd node (node.cpp).
 #pragma once
 
 #include <Python.h>
@@ -8,7 +8,7 @@
 
 namespace te_fl::node {
 
-// Fields of call.py's LayerCall, which compares its own with CALL_FIELDS when it takes the node.
+// The fields of call.py's LayerCall. call.py compares them with CALL_FIELDS when it loads the node.
 #define TE_FL_CALL_FIELDS(X)     \
   X(kLayer, "layer")             \
   X(kInputs, "inputs")           \
@@ -20,8 +20,8 @@ namespace te_fl::node {
   X(kUpdates, "updates")         \
   X(kAccumulates, "accumulates") \
   X(kDelays, "delays")
-// The arguments of _native.layer_forward() and of layer_backward() in the order that the node gives
-// them in, which call.py compares with te_fl's own.
+// The arguments that the node passes to _native.layer_forward() and layer_backward(), in order.
+// call.py compares them with te-fl's own lists.
 #define TE_FL_FORWARD_ARGUMENTS(X) \
   X(kLayer, "layer")               \
   X(kActivation, "activation")     \
@@ -64,7 +64,7 @@ class Ref {
  private:
   PyObject* object_;
 };
-// Throws the interpreter's error if there is no object.
+// Throws the Python exception that is set if `object` is null.
 inline Ref checked(PyObject* object) {
   if (object == nullptr) {
     python_error error;
@@ -74,7 +74,7 @@ inline Ref checked(PyObject* object) {
   return Ref(object);
 }
 
-// Gives the module a tuple of the names; false: the interpreter's error is set.
+// Adds a tuple of the names to the module; returns false if a Python exception was set.
 template <size_t N>
 inline bool add_names(PyObject* module, const char* attribute, const char* const (&names)[N]) {
   PyObject* const tuple = PyTuple_New(N);

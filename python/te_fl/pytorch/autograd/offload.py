@@ -1,8 +1,8 @@
-"""Activations in the host's memory between a layer's forward and its backward, with Transformer Engine's names.
+"""CPU offloading of activations between a layer's forward and its backward, with Transformer Engine's names.
 
-A layer's saved tensors are gathered while its forward runs (saved_tensors_hooks). Those of te-fl's layers lie in C++: autograd saves their token,
-whose memory, in FP8 codes and scales, is moved by _native.move_saved_memory(). Copies run on a stream of their own, into pinned memory; on a host
-without GPUs they are plain copies, and everything else is the same.
+Saved-tensor hooks collect a layer's saved tensors while its forward runs. te-fl's layers keep their saved activations (FP8 codes and scales) in C++,
+and autograd saves only their token; _native.move_saved_memory() moves that memory. Copies run on a separate stream into pinned memory. On a host
+without GPUs they are plain copies, and the rest works the same.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from te_fl.pytorch.runtime.refuse import integer
 
 __all__ = ["ManualOffloadSynchronizer", "get_cpu_offload_context", "is_cpu_offload_enabled", "mark_activation_offload", "mark_not_offload"]
 
-LEAST_BYTES = 256 * 1024  # smaller tensors stay: a copy of theirs costs more than it frees
-_kept: "weakref.WeakSet[Any]" = weakref.WeakSet()  # of _Mark, one for each tensor that is not to be offloaded
-_contexts: List[Any] = []  # that the program is in, the innermost last
+LEAST_BYTES = 256 * 1024  # smaller tensors stay on the device: the copy costs more than the freed memory is worth
+_kept: "weakref.WeakSet[Any]" = weakref.WeakSet()  # one _Mark for each tensor that must not be offloaded
+_contexts: List[Any] = []  # the contexts that the program is in, the innermost last
 
 
 class _Mark:
-    """Lives as long as its tensor, of which it is an attribute."""
+    """Stored as an attribute of a tensor, so it lives as long as the tensor."""
 
     def __init__(self, tensor: torch.Tensor):
         self.begin, self.end = _extent(tensor)
 
 
 def _extent(tensor: torch.Tensor) -> Tuple[int, int]:
-    """The addresses of a tensor's memory, from its first element to behind its last."""
+    """The address range of a tensor's memory, from its first element to the end of its last."""
     reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
     return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
 
 
 class _Segment:
-    """Bytes of a layer's activations: on the device, on the host, or both."""
+    """A piece of memory of a layer's activations, which is on the device, on the host, or on both."""
 
     def __init__(self, memory: torch.Tensor):
         self.device = memory.device
-        self.memory: Optional[torch.Tensor] = memory  # uint8 on the device; None while it is on the host alone
+        self.memory: Optional[torch.Tensor] = memory  # uint8 on the device; None while only the host has the bytes
         self.host: Optional[torch.Tensor] = None
-        self.saved: "weakref.WeakSet[_Saved]" = weakref.WeakSet()  # that stand for the program's tensors on this memory
-        self.ready = _event(self.device)  # when `memory` has its values
+        self.saved: "weakref.WeakSet[_Saved]" = weakref.WeakSet()  # placeholders for the program's tensors in this memory
+        self.ready = _event(self.device)  # recorded when `memory` has its values
         _record(self.ready, None)
 
     @property
@@ -90,7 +90,9 @@ def _written_error(dtype: torch.dtype, shape: torch.Size) -> RuntimeError:
 
 
 class _Staying:
-    """Stands in autograd's graph for a tensor that stays on the device, and looks for writes, which PyTorch does not do where hooks save."""
+    """A placeholder in autograd's graph for a tensor that stays on the device. It detects in-place writes, which PyTorch does not detect for tensors
+    saved by hooks.
+    """
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor, self._version = tensor, tensor._version
@@ -106,16 +108,17 @@ class _Staying:
 
 
 class _Saved:
-    """Stands in autograd's graph for a tensor that is offloaded, and alone keeps its segment: what the graph drops is free."""
+    """A placeholder in autograd's graph for an offloaded tensor. It holds the only reference to the segment, so memory that the graph drops is freed.
+    """
 
     def __init__(self, state: "_LayerState", segment: _Segment, tensor: torch.Tensor):
         self._state, self._segment, self._dtype, self._shape = state, segment, tensor.dtype, tensor.shape
-        self._kept: Optional[_Staying] = _Staying(tensor.detach())  # until the segment is copied
-        self._written = False  # true if the copy has other values than the forward saved
+        self._kept: Optional[_Staying] = _Staying(tensor.detach())  # until the segment is copied to the host
+        self._written = False  # true if the tensor was written in place between the forward and the copy
         segment.saved.add(self)
 
     def let_go(self) -> None:
-        """Before the segment is copied to the host."""
+        """Drops the device tensor; called before the segment is copied to the host."""
         self._written, self._kept = self._kept is not None and self._kept.written, None
 
     def unpack(self) -> torch.Tensor:
@@ -127,7 +130,7 @@ class _Saved:
 
 
 class _Forward:
-    """As _Saved, for a token: the segments of a forward of te-fl, and where it has them."""
+    """As _Saved, for a token of a te-fl layer: the segments of its forward's saved memory, and their addresses."""
 
     def __init__(self, state: "_LayerState", token: torch.Tensor, segments: List[_Segment]):
         self._state, self._token, self._segments = state, token, segments
@@ -166,7 +169,8 @@ class _LayerState:
     # -- the hooks of saved tensors
 
     def push(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) is not torch.Tensor or self.state != "kept":  # parameters, and activations of a layer that goes already, stay
+        # Parameters stay on the device, and so do tensors saved after the layer's offload began.
+        if type(tensor) is not torch.Tensor or self.state != "kept":
             return _Staying(tensor)
         memory = _native.saved_memory(tensor) if tensor.dtype is torch.int64 and tensor.numel() == 1 and tensor.is_cpu else None
         if memory is not None:
@@ -178,7 +182,7 @@ class _LayerState:
         return _Saved(self, self._segment(tensor.detach().view(-1).view(torch.uint8)), tensor)
 
     def _segment(self, memory: torch.Tensor) -> _Segment:
-        """The segment of this memory: one for all tensors that are saved of it."""
+        """The segment of this memory, shared by all saved tensors that view it."""
         key = (memory.data_ptr(), memory.numel())
         found = self._segments.get(key)
         if found is None:
@@ -186,12 +190,12 @@ class _LayerState:
         return found
 
     def bring(self) -> bool:
-        """True if the activations have been on the host; then their way back has begun."""
+        """Starts the reload if the activations are on the host. Returns True if they were offloaded."""
         if self.state in ("offloading", "offloaded"):
-            self.start_reload()  # nobody has asked for it a layer ahead
+            self.start_reload()  # no prefetch has started the reload
         return self.state == "reloading"
 
-    # -- the way to the host and back
+    # -- offload and reload
 
     def start_offload(self) -> None:
         self._expect("start_offload_layer", "kept")
@@ -206,7 +210,7 @@ class _LayerState:
                 self._finished.record(stream)
 
     def release(self) -> None:
-        """Lets the device's memory go, in the order of the current stream, once it has been copied."""
+        """Frees the device memory after the copy to the host, in the order of the current stream."""
         self._expect("release_activation_forward_gpu_memory", "offloading")
         self.state = "offloaded"
         if self._finished is not None:
@@ -228,7 +232,7 @@ class _LayerState:
             segment.memory = torch.empty(segment.bytes, dtype=torch.uint8, device=segment.device)
             stream = self._owner.stream(segment.device)
             if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream())  # the memory may be in use until then
+                stream.wait_stream(torch.cuda.current_stream())  # the memory may be in use on the current stream until then
                 segment.memory.record_stream(stream)
             with _on(stream):
                 segment.memory.copy_(segment.host, non_blocking=True)
@@ -254,7 +258,9 @@ def _on(stream: Optional[torch.cuda.Stream]) -> Any:
 
 
 class OffloadSynchronizer:
-    """Knows where the activations of a sequence of num_layers layers are. retain_pinned_cpu_buffers: the host's memory of a step is used again by the next."""
+    """Tracks the location of the activations of num_layers consecutive layers. retain_pinned_cpu_buffers: each step reuses the host buffers of the
+    previous one.
+    """
 
     def __init__(self, num_layers: int, retain_pinned_cpu_buffers: bool = False, offload_stream: Optional[torch.cuda.Stream] = None):
         if num_layers < 1:
@@ -262,7 +268,7 @@ class OffloadSynchronizer:
         self.num_layers = num_layers
         self._retains, self._stream = retain_pinned_cpu_buffers, offload_stream
         self._buffers: Dict[Tuple[int, int], Tuple[torch.Tensor, weakref.ref]] = {}
-        self.layers: List[_LayerState] = []  # of the forward that runs, or ran last
+        self.layers: List[_LayerState] = []  # of the current or last forward
 
     def stream(self, device: torch.device) -> Optional[torch.cuda.Stream]:
         if device.type != "cuda":
@@ -286,30 +292,31 @@ class OffloadSynchronizer:
         return self.layers[-1]
 
     def begin_backward(self, layers: List[_LayerState], number: int) -> None:
-        """Before the backward of a layer of a forward whose states are `layers`."""
+        """Called before the backward of a layer. layers: the states of the layer's forward; number: the layer's index."""
 
     def push(self, state: _LayerState, tensor: torch.Tensor) -> Any:
         return state.push(tensor)
 
     def get_offloaded_total_size_mb(self) -> float:
-        """The host's memory of the last forward, in MiB."""
+        """Host memory of the last forward's offloaded activations, in MiB."""
         return sum(state.offloaded_bytes() for state in self.layers) / 2 ** 20
 
 
 class DefaultOffloadSynchronizer(OffloadSynchronizer):
-    """Offloads the first num_offloaded_layers: a layer goes to the host while the next one runs, and comes back while others' backwards run, so that
-    the device never has the activations of more than num_layers - num_offloaded_layers layers at the end of a forward."""
+    """Offloads the first num_offloaded_layers layers. A layer is copied to the host while the next layer runs, and reloaded while the backwards of
+    later layers run. At the end of a forward, at most num_layers - num_offloaded_layers layers have their activations on the device.
+    """
 
     def __init__(self, num_layers: int, num_offloaded_layers: int, retain_pinned_cpu_buffers: bool = False,
                  offload_stream: Optional[torch.cuda.Stream] = None):
         super().__init__(num_layers, retain_pinned_cpu_buffers, offload_stream)
         self._offloaded = num_offloaded_layers
-        self._distance = num_layers - num_offloaded_layers  # layers between the one that runs and the one that it makes room for
+        self._distance = num_layers - num_offloaded_layers  # the number of layers between a running layer and the layer that is released at that time
 
     def begin_layer(self) -> _LayerState:
         state = super().begin_layer()
         before, released = state.number - 1, state.number - self._distance
-        # Backwards may have run already where a forward has fewer layers than num_layers, or failed between them.
+        # States may already have advanced if a backward ran early: a forward may have fewer layers than num_layers, or fail midway.
         if 0 <= before < self._offloaded and self.layers[before].state == "kept":
             self.layers[before].start_offload()
         if 0 <= released < self._offloaded and self.layers[released].state == "offloading":
@@ -326,7 +333,7 @@ class DefaultOffloadSynchronizer(OffloadSynchronizer):
 
 
 class ManualOffloadSynchronizer(OffloadSynchronizer):
-    """The program says when a layer of the last forward goes and comes; a backward brings back by itself what is still on the host."""
+    """The program calls for each layer's offload and reload. A backward reloads activations that are still on the host by itself."""
 
     def start_offload_layer(self, layer_id: int) -> None:
         self.layers[layer_id].start_offload()
@@ -339,7 +346,7 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
 
 
 class _Context(contextlib.ContextDecorator):
-    """The forward of one layer; entered once for each."""
+    """The context manager around a layer's forward; entered once for each layer."""
 
     def __init__(self, synchronizer: OffloadSynchronizer):
         self._synchronizer, self._hooks = synchronizer, None
@@ -366,11 +373,11 @@ class _Context(contextlib.ContextDecorator):
 
     @property
     def inside_context(self) -> bool:
-        """True between entering it and leaving it."""
+        """True between __enter__ and __exit__."""
         return self._hooks is not None
 
     def synchronization_function(self, tensor: torch.Tensor) -> torch.Tensor:
-        """For a layer's output, behind its context: notes when the layer's backward begins."""
+        """Applied to a layer's output after the layer's context has ended. Its autograd node detects the start of the layer's backward."""
         if self._last is None or self._hooks is not None:
             raise RuntimeError("get_cpu_offload_context: the second function takes a layer's output once its context has been left")
         if not tensor.requires_grad:
@@ -386,7 +393,7 @@ def _unpack(saved: Any) -> torch.Tensor:
 
 
 def is_cpu_offload_enabled() -> bool:
-    """True inside of a context that offloads."""
+    """True inside of an offloading context."""
     return bool(_contexts)
 
 
@@ -399,14 +406,14 @@ def _tensors(function: str, tensors: Tuple[Optional[torch.Tensor], ...]) -> List
 
 
 def mark_not_offload(*tensors: Optional[torch.Tensor]) -> None:
-    """Has the tensors stay on the device, as long as they live."""
+    """Keeps these tensors on the device for as long as they live."""
     for tensor in _tensors("mark_not_offload", tensors):
         tensor._te_fl_stays = _Mark(tensor)
         _kept.add(tensor._te_fl_stays)
 
 
 def mark_activation_offload(*tensors: Optional[torch.Tensor]) -> None:
-    """Takes back mark_not_offload(). All other activations are offloaded without a mark."""
+    """Undoes mark_not_offload(). Other activations need no mark to be offloaded."""
     for tensor in _tensors("mark_activation_offload", tensors):
         tensor.__dict__.pop("_te_fl_stays", None)
 
@@ -414,16 +421,16 @@ def mark_activation_offload(*tensors: Optional[torch.Tensor]) -> None:
 def get_cpu_offload_context(enabled: bool = False, num_layers: Optional[int] = 1, model_layers: int = 1, offload_activations: bool = True,
                             offload_weights: bool = False, double_buffering: bool = False, manual_synchronization: bool = False,
                             retain_pinned_cpu_buffers: bool = False, offload_stream: Optional[Any] = None):
-    """(context, sync_function), and a ManualOffloadSynchronizer with manual_synchronization. For each of model_layers layers:
+    """Returns (context, sync_function); with manual_synchronization also a ManualOffloadSynchronizer. For each of model_layers layers:
 
         with context:
             x = layer(x)
         x = sync_function(x)
 
-    The first num_layers layers are offloaded, one fewer than model_layers at most; with manual_synchronization those of which the program says so.
-    Tensors of less than 256 KiB, parameters, tensors that are not contiguous and those of mark_not_offload() stay. enabled=False: both do nothing.
-    offload_stream: for copies, with manual_synchronization alone. offload_weights and double_buffering have no effect, as in Transformer Engine,
-    and the former a warning.
+    The first num_layers layers are offloaded, at most model_layers - 1; with manual_synchronization, the layers that the program names. Tensors below
+    256 KiB, parameters, non-contiguous tensors and tensors of mark_not_offload() stay on the device. enabled=False: both do nothing. offload_stream:
+    the stream for copies; only with manual_synchronization. offload_weights and double_buffering have no effect, as in Transformer Engine;
+    offload_weights warns.
     """
     nothing = (contextlib.nullcontext(), lambda tensor: tensor, None)[:3 if manual_synchronization else 2]
     if not enabled:

@@ -1,4 +1,4 @@
-"""Backwards that cannot be differentiated themselves, and that say so."""
+"""Backwards that raise an error when they are differentiated themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MESSAGE = (b"te_fl.pytorch's layers and functions have no second derivative: a 
 
 
 class _Unpacked:
-    """A function's ctx, of which torch.utils.checkpoint lets a backward read the saved tensors once."""
+    """Wraps a function's ctx whose saved tensors may be read only once, as under torch.utils.checkpoint."""
 
     def __init__(self, ctx: Any):
         self.__dict__.update(ctx=ctx, saved_tensors=ctx.saved_tensors)
@@ -29,9 +29,10 @@ def _trained(tensors: Iterable[Any]) -> List[torch.Tensor]:
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """backward(ctx, *grads) without a graph. Under create_graph=True its results raise when they are differentiated, whatever the incoming
-    gradients need: PyTorch's function of this name lets gradients of constants drop out of a sum in silence, and those that
-    torch.autograd.grad() is asked for, since its results depend on nothing."""
+    """Runs backward(ctx, *grads) without building a graph. Under create_graph=True, differentiating its results raises an error, even if the incoming
+    gradients require no gradient. PyTorch's function of this name instead drops such gradients silently: its results then depend on nothing, so sums
+    and torch.autograd.grad() ignore them.
+    """
 
     @wraps(backward)
     def guarded(ctx, *grads):

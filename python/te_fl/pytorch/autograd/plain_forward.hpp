@@ -1,5 +1,5 @@
-// A module's forward that is one call of its one layer, as NativeLayer.compute() makes it, found
-// without the interpreter's time for it: call.plain() (node.cpp).
+// The fast path of a forward: a module whose forward is one call of its only layer, as in
+// NativeLayer.compute(). It is recognised without running Python code. See call.plain() (node.cpp).
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
@@ -18,12 +18,12 @@
 
 namespace te_fl::node {
 
-// The arguments of watch(), each with the calling thread's `scopes`. Owned until the process ends.
+// The arguments of watch(). Each has the calling thread's list as `scopes`. Never freed.
 inline PyObject* fp8_thread = nullptr;          // quantization._state
 inline PyObject* weights_thread = nullptr;      // weight_cache._thread
 inline PyObject* checkpoints_thread = nullptr;  // torch_checkpoint._reentrant
 
-// The attributes' names as Python looks them up.
+// Interned attribute names.
 struct Names {
   PyObject* layers = PyUnicode_InternFromString("_layers");
   PyObject* last = PyUnicode_InternFromString("last");
@@ -46,7 +46,7 @@ inline const Names& names() {
 inline Ref attribute(PyObject* object, PyObject* name) {
   return checked(PyObject_GetAttr(object, name));
 }
-// The value of a key of a dict; borrowed, null if it has none.
+// The value of a dict's key, borrowed; null if the key is absent.
 inline PyObject* item(PyObject* dict, PyObject* key) {
   PyObject* const found = PyDict_GetItemWithError(dict, key);
   if (found == nullptr && PyErr_Occurred() != nullptr) checked(nullptr);
@@ -57,7 +57,7 @@ inline bool has_scopes(PyObject* thread) {
   return PyList_Size(attribute(thread, names().scopes).get()) != 0;
 }
 
-// The index of a dtype in te_fl.tensors.DTYPES, of those that layers compute in; else -2.
+// The index in te_fl.tensors.DTYPES of a dtype that layers compute in; -2 for other dtypes.
 inline long code_of(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:
@@ -71,8 +71,8 @@ inline long code_of(at::ScalarType dtype) {
   }
 }
 
-// True if PyTorch follows each of its ops here: inside of torch.func's transforms, of
-// torch.jit.trace and of make_fx.
+// True if PyTorch is tracing or transforming ops: in torch.func's transforms, torch.jit.trace and
+// make_fx.
 inline bool follows_ops() {
   using Modes = c10::impl::TorchDispatchModeTLS;
   const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
@@ -82,8 +82,7 @@ inline bool follows_ops() {
           Modes::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value());
 }
 
-// True if a layer takes the tensor as it is, and PyTorch neither transforms nor profiles the
-// program.
+// True if a layer can use the tensor unchanged, and no PyTorch transform or profiler is active.
 inline bool is_plain(PyObject* x, PyObject* parameter_type) {
   if (!THPVariable_CheckExact(x) && reinterpret_cast<PyObject*>(Py_TYPE(x)) != parameter_type) {
     return false;
@@ -95,24 +94,25 @@ inline bool is_plain(PyObject* x, PyObject* parameter_type) {
          code_of(v.scalar_type()) > 0 && v.is_contiguous() && !v.is_neg();
 }
 
-// The dtype as base._run()'s `activation` has it; -1 outside of torch.autocast.
+// The `activation` argument of base._run(): autocast's dtype; -1 outside of torch.autocast.
 inline long activation_of(const at::Tensor& x) {
   const auto kind = x.device().type();
   if (!at::autocast::is_autocast_enabled(kind)) return -1;
   return code_of(at::autocast::get_autocast_dtype(kind));
 }
 
-// True where the forward may be a run of a checkpoint, which torch_checkpoint.piece() looks for: in
-// a backward, and without gradients in training.
+// True if the forward may be a checkpoint's run, which only torch_checkpoint.piece() can tell:
+// inside of a backward, or in training without gradients.
 inline bool may_be_of_checkpoint(PyObject* module) {
   if (torch::autograd::get_current_graph_task_id() >= 0) return true;
   return !at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() &&
          item(module, names().training) == Py_True;
 }
 
-// The module's innermost autocast as one forward sees it.
+// The state of the innermost autocast that affects one forward.
 struct Fp8 {
-  bool plain = false;  // true if no flag reuses weights, and no forward in FP8 runs again outside
+  // True if no flag reuses weights and no FP8 forward will be recomputed outside of the autocast.
+  bool plain = false;
   unsigned long updates = 0;
   std::optional<Ref> scope;
 };
@@ -136,7 +136,7 @@ inline Fp8 fp8_of(PyObject* module, PyObject* first) {
   return found;
 }
 
-// The module's parameters, which must be such; empty: one is not.
+// The module's parameters; empty if one of them is not exactly of type Parameter.
 inline std::vector<Ref> parameters_of(PyObject* module, PyObject* parameter_type) {
   std::vector<Ref> found;
   PyObject* const all = item(module, names().parameters);
@@ -151,7 +151,7 @@ inline std::vector<Ref> parameters_of(PyObject* module, PyObject* parameter_type
   return found;
 }
 
-// True if the layer's last LayerCall serves this forward, too.
+// True if the LayerCall of the layer's last forward is valid for this forward.
 inline bool fits(PyObject* call, PyObject* first, long activation, const Fp8& fp8) {
   return PyTuple_Check(call) && PyTuple_GET_SIZE(call) == kFields && field(call, kFirst) == first &&
          field(call, kAttention) == Py_None && field(call, kAccumulates) == Py_False &&
@@ -160,21 +160,21 @@ inline bool fits(PyObject* call, PyObject* first, long activation, const Fp8& fp
          PyLong_AsUnsignedLong(field(call, kUpdates)) == fp8.updates;
 }
 
-// The arguments of run() for the module's forward.
+// The arguments of run() for a module's forward.
 struct Plain {
   Ref call;
   std::vector<Ref> parameters;
 };
 
-// Returns the arguments for the module whose __dict__ and key in _layers these are, and an input x;
-// none if NativeLayer.compute() has more to look at. Notes the recipe, as quantization.notice()
-// does.
+// Returns the arguments of run() for a module, given its __dict__, its key in _layers, and an input
+// x; none if the general path NativeLayer.compute() is needed. Records the recipe, as
+// quantization.notice() does.
 inline std::optional<Plain> plain_forward(PyObject* module, PyObject* key, PyObject* x,
                                           PyObject* first, PyObject* parameter_type) {
   PyObject* const layers = item(module, names().layers);
   PyObject* const layer = layers == nullptr ? nullptr : item(layers, key);
   if (layer == nullptr || !is_plain(x, parameter_type)) return std::nullopt;
-  Ref call = attribute(layer, names().last);  // a NativeLayer's
+  Ref call = attribute(layer, names().last);  // `last` of a NativeLayer
   const Fp8 fp8 = fp8_of(module, first);
   const long activation = activation_of(THPVariable_Unpack(x));
   if (!fp8.plain || !fits(call.get(), first, activation, fp8)) return std::nullopt;

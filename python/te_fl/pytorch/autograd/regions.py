@@ -1,8 +1,8 @@
-"""The ways into and out of the part of a model that a tensor-parallel group divides: collectives that autograd follows.
+"""Collectives with autograd at the boundaries of a tensor-parallel region.
 
-group: a torch.distributed.ProcessGroup of n > 1 ranks, or None for the default group. Each rank of it comes to the same calls in the same order,
-in forward and in backward. Sequence-parallel tensors are the ranks' parts along the first dimension, in the ranks' order. What is summed is
-summed in the tensor's own dtype by the group's backend, in an order that it fixes.
+group: a torch.distributed.ProcessGroup of n > 1 ranks, or None for the default group. All its ranks make the same calls in the same order, in forward
+and backward. Sequence-parallel tensors are sharded along the first dimension, in rank order. The group's backend sums in the tensor's own dtype, in
+an order that the backend fixes.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from te_fl.pytorch.distributed import collectives
 
 
 def _sum(t: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum of the ranks' tensors, in place where t is contiguous."""
+    """All-reduce (sum); in place if t is contiguous."""
     t = t.contiguous()
     collectives.all_reduce(t, group)
     return t
 
 
 def _gather(t: torch.Tensor, group: Any) -> torch.Tensor:
-    """The ranks' parts [rows, ..] one after the other."""
+    """All-gather: the ranks' shards [rows, ..], concatenated."""
     whole = t.new_empty((t.shape[0] * collectives.size_of(group), *t.shape[1:]))
     collectives.all_gather_into(whole, t.contiguous(), group)
     return whole
 
 
 def _scatter(t: torch.Tensor, group: Any) -> torch.Tensor:
-    """This rank's part of the rows of the sum of the ranks' tensors."""
+    """Reduce-scatter: this rank's shard of the rows of the sum."""
     part = t.new_empty((t.shape[0] // collectives.size_of(group), *t.shape[1:]))
     collectives.reduce_scatter_into(part, t.contiguous(), group)
     return part
 
 
 def _backward_of(function: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable:
-    """The backward of a region's end: `function` of the gradient. Most backwards build no graph and need no guard against a second derivative."""
+    """The backward of a region's boundary: applies `function` to the gradient. Skips the guard against second derivatives when no graph is built,
+    which is the common case.
+    """
 
     def backward(ctx, grad: torch.Tensor):
         return function(grad, ctx.group), None
@@ -84,20 +86,20 @@ class _Scattered(torch.autograd.Function):
 
 
 def copied(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """x, which all ranks have; its gradient is the sum of theirs. The result may have one consumer alone, whose gradient is written over."""
+    """Returns x, which is equal on all ranks. The backward all-reduces the gradient in place, so the result may have only one consumer."""
     return _Copied.apply(x, group)
 
 
 def gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """[rows, ..] of each rank -> [n * rows, ..] on all; each rank gets its part of the sum of the gradients."""
+    """All-gather: [rows, ..] on each rank -> [n * rows, ..] on all. The backward is a reduce-scatter."""
     return _Gathered.apply(x, group)
 
 
 def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum of the ranks' tensors, on all of them, in x's memory, which nobody else may read; the gradient, which all ranks have, passes."""
+    """All-reduce (sum) in x's memory, which must have no other reader. The backward passes the gradient, equal on all ranks, through."""
     return _Summed.apply(x, group)
 
 
 def scattered(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """[n * rows, ..] of each rank -> the rows of their sum that are this rank's; gradients are gathered."""
+    """Reduce-scatter: [n * rows, ..] on each rank -> this rank's rows of the sum. The backward is an all-gather."""
     return _Scattered.apply(x, group)

@@ -1,4 +1,4 @@
-"""An activation that all ranks of a group have alike, of which each keeps a part until its backward."""
+"""Activations that are equal on all ranks of a group: each rank saves only its shard until the backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from te_fl.pytorch.distributed import collectives
 
 
 class _Part(NamedTuple):
-    """This rank's part of a tensor, as a vector; the last ranks' may end with zeros that are not the tensor's."""
+    """This rank's shard of a tensor, flattened; the last ranks' shards may be padded with zeros."""
 
     values: torch.Tensor
     shape: torch.Size
@@ -40,15 +40,16 @@ def _gathered(part: _Part) -> torch.Tensor:
 
 @contextlib.contextmanager
 def saved_in_parts(tensor: Any, group: Any) -> Iterator[None]:
-    """A scope in which autograd saves this rank's part of `tensor` in its place, and a backward gathers the parts, in which all ranks take part.
-    Other tensors are saved as they are."""
+    """A scope in which autograd saves this rank's shard instead of `tensor`. The backward all-gathers the shards, so all ranks must run it. Other
+    tensors are saved unchanged.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"checkpoint: distribute_saved_activations divides the first argument, which is a {type(tensor).__name__}; it is to be a "
                         "tensor, by position")
     if not collectives.available():
         raise FailedPrecondition("FAILED_PRECONDITION: checkpoint: distribute_saved_activations needs ranks; call "
                                  "torch.distributed.init_process_group() first, or leave it out")
-    whole = [tensor]  # emptied at the end, since autograd keeps the hooks
+    whole = [tensor]  # cleared at the end, because autograd keeps the hooks alive
 
     def pack(saved: torch.Tensor) -> Any:
         if not whole or saved.numel() == 0 or _place(saved) != _place(whole[0]):

@@ -1,12 +1,12 @@
-"""torch.utils.checkpoint around te-fl's modules in FP8: the runs in the backward, which are outside of the autocast, repeat the first one.
+"""torch.utils.checkpoint with te-fl's modules in FP8. The second run happens in the backward, outside of the autocast, and must repeat the first run.
 
-PyTorch says nowhere which of its checkpoints a forward runs in. With use_reentrant=False it is read from what PyTorch keeps for both runs, the
-frame behind the hooks of saved tensors; with use_reentrant=True the two methods that make the runs are followed. A checkpoint of another library,
-as DeepSpeed's, is a function of autograd's too, whose two methods get the same node: that is looked for among the callers. Where none is found, as
-in another version of PyTorch, quantization.notice() refuses the second run.
+PyTorch has no API that tells which checkpoint a forward belongs to. With use_reentrant=False, this module reads the frame object behind the
+saved-tensor hooks, which both runs share. With use_reentrant=True, it wraps the two methods that make the runs. Checkpoints of other libraries, such
+as DeepSpeed's, are autograd functions whose forward and backward share a node; this module searches the call stack for such a node. If nothing is
+found, for example in another version of PyTorch, quantization.notice() refuses the second run.
 
-A checkpoint inside of another one is made anew when the outer one's function runs again: that run is the outer one's second and the inner one's
-first, and the inner one's second is the third. All repeat the record of the first.
+A checkpoint nested in another is created anew when the outer function runs again. That run is the outer checkpoint's second and the inner one's
+first; the inner second run is the third run overall. All runs repeat the record of the first.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class _Threads(threading.local):
         self.scopes = []
 
 
-followed_runs = _Threads()  # the runs of checkpoint() that a thread is in, which piece() follows
-own_runs = _Threads()  # the runs of te_fl.pytorch.recompute_contexts() that a thread is in, which keep a record themselves
-_reentrant = _Threads()  # the Reentrant that a thread is in, the innermost last
+followed_runs = _Threads()  # the runs of checkpoint() on each thread that piece() tracks
+own_runs = _Threads()  # the runs of te_fl.pytorch.recompute_contexts() on each thread, which keep their own record
+_reentrant = _Threads()  # the Reentrant scopes on each thread, the innermost last
 _numbers = itertools.count()
 
 
 class Noted(_native.Scope):
-    """A scope that does nothing but stand in a thread's list."""
+    """A scope whose only effect is its entry in a thread's list."""
 
     _open, _arguments, _close = object, (), id
 
@@ -54,18 +54,19 @@ class Noted(_native.Scope):
 
 
 class Reentrant(Noted):
-    """A run of a checkpoint with use_reentrant=True; without an owner, one of a checkpoint that te-fl does not know, which a program declares. Then
-    the second run of a module follows the earliest first one that has had none yet."""
+    """A run of a checkpoint with use_reentrant=True. owner=None: a run that the program declares itself, of a checkpoint unknown to te-fl; then a
+    module's second run matches its earliest pending first run.
+    """
 
     _thread = _reentrant
 
     def __init__(self, owner: Any, second: bool):
         super().__init__()
-        self.owner, self.second, self.number = owner, second, next(_numbers)  # the owner is its node of autograd
+        self.owner, self.second, self.number = owner, second, next(_numbers)  # the owner is the checkpoint's autograd node
 
 
 def declared() -> Optional[bool]:
-    """None outside of a run that a program declares, else whether it is the second."""
+    """True in a declared second run, False in a declared first run, None outside of runs that the program declares."""
     run = _reentrant.scopes[-1] if _reentrant.scopes else None
     return None if run is None or run.owner is not None else run.second
 
@@ -85,18 +86,18 @@ _follow(torch.utils.checkpoint.CheckpointFunction)
 
 
 def repeated() -> bool:
-    """True if a checkpoint with use_reentrant=True runs on this thread: without gradients then, though they are wanted."""
+    """True in a run of a checkpoint with use_reentrant=True on this thread. Gradients are then needed although gradient mode is off."""
     return not torch.compiler.is_compiling() and bool(_reentrant.scopes)
 
 
 class _Forward(NamedTuple):
     module: Any
-    record: Any  # of _native.recompute_record()
-    updates: int  # as LayerCall.updates
+    record: Any  # a record from _native.recompute_record()
+    updates: int  # see LayerCall.updates
 
 
 class _Forwards:
-    """Those of one checkpoint's first run, in their order, and how far each second run is."""
+    """The forwards of a checkpoint's first run in order, and the position of each second run."""
 
     def __init__(self):
         self.all: List[_Forward] = []
@@ -114,7 +115,7 @@ class _Forwards:
 
 
 class Recomputed(_native.Scope):
-    """The first or second run that a record of _native.recompute_record() is of."""
+    """The first or second run of a piece, with a record of _native.recompute_record()."""
 
     _open, _close, _thread = _native.begin_recompute, _native.end_recompute, None
 
@@ -123,7 +124,7 @@ class Recomputed(_native.Scope):
 
 
 class Piece:
-    """A module's forward in one of the two runs."""
+    """A module's forward in one of a checkpoint's two runs."""
 
     def __init__(self, forward: _Forward, second: bool, keeps: bool):
         self.updates, self._record, self._second, self._keeps = forward.updates, forward.record, second, keeps
@@ -133,7 +134,7 @@ class Piece:
 
 
 def _without_gradients(call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """As PyTorch has the first run of use_reentrant=True; the layer computes as the second will."""
+    """The first run with use_reentrant=True, which PyTorch runs without gradients. The layer computes exactly as in the second run."""
     n = call.inputs
     return _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n + call.extras:], call.attention, call.random)[0]
 
@@ -144,7 +145,7 @@ def _cell(hook: Any, name: str) -> Any:
 
 
 def _all_hooks() -> list:
-    """The hooks of saved tensors that are in force on this thread, the innermost first."""
+    """The saved-tensor hooks that are active on this thread, the innermost first."""
     return _native.hooks_in_force(_hooks, _pop, _push)
 
 
@@ -152,8 +153,9 @@ _NOT_OTHERS = ("torch.", "te_fl.")
 
 
 def _callers() -> Tuple[list, Any]:
-    """The nodes of other libraries' functions of autograd whose forward calls here, the innermost first, and the one whose backward does: what is
-    outside of a backward is not of this run."""
+    """Searches the call stack for autograd functions of other libraries. Returns the nodes whose forward is running, the innermost first, and the
+    node whose backward is running. Frames outside of the innermost backward belong to another run and are ignored.
+    """
     firsts: list = []
     frame: Any = sys._getframe(2)
     while frame is not None:
@@ -171,15 +173,16 @@ def _callers() -> Tuple[list, Any]:
 
 
 def _may_be_others(module: Any) -> bool:
-    """True where a run of another library's checkpoint may be: the first is without gradients, and the second in a backward. Most forwards without
-    gradients in eval() are inferences, for which to look would take time."""
+    """True if this may be a run of another library's checkpoint: a backward is running (second run), or gradients are off in training (first run).
+    eval() without gradients is usually inference, so the slow search is skipped there.
+    """
     return _task() >= 0 or (module.training and not torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
 
 
 class _Second(NamedTuple):
-    """A run in a backward."""
+    """A second run, inside of a backward."""
 
-    forwards: _Forwards  # of the first run
+    forwards: _Forwards  # the forwards of the first run
     run: tuple
 
 
@@ -191,14 +194,14 @@ def _second_by_hooks(hook: Any) -> Optional[_Second]:
 
 
 def _runs() -> Tuple[list, Optional[_Second]]:
-    """The owners of the checkpoints whose first run this is, and the innermost that runs again, if one does and has met te-fl's modules."""
+    """Returns the owners of the checkpoints that are in their first run here, and the innermost second run that has met te-fl's modules, if any."""
     firsts: list = []
     keeps = torch.is_grad_enabled()
     others, other = ([], None) if keeps and _task() < 0 else _callers()
     inner = [r.owner for r in _inner_firsts()] + ([] if keeps else others)
     for pack, *_ in _all_hooks():
         kind = getattr(pack, "__qualname__", "")
-        if kind == _SECOND:  # inside of it no backward runs, so it is the innermost
+        if kind == _SECOND:  # no backward runs inside of it, so it is the innermost
             return firsts + inner, _second_by_hooks(pack)
         if kind == _FIRST:
             firsts.append(_cell(pack, "frame"))
@@ -208,14 +211,14 @@ def _runs() -> Tuple[list, Optional[_Second]]:
     return firsts + inner, None if forwards is None else _Second(forwards, (_task(), number))
 
 
-_waiting: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each module the first runs that a program declared, without a second one yet
+_waiting: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # for each module: the declared first runs that await their second run
 
 
 def _declared_piece(module: Any, second: bool) -> Optional[Piece]:
     waiting = _waiting.setdefault(module, collections.deque())
     if not second:
         forward = _Forward(None, _native.recompute_record(), module._notice())
-        if module.training:  # else no second run follows
+        if module.training:  # otherwise there is no second run
             waiting.append(forward)
         return Piece(forward, False, torch.is_grad_enabled())
     if not waiting:
@@ -232,7 +235,7 @@ def _inner_firsts() -> List[Reentrant]:
 
 
 def followed() -> bool:
-    """True in a run of a checkpoint that piece() follows, whichever of its runs it is. A checkpoint that begins there leaves its runs to it."""
+    """True in either run of a checkpoint that piece() tracks. A checkpoint that begins inside of it does not record its own runs."""
     if torch.compiler.is_compiling() or own_runs.scopes:
         return False
     if not _reentrant.scopes and _hooks(False) is None and torch.is_grad_enabled() and _task() < 0:
@@ -248,8 +251,9 @@ def _add(owners: list, forward: _Forward) -> None:
 
 
 def _inner_piece(module: Any) -> Optional[Piece]:
-    """The first run of other checkpoints inside of a run that keeps a record itself: theirs is kept beside it, for their second runs, which are
-    outside of it. Of the hooks in force the outermost are those of own_runs, one for each."""
+    """The first run of nested checkpoints inside of a run that keeps its own record (own_runs). The nested checkpoints' forwards are recorded as
+    well, for their second runs, which happen outside of that run. The outermost hooks, one per own run, belong to own_runs.
+    """
     frames, known = [], len(own_runs.scopes)
     for pack, *_ in _all_hooks():
         kind = getattr(pack, "__qualname__", "")
@@ -267,8 +271,9 @@ def _inner_piece(module: Any) -> Optional[Piece]:
 
 
 def piece(module: Any) -> Optional[Piece]:
-    """For a module whose forward begins: not None in a run of a checkpoint that computes in FP8. It takes the place of
-    module._notice() and of te_fl.pytorch.autograd.call.run()."""
+    """Called when a module's forward begins. In an FP8 checkpoint's run, returns a Piece, which replaces module._notice() and
+    te_fl.pytorch.autograd.call.run(); otherwise None.
+    """
     scopes = quantization._state.scopes
     if (scopes and not scopes[-1].enabled) or (not scopes and _task() < 0):
         return None

@@ -1,6 +1,6 @@
-"""te-fl's layers in graphs: those of torch.compile and those of CUDA.
+"""te-fl's layers in graphs of torch.compile and in CUDA graphs.
 
-The functions that stand in a graph of torch.compile are imported when a graph first needs one of them.
+The module with torch.compile's ops is imported when a graph first needs one of them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""te-fl's layers in graphs of torch.compile: one op of PyTorch's for each direction, imported when a graph is first made.
+"""te-fl's layers in graphs of torch.compile: one custom op for the forward and one for the backward. This module is imported when a graph is first
+traced.
 
-An op gets the module's number and the name of its layer, and looks both up when it runs, as eager code does: autocast's scopes, FP8 state
-and weights that are kept are those of that moment, and a graph needs no other for them. What it changes is not in its arguments, so it is
-an effect: PyTorch keeps effects in their order and neither drops, repeats nor merges them.
+An op gets the module's number and the layer's name, and looks both up at run time, as eager code does. So the autocast scopes, FP8 state and cached
+weights at run time apply, and a change of them needs no new graph. The op modifies state outside of its arguments, so it is registered as an effect:
+PyTorch keeps effects in order and never drops, repeats or merges them.
 
-A graph may write into the memory of any tensor that it will not read again, so a layer keeps copies of its inputs for its backward.
+A graph may overwrite any tensor that it will not read again, so a layer copies the inputs that its backward needs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _library = torch.library.Library("te_fl", "FRAGMENT")
 
 
 def _run_once(fake: Callable) -> Callable:
-    """The fake kernel, which also tells PyTorch's partitioner that torch.utils.checkpoint does not run the op again: it is an effect."""
+    """Wraps a fake kernel. The wrapper marks the op for PyTorch's partitioner as not to be recomputed by torch.utils.checkpoint, since it is an
+    effect.
+    """
     def traced(*arguments):
         meta = torch.fx.traceback.get_current_meta()
         if "recompute" in meta:
@@ -49,10 +52,10 @@ def _run_once(fake: Callable) -> Callable:
 
 
 def define(schema: str, run: Callable, fake: Callable, effect: bool = True):
-    """The op of the namespace te_fl with this schema. run: computes it; fake: the same on tensors without memory."""
+    """Defines an op in the namespace te_fl with this schema. run: the implementation; fake: the shape function on tensors without memory."""
     name = schema.partition("(")[0]
     fake = _run_once(fake) if effect else fake
-    # An op changes what the host keeps when it runs, and would not where a CUDA graph that inductor recorded is replayed.
+    # The op changes state on the host, which a replay of a CUDA graph recorded by inductor would skip.
     _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"te_fl::{name}", fake, lib=_library)
@@ -63,11 +66,11 @@ def define(schema: str, run: Callable, fake: Callable, effect: bool = True):
     return op
 
 
-# Inside of an FP8 scope that a graph begins and ends, an output of each op is an argument of the next: PyTorch 2.11's inductor keeps
-# effects, but moves them where no argument says what they wait for. Empty but while Dynamo traces such a scope.
+# Inside of an FP8 scope that a graph begins and ends, each op takes an output of the previous op as an argument. PyTorch 2.11's inductor keeps
+# effects, but reorders them unless arguments express the order. Non-empty only while Dynamo traces such a scope.
 chain: List[torch.Tensor] = []
 
-# Not empty while Dynamo traces what te_fl.pytorch.checkpoint() calls.
+# Non-empty while Dynamo traces the function passed to te_fl.pytorch.checkpoint().
 recomputing: List[bool] = []
 
 # -- the layers
@@ -78,7 +81,7 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _trained(parameter: torch.Tensor, wanted: bool) -> torch.Tensor:
-    """The parameter with the requires_grad that it has in the program; what a graph computes has none while it runs."""
+    """The parameter with the requires_grad that it has in the program. Tensors inside of a running graph have none."""
     return parameter if parameter.requires_grad == wanted else parameter.detach().requires_grad_(wanted)
 
 
@@ -94,10 +97,10 @@ _PARAMETERS = _native.LAYER_FORWARD_ARGUMENTS.index("parameters")
 
 
 class _Again(NamedTuple):
-    """A forward that its backward runs again: te_fl.pytorch.checkpoint() in a graph."""
+    """A forward that the backward recomputes: te_fl.pytorch.checkpoint() in a graph."""
 
-    record: Any  # of _native.recompute_record()
-    arguments: tuple  # of _native.layer_forward(), with the parameters left out: the graph keeps those
+    record: Any  # a record from _native.recompute_record()
+    arguments: tuple  # arguments of _native.layer_forward() without the parameters, which the graph keeps
 
     def run(self, parameters: Tuple[torch.Tensor, ...], second: bool):
         return Recomputed(self.record, second).within(_native.layer_forward, *self.arguments[:_PARAMETERS], parameters, *self.arguments[_PARAMETERS:])
@@ -108,9 +111,10 @@ _again_numbers = itertools.count(1)
 
 
 def _look_again(module: Any) -> None:
-    """Has Dynamo look at the parameters' requires_grad before the graph runs again, of which `trained` and the graph's backward are made. It looks
-    at a dict's parameters anew only where the dict has been written since, and requires_grad_() writes none: a weight that was frozen when the graph
-    was made would have no gradient for ever."""
+    """Forces Dynamo to check the parameters' requires_grad again before the next run; the op's `trained` and the graph's backward depend on it.
+    Dynamo rechecks a dict's parameters only if the dict was written, which requires_grad_() does not do: a weight frozen when the graph was traced
+    would never get a gradient.
+    """
     for part in module.modules():
         _native.touch(part._parameters)
 
@@ -132,12 +136,12 @@ def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, ac
         inputs = [t.contiguous() for t in inputs]
         mode = weight_cache.number() if call.lasting(own) else call.UNCACHED
     microbatch = quantization.reused_weights() if first < 0 else bool(first)
-    # call.py asserts this order.
+    # the order that call.py asserts
     arguments = (layer.native, activation, mode, microbatch, tuple(inputs), tuple(own), _attention(names, others, lengths, extras) or None, random)
     if not (keeps and recomputes):
         output, token = _native.layer_forward(*arguments)
         if keeps and kind == "attention":
-            output = _own(output)  # its backward reads it
+            output = _own(output)  # the backward reads the output
         token = torch.zeros(1, dtype=torch.int64, device="cpu") if token is None else token
         return output, token, torch.tensor([updates, 0, *order], dtype=torch.int64, device="cpu")
     again = _Again(_native.recompute_record(), (*arguments[:_PARAMETERS], *arguments[_PARAMETERS + 1:]))
@@ -163,7 +167,7 @@ def _forward_fake(number, kind, words, numbers, keeps, recomputes, trained, firs
     return output, token, about
 
 
-# keeps: whether a backward may follow; trained: which parameters it is for. first: is_first_microbatch as 0 or 1, -1 for None.
+# keeps: a backward may follow. trained: for each parameter, whether it needs a gradient. first: is_first_microbatch as 0 or 1; -1 for None.
 _forward_op = define("layer_forward(Tensor module, str kind, str[] words, SymInt[] numbers, bool keeps, bool recomputes, "
                      "bool[] trained, int first, int activation, int width, Tensor[] inputs, Tensor[] extras, "
                      "Tensor[] parameters, str[] names, Tensor[] others, SymInt[] lengths, Tensor? random, Tensor? after) "
@@ -199,8 +203,8 @@ def _updates_scales(token: torch.Tensor, thread: int) -> None:
     if getattr(torch._dynamo.compiled_autograd, "in_compiled_autograd_region", False):
         raise refuse("torch.compile", "compiled_autograd", True, "it does not say when a backward ends, which is when delayed scaling updates "
                      "the gradients' scales; set torch._dynamo.config.compiled_autograd = False, or use another recipe")
-    number = token.clone()  # PyTorch may write into what the backward of a graph has read
-    number.owner = token  # by which the forward's record lives
+    number = token.clone()  # PyTorch may overwrite tensors that a graph's backward has read
+    number.owner = token  # keeps the forward's record alive
     call._ends(number, thread)
 
 
@@ -213,12 +217,12 @@ def _backward_fake(token, about, grad, parameters, needed, trained, sizes, ranks
     return result + [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p, wanted in zip(parameters, trained) if wanted]
 
 
-# needed: which of the inputs, whose extents follow one another in `sizes`, want a gradient; the result has those, then the parameters'.
+# needed: the inputs that need a gradient. Their extents are concatenated in `sizes`. The result has these gradients, then the parameters'.
 _backward_op = define("layer_backward(Tensor token, Tensor about, Tensor grad, Tensor[] parameters, bool[] needed, "
                       "bool[] trained, SymInt[] sizes, int[] ranks, int[] dtypes) -> Tensor[]", _backward, _backward_fake, effect=False)
 _ARGUMENTS = [argument.name for argument in _forward_op.default._schema.arguments]
 _TRAINED, _INPUTS = _ARGUMENTS.index("trained"), _ARGUMENTS.index("inputs")
-assert _ARGUMENTS[_INPUTS:_INPUTS + 3] == ["inputs", "extras", "parameters"]  # one slice takes those that have gradients
+assert _ARGUMENTS[_INPUTS:_INPUTS + 3] == ["inputs", "extras", "parameters"]  # these are adjacent, so one slice selects the arguments with gradients
 
 
 def _save(ctx, inputs, output) -> None:
@@ -227,7 +231,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(token, about, *parameters)
     ctx.trained, followed = trained, (*group, *extras)
     ctx.counts = (len(group), len(extras))
-    # PyTorch takes a list without elements for one of tensors, whose gradient is a list as well.
+    # PyTorch treats an empty list as a list of tensors, whose gradient is a list too.
     ctx.nothing = tuple([None] * len(v) if isinstance(v, list) and all(isinstance(t, torch.Tensor) for t in v) else None for v in inputs)
     ctx.needed = [t.requires_grad for t in followed]
     ctx.sizes = [n for t in followed for n in t.shape]
@@ -254,7 +258,7 @@ torch.library.register_autograd("te_fl::layer_backward", _no_second_derivative, 
 
 @torch.compiler.assume_constant_result
 def _lacks_code(device: str) -> bool:
-    """True where inductor compiles the graph that is traced now, and has no code for the kind of device. Runs while Dynamo traces."""
+    """True if inductor compiles the current graph and has no code generator for this kind of device. Called while Dynamo traces."""
     tracing = InstructionTranslator.current_tx().output.compiler_fn
     if not isinstance(getattr(tracing, "_torchdynamo_orig_backend", tracing), torch._TorchCompileInductorWrapper):
         return False
@@ -264,8 +268,9 @@ def _lacks_code(device: str) -> bool:
 
 
 def check_device(what: str, device: torch.device) -> None:
-    """Refuses a device that inductor has no code for, which it would meet by an assertion: a graph breaks there, and the call runs without it. It is
-    called where is_compiling() has been asked, in the same function, which Python runs anew outside of the graph."""
+    """Refuses a device for which inductor has no code generator (inductor itself would fail an assertion). The error breaks the graph, and the call
+    runs eagerly. Call it in the function that has checked is_compiling(), which Python then runs again outside of the graph.
+    """
     if device.type not in ("cpu", "cuda") and _lacks_code(device.type):
         raise refuse(what, "backend", "inductor", f"PyTorch's inductor generates no code for {device.type}; leave fullgraph=True out, or give torch.compile "
                      "backend='aot_eager'")
@@ -273,7 +278,7 @@ def check_device(what: str, device: torch.device) -> None:
 
 def forward(module: Any, layer: TracedLayer, activation: int, first: Any, inputs: Sequence[torch.Tensor], extras: Sequence[torch.Tensor],
             parameters: Sequence[torch.Tensor], attention: Optional[dict], random: Optional[torch.Tensor]) -> torch.Tensor:
-    """TracedLayer.compute(). Dynamo traces this function."""
+    """TracedLayer.compute() in a graph. Dynamo traces this function."""
     if export.state.exporting:
         return exported.forward(module, layer, activation, inputs, extras, parameters, attention, random)
     trained = [p.requires_grad for p in parameters]
@@ -297,7 +302,7 @@ def forward(module: Any, layer: TracedLayer, activation: int, first: Any, inputs
 
 
 def recomputed(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """te_fl.pytorch.checkpoint() in a graph: layers of te-fl keep their inputs alone. What else is kept is for PyTorch to choose."""
+    """te_fl.pytorch.checkpoint() in a graph. te-fl's layers save only their inputs. PyTorch chooses what else is saved."""
     recomputing.append(True)
     try:
         return function(*args, **kwargs)
@@ -305,7 +310,7 @@ def recomputed(function: Callable, args: tuple, kwargs: dict) -> Any:
         recomputing.pop()
 
 
-# -- what modules do beside them
+# -- ops for other parts of modules
 
 
 def _draw(number, device):

@@ -1,4 +1,4 @@
-"""FP8 scopes inside of functions that torch.compile compiles: an op begins one and an op ends it, in the order of the layers' ops."""
+"""FP8 scopes in functions compiled by torch.compile: one op begins a scope and one ends it, in order with the layers' ops."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from te_fl.common import recipe as recipes
 from te_fl.pytorch.compile.compiled import chain, define
 from te_fl.pytorch.fp8 import quantization
 
-_running: dict = {}  # by number: the scope and its thread
+_running: dict = {}  # running scopes and their threads, by number
 _numbers = itertools.count(1)
 
 
 def recipe_of(text: str) -> recipes.Recipe:
-    """A recipe of which recipes.native_of() says this."""
+    """Reconstructs a recipe from the text of recipes.native_of()."""
     fields = dict(ast.literal_eval(text))
     form = recipes.Format[fields["format"].upper()]
     if fields["kind"] == "delayed":
@@ -37,13 +37,13 @@ def _begin(enabled, calibrating, text, after):
     number = next(_numbers)
     _running[number] = (scope, threading.get_ident())
     token = torch.tensor([number], dtype=torch.int64, device="cpu")
-    # An exception on the way to the op that ends the scope frees the graph's tensors, this one as well.
+    # If an exception prevents the op that ends the scope, the graph's tensors are freed, including the token, whose finaliser ends the scope.
     weakref.finalize(token, _leave, number)
     return token
 
 
 def _leave(number: int) -> None:
-    """Ends a scope that is still in force, and those inside of it before."""
+    """Ends a scope that is still in force, after the scopes inside of it."""
     scope, thread = _running.pop(number, (None, None))
     if scope is None or thread != threading.get_ident() or scope not in quantization._state.scopes:
         return
@@ -53,7 +53,7 @@ def _leave(number: int) -> None:
 
 
 def _end(scope, differentiates, after):
-    with torch.set_grad_enabled(differentiates):  # as where the function was traced: an op runs without
+    with torch.set_grad_enabled(differentiates):  # sets the gradient mode that the traced function had: an op runs without it
         _leave(int(scope))
     return torch.zeros(1, dtype=torch.int64, device="cpu")
 
@@ -67,7 +67,7 @@ _end_op = define("end_autocast(Tensor scope, bool differentiates, Tensor after) 
 
 
 def begin_autocast(enabled: bool, calibrating: bool, recipe: dict) -> torch.Tensor:
-    """autocast's beginning in a graph, with what recipes.native_of() says of its recipe; what end_autocast() takes. Dynamo traces both."""
+    """Begins an autocast in a graph, with recipes.native_of() of its recipe. Returns the argument of end_autocast(). Dynamo traces both functions."""
     scope = _begin_op(enabled, calibrating, repr(list(recipe.items())), chain[-1] if chain else None)
     chain.append(scope)
     return scope

@@ -1,4 +1,4 @@
-"""te-fl's layers as PyTorch's operations, for torch.onnx.export: each function computes, without a backward of its own, what the layer's ops do."""
+"""te-fl's layers for torch.onnx.export: each function computes a layer's forward with PyTorch's ops, without a backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WHERE = "onnx_export"
 
 def forward(module: Any, layer: TracedLayer, activation: int, inputs: Sequence[torch.Tensor], extras: Sequence[torch.Tensor],
             parameters: Sequence[torch.Tensor], attention: Optional[dict], random: Optional[torch.Tensor]) -> torch.Tensor:
-    """The output of the layer that a graph would call."""
+    """The output of the layer, computed with PyTorch's ops."""
     if quantization.enabled():
         raise refuse(_WHERE, "recipe", quantization.active_recipe(), "te-fl's FP8 products have no ONNX operators; export outside of te.autocast, and "
                      "quantise the exported model with the tools of its runtime")
@@ -45,7 +45,7 @@ def _norm(module: Any, key: tuple, x: torch.Tensor, parameters: list, dtype: tor
     if hasattr(module, "_options_of"):
         kind = "layernorm" if len(parameters) == 2 else "rmsnorm"
         options = module._options_of(kind, None)
-    else:  # an L2Normalization
+    else:  # the module is an L2Normalization
         options = {"epsilon": module.eps / key[0], "zero_centered_gamma": False}
     normalization = "LayerNorm" if len(parameters) == 2 else "RMSNorm"
     return _normalised(x, parameters[0], parameters[1] if len(parameters) == 2 else None, {**options, "normalization": normalization}, dtype)
@@ -100,7 +100,7 @@ def _activated(name: str, x: torch.Tensor, options: dict) -> torch.Tensor:
 
 
 def cumulative_lengths(mask: torch.Tensor) -> torch.Tensor:
-    """The first token of each sequence of a padding mask [batch, 1, 1, length], whose form is not checked."""
+    """The first token's index of each sequence, from a padding mask [batch, 1, 1, length], which is not validated."""
     return F.pad((~mask[:, 0, 0, :]).sum(1).cumsum(0), (1, 0)).to(torch.int32)
 
 
@@ -140,7 +140,7 @@ def _attention(module: Any, key: tuple, inputs: Sequence[torch.Tensor], extras: 
     if sink is not None:
         scores = torch.cat([scores, sink.float().view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)], -1)
     shares = torch.softmax(scores, -1)[..., :k.shape[1]]
-    shares = shares.masked_fill(hidden, 0.0)  # of a query that sees nothing, too
+    shares = shares.masked_fill(hidden, 0.0)  # also zeroes the row of a query that attends to no key
     out = torch.einsum("bhqk,bkhd->bqhd", shares.to(v.dtype), v)
     return out.transpose(0, 1) if layout == "sbhd" else out
 

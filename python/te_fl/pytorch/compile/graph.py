@@ -1,4 +1,4 @@
-"""Modules whose forward and backward are replayed as CUDA graphs, with Transformer Engine's names."""
+"""Captures modules' forward and backward as CUDA graphs, with Transformer Engine's names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_
 
 @contextlib.contextmanager
 def _capture(graph: torch.cuda.CUDAGraph, pool: Any):
-    """As torch.cuda.graph. A collection that destroys another graph inside would end the capture."""
+    """As torch.cuda.graph, with garbage collection off: a collection that destroys another graph would invalidate the capture."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -38,7 +38,7 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: Any):
 
 
 class _Piece:
-    """One callable, the memory that its graphs read and write, and the graphs."""
+    """One callable with its CUDA graphs and the static memory that they read and write."""
 
     def __init__(self, function: Callable, args: Tuple, kwargs: Dict[str, Any], scope: Callable, hooks: Dict[str, Dict], unused: bool,
                  retains: bool, clones: bool):
@@ -59,10 +59,10 @@ class _Piece:
         self.forward_graph: Optional[torch.cuda.CUDAGraph] = None
         self.backward_graph: Optional[torch.cuda.CUDAGraph] = None
         self.outputs: Tuple[torch.Tensor, ...] = ()
-        self.output_gradients: Tuple[Optional[torch.Tensor], ...] = ()  # the gradients that the backward graph reads
-        self.gradients: Tuple[Optional[torch.Tensor], ...] = ()  # the gradients that it writes, for inputs and then parameters
-        self.runs = 0  # forwards so far; a backward belongs to the last one
-        self.waiting = -1  # the forward whose activations are there
+        self.output_gradients: Tuple[Optional[torch.Tensor], ...] = ()  # inputs of the backward graph
+        self.gradients: Tuple[Optional[torch.Tensor], ...] = ()  # outputs of the backward graph: gradients of inputs, then of parameters
+        self.runs = 0  # number of forwards so far; a backward belongs to the last one
+        self.waiting = -1  # number of the forward whose activations are in memory
         self.addresses = [address_of(p) for p in self.parameters]
         self.trained = [p.requires_grad for p in self.parameters]
 
@@ -75,7 +75,7 @@ class _Piece:
 
     def compute(self) -> Any:
         args, kwargs = tree_unflatten(list(self.inputs), self.spec)
-        # A graph of inferences updates no scales, so gradients are off at the scope's end as well.
+        # An inference graph updates no scales, so gradients stay off at the scope's end too.
         with torch.set_grad_enabled(self.training), self.scope():
             return self.function(*args, **kwargs)
 
@@ -118,7 +118,7 @@ class _Piece:
             made = iter(self.differentiate(self.outputs, self.output_gradients))
         self.hook("backward_hooks")
         self.gradients = tuple(next(made) if t.requires_grad else None for t in self.inputs + self.parameters)
-        self.outputs = tuple(o.detach() for o in self.outputs)  # the captured autograd graph has done its work
+        self.outputs = tuple(o.detach() for o in self.outputs)  # the captured autograd graph is no longer needed
 
     # -- replays
 
@@ -151,7 +151,7 @@ class _Piece:
         return tree_unflatten(list(_Replay.apply(self, *supplied, *self.parameters)), self.result)
 
     def reset(self) -> None:
-        """Gives the graphs and their memory back. The callable raises from then on."""
+        """Frees the graphs and their memory. Calling the callable raises an error afterwards."""
         for graph in (self.forward_graph, self.backward_graph):
             if graph is not None:
                 graph.reset()
@@ -166,7 +166,7 @@ def _fill(own: torch.Tensor, new: torch.Tensor) -> None:
 
 
 class _Replay(torch.autograd.Function):
-    """The graphs as one node of autograd."""
+    """The graphs as one autograd node."""
 
     @staticmethod
     def forward(ctx, piece: _Piece, *tensors: torch.Tensor):
@@ -200,7 +200,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _saved_states(modules) -> List[Callable[[], None]]:
-    """Functions that set the FP8 state of each part of the modules back to its value of now."""
+    """Functions that restore the current FP8 state of each te-fl module among the modules' parts."""
     parts = [m for function in modules if isinstance(function, torch.nn.Module) for m in function.modules()]
     return [m._saved() for m in parts if isinstance(m, TransformerEngineBaseModule)]
 
@@ -247,21 +247,20 @@ def make_graphed_callables(modules: Any, sample_args: Any, num_warmup_iters: int
                            _reuse_graph_input_output_buffers: bool = False, clone_param_grads_on_return: bool = True,
                            pre_warmup_hook: Optional[Callable] = None, post_warmup_hook: Optional[Callable] = None,
                            capture_time_hooks: Optional[List[Optional[Dict[str, Dict]]]] = None):
-    """The modules, with forwards and backwards that replay CUDA graphs; functions of tensors become such functions.
+    """Returns the modules with forwards and backwards that replay CUDA graphs; a plain function of tensors gives such a function.
 
-    modules: one callable or a tuple. sample_args, sample_kwargs: for each its arguments, tensors on cuda of the shapes and requires_grad
-    that calls will have; they become the graphs' own memory. Callables are captured in this order, and their backwards in the reverse.
-    num_warmup_iters: runs before the capture, which leave no trace in FP8 state. enabled, calibrating, recipe: the autocast that is captured
-    with each callable, its scales' updates included; an autocast around a replay has no effect. cache_quantized_params: calls take
-    is_first_microbatch, and weights are quantised where it is True. allow_unused_input: inputs and parameters without a gradient are
-    allowed. pool: memory shared with other graphs. retain_graph_in_backward: a backward may be repeated. clone_param_grads_on_return:
-    False lends gradients of parameters, which the next replay overwrites. capture_time_hooks: for each callable a dict of
-    'forward_pre_hooks', 'forward_hooks', 'backward_pre_hooks' and 'backward_hooks', dicts of functions that run around captures and are
-    not replayed.
+    modules: one callable or a tuple. sample_args, sample_kwargs: for each callable its arguments, CUDA tensors with the shapes and requires_grad of
+    later calls; they become the graphs' static inputs. Forwards are captured in this order, backwards in reverse. num_warmup_iters: eager runs before
+    the capture, whose changes to FP8 state are undone. enabled, calibrating, recipe: the autocast captured with each callable, including its scale
+    updates; an autocast around a replay has no effect. cache_quantized_params: calls take is_first_microbatch, and weights are quantised only if it
+    is True. allow_unused_input: permits inputs and parameters without a gradient. pool: memory pool shared with other graphs.
+    retain_graph_in_backward: a backward may be repeated. clone_param_grads_on_return: False returns the static gradients of parameters, which the
+    next replay overwrites. capture_time_hooks: for each callable a dict of 'forward_pre_hooks', 'forward_hooks', 'backward_pre_hooks' and
+    'backward_hooks', dicts of functions that run around captures and are not replayed.
 
-    A module in another mode than at the capture (training or not) runs without its graph. Outputs are overwritten by the next replay, and a
-    backward that comes after it is refused, as are arguments of another shape and parameters that moved. The result has reset(), which
-    frees the graphs. Not served: fuse_wgrad_accumulation, delay_wgrad_compute, quantized_model_init, interleaved schedules (_order).
+    A module whose training mode differs from the capture runs eagerly. The next replay overwrites the outputs. A call raises an error for a backward
+    after a later replay, for arguments of other shapes, and for parameters that have moved. The result has reset(), which frees the graphs. Not
+    supported: fuse_wgrad_accumulation, delay_wgrad_compute, quantized_model_init, interleaved schedules (_order).
     """
     enabled = _renamed("fp8_enabled", fp8_enabled, "enabled", enabled) or False
     calibrating = _renamed("fp8_calibrating", fp8_calibrating, "calibrating", calibrating) or False
@@ -334,7 +333,7 @@ def _capture_all(pieces: List[_Piece], warmups: int, pool: Any, before: Optional
 
 
 def _replaced(piece: _Piece, flag: Optional[torch.Tensor]) -> Callable:
-    """The callable's replacement: a function, or the module itself with another forward."""
+    """Replaces the callable: returns a function, or the module itself with a new forward."""
 
     def graphed(*args: Any, **kwargs: Any) -> Any:
         if flag is not None:

@@ -1,4 +1,4 @@
-"""For frameworks that capture te-fl's modules in CUDA graphs of their own, with Transformer Engine's names."""
+"""Hooks for frameworks that capture te-fl's modules in CUDA graphs themselves, with Transformer Engine's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 __all__ = ["graph_pool_handle", "is_graph_capturing", "restore_fp8_tensors", "save_fp8_tensors", "set_capture_end", "set_capture_start"]
 
 def set_capture_start() -> None:
-    """From now on is_graph_capturing() is true, and layers follow FP8GlobalStateManager.set_skip_fp8_weight_update_tensor()."""
+    """Marks the start of a capture: is_graph_capturing() becomes true, and layers obey FP8GlobalStateManager.set_skip_fp8_weight_update_tensor()."""
     captures.started = True
 
 
@@ -23,12 +23,12 @@ def set_capture_end() -> None:
 
 
 def is_graph_capturing() -> bool:
-    """True inside make_graphed_callables(), and between set_capture_start() and set_capture_end()."""
+    """True inside of make_graphed_callables(), and between set_capture_start() and set_capture_end()."""
     return captures.started
 
 
 def graph_pool_handle() -> Any:
-    """torch.cuda.graph_pool_handle()."""
+    """Returns torch.cuda.graph_pool_handle()."""
     return torch.cuda.graph_pool_handle()
 
 
@@ -37,12 +37,12 @@ def _parts(modules: Iterable[torch.nn.Module]) -> List[TransformerEngineBaseModu
 
 
 def save_fp8_tensors(modules: Iterable[torch.nn.Module], recipe: Optional[Recipe]) -> Optional[List[Callable[[], None]]]:
-    """The FP8 state of all of the modules' parts, for restore_fp8_tensors(); None unless the recipe is delayed scaling, which has state."""
+    """The FP8 state of all parts of the modules, for restore_fp8_tensors(). None unless the recipe is delayed scaling, the only one with state."""
     return [m._saved() for m in _parts(modules)] if isinstance(recipe, DelayedScaling) else None
 
 
 def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: Optional[List[Callable[[], None]]]) -> None:
-    """Gives the modules the state of save_fp8_tensors(), in the memory that they have now, so that warm-ups leave no trace."""
+    """Restores the state of save_fp8_tensors() in place, so that warm-up runs leave the FP8 state unchanged."""
     if fp8_tensors is None:
         return
     count = len(_parts(modules))

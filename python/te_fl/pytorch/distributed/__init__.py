@@ -1,4 +1,6 @@
-"""The tensors that ranks exchange; and, by Transformer Engine's names, te.pytorch.distributed, whose functions lie in several rooms."""
+"""Communication between ranks. This package also exports the names of Transformer Engine's te.pytorch.distributed, whose functions are spread over
+several packages of te-fl.
+"""
 
 from __future__ import annotations
 

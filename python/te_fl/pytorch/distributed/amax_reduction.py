@@ -1,4 +1,4 @@
-"""Amaxes of all ranks of a process group, for delayed scaling with reduce_amax."""
+"""Reduction of amaxes over the ranks of a process group, for delayed scaling with reduce_amax."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.distributed import collectives, communicator
 from te_fl.pytorch.runtime.dtypes import LIKE
 
-# Has what _native.amax_reduction() made, or None for a single rank, by group. Nothing here keeps a group: the threads of one of Gloo's, which end
-# with it, would meet the interpreter's end.
+# Maps a group to the result of _native.amax_reduction(), or to None for a group of one rank. The references to groups are weak: a Gloo group's
+# threads end with the group, and must end before the interpreter does.
 _reductions: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 def reduction_of(group: Optional[Any]) -> Optional[Any]:
-    """The reduction of amaxes in an autocast; None: this rank's are all. group: None is the default group."""
+    """Returns the amax reduction of an autocast; None if no reduction is needed. group: None is the default group."""
     if not collectives.available():
         return None
     group = communicator.member(group, "autocast", "amax_reduction_group")
@@ -33,7 +33,7 @@ def reduction_of(group: Optional[Any]) -> Optional[Any]:
 
 
 def global_ranks(group: Optional[Any]) -> Tuple[int, ...]:
-    """The group's ranks by their numbers in the default group; empty if torch.distributed does not know the group."""
+    """The group's rank numbers in the default group; empty if torch.distributed does not know the group."""
     try:
         return tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
     except (KeyError, ValueError):
@@ -41,7 +41,9 @@ def global_ranks(group: Optional[Any]) -> Tuple[int, ...]:
 
 
 def on_stream(device: torch.device, stream: int):
-    """Work inside goes to the stream of that handle, where te-fl's goes: the end of a backward may run on another one than its forward."""
+    """A context that makes the stream of this handle the current one. te-fl's work goes to that stream; a backward may end on another stream than its
+    forward ran on.
+    """
     if device.type != "cuda" or torch.cuda.current_stream(device).cuda_stream == stream:
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device))

@@ -1,10 +1,10 @@
-"""The collectives of te_fl.pytorch: te-fl's ops over torch.distributed, whatever backend a process group has, and a count of them.
+"""The collectives of te_fl.pytorch: te-fl's collective ops, executed by torch.distributed with any backend, and call counters.
 
-All tensors that te_fl.pytorch sends to other ranks go through these functions. Tensors are dense and contiguous; what is received into has its
-memory already. A group is a torch.distributed.ProcessGroup, which nothing here keeps; None is the default group. Each function returns when the
-work is queued on the current stream (on the CPU: done), or with wait=False at once, with a Work whose wait() is that. Errors are
-torch.distributed's own, but for arguments that the op refuses (InvalidArgument), a policy that denies the backend (Unsupported), and groups that
-were destroyed, that are others', or a parent's before a fork.
+All communication of te_fl.pytorch goes through these functions. Tensors are dense and contiguous, and outputs are preallocated. A group is a
+torch.distributed.ProcessGroup, of which no reference is kept; None is the default group. Each function returns when the work is enqueued on the
+current stream (on the CPU: completed). With wait=False it returns at once with a Work, whose wait() does the same. Errors are torch.distributed's,
+with these exceptions: InvalidArgument for arguments that the op refuses, Unsupported if the policy denies the backend, and errors for groups that
+were destroyed, that do not contain this rank, or that belong to the parent process of a fork.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from te_fl.pytorch.distributed import communicator
 
 
 class Count(NamedTuple):
-    """The collectives of one kind that this process called without an error: how many, and the bytes of the larger of what each took and gave."""
+    """Successful calls of one collective in this process: their number, and the sum of bytes (for each call the larger of input and output)."""
 
     calls: int
     bytes: int
 
 
 _counts: Dict[Tuple[str, str], List[int]] = {}  # calls and bytes by collective and backend
-_lock = threading.Lock()  # backwards run on threads of PyTorch's
+_lock = threading.Lock()  # guards _counts: autograd runs backwards on several threads
 
 
 def _forget_lock() -> None:
-    """Another thread of the parent may have held it at the fork."""
+    """Replaces the lock in a forked child: another thread of the parent may have held it."""
     global _lock
     _lock = threading.Lock()
 
@@ -43,7 +43,7 @@ os.register_at_fork(after_in_child=_forget_lock)
 
 
 def counts() -> Dict[Tuple[str, str], Count]:
-    """The counts so far, by (collective, backend): {("all_reduce", "gloo"): Count(calls=3, bytes=96)}."""
+    """The counts so far, by (collective, backend), for example {("all_reduce", "gloo"): Count(calls=3, bytes=96)}."""
     with _lock:
         return {key: Count(*count) for key, count in _counts.items()}
 
@@ -54,49 +54,51 @@ def reset_counts() -> None:
 
 
 def summary() -> str:
-    """A line for each collective that this process called: who served it, how often, and how many bytes; empty if there was none."""
+    """One line of text for each collective that was called: backend, number of calls, bytes. Empty if there were no calls."""
     return "\n".join(f"  {name} by torch.distributed:{backend}: {count.calls} calls, {count.bytes} bytes"
                      for (name, backend), count in sorted(counts().items()))
 
 
 def available() -> bool:
-    """True if torch.distributed is there and its default group has been made."""
+    """True if torch.distributed is available and its default group is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
 def size_of(group: Optional[Any]) -> int:
-    """The number of the group's ranks; 1 without torch.distributed."""
+    """The group's number of ranks; 1 without torch.distributed."""
     if group is not None:
         return communicator.member(group).size()
     return dist.get_world_size() if available() else 1
 
 
 def rank_in(group: Optional[Any]) -> int:
-    """This process's place in the group, from 0; 0 without torch.distributed."""
+    """This process's rank in the group; 0 without torch.distributed."""
     if group is not None:
         return communicator.member(group).rank()
     return dist.get_rank() if available() else 0
 
 
 def backend_of(group: Optional[Any], device: torch.device) -> str:
-    """The name of the backend that serves the group's tensors of such a device: 'gloo', 'nccl', or whatever registered itself."""
+    """The name of the group's backend for tensors of the device: 'gloo', 'nccl', or a name that a plugin registered."""
     return communicator.backend_of(communicator.member(group), device)
 
 
 def _say_at_exit(rank: int) -> None:
     text = summary()
     if text:
-        sys.stderr.write(f"te-fl collectives of rank {rank}:\n{text}\n")  # one write, so that the lines of other ranks do not come between
+        sys.stderr.write(f"te-fl collectives of rank {rank}:\n{text}\n")  # a single write, so that other ranks' output does not interleave
 
 
 if os.environ.get("TE_FL_USAGE", "0").lower() in ("1", "true", "on", "yes"):
     atexit.register(lambda: _say_at_exit(_rank))
-_rank: Optional[int] = None  # in the default group, which may be gone at the end
+_rank: Optional[int] = None  # rank in the default group; saved because the group may be destroyed before the report at exit
 
 
 def _run(op: str, group: Optional[Any], tensor: Optional[torch.Tensor], wait: bool, begin: Optional[Callable[[], Any]] = None,
          **arguments: Any) -> Optional[Any]:
-    """Runs te-fl's op over the group; `tensor` is the one whose bytes count, None a barrier's. begin: makes the Work in place of torch.distributed."""
+    """Runs te-fl's op over the group. `tensor`: the tensor whose bytes are counted; None for a barrier. begin: a function that creates the Work
+    instead of torch.distributed.
+    """
     group = communicator.member(group)
     communicator.check(op, group)
     device = _device_of(group) if tensor is None else tensor.device
@@ -108,18 +110,18 @@ def _run(op: str, group: Optional[Any], tensor: Optional[torch.Tensor], wait: bo
     return call.work
 
 
-_NAMES = {"all_to_all_v": "all_to_all", "recv": "receive"}  # those of the functions below
+_NAMES = {"all_to_all_v": "all_to_all", "recv": "receive"}  # op names that differ from the names of the functions below
 
 
 def _device_of(group: Any) -> torch.device:
-    """A device that the group serves; the CPU if that is one."""
+    """A device that the group supports, preferably the CPU."""
     devices = getattr(group, "_device_types", None) or [torch.device("cpu")]
     found = min(devices, key=lambda device: device.type != "cpu")
     return found if found.type == "cpu" or found.index is not None else torch.device(found.type, torch.get_device_module(found).current_device())
 
 
 def count(name: str, backend: str, tensor: torch.Tensor) -> None:
-    """Adds a call to the counts; `tensor` is the one whose bytes count."""
+    """Adds one call to the counts. `tensor`: the tensor whose bytes are counted."""
     global _rank
     if _rank is None:
         _rank = rank_in(None)
@@ -132,7 +134,8 @@ def count(name: str, backend: str, tensor: torch.Tensor) -> None:
 
 
 _REDUCTIONS = ("sum", "max", "avg")
-_SENT_AS_THEY_ARE = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.uint8))  # others are looked at
+# Dtypes that every backend can transfer; _moved() checks the others.
+_SENT_AS_THEY_ARE = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.uint8))
 
 
 def _reduction(op: str) -> str:
@@ -142,30 +145,30 @@ def _reduction(op: str) -> str:
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor for a collective that moves values and computes none: backends that know no FP8 type move its bytes."""
+    """Prepares a tensor for a collective that only moves data. FP8 tensors become uint8 views, because some backends know no FP8 dtype."""
     return tensor if tensor.dtype in _SENT_AS_THEY_ARE or tensor.element_size() != 1 else tensor.view(torch.uint8)
 
 
 def all_reduce(tensor: torch.Tensor, group: Optional[Any] = None, op: str = "sum", wait: bool = True) -> Optional[Any]:
-    """In place: the sum, max or avg of all ranks' tensors."""
+    """In place: the elementwise sum, max or avg over all ranks."""
     return _run("all_reduce", group, tensor, wait, input=tensor, output=tensor, reduction=_reduction(op))
 
 
 def all_gather_into(output: torch.Tensor, tensor: torch.Tensor, group: Optional[Any] = None, wait: bool = True,
                     begin: Optional[Callable[[], Any]] = None) -> Optional[Any]:
-    """output [ranks * n, ..] <- the ranks' tensors [n, ..], one after the other; begin: makes the Work in place of torch.distributed."""
+    """output [ranks * n, ..] = the ranks' tensors [n, ..], concatenated. begin: a function that creates the Work instead of torch.distributed."""
     return _run("all_gather", group, output, wait, begin, input=_moved(tensor), output=_moved(output))
 
 
 def reduce_scatter_into(output: torch.Tensor, tensor: torch.Tensor, group: Optional[Any] = None, op: str = "sum",
                         wait: bool = True, begin: Optional[Callable[[], Any]] = None) -> Optional[Any]:
-    """output [n, ..] <- this rank's part of the reduction of all ranks' tensors [ranks * n, ..]; begin: as of all_gather_into()."""
+    """output [n, ..] = this rank's shard of the reduction of all ranks' tensors [ranks * n, ..]. begin: as for all_gather_into()."""
     return _run("reduce_scatter", group, tensor, wait, begin, input=tensor, output=output, reduction=_reduction(op))
 
 
 def all_to_all(output: torch.Tensor, tensor: torch.Tensor, group: Optional[Any] = None, output_sizes: Optional[Sequence[int]] = None,
                input_sizes: Optional[Sequence[int]] = None, wait: bool = True) -> Optional[Any]:
-    """output's part i <- rank i's part for this rank. The sizes are those of the parts along the first dimension; None: all are equal."""
+    """Shard i of output = rank i's shard for this rank. The sizes are extents of the shards along the first dimension; None: all are equal."""
     larger = output if output.numel() > tensor.numel() else tensor
     if output_sizes is None and input_sizes is None:
         return _run("all_to_all", group, larger, wait, input=_moved(tensor), output=_moved(output))
@@ -177,20 +180,20 @@ def all_to_all(output: torch.Tensor, tensor: torch.Tensor, group: Optional[Any] 
 
 
 def broadcast(tensor: torch.Tensor, source: int, group: Optional[Any] = None, wait: bool = True) -> Optional[Any]:
-    """In place: the tensor of the rank whose place in the group is `source`."""
+    """In place: the tensor becomes that of group rank `source`."""
     return _run("broadcast", group, tensor, wait, data=_moved(tensor), root=source)
 
 
 def send(tensor: torch.Tensor, to: int, group: Optional[Any] = None, wait: bool = True) -> Optional[Any]:
-    """To the rank whose place in the group is `to`, which calls receive()."""
+    """Sends the tensor to group rank `to`, which must call receive()."""
     return _run("send", group, tensor, wait, input=_moved(tensor), peer=to)
 
 
 def receive(tensor: torch.Tensor, source: int, group: Optional[Any] = None, wait: bool = True) -> Optional[Any]:
-    """In place: what the rank whose place in the group is `source` sends."""
+    """In place: receives the tensor that group rank `source` sends."""
     return _run("recv", group, tensor, wait, output=_moved(tensor), peer=source)
 
 
 def barrier(group: Optional[Any] = None) -> None:
-    """Returns when all ranks of the group have come here."""
+    """Returns when all ranks of the group have called it."""
     _run("barrier", group, None, True)

@@ -1,7 +1,8 @@
-"""Process groups as communicators of te-fl's collectives: torch.distributed serves them, and explain, usage, traces and policy see them.
+"""Process groups as communicators of te-fl's collective ops. torch.distributed executes the collectives; te-fl's explain, usage counts, traces and
+policies cover them.
 
-`of(group, device)` is the argument `comm` of te_fl.ops.all_reduce and the others: te_fl.ops.all_reduce(input=x, output=y, comm=of(group, x.device)).
-The work is the group's own, on PyTorch's current stream (on the CPU: done when the op returns), and so are its errors and its time limit.
+`of(group, device)` returns a value for the argument `comm`: te_fl.ops.all_reduce(input=x, output=y, comm=of(group, x.device)). The process group runs
+the collective on PyTorch's current stream (on the CPU the op returns when it is complete), and its errors and time limit apply.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from te_fl.pytorch.distributed.same_call import TRANSFERS, SameCall, described
 from te_fl.pytorch.runtime.device import native_device
 from te_fl.pytorch.runtime.refuse import check_group
 
-_from_parent: set = set()  # the groups of the process that this one was forked from, whose connections it has not
+_from_parent: set = set()  # groups of the parent process, whose connections a forked child cannot use
 
 
 def _note_fork() -> None:
@@ -34,7 +35,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def member(group: Optional[Any], where: str = "te_fl.pytorch", argument: str = "the process group") -> Any:
-    """The group itself, the default one for None; an error, which names the argument, for what is no group that this rank is in."""
+    """Returns the group, or the default group for None. Raises an error that names the argument if `group` is not a process group that contains this
+    rank.
+    """
     if group is None:
         return dist.group.WORLD
     check_group(where, argument, group)
@@ -42,7 +45,7 @@ def member(group: Optional[Any], where: str = "te_fl.pytorch", argument: str = "
 
 
 def check(name: str, group: Any) -> None:
-    """Refuses groups over which a collective would wait for ever, or would go on among ranks that have given the group up."""
+    """Refuses groups on which a collective would hang, and groups that were destroyed on this rank."""
     if group in _from_parent:
         raise FailedPrecondition(f"FAILED_PRECONDITION: {name}: this process was forked after torch.distributed.init_process_group(), and has none of "
                                  "its connections; start processes first, and call init_process_group() in each")
@@ -52,14 +55,14 @@ def check(name: str, group: Any) -> None:
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """The name of the backend that serves the group's tensors of such a device: 'gloo', 'nccl', or whatever registered itself."""
+    """The name of the group's backend for tensors of the device: 'gloo', 'nccl', or a name that a plugin registered."""
     try:
         return group._get_backend(device).name().lower()
-    except (AttributeError, RuntimeError):  # a group that is not of PyTorch's own making, as those of tests
+    except (AttributeError, RuntimeError):  # a group class that is not PyTorch's, as in tests
         return str(dist.get_backend(group)).lower()
 
 
-# ---- the calls, by te-fl's op: the op's arguments -> torch.distributed's Work, or None if it has been waited for
+# ---- one function per te-fl op: takes the op's arguments, returns torch.distributed's Work, or None if the call has waited already
 
 _REDUCTIONS = {"sum": "SUM", "max": "MAX", "avg": "AVG", 0: "SUM", 1: "MAX", 2: "AVG"}
 
@@ -73,7 +76,9 @@ def _tensor(value: Any) -> torch.Tensor:
 
 
 def _stacked(a: Dict[str, Any]) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Output and input, of which PyTorch asks that one be rows of the other; te-fl's ops take memory as it lies."""
+    """Returns output and input with compatible shapes: PyTorch requires that one consists of rows of the other, while te-fl's ops accept any shape
+    with the right number of elements.
+    """
     output, tensor = _tensor(a["output"]), _tensor(a["input"])
     rows = output.ndim == tensor.ndim > 0 and output.shape[1:] == tensor.shape[1:]
     return (output, tensor) if rows else (output.view(-1), tensor.view(-1))
@@ -115,7 +120,7 @@ def _send(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
 
 def _recv(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
     received = (dist.irecv if async_op else dist.recv)(_tensor(a["output"]), group=group, group_src=a.get("peer", 0))
-    return received if async_op else None  # recv() gives the sender
+    return received if async_op else None  # a synchronous recv() returns the sender's rank
 
 
 def _barrier(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
@@ -129,7 +134,7 @@ _CALLS: Dict[str, Callable[[Any, Dict[str, Any], bool], Optional[Any]]] = {
 
 
 class Communicator:
-    """The ranks of a process group, for tensors of one device. Does not keep the group."""
+    """The ranks of a process group, for tensors of one device. Keeps no reference to the group."""
 
     __slots__ = ("_communicator", "_group", "device", "backend", "same_call", "collectives", "transfers")
 
@@ -138,13 +143,14 @@ class Communicator:
         word = re.sub("[^a-z0-9_.]", "_", self.backend)
         self._communicator = _native.communicator(word, native_device(device), dist.get_rank(group), dist.get_world_size(group), word != "gloo")
         self._group = weakref.ref(group)
-        self.collectives = self.transfers = 0  # counts of calls: sends and receives are counted apart
+        self.collectives = self.transfers = 0  # numbers of calls so far; `transfers` counts sends and receives, `collectives` all other ops
         self.same_call = SameCall.wanted(group, device)
         ended_ranks.tell()
 
     def begin(self, op: str, group: Any, arguments: Dict[str, Any], async_op: bool, how: Optional[Callable[[], Any]] = None) -> Optional[Any]:
-        """The Work of the op on this rank, or None where async_op is false: then it is on the current stream, and on the CPU done. how: makes it in place
-        of torch.distributed."""
+        """Starts the op on this rank and returns its Work. With async_op=False returns None, after the op is enqueued on the current stream (on the
+        CPU: completed). how: a function that creates the Work instead of torch.distributed.
+        """
         if op in TRANSFERS:
             self.transfers += 1
         else:
@@ -158,19 +164,19 @@ class Communicator:
             raise
 
     def count_collective(self) -> int:
-        """The number of a collective that begins."""
+        """Counts a collective that begins, and returns its number, from 1."""
         self.collectives += 1
-        if self.collectives == 2:  # all ranks have come to the first one, mostly
+        if self.collectives == 2:  # by the second collective, most ranks have reached the first one
             ended_ranks.know_first()
         return self.collectives
 
     def note(self, error: BaseException, op: str, group: Any, arguments: Dict[str, Any], number: int) -> str:
-        """Says what an error of torch.distributed does not: which call it was of, its number among this communicator's, whose, and who has ended."""
+        """A note for an error of torch.distributed: the op, its number on this communicator, this rank, and ranks whose processes have ended."""
         return (f"te-fl: in number {number}, {described(op, arguments)} over {self.backend}, as rank {dist.get_rank(group)} of "
                 f"{dist.get_world_size(group)} in group {getattr(group, 'group_name', '?')!r}{ended_ranks.described(group, error)}")
 
     def serve(self, op: str, arguments: Dict[str, Any]) -> None:
-        """Does on this rank what te_fl.ops.OP(..., comm=self) asks for."""
+        """Executes te_fl.ops.OP(..., comm=self) on this rank."""
         group = self._group()
         if group is None:
             raise FailedPrecondition(f"FAILED_PRECONDITION: {op}: the process group of its communicator is gone; keep the group while it is used")
@@ -179,7 +185,7 @@ class Communicator:
 
 
 class Begun:
-    """One call of an op that need not be waited for: the argument `comm` of that call, and its `work` afterwards."""
+    """One asynchronous call of an op. Passed as the call's argument `comm`; holds the Work in `work` afterwards."""
 
     __slots__ = ("_communicator", "_ranks", "_group", "_async_op", "_how", "work")
 
@@ -194,7 +200,7 @@ _known: "weakref.WeakKeyDictionary[Any, Dict[torch.device, Communicator]]" = wea
 
 
 def of(group: Optional[Any], device: torch.device) -> Communicator:
-    """The communicator of the group (None: the default one) for tensors of the device; made at the first call, on this rank alone."""
+    """Returns the communicator of the group (None: the default group) for tensors of the device. Created on first use, without communication."""
     group = member(group)
     devices = _known.get(group)
     if devices is None:

@@ -1,7 +1,8 @@
-"""Finds which ranks have ended, for the error of a collective that they left: torch.distributed says that a connection was closed, and not whose.
+"""Finds ranks whose processes have ended, for the error message of a failed collective. torch.distributed reports a closed connection, but not the
+rank.
 
-Each rank tells the store of torch.distributed which process it is, once; after a collective has failed the others look whether those processes go on.
-Of processes of other machines nothing is known.
+Each rank writes a mark that identifies its process to torch.distributed's store, once. After a failed collective, the other ranks check whether the
+marked processes still exist. Processes on other machines cannot be checked.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 import torch.distributed as dist
 
-_PATIENCE = 1.0  # seconds: for the store's answer, and for a process that has closed its connections to be gone
-_LOST = re.compile("connect|clos|reset|broken pipe|remote|abort|unreachable|time", re.IGNORECASE)  # errors of ranks that do not answer
+_PATIENCE = 1.0  # seconds to wait for the store's answer, and for a process that has closed its connections to disappear
+_LOST = re.compile("connect|clos|reset|broken pipe|remote|abort|unreachable|time", re.IGNORECASE)  # error messages of ranks that do not answer
 
-_told: "weakref.WeakSet[Any]" = weakref.WeakSet()  # the default groups whose store knows this process
-_first: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()  # rank 0's mark, whose process mostly serves the store, by default group
+_told: "weakref.WeakSet[Any]" = weakref.WeakSet()  # default groups whose store has this process's mark
+# The mark of rank 0, whose process usually hosts the store, by default group.
+_first: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
 
 
 def _machine() -> str:
-    """The boot and the PID namespace: where two processes have the same, numbers mean the same."""
+    """The boot id and the PID namespace. Two processes with equal values share process ids."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _start_of(process: int) -> str:
-    """When it was started, in ticks since the boot; empty: there is no such process, or it is dead and waits for its parent to ask."""
+    """The start time of a process in ticks since boot; empty if the process does not exist or is a zombie."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             state, *fields = file.read().rpartition(b")")[2].split()
@@ -39,7 +41,7 @@ def _start_of(process: int) -> str:
 
 
 def _ended(mark: str) -> int:
-    """The number of the process that the mark names, if that was one of this machine and has ended; else 0."""
+    """The process id in the mark if that process ran on this machine and has ended; else 0."""
     machine, process, start = mark.rsplit(" ", 2)
     return int(process) if machine == _machine() and _start_of(int(process)) != start else 0
 
@@ -53,7 +55,7 @@ def _store() -> Any:
 
 
 def tell() -> None:
-    """Once for each default group, before this rank's first collective: tells the store which process this is. Nothing fails without it."""
+    """Writes this process's mark to the store, once per default group, before this rank's first collective. Errors are ignored."""
     try:
         world = dist.group.WORLD
         if world not in _told:
@@ -64,7 +66,9 @@ def tell() -> None:
 
 
 def know_first() -> None:
-    """Once for each default group, after a collective: what rank 0 has told, which cannot be asked for when its process has ended with the store."""
+    """Reads rank 0's mark, once per default group, after a collective. It cannot be read later if rank 0's process has ended together with the store
+    that it hosts.
+    """
     try:
         world = dist.group.WORLD
         if world not in _first and dist.get_rank() != 0:
@@ -75,14 +79,14 @@ def know_first() -> None:
 
 
 def _look(store: Any, ranks: Sequence[int], marks: Dict[int, str], ended: List[Tuple[int, int]], until: float) -> None:
-    """Adds to `ended` those of the ranks whose processes are gone, with their numbers, and returns once there are such or it is late."""
+    """Polls until a rank's process has ended or the time is up. Appends (rank, process id) of ended ranks to `ended`."""
     while True:
         try:
             for rank in ranks:
                 if rank not in marks and store.check([_key(rank)]):
                     marks[rank] = store.get(_key(rank)).decode()
         except RuntimeError:
-            pass  # the process that serves it is gone
+            pass  # the process that hosts the store has ended
         ended += [(rank, process) for rank in ranks if marks.get(rank) and (process := _ended(marks[rank]))]
         if ended or time.monotonic() > until:
             return
@@ -90,8 +94,9 @@ def _look(store: Any, ranks: Sequence[int], marks: Dict[int, str], ended: List[T
 
 
 def described(group: Any, error: BaseException) -> str:
-    """"; rank 1 has ended (its process 4711 is gone)" after a collective of the group has failed by the error; empty if none is known to have. Takes
-    _PATIENCE at most, and next to nothing where the error is not of ranks that do not answer."""
+    """The text "; rank 1 has ended (its process 4711 is gone)" after a collective of the group failed with `error`; empty if no rank is known to have
+    ended. Takes at most _PATIENCE seconds, and returns almost at once if the error is unrelated to ranks that do not answer.
+    """
     if not isinstance(error, RuntimeError):
         return ""
     try:
@@ -100,16 +105,16 @@ def described(group: Any, error: BaseException) -> str:
             marks[0] = _first[dist.group.WORLD]
         ended: List[Tuple[int, int]] = []
         until = time.monotonic() + (0.8 * _PATIENCE if _LOST.search(str(error)) else 0.0)
-        # A store whose machine is gone may let a question wait for long.
+        # A request to a store whose machine is down may block for long, so a thread makes it.
         look = threading.Thread(target=_look, args=(_store(), [r for r in ranks if r != own], marks, ended, until), daemon=True)
         look.start()
         look.join(_PATIENCE)
         return "".join(f"; rank {_number(ranks, rank)} has ended (its process {process} is gone)" for rank, process in tuple(ended))
     except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError):
-        return ""  # a group that is not of torch.distributed's own making, or that is gone by now
+        return ""  # a group class that is not torch.distributed's, or a destroyed group
 
 
 def _number(ranks: Sequence[int], rank: int) -> str:
-    """The rank's place in the group, as the error tells its own, and its number in the default group where that is another one."""
+    """The rank's number in the group, followed by its number in the default group if that differs."""
     place = ranks.index(rank)
     return str(place) if place == rank else f"{place} ({rank} of the default group)"

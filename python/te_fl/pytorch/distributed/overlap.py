@@ -1,8 +1,9 @@
-"""Transfers of sequence parallelism beside the products that they feed or follow, with TE_FL_TP_OVERLAP=1.
+"""Overlap of sequence parallelism's transfers with the matrix products that consume or produce their data, with TE_FL_TP_OVERLAP=1.
 
-A product of gathered rows begins with this rank's own while the others' arrive, and a product whose sum the ranks scatter ends with them, while the others'
-are on their way. Between GPUs of one host the copy engines move them (peer_copies), which leaves the processors to the products. On hosts the group's own
-transfers do, which is for trying and for tests: they take the cores that products compute on.
+A product of all-gathered rows starts with this rank's rows while the other ranks' rows arrive. A product that is reduce-scattered computes this
+rank's rows last, while the other ranks' rows are being sent. Between GPUs of one host, copy engines move the data (peer_copies), so the SMs stay free
+for the products. On CPUs, the group's own sends and receives move the data; this is meant for tests, since the transfers compete with the products
+for cores.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import torch.distributed as dist
 from te_fl.pytorch.distributed import communicator, overlap_setting, peer_copies
 from te_fl.pytorch.distributed.same_overlap import exchanged
 
-_LEAST = 1 << 20  # bytes of a part below which a collective of the group's is over sooner than copies are begun
-_STEP = 32 << 20  # bytes by which the memory for copies grows
-_TAG = 0x7EF1  # of sends, that a program's own receives do not take
+_LEAST = 1 << 20  # bytes of a shard below which the group's own collective is faster than starting copies
+_STEP = 32 << 20  # granularity in bytes of the memory for copies
+_TAG = 0x7EF1  # tag of sends and receives, unlikely to match a program's own
 
 
 class HostOverlap:
-    """Transfers of tensors on a host, over the group's own sends and receives."""
+    """Transfers of CPU tensors by the group's own sends and receives."""
 
     pieces_from = 1
 
@@ -43,7 +44,7 @@ class HostOverlap:
 
 
 class _HostScatter:
-    """Each has a tag of its own, so that rows of one that was given up are not taken for the next one's."""
+    """A reduce-scatter in pieces. Each has its own tag, so that rows of an abandoned one are not received by the next."""
 
     def __init__(self, group: Any, whole: torch.Tensor, part: torch.Tensor, tag: int):
         self._group, self._part, self._rank, self._tag = group, part, dist.get_rank(group), tag
@@ -55,7 +56,7 @@ class _HostScatter:
             self._works.append(dist.isend(self._rows[rank], group=self._group, group_dst=rank, tag=self._tag))
 
     def abandon(self) -> None:
-        """Some rows do not come: the product of theirs has failed."""
+        """Ends the transfers when the product that computes the remaining rows has failed."""
 
     def wait(self) -> None:
         came = {other: torch.empty_like(self._part) for other in range(len(self._rows)) if other != self._rank}
@@ -68,14 +69,14 @@ class _HostScatter:
 
 
 class DeviceOverlap:
-    """Transfers of tensors on the GPUs of one host, by copies into each other's memory."""
+    """Transfers between the GPUs of one host, by copies into each other's memory."""
 
     pieces_from = _LEAST
 
     def __init__(self, group: Any, device: torch.device):
         self._group, self._device = weakref.ref(group), device
         self._memory: Optional[peer_copies.PeerMemory] = None
-        self._kept: List[peer_copies.PeerMemory] = []  # graphs go on using them, or copies that were given up
+        self._kept: List[peer_copies.PeerMemory] = []  # kept alive for CUDA graphs that use it, or for copies that were abandoned
 
     def gathers(self, part: torch.Tensor) -> bool:
         return self._has(part)
@@ -90,8 +91,9 @@ class DeviceOverlap:
         return peer_copies.Scatter(self._memory, whole, part)
 
     def _has(self, tensor: torch.Tensor) -> bool:
-        """True if there is memory for such a tensor. All ranks ask for the same sizes in the same order, so they make it at the same time. None can be made
-        while a graph is captured, which then has the group's own collective."""
+        """True if copy memory for such a tensor exists or can be allocated. All ranks ask for the same sizes in the same order, so they allocate at
+        the same time. Allocation is impossible during graph capture; the graph then uses the group's own collective.
+        """
         size, capturing = tensor.numel() * tensor.element_size(), torch.cuda.is_current_stream_capturing()
         if tensor.device != self._device:
             return False
@@ -113,8 +115,10 @@ _known: "weakref.WeakKeyDictionary[Any, Dict[torch.device, Any]]" = weakref.Weak
 
 
 def of(group: Any, device: torch.device) -> Optional[Any]:
-    """Returns what moves the group's rows of tensors on the device beside products; None without TE_FL_TP_OVERLAP, and where the group's collectives
-    do. All ranks get the same; all come to the first call for a group and their device, and same_overlap.agree() has compared their settings."""
+    """Returns the object that transfers the group's rows of tensors on the device in overlap with products. None without TE_FL_TP_OVERLAP, or if the
+    group's own collectives must be used. All ranks get the same kind of result. The first call for a group and device must be made by all ranks,
+    after same_overlap.agree() has compared their settings.
+    """
     group = communicator.member(group)
     if not overlap_setting.wanted():
         return None
@@ -144,7 +148,7 @@ def _made(group: Any, device: torch.device, number: int) -> Optional[Any]:
 
 
 def _refusal(places: List[str], device: torch.device, own: int) -> str:
-    """The reason why this rank cannot copy to the others' GPUs; empty if it can."""
+    """The reason why this rank cannot copy to the other ranks' GPUs; empty if it can."""
     if len(places) > peer_copies.MOST_RANKS:
         return f"the group has {len(places)} ranks, and copies serve {peer_copies.MOST_RANKS}"
     here = socket.gethostname()

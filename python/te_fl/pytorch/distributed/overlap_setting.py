@@ -1,4 +1,4 @@
-"""TE_FL_TP_OVERLAP: whether transfers of sequence parallelism go beside the products that they feed or follow."""
+"""TE_FL_TP_OVERLAP: turns on the overlap of sequence parallelism's transfers with matrix products."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ON, _OFF = ("1", "true", "on", "yes"), ("", "0", "false", "off", "no")
 
 
 def wanted() -> bool:
-    """InvalidArgument for a value that is neither on nor off."""
+    """True if the overlap is on. InvalidArgument for a value that means neither on nor off."""
     value = os.environ.get("TE_FL_TP_OVERLAP", "").lower()
     if value not in _ON + _OFF:
         raise InvalidArgument(f"TE_FL_TP_OVERLAP is {value!r}; it is 1, where transfers of sequence parallelism are to go beside products, or 0")
@@ -18,5 +18,5 @@ def wanted() -> bool:
 
 
 def words() -> str:
-    """The setting as ranks compare it: they must agree on it."""
+    """The setting as text, which ranks compare: it must be equal on all ranks."""
     return f"TE_FL_TP_OVERLAP={int(wanted())}"

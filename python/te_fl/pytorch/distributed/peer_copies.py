@@ -1,8 +1,8 @@
-"""Gathers and sums of sequence parallelism by copies between the memories of a host's GPUs, which run beside products and take none of their processors.
+"""All-gather and reduce-scatter by copies between the GPUs of one host, for overlap with matrix products.
 
-NCCL's kernels take thread blocks from the products that they run beside, and a product that fills the GPU lets no kernel begin; copies between GPUs are made
-by copy engines, and ranks tell each other by words in each other's memory, which a stream writes and waits for without a kernel. The memory is PyTorch's
-symmetric memory. Everything can be captured in a CUDA graph, but for the first use of a size.
+NCCL's kernels compete with concurrent products for SMs, and a product that fills the GPU delays them. Copies between GPUs use the copy engines
+instead. Ranks synchronise by flag words in each other's memory, which a stream writes and waits for without a kernel (stream memory operations). The
+memory is PyTorch's symmetric memory. Everything except the first use of a size can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch.distributed as dist
 from te_fl.errors import Internal
 
 MOST_RANKS = 32
-_FLAGS = 4096  # bytes at the beginning of a rank's memory: a word for each meeting and rank
+_FLAGS = 4096  # bytes reserved at the beginning of each rank's memory for flag words, one per barrier and rank
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 
 
 class _WordStep(ctypes.Structure):
-    """CUstreamBatchMemOpParams: a word that a stream writes, or waits for."""
+    """CUstreamBatchMemOpParams: a stream operation that writes a word or waits for a word's value."""
     _fields_ = [("operation", ctypes.c_uint32), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64), ("flags", ctypes.c_uint32),
                 ("alias", ctypes.c_uint64), ("rest", ctypes.c_uint64)]
 
@@ -45,10 +45,12 @@ def _done(name: str, code: int) -> None:
 
 
 class PeerMemory:
-    """Memory of the same size on each rank of a group, which all of them can copy to and from, and a stream for that. Made by all ranks at the same
-    time; the collectives below are called by all ranks in the same order, from one thread at a time. Each leaves the memory free for the next: its last
-    step on the memory's stream is meeting 0, after which nobody reads or writes there any more, and the stream that waits for it goes on after that, so
-    that graphs and calls outside of them may follow each other."""
+    """A buffer of equal size on each rank of a group, which all ranks can copy to and from, and a stream for the copies. All ranks construct it at
+    the same time. All ranks call the collectives below in the same order, from one thread at a time.
+
+    Each collective leaves the buffer free for the next one: its last step on the buffer's stream is barrier 0, after which no rank accesses the
+    buffer. The stream that waits for the collective continues after that barrier, so CUDA graphs and eager calls may follow each other.
+    """
 
     def __init__(self, group: Any, device: torch.device, size: int):
         import torch.distributed._symmetric_memory as symmetric
@@ -57,7 +59,7 @@ class PeerMemory:
         self._handle = symmetric.rendezvous(self._memory, group.group_name)
         self._memory[:_FLAGS].zero_()
         torch.cuda.synchronize(device)
-        dist.barrier(group, device_ids=[device.index])  # all words are zero before anyone writes one
+        dist.barrier(group, device_ids=[device.index])  # all flag words must be zero before any rank writes one
         torch.cuda.synchronize(device)
         self._stream = torch.cuda.Stream(device, priority=-1)
         self.stream = self._stream.cuda_stream
@@ -65,15 +67,15 @@ class PeerMemory:
         self.others = [(self.rank + i) % self.ranks for i in range(1, self.ranks)]
         self._pointers = [int(p) for p in self._handle.buffer_ptrs]
         self._meetings = [self._steps_of(0), self._steps_of(1)]
-        self.begun: Optional[Any] = None  # the last collective, until it is waited for
-        self.broken = False  # one was given up before its end: ranks do not know what lies there
-        self._free: Optional[torch.cuda.Event] = None  # of the last one that ended outside of a capture
+        self.begun: Optional[Any] = None  # the last collective, until a stream waits for it
+        self.broken = False  # a collective was abandoned midway, so the buffer's state differs between ranks
+        self._free: Optional[torch.cuda.Event] = None  # recorded after the last collective that ended outside of a graph capture
 
     def address(self, owner: int, offset: int = 0) -> int:
         return self._pointers[owner] + _FLAGS + offset
 
     def own(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """A tensor like that one in this rank's memory, so many bytes from its beginning."""
+        """A view of this rank's buffer at the byte offset, with the shape and dtype of `like`."""
         place = self._memory[_FLAGS + offset:_FLAGS + offset + like.numel() * like.element_size()]
         return place.view(like.dtype).view(like.shape)
 
@@ -81,38 +83,39 @@ class PeerMemory:
         _done("cuMemcpyDtoDAsync", _driver().cuMemcpyDtoDAsync_v2(to, source, size, stream))
 
     def begin(self, stream: torch.cuda.Stream) -> None:
-        """The stream goes on once the memory is free."""
+        """Makes the stream wait until the buffer is free."""
         if self.begun is not None:
             self.begun.let_wait(stream)
-        elif self._free is not None and not torch.cuda.is_current_stream_capturing():  # that one may have been on another stream
+        elif self._free is not None and not torch.cuda.is_current_stream_capturing():  # the last collective may have ended on another stream
             stream.wait_event(self._free)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
-        """The memory's stream goes on after what that one has now."""
+        """Makes the buffer's stream wait for the work that `stream` has now."""
         self._followed.record(stream)
         self._stream.wait_event(self._followed)
 
     def ended(self) -> torch.cuda.Event:
-        """Returns the event of the last step of a collective, after which the memory is free."""
+        """Records the event of a collective's last step, after which the buffer is free."""
         event = self.now()
         if not torch.cuda.is_current_stream_capturing():
             self._free = event
         return event
 
     def now(self) -> torch.cuda.Event:
-        """An event of what the memory's stream has now."""
+        """An event for the work that the buffer's stream has now."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
     def meet(self, meeting: int) -> None:
-        """The memory's stream goes on once all ranks' have come here. Meetings 1 and 0 take turns, so a word is read and cleared before it can be
-        written again."""
+        """A barrier: the buffer's stream continues once all ranks' streams have arrived. Barriers 1 and 0 alternate, so that a word is read and
+        cleared before it is written again.
+        """
         steps = self._meetings[meeting]
         _done("cuStreamBatchMemOp", _driver().cuStreamBatchMemOp_v2(self.stream, len(steps), steps, 0))
 
     def _steps_of(self, meeting: int) -> Any:
-        """Tells each other rank, and takes each one's word."""
+        """The stream operations of a barrier: write a word at each other rank, and wait for each rank's word."""
         steps = [_WordStep(_WRITE, self._pointers[other] + 4 * (meeting * MOST_RANKS + self.rank), 1, 0) for other in self.others]
         for other in self.others:
             word = self._pointers[self.rank] + 4 * (meeting * MOST_RANKS + other)
@@ -121,13 +124,13 @@ class PeerMemory:
 
 
 class Gather:
-    """whole [ranks * n, ..] <- the ranks' parts [n, ..]. wait() is that of torch.distributed's Work: the current stream goes on after it."""
+    """All-gather: whole [ranks * n, ..] = the ranks' shards [n, ..]. wait() makes the current stream wait, as torch.distributed's Work does."""
 
     def __init__(self, memory: PeerMemory, part: torch.Tensor, whole: torch.Tensor):
         stream, size = torch.cuda.current_stream(part.device), part.numel() * part.element_size()
         source, to = part.data_ptr(), whole.data_ptr()
         memory.begin(stream)
-        # A copy within a GPU is a kernel, which would come after a product that was begun beside it, so it is not on the memory's stream.
+        # A copy within one GPU runs as a kernel, which a concurrent product could delay. So it runs on the caller's stream, before the product.
         memory.copy(memory.address(memory.rank), source, size, stream.cuda_stream)
         memory.follow(stream)
         memory.meet(1)
@@ -148,7 +151,9 @@ class Gather:
 
 
 class Scatter:
-    """part [n, ..] <- this rank's rows of the sum of the ranks' whole [ranks * n, ..]. Rows go to their rank as rows_done() says; each rank once."""
+    """Reduce-scatter: part [n, ..] = this rank's rows of the sum of the ranks' whole [ranks * n, ..]. rows_done() sends the rows of one rank, once
+    for each rank.
+    """
 
     def __init__(self, memory: PeerMemory, whole: torch.Tensor, part: torch.Tensor):
         memory.begin(torch.cuda.current_stream(part.device))
@@ -160,7 +165,7 @@ class Scatter:
         memory.begun = self
 
     def rows_done(self, rank: int) -> None:
-        """The current stream has written the rows of that rank."""
+        """Called after the current stream has written the rows of that rank."""
         memory = self._memory
         if rank != memory.rank:
             memory.follow(torch.cuda.current_stream(self._part.device))
@@ -171,11 +176,11 @@ class Scatter:
             self._came = memory.now()
 
     def wait(self) -> None:
-        """The current stream has the sum: of F32 numbers, in the order of ranks where there are more than two, rounded once."""
+        """Makes the current stream wait for the sum. With more than two ranks, the sum is computed in F32 in rank order and rounded once."""
         self.let_wait(torch.cuda.current_stream(self._part.device))
 
     def let_wait(self, stream: torch.cuda.Stream) -> None:
-        """wait() for that stream; what the next collective calls, if nobody has waited."""
+        """wait() for a given stream. The next collective calls it if the program has not waited."""
         memory = self._memory
         if memory.begun is self:
             memory.begun = None
@@ -193,7 +198,7 @@ class Scatter:
         stream.wait_event(self._came)
 
     def abandon(self) -> None:
-        """Some rows do not come: the product of theirs has failed."""
+        """Ends the collective when the product that computes the remaining rows has failed."""
         self._memory.begun, self._memory.broken = None, True
 
     def _sum(self, stream: torch.cuda.Stream) -> None:

@@ -1,4 +1,4 @@
-"""Transformer Engine's helpers for tensors that the ranks of a tensor-parallel group hold together."""
+"""Transformer Engine's helpers for tensors that are sharded over a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
 
 def get_distributed_world_size(group: Optional[Any] = None) -> int:
-    """The number of ranks of a group, or of the default one; 1 without torch.distributed."""
+    """The number of ranks of the group (None: the default group); 1 without torch.distributed."""
     return collectives.size_of(group) if collectives.available() else 1
 
 
 def get_distributed_rank(group: Optional[Any] = None) -> int:
-    """This process's place in a group, or in the default one."""
+    """This process's rank in the group (None: the default group)."""
     if not collectives.available():
         raise FailedPrecondition("FAILED_PRECONDITION: get_distributed_rank: torch.distributed is not initialised; call "
                                  "torch.distributed.init_process_group() first")
@@ -32,7 +32,7 @@ def get_distributed_rank(group: Optional[Any] = None) -> int:
 
 
 def set_tensor_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Notes on a parameter along which dimension the ranks divide it, for Megatron's optimizers and checkpoints."""
+    """Sets attributes on a parameter that say along which dimension it is sharded, for Megatron's optimizers and checkpoints."""
     for name in _ATTRIBUTES:
         if hasattr(tensor, name):
             raise AlreadyExists(f"set_tensor_model_parallel_attributes: the tensor {tuple(tensor.shape)} has {name} = {getattr(tensor, name)!r} "
@@ -43,7 +43,7 @@ def set_tensor_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool
 
 def initialize_affine_weight_gpu(weight: torch.Tensor, init_method: Callable, get_rng_state_tracker: Optional[Callable], partition_dim: int = 0,
                                  stride: int = 1, set_tp_attributes: bool = True) -> None:
-    """Calls init_method on a weight of any device, with the random numbers of the tracker's state for the ranks of a model, if there is one."""
+    """Calls init_method on a weight on any device. Uses the random state of the model-parallel RNG tracker if there is one."""
     if set_tp_attributes:
         set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
     if get_rng_state_tracker is None:
@@ -61,7 +61,7 @@ def _each(where: str, extent: int, group: Optional[Any], what: str) -> int:
 
 
 def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, tp_group: Optional[Any], new_buffer: bool = False) -> torch.Tensor:
-    """This rank's of the equal parts of a contiguous tensor, as a vector; new_buffer: in memory of its own."""
+    """This rank's shard of a contiguous tensor split into equal parts, flattened. new_buffer: returns a copy instead of a view."""
     each = _each("split_tensor_into_1d_equal_chunks", tensor.numel(), tp_group, f"the tensor {tuple(tensor.shape)} has a number of elements of")
     start = each * get_distributed_rank(tp_group)
     part = tensor.view(-1)[start:start + each]
@@ -69,7 +69,7 @@ def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, tp_group: Optional[A
 
 
 def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Optional[Any]) -> torch.Tensor:
-    """The vector of which each rank has a part."""
+    """All-gathers the flattened shards into one vector."""
     gathered = torch.empty(tensor.numel() * get_distributed_world_size(tp_group), dtype=tensor.dtype, device=tensor.device)
     collectives.all_gather_into(gathered, tensor.detach().contiguous(), tp_group)
     return gathered
@@ -77,7 +77,7 @@ def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Optional[Any]) -> tor
 
 def reduce_scatter_along_first_dim(inp: torch.Tensor, tp_group: Optional[Any], async_op: bool = False,
                                    output: Optional[torch.Tensor] = None) -> Tuple[torch.Tensor, Optional[Any]]:
-    """(this rank's rows of the sum of all ranks' tensors, with async_op a Work to wait for)."""
+    """Reduce-scatter. Returns (this rank's rows of the sum, with async_op a Work to wait for)."""
     if get_distributed_world_size(tp_group) == 1:
         return inp, None
     rows = _each("reduce_scatter_along_first_dim", inp.shape[0], tp_group, f"the tensor {tuple(inp.shape)} has a first extent of")
@@ -87,7 +87,7 @@ def reduce_scatter_along_first_dim(inp: torch.Tensor, tp_group: Optional[Any], a
 
 
 def allreduce(inp: torch.Tensor, tp_group: Optional[Any] = None, async_op: bool = False) -> Tuple[torch.Tensor, Optional[Any]]:
-    """(inp, which becomes the sum of all ranks' tensors; with async_op a Work to wait for)."""
+    """All-reduce in place. Returns (inp, which becomes the sum; with async_op a Work to wait for)."""
     if get_distributed_world_size(tp_group) == 1:
         return inp, None
     return inp, collectives.all_reduce(inp, tp_group, wait=not async_op)
@@ -95,7 +95,7 @@ def allreduce(inp: torch.Tensor, tp_group: Optional[Any] = None, async_op: bool 
 
 def symmetric_all_reduce(inp: torch.Tensor, tp_group: Optional[Any] = None, async_op: bool = False,
                          all_reduce_type: str = "multimem_all_reduce") -> Tuple[torch.Tensor, None]:
-    """allreduce() with all_reduce_type 'nccl', by whatever backend the group has; over symmetric memory it is refused among several ranks."""
+    """allreduce() with all_reduce_type 'nccl', which uses the group's own backend. Types that need symmetric memory are refused for several ranks."""
     if async_op:
         raise Unsupported("symmetric_all_reduce: async_op = True is not served, as it is not by Transformer Engine; call allreduce()")
     if get_distributed_world_size(tp_group) == 1:

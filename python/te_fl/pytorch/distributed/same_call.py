@@ -1,4 +1,4 @@
-"""TE_FL_VALIDATE=1: ranks compare over their group's store, on the host, which collective each is about to call."""
+"""TE_FL_VALIDATE=1: before each collective, ranks compare over the group's store that they call the same one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch.distributed as dist
 from te_fl import _native
 from te_fl.errors import CommFailed, InvalidArgument
 
-TRANSFERS = ("send", "recv")  # between two ranks, not all
-_PLAIN = "plain/{}"  # the key of a rank that compares nothing
+TRANSFERS = ("send", "recv")  # point-to-point ops, which are not compared
+_PLAIN = "plain/{}"  # store key by which a rank says that it does not compare
 
 
 def time_limit() -> datetime.timedelta:
-    """TE_FL_COMM_TIMEOUT_MS, how long ranks wait for each other on the host."""
+    """TE_FL_COMM_TIMEOUT_MS: the time for which ranks wait for each other on the host."""
     text = os.environ.get("TE_FL_COMM_TIMEOUT_MS") or "600000"
     if not text.isdecimal() or not 1 <= int(text) <= 86400000:
         raise InvalidArgument(f"INVALID_ARGUMENT: TE_FL_COMM_TIMEOUT_MS is {text!r}, must be a whole number from 1 to 86400000")
@@ -26,11 +26,11 @@ def time_limit() -> datetime.timedelta:
 
 
 def described(op: str, arguments: Dict[str, Any]) -> str:
-    """"all_reduce of float32[4, 3], reduction sum": what must be the same on all ranks."""
+    """A text such as "all_reduce of float32[4, 3], reduction sum", with the properties that must be equal on all ranks."""
     tensor = arguments.get("data", arguments.get("input"))
     words = op
     if tensor is not None:
-        shape = "" if op == "all_to_all_v" else str(list(tensor.shape))  # each rank has rows of its own
+        shape = "" if op == "all_to_all_v" else str(list(tensor.shape))  # all_to_all_v: the number of rows differs between ranks
         words += f" of {str(tensor.dtype).removeprefix('torch.')}{shape}"
     return words + "".join(f", {name} {arguments[name]}" for name in ("reduction", "root") if name in arguments)
 
@@ -40,7 +40,9 @@ def _own_part(store: Any, device: torch.device) -> Any:
 
 
 class SameCall:
-    """The calls of one communicator, counted from 1. Before each, every rank waits for the others' and compares; transfers are left out."""
+    """The calls of one communicator, numbered from 1. Before each collective, every rank waits for the other ranks' descriptions and compares them.
+    Sends and receives are not compared.
+    """
 
     def __init__(self, group: Any, store: Any, device: torch.device):
         self._group, self._device = group.group_name, device
@@ -51,34 +53,38 @@ class SameCall:
 
     @classmethod
     def wanted(cls, group: Any, device: torch.device) -> Optional["SameCall"]:
-        """None without TE_FL_VALIDATE, for a group of one rank, and for a group that torch.distributed keeps no store of."""
+        """Returns None without TE_FL_VALIDATE, for a group of one rank, and for a group without a store."""
         _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
         if store is None or dist.get_world_size(group) == 1:
             return None
         if os.environ.get("TE_FL_VALIDATE", "0").lower() in ("1", "true", "on", "yes"):
             return cls(group, store, device)
-        try:  # so that a rank that compares does not wait for this one
+        try:  # tells ranks that do compare not to wait for this rank
             _own_part(store, device).set(_PLAIN.format(dist.get_rank(group)), "")
         except (dist.DistError, RuntimeError):
-            pass  # A store that is gone fails the collective, or nothing needs it.
+            pass  # If the store is gone, either the collective fails anyway, or no rank reads the key.
         return None
 
     def compare(self, op: str, arguments: Dict[str, Any]) -> None:
-        """CommFailed, on every rank, if ranks call different ops, or of different tensors; or if some rank does not come in TE_FL_COMM_TIMEOUT_MS."""
+        """CommFailed on every rank if ranks call different ops or pass different kinds of tensors, or if a rank does not arrive within
+        TE_FL_COMM_TIMEOUT_MS.
+        """
         if op in TRANSFERS:
             return
         self._number += 1
         mine = self._words(op, arguments)
         self._store.set(self._key(self._rank), mine)
         others = [(rank, self._words_of(rank, mine)) for rank in range(self._ranks) if rank != self._rank]
-        if self._number > 1:  # all have read it, since all have come here
+        if self._number > 1:  # all ranks have read the previous entry, since all have reached this call
             self._store.delete_key(self._key(self._rank, self._number - 1))
         unlike = "; ".join(f"rank {rank}: {words}" for rank, words in others if words != mine)
         if unlike:
             raise CommFailed(f"COMM_FAILED: group {self._group!r}: rank {self._rank} calls {mine}, and the others do not (TE_FL_VALIDATE): {unlike}")
 
     def _meet(self, rank: int) -> None:
-        """Waits until the rank has come to its first call; CommFailed at once for one that compares nothing, and so will not say what it calls."""
+        """Waits until the rank has reached its first call. Raises CommFailed at once if that rank does not compare, since it will never describe its
+        calls.
+        """
         until, pause = time.monotonic() + self._limit.total_seconds(), 0.001
         while not self._store.check([self._key(rank)]) and time.monotonic() < until:
             if self._store.check([_PLAIN.format(rank)]):

@@ -1,4 +1,5 @@
-"""Ranks compare TE_FL_TP_OVERLAP before they compute a divided product: with it, each piece of the product has a transfer of its own."""
+"""Ranks compare TE_FL_TP_OVERLAP before a sharded product: with the overlap, each piece of the product has its own transfer, so all ranks must agree.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from te_fl.errors import CommFailed, FailedPrecondition
 from te_fl.pytorch.distributed import communicator, overlap_setting
 from te_fl.pytorch.distributed.same_call import time_limit
 
-_agreed: "weakref.WeakKeyDictionary[Any, list]" = weakref.WeakKeyDictionary()  # by group: the words of each comparison
+_agreed: "weakref.WeakKeyDictionary[Any, list]" = weakref.WeakKeyDictionary()  # by group: the setting's text for each comparison made
 
 
 def _words(store: Any, rank: int, key: str, mine: str) -> str:
@@ -25,8 +26,9 @@ def _words(store: Any, rank: int, key: str, mine: str) -> str:
 
 
 def exchanged(group: Any, name: str, mine: str) -> Optional[List[str]]:
-    """The words of all ranks of the group, over its store on the host, in the order of ranks; each name once for a group. None if there is nobody to ask:
-    of a single rank, of groups that torch.distributed keeps no store of, and of its fake ones."""
+    """Exchanges one text per rank over the group's store; returns all ranks' texts in rank order. Use each name only once per group. Returns None for
+    a group of one rank, for a group without a store, and for torch.distributed's fake groups.
+    """
     _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
     ranks = dist.get_world_size(group)
     if store is None or ranks == 1 or "fake" in str(dist.get_backend(group)):
@@ -37,9 +39,9 @@ def exchanged(group: Any, name: str, mine: str) -> Optional[List[str]]:
 
 
 def agree(group: Any) -> None:
-    """FailedPrecondition on every rank of the group if their settings differ, and InvalidArgument on a rank whose setting is neither on nor off. The
-    ranks compare on the host, over the group's store, once for each value; all of them must call. Groups that torch.distributed keeps no store of,
-    and its fake ones, are not compared."""
+    """Compares the ranks' settings over the group's store, once for each value; all ranks must call it. Raises FailedPrecondition on every rank if
+    the settings differ, and InvalidArgument on a rank whose setting is neither on nor off. Groups without a store and fake groups are not compared.
+    """
     group = communicator.member(group)
     failure = None
     try:

@@ -1,4 +1,6 @@
-"""A process group as layers in C++ use it under sequence parallelism: they gather and scatter the rows of their products' operands themselves."""
+"""A process group for sequence parallelism in the C++ layers, which all-gather the inputs of their products and reduce-scatter the outputs
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from te_fl.pytorch.runtime.dtypes import LIKE
 
 
 class _Pieces:
-    """A reduce_scatter whose rows come one rank's after the other's: on their way at once where `beside`, else with the last of them."""
+    """A reduce-scatter whose rows are computed for one rank after the other. With overlap, each rank's rows are sent at once; otherwise, all rows
+    after the last is written.
+    """
 
     __slots__ = ("_ranks", "_tensors", "_stream", "_missing", "_work", "_number")
 
@@ -31,7 +35,7 @@ class _Pieces:
         self._number = self._ranks.communicator.collectives
 
     def rows_done(self, rank: int, stream: int) -> None:
-        """The stream of that handle, on a CPU the thread, has written the rows of that rank; each one's once."""
+        """Called once for each rank, after the stream of this handle (on a CPU: the thread) has written the rows of that rank."""
         self._missing -= 1
         if self._work is None:
             if self._missing == 0:
@@ -41,8 +45,9 @@ class _Pieces:
             self._work.rows_done(rank)
 
     def wait(self) -> None:
-        """Once, on any thread: that stream goes on after the sum; on a CPU the thread does. Before all rows are there it waits for nothing: a product has
-        failed, whose error is on its way."""
+        """Makes that stream (on a CPU: the thread) wait for the sum. Called once, on any thread. If rows are missing, a product has failed and its
+        error is propagating; then it does not wait.
+        """
         work, tensors = self._work, self._tensors
         self._work = self._tensors = None
         if work is None or tensors is None:
@@ -62,8 +67,10 @@ _HERE = contextlib.nullcontext()
 
 
 class SequenceRanks:
-    """The ranks of a group, None for the default one, as python/src/torch/process_group.cpp calls them: it dispatches te-fl's ops, and begin() is what
-    they run. The tensors share te-fl's memory, which lives until the collective is over. All ranks of the group make one at the same time."""
+    """The ranks of a group (None: the default group). python/src/torch/process_group.cpp calls it: that file dispatches te-fl's collective ops, whose
+    implementation calls begin(). The tensors share te-fl's memory, which lives until the collective is over. All ranks of the group must construct it
+    at the same time.
+    """
 
     def __init__(self, group: Optional[Any], device: torch.device):
         same_overlap.agree(group)
@@ -72,12 +79,14 @@ class SequenceRanks:
         self.communicator = communicator.of(group, device)
         self._communicator = self.communicator._communicator
         self._overlap = overlap.of(group, device)
-        self.pieces_from = 0 if self._overlap is None else self._overlap.pieces_from  # bytes of a part; 0: products are never in pieces
+        # Least bytes of a shard for which products are computed in pieces; 0: never.
+        self.pieces_from = 0 if self._overlap is None else self._overlap.pieces_from
 
     def begin(self, way: str, source: torch.Tensor, to: torch.Tensor, now: bool, stream: Optional[int]) -> Optional[Tuple[Any, str, torch.Tensor, int]]:
-        """Begins a collective on PyTorch's current stream, or on that of the handle: "all_gather" of source, "reduce_scatter", or "sum" and "max" in
-        place. None: the stream has it, as `now` asks for; else its work, op, first tensor and number, of which the work is waited for on that
-        stream."""
+        """Starts a collective on PyTorch's current stream, or on the stream of the given handle: "all_gather" of source, "reduce_scatter", or "sum"
+        and "max" in place. With `now`, returns None once the stream has the work. Otherwise returns (work, op, first tensor, number); wait for the
+        work on the same stream.
+        """
         ranks, op = self.communicator, "all_reduce" if source is to else way
         group = communicator.member(self.group)
         communicator.check(op, group)
@@ -103,12 +112,12 @@ class SequenceRanks:
         return None if work is None else (work, op, source, number)
 
     def wait_on(self, work: Any, stream: int) -> None:
-        """As work.wait() where the stream of that handle is PyTorch's current one."""
+        """Calls work.wait() with the stream of this handle as the current stream."""
         with on_stream(self.communicator.device, stream):
             work.wait()
 
     def add_note_to(self, error: BaseException, begun: Tuple[Any, str, torch.Tensor, int]) -> None:
-        """Says of which of begin()'s collectives an error is."""
+        """Adds a note to the error that names the collective, given the result of begin()."""
         _, op, tensor, number = begun
         error.add_note(self.communicator.note(error, op, communicator.member(self.group), {"input": tensor}, number))
 
@@ -116,12 +125,12 @@ class SequenceRanks:
         return 0 < self.pieces_from <= part.numel() * part.element_size()
 
     def reduce_scatter(self, whole: torch.Tensor, part: torch.Tensor, stream: int) -> "_Pieces":
-        """Begins one for parts of pieces_from bytes and more, all of whose rows are there."""
+        """Starts a reduce-scatter of complete rows, for shards of at least pieces_from bytes."""
         pieces = self.scatter_pieces(whole, part, stream)
         for other in range(1, self.size + 1):
             pieces.rows_done((self.rank + other) % self.size, stream)
         return pieces
 
     def scatter_pieces(self, whole: torch.Tensor, part: torch.Tensor, stream: int) -> "_Pieces":
-        """A reduce_scatter of rows that are written one rank's after the other's, of which rows_done() tells."""
+        """Starts a reduce-scatter whose rows are written for one rank after the other; call rows_done() for each rank."""
         return _Pieces(self, whole, part, stream, self._overlap.scatters(whole))

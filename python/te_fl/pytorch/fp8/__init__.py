@@ -1,1 +1,1 @@
-"""Autocast's scopes, FP8 state in checkpoints, weights of FP8 codes alone, and what a device has of FP8."""
+"""FP8 in te_fl.pytorch: autocast scopes, FP8 state in checkpoints, weights stored as FP8 codes, and queries of device support."""

@@ -1,7 +1,6 @@
-"""Questions about computations that are possible here. te-fl's CPU implementations serve FP8 too, so the answers come from the
-router, not from a GPU's number.
+"""Queries of supported FP8 computations. te-fl's CPU implementations support FP8 too, so the dispatcher answers, not the GPU's compute capability.
 
-Every is_..._available takes return_reason: False for a bool, True for (bool, reason), where the reason is empty if it is available.
+Every is_..._available takes return_reason: False returns a bool; True returns (bool, reason), with an empty reason if available.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def _quantized(scaling: str, scales: tuple, device: torch.device) -> Quantized:
 
 @functools.lru_cache(maxsize=None)
 def _who_multiplies(device: torch.device, kind: str) -> Answer:
-    """Tells if an implementation on the device itself takes the product of an FP8 layer; nothing runs."""
+    """Tells if an implementation on the device itself supports an FP8 layer's product. Resolves the dispatch without running it."""
     if kind == "bf16":
         a = b = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
     elif kind == "tensor":
@@ -52,7 +51,7 @@ def _who_multiplies(device: torch.device, kind: str) -> Answer:
 
 
 def _constant(function):
-    """Does as torch.compiler.assume_constant_result(), without importing the compiler, which takes a second."""
+    """Equivalent to torch.compiler.assume_constant_result(), but does not import the compiler, which takes a second."""
     function._dynamo_marked_constant = True
     return function
 
@@ -105,7 +104,7 @@ def is_bf16_available(return_reason: bool = False) -> Union[bool, Answer]:
 
 
 def check_recipe_support(recipe: Recipe) -> None:
-    """Unsupported if layers cannot run with the recipe here."""
+    """Raises Unsupported if layers cannot run with the recipe here."""
     native_of(recipe)
     served, reason = check_fp8_block_scaling_support() if recipe.float8_block_scaling() else check_fp8_support()
     if not served:
@@ -117,37 +116,37 @@ def get_default_fp8_recipe() -> Recipe:
 
 
 def get_default_recipe() -> Recipe:
-    """The recipe of an autocast that names none."""
+    """The default recipe of autocast."""
     return get_default_fp8_recipe()
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """The number of rows to which parts of a grouped product are padded."""
+    """The row count that each group of a grouped product is padded to a multiple of."""
     if recipe.custom():
         return recipe.quantization_alignment
     return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16
 
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
-    """The dtype of codes in the forward, or of gradients'."""
+    """The dtype of the FP8 codes in the forward (fprop_tensor=True) or of gradients."""
     e4m3 = fp8_recipe.fp8_format is Format.E4M3 or (fp8_recipe.fp8_format is Format.HYBRID and fprop_tensor)
     return torch.float8_e4m3fn if e4m3 else torch.float8_e5m2
 
 
 def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
-    """The largest value of codes in the forward, or of gradients'."""
+    """The largest value of the FP8 codes in the forward (fprop_tensor=True) or of gradients."""
     return torch.finfo(get_fp8_torch_dtype(fp8_recipe, fprop_tensor)).max
 
 
 @_constant
 def get_device_compute_capability() -> Tuple[int, int]:
-    """(major, minor) of the current GPU; (0, 0) without one, so that comparisons say that it has nothing of NVIDIA's."""
+    """(major, minor) of the current GPU; (0, 0) without one, so that version comparisons are false."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 @_constant
 def get_cudnn_version() -> Tuple[int, int, int]:
-    """(major, minor, patch) of the cuDNN that PyTorch has loaded; (0, 0, 0) without one. te-fl's layers need none."""
+    """(major, minor, patch) of the cuDNN that PyTorch has loaded; (0, 0, 0) without one. te-fl's layers do not need cuDNN."""
     version = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     if version is None:
         return 0, 0, 0
@@ -156,5 +155,5 @@ def get_cudnn_version() -> Tuple[int, int, int]:
 
 
 def torch_version() -> Tuple[int, ...]:
-    """PyTorch's version as numbers."""
+    """PyTorch's version as a tuple of numbers."""
     return tuple(int(part) for part in torch.__version__.partition("+")[0].split(".")[:3] if part.isdigit())

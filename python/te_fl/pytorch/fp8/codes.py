@@ -1,4 +1,4 @@
-"""FP8 codes with their scales, and the parts of them that ranks hold."""
+"""FP8 codes with their scales."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.tensors import Quantized
 
 _CODES, _LARGEST = torch.float8_e4m3fn, 448.0
-BLOCK = 128  # rows and columns of a block with a scale of its own
+BLOCK = 128  # rows and columns of a block; each block has its own scale
 
 
 class Rules(NamedTuple):
-    """The rule by which codes get their scales when they are written: from the amax of the new values."""
+    """The rule by which codes get their scales when values are written: from the amax of the new values."""
 
     scaling: str  # "tensor", or "block_128x128"
     pow2_scale: bool = False
@@ -26,7 +26,7 @@ class Rules(NamedTuple):
 
 
 def rules_of(native_recipe: dict) -> Rules:
-    """Those of a recipe as te_fl.common.recipe.native_of() makes it."""
+    """The rules of a recipe in the form of te_fl.common.recipe.native_of()."""
     if native_recipe["kind"] == "delayed":
         return Rules("tensor", margin=native_recipe["margin"])
     return Rules("tensor" if native_recipe["kind"] == "current" else "block_128x128", native_recipe["pow2_scale"],
@@ -34,15 +34,15 @@ def rules_of(native_recipe: dict) -> Rules:
 
 
 class Codes:
-    """E4M3 codes [rows, columns], what they are multiplied by, and, once a training forward has read them, their transpose."""
+    """E4M3 codes [rows, columns], their inverse scales, and their transpose, which a training forward creates on first use."""
 
     __slots__ = ("rules", "data", "scale_inv", "amax", "columns", "columns_scale_inv", "columns_are_old", "writes")
 
     def __init__(self, rules: Rules, data: torch.Tensor, scale_inv: torch.Tensor, amax: Optional[torch.Tensor]):
         self.rules, self.data, self.scale_inv, self.amax = rules, data, scale_inv, amax
         self.columns = self.columns_scale_inv = None
-        self.columns_are_old = False  # the codes were written, and their transpose was not
-        self.writes = 0  # counts the writes of values and of other codes
+        self.columns_are_old = False  # the codes were written after the transpose was made
+        self.writes = 0  # counts writes of values and copies from other codes
 
     @classmethod
     def empty(cls, rules: Rules, shape: torch.Size, device: torch.device) -> "Codes":
@@ -52,7 +52,7 @@ class Codes:
         return cls(rules, data, _block_scales(*shape, device), None)
 
     def write(self, values: torch.Tensor, amax: Optional[torch.Tensor] = None) -> None:
-        """Quantises values of any floating dtype and device. amax: F32 [1], from which the scale is taken in the place of the values' own."""
+        """Quantises values of any floating dtype and device. amax: F32 [1] from which the scale is computed, instead of the values' own amax."""
         values = self._prepared(values)
         self.writes += 1
         if values.numel() == 0:
@@ -69,7 +69,7 @@ class Codes:
         self.columns_are_old = False
 
     def write_scaled(self, values: torch.Tensor, scale: torch.Tensor) -> None:
-        """Quantises values, scaled by tensor, with a scale F32 [1]; amax becomes theirs."""
+        """Quantises values with the given per-tensor scale, F32 [1], and sets amax to the values' amax."""
         values = self._prepared(values)
         self.writes += 1
         self.amax.zero_()
@@ -82,14 +82,14 @@ class Codes:
         return values.to(self.data.device, dtype).expand(self.data.shape).contiguous()
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """The amax of values, F32 [1]; 0 without values."""
+        """The amax of values, F32 [1]; 0 for an empty tensor."""
         amax = torch.zeros(1, dtype=torch.float32, device=self.data.device)
         if values.numel():
             ops.compute_amax(input=self._prepared(values), amax=amax)
         return amax
 
     def scale_of(self, amax: torch.Tensor) -> torch.Tensor:
-        """The scale, F32 [1], of values with that amax, as the op that quantises them finds it."""
+        """The scale, F32 [1], for values with this amax, equal to the quantising op's."""
         if self.rules.margin != 0:
             largest = torch.full_like(amax, _LARGEST * 2.0 ** -self.rules.margin)
             return torch.where(amax == 0, torch.ones_like(amax), largest / amax)
@@ -100,7 +100,7 @@ class Codes:
         return scale
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values in new memory."""
+        """The dequantised values in new memory."""
         values = torch.empty(self.data.shape, dtype=dtype if dtype in DTYPE_NAMES else torch.float32, device=self.data.device)
         if values.numel():
             ops.dequantize(input=Quantized(self.data, scaling=self.rules.scaling, scale_inv=self.scale_inv), output=values)
@@ -135,7 +135,7 @@ class Codes:
             scale_inv[:across, :down] = self.scale_inv[:down, :across].t()
 
     def copy_(self, other: "Codes") -> None:
-        """Takes over codes and scales of the same shape and rules, which may be on another device."""
+        """Copies codes and scales of the same shape and rules, possibly from another device."""
         self.writes += 1
         for part in ("data", "scale_inv", "amax"):
             own = getattr(self, part)
@@ -152,12 +152,12 @@ class Codes:
         return made
 
     def __deepcopy__(self, memo: dict) -> "Codes":
-        staged = called_from("torch.distributed.checkpoint.")  # it copies to the host what it writes while the program goes on
+        staged = called_from("torch.distributed.checkpoint.")  # distributed checkpoint copies to the host while the program continues
         return self.to(torch.device("cpu") if staged else self.data.device, always=True)
 
 
 def rounded(values: torch.Tensor, native_recipe: dict, gradient: bool) -> torch.Tensor:
-    """Activations, or gradients, as they read after a quantisation by current or block scaling, in new memory of their dtype."""
+    """The activations or gradients after a round trip through current or block scaling, in new memory of their dtype."""
     if values.numel() == 0:
         return values.clone()
     matrix = values.to(values.dtype if values.dtype in DTYPE_NAMES else torch.float32).reshape(-1, values.shape[-1] if values.dim() else 1).contiguous()
@@ -180,6 +180,6 @@ def rounded(values: torch.Tensor, native_recipe: dict, gradient: bool) -> torch.
 
 
 def _block_scales(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """The factors of blocks of 128 x 128, as te_fl_quant has them: the rows of the array end with padding."""
+    """Inverse scales of blocks of 128 x 128 in te_fl_quant's layout: each row of the array is padded to a multiple of four."""
     across = -(-columns // BLOCK)
     return torch.zeros(-(-rows // BLOCK), -(-across // 4) * 4, dtype=torch.float32, device=device)

@@ -1,6 +1,6 @@
-"""FP8 state in checkpoints, in the form that Transformer Engine's modules save: a pickled dict of tensors in a tensor of bytes.
+"""FP8 state in checkpoints, in the format of Transformer Engine's modules: a pickled dict of tensors, stored in a uint8 tensor.
 
-Reading it runs no code of the checkpoint: names other than those of recipes and tensors are refused.
+Unpickling runs no code from the checkpoint: only the names of recipes and tensors are accepted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from te_fl import _native
 from te_fl.common import recipe as recipes
 from te_fl.errors import DataLoss
 
-_LIKE = torch.empty(0)  # says that tensors are to be PyTorch's
+_LIKE = torch.empty(0)  # passed to _native to request PyTorch tensors
 _THEIRS, _OURS = "transformer_engine.common.recipe", "te_fl.common.recipe"
 
 
 class _Writer(pickle._Pickler):
-    """Names recipes as Transformer Engine does, so that it can read them."""
+    """A pickler that writes recipes under Transformer Engine's names, so that Transformer Engine can read them."""
 
     def save_global(self, obj, name=None):
         if getattr(obj, "__module__", None) != _OURS:
@@ -36,20 +36,20 @@ class _Writer(pickle._Pickler):
         return self.save_global(obj) if obj.__module__ == _OURS else super().save_type(obj)
 
     def save_storage(self, storage):
-        """With one key in place of the storage's address, so that the same state has the same bytes in every process: tools that read a
-        checkpoint into present tensors want one of its size, and others compare or hash what they wrote. A stream holds one storage."""
+        """Writes a fixed key instead of the storage's address, so that equal states give equal bytes in every process. Tools that load a checkpoint
+        into existing tensors need equal sizes, and others compare or hash the bytes. Each stream holds one storage.
+        """
         load, (data,) = storage.__reduce__()
         address = str(storage._untyped_storage._cdata).encode()
         key, fixed = (b"X" + struct.pack("<I", len(a)) + a for a in (address, b"0" * 20))
-        head, *rest = data.split(key, 2)  # it is named twice, before the storage's own bytes
+        head, *rest = data.split(key, 2)  # the key occurs twice, before the storage's bytes
         self.save_reduce(load, (fixed.join((head, *rest)),), obj=storage)
 
     dispatch = {**pickle._Pickler.dispatch, type: save_type, torch.storage.TypedStorage: save_storage}
 
 
 def _format_of_name(owner: Any, name: str) -> recipes.Format:
-    """Stands for getattr() in a pickle that Python 3.11.0 to 3.11.3 wrote: it names the members of an enumeration by it, and
-    te-fl nothing else."""
+    """Replaces getattr() in pickles of Python 3.11.0 to 3.11.3, which refer to enum members by getattr(). te-fl's pickles use it for nothing else."""
     if owner is not recipes.Format or name not in recipes.Format.__members__:
         raise DataLoss(f"FP8 state of a checkpoint asks for {name!r} of {owner!r}, which no recipe or tensor needs; it is not read")
     return recipes.Format[name]
@@ -60,7 +60,7 @@ _ALLOWED = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
     ("torch.storage", "_load_from_bytes"): lambda data: torch.load(io.BytesIO(data), weights_only=True),
-    # Megatron derives its recipe, and Transformer Engine's modules name it in what they save. It has no fields of its own.
+    # Megatron subclasses the recipe without new fields, and Transformer Engine's modules save that class name.
     ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"): recipes.DelayedScaling,
     ("megatron.core.transformer.custom_layers.transformer_engine", "TEDelayedScaling"): recipes.DelayedScaling,
 }
@@ -78,25 +78,26 @@ class _Reader(pickle.Unpickler):
 
 
 def nothing() -> torch.Tensor:
-    """The state of a module that has none: no bytes, in a storage with an address of its own, since what writes storages to files takes two of
-    the same address for one."""
+    """The state of a module without FP8 state: an empty tensor whose storage has a unique address. Tools that write storages to files treat equal
+    addresses as one storage.
+    """
     return _native.empty_bytes(_LIKE)
 
 
 def write(recipe: Any, tensors: dict, extra: dict) -> torch.Tensor:
-    """The bytes of one module's state, uint8."""
+    """Serialises one module's state to uint8."""
     return write_dict({"recipe": recipe, **tensors, "extra_fp8_variables": extra})
 
 
 def write_dict(state: dict) -> torch.Tensor:
-    """The bytes of a dict of such states, or of what they are made of, uint8."""
+    """Serialises a dict of such states, or of their parts, to uint8."""
     stream = io.BytesIO()
     _Writer(stream, protocol=4).dump(state)
     return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
 
 
 def read(state: Any, where: str) -> dict:
-    """The argument of write(); {} of an empty state. te_fl.errors.DataLoss for what cannot be read."""
+    """Returns the dict that write() serialised; {} for an empty state. te_fl.errors.DataLoss for unreadable bytes."""
     if state is None or (isinstance(state, torch.Tensor) and state.numel() == 0):
         return {}
     if isinstance(state, torch.Tensor):
@@ -116,17 +117,17 @@ def read(state: Any, where: str) -> dict:
 
 
 class Places(NamedTuple):
-    """Where a site's tensors are among those that Transformer Engine keeps for it, forward and backward, and how many it keeps."""
+    """Indices of a site's tensors in the arrays that Transformer Engine keeps for it, forward and backward, and the arrays' lengths."""
 
     forward: Tuple[int, ...]
     backward: Tuple[int, ...]
     kept: Tuple[int, int]
 
 
-# A product has input, weight and output forward, the output's and the input's gradient backward; te-fl's layers keep those that they
-# quantise. Attention has three products, among whose places are those of qkv, s and o, and of do, dp and dqkv.
+# A product has input, weight and output in the forward, and the gradients of output and input in the backward; te-fl's layers keep the entries that
+# they quantise. Attention has three products; their entries include qkv, s and o, and do, dp and dqkv.
 PRODUCT = Places((0, 1), (0,), (3, 2))
-_PLAIN = {"dtype": torch.float32, "device": "cpu"}  # The program's own defaults do not count here.
+_PLAIN = {"dtype": torch.float32, "device": "cpu"}  # ignores the program's default dtype and device
 ATTENTION = Places((2, 8, 3), (3, 5, 0), (9, 6))
 
 
@@ -135,7 +136,7 @@ def _directions(places: Places):
 
 
 def initial(sites: Sequence[str], length: int, places: Places = PRODUCT) -> List[Tuple[str, torch.Tensor]]:
-    """The state with which a module's first forward begins, by a recipe whose histories have this length: scales 1 and no amaxes."""
+    """A module's initial state for a recipe with this history length: scales 1 and no amaxes."""
     state = []
     for site in sites:
         for direction, own, _ in _directions(places):
@@ -145,13 +146,13 @@ def initial(sites: Sequence[str], length: int, places: Places = PRODUCT) -> List
 
 
 def _largest_gradient(recipe: Any) -> float:
-    """The largest value of the FP8 format that scales of gradients are for by the recipe; 0 where it has none."""
+    """The largest value of the FP8 format that the recipe uses for gradients; 0 if the recipe has no format."""
     named = getattr(recipe, "fp8_format", None)
     return float(named.value.max_bwd) if isinstance(named, recipes.Format) else 0.0
 
 
 def to_theirs(state: Sequence[Tuple[str, torch.Tensor]], sites: Sequence[str], places: Places = PRODUCT, recipe: Any = None) -> dict:
-    """recipe: the one that is saved beside it, whose format says what the scales of gradients are for."""
+    """Converts state to Transformer Engine's arrays. recipe: the recipe saved with the state; its format determines the scales of gradients."""
     by_name, wanted = dict(state), _largest_gradient(recipe)
     if not by_name:
         return {}
@@ -163,8 +164,8 @@ def to_theirs(state: Sequence[Tuple[str, torch.Tensor]], sites: Sequence[str], p
             scales.append(torch.ones(kept, **_PLAIN))
             histories.append(torch.zeros(1 if history is None else history.shape[0], kept, **_PLAIN))
             if scale is not None:
-                largest = by_name.get(f"{site}.{direction}.fp8_max")  # the last backward may have been by a recipe of another format
-                is_new = not history.any() and bool((scale == 1).all())  # no amax has been seen, and the scale of no type is 1
+                largest = by_name.get(f"{site}.{direction}.fp8_max")  # the last backward may have used a recipe with another format
+                is_new = not history.any() and bool((scale == 1).all())  # no amax was recorded, and a scale of exactly 1 means initial state
                 factor = wanted / largest.item() if wanted and largest is not None and not is_new else 1.0
                 scales[-1][list(own)] = (scale.detach().cpu() * factor).clamp_(max=torch.finfo(torch.float32).max)
                 histories[-1][:, list(own)] = history.detach().cpu()

@@ -1,4 +1,4 @@
-"""Parameters that are FP8 codes alone, and show the dtype that they were made from."""
+"""Parameters that store only FP8 codes and appear with the dtype of the values they were quantised from."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class _Dequantise(torch.autograd.Function):
 
 
 class QuantizedTensor(torch.Tensor):
-    """A tensor held as codes, which looks like one of high precision."""
+    """A tensor that stores quantised codes and behaves as a high-precision tensor."""
 
 
 class Float8Tensor(sharding.Sharded, QuantizedTensor):
-    """A tensor held as FP8 codes alone, which looks like one of `dtype`.
+    """A tensor that stores only FP8 codes and behaves as a tensor of `dtype`.
 
-    Every operation that reads it reads dequantised values, and returns a plain tensor; detach(), clone() and moves to another device keep
-    the codes. Operations that write it in place, copy_() among them, quantise: with scales from the amax of what is written, whatever the
-    recipe. A view in another shape is one of values in memory of its own: writing that does not write the codes. FSDP's fully_shard() shards and
-    gathers the codes (te_fl.pytorch.fp8.sharding).
+    Every operation that reads it gets dequantised values and returns a plain tensor; detach(), clone() and moves to another device keep the codes.
+    In-place operations, including copy_(), quantise, with scales from the amax of the written values, whatever the recipe. A view with another shape
+    is a copy of the dequantised values, so writing to it does not change the codes. FSDP's fully_shard() shards and gathers the codes
+    (te_fl.pytorch.fp8.sharding).
     """
 
     def __new__(cls, codes: Codes, dtype: torch.dtype, requires_grad: bool = False) -> "Float8Tensor":
@@ -56,11 +56,11 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    __dlpack_c_exchange_api__ = None  # its memory holds no values of its dtype
+    __dlpack_c_exchange_api__ = None  # its memory does not hold values of its dtype
 
     @classmethod
     def quantised(cls, values: torch.Tensor, rules: Rules) -> "Float8Tensor":
-        """The codes of `values`, with their dtype and on their device."""
+        """Quantises `values`; the result has their dtype and device."""
         if values.dtype not in DTYPE_NAMES:
             raise Unsupported(f"Float8Tensor: the dtype {values.dtype} is not served; codes show torch.float32, torch.bfloat16 or torch.float16")
         codes = Codes.empty(rules, values.shape, values.device)
@@ -80,11 +80,11 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
     # -- Transformer Engine's names
 
     def dequantize(self, *, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-        """The values as a plain tensor; dtype: None is this tensor's."""
+        """The values as a plain tensor of the given dtype; None: this tensor's dtype."""
         return _Dequantise.apply(self, self.dtype if dtype is None else dtype)
 
     def quantize_(self, tensor: torch.Tensor) -> "Float8Tensor":
-        """Writes the codes of a tensor's values."""
+        """Quantises a tensor's values into this tensor."""
         with torch.no_grad():
             return self.copy_(tensor)
 
@@ -98,7 +98,7 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
 
     @property
     def _transpose(self) -> Optional[torch.Tensor]:
-        """The codes transposed, where a quantizer or a training forward has made them and they are of now; else None."""
+        """The transposed codes, if a quantizer or a training forward has made them and they are up to date; else None."""
         codes = self._codes
         return None if codes.columns is None or codes.columns_are_old else codes.columns.view(torch.uint8)
 
@@ -109,7 +109,7 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
     # -- te-fl's modules
 
     def _lent(self, training: bool) -> tuple:
-        """The parts for a call of a layer in C++ (layer.hpp)."""
+        """The parts for a layer's call in C++; see set_codes_class() in lent_parameter.hpp."""
         codes = self._codes
         self.__dict__.pop("_values", None)
         if training:
@@ -118,13 +118,13 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
                 SCALINGS.index(codes.rules.scaling))
 
     def _keep_initial(self, values: torch.Tensor) -> None:
-        """Gives this object the two methods by which the values that its codes were made from are had and let go."""
+        """Adds methods that return and free the high-precision values that the codes were made from."""
         self._high_precision_init_val = values
-        self._initial_writes = self._codes.writes if isinstance(self, Float8Tensor) else None  # a DTensor's shard has its own
+        self._initial_writes = self._codes.writes if isinstance(self, Float8Tensor) else None  # None for a DTensor
         self.get_high_precision_init_val = MethodType(_initial, self)
         self.clear_high_precision_init_val = MethodType(_clear_initial, self)
 
-    # -- what reads a tensor's memory itself
+    # -- access to a tensor's memory
 
     @property
     def data(self) -> "Float8Tensor":
@@ -132,14 +132,14 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Takes over another's codes, device and dtype, as Module.to() has it; values of a plain tensor are quantised."""
+        """Takes over another tensor's codes, device and dtype, as Module.to() requires; values of a plain tensor are quantised."""
         if not isinstance(value, Float8Tensor):
             value = Float8Tensor.quantised(value, self._codes.rules)
         torch.Tensor.data.__set__(self, value)
         self._codes = value._codes
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Writes part of the values, so it quantises all of them again."""
+        """Writes some of the values, which requantises all of them."""
         values = self.detach().dequantize()
         values[index] = value
         self.copy_(values)
@@ -154,7 +154,7 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
         return self._as(torch.float16)
 
     def _as(self, dtype: torch.dtype) -> torch.Tensor:
-        """A plain tensor; for Module.to() codes that show another dtype."""
+        """Converts to a plain tensor; inside of keeping_codes() keeps the codes and changes the nominal dtype."""
         return self.to(dtype) if _keeping.depth > 0 else self.dequantize(dtype=dtype)
 
     def numpy(self, **options: Any):
@@ -164,8 +164,9 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
         return self.detach().dequantize().tolist()
 
     def data_ptr(self) -> int:
-        """The address of this tensor's values of now, in memory that it keeps until a layer reads it. What is written there does not become codes;
-        address_of() has theirs."""
+        """The address of the dequantised values, in memory that lives until a layer reads this tensor. Writes to that memory do not change the codes;
+        address_of() gives the codes' address.
+        """
         return 0 if called_from(_DISTRIBUTED) else self._shown().data_ptr()
 
     def share_memory_(self) -> "Float8Tensor":
@@ -179,7 +180,7 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The storage that data_ptr() points into."""
-        if called_from(_DISTRIBUTED):  # it handles tensors without memory of their dtype by their operations
+        if called_from(_DISTRIBUTED):  # torch.distributed treats tensors without memory of their dtype by this result
             return torch.UntypedStorage(0, device=self.device)
         return self._shown().untyped_storage()
 
@@ -214,13 +215,13 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         codes = self._codes
-        data = codes.data.clone() if isinstance(codes, Rows) else codes.data  # a pickle holds all of a tensor's storage
+        data = codes.data.clone() if isinstance(codes, Rows) else codes.data  # pickling saves a tensor's whole storage, so rows are copied first
         return _rebuilt, (data.view(torch.uint8), codes.scale_inv, codes.amax, tuple(codes.rules), self.dtype, self.requires_grad,
                           getattr(self, "_is_param", False))
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory, of a Float8Tensor's codes."""
+    """The address of a tensor's memory; for a Float8Tensor the address of its codes."""
     return tensor._codes.data.data_ptr() if isinstance(tensor, Float8Tensor) else tensor.data_ptr()
 
 
@@ -228,8 +229,9 @@ _METHODS = ("get_high_precision_init_val", "clear_high_precision_init_val")
 
 
 def _initial(parameter: Float8Tensor) -> Optional[torch.Tensor]:
-    """The values on the host that the codes were made from, as long as they are kept. They are the codes' own where those have been written since,
-    as by a program that initialises weights after the module was made."""
+    """The high-precision host values that the codes were made from, if still kept. If the codes were written since, for example by an initialisation
+    after construction, the codes' own values.
+    """
     kept = getattr(parameter, "_high_precision_init_val", None)
     if kept is None or parameter._initial_writes is None or parameter._initial_writes == parameter._codes.writes:
         return kept
@@ -247,11 +249,11 @@ def _rebuilt(data, scale_inv, amax, rules, dtype, requires_grad, is_parameter) -
     return made
 
 
-_rebuilt.__module__ = "te_fl.pytorch.float8_tensor"  # the module's public name, which checkpoints hold whatever room this lies in
+_rebuilt.__module__ = "te_fl.pytorch.float8_tensor"  # the public module name, which checkpoints contain
 
 
 def _theirs(data, fp8_dtype, scale_inv, dtype, shape, transpose=None) -> Float8Tensor:
-    """Transformer Engine's tensor of this name, as its checkpoints have it."""
+    """Converts Transformer Engine's Float8Tensor of a checkpoint."""
     if int(fp8_dtype) != DType.kFloat8E4M3:
         raise DataLoss(f"a Float8Tensor {tuple(shape)} of the checkpoint holds codes of Transformer Engine's dtype {int(fp8_dtype)}; te-fl's "
                        f"parameters hold E4M3, which is {int(DType.kFloat8E4M3)}")
@@ -270,7 +272,7 @@ _keeping = _Keeping()
 
 @contextlib.contextmanager
 def keeping_codes() -> Iterator[None]:
-    """Inside, on this thread, a change of dtype changes what a tensor shows and keeps its codes, as Module.to(dtype) wants it."""
+    """While active on this thread, a dtype conversion changes only the nominal dtype and keeps the codes, as Module.to(dtype) needs."""
     _keeping.depth += 1
     try:
         yield
@@ -286,7 +288,7 @@ def _plain(value: Any) -> Any:
 
 
 def _write(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """An operation that writes some of its arguments: on dequantised values, which are quantised afterwards."""
+    """Runs an in-place operation on dequantised values, and quantises the written ones afterwards."""
     values, owners = {}, {}
 
     def plain(value: Any) -> Any:
@@ -344,7 +346,7 @@ def _to_copy(func: Callable, tensor: Float8Tensor, *, dtype: Optional[torch.dtyp
 
 
 def _new_empty(func: Callable, tensor: Float8Tensor, size: Any, **kwargs: Any) -> torch.Tensor:
-    """Codes where torch.distributed.checkpoint copies a tensor before it writes it, which then takes over those of this one; else values."""
+    """Returns codes if torch.distributed.checkpoint allocates a copy of a tensor, into which it then copies this tensor's codes; else values."""
     if tuple(size) == tuple(tensor.shape) and kwargs.get("dtype") in (None, tensor.dtype) and called_from("torch.distributed.checkpoint."):
         return Float8Tensor(Codes.empty(tensor._codes.rules, tensor.shape, torch.device(kwargs.get("device") or tensor.device)), tensor.dtype)
     return _like(func, tensor, size, **kwargs)
@@ -362,7 +364,7 @@ _OWN.update({op: _like for op in (
     _aten.new_empty_strided.default)})
 
 _native.set_codes_class(Float8Tensor)
-# torch.load(weights_only=True) may call these.
+# torch.load(weights_only=True) may call these functions.
 _TE = "transformer_engine.pytorch"
 torch.serialization.add_safe_globals([_rebuilt, (_theirs, f"{_TE}.tensor.float8_tensor._make_float8_tensor_in_reduce_ex"),
                                       (DType, f"{_TE}.constants.DType")])

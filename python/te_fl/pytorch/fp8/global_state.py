@@ -1,4 +1,4 @@
-"""Questions about the FP8 scope that a program is in, under Transformer Engine's name."""
+"""Queries of the current FP8 scope, under Transformer Engine's names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["FP8GlobalStateManager"]
 
 
 class _Missing(Unsupported, AttributeError):
-    """Machinery of Transformer Engine's that te-fl's layers do without."""
+    """Raised for parts of Transformer Engine's class that te-fl does not have."""
 
 
-# The calls by which a framework that captures CUDA graphs itself updates scales of delayed scaling around replays.
+# Calls by which a framework that captures CUDA graphs itself updates delayed scaling's scales around replays.
 _OF_CAPTURES = frozenset(("add_fp8_tensors_to_global_buffer", "is_first_fp8_module", "reduce_and_update_fp8_tensors"))
 
 
@@ -35,7 +35,7 @@ class _Questions(type):
 
 
 class FP8GlobalStateManager(metaclass=_Questions):
-    """The settings of te.autocast on this thread."""
+    """The te.autocast settings of this thread."""
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -47,37 +47,38 @@ class FP8GlobalStateManager(metaclass=_Questions):
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
-        """The recipe in force, of autocast or else of quantized_model_init; outside of both that of get_default_recipe()."""
+        """The recipe of the innermost autocast, else of quantized_model_init, else get_default_recipe()."""
         init = quantization.model_init()
         return quantization.active_recipe() or (init.recipe if init is not None else availability.get_default_recipe())
 
     @classmethod
     def get_fp8_group(cls) -> Optional[object]:
-        """autocast's amax_reduction_group; None: it was given none."""
+        """The amax_reduction_group given to autocast; None if none was given."""
         return quantization.group()
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
-        """True if modules that are made now keep their weights in FP8 alone."""
+        """True if modules constructed now store their weights as FP8 codes only."""
         return quantization.model_init() is not None
 
     @classmethod
     def with_high_precision_init_val(cls) -> bool:
-        """True if their weights keep the values that the codes were made from."""
+        """True if such weights also keep the high-precision values that the codes were made from."""
         init = quantization.model_init()
         return init is not None and init.preserve_high_precision_init_val
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
-        """True while a CUDA graph is made."""
+        """True during the capture of a CUDA graph."""
         return quantization.graph_capturing()
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
-        """For a framework that captures CUDA graphs itself: says to replays from now on if weights that are quantised already are used again.
+        """For a framework that captures CUDA graphs itself: tells later replays whether to reuse the quantised weights (skip=True) or quantise them
+        again.
 
-        To be called before the first warm-up: what is captured between pytorch.graph's set_capture_start() and set_capture_end() reads it,
-        whatever is_first_microbatch is.
+        Call it before the first warm-up. Work captured between pytorch.graph's set_capture_start() and set_capture_end() reads this flag and ignores
+        is_first_microbatch.
         """
         captures = quantization.captures
         if captures.flag is None:
@@ -86,13 +87,14 @@ class FP8GlobalStateManager(metaclass=_Questions):
 
     @classmethod
     def get_skip_fp8_weight_update_tensor(cls) -> Optional[torch.Tensor]:
-        """Returns what set_skip_fp8_weight_update_tensor() has written, F32 [1], and None before its first call."""
+        """The tensor that set_skip_fp8_weight_update_tensor() writes, F32 [1]; None before its first call."""
         return quantization.captures.flag
 
     @classmethod
     def reset(cls) -> None:
-        """Back to what the process began with, as between tests: forgets the flag of set_skip_fp8_weight_update_tensor() and a capture's start. The FP8
-        state of layers is their own and stays. FailedPrecondition inside of te.autocast or quantized_model_init, which end themselves."""
+        """Resets the process-wide settings, for example between tests: the flag of set_skip_fp8_weight_update_tensor() and the start of a capture.
+        The FP8 state of layers is kept. FailedPrecondition inside of te.autocast or quantized_model_init.
+        """
         if quantization._state.scopes or quantization.model_init() is not None:
             raise FailedPrecondition("FAILED_PRECONDITION: FP8GlobalStateManager.reset() was called inside of te.autocast or quantized_model_init, which would "
                                      "end them early; call it after their scope")

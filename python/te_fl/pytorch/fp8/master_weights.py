@@ -1,4 +1,4 @@
-"""Master weights that ranks hold in parts, cast to weights of FP8 codes that every rank holds whole, as distributed optimizers do it."""
+"""Casts master weights that are sharded over ranks to FP8 weights that every rank holds whole, as in distributed optimizers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["cast_master_weights_to_fp8", "clear_columnwise_cache", "post_all_gat
 
 
 class _Part(NamedTuple):
-    """A weight's codes, and the values of those from `start` on that this rank has, as a vector; None: it has none."""
+    """A weight's codes and this rank's flattened shard of the master values, which begins at element `start`; values=None: this rank has no shard."""
 
     codes: Codes
     values: Optional[torch.Tensor]
     start: int
-    target: Optional[torch.Tensor]  # the codes to write, where they are not the weight's own
+    target: Optional[torch.Tensor]  # the codes to write if they are not the weight's own
 
     @property
     def blocks(self) -> bool:
         return self.codes.rules.scaling != "tensor"
 
     def written(self) -> torch.Tensor:
-        """The codes that take the values."""
+        """The flattened codes that receive the values."""
         assert self.values is not None
         if self.target is not None:
             return self.target
@@ -36,7 +36,7 @@ class _Part(NamedTuple):
 
 
 def _codes_of(target: Any) -> Optional[torch.Tensor]:
-    """The codes of a shard that is a Float8Tensor, or its bytes, as a vector."""
+    """The codes of a shard, given as a Float8Tensor or as bytes, flattened."""
     if target is None:
         return None
     data = target._codes.data if isinstance(target, Float8Tensor) else target
@@ -52,7 +52,7 @@ def _part(weight: Any, master: Optional[torch.Tensor], start: Optional[int], tar
     if start is None or start < 0 or start + master.numel() > weight.numel():
         raise InvalidArgument(f"{where} {tuple(weight.shape)} has {weight.numel()} elements, and its master weight has {master.numel()} from "
                               f"start_offset {start} on; they lie within it")
-    # A weight of high precision would be rounded to its dtype first, and then to FP8 in the forward.
+    # A high-precision weight would be rounded to its dtype first, and quantised in the forward.
     values = master.detach().to(weight.device, weight.dtype).reshape(-1)
     part = _Part(weight._codes, values, start, _codes_of(target))
     if part.written().numel() != values.numel():
@@ -61,7 +61,7 @@ def _part(weight: Any, master: Optional[torch.Tensor], start: Optional[int], tar
 
 
 def _over_blocks(values: torch.Tensor) -> torch.Tensor:
-    """values [rows, columns] as [blocks down, blocks across, 128 * 128], with zeros beyond the edges."""
+    """Reshapes values [rows, columns] to [blocks down, blocks across, 128 * 128], zero-padded at the edges."""
     rows, columns = values.shape
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
     padded = torch.nn.functional.pad(values, (0, across * BLOCK - columns, 0, down * BLOCK - rows))
@@ -69,7 +69,7 @@ def _over_blocks(values: torch.Tensor) -> torch.Tensor:
 
 
 def _covering(part: _Part) -> tuple:
-    """(first, last): the rows of the whole blocks in which the values lie."""
+    """(first, last): the row range of the whole blocks that contain the values."""
     assert part.values is not None
     columns = part.codes.data.shape[1]
     first = part.start // columns // BLOCK * BLOCK
@@ -78,7 +78,7 @@ def _covering(part: _Part) -> tuple:
 
 
 def _placed(part: _Part, source: torch.Tensor) -> torch.Tensor:
-    """The rows that _covering() names, with `source` where the values lie, and zeros elsewhere."""
+    """The rows of _covering(), with `source` at the values' position and zeros elsewhere."""
     first, last = _covering(part)
     columns = part.codes.data.shape[1]
     placed = source.new_zeros((last - first) * columns)
@@ -88,7 +88,7 @@ def _placed(part: _Part, source: torch.Tensor) -> torch.Tensor:
 
 
 def _amaxes(part: _Part) -> torch.Tensor:
-    """F32 [1], or a vector with one for each block of the weight; 0 where this rank has no values."""
+    """The amax, F32 [1], or a vector with one amax per block of the weight; 0 where this rank has no values."""
     if not part.blocks:
         amax = torch.zeros(1, dtype=torch.float32, device=part.codes.data.device)
         if part.values is not None and part.values.numel():
@@ -103,20 +103,22 @@ def _amaxes(part: _Part) -> torch.Tensor:
 
 
 def _fragment(codes: Codes, data: torch.Tensor) -> Codes:
-    """Codes at `data` that share another's scale."""
+    """Codes in the memory `data` that share another tensor's scale."""
     return Codes(codes.rules, data, codes.scale_inv, codes.amax)
 
 
 def _write_tensor(part: _Part, amax: torch.Tensor) -> None:
     if part.values is not None and part.values.numel():
         _fragment(part.codes, part.written().view(1, -1)).write(part.values.view(1, -1), amax)
-    else:  # the scale is needed all the same
+    else:  # no values on this rank; the scale is still needed
         scratch = torch.empty(1, 1, dtype=torch.float8_e4m3fn, device=amax.device)
         _fragment(part.codes, scratch).write(torch.zeros(1, 1, dtype=torch.float32, device=amax.device), amax)
 
 
 def _write_blocks(part: _Part, amaxes: torch.Tensor) -> None:
-    """Codes by the op that quantises whole blocks: other ranks' values are stood for by their amax, in a place of the block that is theirs."""
+    """Quantises whole blocks with the regular op. A block's elements of other ranks are replaced by zeros, except one that is set to the block's
+    amax.
+    """
     rows, columns = part.codes.data.shape
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
     row = torch.zeros(down * across, BLOCK, dtype=torch.float32, device=amaxes.device)
@@ -141,14 +143,14 @@ def _write_blocks(part: _Part, amaxes: torch.Tensor) -> None:
 def quantize_master_weights(model_weights: Sequence[Any], master_weights: Sequence[Optional[torch.Tensor]],
                             start_offsets: Sequence[Optional[int]], group: Any,
                             fsdp_shard_model_weights: Optional[Sequence[Any]] = None, manual_post_all_gather_processing: bool = False) -> None:
-    """Casts parts of master weights to the codes of weights that each rank of `group` holds whole; the codes of other ranks' parts are for the
-    caller to gather, over `_data`.
+    """Casts shards of master weights to the codes of weights that each rank of `group` holds whole. The caller must all-gather the other ranks'
+    codes, through `_data`.
 
-    model_weights: Float8Tensors, the same on all ranks. master_weights: this rank's part of each, as a vector, or None. start_offsets: the
-    element of the weight at which the part begins. fsdp_shard_model_weights: codes, or bytes, of the parts' sizes that are written in place
-    of the weights'. Scales are of the amaxes of all ranks, which one collective finds, and the codes those of copy_() of the whole weight.
-    Transposes are made anew by the next training forward, or by post_all_gather_processing(), whatever manual_post_all_gather_processing
-    says, as long as either comes after the gathering.
+    model_weights: Float8Tensors, the same on all ranks. master_weights: this rank's flattened shard of each, or None. start_offsets: the index of the
+    shard's first element in the weight. fsdp_shard_model_weights: codes or bytes with the shards' sizes, which are written instead of the weights'
+    codes. Scales come from the amaxes over all ranks, which one collective computes; the codes equal those of copy_() of the whole weight. The
+    transposes are recomputed by the next training forward or by post_all_gather_processing(), whatever manual_post_all_gather_processing says,
+    provided that this happens after the all-gather.
     """
     targets = [None] * len(model_weights) if fsdp_shard_model_weights is None else fsdp_shard_model_weights
     lengths = {len(model_weights), len(master_weights), len(start_offsets), len(targets)}
@@ -171,12 +173,12 @@ def quantize_master_weights(model_weights: Sequence[Any], master_weights: Sequen
 
 def cast_master_weights_to_fp8(model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=None,
                                manual_post_all_gather_processing=False) -> None:
-    """The older name of quantize_master_weights()."""
+    """An older name of quantize_master_weights()."""
     quantize_master_weights(model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights, manual_post_all_gather_processing)
 
 
 def post_all_gather_processing(model_weights: Union[torch.Tensor, List[torch.Tensor]]) -> None:
-    """Makes the transposes of weights of codes that were gathered; other tensors stay as they are."""
+    """Recomputes the transposes of Float8Tensor weights after their codes were gathered; other tensors are unchanged."""
     for weight in model_weights if isinstance(model_weights, list) else [model_weights]:
         if isinstance(weight, Float8Tensor):
             weight._codes.columns_are_old = True
@@ -184,7 +186,7 @@ def post_all_gather_processing(model_weights: Union[torch.Tensor, List[torch.Ten
 
 
 def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
-    """Moves a weight's codes into other memory, uint8 of as many elements, which the weight lies in from then on."""
+    """Moves a weight's codes into the given memory, a uint8 tensor of the same number of elements, which the weight uses afterwards."""
     if not isinstance(tensor, Float8Tensor):
         raise TypeError(f"replace_raw_data: the tensor is a {type(tensor).__name__}; it is a Float8Tensor, which quantized_model_init makes")
     old = tensor._codes.data
@@ -197,6 +199,6 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
 
 
 def clear_columnwise_cache(tensor: Any) -> None:
-    """Lets the transpose of a weight's codes go; the next training forward makes it anew. A plain tensor has none."""
+    """Frees the transpose of a weight's codes; the next training forward recomputes it. No effect on a plain tensor."""
     if isinstance(tensor, Float8Tensor):
         tensor._codes.drop_columns()

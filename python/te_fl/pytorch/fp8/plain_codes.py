@@ -1,4 +1,4 @@
-"""FP8 weights in files of plain tensors, as safetensors: codes under the weight's name, and what they are scaled by beside them."""
+"""FP8 weights in files of plain tensors such as safetensors: the codes under the weight's name, the scales under derived names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from te_fl.pytorch.fp8.codes import Codes, Rules
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 
 _CODES = torch.float8_e4m3fn
-_SCALE, _AMAX = "_scale_inv", "_amax"  # behind the weight's name
+_SCALE, _AMAX = "_scale_inv", "_amax"  # suffixes of the weight's name
 
 
 class _Saving(threading.local):
@@ -26,11 +26,11 @@ _saving = _Saving()
 
 @contextlib.contextmanager
 def saving_codes() -> Iterator[None]:
-    """Inside, on this thread, state_dict() has FP8 weights as plain tensors, which every file format holds bit for bit.
+    """While active on this thread, state_dict() returns FP8 weights as plain tensors, which every file format stores bit for bit.
 
-    A weight is its codes, float8_e4m3fn, and <name>_scale_inv and <name>_amax stand beside it. load_state_dict() takes them anywhere, into a
-    module of FP8 weights as they are and into one of high precision as values. Outside, a Float8Tensor in a state_dict() is one, and a file of
-    plain tensors has its values in the dtype that it shows, whose scale is found anew when they are loaded.
+    A weight becomes its codes, float8_e4m3fn, with <name>_scale_inv and <name>_amax next to it. load_state_dict() accepts these anywhere: a module
+    with FP8 weights takes the codes unchanged, and a high-precision module takes the values. Outside of this scope, state_dict() contains
+    Float8Tensors; a file of plain tensors then stores dequantised values, whose scale is recomputed on loading.
     """
     _saving.depth += 1
     try:
@@ -40,7 +40,7 @@ def saving_codes() -> Iterator[None]:
 
 
 def divide(state: Dict[str, Any], prefix: str, parameters: Dict[str, Any]) -> None:
-    """Inside of saving_codes(): puts codes and scales in the place of the FP8 weights among a module's parameters."""
+    """Inside of saving_codes(): replaces the FP8 weights in a module's state by codes and scales."""
     if _saving.depth == 0:
         return
     for name, parameter in parameters.items():
@@ -54,7 +54,7 @@ def divide(state: Dict[str, Any], prefix: str, parameters: Dict[str, Any]) -> No
 
 
 def join(state: Dict[str, Any], prefix: str, parameters: Dict[str, Any]) -> None:
-    """Puts Float8Tensors in the place of the codes and scales that divide() has made for these parameters."""
+    """Replaces the codes and scales that divide() has made for these parameters by Float8Tensors."""
     for name, parameter in parameters.items():
         key = prefix + name
         data = state.get(key)

@@ -1,4 +1,4 @@
-"""FP8 scopes, with Transformer Engine's names."""
+"""FP8 scopes: autocast and quantized_model_init, with Transformer Engine's names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from te_fl.pytorch.runtime.refuse import hides_misspelt, misspelling, refuse
 
 
 class ModelInit(NamedTuple):
-    """The settings of quantized_model_init() for the modules that are made inside."""
+    """The quantized_model_init() settings for modules constructed inside of it."""
 
     recipe: Recipe
     native_recipe: dict
@@ -30,7 +30,7 @@ class ModelInit(NamedTuple):
 class _State(threading.local):
     def __init__(self):
         self.scopes = []
-        self.last: Optional[_Scope] = None  # the scope that autocast() made last: programs mostly enter the same one again
+        self.last: Optional[_Scope] = None  # the scope that autocast() made last, for reuse: programs mostly enter equal scopes
         self.model_init: Optional[ModelInit] = None
 
 
@@ -38,15 +38,15 @@ _state = _State()
 
 
 def notice(module: Any) -> int:
-    """For a module whose forward begins: notes the recipe for its state, and returns the thread whose gradients' scales are updated when
-    the backward of this forward ends (delayed scaling), else 0.
+    """Called when a module's forward begins. Records the recipe for the module's FP8 state. Returns the id of the thread whose gradient scales are
+    updated when this forward's backward ends (delayed scaling), else 0.
 
-    A forward that runs again inside a backward, as PyTorch's checkpoint has it, but outside of the autocast that it first ran in, would
-    compute in high precision what was computed in FP8: its gradients would be of another function. It runs in first_autocast(), or is refused.
+    PyTorch's checkpoint reruns a forward inside of a backward, outside of the autocast of the first run. The rerun would compute in high precision,
+    and its gradients would belong to another function. Such a rerun uses first_autocast(), or is refused.
     """
     scopes = _state.scopes
     if scopes:
-        scope, own = scopes[-1], module.__dict__  # attributes of modules that PyTorch's own way of setting them need not look at
+        scope, own = scopes[-1], module.__dict__  # reads __dict__ directly, which is faster than nn.Module's attribute access
         if own["_in_fp8"] and own["_recipe"] is not scope.recipe and own["_recipe"] != scope.recipe:
             own["_several_recipes"] = True
         own["_recipe"], own["_in_fp8"] = scope.recipe, scope.enabled
@@ -63,12 +63,12 @@ def notice(module: Any) -> int:
 
 
 def _quantises(module: Any) -> bool:
-    """True if the module's last forward in an autocast had something to compute in FP8: norms have not, and attention has it by few recipes."""
+    """True if the module's last forward in an autocast had something to quantise: norms never do, and attention does with few recipes."""
     return bool(getattr(module, "_sites", True)) and (not getattr(module, "_attends", False) or attends(module._recipe))
 
 
 def _ambiguity(module: Any) -> str:
-    """Says why a forward cannot run again in its first run's autocast; empty if it can."""
+    """The reason why a rerun cannot use the first run's autocast; empty if it can."""
     if "_several_recipes" in module.__dict__:
         return ", and it ran by several recipes, of which any may have been that forward's"
     if isinstance(module._recipe, DelayedScaling):
@@ -77,16 +77,18 @@ def _ambiguity(module: Any) -> str:
 
 
 def first_autocast(module: Any) -> Optional[_Scope]:
-    """For a module whose forward begins: an autocast like that of its first run, if a backward runs it again outside of that and the recipe is the
-    only one that it can have been. None: the forward runs as it is called, or notice() refuses it."""
+    """Called when a module's forward begins. Returns an autocast equal to the first run's, if a backward reruns the forward outside of that autocast
+    and only one recipe is possible. None: the forward runs as called, or notice() refuses it.
+    """
     if _state.scopes or not module.__dict__.get("_in_fp8", False) or torch._C._current_graph_task_id() < 0:
         return None
     return None if not _quantises(module) or _ambiguity(module) else autocast(recipe=module._recipe)
 
 
 class reusing_weights:
-    """In an autocast: modules that are not told is_first_microbatch take it from `flag`, F32 [1] on the device, when the work runs: quantised
-    weights are used again where it is not 0. None: has no effect."""
+    """Inside of an autocast: modules called without is_first_microbatch take it from `flag`, F32 [1] on the device, which is read when the work runs.
+    Nonzero means that quantised weights are reused. None: no effect.
+    """
 
     def __init__(self, flag: Optional[torch.Tensor]):
         self._flag = flag
@@ -105,10 +107,10 @@ def reused_weights() -> Optional[torch.Tensor]:
 
 
 class Captures:
-    """CUDA graphs that a framework makes itself, of the process, as one is captured at a time.
+    """State of CUDA graph captures that a framework makes itself. Process-wide, since only one graph is captured at a time.
 
-    started: True from graph_state.set_capture_start() to set_capture_end(). flag: F32 [1] that the framework writes between replays; in what it captures
-    weights that are quantised already are used again where it is not 0. None: there is none.
+    started: True from graph_state.set_capture_start() to set_capture_end(). flag: F32 [1] that the framework writes between replays; nonzero means
+    that captured layers reuse their quantised weights. None: no flag.
     """
 
     started = False
@@ -119,13 +121,14 @@ captures = Captures()
 
 
 def graph_capturing() -> bool:
-    """True while a framework makes a CUDA graph, warm-ups included, and while the current stream is captured."""
+    """True while a framework makes a CUDA graph, including warm-up runs, and while the current stream is being captured."""
     return captures.started or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def captured_first(first: Any) -> Any:
-    """is_first_microbatch of a forward where captures.flag is set: the flag in FP8 while a graph is made, whatever the program says, as a replay repeats
-    what was said then."""
+    """is_first_microbatch of a forward when captures.flag is set. In FP8 during a capture this is the flag, whatever the program passes, since a
+    replay would repeat the captured value.
+    """
     return captures.flag if not isinstance(first, torch.Tensor) and enabled() and graph_capturing() else first
 
 
@@ -134,7 +137,7 @@ def enabled() -> bool:
 
 
 def delays() -> bool:
-    """True if modules have scales of delayed scaling here: in an autocast that computes or calibrates by it."""
+    """True inside of an autocast that computes or calibrates with delayed scaling."""
     return bool(_state.scopes) and _state.scopes[-1].delayed
 
 
@@ -148,13 +151,13 @@ def group() -> Optional[Any]:
 
 
 def active_recipe() -> Optional[Recipe]:
-    """The recipe of the innermost autocast, the very object that it took."""
+    """The recipe object of the innermost autocast."""
     recipe = _state.scopes[-1].recipe if _state.scopes else None
     return get_default_recipe() if recipe is _default_recipe else recipe
 
 
 class _Scope(_native.Scope):
-    """The result of autocast(): opened and closed in one step of the interpreter each, so that an interrupt leaves none open."""
+    """The result of autocast(). Entered and exited by C functions, so that KeyboardInterrupt cannot leave a scope half open."""
 
     reuse_weights: Optional[torch.Tensor] = None  # see reusing_weights
     _open, _close, _thread = _native.begin_autocast, _native.end_autocast, _state
@@ -166,7 +169,7 @@ class _Scope(_native.Scope):
         self._arguments, self._entered = (enabled, calibrating, native, amax_reduction.reduction_of if reduces else None, group), []
 
     def __call__(self, function):
-        """As a decorator: each call runs in a scope of its own."""
+        """Decorates a function: each call runs in a scope of its own."""
         @functools.wraps(function)
         def wrapped(*args, **kwargs):
             with self:
@@ -176,7 +179,7 @@ class _Scope(_native.Scope):
 
 
 class _GraphScope:
-    """The scope in a function that torch.compile compiles: Dynamo reads its methods."""
+    """An autocast in a function compiled by torch.compile; Dynamo traces its methods."""
 
     def __init__(self, *settings: Any):
         self._given, self._entered = settings, []
@@ -203,14 +206,14 @@ class _GraphScope:
 @hides_misspelt
 def autocast(enabled: bool = True, calibrating: bool = False, recipe: Optional[Recipe] = None, amax_reduction_group: Optional[Any] = None,
              _graph: bool = False, **misspelt: NoReturn):
-    """Module forwards on this thread compute in FP8 by `recipe` inside: with te.autocast(recipe=DelayedScaling()): ...
+    """Modules' forwards on this thread compute in FP8 by `recipe` inside: with te.autocast(recipe=DelayedScaling()): ...
 
-    enabled: False computes in high precision. calibrating: with enabled=False and delayed scaling, collects amaxes and sets scales.
-    recipe: of te_fl.common.recipe; None: that of get_default_recipe(). A recipe that te-fl does not serve is te_fl.errors.Unsupported
-    here, naming the field. amax_reduction_group: the process group whose ranks have the same scales, those of their largest amaxes, by
-    delayed scaling with reduce_amax; None: torch.distributed's default group, if that is initialised. Its ranks reduce at the end of the
-    outermost autocast and of each backward, so they all come there; see docs/pytorch.md. Backward needs no scope. The result is a context
-    manager, which may be entered again and by several threads at a time, and a decorator.
+    enabled: False computes in high precision. calibrating: with enabled=False and delayed scaling, records amaxes and sets scales. recipe: of
+    te_fl.common.recipe; None: get_default_recipe(). A recipe that te-fl does not support raises te_fl.errors.Unsupported here, naming the field.
+    amax_reduction_group: with delayed scaling and reduce_amax, the process group whose ranks share scales, computed from the ranks' largest amaxes;
+    None: torch.distributed's default group, if initialised. Its ranks reduce at the end of the outermost autocast and of each backward, so all ranks
+    must reach these points; see docs/pytorch.md. The backward needs no scope. The result is a context manager and a decorator. It is reusable, also
+    by several threads at a time.
     """
     if misspelt:
         raise misspelling(autocast, misspelt)
@@ -223,7 +226,7 @@ def autocast(enabled: bool = True, calibrating: bool = False, recipe: Optional[R
                          "amax_compute_algo='max' or 'most_recent' and no scaling_factor_compute_algo, or leave fullgraph=True out")
         return _GraphScope(enabled, calibrating, chosen, native, amax_reduction_group)
     chosen = _default_recipe if recipe is None else recipe
-    native = native_of(chosen) if enabled or calibrating else None  # another object once a field of the recipe has changed
+    native = native_of(chosen) if enabled or calibrating else None  # a changed field of the recipe gives another object
     last = _state.last
     if (last is not None and last.native is native and last.recipe is chosen and last.enabled is enabled and last.calibrating is calibrating
             and amax_reduction_group is None and last.reuse_weights is None):
@@ -243,7 +246,7 @@ _warned = False
 @hides_misspelt
 def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe: Optional[Recipe] = None, fp8_group: Optional[Any] = None,
                  _graph: bool = False, **misspelt: NoReturn):
-    """The older name of autocast()."""
+    """An older name of autocast()."""
     if misspelt:
         raise misspelling(fp8_autocast, misspelt)
     global _warned
@@ -256,7 +259,7 @@ def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe: Op
 
 
 def model_init() -> Optional[ModelInit]:
-    """The settings of the innermost quantized_model_init() on this thread; None: modules keep their weights in high precision."""
+    """The settings of the innermost quantized_model_init() on this thread; None: modules keep high-precision weights."""
     return _state.model_init
 
 
@@ -273,11 +276,11 @@ def _making_codes(settings: Optional[ModelInit]) -> Iterator[None]:
 @hides_misspelt
 def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False,
                          **misspelt: NoReturn) -> contextlib.AbstractContextManager:
-    """Modules made inside hold the weights of their products as FP8 codes alone (te_fl.pytorch.float8_tensor.Float8Tensor).
+    """Modules constructed inside store the weights of their products as FP8 codes only (te_fl.pytorch.float8_tensor.Float8Tensor).
 
-    enabled: False makes modules as outside of all such scopes. recipe: says how codes are scaled; None: that of get_default_recipe(). A
-    recipe that te-fl does not serve is te_fl.errors.Unsupported. preserve_high_precision_init_val: a weight's get_high_precision_init_val()
-    is what its codes were made from, on the host, until its clear_high_precision_init_val().
+    enabled: False constructs modules as outside of all such scopes. recipe: determines the scaling of the codes; None: get_default_recipe(). A recipe
+    that te-fl does not support raises te_fl.errors.Unsupported. preserve_high_precision_init_val: a weight's get_high_precision_init_val() returns
+    the values that its codes were made from, on the host, until its clear_high_precision_init_val().
     """
     if misspelt:
         raise misspelling(quantized_model_init, misspelt)
@@ -290,7 +293,7 @@ def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, 
 @hides_misspelt
 def fp8_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False,
                    **misspelt: NoReturn):
-    """The older name of quantized_model_init()."""
+    """An older name of quantized_model_init()."""
     if misspelt:
         raise misspelling(fp8_model_init, misspelt)
     warnings.warn("fp8_model_init is the older name of quantized_model_init, which takes the same arguments", DeprecationWarning, stacklevel=2)

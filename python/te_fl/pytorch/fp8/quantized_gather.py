@@ -1,4 +1,4 @@
-"""All-gather of tensors that may be FP8 codes, whose codes travel."""
+"""All-gather of tensors. For Float8Tensors, the codes are transferred."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ __all__ = ["gather_along_first_dim"]
 
 
 def _gathered_codes(inp: Float8Tensor, group: Any, ranks: int) -> Float8Tensor:
-    """The ranks' rows as one tensor. Codes scaled by tensor have the same scale on all ranks, as Transformer Engine takes for granted too;
-    scales of blocks are gathered."""
+    """Concatenates the ranks' rows. Per-tensor scales must be equal on all ranks, as Transformer Engine assumes too; block scales are gathered."""
     codes = inp._codes
     rows, columns = codes.data.shape
     made = Codes.empty(codes.rules, torch.Size((ranks * rows, columns)), codes.data.device)
@@ -36,10 +35,10 @@ def _gathered_codes(inp: Float8Tensor, group: Any, ranks: int) -> Float8Tensor:
 def gather_along_first_dim(inp: torch.Tensor, process_group: Any, async_op: bool = False, quantizer: Optional[Any] = None,
                            output_tensor: Optional[torch.Tensor] = None,
                            external_coalescing: bool = False) -> Tuple[torch.Tensor, Optional[Any]]:
-    """(the tensors of all ranks, one after the other along the first dimension; with async_op a Work to wait for).
+    """Returns (the tensors of all ranks, concatenated along the first dimension; with async_op a Work to wait for).
 
-    A Float8Tensor's codes are gathered, and waited for. external_coalescing: the caller has several gathers in one of PyTorch's coalescing
-    managers, which this opens none of anyway.
+    A Float8Tensor's codes are gathered synchronously. external_coalescing: the caller runs several gathers in one of PyTorch's coalescing managers.
+    It has no effect, because this function never opens such a manager.
     """
     if quantizer is not None:
         raise Unsupported(f"gather_along_first_dim: quantizer = {quantizer!r} is not served; gather a Float8Tensor, or values")

@@ -1,4 +1,4 @@
-"""Builders of Float8Tensor, with Transformer Engine's names."""
+"""Quantizers, which construct Float8Tensors, with Transformer Engine's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quant
 
 
 class _Quantise(torch.autograd.Function):
-    """The gradient passes as it is."""
+    """Quantises; the backward passes the gradient unchanged (straight-through)."""
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, quantizer: "Quantizer") -> Float8Tensor:
@@ -33,10 +33,10 @@ class _Quantise(torch.autograd.Function):
 
 
 class Quantizer:
-    """Makes tensors of E4M3 codes out of values in high precision: quantizer(tensor). Derived classes say how the scale is found.
+    """Base class: quantizer(tensor) quantises high-precision values to a tensor of E4M3 codes. Derived classes determine the scale.
 
-    rowwise: the codes in the tensor's own order, which te-fl's tensors always have. columnwise: with their transpose too, which products read that
-    run along the other dimension; of matrices alone. te-fl's tensors hold E4M3.
+    rowwise: codes in the tensor's own order, which te-fl's tensors always have. columnwise: also the transpose, for products along the other
+    dimension; matrices only.
     """
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
@@ -48,7 +48,7 @@ class Quantizer:
             raise refuse(type(self).__name__, "fp8_dtype", self.dtype.name, "a Float8Tensor of te-fl's holds E4M3; quantise E5M2 with te_fl.ops.quantize")
 
     def set_usage(self, *, rowwise: Optional[bool] = None, columnwise: Optional[bool] = None) -> None:
-        """None leaves an order as it is."""
+        """Sets the copies to make; None leaves a setting unchanged."""
         if rowwise is not None and not rowwise:
             raise refuse(type(self).__name__, "rowwise", False, "a Float8Tensor has its codes in its own order; give rowwise=True")
         if columnwise is not None:
@@ -66,11 +66,11 @@ class Quantizer:
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
-        """False for tensors whose shape or dtype is refused."""
+        """False for tensors whose shape or dtype cannot be quantised."""
         return inp.dtype in DTYPE_NAMES and (inp.dim() == 2 or (inp.dim() > 0 and not self.columnwise_usage))
 
     def quantize(self, tensor: torch.Tensor, *, out: Optional[QuantizedTensor] = None, dtype: Optional[torch.dtype] = None) -> Float8Tensor:
-        """A tensor that shows `dtype` (None: the values' own), or `out`, which is written."""
+        """Quantises into a new tensor with nominal dtype `dtype` (None: the values' dtype), or into `out`."""
         if out is not None:
             return self.update_quantized(tensor, out)
         return _Quantise.apply(tensor if dtype is None else tensor.to(dtype), self)
@@ -82,7 +82,7 @@ class Quantizer:
         return [self.quantize(tensor) for tensor in list_of_tensors]
 
     def update_quantized(self, src: torch.Tensor, dst: QuantizedTensor, *, noop_flag: Optional[torch.Tensor] = None) -> Float8Tensor:
-        """Writes the codes of src, of dst's shape, into dst."""
+        """Quantises src into dst, which has the same shape."""
         if noop_flag is not None:
             raise refuse(type(self).__name__, "noop_flag", "a tensor", "call it where something is to be written")
         if not isinstance(dst, Float8Tensor) or dst._codes.rules.scaling != self._rules().scaling or dst.shape != src.shape:
@@ -95,7 +95,7 @@ class Quantizer:
 
     def make_empty(self, shape: Iterable[int], *, dtype: torch.dtype = torch.float32, device: Union[torch.device, str, None] = None,
                    requires_grad: bool = False, pin_memory: bool = False) -> Float8Tensor:
-        """A tensor of zeros to be written. device: None is the default one."""
+        """A tensor of zeros, to be written later. device: None is the default device."""
         if pin_memory:
             raise refuse(type(self).__name__, "pin_memory", True, "leave it out")
         made = self._empty(torch.Size(shape), dtype, device_of(device))
@@ -123,9 +123,9 @@ class Quantizer:
 
 
 class Float8Quantizer(Quantizer):
-    """By a scale that is given, F32 [1], as delayed scaling finds it from earlier values. amax, F32 [1], becomes the largest magnitude so far.
+    """Quantises with a given scale, F32 [1], such as delayed scaling computes from earlier values. amax, F32 [1], is updated to the running maximum.
 
-    What is written into the tensor in place later is quantised by its own amax; update_quantized() goes by the scale.
+    Later in-place writes to the tensor use the written values' own amax; update_quantized() uses this scale.
     """
 
     def __init__(self, scale: torch.Tensor, amax: torch.Tensor, fp8_dtype: Any, *, rowwise: bool = True, columnwise: bool = True) -> None:
@@ -137,11 +137,11 @@ class Float8Quantizer(Quantizer):
         self.scale, self.amax = scale, amax
 
     def copy(self) -> "Float8Quantizer":
-        """Another one with the same scale and amax."""
+        """A quantizer with the same scale and amax tensors."""
         return Float8Quantizer(self.scale, self.amax, self.dtype, columnwise=self.columnwise_usage)
 
     def calibrate(self, tensor: torch.Tensor) -> None:
-        """amax becomes the largest magnitude of the tensor."""
+        """Sets amax to the largest magnitude of the tensor."""
         if tensor.numel():
             self.amax.copy_(tensor.detach().abs().amax().float().view_as(self.amax))
 
@@ -156,7 +156,9 @@ class Float8Quantizer(Quantizer):
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
-    """By the largest magnitude of the values themselves. device, use_existing_amax, scale and amax have no effect, as in Transformer Engine."""
+    """Quantises with the largest magnitude of the values themselves. device, use_existing_amax, scale and amax have no effect, as in Transformer
+    Engine.
+    """
 
     def __init__(self, fp8_dtype: Any, device: Any = None, *, rowwise: bool = True, columnwise: bool = True, use_existing_amax: bool = False,
                  with_amax_reduction: bool = False, amax_reduction_group: Optional[Any] = None, force_pow_2_scales: bool = False,
@@ -179,7 +181,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
 
 class Float8BlockQuantizer(Quantizer):
-    """By the largest magnitude of each block of 128 x 128."""
+    """Quantises with the largest magnitude of each block of 128 x 128."""
 
     def __init__(self, fp8_dtype: Any, *, rowwise: bool, columnwise: bool, amax_epsilon: float = 0.0, force_pow_2_scales: bool = True,
                  block_scaling_dim: int = 2) -> None:

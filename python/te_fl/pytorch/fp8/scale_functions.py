@@ -1,4 +1,4 @@
-"""Functions of a program's that compute the amaxes and scales of delayed scaling, as te-fl's layers call them."""
+"""User-defined functions for the amaxes and scales of delayed scaling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _newest(history: torch.Tensor) -> torch.Tensor:
 
 
 def native_of(functions: Functions) -> Any:
-    """The object by which _native's recipes hold the functions, the same at each call."""
+    """The _native object for the functions; each call with equal functions returns the same object."""
     if functions.native is not None:
         return functions.native
     recipe = functions.recipe

@@ -1,4 +1,4 @@
-"""Weights that were made without memory, sharded, and get their values where they are, as codes."""
+"""Initialisation of sharded weights that were created on the meta device: each rank initialises its shard and quantises it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from te_fl.pytorch.fp8.shards import Shard, divides
 
 
 def is_sharded(param: Any) -> bool:
-    """True for a DTensor, without importing what they need."""
+    """True for a DTensor; does not import DTensor."""
     return hasattr(param, "_local_tensor")
 
 
@@ -23,8 +23,9 @@ def _has_scales(param: Any, rules: Rules) -> bool:
 
 
 def initialise(param: Any, rules: Rules, init: Callable) -> Tuple[Any, torch.Tensor]:
-    """(the DTensor to have in param's place, this rank's values): init draws them, and they become codes, unless the ranks divide blocks. All
-    ranks call it."""
+    """Returns (the DTensor that replaces param, this rank's values). init draws the values, which are quantised unless a shard boundary splits a
+    block. All ranks must call it.
+    """
     values = torch.empty_like(param.detach())
     init(values)
     mine, local = values._local_tensor, param._local_tensor

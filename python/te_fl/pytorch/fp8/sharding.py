@@ -1,6 +1,7 @@
-"""Weights of FP8 codes under torch.distributed: FSDP divides them and gathers their codes, and checkpoints read and write their rows.
+"""Weights of FP8 codes with torch.distributed: FSDP shards them and gathers their codes, and checkpoints read and write their rows.
 
-A view of a Float8Tensor in another shape is one of values. Where torch.distributed takes it, and of what that has made, a view is of codes.
+A view of a Float8Tensor with another shape normally consists of dequantised values. For torch.distributed's own calls, and for views made by them, it
+consists of codes.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _new_zeros(func: Callable, tensor: Any, size: Sequence[int], **kwargs: Any) 
 
 
 def _view(func: Callable, tensor: Any, size: Sequence[int]) -> Any:
-    if tuple(size) == tuple(tensor.shape):  # as DTensor.to_local() has it
+    if tuple(size) == tuple(tensor.shape):  # as DTensor.to_local() calls it
         return _like(tensor, tensor._codes)
     if isinstance(tensor._codes, (Rows, Shard)) and tuple(size) in ((-1,), (tensor.numel(),)):
         return _like(tensor, Flat(tensor._codes))
@@ -97,13 +98,16 @@ OPERATIONS = {_aten.split.Tensor: _split, _aten.slice.Tensor: _slice, _aten.new_
 
 
 def copies_codes(to: Codes, source: Codes) -> bool:
-    """True if codes of the same shape and scaling may be taken over as they are: the scale of rows is that of others too."""
+    """True if codes of the same shape and scaling may be copied unchanged. For a row slice, which shares its scale with
+    other rows, only callers that also copy the other rows may do so: FSDP, checkpoints and torch.distributed._shard.
+    """
     return not isinstance(to, Rows) or to.alone or called_from(*_WRITERS)
 
 
 def check_write(to: Codes) -> None:
-    """Refuses values that a checkpoint writes part by part into a shard whose scale is already all ranks': they are read in another order on
-    each rank, so no amax can be taken over the ranks."""
+    """Refuses values that a checkpoint writes piecewise into a shard whose scale is already common to all ranks: ranks read the pieces in different
+    orders, so the amax cannot be reduced over the ranks.
+    """
     whole = to.whole if isinstance(to, Rows) else to
     if isinstance(whole, Shard) and whole.group is not None and whole.rules.scaling == "tensor" and called_from(_CHECKPOINT):
         raise Unsupported("torch.distributed.checkpoint loads values of high precision into a sharded weight of FP8 codes that was gathered "
@@ -111,20 +115,20 @@ def check_write(to: Codes) -> None:
 
 
 def note_copy(made: Codes, source: Codes) -> None:
-    """A shard that FSDP keeps on the host is copied for each all-gather: what the copy learns from it, the shard is to learn."""
+    """Links a copy to its source shard. FSDP copies a host shard for each all-gather, and what the copy learns there must reach the shard."""
     made, source = (codes.whole if isinstance(codes, Rows) else codes for codes in (made, source))
     if isinstance(made, Shard) and isinstance(source, Shard) and made.data.device != source.data.device and called_from(_FSDP):
         made.source = source
 
 
 class Sharded:
-    """The part of Float8Tensor that FSDP calls on a shard."""
+    """The methods of Float8Tensor that FSDP calls on a shard."""
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: torch.Size, outer_stride: Tuple[int, ...], module: Any, mp_policy: Any) -> tuple:
-        """(the tensors to gather, what fsdp_post_all_gather() needs besides): this rank's codes, and the scales of its blocks."""
+        """Returns (the tensors to gather, metadata for fsdp_post_all_gather()): this rank's codes, and its block scales."""
         codes = self._codes
         shard = codes.whole if isinstance(codes, Rows) else codes
-        if not isinstance(shard, Shard):  # another tensor was put in the shard's place
+        if not isinstance(shard, Shard):  # another tensor has replaced the shard
             made = Shard(shard.rules, shard.data, shard.scale_inv, shard.amax)
             self._codes = shard = made
         shard.join(mesh)
@@ -133,8 +137,9 @@ class Sharded:
 
     def fsdp_post_all_gather(self, all_gather_outputs: Tuple[torch.Tensor, ...], metadata: tuple, param_dtype: torch.dtype, *,
                              out: Optional[Any] = None) -> Optional[tuple]:
-        """(the weight of the gathered codes, the tensors whose memory FSDP frees and makes with it). out: the weight of an earlier gathering,
-        which takes the codes over."""
+        """Returns (the weight of the gathered codes, the tensors whose memory FSDP frees and reallocates with it). out: the weight of an earlier
+        all-gather, into which the codes are copied.
+        """
         rules, scale_inv, amax = metadata
         data, *blocks = all_gather_outputs
         data = data.view(torch.float8_e4m3fn)
@@ -144,7 +149,7 @@ class Sharded:
             return type(self)(Gathered(rules, data, scales, None if amax is None else amax.clone(), memory), param_dtype), memory
         codes = out._codes
         codes.columns_are_old = True
-        if not blocks:  # those of one rank's blocks are not gathered
+        if not blocks:  # with one rank, block scales are not gathered
             codes.scale_inv.copy_(scale_inv)
         if amax is not None:
             codes.amax.copy_(amax)

@@ -1,4 +1,4 @@
-"""Rows of FP8 codes: a rank's shard of a weight, the whole that FSDP gathers from shards, and slices of either."""
+"""Rows of FP8 codes: a rank's shard of a weight, the whole weight that FSDP gathers from the shards, and slices of either."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from te_fl.pytorch.fp8.codes import BLOCK, Codes, Rules
 
 
 def divides(rules: Rules, rows: int, each: int) -> bool:
-    """True if parts of so many rows of codes [rows, ..] have scales of their own: those scaled by tensor share one, and a block of 128 rows is not
-    divided."""
+    """True if shards of `each` rows can be quantised separately: with per-tensor scaling always, and with block scaling if no block of 128 rows is
+    split.
+    """
     return rules.scaling == "tensor" or each >= rows or (each % BLOCK == 0 and rows % each == 0)
 
 
 def apart(rules: Rules, rows: int, start: int, stop: int) -> bool:
-    """True if rows [start, stop) of codes with so many rows divide no block."""
+    """True if the row range [start, stop) of codes with `rows` rows splits no block."""
     return rules.scaling == "tensor" or (start % BLOCK == 0 and (stop % BLOCK == 0 or stop == rows))
 
 
 class Rows(Codes):
-    """Rows from `start` of other codes, in their memory. Writing values gives the others' scale anew, so it writes all of them. alone: the
-    others' further rows are padding."""
+    """A slice, from row `start`, of other codes, in their memory. Writing values changes the scale of the whole, so it rewrites all rows. alone: the
+    remaining rows of the whole are padding.
+    """
 
     __slots__ = ("whole", "start", "alone")
 
@@ -34,7 +36,7 @@ class Rows(Codes):
         self.whole, self.start, self.alone = whole, start, alone
 
     def in_whole(self, values: torch.Tensor) -> torch.Tensor:
-        """The values of all rows, those of these rows replaced."""
+        """The values of the whole, with these rows replaced."""
         all_values = self.whole.read(torch.float32)
         all_values[self.start:self.start + self.data.shape[0]] = values
         return all_values
@@ -43,7 +45,7 @@ class Rows(Codes):
         self.whole.write(self.in_whole(values), amax)
 
     def copy_(self, other: Codes) -> None:
-        """Takes over other codes as they are. Where the others are not `alone`, theirs must get the same scale by further copies."""
+        """Copies codes unchanged. Unless `alone`, the remaining rows must receive codes with the same scale by further copies."""
         super().copy_(other)
         if isinstance(self.whole, Shard):
             self.whole.unrounded = None
@@ -53,7 +55,7 @@ class Rows(Codes):
 
 
 class Flat(Codes):
-    """Other codes seen as a vector, for FSDP, which keeps one beside each shard."""
+    """Other codes viewed as a vector. FSDP keeps one for each shard."""
 
     __slots__ = ("whole",)
 
@@ -72,10 +74,10 @@ class Flat(Codes):
 
 
 class Shard(Codes):
-    """The rows of a weight that a rank holds, of as many on every rank; the last ones may be padding, which is zeros.
+    """One rank's shard of a weight's rows, with the same number of rows on every rank; the last rows may be zero padding.
 
-    Codes scaled by tensor have one scale on all ranks: each write of values takes its amax over the ranks of `group`, so every rank makes it.
-    Before the first all-gather the group is not known; what is written until then is kept as it was given, and quantised there.
+    With per-tensor scaling, one scale is common to all ranks: each write of values reduces its amax over `group`, so every rank must make the same
+    writes. Before the first all-gather the group is unknown; values written until then are kept unquantised, and quantised at that point.
     """
 
     __slots__ = ("group", "device", "unrounded", "source")
@@ -83,13 +85,13 @@ class Shard(Codes):
     def __init__(self, rules: Rules, data: torch.Tensor, scale_inv: torch.Tensor, amax: Optional[torch.Tensor]):
         super().__init__(rules, data, scale_inv, amax)
         self.group: Any = None
-        self.device: Optional[torch.device] = None  # that the group's collectives read
+        self.device: Optional[torch.device] = None  # the device of the group's collectives
         self.unrounded: Optional[torch.Tensor] = None
-        self.source: Optional["Shard"] = None  # that this is a copy of, for one all-gather from the host's memory
+        self.source: Optional["Shard"] = None  # the shard that this one is a copy of, for one all-gather of a shard in host memory
 
     @classmethod
     def like(cls, other: Codes, rows: int) -> "Shard":
-        """Room for rows of other codes, with their scale and rank's group; all of them zero."""
+        """A shard of zeros for `rows` rows of other codes, with their scale and the same group."""
         made = cls.empty(other.rules, torch.Size((rows, other.data.shape[1])), other.data.device)
         made.data.zero_()
         if made.rules.scaling == "tensor":
@@ -115,8 +117,9 @@ class Shard(Codes):
         self.unrounded = None
 
     def join(self, mesh: Any) -> None:
-        """Learns from the mesh along which FSDP shards who else holds rows. The ranks' scales are made one, where they were not: each rank may
-        have drawn its own weights, or loaded its own rows. All ranks call it, before each all-gather."""
+        """Learns the ranks that hold the other shards from FSDP's mesh. Makes the ranks' scales equal, since each rank may have initialised or loaded
+        its own rows. All ranks call it, before each all-gather.
+        """
         if self.group is not None or self.rules.scaling != "tensor":
             return
         if self.source is not None:
@@ -142,7 +145,9 @@ class Shard(Codes):
 
 
 class Gathered(Codes):
-    """The weight of all ranks' shards, in memory that FSDP frees after its use; with it goes the transpose, which FSDP has in `memory`."""
+    """The whole weight gathered from all ranks' shards, in memory that FSDP frees after use. The transpose, which FSDP lists in `memory`, is freed
+    too.
+    """
 
     __slots__ = ("memory",)
 
@@ -162,7 +167,7 @@ class Gathered(Codes):
 
 
 def write_all(pairs: List[Tuple[Codes, torch.Tensor]]) -> None:
-    """Writes values into codes of several weights. Shards whose group is known take one collective together."""
+    """Writes values into the codes of several weights. Shards with a known group share one collective."""
     together: dict = {}
     for codes, values in pairs:
         whole = codes.whole if isinstance(codes, Rows) else codes

@@ -1,4 +1,4 @@
-"""Quantised weights that are kept from one forward to the next."""
+"""Caching of quantised weights between forwards."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _numbers = itertools.count(UNCACHED + 1)
 
 
 class cache_quantized_weights(_native.Scope):
-    """A scope for serving: with torch.no_grad(), te.cache_quantized_weights(): ...
+    """A scope for inference: with torch.no_grad(), te.cache_quantized_weights(): ...
 
-    Forwards without gradients on this thread quantise each weight once (and without FP8 cast it once, where it has another dtype than the
-    activations) and use that again until the scope ends. Inside, weights stay as they are: a write that PyTorch counts, and a parameter
-    that moved, are noticed, but not one through `data`, a storage, NumPy or DLPack. Outside of a scope each forward quantises. One object
-    may be entered by several threads, which then share what is kept.
+    Forwards without gradients on this thread quantise each weight once (without FP8: cast it once, if its dtype differs from the activations') and
+    reuse the result until the scope ends. Weights must not change inside. Writes that PyTorch's version counter records and parameters that moved are
+    detected, but writes through `data`, a storage, NumPy or DLPack are not. Outside of a scope each forward quantises. Several threads may enter one
+    object; they share the cached weights.
     """
 
-    _open, _close, _thread = next, operator.index, _thread  # functions in C, which no interrupt divides
+    _open, _close, _thread = next, operator.index, _thread  # C functions, which KeyboardInterrupt cannot interrupt
 
     def __init__(self):
         self._arguments, self._entered = (_numbers,), []
 
 
 def number() -> int:
-    """The number of the outermost scope that this thread is in, as _native.layer_forward() takes it; UNCACHED outside of all."""
+    """The number of the outermost scope on this thread, for _native.layer_forward(); UNCACHED outside of all scopes."""
     scopes = _thread.scopes
     return scopes[0]._entered[0][0] if scopes else UNCACHED

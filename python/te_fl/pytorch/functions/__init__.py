@@ -1,1 +1,1 @@
-"""Functions that keep no state: rotary embeddings, softmax, cross entropy."""
+"""Stateless functions: rotary embeddings, softmax, cross entropy, permutation, routing."""

@@ -1,4 +1,4 @@
-"""Activations that PyTorch differentiates. Gated ones take [.., 2H], the half that is activated first, and give [.., H]."""
+"""Differentiable activations. Gated activations take [.., 2H], whose first half is activated, and return [.., H]."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ situglu = _make("situglu", "dsituglu", True, ("beta1", "beta2"))
 
 
 def _make_scaled(name: str, gradient: str, gated: bool, options: Sequence[str] = ()) -> Callable:
-    """The function of (input, a factor for each of its rows, the options); gated ones take glu_interleave_size last, 0 for halves one behind the other."""
+    """Makes a function of (input, a factor for each row of the input, the options). Gated functions have a last argument glu_interleave_size; 0: the
+    two halves are contiguous.
+    """
     forward_op, backward_op = getattr(ops, name), getattr(ops, gradient)
     names = (*options, "glu_interleave_size") if gated else tuple(options)
 

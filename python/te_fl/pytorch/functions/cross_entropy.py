@@ -1,4 +1,4 @@
-"""Softmax cross-entropy of token ids, in FP32, without a copy of the probabilities."""
+"""Softmax cross-entropy of token ids in FP32, which stores no probabilities."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _save(ctx, inputs, output):
 
 
 def _overwrite_logits(ctx, grad_loss):
-    """The gradient in the memory of the logits, whose values are gone after it."""
+    """Writes the gradient over the logits."""
     if ctx.used:
         raise InvalidArgument("parallel_cross_entropy: overwrite_input=True allows one backward; leave it out for more")
     logits, targets, lse = ctx.saved_tensors
@@ -93,11 +93,12 @@ def parallel_cross_entropy(inp: torch.Tensor, target: torch.Tensor, label_smooth
                            dist_process_group: Optional["torch.distributed.ProcessGroup"] = None, ignore_idx: int = -100,
                            is_cg_capturable: bool = False, *, overwrite_input: bool = False,
                            _input: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """The loss of each row of logits, in FP32, or with reduce_loss its mean over the targets that are not ignore_idx, 0 if all are.
+    """Returns the FP32 loss of each row of logits. With reduce_loss, the mean over the rows whose target is not ignore_idx; 0 if there are none.
 
-    inp: logits [b, s, vocabulary] or [s, b, vocabulary]. target: a token id for each row. overwrite_input: backward writes the gradient
-    over inp, which must not be read after. dist_process_group: its ranks divide the vocabulary, inp has this rank's columns, and target ids of
-    the whole vocabulary, where others are refused on a host and have an infinite loss on a device. is_cg_capturable means nothing: the ops may always be captured.
+    inp: logits [b, s, vocabulary] or [s, b, vocabulary]. target: a token id for each row. overwrite_input: the backward writes the gradient over inp,
+    which must not be read afterwards. dist_process_group: the vocabulary is sharded over its ranks. inp has this rank's columns, and targets are ids
+    of the whole vocabulary. An id out of range is an error on a CPU, and gives an infinite loss on a device. is_cg_capturable has no effect: the ops
+    can always be captured.
     """
     if _input is not None:
         warnings.warn("parallel_cross_entropy: _input is deprecated; give inp", FutureWarning)

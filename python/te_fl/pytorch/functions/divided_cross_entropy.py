@@ -1,4 +1,4 @@
-"""Softmax cross-entropy of logits whose vocabulary the ranks of a group divide: each has as many columns, in the order of its place."""
+"""Softmax cross-entropy with the vocabulary sharded over a group: each rank has an equal number of columns, in rank order."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from te_fl.pytorch.distributed import collectives
 
 __all__ = ["divided_cross_entropy"]
 
-_CHUNK = 1 << 24  # logits whose gradient is computed at a time, in FP32
+_CHUNK = 1 << 24  # number of logits per step in the gradient's computation, to bound the FP32 temporaries
 
 
 def _check_targets(targets: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
-    """As the op of one rank: the dtype everywhere, the values on a host."""
+    """Checks the dtype of targets, and on a CPU also their values, as the single-rank op does."""
     if targets.dtype not in (torch.int32, torch.int64):
         raise InvalidArgument(f"INVALID_ARGUMENT: parallel_cross_entropy: target has the dtype {targets.dtype}; it must be torch.int32 or torch.int64")
     if targets.device.type != "cpu":
@@ -30,14 +30,14 @@ def _check_targets(targets: torch.Tensor, vocabulary: int, ignore_index: int) ->
 
 
 def _own_columns(targets: torch.Tensor, columns: int, group: Any) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(the column of each row's target among this rank's, or column 0; whether the target is among them)."""
+    """Returns (the column of each row's target in this rank's shard, or 0; a mask of rows whose target is in this shard)."""
     column = targets.long() - columns * collectives.rank_in(group)
     own = (column >= 0) & (column < columns)
     return torch.where(own, column, 0), own
 
 
 def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
-    """FP32, of each row, in one reading of the logits."""
+    """The log-sum-exp of each row in FP32, in one pass over the logits."""
     lse = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
     first = torch.zeros(lse.shape, dtype=torch.int64, device=logits.device)
     ops.cross_entropy_fwd(logits=logits, targets=first, loss=torch.empty_like(lse), lse=lse, label_smoothing=0.0, ignore_index=-100)
@@ -45,7 +45,7 @@ def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _of_all_ranks(logits: torch.Tensor, targets: torch.Tensor, smooths: bool, group: Any) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log-sum-exp, the target's logit, the sum of logits) of each row over the whole vocabulary, by one collective."""
+    """Returns (log-sum-exp, the target's logit, the sum of logits) of each row over the whole vocabulary, with one collective."""
     column, own = _own_columns(targets, logits.shape[-1], group)
     at_target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).float()
     rows = [_log_sum_exp(logits), torch.where(own, at_target, -torch.inf)]
@@ -58,8 +58,9 @@ def _of_all_ranks(logits: torch.Tensor, targets: torch.Tensor, smooths: bool, gr
 
 def _write_gradient(grad: torch.Tensor, logits: torch.Tensor, lse: torch.Tensor, column: torch.Tensor, at_target: torch.Tensor,
                     rest: torch.Tensor, factor: torch.Tensor, ignored: torch.Tensor) -> None:
-    """grad [rows, columns] = factor (exp(logits - lse) - rest), less factor at_target in each row's column, and zeros in ignored rows, whatever
-    their logits are: an infinite one has no exponential that a factor of 0 would make 0. grad may be the logits' memory."""
+    """grad [rows, columns] = factor * (exp(logits - lse) - rest), minus factor * at_target in the target's column. Ignored rows get zeros explicitly,
+    since 0 * exp(inf) is not 0. grad may share memory with the logits.
+    """
     rows = max(1, _CHUNK // max(1, logits.shape[1]))
     for at in range(0, logits.shape[0], rows):
         part = slice(at, at + rows)
@@ -103,10 +104,10 @@ class _Loss(torch.autograd.Function):
 
 def divided_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float, group: Any, ignore_index: int,
                           overwrite: bool) -> torch.Tensor:
-    """The FP32 loss [b, s] of each row of the whole vocabulary, the same on all ranks of `group`, which all call it.
+    """Returns the FP32 loss [b, s] of each row over the whole vocabulary, equal on all ranks of `group`. All ranks must call it.
 
-    logits: this rank's columns [b, s, vocabulary / ranks], contiguous. targets: ids [b, s] in the whole vocabulary, int32 or int64. Others are
-    InvalidArgument on a host, before the collective; on a device their losses are infinite. Its backward takes no collective.
+    logits: this rank's columns [b, s, vocabulary / ranks], contiguous. targets: ids [b, s] in the whole vocabulary, int32 or int64. On a CPU an id
+    out of range raises InvalidArgument before the collective; on a device its loss is infinite. The backward needs no collective.
     """
     _check_targets(targets, logits.shape[-1] * collectives.size_of(group), ignore_index)
     return _Loss.apply(logits, targets, label_smoothing, group, ignore_index, overwrite)

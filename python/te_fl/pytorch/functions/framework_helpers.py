@@ -1,4 +1,4 @@
-"""Small functions of Transformer Engine's that frameworks import."""
+"""Small helper functions of Transformer Engine that frameworks import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["SplitAlongDim", "get_dummy_wgrad", "gpu_autocast_ctx", "make_weak_re
 
 
 class SplitAlongDim(torch.autograd.Function):
-    """torch.split with Transformer Engine's order of arguments; squeeze takes the dimension out of the parts."""
+    """torch.split with Transformer Engine's argument order; squeeze removes the split dimension from the parts."""
 
     @staticmethod
     def forward(ctx, mixed_x_layer: torch.Tensor, split_dim: int, split_size_or_sections: Union[int, Sequence[int]],
@@ -31,8 +31,9 @@ _dummies: Dict[tuple, torch.Tensor] = {}
 
 
 def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """A tensor on the default device in memory that all calls of one shape and dtype share: a gradient that only says that there is one. Its values
-    mean nothing, but with zero, which writes zeros now."""
+    """A placeholder gradient on the default device, in memory shared by all calls with the same shape and dtype. Its values are undefined; zero=True
+    zeroes it now.
+    """
     device = default_device()
     key = (*shape, dtype, device)
     if key not in _dummies:
@@ -48,7 +49,7 @@ def gpu_autocast_ctx(enabled: bool = True, dtype: Any = None, cache_enabled: Any
 
 
 class _Memory:
-    """Bytes on a CUDA device, which nobody keeps."""
+    """A non-owning view of CUDA memory."""
 
     def __init__(self, address: int, count: int):
         self.__cuda_array_interface__ = {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 3}
@@ -63,8 +64,9 @@ def _without_owner(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_weak_ref(x: Any) -> Any:
-    """x, a tensor, number, None, or tuples, lists and dicts of them, with tensors on cuda that do not keep their memory: for memory that a CUDA graph
-    keeps. Tensors elsewhere stay as they are."""
+    """Replaces each CUDA tensor in x (a tensor, or tuples, lists and dicts of tensors, numbers and None) by a tensor that does not own its memory.
+    For memory that a CUDA graph keeps alive. Other values are unchanged.
+    """
     if isinstance(x, torch.Tensor):
         return _without_owner(x) if x.is_cuda else x
     if isinstance(x, (tuple, list)):

@@ -1,7 +1,7 @@
-"""Functions that PyTorch differentiates, each around one op of te-fl per direction.
+"""Differentiable functions with one te-fl op for the forward and one for the backward.
 
-Eager code goes through torch.autograd.Function, which costs 3 us beyond the op where a torch.library op costs 12. Under torch.compile the
-same two functions are ops of the namespace te_fl with fake kernels, so that a graph holds them without a break.
+Eager code uses torch.autograd.Function, which adds 3 us to the op, while a torch.library op adds 12 us. Under torch.compile the two functions are
+custom ops of the namespace te_fl with fake kernels, so graphs contain them without a break.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _library = torch.library.Library("te_fl", "FRAGMENT")
 
 
 class Op:
-    """A function of tensors that calls te-fl. schema: its signature as torch.library has it. fake: the same on tensors without memory."""
+    """A function of tensors that calls te-fl. schema: the torch.library signature. fake: the shape function on tensors without memory."""
 
     def __init__(self, schema: str, run: Callable, fake: Callable):
         name = schema.partition("(")[0]
         _library.define(schema)
         _library.impl(name, run, "CompositeExplicitAutograd")
-        _library.impl(name, fake, "Meta")  # register_fake() would do, but looks for its caller's source, 2 ms at each import
+        _library.impl(name, fake, "Meta")  # register_fake() is equivalent, but reads its caller's source file, which takes 2 ms per import
         self.name, self.run, self.__signature__ = name, run, inspect.signature(run)
         self.compiled = getattr(torch.ops.te_fl, name)
 
@@ -36,7 +36,7 @@ class Op:
 
 
 def _check_device(name: str, arguments: tuple) -> None:
-    """Refuses tensors that the compiler of the graph which is traced has no code for."""
+    """Refuses tensors on devices for which the compiler of the current graph has no code generator."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             traced.graph.check_device(f"te_fl.pytorch: {name}", argument.device)
@@ -44,10 +44,10 @@ def _check_device(name: str, arguments: tuple) -> None:
 
 
 def differentiable(forward: Op, backward: Op, save: Callable, gradient: Callable) -> Callable:
-    """The function of `forward` that autograd knows.
+    """Makes `forward` differentiable.
 
-    save(ctx, inputs, output) keeps what backward needs; gradient(op, ctx, *grads) calls op, which is `backward`, and returns one gradient
-    or None per input.
+    save(ctx, inputs, output) stores what the backward needs. gradient(op, ctx, *grads) calls op, which is `backward`, and returns one gradient or
+    None for each input.
     """
 
     class Function(torch.autograd.Function):

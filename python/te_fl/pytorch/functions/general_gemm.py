@@ -1,4 +1,4 @@
-"""A product of plain matrices with Transformer Engine's arguments, which frameworks call for their own layers."""
+"""A GEMM of plain matrices with Transformer Engine's arguments, for frameworks' own layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["general_gemm"]
 
 
 def _extents(where: str, a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bool) -> Tuple[int, int]:
-    """Rows and columns of op(b) op(a) as row-major matrices: the layout's letters are of columns."""
+    """Rows and columns of op(b) op(a) as row-major matrices; the letters of the layout refer to column-major matrices."""
     (rows, inner), (other, columns) = (b.shape[::-1] if trans_b else b.shape), (a.shape[::-1] if trans_a else a.shape)
     if inner != other:
         raise InvalidArgument(f"{where}: A is {tuple(a.shape)} and B is {tuple(b.shape)}; by this layout B sums over {inner} values, A over {other}")
@@ -28,11 +28,11 @@ def general_gemm(A: torch.Tensor, B: torch.Tensor, out_dtype: Optional[torch.dty
                  layout: str = "TN", out: Optional[torch.Tensor] = None, bias: Optional[torch.Tensor] = None, use_split_accumulator: bool = False,
                  grad: bool = False, ub: Any = None, ub_type: Any = None, extra_output: Optional[torch.Tensor] = None,
                  bulk_overlap: bool = False) -> Tuple[Optional[torch.Tensor], ...]:
-    """(the product, the bias gradient or None, None, None), without gradients of its own.
+    """Returns (the product, the bias gradient or None, None, None). Not differentiable.
 
-    layout: "TN" is B A^T (+ bias), "NN" B A, "NT" B^T A, of matrices; B may have further dimensions before its last, which are rows. grad with a bias
-    returns the sum of B's rows, with "NT", in the dtype of the bias, and adds none. accumulate: adds beta times what `out` has. Quantised operands and
-    results, GELU and Userbuffers are refused.
+    layout: "TN" is B A^T (+ bias), "NN" is B A, "NT" is B^T A. B may have more dimensions before its last, which are flattened to rows. grad=True
+    with a bias and layout "NT" returns the sum of B's rows in the bias's dtype, and adds no bias. accumulate: adds beta times the old contents of
+    `out`. Quantised operands and results, GELU and Userbuffers are refused.
     """
     where = "general_gemm"
     only(where, ("quantization_params", quantization_params, None, "quantise the result with te_fl.ops.quantize"),

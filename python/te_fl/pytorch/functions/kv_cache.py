@@ -1,4 +1,4 @@
-"""Moves of keys and values into the caches of modules/inference.py. No step waits for the device, so a CUDA graph can hold them."""
+"""Copies keys and values into the caches of modules/inference.py. No step synchronises with the device, so CUDA graphs can capture it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 
 
 def _new_tokens(layout: str, shape: torch.Size, cu_new: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, Tuple[torch.Tensor, ...]]:
-    """(the sequence of each token, its place among the sequence's new ones, its indices in the tensor of this shape). Each sequence has one
-    token or more. Padding stands for the last token before it, and is written to where that goes: no index depends on a length."""
+    """Returns (the sequence of each token, its position among the sequence's new tokens, its indices in a tensor of this shape). Each sequence has at
+    least one token. A padding position repeats the last token before it and is written to that token's place, so no index depends on a length.
+    """
     cu = cu_new.long()
     if layout == "thd":
         token = torch.arange(shape[0], device=cu.device).clamp_(max=cu[-1] - 1)
@@ -24,11 +25,11 @@ def _new_tokens(layout: str, shape: torch.Size, cu_new: torch.Tensor) -> Tuple[t
 
 def write_tokens(caches: Sequence[torch.Tensor], news: Sequence[torch.Tensor], layout: str, cu_new: torch.Tensor, cu_cached: torch.Tensor,
                  pages: Optional[torch.Tensor] = None) -> None:
-    """Writes each sequence's new tokens behind those that its cache has, in place.
+    """Appends each sequence's new tokens to its cached tokens, in place.
 
-    caches: [sequences, tokens, heads, channels], or with `pages`, int32 [sequences, pages of a sequence], [pages, tokens of a page, heads,
-    channels]. news: of the same heads, channels and dtype, in layout 'bshd', 'sbhd' or 'thd'. cu_new, cu_cached: cumulative lengths of the new
-    tokens, and of all with them, int32 [sequences + 1] or longer. The caller has checked that all fits.
+    caches: [sequences, tokens, heads, channels], or with `pages`, int32 [sequences, pages per sequence], [pages, tokens per page, heads, channels].
+    news: tensors of equal heads, channels and dtype, in layout 'bshd', 'sbhd' or 'thd'. cu_new, cu_cached: cumulative lengths of the new tokens, and
+    of all tokens including the new ones, int32 [sequences + 1] or longer. The caller has checked that everything fits.
     """
     sequence, place, source = _new_tokens(layout, news[0].shape, cu_new)
     before = (cu_cached.diff() - cu_new.diff()).long()
@@ -40,5 +41,5 @@ def write_tokens(caches: Sequence[torch.Tensor], news: Sequence[torch.Tensor], l
 
 
 def of_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """A cache of pages as [sequences, tokens, heads, channels], a copy."""
+    """Copies a paged cache to [sequences, tokens, heads, channels]."""
     return cache[pages.long()].flatten(1, 2)

@@ -1,7 +1,8 @@
-"""Permutation of tokens by expert, and back.
+"""Permutation of tokens by expert, and its inverse.
 
-A map of rows, INT32 [K, T], has for token t the permuted rows [0, K) that it is copied to; -1 is none. By indices K is the number of experts of
-each token, by masks that of all experts. Two ops make a map and permute the rows with it; what goes back, and gradients, are ops on a map.
+A row map, INT32 [K, T], holds for token t the permuted rows [0, K) that the token is copied to; -1 means none. With index maps K is the number of
+experts per token; with mask maps K is the number of all experts. Two ops build a map and permute the rows; the inverse and the gradients are ops that
+take a map.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_pr
 def _spread_run(tokens, rows, count):
     tokens = tokens.contiguous()
     output = tokens.new_empty((count, tokens.shape[1]))
-    # The op reads fwd_input for the gradient of probabilities alone, which is left out.
+    # The op reads fwd_input only for the gradient of probabilities, which is not requested.
     ops.moe_unpermute_bwd(grad_output=tokens, fwd_input=torch.empty_like(output), row_id_map=rows, grad_input=output)
     return output
 
@@ -61,7 +62,7 @@ def _mask_save(ctx, inputs, output):
 def _mask_gradient(op, ctx, grad, grad_moved=None, _grad_rows=None):
     rows, = ctx.saved_tensors
     grad_probs = None
-    if grad_moved is not None and ctx.needs_input_grad[2]:  # one column of E T tokens that have one row each
+    if grad_moved is not None and ctx.needs_input_grad[2]:  # as one column of E T tokens with one row each
         grad_probs = op(grad_moved.reshape(-1, 1), rows.view(1, -1)).view(rows.shape).t()
     return None if grad is None else op(grad, rows), None, grad_probs, None, None
 
@@ -132,7 +133,7 @@ def _sum_save(ctx, inputs, output):
     ctx.count = inputs[0].shape[0]
 
 
-_sum = differentiable(  # _combine() without probabilities, whose gradient needs no tokens
+_sum = differentiable(  # _combine() without probabilities; its gradient does not need the tokens
     Op("moe_sum_rows(Tensor permuted, Tensor rows) -> Tensor", _gather_run,
        lambda permuted, rows: permuted.new_empty((rows.shape[1], permuted.shape[1]))),
     Op("moe_sum_rows_bwd(Tensor grad, Tensor rows, SymInt count) -> Tensor", _spread_run,
@@ -149,7 +150,7 @@ def _check_tokens(where: str, inp: torch.Tensor) -> None:
 
 def _by_mask(where: str, inp: torch.Tensor, routing_map: torch.Tensor, count: int, probs: Optional[torch.Tensor] = None,
              pad_offsets: Optional[torch.Tensor] = None) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(permuted rows, their probabilities, the map) of a mask [T, E]: experts one after the other, the tokens of each in their order."""
+    """Returns (permuted rows, their probabilities, the row map) for a mask [T, E]: grouped by expert, with tokens in order within each expert."""
     if routing_map.dim() != 2 or routing_map.shape[0] != inp.shape[0]:
         raise InvalidArgument(f"{where}: routing_map has shape {tuple(routing_map.shape)} for {inp.shape[0]} tokens; a mask is [tokens, experts]")
     if probs is not None and probs.shape != routing_map.shape:
@@ -159,7 +160,7 @@ def _by_mask(where: str, inp: torch.Tensor, routing_map: torch.Tensor, count: in
 
 
 def _padded(rows: torch.Tensor, pad_offsets: Optional[torch.Tensor]) -> torch.Tensor:
-    """Each expert's rows, moved by the padding of those before it."""
+    """Shifts each expert's rows by the padding of the experts before it."""
     if pad_offsets is None:
         return rows
     return torch.where(rows < 0, rows, rows + pad_offsets.to(torch.int32).unsqueeze(1))
@@ -177,11 +178,11 @@ def _check_map_type(where: str, map_type: str) -> None:
 
 def moe_permute(inp: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int, max_token_num: int = -1,
                 map_type: str = "mask") -> Tuple[torch.Tensor, torch.Tensor]:
-    """(the rows of inp [T, H] ordered by expert, and row_id_map for moe_unpermute).
+    """Returns (the rows of inp [T, H] grouped by expert, row_id_map for moe_unpermute).
 
-    map_type "mask": routing_map [T, E] is 1 where the token goes to the expert, and num_out_tokens the number of those, or more: further rows
-    are 0. "index": routing_map [T, K] has the experts of each token, and pairs beyond num_out_tokens are dropped; 0 stands for K T.
-    row_id_map is INT32: by mask [E, T], by index [K T] in the order [K, T]. max_token_num means nothing: there is no workspace to size.
+    map_type "mask": routing_map [T, E] is 1 if the token goes to the expert; num_out_tokens is the number of ones, or more, and surplus rows are 0.
+    "index": routing_map [T, K] holds the experts of each token; pairs beyond num_out_tokens are dropped, and 0 means K T. row_id_map is INT32: [E, T]
+    by mask, [K T] in the order [K, T] by index. max_token_num has no effect: there is no workspace.
     """
     _check_map_type("moe_permute", map_type)
     _check_tokens("moe_permute", inp)
@@ -199,7 +200,7 @@ def moe_permute(inp: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: in
 
 def moe_permute_with_probs(inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor,
                            num_out_tokens: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(permuted rows, their probabilities [num_out_tokens] of probs [T, E], row_id_map), by a mask."""
+    """With a mask: returns (permuted rows, their probabilities [num_out_tokens] taken from probs [T, E], row_id_map)."""
     where = "moe_permute_with_probs"
     _check_tokens(where, inp)
     _check_count(where, num_out_tokens, min(1, inp.shape[0]))
@@ -208,10 +209,10 @@ def moe_permute_with_probs(inp: torch.Tensor, probs: torch.Tensor, routing_map: 
 
 def moe_permute_and_pad_with_probs(inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, tokens_per_expert: torch.Tensor,
                                    align_size: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, Optional[torch.Tensor], torch.Tensor]:
-    """As moe_permute_with_probs, each expert's rows followed by zeros up to a multiple of align_size.
+    """As moe_permute_with_probs, with each expert's rows zero-padded to a multiple of align_size.
 
-    Returns also pad_offsets [E] for moe_unpermute, the padding before each expert's rows, or None where there is none, and the padded number
-    of rows of each expert, INT64 [E]. The host reads the numbers of tokens.
+    Also returns pad_offsets [E] for moe_unpermute, the amount of padding before each expert's rows, or None without padding, and the padded number of
+    rows of each expert, INT64 [E]. The host reads the token counts, which synchronises with the device.
     """
     where = "moe_permute_and_pad_with_probs"
     _check_tokens(where, inp)
@@ -231,10 +232,10 @@ def moe_permute_and_pad_with_probs(inp: torch.Tensor, probs: torch.Tensor, routi
 def moe_unpermute(inp: torch.Tensor, row_id_map: torch.Tensor, merging_probs: Optional[torch.Tensor] = None,
                   restore_shape: Optional[torch.Size] = None, map_type: str = "mask", probs: Optional[torch.Tensor] = None,
                   pad_offsets: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """The rows of each token, times merging_probs [T, E] or, by index, [T, K] where there are any, summed in FP32.
+    """Sums the rows of each token in FP32, weighted by merging_probs, [T, E] by mask or [T, K] by index, if given.
 
-    row_id_map and map_type: moe_permute's. restore_shape: [T, H]; the map has T already. pad_offsets: that of moe_permute_and_pad_with_probs.
-    probs is an older name of merging_probs.
+    row_id_map and map_type: from moe_permute. restore_shape: [T, H]; T must be the map's. pad_offsets: from moe_permute_and_pad_with_probs. probs is
+    an older name of merging_probs.
     """
     _check_map_type("moe_unpermute", map_type)
     if probs is not None:
@@ -261,7 +262,7 @@ def moe_unpermute(inp: torch.Tensor, row_id_map: torch.Tensor, merging_probs: Op
 
 
 def _index_rows(row_id_map: torch.Tensor, probs: Optional[torch.Tensor]) -> torch.Tensor:
-    """The map [K T] as [K, T]; without probabilities each token has one row."""
+    """Reshapes the map [K T] to [K, T]; without probabilities K is 1."""
     tokens, top_k = (row_id_map.numel(), 1) if probs is None else probs.shape
     if row_id_map.numel() != tokens * top_k:
         raise InvalidArgument(f"moe_unpermute: row_id_map has {row_id_map.numel()} elements; merging_probs of {tokens} x {top_k} has {tokens * top_k}")
@@ -269,7 +270,7 @@ def _index_rows(row_id_map: torch.Tensor, probs: Optional[torch.Tensor]) -> torc
 
 
 def _check_chunks(where: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> None:
-    """Refuses chunks that are none of inp, as far as they are on the host."""
+    """Checks chunk sizes and indices that are in host memory."""
     if split_sizes.device.type == "cpu":
         sizes = split_sizes.tolist()
         if sum(sizes) != inp.shape[0]:
@@ -330,7 +331,7 @@ _sort_chunks_with_probs = differentiable(
 
 
 def _chunks_of(where: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """The sizes and the order as the op takes them. On a host sizes that do not sum to T are refused; on a device rows beyond them have none."""
+    """The chunk sizes and order in the op's form. On a CPU, sizes that do not sum to T are refused; on a device, surplus rows belong to no chunk."""
     if split_sizes.dim() != 1 or split_sizes.shape != sorted_index.shape:
         raise InvalidArgument(f"{where}: split_sizes has shape {tuple(split_sizes.shape)} and sorted_index {tuple(sorted_index.shape)}; both have one element for each chunk")
     if not torch.compiler.is_compiling():
@@ -342,13 +343,13 @@ _SORTED = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, to
 
 
 def _moved(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The rows of values, of any dtype, at the places that the op has put its own to; those behind the chunks, which have none, are left out."""
+    """Moves the rows of values, of any dtype, to the places in the op's row map. Rows after the last chunk have no place and are dropped."""
     count = values.shape[0]
     return values.new_zeros((count + 1, *values.shape[1:])).index_copy(0, torch.where(rows < 0, count, rows).long(), values)[:count]
 
 
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
-    """Cuts inp [T, H] into chunks of split_sizes rows, and returns them in the order sorted_index."""
+    """Splits inp [T, H] into chunks of split_sizes rows, and concatenates them in the order sorted_index."""
     _check_tokens("moe_sort_chunks_by_index", inp)
     chunks = _chunks_of("moe_sort_chunks_by_index", inp, split_sizes, sorted_index)
     if inp.dtype in _SORTED:
@@ -358,7 +359,7 @@ def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorte
 
 def moe_sort_chunks_by_index_with_probs(inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor,
                                         sorted_index: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(chunks of inp [T, H] in another order, the same of probs [T])."""
+    """As moe_sort_chunks_by_index; returns (the sorted inp [T, H], the sorted probs [T])."""
     where = "moe_sort_chunks_by_index_with_probs"
     _check_tokens(where, inp)
     if probs.shape != inp.shape[:1]:

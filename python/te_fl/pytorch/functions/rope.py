@@ -19,10 +19,10 @@ __all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_r
 
 
 class RotaryPositionEmbedding(torch.nn.Module):
-    """The angles of positions 0, 1, ..: a tensor [max_seq_len, 1, 1, dim] in FP32.
+    """The rotation angles of positions 0, 1, ..: a tensor [max_seq_len, 1, 1, dim] in FP32.
 
-    seq_len_interpolation_factor with pretrained_max_position_embeddings squeezes positions by the factor, or, where the sequence is longer
-    than that allows, into the length that was trained (arXiv 2306.15595).
+    With seq_len_interpolation_factor and pretrained_max_position_embeddings, positions are divided by the factor; a longer sequence is interpolated
+    into the pretrained length (arXiv 2306.15595).
     """
 
     @checks_keywords()
@@ -174,9 +174,9 @@ def apply_fused_qkv_rotary_pos_emb(qkv: torch.Tensor, q_freqs: torch.Tensor, k_f
                                    tensor_format: str = "sbhd", start_positions: Union[torch.Tensor, None] = None,
                                    interleaved: bool = False, cu_seqlens: Union[torch.Tensor, None] = None, cp_size: int = 1,
                                    cp_rank: int = 0) -> torch.Tensor:
-    """Splits qkv, [s, b, g, q + k + v] or [b, s, g, q + k + v], and rotates queries and keys: (q, k, v).
+    """Splits qkv, [s, b, g, q + k + v] or [b, s, g, q + k + v], rotates queries and keys, and returns (q, k, v).
 
-    qkv_split_arg_list: elements of the queries, of the key and of the value in a group.
+    qkv_split_arg_list: the number of elements of the queries, the key and the value in each group.
     """
     if tensor_format not in ("sbhd", "bshd"):
         raise Unsupported(f"apply_fused_qkv_rotary_pos_emb: tensor_format={tensor_format!r} is not served; it is 'sbhd' or 'bshd', "

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: the choice of experts, and the auxiliary loss that keeps their load even."""
+"""The router of a mixture of experts: top-k selection of experts, and the auxiliary load-balancing loss."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ __all__ = ["RoutingMapFormat", "fused_compute_score_for_moe_aux_loss", "fused_mo
 
 
 class RoutingMapFormat(enum.IntEnum):
-    """BYTEMAP: bool [.., experts]. BITMAP_U8: a bit for each expert, uint8 [.., ceil(experts / 8)], the lowest first."""
+    """Formats of a routing map. BYTEMAP: bool [.., experts]. BITMAP_U8: one bit per expert, uint8 [.., ceil(experts / 8)], least significant bit
+    first.
+    """
     BYTEMAP = 0
     BITMAP_U8 = 1
 
 
 _FORMATS = {"bytemap": RoutingMapFormat.BYTEMAP, "bitmap_u8": RoutingMapFormat.BITMAP_U8}
 _FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
-_INDICES = {torch.int16: 2, torch.int32: 3, torch.int64: 4}  # forms of the choice beyond the two maps
+_INDICES = {torch.int16: 2, torch.int32: 3, torch.int64: 4}  # formats of the selection as topk_indices, by dtype
 
 
 def _form(where: str, routing_map_format: Union[str, RoutingMapFormat, int]) -> int:
@@ -35,7 +37,7 @@ def _form(where: str, routing_map_format: Union[str, RoutingMapFormat, int]) -> 
 
 
 def _routing(logits: torch.Tensor, form: int, topk: int) -> Tuple[str, torch.Tensor]:
-    """The op's argument that holds the choice in this form, and a tensor for it."""
+    """Returns the op's argument for the selection in this format, and a new tensor for it."""
     *leading, experts = logits.shape
     if form == RoutingMapFormat.BYTEMAP:
         return "routing_map", torch.empty((*leading, experts), dtype=torch.bool, device=logits.device)
@@ -97,11 +99,11 @@ def fused_topk_with_score_function(logits: torch.Tensor, topk: int, use_pre_soft
                                    topk_indices: Optional[torch.Tensor] = None, qb_histogram: Optional[torch.Tensor] = None,
                                    qb_bin_bounds: Optional[torch.Tensor] = None,
                                    qb_histogram_mode: Optional[str] = None) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(probabilities in the dtype and shape of logits [.., experts], the choice of topk experts for each token).
+    """Returns (probabilities with the dtype and shape of logits [.., experts], the selected topk experts of each token).
 
-    score_function: softmax, before the choice with use_pre_softmax, sigmoid or sqrtsoftplus, the latter two with expert_bias FP32 [experts] added
-    for the choice alone. num_groups and group_topk: the choice is among the experts of the best groups. The choice is a map of
-    routing_map_format, or topk_indices [.., topk], written, where they are given.
+    score_function: softmax (before the selection with use_pre_softmax), sigmoid or sqrtsoftplus. With the latter two, expert_bias FP32 [experts] is
+    added for the selection only. num_groups and group_topk: selects among the experts of the best groups. The selection is a map in
+    routing_map_format; if topk_indices [.., topk] is given, the selection is written there and returned.
     """
     where = "fused_topk_with_score_function"
     only(where, *((name, value, None, "te-fl counts no histogram for quantile balancing; leave it out") for name, value in
@@ -161,7 +163,7 @@ _scores = differentiable(
 def fused_compute_score_for_moe_aux_loss(logits: torch.Tensor, topk: int, score_function: str,
                                          routing_map_format: Union[str, RoutingMapFormat, int] = RoutingMapFormat.BYTEMAP
                                          ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(the map of the topk largest, scores of all experts FP32) of logits [.., experts]; the map is of routing_map_format."""
+    """Returns (a map of the topk largest scores in routing_map_format, the FP32 scores of all experts) for logits [.., experts]."""
     where = "fused_compute_score_for_moe_aux_loss"
     choice(where, "score_function", score_function, _FUNCTIONS)
     return _scores(logits, topk, score_function, _form(where, routing_map_format))[:2]
@@ -203,8 +205,9 @@ _aux_loss = differentiable(
 
 def fused_moe_aux_loss(probs: torch.Tensor, tokens_per_expert: torch.Tensor, total_num_tokens: Union[int, torch.Tensor], num_experts: int, topk: int,
                        coeff: float) -> torch.Tensor:
-    """The auxiliary loss, a scalar in the dtype of probs [tokens, experts]: coeff num_experts / (topk total_num_tokens^2) times the sum over
-    experts of tokens_per_expert by their sum of probs. total_num_tokens may be an INT64 tensor, for a graph that is replayed."""
+    """The auxiliary loss, a scalar in the dtype of probs [tokens, experts]: coeff * num_experts / (topk * total_num_tokens^2) * sum over experts of
+    (tokens_per_expert * the expert's sum of probs). total_num_tokens may be an INT64 tensor, which a replayed CUDA graph reads anew.
+    """
     if probs.dim() != 2:
         raise InvalidArgument(f"fused_moe_aux_loss: probs has shape {tuple(probs.shape)}; it is [tokens, experts]")
     tensor = total_num_tokens if isinstance(total_num_tokens, torch.Tensor) else None

@@ -1,4 +1,4 @@
-"""Softmax of scaled scores, plain and masked, over the last dimension. Computed in FP32 whatever the tensors' dtype."""
+"""Softmax of scaled scores over the last dimension, with and without masks. Computed in FP32 for every dtype."""
 
 from __future__ import annotations
 
@@ -56,34 +56,35 @@ _aligned, scaled_aligned_causal_masked_softmax_backward = _make("scaled_aligned_
 
 
 def scaled_softmax_forward(inputs: torch.Tensor, scale: float) -> torch.Tensor:
-    """softmax(scale * inputs), of scores [b, h, sq, sk]."""
+    """softmax(scale * inputs) for scores [b, h, sq, sk]."""
     return _plain(inputs, scale)
 
 
 def scaled_masked_softmax_forward(inputs: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """softmax(scale * inputs) without the scores where mask, [1|b, 1|h, sq, sk], is not 0; a fully masked row yields zeros."""
+    """softmax(scale * inputs), excluding scores whose mask, [1|b, 1|h, sq, sk], is nonzero; a fully masked row gives zeros."""
     return _masked(inputs, mask, scale)
 
 
 def scaled_upper_triang_masked_softmax_forward(inputs: torch.Tensor, scale: float) -> torch.Tensor:
-    """softmax(scale * inputs) of scores [b, s, s] up to the diagonal."""
+    """softmax(scale * inputs) for scores [b, s, s] with a causal mask."""
     return _upper(inputs, scale)
 
 
 def scaled_aligned_causal_masked_softmax_forward(inputs: torch.Tensor, scale: float) -> torch.Tensor:
-    """softmax(scale * inputs) of scores [b, h, sq, sk] up to the diagonal that ends in the bottom-right corner."""
+    """softmax(scale * inputs) for scores [b, h, sq, sk] with a causal mask aligned to the bottom-right corner."""
     return _aligned(inputs, scale)
 
 
 def attention_mask_func(attention_scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """The mask function that FusedScaleMaskSoftmax knows to be a mask: masked scores become -10000, in place."""
+    """The default mask function: sets masked scores to -10000, in place. FusedScaleMaskSoftmax recognises it and masks in the op instead."""
     return attention_scores.masked_fill_(attention_mask, -10000.0)
 
 
 class FusedScaleMaskSoftmax(torch.nn.Module):
-    """Scale, mask and softmax in one op.
+    """Scales, masks and applies softmax in one op.
 
-    mask_func: attention_mask_func is done by the op itself, whose masked scores have weight 0; another is called on the scaled scores.
+    mask_func: with attention_mask_func, the op itself gives masked scores the weight 0. Another function is called with the scaled scores and the
+    mask.
     """
 
     @checks_keywords()

@@ -1,4 +1,4 @@
-"""Orders of a gated MLP's weights."""
+"""Row orders of a gated MLP's weights."""
 
 import torch
 
@@ -17,7 +17,7 @@ def _swap_first_two(tensor: torch.Tensor, interleave_size: int, to_interleaved: 
 
 
 def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
-    """[all of the gate, all of the rest] as blocks of interleave_size rows by turns."""
+    """Reorders rows from [gate; linear] to alternating blocks of interleave_size gate rows and interleave_size linear rows."""
     return _swap_first_two(tensor, interleave_size, True)
 
 

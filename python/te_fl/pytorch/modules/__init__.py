@@ -1,1 +1,1 @@
-"""Transformer Engine's modules."""
+"""te-fl's implementations of Transformer Engine's modules."""

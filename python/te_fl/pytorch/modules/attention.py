@@ -28,26 +28,28 @@ from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspe
 
 MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary")
 FORMATS = ("sbhd", "bshd", "thd")
-# Sequences of a packed layout have lengths of their own, which te-fl's masks say by name.
+# Sequences of the packed layout have their own lengths, which te-fl's mask names express by "padding".
 THD_MASKS = {"no_mask": "padding", "causal": "padding_causal", "causal_bottom_right": "padding_causal_bottom_right"}
 _OWN_KERNEL = "te-fl's attention has no such term"
 
 
 def mask_type(where: str, name: str) -> str:
-    """The mask's name. A causal one says by it which diagonal it has, whatever bottom_right_diagonal says, as in Transformer Engine."""
+    """Validates and normalises the name of a mask. As in Transformer Engine, the name of a causal mask determines its diagonal, and
+    bottom_right_diagonal does not.
+    """
     name = {"causal,padding": "padding_causal", "padding,causal": "padding_causal"}.get(name, name)
     rules.choice(where, "attn_mask_type", name, MASKS)
     return name
 
 
 def checked_mask(where: str, mask: str, size: Optional[Tuple[int, int]], softcap: Optional[float] = None) -> None:
-    """Refuses a module's own mask, window and cap where they are given, as a call would."""
+    """Validates the mask, window and softcap given to a module's constructor, as for a call."""
     window(where, size, mask_type(where, mask))
     score_cap(where, softcap)
 
 
 def score_cap(where: str, softcap: Optional[float], default: float = 0.0) -> float:
-    """The bound of the scaled products, x -> softcap tanh(x / softcap); 0: none. None: the default."""
+    """The softcap, which maps scaled scores x to softcap tanh(x / softcap); 0: no cap. None: the default."""
     softcap = float(default if softcap is None else softcap)
     if not 0.0 <= softcap < math.inf:
         raise ValueError(f"{where}: softcap is {softcap}; it must be finite and at least 0 (0: scores have no cap)")
@@ -56,9 +58,10 @@ def score_cap(where: str, softcap: Optional[float], default: float = 0.0) -> flo
 
 def distances(queries: int, keys: int, device: torch.device, lengths: Optional[Tuple[torch.Tensor, torch.Tensor]] = None,
               bottom_right: bool = False) -> torch.Tensor:
-    """The distance by which each key is behind the one that its query is level with, [1 or batch, 1, queries, keys]. lengths:
-    cumulative ones of queries and of keys, where sequences have lengths of their own. bottom_right: the last query is level with
-    the last key, else the first with the first."""
+    """For each query and key, the key's distance behind the query's aligned key, [1 or batch, 1, queries, keys]. lengths: cumulative lengths of
+    queries and of keys, if sequences have their own lengths. bottom_right: the last query is aligned with the last key; otherwise, the first with the
+    first.
+    """
     behind = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
     if not bottom_right:
         return behind[None, None]
@@ -68,7 +71,7 @@ def distances(queries: int, keys: int, device: torch.device, lengths: Optional[T
 
 
 def windowed(size: Tuple[int, int], behind: torch.Tensor) -> torch.Tensor:
-    """The keys that are outside the window, bool of the shape of distances()."""
+    """A mask of the keys outside of the window, bool with the shape of distances()."""
     hidden = torch.zeros_like(behind, dtype=torch.bool)
     if size[0] >= 0:
         hidden = hidden | (behind < -size[0])
@@ -78,13 +81,14 @@ def windowed(size: Tuple[int, int], behind: torch.Tensor) -> torch.Tensor:
 
 
 def padded(cumulative: torch.Tensor, length: int) -> torch.Tensor:
-    """The places of sequences of these cumulative lengths that are padding, bool [batch, length]."""
+    """A mask of padding positions, bool [batch, length], from the sequences' cumulative lengths."""
     return torch.arange(length, device=cumulative.device) >= cumulative.diff()[:, None]
 
 
 def window(where: str, size: Optional[Tuple[int, int]], mask: str) -> Tuple[int, int]:
-    """The numbers of keys before and after its own that a query sees; -1: all. A causal mask has none after, and (-1, 0) with
-    another mask is what Transformer Engine takes for no window."""
+    """The numbers of keys before and after its aligned key that a query attends to; -1: all. A causal mask allows no keys after it. With other masks,
+    (-1, 0) means no window, as in Transformer Engine.
+    """
     if size is not None and (isinstance(size, (str, numbers.Number)) or len(size) != 2):
         raise ValueError(f"{where}: window_size is {size!r}; it is a pair, the numbers of keys before and after a query's own, or None")
     for number in size or ():
@@ -111,15 +115,15 @@ def _warn(text: str) -> None:
         warnings.warn(text, stacklevel=4)
 
 
-_found = WeakIdKeyDictionary()  # masks on CUDA devices -> (the count of writes to it, what was asked) -> whether it was so
+_found = WeakIdKeyDictionary()  # masks on CUDA devices -> (the mask's version counter, the property) -> whether the mask had the property
 
 
 def _is_so(mask: torch.Tensor, asked: Any, so: torch.Tensor) -> bool:
-    """True if `so`, of one element, which is computed from the mask, is true. asked: names what is asked of the mask.
+    """Returns bool(so), where `so` is a one-element tensor that tells if the mask has a property. asked: the property's name.
 
-    Masks are written in ways that PyTorch does not count (`data`, views of NumPy's), so each call looks anew. On a CUDA device that waits for
-    the device the first time alone, and capturing a CUDA graph allows none of it: while PyTorch counts no write to a mask that was as asked,
-    the device holds against it.
+    PyTorch's version counter misses some writes to masks (`data`, NumPy views), so each call checks again. For a CUDA mask, the host waits for the
+    device only the first time, and must not wait during graph capture: while the version counter of a mask that had the property is unchanged, the
+    check runs as an assertion on the device.
     """
     if not mask.is_cuda or mask.is_inference():  # a tensor made in PyTorch's inference mode does not count writes to it
         return bool(so)
@@ -133,9 +137,9 @@ def _is_so(mask: torch.Tensor, asked: Any, so: torch.Tensor) -> bool:
 
 
 def cumulative_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
-    """Prefix sums of the sequences' lengths, int32 [batch + 1], of a mask [batch, 1, 1, length] that is true in the padding.
+    """Cumulative lengths of the sequences, int32 [batch + 1], from a mask [batch, 1, 1, length] that is true for padding.
 
-    The padding is at the end: any other mask would attend to the wrong keys, so it is refused.
+    Padding must be at the end of each sequence. Other masks are refused, since they would attend to the wrong keys.
     """
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
         raise ValueError(f"{where}: the padding mask is {mask.dtype} {tuple(mask.shape)}; it must be bool [batch, 1, 1, length]")
@@ -145,9 +149,9 @@ def cumulative_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
-    """The result of cumulative_lengths(), outside of a graph."""
+    """cumulative_lengths() outside of a graph, for a mask of the right dtype and shape."""
     hidden = mask[:, 0, 0, :]
-    # No token is seen after one that is hidden.
+    # Every token after a masked token must be masked too.
     if not _is_so(mask, "padding at the end", (hidden[:, 1:] >= hidden[:, :-1]).all()):
         raise ValueError(f"{where}: the padding mask hides tokens that are not at the end of their sequence; give that as "
                          "attn_mask_type='arbitrary' with a mask [batch, 1, queries, keys]")
@@ -157,7 +161,7 @@ def sums_of_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """The slopes of ALiBi's paper (Press et al., 2022): 2^(-8 i / n) for n heads, n a power of two, else interleaved with those of 2n."""
+    """ALiBi's slopes (Press et al., 2022): 2^(-8 i / n) for n heads if n is a power of two; otherwise interleaved with the slopes of 2n heads."""
     n = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / n) for i in range(heads - n)]
@@ -175,11 +179,11 @@ class DotProductAttention(TransformerEngineBaseModule):
     """
 
     _kind = "attention"
-    _sites = ("fp8",)  # of FP8 attention: a recipe with fp8_dpa
+    _sites = ("fp8",)  # FP8 attention, with a recipe that has fp8_dpa
     _places = extra_state.ATTENTION
     _attends = True
     _remade = frozenset(("softmax_scale",))
-    _device: Optional[torch.device] = None  # of the layers
+    _device: Optional[torch.device] = None  # the device of the current layers
 
     @checks_keywords()
     def __init__(self, num_attention_heads: int, kv_channels: Union[int, Tuple[int, int]], num_gqa_groups: Optional[int] = None,
@@ -204,7 +208,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if self.num_gqa_groups < 1 or self.num_attention_heads % self.num_gqa_groups != 0:
             raise ValueError(f"{where}: {num_attention_heads} attention heads do not divide into {num_gqa_groups} groups")
         self._divide(tp_group, tp_size, False)
-        # Inputs have this rank's heads alone.
+        # Inputs contain only this rank's heads.
         self.num_attention_heads_per_partition = divided(where, "num_attention_heads", self.num_attention_heads, self.tp_size)
         self.num_gqa_groups_per_partition = divided(where, "num_gqa_groups", self.num_gqa_groups, self.tp_size)
         self.attention_dropout, self.qkv_format, self.attn_mask_type = float(attention_dropout), qkv_format, mask_type(where, attn_mask_type)
@@ -216,7 +220,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = self.kv_channels, self.value_channels
         self.return_max_logit = bool(return_max_logit)
         self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
-        # With sequence_parallel the program forks the tracker around the layer, whose ranks draw different numbers throughout.
+        # With sequence_parallel the program itself forks the RNG tracker around the layer; ranks then draw different numbers.
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         if softmax_type == "learnable":
             self._add_parameter("softmax_offset", torch.empty(
@@ -227,18 +231,18 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def set_context_parallel_group(self, cp_group: Any, cp_global_ranks: Optional[List[int]] = None, cp_stream: Optional[Any] = None,
                                    cp_comm_type: str = "p2p", **load_balancing: Any) -> None:
-        """Takes a group of one rank, for which the other arguments say nothing, and refuses a larger one."""
+        """Accepts a group of one rank, for which the other arguments have no effect, and refuses larger groups."""
         rules.group_of_one("DotProductAttention", "cp_group", cp_group)
 
     def _layer_for(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float):
-        # A forward without gradients drops nothing by itself, so only one in eval() whose backward follows needs a layer of its own.
+        # A forward without gradients never applies dropout, so only a forward with gradients in eval() needs a separate layer without dropout.
         drops = self.training or not (torch.is_grad_enabled() or torch_checkpoint.repeated())
         if torch.compiler.is_compiling():
             return self._layer(device, key=(layout, mask, softcap.hex(), *size, drops))
         return self._dropping(device, layout, mask, size, softcap, drops)
 
     def _dropping(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float, drops: bool):
-        if device != self._device:  # without parameters no .to() says that it changes
+        if device != self._device:  # without parameters, Module.to() does not report a change of device
             if self._device is not None:
                 self._forget(self._fp8_state())
             self._device = device
@@ -256,7 +260,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return chosen if self.softmax_scale is None else {**chosen, "softmax_scale": float(self.softmax_scale)}
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
-        # Checkpoints of Transformer Engine before 1.6 have no state of attention, those of 1.6 and 1.7 have it under another name.
+        # Checkpoints of Transformer Engine before 1.6 have no attention state, and those of 1.6 and 1.7 use another name.
         own, older = prefix + "_extra_state", prefix + "fused_attention._extra_state"
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if own in missing_keys:
@@ -268,7 +272,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 self.set_extra_state(state_dict[older])
 
     def set_extra_state(self, state: Any) -> None:
-        # Transformer Engine saves places for attention under any FP8 recipe, and others under several recipes at a time.
+        # Transformer Engine saves attention state with any FP8 recipe, and in a different form if several recipes were used.
         read = extra_state.read(state, "DotProductAttention")
         if not attends(read.get("recipe")):
             return
@@ -299,21 +303,20 @@ class DotProductAttention(TransformerEngineBaseModule):
                 score_mod_bprop_tensors: Optional[Dict[str, torch.Tensor]] = None, qkv_layer: Optional[torch.Tensor] = None,
                 kv_layer: Optional[torch.Tensor] = None, qkv_interleave_dim: int = -3,
                 thd_attention_policies: Optional[List[Dict[str, Any]]] = None, thd_attention_policy_dispatch: str = "auto", **misspelt: NoReturn):
-        """q [.., heads, channels], k and v [.., groups, channels] in qkv_format -> [.., heads * channels], those of v.
+        """Maps q [.., heads, channels], k and v [.., groups, channels] in qkv_format to [.., heads * channels], with v's channels.
 
-        attention_mask: true where masked out; with the padding masks bool [batch, 1, 1, length], for cross-attention a pair; with
-        'arbitrary' [1 or batch, 1 or heads, queries, keys], which broadcasts with the other masks too. cu_seqlens: int32 [batch + 1].
-        window_size: keys before and after the one that a query is level with. bottom_right_diagonal: with masks that are not causal, whether
-        the last query is level with the last key (None and True) or the first with the first. core_attention_bias_type: 'no_bias',
-        'pre_scale_bias' or 'post_scale_bias' with core_attention_bias, or 'alibi', with alibi_slopes [heads] or [batch, heads] of one's own.
-        fast_zero_fill: taken for compatibility, te-fl writes the rows of padding anyway. max_seqlen: at least the longest sequence, for 'thd'.
-        inference_params: an InferenceParams, whose cache of this layer_number gets the keys and values and gives those of all tokens; lengths and
-        masks are its own then, and nothing has a gradient.
+        attention_mask: true where masked out. With padding masks bool [batch, 1, 1, length], for cross-attention a pair; with 'arbitrary' [1 or
+        batch, 1 or heads, queries, keys], broadcast. cu_seqlens: int32 [batch + 1]. window_size: numbers of keys before and after a query's aligned
+        key. bottom_right_diagonal: for non-causal masks, aligns the last query with the last key (None and True) or the first with the first.
+        core_attention_bias_type: 'no_bias', 'pre_scale_bias' or 'post_scale_bias' with core_attention_bias, or 'alibi', optionally with alibi_slopes
+        [heads] or [batch, heads]. fast_zero_fill: no effect; te-fl always writes the rows of padding. max_seqlen: at least the longest sequence's
+        length, for 'thd'. inference_params: an InferenceParams. Its cache for this layer_number receives the new keys and values and provides those
+        of all tokens; the cache's lengths and masks are used, and there are no gradients.
         """
         if misspelt:
             raise misspelling(DotProductAttention.forward, misspelt)
         where = "DotProductAttention"
-        if pad_between_seqs is False:  # the tokens of all sequences follow one another, whatever lengths with padding are given
+        if pad_between_seqs is False:  # sequences are contiguous, so cumulative lengths with padding are ignored
             cu_seqlens_q_padded = cu_seqlens_kv_padded = None
         elif pad_between_seqs and cu_seqlens_q_padded is None:
             raise ValueError(f"{where}: pad_between_seqs is True; give cu_seqlens_q_padded, where each sequence starts")
@@ -359,7 +362,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return (out, self._max_logit(query_layer, key_layer, layout, mask, size, cap, inputs)) if self.return_max_logit else out
 
     def _max_logit(self, q: torch.Tensor, k: torch.Tensor, layout: str, mask: str, size: Tuple[int, int], cap: float, inputs: dict) -> torch.Tensor:
-        """The largest score of each head, [heads] of q's dtype: of the scaled, capped, biased and masked products, without a sink. It has no gradient."""
+        """The largest score of each head, [heads] in q's dtype, after scaling, cap, bias and mask, without the sink. No gradient."""
         if quantization.enabled() and attends(quantization.active_recipe()):
             raise refuse("DotProductAttention", "return_max_logit", True, "in FP8 attention nothing keeps the scores; leave fp8_dpa and fp8_mha out of the "
                          "recipe, or return_max_logit")
@@ -371,10 +374,9 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _prepared(self, where, layout, mask, size, bottom_right, cap, q, k, masks_of_call, lengths, bias_kind, bias,
                   slopes) -> Tuple[str, Tuple[int, int], dict, Tuple[torch.Tensor, ...]]:
-        """The layer's mask and window that follow from a forward's arguments, its inputs, and those of them that may need a
-        gradient.
+        """Derives the layer's mask, window and attention inputs from a forward's arguments; also returns the inputs that may need a gradient.
 
-        q and k: for their extents and their device. lengths: the cumulative ones, those with padding, and the longest, each of q and of k.
+        q and k provide extents and device. lengths: cumulative lengths, cumulative lengths with padding, and longest lengths, each for q and for k.
         """
         mask = mask_type(where, mask)
         size = window(where, size, mask)
@@ -384,7 +386,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         sums = (inputs["cu_seqlens_q"], inputs["cu_seqlens_kv"]) if "cu_seqlens_q" in inputs else None
         dense = layout != "thd"
         extents = (self._length(q, layout), self._length(k, layout)) if dense else (0, 0)
-        level = sums[0] is sums[1] if sums else extents[0] == extents[1]  # each sequence has as many queries as keys
+        level = sums[0] is sums[1] if sums else extents[0] == extents[1]  # each sequence has equally many queries and keys
 
         def behind(from_bottom_right: bool) -> torch.Tensor:
             return distances(*extents, q.device, sums, from_bottom_right)
@@ -397,7 +399,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             hidden = windowed((size[0], 0) if causal else size, behind(bottom_right)) | mask_or_none.bool()
             inputs, mask, size = {"attn_mask": hidden}, "arbitrary", (-1, -1)
         elif size != (-1, -1) and not causal and not bottom_right and not level:
-            # The window of such a mask counts from the bottom right.
+            # The layer's window for such a mask is aligned to the bottom right.
             if not dense:
                 raise refuse(where, "bottom_right_diagonal", False, f"with qkv_format='thd' the window of mask {mask!r} ends at the last query and "
                              "key of a sequence; give bottom_right_diagonal=None, or the same cu_seqlens for queries and keys")
@@ -410,8 +412,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         extras = self._biased(where, bias_kind, bias, slopes, cap, inputs)
         if bias_kind == "alibi":
             chosen = self._own_slopes(q.device) if slopes is None else slopes
-            # The layer's addend is slope * distance from the bottom right, not made absolute. Under a causal mask no key is ahead, and another
-            # diagonal adds one number to each row, which a sink alone can tell.
+            # The layer adds slope * (distance from the bottom right), without an absolute value. Under a causal mask no key is ahead of its query, so
+            # the sign is constant. Another diagonal adds a constant to each row, which softmax cancels unless there is a sink.
             if causal and (bottom_right or level or self.softmax_type == "vanilla"):
                 inputs["alibi_slopes"] = chosen
             elif not dense:
@@ -422,7 +424,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return (THD_MASKS.get(mask, mask) if not dense else mask), size, inputs, extras
 
     def _own_slopes(self, device: torch.device) -> torch.Tensor:
-        """ALiBi's slopes of this rank's heads, which are those that follow the lower ranks'."""
+        """The ALiBi slopes of this rank's heads, which follow those of the lower ranks."""
         slopes = _slopes(self.num_attention_heads, device)
         if self.tp_size == 1:
             return slopes
@@ -430,7 +432,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return slopes[begin:begin + self.num_attention_heads_per_partition].contiguous()
 
     def _masked(self, where, layout, mask, q, k, masks_of_call, cu_q, cu_kv, cu_q_padded, cu_kv_padded, max_q, max_kv) -> dict:
-        """The layer's inputs that say which keys a query sees."""
+        """The layer's inputs that define the mask."""
         inputs: dict = {}
         if mask == "arbitrary":
             if not isinstance(masks_of_call, torch.Tensor):
@@ -465,7 +467,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return t.shape[0 if layout == "sbhd" else 1]
 
     def _biased(self, where, kind, bias, slopes, cap, inputs) -> Tuple[torch.Tensor, ...]:
-        """Adds a given addend of the scores to the inputs; what of it may need a gradient."""
+        """Adds the bias or the ALiBi slopes to the inputs; returns the tensors among them that may need a gradient."""
         rules.choice(where, "core_attention_bias_type", kind, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"))
         if slopes is not None and kind != "alibi":
             raise ValueError(f"{where}: alibi_slopes are given with core_attention_bias_type {kind!r}; give 'alibi', or leave them out")
@@ -485,8 +487,9 @@ class DotProductAttention(TransformerEngineBaseModule):
 
 
 def _hides_more(where: str, mask: Any, behind: Optional[torch.Tensor], rule: tuple) -> bool:
-    """True if a mask hides more keys than those ahead of their query; behind: distances(), or None where no key is hidden
-    otherwise. `rule` names what it is held against."""
+    """True if a mask hides more keys than those ahead of their query. behind: distances(), or None if no other rule hides keys. `rule` names the
+    cached result.
+    """
     if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.bool, torch.uint8):
         raise ValueError(f"{where}: attention_mask is {mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__}; it is one tensor of "
                          "bool or uint8, true where masked out")
@@ -508,7 +511,7 @@ def _slopes(heads: int, device: torch.device) -> torch.Tensor:
 
 
 def _unpack(where, q, k, v, qkv, kv, dim):
-    """q, k and v of tensors that hold them along a dimension of extent 3, or k and v of extent 2."""
+    """Splits packed qkv (extent 3 along dim) into q, k and v, or packed kv (extent 2) into k and v."""
     if qkv is not None:
         if q is not None or k is not None or v is not None or kv is not None:
             raise ValueError(f"{where}: give qkv_layer alone")

@@ -1,4 +1,4 @@
-"""Shared by te-fl's PyTorch modules: parameters, a layer in C++ made when it is first needed, FP8 state."""
+"""The base class of te-fl's PyTorch modules: parameters, C++ layers created on demand, FP8 state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from te_fl.pytorch.runtime.refuse import refuse
 watch(quantization._state, weight_cache._thread, torch_checkpoint._reentrant)
 
 
-FP8State = List[Tuple[str, torch.Tensor]]  # tensors by te_fl::nn's names
+FP8State = List[Tuple[str, torch.Tensor]]  # tensors with te_fl::nn's names
 
 
 def default_init(weight: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ def default_init(weight: torch.Tensor) -> None:
 
 
 class States:
-    """A module's FP8 state in C++, for all layers that it needs. A copy is another one, empty."""
+    """A module's FP8 state in C++, shared by all of its layers. Copying gives a new, empty state."""
 
     def __init__(self):
         self.native = _native.fp8_states()
@@ -50,14 +50,14 @@ class States:
         return States, ()
 
     def of(self, key: Any) -> Any:
-        """The state in C++ of the layer of this key."""
+        """The C++ state for the layer with this key."""
         return self.native
 
     def tensors(self) -> FP8State:
         return [(n, t.clone()) for n, t in _native.fp8_state(self.native, LIKE)]
 
     def load(self, state: FP8State) -> FP8State:
-        """Takes the state, what it lacks being reset, and returns what waits for a layer."""
+        """Loads the state, and resets what is absent. Returns the state that must be loaded again once a layer exists."""
         return [] if _native.load_fp8_state(self.native, state) else state
 
     def retire(self) -> None:
@@ -65,9 +65,9 @@ class States:
 
 
 class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
-    """Base of modules with one layer of te_fl::nn.
+    """Base class of modules with a layer of te_fl::nn.
 
-    Derived classes set _kind, _sites (the layer's FP8 sites) and implement _options() and _tensors().
+    Derived classes set _kind and _sites (the layer's FP8 sites), and implement _options() and _tensors().
     """
 
     _kind: str
@@ -87,8 +87,8 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
         self._number = registry.enter(self)
         self.wgrad_accumulation_and_reduce_hooks: List[Callable[[], Any]] = []
-        self._model_init = quantization.model_init()  # None: weights stay in high precision
-        self._products: List[str] = []  # the weights that become codes otherwise
+        self._model_init = quantization.model_init()  # None: weights are stored in high precision
+        self._products: List[str] = []  # names of the weights that quantized_model_init stores as codes
 
     def _new_states(self) -> Any:
         return States()
@@ -100,13 +100,13 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         self._initialisers[name] = (init, tracker)
 
     def _add_weight(self, name: str, value: torch.Tensor, init: Callable, tracker: Optional[Callable] = None) -> None:
-        """A parameter that products read, which quantized_model_init makes codes alone."""
+        """Adds a weight of a product, which quantized_model_init stores as FP8 codes only."""
         self._add_parameter(name, value, init, tracker)
         if self._model_init is not None:
             self._products.append(name)
 
     def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
-        """Gives parameters their initial values. Those on the meta device get memory on default_device()."""
+        """Initialises the parameters. Parameters on the meta device are first allocated on default_device()."""
         if defer_init:
             return
         for name, (init, tracker) in self._initialisers.items():
@@ -124,7 +124,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
                     init(param)
 
     def _replaced(self, name: str, value: torch.Tensor) -> torch.nn.Parameter:
-        """The parameter that holds `value` from now on, with the attributes of the one before."""
+        """Replaces a parameter by one that holds `value`, with the attributes of the old one."""
         before = getattr(self, name)
         param = torch.nn.Parameter(value, requires_grad=before.requires_grad)
         param.__dict__.update(before.__dict__)
@@ -149,7 +149,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             param._keep_initial(high.cpu())
 
     def _split_names(self, split: Any, out_features: int, what: str) -> List[Tuple[str, int]]:
-        """(prefix, rows) of each part of a weight; one without prefix if it is whole."""
+        """(prefix, rows) of each part of a weight; a single part without prefix if it is not split."""
         where = type(self).__name__
         if split is None:
             return [("", out_features)]
@@ -166,12 +166,13 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         return [(name if name.endswith("_") else name + "_", int(rows)) for name, rows in parts]
 
     def _add_split(self, name: str, parts: List[Tuple[str, int]], shape: Tuple[int, ...], device, dtype, init, tracker=None) -> List[str]:
-        """Registers the parts of one array, which lie one after the other; their names."""
+        """Registers consecutive slices of one array as parameters, and returns their names."""
         if name == "weight" and len(parts) > 1 and self._model_init is not None:
             raise refuse(type(self).__name__, "parameters_split", tuple(prefix[:-1] for prefix, _ in parts),
                          "inside quantized_model_init a weight is whole: leave it out (attention: give fuse_qkv_params=True)")
         whole = torch.empty(sum(rows for _, rows in parts), *shape, device=device, dtype=dtype)
-        # Each part is a storage of its own in that memory: what writes storages to files takes parts of one for the same parameter.
+        # Each slice gets a storage object of its own over that memory: tools that write storages to files treat tensors with one storage as one
+        # parameter.
         own = len(parts) > 1 and type(whole) is torch.Tensor and whole.numel() > 0 and whole.device.type in ("cpu", "cuda")
         add = self._add_weight if name == "weight" else self._add_parameter
         at, names = 0, []
@@ -182,47 +183,47 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             at += rows
         return names
 
-    # -- attributes by which frameworks ask about FP8
+    # -- FP8 attributes that frameworks read
 
     fsdp_group: Any = None  # prepare_te_modules_for_fsdp() sets it
-    # te-fl has no use for these; they are as in Transformer Engine's modules that are not given them.
+    # Not used by te-fl; the values are Transformer Engine's defaults.
     fsdp_wrapped = False
     symmetric_ar_type: Optional[str] = None
     ub_name: Optional[str] = None
 
     @Computed
     def fp8(self) -> bool:
-        """True if the last forward computed in FP8."""
+        """True if the last forward ran in FP8."""
         return self._in_fp8
 
     @Computed
     def fp8_initialized(self) -> bool:
-        """True if the last forward computed in FP8, or weights are FP8 alone."""
+        """True if the last forward ran in FP8, or weights are stored as FP8 codes."""
         return self._in_fp8 or self._model_init is not None
 
     @Computed
     def fp8_calibration(self) -> bool:
-        """True in an autocast that calibrates."""
+        """True in a calibrating autocast."""
         return quantization.calibrating()
 
     @Computed
     def fp8_meta_tensors_initialized(self) -> bool:
-        """True if there are scales of delayed scaling."""
+        """True if delayed scaling's scales exist."""
         return bool(self._fp8_state())
 
     @Computed
     def primary_weights_in_fp8(self) -> bool:
-        """True if the module was made in quantized_model_init."""
+        """True if the module was constructed in quantized_model_init."""
         return self._model_init is not None
 
     @Computed
     def preserve_high_precision_init_val(self) -> bool:
-        """True if it keeps the values that FP8 weights were made from."""
+        """True if the module keeps the high-precision values that its FP8 weights were made from."""
         return self._model_init is not None and self._model_init.preserve_high_precision_init_val
 
     @property
     def fp8_meta(self) -> dict:
-        """Says if checkpoints have FP8 state of the module (fp8_checkpoint), and its recipe. Frameworks put entries of their own there."""
+        """A dict with fp8_checkpoint (whether checkpoints contain FP8 state of the module) and the recipe. Frameworks add entries of their own."""
         meta = self.__dict__.setdefault("_fp8_meta", {"fp8_group": None})
         meta["fp8_checkpoint"] = bool(self._fp8_state())
         if self._recipe is not None or "recipe" not in meta:
@@ -235,11 +236,11 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
 
     @property
     def is_fsdp2(self) -> bool:
-        """True if fully_shard has divided a parameter over ranks."""
+        """True if fully_shard has sharded a parameter."""
         return any(is_sharded(param) for param in self._parameters.values() if param is not None)
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """For frameworks that read fp8_meta before a forward: it has a recipe anyway."""
+        """No effect: Transformer Engine's method makes fp8_meta's recipe available, which te-fl's always has."""
 
     # -- the layer
 
@@ -247,19 +248,19 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         raise NotImplementedError
 
     def _options_of(self, kind: str, key: Any) -> dict:
-        """The options of the layer that _layer() names by kind and key."""
+        """The options of the layer with this kind and key; see _layer()."""
         return self._options()
 
     def _layer_of(self, x: Any) -> Union[NativeLayer, TracedLayer]:
-        """The layer for this input; TypeError for what is no tensor."""
+        """The layer for this input; TypeError if the input is not a tensor."""
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{type(self).__name__}: the input is a {type(x).__name__}; it must be a torch.Tensor")
-        if torch.compiler.is_compiling():  # first: what a graph is made from must not depend on the layers that there are
+        if torch.compiler.is_compiling():  # tested first: tracing must not depend on which layers exist already
             return self._layer(x.device)
         return self._layers.get((self._kind, None)) or self._layer(x.device)
 
     def _tensors(self, names: Sequence[str]) -> Tuple[torch.Tensor, ...]:
-        """The parameters of these names; what PyTorch's parametrisations make of one is an attribute and no parameter."""
+        """The parameters with these names. PyTorch's parametrisations turn a parameter into a plain attribute."""
         own = self._parameters
         try:
             return tuple([own[n] for n in names])
@@ -286,11 +287,11 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             if delays:
                 _native.delay_layer_wgrad(native)
             self._load_waiting()
-            layer = self._layers[name] = NativeLayer(native, delays)  # last: an interrupt leaves a layer that is whole, or none
+            layer = self._layers[name] = NativeLayer(native, delays)  # assigned last, so that KeyboardInterrupt never leaves a half-made layer
         return layer
 
     def _check_compiled(self) -> None:
-        """Refuses what a graph cannot hold, before the graph has it: without fullgraph=True the function runs without a graph then."""
+        """Refuses features that a graph cannot contain, while tracing; without fullgraph=True the function then runs eagerly."""
         for argument, is_set in (("quantized_model_init", self._model_init is not None), ("delay_wgrad_compute", self.delay_wgrad_compute),
                                 ("fuse_wgrad_accumulation", getattr(self, "fuse_wgrad_accumulation", False))):
             if is_set:
@@ -301,7 +302,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
                          "out, or give Linear and the others one rank")
 
     def _check_devices(self, device: torch.device, others: Sequence[torch.Tensor] = ()) -> None:
-        """Refuses a first input on `device` where the parameters or other inputs are on another."""
+        """Raises an error if parameters or other inputs are on another device than the first input, which is on `device`."""
         named = [(f"its input {2 + i}", t) for i, t in enumerate(others)]
         check_devices(type(self).__name__, device, named + [(f"the parameter {n!r}", p) for n, p in self._parameters.items()])
 
@@ -310,9 +311,10 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
 
     def _run(self, layer: Union[NativeLayer, TracedLayer], inputs: Tuple[torch.Tensor, ...], parameters: Tuple[torch.Tensor, ...], first=None,
              attention=None, random=None, accumulates: bool = False, extras: Tuple[torch.Tensor, ...] = (), activation: int = -1) -> torch.Tensor:
-        """Checks the first input and has the layer compute the call.
+        """Checks the first input and runs the layer.
 
-        activation: the output's dtype outside of torch.autocast, an index in te_fl.tensors.DTYPES; -1: the input's."""
+        activation: the output's dtype outside of torch.autocast, as an index in te_fl.tensors.DTYPES; -1: the input's dtype.
+        """
         x = inputs[0]
         kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # x.device.type makes a new string at each look
         autocasts = torch.is_autocast_enabled(kind)
@@ -327,8 +329,9 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         return layer.compute(self, inputs, extras, parameters, activation, first, attention, random, accumulates)
 
     def _forward(self, key: Tuple[str, None], inp: Any, first: Optional[bool], accumulates: bool) -> torch.Tensor:
-        """The output of the module's own layer, of that key in _layers, for one input and the parameters of _own(): as _run() computes it, by
-        the shortest way that the call allows."""
+        """The output of the module's own layer (key: its key in _layers) for one input and the parameters of _own(). Equivalent to _run(), with a
+        fast path.
+        """
         if not accumulates and not torch.compiler.is_compiling() and captures.flag is None:
             try:
                 output = plain(self.__dict__, key, inp, first)
@@ -339,28 +342,29 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
                 return output
         return self._run(self._layer_of(inp), (inp,), self._own(), first, accumulates=accumulates)
 
-    # A layer asks this of the module that it computes for (modules/layers.py), a graph of the one whose number it has (compile/compiled.py).
+    # Layers call this method of their module (modules/layers.py), and graphs call it through the module's number (compile/compiled.py).
 
     def _width(self, kind: str) -> int:
-        """The output's last extent; -1: the input's."""
+        """The output's last extent; -1: equal to the input's."""
         return -1
 
     def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[NativeLayer, Optional[List[int]]]:
-        """The layer of that name, and which of the parameters that the graph gives is each of the layer's; None: they are in its order."""
+        """The layer of this name, and for each of the layer's parameters its index in the graph's list of parameters; None: the order is equal."""
         return self._layer(device, kind), None
 
     def _notice(self) -> int:
         return quantization.notice(self)
 
-    _remade: frozenset = frozenset()  # the attributes that a layer is made from, and that a program may set
+    _remade: frozenset = frozenset()  # names of attributes that a program may set, and whose change requires new layers
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "tp_group" and self.tp_size > 1 and "_number" in self.__dict__:  # the layers follow
+        if name == "tp_group" and self.tp_size > 1 and "_number" in self.__dict__:  # layers refer to the group, so they are made anew
             self.set_tensor_parallel_group(value)
             return
         before = self.__dict__.get("_parameters", {}).get(name)
         super().__setattr__(name, value)
-        if before is not None and (is_sharded(before) or is_sharded(value)):  # by fully_shard; a program marks a parameter of its own itself
+        # Set by fully_shard, which drops the marks; a program that assigns its own parameter must mark it itself.
+        if before is not None and (is_sharded(before) or is_sharded(value)):
             mark_again(self._parameters.get(name), marks_of(before))
         if name in self._remade and "_layers" in self.__dict__:
             self._forget_layers()
@@ -392,7 +396,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             mark_again(param, marks.get(name, {}))
 
     def _forget(self, state: List[Tuple[str, torch.Tensor]]) -> None:
-        """Makes new layers when they are next needed, with this FP8 state."""
+        """Drops the layers; later ones are created with this FP8 state."""
         self._states.retire()
         self._layers, self._states = {}, self._new_states()
         device = next((p.device for p in self.parameters(recurse=False)), None)
@@ -409,7 +413,8 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             give_writes(self._parameters, writes)
         self._mark_again(marks)  # of those that load_state_dict(assign=True) has replaced
         own = prefix + "_extra_state"
-        if own in missing_keys and not self._fp8_state():  # weights of PyTorch's own layers: a module without scales needs none
+        # The checkpoint may come from PyTorch's own layers, and a module without scales needs no state.
+        if own in missing_keys and not self._fp8_state():
             missing_keys.remove(own)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
@@ -424,7 +429,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         return state + [(name, tensor) for name, tensor in self._loaded if name not in there]
 
     def _load(self, state: List[Tuple[str, torch.Tensor]]) -> None:
-        """The FP8 state from now on, in the memory that there is; what it lacks is reset."""
+        """Sets the FP8 state in place; what is absent is reset."""
         self._loaded = self._states.load(state)
 
     def _load_waiting(self) -> None:
@@ -432,15 +437,16 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             self._load(self._loaded)
 
     def _saved(self) -> Callable[[], None]:
-        """A function that gives the module the FP8 state of now again, in the memory that it has then."""
+        """Returns a function that restores the current FP8 state in place."""
         state = self._fp8_state()
         return lambda: self._load(state)
 
-    _attends = False  # true for the state of FP8 attention, which only some recipes have
+    _attends = False  # true if the state belongs to FP8 attention, which only some recipes use
 
     def get_extra_state(self) -> torch.Tensor:
-        """FP8 state for checkpoints, uint8. Empty before the first forward by delayed scaling; inside an autocast of that, what the first
-        forward will begin with, so that tools which read a checkpoint into present tensors find one of its size."""
+        """FP8 state for checkpoints, uint8. Before the first forward with delayed scaling it is empty. Inside of an autocast with delayed scaling it
+        is then the initial state of the first forward, so that tools that load checkpoints into existing tensors find the right size.
+        """
         state, recipe = self._fp8_state(), self._recipe
         if not state and self._sites and quantization.delays() and (not self._attends or attends(quantization.active_recipe())):
             recipe = quantization.active_recipe()
@@ -469,15 +475,17 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             self._loaded = []
 
     def reset_fp8_meta_tensors(self) -> None:
-        """Scales 1 and empty histories."""
+        """Resets all scales to 1 and clears the amax histories."""
         self._load([])
 
     # -- copies
 
     @property
     def __deepcopy__(self) -> Callable:
-        """The copy of a module with PyTorch's parametrisations, which would copy the whole __dict__ of a class without this, and refuse __getstate__.
-        Other modules do not have it, as wrappers that show a module's attributes for their own (torch.compile's) would be copied by it."""
+        """Returns a copy function for a module with PyTorch's parametrisations; without it, deepcopy would copy the whole __dict__ of the
+        parametrised class, which refuses __getstate__. Raises AttributeError for other modules: wrappers that forward attribute access
+        (torch.compile's) would otherwise be copied by it.
+        """
         if not is_parametrized(self):
             raise AttributeError("__deepcopy__")
         return self._copied
@@ -496,7 +504,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         state.pop("fsdp_group", None)
         if "_fp8_meta" in state:
             state["_fp8_meta"] = {**state["_fp8_meta"], "fp8_group": None, "recipe": as_data(state["_fp8_meta"].get("recipe"))}
-        if "tp_group" in state:  # process groups have no copies; set_tensor_parallel_group() gives the copy one
+        if "tp_group" in state:  # process groups cannot be copied; set_tensor_parallel_group() gives the copy a group
             state["tp_group"], state["tp_group_initialized"] = None, self.tp_size == 1
         return state
 

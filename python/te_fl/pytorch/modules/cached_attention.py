@@ -1,4 +1,4 @@
-"""Attention of new tokens to those that a cache has: what a forward with inference_params turns its arguments into."""
+"""Attention of new tokens to cached keys and values: converts the arguments of a forward with inference_params."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from te_fl.pytorch.runtime.refuse import refuse
 
 
 class CachedCall(NamedTuple):
-    """Arguments of attention, with all keys and values, and cumulative lengths as attention's forward orders them."""
+    """Arguments of attention over all keys and values; cumulative lengths are ordered as in attention's forward."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -24,7 +24,7 @@ class CachedCall(NamedTuple):
     lengths: tuple
 
     def output(self, out: torch.Tensor, layout: str, *inputs: Optional[torch.Tensor]) -> torch.Tensor:
-        """The output in the forward's own layout, without a gradient for these inputs."""
+        """Converts the output to the forward's layout and blocks gradients to these inputs."""
         if layout == "sbhd":
             out = out.transpose(0, 1).contiguous()
         needs = [t for t in inputs if t is not None and t.requires_grad]
@@ -32,7 +32,7 @@ class CachedCall(NamedTuple):
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Hands on an output that has no gradient, and says so when one is asked for."""
+    """Passes the output through; its backward raises an error that says that there is no gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def check(where: str, params: Any, recomputes_keys: bool = False) -> InferenceParams:
-    """Refuses what serves no forward of self-attention; recomputes_keys: keys are another input's."""
+    """Refuses inference_params that a forward of self-attention cannot use. recomputes_keys: keys come from another input."""
     if not isinstance(params, InferenceParams):
         raise refuse(where, "inference_params", params, "give a te_fl.pytorch.InferenceParams")
     if recomputes_keys:
@@ -61,20 +61,21 @@ def check(where: str, params: Any, recomputes_keys: bool = False) -> InferencePa
 
 
 def rotary_places(params: InferenceParams, angles: torch.Tensor, tokens: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(each sequence's first position, angles of as many positions as the padded input reaches). tokens: of a sequence, with padding."""
+    """Returns (each sequence's first position, the angles for all positions of the padded input). tokens: per sequence, including padding."""
     longest = max(params.sequences.values())
     if longest > angles.shape[0]:
         raise InvalidArgument(f"MultiheadAttention: rotary_pos_emb has {angles.shape[0]} positions, and the longest sequence of inference_params "
                               f"{longest} tokens; give the angles of max_sequence_length positions")
     reached = max(params.sequences_pre_step.values()) + tokens
-    if reached > angles.shape[0]:  # by padding alone
+    if reached > angles.shape[0]:  # only padding exceeds the angles
         angles = torch.cat((angles, angles.new_zeros(reached - angles.shape[0], *angles.shape[1:])))
     return params.get_seqlens_pre_step()[:params.batch_size], angles
 
 
 def _check_lengths(where: str, name: str, sums: Optional[torch.Tensor], *known: torch.Tensor) -> None:
-    """Refuses cumulative lengths that are none of the cache's. Tensors other than the cache's own are read from the device, which waits for it,
-    but while a CUDA graph is captured."""
+    """Refuses cumulative lengths that differ from the cache's. Tensors other than the cache's own are read from the device, which synchronises, so
+    they are not checked during graph capture.
+    """
     if sums is None or any(sums is one for one in known) or sums.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     found = sums.tolist()
@@ -99,9 +100,10 @@ def _check_call(where: str, params: InferenceParams, mask: str, attention_mask: 
 
 def over_cache(where: str, module: Any, params: InferenceParams, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, mask: str,
                attention_mask: Any, lengths: tuple) -> CachedCall:
-    """Writes new keys and values to the cache of the module's layer_number, and returns the call of the queries and all keys and values. A call
-    that is refused here has written nothing; one that attention refuses afterwards may have written the places of its tokens, which a repeated call
-    writes again. lengths: as in CachedCall, of the forward; they are the batch's, or None."""
+    """Writes new keys and values to the cache for the module's layer_number, and returns the call of attention with all keys and values. If this
+    function raises, nothing was written. If attention refuses the call later, the new tokens' places may have been written, and a repeated call
+    overwrites them. lengths: the forward's, in CachedCall's order; they must equal the cache's, or be None.
+    """
     _check_call(where, params, mask, attention_mask, lengths)
     if q.shape[:-2] != k.shape[:-2]:
         raise InvalidArgument(f"{where}: queries have shape {tuple(q.shape)} and keys {tuple(k.shape)} with inference_params; give those of the same "
@@ -113,9 +115,9 @@ def over_cache(where: str, module: Any, params: InferenceParams, q: torch.Tensor
         k, v = params.convert_paged_to_nonpaged(module.layer_number)
     batch = params.batch_size
     k, v, cu_q, cu_kv = k[:batch], v[:batch], cu_q[:batch + 1], cu_kv[:batch + 1]
-    mask = "padding_causal_bottom_right" if "causal" in mask else mask  # queries are a sequence's last tokens
+    mask = "padding_causal_bottom_right" if "causal" in mask else mask  # the queries are the last tokens of each sequence
     if layout != "thd":
         return CachedCall(q.transpose(0, 1) if layout == "sbhd" else q, k, v, "bshd", mask, (cu_q, cu_kv, None, None, None, None))
-    # The caches' rows are sequences with padding between them.
+    # In the cache, sequences are rows with padding between them.
     begins = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * longest
     return CachedCall(q, k.flatten(0, 1), v.flatten(0, 1), "thd", mask, (cu_q, cu_kv, cu_q, begins, params.max_ctx_len, longest))

@@ -1,4 +1,4 @@
-"""A whole Transformer layer as one call of te-fl's in each direction."""
+"""Runs a whole Transformer layer as one te-fl call per direction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from te_fl.pytorch.runtime import random as generator
 from te_fl.pytorch.runtime.device import check_devices
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 
-# The classes of parts that the one call stands for. Parts have the same names as modules and in te_fl::nn::TransformerLayer.
+# The module classes that the fused call can replace. A part has the same name here and in te_fl::nn::TransformerLayer.
 _FORWARDS = {kind: kind.forward for kind in (LayerNormLinear, DotProductAttention, Linear, LayerNormMLP, MultiheadAttention, LayerNorm, RMSNorm, L2Normalization)}
 
 
@@ -36,17 +36,18 @@ def _find(module: torch.nn.Module, path: str) -> torch.nn.Module:
 
 
 class FusedLayer:
-    """The body of a TransformerLayer that is one call of te-fl's: the layers in C++, one for each mask, cap, window and dropout that it is
-    called with. Their FP8 state is the parts'."""
+    """The fused implementation of a TransformerLayer. Has one C++ layer for each combination of mask, softcap, window and dropout that it is called
+    with. The FP8 state belongs to the parts.
+    """
 
     def __init__(self, owner: torch.nn.Module):
         self._layers: dict = {}
         self._places: List[Tuple[torch.nn.Module, str, dict]] = []
         self._attention, self._mlp = owner.self_attention, owner.layernorm_mlp
-        self._core = self._attention.core_attention  # found once: usable() sees to it that it is still the one
+        self._core = self._attention.core_attention  # cached; usable() checks that it is still the module's part
         self._divides = owner.tp_size > 1
         self._tree = [(path, part) for path, part in owner.named_modules() if path]
-        # The modules' own tables of children, which show that one was replaced or added.
+        # The modules' own dicts of children, compared later to detect replaced or added children.
         self._children = [(m._modules, dict(m._modules)) for m in (owner, owner.self_attention)]
         self._parts = [(path, part) for path, part in self._tree if isinstance(part, TransformerEngineBaseModule)]
         self._divided = [part for _, part in self._parts if part.tp_size > 1] if self._divides else []
@@ -56,13 +57,13 @@ class FusedLayer:
         self._agree = self._parts_agree()  # not at a call, as torch.compile would make another graph once it is known
 
     def serves(self, owner: torch.nn.Module, call: TransformerCall) -> bool:
-        """True if the one call computes what `call` asks for, with the parts as they are now."""
+        """True if the fused call can compute `call` with the current parts."""
         return (not call.checkpoint_core_attention and call.thd_attention_policies is None and call.inference_params is None
                 and not isinstance(call.rotary_pos_emb, (tuple, list)) and (not self._divides or self._serves_ranks(owner))
                 and self._core.training is owner.training and not export.state.exporting and self.usable())
 
     def _serves_ranks(self, owner: torch.nn.Module) -> bool:
-        """True if the one call stands for parts that ranks divide: one group does, and dropout draws from nobody's own stream."""
+        """True if the fused call supports the sharded parts: all use one group, and no dropout draws from a tracker's stream."""
         if torch.compiler.is_compiling() or owner.training and (owner.hidden_dropout > 0 or self._core.attention_dropout > 0):
             return False
         group = owner.layernorm_mlp.tp_group
@@ -70,7 +71,7 @@ class FusedLayer:
                 and all(part.sequence_parallel == owner.sequence_parallel for part in self._products))
 
     def usable(self) -> bool:
-        """True if the one call stands for the parts: they are of their own classes and forwards, and without hooks, which would not run."""
+        """True if the fused call is equivalent to the parts: they have the original classes and forwards, and no hooks, which it would not run."""
         if _has_any_global_hook():
             return False
         for children, known in self._children:
@@ -98,7 +99,7 @@ class FusedLayer:
         self._layers, self._agree = {}, self._parts_agree()
 
     def parameters(self) -> List[Tuple[torch.nn.Module, str]]:
-        """The parts' own parameters, in the parts' order."""
+        """All parameters of the parts, in order."""
         return [(part, name) for _, part in self._parts for name in part._parameters if part._parameters[name] is not None]
 
     def order(self) -> List[int]:
@@ -107,7 +108,7 @@ class FusedLayer:
         return [known[id(module), name] for module, name, _ in self._places]
 
     def notice(self, owner) -> int:
-        """As base's _notice(), for the layer and its parts."""
+        """As _notice() of base.py, for the layer and its parts."""
         updates = quantization.notice(owner)
         if quantization._state.scopes:
             for _, part in self._parts:
@@ -115,7 +116,7 @@ class FusedLayer:
         return updates
 
     def layer(self, owner, device: torch.device, name: Tuple[str, str, int, int, bool]) -> NativeLayer:
-        """The layer for a mask, the cap of scores in hexadecimal, the two bounds of a window, and whether it drops."""
+        """The C++ layer for a mask, a softcap in hexadecimal, the two bounds of a window, and whether dropout is active."""
         mask, softcap, *size, drops = name
         core = self._core
         hidden, inner = (owner.hidden_dropout, core.attention_dropout) if drops else (0.0, 0.0)
@@ -150,15 +151,15 @@ class FusedLayer:
             names = [name for name, _ in _native.layer_parameters(native)]
             modules = [(_find(owner, path), name) for path, _, name in (n.rpartition(".") for n in names)]
             self._places = [(module, name, module._parameters) for module, name in modules]
-            layer = self._layers[key] = NativeLayer(native)  # last: an interrupt leaves a layer that is whole, or none
+            layer = self._layers[key] = NativeLayer(native)  # assigned last, so that KeyboardInterrupt never leaves a half-made layer
         return layer
 
     def forward(self, owner: torch.nn.Module, call: TransformerCall) -> torch.Tensor:
-        """call: one that serves() has taken."""
+        """call: a call for which serves() returned true."""
         where, x, core = "TransformerLayer", call.hidden_states, self._core
         cap = score_cap(where, call.softcap)
         lengths = (call.cu_seqlens_q, call.cu_seqlens_q, call.cu_seqlens_q_padded, call.cu_seqlens_q_padded, call.max_seqlen_q, call.max_seqlen_q)
-        # Under sequence parallelism x is this rank's part of the first dimension, and attention sees the whole.
+        # Under sequence parallelism x is this rank's shard along the first dimension, while attention sees the whole.
         whole = x.new_empty(1).expand(x.shape[0] * owner.tp_size, *x.shape[1:]) if self._divides and owner.sequence_parallel and x.dim() == 3 else x
         mask, size, attention, extras = core._prepared(
             where, self._attention.qkv_format, call.self_attn_mask_type, call.window_size, None, cap, whole, whole, call.attention_mask, lengths,
@@ -166,7 +167,7 @@ class FusedLayer:
         angles = call.rotary_pos_emb
         if angles is not None:
             attention["rotary_angles"] = angles if angles.dtype == torch.float32 else angles.float()
-        # The cap is a word, as a graph's names of layers are words and integers.
+        # The softcap is passed as text, since a layer's name in a graph consists of words and integers.
         name = (mask, cap.hex(), *size, owner.training or not (torch.is_grad_enabled() or torch_checkpoint.repeated()))
         layer, parameters = self._layer_of(owner, x.device, name)
         drops = owner.training and (owner.hidden_dropout > 0 or core.attention_dropout > 0)
@@ -174,17 +175,17 @@ class FusedLayer:
         return layer.compute(owner, (x,), extras, parameters, -1, call.is_first_microbatch, attention or None, random, False)
 
     def _layer_of(self, owner: torch.nn.Module, device: torch.device, name: tuple) -> Tuple[Union[NativeLayer, TracedLayer], Sequence[torch.Tensor]]:
-        """The layer of that name and the parameters that it is given."""
+        """The layer of this name and its parameters."""
         if torch.compiler.is_compiling():
             for _, part in self._parts:
                 part._check_compiled()
             traced.graph.check_device("TransformerLayer", device)
             return TracedLayer("transformer_layer", name), tuple(getattr(part, own) for part, own in self.parameters())
         layer = self.layer(owner, device, name)
-        # PyTorch's parametrisations make of a parameter an attribute of another kind.
+        # PyTorch's parametrisations turn a parameter into a plain attribute.
         return layer, [own[name] if name in own else getattr(module, name) for module, name, own in self._places]
 
     def check_devices(self, device: torch.device) -> None:
-        """Refuses an input on `device` where a part's parameter is on another."""
+        """Raises an error if a part's parameter is on another device than the input, which is on `device`."""
         for path, part in self._parts:
             check_devices("TransformerLayer", device, ((f"the parameter '{path}.{name}'", p) for name, p in part._parameters.items()))

@@ -1,4 +1,4 @@
-"""Linear layers of a mixture's experts, whose rows follow each other in one input."""
+"""Grouped linear layers for a mixture of experts: the experts' rows are consecutive in one input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     _kind = "grouped_linear"
     num_gemms = 0
-    single_grouped_weight = single_grouped_bias = ub_overlap_ag = ub_overlap_rs = False  # refused, or without an effect
+    single_grouped_weight = single_grouped_bias = ub_overlap_ag = ub_overlap_rs = False  # refused, or without effect
 
     @checks_keywords()
     def __init__(self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False,
@@ -114,18 +114,18 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     @Computed
     def fp8(self) -> bool:
-        """True if checkpoints have FP8 state of the module: that of delayed scaling."""
+        """True if checkpoints contain FP8 state of the module, that is, with delayed scaling."""
         return bool(self._fp8_state())
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """For frameworks that merge the states of experts before they load them: fp8_meta has a recipe after it."""
+        """For frameworks that merge the experts' states before loading: fp8_meta has a recipe after this call."""
         if num_gemms != self.num_gemms:
             raise InvalidArgument(f"GroupedLinear: init_fp8_metadata({num_gemms}); the module has num_gemms = {self.num_gemms}")
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
         for kind, names in (("weight", self._weight_names), ("bias", self._bias_names if self.use_bias else ())):
             whole = state_dict.get(prefix + kind)
-            if names and whole is not None and prefix + names[0] not in state_dict:  # of a module with one parameter for all experts
+            if names and whole is not None and prefix + names[0] not in state_dict:  # the checkpoint's module had one parameter for all experts
                 del state_dict[prefix + kind]
                 state_dict.update((prefix + name, part) for name, part in zip(names, whole.unbind(0)))
         super()._load_from_state_dict(state_dict, prefix, *arguments)
@@ -135,11 +135,12 @@ class GroupedLinear(TransformerEngineBaseModule):
     @hides_misspelt
     def forward(self, inp: torch.Tensor, m_splits: Union[Sequence[int], torch.Tensor], is_first_microbatch: Optional[bool] = None,
                 out: Optional[torch.Tensor] = None, dgrad_out: Optional[torch.Tensor] = None, **misspelt: NoReturn):
-        """inp [.., in_features], of which m_splits[i] rows are expert i's -> [.., out_features], and a list of biases with return_bias.
+        """Maps inp [.., in_features], whose m_splits[i] rows belong to expert i, to [.., out_features]; with return_bias also returns a list of
+        biases.
 
-        m_splits: a list, or a tensor of integers. The host reads one on a device, once in a forward, and waits for it; while a stream is captured
-        that is refused. out [rows, out_features] and dgrad_out [rows, in_features]: memory for the result, which is returned over it, and for
-        the gradient of inp. is_first_microbatch: as in Linear; True also overwrites main_grad.
+        m_splits: a list, or a tensor of integers. A device tensor is copied to the host once per forward, which synchronises and is refused during
+        graph capture. out [rows, out_features] and dgrad_out [rows, in_features]: memory for the result and for the gradient of inp.
+        is_first_microbatch: as in Linear; True also overwrites main_grad.
         """
         if misspelt:
             raise misspelling(GroupedLinear.forward, misspelt)
@@ -160,7 +161,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         _check_memory("out", out, (x.shape[0], self.out_features), activation, x.device)
         _check_memory("dgrad_out", dgrad_out, (x.shape[0], self.in_features), x.dtype, x.device)
         _check_apart("out", out, x)
-        # The backward reads the input for the weights' gradients alone, and in FP8 codes of it.
+        # Without FP8 the backward reads the input for the weights' gradients; in FP8 it reads saved codes.
         if dgrad_out is not None and not quantization.enabled() and any(getattr(self, name).requires_grad for name in self._weight_names):
             _check_apart("dgrad_out", dgrad_out, x)
         if out is not None:
@@ -168,7 +169,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         if dgrad_out is not None:
             x = GradientInto.apply(x, dgrad_out)
         inputs = (x, torch.tensor(splits, dtype=torch.int64, device="cpu"))
-        if out is not None or dgrad_out is not None:  # `data`: without the count of writes that autograd looks at, as nothing is read there
+        # `data` bypasses autograd's version counter, which is safe because nothing reads the memory here.
+        if out is not None or dgrad_out is not None:
             inputs += tuple(_NO_MEMORY if t is None else t.data for t in (out, dgrad_out if x.requires_grad else None))
         y = _untraced()(self, inputs, is_first_microbatch)
         if out is not None:
@@ -205,9 +207,9 @@ _disabled: Optional[Callable] = None
 
 
 def _untraced() -> Callable:
-    """GroupedLinear._compute(), which torch.compile leaves to Python where it runs the forward so."""
+    """GroupedLinear._compute(), excluded from tracing by torch.compile."""
     global _disabled
-    dynamo = sys.modules.get("torch._dynamo")  # there once a program compiles
+    dynamo = sys.modules.get("torch._dynamo")  # imported once a program compiles
     if dynamo is None:
         return GroupedLinear._compute
     if _disabled is None:
@@ -216,7 +218,7 @@ def _untraced() -> Callable:
 
 
 def _check_apart(name: str, memory: Optional[torch.Tensor], x: torch.Tensor) -> None:
-    """Refuses a result over the input's memory: an expert's rows would be written before a later expert or the backward reads them."""
+    """Refuses result memory that overlaps the input: an expert's rows would be overwritten before later experts or the backward read them."""
     if memory is None:
         return
     (begin, end), (first, last) = ((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (memory, x))

@@ -1,4 +1,4 @@
-"""Caches of keys and values for generation, with Transformer Engine's names."""
+"""KV caches for generation, with Transformer Engine's names."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from te_fl.pytorch.runtime.device import default_device
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords
 
-Steps = Mapping[Hashable, int]  # tokens by the sequence's id, in the order of the batch
+Steps = Mapping[Hashable, int]  # number of tokens by sequence id, in batch order
 _LAYOUTS = ("bshd", "sbhd", "thd")
 
 
 def _count_of(value: Any) -> Optional[int]:
-    """An integer of 1 or more as an int, whichever library's it is; None for anything else."""
+    """Converts an integer of 1 or more, of any library's type, to int; None for other values."""
     try:
         count = operator.index(value)
     except (TypeError, RuntimeError):
@@ -30,41 +30,41 @@ def _count_of(value: Any) -> Optional[int]:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):  # a tensor made in inference mode could not be written to outside of it
+    with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside of it
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class KVCacheManager:
-    """The base of managers of caches. `cache`: keys and values by layer number; `sequences`: the tokens that each sequence has."""
+    """Base class of cache managers. `cache`: keys and values by layer number. `sequences`: number of tokens of each sequence."""
 
     def __init__(self) -> None:
         self.cache: Dict[int, Tuple[Any, Any]] = {}
         self.sequences: "OrderedDict[Hashable, int]" = OrderedDict()
 
     def reset(self) -> None:
-        """Forgets all sequences. The memory of the caches stays."""
+        """Removes all sequences; keeps the caches' memory."""
         self.sequences = OrderedDict()
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Makes the caches of a layer."""
+        """Allocates the caches of a layer."""
         self.cache[layer_number] = (None, None)
 
     def pre_step(self, step_dict: Steps) -> "OrderedDict[Hashable, int]":
-        """Takes the new tokens that each sequence of the batch is about to get, and returns `sequences`, which counts them."""
+        """Registers the number of new tokens for each sequence of the next batch, and returns `sequences`, which includes them."""
         return self.sequences
 
     def step(self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, cu_new_seqlens: torch.Tensor,
              cu_cached_seqlens: torch.Tensor, qkv_format: str) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Writes the new tokens and returns the layer's caches."""
+        """Writes the new tokens' keys and values, and returns the layer's caches."""
         return self.cache[layer_number]
 
     def _advanced(self, step_dict: Steps) -> "OrderedDict[Hashable, int]":
-        """The sequences of the batch in its order, with the new tokens counted. Those that it leaves out have ended."""
+        """The batch's sequences in batch order, with the new tokens counted. Sequences that the batch omits have ended."""
         return OrderedDict((name, self.sequences.get(name, 0) + new) for name, new in step_dict.items())
 
 
 class NonPagedKVCacheManager(KVCacheManager):
-    """Caches [max_batch_size, max_seqlen, heads, channels], whose row i belongs to sequence i of the batch."""
+    """Contiguous caches [max_batch_size, max_seqlen, heads, channels]; row i belongs to sequence i of the batch."""
 
     def __init__(self, max_batch_size: int, max_seqlen: int, num_heads: int, head_dim_k: int, dtype: torch.dtype,
                  head_dim_v: Optional[int] = None, device: Union[torch.device, str, None] = None) -> None:
@@ -79,12 +79,13 @@ class NonPagedKVCacheManager(KVCacheManager):
 
     @torch.no_grad()
     def pre_step(self, step_dict: Steps) -> "OrderedDict[Hashable, int]":
-        """Also moves the rows of sequences to their places in the batch. It does so here and in all layers, since a CUDA graph, which holds the
-        layers' steps, holds one order of the rows."""
+        """Also moves the sequences' rows to their places in the batch, for all layers. A layer's step cannot do so, because a captured CUDA graph of
+        the steps has a fixed row order.
+        """
         had = {name: row for row, name in enumerate(self.sequences)}
         rows = [had.get(name) for name in step_dict]
         if any(row is not None and row != at for at, row in enumerate(rows)):
-            # A new sequence's row is read by nobody before it is written: any will do.
+            # A new sequence's row is written before it is read, so its source is arbitrary.
             source = torch.tensor([at if row is None else row for at, row in enumerate(rows)], dtype=torch.int64, device="cpu")
             for caches in self.cache.values():
                 for cache in caches:
@@ -102,8 +103,9 @@ class NonPagedKVCacheManager(KVCacheManager):
 
 
 class PagedKVCacheManager(KVCacheManager):
-    """Caches [total_num_pages, page_size, heads, channels]; page_table, int32 [max_batch_size, pages of a sequence], has the pages of sequence i
-    of the batch in row i."""
+    """Paged caches [total_num_pages, page_size, heads, channels]. Row i of page_table, int32 [max_batch_size, pages per sequence], lists the pages of
+    sequence i of the batch.
+    """
 
     def __init__(self, total_num_pages: int, page_size: int, num_heads: int, head_dim_k: int, dtype: torch.dtype, max_batch_size: int,
                  max_seqlen: int, head_dim_v: Optional[int] = None, device: Union[torch.device, str, None] = None) -> None:
@@ -152,17 +154,17 @@ class PagedKVCacheManager(KVCacheManager):
 
 
 class InferenceParams:
-    """The keys and values of the tokens so far, of all layers that forward(inference_params=..) gives it to.
+    """The KV caches of all layers that are called with forward(inference_params=..).
 
-    Before each pass of the model pre_step() takes the batch: a dict of the number of new tokens by the sequence's id, in the order of the batch.
-    An id that the last batch had goes on where it was, another one begins anew, and what a batch leaves out has ended. The layers have a
-    layer_number each and a mask with padding; 'padding_causal' is from the bottom right, as queries are the last tokens.
+    Before each pass of the model, call pre_step() with the batch: a dict of numbers of new tokens by sequence id, in batch order. An id of the
+    previous batch continues; a new id starts a sequence; an omitted id ends. Each layer needs a layer_number and a mask with padding;
+    'padding_causal' is aligned to the bottom right, since the queries are the last tokens.
 
-    max_batch_size, max_sequence_length: of sequences, and of the tokens of one. num_heads_kv, head_dim_k, head_dim_v, dtype: of the keys and values
-    of this rank. is_paged, page_size, total_num_pages: caches lie in pages, as many as all sequences need at their longest. qkv_format: of the
-    inputs, which a call of attention may say anew. max_ctx_len: with 'thd' the most new tokens of a sequence in a pass. custom_cache_manager: a
-    class derived from KVCacheManager. device: where caches are, by default that of new modules.
-    Not for several threads at a time. pre_step() or step() that raises has changed nothing.
+    max_batch_size, max_sequence_length: numbers of sequences, and of tokens per sequence. num_heads_kv, head_dim_k, head_dim_v, dtype: of this rank's
+    keys and values. is_paged, page_size, total_num_pages: stores the caches in pages, which must suffice for all sequences at full length.
+    qkv_format: the inputs' layout, which a call of attention may override. max_ctx_len: with 'thd', the largest number of new tokens of a sequence in
+    a pass. custom_cache_manager: a class derived from KVCacheManager. device: the caches' device; the default is that of new modules. Not
+    thread-safe. If pre_step() or step() raises, nothing has changed.
     """
 
     @checks_keywords()
@@ -200,7 +202,7 @@ class InferenceParams:
         self.sequences_pre_step: "OrderedDict[Hashable, int]" = OrderedDict()
         self.sequences: "OrderedDict[Hashable, int]" = OrderedDict()
         self.batch_size = 0
-        self._owners: Dict[int, int] = {}  # layer number -> the module that has it
+        self._owners: Dict[int, int] = {}  # layer number -> number of the module that uses it
         self.cu_seqlens_q = _zeros((max_batch_size + 1,), torch.int32, self.device)
         self.cu_seqlens_kv = _zeros((max_batch_size + 1,), torch.int32, self.device)
         self.pre_step_seqlens = _zeros((max_batch_size,), torch.int32, self.device)
@@ -220,7 +222,7 @@ class InferenceParams:
                                        head_dim_k=self.head_dim_k, dtype=self.dtype, head_dim_v=self.head_dim_v)
         if self.is_paged:
             options.update(total_num_pages=self.total_num_pages, page_size=self.page_size)
-        if custom is None or "device" in inspect.signature(kind).parameters:  # those written for Transformer Engine have none
+        if custom is None or "device" in inspect.signature(kind).parameters:  # managers written for Transformer Engine have no parameter `device`
             options["device"] = self.device
         return kind(**options)
 
@@ -235,16 +237,16 @@ class InferenceParams:
                 f"head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}")
 
     def reset(self) -> None:
-        """Forgets all sequences, and which modules the layers are. The memory of the caches stays."""
+        """Removes all sequences and the assignment of modules to layers; keeps the caches' memory."""
         self.sequences, self.sequences_pre_step, self.batch_size, self._owners = OrderedDict(), OrderedDict(), 0, {}
         self.cache_manager.reset()
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Makes the caches of a layer, which its first step does otherwise."""
+        """Allocates the caches of a layer; otherwise its first step does."""
         self.cache_manager.allocate_memory(layer_number)
 
     def pre_step(self, step_dict: Steps) -> None:
-        """Takes the batch of the next pass: new tokens, 1 or more, by the sequence's id, in the order of the batch."""
+        """Registers the next batch: the number of new tokens (at least 1) by sequence id, in batch order."""
         step_dict = self._checked_steps(step_dict)
         sequences = self.cache_manager.pre_step(step_dict)
         if list(sequences) != list(step_dict):
@@ -278,11 +280,11 @@ class InferenceParams:
         return steps
 
     def new_tokens(self) -> List[int]:
-        """The tokens that each sequence of the batch gets."""
+        """The number of new tokens of each sequence of the batch."""
         return [total - self.sequences_pre_step[name] for name, total in self.sequences.items()]
 
     def check_owner(self, layer_number: Optional[int], module: int) -> None:
-        """Refuses a module whose layer_number another one has taken, by take_place(); module: its number in runtime/registry.py."""
+        """Refuses a module whose layer_number another module uses. module: its number in runtime/registry.py."""
         if layer_number is None:
             raise ValueError("DotProductAttention: layer_number is None with inference_params; give each layer one of its own, from 1 on")
         if self._owners.get(layer_number, module) != module:
@@ -290,29 +292,29 @@ class InferenceParams:
                              "each layer one of its own, or call reset() where one model follows another")
 
     def take_place(self, layer_number: int, module: int) -> None:
-        """The layer is that module's from now on."""
+        """Assigns the layer to this module."""
         self._owners[layer_number] = module
 
     def __getstate__(self) -> dict:
-        """A copy serves a copy of the model, whose modules have other numbers."""
+        """Drops the assignment of modules: a copy is for a copied model, whose modules have other numbers."""
         return {**self.__dict__, "_owners": {}}
 
     def get_seqlens_pre_step(self) -> torch.Tensor:
-        """The tokens that each sequence of the batch had before, int32 [max_batch_size]."""
+        """The number of earlier tokens of each sequence of the batch, int32 [max_batch_size]."""
         return self.pre_step_seqlens
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Copies of a layer's caches of pages as [batch, max_sequence_length, heads, channels]."""
+        """Copies a layer's paged caches to [batch, max_sequence_length, heads, channels]."""
         manager: Any = self.cache_manager
         pages = manager.page_table[:self.batch_size]
         k_cache, v_cache = manager.cache[layer_number]
         return of_pages(k_cache, pages), of_pages(v_cache, pages)
 
     def step(self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str):
-        """Writes a layer's new keys and values; again after the same pre_step(), it writes to the same places.
+        """Writes a layer's new keys and values. A repeated call after the same pre_step() overwrites the same places.
 
-        Returns the caches, the cumulative lengths of the new tokens and of all, int32 [max_batch_size + 1], max_sequence_length, and the layouts of
-        the inputs and of the caches as one word.
+        Returns the layer's caches, the cumulative lengths of the new tokens and of all tokens, both int32 [max_batch_size + 1], max_sequence_length,
+        and a name that combines the layouts of the inputs and of the caches.
         """
         rules.choice("InferenceParams.step", "qkv_format", qkv_format, _LAYOUTS)
         self._check_tokens(new_k, new_v, qkv_format)
@@ -334,7 +336,7 @@ class InferenceParams:
                 raise InvalidArgument(f"{where}: {name} is {t.dtype} on {t.device}; the caches are {self.dtype} on {self.device}, as InferenceParams' "
                                       "dtype and device say")
             lead = (sum(new),) if layout == "thd" else (self.batch_size, max(new)) if layout == "bshd" else (max(new), self.batch_size)
-            # Tokens may be followed by padding, sequences by none.
+            # Tokens may be followed by padding; the batch dimension must match exactly.
             fits = t.dim() == len(layout) and t.shape[-2:] == (self.num_heads_kv, channels) and all(
                 had >= needed if axis == "s" or axis == "t" else had == needed for had, needed, axis in zip(t.shape, lead, layout))
             if not fits:

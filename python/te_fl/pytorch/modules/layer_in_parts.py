@@ -1,4 +1,4 @@
-"""A Transformer layer as the calls of its parts, one after the other."""
+"""A Transformer layer as consecutive calls of its parts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from te_fl.pytorch.modules.transformer_call import TransformerCall
 
 
 def _branch(output: Any, normed: bool, residual: Any) -> Tuple[torch.Tensor, Any]:
-    """A part's output and the residual it is added to. A part that replaces te-fl's may leave its bias to the layer, as
-    Transformer Engine's do."""
+    """Returns a part's output and the residual to which it is added. A user's replacement of a part may return its bias for the layer to add, as
+    Transformer Engine's parts do.
+    """
     if not isinstance(output, tuple):
         return output, residual
     if normed:
@@ -26,7 +27,8 @@ def _add(owner: torch.nn.Module, branch: torch.Tensor, residual: torch.Tensor, d
 
 
 class LayerInParts:
-    """The body of a TransformerLayer that calls each of its parts, which may be anybody's. It keeps nothing: one object serves all layers."""
+    """The unfused implementation of a TransformerLayer: calls each part, which the user may have replaced. Stateless: one object serves all layers.
+    """
 
     def forward(self, owner: torch.nn.Module, call: TransformerCall) -> torch.Tensor:
         x, post = call.hidden_states, owner.apply_residual_connection_post_layernorm
@@ -57,7 +59,7 @@ class LayerInParts:
                                      cu_seqlens_kv_padded=call.cu_seqlens_kv_padded, max_seqlen_kv=call.max_seqlen_kv, **self._common(call))
 
     def _common(self, call: TransformerCall) -> dict:
-        """The arguments of both attentions of a decoder layer."""
+        """The arguments common to both attentions of a decoder layer."""
         return dict(is_first_microbatch=call.is_first_microbatch, checkpoint_core_attention=call.checkpoint_core_attention,
                     rotary_pos_emb=call.rotary_pos_emb, core_attention_bias_type=call.core_attention_bias_type,
                     core_attention_bias=call.core_attention_bias, alibi_slopes=call.alibi_slopes, cu_seqlens_q=call.cu_seqlens_q,

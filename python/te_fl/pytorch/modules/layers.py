@@ -1,4 +1,4 @@
-"""The two layers that a module's forward may have: one in C++, and its name in a graph of torch.compile. Both compute by the same method."""
+"""Two layer classes with one interface: NativeLayer wraps a C++ layer, and TracedLayer is its name in a graph of torch.compile."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ Tensors = Tuple[torch.Tensor, ...]
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """An input whose memory holds its values: neither codes, nor what PyTorch has yet to negate."""
+    """The input with its values in memory: dequantises FP8 codes, and resolves PyTorch's lazy negation."""
     return tensor.dequantize() if type(tensor) is Float8Tensor else tensor.resolve_neg()
 
 
 class NativeLayer:
-    """A layer of te_fl::nn. delays: its backwards leave the gradients of weights to backward_dw()."""
+    """A layer of te_fl::nn. delays: its backwards defer weight gradients to backward_dw()."""
 
     __slots__ = ("native", "delays", "last")
 
     def __init__(self, native: Any, delays: bool = False):
         self.native, self.delays = native, delays
-        self.last: Optional[LayerCall] = None  # the last forward that was told by its tensors alone, which the next one is mostly like
+        self.last: Optional[LayerCall] = None  # the LayerCall of the last forward that had only tensor arguments; the next forward usually equals it
 
     def compute(self, module: Any, inputs: Tensors, extras: Tensors, parameters: Tensors, activation: int, first: Any,
                 attention: Optional[dict], random: Optional[torch.Tensor], accumulates: bool) -> torch.Tensor:
-        """The output for these inputs of the module, whose FP8 state and autocast count. The arguments are LayerCall's fields and tensors;
-        first: None where an autocast's flag may say it."""
+        """Runs the layer for a module, with the module's FP8 state and autocast. The arguments are LayerCall's fields and tensors. first: None if the
+        autocast's flag applies.
+        """
         piece = torch_checkpoint.piece(module)
         if piece is None:
             again = quantization.first_autocast(module)
@@ -49,7 +50,7 @@ class NativeLayer:
             module._check_hooks()
         if first is None:
             first = quantization.reused_weights()
-        elif first is not True and first is not False:  # 1, or a bool of NumPy's or PyTorch's
+        elif first is not True and first is not False:  # 1, or a bool of NumPy or PyTorch
             first = bool(first)
         if captures.flag is not None:
             first = quantization.captured_first(first)
@@ -59,7 +60,7 @@ class NativeLayer:
             if type(t) is Float8Tensor or t.is_neg():
                 inputs = tuple(map(_values, inputs))
                 break
-        if len(inputs) == 1 and not inputs[0].is_contiguous():  # several are attention's, which takes strided ones
+        if len(inputs) == 1 and not inputs[0].is_contiguous():  # attention has several inputs and accepts strided ones
             inputs = (inputs[0].contiguous(),)
         elif len(inputs) > 1 and any([0 in t.stride() for t in inputs]):  # but none that is expanded
             inputs = tuple([t.contiguous() if 0 in t.stride() else t for t in inputs])
@@ -71,15 +72,15 @@ class NativeLayer:
                 self.last = call
         try:
             return start(call, weight_cache.number(), *inputs, *extras, *parameters)
-        except RuntimeError:  # te-fl's errors are such, and PyTorch's of tensors without memory
+        except RuntimeError:  # te-fl's errors are RuntimeErrors, and so are PyTorch's for tensors without memory
             module._check_devices(inputs[0].device, inputs[1:])
             raise
 
 
 class TracedLayer:
-    """A layer's name, which stands in a graph: module._in_graph() finds the layer by it at each run of the graph. Dynamo traces this class.
+    """A layer's name in a graph: each run of the graph finds the layer with module._in_graph(). Dynamo traces this class.
 
-    key: words and then integers. width: the output's last extent; -1: the input's.
+    key: words, then integers. width: the output's last extent; -1: the input's.
     """
 
     def __init__(self, kind: str, key: Tuple[Any, ...] = (), width: int = -1):
@@ -87,5 +88,5 @@ class TracedLayer:
 
     def compute(self, module: Any, inputs: Tensors, extras: Tensors, parameters: Tensors, activation: int, first: Any,
                 attention: Optional[dict], random: Optional[torch.Tensor], accumulates: bool) -> torch.Tensor:
-        """As NativeLayer.compute(). accumulates: false, as base._check_compiled() has seen to."""
+        """As NativeLayer.compute(). accumulates is always false here, as base._check_compiled() ensures."""
         return traced.graph.forward(module, self, activation, first, inputs, extras, parameters, attention, random)

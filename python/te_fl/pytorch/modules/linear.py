@@ -1,4 +1,4 @@
-"""Linear layers: y = x A^T + b, with or without a normalisation before."""
+"""Linear layers, y = x A^T + b, with an optional preceding normalisation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspelling, only, refuse
 
 
-_LINEAR, _LAYERNORM_LINEAR = ("linear", None), ("layernorm_linear", None)  # the keys of the modules' own layers
+_LINEAR, _LAYERNORM_LINEAR = ("linear", None), ("layernorm_linear", None)  # keys of the modules' own layers in _layers
 
 
 def _check_forward(where: str, fp8_output: Any, fp8_grad: Any) -> None:
@@ -23,7 +23,7 @@ def _check_forward(where: str, fp8_output: Any, fp8_grad: Any) -> None:
 
 
 class _Product(TransformerEngineBaseModule):
-    """Shared by Linear and LayerNormLinear: the weight, the bias, and their parts."""
+    """Common base of Linear and LayerNormLinear: the weight, the bias, and their slices."""
 
     _sites = ("fp8",)
     _remade = frozenset(("apply_bias", "sequence_parallel"))
@@ -32,7 +32,7 @@ class _Product(TransformerEngineBaseModule):
 
     def _set_up(self, in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
                 return_bias, params_dtype, parallel_mode, parameters_split, device) -> None:
-        """After _divide()."""
+        """Called after _divide()."""
         where = type(self).__name__
         parts = self._split_names(parameters_split, int(out_features), "output features")
         self.in_features, self.out_features, self._parts = self._own_part(int(in_features), int(out_features), parallel_mode, parts)
@@ -54,7 +54,7 @@ class _Product(TransformerEngineBaseModule):
                 setattr(self, name, torch.empty(0, dtype=self.params_dtype, device=device))
         self._own_names = self.weight_names + (self.bias_names if self.use_bias else [])
         norm = ("layer_norm_weight", "layer_norm_bias")
-        self._read_names = tuple([n for n in norm if n in self._parameters] + self._own_names)  # those of _own()
+        self._read_names = tuple([n for n in norm if n in self._parameters] + self._own_names)  # names of the parameters of _own()
 
     @property
     def _adds_bias_last(self) -> bool:
@@ -62,7 +62,7 @@ class _Product(TransformerEngineBaseModule):
         return self._divides and self.parallel_mode == "row" and self.apply_bias
 
     def _own_part(self, in_features: int, out_features: int, mode: Optional[str], parts: List[Tuple[str, int]]):
-        """The features of x and of y that this rank has, and its rows of each part of the weight."""
+        """This rank's numbers of input and output features, and its rows of each slice of the weight."""
         where, ranks = type(self).__name__, self.tp_size
         if mode == "row":
             return divided(where, "in_features", in_features, ranks), out_features, parts
@@ -87,7 +87,7 @@ class _Product(TransformerEngineBaseModule):
         return self._tensors(self._own_names)
 
     def _divided_forward(self, inp: torch.Tensor, first: Optional[bool]) -> torch.Tensor:
-        """_forward() of this rank's part of the weight, between the collectives that make it the whole's."""
+        """_forward() with this rank's shard of the weight, between the collectives of tensor parallelism."""
         if torch.compiler.is_compiling():
             self._check_compiled()
         column = self.parallel_mode == "column"
@@ -163,7 +163,7 @@ class Linear(_Product):
                                  ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad)
         self._set_up(in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
                      return_bias, params_dtype, parallel_mode, parameters_split, device_of(device))
-        # Backward reads what it needs of the input, quantised or not; keeping the original as well would change no result.
+        # The backward saves what it needs of the input, quantised or not, so save_original_input changes no result.
         self.save_original_input, self.ub_name = save_original_input, ub_name
         self.reset_parameters(defer_init=self.weight_device().type == "meta")
         self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, self._own_names)
@@ -177,10 +177,9 @@ class Linear(_Product):
     @hides_misspelt
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: Optional[bool] = False,
                 fp8_grad: Optional[bool] = False, **misspelt: NoReturn):
-        """inp [..., in_features] -> [..., out_features].
+        """Maps inp [..., in_features] to [..., out_features].
 
-        is_first_microbatch: True quantises the weight and keeps it, False
-        reuses what was kept unless the weight has changed since.
+        is_first_microbatch: True quantises the weight and caches it; False reuses the cached weight unless the weight has changed since.
         """
         if misspelt:
             raise misspelling(Linear.forward, misspelt)
@@ -228,7 +227,7 @@ class LayerNormLinear(_Product):
         add_norm_parameters(self, int(in_features), device, parameter_dtype(params_dtype, "LayerNormLinear"))
         self._set_up(in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, None, init_method, bias, return_bias,
                      params_dtype, parallel_mode, parameters_split, device)
-        if self._divides:  # the collective is between the normalisation and the product
+        if self._divides:  # the collective lies between the normalisation and the product
             self._kind, self._read_names = "linear", tuple(self._own_names)
         self.reset_parameters(defer_init=device.type == "meta")
         self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, self._own_names)
@@ -256,7 +255,7 @@ class LayerNormLinear(_Product):
     @hides_misspelt
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: Optional[bool] = False,
                 fp8_grad: Optional[bool] = False, **misspelt: NoReturn):
-        """inp [..., in_features] -> [..., out_features], then the bias and the normalised input as asked for."""
+        """Maps inp [..., in_features] to [..., out_features]; also returns the bias and the normalised input if requested."""
         if misspelt:
             raise misspelling(LayerNormLinear.forward, misspelt)
         if fp8_output or fp8_grad:
@@ -281,7 +280,7 @@ class LayerNormLinear(_Product):
         return (*out, shown) if self.return_bias else (out, shown)
 
 
-# The normalisation in front of a product: parameters layer_norm_weight and, for LayerNorm, layer_norm_bias.
+# Helpers for a normalisation in front of a product, with parameters layer_norm_weight and, for LayerNorm, layer_norm_bias.
 
 
 def add_norm_parameters(module, hidden_size: int, device, dtype) -> None:
@@ -305,7 +304,7 @@ def norm_parameters(module) -> Tuple[torch.Tensor, ...]:
 
 
 def mark_norm_parameters(module) -> None:
-    """Says to frameworks whether the ranks' gradients of the normalisation are parts of a sum over the sequence."""
+    """Marks the norm's parameters for frameworks: with sequence_parallel, each rank has a partial gradient, to be summed over the group."""
     for param in norm_parameters(module):
         param.sequence_parallel = module.sequence_parallel
 
@@ -315,13 +314,13 @@ def norm_options(module) -> dict:
 
 
 def normalise(module, inp: torch.Tensor) -> torch.Tensor:
-    """The normalised input in high precision, for those who want it besides the module's output."""
+    """The normalised input in high precision, for modules that return it."""
     kind = "layernorm" if module.normalization == "LayerNorm" else "rmsnorm"
     return module._run(module._layer(inp.device, kind), (inp,), norm_parameters(module))
 
 
 def options_of(module, kind: str) -> dict:
-    """The options of the module's layer, or of that of normalise()."""
+    """The options of the module's layer, or of the layer of normalise()."""
     if kind == module._kind:
         return module._options()
     weight = module.layer_norm_weight

@@ -120,7 +120,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     @rules.hides_misspelt
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, **misspelt: NoReturn):
-        """inp [..., hidden_size] -> the same shape, then the bias and the normalised input as asked for."""
+        """Maps inp [..., hidden_size] to the same shape; also returns the bias and the normalised input if requested."""
         if misspelt:
             raise rules.misspelling(LayerNormMLP.forward, misspelt)
         if self._divides:
@@ -152,7 +152,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return result if len(result) > 1 else out
 
     def _compute_part(self, inp: torch.Tensor, first: Optional[bool]) -> Tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the ranks' outputs, without fc2's bias, and the normalised input."""
+        """Returns the sum of the ranks' outputs, without fc2's bias, and the normalised input."""
         normed = normalise(self, inp)
         if self._layer_moves_rows:
             return self._compute(self._own_rows(normed), first), normed
@@ -168,7 +168,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
 
 def _clamp(where: str, activation: str, params: Optional[dict]) -> dict:
-    """The layer's options of activation_params."""
+    """Converts activation_params to the layer's options."""
     if not params:
         return {}
     if activation != "clamped_swiglu":

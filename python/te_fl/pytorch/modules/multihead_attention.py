@@ -1,4 +1,4 @@
-"""Attention between the projections around it."""
+"""Multi-head attention with its input and output projections."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspe
 
 
 class _NormOfItsInput(RMSNorm):
-    """One whose output has the input's dtype."""
+    """An RMSNorm whose output has the input's dtype."""
 
     def _output_dtype(self) -> int:
         return -1
 
 
 class L2Normalization(torch.nn.Module):
-    """x / sqrt(sum(x^2) + eps) over the last dimension: te-fl's RMSNorm whose weight is 1 / sqrt(n) and whose epsilon is eps / n."""
+    """x / sqrt(sum(x^2) + eps) over the last dimension, computed by te-fl's RMSNorm with weight 1 / sqrt(n) and epsilon eps / n."""
 
     def __init__(self, *, eps: float = 1e-6, seq_length: Optional[int] = None, micro_batch_size: Optional[int] = None) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class L2Normalization(torch.nn.Module):
     def _norm(self, n: int, device: torch.device) -> RMSNorm:
         norm = self._norms.get((n, device))
         if norm is None:
-            with torch.inference_mode(False):  # it stays for forwards that train, where no backward may keep what was made in that mode
+            with torch.inference_mode(False):  # the module is also used by training forwards, which cannot save inference tensors
                 norm = _NormOfItsInput(n, eps=self.eps / n, device=device, dtype=torch.float32)
                 norm.weight.requires_grad_(False).fill_(n ** -0.5)
             self._norms[n, device] = norm
@@ -53,7 +53,7 @@ class L2Normalization(torch.nn.Module):
             return TracedLayer("rmsnorm", (n,)).compute(self, (input,), (), (weight,), -1, None, None, None, False)
         return self._norm(n, input.device)(input)
 
-    # A graph asks this of the module whose number it has: see te_fl.pytorch.compile.compiled.
+    # Called by a graph through the module's number; see te_fl.pytorch.compile.compiled.
 
     def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[NativeLayer, None]:
         return self._norm(key[0], device)._layer(device), None
@@ -103,7 +103,7 @@ class MultiheadAttention(torch.nn.Module):
         if layer_number is not None and layer_number < 1:
             raise ValueError(f"{where}: layer_number is {layer_number}; layers count from 1")
         if kv_channels is not None:
-            rules.size(where, "kv_channels", kv_channels, least=0)  # 0 is none, as in Transformer Engine
+            rules.size(where, "kv_channels", kv_channels, least=0)  # 0 means unset, as in Transformer Engine
         if not kv_channels and hidden_size % num_attention_heads != 0:
             raise ValueError(f"{where}: hidden_size is {hidden_size} and num_attention_heads {num_attention_heads}, which does not divide it; give "
                              "kv_channels, the size of a head")
@@ -171,7 +171,7 @@ class MultiheadAttention(torch.nn.Module):
             self.q_norm, self.k_norm = (make(self.kv_channels, eps=eps, device=device, params_dtype=dtype) for _ in range(2))
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """As of the parts: see TensorParallel."""
+        """Sets the group of all parts; see TensorParallel."""
         for part in self.children():
             if hasattr(part, "set_tensor_parallel_group"):
                 part.set_tensor_parallel_group(tp_group)
@@ -182,18 +182,18 @@ class MultiheadAttention(torch.nn.Module):
 
     @tp_group.setter
     def tp_group(self, tp_group: Any) -> None:
-        if "proj" in self.__dict__.get("_modules", ()):  # The constructor writes over what is set before it has run.
+        if "proj" in self.__dict__.get("_modules", ()):  # false while the constructor runs, which overwrites values set earlier
             self.set_tensor_parallel_group(tp_group)
 
     def fast_setattr(self, name: str, value: Any) -> None:
         self.__dict__[name] = value
 
     def set_context_parallel_group(self, cp_group: Any, *how: Any, **more: Any) -> None:
-        """Takes a group of one rank, for which the other arguments say nothing, and refuses a larger one."""
+        """Accepts a group of one rank, for which the other arguments have no effect, and refuses larger groups."""
         rules.group_of_one("MultiheadAttention", "cp_group", cp_group)
 
     def _projected(self, x: torch.Tensor, encoder_output: Optional[torch.Tensor], first) -> Tuple[torch.Tensor, ...]:
-        """q, k and v [.., heads, channels], and the normalised input if it is wanted."""
+        """Returns q, k and v [.., heads, channels], and the normalised input if requested."""
         heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
         per_group = heads // groups
         normed = None
@@ -244,9 +244,10 @@ class MultiheadAttention(torch.nn.Module):
                 max_seqlen_kv: Optional[int] = None, fast_zero_fill: bool = True, pad_between_seqs: Optional[bool] = None,
                 thd_attention_policies: Optional[List[Dict[str, Any]]] = None, thd_attention_policy_dispatch: str = "auto",
                 softcap: Optional[float] = None, **misspelt: NoReturn):
-        """hidden_states in qkv_format, heads and channels as one dimension -> the same shape, then the bias and the normalised input.
+        """Maps hidden_states in qkv_format, with heads and channels as one dimension, to the same shape; also returns the bias and the normalised
+        input if requested.
 
-        rotary_pos_emb: angles [positions, 1, 1, rotated channels] for queries and keys, or a pair. Others as DotProductAttention's.
+        rotary_pos_emb: angles [positions, 1, 1, rotated channels] for queries and keys, or a pair. Other arguments as for DotProductAttention.
         """
         if misspelt:
             raise misspelling(MultiheadAttention.forward, misspelt)

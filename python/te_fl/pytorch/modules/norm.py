@@ -44,7 +44,7 @@ class _Norm(TransformerEngineBaseModule):
 
     def reset_parameters(self, defer_init: Optional[bool] = None) -> None:
         super().reset_parameters(bool(defer_init))
-        if self.sequence_parallel is not None:  # Megatron finds by it the parameters whose gradients it sums over its ranks
+        if self.sequence_parallel is not None:  # Megatron sums the gradients of marked parameters over its ranks
             for parameter in self.parameters(recurse=False):
                 parameter.sequence_parallel = self.sequence_parallel
 
@@ -57,7 +57,7 @@ class _Norm(TransformerEngineBaseModule):
         return own if len(self.normalized_shape) == 1 else tuple(p.view(-1) for p in own)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input [..., *normalized_shape] -> the same shape."""
+        """Maps input [..., *normalized_shape] to the same shape."""
         layer = self._layer_of(input)
         shape, last = input.shape, len(self.normalized_shape)
         if shape[len(shape) - last:] != self.normalized_shape:
@@ -68,7 +68,7 @@ class _Norm(TransformerEngineBaseModule):
         return self._run(layer, (flat,), self._parameters_flat(), activation=self._output_dtype()).view(shape)
 
     def _output_dtype(self) -> int:
-        """The weight's, as Transformer Engine's has it."""
+        """The weight's dtype, as in Transformer Engine."""
         return DTYPE_CODES[self.weight.dtype]
 
     def extra_repr(self) -> str:

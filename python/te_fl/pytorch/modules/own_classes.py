@@ -1,4 +1,4 @@
-"""The classes of te-fl's modules, for programs that ask of a network whether it has any."""
+"""The classes of te-fl's modules, for programs that test whether a network contains one."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["get_te_classes", "has_te_modules", "prepare_te_modules_for_fsdp"]
 
 
 def get_te_classes() -> Tuple[type, ...]:
-    """The classes that all of te-fl's modules are instances of."""
+    """The classes of which every te-fl module is an instance."""
     return LayerNorm, RMSNorm, TransformerEngineBaseModule, DotProductAttention, MultiheadAttention, TransformerLayer
 
 
 def has_te_modules(network: Any) -> bool:
-    """True if a module has one of te-fl's inside, and of everything that is no module, into which nobody can look."""
+    """True if the network contains a te-fl module. Also true for an object that is not an nn.Module, since its contents are unknown."""
     return not isinstance(network, torch.nn.Module) or any(isinstance(m, get_te_classes()) for m in network.modules())
 
 
 def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
-    """Gives te-fl's modules that FullyShardedDataParallel wraps, at fsdp_root or inside, their process group as `fsdp_group`.
+    """Sets `fsdp_group` of te-fl's modules wrapped by FullyShardedDataParallel, at fsdp_root or inside, to their process group.
 
-    FSDP shards the parameters without it. Activations stay whole between forward and backward, where Transformer Engine shards those of FP8 too.
+    FSDP shards parameters without it. te-fl keeps saved activations whole, while Transformer Engine also shards those in FP8.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # there where a module is wrapped
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported if a module is wrapped
     if fsdp is None or not isinstance(fsdp_root, fsdp.FullyShardedDataParallel):
         way_out = "; fully_shard() needs no such call" if fsdp is not None and isinstance(fsdp_root, fsdp.FSDPModule) else ""
         raise TypeError(f"prepare_te_modules_for_fsdp: the root module is a {type(fsdp_root).__name__}; it is wrapped by FullyShardedDataParallel{way_out}")

@@ -1,4 +1,4 @@
-"""Padding of the rows of each expert, for products whose kernels take multiples of 16 or more."""
+"""Pads the rows of each expert, for products whose kernels need row counts that are multiples of 16 or more."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _unpad(rows: torch.Tensor, splits: List[int], padded: List[int]) -> torch.Te
 
 
 def _save(ctx, inputs, output):
-    ctx.splits, ctx.padded = map(list, inputs[1:])  # of its own: the program has these lists, and may write them
+    ctx.splits, ctx.padded = map(list, inputs[1:])  # copied, because the program owns these lists and may modify them
 
 
 def _gradient(op, ctx, grad):
@@ -53,7 +53,7 @@ class _Aligned(torch.nn.Module):
         self.num_gemms, self.align_size = num_gemms, align_size
 
     def _sizes(self, m_splits: List[int]) -> Tuple[List[int], List[int]]:
-        """Rows of each expert without and with padding."""
+        """Returns the row counts of the experts without and with padding."""
         if len(m_splits) != self.num_gemms:
             raise InvalidArgument(f"{type(self).__name__}: m_splits has {len(m_splits)} elements; num_gemms is {self.num_gemms}")
         if self.align_size is None:
@@ -63,10 +63,12 @@ class _Aligned(torch.nn.Module):
 
 
 class Fp8Padding(_Aligned):
-    """Appends rows of zeros to those of each expert, up to a multiple of align_size; None: the first forward takes that of its recipe."""
+    """Pads the rows of each expert with zero rows to a multiple of align_size; None: the first forward's recipe determines it."""
 
     def forward(self, inp: torch.Tensor, m_splits: List[int]) -> Tuple[torch.Tensor, List[int]]:
-        """(inp [.., H] with m_splits[i] rows for expert i, padded, as a matrix; the rows of each with padding). Without padding inp itself."""
+        """Returns (inp [.., H], padded, as a matrix; the row counts with padding). inp has m_splits[i] rows for expert i. Without padding, inp itself
+        is returned.
+        """
         splits, padded = self._sizes(m_splits)
         if splits == padded:
             return inp, m_splits
@@ -74,10 +76,10 @@ class Fp8Padding(_Aligned):
 
 
 class Fp8Unpadding(_Aligned):
-    """Takes away the rows that Fp8Padding has appended. align_size: as there."""
+    """Removes the rows that Fp8Padding has added. align_size: as for Fp8Padding."""
 
     def forward(self, inp: torch.Tensor, m_splits: List[int]) -> torch.Tensor:
-        """m_splits: the rows of each expert without padding."""
+        """m_splits: the row counts of the experts without padding."""
         splits, padded = self._sizes(m_splits)
         if splits == padded:
             return inp

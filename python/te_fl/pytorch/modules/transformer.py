@@ -24,7 +24,7 @@ from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspe
 
 
 class DropPath(torch.nn.Module):
-    """Drops the residual branch of a whole sample with probability drop_prob, and scales the others."""
+    """Zeroes the residual branch of a whole sample with probability drop_prob, and scales the other samples."""
 
     @checks_keywords()
     def __init__(self, drop_prob: float = 0.0) -> None:
@@ -52,9 +52,9 @@ class TransformerLayer(torch.nn.Module):
     mlp(x)). drop_path_rate: see DropPath. seq_length, micro_batch_size: taken for compatibility; they warm up a compiler that te-fl has
     none of. The ub_ arguments have no effect unless ub_tp_comm_overlap is True. Others as MultiheadAttention's and LayerNormMLP's.
 
-    An encoder layer runs as one call of te-fl in each direction; one with drop_path_rate or fuse_wgrad_accumulation, one whose parts have
-    been replaced or given hooks, and a decoder layer run part by part. Both have the same parameters and FP8 state; their results differ as
-    sums in another order do (the one call adds residuals before it rounds), and dropout draws other numbers.
+    An encoder layer normally runs as one fused te-fl call per direction. It runs part by part with drop_path_rate or fuse_wgrad_accumulation, or if
+    a part was replaced or has hooks; a decoder layer always runs part by part. Parameters and FP8 state are the same in both cases. Results differ by
+    the order of summation (the fused call adds residuals before it rounds), and dropout draws other numbers.
     """
 
     @checks_keywords()
@@ -111,7 +111,7 @@ class TransformerLayer(torch.nn.Module):
                          qkv_weight_interleaved=qkv_weight_interleaved, rotary_pos_interleaved=rotary_pos_interleaved,
                          qkv_format=attn_input_format, softmax_type=softmax_type, qk_norm_type=qk_norm_type, qk_norm_eps=qk_norm_eps,
                          qk_norm_before_rope=qk_norm_before_rope)
-        # With the normalisation at the end there is none whose output could be the residual of self-attention.
+        # With the normalisation at the end, there is no normalised input that could be self-attention's residual.
         own = dict(attention, return_layernorm_output=post and not output_layernorm)
         self.self_attention = MultiheadAttention(hidden_size, num_attention_heads, input_layernorm=not output_layernorm,
                                                  attention_type="self", **own)
@@ -126,7 +126,7 @@ class TransformerLayer(torch.nn.Module):
             self.layernorm = norm(hidden_size, eps=layernorm_epsilon, params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma,
                                   device=device, sequence_parallel=self.sequence_parallel)
         usual = layer_type == "encoder" and drop_path_rate == 0.0 and not fuse_wgrad_accumulation
-        self._fused = FusedLayer(self) if usual else None  # the body of calls that it serves; the others' is _IN_PARTS
+        self._fused = FusedLayer(self) if usual else None  # runs the calls that it supports; _IN_PARTS runs the others
         self._recipe, self._in_fp8 = None, False  # see quantization.notice()
         self._number = registry.enter(self)
 
@@ -165,23 +165,23 @@ class TransformerLayer(torch.nn.Module):
         self.__dict__[name] = value
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """As of the parts: see TensorParallel."""
+        """Sets the group of all parts; see TensorParallel."""
         for part in self.children():
             if hasattr(part, "set_tensor_parallel_group"):
                 part.set_tensor_parallel_group(tp_group)
 
     def _check_rows(self, hidden_states: torch.Tensor) -> None:
-        """Refuses a sequence that is not divided, as far as seq_length tells."""
+        """Refuses an input that is not sharded along the sequence, if seq_length is known."""
         if self.seq_length is not None and hidden_states.shape[0] != self.seq_length // self.tp_size:
             raise ValueError(f"TransformerLayer: hidden_states has {hidden_states.shape[0]} rows; with sequence_parallel each of the {self.tp_size} ranks "
                              f"has {self.seq_length // self.tp_size} of seq_length = {self.seq_length}")
 
     def set_context_parallel_group(self, cp_group: Any, *how: Any, **more: Any) -> None:
-        """Takes a group of one rank, for which the other arguments say nothing, and refuses a larger one."""
+        """Accepts a group of one rank, for which the other arguments have no effect, and refuses larger groups."""
         rules.group_of_one("TransformerLayer", "cp_group", cp_group)
 
     def reset_fp8_meta_tensors(self) -> None:
-        """Scales 1 and empty histories in all parts."""
+        """Resets all scales to 1 and clears the amax histories, in all parts."""
         for child in self.modules():
             if child is not self and hasattr(child, "reset_fp8_meta_tensors"):
                 child.reset_fp8_meta_tensors()
@@ -202,14 +202,15 @@ class TransformerLayer(torch.nn.Module):
                 max_seqlen_kv: Optional[int] = None, fast_zero_fill: bool = True, pad_between_seqs: Optional[bool] = None,
                 thd_attention_policies: Optional[List[Dict[str, Any]]] = None, thd_attention_policy_dispatch: str = "auto",
                 softcap: Optional[float] = None, **misspelt: NoReturn) -> torch.Tensor:
-        """hidden_states in attn_input_format, heads and channels as one dimension -> the same shape. Arguments as MultiheadAttention's."""
+        """Maps hidden_states in attn_input_format, with heads and channels as one dimension, to the same shape. Arguments as for MultiheadAttention.
+        """
         if misspelt:
             raise misspelling(TransformerLayer.forward, misspelt)
         if inference_params is not None:
             cached_attention.check("TransformerLayer", inference_params, self.layer_type == "decoder")
         if self.layer_type == "encoder" and encoder_output is not None:
             raise ValueError("TransformerLayer: encoder_output is for layer_type='decoder'")
-        if pad_between_seqs is False:  # the tokens of all sequences follow one another, whatever lengths with padding are given
+        if pad_between_seqs is False:  # sequences are contiguous, so cumulative lengths with padding are ignored
             cu_seqlens_q_padded = cu_seqlens_kv_padded = None
         hidden_states = _checked(hidden_states)
         if self.sequence_parallel:
@@ -228,7 +229,7 @@ class TransformerLayer(torch.nn.Module):
 
 
 def _checked(hidden_states: Any) -> torch.Tensor:
-    """The input in the dtype that the layer computes in; an error for what is no tensor, or has no memory."""
+    """The input in the dtype that the layer computes in. Raises an error for objects that are not tensors, and for meta tensors."""
     if not isinstance(hidden_states, torch.Tensor) or hidden_states.is_meta:
         found = "a tensor on meta" if isinstance(hidden_states, torch.Tensor) else f"a {type(hidden_states).__name__}"
         raise TypeError(f"TransformerLayer: hidden_states is {found}; it must be a torch.Tensor with memory")

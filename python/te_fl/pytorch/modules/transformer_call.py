@@ -1,4 +1,4 @@
-"""One forward of a TransformerLayer as its bodies read it."""
+"""The arguments of one TransformerLayer forward, for its two implementations."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class TransformerCall(NamedTuple):
-    """The arguments of TransformerLayer.forward(), by its names, with the layer's own values where the call left one out."""
+    """The arguments of TransformerLayer.forward(), by name. Omitted arguments have the layer's defaults."""
 
-    hidden_states: torch.Tensor  # of the dtype that the layer computes in
+    hidden_states: torch.Tensor  # in the dtype that the layer computes in
     attention_mask: Any
     self_attn_mask_type: str
     window_size: Optional[Tuple[int, int]]

@@ -1,4 +1,4 @@
-"""Transformer Engine's operations, which Sequential strings together, on te-fl's modules and functions."""
+"""Transformer Engine's operations API (te.ops), including Sequential, implemented with te-fl's modules and functions."""
 
 from te_fl.pytorch.ops.activations import (GEGLU, GELU, GLU, QGEGLU, QGELU, ClampedSwiGLU, ReGLU, ReLU, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU,
                                            ScaledSwiGLU, ScaledTanhSReLU, SiLU, SiTUGLU, SReGLU, SReLU, SwiGLU)

@@ -1,4 +1,4 @@
-"""Activations as operations. Gated ones take [.., 2H], the half that is activated first, and give [.., H]."""
+"""Activation operations. Gated ones take [.., 2H], whose first half is activated, and return [.., H]."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def _check_halves(where: str, x: torch.Tensor, size: Optional[int]) -> None:
 
 def _check_turns(where: str, size: Optional[int]) -> None:
     if size is not None:
-        rules.size(where, "glu_interleave_size", size, least=0)  # 0 is none
+        rules.size(where, "glu_interleave_size", size, least=0)  # 0: not interleaved
 
 
 def _halves_in_order(where: str, x: torch.Tensor, size: Optional[int]) -> torch.Tensor:
-    """The input whose halves lie one behind the other, of one where they take turns of `size` columns."""
+    """Returns the input with contiguous halves, given an input whose halves alternate in blocks of `size` columns."""
     _check_halves(where, x, size)
     if not size:
         return x
@@ -47,7 +47,7 @@ def _halves_in_order(where: str, x: torch.Tensor, size: Optional[int]) -> torch.
 
 
 class _OfCodes(torch.autograd.Function):
-    """A function of a tensor that keeps it as E4M3 codes for the backward, which computes the function of what they stand for again."""
+    """A function that saves its input as E4M3 codes. The backward recomputes the function from the dequantised input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, function: Callable) -> torch.Tensor:
@@ -65,7 +65,7 @@ class _OfCodes(torch.autograd.Function):
 
 
 class _Activation(BasicOperation):
-    """cache_quantized_input: the backward keeps E4M3 codes of the input, a byte an element, and its gradient is that of the rounded input."""
+    """cache_quantized_input: saves the input for the backward as E4M3 codes, one byte per element. The gradient is then that at the rounded input."""
 
     _function: Callable
     _gated = False
@@ -156,7 +156,7 @@ def _betas(where: str, beta1: float, beta2: float) -> tuple:
 
 
 class SwiGLU(_Activation):
-    """silu(a) b. glu_interleave_size: the halves take turns of so many columns; None: they lie one behind the other."""
+    """silu(a) b. glu_interleave_size: the halves alternate in blocks of this many columns; None: the halves are contiguous."""
 
     @checks_keywords()
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: Optional[int] = None) -> None:
@@ -172,7 +172,7 @@ class SwiGLU(_Activation):
 
 
 class SiTUGLU(SwiGLU):
-    """beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2). Others as SwiGLU's."""
+    """beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2). Other arguments as for SwiGLU."""
 
     @checks_keywords()
     def __init__(self, *, beta1: float = 4.0, beta2: float = 25.0, cache_quantized_input: bool = False,
@@ -185,7 +185,7 @@ class SiTUGLU(SwiGLU):
 
 
 class ClampedSwiGLU(SwiGLU):
-    """a' sigmoid(alpha a') (b' + glu_linear_offset), a' = min(a, limit), b' = clamp(b, -limit, limit). Others as SwiGLU's."""
+    """a' sigmoid(alpha a') (b' + glu_linear_offset), a' = min(a, limit), b' = clamp(b, -limit, limit). Other arguments as for SwiGLU."""
 
     @checks_keywords()
     def __init__(self, *, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, cache_quantized_input: bool = False,
@@ -201,7 +201,9 @@ class ClampedSwiGLU(SwiGLU):
 
 
 class _Scaled(BasicOperation):
-    """An activation times a factor for each row, an extra input [..], of an input [.., columns]. All is computed in FP32 and rounded once."""
+    """An activation times a factor for each row. The input is [.., columns]; the factors, [..], are an extra input. Computed in FP32 and rounded
+    once.
+    """
 
     num_extra_inputs = 1
 
@@ -218,7 +220,7 @@ class _Scaled(BasicOperation):
         return self._scaled(x, scales.to(x.dtype).reshape(-1)), ()
 
     def _scaled(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """scales: a factor for each row."""
+        """Returns the activation of x, scaled. scales: a factor for each row."""
         raise NotImplementedError
 
 
@@ -298,7 +300,8 @@ class ScaledClampedQGeGLU(_ScaledGLU):
                  alpha: float = 1.702, glu_linear_offset: float = 1.0) -> None:
         super().__init__()
         self._set_up(glu_interleave_size, activation_recompute_in_mlp)
-        self._clamped = ClampedSwiGLU(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)  # checkpoints have its state
+        # Kept as a submodule, because checkpoints contain its state.
+        self._clamped = ClampedSwiGLU(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
 
     def _gate(self, x: torch.Tensor, scales: torch.Tensor, turns: int) -> torch.Tensor:
         clamped = self._clamped

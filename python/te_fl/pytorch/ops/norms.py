@@ -1,4 +1,4 @@
-"""Normalisations as operations: te-fl's modules, with the parameters and state of the operations."""
+"""Normalisation operations: te-fl's modules with the operations' parameters and checkpoint state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LayerNorm(_Norm, norm.LayerNorm):
 
 
 class RMSNorm(_Norm, norm.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimensions. Arguments as LayerNorm's."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimensions. Arguments as for LayerNorm."""
 
     _module = norm.RMSNorm
 
@@ -49,8 +49,8 @@ class RMSNorm(_Norm, norm.RMSNorm):
 
 
 class L2Normalization(BasicOperation, multihead_attention.L2Normalization):
-    """x / sqrt(sum(x^2) + eps) over the last dimension. seq_length, micro_batch_size: taken for compatibility; they warm up a compiler that te-fl
-    has none of."""
+    """x / sqrt(sum(x^2) + eps) over the last dimension. seq_length, micro_batch_size: no effect; Transformer Engine uses them to warm up a compiler.
+    """
 
     @checks_keywords()
     def __init__(self, *, eps: float = 1e-6, seq_length: Optional[int] = None, micro_batch_size: Optional[int] = None) -> None:
@@ -58,5 +58,5 @@ class L2Normalization(BasicOperation, multihead_attention.L2Normalization):
         self._open_channels()
 
     def _compute(self, x: torch.Tensor) -> Result:
-        with torch.autocast(x.device.type, enabled=False):  # Its rounding of the input is not Transformer Engine's.
+        with torch.autocast(x.device.type, enabled=False):  # torch.autocast would round the input, which Transformer Engine does not do here.
             return multihead_attention.L2Normalization.forward(self, x), ()

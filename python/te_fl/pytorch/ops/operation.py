@@ -1,8 +1,8 @@
-"""Transformer Engine's FusibleOperation and its kinds, and rows of them.
+"""Transformer Engine's FusibleOperation and derived classes, and sequences of operations (Row).
 
-An operation takes a tensor and perhaps extra ones, and gives a tensor and perhaps extra ones. A row hands the tensor from one to the next. An
-extra tensor comes from the caller and goes to it, in the operations' order, unless a channel names it, which an earlier operation of the row
-fills for later ones.
+An operation maps an input tensor and optional extra inputs to an output tensor and optional extra outputs. A row passes each output to the next
+operation. Extra inputs come from the caller and extra outputs go to the caller, in the operations' order. A named channel instead connects an extra
+output to extra inputs of later operations in the row.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from te_fl.pytorch.autograd.once import once_differentiable
 from te_fl.pytorch.fp8 import extra_state
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 
-Result = Tuple[torch.Tensor, Sequence[torch.Tensor]]  # the tensor for the next operation, and the extra ones
+Result = Tuple[torch.Tensor, Sequence[torch.Tensor]]  # the input of the next operation, and the extra outputs
 
 
 class FusibleOperation(torch.nn.Module):
-    """The base of operations. Called by itself, one is a row of one."""
+    """The base class of operations. A direct call runs a row of this one operation."""
 
     @property
     def is_fused_op(self) -> bool:
-        """True if it stands for several basic operations."""
+        """True if it consists of several basic operations."""
         raise NotImplementedError
 
     def _materialise(self) -> None:
-        """Gives parameters on the meta device memory and their initial values."""
+        """Allocates and initialises parameters on the meta device."""
 
     def pre_first_fuser_forward(self) -> None:
-        """Called before the first forward, of a program's own operation that defines it: to make its parameters, say."""
+        """A hook that a user-defined operation may override; called before the first forward, for example to create parameters."""
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
-        """Called before each forward, of a program's own operation that defines it. requires_grad: a backward may follow."""
+        """A hook that a user-defined operation may override; called before each forward. requires_grad: a backward may follow."""
 
 
 class BasicOperation(FusibleOperation):
-    """One operation. num_extra_inputs, num_extra_outputs: of the extra tensors.
+    """One operation. num_extra_inputs, num_extra_outputs: the numbers of extra tensors.
 
-    A program's own class defines op_forward(ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer, **kwargs), where both quantizers
-    are None, and op_backward(ctx, grad_output), which returns the gradient of the input and an iterable of those of the parameters. ctx is an
-    OperationContext. With extra tensors it defines fuser_forward(ctxs, input_, *, basic_op_extra_inputs, .., basic_op_kwargs), which returns the
-    output and [extra outputs], and fuser_backward(ctxs, grad_output, *, basic_op_grad_extra_outputs), which returns the gradients of the input,
-    [of parameters] and [of extra inputs]. The lists have one element.
+    A user-defined class defines op_forward(ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer, **kwargs), where both quantizers are
+    None, and op_backward(ctx, grad_output), which returns the gradient of the input and an iterable of the parameters' gradients. ctx is an
+    OperationContext. With extra tensors the class defines instead fuser_forward(ctxs, input_, *, basic_op_extra_inputs, .., basic_op_kwargs), which
+    returns the output and [extra outputs], and fuser_backward(ctxs, grad_output, *, basic_op_grad_extra_outputs), which returns the gradients of the
+    input, [of parameters] and [of extra inputs]. These lists have one element.
     """
 
     num_extra_inputs: int = 0
@@ -59,8 +59,8 @@ class BasicOperation(FusibleOperation):
         self._extra_input_channels: List[Optional[str]] = [None] * self.num_extra_inputs
         self._extra_output_channels: List[Optional[str]] = [None] * self.num_extra_outputs
         self._extra_output_to_caller: List[bool] = [True] * self.num_extra_outputs
-        self._began = False  # true once pre_first_fuser_forward() has been called
-        self._in_a_row = False  # true once it has computed: its channels stay as they are
+        self._began = False  # true after pre_first_fuser_forward() was called
+        self._in_a_row = False  # true after the first forward; the channels can no longer change
 
     @property
     def is_fused_op(self) -> bool:
@@ -77,13 +77,15 @@ class BasicOperation(FusibleOperation):
                                      "operation")
 
     def set_extra_input_channel(self, index: int, channel: Optional[str]) -> "BasicOperation":
-        """The extra input comes from the operation before it in a row that fills the channel. None: from the caller."""
+        """Connects the extra input to the earlier operation of the row that fills the channel. None: the input comes from the caller."""
         self._check_channel("input", index, self.num_extra_inputs, channel)
         self._extra_input_channels[index] = channel
         return self
 
     def set_extra_output_channel(self, index: int, channel: Optional[str], *, output_to_caller: bool = True) -> "BasicOperation":
-        """The extra output fills the channel for later operations of a row, and with output_to_caller goes to the caller too. None: to the caller."""
+        """Sends the extra output to the channel, for later operations of the row, and with output_to_caller also to the caller. None: only to the
+        caller.
+        """
         self._check_channel("output", index, self.num_extra_outputs, channel)
         if not isinstance(output_to_caller, bool):
             raise TypeError(f"{type(self).__name__}: output_to_caller is {output_to_caller!r}; it is a bool")
@@ -91,11 +93,11 @@ class BasicOperation(FusibleOperation):
         return self
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]:
-        """The output; with extra outputs a tuple of it and them."""
+        """Returns the output, or with extra outputs a tuple (output, *extra outputs)."""
         return Row((self,))(input, *extra_inputs, basic_op_kwargs=[kwargs])
 
     def _takes_bias(self, after: Any, x: torch.Tensor) -> bool:
-        """True if for this input it adds the bias of the operation after it by itself."""
+        """True if, for this input, this operation can add the bias of the operation `after` itself."""
         return False
 
     def _compute(self, x: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Result:
@@ -106,7 +108,7 @@ class BasicOperation(FusibleOperation):
         out, *shown = _OwnOperation.apply(self, kwargs, torch.is_grad_enabled(), x, *extra_inputs, *self.parameters())
         return out, shown
 
-    # Checkpoints have a state of each operation, which is empty but for delayed scaling.
+    # A checkpoint has a state for each operation; it is empty except with delayed scaling.
 
     def get_extra_state(self) -> torch.Tensor:
         return extra_state.nothing()
@@ -117,7 +119,7 @@ class BasicOperation(FusibleOperation):
 
 
 class FusedOperation(FusibleOperation):
-    """Several basic operations one after the other."""
+    """A sequence of basic operations."""
 
     def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
         super().__init__()
@@ -135,17 +137,17 @@ class FusedOperation(FusibleOperation):
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor,
                 basic_op_kwargs: Optional[List[Dict[str, Any]]] = None) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]:
-        """The output of the last operation; with extra outputs a tuple. basic_op_kwargs: of each basic operation's forward."""
+        """The output of the last operation; with extra outputs a tuple. basic_op_kwargs: the keyword arguments of each basic operation's forward."""
         return Row((self,))(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
 
 
 @dataclasses.dataclass
 class OperationContext:
-    """An operation of one's own keeps in it what op_backward() needs of op_forward(): attributes, and tensors by save_for_backward()."""
+    """Carries data from op_forward() to op_backward() of a user-defined operation: attributes, and tensors by save_for_backward()."""
 
     saved_tensors: Optional[Tuple[Optional[torch.Tensor], ...]] = None
     to_save: Optional[Tuple[Optional[torch.Tensor], ...]] = None
-    _saved_tensors_range: Optional[Tuple[int, int]] = None  # Transformer Engine's own, which te-fl leaves at None
+    _saved_tensors_range: Optional[Tuple[int, int]] = None  # an attribute of Transformer Engine's; always None in te-fl
     requires_grad: bool = True
 
     def save_for_backward(self, *tensors: Optional[torch.Tensor]) -> None:
@@ -153,7 +155,7 @@ class OperationContext:
 
 
 class _OwnOperation(torch.autograd.Function):
-    """The call of a program's own operation: the output, and the extra ones."""
+    """The autograd node of a user-defined operation; returns the output and the extra outputs."""
 
     @staticmethod
     def forward(ctx: Any, op: Any, kwargs: dict, grads: bool, x: torch.Tensor, *others: torch.Tensor) -> Tuple[torch.Tensor, ...]:
@@ -168,7 +170,7 @@ class _OwnOperation(torch.autograd.Function):
         own.to_save = None
         ctx.op, ctx.own, ctx.parameters = op, own, len(others) - len(extras)
         results: List[torch.Tensor] = []
-        for t in (out, *shown):  # PyTorch wants outputs that are tensors of their own
+        for t in (out, *shown):  # PyTorch requires that outputs are distinct tensors
             results.append(t.view_as(t) if any(t is one for one in (x, *others, *results)) else t)
         ctx.mark_non_differentiable(*(t for t in results if not t.is_floating_point()))
         return tuple(results)
@@ -189,7 +191,7 @@ class _OwnOperation(torch.autograd.Function):
 
 
 def _computes_its_own_way(op: Any) -> bool:
-    """True if the program's class says how it computes, which te-fl's operations, that it may be derived from, do by other means."""
+    """True if a user-defined class overrides the computation. te-fl's own operations, which it may derive from, define none of these methods."""
     return any(hasattr(op, name) for name in ("op_forward", "op_backward", "fuser_forward", "fuser_backward"))
 
 
@@ -209,7 +211,7 @@ def _basic(op: Any) -> List[Any]:
 
 
 class Row:
-    """Operations one after the other. It checks the channels when it is made."""
+    """A sequence of operations. The constructor checks the channels."""
 
     def __init__(self, ops: Sequence[FusibleOperation]):
         self._ops = ops
@@ -261,7 +263,7 @@ class Row:
             op, after = self.basic_ops[at], self.basic_ops[at + 1] if at + 1 < len(self.basic_ops) else None
             own_way = _computes_its_own_way(op)
             if after is not None and not own_way and not kwargs[at] and not kwargs[at + 1] and op._takes_bias(after, x):
-                x, at = op._with_bias(x, after.bias), at + 2  # The sum is rounded once.
+                x, at = op._with_bias(x, after.bias), at + 2  # Adding the bias in the product rounds the sum only once.
                 continue
             own = [waiting.pop(0) if channel is None else channels[channel] for channel in op._extra_input_channels]
             x, extras = (BasicOperation._compute if own_way else type(op)._compute)(op, x, *own, **kwargs[at])

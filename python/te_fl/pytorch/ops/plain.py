@@ -1,4 +1,4 @@
-"""Operations without parameters that move, add and scale tensors."""
+"""Operations without parameters: data movement, sums, scaling, collectives."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from te_fl.pytorch.runtime.refuse import checks_keywords, only, process_group, r
 
 
 class Identity(BasicOperation):
-    """The input."""
+    """Returns the input."""
 
     def _compute(self, x: torch.Tensor) -> Result:
         return x, ()
 
 
 class Reshape(BasicOperation):
-    """The input in another shape, as torch.reshape has it."""
+    """Reshapes the input, as torch.reshape."""
 
     @checks_keywords()
     def __init__(self, shape: Iterable[int]) -> None:
@@ -37,7 +37,7 @@ class Reshape(BasicOperation):
 
 
 class ConstantScale(BasicOperation):
-    """The input times a number."""
+    """Multiplies the input by a constant."""
 
     @checks_keywords()
     def __init__(self, scale: float) -> None:
@@ -50,7 +50,7 @@ class ConstantScale(BasicOperation):
 
 
 class Dropout(BasicOperation):
-    """In training, elements are zero with probability p and the others are divided by 1 - p."""
+    """In training, sets each element to zero with probability p and divides the others by 1 - p."""
 
     @checks_keywords()
     def __init__(self, p: float) -> None:
@@ -79,7 +79,7 @@ class _AddInto(torch.autograd.Function):
 
 
 class AddExtraInput(BasicOperation):
-    """The sum of the input and an extra input. in_place: it is written over the extra input."""
+    """Adds an extra input to the input. in_place: writes the sum over the extra input."""
 
     num_extra_inputs = 1
 
@@ -91,7 +91,7 @@ class AddExtraInput(BasicOperation):
     def _compute(self, x: torch.Tensor, extra: torch.Tensor) -> Result:
         if not self._in_place:
             return extra + x, ()
-        if torch.compiler.is_compiling():  # a graph takes no written alias out of a node
+        if torch.compiler.is_compiling():  # torch.compile does not allow a node to return a written alias
             out = extra + x
             with torch.no_grad():
                 extra.copy_(out)
@@ -100,7 +100,9 @@ class AddExtraInput(BasicOperation):
 
 
 class MakeExtraOutput(BasicOperation):
-    """The input, as output and as extra output. in_place allows that the gradient of the extra output is written over; te-fl does not."""
+    """Returns the input both as the output and as the extra output. in_place permits overwriting the gradient of the extra output; te-fl does not use
+    that.
+    """
 
     num_extra_outputs = 1
 
@@ -126,10 +128,10 @@ class _Rounded(torch.autograd.Function):
 
 
 class Quantize(BasicOperation):
-    """The input, in an FP8 autocast as it reads after a quantisation. forward, backward: whether that is done to the input and to the gradient.
+    """In an FP8 autocast, rounds the input to FP8 values. forward, backward: whether the input and the gradient are rounded.
 
-    Values are handed on in high precision, and a product quantises them once more, to the same codes; by blocks, those of its weight's gradient are
-    of the values as they read. Under DelayedScaling values and gradients pass as they are, since the scales are the products'.
+    The result is in high precision, and the next product quantises it again, to the same codes; with block scaling, its weight gradient is computed
+    from the rounded values. Under DelayedScaling values and gradients pass unchanged, since the scales belong to the products.
     """
 
     @checks_keywords()
@@ -153,7 +155,7 @@ class _Collective(BasicOperation):
 
 
 class AllReduce(_Collective):
-    """The sum of all ranks' inputs; the gradient, which is assumed to be the same on all, passes."""
+    """The sum of all ranks' inputs. The backward passes the gradient, which must be equal on all ranks, unchanged."""
 
     @checks_keywords()
     def __init__(self, process_group: Optional[Any] = None, reduce_in_backward: bool = True) -> None:
@@ -162,12 +164,12 @@ class AllReduce(_Collective):
         self._set_group(process_group)
 
     def _compute(self, x: torch.Tensor) -> Result:
-        # The sum is written over its operand, which others may read.
+        # summed() works in place, and other readers of x may exist, so it gets a copy.
         return (x if self.process_group_size == 1 else regions.summed(x.clone(), self.process_group)), ()
 
 
 class AllGather(_Collective):
-    """All ranks' inputs along the first dimension; each gets its part of the sum of the gradients."""
+    """Concatenates all ranks' inputs along the first dimension. The backward is a reduce-scatter."""
 
     @checks_keywords()
     def __init__(self, process_group: Optional[Any] = None) -> None:
@@ -179,7 +181,7 @@ class AllGather(_Collective):
 
 
 class ReduceScatter(_Collective):
-    """This rank's part, along the first dimension, of the sum of all ranks' inputs; gradients are gathered."""
+    """This rank's shard, along the first dimension, of the sum of all ranks' inputs. The backward is an all-gather."""
 
     @checks_keywords()
     def __init__(self, process_group: Optional[Any] = None) -> None:

@@ -1,4 +1,4 @@
-"""Products as operations: te-fl's modules, with the parameters and state of the operations."""
+"""Matrix product operations: te-fl's modules with the operations' parameters and checkpoint state."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _init(weight: torch.Tensor) -> None:
 
 
 def _ranks(where: str, mode: Optional[str], group: Optional[Any]) -> Tuple[Optional[str], Optional[Any], int]:
-    """The mode and the group of a product, and its ranks; of one rank there is neither."""
+    """The mode, the group and the number of ranks of a product; for one rank, mode and group are None."""
     parallel_mode(where, mode)
     ranks = 1 if mode is None else collectives.size_of(group)
     return (None, None, 1) if ranks == 1 else (mode, torch.distributed.group.WORLD if group is None else group, ranks)
 
 
 class _Product(BasicOperation):
-    """Shared by products: they keep scales of the input and of the weight, and of the output's gradient, as Transformer Engine's operations do."""
+    """Common base of products. As in Transformer Engine's operations, it has scales of the input, the weight and the output's gradient."""
 
     _places = extra_state.Places((0, 1), (0,), (2, 1))
     _first_weight = "weight"
@@ -64,7 +64,7 @@ class _Product(BasicOperation):
             self.reset_parameters()
 
     def _own_dtype(self) -> torch.dtype:
-        """The dtype of the parameters as they are now: a model may have been cast, or loaded with assign=True."""
+        """The parameters' current dtype: the model may have been converted, or loaded with assign=True."""
         return getattr(self, self._first_weight).dtype
 
     def _in_own_dtype(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,9 +75,9 @@ class _Product(BasicOperation):
 class BasicLinear(_Product, linear.Linear):
     """y = x A^T, in FP8 inside autocast.
 
-    tensor_parallel_mode: 'column' or 'row', as te_fl.pytorch.Linear's parallel_mode; tensor_parallel_group: None is the default group.
-    rng_state_tracker_function: the initialisation runs in the fork() of its result. accumulate_into_main_grad: the weight's gradient is added to
-    weight.main_grad. userbuffers_options: refused.
+    tensor_parallel_mode: 'column' or 'row', as te_fl.pytorch.Linear's parallel_mode. tensor_parallel_group: None is the default group.
+    rng_state_tracker_function: returns a tracker, in whose fork() the weight is initialised. accumulate_into_main_grad: the weight's gradient is
+    added to weight.main_grad. userbuffers_options: refused.
     """
 
     @checks_keywords()
@@ -110,7 +110,7 @@ class BasicLinear(_Product, linear.Linear):
     def _takes_bias(self, after: Any, x: torch.Tensor) -> bool:
         own = self._own_dtype()
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != own:
-            return False  # a sum with a bias of another dtype is of the wider one
+            return False  # with a bias of another dtype, the sum has the wider dtype
         return type(after) is Bias and not self._divides and after.bias.dtype == own and after.bias.shape == (self.local_out_features,)
 
     def _with_bias(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -122,8 +122,9 @@ class BasicLinear(_Product, linear.Linear):
 
 
 class Bias(BasicOperation):
-    """The input plus a bias over the last dimension. tensor_parallel: the ranks of tensor_parallel_group, or of the default group, have equal
-    parts of `size` elements."""
+    """Adds a bias over the last dimension. tensor_parallel: the `size` elements are sharded equally over the ranks of tensor_parallel_group (None:
+    the default group).
+    """
 
     @checks_keywords()
     def __init__(self, size: int, *, device: Union[torch.device, str, None] = None, dtype: Optional[torch.dtype] = None, tensor_parallel: bool = False,
@@ -140,7 +141,7 @@ class Bias(BasicOperation):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Zeros. A bias on the meta device gets memory first."""
+        """Zeroes the bias, after allocating a bias on the meta device."""
         if self.bias.device.type == "meta":
             self.bias = torch.nn.Parameter(torch.empty_like(self.bias, device=self.device))
         with torch.no_grad():
@@ -157,8 +158,9 @@ class Bias(BasicOperation):
 
 
 class Linear(FusedOperation):
-    """y = x A^T + b, of a BasicLinear and a Bias. With tensor_parallel_mode 'row' ranks sum their products with a bias of each, and an AllReduce, or
-    with sequence_parallel a ReduceScatter, follows. Arguments as BasicLinear's."""
+    """y = x A^T + b, composed of a BasicLinear and a Bias. With tensor_parallel_mode 'row', each rank adds its own bias to its product, and an
+    AllReduce follows (with sequence_parallel a ReduceScatter). Arguments as for BasicLinear.
+    """
 
     @checks_keywords()
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True, device: Union[torch.device, str, None] = None,
@@ -173,7 +175,7 @@ class Linear(FusedOperation):
         else:
             ops = [BasicLinear(in_features, out_features, tensor_parallel_mode=mode, tensor_parallel_group=group, sequence_parallel=sequence_parallel,
                                **product)]
-        if bias:  # of mode 'row' each rank has one of its own for all features
+        if bias:  # in mode 'row' each rank has its own bias over all features
             ops.append(Bias(out_features * (ranks if mode == "row" else 1), tensor_parallel=mode is not None, tensor_parallel_group=group, **shared))
         if mode == "row":
             ops.append(ReduceScatter(group) if sequence_parallel else AllReduce(group))
@@ -195,7 +197,7 @@ class Linear(FusedOperation):
         return self
 
     def _show_parameters(self) -> None:
-        """Registers the operations' parameters as its own too; what PyTorch's parametrisations make of one is an attribute of the operation's alone."""
+        """Registers the operations' parameters as its own too. A parameter under PyTorch's parametrisation is visible on the operation only."""
         if is_parametrized(self):
             raise Unsupported(f"Linear: {', '.join(self.parametrizations)} was parametrised, and its operations have it in their own right; parametrise the "
                               "operation: linear.basic_ops[0] for the weight, linear.basic_ops[1] for the bias")
@@ -203,7 +205,7 @@ class Linear(FusedOperation):
         torch.nn.Module.register_parameter(self, "bias", self.basic_ops[1]._parameters.get("bias") if self._has_bias else None)
 
     def register_parameter(self, name: str, param: Optional[torch.nn.Parameter]) -> None:
-        """Also gives the parameter to the operation whose it is."""
+        """Also registers the parameter with the operation that owns it."""
         if name == "bias" and param is not None and not self._has_bias:
             raise ValueError("Linear: it was made with bias=False and takes no bias")
         if param is None and name in ("weight", "bias")[:1 + self._has_bias]:
@@ -212,13 +214,13 @@ class Linear(FusedOperation):
         if name in ("weight", "bias") and param is not None:
             setattr(self.basic_ops[0 if name == "weight" else 1], name, param)
 
-    # The operations own the parameters in checkpoints.
+    # In checkpoints the operations own the parameters.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         pass
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments: Any) -> None:
-        """Gives what a checkpoint of torch.nn.Linear has to the operations, which load after this."""
+        """Renames the entries of a torch.nn.Linear checkpoint for the operations, which load afterwards."""
         for at, name in enumerate(("weight", "bias") if self._has_bias else ("weight",)):
             own = f"{prefix}basic_ops.{at}.{name}"
             if own not in state_dict and prefix + name in state_dict:
@@ -230,10 +232,10 @@ def _show_parameters_of(module: Linear, keys: Any) -> None:
 
 
 class GroupedLinear(_Product, grouped_linear.GroupedLinear):
-    """y_i = x_i A_i^T + b_i for the rows x_i of each of num_groups experts. The extra input has the rows of each, integers [num_groups], which the
-    host reads. scale_bias: a second one, [rows], has a factor of each row's bias. single_grouped_weight, single_grouped_bias: refused.
-    delay_wgrad_compute: the weights' gradients are computed by backward_dw(). Forwards take output and grad_input, memory for the result and for the
-    gradient of the input. Others as BasicLinear's.
+    """y_i = x_i A_i^T + b_i for the rows x_i of each of num_groups experts. An extra input holds the row count of each expert, integers [num_groups],
+    which the host reads. scale_bias: a second extra input, [rows], is a factor of each row's bias. single_grouped_weight, single_grouped_bias:
+    refused. delay_wgrad_compute: backward_dw() computes the weights' gradients. Forwards take output and grad_input, preallocated memory for the
+    result and for the input's gradient. Other arguments as for BasicLinear.
     """
 
     num_extra_inputs = 1
@@ -249,7 +251,7 @@ class GroupedLinear(_Product, grouped_linear.GroupedLinear):
                                               get_rng_state_tracker=rng_state_tracker_function, init_method=_init, bias=bias, return_bias=scales,
                                               params_dtype=dtype, device=device, delay_wgrad_compute=delay_wgrad_compute,
                                               single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias)
-        for name in [name for name in self._parameters if name.startswith("bias")]:  # states of optimizers go by the order of parameters
+        for name in [name for name in self._parameters if name.startswith("bias")]:  # optimizer states depend on the order of parameters
             self._parameters[name] = self._parameters.pop(name)
         self.num_groups, self._scale_bias = num_groups, scales
         self.num_extra_inputs = 2 if scales else 1

@@ -10,8 +10,9 @@ from te_fl.pytorch.ops.operation import BasicOperation, FusibleOperation, Row
 
 
 class Sequential(torch.nn.Module):
-    """Modules one after the other. Operations that follow each other are a row, whose extra inputs are taken from those of the call in order, and
-    whose extra outputs follow the output. Other modules take one tensor and give one."""
+    """Runs modules in sequence. Consecutive operations form a row. Extra inputs of the call are distributed to the rows in order, and extra outputs
+    follow the output. Other modules take one tensor and return one.
+    """
 
     def __init__(self, *args: Union[FusibleOperation, torch.nn.Module]) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class Sequential(torch.nn.Module):
         return Sequential(*self, *modules)
 
     def _rows(self) -> List[Any]:
-        """The modules, rows of operations as one."""
+        """The modules, with consecutive operations grouped into rows."""
         groups: List[Any] = []
         for module in self._modules.values():
             if not isinstance(module, FusibleOperation):
@@ -89,8 +90,9 @@ class Sequential(torch.nn.Module):
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor,
                 op_kwargs: Optional[Dict[Union[torch.nn.Module, int], Dict[str, Any]]] = None) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]:
-        """The output of the last module; with extra outputs a tuple of it and them. op_kwargs: of basic operations' forwards, by the operation or
-        by its index."""
+        """The output of the last module; with extra outputs a tuple (output, *extra outputs). op_kwargs: keyword arguments of basic operations'
+        forwards, keyed by the operation or its index.
+        """
         rows = self._rows()
         by_op = self._kwargs_of(rows, op_kwargs or {})
         taken = sum(row.num_extra_inputs for row in rows if isinstance(row, Row))

@@ -1,4 +1,4 @@
-"""Optimizers that update all parameters of a group in one call of te-fl, and the calls on lists of tensors beneath them."""
+"""Optimizers that update all parameters of a group in one te-fl call, and the underlying functions on lists of tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _float32(param: torch.Tensor) -> torch.Tensor:
-    """The parameter's values as FP32, in memory of their own if it holds codes or 16 bits; a DTensor of a DTensor."""
+    """The parameter's values in FP32; a copy if it holds FP8 codes or 16-bit values. A DTensor gives a DTensor."""
     param = param.detach()
     local = _local(param)
     if not isinstance(local, Float8Tensor):
@@ -47,9 +47,10 @@ def _check_parameter(optimizer: str, param: torch.Tensor) -> None:
 
 
 class _GroupedCalls:
-    """Rows of tensors by what must be the same in one call: device and dtypes of parameter and gradient, and what the caller adds.
+    """Groups tensors into calls. Tensors of one call agree in device, in the dtypes of parameter and gradient, and in properties that the caller
+    adds.
 
-    A parameter that holds codes is stepped as FP32 values, its master weight where it has one, and write_codes() quantises them.
+    A parameter of FP8 codes is updated through FP32 values (its master weight if it has one), and write_codes() quantises the result.
     """
 
     def __init__(self, optimizer: str):
@@ -66,7 +67,7 @@ class _GroupedCalls:
             values = _float32(param) if master is None else master
             self._codes.append((param, values))
             param, master = values, None
-        if param.numel() == 0:  # a rank's share of a parameter with fewer rows than there are ranks
+        if param.numel() == 0:  # this rank's empty shard: the parameter has fewer rows than there are ranks
             return
         if master is not None:
             rest = (*rest, master)
@@ -82,7 +83,7 @@ class _GroupedCalls:
 
 
 def _check_number(optimizer: str, name: str, value: Any, rule: str = "0 or more", below: float = math.inf) -> None:
-    """As PyTorch's optimizers refuse: of the defaults of all groups. What a scheduler or a group says later is the program's."""
+    """Checks a default option as PyTorch's optimizers do. Later changes by a scheduler or a group are not checked."""
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise InvalidArgument(f"{optimizer}: {name} is a tensor of {value.numel()} elements; it has one")
     if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
@@ -93,10 +94,10 @@ def _check_number(optimizer: str, name: str, value: Any, rule: str = "0 or more"
 
 
 class _Optimizer(Optimizer):
-    """Shared by both: Transformer Engine's zero_grad, which lets gradients go unless told otherwise."""
+    """Common base with Transformer Engine's zero_grad, which sets gradients to None by default."""
 
     set_grad_none: Optional[bool] = None
-    _kept: tuple = ("set_grad_none",)  # attributes that copies and pickles have, besides those of PyTorch's optimizers
+    _kept: tuple = ("set_grad_none",)  # attributes that are copied and pickled in addition to those of PyTorch's optimizers
 
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in self._kept if name in self.__dict__}}
@@ -131,7 +132,7 @@ def _check_state_dtypes(capturable: bool, master_weights: bool, master: torch.dt
 
 
 def _with_group_steps(state_dict: dict, defaults: dict) -> dict:
-    """A state_dict with the number of steps in each group: PyTorch's Adam counts them for each parameter."""
+    """Adds each group's step count to a state_dict of PyTorch's Adam, which counts steps for each parameter."""
     state, groups = {number: dict(entry) for number, entry in state_dict["state"].items()}, [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
         for option in ("amsgrad", "maximize"):
@@ -148,17 +149,18 @@ def _with_group_steps(state_dict: dict, defaults: dict) -> dict:
 
 
 class FusedAdam(_Optimizer):
-    """Adam, or AdamW with adam_w_mode (the default), over float32, float16 and bfloat16 parameters.
+    """Adam, or AdamW with adam_w_mode (the default), for float32, float16 and bfloat16 parameters.
 
-    master_weights: parameters of 16 bits and of FP8 codes are copies of FP32 weights that the optimizer holds, and an FP32 parameter is its own
-    master_param. Without, a step of codes rounds the new values to FP8, and one that is too small is lost. capturable: step count, learning rate and
-    whether to skip a step (grad_scaler) are read from device memory, so that a CUDA graph may hold the step. use_decoupled_grad: gradients
-    are read from param.decoupled_grad.
+    master_weights: 16-bit and FP8 parameters are copies of FP32 master weights in the optimizer's state; an FP32 parameter is its own master_param.
+    Without master weights, a step on FP8 codes rounds the new values to FP8, and small updates are lost. capturable: step count, learning rate and
+    the skip flag (grad_scaler) are read from device memory, so a CUDA graph can capture the step. use_decoupled_grad: gradients are read from
+    param.decoupled_grad.
 
-    State is exp_avg, exp_avg_sq and master_param, FP32 unless exp_avg_dtype, exp_avg_sq_dtype (float16, bfloat16, or uint8 for FP8) and
-    master_weight_dtype (float16) say otherwise; float16 and FP8 have a scale for each tensor. A step computes in FP32 and rounds each new
-    value once; state_dict() has FP32 values. store_param_remainders: with master weights in FP32, BF16 parameters have as master_param the
-    INT16 remainders of their weights, in half the memory. capturable takes FP32 master weights, and moments that are both FP32 or both BF16.
+    The state consists of exp_avg, exp_avg_sq and master_param, in FP32 unless exp_avg_dtype, exp_avg_sq_dtype (float16, bfloat16, or uint8 for FP8)
+    or master_weight_dtype (float16) say otherwise; float16 and FP8 states have a scale for each tensor. A step computes in FP32 and rounds each new
+    value once; state_dict() contains FP32 values. store_param_remainders: with FP32 master weights, the master_param of a BF16 parameter holds the
+    INT16 remainders of the master weight, which halves the memory. capturable requires FP32 master weights, and moments that are both FP32 or both
+    BF16.
     """
 
     _kept = ("adam_w_mode", "capturable", "master_weights", "use_decoupled_grad", "master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
@@ -206,7 +208,7 @@ class FusedAdam(_Optimizer):
                     param.decoupled_grad.zero_()
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: Optional[bool] = None) -> None:
-        """Makes a parameter's state, as its first step does. store_param_remainders: as the optimizer was made with."""
+        """Creates a parameter's state, as the first step does. store_param_remainders: must equal the constructor's value."""
         if store_param_remainders not in (None, self._states.has_remainders(param, "master_param")):
             raise InvalidArgument(f"FusedAdam: initialize_state: store_param_remainders={store_param_remainders} for a parameter of {param.dtype}; the "
                                   f"optimizer was made with store_param_remainders={self.store_param_remainders}, which counts for bfloat16")
@@ -227,12 +229,13 @@ class FusedAdam(_Optimizer):
         return self.master_weights and not is_own_master(param)
 
     def _is_master(self, param: torch.Tensor) -> bool:
-        """True if the state's master_param is the parameter's own memory."""
+        """True if the state's master_param shares the parameter's memory."""
         return self.master_weights and is_own_master(param)
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
-        """One of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter in FP32, without a scale; of remainders the INT16 themselves.
-        skip_unscale: of bfloat16 moments the state itself."""
+        """One of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter, unscaled in FP32; for remainders the INT16 tensor itself. skip_unscale:
+        returns bfloat16 moments unconverted.
+        """
         state = param if state_name == "master_param" and self._is_master(param) else self.state[param][state_name]
         own, dtype = _local(state).detach(), self._states.dtype_of(param, state_name)
         if skip_unscale and dtype is not torch.bfloat16:
@@ -240,8 +243,9 @@ class FusedAdam(_Optimizer):
         return own if skip_unscale or dtype is torch.int16 else self._states.read(param, state_name, own)
 
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
-        """Takes values for one of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter, as get_unscaled_state() gives them. The master_param of
-        an FP32 parameter stays the parameter: Transformer Engine's checkpoints hold values there that its steps have not written."""
+        """Sets one of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter from values in the form of get_unscaled_state(). The master_param of
+        an FP32 parameter stays the parameter itself: Transformer Engine's checkpoints contain stale values there.
+        """
         if state_name == "master_param" and self._is_master(param):
             self.state[param][state_name] = param.detach()
             return
@@ -258,7 +262,7 @@ class FusedAdam(_Optimizer):
             self._states.write(param, state_name, state, values.float())
 
     def state_dict(self) -> dict:
-        """PyTorch's, with the state as get_unscaled_state() gives it."""
+        """As PyTorch's state_dict(), with states in the form of get_unscaled_state()."""
         saved = super().state_dict()
         if self._states.plain and not self.master_weights:
             return saved
@@ -268,10 +272,10 @@ class FusedAdam(_Optimizer):
         return saved
 
     def _whole(self, param: torch.Tensor, name: str, state: torch.Tensor) -> torch.Tensor:
-        """A state for state_dict(); a DTensor of a DTensor."""
+        """A state for state_dict(). A DTensor gives a DTensor."""
         values = self.get_unscaled_state(param, name)
         if name == "master_param" and self._is_master(param):
-            values = values.clone()  # a loader that writes to the tensors of this dict must not reach the parameter
+            values = values.clone()  # a copy, so that writes to the dict's tensors do not change the parameter
         if _local(state) is state:
             return values
         whole = torch.empty_like(state, dtype=values.dtype)
@@ -279,8 +283,9 @@ class FusedAdam(_Optimizer):
         return whole
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads state of this optimizer's, of Transformer Engine's, or of PyTorch's Adam and AdamW. PyTorch's own would round it to the parameters'
-        dtype."""
+        """Loads a state_dict of this optimizer, of Transformer Engine's, or of PyTorch's Adam and AdamW. PyTorch's own method would round the state
+        to the parameters' dtype.
+        """
         state_dict = _with_group_steps(state_dict, self.defaults)
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -294,7 +299,7 @@ class FusedAdam(_Optimizer):
                 if value is not None and (name != "master_param" or self.master_weights):
                     self.set_scaled_state(param, name, value if value.dtype is torch.int16 else value.float())
             if self._has_master(param) and "master_param" not in self.state[param]:
-                self._make_master(param)  # saved by an optimizer that had none
+                self._make_master(param)  # the saving optimizer had no master weights
         for group in self.param_groups:
             if "step" in group and self.capturable:
                 group["step"] = torch.as_tensor(group["step"], dtype=torch.int64, device=self._device(group)).reshape(1)
@@ -302,7 +307,7 @@ class FusedAdam(_Optimizer):
                 group["step"] = int(group["step"])
 
     def _skip_flags(self, grad_scaler) -> dict:
-        """For each device an int32 that says whether to leave everything as it is, after the gradients were unscaled where they are."""
+        """Unscales the gradients. Returns for each device an int32 flag that says whether the step is skipped."""
         if grad_scaler is None:
             return {}
         if not self.capturable:
@@ -315,7 +320,7 @@ class FusedAdam(_Optimizer):
         return {device: (value != 0).to(torch.int32).reshape(1) for device, value in found.items()}
 
     def _advance(self, group: dict, skip: dict) -> None:
-        # A group without parameters advances too, since a checkpoint that another rank wrote may be loaded into one that has some.
+        # A group without parameters counts steps too, since its checkpoint may be loaded on a rank that has parameters in the group.
         if not self.capturable:
             group["step"] = group.get("step", 0) + 1
             return
@@ -328,7 +333,7 @@ class FusedAdam(_Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None, grad_scaler=None):
-        """One step. grad_scaler: with capturable, unscales the gradients and skips the step on the device if one is not finite."""
+        """Performs one step. grad_scaler: with capturable, unscales the gradients, and skips the step on the device if one is not finite."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -354,13 +359,13 @@ class FusedAdam(_Optimizer):
         return loss
 
     def _follow(self, param: torch.Tensor) -> None:
-        """Has the state show the parameter's memory of now, which Module.to() and its like replace."""
+        """Updates master_param after the parameter's memory was replaced, for example by Module.to()."""
         state = self.state[param]
         if "master_param" not in state or address_of(_local(state["master_param"])) != address_of(_local(param)):
             state["master_param"] = param.detach()
 
     def _add(self, calls: _GroupedCalls, param: torch.Tensor, grad: torch.Tensor, rounded: list) -> None:
-        """A parameter's row, and in `rounded` the values of its state that are to be written after the call."""
+        """Adds a parameter to a call, and appends to `rounded` the state values that must be written back after the call."""
         state = self.state[param]
         if self._is_master(param):
             state = {name: state[name] for name in MOMENTS}
@@ -369,7 +374,7 @@ class FusedAdam(_Optimizer):
         values = {name: self._states.read(param, name, t) for name, t in state.items()}
         rounded += [(param, name, state[name], t) for name, t in values.items() if self._states.dtype_of(param, name) is not torch.float32]
         master = values.get("master_param")
-        if master is not None and self._states.has_remainders(param, "master_param"):  # divides into the parameter and them
+        if master is not None and self._states.has_remainders(param, "master_param"):  # the weight is split into the parameter and its remainder
             torch.autograd.graph.increment_version([param])
             return calls.add(master, grad, values["exp_avg"], values["exp_avg_sq"])
         calls.add(param, grad, values["exp_avg"], values["exp_avg_sq"], master=master)
@@ -388,9 +393,9 @@ class FusedAdam(_Optimizer):
 
 
 class FusedSGD(_Optimizer):
-    """Stochastic gradient descent with momentum, over float32, float16 and bfloat16 parameters; momentum_buffer is FP32.
+    """Stochastic gradient descent with momentum, for float32, float16 and bfloat16 parameters; momentum_buffer is FP32.
 
-    wd_after_momentum: the weight decay joins after the momentum instead of before.
+    wd_after_momentum: adds the weight decay after the momentum instead of before.
     """
 
     _kept = ("wd_after_momentum", "materialize_master_grads", *_Optimizer._kept)
@@ -416,7 +421,7 @@ class FusedSGD(_Optimizer):
             group.setdefault("nesterov", False)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads state of this optimizer's or of Transformer Engine's. PyTorch's own would round it to the parameters' dtype."""
+        """Loads a state_dict of this optimizer or of Transformer Engine's. PyTorch's own method would round the state to the parameters' dtype."""
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
@@ -426,7 +431,7 @@ class FusedSGD(_Optimizer):
                 self.state[param]["momentum_buffer"] = buffer.detach().to(param.device, torch.float32, copy=True)
 
     def get_momentums(self, params: list) -> tuple[list, bool]:
-        """The momentum buffers of parameters, made where they are missing, and whether all were."""
+        """Returns the parameters' momentum buffers, creating missing ones, and whether all were missing."""
         new = [param for param in params if "momentum_buffer" not in self.state[param]]
         for param in new:
             _check_parameter("FusedSGD", param)
@@ -435,7 +440,7 @@ class FusedSGD(_Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One step."""
+        """Performs one step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -457,7 +462,7 @@ class FusedSGD(_Optimizer):
 
 
 class MultiTensorApply:
-    """Calls a function of lists of tensors without the tensors that are empty. chunk_size goes to the function, and te-fl's ignore it."""
+    """Calls a function on lists of tensors, leaving out empty tensors. chunk_size is passed to the function; te-fl's functions ignore it."""
 
     def __init__(self, chunk_size):
         self.chunk_size = chunk_size
@@ -476,7 +481,7 @@ multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, scale: float) -> None:
-    """tensor_lists[1] = scale * tensor_lists[0]; noop_flag, int32, becomes 1 if a value is not finite."""
+    """tensor_lists[1] = scale * tensor_lists[0]; noop_flag, int32, is set to 1 if a value is not finite."""
     ops.multi_tensor_scale(inputs=tensor_lists[0], outputs=tensor_lists[1], noop_flag=noop_flag, scale=float(scale))
 
 
@@ -489,7 +494,7 @@ def _norms(tensor_lists: list, per_tensor: Optional[bool]) -> dict:
 
 
 def multi_tensor_l2norm(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, per_tensor: Optional[bool] = None) -> tuple:
-    """The Euclidean norm of all tensors, [1], and, with per_tensor, of each; without, an empty tensor."""
+    """Returns the Euclidean norm of all tensors, [1], and with per_tensor the norm of each (otherwise an empty tensor)."""
     norms = _norms(tensor_lists, per_tensor)
     ops.multi_tensor_l2norm(inputs=tensor_lists[0], **norms)
     return norms["norm"], norms.get("per_tensor_norms", norms["norm"].new_empty(0))
@@ -497,7 +502,7 @@ def multi_tensor_l2norm(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: 
 
 def multi_tensor_unscale_l2norm(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, inv_scale: torch.Tensor,
                                 per_tensor: Optional[bool] = None) -> tuple:
-    """As multi_tensor_l2norm, of the tensors times inv_scale, which they themselves are not multiplied by."""
+    """As multi_tensor_l2norm for the tensors times inv_scale; the tensors are unchanged."""
     norms = _norms(tensor_lists, per_tensor)
     ops.multi_tensor_unscale_l2norm(inputs=tensor_lists[0], inv_scale=inv_scale, **norms)
     return norms["norm"], norms.get("per_tensor_norms", norms["norm"].new_empty(0))
@@ -505,7 +510,9 @@ def multi_tensor_unscale_l2norm(chunk_size: int, noop_flag: torch.Tensor, tensor
 
 def multi_tensor_adam(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, lr: float, beta1: float, beta2: float, epsilon: float,
                       step: int, mode: int, bias_correction: int, weight_decay: float) -> None:
-    """One step of Adam on [gradients, parameters, exp_avg, exp_avg_sq] or these and FP32 weights. mode: 0 is L2, 1 is AdamW."""
+    """One step of Adam on the lists [gradients, parameters, exp_avg, exp_avg_sq], optionally followed by FP32 master weights. mode: 0 is L2
+    regularisation, 1 is AdamW.
+    """
     masters = {"master_params": tensor_lists[4]} if len(tensor_lists) > 4 else {}
     ops.multi_tensor_adam(grads=tensor_lists[0], params=tensor_lists[1], exp_avgs=tensor_lists[2], exp_avg_sqs=tensor_lists[3],
                           noop_flag=noop_flag, lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, step=step,
@@ -516,7 +523,7 @@ def multi_tensor_adam(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: li
 def multi_tensor_adam_capturable(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, lr: torch.Tensor, beta1: float, beta2: float,
                                  epsilon: float, step: torch.Tensor, mode: int, bias_correction: int, weight_decay: float,
                                  inv_scale: torch.Tensor) -> None:
-    """As multi_tensor_adam without FP32 weights, of gradients times inv_scale, which are multiplied in place; lr, step and inv_scale lie on the device."""
+    """As multi_tensor_adam without master weights. The gradients are multiplied in place by inv_scale. lr, step and inv_scale are device tensors."""
     multi_tensor.multi_tensor_adam_capturable(chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay,
                                               inv_scale)
     torch.autograd.graph.increment_version(tensor_lists[1])
@@ -525,7 +532,7 @@ def multi_tensor_adam_capturable(chunk_size: int, noop_flag: torch.Tensor, tenso
 def multi_tensor_adam_capturable_master(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, lr: torch.Tensor, beta1: float, beta2: float,
                                         epsilon: float, step: torch.Tensor, mode: int, bias_correction: int, weight_decay: float,
                                         inv_scale: torch.Tensor) -> None:
-    """As multi_tensor_adam_capturable, with FP32 weights as the fifth list."""
+    """As multi_tensor_adam_capturable, with FP32 master weights as the fifth list."""
     multi_tensor.multi_tensor_adam_capturable_master(chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction,
                                                      weight_decay, inv_scale)
     torch.autograd.graph.increment_version(tensor_lists[1])
@@ -533,20 +540,21 @@ def multi_tensor_adam_capturable_master(chunk_size: int, noop_flag: torch.Tensor
 
 def multi_tensor_adam_fp8(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, lr: float, beta1: float, beta2: float, epsilon: float,
                           step: int, mode: int, bias_correction: int, weight_decay: float, fp8_dtype: Any) -> None:
-    """As multi_tensor_adam, on [gradients, uint8 codes of the parameters, exp_avg, exp_avg_sq, FP32 weights, scales, amaxes, scale_invs]. fp8_dtype: a
-    DType of te_fl.pytorch.constants."""
+    """As multi_tensor_adam, on the lists [gradients, uint8 codes of the parameters, exp_avg, exp_avg_sq, FP32 weights, scales, amaxes, scale_invs].
+    fp8_dtype: a DType of te_fl.pytorch.constants.
+    """
     multi_tensor.multi_tensor_adam_fp8(chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, fp8_dtype)
     torch.autograd.graph.increment_version(tensor_lists[1])
 
 
 def multi_tensor_scale_tensor(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, scale: torch.Tensor) -> None:
-    """As multi_tensor_scale, by a factor that lies on the device."""
+    """As multi_tensor_scale, with the factor in device memory."""
     multi_tensor.multi_tensor_scale_tensor(chunk_size, noop_flag, tensor_lists, scale)
 
 
 def multi_tensor_sgd(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, wd: float, momentum: float, dampening: float, lr: float,
                      nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float) -> None:
-    """One step of SGD on [gradients, parameters, momentums] or these and copies of the parameters in 16 bits."""
+    """One step of SGD on the lists [gradients, parameters, momentums], optionally followed by 16-bit copies of the parameters."""
     copies = {"param_copies": tensor_lists[3]} if len(tensor_lists) > 3 else {}
     ops.multi_tensor_sgd(grads=tensor_lists[0], params=tensor_lists[1], momentums=tensor_lists[2], noop_flag=noop_flag, lr=lr,
                          weight_decay=wd, momentum=momentum, dampening=dampening, scale=scale, nesterov=nesterov, first_run=first_run,

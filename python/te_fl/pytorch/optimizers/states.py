@@ -1,4 +1,4 @@
-"""The dtypes that an optimizer keeps its state in, beside FP32: 16 bits, and FP8 with a scale for each tensor."""
+"""Optimizer states in dtypes other than FP32: 16 bits, and FP8 with a scale for each tensor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from te_fl.remainders import divide, joined
 from te_fl.tensors import Quantized
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_CODES = torch.uint8  # FP8 codes E4M3, as Transformer Engine names the dtype
-_RANGES = {torch.float16: torch.finfo(torch.float16).max / 2, _CODES: 448.0}  # the largest value after scaling
+_CODES = torch.uint8  # FP8 E4M3 codes; Transformer Engine uses uint8 as their dtype
+_RANGES = {torch.float16: torch.finfo(torch.float16).max / 2, _CODES: 448.0}  # the largest magnitude after scaling
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; another tensor itself."""
+    """This rank's shard of a DTensor; other tensors are returned unchanged."""
     return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
 
 
@@ -26,15 +26,15 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_own_master(param: torch.Tensor) -> bool:
-    """True if the parameter holds FP32 values, so that a step needs no other weight than itself."""
+    """True if the parameter holds FP32 values, so it needs no separate master weight."""
     return param.dtype is torch.float32 and not isinstance(local(param), Float8Tensor)
 
 
 class States:
-    """Reads and writes state tensors by name: exp_avg, exp_avg_sq, master_param.
+    """Reads and writes the states exp_avg, exp_avg_sq and master_param.
 
-    FP32 and BF16 hold the values. FP16 and FP8 hold them divided by a scale, F32 [1], the quotient of their largest magnitude and the largest that
-    the dtype is used for. remainders: BF16 parameters have as master_param the INT16 remainders of their FP32 weights.
+    FP32 and BF16 states hold the values. FP16 and FP8 states hold values divided by a scale, F32 [1]: the tensor's largest magnitude divided by the
+    largest value used of the dtype. remainders: the master_param of a BF16 parameter holds the INT16 remainders of its FP32 weight.
     """
 
     def __init__(self, master_param: torch.dtype, exp_avg: torch.dtype, exp_avg_sq: torch.dtype, remainders: bool):
@@ -44,7 +44,7 @@ class States:
 
     @property
     def plain(self) -> bool:
-        """True if the state is the values themselves, in FP32."""
+        """True if all states are plain FP32 values."""
         return not self.remainders and set(self.dtypes.values()) == {torch.float32}
 
     def has_remainders(self, param: torch.Tensor, name: str) -> bool:
@@ -56,14 +56,14 @@ class States:
         return torch.int16 if self.has_remainders(param, name) else self.dtypes[name]
 
     def empty(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """Zeros in the parameter's shape; a DTensor of a DTensor."""
+        """Zeros in the parameter's shape. A DTensor gives a DTensor."""
         dtype = self.dtype_of(param, name)
         if dtype in _RANGES:
             self._scales.setdefault(param, {})[name] = torch.ones(1, dtype=torch.float32, device=param.device)
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
 
     def read(self, param: torch.Tensor, name: str, state: torch.Tensor) -> torch.Tensor:
-        """FP32 values of this rank's part: the state's own memory where it is FP32. Of remainders the weights."""
+        """FP32 values of this rank's shard; an FP32 state's own memory. For remainders, the reconstructed FP32 weights."""
         state = local(state).detach()
         dtype = self.dtype_of(param, name)
         if dtype == torch.int16:
@@ -78,7 +78,7 @@ class States:
         return state.float()
 
     def write(self, param: torch.Tensor, name: str, state: torch.Tensor, values: torch.Tensor) -> None:
-        """Has the state hold these values, F32, in its dtype. With remainders the parameter is written too."""
+        """Stores F32 values in the state's dtype. With remainders the parameter is written too."""
         state, values = local(state).detach(), local(values)
         dtype = self.dtype_of(param, name)
         if values.dtype != torch.float32 or values.shape != state.shape:
@@ -91,7 +91,7 @@ class States:
         elif state.numel():
             scale = self._scales[param][name]
             torch.div(values.abs().amax().view(1), _RANGES[dtype], out=scale)
-            scale.masked_fill_(scale == 0, 1.0)  # zeros
+            scale.masked_fill_(scale == 0, 1.0)  # all values are zero
             if dtype == torch.float16:
                 state.copy_(values / scale)
             else:

@@ -1,1 +1,1 @@
-"""Shared by all of te_fl.pytorch: devices, random state, constants, errors of arguments."""
+"""Helpers shared by all of te_fl.pytorch: devices, random state, constants, argument errors."""

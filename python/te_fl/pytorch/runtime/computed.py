@@ -1,4 +1,4 @@
-"""Attributes that are plain in Transformer Engine's modules, whose forwards write them, and that te-fl computes when they are read."""
+"""Attributes that Transformer Engine's forwards write, and that te-fl computes on access."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any, Callable
 
 
 class Computed:
-    """A decorator of methods, as property is. A program may give the attribute a value, which stands until what is computed becomes another: Transformer
-    Engine's next forward would write over it then. A value that is given before the module's constructor has run is written over by that."""
+    """A decorator like property, with assignment. An assigned value is returned until the computed value changes, because Transformer Engine's next
+    forward would then overwrite it. A value assigned before the module's constructor has run is overwritten by the constructor.
+    """
 
     def __init__(self, compute: Callable[[Any], Any]):
         self._compute = compute

@@ -1,4 +1,4 @@
-"""The words and numbers of Transformer Engine's constants."""
+"""The constants of Transformer Engine's te.pytorch.constants."""
 
 import enum
 
@@ -9,14 +9,14 @@ __all__ = ["AttnBiasTypes", "AttnMaskTypes", "AttnTypes", "CPLoadBalancingStrate
 
 
 class CPLoadBalancingStrategy(enum.Enum):
-    """The ways of dealing tokens to the ranks of context parallelism."""
+    """Ways of distributing tokens over the ranks of context parallelism."""
 
     DUAL_CHUNK_SWAP = "dual_chunk_swap"
     NO_LOAD_BALANCE = "no_load_balance"
 
 
 class DType(enum.IntEnum):
-    """Numbers of dtypes, those of Transformer Engine's C header."""
+    """Numbers of dtypes, as in Transformer Engine's C header."""
 
     kByte = 0
     kInt32 = 2

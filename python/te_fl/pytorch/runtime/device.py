@@ -1,4 +1,4 @@
-"""Devices: which one modules are made on, and te-fl's name of it."""
+"""The default device of modules, and conversions of PyTorch devices."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from te_fl.errors import InvalidArgument
 
 
 def default_device() -> torch.device:
-    """cuda where there is one, else the PrivateUse1 device of a vendor whose plugin te-fl has, else cpu."""
+    """cuda if available, else the PrivateUse1 device of a vendor whose plugin te-fl has loaded, else cpu."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return private_device.default() or torch.device("cpu")
 
 
 def device_of(device: Union[torch.device, str, None]) -> torch.device:
-    """The device of new parameters: `device`, or the default one."""
+    """The device for new parameters: `device`, or the default device for None."""
     return default_device() if device is None else torch.device(device)
 
 
 def native_device(device: torch.device) -> str:
-    """te-fl's name of a device of PyTorch's."""
+    """te-fl's name of a PyTorch device."""
     if device.type == "cpu":
         return "cpu"
     if device.type == "cuda":
@@ -32,7 +32,7 @@ def native_device(device: torch.device) -> str:
 
 
 def check_devices(where: str, device: torch.device, tensors: Iterable[Tuple[str, Optional[torch.Tensor]]]) -> None:
-    """Refuses a first input on `device` where one of these tensors, by what they are called, is on another."""
+    """Raises an error if one of these named tensors is on another device than the first input, which is on `device`."""
     for name, t in tensors:
         if t is None or t.device == device:
             continue

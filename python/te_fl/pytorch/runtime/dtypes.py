@@ -1,4 +1,4 @@
-"""PyTorch's dtypes as te-fl knows them."""
+"""Mappings between PyTorch's and te-fl's dtypes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 from te_fl.tensors import DTYPES
 
-# Indices in te_fl.tensors.DTYPES, by which a call into C++ says a result's dtype.
+# Indices in te_fl.tensors.DTYPES, which calls into C++ use for a result's dtype.
 DTYPE_CODES = {dtype: DTYPES.index(name) for dtype, name in
                ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16"), (torch.float64, "f64"))}
 BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
-DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  # those that a layer computes in
-LIKE = torch.empty(0, dtype=torch.float32, device="cpu")  # says that tensors of te-fl's are to be PyTorch's
+DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  # the dtypes that layers compute in
+LIKE = torch.empty(0, dtype=torch.float32, device="cpu")  # passed to _native to request PyTorch tensors

@@ -1,4 +1,4 @@
-"""The scope in which torch.onnx.export takes te-fl's modules, with Transformer Engine's names."""
+"""The scope for exporting te-fl's modules with torch.onnx.export, with Transformer Engine's names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Callable, Dict, Iterator
 
 __all__ = ["is_in_onnx_export_mode", "onnx_export", "te_translation_table"]
 
-te_translation_table: Dict[Callable, Callable] = {}  # for torch.onnx.export's custom_translation_table: modules are exported as PyTorch's own operations
+# Empty: for torch.onnx.export's custom_translation_table; modules are exported as PyTorch's own ops.
+te_translation_table: Dict[Callable, Callable] = {}
 
 
 class _State:
@@ -19,7 +20,7 @@ state = _State()
 
 @contextlib.contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
-    """Inside, with enabled=True, modules that torch.onnx.export(.., dynamo=True) traces are PyTorch's operations, which have translations:
+    """With enabled=True, torch.onnx.export(.., dynamo=True) traces te-fl's modules as PyTorch ops, which have ONNX translations:
 
         with te.onnx_export(enabled=True):
             torch.onnx.export(model.eval(), inputs, "model.onnx", dynamo=True)

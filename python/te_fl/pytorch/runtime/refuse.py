@@ -1,4 +1,6 @@
-"""Errors of arguments that te-fl does not honour. None is ignored: what has no effect with the value that is accepted is said here."""
+"""Errors for arguments that te-fl does not support. No argument is ignored silently: each either has an effect, or is checked here against the only
+supported value.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def refuse(where: str, argument: str, value: Any, way_out: str) -> Unsupported:
 
 
 def checks_keywords(*more: str) -> Callable[[_Init], _Init]:
-    """A decorator of constructors: TypeError for a keyword that it has not, naming the nearest. more: names that its **kwargs take."""
+    """Decorates constructors: raises TypeError for an unknown keyword, naming the nearest known one. more: names that the constructor's **kwargs
+    accepts.
+    """
     def decorate(init: _Init) -> _Init:
         known = [name for name, p in inspect.signature(init).parameters.items() if p.kind is not p.VAR_KEYWORD][1:] + list(more)
 
@@ -45,27 +49,27 @@ def checks_keywords(*more: str) -> Callable[[_Init], _Init]:
 
 
 def hides_misspelt(function: _Init) -> _Init:
-    """A decorator of functions whose last parameter, **misspelt, takes the keywords that they have not: signature() and help() leave it out."""
+    """Decorates functions whose last parameter, **misspelt, collects unknown keywords; hides that parameter from signature() and help()."""
     shown = inspect.signature(function)
     setattr(function, "__signature__", shown.replace(parameters=list(shown.parameters.values())[:-1]))
     return function
 
 
 def misspelling(function: Callable, names: Iterable[str]) -> TypeError:
-    """For a function that hides_misspelt() decorates: the error of keywords that it has not, which names the nearest that it has."""
+    """The error for unknown keywords of a function decorated with hides_misspelt(); names the nearest known keyword."""
     name = next(iter(names))
     return TypeError(f"{function.__qualname__}() has no argument {name!r}{did_you_mean(name, list(inspect.signature(function).parameters))}")
 
 
 def only(where: str, *rules: Tuple[str, Any, Any, str]) -> None:
-    """Refuses the first of (argument, value, the only value served, way out) that does not hold."""
+    """Checks rules (argument, value, the only supported value, advice), and refuses the first whose value differs."""
     for argument, value, served, way_out in rules:
         if value is not served and value != served:
             raise refuse(where, argument, value, way_out)
 
 
 def check_group(where: str, argument: str, group: Any) -> None:
-    """Refuses by name what programs give for a process group and is none: a DeviceMesh, a DTensor, and a group that this rank is not in."""
+    """Refuses objects that programs mistake for a process group: a DeviceMesh, a DTensor, and a group that does not contain this rank."""
     if group is None:
         return
     if group is getattr(getattr(dist, "GroupMember", None), "NON_GROUP_MEMBER", group):  # missing from a PyTorch without torch.distributed
@@ -80,14 +84,14 @@ def check_group(where: str, argument: str, group: Any) -> None:
 
 
 def process_group(where: str, argument: str, group: Any) -> None:
-    """Refuses what is no process group; None is none, and taken."""
+    """Refuses objects that are not process groups. None is accepted."""
     check_group(where, argument, group)
     if group is not None and not isinstance(group, getattr(dist, "ProcessGroup", ())):
         raise refuse(where, argument, group, "give a torch.distributed.ProcessGroup, or leave it out")
 
 
 def group_of_one(where: str, argument: str, group: Any) -> None:
-    """Refuses a process group, or a list of them, of several ranks. None is no group."""
+    """Refuses a process group, or a list containing one, with more than one rank. None is accepted."""
     for one in group if isinstance(group, (list, tuple)) else (group,):
         process_group(where, argument, one)
         if one is not None and one.size() != 1:
@@ -95,7 +99,7 @@ def group_of_one(where: str, argument: str, group: Any) -> None:
 
 
 def tensor_parallel(where: str, tp_group: Any, tp_size: Any) -> None:
-    """As Transformer Engine does, modules take the size of a named group for tp_size."""
+    """Checks tp_group and tp_size. As in Transformer Engine, the size of a given group overrides tp_size."""
     process_group(where, "tp_group", tp_group)
     if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
         raise ValueError(f"{where}: tp_size is {tp_size!r}; it is the number of ranks that divide the module, 1 or more")
@@ -118,7 +122,7 @@ def choice(where: str, argument: str, value: Any, served: Iterable[str]) -> None
 
 
 def integer(where: str, argument: str, value: Any) -> None:
-    """Refuses what Python would cut off to an integer, or parse."""
+    """Refuses values that are not integers, including floats and strings."""
     try:
         operator.index(value)
     except TypeError:
@@ -132,7 +136,7 @@ def size(where: str, argument: str, value: Any, least: int = 1) -> None:
 
 
 def number(where: str, argument: str, value: Any, rule: str, holds: Callable[[float], bool]) -> None:
-    """Refuses what is no number, a string of one included, and a number for which the rule does not hold."""
+    """Refuses values that are not numbers (including strings), and numbers that violate the rule."""
     if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
         raise TypeError(f"{where}: {argument} is {value!r}; it is a number")
     if not holds(float(value)):
@@ -144,7 +148,7 @@ def epsilon(where: str, argument: str, value: Any) -> None:
 
 
 def values(where: str, arguments: Mapping[str, Any]) -> None:
-    """Refuses the constructor's arguments that have no meaning, whatever the module: those of the names above, where they are given."""
+    """Refuses invalid values of the constructor arguments named above, for any module."""
     named = {name: value for name, value in arguments.items() if value is not None}
     for name in _SIZES:
         if name in named:
@@ -165,8 +169,9 @@ def values(where: str, arguments: Mapping[str, Any]) -> None:
 
 
 def check(where: str, arguments: Mapping[str, Any]) -> None:
-    """Refuses the arguments of a module's constructor that are not honoured, by the module's rules in nn/modules.yaml, and those without a meaning.
-    arguments: by name, as the constructor's locals() has them."""
+    """Refuses unsupported arguments of a module's constructor, by the module's rules in nn/modules.yaml, and invalid values. arguments: by name, as
+    in the constructor's locals().
+    """
     values(where, arguments)
     for kind, names, *more in RULES[where]:
         named = [arguments[name] for name in names]

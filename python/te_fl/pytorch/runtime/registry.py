@@ -1,4 +1,4 @@
-"""Modules by number, which is how a graph of torch.compile names the module that it calls."""
+"""Numbers for modules: a graph of torch.compile refers to a module by its number."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _numbers = itertools.count(1)
 
 
 def enter(module: torch.nn.Module) -> torch.Tensor:
-    """A number for the module, int64 [1] on the CPU.
+    """Assigns a number to the module and returns it as int64 [1] on the CPU.
 
-    It is a tensor and no int: a graph takes it as an input, so that modules that differ in nothing else share one graph. The module goes
-    when nobody else holds it.
+    It is a tensor, not an int, so that a graph takes it as an input, and otherwise equal modules share one graph. The registry keeps only a weak
+    reference to the module.
     """
     number = next(_numbers)
     _modules[number] = module
@@ -25,7 +25,7 @@ def enter(module: torch.nn.Module) -> torch.Tensor:
 
 
 def module_of(number: torch.Tensor) -> torch.nn.Module:
-    """The module that was given this tensor."""
+    """The module with this number."""
     module = _modules.get(int(number))
     if module is None:
         raise FailedPrecondition(f"FAILED_PRECONDITION: a compiled graph calls module {int(number)} of te_fl.pytorch, which has gone, or is "

@@ -1,4 +1,4 @@
-"""Named random states, so that some layers draw the same numbers on every rank and others do not."""
+"""Named random states, for layers that must draw equal or different numbers on the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _all_states: Dict[str, Union[torch.Tensor, torch.Generator]] = {}
 
 
 def get_all_rng_states() -> dict:
-    """The states of the tracker that was changed last, by name."""
+    """The states, by name, of the tracker that was changed last."""
     return _all_states
 
 
@@ -27,7 +27,7 @@ def set_all_rng_states(states: List) -> None:
 
 
 def graph_safe_rng_available() -> bool:
-    """True if states are generators that CUDA graphs may hold; on the CPU they are tensors."""
+    """True if states are generators that CUDA graphs can register; on the CPU states are tensors."""
     return torch.cuda.is_available() and hasattr(torch.cuda.CUDAGraph, "register_generator_state") and \
         hasattr(torch.Generator, "graphsafe_set_state")
 
@@ -55,9 +55,9 @@ def _give_state(generator: torch.Generator, state: Union[torch.Tensor, torch.Gen
 
 
 class CudaRNGStatesTracker:
-    """Random states by name, each begun with its own seed. They are states of the generator of default_device().
+    """Random states by name, each with its own seed, for the generator of default_device().
 
-    with tracker.fork(name): draws from that state, and the state goes on where the block ended.
+    with tracker.fork(name): draws from that state. The state continues where the block ended.
     """
 
     def __init__(self):
@@ -65,7 +65,7 @@ class CudaRNGStatesTracker:
         self.seeds_: set = set()
 
     def reset(self) -> None:
-        """Forgets all states."""
+        """Removes all states."""
         self.states_, self.seeds_ = {}, set()
 
     def get_states(self) -> Dict[str, torch.Tensor]:
@@ -76,7 +76,7 @@ class CudaRNGStatesTracker:
         set_all_rng_states(states)
 
     def add(self, name: str, seed: int) -> None:
-        """A new state, which begins as torch.manual_seed(seed) does; neither name nor seed may have been given before."""
+        """Adds a state, initialised as by torch.manual_seed(seed). Neither the name nor the seed may have been used before."""
         if seed in self.seeds_:
             raise AlreadyExists(f"CudaRNGStatesTracker: seed {seed} was given before; states of one seed would draw the same numbers")
         if name in self.states_:
@@ -93,7 +93,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng"):
-        """Inside the block random numbers come from the state of that name."""
+        """Inside of the block, random numbers come from the state `name`."""
         if name not in self.states_:
             raise NotFound(f"CudaRNGStatesTracker: there is no state {name!r}; there are {sorted(self.states_)}; add() makes one")
         generator = _generator()

@@ -1,14 +1,14 @@
-"""Hands layers over to torch.compile where it traces them.
+"""Access to te_fl.pytorch.compile for lower packages.
 
-The room that knows torch.compile, te_fl.pytorch.compile, lies above those that ask for it, and enters itself here when te_fl.pytorch is
-imported. What it needs of the compiler takes a second to import, so it imports that when a graph is first made.
+Layers in lower packages call te_fl.pytorch.compile while torch.compile traces them, but must not import it. te_fl.pytorch.compile registers itself
+here when te_fl.pytorch is imported. Importing the compiler takes a second, so that happens when a graph is first traced.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-graph: Any = None  # te_fl.pytorch.compile, whose functions stand in graphs for what the rooms below compute
+graph: Any = None  # te_fl.pytorch.compile, which provides the graph versions of functions of lower packages
 
 
 def enter(room: Any) -> None:
