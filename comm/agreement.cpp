@@ -46,7 +46,7 @@ std::string difference(const std::string& first, const std::string& mine, int ra
 }
 
 // Lists the ranks that have not written `word` to the store.
-std::string absent(StoreFace& store, int size, const std::string& word) {
+std::string absent(NamespacedStore& store, int size, const std::string& word) {
   std::string ranks;
   for (int r = 0; r < size; ++r) {
     const auto there = store.store().look(store.key(word + std::to_string(r)));
@@ -56,7 +56,7 @@ std::string absent(StoreFace& store, int size, const std::string& word) {
   return ranks;
 }
 
-Status late(StoreFace& store, int size, const Status& why) {
+Status late(NamespacedStore& store, int size, const Status& why) {
   if (why.code() != StatusCode::kTimeout) return why;
   const std::string ranks = absent(store, size, "facts/");
   if (ranks.empty()) return why;
@@ -67,7 +67,7 @@ Status late(StoreFace& store, int size, const Status& why) {
 constexpr char kValidates = 'v', kPlain = '-';
 
 // Rank 0 collects the answers of all ranks and writes the result for all.
-Status decide(StoreFace& store, int size, const Facts& facts, const TimeLeft& deadline) {
+Status decide(NamespacedStore& store, int size, const Facts& facts, const TimeLeft& deadline) {
   bool validates = facts.validates;
   std::string all;
   for (int r = 1; r < size; ++r) {
@@ -85,7 +85,8 @@ Status decide(StoreFace& store, int size, const Facts& facts, const TimeLeft& de
 // The tables have some thousand bytes and are nearly always equal, and a store keeps every value it
 // receives. Therefore rank 0 writes only its table's hash, and another rank writes its table only
 // if its hash differs.
-Result<bool> agree(StoreFace& store, int rank, int size, const Facts& facts, milliseconds timeout) {
+Result<bool> agree(NamespacedStore& store, int rank, int size, const Facts& facts,
+                   milliseconds timeout) {
   if (size == 1) return facts.validates;
   const TimeLeft deadline(timeout);
   Store& s = store.store();

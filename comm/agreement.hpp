@@ -3,7 +3,7 @@
 #include <chrono>
 #include <string>
 
-#include "comm/store_face.hpp"
+#include "comm/namespaced_store.hpp"
 #include "te_fl/status.hpp"
 
 namespace te_fl::comm {
@@ -18,7 +18,7 @@ struct Facts {
 // Compares the facts of all ranks; every rank must call it. Returns true on every rank if any rank
 // asks for collectives to be compared. FAILED_PRECONDITION, with the same text on every rank, lists
 // the differences from rank 0's facts. TIMEOUT names the ranks that are missing.
-Result<bool> agree(StoreFace& store, int rank, int size, const Facts& facts,
+Result<bool> agree(NamespacedStore& store, int rank, int size, const Facts& facts,
                    std::chrono::milliseconds timeout);
 
 }  // namespace te_fl::comm

@@ -1,7 +1,7 @@
 // Reports after a failure how far each rank has come.
 #include <thread>
 
-#include "comm/rep.hpp"
+#include "comm/state.hpp"
 
 namespace te_fl::comm {
 namespace {
@@ -13,39 +13,39 @@ using std::chrono::milliseconds;
 constexpr milliseconds kPatience{400};
 constexpr int kMostTold = 16;  // ranks listed in a message
 
-std::string last_key(const Comm::Rep& rep, int rank) {
-  return rep.face->key("last/" + std::to_string(rank));
+std::string last_key(const Comm::State& state, int rank) {
+  return state.face->key("last/" + std::to_string(rank));
 }
 
 }  // namespace
 
-void tell_last(Comm::Rep& rep) {
-  if (rep.c.size == 1) return;
+void tell_last(Comm::State& state) {
+  if (state.c.size == 1) return;
   std::string last;
   {
-    const std::lock_guard lock(rep.mutex);
-    last = rep.last.op == nullptr ? "no collective" : rep.last.text();
+    const std::lock_guard lock(state.mutex);
+    last = state.last.op == nullptr ? "no collective" : state.last.text();
   }
   // Ignores an error, since arrivals() reports a store that does not answer.
-  (void)rep.face->store().set(last_key(rep, rep.c.rank), last);
+  (void)state.face->store().set(last_key(state, state.c.rank), last);
 }
 
-std::string arrivals(Comm::Rep& rep) {
-  if (rep.c.size == 1) return {};
-  Store& store = rep.face->store();
+std::string arrivals(Comm::State& state) {
+  if (state.c.size == 1) return {};
+  Store& store = state.face->store();
   const Clock::time_point end = Clock::now() + kPatience;
   std::string text, silent;
   int shown = 0;
-  for (int r = 0; r < rep.c.size; ++r) {
+  for (int r = 0; r < state.c.size; ++r) {
     std::optional<std::string> answer;
     do {
-      const Result<std::optional<std::string>> now = store.look(last_key(rep, r));
+      const Result<std::optional<std::string>> now = store.look(last_key(state, r));
       if (!now.ok())
         return "the store does not answer (rank 0 may be gone): " + now.status().message();
       answer = *now;
       if (!answer) std::this_thread::sleep_for(milliseconds(5));
     } while (!answer && Clock::now() < end);
-    if (const int process = answer ? 0 : ended_process_of(rep, r); process != 0) {
+    if (const int process = answer ? 0 : ended_process_of(state, r); process != 0) {
       text += (text.empty() ? "" : "; ") + ("rank " + std::to_string(r)) +
               " has ended (its process " + std::to_string(process) + " is gone)";
     } else if (!answer) {

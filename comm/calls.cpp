@@ -4,7 +4,7 @@
 #include <cstring>
 #include <sstream>
 
-#include "comm/rep.hpp"
+#include "comm/state.hpp"
 #include "core/op/call_words.hpp"
 #include "core/op/collective.hpp"
 #include "policy/current.hpp"
@@ -32,13 +32,13 @@ OpFacts facts_of(const core::CompiledOp& op) {
   return facts;
 }
 
-// Like facts_of(op), cached in `rep`. Only the thread that is inside a call may use it.
-const OpFacts& facts_of(Comm::Rep& rep, const core::CompiledOp& op) {
+// Like facts_of(op), cached in `state`. Only the thread that is inside a call may use it.
+const OpFacts& facts_of(Comm::State& state, const core::CompiledOp& op) {
   const uint64_t layout = op.layout().number;
-  for (const OpFacts& known : rep.known_ops) {
+  for (const OpFacts& known : state.known_ops) {
     if (known.layout == layout) return known;
   }
-  return rep.known_ops.emplace_back(facts_of(op));
+  return state.known_ops.emplace_back(facts_of(op));
 }
 
 void write_step(Step& step, const CollectiveCall& call, const OpFacts& facts, uint64_t number) {
@@ -54,14 +54,14 @@ void write_step(Step& step, const CollectiveCall& call, const OpFacts& facts, ui
   for (int i = 0; i < step.rank; ++i) step.shape[static_cast<size_t>(i)] = t->dl.shape[i];
 }
 
-std::string by_name(const Comm::Rep& rep) { return "communicator '" + rep.name + "'"; }
+std::string by_name(const Comm::State& state) { return "communicator '" + state.name + "'"; }
 
 // The store key for comparing a step. If a call was refused before anything was sent, the next call
 // has the same number. A repetition of the same call uses the same key, since the other ranks have
 // written their texts there. A different call, which all ranks make together, gets a key of its
 // own.
-std::string comparison(Comm::Rep& rep, uint64_t number, const std::string& mine) {
-  Compared& last = rep.compared;
+std::string comparison(Comm::State& state, uint64_t number, const std::string& mine) {
+  Compared& last = state.compared;
   if (last.number != number)
     last = {number, 0, mine, last.word};
   else if (last.text != mine)
@@ -89,170 +89,172 @@ std::string word_of(const OpFacts::Alike& arg, int32_t value) {
 
 // TE_FL_VALIDATE: compares the call with those of the other ranks, so that no rank begins before
 // all are known to begin the same one.
-Status compare(Comm::Rep& rep, const CollectiveCall& call, const Step& step, const OpFacts& facts) {
-  if (rep.c.size == 1 || facts.transfer) return {};
-  StoreFace& store = *rep.face;
+Status compare(Comm::State& state, const CollectiveCall& call, const Step& step,
+               const OpFacts& facts) {
+  if (state.c.size == 1 || facts.transfer) return {};
+  NamespacedStore& store = *state.face;
   std::string mine = facts.uneven ? step.text_of_rows() : step.text();
   for (const OpFacts::Alike& arg : facts.alike) {
     const int32_t value = value_of(arg, call.args);
     // An invalid root rank is a local error, which is refused before anything is sent.
-    if (arg.words == nullptr && (value < 0 || value >= rep.c.size)) return {};
+    if (arg.words == nullptr && (value < 0 || value >= state.c.size)) return {};
     mine += ", " + std::string(arg.name) + " " + word_of(arg, value);
   }
-  const std::string word = comparison(rep, step.number, mine);
-  TE_FL_RETURN_IF_ERROR(store.store().set(store.key(word + std::to_string(rep.c.rank)), mine));
+  const std::string word = comparison(state, step.number, mine);
+  TE_FL_RETURN_IF_ERROR(store.store().set(store.key(word + std::to_string(state.c.rank)), mine));
   std::string others;
-  for (int r = 0; r < rep.c.size; ++r) {
+  for (int r = 0; r < state.c.size; ++r) {
     TE_FL_ASSIGN_OR_RETURN(const std::string its,
-                           store.store().get(store.key(word + std::to_string(r)), rep.timeout));
+                           store.store().get(store.key(word + std::to_string(r)), state.timeout));
     if (its != mine)
       others += (others.empty() ? "" : "; ") + ("rank " + std::to_string(r)) + ": " + its;
   }
   if (others.empty()) {
-    const std::string own = word + std::to_string(rep.c.rank);
-    const std::string before = std::exchange(rep.compared.word, own);
+    const std::string own = word + std::to_string(state.c.rank);
+    const std::string before = std::exchange(state.compared.word, own);
     // All ranks have reached this comparison, so all have read this rank's text of the previous
     // one.
     if (!before.empty() && before != own) forget(store, before);
     return {};
   }
-  return Status(StatusCode::kCommFailed, by_name(rep) + ": rank " + std::to_string(rep.c.rank) +
+  return Status(StatusCode::kCommFailed, by_name(state) + ": rank " + std::to_string(state.c.rank) +
                                              " calls " + mine +
                                              ", and the others do not (TE_FL_VALIDATE): " + others);
 }
 
 // The policy for a call: the communicator's, with deterministic results if the thread's policy asks
 // for them.
-uint32_t policy_of(const Comm::Rep& rep, uint32_t current) {
-  if (current == rep.policy) return current;
-  return policy::settings_of(current).deterministic ? rep.deterministic_policy : rep.policy;
+uint32_t policy_of(const Comm::State& state, uint32_t current) {
+  if (current == state.policy) return current;
+  return policy::settings_of(current).deterministic ? state.deterministic_policy : state.policy;
 }
 
 // Like compare(), and fails the communicator after an error.
-Status validate(const std::shared_ptr<Comm::Rep>& rep, const CollectiveCall& call,
+Status validate(const std::shared_ptr<Comm::State>& state, const CollectiveCall& call,
                 const OpFacts& facts, uint64_t number) {
   Step step;
   write_step(step, call, facts, number);
-  Status same = compare(*rep, call, step, facts);
+  Status same = compare(*state, call, step, facts);
   if (same.ok()) return same;
   if (same.code() != StatusCode::kCommFailed) {
     same = Status(StatusCode::kCommFailed,
-                  by_name(*rep) + ": " + step.text() + " could not be compared (TE_FL_VALIDATE)",
+                  by_name(*state) + ": " + step.text() + " could not be compared (TE_FL_VALIDATE)",
                   same);
   }
-  fail_all(rep, same);
+  fail_all(state, same);
   return same;
 }
 
 // Keeps the communicator alive and marks the thread as inside it, from begin() to end() of a call.
 class Part {
  public:
-  explicit Part(std::shared_ptr<Comm::Rep> rep) : rep_(std::move(rep)) { rep_->use(); }
+  explicit Part(std::shared_ptr<Comm::State> state) : state_(std::move(state)) { state_->use(); }
   Part(const Part&) = delete;
   Part& operator=(const Part&) = delete;
   ~Part() {
-    if (rep_ == nullptr) return;
-    if (inside_) rep_->inside.store(false, std::memory_order_release);
-    rep_->leave();
+    if (state_ == nullptr) return;
+    if (inside_) state_->inside.store(false, std::memory_order_release);
+    state_->leave();
   }
   // False if another thread is inside.
-  bool enter() { return inside_ = !rep_->inside.exchange(true, std::memory_order_acquire); }
+  bool enter() { return inside_ = !state_->inside.exchange(true, std::memory_order_acquire); }
   // Passes the reference to the ticket; end() releases it.
-  std::shared_ptr<Comm::Rep> keep() { return std::move(rep_); }
+  std::shared_ptr<Comm::State> keep() { return std::move(state_); }
 
  private:
-  std::shared_ptr<Comm::Rep> rep_;
+  std::shared_ptr<Comm::State> state_;
   bool inside_ = false;
 };
 
 Status begin(const CollectiveCall& call, core::CollectiveTicket& ticket) {
-  const std::shared_ptr<Comm::Rep> rep = find(call.communicator.id);
-  if (rep == nullptr) return {};  // a program's own communicator, not one of te-fl
-  TE_FL_RETURN_IF_ERROR(check_process(*rep));
-  Part part(rep);
-  if (rep->dropped.load()) {
-    return failed_precondition(by_name(*rep) +
+  const std::shared_ptr<Comm::State> state = find(call.communicator.id);
+  if (state == nullptr) return {};  // a program's own communicator, not one of te-fl
+  TE_FL_RETURN_IF_ERROR(check_process(*state));
+  Part part(state);
+  if (state->dropped.load()) {
+    return failed_precondition(by_name(*state) +
                                " was destroyed by another thread; it lives until the last of its "
                                "collectives has returned, and no other begins");
   }
-  if (rep->failed.load(std::memory_order_acquire)) return rep->failed_status();
-  if (call.capturing && (rep->provider->desc.flags & TE_FL_COMM_CAPTURABLE) == 0) {
-    return failed_precondition(by_name(*rep) + " is of provider '" + rep->provider->name +
+  if (state->failed.load(std::memory_order_acquire)) return state->failed_status();
+  if (call.capturing && (state->provider->desc.flags & TE_FL_COMM_CAPTURABLE) == 0) {
+    return failed_precondition(by_name(*state) + " is of provider '" + state->provider->name +
                                "', whose collectives cannot be captured into a graph; leave them "
                                "out of the graph");
   }
   if (!part.enter()) {
-    return failed_precondition(by_name(*rep) +
+    return failed_precondition(by_name(*state) +
                                " is used by another thread at this moment; a communicator is for "
                                "one thread at a time: split one off for each");
   }
-  const OpFacts& facts = facts_of(*rep, call.op);
-  Step& last = facts.transfer ? rep->last_transfer : rep->last;
-  if (rep->validates) [[unlikely]]
-    TE_FL_RETURN_IF_ERROR(validate(rep, call, facts, last.number + 1));
+  const OpFacts& facts = facts_of(*state, call.op);
+  Step& last = facts.transfer ? state->last_transfer : state->last;
+  if (state->validates) [[unlikely]]
+    TE_FL_RETURN_IF_ERROR(validate(state, call, facts, last.number + 1));
   {
-    const std::lock_guard lock(rep->mutex);
+    const std::lock_guard lock(state->mutex);
     write_step(last, call, facts, last.number + 1);
-    rep->in_transfer = facts.transfer;
+    state->in_transfer = facts.transfer;
   }
-  rep->since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
-  ticket.policy = policy_of(*rep, ticket.policy);
+  state->since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
+  ticket.policy = policy_of(*state, ticket.policy);
   ticket.transfer = facts.transfer;
   ticket.communicator = part.keep();
   return {};
 }
 
-Status failed_in(const Comm::Rep& rep, const Step& step, Status cause) {
+Status failed_in(const Comm::State& state, const Step& step, Status cause) {
   return Status(StatusCode::kCommFailed,
-                by_name(rep) + ", rank " + std::to_string(rep.c.rank) + " of " +
-                    std::to_string(rep.c.size) + ": " + step.text() + " failed",
+                by_name(state) + ", rank " + std::to_string(state.c.rank) + " of " +
+                    std::to_string(state.c.size) + ": " + step.text() + " failed",
                 std::move(cause));
 }
 
 // Returns the failure that another thread has recorded during this call, for instance because
 // another communicator of the process failed first. If its text does not describe this call, adds
 // the call.
-Status told_failure(Comm::Rep& rep, const Step& step) {
-  const Status told = rep.failed_status();
+Status told_failure(Comm::State& state, const Step& step) {
+  const Status told = state.failed_status();
   if (told.message().find(step.text()) != std::string::npos) return told;
-  const std::lock_guard lock(rep.mutex);
-  return rep.failure = failed_in(rep, step, told);
+  const std::lock_guard lock(state.mutex);
+  return state.failure = failed_in(state, step, told);
 }
 
 Status end(const CollectiveCall& call, core::CollectiveTicket& ticket, Status result) {
   if (ticket.communicator == nullptr) return result;
-  const auto rep = std::static_pointer_cast<Comm::Rep>(std::move(ticket.communicator));
-  const Use use(*rep, true);
+  const auto state = std::static_pointer_cast<Comm::State>(std::move(ticket.communicator));
+  const Use use(*state, true);
   // While this thread is inside, no other thread writes to `last`.
-  Step& last = ticket.transfer ? rep->last_transfer : rep->last;
-  const Clock::time_point since{Clock::duration(rep->since.exchange(0, std::memory_order_relaxed))};
+  Step& last = ticket.transfer ? state->last_transfer : state->last;
+  const Clock::time_point since{
+      Clock::duration(state->since.exchange(0, std::memory_order_relaxed))};
   if (result.ok()) [[likely]] {
-    if (!wait_for_group(rep, call, last) && !call.capturing)
-      mark_enqueued(*rep, call.stream, last, since);
-    rep->inside.store(false, std::memory_order_release);
+    if (!wait_for_group(state, call, last) && !call.capturing)
+      mark_enqueued(*state, call.stream, last, since);
+    state->inside.store(false, std::memory_order_release);
     return result;
   }
   // A call that failed without having sent anything, except because of another rank's failure.
   const bool unheard = result.clean() && result.code() != StatusCode::kCommFailed;
   const Step step = last;
   if (unheard) {
-    const std::lock_guard lock(rep->mutex);
+    const std::lock_guard lock(state->mutex);
     --last.number;  // nothing of the call was sent
   }
-  rep->inside.store(false, std::memory_order_release);
+  state->inside.store(false, std::memory_order_release);
   if (unheard) return result;
   // Other ranks may wait for this rank's part of the call, or may have completed a call that this
   // rank has not, so the communicator fails.
-  if (rep->failed.load(std::memory_order_acquire)) return told_failure(*rep, step);
-  fail_all(rep, failed_in(*rep, step, result));
-  return result.code() == StatusCode::kCommFailed ? told_failure(*rep, step) : result;
+  if (state->failed.load(std::memory_order_acquire)) return told_failure(*state, step);
+  fail_all(state, failed_in(*state, step, result));
+  return result.code() == StatusCode::kCommFailed ? told_failure(*state, step) : result;
 }
 
 uint32_t policy_for(const te_fl_communicator& communicator, uint32_t current, std::string& name) {
-  const std::shared_ptr<Comm::Rep> rep = find(communicator.id);
-  if (rep == nullptr) return current;
-  const uint32_t policy = policy_of(*rep, current);
-  if (policy != current) name = rep->name;
+  const std::shared_ptr<Comm::State> state = find(communicator.id);
+  if (state == nullptr) return current;
+  const uint32_t policy = policy_of(*state, current);
+  if (policy != current) name = state->name;
   return policy;
 }
 
@@ -278,12 +280,12 @@ std::string Step::text() const {
   return out + "]";
 }
 
-void mark_enqueued(Comm::Rep& rep, void* stream, const Step& step, Clock::time_point since) {
-  if (rep.device.is_host()) return;
-  const std::lock_guard lock(rep.mutex);
-  Mark& mark = rep.oldest.set ? rep.newest : rep.oldest;
+void mark_enqueued(Comm::State& state, void* stream, const Step& step, Clock::time_point since) {
+  if (state.device.is_host()) return;
+  const std::lock_guard lock(state.mutex);
+  Mark& mark = state.oldest.set ? state.newest : state.oldest;
   if (mark.event.get() == nullptr) {
-    Result<Event> made = Event::create(rep.device);
+    Result<Event> made = Event::create(state.device);
     if (!made.ok()) return;
     mark.event = std::move(made).value();
   }

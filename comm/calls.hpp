@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "comm/rep.hpp"
+#include "comm/state.hpp"
 #include "core/op/collective.hpp"
 
 // Hooks through which dispatch reports calls of collectives to their communicators
@@ -15,11 +15,11 @@ void watch_calls();
 // For the watchdog: records an event after the work that a call, begun at `since`, has enqueued on
 // a stream of the communicator's device. For a device without events nothing is recorded; then only
 // the provider can detect a hang.
-void mark_enqueued(Comm::Rep& rep, void* stream, const Step& step, Clock::time_point since);
+void mark_enqueued(Comm::State& state, void* stream, const Step& step, Clock::time_point since);
 
 // True if this thread has an open group of the communicator's provider. The collective then begins
 // when the group ends, and its event is recorded at that time.
-bool wait_for_group(const std::shared_ptr<Comm::Rep>& rep, const core::CollectiveCall& call,
+bool wait_for_group(const std::shared_ptr<Comm::State>& state, const core::CollectiveCall& call,
                     const Step& step);
 
 }  // namespace te_fl::comm

@@ -6,8 +6,8 @@
 #include <optional>
 #include <thread>
 
-#include "comm/make_rep.hpp"
-#include "comm/rep.hpp"
+#include "comm/make_state.hpp"
+#include "comm/state.hpp"
 #include "core/base/fork.hpp"
 #include "core/base/process_end.hpp"
 #include "registry/thread_record.hpp"
@@ -23,7 +23,7 @@ std::atomic<uint64_t> g_forks{0};
 const core::ForkedChild child(core::LockLevel::kComms,
                               [] { g_forks.fetch_add(1, std::memory_order_relaxed); });
 
-using Reps = std::map<uint64_t, std::weak_ptr<Comm::Rep>>;
+using Reps = std::map<uint64_t, std::weak_ptr<Comm::State>>;
 std::atomic<Reps*> g_reps{nullptr};
 // The caller holds the mutex.
 Reps& reps() {
@@ -36,58 +36,58 @@ core::ForkMutex& list_mutex() noexcept { return mutex; }
 
 uint64_t fork_generation() noexcept { return g_forks.load(std::memory_order_relaxed); }
 
-void add(const std::shared_ptr<Comm::Rep>& rep) {
+void add(const std::shared_ptr<Comm::State>& state) {
   const std::lock_guard lock(mutex);
-  reps()[rep->c.id] = rep;
+  reps()[state->c.id] = state;
 }
 
-void remove(const Comm::Rep& rep) {
+void remove(const Comm::State& state) {
   const std::lock_guard lock(mutex);
-  reps().erase(rep.c.id);
+  reps().erase(state.c.id);
 }
 
-std::shared_ptr<Comm::Rep> find(uint64_t id) {
+std::shared_ptr<Comm::State> find(uint64_t id) {
   const std::lock_guard lock(mutex);
   const auto at = reps().find(id);
   return at == reps().end() ? nullptr : at->second.lock();
 }
 
-std::vector<std::shared_ptr<Comm::Rep>> all() {
-  std::vector<std::shared_ptr<Comm::Rep>> found;
+std::vector<std::shared_ptr<Comm::State>> all() {
+  std::vector<std::shared_ptr<Comm::State>> found;
   const std::lock_guard lock(mutex);
-  for (const auto& [id, rep] : reps()) {
-    if (auto held = rep.lock(); held != nullptr && held->fork_generation == fork_generation())
+  for (const auto& [id, state] : reps()) {
+    if (auto held = state.lock(); held != nullptr && held->fork_generation == fork_generation())
       found.push_back(std::move(held));
   }
   return found;
 }
 
-Status check_process(const Comm::Rep& rep) {
-  if (rep.fork_generation == fork_generation()) return {};
-  return failed_precondition("communicator '" + rep.name +
+Status check_process(const Comm::State& state) {
+  if (state.fork_generation == fork_generation()) return {};
+  return failed_precondition("communicator '" + state.name +
                              "' was made before this process was forked off, and its connections "
                              "are the parent's; make another one in the child");
 }
 
 namespace {
-Status with_the_others(const Comm::Rep& rep, const Status& why) {
+Status with_the_others(const Comm::State& state, const Status& why) {
   return Status(StatusCode::kCommFailed,
-                "communicator '" + rep.name + "' was aborted with the process's others", why);
+                "communicator '" + state.name + "' was aborted with the process's others", why);
 }
 }  // namespace
 
 namespace {
-void set_failure(Comm::Rep& rep, const Status& why) {
-  const std::lock_guard lock(rep.mutex);
-  rep.failure = why;
+void set_failure(Comm::State& state, const Status& why) {
+  const std::lock_guard lock(state.mutex);
+  state.failure = why;
 }
 }  // namespace
 
-void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string aborted) {
+void fail_all(const std::shared_ptr<Comm::State>& first, Status why, std::string aborted) {
   if (!first->mark_failed(why)) return;
   if (aborted.empty()) {
     first->abort();  // first, since the store may be slow to answer
-    if (Result<std::string> told = told_abort(*first); told.ok()) aborted = std::move(*told);
+    if (Result<std::string> told = read_abort(*first); told.ok()) aborted = std::move(*told);
     if (!aborted.empty() && why.message().find(aborted) == std::string::npos) {
       why = Status(why.code(), why.message() + "; " + aborted, why.cause());
       set_failure(*first, why);
@@ -95,42 +95,42 @@ void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string a
   }
   // Records the reason in all communicators before any is aborted, so that calls which end because
   // of the abort report it.
-  std::vector<std::shared_ptr<Comm::Rep>> failed{first};
-  for (const auto& rep : all()) {
-    if (rep != first && rep->mark_failed(with_the_others(*rep, why))) failed.push_back(rep);
+  std::vector<std::shared_ptr<Comm::State>> failed{first};
+  for (const auto& state : all()) {
+    if (state != first && state->mark_failed(with_the_others(*state, why))) failed.push_back(state);
   }
-  for (const auto& rep : failed) {
-    if (!aborted.empty()) tell_abort(*rep, aborted);
+  for (const auto& state : failed) {
+    if (!aborted.empty()) publish_abort(*state, aborted);
   }
-  for (const auto& rep : failed) rep->abort();
-  for (const auto& rep : failed) tell_last(*rep);
+  for (const auto& state : failed) state->abort();
+  for (const auto& state : failed) tell_last(*state);
   if (const std::string ranks = arrivals(*first); !ranks.empty()) {
     why = Status(why.code(), why.message() + "; " + ranks, why.cause());
     set_failure(*first, why);
   }
   // A failed call waits up to a second for `told`, so that its error names the ranks, even if
   // another communicator failed first.
-  for (const auto& rep : failed) {
-    if (rep != first) set_failure(*rep, with_the_others(*rep, why));
-    rep->told.store(true, std::memory_order_release);
+  for (const auto& state : failed) {
+    if (state != first) set_failure(*state, with_the_others(*state, why));
+    state->told.store(true, std::memory_order_release);
   }
   log::error(why.to_string());
 }
 
 }  // namespace comm
 
-Comm::Rep::~Rep() { close(); }
+Comm::State::~State() { close(); }
 
-void Comm::Rep::drop() noexcept {
+void Comm::State::drop() noexcept {
   dropped.store(true);
   if (users.load() == 0) close();
 }
 
-void Comm::Rep::leave() noexcept {
+void Comm::State::leave() noexcept {
   if (users.fetch_sub(1) == 1 && dropped.load()) close();
 }
 
-void Comm::Rep::close() noexcept {
+void Comm::State::close() noexcept {
   if (c.id == 0) return;
   // In a forked child nothing is closed: the communicator belongs to the parent, and another thread
   // of the parent may hold the lock.
@@ -149,7 +149,7 @@ void Comm::Rep::close() noexcept {
   provider->live.fetch_sub(1);
 }
 
-Status Comm::Rep::failed_status() {
+Status Comm::State::failed_status() {
   using std::chrono::milliseconds;
   for (int i = 0; i < 200 && !told.load(std::memory_order_acquire); ++i)
     std::this_thread::sleep_for(milliseconds(5));
@@ -157,7 +157,7 @@ Status Comm::Rep::failed_status() {
   return failure;
 }
 
-bool Comm::Rep::mark_failed(Status why) {
+bool Comm::State::mark_failed(Status why) {
   const std::lock_guard lock(mutex);
   if (failed.load(std::memory_order_relaxed)) return false;
   failure = std::move(why);
@@ -165,7 +165,7 @@ bool Comm::Rep::mark_failed(Status why) {
   return true;
 }
 
-void Comm::Rep::abort() noexcept {
+void Comm::State::abort() noexcept {
   const registry::EpochGuard inside(registry::this_thread().slot);
   const std::lock_guard lock(life);
   if (closed || core::ends_elsewhere()) return;
@@ -178,16 +178,16 @@ void Comm::Rep::abort() noexcept {
 
 Comm::Comm(Comm&& other) noexcept = default;
 Comm& Comm::operator=(Comm&& other) noexcept {
-  std::swap(rep_, other.rep_);
+  std::swap(state_, other.state_);
   return *this;
 }
 Comm::~Comm() {
-  if (rep_ != nullptr) rep_->drop();
+  if (state_ != nullptr) state_->drop();
 }
 
 Result<Comm> Comm::create(const CommOptions& options) {
-  TE_FL_ASSIGN_OR_RETURN(std::shared_ptr<Rep> rep, comm::make_rep(options, nullptr, 0));
-  return Comm(std::move(rep));
+  TE_FL_ASSIGN_OR_RETURN(std::shared_ptr<State> state, comm::make_state(options, nullptr, 0));
+  return Comm(std::move(state));
 }
 
 namespace {
@@ -226,8 +226,8 @@ Result<Comm> Comm::world(const Device& device) {
         "use that one, or split() it: a process is one rank of its job. Ranks that are threads are "
         "made by Comm::create with Store::in_process()");
   }
-  for (const auto& rep : comm::all()) {
-    if (!rep->is_world.load()) continue;
+  for (const auto& state : comm::all()) {
+    if (!state->is_world.load()) continue;
     return failed_precondition(
         "Comm::world: this process has the job's communicator already; use that one, or split() "
         "it: a process is one rank of its job. Ranks that are threads are made by Comm::create "
@@ -244,7 +244,7 @@ Result<Comm> Comm::world(const Device& device) {
                            Store::open(job.store_address, job.rank, job.size, timeout));
   }
   TE_FL_ASSIGN_OR_RETURN(Comm made, create(options));
-  made.rep_->is_world.store(true);
+  made.state_->is_world.store(true);
   return made;
 }
 
@@ -264,25 +264,25 @@ std::optional<std::pair<int, int>> read_split(const std::string& text) {
 }  // namespace
 
 Result<Comm> Comm::split(int color, int key, std::string name) const {
-  if (rep_ == nullptr) return invalid_argument("Comm::split: the Comm is empty");
-  TE_FL_RETURN_IF_ERROR(comm::check_process(*rep_));
-  const comm::Use use(*rep_);
-  if (rep_->failed.load()) return rep_->failed_status();
+  if (state_ == nullptr) return invalid_argument("Comm::split: the Comm is empty");
+  TE_FL_RETURN_IF_ERROR(comm::check_process(*state_));
+  const comm::Use use(*state_);
+  if (state_->failed.load()) return state_->failed_status();
   // Every rank writes its color and key, and reads those of all ranks.
-  const int number = rep_->splits.fetch_add(1);
+  const int number = state_->splits.fetch_add(1);
   const std::string word = "split" + std::to_string(number) + "/";
-  comm::StoreFace& face = *rep_->face;
-  TE_FL_RETURN_IF_ERROR(face.store().set(face.key(word + std::to_string(rep_->c.rank)),
+  comm::NamespacedStore& face = *state_->face;
+  TE_FL_RETURN_IF_ERROR(face.store().set(face.key(word + std::to_string(state_->c.rank)),
                                          std::to_string(color) + " " + std::to_string(key)));
   std::vector<std::pair<int, int>> mine;  // (key, rank in this communicator)
   bool everybody = true;                  // all ranks have a color, as providers' split() requires
-  for (int r = 0; r < rep_->c.size; ++r) {
+  for (int r = 0; r < state_->c.size; ++r) {
     TE_FL_ASSIGN_OR_RETURN(const std::string answer,
-                           face.store().get(face.key(word + std::to_string(r)), rep_->timeout));
+                           face.store().get(face.key(word + std::to_string(r)), state_->timeout));
     const auto told = read_split(answer);
     if (!told) {
       return Status(StatusCode::kCommFailed,
-                    "communicator '" + rep_->name + "': split() found '" + answer + "' of rank " +
+                    "communicator '" + state_->name + "': split() found '" + answer + "' of rank " +
                         std::to_string(r) + " in the store " + face.store().address() +
                         ", and expects a color and a key; something else writes its keys: give "
                         "each job a store of its own");
@@ -292,42 +292,43 @@ Result<Comm> Comm::split(int color, int key, std::string name) const {
   }
   // All ranks have reached this split, so all have read this rank's answer to the previous one.
   if (number > 0)
-    comm::forget(face, "split" + std::to_string(number - 1) + "/" + std::to_string(rep_->c.rank));
+    comm::forget(face, "split" + std::to_string(number - 1) + "/" + std::to_string(state_->c.rank));
   std::sort(mine.begin(), mine.end());
   CommOptions options;
-  options.device = rep_->device;
+  options.device = state_->device;
   options.name = std::move(name);
-  options.store = rep_->store;
-  options.timeout = rep_->timeout;
-  options.provider = rep_->provider->name;
+  options.store = state_->store;
+  options.timeout = state_->timeout;
+  options.provider = state_->provider->name;
   if (color < 0) return Comm();
   const auto at = std::find_if(mine.begin(), mine.end(),
-                               [&](const auto& m) { return m.second == rep_->c.rank; });
+                               [&](const auto& m) { return m.second == state_->c.rank; });
   options.rank = static_cast<int>(at - mine.begin());
   options.size = static_cast<int>(mine.size());
   options.name += "." + std::to_string(color);
-  TE_FL_ASSIGN_OR_RETURN(std::shared_ptr<Rep> made,
-                         comm::make_rep(options, rep_.get(), everybody ? color : -1));
-  made->origin = rep_->origin;
+  TE_FL_ASSIGN_OR_RETURN(std::shared_ptr<State> made,
+                         comm::make_state(options, state_.get(), everybody ? color : -1));
+  made->origin = state_->origin;
   for (size_t i = 0; i < mine.size(); ++i) {
-    made->origin_ranks[i] = rep_->origin_ranks[static_cast<size_t>(mine[i].second)];
+    made->origin_ranks[i] = state_->origin_ranks[static_cast<size_t>(mine[i].second)];
   }
   return Comm(std::move(made));
 }
 
 bool Comm::includes(const Comm& other) const noexcept {
-  if (rep_ == nullptr || other.rep_ == nullptr || rep_->origin != other.rep_->origin) return false;
-  return std::ranges::all_of(other.rep_->origin_ranks, [this](int rank) {
-    return std::ranges::find(rep_->origin_ranks, rank) != rep_->origin_ranks.end();
+  if (state_ == nullptr || other.state_ == nullptr || state_->origin != other.state_->origin)
+    return false;
+  return std::ranges::all_of(other.state_->origin_ranks, [this](int rank) {
+    return std::ranges::find(state_->origin_ranks, rank) != state_->origin_ranks.end();
   });
 }
 
-int Comm::rank() const noexcept { return rep_ == nullptr ? 0 : rep_->c.rank; }
-int Comm::size() const noexcept { return rep_ == nullptr ? 1 : rep_->c.size; }
+int Comm::rank() const noexcept { return state_ == nullptr ? 0 : state_->c.rank; }
+int Comm::size() const noexcept { return state_ == nullptr ? 1 : state_->c.size; }
 
 const Device& Comm::device() const noexcept {
   static constexpr Device kHost;
-  return rep_ == nullptr ? kHost : rep_->device;
+  return state_ == nullptr ? kHost : state_->device;
 }
 
 namespace {
@@ -337,31 +338,35 @@ const std::string& nothing() {
 }
 }  // namespace
 
-const std::string& Comm::name() const noexcept { return rep_ == nullptr ? nothing() : rep_->name; }
-const std::string& Comm::provider() const noexcept {
-  return rep_ == nullptr ? nothing() : rep_->provider->name;
+const std::string& Comm::name() const noexcept {
+  return state_ == nullptr ? nothing() : state_->name;
 }
-const te_fl_communicator* Comm::c() const noexcept { return rep_ == nullptr ? nullptr : &rep_->c; }
+const std::string& Comm::provider() const noexcept {
+  return state_ == nullptr ? nothing() : state_->provider->name;
+}
+const te_fl_communicator* Comm::c() const noexcept {
+  return state_ == nullptr ? nullptr : &state_->c;
+}
 
 const std::vector<std::pair<std::string, std::string>>& Comm::implementations() const noexcept {
   static std::atomic<std::vector<std::pair<std::string, std::string>>*> none{nullptr};
-  if (rep_ != nullptr) return rep_->implementations;
+  if (state_ != nullptr) return state_->implementations;
   return core::made_once(none, [] { return new std::vector<std::pair<std::string, std::string>>; });
 }
 
 Status Comm::status() const {
-  if (rep_ == nullptr) return invalid_argument("the Comm is empty");
-  TE_FL_RETURN_IF_ERROR(comm::check_process(*rep_));
-  return rep_->failed.load() ? rep_->failed_status() : Status();
+  if (state_ == nullptr) return invalid_argument("the Comm is empty");
+  TE_FL_RETURN_IF_ERROR(comm::check_process(*state_));
+  return state_->failed.load() ? state_->failed_status() : Status();
 }
 
 void Comm::abort(std::string reason) {
   // In a child of a fork it is the parent's, whose ranks go on with it.
-  if (rep_ == nullptr || !comm::check_process(*rep_).ok()) return;
+  if (state_ == nullptr || !comm::check_process(*state_).ok()) return;
   comm::fail_all(
-      rep_,
-      Status(StatusCode::kCommFailed, "communicator '" + rep_->name + "' was aborted: " + reason),
-      "rank " + std::to_string(rep_->c.rank) + " of communicator '" + rep_->name +
+      state_,
+      Status(StatusCode::kCommFailed, "communicator '" + state_->name + "' was aborted: " + reason),
+      "rank " + std::to_string(state_->c.rank) + " of communicator '" + state_->name +
           "' aborted it: " + reason);
 }
 

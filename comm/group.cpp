@@ -4,7 +4,7 @@
 #include <thread>
 
 #include "comm/calls.hpp"
-#include "comm/rep.hpp"
+#include "comm/state.hpp"
 #include "core/base/best_effort.hpp"
 #include "core/base/error_text.hpp"
 #include "core/base/fork.hpp"
@@ -16,7 +16,7 @@ namespace {
 
 // A collective that was passed to its provider and has not begun.
 struct Pending {
-  std::shared_ptr<Comm::Rep> rep;
+  std::shared_ptr<Comm::State> state;
   bool capturing = false;  // captured into a graph: it does not run yet
   void* stream = nullptr;
   Step step;
@@ -75,15 +75,15 @@ std::vector<Pending> closed(const registry::CommProvider* provider) {
 
 // Makes the watchdog treat the collectives of a group like calls in progress while the provider
 // begins them.
-void set_running_since(const std::vector<Pending>& pending, Clock::rep since) {
-  for (const Pending& p : pending) p.rep->since.store(since, std::memory_order_release);
+void set_running_since(const std::vector<Pending>& pending, Clock::state since) {
+  for (const Pending& p : pending) p.state->since.store(since, std::memory_order_release);
 }
 
-Status check_thread(const Comm::Rep& rep) {
+Status check_thread(const Comm::State& state) {
   const std::lock_guard lock(list_mutex());
-  if (open_group(rep.provider.get()) != nullptr) return {};
+  if (open_group(state.provider.get()) != nullptr) return {};
   return failed_precondition(
-      "communicator '" + rep.name +
+      "communicator '" + state.name +
       "': a group of collectives ends on a thread that began none; end it on "
       "the thread of CommGroup::begin");
 }
@@ -92,42 +92,42 @@ Status check_thread(const Comm::Rep& rep) {
 // itself.
 struct LeavingGroup {
   ~LeavingGroup() {
-    for (const Pending& p : pending) p.rep->leave();
-    rep->leave();
+    for (const Pending& p : pending) p.state->leave();
+    state->leave();
   }
-  const std::shared_ptr<Comm::Rep>& rep;
+  const std::shared_ptr<Comm::State>& state;
   const std::vector<Pending>& pending;
 };
 
 // Ends the provider's group. The status is that of its collectives.
-Status end_group(const std::shared_ptr<Comm::Rep>& rep) {
-  const std::vector<Pending> pending = closed(rep->provider.get());
+Status end_group(const std::shared_ptr<Comm::State>& state) {
+  const std::vector<Pending> pending = closed(state->provider.get());
   const Clock::time_point since = Clock::now();
   set_running_since(pending, since.time_since_epoch().count());
   core::ErrorText errors;
   const te_fl_status code = errors.call(
-      [&] { return rep->provider->api.group_end(rep->provider->desc.self, errors.sink()); });
+      [&] { return state->provider->api.group_end(state->provider->desc.self, errors.sink()); });
   set_running_since(pending, 0);
-  const LeavingGroup leaving{rep, pending};
-  Status status = errors.status(code, "communicator '" + rep->name + "': a group of collectives");
+  const LeavingGroup leaving{state, pending};
+  Status status = errors.status(code, "communicator '" + state->name + "': a group of collectives");
   if (status.ok()) {
     for (const Pending& p : pending)
-      if (!p.capturing) mark_enqueued(*p.rep, p.stream, p.step, since);
+      if (!p.capturing) mark_enqueued(*p.state, p.stream, p.step, since);
   }
-  if (status.code() == StatusCode::kCommFailed) fail_all(rep, status);
+  if (status.code() == StatusCode::kCommFailed) fail_all(state, status);
   return status;
 }
 
 }  // namespace
 
-bool wait_for_group(const std::shared_ptr<Comm::Rep>& rep, const core::CollectiveCall& call,
+bool wait_for_group(const std::shared_ptr<Comm::State>& state, const core::CollectiveCall& call,
                     const Step& step) {
   if (g_count.load(std::memory_order_relaxed) == 0) return false;
   const std::lock_guard lock(list_mutex());
-  OpenGroup* group = open_group(rep->provider.get());
+  OpenGroup* group = open_group(state->provider.get());
   if (group == nullptr) return false;
-  group->pending.push_back({rep, call.capturing, call.stream, step});
-  rep->use();  // end_group() releases it
+  group->pending.push_back({state, call.capturing, call.stream, step});
+  state->use();  // end_group() releases it
   return true;
 }
 
@@ -135,38 +135,38 @@ bool wait_for_group(const std::shared_ptr<Comm::Rep>& rep, const core::Collectiv
 
 Result<CommGroup> CommGroup::begin(const Comm& comm) {
   if (!comm) return invalid_argument("CommGroup::begin: the Comm is empty");
-  const std::shared_ptr<Comm::Rep> rep = comm::find(comm.c()->id);
-  TE_FL_RETURN_IF_ERROR(comm::check_process(*rep));
-  const te_fl_comm_api& api = rep->provider->api;
+  const std::shared_ptr<Comm::State> state = comm::find(comm.c()->id);
+  TE_FL_RETURN_IF_ERROR(comm::check_process(*state));
+  const te_fl_comm_api& api = state->provider->api;
   if (api.group_start == nullptr) {
     return Status(
         StatusCode::kUnsupported,
-        "provider '" + rep->provider->name +
+        "provider '" + state->provider->name +
             "' of collectives has no groups (te_fl_comm_api.group_start); order sends and "
             "receives so that no two ranks wait for each other");
   }
   core::ErrorText errors;
   const te_fl_status code =
-      errors.call([&] { return api.group_start(rep->provider->desc.self, errors.sink()); });
-  TE_FL_RETURN_IF_ERROR(errors.status(code, "communicator '" + rep->name + "': group_start"));
-  comm::opened(rep->provider.get());
-  rep->use();
-  return CommGroup(rep);
+      errors.call([&] { return api.group_start(state->provider->desc.self, errors.sink()); });
+  TE_FL_RETURN_IF_ERROR(errors.status(code, "communicator '" + state->name + "': group_start"));
+  comm::opened(state->provider.get());
+  state->use();
+  return CommGroup(state);
 }
 
-CommGroup::CommGroup(CommGroup&& other) noexcept : rep_(std::move(other.rep_)) {}
+CommGroup::CommGroup(CommGroup&& other) noexcept : state_(std::move(other.state_)) {}
 
 CommGroup::~CommGroup() {
-  if (rep_ == nullptr) return;
+  if (state_ == nullptr) return;
   core::best_effort([this] {
     if (const Status status = end(); !status.ok()) log::error(status.to_string());
   });
 }
 
 Status CommGroup::end() {
-  if (rep_ == nullptr) return failed_precondition("CommGroup::end: the group has ended");
-  TE_FL_RETURN_IF_ERROR(comm::check_thread(*rep_));
-  return comm::end_group(std::exchange(rep_, nullptr));
+  if (state_ == nullptr) return failed_precondition("CommGroup::end: the group has ended");
+  TE_FL_RETURN_IF_ERROR(comm::check_thread(*state_));
+  return comm::end_group(std::exchange(state_, nullptr));
 }
 
 }  // namespace te_fl

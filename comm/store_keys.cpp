@@ -1,7 +1,7 @@
 // The store keys by which ranks inform each other, apart from the agreement, and the removal of
 // keys.
 #include "comm/process_mark.hpp"
-#include "comm/rep.hpp"
+#include "comm/state.hpp"
 
 namespace te_fl::comm {
 namespace {
@@ -22,46 +22,46 @@ void try_to(F&& f) noexcept {
   }
 }
 
-std::string made_key(const Comm::Rep& rep, int rank) {
-  return rep.face->key(kMade + std::to_string(rank));
+std::string made_key(const Comm::State& state, int rank) {
+  return state.face->key(kMade + std::to_string(rank));
 }
 
 }  // namespace
 
-void forget(StoreFace& face, const std::string& prefix) noexcept {
+void forget(NamespacedStore& face, const std::string& prefix) noexcept {
   try_to([&] { (void)face.store().forget(face.key(prefix)); });
 }
 
-void tell_made(Comm::Rep& rep) noexcept {
-  if (rep.c.size == 1) return;
-  try_to([&] { (void)rep.face->store().set(made_key(rep, rep.c.rank), process_mark()); });
+void tell_made(Comm::State& state) noexcept {
+  if (state.c.size == 1) return;
+  try_to([&] { (void)state.face->store().set(made_key(state, state.c.rank), process_mark()); });
 }
 
-int ended_process_of(Comm::Rep& rep, int rank) {
-  const auto mark = rep.face->store().look(made_key(rep, rank));
+int ended_process_of(Comm::State& state, int rank) {
+  const auto mark = state.face->store().look(made_key(state, rank));
   return mark.ok() && mark->has_value() ? ended_process(**mark) : 0;
 }
 
-void forget_making(Comm::Rep& rep) noexcept {
-  if (rep.c.size == 1 || rep.c.rank != 0 || rep.failed.load()) return;
+void forget_making(Comm::State& state) noexcept {
+  if (state.c.size == 1 || state.c.rank != 0 || state.failed.load()) return;
   try_to([&] {
-    for (int r = 0; r < rep.c.size; ++r) {
-      const auto made = rep.face->store().look(made_key(rep, r));
+    for (int r = 0; r < state.c.size; ++r) {
+      const auto made = state.face->store().look(made_key(state, r));
       if (!made.ok() || !made->has_value()) return;
     }
-    for (const char* prefix : kMaking) forget(*rep.face, prefix);
+    for (const char* prefix : kMaking) forget(*state.face, prefix);
   });
 }
 
-void tell_abort(Comm::Rep& rep, const std::string& text) {
+void publish_abort(Comm::State& state, const std::string& text) {
   // The store keeps the first text. Ignores errors: the other ranks then report their own failure.
-  if (rep.c.size > 1) (void)rep.face->store().set(rep.face->key(kAborted), text);
+  if (state.c.size > 1) (void)state.face->store().set(state.face->key(kAborted), text);
 }
 
-Result<std::string> told_abort(Comm::Rep& rep) {
-  if (rep.c.size == 1) return std::string();
+Result<std::string> read_abort(Comm::State& state) {
+  if (state.c.size == 1) return std::string();
   TE_FL_ASSIGN_OR_RETURN(const std::optional<std::string> told,
-                         rep.face->store().look(rep.face->key(kAborted)));
+                         state.face->store().look(state.face->key(kAborted)));
   return told.value_or("");
 }
 

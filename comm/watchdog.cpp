@@ -6,7 +6,7 @@
 #include <thread>
 #include <utility>
 
-#include "comm/rep.hpp"
+#include "comm/state.hpp"
 #include "core/base/error_text.hpp"
 #include "core/base/fork.hpp"
 #include "core/base/process_end.hpp"
@@ -31,70 +31,71 @@ bool g_runs = false;  // guarded by the mutex
 // In a forked child the watchdog does not run until the child makes a communicator.
 const core::ForkedChild watchdog_child(core::LockLevel::kCommWatchdog, [] { g_runs = false; });
 
-std::string late(const Comm::Rep& rep, const Step& step) {
-  return "communicator '" + rep.name + "', rank " + std::to_string(rep.c.rank) + " of " +
-         std::to_string(rep.c.size) + ": " + step.text() + " did not end within " +
-         std::to_string(rep.timeout.count()) + " ms (TE_FL_COMM_TIMEOUT_MS)";
+std::string late(const Comm::State& state, const Step& step) {
+  return "communicator '" + state.name + "', rank " + std::to_string(state.c.rank) + " of " +
+         std::to_string(state.c.size) + ": " + step.text() + " did not end within " +
+         std::to_string(state.timeout.count()) + " ms (TE_FL_COMM_TIMEOUT_MS)";
 }
 
 // The error that the provider found outside of its calls; empty if there is none.
-std::string provider_error(Comm::Rep& rep) {
-  if (rep.provider->api.async_error == nullptr) return {};
+std::string provider_error(Comm::State& state) {
+  if (state.provider->api.async_error == nullptr) return {};
   core::ErrorText errors;
   const te_fl_status code =
-      errors.call([&] { return rep.provider->api.async_error(rep.c.self, errors.sink()); });
+      errors.call([&] { return state.provider->api.async_error(state.c.self, errors.sink()); });
   if (code == TE_FL_OK) return {};
   return errors.text().empty() ? "it failed" : errors.text();
 }
 
 // Checks a communicator: returns its failure, or OK. Sets `waits_since` to the start of the oldest
 // collective that has not ended, or to time_point() if all have ended.
-Status look(Comm::Rep& rep, Clock::time_point& waits_since) {
-  const std::string error = provider_error(rep);
-  const std::lock_guard lock(rep.mutex);
-  const Clock::time_point since{Clock::duration(rep.since.load(std::memory_order_acquire))};
+Status look(Comm::State& state, Clock::time_point& waits_since) {
+  const std::string error = provider_error(state);
+  const std::lock_guard lock(state.mutex);
+  const Clock::time_point since{Clock::duration(state.since.load(std::memory_order_acquire))};
   if (!error.empty()) {
-    const std::string who = "communicator '" + rep.name + "', rank " + std::to_string(rep.c.rank);
+    const std::string who =
+        "communicator '" + state.name + "', rank " + std::to_string(state.c.rank);
     if (since == Clock::time_point()) return Status(StatusCode::kCommFailed, who + ": " + error);
     // The call says the same when it returns, which may be later.
     return Status(
         StatusCode::kCommFailed,
-        who + " of " + std::to_string(rep.c.size) + ": " + rep.newest_step().text() + " failed",
+        who + " of " + std::to_string(state.c.size) + ": " + state.newest_step().text() + " failed",
         Status(StatusCode::kCommFailed, error));
   }
-  if (since != Clock::time_point() && Clock::now() - since > rep.timeout + kAfterTimeout)
-    return Status(StatusCode::kCommFailed, late(rep, rep.newest_step()));
-  while (rep.oldest.set) {
-    const Result<bool> done = rep.oldest.event.done();
+  if (since != Clock::time_point() && Clock::now() - since > state.timeout + kAfterTimeout)
+    return Status(StatusCode::kCommFailed, late(state, state.newest_step()));
+  while (state.oldest.set) {
+    const Result<bool> done = state.oldest.event.done();
     if (!done.ok() || !*done) break;
-    rep.oldest.set = false;
-    if (rep.newest.set) std::swap(rep.oldest, rep.newest);
+    state.oldest.set = false;
+    if (state.newest.set) std::swap(state.oldest, state.newest);
   }
-  waits_since = since == Clock::time_point() && rep.oldest.set ? rep.oldest.since : since;
-  if (!rep.oldest.set || Clock::now() - rep.oldest.since <= rep.timeout) return {};
-  return Status(StatusCode::kCommFailed, late(rep, rep.oldest.step));
+  waits_since = since == Clock::time_point() && state.oldest.set ? state.oldest.since : since;
+  if (!state.oldest.set || Clock::now() - state.oldest.since <= state.timeout) return {};
+  return Status(StatusCode::kCommFailed, late(state, state.oldest.step));
 }
 
 // Checks whether another rank has aborted the communicator. Queries the store every half second
 // while a collective has been waiting for at least that long, since a provider need not detect an
 // abort by another rank.
-Status ask_for_abort(Comm::Rep& rep, Clock::time_point waits_since) {
+Status ask_for_abort(Comm::State& state, Clock::time_point waits_since) {
   const Clock::time_point now = Clock::now();
-  if (now < rep.next_question) return {};
+  if (now < state.next_question) return {};
   if (waits_since == Clock::time_point() || now - waits_since < kQuestionPeriod) return {};
-  const Result<std::string> told = told_abort(rep);
+  const Result<std::string> told = read_abort(state);
   // A store that failed once is not queried again.
-  rep.next_question = told.ok() ? Clock::now() + kQuestionPeriod : Clock::time_point::max();
+  state.next_question = told.ok() ? Clock::now() + kQuestionPeriod : Clock::time_point::max();
   if (!told.ok() || told->empty()) return {};
-  return Status(StatusCode::kCommFailed, "communicator '" + rep.name + "', rank " +
-                                             std::to_string(rep.c.rank) + " of " +
-                                             std::to_string(rep.c.size) + ": " + *told);
+  return Status(StatusCode::kCommFailed, "communicator '" + state.name + "', rank " +
+                                             std::to_string(state.c.rank) + " of " +
+                                             std::to_string(state.c.size) + ": " + *told);
 }
 
 // Called when there is no communicator. Returns true if one was made meanwhile whose maker relies
 // on this thread, since it saw the thread running.
 bool goes_on() {
-  std::vector<std::shared_ptr<Comm::Rep>> reps;  // the last reference of one goes after the lock
+  std::vector<std::shared_ptr<Comm::State>> reps;  // the last reference of one goes after the lock
   const std::lock_guard lock(watchdog_mutex);
   reps = all();
   return g_runs = !reps.empty();
@@ -102,28 +103,28 @@ bool goes_on() {
 
 // Checks one communicator. An exception, for lack of memory or from a program's own store, only
 // skips this check.
-void watch_one(const std::shared_ptr<Comm::Rep>& rep) try {
-  if (rep->failed.load(std::memory_order_acquire)) return;
+void watch_one(const std::shared_ptr<Comm::State>& state) try {
+  if (state->failed.load(std::memory_order_acquire)) return;
   Status why;
   Clock::time_point waits_since;
   {
     const registry::EpochGuard inside(registry::this_thread().slot);  // exit() waits for it
     if (core::ends_elsewhere()) return;
-    const std::lock_guard lock(rep->life);
-    if (!rep->closed) why = look(*rep, waits_since);
+    const std::lock_guard lock(state->life);
+    if (!state->closed) why = look(*state, waits_since);
   }
-  if (why.ok()) why = ask_for_abort(*rep, waits_since);
-  if (!why.ok()) fail_all(rep, std::move(why));
+  if (why.ok()) why = ask_for_abort(*state, waits_since);
+  if (!why.ok()) fail_all(state, std::move(why));
 } catch (const std::exception& e) {
-  log::once(log::Level::kWarning, "watchdog " + rep->name,
-            "communicator '" + rep->name + "' could not be watched: " + e.what());
+  log::once(log::Level::kWarning, "watchdog " + state->name,
+            "communicator '" + state->name + "' could not be watched: " + e.what());
 }
 
 // Checks all communicators. False if there are none any more.
 bool watch_all(uint64_t generation) {
-  const std::vector<std::shared_ptr<Comm::Rep>> reps = all();
+  const std::vector<std::shared_ptr<Comm::State>> reps = all();
   if (fork_generation() != generation || (reps.empty() && !goes_on())) return false;
-  for (const auto& rep : reps) watch_one(rep);
+  for (const auto& state : reps) watch_one(state);
   return !core::ends_elsewhere();
 }
 

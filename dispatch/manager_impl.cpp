@@ -73,8 +73,8 @@ const core::ForkedChild forked_child(core::LockLevel::kManagers, &after_fork_in_
 OpManager::Impl::Impl(OpRegistry& r) : registry(r), table_owner(r.impl()) {
   std::lock_guard lock(mutex);
   Managers::list().push_back(this);
-  core::g_device_hooks.held.store(&held_on, std::memory_order_release);
-  core::g_device_hooks.release.store(&release_device, std::memory_order_release);
+  core::g_device_hooks.count_cached.store(&held_on, std::memory_order_release);
+  core::g_device_hooks.release_cached.store(&release_device, std::memory_order_release);
   core::g_stream_goes.store(&stream_goes, std::memory_order_release);
   registry::g_stream_state_goes.store(&stream_state_goes, std::memory_order_release);
 }

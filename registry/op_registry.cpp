@@ -121,12 +121,12 @@ OpRegistry::Impl::Impl() {
   Registries::list().push_back(this);
   first->id = g_table_ids.fetch_add(1);
   current_.store(first.release(), std::memory_order_release);
-  core::g_device_hooks.added.store(&device_added, std::memory_order_release);
-  core::g_device_hooks.lost.store(&device_lost, std::memory_order_release);
-  core::g_device_hooks.barred.store(&device_barred, std::memory_order_release);
-  core::g_device_hooks.launching.store(&registry::note_launch, std::memory_order_release);
-  core::g_device_hooks.check_leave.store(&check_leave, std::memory_order_release);
-  core::g_device_hooks.left.store(&device_left, std::memory_order_release);
+  core::g_device_hooks.on_added.store(&device_added, std::memory_order_release);
+  core::g_device_hooks.on_lost.store(&device_lost, std::memory_order_release);
+  core::g_device_hooks.on_barred.store(&device_barred, std::memory_order_release);
+  core::g_device_hooks.on_launching.store(&registry::note_launch, std::memory_order_release);
+  core::g_device_hooks.check_removal.store(&check_leave, std::memory_order_release);
+  core::g_device_hooks.on_removed.store(&device_left, std::memory_order_release);
 }
 
 OpRegistry::Impl::~Impl() {

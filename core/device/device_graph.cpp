@@ -101,7 +101,7 @@ Status Graph::launch(void* stream) const {
   TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device_));
   if (use->closed()) return core::withdrawn_device(device_);
   const te_fl_device_desc& d = *use->desc;
-  if (auto* tell = core::g_device_hooks.launching.load(std::memory_order_acquire)) {
+  if (auto* tell = core::g_device_hooks.on_launching.load(std::memory_order_acquire)) {
     tell(device_, stream);
   }
   ErrorText errors;

@@ -193,7 +193,7 @@ void lose_device(const Device& device, const std::string& reason) {
   DeviceEntry* entry = find_device(device);
   if (entry == nullptr || device.is_host()) return;
   if (!entry->lose(reason)) return;
-  if (auto* tell = g_device_hooks.lost.load(std::memory_order_acquire)) tell(device, reason);
+  if (auto* tell = g_device_hooks.on_lost.load(std::memory_order_acquire)) tell(device, reason);
 }
 
 void find_device_again(const Device& device) noexcept {
@@ -224,21 +224,22 @@ void bar_device(const Device& device) {
   DeviceEntry* entry = find_device(device);
   if (entry == nullptr || device.is_host()) return;
   entry->bar();
-  if (auto* tell = g_device_hooks.barred.load(std::memory_order_acquire)) tell(device);
+  if (auto* tell = g_device_hooks.on_barred.load(std::memory_order_acquire)) tell(device);
 }
 
 Status check_leave(const Device& device) {
-  auto* ask = g_device_hooks.check_leave.load(std::memory_order_acquire);
+  auto* ask = g_device_hooks.check_removal.load(std::memory_order_acquire);
   return ask != nullptr ? ask(device) : Status();
 }
 
 void leave_device(const Device& device) {
-  if (auto* tell = g_device_hooks.left.load(std::memory_order_acquire)) tell(device);
-  if (auto* release = g_device_hooks.release.load(std::memory_order_acquire)) release(device);
+  if (auto* tell = g_device_hooks.on_removed.load(std::memory_order_acquire)) tell(device);
+  if (auto* release = g_device_hooks.release_cached.load(std::memory_order_acquire))
+    release(device);
 }
 
 int64_t held_on(const Device& device) {
-  auto* ask = g_device_hooks.held.load(std::memory_order_acquire);
+  auto* ask = g_device_hooks.count_cached.load(std::memory_order_acquire);
   return ask != nullptr ? ask(device) : 0;
 }
 
@@ -306,7 +307,7 @@ Result<Device> add(const te_fl_device_desc* desc) {
   TE_FL_ASSIGN_OR_RETURN(const Device device, enlist(desc));
   // Called without the lock, since the hook looks the device up.
   try {
-    if (auto* tell = core::g_device_hooks.added.load(std::memory_order_acquire)) tell(device);
+    if (auto* tell = core::g_device_hooks.on_added.load(std::memory_order_acquire)) tell(device);
   } catch (...) {  // no memory for the hook's work: the device is removed again
     const std::lock_guard lock(core::list_mutex);
     core::unlist(core::entry_of(core::devices_now(), device));
@@ -353,7 +354,7 @@ Status remove(const Device& device) {
   } catch (...) {  // no memory: the device stays in the list
     entry->unbar();
     entry->reopen();
-    if (auto* tell = core::g_device_hooks.added.load(std::memory_order_acquire))
+    if (auto* tell = core::g_device_hooks.on_added.load(std::memory_order_acquire))
       core::best_effort([&] { tell(device); });
     throw;
   }

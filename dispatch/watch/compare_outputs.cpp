@@ -203,8 +203,9 @@ class Comparison {
       const auto [of_got, of_wanted] = factors(n);
       const double got = element(p.dtype, p.got, at) * of_got;
       const double wanted = element(p.dtype, p.wanted, at) * of_wanted;
-      const bool next = of_got == of_wanted && std::isnan(got) == std::isnan(wanted) &&
-                        std::abs(rank_of(p.dtype, p.got, at) - rank_of(p.dtype, p.wanted, at)) <= 1;
+      const bool next =
+          of_got == of_wanted && std::isnan(got) == std::isnan(wanted) &&
+          std::abs(code_ordinal(p.dtype, p.got, at) - code_ordinal(p.dtype, p.wanted, at)) <= 1;
       if (next) return {wanted, wanted, 0};
       const double coarse = std::max(std::abs(of_got), std::abs(of_wanted));
       return {got, wanted, steps.relative * std::abs(wanted) + steps.least * coarse + floor};

@@ -69,7 +69,7 @@ uint64_t raw(int dtype, const char* base, int64_t i) {
   return bits;
 }
 
-int rank_of(int dtype, const char* base, int64_t i) {
+int code_ordinal(int dtype, const char* base, int64_t i) {
   const uint32_t code = dtype == TE_FL_F4E2M1 ? nibble(base, i) : static_cast<uint8_t>(base[i]);
   const uint32_t sign = dtype == TE_FL_F4E2M1 ? 0x8 : 0x80;
   const int magnitude = static_cast<int>(code & (sign - 1));

@@ -13,7 +13,7 @@ bool is_code(int dtype);
 // The bits of an element, for an exact comparison.
 uint64_t raw(int dtype, const char* base, int64_t i);
 // The rank of a code among all values of its format, in ascending order.
-int rank_of(int dtype, const char* base, int64_t i);
+int code_ordinal(int dtype, const char* base, int64_t i);
 // The spacing of a code format: relative to a normal value, and the smallest absolute one.
 struct Steps {
   double relative, least;

@@ -110,7 +110,7 @@ class Comm {
   // collective.
   TE_FL_API bool includes(const Comm& other) const noexcept;
 
-  explicit operator bool() const noexcept { return rep_ != nullptr; }
+  explicit operator bool() const noexcept { return state_ != nullptr; }
   TE_FL_API int rank() const noexcept;
   TE_FL_API int size() const noexcept;
   TE_FL_API const Device& device() const noexcept;
@@ -129,11 +129,11 @@ class Comm {
   // Does nothing in a child of the process that made the communicator.
   TE_FL_API void abort(std::string reason);
 
-  struct Rep;  // used by the library only
+  struct State;  // used by the library only
 
  private:
-  explicit Comm(std::shared_ptr<Rep> rep) noexcept : rep_(std::move(rep)) {}
-  std::shared_ptr<Rep> rep_;
+  explicit Comm(std::shared_ptr<State> rep) noexcept : state_(std::move(rep)) {}
+  std::shared_ptr<State> state_;
 };
 
 // A group of collectives on one provider's communicators. Collectives that the calling thread calls
@@ -150,8 +150,8 @@ class [[nodiscard]] CommGroup {
   TE_FL_API Status end();
 
  private:
-  explicit CommGroup(std::shared_ptr<Comm::Rep> rep) noexcept : rep_(std::move(rep)) {}
-  std::shared_ptr<Comm::Rep> rep_;  // null after end()
+  explicit CommGroup(std::shared_ptr<Comm::State> rep) noexcept : state_(std::move(rep)) {}
+  std::shared_ptr<Comm::State> state_;  // null after end()
 };
 
 }  // namespace te_fl

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "comm/process_store.hpp"
-#include "comm/rep.hpp"
+#include "comm/state.hpp"
 #include "registry/comm_providers.hpp"
 #include "support/expect.hpp"
 #include "support/plain_device.hpp"
@@ -249,9 +249,9 @@ TEST_F(CommThreads, AskForTheStatusWhileTheStoreIsAsked) {
   for (const char* word : {"aborted", "last/"}) {
     const auto store = std::make_shared<AskingStore>();
     std::vector<Comm> ranks = pair(store);
-    const std::shared_ptr<Comm::Rep> rep = comm::find(ranks[0].c()->id);
+    const std::shared_ptr<Comm::State> rep = comm::find(ranks[0].c()->id);
     ASSERT_NE(rep, nullptr);
-    if (word == std::string("aborted")) comm::tell_abort(*rep, "rank 1 gave it up");
+    if (word == std::string("aborted")) comm::publish_abort(*rep, "rank 1 gave it up");
     Place telling, asked;
     store->on_look = [&](std::string_view key) {
       if (!is_key(key, word)) return;
@@ -347,7 +347,7 @@ TEST_F(CommThreads, TellTheLastCallWhileOneBegins) {
 // A child of fork() neither aborts its parent's communicator nor waits for a thread of the parent.
 TEST_F(CommThreads, AForkedChildLeavesTheParentsAlone) {
   Comm comm = made();
-  const std::shared_ptr<Comm::Rep> rep = comm::find(comm.c()->id);
+  const std::shared_ptr<Comm::State> rep = comm::find(comm.c()->id);
   ASSERT_TRUE(rep != nullptr && rep->mark_failed(Status(StatusCode::kCommFailed, "the parent's")));
   g_relay.on_abort = [](int*) { _exit(1); };
   const std::lock_guard lock(rep->mutex);  // as if another thread had it when the process forked

@@ -128,7 +128,7 @@ class DeviceErrors : public ::testing::Test {
   void TearDown() override {
     for (const char* name : {"TE_FL_VALIDATE", "TE_FL_SYNC"}) ASSERT_OK(environment::unset(name));
     for (Tensor& t : tensors) t = Tensor();
-    core::g_device_hooks.added.load()(device);
+    core::g_device_hooks.on_added.load()(device);
     ASSERT_OK(devices::remove(device));
     EXPECT_TRUE(chip.blocks.empty());
   }

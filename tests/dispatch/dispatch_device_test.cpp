@@ -155,7 +155,7 @@ TEST_F(OnDevice, OlderArchitecturesAreRefused) {
   // The device is replaced by a newer one. Its provider announces this, and the next call must use
   // the new architecture.
   fake.arch = 90;
-  core::g_device_hooks.added.load()(device);
+  core::g_device_hooks.on_added.load()(device);
   ASSERT_OK(call());
 }
 
@@ -412,7 +412,7 @@ TEST_F(OnDevice, ALostDeviceIsRetired) {
   add(host);
   FiveCall on_host;
   ASSERT_OK(manager.call(op, &on_host.args));  // other devices are not affected
-  core::g_device_hooks.added.load()(device);
+  core::g_device_hooks.on_added.load()(device);
   ASSERT_OK(call());
 }
 

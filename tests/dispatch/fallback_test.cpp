@@ -369,7 +369,7 @@ class FallbackOnDevice : public ::testing::Test {
     ASSERT_OK(devices::remove(device));
   }
   // Marks the device as usable again, as a restart of the process would.
-  void restore() { core::g_device_hooks.added.load()(device); }
+  void restore() { core::g_device_hooks.on_added.load()(device); }
   Status call() { return manager.call("test::five", &args); }
   void expect_lost(const char* since) {
     const int before = native.runs + other.runs + host.runs;

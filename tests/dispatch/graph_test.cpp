@@ -202,7 +202,8 @@ TEST_F(Graphs, ALaunchThatMeetsAStickyErrorRetiresTheDevice) {
   };
   EXPECT_FAILS(graph.launch(), kDeviceLost, "illegal address; enqueued last, newest first: 'fill'");
   EXPECT_FAILS(fill(x, 3, stream.get()), kDeviceLost, "is lost since launch of a graph");
-  core::g_device_hooks.added.load()(device);  // makes the device usable again, as a restart would
+  core::g_device_hooks.on_added.load()(
+      device);  // makes the device usable again, as a restart would
 }
 
 TEST_F(Graphs, ACaptureThatIsLeftEndsAndIsForgotten) {

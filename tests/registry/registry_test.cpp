@@ -386,10 +386,10 @@ TEST(Registry, SeveralComeAndGoWhileAllAreToldOfAChange) {
   std::thread telling([&] {
     const Device device{TE_FL_DEVICE_EXT, 77};
     while (!stop.load(std::memory_order_relaxed)) {
-      core::g_device_hooks.lost.load()(device, "the test");
-      core::g_device_hooks.added.load()(device);
-      core::g_device_hooks.barred.load()(device);
-      core::g_device_hooks.added.load()(device);
+      core::g_device_hooks.on_lost.load()(device, "the test");
+      core::g_device_hooks.on_added.load()(device);
+      core::g_device_hooks.on_barred.load()(device);
+      core::g_device_hooks.on_added.load()(device);
     }
   });
   std::vector<std::thread> threads;

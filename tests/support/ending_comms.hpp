@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/rep.hpp"
+#include "comm/state.hpp"
 #include "support/expect.hpp"
 #include "te_fl/comm.hpp"
 #include "te_fl/ops.hpp"
@@ -61,7 +61,7 @@ class EndingComms {
   // Starts rank 0's call on a new thread; returns when the call is inside the provider.
   void begin(const Collective& collective) {
     id = ranks[0].c()->id;
-    const std::shared_ptr<Comm::Rep> rep = comm::find(id);
+    const std::shared_ptr<Comm::State> rep = comm::find(id);
     ASSERT_NE(rep, nullptr);
     weak_ = rep;
     caller_ = std::thread(
@@ -71,7 +71,7 @@ class EndingComms {
   }
   // Returns true if rank 0's provider has destroyed its part of the communicator.
   bool closed() const {
-    const std::shared_ptr<Comm::Rep> rep = weak_.lock();
+    const std::shared_ptr<Comm::State> rep = weak_.lock();
     if (rep == nullptr) return true;
     const std::lock_guard lock(rep->life);
     return rep->closed;
@@ -132,7 +132,7 @@ class EndingComms {
   }
 
  private:
-  std::weak_ptr<Comm::Rep> weak_;
+  std::weak_ptr<Comm::State> weak_;
   std::thread caller_;
 };
 

@@ -50,7 +50,7 @@ void refuse_index_9(const Device& device) {
 
 // A device that nobody can be told of has not come, whatever comes and goes meanwhile.
 TEST(DeviceThreads, OneThatCannotBeToldOfIsNotThere) {
-  auto& added = core::g_device_hooks.added;
+  auto& added = core::g_device_hooks.on_added;
   const auto before = added.exchange(&refuse_index_9);
   PlainDevice refused("relay", 9);
   const auto come_and_go = [](int32_t index) {

@@ -222,7 +222,7 @@ TEST_F(Staging, FailedCopiesAreReported) {
   EXPECT_EQ(call(args).code(), StatusCode::kDeviceLost);
   far.next_copy = TE_FL_OK;
   EXPECT_FAILS(call(args), kDeviceLost, "is lost since");
-  core::g_device_hooks.added.load()(device);
+  core::g_device_hooks.on_added.load()(device);
   host.run_body = sum;
   ASSERT_OK(call(args));
 }

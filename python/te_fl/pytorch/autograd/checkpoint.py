@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from te_fl import _native
 from te_fl.pytorch.autograd.saved_parts import saved_in_parts
-from te_fl.pytorch.autograd.torch_checkpoint import Noted, Recomputed, Reentrant, declared, followed, followed_runs, own_runs
+from te_fl.pytorch.autograd.torch_checkpoint import ThreadMark, Recomputed, Reentrant, declared, followed, followed_runs, own_runs
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.runtime import traced
 from te_fl.pytorch.runtime.refuse import refuse
@@ -26,7 +26,7 @@ class _Run(Recomputed):
         self.is_second = second
 
 
-class _FollowedRun(Noted):
+class _FollowedRun(ThreadMark):
     """A run inside of a run of torch.utils.checkpoint. That checkpoint records each module itself, so this scope only marks the thread."""
 
     _thread = followed_runs

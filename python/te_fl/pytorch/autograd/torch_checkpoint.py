@@ -44,7 +44,7 @@ _reentrant = _Threads()  # the Reentrant scopes on each thread, the innermost la
 _numbers = itertools.count()
 
 
-class Noted(_native.Scope):
+class ThreadMark(_native.Scope):
     """A scope whose only effect is its entry in a thread's list."""
 
     _open, _arguments, _close = object, (), id
@@ -53,7 +53,7 @@ class Noted(_native.Scope):
         self._entered: list = []
 
 
-class Reentrant(Noted):
+class Reentrant(ThreadMark):
     """A run of a checkpoint with use_reentrant=True. owner=None: a run that the program declares itself, of a checkpoint unknown to te-fl; then a
     module's second run matches its earliest pending first run.
     """

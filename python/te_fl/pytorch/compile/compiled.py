@@ -96,7 +96,7 @@ def _attention(names: List[str], others: List[torch.Tensor], lengths: List[int],
 _PARAMETERS = _native.LAYER_FORWARD_ARGUMENTS.index("parameters")
 
 
-class _Again(NamedTuple):
+class _Rerun(NamedTuple):
     """A forward that the backward recomputes: te_fl.pytorch.checkpoint() in a graph."""
 
     record: Any  # a record from _native.recompute_record()
@@ -144,7 +144,7 @@ def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, ac
             output = _own(output)  # the backward reads the output
         token = torch.zeros(1, dtype=torch.int64, device="cpu") if token is None else token
         return output, token, torch.tensor([updates, 0, *order], dtype=torch.int64, device="cpu")
-    again = _Again(_native.recompute_record(), (*arguments[:_PARAMETERS], *arguments[_PARAMETERS + 1:]))
+    again = _Rerun(_native.recompute_record(), (*arguments[:_PARAMETERS], *arguments[_PARAMETERS + 1:]))
     output, _ = again.run(arguments[_PARAMETERS], False)
     number = next(_again_numbers)
     _again[number] = again

@@ -22,7 +22,7 @@ class _Missing(Unsupported, AttributeError):
 _OF_CAPTURES = frozenset(("add_fp8_tensors_to_global_buffer", "is_first_fp8_module", "reduce_and_update_fp8_tensors"))
 
 
-class _Questions(type):
+class _UnservedNames(type):
     def __getattr__(cls, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
@@ -34,7 +34,7 @@ class _Questions(type):
                        "is_fp8_calibration(), get_fp8_recipe(), with_fp8_parameters(), with_high_precision_init_val() and the is_.._available()")
 
 
-class FP8GlobalStateManager(metaclass=_Questions):
+class FP8GlobalStateManager(metaclass=_UnservedNames):
     """The te.autocast settings of this thread."""
 
     @classmethod

@@ -1,6 +1,6 @@
 // Makes one rank's part of a communicator: the choice of the provider, the agreement of the ranks,
 // the provider's object.
-#include "comm/make_rep.hpp"
+#include "comm/make_state.hpp"
 
 #include <algorithm>
 #include <atomic>
@@ -46,18 +46,18 @@ Status check(const CommOptions& o) {
   return {};
 }
 
-std::string facts_of(const Comm::Rep& rep) {
+std::string facts_of(const Comm::State& state) {
   std::string text = fingerprint_table();
   if (!text.empty() && text.back() != '\n') text += '\n';
-  text += "communicator provider = " + rep.provider->name + " of plugin " + rep.provider->plugin +
-          " " + rep.provider->version;
-  if (rep.provider->api.version != nullptr) {
-    const char* library = rep.provider->api.version(rep.provider->desc.self);
+  text += "communicator provider = " + state.provider->name + " of plugin " +
+          state.provider->plugin + " " + state.provider->version;
+  if (state.provider->api.version != nullptr) {
+    const char* library = state.provider->api.version(state.provider->desc.self);
     text += std::string(", library ") + (library == nullptr ? "unknown" : library);
   }
-  text += "\ncommunicator size = " + std::to_string(rep.c.size) +
-          "\ncommunicator timeout = " + std::to_string(rep.timeout.count()) + " ms\n";
-  for (const auto& [op, impl] : rep.implementations)
+  text += "\ncommunicator size = " + std::to_string(state.c.size) +
+          "\ncommunicator timeout = " + std::to_string(state.timeout.count()) + " ms\n";
+  for (const auto& [op, impl] : state.implementations)
     text += "communicator " + op + " = " + impl + "\n";
   return text;
 }
@@ -68,134 +68,134 @@ constexpr char kRefused[] = "refused";
 constexpr milliseconds kLongestTimeout{UINT32_MAX};
 
 // The error that another rank has written, as COMM_FAILED; OK if there is none.
-Status refused(Comm::Rep& rep) {
-  const auto told = rep.face->store().look(rep.face->key(kRefused));
+Status refused(Comm::State& state) {
+  const auto told = state.face->store().look(state.face->key(kRefused));
   if (!told.ok() || !told->has_value()) return {};
   return Status(StatusCode::kCommFailed, **told);
 }
 
 // Writes this rank's error for the other ranks, which read the first error that was written. If the
 // store fails, they run into their timeout.
-void tell_refused(Comm::Rep& rep, const Status& why) {
-  if (rep.c.size == 1) return;
-  (void)rep.face->store().set(rep.face->key(kRefused),
-                              "rank " + std::to_string(rep.c.rank) + ": " + why.to_string());
+void publish_refusal(Comm::State& state, const Status& why) {
+  if (state.c.size == 1) return;
+  (void)state.face->store().set(state.face->key(kRefused),
+                                "rank " + std::to_string(state.c.rank) + ": " + why.to_string());
 }
 
 // Waits for rank 0's id. Stops early if any rank has reported an error.
-Result<std::string> id_of_first(Comm::Rep& rep) {
-  const Clock::time_point end = Clock::now() + rep.timeout;
+Result<std::string> id_of_first(Comm::State& state) {
+  const Clock::time_point end = Clock::now() + state.timeout;
   for (;;) {
     const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
     const milliseconds turn = std::clamp(left, milliseconds(1), milliseconds(200));
-    Result<std::string> id = rep.face->store().get(rep.face->key("id"), turn);
+    Result<std::string> id = state.face->store().get(state.face->key("id"), turn);
     if (id.ok() || id.status().code() != StatusCode::kTimeout) return id;
-    TE_FL_RETURN_IF_ERROR(refused(rep));
+    TE_FL_RETURN_IF_ERROR(refused(state));
     if (left.count() <= 0) return id;
   }
 }
 
-Result<std::string> id_of(Comm::Rep& rep) {
-  const te_fl_comm_api& api = rep.provider->api;
+Result<std::string> id_of(Comm::State& state) {
+  const te_fl_comm_api& api = state.provider->api;
   if (api.unique_id == nullptr) return std::string();
-  if (rep.c.rank != 0) return id_of_first(rep);
-  const std::string key = rep.face->key("id");
+  if (state.c.rank != 0) return id_of_first(state);
+  const std::string key = state.face->key("id");
   core::ErrorText errors;
   size_t bytes = 0;
-  void* self = rep.provider->desc.self;
+  void* self = state.provider->desc.self;
   te_fl_status code =
       errors.call([&] { return api.unique_id(self, nullptr, 0, &bytes, errors.sink()); });
   std::string id(bytes, '\0');
   if (code == TE_FL_OK && bytes != 0)
     code =
         errors.call([&] { return api.unique_id(self, id.data(), bytes, &bytes, errors.sink()); });
-  TE_FL_RETURN_IF_ERROR(errors.status(code, "unique_id of '" + rep.provider->name + "'"));
-  TE_FL_RETURN_IF_ERROR(rep.face->store().set(key, id));
+  TE_FL_RETURN_IF_ERROR(errors.status(code, "unique_id of '" + state.provider->name + "'"));
+  TE_FL_RETURN_IF_ERROR(state.face->store().set(key, id));
   return id;
 }
 
 // Waits until the provider's ready() returns true.
-Status wait_ready(Comm::Rep& rep) {
-  if (rep.provider->api.ready == nullptr) return {};
-  const Clock::time_point end = Clock::now() + rep.timeout;
+Status wait_ready(Comm::State& state) {
+  if (state.provider->api.ready == nullptr) return {};
+  const Clock::time_point end = Clock::now() + state.timeout;
   Clock::time_point look = Clock::now() + milliseconds(100);
   for (auto pause = std::chrono::microseconds(50);;
        pause = std::min(pause * 2, decltype(pause)(5000))) {
     core::ErrorText errors;
     int32_t done = 0;
     const te_fl_status code =
-        errors.call([&] { return rep.provider->api.ready(rep.c.self, &done, errors.sink()); });
-    TE_FL_RETURN_IF_ERROR(errors.status(code, "communicator '" + rep.name + "'"));
+        errors.call([&] { return state.provider->api.ready(state.c.self, &done, errors.sink()); });
+    TE_FL_RETURN_IF_ERROR(errors.status(code, "communicator '" + state.name + "'"));
     if (done != 0) return {};
     if (Clock::now() > look) {
-      TE_FL_RETURN_IF_ERROR(refused(rep));
+      TE_FL_RETURN_IF_ERROR(refused(state));
       look = Clock::now() + milliseconds(100);
     }
     if (Clock::now() > end) {
-      return Status(StatusCode::kTimeout, "communicator '" + rep.name + "' of provider '" +
-                                              rep.provider->name + "' was not ready within " +
-                                              std::to_string(rep.timeout.count()) +
+      return Status(StatusCode::kTimeout, "communicator '" + state.name + "' of provider '" +
+                                              state.provider->name + "' was not ready within " +
+                                              std::to_string(state.timeout.count()) +
                                               " ms (TE_FL_COMM_TIMEOUT_MS)");
     }
     std::this_thread::sleep_for(pause);
   }
 }
 
-te_fl_comm_config config_of(const Comm::Rep& rep, const std::string& id) {
+te_fl_comm_config config_of(const Comm::State& state, const std::string& id) {
   te_fl_comm_config config;
-  config.device_provider = rep.c.device_provider;
-  config.device = rep.c.device;
-  config.rank = rep.c.rank;
-  config.size = rep.c.size;
-  config.name = rep.name.c_str();
+  config.device_provider = state.c.device_provider;
+  config.device = state.c.device;
+  config.rank = state.c.rank;
+  config.size = state.c.size;
+  config.name = state.name.c_str();
   config.id = id.empty() ? nullptr : id.data();
   config.id_bytes = id.size();
-  config.store = rep.face->c();
-  config.timeout_ms = static_cast<uint32_t>(rep.timeout.count());
+  config.store = state.face->c();
+  config.timeout_ms = static_cast<uint32_t>(state.timeout.count());
   return config;
 }
 
 // Makes the provider's object; by split() if `parent` is not null.
-Status make(Comm::Rep& rep, const Comm::Rep* parent, int color) {
-  const te_fl_comm_api& api = rep.provider->api;
+Status make(Comm::State& state, const Comm::State* parent, int color) {
+  const te_fl_comm_api& api = state.provider->api;
   const bool splits = parent != nullptr && color >= 0 && api.split != nullptr;
   std::string id;
   if (!splits) {
-    TE_FL_ASSIGN_OR_RETURN(id, id_of(rep));
+    TE_FL_ASSIGN_OR_RETURN(id, id_of(state));
   }
-  const te_fl_comm_config config = config_of(rep, id);
+  const te_fl_comm_config config = config_of(state, id);
   core::ErrorText errors;
   void* self = nullptr;
   const te_fl_status code = errors.call([&] {
     return splits ? api.split(parent->c.self, &config, color, &self, errors.sink())
-                  : api.create(rep.provider->desc.self, &config, &self, errors.sink());
+                  : api.create(state.provider->desc.self, &config, &self, errors.sink());
   });
   TE_FL_RETURN_IF_ERROR(errors.status(
-      code, "communicator '" + rep.name + "' of provider '" + rep.provider->name + "'"));
-  rep.provider->live.fetch_add(1);
-  rep.c.self = self;
-  rep.c.id = g_ids.fetch_add(1) + 1;  // from here on the destructor destroys `self`
-  return wait_ready(rep);
+      code, "communicator '" + state.name + "' of provider '" + state.provider->name + "'"));
+  state.provider->live.fetch_add(1);
+  state.c.self = self;
+  state.c.id = g_ids.fetch_add(1) + 1;  // from here on the destructor destroys `self`
+  return wait_ready(state);
 }
 
-std::shared_ptr<Comm::Rep> start(const CommOptions& options, milliseconds timeout,
-                                 std::shared_ptr<registry::CommProvider> provider) {
-  auto rep = std::make_shared<Comm::Rep>();
-  rep->provider = std::move(provider);
-  rep->name = options.name;
-  rep->store = options.store != nullptr ? options.store : Store::in_process();
-  rep->face = std::make_unique<StoreFace>(rep->store, options.name);
-  rep->timeout = timeout;
-  rep->device = options.device;
-  rep->fork_generation = fork_generation();
-  rep->c.device = options.device.to_c();
-  rep->c.device_provider = options.device.provider;
-  rep->c.rank = options.rank;
-  rep->c.size = options.size;
-  rep->c.maker = registry::intern_string(rep->provider->plugin);
-  rep->origin = std::make_shared<const char>();
-  for (int rank = 0; rank < options.size; ++rank) rep->origin_ranks.push_back(rank);
-  return rep;
+std::shared_ptr<Comm::State> start(const CommOptions& options, milliseconds timeout,
+                                   std::shared_ptr<registry::CommProvider> provider) {
+  auto state = std::make_shared<Comm::State>();
+  state->provider = std::move(provider);
+  state->name = options.name;
+  state->store = options.store != nullptr ? options.store : Store::in_process();
+  state->face = std::make_unique<NamespacedStore>(state->store, options.name);
+  state->timeout = timeout;
+  state->device = options.device;
+  state->fork_generation = fork_generation();
+  state->c.device = options.device.to_c();
+  state->c.device_provider = options.device.provider;
+  state->c.rank = options.rank;
+  state->c.size = options.size;
+  state->c.maker = registry::intern_string(state->provider->plugin);
+  state->origin = std::make_shared<const char>();
+  for (int rank = 0; rank < options.size; ++rank) state->origin_ranks.push_back(rank);
+  return state;
 }
 
 }  // namespace
@@ -210,11 +210,11 @@ Result<SelectionPolicy> policy_now() {
   return policy;
 }
 
-void keep_policy(Comm::Rep& rep, const SelectionPolicy& policy) {
-  rep.policy = policy.id();
+void keep_policy(Comm::State& state, const SelectionPolicy& policy) {
+  state.policy = policy.id();
   PolicySettings settings = policy.settings();
   settings.deterministic = true;
-  rep.deterministic_policy = SelectionPolicy::intern(std::move(settings)).id();
+  state.deterministic_policy = SelectionPolicy::intern(std::move(settings)).id();
 }
 
 }  // namespace
@@ -225,8 +225,8 @@ Result<milliseconds> timeout_of(const CommOptions& options) {
   return milliseconds(ms);
 }
 
-Result<std::shared_ptr<Comm::Rep>> make_rep(const CommOptions& options, const Comm::Rep* parent,
-                                            int color) {
+Result<std::shared_ptr<Comm::State>> make_state(const CommOptions& options,
+                                                const Comm::State* parent, int color) {
   TE_FL_RETURN_IF_ERROR(check(options));
   TE_FL_ASSIGN_OR_RETURN(const milliseconds timeout, timeout_of(options));
   const auto cannot = [&](const Status& s) {
@@ -243,29 +243,30 @@ Result<std::shared_ptr<Comm::Rep>> make_rep(const CommOptions& options, const Co
     TE_FL_ASSIGN_OR_RETURN(
         provider, choose_provider(options.device, policy->settings(), options.provider, processes));
   }
-  std::shared_ptr<Comm::Rep> rep = start(options, timeout, std::move(provider));
-  keep_policy(*rep, *policy);
-  rep->implementations = choose_implementations(*rep->provider, policy->settings(), rep->device);
-  const Facts facts{facts_of(*rep), core::g_validate.load(std::memory_order_relaxed)};
-  const Result<bool> validates = agree(*rep->face, rep->c.rank, rep->c.size, facts, timeout);
+  std::shared_ptr<Comm::State> state = start(options, timeout, std::move(provider));
+  keep_policy(*state, *policy);
+  state->implementations =
+      choose_implementations(*state->provider, policy->settings(), state->device);
+  const Facts facts{facts_of(*state), core::g_validate.load(std::memory_order_relaxed)};
+  const Result<bool> validates = agree(*state->face, state->c.rank, state->c.size, facts, timeout);
   if (!validates.ok()) return cannot(validates.status());
-  rep->validates = *validates;
-  if (Status s = make(*rep, parent, color); !s.ok()) {
-    tell_refused(*rep, s);
+  state->validates = *validates;
+  if (Status s = make(*state, parent, color); !s.ok()) {
+    publish_refusal(*state, s);
     return cannot(s);
   }
-  tell_made(*rep);
-  add(rep);
+  tell_made(*state);
+  add(state);
   watch_calls();
   if (Status s = watch(); !s.ok()) {
     // Other ranks that have made their objects would wait for this rank in their first collective,
     // so they must fail too.
-    fail_all(rep, s,
+    fail_all(state, s,
              "rank " + std::to_string(options.rank) + " of communicator '" + options.name +
                  "' gave it up: " + s.message());
     return cannot(s);
   }
-  return rep;
+  return state;
 }
 
 }  // namespace te_fl::comm

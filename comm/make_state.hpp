@@ -3,15 +3,15 @@
 #include <chrono>
 #include <memory>
 
-#include "comm/rep.hpp"
+#include "comm/state.hpp"
 #include "te_fl/comm.hpp"
 
 namespace te_fl::comm {
 
 // The common part of Comm::create() and Comm::split(). For split(), `parent` and `color` are passed
 // to the provider, if it can split. For create(), `parent` is null and `color` is ignored.
-Result<std::shared_ptr<Comm::Rep>> make_rep(const CommOptions& options, const Comm::Rep* parent,
-                                            int color);
+Result<std::shared_ptr<Comm::State>> make_state(const CommOptions& options,
+                                                const Comm::State* parent, int color);
 // The timeout of the options, or else TE_FL_COMM_TIMEOUT_MS.
 Result<std::chrono::milliseconds> timeout_of(const CommOptions& options);
 

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/store_face.hpp"
+#include "comm/namespaced_store.hpp"
 #include "core/base/fork.hpp"
 #include "registry/comm_providers.hpp"
 #include "te_fl/comm.hpp"
@@ -70,12 +70,12 @@ struct Mark {
 
 // One rank's part of a communicator. Made by Comm::create and Comm::split; owned by the Comm and,
 // while it checks, by the watchdog.
-struct Comm::Rep {
-  ~Rep();
+struct Comm::State {
+  ~State();
   std::shared_ptr<registry::CommProvider> provider;
   std::string name;
   std::shared_ptr<Store> store;  // null: only one rank
-  std::unique_ptr<comm::StoreFace> face;
+  std::unique_ptr<comm::NamespacedStore> face;
   std::chrono::milliseconds timeout{};
   te_fl_communicator c{};
   Device device;
@@ -107,7 +107,7 @@ struct Comm::Rep {
   std::atomic<bool> inside{false};
   std::vector<comm::OpFacts> known_ops;
   comm::Compared compared;
-  std::atomic<comm::Clock::rep> since{0};  // start of the call in progress; 0: none
+  std::atomic<comm::Clock::state> since{0};  // start of the call in progress; 0: none
   // `life` is held while another thread than the calling one queries the provider, and while the
   // provider's object is destroyed. `closed`: it has been destroyed.
   std::mutex life;
@@ -139,52 +139,52 @@ struct Comm::Rep {
 namespace comm {
 
 // The live communicators of this process, for the watchdog and for look-ups by id.
-void add(const std::shared_ptr<Comm::Rep>& rep);
-void remove(const Comm::Rep& rep);
-std::shared_ptr<Comm::Rep> find(uint64_t id);
-std::vector<std::shared_ptr<Comm::Rep>> all();
+void add(const std::shared_ptr<Comm::State>& state);
+void remove(const Comm::State& state);
+std::shared_ptr<Comm::State> find(uint64_t id);
+std::vector<std::shared_ptr<Comm::State>> all();
 // Guards that list and the list of open groups.
 core::ForkMutex& list_mutex() noexcept;
 // A counter that each fork increments in the child.
 uint64_t fork_generation() noexcept;
 // FAILED_PRECONDITION if a forked child uses the parent's communicator.
-Status check_process(const Comm::Rep& rep);
+Status check_process(const Comm::State& state);
 // Fails the communicator, and because of it all others of the process. Adds to the failure how far
 // the other ranks have come, if they report it within a short time. `aborted`: the text for the
 // other ranks if the program aborted the communicator.
-void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string aborted = {});
+void fail_all(const std::shared_ptr<Comm::State>& first, Status why, std::string aborted = {});
 // Writes to the store that this rank's program has aborted the communicator.
-void tell_abort(Comm::Rep& rep, const std::string& text);
-// The text that a rank wrote by tell_abort(); empty if none did.
-Result<std::string> told_abort(Comm::Rep& rep);
+void publish_abort(Comm::State& state, const std::string& text);
+// The text that a rank wrote by publish_abort(); empty if none did.
+Result<std::string> read_abort(Comm::State& state);
 // Keeps a communicator's provider object alive during a call. `begun`: use() was called before.
 class Use {
  public:
-  explicit Use(Comm::Rep& rep, bool begun = false) : rep_(rep) {
-    if (!begun) rep_.use();
+  explicit Use(Comm::State& state, bool begun = false) : state_(state) {
+    if (!begun) state_.use();
   }
   Use(const Use&) = delete;
   Use& operator=(const Use&) = delete;
-  ~Use() { rep_.leave(); }
+  ~Use() { state_.leave(); }
 
  private:
-  Comm::Rep& rep_;
+  Comm::State& state_;
 };
 
 // Removes from the store all keys of the communicator that begin with `prefix`. Call it when no
 // rank needs them. Ignores errors.
-void forget(StoreFace& face, const std::string& prefix) noexcept;
+void forget(NamespacedStore& face, const std::string& prefix) noexcept;
 // Writes to the store that this rank has made its part, and the mark of its process.
-void tell_made(Comm::Rep& rep) noexcept;
+void tell_made(Comm::State& state) noexcept;
 // The PID of a rank's process, if it was on this machine and has ended; otherwise 0.
-int ended_process_of(Comm::Rep& rep, int rank);
+int ended_process_of(Comm::State& state, int rank);
 // On rank 0: removes the keys that were used to make the communicator, if all ranks have made their
 // part.
-void forget_making(Comm::Rep& rep) noexcept;
+void forget_making(Comm::State& state) noexcept;
 // Writes this rank's last collective to the store, for the error messages of other ranks.
-void tell_last(Comm::Rep& rep);
+void tell_last(Comm::State& state);
 // Describes how far each rank had come at the failure, from the ranks' reports.
-std::string arrivals(Comm::Rep& rep);
+std::string arrivals(Comm::State& state);
 
 }  // namespace comm
 }  // namespace te_fl

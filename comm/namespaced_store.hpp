@@ -9,9 +9,9 @@
 // gets the communicator's name as prefix, so that communicators can share a store.
 namespace te_fl::comm {
 
-class StoreFace {
+class NamespacedStore {
  public:
-  StoreFace(std::shared_ptr<Store> store, const std::string& name);
+  NamespacedStore(std::shared_ptr<Store> store, const std::string& name);
   const te_fl_comm_store* c() const noexcept { return &face_; }
   Store& store() noexcept { return *store_; }
   std::string key(const std::string& word) const { return prefix_ + word; }

@@ -1,4 +1,4 @@
-#include "comm/store_face.hpp"
+#include "comm/namespaced_store.hpp"
 
 #include <cstring>
 #include <exception>
@@ -68,7 +68,7 @@ class StatusStore final : public Store {
 
 }  // namespace
 
-StoreFace::StoreFace(std::shared_ptr<Store> store, const std::string& name)
+NamespacedStore::NamespacedStore(std::shared_ptr<Store> store, const std::string& name)
     : store_(std::make_unique<StatusStore>(std::move(store))), prefix_(name + "/") {
   face_.struct_size = sizeof face_;
   face_.host = this;
@@ -76,10 +76,10 @@ StoreFace::StoreFace(std::shared_ptr<Store> store, const std::string& name)
   face_.get = &get;
 }
 
-te_fl_status StoreFace::set(void* host, const char* key, const void* value, size_t bytes,
-                            const te_fl_error_sink* errors) noexcept {
+te_fl_status NamespacedStore::set(void* host, const char* key, const void* value, size_t bytes,
+                                  const te_fl_error_sink* errors) noexcept {
   return told(errors, [&] {
-    auto* self = static_cast<StoreFace*>(host);
+    auto* self = static_cast<NamespacedStore*>(host);
     if (key == nullptr || (value == nullptr && bytes != 0))
       return invalid_argument("te_fl_comm_store.set: key or value is NULL");
     return self->store_->set(self->prefix_ + "provider/" + key,
@@ -87,11 +87,11 @@ te_fl_status StoreFace::set(void* host, const char* key, const void* value, size
   });
 }
 
-te_fl_status StoreFace::get(void* host, const char* key, uint32_t timeout_ms, void* value,
-                            size_t capacity, size_t* bytes,
-                            const te_fl_error_sink* errors) noexcept {
+te_fl_status NamespacedStore::get(void* host, const char* key, uint32_t timeout_ms, void* value,
+                                  size_t capacity, size_t* bytes,
+                                  const te_fl_error_sink* errors) noexcept {
   return told(errors, [&]() -> Status {
-    auto* self = static_cast<StoreFace*>(host);
+    auto* self = static_cast<NamespacedStore*>(host);
     if (key == nullptr || bytes == nullptr)
       return invalid_argument("te_fl_comm_store.get: key or bytes is NULL");
     TE_FL_ASSIGN_OR_RETURN(const std::string found,
