@@ -75,7 +75,7 @@ std::vector<Pending> closed(const registry::CommProvider* provider) {
 
 // Makes the watchdog treat the collectives of a group like calls in progress while the provider
 // begins them.
-void set_running_since(const std::vector<Pending>& pending, Clock::state since) {
+void set_running_since(const std::vector<Pending>& pending, Clock::rep since) {
   for (const Pending& p : pending) p.state->since.store(since, std::memory_order_release);
 }
 

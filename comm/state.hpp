@@ -107,7 +107,7 @@ struct Comm::State {
   std::atomic<bool> inside{false};
   std::vector<comm::OpFacts> known_ops;
   comm::Compared compared;
-  std::atomic<comm::Clock::state> since{0};  // start of the call in progress; 0: none
+  std::atomic<comm::Clock::rep> since{0};  // start of the call in progress; 0: none
   // `life` is held while another thread than the calling one queries the provider, and while the
   // provider's object is destroyed. `closed`: it has been destroyed.
   std::mutex life;

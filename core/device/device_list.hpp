@@ -124,22 +124,22 @@ Status absent_device(const Device& device);
 // dispatch sets those two.
 struct DeviceHooks {
   // The device was added; a different device may have had the same number before.
-  std::atomic<void (*)(const Device&)> added{nullptr};
-  std::atomic<void (*)(const Device&, const std::string& reason)> lost{nullptr};
+  std::atomic<void (*)(const Device&)> on_added{nullptr};
+  std::atomic<void (*)(const Device&, const std::string& reason)> on_lost{nullptr};
   // The device was barred: later calls must not run ops on it.
-  std::atomic<void (*)(const Device&)> barred{nullptr};
+  std::atomic<void (*)(const Device&)> on_barred{nullptr};
   // A graph of the device is about to be launched on the stream.
-  std::atomic<void (*)(const Device&, void* stream)> launching{nullptr};
+  std::atomic<void (*)(const Device&, void* stream)> on_launching{nullptr};
   // BUSY with the reason if plans or other objects of the device cannot be released now. Called
   // before anything is changed.
-  std::atomic<Status (*)(const Device&)> check_leave{nullptr};
+  std::atomic<Status (*)(const Device&)> check_removal{nullptr};
   // The device is barred and no thread is inside it: releases plans and other objects made for it.
   // The device's functions still work.
-  std::atomic<void (*)(const Device&)> left{nullptr};
+  std::atomic<void (*)(const Device&)> on_removed{nullptr};
   // Counts the device's objects that te-fl caches for later ops: scratch and pinned memory.
-  std::atomic<int64_t (*)(const Device&)> held{nullptr};
-  // Frees the objects that `held` counts. Nothing may be running on the device.
-  std::atomic<void (*)(const Device&)> release{nullptr};
+  std::atomic<int64_t (*)(const Device&)> count_cached{nullptr};
+  // Frees the objects that `count_cached` counts. Nothing may be running on the device.
+  std::atomic<void (*)(const Device&)> release_cached{nullptr};
 };
 inline constinit DeviceHooks g_device_hooks;
 
