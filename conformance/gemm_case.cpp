@@ -71,10 +71,10 @@ Matrices multiply(const GemmCase& v, const std::vector<double>& a, const std::ve
   return r;
 }
 
-// The factor on the slack for FP8 products. Hopper's matrix unit aligns the 32 products of an
-// instruction before adding them and drops what is below 14 bits. Partial sums have this precision
-// too: for all of K, or for 128 elements of K with the split accumulator. The slack grows with K,
-// so for a longer sum the factor is smaller.
+// The factor on the error tolerance of FP8 products. Hopper's tensor cores align the 32 products of
+// an instruction before they add them, and keep 14 bits. Their accumulator has this precision too:
+// over all of K, or, with the split accumulator, over 128 elements of K. In the latter case the
+// error does not grow with K, but the tolerance does, so the factor is smaller for a larger K.
 double accumulation(const GemmCase& v) {
   if (!v.a.quantised()) return 1;
   if (!v.split) return 128;

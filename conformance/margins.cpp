@@ -41,8 +41,9 @@ class MarginSearch {
     return deterministic_ && prepared_.bytes() != quiet_;
   }
 
-  // Finds the byte whose change from `quiet` to `loud` changes the result. `found` is the result of
-  // the run with loud margins.
+  // Both runs pass the same arguments; only the margins, the bytes before and after each tensor,
+  // differ: all are `quiet`, or all are `loud`. Finds the byte closest to a tensor whose change
+  // from `quiet` to `loud` changes the result. `found`: the result of the run with `loud`.
   Result blame(uint8_t quiet, uint8_t loud, Result found) {
     if (found.wrote_outside) return found;
     Margins calm = margins(quiet);

@@ -13,8 +13,9 @@ struct Plan;
 struct KnownCall {
   uint64_t filled = 0;  // identifies the call; a new number invalidates the record
   uint64_t table = 0;   // Table::id; 0: the route is unknown
-  // The members have another order than those of Call: if both were compared as one word, the load
-  // would stall on Call's narrower stores.
+  // `capturing` and `policy` are in a different order than in Call. In the same order the compiler
+  // could compare both with one wide load, and that load of Call would stall, because Call's
+  // members were just written by narrower stores (no store forwarding).
   bool capturing = false;
   bool deterministic = false;
   uint32_t policy = 0;

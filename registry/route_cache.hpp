@@ -28,8 +28,9 @@ struct RouteKey {
     w[3] = uint64_t{s.device.provider & 0xffff} | uint64_t{s.maker & 0xffff} << 16 |
            uint64_t{capturing} << 32 | uint64_t{op} << 33;
   }
-  // Adds the 1-based number of the policy's list for the call's size to w[2]. (A device type is
-  // below 64, so the bits are free.)
+  // A policy may have different implementation lists for calls of different sizes. Stores the
+  // 1-based index of the list for this call's size in w[2], above the device type, which is below
+  // 64.
   void set_list(uint32_t list) noexcept { w[2] |= uint64_t{list & 0xffffff} << 8; }
   uint64_t hash() const noexcept {
     uint64_t h = w[0] * 0x9e3779b97f4a7c15u ^ w[1] * 0xc2b2ae3d27d4eb4fu ^

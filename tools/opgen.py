@@ -80,7 +80,7 @@ def gen_header(family, summary, ops):
             for a in op.args:
                 note = arg_note(a)
                 out.append(wrap("/* " + a.doc + (". " + note if note else "") + (
-                    " (a later argument)" if a.later else "") + (
+                    " (added to the op after its first form, R23)" if a.later else "") + (
                     ": " + ", ".join(f"{i} {n}" for i, n in enumerate(a.enum_names)) if a.enum else "") + " */", "  "))
                 for ctype, name, default in a.c_members():
                     out.append(f"  {ctype} {name} TE_FL_INIT({default});")

@@ -30,8 +30,8 @@ ROOMS = [
 # all.
 SOURCES = {"py": set(), "ops": {"py"}, "torch": {"py", "ops"}, "jax": {"py", "ops"}, "plugins": {"py", "ops"}}
 
-# (module, module that its functions import) -> the reason why the import is not at the top. For the packages of te_fl here the rule of rooms applies
-# too.
+# Imports that are allowed inside functions: (module, module that its function imports) -> the reason why the import is not at the top of the file. A
+# module of te_fl that is imported so must also be of the same or a lower layer (ROOMS), as for imports at the top.
 FUNCTION_IMPORTS = {
     ("te_fl", "te_fl._modules"): "importing te_fl loads no plugin",
     ("te_fl", "te_fl.registration"): "importing te_fl takes no longer for those who register nothing",

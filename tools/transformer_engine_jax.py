@@ -123,7 +123,8 @@ def same_parameters(function, rows):
 
 
 def compared(home, name, fact):
-    """Returns the differences of one served name: "" for the name itself, ".MEMBER", ": parameters"."""
+    """Returns how te-fl's version of a supported name differs from Transformer Engine's, as suffixes of the name: "" if the name is missing, ".MEMBER" for a
+    missing member, ": parameters" or ".MEMBER: parameters" for different parameters."""
     if not hasattr(home, name):
         return [""]
     own = getattr(home, name)

@@ -69,7 +69,8 @@ std::vector<double> numbers(const Variant& v, int rank, int64_t n) {
   return t->values();
 }
 
-// The `n` elements of rank `rank` for a copy, as bytes: random, but 0 or 1 for a bool.
+// The `n` input elements of rank `rank` for a collective that only copies data (such as
+// all_gather), as bytes: random; 0 or 1 for bool.
 std::vector<uint8_t> bytes(const Variant& v, int rank, int64_t n) {
   Random random(hash_of(variant_name(v)) + static_cast<uint64_t>(rank));
   std::vector<uint8_t> all((static_cast<size_t>(n) * static_cast<size_t>(width_of(v.dtype)) + 7) /

@@ -12,10 +12,10 @@ namespace {
 
 struct MaskVariant {
   int dtype = TE_FL_F32, mask = TE_FL_BOOL;
-  int probs = TE_FL_F32;  // dtype of the pair factors; -1: none
+  int probs = TE_FL_F32;  // dtype of the routing probabilities; -1: none
   int pad = -1;           // dtype of pad_offsets; -1: none
   int64_t tokens = 7, experts = 5, width = 33;
-  int64_t every = 2;       // one in `every` pairs, random; 0: none
+  int64_t every = 2;       // one in `every` (token, expert) pairs is routed, at random; 0: none
   int64_t more = 0;        // rows after those of pairs and padding
   Dims pads = {};          // padding; random if it is empty and requested
   std::string wrong = {};  // not empty: part of the expected error text

@@ -63,11 +63,11 @@ struct LockRank {
   }
 };
 
-// The mutexes that one op takes, in the order in which it takes them. `depth` is the number of ops
-// that the call is nested in. An implementation's serial mutex is shared by all depths, the other
-// mutexes exist once per depth, so the depth alone does not prevent a deadlock. kScratch may be
-// taken by every op and is therefore taken first: no thread waits for it while it holds one of the
-// others. The remaining order depends on which implementations call each other.
+// The mutexes that one op takes, in the order in which it takes them. `depth`: the number of ops in
+// which the call is nested. The kScratch and kState mutexes exist once per depth. The kSerial mutex
+// of an implementation is shared by all depths, so two threads can deadlock although each takes its
+// mutexes in the order of depth (registry/serial_lock.cpp detects that). kScratch comes first
+// because every op may take it: no thread waits for it while it holds another mutex of its depth.
 enum class Serving : int { kScratch, kSerial, kState, kCount };
 constexpr int serving_order(uint32_t depth, Serving what) noexcept {
   return static_cast<int>(depth) * static_cast<int>(Serving::kCount) + static_cast<int>(what);

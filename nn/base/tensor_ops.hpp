@@ -34,7 +34,8 @@ Status running_amax(const Tensor& tensor, const Tensor& amax);
 // Views or copies x [..., last] as compact [rows, last]. INVALID_ARGUMENT with `what` if the last
 // dimension differs or the dtype is not F32, BF16 or F16.
 Result<Tensor> as_matrix(const Tensor& x, int64_t last, std::string_view what);
-// Like as_matrix(), but also accepts a per-tensor quantised tensor, with all its copies.
+// Like as_matrix(), but also accepts a per-tensor quantised tensor. Its view keeps the row-wise
+// data and, if present, the column-wise data.
 Result<Tensor> as_operand(const Tensor& x, int64_t last, std::string_view what);
 // The shape of `like` with another last dimension.
 Shape with_last(std::span<const int64_t> like, int64_t last);

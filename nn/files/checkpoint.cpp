@@ -15,7 +15,8 @@ namespace {
 constexpr std::string_view kOptimizerPrefix = "optimizer.";
 constexpr const char* kSeed = "te_fl.rng_seed";
 constexpr const char* kOffset = "te_fl.rng_offset";
-// The random position of TensorParallel::random, and the number of ranks that had one each.
+// Metadata keys for the RNG state (seed and offset) of TensorParallel::random, of which every rank
+// has its own, and for the number of ranks when the checkpoint was saved.
 constexpr const char* kOwnSeed = "te_fl.rng_own_seed";
 constexpr const char* kOwnOffset = "te_fl.rng_own_offset";
 constexpr const char* kOwnRanks = "te_fl.rng_own_ranks";

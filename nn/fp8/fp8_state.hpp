@@ -78,8 +78,9 @@ class Fp8State {
   // Copies a loaded state: history [length, slots] and scale [slots], both on the state's device.
   // `dtype` is the FP8 type that the scales are for; kF32: unknown.
   Status load(const Tensor& history, const Tensor& scale, bool calibrated, DType dtype);
-  // Zeroes the running row of the history and begins a generation. A weight's copy whose amax was
-  // in that row is then quantised again, which collects the amax again. Needs defined().
+  // Zeroes row 0 of the history, in which the current step collects amaxes, and increments
+  // generation(). FP8 copies of weights that were made before are then quantised again, which
+  // collects their amaxes again. Requires defined().
   Status drop_amaxes();
   // Resets to scale 1 and history 0, as after the first ensure(). Does nothing if undefined.
   Status reset();

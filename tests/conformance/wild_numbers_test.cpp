@@ -456,8 +456,9 @@ Changes changes_of(const WildCall& call) {
 
 // ---- running the calls
 
-// Returns the kinds of numbers in a case's call. A case is used if it has a kind that no earlier
-// case has.
+// Returns what a case lets the test change: the names of its tensors and scalars, NAME of BITS for
+// integer tensors, and NAME of several for tensors and lists of at least 3 elements. A case is used
+// if it has an entry that no earlier case has.
 std::set<std::string> kinds_of(const WildCall& call) {
   std::set<std::string> kinds;
   for (const Changeable& t : call.tensors) {

@@ -137,7 +137,7 @@ TEST_F(Fallback, ANumberThatIsNoStatusIsNeitherSuccessNorClean) {
 }
 
 TEST_F(Fallback, NobodyFollowsARunThatAnswersANumber) {
-  Fake direct("default.direct");  // served on the warm path
+  Fake direct("default.direct");  // dispatch calls it directly, from the cached choice
   direct.desc.priority = 1000;
   for (Fake* fake : {&first, &direct}) {
     if (fake == &direct) {
@@ -277,7 +277,7 @@ struct Failing {
   te_fl_status allocate = TE_FL_OK, free = TE_FL_OK, capturing = TE_FL_OK, properties = TE_FL_OK,
                destroy = TE_FL_OK, copy = TE_FL_OK;
   int failing_copies = 0;   // number of next copies that return `copy`
-  int refused_streams = 0;  // number of next streams that are refused
+  int refused_streams = 0;  // the next check_stream() calls that return an error
   te_fl_status capturing_once = TE_FL_OK;
   te_fl_device_api api{};
   te_fl_device_desc desc{};

@@ -42,9 +42,10 @@ class NcclRanks {
   // messages.
   NcclRanks(const Nccl& nccl, const te_fl_comm_config& config, const char* function,
             std::function<int(void**)> make);
-  // Waits for the device's work up to the config's time-out, then destroys the communicator, or
-  // aborts it after a time-out. Waits two seconds for the other ranks to end theirs; after that
-  // NCCL's part goes on in its own thread.
+  // Waits for the device's work, at most for the config's time-out, then destroys the communicator,
+  // or aborts it if the time-out expired. Destroying it can wait for the other ranks. The
+  // destructor waits at most two seconds for that; then NCCL's function continues on a separate
+  // thread.
   ~NcclRanks();
 
   // True once the communicator can be used. Throws the creation's error if it failed.

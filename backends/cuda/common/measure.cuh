@@ -17,8 +17,9 @@ concept Bounded = requires(const Math& math, const float (&x)[Math::kSources]) {
   math.bound(x);
 };
 
-// The largest |v| of the elements that a thread of `block`, one of `blocks`, visits. The sources
-// must be compact and of the result's size: `pieces` pieces of 16 bytes each.
+// The calling thread's part of the maximum magnitude of math's results. The thread belongs to block
+// number `block` of `blocks` blocks, which share the elements. The sources must be compact and have
+// the result's size: `pieces` pieces of 16 bytes each.
 template <class Math, int kBytes>
 __device__ inline float most_of_pieces(const TileSources<Math::kSources>& in, int64_t pieces,
                                        const Math& math, unsigned block, unsigned blocks) {

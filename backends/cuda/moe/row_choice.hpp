@@ -8,8 +8,9 @@ namespace te_fl::cuda {
 
 constexpr int kAtOnce = 4;  // pieces that a thread loads before it stores the first
 
-// A division of rows into parts. A part is kAtOnce pieces for each of 2^lanes_log2 lanes, so that
-// these lanes read the row's map entry once per part.
+// The division of a row into parts. A piece is what a lane loads or stores at once. A part has
+// kAtOnce pieces for each of 2^lanes_log2 lanes, which work on it together, so that they read the
+// row's entry of row_id_map once per part and not once per piece.
 struct RowCut {
   int lanes_log2 = 0;
   int64_t parts = 1;  // number of parts of a row

@@ -11,8 +11,9 @@ namespace te_fl::cuda {
 
 using backend::Refusal;
 
-// Rows of `words` words, numbered consecutively from row `first`. `size`: number of words, below
-// 2^31.
+// One launch over rows of `words` words each (a word: 1 to 16 bytes, see word_bytes()). The words
+// of all these rows are numbered consecutively, from the first word of row `first`. `size`: number
+// of words in the launch, below 2^31.
 struct RowPieces {
   FastDiv words;
   int64_t first = 0, size = 0;

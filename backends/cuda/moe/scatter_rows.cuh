@@ -5,9 +5,10 @@
 
 namespace te_fl::cuda {
 
-// Values per (token, expert) pair, [tokens, each]. A pair with value 0 does not carry its token.
+// The routing probability of each (token, expert) pair, [tokens, pairs per token]. For a pair with
+// probability 0, a row of zeros is written instead of the token's row.
 struct PairProbs {
-  const void* data = nullptr;  // NULL: every pair carries its token
+  const void* data = nullptr;  // NULL: the token's row is copied for every pair
   int bytes = 4;  // per value: F32, F16 or BF16; zero is all bits 0 except the sign
 
   __device__ bool zero(int64_t pair) const {

@@ -184,15 +184,16 @@ struct Moments {
 struct RowStatistics {
   float high, rest, rsigma;
 };
-// The sum over the lanes whose indices differ only in the bits below kLanes. kLanes is a power of
-// two.
+// The sum over each aligned group of kLanes adjacent lanes; every lane receives its group's sum.
+// kLanes is a power of two.
 template <int kLanes>
 __device__ inline float lanes_sum(float v) {
 #pragma unroll
   for (int step = 1; step < kLanes; step *= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
   return v;
 }
-// The warp's sum of `a` in the lower 16 lanes, and of `b` in the upper 16 lanes.
+// Returns the sum of `a` over all 32 lanes to the lower 16 lanes, and the sum of `b` over all 32
+// lanes to the upper 16 lanes.
 __device__ inline float two_sums(float a, float b) {
   const bool upper = threadIdx.x % 32 >= 16;
   const float other = __shfl_xor_sync(0xFFFFFFFFu, upper ? a : b, 16);

@@ -1,5 +1,5 @@
-// The dropout ops, with a saved mask of one bit per element, and the op add, which may drop one
-// operand.
+// The dropout ops, which save a mask of one bit per element, and the op add, which can apply
+// dropout to one operand.
 #include "te_fl/ops/dropout.h"
 
 #include "common/overlap.hpp"

@@ -130,7 +130,9 @@ __device__ inline int sorted_list(const RowSums& s, int64_t row, int32_t* unsort
   return count;
 }
 
-constexpr int kTableRows = 4;  // per block; each of the first warps finds the positions of one row
+// Table rows per block. Each of the first kTableRows warps lists the input positions that select one
+// of these rows.
+constexpr int kTableRows = 4;
 
 // Each block processes kTableRows table rows, from row `first` on. `parts` adjacent blocks share
 // these rows; each has kThreads * kGroup columns.

@@ -113,7 +113,7 @@ typedef struct te_fl_activation_clamped_fwd_args {
   float limit TE_FL_INIT(7.0f);
   /* factor inside the sigmoid */
   float alpha TE_FL_INIT(1.702f);
-  /* added to the clamped b (a later argument) */
+  /* added to the clamped b (added to the op after its first form, R23) */
   float glu_linear_offset TE_FL_INIT(1.0f);
 } te_fl_activation_clamped_fwd_args;
 
@@ -230,7 +230,7 @@ typedef struct te_fl_activation_clamped_bwd_args {
   float limit TE_FL_INIT(7.0f);
   /* factor inside the sigmoid */
   float alpha TE_FL_INIT(1.702f);
-  /* added to the clamped b (a later argument) */
+  /* added to the clamped b (added to the op after its first form, R23) */
   float glu_linear_offset TE_FL_INIT(1.0f);
 } te_fl_activation_clamped_bwd_args;
 

@@ -84,7 +84,7 @@ typedef struct te_fl_fused_attn_fwd_args {
   /* thd: likewise for the keys */
   int64_t max_seqlen_kv TE_FL_INIT(0);
   /* above 0: a scaled score x becomes softcap * tanh(x / softcap), before bias and ALiBi; 0: no
-  cap (a later argument) */
+  cap (added to the op after its first form, R23) */
   float softcap TE_FL_INIT(0.0f);
 } te_fl_fused_attn_fwd_args;
 
@@ -162,8 +162,8 @@ typedef struct te_fl_fused_attn_bwd_args {
   int64_t max_seqlen_q TE_FL_INIT(0);
   /* as in the forward */
   int64_t max_seqlen_kv TE_FL_INIT(0);
-  /* as in the forward; dQ and dK are computed from dS times the cap's derivative, dbias from dS (a
-  later argument) */
+  /* as in the forward; dQ and dK are computed from dS times the cap's derivative, dbias from dS
+  (added to the op after its first form, R23) */
   float softcap TE_FL_INIT(0.0f);
 } te_fl_fused_attn_bwd_args;
 

@@ -58,11 +58,11 @@ typedef struct te_fl_generic_gemm_args {
   /* factor of the previous D when accumulate */
   float beta TE_FL_INIT(1.0f);
   /* residual branch, added to the result after the epilogue. in, optional; F32|F16|BF16; shape [M
-  N] (a later argument) */
+  N] (added to the op after its first form, R23) */
   const te_fl_tensor* residual TE_FL_INIT(NULL);
   /* sum of the result over M, computed in FP32 from unrounded values; if D is the output gradient
   of a layer, this is the layer's bias gradient; not with accumulate. out, optional; F32|F16|BF16;
-  shape [N] (a later argument) */
+  shape [N] (added to the op after its first form, R23) */
   const te_fl_tensor* d_sum TE_FL_INIT(NULL);
 } te_fl_generic_gemm_args;
 

@@ -35,11 +35,11 @@ typedef struct te_fl_layernorm_fwd_args {
   /* gamma is stored minus 1; the weight is 1 + gamma */
   int32_t zero_centered_gamma TE_FL_INIT(0);
   /* tensor that is added to x before the norm; requires sum. in, optional; F32|F16|BF16; shape
-  [... H] (a later argument) */
+  [... H] (added to the op after its first form, R23) */
   const te_fl_tensor* residual TE_FL_INIT(NULL);
   /* x + residual, added in FP32 and rounded to this dtype; the norm is computed from the rounded
-  sum; requires residual. out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (a
-  later argument) */
+  sum; requires residual. out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (added
+  to the op after its first form, R23) */
   const te_fl_tensor* sum TE_FL_INIT(NULL);
 } te_fl_layernorm_fwd_args;
 
@@ -72,7 +72,7 @@ typedef struct te_fl_layernorm_bwd_args {
   /* gamma is stored minus 1; the weight is 1 + gamma */
   int32_t zero_centered_gamma TE_FL_INIT(0);
   /* gradient of x from the residual branch, added to dx in FP32. in, optional; F32|F16|BF16; shape
-  [... H] (a later argument) */
+  [... H] (added to the op after its first form, R23) */
   const te_fl_tensor* add TE_FL_INIT(NULL);
 } te_fl_layernorm_bwd_args;
 
@@ -100,11 +100,11 @@ typedef struct te_fl_rmsnorm_fwd_args {
   /* gamma is stored minus 1; the weight is 1 + gamma */
   int32_t zero_centered_gamma TE_FL_INIT(0);
   /* tensor that is added to x before the norm; requires sum. in, optional; F32|F16|BF16; shape
-  [... H] (a later argument) */
+  [... H] (added to the op after its first form, R23) */
   const te_fl_tensor* residual TE_FL_INIT(NULL);
   /* x + residual, added in FP32 and rounded to this dtype; the norm is computed from the rounded
-  sum; requires residual. out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (a
-  later argument) */
+  sum; requires residual. out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (added
+  to the op after its first form, R23) */
   const te_fl_tensor* sum TE_FL_INIT(NULL);
 } te_fl_rmsnorm_fwd_args;
 

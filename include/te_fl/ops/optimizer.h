@@ -28,9 +28,10 @@ typedef struct te_fl_multi_tensor_scale_args {
   /* factor */
   float scale TE_FL_INIT(1.0f);
   /* norm of the gradients, as multi_tensor_l2norm writes it, for clipping; read when the op runs.
-  in, optional; F32; shape [1] (a later argument) */
+  in, optional; F32; shape [1] (added to the op after its first form, R23) */
   const te_fl_tensor* norm TE_FL_INIT(NULL);
-  /* with norm: the value that the norm is clipped to, greater than 0 (a later argument) */
+  /* with norm: the value that the norm is clipped to, greater than 0 (added to the op after its
+  first form, R23) */
   float max_norm TE_FL_INIT(0.0f);
 } te_fl_multi_tensor_scale_args;
 
@@ -118,15 +119,15 @@ typedef struct te_fl_multi_tensor_adam_args {
   int32_t mode TE_FL_INIT(0);
   /* divide m and v by 1 - beta^t */
   int32_t bias_correction TE_FL_INIT(1);
-  /* learning rate, read when the op runs; replaces lr. in, optional; F32; shape [1] (a later
-  argument) */
+  /* learning rate, read when the op runs; replaces lr. in, optional; F32; shape [1] (added to the
+  op after its first form, R23) */
   const te_fl_tensor* lr_tensor TE_FL_INIT(NULL);
-  /* t, from 1, read when the op runs; replaces step. in, optional; I64; shape [1] (a later
-  argument) */
+  /* t, from 1, read when the op runs; replaces step. in, optional; I64; shape [1] (added to the op
+  after its first form, R23) */
   const te_fl_tensor* step_tensor TE_FL_INIT(NULL);
   /* one per parameter: the parameter after the op, quantised as by quantize, in every copy that
   the tensor has; also written if noop_flag leaves the parameter unchanged. out, optional; FP8;
-  scaling tensor; shape [...] (a later argument) */
+  scaling tensor; shape [...] (added to the op after its first form, R23) */
   const te_fl_tensor* const* fp8_params TE_FL_INIT(NULL);
   int64_t fp8_params_count TE_FL_INIT(0);
 } te_fl_multi_tensor_adam_args;
@@ -172,8 +173,8 @@ typedef struct te_fl_multi_tensor_sgd_args {
   int32_t first_run TE_FL_INIT(0);
   /* add wd p after momentum instead of before */
   int32_t wd_after_momentum TE_FL_INIT(0);
-  /* learning rate, read when the op runs; replaces lr. in, optional; F32; shape [1] (a later
-  argument) */
+  /* learning rate, read when the op runs; replaces lr. in, optional; F32; shape [1] (added to the
+  op after its first form, R23) */
   const te_fl_tensor* lr_tensor TE_FL_INIT(NULL);
 } te_fl_multi_tensor_sgd_args;
 

@@ -130,11 +130,12 @@ typedef struct te_fl_fp8_transpose_args {
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* transposed codes. out; FP8|U8; shape [K M]; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* scale of the codes in column_sums; absent: 1. in, optional; F32; shape [1] (a later argument)
-  */
+  /* scale of the codes in column_sums; absent: 1. in, optional; F32; shape [1] (added to the op
+  after its first form, R23) */
   const te_fl_tensor* scale_inv TE_FL_INIT(NULL);
   /* column sums of the dequantised values, computed in FP32; for FP8 codes only; of an output
-  gradient this is the bias gradient. out, optional; F32|F16|BF16; shape [K] (a later argument) */
+  gradient this is the bias gradient. out, optional; F32|F16|BF16; shape [K] (added to the op after
+  its first form, R23) */
   const te_fl_tensor* column_sums TE_FL_INIT(NULL);
 } te_fl_fp8_transpose_args;
 

@@ -161,8 +161,8 @@ MADE_BY = {
 MORE = {"te_fl.jax.attention.fused_attn": ("transpose_batch_sequence",)}
 
 MEMBERS_INTRODUCTION = """
-Objects of the served classes of `transformer_engine.pytorch` have the attributes, properties and methods of Transformer Engine's objects, and those that are plain attributes there can be set.
-The following are missing in every class that has them in Transformer Engine. The second column says what they are for in Transformer Engine, and how te-fl differs:
+The classes of `transformer_engine.pytorch` that te-fl supports have the attributes, properties and methods of Transformer Engine's classes. A plain attribute of Transformer Engine's can be set in te-fl too.
+The members below are missing from every class that has them in Transformer Engine. The second column says what they are for in Transformer Engine, and how te-fl differs:
 """
 # Members of Transformer Engine's classes that te-fl's classes lack, with the reason. tests/python/te_names_test.py checks them.
 LACKING = (

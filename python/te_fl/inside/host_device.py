@@ -236,7 +236,8 @@ def _compiler_of_the_host() -> None:
 
 
 def trace_patterns(module: Any) -> None:
-    """Runs inductor's pattern tracing inside of the mode, which is not active during compilation. module: torch._inductor.fx_passes.joint_graph."""
+    """Wraps lazy_init(), so that inductor traces its patterns under _HostMode, which is otherwise inactive during compilation. module:
+    torch._inductor.fx_passes.joint_graph."""
     module.lazy_init = _in_mode(module.lazy_init)
 
 

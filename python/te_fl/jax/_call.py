@@ -85,9 +85,9 @@ def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], 
     """Returns the results by name. A name that is both an operand and a result is updated in place: XLA uses one buffer for both.
 
     operands: (name, array). results: (name, jax.ShapeDtypeStruct). settings: scalars, NAME.scaling etc.
-    spread: for matrix arguments, the numbers of dimensions that form the rows and the columns, so that a mesh can shard each dimension: (2, 2) for
-    [b, s, n, N] as a matrix [b * s, n * N]. Its column-wise codes are [n, N, b, s], or in MXFP8 in the same order. 0: the argument has no rows, or no
-    columns.
+    spread: for each matrix argument, (number of array dimensions that form the rows, number that form the columns), so that a mesh can shard each
+    dimension: (2, 2) for an array [b, s, n, N] that is the matrix [b * s, n * N]. Its column-wise FP8 data has the shape [n, N, b, s]; in MXFP8 it is
+    not transposed and has the shape [b, s, n, N]. A number of 0 means that the argument has no row dimension, or no column dimension.
     prepare: functions that convert a device's shard of an operand to what the op reads.
     elementwise: all arrays may have the same extra leading dimensions, so vmap is one call; otherwise vmap is a loop.
     """

@@ -2,9 +2,9 @@
 
 Rows (the leading dimensions) may be sharded if an op treats them independently; products also along N and, followed by a sum over devices, along K;
 attention, rotary embedding and softmax along batch and heads. Results that sum over rows are summed over devices, and amaxes are reduced by maximum.
-Block scales are sharded with their blocks, if the shards have the layout of separate matrices. Other calls run whole on every device, including those
-with random numbers, whose counters index the whole call (_attention_parts shards those of attention). Inside shard_map none of this applies: each
-device calls the op on its shard.
+Block scales are sharded with their blocks, provided that the scales of each shard have the layout that a separate matrix of its size would have. All
+other calls are replicated: every device executes the whole call. Ops with random numbers are among them, since their random counters are indices into the
+whole call; attention is the exception (_attention_parts). Inside shard_map none of this applies: each device calls the op on its shard.
 """
 
 from __future__ import annotations

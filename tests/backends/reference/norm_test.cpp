@@ -48,8 +48,8 @@ TEST(ReferenceNorm, VarianceDoesNotCancel) {
 }
 
 TEST(ReferenceNorm, RmsnormQuantisesFromFp32) {
-  // rms = 5 with epsilon 0, so z = (3/5, 4/5) sqrt(2). Under scale 4, E4M3 has steps of 1/4 above
-  // 2.
+  // rms = 5 / sqrt(2) with epsilon 0, so z = (3/5, 4/5) sqrt(2). Under scale 4, E4M3 has steps of
+  // 1/4 between 2 and 4, and of 1/2 between 4 and 8.
   Array x(TE_FL_BF16, {1, 2}, {3, 4}), gamma(TE_FL_F32, {2}, {1, 1}), z(TE_FL_F8E4M3, {1, 2});
   Array rsigma(TE_FL_F32, {1});
   te_fl_rmsnorm_fwd_args args;

@@ -111,8 +111,8 @@ def processes():
 
 
 def killed():
-    """Rank 1 is killed. Returns the error with notes of a collective, that of a collective in a layer's backward (which waits for it later), the
-    seconds of both, and rank 1's process."""
+    """Rank 1 is killed. Returns the error of an all_reduce, the error of a layer's backward, which waits for its collective later (both with their
+    notes), the seconds that the two took together, and rank 1's process id."""
     tensor, process = torch.ones(4, 3), processes()[1]
     y = te.Linear(4, 6, parallel_mode="column", sequence_parallel=True, tp_group=dist.group.WORLD, device="cpu")(torch.ones(2, 4))
     for _ in range(2):

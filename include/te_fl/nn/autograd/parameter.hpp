@@ -84,8 +84,9 @@ struct TE_FL_API Parameter {
   // codes. A captured graph continues to use the memory that it was captured with. INVALID_ARGUMENT
   // names the mismatch; the value then does not change.
   Status borrow(Tensor lent, uint64_t owners_version);
-  // Removes the gradient from the parameter and returns it. Undefined if there is none or it is
-  // stale. Must not be called while a graph is going to write the gradient.
+  // Removes the gradient from the parameter and returns it. Undefined if there is none, or if it is
+  // stale (see clear_grad()). Must not be called while a captured graph that writes the gradient
+  // will still be launched.
   Tensor take_grad();
   // Makes `gradient` the tensor that backwards write from now on, and its dtype the grad_dtype. It
   // is compact, in F32, BF16 or F16, of value's shape and on value's device; its owner keeps the

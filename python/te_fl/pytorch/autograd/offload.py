@@ -25,7 +25,7 @@ _contexts: List[Any] = []  # the contexts that the program is in, the innermost 
 
 
 class _Mark:
-    """Stored as an attribute of a tensor, so it lives as long as the tensor."""
+    """Marks the memory of a tensor that must not be offloaded. Stored as an attribute of the tensor, so it lives as long as the tensor."""
 
     def __init__(self, tensor: torch.Tensor):
         self.begin, self.end = _extent(tensor)

@@ -1,4 +1,4 @@
-"""TE_FL_VALIDATE=1: before each collective, ranks compare over the group's store that they call the same one."""
+"""TE_FL_VALIDATE=1: before each collective, the ranks check through the group's store that all of them are calling the same collective."""
 
 from __future__ import annotations
 
