@@ -33,7 +33,8 @@ TEST(RandomThreads, DrawNoteAndCapture) {
     EXPECT_OK(detail::random_options(8, Device()));
     EXPECT_EQ(log.size(), 1u);
   };
-  testing::together(200, {draw, draw, capture, [&](int) { context.set_random(context.random()); }});
+  te_fl::testing::together(
+      200, {draw, draw, capture, [&](int) { context.set_random(context.random()); }});
 }
 
 }  // namespace
