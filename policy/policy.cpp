@@ -94,7 +94,7 @@ struct Interned {
   std::vector<std::string> declared;  // names of declared ops; only grows
 };
 
-// The caller holds the lock.
+// The process-wide table of interned policies. The caller holds the lock.
 Interned& interned() {
   static Interned* const table = [] {
     auto* made = new Interned;  // never freed: used until the last thread ends

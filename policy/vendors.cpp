@@ -15,8 +15,9 @@ struct ShippedAlias {
   std::string_view alias, vendor;
 };
 
-// The included file is generated from backends/*/*.json.in. It makes the aliases known also if a
-// plugin is loaded by its path without its manifest, so that denying an alias denies the plugin.
+// This list is generated from backends/*/*.json.in. It makes the aliases of te-fl's own plugins
+// known even if a plugin is loaded by its path without its manifest, so that denying an alias
+// denies the plugin.
 constexpr ShippedAlias kShipped[] = {
 #include "shipped/vendor_aliases.inc"
 };

@@ -8,8 +8,9 @@ namespace te_fl::registry {
 struct Implementation;
 struct Plan;
 
-// Dispatch's data about a call that the thread has made before: the implementation that serves it,
-// and its plan. The pointers are valid only for the same table and while no plan has been dropped.
+// Dispatch's data about a call that the thread has made before: the implementation that runs the
+// call, and its plan. The pointers are valid only for the same table and while no plan has been
+// dropped.
 struct KnownCall {
   uint64_t filled = 0;  // identifies the call; a new number invalidates the record
   uint64_t table = 0;   // Table::id; 0: the route is unknown
@@ -19,7 +20,7 @@ struct KnownCall {
   bool capturing = false;
   bool deterministic = false;
   uint32_t policy = 0;
-  // The route's first implementation, if it may serve such calls without staging; otherwise null.
+  // The route's first implementation, if it may run such calls without staging; otherwise null.
   const Implementation* first = nullptr;
   std::atomic<uint64_t>* counter = nullptr;  // call counter of `first`
 

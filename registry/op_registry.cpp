@@ -296,7 +296,7 @@ void OpRegistry::Impl::drop_plans(const Device& device) {
       }
     }
   }
-  // Another thread may be comparing its call's key with that of a plan.
+  // Another thread may still be comparing the key of its call with the key of a removed plan.
   if (!plans.empty()) registry::wait_quiescent(registry::retire());
 }
 
