@@ -43,8 +43,8 @@ void before_exit(void*) noexcept {
   wait(g_wait_for_calls, kCalls);
 }
 
-// A forked child has no other threads of the parent. If the parent had begun to exit, the child
-// goes on exiting.
+// Run in a forked child, which has no other threads of the parent. If the parent had begun to exit,
+// the child continues to exit.
 void in_child() {
   if (g_ending_thread.load() != 0) g_ending_thread.store(gettid());
   g_main_ended.store(false);

@@ -37,8 +37,9 @@ struct Signature {
   friend bool operator==(const Signature&, const Signature&) = default;
 };
 
-// The number for a plugin's name, as the maker of communicators (R29) and as the owner of
-// implementations. At most kMaxMaker; 0 if the name is null or there is no memory to store it.
+// The number of a plugin, assigned by name. It identifies the maker of communicators (R29) and the
+// owner of implementations. At most kMaxMaker; 0 if the name is null or there is no memory to store
+// it.
 inline constexpr uint32_t kMaxMaker = 0xffff;
 uint32_t maker_number(const char* plugin) noexcept;
 
@@ -59,8 +60,8 @@ class CompiledOp {
   bool check(const void* args, Signature& out) const noexcept;
   // The offsets of the members of the argument struct.
   const CallLayout& layout() const noexcept { return *layout_; }
-  // The bytes of the elements of all tensors, those in lists included, of a valid call. Does not
-  // count column-wise copies and scales.
+  // The total size in bytes of the elements of all tensors of a valid call, including tensors in
+  // lists. Does not count column-wise data and scales.
   uint64_t element_bytes(const void* args) const noexcept;
   // Computes only the signature, for routing decisions; does not check shapes or scalars.
   bool signature(const void* args, Signature& out) const noexcept;

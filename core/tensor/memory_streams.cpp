@@ -16,8 +16,8 @@ void add(const std::shared_ptr<void>& storage, std::vector<void*>& streams) {
   if (std::ranges::find(streams, handle) == streams.end()) streams.push_back(handle);
 }
 
-// Adds the streams of a storage. For the parts of a quantised tensor, also adds the streams of the
-// tensors among the parts.
+// Adds the streams that free a tensor's storage. For a quantised tensor, also adds the streams of
+// tensors that the storage refers to.
 void add_all(const std::shared_ptr<void>& storage, std::vector<void*>& streams) {
   add(storage, streams);
   if (std::get_deleter<FreeQuantStorage>(storage) == nullptr) return;

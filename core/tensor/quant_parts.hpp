@@ -9,8 +9,8 @@
 #include "core/tensor/tensor_access.hpp"
 #include "te_fl/plugin.h"
 
-// The list of the memory parts of a quantised tensor besides its row-wise data. All code that
-// visits a tensor's memory (checks, call words, copies, saved calls) uses this list, so a new part
+// The list of all memory blocks of a quantised tensor except its row-wise data. All code that
+// visits a tensor's memory (checks, call words, copies, saved calls) uses this list, so a new block
 // is added here only.
 namespace te_fl::core {
 

@@ -47,8 +47,8 @@ Extent extent_of(const Tensor& t) {
   return e;
 }
 
-// The streams of a copy, on the source's device and on the destination's. They are equal if one
-// device does the copy.
+// The two streams of a copy, one on the source's device and one on the destination's. They are
+// equal if one device does the copy.
 struct CopyStreams {
   void* from;
   void* to;
