@@ -62,10 +62,10 @@ class TE_FL_API Ctx {
   // are included if the visitor wants them. The visitor may replace a tensor by one of equal
   // contents. Must not run concurrently with a backward of this Ctx.
   void visit(const Visitor& visitor);
-  // False: nobody needs the gradient of the forward's input. Set it before the backward, which may
-  // then skip this gradient and its collectives, and returns an undefined tensor. Linear does so,
-  // and so do LayerNormLinear and LayerNormMLP if they have no norm or the norm is frozen. Other
-  // modules need the input's gradient for their parameters' gradients.
+  // False: the gradient of the forward's input is not needed. Set it before the backward, which may
+  // then skip this gradient and its collectives, and returns an undefined tensor. Linear skips the
+  // gradient, and so do LayerNormLinear and LayerNormMLP if they have no norm or the norm is
+  // frozen. Other modules need the input's gradient for their parameters' gradients.
   bool input_grad = true;
 
   // Functions for modules. A forward calls check_empty() first, before it computes anything, and

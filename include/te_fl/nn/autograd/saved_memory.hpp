@@ -18,7 +18,7 @@ struct SavedMemory {
   std::shared_ptr<void> owner;  // keeps the memory alive
 };
 
-// The memory of the activations in `ctx` that are on `device`, including codes and scales of FP8
+// The memory of the activations in `ctx` that are on `device`, including data and scales of FP8
 // activations. The ranges do not overlap. For programs that offload activations until the backward.
 // Must not run concurrently with a backward of `ctx`.
 TE_FL_API std::vector<SavedMemory> saved_memory(Ctx& ctx, const Device& device);
@@ -30,8 +30,9 @@ struct MovedMemory {
   int64_t bytes = 0;
   void* to = nullptr;
   std::shared_ptr<void> owner;
-  // Owns the old memory. Tensors of other owners stay: they may lie there since it was freed. An
-  // empty one stands for every owner.
+  // The owner of the old memory. Only tensors of this owner are moved: if the old memory was freed,
+  // tensors of another owner may have been allocated at the same address. Empty: tensors of every
+  // owner are moved.
   std::weak_ptr<void> old_owner = {};
 };
 

@@ -103,14 +103,16 @@ class TE_FL_API Tape {
   Status backward(const Value& of, const Tensor& gradient = {});
   // Sets a function that backward() calls once for each parameter when its gradient is complete, on
   // the backward's thread and stream, for example to begin an all-reduce. An error ends the
-  // backward. The parameters of a module are complete when its backward returns or, in a
-  // checkpointed piece, when the piece's backward returns. Not called for frozen parameters, nor
-  // for those whose gradient Module::backward_dw() will still write.
+  // backward. The parameters of a module are complete when the module's backward returns or, inside
+  // a function that was passed to checkpoint(), when the backward of that function returns. Not
+  // called for frozen parameters, nor for those whose gradient Module::backward_dw() will still
+  // write.
   using GradientHook = std::function<Status(Parameter& parameter)>;
   void on_gradient(GradientHook hook) { hook_ = std::move(hook); }
 
-  // Runs `piece` on x with activation checkpointing: only x is saved, and the piece runs again in
-  // the backward (nn::checkpoint()). Everything that the piece refers to must live until then.
+  // Runs the function `piece` on x with activation checkpointing: only x is saved, and `piece` runs
+  // again in the backward (nn::checkpoint()). Everything that `piece` refers to must live until
+  // then.
   Value checkpoint(std::function<Value(const Value& x)> piece, const Value& x);
 
   // Interface for calls that are not modules. `backward` receives the gradients of the results

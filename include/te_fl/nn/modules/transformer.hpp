@@ -51,15 +51,15 @@ struct TransformerLayerOptions {
   int64_t enc_dec_window_left = -1;
   int64_t enc_dec_window_right = -1;
   float glu_linear_offset = 1.0f;  // kClampedSwiglu
-  // This layer is a shard of a layer with groups_whole key heads and ffn_whole features (0: not a
-  // shard), as in MultiheadAttentionOptions and LayerNormMLPOptions. kv_channels must be set in a
-  // shard.
+  // For a shard of a layer: groups_whole and ffn_whole are the numbers of key heads and features of
+  // the full layer (0: not a shard), as in MultiheadAttentionOptions and LayerNormMLPOptions.
+  // kv_channels must be set in a shard.
   int64_t groups_whole = 0;
   int64_t groups_begin = 0;
   int64_t ffn_whole = 0;
   int64_t ffn_begin = 0;
-  // The ranks that divide the layer, as shard_of() does. Under sequence parallelism x, y and a
-  // decoder's encoder_output are this rank's rows.
+  // The ranks among which the layer is sharded. shard_of() sets this member. Under sequence
+  // parallelism x, y and a decoder's encoder_output are this rank's rows.
   TensorParallel parallel = {};
 };
 

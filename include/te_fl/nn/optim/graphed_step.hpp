@@ -11,8 +11,9 @@
 namespace te_fl::nn {
 
 struct GraphedStepOptions {
-  // Number of run() calls that run eagerly before the capture; at least 2. They create everything
-  // that must exist before a capture: plans, scratch memory, FP8 state, cached weights, momentum.
+  // Number of run() calls that run eagerly before the capture; at least 2. These runs create
+  // everything that must exist before a capture: plans, scratch memory, FP8 state, cached weights,
+  // momentum.
   int64_t warmup = 3;
   // Device tensors that the step reads. run() copies new values into them.
   std::vector<Tensor> inputs = {};
