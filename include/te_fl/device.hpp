@@ -148,7 +148,7 @@ TE_FL_API void* current_stream() noexcept;
 class Event;
 
 // Owns a stream of a device and keeps the device in the list. Movable, not copyable. A moved-from
-// or default-constructed Stream owns nothing and stands for the default stream of the host. A
+// or default-constructed Stream owns nothing and denotes the default stream of the host. A
 // stream that belongs to a framework is passed as a plain pointer instead.
 class Stream {
  public:

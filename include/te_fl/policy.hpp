@@ -129,8 +129,8 @@ class TE_FL_API PolicyScope {
   uint32_t previous_;
 };
 
-// Copies the calling thread's policy scope, or its absence, so that another thread can enter the
-// same scope:
+// Copies the calling thread's innermost policy scope, if any, so that another thread can enter a
+// scope with the same policy:
 //   auto captured = CapturedPolicy::capture();
 //   auto scope = captured.enter();  // on the other thread
 class TE_FL_API CapturedPolicy {

@@ -132,7 +132,7 @@ class TE_FL_API Tensor {
   Tensor scale_inv() const;         // kTensor: F32 [1]; else 2-D by scale_inv_shape
   Tensor columnwise_scale_inv() const;
   Tensor amax() const;             // F32 [1]
-  Tensor columnwise_amax() const;  // F32 [1]; undefined if amax() applies to both copies
+  Tensor columnwise_amax() const;  // F32 [1]; undefined if amax() applies to all data
   Tensor scale() const;            // F32 [1]
 
   // Copies the tensor, with all quantised parts, to new compact storage on `device`.
@@ -170,7 +170,7 @@ class TE_FL_API Tensor {
   std::array<int64_t, kMaxRank> shape_{};
   std::array<int64_t, kMaxRank> strides_{};
   std::shared_ptr<void> storage_;        // row-wise data, or the owner of that memory
-  std::shared_ptr<void> quant_storage_;  // all other parts
+  std::shared_ptr<void> quant_storage_;  // all other data and scales of a quantised tensor
   Device device_{};
   int32_t rank_ = -1;
   DType dtype_ = DType::kF32;

@@ -20,7 +20,7 @@ struct VerifyCounts {
   uint64_t differed = 0;
   uint64_t saved = 0;     // calls saved as case files
   uint64_t captured = 0;  // not verified: their stream was being captured into a graph
-  // Not verified: the reference itself served the call, there was nothing to compare (opaque
+  // Not verified: the reference itself ran the call, there was nothing to compare (opaque
   // records, enquiries, collectives), no reference implementation accepts the call, or there was no
   // memory for copies.
   uint64_t skipped = 0;
@@ -47,7 +47,7 @@ TE_FL_API Status watch_status();
 // quarantine is in force nevertheless.
 TE_FL_API Status step_boundary();
 
-// An implementation that no longer serves calls of one op and signature.
+// A quarantine: an implementation that dispatch no longer uses for calls of one op and signature.
 struct Quarantine {
   std::string op, impl_id;
   std::string owner, build_id;  // of the plugin; for built-in backends, of te-fl

@@ -5,8 +5,8 @@
 
 namespace te_fl {
 
-// The parts of an existing quantised tensor. Each part is compact, and all are on one device. An
-// undefined Tensor means that the part is absent.
+// Data and scales of an existing quantised tensor. Each tensor is compact, and all are on one
+// device. An undefined Tensor is absent.
 struct QuantizedParts {
   Tensor codes;    // row-wise copy: 8-bit floats in the shape of the tensor
   Tensor columns;  // column-wise copy: [K, M] if the row-wise codes are [M, K]

@@ -40,7 +40,7 @@ class TE_FL_API Ctx {
   };
   struct TE_FL_API Record {
     virtual ~Record();
-    // True from the start of a forward that will have a backward until a Ctx has stored the record.
+    // True from the start of a training forward until the forward has stored this record in a Ctx.
     bool unfinished = false;
     // Copies a record of this type. Null: the record cannot be copied, and a copy of the Ctx is
     // empty.

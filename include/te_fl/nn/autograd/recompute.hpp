@@ -39,12 +39,13 @@ class TE_FL_API RecomputeRecord {
 
 enum class RecomputePhase : uint8_t { kNone, kFirst, kSecond };
 
-// Marks this thread's forwards as the first or second run of a piece until the scope is destroyed.
-// It is for frameworks that have their own checkpointing; checkpoint() below uses it. Both runs
-// call the same forwards in the same order and give each a Ctx. The first run drops its Ctxs.
+// Marks this thread's forwards as the first or second run of a checkpointed piece until the scope
+// is destroyed. It is for frameworks that have their own checkpointing; checkpoint() below uses it.
+// Both runs call the same forwards in the same order and give each a Ctx. The first run drops its
+// Ctxs.
 //   kFirst: forwards compute and collect amaxes as usual; `record` stores what they used.
 //   kSecond: forwards draw the same random numbers and read the same scales and weights. They
-//     update nothing: no amax, no scale, no random position. Policy and autocast are those of the
+//     update nothing: no amax, no scale, no RNG state. Policy and autocast are those of the
 //     first run, whatever scopes the thread has opened; streams are the thread's own. The scope
 //     must end before the backward of the forwards that it covers. A record may be replayed several
 //     times.

@@ -11,8 +11,8 @@
 
 // Initial values of parameters. They are computed on the host in FP32, with all cores, then
 // converted and copied to the device. Each value depends only on the seed and the element's index.
-// The same seed therefore gives the same values on every device, and a shard gets the values that
-// the whole tensor has at its place.
+// The same seed therefore gives the same values on every device, and a shard gets the values of the
+// full tensor at the shard's position.
 namespace te_fl::nn::init {
 
 using Shard = nn::Shard;

@@ -36,7 +36,7 @@ struct DataParallelOptions {
 //   for each microbatch but the last { forward; backward; }
 //   forward;
 //   { auto last = parallel->last_backward(); backward; }
-//   sum_partial_gradients(...);  // if ranks divide the layers, too
+//   sum_partial_gradients(...);  // if the layers are tensor-parallel, too
 //   parallel->average_gradients();
 //   optimizer->step();
 // Begin each step with Module::zero_grad(), so that a parameter that a rank did not use has a zero

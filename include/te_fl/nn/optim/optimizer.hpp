@@ -65,7 +65,6 @@ class TE_FL_API Optimizer {
   // advance() counts before each launch. FAILED_PRECONDITION also if a GraphedStep is capturing
   // whose options do not name this optimizer, and for the first step of an SGD with dampening,
   // which differs from later steps.
-  // steps.
   Status step();
   // A step for a loss that was multiplied by the scaler's scale: divides the gradients by the
   // scale, then clips and updates. Without max_grad_norm nothing is read on the host. If a gradient
@@ -197,8 +196,8 @@ struct AdamOptions {
   // Such a step cannot be captured (FAILED_PRECONDITION), because the host tracks which copies are
   // valid. Not allowed with `zero`.
   bool write_fp8_weights = false;
-  // ZeRO-1: the ranks of this DataParallel divide the optimizer state and the update. It must have
-  // been created with the same parameters and DataParallelOptions::zero. step() is then a
+  // ZeRO-1: the optimizer state and the update are sharded among the ranks of this DataParallel. It
+  // must have been created with the same parameters and DataParallelOptions::zero. step() is then a
   // collective and must follow average_gradients(). Each element is computed as without ZeRO,
   // except that the norm for clipping is summed in another order. create() reads this member; a
   // DataParallel of one rank counts as null.
