@@ -31,7 +31,7 @@ const core::ForkMutex::Registration aliases_registration(aliases_mutex);
 
 // The aliases that manifests declared. The caller holds the mutex.
 std::vector<FoundAlias>& found() {
-  static auto* const list = new std::vector<FoundAlias>;  // never freed: read until the end
+  static auto* const list = new std::vector<FoundAlias>;  // never freed: read until exit
   return *list;
 }
 

@@ -27,7 +27,7 @@ struct KnownCall {
   const Plan* plan = nullptr;
   uint64_t plan_of = 0;          // Implementation::number of the plan's owner
   uint64_t plan_generation = 0;  // g_plan_generation at the look-up
-  uint64_t plan_context = 0;     // the key's context word, without the device
+  uint64_t plan_context = 0;     // PlanKey::context_word() of the call that the plan is for
 
   // The implementation whose supports() accepted exactly these arguments, addresses and numbers
   // included (R10).

@@ -365,7 +365,7 @@ void note_launch(const Device& device, void* stream) {
     if (!plan->captured || plan->device != device || has(*plan, device, stream)) continue;
     plan->streams.push_back(stream);
   }
-  last = {generation, {device, stream}};  // the generation read before the lock
+  last = {generation, {device, stream}};  // value read before the lock was taken
 }
 
 Status check_captures(const std::function<bool(const Plan&)>& picks) {

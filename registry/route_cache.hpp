@@ -102,7 +102,7 @@ struct alignas(64) HandleEntry {
   uint64_t handle = 0;
   KnownCall known;       // data about the call `last`
   core::ExactMemo last;  // a valid call of the handle
-  uint32_t misses = 0;   // calls since then that differed from `last`
+  uint32_t misses = 0;   // number of calls that differed from `last` since it was stored
   uint32_t rivals = 0;   // look-ups by other handles
 
   // Decides whether another handle may take this entry. Only one in 16 look-ups evicts, so that

@@ -37,7 +37,7 @@ const Frame* frame_for(const Device& device) noexcept {
   return frame;
 }
 
-// True if the device's plugin accepts the stream as its own, or cannot tell.
+// True if the device's plugin accepts the stream as its own, or cannot check streams.
 bool may_have(const Device& device, void* stream) {
   const Result<core::DeviceUse> use = core::DeviceUse::of(device);
   if (!use.ok()) return false;

@@ -310,7 +310,7 @@ void ExactMemo::take(const CompiledOp& op, const void* args) noexcept {
   uint32_t count = 0;
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
-    // The memo does not compare the memory behind other pointers.
+    // The memo does not compare memory that other pointers point to.
     if (arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_I64_LIST ||
         arg.type == TE_FL_ARG_SAVED || arg.type == TE_FL_ARG_COMMUNICATOR) {
       return;

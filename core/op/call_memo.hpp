@@ -170,7 +170,7 @@ class CallMemo {
       CompareSink sink{slot.words.data()};
       if (!walk_call(layout, args, sink) || sink.differs != 0) continue;
       if (sink.changed == 0 || takes_over(layout, raw, slot)) return &slot;
-      set.next = way;  // only the full check can tell; put() reuses this slot
+      set.next = way;  // only the full check can decide; put() reuses this slot
       return nullptr;
     }
     return nullptr;

@@ -45,7 +45,7 @@ int parts_of(const te_fl_tensor& t, Parts& parts) {
 
 using CheckPointer = decltype(te_fl_device_api::check_pointer);
 
-// The device's answer about an address. kLost: the device is lost and cannot answer.
+// The device's result of checking an address. kLost: the device is lost and cannot check.
 enum class Answer { kBelongs, kDoesNot, kLost };
 
 Answer ask(CheckPointer check, void* self, const void* data, size_t bytes,

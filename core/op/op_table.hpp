@@ -69,9 +69,9 @@ class CompiledOp {
   // values.
   Status check_status(const void* args) const;
   // The mask of bits in Signature::later for the named arguments, separated by blanks; 0 for null.
-  // INVALID_ARGUMENT if a name is not a later argument of the op.
+  // INVALID_ARGUMENT if a name is not that of a later-added argument (R23) of the op.
   Result<uint32_t> later_mask(const char* names) const;
-  // Names of the later arguments in the mask, in the op's order.
+  // Names of the later-added arguments (R23) in the mask, in the op's order.
   std::string later_names(uint32_t mask) const;
   // The name of the first tensor argument whose dtype (or scaling) is outside the mask, for error
   // messages.

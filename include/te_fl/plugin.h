@@ -140,10 +140,10 @@
  *  R27 An implementation may need memory that is zero when its first op on a stream begins and then
  *      keeps what its ops leave there. It states the size in te_fl_op_desc.stream_state_bytes and
  *      finds the memory in ctx->stream_state. The memory belongs to one implementation, device and
- *      stream, whose ops run one after the other. The host frees it when the stream, the
- *      implementation or the device is removed. A captured op has its own memory, which is zero each time
- *      a launch of the graph reaches the op. Work on the host has no stream, so an implementation
- *      for host memory cannot have stream state.
+ *      stream, whose ops run one after the other. The host frees the memory when the stream is
+ *      destroyed or the implementation or the device is removed. A captured op has its own memory,
+ *      which is zero each time a launch of the graph reaches the op. Work on the host has no
+ *      stream, so an implementation for host memory cannot have stream state.
  *  R28 A plugin allocates device memory that it holds beyond a call by te_fl_host_api.allocate, so
  *      that a program's allocator (R25) and the count of live memory include it. The plugin frees
  *      it by the end of quiesce(), the memory of plans in destroy_plan(). Live memory keeps its
@@ -380,7 +380,8 @@ enum { /* te_fl_quant.flags */
  *     Compact, except in arguments that may have strides (TE_FL_ARG_STRIDED_CODES).
  *   column-wise data: compact [K, M] (MXFP8: [M, K], not transposed).
  *   scale_inv, by scaling mode:
- *     TENSOR         FP32 [1], for row-wise and column-wise data; columnwise_scale_inv: NULL or equal
+ *     TENSOR         FP32 [1], for row-wise and column-wise data; columnwise_scale_inv is NULL or
+ *                    equal to scale_inv
  *     BLOCK_1X128    row-wise FP32 [ceil(K/128), roundup(M,4)]; column-wise
  *                    [ceil(M/128), roundup(K,4)]
  *     BLOCK_128X128  row-wise FP32 [ceil(M/128), roundup(ceil(K/128),4)]; column-wise
@@ -706,8 +707,8 @@ typedef struct te_fl_op_desc {
      provider of the devices that the plugin itself enumerates. The plugin is refused if these
      devices have two providers. */
   const char* provider TE_FL_INIT(NULL);
-  /* Names of the op's later arguments that the implementation knows, separated by spaces (R23).
-     NULL: none. This also applies to custom ops. */
+  /* Names of the arguments with TE_FL_ARG_LATER that the implementation supports, separated by
+     spaces (R23). NULL: none. This also applies to custom ops. */
   const char* later_args TE_FL_INIT(NULL);
   uint64_t stream_state_bytes TE_FL_INIT(0); /* bytes of state per stream (R27); 0: none */
   /* Writes a few words to `text`: the kernel or library function that run() would launch for a call

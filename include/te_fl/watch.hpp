@@ -35,13 +35,14 @@ TE_FL_API Status watch_status();
 // Declares that a training step has ended. nn's Optimizer::step calls it.
 //
 // With TE_FL_VERIFY_ACTION=quarantine, an implementation whose results differed is quarantined: it
-// no longer serves that op and signature, and the quarantine file records this for later runs. In a
-// process on its own, this takes effect at the end of the call in which the difference was found;
-// if that call runs inside another call, or a stream is being captured, it takes effect after the
-// next call for which neither is true. In a job of several ranks (WORLD_SIZE, OMPI_COMM_WORLD_SIZE
-// or PMI_SIZE in the environment) a quarantine is held back until step_boundary(), which all ranks
-// call alike, so that all ranks change their choice between the same two calls. Quarantines that
-// are still held back when the process ends are written to the file then.
+// is not used any more for that op and signature, and the quarantine file records this for later
+// runs. In a process on its own, this takes effect at the end of the call in which the difference
+// was found; if that call runs inside another call, or a stream is being captured, it takes effect
+// after the next call for which neither is true. In a job of several ranks (WORLD_SIZE,
+// OMPI_COMM_WORLD_SIZE or PMI_SIZE in the environment) a quarantine is held back until
+// step_boundary(), which all ranks call alike, so that all ranks change their choice between the
+// same two calls. Quarantines that are still held back when the process ends are written to the
+// file then.
 //
 // Costs one atomic load if nothing is held back. Error: the file could not be written; the
 // quarantine is in force nevertheless.

@@ -1,4 +1,4 @@
-// The parts of attention's semantics that read element data, for host memory only.
+// Functions of attention that read element data (sequence lengths, masks), for host memory only.
 #pragma once
 
 #include <algorithm>

@@ -94,10 +94,10 @@ struct ForwardOptions {
   // are computed for this call, so that each launch reads the weights of its time.
   std::optional<bool> is_first_microbatch = {};
   // Decides like is_first_microbatch, but on the device when the work runs, so that one captured
-  // graph serves every microbatch. F32 [1] on the modules' device. 0: quantise FP8 weights and keep
-  // them; any other value: reuse what was kept. Outside of a capture, weights that the host knows
-  // to be out of date (nothing kept yet, another recipe, an optimizer step) are quantised in any
-  // case; in a capture only the value counts. Must not be combined with is_first_microbatch.
+  // graph works for every microbatch. F32 [1] on the modules' device. 0: quantise FP8 weights and
+  // keep them; any other value: reuse what was kept. Outside of a capture, weights that the host
+  // knows to be out of date (nothing kept yet, another recipe, an optimizer step) are quantised in
+  // any case; in a capture only the value counts. Must not be combined with is_first_microbatch.
   // Without FP8, weights of another dtype are cast every time.
   Tensor reuse_weights = {};
 };

@@ -15,12 +15,12 @@ namespace detail {
 struct ParameterState;
 }
 
-// Position of a parameter within the whole tensor of which it is a shard, e.g. the rows [begin,
+// Position of a parameter within the full tensor of which it is a shard, e.g. the rows [begin,
 // begin + extent) of a weight. Empty: the parameter is not sharded.
 struct Shard {
-  Shape whole;  // shape of the whole tensor
-  Shape begin;  // index of the shard's first element in the whole tensor
-  // If not empty, the shard's rows (dimension 0) are these ranges of rows of the whole tensor, one
+  Shape whole;  // shape of the full, unsharded tensor
+  Shape begin;  // index of the shard's first element in the full tensor
+  // If not empty, the shard's rows (dimension 0) are these ranges of rows of the full tensor, one
   // after the other, instead of the rows from begin[0] on.
   struct Rows {
     int64_t begin = 0, count = 0;
@@ -35,7 +35,7 @@ struct TE_FL_API Parameter {
   Parameter(const Parameter&) = delete;
   Parameter& operator=(const Parameter&) = delete;
 
-  Tensor value;  // F32, BF16 or F16, compact; under quantized_model_init FP8 codes only
+  Tensor value;  // F32, BF16 or F16, compact; under quantized_model_init FP8 data only
   // Gradient, of value's shape and of grad_dtype. Undefined, which counts as zero, until a backward
   // first writes it or ensure_grad() makes it. A model that is not trained has no gradients.
   Tensor grad;

@@ -86,8 +86,8 @@ class TE_FL_API Tape {
   Tape& operator=(const Tape&) = delete;
 
   bool training() const noexcept { return training_; }
-  // Default ForwardOptions: passed to every forward that takes ForwardOptions and was not given
-  // any, whatever other arguments it has (such as AttentionInputs).
+  // Default ForwardOptions: passed to every forward that has a parameter of this type and was not
+  // given any, whatever other arguments it has (such as AttentionInputs).
   ForwardOptions options;
 
   // Puts a tensor on the tape as an input. `wants_grad`: backward() computes its gradient, see

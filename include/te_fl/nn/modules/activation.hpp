@@ -8,7 +8,7 @@
 
 namespace te_fl::nn {
 
-// The activations of the op catalogue. The gated ones, from kGeglu on, take [a, b] of twice the
+// The activations of the op catalogue. The gated ones, from kGeglu on, accept [a, b] of twice the
 // width and return act(a) * b.
 enum class Activation : uint8_t {
   kGelu,

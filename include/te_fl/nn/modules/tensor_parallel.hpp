@@ -50,7 +50,7 @@ enum class ParallelMode : uint8_t { kNone, kColumn, kRow };
 // This rank's rows of x (dimension 0), as a view. INVALID_ARGUMENT if the number of ranks does not
 // divide that dimension.
 TE_FL_API Result<Tensor> scatter_rows(const TensorParallel& parallel, const Tensor& x);
-// Concatenates the ranks' rows along dimension 0.
+// Concatenates the ranks' tensors x along dimension 0.
 TE_FL_API Result<Tensor> gather_rows(const TensorParallel& parallel, const Tensor& x);
 
 // Versions for tape values, for models in which all ranks compute the same values before

@@ -36,7 +36,7 @@ struct OwnPart;
 // elements [begin, end) of the flattened parameter.
 struct StatePart {
   std::string name;  // name of the parameter
-  Shape shape;       // shape of the whole parameter
+  Shape shape;       // shape of the full parameter
   int64_t begin = 0, end = 0;
 };
 
@@ -132,7 +132,7 @@ class TE_FL_API Optimizer {
   // ZeRO: restricts the optimizer to this rank's shards. Does nothing if `zero` is null.
   // INVALID_ARGUMENT if `zero` was created without ZeRO or for other parameters.
   Status divide(const char* optimizer, std::shared_ptr<detail::GradientBuckets> zero);
-  // `first`: no earlier step has left any state.
+  // Updates the parameters. `first`: true if no earlier step has written any optimizer state.
   virtual Status update(bool first) = 0;
 
   std::vector<NamedParameter> parameters_;
