@@ -146,7 +146,7 @@ Status settings_error(const PolicySettings& settings) {
   if (named.empty()) return {};
   const std::vector<std::string> known = known_ops();
   for (const std::string& op : named) {
-    if (op.find("::") != std::string::npos) continue;  // may be registered later
+    if (op.find("::") != std::string::npos) continue;  // a custom op may be registered later
     if (std::find(known.begin(), known.end(), op) != known.end()) continue;
     return invalid_argument("the policy has a list for op " + quoted(op) +
                             ", which does not exist" + did_you_mean(op, known));

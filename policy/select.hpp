@@ -61,7 +61,7 @@ enum class Refusal : uint8_t {
   kNotListed,    // an exclusive per-op list does not contain it
   kDenied,       // listed in deny_vendors
   kNotAllowed,   // missing in allow_vendors
-  kQuarantined,  // it produced wrong results for such calls
+  kQuarantined,  // the implementation gave wrong results for such calls
   kDevice,
   kArch,
   kDtype,

@@ -24,8 +24,8 @@ struct alignas(64) EpochSlot {
   uint32_t depth = 0;  // nested ops; used by the owning thread only
 };
 
-// Marks the thread as inside an op or a device function (core/inside.hpp). A nested enter() only
-// increments `depth`.
+// Marks the thread as inside an op or a device function (core/device/inside.hpp). A nested enter()
+// only increments `depth`.
 [[gnu::always_inline]] inline void enter(EpochSlot& slot) noexcept {
   if (slot.depth++ != 0) return;
   const uint64_t now = g_epoch.value.load(std::memory_order_acquire);

@@ -97,10 +97,10 @@ class PlanCache {
   struct Retired {
     std::unique_ptr<Plan> plan;
     uint64_t epoch;
-    bool busy = false;  // a thread is querying its streams without the lock
+    bool busy = false;  // a thread is querying the plan's streams without the lock
     Work work = Work::kRuns;
     bool marked = false;          // true if the events are recorded
-    std::vector<Event> behind{};  // on each of its streams, recorded once no call can use it
+    std::vector<Event> behind{};  // one per stream, recorded when no call can use the plan
   };
   void drop_oldest();
   // Destroys dropped plans that no thread and no device work uses any more.

@@ -18,7 +18,7 @@ enum class LockLevel : int {
   kGradientUpdates,  // nn: guards the gradient scales that are updated at the end of a backward
   kRandomPosition,   // nn: guards the RNG state of a Context
   kServing,          // held while an implementation runs: see LockRank
-  kSerialWaits,      // guards the list of threads that wait for implementations that are not thread-safe
+  kSerialWaits,      // guards the threads that wait for implementations that are not thread-safe
   kCommWatchdog,     // guards the watchdog thread of the communicators
   kComms,            // guards the communicators
   kBuiltins,         // guards the built-in backends, while one of them is being loaded

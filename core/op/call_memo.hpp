@@ -35,9 +35,9 @@ inline bool hash_call(const CallLayout& layout, const std::byte* args, uint64_t&
 // The effect of the differences between a call and a record of an earlier call, if they differ only
 // in addresses and numbers.
 enum class Changes : uint8_t {
-  kNone,    // none on a plan
+  kNone,    // the call is valid, and the record's plan fits it
   kPlan,    // the call is valid, but the record's plan may not fit it
-  kUnclear  // only the full check can tell whether the call is valid
+  kUnclear  // only the full check can decide whether the call is valid
 };
 
 // Writes the call's new addresses and numbers into the record, after checking the rules about them.

@@ -27,7 +27,7 @@ struct QuantSpec {
   bool compute_scale = false;  // current scaling of kTensor; block modes always derive their scales
   bool pow2_scale = false;     // derived scales are truncated to powers of two
   float amax_epsilon = 0;
-  // kNVFP4: allocate a separate amax for the column-wise copy, initialised to zero
+  // kNVFP4: allocate a separate amax for the column-wise data, initialised to zero
   bool own_columnwise_amax = false;
   // false: scale_inv starts uninitialised, and with compute_scale also amax and scale. This saves a
   // fill and a copy when an op writes the tensor next, because ops write all three.

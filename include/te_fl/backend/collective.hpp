@@ -27,7 +27,7 @@ T& communicator(const te_fl_communicator* comm) noexcept {
 // counts in full.
 inline int64_t bytes_of(const te_fl_tensor& t) noexcept {
   const int64_t count = numel(t), bits = t.dl.dtype.bits;
-  return count / 8 * bits + (count % 8 * bits + 7) / 8;  // 64 bits hold the bytes, not all bits
+  return count / 8 * bits + (count % 8 * bits + 7) / 8;  // avoids a product that may overflow
 }
 
 namespace detail {

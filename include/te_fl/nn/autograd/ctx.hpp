@@ -27,7 +27,7 @@ class TE_FL_API Ctx {
    public:
     template <class F>
     requires std::invocable<F&, Tensor&>
-    // NOLINTNEXTLINE(google-explicit-constructor): a function is a visitor of the others
+    // NOLINTNEXTLINE(google-explicit-constructor): a lambda may be passed as a Visitor
     Visitor(F each, bool wants_masks = false) : each_(std::move(each)), wants_masks_(wants_masks) {}
     void operator()(Tensor& tensor) const { each_(tensor); }
     void mask(Tensor& tensor) const {

@@ -37,9 +37,9 @@ struct MovedMemory {
 };
 
 // Makes the tensors whose memory lies in `moved` use the new memory, and releases the old memory.
-// An old allocation stays alive if it also holds a part that is not moved. The new memory may be on
-// another device as long as nothing reads it; before the backward it must be on the tensors' device
-// again. Must not run concurrently with a backward of `ctx`.
+// An old allocation stays alive if it also holds a tensor that is not moved. The new memory may be
+// on another device as long as nothing reads it; before the backward it must be on the tensors'
+// device again. Must not run concurrently with a backward of `ctx`.
 TE_FL_API void move_saved_memory(Ctx& ctx, std::span<const MovedMemory> moved);
 
 }  // namespace te_fl::nn

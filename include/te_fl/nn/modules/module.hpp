@@ -85,7 +85,7 @@ class TE_FL_API Module {
   // deferred work of several backward passes separately.
   std::function<Status()> take_delayed_wgrad();
   // Parameters and FP8 state by name, sharing storage with the module. For a parameter: NAME. For
-  // an FP8-only parameter: NAME (its codes), NAME.scale_inv (the factor of the codes) and
+  // an FP8-only parameter: NAME (FP8 data), NAME.scale_inv (the factor that dequantises it) and
   // NAME.amax, F32 [1]. For each FP8 state, once delayed scaling has been used: NAME.fwd.scale,
   // NAME.fwd.amax_history, NAME.bwd.scale, NAME.bwd.amax_history and, after a backward,
   // NAME.bwd.fp8_max, F32 [1] on the host: 448 or 57344, the largest value of the FP8 type that the
