@@ -107,8 +107,8 @@ class DeviceArenas {
   // Locks `arena`, or else its first free spare, which is created if there is none. `arena` then
   // points to the locked one.
   static std::unique_lock<core::Mutex> lock_free(DeviceArena*& arena);
-  // Frees the matching blocks. `on_default_stream`: on the default stream, since the blocks' own
-  // streams may be destroyed.
+  // Frees the matching blocks. `on_default_stream` true: frees them on the default stream, because
+  // the blocks' own streams may have been destroyed.
   template <class Matches>
   void release_if(Matches&& matches, bool on_default_stream);
 

@@ -120,8 +120,8 @@ Status withdrawn_device(const Device& device);
 // since.)
 Status absent_device(const Device& device);
 
-// Hooks into upper layers for changes of a device. The registry sets all but `held` and `release`;
-// dispatch sets those two.
+// Hooks into upper layers for changes of a device. Dispatch sets `count_cached` and
+// `release_cached`; the registry sets all others.
 struct DeviceHooks {
   // The device was added; a different device may have had the same number before.
   std::atomic<void (*)(const Device&)> on_added{nullptr};

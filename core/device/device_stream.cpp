@@ -55,7 +55,7 @@ void destroy_on_device(const Device& device, void* handle) {
   entry->release();
 }
 
-// Returns the record and creates it if there is none. The caller holds the lock.
+// Returns the stream's record and creates it if there is none. The caller holds the lock.
 StreamRef record_in(Known& known, const Device& device, void* handle) {
   if (StreamRef record = known.record.lock()) return record;
   auto record = std::make_shared<StreamRecord>(device, handle, false);

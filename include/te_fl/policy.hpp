@@ -61,7 +61,7 @@ struct PolicySettings {
   std::optional<uint64_t> max_staged_bytes;
   std::vector<std::string> allow_vendors;  // lower case; empty: all vendors
   std::vector<std::string> deny_vendors;
-  // an op in the map uses only what its list names
+  // for an op in the map, only implementations that its list names may run
   std::map<std::string, std::vector<PolicyToken>, std::less<>> per_op;
   std::vector<SignatureList> per_signature;  // takes precedence over per_op
   friend bool operator==(const PolicySettings&, const PolicySettings&) = default;

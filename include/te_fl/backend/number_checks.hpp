@@ -1,7 +1,7 @@
 #pragma once
 
-// Checks for backends of numbers and list lengths in a call that op schemas cannot express. All
-// throw INVALID_ARGUMENT, clean, and read metadata only. Header-only.
+// Checks for backends. They check numbers and list lengths of a call, as far as op schemas cannot
+// express the rules. All throw INVALID_ARGUMENT, clean, and read metadata only. Header-only.
 
 #include <cmath>
 #include <cstdint>

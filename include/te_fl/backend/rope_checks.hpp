@@ -1,8 +1,8 @@
 #pragma once
 
-// Checks for backends with rotary embeddings of rules that depend on the values of scalars, which
-// op schemas cannot express. All throw INVALID_ARGUMENT, clean, and read metadata only.
-// Header-only.
+// Checks for backends with rotary embeddings. They check rules that depend on the values of
+// scalars, which op schemas cannot express. All throw INVALID_ARGUMENT, clean, and read metadata
+// only. Header-only.
 
 #include <cstdint>
 #include <string>

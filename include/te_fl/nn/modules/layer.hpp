@@ -13,7 +13,8 @@
 #include "te_fl/nn/modules/module.hpp"
 #include "te_fl/status.hpp"
 
-// Modules as functions of tape values.
+// Layer, Model and Sequential call modules as functions of tape values
+// (te_fl/nn/autograd/tape.hpp).
 namespace te_fl::nn {
 
 namespace detail {

@@ -30,9 +30,9 @@ class TE_FL_API CrossEntropyLoss : public Module {
   // `divisor`; 0 means the number of rows. If some targets are ignored, pass the number of the
   // other rows as divisor. Does not wait for the device; item() reads the result.
   Result<Tensor> forward(const Tensor& logits, const Tensor& targets, Ctx* ctx, double divisor = 0);
-  // The gradient of grad_scale * loss: [..., V] in the logits' dtype.
+  // Returns the gradient of grad_scale * loss with respect to the logits: [..., V] in their dtype.
   Result<Tensor> backward(Ctx& ctx, double grad_scale = 1);
-  // The gradient of the logits for the loss's gradient `dloss`, F32 [1] on the device.
+  // Returns the logits' gradient, given the loss's gradient `dloss`, F32 [1] on the device.
   Result<Tensor> backward(Ctx& ctx, const Tensor& dloss);
 
  private:
