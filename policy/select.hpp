@@ -66,10 +66,11 @@ enum class Refusal : uint8_t {
   kArch,
   kDtype,
   kScaling,
-  kLaterArgument,  // the call sets a later argument that it does not support
+  kLaterArgument,  // the call sets a later-added argument (R23) that the implementation does not
+                   // support
   kNondeterministic,
   kNotGraphSafe,
-  kStagingStrict,      // strict policy, and the policy does not name it
+  kStagingStrict,      // the policy is strict and does not name the implementation
   kStagingForbidden,   // max_staged_bytes is 0
   kStagingCollective,  // other ranks run the op on devices
   kMaker,              // the call's communicator belongs to another plugin

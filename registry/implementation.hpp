@@ -45,7 +45,7 @@ struct Implementation {
   Kind kind = Kind::kDefault;
   uint64_t number = 0;          // unique in the process, never reused
   uint32_t counter = 0;         // index of its call counters
-  bool direct = false;          // run() needs a context only: no scratch, plan or lock
+  bool direct = false;          // run() needs neither scratch memory nor a plan nor a lock
   uint32_t later = 0;           // mask of the later-added arguments that it supports (R23)
   bool checks_support = false;  // supports() must be called for each call
   bool plan_memory = false;     // its plans own device memory (R26)

@@ -31,7 +31,7 @@ struct KnownCall {
 
   // The implementation whose supports() accepted exactly these arguments, addresses and numbers
   // included (R10).
-  uint64_t accepted_by = 0;       // Implementation::number; 0: none
+  uint64_t accepted_by = 0;       // Implementation::number of the implementation; 0: none
   uint64_t accepted_context = 0;  // PlanKey::whole_context_word() of the accepted call
 
   void forget_plan() noexcept { plan = nullptr; }

@@ -67,7 +67,7 @@ class Asked {
     const std::lock_guard lock(plans_mutex);
     for (const StreamOf& one : mine_) {
       const auto at = std::find(asked_streams().begin(), asked_streams().end(), one);
-      if (at != asked_streams().end()) asked_streams().erase(at);  // absent after a fork
+      if (at != asked_streams().end()) asked_streams().erase(at);  // a fork clears the list
     }
   }
   Asked(const Asked&) = delete;
@@ -264,7 +264,7 @@ Plan::~Plan() {
   }
   try {
     impl->desc.destroy_plan(impl->desc.self, plan);
-  } catch (...) {  // R5 forbids it; a destructor has no caller to report to
+  } catch (...) {  // R5 forbids exceptions; a destructor cannot return an error
     log::once(log::Level::kWarning, "destroy_plan " + impl->impl_id,
               "implementation '" + impl->impl_id + "' of op '" + impl->op +
                   "': destroy_plan() threw an exception (rule R5)");

@@ -62,7 +62,7 @@ struct OpRegistry::Impl {
     std::unique_ptr<const Table> table;
     uint64_t epoch;
   };
-  // The caller of these functions holds the lock.
+  // The caller of the next three functions holds the lock.
   std::unique_ptr<Table> copy_table() const;
   void publish(std::unique_ptr<Table> next);
   void take_dead(uint64_t oldest, std::vector<std::unique_ptr<const Table>>& dead);

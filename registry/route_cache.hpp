@@ -51,7 +51,7 @@ struct Step {
 
 // A resolved choice: the implementations to try, in this order.
 struct Route {
-  std::vector<Step> order;  // those that pass static constraints and the policy
+  std::vector<Step> order;  // the implementations that pass static constraints and the policy
   bool strict = false;
   bool deterministic = false;
 };

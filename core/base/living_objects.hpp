@@ -60,7 +60,8 @@ class LivingObjects {
 
  private:
   static inline int all_made_ = 0;  // objects of class All in the process; the mutex guards it
-  static inline constinit thread_local int made_here_ = 0;  // those of the calling thread
+  static inline constinit thread_local int made_here_ =
+      0;  // objects of class All that the calling thread holds
 };
 
 }  // namespace te_fl::core

@@ -47,7 +47,7 @@ Allocator::~Allocator() {
   if (api_.destroy == nullptr) return;
   try {
     api_.destroy(api_.self);
-  } catch (...) {  // R5 forbids exceptions, and a destructor has no caller to report to
+  } catch (...) {  // R5 forbids exceptions; a destructor cannot return an error
   }
 }
 

@@ -25,7 +25,7 @@ struct StreamRecord {
 
   const Device device;
   void* const handle;
-  const bool made;                   // true: by devices::create_stream
+  const bool made;                   // true: devices::create_stream made the stream
   std::atomic<bool> retired{false};  // retire_stream was called: the owner will destroy it, no new
                                      // work
   std::atomic<int> in_use{0};        // number of StreamUse objects; retire_stream waits until it is

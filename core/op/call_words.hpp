@@ -36,7 +36,7 @@ struct CallLayout {
   };
   struct Saved {
     uint32_t offset = 0;  // 0: the op has no saved record
-    bool read = false;    // by the op; otherwise its contents are left over from an earlier call
+    bool read = false;  // true: the op reads the record; false: its contents are of an earlier call
   };
   // A scalar argument, read as 4 or 8 bytes. `structure` is true for bools and enums, whose value
   // decides which rules apply: a call with another value does not match a record of an earlier
@@ -57,7 +57,8 @@ struct CallLayout {
   };
 
   static constexpr size_t kMaxHashed = 2;
-  static constexpr size_t kMaxLists = 8;  // with more, new addresses cause the full check
+  static constexpr size_t kMaxLists =
+      8;  // if an op has more lists, new addresses cause the full check
 
   const CompiledOp::Impl* op = nullptr;
   uint64_t number = 0;  // unique in the process, never reused

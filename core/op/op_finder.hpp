@@ -80,7 +80,7 @@ struct Finding {
   Problem problem = Problem::kNone;
   int arg = -1;
   int64_t index = -1;  // index of a list element
-  int other = -1;      // the argument that it conflicts with
+  int other = -1;      // the argument that conflicts with `arg`
   int dim = -1;        // the dimension; kRule: index of the rule
 };
 

@@ -31,9 +31,9 @@ inline OpClass class_of(const te_fl_op_schema& schema) noexcept {
 struct Signature {
   uint64_t dtypes = 0;    // mask of te_fl_dtype_index over all tensor arguments present
   uint32_t scalings = 0;  // mask of te_fl_scaling
-  uint32_t later = 0;     // mask of later arguments (R23) that differ from their neutral value
-  uint32_t maker = 0;     // maker_number() of the call's communicator; 0: none
-  Device device;          // the device of the tensor arguments; the host if there are none
+  uint32_t later = 0;  // mask of later-added arguments (R23) that differ from their neutral value
+  uint32_t maker = 0;  // maker_number() of the call's communicator; 0: none
+  Device device;       // the device of the tensor arguments; the host if there are none
   friend bool operator==(const Signature&, const Signature&) = default;
 };
 

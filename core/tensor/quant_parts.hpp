@@ -26,7 +26,7 @@ struct QuantPart {
   size_t offset;     // its offset in te_fl_quant
   Holds holds;
 
-  // The address of the part; null if it is absent.
+  // The address of this memory block of `q`; null if the block is absent.
   const void* in(const te_fl_quant& q) const noexcept {
     const void* data;
     std::memcpy(&data, reinterpret_cast<const char*>(&q) + offset, sizeof data);

@@ -519,7 +519,7 @@ enum {                                 /* te_fl_arg_desc.flags */
        TE_FL_ARG_ANY_MEMORY = 1u << 2, /* in host or device memory */
        /* a tensor of FP8 codes without quantisation data (te_fl_tensor.quant is NULL) */
        TE_FL_ARG_RAW_FP8 = 1u << 3,
-       /* only the parts in te_fl_quant are used; dl.data may be NULL */
+       /* only the memory that te_fl_quant points to is used; dl.data may be NULL */
        TE_FL_ARG_QUANT_ONLY = 1u << 4,
        /* the dtype must equal the dtype of the argument `same_as` */
        TE_FL_ARG_SAME_DTYPE = 1u << 5,
@@ -528,7 +528,7 @@ enum {                                 /* te_fl_arg_desc.flags */
        TE_FL_ARG_OPAQUE = 1u << 7, /* checkers do not compare or poison the contents */
        /* A tensor with TENSOR scaling and no column-wise copy may have strides. */
        TE_FL_ARG_STRIDED_CODES = 1u << 8,
-       /* added after the op's first form (R23); placed behind all other arguments */
+       /* added after the op's first form (R23); placed after all other arguments */
        TE_FL_ARG_LATER = 1u << 9
 };
 
@@ -733,7 +733,7 @@ typedef struct te_fl_device_props {
 } te_fl_device_props;
 
 /* Kinds of memory. Every device has DEVICE. A device without another kind, or without the requested
-   alignment, returns UNSUPPORTED and says which of the two it lacks. */
+   alignment, returns UNSUPPORTED, and its error text names which of the two it lacks. */
 typedef enum te_fl_memory_kind {
   TE_FL_MEMORY_DEVICE = 0,
   TE_FL_MEMORY_PINNED = 1,  /* host memory; copies between it and the device may be asynchronous */

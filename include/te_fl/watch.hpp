@@ -51,7 +51,7 @@ TE_FL_API Status step_boundary();
 // A quarantine: an implementation that dispatch no longer uses for calls of one op and signature.
 struct Quarantine {
   std::string op, impl_id;
-  std::string owner, build_id;  // of the plugin; for built-in backends, of te-fl
+  std::string owner, build_id;  // name and build id of the plugin; for built-in backends, of te-fl
   std::string chip, driver;     // of the device where the results differed (te_fl_device_props)
   uint64_t dtypes = 0;          // signature: masks of dtypes and scaling modes
   uint32_t scalings = 0;
@@ -78,7 +78,7 @@ struct Replay {
   std::string note;      // the differences found when the call was saved
   // Descriptions of the outputs that differ by more than the tolerance (docs/numerics.md).
   std::vector<std::string> from_saved, from_reference;
-  int compared = 0;  // number of outputs and parts that were compared
+  int compared = 0;  // number of compared outputs, and of their data and scales if quantised
 };
 // Reads a case file that TE_FL_VERIFY saved and runs the call. Empty impl_id: the implementation
 // that the case was saved from. Empty `device`: the device of the case if it exists, else the host.
@@ -107,7 +107,8 @@ struct TunedSignature {
   int calls = 0;       // number of different calls
   // implementations that accept every call, fastest first, then the others
   std::vector<TunedTime> times;
-  double usual_seconds = 0;  // time with the choice of dispatch; 0 if not timed
+  double usual_seconds =
+      0;  // time with the implementations that dispatch would choose; 0 if not timed
 };
 // Times the implementations that accept the calls in these files, which are traces of TE_FL_TRACE
 // or case files of TE_FL_VERIFY. `seconds` is the approximate time spent per call and
