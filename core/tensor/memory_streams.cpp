@@ -11,7 +11,8 @@ void add(const std::shared_ptr<void>& storage, std::vector<void*>& streams) {
   const auto* memory = std::get_deleter<FreeOnStream>(storage);
   if (memory == nullptr || memory->device.is_host()) return;
   const StreamRef& stream = memory->stream;
-  if (stream != nullptr && stream->get() == nullptr) return;  // retired; its work is complete
+  // The work of a retired stream is complete.
+  if (stream != nullptr && stream->get() == nullptr) return;
   void* const handle = stream != nullptr ? stream->handle : nullptr;
   if (std::ranges::find(streams, handle) == streams.end()) streams.push_back(handle);
 }

@@ -16,9 +16,9 @@ namespace te_fl::core {
 
 struct QuantPart {
   enum Holds : uint8_t {
-    kCodes,             // data of the column-wise copy
-    kScales,            // scales of the row-wise copy
-    kColumnwiseScales,  // scales of the column-wise copy
+    kCodes,             // column-wise data
+    kScales,            // scales of the row-wise data
+    kColumnwiseScales,  // scales of the column-wise data
     kAmax,              // one FP32 value that ops update by maximum
     kScale              // one FP32 value, an input or computed by the op
   };

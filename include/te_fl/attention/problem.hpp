@@ -35,8 +35,8 @@ struct AttentionProblem {
   int64_t kv_heads = 0;  // heads of k and v; divides `heads`
   int64_t seqlen_q = 0;  // thd: max_seqlen_q of the call; 0: the longest in cu_seqlens
   int64_t seqlen_kv = 0;
-  int64_t head_dim = 0;    // of q and k
-  int64_t head_dim_v = 0;  // of v and o
+  int64_t head_dim = 0;    // head size of q and k
+  int64_t head_dim_v = 0;  // head size of v and o
   HeadsView q, k, v;
   bool thd = false;
   bool fp8 = false;  // q, k and v are quantised

@@ -49,7 +49,7 @@ constexpr float truncate_to_power_of_two(float x) {
 //   4. With pow2 the result, replaced or not, is truncated to a power of two.
 constexpr float scale_from_amax(float amax, float fp8_max, float epsilon, bool pow2,
                                 float inf_scale_replacement) {
-  if (amax < epsilon) amax = epsilon;  // false for NaN
+  if (amax < epsilon) amax = epsilon;  // the comparison is false for a NaN
   if (amax == 0.0f || !detail::is_finite(amax)) return 1.0f;
   float scale = fp8_max / amax;
   if (detail::is_infinite(scale)) scale = inf_scale_replacement;

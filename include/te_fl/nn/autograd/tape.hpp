@@ -35,7 +35,7 @@ struct Gradient;
 // value only pass the error on, and backward() returns it. A handle; its tape must outlive it.
 class TE_FL_API Value {
  public:
-  Value();  // an error: no call has made this value
+  Value();  // has an error, since no call has made this value
   ~Value();
   Value(const Value&);
   Value& operator=(const Value&);

@@ -65,10 +65,11 @@ struct RotaryOptions {
   Device device = {};
   int64_t first_position = 0;  // position of row 0
   RotaryScaling scaling = RotaryScaling::kNone;
-  double factor = 1;                   // at least 1
-  int64_t original_max_positions = 0;  // kYarn, kLlama3: positions that the model was trained with
-  double beta_fast = 32, beta_slow = 1;              // kYarn
-  double high_freq_factor = 4, low_freq_factor = 1;  // kLlama3
+  double factor = 1;  // at least 1
+  // only for kYarn and kLlama3: number of positions that the model was trained with
+  int64_t original_max_positions = 0;
+  double beta_fast = 32, beta_slow = 1;              // only for kYarn
+  double high_freq_factor = 4, low_freq_factor = 1;  // only for kLlama3
 };
 // Angles for RoPE, F32 [max_seqlen, 1, 1, dim]: angle(s, pair i) = (first_position + s) * f(i), in
 // both columns of a pair.

@@ -53,7 +53,7 @@ class Layer {
     if constexpr (std::is_same_v<std::remove_cvref_t<First>, Value>) {
       return first.ok() ? first.tape()->error(status_) : first;
     } else {
-      return first.error(status_);  // a Tape
+      return first.error(status_);  // `first` is a Tape
     }
   }
   // Calls an Embedding, whose input is not a Value.

@@ -13,8 +13,8 @@ struct LayerNormMLPOptions {
   int64_t hidden_size = 0;
   int64_t ffn_hidden_size = 0;
   Activation activation = Activation::kGelu;
-  float clamp_limit = 7.0f;    // kClampedSwiglu
-  float clamp_alpha = 1.702f;  // kClampedSwiglu
+  float clamp_limit = 7.0f;    // only for kClampedSwiglu
+  float clamp_alpha = 1.702f;  // only for kClampedSwiglu
   bool bias = true;
   Normalization normalization = Normalization::kLayerNorm;
   float epsilon = 1e-5f;
@@ -28,7 +28,7 @@ struct LayerNormMLPOptions {
   std::optional<bool> fc1_bias = {};  // if set, replaces `bias`
   std::optional<bool> fc2_bias = {};
   bool return_bias = false;        // for fc2; see LinearOptions
-  float glu_linear_offset = 1.0f;  // kClampedSwiglu: added to the clamped linear half
+  float glu_linear_offset = 1.0f;  // only for kClampedSwiglu: added to the clamped linear half
   // For a shard of an MLP: ffn_whole is the number of features of the full MLP (0: not a shard).
   // The shard has the features [ffn_begin, ffn_begin + ffn_hidden_size). Its initial weights are
   // those of the same features in the full MLP: rows of fc1 (of both halves if gated) and columns

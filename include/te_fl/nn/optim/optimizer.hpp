@@ -136,7 +136,8 @@ class TE_FL_API Optimizer {
   virtual Status update(bool first) = 0;
 
   std::vector<NamedParameter> parameters_;
-  std::shared_ptr<detail::GradientBuckets> zero_;  // null: this rank updates everything
+  std::shared_ptr<detail::GradientBuckets>
+      zero_;  // null: no ZeRO; this rank updates all parameters
   // With zero_: the part of each parameter that this rank updates, null for frozen parameters.
   // Otherwise empty.
   std::vector<const detail::OwnPart*> parts_;
@@ -162,10 +163,11 @@ class TE_FL_API Optimizer {
 
   std::unique_ptr<OnDevice> device_;
   std::shared_ptr<const Comm> norm_ranks_;
-  Tensor flag_;                     // I32 [1]: a value other than 0 skips the step
-  Tensor noop_;                     // flag_ if the current step checks it, else undefined
-  std::vector<uint64_t> versions_;  // parameter versions that the master weights correspond to
-  std::vector<bool> stateless_;     // parameters that were frozen in create()
+  Tensor flag_;  // I32 [1]: a value other than 0 skips the step
+  Tensor noop_;  // flag_ if the current step checks it, else undefined
+  std::vector<uint64_t>
+      versions_;  // Parameter::version of the values that the master weights correspond to
+  std::vector<bool> stateless_;  // parameters that were frozen in create()
 };
 
 struct AdamOptions {
