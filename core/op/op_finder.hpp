@@ -112,7 +112,7 @@ class Finder {
   const ArgsView& args() const noexcept { return args_; }
   // The tensor that the error is about; null if it is not about a tensor.
   const te_fl_tensor* tensor() const noexcept;
-  // For kSameDType: the tensor whose dtype conflicts.
+  // For kSameDType: the tensor whose dtype differs from that of tensor().
   const te_fl_tensor* other_tensor() const noexcept;
   // True if the op reads the argument's current contents.
   bool reads(const Arg& arg) const noexcept;

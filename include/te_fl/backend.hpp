@@ -19,7 +19,7 @@
 namespace te_fl::backend {
 
 // Exception for errors inside a backend. The wrappers below catch it and return its status. Throw
-// it only before anything has been written or enqueued if its status has TE_FL_CLEAN.
+// an Error with TE_FL_CLEAN only if nothing has been written and nothing has been enqueued.
 class Error : public std::exception {
  public:
   Error(te_fl_status status, std::string text) : status_(status), text_(std::move(text)) {}

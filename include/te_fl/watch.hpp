@@ -107,8 +107,8 @@ struct TunedSignature {
   int calls = 0;       // number of different calls
   // implementations that accept every call, fastest first, then the others
   std::vector<TunedTime> times;
-  double usual_seconds =
-      0;  // time with the implementations that dispatch would choose; 0 if not timed
+  // time with the implementations that dispatch would choose; 0 if not timed
+  double usual_seconds = 0;
 };
 // Times the implementations that accept the calls in these files, which are traces of TE_FL_TRACE
 // or case files of TE_FL_VERIFY. `seconds` is the approximate time spent per call and

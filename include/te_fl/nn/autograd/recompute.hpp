@@ -50,8 +50,8 @@ enum class RecomputePhase : uint8_t { kNone, kFirst, kSecond };
 //     must end before the backward of the forwards that it covers. A record may be replayed several
 //     times.
 // FAILED_PRECONDITION if a forward of the second run differs from the first run, if a parameter was
-// written in between, or if the first run was captured into another graph than the second, or only
-// one of them was captured. Scopes nest; destroy them in reverse order on the thread that made
+// written in between, if the two runs were captured into different graphs, or if only one of them
+// was captured. Scopes nest; destroy them in reverse order on the thread that made
 // them.
 class [[nodiscard]] TE_FL_API RecomputeScope {
  public:

@@ -108,10 +108,10 @@ class TE_FL_API Module {
   // do not change.
   Status load_fp8_state(const std::vector<NamedTensor>& tensors, std::string_view source);
   // Replaces the FP8 states whose names begin with `prefix` ("" or "self_attention.proj.") by those
-  // in `states` that have the same names without the prefix; adds missing states to it. What one
-  // module collects and updates is then the state of all modules that share it. Call this before
-  // any forward. The modules must be on one device, and their calls must not run concurrently.
-  // INVALID_ARGUMENT if a state does not match.
+  // in `states` that have the same names without the prefix. Adds the states that `states` lacks to
+  // it. All modules that share a state then collect amaxes in it and use its scales. Call this
+  // before any forward. The modules must be on one device, and their calls must not run
+  // concurrently. INVALID_ARGUMENT if a state does not match.
   Status share_fp8_states(Fp8States& states, std::string_view prefix = {});
   // Makes only the checks of load_state().
   Status check_state(const std::vector<NamedTensor>& tensors, std::string_view source,
