@@ -8,7 +8,7 @@
 #include "core/base/settings.hpp"
 #include "te_fl/policy.hpp"
 
-// Returns the id of the policy that applies to the calling thread. For the hot path: takes no lock
+// Finds the policy that applies to the calling thread, by its id. For the hot path: takes no lock
 // and compares no strings.
 namespace te_fl::policy {
 
@@ -17,8 +17,8 @@ inline constexpr uint32_t kInvalidPolicy = UINT32_MAX;  // the environment's pol
 // The id plus one of the policy that the thread's innermost scope sets; 0: no scope.
 extern constinit thread_local uint32_t t_scope [[gnu::tls_model("initial-exec")]];
 extern std::atomic<uint32_t> g_global;
-// The environment's policy. Low 32 bits of the environment generation at which it was read in the
-// high word, the policy's id in the low word.
+// The environment's policy in one word. High half: the low 32 bits of the environment generation at
+// which the policy was read. Low half: the policy's id.
 extern std::atomic<uint64_t> g_environment;
 
 // Reads the environment's policy again. Returns its id or kInvalidPolicy.
@@ -50,8 +50,8 @@ std::vector<std::string> known_ops();
 // on.
 void know_op(const std::string& name);
 
-// Checks the op names of settings that were made in code and not parsed. An unknown op is an error,
-// and calls under these settings fail with it.
+// Checks the op names of settings that code made without the parser. Returns an error for an
+// unknown op; calls under these settings then fail with this error.
 Status settings_error(const PolicySettings& settings);
 
 }  // namespace te_fl::policy

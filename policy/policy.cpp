@@ -94,7 +94,7 @@ struct Interned {
   std::vector<std::string> declared;  // names of declared ops; only grows
 };
 
-// The caller holds the lock.
+// The process-wide table of interned policies. The caller holds the lock.
 Interned& interned() {
   static Interned* const table = [] {
     auto* made = new Interned;  // never freed: used until the last thread ends
@@ -146,7 +146,7 @@ Status settings_error(const PolicySettings& settings) {
   if (named.empty()) return {};
   const std::vector<std::string> known = known_ops();
   for (const std::string& op : named) {
-    if (op.find("::") != std::string::npos) continue;  // may be registered later
+    if (op.find("::") != std::string::npos) continue;  // a custom op may be registered later
     if (std::find(known.begin(), known.end(), op) != known.end()) continue;
     return invalid_argument("the policy has a list for op " + quoted(op) +
                             ", which does not exist" + did_you_mean(op, known));

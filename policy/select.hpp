@@ -10,10 +10,10 @@
 #include "te_fl/device.hpp"
 #include "te_fl/policy.hpp"
 
-// The function that decides which implementations may serve a call. Input: policy, call and
-// implementations. Output: ordered candidates with reasons for refusals. It depends on nothing else
-// except vendor aliases, so dispatch and `te-fl explain` always agree. Reasons are codes, converted
-// to text on demand, since dispatch rarely needs the text.
+// Decides which implementations may run a call. Input: policy, call and implementations. Output:
+// ordered candidates with reasons for refusals. The result depends on nothing else except vendor
+// aliases, so dispatch and `te-fl explain` always agree. Reasons are codes, converted to text on
+// demand, since dispatch rarely needs the text.
 namespace te_fl::policy {
 
 // The properties of an implementation that the decision depends on.
@@ -22,7 +22,7 @@ struct Implementation {
   std::string_view vendor;  // in lower case
   Kind kind = Kind::kDefault;
   int32_t priority = 0;
-  uint32_t later = 0;  // mask of the op's later arguments that it supports (R23)
+  uint32_t later = 0;  // mask of the later-added arguments that it supports (R23)
   uint32_t flags = 0;  // bits TE_FL_OP_*
   uint32_t min_arch = 0;
   uint32_t max_arch = 0;  // 0: no upper bound
@@ -47,7 +47,7 @@ struct CallTraits {
   uint32_t arch = 0;    // architecture of the device
   uint64_t dtypes = 0;
   uint32_t scalings = 0;
-  uint32_t later = 0;  // mask of the later arguments that the call sets
+  uint32_t later = 0;  // mask of the later-added arguments (R23) that the call sets
   bool capturing = false;
   bool collective = false;              // a collective, which other ranks run too
   uint32_t maker = 0;                   // number of the communicator's plugin; 0: no communicator
@@ -61,15 +61,16 @@ enum class Refusal : uint8_t {
   kNotListed,    // an exclusive per-op list does not contain it
   kDenied,       // listed in deny_vendors
   kNotAllowed,   // missing in allow_vendors
-  kQuarantined,  // it produced wrong results for such calls
+  kQuarantined,  // the implementation gave wrong results for such calls
   kDevice,
   kArch,
   kDtype,
   kScaling,
-  kLaterArgument,  // the call sets a later argument that it does not support
+  kLaterArgument,  // the call sets a later-added argument (R23) that the implementation does not
+                   // support
   kNondeterministic,
   kNotGraphSafe,
-  kStagingStrict,      // strict policy, and the policy does not name it
+  kStagingStrict,      // the policy is strict and does not name the implementation
   kStagingForbidden,   // max_staged_bytes is 0
   kStagingCollective,  // other ranks run the op on devices
   kMaker,              // the call's communicator belongs to another plugin
@@ -90,20 +91,21 @@ struct Standing {
   // for the preferred kind, 1 for others; 2 and 3 for staged ones that the policy does not name.
   uint32_t group = 0;
   Refusal refusal = Refusal::kNone;
-  // A host implementation for tensors on another device. The inputs are copied to the host and the
-  // outputs back.
+  // Staged: an implementation for the host, chosen for tensors on another device. The inputs are
+  // copied to the host and the outputs back.
   bool staged = false;
-  // The policy names it for use on the host: an exclusive list contains it, or the policy prefers
-  // reference implementations.
+  // The policy explicitly permits this implementation to run staged: an exclusive list contains it,
+  // or the policy prefers reference implementations.
   bool named = false;
 };
 
 // The ranking of all implementations for a call.
 struct Ranking {
   std::vector<Standing> order;  // in the order of trial, refused ones included
-  // For STRICT: index into `order` of the first-ranked implementation; -1 if there is none. It must
-  // run on the call's device, or be staged and named, pass the vendor filters, and match the first
-  // token (or the preferred kind). It need not be able to serve the call.
+  // For STRICT: index into `order` of the first-ranked implementation; -1 if there is none. This
+  // implementation runs on the call's device, or is staged and named, passes the vendor filters,
+  // and matches the first token (or the preferred kind). It may still be refused for the call, for
+  // example for a dtype.
   int32_t first = -1;
 };
 

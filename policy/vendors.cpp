@@ -15,8 +15,9 @@ struct ShippedAlias {
   std::string_view alias, vendor;
 };
 
-// The included file is generated from backends/*/*.json.in. It makes the aliases known also if a
-// plugin is loaded by its path without its manifest, so that denying an alias denies the plugin.
+// This list is generated from backends/*/*.json.in. It makes the aliases of te-fl's own plugins
+// known even if a plugin is loaded by its path without its manifest, so that denying an alias
+// denies the plugin.
 constexpr ShippedAlias kShipped[] = {
 #include "shipped/vendor_aliases.inc"
 };
@@ -30,7 +31,7 @@ const core::ForkMutex::Registration aliases_registration(aliases_mutex);
 
 // The aliases that manifests declared. The caller holds the mutex.
 std::vector<FoundAlias>& found() {
-  static auto* const list = new std::vector<FoundAlias>;  // never freed: read until the end
+  static auto* const list = new std::vector<FoundAlias>;  // never freed: read until exit
   return *list;
 }
 

@@ -7,7 +7,7 @@
 namespace te_fl::registry {
 
 std::string describe_arguments(const te_fl_op_schema& schema, const void* args) {
-  constexpr int64_t kShown = 3;  // elements of a list
+  constexpr int64_t kShown = 3;  // maximum number of list elements in the text
   std::string out;
   const auto add = [&](const std::string& text) { out += (out.empty() ? "" : ", ") + text; };
   for (uint32_t i = 0; i < schema.arg_count; ++i) {

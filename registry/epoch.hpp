@@ -24,8 +24,8 @@ struct alignas(64) EpochSlot {
   uint32_t depth = 0;  // nested ops; used by the owning thread only
 };
 
-// Marks the thread as inside an op or a device function (core/inside.hpp). A nested enter() only
-// increments `depth`.
+// Marks the thread as inside an op or a device function (core/device/inside.hpp). A nested enter()
+// only increments `depth`.
 [[gnu::always_inline]] inline void enter(EpochSlot& slot) noexcept {
   if (slot.depth++ != 0) return;
   const uint64_t now = g_epoch.value.load(std::memory_order_acquire);
@@ -53,13 +53,13 @@ class EpochGuard {
   EpochSlot& slot_;
 };
 
-// True if the calling thread is inside.
+// True if the calling thread is inside an op or a device function.
 bool inside_op() noexcept;
 // Call this after unpublishing an object. Returns the epoch of its retirement.
 uint64_t retire();
-// The oldest epoch that a thread inside has published, but at most the current epoch. No thread can
-// see objects retired before that epoch, now or later, so the result stays valid while other
-// threads retire objects and enter.
+// The oldest epoch that any thread inside an op has published, but at most the current epoch. No
+// thread can see objects retired before that epoch, now or later, so the result stays valid while
+// other threads retire objects and enter ops.
 uint64_t oldest_inside();
 // Waits until no thread can see objects retired at `epoch`. The caller must not be inside an op.
 void wait_quiescent(uint64_t epoch);

@@ -15,7 +15,8 @@ namespace te_fl::registry {
 
 class PlanCache;  // defined in registry/plan_cache.hpp
 
-// Statistics about calls served on copies in host memory. Any thread may add to them.
+// Statistics about staged calls: calls with tensors on a device that ran on copies in host memory.
+// Any thread may update them.
 struct StagedFigures {
   std::atomic<uint64_t> calls{0};
   std::atomic<uint64_t> bytes{0};    // copied in both directions
@@ -44,15 +45,16 @@ struct Implementation {
   Kind kind = Kind::kDefault;
   uint64_t number = 0;          // unique in the process, never reused
   uint32_t counter = 0;         // index of its call counters
-  bool direct = false;          // run() needs a context only: no scratch, plan or lock
-  uint32_t later = 0;           // mask of the op's later arguments that it supports (R23)
+  bool direct = false;          // run() needs neither scratch memory nor a plan nor a lock
+  uint32_t later = 0;           // mask of the later-added arguments that it supports (R23)
   bool checks_support = false;  // supports() must be called for each call
   bool plan_memory = false;     // its plans own device memory (R26)
   bool not_in_place = false;    // the op may run in place, but this implementation may not
   mutable SerialLock serial;
   mutable std::unique_ptr<PlanCache> plans;  // null if prepare() is absent
   mutable StagedFigures staged;
-  // Set after the first refusal, and the first clean failure, have been considered for the log.
+  // Set when dispatch falls back after this implementation's first refusal, or first clean failure,
+  // so that later ones are not considered for the log.
   mutable std::atomic<bool> refusal_logged{false}, failure_logged{false};
 };
 

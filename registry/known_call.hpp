@@ -8,8 +8,9 @@ namespace te_fl::registry {
 struct Implementation;
 struct Plan;
 
-// Dispatch's data about a call that the thread has made before: the implementation that serves it,
-// and its plan. The pointers are valid only for the same table and while no plan has been dropped.
+// Dispatch's data about a call that the thread has made before: the implementation that runs the
+// call, and its plan. The pointers are valid only for the same table and while no plan has been
+// dropped.
 struct KnownCall {
   uint64_t filled = 0;  // identifies the call; a new number invalidates the record
   uint64_t table = 0;   // Table::id; 0: the route is unknown
@@ -19,18 +20,18 @@ struct KnownCall {
   bool capturing = false;
   bool deterministic = false;
   uint32_t policy = 0;
-  // The route's first implementation, if it may serve such calls without staging; otherwise null.
+  // The route's first implementation, if it may run such calls without staging; otherwise null.
   const Implementation* first = nullptr;
   std::atomic<uint64_t>* counter = nullptr;  // call counter of `first`
 
   const Plan* plan = nullptr;
   uint64_t plan_of = 0;          // Implementation::number of the plan's owner
   uint64_t plan_generation = 0;  // g_plan_generation at the look-up
-  uint64_t plan_context = 0;     // the key's context word, without the device
+  uint64_t plan_context = 0;     // PlanKey::context_word() of the call that the plan is for
 
   // The implementation whose supports() accepted exactly these arguments, addresses and numbers
   // included (R10).
-  uint64_t accepted_by = 0;       // Implementation::number; 0: none
+  uint64_t accepted_by = 0;       // Implementation::number of the implementation; 0: none
   uint64_t accepted_context = 0;  // PlanKey::whole_context_word() of the accepted call
 
   void forget_plan() noexcept { plan = nullptr; }

@@ -161,7 +161,7 @@ void OpRegistry::Impl::take_dead(uint64_t oldest, std::vector<std::unique_ptr<co
 }
 
 void OpRegistry::Impl::reclaim() noexcept {
-  core::best_effort([this] {  // without memory, the next change reclaims
+  core::best_effort([this] {  // if there is no memory, the next change reclaims
     const uint64_t oldest = registry::oldest_inside();
     const Holding holding;
     std::vector<std::unique_ptr<const Table>>
@@ -296,7 +296,7 @@ void OpRegistry::Impl::drop_plans(const Device& device) {
       }
     }
   }
-  // Another thread may be comparing its call's key with that of a plan.
+  // Another thread may still be comparing the key of its call with the key of a removed plan.
   if (!plans.empty()) registry::wait_quiescent(registry::retire());
 }
 

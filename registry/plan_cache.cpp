@@ -67,7 +67,7 @@ class Asked {
     const std::lock_guard lock(plans_mutex);
     for (const StreamOf& one : mine_) {
       const auto at = std::find(asked_streams().begin(), asked_streams().end(), one);
-      if (at != asked_streams().end()) asked_streams().erase(at);  // absent after a fork
+      if (at != asked_streams().end()) asked_streams().erase(at);  // a fork clears the list
     }
   }
   Asked(const Asked&) = delete;
@@ -93,11 +93,12 @@ class Asked {
 void after_fork_in_child() { asked_streams().clear(); }
 const core::ForkedChild plans_forked_child(core::LockLevel::kPlans, &after_fork_in_child);
 
-// Changes when a recorded launch may have to be recorded again: a plan was captured, or a stream
+// Changes when note_launch() may have to record a launch again: a plan was captured, or a stream
 // was destroyed. Written under the lock.
 std::atomic<uint64_t> g_launch_generation{1};
 
-// A query fails only for a device that is removed or lost; its streams capture nothing.
+// True if the stream is being captured. The query fails only for a device that is removed or lost,
+// whose streams capture nothing.
 bool is_captured(const Device& device, void* stream) {
   const Result<bool> capturing = devices::is_capturing(device, stream);
   return capturing.ok() && *capturing;
@@ -110,7 +111,8 @@ const char* first_byte_of(const te_fl_tensor* t) noexcept {
   return static_cast<const char*>(t->dl.data) + t->dl.byte_offset;
 }
 
-// Clears a member that lies beyond struct_size, since it counts as absent.
+// Zeroes an argument's member that lies beyond the caller's struct_size, since such a member counts
+// as absent.
 void clear_cut_off(const te_fl_arg_desc& arg, const void* args, std::vector<std::byte>& padded) {
   const auto clear = [&](uint32_t offset, size_t bytes) {
     if (member(offset, bytes, args) != nullptr) return;
@@ -216,8 +218,8 @@ void PlanKey::set(const core::CompiledOp& op, const void* args, const te_fl_cont
 
 namespace {
 
-// Waits for the stream's work. Logs an error, which stems from earlier ops, since perhaps no one
-// else waits on this stream. Does nothing for a removed device, which runs no more work.
+// Waits for the stream's work. Logs an error of earlier ops on the stream, since perhaps no other
+// code waits on this stream. Does nothing for a removed device, which runs no more work.
 void wait_for(const Device& device, void* stream) noexcept {
   try {
     // An event shows completion without consuming the errors of earlier ops, which their owner must
@@ -262,7 +264,7 @@ Plan::~Plan() {
   }
   try {
     impl->desc.destroy_plan(impl->desc.self, plan);
-  } catch (...) {  // R5 forbids it; a destructor has no caller to report to
+  } catch (...) {  // R5 forbids exceptions; a destructor cannot return an error
     log::once(log::Level::kWarning, "destroy_plan " + impl->impl_id,
               "implementation '" + impl->impl_id + "' of op '" + impl->op +
                   "': destroy_plan() threw an exception (rule R5)");
@@ -363,7 +365,7 @@ void note_launch(const Device& device, void* stream) {
     if (!plan->captured || plan->device != device || has(*plan, device, stream)) continue;
     plan->streams.push_back(stream);
   }
-  last = {generation, {device, stream}};  // the generation read before the lock
+  last = {generation, {device, stream}};  // value read before the lock was taken
 }
 
 Status check_captures(const std::function<bool(const Plan&)>& picks) {

@@ -20,14 +20,15 @@ namespace te_fl::registry {
 
 struct Implementation;
 
-// The clock of Plan::last_used: advances when a plan is made.
+// Logical clock for Plan::last_used. Advances each time a plan is created.
 extern std::atomic<uint64_t> g_plan_tick;
 
-// A plan that prepare() made for one full signature. The destructor destroys the plugin's plan. If
-// that plan owns device memory, the destructor first waits until none of its streams is being
-// captured and all calls that used it are complete (R26). Call check_captures() before dropping
-// plans of a live implementation, so that the destructor waits only for captures that another
-// thread began since.
+// A plan: data that an implementation's prepare() computed in advance for all calls of one
+// signature (dtypes, shapes, strides, scalars; see PlanKey). ~Plan() calls the plugin's
+// destroy_plan(). If the plan owns device memory, ~Plan() first waits until none of its streams is
+// being captured and all calls that used the plan are complete (R26). Call check_captures() before
+// dropping plans of a live implementation: ~Plan() then waits only for captures that another thread
+// has begun since.
 struct Plan {
   Plan(const Implementation& owner, std::string signature, const Device& of, void* made)
       : impl(&owner), key(std::move(signature)), device(of), plan(made) {
@@ -37,7 +38,7 @@ struct Plan {
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
-  // Marks the plan as recently used; other plans are dropped first.
+  // Marks the plan as recently used, which postpones its LRU eviction.
   void use() const noexcept;
 
   const Implementation* impl;
@@ -55,16 +56,16 @@ struct Plan {
   }
   void note_stream(void* stream) const;
 
-  // The streams that have work using this plan. PlanCache's lock guards the vector; it is read
-  // without the lock only while its streams are in asked_streams() and no call can use the plan.
-  // `recent` caches some of the streams for look-ups without the lock. An unused slot of `recent`
-  // holds its own address.
+  // `streams`: the streams on which work that uses this plan was enqueued. PlanCache's lock guards
+  // the vector. It may be read without the lock only while its streams are in asked_streams() and
+  // no call can use the plan. `recent` caches some of the streams for look-ups without the lock; an
+  // unused slot holds the address of `recent`, which is no stream.
   mutable std::vector<void*> streams;
   mutable std::array<std::atomic<const void*>, 4> recent;
   mutable std::atomic<uint64_t> last_used{0};
-  // True if a graph was captured with this plan. The graph may hold memory of the plan, so it is
-  // never dropped, and it counts as used on every stream that a graph is launched on. PlanCache's
-  // lock guards this.
+  // True if a call that used this plan was captured into a graph. The graph may access memory of
+  // the plan, so the plan is never dropped, and each launch of a graph adds the launch's stream to
+  // the plan's streams. PlanCache's lock guards this member.
   bool captured = false;
 };
 
@@ -79,14 +80,15 @@ class PlanCache {
   static constexpr size_t kMaxMemoryPlans = 256;
   explicit PlanCache(const Implementation& impl) : impl_(impl) {}
 
-  // Finds the plan for `key`; null if there is none. A plan that is found while `capturing` is
-  // never dropped.
+  // Finds the plan for `key`; null if there is none. With `capturing`, marks the plan as captured,
+  // so that it is never dropped.
   const Plan* find(std::string_view key, bool capturing);
   // Adds a plan. If another thread has added one for this key, destroys `plan` and returns the
   // other.
   const Plan* insert(std::string key, const Device& device, void* plan);
-  // Removes and returns the plans for a device that is being removed. The caller destroys them, and
-  // keeps their implementation alive, until no thread is inside an op that it entered before.
+  // Removes and returns the plans for a device that is being removed. The caller keeps the plans
+  // and their implementation alive until every thread that is inside an op now has left it, and
+  // then destroys the plans.
   std::vector<std::unique_ptr<Plan>> take(const Device& device);
   size_t size() const;
 
@@ -95,15 +97,15 @@ class PlanCache {
   struct Retired {
     std::unique_ptr<Plan> plan;
     uint64_t epoch;
-    bool busy = false;  // a thread is querying its streams without the lock
+    bool busy = false;  // a thread is querying the plan's streams without the lock
     Work work = Work::kRuns;
     bool marked = false;          // true if the events are recorded
-    std::vector<Event> behind{};  // on each of its streams, recorded once no call can use it
+    std::vector<Event> behind{};  // one per stream, recorded when no call can use the plan
   };
   void drop_oldest();
   // Destroys dropped plans that no thread and no device work uses any more.
   void reap();
-  // Asks the device whether the plan's work is done.
+  // Asks the device whether all work that uses the retired plan is complete.
   static Work work_of(Retired& retired) noexcept;
 
   const Implementation& impl_;
@@ -134,16 +136,18 @@ inline void Plan::use() const noexcept {
 extern std::atomic<uint64_t> g_plan_generation;
 
 // The key of a plan. It contains everything that prepare() may read of a call: dtypes, shapes,
-// strides, alignment (up to 256 bytes), scaling modes, the presence of parts, outputs that begin at
-// another argument's address, scalars, the saved record, the device, context flags, and whether the
-// random state is in device memory. tests/registry/plan_key_test.cpp lists every member, and why
-// the others are left out.
+// strides, alignment (up to 256 bytes), scaling modes, which data and scales each quantised tensor
+// has, which outputs begin at the address of another argument, scalars, the te_fl_saved record, the
+// device, context flags, and whether the RNG seed and offset are in device memory.
+// tests/registry/plan_key_test.cpp lists every member of a call, and the reason for each member
+// that the key omits.
 class PlanKey {
  public:
   void set(const core::CompiledOp& op, const void* args, const te_fl_context& context);
-  // The context's word in the key, without the device. Excludes the flags for capturing and
-  // validation: a captured call uses the plan made before the capture, when every operation was
-  // allowed, and validation does not change a plan.
+  // Encodes the context's flags, and which RNG addresses it has, as one word of the key; the device
+  // is encoded separately. Excludes the flags for capturing and validation: a captured call uses
+  // the plan made before the capture, when every operation was allowed, and validation does not
+  // change a plan.
   static uint64_t context_word(const te_fl_context& context) noexcept {
     return whole_context_word(context) & ~uint64_t{TE_FL_CALL_CAPTURING | TE_FL_CALL_VALIDATE};
   }

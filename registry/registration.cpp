@@ -131,8 +131,8 @@ Status check_desc(const te_fl_op_desc& desc, const std::string& owner, const std
   return {};
 }
 
-// Refuses masks of 0, which an uninitialised C struct has. For an op with tensors they match no
-// call.
+// Refuses an implementation of an op with tensors whose dtype or scaling mask is 0, as in a zeroed
+// C struct: such an implementation would match no call.
 Status check_masks(const Implementation& impl, const te_fl_op_schema& schema) {
   const bool tensors =
       std::any_of(schema.args, schema.args + schema.arg_count, [](const te_fl_arg_desc* arg) {
@@ -295,7 +295,7 @@ Status add_implementation(Table& table, std::shared_ptr<Implementation> impl) {
   const Result<uint32_t> later = row->compiled->later_mask(impl->desc.later_args);
   if (!later.ok()) return later.status().wrap(who(impl->desc, impl->owner));
   impl->later = *later;
-  // The descriptor's schema may be freed with its plugin, so our copy replaces it.
+  // The plugin's schema may be freed with the plugin, so the row's copy replaces it.
   impl->desc.schema = &row->compiled->schema();
   impl->not_in_place =
       (impl->desc.flags & TE_FL_OP_IN_PLACE_OK) == 0 && allows_in_place(*impl->desc.schema);

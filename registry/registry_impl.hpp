@@ -33,12 +33,13 @@ struct OpRegistry::Impl {
   // NOT_FOUND if there is no such implementation.
   Status set_priority(std::string_view op, std::string_view impl_id, int32_t priority);
   // BUSY with the reason if the implementations for which `match` is true cannot be removed now:
-  // the thread is inside an op, or a stream that used a plan with device memory (R26) is being
-  // captured.
+  // the calling thread is inside an op, or a stream that used a plan with device memory (R26) is
+  // being captured.
   Status check_removal(const Match& match) const;
-  // Removes the implementations for which `match` is true. Waits until every thread that was inside
-  // has left, even if there is no match. Returns the number of removed ones. Call check_removal()
-  // first; this function waits for the end of captures that another thread began since.
+  // Removes the implementations for which `match` is true, and returns their number. Waits until
+  // every thread that is inside an op or a device function has left it, even if nothing matches.
+  // Call check_removal() first; this function also waits for the end of captures that another
+  // thread has begun since.
   size_t remove(const Match& match);
   // Bars a device: later calls on it return `why` until restore(). A device that is barred already
   // keeps its first reason.
@@ -46,7 +47,7 @@ struct OpRegistry::Impl {
   // Un-bars a device that was added again, and forgets its architecture, since it may be a
   // different device.
   void restore(const Device& device);
-  // Destroys the plans for a barred device. Waits for threads that are inside.
+  // Destroys the plans for a barred device. Waits for threads that are inside an op.
   void drop_plans(const Device& device);
   // The architecture of a device. Asks the device once and caches the answer.
   Result<uint32_t> arch(const Device& device);
@@ -61,7 +62,7 @@ struct OpRegistry::Impl {
     std::unique_ptr<const Table> table;
     uint64_t epoch;
   };
-  // The caller of these functions holds the lock.
+  // The caller of the next three functions holds the lock.
   std::unique_ptr<Table> copy_table() const;
   void publish(std::unique_ptr<Table> next);
   void take_dead(uint64_t oldest, std::vector<std::unique_ptr<const Table>>& dead);

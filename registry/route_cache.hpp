@@ -14,9 +14,10 @@ namespace te_fl::registry {
 
 struct Implementation;
 
-// The key of a route. It contains what the choice depends on apart from the table: op, signature
-// masks, device and policy, but no shapes. If the policy has lists for some call sizes, it also
-// contains the number of the list.
+// The key of a cached route. It contains everything except the registry's table that the choice of
+// implementations depends on: op, signature masks, device and policy, but no shapes. If the policy
+// has implementation lists for certain call sizes, the key also contains the number of the list
+// that applies.
 struct RouteKey {
   uint64_t w[4] = {0, 0, 0, 0};
   RouteKey() = default;
@@ -50,7 +51,7 @@ struct Step {
 
 // A resolved choice: the implementations to try, in this order.
 struct Route {
-  std::vector<Step> order;  // those that pass static constraints and the policy
+  std::vector<Step> order;  // the implementations that pass static constraints and the policy
   bool strict = false;
   bool deterministic = false;
 };
@@ -59,7 +60,7 @@ struct Route {
 struct alignas(64) RouteEntry {
   uint64_t table = 0;  // Table::id; the pointers are valid only for that table
   RouteKey key;
-  // The first implementation, if it may serve such calls without staging; otherwise null.
+  // The first implementation, if it may run such calls without staging; otherwise null.
   const Implementation* first = nullptr;
   std::atomic<uint64_t>* counter = nullptr;  // call counter of `first`
   std::unique_ptr<const Route> route;
@@ -101,7 +102,7 @@ struct alignas(64) HandleEntry {
   uint64_t handle = 0;
   KnownCall known;       // data about the call `last`
   core::ExactMemo last;  // a valid call of the handle
-  uint32_t misses = 0;   // calls since then that differed from `last`
+  uint32_t misses = 0;   // number of calls that differed from `last` since it was stored
   uint32_t rivals = 0;   // look-ups by other handles
 
   // Decides whether another handle may take this entry. Only one in 16 look-ups evicts, so that

@@ -23,7 +23,7 @@ std::vector<Wait>& waits() {
 }
 [[maybe_unused]] const std::vector<Wait>& waits_made_at_load = waits();
 
-// In a forked child no other thread waits.
+// Run in a forked child, where no other thread can be waiting.
 void forget_waits() { waits().clear(); }
 const core::ForkedChild waits_forked_child(core::LockLevel::kSerialWaits, &forget_waits);
 

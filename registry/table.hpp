@@ -26,7 +26,7 @@ struct OpRow {
 // A device on which no op may run: it is lost, or was withdrawn with its plugin.
 struct BarredDevice {
   Device device;
-  Status why;  // the error that calls on it return
+  Status why;  // the error that calls on the device return
 };
 
 using NameMap = std::map<std::string, uint32_t, std::less<>>;

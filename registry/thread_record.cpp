@@ -21,7 +21,7 @@ EpochCounter g_epoch;
 
 namespace {
 
-// No plugin is called while it is held.
+// Guards the list of thread records. No plugin is called while it is held.
 constinit core::ForkMutex threads_mutex(core::LockLevel::kThreadRecords);
 const core::ForkMutex::Registration threads_registration(threads_mutex);
 
@@ -145,7 +145,8 @@ bool others_inside() {
   });
 }
 
-// A thread that enters from now on sees that the process is ending, and leaves at once.
+// Waits, at most until `end`, until no other thread is inside an op or a device function. A thread
+// that enters one later sees that the process is ending, and leaves at once.
 void wait_for_calls(core::EndClock::time_point end) noexcept {
   for (int round = 0; others_inside() && core::EndClock::now() < end; ++round) pause(round);
 }
@@ -232,7 +233,7 @@ size_t thread_record_count() {
 
 namespace {
 
-// In a forked child the other threads of the parent do not exist.
+// Run in a forked child, where the other threads of the parent do not exist.
 void forget_other_threads() {
   Threads& all = threads();
   // The records of other threads may have been copied in the middle of a change, so they are

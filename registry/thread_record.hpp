@@ -16,8 +16,8 @@
 
 namespace te_fl::registry {
 
-// The number of calls that each implementation has served on one thread. Written by that thread,
-// read by any.
+// The number of calls that each implementation has run on one thread. Only that thread writes the
+// counters; any thread may read them.
 class CallCounters {
  public:
   static constexpr uint32_t kChunk = 256;

@@ -210,9 +210,9 @@ void DeviceArenas::release_state(uint64_t implementation) {
       if (owner == implementation) streams.push_back({Device{type, index, provider}, stream});
     }
   }
-  // A stream may be destroyed meanwhile. StreamUse is created, and checked, before any block is
-  // removed from the map: the thread that destroys the stream frees the blocks that are still in
-  // the map.
+  // Another thread may destroy one of these streams at the same time. StreamUse is therefore
+  // created, and checked, before any block is removed from the map: the thread that destroys the
+  // stream frees the blocks that are still in the map.
   for (const std::pair<Device, void*>& at : streams) {
     const core::StreamUse use(at.first, at.second);
     if (use.goes()) continue;

@@ -36,9 +36,10 @@ class HostArenas {
   std::vector<Block> blocks_;
 };
 
-// Scratch memory of one device, stream and nesting depth, or an implementation's state there. An op
-// locks it while it enqueues work that uses it: two ops on a stream may share scratch only if their
-// work does not interleave.
+// Device memory for one device, stream and nesting depth of ops: either scratch memory, or the
+// persistent state of one implementation (R27). An op holds the lock while it enqueues work that
+// uses the memory: two ops on a stream may share scratch memory only if their work does not
+// interleave.
 struct DeviceArena {
   explicit DeviceArena(int order) : mutex(core::LockLevel::kServing, order) {}
   core::Mutex mutex;
@@ -49,8 +50,9 @@ struct DeviceArena {
   std::unique_ptr<DeviceArena> spare;
 };
 
-// Scratch memory for one op, from before run() until the op is enqueued. A captured op gets memory
-// of its own, which is freed during the capture; the graph keeps it for its launches (R19).
+// Scratch memory for one op, held from before run() until the op is enqueued. A captured op gets
+// separate memory, which is freed during the capture; the graph keeps that memory for its launches
+// (R19).
 class DeviceScratch {
  public:
   DeviceScratch() = default;
@@ -76,13 +78,14 @@ class DeviceArenas {
   ~DeviceArenas();
   // Puts at least `bytes` of scratch for (device, stream, depth) into `out`, which must be empty.
   // The memory is the stream's arena, which `out` keeps locked, or memory of the graph that is
-  // being captured. `may_wait`: the thread holds no kServing mutex for which a thread that has
-  // locked the arena may be waiting. If it is false and the arena is locked, a spare arena is used.
+  // being captured. `may_wait` true: the thread may block until the arena is unlocked, because it
+  // holds no kServing mutex for which the arena's owner may be waiting. False: if the arena is
+  // locked, a spare arena is used.
   Status acquire(const Device& device, void* stream, uint32_t depth, size_t bytes, bool capturing,
                  bool may_wait, DeviceScratch& out);
-  // Puts the state of an implementation (R27) for (device, stream, depth) into `out`. Its contents
-  // are those that its last op there left; at first they are zero. A captured op gets memory of the
-  // graph that is zeroed at each launch.
+  // Puts the persistent state memory of an implementation (R27) for (device, stream, depth) into
+  // `out`. The memory is zero at first; later it holds what the implementation's previous op on
+  // this stream wrote. A captured op gets memory of the graph, which is zeroed at each launch.
   Status acquire_state(const Device& device, void* stream, uint32_t depth, uint64_t implementation,
                        size_t bytes, bool capturing, DeviceScratch& out);
   // Frees the state of an implementation that is being destroyed.
@@ -104,8 +107,8 @@ class DeviceArenas {
   // Locks `arena`, or else its first free spare, which is created if there is none. `arena` then
   // points to the locked one.
   static std::unique_lock<core::Mutex> lock_free(DeviceArena*& arena);
-  // Frees the matching blocks. `on_default_stream`: on the default stream, since the blocks' own
-  // streams may be destroyed.
+  // Frees the matching blocks. `on_default_stream` true: frees them on the default stream, because
+  // the blocks' own streams may have been destroyed.
   template <class Matches>
   void release_if(Matches&& matches, bool on_default_stream);
 

@@ -69,7 +69,7 @@ std::string in_effect(const Known& known);
 // True if a plugin may declare the name later: it is not one of te-fl's own names and not close to
 // one.
 bool may_be_declared(std::string_view name);
-// Computes values and status from the entries that were read. Values that code set stay.
+// Computes values and status from the entries that were read. Values that code set are kept.
 void evaluate();
 // Updates the copies that are kept outside of this state: the log level, g_validate, g_generation.
 void publish(bool from_code);

@@ -9,9 +9,9 @@
 
 namespace te_fl::core {
 
-// The list of all objects of class T, for threads that change something in each of them. A thread
-// uses them without `mutex`, which guards the list alone, so an object that is being destroyed
-// waits for the threads that may be using it.
+// The list of all live objects of class T, for threads that change something in each object.
+// `mutex` guards the list only; a thread uses the objects without the mutex (see All). The
+// destructor of an object therefore waits for threads that may be using the object (see remove()).
 template <class T, ForkMutex& mutex>
 class LivingObjects {
  public:
@@ -20,7 +20,7 @@ class LivingObjects {
     static auto* const all = new std::vector<T*>;
     return *all;
   }
-  // The first step of an object's destructor. Takes the object out of the list and returns when no
+  // Call this first in an object's destructor. Takes the object out of the list and waits until no
   // other thread has an All that was made before. The caller does not hold the mutex.
   static void remove(T* object) {
     std::unique_lock lock(mutex);
@@ -31,11 +31,12 @@ class LivingObjects {
       lock.lock();
     }
   }
-  // To be called by a ForkedChild: threads that are not in the child are not waited for.
+  // Call this from a ForkedChild. Afterwards remove() waits only for threads that exist in the
+  // child.
   static void after_fork_in_child() { all_made_ = made_here_; }
 
-  // The objects that are in the list when this is made. They live at least as long as this, except
-  // those that the calling thread itself destroys.
+  // A snapshot of the list. Objects in the snapshot live at least as long as the All, except those
+  // that the calling thread itself destroys.
   class All {
    public:
     All() {
@@ -59,7 +60,8 @@ class LivingObjects {
 
  private:
   static inline int all_made_ = 0;  // objects of class All in the process; the mutex guards it
-  static inline constinit thread_local int made_here_ = 0;  // those of the calling thread
+  static inline constinit thread_local int made_here_ =
+      0;  // objects of class All that the calling thread holds
 };
 
 }  // namespace te_fl::core

@@ -10,42 +10,43 @@
 // check.
 namespace te_fl::core {
 
-// Levels in locking order, the first to be taken first. Each new mutex gets its own level here.
+// Levels in locking order: a mutex of an earlier line is taken first. Each comment names the data
+// that the mutex of this level guards. Each new mutex gets its own level here.
 enum class LockLevel : int {
-  kFp8Session,       // nn: the pending updates of an autocast session
-  kReducedSites,     // nn: the sites of an AmaxReduction
-  kGradientUpdates,  // nn: the gradient scales that are updated at the end of a backward
-  kRandomPosition,   // nn: the random position of a Context
+  kFp8Session,       // nn: guards the pending updates of an autocast session
+  kReducedSites,     // nn: guards the sites of an AmaxReduction
+  kGradientUpdates,  // nn: guards the gradient scales that are updated at the end of a backward
+  kRandomPosition,   // nn: guards the RNG state of a Context
   kServing,          // held while an implementation runs: see LockRank
-  kSerialWaits,      // threads that wait for implementations that are not thread-safe
-  kCommWatchdog,     // the watchdog thread of the communicators
-  kComms,            // the communicators
-  kBuiltins,         // the built-in backends, while one of them is being loaded
-  kEnvironment,      // the settings
-  kDeviceList,       // the devices
-  kStreams,          // the records of streams
-  kAllocations,      // memory that te-fl holds on each device
-  kAllocators,       // the allocators that programs installed
-  kCommProviders,    // the providers of collectives
-  kPolicies,         // the interned policies
-  kRegistry,         // the tables of implementations, and the list of registries
-  kThreadRecords,    // dispatch's records of each thread
-  kPlans,            // every PlanCache
-  kInternedStrings,  // the strings that outlive their implementations
-  kScratch,          // the map of every DeviceArenas
-  kStagingPool,      // the idle staging buffers
-  kPluginSettings,   // the values of settings that plugins were given
-  kPluginRecords,    // the state of each plugin
-  kWaitingPlugins,   // the plugins that are loaded on demand
-  kTimeLimit,        // one call into a plugin that has a time limit
-  kManagers,         // the list of managers and their usage bases
-  kQuarantine,       // the quarantines
-  kVerification,     // the settings and counts of TE_FL_VERIFY
-  kTrace,            // the recorded calls
-  kProviderNames,    // the interned names of providers
-  kVendorAliases,    // the aliases of vendors that manifests declared
-  kStores,           // the stores that this process has opened
-  kLog,              // the log's sink
+  kSerialWaits,      // guards the threads that wait for implementations that are not thread-safe
+  kCommWatchdog,     // guards the watchdog thread of the communicators
+  kComms,            // guards the communicators
+  kBuiltins,         // guards the built-in backends, while one of them is being loaded
+  kEnvironment,      // guards te-fl's and the plugins' environment variables
+  kDeviceList,       // guards the devices
+  kStreams,          // guards the records of streams
+  kAllocations,      // guards memory that te-fl holds on each device
+  kAllocators,       // guards the allocators that programs installed
+  kCommProviders,    // guards the providers of collectives
+  kPolicies,         // guards the interned policies
+  kRegistry,         // guards the tables of implementations, and the list of registries
+  kThreadRecords,    // guards dispatch's records of each thread
+  kPlans,            // guards every PlanCache
+  kInternedStrings,  // guards the strings that outlive their implementations
+  kScratch,          // guards the map of every DeviceArenas
+  kStagingPool,      // guards the idle staging buffers
+  kPluginSettings,   // guards the values of settings that plugins were given
+  kPluginRecords,    // guards the state of each plugin
+  kWaitingPlugins,   // guards the plugins that are loaded on demand
+  kTimeLimit,        // guards the state of one call into a plugin that has a time limit
+  kManagers,         // guards the list of managers and their usage bases
+  kQuarantine,       // guards the quarantines
+  kVerification,     // guards the settings and counts of TE_FL_VERIFY
+  kTrace,            // guards the recorded calls
+  kProviderNames,    // guards the interned names of providers
+  kVendorAliases,    // guards the aliases of vendors that manifests declared
+  kStores,           // guards the stores that this process has opened
+  kLog,              // guards the log's sink
 };
 const char* name(LockLevel level) noexcept;
 

@@ -16,8 +16,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Time limits of the waits. A create() that hangs has its own time limit, 10 s by default, so
-// kLoads is longer. A call may be waiting for work of the exiting thread, so kCalls is short.
+// Time limits of the waits at process end. kLoads is longer than the time limit of a plugin's
+// create(), which is 10 s by default. kCalls is short, since a call may be waiting for work of the
+// exiting thread and then cannot end.
 constexpr milliseconds kLoads{12000}, kCalls{2000}, kThreadEnd{2000}, kMainExits{100};
 
 constinit std::atomic<bool> g_main_ended{false};
@@ -43,8 +44,8 @@ void before_exit(void*) noexcept {
   wait(g_wait_for_calls, kCalls);
 }
 
-// A forked child has no other threads of the parent. If the parent had begun to exit, the child
-// goes on exiting.
+// Run in a forked child, which has no other threads of the parent. If the parent had begun to exit,
+// the child continues to exit.
 void in_child() {
   if (g_ending_thread.load() != 0) g_ending_thread.store(gettid());
   g_main_ended.store(false);

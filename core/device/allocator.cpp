@@ -47,7 +47,7 @@ Allocator::~Allocator() {
   if (api_.destroy == nullptr) return;
   try {
     api_.destroy(api_.self);
-  } catch (...) {  // R5 forbids exceptions, and a destructor has no caller to report to
+  } catch (...) {  // R5 forbids exceptions; a destructor cannot return an error
   }
 }
 
@@ -78,7 +78,7 @@ Status Allocator::check_given(const te_fl_memory_desc& memory, const void* data)
     if (checked_.load(std::memory_order_relaxed) < kTrusted) ++checked_;
     return {};
   }
-  if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST) {  // a lost device cannot tell about the memory
+  if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST) {  // a lost device cannot check the memory
     return device_status(device_, memory.stream, errors, code,
                          "whether " + text_ + " gave memory of its device cannot be asked");
   }

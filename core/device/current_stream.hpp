@@ -25,7 +25,7 @@ struct StreamRecord {
 
   const Device device;
   void* const handle;
-  const bool made;                   // true: by devices::create_stream
+  const bool made;                   // true: devices::create_stream made the stream
   std::atomic<bool> retired{false};  // retire_stream was called: the owner will destroy it, no new
                                      // work
   std::atomic<int> in_use{0};        // number of StreamUse objects; retire_stream waits until it is
@@ -46,7 +46,7 @@ class StreamUse {
   // The stream's handle; null (the default stream) if the stream has been retired.
   void* get() const noexcept { return record_ != nullptr ? record_->handle : nullptr; }
   // True if another thread is destroying or retiring the stream. That thread frees the memory that
-  // is kept for the stream (g_stream_goes).
+  // is kept for the stream (g_stream_goes), so the caller need not.
   bool goes() const noexcept { return goes_; }
 
  private:
@@ -77,8 +77,8 @@ std::vector<OpenStream> open_streams();
 // The innermost entry of open_streams(); nullopt if no scope is open.
 std::optional<OpenStream> innermost_stream();
 
-// Hook: called just before te-fl destroys a stream of create_stream, and when another stream is
-// retired. Memory that is kept for the stream can still be freed on it.
+// Hook: called just before te-fl destroys a stream that create_stream made, and when a stream that
+// te-fl did not make is retired. Memory that is kept for the stream can still be freed on it.
 extern std::atomic<void (*)(const Device& device, void* stream)> g_stream_goes;
 
 }  // namespace te_fl::core

@@ -100,7 +100,7 @@ DeviceEntry* entry_of(const List& list, const Device& device) noexcept {
 }
 
 // The entry of a device that may be taken out of the list. Takes no lock: another thread may take
-// it out at any moment after it was found, and the entry stays.
+// the device out of the list at any moment, but the returned entry is never freed.
 Result<DeviceEntry*> removable_entry(const Device& device) {
   const List& now = devices_now();
   DeviceEntry* entry = entry_of(now, device);
@@ -268,7 +268,7 @@ Result<const te_fl_device_desc*> find(const Device& device) {
 
 namespace {
 
-// add() without the call of the `added` hook.
+// Does the work of add() except the call of the on_added hook.
 Result<Device> enlist(const te_fl_device_desc* desc) {
   TE_FL_RETURN_IF_ERROR(core::check_desc(desc));
   Device device{desc->device.type, desc->device.index, 0};
@@ -359,8 +359,8 @@ Status remove(const Device& device) {
     throw;
   }
   entry->release();
-  // Another thread may have pinned the entry for a moment; it then removes the entry from the list
-  // when it releases it.
+  // Another thread may have pinned the entry for a moment. In that case that thread removes the
+  // entry from the list when it releases the pin.
   while (core::is_listed(entry)) std::this_thread::yield();
   return {};
 }

@@ -42,7 +42,7 @@ struct DeviceEntry {
     return barred_.load(std::memory_order_relaxed) || count_.load(std::memory_order_relaxed) < 0;
   }
   // True if ops may enter the device's functions. A thread that has marked itself as inside
-  // (core/inside.hpp) before it reads true here is waited for before the device is released.
+  // (core/device/inside.hpp) before it reads true here is waited for before the device is released.
   bool in_service() const noexcept { return !closed() && lost() == nullptr; }
   // Closes the device while threads may still be inside. Used by the functions of the device list
   // only.
@@ -120,8 +120,8 @@ Status withdrawn_device(const Device& device);
 // since.)
 Status absent_device(const Device& device);
 
-// Hooks into upper layers for changes of a device. The registry sets all but `held` and `release`;
-// dispatch sets those two.
+// Hooks into upper layers for changes of a device. Dispatch sets `count_cached` and
+// `release_cached`; the registry sets all others.
 struct DeviceHooks {
   // The device was added; a different device may have had the same number before.
   std::atomic<void (*)(const Device&)> on_added{nullptr};
@@ -146,8 +146,8 @@ inline constinit DeviceHooks g_device_hooks;
 // BUSY with the reason if objects made for the device cannot be released now.
 Status check_leave(const Device& device);
 // Step 1 of a withdrawal; call check_leave() before it. Stops new ops and new objects on the
-// device. Does not wait for threads inside (call wait_outside() of core/inside.hpp next) and frees
-// nothing.
+// device. Frees nothing, and does not wait for threads that are inside functions of the device
+// (call wait_outside() of core/device/inside.hpp next).
 void bar_device(const Device& device);
 // Step 2 of a withdrawal: frees the plans and caches that te-fl made for the device.
 void leave_device(const Device& device);

@@ -22,9 +22,9 @@ constinit ForkMutex streams_mutex(LockLevel::kStreams);
 const ForkMutex::Registration streams_registration(streams_mutex);
 
 struct Known {
-  StreamRef own;  // until destroy_stream; null for a foreign stream
+  StreamRef own;  // holds the stream until destroy_stream; null for a foreign stream
   std::weak_ptr<StreamRecord> record;
-  bool made = false;  // by create_stream; if `record` has expired, it is being destroyed
+  bool made = false;  // create_stream made it; if `record` has expired, it is being destroyed
 };
 using Key = std::tuple<int32_t, int32_t, uint32_t, void*>;  // device and stream or event handle
 Key key_of(const Device& device, void* handle) {
@@ -55,7 +55,7 @@ void destroy_on_device(const Device& device, void* handle) {
   entry->release();
 }
 
-// Returns the record and creates it if there is none. The caller holds the lock.
+// Returns the stream's record and creates it if there is none. The caller holds the lock.
 StreamRef record_in(Known& known, const Device& device, void* handle) {
   if (StreamRef record = known.record.lock()) return record;
   auto record = std::make_shared<StreamRecord>(device, handle, false);

@@ -73,7 +73,8 @@ te_fl_status release(void*, void* data, uint32_t kind, void*, const te_fl_error_
   return TE_FL_OK;
 }
 
-// Host work is complete when the call returns, so an event is only a point in time.
+// Host work is complete when its call returns, so an event of the host only stores the time of its
+// recording.
 using Clock = std::chrono::steady_clock;
 using HostEvent = std::atomic<Clock::rep>;
 

@@ -18,8 +18,8 @@ struct Note {
 };
 
 // One slot of the ring, protected as a seqlock. `turn_` is odd while a writer is inside; a reader
-// that sees it change discards what it read. A writer that finds another writer inside drops its
-// note.
+// that sees it change discards what it read. A writer that finds another writer inside discards its
+// own record.
 class Slot {
  public:
   void write(uint64_t turn, const Note& note) noexcept {

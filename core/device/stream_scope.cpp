@@ -37,7 +37,7 @@ const Frame* frame_for(const Device& device) noexcept {
   return frame;
 }
 
-// True if the device's plugin accepts the stream as its own, or cannot tell.
+// True if the device's plugin accepts the stream as its own, or cannot check streams.
 bool may_have(const Device& device, void* stream) {
   const Result<core::DeviceUse> use = core::DeviceUse::of(device);
   if (!use.ok()) return false;
@@ -60,9 +60,9 @@ bool one_provider(const std::vector<Device>& all) {
   return true;
 }
 
-// The devices that a stream may belong to: those on which te-fl made it; if there is none, all
-// whose plugin does not deny it. With several providers none is asked about a handle: a plugin may
-// dereference a foreign handle as a pointer of its own library.
+// The devices that a stream may belong to: the devices on which te-fl made it or, if there are
+// none, all devices whose plugin does not refuse the stream. If devices of several plugins exist,
+// no plugin is asked: a plugin may dereference a foreign handle as a pointer of its own library.
 std::vector<Device> devices_of(void* stream) {
   std::vector<Device> all = core::ready_devices(), made;
   std::erase_if(all, [](const Device& d) { return d.is_host(); });

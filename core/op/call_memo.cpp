@@ -10,7 +10,7 @@ namespace {
 constexpr uint64_t kPlanAlignment = 256;  // the largest alignment that a plan's key records
 constexpr uint64_t kMostAlignment = 8;    // the largest alignment of an element of any dtype
 
-// Returns a mask of the bits up to and including the lowest set bit of the address. It encodes the
+// A mask of the bits up to and including the lowest set bit of the address. It encodes the
 // address's alignment, up to kPlanAlignment.
 uint64_t alignment_mask(uint64_t address) noexcept {
   const uint64_t bits = address | kPlanAlignment;
@@ -75,8 +75,8 @@ Sharing find_sharing(const CallLayout& layout, const uint32_t* begins) noexcept 
   return {any(forbidden), any(allowed)};
 }
 
-// In place of a hash, an absent argument has a number that no other argument has: from 0 for
-// tensors, from kAbsent for lists.
+// An absent argument has no address to hash. It gets a number that no other argument has instead:
+// from 0 for tensors, from kAbsent for lists.
 constexpr uint32_t kAbsent = 64;
 
 uint32_t hash_of(uint64_t begin) noexcept {
@@ -293,7 +293,7 @@ bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
   if (!store(layout, args, record)) return false;
   record.hash = hash;
   record.signature = signature;
-  record.shares = true;  // the value for a call that replace() does not inspect
+  record.shares = true;  // used for a call that replace() does not inspect
   TakeOverSink sink = sink_of(record);
   if (layout.lanes != 0) replace(layout, args, record, sink);
   record.op = layout.number;
@@ -310,7 +310,7 @@ void ExactMemo::take(const CompiledOp& op, const void* args) noexcept {
   uint32_t count = 0;
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
-    // The memo does not compare the memory behind other pointers.
+    // The memo does not compare memory that other pointers point to.
     if (arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_I64_LIST ||
         arg.type == TE_FL_ARG_SAVED || arg.type == TE_FL_ARG_COMMUNICATOR) {
       return;

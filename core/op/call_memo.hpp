@@ -14,10 +14,10 @@
 #include "core/op/op_table.hpp"
 #include "te_fl/tensor.hpp"
 
-// A per-thread memo of calls that passed the argument check. A later call with the same words skips
-// the full check. This is exact: every value that the check reads is compared. A call that differs
-// only in addresses or numbers is recognised too, after the rules about those have been checked
-// again.
+// A per-thread memo of calls that passed the argument check. A later call whose metadata words
+// (call_words.hpp) are equal skips the full check. This is exact: every value that the check reads
+// is compared. A call that differs only in addresses or numbers is recognised too, after the rules
+// about addresses and numbers have been checked again.
 namespace te_fl::core {
 
 struct CallRecord {
@@ -32,11 +32,12 @@ struct CallRecord {
 // Computes a call's hash. False if the call cannot be remembered or is malformed.
 inline bool hash_call(const CallLayout& layout, const std::byte* args, uint64_t& hash) noexcept;
 
-// The effect of a call's new addresses and numbers, compared with a record of the same words.
+// The effect of the differences between a call and a record of an earlier call, if they differ only
+// in addresses and numbers.
 enum class Changes : uint8_t {
-  kNone,    // none on a plan
+  kNone,    // the call is valid, and the record's plan fits it
   kPlan,    // the call is valid, but the record's plan may not fit it
-  kUnclear  // only the full check can tell whether the call is valid
+  kUnclear  // only the full check can decide whether the call is valid
 };
 
 // Writes the call's new addresses and numbers into the record, after checking the rules about them.
@@ -48,9 +49,10 @@ bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
                  const Signature& signature, CallRecord& record) noexcept;
 
 // The call records of one thread: a four-way set-associative cache whose sets are allocated at
-// first use. `Known` is dispatch's data about a remembered call: a default-constructed object is
-// empty, and `filled` numbers the call it belongs to. The memo calls forget_plan() when the plan
-// may no longer fit, and forget_answer() when an address or number changed.
+// first use. `Known` is dispatch's data about a remembered call; a default-constructed object is
+// empty. Its member `filled` identifies the call that the data belongs to. The memo calls
+// Known::forget_plan() when the plan may no longer fit, and Known::forget_answer() when an address
+// or number changed.
 template <class Known>
 class CallMemo {
  public:
@@ -136,8 +138,8 @@ class CallMemo {
     return set.get();
   }
 
-  // True if the call, whose words equal the slot's except for addresses and numbers, is valid. The
-  // slot then describes this call.
+  // Tests a call whose words equal the slot's except for addresses and numbers. If the call is
+  // valid, returns true and stores its addresses and numbers in the slot.
   bool takes_over(const CallLayout& layout, const void* raw, Slot& slot) noexcept {
     const Changes changes = take_over(layout, raw, slot);
     slot.known.forget_answer();
@@ -168,7 +170,7 @@ class CallMemo {
       CompareSink sink{slot.words.data()};
       if (!walk_call(layout, args, sink) || sink.differs != 0) continue;
       if (sink.changed == 0 || takes_over(layout, raw, slot)) return &slot;
-      set.next = way;  // only the full check can tell; put() reuses this slot
+      set.next = way;  // only the full check can decide; put() reuses this slot
       return nullptr;
     }
     return nullptr;

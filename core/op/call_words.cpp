@@ -45,8 +45,8 @@ CallLayout::Output make_output(const CompiledOp::Impl& op, const std::vector<uin
   return output;
 }
 
-// Says how two arguments may share an address. kRead: both are only read, so sharing does not
-// matter.
+// The rule for two arguments at one address. kRead: the op only reads both arguments, so sharing
+// does not matter.
 enum class Alias { kRead, kAllowed, kForbidden };
 Alias alias_of(const CompiledOp::Impl& op, uint8_t i, uint8_t j) {
   const Arg &a = op.args[i], &b = op.args[j];

@@ -10,9 +10,9 @@
 #include "core/op/compiled_op.hpp"
 #include "core/tensor/quant_parts.hpp"
 
-// A call's metadata as a sequence of words. This is the only place that enumerates the members of
-// the caller's structs. The memo of calls and the keys of plans are built from it, so a new member
-// of a tensor is added here only.
+// Walks a call's metadata as a sequence of 64-bit words. This is the only code that enumerates the
+// members of the caller's structs. The memo of calls and the keys of plans are built from these
+// words, so a new member of a tensor is added here only.
 namespace te_fl::core {
 
 // The code below runs on every call.
@@ -36,11 +36,11 @@ struct CallLayout {
   };
   struct Saved {
     uint32_t offset = 0;  // 0: the op has no saved record
-    bool read = false;    // by the op; otherwise its contents are left over from an earlier call
+    bool read = false;  // true: the op reads the record; false: its contents are of an earlier call
   };
-  // Scalars are read 4 or 8 bytes at a time. Bools and enums decide which rules apply, so they are
-  // `structure`: another value makes a different call. A number may differ between calls of one
-  // record.
+  // A scalar argument, read as 4 or 8 bytes. `structure` is true for bools and enums, whose value
+  // decides which rules apply: a call with another value does not match a record of an earlier
+  // call. Other numbers may differ between calls that match one record.
   struct Scalar {
     uint32_t offset;
     bool wide;
@@ -57,7 +57,8 @@ struct CallLayout {
   };
 
   static constexpr size_t kMaxHashed = 2;
-  static constexpr size_t kMaxLists = 8;  // with more, new addresses cause the full check
+  static constexpr size_t kMaxLists =
+      8;  // if an op has more lists, new addresses cause the full check
 
   const CompiledOp::Impl* op = nullptr;
   uint64_t number = 0;  // unique in the process, never reused
@@ -79,9 +80,10 @@ std::unique_ptr<const CallLayout> make_layout(const CompiledOp::Impl& op);
 // the flag of absent strides and data, the address, and the first extent.
 inline constexpr size_t kPresentWord = 2, kAddressWord = 4, kExtentWord = 5;
 
-// A sink receives the words in order. structure() takes a word that must be equal before more may
-// be read, and returns whether it is. same() takes a word that must be equal, address() the start
-// of memory (0: none), number() a scalar that may change.
+// Feeds a tensor's words to a sink, in order. The sink has four functions. structure() receives a
+// word that must match before more may be read, and returns whether it matches. same() receives a
+// word that must match, address() the start of memory (0: none), and number() a scalar that may
+// change.
 template <class Sink>
 TE_FL_INLINE bool walk_tensor(const te_fl_tensor* t, Sink& sink) {
   if (t == nullptr) return sink.structure(0);
@@ -123,7 +125,7 @@ TE_FL_INLINE bool walk_tensor(const te_fl_tensor* t, Sink& sink) {
   return true;
 }
 
-// A communicator's id identifies its contents (R29).
+// Feeds a communicator's words to a sink. The id identifies the communicator's contents (R29).
 template <class Sink>
 TE_FL_INLINE bool walk_communicator(const te_fl_communicator* c, Sink& sink) {
   if (!sink.structure(c != nullptr)) return false;
@@ -137,8 +139,8 @@ TE_FL_INLINE bool walk_communicator(const te_fl_communicator* c, Sink& sink) {
   return c->maker != nullptr && c->maker[0] != '\0';
 }
 
-// The words of a saved record: all its contents if the op reads it, its storage only if the op
-// writes it.
+// Feeds the words of a te_fl_saved record to a sink: all contents if the op reads the record, only
+// the storage if the op writes the record.
 template <class Sink>
 TE_FL_INLINE bool walk_record(const te_fl_saved* record, bool read, Sink& sink) {
   if (!sink.structure(record != nullptr)) return false;
@@ -170,7 +172,7 @@ TE_FL_INLINE ListItems items_of(const CallLayout::List& list, const std::byte* a
   return {items, items == nullptr ? 0 : load_as<int64_t>(args + list.count_offset)};
 }
 
-// Walks the lengths of the tensor lists.
+// Feeds the lengths of all tensor lists to a sink.
 template <class Sink>
 TE_FL_INLINE bool walk_counts(const CallLayout& layout, const std::byte* args, Sink& sink) {
   for (const CallLayout::List& list : layout.lists) {
@@ -188,7 +190,7 @@ TE_FL_INLINE bool walk_list(const CallLayout::List& list, const std::byte* args,
   }
   return true;
 }
-// Walks the elements of all lists, one list after the other.
+// Feeds the elements of all lists to a sink, one list after the other.
 template <class Sink>
 TE_FL_INLINE bool walk_lists(const CallLayout& layout, const std::byte* args, Sink& sink) {
   if (!walk_counts(layout, args, sink)) return false;
@@ -198,7 +200,7 @@ TE_FL_INLINE bool walk_lists(const CallLayout& layout, const std::byte* args, Si
   return true;
 }
 
-// Walks the arguments that are neither tensors nor lists of tensors.
+// Feeds the arguments that are neither tensors nor lists of tensors to a sink.
 template <class Sink>
 TE_FL_INLINE bool walk_rest(const CallLayout& layout, const std::byte* args, Sink& sink) {
   for (const CallLayout::Scalar& scalar : layout.scalars) {
@@ -236,14 +238,14 @@ TE_FL_INLINE bool walk_tensors(const CallLayout& layout, const std::byte* args, 
   return true;
 }
 
-// Walks every argument. The argument struct must have the op's full size.
+// Feeds all arguments to a sink. The argument struct must have the op's full size.
 template <class Sink>
 TE_FL_INLINE bool walk_call(const CallLayout& layout, const std::byte* args, Sink& sink) {
   if (!walk_tensors(layout, args, sink) || !walk_rest(layout, args, sink)) return false;
   return layout.lists.empty() || walk_lists(layout, args, sink);
 }
 
-// Stores the words of a valid call.
+// A sink that stores the words of a valid call.
 struct StoreSink {
   std::vector<uint64_t>& words;
   bool structure(uint64_t word) {
@@ -255,7 +257,7 @@ struct StoreSink {
   void number(uint64_t word) { words.push_back(word); }
 };
 
-// Counts the words of a call.
+// A sink that counts the words of a call.
 struct CountSink {
   size_t words = 0;
   bool structure(uint64_t) noexcept { return ++words != 0; }
@@ -264,7 +266,7 @@ struct CountSink {
   void number(uint64_t) noexcept { ++words; }
 };
 
-// Compares a call with the words of a valid one.
+// A sink that compares a call with the stored words of a valid call.
 struct CompareSink {
   const uint64_t* at;
   uint64_t differs = 0;

@@ -24,7 +24,7 @@ struct CollectiveCall {
 struct CollectiveTicket {
   std::shared_ptr<void> communicator;  // null: not a communicator of comm/
   bool transfer = false;               // a point-to-point transfer
-  uint32_t policy = 0;                 // the call's policy; before begin(): the thread's
+  uint32_t policy = 0;                 // the call's policy; before begin(): the thread's policy
 };
 
 // The functions of comm/. They run on the calling thread.

@@ -163,8 +163,8 @@ std::vector<std::string> words(std::string_view text);
 // with the host and with its own device.
 bool merge_devices(Device& into, const Device& next) noexcept;
 
-// Evaluate a condition, and a whole rule, on a call whose struct, scalars and tensors are each
-// valid.
+// holds() evaluates one condition and is_broken() a whole rule, for a call whose struct, scalars
+// and tensors have each passed their own checks.
 bool holds(const CompiledOp::Impl& op, const Condition& condition, const ArgsView& view) noexcept;
 bool is_broken(const CompiledOp::Impl& op, const Constraint& rule, const ArgsView& view) noexcept;
 

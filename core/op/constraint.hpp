@@ -25,7 +25,8 @@ struct Condition {
   int8_t other = -1;  // kCompare, kHolds: the argument to compare with; -1: `number`
   int8_t times = -1;  // kHolds: the communicator whose size multiplies `other`; -1: none
   double number = 0;
-  // kIs: masks of the allowed values. For an enum `values`; for a tensor `dtypes` and `scalings`.
+  // For kIs, masks of the allowed values: `values` for an enum, `dtypes` and `scalings` for a
+  // tensor.
   uint64_t values = 0, dtypes = 0, scalings = 0;
 };
 

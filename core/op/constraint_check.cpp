@@ -49,7 +49,8 @@ bool compare_holds(const CompiledOp::Impl& op, const Condition& c, const ArgsVie
   return compares(c.comparison, a, b);
 }
 
-// Requires that the tensors' sizes and the communicator have been checked.
+// Evaluates a kHolds condition, which compares the element counts of two tensors. Requires that the
+// tensors' sizes and the communicator have been checked.
 bool elements_hold(const CompiledOp::Impl& op, const Condition& c, const ArgsView& view) noexcept {
   const te_fl_tensor* const all = view.tensor(op.args[c.arg]);
   const te_fl_tensor* const part = view.tensor(op.args[static_cast<size_t>(c.other)]);

@@ -201,7 +201,7 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
   arg.offset = desc.offset;
   arg.count_offset = desc.count_offset;
   const Layout layout = layout_of(arg.type);
-  arg.end = desc.offset + layout.size;  // check_layout() checks the offset, with overflow
+  arg.end = desc.offset + layout.size;  // check_layout() checks the offset, including overflow
   if (arg.is_list() || arg.is_integers()) arg.end = std::max(arg.end, desc.count_offset + 8u);
   const bool has_data = arg.is_tensor() || arg.is_list();
   if (has_data) {

@@ -80,7 +80,7 @@ struct Finding {
   Problem problem = Problem::kNone;
   int arg = -1;
   int64_t index = -1;  // index of a list element
-  int other = -1;      // the argument that it conflicts with
+  int other = -1;      // the argument that conflicts with `arg`
   int dim = -1;        // the dimension; kRule: index of the rule
 };
 
@@ -110,13 +110,13 @@ class Finder {
   const Device& device() const noexcept { return device_; }
   int device_setter() const noexcept { return device_setter_; }
   const ArgsView& args() const noexcept { return args_; }
-  // The tensor that has the error; null if none has.
+  // The tensor that the error is about; null if it is not about a tensor.
   const te_fl_tensor* tensor() const noexcept;
-  // kSameDType: the tensor that it conflicts with.
+  // For kSameDType: the tensor whose dtype differs from that of tensor().
   const te_fl_tensor* other_tensor() const noexcept;
   // True if the op reads the argument's current contents.
   bool reads(const Arg& arg) const noexcept;
-  // kNotItsMemory: the part of the tensor, and the device's error text.
+  // For kNotItsMemory: the name of the tensor's memory block, and the device's error text.
   const char* part() const noexcept { return part_; }
   const char* detail() const noexcept { return detail_; }
 

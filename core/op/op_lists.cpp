@@ -16,7 +16,7 @@ bool Finder::check_pair(int i, const te_fl_tensor& a, int j, const te_fl_tensor&
   if (p == nullptr || q == nullptr) return true;
   if (p == q && !allowed) return fail(Problem::kAlias, i, index, j);
   if (!g_validate.load(std::memory_order_relaxed)) return true;
-  // In an in-place collective, a rank's part of the data may lie anywhere in the whole.
+  // In an in-place collective, a rank's part of the data may lie anywhere inside the full tensor.
   if (allowed && (op_.schema.flags & TE_FL_SCHEMA_COLLECTIVE) != 0) return true;
   return overlap_partly(a, b, allowed) ? fail(Problem::kPartialOverlap, i, index, j) : true;
 }

@@ -26,7 +26,7 @@ struct Part {
 
 using Parts = std::array<Part, 1 + kQuantParts.size()>;
 
-// Lists the memory blocks of a non-empty tensor. Of block scales, only the first value is checked.
+// Lists the memory blocks of a non-empty tensor. For block scales, lists the first value only.
 int parts_of(const te_fl_tensor& t, Parts& parts) {
   int n = 0;
   const auto add = [&](const char* name, const void* data, int64_t bytes) {
@@ -45,7 +45,7 @@ int parts_of(const te_fl_tensor& t, Parts& parts) {
 
 using CheckPointer = decltype(te_fl_device_api::check_pointer);
 
-// The device's answer about an address. kLost: the device is lost and cannot answer.
+// The device's result of checking an address. kLost: the device is lost and cannot check.
 enum class Answer { kBelongs, kDoesNot, kLost };
 
 Answer ask(CheckPointer check, void* self, const void* data, size_t bytes,
@@ -64,7 +64,7 @@ Answer ask(CheckPointer check, void* self, const void* data, size_t bytes,
   return Answer::kDoesNot;
 }
 
-// Marks the device as lost. Dispatch reports that for this call as well.
+// Marks the device as lost. Dispatch also returns the lost device's error for this call.
 void retire(const Device& device, const char* op, const char* arg, const char* detail) noexcept {
   try {
     lose_device(device, "op '" + std::string(op) + "': the memory of argument '" + arg +

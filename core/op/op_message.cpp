@@ -355,8 +355,8 @@ std::string Words::expected_term(const Term& term, std::vector<int>& setters) co
   const std::string& symbol = op_.symbols[term.symbol];
   const int setter = frame.setter[term.symbol];
   const bool bound = setter >= 0;
-  // If a tensor uses a name twice, it may have bound the name itself; the value is shown in that
-  // case too.
+  // A tensor that uses a name twice may itself have bound the name. The value is shown in that case
+  // too.
   const int64_t value = bound ? frame.values[term.symbol] : 0;
   if (bound && setter != f_.arg) setters.push_back(setter);
   const std::string shown = bound ? std::to_string(value) : symbol;

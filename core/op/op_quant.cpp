@@ -1,5 +1,5 @@
-// Checks a quantised argument: the dtype must match the scaling mode, a copy of the data must be
-// present, and each copy needs its scales.
+// Checks a quantised argument: the dtype must match the scaling mode, row-wise or column-wise data
+// must be present, and the data that is present needs its scales.
 #include <algorithm>
 
 #include "core/op/op_finder.hpp"
@@ -14,7 +14,8 @@ bool is_aligned(const void* p, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-// Checks that each copy of the data has the scales that it needs, by the argument's role.
+// Checks that the row-wise and the column-wise data each have the scales that they need, by the
+// argument's role.
 Problem inspect_parts(const CompiledOp::Impl& op, const Arg& arg, const ArgsView& args,
                       const te_fl_tensor& t, const te_fl_quant& q) noexcept {
   const bool row = t.dl.data != nullptr, column = q.columnwise_data != nullptr;

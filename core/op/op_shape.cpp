@@ -22,7 +22,7 @@ bool Finder::match_leading(int i, const te_fl_tensor& t, int count, int64_t inde
   if (frame_.leading_count < 0) {
     int64_t product = 1;
     for (int d = 0; d < count; ++d) product *= t.dl.shape[d];
-    // The product may be bound already: names bound by plain tensors also apply inside lists.
+    // The product may be bound already, since names bound by plain tensors also apply inside lists.
     if (frame_.product >= 0 && product != frame_.product)
       return fail(Problem::kShape, i, index, -1, 0);
     frame_.leading = t.dl.shape;

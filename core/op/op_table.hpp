@@ -31,14 +31,15 @@ inline OpClass class_of(const te_fl_op_schema& schema) noexcept {
 struct Signature {
   uint64_t dtypes = 0;    // mask of te_fl_dtype_index over all tensor arguments present
   uint32_t scalings = 0;  // mask of te_fl_scaling
-  uint32_t later = 0;     // mask of later arguments (R23) that differ from their neutral value
-  uint32_t maker = 0;     // maker_number() of the call's communicator; 0: none
-  Device device;          // the device of the tensor arguments; the host if there are none
+  uint32_t later = 0;  // mask of later-added arguments (R23) that differ from their neutral value
+  uint32_t maker = 0;  // maker_number() of the call's communicator; 0: none
+  Device device;       // the device of the tensor arguments; the host if there are none
   friend bool operator==(const Signature&, const Signature&) = default;
 };
 
-// The number for a plugin's name, as the maker of communicators (R29) and as the owner of
-// implementations. At most kMaxMaker; 0 if the name is null or there is no memory to store it.
+// The number of a plugin, assigned by name. It identifies the maker of communicators (R29) and the
+// owner of implementations. At most kMaxMaker; 0 if the name is null or there is no memory to store
+// it.
 inline constexpr uint32_t kMaxMaker = 0xffff;
 uint32_t maker_number(const char* plugin) noexcept;
 
@@ -59,8 +60,8 @@ class CompiledOp {
   bool check(const void* args, Signature& out) const noexcept;
   // The offsets of the members of the argument struct.
   const CallLayout& layout() const noexcept { return *layout_; }
-  // The bytes of the elements of all tensors, those in lists included, of a valid call. Does not
-  // count column-wise copies and scales.
+  // The total size in bytes of the elements of all tensors of a valid call, including tensors in
+  // lists. Does not count column-wise data and scales.
   uint64_t element_bytes(const void* args) const noexcept;
   // Computes only the signature, for routing decisions; does not check shapes or scalars.
   bool signature(const void* args, Signature& out) const noexcept;
@@ -68,9 +69,9 @@ class CompiledOp {
   // values.
   Status check_status(const void* args) const;
   // The mask of bits in Signature::later for the named arguments, separated by blanks; 0 for null.
-  // INVALID_ARGUMENT if a name is not a later argument of the op.
+  // INVALID_ARGUMENT if a name is not that of a later-added argument (R23) of the op.
   Result<uint32_t> later_mask(const char* names) const;
-  // Names of the later arguments in the mask, in the op's order.
+  // Names of the later-added arguments (R23) in the mask, in the op's order.
   std::string later_names(uint32_t mask) const;
   // The name of the first tensor argument whose dtype (or scaling) is outside the mask, for error
   // messages.

@@ -11,13 +11,14 @@ void add(const std::shared_ptr<void>& storage, std::vector<void*>& streams) {
   const auto* memory = std::get_deleter<FreeOnStream>(storage);
   if (memory == nullptr || memory->device.is_host()) return;
   const StreamRef& stream = memory->stream;
-  if (stream != nullptr && stream->get() == nullptr) return;  // retired; its work is complete
+  // The work of a retired stream is complete.
+  if (stream != nullptr && stream->get() == nullptr) return;
   void* const handle = stream != nullptr ? stream->handle : nullptr;
   if (std::ranges::find(streams, handle) == streams.end()) streams.push_back(handle);
 }
 
-// Adds the streams of a storage. For the parts of a quantised tensor, also adds the streams of the
-// tensors among the parts.
+// Adds the streams that free a tensor's storage. For a quantised tensor, also adds the streams of
+// tensors that the storage refers to.
 void add_all(const std::shared_ptr<void>& storage, std::vector<void*>& streams) {
   add(storage, streams);
   if (std::get_deleter<FreeQuantStorage>(storage) == nullptr) return;

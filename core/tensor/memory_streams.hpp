@@ -19,8 +19,8 @@ struct FreeOnStream {
   }
 };
 
-// Owns the parts of a quantised tensor except its row-wise data: one block of memory, and tensors
-// that replace parts of that block.
+// Owns the memory of a quantised tensor except its row-wise data: one block of memory, and tensors
+// that the caller supplied in place of some parts of that block.
 struct QuantStorage {
   std::shared_ptr<void> block;
   Tensor scale;

@@ -9,16 +9,16 @@
 #include "core/tensor/tensor_access.hpp"
 #include "te_fl/plugin.h"
 
-// The list of the memory parts of a quantised tensor besides its row-wise data. All code that
-// visits a tensor's memory (checks, call words, copies, saved calls) uses this list, so a new part
+// The list of all memory blocks of a quantised tensor except its row-wise data. All code that
+// visits a tensor's memory (checks, call words, copies, saved calls) uses this list, so a new block
 // is added here only.
 namespace te_fl::core {
 
 struct QuantPart {
   enum Holds : uint8_t {
-    kCodes,             // data of the column-wise copy
-    kScales,            // scales of the row-wise copy
-    kColumnwiseScales,  // scales of the column-wise copy
+    kCodes,             // column-wise data
+    kScales,            // scales of the row-wise data
+    kColumnwiseScales,  // scales of the column-wise data
     kAmax,              // one FP32 value that ops update by maximum
     kScale              // one FP32 value, an input or computed by the op
   };
@@ -26,7 +26,7 @@ struct QuantPart {
   size_t offset;     // its offset in te_fl_quant
   Holds holds;
 
-  // The address of the part; null if it is absent.
+  // The address of this memory block of `q`; null if the block is absent.
   const void* in(const te_fl_quant& q) const noexcept {
     const void* data;
     std::memcpy(&data, reinterpret_cast<const char*>(&q) + offset, sizeof data);

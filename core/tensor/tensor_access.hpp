@@ -44,7 +44,7 @@ Status check_view(const void* data, std::span<const int64_t> shape,
 std::vector<int64_t> compact_strides(std::span<const int64_t> shape);
 // The bytes of each part of a quantised tensor whose logical matrix is [m, k].
 struct QuantBytes {
-  int64_t codes = 0;  // of each of the row-wise and column-wise copies
+  int64_t codes = 0;  // size of the row-wise data, and of the column-wise data
   int64_t scale_inv = 0;
   int64_t columnwise_scale_inv = 0;
 };

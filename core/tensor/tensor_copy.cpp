@@ -47,8 +47,8 @@ Extent extent_of(const Tensor& t) {
   return e;
 }
 
-// The streams of a copy, on the source's device and on the destination's. They are equal if one
-// device does the copy.
+// The two streams of a copy, one on the source's device and one on the destination's. They are
+// equal if one device does the copy.
 struct CopyStreams {
   void* from;
   void* to;
@@ -58,7 +58,8 @@ Status copy_strided(const Tensor& from, const Tensor& to, CopyStreams streams) {
   const auto width = static_cast<int64_t>(bits(from.dtype()) / 8);
   const Extent e = extent_of(from);
   const char* first = static_cast<const char*>(from.raw_data());
-  Tensor host_source;  // holds the source's whole extent if that is not host memory
+  Tensor
+      host_source;  // host copy of the source's address range, if the source is not in host memory
   if (!from.device().is_host()) {
     const int64_t bytes = (e.high - e.low + 1) * width;
     TE_FL_ASSIGN_OR_RETURN(host_source, Tensor::empty({bytes}, DType::kU8));
@@ -110,7 +111,7 @@ Status copy_parts(const Tensor& from, const Tensor& to, CopyStreams streams) {
   return copy_part(from.scale(), to.scale(), streams);
 }
 
-// Allocates an uninitialised tensor with the same quantised parts as `t`.
+// Allocates an uninitialised quantised tensor with the same kinds of data and scales as `t`.
 Result<Tensor> empty_quantized_like(const Tensor& t, Device device) {
   const te_fl_quant& q = Tensor::Access::quant(t);
   QuantSpec spec;

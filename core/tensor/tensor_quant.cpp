@@ -47,7 +47,8 @@ Status check_state(const char* what, const Tensor* t, Device device) {
                           ", not " + t->describe());
 }
 
-// The offsets of the parts in one block of memory, each aligned to 256 bytes.
+// The offsets of column-wise data, scales and amaxes in one block of memory, each aligned to 256
+// bytes.
 struct Layout {
   int64_t columnwise = -1, scale_inv = -1, columnwise_scale_inv = -1, amax = -1, scale = -1;
   int64_t columnwise_amax = -1;

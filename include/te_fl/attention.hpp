@@ -27,10 +27,9 @@
 //  - A row without keys, or whose scores are all -inf, gives o = 0, log-sum-exp = -inf (also with a
 //    sink) and no gradient. The same holds for padding queries and for thd tokens outside every
 //    sequence.
-//  - Dropout is applied to the probabilities. Element ((b H + h) Sq + i) Sk + j of the random
-//  stream
-//    decides on probability (b, h, i, j). With thd, Sq and Sk are max_seqlen_q and max_seqlen_kv,
-//    or the longest lengths where these are 0.
+//  - Dropout is applied to the probabilities. Random number ((b H + h) Sq + i) Sk + j decides
+//    whether probability (b, h, i, j) is dropped. With thd, Sq and Sk are max_seqlen_q and
+//    max_seqlen_kv, or the longest lengths where these are 0.
 //  - FP8: s_quant quantises the probabilities after dropout. For dV = P^T dO it quantises the
 //    probabilities themselves. For P V it quantises them divided by the row's largest probability
 //    before dropout; the scale used there is at most the type's largest number times

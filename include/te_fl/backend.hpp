@@ -18,8 +18,8 @@
 
 namespace te_fl::backend {
 
-// Exception for errors inside a backend. The wrappers below catch it and return its status. For an
-// error that is clean: nothing was written and nothing was enqueued.
+// Exception for errors inside a backend. The wrappers below catch it and return its status. Throw
+// an Error with TE_FL_CLEAN only if nothing has been written and nothing has been enqueued.
 class Error : public std::exception {
  public:
   Error(te_fl_status status, std::string text) : status_(status), text_(std::move(text)) {}

@@ -61,7 +61,7 @@ TE_FL_API std::string provider_name(uint32_t id);
 
 TE_FL_API Result<void*> allocate(const Device& device, size_t bytes, void* stream = nullptr);
 TE_FL_API void free(const Device& device, void* data, void* stream = nullptr) noexcept;
-// Allocates memory of any kind. Free it with the function below and the same kind. INVALID_ARGUMENT
+// Allocates memory of any kind. Pass the same kind to free(). INVALID_ARGUMENT
 // for an unknown kind, alignment or flag; UNSUPPORTED if the device has no such memory.
 TE_FL_API Result<void*> allocate(const Device& device, const te_fl_memory_desc& memory);
 TE_FL_API void free(const Device& device, void* data, te_fl_memory_kind kind,
@@ -148,7 +148,7 @@ TE_FL_API void* current_stream() noexcept;
 class Event;
 
 // Owns a stream of a device and keeps the device in the list. Movable, not copyable. A moved-from
-// or default-constructed Stream owns nothing and stands for the default stream of the host. A
+// or default-constructed Stream owns nothing and denotes the default stream of the host. A
 // stream that belongs to a framework is passed as a plain pointer instead.
 class Stream {
  public:

@@ -78,12 +78,13 @@ TE_FL_API int bits(DType dtype) noexcept;
 // Bytes that `count` compact elements occupy. 4-bit elements are packed two to a byte, low nibble
 // first.
 TE_FL_API int64_t bytes_for(DType dtype, int64_t count) noexcept;
-// Name of a dtype: "f32", "bf16", "f8e4m3", ... parse_dtype() takes these names in any case, and
-// common aliases ("fp32", "float32", "e4m3"). An unknown name is an error that names the nearest.
+// name() returns the name of a dtype: "f32", "bf16", "f8e4m3", ... parse_dtype() accepts these
+// names in any case, and common aliases ("fp32", "float32", "e4m3"). Its error for an unknown name
+// suggests the nearest name.
 TE_FL_API std::string_view name(DType dtype) noexcept;
 TE_FL_API Result<DType> parse_dtype(std::string_view text);
-// Name of a scaling mode: "none", "tensor", "block1x128", "block128x128", "mxfp8", "nvfp4".
-// parse_scaling() also takes the aliases delayed, current, block1d and block2d.
+// name() returns the name of a scaling mode: "none", "tensor", "block1x128", "block128x128",
+// "mxfp8", "nvfp4". parse_scaling() also accepts the aliases delayed, current, block1d and block2d.
 TE_FL_API std::string_view name(Scaling scaling) noexcept;
 TE_FL_API Result<Scaling> parse_scaling(std::string_view text);
 // The description of a scaling mode: block shape, scale factors, second level and layout. The

@@ -22,8 +22,8 @@ struct Variable {
   std::string default_value;
   std::string doc;    // one sentence
   std::string value;  // the value in effect
-  // "default", "environment (TE_FL_PREFER)", "environment (alias ...)" or "code". Also says if a
-  // variable was ignored because the process has elevated privileges.
+  // The source of the value: "default", "environment (TE_FL_PREFER)", "environment (alias ...)" or
+  // "code". Also states if a variable was ignored because the process has elevated privileges.
   std::string origin;
   std::string plugin;  // the plugin that declared the variable; empty: te-fl's own
   bool active = true;  // false: that plugin is not active, so nothing reads the value

@@ -9,7 +9,7 @@
 #include "te_fl/export.hpp"
 #include "te_fl/status.hpp"
 
-// Accounts of the memory that te-fl holds on a device. Memory held by others (framework tensors
+// Accounts for the memory that te-fl holds on a device. Memory held by others (framework tensors
 // that te-fl wraps, a library's own memory) is not counted, nor is memory that the device's
 // provider caches for reuse.
 namespace te_fl::devices {

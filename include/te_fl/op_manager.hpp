@@ -21,7 +21,7 @@ struct CallOptions {
   te_fl_rng rng;           // random state, for ops that draw random numbers
 };
 
-// One implementation's evaluation for a call.
+// The evaluation of one implementation for a call.
 struct Candidate {
   std::string impl_id;
   Kind kind = Kind::kDefault;
@@ -43,7 +43,7 @@ struct Decision {
   std::string policy;
   // `runs`: the kernel or library function that the chosen implementation's run() would launch for
   // the call, and why (rule R31). Empty if only a CallProfile was given, or if the implementation
-  // does not say; `silent` is then the reason.
+  // has no describe(); `silent` is then the reason why `runs` is empty.
   std::string runs, silent;
 };
 
@@ -80,7 +80,7 @@ class TE_FL_API PreparedOp {
   std::shared_ptr<Rep> rep_;
 };
 
-// Number of calls that one implementation has served for one op.
+// Number of calls of one op that one implementation has run.
 struct OpUsage {
   std::string op;
   std::string impl_id;
@@ -127,8 +127,8 @@ class TE_FL_API OpManager {
   // usually 0.
   Result<size_t> saved_bytes(OpId op, const void* args, const CallOptions& options = {});
 
-  // The implementations that have served calls since the last reset and are still registered, those
-  // with most calls first. Calls are counted per thread and added up here.
+  // The implementations that have run calls since the last reset and are still registered, in order
+  // of decreasing number of calls. Calls are counted per thread and added up here.
   std::vector<OpUsage> usage() const;
   void reset_usage();
   // Reads the policy and the log level from the environment again. (Plugins are loaded only once.)

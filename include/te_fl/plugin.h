@@ -140,10 +140,10 @@
  *  R27 An implementation may need memory that is zero when its first op on a stream begins and then
  *      keeps what its ops leave there. It states the size in te_fl_op_desc.stream_state_bytes and
  *      finds the memory in ctx->stream_state. The memory belongs to one implementation, device and
- *      stream, whose ops run one after the other. The host frees it when the stream, the
- *      implementation or the device goes. A captured op has its own memory, which is zero each time
- *      a launch of the graph reaches the op. Work on the host has no stream, so an implementation
- *      for host memory cannot have stream state.
+ *      stream, whose ops run one after the other. The host frees the memory when the stream is
+ *      destroyed or the implementation or the device is removed. A captured op has its own memory,
+ *      which is zero each time a launch of the graph reaches the op. Work on the host has no
+ *      stream, so an implementation for host memory cannot have stream state.
  *  R28 A plugin allocates device memory that it holds beyond a call by te_fl_host_api.allocate, so
  *      that a program's allocator (R25) and the count of live memory include it. The plugin frees
  *      it by the end of quiesce(), the memory of plans in destroy_plan(). Live memory keeps its
@@ -263,8 +263,8 @@ enum { /* DLDataTypeCode */
        TE_FL_CODE_FLOAT4_E2M1FN = 17
 };
 
-/* te-fl's own numbering of the dtypes it knows. A dtype mask has 64 bits; bit i stands for index
-   i. */
+/* te-fl's own numbering of the dtypes it knows. A dtype mask has 64 bits; bit i is set if the mask
+   contains the dtype with index i. */
 typedef enum te_fl_dtype_index {
   TE_FL_F64 = 0,
   TE_FL_F32 = 1,
@@ -380,7 +380,8 @@ enum { /* te_fl_quant.flags */
  *     Compact, except in arguments that may have strides (TE_FL_ARG_STRIDED_CODES).
  *   column-wise data: compact [K, M] (MXFP8: [M, K], not transposed).
  *   scale_inv, by scaling mode:
- *     TENSOR         FP32 [1]; one value serves both copies; columnwise_scale_inv is NULL or equal
+ *     TENSOR         FP32 [1], for row-wise and column-wise data; columnwise_scale_inv is NULL or
+ *                    equal to scale_inv
  *     BLOCK_1X128    row-wise FP32 [ceil(K/128), roundup(M,4)]; column-wise
  *                    [ceil(M/128), roundup(K,4)]
  *     BLOCK_128X128  row-wise FP32 [ceil(M/128), roundup(ceil(K/128),4)]; column-wise
@@ -392,7 +393,7 @@ enum { /* te_fl_quant.flags */
  *     amax = max(amax, amax of the data). With COMPUTE_SCALE it is set to the amax of the data.
  *     Optional when the scale is given.
  *   columnwise_amax: FP32 [1], only in modes with a second level: the amax of the column-wise copy
- *     alone (R30). NULL: `amax` applies to both copies.
+ *     alone (R30). NULL: `amax` applies to row-wise and column-wise data.
  *   scale: FP32 [1], TENSOR mode; read when quantising with a given scale, written under
  *     COMPUTE_SCALE.
  * All parts live on the tensor's device. An op fills every copy (row-wise, column-wise) that the
@@ -518,7 +519,7 @@ enum {                                 /* te_fl_arg_desc.flags */
        TE_FL_ARG_ANY_MEMORY = 1u << 2, /* in host or device memory */
        /* a tensor of FP8 codes without quantisation data (te_fl_tensor.quant is NULL) */
        TE_FL_ARG_RAW_FP8 = 1u << 3,
-       /* only the parts in te_fl_quant are used; dl.data may be NULL */
+       /* only the memory that te_fl_quant points to is used; dl.data may be NULL */
        TE_FL_ARG_QUANT_ONLY = 1u << 4,
        /* the dtype must equal the dtype of the argument `same_as` */
        TE_FL_ARG_SAME_DTYPE = 1u << 5,
@@ -527,7 +528,7 @@ enum {                                 /* te_fl_arg_desc.flags */
        TE_FL_ARG_OPAQUE = 1u << 7, /* checkers do not compare or poison the contents */
        /* A tensor with TENSOR scaling and no column-wise copy may have strides. */
        TE_FL_ARG_STRIDED_CODES = 1u << 8,
-       /* added after the op's first form (R23); placed behind all other arguments */
+       /* added after the op's first form (R23); placed after all other arguments */
        TE_FL_ARG_LATER = 1u << 9
 };
 
@@ -543,8 +544,8 @@ enum {                                 /* te_fl_arg_desc.flags */
  * plain tensors bind hold for every element.
  * `min` and `max` are inclusive bounds of a scalar, or of each integer in a list; both 0: no
  * bounds. `neutral` is the value at which the argument has no effect (for a tensor: NULL). An
- * implementation that does not know a later argument (R23) serves the calls in which that argument
- * is neutral.
+ * implementation that does not know a later argument (R23) is used only for calls in which that
+ * argument is neutral.
  */
 typedef struct te_fl_arg_desc {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_arg_desc));
@@ -665,17 +666,17 @@ typedef struct te_fl_op_desc {
   const char* op_name TE_FL_INIT(NULL);
   const char* impl_id TE_FL_INIT(NULL); /* "<kind>.<name>" (R16) */
   uint32_t kind TE_FL_INIT(0);          /* te_fl_kind */
-  int32_t priority TE_FL_INIT(0);       /* 0 stands for the default of the kind */
+  int32_t priority TE_FL_INIT(0);       /* 0: the default priority of the kind */
   uint32_t flags TE_FL_INIT(0);
-  /* The range of architectures that the implementation serves, min_arch and max_arch included, in
+  /* The range of architectures that the implementation supports, from min_arch to max_arch, in
      the device provider's own numbering. 0: no bound. */
   uint32_t min_arch TE_FL_INIT(0);
-  /* Masks of te_fl_dtype_index and te_fl_scaling. The implementation serves a call only if every
-     tensor argument lies in both. */
+  /* Masks of te_fl_dtype_index and te_fl_scaling. The implementation supports a call only if the
+     masks contain the dtype and the scaling mode of every tensor argument. */
   uint64_t dtypes TE_FL_INIT(TE_FL_MASK_ANY_DTYPE);
   uint32_t scalings TE_FL_INIT(0x3f);
   uint32_t max_arch TE_FL_INIT(0);     /* upper bound of the range; see min_arch */
-  uint64_t device_types TE_FL_INIT(0); /* bit i stands for DLPack device type i */
+  uint64_t device_types TE_FL_INIT(0); /* bit i: supports DLPack device type i */
   void* self TE_FL_INIT(NULL);         /* passed to the functions below */
   te_fl_status (*run)(void* self, const te_fl_context* ctx, const void* args)
       TE_FL_INIT(NULL); /* required */
@@ -702,12 +703,12 @@ typedef struct te_fl_op_desc {
   /* schema of a custom op (R17); NULL for an op of the catalogue */
   const te_fl_op_schema* schema TE_FL_INIT(NULL);
   const char* vendor TE_FL_INIT(NULL); /* NULL: the plugin's vendor */
-  /* Name of the provider whose kDLExtDev devices the implementation serves (R18). NULL: the
+  /* Name of the provider whose kDLExtDev devices the implementation supports (R18). NULL: the
      provider of the devices that the plugin itself enumerates. The plugin is refused if these
      devices have two providers. */
   const char* provider TE_FL_INIT(NULL);
-  /* Names of the op's later arguments that the implementation knows, separated by spaces (R23).
-     NULL: none. This also applies to custom ops. */
+  /* Names of the arguments with TE_FL_ARG_LATER that the implementation supports, separated by
+     spaces (R23). NULL: none. This also applies to custom ops. */
   const char* later_args TE_FL_INIT(NULL);
   uint64_t stream_state_bytes TE_FL_INIT(0); /* bytes of state per stream (R27); 0: none */
   /* Writes a few words to `text`: the kernel or library function that run() would launch for a call
@@ -732,7 +733,7 @@ typedef struct te_fl_device_props {
 } te_fl_device_props;
 
 /* Kinds of memory. Every device has DEVICE. A device without another kind, or without the requested
-   alignment, returns UNSUPPORTED and says which of the two it lacks. */
+   alignment, returns UNSUPPORTED, and its error text names which of the two it lacks. */
 typedef enum te_fl_memory_kind {
   TE_FL_MEMORY_DEVICE = 0,
   TE_FL_MEMORY_PINNED = 1,  /* host memory; copies between it and the device may be asynchronous */
@@ -976,8 +977,8 @@ typedef struct te_fl_comm_desc {
   uint32_t flags TE_FL_INIT(0);
   const char* name TE_FL_INIT(NULL); /* "nccl"; [a-z0-9_]+; unique in a process; required */
   uint32_t kind TE_FL_INIT(0);       /* te_fl_kind; policies select providers by it */
-  int32_t priority TE_FL_INIT(0);    /* 0 stands for the default of the kind */
-  /* bit i stands for DLPack device type i: tensors on such devices may be arguments of its ops */
+  int32_t priority TE_FL_INIT(0);    /* 0: the default priority of the kind */
+  /* bit i: tensors on devices of DLPack type i may be arguments of the communicator's ops */
   uint64_t device_types TE_FL_INIT(0);
   void* self TE_FL_INIT(NULL);
   const te_fl_comm_api* api TE_FL_INIT(NULL); /* required */

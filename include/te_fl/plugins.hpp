@@ -19,7 +19,7 @@ struct PluginInfo {
   std::string vendor;
   std::string version;
   std::string build_id;
-  std::string path;    // of the library; empty for built-ins
+  std::string path;    // path of the library; empty for built-ins
   std::string origin;  // "built-in", "TE_FL_PLUGIN_MODULES", the manifest's path, "load()"
   std::string abi;     // "0.9"
   State state = State::kFailed;

@@ -61,7 +61,7 @@ struct PolicySettings {
   std::optional<uint64_t> max_staged_bytes;
   std::vector<std::string> allow_vendors;  // lower case; empty: all vendors
   std::vector<std::string> deny_vendors;
-  // an op in the map uses only what its list names
+  // for an op in the map, only implementations that its list names may run
   std::map<std::string, std::vector<PolicyToken>, std::less<>> per_op;
   std::vector<SignatureList> per_signature;  // takes precedence over per_op
   friend bool operator==(const PolicySettings&, const PolicySettings&) = default;
@@ -129,8 +129,8 @@ class TE_FL_API PolicyScope {
   uint32_t previous_;
 };
 
-// Copies the calling thread's policy scope, or its absence, so that another thread can enter the
-// same scope:
+// Copies the calling thread's innermost policy scope, if any, so that another thread can enter a
+// scope with the same policy:
 //   auto captured = CapturedPolicy::capture();
 //   auto scope = captured.enter();  // on the other thread
 class TE_FL_API CapturedPolicy {

@@ -27,7 +27,7 @@ struct QuantSpec {
   bool compute_scale = false;  // current scaling of kTensor; block modes always derive their scales
   bool pow2_scale = false;     // derived scales are truncated to powers of two
   float amax_epsilon = 0;
-  // kNVFP4: allocate a separate amax for the column-wise copy, initialised to zero
+  // kNVFP4: allocate a separate amax for the column-wise data, initialised to zero
   bool own_columnwise_amax = false;
   // false: scale_inv starts uninitialised, and with compute_scale also amax and scale. This saves a
   // fill and a copy when an op writes the tensor next, because ops write all three.
@@ -72,11 +72,11 @@ class TE_FL_API Tensor {
   static Result<Tensor> wrap(void* data, std::span<const int64_t> shape,
                              std::span<const int64_t> strides, DType dtype, Device device,
                              std::shared_ptr<void> owner);
-  // A quantised tensor with new storage: the copies that `spec` requests, scale_inv (zero unless
-  // spec says otherwise), amax (kTensor and kNVFP4; zero) and scale (kTensor; one). If `scale` or
-  // `amax` tensors are given (F32, one element, same device), the result uses them instead of new
-  // ones; recipes use this to keep scales and amaxes in arrays. Errors as for empty(), and for a
-  // scaling mode that does not support the dtype.
+  // A quantised tensor with new storage: row-wise and column-wise data as `spec` requests,
+  // scale_inv (zero unless spec says otherwise), amax (kTensor and kNVFP4; zero) and scale
+  // (kTensor; one). If `scale` or `amax` tensors are given (F32, one element, same device), the
+  // result uses them instead of new ones; recipes use this to keep scales and amaxes in arrays.
+  // Errors as for empty(), and for a scaling mode that does not support the dtype.
   static Result<Tensor> empty_quantized(std::span<const int64_t> shape, const QuantSpec& spec,
                                         Device device = {}, const Tensor* scale = nullptr,
                                         const Tensor* amax = nullptr);
@@ -118,24 +118,24 @@ class TE_FL_API Tensor {
   Scaling scaling() const noexcept;
   bool has_rowwise() const noexcept;
   bool has_columnwise() const noexcept;
-  // This quantised tensor without its column-wise copy, sharing the storage. Undefined if there
-  // is no row-wise copy.
+  // This quantised tensor without its column-wise data, sharing the storage. Undefined if there
+  // is no row-wise data.
   Tensor rowwise_only() const;
-  // This quantised tensor without its row-wise copy, sharing the storage. The memory of the
-  // row-wise codes is freed once no other tensor holds it. Undefined if there is no column-wise
-  // copy.
+  // This quantised tensor without its row-wise data, sharing the storage. The memory of the
+  // row-wise data is freed once no other tensor holds it. Undefined if there is no column-wise
+  // data.
   Tensor columnwise_only() const;
-  // Parts of a quantised tensor, as tensors that share the storage. A part that is absent is
-  // undefined.
+  // The data, scales and amaxes of a quantised tensor, as tensors that share the storage. The
+  // result is an undefined tensor if this tensor lacks the item.
   Tensor rowwise_codes() const;     // U8 in the tensor's shape; packed 4-bit codes: [bytes]
   Tensor columnwise_codes() const;  // U8 [K, M] (kMXFP8: [M, K]); packed 4-bit codes: [bytes]
   Tensor scale_inv() const;         // kTensor: F32 [1]; else 2-D by scale_inv_shape
   Tensor columnwise_scale_inv() const;
   Tensor amax() const;             // F32 [1]
-  Tensor columnwise_amax() const;  // F32 [1]; undefined if amax() applies to both copies
+  Tensor columnwise_amax() const;  // F32 [1]; undefined if amax() applies to all data
   Tensor scale() const;            // F32 [1]
 
-  // Copies the tensor, with all quantised parts, to new compact storage on `device`.
+  // Copies the tensor, with all data and scales if quantised, to new compact storage on `device`.
   //
   // The copy is ordered on `stream`, which also becomes the stream of the new storage. `stream` is
   // a stream of `device`, or of the source's device if `device` is the host. Null: the calling
@@ -170,7 +170,7 @@ class TE_FL_API Tensor {
   std::array<int64_t, kMaxRank> shape_{};
   std::array<int64_t, kMaxRank> strides_{};
   std::shared_ptr<void> storage_;        // row-wise data, or the owner of that memory
-  std::shared_ptr<void> quant_storage_;  // all other parts
+  std::shared_ptr<void> quant_storage_;  // all other data and scales of a quantised tensor
   Device device_{};
   int32_t rank_ = -1;
   DType dtype_ = DType::kF32;

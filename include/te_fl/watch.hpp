@@ -20,7 +20,7 @@ struct VerifyCounts {
   uint64_t differed = 0;
   uint64_t saved = 0;     // calls saved as case files
   uint64_t captured = 0;  // not verified: their stream was being captured into a graph
-  // Not verified: the reference itself served the call, there was nothing to compare (opaque
+  // Not verified: the reference itself ran the call, there was nothing to compare (opaque
   // records, enquiries, collectives), no reference implementation accepts the call, or there was no
   // memory for copies.
   uint64_t skipped = 0;
@@ -35,22 +35,23 @@ TE_FL_API Status watch_status();
 // Declares that a training step has ended. nn's Optimizer::step calls it.
 //
 // With TE_FL_VERIFY_ACTION=quarantine, an implementation whose results differed is quarantined: it
-// no longer serves that op and signature, and the quarantine file records this for later runs. In a
-// process on its own, this takes effect at the end of the call in which the difference was found;
-// if that call runs inside another call, or a stream is being captured, it takes effect after the
-// next call for which neither is true. In a job of several ranks (WORLD_SIZE, OMPI_COMM_WORLD_SIZE
-// or PMI_SIZE in the environment) a quarantine is held back until step_boundary(), which all ranks
-// call alike, so that all ranks change their choice between the same two calls. Quarantines that
-// are still held back when the process ends are written to the file then.
+// is not used any more for that op and signature, and the quarantine file records this for later
+// runs. In a process on its own, this takes effect at the end of the call in which the difference
+// was found; if that call runs inside another call, or a stream is being captured, it takes effect
+// after the next call for which neither is true. In a job of several ranks (WORLD_SIZE,
+// OMPI_COMM_WORLD_SIZE or PMI_SIZE in the environment) a quarantine is held back until
+// step_boundary(), which all ranks call alike, so that all ranks change their choice between the
+// same two calls. Quarantines that are still held back when the process ends are written to the
+// file then.
 //
 // Costs one atomic load if nothing is held back. Error: the file could not be written; the
 // quarantine is in force nevertheless.
 TE_FL_API Status step_boundary();
 
-// An implementation that no longer serves calls of one op and signature.
+// A quarantine: an implementation that dispatch no longer uses for calls of one op and signature.
 struct Quarantine {
   std::string op, impl_id;
-  std::string owner, build_id;  // of the plugin; for built-in backends, of te-fl
+  std::string owner, build_id;  // name and build id of the plugin; for built-in backends, of te-fl
   std::string chip, driver;     // of the device where the results differed (te_fl_device_props)
   uint64_t dtypes = 0;          // signature: masks of dtypes and scaling modes
   uint32_t scalings = 0;
@@ -77,7 +78,7 @@ struct Replay {
   std::string note;      // the differences found when the call was saved
   // Descriptions of the outputs that differ by more than the tolerance (docs/numerics.md).
   std::vector<std::string> from_saved, from_reference;
-  int compared = 0;  // number of outputs and parts that were compared
+  int compared = 0;  // number of compared outputs, and of their data and scales if quantised
 };
 // Reads a case file that TE_FL_VERIFY saved and runs the call. Empty impl_id: the implementation
 // that the case was saved from. Empty `device`: the device of the case if it exists, else the host.
@@ -106,7 +107,8 @@ struct TunedSignature {
   int calls = 0;       // number of different calls
   // implementations that accept every call, fastest first, then the others
   std::vector<TunedTime> times;
-  double usual_seconds = 0;  // time with the choice of dispatch; 0 if not timed
+  // time with the implementations that dispatch would choose; 0 if not timed
+  double usual_seconds = 0;
 };
 // Times the implementations that accept the calls in these files, which are traces of TE_FL_TRACE
 // or case files of TE_FL_VERIFY. `seconds` is the approximate time spent per call and

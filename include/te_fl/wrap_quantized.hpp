@@ -5,11 +5,11 @@
 
 namespace te_fl {
 
-// The parts of an existing quantised tensor. Each part is compact, and all are on one device. An
-// undefined Tensor means that the part is absent.
+// Data and scales of an existing quantised tensor. Each tensor is compact, and all are on one
+// device. An undefined Tensor is absent.
 struct QuantizedParts {
-  Tensor codes;    // row-wise copy: 8-bit floats in the shape of the tensor
-  Tensor columns;  // column-wise copy: [K, M] if the row-wise codes are [M, K]
+  Tensor codes;    // row-wise data: 8-bit floats in the shape of the tensor
+  Tensor columns;  // column-wise data: [K, M] if the row-wise data is [M, K]
   // shapes as for Tensor::scale_inv(); kTensor has only scale_inv
   Tensor scale_inv, columnwise_scale_inv;
   Tensor amax;  // F32 [1], only for kTensor

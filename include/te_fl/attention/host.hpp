@@ -1,4 +1,4 @@
-// The parts of attention's semantics that read element data, for host memory only.
+// Functions of attention that read element data (sequence lengths, masks), for host memory only.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct SequenceSpan {
 
 namespace detail {
 
-// Reads begin and length of sequence b on one side (queries or keys), and checks them against
+// Reads begin and length of sequence b, for the queries or for the keys, and checks them against
 // `limit`: the number of tokens with layout thd, otherwise the positions per sequence.
 inline void read_lengths(const char* name, const te_fl_tensor& cu, const te_fl_tensor* padded,
                          bool thd, int64_t limit, int64_t b, int64_t& begin, int64_t& len) {
@@ -69,8 +69,8 @@ inline std::vector<SequenceSpan> host_sequences(const AttentionProblem& p) {
   return spans;
 }
 
-// Extents Sq and Sk of the logical matrix [B, H, Sq, Sk] whose elements index dropout's random
-// stream.
+// Extents Sq and Sk of the logical matrix [B, H, Sq, Sk]. The index of an element in this matrix
+// selects the element's random number for dropout.
 struct LogicalExtents {
   int64_t q = 0;
   int64_t kv = 0;

@@ -35,8 +35,8 @@ struct AttentionProblem {
   int64_t kv_heads = 0;  // heads of k and v; divides `heads`
   int64_t seqlen_q = 0;  // thd: max_seqlen_q of the call; 0: the longest in cu_seqlens
   int64_t seqlen_kv = 0;
-  int64_t head_dim = 0;    // of q and k
-  int64_t head_dim_v = 0;  // of v and o
+  int64_t head_dim = 0;    // head size of q and k
+  int64_t head_dim_v = 0;  // head size of v and o
   HeadsView q, k, v;
   bool thd = false;
   bool fp8 = false;  // q, k and v are quantised
@@ -54,7 +54,7 @@ struct AttentionProblem {
   const te_fl_tensor* cu_seqlens_kv_padded = nullptr;
   const te_fl_tensor* softmax_sink = nullptr;
 
-  // True if cu_seqlens give the lengths of the sequences; otherwise these are Sq and Sk.
+  // True if cu_seqlens gives the lengths of the sequences; otherwise all lengths are Sq and Sk.
   constexpr bool variable_length() const noexcept { return thd || mask.padding; }
   constexpr int64_t kv_head(int64_t head) const noexcept { return head / (heads / kv_heads); }
 };
@@ -281,8 +281,8 @@ inline AttentionProblem attention_problem(const te_fl_fused_attn_bwd_args& a) {
   return p;
 }
 
-// Decodes and checks an enquiry. The result lacks the optional tensors and, with layout thd, batch
-// and lengths.
+// Decodes and checks an enquiry, a call that only asks for support. The result lacks the optional
+// tensors and, with layout thd, batch and lengths.
 inline AttentionProblem attention_problem(const te_fl_get_fused_attn_backend_args& a) {
   return detail::describe_qkv(a);
 }

@@ -27,7 +27,7 @@ T& communicator(const te_fl_communicator* comm) noexcept {
 // counts in full.
 inline int64_t bytes_of(const te_fl_tensor& t) noexcept {
   const int64_t count = numel(t), bits = t.dl.dtype.bits;
-  return count / 8 * bits + (count % 8 * bits + 7) / 8;  // 64 bits hold the bytes, not all bits
+  return count / 8 * bits + (count % 8 * bits + 7) / 8;  // avoids a product that may overflow
 }
 
 namespace detail {
@@ -64,8 +64,8 @@ inline void need_apart(const te_fl_tensor& input, const te_fl_tensor& output) {
   invalid("argument 'output' shares memory with 'input', and this collective is not done in place");
 }
 
-// Checks that `part` is disjoint from `whole` or is exactly the part of `whole` that belongs to
-// `rank`.
+// Checks that `part`, a rank's tensor, either does not overlap `whole`, or is exactly the section
+// of `whole` that belongs to `rank`.
 inline void need_own_part(const char* name, const te_fl_tensor& part, const te_fl_tensor& whole,
                           int32_t rank) {
   if (apart(part, whole)) return;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Helpers for backends with grouped_gemm: they express one product of the group as a call of
-// generic_gemm, so that a backend that multiplies one pair at a time can run the whole group.
+// Helpers for backends with grouped_gemm. They express one GEMM of the group as a call of
+// generic_gemm, so that a backend that computes one GEMM at a time can run the whole group.
 // Header-only.
 
 #include "te_fl/backend.hpp"
@@ -9,8 +9,8 @@
 
 namespace te_fl::backend {
 
-// Arguments of generic_gemm for product i, 0 <= i < args.a_count. `args` has passed the checks of
-// grouped_gemm. The result points to the group's tensors.
+// Returns the arguments of generic_gemm for GEMM i of the group, 0 <= i < args.a_count. `args` has
+// passed the checks of grouped_gemm. The result points to the group's tensors.
 inline te_fl_generic_gemm_args product_of(const te_fl_grouped_gemm_args& args, int64_t i) noexcept {
   te_fl_generic_gemm_args product;
   product.a = args.a[i];
@@ -28,7 +28,7 @@ inline te_fl_generic_gemm_args product_of(const te_fl_grouped_gemm_args& args, i
   return product;
 }
 
-// True if the product writes nothing: D is empty, and there is no bias gradient.
+// True if the GEMM writes nothing: D is empty, and there is no bias gradient.
 inline bool writes_nothing(const te_fl_generic_gemm_args& product) noexcept {
   return numel(*product.d) == 0 && product.bias_grad == nullptr;
 }

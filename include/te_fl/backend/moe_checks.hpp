@@ -1,8 +1,8 @@
 #pragma once
 
-// Checks for backends with mixture-of-experts ops that op schemas cannot express: of a call's
-// extents and scalars, and error messages for values out of range. All throw INVALID_ARGUMENT,
-// clean, and read metadata only. Header-only.
+// Checks for backends with mixture-of-experts ops. They check extents and scalars of a call, as far
+// as op schemas cannot express the rules, and make error messages for values out of range. All
+// throw INVALID_ARGUMENT, clean, and read metadata only. Header-only.
 
 #include <cstdint>
 #include <limits>
@@ -13,8 +13,8 @@
 
 namespace te_fl::backend {
 
-// Checks that the pairs of a token and an expert number fewer than 2^31, because row_id_map numbers
-// them with 32 bits. `each` is the number of experts per token.
+// Checks that there are fewer than 2^31 pairs of a token and an expert, because row_id_map numbers
+// the pairs with 32 bits. `each` is the number of experts per token.
 inline void check_pairs(int64_t tokens, int64_t each) {
   if (each == 0 || tokens <= std::numeric_limits<int32_t>::max() / each) return;
   invalid(std::to_string(tokens) + " tokens of " + std::to_string(each) +
@@ -46,20 +46,20 @@ inline void check_chunk_rows(int64_t rows, const char* tensor = "input") {
           " rows, 2^31 or more, which row_id_map cannot number; split the rows");
 }
 
-// Checks that pad_offsets do not decrease. `value` is the one of expert `at`, `before` the one of
-// the expert before it, or 0.
+// Checks that pad_offsets do not decrease. `value` is the offset of expert `at`, and `before` is
+// the offset of the previous expert, or 0 for expert 0.
 inline void check_pad_offset(int64_t at, int64_t value, int64_t before) {
   if (value >= before) return;
   invalid("pad_offsets[" + std::to_string(at) + "] is " + std::to_string(value) + ", expected " +
           std::to_string(before) + " or more: the rows left out before an expert, in all");
 }
-// The first output row of an expert, after `pairs` pairs of earlier experts and `pad` rows of
-// padding. If the sum overflows, the largest integer, which is no valid row either.
+// Returns the first output row of an expert, after `pairs` pairs of earlier experts and `pad` rows
+// of padding. If the sum overflows, returns the largest integer, which is not a valid row.
 inline int64_t first_masked_row(int64_t pad, int64_t pairs) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   return pad > kMost - pairs ? kMost : pad + pairs;
 }
-// Checks the output row of the pair at element `at` of routing_map.
+// Checks the output row of a pair. `at` is the index of the pair's element in routing_map.
 inline void check_masked_row(int64_t at, int64_t row, int64_t rows) {
   if (row < rows) return;
   invalid("routing_map[" + std::to_string(at) + "] has row " + std::to_string(row) +

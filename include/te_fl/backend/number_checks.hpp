@@ -1,7 +1,7 @@
 #pragma once
 
-// Checks for backends that op schemas cannot express: of a call's numbers, and of sums over its
-// lists. All throw INVALID_ARGUMENT, clean, and read metadata only. Header-only.
+// Checks for backends. They check numbers and list lengths of a call, as far as op schemas cannot
+// express the rules. All throw INVALID_ARGUMENT, clean, and read metadata only. Header-only.
 
 #include <cmath>
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace te_fl::backend {
 
-// The integer that `fill` stores: `value` rounded towards zero. Throws if that lies outside of
-// [low, above_high). `type` is the dtype's name for the message.
+// Returns the integer that the op `fill` stores: `value` rounded towards zero. Throws if the
+// integer lies outside of [low, above_high). `type` is the dtype's name for the message.
 template <class T>
 T whole_number(double value, const char* type, double low, double above_high) {
   const double whole = std::trunc(value);
@@ -23,7 +23,7 @@ T whole_number(double value, const char* type, double low, double above_high) {
   invalid("value is " + std::to_string(value) + ", which " + type + " cannot hold; it takes " +
           std::to_string(low) + " to " + std::to_string(above_high - 1));
 }
-// Like the above, for the full range of the integer type T.
+// Calls whole_number() above with the full range of the integer type T.
 template <class T>
 T whole_number(double value, const char* type) {
   return whole_number<T>(value, type, static_cast<double>(std::numeric_limits<T>::min()),
@@ -60,7 +60,8 @@ inline void check_reduced_amaxes(
           std::to_string(tensors) + " tensors; give one element per tensor");
 }
 
-// The numerator of a delayed scaling factor, which is divided by an amax: fp8_max * 2^-margin.
+// Returns fp8_max * 2^-margin, the numerator of a delayed scaling factor; the denominator is an
+// amax.
 inline float largest_with_margin(
     const te_fl_fused_amax_and_scale_update_after_reduction_args& args) {
   const float fp8_max =

@@ -1,8 +1,8 @@
 #pragma once
 
-// Helpers for backends that refuse calls by their metadata: they make supports() from a function
-// that returns the reason, and answer questions about tensors' memory. Header-only. These helpers
-// do not throw and do not read elements.
+// Helpers for backends that refuse calls by their metadata. They make a supports() from a function
+// that returns the reason for a refusal, and test the layout and overlap of tensors' memory.
+// Header-only. These helpers do not throw and do not read elements.
 
 #include <cstdint>
 #include <initializer_list>
@@ -50,7 +50,8 @@ struct Extent {
   bool meets(const Extent& other) const noexcept { return begin < other.end && other.begin < end; }
   bool operator==(const Extent&) const = default;
 };
-// The address range of one copy of a tensor, whose data begin at `copy`. NULL: the copy is absent.
+// The address range of a tensor's row-wise or column-wise data, which begins at `copy`. Empty if
+// `copy` is NULL.
 inline Extent extent_of(const void* copy, const te_fl_tensor& t) noexcept {
   if (copy == nullptr) return {};
   const auto* begin = static_cast<const char*>(copy);
@@ -63,17 +64,17 @@ inline Extent columnwise_extent(const te_fl_tensor& t) noexcept {
   return t.quant == nullptr ? Extent() : extent_of(t.quant->columnwise_data, t);
 }
 
-// True if a copy of `out`, row-wise or column-wise, shares memory with a copy of `in`. Both tensors
-// are compact.
+// True if row-wise or column-wise data of `out` shares memory with row-wise or column-wise data of
+// `in`. Both tensors are compact.
 inline bool overlaps(const te_fl_tensor& out, const te_fl_tensor& in) noexcept {
   for (const Extent& written : {rowwise_extent(out), columnwise_extent(out)}) {
     if (written.meets(rowwise_extent(in)) || written.meets(columnwise_extent(in))) return true;
   }
   return false;
 }
-// True if `out` and `in` share memory, except if both are unquantised tensors of equal size at the
-// same address. A kernel that reads each element right before it writes that element can work in
-// place on the latter.
+// True if `out` and `in` share memory, except if they are unquantised tensors of equal size at the
+// same address. In that exceptional case a kernel that reads each element right before it writes
+// the element can work in place.
 inline bool overlaps_askew(const te_fl_tensor& out, const te_fl_tensor& in) noexcept {
   const bool same = data<const void>(out) == data<const void>(in) &&
                     out.dl.dtype.bits == in.dl.dtype.bits && numel(out) == numel(in) &&

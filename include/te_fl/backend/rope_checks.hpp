@@ -1,7 +1,8 @@
 #pragma once
 
-// Checks for backends with rotary embeddings that op schemas cannot express, since they depend on
-// the values of scalars. All throw INVALID_ARGUMENT, clean, and read metadata only. Header-only.
+// Checks for backends with rotary embeddings. They check rules that depend on the values of
+// scalars, which op schemas cannot express. All throw INVALID_ARGUMENT, clean, and read metadata
+// only. Header-only.
 
 #include <cstdint>
 #include <string>
@@ -11,8 +12,9 @@
 
 namespace te_fl::backend {
 
-// Checks that a rank's part of a sequence divides into two chunks of equal length, as cp_size > 1
-// requires. `sequence` begins the message: "each sequence".
+// Checks that a context-parallel rank's part of a sequence, of `length` positions, can be split
+// into two chunks of equal length, as cp_size > 1 requires. `sequence` begins the message: "each
+// sequence".
 inline void check_chunks(int64_t length, int64_t cp_size, const std::string& sequence) {
   if (cp_size == 1 || length % 2 == 0) return;
   invalid(sequence + " has " + std::to_string(length) +

@@ -49,7 +49,7 @@ constexpr float truncate_to_power_of_two(float x) {
 //   4. With pow2 the result, replaced or not, is truncated to a power of two.
 constexpr float scale_from_amax(float amax, float fp8_max, float epsilon, bool pow2,
                                 float inf_scale_replacement) {
-  if (amax < epsilon) amax = epsilon;  // false for NaN
+  if (amax < epsilon) amax = epsilon;  // the comparison is false for a NaN
   if (amax == 0.0f || !detail::is_finite(amax)) return 1.0f;
   float scale = fp8_max / amax;
   if (detail::is_infinite(scale)) scale = inf_scale_replacement;
@@ -91,7 +91,8 @@ struct AmaxHistory {
 //   last = reduced_amax (the maximum over the data- or tensor-parallel group; 0: not reduced), or
 //     row 0 if reduced_amax is 0.
 //   If last is 0, the tensor had no amax in this step; history and scale do not change.
-//   Otherwise row i becomes row i + 1, the last row becomes `last`, and row 0 becomes 0.
+//   Otherwise the history shifts by one row: row i gets the value of row i + 1, the last row gets
+//     `last`, and row 0 is set to 0.
 //   amax = last (kMostRecent), or the maximum of last and rows 1.. (kMax), ignoring NaN.
 //   scale = fp8_max * 2^-margin / amax. If amax is zero, negative or not finite, the scale stays
 //     old_scale. An infinite scale becomes FLT_MAX.

@@ -108,7 +108,7 @@ class TE_FL_API CapturedContext {
   struct Streams;
   CapturedContext();
   CapturedPolicy policy_;
-  std::shared_ptr<const Streams> streams_;  // of all devices; context_ has the innermost
+  std::shared_ptr<const Streams> streams_;  // of all devices; context_ has the innermost stream
   Context context_;
   std::shared_ptr<detail::AutocastFrame> autocast_;
   std::shared_ptr<detail::GradientUpdates> updates_;

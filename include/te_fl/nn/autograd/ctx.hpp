@@ -27,7 +27,7 @@ class TE_FL_API Ctx {
    public:
     template <class F>
     requires std::invocable<F&, Tensor&>
-    // NOLINTNEXTLINE(google-explicit-constructor): a function is a visitor of the others
+    // NOLINTNEXTLINE(google-explicit-constructor): a lambda may be passed as a Visitor
     Visitor(F each, bool wants_masks = false) : each_(std::move(each)), wants_masks_(wants_masks) {}
     void operator()(Tensor& tensor) const { each_(tensor); }
     void mask(Tensor& tensor) const {
@@ -40,7 +40,7 @@ class TE_FL_API Ctx {
   };
   struct TE_FL_API Record {
     virtual ~Record();
-    // True from the start of a forward that will have a backward until a Ctx has stored the record.
+    // True from the start of a training forward until the forward has stored this record in a Ctx.
     bool unfinished = false;
     // Copies a record of this type. Null: the record cannot be copied, and a copy of the Ctx is
     // empty.
@@ -62,10 +62,10 @@ class TE_FL_API Ctx {
   // are included if the visitor wants them. The visitor may replace a tensor by one of equal
   // contents. Must not run concurrently with a backward of this Ctx.
   void visit(const Visitor& visitor);
-  // False: nobody needs the gradient of the forward's input. Set it before the backward, which may
-  // then skip this gradient and its collectives, and returns an undefined tensor. Linear does so,
-  // and so do LayerNormLinear and LayerNormMLP if they have no norm or the norm is frozen. Other
-  // modules need the input's gradient for their parameters' gradients.
+  // False: the gradient of the forward's input is not needed. Set it before the backward, which may
+  // then skip this gradient and its collectives, and returns an undefined tensor. Linear skips the
+  // gradient, and so do LayerNormLinear and LayerNormMLP if they have no norm or the norm is
+  // frozen. Other modules need the input's gradient for their parameters' gradients.
   bool input_grad = true;
 
   // Functions for modules. A forward calls check_empty() first, before it computes anything, and
@@ -94,10 +94,10 @@ struct ForwardOptions {
   // are computed for this call, so that each launch reads the weights of its time.
   std::optional<bool> is_first_microbatch = {};
   // Decides like is_first_microbatch, but on the device when the work runs, so that one captured
-  // graph serves every microbatch. F32 [1] on the modules' device. 0: quantise FP8 weights and keep
-  // them; any other value: reuse what was kept. Outside of a capture, weights that the host knows
-  // to be out of date (nothing kept yet, another recipe, an optimizer step) are quantised in any
-  // case; in a capture only the value counts. Must not be combined with is_first_microbatch.
+  // graph works for every microbatch. F32 [1] on the modules' device. 0: quantise FP8 weights and
+  // keep them; any other value: reuse what was kept. Outside of a capture, weights that the host
+  // knows to be out of date (nothing kept yet, another recipe, an optimizer step) are quantised in
+  // any case; in a capture only the value counts. Must not be combined with is_first_microbatch.
   // Without FP8, weights of another dtype are cast every time.
   Tensor reuse_weights = {};
 };

@@ -15,12 +15,12 @@ namespace detail {
 struct ParameterState;
 }
 
-// Position of a parameter within the whole tensor of which it is a shard, e.g. the rows [begin,
+// Position of a parameter within the full tensor of which it is a shard, e.g. the rows [begin,
 // begin + extent) of a weight. Empty: the parameter is not sharded.
 struct Shard {
-  Shape whole;  // shape of the whole tensor
-  Shape begin;  // index of the shard's first element in the whole tensor
-  // If not empty, the shard's rows (dimension 0) are these ranges of rows of the whole tensor, one
+  Shape whole;  // shape of the full, unsharded tensor
+  Shape begin;  // index of the shard's first element in the full tensor
+  // If not empty, the shard's rows (dimension 0) are these ranges of rows of the full tensor, one
   // after the other, instead of the rows from begin[0] on.
   struct Rows {
     int64_t begin = 0, count = 0;
@@ -35,7 +35,7 @@ struct TE_FL_API Parameter {
   Parameter(const Parameter&) = delete;
   Parameter& operator=(const Parameter&) = delete;
 
-  Tensor value;  // F32, BF16 or F16, compact; under quantized_model_init FP8 codes only
+  Tensor value;  // F32, BF16 or F16, compact; under quantized_model_init FP8 data only
   // Gradient, of value's shape and of grad_dtype. Undefined, which counts as zero, until a backward
   // first writes it or ensure_grad() makes it. A model that is not trained has no gradients.
   Tensor grad;
@@ -43,7 +43,7 @@ struct TE_FL_API Parameter {
   // False: the parameter is frozen. A backward computes no gradient for it (the input's gradient is
   // unaffected), a forward saves no input for that gradient, and an optimizer does not update it.
   bool requires_grad = true;
-  // The value's position in the whole tensor, whose other parts other ranks hold. Empty: not
+  // The position of this shard in the full tensor; other ranks hold the other shards. Empty: not
   // sharded.
   Shard shard = {};
   // True: each rank of a tensor-parallel group computes a partial gradient, and the sum over the
@@ -68,7 +68,7 @@ struct TE_FL_API Parameter {
 
   // Makes memory of another owner, such as a framework, the parameter's value. `lent` is a compact
   // tensor of value's shape on value's device, in F32, BF16 or F16. For a linear layer's weight it
-  // may also be E4M3 codes (wrap_quantized()); training then needs their column-wise copy.
+  // may also be an E4M3 tensor (wrap_quantized()); training then needs its column-wise data.
   //
   // The owner allocates and frees the memory (Tensor::wrap, with or without an owner to keep alive)
   // and increments `owners_version` with every change of the contents. The same number as in the
@@ -88,18 +88,18 @@ struct TE_FL_API Parameter {
   // stale (see clear_grad()). Must not be called while a captured graph that writes the gradient
   // will still be launched.
   Tensor take_grad();
-  // Makes `gradient` the tensor that backwards write from now on, and its dtype the grad_dtype. It
+  // Makes `gradient` the tensor that later backward passes write, and its dtype the grad_dtype. It
   // is compact, in F32, BF16 or F16, of value's shape and on value's device; its owner keeps the
-  // memory as in borrow(). `written` true: it holds values, to which a backward adds; false: the
-  // next backward overwrites it. INVALID_ARGUMENT if it does not fit; FAILED_PRECONDITION if the
-  // parameter is frozen.
+  // memory as in borrow(). `written` true: it holds a gradient, to which a backward adds; false:
+  // the next backward overwrites it. INVALID_ARGUMENT if it does not fit; FAILED_PRECONDITION if
+  // the parameter is frozen.
   Status give_grad(Tensor gradient, bool written);
   // Writes F32, BF16 or F16 values of value's shape, from any device, and increments `version`. An
   // FP8-only parameter quantises them. INVALID_ARGUMENT if they do not fit.
   Status write(const Tensor& values);
   // A copy of the value in new memory as F32, BF16 or F16, dequantised if necessary.
   Result<Tensor> read(DType dtype) const;
-  // Host copy of the values from which an FP8-only parameter's first codes were made, if
+  // Host copy of the unquantised initial values of an FP8-only parameter, if
   // QuantizedModelInitOptions asked for it. Assign Tensor() to free it.
   Tensor initial_value;
   // Increases whenever an optimizer or load_state() writes the value. Quantised copies of an older

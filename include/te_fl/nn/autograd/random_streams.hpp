@@ -17,9 +17,9 @@ namespace te_fl::nn {
 // group share, and one per rank for sharded tensors. For use by one thread.
 //   streams.add("model-parallel", 1234 + rank);
 //   { auto scope = streams.fork("model-parallel"); y = dropout->forward(x, &ctx); }
-// When a checkpointed piece is recomputed, it draws from each stream the same numbers as in its
-// first run. A captured graph can only draw from the stream in which its GraphedStep was made;
-// using another stream is an error.
+// When activation checkpointing runs a forward again, the forward draws from each stream the same
+// numbers as in its first run. A captured graph can only draw from the stream in which its
+// GraphedStep was made; using another stream is an error.
 class TE_FL_API RandomStreams {
  public:
   // Adds a stream. INVALID_ARGUMENT if the name is empty or already used, or if another stream has

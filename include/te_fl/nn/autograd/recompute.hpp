@@ -10,8 +10,8 @@
 #include "te_fl/status.hpp"
 #include "te_fl/tensor.hpp"
 
-// Activation checkpointing (recomputation): a piece of a model saves only its input, and runs again
-// in the backward.
+// Activation checkpointing (recomputation): a piece of a model, such as one layer, saves only its
+// input, and its forward runs again in the backward pass.
 namespace te_fl::nn {
 
 namespace detail {
@@ -19,9 +19,10 @@ class RecomputeMemory;
 struct RecomputeRun;
 }  // namespace detail
 
-// State that the first run of a piece saves for the second: the random numbers that it drew, the
-// FP8 scales that it read, the quantised weights that its modules keep, the recipe and the policy.
-// A handle: copies share the state. Only the scales are copied (4 bytes each).
+// State that the first run of a checkpointed piece saves for the second run: the random numbers
+// that it drew, the FP8 scales that it read, the quantised weights that its modules keep, the
+// recipe and the policy. A handle: copies share the state. Only the scales are copied (4 bytes
+// each).
 class TE_FL_API RecomputeRecord {
  public:
   RecomputeRecord();
@@ -38,18 +39,19 @@ class TE_FL_API RecomputeRecord {
 
 enum class RecomputePhase : uint8_t { kNone, kFirst, kSecond };
 
-// Marks this thread's forwards as the first or second run of a piece until the scope is destroyed.
-// It is for frameworks that have their own checkpointing; checkpoint() below uses it. Both runs
-// call the same forwards in the same order and give each a Ctx. The first run drops its Ctxs.
+// Marks this thread's forwards as the first or second run of a checkpointed piece until the scope
+// is destroyed. It is for frameworks that have their own checkpointing; checkpoint() below uses it.
+// Both runs call the same forwards in the same order and give each a Ctx. The first run drops its
+// Ctxs.
 //   kFirst: forwards compute and collect amaxes as usual; `record` stores what they used.
 //   kSecond: forwards draw the same random numbers and read the same scales and weights. They
-//     update nothing: no amax, no scale, no random position. Policy and autocast are those of the
+//     update nothing: no amax, no scale, no RNG state. Policy and autocast are those of the
 //     first run, whatever scopes the thread has opened; streams are the thread's own. The scope
 //     must end before the backward of the forwards that it covers. A record may be replayed several
 //     times.
 // FAILED_PRECONDITION if a forward of the second run differs from the first run, if a parameter was
-// written in between, or if the first run was captured into another graph than the second, or only
-// one of them was captured. Scopes nest; destroy them in reverse order on the thread that made
+// written in between, if the two runs were captured into different graphs, or if only one of them
+// was captured. Scopes nest; destroy them in reverse order on the thread that made
 // them.
 class [[nodiscard]] TE_FL_API RecomputeScope {
  public:
@@ -60,8 +62,8 @@ class [[nodiscard]] TE_FL_API RecomputeScope {
   RecomputeScope& operator=(const RecomputeScope&) = delete;
 
   // Call this at the end of a second run that should repeat the whole first run.
-  // FAILED_PRECONDITION names the next item of the first run if the second has not used all of
-  // them. OK in a first run.
+  // FAILED_PRECONDITION if the second run has not repeated every operation of the first run; the
+  // message names the next one. OK in a first run.
   Status complete() const;
 
  private:
@@ -71,19 +73,19 @@ class [[nodiscard]] TE_FL_API RecomputeScope {
 // Returns the phase of the thread's innermost scope.
 TE_FL_API RecomputePhase recompute_phase() noexcept;
 
-// A piece that has run: its result y, and the function that computes the input's gradient from y's
-// gradient. The function may be called at most once; it keeps everything that the backward needs
-// alive.
+// The result of running a piece: its output y, and a function that computes the input's gradient
+// from y's gradient. The function may be called at most once; it keeps everything that the backward
+// needs alive.
 struct PieceRun {
   Tensor y;
   std::function<Result<Tensor>(const Tensor& dy)> backward;
 };
 using Piece = std::function<Result<PieceRun>(const Tensor& x)>;
 
-// Runs `piece` on x and saves only x and a recomputation record; the result's backward runs the
-// piece again first. Results, gradients, FP8 state and random position are bit for bit the same as
-// without checkpointing. Everything that the piece refers to must live until the backward, and the
-// piece must do the same work again. Pieces nest.
+// Runs the function `piece` on x and saves only x and a RecomputeRecord. PieceRun::backward first
+// runs `piece` again. Results, gradients, FP8 state and RNG state are bit for bit the same as
+// without checkpointing. Everything that `piece` refers to must live until the backward, and
+// `piece` must do the same work again. Calls nest.
 //   auto run = nn::checkpoint([&](const Tensor& x) { return nn::run_piece(*layer, x); }, x);
 TE_FL_API Result<PieceRun> checkpoint(Piece piece, const Tensor& x);
 

@@ -35,7 +35,7 @@ struct Gradient;
 // value only pass the error on, and backward() returns it. A handle; its tape must outlive it.
 class TE_FL_API Value {
  public:
-  Value();  // an error: no call has made this value
+  Value();  // has an error, since no call has made this value
   ~Value();
   Value(const Value&);
   Value& operator=(const Value&);
@@ -86,8 +86,8 @@ class TE_FL_API Tape {
   Tape& operator=(const Tape&) = delete;
 
   bool training() const noexcept { return training_; }
-  // Default ForwardOptions: passed to every forward that takes ForwardOptions and was not given
-  // any, whatever other arguments it has (such as AttentionInputs).
+  // Default ForwardOptions: passed to every forward that has a parameter of this type and was not
+  // given any, whatever other arguments it has (such as AttentionInputs).
   ForwardOptions options;
 
   // Puts a tensor on the tape as an input. `wants_grad`: backward() computes its gradient, see
@@ -103,14 +103,16 @@ class TE_FL_API Tape {
   Status backward(const Value& of, const Tensor& gradient = {});
   // Sets a function that backward() calls once for each parameter when its gradient is complete, on
   // the backward's thread and stream, for example to begin an all-reduce. An error ends the
-  // backward. The parameters of a module are complete when its backward returns or, in a
-  // checkpointed piece, when the piece's backward returns. Not called for frozen parameters, nor
-  // for those whose gradient Module::backward_dw() will still write.
+  // backward. The parameters of a module are complete when the module's backward returns or, inside
+  // a function that was passed to checkpoint(), when the backward of that function returns. Not
+  // called for frozen parameters, nor for those whose gradient Module::backward_dw() will still
+  // write.
   using GradientHook = std::function<Status(Parameter& parameter)>;
   void on_gradient(GradientHook hook) { hook_ = std::move(hook); }
 
-  // Runs `piece` on x with activation checkpointing: only x is saved, and the piece runs again in
-  // the backward (nn::checkpoint()). Everything that the piece refers to must live until then.
+  // Runs the function `piece` on x with activation checkpointing: only x is saved, and `piece` runs
+  // again in the backward (nn::checkpoint()). Everything that `piece` refers to must live until
+  // then.
   Value checkpoint(std::function<Value(const Value& x)> piece, const Value& x);
 
   // Interface for calls that are not modules. `backward` receives the gradients of the results

@@ -56,15 +56,15 @@ TE_FL_API Status save_safetensors(const std::string& path, const std::vector<Nam
                                   const Metadata& metadata = {});
 
 // Saves a module with its FP8 state, optionally the state of an optimizer, and the current
-// context's random position, so that training can continue bit for bit. `metadata` belongs to the
-// caller; keys beginning with "te_fl." are reserved for te-fl. Reads the tensors on the current
-// context's stream, and load_checkpoint() writes them on it: call both in the training's
-// ContextScope, or after a Stream::synchronize() of its stream.
+// context's RNG state, so that training can continue bit for bit. `metadata` belongs to the caller;
+// keys beginning with "te_fl." are reserved for te-fl. Reads the tensors on the current context's
+// stream, and load_checkpoint() writes them on it: call both in the training's ContextScope, or
+// after a Stream::synchronize() of its stream.
 //
-// If ranks divide the optimizer's state (AdamOptions::zero), all of them call this function: rank R
-// of N writes its part to PATH.optimizer.R-of-N, and rank 0 also writes PATH. The checkpoint is
-// complete when all ranks have returned. Any number of ranks, with ZeRO or without, can load these
-// files; every rank must be able to read all of them.
+// If the optimizer's state is sharded among ranks (AdamOptions::zero), all these ranks call this
+// function: rank R of N writes its shard to PATH.optimizer.R-of-N, and rank 0 also writes PATH. The
+// checkpoint is complete when all ranks have returned. Any number of ranks, with ZeRO or without,
+// can load these files; every rank must be able to read all of them.
 TE_FL_API Status save_checkpoint(const std::string& path, const Module& module,
                                  const Optimizer* optimizer = nullptr,
                                  const Metadata& metadata = {});
@@ -73,19 +73,19 @@ TE_FL_API Status save_checkpoint(const std::string& path, const Module& module,
 TE_FL_API Result<Metadata> load_checkpoint(const std::string& path, Module& module,
                                            Optimizer* optimizer = nullptr);
 
-// Versions for a module that ranks divide (tensor parallelism). Rank R of N saves its own file
-// PATH.R-of-N, which records where its shards lie; a single rank saves PATH. Any number of ranks
-// that divides the sizes can load the files of any other number: each rank reads its shards from
-// the files of all ranks and must be able to read all of them. These functions are not collectives;
-// a checkpoint is complete when all ranks have returned. What all ranks have alike (FP8 state,
-// parameters that are not sharded) comes from the first file. TensorParallel::random, if any,
-// continues only with the same number of ranks; otherwise it keeps the program's state.
+// Versions for a module that is sharded among ranks (tensor parallelism). Rank R of N saves its own
+// file PATH.R-of-N, which records the position of each shard; a single rank saves PATH. Any number
+// of ranks that divides the sizes can load the files of any other number: each rank reads its
+// shards from the files of all ranks and must be able to read all of them. These functions are not
+// collectives; a checkpoint is complete when all ranks have returned. Replicated state (FP8 state,
+// parameters that are not sharded) is loaded from the first file. TensorParallel::random, if any,
+// is restored only with the same number of ranks; otherwise it keeps the program's state.
 //
 // FP8-only parameters have one scale per shard. If the shards that a loading rank combines have
-// equal scales, the rank gets their codes, bit for bit. Otherwise it gets their values, quantised
-// again with the scale of the largest value. INVALID_ARGUMENT for sharded parameters that are
-// borrowed as codes with block scaling. FAILED_PRECONDITION if the path has files of two different
-// numbers of ranks.
+// equal scales, the rank loads their FP8 data bit for bit. Otherwise it dequantises them and
+// quantises the result with the scale of the largest value. INVALID_ARGUMENT for sharded parameters
+// that are borrowed as FP8 tensors with block scaling. FAILED_PRECONDITION if the path has files of
+// two different numbers of ranks.
 TE_FL_API Status save_checkpoint(const std::string& path, const TensorParallel& parallel,
                                  const Module& module, const Optimizer* optimizer = nullptr,
                                  const Metadata& metadata = {});

@@ -62,12 +62,13 @@ TE_FL_API bool fp8_calibrating();
 // The recipe of the innermost scope, enabled or not. nullopt outside of all scopes.
 TE_FL_API std::optional<Recipe> current_recipe();
 
-// Updates the scales of the gradients that backwards have quantised since the last call (delayed
-// scaling; with other recipes there is nothing to do). This covers all backwards of this thread's
-// forwards, whatever thread and Context they ran in. Call it when a step's backward is complete:
-// once per microbatch or once per optimizer step. Without this call, Optimizer::step() does the
-// update; with an optimizer that is not te-fl's, the first backward after the gradients were
-// cleared does it. Also returns an error of an autocast's destructor, if there is one.
+// Updates the scales of the gradients that backward passes have quantised since the last call
+// (delayed scaling; with other recipes there is nothing to do). This covers the backward passes of
+// all forwards of this thread, whatever thread and Context they ran in. Call it when a step's
+// backward is complete: once per microbatch or once per optimizer step. Without this call,
+// Optimizer::step() does the update; with an optimizer that is not te-fl's, the first backward
+// after the gradients were cleared does it. Also returns an error of an autocast's destructor, if
+// there is one.
 TE_FL_API Status backward_end();
 
 }  // namespace te_fl::nn

@@ -8,7 +8,7 @@
 
 namespace te_fl::nn {
 
-// The activations of the op catalogue. The gated ones, from kGeglu on, take [a, b] of twice the
+// The activations of the op catalogue. The gated ones, from kGeglu on, accept [a, b] of twice the
 // width and return act(a) * b.
 enum class Activation : uint8_t {
   kGelu,
@@ -30,9 +30,9 @@ TE_FL_API Result<Activation> parse_activation(std::string_view text);
 
 struct ActivationOptions {
   Activation activation = Activation::kGelu;
-  float clamp_limit = 7.0f;        // kClampedSwiglu
-  float clamp_alpha = 1.702f;      // kClampedSwiglu
-  float glu_linear_offset = 1.0f;  // kClampedSwiglu: added to the clamped linear half
+  float clamp_limit = 7.0f;        // only for kClampedSwiglu
+  float clamp_alpha = 1.702f;      // only for kClampedSwiglu
+  float glu_linear_offset = 1.0f;  // only for kClampedSwiglu: added to the clamped linear half
 };
 
 // An activation as a module without parameters: x [..., n] -> [..., n], or [..., 2 n] -> [..., n]

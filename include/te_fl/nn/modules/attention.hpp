@@ -35,11 +35,11 @@ class TE_FL_API DotProductAttention : public Module {
 
  private:
   friend class MultiheadAttention;
-  // Used by MultiheadAttention to keep q, k, v, o and their gradients as codes between FP8
-  // attention and the linear layers around it. begin() decides how a forward computes (mode.fp8: in
-  // FP8). codes() makes new codes, of which q, k and v, or their gradients, are slices.
-  // forward_codes() is a forward whose q, k and v may be codes and whose o is codes, with memory
-  // for a column-wise copy if `columns`.
+  // Interface for MultiheadAttention, which keeps q, k, v, o and their gradients as FP8 tensors
+  // between FP8 attention and the linear layers around it. begin() decides how a forward computes
+  // (mode.fp8: in FP8). codes() allocates an FP8 tensor that holds q, k and v, or their gradients,
+  // as slices. forward_codes() is a forward whose q, k and v may be FP8 tensors and whose o is an
+  // FP8 tensor, with memory for column-wise data if `columns`.
   enum class Codes : uint8_t { kQkv, kOutputGrad, kQkvGrad };
   Result<detail::Fp8Mode> begin(bool training);
   Result<Tensor> codes(const detail::Fp8Mode& mode, Codes what, std::span<const int64_t> shape);

@@ -40,7 +40,7 @@ struct AttentionInputs {
   // to the keys. See resolve_padding_masks().
   Tensor padding_mask_q = {};
   Tensor padding_mask_kv = {};
-  std::optional<float> softcap = {};  // if set, replaces the module's
+  std::optional<float> softcap = {};  // if set, replaces the module's softcap
 };
 
 // Returns `inputs` with padding masks converted to what the attention ops accept: cu_seqlens if all

@@ -97,13 +97,13 @@ struct MultiheadAttentionOptions {
   QkNorm qk_norm = QkNorm::kNone;
   float qk_norm_epsilon = 1e-6f;
   bool qk_norm_before_rope = false;
-  // This module is a shard of an attention with groups_whole groups (0: not a shard). It has the
-  // key heads (groups) [groups_begin, groups_begin + num_gqa_groups) with their query heads, and
-  // takes its initial weights from theirs.
+  // For a shard of an attention layer: groups_whole is the number of groups (key heads) of the full
+  // layer (0: not a shard). The shard has the groups [groups_begin, groups_begin + num_gqa_groups)
+  // with their query heads. Its initial weights are those of the same heads in the full layer.
   int64_t groups_whole = 0;
   int64_t groups_begin = 0;
-  // The ranks that divide the heads, as shard_of() does. Masks, lengths and angles are those of the
-  // whole sequence.
+  // The ranks among which the heads are sharded. shard_of() sets this member. Masks, lengths and
+  // angles are those of the full sequence.
   TensorParallel parallel = {};
 };
 

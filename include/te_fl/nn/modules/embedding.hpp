@@ -20,10 +20,10 @@ struct EmbeddingOptions {
   Device device = {};
   uint64_t seed = 0;
   float init_std = 0.023f;
-  // position of the weight in a whole weight, from whose initial values it takes its own
+  // position of this weight in the full weight; the initial values are those at this position
   init::Shard shard = {};
-  // This table is one rank's shard: num_embeddings and shard are those of this rank, as shard_of()
-  // computes them.
+  // The ranks among which the table is sharded by rows. num_embeddings and shard are then those of
+  // this rank, as shard_of() computes them.
   TensorParallel parallel = {};
 };
 
@@ -35,9 +35,9 @@ TE_FL_API Result<EmbeddingOptions> shard_of(EmbeddingOptions whole, const Tensor
 // Parameter: weight [V, hidden]. An index outside of [0, V) is INVALID_ARGUMENT: immediately on the
 // host and with TE_FL_VALIDATE; otherwise, on a device, at the next wait for the stream.
 //
-// In a table that ranks divide, V is the size of the whole table. All ranks look up the same
-// indices; a rank has zeros for indices outside of its rows, and y is the sum over the ranks. Under
-// sequence parallelism y is this rank's part of the sum's first dimension, and dy likewise.
+// If the table is sharded among ranks, V is the size of the full table. All ranks look up the same
+// indices. Each rank computes zeros for indices outside of its rows, and y is the sum over the
+// ranks. Under sequence parallelism y and dy are this rank's shard along the first dimension.
 class TE_FL_API Embedding : public Module {
  public:
   static Result<std::unique_ptr<Embedding>> create(const EmbeddingOptions& options);
@@ -52,7 +52,7 @@ class TE_FL_API Embedding : public Module {
   explicit Embedding(const EmbeddingOptions& options);
   Result<Tensor> rows(const Tensor& indices);
   EmbeddingOptions options_;
-  std::shared_ptr<detail::IdTable> own_;  // null: not divided
+  std::shared_ptr<detail::IdTable> own_;  // null: not sharded
   std::shared_ptr<Parameter> weight_;
 };
 

@@ -26,17 +26,18 @@ struct GroupedLinearOptions {
   bool return_bias = false;  // leave the biases to the caller, see LinearOptions
 };
 
-// Compact tensors of the result's shape and dtype that receive results of GroupedLinear. The caller
-// keeps them alive until then. Undefined: GroupedLinear allocates. INVALID_ARGUMENT for memory that
-// the products still read: x (unless it is quantised first) or the output's gradient.
+// Memory for the results of GroupedLinear, provided by the caller: compact tensors of the result's
+// shape and dtype. The caller keeps each tensor alive until its result has been written. Undefined:
+// GroupedLinear allocates the result. INVALID_ARGUMENT if the memory overlaps a tensor that the
+// GEMMs still read: x (unless it is quantised first) or the output's gradient.
 struct GroupedMemory {
   Tensor output;      // [rows, out]
   Tensor input_grad;  // [rows, in]; written by the backward of the forward that it was passed to
 };
 
-// The linear layers of a mixture's experts: y_i = x_i W_i^T + b_i, where the rows of all x_i are
-// concatenated. One op per direction computes the products of all experts. In FP8 each expert has
-// its own scales, as a Linear would have, and one op quantises the rows of all experts. Values and
+// The linear layers of a mixture of experts: y_i = x_i W_i^T + b_i, where the rows of all x_i are
+// concatenated. One op per direction computes the GEMMs of all experts. In FP8 each expert has its
+// own scales, as a Linear would have, and one op quantises the rows of all experts. Results and
 // gradients are equal to those of a loop over Linear. Parameters: weight0 .. [out, in], then bias0
 // .. [out]. FP8 states: gemm0 ...
 class TE_FL_API GroupedLinear : public Module {

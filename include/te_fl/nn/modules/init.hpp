@@ -11,8 +11,8 @@
 
 // Initial values of parameters. They are computed on the host in FP32, with all cores, then
 // converted and copied to the device. Each value depends only on the seed and the element's index.
-// The same seed therefore gives the same values on every device, and a shard gets the values that
-// the whole tensor has at its place.
+// The same seed therefore gives the same values on every device, and a shard gets the values of the
+// full tensor at the shard's position.
 namespace te_fl::nn::init {
 
 using Shard = nn::Shard;
@@ -65,10 +65,11 @@ struct RotaryOptions {
   Device device = {};
   int64_t first_position = 0;  // position of row 0
   RotaryScaling scaling = RotaryScaling::kNone;
-  double factor = 1;                   // at least 1
-  int64_t original_max_positions = 0;  // kYarn, kLlama3: positions that the model was trained with
-  double beta_fast = 32, beta_slow = 1;              // kYarn
-  double high_freq_factor = 4, low_freq_factor = 1;  // kLlama3
+  double factor = 1;  // at least 1
+  // only for kYarn and kLlama3: number of positions that the model was trained with
+  int64_t original_max_positions = 0;
+  double beta_fast = 32, beta_slow = 1;              // only for kYarn
+  double high_freq_factor = 4, low_freq_factor = 1;  // only for kLlama3
 };
 // Angles for RoPE, F32 [max_seqlen, 1, 1, dim]: angle(s, pair i) = (first_position + s) * f(i), in
 // both columns of a pair.

@@ -13,7 +13,8 @@
 #include "te_fl/nn/modules/module.hpp"
 #include "te_fl/status.hpp"
 
-// Modules as functions of tape values.
+// Layer, Model and Sequential call modules as functions of tape values
+// (te_fl/nn/autograd/tape.hpp).
 namespace te_fl::nn {
 
 namespace detail {
@@ -52,7 +53,7 @@ class Layer {
     if constexpr (std::is_same_v<std::remove_cvref_t<First>, Value>) {
       return first.ok() ? first.tape()->error(status_) : first;
     } else {
-      return first.error(status_);  // a Tape
+      return first.error(status_);  // `first` is a Tape
     }
   }
   // Calls an Embedding, whose input is not a Value.

@@ -26,7 +26,7 @@ struct LinearOptions {
   Device device = {};
   uint64_t seed = 0;
   float init_std = 0.023f;  // weight ~ N(0, init_std^2), bias 0
-  // position of the weight in a whole weight, from whose initial values it takes its own
+  // position of this weight in the full weight; the initial values are those at this position
   init::Shard shard = {};
   // Use this [out, in] parameter as the weight instead of a new one (tied embeddings).
   std::shared_ptr<Parameter> tied_weight = nullptr;
@@ -34,18 +34,18 @@ struct LinearOptions {
   // model).
   bool high_precision = false;
   // Splits the rows of weight and bias, from row 0 on, into several parameters that replace
-  // `weight` and `bias`. The layer still computes one product with one FP8 scale. Empty: no split.
+  // `weight` and `bias`. The layer still computes one GEMM with one FP8 scale. Empty: no split.
   std::vector<ParameterPart> parameters_split = {};
   // Leave the bias to the caller: the parameter exists, but the forward does not add it and the
   // backward does not compute its gradient.
   bool return_bias = false;
-  // This layer is one rank's shard of a layer that `parallel` divides by `parallel_mode`. Features
-  // and shard are those of this rank, as shard_of() computes them.
+  // For a shard of a layer: `parallel` has the ranks, and parallel_mode the dimension that is
+  // sharded. Features and shard are those of this rank, as shard_of() computes them.
   ParallelMode parallel_mode = ParallelMode::kNone;
   TensorParallel parallel = {};
 };
 
-// This rank's shard of the layer `whole`, divided by columns or rows. INVALID_ARGUMENT if the
+// This rank's shard of the layer `whole`, sharded by columns or rows. INVALID_ARGUMENT if the
 // number of ranks does not divide the features.
 TE_FL_API Result<LinearOptions> shard_of(LinearOptions whole, ParallelMode mode,
                                          const TensorParallel& parallel);
@@ -61,24 +61,24 @@ class TE_FL_API Linear : public Module {
   // thread's next update, and scales are 1 before the first one (autocast.hpp).
   //
   // residual (of the output's shape) is added to the output; its gradient is dy itself. `into`: a
-  // compact tensor of the result's shape that receives the result, possibly as codes.
-  // INVALID_ARGUMENT if the product or the backward still reads its memory.
+  // compact tensor of the result's shape that receives the result; it may be an FP8 tensor.
+  // INVALID_ARGUMENT if the GEMM or the backward still reads its memory.
   //
-  // Under delayed scaling x and dy may be row-wise codes with per-tensor scaling; training then
-  // writes their column-wise copies, for which they must have memory. Under sequence parallelism x
-  // of a kColumn layer and the output of a kRow layer are this rank's rows, and x of a kColumn
-  // layer and dy of a kRow layer must not be codes.
+  // Under delayed scaling x and dy may be FP8 tensors with row-wise data and one scale per tensor.
+  // Training then also writes their column-wise data, which must have memory. Under sequence
+  // parallelism x of a kColumn layer and the output of a kRow layer are this rank's rows, and x of
+  // a kColumn layer and dy of a kRow layer must not be FP8 tensors.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},
                          const Tensor* residual = nullptr, const Tensor* into = nullptr);
-  // dy [..., out] -> dx [..., in] in x's dtype, or in the activation dtype if x was codes. Adds to
-  // the parameters' gradients.
+  // dy [..., out] -> dx [..., in] in x's dtype, or in the activation dtype if x was an FP8 tensor.
+  // Adds to the parameters' gradients.
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* into = nullptr);
 
  private:
   Linear();
   std::unique_ptr<detail::GemmUnit> gemm_;
   std::unique_ptr<detail::SplitParameters> split_;  // null: no split
-  ParallelMode mode_ = ParallelMode::kNone;         // kNone if nothing is divided
+  ParallelMode mode_ = ParallelMode::kNone;         // kNone: not sharded
   TensorParallel parallel_;
 };
 
@@ -97,7 +97,7 @@ struct LayerNormLinearOptions {
   init::Shard shard = {};                            // see LinearOptions
   std::vector<ParameterPart> parameters_split = {};  // see LinearOptions
   bool return_bias = false;                          // see LinearOptions
-  TensorParallel parallel = {};  // ranks that divide out_features, as with kColumn in Linear
+  TensorParallel parallel = {};  // shards out_features, as with kColumn in Linear
 };
 
 // This rank's shard; see shard_of() for Linear with kColumn.
@@ -111,7 +111,7 @@ class TE_FL_API LayerNormLinear : public Module {
  public:
   static Result<std::unique_ptr<LayerNormLinear>> create(const LayerNormLinearOptions& options);
   ~LayerNormLinear() override;
-  // ctx null means inference, as in Linear. `into` is as in Linear, and dy may be codes.
+  // ctx null means inference, as in Linear. `into` is as in Linear, and dy may be an FP8 tensor.
   // layernorm_output, if not null, receives norm(x), with x's shape, in the activation dtype.
   // Without FP8 the backward reads this memory, so do not write to it before the backward.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},

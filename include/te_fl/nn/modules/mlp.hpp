@@ -13,8 +13,8 @@ struct LayerNormMLPOptions {
   int64_t hidden_size = 0;
   int64_t ffn_hidden_size = 0;
   Activation activation = Activation::kGelu;
-  float clamp_limit = 7.0f;    // kClampedSwiglu
-  float clamp_alpha = 1.702f;  // kClampedSwiglu
+  float clamp_limit = 7.0f;    // only for kClampedSwiglu
+  float clamp_alpha = 1.702f;  // only for kClampedSwiglu
   bool bias = true;
   Normalization normalization = Normalization::kLayerNorm;
   float epsilon = 1e-5f;
@@ -28,16 +28,17 @@ struct LayerNormMLPOptions {
   std::optional<bool> fc1_bias = {};  // if set, replaces `bias`
   std::optional<bool> fc2_bias = {};
   bool return_bias = false;        // for fc2; see LinearOptions
-  float glu_linear_offset = 1.0f;  // kClampedSwiglu: added to the clamped linear half
-  // This module is a shard of an MLP with ffn_whole features (0: not a shard). It has the features
-  // [ffn_begin, ffn_begin + ffn_hidden_size) and takes its initial weights from theirs: rows of fc1
-  // (of both halves if gated) and columns of fc2.
+  float glu_linear_offset = 1.0f;  // only for kClampedSwiglu: added to the clamped linear half
+  // For a shard of an MLP: ffn_whole is the number of features of the full MLP (0: not a shard).
+  // The shard has the features [ffn_begin, ffn_begin + ffn_hidden_size). Its initial weights are
+  // those of the same features in the full MLP: rows of fc1 (of both halves if gated) and columns
+  // of fc2.
   int64_t ffn_whole = 0;
   int64_t ffn_begin = 0;
   // False: x is already normalised, for example because ranks normalise their own rows before they
   // exchange them. The module then has no layer_norm parameters and no layernorm_output.
   bool normalizes = true;
-  // The ranks that divide the features, as shard_of() does.
+  // The ranks among which the features are sharded. shard_of() sets this member.
   TensorParallel parallel = {};
 };
 

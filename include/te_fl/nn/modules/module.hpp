@@ -77,15 +77,15 @@ class TE_FL_API Module {
   // incomplete: an optimizer step, clip_grad_norm(), sum_partial_gradients() and
   // DataParallel::average_gradients() return FAILED_PRECONDITION.
   void set_delay_wgrad(bool delays);
-  // Computes the gradients that backwards have deferred, in registration order. Does nothing if
-  // there are none. After an error the deferred work is dropped.
+  // Computes the weight gradients that earlier backward passes have deferred, in registration
+  // order. Does nothing if there are none. After an error the deferred work is dropped.
   Status backward_dw();
   // Removes the deferred work of backward_dw() and returns it as a function. Call the function
-  // once, while the module lives. Taking it after each backward keeps the gradients of several
-  // backwards apart.
+  // once, while the module lives. A caller that takes the function after each backward can run the
+  // deferred work of several backward passes separately.
   std::function<Status()> take_delayed_wgrad();
   // Parameters and FP8 state by name, sharing storage with the module. For a parameter: NAME. For
-  // an FP8-only parameter: NAME (its codes), NAME.scale_inv (the factor of the codes) and
+  // an FP8-only parameter: NAME (FP8 data), NAME.scale_inv (the factor that dequantises it) and
   // NAME.amax, F32 [1]. For each FP8 state, once delayed scaling has been used: NAME.fwd.scale,
   // NAME.fwd.amax_history, NAME.bwd.scale, NAME.bwd.amax_history and, after a backward,
   // NAME.bwd.fp8_max, F32 [1] on the host: 448 or 57344, the largest value of the FP8 type that the
@@ -93,13 +93,13 @@ class TE_FL_API Module {
   std::vector<NamedTensor> state() const;
   // Copies tensors into parameters and FP8 state. Everything is checked first, so that an error
   // changes nothing: a missing parameter, an unknown name, a wrong dtype or shape. Errors name
-  // `source`, the tensor, what it is and what it should be. Names for which `skip` returns true are
-  // ignored.
+  // `source`, the tensor, and its actual and expected dtype or shape. Names for which `skip`
+  // returns true are ignored.
   //
   // FP8 state that `tensors` lacks is reset. If only fp8_max is missing, the scales are assumed to
   // be for the FP8 type of the next backward. Amaxes collected before this call are discarded. An
-  // FP8-only parameter takes codes with their scale_inv, or a high-precision tensor, which it
-  // quantises by the tensor's own amax. Everything is copied into existing memory, so captured
+  // FP8-only parameter accepts FP8 data with its scale_inv, or a high-precision tensor, which is
+  // quantised with the tensor's own amax. Everything is copied into existing memory, so captured
   // graphs continue with the loaded values. Only an amax history of a different length needs new
   // memory; this is FAILED_PRECONDITION while a graph uses the old history.
   Status load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
@@ -108,10 +108,10 @@ class TE_FL_API Module {
   // do not change.
   Status load_fp8_state(const std::vector<NamedTensor>& tensors, std::string_view source);
   // Replaces the FP8 states whose names begin with `prefix` ("" or "self_attention.proj.") by those
-  // in `states` that have the same names without the prefix; adds missing states to it. What one
-  // module collects and updates is then the state of all modules that share it. Call this before
-  // any forward. The modules must be on one device, and their calls must not run concurrently.
-  // INVALID_ARGUMENT if a state does not match.
+  // in `states` that have the same names without the prefix. Adds the states that `states` lacks to
+  // it. All modules that share a state then collect amaxes in it and use its scales. Call this
+  // before any forward. The modules must be on one device, and their calls must not run
+  // concurrently. INVALID_ARGUMENT if a state does not match.
   Status share_fp8_states(Fp8States& states, std::string_view prefix = {});
   // Makes only the checks of load_state().
   Status check_state(const std::vector<NamedTensor>& tensors, std::string_view source,

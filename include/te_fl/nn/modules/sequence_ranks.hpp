@@ -10,11 +10,11 @@ namespace te_fl::nn {
 
 class AmaxReduction;
 
-// Interface to the collectives of a framework's process group, for linear layers that ranks divide.
-// (A te_fl::Comm is used directly through TensorParallel::ranks.) Under sequence parallelism each
-// rank has a part of the rows of activations. All ranks make the same calls in the same order.
-// Tensors are compact and on one device; calls are ordered on the calling thread's current stream
-// of that device. Calls may come from any thread, one at a time.
+// Interface to the collectives of a framework's process group, for linear layers that are sharded
+// among ranks. (A te_fl::Comm is used directly through TensorParallel::ranks.) Under sequence
+// parallelism each rank has some of the rows of the activations. All ranks make the same calls in
+// the same order. Tensors are compact and on one device; calls are ordered on the calling thread's
+// current stream of that device. Calls may come from any thread, one at a time.
 class TE_FL_API SequenceRanks {
  public:
   // A collective that has started. The tensors that were passed to it live until it ends.
@@ -37,30 +37,31 @@ class TE_FL_API SequenceRanks {
   virtual ~SequenceRanks();
   virtual int size() const noexcept = 0;
   virtual int rank() const noexcept = 0;  // this process's rank, from 0
-  // Writes the ranks' parts [n, ..], one after the other, to whole [size * n, ..], in F32, F16,
-  // BF16 or U8. now: the caller will wait immediately, so there is no benefit in overlapping other
-  // work.
+  // Concatenates the ranks' tensors `part` [n, ..] in `whole` [size * n, ..], in F32, F16, BF16 or
+  // U8. `now`: the caller will wait immediately, so there is no other work to overlap with.
   virtual Begun all_gather(const Tensor& part, const Tensor& whole, bool now) = 0;
-  // Sums the ranks' `whole` [size * n, ..] and writes this rank's rows to part [n, ..]. `now` is as
-  // in all_gather().
+  // Sums the ranks' `whole` [size * n, ..] and writes this rank's rows of the sum to `part` [n,
+  // ..]. `now` is as in all_gather().
   virtual Begun reduce_scatter(const Tensor& whole, const Tensor& part, bool now) = 0;
-  // Minimum size in bytes of a part whose transfer can overlap with products at no cost. For such
-  // parts the products are computed in pieces: this rank's rows while the other ranks' rows are
-  // gathered, and this rank's rows last when the sum is scattered. 0: never.
+  // Minimum size in bytes of `part` from which a transfer can overlap with GEMMs at no cost. From
+  // this size on, a layer splits its GEMM by rows: it computes this rank's rows while the other
+  // ranks' rows are being gathered, or computes this rank's rows last before a reduce-scatter. 0:
+  // never.
   virtual int64_t pieces_from() const noexcept { return 0; }
-  // A reduce_scatter() whose input rows are written for one rank after the other.
+  // A reduce_scatter() whose input rows become available for one destination rank after the other.
   class TE_FL_API Pieces : public Work {
    public:
-    // The current stream has the rows of that rank. Called once for each rank, before wait().
+    // Reports that the rows for `rank` are complete on the current stream. Called once for each
+    // rank, before wait().
     virtual Status rows_done(int rank) = 0;
   };
   // Called only if pieces_from() is not 0.
   virtual Result<std::unique_ptr<Pieces>> scatter_pieces(const Tensor& whole, const Tensor& part);
-  // Replaces each value, F32, F16 or BF16, by its sum over the ranks. The stream has the result on
-  // return.
+  // Replaces each element, F32, F16 or BF16, by its sum over the ranks. On return the current
+  // stream is ordered after the collective.
   virtual Status sum(const Tensor& values) = 0;
-  // Replaces each value of F32 [n] by its maximum over the ranks. The stream has the result on
-  // return.
+  // Replaces each element of F32 [n] by its maximum over the ranks. On return the current stream is
+  // ordered after the collective.
   virtual Status largest(const Tensor& values) = 0;
   // True if delayed scaling gives these ranks equal scales, because `reduction` combines the amaxes
   // of all of them. `reduction` is null if each rank uses its own amaxes.

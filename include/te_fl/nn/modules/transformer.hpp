@@ -17,8 +17,8 @@ struct TransformerLayerOptions {
   int64_t num_gqa_groups = 0;  // 0: num_attention_heads
   int64_t kv_channels = 0;     // head size; 0: hidden_size / num_attention_heads
   Activation activation = Activation::kGelu;
-  float clamp_limit = 7.0f;    // kClampedSwiglu
-  float clamp_alpha = 1.702f;  // kClampedSwiglu
+  float clamp_limit = 7.0f;    // only for kClampedSwiglu
+  float clamp_alpha = 1.702f;  // only for kClampedSwiglu
   Normalization normalization = Normalization::kLayerNorm;
   float epsilon = 1e-5f;
   bool zero_centered_gamma = false;
@@ -33,7 +33,8 @@ struct TransformerLayerOptions {
   Device device = {};
   uint64_t seed = 0;
   float init_std = 0.023f;
-  float output_init_std = 0.023f;  // of proj and fc2; often init_std / sqrt(2 layers)
+  // standard deviation of proj and fc2; often init_std / sqrt(2 layers)
+  float output_init_std = 0.023f;
   LayerType layer_type = LayerType::kEncoder;
   // The residual branch starts after the norm instead of before it.
   bool apply_residual_connection_post_layernorm = false;
@@ -50,16 +51,16 @@ struct TransformerLayerOptions {
   MaskType enc_dec_mask_type = MaskType::kNone;
   int64_t enc_dec_window_left = -1;
   int64_t enc_dec_window_right = -1;
-  float glu_linear_offset = 1.0f;  // kClampedSwiglu
-  // This layer is a shard of a layer with groups_whole key heads and ffn_whole features (0: not a
-  // shard), as in MultiheadAttentionOptions and LayerNormMLPOptions. kv_channels must be set in a
-  // shard.
+  float glu_linear_offset = 1.0f;  // only for kClampedSwiglu
+  // For a shard of a layer: groups_whole and ffn_whole are the numbers of key heads and features of
+  // the full layer (0: not a shard), as in MultiheadAttentionOptions and LayerNormMLPOptions.
+  // kv_channels must be set in a shard.
   int64_t groups_whole = 0;
   int64_t groups_begin = 0;
   int64_t ffn_whole = 0;
   int64_t ffn_begin = 0;
-  // The ranks that divide the layer, as shard_of() does. Under sequence parallelism x, y and a
-  // decoder's encoder_output are this rank's rows.
+  // The ranks among which the layer is sharded. shard_of() sets this member. Under sequence
+  // parallelism x, y and a decoder's encoder_output are this rank's rows.
   TensorParallel parallel = {};
 };
 

@@ -19,15 +19,15 @@ class GradientBuckets;
 
 struct DataParallelOptions {
   int64_t bucket_bytes = 32 << 20;  // bytes of gradients that one collective averages
-  // ZeRO-1: the optimizer state, and the work of updating, are divided among the ranks. Each rank
-  // gets the mean of its part of the gradients (reduce_scatter), updates that part of the
-  // parameters, and gathers the other parts (all_gather). Create the optimizer with
-  // AdamOptions::zero. create() moves the values into flat memory.
+  // ZeRO-1: the optimizer state and the update are sharded among the ranks. Each rank gets the mean
+  // of its shard of the gradients (reduce_scatter), updates that shard of the parameters, and
+  // gathers the other shards (all_gather). Create the optimizer with AdamOptions::zero.
+  // DataParallel::create() moves the parameters' values into flat memory.
   bool zero = false;
-  // Collectives start during LastBackward, each as soon as the last gradient of its bucket has been
-  // written. Unset: on devices with streams, where collectives run on a stream of their own, in
-  // parallel with the backward. On the host a collective blocks the calling thread, so overlap
-  // gains nothing there. The results are bitwise the same either way.
+  // True: collectives start during LastBackward, each as soon as the last gradient of its bucket
+  // has been written. Unset: true on devices with streams, where collectives run on a stream of
+  // their own, in parallel with the backward. On the host a collective blocks the calling thread,
+  // so overlap gains nothing there. The results are bitwise the same either way.
   std::optional<bool> overlap = {};
 };
 
@@ -36,7 +36,7 @@ struct DataParallelOptions {
 //   for each microbatch but the last { forward; backward; }
 //   forward;
 //   { auto last = parallel->last_backward(); backward; }
-//   sum_partial_gradients(...);  // if ranks divide the layers, too
+//   sum_partial_gradients(...);  // if the layers are tensor-parallel, too
 //   parallel->average_gradients();
 //   optimizer->step();
 // Begin each step with Module::zero_grad(), so that a parameter that a rank did not use has a zero
@@ -74,11 +74,11 @@ class TE_FL_API DataParallel {
   // backwards must write the same gradients as the first time.
   LastBackward last_backward();
 
-  // Averages each gradient over the ranks; with ZeRO, this rank's part of it. Runs one collective
-  // for each bucket whose collective has not started yet, beginning with the last parameters.
-  // FAILED_PRECONDITION names a parameter whose gradient was replaced, was not written since
-  // clear_grad(), is deferred to Module::backward_dw(), or was written after its collective had
-  // started. FAILED_PRECONDITION also while a LastBackward is alive and, with ZeRO, if the
+  // Averages each gradient over the ranks; with ZeRO, only this rank's shard of it. Runs one
+  // collective for each bucket whose collective has not started yet, beginning with the last
+  // parameters. FAILED_PRECONDITION names a parameter whose gradient was replaced, was not written
+  // since clear_grad(), is deferred to Module::backward_dw(), or was written after its collective
+  // had started. FAILED_PRECONDITION also while a LastBackward is alive and, with ZeRO, if the
   // gradients were averaged before and not cleared since.
   Status average_gradients();
   size_t buckets() const noexcept;

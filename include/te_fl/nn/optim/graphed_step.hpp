@@ -11,8 +11,9 @@
 namespace te_fl::nn {
 
 struct GraphedStepOptions {
-  // Number of run() calls that run eagerly before the capture; at least 2. They create everything
-  // that must exist before a capture: plans, scratch memory, FP8 state, cached weights, momentum.
+  // Number of run() calls that run eagerly before the capture; at least 2. These runs create
+  // everything that must exist before a capture: plans, scratch memory, FP8 state, cached weights,
+  // momentum.
   int64_t warmup = 3;
   // Device tensors that the step reads. run() copies new values into them.
   std::vector<Tensor> inputs = {};
@@ -39,7 +40,7 @@ struct GraphedStepOptions {
 //   step that draws from another context is refused at the capture);
 // - step count and learning rate of a capturable optimizer;
 // - the decision whether FP8 weights are quantised (ForwardOptions::reuse_weights as one of the
-//   inputs): one graph of a microbatch then serves all microbatches. In contrast,
+//   inputs): one graph can then be launched for every microbatch. In contrast,
 //   is_first_microbatch is decided on the host, so that a graph with it must hold all microbatches.
 // The step must not read tensors on the host (item()), copy from or to host memory, or leave an
 // autocast or a backward_end() to its caller. Everything runs on the current context's stream if it

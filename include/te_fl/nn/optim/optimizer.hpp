@@ -19,8 +19,8 @@ namespace te_fl::nn {
 // scaling. Skips frozen parameters and parameters without a gradient. Reads the norm on the host,
 // so it is a synchronisation point. FAILED_PRECONDITION if a gradient was cleared by clear_grad()
 // and not written since. `ranks`: the ranks that hold the other shards of sharded parameters
-// (Parameter::shard). The norm is then that of the whole gradients, in which a parameter that every
-// rank has counts once.
+// (Parameter::shard). The norm is then that of the full gradients; the gradient of a replicated
+// parameter counts once.
 TE_FL_API Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters,
                                        float max_norm, const Comm* ranks = nullptr);
 
@@ -32,11 +32,11 @@ struct Gradients;
 struct OwnPart;
 }  // namespace detail
 
-// The part of a parameter's optimizer state that this rank holds if the state is divided among
-// ranks (AdamOptions::zero): elements [begin, end) of the flattened parameter.
+// The shard of a parameter's optimizer state that this rank holds under ZeRO (AdamOptions::zero):
+// elements [begin, end) of the flattened parameter.
 struct StatePart {
   std::string name;  // name of the parameter
-  Shape shape;       // shape of the whole parameter
+  Shape shape;       // shape of the full parameter
   int64_t begin = 0, end = 0;
 };
 
@@ -53,18 +53,18 @@ class TE_FL_API Optimizer {
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  // Makes one update. First performs the FP8 scale updates of the backwards that wrote the
-  // gradients, unless backward_end() has done so. With max_grad_norm set, clips the gradients,
-  // which is a synchronisation point unless the optimizer is capturable. Clipping finds gradients
-  // whose norm is not finite. They change nothing: the step returns FAILED_PRECONDITION; a
+  // Makes one update. First updates the FP8 scales of the backward passes that wrote the gradients,
+  // unless backward_end() has done so. With max_grad_norm set, clips the gradients, which is a
+  // synchronisation point unless the optimizer is capturable. Clipping detects gradients whose norm
+  // is not finite. In this case the step changes nothing and returns FAILED_PRECONDITION; a
   // capturable optimizer instead skips the update on the device, without an error, and counts the
   // step. FAILED_PRECONDITION, with nothing changed, also if a gradient was cleared by clear_grad()
   // and not written since.
   //
-  // In a capture (FAILED_PRECONDITION unless capturable) step() counts nothing; advance() counts
-  // before each launch. FAILED_PRECONDITION also if a GraphedStep is capturing whose options do not
-  // name this optimizer, and for the first step of an SGD with dampening, which differs from later
-  // steps.
+  // In a capture (FAILED_PRECONDITION unless capturable) step() does not change the step count;
+  // advance() counts before each launch. FAILED_PRECONDITION also if a GraphedStep is capturing
+  // whose options do not name this optimizer, and for the first step of an SGD with dampening,
+  // which differs from later steps.
   Status step();
   // A step for a loss that was multiplied by the scaler's scale: divides the gradients by the
   // scale, then clips and updates. Without max_grad_norm nothing is read on the host. If a gradient
@@ -79,7 +79,7 @@ class TE_FL_API Optimizer {
   int64_t steps() const noexcept { return steps_; }
   void set_lr(float lr) noexcept { lr_ = lr; }
   float lr() const noexcept { return lr_; }
-  // From now on clips by the norm of the whole gradients of sharded parameters, like
+  // From now on clips by the norm of the full gradients of sharded parameters, like
   // clip_grad_norm() with `ranks`. step() is then a collective of these ranks. If a step with a
   // LossScaler is skipped on one rank, it is skipped on all. Null: the parameters are not sharded.
   void set_norm_ranks(std::shared_ptr<const Comm> ranks) { norm_ranks_ = std::move(ranks); }
@@ -94,12 +94,13 @@ class TE_FL_API Optimizer {
   const Tensor& grad_norm() const noexcept;
 
   // State tensors by name ("optimizer.exp_avg.NAME", ...), which share storage with the optimizer.
-  // They have the parameter's shape. If ranks divide the state, they are this rank's parts, flat;
-  // an empty part has no tensor.
+  // They have the parameter's shape. With AdamOptions::zero they are this rank's shards, flat; an
+  // empty shard has no tensor.
   virtual std::vector<NamedTensor> state() const = 0;
-  // With AdamOptions::zero: this rank's part of each parameter that was not frozen at create(),
-  // which may be empty, and this rank's position among the ranks that divide the state. Otherwise
-  // no parts, and rank 0 of 1.
+  // state_parts(): with AdamOptions::zero, this rank's shard of the state of each parameter that
+  // was not frozen at create(); a shard may be empty. Otherwise empty. state_rank() and
+  // state_ranks(): this rank's position among the ranks that share the state, and their number.
+  // Otherwise 0 and 1.
   std::vector<StatePart> state_parts() const;
   int state_rank() const noexcept;
   int state_ranks() const noexcept;
@@ -121,21 +122,22 @@ class TE_FL_API Optimizer {
   // Copies the value of parameters_[index] to its master weight, if there is one.
   virtual Status refresh_master(size_t index) = 0;
   const OnDevice* on_device() const noexcept { return device_.get(); }
-  // I32 [1]: an update that reads a value other than 0 changes nothing. Undefined: no update is
-  // skipped.
+  // Flag for the update ops, I32 [1]: if its value is not 0, the update changes nothing. Undefined:
+  // no update is skipped.
   const Tensor& noop() const noexcept { return noop_; }
-  // The learning rate of group `index` - 1; index 0 stands for parameters in no group.
+  // The learning rate of group `index` - 1. Index 0: the learning rate of parameters in no group.
   float group_lr(size_t index) const noexcept { return lr_ * lr_scales_[index]; }
   // Checks and sets the groups. INVALID_ARGUMENT names the invalid field.
   Status set_groups(const char* optimizer, const std::vector<ParamGroup>& groups);
-  // ZeRO: restricts the optimizer to this rank's parts. Does nothing if `zero` is null.
+  // ZeRO: restricts the optimizer to this rank's shards. Does nothing if `zero` is null.
   // INVALID_ARGUMENT if `zero` was created without ZeRO or for other parameters.
   Status divide(const char* optimizer, std::shared_ptr<detail::GradientBuckets> zero);
-  // `first`: no earlier step has left any state.
+  // Updates the parameters. `first`: true if no earlier step has written any optimizer state.
   virtual Status update(bool first) = 0;
 
   std::vector<NamedParameter> parameters_;
-  std::shared_ptr<detail::GradientBuckets> zero_;  // null: this rank updates everything
+  std::shared_ptr<detail::GradientBuckets>
+      zero_;  // null: no ZeRO; this rank updates all parameters
   // With zero_: the part of each parameter that this rank updates, null for frozen parameters.
   // Otherwise empty.
   std::vector<const detail::OwnPart*> parts_;
@@ -161,10 +163,11 @@ class TE_FL_API Optimizer {
 
   std::unique_ptr<OnDevice> device_;
   std::shared_ptr<const Comm> norm_ranks_;
-  Tensor flag_;                     // I32 [1]: a value other than 0 skips the step
-  Tensor noop_;                     // flag_ if the current step checks it, else undefined
-  std::vector<uint64_t> versions_;  // parameter versions that the master weights correspond to
-  std::vector<bool> stateless_;     // parameters that were frozen in create()
+  Tensor flag_;  // I32 [1]: a value other than 0 skips the step
+  Tensor noop_;  // flag_ if the current step checks it, else undefined
+  std::vector<uint64_t>
+      versions_;  // Parameter::version of the values that the master weights correspond to
+  std::vector<bool> stateless_;  // parameters that were frozen in create()
 };
 
 struct AdamOptions {
@@ -195,8 +198,8 @@ struct AdamOptions {
   // Such a step cannot be captured (FAILED_PRECONDITION), because the host tracks which copies are
   // valid. Not allowed with `zero`.
   bool write_fp8_weights = false;
-  // ZeRO-1: the ranks of this DataParallel divide the optimizer state and the update. It must have
-  // been created with the same parameters and DataParallelOptions::zero. step() is then a
+  // ZeRO-1: the optimizer state and the update are sharded among the ranks of this DataParallel. It
+  // must have been created with the same parameters and DataParallelOptions::zero. step() is then a
   // collective and must follow average_gradients(). Each element is computed as without ZeRO,
   // except that the norm for clipping is summed in another order. create() reads this member; a
   // DataParallel of one rank counts as null.
