@@ -14,7 +14,7 @@ namespace te_fl {
 namespace comm {
 namespace {
 
-// A collective that was passed to its provider and has not begun.
+// A collective that was passed to its provider and begins when the group ends.
 struct Pending {
   std::shared_ptr<Comm::State> state;
   bool capturing = false;  // captured into a graph: it does not run yet

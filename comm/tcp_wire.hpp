@@ -5,7 +5,7 @@
 #include <string>
 
 // The messages between a TcpStore and the server in rank 0's process. Each message is a fixed
-// header and the bytes that it announces. Integers are little-endian.
+// header, followed by a body whose length the header gives. Integers are little-endian.
 namespace te_fl::comm::wire {
 
 constexpr char kMagic[8] = {'T', 'E', '_', 'F', 'L', 'K', 'V', '\n'};

@@ -1,4 +1,4 @@
-// The managers of the process: their device memory, and the counts of served calls.
+// The op managers of the process: their device memory, and the counts of executed calls.
 
 #include "dispatch/manager_impl.hpp"
 

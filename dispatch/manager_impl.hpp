@@ -15,7 +15,7 @@
 namespace te_fl {
 namespace dispatch {
 
-// The number of calls that an implementation has served.
+// The number of calls that an implementation has executed.
 struct UsageCounts {
   uint64_t calls = 0;
   uint64_t staged_calls = 0;
@@ -60,7 +60,8 @@ struct PreparedOp::Rep {
 
 namespace dispatch {
 
-// Marks the thread as inside, finds the op's row and calls `f(call)`. T is Status or a Result.
+// Marks the thread as inside te-fl, finds the op's row in the table and returns f(call). T is
+// Status or a Result.
 template <class T, class F>
 T with_call(OpManager::Impl& manager, OpId op, const void* args, const CallOptions& options,
             F&& f) {

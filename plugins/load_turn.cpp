@@ -13,7 +13,8 @@ namespace {
 std::atomic<int> g_turn{0};
 constinit thread_local bool t_turn = false;
 
-// In a forked child: frees the turn if a thread other than the forking one had it.
+// In a forked child: frees the turn (the lock of LoadTurn) if a thread other than the forking one
+// had it.
 void turn_in_child() {
   if (!t_turn) g_turn.store(0, std::memory_order_relaxed);
 }

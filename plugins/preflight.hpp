@@ -3,8 +3,8 @@
 //
 // The dynamic loader reports only its first error. This code examines all needed libraries
 // recursively and reports all errors, with the objects that need each library and the package to
-// install. It loads nothing. Thread-safe. It costs a few file reads per library; symbol tables are
-// read only of libraries that are not mapped yet and of those that may define a missing symbol.
+// install. It loads nothing. Thread-safe. It costs a few file reads per library. It reads symbol
+// tables only of libraries that are not mapped yet and of those that may define a missing symbol.
 //
 // The report is a diagnosis: missing libraries and versions always stop the loader, an undefined
 // symbol does so with RTLD_NOW.

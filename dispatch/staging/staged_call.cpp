@@ -42,8 +42,9 @@ te_fl_status StagedCall::refused(const Status& status) {
   return status.to_c();
 }
 
-// The status for failed allocations and copies. They never cause a fallback, whatever code the
-// device returned: results may be partly written, and another rank may have had the memory.
+// The status for failed allocations and memory copies. These failures never cause a fallback,
+// whatever code the device returned: results may be partly written, and the same allocation may
+// have succeeded on another rank.
 te_fl_status StagedCall::failed(const Status& status, const char* doing) {
   errors_.sink()->write(errors_.sink()->host, status.wrap(doing).to_string().c_str());
   const te_fl_status code = TE_FL_STATUS_CODE(status.to_c());
