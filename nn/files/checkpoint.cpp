@@ -78,7 +78,7 @@ Result<Copies> match_optimizer(const std::vector<NamedTensor>& tensors, const Op
     copies.emplace_back(std::move(staged), target.tensor);
     in_file.erase(found);
   }
-  // Ignores the state of parameters whose part on this rank is empty; other ranks have it.
+  // Ignores the state of parameters of which this rank has no elements; other ranks have it.
   std::erase_if(in_file, [&](const auto& t) {
     const auto part = parts.find(detail::parameter_of(t.first));
     return part != parts.end() && part->second.begin == part->second.end;

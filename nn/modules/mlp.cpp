@@ -48,8 +48,8 @@ struct LayerNormMLP::Impl {
     return {options.activation, options.clamp_limit, options.clamp_alpha,
             options.glu_linear_offset};
   }
-  // True if the activation may be fused with the product before it. Not with scales that are
-  // computed from the result, which need a separate pass.
+  // True if the activation may be fused with the GEMM before it. False with current scaling, whose
+  // scale is computed from the result in a separate pass.
   bool may_join(const detail::GemmUnit::Use& use) const {
     return options.activation == Activation::kGelu &&
            (!use.mode.fp8 || use.mode.delayed() != nullptr);

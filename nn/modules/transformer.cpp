@@ -51,7 +51,7 @@ class BranchAdd {
   bool paths_;
 };
 
-// The record of one part of a layer with its residual connection.
+// The backward record of one branch of a layer (attention or MLP) with its residual connection.
 struct PartRecord {
   Ctx part;
   BranchAdd::Saved add;
@@ -178,8 +178,8 @@ struct TransformerLayer::Impl {
   std::unique_ptr<Norm> layernorm;  // for output_layernorm
   BranchAdd attention_add, inter_add, mlp_add;
 
-  // True if the product before the addition can add the residual itself, since no op is between
-  // them.
+  // True if the GEMM before the addition can add the residual itself, since no op is between the
+  // two.
   bool joins(const Tensor& x, float drop_path) const {
     return options.hidden_dropout == 0 && drop_path == 0 && x.defined() &&
            x.dtype() == options.activation_dtype;

@@ -54,9 +54,9 @@ class GradientBuckets final : public GradientListener {
   // With ZeRO: this rank's part of a parameter; null if the parameter was not passed to create().
   const OwnPart* own_part(const Parameter& parameter) const;
   // With ZeRO: gathers the values of these parameters' buckets from the ranks that updated them.
-  // `masters` has one entry per parameter. For an FP8-only parameter it is this rank's part of the
-  // new values (F32): every rank quantises the gathered whole. It is undefined if the part is
-  // empty, and for other parameters.
+  // `masters` has one entry per parameter. For an FP8-only parameter the entry is this rank's part
+  // of the new values (F32), and every rank quantises the gathered parameter. The entry is
+  // undefined if the part is empty, and for other parameters.
   Status gather_values(const std::vector<NamedParameter>& parameters,
                        const std::vector<Tensor>& masters) const;
 
@@ -78,7 +78,8 @@ class GradientBuckets final : public GradientListener {
 
   GradientBuckets(std::shared_ptr<const Comm> ranks, bool zero)
       : ranks_(std::move(ranks)), zero_(zero) {}
-  // Creates buckets of at most `most` bytes of gradients, or with a single parameter.
+  // Creates buckets. Each has at most `most` bytes of gradients, or a single parameter that has
+  // more.
   Status add_buckets(const std::vector<NamedParameter>& parameters, int64_t most);
   Status add_bucket(const std::vector<NamedParameter>& parameters);
   Status add_member(Bucket& bucket, const NamedParameter& parameter, int64_t begin);
