@@ -36,8 +36,9 @@ class GuardedMemory {
   uint8_t* data_ = nullptr;
 };
 
-// If the address is in a guard page, writes a description into `text`: "4 bytes behind the end of
-// input, which has 68 bytes", or "before the start of". Async-signal-safe.
+// If the address is in a guard page, writes a description of the access into `text`, such as "4
+// bytes behind the end of input, which has 68 bytes" or "... before the start of ...".
+// Async-signal-safe.
 bool explain_fault(const void* address, char* text, size_t capacity) noexcept;
 
 }  // namespace te_fl::conformance

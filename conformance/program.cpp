@@ -1,4 +1,4 @@
-// The program conformance, and `te-fl conformance`: runs the conformance table on all registered
+// The program conformance, and `te-fl conformance`: runs the conformance cases on all registered
 // implementations through the dispatcher. See --help.
 #include "conformance/program.hpp"
 
@@ -203,8 +203,8 @@ bool drawn(const Case& c) {
   return c.name.find("/fuzz/") != std::string::npos || c.name.find("/sweep/") != std::string::npos;
 }
 
-// Compares the outcome with the declared exceptions. Random cases are skipped, since their possible
-// refusals cannot be declared.
+// Compares the outcome with the exceptions in expected_unsupported.txt. Skips random cases, since
+// their possible refusals cannot be declared.
 void Runner::settle(const Case& c, const std::string& impl, Result& result) {
   if (drawn(c)) return;
   Unsupported* listed = nullptr;
@@ -420,8 +420,8 @@ int print_coverage(const Table& table, const std::string& exempt) {
   return missing == 0 ? 0 : 1;
 }
 
-// Prints the lines of expected_unsupported.txt that match no case. Needs the complete table: a
-// filtered run cannot tell.
+// Prints the lines of expected_unsupported.txt that match no case. Requires the complete list of
+// cases.
 int print_stale(const Table& table, const std::vector<Unsupported>& expected) {
   int stale = 0;
   for (const Unsupported& u : expected) {

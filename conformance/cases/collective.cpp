@@ -86,7 +86,7 @@ void append(std::vector<uint8_t>& to, const std::vector<uint8_t>& from, size_t b
             from.begin() + static_cast<ptrdiff_t>(begin + n));
 }
 
-// Copies the bytes into the tensor, which may begin anywhere in its memory.
+// Copies the bytes into the tensor, which may begin at an offset in its memory.
 Tensor* put_bytes(Tensor* t, const std::vector<uint8_t>& from) {
   if (from.empty()) return t;
   std::memcpy(t->data->data() + t->c.dl.byte_offset, from.data(), from.size());
@@ -120,8 +120,9 @@ double wrapped(int dtype, double sum) {
       static_cast<int32_t>(static_cast<uint32_t>(static_cast<int64_t>(sum))));
 }
 
-// Expects the elements [begin, begin + n) of the reduction, with a tolerance for a provider that
-// adds in another order and rounds after each addition.
+// Expects the elements [begin, begin + n) of the reduction's result, where n is the number of
+// elements of `t`. The tolerance allows a provider to add in another order and to round after each
+// addition.
 void expect_reduced(Problem& p, const Variant& v, Tensor* t, int64_t begin, int64_t all) {
   const int64_t n = t->numel();
   std::vector<double> want(static_cast<size_t>(n)), size(static_cast<size_t>(n));

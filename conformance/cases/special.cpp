@@ -15,19 +15,19 @@ namespace {
 
 bool begins(const std::string& text, const std::string& part) { return text.rfind(part, 0) == 0; }
 
-// Ops that are excluded here, with the reason.
+// True for ops that are excluded here; the comments give the reasons.
 bool has_own(const Case& c) {
   // Rounding, copies, scale updates and list norms have such cases in their own files.
   if (c.family == "quantize" || begins(c.op, "multi_tensor_")) return c.op != "multi_tensor_adam";
-  // Routers: the effect of a NaN among scores that are not chosen depends on the order of the
-  // products.
+  // Routers: the effect of a NaN among the scores of unselected experts depends on the order of
+  // operations.
   if (begins(c.op, "fused_topk_") || begins(c.op, "fused_score_")) return true;
   // Attention: the effect of a masked NaN is undefined, since a library may multiply it by zero.
   return c.family == "attention" || c.op == "strided_copy";
 }
 
-// Derivatives that are zero below a threshold. For NaN inputs, 0 times NaN may give NaN or zero,
-// depending on the implementation.
+// True for derivatives that are zero below a threshold. For NaN inputs, 0 times NaN may give NaN or
+// zero, depending on the implementation.
 bool is_stepped(const std::string& op) {
   return op.find("drelu") != std::string::npos || op.find("dsrelu") != std::string::npos ||
          op.find("dreglu") != std::string::npos || op.find("dsreglu") != std::string::npos ||
@@ -71,7 +71,7 @@ void strew_infinity(Problem& p) {
   t.data->freeze();
 }
 
-// Ops whose formula, evaluated term by term in any order, gives the limit at +infinity.
+// True for ops whose formula, evaluated term by term in any order, gives the limit at +infinity.
 bool has_limit(const std::string& op) {
   static const std::set<std::string> ops = {"gelu", "qgelu", "relu",         "srelu",
                                             "silu", "add",   "embedding_fwd"};
