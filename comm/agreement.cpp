@@ -67,7 +67,7 @@ Status late(NamespacedStore& store, int size, const Status& why) {
 // compared, otherwise kPlain.
 constexpr char kValidates = 'v', kPlain = '-';
 
-// Rank 0 collects the answers of all ranks and writes the result for all.
+// Runs on rank 0: collects the texts that all ranks have written, and writes the result for all.
 Status decide(NamespacedStore& store, int size, const Facts& facts, const TimeLeft& deadline) {
   bool validates = facts.validates;
   std::string all;

@@ -243,8 +243,8 @@ Status end(const CollectiveCall& call, core::CollectiveTicket& ticket, Status re
   }
   state->inside.store(false, std::memory_order_release);
   if (unheard) return result;
-  // Other ranks may wait for this rank's part of the call, or may have completed a call that this
-  // rank has not, so the communicator fails.
+  // Other ranks may wait for this rank in the call, or may have completed a call that this rank has
+  // not, so the communicator fails.
   if (state->failed.load(std::memory_order_acquire)) return told_failure(*state, step);
   fail_all(state, failed_in(*state, step, result));
   return result.code() == StatusCode::kCommFailed ? told_failure(*state, step) : result;

@@ -290,7 +290,8 @@ Result<Comm> Comm::split(int color, int key, std::string name) const {
     everybody = everybody && told->first >= 0;
     if (told->first == color && color >= 0) mine.emplace_back(told->second, r);
   }
-  // All ranks have reached this split, so all have read this rank's answer to the previous one.
+  // All ranks have reached this split, so they have read this rank's color and key of the previous
+  // split, which can be removed.
   if (number > 0)
     comm::forget(face, "split" + std::to_string(number - 1) + "/" + std::to_string(state_->c.rank));
   std::sort(mine.begin(), mine.end());

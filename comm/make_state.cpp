@@ -62,7 +62,8 @@ std::string facts_of(const Comm::State& state) {
   return text;
 }
 
-// The store key for a rank's error if its provider could not make its object; other ranks poll it.
+// The store key under which a rank writes its error if its provider could not make the
+// communicator's object; other ranks poll it.
 constexpr char kRefused[] = "refused";
 // te_fl_comm_config.timeout_ms has 32 bits: 49 days.
 constexpr milliseconds kLongestTimeout{UINT32_MAX};

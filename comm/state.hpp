@@ -126,7 +126,8 @@ struct Comm::State {
   std::atomic<bool> failed{false};
   std::atomic<bool> told{false};  // `failure` has its final text
 
-  // Returns the failure. Waits briefly for its final text, which says how far the ranks came.
+  // Returns the failure. Waits briefly for its final text, which names the last collective of each
+  // rank.
   Status failed_status();
   // Marks the communicator as failed. False if it had failed before.
   bool mark_failed(Status why);
@@ -149,8 +150,8 @@ core::ForkMutex& list_mutex() noexcept;
 uint64_t fork_generation() noexcept;
 // FAILED_PRECONDITION if a forked child uses the parent's communicator.
 Status check_process(const Comm::State& state);
-// Fails the communicator and with it all others of the process. Adds to the failure's text how far
-// the other ranks have come, if they report it within a short time. `aborted`: the text for the
+// Fails the communicator and with it all others of the process. Adds to the failure's text the last
+// collective of each other rank that reports it within a short time. `aborted`: the text for the
 // other ranks if the program aborted the communicator.
 void fail_all(const std::shared_ptr<Comm::State>& first, Status why, std::string aborted = {});
 // Writes to the store that this rank's program has aborted the communicator.
@@ -183,7 +184,7 @@ int ended_process_of(Comm::State& state, int rank);
 void forget_making(Comm::State& state) noexcept;
 // Writes this rank's last collective to the store, for the error messages of other ranks.
 void tell_last(Comm::State& state);
-// Describes how far each rank had come at the failure, from the ranks' reports.
+// Describes the last collective of each rank at the failure, from the ranks' reports.
 std::string arrivals(Comm::State& state);
 
 }  // namespace comm

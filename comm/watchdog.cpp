@@ -95,7 +95,7 @@ Status ask_for_abort(Comm::State& state, Clock::time_point waits_since) {
 // Called when there is no communicator any more. Returns true if a communicator was made meanwhile
 // by a thread that found the watchdog running and therefore did not start it.
 bool goes_on() {
-  std::vector<std::shared_ptr<Comm::State>> reps;  // the last reference of one goes after the lock
+  std::vector<std::shared_ptr<Comm::State>> reps;  // declared first, so freed after the unlock
   const std::lock_guard lock(watchdog_mutex);
   reps = all();
   return g_runs = !reps.empty();

@@ -11,7 +11,7 @@
 // Slack: an error e of a score is a relative error e of a probability. Products of low-precision
 // tensors may round probabilities and score gradients to the tensors' type once, before the second
 // product. For FP8:
-// - Sums of products of FP8 values get the slack of FP8 GEMMs (kFp8Sums).
+// - Sums of products of FP8 values get the tolerance of FP8 GEMMs (kFp8Sums).
 // - If a value that is quantised internally may have an error, every code between those of (value -
 // error) and (value + error) is correct.
 // - The forward quantises exp(score - the row's maximum); an implementation with a single pass over

@@ -213,8 +213,8 @@ Interval amax_interval(const Expectation& e, int64_t i0, int64_t i1, int64_t j0,
   return amax;
 }
 
-// The value of a code, and the midpoints to its neighbours. Values strictly between the midpoints
-// round to the code. For a code that is not finite the range is empty.
+// The value of an FP8 or FP4 code, and the midpoints to the neighbouring values. Numbers strictly
+// between the midpoints round to the code. For a code that is not finite the range is empty.
 struct Code {
   double value, down = infinity(), up = -infinity();
 };

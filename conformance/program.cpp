@@ -275,7 +275,8 @@ int Runner::run(const Table& table) {
   for (const OpImplInfo& info : OpRegistry::instance().snapshot()) {
     if (!options_.impl.empty() && info.impl_id != options_.impl) continue;
     impls_.insert(info.impl_id);
-    // Collectives are not staged, since the other ranks would not make the copies.
+    // Collectives do not run staged (on host copies), since the other ranks would not stage the
+    // call.
     const te_fl_op_schema* schema =
         OpRegistry::instance().schema(OpRegistry::instance().find(info.op).value());
     const bool native = device_.is_host() || (info.desc.device_types >> device_.type & 1) != 0;

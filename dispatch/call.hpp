@@ -198,8 +198,8 @@ template <class F>
   core::note_op(call.signature.device, call.options.stream, impl.interned_op, impl.interned_id);
 }
 
-// Reads the state that the choice depends on besides the signature. False if the policy is invalid
-// or the device did not answer about the stream.
+// Reads the state, besides the signature, on which the choice of the implementation depends.
+// Returns false if the policy is invalid or the device could not report the state of the stream.
 [[gnu::always_inline]] inline bool read_state(Call& call) {
   call.policy = policy::current_id();
   if (!call.signature.device.is_host() && !read_stream(call)) [[unlikely]]

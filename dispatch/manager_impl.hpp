@@ -32,8 +32,8 @@ struct OpManager::Impl {
 
   enum Switch : uint64_t { kSync = 1, kValidate = 2, kVerify = 4, kTrace = 8 };
   static constexpr int kSwitchBits = 4;
-  // The flags for TE_FL_SYNC, TE_FL_VALIDATE, TE_FL_VERIFY and TE_FL_TRACE at the environment's
-  // current generation.
+  // The flags for TE_FL_SYNC, TE_FL_VALIDATE, TE_FL_VERIFY and TE_FL_TRACE. Cached until a setting
+  // of the environment changes.
   uint64_t switches() {
     const uint64_t word = switch_word.load(std::memory_order_relaxed);
     if (word >> kSwitchBits == core::g_generation.load(std::memory_order_acquire))

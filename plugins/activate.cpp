@@ -311,7 +311,7 @@ Status Instance::quiesce() {
   core::ErrorText errors;
   const te_fl_status code =
       guarded(errors, "quiesce", [&] { return header_.api.quiesce(instance_, errors.sink()); });
-  // BUSY would tell the caller that nothing was changed, so a plugin's BUSY is replaced by
+  // For the caller, BUSY means that nothing was changed, so a plugin's BUSY is replaced by
   // INTERNAL.
   const bool busy = TE_FL_STATUS_CODE(code) == TE_FL_BUSY;
   return errors.status(busy ? static_cast<te_fl_status>(TE_FL_INTERNAL) : code,

@@ -27,7 +27,7 @@ std::string reason_of(const Status& status);
 // other meanings for a load: NOT_FOUND means a missing plugin, ALREADY_EXISTS an active one.
 Status broken_rule(const Status& status);
 
-// The validated copy of the plugin's answer to the query.
+// The validated copy of the header that the plugin's query function returned.
 struct Header {
   uint32_t abi_major = 0;
   uint32_t abi_minor = 0;

@@ -1,4 +1,4 @@
-// The records of all plugins that this process has met.
+// The records of all plugins that this process has loaded, tried to load or skipped.
 #pragma once
 
 #include <memory>

@@ -88,8 +88,8 @@ void add_fp8(std::vector<Variant>& all) {
                    .scale = 0.125});
 }
 
-// FP8 cases that only general kernels support: lengths and gaps of sequences, windows, odd head
-// sizes, empty extents, computed scales and column-wise copies.
+// Adds FP8 cases that only general kernels support: lengths and gaps of sequences, windows, odd
+// head sizes, empty extents, computed scales and column-wise data.
 void add_fp8_shapes(std::vector<Variant>& all) {
   for (int layout : {kS, kB}) {
     for (int mask : {TE_FL_MASK_TYPE_PADDING, TE_FL_MASK_TYPE_PADDING_CAUSAL,

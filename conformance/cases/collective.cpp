@@ -19,7 +19,7 @@ struct Variant {
   std::string op;
   int ranks = 2;
   int dtype = TE_FL_F32;
-  Dims shape = {};  // of each rank's part, or of the rows of all_to_all_v
+  Dims shape = {};  // of each rank's tensor, or of the rows of all_to_all_v
   int reduction = TE_FL_REDUCTION_SUM;
   int other = 0;  // root, or the peer of rank 0
   bool in_place = false, nan = false, large = false;
@@ -99,7 +99,7 @@ Tensor* put_numbers(Tensor* t, const std::vector<double>& from) {
   return t;
 }
 
-// A tensor in the memory of `whole` that is this rank's part of it.
+// Makes a tensor that is this rank's slice of `whole` and shares its memory.
 Tensor* own_part(Problem& p, const char* name, Tensor* whole, const Dims& shape) {
   whole->role = Role::kInOut;
   return p.strided(name, Role::kInOut, whole->spec, shape, {}, constant(0), whole->data,
@@ -171,7 +171,7 @@ void reduce_scatter(Problem& p, const Variant& v) {
   p.oracle([&p, v, out, n, all] { expect_reduced(p, v, out, p.rank * n, all); });
 }
 
-// ---- cases of copies
+// ---- cases of collectives that copy
 
 void all_gather(Problem& p, const Variant& v) {
   const int64_t n = elements_of(v.shape);

@@ -195,7 +195,8 @@ void fuzz_permute_by_mask(Drawn& drawn) {
 namespace te_fl::huge {
 namespace {
 
-// Token t goes to expert e if (t + e) % 4 is 0. One row is left out before the last expert.
+// Token t is routed to expert e if (t + e) % 4 is 0. One output row without a token precedes the
+// rows of the last expert.
 void permute_by_mask(Run& run, int64_t cols) {
   constexpr int64_t kExperts = 8, kEvery = 4;
   const Pattern pattern(1), weights(2);

@@ -1,6 +1,6 @@
 // Cases with NaN and infinities for all ops whose formula defines the result (docs/numerics.md).
-// They are made from the smallest cases of the table: the special values are written into the
-// inputs before the oracle runs.
+// They are made from the smallest existing cases: the special values are written into the inputs
+// before the oracle runs.
 #include <algorithm>
 #include <cmath>
 #include <iterator>
@@ -17,7 +17,8 @@ bool begins(const std::string& text, const std::string& part) { return text.rfin
 
 // True for ops that are excluded here; the comments give the reasons.
 bool has_own(const Case& c) {
-  // Rounding, copies, scale updates and list norms have such cases in their own files.
+  // Quantisation, copies, scale updates and list norms have cases with special values in their own
+  // files.
   if (c.family == "quantize" || begins(c.op, "multi_tensor_")) return c.op != "multi_tensor_adam";
   // Routers: the effect of a NaN among the scores of unselected experts depends on the order of
   // operations.
@@ -118,8 +119,8 @@ void add_special_cases(Table& table) {
     if (taken.count(c.op + " f32") != 0 && taken.count(c.op + " bf16") != 0 &&
         taken.count(c.op + " codes") != 0)
       continue;
-    // The kind of a case is known only after building it, but its name tells whether its tensors
-    // are small.
+    // The kind of a case is known only after building it, but its name shows if its tensors are
+    // small.
     const bool small = c.name.find("/7x33") != std::string::npos,
                codes = c.name.find(".tensor.row") != std::string::npos;
     if (!small && !codes && ++looked_at[c.op] > kMost) continue;

@@ -505,8 +505,8 @@ bool has(const te_fl_device_api& api, Slot te_fl_device_api::*slot) {
          api.*slot != nullptr;
 }
 
-// Checks the device's answers about its properties, its own memory, and a stream that is not being
-// captured.
+// Checks the device's queries: its properties, whether memory belongs to it, and whether a stream
+// is being captured (it is not).
 Status questions(const Device& d) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl_device_props props, devices::properties(d));
   if (props.name[0] == '\0') return wrong("properties() left the name empty");

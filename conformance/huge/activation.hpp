@@ -29,7 +29,7 @@ constexpr Gate kGates[] = {{"geglu", &kGelu},   {"qgeglu", &kQgelu}, {"reglu", &
 // The largest input of cases with FP8 output. Its index in the output is above 2^31.
 constexpr float kOutlier = 20;
 
-// The values of a pattern with one element replaced by kOutlier.
+// A pattern of input values with one element replaced by kOutlier.
 struct Marked {
   Pattern pattern{1};
   int64_t place = -1;

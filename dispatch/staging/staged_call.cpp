@@ -91,7 +91,8 @@ te_fl_context StagedCall::context(bool deterministic) const {
 te_fl_status StagedCall::copy_in() {
   const auto asked = Clock::now();
   const Device& device = call_.signature.device;
-  // A separate wait for earlier work, so that the time of the copies is measured alone.
+  // Waits for earlier work of the stream separately, so that the time of the copies is measured
+  // alone.
   const Status idle = devices::synchronize(device, call_.options.stream);
   if (!idle.ok()) return failed(idle, "the call's tensors could not be copied to the host");
   waiting_ = nanoseconds_since(asked);

@@ -270,8 +270,8 @@ void StagingPlan::merge() {
   buffer_bytes_ = at;
 }
 
-// Merges adjacent pieces of one extent into one copy. Pieces of different extents are not merged,
-// since they may be adjacent by chance and belong to different allocations.
+// Merges adjacent memory ranges (Piece) of one extent into one copy. Ranges of different extents
+// are not merged, since they may be adjacent by chance and belong to different allocations.
 std::vector<StagedCopy> StagingPlan::joined(std::vector<Piece> pieces) const {
   std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
     return std::tie(a.extent, a.begin) < std::tie(b.extent, b.begin);

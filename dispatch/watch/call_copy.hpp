@@ -39,8 +39,9 @@ class CallCopy {
   // Copies the outputs into a second buffer, which starts with the contents of the buffer of
   // before(). Waits for the stream.
   Status after();
-  // An error if work that was enqueued on the stream before has failed. A device reports such an
-  // error only to the first wait (R12), so the owner of this object must return it to the caller.
+  // Returns an error if work that was enqueued on the stream before the call has failed. A device
+  // reports such an error only to the first wait (R12), so the owner of this object must return it
+  // to the caller.
   const Status& waited() const noexcept { return waited_; }
   // Makes another copy of the inputs, on which another implementation can run, and points args() to
   // that copy.

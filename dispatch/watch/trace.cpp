@@ -76,7 +76,8 @@ const core::ForkMutex::Registration trace_registration(trace_mutex);
 const Clock::time_point g_began = Clock::now();
 // The system time of the start, which aligns the traces of several processes.
 const std::chrono::system_clock::time_point g_began_at = std::chrono::system_clock::now();
-// The generation of the settings at which the trace began; UINT64_MAX: it begins at the next call.
+// The environment's change counter when the trace began; UINT64_MAX: the trace begins at the next
+// call.
 std::atomic<uint64_t> g_started{UINT64_MAX};
 const core::ForkedChild trace_forked_child(core::LockLevel::kTrace,
                                            [] { g_started.store(UINT64_MAX); });

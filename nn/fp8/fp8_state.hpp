@@ -56,7 +56,7 @@ class Fp8State {
   // reduced_by: the AmaxReduction that contains the state. 0: none.
   std::atomic<uint64_t>& waits_on() noexcept { return shared_->waits_on; }
   std::atomic<uint64_t>& reduced_by() noexcept { return shared_->reduced_by; }
-  // Marks the state as replaced in its module; AmaxReductions then ignore it.
+  // Marks the state as no longer used by its module; an AmaxReduction then ignores it.
   void retire() noexcept { shared_->retired = true; }
   bool retired() const noexcept { return shared_->retired; }
   // Call this after enqueueing an update of the scales.

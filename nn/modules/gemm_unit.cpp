@@ -365,7 +365,7 @@ Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const Forwa
   joined.d = activated;
   args.d = pre;
   bool join = false;
-  if (use.arriving == nullptr) {  // in pieces the activation would have several amaxes
+  if (use.arriving == nullptr) {  // row ranges would each have their own amax
     TE_FL_ASSIGN_OR_RETURN(join, joins(joined, args, op::gelu, &gelu, call_options(spec_.device)));
   }
   if (join) {

@@ -182,7 +182,7 @@ class GemmUnit {
   Result<Gradient> whole_grad(const Use& use, const Tensor& dy, bool with_bias);
   Result<Tensor> gathered_input(Use& use, const Tensor& x);
   Result<Gradient> gathered_grad(const Use& use, const Tensor& dy, bool may_arrive);
-  // Quantises this rank's part of x for the gather; see gathers_codes().
+  // Quantises this rank's rows of x for the gather; see gathers_codes().
   Result<Tensor> part_of_input(const Use& use, const Tensor& x);
   Result<Tensor> grad_buffer(const Use& use, int64_t rows, bool columnwise);
   // wgrad() with a complete input, and with one that is being gathered.

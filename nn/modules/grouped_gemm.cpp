@@ -12,7 +12,7 @@ namespace {
 
 using Product = te_fl_generic_gemm_args;
 
-// Views of the parts of the rows.
+// Views of the row ranges of the units.
 Result<std::vector<Tensor>> parts_of(const Tensor& rows, GroupedGemm::Splits splits) {
   std::vector<Tensor> parts;
   parts.reserve(splits.size());

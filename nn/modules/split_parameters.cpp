@@ -248,7 +248,7 @@ Result<std::unique_ptr<SplitParameters>> SplitParameters::create(
                             std::to_string(total) + " rows together; they must have " +
                             std::to_string(gemm.spec().out) + " (the output features)");
   }
-  if (parts.size() == 1) {  // a single part is the whole with another name
+  if (parts.size() == 1) {  // a single part is the complete parameter
     split->whole_weight_ = gemm.weight();
     split->whole_bias_ = gemm.bias();
     return split;

@@ -19,8 +19,8 @@ class GemmUnit;
 // then copied or added to them. Not thread-safe.
 class JoinedParameter {
  public:
-  // Splits `whole` into parts with `rows` rows each, which must sum to its extent 0. The whole is
-  // not registered with a module.
+  // Splits the parameter `whole` into parts, of which part i has rows[i] rows; these must sum to
+  // extent 0 of `whole`. `whole` is not registered with a module.
   static Result<std::unique_ptr<JoinedParameter>> create(std::shared_ptr<Parameter> whole,
                                                          const std::vector<int64_t>& rows);
   const std::vector<std::shared_ptr<Parameter>>& parts() const noexcept { return parts_; }
@@ -50,7 +50,7 @@ class JoinedParameter {
   Tensor copies_;  // copies of parts that are not adjacent
   uint64_t copied_version_ = 0;
   void* copied_stream_ = nullptr;
-  Tensor scratch_;  // gradient of the whole if the parts' are not slices of it
+  Tensor scratch_;  // complete gradient if the parts' gradients are not its slices
   bool keeps_scratch_ = false;
   bool shared_ = false;  // result of shares_grad(), from open_grad() to close_grad()
 };
