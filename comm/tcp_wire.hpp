@@ -11,7 +11,7 @@ namespace te_fl::comm::wire {
 constexpr char kMagic[8] = {'T', 'E', '_', 'F', 'L', 'K', 'V', '\n'};
 constexpr uint32_t kVersion = 2;
 constexpr uint32_t kMostKeyBytes = 4096;
-constexpr uint32_t kMostTextBytes = 4096;  // of an error text
+constexpr uint32_t kMostTextBytes = 4096;  // limit of an error text
 
 // The first message of a connection. `process` is a random token of the process, by which two
 // processes that claim one rank are detected. `generation` is that of StoreRank.

@@ -19,8 +19,8 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kPeriod{50};
-// A host provider applies the timeout itself and has a better error text, so the watchdog waits a
-// little longer, for providers that do not.
+// The time by which the watchdog exceeds a communicator's timeout. Providers for host memory apply
+// the timeout themselves and have a better error text; the watchdog is for providers that do not.
 constexpr milliseconds kAfterTimeout{400};
 constexpr milliseconds kQuestionPeriod{500};
 

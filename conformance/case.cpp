@@ -282,7 +282,7 @@ void Problem::expect_bytes(Tensor* t, std::vector<uint8_t> bytes) {
 void Problem::set_rng(uint64_t seed, uint64_t offset, bool in_memory) {
   rng = {.seed = seed, .offset = offset};
   if (!in_memory) return;
-  rng_state = {seed, ~offset, offset};  // not adjacent in memory
+  rng_state = {seed, ~offset, offset};  // seed and offset are not adjacent
   rng = {.seed = ~seed,                 // ignored: seed_address takes precedence
          .offset = 77,                  // the offsets add up
          .seed_address = &rng_state[0],

@@ -14,7 +14,7 @@ using namespace attention;  // NOLINT: this file draws attention cases
 constexpr int64_t kLargestWork = 4'000'000;
 
 void draw_sizes(Draw& r, Variant& v) {
-  if (r.swept != nullptr) {  // heads and score rows of that length
+  if (r.swept != nullptr) {  // head size and score rows of the swept length
     v.b = v.g = 1, v.h = 2, v.d = v.dv = std::min<int64_t>(r.swept->columns, 256);
     v.sq = r.swept->rows, v.sk = std::min<int64_t>(r.swept->columns, 2048);
     return;

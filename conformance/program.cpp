@@ -514,7 +514,7 @@ int run(int argc, char** argv, const std::string& folder) {
                  "has pages on both sides of a host's\n");
     return 2;
   }
-  if (processes != nullptr && processes->rank() != 0) {  // all processes find the same
+  if (processes != nullptr && processes->rank() != 0) {  // only rank 0 reports
     o.json.clear();
     if (std::freopen("/dev/null", "w", stdout) == nullptr) return 2;
   }

@@ -20,8 +20,8 @@ void turn_in_child() {
 }
 const core::ForkedChild turn_watched(core::LockLevel::kPluginRecords, &turn_in_child);
 
-// Waits until no other thread has the turn, without taking it: a load that begins later sees that
-// the process is ending.
+// Waits until no other thread holds the LoadTurn, without taking it: a load that begins later sees
+// that the process is ending.
 void wait_for_loads(core::EndClock::time_point end) noexcept {
   while (g_turn.load(std::memory_order_seq_cst) != 0 && !t_turn && core::EndClock::now() < end)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -71,8 +71,8 @@ struct PreflightReport {
   std::vector<ClosureLibrary> libraries;
 
   bool ok() const;
-  // A report of several lines. The first line has the main problem, or says that there is none. No
-  // line break at the end.
+  // Formats the report as several lines. The first line has the main problem, or says that there is
+  // none. No line break at the end.
   std::string to_string() const;
 };
 

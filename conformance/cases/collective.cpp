@@ -21,7 +21,7 @@ struct Variant {
   int dtype = TE_FL_F32;
   Dims shape = {};  // of each rank's tensor, or of the rows of all_to_all_v
   int reduction = TE_FL_REDUCTION_SUM;
-  int other = 0;  // root, or the peer of rank 0
+  int other = 0;  // the root, or the peer of rank 0 in send and recv
   bool in_place = false, nan = false, large = false;
 };
 

@@ -470,7 +470,7 @@ void fill_map(BenchTensor& map, int64_t pairs) {
 }
 int64_t pairs_of(int64_t rows) {
   int64_t tokens = rows;
-  while (tokens * kTop % 7919 == 0) ++tokens;  // makes the map a permutation
+  while (tokens * kTop % 7919 == 0) ++tokens;  // coprime to 7919: permutation
   return tokens * kTop;
 }
 

@@ -52,7 +52,7 @@ std::string variant_name(const Variant& v, bool backward) {
 struct Statistics {
   double mu, rsigma;
 };
-// The statistics of a row with the elements x(j).
+// The mean (0 for RMS norm) and rsigma of a row with the elements x(j), j < h.
 template <class Row>
 Statistics statistics(int64_t h, bool layer, double epsilon, const Row& x) {
   double mu = 0, var = 0;

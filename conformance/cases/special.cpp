@@ -83,7 +83,7 @@ bool has_limit(const std::string& op) {
 struct Kind {
   int input = -1;          // dtype of the first input that allows special values; -1: none
   int out = TE_FL_F32;     // dtype of the quantised output, if any
-  bool quantised = false;  // true if there is one
+  bool quantised = false;  // true if an output is quantised
 };
 Kind kind_of(const Case& c) {
   Problem p(c.op, c.seed);

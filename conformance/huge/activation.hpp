@@ -26,7 +26,8 @@ struct Gate {
 constexpr Gate kGates[] = {{"geglu", &kGelu},   {"qgeglu", &kQgelu}, {"reglu", &kRelu},
                            {"sreglu", &kSrelu}, {"swiglu", &kSilu},  {"glu", &kSigmoid}};
 
-// The largest input of cases with FP8 output. Its index in the output is above 2^31.
+// The largest input element of cases with FP8 output. The index of the result in the output is
+// above 2^31.
 constexpr float kOutlier = 20;
 
 // A pattern of input values with one element replaced by kOutlier.

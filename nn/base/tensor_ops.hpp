@@ -7,7 +7,8 @@
 #include "te_fl/ops.hpp"
 #include "te_fl/tensor.hpp"
 
-// Catalogue ops on Tensors. They run on the calling thread's stream of the tensors' device.
+// Functions that call te-fl's ops with Tensors. The ops run on the calling thread's stream of the
+// tensors' device.
 namespace te_fl::nn::detail {
 
 // Options for a call on `device` with the calling thread's stream and without random numbers.

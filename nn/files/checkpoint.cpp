@@ -133,7 +133,7 @@ Result<Metadata> restore(SafetensorsFile file, const std::string& path, Module& 
   uint64_t steps = 0;
   Copies copies;
   if (optimizer != nullptr) {
-    constexpr uint64_t kMostSteps = INT64_MAX - 1;  // one more is still to be counted
+    constexpr uint64_t kMostSteps = INT64_MAX - 1;  // the next step must not overflow
     TE_FL_ASSIGN_OR_RETURN(steps, number(file.metadata, detail::kOptimizerSteps, path, kMostSteps));
     TE_FL_ASSIGN_OR_RETURN(copies, match_optimizer(file.tensors, *optimizer, path));
   }

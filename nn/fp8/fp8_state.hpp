@@ -52,8 +52,8 @@ class Fp8State {
   bool looks_on() noexcept { return shared_->looks < kLooks && ++shared_->looks <= kLooks; }
   // True on the first call: each state logs at most one warning.
   bool warns_now() noexcept { return shared_->looks.exchange(kLooks + 1) <= kLooks; }
-  // Ids from next_number(). waits_on: the thread on which amaxes of inferences wait for an update.
-  // reduced_by: the AmaxReduction that contains the state. 0: none.
+  // Ids from next_number(); 0: none. waits_on: the thread on which an update for amaxes of
+  // inference passes is deferred. reduced_by: the AmaxReduction that contains the state.
   std::atomic<uint64_t>& waits_on() noexcept { return shared_->waits_on; }
   std::atomic<uint64_t>& reduced_by() noexcept { return shared_->reduced_by; }
   // Marks the state as no longer used by its module; an AmaxReduction then ignores it.
@@ -150,7 +150,8 @@ struct Copies {
   bool columnwise = false;
 };
 
-// The largest value of an FP8 type, and the type with that largest value (kF32 if there is none).
+// Convert an FP8 type to its largest value, and a largest value to its type (kF32 if no type has
+// it).
 float largest_of(DType dtype);
 DType dtype_of_largest(float value);
 

@@ -123,8 +123,8 @@ Result<GemmUnit::Gradient> GemmUnit::gathered_grad(const Use& use, const Tensor&
   TE_FL_RETURN_IF_ERROR(check_values(dy));
   SequenceRanks& ranks = *spec_.gradient_rows;
   const bool values = !gathers_codes(ranks, use.mode, Role::kGradient, dy.size(0));
-  // The bias gradient of this rank's rows: with delayed scaling it is computed with the
-  // quantisation, otherwise before.
+  // Computes the bias gradient of this rank's rows: with delayed scaling together with the
+  // quantisation below, otherwise in the next statement.
   const bool with_bias = wants_bias_grad() && !values && use.mode.delayed() != nullptr;
   if (wants_bias_grad() && !with_bias) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor own, cast(dy, spec_.activation_dtype));

@@ -59,8 +59,8 @@ struct MultiheadAttention::Impl {
 
   bool cross() const { return options.attention_type == AttentionType::kCross; }
   bool thd() const { return options.attention.layout == Layout::kTHD; }
-  // The position of a projection's rows (for q, for k and v, or for all three) in those of the
-  // complete attention; differs from it if the heads are sharded.
+  // The position of this rank's rows of a projection (for q, for k and v, or for all three) in the
+  // projection for all heads.
   init::Shard shard(bool q, bool kv) const;
   Status create_products(MultiheadAttention& module);
   Status create_core(MultiheadAttention& module);

@@ -186,8 +186,8 @@ Status JoinedParameter::open_grad() {
     whole_->internals().grad_cleared_in = parts_[0]->internals().grad_cleared_in;
     return {};
   }
-  // Otherwise the GEMM writes the gradient to scratch memory, which close_grad() then adds to the
-  // parts' gradients.
+  // If the parts' gradients are not slices of one tensor, the GEMM writes the complete gradient to
+  // scratch memory, and close_grad() adds it to the parts' gradients.
   if (!scratch_.defined() || scratch_.dtype() != whole_->grad_dtype) {
     TE_FL_ASSIGN_OR_RETURN(scratch_, empty_like(whole_->value, whole_->grad_dtype));
     keeps_scratch_ = false;

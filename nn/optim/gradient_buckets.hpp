@@ -44,7 +44,8 @@ class GradientBuckets final : public GradientListener {
   bool averaged() const { return averaged_; }
 
   Status average();
-  // Begin and end of the step's last backward, for DataParallel::LastBackward.
+  // Called at the begin and the end of the step's last backward pass, by
+  // DataParallel::LastBackward.
   void open();
   void close();
 

@@ -27,7 +27,7 @@ Status end_backwards(const std::vector<NamedParameter>& parameters);
 // The norm of the complete gradients as F32 [1], equal on all ranks.
 Status norm_into(const Gradients& gradients, const Tensor& norm);
 // Scales the gradients to a norm of at most max_norm, like clip_grad_norm(). Returns the norm
-// before.
+// before scaling.
 Result<float> clip(const char* who, const Gradients& gradients, float max_norm);
 // Multiplies the gradients by min(1, max_norm / norm) on the device. Sets `noop` if the norm is not
 // finite.
