@@ -8,7 +8,7 @@
 namespace te_fl::conformance {
 namespace {
 
-// An entry of the table that is_mirrored() reads. Ranges that do not fit into the table are
+// An address range in the list that is_mirrored() reads. Ranges that do not fit into the list are
 // omitted.
 struct Range {
   std::atomic<uintptr_t> begin{0};

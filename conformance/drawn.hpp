@@ -52,7 +52,7 @@ class Drawn {
     if (r.swept != nullptr) n = r.swept->columns;
     return std::max<int64_t>(1, std::min(n, largest));
   }
-  // A shape of up to four dimensions and 60000 elements. In a sweep, rows and columns.
+  // A random shape of up to four dimensions and 60000 elements; in a sweep {rows, columns}.
   static Dims shape(Draw& r, int min_rank = 1) {
     if (r.swept != nullptr) return {r.swept->rows, r.swept->columns};
     Dims dims(static_cast<size_t>(min_rank + r.below(5 - min_rank)));

@@ -42,9 +42,9 @@ class MarginSearch {
     return deterministic_ && prepared_.bytes() != quiet_;
   }
 
-  // Both runs pass the same arguments; only the margins, the bytes before and after each tensor,
-  // differ: all are `quiet`, or all are `loud`. Finds the byte closest to a tensor whose change
-  // from `quiet` to `loud` changes the result. `found`: the result of the run with `loud`.
+  // Called after a run with all margin bytes `loud` that failed or, in deterministic mode, had
+  // other results than with all margin bytes `quiet`. `found` is the result of that run. Finds the
+  // byte closest to a tensor whose change from `quiet` to `loud` changes the result.
   Result blame(uint8_t quiet, uint8_t loud, Result found) {
     if (found.wrote_outside) return found;
     Margins calm = margins(quiet);

@@ -171,8 +171,8 @@ struct Instance::Host {
             "it: allocate at the first use (rule R28)";
       }
       if (sink != nullptr && sink->write != nullptr) sink->write(sink->host, text.c_str());
-      // Without TE_FL_CLEAN (R6): free memory differs between ranks, so a plugin that forwards this
-      // status must not trigger a fallback on one rank only.
+      // The status is returned without the flag TE_FL_CLEAN (R6): free memory differs between
+      // ranks, so a plugin that forwards this status must not trigger a fallback on one rank only.
       return TE_FL_STATUS_CODE(made.status().to_c());
     } catch (...) {
       return TE_FL_OUT_OF_MEMORY;

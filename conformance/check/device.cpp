@@ -391,8 +391,8 @@ Status streams(const Device& d) {
 
 // ---- tests of events
 
-// After stream b has waited for an event of stream a, a copy on b sees what a wrote before the
-// event. The second iteration records the event again.
+// After stream b has waited for an event of stream a, a copy on b sees the data that stream a wrote
+// before the event. The second iteration records the event again.
 Status stream_waits_under(const Device& d, const te_fl::Stream& a, const Load& load) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream b, te_fl::Stream::create(d));
   TE_FL_ASSIGN_OR_RETURN(te_fl::Event event, te_fl::Event::create(d));

@@ -38,9 +38,9 @@ class Fp8State {
   // True if the scales were computed from amaxes: by an update, or loaded with a history that is
   // not all zero. False while they have the initial value 1.
   bool calibrated() const noexcept { return shared_->calibrated; }
-  // A counter of changes: of the scales, and of drops of amaxes. If it has changed since a tensor
-  // was quantised, the tensor may have an outdated scale, and its amax may no longer be in the
-  // history.
+  // Counts the changes of the scales and the drops of amaxes. If the count has changed since a
+  // tensor was quantised, the tensor may have an outdated scale, and its amax may no longer be in
+  // the history.
   uint64_t generation() const noexcept { return shared_->generation; }
   // Increases with each load() and reset(). Amaxes collected before are not used by later updates.
   uint64_t loads() const noexcept { return shared_->loads; }

@@ -104,8 +104,9 @@ class GradientBuckets final : public GradientListener {
   bool open_ = false;
   bool averaged_ = false;
   Status failure_;  // of reductions during a backward; returned by average()
-  // On devices with streams, collectives that start during a backward run on a separate stream,
-  // between the events `ready_` and `done_`.
+  // On devices with streams, collectives that start during a backward run on the separate stream
+  // `side_`. It waits for the backward's stream by the event `ready_`; the backward's stream waits
+  // for it by `done_`.
   Stream side_;
   Event ready_, done_;
   void* backwards_ = nullptr;  // the stream of the backward
