@@ -45,7 +45,7 @@ std::string difference(const std::string& first, const std::string& mine, int ra
   return text;
 }
 
-// Lists the ranks that have not written `word` to the store.
+// Lists the ranks that have not written the key `word` to the store.
 std::string absent(NamespacedStore& store, int size, const std::string& word) {
   std::string ranks;
   for (int r = 0; r < size; ++r) {
@@ -63,10 +63,11 @@ Status late(NamespacedStore& store, int size, const Status& why) {
   return why.wrap("of " + std::to_string(size) + " ranks these did not come: " + ranks);
 }
 
-// The first character of a rank's answer: whether it asks for collectives to be compared.
+// The first character of a rank's answer: kValidates if the rank requests that collectives be
+// compared, otherwise kPlain.
 constexpr char kValidates = 'v', kPlain = '-';
 
-// Rank 0 collects the answers of all ranks and writes the result for all.
+// Runs on rank 0: collects the texts that all ranks have written, and writes the result for all.
 Status decide(NamespacedStore& store, int size, const Facts& facts, const TimeLeft& deadline) {
   bool validates = facts.validates;
   std::string all;
@@ -82,9 +83,9 @@ Status decide(NamespacedStore& store, int size, const Facts& facts, const TimeLe
 
 }  // namespace
 
-// The tables have some thousand bytes and are nearly always equal, and a store keeps every value it
-// receives. Therefore rank 0 writes only its table's hash, and another rank writes its table only
-// if its hash differs.
+// A rank's table of facts has a few thousand bytes and is nearly always equal on all ranks, and a
+// store keeps every value it receives. Therefore rank 0 writes only its table's hash, and another
+// rank writes its table only if its hash differs.
 Result<bool> agree(NamespacedStore& store, int rank, int size, const Facts& facts,
                    milliseconds timeout) {
   if (size == 1) return facts.validates;

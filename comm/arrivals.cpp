@@ -1,4 +1,4 @@
-// Reports after a failure how far each rank has come.
+// After a failure, reports the last collective that each rank has begun.
 #include <thread>
 
 #include "comm/state.hpp"
@@ -8,8 +8,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// The time that other ranks have to report their position. A rank that sees the failure reports at
-// once; a rank that hangs or has ended never does.
+// The time that other ranks have to report their last collective. A rank that sees the failure
+// reports at once; a rank that hangs or has ended never does.
 constexpr milliseconds kPatience{400};
 constexpr int kMostTold = 16;  // ranks listed in a message
 

@@ -32,7 +32,8 @@ OpFacts facts_of(const core::CompiledOp& op) {
   return facts;
 }
 
-// Like facts_of(op), cached in `state`. Only the thread that is inside a call may use it.
+// Like facts_of(op), with a cache in `state`. Only the thread that is inside a call of the
+// communicator may use it.
 const OpFacts& facts_of(Comm::State& state, const core::CompiledOp& op) {
   const uint64_t layout = op.layout().number;
   for (const OpFacts& known : state.known_ops) {
@@ -56,10 +57,10 @@ void write_step(Step& step, const CollectiveCall& call, const OpFacts& facts, ui
 
 std::string by_name(const Comm::State& state) { return "communicator '" + state.name + "'"; }
 
-// The store key for comparing a step. If a call was refused before anything was sent, the next call
-// has the same number. A repetition of the same call uses the same key, since the other ranks have
-// written their texts there. A different call, which all ranks make together, gets a key of its
-// own.
+// The store key under which a step is compared. If a call was refused before anything was sent, the
+// next call has the same number. If it is the same call again, it uses the same key, since the
+// other ranks have written their texts under that key. A different call, which all ranks make
+// together, gets a new key.
 std::string comparison(Comm::State& state, uint64_t number, const std::string& mine) {
   Compared& last = state.compared;
   if (last.number != number)
@@ -87,8 +88,7 @@ std::string word_of(const OpFacts::Alike& arg, int32_t value) {
   return std::to_string(value);
 }
 
-// TE_FL_VALIDATE: compares the call with those of the other ranks, so that no rank begins before
-// all are known to begin the same one.
+// TE_FL_VALIDATE: compares the call with the calls of the other ranks before any rank begins it.
 Status compare(Comm::State& state, const CollectiveCall& call, const Step& step,
                const OpFacts& facts) {
   if (state.c.size == 1 || facts.transfer) return {};
@@ -122,8 +122,8 @@ Status compare(Comm::State& state, const CollectiveCall& call, const Step& step,
                                              ", and the others do not (TE_FL_VALIDATE): " + others);
 }
 
-// The policy for a call: the communicator's, with deterministic results if the thread's policy asks
-// for them.
+// Returns the policy for a call: the communicator's policy, with deterministic results if the
+// thread's policy requires them.
 uint32_t policy_of(const Comm::State& state, uint32_t current) {
   if (current == state.policy) return current;
   return policy::settings_of(current).deterministic ? state.deterministic_policy : state.policy;
@@ -211,8 +211,8 @@ Status failed_in(const Comm::State& state, const Step& step, Status cause) {
 }
 
 // Returns the failure that another thread has recorded during this call, for instance because
-// another communicator of the process failed first. If its text does not describe this call, adds
-// the call.
+// another communicator of the process failed first. If the failure's text does not describe this
+// call, adds a description of it.
 Status told_failure(Comm::State& state, const Step& step) {
   const Status told = state.failed_status();
   if (told.message().find(step.text()) != std::string::npos) return told;
@@ -243,8 +243,8 @@ Status end(const CollectiveCall& call, core::CollectiveTicket& ticket, Status re
   }
   state->inside.store(false, std::memory_order_release);
   if (unheard) return result;
-  // Other ranks may wait for this rank's part of the call, or may have completed a call that this
-  // rank has not, so the communicator fails.
+  // Other ranks may wait for this rank in the call, or may have completed a call that this rank has
+  // not, so the communicator fails.
   if (state->failed.load(std::memory_order_acquire)) return told_failure(*state, step);
   fail_all(state, failed_in(*state, step, result));
   return result.code() == StatusCode::kCommFailed ? told_failure(*state, step) : result;

@@ -12,9 +12,9 @@ namespace te_fl::comm {
 // Installs the hooks. Called when the first communicator is made; may be called again.
 void watch_calls();
 
-// For the watchdog: records an event after the work that a call, begun at `since`, has enqueued on
-// a stream of the communicator's device. For a device without events nothing is recorded; then only
-// the provider can detect a hang.
+// For the watchdog: records an event on the stream, after the work that a call enqueued there. The
+// call began at `since`. A device without events records nothing; then only the provider can detect
+// a hang.
 void mark_enqueued(Comm::State& state, void* stream, const Step& step, Clock::time_point since);
 
 // True if this thread has an open group of the communicator's provider. The collective then begins

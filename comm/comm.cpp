@@ -93,7 +93,7 @@ void fail_all(const std::shared_ptr<Comm::State>& first, Status why, std::string
       set_failure(*first, why);
     }
   }
-  // Records the reason in all communicators before any is aborted, so that calls which end because
+  // Records the reason in all communicators before any is aborted, so that calls that end because
   // of the abort report it.
   std::vector<std::shared_ptr<Comm::State>> failed{first};
   for (const auto& state : all()) {
@@ -108,8 +108,8 @@ void fail_all(const std::shared_ptr<Comm::State>& first, Status why, std::string
     why = Status(why.code(), why.message() + "; " + ranks, why.cause());
     set_failure(*first, why);
   }
-  // A failed call waits up to a second for `told`, so that its error names the ranks, even if
-  // another communicator failed first.
+  // A failed call waits up to a second for the final text of the failure (State::told), so that its
+  // error names the ranks, even if another communicator failed first.
   for (const auto& state : failed) {
     if (state != first) set_failure(*state, with_the_others(*state, why));
     state->told.store(true, std::memory_order_release);
@@ -132,8 +132,8 @@ void Comm::State::leave() noexcept {
 
 void Comm::State::close() noexcept {
   if (c.id == 0) return;
-  // In a forked child nothing is closed: the communicator belongs to the parent, and another thread
-  // of the parent may hold the lock.
+  // A forked child closes nothing: the communicator belongs to the parent, and another thread of
+  // the parent may hold the lock.
   if (fork_generation != comm::fork_generation()) return;
   comm::remove(*this);
   const registry::EpochGuard inside(registry::this_thread().slot);  // exit() waits for it
@@ -192,8 +192,8 @@ Result<Comm> Comm::create(const CommOptions& options) {
 
 namespace {
 
-// Ensures that only one thread of a process makes the job's communicator at a time. A forked child
-// is not affected by its parent's attempt.
+// Ensures that only one thread of a process at a time makes the job's communicator. A forked child
+// is not affected by an attempt of its parent.
 class WorldAttempt {
  public:
   WorldAttempt() {
@@ -290,7 +290,8 @@ Result<Comm> Comm::split(int color, int key, std::string name) const {
     everybody = everybody && told->first >= 0;
     if (told->first == color && color >= 0) mine.emplace_back(told->second, r);
   }
-  // All ranks have reached this split, so all have read this rank's answer to the previous one.
+  // All ranks have reached this split, so they have read this rank's color and key of the previous
+  // split, which can be removed.
   if (number > 0)
     comm::forget(face, "split" + std::to_string(number - 1) + "/" + std::to_string(state_->c.rank));
   std::sort(mine.begin(), mine.end());
@@ -361,7 +362,7 @@ Status Comm::status() const {
 }
 
 void Comm::abort(std::string reason) {
-  // In a child of a fork it is the parent's, whose ranks go on with it.
+  // In a forked child the communicator belongs to the parent, whose ranks continue to use it.
   if (state_ == nullptr || !comm::check_process(*state_).ok()) return;
   comm::fail_all(
       state_,

@@ -82,8 +82,8 @@ class FileStore final : public Store {
  public:
   FileStore(std::string folder, const StoreRank& rank) : folder_(std::move(folder)), rank_(rank) {}
 
-  // The first store that this process opens at the folder joins the run. Later ones are part of the
-  // run already.
+  // The first store that this process opens at the folder joins the run (see open_file_store()).
+  // Stores that it opens later are part of the run already.
   Status join(Deadline deadline, milliseconds timeout) {
     if (rank_.generation > 1) return check_there();
     return rank_.rank == 0 ? begin(deadline, timeout) : follow(deadline, timeout);

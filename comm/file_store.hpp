@@ -8,7 +8,7 @@
 
 namespace te_fl::comm {
 
-// The rank that opens a store. `generation` counts, from 1, the stores that its process has opened
+// The rank that opens a store. `generation` numbers, from 1, the stores that the process has opened
 // at one address one after the other.
 struct StoreRank {
   int rank = 0;

@@ -14,7 +14,7 @@ namespace te_fl {
 namespace comm {
 namespace {
 
-// A collective that was passed to its provider and has not begun.
+// A collective that was passed to its provider and begins when the group ends.
 struct Pending {
   std::shared_ptr<Comm::State> state;
   bool capturing = false;  // captured into a graph: it does not run yet
@@ -88,8 +88,8 @@ Status check_thread(const Comm::State& state) {
       "the thread of CommGroup::begin");
 }
 
-// At the end of end_group(): releases the communicators of the group's collectives and of the group
-// itself.
+// Releases, at the end of end_group(), the communicators of the group's collectives and of the
+// group itself.
 struct LeavingGroup {
   ~LeavingGroup() {
     for (const Pending& p : pending) p.state->leave();

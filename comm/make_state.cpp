@@ -1,5 +1,5 @@
-// Makes one rank's part of a communicator: the choice of the provider, the agreement of the ranks,
-// the provider's object.
+// Makes one rank's part of a communicator: chooses the provider, compares the facts of all ranks,
+// and makes the provider's object.
 #include "comm/make_state.hpp"
 
 #include <algorithm>
@@ -62,7 +62,8 @@ std::string facts_of(const Comm::State& state) {
   return text;
 }
 
-// The store key for a rank's error if its provider could not make its object; other ranks poll it.
+// The store key under which a rank writes its error if its provider could not make the
+// communicator's object; other ranks poll it.
 constexpr char kRefused[] = "refused";
 // te_fl_comm_config.timeout_ms has 32 bits: 49 days.
 constexpr milliseconds kLongestTimeout{UINT32_MAX};
@@ -202,7 +203,8 @@ std::shared_ptr<Comm::State> start(const CommOptions& options, milliseconds time
 
 namespace {
 
-// The thread's policy. An error if it is invalid, since it could decide no call.
+// Returns the thread's policy. Returns an error if it is invalid, since no call could be dispatched
+// under it.
 Result<SelectionPolicy> policy_now() {
   Result<SelectionPolicy> policy = current_policy();
   if (!policy.ok()) return policy;

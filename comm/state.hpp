@@ -34,8 +34,8 @@ struct Step {
   std::string text_of_rows() const;
 };
 
-// Properties of a collective, from its op's schema, that determine which parts of a call must be
-// equal on all ranks. `layout` is CallLayout::number of the op.
+// Properties of a collective, from its op's schema. They determine the properties of a call that
+// must be equal on all ranks. `layout` is CallLayout::number of the op.
 struct OpFacts {
   uint64_t layout = 0;
   bool transfer = false;  // point-to-point between two ranks
@@ -50,8 +50,8 @@ struct OpFacts {
   std::vector<Alike> alike;
 };
 
-// The step that TE_FL_VALIDATE compared last. `attempt` counts the different calls that were
-// compared under the same number before. `word` is the store key of this rank's text.
+// The step that TE_FL_VALIDATE compared last. `attempt` is the number of different calls that were
+// compared under the same step number before. `word` is the store key of this rank's text.
 struct Compared {
   uint64_t number = 0;
   int attempt = 0;
@@ -80,9 +80,9 @@ struct Comm::State {
   te_fl_communicator c{};
   Device device;
   std::vector<std::pair<std::string, std::string>> implementations;
-  // The policy under which all ranks made the communicator; it decides all its calls.
-  // deterministic_policy is the same with deterministic results, for calls under a policy that asks
-  // for them.
+  // The policy under which all ranks made the communicator; all its calls use it.
+  // deterministic_policy is the same with deterministic results, for calls under a thread policy
+  // that requires them.
   uint32_t policy = 0, deterministic_policy = 0;
   uint64_t fork_generation = 0;
   std::atomic<bool> is_world{false};
@@ -126,7 +126,8 @@ struct Comm::State {
   std::atomic<bool> failed{false};
   std::atomic<bool> told{false};  // `failure` has its final text
 
-  // Returns the failure. Waits briefly for its final text, which says how far the ranks came.
+  // Returns the failure. Waits briefly for its final text, which names the last collective of each
+  // rank.
   Status failed_status();
   // Marks the communicator as failed. False if it had failed before.
   bool mark_failed(Status why);
@@ -143,14 +144,14 @@ void add(const std::shared_ptr<Comm::State>& state);
 void remove(const Comm::State& state);
 std::shared_ptr<Comm::State> find(uint64_t id);
 std::vector<std::shared_ptr<Comm::State>> all();
-// Guards that list and the list of open groups.
+// Guards the list of live communicators and the list of open groups.
 core::ForkMutex& list_mutex() noexcept;
 // A counter that each fork increments in the child.
 uint64_t fork_generation() noexcept;
 // FAILED_PRECONDITION if a forked child uses the parent's communicator.
 Status check_process(const Comm::State& state);
-// Fails the communicator, and because of it all others of the process. Adds to the failure how far
-// the other ranks have come, if they report it within a short time. `aborted`: the text for the
+// Fails the communicator and with it all others of the process. Adds to the failure's text the last
+// collective of each other rank that reports it within a short time. `aborted`: the text for the
 // other ranks if the program aborted the communicator.
 void fail_all(const std::shared_ptr<Comm::State>& first, Status why, std::string aborted = {});
 // Writes to the store that this rank's program has aborted the communicator.
@@ -183,7 +184,7 @@ int ended_process_of(Comm::State& state, int rank);
 void forget_making(Comm::State& state) noexcept;
 // Writes this rank's last collective to the store, for the error messages of other ranks.
 void tell_last(Comm::State& state);
-// Describes how far each rank had come at the failure, from the ranks' reports.
+// Describes the last collective of each rank at the failure, from the ranks' reports.
 std::string arrivals(Comm::State& state);
 
 }  // namespace comm

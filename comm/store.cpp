@@ -14,9 +14,9 @@
 namespace te_fl {
 namespace {
 
-// A store that this process has opened. While it is alive, opening the address again returns the
-// same object. After its end the next open starts a new generation with separate keys; all ranks
-// count generations in the same way.
+// A store that this process has opened. While it is alive, opening its address again returns the
+// same object. After its end the next open starts a new generation with separate keys. All ranks
+// must open stores in the same order, so that their generations match.
 struct Opened {
   std::weak_ptr<Store> store;
   uint32_t generation = 0;
@@ -87,8 +87,8 @@ bool opened_by_parent(std::string_view address) {
   });
 }
 
-// The error for a store of the parent. The usual error about an earlier run's folder would be
-// wrong, since the parent may still use it.
+// The error for a store that the parent of this forked process has opened. The usual error about an
+// earlier run's folder would be wrong, since the parent may still use it.
 Result<std::shared_ptr<Store>> is_parents(std::string_view address, StatusCode code) {
   return Status(code, "the store " + std::string(address) +
                           " is that of the process which this one was forked off, whose job goes "

@@ -1,5 +1,5 @@
-// The store keys by which ranks inform each other, apart from the agreement, and the removal of
-// keys.
+// The store keys by which ranks exchange their state, except for those of agreement.cpp, and the
+// removal of keys.
 #include "comm/process_mark.hpp"
 #include "comm/state.hpp"
 

@@ -11,9 +11,9 @@
 
 namespace te_fl::comm {
 
-// The key-value server of a job. A thread of rank 0's process runs it from the constructor to the
-// destructor; the destructor reports to all waiting ranks that rank 0 has ended. The thread blocks
-// all signals. In a forked child the destructor only closes inherited descriptors.
+// The key-value server of a job. A thread of rank 0's process runs the server from the constructor
+// to the destructor. The destructor reports to all waiting ranks that rank 0 has ended. The thread
+// blocks all signals. In a forked child the destructor only closes inherited descriptors.
 //
 // The protocol detects mistakes, such as another program or another job at the port. It does not
 // protect against attackers: like a collective library, it needs a network whose machines trust

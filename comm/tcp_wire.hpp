@@ -5,13 +5,13 @@
 #include <string>
 
 // The messages between a TcpStore and the server in rank 0's process. Each message is a fixed
-// header and the bytes that it announces. Integers are little-endian.
+// header, followed by a body whose length the header gives. Integers are little-endian.
 namespace te_fl::comm::wire {
 
 constexpr char kMagic[8] = {'T', 'E', '_', 'F', 'L', 'K', 'V', '\n'};
 constexpr uint32_t kVersion = 2;
 constexpr uint32_t kMostKeyBytes = 4096;
-constexpr uint32_t kMostTextBytes = 4096;  // of an error text
+constexpr uint32_t kMostTextBytes = 4096;  // limit of an error text
 
 // The first message of a connection. `process` is a random token of the process, by which two
 // processes that claim one rank are detected. `generation` is that of StoreRank.

@@ -19,8 +19,8 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kPeriod{50};
-// A host provider applies the timeout itself and has a better error text, so the watchdog waits a
-// little longer, for providers that do not.
+// The time by which the watchdog exceeds a communicator's timeout. Providers for host memory apply
+// the timeout themselves and have a better error text; the watchdog is for providers that do not.
 constexpr milliseconds kAfterTimeout{400};
 constexpr milliseconds kQuestionPeriod{500};
 
@@ -57,7 +57,7 @@ Status look(Comm::State& state, Clock::time_point& waits_since) {
     const std::string who =
         "communicator '" + state.name + "', rank " + std::to_string(state.c.rank);
     if (since == Clock::time_point()) return Status(StatusCode::kCommFailed, who + ": " + error);
-    // The call says the same when it returns, which may be later.
+    // The pending call returns the same error, but possibly later.
     return Status(
         StatusCode::kCommFailed,
         who + " of " + std::to_string(state.c.size) + ": " + state.newest_step().text() + " failed",
@@ -92,10 +92,10 @@ Status ask_for_abort(Comm::State& state, Clock::time_point waits_since) {
                                              std::to_string(state.c.size) + ": " + *told);
 }
 
-// Called when there is no communicator. Returns true if one was made meanwhile whose maker relies
-// on this thread, since it saw the thread running.
+// Called when there is no communicator any more. Returns true if a communicator was made meanwhile
+// by a thread that found the watchdog running and therefore did not start it.
 bool goes_on() {
-  std::vector<std::shared_ptr<Comm::State>> reps;  // the last reference of one goes after the lock
+  std::vector<std::shared_ptr<Comm::State>> reps;  // declared first, so freed after the unlock
   const std::lock_guard lock(watchdog_mutex);
   reps = all();
   return g_runs = !reps.empty();

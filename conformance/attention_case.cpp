@@ -172,10 +172,11 @@ Inputs make_inputs(Problem& p, const Variant& v) {
   return in;
 }
 
-// The relative rounding error of a low-precision second factor.
+// The relative rounding error when probabilities or score gradients are rounded to this dtype as an
+// operand of the second GEMM; 0 if they stay in FP32.
 double unit(int dtype) { return dtype == TE_FL_BF16 ? 0x1p-8 : dtype == TE_FL_F16 ? 0x1p-11 : 0; }
 
-// The slack of a sum of n products of elements of this type.
+// The error tolerance of a sum of n products of elements of this dtype.
 double product_slack(int dtype, double n, double magnitude) {
   return sum_slack(n, magnitude) * (is_fp8(dtype) ? kFp8Sums : 1);
 }
@@ -185,8 +186,8 @@ double score_error(int dtype, const Attention& a, const AttentionRow& row) {
          0x1p-22 * std::fabs(std::isfinite(row.lse) ? row.lse : 0);
 }
 
-// FP8: the value after quantisation with the given scale and dequantisation. `step` receives the
-// distance between neighbouring codes.
+// FP8: returns x after quantisation with the given scale and dequantisation. `step` receives the
+// distance between neighbouring FP8 values at x.
 double through_fp8(int dtype, double x, float scale, double* step) {
   const Format& f = format_of(dtype);
   const double scaled = static_cast<double>(static_cast<float>(x) * scale);
@@ -194,16 +195,15 @@ double through_fp8(int dtype, double x, float scale, double* step) {
   *step = power_of_two(exponent_of(magnitude) - f.mantissa_bits) / static_cast<double>(scale);
   return decode_bits(f, encode_bits(f, scaled)) / static_cast<double>(scale);
 }
-// The largest distance between the quantised x and the quantised value of any number within `error`
-// of x.
+// The largest change of x's quantised value if x changes by at most `error`.
 double code_slack(int dtype, double x, double error, float scale) {
   double step;
   const double here = through_fp8(dtype, x, scale, &step);
   return std::max(through_fp8(dtype, x + error, scale, &step) - here,
                   here - through_fp8(dtype, x - error, scale, &step));
 }
-// The largest step between the codes of exp(score - maximum): an eighth of the value (E4M3 has
-// three mantissa bits), but at least the step of the smallest codes.
+// The largest spacing of FP8 values at exp(score - maximum): an eighth of the value (E4M3 has three
+// mantissa bits), but at least the spacing of subnormals.
 double most_step(double e, float scale) {
   return std::max(e / 8, 0x1p-9 / static_cast<double>(scale));
 }
@@ -214,8 +214,8 @@ int64_t product(const Dims& dims) {
   return n;
 }
 
-// One element of a row's product with V: the sum, the sum of magnitudes, and the rounding error of
-// FP8 probabilities as a variance and as a maximum.
+// One element of the product of a row of probabilities with V: the sum, the sum of magnitudes, and
+// the rounding error of FP8 probabilities as a variance and as a maximum.
 struct Column {
   double sum = 0, size = 0, variance = 0, most = 0;
 };
@@ -269,7 +269,7 @@ Forward attend(const Variant& v, const Inputs& in) {
   return r;
 }
 
-// Adds one query row's contribution to all gradients.
+// Adds the contribution of query row i to all gradients.
 void differentiate_row(const Variant& v, const Attention& a, const BackwardInputs& x, int64_t n,
                        int64_t head, int64_t i, Gradients& r) {
   const int64_t oa = a.at(n, i, head, a.h, a.dv, true), qa = a.at(n, i, head, a.h, a.d, true);
@@ -311,12 +311,13 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
     const double real = p * (dp * keep - delta);
     double ds = real;
     const double magnitude = dp_size * keep + delta_size;
-    // FP8's error is too large to serve as the rounding error of a difference of large numbers.
+    // In FP8, |dp * keep - delta| is used instead of the magnitudes of its terms: the error of FP8
+    // is too large to be treated as a rounding error of these terms.
     const double ds_slack =
         p * ((is_fp8(v.dtype) ? std::fabs(dp * keep - delta) : magnitude) * 2 * error +
              1e-6 * magnitude + product_slack(v.dtype, static_cast<double>(a.dv), magnitude));
-    // The gradient before the cap. Its slope is 1 - t^2, which changes by at most twice the change
-    // of t = score / softcap.
+    // The tolerance of the gradient before the softcap. The cap's derivative is 1 - t^2, which
+    // changes by at most twice the change of t = score / softcap.
     double dx_slack = ds_slack * cap_slope;
     if (a.softcap > 0) dx_slack += std::fabs(ds) * (2 * error / a.softcap + 1e-6);
     ds *= cap_slope;

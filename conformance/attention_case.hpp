@@ -6,12 +6,12 @@
 #include "conformance/oracle_attention.hpp"
 
 // The sizes and options of the attention cases, their inputs, and forward and backward in double
-// precision with a slack for each element.
+// precision with an error tolerance ("slack" in names) for each element.
 //
 // Slack: an error e of a score is a relative error e of a probability. Products of low-precision
 // tensors may round probabilities and score gradients to the tensors' type once, before the second
 // product. For FP8:
-// - Sums of products of FP8 values get the slack of FP8 GEMMs (kFp8Sums).
+// - Sums of products of FP8 values get the tolerance of FP8 GEMMs (kFp8Sums).
 // - If a value that is quantised internally may have an error, every code between those of (value -
 // error) and (value + error) is correct.
 // - The forward quantises exp(score - the row's maximum); an implementation with a single pass over
@@ -22,10 +22,10 @@ namespace te_fl::conformance::attention {
 
 constexpr int kS = TE_FL_LAYOUT_SBHD, kB = TE_FL_LAYOUT_BSHD, kT = TE_FL_LAYOUT_THD;
 constexpr int kE4 = TE_FL_F8E4M3, kE5 = TE_FL_F8E5M2;
-// FP8: the given scales of the probabilities and of the scores' gradient (inputs of the op).
+// FP8: the scales of the probabilities and of the scores' gradient, which are inputs of the op.
 constexpr float kScaleP = 256, kScaleDs = 64;
-// The factor on sum_slack() for products of FP8 values: the matrix unit keeps 14 bits of its sums
-// (see accumulation() in gemm_case.cpp).
+// The factor on the tolerance sum_slack() for sums of products of FP8 values: Hopper's tensor cores
+// keep only 14 bits of their sums (see accumulation() in gemm_case.cpp).
 constexpr double kFp8Sums = 128;
 
 constexpr uint64_t kOtherSeed = 0xfedcba987654321u;
@@ -49,8 +49,8 @@ struct Variant {
   bool packed = false, max_given = false, no_lse = false, saved = false, large = false;
   double scale = 0.25;
   float scale_p = kScaleP;
-  // FP8. unrounded: P and dS stay in FP32. current: o and the gradients have computed scales.
-  // columns: with column-wise copies.
+  // FP8. unrounded: P and dS stay in FP32. current: o and the gradients use current scaling.
+  // columns: tensors also have column-wise data.
   bool unrounded = false, current = false, columns = false;
   float softcap = 0;
 

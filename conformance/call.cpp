@@ -119,7 +119,8 @@ bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-// Checks that the op did not change storage bytes of an output that belong to no logical element.
+// Checks that the op did not change bytes in the gaps of a strided output, which belong to no
+// element.
 std::string check_gaps(const Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
   if (t.strides.empty() || t.data == nullptr) return {};
   const int width = width_of(t.spec.dtype) / 8;
@@ -145,7 +146,7 @@ std::string written_outside(const Problem& saved) {
   return {};
 }
 
-// True for memory that the op only reads, such as the given scale of a quantised output.
+// True for memory that the op only reads, such as the input scale of a quantised output.
 bool read_only(const Tensor& t, const Buffer* b) {
   return t.role == Role::kIn ||
          (b == t.scale.get() && !t.spec.current() && t.spec.scaling == TE_FL_SCALING_TENSOR);
@@ -242,7 +243,7 @@ Result run_one(Problem& p, const Device& device, const std::string& impl_id, con
       std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
   placed = mirror.download();
   if (placed.ok()) placed = saved_mirror.download();
-  // Rule R12: without TE_FL_VALIDATE the op may report the error late and may have written the
+  // Without TE_FL_VALIDATE the op may report the error late (rule R12) and may have written the
   // outputs.
   const bool may_be_late = p.late_error && !environment::get_bool("TE_FL_VALIDATE").value();
   if (may_be_late && status.ok()) status = std::exchange(placed, Status());

@@ -13,10 +13,11 @@ namespace {
 constexpr uint8_t kGuardByte = 0xc5;
 constexpr size_t kAlignment = 256;
 
-// A byte pattern that is NaN in all float formats, and an unlikely result in others.
+// The byte pattern for memory that the op must write: NaN in all float formats that have one,
+// otherwise an unlikely result.
 uint8_t poison_of(int dtype) { return is_float(dtype) && dtype != TE_FL_F4E2M1 ? 0xff : 0xab; }
 
-// Larger than all values of the cases, except those about large values.
+// An amax larger than the data of all cases, except cases about large values.
 constexpr float kLargeAmax = 1e30f;
 
 }  // namespace
@@ -134,7 +135,8 @@ Fill integers(int64_t bound) {
 }
 
 namespace {
-// Allocates memory for each part that the spec asks for, filled with the poison pattern.
+// Allocates memory for each array that the spec requires (data, scales, amax), filled with the
+// poison pattern.
 void allocate(Tensor& t) {
   const Spec& s = t.spec;
   auto make = [](int dtype, int64_t n) {
@@ -153,8 +155,8 @@ void allocate(Tensor& t) {
   }
   if (s.scaling == TE_FL_SCALING_TENSOR || s.scaling == TE_FL_SCALING_NVFP4) {
     if (s.has_amax) t.amax = make(TE_FL_F32, 1);
-    // This amax is overwritten, not updated as a running maximum, so its previous value must not
-    // matter.
+    // The op overwrites this amax instead of updating a running maximum, so its previous value must
+    // not matter.
     if (t.amax != nullptr) store(TE_FL_F32, t.amax->data(), 0, kLargeAmax);
   }
   if (s.scaling != TE_FL_SCALING_TENSOR) return;
@@ -170,7 +172,8 @@ void freeze(Tensor& t) {
   t.bind();
 }
 
-// Fills the parts that the spec asks for, following the exact rules.
+// Quantises random data into the arrays that the spec requires, by the exact rules of
+// oracle_quantize.hpp.
 void put_quantised(Tensor& t, const Fill& fill, Random& random) {
   std::vector<double> x(static_cast<size_t>(t.numel()));
   for (int64_t i = 0; i < t.numel(); ++i) x[i] = static_cast<float>(fill(random, i));
@@ -279,8 +282,8 @@ void Problem::expect_bytes(Tensor* t, std::vector<uint8_t> bytes) {
 void Problem::set_rng(uint64_t seed, uint64_t offset, bool in_memory) {
   rng = {.seed = seed, .offset = offset};
   if (!in_memory) return;
-  rng_state = {seed, ~offset, offset};  // not adjacent in memory
-  rng = {.seed = ~seed,                 // ignored: the value at the address wins
+  rng_state = {seed, ~offset, offset};  // seed and offset are not adjacent
+  rng = {.seed = ~seed,                 // ignored: seed_address takes precedence
          .offset = 77,                  // the offsets add up
          .seed_address = &rng_state[0],
          .offset_address = &rng_state[2]};
@@ -324,7 +327,7 @@ const std::vector<Spec>& quantised_specs() {
     small.scale = 0.37f, small.amax_before = kLargeAmax;
     Spec rows(kE4, TE_FL_SCALING_TENSOR, true, false);
     Spec columns(kE4, TE_FL_SCALING_TENSOR, false, true);
-    rows.amax_before = columns.amax_before = kLargeAmax;  // one copy only: separate kernels
+    rows.amax_before = columns.amax_before = kLargeAmax;  // row-wise or column-wise data only
     return std::vector<Spec>{{kE4, TE_FL_SCALING_TENSOR, true, false},
                              {kE5, TE_FL_SCALING_TENSOR, true, false},
                              {kE4, TE_FL_SCALING_TENSOR, false, true},

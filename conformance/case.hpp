@@ -1,10 +1,9 @@
 #pragma once
 
-// The table of conformance cases. One case is one call of one op: a function that builds its
-// arguments from a fixed seed, equal on all platforms, and the expected outputs, computed in double
-// precision from the inputs as they are stored. One table serves all implementations.
-// cases/FAMILY.cpp lists the cases of a family, its calls on huge tensors, and the calls whose
-// speed is measured.
+// The conformance cases. One case is one call of one op: a function that builds its arguments from
+// a fixed seed, equal on all platforms, and the expected outputs, computed in double precision from
+// the inputs as they are stored. All implementations run the same cases. cases/FAMILY.cpp lists the
+// cases of a family, its calls on huge tensors, and the calls whose speed is measured.
 
 #include <cstdint>
 #include <functional>
@@ -149,7 +148,7 @@ Fill gaussian(double sigma = 1, double mean = 0);
 Fill constant(double value);
 Fill integers(int64_t bound);  // uniform in [0, bound)
 
-// A case whose arguments have been built in memory. evaluate() adds the expectations.
+// A case whose arguments have been built in memory. evaluate() computes the expected outputs.
 class Problem {
  public:
   Problem(std::string op, uint64_t seed) : op_name(std::move(op)), random(seed) {}
@@ -178,8 +177,8 @@ class Problem {
     number_lists[name] = std::move(numbers);
   }
 
-  // Sets the call's random state. `in_memory`: by addresses, together with direct values that must
-  // be ignored or added.
+  // Sets the RNG seed and offset of the call. `in_memory`: passes them by address; the direct seed
+  // then has to be ignored, and the direct offset added.
   void set_rng(uint64_t seed, uint64_t offset, bool in_memory);
 
   void oracle(std::function<void()> f) { oracles.push_back(std::move(f)); }
@@ -190,8 +189,8 @@ class Problem {
   Expectation& expect_dequantised(Tensor* t, std::vector<double> want,
                                   std::vector<double> extra = {});
   Expectation& expect_exact(Tensor* t, std::vector<double> want, int input_dtype);
-  // Expects the exact quantisation of `result`, an unquantised output of the same call, as it is
-  // after the call.
+  // Expects the exact quantisation of `result`, an unquantised output of the same call, with its
+  // contents after the call.
   void expect_exact_of(Tensor* t, const Tensor* result);
   void expect_bytes(Tensor* t, std::vector<uint8_t> bytes);
   void expect_unchanged(Tensor* t);
@@ -259,10 +258,10 @@ Table all_cases();
 // Random cases with shapes and types drawn from `seed`: `per_op` cases for each op that supports
 // arbitrary shapes. Names begin with OP/fuzz/.
 Table fuzz_cases(uint64_t seed, int per_op);
-// The sweep of one op: all row lengths from 1 to 300 and powers of two up to 16384, with one to
-// eight rows. Types are F32, BF16, F16, and, if the op's output may be quantised, all quantised
-// forms in turn. About a thousand small cases, always the same. Empty for an op whose cases have no
-// rows (get_fused_attn_backend). Names begin with OP/sweep/.
+// The sweep cases of one op: all row lengths from 1 to 300 and powers of two up to 16384, with one
+// to eight rows. Dtypes are F32, BF16, F16, and, if the op's output may be quantised, all quantised
+// formats in turn. About a thousand small cases, always the same. Empty for an op whose cases have
+// no rows (get_fused_attn_backend). Names begin with OP/sweep/.
 Table sweep_cases(const std::string& op);
 class Drawn;  // draws the variants of a family
 void fuzz_activation(Drawn&);
@@ -287,7 +286,7 @@ uint64_t hash_of(const std::string& text);  // equal on all platforms
 std::string dims_name(const Dims& dims);    // for example "7x33"; "scalar"
 void add(Table& table, const std::string& family, const std::string& op, const std::string& rest,
          std::function<void(Problem&)> build, bool large = false, int ranks = 0);
-// The forms of quantised outputs that the cases use.
+// The dtypes and scaling modes of quantised outputs that the cases use.
 const std::vector<Spec>& quantised_specs();
 
 }  // namespace te_fl::conformance

@@ -88,7 +88,7 @@ std::string compare_values(const Expectation& e) {
   return wrong.text(t.numel());
 }
 
-// Compares bytes. `shape` is that of the part's storage.
+// Compares the bytes of one array of a tensor (data, scales). `shape` is the shape of the array.
 std::string compare_bytes(const std::string& part, const Dims& shape, const uint8_t* got,
                           const std::vector<uint8_t>& want, int width) {
   int64_t elements = 1;
@@ -203,8 +203,8 @@ Interval amax_interval(const Expectation& e, int64_t i0, int64_t i1, int64_t j0,
     for (int64_t n = i * columns + j0; n < i * columns + j1; ++n) {
       const auto at = static_cast<size_t>(n);
       const double a = std::fabs(e.want[at]), slack = tolerance(e, TE_FL_F32, at);
-      // Skips elements that cannot widen the interval, which are most. The margin covers the FP32
-      // rounding of the bounds.
+      // Skips elements that cannot widen the interval (most elements). The factor 1 + 1e-6 covers
+      // the FP32 rounding of the bounds.
       if (a - slack >= static_cast<double>(amax.low) ||
           !((a + slack) * (1 + 1e-6) < static_cast<double>(amax.high)))
         widen_amax(amax, value_interval(e, at));
@@ -213,8 +213,8 @@ Interval amax_interval(const Expectation& e, int64_t i0, int64_t i1, int64_t j0,
   return amax;
 }
 
-// The value of a code, and the midpoints to its neighbours. Values strictly between the midpoints
-// round to the code. For a code that is not finite the range is empty.
+// The value of an FP8 or FP4 code, and the midpoints to the neighbouring values. Numbers strictly
+// between the midpoints round to the code. For a code that is not finite the range is empty.
 struct Code {
   double value, down = infinity(), up = -infinity();
 };
@@ -245,7 +245,7 @@ const std::array<Code, 256>& codes_of(int dtype) {
 }
 
 // A quick check that accepts most correct codes: the value times any possible factor rounds to the
-// code, with a margin for FP32 rounding. Codes that fail it are checked exactly by compare_codes().
+// code, with a margin for FP32 rounding. compare_codes() checks the remaining codes exactly.
 bool surely_right(const Code& code, double want, Interval factor) {
   if (!(std::fabs(want) < 0x1p100)) return false;
   const double a = want * static_cast<double>(factor.low),
@@ -254,8 +254,8 @@ bool surely_right(const Code& code, double want, Interval factor) {
   return low - 1e-6 * std::fabs(low) > code.down && high + 1e-6 * std::fabs(high) < code.up;
 }
 
-// Compares the codes of one block with the codes for the interval of values times the interval of
-// factors.
+// Compares the FP8 or FP4 codes of one block with the codes that are possible for the intervals of
+// values and factors.
 void compare_codes(const Expectation& e, const CopyLayout& at, const Buffer& data, int64_t bm,
                    int64_t bk, Interval factor, Differences& wrong) {
   const Tensor& t = *e.tensor;
@@ -316,7 +316,8 @@ std::string check_block_scale(const Expectation& e, const CopyLayout& at, const 
     return {};
   }
   if (at.scaling == TE_FL_SCALING_NVFP4) {
-    // Computing the block scale takes a division and a product, so it has a few roundings of slack.
+    // The tolerance is a few roundings, since computing the block scale takes a division and a
+    // multiplication.
     const double global = nvfp4_global(f32(t.amax)), slack = 4e-7;
     const double low = rounded(TE_FL_F8E4M3, amax.low / 6.0 * global * (1 - slack));
     const double high = rounded(TE_FL_F8E4M3, amax.high / 6.0 * global * (1 + slack));
@@ -331,8 +332,8 @@ std::string check_block_scale(const Expectation& e, const CopyLayout& at, const 
   const float high =
       1.0f / scale_from_amax(amax.high, fp8_max, t.spec.epsilon, t.spec.pow2(), replaced);
   bool in = got >= std::min(low, high) && got <= std::max(low, high);
-  // If the amax may be zero within the tolerance: an amax of exactly 0 gives scale 1, and any
-  // larger amax gives a small scale_inv.
+  // Handles an amax that may be zero within the tolerance: an amax of exactly 0 gives scale 1, and
+  // any larger amax gives a small scale_inv.
   if (amax.low == 0 && t.spec.epsilon == 0)
     in = got == 1 || (got > 0 && got <= static_cast<double>(high));
   int exponent = 0;  // also of subnormals: 2^-127 is the inverse of the largest power

@@ -6,10 +6,11 @@
 
 // Compares one output with its expectation.
 //
-// Unquantised values have these tolerances (docs/numerics.md): FP32 1e-6 + 5e-6 |v|, FP16 1e-5 +
-// 1e-3 |v|, BF16 1e-5 + 1e-2 |v|. If a value results from an FP32 sum of n terms, the case sets
-// `extra` to sum_slack(n, sum |terms|): the error of FP32 accumulation in any order grows like
-// sqrt(n) roundings of the partial sums, which the sum of magnitudes bounds.
+// Unquantised outputs have these tolerances (docs/numerics.md), where v is the expected value: FP32
+// 1e-6 + 5e-6 |v|, FP16 1e-5 + 1e-3 |v|, BF16 1e-5 + 1e-2 |v|. If an element results from an FP32
+// sum of n terms, the case sets `extra` to sum_slack(n, sum |terms|): the error of FP32
+// accumulation in any order grows like sqrt(n) roundings of the partial sums, which the sum of
+// magnitudes bounds.
 //
 // Quantised results of fused ops: before quantisation the FP32 result may differ from the oracle's
 // v by the FP32 tolerance t. A code is therefore correct if some value in [v - t, v + t] quantises
@@ -19,7 +20,7 @@
 // and all bytes of the result are compared exactly.
 namespace te_fl::conformance {
 
-// The slack for an FP32 sum of n terms whose magnitudes sum to `magnitude`.
+// The absolute error tolerance for an FP32 sum of n terms whose magnitudes sum to `magnitude`.
 double sum_slack(double n, double magnitude);
 
 // The absolute tolerance for element i of an output of this dtype.
@@ -30,8 +31,8 @@ double tolerance(const Expectation& expectation, int dtype, size_t i);
 // 1, tolerance 1e-05); 3 of 231 elements are wrong".
 std::string compare(const Expectation& expectation);
 
-// Makes the expectation wrong in one place, for the self-check. False if it expects nothing that
-// could be changed.
+// Makes the expectation wrong in one place, for the self-check. False if it has nothing that could
+// be changed.
 bool mutate(Expectation& expectation);
 
 // Changes the last bit of up to 16 codes of a quantised output, one at a time. `noticed` receives

@@ -8,7 +8,7 @@
 namespace te_fl::conformance {
 namespace {
 
-// An entry of the table that is_mirrored() reads. Ranges that do not fit into the table are
+// An address range in the list that is_mirrored() reads. Ranges that do not fit into the list are
 // omitted.
 struct Range {
   std::atomic<uintptr_t> begin{0};
@@ -54,8 +54,8 @@ DeviceMirror::Kept DeviceMirror::kept_of(Buffer& buffer) const {
   return {buffer.whole(), before + buffer.size()};
 }
 
-// Places the copy in guarded memory. The returned pointer corresponds to whole(), but the memory on
-// the guarded side does not exist.
+// Copies the buffer to memory next to a guard page. The returned pointer corresponds to whole(),
+// but the guard bytes on the side of the guard page do not exist.
 te_fl::Result<uint8_t*> DeviceMirror::guarded_copy_of(Buffer* buffer, const std::string& name) {
   const Kept kept = kept_of(*buffer);
   TE_FL_ASSIGN_OR_RETURN(
@@ -68,8 +68,8 @@ te_fl::Result<uint8_t*> DeviceMirror::guarded_copy_of(Buffer* buffer, const std:
   return buffers_[buffer] = guarded_.back().data() - (kept.begin - buffer->whole());
 }
 
-// Places the copy between margins. The returned pointer corresponds to whole(), but only the
-// contents exist there.
+// Copies the buffer's contents to the device between two margins. The returned pointer corresponds
+// to whole(), but only the contents exist there.
 te_fl::Result<uint8_t*> DeviceMirror::surrounded_copy_of(Buffer* buffer, const std::string& name) {
   Surrounded made{name, nullptr, margins_->around(*buffer, name)};
   margins_->add_placed(name);

@@ -56,8 +56,8 @@ class DeviceMirror {
   te_fl::Result<uint8_t*> surrounded_copy_of(Buffer* buffer, const std::string& name);
   Status download_surrounded();
   bool in_place() const { return device_.is_host() && guard_alignment_ == 0; }
-  // The part of a buffer's whole memory that a guarded copy contains: everything except the guard
-  // bytes on the guarded side.
+  // The memory of a buffer that a guarded copy contains: the contents, and the guard bytes on the
+  // side without a guard page.
   struct Kept {
     uint8_t* begin;
     size_t bytes;
@@ -70,7 +70,8 @@ class DeviceMirror {
   bool guard_start_;
   Margins* margins_;
   std::vector<GuardedMemory> guarded_;
-  // A buffer's copy on the device with its margins, and the bytes that were copied there.
+  // The device copy of a buffer's contents with the margins around it, and the bytes that were
+  // copied there.
   struct Surrounded {
     std::string name;
     uint8_t* begin;

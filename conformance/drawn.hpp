@@ -33,8 +33,8 @@ class Drawn {
   // The sweep of one op.
   Drawn(Table& table, std::string op) : table_(table), seed_(1), sweep_of_(std::move(op)) {}
 
-  // Calls `one(draw)` for each case. It returns the rest of the case's name and the function that
-  // builds it.
+  // Calls one(draw) for each case. The function returns the rest of the case's name and the
+  // function that builds the case.
   template <class F>
   void cases(const std::string& family, const std::string& op, F&& one) {
     if (!sweep_of_.empty()) {
@@ -52,7 +52,7 @@ class Drawn {
     if (r.swept != nullptr) n = r.swept->columns;
     return std::max<int64_t>(1, std::min(n, largest));
   }
-  // A shape of up to four dimensions and 60000 elements. In a sweep, rows and columns.
+  // A random shape of up to four dimensions and 60000 elements; in a sweep {rows, columns}.
   static Dims shape(Draw& r, int min_rank = 1) {
     if (r.swept != nullptr) return {r.swept->rows, r.swept->columns};
     Dims dims(static_cast<size_t>(min_rank + r.below(5 - min_rank)));
@@ -69,7 +69,8 @@ class Drawn {
     const int drawn = dtypes[r.below(3)];
     return r.swept != nullptr ? r.swept->dtype : drawn;
   }
-  // A quantised form that `shape` allows: packed pairs need even extents.
+  // A random quantised format that `shape` allows: formats with two elements per byte need even
+  // extents.
   static Spec quantised(Draw& r, const Dims& shape) {
     r.quantises = true;
     int64_t rows = 1;
@@ -100,8 +101,8 @@ class Drawn {
 
   // Kernels are selected by the row length, its divisors and the number of rows, and use separate
   // code for the remainder of a row and for the last rows. The sweep therefore has all lengths
-  // below some vector widths, and powers of two, for which the widest code runs. The last shape has
-  // 632,003 elements.
+  // below some vector widths, and powers of two, for which the code with the widest vectors runs.
+  // The last shape has 632,003 elements.
   template <class F>
   void sweep(const std::string& family, const std::string& op, F&& one) {
     const auto length = [&](int dtype, const Spec* output, int64_t columns, int64_t rows) {
@@ -120,7 +121,7 @@ class Drawn {
       for (int p = 0; p <= 14; ++p)
         for (const int64_t rows : {1, 2, 3, 4, 8})
           if (p <= 12 || rows == 4) length(dtype, output(p + rows), int64_t{1} << p, rows);
-      // An odd number of elements that exceeds one launch, one block and one thread's share.
+      // An odd number of elements that exceeds one launch, one block and one thread.
       length(dtype, output(3), 1031, 613);
     };
     pass(TE_FL_F32, false), pass(TE_FL_BF16, false), pass(TE_FL_F16, false);

@@ -2,19 +2,19 @@
 #include "conformance/drawn.hpp"
 
 // Random attention cases: sizes next to kernels' tile sizes, odd head sizes, grouped heads, all
-// masks and layouts, windows, lengths and gaps of sequences, and the terms of a score, in all
+// masks and layouts, windows, lengths and gaps of sequences, and further terms of the score, in all
 // combinations that the op allows. FP8 is tested only by the fixed cases (cases/attention_fp8.cpp),
 // because its tolerances were derived for the sizes of those cases.
 namespace te_fl::conformance {
 namespace {
 
-using namespace attention;  // NOLINT: this file draws that namespace's cases
+using namespace attention;  // NOLINT: this file draws attention cases
 
 // The amount of work that the oracle, which computes pair by pair, does in about ten milliseconds.
 constexpr int64_t kLargestWork = 4'000'000;
 
 void draw_sizes(Draw& r, Variant& v) {
-  if (r.swept != nullptr) {  // heads and score rows of that length
+  if (r.swept != nullptr) {  // head size and score rows of the swept length
     v.b = v.g = 1, v.h = 2, v.d = v.dv = std::min<int64_t>(r.swept->columns, 256);
     v.sq = r.swept->rows, v.sk = std::min<int64_t>(r.swept->columns, 2048);
     return;

@@ -1,7 +1,8 @@
 #pragma once
 
-// Element formats by definition, independent of the library's conversions: the value of a code and
-// the code nearest to a value. A double represents all values of these formats exactly.
+// Element formats implemented from their definitions, independent of te-fl's conversions: the value
+// of a code, and the code nearest to a value. A double represents all values of these formats
+// exactly.
 
 #include <bit>
 #include <cmath>
@@ -45,7 +46,7 @@ inline const Format& format_of(int dtype) {
   }
 }
 
-// Replacements for the C library's functions, which would take most of the table's time:
+// Replacements for functions of the C library, which would take most of the run time of the cases:
 // 2^exponent, and the exponent of |x|. Valid if the result is a normal double, as for all values
 // and steps of these formats.
 inline double power_of_two(int exponent) {

@@ -33,8 +33,8 @@ std::string name_of_case(const GemmCase& v) {
 
 namespace {
 
-// The values of op(X) from the copy whose blocks lie along the contracted dimension. This matters
-// for block scaling only, where the cases provide only that copy.
+// Returns the elements of op(X), dequantised from the data whose blocks lie along the contracted
+// dimension. For block scaling the cases provide only these data.
 std::vector<double> operand(const Tensor& t) { return dequantised(t); }
 
 struct Matrices {
@@ -71,10 +71,11 @@ Matrices multiply(const GemmCase& v, const std::vector<double>& a, const std::ve
   return r;
 }
 
-// The factor on the error tolerance of FP8 products. Hopper's tensor cores align the 32 products of
-// an instruction before they add them, and keep 14 bits. Their accumulator has this precision too:
-// over all of K, or, with the split accumulator, over 128 elements of K. In the latter case the
-// error does not grow with K, but the tolerance does, so the factor is smaller for a larger K.
+// The factor on the error tolerance of FP8 GEMMs. Hopper's tensor cores align the 32 products of an
+// instruction before they add them, and keep 14 bits. Their accumulator has this precision too:
+// over all of K, or, with the split accumulator, over 128 elements of K. With the split accumulator
+// the error does not grow with K, but the base tolerance does, so the factor is smaller for a
+// larger K.
 double accumulation(const GemmCase& v) {
   if (!v.a.quantised()) return 1;
   if (!v.split) return 128;
@@ -93,9 +94,9 @@ double moves_gelu(double x, double by) {
   return std::max(std::fabs(kGelu.f(x + by) - y), std::fabs(kGelu.f(x - by) - y));
 }
 
-// The dtype to which the product may be rounded before GELU, or before the factor of GELU's
-// gradient: the dtype in which that tensor is stored or read, unless D is more precise
-// (docs/numerics.md, GEMM). F32 if rounding is not allowed.
+// The dtype to which the GEMM's result may be rounded before GELU, or before the multiplication
+// with GELU's derivative. This is the dtype of the pre-activation that is stored or read, unless D
+// is more precise (docs/numerics.md, GEMM). F32 if rounding is not allowed.
 int rounded_before(const GemmCase& v) {
   if (v.accumulate || v.residual >= 0) return TE_FL_F32;
   const std::vector<Spec>& pre = v.gelu ? v.pre_gelu_out : v.pre_gelu_in;
@@ -103,12 +104,13 @@ int rounded_before(const GemmCase& v) {
   return pre[0].dtype;
 }
 
-// True for products that may be rounded to D's dtype before they are added to D's contents.
+// True for block-scaled GEMMs, whose result may be rounded to D's dtype before it is added to D's
+// contents.
 bool in_blocks(const GemmCase& v) {
   return v.a.scaling == TE_FL_SCALING_BLOCK_1X128 || v.a.scaling == TE_FL_SCALING_BLOCK_128X128;
 }
 
-// Expects the column sums of the result. The terms have their own slack.
+// Expects the column sums of the result. `slack` is the error tolerance of each term.
 void expect_sums(Problem& p, const GemmCase& v, Tensor* d_sum, const std::vector<double>& want,
                  const std::vector<double>& slack) {
   std::vector<double> sum(static_cast<size_t>(v.n)), extra(sum.size());

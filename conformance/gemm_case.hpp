@@ -28,12 +28,13 @@ struct GemmCase {
 };
 
 std::string name_of_case(const GemmCase& v);
-// Makes the tensors, and the oracle in double precision that computes their expected contents.
+// Makes the tensors of the case, and the oracle that computes their expected contents in double
+// precision.
 void set_up(Problem& p, const GemmCase& v);
 
 void add_fp8_gemm_cases(std::vector<GemmCase>& all);
 
-// A case of grouped_gemm: `product` with each of these sizes.
+// A case of grouped_gemm: the GEMM `product`, once with each of these sizes.
 struct GroupCase {
   GemmCase product;
   std::vector<std::array<int64_t, 3>> sizes;  // M, N, K

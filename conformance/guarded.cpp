@@ -13,7 +13,7 @@
 namespace te_fl::conformance {
 namespace {
 
-// An entry of the table that explain_fault() reads. Pages that do not fit into the table are not
+// A guard page in the list that explain_fault() reads. Pages that do not fit into the list are not
 // explained.
 struct Guard {
   std::atomic<uintptr_t> page{0};

@@ -12,12 +12,12 @@ namespace te_fl::conformance {
 class GuardedMemory {
  public:
   // Memory before a guard page. With `alignment` 1 the last of the `bytes` is directly before the
-  // page. Otherwise the first byte has that alignment, and the gap before the page is smaller than
-  // it. explain_fault() uses `name` and the last `tensor_bytes` of the memory.
+  // page. With another alignment the first byte is aligned, and the gap before the page is smaller
+  // than `alignment`. explain_fault() uses `name` and the last `tensor_bytes` of the memory.
   static te_fl::Result<GuardedMemory> make(size_t bytes, size_t alignment, const char* name,
                                            size_t tensor_bytes);
-  // Memory whose first byte is directly after the guard page, so that it has any alignment. `bytes`
-  // may exceed the first `tensor_bytes`, which explain_fault() describes.
+  // Memory whose first byte is directly after the guard page; it therefore has any alignment.
+  // `bytes` may exceed `tensor_bytes`, the size that explain_fault() describes.
   static te_fl::Result<GuardedMemory> behind_guard(size_t bytes, const char* name,
                                                    size_t tensor_bytes);
   GuardedMemory(GuardedMemory&& other) noexcept;
@@ -36,8 +36,9 @@ class GuardedMemory {
   uint8_t* data_ = nullptr;
 };
 
-// If the address is in a guard page, writes a description into `text`: "4 bytes behind the end of
-// input, which has 68 bytes", or "before the start of". Async-signal-safe.
+// If the address is in a guard page, writes a description of the access into `text`, such as "4
+// bytes behind the end of input, which has 68 bytes" or "... before the start of ...".
+// Async-signal-safe.
 bool explain_fault(const void* address, char* text, size_t capacity) noexcept;
 
 }  // namespace te_fl::conformance

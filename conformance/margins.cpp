@@ -35,15 +35,16 @@ class MarginSearch {
   Result run_with(Margins& m) {
     return prepared_.run(impl_id_, {.deterministic = deterministic_, .margins = &m});
   }
-  // True if a run with these margins fails, or has other results than the run with quiet margins.
+  // True if a run with these margins fails or, in deterministic mode, has other results than the
+  // run with quiet margins.
   bool shows(Margins m) {
     if (run_with(m).outcome != Outcome::kPass) return true;
     return deterministic_ && prepared_.bytes() != quiet_;
   }
 
-  // Both runs pass the same arguments; only the margins, the bytes before and after each tensor,
-  // differ: all are `quiet`, or all are `loud`. Finds the byte closest to a tensor whose change
-  // from `quiet` to `loud` changes the result. `found`: the result of the run with `loud`.
+  // Called after a run with all margin bytes `loud` that failed or, in deterministic mode, had
+  // other results than with all margin bytes `quiet`. `found` is the result of that run. Finds the
+  // byte closest to a tensor whose change from `quiet` to `loud` changes the result.
   Result blame(uint8_t quiet, uint8_t loud, Result found) {
     if (found.wrote_outside) return found;
     Margins calm = margins(quiet);
@@ -72,7 +73,8 @@ class MarginSearch {
         (found.message.empty() ? "other bits" : found.message);
     return found;
   }
-  // The smallest number of bytes next to the tensor whose change is visible in the result.
+  // Returns the smallest number of bytes next to the tensor such that changing them changes the
+  // result.
   size_t nearest(Margins m) {
     size_t unseen = 0, seen = m.odd_bytes;
     while (seen - unseen > 1) {
@@ -93,7 +95,7 @@ class MarginSearch {
 
 namespace {
 
-// One mutex serves all Margins, since they are copied and few.
+// A mutex for all Margins objects. They are copied, so they do not contain a mutex themselves.
 std::mutex& placed_mutex() {
   static std::mutex mutex;
   return mutex;

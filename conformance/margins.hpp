@@ -12,9 +12,10 @@ namespace te_fl::conformance {
 class Prepared;
 struct Result;
 
-// The bytes before and after each tensor in device memory, which no op may access. A device's pages
-// cannot be protected. An op that reads the margins is detected since its results change with them;
-// an op that writes them, by the bytes themselves. A read whose value is not used is not detected.
+// The margins of a tensor in device memory: the bytes before and after it, which no op may access.
+// Device pages cannot be protected. An op that reads the margins is detected because its results
+// change with their contents; an op that writes them is detected because the bytes change. A read
+// whose value is not used is not detected.
 struct Margins {
   // A large finite number in all float formats: it changes a sum, product or maximum.
   static constexpr uint8_t kLarge = 0x7b;
@@ -26,7 +27,7 @@ struct Margins {
 
   size_t bytes = size_t{64} << 10;  // on each side, a multiple of 256
   uint8_t fill = kLarge;
-  // The margin of the tensor or part with this name (empty: none) differs on one side: the
+  // The margin of the tensor or array with this name (empty: none) differs on one side: the
   // odd_bytes next to it have the value odd_fill.
   std::string odd_name;
   bool odd_before = false;

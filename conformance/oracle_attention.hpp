@@ -90,7 +90,7 @@ inline double Attention::score(int64_t n, int64_t head, int64_t i, int64_t j, do
   return sum;
 }
 
-// One row of attention probabilities.
+// One row of attention probabilities, with its log-sum-exp.
 struct AttentionRow {
   std::vector<double> p;  // before dropout; 0 if masked
   double lse = -infinity();

@@ -15,8 +15,8 @@ namespace te_fl::conformance {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// One copy (row-wise or column-wise) of a quantised [m, k] matrix. Blocks of block_m x block_k
-// elements of the original matrix share a scale.
+// The layout of the row-wise or column-wise data of a quantised [m, k] matrix. Blocks of block_m x
+// block_k elements of the original matrix share a scale.
 struct CopyLayout {
   int scaling;
   bool columnwise;
@@ -118,7 +118,7 @@ inline float nvfp4_block(float block_amax, float global) {
   return std::min(block_amax * (global * (1.0f / 6.0f)), 448.0f);
 }
 
-// The bytes of all parts of a quantised tensor.
+// The bytes of all arrays of a quantised tensor.
 struct QuantImage {
   std::vector<uint8_t> data, col_data, scale_inv, col_scale_inv;
   float amax = 0, scale = 1;
@@ -128,7 +128,8 @@ inline uint8_t cast_code(int dtype, float x, float scale) {
   return static_cast<uint8_t>(encode_bits(format_of(dtype), static_cast<double>(x * scale)));
 }
 
-// Quantises one copy of x [m, k]. `scale` and `amax` are those of the tensor.
+// Writes the row-wise or column-wise data of x [m, k] with the layout `at`. `scale` and `amax` are
+// those of the complete tensor.
 inline void quantise_copy(const std::vector<double>& x, const CopyLayout& at, const Spec& spec,
                           int input_dtype, float scale, float amax, std::vector<uint8_t>& data,
                           std::vector<uint8_t>& scale_inv) {
@@ -192,7 +193,7 @@ inline QuantImage quantise_exact(const std::vector<double>& x, int64_t m, int64_
   return image;
 }
 
-// The values that one copy of a quantised tensor represents, in logical order.
+// Dequantises the row-wise or column-wise data of a tensor. Returns the elements in logical order.
 inline std::vector<double> dequantised(const Tensor& t, bool columnwise) {
   const CopyLayout at(t.spec.scaling, columnwise, t.rows(), t.cols());
   const Buffer& data = columnwise ? *t.col_data : *t.data;

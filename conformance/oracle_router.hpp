@@ -1,6 +1,6 @@
 #pragma once
 
-// The expert router by its formulas (docs/numerics.md, Experts), in double precision.
+// The expert router, computed from its formulas (docs/numerics.md, Experts) in double precision.
 
 #include <algorithm>
 #include <cmath>

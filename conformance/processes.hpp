@@ -25,7 +25,7 @@ class Processes {
   // The communicators made so far, by implementation and number of ranks. They are kept, since NCCL
   // takes a third of a second to make one and there are hundreds of cases.
   std::map<std::string, Comm>& communicators() { return communicators_; }
-  // The number of exchanges so far; between two cases it is equal on all ranks.
+  // The number of exchanges so far. Between two cases it is equal on all ranks.
   uint64_t count() const { return count_; }
   // Sends `own` to all ranks and returns the texts of all ranks, by rank. TIMEOUT names the rank
   // that does not answer.

@@ -1,4 +1,4 @@
-// The program conformance, and `te-fl conformance`: runs the conformance table on all registered
+// The program conformance, and `te-fl conformance`: runs the conformance cases on all registered
 // implementations through the dispatcher. See --help.
 #include "conformance/program.hpp"
 
@@ -203,8 +203,8 @@ bool drawn(const Case& c) {
   return c.name.find("/fuzz/") != std::string::npos || c.name.find("/sweep/") != std::string::npos;
 }
 
-// Compares the outcome with the declared exceptions. Random cases are skipped, since their possible
-// refusals cannot be declared.
+// Compares the outcome with the exceptions in expected_unsupported.txt. Skips random cases, since
+// their possible refusals cannot be declared.
 void Runner::settle(const Case& c, const std::string& impl, Result& result) {
   if (drawn(c)) return;
   Unsupported* listed = nullptr;
@@ -275,7 +275,8 @@ int Runner::run(const Table& table) {
   for (const OpImplInfo& info : OpRegistry::instance().snapshot()) {
     if (!options_.impl.empty() && info.impl_id != options_.impl) continue;
     impls_.insert(info.impl_id);
-    // Collectives are not staged, since the other ranks would not make the copies.
+    // Collectives do not run staged (on host copies), since the other ranks would not stage the
+    // call.
     const te_fl_op_schema* schema =
         OpRegistry::instance().schema(OpRegistry::instance().find(info.op).value());
     const bool native = device_.is_host() || (info.desc.device_types >> device_.type & 1) != 0;
@@ -420,8 +421,8 @@ int print_coverage(const Table& table, const std::string& exempt) {
   return missing == 0 ? 0 : 1;
 }
 
-// Prints the lines of expected_unsupported.txt that match no case. Needs the complete table: a
-// filtered run cannot tell.
+// Prints the lines of expected_unsupported.txt that match no case. Requires the complete list of
+// cases.
 int print_stale(const Table& table, const std::vector<Unsupported>& expected) {
   int stale = 0;
   for (const Unsupported& u : expected) {
@@ -513,7 +514,7 @@ int run(int argc, char** argv, const std::string& folder) {
                  "has pages on both sides of a host's\n");
     return 2;
   }
-  if (processes != nullptr && processes->rank() != 0) {  // all processes find the same
+  if (processes != nullptr && processes->rank() != 0) {  // only rank 0 reports
     o.json.clear();
     if (std::freopen("/dev/null", "w", stdout) == nullptr) return 2;
   }

@@ -23,7 +23,7 @@ class Ranks {
   // Calls f(rank) on one thread per rank, or on this thread if there is one rank. Returns when all
   // calls have returned.
   void run(const std::function<void(int rank)>& f) const;
-  // The first error of a communicator.
+  // The error of the first rank whose communicator failed; OK if none failed.
   Status status() const;
 
  private:

@@ -32,7 +32,8 @@ bool spread(Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
   return true;
 }
 
-// The first failure by rank. Failures that are consequences of another rank's failure come last.
+// Returns the result with the first failure, in the order of ranks. Failures that result from
+// another rank's failure come last.
 Result worst_of(std::vector<Result> results) {
   const auto name = [&](size_t r) {
     results[r].message = "rank " + std::to_string(r) + ": " + results[r].message;
@@ -66,8 +67,8 @@ std::string other_bits(const std::vector<std::unique_ptr<Problem>>& ranks) {
   return {};
 }
 
-// Adds a failure of the communicator to the result: a call that began before it leaves its output
-// unwritten and may return OK.
+// Adds a failure of the communicator to the result: a call that began before the failure may return
+// OK although its output is unwritten.
 void note_failure(const Comm& comm, Result& result) {
   const Status status = comm.status();
   if (!status.ok()) result = {Outcome::kFail, status.to_string(), result.milliseconds};
@@ -100,7 +101,7 @@ void Prepared::build(const Case& c, int rank, bool strided) {
   for (const Expectation& e : p.expectations) expected.insert(e.tensor);
   for (const auto& t : p.tensors)
     if (t->role != Role::kIn && expected.count(t.get()) == 0 && p.want_code == 0) {
-      // The expectation of an input that an in-place output overwrites is that of the output.
+      // An input in the memory of an in-place output needs no expectation of its own.
       bool shared = false;
       for (const Tensor* e : expected) shared = shared || e->data == t->data;
       if (!shared) throw std::logic_error(c.name + ": nothing is expected of " + t->name);
@@ -236,8 +237,8 @@ std::string Prepared::self_check(const std::string& impl_id) {
     if (mutate(changed) && compare(changed).empty())
       return changed.tensor->name + ": a wrong expectation went unnoticed";
     const Expectation& e = problem().expectations[i];
-    // For a fused result near a rounding boundary both codes are correct, so some corruptions pass;
-    // most must be noticed.
+    // For a fused result near a rounding boundary two adjacent codes are correct, so some
+    // corruptions pass; most must be detected.
     double noticed = 0;
     const double wanted = e.kind == Expectation::Kind::kExactQuantised ? 1 : 0.5;
     if (e.kind != Expectation::Kind::kUnchanged && corrupt_codes(e, noticed) && noticed < wanted)

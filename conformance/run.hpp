@@ -34,7 +34,7 @@ struct How {
   // With guard_alignment: places tensors after guard pages instead, which detects accesses before
   // the start.
   bool guard_start = false;
-  // Not null, on a device: the memory around each tensor, instead of 256 ordinary guard bytes.
+  // Not null, on a device: the margins around each tensor, which replace the usual 256 guard bytes.
   Margins* margins = nullptr;
   // Calls te_fl_op_desc.describe instead of the op. Passes if the implementation returns a text and
   // does not change the tensors; the message is that text.
@@ -46,10 +46,10 @@ struct How {
 // that run the same cases at the same time.
 class Prepared {
  public:
-  // The tensors are in the memory of `device` when the op runs; those of rank r on the r-th device
-  // after it. `strided`: unquantised inputs get rows with gaps. `processes`: null, or the other
-  // processes, which must outlive this object and make the same calls of run(); results then cover
-  // all ranks and are equal on all of them.
+  // The tensors are in the memory of `device` when the op runs; the tensors of rank r are on the
+  // r-th device after it. `strided`: unquantised inputs get rows with gaps. `processes`: null, or
+  // the other processes, which must outlive this object and make the same calls of run(); results
+  // then cover all ranks and are equal on all of them.
   explicit Prepared(const Case& c, Device device = {}, bool strided = false,
                     Processes* processes = nullptr);
   Result run(const std::string& impl_id, const How& how = {});

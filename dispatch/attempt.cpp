@@ -16,26 +16,27 @@
 namespace te_fl::dispatch {
 namespace {
 
-// The error for an object that cannot be made during a capture. The caller has to run the call once
-// before; falling back would give other bits than that run.
+// The error for an object (a plan or stream state) that cannot be made while the stream is being
+// captured. The caller has to run the call once before the capture. A fallback to another
+// implementation would give other bits than that run.
 te_fl_status missing_in_capture(const Status& status, core::ErrorText& errors) {
   errors.sink()->write(errors.sink()->host, status.message().c_str());
   return TE_FL_FAILED_PRECONDITION;
 }
 
-// The status for a failure of te-fl itself, which never causes a fallback: memory may be free on
-// this rank and not on another, and the ranks would then compute different bits.
+// The status for a failure of te-fl itself, such as a lock or memory that it could not get. It
+// never causes a fallback: the same step may succeed on another rank, and the ranks would then
+// compute different bits.
 te_fl_status own_failure(const Status& status, core::ErrorText& errors) {
   errors.sink()->write(errors.sink()->host, status.to_string().c_str());
   const te_fl_status code = TE_FL_STATUS_CODE(status.to_c());
   return code == TE_FL_UNSUPPORTED ? te_fl_status{TE_FL_INTERNAL} : code;
 }
 
-// The objects that one run() needs besides its context. `args` and the context's device are those
-// that the implementation sees: the call's own, or those of copies on the host.
+// The objects that one run() needs besides its context. `args` and the context's device are what
+// the implementation sees: the call's own, or those of the host copies of a staged call.
 struct Attempt {
-  // A constructor instead of aggregate initialisation, which would also zero the unused scratch
-  // member.
+  // A constructor avoids aggregate initialisation, which would also zero the unused scratch member.
   Attempt(const Call& of, const Implementation& by, te_fl_context& with, const void* seen,
           bool there, core::ErrorText& to)
       : call(of), impl(by), context(with), args(seen), on_host(there), errors(to) {}
@@ -78,7 +79,7 @@ struct Attempt {
         errors);
   }
 
-  // Called before workspace(), since the mutexes of an op are locked in a fixed order.
+  // Must be called before workspace(), since the mutexes of an op are locked in this order.
   te_fl_status stream_state() {
     const uint64_t bytes = impl.desc.stream_state_bytes;
     if (bytes == 0) return TE_FL_OK;
@@ -123,7 +124,8 @@ struct Attempt {
 
   te_fl_status plan() {
     if (impl.plans == nullptr) return TE_FL_OK;
-    // The thread's record describes the call's own arguments, not those of copies on the host.
+    // The thread's record may be used only if `args` are the call's own arguments, since the record
+    // does not describe host copies.
     const bool own = args == call.args;
     const uint64_t generation = registry::g_plan_generation.load(std::memory_order_acquire);
     const uint64_t context_word = registry::PlanKey::context_word(context);
@@ -162,7 +164,7 @@ struct Attempt {
     if (known != nullptr) {
       known->plan = plan;
       known->plan_of = impl.number;
-      known->plan_generation = generation;  // the value read before the look-up
+      known->plan_generation = generation;  // read before the look-up of the plan
       known->plan_context = context_word;
     }
     if (impl.plan_memory && !on_host) plan->used_on(call.options.stream);
@@ -194,7 +196,8 @@ te_fl_status get_ready(Attempt& a) {
   return code;
 }
 
-// Resets the saved record that the op is to write, and returns it; null if there is none.
+// Resets the saved record (te_fl_saved) that the op is to write, and returns it; null if there is
+// none.
 te_fl_saved* fresh_record(const Call& call) {
   const OpRow& row = call.row;
   if (row.saved == nullptr || row.saved->role == TE_FL_IN) return nullptr;
@@ -218,8 +221,8 @@ te_fl_status attempt_native(const Call& call, const Implementation& impl, bool d
   return code;
 }
 
-// Tries a host implementation on copies in host memory. Writes device memory only if run()
-// succeeds.
+// Tries a host implementation on host copies of the call's tensors. Writes device memory only if
+// run() succeeds.
 te_fl_status attempt_staged(const Call& call, const Implementation& impl, bool deterministic,
                             core::ErrorText& errors) {
   StagedCall staged(call, errors);

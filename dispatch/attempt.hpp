@@ -15,9 +15,9 @@ te_fl_status attempt(const Call& call, const Step& step, bool deterministic,
 inline bool is_collective(const Call& call) noexcept {
   return (call.row.compiled->schema().flags & TE_FL_SCHEMA_COLLECTIVE) != 0;
 }
-// For a collective whose route is computed without running it: sets the call's policy to that of
-// its communicator, as run_order() does. Returns the communicator's name if its policy differs from
-// the thread's. Returns an empty name otherwise and for all other ops.
+// Used for a collective when its route is computed without running the call: sets the call's policy
+// to that of its communicator, as run_order() does. Returns the communicator's name if its policy
+// differs from the thread's; otherwise, and for other ops, an empty name.
 std::string follow_communicator(Call& call);
 
 }  // namespace te_fl::dispatch

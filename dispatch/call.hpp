@@ -40,12 +40,12 @@ struct Call {
   core::Signature signature{};
   uint32_t policy = 0;
   bool capturing = false;
-  // The thread's record of this call; null if there is none. A nested op may reuse the record for
-  // another call; known_number detects that.
+  // The thread's cached record of this call; null if there is none. A nested op may reuse the
+  // record for another call; known_number detects that.
   registry::KnownCall* known = nullptr;
   uint64_t known_number = 0;
 
-  // The record, or null if it belongs to another call by now.
+  // Returns `known`, or null if the record belongs to another call by now.
   registry::KnownCall* still_known() const noexcept {
     return known != nullptr && known->filled == known_number ? known : nullptr;
   }
@@ -71,24 +71,24 @@ struct Failure {
   std::string text;
 };
 
-// True if the next implementation may be tried after this status. An implementation that cannot
-// serve the call is followed by another. One that fails in the middle is not, unless it declared
-// that it wrote nothing (TE_FL_CLEAN). An invalid argument is invalid for all implementations, and
-// on a lost device none can run.
+// True if the next implementation may be tried after this status, namely if the implementation does
+// not support the call, or if it failed and declared that it wrote nothing (TE_FL_CLEAN). No other
+// is tried after an invalid argument, which is invalid for all implementations, or on a lost
+// device, where none can run.
 inline bool may_follow(te_fl_status code) noexcept {
   const te_fl_status reason = TE_FL_STATUS_CODE(code);
   return TE_FL_STATUS_IS_CLEAN(code) && reason != TE_FL_INVALID_ARGUMENT &&
          reason != TE_FL_DEVICE_LOST;
 }
 
-// Records the implementation that served a call, and those that failed before it.
+// The implementation that executed a call, and those that failed before it.
 struct Served {
   const Implementation* impl = nullptr;
   bool staged = false;
   std::vector<Failure> failures;
 };
 
-// Decides which implementations may serve the call. `policy` may differ from the call's own policy.
+// Decides which implementations may run the call. `policy` may differ from the call's own policy.
 // Without arguments the size of the call is unknown. Errors: the device is lost, or its properties
 // cannot be read.
 Result<Choice> choose(const Call& call, uint32_t policy);
@@ -97,20 +97,20 @@ Result<const RouteEntry*> route_of(Call& call);
 // Runs a call along its route, with all checks and fallbacks. `first`: the failure of the route's
 // first implementation if that has run already; otherwise null.
 Status run_route(Call& call, const Failure* first);
-// Like run_route() without the observers; also reports which implementation served the call.
+// Like run_route() without the observers; also reports which implementation executed the call.
 Status run_order(Call& call, const Failure* first, Served& served);
-// Runs a host implementation on copies of the call's arguments, all of which must be in host
-// memory. Does not count the call and does not fall back.
+// Runs a host implementation on a second set of the call's arguments, `args`, whose tensors must
+// all be in host memory. Does not count the call and does not fall back.
 te_fl_status run_on_copies(const Call& call, const Implementation& impl, te_fl_context& context,
                            const void* args, core::ErrorText& errors);
-// Ask the device of the call's tensors, if it has such functions: whether the stream belongs to it,
-// and whether the random state is in its memory.
+// Check the options of a call by asking its device, if the device has functions for this: that the
+// stream belongs to the device, and that the RNG state is in the device's memory.
 Status check_stream(const Call& call);
 Status check_random_state(const Call& call);
-// Sets call.capturing. Returns false if the device did not answer; ask_stream() then returns the
-// error, or OK if the call may run all the same.
+// Sets call.capturing. Returns false if the device could not report its state; ask_stream() then
+// returns the error, or OK if the call may run all the same.
 bool read_stream(Call& call) noexcept;
-// Like read_stream(), with an error text.
+// Like read_stream(), but returns an error with its text.
 Status ask_stream(Call& call);
 
 // Makes the context of a call, without scratch and plan.
@@ -153,8 +153,8 @@ te_fl_status ask_support(const Implementation& impl, const te_fl_context& contex
 }
 te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& context,
                              const void* args, size_t& bytes, core::ErrorText& errors);
-// Asks a host implementation whether it accepts copies of the call's tensors. Returns OK or the
-// refusal.
+// Asks a host implementation whether it supports the call with its tensors copied to the host.
+// Returns OK or the refusal.
 te_fl_status ask_staged(const Call& call, const Implementation& impl, bool deterministic,
                         core::ErrorText& errors);
 te_fl_status ask_staged_saved_bytes(const Call& call, const Implementation& impl,
@@ -164,11 +164,11 @@ te_fl_status ask_staged_saved_bytes(const Call& call, const Implementation& impl
 struct Described {
   std::string text, silent;
 };
-// Asks an implementation that accepts the call. If it is staged, it sees the metadata of the
-// copies.
+// Calls describe() of an implementation that accepts the call. If the call is staged, the
+// implementation sees the metadata of the host copies.
 Described described(const Call& call, const Step& step, bool deterministic);
-// Converts the exception being handled, which R5 forbids, into a status, and puts its text into
-// `errors`.
+// Converts the exception being handled into a status, and puts its text into `errors`. Rule R5
+// forbids exceptions in the entry functions of a plugin; `entry` describes the function.
 [[gnu::cold]] te_fl_status exception_status(const char* entry, core::ErrorText& errors) noexcept;
 
 // Calls a function of an implementation. An exception or an invalid status becomes a valid error
@@ -194,23 +194,23 @@ template <class F>
 // Records an op that was enqueued on a device, for the message of an error that appears later.
 [[gnu::always_inline]] inline void note_enqueued(const Call& call, const Implementation& impl) {
   if (call.signature.device.type == TE_FL_DEVICE_CPU) [[likely]]
-    return;  // signatures use this type for all host memory
+    return;  // in signatures, all host memory has this type
   core::note_op(call.signature.device, call.options.stream, impl.interned_op, impl.interned_id);
 }
 
-// Reads the state that the choice depends on besides the signature. False if the policy is invalid
-// or the device did not answer about the stream.
+// Reads the state, besides the signature, on which the choice of the implementation depends.
+// Returns false if the policy is invalid or the device could not report the state of the stream.
 [[gnu::always_inline]] inline bool read_state(Call& call) {
   call.policy = policy::current_id();
   if (!call.signature.device.is_host() && !read_stream(call)) [[unlikely]]
     return false;
   return call.policy != policy::kInvalidPolicy;
 }
-// Checks the arguments (not null) and fills the signature. Uses the thread's memo if the call is in
-// it. False if the arguments are invalid.
+// Checks the arguments, which must not be null, and fills the signature. Uses the thread's memo of
+// earlier calls if it contains the call. Returns false if the arguments are invalid.
 bool recognise(Call& call) noexcept;
-// Checks the arguments and reads the state. If it returns false, prepare_call() gives the error, or
-// finds that the call is valid after all.
+// Checks the arguments and reads the state of policy and stream. If it returns false,
+// prepare_call() gives the error, or finds that the call is valid after all.
 [[gnu::always_inline]] inline bool prepare_warm(Call& call) {
   if (call.args == nullptr || !recognise(call)) [[unlikely]]
     return false;
@@ -226,8 +226,9 @@ te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept;
 
 Status bad_arguments(const OpRow& row, const void* args);
 Status no_such_op(const Table& table, OpId op);
-// Checks a described call. An error if no arguments could have this description: a dtype or scaling
-// mode that no tensor of the op accepts, or FP8 data without a scaling mode.
+// Checks a call that is described by a profile instead of arguments. Returns an error if no
+// arguments could have this profile: a dtype or scaling mode that no tensor of the op accepts, or
+// FP8 data without a scaling mode.
 Status check_profile(const OpRow& row, const CallProfile& profile);
 Status invalid_policy(const OpRow& row);
 // Makes a status from an implementation's error, with its text.
@@ -239,7 +240,7 @@ Status after_failure(const Call& call, const Implementation& impl, te_fl_status 
                      std::string text);
 // The text of a failure after which the next implementation was tried.
 std::string failure_text(const Failure& failure);
-// The error that lists all implementations with the reasons for which they cannot serve the call,
+// The error that no implementation can run the call. Lists all implementations with the reasons,
 // and a remedy.
 Status no_candidate(const Call& call, const Choice& decision, const std::vector<Failure>& failures);
 std::vector<Candidate> candidates_of(const OpRow& row, const Choice& decision, const void* args,

@@ -1,5 +1,5 @@
-// Under TE_FL_VALIDATE, asks the device whether the call's stream and random seed belong to it.
-// core/op/op_memory.cpp checks the arguments in the same way.
+// Under TE_FL_VALIDATE, checks that the call's stream and RNG seed belong to its device, by
+// querying the device. core/op/op_memory.cpp checks the tensor arguments in the same way.
 
 #include "core/device/device_use.hpp"
 #include "dispatch/manager_impl.hpp"

@@ -1,4 +1,4 @@
-// Chooses the implementations that may serve a call.
+// Chooses the implementations that may run a call.
 
 #include <algorithm>
 
@@ -19,14 +19,14 @@ bool mentions_names(const PolicySettings& s) {
          !s.deny_vendors.empty();
 }
 
-// True if copies to and from the device are possible: it exists and is not being withdrawn.
+// True if memory can be copied to and from the device: it exists and is not being withdrawn.
 bool is_present(const Device& device) {
   const core::DeviceEntry* entry = core::find_device(device);
   return entry != nullptr && !entry->closed();
 }
 
-// The device to ask whether the stream is being captured. Null if it has no such function, or if it
-// must not be entered any more; choose() reports the latter.
+// Returns the device entry that can report whether the stream is being captured. Null if the device
+// has no function for this, or if it must not be entered any more; choose() reports the latter.
 const core::DeviceEntry* entry_to_ask(const Call& call) noexcept {
   const core::DeviceEntry* entry = core::find_device(call.signature.device);
   const bool asks =
@@ -34,7 +34,7 @@ const core::DeviceEntry* entry_to_ask(const Call& call) noexcept {
   return asks ? entry : nullptr;
 }
 
-// The 1-based number of the policy's list that applies to this call's size; 0: none.
+// The 1-based number of the policy's list that applies to a call of this size; 0: none.
 uint32_t list_by_size(const Call& call) {
   const PolicySettings& settings = policy::settings_of(call.policy);
   policy::CallTraits known{.op = call.row.compiled->schema().name,
@@ -60,7 +60,7 @@ bool read_stream(Call& call) noexcept {
         entry->desc->api->is_capturing(entry->desc->self, call.options.stream, &capturing, nullptr);
     call.capturing = capturing != 0;
     return core::known_status(code) == TE_FL_OK;
-  } catch (...) {  // R5 forbids it; ask_stream() reports this and other errors
+  } catch (...) {  // forbidden by R5; ask_stream() returns the error
     return false;
   }
 }
@@ -103,7 +103,7 @@ Result<Choice> choose(const Call& call, uint32_t policy) {
     if (const registry::BarredDevice* barred = table.barred_device(signature.device))
       return barred->why;
   }
-  // A table made after the withdrawal of the device may not contain it as barred.
+  // An op table made after the withdrawal of the device may not list the device as barred.
   if (const core::DeviceEntry* entry = core::find_device(signature.device);
       entry != nullptr && entry->closed()) {
     return core::withdrawn_device(signature.device);
@@ -116,7 +116,7 @@ Result<Choice> choose(const Call& call, uint32_t policy) {
         error, "op '" + std::string(row.compiled->schema().name) + "' cannot be routed");
   }
   const Result<uint32_t> arch = call.manager.table_owner.arch(signature.device);
-  // A device that is absent is not an error here: the reasons of the candidates describe it better.
+  // An absent device is not an error here: the candidates' reasons for refusal describe it better.
   if (!arch.ok() && arch.status().code() != StatusCode::kNotFound) return arch.status();
   decision.call = {row.compiled->schema().name,
                    signature.device,

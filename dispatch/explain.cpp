@@ -1,4 +1,4 @@
-// Explains how a call would be served without running it: handles, resolve(), explain(),
+// Computes how a call would run, without running it: prepared handles, resolve(), explain(),
 // saved_bytes().
 
 #include <algorithm>
@@ -35,7 +35,8 @@ Decision public_decision(const OpRow& row, const dispatch::Choice& decision, con
 }
 
 // Calls supports() of the implementations that have it, and returns those that refuse. With
-// `first_only`, stops at the first one that accepts. An answer that would end the call is an error.
+// `first_only`, stops at the first one that accepts. Returns an error if a status of supports()
+// would end the call.
 Result<std::vector<dispatch::Failure>> refusals(const Call& call, const dispatch::Choice& decision,
                                                 bool first_only) {
   std::vector<dispatch::Failure> list;
@@ -138,8 +139,8 @@ Result<Decision> OpManager::explain(OpId op, const CallProfile& profile) {
         if (profile.scalings.empty()) call.signature.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
         TE_FL_ASSIGN_OR_RETURN(const dispatch::Choice decision, choose(call));
         Decision r = public_decision(call.row, decision, nullptr, {});
-        // If the call has no dtypes, quarantines could not be applied above, so the reasons mention
-        // them for the reader.
+        // A call described without dtypes matches no quarantine entry above, so the reasons list
+        // the entries that may apply.
         for (Candidate& c : r.candidates) {
           const std::string barred =
               profile.dtypes.empty()

@@ -15,7 +15,7 @@ OpManager& OpManager::instance() {
   static constinit std::atomic<bool> ready{false};
   if (!ready.load(std::memory_order_acquire)) [[unlikely]] {
     plugins::start();
-    // Not while plugins are being loaded: one of them may have asked for the manager.
+    // Skipped while plugins are being loaded, since a plugin may have requested the manager.
     if (plugins::started() && !ready.exchange(true)) dispatch::summarise_at_exit();
   }
   return manager;

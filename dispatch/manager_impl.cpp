@@ -1,4 +1,4 @@
-// The managers of the process: their device memory, and the counts of served calls.
+// The op managers of the process: their device memory, and the counts of executed calls.
 
 #include "dispatch/manager_impl.hpp"
 
@@ -91,7 +91,8 @@ uint64_t OpManager::Impl::read_switches() {
     return value.ok() && !core::trim(*value).empty();
   };
   (void)on("TE_FL_SYNC");  // reads the environment if necessary
-  // Reads the generation first: a setting that changes meanwhile is read again by the next call.
+  // Reads the change counter of the environment before the settings: if a setting changes in
+  // between, the next call reads the settings again.
   const uint64_t generation = environment::generation();
   const uint64_t switches = (on("TE_FL_SYNC") ? uint64_t{kSync} : 0) |
                             (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0) |

@@ -15,7 +15,7 @@
 namespace te_fl {
 namespace dispatch {
 
-// The number of calls that an implementation has served.
+// The number of calls that an implementation has executed.
 struct UsageCounts {
   uint64_t calls = 0;
   uint64_t staged_calls = 0;
@@ -32,8 +32,8 @@ struct OpManager::Impl {
 
   enum Switch : uint64_t { kSync = 1, kValidate = 2, kVerify = 4, kTrace = 8 };
   static constexpr int kSwitchBits = 4;
-  // The flags for TE_FL_SYNC, TE_FL_VALIDATE, TE_FL_VERIFY and TE_FL_TRACE at the environment's
-  // current generation.
+  // The flags for TE_FL_SYNC, TE_FL_VALIDATE, TE_FL_VERIFY and TE_FL_TRACE. Cached until a setting
+  // of the environment changes.
   uint64_t switches() {
     const uint64_t word = switch_word.load(std::memory_order_relaxed);
     if (word >> kSwitchBits == core::g_generation.load(std::memory_order_acquire))
@@ -60,7 +60,8 @@ struct PreparedOp::Rep {
 
 namespace dispatch {
 
-// Marks the thread as inside, finds the op's row and calls `f(call)`. T is Status or a Result.
+// Marks the thread as inside te-fl, finds the op's row in the table and returns f(call). T is
+// Status or a Result.
 template <class T, class F>
 T with_call(OpManager::Impl& manager, OpId op, const void* args, const CallOptions& options,
             F&& f) {

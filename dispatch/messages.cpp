@@ -54,7 +54,7 @@ std::string accepted_text(const OpRow& row, const policy::Standing& v, const Cho
   return text;
 }
 
-// The remedy in the error that no implementation can serve a call.
+// The remedy for the error that no implementation can run a call.
 std::string way_out(const OpRow& row, const Choice& decision,
                     const std::vector<Failure>& failures) {
   const std::string op(decision.call.op);

@@ -16,7 +16,8 @@
 namespace te_fl::dispatch {
 namespace {
 
-// A copy of the route's steps, since a nested call of this thread may replace the route.
+// A copy of the route's steps. It is needed since a nested call of this thread may replace the
+// cached route.
 class Order {
  public:
   explicit Order(const std::vector<Step>& order) : size_(order.size()) {
@@ -86,8 +87,8 @@ void say_fallback(const Call& call, const Failure& failed, const Step& next) {
                 "` lists who serves it; later ones of this op are not logged)");
 }
 
-// Runs a backward whose forward left an opaque record. Always uses the forward's implementation,
-// whatever the policy.
+// Runs a backward op whose forward op wrote an opaque saved record. Always uses the implementation
+// that ran the forward, whatever the policy.
 Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
   const OpRow& row = call.row;
   const std::string op = row.compiled->schema().name;
@@ -125,7 +126,7 @@ Status none_served(Call& call, const Served& served) {
 }
 
 // Continues after the failure of the route's first implementation, if a fallback is allowed. The
-// call has kept its table and policy, so route_of() returns the route that it came from.
+// call's table and policy are unchanged, so route_of() returns the same route.
 [[gnu::cold]] Status run_others(Call& call, const Failure& first, Served& served) {
   TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, route_of(call));
   const Order order(entry->route->order);

@@ -55,8 +55,8 @@ Status check_list(const char* entry, uint32_t count, const void* list) {
                                                " (at most " + std::to_string(kMaxListed) + ")");
 }
 
-// Refuses a struct_size that no version of the struct can have, instead of taking it for a newer
-// version (R3).
+// Returns an error for a struct_size that no version of the struct can have. Without this check it
+// would be taken for a newer version (R3).
 Status check_device(const te_fl_device_desc& desc, uint32_t i) {
   const auto bad = [&](const char* what, uint32_t size, size_t least) {
     return Status(StatusCode::kIncompatible, "device " + std::to_string(i) + ": " + what + " has " +
@@ -71,9 +71,9 @@ Status check_device(const te_fl_device_desc& desc, uint32_t i) {
   return {};
 }
 
-// Reduces the later arguments of an implementation to those that this te-fl's op has. A newer
-// plugin may name more, but no call here can set them (R20, R23). The returned text lives as long
-// as the process.
+// Returns the implementation's `later_args` without arguments that this te-fl's op does not have. A
+// newer plugin may list such arguments, but no call here can set them (R20, R23). The returned text
+// lives as long as the process.
 const char* known_later_args(const te_fl_op_desc& desc, const OpRegistry& registry) {
   if (desc.later_args == nullptr || desc.schema != nullptr || desc.op_name == nullptr) {
     return desc.later_args;
@@ -171,8 +171,8 @@ struct Instance::Host {
             "it: allocate at the first use (rule R28)";
       }
       if (sink != nullptr && sink->write != nullptr) sink->write(sink->host, text.c_str());
-      // Without TE_FL_CLEAN (R6): free memory differs between ranks, so a plugin that forwards this
-      // status must not trigger a fallback on one rank only.
+      // The status is returned without the flag TE_FL_CLEAN (R6): free memory differs between
+      // ranks, so a plugin that forwards this status must not trigger a fallback on one rank only.
       return TE_FL_STATUS_CODE(made.status().to_c());
     } catch (...) {
       return TE_FL_OUT_OF_MEMORY;
@@ -249,8 +249,7 @@ Status Instance::create() {
   // its time limit.
   std::function<te_fl_status()> run = [host = host_, create = header_.api.create,
                                        library = options_.library] {
-    const LoadTurn::Lent
-        turn;  // if this is a helper thread, the thread that has the turn waits for it
+    const LoadTurn::Lent turn;  // if this is a helper thread, the loading thread waits for it
     return guarded(host->errors, "create",
                    [&] { return create(&host->api, &host->instance, host->errors.sink()); });
   };
@@ -312,7 +311,7 @@ Status Instance::quiesce() {
   core::ErrorText errors;
   const te_fl_status code =
       guarded(errors, "quiesce", [&] { return header_.api.quiesce(instance_, errors.sink()); });
-  // BUSY would tell the caller that nothing was changed, so a plugin's BUSY is replaced by
+  // For the caller, BUSY means that nothing was changed, so a plugin's BUSY is replaced by
   // INTERNAL.
   const bool busy = TE_FL_STATUS_CODE(code) == TE_FL_BUSY;
   return errors.status(busy ? static_cast<te_fl_status>(TE_FL_INTERNAL) : code,

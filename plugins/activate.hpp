@@ -22,12 +22,12 @@ namespace te_fl::plugins {
 // Formats a status and its causes on one line, for PluginInfo::reason.
 std::string reason_of(const Status& status);
 
-// Converts a registration error about one of the plugin's devices, ops or settings into the status
-// INCOMPATIBLE of the whole load. The other codes have fixed meanings there: NOT_FOUND means a
-// missing plugin, ALREADY_EXISTS an active one.
+// Converts a registration error of one of the plugin's devices, ops or settings into INCOMPATIBLE,
+// the status of the whole load. The codes of registration errors cannot be kept, since they have
+// other meanings for a load: NOT_FOUND means a missing plugin, ALREADY_EXISTS an active one.
 Status broken_rule(const Status& status);
 
-// The validated copy of the plugin's answer to the query.
+// The validated copy of the header that the plugin's query function returned.
 struct Header {
   uint32_t abi_major = 0;
   uint32_t abi_minor = 0;
@@ -43,7 +43,8 @@ struct Header {
 // remedy; empty if it is compatible.
 std::string version_problem(uint32_t major, uint32_t minor);
 
-// Calls the query function and validates its answer (R1 to R4, R21). Accesses no device.
+// Calls the plugin's query function and validates the returned header (R1 to R4, R21). Accesses no
+// device.
 Result<Header> read_header(te_fl_plugin_query_fn query);
 
 // Runs create() and returns its status. The loader's CreateRunner uses a helper thread and returns

@@ -26,8 +26,8 @@ enum class ElfKind {
   kCorrupt,
 };
 
-// The part of a library that inspect_elf reads. kHeaders leaves `undefined`, `defined` and `unique`
-// empty and is many times faster for a library with many exports.
+// The amount of a library that inspect_elf() reads. kHeaders leaves `undefined`, `defined` and
+// `unique` empty and is many times faster for a library with many exports.
 enum class ElfDepth { kHeaders, kSymbols };
 
 struct ElfSymbol {

@@ -74,8 +74,8 @@ bool has_access_list(const std::string& path) {
   return ::lgetxattr(path.c_str(), "system.posix_acl_access", nullptr, 0) > 0;
 }
 
-// The other users, apart from root and this user, who may write, as text; and the chmod option that
-// revokes that right.
+// The users other than root and this user who may write a file, as text, and the chmod option that
+// revokes their right.
 struct Writers {
   std::string who, chmod;
 };

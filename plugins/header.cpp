@@ -1,4 +1,4 @@
-// Validates a plugin's answer to the query.
+// Validates the header that a plugin's query function returned.
 
 #include <algorithm>
 #include <cstring>

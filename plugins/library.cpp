@@ -37,7 +37,7 @@ void* Library::symbol(const char* name) const {
 }
 
 bool is_mapped(const std::string& path) {
-  if (!core::check_regular(path).ok()) return false;  // dlopen() would open the file
+  if (!core::check_regular(path).ok()) return false;  // dlopen() would open even a device or a pipe
   void* handle = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);
   if (handle == nullptr) {
     dlerror();  // clears the error

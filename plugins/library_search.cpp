@@ -102,7 +102,7 @@ std::string join(const std::string& folder, const std::string& name) {
   return folder.ends_with('/') ? folder + name : folder + '/' + name;
 }
 
-// Tries one file. Returns true if the search ends with it.
+// Tries one file as the library. Returns true if the search ends with this file.
 bool try_file(const std::string& path, FoundLibrary& found) {
   ElfInfo elf = inspect_elf(path, ElfDepth::kHeaders);
   if (elf.kind == ElfKind::kMissing) return false;

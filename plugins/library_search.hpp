@@ -65,9 +65,9 @@ struct FoundLibrary {
   bool loaded = false;   // already mapped in the process
   ElfInfo elf;           // headers only; empty for a loaded library without a file
   std::string rejected;  // unsuitable files of that name, with reasons
-  // For a check of who could influence the result: the run path folders searched, $ORIGIN expanded,
-  // up to the one with the file; and every file of that name found in any folder, including
-  // unsuitable ones.
+  // Both lists are for checking which users could influence the result. run_path_folders: the RPATH
+  // and RUNPATH folders searched, $ORIGIN expanded, up to the folder with the file. met: every file
+  // of that name found in any folder, including unsuitable files.
   std::vector<std::string> run_path_folders;
   std::vector<std::string> met;
 };

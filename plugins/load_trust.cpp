@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kMaxLibraries = 1024;
 
-// An object that the loader would map, and the chain of objects that need it, the nearest first.
+// A library that the loader would map, and the chain of libraries that need it, the nearest first.
 struct Object {
   ElfInfo elf;
   std::vector<Requester> chain;

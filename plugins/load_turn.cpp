@@ -13,14 +13,15 @@ namespace {
 std::atomic<int> g_turn{0};
 constinit thread_local bool t_turn = false;
 
-// In a forked child: frees the turn if a thread other than the forking one had it.
+// In a forked child: frees the turn (the lock of LoadTurn) if a thread other than the forking one
+// had it.
 void turn_in_child() {
   if (!t_turn) g_turn.store(0, std::memory_order_relaxed);
 }
 const core::ForkedChild turn_watched(core::LockLevel::kPluginRecords, &turn_in_child);
 
-// Waits until no other thread has the turn, without taking it: a load that begins later sees that
-// the process is ending.
+// Waits until no other thread holds the LoadTurn, without taking it: a load that begins later sees
+// that the process is ending.
 void wait_for_loads(core::EndClock::time_point end) noexcept {
   while (g_turn.load(std::memory_order_seq_cst) != 0 && !t_turn && core::EndClock::now() < end)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

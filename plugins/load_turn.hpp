@@ -3,10 +3,10 @@
 
 namespace te_fl::plugins {
 
-// Serialises loads and deactivations. The constructor waits for the turn. A thread that has it
-// (mine()) must not construct another, as when a plugin's function loads a plugin. exit() waits for
-// the thread that has the turn (core/base/process_end.hpp); a thread that gets it later checks
-// ends_elsewhere() and does nothing.
+// A lock that serialises loads and deactivations. The constructor waits for the lock ("the turn").
+// A thread that holds it (mine()) must not construct another LoadTurn, for example when a plugin's
+// function loads a plugin. exit() waits for the thread that holds it (core/base/process_end.hpp); a
+// thread that gets it later checks ends_elsewhere() and does nothing.
 class LoadTurn {
  public:
   LoadTurn();
@@ -15,8 +15,8 @@ class LoadTurn {
   LoadTurn& operator=(const LoadTurn&) = delete;
   static bool mine() noexcept;
 
-  // Marks the calling thread as having the turn of another thread, which waits for it. It then
-  // loads no plugin and waits for no load.
+  // Marks the calling thread as acting for another thread, which holds the turn and waits for it.
+  // The calling thread then loads no plugin and waits for no load.
   class Lent {
    public:
     Lent() noexcept;

@@ -15,13 +15,14 @@ struct LoadRequest {
   std::string origin;                  // becomes PluginInfo::origin
   const Manifest* manifest = nullptr;  // checked against the library; may be null
   std::string leave_out;               // a plugin with this name is skipped, not loaded
-  // Called once the turn to load is held. If it returns false, nothing is loaded and nothing
-  // recorded.
+  // Called after the lock for loads was acquired (LoadTurn). If it returns false, nothing is loaded
+  // or recorded.
   std::function<bool()> still_wanted = nullptr;
 };
 
-// Loads a plugin: trust, manifest, dlopen, query, settings, create, devices, ops. All steps succeed
-// or none has an effect. Adds a record and a log line in every case. Waits for the turn to load.
+// Loads a plugin. Steps: file trust check, manifest check, dlopen, query, settings, create,
+// devices, ops. All steps succeed or none has an effect. Adds a record and a log line in every
+// case. Waits for other loads (LoadTurn).
 Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry);
 
 // Activates a backend that is part of libte_fl and records it. Logs a failure.

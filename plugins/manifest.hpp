@@ -63,8 +63,8 @@ struct Manifest {
   int abi_major = 0;
   int abi_minor = 0;
   Probe probe;
-  // The device types and providers, with index 0; the host stands for communicators. Empty: the
-  // plugin is loaded at start.
+  // The device types and providers on whose first use the plugin is loaded, with index 0; the host
+  // device means communicators for host memory. Empty: the plugin is loaded at start.
   std::vector<Device> load_for;
   std::vector<core::PluginSetting> settings;
   std::vector<std::string> vendor_aliases;

@@ -15,7 +15,7 @@ bool any() noexcept;
 // for suggestions.
 void start(const std::vector<std::string>& named, const std::vector<std::string>& manifests);
 // Loads one module and records it. NOT_FOUND: there is no such module; ALREADY_EXISTS: it is
-// active; UNSUPPORTED: it declined to run on this system; INCOMPATIBLE: it failed.
+// active; UNSUPPORTED: the module declined to run on this system; INCOMPATIBLE: loading it failed.
 Result<PluginInfo> load(const std::string& name);
 
 }  // namespace te_fl::plugins::modules

@@ -13,8 +13,8 @@ namespace {
 
 struct Waiting {
   Manifest manifest;
-  // Set by the thread that is loading the plugin or waits for the turn to do so. The entry stays
-  // until the load is complete, so that other threads wait for the same turn.
+  // Set by the thread that is loading the plugin, or that waits for its turn to load it (LoadTurn).
+  // The entry stays until the load is complete, so that other threads wait for the same load.
   bool taken = false;
 };
 

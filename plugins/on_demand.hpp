@@ -10,13 +10,13 @@ namespace te_fl::plugins::on_demand {
 
 // Adds a manifest to the waiting plugins. Discovery calls this instead of loading it.
 void wait(const Manifest& manifest);
-// Removes a plugin from the waiting ones, since it is loaded in another way.
+// Removes a plugin from the waiting plugins, because it is loaded in another way.
 void forget(const std::string& name);
 // True if any plugin is waiting. Costs one atomic load.
 bool any() noexcept;
-// Loads the waiting plugins that serve devices of this type and provider, or all if `device` is
-// null. Waits for those that another thread is loading. Records and logs failures. Does nothing on
-// a thread that is inside an op or a plugin function; the plugins then stay waiting.
+// Loads the waiting plugins for devices of this type and provider, or all if `device` is null.
+// Waits for plugins that another thread is loading. Records and logs failures. Does nothing on a
+// thread that is inside an op or a plugin function; the plugins then stay waiting.
 void load(const Device* device, OpRegistry& registry);
 
 }  // namespace te_fl::plugins::on_demand

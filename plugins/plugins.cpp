@@ -20,8 +20,8 @@
 namespace te_fl::plugins {
 namespace {
 
-// The process's registry after discovery. A plugin that calls this while it is being loaded gets it
-// without waiting for discovery.
+// Returns the process's registry after discovery. If a plugin calls this while it is being loaded,
+// the call returns without waiting for discovery.
 OpRegistry& filled_registry() {
   if (!LoadTurn::mine()) start();
   return OpRegistry::instance();

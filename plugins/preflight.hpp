@@ -3,8 +3,8 @@
 //
 // The dynamic loader reports only its first error. This code examines all needed libraries
 // recursively and reports all errors, with the objects that need each library and the package to
-// install. It loads nothing. Thread-safe. It costs a few file reads per library; symbol tables are
-// read only of libraries that are not mapped yet and of those that may define a missing symbol.
+// install. It loads nothing. Thread-safe. It costs a few file reads per library. It reads symbol
+// tables only of libraries that are not mapped yet and of those that may define a missing symbol.
 //
 // The report is a diagnosis: missing libraries and versions always stop the loader, an undefined
 // symbol does so with RTLD_NOW.
@@ -71,8 +71,8 @@ struct PreflightReport {
   std::vector<ClosureLibrary> libraries;
 
   bool ok() const;
-  // A report of several lines. The first line has the main problem, or says that there is none. No
-  // line break at the end.
+  // Formats the report as several lines. The first line has the main problem, or says that there is
+  // none. No line break at the end.
   std::string to_string() const;
 };
 

@@ -1,4 +1,4 @@
-// The records of all plugins that this process has met.
+// The records of all plugins that this process has loaded, tried to load or skipped.
 #pragma once
 
 #include <memory>
@@ -41,8 +41,9 @@ int64_t retired_objects(const std::string& name);
 std::vector<std::string> failures_from(std::string_view origin);
 // True if `path` belongs to an abandoned plugin, which must not be called again.
 bool is_abandoned(const std::string& path);
-// Marks an active plugin as deactivated. A non-empty `reason` says why it is kept permanently.
-// `kept` stays mapped; null also releases the library kept by an earlier deactivation.
+// Marks an active plugin as deactivated. A non-empty `reason` says why the plugin is kept
+// permanently. The library `kept` stays mapped; null also releases the library kept by an earlier
+// deactivation.
 void deactivated(const std::string& name, const std::string& reason, std::shared_ptr<Library> kept);
 
 }  // namespace records

@@ -3,8 +3,8 @@
 namespace te_fl::plugins {
 
 // Registers the built-in backends with OpRegistry::instance() and loads the plugins that discovery
-// finds, once per process. Other threads that call it meanwhile wait. The loading thread itself
-// does not wait, since plugins may call ops.
+// finds, once per process. Other threads that call start() meanwhile wait. The loading thread
+// itself does not wait, since plugins may call ops.
 void start();
 // True once start() has finished on any thread.
 bool started() noexcept;

@@ -111,8 +111,8 @@ Gate gate(const Op& op, double a, double b, double dy, double limit, double alph
           std::fabs(b) > limit ? 0 : dy * ca * s};
 }
 
-// A bound on the FP32 rounding error of an activation where its terms cancel. Above 10 the terms do
-// not cancel.
+// A bound on the FP32 rounding error of an activation whose terms cancel. For |x| > 10 the terms do
+// not cancel, so the bound does not grow further.
 double cancelled(double x) { return 0x1p-22 * std::clamp(std::fabs(x), 1.0, 10.0); }
 
 void expect_gated(Problem& p, const Op& op, const Variant& v, Tensor* x, Tensor* g, Tensor* y) {
@@ -158,7 +158,7 @@ void expect_plain(Problem& p, const Op& op, Tensor* x, Tensor* g, Tensor* y, Ten
     double magnitude = 0;
     for (int64_t i = 0; i < rows; ++i)
       sum[j] += want[i * h + j], magnitude += std::fabs(want[i * h + j]);
-    // The terms have the FP32 tolerance of the derivative.
+    // Each term of the sum has the FP32 tolerance of the derivative.
     slack[j] = sum_slack(static_cast<double>(rows), magnitude) + 1e-6 * magnitude;
   }
   p.expect(dbias, sum, slack).widen = 4;
@@ -233,7 +233,7 @@ void add_op(Table& table, const Op& op) {
              .dbias = TE_FL_BF16,
              .shape = {144, 200}});
   }
-  if (op.form == Form::kBiasBackward) {  // few rows: partial sums are the result
+  if (op.form == Form::kBiasBackward) {  // few rows: one partial sum
     for (int dbias : kHigh)
       for (const Spec& out : {Spec(TE_FL_BF16), quantised_specs()[7], quantised_specs()[14]})
         variant({.in = TE_FL_BF16,

@@ -9,7 +9,7 @@
 namespace te_fl::conformance {
 namespace {
 
-using namespace attention;  // NOLINT: this file is that namespace's cases
+using namespace attention;  // NOLINT: this file has the attention cases
 
 Spec output_spec(const Variant& v, int fp8) {
   if (!is_fp8(v.dtype)) return Spec(v.out >= 0 ? v.out : v.dtype);
@@ -148,8 +148,8 @@ void add_shapes(std::vector<Variant>& all) {
   all.push_back({.scale = -0.5});
 }
 
-// Cases that vendors' fused kernels support: half precision, multiples of the vector width, all
-// masks.
+// Adds cases that vendors' fused kernels support: half precision, multiples of the vector width,
+// all masks.
 void add_half(std::vector<Variant>& all) {
   constexpr int kBF = TE_FL_BF16;
   for (int layout : {kS, kB}) {
@@ -392,8 +392,8 @@ void add_terms(std::vector<Variant>& all) {
   }
   for (int layout : {kS, kB}) all.push_back({.layout = layout, .dropout = 0.25f});
   all.push_back({.dtype = TE_FL_BF16, .dropout = 0.25f});
-  // Repeats earlier calls with another seed and offset, which plans must not store; also with both
-  // in memory.
+  // Repeats earlier calls with another RNG seed and offset, since a cached plan must not store
+  // these; also with both in memory.
   for (const bool in_memory : {false, true})
     for (const int dtype : {TE_FL_F32, TE_FL_BF16})
       all.push_back({.dtype = dtype,
@@ -432,7 +432,7 @@ void add_terms(std::vector<Variant>& all) {
                  .len_k = {8, 5}});
 }
 
-// Expects -1 or the backend that serves the dtype.
+// A case of get_fused_attn_backend. Expects -1 or the backend number for the dtype.
 void enquire(Problem& p, int dtype, int layout, bool training, int mask, int softmax,
              double dropout, double window) {
   const Spec spec = is_fp8(dtype)
@@ -558,7 +558,7 @@ void add_attention(Cases& cases) {
   const Problem thd{.layout = TE_FL_LAYOUT_THD, .mask = TE_FL_MASK_TYPE_PADDING};
   cases.push_back({"fused_attn_fwd", "thd", [=](Run& r) { Attention(r, thd).forward(r); }});
   add("grouped, plain kernels", {.mask = TE_FL_MASK_TYPE_CAUSAL, .groups = 4, .plain = true});
-  // Few sequences, since the plain kernels launch tokens times sequences blocks.
+  // Few sequences, since the plain kernels launch (tokens x sequences) blocks.
   add("thd, plain kernels", {.layout = TE_FL_LAYOUT_THD,
                              .mask = TE_FL_MASK_TYPE_PADDING,
                              .dim = 256,
@@ -581,7 +581,7 @@ void add_attention(Cases& cases) {
     return Shape{s, c.extent(1), c.extent(2), c.extent(3)};
   };
   const auto lse = [](Case& c, int64_t s) { return Shape{c.extent(1), c.extent(2), s}; };
-  // The multiplications and additions of both products; a causal mask removes half of them.
+  // The floating-point operations of both GEMMs; a causal mask removes half of them.
   const auto flops = [](Case& c, int64_t s) {
     return 2.0 * 2.0 * static_cast<double>(c.extent(1) * c.extent(2) * s * s * c.extent(3)) / 2;
   };

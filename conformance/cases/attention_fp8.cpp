@@ -35,8 +35,8 @@ void add_fp8(std::vector<Variant>& all) {
                    .dv = 128,
                    .packed = true,
                    .scale = 0.125});
-    // Small probabilities with the scale that delayed scaling computes for them; values near 1
-    // would overflow with it.
+    // Small probabilities with the scale that delayed scaling computes for them. With this scale,
+    // probabilities near 1 would overflow.
     all.push_back({.dtype = kE4,
                    .layout = layout,
                    .b = 1,
@@ -88,8 +88,8 @@ void add_fp8(std::vector<Variant>& all) {
                    .scale = 0.125});
 }
 
-// FP8 cases that only general kernels support: lengths and gaps of sequences, windows, odd head
-// sizes, empty extents, computed scales and column-wise copies.
+// Adds FP8 cases that only general kernels support: lengths and gaps of sequences, windows, odd
+// head sizes, empty extents, computed scales and column-wise data.
 void add_fp8_shapes(std::vector<Variant>& all) {
   for (int layout : {kS, kB}) {
     for (int mask : {TE_FL_MASK_TYPE_PADDING, TE_FL_MASK_TYPE_PADDING_CAUSAL,
@@ -183,7 +183,7 @@ void add_fp8_shapes(std::vector<Variant>& all) {
   all.push_back({.dtype = kE4, .mask = TE_FL_MASK_TYPE_CAUSAL, .g = 2, .unrounded = true});
 }
 
-// FP8 cases with the terms of a score, and with dropout and other changes of probabilities.
+// Adds FP8 cases with further terms of the score (bias, ALiBi, masks, sinks), and with dropout.
 void add_fp8_terms(std::vector<Variant>& all) {
   all.push_back({.dtype = kE4, .mask = TE_FL_MASK_TYPE_ARBITRARY, .mask_bh = {2, 4}});
   all.push_back({.dtype = kE4, .layout = kS, .mask = TE_FL_MASK_TYPE_ARBITRARY, .g = 2});

@@ -1,8 +1,8 @@
 #include "conformance/attention_case.hpp"
 
-// Attention with further terms (bias, ALiBi, sinks, mask tensors, dropout, softcap), mostly in half
-// precision. The sizes cross the tile sizes 64 and 128 of matrix-unit kernels and end next to a
-// tile boundary, with and without complete vectors of keys.
+// Cases of attention with further terms (bias, ALiBi, sinks, mask tensors, dropout, softcap),
+// mostly in half precision. The sizes exceed the tile sizes 64 and 128 of tensor-core kernels by a
+// few elements, both with a multiple of the vector width in keys and without.
 namespace te_fl::conformance::attention {
 namespace {
 
@@ -24,7 +24,7 @@ Variant of_two(int64_t sk) {
 
 void add_bias(std::vector<Variant>& all) {
   for (const Dims& bh : {Dims{1, 1}, {2, 1}, {1, 2}, {2, 2}}) {
-    Variant v = of_two(bh[0] == 1 ? 72 : 75);  // 75: the bias rows have an incomplete vector
+    Variant v = of_two(bh[0] == 1 ? 72 : 75);  // 75: the bias rows end within a vector
     v.bias = kBF, v.bias_bh = bh;
     all.push_back(v);
   }
@@ -107,7 +107,7 @@ void add_mask_tensors(std::vector<Variant>& all) {
 }
 
 void add_dropout(std::vector<Variant>& all) {
-  for (int64_t sk : {72, 133, 134, 135}) {  // rows start at each word of a counter
+  for (int64_t sk : {72, 133, 134, 135}) {  // rows start at each of a counter's 4 words
     Variant v = crossing(sk);
     v.dropout = 0.25f, v.g = 1, v.mask = sk == 134 ? kCausal : kNone;
     all.push_back(v);
@@ -143,8 +143,8 @@ void add_dropout(std::vector<Variant>& all) {
   }
 }
 
-// Scores of about 1 with a softcap that hardly changes them, one that does, and one that flattens
-// most of them.
+// Adds cases with scores of about 1 and three softcaps: one that hardly changes the scores, one
+// that does, and one that flattens most of them.
 void add_softcap(std::vector<Variant>& all) {
   for (float cap : {30.0f, 2.0f, 0.25f})
     all.push_back({.mask = cap == 2.0f ? kCausal : kNone, .softcap = cap});

@@ -37,7 +37,7 @@ Fill numbers(const Dims& values) {
       [values](Random&, int64_t i) { return static_cast<double>(values[static_cast<size_t>(i)]); };
 }
 
-// For each output row the index of its input row, computed row by row.
+// Returns the input row of each output row, computed row by row.
 Dims sources(const ChunkVariant& v) {
   Dims from;
   for (const int64_t chunk : v.order) {
@@ -139,7 +139,7 @@ std::vector<ChunkVariant> forward_variants() {
   all.push_back({.sizes = {9}, .order = {0}}), all.push_back({.sizes = {0, 0}, .order = {1, 0}});
   all.push_back({.rest = 5});
   Random r(7);
-  for (int64_t count : {31, 512, 1300}) {  // several iterations of the block that sums the sizes
+  for (int64_t count : {31, 512, 1300}) {  // the sizes exceed one block of threads
     ChunkVariant v{.dtype = TE_FL_BF16, .width = 8, .large = count > 512};
     draw_chunks(r, count, 9, v);
     all.push_back(v);

@@ -19,9 +19,9 @@ struct Variant {
   std::string op;
   int ranks = 2;
   int dtype = TE_FL_F32;
-  Dims shape = {};  // of each rank's part, or of the rows of all_to_all_v
+  Dims shape = {};  // of each rank's tensor, or of the rows of all_to_all_v
   int reduction = TE_FL_REDUCTION_SUM;
-  int other = 0;  // root, or the peer of rank 0
+  int other = 0;  // the root, or the peer of rank 0 in send and recv
   bool in_place = false, nan = false, large = false;
 };
 
@@ -86,7 +86,7 @@ void append(std::vector<uint8_t>& to, const std::vector<uint8_t>& from, size_t b
             from.begin() + static_cast<ptrdiff_t>(begin + n));
 }
 
-// Copies the bytes into the tensor, which may begin anywhere in its memory.
+// Copies the bytes into the tensor, which may begin at an offset in its memory.
 Tensor* put_bytes(Tensor* t, const std::vector<uint8_t>& from) {
   if (from.empty()) return t;
   std::memcpy(t->data->data() + t->c.dl.byte_offset, from.data(), from.size());
@@ -99,7 +99,7 @@ Tensor* put_numbers(Tensor* t, const std::vector<double>& from) {
   return t;
 }
 
-// A tensor in the memory of `whole` that is this rank's part of it.
+// Makes a tensor that is this rank's slice of `whole` and shares its memory.
 Tensor* own_part(Problem& p, const char* name, Tensor* whole, const Dims& shape) {
   whole->role = Role::kInOut;
   return p.strided(name, Role::kInOut, whole->spec, shape, {}, constant(0), whole->data,
@@ -120,8 +120,9 @@ double wrapped(int dtype, double sum) {
       static_cast<int32_t>(static_cast<uint32_t>(static_cast<int64_t>(sum))));
 }
 
-// Expects the elements [begin, begin + n) of the reduction, with a tolerance for a provider that
-// adds in another order and rounds after each addition.
+// Expects the elements [begin, begin + n) of the reduction's result, where n is the number of
+// elements of `t`. The tolerance allows a provider to add in another order and to round after each
+// addition.
 void expect_reduced(Problem& p, const Variant& v, Tensor* t, int64_t begin, int64_t all) {
   const int64_t n = t->numel();
   std::vector<double> want(static_cast<size_t>(n)), size(static_cast<size_t>(n));
@@ -170,7 +171,7 @@ void reduce_scatter(Problem& p, const Variant& v) {
   p.oracle([&p, v, out, n, all] { expect_reduced(p, v, out, p.rank * n, all); });
 }
 
-// ---- cases of copies
+// ---- cases of collectives that copy
 
 void all_gather(Problem& p, const Variant& v) {
   const int64_t n = elements_of(v.shape);

@@ -15,8 +15,8 @@ struct UpdateVariant {
   bool reduced;
 };
 
-// The amaxes of a column, depending on its number: ordinary, no step (zero), infinite, NaN, tiny
-// (the scale overflows).
+// The amaxes of a column of the history. The kind depends on the column's number: ordinary; zero
+// (not used in this step); infinite; NaN; tiny (the scale overflows).
 double amax_of(int64_t column, int64_t row, bool most_recent, Random& r) {
   const double ordinary = (row == 0 ? 2 : row == 1 ? 0.1 : 0.5) + 0.25 * r.uniform();
   if (row != 0) return column % 6 == 1 && row > 1 ? 0 : column % 6 == 4 ? 1e-40 : ordinary;
@@ -74,7 +74,8 @@ void update(Problem& p, const UpdateVariant& v) {
     total += n;
   }
   p.list("amax_histories", histories), p.list("scales", scales);
-  // Reduced amaxes are at least as large as the local ones; every third is missing (zero).
+  // Amaxes after a reduction over ranks are at least as large as the local ones; every third is
+  // missing (zero).
   Tensor* reduced =
       v.reduced ? p.in("amax_reduction_buffer", TE_FL_F32, {total},
                        [](Random& r, int64_t i) { return i % 3 == 0 ? 0 : 3 + r.uniform(); })

@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
 
-// Another seed and offset. A call that differs only in these reuses the plan of an earlier call,
-// which must therefore not store them.
+// A second RNG seed and offset. A call that differs only in these reuses the cached plan of an
+// earlier call, so the plan must not store them.
 constexpr uint64_t kOtherSeed = 0xfedcba987654321ull, kOtherOffset = (uint64_t{1} << 33) + 6;
 
 struct Variant {

@@ -42,7 +42,8 @@ void add_plain(std::vector<Variant>& all) {
 }
 
 void add_epilogues(std::vector<Variant>& all) {
-  // Residual and bias together, whose sum must be rounded only once; sizes that suit vector units.
+  // Residual and bias together: result, residual and bias must be added before the single rounding.
+  // The sizes are multiples of the vector width.
   for (int t : {TE_FL_F16, TE_FL_BF16})
     for (int64_t n : {64, 256})
       for (bool in_place : {false, true})
@@ -212,8 +213,8 @@ void add_epilogues(std::vector<Variant>& all) {
   }
 }
 
-// The epilogues of the two products around an MLP's activation: the 16-bit pre-activation stored
-// beside a quantised result, and the gradient with its column sums.
+// Adds the GEMM epilogues of an MLP: in the forward, the 16-bit pre-activation stored beside a
+// quantised result; in the backward, the gradient with its column sums.
 void add_activations(std::vector<Variant>& all) {
   const auto codes = [](int dtype, bool row, bool col, uint32_t flags = 0) {
     return Spec(dtype, TE_FL_SCALING_TENSOR, row, col, flags);

@@ -62,8 +62,8 @@ void add_fp8(std::vector<Variant>& all) {
       c.residual = c.bias = TE_FL_BF16;
     });
   }
-  // If both operands have K along their rows, only row-wise copies are needed; otherwise
-  // column-wise copies.
+  // If both operands have K along their rows, only row-wise data are needed; otherwise column-wise
+  // data.
   with([&](Variant& c) { c.a = tensor(kE4, true, false), c.b = tensor(kE4, true, false); });
   with([&](Variant& c) {
     c.a = tensor(kE4, false, true), c.b = tensor(kE4, false, true), c.trans_a = true,
@@ -108,7 +108,8 @@ void add_blocks(std::vector<Variant>& all) {
   };
   for (int ta = 0; ta < 2; ++ta)
     for (int tb = 0; tb < 2; ++tb) {
-      // The copy whose blocks lie along K: row-wise, unless A is stored as [K, M] or B as [K, N].
+      // Selects the data whose blocks lie along K: row-wise data, unless A is stored as [K, M] or B
+      // as [K, N].
       const bool a_col = ta == 1, b_col = tb == 0;
       all.push_back({.a = one(a_col),
                      .b = two(b_col),

@@ -1,4 +1,4 @@
-// Products of groups; part of the gemm family.
+// Cases of grouped_gemm; part of the gemm family.
 #include "bench/cases/case.hpp"
 #include "conformance/drawn.hpp"
 #include "conformance/gemm_case.hpp"
@@ -12,14 +12,15 @@ using Sizes = std::vector<std::array<int64_t, 3>>;
 constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
 constexpr int kE4 = TE_FL_F8E4M3, kE5 = TE_FL_F8E5M2;
 
-// Products of experts as in a layer's forward: each expert has a number of tokens and a weight [n,
+// The sizes of the experts' GEMMs in a forward: each expert has a number of tokens and a weight [n,
 // k].
 Sizes of_tokens(const std::vector<int64_t>& tokens, int64_t n, int64_t k) {
   Sizes sizes;
   for (const int64_t m : tokens) sizes.push_back({m, n, k});
   return sizes;
 }
-// The gradients of the experts' weights, where the tokens are the contracted dimension.
+// The sizes of the GEMMs for the experts' weight gradients, where the tokens are the contracted
+// dimension.
 Sizes over_tokens(const std::vector<int64_t>& tokens, int64_t m, int64_t n) {
   Sizes sizes;
   for (const int64_t k : tokens) sizes.push_back({m, n, k});
@@ -134,7 +135,8 @@ void add_blocks(std::vector<GroupCase>& all) {
   const std::vector<int64_t> tokens = {136, 0, 8};
   for (bool ta : {false, true})
     for (bool tb : {false, true}) {
-      // The copy whose blocks lie along K: row-wise, unless A is stored as [K, M] or B as [K, N].
+      // Selects the data whose blocks lie along K: row-wise data, unless A is stored as [K, M] or B
+      // as [K, N].
       GemmCase v{.d = TE_FL_BF16, .trans_a = ta, .trans_b = tb, .split = true};
       v.a = one(ta), v.b = two(!tb);
       all.push_back({v, of_tokens(tokens, 144, 256), "3_experts"});
@@ -195,8 +197,8 @@ void fuzz_grouped_gemm(Drawn& drawn) {
 namespace te_fl::huge {
 namespace {
 
-// Runs a small product and one with a tensor of more than 2^31 elements: D [m, n] = A [m, k] B^T
-// with a large D, or with `across` D = A^T B with a large A.
+// Runs a small GEMM and one with a tensor of more than 2^31 elements: D [m, n] = A [m, k] B^T with
+// a large D, or with `across` D = A^T B with a large A.
 void group(Run& run, bool across) {
   const Pattern left(1), right(2);
   constexpr int64_t kWide = 32768, kNarrow = 32;

@@ -89,7 +89,8 @@ void add_permute(Table& table) {
   all.push_back({.tokens = 40, .each = 3, .experts = 1});
   for (int index : {TE_FL_I32, TE_FL_I64})
     all.push_back({.index = index, .tokens = 30, .any_index = true});
-  // Pairs for many warps, with indices of one, two and four digits of the radix sort.
+  // Enough (token, expert) pairs for many warps, with expert indices of one, two and four digits of
+  // the radix sort.
   for (int64_t experts : {64, 300, 2000})
     all.push_back({.dtype = TE_FL_BF16,
                    .tokens = 5000,
@@ -227,7 +228,7 @@ void add_rows(Table& table) {
   add_rows_ops(table, {.tokens = 0}), add_rows_ops(table, {.width = 0});
   add_rows_ops(table, {.each = 0, .rows = 3});
   add_rows_ops(table, {.tokens = 3, .each = 1}), add_rows_ops(table, {.tokens = 3, .each = 33});
-  // Maps as made from masks: many slots, few of which have a row.
+  // Row maps like those made from routing masks: many slots per token, few of which have a row.
   add_rows_ops(table, {.dtype = TE_FL_BF16, .tokens = 6, .each = 70, .width = 2080, .rows = 30});
   add_rows_ops(table, {.tokens = 5, .each = 40, .width = 19, .rows = 44, .probs = false});
   add_rows_ops(table, {.dtype = TE_FL_BF16, .tokens = 9, .each = 130, .width = 72, .rows = 50});
@@ -461,14 +462,15 @@ namespace {
 
 constexpr int64_t kTop = 2, kExperts = 64;
 
-// The row of each pair, in a pattern like that of routing to all experts.
+// Fills the map with the row of each (token, expert) pair. The pattern is like that of routing to
+// all experts.
 void fill_map(BenchTensor& map, int64_t pairs) {
   auto* rows = map.data<int32_t>();
   for (int64_t i = 0; i < pairs; ++i) rows[i] = static_cast<int32_t>(i * 7919 % pairs);
 }
 int64_t pairs_of(int64_t rows) {
   int64_t tokens = rows;
-  while (tokens * kTop % 7919 == 0) ++tokens;  // makes the map a permutation
+  while (tokens * kTop % 7919 == 0) ++tokens;  // coprime to 7919: permutation
   return tokens * kTop;
 }
 

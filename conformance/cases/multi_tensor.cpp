@@ -97,8 +97,8 @@ void norm(Problem& p, int dtype, const Shapes& shapes, bool per_tensor, bool uns
   });
 }
 
-// Values whose squares are outside of FP32's range. The tolerance is relative, since with an
-// absolute tolerance of 1e-6 all small norms would pass.
+// Cases with values whose squares are outside of FP32's range. Their tolerance is relative, since
+// with an absolute tolerance of 1e-6 all small norms would pass.
 struct RangeVariant {
   const char* name;
   int dtype;
@@ -142,8 +142,8 @@ void add_scale(Table& table) {
       all.push_back({TE_FL_F32, TE_FL_F32, kFew, 1, 0, 0, in_place, false, norm, 1.5});
   all.push_back({TE_FL_BF16, TE_FL_F32, kFew, 0.5, 0, 0, false, false, 6.0, 1.5});
   all.push_back({TE_FL_F32, TE_FL_F32, kFew, 1, 0, 1, true, false, 6.0, 1.5});
-  // The norm is finite and requires no clipping, although the inputs, which are not those that it
-  // was computed from, are not finite.
+  // The norm, which is a separate argument, is finite and requires no clipping, although the inputs
+  // are not finite.
   for (int dtype : kHigh)
     for (double bad : {infinity(), nan_value()})
       all.push_back({dtype, dtype, kFew, 1, bad, 0, true, false, 0.5, 1});

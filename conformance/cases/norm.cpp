@@ -6,9 +6,9 @@
 #include "conformance/huge/norm_gradient.hpp"
 #include "te_fl/ops/norm.h"
 
-// Cases of norms. Statistics have a tolerance of 5e-5 relative. A result is (x - mu) times factors,
-// and FP32 rounds x - mu relative to the size of x. The slack of a result is therefore a few
-// roundings of (|x| + |mu|) rsigma |g|.
+// Cases of norms. Mean and rsigma have a relative tolerance of 5e-5. A result is (x - mu) times
+// factors, and FP32 rounds x - mu relative to the size of x. The tolerance of a result is therefore
+// a few roundings of (|x| + |mu|) rsigma |g|.
 namespace te_fl::conformance {
 namespace {
 
@@ -52,7 +52,7 @@ std::string variant_name(const Variant& v, bool backward) {
 struct Statistics {
   double mu, rsigma;
 };
-// The statistics of a row with the elements x(j).
+// The mean (0 for RMS norm) and rsigma of a row with the elements x(j), j < h.
 template <class Row>
 Statistics statistics(int64_t h, bool layer, double epsilon, const Row& x) {
   double mu = 0, var = 0;
@@ -225,9 +225,9 @@ std::vector<Variant> common_variants() {
   return all;
 }
 
-// Shapes and dtypes that fused kernels support: rows of complete vectors, complete and incomplete
-// blocks of rows and columns, few and many blocks of 128 rows, and all quantised forms of delayed,
-// current and block scaling.
+// Adds shapes and dtypes that fused kernels support: row lengths that are multiples of the vector
+// width, complete and incomplete blocks of rows and columns, few and many blocks of 128 rows, and
+// all quantised formats of delayed, current and block scaling.
 void add_fused_shapes(std::vector<Variant>& all) {
   for (const int dtype : {TE_FL_BF16, TE_FL_F16}) {
     for (const Dims& shape : {Dims{16, 8},
@@ -352,8 +352,8 @@ void add_norm_cases(Table& table) {
       }
       variants.push_back({.shape = {9, 40}, .in_place = "add", .with_add = true});
     }
-    // Cases that fused kernels support: rows of complete vectors. Two of them have several rows per
-    // block.
+    // Cases that fused kernels support: row lengths that are multiples of the vector width. In two
+    // of them a thread block handles several rows.
     const bool layer = op == "layernorm_bwd";
     auto fused = [&](int dtype, Dims shape, bool add) {
       variants.push_back({.x = dtype,

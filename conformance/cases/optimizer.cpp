@@ -82,8 +82,8 @@ void adam_oracle(Problem& p, const AdamVariant& v, const Lists& l) {
   }
 }
 
-// FP8 copies of the parameters. Each must equal, bit for bit, the quantisation of the parameter
-// after the call.
+// Makes the outputs for FP8 copies of the parameters. Each must equal, bit for bit, the
+// quantisation of the parameter after the call.
 std::vector<Tensor*> fp8_params(Problem& p, const AdamVariant& v) {
   return make_list(p, "fp8_params", v.shapes, [&](const std::string& n, const Dims& d, size_t i) {
     Spec spec = v.fp8[i % v.fp8.size()];
@@ -97,7 +97,8 @@ void adam(Problem& p, const AdamVariant& v) {
   Lists l;
   l.a = list_in(p, "grads", v.grad, v.shapes, gaussian(), v.shift);
   // With master weights the parameters are output only, so their previous contents must not matter.
-  // The exception: if nothing is updated, FP8 copies are made from them.
+  // There is one exception: if a noop flag skips the update, the FP8 copies are made from the
+  // previous parameters.
   const bool any = v.master && (v.fp8.empty() || v.noop <= 0);
   l.b = list_inout(p, "params", v.param, v.shapes, any ? constant(nan_value()) : gaussian(),
                    3 * v.shift);
@@ -152,8 +153,8 @@ std::string sgd_name(const SgdVariant& v) {
   return name + shift_name(v.shift);
 }
 
-// A copy is written from the parameter as it is stored, so a copy with more precision shows the
-// parameter's rounding.
+// The tolerance of the copies that SGD writes. A copy is made from the stored parameter, so a copy
+// with a more precise dtype contains the parameter's rounding.
 std::vector<double> copy_extra(const SgdVariant& v, const std::vector<double>& param,
                                std::vector<double> extra) {
   const auto unit = [](int dtype) {

@@ -56,7 +56,7 @@ void permute_by_mask(Problem& p, const MaskVariant& v) {
   Tensor* x = p.in("input", v.dtype, {v.tokens, v.width},
                    v.dtype == TE_FL_U8 ? integers(200) : gaussian(3));
   p.in("routing_map", v.mask, {v.tokens, v.experts}, numbers_of(mask));
-  // One in four pairs has the factor 0 or -0, so it has no token.
+  // One in four (token, expert) pairs has the probability 0 or -0, so it has no row.
   Tensor* probs = v.probs >= 0 ? p.in("probs", v.probs, {v.tokens, v.experts},
                                       [](Random& r, int64_t) {
                                         if (r.below(4) == 0) return r.below(2) == 0 ? 0.0 : -0.0;
@@ -104,8 +104,8 @@ std::vector<MaskVariant> mask_variants() {
   all.push_back({.tokens = 0}), all.push_back({.tokens = 0, .more = 3});
   all.push_back({.pad = TE_FL_I64, .tokens = 0}), all.push_back({.experts = 0, .more = 2});
   all.push_back({.tokens = 1, .experts = 1, .every = 1});
-  // Numbers of tokens: an incomplete tile, and many tiles. Numbers of experts: several iterations
-  // of a block's threads, and more slots of a token than a warp has lanes. Widths: rows for one
+  // Sizes at the limits of kernels. Tokens: an incomplete tile, and many tiles. Experts: more than
+  // the threads of a block, and more slots per token than the lanes of a warp. Widths: rows for one
   // lane and for more than a warp.
   for (int64_t tokens : {63, 64, 65, 200})
     all.push_back({.tokens = tokens, .experts = 8, .width = 4});
@@ -195,7 +195,8 @@ void fuzz_permute_by_mask(Drawn& drawn) {
 namespace te_fl::huge {
 namespace {
 
-// Token t goes to expert e if (t + e) % 4 is 0. One row is left out before the last expert.
+// Token t is routed to expert e if (t + e) % 4 is 0. One output row without a token precedes the
+// rows of the last expert.
 void permute_by_mask(Run& run, int64_t cols) {
   constexpr int64_t kExperts = 8, kEvery = 4;
   const Pattern pattern(1), weights(2);

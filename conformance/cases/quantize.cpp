@@ -42,8 +42,8 @@ double block_value(double g, int64_t i) {
   }
 }
 
-// Data by kind: Gaussian; with NaN, infinities, zeros and ties of rounding; amaxes for which the
-// scale overflows; large values; zeros.
+// Random data by kind: Gaussian; with NaN, infinities, zeros and rounding ties; amaxes for which
+// the scale overflows; large values; zeros.
 Fill data_fill(Data data) {
   return [data](Random& r, int64_t i) -> double {
     const double g = r.gaussian();
@@ -101,7 +101,7 @@ void dequantize(Problem& p, const Spec& spec, int out, const Dims& shape) {
   p.oracle([&p, x, y] { p.expect(y, dequantised(*x)); });
 }
 
-// All codes, including NaN and infinity.
+// Dequantises all codes of the FP8 dtype, including NaN and infinity.
 void dequantize_codes(Problem& p, int dtype) {
   Tensor* x = p.quantised_in("input", {dtype, TE_FL_SCALING_TENSOR, true, false}, {16, 16});
   for (int i = 0; i < 256; ++i) x->data->data()[i] = static_cast<uint8_t>(i);
@@ -110,7 +110,7 @@ void dequantize_codes(Problem& p, int dtype) {
   p.oracle([&p, x, y] { p.expect(y, dequantised(*x)); });
 }
 
-// All E8M0 scales, including NaN, in each copy of MXFP8.
+// Dequantises MXFP8 data with all E8M0 scales, including NaN, from row-wise or column-wise data.
 void dequantize_scales(Problem& p, bool columnwise) {
   const Dims shape = columnwise ? Dims{32, 256} : Dims{256, 32};
   Tensor* x =
@@ -143,7 +143,8 @@ void bgrad(Problem& p, int in, const Spec& spec, int out, const Dims& shape) {
   });
 }
 
-// MXFP8 forms that quantised_specs() lacks: the other FP8 formats, and a lower bound of amaxes.
+// MXFP8 formats that quantised_specs() does not have: the other FP8 dtypes, and a lower bound of
+// amaxes.
 std::vector<Spec> mxfp8_specs() {
   constexpr int kMxfp8 = TE_FL_SCALING_MXFP8;
   return {{TE_FL_F8E4M3, kMxfp8, true, false},
@@ -268,7 +269,7 @@ void add_bgrad(Table& table) {
         [=](Problem& p) { bgrad(p, TE_FL_F32, spec, TE_FL_F32, shape); }, shape[0] == 300);
 }
 
-// Tensor i has the form specs[i % specs.size()].
+// A multi_quantize case with `count` tensors. Tensor i has specs[i % specs.size()].
 void multi_quantize(Problem& p, int count, const std::vector<Spec>& specs, double noop,
                     bool even = false) {
   std::vector<Tensor*> xs, ys;

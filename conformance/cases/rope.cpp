@@ -7,7 +7,8 @@
 #include "conformance/huge/rope.hpp"
 #include "te_fl/ops/rope.h"
 
-// Cases of rotary embedding. The two columns of a pair have equal angles, as in all known callers.
+// Cases of rotary embedding. The two columns that are rotated together have equal angles, as in all
+// known callers.
 namespace te_fl::conformance {
 namespace {
 
@@ -231,7 +232,8 @@ std::vector<Variant> variants() {
                  .start = true,
                  .lengths = {5, 2, 7}});
   for (int d : kHigh) {
-    // Head sizes that allow wide memory accesses, and a token whose angles exceed shared memory.
+    // Head sizes that allow wide memory accesses, and a head whose angles do not fit into shared
+    // memory.
     all.push_back({.dtype = d, .layout = kS, .s = 5, .b = 2, .h = 9, .d = 128, .r = 128});
     all.push_back(
         {.dtype = d, .layout = kB, .s = 5, .b = 2, .h = 3, .d = 96, .r = 64, .interleaved = true});
@@ -294,7 +296,8 @@ int64_t draw_rotated(Draw& r, int64_t width) {
   return Drawn::chance(r, 2) ? width / 2 * 2 : 2 + r.below(width / 2) * 2;
 }
 
-// Random context parallelism: a rank whose `s` tokens are two chunks of equal length.
+// Draws random context parallelism in a quarter of the cases: a rank whose `s` tokens are two
+// chunks of equal length.
 void draw_share(Draw& r, int64_t& s, int& size, int& rank) {
   if (!Drawn::chance(r, 4)) return;
   size = 2 + static_cast<int>(r.below(3)), rank = static_cast<int>(r.below(size));

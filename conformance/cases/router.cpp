@@ -134,8 +134,8 @@ void router_forward(Problem& p, const RouterVariant& v) {
   });
 }
 
-// Random experts for each row, as one byte per expert. `indices` receives the same choice as the
-// forward could have saved it.
+// Draws random experts for each row; returns one byte per expert. `indices` receives the same
+// choice in the form that the forward saves.
 std::vector<uint8_t> draw_choice(Random& r, const RouterVariant& v, std::vector<double>& indices) {
   std::vector<uint8_t> map(static_cast<size_t>(tokens_of(v.shape) * v.experts), 0);
   for (int64_t t = 0; t < tokens_of(v.shape); ++t)
@@ -233,7 +233,7 @@ std::vector<RouterVariant> router_variants() {
   kinds({.options = {.topk = 10}, .shape = {5}, .experts = 512});
   kinds({.shape = {0}}), kinds({.shape = {}});
   kinds({.options = {.topk = 8}, .shape = {40}, .experts = 64, .ties = true});
-  // Logits whose exponentials, or the square roots of these, are near the limits of FP32's range.
+  // Logits x for which exp(x) or its square root is near the limits of FP32's range.
   for (int shift : {-20, -80, -88, -100, -150, -300, 100})
     for (int dtype : {TE_FL_F32, TE_FL_BF16})
       kinds({.options = {.topk = 12},

@@ -58,7 +58,7 @@ struct ScaledTensors {
   Tensor *x, *scales, *dy, *y, *dscales;
 };
 
-// A bound on the FP32 rounding error where terms that depend on a cancel.
+// A bound on the FP32 rounding error of activations with terms in `a` that cancel.
 double lost(double a, double b) {
   return 0x1p-21 * (1 + std::min(std::fabs(a), 10.0)) * (1 + std::min(std::fabs(b), 30.0));
 }

@@ -81,7 +81,7 @@ void probabilities(Tensor* x, const std::function<bool(int64_t, int64_t)>& out, 
 
 void forward(Problem& p, const Op& op, const Variant& v) {
   Tensor* x = p.in("input", v.dtype, v.shape, [v](Random& r, int64_t i) {
-    // In half of the rows; the mask hides some of them.
+    // Puts NaN into half of the rows; the mask hides some of these elements.
     if (v.nan && i / v.shape.back() % 2 == 0 && i % 61 == 3) return std::nan("");
     return v.minus_infinity && i % v.shape.back() != 0 && i % 3 == 1 ? -infinity()
                                                                      : v.sigma * r.gaussian();
@@ -108,7 +108,7 @@ void forward(Problem& p, const Op& op, const Variant& v) {
 
 void backward(Problem& p, const Op& op, const Variant& v) {
   Tensor* dy = p.in("output_grad", v.dtype, v.shape);
-  // Probabilities of random scores with the op's own mask.
+  // The input of a backward: probabilities of random scores under the op's mask.
   const int64_t k = v.shape.back();
   auto scores = std::make_shared<std::vector<double>>();
   if (p.fills) {
@@ -139,8 +139,8 @@ void backward(Problem& p, const Op& op, const Variant& v) {
         want[i * k + j] = v.scale * yj * (d - dot);
         extra[i * k + j] = std::fabs(v.scale) * yj *
                            (sum_slack(static_cast<double>(k), magnitude) + 0x1p-22 * std::fabs(d));
-        // 0 times NaN; the op may instead treat a hidden key's result as 0, so the element is
-        // skipped.
+        // This element is 0 times NaN. The op may treat a hidden key's result as 0, so the element
+        // is not compared.
         const bool causal = op.mask == Mask::kCausal || op.mask == Mask::kBottomRight;
         skip[i * k + j] = std::isnan(dot) && causal && masked_out(op, v, nullptr, i, j);
       }
@@ -170,7 +170,8 @@ std::vector<Variant> variants_of(const Op& op) {
   all.push_back({.dtype = TE_FL_BF16,
                  .shape = square ? Dims{4, 256, 256} : Dims{2, 4, 128, 256},
                  .large = true});
-  // Widths from rows that a few threads hold to rows that exceed a block, even and odd.
+  // Row lengths, even and odd, from rows that a few threads hold to rows that exceed a thread
+  // block.
   const std::pair<int, int64_t> widths[] = {
       {TE_FL_F16, 200},   {TE_FL_BF16, 512},  {TE_FL_F16, 1000},   {TE_FL_F32, 2047},
       {TE_FL_BF16, 2048}, {TE_FL_F16, 4001},  {TE_FL_BF16, 8192},  {TE_FL_BF16, 8195},
@@ -178,12 +179,13 @@ std::vector<Variant> variants_of(const Op& op) {
       {TE_FL_F32, 16384}, {TE_FL_F16, 32768}, {TE_FL_F32, 33001},  {TE_FL_BF16, 60001}};
   for (const auto& [dtype, width] : widths)
     if (!square) all.push_back({.dtype = dtype, .shape = {1, 1, 3, width}});
-  // More wide rows than a GPU processes in three rounds.
+  // More wide rows than a GPU processes in three waves of blocks.
   if (!square) {
     all.push_back({.dtype = TE_FL_BF16, .shape = {2, 2, 150, 16392}, .large = true});
   }
   if (square) all.push_back({.dtype = TE_FL_BF16, .shape = {1, 520, 520}, .large = true});
-  // A NaN in sight leaves the masked elements 0, by every kind of row.
+  // A visible NaN makes its row NaN except for the masked elements, which are 0. The shapes cover
+  // every kind of row.
   if (op.mask != Mask::kNone) {
     all.push_back({.shape = shape(1, 2, 9, 41), .nan = true});
     all.push_back({.dtype = TE_FL_BF16, .shape = shape(1, 2, 96, 96), .nan = true});

@@ -1,6 +1,6 @@
 // Cases with NaN and infinities for all ops whose formula defines the result (docs/numerics.md).
-// They are made from the smallest cases of the table: the special values are written into the
-// inputs before the oracle runs.
+// They are made from the smallest existing cases: the special values are written into the inputs
+// before the oracle runs.
 #include <algorithm>
 #include <cmath>
 #include <iterator>
@@ -15,19 +15,20 @@ namespace {
 
 bool begins(const std::string& text, const std::string& part) { return text.rfind(part, 0) == 0; }
 
-// Ops that are excluded here, with the reason.
+// True for ops that are excluded here; the comments give the reasons.
 bool has_own(const Case& c) {
-  // Rounding, copies, scale updates and list norms have such cases in their own files.
+  // Quantisation, copies, scale updates and list norms have cases with special values in their own
+  // files.
   if (c.family == "quantize" || begins(c.op, "multi_tensor_")) return c.op != "multi_tensor_adam";
-  // Routers: the effect of a NaN among scores that are not chosen depends on the order of the
-  // products.
+  // Routers: the effect of a NaN among the scores of unselected experts depends on the order of
+  // operations.
   if (begins(c.op, "fused_topk_") || begins(c.op, "fused_score_")) return true;
   // Attention: the effect of a masked NaN is undefined, since a library may multiply it by zero.
   return c.family == "attention" || c.op == "strided_copy";
 }
 
-// Derivatives that are zero below a threshold. For NaN inputs, 0 times NaN may give NaN or zero,
-// depending on the implementation.
+// True for derivatives that are zero below a threshold. For NaN inputs, 0 times NaN may give NaN or
+// zero, depending on the implementation.
 bool is_stepped(const std::string& op) {
   return op.find("drelu") != std::string::npos || op.find("dsrelu") != std::string::npos ||
          op.find("dreglu") != std::string::npos || op.find("dsreglu") != std::string::npos ||
@@ -71,7 +72,7 @@ void strew_infinity(Problem& p) {
   t.data->freeze();
 }
 
-// Ops whose formula, evaluated term by term in any order, gives the limit at +infinity.
+// True for ops whose formula, evaluated term by term in any order, gives the limit at +infinity.
 bool has_limit(const std::string& op) {
   static const std::set<std::string> ops = {"gelu", "qgelu", "relu",         "srelu",
                                             "silu", "add",   "embedding_fwd"};
@@ -82,7 +83,7 @@ bool has_limit(const std::string& op) {
 struct Kind {
   int input = -1;          // dtype of the first input that allows special values; -1: none
   int out = TE_FL_F32;     // dtype of the quantised output, if any
-  bool quantised = false;  // true if there is one
+  bool quantised = false;  // true if an output is quantised
 };
 Kind kind_of(const Case& c) {
   Problem p(c.op, c.seed);
@@ -118,8 +119,8 @@ void add_special_cases(Table& table) {
     if (taken.count(c.op + " f32") != 0 && taken.count(c.op + " bf16") != 0 &&
         taken.count(c.op + " codes") != 0)
       continue;
-    // The kind of a case is known only after building it, but its name tells whether its tensors
-    // are small.
+    // The kind of a case is known only after building it, but its name shows if its tensors are
+    // small.
     const bool small = c.name.find("/7x33") != std::string::npos,
                codes = c.name.find(".tensor.row") != std::string::npos;
     if (!small && !codes && ++looked_at[c.op] > kMost) continue;

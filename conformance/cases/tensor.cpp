@@ -27,7 +27,7 @@ std::vector<Strided> layouts() {
           {"middle", {4, 3, 8}, {96, 8, 1}, 24, 4 * 96}};
 }
 
-// Values for all situations of rounding: small, large, ties, special values.
+// Values for all rounding situations: small, large, ties, special values.
 double spread(Random& r, int64_t i) {
   static const double special[] = {
       0,       -0.0,         1e-300,      65519.99,      65520,        448,
@@ -115,7 +115,8 @@ void fill_case(Table& table, const std::string& name, int dtype, const Strided& 
   add(table, "tensor", "fill", std::string(name_of(dtype)) + "/" + name, [=](Problem& p) {
     Tensor* y = p.strided("output", Role::kOut, dtype, at.shape, at.strides, constant(0), nullptr,
                           at.offset, at.storage);
-    // Changes the poison: that of an FP8 output is NaN, so unwritten elements would pass.
+    // Changes the initial contents of an 8-bit output: the usual pattern is NaN, so elements that
+    // the op did not write would pass.
     if (std::isnan(value) && width_of(dtype) == 8) {
       std::fill_n(y->data->data(), y->data->size(), uint8_t{0x2a});
       y->data->freeze();
@@ -372,7 +373,7 @@ void add_loss(Table& table) {
     for (double s : {0.0, 0.1})
       all.push_back({.dtype = d, .shape = {5}, .vocabulary = 3001, .smoothing = s});
   all.push_back({.dtype = TE_FL_BF16, .shape = {3}, .vocabulary = 8200, .in_place = true});
-  // More rows, or parts of a row, than one kernel launch covers.
+  // More rows, or more chunks of a row, than one kernel launch covers.
   all.push_back({.dtype = TE_FL_BF16, .shape = {(1 << 18) + 5}, .vocabulary = 3, .large = true});
   all.push_back({.shape = {2}, .vocabulary = (1 << 20) + 3, .large = true});
   for (const LossVariant& v : all) {

@@ -38,11 +38,11 @@ struct Speed {
 };
 void to_json(nlohmann::json& out, const Speed& s);
 
-// An op that one of the plugin's implementations serves on a device. A child works on one target at
-// a time.
+// An op that one of the plugin's implementations supports on a device. A child works on one target
+// at a time.
 struct Target {
   std::string op, impl, device = {};  // empty device: no supported device is present
-  std::string family = {};            // in the conformance table; empty: no cases for the op
+  std::string family = {};            // of conformance cases; empty: no cases for the op
   bool first = true;                  // the first device of its type that the op supports
 };
 
@@ -56,8 +56,8 @@ struct Report {
   std::vector<DeviceFacts> devices;
   std::string date, host, te_fl, options;  // time, host, te-fl's version, options
   std::vector<Target> targets;
-  // The reasons for which the run gives no certificate even without a failure: options that select
-  // a part, ops without a device on this machine, or no op case that ran.
+  // The reasons for which the run gives no certificate even without a failure: options that
+  // restrict the check, ops without a device on this machine, or no case of an op that ran.
   std::vector<std::string> left_out;
   // Parts of the check that did not run, with the reason. The reports show them in grey; they are
   // not failures.
@@ -71,7 +71,8 @@ struct Report {
   bool certified() const { return count(Outcome::kFail) == 0 && left_out.empty(); }
 };
 
-// Loads the plugin and serves the parent's orders, which are JSON lines on two file descriptors.
+// Runs the child process: loads the plugin and executes the parent's orders, which are JSON lines
+// on two file descriptors.
 int serve(const CheckOptions& options);
 // Like serve(), in an interpreter's process. `options` is the text that the parent passed to it.
 int serve_text(const std::string& options);

@@ -53,8 +53,8 @@ std::string wrong_op(const CheckOptions& o, const Table& table, const std::vecto
   return "--op " + o.op + ": the plugin does not implement it; it implements " + listed(here);
 }
 
-// The error for a --case that matches no case. Since --case may be any part of a name, suggestions
-// may be similar to any part too.
+// The error for a --case that matches no case. --case may be any substring of a name, so the
+// suggestions may be substrings too.
 std::string wrong_case(const CheckOptions& o, const Table& table,
                        const std::set<std::string>& ops) {
   CheckOptions every = o;
@@ -94,7 +94,8 @@ void say_what_is_left_out(const CheckOptions& o, bool less, Report& report) {
     if (!value->empty() && (value != &o.device || less)) report.left_out.push_back(option + *value);
 }
 
-// The set of (op, implementation, device type); the first device of each type is checked.
+// Returns the set of (op, implementation, device type). Only the first device of each type is
+// checked.
 std::set<std::string> served(const std::vector<Target>& targets) {
   std::set<std::string> all;
   for (const Target& t : targets)

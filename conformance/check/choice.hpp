@@ -1,4 +1,4 @@
-// te-fl check: the selection of a part of the plugin, and of cases, by the options.
+// te-fl check: the selection of targets and cases by the options.
 #pragma once
 
 #include <string>
@@ -16,8 +16,8 @@ te_fl::conformance::Table chosen_cases(const CheckOptions& options,
 te_fl::conformance::Table chosen_sweep(const CheckOptions& options, const std::string& op);
 bool is_chosen_device_step(const CheckOptions& options, const std::string& name);
 
-// Puts the targets of `all` that the options select, and their devices, into the report, and the
-// excluded parts into its left_out. Returns the error text of a wrong option, with a suggestion;
+// Adds the targets of `all` that the options select, and their devices, to the report, and the
+// excluded targets to its left_out. Returns the error text of a wrong option, with a suggestion;
 // empty if there is none.
 std::string choose(const CheckOptions& options, const std::vector<Target>& all, Report& report);
 

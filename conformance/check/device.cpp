@@ -139,7 +139,7 @@ Status blocks_on(const Device& d, void* stream) {
 
 Status allocation(const Device& d) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream own, some_stream(d));
-  for (int life = 0; life < 2; ++life) {  // the second time from a possible cache of freed blocks
+  for (int life = 0; life < 2; ++life) {  // the second time possibly from a cache of freed blocks
     TE_FL_RETURN_IF_ERROR(blocks_on(d, nullptr));
     TE_FL_RETURN_IF_ERROR(blocks_on(d, own.get()));
   }
@@ -260,8 +260,8 @@ Status pinned(const Device& d) {
 
 // ---- tests of the order of work
 
-// Work that occupies a device for some milliseconds, so that a missing wait is detected. A device
-// that merely executes late is detected without load, so each test first runs without load.
+// Work that occupies a device for some milliseconds, so that a missing wait is detected. Each test
+// first runs without load, which already detects a device that executes late.
 class Load {
  public:
   Load() = default;  // no load
@@ -291,9 +291,9 @@ class Load {
   int fills_ = 0;
 };
 
-// Host memory to which a copy on a stream may still write late: pinned if the device has pinned
-// memory. It is kept until the child ends, since work that should be complete may still write to
-// it.
+// Returns host memory for copies on a stream that may complete late: pinned if the device has
+// pinned memory. The memory is kept until the child ends, since a faulty device may write to it
+// after the test.
 te_fl::Result<uint8_t*> landing(const Device& d, size_t bytes) {
   static auto* const pinned_ones = new std::deque<Memory>;
   static auto* const plain_ones = new std::deque<Bytes>;
@@ -391,8 +391,8 @@ Status streams(const Device& d) {
 
 // ---- tests of events
 
-// After stream b has waited for an event of stream a, a copy on b sees what a wrote before the
-// event. The second iteration records the event again.
+// After stream b has waited for an event of stream a, a copy on b sees the data that stream a wrote
+// before the event. The second iteration records the event again.
 Status stream_waits_under(const Device& d, const te_fl::Stream& a, const Load& load) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream b, te_fl::Stream::create(d));
   TE_FL_ASSIGN_OR_RETURN(te_fl::Event event, te_fl::Event::create(d));
@@ -436,8 +436,8 @@ Status host_waits_under(const Device& d, const te_fl::Stream& a, const Load& loa
   return {};
 }
 
-// An event that is reported as done has all earlier work complete, and it is eventually reported as
-// done although no thread waits.
+// If an event is reported as done, all earlier work is complete. The event is eventually reported
+// as done even if no thread waits for it.
 Status polled_under(const Device& d, const te_fl::Stream& a, const Load& load) {
   TE_FL_ASSIGN_OR_RETURN(te_fl::Event event, te_fl::Event::create(d));
   TE_FL_ASSIGN_OR_RETURN(const Memory x, Memory::make(d, kSmall, a.get()));
@@ -505,8 +505,8 @@ bool has(const te_fl_device_api& api, Slot te_fl_device_api::*slot) {
          api.*slot != nullptr;
 }
 
-// Checks the device's answers about its properties, its own memory, and a stream that is not being
-// captured.
+// Checks the device's queries: its properties, whether memory belongs to it, and whether a stream
+// is being captured (it is not).
 Status questions(const Device& d) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl_device_props props, devices::properties(d));
   if (props.name[0] == '\0') return wrong("properties() left the name empty");

@@ -73,8 +73,8 @@ std::vector<Finding> strided(const Subject& subject, const Table& cases) {
   return found;
 }
 
-// The case with values that no other thread has, so that data leaking between calls are detected.
-// Null unless it passes when it runs alone.
+// Prepares the case with data that no other thread has, so that data leaking between calls are
+// detected. Null unless the case passes when it runs alone.
 std::unique_ptr<Prepared> alone(const Subject& subject, const Case& c, uint64_t thread) {
   Case own = c;
   own.seed += thread * 0x9e3779b97f4a7c15u;
@@ -138,7 +138,7 @@ Holdings holdings(const te_fl::Device& device) {
   return h;
 }
 
-// The smallest growth over four rounds.
+// The smallest growth of memory in any of four rounds.
 template <class Round>
 Holdings growth_of(const te_fl::Device& device, const Round& round) {
   Holdings least{INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX}, before = holdings(device);
@@ -182,8 +182,8 @@ std::vector<Finding> leaks(const Subject& subject, const Table& cases) {
   Holdings least = growth_of(subject.device, [&] { calls(n); });
   if (!wrong.empty()) return {made("leak", Outcome::kFail, wrong, &c)};
   if (!subject.device.is_host() && least.device_used > 0) {
-    // Uploads the same tensors and copies them back without a call. If memory grows nevertheless,
-    // the device causes it.
+    // Uploads the same tensors and copies them back without a call of the op. If memory grows
+    // nevertheless, the device causes it.
     const Holdings device = growth_of(subject.device, [&] { calls(n, {.describe = true}); });
     if (device.device_used > 0)
       return {made("leak", Outcome::kUnsupported,

@@ -13,7 +13,7 @@ struct CheckOptions {
   std::string op, family, impl, device;
   std::string name;               // part of a case's name
   uint64_t seed = 1;              // of random cases
-  bool quick = false;             // a quarter of the table, no speed tests
+  bool quick = false;             // a quarter of the cases, no speed tests
   double time_limit = 30;         // in seconds, for one call
   int jobs = 0;                   // number of child processes; 0: number of processors
   std::string json, junit, html;  // files to write; empty: none

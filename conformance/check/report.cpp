@@ -22,7 +22,8 @@ struct Tally {
   }
 };
 
-// Tallies by (op, implementation) and dtype. Findings without a dtype count only in the totals.
+// Counts of findings by (op, implementation) and dtype. Findings without a dtype count only in the
+// totals.
 struct Matrix {
   std::set<std::string> dtypes;
   std::map<std::pair<std::string, std::string>, std::map<std::string, Tally>> rows;

@@ -59,7 +59,8 @@ std::string dtype_of(const te_fl::conformance::Problem& problem);
 // lists all candidates.
 std::string reason_of(const std::string& message, const std::string& impl);
 
-// Runs the case and compares the outcome with the table's expectation; also checks the memory.
+// Runs the case and compares the results with its expectations; also checks the memory around the
+// tensors.
 Finding result_of(const Subject& subject, const te_fl::conformance::Case& c,
                   te_fl::conformance::Prepared& prepared);
 // Checks that two calls in deterministic mode give the same bits.
@@ -72,8 +73,8 @@ Finding guard_of(const Subject& subject, const te_fl::conformance::Case& c,
 // Like guard_of(), with tensors placed directly after inaccessible pages.
 Finding start_guard_of(const Subject& subject, const te_fl::conformance::Case& c,
                        te_fl::conformance::Prepared& prepared);
-// Repeats the call on a device with different bytes around each tensor, since device pages cannot
-// be protected. `bytes`: size of the margin on each side.
+// Repeats the call on a device with different bytes in a margin around each tensor, since device
+// pages cannot be protected. `bytes`: size of the margin on each side.
 Finding margins_of(const Subject& subject, const te_fl::conformance::Case& c,
                    te_fl::conformance::Prepared& prepared, size_t bytes = size_t{64} << 10);
 // Checks describe() for a call that is supported: it must return a text and not access any tensor.
@@ -84,9 +85,9 @@ Finding describe_of(const Subject& subject, const te_fl::conformance::Case& c,
 std::optional<Finding> stream_of(const Subject& subject, const te_fl::conformance::Case& c,
                                  te_fl::conformance::Prepared& prepared);
 
-// Reports that a call has returned, at most once per second. --time-limit applies to a single call,
-// independent of the number of calls in a step and of the machine's load. May be called from any
-// thread; does not allocate.
+// Reports to the parent that a call has returned, at most once per second. --time-limit thus
+// applies to a single call, independent of the number of calls in a step and of the machine's load.
+// May be called from any thread; does not allocate.
 void beat();
 
 // A step that runs once per device. Its name begins with "device/". UNSUPPORTED: the device lacks

@@ -14,8 +14,8 @@ namespace te_fl_tool::check {
 namespace {
 
 // The stack pointer of a thread, from /proc/self/task/ID/syscall. The file contains "NUMBER
-// ARGUMENTS.. SP PC" for a waiting thread and "running" for a running one. 0: the thread has ended.
-// nullopt: it is running, or the system does not tell.
+// ARGUMENTS.. SP PC" for a waiting thread and "running" for a running one. Returns 0 if the thread
+// has ended; nullopt if it is running or the system does not report it.
 std::optional<uintptr_t> stack_pointer(const std::string& thread) {
   const std::string folder = "/proc/self/task/" + thread;
   for (int i = 0; i < 20; ++i) {

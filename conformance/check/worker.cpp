@@ -158,10 +158,10 @@ te_fl::Result<te_fl::plugins::PluginInfo> open_plugin(const CheckOptions& option
                                                       ProcessState& state) {
   state = ProcessState::now();
   te_fl::OpManager::instance();
-  te_fl::plugins::take_odd_status();  // drops that of installed plugins
+  te_fl::plugins::take_odd_status();  // drops the status of other installed plugins
   te_fl::plugins::take_undeclared_setting();
   if (options.builtin.empty()) {
-    // The state after the changes of other installed plugins.
+    // Records the process state with the changes that other installed plugins have made.
     const ProcessState with_others = ProcessState::now();
     auto loaded = te_fl::plugins::load(options.plugin);
     if (loaded.ok()) state = with_others;
@@ -400,8 +400,8 @@ class Worker {
     say({{"result", f}});
   }
 
-  // Reports an invalid status. The host replaces such a status, so no other check sees it. Reported
-  // once per implementation and check.
+  // Reports an invalid status that the plugin returned. te-fl replaces an invalid status, so no
+  // other check detects it. Reported once per implementation and check.
   void report_status(Finding f) {
     const std::string odd = te_fl::plugins::take_odd_status();
     if (odd.empty() || !told_.insert(f.impl + " " + f.device + " " + f.check).second) return;

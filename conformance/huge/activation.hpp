@@ -1,5 +1,5 @@
-// Activations, gradients, and gradients with a bias gradient on huge tensors: each op once in BF16;
-// quantised outputs and odd extents with one op each.
+// Activations, their gradients, and gradients with a bias gradient on huge tensors. Each op runs
+// once in BF16; quantised outputs and odd extents are tested with one op each.
 #pragma once
 
 #include "conformance/huge/cases.hpp"
@@ -26,10 +26,11 @@ struct Gate {
 constexpr Gate kGates[] = {{"geglu", &kGelu},   {"qgeglu", &kQgelu}, {"reglu", &kRelu},
                            {"sreglu", &kSrelu}, {"swiglu", &kSilu},  {"glu", &kSigmoid}};
 
-// The largest input of cases with FP8 output. Its index in the output is above 2^31.
+// The largest input element of cases with FP8 output. The index of the result in the output is
+// above 2^31.
 constexpr float kOutlier = 20;
 
-// The values of a pattern with one element replaced by kOutlier.
+// A pattern of input values with one element replaced by kOutlier.
 struct Marked {
   Pattern pattern{1};
   int64_t place = -1;
@@ -52,7 +53,7 @@ inline void forward(Run& run, const Activation& act, int64_t cols) {
       y, "output", [&](int64_t i) { return act.f(pattern.at(i)); }, 0x1p-8, 1e-4);
 }
 
-// One row whose length has no convenient divisors.
+// Runs a forward on one row whose length is not a multiple of a vector or block size.
 inline void forward_of_one_row(Run& run) {
   const Pattern pattern(1);
   const Tensor x = run.input({run.elements()}, pattern), y = run.output({run.elements()});

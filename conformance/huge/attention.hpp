@@ -1,6 +1,7 @@
-// Attention on huge tensors, forward and backward: on the chosen implementation, and on the plain
-// kernels of a backend that also uses a library. Log-sum-exps and outputs that the backward reads
-// are arbitrary numbers, since its formula does not depend on their origin.
+// Attention on huge tensors, forward and backward. Runs on the implementation that dispatch
+// chooses, and on the plain kernels of a backend that otherwise calls a library. Log-sum-exps and
+// outputs that the backward reads are arbitrary numbers, since its formula does not depend on their
+// origin.
 #pragma once
 
 #include <algorithm>
@@ -189,7 +190,7 @@ class Attention {
     for (int64_t e = 0; e < p_.dim; ++e) sum += double{a.at(i + e)} * double{b.at(j + e)};
     return sum;
   }
-  // dS before the factor of the scores, and its slack.
+  // dS before the multiplication with the scale of the scores, and its error tolerance.
   Near slope(const Place& at, int64_t j) const {
     if (!sees(at, j)) return {0, 0};
     const int64_t row = index(at.b, at.s, at.h, p_.heads);
@@ -278,8 +279,8 @@ class Attention {
   Tensor q_, k_, v_, bias_, lengths_;
 };
 
-// FP8, bshd. The probabilities are quantised too, with a relative error of up to 1/16. The scores
-// differ so much that few keys determine each result.
+// A forward in FP8 with layout bshd. The probabilities are quantised too, with a relative error of
+// up to 1/16. The scores differ so much that few keys determine each result.
 inline void forward_of_codes(Run& run, bool plain) {
   constexpr int64_t kHeads = 16, kDim = 128, kLength = 128;
   constexpr double kScale = 2, kOut = 16;

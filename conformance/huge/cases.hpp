@@ -19,7 +19,7 @@ struct Case {
 };
 using Cases = std::vector<Case>;
 
-// An extent that is a multiple of all block and vector sizes, and one that is a multiple of none.
+// Extents of rows: kCols is a multiple of all block and vector sizes, kOddCols a multiple of none.
 inline constexpr int64_t kCols = 4096, kOddCols = 4099;
 
 void add_activations(Cases& cases);

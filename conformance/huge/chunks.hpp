@@ -1,4 +1,4 @@
-// Sorting of huge tensors' chunks of rows.
+// Reordering of chunks of rows in huge tensors.
 #pragma once
 
 #include "conformance/huge/cases.hpp"

@@ -1,5 +1,5 @@
-// Dequantisation from either copy in all scaling modes, and transposition of FP8 data, with huge
-// tensors.
+// Dequantisation from row-wise and column-wise data in all scaling modes, and transposition of FP8
+// data, with huge tensors.
 #pragma once
 
 #include "conformance/huge/cases.hpp"

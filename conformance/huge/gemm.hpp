@@ -1,5 +1,5 @@
-// Matrix products with an operand or result of more than 2^31 elements: products that the library
-// computes alone, and products with epilogues and conversions.
+// GEMMs with an operand or result of more than 2^31 elements: GEMMs that the vendor's library
+// computes alone, and GEMMs with epilogues and conversions.
 #pragma once
 
 #include "conformance/huge/cases.hpp"
@@ -63,7 +63,8 @@ inline void product(Run& run, const Sizes& s, const Epilogue& e) {
     if (e.residual) v += other.at(i);
     return e.accumulate ? v + 0.5 * other.at(i) : v;
   };
-  // GELU may be applied to the rounded product, and its derivative multiplied with it.
+  // An implementation may round the GEMM's result before it applies GELU or multiplies with GELU's
+  // derivative.
   const bool rounded_between = e.gelu || e.pre_gelu_in;
   run.expect(d, "d", result, rounded_between ? 0x1p-6 : 0x1p-8, rounded_between ? 2e-3 : 1e-4);
   if (e.gelu) run.expect(saved, "pre_gelu_out", linear, 0x1p-8, 1e-4);

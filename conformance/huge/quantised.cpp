@@ -79,7 +79,7 @@ Quantised::Quantised(Run& run, const Shape& shape, const QuantSpec& spec, float 
   }
 }
 
-// One of the two copies as a matrix. The column-wise data of MXFP8 are not transposed.
+// The row-wise or column-wise data as a matrix. The column-wise data of MXFP8 are not transposed.
 struct Quantised::Copy {
   bool columnwise, transposed;
   int64_t m, k;

@@ -13,7 +13,7 @@ struct Heads {
 };
 constexpr Heads kAligned{16, 128, 96}, kOdd{3, 50, 34};
 
-// The angles of each position, equal for both columns of a pair.
+// The RoPE angles of each position. The two columns that are rotated together have equal angles.
 struct Angles {
   Tensor tensor;
   std::vector<float> values;

@@ -18,7 +18,8 @@ inline Numbers row_of(const Pattern& pattern, int64_t row, int64_t cols) {
   return x;
 }
 
-// Sigmoid scores of BF16 logits. Two scores are either equal (a tie) or clearly different.
+// Tests the expert selection with sigmoid scores of BF16 logits. Two scores are either equal (a
+// tie) or clearly different.
 inline void choose(Run& run, int64_t experts) {
   const Pattern pattern(1);
   const int64_t rows = run.rows(experts, 1);

@@ -33,7 +33,7 @@ struct Near {
 };
 using NearValue = std::function<Near(int64_t)>;
 
-// One op at one size. After a failure, `failure` has the description.
+// A test of one op at one size. After a failure, failure() returns its description.
 class Run {
  public:
   Run(Device device, int64_t elements, std::string impl = {})
@@ -53,7 +53,7 @@ class Run {
     if (failure_.empty()) failure_ = why;
   }
 
-  // Inverts the result, for self-checks: a failure was expected.
+  // Inverts the result, for self-checks in which a failure is expected.
   void expect_failure() {
     const bool failed_before = failed();
     failure_ = failed_before ? "" : "a wrong element was not noticed";
@@ -68,15 +68,15 @@ class Run {
   // Fills a contiguous tensor with repetitions of `period`, which consists of complete elements.
   void repeat(const Tensor& tensor, const std::vector<uint8_t>& period);
   void set(const Tensor& tensor, int64_t index, float value);  // sets one element
-  // Makes one element of all later reads wrong, for self-checks.
+  // Makes each later read() return one wrong element, for self-checks.
   void spoil() { spoils_ = true; }
   // Elements [begin, begin + count) as floats. E4M3 is decoded without a scale; U8 gives its
   // numbers.
   std::vector<float> read(const Tensor& tensor, int64_t begin, int64_t count);
   // Runs the op and waits for it.
   void call(const char* op, const void* args, const te_fl_rng& rng = {});
-  // The first indices of the windows that are compared: both ends, around 2^31 elements and 2^32
-  // bytes, and some between.
+  // Returns the start indices of the windows that are compared: at both ends, around 2^31 elements
+  // and 2^32 bytes, and some between.
   std::vector<int64_t> windows(int64_t total, int64_t length = kWindow) const;
   static constexpr int64_t kWindow = 4096;
   // Compares windows of `tensor` with want(i): |found - want| <= relative |want| + absolute. The

@@ -1,6 +1,6 @@
-// Scaled softmax of huge tensors with all masks, and its gradients. The row lengths are those that
-// a few lanes, a block, a cluster of blocks or shared memory can hold, and longer ones that are
-// read twice.
+// Scaled softmax of huge tensors with all masks, and its gradients. The row lengths cover the
+// storage that kernels use for a row: a few lanes, a block, a cluster of blocks, shared memory; and
+// longer rows, which are read twice.
 #pragma once
 
 #include "conformance/huge/cases.hpp"

@@ -132,7 +132,8 @@ inline void permuted_copy(Run& run, int64_t width, DType to) {
       0, 0);
 }
 
-// Copies some columns of rows into some columns of longer rows; the other columns must not change.
+// Copies a range of columns into a range of columns of a wider tensor, whose other columns must not
+// change.
 inline void part_of_rows(Run& run, DType from) {
   constexpr int64_t kWidth = 4000, kOut = 4096;
   const Pattern pattern(1);

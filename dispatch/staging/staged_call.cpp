@@ -42,8 +42,9 @@ te_fl_status StagedCall::refused(const Status& status) {
   return status.to_c();
 }
 
-// The status for failed allocations and copies. They never cause a fallback, whatever code the
-// device returned: results may be partly written, and another rank may have had the memory.
+// The status for failed allocations and memory copies. These failures never cause a fallback,
+// whatever code the device returned: results may be partly written, and the same allocation may
+// have succeeded on another rank.
 te_fl_status StagedCall::failed(const Status& status, const char* doing) {
   errors_.sink()->write(errors_.sink()->host, status.wrap(doing).to_string().c_str());
   const te_fl_status code = TE_FL_STATUS_CODE(status.to_c());
@@ -90,7 +91,8 @@ te_fl_context StagedCall::context(bool deterministic) const {
 te_fl_status StagedCall::copy_in() {
   const auto asked = Clock::now();
   const Device& device = call_.signature.device;
-  // A separate wait for earlier work, so that the time of the copies is measured alone.
+  // Waits for earlier work of the stream separately, so that the time of the copies is measured
+  // alone.
   const Status idle = devices::synchronize(device, call_.options.stream);
   if (!idle.ok()) return failed(idle, "the call's tensors could not be copied to the host");
   waiting_ = nanoseconds_since(asked);

@@ -8,7 +8,7 @@
 
 namespace te_fl::dispatch {
 
-// A call on device tensors that a host implementation serves on copies. Order of use: plan(),
+// A call on device tensors that a host implementation runs on host copies. Order of use: plan(),
 // acquire() or bind_nowhere(), copy_in(), the implementation's run() on args(), copy_out(),
 // count(). For each error status the text is in `errors`.
 class StagedCall {
@@ -18,7 +18,8 @@ class StagedCall {
   StagedCall(const StagedCall&) = delete;
   StagedCall& operator=(const StagedCall&) = delete;
 
-  // Determines the memory to copy. UNSUPPORTED: it cannot be copied, or exceeds the policy's limit.
+  // Determines the memory to copy. UNSUPPORTED: the memory cannot be copied, or exceeds the
+  // policy's size limit.
   te_fl_status plan();
   // Allocates the buffer for the copies.
   te_fl_status acquire();

@@ -102,7 +102,7 @@ Status StagingPlan::make(const core::CompiledOp& op, const void* args, const Dev
   return {};
 }
 
-// True if the implementation uses the caller's own tensor. Also sets on_host_.
+// Returns true if the implementation uses the caller's tensor in place. Also sets on_host_.
 bool StagingPlan::stays(const te_fl_tensor& t, bool host_only) {
   on_host_ = host_only || Device{t.dl.device.type, t.dl.device.index, t.provider}.is_host();
   return on_host_ && scope_ == Scope::kDevice;
@@ -141,7 +141,7 @@ const te_fl_tensor* StagingPlan::stage(uint32_t index, const te_fl_tensor& t) {
   return &shadow.tensor;
 }
 
-// Adds the bytes from the first to the last element in memory order.
+// Adds the tensor's memory range, from its first to its last element in memory order, to the plan.
 void StagingPlan::stage_data(const te_fl_tensor& t, Shadow& shadow, bool in, bool out) {
   if (t.dl.data == nullptr) return;
   const char* first = static_cast<const char*>(t.dl.data) + t.dl.byte_offset;
@@ -162,7 +162,7 @@ void StagingPlan::stage_data(const te_fl_tensor& t, Shadow& shadow, bool in, boo
   if (out) split(parts_.back(), t, width);
 }
 
-// Splits an output that may have gaps into contiguous pieces of elements.
+// Splits an output with gaps between its elements into contiguous pieces that can be copied.
 void StagingPlan::split(Part& part, const te_fl_tensor& t, int64_t width) {
   std::vector<std::pair<int64_t, int64_t>> dims;  // (stride in bytes, extent) of each dimension
   for (int d = 0; d < t.dl.ndim; ++d) {
@@ -188,8 +188,8 @@ void StagingPlan::split(Part& part, const te_fl_tensor& t, int64_t width) {
   }
 }
 
-// Adds the parts of a quantised tensor. For an output, a given scale is read, and amax is read and
-// updated as a running maximum.
+// Adds the arrays of a quantised tensor (data, scales, amax) to the plan. For an output, an input
+// scale is read, and amax is read and updated as a running maximum.
 void StagingPlan::stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in) {
   te_fl_quant& q = shadow.quant;
   const bool out = arg.role != TE_FL_IN;
@@ -223,7 +223,8 @@ void StagingPlan::stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in
   }
 }
 
-// Adds the saved record. The record is the caller's host struct; its storage is on the op's device.
+// Adds the saved record to the plan. The record is the caller's host struct; its storage is on the
+// op's device.
 void StagingPlan::stage_record(uint32_t index) {
   const te_fl_arg_desc& arg = *op_->schema().args[index];
   caller_record_ = op_->saved(caller_);
@@ -269,8 +270,8 @@ void StagingPlan::merge() {
   buffer_bytes_ = at;
 }
 
-// Merges adjacent pieces of one extent into one copy. Pieces of different extents are not merged,
-// since they may be adjacent by chance and belong to different allocations.
+// Merges adjacent memory ranges (Piece) of one extent into one copy. Ranges of different extents
+// are not merged, since they may be adjacent by chance and belong to different allocations.
 std::vector<StagedCopy> StagingPlan::joined(std::vector<Piece> pieces) const {
   std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
     return std::tie(a.extent, a.begin) < std::tie(b.extent, b.begin);

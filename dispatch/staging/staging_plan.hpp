@@ -11,9 +11,9 @@
 #include "te_fl/plugin.h"
 #include "te_fl/status.hpp"
 
-// Computes the copies that a host implementation needs for a call on another device's tensors. It
-// uses only the op's description: arguments, their roles, and the roles of a quantised tensor's
-// parts.
+// Plans the memory copies between a device and the host that let a host implementation run a call
+// on the device's tensors. Uses only the op's description: the arguments, their roles, and the
+// roles of the arrays of quantised tensors.
 namespace te_fl::dispatch {
 
 // One copy between the device and the buffer.
@@ -33,7 +33,7 @@ class StagingPlan {
   // kAll: also copies host memory and the saved record, so that a run on the copies does not affect
   // the caller's memory. Used to compare implementations and to save a call.
   enum class Scope { kDevice, kAll };
-  // The maximal number of separate memory pieces that one call may write back.
+  // The maximal number of separate memory ranges that one call may write back.
   static constexpr int64_t kMaxPieces = int64_t{1} << 20;
 
   StagingPlan() = default;
@@ -73,8 +73,8 @@ class StagingPlan {
     void* slot = nullptr;  // address of a pointer member of args() or of a tensor below
     ptrdiff_t delta = 0;   // offset of the pointer from `begin`
     size_t extent = 0;
-    std::vector<int64_t> steps, counts;  // pieces of an output with gaps: strides in bytes, extents
-    size_t piece = 0;                    // bytes of one piece; 0: no gaps
+    std::vector<int64_t> steps, counts;  // runs of a strided output: strides in bytes, extents
+    size_t piece = 0;                    // bytes of one run; 0: no gaps
   };
   // The union of overlapping parts.
   struct Extent {

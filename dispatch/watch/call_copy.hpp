@@ -33,17 +33,18 @@ class CallCopy {
  public:
   explicit CallCopy(const Call& call) : call_(call) {}
 
-  // Copies what the call reads. Waits for the stream; waited() has the result of the wait.
-  // UNSUPPORTED: the call cannot be copied.
+  // Copies the memory that the call reads. Waits for the stream; waited() returns the result of the
+  // wait. UNSUPPORTED: the call cannot be copied.
   Status before();
-  // Copies the outputs into a second buffer that starts as a copy of before()'s. Waits for the
-  // stream.
+  // Copies the outputs into a second buffer, which starts with the contents of the buffer of
+  // before(). Waits for the stream.
   Status after();
-  // An error if work that was enqueued on the stream before has failed. A device reports such an
-  // error only to the first wait (R12), so the owner of this object must return it to the caller.
+  // Returns an error if work that was enqueued on the stream before the call has failed. A device
+  // reports such an error only to the first wait (R12), so the owner of this object must return it
+  // to the caller.
   const Status& waited() const noexcept { return waited_; }
   // Makes another copy of the inputs, on which another implementation can run, and points args() to
-  // it.
+  // that copy.
   Status rerun();
 
   StagingPlan& plan() noexcept { return plan_; }

@@ -188,7 +188,8 @@ void FiledCall::put(uint32_t offset, const void* value, size_t bytes) noexcept {
   std::memcpy(reinterpret_cast<char*>(args_.data()) + offset, value, bytes);
 }
 
-// Records a pointer to `bytes` bytes. Throws if they are not inside the buffer.
+// Records that the pointer `at` refers to `bytes` bytes at `offset` in the buffer. Throws if the
+// range leaves the buffer.
 void FiledCall::slot(void* at, const json& offset, size_t bytes, bool host) {
   if (offset.is_null()) return;
   const int64_t from = offset.get<int64_t>();

@@ -17,10 +17,12 @@
 // A call stored in a file: its op, every argument, the layout of its memory and, for a saved case,
 // the memory contents before and after the call. Works for every op, based on its description.
 //
-//   "te-fl call 1\n", the length of the description (u64, little-endian), the description (JSON),
-//   the bytes before the call, the bytes after it; each as long as the description says.
+// Format: "te-fl call 1\n"; the length of the description (u64, little-endian); the description
+// (JSON); the memory before the call; the memory after it. The description gives the length of both
+// memory sections.
 //
-// Pointers are stored as offsets into these bytes, so overlapping arguments overlap again.
+// Pointers are stored as offsets into a memory section, so overlapping arguments overlap again when
+// the call is read.
 namespace te_fl::dispatch {
 
 // Information about where a saved case was recorded.
@@ -28,12 +30,13 @@ struct CallOrigin {
   std::string impl_id, owner, build_id, device, chip, driver, note;
 };
 
-// Describes the arguments of a copied call. Pointers become offsets from `base`, to which the
-// plan's args() are bound.
+// Describes the arguments of a copied call as JSON. Pointers become offsets from `base`, the
+// address to which plan.bind() was called.
 nlohmann::json describe_call(const core::CompiledOp& op, const StagingPlan& plan, const char* base,
                              const Device& device, bool deterministic);
 
-// Writes a complete file or none. Error: FAILED_PRECONDITION with the system's error text.
+// Writes the file completely or not at all. Error: FAILED_PRECONDITION with the system's error
+// text.
 Status write_call_file(const std::string& path, const nlohmann::json& description,
                        const CopyBuffer& before, const CopyBuffer& after);
 
@@ -57,10 +60,11 @@ class FiledCall {
   // The stored memory contents; empty if the call was made from a description alone.
   const CopyBuffer& before() const noexcept { return before_; }
   const CopyBuffer& after() const noexcept { return after_; }
-  // Input data for a run: the stored bytes, or sample data in the value range of real calls.
+  // Returns input data for a run: the stored bytes, or sample data in the value range of real calls
+  // if none are stored.
   CopyBuffer made_up() const;
   // Points all arguments to memory of `device` at `base`, and host-only arguments to host memory at
-  // `host_base`. Both must have bytes() bytes and an alignment of 256.
+  // `host_base`. Both memories must have bytes() bytes and an alignment of 256.
   const void* bind(char* base, const Device& device, char* host_base) noexcept;
 
  private:

@@ -88,12 +88,13 @@ Walk walk_of(const te_fl_tensor& t) {
   return {std::move(shape), std::move(strides)};
 }
 
-// Values from this size on are treated as infinities: many masks use the largest value of a type.
-// In a root mean square such values would make every error of the other elements acceptable.
+// The magnitude from which on values are treated as infinities: many masks use the largest value of
+// a dtype. Including such values in a root mean square would make every error of the other elements
+// acceptable.
 double huge_from(int dtype) { return dtype == TE_FL_F16 ? 65504.0 : 0x1p96; }
 
-// The root mean square of the values with magnitude below `huge`; of all finite values if there are
-// none below. A value is value(base, number, offset).
+// The root mean square of the values with magnitude below `huge`. If there is no such value, that
+// of all finite values. The function value(base, number, offset) returns one value.
 template <class Value>
 double rms(const Walk& walk, const char* base, double huge, Value&& value) {
   double sums[2] = {};  // of values below huge, and of the others
@@ -121,7 +122,7 @@ class Comparison {
   Comparison(std::vector<OutputDifference>& out, int& compared, Tolerance tolerance)
       : out_(out), compared_(compared), tolerance_(tolerance) {}
 
-  // Compares unscaled values. Like run(), returns false if any elements differ.
+  // Compares elements without scales. Returns false if any elements differ, like run().
   bool plain(const std::string& name, const Walk& walk, const Pair& p) {
     if (!is_float(p.dtype)) return exact(name, walk, p);
     if (is_code(p.dtype)) return codes(name, walk, p, nullptr);
@@ -141,10 +142,10 @@ class Comparison {
   // Checks an argument that is read and written, such as an optimizer's parameter. One step may
   // change it by less than plain() tolerates, so a run that changes nothing would pass plain().
   // This check therefore fails if nearly all elements that the reference changes are unchanged in
-  // `got`. Rounding may leave some elements unchanged, and all of them only if they have equal
-  // values, so the check needs enough different values. An F32 change in the last places is
-  // ignored: scales are recomputed in each call, and the other run's previous result may differ
-  // there.
+  // `got`. Rounding may leave some elements unchanged, but all of them only if they have equal
+  // values; the check is therefore skipped unless there are enough different values. F32 changes in
+  // the last places are ignored: scales are recomputed in each call, and the previous result of the
+  // other run may differ there.
   void changed(const std::string& name, const Walk& walk, const Pair& p, const char* before) {
     constexpr int64_t kLeast = 64;
     constexpr size_t kValues = 16;
@@ -173,8 +174,8 @@ class Comparison {
     out_.push_back(std::move(d));
   }
 
-  // Compares scale, scale_inv and amax. The tolerance is the deviation of the output's largest
-  // value that the call's tolerance implies.
+  // Compares scale, scale_inv and amax. Their relative tolerance follows from the tolerance of the
+  // call for the output's largest value.
   void scales(const std::string& name, const Walk& walk, const Pair& p, bool binades) {
     const double share = Tolerance::relative(TE_FL_F32) + 2 * tolerance_.of_rms;
     run(name, walk, false, [&](int64_t, int64_t at) -> Found {
@@ -187,9 +188,9 @@ class Comparison {
     });
   }
 
-  // Compares FP8 or FP4 codes. Adjacent codes agree, since a tie may round either way. Other
-  // codes are compared after decoding. `scale(n)` returns the factors of element n in both arrays;
-  // null: 1.
+  // Compares FP8 or FP4 codes. Adjacent codes count as equal, since a tie may be rounded either
+  // way. Other codes are compared after decoding. scale(n) returns the scale factors of element n
+  // in both arrays; a null function means the factors are 1.
   using Scale = std::function<std::pair<double, double>(int64_t)>;
   bool codes(const std::string& name, const Walk& walk, const Pair& p, const Scale& scale) {
     const auto factors = [&](int64_t n) { return scale ? scale(n) : std::pair{1.0, 1.0}; };

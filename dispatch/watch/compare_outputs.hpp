@@ -34,14 +34,15 @@ struct Tolerance {
   static double relative(int dtype);  // fraction of the element
 };
 
-// Offsets in bytes from the memory of the reference run to the call's other memory.
+// Distances in bytes from the reference run's buffer to two other buffers with the same layout.
 struct CallDistances {
   ptrdiff_t other = 0;   // to the results of the other run
   ptrdiff_t before = 0;  // to the initial contents of both runs
 };
 
-// Returns all outputs that differ. `args` are the arguments of the reference run, in host memory.
-// `compared` receives the number of outputs and parts that were compared.
+// Compares the reference run with the other run and returns all outputs that differ. `args`: the
+// arguments of the reference run, in host memory. `compared` receives the number of arrays that
+// were compared (outputs, and the arrays of quantised outputs).
 std::vector<OutputDifference> compare_outputs(const core::CompiledOp& op, const void* args,
                                               const CallDistances& distances, int& compared);
 

@@ -20,7 +20,8 @@ namespace {
 using Lines = std::map<std::string, std::string>;
 
 void add_devices(Lines& lines) {
-  // By device type without the index, since ranks use different devices of one kind.
+  // Lists devices by type without the index, since the ranks of a job use different devices of one
+  // type.
   for (const Device& device : devices::list()) {
     std::string type = to_string(device);
     if (const size_t colon = type.rfind(':'); colon != std::string::npos) type.resize(colon);
@@ -61,8 +62,8 @@ void add_quarantines(Lines& lines) {
   }
 }
 
-// Adds the settings of active plugins that are set, and te-fl's own file settings. A file is
-// represented by its contents, since its path may differ between ranks.
+// Adds the values of active plugins' settings, where set, and te-fl's own settings that name files.
+// A file is represented by a hash of its contents, since its path may differ between ranks.
 void add_settings(Lines& lines) {
   constexpr uint64_t kMost = uint64_t{1} << 30;
   for (const environment::Variable& v : environment::table()) {

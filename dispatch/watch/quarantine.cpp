@@ -38,7 +38,7 @@ struct CapturingStream {
 
 struct State {
   std::shared_ptr<const List> list;  // null: the file has not been read
-  List held;                         // entries that are not in effect yet
+  List held;                         // entries that take effect later
   std::vector<CapturingStream> capturing;
 };
 
@@ -154,8 +154,9 @@ int ranks_of_job() {
   return 1;
 }
 
-// True while any recorded stream is being captured: a different choice in the middle of a graph
-// would give other bits than the eager run. Removes the streams that are no longer being captured.
+// True while any recorded stream is being captured. A quarantine that took effect in the middle of
+// a capture would give the graph other bits than the eager run. Removes the streams that are no
+// longer being captured.
 bool any_captured() {
   std::vector<CapturingStream> seen;
   {
@@ -278,8 +279,8 @@ void forget_quarantine_file() {
   state().list = nullptr;
 }
 
-// Choices are cached per policy, not per Unwatched scope, so both ends of the scope invalidate
-// them.
+// Cached choices do not distinguish calls inside an Unwatched scope from others, so the cache is
+// invalidated at both ends of the scope.
 Unwatched::Unwatched() {
   ++t_unwatched;
   registry::choose_again();

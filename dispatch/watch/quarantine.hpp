@@ -5,7 +5,8 @@
 #include "te_fl/device.hpp"
 #include "te_fl/watch.hpp"
 
-// Implementations that produced wrong results, and are excluded from the calls that they got wrong.
+// The quarantine: implementations that produced wrong results are excluded from calls of the same
+// signature on the same device.
 namespace te_fl::dispatch {
 
 // The build id of the owner of an implementation: the plugin's; te-fl's own for built-in backends.
@@ -16,17 +17,17 @@ struct Chip {
 };
 Chip chip_of(const Device& device);
 
-// Holds an entry until it may take effect. There is one entry per implementation, signature and
-// device.
+// Stores an entry that takes effect later (take_held() or te_fl::step_boundary()). Keeps one entry
+// per implementation, signature and device.
 void hold(Quarantine entry);
-// Records that a call on this stream is being captured. Held entries take effect only after the
-// capture.
+// Records that a call on this stream is being captured. Entries of hold() take effect only after
+// the capture.
 void note_capture(const Device& device, void* stream);
-// Puts held entries into effect, unless the job has several ranks or a stream is being captured.
-// Call this between two calls of the thread, outside of ops.
+// Puts the entries of hold() into effect, unless the job has several ranks or a stream is being
+// captured. Must be called between two calls of the thread, outside of ops.
 void take_held();
-// While such an object exists, the thread's choices ignore the quarantine and its calls are not
-// verified.
+// While an Unwatched object exists, the thread's choices ignore the quarantine and its calls are
+// not verified.
 class Unwatched {
  public:
   Unwatched();

@@ -75,8 +75,8 @@ std::string text_of(const json& value) {
   return value.dump(2, ' ', false, json::error_handler_t::replace) + "\n";
 }
 
-// True if an entry survives writing and reading. An entry whose name changed would exclude no
-// implementation.
+// True if an entry is unchanged after writing and reading it. An entry with a changed name would
+// exclude no implementation.
 bool comes_back(const Quarantine& q) {
   const Result<Quarantine> again = from_json(json::parse(text_of(to_json(q))));
   return again.ok() && same(*again, q);

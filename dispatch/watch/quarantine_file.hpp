@@ -10,8 +10,8 @@
 // The file that keeps quarantine entries from one run to the next.
 namespace te_fl::dispatch {
 
-// The contents of a quarantine file. Reading never fails: an absent file has no entries, and a file
-// or an entry that cannot be understood, such as one of a newer te-fl, is skipped.
+// The contents of a quarantine file. Reading never fails: an absent file has no entries. A file or
+// an entry in an unknown format, for example of a newer te-fl, is skipped.
 struct QuarantineFile {
   std::vector<Quarantine> entries;
   std::vector<std::string> passed_over;  // one sentence each, with a remedy

@@ -41,7 +41,7 @@ constexpr int64_t kMaxValues = 4096;  // integer tensors up to this size are rec
 
 struct Event {
   const char* op;
-  const char* impl;  // null: no implementation served it
+  const char* impl;  // null: no implementation executed the call
   int64_t start, nanoseconds;
   int64_t thread;
   void* stream;
@@ -52,7 +52,7 @@ struct Event {
   bool staged, failed;
 };
 
-// The key for a cached answer about kernels: description number, implementation, and true if the
+// The key for a cached result of describe(): description number, implementation, and true if the
 // call was staged.
 using Asked = std::tuple<uint32_t, uint64_t, bool>;
 
@@ -68,7 +68,7 @@ struct Recording {
   std::unordered_map<std::string, uint32_t> known;  // index of each description, by call signature
   std::vector<json> descriptions;
   std::map<std::string, uint32_t> texts;
-  std::map<Asked, uint32_t> kernels;  // answers of implementations, as indices of texts
+  std::map<Asked, uint32_t> kernels;  // results of describe(), as indices of texts
 };
 
 constinit core::ForkMutex trace_mutex(core::LockLevel::kTrace);
@@ -76,7 +76,8 @@ const core::ForkMutex::Registration trace_registration(trace_mutex);
 const Clock::time_point g_began = Clock::now();
 // The system time of the start, which aligns the traces of several processes.
 const std::chrono::system_clock::time_point g_began_at = std::chrono::system_clock::now();
-// The generation of the settings at which the trace began; UINT64_MAX: it begins at the next call.
+// The environment's change counter when the trace began; UINT64_MAX: the trace begins at the next
+// call.
 std::atomic<uint64_t> g_started{UINT64_MAX};
 const core::ForkedChild trace_forked_child(core::LockLevel::kTrace,
                                            [] { g_started.store(UINT64_MAX); });
@@ -330,9 +331,9 @@ Status write_recording(const Recording& s) {
   return written.ok() ? written : cannot_write(s.path, written);
 }
 
-// Begins a recording as the settings ask for. A forked child begins anew, and so does another file;
-// what belongs to the former file is written to it first, under the same lock, so that no other
-// thread's call is lost in between.
+// Begins a recording with the current settings. A forked child begins a new recording, and so does
+// a setting with another file. In that case the events recorded so far are first written to the
+// previous file, under the same lock, so that no other thread's event is lost.
 void start() {
   const Result<std::string> setting = environment::get("TE_FL_TRACE");
   const Result<int64_t> limit = environment::get_int("TE_FL_TRACE_EVENTS");

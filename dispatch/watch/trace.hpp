@@ -4,12 +4,12 @@
 
 #include "dispatch/call.hpp"
 
-// TE_FL_TRACE: records for Perfetto which ops were called, which implementation served each, and
-// how long each call took.
+// TE_FL_TRACE: records, for Perfetto, the calls of ops: the implementation that ran each call, and
+// its duration.
 namespace te_fl::dispatch {
 
 // Begins the trace that the settings request, unless it has begun. FAILED_PRECONDITION if the file
-// cannot be written, so that the first call reports it and not the end of the run.
+// cannot be written; the first call thus reports the error, before the run has been made.
 Status begin_trace();
 // Returns the error that begin_trace() would return, without beginning a trace.
 Status trace_status();

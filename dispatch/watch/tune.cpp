@@ -1,4 +1,4 @@
-// Measures the implementations that could serve the calls of a recorded run.
+// Measures the implementations that could run the calls of a recorded run.
 #include "dispatch/watch/tune.hpp"
 
 #include <algorithm>
@@ -24,7 +24,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using nlohmann::json;
 
-// A call and the number of times that the run made it.
+// A call of a recorded run, and the number of times that the run made it.
 struct Recorded {
   std::unique_ptr<FiledCall> call;
   uint64_t count = 1;
@@ -46,7 +46,8 @@ Result<std::vector<Recorded>> read_calls(const std::string& path) try {
   }
   std::map<size_t, uint64_t> counts;
   for (const json& event : trace["traceEvents"]) {
-    // The tracks of streams, with even pids, repeat the events of the threads' tracks.
+    // Skips the tracks of streams, which have even pids: they repeat the events of the threads'
+    // tracks.
     if (!event.is_object() || event.value("ph", "") != "X" || event.value("pid", 0) % 2 != 1)
       continue;
     const json& args = event.value("args", json::object());
@@ -162,7 +163,7 @@ Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignat
     ++timed->calls;
     if (c.chosen) usual = all;
   }
-  // The row keeps a usual time only if it is known for all of its calls.
+  // The row has a usual time only if the usual time of each of its calls is known.
   const bool first = row->calls == 1, known = usual && (first || row->usual_seconds > 0);
   row->usual_seconds = known ? row->usual_seconds + *usual : 0;
   return {};
@@ -201,7 +202,7 @@ Result<std::vector<TunedSignature>> tune(const std::vector<std::string>& files, 
     }
   }
   for (TunedSignature& row : rows) {
-    // Implementations that serve all of the signature's calls precede those that do not.
+    // Implementations that can run all of the signature's calls precede those that cannot.
     std::sort(row.times.begin(), row.times.end(), [](const TunedTime& a, const TunedTime& b) {
       if (a.calls != b.calls) return a.calls > b.calls;
       if (a.seconds != b.seconds) return a.seconds < b.seconds;

@@ -137,8 +137,8 @@ int64_t cases_in(const std::filesystem::path& folder) {
   return count;
 }
 
-// True if another implementation can compute comparable results, that is, no opaque record is
-// involved.
+// True if another implementation can compute comparable results: the op is a compute op without an
+// opaque saved record.
 bool comparable(const Call& call) {
   if (core::class_of(call.row.compiled->schema()) != core::OpClass::kCompute) return false;
   const te_fl_saved* record = saved_record(call.row, call.args);

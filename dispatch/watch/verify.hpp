@@ -19,7 +19,7 @@ class Verification {
   ~Verification();
   Verification(const Verification&) = delete;
   Verification& operator=(const Verification&) = delete;
-  // Call this after the call, which returned `status`. Compares the outputs, and logs and
+  // Ends the verification of a call that returned `status`. Compares the outputs, and logs and
   // quarantines as configured. Returns the status for the caller, which is an error also if
   // enqueued work has failed.
   Status conclude(const Status& status, const Served& served);
@@ -43,7 +43,8 @@ class Verification {
 // The error in TE_FL_VERIFY. OK if it is valid or not set.
 Status verify_status();
 
-// The reference implementation that can serve such a call on the host; null if there is none.
+// The reference implementation that can run a call of this signature on the host; null if there is
+// none.
 const Implementation* reference_for(const OpRow& row, const core::Signature& signature,
                                     bool deterministic);
 

@@ -8,9 +8,10 @@
 // only this header and barred.hpp.
 namespace te_fl::dispatch {
 
-// Calls run_order() with the observers on: TE_FL_VERIFY and TE_FL_TRACE, as `switches` says.
+// Calls run_order() with the observers of `switches`: TE_FL_VERIFY and TE_FL_TRACE.
 Status run_watched(Call& call, const Failure* first, uint64_t switches);
-// At process exit, logs which implementation served which calls, if DEBUG messages are enabled.
+// At process exit, logs the number of calls of each op by implementation, if DEBUG messages are
+// enabled.
 void summarise_at_exit();
 
 }  // namespace te_fl::dispatch

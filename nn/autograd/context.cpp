@@ -117,7 +117,8 @@ struct CapturedContext::Scope::Impl {
     }
     detail::exchange_gradient_updates(std::move(previous));
   }
-  // If no policy scope was captured, none is in effect here, whatever scopes this thread has open.
+  // If no policy scope was captured, the thread has none while this object lives, whatever scopes
+  // it has opened itself.
   detail::WithoutPolicyScope no_policy;
   std::unique_ptr<PolicyScope> policy;
   StreamScopes streams;

@@ -8,12 +8,12 @@
 
 namespace te_fl::nn::detail {
 
-// The random state that all copies of one Context share.
+// The RNG state that all copies of one Context share.
 struct RandomState {
   core::Mutex mutex{core::LockLevel::kRandomPosition};
   RandomPosition position;
-  // During the capture of a graph: U64 [2] {seed, offset} on the device. At each launch it replaces
-  // the position `captured_at`.
+  // Set during the capture of a graph: the device tensor U64 [2] {seed, offset}. At each launch of
+  // the graph its contents replace `captured_at`, the RNG offset at the capture.
   Tensor captured;
   uint64_t captured_at = 0;
 };

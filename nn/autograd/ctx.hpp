@@ -7,9 +7,9 @@
 
 namespace te_fl::nn::detail {
 
-// Makes the record that a forward with `ctx` fills for its backward. FAILED_PRECONDITION, with the
-// module's name, if ctx still holds another forward. Forwards call this first, so that an FP8
-// session sees all failed forwards.
+// Makes the record that a forward pass with `ctx` fills for its backward pass. FAILED_PRECONDITION,
+// with the module's name, if ctx still holds the record of another forward. Must be the first step
+// of a forward, so that an FP8 session sees all failed forwards.
 template <class Record>
 Result<std::unique_ptr<Record>> new_record(const Ctx* ctx, std::string_view module) {
   auto record = std::make_unique<Record>();

@@ -10,12 +10,12 @@
 
 namespace te_fl::nn::detail {
 
-// The number of backwards that have deferred a parameter's gradient to Module::backward_dw().
+// The number of backward passes that have deferred a parameter's gradient to Module::backward_dw().
 using DelayedCount = std::shared_ptr<int64_t>;
 
-// A backward that has deferred the gradients of some parameters. It is counted for each of them
-// until end() or until it is destroyed, since a dropped gradient is no longer deferred. Not
-// thread-safe.
+// A backward pass that has deferred the gradients of some parameters. It is counted for each of
+// these parameters until end() or until it is destroyed, since a dropped gradient is no longer
+// deferred. Not thread-safe.
 class LeftGradients {
  public:
   explicit LeftGradients(std::vector<DelayedCount> counts) : counts_(std::move(counts)) {
@@ -33,8 +33,8 @@ class LeftGradients {
   std::vector<DelayedCount> counts_;
 };
 
-// The weight gradients that the backwards of a linear map have deferred to Module::backward_dw().
-// Not thread-safe, like its module.
+// The weight gradients that the backward passes of a linear map have deferred to
+// Module::backward_dw(). Not thread-safe, like its module.
 class DelayedWgrad {
  public:
   using Run = std::function<Status()>;
@@ -44,7 +44,8 @@ class DelayedWgrad {
   // Sets a function that wraps each computation, for example for parameters that are split over
   // ranks.
   void surround(std::function<Status(const Run& run)> around) { around_ = std::move(around); }
-  // Removes and returns the deferred computations, in the order of the backwards, for run().
+  // Removes and returns the deferred computations, in the order of their backward passes, for
+  // run().
   std::vector<Run> take() { return std::exchange(runs_, {}); }
   Status run(const std::vector<Run>& runs) const {
     for (const Run& one : runs) {

@@ -23,14 +23,14 @@ class GradTarget {
   bool scratch_ = false;
 };
 
-// FAILED_PRECONDITION if the parameter's version differs from `version`, that is, if the value was
-// written between the forward and the backward that reads it again.
+// FAILED_PRECONDITION if the parameter's version differs from `version`, that is, if the parameter
+// was written after the forward pass, and the backward pass would read the new value.
 Status check_unchanged(const Parameter& parameter, uint64_t version);
 // Prepares the gradients that a graph's launch reads. Gradients that were cleared and not written
 // are filled with zeros on the current stream. FAILED_PRECONDITION if a parameter has another
 // gradient tensor than the graph writes.
 Status prepare_launch(const std::vector<StepCapture::Touched>& touched);
-// Updates the host's record of the gradients after a launch.
+// Updates the host's flags of the gradients after a launch of the graph.
 void launched(const std::vector<StepCapture::Touched>& touched);
 
 }  // namespace te_fl::nn::detail

@@ -15,9 +15,9 @@ namespace {
 // Allocates the gradient, uninitialised.
 Status allocate_grad(Parameter& parameter) {
   TE_FL_ASSIGN_OR_RETURN(const uint64_t captured, capture_of(parameter.value.device()));
-  // A gradient in a graph's memory is allowed only for a borrowed parameter in a framework's own
-  // capture: the framework takes the gradient when the backward ends and knows that each launch
-  // overwrites it.
+  // Allocating a gradient in a graph's memory is allowed only for a borrowed parameter in a capture
+  // that its framework began: the framework takes the gradient when the backward pass ends, and
+  // knows that each launch overwrites it.
   const bool frameworks =
       captured == kForeignCapture && parameter.internals().owners_version.has_value();
   if (captured != 0 && !frameworks) {
@@ -129,9 +129,9 @@ Status Parameter::borrow(Tensor lent, uint64_t version_of_owner) {
   }
   TE_FL_RETURN_IF_ERROR(lent.quantized() ? check_codes(lent, value)
                                          : check_lent("Parameter::borrow", lent, value));
-  // The version has te-fl's own writes in its low bits and the owner's version above them. If the
-  // owner lends earlier contents again under their version number, the parameter has its earlier
-  // version again.
+  // The version counts te-fl's own writes in its low bits and contains the owner's version in the
+  // bits above. If the owner lends earlier contents again with their version number, the parameter
+  // has its earlier version again.
   constexpr int kOwnWrites = 20;
   if (state_->owners_version.has_value())
     version += (version_of_owner - *state_->owners_version) << kOwnWrites;

@@ -14,19 +14,19 @@ namespace te_fl::nn::detail {
 
 // The private state of a Parameter.
 struct ParameterState {
-  // False after zero_grad() or clear_grad(): the next backward overwrites grad instead of adding to
-  // it. A captured backward always adds, unless the same capture cleared the gradient, since the
-  // graph may be launched for any microbatch. GraphedStep fills a gradient that was cleared outside
-  // of the capture with zeros before a launch.
+  // False after zero_grad() or clear_grad(): the next backward pass then overwrites grad instead of
+  // adding to it. A captured backward always adds, unless the same capture cleared the gradient,
+  // since the graph may be launched for any microbatch. Before a launch, GraphedStep fills a
+  // gradient that was cleared outside of the capture with zeros.
   bool grad_written = false;
   // True from clear_grad() until grad is written.
   bool grad_stale = false;
-  // True from clear_grad() or zero_grad() until grad is written. A backward that finds it true
+  // True from clear_grad() or zero_grad() until grad is written. A backward pass that finds it true
   // begins a new step. take_grad() sets it to false.
   bool grad_cleared = false;
   uint64_t grad_cleared_in = 0;  // the capture that cleared it; 0: none
-  // The number of backwards that have deferred this gradient to Module::backward_dw(). The parts of
-  // a JoinedParameter share the count of the whole.
+  // The number of backward passes that have deferred this gradient to Module::backward_dw(). The
+  // parts of a JoinedParameter share the count of the complete parameter.
   DelayedCount delayed_wgrads = std::make_shared<int64_t>(0);
   std::shared_ptr<Fp8Values> fp8_values;   // for a parameter that holds FP8 only; otherwise null
   std::optional<uint64_t> owners_version;  // the owner's version of a borrowed value

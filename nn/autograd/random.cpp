@@ -11,8 +11,8 @@ namespace te_fl::nn::detail {
 
 namespace {
 
-// Reserves the next `count` random numbers of the stream for a call. Sets `start` to the tensor
-// with the position of the first one, if there is such a tensor.
+// Reserves the next `count` random numbers for a call and puts the RNG state into `options`. If a
+// device tensor defines where they start, sets `start` to it.
 Status draw(RandomState& state, int64_t count, bool captured, CallOptions& options, Tensor& start) {
   std::lock_guard lock(state.mutex);
   start = state.captured;

@@ -5,8 +5,8 @@
 
 namespace te_fl::nn::detail {
 
-// Called in both runs before a forward reads the parameter; null: none. FAILED_PRECONDITION if the
-// parameter was written between the runs.
+// Called before a forward reads the parameter (may be null), in the first run and in its
+// recomputation. FAILED_PRECONDITION if the parameter was written between the two runs.
 Status same_parameter(const Parameter* parameter);
 
 }  // namespace te_fl::nn::detail

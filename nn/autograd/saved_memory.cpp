@@ -9,8 +9,8 @@ namespace te_fl::nn {
 
 namespace {
 
-// Parts of a tensor within this distance, such as columns and scales, belong to one allocation and
-// are moved together.
+// Memory ranges of one tensor, such as its column-wise data and scales, that are within this
+// distance belong to one allocation and are moved together.
 constexpr intptr_t kGap = 256;
 
 int64_t reach_of(const Tensor& t) {
@@ -38,8 +38,8 @@ bool holds(const Owners& owners, const std::shared_ptr<void>& owner) {
   return std::ranges::find(owners, owner) != owners.end();
 }
 
-// Redirects a pointer into memory of `owner` to the moved memory and adds that memory's owner.
-// False if the memory was not moved.
+// Redirects a pointer into memory of `owner` to the new location of that memory, and adds the owner
+// of the new memory. False if the memory was not moved.
 template <class T>
 bool move_pointer(T*& pointer, const std::shared_ptr<void>& owner,
                   std::span<const MovedMemory> moved, Owners& owners) {
@@ -59,7 +59,7 @@ void move_tensor(Tensor& t, std::span<const MovedMemory> moved) {
   if (!move_pointer(data, own, moved, *owners)) owners->push_back(own);
   te_fl_quant quant = Tensor::Access::quant(t);
   if (t.quantized()) {
-    // A backward reads the quantised data and the inverse scales only.
+    // A backward pass reads only the quantised data and the inverse scales.
     quant.amax = quant.scale = quant.columnwise_amax = nullptr;
     const std::shared_ptr<void> beside = Tensor::Access::quant_storage(t);
     bool all = move_pointer(quant.columnwise_data, beside, moved, *owners);
@@ -70,7 +70,7 @@ void move_tensor(Tensor& t, std::span<const MovedMemory> moved) {
   if (std::ranges::none_of(moved, [&](const MovedMemory& m) { return holds(*owners, m.owner); })) {
     return;
   }
-  // One owner stays itself, so that a later move finds the tensor by it.
+  // A single owner is kept as it is, so that a later move finds the tensor by it.
   const std::shared_ptr<void> storage = owners->size() == 1 ? owners->front() : owners;
   Tensor made =
       Tensor::Access::make({data, t.shape(), t.strides(), t.dtype(), t.device(), storage});

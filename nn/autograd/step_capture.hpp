@@ -13,10 +13,10 @@ struct Parameter;
 
 namespace detail {
 
-// The capture of a training step. The host decides whether a backward adds to a gradient or
+// The capture of a training step. The host decides whether a backward pass adds to a gradient or
 // overwrites it, and a captured graph repeats the decision of the capture. Therefore this object
-// records how a capture on this thread changes the host's flags: the capture itself writes nothing,
-// its launches do.
+// records how a capture on this thread changes the host's flags. The capture itself computes no
+// gradients; only the graph's launches do.
 class StepCapture {
  public:
   // `counter`: the optimizer whose steps the launches count; may be null.
@@ -34,7 +34,7 @@ class StepCapture {
     ParameterState* state;
     Tensor grad;  // the memory that the graph writes
     Gradient before, after;
-    bool adds;  // to the gradient's value at launch
+    bool adds;  // the graph adds to the gradient's value at launch
   };
   // Ends the capture and restores the parameters' flags. Returns the parameters that the capture
   // touched.
@@ -51,12 +51,13 @@ class StepCapture {
   std::vector<Touched> touched_;
 };
 
-// Call this before changing the host's flags of a gradient. Records the change for the step that is
-// being captured on this thread, if any. `adds`: the captured work reads the gradient.
+// Must be called before the host's flags of a gradient change. Records the change for the step that
+// is being captured on this thread, if any. `adds`: the captured work reads the gradient.
 void touch(Parameter* parameter, ParameterState& state, const Tensor& grad, bool adds);
 
-// True if the launches of the current capture count the optimizer's steps, or if counting them is
-// up to the program. False only if a StepCapture with another optimizer, or with none, is open.
+// False if launches of the graph being captured would not count the steps of `optimizer`, because
+// the open StepCapture has another optimizer or none. True otherwise, also if no StepCapture is
+// open; counting the steps is then up to the program.
 bool counted_in_capture(const void* optimizer) noexcept;
 
 }  // namespace detail

@@ -32,8 +32,8 @@ Status add_to(Gradient& gradient, const Tensor& part) {
     gradient.sum = part;
     return {};
   }
-  // Writes the sum to new memory, since the arrived tensor may also be the gradient of another
-  // value.
+  // Writes the sum to new memory, since the tensor that arrived first may also be the gradient of
+  // another value.
   TE_FL_ASSIGN_OR_RETURN(Tensor sum, detail::empty_like(gradient.sum, gradient.sum.dtype()));
   TE_FL_RETURN_IF_ERROR(detail::add(gradient.sum, part, sum));
   gradient.sum = std::move(sum);
@@ -114,7 +114,7 @@ std::vector<Value> Tape::record(std::span<const Value> inputs, size_t count,
     node.outputs.push_back(values.back().gradient_ = std::make_shared<Gradient>());
     node.outputs.back()->epoch = epoch_;
   }
-  // The first run of a recomputed piece saves nothing; the second run records everything.
+  // In activation recomputation the first run saves nothing; the second run records everything.
   if (!records || recompute_phase() == RecomputePhase::kFirst) return values;
   for (const Value& value : inputs) node.inputs.push_back(value.gradient_);
   node.backward = std::move(recorded->backward);

@@ -9,10 +9,10 @@
 #include "te_fl/status.hpp"
 #include "te_fl/tensor.hpp"
 
-// The log of a recomputed piece (te_fl/nn/autograd/recompute.hpp). The first run records the inputs
-// that its forwards used; the second run reads them in the same order. A forward must therefore
-// call these functions in the same order in both runs. The replay_ functions require replaying(),
-// the note_ functions noting(). Owners are compared by address only.
+// The log of an activation recomputation (te_fl/nn/autograd/recompute.hpp). The first run of the
+// forwards records the inputs that they used; the second run reads them in the same order. A
+// forward must therefore call these functions in the same order in both runs. The replay_ functions
+// require replaying(), the note_ functions noting(). Owners are compared by address only.
 namespace te_fl::nn::detail {
 
 enum class Used : uint8_t { kScales, kDraw, kWeight, kParameter };
@@ -22,7 +22,7 @@ struct RunEvent {
   Used used = Used::kScales;
   const void* owner = nullptr;
   int64_t count = 0;     // kDraw: count of random numbers
-  te_fl_rng rng{};       // kDraw: random state of the call
+  te_fl_rng rng{};       // kDraw: RNG state of the call
   Tensor tensor{};       // kScales, kWeight; kDraw: the tensor with the start, if any
   uint64_t version = 0;  // kParameter: its version
   uint64_t capture = 0;  // the capture of the first run
@@ -38,8 +38,8 @@ class RunScope {
   ~RunScope();
   RunScope(const RunScope&) = delete;
   RunScope& operator=(const RunScope&) = delete;
-  // Call this after a second run. FAILED_PRECONDITION, with the next unused entry, if the first run
-  // used more.
+  // Must be called after a second run. FAILED_PRECONDITION, with the next unread entry, if the
+  // first run used more inputs than the second.
   Status complete() const;
 
   // The thread's innermost scope of a second run; null: none.
@@ -75,8 +75,9 @@ Status note_scales(const void* owner, const Device& device, const Tensor& scales
 // The replayed scale of the state's slot, F32 [1]; undefined if the state's own scale applies.
 Result<Tensor> replayed_scale(const void* owner, int64_t slot);
 
-// The reservation of `count` random numbers. replay_draw() sets `options.rng` to that of the first
-// run; note_draw() records it. `start`: the tensor that defines where the numbers start, if any.
+// Log the reservation of `count` random numbers. replay_draw() sets `options.rng` to the RNG state
+// of the first run; note_draw() records it. `start`: the tensor that defines where the numbers
+// start, if any.
 Status replay_draw(int64_t count, const Device& device, CallOptions& options);
 Status note_draw(int64_t count, const Device& device, const CallOptions& options,
                  const Tensor& start);

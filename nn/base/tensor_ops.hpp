@@ -7,7 +7,8 @@
 #include "te_fl/ops.hpp"
 #include "te_fl/tensor.hpp"
 
-// Catalogue ops on Tensors. They run on the calling thread's stream of the tensors' device.
+// Functions that call te-fl's ops with Tensors. The ops run on the calling thread's stream of the
+// tensors' device.
 namespace te_fl::nn::detail {
 
 // Options for a call on `device` with the calling thread's stream and without random numbers.
@@ -22,7 +23,7 @@ Status copy(const Tensor& from, const Tensor& to);
 Status add(const Tensor& a, const Tensor& b, const Tensor& out);
 // Quantises a tensor. `noop`: F32 [1] or undefined; if its value is not 0, nothing is written.
 Status quantize(const Tensor& from, const Tensor& to, const Tensor& noop = {});
-// Computes the column-wise copy of a per-tensor quantised tensor from its row-wise copy. If `sums`
+// Computes the column-wise data of a per-tensor quantised tensor from its row-wise data. If `sums`
 // [K] is defined, also writes the column sums.
 Status fill_columns(const Tensor& tensor, const Tensor& sums = {});
 // Return `tensor` itself if it is compact (and, for cast, has the dtype), otherwise a copy.

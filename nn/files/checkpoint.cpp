@@ -78,7 +78,7 @@ Result<Copies> match_optimizer(const std::vector<NamedTensor>& tensors, const Op
     copies.emplace_back(std::move(staged), target.tensor);
     in_file.erase(found);
   }
-  // Ignores the state of parameters whose part on this rank is empty; other ranks have it.
+  // Ignores the state of parameters of which this rank has no elements; other ranks have it.
   std::erase_if(in_file, [&](const auto& t) {
     const auto part = parts.find(detail::parameter_of(t.first));
     return part != parts.end() && part->second.begin == part->second.end;
@@ -133,7 +133,7 @@ Result<Metadata> restore(SafetensorsFile file, const std::string& path, Module& 
   uint64_t steps = 0;
   Copies copies;
   if (optimizer != nullptr) {
-    constexpr uint64_t kMostSteps = INT64_MAX - 1;  // one more is still to be counted
+    constexpr uint64_t kMostSteps = INT64_MAX - 1;  // the next step must not overflow
     TE_FL_ASSIGN_OR_RETURN(steps, number(file.metadata, detail::kOptimizerSteps, path, kMostSteps));
     TE_FL_ASSIGN_OR_RETURN(copies, match_optimizer(file.tensors, *optimizer, path));
   }

@@ -20,13 +20,13 @@ std::string part_path(const std::string& path, int rank, int size) {
   return path + ".optimizer." + std::to_string(rank) + "-of-" + std::to_string(size);
 }
 
-// A tensor of the optimizer state that is assembled from the ranks' parts, in rank order.
+// A complete tensor of the optimizer state, assembled from the ranks' parts in rank order.
 struct Whole {
   Tensor tensor;
   int64_t filled = 0;  // number of leading elements that are complete
 };
 
-// Reads the position of a file's tensor in the whole from the file's metadata.
+// Reads from the file's metadata which part of the complete tensor the file contains.
 bool parse_part(const Metadata& metadata, const std::string& parameter, StatePart& part) {
   const auto found = metadata.find(kPart + parameter);
   if (found == metadata.end()) return false;

@@ -15,8 +15,8 @@ inline constexpr const char* kOptimizerSteps = "te_fl.optimizer_steps";
 inline constexpr const char* kOptimizerParts = "te_fl.optimizer_parts";
 
 // Writes this rank's part to PATH.optimizer.R-of-N. For each parameter the metadata have
-// "te_fl.part.NAME" = the extents of the whole; the index of the first element, and of the one
-// after the last, as in "64,32;1024,2048".
+// "te_fl.part.NAME" = the extents of the complete parameter; the index of the first element of the
+// part, and of the one after the last, as in "64,32;1024,2048".
 Status save_optimizer_part(const std::string& path, const Optimizer& optimizer);
 // Assembles the optimizer state from these files and adds it to the checkpoint `file`, which was
 // read from `path`. Does nothing if the checkpoint contains the state. NOT_FOUND or DATA_LOSS names

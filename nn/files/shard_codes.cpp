@@ -15,7 +15,8 @@ bool one_scale(const std::vector<const CodesPart*>& parts) {
   });
 }
 
-// The largest amax of the parts, if the parts cover the whole place; otherwise undefined.
+// Returns the largest amax of the parts, if the parts cover all elements of the shard; otherwise
+// undefined.
 Result<Tensor> amax_of(const std::vector<const CodesPart*>& parts, int64_t elements) {
   float largest = 0;
   for (const CodesPart* p : parts) {

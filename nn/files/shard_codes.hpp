@@ -16,11 +16,11 @@ struct CodesPart {
   Shard place;       // matches the shape of the codes
 };
 
-// Assembles the part at `place` with shape `shape` from the parts of all files. If the parts that
+// Assembles the shard at `place` with shape `shape` from the parts in all files. If the parts that
 // it overlaps have the same scale, returns the FP8 tensor NAME with NAME.scale_inv and NAME.amax.
-// Otherwise returns NAME alone as F32; loading quantises it again. NAME.amax is absent if an
-// overlapped part has elements outside of `place`, since the amax is then unknown. INVALID_ARGUMENT
-// if `place` does not fit the whole of the parts.
+// Otherwise returns NAME alone as F32, which is quantised again when it is loaded. NAME.amax is
+// absent if an overlapped part has elements outside of `place`, since the amax of the shard is then
+// unknown. INVALID_ARGUMENT if `place` does not fit the complete parameter.
 Result<std::vector<NamedTensor>> codes_of_part(const std::string& name,
                                                const std::vector<CodesPart>& files,
                                                std::span<const int64_t> shape, const Shard& place);

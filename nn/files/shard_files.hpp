@@ -14,16 +14,16 @@ namespace te_fl::nn::detail {
 // The file of a rank: PATH.R-of-N; PATH if there is one rank.
 std::string shard_path(const std::string& path, int rank, int size);
 
-// Metadata that describe the position of each sharded parameter in its whole: "te_fl.shard.NAME" =
-// extents of the whole; begin; pairs of rows, as in "64,32;0,0;16,8,48,8". INVALID_ARGUMENT for
-// block-scaled FP8 parameters.
+// Metadata with the position of each sharded parameter in the complete parameter:
+// "te_fl.shard.NAME" = extents of the complete parameter; begin; pairs of rows, as in
+// "64,32;0,0;16,8,48,8". INVALID_ARGUMENT for block-scaled FP8 parameters.
 Result<Metadata> places_of(const std::vector<NamedParameter>& parameters);
 
-// Loads a checkpoint that any number of ranks has written. Returns the parts that this rank's
-// `parameters` have in their wholes, and optimizer tensors of the same names. `optimizer`: also
-// reads the files of optimizer_files.hpp. The metadata come from the file of the same rank and
-// number of ranks, or else from the first file. NOT_FOUND, DATA_LOSS or INVALID_ARGUMENT names the
-// file or tensor and the problem.
+// Loads a checkpoint that any number of ranks has written. Returns this rank's shards of
+// `parameters`, and the optimizer tensors of the same names. `optimizer`: also reads the files of
+// optimizer_files.hpp. The metadata come from the file of the same rank and number of ranks, or
+// else from the first file. NOT_FOUND, DATA_LOSS or INVALID_ARGUMENT names the file or tensor and
+// the problem.
 Result<SafetensorsFile> load_shards(const std::string& path, int rank, int size,
                                     const std::vector<NamedParameter>& parameters, bool optimizer);
 

@@ -8,8 +8,8 @@
 namespace te_fl::nn::detail {
 namespace {
 
-// The indices of the whole's rows that the shard contains; empty if the shard does not fit the
-// whole.
+// The indices of the complete tensor's rows that the shard contains; empty if the shard does not
+// fit the complete tensor.
 std::vector<int64_t> rows_of(const Shard& shard, int64_t count) {
   std::vector<int64_t> rows;
   if (shard.begin[0] > shard.whole[0] - count) return rows;

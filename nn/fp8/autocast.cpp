@@ -48,8 +48,8 @@ void note_forward(bool failed) noexcept {
 
 namespace {
 
-// Discards the amaxes of a failed step, so that no later update uses them. Keeps those that
-// inferences had collected before the step.
+// Discards the amaxes of a failed step, so that no later update uses them. Keeps the amaxes that
+// inference passes had collected before the step.
 Status drop_amaxes(const std::vector<PendingUpdate>& pending) {
   for (const PendingUpdate& update : pending) {
     Fp8State& state = *update.state;
@@ -67,8 +67,8 @@ Status drop_amaxes(const std::vector<PendingUpdate>& pending) {
 }  // namespace
 
 Status pop_frame(const std::shared_ptr<AutocastFrame>& frame, std::optional<bool> updates) {
-  // Only marks the frame as ended. The thread that has it in its list, possibly another one,
-  // removes it at its next look-up. Scopes may therefore end in any order.
+  // Only marks the frame as ended. The thread whose list contains the frame, possibly another one,
+  // removes it at its next call of current_frame(). Scopes may therefore end in any order.
   frame->ended.store(true, std::memory_order_release);
   (void)current_frame();
   std::vector<PendingUpdate> pending;
@@ -124,7 +124,7 @@ Result<Fp8Mode> current_mode() {
 
 namespace {
 
-// begin_delayed() outside of a second run.
+// begin_delayed() except during the second run of an activation recomputation.
 Status begin_first(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
                    const std::shared_ptr<Fp8State>& backward) {
   const DelayedScaling& recipe = *mode.delayed();

@@ -36,8 +36,9 @@ struct AutocastFrame {
 
 // Makes `frame` the thread's innermost frame and adds it to its session.
 void push_frame(const std::shared_ptr<AutocastFrame>& frame);
-// Ends a frame, on any thread. If it is the last one of its session, updates the forward scales if
-// `updates` (as in autocast::exit()) is true; otherwise defers the update to the thread's next one.
+// Ends a frame, on any thread. If it is the last frame of its session and `updates` (as in
+// autocast::exit()) is true, updates the forward scales. If it is the last one and `updates` is
+// false, defers the update to the thread's next one.
 Status pop_frame(const std::shared_ptr<AutocastFrame>& frame,
                  std::optional<bool> updates = std::nullopt);
 std::shared_ptr<AutocastFrame> current_frame();
@@ -49,7 +50,7 @@ std::shared_ptr<AutocastFrame> frame_like(const std::shared_ptr<AutocastFrame>& 
 // training forward failed does not change the scales.
 void note_forward(bool failed) noexcept;
 
-// The mode in which a forward computes.
+// The precision mode of a forward pass: FP8 or not, and the recipe.
 struct Fp8Mode {
   bool fp8 = false;
   bool calibrating = false;
@@ -67,8 +68,8 @@ struct Fp8Mode {
 Result<Fp8Mode> current_mode();
 
 // Prepares a module's delayed-scaling states for a forward in `mode`, which reads the scales and
-// collects amaxes. Creates the states if necessary. The session will update the forward scales.
-// Inference accepts a history of a different length.
+// collects amaxes. Creates the states if necessary. The session will update the forward scales. For
+// inference the states' history may have another length than the recipe's.
 Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
                      const std::shared_ptr<Fp8State>& backward);
 // Prepares the gradients' state for the backward of a forward that ran in `mode`.

@@ -128,7 +128,7 @@ Status Fp8State::retype(DType dtype) {
   args.noop_flag = noop;
   args.scale = largest_of(dtype) / largest_of(before);
   Status scaled = ops::multi_tensor_scale(args, call_options(device_));
-  if (!scaled.ok()) {  // keeps type and scales consistent
+  if (!scaled.ok()) {  // restores the type that the scales are for
     shared_->dtype = before;
     shared_->fp8_max = largest;
   }
@@ -191,7 +191,7 @@ Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const 
   spec.clear_scales = false;
   if (std::holds_alternative<DelayedScaling>(recipe)) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor replayed, replayed_scale(&state, slot));
-    spec.amax = !replayed.defined();  // an unused amax need not be cleared and computed
+    spec.amax = !replayed.defined();  // the second run collects no amax
     if (replayed.defined()) return Tensor::empty_quantized(shape, spec, device, &replayed);
     return Tensor::empty_quantized(shape, spec, device, &state.scale_slot(slot),
                                    &state.amax_slot(slot));

@@ -38,8 +38,9 @@ class Fp8State {
   // True if the scales were computed from amaxes: by an update, or loaded with a history that is
   // not all zero. False while they have the initial value 1.
   bool calibrated() const noexcept { return shared_->calibrated; }
-  // Increases with each change of the scales and each drop of amaxes. Data quantised in another
-  // generation may have another scale, and its amax may no longer be in the history.
+  // Counts the changes of the scales and the drops of amaxes. If the count has changed since a
+  // tensor was quantised, the tensor may have an outdated scale, and its amax may no longer be in
+  // the history.
   uint64_t generation() const noexcept { return shared_->generation; }
   // Increases with each load() and reset(). Amaxes collected before are not used by later updates.
   uint64_t loads() const noexcept { return shared_->loads; }
@@ -47,15 +48,15 @@ class Fp8State {
   bool pending() const noexcept { return shared_->pending; }
   void set_pending(bool pending) noexcept { shared_->pending = pending; }
   // True if a forward with the initial scales should check for saturation. Only the first few
-  // forwards do, since a check waits for the device, and none does after a warning.
+  // forwards check, since a check waits for the device. No forward checks after a warning.
   bool looks_on() noexcept { return shared_->looks < kLooks && ++shared_->looks <= kLooks; }
   // True on the first call: each state logs at most one warning.
   bool warns_now() noexcept { return shared_->looks.exchange(kLooks + 1) <= kLooks; }
-  // Ids from next_number(). waits_on: the thread on which amaxes of inferences wait for an update.
-  // reduced_by: the AmaxReduction that contains the state. 0: none.
+  // Ids from next_number(); 0: none. waits_on: the thread on which an update for amaxes of
+  // inference passes is deferred. reduced_by: the AmaxReduction that contains the state.
   std::atomic<uint64_t>& waits_on() noexcept { return shared_->waits_on; }
   std::atomic<uint64_t>& reduced_by() noexcept { return shared_->reduced_by; }
-  // Marks the state as replaced in its module; AmaxReductions then ignore it.
+  // Marks the state as no longer used by its module; an AmaxReduction then ignores it.
   void retire() noexcept { shared_->retired = true; }
   bool retired() const noexcept { return shared_->retired; }
   // Call this after enqueueing an update of the scales.
@@ -149,29 +150,30 @@ struct Copies {
   bool columnwise = false;
 };
 
-// The largest value of an FP8 type, and the type with that largest value (kF32 if there is none).
+// Convert an FP8 type to its largest value, and a largest value to its type (kF32 if no type has
+// it).
 float largest_of(DType dtype);
 DType dtype_of_largest(float value);
 
 // The FP8 type for a role under a recipe.
 DType fp8_dtype(const Recipe& recipe, Role role);
 
-// Allocates a quantised tensor for values of this role. With delayed scaling the tensor uses the
-// state's scale at `slot` and collects its amax there. In the second run of a recomputed piece it
-// uses the first run's scale and collects no amax. Other recipes ignore `state`.
+// Allocates a quantised tensor for data of this role. With delayed scaling the tensor uses the
+// state's scale at `slot` and collects its amax there. In the second run of an activation
+// recomputation it uses the first run's scale and collects no amax. Other recipes ignore `state`.
 Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const int64_t> shape,
                                Copies copies, const Device& device, const Fp8State& state,
                                int64_t slot);
 
-// Logs a warning, once per state, if `codes` saturate; the text contains the fraction of elements
-// with the largest magnitude. `codes` are E4M3, quantised with the initial scale 1. `what` and
-// `owner` name the tensor and its module. For forwards that use the initial scale. Reads the amax
-// on the host; does nothing during a capture.
+// Logs a warning, once per state, if the FP8 data `codes` saturate; the text contains the fraction
+// of elements with the largest magnitude. `codes` are E4M3, quantised with the initial scale 1.
+// `what` and `owner` name the tensor and its module. Reads the amax on the host; does nothing
+// during a capture.
 Status warn_if_saturated(Fp8State& state, int64_t slot, const Tensor& codes, const char* what,
                          const std::string& owner);
 
-// Allocates a tensor like `tensor`, with per-tensor scaling and a copy of its current scale. The
-// amax is collected at the same place.
+// Allocates a per-tensor scaled tensor like `tensor`, with a copy of its current scale. The amax is
+// collected at the same address.
 Result<Tensor> with_own_scale(const Tensor& tensor);
 
 }  // namespace te_fl::nn::detail

@@ -22,7 +22,8 @@ Status check_recipe(const Recipe& recipe) {
                           "Float8CurrentScaling");
 }
 
-// A view of the tensor for which ops compute the scale from its own amax.
+// A view of the tensor with current scaling: ops that write it compute the scale from the amax of
+// the new data.
 Tensor deriving(const Tensor& value) {
   Tensor tensor = value;
   te_fl_quant quant = Tensor::Access::quant(tensor);

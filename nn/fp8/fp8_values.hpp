@@ -24,8 +24,8 @@ class Fp8Values {
   // Called by the first linear map that reads the parameter: sets the state and slot whose scale a
   // delayed recipe uses.
   void bind(std::shared_ptr<Fp8State> state, int64_t slot);
-  // Quantises `high` into `value`, whose amax becomes that of `high`. `own_scale`: computes the
-  // scale from that amax, whatever the recipe.
+  // Quantises `high` into `value` and sets the amax of `value`. `own_scale`: computes the scale
+  // from that amax, whatever the recipe.
   Status write(const Tensor& high, const Tensor& value, bool own_scale = false) const;
 
  private:
@@ -40,7 +40,7 @@ Status load_codes(const Tensor& codes, const Tensor& scale_inv, const Tensor& am
                   const Tensor& value);
 // The FP8 data of `value` as an unscaled tensor that shares its memory.
 Result<Tensor> codes_of(const Tensor& value);
-// A copy of `value` in new memory with a column-wise copy in addition.
+// Copies `value` to new memory and adds column-wise data to the copy.
 Result<Tensor> with_columns(const Tensor& value);
 // Dequantises the parameter into `out`, which may have any high-precision dtype.
 Status copy_values(const Tensor& value, const Tensor& out);

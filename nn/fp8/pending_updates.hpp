@@ -27,7 +27,8 @@ struct PendingUpdate {
   DType dtype = DType::kF8E4M3;
   std::shared_ptr<AmaxReduction> reduction = nullptr;
   uint64_t loads = state == nullptr ? 0 : state->loads();  // load count at the use
-  // The running amaxes before a training forward, if inferences had left some; otherwise undefined.
+  // The running amaxes before a training forward, if inference passes had left some; otherwise
+  // undefined.
   Tensor amaxes_before = {};
   // False if the state was loaded or reset since, so that its scales must not be updated.
   bool counts() const noexcept { return loads == state->loads(); }

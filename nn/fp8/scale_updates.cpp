@@ -85,7 +85,7 @@ Status update_by_function(const PendingUpdate& update) {
   return roll(state.history());
 }
 
-// An update for amaxes of inferences, which is deferred to the thread's next update.
+// An update for amaxes of inference passes, which is deferred to the thread's next update.
 struct Waiting {
   Fp8State::Weak state;
   PendingUpdate update;  // with a null state

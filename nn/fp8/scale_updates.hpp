@@ -8,8 +8,8 @@
 #include "te_fl/nn/fp8/amax_reduction.hpp"
 #include "te_fl/status.hpp"
 
-// The update of delayed scaling: computes scales from the amaxes that forwards and backwards have
-// collected.
+// The update of delayed scaling: computes scales from the amaxes that forward and backward passes
+// have collected.
 namespace te_fl::nn::detail {
 
 // The updates of gradient scales that are pending until a step's backward ends. Each thread has one
@@ -38,7 +38,7 @@ const std::shared_ptr<GradientUpdates>& current_gradient_updates();
 std::shared_ptr<GradientUpdates> exchange_gradient_updates(
     std::shared_ptr<GradientUpdates> updates);
 
-// Defers the forward-scale updates of inferences to the thread's next update.
+// Defers the forward-scale updates of inference passes to the thread's next update.
 void wait_for_update(std::vector<PendingUpdate> updates);
 // True if the state has a deferred update on this thread.
 bool waits_here(Fp8State& state);

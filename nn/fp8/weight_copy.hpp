@@ -7,10 +7,10 @@
 
 namespace te_fl::nn::detail {
 
-// The FP8 copy of a weight, which an optimizer writes together with the new values
+// The FP8 copy of a weight, which an optimizer writes together with the new weight
 // (AdamOptions::write_fp8_weights) and the module reads. Works for delayed scaling only, where the
-// scale is known before the values: it is the scale of the next forward, unless an update changes
-// it first. Such an update changes the state's generation and makes the copy stale. Not
+// scale is known before the weight: it is the scale of the next forward, unless an update changes
+// it first. Such an update changes Fp8State::generation() and makes the copy stale. Not
 // thread-safe, like its module.
 class WeightCopy {
  public:

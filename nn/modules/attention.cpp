@@ -104,13 +104,14 @@ struct DotProductAttention::Impl {
   Result<Tensor> quantized(const detail::Fp8Mode& mode, detail::Role role,
                            std::span<const int64_t> shape, int64_t slot,
                            bool columns = false) const;
-  // Allocates FP8 heads [.., H, D] in the form of the next product's input, [.., H D].
+  // Allocates FP8 data for heads [.., H, D] with the shape [.., H D], in which the next GEMM reads
+  // them.
   Result<Tensor> merged_codes(const detail::Fp8Mode& mode, std::span<const int64_t> shape,
                               bool columns) const;
   Result<Tensor> quantize(const detail::Fp8Mode& mode, const Tensor& x, detail::Role role,
                           int64_t slot) const;
   Result<Tensor> dequantize(const Tensor& x, DType dtype) const;
-  // Runs the attention. The FP8 output has the form of merged_codes().
+  // Runs the attention. An FP8 output is allocated by merged_codes().
   Result<Tensor> run_forward(AttentionRecord& record, const Extents& extents, bool training,
                              bool columns);
   Result<Gradients> run_backward(AttentionRecord& record, const Tensor& d_o, const Gradients* into);
@@ -235,7 +236,7 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
     const Shape one = {1};
     TE_FL_ASSIGN_OR_RETURN(record.s_quant,
                            quantized(record.mode, detail::Role::kInput, one, kSSlot));
-    if (training) {  // own copy of the scale: an update may precede the backward
+    if (training) {  // copies the scale, which an update may change before the backward
       TE_FL_ASSIGN_OR_RETURN(record.s_quant, detail::with_own_scale(record.s_quant));
     }
   } else {
@@ -384,7 +385,7 @@ Result<Tensor> DotProductAttention::codes(const detail::Fp8Mode& mode, Codes wha
   if (what == Codes::kQkv) {
     return impl_->quantized(mode, detail::Role::kInput, shape, kQkvSlot);
   }
-  const bool qkv = what == Codes::kQkvGrad;  // two products read it, row-wise and column-wise
+  const bool qkv = what == Codes::kQkvGrad;  // two GEMMs read it, row-wise and column-wise
   return impl_->quantized(mode, detail::Role::kGradient, shape, qkv ? kDqkvSlot : kDoSlot, qkv);
 }
 

@@ -103,16 +103,16 @@ Result<Tensor> prefix_sums(const Padding& padding, const Device& device) {
   return sums.to(device);
 }
 
-// The range of keys that a query attends to, as distances from its position; -1: unbounded. The
-// position is the query's index, or with bottom_right the index plus the number of keys minus the
-// number of queries.
+// The range of keys that a query attends to, as distances from the query's position; -1: unbounded.
+// The position is the query's index; with bottom_right it is the index plus the number of keys
+// minus the number of queries.
 struct Band {
   int64_t left = -1, right = -1;
   bool bottom_right = false;
 };
 
-// A mask U8 [batch, 1, Sq, Skv]: 1 if the query or the key is padding, or the key is outside of the
-// band.
+// Makes a mask U8 [batch, 1, Sq, Skv]: 1 if the query or the key is padding, or the key is outside
+// of the band.
 Result<Tensor> pair_mask(const Padding& q, const Padding& kv, const Band& band,
                          const Device& device) {
   TE_FL_ASSIGN_OR_RETURN(const Tensor mask,
@@ -181,8 +181,8 @@ Result<AttentionInputs> resolve_padding_masks(const AttentionInputs& inputs, Mas
         "kPaddingCausalBottomRight, whose diagonal depends on the lengths; give an attn_mask with "
         "kArbitrary instead");
   }
-  // The mask itself contains the causal bound and the window: the window of an arbitrary mask would
-  // be relative to the padded extents instead of the sequences' lengths.
+  // The mask that is made here includes the causal bound and the window, because the op would apply
+  // the window of an arbitrary mask to the padded extents instead of the sequences' lengths.
   const bool causal = type == MaskType::kPaddingCausal;
   const Band band{.left = inputs.window_left.value_or(-1),
                   .right = causal ? 0 : inputs.window_right.value_or(-1),

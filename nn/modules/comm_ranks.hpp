@@ -13,8 +13,8 @@ Status all_gather(const Comm& ranks, const Tensor& from, const Tensor& to);
 Status all_reduce(const Comm& ranks, const Tensor& data, int32_t reduction = 0);
 Status reduce_scatter(const Comm& ranks, const Tensor& whole, const Tensor& part);
 
-// The ranks of a communicator. Its collectives are enqueued on the stream before the functions
-// return.
+// The ranks of a communicator as SequenceRanks. The functions enqueue their collectives on the
+// stream before they return.
 class CommRanks final : public SequenceRanks {
  public:
   explicit CommRanks(std::shared_ptr<const Comm> ranks) : ranks_(std::move(ranks)) {}

@@ -72,8 +72,8 @@ Result<Tensor> scale_rows(const Tensor& x, const Tensor& factors) {
   return y;
 }
 
-// A table with two columns for each id of the whole vocabulary: its row on this rank (or 0), and 1
-// if this rank has it, otherwise 0.
+// Makes a table with two columns for each id of the complete vocabulary: its row on this rank (0 if
+// this rank does not have it), and 1 if this rank has it, otherwise 0.
 std::shared_ptr<detail::IdTable> rows_of(const EmbeddingOptions& options) {
   const int64_t rows = options.num_embeddings, begin = options.parallel.rank() * rows;
   return std::make_shared<detail::IdTable>(

@@ -27,7 +27,8 @@ Status wait_for(std::unique_ptr<SequenceRanks::Work>& work) {
   return status;
 }
 
-// Allocates FP8 data for the rows of all ranks. Uses the scale of `part`, which all ranks share.
+// Allocates an FP8 tensor for the rows of all ranks. Uses the scale of `part`, which is equal on
+// all ranks.
 Result<Tensor> codes_like(const Tensor& part, const Shape& shape, bool columnwise) {
   TE_FL_ASSIGN_OR_RETURN(Tensor whole, Tensor::empty(shape, part.dtype(), part.device()));
   struct Owner {
@@ -50,8 +51,8 @@ Result<Tensor> codes_like(const Tensor& part, const Shape& shape, bool columnwis
 Result<Tensor> whole_of(const Tensor& part, int size, Copies copies) {
   const Shape shape = {part.size(0) * size, part.size(1)};
   if (!part.quantized()) return Tensor::empty(shape, part.dtype(), part.device());
-  // With per-tensor scaling the column-wise copy is computed from the row-wise one, which always
-  // exists.
+  // With per-tensor scaling the column-wise data are computed from the row-wise data, which always
+  // exist.
   if (part.scaling() == Scaling::kTensor) return codes_like(part, shape, copies.columnwise);
   const QuantSpec spec{.dtype = part.dtype(),
                        .scaling = part.scaling(),
@@ -78,7 +79,8 @@ bool gathers_codes(const SequenceRanks& ranks, const Fp8Mode& mode, Role role, i
   if (!mode.fp8) return false;
   if (mode.delayed() != nullptr) return ranks.share_amaxes(mode.reduction.get());
   if (std::holds_alternative<Float8CurrentScaling>(*mode.recipe)) return true;
-  // For a gradient both FP8 copies would be sent, which is as many bytes as its BF16 values.
+  // With block scaling, FP8 data are not gathered for gradients: they would need row-wise and
+  // column-wise data, which have as many bytes as BF16.
   return role == Role::kInput && rows % kBlock == 0;
 }
 
@@ -90,8 +92,8 @@ Result<Tensor> quantised_part(SequenceRanks& ranks, const Float8CurrentScaling& 
   args.amax = amax;
   TE_FL_RETURN_IF_ERROR(ops::compute_amax(args, call_options(x.device())));
   TE_FL_RETURN_IF_ERROR(ranks.largest(amax));
-  // The op derives the scale from the amax of its input, so a tensor with the global amax as its
-  // only value is quantised.
+  // The quantise op derives the scale from the amax of its input. To get the scale for the amax of
+  // all ranks, a tensor with this amax as its only element is quantised.
   QuantSpec spec{.dtype = fp8_dtype(recipe, role),
                  .compute_scale = true,
                  .pow2_scale = recipe.pow2_scale,

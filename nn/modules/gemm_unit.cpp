@@ -111,8 +111,8 @@ Result<Tensor> GemmUnit::written_copy(const Use& use) const {
   if (copy_ == nullptr) return Tensor();
   Tensor copy = copy_->fresh(weight_->version, *use.mode.recipe);
   if (!copy.defined() || spec_.device.is_host()) return copy;
-  // During a capture the copy is not used, since the graph would keep reading this memory, which
-  // the next step replaces.
+  // During a capture the optimizer's FP8 copy is not used: the graph would keep reading its memory,
+  // which the next step replaces.
   TE_FL_ASSIGN_OR_RETURN(
       const bool capturing,
       devices::is_capturing(spec_.device, devices::current_stream(spec_.device)));
@@ -156,10 +156,10 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
   }
   if (use.mode.fp8 && weight_->value.quantized()) return own_codes(use);
   if (flagged) return flagged_weight(use, options.reuse_weights);
-  // Uses the parameter's own value, which may be borrowed, and caches nothing.
+  // Uses the parameter's tensor directly, which may be borrowed, and caches nothing.
   if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) return weight_->value;
   if (!first.has_value()) {
-    // Caches no copy of an FP8-only weight, since that would use more memory than FP8 saves.
+    // Does not cache a quantised FP8-only weight, since that would use more memory than FP8 saves.
     const bool keeps = !use.training && !weight_->value.quantized();
     return keeps ? inference_weight(use) : make_weight(use, use.training);
   }
@@ -334,8 +334,8 @@ void GemmUnit::keep(Use& use, const Tensor& input, const Tensor& weight) const {
 
 namespace {
 
-// True if the product fused with its activation runs on the same implementation as the separate
-// calls (the product, and `op` for the activation), and this implementation fuses at no extra cost.
+// True if the GEMM fused with its activation runs on the same implementation as the separate calls
+// (the GEMM, and `op` for the activation), and this implementation fuses at no extra cost.
 Result<bool> joins(const te_fl_generic_gemm_args& joined, const te_fl_generic_gemm_args& product,
                    OpId op, const void* separate, const CallOptions& options) {
   OpManager& manager = OpManager::instance();
@@ -365,7 +365,7 @@ Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const Forwa
   joined.d = activated;
   args.d = pre;
   bool join = false;
-  if (use.arriving == nullptr) {  // in pieces the activation would have several amaxes
+  if (use.arriving == nullptr) {  // row ranges would each have their own amax
     TE_FL_ASSIGN_OR_RETURN(join, joins(joined, args, op::gelu, &gelu, call_options(spec_.device)));
   }
   if (join) {
@@ -409,9 +409,10 @@ Status GemmUnit::check_result(const Use& use, const Tensor& dy, const Tensor& in
 
 Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows, bool columnwise) {
   if (use.mode.delayed() != nullptr) {
-    // Detects a new step whose predecessor's scale updates were not run: the gradient was cleared
-    // although amaxes are pending. This cannot be detected for a frozen weight. A gradient that a
-    // framework has taken out says nothing either, since its step may continue with this module.
+    // Detects that a new step begins although the scale updates of the previous step were not run:
+    // the gradient was cleared, and amaxes are pending. This cannot be detected for a frozen
+    // weight, nor for a gradient that a framework has taken out, since its step may continue with
+    // this module.
     const std::shared_ptr<GradientUpdates> earlier = weight_->internals().gradient_updates;
     const bool cleared =
         weight_->internals().grad_cleared && *weight_->internals().delayed_wgrads == 0;
@@ -504,8 +505,8 @@ Status GemmUnit::dgrad_gelu(const Use& use, Gradient& gradient, const Tensor& pr
   joined.d = into;
   if (sums.defined()) joined.d_sum = sums;
   joined.use_split_accumulator = split_accumulator(use.mode, true);
-  // The separate calls' intermediate tensor is not needed to find out which implementations accept
-  // them; any tensor of that shape and dtype serves.
+  // Finds out which implementations accept the separate calls. Their intermediate tensor need not
+  // exist for that; any tensor of its shape and dtype can stand in for it.
   te_fl_generic_gemm_args product = joined;
   product.pre_gelu_in = product.d_sum = nullptr;
   product.d = pre;

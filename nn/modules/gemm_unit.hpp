@@ -30,12 +30,13 @@ class GemmUnit {
     Device device;
     bool high_precision = false;
     bool adds_bias = true;  // false: the caller adds the bias
-    // `partial`: the map's result is the sum of the products of several ranks, and the rank with
-    // `first` adds the bias. backward() computes the bias gradient on all of them, with
-    // gradient_rows from this rank's rows.
+    // `partial`: the result of the linear map is the sum of the GEMMs of several ranks, and the
+    // rank with `first` adds the bias. backward() computes the bias gradient on all of these ranks;
+    // with gradient_rows, from this rank's rows.
     bool partial = false, first = true;
-    // The ranks over which the rows are sharded. input_rows: x of prepare_input() and dx of the
-    // backward are this rank's rows. gradient_rows: dy of prepare_grad() is.
+    // The ranks over which the rows are sharded; null if they are not. input_rows: prepare_input()
+    // gets this rank's rows of x, and the backward returns this rank's rows of dx. gradient_rows:
+    // prepare_grad() gets this rank's rows of dy.
     std::shared_ptr<SequenceRanks> input_rows, gradient_rows;
   };
 
@@ -74,8 +75,8 @@ class GemmUnit {
   // otherwise in high precision.
   Result<Tensor> input_buffer(const Use& use, int64_t rows);
   // Prepares `x` [rows, in] as the GEMM's input: quantised or cast to the activation dtype, and
-  // gathered if ranks have parts of the rows. Its gradient will have x's dtype. A quantised x is
-  // used as it is; for training it must have room for the column-wise copy.
+  // gathered if its rows are sharded over ranks. The input's gradient will have x's dtype. A
+  // quantised x is used as it is; for training it must have memory for column-wise data.
   Result<Tensor> prepare_input(Use& use, const Tensor& x);
   // Computes input W^T + b (+ residual, [rows, out]) as [rows, out] in the activation dtype, or
   // writes it to `into`. `input` must come from input_buffer() or prepare_input().
@@ -98,7 +99,7 @@ class GemmUnit {
   // since the forward. Call it at the beginning of a backward, before anything is written.
   Status check_unchanged(const Use& use) const;
   // INVALID_ARGUMENT with `what` if `into`, to which dgrad() will write, shares memory with the
-  // tensors of `use` or with `dy`, which the backward's products read.
+  // tensors of `use` or with `dy`, which the GEMMs of the backward read.
   Status check_result(const Use& use, const Tensor& dy, const Tensor& into, const char* what) const;
   // Allocates a quantised tensor [rows, out] for the op that produces the output's gradient. FP8
   // only.
@@ -110,9 +111,9 @@ class GemmUnit {
     bool bias_done = false;  // the bias gradient is accumulated or not needed
     std::shared_ptr<RowGather> arriving = nullptr;  // gather of `tensor`; complete after arrived()
   };
-  // Prepares dy [rows, out] for the backward GEMMs, and gathers it if ranks have parts of the rows.
-  // A quantised dy is used as it is and must have room for the column-wise copy. `may_arrive`: the
-  // gather may overlap with dgrad(), which the caller calls next.
+  // Prepares dy [rows, out] for the backward GEMMs, and gathers it if its rows are sharded over
+  // ranks. A quantised dy is used as it is and must have memory for column-wise data. `may_arrive`:
+  // the gather may overlap with dgrad(), which the caller calls next.
   Result<Gradient> prepare_grad(const Use& use, const Tensor& dy, bool may_arrive = false);
   static Status arrived(Gradient& grad);
   // Computes dy W as [rows, in] in Use::dx_dtype, or writes it to `into`. The gather of the
@@ -126,16 +127,16 @@ class GemmUnit {
   // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done. Does
   // nothing for frozen parameters. If weight gradients are delayed, passes the work to delayed().
   Status wgrad(const Use& use, const Gradient& grad) { return wgrad(use, grad, use.input); }
-  // Runs dgrad and wgrad. If ranks have parts of the input's rows, the gather of the input overlaps
-  // with dgrad and the reduce-scatter of the result with wgrad; the result is this rank's rows.
-  // Without Use::dgrad, skips dgrad and its reduction and returns an undefined tensor.
+  // Runs dgrad and wgrad. If the input's rows are sharded over ranks, the gather of the input
+  // overlaps with dgrad, and the reduce-scatter of dx with wgrad; the result is then this rank's
+  // rows of dx. Without Use::dgrad, skips dgrad and its reduction and returns an undefined tensor.
   Result<Tensor> products(const Use& use, Gradient& grad, const Tensor* into = nullptr);
   // Runs prepare_grad and products: [rows, out] -> [rows, in].
   Result<Tensor> backward(const Use& use, const Tensor& dy, const Tensor* into = nullptr);
 
-  // The steps of the functions above, for a group of units whose products run in one call. The
-  // returned argument structs point to the passed tensors and to the unit's tensors.
-  // The arguments of forward() without D; `weight` owns the weight.
+  // The functions from here on are the steps of those above. GroupedGemm calls them for a group of
+  // units whose GEMMs run in one op. The returned argument structs point to the passed tensors and
+  // to the unit's tensors.
   Result<te_fl_generic_gemm_args> product(const Use& use, const Tensor& input,
                                           const ForwardOptions& options, Tensor& weight);
   // Pairs of values and the quantised tensors that they are to be written to.
@@ -144,7 +145,8 @@ class GemmUnit {
   // The caller quantises them before use, or calls forget_weights().
   void leave_quantising(Pending* pending) noexcept { pending_ = pending; }
   void forget_weights() noexcept { serving_ = cached_ = flagged_ = {}; }
-  // Stores in `use` what the backward reads: for a quantised operand the column-wise copy.
+  // Stores in `use` the tensors that the backward reads; of a quantised tensor only the column-wise
+  // data.
   void keep(Use& use, const Tensor& input, const Tensor& weight) const;
   // The arguments of dgrad() without D.
   te_fl_generic_gemm_args dgrad_product(const Use& use, const Tensor& grad) const;
@@ -154,10 +156,11 @@ class GemmUnit {
                                                                const Tensor& input);
   void wrote_wgrad(const te_fl_generic_gemm_args& product);
   // Called before delaying a weight gradient. Parameters that are frozen now get no gradient from
-  // this backward, since its operands were prepared without it. Parameters that are frozen later
-  // get none either.
+  // this backward, since its operands were prepared without it. Parameters that are frozen between
+  // now and the delayed computation get none either.
   void settle(Use& use, Gradient& grad) const;
-  // Adds the counts of the parameters whose gradients a delay leaves, after settle().
+  // Appends to `counts` the counter (DelayedCount) of each parameter whose gradient a delay leaves
+  // open. Called after settle().
   void count_left(const Use& use, const Gradient& grad, std::vector<DelayedCount>& counts) const;
   bool wants_wgrad(const Use& use) const { return use.wgrad && weight_->requires_grad; }
   bool wants_bias_grad() const {
@@ -166,20 +169,20 @@ class GemmUnit {
 
  private:
   static constexpr int64_t kInputSlot = 0, kWeightSlot = 1;  // slots of the forward state
-  // Computes the product piece by piece: first for this rank's rows of `rows`, then for the other
-  // rows when they have arrived. Sets A, D and `residual` of `args` for each piece.
+  // Computes the GEMM rank by rank: first for this rank's rows of `rows`, then for the other ranks'
+  // rows when they have arrived. Sets A, D and `residual` of `args` for each step.
   Status product_in_pieces(const te_fl_generic_gemm_args& args, RowGather& rows, const Tensor& d,
                            const Tensor* residual = nullptr) const;
-  // forward_scattered() in pieces of output rows; the reduction of a piece overlaps with the next
-  // product.
+  // forward_scattered() in several ranges of output rows. The reduce-scatter of one range overlaps
+  // with the GEMM of the next.
   Result<Tensor> forward_in_pieces(Use& use, const Tensor& input, const ForwardOptions& options);
-  // Implementations of prepare_input() and prepare_grad(): whole_ for complete rows, gathered_ for
-  // this rank's part of them.
+  // Implementations of prepare_input() and prepare_grad(). whole_input() and whole_grad() get all
+  // rows; functions that begin with gathered_ get this rank's rows.
   Result<Tensor> whole_input(Use& use, const Tensor& x);
   Result<Gradient> whole_grad(const Use& use, const Tensor& dy, bool with_bias);
   Result<Tensor> gathered_input(Use& use, const Tensor& x);
   Result<Gradient> gathered_grad(const Use& use, const Tensor& dy, bool may_arrive);
-  // Quantises this rank's part of x for the gather; see gathers_codes().
+  // Quantises this rank's rows of x for the gather; see gathers_codes().
   Result<Tensor> part_of_input(const Use& use, const Tensor& x);
   Result<Tensor> grad_buffer(const Use& use, int64_t rows, bool columnwise);
   // wgrad() with a complete input, and with one that is being gathered.
@@ -196,11 +199,11 @@ class GemmUnit {
   Result<Tensor> quantised_weight(const Use& use, bool columnwise);
   // The weight for inference without ForwardOptions about microbatches; cached.
   Result<Tensor> inference_weight(const Use& use);
-  // The FP8 data of an FP8-only weight. The first training forward adds the column-wise copy.
+  // The FP8 data of an FP8-only weight. The first training forward adds the column-wise data.
   Result<Tensor> own_codes(const Use& use);
-  // In the second run of a recomputed piece: the weight of the first run.
+  // In the second run of an activation recomputation: the weight that the first run read.
   Result<Tensor> repeated_weight(const Use& use);
-  // The weight for ForwardOptions::reuse_weights.
+  // The quantised weight for ForwardOptions::reuse_weights, cached in flagged_.
   Result<Tensor> flagged_weight(const Use& use, const Tensor& flag);
   // The optimizer's FP8 copy if it equals a quantisation of the current weight; otherwise
   // undefined.

@@ -17,7 +17,7 @@ Status check_values(const Tensor& x) {
       "values, which it quantises with the ranks' scale; dequantize it first");
 }
 
-// True if the reduce-scatter of a product of `input` is split into pieces of rows.
+// True if the GEMM of `input` and its reduce-scatter are split into ranges of rows that overlap.
 bool sums_in_pieces(const SequenceRanks& ranks, const Tensor& input, int64_t out, DType dtype) {
   if (input.quantized() && input.scaling() != Scaling::kTensor) return false;
   const int64_t from = ranks.pieces_from();
@@ -84,8 +84,8 @@ Result<Tensor> GemmUnit::part_of_input(const Use& use, const Tensor& x) {
   if (const auto* current = std::get_if<Float8CurrentScaling>(use.mode.recipe.get())) {
     return quantised_part(*spec_.input_rows, *current, Role::kInput, x);
   }
-  // With block scaling the column-wise copy is quantised from the values here; otherwise the
-  // backward computes it from the row-wise copy.
+  // With block scaling the column-wise data are quantised here from the unquantised input;
+  // otherwise the backward computes them from the row-wise data.
   const bool columns = use.wgrad && use.mode.delayed() == nullptr;
   TE_FL_ASSIGN_OR_RETURN(Tensor part, empty_quantized(*use.mode.recipe, Role::kInput, x.shape(),
                                                       {.rowwise = true, .columnwise = columns},
@@ -108,7 +108,8 @@ Result<Tensor> GemmUnit::gathered_input(Use& use, const Tensor& x) {
     const bool blocks = part.quantized() && part.scaling() != Scaling::kTensor;
     use.part = blocks ? part.columnwise_only() : part;
   }
-  // Collecting amaxes and checking for saturation read the whole input before the product does.
+  // Gathers all rows first if amaxes are collected or saturation is checked, since both read the
+  // complete input before the GEMM.
   if (!in_pieces(ranks, part) || use.mode.calibrating || use.unscaled) {
     return gather_rows_now(ranks, part);
   }
@@ -122,8 +123,8 @@ Result<GemmUnit::Gradient> GemmUnit::gathered_grad(const Use& use, const Tensor&
   TE_FL_RETURN_IF_ERROR(check_values(dy));
   SequenceRanks& ranks = *spec_.gradient_rows;
   const bool values = !gathers_codes(ranks, use.mode, Role::kGradient, dy.size(0));
-  // The bias gradient of this rank's rows: with delayed scaling it is computed with the
-  // quantisation, otherwise before.
+  // Computes the bias gradient of this rank's rows: with delayed scaling together with the
+  // quantisation below, otherwise in the next statement.
   const bool with_bias = wants_bias_grad() && !values && use.mode.delayed() != nullptr;
   if (wants_bias_grad() && !with_bias) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor own, cast(dy, spec_.activation_dtype));

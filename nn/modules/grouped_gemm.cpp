@@ -12,7 +12,7 @@ namespace {
 
 using Product = te_fl_generic_gemm_args;
 
-// Views of the parts of the rows.
+// Views of the row ranges of the units.
 Result<std::vector<Tensor>> parts_of(const Tensor& rows, GroupedGemm::Splits splits) {
   std::vector<Tensor> parts;
   parts.reserve(splits.size());
@@ -68,7 +68,7 @@ class Members {
   std::vector<const te_fl_tensor*> list_;
 };
 
-// Runs all products in one call. Apart from the tensors, their arguments are equal.
+// Runs all GEMMs in one call. Their arguments are equal apart from the tensors.
 Status multiply(const std::vector<Product>& products, const Device& device) {
   const Members a(products, &Product::a), b(products, &Product::b), d(products, &Product::d),
       bias(products, &Product::bias), bias_grad(products, &Product::bias_grad);
@@ -215,8 +215,8 @@ Status GroupedGemm::run_wgrad(const Uses& uses, const Gradients& grads) {
                            units_[i]->wgrad_product(uses[i], grads[i], uses[i].input));
     if (product.has_value()) left.emplace_back(i, *product);
   }
-  // One call, unless some gradients exist and others do not, or units share a gradient, since the
-  // products of one call run in no particular order.
+  // Computes all weight gradients in one call, except in two cases: some gradients exist and others
+  // do not, or units share a gradient, since the GEMMs of one call run in no particular order.
   while (!left.empty()) {
     const Product first = left.front().second;
     std::set<const char*> written;

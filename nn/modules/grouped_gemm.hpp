@@ -23,8 +23,8 @@ class GroupedGemm {
   const std::shared_ptr<DelayedWgrad>& delayed() const noexcept { return delayed_; }
 
   // x [rows, in] -> [rows, out] in the activation dtype, in `into` if that is defined. Fills `uses`
-  // with what each unit's backward reads; none of it may be in `input_grad`, the backward's `into`.
-  // The splits must sum to x's rows.
+  // with the tensors that each unit's backward reads; these must not share memory with
+  // `input_grad`, to which the backward will write. The splits must sum to x's rows.
   Result<Tensor> forward(std::vector<GemmUnit::Use>& uses, const Tensor& x, Splits splits,
                          const ForwardOptions& options, bool training, const Tensor& into,
                          const Tensor& input_grad);

@@ -57,8 +57,8 @@ Result<std::vector<Tensor>> IdTable::on_host(const Tensor& ids) const {
   return results;
 }
 
-// The words of the table reinterpreted as F32. Copies preserve the bits, since no word is a NaN:
-// integers are non-negative.
+// The 32-bit entries of the table reinterpreted as F32. Copying them as F32 preserves the bits,
+// since no entry is a NaN: integers are non-negative.
 Result<Tensor> IdTable::table_on(const Device& device) {
   for (const auto& [where, table] : copies_) {
     if (where == device) return table;

@@ -23,9 +23,9 @@ class IdTable {
     int32_t integer;  // non-negative
     float real;
   };
-  // `columns`: the type of each column, I32 or F32. row(id, words) sets the words of the ids 0 to
-  // count - 1, and with id = -1 those for ids that a loss ignores. `ignored`: the id that means
-  // "ignore".
+  // `columns`: the type of each column, I32 or F32. The function row(id, words) sets the entries of
+  // one id from 0 to count - 1, and with id = -1 those of ids that a loss ignores. `ignored`: the
+  // id that means "ignore".
   IdTable(std::vector<DType> columns, int64_t count, std::optional<int64_t> ignored,
           const std::function<void(int64_t, Word*)>& row);
 

@@ -149,7 +149,7 @@ Status check_shard(std::span<const int64_t> shape, const Shard& shard) {
       "rows, if given, must have the shard's rows in all");
 }
 
-// The index, in the whole, of the shard's element `index`.
+// The index in the complete tensor of the shard's element `index`.
 int64_t index_in_whole(std::span<const int64_t> shape, const Shard& shard, int64_t index) {
   int64_t result = 0, stride = 1;
   for (size_t d = shape.size(); d-- > 0;) {

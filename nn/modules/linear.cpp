@@ -170,7 +170,7 @@ Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
 
 namespace {
 
-// Views `into` as the matrix that a product writes to; undefined if `into` is null.
+// Views `into` as the matrix that a GEMM writes to; undefined if `into` is null.
 Result<Tensor> result_matrix(const Tensor* into, std::span<const int64_t> like, int64_t last,
                              const char* what) {
   if (into == nullptr) return Tensor();

@@ -22,7 +22,7 @@ struct CrossEntropyLoss::Saved : Ctx::Record {
 
 namespace {
 
-// Computes alpha * (sum of the elements), F32 [1], as a product with a vector of ones.
+// Computes alpha * (sum of the elements), F32 [1], as a GEMM with a vector of ones.
 Result<Tensor> scaled_sum(const Tensor& values, double alpha) {
   const int64_t n = values.numel();
   TE_FL_ASSIGN_OR_RETURN(Tensor ones, Tensor::empty({1, n}, DType::kF32, values.device()));
@@ -38,7 +38,7 @@ Result<Tensor> scaled_sum(const Tensor& values, double alpha) {
   return sum.view({1});
 }
 
-// Computes alpha * value * weights[i] as a product. F32 with the shape of `weights`.
+// Computes alpha * value * weights[i] as a GEMM. The result is F32 with the shape of `weights`.
 Result<Tensor> weighted(const Tensor& weights, const Tensor& value, double alpha) {
   const int64_t n = weights.numel();
   TE_FL_ASSIGN_OR_RETURN(const Tensor column, weights.view({n, 1}));
@@ -53,8 +53,9 @@ Result<Tensor> weighted(const Tensor& weights, const Tensor& value, double alpha
   return rows.view(weights.shape());
 }
 
-// The columns of the table about targets. They let ops for a complete vocabulary work on one rank's
-// columns. An ignored target has the number of columns as its id, which is passed as ignore_index.
+// The columns of the look-up table by target (IdTable) for a sharded vocabulary. With them, ops for
+// a complete vocabulary work on one rank's columns. An ignored target gets the number of columns as
+// its id, which is passed as ignore_index.
 enum Column : size_t {
   kForward,    // the target's column here; for another rank's target: ignored, so its loss is 0
   kBackward,   // the target's column here; for another rank's target 0, which kWeight cancels
@@ -118,8 +119,8 @@ Result<Tensor> row_gradients(const Tensor& grad_loss, const Tensor& logits, cons
   return grad;
 }
 
-// The log-sum-exps of each row from all ranks, [rows, ranks], compact, and the ranks' sums of
-// losses, [ranks].
+// The log-sum-exps of each row on all ranks, [rows, ranks], compact, and each rank's sum of losses,
+// [ranks].
 struct OfRanks {
   Tensor lse, sums;
 };
@@ -200,8 +201,8 @@ Result<Tensor> CrossEntropyLoss::divided_backward(const Saved& saved, const Tens
   TE_FL_ASSIGN_OR_RETURN(Tensor grad,
                          row_gradients(grad_loss, saved.logits, targets, lse, 0, columns));
   if (smoothing == 0) return grad;
-  // The term of smoothing, e g (exp(x - lse) - 1 / (n columns)), computed as the loss of this
-  // rank's columns with smoothing 1.
+  // The gradient's smoothing term, e g (exp(x - lse) - 1 / (n columns)), is computed as the
+  // gradient of this rank's loss with smoothing 1.
   TE_FL_RETURN_IF_ERROR(detail::fill(grad_loss, 1));
   TE_FL_ASSIGN_OR_RETURN(const Tensor even_loss,
                          weighted(grad_loss, dloss, smoothing / ranks / saved.divisor));

@@ -48,8 +48,8 @@ struct LayerNormMLP::Impl {
     return {options.activation, options.clamp_limit, options.clamp_alpha,
             options.glu_linear_offset};
   }
-  // True if the activation may be fused with the product before it. Not with scales that are
-  // computed from the result, which need a separate pass.
+  // True if the activation may be fused with the GEMM before it. False with current scaling, whose
+  // scale is computed from the result in a separate pass.
   bool may_join(const detail::GemmUnit::Use& use) const {
     return options.activation == Activation::kGelu &&
            (!use.mode.fp8 || use.mode.delayed() != nullptr);
@@ -298,8 +298,8 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
                                                  "LayerNormMLP: layernorm_output_grad"));
   TE_FL_ASSIGN_OR_RETURN(auto d_out, impl.fc2->prepare_grad(record.fc2, flat, true));
   detail::GemmUnit::Gradient d_pre;
-  // Runs wgrad before dgrad, which frees fc2's input early. If the gradient is still being
-  // gathered, dgrad goes first, since wgrad needs all ranks' rows.
+  // Runs wgrad before dgrad, since wgrad is the last use of fc2's input, which is then freed. If
+  // the gradient is still being gathered, runs dgrad first, since wgrad needs all ranks' rows.
   const bool arriving = d_out.arriving != nullptr;
   if (arriving) {
     TE_FL_ASSIGN_OR_RETURN(d_pre, impl.narrow_gradient(record, d_out));

@@ -277,8 +277,8 @@ class StateChecker {
     return {};
   }
 
-  // Checks an FP8-only parameter: the file has FP8 data with a scale, or values that will be
-  // quantised.
+  // Checks an FP8-only parameter: the file has FP8 data with a scale, or high-precision data that
+  // will be quantised.
   Status check_codes(const std::string& name, const Tensor& target) {
     const Tensor* tensor = find(name);
     const std::string scale_name = name + ".scale_inv";
@@ -375,7 +375,7 @@ class StateChecker {
 };
 
 // True if an update has set the scales [slots]: a scale differs from the initial 1, or the history
-// [length, slots] has an amax after row 0. Waits for the device.
+// [length, slots] has an amax outside of row 0. Waits for the device.
 Result<bool> calibrated(const Tensor& history, const Tensor& scale) {
   TE_FL_ASSIGN_OR_RETURN(const Tensor scales, scale.to(Device()));
   TE_FL_ASSIGN_OR_RETURN(const Tensor rows, history.to(Device()));
@@ -384,9 +384,9 @@ Result<bool> calibrated(const Tensor& history, const Tensor& scale) {
          std::any_of(h + rows.size(1), h + rows.numel(), [](float v) { return v != 0; });
 }
 
-// A copy of `tensor` on `device`, so that later failures cannot leave a partial load. Returns the
-// tensor itself if it can be read there and is not one of the module's `own` tensors, which will be
-// overwritten.
+// Returns a copy of `tensor` on `device`, so that a failure during loading leaves no partial state.
+// Returns the tensor itself if it is on the device and is not one of the module's `own` tensors,
+// which will be overwritten.
 Result<Tensor> staged(const Tensor& tensor, const Device& device,
                       const std::vector<NamedTensor>& own) {
   const bool usable = tensor.device() == device && tensor.contiguous() &&
@@ -403,7 +403,7 @@ Status load_scales(detail::Fp8State& state, const Tensor& history, const Tensor&
   return state.load(history, scale, *set, dtype);
 }
 
-// Writes loaded values into the parameter. If `scale_inv` is defined, `tensor` is FP8 data.
+// Writes a loaded tensor into the parameter. If `scale_inv` is defined, `tensor` is FP8 data.
 Status load_parameter(const Tensor& tensor, const Tensor& scale_inv, const Tensor& amax,
                       const Parameter& parameter) {
   if (scale_inv.defined()) return detail::load_codes(tensor, scale_inv, amax, parameter.value);

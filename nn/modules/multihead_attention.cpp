@@ -59,8 +59,8 @@ struct MultiheadAttention::Impl {
 
   bool cross() const { return options.attention_type == AttentionType::kCross; }
   bool thd() const { return options.attention.layout == Layout::kTHD; }
-  // The position of a product's rows (for q, for k and v, or for all) in those of the whole
-  // attention.
+  // The position of this rank's rows of a projection (for q, for k and v, or for all three) in the
+  // projection for all heads.
   init::Shard shard(bool q, bool kv) const;
   Status create_products(MultiheadAttention& module);
   Status create_core(MultiheadAttention& module);
@@ -75,7 +75,7 @@ struct MultiheadAttention::Impl {
     if (options.parallel.divides_sequence()) lead.front() *= options.parallel.size();
     return lead;
   }
-  // Runs the products before the attention.
+  // Runs the projections before the attention.
   Result<detail::PackedHeads> project(const Tensor& x, const Tensor& encoder, MhaRecord& record,
                                       bool training, const ForwardOptions& forward,
                                       Tensor* layernorm_output);

@@ -48,8 +48,9 @@ class NormCore {
 };
 
 // Computes norm(x) as the input of `gemm`. Under FP8 the norm writes the quantised tensor directly,
-// with two exceptions: if `high_precision` is not null, it receives norm(x) in the activation
-// dtype; and if the rows are sharded over ranks, the scale depends on all ranks.
+// with two exceptions. If `high_precision` is not null, it receives norm(x) in the activation
+// dtype, which is then quantised. If the rows are sharded over ranks, the scale depends on all
+// ranks.
 Result<Tensor> normed_input(const NormCore& norm, GemmUnit& gemm, GemmUnit::Use& use,
                             const Tensor& x, NormCore::Saved& saved, Tensor* high_precision,
                             const TensorParallel& parallel);

@@ -181,7 +181,7 @@ Result<Heads> QkvTransform::split(const PackedHeads& packed, const Record& recor
     TE_FL_ASSIGN_OR_RETURN(parts.q, compact(parts.q));
     TE_FL_ASSIGN_OR_RETURN(parts.q, parts.q.view(with_tail(record.q_lead, {heads_, dim_})));
   }
-  // Copies, since a view would keep the complete packed tensor alive.
+  // Copies the heads, since a view would keep the complete packed tensor alive.
   const bool leaves = kept && !direct(record.rotation);
   if (rotate_first || (leaves && q_norm_ == nullptr)) {
     TE_FL_ASSIGN_OR_RETURN(parts.k, compact(parts.k));

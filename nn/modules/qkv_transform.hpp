@@ -15,8 +15,8 @@ struct Heads {
   Tensor q, k, v;
 };
 
-// The output of the products before the attention, or its gradient. Self-attention has q, k and v
-// in one tensor; cross-attention has q in one tensor, and k and v in another.
+// The output of the projections before the attention, or its gradient. Self-attention has q, k and
+// v in one tensor; cross-attention has q in one tensor, and k and v in another.
 struct PackedHeads {
   Tensor qkv;
   Tensor q, kv;
@@ -31,7 +31,7 @@ struct Rotation {
   bool any() const noexcept { return q.defined(); }
 };
 
-// The steps between the products before the attention and the heads, and their backward: splitting,
+// The steps between the projections and the attention, and their backward: splitting into heads,
 // the norm of q and k, and RoPE, in the order that the options give.
 class QkvTransform {
  public:
@@ -50,7 +50,7 @@ class QkvTransform {
   // The angles for q and k. INVALID_ARGUMENT if they do not fit sequences of these lengths.
   Result<Rotation> rotation(const AttentionInputs& inputs, int64_t length_q,
                             int64_t length_kv) const;
-  // True if q, k and v are strided views of the products' output. Their gradients can then be
+  // True if q, k and v are strided views of the projections' output. Their gradients can then be
   // written in place.
   bool direct(const Rotation& rotation) const noexcept {
     return views_fit() && !rotation.any() && q_norm_ == nullptr;
@@ -60,8 +60,8 @@ class QkvTransform {
   // Allocates packed gradients. Requires direct().
   Result<PackedHeads> empty(const Record& record, DType dtype) const;
 
-  // Computes the heads. The caller has set `record.rotation` and the leads. `kept`: a backward will
-  // read the heads, so they must not keep other memory alive.
+  // Computes the heads. The caller has set `record.rotation`, `q_lead` and `kv_lead`. `kept`: a
+  // backward will read the heads, so they must not keep other memory alive.
   Result<Heads> forward(const PackedHeads& packed, Record& record, bool kept);
   // The gradients must be compact.
   Result<PackedHeads> backward(Heads grads, Record& record);

@@ -16,8 +16,8 @@ namespace te_fl::nn::detail {
 
 namespace {
 
-// The place of part number `part` of a sharded parameter. It is relative to the part's own whole if
-// each part is a range of the shard's rows; otherwise relative to the complete whole.
+// Returns the place of part number `part` of a sharded parameter. It is relative to the complete
+// part if the part is one range of the shard's rows; otherwise relative to the complete parameter.
 Shard place_of_part(const Parameter& shard_of_all, const std::vector<int64_t>& rows, size_t part) {
   Shard place = shard_of_all.shard;
   if (place.whole.empty()) return place;
@@ -186,8 +186,8 @@ Status JoinedParameter::open_grad() {
     whole_->internals().grad_cleared_in = parts_[0]->internals().grad_cleared_in;
     return {};
   }
-  // Otherwise the product adds to scratch memory, which close_grad() then adds to the parts'
-  // gradients.
+  // If the parts' gradients are not slices of one tensor, the GEMM writes the complete gradient to
+  // scratch memory, and close_grad() adds it to the parts' gradients.
   if (!scratch_.defined() || scratch_.dtype() != whole_->grad_dtype) {
     TE_FL_ASSIGN_OR_RETURN(scratch_, empty_like(whole_->value, whole_->grad_dtype));
     keeps_scratch_ = false;
@@ -248,7 +248,7 @@ Result<std::unique_ptr<SplitParameters>> SplitParameters::create(
                             std::to_string(total) + " rows together; they must have " +
                             std::to_string(gemm.spec().out) + " (the output features)");
   }
-  if (parts.size() == 1) {  // a single part is the whole with another name
+  if (parts.size() == 1) {  // a single part is the complete parameter
     split->whole_weight_ = gemm.weight();
     split->whole_bias_ = gemm.bias();
     return split;

@@ -11,25 +11,25 @@ namespace te_fl::nn::detail {
 
 class GemmUnit;
 
-// A parameter whose rows are several named parameters ("query_weight", "key_weight",
-// "value_weight"). Products compute with the whole; users, optimizers and checkpoints see the
-// parts. Parts that are adjacent in memory, as they are created, are read in place; otherwise they
-// are copied into one tensor whenever one has changed. In the same way the parts' gradients are
-// slices of the whole's gradient, unless their owner has replaced some; the product's result is
+// A parameter whose rows are divided into several named parts ("query_weight", "key_weight",
+// "value_weight"). GEMMs compute with the complete parameter; users, optimizers and checkpoints see
+// the parts. Parts that are adjacent in memory, as they are created, are read in place; otherwise
+// they are copied into one tensor whenever one has changed. In the same way the parts' gradients
+// are slices of the complete gradient, unless their owner has replaced some; the GEMM's result is
 // then copied or added to them. Not thread-safe.
 class JoinedParameter {
  public:
-  // Splits `whole` into parts with `rows` rows each, which must sum to its extent 0. The whole is
-  // not registered with a module.
+  // Splits the parameter `whole` into parts, of which part i has rows[i] rows; these must sum to
+  // extent 0 of `whole`. `whole` is not registered with a module.
   static Result<std::unique_ptr<JoinedParameter>> create(std::shared_ptr<Parameter> whole,
                                                          const std::vector<int64_t>& rows);
   const std::vector<std::shared_ptr<Parameter>>& parts() const noexcept { return parts_; }
 
-  // Updates the value and version of the whole from the parts. Call it before each forward and
-  // backward.
+  // Updates the value and version of the complete parameter from its parts. Must be called before
+  // each forward and backward.
   Status gather();
-  // Call these before and after a backward that writes the whole's gradient. open_grad() prepares
-  // the tensor to write to; close_grad() passes the result to the parts.
+  // Must be called before and after a backward that writes the gradient of the complete parameter.
+  // open_grad() prepares the tensor to write to; close_grad() passes the result to the parts.
   Status open_grad();
   Status close_grad();
 
@@ -38,7 +38,7 @@ class JoinedParameter {
       : whole_(std::move(whole)), rows_(std::move(rows)), own_(whole_->value) {}
   Result<Tensor> slice(const Tensor& whole, size_t part) const;
   bool adjacent() const;
-  // True if the parts' gradients are slices of the whole's gradient, with equal flags.
+  // True if the parts' gradients are slices of the complete gradient, with equal flags.
   bool shares_grad() const;
   Status make_shared_grad();
   Status copy_together();
@@ -50,7 +50,7 @@ class JoinedParameter {
   Tensor copies_;  // copies of parts that are not adjacent
   uint64_t copied_version_ = 0;
   void* copied_stream_ = nullptr;
-  Tensor scratch_;  // gradient of the whole if the parts' are not slices of it
+  Tensor scratch_;  // complete gradient if the parts' gradients are not its slices
   bool keeps_scratch_ = false;
   bool shared_ = false;  // result of shares_grad(), from open_grad() to close_grad()
 };

@@ -6,8 +6,8 @@
 #include "nn/modules/gemm_unit.hpp"
 #include "te_fl/nn/modules/tensor_parallel.hpp"
 
-// The steps before and after the product of a linear map that is sharded over ranks. Without
-// sharding these functions do nothing.
+// The steps before and after the GEMM of a linear map that is sharded over ranks. Without sharding
+// these functions do nothing.
 namespace te_fl::nn::detail {
 
 // The shape of a map's output. Under sequence parallelism the first extent is multiplied by the
@@ -20,11 +20,12 @@ std::shared_ptr<SequenceRanks> sequence_ranks_of(const TensorParallel& parallel)
 // The sum of the ranks' matrices; under sequence parallelism this rank's rows of it. May overwrite
 // `partial`.
 Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial);
-// Like summed(), for the forward of a row-parallel map; computes its product too.
+// Computes the GEMM of a row-parallel map's forward and sums its result over the ranks like
+// summed().
 Result<Tensor> forward_summed(GemmUnit& gemm, const TensorParallel& parallel, GemmUnit::Use& use,
                               const Tensor& input, const ForwardOptions& options);
 // While this object lives, dropout on this thread uses this rank's own random stream, if there is
-// one and `divided` is true (the tensor is one rank's part).
+// one and `divided` is true (the tensor is sharded).
 class OwnRandom {
  public:
   OwnRandom(const TensorParallel& parallel, bool divided, const Device& device);

@@ -51,12 +51,12 @@ class BranchAdd {
   bool paths_;
 };
 
-// The record of one part of a layer with its residual connection.
+// The backward record of one branch of a layer (attention or MLP) with its residual connection.
 struct PartRecord {
   Ctx part;
   BranchAdd::Saved add;
-  bool joined = false;     // the part itself adds the residual
-  bool post_norm = false;  // the residual is the output of the part's norm
+  bool joined = false;     // the branch's last GEMM adds the residual
+  bool post_norm = false;  // the residual is the output of the branch's norm
 };
 
 struct LayerRecord : Ctx::Record {
@@ -178,8 +178,8 @@ struct TransformerLayer::Impl {
   std::unique_ptr<Norm> layernorm;  // for output_layernorm
   BranchAdd attention_add, inter_add, mlp_add;
 
-  // True if the product before the addition can add the residual itself, since no op is between
-  // them.
+  // True if the GEMM before the addition can add the residual itself, since no op is between the
+  // two.
   bool joins(const Tensor& x, float drop_path) const {
     return options.hidden_dropout == 0 && drop_path == 0 && x.defined() &&
            x.dtype() == options.activation_dtype;
@@ -346,7 +346,8 @@ Result<Tensor> TransformerLayer::backward(const Tensor& dy, Ctx& ctx, Tensor* db
   if (impl.layernorm != nullptr) {
     TE_FL_ASSIGN_OR_RETURN(d_sum, impl.layernorm->backward(dy, record.layernorm));
   }
-  // The gradient from the MLP, to which the gradient that bypasses it has been added.
+  // The gradient of the MLP branch's input: the sum of the MLP's gradient and that of the residual
+  // connection.
   TE_FL_ASSIGN_OR_RETURN(Tensor below, impl.transform_backward(d_sum, record.mlp));
   if (impl.options.parallel_attention_mlp) {
     return impl.attend_backward(*impl.attention, impl.attention_add, d_sum, record.attention,

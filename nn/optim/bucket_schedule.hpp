@@ -7,18 +7,19 @@
 
 namespace te_fl::nn::detail {
 
-// Decides which gradient bucket may be reduced next while a backward is running. Buckets are taken
-// from the last to the first. This is close to the order of a backward, and it is the same on all
-// ranks, even if their backwards differ. The first backward records how often each gradient is
-// written (a tied weight's more than once). In later backwards a bucket is complete after the last
-// write of its last gradient. Not thread-safe.
+// Decides which gradient bucket may be reduced next while a backward pass is running. Buckets are
+// taken from the last to the first. This is close to the order of a backward, and it is the same on
+// all ranks, even if their backward passes differ. The first backward records how often each
+// gradient is written (a tied weight's more than once). In later backward passes a bucket is
+// complete after the last write of its last gradient. Not thread-safe.
 class BucketSchedule {
  public:
   // `bucket_of`: the bucket of each gradient. `held`: the number of leading buckets that never
   // count as complete, since their gradients change after the last write.
   BucketSchedule(std::vector<size_t> bucket_of, size_t buckets, size_t held);
 
-  // Call this when the step's last backward begins; writes count from then on.
+  // Must be called when the step's last backward pass begins; writes of gradients are counted from
+  // then on.
   void begin();
   void wrote(size_t gradient);
   // Takes the next bucket if each of its gradients has received the expected number of writes.

@@ -48,9 +48,9 @@ Result<std::shared_ptr<GradientBuckets>> GradientBuckets::create(
     const std::vector<NamedParameter>& parameters, std::shared_ptr<const Comm> ranks,
     int64_t bucket_bytes, bool zero, std::optional<bool> overlap) {
   std::shared_ptr<GradientBuckets> result(new GradientBuckets(std::move(ranks), zero));
-  // Partial gradients, of which other ranks have parts, are complete only after
-  // sum_partial_gradients(), which runs after the backward. Their buckets come first, since buckets
-  // are reduced from the last to the first.
+  // Partial gradients, which have to be summed over ranks, are complete only after
+  // sum_partial_gradients(), which runs after the backward pass. Their buckets come first, since
+  // buckets are reduced from the last to the first.
   std::vector<NamedParameter> partial, finished;
   for (const NamedParameter& p : parameters) {
     if (!p.parameter->requires_grad) continue;

@@ -44,7 +44,8 @@ class GradientBuckets final : public GradientListener {
   bool averaged() const { return averaged_; }
 
   Status average();
-  // Begin and end of the step's last backward, for DataParallel::LastBackward.
+  // Called at the begin and the end of the step's last backward pass, by
+  // DataParallel::LastBackward.
   void open();
   void close();
 
@@ -54,9 +55,9 @@ class GradientBuckets final : public GradientListener {
   // With ZeRO: this rank's part of a parameter; null if the parameter was not passed to create().
   const OwnPart* own_part(const Parameter& parameter) const;
   // With ZeRO: gathers the values of these parameters' buckets from the ranks that updated them.
-  // `masters` has one entry per parameter. For an FP8-only parameter it is this rank's part of the
-  // new values (F32): every rank quantises the gathered whole. It is undefined if the part is
-  // empty, and for other parameters.
+  // `masters` has one entry per parameter. For an FP8-only parameter the entry is this rank's part
+  // of the new values (F32), and every rank quantises the gathered parameter. The entry is
+  // undefined if the part is empty, and for other parameters.
   Status gather_values(const std::vector<NamedParameter>& parameters,
                        const std::vector<Tensor>& masters) const;
 
@@ -78,7 +79,8 @@ class GradientBuckets final : public GradientListener {
 
   GradientBuckets(std::shared_ptr<const Comm> ranks, bool zero)
       : ranks_(std::move(ranks)), zero_(zero) {}
-  // Creates buckets of at most `most` bytes of gradients, or with a single parameter.
+  // Creates buckets. Each has at most `most` bytes of gradients, or a single parameter that has
+  // more.
   Status add_buckets(const std::vector<NamedParameter>& parameters, int64_t most);
   Status add_bucket(const std::vector<NamedParameter>& parameters);
   Status add_member(Bucket& bucket, const NamedParameter& parameter, int64_t begin);
@@ -102,8 +104,9 @@ class GradientBuckets final : public GradientListener {
   bool open_ = false;
   bool averaged_ = false;
   Status failure_;  // of reductions during a backward; returned by average()
-  // On devices with streams, collectives that start during a backward run on a separate stream,
-  // between the events `ready_` and `done_`.
+  // On devices with streams, collectives that start during a backward run on the separate stream
+  // `side_`. It waits for the backward's stream by the event `ready_`; the backward's stream waits
+  // for it by `done_`.
   Stream side_;
   Event ready_, done_;
   void* backwards_ = nullptr;  // the stream of the backward

@@ -115,7 +115,7 @@ Status GraphedStep::Impl::capture() {
   detail::StepCapture writes(options.optimizer);
   Result<Tensors> result = record(captured);
   std::vector<detail::StepCapture::Touched> touched = writes.take();
-  // The capture has run nothing, so the position is reset; the launch counts.
+  // The capture has drawn no random numbers, so the RNG offset is reset; each launch advances it.
   const bool updates_left = !updates->take().empty();
   updates->put_back(std::move(pending));
   uint64_t count = 0;

@@ -68,8 +68,8 @@ Result<bool> LossScaler::update() {
   for (size_t i = 0; i < flags_.size(); ++i) {
     if (values[i] == 0) continue;
     found = true;
-    // Clears the flag, so that it does not count again if its optimizer does not step before the
-    // next update.
+    // Clears the flag of non-finite gradients, so that it does not count again if its optimizer
+    // does not step before the next update.
     TE_FL_RETURN_IF_ERROR(detail::fill(flags_[i], 0));
   }
   const float before = state_.scale;

@@ -190,8 +190,8 @@ Status Optimizer::clip_on_device(const Tensor& noop) {
   return detail::scale_by_norm(gradients(), device_->grad_norm, max_grad_norm_, noop, home());
 }
 
-// Divides the gradients by the scale, which is at least 1, by clipping to norm 1 with the scale as
-// the norm. The op reads the scale on the device when it runs.
+// Divides the gradients by the loss scale s >= 1. Implemented as clipping to norm 1 of gradients
+// whose norm is given as s. The op reads s on the device when it runs.
 Status Optimizer::unscale(LossScaler& scaler) {
   if (scaler.scale().device() != home()) {
     return invalid_argument("Optimizer::step: the scaler is on " +

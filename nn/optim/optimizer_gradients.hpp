@@ -21,13 +21,13 @@ Pointers pointers_of(const Gradients& gradients);
 // FAILED_PRECONDITION with `who` and the first parameter whose gradient is stale, incomplete, or
 // with ZeRO intended for another optimizer or not averaged.
 Status check_fresh(const char* who, const Gradients& gradients);
-// Runs the pending gradient-scale updates of the backwards that wrote the gradients, if the program
-// has not done so.
+// Runs the pending gradient-scale updates of the backward passes that wrote the gradients, if the
+// program has not done so.
 Status end_backwards(const std::vector<NamedParameter>& parameters);
 // The norm of the complete gradients as F32 [1], equal on all ranks.
 Status norm_into(const Gradients& gradients, const Tensor& norm);
 // Scales the gradients to a norm of at most max_norm, like clip_grad_norm(). Returns the norm
-// before.
+// before scaling.
 Result<float> clip(const char* who, const Gradients& gradients, float max_norm);
 // Multiplies the gradients by min(1, max_norm / norm) on the device. Sets `noop` if the norm is not
 // finite.

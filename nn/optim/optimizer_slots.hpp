@@ -60,7 +60,7 @@ void set_list(Args& args, Member member, Count count, const Pointers& list) {
 
 // Copies the parameter's current value to the master weight, if there is one.
 Status copy_to_master(const Slot& slot);
-// The last part of a step. With ZeRO (`zero` not null) gathers the values that other ranks have
+// Ends a step. With ZeRO (`zero` not null) gathers the parameter values that other ranks have
 // updated. Quantises the new master weights of FP8-only parameters.
 Status finish_values(const std::vector<Slot>& slots, const GradientBuckets* zero);
 void append_state(std::vector<NamedTensor>& result, const std::vector<Slot>& slots,

@@ -19,8 +19,8 @@ Status GradientBuckets::gather(const Tensor& flat) const {
   return ops::all_gather(args, call_options(flat.device()));
 }
 
-// Gathers the master weights; every rank then quantises the whole, since the scale depends on all
-// parts.
+// Gathers the master weights. Every rank then quantises the complete weight, since the scale
+// depends on all parts.
 Status GradientBuckets::gather_codes(const Bucket& bucket,
                                      const std::vector<const Tensor*>& masters) const {
   TE_FL_ASSIGN_OR_RETURN(const Tensor flat,
