@@ -136,7 +136,7 @@ def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, ac
         inputs = [t.contiguous() for t in inputs]
         mode = weight_cache.number() if call.lasting(own) else call.UNCACHED
     microbatch = quantization.reused_weights() if first < 0 else bool(first)
-    # the order that call.py asserts
+    # in the order of _native.LAYER_FORWARD_ARGUMENTS, which call.py asserts
     arguments = (layer.native, activation, mode, microbatch, tuple(inputs), tuple(own), _attention(names, others, lengths, extras) or None, random)
     if not (keeps and recomputes):
         output, token = _native.layer_forward(*arguments)

@@ -52,7 +52,7 @@ class Codes:
         return cls(rules, data, _block_scales(*shape, device), None)
 
     def write(self, values: torch.Tensor, amax: Optional[torch.Tensor] = None) -> None:
-        """Quantises values of any floating dtype and device. amax: F32 [1] from which the scale is computed, instead of the values' own amax."""
+        """Quantises values of any floating dtype and device. amax: F32 [1], the amax that determines the scale instead of the values' own amax."""
         values = self._prepared(values)
         self.writes += 1
         if values.numel() == 0:
@@ -117,7 +117,7 @@ class Codes:
         rows, columns = self.data.shape
         scales = _block_scales(columns, rows, self.data.device) if self.rules.scaling != "tensor" else None
         made = torch.empty(columns, rows, dtype=_CODES, device=self.data.device)
-        self._transpose_into(made, scales)  # first: another thread takes a transpose that it finds
+        self._transpose_into(made, scales)  # before `columns` is set, because another thread uses `columns` as soon as it is set
         self.columns_scale_inv, self.columns = scales, made
         self.columns_are_old = False
 

@@ -27,7 +27,7 @@ class _Product(TransformerEngineBaseModule):
 
     _sites = ("fp8",)
     _remade = frozenset(("apply_bias", "sequence_parallel"))
-    # Userbuffers' transfers, of which te-fl has none.
+    # Flags for Transformer Engine's Userbuffers, which te-fl does not have.
     ub_overlap_ag_fprop = ub_overlap_rs_fprop = ub_overlap_ag_dgrad = ub_overlap_rs_dgrad = ub_bulk_dgrad = ub_bulk_wgrad = False
 
     def _set_up(self, in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
@@ -54,7 +54,7 @@ class _Product(TransformerEngineBaseModule):
                 setattr(self, name, torch.empty(0, dtype=self.params_dtype, device=device))
         self._own_names = self.weight_names + (self.bias_names if self.use_bias else [])
         norm = ("layer_norm_weight", "layer_norm_bias")
-        self._read_names = tuple([n for n in norm if n in self._parameters] + self._own_names)  # names of the parameters of _own()
+        self._read_names = tuple([n for n in norm if n in self._parameters] + self._own_names)  # the names of the parameters that _own() returns
 
     @property
     def _adds_bias_last(self) -> bool:

@@ -30,7 +30,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
     _kind = "layernorm_mlp"
     _sites = ("fc1_fp8", "fc2_fp8")
     _remade = frozenset(("apply_bias", "eps", "zero_centered_gamma", "activation", "activation_params", "sequence_parallel"))
-    ub_overlap_ag = ub_overlap_rs = ub_overlap_rs_dgrad = ub_bulk_dgrad = ub_bulk_wgrad = False  # Userbuffers' transfers, of which te-fl has none.
+    ub_overlap_ag = ub_overlap_rs = ub_overlap_rs_dgrad = ub_bulk_dgrad = ub_bulk_wgrad = False  # flags for Userbuffers, which te-fl does not have
 
     @rules.checks_keywords()
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False,

@@ -146,7 +146,7 @@ class TransformerLayer(torch.nn.Module):
         replica.__dict__.update(_fused=None, _number=registry.enter(replica))
         return replica
 
-    # A layer asks this of the module that it computes for (modules/layers.py), a graph of the one whose number it has (compile/compiled.py).
+    # Called by layers on their module (modules/layers.py), and by graphs, which find the module by its number (compile/compiled.py).
 
     def _in_graph(self, device: torch.device, kind: str, key: Any) -> Tuple[NativeLayer, List[int]]:
         if not self._fused.usable():

@@ -83,7 +83,7 @@ class _GroupedCalls:
 
 
 def _check_number(optimizer: str, name: str, value: Any, rule: str = "0 or more", below: float = math.inf) -> None:
-    """Checks a default option as PyTorch's optimizers do. Later changes by a scheduler or a group are not checked."""
+    """Checks a default option as PyTorch's optimizers do. Values that a scheduler or a parameter group sets later are not checked."""
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise InvalidArgument(f"{optimizer}: {name} is a tensor of {value.numel()} elements; it has one")
     if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
