@@ -93,7 +93,7 @@ class Quantized:
         return (self.data if self.data is not None else self.columnwise_data).dtype
 
     def only(self, columnwise: bool) -> "Quantized":
-        """Keeps one of the two copies, with its scales."""
+        """Returns a Quantized with only the column-wise data or only the row-wise data, and with its scales."""
         if columnwise:
             inv = self.scale_inv if self.scaling == "tensor" else None
             return Quantized(columnwise_data=self.columnwise_data, columnwise_scale_inv=self.columnwise_scale_inv, scale_inv=inv,
