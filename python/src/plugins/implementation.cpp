@@ -136,7 +136,7 @@ uint64_t number(PyObject* dict, const char* key) {
   if (PyErr_Occurred() != nullptr) throw PythonError();
   return value;
 }
-// Stores the text in `text`; null if the entry is None.
+// Copies the entry's text to `text` and returns text.c_str(); returns null if the entry is None.
 const char* optional_text(PyObject* dict, const char* key, std::string& text) {
   PyObject* value = member(dict, key);
   if (value == Py_None) return nullptr;
