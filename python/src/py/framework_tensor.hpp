@@ -43,8 +43,8 @@ class Lent {
   // since the last follow(); none if it has not moved. Throws FAILED_PRECONDITION, naming the
   // tensor, if the program has freed the memory.
   std::optional<nn::MovedMemory> moved() const;
-  // Throws FAILED_PRECONDITION, naming the tensor, if te-fl still keeps the memory and it has
-  // moved.
+  // Throws FAILED_PRECONDITION, naming the tensor, if te-fl still keeps the memory but the program
+  // has moved or freed it.
   void check() const;
   // Records the address that moved() has returned, after the forward's tensors were updated to it.
   void follow(const nn::MovedMemory& place);

@@ -132,16 +132,18 @@ class _Product(TransformerEngineBaseModule):
 class Linear(_Product):
     """y = x A^T + b, in FP8 inside autocast.
 
-    in_features, out_features: of x and y. init_method: called on the weight; None: normal with mean 0 and standard deviation 0.023.
-    return_bias: the bias is returned and not added. parameters_split: names, or names with rows, of the parts that the weight and the bias
-    are registered as. params_dtype: None is torch's default dtype. device: None is cuda where there is one, else cpu.
-    fuse_wgrad_accumulation: the weight's gradient is added to weight.main_grad. delay_wgrad_compute: the weight's gradient, and without FP8
-    the bias's, is computed by backward_dw(), to be called after each backward. get_rng_state_tracker: a function whose result's fork() the
-    initialisation runs in. tp_group, tp_size: the process group whose ranks divide the module; its size, or without a group tp_size, is
-    their number, and the group may come by set_tensor_parallel_group(). parallel_mode: 'column' divides out_features over the ranks, 'row'
-    in_features, whose products they sum; None: each rank has all. sequence_parallel: the input of 'column' and the output of 'row' are the
-    ranks' parts of the first dimension. On one rank these and the ub_ arguments have no effect; on several the ub_ arguments are refused
-    with sequence_parallel. See docs/ranks-pytorch.md.
+    in_features, out_features: the sizes of the last dimension of x and of y. init_method: a function that initialises the weight in place;
+    None: normal distribution with mean 0 and standard deviation 0.023. return_bias: the bias is returned instead of added.
+    parameters_split: names, or names with row counts, of the slices of weight and bias that are registered as separate parameters.
+    params_dtype: the dtype of the parameters; None: torch's default dtype. device: the device of the parameters; None: cuda if available,
+    else cpu. fuse_wgrad_accumulation: the weight's gradient is added to weight.main_grad. delay_wgrad_compute: backward_dw(), to be called
+    after each backward pass, computes the weight's gradient (without FP8 also the bias's). get_rng_state_tracker: a function that returns
+    an RNG tracker; parameters are initialised inside of its fork(). tp_group, tp_size: the process group whose ranks shard the module, and
+    the number of ranks if no group is given; set_tensor_parallel_group() may set the group later. parallel_mode: 'column' shards
+    out_features over the ranks; 'row' shards in_features, and the ranks' partial results are summed; None: every rank has all features.
+    sequence_parallel: the input of 'column' and the output of 'row' are sharded over the ranks along the first dimension. On one rank, the
+    arguments of tensor parallelism and the ub_ arguments have no effect. On several ranks, the ub_ arguments are refused with
+    sequence_parallel. See docs/ranks-pytorch.md.
     """
 
     _kind = "linear"
@@ -192,7 +194,7 @@ class Linear(_Product):
 
 
 class LayerNormLinear(_Product):
-    """y = norm(x) A^T + b; in FP8 the normalisation writes the product's quantised input.
+    """y = norm(x) A^T + b. In FP8 the normalisation directly writes the GEMM's quantised input.
 
     normalization: 'LayerNorm' or 'RMSNorm'. zero_centered_gamma: the norm's weight is stored minus 1. return_layernorm_output: the
     normalised input is returned as well. The other arguments are Linear's.
