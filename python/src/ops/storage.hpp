@@ -12,7 +12,7 @@ namespace te_fl::python {
 // The attribute names of one storage class; interned and never freed.
 struct StorageClass {
   PyTypeObject* type;
-  PyObject *data, *columnwise_data, *scale_inv, *columnwise_scale_inv;  // null: it has no such part
+  PyObject *data, *columnwise_data, *scale_inv, *columnwise_scale_inv;  // null: no such part
   PyObject* code;  // the attribute that is E4M3 or E5M2, as kE4M3 or kE5M2
   // The attribute that is true while the column-wise copy is out of date; null: never out of date.
   PyObject* stale;

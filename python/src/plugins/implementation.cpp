@@ -84,8 +84,7 @@ struct Ends {
   ~Ends() { lending.over.store(true); }
 };
 
-// An array that still views the call's memory would read memory that is reused later; such a call
-// fails.
+// Fails the call if arrays still view its memory: that memory is reused after the call.
 te_fl_status check_returned(const Lending& lending, const te_fl_error_sink* sink) {
   if (lending.exports.load() == 0) return TE_FL_OK;
   // The remaining references may be garbage in a cycle.

@@ -123,7 +123,7 @@ void watch_interpreter() {
 void drop_later(PyObject* object) noexcept {
   if (object == nullptr) return;
   auto* dropped = new (std::nothrow) Dropped{object, nullptr};
-  if (dropped == nullptr) return;  // leaked: out of memory
+  if (dropped == nullptr) return;  // out of memory: leaks the object
   dropped->next = g_dropped.load(std::memory_order_relaxed);
   while (!g_dropped.compare_exchange_weak(dropped->next, dropped, std::memory_order_release)) {
   }

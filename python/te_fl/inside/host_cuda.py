@@ -208,7 +208,7 @@ class CUDAGraph:
 
 
 class Graph:
-    """torch.cuda.graph."""
+    """Replaces torch.cuda.graph; constructing an object raises an error."""
 
     __new__ = _refuse_graphs
 

@@ -596,7 +596,7 @@ def scheme_of(tensor: Any) -> Optional[Scheme]:
 
 
 def are_blocks(a: Any, b: Any) -> bool:
-    """True if both tensors use blocks of 128."""
+    """True if both tensors have FP8 block scaling (1 x 128 or 128 x 128)."""
     return scheme_of(a) is _BLOCK and scheme_of(b) is _BLOCK
 
 

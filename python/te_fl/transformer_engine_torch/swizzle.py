@@ -27,7 +27,7 @@ def _plain(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(scales: Optional[torch.Tensor], by_columns: bool, turn: Any) -> Optional[torch.Tensor]:
-    """Converts an array of scales. by_columns: the scales of MXFP8's column-wise copy, [scales, columns], whose tiles are those of the transposed
+    """Converts an array of scales. by_columns: the scales of MXFP8's column-wise data, [scales, columns], whose tiles are those of the transposed
     array.
     """
     if scales is None or scales.numel() == 0:

@@ -203,7 +203,7 @@ class _LayerState:
         self.state = "offloading"
         for index, segment in enumerate(list(self._segments.values())):
             if segment.emptied:
-                continue  # stays
+                continue  # the segment stays on the device
             stream = self._owner.stream(segment.device)
             segment.to_host(self._owner.host_memory((self.number, index), segment), stream)
             if stream is not None:

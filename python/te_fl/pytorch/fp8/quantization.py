@@ -86,8 +86,8 @@ def first_autocast(module: Any) -> Optional[_Scope]:
 
 
 class reusing_weights:
-    """Inside of an autocast: modules called without is_first_microbatch take it from `flag`, F32 [1] on the device, which is read when the work runs.
-    Nonzero means that quantised weights are reused. None: no effect.
+    """A scope inside of an autocast. Modules called without is_first_microbatch read `flag`, F32 [1], on the device when the work runs: if it is
+    nonzero, quantised weights are reused. None: no effect.
     """
 
     def __init__(self, flag: Optional[torch.Tensor]):

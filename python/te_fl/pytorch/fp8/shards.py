@@ -145,7 +145,7 @@ class Shard(Codes):
 
 
 class Gathered(Codes):
-    """The whole weight gathered from all ranks' shards, in memory that FSDP frees after use. The transpose, which FSDP lists in `memory`, is freed
+    """The full weight gathered from all ranks' shards, in memory that FSDP frees after use. The transpose, which FSDP lists in `memory`, is freed
     too.
     """
 

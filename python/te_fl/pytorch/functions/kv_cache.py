@@ -1,4 +1,4 @@
-"""Copies keys and values into the caches of modules/inference.py. No step synchronises with the device, so CUDA graphs can capture it."""
+"""Copies keys and values into the caches of modules/inference.py. No function here synchronises with the device, so CUDA graphs can capture them."""
 
 from __future__ import annotations
 

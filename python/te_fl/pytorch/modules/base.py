@@ -291,7 +291,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         return layer
 
     def _check_compiled(self) -> None:
-        """Refuses features that a graph cannot contain, while tracing; without fullgraph=True the function then runs eagerly."""
+        """Called while torch.compile traces. Refuses features that a graph cannot contain; without fullgraph=True the function then runs eagerly."""
         for argument, is_set in (("quantized_model_init", self._model_init is not None), ("delay_wgrad_compute", self.delay_wgrad_compute),
                                 ("fuse_wgrad_accumulation", getattr(self, "fuse_wgrad_accumulation", False))):
             if is_set:

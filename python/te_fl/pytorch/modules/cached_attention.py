@@ -67,7 +67,7 @@ def rotary_places(params: InferenceParams, angles: torch.Tensor, tokens: int) ->
         raise InvalidArgument(f"MultiheadAttention: rotary_pos_emb has {angles.shape[0]} positions, and the longest sequence of inference_params "
                               f"{longest} tokens; give the angles of max_sequence_length positions")
     reached = max(params.sequences_pre_step.values()) + tokens
-    if reached > angles.shape[0]:  # only padding exceeds the angles
+    if reached > angles.shape[0]:  # only padding positions are beyond the given angles
         angles = torch.cat((angles, angles.new_zeros(reached - angles.shape[0], *angles.shape[1:])))
     return params.get_seqlens_pre_step()[:params.batch_size], angles
 

@@ -101,7 +101,7 @@ class FusedLayer:
         self._layers, self._agree = {}, self._parts_agree()
 
     def parameters(self) -> List[Tuple[torch.nn.Module, str]]:
-        """All parameters of the parts, in order."""
+        """Returns (submodule, parameter name) for all parameters of the submodules, in order."""
         return [(part, name) for _, part in self._parts for name in part._parameters if part._parameters[name] is not None]
 
     def order(self) -> List[int]:
@@ -157,7 +157,7 @@ class FusedLayer:
         return layer
 
     def forward(self, owner: torch.nn.Module, call: TransformerCall) -> torch.Tensor:
-        """call: a call for which serves() returned true."""
+        """Returns the layer's output. call: a call for which serves() returned true."""
         where, x, core = "TransformerLayer", call.hidden_states, self._core
         cap = score_cap(where, call.softcap)
         lengths = (call.cu_seqlens_q, call.cu_seqlens_q, call.cu_seqlens_q_padded, call.cu_seqlens_q_padded, call.max_seqlen_q, call.max_seqlen_q)

@@ -32,7 +32,7 @@ class _Product(TransformerEngineBaseModule):
 
     def _set_up(self, in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
                 return_bias, params_dtype, parallel_mode, parameters_split, device) -> None:
-        """Called after _divide()."""
+        """Sets the attributes and registers the weight and the bias. Called after _divide()."""
         where = type(self).__name__
         parts = self._split_names(parameters_split, int(out_features), "output features")
         self.in_features, self.out_features, self._parts = self._own_part(int(in_features), int(out_features), parallel_mode, parts)
@@ -165,7 +165,7 @@ class Linear(_Product):
                                  ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad)
         self._set_up(in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
                      return_bias, params_dtype, parallel_mode, parameters_split, device_of(device))
-        # The backward saves what it needs of the input, quantised or not, so save_original_input changes no result.
+        # The forward saves what the backward reads of the input, quantised or not. save_original_input therefore changes no result.
         self.save_original_input, self.ub_name = save_original_input, ub_name
         self.reset_parameters(defer_init=self.weight_device().type == "meta")
         self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, self._own_names)
