@@ -39,7 +39,7 @@ class BlockLayout(NamedTuple):
 
 
 def block_layout(scaling: str, columnwise: bool) -> Optional[BlockLayout]:
-    """None: one scale for the whole tensor."""
+    """Returns the layout of the block scales in a scaling mode; None: one scale for the whole tensor."""
     return {
         "block_1x128": BlockLayout(False, 128, 1) if columnwise else BlockLayout(True, 1, 128),
         "block_128x128": BlockLayout(columnwise, 128, 128),

@@ -128,7 +128,7 @@ def _decoded(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _error(x: torch.Tensor, codes: torch.Tensor, factors: torch.Tensor, amax: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """[rows, blocks]: the sum of a block's absolute or squared errors, added in the order of NVIDIA's kernel."""
+    """Returns for each block the sum of its absolute or squared errors, [rows, blocks], added in the order of NVIDIA's kernel."""
     value = _decoded(codes).view(*factors.shape, _BLOCK) * factors.float().unsqueeze(-1) * amax.view(-1, 1, 1)
     difference = value / torch.full_like(value, _LARGEST_CODE * quantizer.nvfp4_e4m3_max) - x.view(value.shape)
     errors = difference * difference if quantizer.nvfp4_4over6_err_mode == "MSE" else difference.abs()

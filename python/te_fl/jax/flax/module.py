@@ -124,8 +124,8 @@ def low_rank(module: nn.Module, prefix: str, x: jax.Array, axis: Tuple[int, ...]
 
 
 def dropout(x: jax.Array, rate: float, dims: Sequence[int], rng_name: str, deterministic: bool) -> jax.Array:
-    """Flax's Dropout, for use in a compact module. Over explicit axes Flax's Dropout refuses sharded arrays; there it is applied to an array of ones,
-    by which x is multiplied.
+    """Flax's Dropout, for use in a compact module. Over explicit axes Flax's Dropout refuses sharded arrays; there this function
+    applies Dropout to an array of ones and multiplies x by the result.
     """
     module = nn.Dropout(rate, broadcast_dims=dims, rng_collection=rng_name)
     if deterministic or rate == 0 or all(axis is None for axis in jax.typeof(x).sharding.spec):

@@ -26,7 +26,7 @@ class Rules(NamedTuple):
 
 
 def rules_of(native_recipe: dict) -> Rules:
-    """The rules of a recipe in the form of te_fl.common.recipe.native_of()."""
+    """Returns the rules of a recipe, given as the dict of te_fl.common.recipe.native_of()."""
     if native_recipe["kind"] == "delayed":
         return Rules("tensor", margin=native_recipe["margin"])
     return Rules("tensor" if native_recipe["kind"] == "current" else "block_128x128", native_recipe["pow2_scale"],

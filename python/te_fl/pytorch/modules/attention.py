@@ -28,14 +28,14 @@ from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspe
 
 MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary")
 FORMATS = ("sbhd", "bshd", "thd")
-# Sequences of the packed layout have their own lengths, which te-fl's mask names express by "padding".
+# In the packed layout (thd) each sequence has its own length; te-fl's names for masks with such lengths begin with "padding".
 THD_MASKS = {"no_mask": "padding", "causal": "padding_causal", "causal_bottom_right": "padding_causal_bottom_right"}
 _OWN_KERNEL = "te-fl's attention has no such term"
 
 
 def mask_type(where: str, name: str) -> str:
-    """Validates and normalises the name of a mask. As in Transformer Engine, the name of a causal mask determines its diagonal, and
-    bottom_right_diagonal does not.
+    """Validates and normalises the name of a mask. As in Transformer Engine, the name of a causal mask determines its diagonal;
+    bottom_right_diagonal has no effect on causal masks.
     """
     name = {"causal,padding": "padding_causal", "padding,causal": "padding_causal"}.get(name, name)
     rules.choice(where, "attn_mask_type", name, MASKS)

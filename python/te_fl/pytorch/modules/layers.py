@@ -32,8 +32,8 @@ class NativeLayer:
 
     def compute(self, module: Any, inputs: Tensors, extras: Tensors, parameters: Tensors, activation: int, first: Any,
                 attention: Optional[dict], random: Optional[torch.Tensor], accumulates: bool) -> torch.Tensor:
-        """Runs the layer for a module, with the module's FP8 state and autocast. The arguments are LayerCall's fields and tensors. first: None if the
-        autocast's flag applies.
+        """Runs the layer for a module, with the module's FP8 state and autocast. The arguments are LayerCall's fields and tensors. first:
+        is_first_microbatch; None: the flag of quantization.reusing_weights() applies.
         """
         piece = torch_checkpoint.piece(module)
         if piece is None:

@@ -94,7 +94,7 @@ class TensorParallel:
 
     @property
     def _layer_moves_rows(self) -> bool:
-        """True if the layer in C++ has the collectives of sequence_parallel."""
+        """True if the C++ layer itself runs the collectives of sequence_parallel."""
         return self._divides and self.sequence_parallel and not self._shows_whole()
 
     def _group(self) -> Any:
