@@ -20,7 +20,7 @@
 
 namespace te_fl::python {
 
-// A framework's parameter as it was in the last forward.
+// The identity and the memory of a framework's parameter in the last forward, to detect changes.
 struct Seen {
   const PyObject* object = nullptr;  // only for comparison; the object may have been freed
   WeakRef life;                      // detects that another object has reused the address

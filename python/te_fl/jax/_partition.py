@@ -1,6 +1,6 @@
 """Sharding of op calls over a mesh: rules for XLA's partitioner, derived from the specification's shape rules.
 
-Rows (the leading dimensions) may be sharded if an op treats them independently; products also along N and, followed by a sum over devices, along K;
+Rows (the leading dimensions) may be sharded if an op treats them independently; GEMMs also along N and, followed by a sum over devices, along K;
 attention, rotary embedding and softmax along batch and heads. Results that sum over rows are summed over devices, and amaxes are reduced by maximum.
 Block scales are sharded with their blocks, provided that the scales of each shard have the layout that a separate matrix of its size would have. All
 other calls are replicated: every device executes the whole call. Ops with random numbers are among them, since their random counters are indices into the

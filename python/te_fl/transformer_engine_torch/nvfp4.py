@@ -24,7 +24,7 @@ _MIDPOINTS_TO_LOWER, _MIDPOINTS_TO_UPPER = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 
 
 
 def by_rows(quantizer: Any) -> bool:
-    return getattr(quantizer, "row_scaled_nvfp4", False)  # this attribute and the next exist since version 2.17
+    return getattr(quantizer, "row_scaled_nvfp4", False)  # exists since version 2.17, as does the attribute that _four_over_six() reads
 
 
 def _four_over_six(quantizer: Any) -> bool:
@@ -217,9 +217,10 @@ def _largest(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
 
 
 def write(values: torch.Tensor, quantizer: Any, tensor: Any, noop: Optional[torch.Tensor]) -> None:
-    """Writes those copies of an NVFP4Tensor that the quantizer's usages select. values: any dtype, as a matrix over its last dimension.
+    """Writes the row-wise and column-wise data of an NVFP4Tensor that the quantizer's usages select. values: any dtype, as a matrix over its last
+    dimension.
 
-    Each copy is rounded with its own random numbers, from PyTorch's generator of the device.
+    Row-wise and column-wise data are rounded with different random numbers, from PyTorch's generator of the device.
     """
     x = values.contiguous().view(-1, values.shape[-1]) if values.numel() else values.reshape(0, values.shape[-1])
     if quantizer.rowwise_usage:

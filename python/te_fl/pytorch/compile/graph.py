@@ -200,7 +200,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _saved_states(modules) -> List[Callable[[], None]]:
-    """Functions that restore the current FP8 state of each te-fl module among the modules' parts."""
+    """Returns one function for each te-fl module inside of `modules`; it restores the module's current FP8 state."""
     parts = [m for function in modules if isinstance(function, torch.nn.Module) for m in function.modules()]
     return [m._saved() for m in parts if isinstance(m, TransformerEngineBaseModule)]
 

@@ -118,6 +118,6 @@ def over_cache(where: str, module: Any, params: InferenceParams, q: torch.Tensor
     mask = "padding_causal_bottom_right" if "causal" in mask else mask  # the queries are the last tokens of each sequence
     if layout != "thd":
         return CachedCall(q.transpose(0, 1) if layout == "sbhd" else q, k, v, "bshd", mask, (cu_q, cu_kv, None, None, None, None))
-    # In the cache, sequences are rows with padding between them.
+    # The flattened cache is a packed (thd) tensor in which padding follows each sequence.
     begins = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * longest
     return CachedCall(q, k.flatten(0, 1), v.flatten(0, 1), "thd", mask, (cu_q, cu_kv, cu_q, begins, params.max_ctx_len, longest))
