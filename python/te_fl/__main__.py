@@ -1,5 +1,5 @@
-"""`python -m te_fl COMMAND`, also installed as the command te-fl. Runs the program te-fl; the commands doctor and info also report on Python and its
-frameworks, and build-node compiles te_fl.pytorch's autograd node.
+"""`python -m te_fl COMMAND`, also installed as the command te-fl. Runs the C++ program te-fl with the same arguments. Three commands differ: doctor
+and info also report on Python and its frameworks, and build-node compiles te_fl.pytorch's autograd node.
 """
 
 import os

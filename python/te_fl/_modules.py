@@ -25,7 +25,9 @@ _turn = threading.RLock()
 
 
 def load(names: Sequence[str], discover: bool, skip: Sequence[str]) -> List[dict]:
-    """Loads the modules with these names, then those of installed packages except `skip`. Returns a report of each, for plugins::PluginInfo."""
+    """Loads the modules with these names, then the plugin modules of installed packages except `skip`. Returns one report per module, for
+    plugins::PluginInfo.
+    """
     with _turn:
         reports = [_load(name) for name in dict.fromkeys(names)]
         if not discover:

@@ -26,7 +26,7 @@ _CODES = {7: torch.float8_e4m3fn, 8: torch.float8_e5m2}  # by Transformer Engine
 
 
 def _lists(function: str, tensor_lists: Lists, roles: str, optional: str = "") -> List[List[torch.Tensor]]:
-    """Validates the lists: one for each role, then those optional ones that are given; lists must match tensor by tensor."""
+    """Checks and copies the lists: one for each role, then any optional ones; tensors at equal positions must have equal numbers of elements."""
     fewest, most = len(roles.split()), len(f"{roles} {optional}".split())
     if not fewest <= len(tensor_lists) <= most:
         raise InvalidArgument(f"{function}: tensor_lists has {len(tensor_lists)} lists; it takes {roles.replace(' ', ', ')}"
@@ -97,7 +97,7 @@ def multi_tensor_unscale_l2norm(chunk_size: int, noop_flag: torch.Tensor, tensor
 
 
 class _Moments:
-    """Converts moments of one dtype to FP32 for the op, and back."""
+    """Converts Adam's moments, all of one dtype, to FP32 for the op, and writes the results back."""
 
     def __init__(self, function: str, firsts: List[torch.Tensor], seconds: List[torch.Tensor]):
         dtypes = {t.dtype for t in (*firsts, *seconds)}

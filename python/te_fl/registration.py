@@ -69,7 +69,7 @@ class OpImpl:
     other devices' tensors.
     scalings: the supported scaling modes. Tensors with a mode other than "none" are passed as te_fl.Quantized.
     tensors: the class of tensors passed to fn: te_fl.LentTensor ("te_fl"), torch.Tensor ("torch") or numpy.ndarray ("numpy"). All of them share the
-    caller's memory and are valid during the call. If a tensor cannot be represented so, the next candidate is tried.
+    caller's memory and are valid during the call. If a tensor cannot be represented as this class, the next candidate is tried.
     thread_safe: several threads may run fn at once. in_place: outputs may share memory with inputs, where the op allows that. deterministic: results
     are bitwise reproducible. graph_safe: may run while its stream is captured into a graph.
     """
@@ -439,9 +439,9 @@ def _as_numpy(tensor: Any) -> Any:
 
 
 def _told(error: BaseException) -> Tuple[str, str]:
-    """The status code of an exception raised by an implementation, and a one-line description.
+    """Returns (status code, one-line description) of an exception raised by an implementation.
 
-    Clears the local variables of its frames, which may be arrays in memory that was lent for the call.
+    Clears the local variables of the exception's frames, because they may be arrays in memory that was lent only for the call.
     """
     code = next((code for code, kind in BY_CODE.items() if isinstance(error, kind)), None)
     if code is None:

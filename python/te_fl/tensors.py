@@ -19,7 +19,7 @@ class Tensor(Protocol):
 
 
 def _shape_of(data: Any) -> tuple:
-    """The logical shape of codes; PyTorch's packed 4-bit dtype holds two codes per element."""
+    """The logical shape of a tensor of quantised codes; PyTorch's packed 4-bit dtype holds two codes per element."""
     shape = tuple(data.shape)
     return (*shape[:-1], 2 * shape[-1]) if shape and str(getattr(data, "dtype", "")).endswith("float4_e2m1fn_x2") else shape
 
@@ -28,11 +28,9 @@ class Quantized:
     """A quantised tensor by its parts. The parts may be tensors of any library, all on one device.
 
     data: the row-wise codes in the logical shape; None if there is only the column-wise copy. PyTorch's 4-bit dtype packs two codes per element
-    (torch.float4_e2m1fn_x2), so its last dimension is half the logical one.
-    scaling: "tensor", "block_1x128", "block_128x128", "mxfp8" or "nvfp4".
-    shape: the logical shape; required if data is None.
-    The other parts are those of te_fl_quant in te_fl/plugin.h, with their shapes and dtypes. compute_scale: for an output, compute the scale from the
-    values (current scaling) instead of reading `scale`.
+    (torch.float4_e2m1fn_x2), so its last dimension is half the logical one. scaling: "tensor", "block_1x128", "block_128x128", "mxfp8" or "nvfp4".
+    shape: the logical shape; required if data is None. All other arguments are parts of te_fl_quant in te_fl/plugin.h, which specifies their shapes
+    and dtypes. compute_scale: for an output, compute the scale from the values (current scaling) instead of reading `scale`.
     """
 
     __slots__ = ("data", "_scaling", "_flags", "_shape", "columnwise_data", "scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax",

@@ -1,6 +1,6 @@
 """Builds and loads te_fl.pytorch's C++ autograd node (pytorch/autograd/node.cpp), which reduces the host time of small layers. `python -m te_fl
-build-node` compiles it for the installed PyTorch, without importing PyTorch. It is optional: te_fl.pytorch.autograd.call's LayerFunction does the
-same, more slowly.
+build-node` compiles it for the installed PyTorch, without importing PyTorch. The node is optional: LayerFunction in
+te_fl.pytorch.autograd.call computes the same, more slowly.
 """
 
 from __future__ import annotations

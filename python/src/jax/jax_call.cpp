@@ -253,8 +253,8 @@ void OpCall::bind(const Use& use, const Array& array, const Device& device) noex
     std::memcpy(reinterpret_cast<char*>(&use.slot->quant) + kParts[use.part].offset, &array.data,
                 sizeof array.data);
     if (use.part != kColumnwiseData || t.dl.data != nullptr) return;
-    // Without a row-wise copy, the logical matrix is the transpose of the column-wise codes' shape.
-    // MXFP8 stores its column-wise codes untransposed, so the shapes are equal there.
+    // A tensor without row-wise data: the logical shape is the transposed shape of the column-wise
+    // codes. MXFP8 does not transpose its column-wise codes, so there the two shapes are equal.
     auto& shape = use.slot->shape;
     const bool transposed = use.slot->quant.scaling != TE_FL_SCALING_MXFP8;
     shape = {array.extents[transposed ? 1 : 0], array.extents[transposed ? 0 : 1]};

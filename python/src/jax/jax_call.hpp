@@ -1,4 +1,4 @@
-// The text form of one op call, which te_fl.jax embeds in an XLA program:
+// The text form of one op call. te_fl.jax embeds the text in an XLA program:
 //
 //   layernorm_fwd x gamma -> z z.scale_inv z.amax mu rsigma | epsilon=1e-06 z.scaling=tensor
 //
@@ -7,8 +7,8 @@
 // (z.scale_inv), or `rng`, uint32 [4]: the seed and the offset, low words first. After the first
 // bar come the scalars and the scaling of quantised tensors (NAME.scaling, .compute_scale,
 // .pow2_scale, .amax_epsilon). After a second bar comes the te_fl.policy that was in force when the
-// program was traced. The text holds all that a process needs, so compiled programs can be cached
-// and exported.
+// program was traced. A process needs nothing but this text to run the op, so compiled programs can
+// be cached and exported.
 #pragma once
 
 #include <array>
@@ -53,7 +53,7 @@ class OpCall {
   struct TensorSlot {
     te_fl_tensor tensor;
     te_fl_quant quant;
-    // Logical shape, used if the tensor has only its column-wise copy.
+    // Logical shape; used if the tensor has only column-wise data.
     std::array<int64_t, 2> shape{};
   };
   // The purpose of one XLA array: a tensor's codes, a pointer in its te_fl_quant, or the random

@@ -8,7 +8,7 @@
 
 namespace te_fl::jax {
 
-// One handler serves all ops of a platform: the program's text says which op runs (jax_call.hpp).
+// One handler runs all ops of a platform; the call's text names the op (jax_call.hpp).
 xla::Error* handle_on_host(xla::CallFrame* call) noexcept;
 xla::Error* handle_on_cuda(xla::CallFrame* call) noexcept;
 

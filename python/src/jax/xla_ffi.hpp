@@ -48,20 +48,20 @@ enum class ErrorCode : int32_t {
 struct ErrorRequest {
   size_t struct_size;
   Extension* extension;
-  const char* message;  // copied
+  const char* message;  // XLA copies the text
   ErrorCode code;
 };
 struct StreamRequest {
   size_t struct_size;
   Extension* extension;
   Context* context;
-  void* stream;  // written: a CUstream on CUDA
+  void* stream;  // output: a CUstream on CUDA
 };
 struct OrdinalRequest {
   size_t struct_size;
   Extension* extension;
   Context* context;
-  int32_t ordinal;  // written
+  int32_t ordinal;  // output
 };
 
 // XLA's function table. Members that te-fl does not call are untyped pointers.
@@ -108,7 +108,7 @@ struct Buffer {
 inline constexpr int32_t kBufferArgument = 1;
 inline constexpr int32_t kStringAttribute = 4;
 
-// Operands or results.
+// The operand buffers or the result buffers of one call.
 struct Buffers {
   size_t struct_size;
   Extension* extension;

@@ -38,7 +38,7 @@ struct SavedRecord {
 };
 constexpr const char* kSavedName = "te_fl.saved";
 
-// Initial capacity of held_: the parts of a product's operands and of its result.
+// Initial capacity of held_: enough for the parts of a GEMM's operands and of its result.
 constexpr size_t kHeld = 16;
 
 // The arguments of one call and the memory that they point to.
@@ -66,10 +66,10 @@ class Arguments {
     }
   }
   const void* raw() const noexcept { return raw_.data(); }
-  // Returns true if the call has a communicator of Python. Such a call also needs its arguments as
-  // a Python dict, by name.
+  // Returns true if the call's communicator is implemented in Python. Then run() also needs the
+  // arguments as a Python dict, by name.
   bool is_served() const noexcept { return server_ != nullptr; }
-  // Runs the op without the interpreter's lock, by the process's manager if `manager` is null.
+  // Runs the op by `manager` (null: the process's manager), without the interpreter's lock.
   // Throws te-fl's error, or the exception that the communicator's `serve` raised.
   void run(OpManager* manager, PyObject* by_name) const {
     const CallOptions options = this->options();
@@ -324,7 +324,7 @@ class Arguments {
     for (int32_t d = 0; d < t.ndim; ++d) bits *= t.shape[d];
     return bits / 8;
   }
-  // Without a row-wise copy, the logical shape comes from the Python object's `shape`.
+  // Describes a tensor without row-wise data; its logical shape is the Python object's `shape`.
   static void describe_columnwise(QuantisedTensor& q, PyObject* value,
                                   const te_fl_dltensor& columns) {
     const Ref shape = Ref::take(PyObject_GetAttrString(value, "shape"));
@@ -368,7 +368,8 @@ class Arguments {
     write(arg.desc->count_offset, static_cast<int64_t>(list.size()));
   }
 
-  // Splits a te_fl.Rows into its parts, each a tensor that views the memory of the whole.
+  // Splits a te_fl.Rows into its slices. Each slice is a tensor that views the full tensor's
+  // memory.
   void cut_rows(const BoundArg& arg, PyObject* value, std::vector<const te_fl_tensor*>& list) {
     const te_fl_arg_desc& desc = *arg.desc;
     held_.push_back(Ref::take(PyObject_GetAttrString(value, "tensor")));
@@ -476,7 +477,7 @@ class Arguments {
   std::forward_list<std::vector<int64_t>> integers_;
   std::optional<te_fl_device> device_;
   std::optional<void*> stream_;
-  // The Python object that serves the communicator, whose handle is the next member.
+  // The Python object that implements the communicator. handle_ is the communicator's handle.
   PyObject* server_ = nullptr;
   Ref handle_;
   uint64_t seed_ = 0, offset_ = 0;

@@ -31,8 +31,8 @@ uint64_t next_id() {
   return uint64_t{1} << 63 | count.fetch_add(1, std::memory_order_relaxed);
 }
 
-// The registered implementations of one maker ("torch.BACKEND"). They live as long as their
-// registration.
+// The registered implementations of one communicator maker ("torch.BACKEND"). A Maker lives as long
+// as its implementations are registered.
 struct Maker {
   struct Op {
     const Maker* maker;
@@ -43,8 +43,8 @@ struct Maker {
   std::vector<te_fl_op_desc> descs;
 };
 
-// The device types that a maker's implementations serve. A provider of kDLExtDev devices registers
-// implementations for those devices only (R18 of DESIGN.md).
+// The device types that a maker's implementations support. A provider of kDLExtDev devices
+// registers implementations for those devices only (R18 of DESIGN.md).
 uint64_t device_types(const Maker& maker) {
   const uint64_t ext = TE_FL_BIT(TE_FL_DEVICE_EXT);
   return maker.provider.empty() ? ~ext : ext;

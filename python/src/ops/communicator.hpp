@@ -49,7 +49,7 @@ class ServedCall {
 // The exception as text, for example "RuntimeError: connection closed by peer".
 std::string words_of_error(PyObject* value);
 
-// A call that was made from Python. An exception of the server is raised again to the caller.
+// A collective that Python code called. An exception of the server is raised again to that caller.
 class PythonCall final : public ServedCall {
  public:
   // `server` is the Python object that has `communicator` and runs the call; `arguments` is a dict.

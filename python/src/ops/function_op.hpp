@@ -1,6 +1,6 @@
 // Function ops: ops outside the catalogue whose arguments and results are arbitrary Python objects,
-// and whose implementations are Python functions. For the core, a function op has a single
-// argument, the number of the call. The Python objects stay in a thread-local record that the
+// and whose implementations are Python functions. For te-fl's core, a function op has a single
+// argument: the number of the call. The Python objects stay in a thread-local record, which the
 // chosen implementation reads on the same thread.
 #pragma once
 

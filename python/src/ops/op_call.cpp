@@ -67,7 +67,7 @@ const PyMethodDef kRunFunction = {
     "op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_function_op)),
     METH_VARARGS | METH_KEYWORDS, "Runs an op of Python functions."};
 
-// An op's name, signature and docstring for Python. They live as long as the op's callables.
+// An op's name, signature and docstring for Python. Lives as long as the op's Python callables.
 struct MethodOfOp {
   PyMethodDef definition;
   std::string words;

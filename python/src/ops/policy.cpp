@@ -121,7 +121,7 @@ void set(PolicySettings& settings, std::string_view name, PyObject* value) {
   check(set(settings, name, text_of_setting(name, value), ops));
 }
 
-// The text of a setting that set() has accepted, without blanks.
+// The text of a setting without blanks. The setting was accepted by set().
 std::string word_of(std::string_view name, PyObject* value) {
   std::string text = text_of_setting(name, value);
   std::erase_if(text, [](unsigned char c) { return std::isspace(c) != 0; });
@@ -259,7 +259,7 @@ bool wants_deterministic() {
 DeterministicScope::DeterministicScope(bool wanted) {
   if (!wanted) return;
   const Result<SelectionPolicy> now = current_policy();
-  // An error is reported by the call itself.
+  // If the policy is invalid, the call that follows reports the error.
   if (!now.ok() || now->settings().deterministic) return;
   PolicySettings settings = now->settings();
   settings.deterministic = true;

@@ -16,7 +16,8 @@ namespace te_fl::python {
 // value for each; values have no blanks. Returns the calling thread's line.
 PyObject* follow_policy(PyObject*, PyObject* function) noexcept;
 
-// The process's policy (without any scope), overridden by the settings of such a line.
+// The process's policy (without any scope), overridden by the settings of a line of
+// follow_policy().
 class LinePolicy {
  public:
   static Result<LinePolicy> parse(std::string_view line);

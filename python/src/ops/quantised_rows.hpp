@@ -1,6 +1,6 @@
-// Splits a quantised matrix by rows, as te_fl.Rows describes. Each slice is a quantised tensor of
-// its own. In the memory of each part (codes, scales, ..) of the whole, the slices follow one
-// another.
+// Splits a quantised matrix into row slices, as te_fl.Rows describes. Each slice is a separate
+// quantised tensor. In each array of the full matrix (codes, scales, ..), the slices' data follow
+// one another.
 #pragma once
 
 #include <array>
@@ -38,8 +38,8 @@ struct QuantisedTensor {
   std::array<int64_t, std::size(kParts)> part_bytes{};  // size in bytes of each part's memory
 };
 
-// Returns the slices one after the other. All functions throw te_fl.InvalidArgument, naming the
-// argument `name`.
+// Iterates over the row slices of a quantised matrix. All functions throw te_fl.InvalidArgument,
+// naming the argument `name`.
 class QuantisedRows {
  public:
   // `whole` must outlive this object.

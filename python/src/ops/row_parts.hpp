@@ -10,7 +10,7 @@
 
 namespace te_fl::python {
 
-// Returns the slices one after the other. All functions throw te_fl.InvalidArgument, naming the
+// Iterates over the slices of a tensor. All functions throw te_fl.InvalidArgument, naming the
 // argument `name`.
 class RowParts {
  public:
@@ -24,7 +24,8 @@ class RowParts {
       row_bytes_ *= whole.dl.shape[d];
     if (whole.dl.strides != nullptr) row_bytes_ *= whole.dl.strides[0];
   }
-  // The next `size` rows. Their extents are written to `shape`, which must outlive the slice.
+  // Returns the next `size` rows as a slice. Its extents are written to `shape`, which must outlive
+  // the slice.
   te_fl_tensor next(int64_t size, std::vector<int64_t>& shape) {
     if (size < 0 || size > rows() - begin_) {
       fail("has a size " + std::to_string(size) + " behind " + std::to_string(begin_) + " of " +

@@ -63,7 +63,7 @@ class Reader {
     check(value);
     return value != 0;
   }
-  // Returns false if the storage has no such part at the moment.
+  // Describes the part in the attribute `name`. Returns false if the attribute is None.
   bool part(PyObject* name, te_fl_dltensor& t) {
     PyObject* value = name != nullptr ? attribute(name) : Py_None;
     if (value == Py_None) return false;
@@ -107,7 +107,7 @@ class Reader {
 };
 
 te_fl_dtype dtype_of_codes(PyObject* code) {
-  // An IntEnum is an int; another enumeration may have __int__ alone.
+  // An IntEnum is an int; other enumerations may only define __int__.
   const Ref number = PyLong_Check(code) != 0 ? Ref::share(code) : Ref::take(PyNumber_Long(code));
   const long value = PyLong_AsLong(number.get());
   if (value == -1 && PyErr_Occurred() != nullptr) throw PythonError();
@@ -132,9 +132,9 @@ void shape_of_columns(const te_fl_dltensor& t, int64_t (&shape)[2]) {
   for (int32_t d = 1; d < t.ndim; ++d) shape[0] *= t.shape[d];
 }
 
-// The address of FP32 [count] in a target tuple; null for None or a tensor without elements. A
-// Transformer Engine quantizer that wants no amax passes an empty host tensor whatever the device
-// is.
+// Returns the address of an FP32 [count] tensor in a target tuple; null for None or an empty
+// tensor. A Transformer Engine quantizer that computes no amax passes an empty host tensor,
+// whatever the device is.
 float* scalar_of(PyObject* value, int64_t count, const te_fl_device& device, bool written,
                  const char* name, const char* what, Borrowed& borrowed) {
   if (value == Py_None) return nullptr;

@@ -12,7 +12,7 @@ namespace te_fl::python {
 // The attribute names of one storage class; interned and never freed.
 struct StorageClass {
   PyTypeObject* type;
-  PyObject *data, *columnwise_data, *scale_inv, *columnwise_scale_inv;  // null: it has no such part
+  PyObject *data, *columnwise_data, *scale_inv, *columnwise_scale_inv;  // null: no such part
   PyObject* code;  // the attribute that is E4M3 or E5M2, as kE4M3 or kE5M2
   // The attribute that is true while the column-wise copy is out of date; null: never out of date.
   PyObject* stale;
@@ -30,8 +30,9 @@ struct StorageView {
   int64_t shape[2];
 };
 
-// Describes a storage as a matrix over its last dimension. Its codes are uint8 of any shape, its
-// column-wise copy is transposed ([last, others...]), and its scales are FP32 as in te_fl_quant.
+// Describes a storage as a matrix over its last dimension. The storage's codes are uint8 of any
+// shape, its column-wise codes are transposed ([last, others...]), and its scales are FP32 as in
+// te_fl_quant.
 // `code`: the dtype of the codes; null: the storage's own. Adds references to the parts to `held`.
 // Throws te_fl.InvalidArgument if a part has the wrong dtype or size.
 void read_storage(PyObject* storage, const StorageClass& kind, PyObject* code, bool written,

@@ -11,8 +11,8 @@
 namespace te_fl::python {
 namespace {
 
-// Arguments that a Python implementation may take in addition to the op's, named as in te_fl.ops
-// where te_fl.ops has them.
+// Arguments that a Python implementation may accept in addition to the op's own arguments. Their
+// names are those of te_fl.ops, if te_fl.ops has the argument.
 enum ContextArgument : uint32_t {
   kStream = 1u << 0,
   kSeed = 1u << 1,

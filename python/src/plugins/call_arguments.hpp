@@ -15,8 +15,8 @@ struct Wanted {
   std::vector<const BoundArg*> args;
   uint32_t context = 0;  // bits of the call's own arguments: stream, seed, ..
 };
-// Built from a list of names. TypeError for a name that is neither an op's argument nor a context
-// argument.
+// Builds a Wanted from a list of names. Throws TypeError for a name that is neither an argument of
+// the op nor a context argument.
 Wanted wanted_of(const OpBinding& op, PyObject* names);
 
 // A dict of these keyword arguments. `convert` converts each tensor to the implementation's type;

@@ -84,8 +84,7 @@ struct Ends {
   ~Ends() { lending.over.store(true); }
 };
 
-// An array that still views the call's memory would read memory that is reused later; such a call
-// fails.
+// Fails the call if arrays still view its memory: that memory is reused after the call.
 te_fl_status check_returned(const Lending& lending, const te_fl_error_sink* sink) {
   if (lending.exports.load() == 0) return TE_FL_OK;
   // The remaining references may be garbage in a cycle.
@@ -136,7 +135,7 @@ uint64_t number(PyObject* dict, const char* key) {
   if (PyErr_Occurred() != nullptr) throw PythonError();
   return value;
 }
-// Stores the text in `text`; null if the entry is None.
+// Copies the entry's text to `text` and returns text.c_str(); returns null if the entry is None.
 const char* optional_text(PyObject* dict, const char* key, std::string& text) {
   PyObject* value = member(dict, key);
   if (value == Py_None) return nullptr;

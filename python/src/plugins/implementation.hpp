@@ -17,7 +17,7 @@ void set_helpers(PyObject* told, PyObject* on_stream);
 
 class Implementation {
  public:
-  // Built from the dict that te_fl.registration makes of an OpImpl. For a function op
+  // Builds the object from te_fl.registration's dict of an OpImpl. For a function op
   // (function_op.hpp) the dict has no "arguments". Throws PythonError.
   static std::shared_ptr<Implementation> make(PyObject* options);
   ~Implementation();

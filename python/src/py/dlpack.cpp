@@ -292,7 +292,7 @@ te_fl_dltensor Borrowed::describe(PyObject* object, bool written, const char* na
 }
 
 void Borrowed::count_packed(te_fl_dltensor& t) {
-  if (t.strides != nullptr || t.ndim < 1) return;  // te-fl's dtype check refuses it
+  if (t.strides != nullptr || t.ndim < 1) return;  // te-fl's dtype check refuses this tensor
   std::vector<int64_t>& shape = shapes_.emplace_front(t.shape, t.shape + t.ndim);
   shape.back() *= 2;
   t.shape = shape.data();

@@ -7,7 +7,8 @@
 
 namespace te_fl::python {
 
-// Structs of DLPack 1.x after its specification (https://dmlc.github.io/dlpack); the layout is ABI.
+// Structs of DLPack 1.x, declared from its specification (https://dmlc.github.io/dlpack). Their
+// layout is ABI.
 struct Version {
   uint32_t major, minor;
 };

@@ -39,16 +39,19 @@ class Lent {
         data_(data),
         bytes_(bytes),
         owner_(owner) {}
-  // The memory's new place if it is kept and has moved since follow() was last called; none if it
-  // lies where it lay. FAILED_PRECONDITION naming the tensor if there is none any more.
+  // Returns the memory's new address if te-fl still keeps the memory and the program has moved it
+  // since the last follow(); none if it has not moved. Throws FAILED_PRECONDITION, naming the
+  // tensor, if the program has freed the memory.
   std::optional<nn::MovedMemory> moved() const;
-  // FAILED_PRECONDITION naming the tensor if it is kept and is not where it was.
+  // Throws FAILED_PRECONDITION, naming the tensor, if te-fl still keeps the memory but the program
+  // has moved or freed it.
   void check() const;
-  // Takes the place that moved() has returned, once the forward's tensors have it.
+  // Records the address that moved() has returned, after the forward's tensors were updated to it.
   void follow(const nn::MovedMemory& place);
-  // Borrowed: the tensor's storage, if it is kept and the tensor lies in these bytes; else null.
+  // Returns a borrowed reference to the tensor's storage if te-fl still keeps the memory and the
+  // tensor lies in these bytes; else null.
   PyObject* storage_in(const void* begin, int64_t bytes) const;
-  // FAILED_PRECONDITION if an object still refers to memory that the tensor has left.
+  // Throws FAILED_PRECONDITION if an object still refers to the memory's old address.
   void check_followed() const;
 
  private:

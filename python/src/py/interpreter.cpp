@@ -60,8 +60,8 @@ PyMethodDef g_end = {"end", end, METH_NOARGS, "Notices the interpreter's end."};
 }  // namespace
 
 InterpreterLock::InterpreterLock() noexcept {
-  // Before g_ending is read: so either the ending thread sees this count, or this thread sees
-  // g_ending.
+  // Incremented before g_ending is read. Therefore either the thread that ends the interpreter sees
+  // this count, or this thread sees g_ending.
   g_inside.fetch_add(1);
   ++t_inside;
   if (may_enter()) {
@@ -87,7 +87,7 @@ void InterpreterLock::stop_tracing() noexcept {
   if (module == nullptr) return;
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
-  // Absent while the module is being imported.
+  // The attribute is absent while the module is being imported.
   set_tracer_ = PyObject_GetAttrString(module, "set_eval_frame");
   if (set_tracer_ != nullptr) tracer_ = PyObject_CallFunctionObjArgs(set_tracer_, Py_None, nullptr);
   PyErr_Clear();
@@ -123,7 +123,7 @@ void watch_interpreter() {
 void drop_later(PyObject* object) noexcept {
   if (object == nullptr) return;
   auto* dropped = new (std::nothrow) Dropped{object, nullptr};
-  if (dropped == nullptr) return;  // leaked: out of memory
+  if (dropped == nullptr) return;  // out of memory: leaks the object
   dropped->next = g_dropped.load(std::memory_order_relaxed);
   while (!g_dropped.compare_exchange_weak(dropped->next, dropped, std::memory_order_release)) {
   }

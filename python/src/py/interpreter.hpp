@@ -23,12 +23,12 @@ class InterpreterLock {
 
   bool held_ = false;
   PyGILState_STATE state_{};
-  // torch.compile's set_eval_frame, if imported, and the callback that was in force.
+  // torch.compile's set_eval_frame, if imported, and the callback that it had before.
   PyObject *set_tracer_ = nullptr, *tracer_ = nullptr;
 };
 
-// True if InterpreterLock would be held. For work that needs no lock but must not run after Python
-// has ended.
+// True if an InterpreterLock constructed now would hold the lock. For work that needs no lock but
+// must not run after Python has ended.
 bool interpreter_alive() noexcept;
 
 // Registers the handlers for the interpreter's shutdown and for fork(). The package calls this

@@ -143,7 +143,7 @@ Ref capsule_of(T* managed, const char* capsule_name) {
   return Ref::take(capsule);
 }
 
-// Accepts the call's stream, or -1, with which the consumer takes care of ordering itself.
+// Accepts the call's stream, or -1, which means that the consumer orders its work itself.
 void check_stream(const LentTensor& t, PyObject* stream) {
   if (stream == nullptr || stream == Py_None || t.device().is_host()) return;
   const long long handle = PyLong_AsLongLong(stream);

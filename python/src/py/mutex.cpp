@@ -65,7 +65,7 @@ void MutexList::after_fork_in_child() {
     const std::thread::id owner = m->owner_.load(std::memory_order_relaxed);
     if (owner == self) continue;
     // Another thread may have held the mutex or waited for it at the fork. That thread does not
-    // exist in the child, so the mutex is constructed anew.
+    // exist in the child, so the child constructs the mutex again.
     ::new (&m->mutex_) std::mutex();
     m->owner_.store(std::thread::id(), std::memory_order_relaxed);
     if (owner != std::thread::id()) ++m->interruptions_;

@@ -13,9 +13,8 @@ namespace te_fl::python {
 // Subclasses set these attributes, on the class or the object:
 // - _open, _arguments, _close: functions of _native and a tuple; _open(*_arguments) -> handle,
 //   _close(handle)
-// - _entered: a list, initially empty, with one record per __enter__. Each thread leaves the
-// entries
-//   it made itself, so several threads may share one object.
+// - _entered: a list, initially empty, with one record per __enter__. Each thread removes only its
+//   own records, so several threads may share one object.
 // - _thread: None, or an object whose `scopes` is the calling thread's list of entered objects
 //
 // within(function, *arguments) calls the function inside of the scope. A Python `with` or `finally`

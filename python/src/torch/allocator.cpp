@@ -85,9 +85,9 @@ void end_quiet() {
   t_quiet = false;
 }
 
-// A framework's allocation functions as a te-fl allocator. The Python functions run under the
-// interpreter's lock. No caller of an allocator holds the interpreter's lock together with a te-fl
-// mutex.
+// Wraps a framework's allocation functions as a te-fl allocator. The Python functions run under the
+// interpreter's lock. A caller of an allocator must not hold both the interpreter's lock and a
+// te-fl mutex.
 struct Allocator {
   Device device;
   TorchCuda direct;
@@ -95,7 +95,7 @@ struct Allocator {
   PyObject* release;
   PyObject* trim;
   Mutex mutex{AtFork::kTaken};
-  // The allocation stream, by address, of all live allocations.
+  // The allocation stream of each live allocation, by address.
   std::unordered_map<void*, void*> streams;
   std::unordered_map<void*, std::set<void*>> users;
 };

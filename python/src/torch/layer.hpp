@@ -18,9 +18,9 @@ PyObject* layer_parameters(PyObject*, PyObject* layer) noexcept;
 // layer_forward(layer, activation, mode, is_first_microbatch, inputs, parameters, attention,
 // random) -> (output, token).
 // activation: the output's dtype as an index in te_fl.tensors.DTYPES; -1: the first input's dtype.
-// mode: 0 saves what a backward needs. The token, an int64 tensor, owns what was saved. Other modes
-// save nothing, and the token is None. Mode 1 caches nothing; a larger mode is the number of a
-// scope during which the caller does not change parameters, so quantised weights are cached.
+// mode: 0 saves the tensors that the backward reads; the token, an int64 tensor, owns them. Other
+// modes save nothing, and the token is None. Mode 1 caches no weights. A larger mode is the number
+// of a scope in which the caller does not change parameters, so quantised weights are cached.
 // is_first_microbatch: None, a bool, or a F32 tensor [1] as ForwardOptions::reuse_weights.
 // attention: a dict of AttentionInputs' fields, or None.
 // random: an int64 device tensor [2], seed and offset, or None.
@@ -29,16 +29,16 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
 // inputs and of the attention's bias, gradients of the parameters), with None for absent ones.
 // main_grads: None, or for each parameter None or (tensor, overwrite). The gradient is accumulated
 // into the tensor, or overwrites it, and is not returned.
-// keep: the token stays valid for another backward.
+// keep: the token stays valid for another call of layer_backward().
 // input_grad: false if the caller does not use the inputs' gradients; the backward may then skip
 // them and their collectives.
 PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept;
-// delay_layer_wgrad(layer): later backwards defer the weights' gradients (without FP8 also the
-// biases' gradients) to layer_backward_dw(), and return None for them.
+// delay_layer_wgrad(layer): from now on, layer_backward() defers the weights' gradients (without
+// FP8 also the biases' gradients) to layer_backward_dw(), and returns None for them.
 PyObject* delay_layer_wgrad(PyObject*, PyObject* layer) noexcept;
-// layer_backward_dw(layer, parameters, main_grads, like) -> the gradients deferred by the earliest
-// such backward, None for absent ones, as tensors of the framework of `like`. main_grads: as for
-// layer_backward().
+// layer_backward_dw(layer, parameters, main_grads, like) -> the gradients that the earliest pending
+// backward pass deferred, as tensors of the framework of `like`; None for absent ones. main_grads:
+// as for layer_backward().
 PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept;
 // end_backward(token): updates the gradients' FP8 scales on behalf of the thread that ran the
 // forward.
@@ -50,7 +50,7 @@ PyObject* fp8_state(PyObject*, PyObject* args) noexcept;
 // Returns false, and loads nothing, if no layer has created FP8 sites yet.
 PyObject* load_fp8_state(PyObject*, PyObject* args) noexcept;
 // saved_memory(token) -> the memory that the token's forward saved for its backward, as a list of
-// uint8 tensors that share and do not overlap. None if the tensor is not a token.
+// uint8 tensors that share this memory and do not overlap. None if the tensor is not a token.
 PyObject* saved_memory(PyObject*, PyObject* token) noexcept;
 // move_saved_memory(token, ((address, bytes, tensor), ..)): replaces the saved memory at each
 // address by the tensor, which must have the same contents, and frees the old memory. Before a

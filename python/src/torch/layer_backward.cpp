@@ -60,7 +60,7 @@ void expect_gradients(ResultTensors& results, const Layer& layer,
   for (const auto& [of, shape] : layer.joined) results.expect(shape, parameters[of].dtype);
 }
 
-// The gradients that were not written to main_grads.
+// Returns the gradients that were not written to main_grads.
 std::vector<Tensor> take_gradients(Runner& runner, const std::vector<MainGrad>& main_grads) {
   const auto& own = runner.parameters();
   std::vector<Tensor> gradients;
@@ -71,8 +71,8 @@ std::vector<Tensor> take_gradients(Runner& runner, const std::vector<MainGrad>& 
   return gradients;
 }
 
-// `kept`: the gradient dy, if deferred weight gradients are computed from it. `deterministic`:
-// requested now, independently of the forward.
+// `kept`: the memory of dy, if deferred weight gradients will read it. `deterministic`: whether the
+// backward must be deterministic; independent of the forward.
 Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Lent> kept,
                                std::vector<LentParameter>& parameters,
                                const std::vector<MainGrad>& main_grads, ResultTensors& results,

@@ -77,7 +77,7 @@ nn::ForwardOptions microbatch_of(PyObject* value) {
   return options;
 }
 
-// The generator's two numbers, seed and offset, as a te-fl context.
+// Converts `random`, an int64 [2] tensor with a generator's seed and offset, to a context.
 Result<nn::Context> context_of(const Tensor& random) {
   if (random.dtype() != DType::kI64 || random.numel() != 2) {
     return Status(StatusCode::kInvalidArgument,
@@ -185,14 +185,14 @@ Forward read_forward(Layer& layer, PyObject* const* args) {
   return f;
 }
 
-// (output, token) as tensors of the framework of `like`.
+// Returns (output, token) as tensors of the framework of `like`.
 Ref hand_out(Tensor output, std::shared_ptr<Record> record, ResultTensors& results,
              PyObject* like) {
   const Ref made = results.take(std::move(output), like);
   Ref token = Ref::share(Py_None);
   if (record != nullptr) {
     Record& kept = *record;
-    // The program may also free the output's storage, which the backward of attention reads.
+    // Also tracks the output's storage: attention's backward reads it, but the program may free it.
     if (const auto owner = results.kept(memory_of(made.get(), "output")); !owner.expired()) {
       kept.output = lend_result(made.get(), owner, kept.lent);
     }

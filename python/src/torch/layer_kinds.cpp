@@ -218,8 +218,8 @@ std::optional<int64_t> width_of(const Options& options) {
   return std::nullopt;
 }
 
-// Reads the ranks that shard the layer, if the kind supports them, and the sharding options. All
-// kinds but a Transformer layer use ranks with sequence parallelism only.
+// Reads the ranks that shard the layer, if this kind of layer supports ranks, and the sharding
+// options. Only a Transformer layer also uses ranks without sequence parallelism.
 template <class Options>
 void read_ranks(Fields& fields, Options& options) {
   constexpr bool linear = std::is_same_v<Options, nn::LinearOptions>;
@@ -234,7 +234,7 @@ void read_ranks(Fields& fields, Options& options) {
   }
 }
 
-// The ratio of the output's rows to the input's rows, times / by.
+// The ratio of the output's rows to the input's rows: times / by.
 struct Rows {
   int64_t times = 1, by = 1;
 };

@@ -12,7 +12,8 @@
 
 namespace te_fl::python {
 
-// One module. The functions behave as in te_fl::nn and take as many inputs as the kind has.
+// One module of te_fl::nn. The functions behave as the module's own functions; `inputs` has as many
+// tensors as this kind of module has inputs.
 class Runner {
  public:
   virtual ~Runner() = default;

@@ -28,9 +28,9 @@ Result<std::shared_ptr<Runner>> new_runner(const Layer& layer, DType activation)
   return std::shared_ptr<Runner>(std::move(made));
 }
 
-// Parameters of equal name stem and shape may be slices of one array (parameters_split), and their
-// gradients too. Returns the shapes of the possible arrays: the concatenations of consecutive
-// parameters.
+// Parameters with equal name stems and shapes may be slices of one array (parameters_split), and so
+// may their gradients. Returns the shapes of the possible arrays, which are concatenations of
+// consecutive parameters.
 std::vector<std::pair<size_t, Shape>> joined_of(
     const std::vector<std::pair<std::string, Shape>>& parameters) {
   std::map<std::pair<std::string, Shape>, std::vector<size_t>> groups;

@@ -1,5 +1,5 @@
-// A layer as Python holds it: its modules in C++, one for each activation dtype, and cached facts
-// about the framework's parameters.
+// The C++ object behind a Python layer: the te_fl::nn modules, one for each activation dtype, and
+// cached information about the framework's parameters.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@
 
 namespace te_fl::python {
 
-// A framework's parameter as it was in the last forward.
+// The identity and the memory of a framework's parameter in the last forward, to detect changes.
 struct Seen {
   const PyObject* object = nullptr;  // only for comparison; the object may have been freed
   WeakRef life;                      // detects that another object has reused the address
@@ -35,7 +35,7 @@ struct DelayedGradients {
   std::function<Status()> compute;
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
-  std::vector<Lent> lent;  // the operands of the gradients, among others
+  std::vector<Lent> lent;  // includes the operands from which the gradients are computed
 };
 
 struct Layer {
@@ -47,7 +47,7 @@ struct Layer {
   // interrupted the call of a thread that does not exist in this process.
   uint32_t interruptions = 0;
   std::vector<std::pair<std::string, Shape>> parameters;
-  // The arrays of which the parameters' gradients may be slices, each with one of those parameters.
+  // Arrays of which the parameters' gradients may be slices: (index of one such parameter, shape).
   std::vector<std::pair<size_t, Shape>> joined;
   std::vector<Seen> seen;
   uint64_t numbers = 0;   // the last version number that was issued

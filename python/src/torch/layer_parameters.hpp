@@ -21,12 +21,12 @@ std::vector<LentParameter> parameters_of(const Layer& layer, const std::vector<P
                                          bool training);
 // The requires_grad of each parameter. Needs the interpreter's lock.
 std::vector<bool> trained_of(const std::vector<PyObject*>& parameters);
-// The current version numbers of the parameters' contents; without numbers if a checkpointed piece
-// is being recomputed. Needs the interpreter's lock.
+// The current version numbers of the parameters' contents; without numbers during the
+// recomputation of a checkpoint. Needs the interpreter's lock.
 Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
                          const std::vector<LentParameter>& lent, long long mode, bool reused);
-// Makes the module's parameters borrow these for one call. trained: null if the forward does not
-// train. Needs a LayerLock.
+// Makes the module's parameters borrow the memory of `lent` for one call. trained: the parameters'
+// requires_grad; null if no backward follows. Needs a LayerLock.
 Status lend(Runner& runner, std::vector<LentParameter>& lent, const std::vector<uint64_t>& numbers,
             const std::vector<bool>* trained);
 std::vector<DType> dtypes_of(const std::vector<LentParameter>& parameters);

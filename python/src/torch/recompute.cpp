@@ -23,7 +23,8 @@ struct Recording {
   Ref scopes;                     // the autocast scopes in force when the first run began, a list
 };
 
-// A piece that was never ended stays in force on its thread, so it must not be freed.
+// One run of a checkpointed part of the forward, from begin_recompute() to end_recompute(). A Piece
+// that was never ended stays in force on its thread, so it must not be freed.
 struct Piece {
   std::shared_ptr<Recording> record;
   bool second = false;
@@ -53,7 +54,7 @@ const std::shared_ptr<Recording>& recording_of(PyObject* capsule) {
   return *record;
 }
 
-// The innermost piece that this thread is recomputing.
+// The innermost second run on this thread; null if there is none.
 Piece* second_run() {
   Piece* piece = t_piece;
   while (piece != nullptr && !piece->second) piece = piece->outer;

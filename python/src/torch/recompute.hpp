@@ -1,5 +1,5 @@
-// Activation checkpointing: pieces of the forward that run again in the backward, for
-// te_fl.pytorch's checkpoint.
+// Activation checkpointing for te_fl.pytorch's checkpoint. A "piece" is a checkpointed part of the
+// forward, which runs a second time (is recomputed) in the backward.
 #pragma once
 
 #include <cstdint>

@@ -111,9 +111,9 @@ Ref ResultTensors::take(Tensor result, PyObject* exchanged) {
     Ref object = Ref::share(made.object);
     result = Tensor();
     if (extents == made.expected->shape && memory.use_count() == 1) return object;
-    // Returns a view without autograd history: a tensor that te-fl also keeps must not keep alive
-    // the graph that the result joins, and consecutive parameters each get a slice of one gradient
-    // array.
+    // Returns a view without autograd history, for two reasons. A tensor that te-fl also keeps must
+    // not keep the autograd graph of the result alive. And consecutive parameters each get a slice
+    // of one gradient array.
     Shape strides(extents.size(), 1);
     for (size_t d = extents.size(); d-- > 1;) strides[d - 1] = strides[d] * extents[d];
     const Ref wanted = tuple_of({extents.data(), extents.size()});

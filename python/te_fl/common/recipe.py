@@ -1,7 +1,7 @@
 """Recipes of quantised training, with Transformer Engine's names, arguments and defaults.
 
-Constructing a recipe never fails because te-fl lacks support; native_of() checks that where the recipe is used, so programs may construct recipes
-that they never use. Some defaults come from NVTE_ environment variables, which are read when this module is imported.
+Constructing a recipe never fails because te-fl lacks support for it: native_of() checks the support when the recipe is used, so programs may
+construct recipes that they never use. Some defaults come from NVTE_ environment variables, which are read when this module is imported.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ def _refuse(recipe: Recipe, field: str, way_out: str) -> Unsupported:
 
 
 def _one_quantisation(recipe: Recipe) -> QParams:
-    """The options of quantisation; te-fl requires that inputs, weights and gradients have the same."""
+    """Returns the quantisation options of the recipe; te-fl requires equal options for inputs, weights and gradients."""
     fields = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
     first = getattr(recipe, fields[0])
     for field in fields:
@@ -413,7 +413,7 @@ def as_data(recipe: Any) -> Any:
 
 def native_of(recipe: Recipe) -> dict:
     """describe_natively(), cached until a field changes. The dict is shared, so do not modify it."""
-    kept = None if isinstance(recipe, type) else getattr(recipe, "_native", None)  # of a class, _native is the slot descriptor
+    kept = None if isinstance(recipe, type) else getattr(recipe, "_native", None)  # if `recipe` is a class, its _native is the slot descriptor
     if kept is not None and kept[0] == recipe.__dict__:
         return kept[1]
     native = describe_natively(recipe)

@@ -86,7 +86,7 @@ def _answer_by(kind: Any, name: str) -> None:
     """Changes __module__ of an nn.Module class to the Transformer Engine module that defines the name, because frameworks recognise Transformer
     Engine's layers by it. Other objects are left unchanged.
 
-    Pickles still contain te-fl's name: their contents are te-fl's, which Transformer Engine's own class could not use.
+    Pickles still contain te-fl's module name, because Transformer Engine's own class could not read the pickled state.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(kind, type) or not issubclass(kind, torch.nn.Module) or kind.__module__.startswith(_ROOT + "."):
@@ -156,7 +156,7 @@ class _Loader(importlib.abc.Loader):
         for need in _NEEDS.get(name, ()):
             importlib.import_module(need)
         module.__all__ = [n for n in sorted(_NAMES[name]) if table.home(name, n) and f"{name}.{n}" not in _NAMES]
-        if name == "transformer_engine.pytorch":  # includes internal classes of layers, which programs do not name
+        if name == "transformer_engine.pytorch":  # also covers internal base classes of layers, whose names programs do not use
             for own in module.__all__:
                 home = table.home(name, own)
                 if home in sys.modules:

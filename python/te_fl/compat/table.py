@@ -214,7 +214,7 @@ PLUGINS = {
 
 # Prefixes of Transformer Engine's modules, and the prefixes of te-fl's modules in which their names are looked up.
 HOMES = (
-    ("transformer_engine.pytorch.ops", ("te_fl.pytorch.ops",)),  # its Linear and LayerNorm are other classes of the same names
+    ("transformer_engine.pytorch.ops", ("te_fl.pytorch.ops",)),  # te.ops has other classes named Linear and LayerNorm
     ("transformer_engine.pytorch", ("te_fl.pytorch", "te_fl.common")),
     ("transformer_engine.jax.flax", ("te_fl.jax.flax",)),
     ("transformer_engine.jax", ("te_fl.jax", "te_fl.common")),

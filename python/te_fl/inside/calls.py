@@ -12,7 +12,7 @@ import pathlib
 from typing import Any, Dict, FrozenSet, Iterator, NamedTuple, Set, Tuple
 
 _EXTENSION = "transformer_engine_torch"
-_NOWHERE = {"LayerNorm"}  # onnx_extensions mentions it, but NVIDIA's extension does not have it
+_NOWHERE = {"LayerNorm"}  # the package's onnx_extensions refers to this name, but NVIDIA's extension does not define it
 Form = Tuple[int, FrozenSet[str]]  # the number of positional arguments, the names of keyword arguments
 
 
@@ -53,7 +53,7 @@ def _uses_of(source: str) -> Iterator[Tuple[str, Any]]:
 
 
 def of_package(folder: pathlib.Path) -> Uses:
-    """folder: that of the package transformer_engine. Files for other frameworks are skipped."""
+    """Returns the uses in the package's files for PyTorch. folder: the folder of the package transformer_engine."""
     uses = Uses({}, set())
     for path in sorted((folder / "pytorch").rglob("*.py")):
         source = path.read_text()

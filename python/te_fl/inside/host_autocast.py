@@ -143,7 +143,7 @@ def _join_states() -> None:
 
 
 def _cast_where_tensors_lie() -> None:
-    """custom_fwd and register_autocast check the device type of tensors; they get the CPU's."""
+    """Makes custom_fwd and register_autocast check tensors for the device type cpu, also if the program names cuda."""
     cast = torch.amp.autocast_mode._cast
 
     def on_host(value: Any, device_type: str, dtype: torch.dtype) -> Any:

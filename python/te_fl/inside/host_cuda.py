@@ -208,7 +208,7 @@ class CUDAGraph:
 
 
 class Graph:
-    """torch.cuda.graph."""
+    """Replaces torch.cuda.graph; constructing an object raises an error."""
 
     __new__ = _refuse_graphs
 
@@ -300,7 +300,7 @@ def _lookup(name: str) -> Any:
 
 
 def answer() -> None:
-    """Replaces PyTorch's objects by these wherever torch.cuda's modules hold them, since the modules import each other's names."""
+    """Replaces the objects of torch.cuda by the emulation's objects, in every module of torch.cuda, since these modules import each other's names."""
     replaced = {}
     for name, value in {**_answers(), **_tensor_types()}.items():
         if (found := _lookup(name)) is not None:

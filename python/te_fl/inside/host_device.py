@@ -41,8 +41,9 @@ _MARK = "_te_fl_is_of_the_host"
 
 
 def _is_of_host(tensor: torch.Tensor) -> bool:
-    """True of a tensor that a program has brought to the host by name, until it is moved or something is computed of it. Tensors of a graph that is
-    being compiled have no attributes of their own."""
+    """True if the program has moved this tensor to the host explicitly. Results of moves and computations do not inherit the mark. False while
+    torch.compile traces, because traced tensors have no attributes of their own.
+    """
     return not torch.compiler.is_compiling() and _MARK in getattr(tensor, "__dict__", ())
 
 
@@ -198,7 +199,7 @@ def _random_state_of_the_host() -> None:
 
 
 def _makers_of_the_host() -> None:
-    """Wraps tensor factories that bypass function modes: torch.range, which the package's caches call, and the factory of quantised tensors."""
+    """Wraps two tensor factories that bypass function modes: torch.range, which NVIDIA's package calls, and the factory of quantised tensors."""
     def of(make: Any) -> Any:
         def on_host(*arguments: Any, **options: Any) -> torch.Tensor:
             if "device" in options:
@@ -213,13 +214,15 @@ def _makers_of_the_host() -> None:
 
 
 def _compiler_of_the_host() -> None:
-    """torch.compile answers by itself what its tracer asks a tensor, and takes a device's properties for a constant by their class."""
+    """Patches torch.compile: its tracer evaluates is_cuda and is_cpu itself, and treats objects of known classes, such as device properties, as
+    constants.
+    """
     from torch._dynamo import eval_frame, utils
     from torch._dynamo.variables import constant, tensor
 
     utils.common_constant_types.add(host_cuda.Properties)
-    # Behind a graph break it would compile the functions of the mode as well. It guards on no getter of tensors, so that the code it compiled for
-    # Tensor.shape would answer for Tensor.device.
+    # After a graph break, torch.compile would also compile the functions of this mode. Its guards do not distinguish the getters of tensors, so code
+    # compiled for Tensor.shape would also run for Tensor.device.
     for function in (_HostMode.__torch_function__, *globals().values()):
         if isinstance(function, FunctionType) and function.__module__ == __name__:
             eval_frame.skip_code(function.__code__)
@@ -231,7 +234,8 @@ def _compiler_of_the_host() -> None:
         return None if self.device is None else constant.ConstantVariable.create(False)
 
     tensor.TensorVariable.method_attr_is_cuda, tensor.TensorVariable.method_attr_is_cpu = is_cuda, is_cpu
-    if (module := sys.modules.get("torch._inductor.fx_passes.joint_graph")) is not None:  # Else package.py waits for its import.
+    # If the module is not imported yet, package.py calls trace_patterns() at its import.
+    if (module := sys.modules.get("torch._inductor.fx_passes.joint_graph")) is not None:
         trace_patterns(module)
 
 

@@ -157,7 +157,8 @@ def cross_entropy_backward(saved_input: torch.Tensor, stats: torch.Tensor, targe
 
 
 def _with_gradient(in_fp32: bool) -> Callable:
-    """The form until 2.19: the forward also computes the gradient, in FP32 or the input's dtype, and autograd saves only the gradient."""
+    """The cross-entropy of versions up to 2.19: the forward also computes the gradient, in FP32 or the input's dtype, and autograd saves only that.
+    """
     def forward(_input: torch.Tensor, target: torch.Tensor, label_smoothing: float, reduce_loss: bool, dist_process_group: Any, ignore_idx: int) -> tuple:
         loss, _, stats, target, counted, rank, world = cross_entropy_forward(_input, target, label_smoothing, reduce_loss, dist_process_group, ignore_idx, True)
         grad, one = torch.empty(_input.shape, dtype=torch.float32, device=_input.device).copy_(_input), torch.ones(1, device=_input.device)

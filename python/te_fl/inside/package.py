@@ -127,8 +127,10 @@ def _execute_patterns(loader: Any, module: ModuleType) -> None:
 
 
 def _serve_fp16(module: ModuleType) -> None:
-    """Accelerate leaves mixed_precision="fp16" out in silence where its device is called cpu, as torch.device("cuda") is here. A program that has not
-    asked for the CPU gets what a GPU has: autocast to FP16, and a scaler of the loss. module: accelerate.accelerator."""
+    """Accelerate silently ignores mixed_precision="fp16" on a device of type cpu, and under the emulation torch.device("cuda") is such a device.
+    Unless the program has requested the CPU, this patch enables Accelerate's behaviour on a GPU: autocast to FP16, and a loss scaler. module:
+    accelerate.accelerator.
+    """
     init = module.Accelerator.__init__
 
     @functools.wraps(init)
@@ -260,7 +262,7 @@ _ON_HOST = {"transformer_engine.pytorch.quantization": _execute_quantization, "t
 
 
 def install_beside_extension() -> None:
-    """For NVTE_PLUGIN, which keeps the extension: installs the refusals that install() makes above the extension."""
+    """For NVTE_PLUGIN, which keeps NVIDIA's extension: installs only those patches of install() that make the package refuse unsupported calls."""
     sys.meta_path.insert(0, _Finder(_CONTEXT_PARALLEL))
 
 

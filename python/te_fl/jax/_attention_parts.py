@@ -30,7 +30,7 @@ class Parts(NamedTuple):
         return PartitionSpec(*[self.axes.get(factor) or None for factor in factors])
 
     def run(self, op: str, prepare: Mapping, arrays: Dict[str, Any], results: Dict[str, Any], scalars: Dict[str, Any]) -> Tuple[jax.Array, ...]:
-        """Returns the op's results in the specification's order, which `results` has."""
+        """Runs the op on each device's shards. Returns the results in the order of `results`, which is the specification's order."""
         cut = tuple(axis for axes in self.axes.values() for axis in axes)
         layout = scalars["layout"]
         wanted = {name: struct for name, struct in results.items() if struct is not False}

@@ -68,7 +68,7 @@ def _word(value: Any) -> str:
 
 
 def _flat(name: str, shape: Tuple[int, ...], spread: Spread, settings: Mapping[str, Any]) -> Tuple[int, ...]:
-    """The shape that te-fl sees of an array whose matrix rows or columns consist of several dimensions."""
+    """The shape passed to te-fl for an array whose matrix rows or columns consist of several dimensions: these dimensions are merged."""
     arg, _, part = name.partition(".")
     first, second = spread.get(arg, (0, 0))
     layout = block_layout(settings.get(f"{arg}.scaling", "tensor"), part == "columnwise_scale_inv")

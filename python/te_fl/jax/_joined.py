@@ -38,7 +38,7 @@ _join.defvjp(lambda state: (_join(state), state), _join_bwd)
 
 @jax.custom_vjp
 def read(state: Tuple[jax.Array, jax.Array]) -> Tuple[jax.Array, jax.Array]:
-    """Scale and history of accumulating(), converted to FP32 for a product."""
+    """Scale and history of accumulating(), converted to FP32 for a matrix product."""
     return tuple(jax.lax.convert_element_type(array, jnp.float32) for array in state)
 
 
@@ -53,7 +53,8 @@ read.defvjp(lambda state: (read(state), None), _read_bwd)
 
 
 def _had_amax(before: Tuple[jax.Array, jax.Array], after: Tuple[jax.Array, jax.Array]) -> jax.Array:
-    """False if `after` is the state of a step without an amax, or of an unused product. scale is [.., 1], history [.., length].
+    """False if `after` is the state of a step without an amax, or of a matrix product that did not contribute to the loss. scale is [.., 1], history
+    [.., length].
 
     If an equal amax leaves the state unchanged, the two cases cannot be distinguished. The result is then True: too large a scale would clip values.
     """

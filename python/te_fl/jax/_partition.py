@@ -1,6 +1,6 @@
 """Sharding of op calls over a mesh: rules for XLA's partitioner, derived from the specification's shape rules.
 
-Rows (the leading dimensions) may be sharded if an op treats them independently; products also along N and, followed by a sum over devices, along K;
+Rows (the leading dimensions) may be sharded if an op treats them independently; GEMMs also along N and, followed by a sum over devices, along K;
 attention, rotary embedding and softmax along batch and heads. Results that sum over rows are summed over devices, and amaxes are reduced by maximum.
 Block scales are sharded with their blocks, provided that the scales of each shard have the layout that a separate matrix of its size would have. All
 other calls are replicated: every device executes the whole call. Ops with random numbers are among them, since their random counters are indices into the
@@ -51,7 +51,7 @@ def attention_factors(name: str, shape: Tuple[int, ...], layout: str) -> Optiona
         return ("b", "h", "sq")
     if name in ("softmax_sink", "dsink"):
         return ("h",)
-    if name in ("cu_seqlens_q", "cu_seqlens_kv"):  # lengths; each device cumulates its own
+    if name in ("cu_seqlens_q", "cu_seqlens_kv"):  # per-sequence lengths; each device computes cumulative lengths from its own shard
         return ("b",)
     if len(shape) == 4 and name in ("bias", "dbias", "attn_mask"):
         return ("b" if shape[0] != 1 else "", "h" if shape[1] != 1 else "", "", "")
@@ -153,7 +153,7 @@ def _laid(infos: Sequence, factors: Sequence[Optional[Factors]]) -> List[Tuple[s
 
 def _chosen(laid: Sequence[Tuple[str, Any]], cut: Set[str], fits: Callable[[Mapping[str, Any]], bool]) -> Dict[str, Any]:
     """Assigns mesh axes to each sharded dimension: the first proposal wins, and each axis is used once. A dimension that the axes do not divide stays
-    whole.
+    unsharded.
     """
     axes: Dict[str, Any] = {}
     used: Set[str] = set()
@@ -181,7 +181,8 @@ class _Plan:
         norm = op.startswith(("layernorm", "rmsnorm"))
         columns = any(name.endswith(".columnwise_data") for name, _ in both)
         if not spread and (norm or columns) and max(len(struct.shape) for name, struct in both if "." not in name) > 2:
-            self.cut = set()  # saved statistics of rows, and column-wise codes, have a single dimension for all rows
+            # Per-row statistics and column-wise FP8 data have a single dimension for all rows, which cannot be sharded per dimension.
+            self.cut = set()
         if any(_layout(name, settings) is not None and f is None for (name, _), f in zip(both, self.factors)):
             self.cut = set()  # block scales with padding
         self.extents: Dict[str, List[int]] = {}
@@ -242,7 +243,7 @@ class _Plan:
         return found
 
     def whole(self, name: str, value: jax.Array, factors: Optional[Factors], axes: Mapping[str, Any], dims: Mapping[int, Tuple[str, ...]]):
-        """Combines a shard's result with those of the other devices, or takes this device's part of a whole result."""
+        """Combines this device's result with those of the other devices (sum or maximum), or selects this device's shard of a replicated result."""
         if name.endswith("amax"):
             everywhere = flat_axes(list(axes.values()))
             return jax.lax.pmax(value, everywhere) if everywhere else value
@@ -275,7 +276,7 @@ class _Plan:
             return all(extent % devices[name] == 0 for name in axes for extent in self.extents[name]) and self._blocks_fit(devices)
 
         laid = _laid(infos, self.factors)
-        # On tensor axes, columns take precedence: another array's rows that use the same axes (a sequence's) are gathered.
+        # On tensor axes, columns take precedence: another array's rows that use the same axes (for example sequence dimensions) are gathered.
         columns = [pair for pair in laid if pair[0] in self.columns and set(flat_axes([pair[1]])) <= self.tensor]
         return _chosen(columns + laid, self.cut, fits)
 

@@ -1,7 +1,7 @@
 """y = prologue(x) kernel + bias with its gradient; the common part of dense, layernorm_dense and layernorm_mlp.
 
-The prologue (a norm, an activation, or nothing) is part of the product because under FP8 it directly writes the product's codes. The forward saves
-exactly what the backward reads; for an FP8 product these are the input's column-wise codes and the kernel's row-wise codes.
+The prologue (a norm, an activation, or nothing) is computed here because under FP8 it directly writes the FP8 codes of the GEMM's input. The forward
+saves exactly what the backward reads; under FP8 these are the input's column-wise codes and the kernel's row-wise codes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _gemm(a, b, trans_a: bool, trans_b: bool, shape, dtype, spread: Spread, spli
 
 
 def _input(x, prologue, params, quantizers):
-    """Returns the product's input, its amax if it is quantised, and the values that the prologue's backward reads."""
+    """Returns (the GEMM's input, its amax if it is quantised, the values that the prologue's backward reads)."""
     quantizer = quantizers.x
     if prologue is None:
         return (x, None, ()) if quantizer is None else _with_amax(quantizer.quantize(x, spread=(x.ndim - 1, 1)), ())
@@ -68,7 +68,7 @@ def _input(x, prologue, params, quantizers):
 
 
 def _laid_out(z, axes):
-    """Applies the logical axes to the product's input; if it is quantised, the codes are transferred."""
+    """Shards the GEMM's input along the logical axes; if the input is quantised, devices exchange its FP8 codes."""
     if not axes:
         return z
     if not isinstance(z, Quantized):
@@ -103,7 +103,7 @@ def _forward(x, kernel, bias, params, quantizers, prologue, axes):
     layout = Layout.of((x, kernel, bias, params, quantizers))
     z, x_amax, saved = _input(x, prologue, params, quantizers)
     z = _laid_out(z, axes)
-    # A product sharded along K is summed over devices, so the bias is added once, after the sum.
+    # The results of a GEMM sharded along K are summed over devices, so the bias is added once, after the sum.
     inside, after = (None, bias) if _partition.may_cut_programs() else (bias, None)
     rows, columns = z.shape[:-1], kernel.ndim - 1
     shape, like_kernel = (*rows, *kernel.shape[1:]), (1, columns)
@@ -138,7 +138,7 @@ def _backward(prologue, axes, kept, dy):
     width = kernel.shape[0]
     dz = _gemm(across, kernel, False, True, (*dy.shape[:rows], width), x.dtype, {"a": like_dy, "b": like_kernel, "d": (rows, 1)}, split[1])
     dkernel = _gemm(z, down, True, False, (width, *dy.shape[rows:]), kernel_dtype, {"a": (rows, 1), "b": like_dy, "d": like_kernel}, split[2])
-    if axes and not isinstance(prologue, Norm):  # for a norm, the gradient's source is better left scattered over the sequence
+    if axes and not isinstance(prologue, Norm):  # if the prologue is a norm, dz is better left sharded over the sequence
         dz = with_sharding_constraint_by_logical_axes(dz, axes)
     if prologue is None:
         return layout.put((dz, dkernel, dbias, params, after))

@@ -39,7 +39,7 @@ class BlockLayout(NamedTuple):
 
 
 def block_layout(scaling: str, columnwise: bool) -> Optional[BlockLayout]:
-    """None: one scale for the whole tensor."""
+    """Returns the layout of the block scales in a scaling mode; None: one scale for the whole tensor."""
     return {
         "block_1x128": BlockLayout(False, 128, 1) if columnwise else BlockLayout(True, 1, 128),
         "block_128x128": BlockLayout(columnwise, 128, 128),
@@ -93,7 +93,7 @@ class Quantized:
         return (self.data if self.data is not None else self.columnwise_data).dtype
 
     def only(self, columnwise: bool) -> "Quantized":
-        """Keeps one of the two copies, with its scales."""
+        """Returns a Quantized with only the column-wise data or only the row-wise data, and with its scales."""
         if columnwise:
             inv = self.scale_inv if self.scaling == "tensor" else None
             return Quantized(columnwise_data=self.columnwise_data, columnwise_scale_inv=self.columnwise_scale_inv, scale_inv=inv,

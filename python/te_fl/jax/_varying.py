@@ -46,6 +46,6 @@ def largest_over(array: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def is_told() -> bool:
-    """True if JAX tracks varying axes. False inside pmap and shard_map(check_vma=False), where the types above are empty."""
+    """True if JAX tracks varying axes. False inside pmap and shard_map(check_vma=False), where array types list no axes."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return not axes or bool(varying(jax.lax.axis_index(axes[0])))

@@ -157,7 +157,7 @@ class _Extras(NamedTuple):
     bias: Optional[jax.Array] = None
     softmax_sink: Optional[jax.Array] = None
     attn_mask: Optional[jax.Array] = None
-    cu_seqlens_q: Optional[jax.Array] = None  # int32 [batch] lengths, which the call cumulates
+    cu_seqlens_q: Optional[jax.Array] = None  # int32 [batch], lengths; the op call is given their cumulative sums
     cu_seqlens_kv: Optional[jax.Array] = None
     rng: Optional[jax.Array] = None
 

@@ -1,4 +1,4 @@
-"""A norm followed by a product with a kernel, with gradients."""
+"""A norm followed by a matrix product with a kernel, with gradients."""
 
 from __future__ import annotations
 

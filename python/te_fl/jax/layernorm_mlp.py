@@ -1,4 +1,4 @@
-"""A norm, a product, an activation and a second product, with gradients."""
+"""A norm, a matrix product, an activation and a second matrix product, with gradients."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def layernorm_mlp(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], ker
                   kernel_2_axes: Optional[Tuple[str, ...]] = None, ffn1_ckpt_name: str = "ffn1", ffn2_ckpt_name: str = "ffn2",
                   activation_type: Sequence[str] = ("gelu",), activation_params: Optional[Mapping] = None, collective_op_sets=None,
                   quantizer_sets: Tuple[QuantizerSet, QuantizerSet] = (noop_quantizer_set, noop_quantizer_set)) -> jax.Array:
-    """kernels: [K, activations, F] and [F, K']; biases: [activations, F] and [K'], or None. Under FP8 the activation writes the second product's
-    codes directly.
+    """kernels: [K, activations, F] and [F, K']; biases: [activations, F] and [K'], or None. Under FP8 the activation directly writes the FP8
+    codes of the second product's input.
     """
     if collective_op_sets is not None:
         raise NotImplementedError("te_fl.jax: layernorm_mlp(collective_op_sets=..) is not served: collectives are XLA's; leave it out")

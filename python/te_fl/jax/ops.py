@@ -83,7 +83,7 @@ def _dtype_of(arg: dict, arguments: Dict[str, Any]) -> Optional[Any]:
     allowed = [t for i, t in enumerate(_DTYPES) if arg["dtypes"] >> i & 1]
     if len(allowed) == 1:
         return allowed[0]
-    for value in arguments.values():  # uses the first high-precision value
+    for value in arguments.values():  # the result is the dtype of the first high-precision argument
         if isinstance(value, jax.Array) and value.dtype in allowed and value.dtype in _HIGH:
             return value.dtype
     return None

@@ -1,8 +1,8 @@
 """FP8 with explicit state: a tensor's quantiser is a pytree. It is an argument of the differentiated function, and its updated state is returned as
 its gradient.
 
-A product has three quantisers, for its input, its kernel and its output's gradient (QuantizerSet). With delayed scaling they contain a scale and an
-amax history. The gradient of a loss with respect to them is not a derivative, but the state after the step, which replaces the old state
+A matrix product has three quantisers, for its input, its kernel and its output's gradient (QuantizerSet). With delayed scaling they contain a scale
+and an amax history. The gradient of a loss with respect to them is not a derivative, but the state after the step, which replaces the old state
 (update_collections). JAX sums gradients, so a state used twice in one step would be wrong: give each product its own state, or use accumulating().
 """
 
@@ -54,7 +54,7 @@ class Quantizer:
     amax_compute_algo: str = "max"
     pow2_scale: bool = False
     amax_epsilon: float = 0.0
-    shared: bool = False  # made by read(); after() then returns scale 0 if the tensor had no amax
+    shared: bool = False  # true for a state that read() has converted; then after() returns scale 0 if the tensor had no amax
 
     @property
     def delayed(self) -> bool:
@@ -68,12 +68,12 @@ class Quantizer:
         return self.scaling == "tensor" and not self.delayed and bool(_partition.may_cut_programs() or sharding.named_manual_axes())
 
     def output(self, rowwise: bool = True, columnwise: bool = True, spread: Optional[Tuple[int, int]] = None) -> QuantizedOutput:
-        # Scale 0 marks a product on which the loss does not depend; 1 keeps the computation finite.
+        # A scale of 0 marks a tensor whose matrix product did not contribute to the loss; 1 in its place keeps the computation finite.
         scale = jnp.where(self.scale == 0, 1.0, self.scale) if self.delayed else None
         return QuantizedOutput(jnp.dtype(self.dtype), self.scaling, rowwise, columnwise, scale, self.pow2_scale, self.amax_epsilon, spread=spread)
 
     def derived_scale(self, x: jax.Array) -> jax.Array:
-        """See docs/numerics.md, "Scale from amax"."""
+        """The scale computed from the amax of x, FP32 [1]; see docs/numerics.md, "Scale from amax"."""
         amax = largest_over(jnp.nanmax(jnp.abs(x.astype(jnp.float32)), initial=0.0), sharding.named_manual_axes())
         amax = jnp.maximum(amax, self.amax_epsilon).reshape(1)
         scale = jnp.minimum(_LARGEST[self.dtype] / amax, jnp.finfo(jnp.float32).max)
@@ -127,7 +127,7 @@ jax.tree_util.register_dataclass(Quantizer, data_fields=["scale", "amax_history"
 
 @dataclasses.dataclass(frozen=True)
 class QuantizerSet:
-    """The quantisers of one product. All None: a high-precision product."""
+    """The quantisers of one matrix product. All None: the product is computed in high precision."""
 
     x: Optional[Quantizer] = None
     kernel: Optional[Quantizer] = None
@@ -182,7 +182,7 @@ def _same_params(params: Any) -> dict:
 
 
 def create_set(recipe: Optional[recipes.Recipe], state: Optional[Callable[[str], Tuple[jax.Array, jax.Array]]] = None) -> QuantizerSet:
-    """The quantisers of one product under a recipe; None: high precision.
+    """The quantisers of one matrix product under a recipe; None: high precision.
 
     state(name) for "x", "kernel" and "grad" returns scale and amax history of delayed scaling; omitted: initial state.
     """
@@ -268,7 +268,7 @@ def fp8_autocast(enabled: bool = False, fp8_recipe: Optional[recipes.Recipe] = N
 def update_collections(new: Mapping, original: Mapping) -> dict:
     """Merges `new` into `original`, recursively; keys that `original` lacks are ignored.
 
-    A delayed scaling state whose new scale is 0 keeps its old value: the loss did not depend on its product.
+    A delayed scaling state whose new scale is 0 keeps its old value: the matrix product with this state did not contribute to the loss.
     """
     made = dict(original)
     for key, value in new.items():

@@ -185,7 +185,7 @@ def _whole_sequence(x: jax.Array, mesh: Any, dims: Sequence[bool]) -> jax.Array:
 
 def with_sharding_constraint_by_logical_axes(x: jax.Array, logical_axis_names: Optional[Sequence[Optional[str]]]) -> jax.Array:
     """Shards x by logical axis names; returns x unchanged without names or without a mesh. Names are looked up in Flax's rules first, then in
-    te-fl's; unknown names are ignored. ValueError if an axis does not divide its dimension; a dimension of extent 1 stays whole.
+    te-fl's; unknown names are ignored. ValueError if an axis does not divide its dimension; a dimension of extent 1 stays unsharded.
     """
     if not logical_axis_names:
         return x

@@ -61,8 +61,8 @@ def _check_heads(p: Any) -> None:
 
 
 def _own_diagonal(p: Any) -> bool:
-    """True for the bottom-right diagonal. In Transformer Engine's calls, a causal mask's window is aligned to the mask's own diagonal, whatever the
-    query says.
+    """True for the bottom-right diagonal. In Transformer Engine's calls, the window of a causal mask is aligned to the mask's own diagonal, and
+    bottom_right_diagonal of the support query is ignored.
     """
     masks, mask = NVTE_Mask_Type, int(p.attn_mask_type)
     bottom_right = mask in (masks.NVTE_CAUSAL_BOTTOM_RIGHT_MASK, masks.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
@@ -213,7 +213,7 @@ def _random_state(p_dropout: float, device: torch.device, generator: Optional[to
         return draw(device, generator)
     state = _NO_DROPOUT.get(device)
     if state is None:
-        with torch.inference_mode(False):  # Autograd saves this cached tensor, which is impossible for an inference tensor.
+        with torch.inference_mode(False):  # autograd saves the cached tensor, and autograd cannot save inference tensors
             state = _NO_DROPOUT[device] = torch.zeros(2, dtype=torch.int64, device=device)
     return state
 

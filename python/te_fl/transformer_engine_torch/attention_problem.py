@@ -16,7 +16,8 @@ FORMATS = {int(NVTE_QKV_Format[f"NVTE_{name.upper()}"]): name for name in ("sbhd
 
 
 class Layout(NamedTuple):
-    """q, kv: the order of dimensions of the queries, and of keys and values. together: which of them share a tensor. op: the layout passed to the op.
+    """q, kv: the order of dimensions of the queries, and of keys and values. together: which of q, k and v are packed in one tensor. op: the layout
+    passed to the op.
     """
 
     name: str
@@ -169,7 +170,8 @@ def problem(qkv_layout: int, bias_type: int, attn_mask_type: int, softmax_type: 
 
 @functools.lru_cache(maxsize=16)
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """The ALiBi slopes (arXiv 2108.12409) for a number of heads: those of the largest power of two in it, then every other slope of twice that power.
+    """The ALiBi slopes (arXiv 2108.12409) for n heads: the slopes for p heads, p the largest power of two up to n, then every other slope for 2 p
+    heads.
     """
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]

@@ -81,7 +81,7 @@ def _is_bits(routing_map_format: int) -> bool:
 
 
 def _routing_map(logits: torch.Tensor, routing_map_format: int) -> Tuple[str, torch.Tensor]:
-    """The op's argument for the routing map's format, and a new tensor for it."""
+    """Returns (the name of the op's output argument for this routing map format, a new tensor for that output)."""
     *leading, experts = logits.shape
     if _is_bits(routing_map_format):
         return "routing_bits", torch.empty((*leading, -(-experts // 8)), dtype=torch.uint8, device=logits.device)
@@ -119,7 +119,8 @@ def _check_bounds(bin_bounds: torch.Tensor) -> None:
 def fused_topk_with_score_function_qb_fwd(logits: torch.Tensor, topk: int, scaling_factor: Optional[float], expert_bias: torch.Tensor,
                                           routing_map_format: int, topk_indices: Optional[torch.Tensor], histogram: torch.Tensor,
                                           bin_bounds: torch.Tensor, histogram_mode: int, bin_bounds_validated: bool = False) -> tuple:
-    """The sigmoid router with expert bias, and a histogram of the biases with which experts would be selected (quantile balancing).
+    """The sigmoid router with expert bias. Also counts, per expert, a histogram of the bias that would just select the expert (for quantile
+    balancing).
 
     histogram: INT32 [experts, bins]. Each token adds one to each expert, in the bin of (cutoff - the expert's score); the cutoff is the largest
     biased score that is not selected. bin_bounds: FP32 [2], the range of the bins; values outside count in the first or last bin. The host reads

@@ -59,8 +59,8 @@ def _check_output(out: torch.Tensor, shape: tuple, dtype: Optional[torch.dtype])
 
 
 def _refusal_of_blocks(a: Any, b: Any, shape: tuple, terms: int, dtype: torch.dtype, bias: bool, gelu: bool, grad: bool, split: bool) -> str:
-    """The reason why NVIDIA's extension refuses a product of two block-scaled operands; empty if it accepts. Programs recognise its errors by these
-    words.
+    """The reason why NVIDIA's extension refuses a product of two block-scaled operands; empty if it accepts. The text equals that of NVIDIA's
+    error, which programs search for.
     """
     rows, columns = schemes.rows_and_columns(shape)
     if terms % 16:

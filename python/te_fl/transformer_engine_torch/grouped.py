@@ -92,10 +92,10 @@ def _storage_module() -> Any:
 
 
 def _buffers(quantizer: Any, shapes: Sequence[Tuple[int, int]], elements: int, device: torch.device) -> dict:
-    """Allocates the group's buffers, keyed by the constructor's argument names. Also returns the offset of each member's scales."""
+    """Returns the group's new buffers and the offsets of the members' scales, as one dict keyed by the constructor's argument names."""
     rowwise, columnwise = quantizer.rowwise_usage, quantizer.columnwise_usage
     if _kind(quantizer) == "Float8CurrentScalingQuantizer":
-        # If FP8 GEMMs support any layout, Transformer Engine creates only the row-wise copy.
+        # If FP8 GEMMs support every transposition, Transformer Engine creates only the row-wise data.
         any_layout = getattr(_storage_module(), "is_non_tn_fp8_gemm_supported", None)
         if any_layout is not None and any_layout():
             rowwise, columnwise = True, False
@@ -308,7 +308,7 @@ def group_dequantize(input: Any, otype: Any) -> Any:
 
 def group_requantize_inplace(grouped_x: Any, quantizer: Any, num_tensors: int, first_dims: Optional[torch.Tensor], otype: Any,
                              tensor_offsets: Optional[torch.Tensor] = None, return_dequantized: bool = False) -> Optional[torch.Tensor]:
-    """Adds the column-wise copy to a group of row-wise MXFP8 tensors, if the quantizer uses one, and swizzles the scales for tensor cores."""
+    """Adds column-wise data to a group of row-wise MXFP8 tensors, if the quantizer requests it, and swizzles the scales for tensor cores."""
     name = "group_requantize_inplace"
     if grouped_x.rowwise_data is None or grouped_x.scale_inv is None:
         raise InvalidArgument(f"{name}: the group has no row-wise data and factors")

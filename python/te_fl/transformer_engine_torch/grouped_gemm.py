@@ -1,4 +1,4 @@
-"""Grouped GEMMs: one product for each member; row counts may be zero.
+"""Grouped GEMMs: one GEMM for each member of a group; members may have no rows.
 
 Workspaces and math_sm_count have no effect; they configure NVIDIA's kernels.
 """
@@ -23,7 +23,7 @@ _grouped_gemm = matrix_ops.grouped_gemm
 
 
 def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
-    """In bytes; 0, because te-fl reads a group's shapes on the host."""
+    """The workspace size in bytes: 0, because te-fl reads a group's shapes on the host."""
     return 0
 
 
@@ -66,7 +66,7 @@ def _multiply_all(a: Sequence[Any], trans_a: bool, b: Sequence[Any], trans_b: bo
 
 
 def _one_output(name: str, out: torch.Tensor, rows: Sequence[int], columns: int) -> Rows:
-    """D[0] as a list of consecutive row ranges for the products' results. Rows after the last range are not written."""
+    """Splits D[0] into consecutive row ranges, one for the result of each GEMM. Rows after the last range are not written."""
     total = sum(rows)
     if not out.is_contiguous() or out.numel() < total * columns:
         raise InvalidArgument(f"{name}: D has {out.numel()} elements{'' if out.is_contiguous() else ', not contiguous'}; "
@@ -130,14 +130,14 @@ def te_general_grouped_gemm(A: Sequence[Any], transa: bool, B: Sequence[Any], tr
 
 def _one_by_one(A: Sequence[Any], transa: bool, B: Sequence[Any], transb: bool, D: Sequence[torch.Tensor], bias: Sequence[torch.Tensor],
                 pre_gelu_out: Sequence[torch.Tensor], grad: bool, accumulate: bool, use_split_accumulator: bool) -> None:
-    """Products one by one, for GELU or if only some have a bias."""
+    """Runs the GEMMs of the group one by one; used with GELU, or if only some of them have a bias."""
     for i, (a, b, out) in enumerate(zip(A, B, D)):
         _multiply(a, transa, b, transb, out, _output_shape(a, transa, b, transb)[1], bias=_given(bias, i), pre_gelu=_given(pre_gelu_out, i), grad=grad,
                   accumulate=accumulate, use_split_accumulator=use_split_accumulator)
 
 
 def _each(factors: torch.Tensor, count: int, name: str) -> List[float]:
-    """alpha or beta of each product, from a device tensor with one element for all or one for each."""
+    """Returns alpha or beta of each GEMM, from a device tensor with one element for all GEMMs or one element for each."""
     values = sizes.factors(factors, name)
     if len(values) not in (1, count):
         raise InvalidArgument(f"{name}: {len(values)} factors for {count} products; it takes 1 or one each")
@@ -145,7 +145,7 @@ def _each(factors: torch.Tensor, count: int, name: str) -> List[float]:
 
 
 def _add_scaled_bias(outputs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
-    """scale: a factor for each row of all outputs."""
+    """Adds scale * bias to each output. scale: one factor for each row, for the concatenated rows of all outputs."""
     for out, bias, factors in zip(outputs, biases, scale.split([out.shape[0] for out in outputs])):
         out.copy_(out.float() + factors.float().view(-1, 1) * bias.float().view(1, -1))
 

@@ -31,7 +31,7 @@ def _forward(op: Any, input: torch.Tensor, ln_out: Any, quantizer: Any, otype: A
 
 
 def _statistics(x: torch.Tensor) -> torch.Tensor:
-    """A new FP32 tensor [tokens]."""
+    """A new FP32 tensor [tokens], for one statistic of each token."""
     return torch.empty(schemes.rows_and_columns(x.shape)[0], dtype=torch.float32, device=x.device)
 
 

@@ -24,7 +24,7 @@ _MIDPOINTS_TO_LOWER, _MIDPOINTS_TO_UPPER = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 
 
 
 def by_rows(quantizer: Any) -> bool:
-    return getattr(quantizer, "row_scaled_nvfp4", False)  # this attribute and the next exist since version 2.17
+    return getattr(quantizer, "row_scaled_nvfp4", False)  # exists since version 2.17, as does the attribute that _four_over_six() reads
 
 
 def _four_over_six(quantizer: Any) -> bool:
@@ -128,7 +128,7 @@ def _decoded(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _error(x: torch.Tensor, codes: torch.Tensor, factors: torch.Tensor, amax: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """[rows, blocks]: the sum of a block's absolute or squared errors, added in the order of NVIDIA's kernel."""
+    """Returns for each block the sum of its absolute or squared errors, [rows, blocks], added in the order of NVIDIA's kernel."""
     value = _decoded(codes).view(*factors.shape, _BLOCK) * factors.float().unsqueeze(-1) * amax.view(-1, 1, 1)
     difference = value / torch.full_like(value, _LARGEST_CODE * quantizer.nvfp4_e4m3_max) - x.view(value.shape)
     errors = difference * difference if quantizer.nvfp4_4over6_err_mode == "MSE" else difference.abs()
@@ -173,8 +173,8 @@ def overwrite(held: torch.Tensor, new: torch.Tensor, noop: Optional[torch.Tensor
 
 def _write_side(x: torch.Tensor, quantizer: Any, data: torch.Tensor, factors: torch.Tensor, amax: torch.Tensor, largest: torch.Tensor,
                 noop: Optional[torch.Tensor]) -> None:
-    """Writes one copy. x: any dtype [rows, columns], with blocks along its rows. largest: the amax of x or of its rows, reduced over the ranks if
-    they share it.
+    """Writes the row-wise or the column-wise data of a tensor. x: any dtype [rows, columns], with blocks along its rows. largest: the amax of x or of
+    its rows, reduced over the ranks if they share it.
     """
     (rows, columns), x = x.shape, x.float()
     if x.numel() == 0:  # with a contraction of length 0, Transformer Engine still multiplies by the amax
@@ -203,8 +203,8 @@ def _transformed(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
 
 
 def _largest(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """FP32 [1]: the amax, reduced over the quantizer's group if it has one, in which case every rank must call this. Or FP32 [rows], one for each
-    row.
+    """Returns the amax, FP32 [1], or with row scaling the amax of each row, FP32 [rows]. If the quantizer has a group, the amax is reduced over its
+    ranks, and every rank must call this function.
     """
     if by_rows(quantizer):
         return _sizes(x.float()).amax(1) if x.numel() else torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
@@ -217,9 +217,10 @@ def _largest(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
 
 
 def write(values: torch.Tensor, quantizer: Any, tensor: Any, noop: Optional[torch.Tensor]) -> None:
-    """Writes those copies of an NVFP4Tensor that the quantizer's usages select. values: any dtype, as a matrix over its last dimension.
+    """Writes the row-wise and column-wise data of an NVFP4Tensor that the quantizer's usages select. values: any dtype, as a matrix over its last
+    dimension.
 
-    Each copy is rounded with its own random numbers, from PyTorch's generator of the device.
+    Row-wise and column-wise data are rounded with different random numbers, from PyTorch's generator of the device.
     """
     x = values.contiguous().view(-1, values.shape[-1]) if values.numel() else values.reshape(0, values.shape[-1])
     if quantizer.rowwise_usage:
@@ -231,8 +232,8 @@ def write(values: torch.Tensor, quantizer: Any, tensor: Any, noop: Optional[torc
 
 
 def values(tensor: Any, columnwise: bool) -> torch.Tensor:
-    """Dequantises one copy of an NVFP4 tensor of any variant to FP32 [rows, columns]: the column-wise copy if requested and present, or if it is the
-    only one.
+    """Dequantises an NVFP4 tensor of any variant to FP32 [rows, columns]. Reads the column-wise data if `columnwise` and they are present, or if
+    there are no row-wise data; otherwise reads the row-wise data.
     """
     columnwise = tensor._rowwise_data is None or (columnwise and tensor._columnwise_data is not None)
     data, amax = (tensor._columnwise_data, tensor._amax_columnwise) if columnwise else (tensor._rowwise_data, tensor._amax_rowwise)

@@ -138,7 +138,7 @@ def nvfp4_2d_partial_cast(inp: torch.Tensor, out: torch.Tensor, scale: torch.Ten
     """Writes the shard's codes to out, UINT8: the bytes of the weight that contain them, two codes per byte. Codes of neighbouring shards in the
     first and last byte are kept.
 
-    scale, FP32 [blocks down, blocks across], and global_scale, FP32 [1], belong to the whole weight.
+    scale, FP32 [blocks down, blocks across], and global_scale, FP32 [1], belong to the unsharded weight.
     """
     name = "nvfp4_2d_partial_cast"
     _check_length(name, block_len)

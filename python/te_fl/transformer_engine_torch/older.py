@@ -26,7 +26,8 @@ __all__ = ["adopt", "forms_of"]
 # -- Attention -----------------------------------------------------------------------------------------------------------------------------
 
 def _recipe_is_delayed() -> bool:
-    """True if the FP8 recipe is delayed scaling, in which attention has given scales. Before 2.20 the query for a backend does not say so."""
+    """True if the FP8 recipe is delayed scaling, where attention's scales are inputs. Before 2.20 the arguments of the backend query lack the recipe.
+    """
     state = getattr(sys.modules.get("transformer_engine.pytorch.quantization"), "FP8GlobalStateManager", None)
     recipe = None if state is None else state.get_fp8_recipe()
     return recipe is None or recipe.delayed()
@@ -36,11 +37,11 @@ def get_fused_attn_backend(is_training: bool, q_dtype: Any, kv_dtype: Any, qkv_l
                            p_dropout: float, num_attn_heads: int, num_gqa_groups: int, max_seqlen_q: int, max_seqlen_kv: int, head_dim_qk: int,
                            head_dim_v: int, window_size_left: int, window_size_right: int, return_max_logit: bool, cuda_graph: bool,
                            deterministic: bool) -> NVTE_Fused_Attn_Backend:
-    """Returns only the backend. The call does not say to which corner a window is aligned, so both alignments must be supported unless the mask
-    determines it.
+    """Returns only the backend. The arguments lack the corner to which a window is aligned. Therefore both alignments must be supported, unless the
+    mask determines the alignment.
 
-    For the largest scores, returns no backend, so that Transformer Engine uses its unfused attention: versions expect them at different places in the
-    results.
+    With return_max_logit, returns no backend, so that Transformer Engine uses its unfused attention: versions expect the largest scores at different
+    positions in the results.
     """
     none = NVTE_Fused_Attn_Backend.NVTE_No_Backend
     if return_max_logit or int(q_dtype) != int(kv_dtype) or (int(q_dtype) in FP8 and not _recipe_is_delayed()):
@@ -61,7 +62,7 @@ def get_fused_attn_backend(is_training: bool, q_dtype: Any, kv_dtype: Any, qkv_l
 
 
 def _formats(qkv_layout: Any) -> Tuple[NVTE_QKV_Format, NVTE_QKV_Format]:
-    """The format of the queries, which output and gradient share, and no format for scales. These are arguments since 2.15."""
+    """Returns (the format of queries, outputs and gradients; the value for scales without a format). Versions since 2.15 pass both as arguments."""
     layout = LAYOUTS.get(int(qkv_layout))
     if layout is None:
         raise InvalidArgument(f"attention: qkv_layout is {int(qkv_layout)}; it is one of NVTE_QKV_Layout, and set")
@@ -75,7 +76,7 @@ def fused_attn_fwd(max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, att
                    page_table_k: Optional[torch.Tensor], page_table_v: Optional[torch.Tensor], s_quantizer: Any, o_quantizer: Any,
                    Bias: Optional[torch.Tensor], SoftmaxOffset: Optional[torch.Tensor], rng_gen: Optional[torch.Generator],
                    rng_elts_per_thread: int, return_max_logit: bool, cuda_graph: bool) -> List[Any]:
-    """The form until 2.14. In FP8 it returns two softmax statistics, of which te-fl provides the first."""
+    """fused_attn_fwd for versions up to 2.14. In FP8 these expect two softmax statistics, and te-fl provides the first."""
     if return_max_logit:
         raise Unsupported("fused_attn_fwd: return_max_logit before 2.15; the package's unfused attention has it")
     result = attention.fused_attn_fwd(
@@ -93,7 +94,7 @@ def fused_attn_bwd(max_seqlen_q: int, max_seqlen_kv: int, attn_scale: float, p_d
                    dqkv_type: Any, Aux_CTX_Tensors: Sequence[torch.Tensor], cu_seqlens_q_padded: Optional[torch.Tensor],
                    cu_seqlens_kv_padded: Optional[torch.Tensor], s_quantizer: Any, dp_quantizer: Any, dqkv_quantizer: Any,
                    cuda_graph: bool) -> List[Any]:
-    """The form until 2.14. dqkv_type: the gradients' dtype, which must agree with the quantizer or fake_dtype."""
+    """fused_attn_bwd for versions up to 2.14. dqkv_type: the gradients' dtype, which must agree with the quantizer or fake_dtype."""
     wanted = torch_dtype(dqkv_type)
     if wanted != (fake_dtype if dqkv_quantizer is None else torch_dtype(dqkv_quantizer.dtype)):
         raise InvalidArgument(f"fused_attn_bwd: dqkv_type is {wanted}; dqkv_quantizer, or without one fake_dtype {fake_dtype}, says otherwise")
@@ -109,7 +110,7 @@ def fused_attn_bwd(max_seqlen_q: int, max_seqlen_kv: int, attn_scale: float, p_d
 
 def thd_out_correction(out: torch.Tensor, out_per_step: torch.Tensor, lse: torch.Tensor, lse_per_step: torch.Tensor, cu_seqlens: torch.Tensor,
                        only_second_half: bool, lse_packed: bool) -> None:
-    """The form until 2.19: adds a step's contribution; earlier contributions are already relative to the final lse."""
+    """thd_out_correction for versions up to 2.19: adds a step's contribution; earlier contributions are already relative to the final lse."""
     context_parallel.thd_out_correction(out, out_per_step, lse, lse, lse_per_step, cu_seqlens, only_second_half, lse_packed)
 
 
@@ -150,7 +151,7 @@ def _bgrad_group_quantize_2_17(tensor: torch.Tensor, quantizer: Any, num_tensors
 
 
 def _without_bias_scale(function: Callable) -> Callable:
-    """The form of 2.15 of a grouped product; bias_scale was inserted after the bias later."""
+    """Adapts a grouped GEMM to version 2.15, which has no argument bias_scale; later versions insert bias_scale after the bias."""
     def product(A: Any, transa: bool, B: Any, transb: bool, D: Any, bias: Any, alpha: torch.Tensor, beta: torch.Tensor, workspace_setup: torch.Tensor,
                 workspace_cublas: torch.Tensor, use_split_accumulator: bool, math_sm_count: int) -> Any:
         return function(A, transa, B, transb, D, bias, None, alpha, beta, workspace_setup, workspace_cublas, use_split_accumulator, math_sm_count)

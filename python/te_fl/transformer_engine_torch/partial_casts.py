@@ -124,7 +124,7 @@ def _power_of_two(bits: torch.Tensor) -> torch.Tensor:
 
 def mxfp8_scaling_partial_cast(input: torch.Tensor, output_rowwise: torch.Tensor, output_colwise: torch.Tensor, scale_inv_rowwise: torch.Tensor,
                                scale_inv_colwise: torch.Tensor, rows: int, cols: int, start_offset: int) -> None:
-    """Writes the shard's E4M3 codes for both copies, one byte per element, with scales of the whole weight."""
+    """Writes the shard's E4M3 codes, row-wise and column-wise, one byte per element, with the scales of the unsharded weight."""
     name = "mxfp8_scaling_partial_cast"
     _check_mxfp8(name, rows, cols, scale_inv_rowwise, scale_inv_colwise, torch.uint8, torch.float8_e8m0fnu)
     part = Part(name, input, rows, cols, start_offset, 32)

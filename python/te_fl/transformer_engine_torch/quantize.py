@@ -50,7 +50,7 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Opt
         output = scheme.create(quantizer, tensor.shape, tensor.dtype, tensor.device)
     else:
         output = scheme.adapt(quantizer, output)
-    if getattr(quantizer, "use_existing_amax", False):  # exists before 2.16, and only for this function
+    if getattr(quantizer, "use_existing_amax", False):  # exists before version 2.16, where only this function uses it
         if tensor.numel():
             _quantize(input=tensor, output=scheme.by_existing_amax(quantizer, output), noop_flag=noop)
         return output
@@ -142,7 +142,7 @@ def fp8_transpose(input: torch.Tensor, dtype: Any, *, out: Optional[torch.Tensor
 
 
 def apart(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The values, in memory of their own where they lie in that of an output: PyTorch's copies do not look for that, as te-fl's ops do."""
+    """Returns the values, copied if they share a storage with the output. PyTorch's copies do not check for overlap, while te-fl's ops do."""
     return values.clone() if values.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() else values
 
 

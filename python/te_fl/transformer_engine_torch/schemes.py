@@ -42,7 +42,7 @@ def _transposed(shape: Sequence[int]) -> Tuple[int, ...]:
 
 
 def _pieces(shapes: Sequence[Tuple[int, ...]], dtype: torch.dtype, device: Any) -> Optional[Sequence[torch.Tensor]]:
-    """Splits one buffer into tensors; None if one would not be aligned to 16 bytes, which kernels need."""
+    """Splits one buffer into tensors; None if a tensor would not be aligned to 16 bytes, as kernels require."""
     first, count = shapes[0], len(shapes)
     if first == (1,) and shapes.count(first) == count:
         return empty((count, 16 // dtype.itemsize), dtype=dtype, device=device)[:, :1].unbind(0)
@@ -80,7 +80,7 @@ class Scheme:
         return tensor
 
     def operand(self, tensor: Any, columnwise: bool) -> Any:
-        """The tensor as an operand of a product. The op selects the copy that it needs."""
+        """The tensor as an operand of a GEMM. The op selects the row-wise or the column-wise data."""
         return self.quantized(tensor)
 
     def target(self, quantizer: Any, tensor: Any) -> Any:
@@ -138,8 +138,8 @@ class Scheme:
         return quantizer.internal, quantizer.rowwise_usage, quantizer.columnwise_usage
 
     def create_together(self, quantizers: Sequence[Any], shapes: Sequence[Tuple[int, ...]], dtype: torch.dtype, device: Any) -> Optional[list]:
-        """Creates several tensors with one buffer for each kind of part. The buffer lives as long as any of the tensors. None if they cannot share
-        buffers; the caller then creates each alone.
+        """Creates several tensors with one buffer for each kind of part. The buffer lives as long as any of the tensors. Returns None if the tensors
+        cannot share buffers; the caller then creates each tensor separately.
         """
         first = quantizers[0]
         settings = self._alike(first)
@@ -226,7 +226,7 @@ class Float8(Scheme):
 
 
 def scale_of(quantizer: Any, device: torch.device) -> torch.Tensor:
-    """The scale of delayed scaling. A tensor without elements in its place says 1, as in the package's extension."""
+    """The quantizer's scale (delayed scaling); 1 if the quantizer holds an empty tensor, as in NVIDIA's extension."""
     scale = quantizer.scale
     return scale if scale.numel() else torch.ones(1, dtype=torch.float32, device=device)
 
@@ -262,7 +262,8 @@ class CurrentFloat8(Float8):
 
     @staticmethod
     def _kept(quantizer: Any) -> tuple:
-        """The scale and amax tensors in which a quantizer before 2.16 stores those of its last tensor, for optimizers; else (None, None)."""
+        """Returns (scale, amax): before version 2.16, the tensors in which a quantizer stores scale and amax of its last tensor; else (None, None).
+        """
         return getattr(quantizer, "scale", None), getattr(quantizer, "amax", None)
 
     def for_ranks(self, quantizer, values, tensor):
@@ -506,7 +507,7 @@ class NVFP4(Scheme):
                 "columnwise_data": None if other is None else other.view(columns, rows // 2).view(torch.float4_e2m1fn_x2),
                 "scale_inv": None if row_scales is None else row_scales.view(torch.float8_e4m3fn),
                 "columnwise_scale_inv": None if column_scales is None else column_scales.view(torch.float8_e4m3fn),
-                # An empty copy has no memory, and so no amax of its own.
+                # Column-wise data without elements have no memory, and therefore no separate amax.
                 "amax": column_amax if row_amax is None else row_amax,
                 "columnwise_amax": None if row_amax is None or other is None or not other.numel() else column_amax,
                 "shape": (rows, columns), "scaling": "nvfp4"}
@@ -595,7 +596,7 @@ def scheme_of(tensor: Any) -> Optional[Scheme]:
 
 
 def are_blocks(a: Any, b: Any) -> bool:
-    """True if both tensors use blocks of 128."""
+    """True if both tensors have FP8 block scaling (1 x 128 or 128 x 128)."""
     return scheme_of(a) is _BLOCK and scheme_of(b) is _BLOCK
 
 
@@ -617,7 +618,7 @@ def shape_of(tensor: Any) -> Tuple[int, ...]:
 
 
 def operand(tensor: Any, columnwise: bool = False) -> Any:
-    """A plain or quantised tensor as a matrix operand of a product. columnwise: the product contracts its rows."""
+    """A plain or quantised tensor as a matrix operand of a GEMM. columnwise: the GEMM contracts over the tensor's rows."""
     scheme = scheme_of(tensor)
     return tensor if scheme is None else scheme.operand(tensor, columnwise)
 

@@ -1,4 +1,4 @@
-"""Rearrangement of attention's operands: between layouts, into KV caches, and into kernels' formats."""
+"""Functions that copy attention's operands between layouts, into KV caches, and into the formats of kernels."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _new_tokens(form: str, new: torch.Tensor, new_lens: torch.Tensor, cu_new_len
     """Returns (the sequence of each token of new, its position among the sequence's new tokens, its index), with padding tokens replaced by real
     ones.
 
-    A padding token is replaced by its sequence's last token, or by a token of another sequence if its own has none. It then writes the same value to
-    the same place, so no token must be skipped.
+    A padding token is replaced by its sequence's last token, or by a token of another sequence if its own has none. The copy then writes the same
+    value to the same place twice, so padding tokens need not be skipped.
     """
     if form == "thd":
         token = torch.arange(new.shape[0], device=new.device).clamp_(max=(cu_new_lens[-1].long() - 1).clamp_(min=0))

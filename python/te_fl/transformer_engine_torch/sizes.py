@@ -1,9 +1,9 @@
 """Numbers in device tensors that the host needs: row counts of groups, offsets, and factors of products.
 
-Reading a device tensor makes the host wait, so the values of tensors made by te-fl are cached: splits_to_offsets() and splits_to_offsets_multi() make
-tensors that the calls of a forward and its backward share, and record their values here, or that they are computed from another tensor's values. A
-tensor that was written since, according to PyTorch's version counter, is read again. A tensor that te-fl did not make is read at each call, because
-programs can write it without PyTorch's knowledge, for example in a CUDA graph.
+Reading a device tensor makes the host wait, so the values of tensors made by te-fl are cached. splits_to_offsets() and splits_to_offsets_multi() make
+tensors that a forward and its backward share. These functions record here either a tensor's values, or the tensor that its values are computed from.
+A tensor whose version counter in PyTorch has changed since is read again. A tensor that te-fl did not make is read at each call, because programs can
+write such a tensor without a change of the version counter, for example in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Note:
 
 
 def note(tensor: torch.Tensor, numbers: Optional[list] = None, sums: Optional[_Sums] = None) -> torch.Tensor:
-    """Records the values of a tensor that te-fl has just made, and returns the tensor. numbers: its values, if the host knows them; sums: the tensor
-    that it is computed from.
+    """Records the values of a tensor that te-fl has just made, and returns the tensor. numbers: the values, if the host knows them; sums: how the
+    values are computed from another tensor.
     """
     if not tensor.is_inference():  # inference tensors have no version counter
         setattr(tensor, _NOTE, _Note(tensor, numbers, sums))

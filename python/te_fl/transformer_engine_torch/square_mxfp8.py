@@ -38,7 +38,9 @@ def _padded(factors: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def write(values: torch.Tensor, quantizer: Any, tensor: Any, noop: Optional[torch.Tensor]) -> None:
-    """Writes those copies of an MXFP8Tensor that the quantizer's usages select; their codes are equal. values: any dtype, as a matrix."""
+    """Writes the row-wise and column-wise data of an MXFP8Tensor that the quantizer's usages select; their codes are equal. values: a matrix of any
+    dtype.
+    """
     if not values.numel():
         return
     x = values.contiguous().view(-1, values.shape[-1])

@@ -27,7 +27,7 @@ def _plain(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(scales: Optional[torch.Tensor], by_columns: bool, turn: Any) -> Optional[torch.Tensor]:
-    """Converts an array of scales. by_columns: the scales of MXFP8's column-wise copy, [scales, columns], whose tiles are those of the transposed
+    """Converts an array of scales. by_columns: the scales of MXFP8's column-wise data, [scales, columns], whose tiles are those of the transposed
     array.
     """
     if scales is None or scales.numel() == 0:
@@ -74,7 +74,8 @@ multi_tensor_swizzle_scales_for_gemm_unchecked_ = multi_tensor_swizzle_scales_fo
 
 
 def grouped_swizzle_for_gemm(tensor: Any, rowwise: bool, columnwise: bool) -> None:
-    """As swizzle_scales_for_gemm_ for the members of a group, in its buffer. Unrequested scales are dropped, because one flag covers both copies."""
+    """As swizzle_scales_for_gemm_ for the members of a group, in its buffer. Scales that are not requested are
+    dropped, because one flag says for both arrays whether they are swizzled."""
     if tensor._with_gemm_swizzled_scales:
         return
     for member in tensor.split_into_quantized_tensors():

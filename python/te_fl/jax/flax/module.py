@@ -1,4 +1,4 @@
-"""Norms and products as Flax modules. Parameter names and shapes are Transformer Engine's."""
+"""Norms and linear layers as Flax modules. Parameter names and shapes are Transformer Engine's."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def norm_parameters(module: nn.Module, norm_type: str, width: int, inits: Tuple[
 
 
 def low_rank(module: nn.Module, prefix: str, x: jax.Array, axis: Tuple[int, ...], features: Tuple[int, ...], a_init: Initializer) -> jax.Array:
-    """The low-rank adaptation of a product: x a b, times alpha / rank."""
+    """The low-rank adaptation (LoRA) of a linear layer: x a b * alpha / rank."""
     rank, alpha = module.low_rank_adaptation_dim, module.low_rank_adaptation_alpha
     shape = (*[x.shape[d] for d in axis], *features[:-1], rank)
     a = _param(module, f"{prefix}lora_a_kernel", a_init, (None,) * len(shape), shape, module.dtype).astype(x.dtype)
@@ -124,8 +124,8 @@ def low_rank(module: nn.Module, prefix: str, x: jax.Array, axis: Tuple[int, ...]
 
 
 def dropout(x: jax.Array, rate: float, dims: Sequence[int], rng_name: str, deterministic: bool) -> jax.Array:
-    """Flax's Dropout, for use in a compact module. Over explicit axes Flax's Dropout refuses sharded arrays; there it is applied to an array of ones,
-    by which x is multiplied.
+    """Flax's Dropout, for use in a compact module. Over explicit axes Flax's Dropout refuses sharded arrays; there this function
+    applies Dropout to an array of ones and multiplies x by the result.
     """
     module = nn.Dropout(rate, broadcast_dims=dims, rng_collection=rng_name)
     if deterministic or rate == 0 or all(axis is None for axis in jax.typeof(x).sharding.spec):
@@ -143,7 +143,7 @@ class Softmax(Module):
     @nn.compact
     def __call__(self, inputs: jax.Array, mask: Optional[jax.Array] = None, bias: Optional[jax.Array] = None,
                  softmax_offset: Optional[jax.Array] = None) -> jax.Array:
-        """Only the masked kind reads mask."""
+        """`mask` is used only by the softmax types with a mask."""
         if self.softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX or softmax_offset is not None:
             raise NotImplementedError(f"te_fl.jax: Softmax(softmax_type={self.softmax_type}) is not served; DotProductAttention has it")
         logits = inputs if bias is None else inputs + bias.astype(inputs.dtype)
@@ -171,7 +171,7 @@ class LayerNorm(Module):
 
 
 class TransformerEngineBase(Module):
-    """Base class of modules with products. Their quantisers' state is in the collection "fp8_metas"."""
+    """Base class of modules with matrix products. The state of their quantisers is in the collection "fp8_metas"."""
 
     def generate_quantizer_set(self, postfix: str = "", variable_collection: Optional[str] = None,
                                quantization_checkpoint_name: Optional[str] = None, fp8_recipe: Any = None,
@@ -193,7 +193,7 @@ class TransformerEngineBase(Module):
 
 
 class DenseGeneral(TransformerEngineBase):
-    """Product of the input's axes `axis` with a kernel [.., features]."""
+    """A linear layer: contracts the input's axes `axis` with a kernel [.., features]."""
 
     features: Union[Iterable[int], int]
     kernel_init: Optional[Initializer] = None
@@ -233,7 +233,7 @@ class DenseGeneral(TransformerEngineBase):
 
 
 class LayerNormDenseGeneral(TransformerEngineBase):
-    """A norm followed by a product over the last dimension. Returns (the result, the norm's result or None)."""
+    """A norm followed by a linear layer over the last dimension. Returns (the result, the norm's result or None)."""
 
     features: Union[Iterable[int], int]
     enable_layernorm: bool = True
@@ -296,7 +296,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
 
 
 class LayerNormMLP(TransformerEngineBase):
-    """A norm, a product, activations and a second product. Returns (the result, the norm's result or None)."""
+    """A norm, a linear layer, activations and a second linear layer. Returns (the result, the norm's result or None)."""
 
     intermediate_dim: int = 2048
     enable_layernorm: bool = True
@@ -364,7 +364,7 @@ class LayerNormMLP(TransformerEngineBase):
         return functools.reduce(operator.mul, parts).astype(x.dtype)
 
     def _one_by_one(self, x: jax.Array, kernels, biases, quantizers, deterministic: bool) -> jax.Array:
-        """Computes the MLP step by step, for features that the fused ops lack between the products: low-rank adaptation, dropout, user-defined
+        """Computes the MLP step by step, for features that the fused ops lack: low-rank adaptation, dropout, user-defined
         activations.
         """
         features = (len(tuple(self.activations)), self.intermediate_dim)

@@ -98,7 +98,7 @@ class _Writes:
     def __init__(self) -> None:
         self.asked = False  # a forward with is_first_microbatch=True ran, and no backward has run since
         self.backward = -1  # the graph task id of the PyTorch backward in which a gradient of the weight was last computed
-        self.delayed: Deque[bool] = deque()  # As `asked`, for gradients deferred to backward_dw(), the earliest first
+        self.delayed: Deque[bool] = deque()  # for each gradient deferred to backward_dw(), the value that `asked` had; the earliest first
 
 
 _writes = WeakTensorKeyDictionary()  # _Writes by weight tensor
@@ -109,13 +109,14 @@ def _takes_main_grad(p: torch.Tensor) -> bool:
 
 
 def take_writes(parameters: Dict[str, Optional[torch.Tensor]]) -> Dict[str, _Writes]:
-    """Takes the record of each parameter's next gradient out of the table and returns the records by name. The table refers to parameters weakly, and
-    PyTorch swaps the contents of no tensor that is referred to so."""
+    """Removes the _Writes of each parameter from _writes and returns these states by parameter name. _writes holds weak references to parameters, and
+    PyTorch refuses to swap the contents of a tensor that has weak references.
+    """
     return {name: _writes.pop(p) for name, p in parameters.items() if p is not None and p in _writes}
 
 
 def give_writes(parameters: Dict[str, Optional[torch.Tensor]], taken: Dict[str, _Writes]) -> None:
-    """Gives the parameters of these names, which may be others, what take_writes() returned."""
+    """Stores the states that take_writes() returned, for the parameters that have the same names now; they may be new tensor objects."""
     for name, writes in taken.items():
         if parameters.get(name) is not None:
             _writes[parameters[name]] = writes
@@ -152,7 +153,7 @@ def _overwrites(p: torch.Tensor) -> bool:
 
 
 def main_grads_of(parameters: Sequence[torch.Tensor]) -> MainGrads:
-    """The parameters' main_grads in a backward. With overwrite_main_grad, the first gradient of each backward overwrites."""
+    """The parameters' main_grads in a backward pass. With overwrite_main_grad, the first gradient of each backward pass overwrites main_grad."""
     return _main_grads(parameters, _overwrites)
 
 
@@ -244,7 +245,7 @@ class LayerFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        # Most backwards build no graph of their own and need no guard against a second derivative, which costs 3 us.
+        # Most backward passes build no autograd graph. They skip the guard against second derivatives, which costs 3 us.
         return _guarded_backward(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
 
 

@@ -27,7 +27,7 @@ class _Run(Recomputed):
 
 
 class _FollowedRun(ThreadMark):
-    """A run inside of a run of torch.utils.checkpoint. That checkpoint records each module itself, so this scope only marks the thread."""
+    """A run nested in a run of torch.utils.checkpoint. te-fl records the modules for the outer checkpoint, so this scope only marks the thread."""
 
     _thread = followed_runs
 

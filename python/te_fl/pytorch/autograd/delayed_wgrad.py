@@ -37,7 +37,7 @@ class DelaysWgrad:
         self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     def need_backward_dw(self) -> bool:
-        """True if backwards defer gradients to backward_dw()."""
+        """True if backward passes defer gradients to backward_dw()."""
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
@@ -57,7 +57,7 @@ class DelaysWgrad:
             hook()
 
     def _delayed(self) -> List[Tuple[Any, Sequence[torch.Tensor]]]:
-        """The layers whose backwards defer gradients, each with its parameters. A layer that has not been created yet is None."""
+        """Returns (layer, parameters) for each layer whose backward pass defers gradients. A layer that has not been created yet is None."""
         return [(next((layer for (kind, _), layer in self._layers.items() if kind == self._kind), None), self._own())]
 
     def _compute_delayed(self, layer: Any, parameters: Sequence[torch.Tensor]) -> None:

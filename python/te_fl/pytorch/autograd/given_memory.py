@@ -6,7 +6,8 @@ import torch
 
 
 def count_write(memory: torch.Tensor) -> None:
-    """Bumps the version counter of the memory, so that a backward that saved its old contents raises, as after an in-place op of PyTorch."""
+    """Bumps the version counter of the memory, so that a backward which saved the old contents raises an error, as after an in-place op of PyTorch.
+    """
     if not memory.is_inference():
         torch.autograd.graph.increment_version(memory)
 

@@ -1,7 +1,7 @@
-// The autograd node of te_fl.pytorch's layers in C++. It behaves as LayerFunction of call.py,
-// without the interpreter's overhead in the forward and in autograd's threads. `python -m te_fl
-// build-node` (torch_node.py) compiles it against the installed version of PyTorch; without it
-// LayerFunction is used.
+// The autograd node of te_fl.pytorch's layers in C++. It computes the same as LayerFunction in
+// call.py, without the interpreter's overhead in the forward and in autograd's threads. `python -m
+// te_fl build-node` (torch_node.py) compiles it against the installed version of PyTorch; without
+// it LayerFunction is used.
 #include <ATen/SavedTensorHooks.h>
 #include <Python.h>
 #include <c10/util/intrusive_ptr.h>
@@ -93,7 +93,8 @@ class LayerNode final : public torch::autograd::Node {
     for (SavedVariable& s : saved_) s.reset_data();
     token_.reset();
   }
-  // Saves the tensors and the output. Called once this node is the output's grad_fn.
+  // Saves the tensors and the output for the backward. Called after this node has become the
+  // output's grad_fn.
   void save(const Variable& token, PyObject* const* tensors, Py_ssize_t count,
             const Variable& output, bool reads_output) {
     saved_.reserve(static_cast<size_t>(count) + 2);
@@ -158,8 +159,8 @@ class LayerNode final : public torch::autograd::Node {
       Py_INCREF(p);
       PyTuple_SET_ITEM(parameters.get(), static_cast<Py_ssize_t>(i - followed), p);
     }
-    // PyTorch counts an empty expanded tensor as contiguous although its strides are 0, so it is
-    // replaced.
+    // PyTorch counts an empty expanded tensor as contiguous although its strides are 0, so an empty
+    // gradient is replaced by a new tensor.
     const Ref dense =
         wrapped(gradient.numel() != 0 ? gradient.resolve_neg().contiguous()
                                       : at::empty(gradient.sizes(), gradient.options()));
@@ -187,8 +188,8 @@ class LayerNode final : public torch::autograd::Node {
     return results;
   }
 
-  // The backward under create_graph=True: LayerFunction runs it, so that a second derivative
-  // raises.
+  // The backward under create_graph=True. Calls LayerFunction's backward, which makes a second
+  // derivative raise an error.
   variable_list guarded(const std::vector<Ref>& saved, const Variable& gradient) {
     const auto edges = static_cast<size_t>(num_outputs());
     const Ref tensors = checked(PyTuple_New(static_cast<Py_ssize_t>(saved.size())));
@@ -197,7 +198,7 @@ class LayerNode final : public torch::autograd::Node {
       PyTuple_SET_ITEM(tensors.get(), static_cast<Py_ssize_t>(i), saved[i].get());
     }
     const Ref needed =
-        // The first is for the argument `call`.
+        // The first element belongs to the argument `call`, the others to the tensors.
         checked(PyTuple_New(static_cast<Py_ssize_t>(edges + 1)));
     for (size_t i = 0; i <= edges; ++i) {
       PyObject* const wants = i > 0 && next_edge(i - 1).is_valid() ? Py_True : Py_False;
@@ -224,7 +225,8 @@ class LayerNode final : public torch::autograd::Node {
 
   PyObject* call_;
   std::vector<SavedVariable> saved_;
-  // Defined if hooks may replace the saved token by a copy, which does not own the record.
+  // The token; defined only if saved-tensor hooks may replace the saved token by a copy, which does
+  // not own the forward's record.
   Variable token_;
   bool output_saved_ = false;
   std::recursive_mutex mutex_;  // hides the base class's mutex_

@@ -38,7 +38,7 @@ def _extent(tensor: torch.Tensor) -> Tuple[int, int]:
 
 
 class _Segment:
-    """A piece of memory of a layer's activations, which is on the device, on the host, or on both."""
+    """One contiguous range of memory with activations of a layer. The bytes are on the device, on the host, or on both."""
 
     def __init__(self, memory: torch.Tensor):
         self.device = memory.device
@@ -54,7 +54,7 @@ class _Segment:
 
     @property
     def emptied(self) -> bool:
-        """True if the program has freed the storage, which it fills again before the backward."""
+        """True if the program has freed the storage (resize_()), which it fills again before the backward. Such a segment is not offloaded."""
         return self.memory.storage_offset() + self.memory.numel() > self.memory.untyped_storage().nbytes()
 
     def to_host(self, host: torch.Tensor, stream: Optional[torch.cuda.Stream]) -> None:
@@ -69,7 +69,8 @@ class _Segment:
 
 
 def _bytes_of(memory: torch.Tensor, storage: Optional[torch.UntypedStorage]) -> torch.Tensor:
-    """The memory as a tensor of the program's storage, if it lies in one: such a tensor follows the storage, which the program may empty and fill again."""
+    """The memory as a uint8 tensor. If it lies in a storage of the program, the tensor views that storage, since the program may free and refill it.
+    """
     if storage is None:
         return memory
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage, memory.data_ptr() - storage.data_ptr(), (memory.numel(),))
@@ -130,7 +131,7 @@ class _Saved:
 
 
 class _Forward:
-    """As _Saved, for a token of a te-fl layer: the segments of its forward's saved memory, and their addresses."""
+    """A placeholder in autograd's graph for the token of a te-fl layer. Holds the segments of the forward's saved memory, and their addresses."""
 
     def __init__(self, state: "_LayerState", token: torch.Tensor, segments: List[_Segment]):
         self._state, self._token, self._segments = state, token, segments
@@ -144,8 +145,8 @@ class _Forward:
         return self._token
 
     def follow(self) -> None:
-        """Has the forward keep its segments where they are now."""
-        moved = [i for i, s in enumerate(self._segments) if s.host is not None]  # the forward itself follows the storages of others
+        """Makes the forward's record in C++ use the current memory of its segments, on the device or on the host."""
+        moved = [i for i, s in enumerate(self._segments) if s.host is not None]  # segments without a host copy have not moved
         there = [s.host if s.memory is None else s.memory for s in self._segments]
         _native.move_saved_memory(self._token, tuple([(self._addresses[i], self._segments[i].bytes, there[i]) for i in moved]))
         for i in moved:
@@ -202,7 +203,7 @@ class _LayerState:
         self.state = "offloading"
         for index, segment in enumerate(list(self._segments.values())):
             if segment.emptied:
-                continue  # stays
+                continue  # the segment stays on the device
             stream = self._owner.stream(segment.device)
             segment.to_host(self._owner.host_memory((self.number, index), segment), stream)
             if stream is not None:
@@ -303,8 +304,8 @@ class OffloadSynchronizer:
 
 
 class DefaultOffloadSynchronizer(OffloadSynchronizer):
-    """Offloads the first num_offloaded_layers layers. A layer is copied to the host while the next layer runs, and reloaded while the backwards of
-    later layers run. At the end of a forward, at most num_layers - num_offloaded_layers layers have their activations on the device.
+    """Offloads the first num_offloaded_layers layers. A layer is copied to the host while the next layer runs, and reloaded while the backward
+    passes of later layers run. At the end of a forward, at most num_layers - num_offloaded_layers layers have their activations on the device.
     """
 
     def __init__(self, num_layers: int, num_offloaded_layers: int, retain_pinned_cpu_buffers: bool = False,

@@ -1,4 +1,4 @@
-"""Backwards that raise an error when they are differentiated themselves."""
+"""Backward functions that raise an error if their results are differentiated again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// The fast path of a forward: a module whose forward is one call of its only layer, as in
-// NativeLayer.compute(). It is recognised without running Python code. See call.plain() (node.cpp).
+// The fast path for a module whose forward is one call of its only layer. Computes the same as
+// NativeLayer.compute(), without running Python code. Used by plain() in node.cpp.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
@@ -18,7 +18,8 @@
 
 namespace te_fl::node {
 
-// The arguments of watch(). Each has the calling thread's list as `scopes`. Never freed.
+// The arguments of watch(). The attribute `scopes` of each is the calling thread's list of scopes.
+// Never freed.
 inline PyObject* fp8_thread = nullptr;          // quantization._state
 inline PyObject* weights_thread = nullptr;      // weight_cache._thread
 inline PyObject* checkpoints_thread = nullptr;  // torch_checkpoint._reentrant
@@ -101,8 +102,8 @@ inline long activation_of(const at::Tensor& x) {
   return code_of(at::autocast::get_autocast_dtype(kind));
 }
 
-// True if the forward may be a checkpoint's run, which only torch_checkpoint.piece() can tell:
-// inside of a backward, or in training without gradients.
+// True if this forward may be one of a checkpoint's two runs: inside of a backward, or in training
+// without gradients. torch_checkpoint.piece() then decides.
 inline bool may_be_of_checkpoint(PyObject* module) {
   if (torch::autograd::get_current_graph_task_id() >= 0) return true;
   return !at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() &&
@@ -160,7 +161,7 @@ inline bool fits(PyObject* call, PyObject* first, long activation, const Fp8& fp
          PyLong_AsUnsignedLong(field(call, kUpdates)) == fp8.updates;
 }
 
-// The arguments of run() for a module's forward.
+// The arguments that run() in node.cpp takes, for one forward of a module.
 struct Plain {
   Ref call;
   std::vector<Ref> parameters;

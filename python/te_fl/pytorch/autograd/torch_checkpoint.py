@@ -38,7 +38,7 @@ class _Threads(threading.local):
         self.scopes = []
 
 
-followed_runs = _Threads()  # the runs of checkpoint() on each thread that piece() tracks
+followed_runs = _Threads()  # on each thread, the runs of te_fl.pytorch.checkpoint() inside of a run of torch.utils.checkpoint
 own_runs = _Threads()  # the runs of te_fl.pytorch.recompute_contexts() on each thread, which keep their own record
 _reentrant = _Threads()  # the Reentrant scopes on each thread, the innermost last
 _numbers = itertools.count()
@@ -115,7 +115,7 @@ class _Forwards:
 
 
 class Recomputed(_native.Scope):
-    """The first or second run of a piece, with a record of _native.recompute_record()."""
+    """The first or second run of one module's forward under a checkpoint, with a record of _native.recompute_record()."""
 
     _open, _close, _thread = _native.begin_recompute, _native.end_recompute, None
 
@@ -201,7 +201,7 @@ def _runs() -> Tuple[list, Optional[_Second]]:
     inner = [r.owner for r in _inner_firsts()] + ([] if keeps else others)
     for pack, *_ in _all_hooks():
         kind = getattr(pack, "__qualname__", "")
-        if kind == _SECOND:  # no backward runs inside of it, so it is the innermost
+        if kind == _SECOND:  # no backward pass runs inside of a second run, so this second run is the innermost
             return firsts + inner, _second_by_hooks(pack)
         if kind == _FIRST:
             firsts.append(_cell(pack, "frame"))
@@ -251,8 +251,9 @@ def _add(owners: list, forward: _Forward) -> None:
 
 
 def _inner_piece(module: Any) -> Optional[Piece]:
-    """The first run of nested checkpoints inside of a run that keeps its own record (own_runs). The nested checkpoints' forwards are recorded as
-    well, for their second runs, which happen outside of that run. The outermost hooks, one per own run, belong to own_runs.
+    """Returns a Piece for a forward in the first run of torch.utils.checkpoints nested in recompute_contexts() (own_runs), or None. The nested
+    checkpoints need records of their own, because their second runs happen outside of that run. The outermost hooks, one per entry of own_runs,
+    belong to recompute_contexts().
     """
     frames, known = [], len(own_runs.scopes)
     for pack, *_ in _all_hooks():

@@ -136,7 +136,7 @@ def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, ac
         inputs = [t.contiguous() for t in inputs]
         mode = weight_cache.number() if call.lasting(own) else call.UNCACHED
     microbatch = quantization.reused_weights() if first < 0 else bool(first)
-    # the order that call.py asserts
+    # in the order of _native.LAYER_FORWARD_ARGUMENTS, which call.py asserts
     arguments = (layer.native, activation, mode, microbatch, tuple(inputs), tuple(own), _attention(names, others, lengths, extras) or None, random)
     if not (keeps and recomputes):
         output, token = _native.layer_forward(*arguments)
@@ -217,7 +217,8 @@ def _backward_fake(token, about, grad, parameters, needed, trained, sizes, ranks
     return result + [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p, wanted in zip(parameters, trained) if wanted]
 
 
-# needed: the inputs that need a gradient. Their extents are concatenated in `sizes`. The result has these gradients, then the parameters'.
+# needed: the inputs that need a gradient. `sizes` has the concatenated extents of these inputs. The result has their gradients, then those of
+# parameters.
 _backward_op = define("layer_backward(Tensor token, Tensor about, Tensor grad, Tensor[] parameters, bool[] needed, "
                       "bool[] trained, SymInt[] sizes, int[] ranks, int[] dtypes) -> Tensor[]", _backward, _backward_fake, effect=False)
 _ARGUMENTS = [argument.name for argument in _forward_op.default._schema.arguments]

@@ -200,7 +200,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _saved_states(modules) -> List[Callable[[], None]]:
-    """Functions that restore the current FP8 state of each te-fl module among the modules' parts."""
+    """Returns one function for each te-fl module inside of `modules`; it restores the module's current FP8 state."""
     parts = [m for function in modules if isinstance(function, torch.nn.Module) for m in function.modules()]
     return [m._saved() for m in parts if isinstance(m, TransformerEngineBaseModule)]
 
@@ -247,7 +247,8 @@ def make_graphed_callables(modules: Any, sample_args: Any, num_warmup_iters: int
                            _reuse_graph_input_output_buffers: bool = False, clone_param_grads_on_return: bool = True,
                            pre_warmup_hook: Optional[Callable] = None, post_warmup_hook: Optional[Callable] = None,
                            capture_time_hooks: Optional[List[Optional[Dict[str, Dict]]]] = None):
-    """Returns the modules with forwards and backwards that replay CUDA graphs; a plain function of tensors gives such a function.
+    """Returns the modules; their forward and backward passes now replay CUDA graphs. For a plain function of tensors, returns a function that
+    replays.
 
     modules: one callable or a tuple. sample_args, sample_kwargs: for each callable its arguments, CUDA tensors with the shapes and requires_grad of
     later calls; they become the graphs' static inputs. Forwards are captured in this order, backwards in reverse. num_warmup_iters: eager runs before

@@ -30,7 +30,7 @@ class Count(NamedTuple):
 
 
 _counts: Dict[Tuple[str, str], List[int]] = {}  # calls and bytes by collective and backend
-_lock = threading.Lock()  # guards _counts: autograd runs backwards on several threads
+_lock = threading.Lock()  # guards _counts, because autograd runs backward passes on several threads
 
 
 def _forget_lock() -> None:

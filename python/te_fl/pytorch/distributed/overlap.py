@@ -1,6 +1,6 @@
 """Overlap of sequence parallelism's transfers with the matrix products that consume or produce their data, with TE_FL_TP_OVERLAP=1.
 
-A product of all-gathered rows starts with this rank's rows while the other ranks' rows arrive. A product that is reduce-scattered computes this
+A GEMM of all-gathered rows starts with this rank's rows while the other ranks' rows arrive. A GEMM whose result is reduce-scattered computes this
 rank's rows last, while the other ranks' rows are being sent. Between GPUs of one host, copy engines move the data (peer_copies), so the SMs stay free
 for the products. On CPUs, the group's own sends and receives move the data; this is meant for tests, since the transfers compete with the products
 for cores.

@@ -66,8 +66,8 @@ class SameCall:
         return None
 
     def compare(self, op: str, arguments: Dict[str, Any]) -> None:
-        """CommFailed on every rank if ranks call different ops or pass different kinds of tensors, or if a rank does not arrive within
-        TE_FL_COMM_TIMEOUT_MS.
+        """Compares this call with the other ranks' calls. Raises CommFailed on every rank if ranks call different ops or pass different kinds of
+        tensors, or if a rank does not arrive within TE_FL_COMM_TIMEOUT_MS.
         """
         if op in TRANSFERS:
             return

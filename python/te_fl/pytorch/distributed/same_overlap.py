@@ -1,4 +1,4 @@
-"""Ranks compare TE_FL_TP_OVERLAP before a sharded product: with the overlap, each piece of the product has its own transfer, so all ranks must agree.
+"""Ranks compare TE_FL_TP_OVERLAP before a sharded GEMM: with the overlap, each chunk of the GEMM has its own transfer, so all ranks must agree.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class _Pieces:
             self._work.rows_done(rank)
 
     def wait(self) -> None:
-        """Makes that stream (on a CPU: the thread) wait for the sum. Called once, on any thread. If rows are missing, a product has failed and its
-        error is propagating; then it does not wait.
+        """Makes the stream given to the constructor (on a CPU: the calling thread) wait for the reduce-scatter. Called once, on any thread. Does not
+        wait if rows are missing: then a matrix product has failed and its error is propagating.
         """
         work, tensors = self._work, self._tensors
         self._work = self._tensors = None
@@ -67,9 +67,9 @@ _HERE = contextlib.nullcontext()
 
 
 class SequenceRanks:
-    """The ranks of a group (None: the default group). python/src/torch/process_group.cpp calls it: that file dispatches te-fl's collective ops, whose
-    implementation calls begin(). The tensors share te-fl's memory, which lives until the collective is over. All ranks of the group must construct it
-    at the same time.
+    """The ranks of a group (None: the default group), for python/src/torch/process_group.cpp: that file dispatches te-fl's collective ops, and their
+    implementation calls begin(). The tensors passed to begin() share te-fl's memory, which lives until the collective is over. All ranks of the group
+    must construct a SequenceRanks at the same time.
     """
 
     def __init__(self, group: Optional[Any], device: torch.device):

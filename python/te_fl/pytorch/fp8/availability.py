@@ -31,7 +31,9 @@ def _quantized(scaling: str, scales: tuple, device: torch.device) -> Quantized:
 
 @functools.lru_cache(maxsize=None)
 def _who_multiplies(device: torch.device, kind: str) -> Answer:
-    """Tells if an implementation on the device itself supports an FP8 layer's product. Resolves the dispatch without running it."""
+    """Returns (supported, reason): whether an implementation on the device itself supports a layer's FP8 GEMM. Resolves the dispatch without running
+    it.
+    """
     if kind == "bf16":
         a = b = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
     elif kind == "tensor":
@@ -58,23 +60,23 @@ def _constant(function):
 
 @_constant
 def check_fp8_support() -> Answer:
-    """Tells if layers run in FP8 with one scale per tensor (delayed and current scaling)."""
+    """Returns (supported, reason) for layers in FP8 with one scale per tensor (delayed and current scaling)."""
     return _who_multiplies(default_device(), "tensor")
 
 
 @_constant
 def check_fp8_block_scaling_support() -> Answer:
-    """Tells if layers run in FP8 with a scale per block."""
+    """Returns (supported, reason) for layers in FP8 with a scale per block."""
     return _who_multiplies(default_device(), "block")
 
 
 def check_mxfp8_support() -> Answer:
-    """Tells if layers run in MXFP8."""
+    """Returns (supported, reason) for layers in MXFP8: not supported."""
     return False, "te-fl's layers do not serve MXFP8BlockScaling; use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
 
 
 def check_nvfp4_support() -> Answer:
-    """Tells if layers run in NVFP4."""
+    """Returns (supported, reason) for layers in NVFP4: not supported."""
     return False, "te-fl's layers do not serve NVFP4BlockScaling; use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
 
 
@@ -121,7 +123,7 @@ def get_default_recipe() -> Recipe:
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """The row count that each group of a grouped product is padded to a multiple of."""
+    """Returns n: each group of rows of a grouped GEMM is padded to a multiple of n rows."""
     if recipe.custom():
         return recipe.quantization_alignment
     return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16

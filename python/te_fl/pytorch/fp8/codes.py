@@ -26,7 +26,7 @@ class Rules(NamedTuple):
 
 
 def rules_of(native_recipe: dict) -> Rules:
-    """The rules of a recipe in the form of te_fl.common.recipe.native_of()."""
+    """Returns the rules of a recipe, given as the dict of te_fl.common.recipe.native_of()."""
     if native_recipe["kind"] == "delayed":
         return Rules("tensor", margin=native_recipe["margin"])
     return Rules("tensor" if native_recipe["kind"] == "current" else "block_128x128", native_recipe["pow2_scale"],
@@ -52,7 +52,7 @@ class Codes:
         return cls(rules, data, _block_scales(*shape, device), None)
 
     def write(self, values: torch.Tensor, amax: Optional[torch.Tensor] = None) -> None:
-        """Quantises values of any floating dtype and device. amax: F32 [1] from which the scale is computed, instead of the values' own amax."""
+        """Quantises values of any floating dtype and device. amax: F32 [1], the amax that determines the scale instead of the values' own amax."""
         values = self._prepared(values)
         self.writes += 1
         if values.numel() == 0:
@@ -117,7 +117,7 @@ class Codes:
         rows, columns = self.data.shape
         scales = _block_scales(columns, rows, self.data.device) if self.rules.scaling != "tensor" else None
         made = torch.empty(columns, rows, dtype=_CODES, device=self.data.device)
-        self._transpose_into(made, scales)  # first: another thread takes a transpose that it finds
+        self._transpose_into(made, scales)  # before `columns` is set, because another thread uses `columns` as soon as it is set
         self.columns_scale_inv, self.columns = scales, made
         self.columns_are_old = False
 

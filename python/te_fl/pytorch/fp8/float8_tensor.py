@@ -229,8 +229,8 @@ _METHODS = ("get_high_precision_init_val", "clear_high_precision_init_val")
 
 
 def _initial(parameter: Float8Tensor) -> Optional[torch.Tensor]:
-    """The high-precision host values that the codes were made from, if still kept. If the codes were written since, for example by an initialisation
-    after construction, the codes' own values.
+    """Returns the high-precision host values that the codes were made from; None if they were freed. If the codes were written since, for example by
+    an initialisation after construction, returns the codes' dequantised values.
     """
     kept = getattr(parameter, "_high_precision_init_val", None)
     if kept is None or parameter._initial_writes is None or parameter._initial_writes == parameter._codes.writes:

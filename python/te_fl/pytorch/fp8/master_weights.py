@@ -1,4 +1,4 @@
-"""Casts master weights that are sharded over ranks to FP8 weights that every rank holds whole, as in distributed optimizers."""
+"""Casts master weights that are sharded over ranks to FP8 weights that are replicated on every rank, as in distributed optimizers."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ def _write_blocks(part: _Part, amaxes: torch.Tensor) -> None:
 def quantize_master_weights(model_weights: Sequence[Any], master_weights: Sequence[Optional[torch.Tensor]],
                             start_offsets: Sequence[Optional[int]], group: Any,
                             fsdp_shard_model_weights: Optional[Sequence[Any]] = None, manual_post_all_gather_processing: bool = False) -> None:
-    """Casts shards of master weights to the codes of weights that each rank of `group` holds whole. The caller must all-gather the other ranks'
-    codes, through `_data`.
+    """Casts shards of master weights to the FP8 codes of weights that are replicated on each rank of `group`. The caller must all-gather the other
+    ranks' codes, through `_data`.
 
     model_weights: Float8Tensors, the same on all ranks. master_weights: this rank's flattened shard of each, or None. start_offsets: the index of the
     shard's first element in the weight. fsdp_shard_model_weights: codes or bytes with the shards' sizes, which are written instead of the weights'

@@ -86,8 +86,8 @@ def first_autocast(module: Any) -> Optional[_Scope]:
 
 
 class reusing_weights:
-    """Inside of an autocast: modules called without is_first_microbatch take it from `flag`, F32 [1] on the device, which is read when the work runs.
-    Nonzero means that quantised weights are reused. None: no effect.
+    """A scope inside of an autocast. Modules called without is_first_microbatch read `flag`, F32 [1], on the device when the work runs: if it is
+    nonzero, quantised weights are reused. None: no effect.
     """
 
     def __init__(self, flag: Optional[torch.Tensor]):
@@ -206,7 +206,7 @@ class _GraphScope:
 @hides_misspelt
 def autocast(enabled: bool = True, calibrating: bool = False, recipe: Optional[Recipe] = None, amax_reduction_group: Optional[Any] = None,
              _graph: bool = False, **misspelt: NoReturn):
-    """Modules' forwards on this thread compute in FP8 by `recipe` inside: with te.autocast(recipe=DelayedScaling()): ...
+    """A scope in which modules' forwards on this thread compute in FP8 by `recipe`: with te.autocast(recipe=DelayedScaling()): ...
 
     enabled: False computes in high precision. calibrating: with enabled=False and delayed scaling, records amaxes and sets scales. recipe: of
     te_fl.common.recipe; None: get_default_recipe(). A recipe that te-fl does not support raises te_fl.errors.Unsupported here, naming the field.

@@ -48,7 +48,7 @@ class Quantizer:
             raise refuse(type(self).__name__, "fp8_dtype", self.dtype.name, "a Float8Tensor of te-fl's holds E4M3; quantise E5M2 with te_fl.ops.quantize")
 
     def set_usage(self, *, rowwise: Optional[bool] = None, columnwise: Optional[bool] = None) -> None:
-        """Sets the copies to make; None leaves a setting unchanged."""
+        """Sets whether quantising produces row-wise codes and their transpose (column-wise codes); None leaves a setting unchanged."""
         if rowwise is not None and not rowwise:
             raise refuse(type(self).__name__, "rowwise", False, "a Float8Tensor has its codes in its own order; give rowwise=True")
         if columnwise is not None:

@@ -23,8 +23,8 @@ def apart(rules: Rules, rows: int, start: int, stop: int) -> bool:
 
 
 class Rows(Codes):
-    """A slice, from row `start`, of other codes, in their memory. Writing values changes the scale of the whole, so it rewrites all rows. alone: the
-    remaining rows of the whole are padding.
+    """A row slice, from row `start` on, that shares the memory of another Codes object, `whole`. Writing values changes the scale of `whole`, so the
+    write rewrites all rows. alone: the remaining rows of `whole` are padding.
     """
 
     __slots__ = ("whole", "start", "alone")
@@ -145,7 +145,7 @@ class Shard(Codes):
 
 
 class Gathered(Codes):
-    """The whole weight gathered from all ranks' shards, in memory that FSDP frees after use. The transpose, which FSDP lists in `memory`, is freed
+    """The full weight gathered from all ranks' shards, in memory that FSDP frees after use. The transpose, which FSDP lists in `memory`, is freed
     too.
     """
 

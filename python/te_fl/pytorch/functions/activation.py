@@ -53,8 +53,8 @@ situglu = _make("situglu", "dsituglu", True, ("beta1", "beta2"))
 
 
 def _make_scaled(name: str, gradient: str, gated: bool, options: Sequence[str] = ()) -> Callable:
-    """Makes a function of (input, a factor for each row of the input, the options). Gated functions have a last argument glu_interleave_size; 0: the
-    two halves are contiguous.
+    """Returns a function (input, factors, *options) that scales row i of the activation by factors[i]. Gated functions have a last argument
+    glu_interleave_size; 0: the two halves are contiguous.
     """
     forward_op, backward_op = getattr(ops, name), getattr(ops, gradient)
     names = (*options, "glu_interleave_size") if gated else tuple(options)

@@ -1,4 +1,4 @@
-"""Copies keys and values into the caches of modules/inference.py. No step synchronises with the device, so CUDA graphs can capture it."""
+"""Copies keys and values into the caches of modules/inference.py. No function here synchronises with the device, so CUDA graphs can capture them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 def _new_tokens(layout: str, shape: torch.Size, cu_new: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, Tuple[torch.Tensor, ...]]:
     """Returns for each token of a tensor with this layout and shape: (its sequence, its position among the sequence's new tokens, its indices in that
-    tensor). Each sequence has at least one token. A padding position stands for the last real token before it and is written to the same place, so the
-    shapes of the results do not depend on the lengths, and no synchronisation is needed."""
+    tensor). Each sequence has at least one token. A padding position repeats the last real token before it, so the same values are written to the
+    same place again. The shapes of the results therefore do not depend on the lengths, and no synchronisation is needed.
+    """
     cu = cu_new.long()
     if layout == "thd":
         token = torch.arange(shape[0], device=cu.device).clamp_(max=cu[-1] - 1)

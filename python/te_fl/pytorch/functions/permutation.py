@@ -62,7 +62,7 @@ def _mask_save(ctx, inputs, output):
 def _mask_gradient(op, ctx, grad, grad_moved=None, _grad_rows=None):
     rows, = ctx.saved_tensors
     grad_probs = None
-    if grad_moved is not None and ctx.needs_input_grad[2]:  # as one column of E T tokens with one row each
+    if grad_moved is not None and ctx.needs_input_grad[2]:  # treats the probabilities as E * T tokens of one column, each copied to at most one row
         grad_probs = op(grad_moved.reshape(-1, 1), rows.view(1, -1)).view(rows.shape).t()
     return None if grad is None else op(grad, rows), None, grad_probs, None, None
 

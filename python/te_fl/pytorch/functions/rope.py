@@ -93,7 +93,7 @@ def _positions(start_positions: Optional[torch.Tensor]) -> Optional[torch.Tensor
 
 
 def _by_pytorch(t: torch.Tensor, angles: torch.Tensor, layout: str, interleaved: bool) -> torch.Tensor:
-    """apply_rotary_pos_emb() as PyTorch's operations, of sbhd and bshd. Angles have a gradient."""
+    """apply_rotary_pos_emb() for sbhd and bshd, computed by PyTorch's operations, which also give a gradient for the angles."""
     angles = angles[:t.shape[layout.index("s")]].float()
     angles = angles if layout == "sbhd" else angles.transpose(0, 1)
     turned, rest = t[..., :angles.shape[-1]].float(), t[..., angles.shape[-1]:]
@@ -110,8 +110,9 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, tensor_format: st
                          cu_seqlens: Union[torch.Tensor, None] = None, cp_size: int = 1, cp_rank: int = 0) -> torch.Tensor:
     """Rotates t, [s, b, h, d], [b, s, h, d] or, with cu_seqlens, [tokens, h, d], by the angles freqs, [s2, 1, 1, d2] with s2 >= s, d2 <= d.
 
-    start_positions: [b], the position of each sequence's first token. One op does it all, in FP32, and `fused` changes nothing but for angles that
-    need a gradient: with fused=False, sbhd or bshd, and no start_positions, PyTorch's operations compute it.
+    start_positions: [b], the position of each sequence's first token. One te-fl op computes the rotation in FP32, whatever `fused` is, with one
+    exception: if freqs needs a gradient, fused is False, the format is sbhd or bshd, cp_size is 1 and there are no start_positions, PyTorch's
+    operations compute the rotation and the gradient.
     """
     if tensor_format not in ("sbhd", "bshd", "thd"):
         raise InvalidArgument(f"apply_rotary_pos_emb: tensor_format is {tensor_format!r}; it is 'sbhd', 'bshd' or 'thd'")

@@ -28,14 +28,14 @@ from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspe
 
 MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary")
 FORMATS = ("sbhd", "bshd", "thd")
-# Sequences of the packed layout have their own lengths, which te-fl's mask names express by "padding".
+# In the packed layout (thd) each sequence has its own length; te-fl's names for masks with such lengths begin with "padding".
 THD_MASKS = {"no_mask": "padding", "causal": "padding_causal", "causal_bottom_right": "padding_causal_bottom_right"}
 _OWN_KERNEL = "te-fl's attention has no such term"
 
 
 def mask_type(where: str, name: str) -> str:
-    """Validates and normalises the name of a mask. As in Transformer Engine, the name of a causal mask determines its diagonal, and
-    bottom_right_diagonal does not.
+    """Validates and normalises the name of a mask. As in Transformer Engine, the name of a causal mask determines its diagonal;
+    bottom_right_diagonal has no effect on causal masks.
     """
     name = {"causal,padding": "padding_causal", "padding,causal": "padding_causal"}.get(name, name)
     rules.choice(where, "attn_mask_type", name, MASKS)
@@ -169,13 +169,15 @@ def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """softmax(cap(scale q k^T) + bias, masked) v; cap(x) = softcap tanh(x / softcap), or x where softcap is 0.
+    """softmax(cap(scale q k^T) + bias, masked) v; cap(x) = softcap tanh(x / softcap), or x if softcap is 0.
 
-    num_attention_heads, num_gqa_groups: heads of q and of k and v. kv_channels: the head size, or a pair, of q and k and of v. qkv_format:
-    'sbhd', 'bshd' or 'thd'. attn_mask_type, window_size, bottom_right_diagonal, softcap: also per call. softmax_type: 'vanilla',
-    'off-by-one' or 'learnable'. layer_number and attention_type are taken for compatibility: the mask and the extents of a call say all
-    that te-fl needs. The ranks of tp_group, or tp_size, divide heads and groups, and inputs have this rank's; with sequence_parallel
-    dropout draws outside of get_rng_state_tracker's stream. cp_group has one rank, and the other cp_ arguments no effect.
+    num_attention_heads, num_gqa_groups: the number of heads of q, and the number of heads of k and v. kv_channels: the head size; a pair
+    gives the head size of q and k, and that of v. qkv_format: 'sbhd', 'bshd' or 'thd'. attn_mask_type, window_size, bottom_right_diagonal,
+    softcap: the defaults of the call's arguments with these names. softmax_type: 'vanilla', 'off-by-one' or 'learnable'. layer_number:
+    selects the layer's cache in inference_params. attention_type: accepted for compatibility; the mask and the shapes of a call determine
+    the computation. The heads of q and of k and v are sharded over the ranks of tp_group, or over tp_size ranks, and inputs contain only
+    this rank's heads. With sequence_parallel, dropout does not use get_rng_state_tracker. cp_group must have one rank; the other cp_
+    arguments have no effect.
     """
 
     _kind = "attention"

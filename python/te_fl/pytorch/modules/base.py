@@ -57,7 +57,7 @@ class States:
         return [(n, t.clone()) for n, t in _native.fp8_state(self.native, LIKE)]
 
     def load(self, state: FP8State) -> FP8State:
-        """Loads the state, and resets what is absent. Returns the state that must be loaded again once a layer exists."""
+        """Loads the state; entries that `state` lacks are reset. Returns the state that must be loaded again once a layer exists."""
         return [] if _native.load_fp8_state(self.native, state) else state
 
     def retire(self) -> None:
@@ -78,10 +78,10 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         super().__init__()
         read_determinism()
         self.name = name
-        self._layers: Dict[Tuple[str, Any], NativeLayer] = {}  # by kind and key
+        self._layers: Dict[Tuple[str, Any], NativeLayer] = {}  # the C++ layers by (kind, key)
         self._states = self._new_states()  # of all layers, and of the FusedLayer that this module is a part of
-        self._loaded: List[Tuple[str, torch.Tensor]] = []  # FP8 state that waits for the first of them
-        self._recipe = None  # of the last forward in an autocast
+        self._loaded: List[Tuple[str, torch.Tensor]] = []  # loaded FP8 state, kept here until the first layer exists
+        self._recipe = None  # the recipe of the last forward in an autocast
         self._in_fp8 = False  # true if the last forward outside of a backward computed in FP8
         self._fused_in: "weakref.WeakSet[Any]" = weakref.WeakSet()  # each FusedLayer that this module is a part of; copies of a layer share parts
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
@@ -100,7 +100,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         self._initialisers[name] = (init, tracker)
 
     def _add_weight(self, name: str, value: torch.Tensor, init: Callable, tracker: Optional[Callable] = None) -> None:
-        """Adds a weight of a product, which quantized_model_init stores as FP8 codes only."""
+        """Adds a weight of a matrix product. In quantized_model_init, the weight is stored as FP8 codes only."""
         self._add_parameter(name, value, init, tracker)
         if self._model_init is not None:
             self._products.append(name)
@@ -279,7 +279,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             if "_is_replica" in self.__dict__ and quantization.delays() and self._owns_state(kind):
                 raise refuse(type(self).__name__, "recipe", "DelayedScaling()", "torch.nn.DataParallel drops a replica, and its scales, after one forward; "
                              "use DistributedDataParallel, or a recipe without state")
-            self._check_devices(device)  # a layer of another device than the parameters' would stay
+            self._check_devices(device)  # before the layer is created: a layer for a wrong device would stay in _layers
             use_torch_memory(device)
             states = (("", self._states.of(key)),) if self._owns_state(kind) else ()
             native = _native.layer(kind, {**self._options_of(kind, key), "device": native_device(device)}, states)
@@ -291,7 +291,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         return layer
 
     def _check_compiled(self) -> None:
-        """Refuses features that a graph cannot contain, while tracing; without fullgraph=True the function then runs eagerly."""
+        """Called while torch.compile traces. Refuses features that a graph cannot contain; without fullgraph=True the function then runs eagerly."""
         for argument, is_set in (("quantized_model_init", self._model_init is not None), ("delay_wgrad_compute", self.delay_wgrad_compute),
                                 ("fuse_wgrad_accumulation", getattr(self, "fuse_wgrad_accumulation", False))):
             if is_set:
@@ -316,7 +316,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         activation: the output's dtype outside of torch.autocast, as an index in te_fl.tensors.DTYPES; -1: the input's dtype.
         """
         x = inputs[0]
-        kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # x.device.type makes a new string at each look
+        kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # x.device.type creates a new string on each access, which is slower
         autocasts = torch.is_autocast_enabled(kind)
         if x.dtype not in DTYPE_NAMES:
             if not autocasts or len(inputs) > 1 or not x.is_floating_point():
@@ -342,7 +342,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
                 return output
         return self._run(self._layer_of(inp), (inp,), self._own(), first, accumulates=accumulates)
 
-    # Layers call this method of their module (modules/layers.py), and graphs call it through the module's number (compile/compiled.py).
+    # Called by layers on their module (modules/layers.py), and by graphs, which find the module by its number (compile/compiled.py).
 
     def _width(self, kind: str) -> int:
         """The output's last extent; -1: equal to the input's."""
@@ -358,7 +358,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
     _remade: frozenset = frozenset()  # names of attributes that a program may set, and whose change requires new layers
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "tp_group" and self.tp_size > 1 and "_number" in self.__dict__:  # layers refer to the group, so they are made anew
+        if name == "tp_group" and self.tp_size > 1 and "_number" in self.__dict__:  # layers refer to the group, so they are created again
             self.set_tensor_parallel_group(value)
             return
         before = self.__dict__.get("_parameters", {}).get(name)
@@ -370,14 +370,14 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             self._forget_layers()
 
     def _forget_layers(self) -> None:
-        """Makes new layers when they are next needed."""
+        """Drops the C++ layers; the next forward creates new ones."""
         for fused in self._fused_in:
             fused.forget()
         self._layers = {}
 
     def _apply(self, fn, recurse: bool = True):
         state = self._fp8_state()
-        self._forget_layers()  # first: they refer to parameters weakly, and PyTorch swaps the contents of no tensor that is referred to so
+        self._forget_layers()  # first: layers hold weak references to parameters, and PyTorch refuses to swap a tensor that has weak references
         marks, writes = self._marks(), take_writes(self._parameters)
         try:
             with keeping_codes():
@@ -411,7 +411,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
         finally:
             give_writes(self._parameters, writes)
-        self._mark_again(marks)  # of those that load_state_dict(assign=True) has replaced
+        self._mark_again(marks)  # load_state_dict(assign=True) has replaced parameters, which lost their marks
         own = prefix + "_extra_state"
         # The checkpoint may come from PyTorch's own layers, and a module without scales needs no state.
         if own in missing_keys and not self._fp8_state():
@@ -429,7 +429,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         return state + [(name, tensor) for name, tensor in self._loaded if name not in there]
 
     def _load(self, state: List[Tuple[str, torch.Tensor]]) -> None:
-        """Sets the FP8 state in place; what is absent is reset."""
+        """Sets the FP8 state in place; entries that `state` lacks are reset."""
         self._loaded = self._states.load(state)
 
     def _load_waiting(self) -> None:
@@ -444,8 +444,9 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
     _attends = False  # true if the state belongs to FP8 attention, which only some recipes use
 
     def get_extra_state(self) -> torch.Tensor:
-        """FP8 state for checkpoints, uint8. Before the first forward with delayed scaling it is empty. Inside of an autocast with delayed scaling it
-        is then the initial state of the first forward, so that tools that load checkpoints into existing tensors find the right size.
+        """FP8 state for checkpoints, uint8. Before the first forward with delayed scaling the state is empty, except inside of an autocast with
+        delayed scaling: there it is the initial state of the first forward, so that tools that load checkpoints into existing tensors find the right
+        size.
         """
         state, recipe = self._fp8_state(), self._recipe
         if not state and self._sites and quantization.delays() and (not self._attends or attends(quantization.active_recipe())):

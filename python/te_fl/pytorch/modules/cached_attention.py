@@ -67,7 +67,7 @@ def rotary_places(params: InferenceParams, angles: torch.Tensor, tokens: int) ->
         raise InvalidArgument(f"MultiheadAttention: rotary_pos_emb has {angles.shape[0]} positions, and the longest sequence of inference_params "
                               f"{longest} tokens; give the angles of max_sequence_length positions")
     reached = max(params.sequences_pre_step.values()) + tokens
-    if reached > angles.shape[0]:  # only padding exceeds the angles
+    if reached > angles.shape[0]:  # only padding positions are beyond the given angles
         angles = torch.cat((angles, angles.new_zeros(reached - angles.shape[0], *angles.shape[1:])))
     return params.get_seqlens_pre_step()[:params.batch_size], angles
 
@@ -118,6 +118,6 @@ def over_cache(where: str, module: Any, params: InferenceParams, q: torch.Tensor
     mask = "padding_causal_bottom_right" if "causal" in mask else mask  # the queries are the last tokens of each sequence
     if layout != "thd":
         return CachedCall(q.transpose(0, 1) if layout == "sbhd" else q, k, v, "bshd", mask, (cu_q, cu_kv, None, None, None, None))
-    # In the cache, sequences are rows with padding between them.
+    # The flattened cache is a packed (thd) tensor in which padding follows each sequence.
     begins = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * longest
     return CachedCall(q, k.flatten(0, 1), v.flatten(0, 1), "thd", mask, (cu_q, cu_kv, cu_q, begins, params.max_ctx_len, longest))

@@ -54,7 +54,8 @@ class FusedLayer:
         self._products = [part for _, part in self._parts if hasattr(part, "fuse_wgrad_accumulation")]
         for _, part in self._parts:
             part._fused_in.add(self)
-        self._agree = self._parts_agree()  # not at a call, as torch.compile would make another graph once it is known
+        # Computed here and not in a call, because a later change of this attribute would make torch.compile create another graph.
+        self._agree = self._parts_agree()
 
     def serves(self, owner: torch.nn.Module, call: TransformerCall) -> bool:
         """True if the fused call can compute `call` with the current parts."""
@@ -86,8 +87,9 @@ class FusedLayer:
         return self._agree and not any([part.fuse_wgrad_accumulation for part in self._products])
 
     def _parts_agree(self) -> bool:
-        """True if products add their biases, and all norms have one epsilon and one form of gamma, but for those of queries and keys, which have their
-        own."""
+        """True if all linear layers add their biases, and all norms have the same eps and zero_centered_gamma. The norms of queries and keys are
+        compared with qk_norm_eps and False instead.
+        """
         if any(part.apply_bias != part.use_bias for part in self._products):
             return False
         usual, own = (self._mlp.eps, self._mlp.zero_centered_gamma), (self._attention.qk_norm_eps, False)
@@ -95,11 +97,11 @@ class FusedLayer:
                    for path, part in self._parts if isinstance(part, (LayerNormLinear, LayerNorm, RMSNorm)))
 
     def forget(self) -> None:
-        """Makes new layers when they are next needed, since a part has other memory, FP8 state or settings."""
+        """Drops the C++ layers, because a part has other memory, FP8 state or settings; the next forward creates new layers."""
         self._layers, self._agree = {}, self._parts_agree()
 
     def parameters(self) -> List[Tuple[torch.nn.Module, str]]:
-        """All parameters of the parts, in order."""
+        """Returns (submodule, parameter name) for all parameters of the submodules, in order."""
         return [(part, name) for _, part in self._parts for name in part._parameters if part._parameters[name] is not None]
 
     def order(self) -> List[int]:
@@ -108,7 +110,7 @@ class FusedLayer:
         return [known[id(module), name] for module, name, _ in self._places]
 
     def notice(self, owner) -> int:
-        """As _notice() of base.py, for the layer and its parts."""
+        """Calls quantization.notice() for the layer and its parts; see there."""
         updates = quantization.notice(owner)
         if quantization._state.scopes:
             for _, part in self._parts:
@@ -155,11 +157,11 @@ class FusedLayer:
         return layer
 
     def forward(self, owner: torch.nn.Module, call: TransformerCall) -> torch.Tensor:
-        """call: a call for which serves() returned true."""
+        """Returns the layer's output. call: a call for which serves() returned true."""
         where, x, core = "TransformerLayer", call.hidden_states, self._core
         cap = score_cap(where, call.softcap)
         lengths = (call.cu_seqlens_q, call.cu_seqlens_q, call.cu_seqlens_q_padded, call.cu_seqlens_q_padded, call.max_seqlen_q, call.max_seqlen_q)
-        # Under sequence parallelism x is this rank's shard along the first dimension, while attention sees the whole.
+        # Under sequence parallelism x is this rank's shard along the first dimension, while attention sees the complete sequences.
         whole = x.new_empty(1).expand(x.shape[0] * owner.tp_size, *x.shape[1:]) if self._divides and owner.sequence_parallel and x.dim() == 3 else x
         mask, size, attention, extras = core._prepared(
             where, self._attention.qkv_format, call.self_attn_mask_type, call.window_size, None, cap, whole, whole, call.attention_mask, lengths,

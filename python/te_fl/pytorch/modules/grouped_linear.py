@@ -26,11 +26,11 @@ from te_fl.tensors import read_on_host
 class GroupedLinear(TransformerEngineBaseModule):
     """y_i = x_i A_i^T + b_i for the rows x_i of each of num_gemms experts, in FP8 inside autocast.
 
-    The parameters are weight0, weight1, .. and bias0, .. . All experts' products are one op in each direction. In FP8 each expert has scales of its
-    own, and the rows of all are quantised in one op, once for both directions, and so are the weights (with biases, gradients expert by expert, with
-    their sums). parallel_mode, tp_size and tp_group say the shapes alone: the ranks
-    exchange tokens before and after the module, which has no collective. return_bias returns a list of biases. save_original_input has no effect on
-    results: the backward reads what it needs of the input. use_grouped_tensor chooses among Transformer Engine's own ways, and has no effect.
+    The parameters are weight0, weight1, .. and bias0, .. . One grouped GEMM op computes all experts in each direction. In FP8 each expert has its own
+    scales. One op quantises the rows of all experts, and one op quantises all weights; both results are used in forward and backward. With biases,
+    output gradients are instead quantised expert by expert, together with their sums. parallel_mode, tp_size and tp_group determine only the shapes
+    of the weights: the module has no collective, and the ranks exchange tokens before and after it. return_bias returns a list of biases.
+    save_original_input and use_grouped_tensor have no effect: te-fl chooses what the forward saves, and always uses grouped ops.
     single_grouped_weight and single_grouped_bias are refused; checkpoints of such modules can be loaded. The other arguments are Linear's.
     """
 

@@ -22,7 +22,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class NativeLayer:
-    """A layer of te_fl::nn. delays: its backwards defer weight gradients to backward_dw()."""
+    """A layer of te_fl::nn. delays: the backward pass defers weight gradients to backward_dw()."""
 
     __slots__ = ("native", "delays", "last")
 
@@ -32,8 +32,8 @@ class NativeLayer:
 
     def compute(self, module: Any, inputs: Tensors, extras: Tensors, parameters: Tensors, activation: int, first: Any,
                 attention: Optional[dict], random: Optional[torch.Tensor], accumulates: bool) -> torch.Tensor:
-        """Runs the layer for a module, with the module's FP8 state and autocast. The arguments are LayerCall's fields and tensors. first: None if the
-        autocast's flag applies.
+        """Runs the layer for a module, with the module's FP8 state and autocast. The arguments are LayerCall's fields and tensors. first:
+        is_first_microbatch; None: the flag of quantization.reusing_weights() applies.
         """
         piece = torch_checkpoint.piece(module)
         if piece is None:
@@ -60,9 +60,9 @@ class NativeLayer:
             if type(t) is Float8Tensor or t.is_neg():
                 inputs = tuple(map(_values, inputs))
                 break
-        if len(inputs) == 1 and not inputs[0].is_contiguous():  # attention has several inputs and accepts strided ones
+        if len(inputs) == 1 and not inputs[0].is_contiguous():  # attention, the layer with several inputs, accepts strided inputs
             inputs = (inputs[0].contiguous(),)
-        elif len(inputs) > 1 and any([0 in t.stride() for t in inputs]):  # but none that is expanded
+        elif len(inputs) > 1 and any([0 in t.stride() for t in inputs]):  # attention refuses expanded inputs (stride 0)
             inputs = tuple([t.contiguous() if 0 in t.stride() else t for t in inputs])
         call = self.last
         if (call is None or call.inputs != len(inputs) or attention is not None or random is not None or call.first is not first or call.activation != activation

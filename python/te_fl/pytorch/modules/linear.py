@@ -27,12 +27,12 @@ class _Product(TransformerEngineBaseModule):
 
     _sites = ("fp8",)
     _remade = frozenset(("apply_bias", "sequence_parallel"))
-    # Userbuffers' transfers, of which te-fl has none.
+    # Flags for Transformer Engine's Userbuffers, which te-fl does not have.
     ub_overlap_ag_fprop = ub_overlap_rs_fprop = ub_overlap_ag_dgrad = ub_overlap_rs_dgrad = ub_bulk_dgrad = ub_bulk_wgrad = False
 
     def _set_up(self, in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
                 return_bias, params_dtype, parallel_mode, parameters_split, device) -> None:
-        """Called after _divide()."""
+        """Sets the attributes and registers the weight and the bias. Called after _divide()."""
         where = type(self).__name__
         parts = self._split_names(parameters_split, int(out_features), "output features")
         self.in_features, self.out_features, self._parts = self._own_part(int(in_features), int(out_features), parallel_mode, parts)
@@ -54,7 +54,7 @@ class _Product(TransformerEngineBaseModule):
                 setattr(self, name, torch.empty(0, dtype=self.params_dtype, device=device))
         self._own_names = self.weight_names + (self.bias_names if self.use_bias else [])
         norm = ("layer_norm_weight", "layer_norm_bias")
-        self._read_names = tuple([n for n in norm if n in self._parameters] + self._own_names)  # names of the parameters of _own()
+        self._read_names = tuple([n for n in norm if n in self._parameters] + self._own_names)  # the names of the parameters that _own() returns
 
     @property
     def _adds_bias_last(self) -> bool:
@@ -132,16 +132,18 @@ class _Product(TransformerEngineBaseModule):
 class Linear(_Product):
     """y = x A^T + b, in FP8 inside autocast.
 
-    in_features, out_features: of x and y. init_method: called on the weight; None: normal with mean 0 and standard deviation 0.023.
-    return_bias: the bias is returned and not added. parameters_split: names, or names with rows, of the parts that the weight and the bias
-    are registered as. params_dtype: None is torch's default dtype. device: None is cuda where there is one, else cpu.
-    fuse_wgrad_accumulation: the weight's gradient is added to weight.main_grad. delay_wgrad_compute: the weight's gradient, and without FP8
-    the bias's, is computed by backward_dw(), to be called after each backward. get_rng_state_tracker: a function whose result's fork() the
-    initialisation runs in. tp_group, tp_size: the process group whose ranks divide the module; its size, or without a group tp_size, is
-    their number, and the group may come by set_tensor_parallel_group(). parallel_mode: 'column' divides out_features over the ranks, 'row'
-    in_features, whose products they sum; None: each rank has all. sequence_parallel: the input of 'column' and the output of 'row' are the
-    ranks' parts of the first dimension. On one rank these and the ub_ arguments have no effect; on several the ub_ arguments are refused
-    with sequence_parallel. See docs/ranks-pytorch.md.
+    in_features, out_features: the sizes of the last dimension of x and of y. init_method: a function that initialises the weight in place;
+    None: normal distribution with mean 0 and standard deviation 0.023. return_bias: the bias is returned instead of added.
+    parameters_split: names, or names with row counts, of the slices of weight and bias that are registered as separate parameters.
+    params_dtype: the dtype of the parameters; None: torch's default dtype. device: the device of the parameters; None: cuda if available,
+    else cpu. fuse_wgrad_accumulation: the weight's gradient is added to weight.main_grad. delay_wgrad_compute: backward_dw(), to be called
+    after each backward pass, computes the weight's gradient (without FP8 also the bias's). get_rng_state_tracker: a function that returns
+    an RNG tracker; parameters are initialised inside of its fork(). tp_group, tp_size: the process group whose ranks shard the module, and
+    the number of ranks if no group is given; set_tensor_parallel_group() may set the group later. parallel_mode: 'column' shards
+    out_features over the ranks; 'row' shards in_features, and the ranks' partial results are summed; None: every rank has all features.
+    sequence_parallel: the input of 'column' and the output of 'row' are sharded over the ranks along the first dimension. On one rank, the
+    arguments of tensor parallelism and the ub_ arguments have no effect. On several ranks, the ub_ arguments are refused with
+    sequence_parallel. See docs/ranks-pytorch.md.
     """
 
     _kind = "linear"
@@ -163,7 +165,7 @@ class Linear(_Product):
                                  ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad)
         self._set_up(in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
                      return_bias, params_dtype, parallel_mode, parameters_split, device_of(device))
-        # The backward saves what it needs of the input, quantised or not, so save_original_input changes no result.
+        # The forward saves what the backward reads of the input, quantised or not. save_original_input therefore changes no result.
         self.save_original_input, self.ub_name = save_original_input, ub_name
         self.reset_parameters(defer_init=self.weight_device().type == "meta")
         self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, self._own_names)
@@ -192,7 +194,7 @@ class Linear(_Product):
 
 
 class LayerNormLinear(_Product):
-    """y = norm(x) A^T + b; in FP8 the normalisation writes the product's quantised input.
+    """y = norm(x) A^T + b. In FP8 the normalisation directly writes the GEMM's quantised input.
 
     normalization: 'LayerNorm' or 'RMSNorm'. zero_centered_gamma: the norm's weight is stored minus 1. return_layernorm_output: the
     normalised input is returned as well. The other arguments are Linear's.

@@ -1,4 +1,4 @@
-"""LayerNormMLP: a normalisation, a product, an activation and a product."""
+"""LayerNormMLP: a normalisation, a linear layer (fc1), an activation and a second linear layer (fc2)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"
 class LayerNormMLP(TransformerEngineBaseModule):
     """y = act(norm(x) A1^T + b1) A2^T + b2.
 
-    activation: one of gelu, geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu, clamped_swiglu; the gated ones have twice
-    the rows in fc1. activation_params: of clamped_swiglu, limit (7.0), alpha (1.702) and glu_linear_offset (1.0). return_bias: fc2's bias
-    is returned and not added. return_layernorm_output: the normalised input is returned as well. seq_length, micro_batch_size: taken for
-    compatibility; they warm up a compiler that te-fl has none of. The other arguments are LayerNormLinear's.
+    activation: one of gelu, geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu, clamped_swiglu; with a gated activation,
+    fc1 has twice as many rows. activation_params: a dict for clamped_swiglu: limit (default 7.0), alpha (1.702) and glu_linear_offset
+    (1.0). return_bias: fc2's bias is returned instead of added. return_layernorm_output: the normalised input is returned as well.
+    seq_length, micro_batch_size: accepted for compatibility; Transformer Engine uses them to warm up a compiler. The other arguments are
+    LayerNormLinear's.
     """
 
     _kind = "layernorm_mlp"
     _sites = ("fc1_fp8", "fc2_fp8")
     _remade = frozenset(("apply_bias", "eps", "zero_centered_gamma", "activation", "activation_params", "sequence_parallel"))
-    ub_overlap_ag = ub_overlap_rs = ub_overlap_rs_dgrad = ub_bulk_dgrad = ub_bulk_wgrad = False  # Userbuffers' transfers, of which te-fl has none.
+    ub_overlap_ag = ub_overlap_rs = ub_overlap_rs_dgrad = ub_bulk_dgrad = ub_bulk_wgrad = False  # flags for Userbuffers, which te-fl does not have
 
     @rules.checks_keywords()
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False,

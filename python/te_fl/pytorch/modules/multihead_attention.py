@@ -72,13 +72,14 @@ class L2Normalization(torch.nn.Module):
 
 
 class MultiheadAttention(torch.nn.Module):
-    """proj(attention(split(norm(x) A^T + b))), of queries, keys and values of one input, or with keys and values of another.
+    """proj(attention(split(norm(x) A^T + b))): self-attention of one input, or cross-attention with keys and values from another input.
 
-    input_layernorm: the input is normalised first. attention_type: 'self' or 'cross', which takes encoder_output. fuse_qkv_params: one
-    weight for queries, keys and values, else one each. qkv_weight_interleaved: of the fused weight, whether each group's heads, key and
-    value follow one another. qk_norm_type: None, 'L2Normalization', 'RMSNorm' or 'LayerNorm', on queries and keys. return_bias: proj's bias
-    is returned and not added. return_layernorm_output: the normalised input is returned as well. seq_length, micro_batch_size: taken for
-    compatibility; they warm up a compiler that te-fl has none of. Others as DotProductAttention's and LayerNormLinear's.
+    input_layernorm: the input is normalised before the projections. attention_type: 'self', or 'cross' for attention to encoder_output.
+    fuse_qkv_params: one weight for queries, keys and values instead of three weights. qkv_weight_interleaved: True orders the fused weight
+    by group (its query heads, key, value); False: all queries, all keys, all values. qk_norm_type: the normalisation of queries and keys:
+    None, 'L2Normalization', 'RMSNorm' or 'LayerNorm'. return_bias: proj's bias is returned instead of added. return_layernorm_output: the
+    normalised input is returned as well. seq_length, micro_batch_size: accepted for compatibility; Transformer Engine uses them to warm up
+    a compiler. The other arguments are those of DotProductAttention and LayerNormLinear.
     """
 
     @checks_keywords()

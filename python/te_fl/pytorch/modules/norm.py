@@ -78,9 +78,9 @@ class _Norm(TransformerEngineBaseModule):
 class LayerNorm(_Norm):
     """(x - mean) / sqrt(variance + eps) * weight + bias.
 
-    normalized_shape: the last dimensions, which are normalised together; hidden_size is its older name. zero_centered_gamma: the weight is
-    stored minus 1. sequence_parallel: True or False becomes an attribute of the parameters. Keywords device (None: cuda where there is one,
-    else cpu), dtype (params_dtype's other name).
+    normalized_shape: the sizes of the last dimensions, which are normalised together; hidden_size is an older name of this argument.
+    zero_centered_gamma: the weight is stored minus 1. sequence_parallel: unless None, becomes the attribute sequence_parallel of each
+    parameter, which frameworks read. Keywords: device (None: cuda if available, else cpu) and dtype (another name of params_dtype).
     """
 
     _kind = "layernorm"

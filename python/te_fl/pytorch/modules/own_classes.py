@@ -17,7 +17,7 @@ __all__ = ["get_te_classes", "has_te_modules", "prepare_te_modules_for_fsdp"]
 
 
 def get_te_classes() -> Tuple[type, ...]:
-    """The classes of which every te-fl module is an instance."""
+    """Returns classes such that every te-fl module is an instance of one of them."""
     return LayerNorm, RMSNorm, TransformerEngineBaseModule, DotProductAttention, MultiheadAttention, TransformerLayer
 
 
@@ -29,7 +29,7 @@ def has_te_modules(network: Any) -> bool:
 def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
     """Sets `fsdp_group` of te-fl's modules wrapped by FullyShardedDataParallel, at fsdp_root or inside, to their process group.
 
-    FSDP shards parameters without it. te-fl keeps saved activations whole, while Transformer Engine also shards those in FP8.
+    FSDP shards parameters without it. te-fl does not shard saved activations, while Transformer Engine shards those in FP8.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # imported if a module is wrapped
     if fsdp is None or not isinstance(fsdp_root, fsdp.FullyShardedDataParallel):

@@ -1,7 +1,8 @@
 """Tensor parallelism of modules: common code of Linear and others, with Transformer Engine's names.
 
 Each rank's C++ layer has the size of its shard of the weights. Collectives run around the layer (te_fl.pytorch.autograd.regions) or, for
-sequence-parallel rows, inside of it (te_fl.pytorch.distributed.sequence_ranks). docs/ranks-pytorch.md says which gradients are reduced by whom.
+sequence-parallel rows, inside of it (te_fl.pytorch.distributed.sequence_ranks). docs/ranks-pytorch.md lists which gradients te-fl reduces and which
+the program must reduce.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class TensorParallel:
             self.set_tensor_parallel_group(tp_group)
 
     def set_tensor_parallel_group(self, tp_group: Optional[Any]) -> None:
-        """Sets the group, of tp_size ranks, from the next forward on. None: torch.distributed's default group. A module with tp_size 1 has whole
-        weights and ignores the group.
+        """Sets the group, of tp_size ranks, from the next forward on. None: torch.distributed's default group. A module with tp_size 1 has
+        unsharded weights and ignores the group.
         """
         where = type(self).__name__
         process_group(where, "tp_group", tp_group)
@@ -83,17 +84,17 @@ class TensorParallel:
             named = "the default group" if tp_group is None else "the group"
             raise ValueError(f"{where}: {named} has {collectives.size_of(tp_group)} ranks, and the module was made with tp_size = {self.tp_size}; "
                              "give a group of that size, or make the module with this one as tp_group")
-        if tp_group is not self.tp_group:  # the next forward makes layers of the new group
+        if tp_group is not self.tp_group:  # the next forward creates layers for the new group
             self._forget_layers()
         self.__dict__["tp_group"], self.__dict__["tp_group_initialized"] = tp_group, True
 
     def _shows_whole(self) -> bool:
-        """True if forwards return the gathered input, which the product then takes as it is."""
+        """True if forwards return the gathered input; then the matrix product reads the gathered input."""
         return False
 
     @property
     def _layer_moves_rows(self) -> bool:
-        """True if the layer in C++ has the collectives of sequence_parallel."""
+        """True if the C++ layer itself runs the collectives of sequence_parallel."""
         return self._divides and self.sequence_parallel and not self._shows_whole()
 
     def _group(self) -> Any:
@@ -110,7 +111,7 @@ class TensorParallel:
         return {"sequence_ranks": SequenceRanks(self._group(), next(self.parameters()).device)}
 
     def _own_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Prepares the input of such a layer: this rank's rows of x, or all rows for a row-parallel product."""
+        """Prepares the input of a C++ layer with collectives: this rank's rows of x, or all rows for a row-parallel weight."""
         self._group()
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # reduces the bytes to transfer
@@ -123,7 +124,7 @@ class TensorParallel:
                              "sequence_parallel, and they do not divide it; pad it to a multiple")
 
     def _into(self, x: torch.Tensor) -> torch.Tensor:
-        """The input of a column-parallel product: whole on each rank."""
+        """Returns the input of a column-parallel matrix product, with all rows on each rank."""
         group = self._group()
         if not self.sequence_parallel:
             return regions.copied(x, group)

@@ -47,10 +47,11 @@ _IN_PARTS = LayerInParts()
 class TransformerLayer(torch.nn.Module):
     """h = x + dropout(attention(x)), then y = h + dropout(mlp(h)); a decoder layer attends to encoder_output in between.
 
-    layer_type: 'encoder' or 'decoder'. output_layernorm: the normalisation is at the end in place of the beginning.
-    apply_residual_connection_post_layernorm: residuals are of the normalised inputs. parallel_attention_mlp: y = x + dropout(attention(x) +
-    mlp(x)). drop_path_rate: see DropPath. seq_length, micro_batch_size: taken for compatibility; they warm up a compiler that te-fl has
-    none of. The ub_ arguments have no effect unless ub_tp_comm_overlap is True. Others as MultiheadAttention's and LayerNormMLP's.
+    layer_type: 'encoder' or 'decoder'. output_layernorm: the normalisation moves from before self-attention to the end of the layer.
+    apply_residual_connection_post_layernorm: residual connections add the normalised inputs instead of the inputs. parallel_attention_mlp:
+    y = x + dropout(attention(x) + mlp(x)). drop_path_rate: see DropPath. seq_length, micro_batch_size: accepted for compatibility;
+    Transformer Engine uses them to warm up a compiler. The ub_ arguments have no effect unless ub_tp_comm_overlap is True. The other
+    arguments are those of MultiheadAttention and LayerNormMLP.
 
     An encoder layer normally runs as one fused te-fl call per direction. It runs part by part with drop_path_rate or fuse_wgrad_accumulation, or if
     a part was replaced or has hooks; a decoder layer always runs part by part. Parameters and FP8 state are the same in both cases. Results differ by
@@ -146,7 +147,7 @@ class TransformerLayer(torch.nn.Module):
         replica.__dict__.update(_fused=None, _number=registry.enter(replica))
         return replica
 
-    # A layer asks this of the module that it computes for (modules/layers.py), a graph of the one whose number it has (compile/compiled.py).
+    # Called by layers on their module (modules/layers.py), and by graphs, which find the module by its number (compile/compiled.py).
 
     def _in_graph(self, device: torch.device, kind: str, key: Any) -> Tuple[NativeLayer, List[int]]:
         if not self._fused.usable():

@@ -65,7 +65,9 @@ class _OfCodes(torch.autograd.Function):
 
 
 class _Activation(BasicOperation):
-    """cache_quantized_input: saves the input for the backward as E4M3 codes, one byte per element. The gradient is then that at the rounded input."""
+    """cache_quantized_input: saves the input for the backward as E4M3 codes, one byte per element. The gradient is then evaluated at the rounded
+    input.
+    """
 
     _function: Callable
     _gated = False

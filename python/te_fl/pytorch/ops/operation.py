@@ -191,7 +191,8 @@ class _OwnOperation(torch.autograd.Function):
 
 
 def _computes_its_own_way(op: Any) -> bool:
-    """True if a user-defined class overrides the computation. te-fl's own operations, which it may derive from, define none of these methods."""
+    """True if a user-defined class overrides the computation. te-fl's own operations, from which that class may derive, define none of these methods.
+    """
     return any(hasattr(op, name) for name in ("op_forward", "op_backward", "fuser_forward", "fuser_backward"))
 
 
@@ -263,7 +264,7 @@ class Row:
             op, after = self.basic_ops[at], self.basic_ops[at + 1] if at + 1 < len(self.basic_ops) else None
             own_way = _computes_its_own_way(op)
             if after is not None and not own_way and not kwargs[at] and not kwargs[at + 1] and op._takes_bias(after, x):
-                x, at = op._with_bias(x, after.bias), at + 2  # Adding the bias in the product rounds the sum only once.
+                x, at = op._with_bias(x, after.bias), at + 2  # Adding the bias inside of the GEMM rounds the sum only once.
                 continue
             own = [waiting.pop(0) if channel is None else channels[channel] for channel in op._extra_input_channels]
             x, extras = (BasicOperation._compute if own_way else type(op)._compute)(op, x, *own, **kwargs[at])

@@ -130,8 +130,9 @@ class _Rounded(torch.autograd.Function):
 class Quantize(BasicOperation):
     """In an FP8 autocast, rounds the input to FP8 values. forward, backward: whether the input and the gradient are rounded.
 
-    The result is in high precision, and the next product quantises it again, to the same codes; with block scaling, its weight gradient is computed
-    from the rounded values. Under DelayedScaling values and gradients pass unchanged, since the scales belong to the products.
+    The result is in high precision. A following linear operation quantises it again, to the same FP8 codes; with block scaling, that operation
+    computes its weight gradient from the rounded values. Under DelayedScaling values and gradients pass unchanged, since the scales belong to the
+    linear operations.
     """
 
     @checks_keywords()

@@ -29,14 +29,14 @@ def _init(weight: torch.Tensor) -> None:
 
 
 def _ranks(where: str, mode: Optional[str], group: Optional[Any]) -> Tuple[Optional[str], Optional[Any], int]:
-    """The mode, the group and the number of ranks of a product; for one rank, mode and group are None."""
+    """Returns (mode, group, number of ranks) of a linear operation; for one rank, mode and group are None."""
     parallel_mode(where, mode)
     ranks = 1 if mode is None else collectives.size_of(group)
     return (None, None, 1) if ranks == 1 else (mode, torch.distributed.group.WORLD if group is None else group, ranks)
 
 
 class _Product(BasicOperation):
-    """Common base of products. As in Transformer Engine's operations, it has scales of the input, the weight and the output's gradient."""
+    """Common base of linear operations. As in Transformer Engine's operations, the FP8 state has scales of input, weight and output gradient."""
 
     _places = extra_state.Places((0, 1), (0,), (2, 1))
     _first_weight = "weight"
@@ -68,7 +68,7 @@ class _Product(BasicOperation):
         return getattr(self, self._first_weight).dtype
 
     def _in_own_dtype(self, x: torch.Tensor) -> torch.Tensor:
-        """Operations compute in their weight's dtype, or in that of torch.autocast. What a module refuses is left to it."""
+        """Casts the input to the weight's dtype, in which operations compute. Unchanged in torch.autocast, which casts, and if not floating point."""
         return x if torch.is_autocast_enabled(x.device.type) or not x.is_floating_point() else x.to(self._own_dtype())
 
 
@@ -158,8 +158,8 @@ class Bias(BasicOperation):
 
 
 class Linear(FusedOperation):
-    """y = x A^T + b, composed of a BasicLinear and a Bias. With tensor_parallel_mode 'row', each rank adds its own bias to its product, and an
-    AllReduce follows (with sequence_parallel a ReduceScatter). Arguments as for BasicLinear.
+    """y = x A^T + b, composed of a BasicLinear and a Bias. With tensor_parallel_mode 'row', each rank adds its own bias to its partial result,
+    and an AllReduce follows (with sequence_parallel a ReduceScatter). Arguments as for BasicLinear.
     """
 
     @checks_keywords()

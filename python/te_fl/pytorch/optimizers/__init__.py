@@ -83,7 +83,7 @@ class _GroupedCalls:
 
 
 def _check_number(optimizer: str, name: str, value: Any, rule: str = "0 or more", below: float = math.inf) -> None:
-    """Checks a default option as PyTorch's optimizers do. Later changes by a scheduler or a group are not checked."""
+    """Checks a default option as PyTorch's optimizers do. Values that a scheduler or a parameter group sets later are not checked."""
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise InvalidArgument(f"{optimizer}: {name} is a tensor of {value.numel()} elements; it has one")
     if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
@@ -233,8 +233,8 @@ class FusedAdam(_Optimizer):
         return self.master_weights and is_own_master(param)
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
-        """One of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter, unscaled in FP32; for remainders the INT16 tensor itself. skip_unscale:
-        returns bfloat16 moments unconverted.
+        """Returns the state 'exp_avg', 'exp_avg_sq' or 'master_param' of a parameter, unscaled in FP32; for remainders, the INT16 tensor itself.
+        skip_unscale: returns bfloat16 moments unconverted.
         """
         state = param if state_name == "master_param" and self._is_master(param) else self.state[param][state_name]
         own, dtype = _local(state).detach(), self._states.dtype_of(param, state_name)
@@ -299,7 +299,7 @@ class FusedAdam(_Optimizer):
                 if value is not None and (name != "master_param" or self.master_weights):
                     self.set_scaled_state(param, name, value if value.dtype is torch.int16 else value.float())
             if self._has_master(param) and "master_param" not in self.state[param]:
-                self._make_master(param)  # the saving optimizer had no master weights
+                self._make_master(param)  # the optimizer that saved the state had no master weights
         for group in self.param_groups:
             if "step" in group and self.capturable:
                 group["step"] = torch.as_tensor(group["step"], dtype=torch.int64, device=self._device(group)).reshape(1)

@@ -16,8 +16,8 @@ _numbers = itertools.count(1)
 def enter(module: torch.nn.Module) -> torch.Tensor:
     """Assigns a number to the module and returns it as int64 [1] on the CPU.
 
-    It is a tensor, not an int, so that a graph takes it as an input, and otherwise equal modules share one graph. The registry keeps only a weak
-    reference to the module.
+    The number is a tensor, not an int, so that it is an input of a graph, and modules that differ only in the number share one graph. The registry
+    keeps only a weak reference to the module.
     """
     number = next(_numbers)
     _modules[number] = module

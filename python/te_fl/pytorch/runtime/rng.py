@@ -57,7 +57,7 @@ def _give_state(generator: torch.Generator, state: Union[torch.Tensor, torch.Gen
 class CudaRNGStatesTracker:
     """Random states by name, each with its own seed, for the generator of default_device().
 
-    with tracker.fork(name): draws from that state. The state continues where the block ended.
+    with tracker.fork(name): random numbers in the block come from that state. The next fork continues where the block ended.
     """
 
     def __init__(self):
