@@ -57,7 +57,7 @@ class Module:
         return rows + (["**kwargs: Any"] if "keywords" in self.entry else [])
 
     def told(self):
-        """Returns the second paragraph of the docstring; None if the module has none."""
+        """Returns the second paragraph of the module's docstring; None if the docstring has only one."""
         if "tells" not in self.entry:
             return None
         sentences = []

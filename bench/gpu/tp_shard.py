@@ -30,14 +30,15 @@ RECIPES = {"BF16": None, "delayed": te.DelayedScaling(), "current": te.Float8Cur
 
 
 class Done:
-    """Stands in for the work handle of a collective that was left out."""
+    """A work handle that is complete from the start, for a collective that was left out."""
 
     def wait(self):
         return True
 
 
 def leave_out_collectives():
-    """Replaces the fake groups' collectives by nothing, because they copy a rank's part, which takes time that a network transfer would not."""
+    """Replaces the fake groups' collectives by nothing, because the fake collectives copy a rank's shard with kernels, whose time a network transfer
+    would not take."""
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
         setattr(dist, name, lambda *arguments, async_op=False, **more: Done() if async_op else None)
 
