@@ -45,7 +45,7 @@ class LayerFloor(unittest.TestCase):
         # A matrix of 8192 x 4096 has 2^25 elements. Bytes per element: 2 x 4 for the norms, 2 x 8 for the norms' gradients; the bias gradients read 5
         # such matrices at 2 bytes.
         self.assertAlmostEqual(found["quickstart none"]["rest"], 2**25 * (8 + 16 + 10) / 2500e9 * 1e6)
-        # Casts of 6 matrices' worth at 4 bytes, and GELU's gradient on 4 matrices' worth at 6 bytes.
+        # Casts read and write as much as 6 matrices at 4 bytes, and GELU's gradient on 4 matrices' worth at 6 bytes.
         cached = 2**25 * (8 + 16 + 24 + 24) / 2500e9 * 1e6
         self.assertAlmostEqual(found["quickstart delayed cached"]["rest"], cached)
         self.assertAlmostEqual(found["quickstart delayed"]["rest"], cached + 12 * 2**24 * 4 / 2500e9 * 1e6)
