@@ -96,7 +96,7 @@ def check(plugin, *options):
 def of(name):
     options = ["--impl", "vendor.wrong." + name, "--time-limit", "1" if name.startswith("hangs") else "30"]
     # Selects the checks to run: all for a correct implementation and for a lifecycle fault, otherwise only the check that finds the fault. Also all
-    # for one_element, whose whole reports another test compares.
+    # for one_element, whose whole reports a test compares, and for beyond_million.
     if name in RIGHT or CAUGHT[name][0] == "lifecycle":
         part = ["--quick"]
     elif name in ("hangs_at_128", "beyond_310000"):
