@@ -111,7 +111,7 @@ def scales(model):
 
 
 def losses():
-    """Returns by recipe and kind of weights: losses of 50 steps without and with sharding, and the scales after them."""
+    """Returns {recipe and kind of weights: (losses of 50 steps without sharding, with sharding, scales after them)}."""
     results = {}
     for name, codes in (("delayed", True), ("current", True), ("block", True), ("delayed", False)):
         recipe = RECIPES[name]
@@ -121,7 +121,7 @@ def losses():
 
 
 def codes_of_all(p):
-    """Gathers the bytes of a weight's codes and scales from the shards of all ranks."""
+    """Returns the bytes of an FP8 weight's codes and scales, gathered from the shards of all ranks."""
     held = local(p)
     codes = held._codes
     parts = [None] * dist.get_world_size()
@@ -260,8 +260,8 @@ def folder():
 
 
 def checkpoints():
-    """Returns by recipe whether codes saved at two ranks are equal when loaded at two ranks and at one, and those of one rank at two; and the steps
-    afterwards."""
+    """Returns by recipe whether codes saved at two ranks are equal when loaded at two ranks and at one, whether codes saved at one rank are equal
+    when loaded at two, and whether the following steps are equal."""
     results = {}
     for name in ("delayed", "current", "block"):
         recipe = RECIPES[name]
