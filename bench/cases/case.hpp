@@ -1,6 +1,6 @@
 // The benchmark cases: calls of any size and the measures of their work (bytes, operations).
 // bench_cpu and `te-fl bench` share this table for every backend. The table's entries are in
-// conformance/cases, one file per family of ops, beside the cases of the conformance tests and of
+// conformance/cases, one file per family of ops, next to the cases of the conformance tests and of
 // the tests with huge tensors.
 #pragma once
 

@@ -28,7 +28,7 @@ class Choices:
         return Choices(path) if path else None
 
     def find(self, device, library, m, n, k, flags=(), scaling="", power_limit=0, **fields):
-        """Returns the choice for a product on a device with a version of cuBLASLt, or None. scaling: of A and B by blocks,
+        """Returns the measured algorithm for a GEMM on a device with a version of cuBLASLt, or None. scaling: of A and B by blocks,
         "2,2" or "2,3" (te_fl_scaling). power_limit: W that the device may draw, 0 if unknown. A choice measured at the same power limit is preferred
         to one measured at an unknown limit, as in the plugin (find_choice)."""
         other = None

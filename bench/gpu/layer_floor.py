@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Computes a lower bound ("floor") of the quickstart layer's time from a run of bench_gpu.py: products and attention at the best speed that the run
+"""Computes a lower bound ("floor") of the quickstart layer's time from a run of bench_gpu.py: GEMMs and attention at the best speed that the run
 measured for each of them alone, and the bytes that the passes between them must move, at copy bandwidth.
 
 usage: layer_floor.py FILE

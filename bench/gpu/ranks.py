@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times layers divided over several GPUs of one host against one GPU, and against Transformer Engine's package and PyTorch's own parallelism, in one
+"""Times layers sharded over several GPUs of one host against one GPU, and against Transformer Engine's package and PyTorch's own parallelism, in one
 run.
 
 usage: torchrun --nproc-per-node N bench/gpu/ranks.py [--only PART ...] [--recipes R ...] [--seconds S] [--ctas N ...] [--overlap] [--copies] [--graph] [--profile] [--no-peers] [--json FILE]

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import te_fl.pytorch as te
 
 HIDDEN, FFN, HEADS, SEQUENCE, BATCH = 4096, 16384, 32, 2048, 4
-TARGETS = {2: 0.977, 4: 0.954}  # efficiency of the products alone
+TARGETS = {2: 0.977, 4: 0.954}  # efficiency of the GEMMs alone
 RECIPES = {"BF16": None, "delayed": te.DelayedScaling(), "current": te.Float8CurrentScaling(), "block": te.Float8BlockScaling()}
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures the fastest cuBLASLt algorithms for the products of bench_gpu.py's layers and writes a file for TE_FL_CUDA_GEMM_FILE.
+"""Measures the fastest cuBLASLt algorithms for the GEMMs of bench_gpu.py's layers and writes a file for TE_FL_CUDA_GEMM_FILE.
 
 usage: tune_gemm.py --file FILE [--build DIR] [--match TEXT] [--seconds S] [--list]
   --file FILE    the file that choices are added to; products in it are not measured again, so that a run that

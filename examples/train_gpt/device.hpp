@@ -13,7 +13,7 @@ struct DeviceChoice {
   std::string name;    // "cuda:0"
   std::string reason;  // reason for the choice; a clause without a full stop
   // True if the device has implementations of its own for the model's ops. If false (on the host,
-  // or if staged host implementations serve some ops), the smaller model is the default.
+  // or if some ops run in host implementations on staged copies), the smaller model is the default.
   bool native = false;
 };
 

@@ -29,7 +29,7 @@ struct Ranks {
 
 // Averages each loss, F32 [1], over the data-parallel ranks, in place.
 te_fl::Status average(const Ranks& ranks, const std::vector<te_fl::Tensor>& losses);
-// Prints which implementation serves each collective, in one line.
+// Prints which implementation each collective uses, in one line.
 void print_collectives(const Ranks& ranks);
 
 }  // namespace train_gpt

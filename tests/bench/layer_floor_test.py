@@ -35,7 +35,7 @@ def rows():
 class LayerFloor(unittest.TestCase):
     def test_sums_what_the_run_measured(self):
         found = layer_floor.floors(rows())
-        # The rows have no measured causal attention and no block-scaled (128) products, so these two layers are absent.
+        # The rows have no measured causal attention and no block-scaled (128) GEMMs, so these two layers are absent.
         self.assertEqual(list(found), ["quickstart none", "quickstart delayed cached", "quickstart delayed",
                                        "quickstart delayed+attention cached"])
         self.assertEqual(found["quickstart none"]["products"], 11900.0)

@@ -143,7 +143,7 @@ class Enquiries(unittest.TestCase):
         self.assertEqual(ask(*shared[:2], tex.DType.kFloat16, *shared[3:], masks.NVTE_NO_MASK, *sizes, -1, -1, *flags), none)
 
     def test_amax_that_is_there(self):
-        """Before 2.16 a quantizer for current scaling stores scale and amax, and can be told to use the stored amax."""
+        """Before 2.16 a quantizer for current scaling stores scale and amax, and has an option to use the stored amax."""
         torch.manual_seed(1)
         x = torch.randn(16, 32)
         for internal in (False, True):

@@ -65,7 +65,7 @@ class Products(unittest.TestCase):
         return y, grads
 
     def check(self, found, wanted):
-        # Tensor cores accumulate FP8 products with fewer bits than FP32.
+        # Tensor cores accumulate FP8 GEMMs with fewer bits than FP32 has.
         bound = 2e-6 if jax.default_backend() == "cpu" else 1e-5
         np.testing.assert_allclose(found, wanted, rtol=0, atol=bound * self.K * np.abs(wanted).max())
 

@@ -143,7 +143,7 @@ class Layers(unittest.TestCase):
                                        recipe.MXFP8BlockScaling(), sequence_parallel=True)
         close(self, many, one, 1e-5)  # a device's half of 128 rows holds no whole block of 128
         one, many, _ = on_one_and_many(layer_of(48, mlp_activations=("silu", "linear")), normal(6, 10, 48), (2, 1, 2), recipe.Float8BlockScaling())
-        close(self, many, one, 1e-5)  # blocks cross devices here, so these products are computed unsharded
+        close(self, many, one, 1e-5)  # blocks cross devices here, so these linear layers are computed unsharded
 
 
 class GPT(nn.Module):
@@ -199,7 +199,7 @@ class Training(unittest.TestCase):
                     np.testing.assert_array_equal(part, parts[0], err_msg=str(path))
             if isinstance(fp8, recipe.DelayedScaling):
                 scales = [s for path, s in jax.tree_util.tree_leaves_with_path(variables["fp8_metas"]) if "scale" in str(path[-1])]
-                self.assertEqual(len(scales), 27)  # three scales for each of nine products
+                self.assertEqual(len(scales), 27)  # three scales for each of nine linear layers
                 self.assertTrue(all(float(scale[0]) != 1.0 for scale in scales))
 
 

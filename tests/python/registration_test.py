@@ -325,7 +325,7 @@ class Failures(Registered):
         def fn(input, output):
             raise NotImplementedError("the first")
         self.add("relu", fn)
-        self.relu()  # another implementation serves the call
+        self.relu()  # another implementation runs the call
         with self.assertRaises(te_fl.errors.InvalidArgument) as caught:
             te_fl.ops.relu(input=X, output=np.zeros(3, np.float32))
         self.assertIsNone(caught.exception.__cause__)

@@ -293,7 +293,7 @@ def per_block(x, rows, columns, form="e4m3"):
 
 
 class _Quantised(torch.autograd.Function):
-    """y = x w^T, with quantised operands in each of the three products (forward, data gradient, weight gradient)."""
+    """y = x w^T, with quantised operands in each of the three GEMMs (forward, data gradient, weight gradient)."""
 
     @staticmethod
     def forward(ctx, x, w, recipe):

@@ -305,7 +305,7 @@ TEST_F(Staging, ARecordThatIsFilledInAnewBindsNobody) {
   EXPECT_STREQ(record.producer, "default.host");
 }
 
-// ---- catalogue ops served by the built-in backends
+// ---- catalogue ops that run in the built-in backends
 
 class StagedCatalogue : public Staging {
  protected:

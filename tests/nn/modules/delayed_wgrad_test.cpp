@@ -158,7 +158,7 @@ TEST(DelayedWgrad, OneThatFailsOrIsDroppedLeavesNothing) {
     auto sgd = take(SGD::create(kind.module->parameters(), {.lr = 1}));
     for (int m = 0; m < 2; ++m) check(kind.step());
     {
-      PolicySettings settings;  // no implementation serves the products
+      PolicySettings settings;  // no implementation of the GEMMs is allowed
       for (const char* op : {"generic_gemm", "grouped_gemm"}) {
         settings.per_op[op] = {{PolicyToken::Type::kImpl, Kind::kVendor, "vendor.absent"}};
       }

@@ -111,7 +111,7 @@ def seen():
     x = torch.ones(3)
     explained = te_fl.explain("all_reduce", input=x, output=x, comm=communicator.of(None, CPU))
     te_fl.reset_usage()
-    path = f"{sys.argv[3]}.trace.{dist.get_rank()}"  # beside the ranks' store, which exists until they have ended
+    path = f"{sys.argv[3]}.trace.{dist.get_rank()}"  # in the folder of the ranks' store, which exists until they have ended
     with environment(TE_FL_TRACE=path):
         collectives.all_reduce(x)
         collectives.broadcast(x, 0)

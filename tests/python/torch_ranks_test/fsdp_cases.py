@@ -253,7 +253,7 @@ def divided_blocks():
 
 
 def folder():
-    """Makes a new folder and tells all ranks its name."""
+    """Makes a new folder on one rank; returns its name on all ranks."""
     names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(names)
     return names[0]

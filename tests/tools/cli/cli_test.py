@@ -12,7 +12,7 @@ import tempfile
 import unittest
 
 TE_FL, ONE_CALL, FAR = (sys.argv.pop(1) for _ in range(3))
-os.environ["TE_FL_PLUGIN_PATH"] = ""  # ignores the plugins beside libte_fl in the build tree
+os.environ["TE_FL_PLUGIN_PATH"] = ""  # ignores the plugins next to libte_fl in the build tree
 
 
 def run(*arguments, **env):
