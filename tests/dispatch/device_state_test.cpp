@@ -40,7 +40,8 @@ class StreamState : public DeviceState {
       return TE_FL_OK;
     };
   }
-  // Queued work still writes into this object, so it must finish first.
+  // The device's queued work still writes into this object, so it must finish before the
+  // destruction.
   ~StreamState() override { far.queues.drain(); }
   // Returns the bytes of stream states that te-fl holds.
   size_t held() const {

@@ -364,7 +364,7 @@ class Layouts(Case):
     ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
 
     def lies(self, x, form):
-        """Permutes [B, S, H, D] into the memory order of a format; thd: concatenates sequences of one length."""
+        """Permutes [B, S, H, D] into the memory order of a format; for thd, concatenates the sequences, which have equal lengths."""
         return x.reshape(-1, *x.shape[2:]) if form == "thd" else x.permute(self.ORDERS[form]).contiguous()
 
     def back(self, x, form, like):

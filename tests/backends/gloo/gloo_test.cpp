@@ -226,7 +226,7 @@ double reduced(int reduction, int size, const std::function<double(int)>& x) {
     all = reduction == TE_FL_REDUCTION_MAX ? std::max(all, x(r)) : all + x(r);
   return reduction == TE_FL_REDUCTION_AVG ? all / size : all;
 }
-// Expects one rounding of an exact sum.
+// Returns true if `got` equals the exact sum `wanted`, rounded once to T.
 template <class T>
 bool close(T got, double wanted) {
   if constexpr (std::is_integral_v<T>) {

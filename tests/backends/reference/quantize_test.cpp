@@ -237,7 +237,7 @@ TEST(ReferenceQuantize, Nvfp4TwoLevelScales) {
   EXPECT_EQ(q.bytes()[8], 0xFF);    // -6, -6
   EXPECT_EQ(q.bytes()[9], 0x72);    // 0.25 with block amax 1.5 gives 1; 1.5 gives 6
   EXPECT_EQ(q.columns()[0], 0x07);  // column 0: 12 -> 6; 0.25 / 2 is below half of 0.5
-  // Column 1: 12 -> 6; 1.5 / 2 is a tie between 0.5 and 1 and goes to even.
+  // Column 1: 12 -> 6; 1.5 / 2 is a tie between 0.5 and 1, rounded to even.
   EXPECT_EQ(q.columns()[1], 0x27);
   const auto values = dequantize(q, {2, 18});
   EXPECT_EQ(values[0], 12.0);

@@ -288,8 +288,8 @@ TEST(NumericFormats, SixteenBitNanCodesStayNan) {
   EXPECT_EQ(bf16_to_float(0x7F80), kFloatInf);
 }
 
-// All 65,536 inputs of both 16-bit types at several scales into both FP8 formats. The product of
-// two FP32 values is exact in FP64, so a single rounding of it gives the FP32 product
+// Quantises all 65,536 values of both 16-bit types to both FP8 formats, with several scales. The
+// product of two FP32 values is exact in FP64, so a single rounding of it gives the FP32 product
 // independently.
 TEST(NumericFormats, EverySixteenBitInputToFp8) {
   const Oracle e4m3(kE4m3), e5m2(kE5m2);

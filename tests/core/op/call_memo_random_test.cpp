@@ -343,7 +343,8 @@ TEST_F(MemoOf, ProductsAreKnownInFp8AndWithStrides) {
   EXPECT_TRUE(known(*op, &args));
 }
 
-// With beta nonzero the op reads d, which then needs its scale_inv.
+// If beta is nonzero, the op reads d, which then needs its scale_inv. So the memo must compare
+// beta's value.
 TEST_F(MemoOf, ANumberThatDecidesWhatIsReadIsNotJustANumber) {
   SchemaBuilder b;
   b.tensor("x", "N");
