@@ -49,14 +49,14 @@ struct Norm {
   }
 };
 
-// A layer norm with six tensors and two scalars.
+// Validates a layer norm with six tensors and two scalars.
 void LayerNorm(benchmark::State& state) {
   const Norm n;
   run(state, *op("layernorm_fwd"), &n.args);
 }
 BENCHMARK(LayerNorm);
 
-// A layer norm of five tensors: the optional beta is null.
+// Validates a layer norm with five tensors: the optional beta is null.
 void LayerNormFiveTensors(benchmark::State& state) {
   Norm n;
   n.args.beta = nullptr;
@@ -64,7 +64,8 @@ void LayerNormFiveTensors(benchmark::State& state) {
 }
 BENCHMARK(LayerNormFiveTensors);
 
-// The tensors are contiguous and nevertheless have explicit strides, as frameworks pass them.
+// Validates contiguous tensors whose strides are given explicitly (not NULL), as frameworks pass
+// them.
 void LayerNormWithStrides(benchmark::State& state) {
   Norm n;
   int64_t two[2] = {256, 1}, one[1] = {1};
@@ -95,7 +96,7 @@ void Fp8Gemm(benchmark::State& state) {
 }
 BENCHMARK(Fp8Gemm);
 
-// The exact check, which decides the cases that the fast check cannot.
+// Benchmarks the exact check, which check() runs for the calls that its fast check cannot decide.
 void LayerNormExact(benchmark::State& state) {
   const Norm n;
   const auto compiled = op("layernorm_fwd");

@@ -217,8 +217,8 @@ int64_t rows_for(const CaseSpec& spec, int64_t memory, int64_t step) {
   return std::max<int64_t>(step, (memory / per_row + step) / step * step);
 }
 
-// Measures bytes per second with tensors that fit in half of the threads' L2 caches. Memory plays
-// no part there, so this is the limit that arithmetic sets.
+// Measures bytes per second with tensors that fit in half of the threads' L2 caches. Main memory is
+// not accessed, so this rate is the limit that arithmetic sets.
 double in_cache_bandwidth(Backend& backend, const CaseSpec& spec) {
   const int64_t second_level = std::max<int64_t>(256 << 10, sysconf(_SC_LEVEL2_CACHE_SIZE));
   const auto built = spec.build(rows_for(spec, threads() * second_level / 2, 128));
@@ -253,7 +253,7 @@ void run_case(benchmark::State& state, Peers& peers, const CaseSpec& spec) {
   const std::string refusal = peers.cpu.prepare(spec.op, c);
   if (!refusal.empty()) return state.SkipWithError(refusal.c_str());
   double best = 1e9;
-  // copies before every call, because the load by other programs changes
+  // measures the copy bandwidth before every call, because the load by other programs changes
   std::vector<double> copies, ratios;
   for (auto _ : state) {
     const double copy = spec.memory_bound ? peers.copy.bandwidth() : 0;
@@ -278,8 +278,8 @@ void run_case(benchmark::State& state, Peers& peers, const CaseSpec& spec) {
   if (reference > 0) out["times_reference"] = reference / best;
 }
 
-// Checks that every op of the catalogue has a row. Collectives are exempt: their speed depends on
-// several ranks.
+// Checks that every op of the catalogue has a benchmark case. Collectives are exempt: their speed
+// depends on several ranks.
 bool covers_catalogue(const std::vector<CaseSpec>& cases) {
   bool all = true;
   for (const te_fl_op_schema* schema : core::catalogue()) {

@@ -37,7 +37,7 @@ using te_fl::testing::five_schema;
 using te_fl::testing::FiveArgs;
 using te_fl::testing::FiveCall;
 
-// An op with five tensors and no other argument: the first version of test::five.
+// Returns the schema of an op with five tensors and no other argument.
 const te_fl_op_schema& schema() {
   static const te_fl_op_schema first = [] {
     te_fl_op_schema s = five_schema();
@@ -105,7 +105,8 @@ void call(benchmark::State& state) {
   }
 }
 
-// Dispatch calls this implementation's is_supported() before each call.
+// Times calls of an implementation with an is_supported() function, which dispatch calls before
+// each call.
 void call_supported(benchmark::State& state) {
   static World* const asked = [] {
     auto* w = new World;
@@ -188,7 +189,8 @@ void call_while_policy_changes(benchmark::State& state) {
   }
 }
 
-// The first call after the registry changed, with nothing cached. The change itself is not timed.
+// Times the first call after a change of the registry, when dispatch has no cached decision. The
+// change itself is not timed.
 void cold_resolve(benchmark::State& state) {
   OpRegistry registry;
   OpManager manager(registry);
@@ -222,8 +224,8 @@ void check(benchmark::State& state) {
   }
 }
 
-// ---- realistic calls: FP8 products, products of changing shapes, and tensor lists.
-// Implementations return at once. Compare each row with `gemm`, the same product with BF16 tensors.
+// ---- realistic calls: FP8 GEMMs, GEMMs of changing shapes, and tensor lists. Implementations
+// return at once. Compare each row with `gemm`, which calls the same op with BF16 tensors.
 
 void gemm(benchmark::State& state, Operands operands, Needs needs) {
   One& one = gemm_impl(needs == kPlans);
@@ -233,7 +235,8 @@ void gemm(benchmark::State& state, Operands operands, Needs needs) {
   }
 }
 
-// Uses other memory in every call, as a framework's caching allocator does.
+// Calls GEMM with tensors at different addresses in every call, as a framework's caching allocator
+// returns them.
 void gemm_moves(benchmark::State& state, Operands operands, Needs needs) {
   One& one = gemm_impl(needs == kPlans);
   Product first(operands), second(operands);

@@ -45,8 +45,8 @@ te_fl_status nothing(void*, const te_fl_context*, const void* args) {
   return TE_FL_OK;
 }
 
-// A backend whose implementations do nothing. It serves every op of the reference backend and makes
-// communicators.
+// A backend whose implementations do nothing. It has an implementation of every op of the reference
+// backend and makes communicators.
 class Nothing {
  public:
   Nothing() {
@@ -112,7 +112,7 @@ struct Case {
   const Recipe* recipe;  // null: without FP8
 };
 
-// The layer under test; if divided, also its two ranks.
+// The layer under test; if it is sharded, also its two ranks.
 struct Subject {
   explicit Subject(bool divided) {
     if (divided) parallel = {.ranks = serving().two_ranks(), .sequence_parallel = true};

@@ -52,7 +52,7 @@ struct Shape {
   int64_t m, n, k;
   bool trans_a, trans_b;
 };
-// trans_b is a Linear layer's forward, trans_a its weight gradient.
+// A GEMM with trans_b is a Linear layer's forward; one with trans_a is its weight gradient.
 constexpr Shape kShapes[] = {
     {"square", 512, 512, 512, false, true},    {"square", 1024, 1024, 1024, false, true},
     {"square", 2048, 2048, 2048, false, true}, {"dgrad", 1024, 1024, 1024, false, false},

@@ -28,7 +28,7 @@ def run(program, recipe, seed, arguments):
 
 
 def served_elsewhere(result):
-    """Returns one line for each op that ran on a CUDA device by another implementation than the CUDA plugin's, or on host copies; [] for other
+    """Returns one line for each op of a CUDA run that ran in an implementation other than the CUDA plugin's, or on host copies. Returns [] for other
     devices."""
     if not result["device"].startswith("cuda"):
         return []
@@ -69,7 +69,7 @@ def main():
     if not os.access(options.train_gpt, os.X_OK) or os.path.isdir(options.train_gpt):
         sys.exit(f"recipes.py: {options.train_gpt} is not there or no program; build the target train_gpt, or name it with --train-gpt")
     if options.json:
-        try:  # fails before the runs, which take minutes
+        try:  # checks this before the runs, which take minutes
             open(options.json, "a").close()
         except OSError as error:
             sys.exit(f"recipes.py: --json {options.json} cannot be written ({error.strerror}); name a file in a folder that can")

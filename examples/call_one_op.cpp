@@ -1,4 +1,4 @@
-// Calls one op through the dispatcher and prints the implementation that would serve it.
+// Calls one op through the dispatcher and prints the implementation that dispatch chose.
 #include <cstdio>
 
 #include "te_fl/te_fl.hpp"

@@ -7,7 +7,8 @@
 
 namespace {
 
-// Returns the implementation that would serve a BF16 softmax under the current policy.
+// Returns the id of the implementation that dispatch would choose for a BF16 softmax under the
+// current policy.
 std::string server() {
   te_fl::CallProfile profile;
   profile.dtypes = {te_fl::DType::kBF16};

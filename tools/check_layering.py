@@ -39,14 +39,14 @@ BACKENDS_SEE = {"abi", "core/base", "backends"}  # rooms whose public headers ba
 OTHERS = {"backends", "frontends", "conformance", "python", "examples", "tools", "bench", "tests"}  # folders that no room includes
 NEUTRAL = {"core", "policy", "registry", "plugins", "dispatch", "comm"}  # rooms that may not name an op or a plugin
 DEVICE_HEADERS = {"cuda": re.compile(r"^(cuda|cublas|cudnn|nccl|nvToolsExt|nvtx)"), "opencl": re.compile(r"^(CL/|clblast)")}
-ORDINARY_WORDS = {"te-fl", "null"}  # words of manifests that have another, ordinary meaning too
+ORDINARY_WORDS = {"te-fl", "null"}  # words of the plugins' manifests that are ordinary words too
 # Words of manifests that a file's string literals may contain, with the reason.
 ALLOWED_WORDS = {
-    "core/base/environment_table.cpp": {"cuda"},  # TE_FL_SKIP_CUDA is the only setting that names a plugin
-    "plugins/discovery.cpp": {"cuda"},  # discovery leaves out the plugin that TE_FL_SKIP_CUDA names
+    "core/base/environment_table.cpp": {"cuda"},  # for TE_FL_SKIP_CUDA, the only setting whose name contains a plugin's name
+    "plugins/discovery.cpp": {"cuda"},  # discovery skips the CUDA plugin if TE_FL_SKIP_CUDA is set
     "core/device/device.cpp": {"cuda", "opencl"},  # names of DLPack's device types
-    "plugins/manifest.cpp": {"opencl"},  # an example of a device type in a message
-    "plugins/elf_inspect.cpp": {"nvidia", "amd"},  # names of an ELF file's machine
+    "plugins/manifest.cpp": {"opencl"},  # a message gives this device type as an example
+    "plugins/elf_inspect.cpp": {"nvidia", "amd"},  # names of the machine types of ELF files
     "plugins/soname_hints.cpp": {"libstdc++6", "libasan.so", "libtsan.so"},  # libraries in hints about compilers, which belong to no plugin
 }
 LITERAL = re.compile(r"//[^\n]*|/\*.*?\*/|'(?:[^'\\\n]|\\.)'|(\"(?:[^\"\\\n]|\\.)*\")", re.S)
@@ -89,8 +89,8 @@ def shipped_manifests():
 
 
 def room_of(path):
-    """Returns the room of a file or an include, given relative to the root; None if it is in no room, "" for a public header that PUBLIC does not
-    list."""
+    """Returns the room (folder of ROOMS) of a file or an include, given relative to the root; None if it is in no room, "" for a public header that
+    PUBLIC does not list."""
     path = path.removeprefix("include/")
     if path.startswith("te_fl/"):
         name = path.removeprefix("te_fl/")
@@ -165,7 +165,7 @@ def rings(texts):
 
 
 def names_known(text, ops, plugins):
-    """Returns the ops and plugins that a file of a neutral room names."""
+    """Returns the ops and plugins that a file of a neutral room (NEUTRAL) mentions by name."""
     words = "|".join(map(re.escape, ops))
     for match in re.finditer(rf'"(?:{words})"|\bops?::(?:{words})\b|\bte_fl_(?:{words})_args\b', text):
         yield f"knows an op by name: {match.group(0)}"
@@ -177,7 +177,7 @@ def names_known(text, ops, plugins):
 
 
 def words_known(path, text, words):
-    """Returns the words of manifests in the string literals of a neutral room's file. A device such as "cuda:0" does not count."""
+    """Returns the words of manifests in the string literals of a neutral room's file. A device name such as "cuda:0" is not counted."""
     pattern = re.compile(r"(?<![\w-])(?:" + "|".join(map(re.escape, sorted(words, key=len, reverse=True))) + r")(?![\w-]|:\d)", re.I)
     for match in LITERAL.finditer(text):
         for word in pattern.findall(match.group(1) or ""):
@@ -186,7 +186,7 @@ def words_known(path, text, words):
 
 
 def mutexes_known(path, text):
-    """Returns the uses of the standard library's mutexes in the binding; a forked child may find such a mutex locked forever."""
+    """Returns the uses of the standard library's mutexes in the Python binding; in a forked child such a mutex may stay locked forever."""
     if path.startswith("python/src/") and not path.startswith("python/src/py/mutex."):
         for match in re.finditer(r"\bstd::((?:recursive_|shared_)?(?:timed_)?mutex|condition_variable(?:_any)?|once_flag|call_once)\b", text):
             yield f"has std::{match.group(1)}, which a forked child may find taken: python/src/py/mutex.hpp has the binding's mutex"

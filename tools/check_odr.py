@@ -114,7 +114,7 @@ def first_parenthesis(head):
 
 
 def function_key(head):
-    """Returns "name(types)" of a function's definition; None if the text is no function definition."""
+    """Returns "name(types)" of a function's definition; None if the text is not a function definition."""
     begin = first_parenthesis(head)
     while begin > 0 and re.search(r"(?:\b(?:alignas|decltype|noexcept|explicit|__attribute__|__launch_bounds__|__align__)\s*)$", head[:begin]):
         begin = head.find("(", closing(head, begin, "()") + 1)
@@ -160,7 +160,7 @@ def variable(head):
 
 
 def local_variable(head):
-    """Returns a variable of an unnamed namespace; None for a declaration that may be repeated."""
+    """Returns a variable of an unnamed namespace; None for a declaration that may occur more than once."""
     head = re.sub(r"\balignas\s*\([^)]*\)|\[\[.*?\]\]", "", head, flags=re.S)
     initialised = re.search(r"(?<![=!<>+\-*/|&^])=(?!=)", head)
     before = head[:initialised.start()] if initialised else head
@@ -179,7 +179,7 @@ SHARED, CONSTANT, UNNAMED = "shared", "constant", "unnamed"
 
 
 def all_definitions(source):
-    """Lists (namespace, kind, name, line, reach) of a file's definitions in the order of the file; reach is one of the three constants above."""
+    """Lists (namespace, kind, name, line, reach) of a file's definitions in the order of the file; reach is SHARED, CONSTANT or UNNAMED."""
     text = without_text(source)
     scopes, head, head_line, line = [], "", 1, 1
     found = []

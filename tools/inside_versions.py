@@ -53,7 +53,7 @@ def _parameters(header):
 
 
 def facts(folder, sources=None):
-    """Builds the facts of all versions, newest first; an entry omits the facts that equal those of the next newer version."""
+    """Builds the facts of all versions, newest first; a version's entry omits the facts that are equal in the next newer version."""
     record, newer, newest = {}, {}, {}
     for version in VERSIONS:
         forms, names = _calls(folder / version)
@@ -77,8 +77,8 @@ def trial(folder, python, *only):
 
 
 def _told(cases, base, prefixes):
-    """Returns the text of a table cell: "yes" if all cases give the same numbers as with the newest version, otherwise the cases that fail or
-    differ."""
+    """Returns the text of a table cell: "yes" if all cases of the trial give the same numbers as with the newest version, otherwise the cases that
+    fail or differ."""
     mine = {name: found for name, found in cases.items() if name.startswith(prefixes)}
     refused = [name for name, found in mine.items() if isinstance(found, str)]
     other = [name for name, found in mine.items() if name not in refused and found != base[name]]

@@ -57,7 +57,7 @@ class Module:
         return rows + (["**kwargs: Any"] if "keywords" in self.entry else [])
 
     def told(self):
-        """Returns the second paragraph of the docstring; None if the module has none."""
+        """Returns the second paragraph of the module's docstring; None if the docstring has only one."""
         if "tells" not in self.entry:
             return None
         sentences = []
@@ -170,7 +170,7 @@ def with_refused(text, modules):
 
 
 def results():
-    """Yields each generated file and its text."""
+    """Returns {generated file: its text}."""
     specification = yaml.safe_load(SPECIFICATION.read_text())
     modules = [Module(name, entry, specification) for name, entry in specification["modules"].items()]
     texts = {READERS: readers(specification), RULES: rules(modules), TABLE: with_refused(TABLE.read_text(), modules)}

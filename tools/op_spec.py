@@ -36,7 +36,7 @@ def need(condition, where, rule):
 
 
 class Arg:
-    """One argument of an op, with the specification's shorthand resolved."""
+    """One argument of an op; the constructor resolves the specification's shorthand."""
 
     def __init__(self, spec, where, enums):
         unknown = set(spec) - ARG_KEYS
@@ -185,7 +185,7 @@ class Op:
         self.check_extents(where)
         self.operations = spec.get("operations")
         self.check_operations(where)
-        # Name of the backward op, and {argument of the backward: argument of this op}; Op.resolve_gradient checks them.
+        # gradient: name of the backward op. saves: {argument of the backward op: argument of this op}; Op.resolve_gradient checks them.
         self.gradient, self.saves = None, {}
         if spec.get("gradient"):
             m = re.fullmatch(r"(\w+)\((.*)\)", spec["gradient"])

@@ -27,14 +27,14 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PARTS = ("collectives", "conformance", "certificate", "train", "graph", "checkpoints", "trouble", "pytorch", "overlap")
-TIMEOUT_MS = 4000  # time-out of collectives in the jobs that have to fail
+TIMEOUT_MS = 4000  # time-out of collectives in the jobs that are expected to fail
 TRAIN = ["--batch", "16", "--sample-bytes", "0", "--report-every", "10", "--eval-batches", "4", "--hidden", "256", "--layers", "2",
          "--seq-len", "128", "--heads", "8"]
 
-# Limits for the median, over the steps, of the relative difference between the losses of a divided model and those of one rank. Single steps of runs
-# in low precision differ by up to 1.6 % and converge again. Over Gloo, 20 steps on two ranks have medians of 5e-7 in F32, 6e-5 with block scaling,
-# 7e-4 with current and 1.3e-3 with delayed scaling. If the gradients of one rank count half or twice, every limit is exceeded; that of delayed
-# scaling by little.
+# Limits for the median, over the steps, of the relative difference between the losses of a model sharded over ranks and those of one rank. Single
+# steps of runs in low precision differ by up to 1.6 % and converge again. Over Gloo, 20 steps on two ranks have medians of 5e-7 in F32, 6e-5 with
+# block scaling, 7e-4 with current and 1.3e-3 with delayed scaling. If one rank's gradients are halved or doubled by mistake, every limit is exceeded;
+# the limit of delayed scaling only slightly.
 APART = {"F32": 1e-4, "none": 2.5e-3, "block": 1e-3, "current": 2.5e-3, "delayed": 2.5e-3}
 
 
@@ -126,7 +126,7 @@ class Check:
         return json.loads(file.read_text())
 
     def degrees(self):
-        """Lists (name, ranks, arguments) of every division of the model."""
+        """Lists (name, ranks, arguments) of every combination of tensor and data parallelism."""
         for n in self.options.ranks:
             for tp in [t for t in (1, 2, 4) if n % t == 0 and t <= n]:
                 dp = n // tp
@@ -250,7 +250,7 @@ class Check:
             self.row(name, code == 0, found[-1] if found else f"exit code {code}")
         n, began = max(self.options.ranks), time.monotonic()
         code, text = self.torchrun("a rank lost beside products", n, [program, "--lose-rank"])
-        # torchrun's report of a killed rank; a program that failed otherwise has another exit code
+        # matches torchrun's report of a killed rank; a program that failed in another way has another exit code
         killed = re.search(rf"rank +: {n - 1} .*?exitcode +: -9", text, re.S) is not None
         self.row(f"a rank killed beside products, {n} ranks", code not in (0, None) and killed and "went on" not in text,
                  f"torchrun ended all after {time.monotonic() - began:.0f} s" if killed else f"exit code {code}, and no rank {n - 1} that was killed")

@@ -26,7 +26,7 @@ BEGIN, END = "<!-- Written by tools/transformer_engine_jax.py; do not edit. -->\
 MODULES = ("transformer_engine.jax", *(f"transformer_engine.jax.{name}" for name in (
     "activation", "attention", "checkpoint_policies", "dense", "ep", "flax", "flax.module", "flax.transformer", "layernorm", "layernorm_dense",
     "layernorm_mlp", "moe", "permutation", "quantize", "router", "sharding", "softmax")))
-# names of annotation types, which programs do not call
+# names of types that occur only in annotations; programs do not call them
 TYPES = ("Array", "DType", "Initializer", "LogicalRules", "PRNGKey", "PrecisionLike", "Shape")
 
 _OWN_STATE = "quantisers are te_fl.jax.quantize.create_set(recipe)'s trees of arrays, and what they write a Quantized"
@@ -80,7 +80,7 @@ def facts_of(folder):
 
 
 def members(node):
-    """Returns a class's public members: a function's parameters, a field's default as text, or None."""
+    """Returns {public member of a class: a method's parameters, a field's default as text, or None}."""
     made = {}
     for n in node.body:
         if isinstance(n, ast.FunctionDef):
@@ -133,7 +133,7 @@ def compared(home, name, fact):
     found = []
     for member, of in fact.get("members", {}).items():
         if member == "__init__":
-            continue  # te-fl makes this class by other functions than its constructor
+            continue  # te-fl's objects of this class come from functions, not from its constructor
         fields = getattr(own, "__dataclass_fields__", {})
         if not hasattr(own, member) and member not in fields:
             found.append(f".{member}")

@@ -1,7 +1,7 @@
 // The benchmark cases: calls of any size and the measures of their work (bytes, operations).
 // bench_cpu and `te-fl bench` share this table for every backend. The table's entries are in
-// conformance/cases, one file per family of ops, beside the cases of the conformance tests and of
-// the tests on huge tensors.
+// conformance/cases, one file per family of ops, next to the cases of the conformance tests and of
+// the tests with huge tensors.
 #pragma once
 
 #include <cstdint>
@@ -26,19 +26,19 @@ class BenchTensor {
   operator const te_fl_tensor*() const { return &tensor_; }  // NOLINT: implicit on purpose
   te_fl_tensor& c() { return tensor_; }
 
-  // One allocation and the member that points to it.
+  // One allocation, and the struct member that points to it.
   struct Part {
     void** pointer;
     int64_t bytes;
   };
   std::vector<Part> parts();
-  // Frees the memory that the constructor and quantised() allocated, if the parts point to other
-  // memory.
+  // Frees the memory that the constructor and quantised() allocated. For a caller that sets the
+  // tensor's pointers to other memory.
   void drop_memory();
 
   int64_t numel() const;
   int64_t bytes() const;
-  // Adds per-tensor FP8 scaling or block scaling; with a column-wise copy if `columnwise`.
+  // Adds per-tensor FP8 scaling or block scaling; with column-wise data too if `columnwise`.
   void quantised(te_fl_scaling scaling, uint32_t flags, bool columnwise);
   void set_strides(Shape strides) {
     strides_ = std::move(strides);
@@ -83,7 +83,7 @@ class Case {
   BenchTensor& in(Shape shape, int dtype) { return make(std::move(shape), dtype, 1); }
   BenchTensor& out(Shape shape, int dtype) { return make(std::move(shape), dtype, 1); }
   BenchTensor& inout(Shape shape, int dtype) { return make(std::move(shape), dtype, 2); }
-  // Makes an FP8 tensor; if `columnwise`, bytes() counts both copies.
+  // Makes an FP8 tensor; if `columnwise`, bytes() counts the row-wise and the column-wise data.
   BenchTensor& fp8(Shape shape, int dtype, te_fl_scaling scaling = TE_FL_SCALING_TENSOR,
                    bool columnwise = false, uint32_t flags = 0);
   const te_fl_tensor* const* list(std::vector<const te_fl_tensor*> tensors) {
@@ -96,7 +96,8 @@ class Case {
   int64_t bytes = 0;   // bytes moved by a call that reads and writes each element once
   int64_t memory = 0;  // bytes of all tensors
   double flops = 0;    // operations of compute-bound ops
-  // GEMM: the product for a direct call of the library, op(A) m x k times op(B) k x n.
+  // The matrix product of a GEMM case, for a direct call of a GEMM library: op(A) m x k times op(B)
+  // k x n.
   struct Product {
     int64_t m = 0, n = 0, k = 0;
     bool trans_b = false;

@@ -95,7 +95,8 @@ struct Row {
   size_t bytes;
   int calls;
   Times te_fl, peer;
-  double ratio, spread;  // of whole_us: median over the rounds, and interquartile range
+  double ratio, spread;  // of whole_us, te-fl over the peer library: median over the rounds, and
+                         // interquartile range
 };
 
 class Bench {

@@ -17,7 +17,7 @@ def slopes(heads):
 
 
 def arguments(term, shape):
-    """Returns a term's arguments for both directions, and the additional arguments of the backward."""
+    """Returns (arguments of the forward and the backward for a term, additional arguments of the backward)."""
     s, h = shape.sequence, shape.heads
     if term == "dropout":
         return dict(dropout_p=0.1), {}

@@ -91,7 +91,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m
 
 
 def algorithm_from(product, kind, dtype):
-    """Names the source of te-fl's algorithm for a product."""
+    """Returns where te-fl's choice of the cuBLASLt algorithm for a GEMM comes from, as text."""
     choices = Choices.in_use()
     if choices is None:
         return "heuristic"
@@ -129,7 +129,7 @@ def run_gemm(library, args):
 
 
 def run_joined(library, args):
-    """Benchmarks products with GELU or its gradient in the epilogue, which nn uses under TE_FL_OP_CHEAP_EPILOGUES and which must not be slower than
+    """Benchmarks GEMMs with GELU or its gradient in the epilogue, which nn uses under TE_FL_OP_CHEAP_EPILOGUES and which must not be slower than
     separate calls."""
     for recipe in ("bf16", "fp8", "fp8 current"):
         for kind in ("forward", "backward"):
@@ -152,7 +152,8 @@ FP8_ATTENTION_TARGET = {"forward": 1.3, "both": 1.1}
 
 
 def show_attention(library, title, pair, factor, flops, args, target, same=None, **more):
-    """Prints a row. `same`: cuDNN's call with the term that te-fl's call has and pair[1] has not."""
+    """Prints a row. `pair`: te-fl's call and cuDNN's plain call. `same`: cuDNN's call with the same additional term (bias, dropout, ..) as te-fl's
+    call."""
     library.usage()
     graphs = {"te-fl": measure.Graph([pair[0]]), "cudnn": measure.Graph([pair[1]])}
     if same is not None:
@@ -226,7 +227,7 @@ def check_layer(ours, eager):
 
 
 def peak_memory(library, layer, before):
-    """Returns te-fl's peak memory in GiB during a step of this layer, parameters and gradients included, and its holders at the peak."""
+    """Returns te-fl's peak memory in GiB during a step of this layer, parameters and gradients included, and the uses of the memory at the peak."""
     library.memory()
     layer.step()
     peak = library.memory()["peak"]

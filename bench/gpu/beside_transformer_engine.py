@@ -34,7 +34,7 @@ def step_of(te, make, recipe, x, dy, backward, cached):
     x = x.detach().clone().requires_grad_(backward)
     parameters = list(module.parameters())
     first = {"is_first_microbatch": True} if cached else {}
-    for _ in range(2):  # makes the FP8 state and the weights that is_first_microbatch=False reuses
+    for _ in range(2):  # creates the FP8 state and the quantised weights that is_first_microbatch=False reuses
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             y = module(x.detach().requires_grad_(), **first)
         y.backward(dy)

@@ -1,4 +1,4 @@
-"""Finds the fastest cuBLASLt algorithm of one product by timing every candidate of the library's heuristic under load."""
+"""Finds the fastest cuBLASLt algorithm of one GEMM by timing every candidate of the library's heuristic under load."""
 
 import ctypes
 import random
@@ -35,7 +35,7 @@ def open_library():
 
 
 class Product:
-    """A row-major product D[m, n] = A[m, k] B[n, k]^T (+ bias[n]). cuBLASLt is column-major and computes D^T = B A^T."""
+    """A row-major GEMM D[m, n] = A[m, k] B[n, k]^T (+ bias[n]). cuBLASLt is column-major and computes D^T = B A^T."""
 
     def __init__(self, a, b, d, bias=None, trans_a=False, trans_b=True, fast_accum=True, scales=None,
                  scale_modes=None):

@@ -41,7 +41,7 @@ def copies_of(count, moved, device):
 
 
 def timer_of(closures, device):
-    """Returns (an object that times the closures, its kind)."""
+    """Returns (an object that times the closures, its kind: "graphs", "launches" or "host")."""
     if device == "cpu":
         return measure.HostCalls(closures), "host"
     try:
@@ -90,7 +90,7 @@ def main():
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("expert_bandwidth.py: PyTorch finds no GPU; --device cpu tries it on the host")
     if options.device == "cuda":
-        os.environ.setdefault("TE_FL_MAX_STAGED_BYTES", "0")  # makes a row an error if no kernel of the device serves it
+        os.environ.setdefault("TE_FL_MAX_STAGED_BYTES", "0")  # no host fallback: a row whose op has no kernel for the device is an error
     import te_fl
     if not options.no_inside:
         te_fl.inside_transformer_engine(**({"device": "cpu"} if options.device == "cpu" else {}))

@@ -37,7 +37,7 @@ class Case:
 
 
 def size_of(*tensors):
-    """Returns the bytes of tensors, of the parts of quantised tensors, and of lists of both."""
+    """Returns the total bytes of the arguments: tensors, quantised tensors (data and scales), and lists of these."""
     total = 0
     for t in tensors:
         if isinstance(t, (list, tuple)):
@@ -50,7 +50,7 @@ def size_of(*tensors):
 
 
 def keeping(function):
-    """Wraps the function in a closure that keeps its last results alive, so that the next call allocates other memory."""
+    """Wraps the function in a closure that keeps its last results alive, so that the next call's results get different memory."""
     kept = []
 
     def call():
@@ -152,7 +152,7 @@ def routers(e):
 
 
 def uneven(e):
-    """Returns the rows of each expert: none for the second expert, and no multiples of 16 if there is room for that."""
+    """Returns the number of rows of each expert: 0 for the second expert; the other numbers are no multiples of 16 if there are enough rows."""
     each = e.rows // e.experts
     sizes = [each + (7 if i % 2 else -7) for i in range(e.experts)]
     sizes[0] += sizes[1]
@@ -248,7 +248,7 @@ def quantisation(e):
 
 
 def inside_quantisation(e):
-    """Cases of group_quantize and bgrad_group_quantize of NVIDIA's package, called as the package calls them on te-fl's ops."""
+    """Returns cases of NVIDIA's group_quantize and bgrad_group_quantize on te-fl's ops, called as NVIDIA's package calls them."""
     import transformer_engine.pytorch  # noqa: F401  (its tensor classes are looked up where they are)
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer

@@ -28,9 +28,9 @@ class Choices:
         return Choices(path) if path else None
 
     def find(self, device, library, m, n, k, flags=(), scaling="", power_limit=0, **fields):
-        """Returns the choice for a product on a device with a version of cuBLASLt, or None. scaling: of A and B by blocks,
-        "2,2" or "2,3" (te_fl_scaling). power_limit: W that the device may draw, 0 if that is not known; a choice of the same
-        limit comes before one of an unknown one, as in the plugin (find_choice)."""
+        """Returns the measured algorithm for a GEMM on a device with a version of cuBLASLt, or None. scaling: of A and B by blocks,
+        "2,2" or "2,3" (te_fl_scaling). power_limit: W that the device may draw, 0 if unknown. A choice measured at the same power limit is preferred
+        to one measured at an unknown limit, as in the plugin (find_choice)."""
         other = None
         for choice in self.all:
             if choice["device"] != device or choice["cublaslt"] != library:
@@ -50,7 +50,7 @@ class Choices:
 
 
 def product_of(problem):
-    """Formats m x n x k and the other parameters of a choice's problem briefly."""
+    """Returns a short text with m x n x k and the other parameters of a choice's GEMM."""
     words = dict(w.split("=", 1) for w in problem.split() if "=" in w)
     side = f"{'t' if words['trans_a'] == '1' else 'n'}{'t' if words['trans_b'] == '1' else 'n'}"
     more = [w if "=" not in w else w.replace("=", " ") for w in problem.split()[1:]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures the time of cuBLASLt's epilogues on the quickstart layer's products and the error of its dGELU. These are the reason why te-fl runs
+"""Measures the time of cuBLASLt's epilogues on the quickstart layer's GEMMs and the error of its dGELU. These are the reason why te-fl runs
 GELU and its gradient in kernels of its own.
 
 usage: gemm_epilogues.py

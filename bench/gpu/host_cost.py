@@ -65,7 +65,7 @@ def run(library, show):
                 raise RuntimeError(f"{name}: {library.lib.tb_error().decode()}")
             spent[name].append(ns)
 
-    # The host's clock speed drifts by more than the difference, so subtract neighbouring samples.
+    # Subtracts neighbouring samples, because the host's clock speed drifts by more than the difference that is measured.
     def over(name, bare):
         return statistics.median(a - b for a, b in zip(spent[name], spent[bare]))
     for label, name, bare, target in (("add 256x256", "add", "bare launch", 400),

@@ -106,7 +106,7 @@ def errors(torch, te, recipe, row, seed):
 
 
 def measure(way, seeds, device):
-    """Runs in a child process: prints {row, recipe: errors, or the reason for having none}."""
+    """Runs in a child process: prints {(row, recipe): errors, or the reason why the row did not run}."""
     import te_fl
     if way == "inside":
         te_fl.inside_transformer_engine(**({"device": "cpu"} if device == "cpu" else {}))

@@ -67,7 +67,8 @@ def step_of(torch, te, recipes, row, recipe_name):
 
 
 def serve(way):
-    """Runs in a child process: reads a line [row, recipe, calls, heat] and answers with microseconds per call, or with the reason for having none."""
+    """Runs in a child process: reads a line [row, recipe, calls, heat] and answers with microseconds per call, or with the reason why the row did not
+    run."""
     import te_fl
     if way != "extension":
         te_fl.inside_transformer_engine()
@@ -128,7 +129,7 @@ class Child:
 
 
 def measured(children, row, recipe, calls, blocks):
-    """Returns {way: median of its blocks, or the reason for having none}."""
+    """Returns {name of a child process: median microseconds of its blocks, or the reason why the row did not run}."""
     times = {way: [] for way in children}
     for block in range(blocks + 1):
         for way, child in children.items():

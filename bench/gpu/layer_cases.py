@@ -1,4 +1,4 @@
-"""Transformer layers (te-fl's nn, and the same computation in eager PyTorch) and the products and attention inside them."""
+"""Transformer layers (te-fl's nn, and the same computation in eager PyTorch) and the GEMMs and attention inside them."""
 
 from dataclasses import dataclass
 
@@ -130,7 +130,7 @@ def te_fl_layer(library, shape, x, dy, recipe, cached=True):
     return Layer(library, x, dy, recipe=recipe, cached=cached, **shape.spec(), **extra)
 
 
-# ---- the products of the quickstart layer
+# ---- the GEMMs of the quickstart layer
 
 PRODUCTS = {"qkv": (12288, 4096), "proj": (4096, 4096), "fc1": (16384, 4096), "fc2": (4096, 16384)}  # out, in
 TOKENS = 8192
@@ -164,7 +164,7 @@ def product(library, name, kind, dtype, sets, more=""):
                 a = fp8(*rows_a, scaling=BLOCK_1X128)
                 b = fp8(*rows_b, scaling=BLOCK_1X128 if kind == "wgrad" else BLOCK_128X128)
                 modes = (VEC128, VEC128 if kind == "wgrad" else BLOCK128)
-            # Selects for each operand the copy whose rows run along the contraction.
+            # Selects for each FP8 operand the row-wise or column-wise data whose rows run along the contraction dimension.
             raw_a, scale_a = (a.keep[0], a.keep[2]) if trans_a else (a.torch, a.keep[1])
             raw_b, scale_b = (b.torch, b.keep[1]) if trans_b else (b.keep[0], b.keep[2])
             bare = (raw_a, raw_b, d.torch, bare_bias, False, True, fast, (scale_a, scale_b), modes)
@@ -175,8 +175,8 @@ def product(library, name, kind, dtype, sets, more=""):
 
 
 def joined(library, kind, recipe):
-    """The MLP's products with GELU: te-fl's fused call, and its separate calls of product and GELU. recipe: "bf16", "fp8" (scales are given) or "fp8
-    current" (the output's scale comes from its own amax)."""
+    """Returns the MLP's GEMMs with GELU: te-fl's fused call, and its separate calls of GEMM and GELU. recipe: "bf16", "fp8" (scales are given) or
+    "fp8 current" (the output's scale comes from its own amax)."""
     m, n, k = TOKENS, PRODUCTS["fc1"][0], PRODUCTS["fc1"][1]
     forward = kind == "forward"
     is_fp8, dtype = recipe != "bf16", E4M3 if forward else E5M2
@@ -198,7 +198,7 @@ def joined(library, kind, recipe):
 # ---- attention alone
 
 def cudnn_attention(q, k, v, d_o, causal, scale, bias=None, dropout=0.0):
-    """cuDNN's forward and backward through PyTorch for [batch, heads, sequence, dim]; computes no gradient of the bias."""
+    """Runs cuDNN's attention forward and backward through PyTorch on [batch, heads, sequence, dim]; computes no gradient of the bias."""
     op = torch.ops.aten._scaled_dot_product_cudnn_attention
     saved = op(q, k, v, bias, True, dropout, causal, False, scale=scale)
     def forward():

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Computes a lower bound ("floor") of the quickstart layer's time from a run of bench_gpu.py: products and attention at the best speed that the run
+"""Computes a lower bound ("floor") of the quickstart layer's time from a run of bench_gpu.py: GEMMs and attention at the best speed that the run
 measured for each of them alone, and the bytes that the passes between them must move, at copy bandwidth.
 
 usage: layer_floor.py FILE
@@ -19,8 +19,8 @@ WEIGHTS = HIDDEN * (QKV + HIDDEN + 2 * FFN)
 
 
 def bytes_moved(recipe, cached):
-    """Returns the least bytes that the passes between products and attention move; None if unknown for this recipe. Under block scaling GELU is part
-    of fc1's product."""
+    """Returns the least bytes that the kernels between GEMMs and attention move; None if unknown for this recipe. Under block scaling GELU is part of
+    fc1's GEMM."""
     norm_gradients = 2 * TOKENS * HIDDEN * 2 * 4  # reads the gradient, the input and the residual's gradient; writes the result
     if recipe == "none":
         norms = 2 * TOKENS * HIDDEN * (2 + 2)
@@ -28,7 +28,7 @@ def bytes_moved(recipe, cached):
         return norms + norm_gradients + bias_gradients
     if recipe not in ("delayed", "delayed+attention", "block"):
         return None
-    both = 2 + 1 + 1  # reads BF16, writes codes in both layouts
+    both = 2 + 1 + 1  # reads BF16 (2 bytes), writes FP8 data row-wise and column-wise (1 byte each)
     norms = 2 * TOKENS * HIDDEN * both
     casts = TOKENS * (HIDDEN + HIDDEN + HIDDEN + QKV) * both  # casts attention's output, and the gradients for fc2, proj and qkv
     gelu_gradient = TOKENS * FFN * (2 + both)
@@ -45,7 +45,7 @@ def attention_us(attention, recipe, causal):
 
 
 def floors(rows):
-    """Returns {name of a layer's row: us of products, attention and the rest} for the layers whose terms the run measured."""
+    """Returns {name of a layer's row: us of GEMMs, attention and the rest} for the layers whose terms the run measured."""
     products = {"bf16": [], "fp8": [], "block": []}
     attention, copies = {}, []
     for row in rows:

@@ -55,7 +55,7 @@ def stepper(library, args):
     if args.peer:
         return layer_cases.Eager(shape, x, dy).step
     layer = layer_cases.te_fl_layer(library, shape, x, dy, args.recipe, not args.recast)
-    for _ in range(3):  # the first two steps settle the weights' scales
+    for _ in range(3):  # after two steps the weights' scales no longer change
         layer.step()
     return layer.step
 

@@ -52,7 +52,7 @@ class Graph:
 
 
 class HostCalls:
-    """Has Graph's interface and runs the calls on the host, to try a benchmark without a GPU."""
+    """Runs the calls on the host, with Graph's interface, to try a benchmark without a GPU."""
 
     def __init__(self, closures, calls=MIN_CALLS):
         self.calls = -(-max(calls, len(closures)) // len(closures)) * len(closures)
@@ -66,7 +66,7 @@ class HostCalls:
 
 
 def heat(seconds=2.0):
-    """Runs products for `seconds`, so that the chip has the clocks and temperature of sustained work."""
+    """Runs matrix products for `seconds`, so that the chip has the clocks and temperature of sustained work."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:

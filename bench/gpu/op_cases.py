@@ -126,7 +126,7 @@ def activations():
 
 
 def numbers(*shape, below):
-    """Row numbers or targets, uniformly random below a bound."""
+    """Returns a function that makes a tensor of random integers below a bound: row indices, or class targets."""
     def make():
         made = plain(*shape, dtype=torch.int32)
         made.torch.random_(0, below)
@@ -158,7 +158,7 @@ def softmax():
         Case("scaled_softmax_backward 4x32x1024x1024", call("scaled_softmax_backward", **backward(shape)), 0.90),
         Case("scaled_masked_softmax_forward 4x32x1024x1024",
              call("scaled_masked_softmax_forward", **forward(shape, mask=mask)), 0.90),
-        # Causal: the op reads half of the inputs and writes the whole output.
+        # Causal mask: the op reads half of the input and writes all of the output.
         Case("scaled_upper_triang_masked_softmax_forward 128x1024x1024",
              counted(call("scaled_upper_triang_masked_softmax_forward", **forward(square)), 3 / 4), 0.90),
         Case("scaled_upper_triang_masked_softmax_backward 128x1024x1024",
@@ -257,7 +257,7 @@ def tables():
                      call("cross_entropy_fwd", logits=x, targets=made, loss=row, lse=row), 0.90),
                 Case(f"cross_entropy_bwd {name}",
                      call("cross_entropy_bwd", grad_loss=row, logits=x, targets=made, lse=row, grad_logits=x), 0.90)]
-    def looked_up(library):  # counts the rows that are read, not the whole table
+    def looked_up(library):  # counts the bytes of the rows that are read, not of the whole embedding table
         made = dict(indices=targets(), weight=plain(vocabulary, HIDDEN), output=plain(TOKENS, HIDDEN))
         return OpCall(library, "embedding_fwd", **made), 2 * made["output"].bytes()
     return loss(vocabulary) + loss(50257) + loss(vocabulary, F32) + [

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times layers divided over several GPUs of one host against one GPU, and against Transformer Engine's package and PyTorch's own parallelism, in one
+"""Times layers sharded over several GPUs of one host against one GPU, and against Transformer Engine's package and PyTorch's own parallelism, in one
 run.
 
 usage: torchrun --nproc-per-node N bench/gpu/ranks.py [--only PART ...] [--recipes R ...] [--seconds S] [--ctas N ...] [--overlap] [--copies] [--graph] [--profile] [--no-peers] [--json FILE]
@@ -116,7 +116,7 @@ def replayed(step):
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
 
-    def replay(kept=step):  # the default argument keeps the step alive, whose memory the graph reads
+    def replay(kept=step):  # the default argument keeps the step alive: the graph uses the step's memory
         graph.replay()
     return replay
 
@@ -128,7 +128,7 @@ def layer(te, group=None, **more):
 
 
 class PlainLayer(torch.nn.Module):
-    """The layer as PyTorch users write it, in the parts that parallelize_module divides."""
+    """The layer as PyTorch users write it, split into the submodules that parallelize_module shards."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ def dtensor_steps(x, dy, names):
 
 
 def theirs():
-    """Returns transformer_engine.pytorch and its recipes, or None if it is not installed."""
+    """Returns (transformer_engine.pytorch, {recipe name: recipe}), or None if it is not installed."""
     if importlib.util.find_spec("transformer_engine") is None:
         return None
     import transformer_engine.common.recipe as recipes
@@ -242,7 +242,7 @@ def part_layer(options, rows):
         recipe = recipe_of(our_recipes, name)
         steps = {"whole": step_of(ours, layer(ours), recipe, whole_x, whole_dy, world), "te-fl": step_of(ours, layer(ours, world), recipe, x, dy, world)}
         if options.overlap:
-            with mock.patch.dict(os.environ, {"TE_FL_TP_OVERLAP": "1"}):  # a layer reads the variable at the first use of its group
+            with mock.patch.dict(os.environ, {"TE_FL_TP_OVERLAP": "1"}):  # the variable is read at a process group's first use
                 steps[OVERLAPPED] = step_of(ours, layer(ours, world), recipe, x, dy, world)
                 for _ in range(2):
                     steps[OVERLAPPED]()

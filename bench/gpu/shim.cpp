@@ -92,7 +92,8 @@ Result<std::unique_ptr<Layer>> open_layer(const json& spec) {
   } else if (recipe != "none") {
     TE_FL_ASSIGN_OR_RETURN(result->recipe, nn::parse_recipe(recipe));
   }
-  // Two steps quantise the weights: the second uses the scales that the first found.
+  // The first two steps quantise the weights. The second step uses the scales that follow from the
+  // first step's amaxes.
   if (spec.value("cached", false)) result->first_microbatches = 2;
   if (result->first_microbatches > 0) result->forward.is_first_microbatch = true;
   TE_FL_ASSIGN_OR_RETURN(result->x, wrapped(spec.at("x")));
@@ -126,7 +127,7 @@ Status step(Layer& layer, void* stream) {
 }  // namespace
 }  // namespace te_fl::bench
 
-using namespace te_fl;         // NOLINT: the C functions below are this file's face
+using namespace te_fl;         // NOLINT: the C functions below are this file's interface
 using namespace te_fl::bench;  // NOLINT
 
 TB_EXPORT const char* tb_error() { return tls_error.c_str(); }
@@ -221,7 +222,7 @@ TB_EXPORT double tb_time_matmul(void* matmul, void** arguments, size_t workspace
   });
 }
 
-// Returns which implementations served calls since the last reset: [{"op", "impl", "calls"}].
+// Returns the implementations that ran calls since the last reset: [{"op", "impl", "calls"}].
 TB_EXPORT const char* tb_usage(int reset) {
   json result = json::array();
   for (const OpUsage& u : OpManager::instance().usage()) {
@@ -259,8 +260,8 @@ TB_EXPORT const char* tb_layer_parameters(void* handle) {
   return text(result.dump());
 }
 // Returns the memory that te-fl holds on the GPU: {"bytes", "peak", "holders", "recorded": [{"use",
-// "count", "bytes"}]}. Then resets the peak, and records the holders when the total reaches
-// `record_at` bytes (0: never).
+// "count", "bytes"}]}. Holders are the uses of the memory. Then resets the peak; when the total
+// next reaches `record_at` bytes (0: never), te-fl records the holders.
 TB_EXPORT const char* tb_memory(size_t record_at) {
   const auto account = devices::memory_account(kDevice);
   const Status watched = devices::watch_memory(kDevice, record_at == 0 ? SIZE_MAX : record_at);

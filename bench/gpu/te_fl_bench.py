@@ -30,7 +30,7 @@ class TensorStruct(ctypes.Structure):
 
 
 class Tensor:
-    """A te_fl_tensor over a torch tensor; keeps both alive."""
+    """A te_fl_tensor that shares a torch tensor's memory and keeps it alive."""
 
     def __init__(self, data, quant=None, keep=()):
         self.torch, self.quant, self.keep = data, quant, keep
@@ -61,7 +61,7 @@ def plain(*shape, dtype=torch.bfloat16, std=1.0):
 
 
 def fp8(rows, cols, dtype=torch.float8_e4m3fn, columnwise=True, scaling=TENSOR, flags=0):
-    """Makes a quantised tensor with Gaussian codes in both copies and a scale of 1."""
+    """Makes an FP8 tensor with Gaussian random row-wise and column-wise data and a scale of 1."""
     def codes(a, b):
         return torch.empty((a, b), dtype=torch.bfloat16, device="cuda").normal_(0, 8).to(dtype)
     data = codes(rows, cols)
@@ -88,7 +88,8 @@ def fp8(rows, cols, dtype=torch.float8_e4m3fn, columnwise=True, scaling=TENSOR, 
 
 
 def quantised(values, dtype, empty=False):
-    """Makes a row-wise tensor with per-tensor scaling: the codes of `values`, or uninitialised codes of its shape with a scale of 1 if `empty`."""
+    """Makes a row-wise tensor with per-tensor scaling: the FP8 data of `values`, or, if `empty`, uninitialised FP8 data of the shape of `values` and
+    a scale of 1."""
     most = torch.finfo(dtype).max
     scale = torch.ones(1, device="cuda") if empty else (most / values.abs().max().float()).reshape(1)
     data = torch.empty_like(values, dtype=dtype)
@@ -115,7 +116,7 @@ def numbers(t):
 class Library:
     def __init__(self, folder, plugin):
         os.environ.setdefault("TE_FL_PLUGIN_PATH", "")
-        os.environ.setdefault("TE_FL_MAX_STAGED_BYTES", "0")  # makes a row an error if no kernel serves it
+        os.environ.setdefault("TE_FL_MAX_STAGED_BYTES", "0")  # no host fallback: a row whose op has no kernel for the device is an error
         self.lib = ctypes.CDLL(os.path.join(folder, "libte_fl_bench_gpu.so"))
         for name in ("tb_error", "tb_schema", "tb_usage", "tb_layer_parameters", "tb_memory", "tb_findings"):
             getattr(self.lib, name).restype = ctypes.c_char_p
@@ -151,7 +152,7 @@ class Library:
         return json.loads(self.lib.tb_usage(int(reset)))
 
     def memory(self, record_at=0):
-        """Returns the memory that te-fl holds, its peak, and the holders recorded since the last call; see tb_memory()."""
+        """Returns the memory that te-fl holds, its peak, and the recorded uses of the memory; see tb_memory() in shim.cpp."""
         text = self.lib.tb_memory(record_at)
         if text is None:
             raise RuntimeError(self.lib.tb_error().decode())

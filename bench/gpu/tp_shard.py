@@ -25,19 +25,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import te_fl.pytorch as te
 
 HIDDEN, FFN, HEADS, SEQUENCE, BATCH = 4096, 16384, 32, 2048, 4
-TARGETS = {2: 0.977, 4: 0.954}  # efficiency of the products alone
+TARGETS = {2: 0.977, 4: 0.954}  # efficiency of the GEMMs alone
 RECIPES = {"BF16": None, "delayed": te.DelayedScaling(), "current": te.Float8CurrentScaling(), "block": te.Float8BlockScaling()}
 
 
 class Done:
-    """Stands in for the work handle of a collective that was left out."""
+    """A work handle that is complete from the start, for a collective that was left out."""
 
     def wait(self):
         return True
 
 
 def leave_out_collectives():
-    """Replaces the fake groups' collectives by nothing, because they copy a rank's part, which takes time that a network transfer would not."""
+    """Replaces the fake groups' collectives by nothing, because the fake collectives copy a rank's shard with kernels, whose time a network transfer
+    would not take."""
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
         setattr(dist, name, lambda *arguments, async_op=False, **more: Done() if async_op else None)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures the fastest cuBLASLt algorithms for the products of bench_gpu.py's layers and writes a file for TE_FL_CUDA_GEMM_FILE.
+"""Measures the fastest cuBLASLt algorithms for the GEMMs of bench_gpu.py's layers and writes a file for TE_FL_CUDA_GEMM_FILE.
 
 usage: tune_gemm.py --file FILE [--build DIR] [--match TEXT] [--seconds S] [--list]
   --file FILE    the file that choices are added to; products in it are not measured again, so that a run that
@@ -24,11 +24,11 @@ import time
 from gemm_choices import Choices, table
 
 START = time.monotonic()
-LONGEST_S = 10  # s that a product takes at most
+LONGEST_S = 10  # upper limit of the seconds that one GEMM's measurement takes
 
-# The products of the quickstart layers, sorted by the gain from measuring on an H100. FP8 products alone come before their layers, because their
-# codes have the distribution that delayed scaling produces after its first steps: the bits decide the power that a product draws, and so which
-# algorithm wins.
+# The GEMMs of the quickstart layers, sorted by the gain from measuring on an H100. FP8 GEMMs alone come before their layers, because their FP8 data
+# has the distribution that delayed scaling produces after its first steps: the bits decide the power that a GEMM draws, and so which algorithm is
+# fastest.
 FIRST = [*(f"product fp8 {name}" for name in (
              "forward fc1", "forward proj with residual", "forward qkv", "dgrad fc2", "wgrad fc2", "dgrad qkv",
              "forward fc2 with residual", "wgrad fc1", "wgrad proj", "wgrad qkv", "dgrad fc1", "dgrad proj")),
@@ -37,19 +37,19 @@ FIRST = [*(f"product fp8 {name}" for name in (
          "layer quickstart delayed", "layer quickstart none", "layer quickstart block"]
 
 
-# The layer's other products: (dtype, kind, extra argument) -> linear layers.
+# The layer's other GEMMs: (dtype, kind, extra argument) -> linear layers.
 MORE = {("fp8", "forward", "residual"): ("proj", "fc2"), ("bf16", "forward", "residual"): ("proj", "fc2"),
         ("bf16", "wgrad", "bias_grad"): ("qkv", "proj", "fc2")}
 
 
 def cases(bench_gpu, layer_cases):
-    """Returns {name: function of the library} of everything to measure."""
+    """Returns {name of a case: function that takes the library and runs the case}."""
     def layer(shape, recipe):
         def run(library):
             import torch
             x, dy = layer_cases.activations(shape)
             made = layer_cases.te_fl_layer(library, shape, x, dy, recipe)
-            for _ in range(2):  # the second step uses the scales that the first found
+            for _ in range(2):  # the second step uses the scales that follow from the first step's amaxes
                 made.step()
             torch.cuda.synchronize()
             made.close()
@@ -87,7 +87,7 @@ def chosen_cases(found, match):
 
 
 def stop_after(seconds, path, end_run):
-    """Starts a thread that calls `end_run` when the time is over and the current product's choice is in the file. A measurement cannot be
+    """Starts a thread that calls `end_run` when the time is over and the current GEMM's choice is in the file. A measurement cannot be
     interrupted; after each one the file is complete."""
     def wait():
         time.sleep(max(0.0, seconds - (time.monotonic() - START)))

@@ -94,7 +94,7 @@ def steps(seconds):
 
 
 def step_of(device, recipe, backward, plain=False):
-    """Returns one call as in host_time.py's rows that enter an autocast per call; plain: a call of torch.nn.Linear."""
+    """Returns a function that makes one call of a Linear and enters an autocast for it, as in host_time.py. plain: calls torch.nn.Linear."""
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, device=device, requires_grad=True)
     dy, options = torch.randn_like(x), {} if recipe is None else {"is_first_microbatch": False}
     kind = {"dtype" if plain else "params_dtype": torch.bfloat16, "device": device}

@@ -83,7 +83,7 @@ def least(cases, blocks, calls=50):
 
 def product_rows(device, dtype, blocks):
     """Prints the host time of a layer's collective: the forward of a small Linear that gathers or scatters its rows, less that of a Linear with as
-    many products and no group."""
+    many GEMMs and no group."""
     ranks, own = dist.get_world_size(), {"params_dtype": dtype, "device": device}
     group = {"tp_group": dist.group.WORLD, "sequence_parallel": True}
     pairs = {"all_gather": (te.Linear(64, 64 * ranks, parallel_mode="column", **group, **own), te.Linear(64, 64, **own), 8, 8 * ranks),

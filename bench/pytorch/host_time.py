@@ -27,11 +27,11 @@ from te_fl.pytorch.modules import base, layers
 ROWS, WIDTH = 64, 768
 TORCH = "torch.nn.Linear BF16"
 GRAPHED = ", graphed"  # suffix of a row whose forward and backward replay CUDA graphs
-PYTHON = ", node in Python"  # suffix of the row with the autograd node in Python, beside a row with the node in C++ if that is built
+PYTHON = ", node in Python"  # suffix of a row that uses the autograd node in Python; the row without it uses the node in C++, if that is built
 
 
 def nodes():
-    """Returns {suffix of a row's name: the autograd node}."""
+    """Returns {suffix of a row's name: implementation of the autograd node}."""
     return {"": call.run} if call.run is call.python_run else {"": call.run, PYTHON: call.python_run}
 
 
@@ -61,8 +61,8 @@ def medians(device, cases, blocks, calls):
 
 
 def own_linear(device, recipe):
-    """Returns (te.Linear, its recipe, the arguments of its forwards), after steps that set the scales and the weights that is_first_microbatch=False
-    reuses."""
+    """Returns (te.Linear, its recipe, keyword arguments of its forward), after steps that set the scales and the quantised weights that
+    is_first_microbatch=False reuses."""
     module = te.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, device=device)
     if recipe is not None:
         for _ in range(2):
@@ -148,7 +148,8 @@ def run_linear(device, blocks, backward, calls=200):
 
 
 def layer_cases(device, te_fl_bench, library, hidden, ffn, heads, length, batch, recipes, blocks, calls, graphed=False):
-    """Returns {recipe and node: (te_fl.pytorch, C++)}: forward and backward with scale updates. graphed: adds the rows of make_graphed_callables."""
+    """Returns {recipe and autograd node: (step of te_fl.pytorch, step of the C++ layer)}. A step is forward, backward and scale updates. graphed:
+    adds rows with make_graphed_callables."""
     out = {}
     for name, recipe in recipes.items():
         x = torch.randn(length, batch, hidden, device=device, dtype=torch.bfloat16)

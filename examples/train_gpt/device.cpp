@@ -19,7 +19,7 @@ constexpr const char* kOps[] = {"embedding_fwd",  "generic_gemm",      "rmsnorm_
                                 "fused_attn_fwd", "fused_attn_bwd",    "quantize",
                                 "swiglu",         "cross_entropy_fwd", "multi_tensor_adam"};
 
-// Returns the first op of kOps that only host implementations serve for the device, or that has no
+// Returns the first op of kOps that has only host implementations for the device, or that has no
 // implementation; empty if there is none.
 Result<std::string> left_to_host(const Device& device) {
   te_fl::OpManager& manager = te_fl::OpManager::instance();

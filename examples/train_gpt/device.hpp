@@ -12,15 +12,16 @@ struct DeviceChoice {
   te_fl::Device device;
   std::string name;    // "cuda:0"
   std::string reason;  // reason for the choice; a clause without a full stop
-  // True if the device's own implementations serve the model's ops. If false (on the host, or if
-  // staged host implementations serve some ops), the smaller model is the default.
+  // True if the device has implementations of its own for the model's ops. If false (on the host,
+  // or if some ops run in host implementations on staged copies), the smaller model is the default.
   bool native = false;
 };
 
-// "auto" selects the first device other than the host that serves the model's ops itself, otherwise
-// the host. Any other text is a device's name; an error if no such device exists. If the job has
-// several ranks on this machine, each uses the device with its local number: FAILED_PRECONDITION if
-// there are too few devices of the kind, INVALID_ARGUMENT if the name has an index. Loads plugins.
+// Chooses the device of a run. "auto" selects the first device other than the host that has
+// implementations of the model's ops, otherwise the host. Any other text is a device's name; an
+// error if no such device exists. If the job has several ranks on this machine, each uses the
+// device with its local number: FAILED_PRECONDITION if there are too few devices of the kind,
+// INVALID_ARGUMENT if the name has an index. Loads plugins.
 te_fl::Result<DeviceChoice> choose_device(const std::string& wanted);
 
 }  // namespace train_gpt

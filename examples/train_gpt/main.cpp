@@ -22,8 +22,8 @@ using te_fl::Result;
 using te_fl::Status;
 
 // Checks before the training that a file can be written, and leaves an existing file unchanged. A
-// checkpoint is written to a file beside its path and then renamed (`beside`), so the check creates
-// such a file; other files are opened in place.
+// checkpoint is written to a file next to its path and then renamed (`beside`), so the check
+// creates such a file; other files are opened in place.
 Status check_writable(const char* option, const std::string& path, bool beside) {
   if (path.empty()) return {};
   std::error_code error;

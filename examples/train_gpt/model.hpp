@@ -45,7 +45,8 @@ class Gpt : public te_fl::nn::Module {
   te_fl::nn::AttentionInputs attention_;
   std::vector<std::unique_ptr<te_fl::nn::TransformerLayer>> layers_;
   std::unique_ptr<te_fl::nn::Module> norm_;
-  te_fl::nn::LayerNorm* layer_norm_ = nullptr;  // exactly one of the two is set; norm_ owns it
+  te_fl::nn::LayerNorm* layer_norm_ = nullptr;  // exactly one of layer_norm_ and rms_norm_ is set;
+                                                // norm_ owns the module
   te_fl::nn::RMSNorm* rms_norm_ = nullptr;
   std::unique_ptr<te_fl::nn::Linear> head_;
   te_fl::nn::CrossEntropyLoss loss_;

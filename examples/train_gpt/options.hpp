@@ -49,7 +49,8 @@ struct Options {
 // an error message was printed.
 bool parse_options(int argc, char** argv, Options& options, int* exit_code);
 // Sets the options that the command line left open: for a model that 2 cores train in half a minute
-// or, if a device serves the model's ops itself (`native`), for a GPU-sized model.
+// or, if the device has its own implementations of the model's ops (`native`), for a GPU-sized
+// model.
 void fill_defaults(Options& options, bool native);
 // Checks that the options are compatible; INVALID_ARGUMENT names those that are not.
 te_fl::Status check(const Options& options);

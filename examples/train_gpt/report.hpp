@@ -20,7 +20,7 @@ struct Results {
 
 // Returns the process's peak resident memory so far, in MiB.
 double peak_memory_mib();
-// Prints the implementations that served each op, the number of calls, and the cost of staging
+// Prints the implementations that ran each op, the number of calls, and the cost of staging
 // copies between another device and the host; from OpManager::usage().
 void print_usage_table();
 // Escapes characters that a terminal would not display.

@@ -86,8 +86,8 @@ Status Trainer::load() {
   TE_FL_RETURN_IF_ERROR(
       nn::load_checkpoint(options_.load, ranks_.tensor, *model_, adam_.get()).status());
   if (ranks_.data_rank() == 0) return {};
-  // The file contains the random streams of the first data-parallel rank. The other data-parallel
-  // ranks continue at the same offset of their own streams.
+  // The checkpoint contains the RNG state (seed and offset) of the first data-parallel rank. The
+  // other data-parallel ranks keep their own seeds and take over the offset.
   random_.set_random({seed, random_.random().offset});
   if (own) nn::Context(*own).set_random({own_seed, own->random().offset});
   return {};
@@ -172,7 +172,8 @@ Result<std::string> Trainer::sample() {
 }
 
 Status Trainer::save() const {
-  // Data-parallel ranks have equal states, unless ZeRO shards the optimizer's.
+  // Data-parallel ranks have equal states, so only the first saves, unless ZeRO shards the
+  // optimizer's state.
   if (ranks_.data_rank() != 0 && !options_.zero) return {};
   return nn::save_checkpoint(options_.save, ranks_.tensor, *model_, adam_.get(),
                              {{"recipe", options_.recipe}, {"style", options_.style}});

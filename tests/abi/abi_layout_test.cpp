@@ -47,8 +47,8 @@ TEST(Abi, LayoutMatchesTheGoldenFile) { expect_golden("golden_offsets.txt", desc
 
 TEST(Abi, ValuesMatchTheGoldenFile) { expect_golden("golden_values.txt", describe_values()); }
 
-// Parses a layout: "te_fl_quant.scale" -> "@48", "te_fl_quant" -> "56"; the arguments of an op
-// likewise, and "op NAME" -> the smallest accepted size.
+// Parses a text of describe_layout() into a map: "te_fl_quant.scale" -> offset "@48", "te_fl_quant"
+// -> size "56"; likewise for an op's arguments; "op NAME" -> the smallest accepted size.
 std::map<std::string, std::string> places(const std::string& layout) {
   std::map<std::string, std::string> out;
   std::istringstream lines(layout);
@@ -69,7 +69,7 @@ std::map<std::string, std::string> places(const std::string& layout) {
   return out;
 }
 
-// An enumerator that is missing from the list would not be checked.
+// describe_values() must list every enumerator, because the other tests check only listed ones.
 TEST(Abi, EveryEnumeratorIsListed) {
   std::set<std::string> listed;
   std::istringstream lines(describe_values());
@@ -87,7 +87,7 @@ TEST(Abi, EveryEnumeratorIsListed) {
   EXPECT_GT(found, 100);
 }
 
-// The list must contain every struct and every member, too.
+// describe_layout() must list every struct and every member.
 TEST(Abi, EveryMemberIsListed) {
   const auto listed = places(describe_layout());
   std::string text = text_of(std::string(TE_FL_SOURCE_DIR) + "/include/te_fl/plugin.h");
@@ -97,7 +97,7 @@ TEST(Abi, EveryMemberIsListed) {
   for (std::sregex_iterator s(text.begin(), text.end(), structs), end; s != end; ++s, ++found) {
     const std::string body =
         std::regex_replace((*s)[2].str(), std::regex(R"(TE_FL_INIT\([^;]*\))"), "");
-    // "type name;", "type name[4];", "type (*name)(...);"
+    // matches member declarations: "type name;", "type name[4];", "type (*name)(...);"
     const std::regex member(R"((?:\(\*(\w+)\)\([^;]*\)|(\w+)(?:\[\d+\])?)\s*;)");
     for (std::sregex_iterator m(body.begin(), body.end(), member); m != end; ++m) {
       const std::string name = (*m)[1].matched ? (*m)[1] : (*m)[2];
@@ -109,7 +109,7 @@ TEST(Abi, EveryMemberIsListed) {
 }
 
 TEST(Abi, DlpackLayouts) {
-  // Sizes in DLPack 1.1 of DLDevice, DLDataType and DLTensor on a 64-bit machine.
+  // DLDevice, DLDataType and DLTensor of DLPack 1.1 have these sizes on a 64-bit machine.
   EXPECT_EQ(sizeof(te_fl_device), 8u);
   EXPECT_EQ(sizeof(te_fl_dtype), 4u);
   EXPECT_EQ(sizeof(te_fl_dltensor), 48u);
@@ -121,8 +121,8 @@ TEST(Abi, DlpackLayouts) {
   EXPECT_EQ(offsetof(te_fl_dltensor, byte_offset), 40u);
 }
 
-// Every struct except those that R3 names begins with struct_size. The query's header starts with
-// the magic number instead, so that a reader can detect garbage before it trusts a size.
+// Every struct except those that R3 names begins with struct_size. The plugin query's header starts
+// with a magic number instead, so that a reader can detect garbage before it trusts a size.
 TEST(Abi, EveryStructBeginsWithItsSize) {
   const std::set<std::string> fixed = {"te_fl_dtype", "te_fl_device", "te_fl_dltensor"};
   auto layout = places(describe_layout());

@@ -9,7 +9,7 @@ import re
 import sys
 
 STRUCT = re.compile(r"typedef struct (te_fl_\w+) \{\n(.*?)\n\} \1;", re.S)
-# A chain link is the first member of other structs, so it cannot grow at its end.
+# te_fl_extension is the first member of other structs, so it cannot get new members at its end.
 FIXED = ("te_fl_extension",)
 
 

@@ -30,7 +30,8 @@ std::string text_of(const Status& status) {
   return text;
 }
 
-// Calls relu of {-1, 2, -3, 4} on the device; returns a text that says whether the answer is right.
+// Calls relu of {-1, 2, -3, 4} on the device; returns "OK" if the result is right, otherwise an
+// error text.
 std::string relu_on(const Device& device, const OpImplInfo& impl) {
   PolicySettings settings;
   settings.per_op["relu"] = {{PolicyToken::Type::kImpl, impl.kind, impl.impl_id}};

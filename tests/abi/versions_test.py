@@ -41,7 +41,7 @@ REFUSED = [
     ("3.0", GOOD, ["the plugin speaks ABI 0.9", "speaks 3.0", "rule R2", "rebuild the plugin"]),
     ("3.0", GOOD_21, ["the plugin speaks ABI 2.1", "speaks 3.0", "rule R2", "rebuild the plugin"]),
 ]
-# Plugins that work: host version, plugin, the plugin's ABI, the device of its relu.
+# Plugins that load and run: host version, plugin, the plugin's ABI version, the device of its relu.
 SERVED = [
     ("0.9", GOOD, "0.9", "cpu"),
     ("0.9", SMALL, "0.9", "cpu"),

@@ -1,4 +1,5 @@
-// MaskRule: the keys that a query sees and the queries that see a key follow from one rule.
+// Tests MaskRule: the keys that a query attends to and the queries that attend to a key are
+// consistent.
 #include "te_fl/attention/mask.hpp"
 
 #include <gtest/gtest.h>

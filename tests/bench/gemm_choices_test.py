@@ -1,4 +1,4 @@
-"""Tests how the benchmark's tools read files of GEMM choices; needs neither a GPU nor PyTorch."""
+"""Tests how the benchmarks' tools read files of measured GEMM algorithms (TE_FL_CUDA_GEMM_FILE); needs neither a GPU nor PyTorch."""
 
 import json
 import os

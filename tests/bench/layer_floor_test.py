@@ -35,7 +35,7 @@ def rows():
 class LayerFloor(unittest.TestCase):
     def test_sums_what_the_run_measured(self):
         found = layer_floor.floors(rows())
-        # The rows have no measured causal attention and no block-scaled (128) products, so these two layers are absent.
+        # The rows have no measured causal attention and no block-scaled (128) GEMMs, so these two layers are absent.
         self.assertEqual(list(found), ["quickstart none", "quickstart delayed cached", "quickstart delayed",
                                        "quickstart delayed+attention cached"])
         self.assertEqual(found["quickstart none"]["products"], 11900.0)
@@ -45,7 +45,7 @@ class LayerFloor(unittest.TestCase):
         # A matrix of 8192 x 4096 has 2^25 elements. Bytes per element: 2 x 4 for the norms, 2 x 8 for the norms' gradients; the bias gradients read 5
         # such matrices at 2 bytes.
         self.assertAlmostEqual(found["quickstart none"]["rest"], 2**25 * (8 + 16 + 10) / 2500e9 * 1e6)
-        # Casts of 6 matrices' worth at 4 bytes, and GELU's gradient on 4 matrices' worth at 6 bytes.
+        # Casts read and write as much as 6 matrices at 4 bytes, and GELU's gradient on 4 matrices' worth at 6 bytes.
         cached = 2**25 * (8 + 16 + 24 + 24) / 2500e9 * 1e6
         self.assertAlmostEqual(found["quickstart delayed cached"]["rest"], cached)
         self.assertAlmostEqual(found["quickstart delayed"]["rest"], cached + 12 * 2**24 * 4 / 2500e9 * 1e6)

@@ -36,7 +36,7 @@ class Recipes(unittest.TestCase):
         self.assertEqual(on("cpu", [served("add", "default.cpu")]), [])
         self.assertEqual(len(on("cuda:0", OWN + [served("silu", "default.cpu", 4)])), 1)
         self.assertIn("silu by default.cpu", on("cuda:0", [served("silu", "default.cpu", 4)])[0])
-        self.assertEqual(len(on("cuda:1", [served("add", "vendor.cuda", 1)])), 1)  # the op ran on the host, on copies of the tensors
+        self.assertEqual(len(on("cuda:1", [served("add", "vendor.cuda", 1)])), 1)  # simulates an op that ran on the host, on copies of the tensors
         self.assertEqual(len(on("cuda:0", [served("add", "vendor.cudax")])), 1)
         self.assertEqual(len(on("cuda:0", [])), 1)
         self.assertEqual(len(recipes.served_elsewhere({"device": "cuda:0"})), 1)

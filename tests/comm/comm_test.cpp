@@ -141,7 +141,7 @@ TEST_F(Comms, ADifferenceBetweenRanksIsRefusedOnAll) {
   });
 }
 
-// Returns a policy under which no implementation may serve a collective.
+// Returns a policy under which no implementation of a collective is allowed.
 PolicySettings without_choice() {
   PolicySettings settings;
   settings.per_op["all_reduce"] = {{.type = PolicyToken::Type::kImpl, .name = "vendor.not_here"}};
@@ -173,7 +173,7 @@ TEST_F(Comms, APolicyOfOneRankThatCameLaterDecidesNothing) {
   });
 }
 
-// Deterministic results are requested by the call, or by the rank's current policy.
+// A collective is deterministic if the call or the rank's current policy requests it.
 TEST_F(Comms, DeterministicResultsAreThePresentPolicysToAskFor) {
   const Result<Comm> comm = Comm::create(options(0, 1));
   ASSERT_OK(comm);
@@ -231,7 +231,7 @@ TEST_F(Comms, AMissingRankInACollectiveFailsItOnAll) {
     ASSERT_OK(comm);
     const Tensor t = Tensor::zeros({4, 2}, DType::kF32).value();
     ASSERT_OK(all_reduce(*comm, t));
-    if (rank == 1) {  // rank 1 is busy with other work for too long
+    if (rank == 1) {  // rank 1 does other work for longer than the time-out
       while (failed < 2) std::this_thread::sleep_for(milliseconds(5));
       EXPECT_FAILS(comm->status(), kCommFailed, "world") << "its watchdog saw it, too";
       return;
@@ -405,15 +405,16 @@ TEST_F(Comms, ValidateComparesReductionsAndRoots) {
   ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
 }
 
-// The setting is process-wide here, so the test changes it between the ranks' creations. If any
-// rank has it, all ranks compare their calls, and no rank waits for a rank that does not compare.
+// TE_FL_VALIDATE is process-wide and the ranks are threads, so the test changes the variable
+// between the ranks' creations. If any rank has it set, all ranks compare their calls, and no rank
+// waits for a rank that does not compare.
 TEST_F(Comms, ValidateOnOneRankAloneIsForAll) {
   for (int asks = 0; asks < 2; ++asks) {
     store = Store::in_process();
     std::atomic<int> turn{0};
     on_ranks(2, [&](int rank) {
-      // A rank reads the setting before it publishes its facts, so the setting may change after
-      // that.
+      // A rank reads TE_FL_VALIDATE before it publishes its facts under this key, so the test may
+      // change the variable once the key exists.
       const std::string told = "world/facts/" + std::to_string(1 - rank);
       if (rank != asks) {
         EXPECT_TRUE(store->get(told, milliseconds(20000)).ok());
@@ -432,7 +433,7 @@ TEST_F(Comms, ValidateOnOneRankAloneIsForAll) {
   }
 }
 
-// The setting is off when the communicator is created and is set later.
+// TE_FL_VALIDATE is off when the communicator is created and is set later.
 TEST_F(Comms, ValidateThatComesLaterWaitsForNobody) {
   on_ranks(2, [&](int rank) {
     const Result<Comm> comm = Comm::create(options(rank, 2));

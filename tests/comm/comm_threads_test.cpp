@@ -1,6 +1,7 @@
-// Threads that use one communicator: who calls, who aborts, who asks for its status, and the
-// watchdog. The thread sanitizer looks at what they share. A test brings two of them to the places
-// that it names by relaxed atomics, which order no memory, so that the locks alone do.
+// Threads that share a communicator: they run collectives, abort it, query its status, and run its
+// watchdog. Meant for the thread sanitizer, which checks the shared state. A test synchronises two
+// threads at chosen places by relaxed atomics: these order no memory, so the sanitizer sees only
+// the ordering of te-fl's own locks.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -32,7 +33,7 @@ using std::chrono::milliseconds;
 using testing::PlainDevice;
 using testing::together;
 
-// A place that a thread has come to, as others see it without being ordered behind it.
+// A flag that one thread sets and others wait for, without ordering memory between the threads.
 class Place {
  public:
   void reach() { reached_.store(true, std::memory_order_relaxed); }
@@ -45,7 +46,7 @@ class Place {
   std::atomic<bool> reached_{false};
 };
 
-// A store that calls the test before it answers.
+// A store that calls the test's on_look before it looks up a key.
 class AskingStore final : public comm::ProcessStore {
  public:
   Status set(std::string_view key, std::string_view value) override {
@@ -70,7 +71,8 @@ bool is_key(std::string_view key, std::string_view word) {
   return key.find(word) != std::string_view::npos;
 }
 
-// The provider of these communicators: its broadcasts and aborts are the test's.
+// The collectives provider of these communicators. The test's functions implement its broadcast and
+// abort.
 struct Relay {
   std::function<te_fl_status()> on_run;
   std::function<void(int* comm)> on_abort;
@@ -137,7 +139,7 @@ class CommThreads : public ::testing::Test {
     EXPECT_OK(comm);
     return comm.ok() ? std::move(comm).value() : Comm();
   }
-  // Both ranks of a communicator of two.
+  // Returns both ranks of a communicator of two ranks.
   static std::vector<Comm> pair(const std::shared_ptr<Store>& store) {
     std::vector<Comm> ranks(2);
     together(1, {[&](int) { ranks[0] = made(0, 2, store); },
@@ -153,7 +155,8 @@ class CommThreads : public ::testing::Test {
   Tensor data = Tensor::zeros({3}, DType::kF32).value();
 };
 
-// The watchdog looks at the marks behind collectives on a device while others are enqueued.
+// The watchdog checks the events behind collectives on a device while another thread enqueues more
+// collectives.
 TEST_F(CommThreads, CallOnADeviceUnderTheWatchdog) {
   PlainDevice plain("relay");
   const Device device = devices::add(&plain.desc).value();
@@ -168,8 +171,8 @@ TEST_F(CommThreads, CallOnADeviceUnderTheWatchdog) {
   EXPECT_OK(devices::remove(device));
 }
 
-// The watchdog has looked at a communicator when it is destroyed, and ends when there is none: the
-// next one has a watchdog again.
+// The watchdog thread ends when the last communicator is destroyed; the next communicator starts a
+// new watchdog.
 TEST_F(CommThreads, ComeAndGoUnderTheWatchdog) {
   for (int i = 0; i < 2; ++i) {
     {
@@ -180,7 +183,7 @@ TEST_F(CommThreads, ComeAndGoUnderTheWatchdog) {
   }
 }
 
-// Each thread has a communicator and groups of its own.
+// Each thread opens and closes groups on a communicator of its own.
 TEST_F(CommThreads, HaveGroupsOfTheirOwn) {
   std::vector<Comm> comms;
   for (int t = 0; t < 3; ++t) comms.push_back(made());
@@ -196,7 +199,8 @@ TEST_F(CommThreads, HaveGroupsOfTheirOwn) {
   together(300, {use(comms[0]), use(comms[1]), use(comms[2])});
 }
 
-// Threads abort one communicator at once: one of them is the first, and its reason is all's.
+// Several threads abort one communicator at the same time: every thread then sees the reason of the
+// first abort.
 TEST_F(CommThreads, AbortItTogether) {
   for (int round = 0; round < 60; ++round) {
     Comm comm = made();
@@ -207,7 +211,8 @@ TEST_F(CommThreads, AbortItTogether) {
   }
 }
 
-// A communicator is destroyed between the abort of another one and its own, which that brings.
+// The abort of one communicator aborts the process's others as well. Here another communicator is
+// destroyed after the first abort and before its own.
 TEST_F(CommThreads, DestroyOneThatAnotherOnesFailureAborts) {
   Comm first = made(), other = made();
   Place aborting, destroyed;
@@ -224,8 +229,8 @@ TEST_F(CommThreads, DestroyOneThatAnotherOnesFailureAborts) {
   destroying.join();
 }
 
-// A thread asks for the status while the failure is still being told: it waits a moment, and what
-// it reads then is written anew by the thread that tells.
+// A thread queries a communicator's status while the failure of another communicator is still being
+// recorded: it gets a preliminary error text, which the recording thread replaces afterwards.
 TEST_F(CommThreads, AskForTheStatusOfAFailureThatIsBeingTold) {
   Comm first = made(), other = made();
   Place aborting, asked;
@@ -243,8 +248,9 @@ TEST_F(CommThreads, AskForTheStatusOfAFailureThatIsBeingTold) {
   EXPECT_FAILS(other.status(), kCommFailed, "the first");
 }
 
-// The communicator that failed first is asked in the same way: its failure gets what the store
-// knows: that another rank aborted it, and how far each had come.
+// A thread queries the status of the communicator that failed first, while another thread looks up
+// in the store whether another rank aborted it and which call each rank began last. The error then
+// contains these facts.
 TEST_F(CommThreads, AskForTheStatusWhileTheStoreIsAsked) {
   for (const char* word : {"aborted", "last/"}) {
     const auto store = std::make_shared<AskingStore>();
@@ -270,7 +276,8 @@ TEST_F(CommThreads, AskForTheStatusWhileTheStoreIsAsked) {
   }
 }
 
-// A call that another communicator's failure ends names itself in the failure, which others read.
+// A call that is interrupted by another communicator's failure adds its own name to the error text,
+// while another thread reads that text.
 TEST_F(CommThreads, AskForTheStatusWhileACallNamesItself) {
   Comm comm = made(), other = made();
   Place running, aborted, ended;
@@ -294,8 +301,8 @@ TEST_F(CommThreads, AskForTheStatusWhileACallNamesItself) {
   asking.join();
 }
 
-// A thread tells the other ranks how far this one has come while its call is refused, so that the
-// call's number is the next one's again.
+// A thread publishes this rank's last call number for the other ranks, while this rank's call is
+// refused and its number is given back to the next call.
 TEST_F(CommThreads, TellTheLastCallWhileItIsRefused) {
   const auto store = std::make_shared<AskingStore>();
   std::vector<Comm> ranks = pair(store);
@@ -320,7 +327,7 @@ TEST_F(CommThreads, TellTheLastCallWhileItIsRefused) {
   calling.join();
 }
 
-// A thread tells how far this rank has come while a call begins that has waited for the other
+// A thread publishes this rank's last call number while a call begins that has waited for the other
 // ranks' calls (TE_FL_VALIDATE).
 TEST_F(CommThreads, TellTheLastCallWhileOneBegins) {
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
@@ -335,7 +342,7 @@ TEST_F(CommThreads, TellTheLastCallWhileOneBegins) {
     if (!is_key(key, "step/1/1")) return std::nullopt;
     comparing.reach();
     told.wait();
-    return "broadcast number 1 of f32[3], root 0";  // as if rank 1 called the same
+    return "broadcast number 1 of f32[3], root 0";  // simulates an equal call of rank 1
   };
   g_relay.on_run = [] { return te_fl_status{TE_FL_COMM_FAILED}; };
   std::thread calling([&] { EXPECT_FAILS(call(ranks[0], data), kCommFailed, "enough"); });
@@ -344,13 +351,13 @@ TEST_F(CommThreads, TellTheLastCallWhileOneBegins) {
   calling.join();
 }
 
-// A child of fork() neither aborts its parent's communicator nor waits for a thread of the parent.
+// A forked child neither aborts its parent's communicator nor waits for a thread of the parent.
 TEST_F(CommThreads, AForkedChildLeavesTheParentsAlone) {
   Comm comm = made();
   const std::shared_ptr<Comm::State> rep = comm::find(comm.c()->id);
   ASSERT_TRUE(rep != nullptr && rep->mark_failed(Status(StatusCode::kCommFailed, "the parent's")));
   g_relay.on_abort = [](int*) { _exit(1); };
-  const std::lock_guard lock(rep->mutex);  // as if another thread had it when the process forked
+  const std::lock_guard lock(rep->mutex);  // simulates a lock that another thread held at the fork
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {

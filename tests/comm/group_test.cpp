@@ -22,14 +22,15 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
 
-// A provider with one rank whose broadcasts do nothing. A hanging group ends when the communicator
-// is aborted, or successfully after five seconds.
+// A collectives provider with one rank; its broadcasts do nothing. A hanging group ends when the
+// communicator is aborted, or successfully after five seconds.
 struct Telegraph {
   std::atomic<bool> hangs{false}, aborted{false};
   std::atomic<int> open{0};
   std::atomic<bool> holds{false};  // while set, a broadcast waits
   std::atomic<int> running{0}, destroyed{0};
-  std::atomic<bool> misused{false};  // destroyed while a call ran, or called after it was destroyed
+  std::atomic<bool> misused{false};  // true if the communicator was destroyed while a call ran, or
+                                     // called after its destruction
   std::atomic<uint32_t> timeout_ms{0};
 };
 Telegraph g_wire;

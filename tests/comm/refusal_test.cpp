@@ -1,5 +1,5 @@
-// A provider that fails to create its part on one rank: the other ranks get the error before the
-// time-out.
+// A collectives provider fails to create its communicator on one rank: the other ranks get the
+// error before the time-out.
 #include <gtest/gtest.h>
 
 #include <array>

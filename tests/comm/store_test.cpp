@@ -94,8 +94,8 @@ TEST(Store, ThreadsShareOne) {
   as_threads(4, [&](int rank) { exchange(*store, rank, 4); });
 }
 
-// A rank may leave as soon as it has what it needs. Rank 0, which runs the server of a TCP store,
-// leaves last.
+// Ends a rank's use of the store. Rank 0, which runs the server of a TCP store, waits until all
+// other ranks have called leave().
 void leave(Store& store, int rank, int size) {
   ASSERT_TRUE(store.set("left/" + std::to_string(rank), "1").ok());
   for (int r = 0; rank == 0 && r < size; ++r)
@@ -141,7 +141,7 @@ TEST(Store, ProcessesMeetAtAPort) {
   EXPECT_EQ(exit_code(two), 0);
 }
 
-// One thread sets a value while another thread waits for it on the same store.
+// One thread sets a value while another thread waits for that value on the same store object.
 TEST(Store, ThreadsOfOneRankDoNotBlockEachOther) {
   auto store = Store::open(free_address(), 0, 1, 1000ms);
   ASSERT_TRUE(store.ok());
@@ -284,7 +284,8 @@ TEST(Store, NobodyAnswers) {
               StatusCode::kTimeout, {"no.such.host.invalid", "its name has no address"});
 }
 
-// A listener that sends nothing, and one that speaks another protocol.
+// Another program listens at the store's port: one that sends nothing, and one that speaks another
+// protocol.
 TEST(Store, ForeignProgramAtThePort) {
   const int port = free_port();
   const auto foreign = comm::listen_on("127.0.0.1", port);

@@ -68,7 +68,7 @@ std::string parse(int argc, char** argv, Options& o) {
   return {};
 }
 
-// Returns the implementations that have served `op` since the usage was reset.
+// Returns the implementations that have run `op` since the usage counters were reset.
 std::set<std::string> served_by(const std::string& op) {
   std::set<std::string> ids;
   for (const OpUsage& u : OpManager::instance().usage()) {

@@ -1,4 +1,4 @@
-// Threads of a case's ranks record error margins concurrently.
+// The ranks of a conformance case are threads, which record their error margins concurrently.
 #include "conformance/margins.hpp"
 
 #include <gtest/gtest.h>

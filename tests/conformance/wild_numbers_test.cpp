@@ -41,8 +41,9 @@ constexpr std::array<int64_t, 14> kWild = {kLeast,  -kMost32 - 1,  -1,        0,
                                            3,       kMost32 - 1,   kMost32,   k32,  k32 + 1,
                                            k40 + 1, kMost / 2 + 1, kMost - 1, kMost};
 
-// Limits the address space while it lives, so that a huge allocation fails and the call that makes
-// it is found. Sanitizers reserve more address space and refuse huge requests themselves.
+// Limits the process's address space during its lifetime, so that a huge allocation fails and the
+// call that makes it is found. Sanitizers reserve more address space and refuse huge requests
+// themselves.
 class LittleMemory {
  public:
   LittleMemory() {
@@ -147,7 +148,8 @@ class WildCall {
   const te_fl_op_schema& schema;
   Problem problem;
   std::deque<Changeable> tensors;
-  std::map<std::string, std::vector<int64_t>> integers;  // arguments that are lists of integers
+  std::map<std::string, std::vector<int64_t>> integers;  // the arguments that are lists of
+                                                         // integers, by name
   CallOptions options;
 
  private:
@@ -358,7 +360,8 @@ void change_form(const Changeable& tensor, size_t k, Changes& all) {
       add(".shape[" + std::to_string(d) + "]", w,
           [dim](Changeable& t, int64_t v) { t.shape[dim] = v; });
     }
-    // Only strides of dimensions with extent 1 change: no element's address depends on them.
+    // Changes only strides of dimensions with extent 1, because no element's address depends on
+    // these.
     if (tensor.from->shape[dim] != 1) continue;
     for (const int64_t w : {kLeast, int64_t{-1}, int64_t{0}, kMost}) {
       add(".strides[" + std::to_string(d) + "]", w, [dim](Changeable& t, int64_t v) {
@@ -374,8 +377,9 @@ void change_form(const Changeable& tensor, size_t k, Changes& all) {
   }
 }
 
-// Returns false if a tensor claims more memory than it has, unless it is more than any address
-// space holds, or if it has more empty rows than a loop can visit.
+// Returns true if the changed call may be made. False if a tensor's extents need more memory than
+// it has (unless they exceed every address space), or if a tensor has more empty rows than a loop
+// can visit.
 bool has_its_memory(const WildCall& call) {
   return std::ranges::all_of(call.tensors, [](const Changeable& t) {
     __int128 now = 1, before = 1;
@@ -456,9 +460,9 @@ Changes changes_of(const WildCall& call) {
 
 // ---- running the calls
 
-// Returns what a case lets the test change: the names of its tensors and scalars, NAME of BITS for
-// integer tensors, and NAME of several for tensors and lists of at least 3 elements. A case is used
-// if it has an entry that no earlier case has.
+// Returns the kinds of numbers that a case lets the test change: the names of its tensors and
+// scalars, NAME of BITS for integer tensors, and NAME of several for tensors and lists of at least
+// 3 elements. A case is used if it has an entry that no earlier case has.
 std::set<std::string> kinds_of(const WildCall& call) {
   std::set<std::string> kinds;
   for (const Changeable& t : call.tensors) {
@@ -564,8 +568,8 @@ int run_case(const Case& c, WildCall& call, const std::vector<std::string>& impl
 
 constexpr int kCasesOfAnOp = 4, kLooked = 40;
 
-// Runs cases spread over the op's list that each have a new kind of number; returns the number of
-// calls.
+// Runs those of the op's cases that have a kind of number (see kinds_of()) that no earlier case
+// had; returns the number of calls.
 int run_op(const std::string& op, const std::vector<const Case*>& cases) {
   const te_fl_op_schema& schema = *OpRegistry::instance().schema(*OpRegistry::instance().find(op));
   const std::vector<std::string> impls = implementations_of(op);

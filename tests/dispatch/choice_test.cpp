@@ -1,5 +1,5 @@
-// The implementation that dispatch chooses for a call, by policy, supports() and scopes. resolve()
-// and explain() must report the same choice.
+// Tests which implementation dispatch chooses for a call, by policy, supports() and policy scopes.
+// resolve() and explain() must report the same choice.
 #include <gtest/gtest.h>
 
 #include <thread>
@@ -46,7 +46,8 @@ TEST_F(Dispatch, PreferPutsAKindFirst) {
     EXPECT_EQ(ran(), "vendor.v");
     vendor.run_status = TE_FL_UNSUPPORTED;
     ASSERT_OK(call());
-    EXPECT_EQ(ran(), "default.p vendor.v");  // in the fixture's order, default first
+    EXPECT_EQ(ran(), "default.p vendor.v");  // ran() lists them in the fixture's order, default
+                                             // first
   }
   ASSERT_OK(call());
   EXPECT_EQ(ran(), "default.p");
@@ -74,7 +75,7 @@ TEST_F(Dispatch, AListForAMisspeltOpFailsCallsUnderIt) {
     EXPECT_EQ(ran(), "");
   }
   s.per_op.clear();
-  s.per_op["acme::later"] = {impl("vendor.v")};  // an implementation that may be registered later
+  s.per_op["acme::later"] = {impl("vendor.v")};  // may name an op that is registered later
   const PolicyScope scope(s);
   ASSERT_OK(call());
 }
@@ -129,7 +130,8 @@ TEST_F(Dispatch, SupportsIsAskedUntilItAcceptsUnlessStatic) {
   EXPECT_EQ(portable.asked.load(), 3) << "the answer to the very call is known";
 }
 
-// R10: supports() may be skipped for a call equal to one that it accepted, and for no other call.
+// Rule R10: dispatch may skip supports() for a call equal to one that it accepted, and for no other
+// call.
 TEST_F(Dispatch, SupportsIsAskedAgainOfEveryOtherCall) {
   asks(portable);
   reregister(portable);
@@ -233,7 +235,7 @@ TEST_F(Dispatch, ACapturedScopeOutlivesItsPlugin) {
 TEST_F(Dispatch, FirstChoiceIsTheImplementationThatCallTriesFirst) {
   portable.desc.flags |= TE_FL_OP_CHEAP_EPILOGUES;
   reregister(portable);
-  for (int i = 0; i < 2; ++i) {  // the second iteration finds the cached route
+  for (int i = 0; i < 2; ++i) {  // the second iteration uses the cached choice
     const auto first = manager.first_choice(op, &five.args);
     ASSERT_OK(first);
     EXPECT_STREQ(first->impl_id, "default.p");

@@ -1,5 +1,6 @@
-// Communicators as arguments (R29): they are validated and enter plan keys. A call with a
-// communicator runs only on implementations of the plugin that created it, and is never staged.
+// Communicators as arguments of ops (rule R29): they are validated and are part of plan keys. A
+// call with a communicator runs only on implementations of the plugin that created it, and is never
+// staged.
 #include <gtest/gtest.h>
 
 #include <string>

@@ -25,7 +25,8 @@ using testing::Fake;
 struct Chip {
   std::map<const char*, size_t> blocks;
   size_t held = 0, limit = 1 << 20;
-  te_fl_status next_error = TE_FL_OK;  // next status of synchronize, copy, fill and allocate
+  te_fl_status next_error = TE_FL_OK;  // status that the next synchronize, copy, fill or allocate
+                                       // returns
   bool capturing = false;
   int synchronised = 0;
   int stream = 0;                 // its address is the handle
@@ -232,7 +233,8 @@ TEST_F(DeviceErrors, AStreamOfAnotherDeviceIsFound) {
 TEST_F(DeviceErrors, AStreamThatTheDeviceRefusesIsRefusedWithoutAsking) {
   int other = 0;
   chip.foreign = &other;
-  Fake scratch{"vendor.scratch"};  // scratch would be allocated on the foreign stream
+  Fake scratch{"vendor.scratch"};  // an implementation whose scratch would be allocated on the
+                                   // foreign stream
   scratch.desc.device_types = native.desc.device_types;
   scratch.desc.priority = 200;
   scratch.desc.workspace = [](void*, const te_fl_context*, const void*, size_t* bytes) {
@@ -255,7 +257,7 @@ TEST_F(DeviceErrors, AStreamThatTheDeviceRefusesIsRefusedWithoutAsking) {
   for (int i = 0; i < 3; ++i) EXPECT_FAILS(handle->call(&args, options), kInvalidArgument, words);
   EXPECT_FAILS(manager.first_choice(op, &args, options).status(), kInvalidArgument, words);
   EXPECT_EQ(scratch.runs.load(), 2);
-  // Invalid arguments are reported before the stream.
+  // A call with both errors reports the invalid argument, not the invalid stream.
   args.b = nullptr;
   EXPECT_FAILS(call(&other), kInvalidArgument, "argument 'b'");
   args.b = tensors[1];
@@ -283,7 +285,7 @@ TEST_F(DeviceErrors, ARandomStateInHostMemoryIsFound) {
   EXPECT_EQ(native.runs.load(), 1);
   ASSERT_OK(run(state.raw_data()));
   ASSERT_OK(run(nullptr));
-  // The address of the offset is checked, too.
+  // The address of the RNG offset is checked, too.
   CallOptions options;
   options.rng.offset_address = host;
   EXPECT_FAILS(manager.call(op, &args, options), kInvalidArgument,
@@ -292,8 +294,8 @@ TEST_F(DeviceErrors, ARandomStateInHostMemoryIsFound) {
   ASSERT_OK(run(host));
 }
 
-// A lost device can no longer check its memory or streams; the error must be the loss and not a
-// mistake of the caller.
+// Simulates check_pointer() or check_stream() of a lost device, which fails because of the loss.
+// te-fl must report the loss and not a mistake of the caller.
 te_fl_status lost(const te_fl_error_sink* errors) {
   errors->write(errors->host, "it fell off the bus");
   return TE_FL_DEVICE_LOST;
@@ -316,7 +318,7 @@ TEST_F(DeviceErrors, TensorsOfALostDeviceAreNoMistake) {
 TEST_F(DeviceErrors, ARandomStateOnALostDeviceIsNoMistake) {
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   chip.api.check_pointer = [](void*, const void*, size_t bytes, const te_fl_error_sink* errors) {
-    // Accepts the tensors, which are larger.
+    // Checks only the RNG seed and offset, which have 8 bytes; tensors are larger and are accepted.
     if (bytes != sizeof(uint64_t)) return te_fl_status{TE_FL_OK};
     return lost(errors);
   };
@@ -456,7 +458,7 @@ TEST_F(DeviceErrors, OutOfMemoryNamesTheLargestHolders) {
   devices::free(device, raw);
 }
 
-// ---- the account of device memory
+// ---- te-fl's accounting of device memory
 
 TEST_F(DeviceErrors, TheAccountSaysWhatIsHeldAndWhoHeldThePeak) {
   const size_t before = devices::memory_account(device).value().bytes;

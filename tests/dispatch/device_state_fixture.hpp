@@ -16,7 +16,7 @@ namespace te_fl::testing {
 class DeviceState : public ::testing::Test {
  protected:
   void SetUp() override {
-    OpManager::instance();  // devices can be released from now on
+    OpManager::instance();  // creates the manager, which installs the hooks that release devices
     device = devices::add(&far.desc).value();
     native.desc.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
     native.desc.provider = "far";

@@ -1,4 +1,5 @@
-// Per-stream device memory of an implementation that outlives a call (R27).
+// Tests state memory (rule R27): device memory of an implementation, one block per stream, that
+// persists between calls.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -30,7 +31,7 @@ class StreamState : public DeviceState {
         int32_t value = 0;
         std::memcpy(&value, at, sizeof value);
         found.push_back(value);
-        bool zero = true;  // true if the rest of the state is zero
+        bool zero = true;  // true if all bytes behind the counter are zero
         for (int i = 4; i < 4000; ++i) zero &= at[i] == 0;
         clean &= zero;
         ++value;
@@ -39,7 +40,8 @@ class StreamState : public DeviceState {
       return TE_FL_OK;
     };
   }
-  // Queued work still writes into this object, so it must finish first.
+  // The device's queued work still writes into this object, so it must finish before the
+  // destruction.
   ~StreamState() override { far.queues.drain(); }
   // Returns the bytes of stream states that te-fl holds.
   size_t held() const {
@@ -88,8 +90,8 @@ TEST_F(StreamState, GoesWithItsStream) {
   EXPECT_EQ(found, (std::vector<int32_t>{0, 0}));
 }
 
-// The implementation is unregistered, which frees its state on a stream, while another thread
-// retires that stream.
+// One thread unregisters the implementation, which frees its state on a stream, while another
+// thread retires that stream.
 class StateOnAStreamThatGoes : public StreamState {
  protected:
   void SetUp() override {

@@ -152,8 +152,8 @@ TEST_F(OnDevice, OlderArchitecturesAreRefused) {
   native.desc.min_arch = 90;
   add(native);
   EXPECT_FAILS(call(), kUnsupported, "it needs architecture 90 or newer, cuda:0 is 80");
-  // The device is replaced by a newer one. Its provider announces this, and the next call must use
-  // the new architecture.
+  // The device is replaced by a newer one. Its provider announces the replacement, and the next
+  // call must use the new architecture.
   fake.arch = 90;
   core::g_device_hooks.on_added.load()(device);
   ASSERT_OK(call());
@@ -246,7 +246,8 @@ TEST_F(OnDevice, ValuesAreToBeLookedAtUnderValidate) {
   EXPECT_EQ(made, 1) << "one plan serves with and without";
 }
 
-// Rule R12: a mistake in device values is reported by the next wait, and the device stays usable.
+// Rule R12: an invalid value in device memory is reported by the next synchronisation, and the
+// device stays usable.
 TEST_F(OnDevice, AMistakeInValuesIsToldByTheWait) {
   add(native);
   ASSERT_OK(call());
@@ -305,7 +306,7 @@ TEST_F(OnDevice, WhatIsMissingInACaptureIsNotReplacedByAnotherImplementation) {
   EXPECT_EQ(native.runs.load(), 2);
 }
 
-// Plans by the number of rows that they are made for.
+// An implementation that makes one plan for each number of rows.
 class PlansOnDevice : public OnDevice {
  protected:
   void SetUp() override {
@@ -363,7 +364,8 @@ TEST_F(PlansOnDevice, OfGraphsAreKeptFromTheMomentThatTheyAreFound) {
     fake.capturing = true;
     between = true;
   };
-  // supports() runs after the route is found; the next lock taken is the plan cache's.
+  // supports() runs after dispatch has chosen the implementation; the next lock taken is the plan
+  // cache's.
   native.with_supports().supports_body = [&](const te_fl_context&, const void*) -> te_fl_status {
     if (std::exchange(armed, false)) t_after_unlock = drop_plans;
     return TE_FL_OK;
@@ -375,7 +377,7 @@ TEST_F(PlansOnDevice, OfGraphsAreKeptFromTheMomentThatTheyAreFound) {
   ASSERT_OK(call_with(1));
   fake.capturing = false;
   ASSERT_TRUE(between);
-  ASSERT_OK(call_with(kMany));  // destroys the plans that were dropped during the capture
+  ASSERT_OK(call_with(kMany));  // this call destroys the plans that were evicted during the capture
   EXPECT_TRUE(is_destroyed(3));
   EXPECT_FALSE(is_destroyed(1)) << "the graph holds it";
 }

@@ -76,7 +76,8 @@ class Fork : public ::testing::Test {
     if (registry::thread_record_count() != 1) return 5;
     PolicySettings s;
     s.prefer = Kind::kReference;
-    s.allow_vendors = {"v" + std::to_string(getpid())};  // a name that must be interned
+    s.allow_vendors = {"v" + std::to_string(getpid())};  // a vendor name that is new and must be
+                                                         // interned
     const PolicyScope scope(s);
     if (!manager.call(op, &five.args).ok()) return 6;
     if (manager.usage().empty()) return 7;

@@ -1,6 +1,6 @@
-// Tests when another implementation may serve a call: after TE_FL_UNSUPPORTED, or after a failure
-// that the implementation itself marked clean. Any other failure goes to the caller. A lost device
-// is retired, whichever function reports the loss.
+// Tests when dispatch falls back to another implementation: after TE_FL_UNSUPPORTED, or after a
+// failure that the implementation itself marked clean. Any other failure goes to the caller. A lost
+// device is retired, whichever function reports the loss.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -23,7 +23,7 @@ namespace {
 using testing::Fake;
 using testing::FiveCall;
 
-// Statuses that the functions of implementation `first` return.
+// The statuses that a scripted implementation's functions return.
 struct Answers {
   te_fl_status supports = TE_FL_OK, prepare = TE_FL_OK, workspace = TE_FL_OK;
   size_t scratch = 0;
@@ -112,8 +112,8 @@ TEST_F(Fallback, WhatThePluginMarkedCleanMovesOn) {
   }
 }
 
-// Invalid statuses from a faulty implementation: negative numbers, whose bit 16 is set, and
-// undefined bits above a TE_FL_OK.
+// Invalid statuses of a faulty implementation: negative numbers (in which bit 16 is set), and
+// TE_FL_OK with undefined higher bits.
 constexpr te_fl_status kNoStatus[] = {-1,       -12,     0x20000,
                                       0x100000, 0x30000, 0x20000 | TE_FL_UNSUPPORTED};
 
@@ -397,8 +397,8 @@ TEST_F(FallbackOnDevice, ALostDeviceIsRetiredWhateverAnImplementationWasAsked) {
       SCOPED_TRACE(point.name);
       ASSERT_OK(call());
       g_answers.*point.answer = code;
-      // An existing plan needs no prepare(), and an accepted call needs no supports(); a new shape
-      // forces both.
+      // Uses a new shape, because dispatch calls prepare() only if no plan exists, and supports()
+      // only for a call that it has not accepted before.
       if (point.answer == &Answers::prepare || point.answer == &Answers::supports) {
         ++columns;
         for (Tensor& t : tensors) t = Tensor::zeros({3, columns}, DType::kF32, device).value();

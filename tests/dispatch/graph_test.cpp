@@ -131,7 +131,7 @@ TEST_F(Graphs, ALaunchRunsWhatWasCaptured) {
     EXPECT_TRUE(devices::is_capturing(device, stream.get()).value());
     ASSERT_OK(add(total, one, total, stream.get()));
     {
-      const StreamScope scope(stream.get());  // allocates memory that lives in the graph only
+      const StreamScope scope(stream.get());  // allocates memory that only the graph keeps alive
       const Tensor twice = zeros(1);
       ASSERT_OK(add(one, one, twice, stream.get()));
       ASSERT_OK(add(total, twice, total, stream.get()));
@@ -170,7 +170,8 @@ TEST_F(Graphs, ScratchOfAStreamGoesWithItAndTheGraphsCapturedOnIt) {
   EXPECT_EQ(recorder.blocks(), before);
 }
 
-// A framework began this capture. The graph keeps the scratch alive, but not the stream.
+// A framework captures a graph on its own stream. The graph keeps the scratch memory alive after
+// the stream is destroyed.
 TEST_F(Graphs, ScratchOfAGraphOutlivesItsStream) {
   const Tensor x = lasting(1);
   const size_t before = recorder.blocks();

@@ -1,5 +1,5 @@
-// A warm call allocates nothing and takes no lock. The test counts allocations and locks by
-// replacing the C library's functions.
+// A repeated call (after its first calls) allocates nothing and takes no lock. The test counts
+// allocations and locks by replacing the C library's functions.
 
 #include <dlfcn.h>
 #include <gtest/gtest.h>
@@ -208,8 +208,9 @@ TEST_F(HotPath, SupportsWorkspaceAndPlans) {
   expect_clean([&] { return manager.call(op, &five.args); });
 }
 
-// A call that the memo does not hold finds its plan under a lock. Some of the 600 shapes fall out
-// of the memo, where more calls hash into one set than it holds; the op determines which.
+// A call that is not in the per-thread memo finds its plan under a lock. Some of the 600 shapes are
+// evicted from the memo, because more calls hash into one of its sets than the set holds; which
+// ones depends on the op.
 TEST_F(HotPath, ManyPlannedShapes) {
   give_plans(portable);
   ASSERT_OK(registry.unregister_op("test::five", "default.p"));

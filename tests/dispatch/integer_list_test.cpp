@@ -1,5 +1,5 @@
-// An op with a list of integers, from the call to its saved form. The list is part of the plan key,
-// a copied call owns a copy of the list, and a description restores it.
+// Tests an op with a list of integers as an argument. The list is part of the plan key, a copied
+// call owns a copy of the list, and a saved call contains the list.
 #include <gtest/gtest.h>
 
 #include <cstring>

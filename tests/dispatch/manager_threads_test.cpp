@@ -1,4 +1,5 @@
-// Threads that use managers and staging buffers while devices, streams and managers come and go.
+// Threads use OpManagers and staging buffers while other threads create and destroy devices,
+// streams and OpManagers.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -26,11 +27,11 @@ using testing::FiveCall;
 using testing::PlainDevice;
 using testing::together;
 
-// A manager that is destroyed while another thread tells all of them of a device waits for it. Each
-// manager has scratch on a device of its own.
+// The destructor of an OpManager waits while another thread notifies all OpManagers of a device's
+// removal. Each OpManager has scratch memory on a device of its own.
 TEST(ManagerThreads, ManagersComeAndGoWhileAllAreToldOfAChange) {
   OpRegistry first;
-  const OpManager stays(first);  // from then on managers are told
+  const OpManager stays(first);  // installs the hooks that notify OpManagers
   std::atomic<bool> done{false};
   std::thread telling([&] {
     const Device absent{TE_FL_DEVICE_EXT, 77, devices::intern_provider("relay")};
@@ -73,7 +74,7 @@ TEST(ManagerThreads, ManagersComeAndGoWhileAllAreToldOfAChange) {
   telling.join();
 }
 
-// Calls of two threads are in what a third reads, from the reset on.
+// Two threads make calls while a third resets and reads the usage counters.
 TEST(ManagerThreads, CountCallsWhileTheCountsAreReset) {
   OpRegistry registry;
   OpManager manager(registry);

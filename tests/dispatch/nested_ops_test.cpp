@@ -1,5 +1,5 @@
-// Ops that run inside other ops: a thread that holds an implementation's lock and a stream's
-// scratch must not deadlock with another thread.
+// Ops that run inside other ops: a thread that holds the lock of a non-thread-safe implementation
+// and a stream's scratch must not deadlock with another thread.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -74,8 +74,9 @@ void wait_for(const std::atomic<bool>& flag) {
   while (!flag) std::this_thread::yield();
 }
 
-// One thread holds the inner implementation and wants the stream's scratch; the other holds the
-// scratch and wants the inner implementation. Each waits until the other holds its resource.
+// One thread holds the inner implementation's lock and needs the stream's scratch; the other holds
+// the scratch and needs that lock. The test makes each thread wait until the other holds its
+// resource.
 TEST_F(NestedOps, ScratchAndAnImplementationAreNotWaitedForCrosswise) {
   std::atomic<bool> has_inner{false}, has_scratch{false};
   std::thread::id holder;

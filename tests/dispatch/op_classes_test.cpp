@@ -1,5 +1,5 @@
-// The effect of an op's class on dispatch: a collective is not staged, not verified and has no
-// fallback. Ids of removed ops stay unused.
+// Tests that dispatch neither stages nor verifies a collective and has no fallback for it, and that
+// ids of removed ops stay unused.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -41,7 +41,7 @@ TEST_F(Collective, IsNotStaged) {
   const FiveArgs args = five();
   EXPECT_FAILS(call(args), kUnsupported, "a collective is not served on copies");
   EXPECT_EQ(here.runs, 0);
-  PolicySettings named;  // not even if the policy names it
+  PolicySettings named;  // not even if the policy names the host implementation
   named.per_op["test::all_five"] = {PolicyToken{PolicyToken::Type::kKind, Kind::kDefault, ""}};
   const PolicyScope scope(named);
   EXPECT_FAILS(call(args), kUnsupported, "a collective is not served on copies");
@@ -68,7 +68,7 @@ TEST_F(Collective, DoesNotFallBack) {
 
 TEST_F(Collective, ItsFirstChoiceIsWhatTheCallsMetadataSays) {
   here.desc.priority = 200;
-  here.desc.dtypes = TE_FL_BIT(TE_FL_F16);  // all ranks evaluate this condition equally
+  here.desc.dtypes = TE_FL_BIT(TE_FL_F16);  // a condition that all ranks evaluate equally
   add(here);
   add(other);
   FiveCall five;

@@ -35,7 +35,7 @@ inline PolicyToken impl(std::string id) {
   return {PolicyToken::Type::kImpl, Kind::kDefault, std::move(id)};
 }
 
-// Three implementations of test::five, one of each kind.
+// Three implementations of test::five: a reference, a default and a vendor one.
 class Dispatch : public ::testing::Test {
  protected:
   void SetUp() override {

@@ -284,7 +284,7 @@ TEST_F(Dispatch, WorkspaceIsAlignedAndNested) {
     if (depth == 1) {
       if (const Status s = call(); !s.ok()) return s.to_c();
     }
-    // The inner call had its own scratch.
+    // The inner call had its own scratch, so the outer call's contents are unchanged.
     EXPECT_EQ(*static_cast<const char*>(ctx.workspace), mine);
     return TE_FL_OK;
   };
@@ -295,7 +295,7 @@ TEST_F(Dispatch, WorkspaceIsAlignedAndNested) {
   ASSERT_OK(call());
   EXPECT_EQ(blocks[2], blocks[0]);  // the scratch is kept and not allocated again
   wanted = SIZE_MAX - 10;
-  // No other implementation serves the call instead.
+  // The call does not fall back to another implementation.
   EXPECT_FAILS(call(), kOutOfMemory, "a workspace of");
   EXPECT_EQ(vendor.runs.load(), 0);
 }

@@ -1,5 +1,6 @@
-// Plans that own device memory (R26) are destroyed after the device has finished the work of every
-// call that used them, whoever drops the plans and whatever happens to the streams.
+// Plans that own device memory (rule R26) are destroyed only after the device has finished the work
+// of every call that used them. This holds for every way to drop a plan, and if the streams are
+// destroyed or captured.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -28,9 +29,10 @@ using testing::FiveArgs;
 struct TestPlan {
   int pending = 0;  // units of device work that still use the plan
   bool destroyed = false;
-  int late = 0;  // units of work that ran after destroy
+  int late = 0;  // units of device work that ran after the plan was destroyed
 };
-std::deque<TestPlan> g_plans;  // kept, so that late work is harmless
+std::deque<TestPlan> g_plans;  // destroyed plans stay allocated, so that late work can write to
+                               // them
 int g_destroyed = 0, g_early = 0;
 std::function<void()> g_on_destroy;  // called when the next plan is destroyed
 
@@ -84,8 +86,8 @@ TEST_F(PlanMemory, ADroppedPlanGoesBehindItsWork) {
   devices::destroy_stream(device, stream);
 }
 
-// Without the flag, unregistering does not wait and destroys the plans of work that is still
-// running.
+// Without the flag TE_FL_OP_PLAN_MEMORY, unregistering does not wait for work that is still
+// running, and destroys its plans.
 TEST_F(PlanMemory, APlanThatOwnsNoneDoesNotWait) {
   native.desc.flags &= ~uint32_t{TE_FL_OP_PLAN_MEMORY};
   add();
@@ -187,8 +189,8 @@ TEST_F(PlanMemory, ALaunchOnAnotherStreamIsWaitedFor) {
   for (void* stream : {other, again}) devices::destroy_stream(device, stream);
 }
 
-// A framework's stream may be destroyed while a plan whose implementation is already unregistered
-// waits for it.
+// A framework's stream may be destroyed while a plan of an already unregistered implementation
+// waits for the stream's work.
 TEST_F(PlanMemory, AStreamMayGoWhileItsPlansAreDestroyed) {
   add();
   void* const stream = far.queues.make_stream();
@@ -256,7 +258,8 @@ TEST_F(PlanMemory, ACaptureConcernsThePlansOfItsStreamsAlone) {
   devices::destroy_stream(device, stream);
 }
 
-// The capture is not an object of te-fl's, so the is_capturing() query keeps the device alive.
+// A framework's capture is no object of te-fl's, so the running is_capturing() query itself must
+// keep the device alive.
 TEST_F(PlanMemory, ADeviceStaysWhileAStreamOfAPlanIsCaptured) {
   add();
   void* const stream = far.queues.make_stream();
@@ -372,7 +375,7 @@ TEST_F(PlanMemory, APluginIsNotWithdrawnWhileAStreamOfItsDeviceIsCaptured) {
   device = first;
 }
 
-// Another thread begins a capture after te-fl has asked whether the stream is capturing.
+// Another thread begins a capture after te-fl has queried whether the stream is being captured.
 TEST_F(PlanMemory, ACaptureThatBeginsMeanwhileIsWaitedFor) {
   add();
   void* const stream = devices::create_stream(device).value();
@@ -408,8 +411,8 @@ TEST_F(PlanMemory, ACaptureThatBeginsMeanwhileIsWaitedFor) {
   devices::destroy_stream(device, stream);
 }
 
-// A query keeps a stream alive while it runs; in a forked child, where the querying thread does not
-// exist, the stream may go.
+// A running query delays the destruction of its stream; in a forked child, where the querying
+// thread does not exist, the stream can be destroyed at once.
 TEST_F(PlanMemory, AStreamGoesInAForkedChildWhateverTheParentAsks) {
   add();
   static void* stream;
@@ -432,7 +435,7 @@ TEST_F(PlanMemory, AStreamGoesInAForkedChildWhateverTheParentAsks) {
   while (!asking.load()) std::this_thread::yield();
   const pid_t child = fork();
   if (child == 0) {
-    alarm(60);  // a deadlock ends by the signal
+    alarm(60);  // ends the child if it deadlocks
     _exit(devices::retire_stream(device, stream).ok() ? 0 : 1);
   }
   int status = -1;
@@ -444,7 +447,7 @@ TEST_F(PlanMemory, AStreamGoesInAForkedChildWhateverTheParentAsks) {
   EXPECT_EQ(g_early, 0);
 }
 
-// The answer of query_event: the device's own, an error, or not done.
+// The result of query_event: the device's own (kDevices), an error, or always "not done".
 enum class Answer { kDevices, kError, kNotDone };
 std::atomic<Answer> g_answer{Answer::kDevices};
 te_fl_status (*g_query)(void*, void*, int32_t*, const te_fl_error_sink*) = nullptr;
@@ -479,8 +482,8 @@ TEST_F(PlanEvents, ThatCannotBeQueriedSayNothing) {
   devices::destroy_stream(device, stream);
 }
 
-// The capturing thread itself makes other plans during the capture, and it is the one that ends the
-// capture.
+// The capturing thread itself makes plans during the capture. It must not wait for the capture's
+// end, because only it can end the capture.
 TEST_F(PlanEvents, ThatCannotBeQueriedAnyMoreDoNotWaitForTheThreadsOwnCapture) {
   add();
   void* const stream = devices::create_stream(device).value();
@@ -502,7 +505,8 @@ TEST_F(PlanEvents, ThatCannotBeQueriedAnyMoreDoNotWaitForTheThreadsOwnCapture) {
   devices::destroy_stream(device, stream);
 }
 
-// R12: an error that an op left on a stream goes to the caller that waits for that stream.
+// Rule R12: an error that an op left on a stream is returned to the caller that synchronises that
+// stream, and not consumed by te-fl's own waits.
 TEST_F(PlanMemory, AWaitForItsWorkLeavesErrorsToTheirOwner) {
   add();
   void* const stream = devices::create_stream(device).value();
@@ -528,7 +532,8 @@ TEST_F(PlanMemory, StreamsGoWhileOtherPlansAreReaped) {
     } while (!done.load());
   });
   make_many(nullptr);
-  // No plan goes while the other thread is inside a call that started before the plan was dropped.
+  // Makes plans until one is destroyed: no plan is destroyed while the other thread is inside a
+  // call that started before the plan was dropped.
   for (int64_t n = 1000; g_destroyed == 0 && n < 20000; ++n) EXPECT_OK(call(nullptr, n));
   done = true;
   other.join();

@@ -1,4 +1,5 @@
-// A forward's saved record, and the implementations that may serve the backward which reads it.
+// Tests a forward's saved record, and which implementations may run the backward that reads the
+// record.
 #include <gtest/gtest.h>
 
 #include "op_manager_fixture.hpp"
@@ -55,7 +56,7 @@ TEST_F(Saved, AnOpaqueRecordBindsTheBackwardToItsProducer) {
 }
 
 TEST_F(Saved, ARecordOfFixedFormatBindsNobody) {
-  record.opaque = 1;  // stale value of an earlier use
+  record.opaque = 1;  // a stale value from an earlier use of the record
   ASSERT_OK(manager.call("test::save_fwd", &args));
   EXPECT_EQ(record.opaque, 0u);
   EXPECT_STREQ(record.producer, "default.a");

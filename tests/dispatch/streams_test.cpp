@@ -25,7 +25,7 @@ using testing::FiveArgs;
 class TwoDevices : public ::testing::Test {
  protected:
   void SetUp() override {
-    OpManager::instance();  // devices can be released from now on
+    OpManager::instance();  // creates the manager, which installs the hooks that release devices
     a = devices::add(&far_a.desc).value();
     b = devices::add(&far_b.desc).value();
   }
@@ -35,7 +35,7 @@ class TwoDevices : public ::testing::Test {
     }
   }
   FarDevice& far(const Device& device) { return device == a ? far_a : far_b; }
-  // Enqueues work on the stream that sets all elements to `value`.
+  // Enqueues work on `stream`; when it runs, it sets all elements of `t` to `value`.
   void write_later(const Tensor& t, float value, void* stream) {
     FarDevice& device = far(t.device());
     auto* to = reinterpret_cast<float*>(device.real(t.raw_data()));
@@ -56,7 +56,8 @@ class TwoDevices : public ::testing::Test {
 
 // ---- copies to the host
 
-// A withdrawn device creates no objects, not even events; the tensors' work is on two streams.
+// A withdrawn device creates no new objects, not even events. Its tensors, which have pending work
+// on two streams, can still be copied to the host.
 TEST_F(TwoDevices, ATensorOfAWithdrawnDeviceIsCopiedHome) {
   const Stream stream = Stream::create(a).value();
   Tensor x, y;
@@ -79,8 +80,8 @@ TEST_F(TwoDevices, ATensorOfAWithdrawnDeviceIsCopiedHome) {
   EXPECT_EQ(read(*away), 7);
 }
 
-// synchronize() fails while the copy is still pending: once (an earlier op's error, which is
-// reported once), or always.
+// synchronize() fails while a copy is still pending: either once (it reports an earlier op's
+// error), or every time.
 class FailedWaits : public TwoDevices, public ::testing::WithParamInterface<int> {
  protected:
   void SetUp() override {
@@ -128,8 +129,8 @@ TEST_P(FailedWaits, FreeNoMemoryUnderACopy) {
 
 // ---- copies between devices
 
-// The path of a copy: the device's own copy function, or through the host because that function
-// refuses or is missing.
+// The path of a copy between devices. kDirect: by the device's own copy function. Otherwise through
+// the host, because that function refuses (kRefused) or is missing (kAbsent).
 enum class Way { kDirect, kRefused, kAbsent };
 
 class CopiesBetween : public TwoDevices, public ::testing::WithParamInterface<Way> {
@@ -145,7 +146,8 @@ class CopiesBetween : public TwoDevices, public ::testing::WithParamInterface<Wa
     EXPECT_EQ(far_b.copies_between.load() > 0, GetParam() == Way::kDirect && copied);
     TwoDevices::TearDown();
   }
-  bool copied = true;  // false if only strided tensors are copied, which always go through the host
+  bool copied = true;  // false if only strided tensors are copied, which are always copied through
+                       // the host
 };
 INSTANTIATE_TEST_SUITE_P(Ways, CopiesBetween,
                          ::testing::Values(Way::kDirect, Way::kRefused, Way::kAbsent));
@@ -218,7 +220,7 @@ TEST_P(CopiesBetween, OfQuantisedTensorsWaitForTheStreamsOfAllTheirParts) {
   EXPECT_EQ(copy.rowwise_codes().to(Device()).value().data<uint8_t>()[15], 0x38);
 }
 
-// The source is freed and its memory overwritten before the copy has run.
+// The source tensor is freed and its memory overwritten before the copy has run.
 TEST_P(CopiesBetween, OutliveTheirSource) {
   const Stream stream = Stream::create(a).value(), current = Stream::create(a).value();
   Tensor y;
@@ -368,7 +370,7 @@ TEST_F(TwoDevices, AScopeWithoutADeviceFindsItOrSaysThatItCannot) {
   const Stream of_a = Stream::create(a).value(), of_b = Stream::create(b).value();
   const Stream second = Stream::create(b).value();
   {
-    const StreamScope scope(second.get());  // te-fl created this stream on b only
+    const StreamScope scope(second.get());  // device b has this stream, device a does not
     EXPECT_EQ(devices::current_stream(a), nullptr);
     EXPECT_EQ(devices::current_stream(b), second.get());
   }
@@ -591,7 +593,8 @@ TEST_F(Scratch, OnlyStreamsOfOthersAreRetired) {
   EXPECT_EQ(far_a.retired.load(), nullptr);
 }
 
-// Streams come and go, and their graphs outlive them; te-fl keeps only what is in use.
+// Streams come and go, and their graphs outlive them; te-fl keeps scratch only for streams and
+// graphs that still exist.
 TEST_F(Scratch, NothingIsKeptOfStreamsThatCameAndWent) {
   make(1);
   const int64_t before = devices::live_objects(a);
@@ -606,8 +609,8 @@ TEST_F(Scratch, NothingIsKeptOfStreamsThatCameAndWent) {
   EXPECT_EQ(devices::live_objects(a), before);
 }
 
-// The device runs out of memory during a capture: the caller gets the error, and no other
-// implementation serves the call.
+// The device runs out of memory during a capture: the caller gets the error, and the call does not
+// fall back to another implementation.
 TEST_F(Scratch, WantOfItInACaptureIsTheCallers) {
   make(1);
   Fake second{"vendor.other"};

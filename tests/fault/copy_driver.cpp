@@ -1,4 +1,5 @@
-// Calls the copy of te-fl that this library is linked with; the test program itself links no te-fl.
+// A library that calls the copy of libte_fl that it is linked with; the test program itself is not
+// linked with libte_fl.
 #include <string>
 
 #include "te_fl/op_manager.hpp"
@@ -41,8 +42,8 @@ extern "C" __attribute__((visibility("default"))) const char* fault_run(const ch
   return text.empty() ? nullptr : text.c_str();
 }
 
-// Queries this copy's registry, which makes it keep a record for the calling thread. Returns 0 on
-// success.
+// Queries this copy's registry, so that this copy keeps a record for the calling thread. Returns 0
+// on success.
 extern "C" __attribute__((visibility("default"))) int fault_ask() {
   return te_fl::OpRegistry::instance().find("relu").ok() ? 0 : 1;
 }

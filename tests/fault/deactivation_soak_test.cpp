@@ -126,7 +126,7 @@ TEST_F(DeactivationSoak, OfAPluginOnTheHost) {
       }
     });
   }
-  // A plugin without plans and one with plans.
+  // The plugin "good" has no plans; "throw_destroy_plan" has plans.
   const std::string plugins[] = {"good", "throw_destroy_plan"};
   uint64_t rounds = 0;
   int64_t settled = 0;
@@ -181,7 +181,7 @@ TEST_F(DeactivationSoak, WhilePrioritiesChange) {
       }
     });
   }
-  // These threads also query the registry, so they read the tables without making calls.
+  // These threads also query the registry, which reads the op tables without making calls.
   for (int t = 0; t < kSetters; ++t) {
     threads.emplace_back([&, t] {
       OpRegistry& registry = OpRegistry::instance();
@@ -325,7 +325,8 @@ class ForeignCaller {
     return "";
   }
 
-  // Threads 2 and 3 call through a PreparedOp that outlives many lives of the device.
+  // Threads 2 and 3 call through a PreparedOp that stays in use while the device is withdrawn and
+  // reloaded many times.
   Status run(const te_fl_relu_args& args, const CallOptions& options) {
     if (number_ < 2) return OpManager::instance().call(op::relu, &args, options);
     if (!handle_) {
@@ -365,7 +366,8 @@ uint64_t withdraw_in_turn(const std::function<bool(uint64_t lives)>& live) {
     for (;;) {
       const auto loaded = plugins::load(fault_path(name));
       if (loaded.ok()) return;
-      // Loading fails while streams of an unfinished batch still exist.
+      // Loading the owner fails with "still referenced" while streams of an unfinished batch exist;
+      // it is then repeated.
       ASSERT_TRUE(testing::contains(loaded.status().to_string(), "still referenced"))
           << loaded.status().to_string();
       std::this_thread::yield();
@@ -407,7 +409,8 @@ TEST_F(DeactivationSoak, OfADeviceAndOfAPluginThatOnlyAddsOpsToIt) {
       ForeignCaller caller(device, t);
       ForeignCaller::Counts counts;
       for (uint64_t number = 0; !done.load(); number += kBatch) {
-        std::optional<PolicyScope> whoever;  // lets the host serve while the guest is away
+        std::optional<PolicyScope> whoever;  // allows host implementations while the guest is not
+                                             // loaded
         if (number / kBatch % 2 == 0) whoever.emplace(any);
         const uint64_t before = counts.served + counts.refused;
         const std::string what = caller.batch(number, counts);

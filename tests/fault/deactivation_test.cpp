@@ -158,7 +158,7 @@ TEST_F(Deactivation, CapturedPoliciesOutliveTheirPlugin) {
   EXPECT_FALSE(in_maps(fault_path("good")));
   std::thread([&] {
     const auto scope = captured.enter();
-    expect_host_works();  // served by the next entry of the policy's list
+    expect_host_works();  // the call uses the next entry of the policy's list
   }).join();
   load("good");
   Events::clear();
@@ -229,8 +229,8 @@ TEST_F(Deactivation, AFailingQuiesceKeepsThePluginInPlace) {
   expect_host_works();
 }
 
-// kBusy means that deactivate() has changed nothing, so a plugin whose quiesce() reports busy while
-// it is being removed gets another code.
+// kBusy means that deactivate() has changed nothing. If a plugin's quiesce() reports busy during
+// the removal, deactivate() therefore returns another code.
 TEST_F(Deactivation, AQuiesceThatIsBusyIsToldFromADeactivationThatIs) {
   load("quiesce_busy");
   const Status status = plugins::deactivate("quiesce_busy");

@@ -133,8 +133,8 @@ TEST_F(DiscoveryTest, ModulesThatDoNotResolveAreWarnings) {
   EXPECT_HAS(run.log, "\"godo\" is the name of no manifest; did you mean good?");
   EXPECT_HAS(run.log, "\"./good.so\" is a relative path");
   EXPECT_HAS(run.log, "\"xyzzy\" is the name of no manifest (known: good");
-  // A misspelt plugin name or a path is meant for te-fl, so it fails; a word unlike any plugin name
-  // may be a Python module's and is skipped.
+  // An entry of TE_FL_PLUGIN_MODULES that is a path or a misspelt plugin name fails; an entry
+  // unlike any plugin name may name a Python module and is skipped.
   EXPECT_HAS(run.line("godo"), "|failed|TE_FL_PLUGIN_MODULES|") << run.output;
   EXPECT_HAS(run.line("xyzzy"), "|skipped|TE_FL_PLUGIN_MODULES|") << run.output;
   EXPECT_HAS(run.line("good"), "|active|") << run.output;

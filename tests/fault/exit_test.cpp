@@ -61,7 +61,7 @@ TEST(Exit, DISABLED_InAState) {
   }).detach();
   if (std::getenv(kFromMain) != nullptr) wait_and_exit();
   std::thread([&] {
-    (void)OpManager::instance().usage();  // makes this thread known to te-fl
+    (void)OpManager::instance().usage();  // creates te-fl's record for this thread
     wait_and_exit();
   }).join();
 }

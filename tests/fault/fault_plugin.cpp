@@ -1,6 +1,6 @@
 // A plugin with one fault. It is compiled once and copied for each fault: fault_name, from
-// fault_name.c, is both the fault and the plugin's name. The fault "good" has no mistake and serves
-// relu for F32 on the host as vendor.fault.
+// fault_name.c, is both the fault and the plugin's name. The plugin "good" has no fault; it
+// implements relu for F32 on the host as vendor.fault.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -14,7 +14,7 @@
 #include "te_fl/plugin.h"
 
 #ifdef FAULT_CALLS
-extern "C" int FAULT_CALLS();  // in no library, or in one that has been removed
+extern "C" int FAULT_CALLS();  // defined in no library, or in one that has been removed
 #endif
 
 extern "C" const char fault_name[];
@@ -31,8 +31,8 @@ void event(const char* text) {
   reinterpret_cast<void (*)(const char*)>(number)(text);
 }
 
-// The fault "mortal" has static objects, which exit() destroys. A thread that is inside or enters
-// after that ends the process with a special status.
+// The fault "mortal" has static objects, which exit() destroys. A thread that is inside the plugin
+// at that time, or enters it later, ends the process with a special exit status.
 std::atomic<bool> g_destroyed{false};
 void need_static_objects(const char* where) {
   if (!is("mortal")) return;
@@ -204,7 +204,7 @@ struct Instance {
   te_fl_op_desc op[3];
   const te_fl_op_desc* ops[3] = {&op[0], &op[1], &op[2]};
   uint32_t op_count = 1;
-  // Room for a descriptor of another ABI version, longer or shorter.
+  // Memory for a descriptor of another ABI version, which may be longer or shorter.
   alignas(8) unsigned char longer[sizeof(te_fl_op_desc) + 64];
 };
 
@@ -297,7 +297,7 @@ te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_err
     say(errors, "the fault device is on fire");
     return TE_FL_FAILED_PRECONDITION;
   }
-  if (is("early_create")) {  // needs memory of a device whose plugin is loaded later
+  if (is("early_create")) {  // create() allocates memory on a device whose plugin is loaded later
     void* data = nullptr;
     te_fl_memory_desc memory;
     memory.bytes = 64;

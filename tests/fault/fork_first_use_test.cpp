@@ -43,7 +43,7 @@ F* real(std::atomic<F*>& kept, const char* name) {
   return kept.load();
 }
 
-// Returns true if fork() waits for a lock that the first thread holds.
+// Returns true if fork() itself waits for a lock that the thread holds that uses te-fl first.
 bool fork_waits() {
   char path[64], text[512];
   std::snprintf(path, sizeof path, "/proc/self/task/%d/stat", g_forking_thread);
@@ -72,7 +72,8 @@ void ended() { --g_depth; }
   _exit(outcome);
 }
 
-// Reports that the child would wait forever for this guard.
+// Reports that the child would wait forever for the static object of this guard, and ends the
+// child.
 [[noreturn]] void report_wait(Guard* guard) {
   Dl_info where{};
   dladdr(guard, &where);

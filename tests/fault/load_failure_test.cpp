@@ -157,8 +157,8 @@ TEST_F(LoadFailure, AFileThatIsNoLibrary) {
 TEST_F(LoadFailure, ATruncatedLibrary) {
   const TempFolder folder;
   std::string whole = read_file(fault_path("good"));
-  // Debug information and section headers follow the mapped segments; the loader does not need
-  // them.
+  // A file cut behind the mapped segments still loads: debug information and section headers follow
+  // these segments, and the dynamic loader does not need them.
   const size_t needed = end_of_segments(whole);
   for (const size_t size :
        {size_t{4}, size_t{40}, size_t{64}, size_t{500}, needed / 4, needed / 2, needed - 1}) {
@@ -220,7 +220,8 @@ TEST_F(LoadFailure, ANeededLibraryThatOthersCouldExchange) {
 }
 
 #if defined(__x86_64__)
-// The dynamic loader decides what can be loaded, and it searches glibc-hwcaps.
+// A needed library in the subfolder glibc-hwcaps is found, because the dynamic loader searches
+// there too.
 TEST_F(LoadFailure, ALibraryInGlibcHwcapsLoads) {
   if (!__builtin_cpu_supports("sse4.2")) GTEST_SKIP() << "the processor is below x86-64-v2";
   const TempFolder folder;

@@ -120,7 +120,8 @@ bool fails_well(const Entry& entry, int allocation) {
 
 void run_out_of_memory(const Entry& entry) {
   g_entry = entry.name;
-  // Counts in the second round, as some objects are allocated once per process.
+  // Counts the allocations of the second run, as the first run also allocates objects that live as
+  // long as the process.
   int count = 0;
   for (int round = 0; round < 2; ++round) {
     entry.prepare();

@@ -237,7 +237,8 @@ TEST_F(PluginCall, ACustomOpWithAnotherDescriptionIsRefused) {
 
 TEST_F(PluginCall, AnOpaqueRecordGoesBackToItsProducer) {
   load("opaque_record");
-  // Its higher priority would win if the record's producer did not decide.
+  // An implementation with a higher priority, which dispatch would choose if the record's producer
+  // did not determine the choice.
   te_fl_op_desc rival;
   rival.op_name = "fault::backward";
   rival.impl_id = "default.rival";

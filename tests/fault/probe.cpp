@@ -1,5 +1,5 @@
 // Prints the plugins that a new process finds in its environment, then makes one relu call and
-// prints the implementation that served it.
+// prints the implementation that ran it.
 #include <cstdio>
 #include <cstring>
 

@@ -25,7 +25,8 @@ class SettingsTest : public FaultTest {
   ProbeRun probe(std::map<std::string, std::string> environment) {
     environment.try_emplace("TE_FL_PLUGIN_PATH", folder_ / "path");
     environment.try_emplace("XDG_DATA_HOME", folder_ / "xdg");
-    environment["FAULT_EVENTS"] = "";  // holds an address of this process
+    environment["FAULT_EVENTS"] = "";  // unset for the child: the variable holds an address in this
+                                       // process
     return run_probe(environment);
   }
 #if defined(__x86_64__)
@@ -37,7 +38,7 @@ class SettingsTest : public FaultTest {
 };
 
 TEST_F(SettingsTest, ReachThePluginCheckedAndWithDefaults) {
-  // Declared in the plugin's header only, or in its manifest as well.
+  // The settings are declared in the plugin's header only, or in its manifest as well.
   for (const char* declared : {"", kDeclared}) {
     manifest("settings", declared);
     const ProbeRun run = probe({{"TE_FL_SETTINGS_DEBUG", "Yes"}, {"TE_FL_SETTINGS_MODE", "EXACT"}});

@@ -35,7 +35,7 @@ TEST(TwoCopies, WorkSideBySide) {
 }
 
 // One copy is in the global symbol scope, as in a program that links te-fl, and the other is
-// private. The test below runs this one in a child.
+// private. The next test runs this one in a child process.
 TEST(TwoCopies, DISABLED_OneOfThemGlobal) {
   void* global = dlopen(FAULT_SHARED_LIBRARY, RTLD_NOW | RTLD_GLOBAL);
   ASSERT_NE(global, nullptr) << dlerror();
@@ -46,8 +46,8 @@ TEST(TwoCopies, DISABLED_OneOfThemGlobal) {
   const char* problem = first(FAULT_GOOD, &manager);
   EXPECT_EQ(problem, nullptr) << problem;
   problem = second(FAULT_GOOD, &manager);
-  // The second driver's symbols resolve to the global copy, in which the plugin is already loaded:
-  // it gets an error, and nothing crashes.
+  // The second driver library's symbols resolve to the global copy of te-fl, in which the plugin is
+  // already loaded: it gets an error, and nothing crashes.
   ASSERT_NE(problem, nullptr);
   EXPECT_NE(std::string(problem).find("ALREADY_EXISTS"), std::string::npos) << problem;
 }

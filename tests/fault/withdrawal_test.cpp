@@ -1,7 +1,7 @@
 // A device is withdrawn while another plugin's op runs on it, while one of its own functions runs,
-// and while routes, handles and plans for it are cached. The plugin "owner" provides the device,
-// and the plugin "guest" adds ops to it. The tensors' memory is foreign, so that it does not keep
-// the device.
+// and while dispatch decisions, handles and plans for it are cached. The plugin "owner" provides
+// the device, and the plugin "guest" adds ops to it. The tensors' memory is foreign, so that it
+// does not keep the device.
 #include <atomic>
 #include <condition_variable>
 #include <functional>
@@ -122,7 +122,8 @@ class Withdrawal : public FaultTest {
     FaultTest::TearDown();
     EXPECT_FALSE(stage.heard("destroy with objects")) << stage.all();
   }
-  // Returns a tensor over foreign memory, which te-fl neither counts nor frees.
+  // Returns a tensor over foreign memory, which te-fl neither counts as the device's memory nor
+  // frees.
   Tensor foreign(float* memory) const {
     const int64_t shape[] = {kElements};
     return Tensor::wrap(memory, shape, {}, DType::kF32, device, nullptr).value();
@@ -337,7 +338,7 @@ TEST_F(Withdrawal, TheGuestMayGoFirst) {
     EXPECT_OK(plugins::deactivate("guest", true));
     gone = true;
   });
-  // Meanwhile, calls of other threads are served by host implementations.
+  // Meanwhile, calls of other threads run in host implementations.
   while (!gone && !owned_by("guest").empty()) std::this_thread::yield();
   EXPECT_FALSE(gone);
   stage.let_go();

@@ -140,7 +140,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::memcpy(args, &claimed, sizeof claimed);
   te_fl::core::Signature signature;
   const bool good = op.check(args, signature);
-  // The fast and the slow path agree, and every refusal has a message.
+  // The fast check and the full check agree, and every error has a message.
   const te_fl::Status status = op.check_status(args);
   if (good != status.ok() || (!good && status.message().empty())) std::abort();
   return 0;

@@ -1,4 +1,5 @@
-// A user's program, built against the installed prefix: runs silu and prints who served it.
+// A user's program, built against the installed prefix: runs silu and prints the implementation
+// that ran it.
 #include <cmath>
 #include <cstdio>
 

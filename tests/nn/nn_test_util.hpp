@@ -106,7 +106,7 @@ inline void set_values(const Tensor& t, const Values& values) {
   }
 }
 
-// Returns the parameter's gradient for writing; allocates it if there is none.
+// Returns the parameter's gradient tensor, which the test may write; allocates it if there is none.
 inline Tensor made_grad(const NamedParameter& p) {
   check(p.parameter->ensure_grad());
   return p.grad();
@@ -142,7 +142,7 @@ inline double relative_l2(const Values& a, const Values& b) {
   return std::sqrt(diff / norm);
 }
 
-// Parameter values by name, in double; inputs of the oracles.
+// Values of parameters and inputs by name, in double, as the oracles read them.
 using Params = std::map<std::string, Values>;
 inline Params params_of(const Module& module) {
   Params params;

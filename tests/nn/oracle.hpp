@@ -500,8 +500,8 @@ inline double dot(const Values& a, const Values& b) {
 }
 
 // Checks the gradient `got` of input `name` against central differences. Tensors with more than
-// `max_checked` elements are sampled. Sanitizer builds check few elements, as the sanitizer is
-// there for the modules and not for the oracle.
+// `max_checked` elements are sampled. Sanitizer builds check few elements, because the sanitizer
+// tests the modules and not the oracle.
 inline void expect_gradient(const Function& f, Params inputs, const std::string& name,
                             const Values& weight, const Values& got, double tolerance,
                             int64_t max_checked = te_fl::testing::rounds(48)) {

@@ -36,7 +36,7 @@ inline void on_ranks(int size, const std::function<void(const std::shared_ptr<co
   for (std::thread& thread : threads) thread.join();
 }
 
-// Returns the shard of `whole` that parameter p holds.
+// Returns the shard of the unsharded values `whole` that parameter p holds on this rank.
 inline Values part_of(const Values& whole, const NamedParameter& p) {
   const Shard& shard = p.parameter->shard;
   if (shard.whole.empty()) return whole;

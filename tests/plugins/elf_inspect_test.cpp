@@ -144,10 +144,10 @@ TEST_F(ElfInspect, NamesWhatIsNotALibrary) {
   EXPECT_EQ(inspect_elf(folder_ / "absent").kind, ElfKind::kMissing);
   EXPECT_EQ(inspect_elf(std::string("/bin/sh\0.so", 11)).kind, ElfKind::kMissing);
   ASSERT_EQ(mkfifo((folder_ / "fifo").c_str(), 0600), 0);
-  // And does not block on the pipe.
+  // inspect_elf() does not block on a named pipe.
   EXPECT_EQ(inspect_elf(folder_ / "fifo").kind, ElfKind::kSpecial);
 
-  // The compiler obeys the last of -shared, -c and -pie.
+  // If several of -shared, -c and -pie are given, the compiler uses the last one.
   EXPECT_EQ(inspect_elf(build("plugin.o", kPlugin, "-c")).kind, ElfKind::kRelocatable);
   const std::string program = "int main() { return 0; }";
   folder_.write("program.cpp", program);
@@ -204,7 +204,7 @@ TEST_F(ElfInspect, FlippedBytesNeverCrash) {
   std::size_t refused = 0;
   for (int round = 0; round < 6000; ++round) {
     std::string damaged = whole;
-    // Half of the rounds damage the headers and the tables that directly follow them.
+    // Half of the rounds damage only the headers and the tables that directly follow them.
     const std::size_t reach =
         round % 2 ? damaged.size() : std::min<std::size_t>(3072, damaged.size());
     for (std::size_t flips = 1 + below(8); flips > 0; --flips) {

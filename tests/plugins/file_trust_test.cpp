@@ -1,4 +1,5 @@
-// Finds who else could change the target of a path, or a plugin's libraries.
+// Tests whether te-fl finds other users who could change the target of a path, or a plugin's
+// libraries.
 #include "plugins/file_trust.hpp"
 
 #include <grp.h>
@@ -73,12 +74,12 @@ TEST_F(FileTrust, EveryFolderAndLinkOfAChainOfLinksCounts) {
   EXPECT_EQ(file_trust_problem(path), "");
   mode(folder_ / "open", 0777);
   EXPECT_HAS(file_trust_problem(path), "run: chmod o-w " + folder_ / "open");
-  // With the sticky bit, others may add links, but cannot replace this one.
+  // With the sticky bit, other users may add links, but cannot replace this one.
   mode(folder_ / "open", 01777);
   EXPECT_EQ(file_trust_problem(path), "");
   ASSERT_EQ(lchown((folder_ / "open/second").c_str(), 12345, 0), 0);
   EXPECT_HAS(file_trust_problem(path), "the link " + folder_ / "open/second belongs to");
-  // A link to a folder in the middle of the path.
+  // The path contains a symbolic link to a folder.
   fs::create_directory_symlink("../a", folder_ / "in/folder");
   EXPECT_EQ(file_trust_problem(folder_ / "in/folder/b/file"), "");
   mode(folder_ / "a", 0777);

@@ -315,7 +315,8 @@ TEST_F(DiscoveryTest, WritableByEverybodyIsRefusedWithTheWayOut) {
   ASSERT_EQ(chmod(folder.c_str(), 01777), 0);  // sticky: no other user can replace the file
   EXPECT_OK(read_manifest(file));
   ASSERT_EQ(chmod(folder.c_str(), 0755), 0);
-  ASSERT_EQ(chmod(folder_.path().c_str(), 0777), 0);  // folders further up are checked as well
+  ASSERT_EQ(chmod(folder_.path().c_str(), 0777), 0);  // parent folders further up are checked as
+                                                      // well
   EXPECT_HAS(read_manifest(file).error, "run: chmod o-w " + folder_.path());
 }
 
@@ -340,7 +341,8 @@ TEST_F(DiscoveryTest, AnotherOwnerIsRefused) {
 
 TEST_F(DiscoveryTest, FilesThatAreNoManifests) {
   ASSERT_EQ(mkfifo((folder_ / "fifo.json").c_str(), 0600), 0);
-  EXPECT_HAS(read_manifest(folder_ / "fifo.json").error, "pipe");  // and does not block on the pipe
+  EXPECT_HAS(read_manifest(folder_ / "fifo.json").error, "pipe");  // read_manifest() does not block
+                                                                   // on the pipe
   EXPECT_HAS(read_manifest(folder_ / "absent.json").error, "No such file");
   folder_.write("large.json", std::string(kMaxManifestBytes + 1, ' '));
   EXPECT_HAS(read_manifest(folder_ / "large.json").error, "65537 bytes");

@@ -1,5 +1,5 @@
-// Threads that use the plugins together: their records, those that wait to be loaded, their
-// settings.
+// Threads use plugins concurrently: the plugins' records, plugins whose loading is deferred, and
+// plugins' settings.
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -30,7 +30,8 @@ Record record_of(const std::string& name, State state, const std::string& reason
   return record;
 }
 
-// Two plugins come and go while each question about them has a thread of its own.
+// Two plugins are loaded and unloaded repeatedly, while each query function about plugins runs on a
+// thread of its own.
 TEST(PluginThreads, ReadAndChangeTheRecords) {
   const auto change = [](const std::string& name) {
     return [name](int round) {
@@ -58,8 +59,8 @@ TEST(PluginThreads, ReadAndChangeTheRecords) {
   records::put(record_of("relay1", State::kSkipped, ""));
 }
 
-// A plugin that waits for a device is loaded once, by whoever looks for the device first; here its
-// file is not there.
+// A plugin whose loading is deferred until its device is used is loaded once, by the first thread
+// that looks up the device. In this test the plugin's file is missing, so the load fails.
 TEST(PluginThreads, WaitForDevicesAndAreLoaded) {
   const log::Level level = log::level();
   log::set_level(log::Level::kOff);

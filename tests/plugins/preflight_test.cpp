@@ -20,7 +20,7 @@ constexpr char kQuery[] = "extern \"C\" int te_fl_plugin_query(const void*) { re
 
 class PreflightTest : public test::LibraryFixture {
  protected:
-  // Returns the dynamic loader's own error, the oracle of preflight().
+  // Returns the dynamic loader's own error, which is the oracle for preflight().
   static std::string loader_says(const std::string& path) {
     void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) return dlerror();
@@ -143,7 +143,7 @@ TEST_F(PreflightTest, AFileForAnotherMachineIsPassedOver) {
       build("plugin.so", std::string(kQuery) + "int dep(); int u() { return dep(); }",
             "-L. -l:libdep.so.1 -Wl,-rpath,'$ORIGIN'");
   EXPECT_OK(preflight(path, kEntry));
-  bytes[18] = bytes[18] == 8 ? 62 : 8;  // 8 is EM_MIPS, 62 is EM_X86_64
+  bytes[18] = bytes[18] == 8 ? 62 : 8;  // sets another machine type: 8 is EM_MIPS, 62 is EM_X86_64
   folder_.write("libdep.so.1", bytes);
   const PreflightReport report = preflight(path, kEntry);
   ASSERT_EQ(report.missing_libraries.size(), 1u);

@@ -1,4 +1,4 @@
-// Policies in the file of TE_FL_POLICY_FILE, also as te-fl tune writes it.
+// Tests policies in the file that TE_FL_POLICY_FILE names, including files that te-fl tune writes.
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
@@ -71,8 +71,8 @@ TEST_F(PolicyFile, AListForASignatureServesThatSignatureAlone) {
   EXPECT_EQ(chosen(DType::kF32), "default.cpu");
 }
 
-// A per_signature list with a range of sizes applies only to calls of these sizes: in calls, in
-// handles and in resolve().
+// A per_signature list with a range of sizes applies only to calls of these sizes, whether made
+// directly, through a handle, or queried by resolve().
 TEST_F(PolicyFile, AListForSizesServesCallsOfTheseSizesAlone) {
   use(R"({"te_fl_policy": 1, "per_signature": [
         {"op": "gelu", "dtypes": ["bf16"], "bytes": [64, 255], "use": ["reference"]},
@@ -86,8 +86,8 @@ TEST_F(PolicyFile, AListForSizesServesCallsOfTheseSizesAlone) {
     }
     return calls;
   };
-  // Returns true if the reference backend serves calls whose input and output take `bytes` in
-  // total.
+  // Returns true if dispatch chooses the reference backend for calls whose input and output take
+  // `bytes` in total.
   const auto is_pinned = [&](int64_t bytes) {
     const Tensor x = Tensor::zeros({bytes / 4}, DType::kBF16).value();
     const Tensor y = Tensor::zeros({bytes / 4}, DType::kBF16).value();
@@ -193,7 +193,7 @@ TEST_F(PolicyFile, TuningPinsTheFastestOfATracedRun) {
   EXPECT_FALSE(tune({folder.write("other.json", "{}")}, 0.01).ok());
 }
 
-// JSON numbers may exceed every C++ type, at any place of the file.
+// Numbers that exceed every C++ type are errors, at any place of the JSON file.
 TEST_F(PolicyFile, NumbersThatNoProgramHoldsAreErrors) {
   const char* const places[] = {R"(NUMBER)",
                                 R"([NUMBER])",
@@ -216,7 +216,7 @@ TEST_F(PolicyFile, NumbersThatNoProgramHoldsAreErrors) {
       EXPECT_EQ(error.find("json.exception"), std::string::npos) << error;
       ASSERT_OK(environment::set("TE_FL_POLICY_FILE", folder.write("policy.json", text)));
       te_fl_gelu_args args{};
-      // An error, and not the end of the process.
+      // The call returns an error and does not end the process.
       EXPECT_FALSE(OpManager::instance().call("gelu", &args).ok()) << text;
       ASSERT_OK(environment::unset("TE_FL_POLICY_FILE"));
     }
@@ -246,7 +246,7 @@ TEST_F(PolicyFile, OneThatIsNoWholeFileIsAnErrorThatNamesIt) {
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_HAS(problem(pipe), "is a device, a pipe or a socket") << "not waited for";
   EXPECT_HAS(problem(folder / "none"), "No such file");
-  // An operator sees the error in this form.
+  // Checks the error text as a user sees it.
   ASSERT_OK(environment::set("TE_FL_POLICY_FILE", folder.write("empty.json", "")));
   OpRegistry registry;
   OpManager manager(registry);

@@ -127,7 +127,7 @@ TEST(Policy, DescribesItself) {
   EXPECT_EQ(SelectionPolicy::intern(s).describe(),
             "prefer=flagos strict=1 allow_vendors=acme per_op=gelu=vendor:acme|reference");
   EXPECT_EQ(SelectionPolicy().describe(), "pure priority");
-  // The description for one op shows only the number of other ops' lists.
+  // The description of the policy for one op shows only the number of lists for other ops.
   s.per_op["relu"] = s.per_op["silu"] = s.per_op["gelu"];
   EXPECT_EQ(policy::describe_for(s, "gelu"),
             "prefer=flagos strict=1 allow_vendors=acme per_op=gelu=vendor:acme|reference (and 2 "

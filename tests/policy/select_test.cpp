@@ -157,7 +157,7 @@ TEST(Decide, PinnedMemoryIsHostMemory) {
   EXPECT_EQ(refusal_of({}, c, kThree[0]), Refusal::kNone);
 }
 
-// For tensors on cuda:0: one implementation on that device, the others on the host.
+// Candidates for tensors on cuda:0: one implementation runs on that device, the others on the host.
 const std::vector<Implementation> kMixed = {impl("reference.any", Kind::kReference),
                                             impl("vendor.acme", Kind::kVendor, "acme", kCuda),
                                             impl("default.cpu", Kind::kDefault)};
@@ -199,7 +199,7 @@ TEST(Staged, ReferenceAndListsNameThem) {
   s = {};
   s.per_op["gelu"] = {impl_token("default.cpu"), vendor_token("acme")};
   EXPECT_EQ(order(s, on_cuda(), kMixed), "default.cpu vendor.acme reference.any!");
-  // Two implementations match the token: the native one comes first.
+  // Two implementations match the same token of a policy list: the native one comes first.
   std::vector<Implementation> both = kMixed;
   both.push_back(impl("default.chip", Kind::kDefault, "te-fl", kCuda));
   s.per_op["gelu"] = {kind_token(Kind::kDefault)};
@@ -226,7 +226,7 @@ TEST(Staged, GraphsCapsAndAbsentDevicesRefuseThem) {
   s.max_staged_bytes = 0;
   EXPECT_EQ(refusal_of(s, c, kMixed[2]), Refusal::kStagingForbidden);
   EXPECT_EQ(refusal_of(s, call(), kMixed[2]), Refusal::kNone);
-  s.max_staged_bytes = 1;  // checked in the call itself, not here
+  s.max_staged_bytes = 1;  // max_staged_bytes is checked during the call, not by the selection
   EXPECT_EQ(refusal_of(s, on_cuda(), kMixed[2]), Refusal::kNone);
   c = on_cuda();
   c.collective = true;
@@ -262,9 +262,9 @@ TEST(Staged, GraphsCapsAndAbsentDevicesRefuseThem) {
 TEST(First, IsTheTopRankedWhateverItCanDo) {
   std::vector<Implementation> impls = kThree;
   impls[2].dtypes =
-      TE_FL_BIT(TE_FL_F16);  // default.cpu cannot serve the call, but stays the first choice
+      TE_FL_BIT(TE_FL_F16);  // default.cpu lacks the call's dtype, but stays first choice
   EXPECT_EQ(first({}, call(), impls), "default.cpu");
-  impls[2].device_types = kCuda;  // not registered for the call's device any more
+  impls[2].device_types = kCuda;  // the implementation no longer supports the call's device
   EXPECT_EQ(first({}, call(), impls), "vendor.acme");
 }
 

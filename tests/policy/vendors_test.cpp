@@ -37,7 +37,7 @@ TEST(Vendors, AnAliasMayStandForSeveral) {
   EXPECT_FALSE(same_vendor("second", "foundry"));
 }
 
-// Each alias is new to exactly one of the threads.
+// Several threads add the same aliases: each alias is reported as new to exactly one thread.
 TEST(Vendors, ThreadsAddTheSameAliases) {
   constexpr int kAliases = 100;
   std::atomic<int> added{0}, missing{0};

@@ -23,7 +23,7 @@ SHAPES = ((128, 128, 128), (320, 64, 336), (320, 256, 336), (1024, 4096, 1024)) 
 
 
 def quantised(values, dtype, rows):
-    """Quantises to row-wise and column-wise copies, in blocks of 1x128 if `rows`, else of 128x128."""
+    """Quantises to row-wise and column-wise data, in blocks of 1x128 if `rows`, else of 128x128."""
     return te.Float8BlockQuantizer(TE_DType[dtype], rowwise=True, columnwise=True, block_scaling_dim=1 if rows else 2)(values)
 
 
@@ -49,7 +49,7 @@ def is_exact(shape, dtypes, out_dtype, by_rows, bias, accumulate):
         partial = torch._scaled_mm(x._rowwise_data.view(dtypes[0])[:, part].contiguous(), w._rowwise_data.view(dtypes[1])[:, part].contiguous().t(),
                                    scale_a=one, scale_b=one, out_dtype=F32, use_fast_accum=False)
         scale = of_x[:, block:block + 1].double() * of_w[:, block:block + 1].double().t()
-        total = (total + partial.double() * scale).float().double()  # rounds once, as a fused multiply-add does
+        total = (total + partial.double() * scale).float().double()  # rounds once, as an FP32 fused multiply-add does
     want = total.float()
     if bias:
         want = want + offset

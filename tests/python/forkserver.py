@@ -40,7 +40,8 @@ def receive(connection, size):
 
 
 def call(arguments):
-    """Lets the server run the arguments and exits as the forked program did. Returns if there is no server."""
+    """Sends the arguments to the server, which runs the program in a fork; then exits with the fork's status or signal. Returns if there is no
+    server."""
     if os.environ["TEST_FORKSERVER"] == "1":
         os.environ["TEST_FORKSERVER"] = str(os.getppid())
     process = os.environ["TEST_FORKSERVER"]
@@ -102,7 +103,7 @@ class Fork:
             pass
 
     def answer(self):
-        """Tells the caller how the child ended; returns False while the child runs."""
+        """Sends the child's exit status to the caller; returns False while the child runs."""
         child, status = os.waitpid(self.child, os.WNOHANG)
         if child:
             try:
@@ -114,7 +115,7 @@ class Fork:
 
 
 def serve(listener, process):
-    """Forks for each call until `process` has ended. In a fork, returns the arguments to run."""
+    """The server's loop: forks for each call, until the ctest process `process` has ended. Returns only in a fork, with the arguments to run."""
     import gc
 
     import torch
@@ -158,7 +159,7 @@ def runs(process, address):
 
 
 def enter(request, streams, folders):
-    """Gives this process the caller's environment, folder, module path and streams."""
+    """Sets this process's environment, working folder, module path and standard streams to those of the caller."""
     for place, stream in enumerate(streams):
         os.dup2(stream, place)
         os.close(stream)

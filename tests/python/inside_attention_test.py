@@ -24,8 +24,8 @@ def seen(lengths, total=None):
 
 
 def oracle(q, k, v, *, scale=None, mask=None, bias=None, window=(-1, -1), lens=None, sink=None, bottom_right=False, keep=None, p=0.0):
-    """Computes softmax(scale q k^T + bias) v in FP64 for [B, S, H, D]. lens: (query lengths, key lengths) of the sequences; sink: a logit for each
-    head."""
+    """Computes attention, softmax(scale q k^T + bias) v, in FP64 for [B, S, H, D]. lens: (query lengths, key lengths) of the sequences; sink: a logit
+    for each head."""
     q, k, v = (x.double() for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
@@ -302,7 +302,7 @@ class DotProductAttention(Case):
         self.assertAlmostEqual((dv.double() * v.double()).sum().item(), (grad.double() * out.double()).sum().item(), delta=0.1)
 
     def test_the_largest_logit(self):
-        """return_max_logit gives the largest score of each head, beside the result and its gradients."""
+        """return_max_logit returns the largest score of each head, in addition to the output; gradients stay right."""
         q, k, v = self.inputs(2, 6, 9, 4, 2, 16)
         i, j = torch.arange(6).view(-1, 1), torch.arange(9).view(1, -1)
         scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double().repeat_interleave(2, 2)).detach() / 4
@@ -326,8 +326,8 @@ class DotProductAttention(Case):
         self.near(largest, wanted.amax(0))
 
     def test_a_top_left_window_without_a_causal_mask(self):
-        """te-fl's op aligns such a window at the bottom right. It serves calls with as many queries as keys, where both alignments agree; the package
-        computes the others."""
+        """te-fl's op aligns such a window at the bottom right, so te-fl accepts only calls with as many queries as keys, where both alignments agree;
+        for other calls the package uses its own PyTorch attention."""
         q, k, v = self.inputs(2, 9, 9, 2, 2, 16)
         settings = {"attn_mask_type": "no_mask", "window_size": (2, 3), "bottom_right_diagonal": False}
         self.check(q, k, v, window=(2, 3), settings=settings)
@@ -345,7 +345,7 @@ class DotProductAttention(Case):
             self.assertTrue(torch.equal(a, b))
 
     def test_nothing(self):
-        """The module cannot reshape an empty result; the functions beneath it handle empty tensors."""
+        """The module cannot reshape an empty result, so this test calls the functions that the module uses; they accept empty tensors."""
         for q_shape, k_shape in (((0, 5, 2, 16), (0, 5, 2, 16)), ((2, 0, 2, 16), (2, 3, 2, 16)), ((2, 3, 2, 16), (2, 0, 2, 16))):
             q, k = torch.ones(q_shape).bfloat16(), torch.ones(k_shape).bfloat16()
             lengths = [seen([x.shape[1]] * x.shape[0]) for x in (q, k)]
@@ -359,12 +359,12 @@ class DotProductAttention(Case):
 
 
 class Layouts(Case):
-    """Runs every layout of the functions beneath the module; the gradients may have another layout."""
+    """Runs the functions that the module uses in every layout; the gradients may have another layout."""
 
     ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
 
     def lies(self, x, form):
-        """Permutes [B, S, H, D] into the memory order of a format; thd: concatenates sequences of one length."""
+        """Permutes [B, S, H, D] into the memory order of a format; for thd, concatenates the sequences, which have equal lengths."""
         return x.reshape(-1, *x.shape[2:]) if form == "thd" else x.permute(self.ORDERS[form]).contiguous()
 
     def back(self, x, form, like):
@@ -373,7 +373,7 @@ class Layouts(Case):
         return x.permute([self.ORDERS[form].index(i) for i in range(4)]).reshape(like.shape)
 
     def together(self, parts, group, formats):
-        """Makes the tensors of a layout as views of shared memory, as the layout requires."""
+        """Makes q, k and v as views of shared memory where the layout requires it."""
         q, k, v = (self.lies(x, form) for x, form in zip(parts, formats))
         if group in ("3hd", "h3d"):
             dim = -3 if group == "3hd" else -2
@@ -427,7 +427,7 @@ class Layouts(Case):
 
 
 class Enquiry(Case):
-    """Tests the answers of get_fused_attn_backend, and the errors of calls that ignore them."""
+    """Tests the results of get_fused_attn_backend, and the errors of calls that it reports as unsupported."""
 
     def params(self, **changes):
         known = dict(qkv_layout=tex.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, o_format=tex.NVTE_QKV_Format.NVTE_BSHD,

@@ -28,7 +28,7 @@ def drawn(*shape, dtype=torch.float32, seed=0):
 
 class Compared(unittest.TestCase):
     def near(self, got, want, tolerance):
-        """Compares by the norm of the whole tensor."""
+        """Asserts that the error's norm is at most `tolerance` times the norm of the whole tensor."""
         got, want = got.detach().double(), want.detach().double()
         self.assertEqual(got.shape, want.shape)
         self.assertLessEqual((got - want).norm().item(), tolerance * max(want.norm().item(), 1e-30))
@@ -128,7 +128,7 @@ class Groups(Compared):
 
     def test_members_are_quantised_as_tensors_are(self):
         for make in self.QUANTIZERS.values():
-            # group_quantize must not create the package's tensors of members, because each costs more host time than its quantisation.
+            # group_quantize must not create the package's tensor object of each member, because that costs more host time than the quantisation.
             with mock.patch.object(GroupedTensorStorage, "split_into_quantized_tensors", side_effect=AssertionError):
                 group = tex.group_quantize(self.x, make(), 3, self.rows, tensor_offsets=tex.splits_to_offsets(self.rows, 256))
             for member, part in zip(group.split_into_quantized_tensors(), self.parts):
@@ -185,7 +185,7 @@ class Groups(Compared):
 
         def tolist(tensor):
             count[0] += any(tensor.data_ptr() == other.data_ptr() for other in on_device)
-            with torch._C.DisableTorchFunction():  # otherwise the mode in which the host acts as CUDA would call this function again
+            with torch._C.DisableTorchFunction():  # otherwise the TorchFunctionMode that makes the host act as CUDA would call this function again
                 return read(tensor)
 
         with mock.patch.object(torch.Tensor, "tolist", tolist):
@@ -271,7 +271,7 @@ class Groups(Compared):
         self.assertEqual((splits.dtype, splits.tolist()), (torch.int64, self.SPLITS))
         self.assertEqual([s.tolist() for s in sums], [[0, 128, 128, 384], [512, 512, 1536]])
         self.assertEqual([s.dtype for s in sums], [torch.int32, torch.int64])
-        splits.zero_()  # The sums keep the values of the earlier splits.
+        splits.zero_()  # The cumulative sums of the earlier splits must keep their values.
         self.assertEqual([sizes.read(s, "sums") for s in sums], [[0, 128, 128, 384], [512, 512, 1536]])
         self.refused("give one of each", tex.splits_to_offsets_multi, self.rows, torch.device("cpu"), strides=[1], include_leading_zero=[], dtypes=[])
         self.assertEqual(tex.copy_data_ptrs_to_device([self.x, self.rows], "cpu").tolist(), [self.x.data_ptr(), self.rows.data_ptr()])
@@ -331,8 +331,8 @@ class Activations(Compared):
                 self.near(got, expected, tolerance)
 
     def test_biases_of_groups(self):
-        """Tests te.ops.GroupedLinear's biases, with and without a scale per row. PyTorch computes their gradients on a host; elsewhere the package's
-        Triton kernels do."""
+        """Tests te.ops.GroupedLinear's biases, with and without a scale per row. Their gradients are computed by PyTorch on a host, and by the
+        package's Triton kernels on a GPU."""
         rows = torch.tensor([16, 0, 32])
         for scaled, (dtype, tolerance) in itertools.product((False, True), ((torch.float32, 1e-6), (torch.bfloat16, 6e-3))):
             layer = te_ops.GroupedLinear(3, 64, 32, bias=True, dtype=dtype, device="cuda", **({"scale_bias": True} if scaled else {}))

@@ -60,8 +60,8 @@ def nearest_e2m1(x):
 
 
 def nvfp4(x):
-    """Returns (codes, E4M3 scale factors, amax) for blocks of 16 along the rows, with products in the order that Transformer Engine's documentation
-    states."""
+    """Returns (codes, E4M3 scale factors, amax) for blocks of 16 along the rows, multiplying the factors in the order that Transformer Engine's
+    documentation states."""
     x = x.float()
     amax = x.abs().max()
     scale = torch.tensor(6.0 * 448.0) / amax
@@ -221,7 +221,8 @@ class NV(unittest.TestCase):
 
 class AsTensors(unittest.TestCase):
     def test_pytorchs_operations_take_their_values(self):
-        """PyTorch's operations use the dequantised values of MXFP8 and NVFP4 tensors, also below autograd and in a move to a device."""
+        """PyTorch's operations on MXFP8 and NVFP4 tensors use their dequantised values, also with autograd off and when the tensor is moved to a
+        device."""
         x = values(64, 64)
         for quantizer in (MXFP8Quantizer(DType.kFloat8E4M3), NVFP4Quantizer()):
             tensor = quantizer(x)
@@ -235,7 +236,8 @@ class AsTensors(unittest.TestCase):
 
 
 class Recipe(unittest.TestCase):
-    """Tests NVFP4 as NVFP4BlockScaling configures it: square blocks for weights, transformed (RHT) copies, stochastic rounding."""
+    """Tests NVFP4 as NVFP4BlockScaling configures it: square blocks for weights, column-wise data after a random Hadamard transform (RHT), stochastic
+    rounding."""
 
     PARTS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv", "_amax_rowwise", "_amax_columnwise")
 
@@ -320,8 +322,8 @@ class Recipe(unittest.TestCase):
             self.assertEqual(got[:, 16:].count_nonzero(), 0)
 
     def test_gradients_of_nothing_are_zeros(self):
-        """For inputs without rows the package multiplies an empty product by the inputs' amaxes, which no kernel has written; gradients must
-        nevertheless be zeros."""
+        """For inputs without rows the package multiplies the result of an empty GEMM by the inputs' amaxes, which no kernel has written; gradients
+        must nevertheless be zeros."""
         plain = dict(disable_rht=True, disable_stochastic_rounding=True)
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True)  # makes PyTorch fill new memory with NaN
@@ -381,7 +383,7 @@ class Recipe(unittest.TestCase):
     def test_copies_are_rounded_apart(self):
         torch.manual_seed(3)
         x = values(32, 32)
-        x = (x + x.t()) / 2  # symmetric, so that the row-wise and the column-wise copy have the same values
+        x = (x + x.t()) / 2  # symmetric, so that the row-wise and the column-wise data have the same values
         got = NVFP4Quantizer(stochastic_rounding=True)(x)
         self.assertFalse(torch.equal(got._rowwise_data, got._columnwise_data))
         self.assertTrue(torch.equal(got._rowwise_scale_inv, got._columnwise_scale_inv))

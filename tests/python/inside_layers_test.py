@@ -22,7 +22,7 @@ def used_backend():
 
 
 def wide(w):
-    """Scales weights up, so that their products are not small beside the residual."""
+    """Scales weights up, so that the layer's contribution is not small compared to the residual."""
     return torch.nn.init.normal_(w, std=0.2)
 
 
@@ -102,7 +102,7 @@ class BesideTeFl(Case):
 
 class AgainstFp64(Case):
     def test_a_layer(self):
-        """Compares a pre-LayerNorm, causal layer with GELU with the same layer written out in PyTorch."""
+        """Compares a causal pre-LayerNorm layer with GELU with the same layer in plain PyTorch."""
         layer = te.TransformerLayer(HIDDEN, 2 * HIDDEN, HEADS, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16,
                                     attn_input_format="bshd", init_method=wide, output_layer_init_method=wide, device="cuda")
         x = torch.randn(2, 9, HIDDEN).bfloat16().requires_grad_()

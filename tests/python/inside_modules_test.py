@@ -82,9 +82,10 @@ class Modules(unittest.TestCase):
                 with self.subTest(name=name, bias=bias):
                     theirs, mine = self.compare(lambda t: t.GroupedLinear(3, 128, 256, bias=bias, params_dtype=BF16, device="cpu"), name, (96, 128),
                                                 EXACT, m_splits=[32, 0, 64])
-                    if name == "delayed":  # compares each expert's scales and histories, also those of the expert without rows
+                    if name == "delayed":  # compares each expert's scales and histories, including those of the expert without rows
                         kept = extra_state.read(mine.get_extra_state(), "test")
-                        for way, products in (("fwd", 3), ("bwd", 2)):  # the package has a slot for each product's output too, which no product uses
+                        for way, products in (("fwd", 3), ("bwd", 2)):  # the package also has a slot for the output of each linear layer, which is
+                                                                        # never used
                             used = [products * expert + at for expert in range(3) for at in range(products - 1)]
                             meta = theirs.fp8_meta[f"scaling_{way}"]
                             for words, own in (("scale", meta.scale), ("amax_history", meta.amax_history)):
@@ -205,7 +206,7 @@ class Operations(unittest.TestCase):
             for name, tensor in read[0][mode].items():
                 if isinstance(tensor, torch.Tensor):
                     self.assertEqual(tensor.shape, read[1][mode][name].shape)
-                    if "scale" in name:  # scales are powers of two, and the amaxes are equal except for a rounding
+                    if "scale" in name:  # scales are powers of two, and the amaxes are equal up to rounding
                         self.assertLessEqual((tensor / read[1][mode][name]).log2().abs().max().item(), 0.1)
         os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
         self.addCleanup(os.environ.pop, "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE")
@@ -393,7 +394,7 @@ class Trouble(unittest.TestCase):
         split = dict(use_split_accumulator=True)
         got = self.product(square, rows, bias=bias, **split)[0]  # a bias with one row
         self.assertLess(difference(got, want + bias), 4e-3)
-        # GELU and its gradient apply to the sum of the product and D's previous contents.
+        # With accumulation, GELU and its gradient apply to the sum of the GEMM's result and D's previous contents.
         x = torch.randn(32, 48, dtype=BF16)
         z = x.double().requires_grad_()
         torch.nn.functional.gelu(z, approximate="tanh").backward(want + before)
@@ -441,8 +442,8 @@ class Trouble(unittest.TestCase):
             self.assertEqual(found, found[:1] * 3)
 
     def test_what_is_quantised_already_is_quantised_by_its_values(self):
-        """The package passes gradients that are already quantised, for example in attention that it emulates in FP8; such an input is quantised from
-        its dequantised values."""
+        """The package passes gradients that are already quantised, for example in attention that it emulates in FP8; such an input is dequantised and
+        quantised again."""
         torch.manual_seed(2)
         held = te.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, "cpu")(torch.randn(32, 32).to(BF16))
         for quantizer in (te.Float8Quantizer(torch.full((1,), 3.0), torch.zeros(1), tex.DType.kFloat8E5M2), te.MXFP8Quantizer(tex.DType.kFloat8E4M3)):
@@ -453,7 +454,7 @@ class Trouble(unittest.TestCase):
             self.assertTrue(torch.equal(sums, tex.bgrad_quantize(held.dequantize(), quantizer)[0]))
 
     def test_inputs_of_autograd(self):
-        """The functions of the extension run below autograd, even if an input requires a gradient."""
+        """The extension's functions record nothing for autograd, even if an input requires a gradient."""
         x, ones = torch.nn.Parameter(torch.randn(32, 32).to(BF16)), torch.ones(32, dtype=BF16)
         sums = x.detach().sum(0)
         for quantizer in (None, te.NVFP4Quantizer(with_2d_quantization=True), te.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, "cpu")):
@@ -473,7 +474,7 @@ class Trouble(unittest.TestCase):
 
 
 class Host(unittest.TestCase):
-    """Programs that ask for CUDA get answers from the host, beyond the calls of the package itself."""
+    """The host stands in for CUDA: PyTorch's CUDA functions work, also for calls that the package itself does not make."""
 
     def test_a_tensor_brought_to_the_host_is_a_copy(self):
         x = torch.nn.Parameter(torch.ones(3, device="cuda"))
@@ -526,8 +527,8 @@ class Host(unittest.TestCase):
             self.assertEqual(compiled(x), ((2, 3), torch.device("cpu"), torch.float32, True, [0, 1]))
 
     def test_patterns_of_the_compiler(self):
-        """Inductor traces its patterns with GPU tensors, outside of any mode because it runs in a thread of its own, so the mode is entered when
-        inductor's module is imported."""
+        """Inductor traces its patterns with GPU tensors, outside of any TorchFunctionMode because the tracing runs in a thread of its own; te-fl's
+        mode is therefore entered when inductor's module is imported."""
         class Loader:
             @staticmethod
             def exec_module(module):
@@ -569,7 +570,7 @@ class Host(unittest.TestCase):
             torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), device_ids=[0, 1])
 
     def test_autocast_is_of_all_tensors(self):
-        """torch.autocast("cuda") changes PyTorch's own ops by CUDA's table of ops; the test has some ops for each rule of the table."""
+        """torch.autocast("cuda") casts the inputs of PyTorch's own ops by CUDA's list of ops; the test has some ops for each rule of that list."""
         x, wide, linear = torch.randn(4, 4, device="cuda"), torch.randn(4, 4, device="cuda"), torch.nn.Linear(4, 4, device="cuda")
         index, f = torch.zeros(4, 4, dtype=torch.int64), torch.nn.functional
         for dtype in (BF16, torch.float16):

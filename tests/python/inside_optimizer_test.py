@@ -262,7 +262,7 @@ def parts(length, *cuts):
 
 
 class PartsOfMasterWeights(Compared):
-    """Casting the ranks' parts of master weights together gives the bits of quantising the whole weight."""
+    """Casting all ranks' shards of a master weight to FP8 gives the same bits as quantising the whole weight."""
 
     def test_blocks_of_128(self):
         h, w = 300, 200

@@ -44,7 +44,7 @@ got, want = NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group=group)
 assert got._amax_rowwise.tolist() == got._amax_columnwise.tolist() == [9.0]
 assert torch.equal(got._rowwise_data, want._rowwise_data[mine])
 quantizers = [Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device="cpu", with_amax_reduction=True, amax_reduction_group=group) for _ in range(2)]
-# Rank 0 has no rows of either part and nevertheless takes part in both reductions.
+# Rank 0 has no rows of either tensor and nevertheless joins both amax reductions.
 parts = tex.split_quantize(whole[:0] if rank == 0 else whole, [0, 0] if rank == 0 else [32, 32], quantizers)
 scales = [part._scale_inv.item() for part in parts]
 largest = torch.stack([whole[:32].abs().max(), whole[32:].abs().max()])
@@ -67,7 +67,8 @@ def divided(mode, w):
     return module
 
 
-# Both parts of each tensor are equal, so the amax of a part is that of the whole, and the codes of the parts are those of the whole.
+# Both ranks' shards of each tensor are equal, so the amax of a shard is that of the whole tensor, and the shards' codes are those of the whole
+# tensor.
 generator = torch.Generator().manual_seed(4)
 w = (torch.randn(64, 32, generator=generator) / 8).bfloat16().repeat(2, 2)
 x, dy = (torch.randn(64, n, generator=generator).bfloat16().repeat(1, 2) for n in (32, 64))

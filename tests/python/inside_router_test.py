@@ -39,7 +39,7 @@ def chosen(tokens, experts, top_k, seed=0):
 
 class Compared(unittest.TestCase):
     def near(self, got, want, tolerance):
-        """Compares by the norm of the whole tensor."""
+        """Asserts that the error's norm is at most `tolerance` times the norm of the whole tensor."""
         got, want = got.detach().double(), want.detach().double()
         self.assertEqual(got.shape, want.shape)
         self.assertLessEqual((got - want).norm().item(), tolerance * max(want.norm().item(), 1e-30))
@@ -236,7 +236,7 @@ class Router(Compared):
 
 class ByRoutingMap(Compared):
     def order(self, chosen):
-        """Returns [(token, expert)] for the rows."""
+        """Returns the (token, expert) pair of each permuted row."""
         return [(t, e) for e in range(chosen.shape[1]) for t in range(chosen.shape[0]) if chosen[t, e]]
 
     def test_there_and_back(self):
@@ -377,7 +377,7 @@ class Padding(Compared):
 
 
 class Experts(torch.nn.Module):
-    """A mixture of experts: router, permutation, two grouped products with an activation between them, and unpermutation."""
+    """A mixture of experts: router, permutation, two grouped GEMMs with an activation between them, and unpermutation."""
 
     def __init__(self, hidden, experts, top_k, dtype):
         super().__init__()

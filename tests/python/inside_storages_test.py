@@ -79,7 +79,8 @@ class OneDevice(Case):
 
 
 class WhatItHoldsNow(Case):
-    """A product reads the buffers that a storage has at that moment, also if they were replaced, overwritten or removed after an earlier product."""
+    """A GEMM reads the buffers that a storage has at the time of the call, also if they were replaced, overwritten or removed after an earlier
+    product."""
 
     def pair(self, kind="delayed", **usages):
         a = tex.quantize(self.w, quantizer_of(kind, **usages))
@@ -151,7 +152,7 @@ class WhatItHoldsNow(Case):
 
 
 class Together(Case):
-    """Tests parts that split_quantize() makes over one buffer."""
+    """Tests the quantised tensors that split_quantize() makes as views of one buffer."""
 
     def parts(self, kind, sections, alone=False, columns=32, **usages):
         x = torch.randn(sum(sections), columns, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -269,7 +270,7 @@ class WrongParts(Case):
 
 
 class Named(pickle.Unpickler):
-    """Records the modules whose names a pickle contains."""
+    """An unpickler that records the module names that a pickle contains."""
 
     def find_class(self, module, name):
         self.modules.add(module)

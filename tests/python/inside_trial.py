@@ -74,7 +74,7 @@ def packed_attention():
 
 
 def output_in_codes():
-    """The gradient passes through codes that the first product outputs and the second one reads."""
+    """The first layer's output, and its gradient, are FP8 codes that the second layer reads."""
     torch.manual_seed(3)
     first, second = te.Linear(WIDTH, 64, params_dtype=BF16), te.Linear(64, 32, params_dtype=BF16)
     x = torch.randn(TOKENS, WIDTH).to(BF16).requires_grad_()

@@ -75,7 +75,7 @@ class Record(unittest.TestCase):
                 if name in absent.REASONS:
                     continue
                 found = inspect.signature(members[name]).parameters
-                behind = list(found.values())[len(wanted):]  # later parameters belong to a newer version
+                behind = list(found.values())[len(wanted):]  # further parameters were added by a newer version
                 with self.subTest(f"{version} {name}"):
                     self.assertEqual([_plain(n) for n in list(found)[:len(wanted)]], [_plain(n) for n in wanted])
                     self.assertFalse([p.name for p in behind if p.default is p.empty])
@@ -86,7 +86,7 @@ class Record(unittest.TestCase):
 
 
 def _plain(name):
-    """Maps te-fl's parameter names to the header's where they differ."""
+    """Maps a parameter name of te-fl to the header's name where they differ."""
     return {"fwd_input": "input", "grad_probs": "grad_scores"}.get(name, name)
 
 
@@ -118,7 +118,7 @@ class Enquiries(unittest.TestCase):
     """Tests call forms whose values inside_trial.py does not print."""
 
     def test_shares_of_a_result(self):
-        """Until 2.19 each step of context parallelism adds its share, weighted with the latest log-sum-exp."""
+        """Until 2.19 each step of context parallelism adds its part of the output, weighted with the latest log-sum-exp."""
         torch.manual_seed(1)
         tokens, heads, ends = 8, 2, torch.tensor([0, 8], dtype=torch.int32)
         steps = [(torch.randn(tokens, heads, 4), torch.randn(heads, tokens)) for _ in range(3)]
@@ -143,7 +143,7 @@ class Enquiries(unittest.TestCase):
         self.assertEqual(ask(*shared[:2], tex.DType.kFloat16, *shared[3:], masks.NVTE_NO_MASK, *sizes, -1, -1, *flags), none)
 
     def test_amax_that_is_there(self):
-        """Before 2.16 a quantizer for current scaling stores scale and amax, and can be told to use the stored amax."""
+        """Before 2.16 a quantizer for current scaling stores scale and amax, and has an option to use the stored amax."""
         torch.manual_seed(1)
         x = torch.randn(16, 32)
         for internal in (False, True):

@@ -108,7 +108,7 @@ class Ways(unittest.TestCase):
         self.assertIn("pip install --no-deps " + (ROOT / "tests/python/requirements-inside.txt").read_text().split()[-1], page)
 
     def test_names(self):
-        """The module has every name of NVIDIA's extension module: served, or refused with a reason."""
+        """te-fl's module has every name of NVIDIA's extension module; a name that te-fl does not support raises an error with the reason."""
         import json
         names = json.loads((ROOT / "tests/python/transformer_engine_torch_names.json").read_text())
         result = run("import te_fl.transformer_engine_torch as t, te_fl.transformer_engine_torch.absent as a, json, sys\n"

@@ -68,8 +68,7 @@ class Importing(unittest.TestCase):
         self.assertEqual(run(code, PYTHONDONTWRITEBYTECODE="1").strip(), "[]")
 
     def test_an_import_is_small(self):
-        # The modules that the import adds to a bare interpreter stand for its time: only the package's own modules and their requirements are
-        # allowed.
+        # Import time is tested by the modules that `import te_fl` loads: only the package's own modules and their requirements are allowed.
         added = set(run("import sys; before = set(sys.modules); import te_fl\nprint(*(set(sys.modules) - before))").split())
         heavy = {"asyncio", "ctypes", "email", "importlib.metadata", "inspect", "json", "logging", "subprocess", "tempfile", "unittest"}
         self.assertEqual({m for m in added if m in heavy or m.split(".")[0] in heavy}, set())
@@ -178,7 +177,7 @@ class Doctor(unittest.TestCase):
         return found
 
     def old(self, package, version):
-        """Makes a search path with a package of this version that cannot be imported."""
+        """Returns a search path that contains a package of this version whose import fails."""
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         os.makedirs(os.path.join(folder.name, f"{package}-{version}.dist-info"))

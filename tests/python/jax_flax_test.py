@@ -285,8 +285,8 @@ class State(unittest.TestCase):
 
 
     def test_states_of_microbatches(self):
-        """Tests layers whose one state has several uses that JAX adds up (nn.scan with a broadcast state, a layer called twice), a layer whose
-        gradients the program adds up, and an optimizer that accumulates several microbatches."""
+        """Tests a layer's FP8 state that is used several times, so that JAX adds up the states of the uses (nn.scan with a broadcast state, a layer
+        called twice), a layer whose gradients the program adds up, and an optimizer that accumulates several microbatches."""
         class Twice(nn.Module):
             @nn.compact
             def __call__(self, x):
@@ -371,7 +371,7 @@ class Names(unittest.TestCase):
         found = tool.differences(facts)
         self.assertEqual(found, sorted(tool.REASONS))
         self.assertIn(tool.section(found), DOCUMENT.read_text())
-        # The comparison detects a differing name, member, parameter and default.
+        # Checks the comparison itself: it detects a differing name, member, parameter and default.
         for fact, what in (({"parameters": [["x", None, "positional"]]}, ": parameters"), ({"members": {"nothing": None}}, ".nothing"),
                            ({"members": {"epsilon": {"default": "0.5"}}}, ".epsilon: default"),
                            ({"members": {"__call__": {"parameters": [["y", None, "positional"]]}}}, ".__call__: parameters")):

@@ -65,7 +65,7 @@ class Products(unittest.TestCase):
         return y, grads
 
     def check(self, found, wanted):
-        # Tensor cores accumulate FP8 products with fewer bits than FP32.
+        # Tensor cores accumulate FP8 GEMMs with fewer bits than FP32 has.
         bound = 2e-6 if jax.default_backend() == "cpu" else 1e-5
         np.testing.assert_allclose(found, wanted, rtol=0, atol=bound * self.K * np.abs(wanted).max())
 
@@ -152,8 +152,8 @@ class Products(unittest.TestCase):
 
     def test_states_of_microbatches_become_that_of_a_step_over_all(self):
         """The accumulated state of microbatches equals that of one step over all of them, for gradients that JAX adds up and for those that a program
-        adds up. Some microbatches are all zeros; a microbatch with factor 3 repeats the amax of the earlier step and so leaves the state as it
-        was."""
+        adds up. Some microbatches are all zeros; a microbatch with factor 3 repeats the amax of the earlier step and so leaves the state
+        unchanged."""
         for length, factors in ((1, (1, 4, 0.5)), (3, (0, 1, 0, 2, 4, 0)), (4, (0, 0)), (3, (4, 2)), (1, (3, 1)), (2, (1, 3))):
             x, kernel, begin = self.states(factors, length)
 
@@ -174,8 +174,8 @@ class Products(unittest.TestCase):
                     np.testing.assert_array_equal(a, b)
 
     def test_a_microbatch_without_an_amax_beside_one_that_tells_less_than_the_state(self):
-        """add_gradients() cannot distinguish a microbatch without an amax from one with the earlier step's amax. The result is then the smaller
-        scale, which clips nothing. A fresh state has no such amax."""
+        """add_gradients() cannot distinguish a microbatch without an amax from one with the earlier step's amax. The result is then the smaller of
+        the possible scales, with which no value saturates. A fresh state has no such amax."""
         grad = lambda amax, state: state.after(jnp.full(1, amax))  # noqa: E731
         for state, other, wanted in ((Quantizer(jnp.full(1, 112.0), jnp.zeros(1)), 1.0, 112.0), (Quantizer(jnp.ones(1), jnp.zeros(1)), 1.0, 448.0),
                                      (Quantizer(jnp.full(1, 112.0), jnp.array([0.0, 4.0])), 8.0, 56.0)):
@@ -202,7 +202,7 @@ class Products(unittest.TestCase):
         self.assertEqual(float(after.x.amax_history[-1]), np.abs(self.x).max())
 
     def test_a_product_that_the_loss_does_not_depend_on(self):
-        """If the loss does not depend on a product, JAX returns a zero state gradient, which counts as no amax; update_collections keeps the
+        """If the loss does not depend on a layer's output, JAX returns a zero state gradient, which counts as no amax; update_collections keeps the
         state."""
         state = create_set(recipe.DelayedScaling(amax_history_len=2))
         unused = jax.grad(lambda q: 0.0 * jnp.sum(self.x) + jnp.sum(jax.lax.stop_gradient(te.dense.dense(self.x, self.kernel, quantizer_set=q))))(state)
@@ -297,7 +297,7 @@ class Recipes(unittest.TestCase):
         self.assertIsNone(te.quantize.get_global_quantize_recipe())
 
     def test_what_was_traced_under_another_recipe_is_traced_again(self):
-        """JAX caches traces of scans, checkpointed functions and inner jits; te-fl must make it trace again under another recipe."""
+        """JAX caches traces of scans, checkpointed functions and inner jits; under another recipe te-fl must make JAX trace them again."""
         x, kernel = normal(16, 16), normal(16, 16)
 
         def step(h, _=None):

@@ -164,8 +164,8 @@ class Attention(Against64):
                      lambda *a: jnp.stack([attention64(*a, out=out) * rows for _, out in kinds for _ in operands]), self.q, self.k, self.v)
 
     def test_windows_line_up_as_the_mask_type_says(self):
-        """Windows align at the bottom right if the mask type's name says so, otherwise at the top left; with more, as many and fewer keys than
-        queries, and with per-sequence lengths."""
+        """Windows align at the bottom right if the mask type's name contains bottom_right, otherwise at the top left. Tests more, as many and fewer
+        keys than queries, and per-sequence lengths."""
         kinds = {kind: "BOTTOM_RIGHT" in kind.name for kind in AttnMaskType}
         for queries, keys in ((3, 6), (6, 6), (6, 4)):
             q, k, v = self.q[:, :queries], self.k[:, :keys], self.v[:, :keys]
@@ -416,7 +416,7 @@ class Programs(unittest.TestCase):
     def test_every_op_is_known_to_xla_from_the_import_on(self):
         """An exported program names call targets that the process has not traced itself; importing te_fl.jax registers all of them."""
         out = jax.ShapeDtypeStruct((2, 3), jnp.float32)
-        # An op that no test in this file traces.
+        # Calls an op that no test in this file traces.
         y = jax.ffi.ffi_call("te_fl.strided_copy", out)(jnp.ones((2, 3), jnp.float32), call="strided_copy input -> output |")
         np.testing.assert_array_equal(y, 1)
 

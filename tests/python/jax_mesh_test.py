@@ -81,8 +81,8 @@ def on_one_and_many(module, x, sizes, fp8=None, sequence_parallel=False, kind=Ax
 
 
 class Layers(unittest.TestCase):
-    """Tests a TransformerLayer's loss and gradients, and the collectives in its program: four products in each direction; one of them needs no
-    gathered gradient."""
+    """Tests a TransformerLayer's loss and gradients, and the collectives in its program: four linear layers, whose inputs and gradients are gathered
+    in each direction, except one gradient."""
 
     def check_collectives(self, compiled, x, sizes, sequence_parallel):
         _, fsdp, tp = sizes
@@ -143,7 +143,7 @@ class Layers(unittest.TestCase):
                                        recipe.MXFP8BlockScaling(), sequence_parallel=True)
         close(self, many, one, 1e-5)  # a device's half of 128 rows holds no whole block of 128
         one, many, _ = on_one_and_many(layer_of(48, mlp_activations=("silu", "linear")), normal(6, 10, 48), (2, 1, 2), recipe.Float8BlockScaling())
-        close(self, many, one, 1e-5)  # blocks cross devices here, so these products are computed unsharded
+        close(self, many, one, 1e-5)  # blocks cross devices here, so these linear layers are computed unsharded
 
 
 class GPT(nn.Module):
@@ -199,14 +199,14 @@ class Training(unittest.TestCase):
                     np.testing.assert_array_equal(part, parts[0], err_msg=str(path))
             if isinstance(fp8, recipe.DelayedScaling):
                 scales = [s for path, s in jax.tree_util.tree_leaves_with_path(variables["fp8_metas"]) if "scale" in str(path[-1])]
-                self.assertEqual(len(scales), 27)  # three scales for each of nine products
+                self.assertEqual(len(scales), 27)  # three scales for each of nine linear layers
                 self.assertTrue(all(float(scale[0]) != 1.0 for scale in scales))
 
 
 class ShardMap(unittest.TestCase):
     def test_amaxes_are_those_of_whole_tensors(self):
-        """Tests data, fully sharded and tensor parallelism in shard_map. For delayed scaling the state says over which axes amaxes are reduced; for
-        current scaling the mesh resource does."""
+        """Tests data, fully sharded and tensor parallelism in shard_map. For delayed scaling the FP8 state determines the mesh axes over which amaxes
+        are reduced; for current scaling the mesh resource does."""
         arguments = (normal(8, 4, 32), normal(32), normal(32, 2, 64) / 6, normal(64, 32) / 8)
 
         def whole(x, gamma, k1, k2, sets):
@@ -314,7 +314,7 @@ class Resources(unittest.TestCase):
             self.init(te.MeshResource(tp_resource="tp"), 1, 1, 4, layer=layer_of(32, num_gqa_groups=2))
         with self.assertRaisesRegex(ValueError, "'nvte_seqlen_tp' lies on 'tp'"):
             self.init(te.MeshResource(tpsp_resource="tp"), 1, 1, 4, x=(8, 18, 32), layer=layer_of(32, enable_sequence_parallel=True))
-        # A batch of one, as Flax's init often gets, and a single KV head cannot be sharded.
+        # A batch of one, as Flax's init often gets, and a single KV head cannot be sharded; they are computed unsharded.
         self.assertEqual(self.init(te.MeshResource(dp_resource="dp", tp_resource="tp"), 2, 1, 2, x=(1, 16, 32), layer=layer_of(32, num_gqa_groups=1)).shape,
                          (1, 16, 32))
 

@@ -116,12 +116,12 @@ class FourDevices(unittest.TestCase):
             text = both.lower(*arguments).compile().as_text()
             calls = re.findall(r"= .*custom-call.*te_fl.generic_gemm", text)
             self.assertEqual(len(calls), 6)
-            self.assertFalse([c for c in calls if "[32,128]" in c])  # y of the first product is [16,2*32] on a device and [32,2*64] as a whole
+            self.assertFalse([c for c in calls if "[32,128]" in c])  # the first layer's output is [16,2*32] on a device and [32,2*64] unsharded
             self.assertIn("all-reduce", text)
             self.assertNotIn(" all-gather(", text)  # no all-gather of kernels, activations or gradients
 
     def test_layouts_that_do_not_divide_are_computed_whole(self):
-        """Three rows do not divide over two or four devices: XLA pads them for transfers, and an op computes the whole tensor."""
+        """Three rows cannot be divided evenly over two or four devices: XLA pads them for transfers, and each op computes the unsharded tensor."""
         x, kernel, gamma = normal(3, 8), normal(8, 5), normal(8)
 
         def f(x, kernel, gamma, spec=None):
@@ -232,7 +232,7 @@ class ExplicitAxes(unittest.TestCase):
         self.mesh = jax.make_mesh((2, 2), ("dp", "tp"))
 
     def compare(self, f, arguments, axes, parts=None):
-        """axes: the sharding of each argument. parts: per-device shapes of the products' calls."""
+        """axes: the sharding of each argument. parts: per-device shapes in the calls of the matrix products."""
         placed = tuple(jax.tree.map(lambda a, axes=axes: jax.device_put(a, NamedSharding(self.mesh, P(*axes))), argument)
                        for argument, axes in zip(arguments, axes, strict=True))
         both = jax.jit(jax.value_and_grad(f, tuple(range(len(arguments)))))

@@ -325,7 +325,7 @@ class Failures(Registered):
         def fn(input, output):
             raise NotImplementedError("the first")
         self.add("relu", fn)
-        self.relu()  # another implementation serves the call
+        self.relu()  # another implementation runs the call
         with self.assertRaises(te_fl.errors.InvalidArgument) as caught:
             te_fl.ops.relu(input=X, output=np.zeros(3, np.float32))
         self.assertIsNone(caught.exception.__cause__)
@@ -518,7 +518,7 @@ class OwnArguments(unittest.TestCase):
         cpu = OpRegistry.instance().get_implementation("relu", "reference.host")
         y = np.zeros_like(X)
         te_fl.reset_usage()
-        cpu.fn(input=X, output=y)  # a C++ implementation has a fn too
+        cpu.fn(input=X, output=y)  # an implementation in C++ can be called through fn too
         self.assertEqual([row["impl_id"] for row in te_fl.usage()], [cpu.impl_id])
         np.testing.assert_array_equal(y, np.maximum(X, 0))
 

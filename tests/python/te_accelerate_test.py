@@ -51,7 +51,7 @@ class Checkpointed(torch.nn.Module):
 
 
 class Layers(torch.nn.Module):
-    """A model with empty and non-empty FP8 states, and with parameters that are views of one array."""
+    """A model in which some layers have FP8 state and others none, and some parameters are views of one array."""
 
     def __init__(self, seed):
         super().__init__()

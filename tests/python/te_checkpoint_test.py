@@ -23,7 +23,8 @@ import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import DelayedScaling  # noqa: E402
 
 PROGRAM, KEPT = os.path.join(HERE, "transformer_engine_checkpoint.py"), os.path.join(HERE, "data", "transformer_engine_2.20.2.pt")
-PLACES = {"scaling_fwd": (2, 3), "scaling_bwd": (1, 2)}  # (slots that te-fl's layers quantise, slots of a product); the former come first
+PLACES = {"scaling_fwd": (2, 3), "scaling_bwd": (1, 2)}  # (number of slots that te-fl's layers use, number of slots of a linear layer); the used
+                                                         # slots come first
 
 
 def interpreter():

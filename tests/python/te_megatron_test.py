@@ -292,13 +292,13 @@ class Megatron(unittest.TestCase):
                     self.assertLess(abs(a - b), 0.02 * b)
 
     def near(self, losses, others, *tolerances):
-        """tolerances: one for each of the first losses; the last tolerance applies to the others."""
+        """tolerances: for the first, second, .. loss; the last tolerance applies to all later losses."""
         self.assertLess(losses[-1], 0.7 * losses[0])
         for step, (a, b) in enumerate(zip(losses, others, strict=True)):
             self.assertLessEqual(abs(a - b), tolerances[min(step, len(tolerances) - 1)] * a, f"step {step}")
 
     def check_mixtures(self, alone):
-        """A mixture of experts with te-fl's grouped products, permutation and router gives the losses of Megatron's own loop over linear layers with
+        """A mixture of experts with te-fl's grouped GEMMs, permutation and router gives the losses of Megatron's own loop over linear layers with
         PyTorch functions."""
         own = {"grouped_gemm", "moe_unpermute_bwd", "moe_permute_bwd", "fused_topk_with_score_function_fwd", "fused_moe_aux_loss_bwd"}
         # In FP8 another summation order of a token's experts changes codes: gradients of the first step differ by 1e-7 near the loss and by 2e-3 in

@@ -1,4 +1,4 @@
-"""Tests that each name of Transformer Engine that te-fl serves exists, with Transformer Engine's parameters and defaults."""
+"""Tests that each name of Transformer Engine that te-fl supports exists, with Transformer Engine's parameters and defaults."""
 
 import ast
 import dataclasses
@@ -45,7 +45,7 @@ def has(module):
 
 
 def served():
-    """Yields (Transformer Engine's qualified name, te-fl's public module, the name there, the served object) for the frameworks that this interpreter
+    """Yields (Transformer Engine's qualified name, te-fl's public module, the name there, te-fl's object) for the frameworks that this interpreter
     has."""
     for qualified in FACTS:
         module, _, name = qualified.rpartition(".")
@@ -61,7 +61,7 @@ def parameters(function):
 
 
 def default(text, module):
-    """Evaluates a default's text in the module that serves the name."""
+    """Evaluates a default's text in te-fl's module that has the name."""
     if text is None:
         return inspect.Parameter.empty
     if any(part in text for part in MACHINERY):

@@ -59,7 +59,7 @@ def trained(name, device):
 
 
 def each(test):
-    """Runs the test method for each module and device: test(self, name, device, module)."""
+    """Runs the test method for each module and device, as test(self, name, device, module)."""
     def run(self):
         for device in DEVICES:
             for name in MODULES:
@@ -163,7 +163,7 @@ class TransformerEngine(unittest.TestCase):
 
     def test_its_scales_are_used(self):
         """A query that sees only one key yields that key's value, quantised with V's scale and then with the output's; the gradient likewise. With
-        these scales no product is midway between two codes."""
+        these scales no value to be rounded is midway between two FP8 codes."""
         def quantised(t, scale, form):
             return torch.from_numpy(oracle.round_to(t.cpu().double().numpy() * scale, form)) / scale
         for device in DEVICES:

@@ -324,7 +324,8 @@ class Writes(Each):
         self.assertTrue(torch.equal(x.grad, want))
 
     def writes(self, module):
-        """Ways to write or replace the parameters; PyTorch's version counters miss most of them. Each multiplies the parameters by 1.25."""
+        """Returns functions that write or replace the parameters in ways most of which PyTorch's version counters miss. Each multiplies the
+        parameters by 1.25."""
         parameters = list(module.parameters())
 
         def each_one(write):
@@ -552,7 +553,7 @@ layer(x).sum().backward()
 
     @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
     def test_record_stream(self):
-        """Memory that a side stream still uses is not reused by other allocations after it is freed."""
+        """Memory that is freed while a side stream still uses it is not given to other allocations."""
         side = torch.cuda.Stream()
         for name in ("Linear", "LayerNormMLP", "TransformerLayer"):
             module = randomise(MODULES[name](device="cuda"))
@@ -809,8 +810,8 @@ class MainGrad(Each):
                             self.assertGreater(fused, 0)
 
     def test_main_grad_of_parameters_that_are_swapped(self):
-        """torch.__future__.set_swap_module_params_on_conversion replaces the parameters by swapping. A pending request to overwrite main_grad
-        survives the swap."""
+        """torch.__future__.set_swap_module_params_on_conversion replaces parameters by swapping tensors. A pending request to overwrite main_grad is
+        kept after the swap."""
         torch.__future__.set_swap_module_params_on_conversion(True)
         self.addCleanup(torch.__future__.set_swap_module_params_on_conversion, False)
         module, plain = randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=True)), randomise(te.Linear(32, 32, device="cpu"))
@@ -859,8 +860,8 @@ class MainGrad(Each):
                     near(self, module.weight.main_grad - before, plain.weight.grad, 1e-5, "main_grad", 1e-5)
 
     def test_the_first_backward_overwrites_main_grad(self):
-        """The backwards of a layer that is used several times overwrite the old main_grad with the sum. Covers is_first_microbatch of the uses in all
-        orders, overwrite_main_grad, one loss and separate losses, and checkpoints."""
+        """If a layer is used several times, its backward passes overwrite the old main_grad with the sum of their gradients. Covers
+        is_first_microbatch of the uses in all orders, overwrite_main_grad, one loss and separate losses, and checkpoints."""
         reentrant = lambda m, x, first: torch.utils.checkpoint.checkpoint(m, x, first, use_reentrant=True)  # noqa: E731
         other = lambda m, x, first: torch.utils.checkpoint.checkpoint(m, x, first, use_reentrant=False)  # noqa: E731
         ways = {"plain": lambda m, x, first: m(x, is_first_microbatch=first), "reentrant": reentrant, "checkpoint": other,

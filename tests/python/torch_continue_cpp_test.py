@@ -157,7 +157,7 @@ def load(model, optimizer, tensors, steps, scaling):
 # -- training as the program does
 
 def mean(rows):
-    """Computes the mean as te_fl::nn::CrossEntropyLoss does: a product with ones."""
+    """Computes the mean as te_fl::nn::CrossEntropyLoss does: as a matrix product with ones."""
     total = torch.empty(1, 1)
     ops.generic_gemm(a=torch.ones(1, rows.numel()), b=rows.detach().reshape(-1, 1), d=total, alpha=1 / rows.numel())
     return total.item()

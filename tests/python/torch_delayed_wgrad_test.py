@@ -46,8 +46,8 @@ def backward(y, seed):
 
 
 def gradients(module, delays, order, recipe=None, dtype=F32, device="cpu"):
-    """Returns the gradients of inputs and parameters after two steps of three microbatches. order: the sequence of forwards, backwards and
-    backward_dw()s."""
+    """Returns the gradients of inputs and parameters after two steps of three microbatches. order: the sequence of forward passes, backward passes
+    and backward_dw() calls."""
     seen = []
     for step in range(2):
         module.zero_grad()
@@ -199,7 +199,7 @@ class Rules(unittest.TestCase):
             module.backward_dw()
 
     def test_memory_that_went_before(self):
-        """backward_dw() checks the operands' memory as a backward does."""
+        """backward_dw() checks, as a backward does, that the operands' memory still exists."""
         module = made("Linear", True, device="cpu")
         for gone in ("input", "gradient"):
             x, y = forward(module, 1)

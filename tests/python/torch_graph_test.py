@@ -62,7 +62,7 @@ class Captured(unittest.TestCase):
             self.assertTrue(torch.equal(g, w), f"{text}: off by {float((g.float() - w.float()).abs().max())}")
 
     def test_torch_s_graph_holds_a_step(self):
-        """Each replay computes what an eager step would compute on the current inputs and weights."""
+        """Each replay of a captured step gives the results of an eager step on the current inputs and weights."""
         for name in MODULES:
             for recipe in RECIPES:
                 with self.subTest(module=name, recipe=type(recipe).__name__):
@@ -217,7 +217,7 @@ class Captured(unittest.TestCase):
 
 @unittest.skipUnless(CUDA, "streams need a GPU")
 class Streams(unittest.TestCase):
-    """te-fl's work, scale updates included, runs on PyTorch's current stream: it must not overtake a long kernel that was enqueued before."""
+    """te-fl's work, scale updates included, runs on PyTorch's current stream, behind a long kernel that was enqueued earlier."""
 
     def test_fp8_on_a_side_stream(self):
         recipe = DelayedScaling(amax_history_len=4)
@@ -254,7 +254,7 @@ class Streams(unittest.TestCase):
 
 
 class Refused(unittest.TestCase):
-    """Refusals are raised before anything is captured, with or without a GPU."""
+    """Errors for unsupported captures are raised before anything is captured, with or without a GPU."""
 
     def module(self, **arguments):
         return te.Linear(16, 16, device="cuda" if CUDA else "cpu", **arguments)

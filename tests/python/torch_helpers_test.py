@@ -58,7 +58,7 @@ class Availability(unittest.TestCase):
 
 class Package(unittest.TestCase):
     def test_the_compiler_is_not_imported(self):
-        """Importing PyTorch's compiler takes a second, which a program that compiles nothing should not pay."""
+        """Importing PyTorch's compiler takes a second, which a program that does not compile should not spend."""
         look = "import torch, sys; before = 'torch._dynamo' in sys.modules; import te_fl.pytorch; print(before, 'torch._dynamo' in sys.modules)"
         found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=120).stdout.split()
         self.assertEqual(found[1], found[0])
@@ -150,7 +150,7 @@ class OfFrameworks(unittest.TestCase):
                 self.assertEqual(len(parts), count)
                 for a, b in zip(parts, want, strict=True):
                     self.assertTrue(torch.equal(a, b))
-                torch.autograd.backward([p.sin().sum() for p in parts[:2]])  # the other parts have no gradient
+                torch.autograd.backward([p.sin().sum() for p in parts[:2]])  # the weight's other parts have no gradient
                 torch.autograd.backward([p.sin().sum() for p in want[:2]])
                 torch.testing.assert_close(x.grad, y.grad, atol=0, rtol=0)
 
@@ -179,7 +179,8 @@ class OfFrameworks(unittest.TestCase):
             framework_helpers.make_weak_ref("text")
 
     def test_reset(self):
-        """Resets state between tests, as Transformer Engine's own test suites do; an open scope still ends normally."""
+        """FP8GlobalStateManager.reset(), which Transformer Engine's test suites call between tests, resets the global state; an open autocast still
+        ends normally."""
         manager = te_fl.pytorch.FP8GlobalStateManager
         manager.set_skip_fp8_weight_update_tensor(True)
         graph_state.set_capture_start()
@@ -192,8 +193,8 @@ class OfFrameworks(unittest.TestCase):
         manager.reset()
 
     def test_weights_in_captures_of_a_frameworks_own(self):
-        """During capture a framework's flag, not an argument of the call, says whether quantised weights are reused; outside of capture the flag has
-        no effect."""
+        """During a capture a flag that the framework sets, and not an argument of the call, determines whether quantised weights are reused; outside
+        of capture the flag has no effect."""
         manager, device = te_fl.pytorch.FP8GlobalStateManager, "cuda" if torch.cuda.is_available() else "cpu"
         self.assertIsNone(manager.get_skip_fp8_weight_update_tensor())
         self.addCleanup(setattr, quantization.captures, "flag", None)
@@ -230,7 +231,7 @@ class OfFrameworks(unittest.TestCase):
         self.assertEqual(manager.get_skip_fp8_weight_update_tensor().tolist(), [0.0])
 
     def test_captures_of_a_frameworks_own(self):
-        """FP8 state from before a warm-up is restored; a framework announces when it captures."""
+        """A framework that captures graphs itself restores the FP8 state from before the warm-up, and announces the capture."""
         layers = torch.nn.Sequential(te_fl.pytorch.Linear(32, 32, device="cpu"), te_fl.pytorch.GroupedLinear(2, 32, 32, device="cpu"))
         scaling, x = recipe.DelayedScaling(amax_history_len=4), torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
 

@@ -1,4 +1,4 @@
-"""Tests that typical programs learn in FP8 as in BF16, with te-fl's layers and with PyTorch's own, and as PyTorch's own in FP32."""
+"""Tests that typical training programs reach the same losses in FP8 and in BF16 with te-fl's layers as with PyTorch's own layers in BF16 and FP32."""
 
 import os
 import sys

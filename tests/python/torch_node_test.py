@@ -50,7 +50,7 @@ def python(program, **environment):
 
 
 class PlainTest(unittest.TestCase):
-    """Tests call.plain(), the path of a Linear's forward without Python around it: it serves plain calls and declines others."""
+    """Tests call.plain(), the fast path of a Linear's forward: it runs plain calls directly and returns None for all others."""
 
     def setUp(self):
         self.module = te.Linear(16, 16, device="cpu")
@@ -68,11 +68,11 @@ class PlainTest(unittest.TestCase):
         self.assertTrue(torch.equal(self.plain(), self.module.bias.expand(4, 16)))
         recipe = DelayedScaling()
         with te.autocast(recipe=recipe):
-            self.assertIsNone(self.plain())  # declined: the previous call was without FP8
+            self.assertIsNone(self.plain())  # returns None: the previous call was without FP8
             self.module(self.x)
             self.module._recipe = Float8CurrentScaling()
-            self.assertIsNone(self.plain())  # declined: _run() has to record the other recipe
-            self.module._recipe = DelayedScaling()  # an equal recipe, as of a program that makes one for each step
+            self.assertIsNone(self.plain())  # returns None: _run() has to record the other recipe
+            self.module._recipe = DelayedScaling()  # an equal recipe, as a program has that creates a recipe for each step
             self.assertIsNotNone(self.plain())
             self.assertIs(self.module._recipe, recipe)
             self.assertIsNone(self.plain(first=True))
@@ -93,7 +93,7 @@ class PlainTest(unittest.TestCase):
             inside = []
             torch.utils.checkpoint.checkpoint(lambda x: inside.append(self.plain(x)) or x * 1, self.x, use_reentrant=True)
             self.assertEqual(inside, [None])
-        self.assertIsNone(self.plain())  # declined: _run() has to record that this forward is not in FP8
+        self.assertIsNone(self.plain())  # returns None: _run() has to record that this forward is not in FP8
         self.module(self.x)
         torch.nn.utils.parametrize.register_parametrization(self.module, "weight", torch.nn.Identity())
         self.assertIsNone(self.plain())

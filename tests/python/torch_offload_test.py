@@ -1,5 +1,6 @@
-"""Tests activations that are on the host between forward and backward (get_cpu_offload_context): gradients are the same, and device memory is freed
-and restored, by saved-tensor hooks for PyTorch's tensors and in C++ for te-fl's layers. On a machine without GPUs host memory plays both roles."""
+"""Tests offloading of activations to the host between forward and backward (get_cpu_offload_context): gradients are the same, and device memory is
+freed and restored, by saved-tensor hooks for PyTorch's tensors and in C++ for te-fl's layers. On a machine without GPUs, host memory is used for the
+device memory too."""
 
 import gc
 import unittest
@@ -101,7 +102,7 @@ class Offload(unittest.TestCase):
                         sizes = []
                         got = run(model_of(name), recipe, context, sync, lambda i: sizes.append(context._synchronizer.get_offloaded_total_size_mb()))  # noqa: B023
                         self.same(got, run(model_of(name), recipe))
-                        self.assertGreater(max(sizes), count * 32 * 2 * 64 / 2 ** 20)  # at least one code for each element
+                        self.assertGreater(max(sizes), count * 32 * 2 * 64 / 2 ** 20)  # at least one FP8 byte for each element
 
     def check_moved(self, state, before):
         for forward in state._forwards:
@@ -110,7 +111,7 @@ class Offload(unittest.TestCase):
             self.assertEqual(before & now, set())
 
     def test_the_devices_memory_goes(self):
-        """While a layer is on the host, nothing keeps its activations on the device."""
+        """While a layer's activations are offloaded to the host, no object keeps their device memory alive."""
         for name in LAYERS:
             for recipe in RECIPES[:2]:
                 with self.subTest(layer=name, recipe=type(recipe).__name__):
@@ -132,10 +133,10 @@ class Offload(unittest.TestCase):
                     self.assertTrue(x.grad.isfinite().all())
                     del y
                     gc.collect()
-                    self.assertEqual(len(state._segments), 0)  # only the graph held the segments
+                    self.assertEqual(len(state._segments), 0)  # only the autograd graph kept the segments alive
 
     def test_manual_and_late(self):
-        """A layer that was not brought back explicitly comes back when its backward needs it."""
+        """Activations of a layer that the program does not reload explicitly are reloaded when the layer's backward needs them."""
         for brings in (True, False):
             context, sync, controller = get_cpu_offload_context(True, model_layers=3, manual_synchronization=True, retain_pinned_cpu_buffers=True)
 
@@ -165,7 +166,7 @@ class Offload(unittest.TestCase):
                     y = layer(y)
                 y = sync(y)
             if step == 0:
-                continue  # the backward of this graph is not run
+                continue  # the backward of this autograd graph is not run
             for retain in (True, False):
                 x.grad = None
                 y.sum().backward(retain_graph=retain)
@@ -173,8 +174,8 @@ class Offload(unittest.TestCase):
         self.same(grads[1:], grads[:-1])
 
     def test_writes_between_forward_and_backward(self):
-        """PyTorch's version check does not apply to hooks' tensors: without a check of te-fl's own, gradients of the new values would be silently
-        wrong."""
+        """PyTorch's version check does not cover tensors saved by hooks. Without a check of te-fl's own, a write between forward and backward would
+        give silently wrong gradients."""
         for name in ("plain", "LayerNormMLP"):
             for least in (256, 2 ** 30):  # offloads all tensors, or none
                 for when in ("in the layer", "before the next", "behind the next"):
@@ -197,7 +198,7 @@ class Offload(unittest.TestCase):
                                 written.mul_(2)
                             loss = sync(y).sum()
                             if when == "behind the next" and least == 256 and wrote == "input":
-                                loss.backward()  # the host has the values from before the write
+                                loss.backward()  # the host copy has the values from before the write
                             else:
                                 self.assertRaisesRegex(RuntimeError, "was written after the forward had saved it", loss.backward)
 

@@ -61,7 +61,7 @@ class Torch(unittest.TestCase):
                "mxfp8": lambda m, k: (padded(m, 128) * padded(-(-k // 32), 4), padded(-(-m // 32), 4) * padded(k, 128))}
 
     def quantised(self, scaling, sizes, columns):
-        """Allocates one buffer for consecutive members of these sizes; returns it and its parts."""
+        """Allocates one buffer for consecutive tensors of these sizes; returns the buffer and its parts."""
         rows, codes = sum(sizes), torch.float8_e4m3fn
         counts = [sum(n) for n in zip(*(self.FACTORS[scaling](m, columns) for m in sizes))]
         factors = [torch.full((n,), 7, dtype=torch.uint8).view(torch.float8_e8m0fnu) if scaling == "mxfp8" else torch.full((n,), 7.0) for n in counts]
@@ -153,7 +153,7 @@ class Torch(unittest.TestCase):
         te_fl.ops.generic_gemm(a=quantised[0], b=quantised[1], d=d, trans_b=True)
         values = [q.data.float().double() * float(q.scale_inv) for q in quantised]
         torch.testing.assert_close(d.double(), values[0] @ values[1].t(), atol=1e-5, rtol=1e-5)
-        # Multiplies by a, of which only the column-wise copy exists.
+        # Multiplies by `a`, of which only the column-wise data exists.
         columns = te_fl.Quantized(columnwise_data=quantised[0].data.t().contiguous(), shape=(16, 32), scale_inv=quantised[0].scale_inv)
         back = torch.empty(24, 32)
         grad = torch.randn(16, 24)

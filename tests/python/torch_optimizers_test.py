@@ -185,7 +185,7 @@ class Adam(Compared):
             self.assertEqual(set(saved["state"][0]), {"exp_avg", "exp_avg_sq", "master_param"})
             self.assertTrue(torch.equal(saved["state"][0]["master_param"], weights[0]))
             kept = weights[0].detach().clone()
-            saved["state"][0]["master_param"].zero_()  # as in a new state of Transformer Engine's, which no step has written
+            saved["state"][0]["master_param"].zero_()  # as in a new state of Transformer Engine's, before any step
             optimizer.load_state_dict(saved)
             self.assertTrue(torch.equal(weights[0], kept))
             weights[0].data = weights[0].data.clone()
@@ -270,7 +270,8 @@ class Adam(Compared):
             torch.testing.assert_close(served(x), plain(x), atol=1e-5, rtol=1e-5)
 
     def test_parameters_of_several_ranks(self):
-        # One CPU rank represents all ranks; Gloo has every collective there. Memory, gradient and state are those of the local part.
+        # Uses a mesh of one CPU rank, because Gloo supports every collective there. The optimizer's memory, gradient and state are those of the
+        # DTensor's local part.
         import torch.distributed as dist
         from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

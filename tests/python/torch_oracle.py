@@ -14,7 +14,7 @@ def randn(*shape, seed=1, dtype=torch.float32, device="cpu"):
 
 
 def randomise(module, seed=7):
-    """Gives all parameters distinct values, so that a mix-up shows."""
+    """Gives all parameters distinct values, so that confusing two of them fails a test."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in module.named_parameters():
@@ -172,7 +172,7 @@ def mlp(p, x, prefix="", activation="gelu", kind="LayerNorm", zero_centered=Fals
 
 
 def whole(p, prefix, name, parts):
-    """Returns a parameter that is registered whole, or concatenates its consecutive parts."""
+    """Returns a parameter that is registered unsplit, or the concatenation of its parts."""
     if prefix + name in p:
         return p[prefix + name]
     found = [p[f"{prefix}{part}_{name}"] for part in parts if f"{prefix}{part}_{name}" in p]
@@ -293,7 +293,7 @@ def per_block(x, rows, columns, form="e4m3"):
 
 
 class _Quantised(torch.autograd.Function):
-    """y = x w^T, with quantised operands in each of the three products (forward, data gradient, weight gradient)."""
+    """y = x w^T, with quantised operands in each of the three GEMMs (forward, data gradient, weight gradient)."""
 
     @staticmethod
     def forward(ctx, x, w, recipe):

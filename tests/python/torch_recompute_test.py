@@ -104,7 +104,7 @@ class Recomputation(Each):
             module = randomise(make())
             with self.subTest(type(module).__name__):
                 want = plain(module, current)
-                for _ in range(2):  # the second forward takes the shortest path of a call
+                for _ in range(2):  # the second forward uses the fast path of a call
                     got = rerun(module, current) + [p.grad for p in module.parameters()]
                     self.same(got, want)
                 self.same(rerun(module, None), plain(module, None)[:1])
@@ -147,7 +147,7 @@ class Recomputation(Each):
                         self.same(got, want)
 
     def test_microbatches_of_checkpoints_of_other_libraries(self):
-        """Backwards run in any order, after the scales were updated, and after an evaluation outside of the autocast."""
+        """Backward passes of microbatches run in any order, after the scales were updated, and after an evaluation outside of the autocast."""
         for recipes in ((Float8CurrentScaling(), Float8CurrentScaling(use_power_2_scales=True)), (DelayedScaling(amax_history_len=3),) * 3):
             results = []
             for way in (lambda f, x: f(x), other):
@@ -316,8 +316,8 @@ class Recomputation(Each):
                     self.same(self.steps("LayerNormMLP", "cpu", None, lambda m, x: run(step, m, x, recipe)), want)
 
     def test_torch_checkpoint_repeats_the_forward_that_it_belongs_to(self):
-        """Runs several autocasts before one backward, with evaluations between them and other scales in each. Re-entrant backwards end one by one and
-        then update the gradients' scales, so with delayed scaling their gradients differ."""
+        """Runs several autocasts before one backward, with evaluations between them and other scales in each. Re-entrant backward passes end one by
+        one, each updating the gradients' scales, so with delayed scaling their gradients differ."""
         for recipe in RECIPES[1:]:
             results = []
             for run in (lambda f, *a: f(*a), *PLAIN[:1 if isinstance(recipe, DelayedScaling) else 2]):
@@ -331,7 +331,7 @@ class Recomputation(Each):
                 sum(losses).backward()
                 results.append([*losses, *gradients(module, x)])
             for got in results[1:]:
-                for a, b in zip(got, results[0]):  # gradients of the parts are added in another order
+                for a, b in zip(got, results[0]):  # the gradients' summands are added in another order
                     self.assertLess(float((a - b).detach().norm()), 1e-5 * float(b.detach().norm()), type(recipe).__name__)
 
     def steps(self, name, device, recipe, call, **arguments):

@@ -20,7 +20,7 @@ from te_fl.pytorch.base import TransformerEngineBaseModule  # noqa: E402
 
 def own_scale(amax, scale, fp8_max, recipe):
     """Computes the scale with Transformer Engine's formula."""
-    found = torch.full_like(amax, fp8_max) / amax / 2**recipe.margin  # PyTorch divides a number by a tensor as a product with the reciprocal
+    found = torch.full_like(amax, fp8_max) / amax / 2**recipe.margin  # PyTorch divides a number by a tensor by multiplying with the reciprocal
     return torch.where((amax > 0) & torch.isfinite(amax), found, scale)
 
 
@@ -132,7 +132,7 @@ class Functions(unittest.TestCase):
             results.append(self.trained(MODULES["MultiheadAttention"], arguments))
         self.assertEqual(len(results[1]), len(results[2]))
         self.assertTrue(all(torch.equal(a, b) for a, b in zip(results[1], results[2])))
-        self.assertGreater(len(results[1]), len(results[0]))  # attention's scales add to the state
+        self.assertGreater(len(results[1]), len(results[0]))  # attention's scales are additional entries of the state
 
 
 if __name__ == "__main__":

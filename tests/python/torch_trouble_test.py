@@ -171,7 +171,8 @@ class Memory(Each):
 
         for recipe in (None, Float8CurrentScaling()):
             for name, (module, arguments, call) in calls().items():
-                fixed = [n for n, p in module.named_parameters() if not p.untyped_storage().resizable()]  # parts of one array cannot be resized
+                fixed = [n for n, p in module.named_parameters() if not p.untyped_storage().resizable()]  # parameters that are views of one array
+                                                                                                          # cannot be resized
 
                 def run(changed=None, refills=True):
                     module.zero_grad()
@@ -210,7 +211,7 @@ class Memory(Each):
                             self.same(list(got.values()), list(want.values()))
 
     def test_what_the_backward_does_not_read_may_go(self):
-        # In FP8 a product keeps its input's quantised copy.
+        # In FP8 a Linear keeps its quantised input for the backward, and not the input itself.
         module, x = randomise(te.Linear(32, 32, device="cpu")), input_of()
         with scope(Float8CurrentScaling()):
             module(x).sum().backward()
@@ -228,7 +229,8 @@ class Memory(Each):
         return te.DotProductAttention(4, 8, attention_dropout=0.0, qkv_format="bshd", **arguments), randn(2, 6, 4, 8).requires_grad_()
 
     def test_a_backward_that_is_refused_leaves_the_next_one_right(self):
-        """One tensor has moved and another is empty when a backward looks, so the backward is refused; after a refill the next backward is right."""
+        """If one tensor's memory has moved and another tensor is empty when a backward checks them, the backward is refused; after a refill the next
+        backward is right."""
         for node in ("q", "k", "v"):
             grads = []
             for moves in (False, True):
@@ -369,7 +371,7 @@ def library_that_waits(pid):
 class Workers(unittest.TestCase):
     def test_items_of_forked_workers(self):
         module = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, device="cpu")).requires_grad_(False)
-        # After backwards on a GPU PyTorch itself refuses backwards in a forked child.
+        # After a backward on a GPU, PyTorch itself refuses a backward in a forked child.
         for backward in (False,) if torch.cuda.is_available() else (False, True):
             data = Quantising(module, backward)
             want = [data[i] for i in range(len(data))]  # starts this process's thread pools
@@ -395,7 +397,7 @@ class Workers(unittest.TestCase):
             time.sleep(0.01)
 
     def test_forks_while_threads_are_in_calls(self):
-        """A forked child calls the layer that another thread of its parent was in, other layers, and backwards of earlier forwards.
+        """A forked child calls the layer that another thread of its parent was in, other layers, and the backward passes of earlier forwards.
 
         PyTorch has locks of its own that may be held for ever in a child (of an AccumulateGrad in use by another thread, of the list of
         at::RecordFunction's callbacks). Such hangs happen now and then and do not concern te-fl; they are counted separately."""
@@ -455,8 +457,8 @@ class Workers(unittest.TestCase):
 
 
 class _Stop:
-    """A trace function that raises KeyboardInterrupt at the n-th line or call in te-fl's files (or in those whose path contains `part`), or at the
-    n-th instruction if Python traces instructions (3.12 does not always)."""
+    """A trace function that raises KeyboardInterrupt at the n-th traced line or call in te-fl's files (or in those whose path contains `part`), or at
+    the n-th instruction if Python traces instructions (3.12 does not always)."""
 
     def __init__(self, number, instructions, part):
         self.number, self.instructions, self.part, self.where = number, instructions, f"{os.sep}te_fl{os.sep}{part}", None

@@ -98,7 +98,7 @@ class Wrapped(Each):
 
 
 class Uses(Each):
-    """Uses modules in other ways than calling them."""
+    """Tests uses of modules other than calling them."""
 
     def test_tied_parameters(self):
         for recipe in (None, Float8CurrentScaling()):
@@ -157,7 +157,7 @@ class Uses(Each):
                 near(self, module.parametrizations.weight.original.grad, 2 * want.weight.grad, 1e-6, "gradient")
 
     def test_parametrisations_serve_what_they_compute(self):
-        """Each forward gets a new tensor, perhaps at the previous one's address."""
+        """With a parametrisation each forward gets a new weight tensor, perhaps at the previous one's address."""
         from torch.nn.utils import parametrize
 
         class Doubled(torch.nn.Module):
@@ -263,7 +263,7 @@ class Uses(Each):
             for write in writes[device == "cuda":]:
                 for kind in ("padding", "no_mask", "causal"):
                     if device == "cuda" and kind != "padding":
-                        continue  # on a GPU the device asserts on a mask that hides more than before
+                        continue  # on a GPU a device-side assertion refuses a mask that hides more keys than before
                     module = te.DotProductAttention(4, 8, attn_mask_type=kind, qkv_format="bshd")
                     mask = torch.zeros(1, 1, 1, 6, dtype=torch.bool, device=device)
                     module(q, q, q, attention_mask=mask)
@@ -327,7 +327,7 @@ class Uses(Each):
 
 
 class Errors(unittest.TestCase):
-    """Each refusal names the argument, its value, and the rule or a remedy."""
+    """Each error text names the argument, its value, and the rule or a solution."""
 
     def refused(self, *parts, kind=Exception):
         test = self

@@ -1,5 +1,5 @@
-// The registry of collectives providers: invalid ones are refused, and one that is in use cannot be
-// removed.
+// The registry of collectives providers: invalid providers are refused, and a provider that is in
+// use cannot be removed.
 #include "registry/comm_providers.hpp"
 
 #include <gtest/gtest.h>

@@ -63,11 +63,12 @@ struct Cheap {
       t->dl.shape = &extent;
     }
     args.a = args.b = args.c = args.d = &in;
-    // This address is never accessed; it must only differ from the inputs' memory.
+    // The output's address is never accessed; it must only differ from the inputs' memory.
     out.dl.data = reinterpret_cast<float*>(uintptr_t{1} << 40);
     args.out = &out;
   }
-  // In static memory: a plan depends on the alignment, which differs between stack frames.
+  // Static memory, because a plan depends on the tensors' alignment, which would differ between
+  // stack frames.
   alignas(256) inline static float storage[64];
   int64_t extent;
   te_fl_tensor in{}, out{};
@@ -178,8 +179,8 @@ TEST(Plans, ARefusedPrepareMovesOn) {
   EXPECT_EQ(planner.fake.runs.load(), 0);
 }
 
-// prepare() may run ops. Here it calls the same op with another number, which replaces the known
-// call.
+// prepare() may run ops. Here it calls the same op with another value of the scalar `gain`; the
+// nested call replaces the outer call in the thread's memo.
 TEST(Plans, OfACallAroundAnotherAreNotTheOthers) {
   struct Nesting {
     OpRegistry registry;
@@ -217,8 +218,8 @@ TEST(Plans, OfACallAroundAnotherAreNotTheOthers) {
   }
 }
 
-// Empty tensors do not overlap, so they may share addresses where others may not; a plan may still
-// depend on that.
+// Empty tensors do not overlap, so they may have equal addresses where other tensors may not. A
+// plan may still depend on equal addresses.
 TEST(Plans, OfEmptyTensorsThatShareAreNotThoseOfOthers) {
   OpRegistry registry;
   OpManager manager(registry);
@@ -237,8 +238,8 @@ TEST(Plans, OfEmptyTensorsThatShareAreNotThoseOfOthers) {
   EXPECT_EQ(g_made.load(), 2);
 }
 
-// One thread that makes a plan queries the device about a dropped plan, while another thread
-// removes all plans of the device.
+// One thread makes a plan, and thereby queries the device whether a dropped plan's work is done,
+// while another thread removes all plans of the device.
 TEST(Plans, AreNotTakenWhileTheyAreLookedAt) {
   static std::atomic<bool> looking, taking, taken;
   looking = taking = taken = false;
@@ -366,7 +367,8 @@ TEST(Memory, IsBoundedOverManyShapes) {
   };
   some(1, 2000);
   const struct mallinfo2 before = mallinfo2();
-  some(2000, TE_FL_ASAN || TE_FL_TSAN ? 4000 : 102000);  // sanitizers' allocators do not count here
+  some(2000, TE_FL_ASAN || TE_FL_TSAN ? 4000 : 102000);  // under a sanitizer the allocations are
+                                                         // not counted
   const struct mallinfo2 after = mallinfo2();
   EXPECT_LT(after.uordblks, before.uordblks + (64u << 10));
 }

@@ -1,6 +1,6 @@
-// A plan serves every call with the same key. So everything that prepare() may read of a call must
-// be in the key, or in the list of exemptions below with a reason. Tests every op of the catalogue,
-// member by member.
+// A plan is used for every call with the same key. So the key must contain everything that
+// prepare() may read of a call, except what exempt() below lists with a reason. Tests every op of
+// the catalogue, member by member.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -34,7 +34,8 @@ te_fl_context context_with(const te_fl_rng* rng) {
   return context;
 }
 
-// A call of any op with every argument given. It has metadata only, as nothing runs.
+// A call of any op with every argument given. Its tensors have metadata only, because no
+// implementation runs.
 class AnyCall {
  public:
   struct Whole {
@@ -102,7 +103,7 @@ class AnyCall {
  private:
   te_fl_tensor& tensor(const std::string& name) {
     Whole& w = tensors[name];
-    // Separate addresses, aligned more strictly than a key can record.
+    // Gives each tensor an address of its own, aligned more strictly than a key can record.
     const auto base = (uintptr_t{1} << 30) * (tensors.size() + 1);
     const auto at = [&](uintptr_t offset) { return reinterpret_cast<void*>(base + offset); };
     w.quant.scaling = TE_FL_SCALING_TENSOR;
@@ -235,7 +236,7 @@ Changes changes_of(const te_fl_arg_desc& arg) {
   }
 }
 
-// Returns changes by which the output `out` starts at the address of another output.
+// Returns changes that move the output `out` to the address of another output.
 Changes sharing_of(const te_fl_op_schema& schema, const te_fl_arg_desc& out) {
   Changes all;
   const auto begins_at = [&](const std::string& to, const std::string& from) {
@@ -273,7 +274,8 @@ Changes exempt(const te_fl_op_schema& schema) {
   Changes all = {
       // A captured call uses the plan of an equal earlier call.
       {"context: capturing", [](AnyCall& c) { c.context.flags |= TE_FL_CALL_CAPTURING; }},
-      // One plan serves all streams of a device, and each call has new random numbers.
+      // One plan is used on all streams of a device, and with different random numbers in each
+      // call.
       {"context: stream", [](AnyCall& c) { c.context.stream = &c; }},
       {"context: seed", [](AnyCall& c) { c.rng.seed = 7; }},
       {"context: offset", [](AnyCall& c) { c.rng.offset = 8; }},
@@ -285,7 +287,7 @@ Changes exempt(const te_fl_op_schema& schema) {
     const te_fl_arg_desc& arg = *schema.args[i];
     const std::string name = arg.name;
     if (arg.type == TE_FL_ARG_TENSOR) {
-      // Addresses: prepare() must not read the data behind them.
+      // Addresses of tensors and scales: prepare() must not read the data there.
       all.emplace_back(name + " data", [name](AnyCall& c) {
         te_fl_tensor& t = c.tensors.at(name).tensor;
         t.dl.data = moved(t.dl.data, 1 << 26);
@@ -295,7 +297,7 @@ Changes exempt(const te_fl_op_schema& schema) {
         q.scale_inv = moved(q.scale_inv, 1 << 26);
       });
     } else if (arg.type == TE_FL_ARG_SAVED && arg.role != TE_FL_IN) {
-      // A record that a forward fills in has stale contents from earlier use.
+      // A saved record that a forward fills in may have stale contents from earlier use.
       all.emplace_back(name + ": opaque", [](AnyCall& c) { c.record.opaque = 1; });
       all.emplace_back(name + ": producer", [](AnyCall& c) { c.record.producer = "vendor.b"; });
     }
@@ -337,8 +339,8 @@ struct Known {
   void forget_answer() { has_answer = false; }
 };
 
-// A thread that remembers a call with its plan uses the plan only for calls with an equal key, and
-// reuses the answer of supports() only for an identical call.
+// A thread's memo of a call and its plan matches only calls with an equal plan key. The memo of a
+// supports() result matches only an identical call.
 TEST_P(PlanKeyOf, IsThatOfEveryCallThatIsKnownByItsPlan) {
   const te_fl_op_schema& schema = *GetParam();
   Changes all;
@@ -362,7 +364,8 @@ TEST_P(PlanKeyOf, IsThatOfEveryCallThatIsKnownByItsPlan) {
     for (const char* when : {"at once", "again"}) {
       const auto* slot = memo.find(call.compiled().layout(), call.args(), hash);
       if (slot == nullptr) continue;
-      // Dispatch compares the context itself; this call has no record.
+      // The memo does not compare the context, because dispatch does; and this call has no saved
+      // record.
       const bool same = what.starts_with("context: ") || what.starts_with("saved");
       EXPECT_TRUE(same || !slot->known.has_answer) << schema.name << ": " << what << ", " << when;
       if (!slot->known.has_plan) continue;
@@ -370,7 +373,7 @@ TEST_P(PlanKeyOf, IsThatOfEveryCallThatIsKnownByItsPlan) {
       EXPECT_EQ(call.key(), before) << schema.name << ": " << what << ", " << when;
     }
   }
-  // A call with lists is not recognised on other memory.
+  // The memo does not recognise a call with lists if the tensors' addresses differ.
   const bool lists = !AnyCall(schema).compiled().layout().lists.empty();
   EXPECT_TRUE(known > 0 || lists) << schema.name;
 }
@@ -383,8 +386,8 @@ std::vector<const te_fl_op_schema*> all_ops() {
 INSTANTIATE_TEST_SUITE_P(Catalogue, PlanKeyOf, ::testing::ValuesIn(all_ops()),
                          [](const auto& info) { return std::string(info.param->name); });
 
-// A member that a shorter struct cuts off, even in the middle, counts as absent, and its remaining
-// bytes are not read.
+// A member that lies wholly or partly beyond the struct_size of the argument struct counts as
+// absent, and none of its bytes is read.
 TEST_P(PlanKeyOf, TakesMembersThatAreCutOffForAbsent) {
   const te_fl_op_schema& schema = *GetParam();
   AnyCall call(schema);
@@ -422,8 +425,8 @@ TEST_P(PlanKeyOf, TakesMembersThatAreCutOffForAbsent) {
 }
 
 TEST(PlanKeyArguments, ALongerStructHasAKeyOfItsOwn) {
-  // A newer caller's additional members may matter to an implementation that is newer than the
-  // host.
+  // A newer caller's additional members are part of the key, because an implementation newer than
+  // the host may read them.
   const te_fl_op_schema& schema = *core::catalogue()[0];
   AnyCall call(schema);
   const std::string plain = call.key();

@@ -1,4 +1,5 @@
-// Threads that make, drop and ask about plans that own device memory, while streams come and go.
+// Threads create, drop and query plans that own device memory, while other threads create and
+// destroy streams.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -20,12 +21,12 @@ namespace {
 using testing::Fake;
 using testing::together;
 
-// A device whose streams are never captured, and plans of one implementation for it.
+// A device whose streams are never captured, and one implementation whose plans the tests insert.
 struct PlansOfOne {
   explicit PlansOfOne(const Device& on) : device(on) {
     fake.desc.flags |= TE_FL_OP_PLAN_MEMORY;
     fake.desc.prepare = [](void*, const te_fl_context*, const void*, void**) {
-      return te_fl_status{TE_FL_INTERNAL};  // the test makes the plans itself
+      return te_fl_status{TE_FL_INTERNAL};  // never called: the test inserts plans itself
     };
     fake.desc.destroy_plan = [](void*, void* plan) { delete static_cast<int*>(plan); };
     impl = registry::make_implementation(&fake.desc, "test", "relay", nullptr).value();
@@ -45,7 +46,7 @@ struct PlansOfOne {
   std::string begin_of_keys;
 };
 
-// The thread sanitizer looks at the plans' streams and at the lists of them.
+// For the thread sanitizer: several threads use the lists of streams on which plans were used.
 TEST(PlanThreads, MakeDropAndAskAboutPlans) {
   testing::PlainDevice plain("relay");
   const Device device = devices::add(&plain.desc).value();
@@ -72,7 +73,8 @@ TEST(PlanThreads, MakeDropAndAskAboutPlans) {
   EXPECT_OK(devices::remove(device));
 }
 
-// As above, with plans that go: each thread drops those of its own.
+// For the thread sanitizer: two threads drop plans at the same time, each those of its own
+// implementation.
 TEST(PlanThreads, LetPlansGoTogether) {
   testing::PlainDevice plain("relay");
   const Device device = devices::add(&plain.desc).value();

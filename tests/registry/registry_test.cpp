@@ -51,7 +51,7 @@ TEST(Registry, KeepsWhatItIsGiven) {
   const uint64_t before = registry.epoch();
   Fake fake("vendor.acme");
   {
-    // The descriptor and its strings may be freed after the call.
+    // The descriptor and its strings may be freed after register_op().
     te_fl_op_desc copy = fake.desc;
     std::string id = "vendor.acme";
     copy.impl_id = id.c_str();
@@ -86,7 +86,7 @@ TEST(Registry, RefusesMalformedDescriptors) {
   const auto add = [&](auto&& change) { return registry.register_op(with(change)); };
   EXPECT_FAILS(add([](auto& d) { d.struct_size = 8; }), kInvalidArgument, "R3");
   EXPECT_FAILS(add([](auto& d) { d.struct_size = 0x7fffffff; }), kInvalidArgument, "R3");
-  // struct_size ends inside a function pointer, half of which would be called.
+  // Refuses a struct_size that ends inside a function pointer.
   EXPECT_FAILS(
       add([](auto& d) { d.struct_size = offsetof(te_fl_op_desc, supports) + 4; }), kInvalidArgument,
       "struct_size " + std::to_string(offsetof(te_fl_op_desc, supports) + 4) + ", must be from");
@@ -172,8 +172,8 @@ TEST(Registry, ASchemaOfHalfAMemberIsRefused) {
   EXPECT_FAILS(registry.declare_op(schema).status(), kInvalidArgument, "a multiple of 8");
 }
 
-// A schema whose struct_size covers only that member must be refused without a read beyond it; a
-// guard page follows it here.
+// A schema whose struct_size covers only struct_size itself must be refused without a read beyond
+// it; a guard page follows it here.
 TEST(Registry, ASchemaOfNothingButASizeIsRefused) {
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   void* const pages =
@@ -240,8 +240,8 @@ TEST(Registry, TwoDescriptionsUnderOneNameAreRefused) {
   backward.gradient = "test::five_backward a=d_a";
   EXPECT_FAILS(registry.declare_op(backward).status(), kAlreadyExists,
                "in which gradient is none, not 'test::five_backward a=d_a'");
-  // A plugin's op name has its vendor's prefix. A program that declares an op first may give it any
-  // name, which policies may list from then on.
+  // An op name that a plugin declares must have the vendor's prefix. A program may declare an op
+  // under any name; policies may list the name from then on.
   te_fl_op_schema plain = five_schema();
   plain.name = "five";
   const Fake fake("default.five", plain);
@@ -279,8 +279,8 @@ TEST(Registry, FailedRegistrationReleasesKeepAlive) {
 }
 
 // Objects are freed in two steps: a thread asks which retired objects may be freed, and frees them
-// later. It must not free objects that others retire in between, as a thread that has entered since
-// may be reading them.
+// later. It must not free objects that other threads retire in between, because a thread that has
+// entered since then may still read them.
 TEST(Registry, WhatIsRetiredLaterIsNotTakenForGone) {
   ASSERT_FALSE(registry::inside_op());
   const uint64_t asked = registry::oldest_inside();
@@ -288,8 +288,8 @@ TEST(Registry, WhatIsRetiredLaterIsNotTakenForGone) {
   EXPECT_GT(registry::oldest_inside(), asked);
 }
 
-// Calls continue while implementations come and go: none runs after unregister has returned, and
-// none uses a freed implementation.
+// Calls continue while implementations are registered and unregistered: an implementation does not
+// run after unregister has returned, and no call uses a freed implementation.
 TEST(Registry, UnregisterWaitsForThreadsInside) {
   OpRegistry registry;
   OpManager manager(registry);
@@ -407,7 +407,8 @@ TEST(Registry, SeveralComeAndGoWhileAllAreToldOfAChange) {
   telling.join();
 }
 
-// The architecture is asked of a device once, and again after it has come again.
+// te-fl queries a device's architecture once, and again after the device was removed and added
+// again.
 TEST(Registry, ThreadsAskForArchitectures) {
   testing::PlainDevice plain("relay");
   const Device device = devices::add(&plain.desc).value();
@@ -451,10 +452,10 @@ TEST(Registry, ThreadsKeepTheSameStrings) {
   testing::together(200, {keep, keep, keep});
 }
 
-// Each thread holds a lock of its own while it waits for the one that all share.
+// Each thread holds a lock of its own while it waits for a lock that all threads share.
 TEST(Registry, ThreadsThatHoldALockWaitForAnother) {
   registry::SerialLock shared;
-  int plain = 0;  // a race here is one in the lock
+  int plain = 0;  // not atomic: a data race here shows an error of the lock
   const auto take = [&](int) {
     const registry::ThreadRecord* self = &registry::this_thread();
     registry::SerialLock own;
@@ -504,7 +505,9 @@ TEST(Registry, RegisteringFromInsideAnOpWorks) {
   EXPECT_EQ(other.runs.load(), 1);
 }
 
-// Caching a call costs more than it saves if the entry is replaced before the call is repeated.
+// Two handles share an entry of the thread's handle cache. They must not replace it at every call,
+// because caching a call costs more than it saves if the entry is replaced before the call is
+// repeated.
 TEST(Handles, ThatShareAPlaceDoNotTakeItAtEveryCall) {
   registry::HandleCache cache;
   const uint64_t one = 5, other = one + registry::HandleCache::kEntries;

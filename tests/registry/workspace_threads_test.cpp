@@ -1,4 +1,5 @@
-// Threads that share scratch and state of streams while those of other streams come and go.
+// Threads use scratch and state memory of the same streams, while other threads create and destroy
+// those of other streams.
 #include <gtest/gtest.h>
 
 #include <cstdint>

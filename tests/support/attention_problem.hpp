@@ -1,5 +1,5 @@
-// Attention in double precision with every matrix stored, the oracle of the reference backend's
-// tests, and the tensors of one call in any layout.
+// The oracle of the reference backend's attention tests, in double precision with every matrix
+// stored; and the tensors of one attention call in any layout.
 #pragma once
 
 #include <algorithm>
@@ -222,10 +222,10 @@ class AttentionCall {
 
   bool thd() const { return p.c.layout == TE_FL_LAYOUT_THD; }
 
-  // Copies between [b][h][s][d] and the tensor's layout. Elements without a place in thd are
-  // skipped; gather() returns `absent` for them.
+  // Copies between [b][h][s][d] and the tensor's layout. Elements that layout thd does not store
+  // (padding) are skipped; gather() returns `absent` for them.
   void scatter(const std::vector<double>& from, HostTensor& to, bool query) const {
-    // NaN in the padding must not matter.
+    // Fills the padding with NaN, which must not reach any result.
     std::vector<double> out(static_cast<size_t>(to.size()), NAN);
     each(to, query, [&](size_t logical, size_t at) { out[at] = from[logical]; });
     to.fill(out);

@@ -52,7 +52,7 @@ Outcome run_cpu(const char* op, const Args& args, te_fl_rng rng = {}) {
     status = desc->workspace(desc->self, &ctx, &args, &bytes);
   }
   if (status != TE_FL_OK) return {status, text};
-  // Filled with 0xFF, so that an op that takes its scratch for zeros fails.
+  // Scratch is filled with 0xFF, so that an op that assumes zeros there fails.
   std::vector<uint8_t> memory(bytes + 256, 0xFF);
   ctx.workspace = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256);
   ctx.workspace_bytes = bytes;

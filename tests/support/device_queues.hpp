@@ -151,7 +151,7 @@ class DeviceQueues {
   // A position on a stream, for events; `graph` is set for a position in a capture.
   struct Mark {
     bool passed = false;
-    uint64_t time = 0;  // on a clock that counts executed work items, as microseconds
+    uint64_t time = 0;  // time in "microseconds" of a clock that counts executed work items
     std::shared_ptr<Queue> queue;
     std::shared_ptr<Graph> graph;
   };
@@ -197,10 +197,11 @@ class DeviceQueues {
   static void drain(Queue& queue) {
     while (!queue.work.empty()) run_one(queue);
   }
-  // A mark is recorded before anything can wait for it, so waits cannot be circular.
+  // Runs the work before a mark. A mark is recorded before any stream can wait for it, so waits
+  // cannot be circular.
   static void pass(Mark& mark) {
     while (!mark.passed && !mark.queue->work.empty()) run_one(*mark.queue);
-    if (!mark.passed) std::abort();  // the mark is in a capture that was not launched
+    if (!mark.passed) std::abort();  // the mark is in a capture whose graph was not launched
   }
 
   std::shared_ptr<Mark> mark(void* stream) {
@@ -216,7 +217,8 @@ class DeviceQueues {
     });
     return mark;
   }
-  // A stream that waits for a mark in a capture joins the capture; all recorded work has one order.
+  // A stream that waits for a mark in a capture joins the capture. All work of a capture is
+  // recorded in one sequence.
   te_fl_status wait(void* stream, const std::shared_ptr<Mark>& mark) {
     const auto queue = of(stream);
     if (mark->graph != nullptr) {
@@ -291,7 +293,7 @@ class DeviceQueues {
       const Lock lock(all());
       const auto mark = static_cast<Event*>(event)->last;
       *done = mark == nullptr || mark->passed ? 1 : 0;
-      // Each query runs one item of work, as if time passed.
+      // Each query of an event runs one item of work, as if time passed.
       if (*done == 0 && !mark->queue->work.empty()) run_one(*mark->queue);
       return TE_FL_OK;
     };

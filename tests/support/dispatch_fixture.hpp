@@ -115,8 +115,8 @@ inline const te_fl_op_schema& save_schema(bool forward) {
   return forward ? forward_schema : backward_schema;
 }
 
-// A fake implementation: the test sets the status and the text that each function answers. It must
-// outlive its registration.
+// A fake implementation: the test sets the status and the text that each of its functions returns.
+// It must outlive its registration.
 class Fake {
  public:
   using Body = std::function<te_fl_status(const te_fl_context&, const void*)>;

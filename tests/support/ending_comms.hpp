@@ -69,7 +69,7 @@ class EndingComms {
     while (rep->since.load() == 0) std::this_thread::yield();
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
-  // Returns true if rank 0's provider has destroyed its part of the communicator.
+  // Returns true if the provider has destroyed rank 0's communicator object.
   bool closed() const {
     const std::shared_ptr<Comm::State> rep = weak_.lock();
     if (rep == nullptr) return true;
@@ -141,7 +141,7 @@ inline void check_ending(const std::string& provider) {
   constexpr milliseconds kLong{20000}, kShort{150};
   for (const EndingComms::Collective& collective : EndingComms::collectives()) {
     SCOPED_TRACE(provider + " " + collective.name);
-    {  // Destroys the communicator; the call goes on until the other rank joins.
+    {  // Destroys the communicator; the running call continues until the other rank joins.
       EndingComms two(provider, kLong);
       two.begin(collective);
       two.ranks[0] = Comm();
@@ -161,7 +161,7 @@ inline void check_ending(const std::string& provider) {
       EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(10000));
       EXPECT_FAILS(collective.call(two.ranks[1].c(), 1, two.tensors[1]), kCommFailed, "");
     }
-    // The remaining cases wait for time-outs, so only two collectives run them.
+    // The cases below wait for time-outs, so they run for two collectives only.
     if (collective.name != "all_reduce" && collective.name != "recv") continue;
     {  // Destroys this rank's communicator while no other rank calls: the time-out ends the call.
       EndingComms two(provider, kShort);
@@ -169,7 +169,7 @@ inline void check_ending(const std::string& provider) {
       two.ranks[0] = Comm();
       EXPECT_FAILS(two.ended(), kCommFailed, collective.name);
     }
-    {  // The other rank destroys its part: the call ends by the time-out or earlier.
+    {  // The other rank destroys its communicator: the call ends at the time-out or earlier.
       EndingComms two(provider, kShort);
       two.begin(collective);
       two.ranks[1] = Comm();

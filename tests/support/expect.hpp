@@ -29,8 +29,8 @@ Status status_of(const Result<T>& result) {
   return result.status();
 }
 
-// Returns the text of `answer`: a Status, a Result, an Outcome, or another type with ok() and
-// to_string() or `error`.
+// Returns the error text of `answer`, which is a Status, a Result, an Outcome, or another type with
+// ok() and to_string() or `error`.
 template <class T>
 std::string words_of(const T& answer) {
   if constexpr (requires { status_of(answer); }) {

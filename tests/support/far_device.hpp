@@ -138,7 +138,7 @@ class FarDevice {
   // Status of the next copies from another device.
   std::atomic<te_fl_status> next_copy_between{TE_FL_OK};
   std::atomic<int64_t> copies_between{0};  // number of copies that were made
-  std::atomic<void*> retired{nullptr};     // the stream that was retired last
+  std::atomic<void*> retired{nullptr};     // the stream of the last retire_stream() call
   std::atomic<int64_t> pinned{0};          // live pinned buffers
   // Ranges copied since forget(): read from the device, and written to it.
   std::vector<Range> reads() const {
@@ -154,7 +154,7 @@ class FarDevice {
     reads_.clear();
     writes_.clear();
   }
-  // Records ranges only if set, as a training run makes many copies.
+  // If false, reads() and writes() stay empty, because a training run makes many copies.
   bool keep_ranges = false;
 
  private:
@@ -165,7 +165,7 @@ class FarDevice {
   }
 
   te_fl_status allocate(size_t bytes, void* stream, void** out, const te_fl_error_sink* e) {
-    // With a gap behind the block.
+    // Leaves an unused gap behind the block.
     const size_t wanted = (bytes + 2 * kAlignment) / kAlignment * kAlignment;
     // Before the device reports out of memory, it completes pending frees.
     if (!take(wanted, out)) {

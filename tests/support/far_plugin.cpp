@@ -1,5 +1,5 @@
-// A plugin with two FarDevices and one op; all other ops on their tensors must be served by other
-// implementations.
+// A plugin with two FarDevices and an implementation of one op; all other ops on their tensors run
+// in other implementations.
 #include "support/far_device.hpp"
 #include "te_fl/backend.hpp"
 #include "te_fl/backend/plugin.hpp"

@@ -8,8 +8,9 @@
 
 namespace te_fl::testing {
 
-// A device for tests with threads: host memory under another name, whose functions share nothing
-// and take no lock, so that they order nothing for the thread sanitizer. Its work is done at once.
+// A device for tests with threads: host memory under another name. Its functions share no state and
+// take no lock, so that they add no ordering between threads that would hide races from the thread
+// sanitizer. Work completes in the call that enqueues it.
 struct PlainDevice {
   te_fl_device_api api{};
   te_fl_device_desc desc{};

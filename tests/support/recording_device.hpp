@@ -1,6 +1,6 @@
 // A device for tests without a GPU: host memory under another name, with the late streams, events
 // and graphs of DeviceQueues. An enqueued op is a closure over a deep copy of its arguments. The
-// ops are the reference backend's; a wait for the stream reports their errors.
+// ops are the reference backend's; synchronising the stream reports their errors.
 #pragma once
 
 #include <algorithm>
@@ -171,7 +171,7 @@ class RecordingDevice {
     };
     api_.copy = [](void* self, void* dst, const void* src, size_t bytes, uint32_t host_flags,
                    void* stream, const te_fl_error_sink*) -> te_fl_status {
-      // Bytes of a source in host memory, read at the call.
+      // A copy's source bytes in host memory, read when the copy is enqueued.
       std::shared_ptr<std::vector<char>> read;
       const bool captured = of(self).queues.capturing(stream);
       if ((host_flags & 2) != 0 && !captured) {

@@ -45,7 +45,7 @@ inline te_fl_dtype dl_dtype(int index) {
 }
 
 // A tensor in host memory, filled with 0xFF bytes (NaN in every float format) until fill() is
-// called. FP8 tensors are quantised per tensor under the given scale.
+// called. FP8 tensors have per-tensor scaling with the given scale.
 class HostTensor {
  public:
   HostTensor(Shape shape, int dtype)

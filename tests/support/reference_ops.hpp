@@ -73,7 +73,7 @@ class Array {
   Array(const Array&) = delete;
   Array& operator=(const Array&) = delete;
 
-  // Views the storage of another array (with its own dtype, shape and element strides).
+  // Makes a view of another array's storage, with a dtype, shape and element strides of its own.
   Array(Array& base, te_fl_dtype_index dtype, std::vector<int64_t> shape,
         std::vector<int64_t> strides = {}, int64_t first = 0)
       : dtype_(dtype), shape_(std::move(shape)), strides_(std::move(strides)) {

@@ -1,5 +1,5 @@
-// Macros that tell the sanitizer of this build, for g++ and clang, and skip tests that it does not
-// support in a forked child.
+// Macros that name the sanitizer of this build (TE_FL_ASAN, TE_FL_TSAN), for g++ and clang, and
+// that skip tests whose forked children the sanitizer does not support.
 #pragma once
 
 #if defined(__has_feature)

@@ -1,4 +1,5 @@
-// Threads that use one thing together, so that the thread sanitizer sees what no lock orders.
+// Runs functions concurrently on several threads, so that the thread sanitizer finds accesses that
+// no lock orders.
 #pragma once
 
 #include <atomic>
@@ -8,10 +9,10 @@
 
 namespace te_fl::testing {
 
-// Calls each function `rounds` times in a row, on a thread for each. The threads begin together and
-// give way after each call, so that they take turns where there are few cores. Neither orders any
-// memory, so no race of the functions is hidden. A race of one function is seen most surely where
-// its thread calls nothing else that takes the same lock.
+// Runs each function on a thread of its own, `rounds` times in a row. The threads begin together
+// and yield after each call, so that they alternate even on few cores. Beginning and yielding order
+// no memory, so they hide no race between the functions. A race of a function is found most
+// reliably if its thread calls no other function that takes the same lock.
 inline void together(int rounds, const std::vector<std::function<void(int round)>>& functions) {
   std::atomic<size_t> ready{0};
   std::vector<std::thread> threads;

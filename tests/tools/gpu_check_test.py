@@ -25,7 +25,7 @@ while [ $# -gt 0 ]; do case "${1##*/}" in conformance | gpu_collectives_test) br
 case "$tool $*" in *"$REPORT"*) [ -z "$REPORT" ] || { echo "========= ERROR SUMMARY: 8 errors"; exit 99; } ;; esac
 if [ "$tool" = racecheck ]; then echo "========= RACECHECK SUMMARY: 0 hazards displayed"; else echo "========= ERROR SUMMARY: 0 errors"; fi
 exit $code""",
-    # Two cuDNNs: one that the dynamic loader finds and one of a Python package.
+    # Two fake cuDNN libraries: one that the dynamic loader finds and one of a Python package.
     "path/ldconfig": 'echo "	libcudnn.so.9 (libc6,x86-64) => ${0%/path/*}/system/libcudnn.so.9"',
     "path/python3": 'case "$*" in *nvidia.cudnn*) echo "${0%/path/*}/pip/lib" ;; *) exit 1 ;; esac',
     "bin/conformance": WHICH_CUDNN + """
@@ -57,7 +57,7 @@ echo "trained 3 steps in 0.1 s\"""",
 class GpuCheck(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        # A whole run starts hundreds of programs, so the tests that change nothing share one run.
+        # A whole run of gpu_check.sh starts hundreds of programs, so the tests that need no special setup share one run.
         cls.whole = cls("setUp")
         cls.whole.setUp()
         cls.code, cls.rows = cls.whole.check()
@@ -109,7 +109,7 @@ class GpuCheck(unittest.TestCase):
     def test_every_family_of_ops(self):
         families = {os.path.splitext(name)[0] for name in os.listdir(os.path.join(ROOT, "ops")) if name.endswith(".yaml")} - {"collective"}
         self.assertEqual({name.removeprefix("conformance ") for name in self.rows if name.startswith("conformance ") and "," not in name}, families)
-        # Rows that cover several programs look at the log of each of them.
+        # A row that covers the programs of several op families reads the log of each of them.
         for part in ("validate", "memcheck", "racecheck", "initcheck"):
             looked = {name.removeprefix(part + "-").removesuffix(".log").removesuffix("-f32") for name in self.logs if name.startswith(part + "-")}
             self.assertLessEqual(families, looked, part)
@@ -124,7 +124,7 @@ class GpuCheck(unittest.TestCase):
         self.assertEqual(self.code, 0, rows)
         for name in ("attention on cuDNN 9.14.0", "attention on cuDNN 9.19.0", "attention, 2^31, cuDNN 9.19.0", "captured steps, cuDNN 9.19.0"):
             self.assertEqual(rows[name][0], "passed", rows)
-        self.assertNotIn("attention, 2^31, cuDNN 9.14.0", rows)  # the full table already has this case
+        self.assertNotIn("attention, 2^31, cuDNN 9.14.0", rows)  # the row "more than 2^31 elements" already covers this cuDNN
         for name in ("more than 2^31 elements", "captured steps, bit by bit"):
             self.assertIn("cuDNN 9.14.0", rows[name][1])
         self.assertIn("0 of 1 failed or elsewhere; cuDNN 9.19.0", rows["attention, 2^31, cuDNN 9.19.0"][1])
@@ -135,7 +135,7 @@ class GpuCheck(unittest.TestCase):
             self.assertEqual((code, self.failed(rows)), (1, [f"attention on cuDNN {version}"]))
 
     def test_one_cudnn_runs_once(self):
-        # Both search paths lead to one file.
+        # Both search paths lead to the same cuDNN file.
         os.remove(os.path.join(self.folder.name, "pip/lib/libcudnn.so.9"))
         os.symlink("../../system/libcudnn.so.9", os.path.join(self.folder.name, "pip/lib/libcudnn.so.9"))
         _, rows = self.check("--quick")

@@ -1,5 +1,5 @@
-"""Tests tools/lib/stages.sh and te_fl_unity of tools/lib/build.sh on hand-made tables and folders, and that CONTRIBUTING.md's table lists every stage
-of tools/test.sh."""
+"""Tests tools/lib/stages.sh and te_fl_unity of tools/lib/build.sh on small tables of stages and folders that the tests write, and that
+CONTRIBUTING.md's table lists every stage of tools/test.sh."""
 import pathlib
 import re
 import subprocess

@@ -27,7 +27,7 @@ std::string fixed(double value, int digits) {
 }
 
 // Returns the requested implementations: their ids, or one empty string for the dispatcher's
-// choice. "all" stands for those that serve ops on the device.
+// choice. "all" gives those that support the device.
 Result<std::vector<std::string>> implementations_of(const BenchOptions& options,
                                                     const Device& device) {
   if (options.impls.empty()) return std::vector<std::string>{""};
@@ -59,8 +59,8 @@ te_fl::PolicySettings pinned(const std::string& op, const std::string& impl) {
   return settings;
 }
 
-// Peak operations per second for one kind of product, measured once on the device or given by the
-// user.
+// Peak operations per second for one kind of matrix product, measured once on the device or given
+// by the user.
 struct Peak {
   double flops = 0;
   std::string from;
@@ -77,7 +77,7 @@ struct Row {
   size_t sets = 0;
   bool cold = false;
   Peak peak;
-  bool verified = false;  // a check has found the results equal to the reference's
+  bool verified = false;  // true if the results were compared with the reference's and agree
 
   // Lower bounds on the time: the time to move the bytes and the time of the arithmetic.
   double bytes_floor() const { return static_cast<double>(bytes) / timing.copy_bandwidth; }
@@ -136,7 +136,7 @@ Result<Peak> Bench::peak_of(const CaseSpec& spec) {
 // Verifies one call as TE_FL_VERIFY does. False: the call could not be compared. DATA_LOSS: the
 // results differ.
 Result<bool> Bench::verify(const CaseSpec& spec, Shape extents) const {
-  constexpr double kMost = 4e9;  // operations; the reference needs a few seconds for them
+  constexpr double kMost = 4e9;  // number of operations for which the reference needs a few seconds
   for (size_t i = 0; i < extents.size(); ++i) extents[i] = std::min(extents[i], spec.extents[i]);
   TE_FL_ASSIGN_OR_RETURN(auto one, PlacedCase::make(spec, extents, device_));
   while (one->work().flops > kMost && !spec.axes.empty() && extents[0] >= 64) {
@@ -176,7 +176,8 @@ Status Bench::measure(Row& row) {
   const int64_t each = std::max<int64_t>(first->work().memory, 1), cold = cold_bytes(device_);
   sets.push_back(std::move(first));
   const size_t wanted = static_cast<size_t>(std::clamp<int64_t>((cold + each - 1) / each, 1, 256));
-  // Makes one call first, so that an unsupported case fails before the other sets are allocated.
+  // Makes one call first, so that an unsupported case fails before the other sets of tensors are
+  // allocated.
   TE_FL_RETURN_IF_ERROR(sets[0]->call());
   for (const auto& u : te_fl::OpManager::instance().usage()) {
     if (u.op == spec.op) row.impl = u.impl_id;

@@ -74,7 +74,8 @@ Result<std::vector<const CaseSpec*>> cases_of(const std::string& op, const std::
 
 namespace {
 
-// Refuses extents whose tensors exceed any memory and whose byte counts would overflow.
+// Returns an error for extents whose tensors are larger than any memory, because their byte counts
+// would overflow.
 te_fl::Status check_size(const Shape& extents, const std::string& shape) {
   constexpr int64_t kMost = int64_t{1} << 59;
   int64_t all = 1;

@@ -101,7 +101,7 @@ class Run {
     follow(child, {}, std::max(options_.time_limit, kEndLimitS), last);
   }
 
-  // The error text if no plugin has the name; empty if there is one.
+  // Returns the error text if no plugin has the requested name; empty if one has.
   const std::string& unknown() const { return unknown_; }
 
   void add(Finding f) {
@@ -112,9 +112,9 @@ class Run {
   }
 
  private:
-  // Joins a finding with earlier equal ones: sweep, guard, describe and processes findings that are
-  // no failure become one finding for all cases of a dtype with the same outcome. Returns true if
-  // joined.
+  // Merges a finding into an earlier one if both differ only in the case. Applies to findings of
+  // kind sweep, guard, describe or processes that are not failures: one finding then covers all
+  // cases of a dtype with the same outcome. Returns true if it was merged.
   bool joined(const Finding& f) {
     if (f.outcome == Outcome::kFail || (f.check != "sweep" && f.check != "guard" &&
                                         f.check != "describe" && f.check != "processes"))
@@ -233,8 +233,8 @@ class Run {
   }
 
   // Handles a child's messages. Returns true when the child is done. If the child crashed or hung,
-  // records a failure of the step that it had begun, stores in `last` where to continue, and
-  // returns false.
+  // records a failure of the step that the child had begun, stores in `last` the step after which
+  // to continue, and returns false.
   bool follow(Child& child, const Target& target, double limit, json& last) {
     json message;
     std::string crash;
@@ -263,7 +263,8 @@ class Run {
     }
   }
 
-  // Gives an order to a child. After a crash or a hang, gives the rest of the order to a new child.
+  // Sends a list of work to a child process. After a crash or a hang, sends the rest of the list to
+  // a new child.
   void work(Child& child, json order, const Target& t) {
     int from = 0;
     for (int lost = 0; lost < kPatience;) {

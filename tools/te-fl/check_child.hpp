@@ -33,7 +33,8 @@ class Child {
   // Receives the next message; kSilence if none arrives within `seconds`, kEnd if the child has
   // ended.
   Got receive(double seconds, nlohmann::json& message);
-  // Ends the child. If it had ended by itself, returns how: "ended by SIGSEGV", "exited with 1".
+  // Ends the child. If the child had already ended, returns how: "ended by SIGSEGV", "exited with
+  // 1".
   std::string stop();
   // Returns the last lines that the child or the plugin printed.
   std::string printed() const;

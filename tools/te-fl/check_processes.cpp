@@ -28,7 +28,7 @@ namespace {
 using nlohmann::json;
 using std::chrono::steady_clock;
 
-constexpr int kRanks = 4;  // the number of ranks in the table's largest case
+constexpr int kRanks = 4;  // the largest number of ranks of a conformance case
 // Time for the other ranks to end after one rank has ended: kGrace, or kGraceOfLost if that rank
 // failed.
 constexpr std::chrono::seconds kGrace{10}, kGraceOfLost{3};
@@ -59,7 +59,7 @@ struct Rank {
   int output = -1;  // in-memory file that receives the rank's output
   int status = 0;   // status from waitpid(), after the end
 
-  // te-fl conformance exits with 0, with 1 if a case failed, and with 77 if it had no case.
+  // te-fl conformance exits with 0, with 1 if a case failed, and with 77 if no case applies.
   bool failed() const {
     return !WIFEXITED(status) || (WEXITSTATUS(status) > 1 && WEXITSTATUS(status) != 77);
   }
@@ -109,7 +109,7 @@ class Job {
     return {};
   }
 
-  // Returns the rows that rank 0 wrote; none if it had no case.
+  // Returns the result rows of `te-fl conformance` that rank 0 wrote; empty if no case ran.
   json rows() const {
     std::ifstream file(folder_ + "/results.json");
     return file ? json::parse(file, nullptr, false) : json();
@@ -167,7 +167,8 @@ class Job {
 
   std::string folder_;
   std::array<Rank, kRanks> ranks_;
-  int first_ = -1, lost_ = -1;  // rank that ended first, and first rank that failed; -1: none
+  int first_ = -1, lost_ = -1;  // number of the rank that ended first, and of the first rank that
+                                // failed; -1: none
 };
 
 Finding found(const Target& t, Outcome outcome, std::string message) {
@@ -177,8 +178,8 @@ Finding found(const Target& t, Outcome outcome, std::string message) {
   return f;
 }
 
-// Runs the ranks of one op and returns their findings. Sets `several` if a case with more than one
-// rank ran; otherwise sets `refusal` to the reason.
+// Runs the ranks of one op and returns their findings. If a case with more than one rank ran, sets
+// `several`; otherwise sets `refusal` to the reason why none ran.
 std::vector<Finding> check_op(const CheckOptions& options, const Target& t,
                               const std::string& plugin, bool& several, std::string& refusal) {
   std::vector<std::string> words = {"te-fl",    "conformance", "--plugin", plugin,

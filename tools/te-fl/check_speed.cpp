@@ -40,7 +40,7 @@ std::string output_of(const std::vector<std::string>& words, const std::string& 
   close(out[0]);
   int status = 0;
   if (child > 0) waitpid(child, &status, 0);
-  // kProblem only means that results differ
+  // exit code kProblem means that results differ; the output is complete then
   const bool whole = WIFEXITED(status) && WEXITSTATUS(status) <= kProblem;
   return whole ? text : std::string();
 }

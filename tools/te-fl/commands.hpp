@@ -18,7 +18,7 @@ enum ExitCode {
   kSuccess = 0,
   kProblem = 1,      // the command ran and found a problem: doctor's findings, an invalid policy
   kUsage = 2,        // misspelt command, option or value; a named file that cannot be read
-  kNoCandidate = 3,  // explain, bench: no implementation would serve the call
+  kNoCandidate = 3,  // explain, bench: no implementation supports the call
   kIncomplete = 4,   // check: nothing failed, but not everything was checked: no certificate
 };
 
@@ -30,7 +30,7 @@ struct ExplainOptions {
   std::string device = "cpu";
   std::vector<std::string> dtypes;
   std::vector<std::string> scalings;
-  std::string shape;                  // extents of a case of te-fl bench to explain
+  std::string shape;                  // extents of the te-fl bench case to explain
   std::string variant;                // part of the case's name; empty: the first case of the dtype
   std::vector<std::string> settings;  // VAR=VALUE
   te_fl::Status watching;             // error in TE_FL_VERIFY or TE_FL_TRACE
@@ -73,7 +73,7 @@ int new_backend(const NewBackendOptions& options);
 
 struct ReplayOptions {
   std::string file;
-  std::string impl;    // empty: the implementation that served the saved call
+  std::string impl;    // empty: the implementation that ran the saved call
   std::string device;  // empty: the device of the saved call
   bool json = false;
 };
@@ -91,7 +91,8 @@ struct MergeTracesOptions {
 
 struct QuarantineOptions {
   bool clear = false;    // false: list the quarantines
-  std::string op, impl;  // with clear: end only these; empty: any
+  std::string op, impl;  // with clear: end only the quarantines of this op and implementation;
+                         // empty: any
   bool all = false;      // with clear: end all quarantines; excludes op and impl
   bool json = false;
 };

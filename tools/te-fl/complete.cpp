@@ -139,7 +139,7 @@ class Completion {
     for (const CLI::App* sub : app_->get_subcommands({})) {
       if (!sub->get_group().empty()) offer(sub->get_name());
     }
-    // the first argument is a new name, the second a folder
+    // the first argument is a new name, which cannot be completed; the second is a folder
     if (app_->get_name() == "new-backend") {
       if (positional_ == 1) kind_ = "folders";
       return;

@@ -1,5 +1,6 @@
 // The completion scripts for the shells. They call `te-fl __complete` (complete.cpp). The first
-// line of its output says what follows: words, or a request for files or folders.
+// line of that command's output says what follows: words, or a request to complete files or
+// folders.
 #include <cstdio>
 
 #include "commands.hpp"

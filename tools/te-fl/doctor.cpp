@@ -148,7 +148,7 @@ void check_search_path(Report& report) {
     report.add(Level::kNote, "plugin manifests: " + folder);
 }
 
-// Dispatches a small product: checks that it works, and that every rejected candidate gives a
+// Dispatches a small GEMM: checks that it works, and that every rejected candidate gives a
 // reason.
 void check_gemm(Report& report) {
   const float values[4] = {1, 2, 3, 4};
@@ -180,7 +180,7 @@ void check_gemm(Report& report) {
                                                          by + (right ? " is right" : " is WRONG"));
 }
 
-// Names the implementations of attention that an accelerator lacks, and why.
+// Reports the implementations of attention that an accelerator cannot use, and why.
 void check_attention(Report& report) {
   for (const te_fl::Device& device : te_fl::devices::list()) {
     if (device.is_host()) continue;

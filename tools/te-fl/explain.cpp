@@ -160,7 +160,7 @@ int explain(const ExplainOptions& options) {
   te_fl::Result<te_fl::Decision> decision = te_fl::Decision();
   if (!options.shape.empty() || !options.variant.empty()) {
     decision = ask_case(options, *device, asked);
-    // An error before a case was found is an error in the command's arguments.
+    // If no bench case was found, the error is one in the command's arguments.
     if (!decision.ok() && asked.name.empty()) {
       complain(decision.status().message());
       return kUsage;

@@ -83,7 +83,8 @@ json plugin_json(const te_fl::plugins::PluginInfo& p, const Findings& list) {
           {"comms", p.comms}};
 }
 
-// Describes the policy's use of host implementations for tensors on other devices.
+// Returns the policy's settings for staging, which runs host implementations on copies of a
+// device's tensors.
 json staging_json(const te_fl::PolicySettings& s) {
   json out = {{"strict", s.strict}, {"max_bytes", nullptr}};
   if (s.max_staged_bytes) out["max_bytes"] = *s.max_staged_bytes;
@@ -101,8 +102,7 @@ std::string staging_text(const te_fl::PolicySettings& s) {
 
 }  // namespace
 
-// Reports settings that make calls fail, and things that the environment names and that do not
-// exist.
+// Reports settings that make calls fail, and names in environment variables that match nothing.
 int problems(const std::vector<te_fl::plugins::PluginInfo>& plugins, const te_fl::Status& policy) {
   te_fl::Status status = te_fl::environment::status();
   if (status.ok()) status = policy;

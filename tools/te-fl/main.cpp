@@ -138,8 +138,8 @@ void complain_of_argument(const CLI::App& app) {
            " (" + path + " --help lists all)");
 }
 
-// Returns te-fl's own text for an error where CLI11's text names its internal types or impossible
-// values.
+// Returns the text for a command-line error. It is te-fl's own where CLI11's text names internal
+// types or impossible values.
 std::string mistake(const CLI::App& command, const CLI::ParseError& error) {
   const std::string text = error.what();
   const std::string conversion = "Could not convert: ", equals = " = ";
@@ -182,7 +182,7 @@ int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, cha
   return kUsage;
 }
 
-// A validator for numbers in a range. CLI11's own range validators accept some texts that are no
+// A validator for numbers in a range. CLI11's own range validators accept some texts that are not
 // numbers.
 CLI::Validator within(double least, double most, const std::string& text) {
   return CLI::Validator(
@@ -237,7 +237,7 @@ std::string own_prefix() {
 }
 
 void leave_watching_to_programs() {
-  // Both variables accept the empty value, which turns the feature off.
+  // An empty value turns the feature off.
   static_cast<void>(te_fl::environment::set("TE_FL_TRACE", ""));
   static_cast<void>(te_fl::environment::set("TE_FL_VERIFY", ""));
 }
@@ -454,9 +454,10 @@ int run_command(int argc, char** argv) {
     leave_watching_to_programs();
     return complete(app, {argv + 2, argv + argc});
   }
-  // env and doctor show the user's settings, so they keep them; doctor itself ignores them later.
+  // env and doctor show the user's TE_FL_TRACE and TE_FL_VERIFY, so these are not ignored here;
+  // doctor ignores them later.
   const std::string command = argc > 1 ? argv[1] : "";
-  // explain describes no call if a setting makes every call fail.
+  // If a setting makes every call fail, explain prints that error instead of a call's decision.
   if (command == "explain") explain_options.watching = te_fl::watch_status();
   if (command != "env" && command != "doctor") leave_watching_to_programs();
   if (!lists_are_whole(argc, argv)) return kUsage;

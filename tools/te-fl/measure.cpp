@@ -213,7 +213,7 @@ Result<std::unique_ptr<CopyMeter>> CopyMeter::make(const Device& device) {
   TE_FL_ASSIGN_OR_RETURN(made->to_, devices::allocate(device, bytes));
   TE_FL_RETURN_IF_ERROR(devices::fill(device, made->from_, 0x3c, bytes));
   TE_FL_RETURN_IF_ERROR(devices::fill(device, made->to_, 0x5a, bytes));
-  // discards the first measurement, which is not representative
+  // warms up: the first measurement is not representative
   TE_FL_RETURN_IF_ERROR(made->bandwidth().status());
   return made;
 }

@@ -22,8 +22,8 @@ class PlacedCase {
   PlacedCase& operator=(const PlacedCase&) = delete;
   const te_fl::bench::Case& work() const { return *case_; }
   te_fl::Status call(void* stream = nullptr) const;
-  // Sets all bits of the plain outputs and of the codes, so that elements that a call does not
-  // write are noticed.
+  // Sets all bits of the outputs (of quantised outputs: of their data), so that elements that a
+  // call fails to write are noticed.
   te_fl::Status poison() const;
   te_fl::Result<te_fl::Decision> resolve() const;
 

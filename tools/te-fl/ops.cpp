@@ -14,8 +14,8 @@ using nlohmann::json;
 
 namespace {
 
-// Returns the nearest part of a name: its words and its endings count, such as 'norm' in
-// 'layernorm_fwd'.
+// Returns the part of an op's name nearest to a text. Parts are a name's words and their endings,
+// such as 'norm' in 'layernorm_fwd'.
 std::string nearest_part(const std::string& text, const std::vector<std::string>& names) {
   std::set<std::string> words, ends;
   for (const std::string& name : names) {

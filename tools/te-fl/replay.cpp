@@ -19,8 +19,8 @@ void print(const char* against, const std::vector<std::string>& differences, int
   for (const std::string& d : differences) std::printf("  %s\n", d.c_str());
 }
 
-// Returns kUsage if the file is no saved call or --impl or --device is misspelt, which the user can
-// correct; otherwise the call itself failed.
+// Returns the exit code for an error: kUsage if the file is not a saved call or if --impl or
+// --device is misspelt, which the user can correct; otherwise the code for a call that failed.
 int failed(const ReplayOptions& options, const te_fl::Status& status) {
   using te_fl::StatusCode;
   complain(status.to_string());

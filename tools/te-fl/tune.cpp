@@ -47,7 +47,7 @@ json entry_of(const te_fl::TunedSignature& row) {
           {"note", note}};
 }
 
-// Checks the output path before the timing, which takes minutes.
+// Checks that the output path can be written. Called before the timing, which takes minutes.
 bool can_write(const std::string& path) {
   const std::string temporary = path + ".part";
   std::error_code error;

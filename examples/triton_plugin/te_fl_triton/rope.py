@@ -10,7 +10,7 @@ LEAST = 64   # smallest block of a head per program, as each smaller size would 
 HEADS = 16   # maximum number of heads of one token per program
 
 
-# One compiled kernel serves all values of the arguments in do_not_specialize. `sequences`: number of consecutive tokens with the same
+# One compiled kernel is used for all values of the arguments in do_not_specialize. `sequences`: number of consecutive tokens with the same
 # position: the batch size in sbhd, 1 in bshd.
 @triton.jit(do_not_specialize=["freqs", "length", "sequences", "heads", "cp_size", "cp_rank"])
 def kernel(input, output, freqs, length, sequences, heads, width, rotated, cp_size, cp_rank, INTERLEAVED: tl.constexpr,

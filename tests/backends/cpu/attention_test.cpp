@@ -161,7 +161,8 @@ std::vector<Case> cases() {
 INSTANTIATE_TEST_SUITE_P(Cases, CpuAttention, ::testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });
 
-// FP16 and BF16 in packed, strided QKV. The oracle reads the same rounded values.
+// Tests FP16 and BF16 with q, k and v as strided views of one packed tensor. The oracle reads the
+// same rounded values.
 TEST(CpuAttentionTest, LowPrecisionStridedQkv) {
   for (int dtype : {TE_FL_F16, TE_FL_BF16}) {
     const int64_t s = 70, b = 2, h = 2, d = 24;

@@ -1,5 +1,5 @@
-// Products and quantised results of the CPU backend whose output memory overlaps an operand's,
-// called through the dispatcher.
+// Tests GEMM and quantize of the CPU backend with output memory that overlaps an operand's, called
+// through the dispatcher.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -65,8 +65,8 @@ TEST(CpuGemmInPlace, AResidualOfAnotherWidthIsReadBeforeItIsOverwritten) {
   }
 }
 
-// The CPU backend would write the column-wise copy while it still reads the input, so it declines
-// this call. A backend that computes all codes before it writes any serves the call.
+// The CPU backend would write the column-wise data while it still reads the input, so it refuses
+// this call. The call falls back to a backend that computes all FP8 data before it writes any.
 TEST(CpuQuantizeInPlace, AColumnwiseCopyMayLieInTheInput) {
   constexpr int64_t kSize = 320, kCodes = kSize * kSize;
   const int64_t shape[] = {kSize, kSize};

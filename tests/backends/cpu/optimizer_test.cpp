@@ -1,5 +1,5 @@
-// Optimizers of the CPU backend against the reference backend, over lists of tensors that cross
-// block boundaries and the threads' shares.
+// Optimizers of the CPU backend against the reference backend, over lists of tensors whose sizes
+// cross the boundaries of blocks and of the threads' ranges.
 #include "te_fl/ops/optimizer.h"
 
 #include <cmath>
@@ -66,7 +66,8 @@ TEST(CpuOptimizer, Adam) {
       expect_lists_near(p, "p");
       if (!master) continue;
       expect_lists_near(w, "master");
-      for (size_t i = 0; i < kSizes.size(); ++i) {  // the copy is exactly the rounded master
+      for (size_t i = 0; i < kSizes.size(); ++i) {  // the BF16 parameter is exactly the rounded
+                                                    // master weight
         HostTensor rounded({kSizes[i]}, kAll[i % 3], w.own[i].values());
         EXPECT_EQ(p.own[i].bytes(), rounded.bytes());
       }

@@ -29,7 +29,7 @@ void check(te_fl_rope_rope_args a, const Shape& shape, int dtype) {
     a.output = want;
     ASSERT_OK(run_reference(op, a));
     expect_near(y.values(), want.values(), 1e-6, relative(dtype), op);
-    a.output = x;  // in place, with the same bits
+    a.output = x;  // repeats the op in place: the bits are the same
     ASSERT_OK(run_cpu(op, a));
     EXPECT_EQ(x.bytes(), y.bytes());
   }

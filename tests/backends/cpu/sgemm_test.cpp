@@ -58,7 +58,7 @@ std::vector<float> random_values(int64_t count, unsigned seed) {
   return x;
 }
 
-// Operands with NaN as padding, which must not reach any result.
+// GEMM operands whose row padding is NaN; no NaN may reach a result.
 struct Operands {
   explicit Operands(const Case& t)
       : a(random_values((t.trans_a ? t.k : t.m) * t.lda() + 1, 1)),
@@ -79,8 +79,9 @@ struct Operands {
   std::vector<uint16_t> a16, b16;
 };
 
-// Sums of the products in double, and of their magnitudes. These loops take most of this file's
-// time and do not contain the code under test, so they are not sanitized.
+// For each element of C: the dot product in double, and the sum of the products' magnitudes. These
+// loops take most of this file's time and do not contain the code under test, so they are not
+// sanitized.
 struct Sums {
   std::vector<double> value, magnitude;
 };
@@ -107,7 +108,8 @@ __attribute__((no_sanitize("address", "undefined"))) Sums sums_of(const Case& t,
   return sums;
 }
 
-// Checks every element of C against its sum; the sum of magnitudes bounds the error.
+// Checks every element of C against its dot product in double; the error bound is proportional to
+// the sum of magnitudes.
 void expect_product(const Case& t, const Operands& before, const Sums& sums,
                     const std::vector<float>& c) {
   for (int64_t i = 0; i < t.m; ++i) {
@@ -162,7 +164,8 @@ TEST_F(Gemm, MatchesSumsInDouble) {
         const Case t{shape[0],         shape[1], shape[2], (flags & 1) != 0,
                      (flags & 2) != 0, alpha,    beta,     pad};
         const Operands x(t);
-        const Sums sums = sums_of(t, x);  // used for both, as the values are exact in BF16
+        const Sums sums = sums_of(t, x);  // the oracle of the F32 and the BF16 GEMM, as the values
+                                          // are exact in BF16
         expect_product(t, x, sums, run_sgemm(t, x));
         expect_product(t, x, sums, run_bf16(t, x));
         if (HasFatalFailure()) return;
@@ -221,7 +224,7 @@ TEST_F(Gemm, EqualCallsGiveEqualBits) {
     const Operands x(t);
     const std::vector<float> first = run_sgemm(t, x), first16 = run_bf16(t, x);
     std::vector<std::thread> callers;
-    for (int i = 0; i < 4; ++i) {  // most of these threads find the pool busy
+    for (int i = 0; i < 4; ++i) {  // most of these threads find the thread pool busy
       callers.emplace_back([&] {
         for (int j = 0; j < 5; ++j) {
           EXPECT_EQ(std::memcmp(run_sgemm(t, x).data(), first.data(), 4 * t.m * t.n), 0);
@@ -338,7 +341,7 @@ TEST_F(Gemm, ChildForkedDuringAGemmMultipliesWithinASecond) {
 }
 
 // exit() destroys the library's static objects and waits for GEMMs that are running. The child's
-// exit skips the leak check, which would report what its running threads still hold.
+// exit skips the leak check, which would report memory that its running threads still use.
 TEST_F(Gemm, AProgramThatEndsDuringAGemmEndsWell) {
   TE_FL_SKIP_FORK_THEN_THREADS();
   TE_FL_SKIP_FORK_WHILE_ALLOCATING();
@@ -350,7 +353,7 @@ TEST_F(Gemm, AProgramThatEndsDuringAGemmEndsWell) {
         std::thread([&] {
           try {
             for (;; ++busy) run_sgemm(gemm.t, gemm.x), run_bf16(gemm.t, gemm.x);
-          } catch (const std::exception&) {  // refused once the exit has begun
+          } catch (const std::exception&) {  // the GEMM is refused once exit() has begun
           }
           for (;;) pause();
         }).detach();

@@ -37,7 +37,7 @@ void check(const char* fwd_op, const char* bwd_op, const Shape& shape, int dtype
   g.input_grad = want_dx;
   ASSERT_OK(run_reference(bwd_op, g));
   expect_near(dx.values(), want_dx.values(), 1e-6, relative(dtype), bwd_op);
-  // In place the results have the same bits.
+  // Repeats the ops in place: the results have the same bits.
   f.output = x, g.input_grad = dy;
   ASSERT_OK(run_cpu(fwd_op, f));
   ASSERT_OK(run_cpu(bwd_op, g));

@@ -257,7 +257,7 @@ TEST(ThreadPoolFork, ChildOfAUsedPoolHasItsOwnThreads) {
       ++begun;
       while (begun < 4) std::this_thread::yield();
     });
-    // A child of the forked child works, too.
+    // The pool also works in a grandchild, which the forked child forks.
     return child_succeeds([&] { return sum_in_parallel(pool, 1000) == 499500; });
   }));
   EXPECT_EQ(sum_in_parallel(pool, 1000), 499500);

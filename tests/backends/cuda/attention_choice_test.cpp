@@ -177,7 +177,8 @@ TEST(CudaAttentionScratch, HoldsTheMaskOnceForEachOfItsMatrices) {
   p.attn_mask = &mask.t;
   EXPECT_EQ(forward_scratch(p).hide, 2u * 256 * 2 * 8);
   EXPECT_EQ(forward_scratch(p).bytes(), forward_scratch(p).hide);
-  // The backward also stores the mask's bits by key, even if the limit for optional scratch is 0.
+  // The backward's scratch also contains the mask's bits ordered by key, even if the limit for
+  // optional scratch is 0.
   EXPECT_EQ(backward_scratch(p, false, 0).hide, 2u * (256 * 2 + 128 * 4) * 8);
 }
 
@@ -186,7 +187,8 @@ TEST(CudaAttentionScratch, KeepsWhatIsComputedTwiceWhereItFits) {
   EXPECT_EQ(backward_scratch(p, false, 2 * kGiB).bytes(), 0u);
   p.dropout_p = 0.1f;
   const size_t keep = 2 * size_t{128} * 2048 * 2048 / 8, gradients = size_t{128} * 2048 * 2048 * 2;
-  EXPECT_EQ(forward_scratch(p).bytes(), 0u);  // dropout bits are drawn during the products
+  EXPECT_EQ(forward_scratch(p).bytes(), 0u);  // the kernel draws dropout bits itself, so none are
+                                              // stored
   EXPECT_EQ(backward_scratch(p, false, keep).keep, keep);
   EXPECT_EQ(backward_scratch(p, false, keep - 1).keep, 0u);
   EXPECT_EQ(backward_scratch(p, true, keep + gradients).score_gradients, gradients);

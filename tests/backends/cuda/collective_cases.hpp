@@ -1,5 +1,5 @@
 // Runs every collective on this rank's GPU memory and compares with its formula. The values are
-// small integers, which every dtype and summation order gives exactly.
+// small integers, whose sums are exact in every dtype and summation order.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -80,7 +80,7 @@ struct OnGpu {
       ASSERT_OK(devices::synchronize(tensor.device()));
     });
   }
-  // Returns the elements; codes of U8 and FP8 as plain numbers.
+  // Returns the elements; those of U8 and FP8 tensors as the integer value of their byte.
   Values get() const {
     Values values;
     visit_element(dtype, [&]<class T>(T) {

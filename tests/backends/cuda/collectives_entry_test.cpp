@@ -1,6 +1,6 @@
-// The CUDA plugin's NCCL collectives as far as they work without a GPU: refusals, descriptions and
-// errors about the library. NCCL is a stand-in (tests/backends/cuda/CMakeLists.txt); a process
-// loads only one NCCL.
+// Tests those functions of the CUDA plugin's NCCL collectives that need no GPU: refusals,
+// descriptions and errors about the library. NCCL is a stand-in
+// (tests/backends/cuda/CMakeLists.txt); a process loads only one NCCL.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -75,7 +75,8 @@ TEST_F(CudaCollectives, SayWhichFunctionsTheyCall) {
   EXPECT_EQ(words("barrier", &barrier), "NCCL 2.27.3: ncclAllReduce of one byte");
 }
 
-// In-switch reduction (NVLS) of three or more ranks sums in an order that varies between runs.
+// In-switch reduction (NVLS) over three or more ranks sums in an order that varies between runs, so
+// it is refused if deterministic results are required.
 TEST_F(CudaCollectives, RefuseToRepeatSumsOfSwitches) {
   const Fake in({64}, kF32), out({64}, kF32);
   te_fl_all_reduce_args args{.input = &in.tensor, .output = &out.tensor, .comm = &comm};

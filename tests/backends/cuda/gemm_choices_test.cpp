@@ -145,7 +145,7 @@ TEST_F(CudaGemmChoices, NobodyWaitsForAMeasurementWhoHasAChoice) {
   std::thread measuring([&] {
     (void)book.find_or_measure(0, choice("new"), [&] {
       inside.count_down();
-      looked.wait();  // deadlocks if the look-ups below wait for this measurement
+      looked.wait();  // the test deadlocks if the look-ups below wait for this measurement
       return std::optional(choice("new"));
     });
   });
@@ -187,7 +187,7 @@ TEST_F(CudaGemmChoices, DevicesMeasureSideBySide) {
   std::latch both{2};
   const auto measure = [&](int device, const char* problem) {
     (void)book.find_or_measure(device, choice(problem), [&] {
-      both.arrive_and_wait();  // deadlocks if one measurement waits for the other
+      both.arrive_and_wait();  // the test deadlocks if one measurement waits for the other
       return std::optional(choice(problem));
     });
   };
@@ -206,7 +206,7 @@ TEST_F(CudaGemmChoices, WhatAnotherProcessMeasuredIsTaken) {
     return std::nullopt;
   };
   EXPECT_EQ(book.find_or_measure(0, choice("a"), never)->algorithm[0], 5u);
-  // Another process writes while this one measures.
+  // Simulates another process that writes the file while this one measures.
   const auto late = [&] {
     add_choices(file, {choice("b", 700, 6)});
     return std::optional(choice("b", 700, 7));

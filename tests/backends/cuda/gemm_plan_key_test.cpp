@@ -1,4 +1,4 @@
-// Two products share a plan only if they agree in everything that the plan depends on.
+// Two GEMM calls share a cached plan only if they agree in everything that the plan depends on.
 #include "backends/cuda/gemm/gemm_plan_key.hpp"
 
 #include <gtest/gtest.h>

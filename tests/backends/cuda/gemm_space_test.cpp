@@ -15,12 +15,13 @@
 namespace te_fl::cuda {
 namespace {
 
-// ---- fake cuBLASLt: stores an algorithm's attributes in its words and scripts its checks
+// ---- fake cuBLASLt: stores an algorithm's attributes in the data words of cublasLtMatmulAlgo_t;
+// the test sets the results of its checks
 
 struct Answers {
   std::set<int> asked{};     // tiles that were checked
-  size_t workspace = 0;      // workspace of algorithms with cluster 1x2
-  int accepted_option = -1;  // only option that the check accepts; -1: any
+  size_t workspace = 0;      // workspace size that algorithms with cluster shape 1x2 need
+  int accepted_option = -1;  // the only custom option that the check accepts; -1: any
 };
 Answers g_answers;
 CublasLt g_library;
@@ -105,8 +106,8 @@ const CublasLt* cublaslt() noexcept { return &g_library; }
 
 namespace {
 
-// cuBLASLt crashes on a check of an invalid tile, so each tile tried must be one for which it is
-// known to answer (cuBLASLt 13.1, every cluster shape and custom option).
+// cuBLASLt crashes on a check of an invalid tile, so only tiles are tried for which the check is
+// known to return (cuBLASLt 13.1, every cluster shape and custom option).
 TEST(CudaGemmSpace, TilesAreThoseThatTheLibraryAnswersFor) {
   const std::set<int> answered{15, 16, 17, 18, 19, 20, 21,  22,  23,  24,  25,  26,  27,  28, 29,
                                30, 31, 32, 33, 34, 35, 165, 184, 197, 201, 209, 247, 248, 495};

@@ -21,7 +21,8 @@ namespace {
 struct Chip {
   std::vector<double> cold, hot;
   std::set<size_t> refused, wrong;
-  // Candidates whose results were compared; results agree unless in `wrong`.
+  // Candidates whose results were compared with candidate 0's. The results of candidates in `wrong`
+  // differ.
   std::vector<size_t> asked;
   double total = 0;  // simulated time spent, us
 
@@ -50,7 +51,7 @@ Chip chip(size_t candidates) {
 
 TEST(CudaGemmSelection, TakesTheFastestUnderLoad) {
   Chip c = chip(200);
-  c.cold[150] = 760;  // seventh fastest of the first timing
+  c.cold[150] = 760;  // the seventh fastest candidate in the first timing
   c.hot[150] = 820;
   const Winner w = c.run();
   EXPECT_EQ(w.index, 150u);

@@ -100,7 +100,8 @@ TEST_F(GpuCollectives, OfACapturedGraphRunAtEachLaunch) {
   }
 }
 
-// Needs 16 GiB with the scratch memory of the maximum, whose kernels are te-fl's own.
+// Needs 16 GiB, including the scratch memory of the maximum reduction, which te-fl's own kernels
+// compute.
 TEST_F(GpuCollectives, OfMoreElementsThan32BitsCountAreRight) {
   using numeric::bfloat16;
   constexpr int64_t kHalf = int64_t{1} << 31, kCount = kHalf + 77;
@@ -151,7 +152,7 @@ TEST_F(GpuCollectives, WhatNeedsScratchIsRefusedInAGroup) {
   OnGpu x(gpu(0), DType::kF32, values_of(0, 5)), y(gpu(0), DType::kF32, 5);
   CommGroup group = std::move(CommGroup::begin(comm)).value();
   ASSERT_OK(ops::all_reduce({.input = x.tensor, .output = y.tensor, .comm = comm.c()}, options));
-  // With one rank, a reduction is a copy and needs no NCCL call; a barrier is an all-reduce of a
+  // With one rank, a reduction is a copy and needs no NCCL call; a barrier is an all-reduce of one
   // number.
   ASSERT_OK(ops::all_reduce(
       {.input = x.tensor, .output = y.tensor, .comm = comm.c(), .reduction = TE_FL_REDUCTION_MAX},
@@ -354,8 +355,8 @@ std::vector<int> run_ranks(const std::string& scenario) {
   const std::string store = "/tmp/te_fl_collectives." + std::to_string(getpid()) + "." + scenario;
   std::vector<pid_t> ranks;
   for (int r = 0; r < 2; ++r) {
-    // Every rank sees all GPUs: with only its own GPU visible, that GPU would be cuda:0, but the
-    // scenarios use the machine's numbers.
+    // Every rank process sees all GPUs, because the scenarios use the machine's GPU numbers. If
+    // only one GPU were visible, it would be cuda:0.
     std::string number = std::to_string(r), address = "file:" + store, name = scenario;
     std::string self = "/proc/self/exe", word = "--rank";
     char* argv[] = {self.data(), word.data(), name.data(), number.data(), address.data(), nullptr};
@@ -375,7 +376,7 @@ std::vector<int> run_ranks(const std::string& scenario) {
 class GpuRanks : public ::testing::Test {
  protected:
   void SetUp() override {
-    ASSERT_OK(current_policy());  // the ranks use the same policy
+    ASSERT_OK(current_policy());  // the ranks, which are child processes, use the same policy
     if (!is_gpu_here(0)) GTEST_SKIP() << "no GPU, or TE_FL_PLUGIN_MODULES is not set";
     if (!is_gpu_here(1)) GTEST_SKIP() << "one GPU only";
     if (cuda::nccl() == nullptr) GTEST_SKIP() << cuda::nccl_missing();

@@ -134,7 +134,7 @@ TEST_F(GpuErrors, TheSpeedOfCopiesIsMeasuredWhenAskedFor) {
   Stream stream = std::move(Stream::create(kGpu)).value();
   const auto free_memory = [] { return devices::properties(kGpu).value().free_memory; };
   const uint64_t free_before = free_memory();
-  EXPECT_EQ(rate(), 0);  // the plugin measured nothing when it was loaded
+  EXPECT_EQ(rate(), 0);  // loading the plugin measures no bandwidth
   ASSERT_OK(gelu(x, stream.get()));
   {  // a measurement must not disturb a capture on the same thread
     Capture capture = std::move(Capture::begin(kGpu, stream.get())).value();

@@ -15,7 +15,7 @@ namespace {
 const Device kGpu{TE_FL_DEVICE_CUDA, 0, 0};
 constexpr int64_t kN = 320, kK = 256;
 
-// Experts with 1 to 200 tokens; every fifth has none.
+// Experts with 1 to 200 tokens; every fifth expert has no token.
 struct Group {
   std::vector<Tensor> a, b, d, alone;
   std::vector<const te_fl_tensor*> as, bs, ds;
@@ -29,7 +29,7 @@ struct Group {
     }
     for (size_t i = 0; i < a.size(); ++i)
       as.push_back(a[i]), bs.push_back(b[i]), ds.push_back(d[i]);
-    // Other streams do not synchronise with the default stream.
+    // te-fl's streams do not synchronise with the default stream, so the test waits explicitly.
     EXPECT_OK(devices::synchronize(kGpu));
   }
   static Tensor drawn(int64_t rows, int64_t cols, int64_t seed, float scale) {
@@ -85,8 +85,8 @@ TEST_F(GpuGroupedGemm, IsItsProductsOneByOne) {
   }
 }
 
-// The products start after earlier work on the caller's stream, and later work on that stream sees
-// their results.
+// The group's GEMMs start after earlier work on the caller's stream, and later work on that stream
+// sees their results.
 TEST_F(GpuGroupedGemm, KeepsTheOrderOfTheStream) {
   const Stream stream = std::move(Stream::create(kGpu)).value();
   const Group group(64);
@@ -102,7 +102,7 @@ TEST_F(GpuGroupedGemm, KeepsTheOrderOfTheStream) {
   group.check(stream);
 }
 
-// During a capture, all products run on the caller's stream.
+// During a capture, all GEMMs of the group run on the caller's stream.
 TEST_F(GpuGroupedGemm, IsCaptured) {
   const Stream stream = std::move(Stream::create(kGpu)).value();
   const Group group(24);
@@ -113,7 +113,7 @@ TEST_F(GpuGroupedGemm, IsCaptured) {
     if (warm) ASSERT_OK(group.multiply(other));
     Capture capture = std::move(Capture::begin(kGpu, other.get())).value();
     ASSERT_OK(group.multiply(other));
-    ASSERT_OK(group.multiply(stream));  // work on another stream is not captured
+    ASSERT_OK(group.multiply(stream));  // GEMMs on another stream would be missing from the graph
     ASSERT_OK(group.multiply(other));
     const Graph graph = std::move(capture.end()).value();
     ASSERT_OK(stream.synchronize());

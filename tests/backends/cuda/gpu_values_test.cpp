@@ -1,5 +1,6 @@
-// Invalid values in GPU memory, such as an index out of range. No call waits for the check; the
-// next wait on the stream reports the error. Part of gpu_errors_test. Skipped without a GPU.
+// Invalid values in GPU memory, such as an index out of range. A kernel checks the values, and the
+// call does not wait for it; the next synchronisation of the stream reports the error. Part of
+// gpu_errors_test. Skipped without a GPU.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -36,7 +37,7 @@ class GpuValues : public ::testing::Test {
     int32_t* at = t.data<int32_t>();
     for (const int64_t v : values) *at++ = static_cast<int32_t>(v);
     const Tensor there = t.to(kCuda).value();
-    // Other streams do not synchronise with the default stream.
+    // te-fl's streams do not synchronise with the default stream, so the test waits explicitly.
     EXPECT_OK(devices::synchronize(kCuda));
     return there;
   }
@@ -124,7 +125,7 @@ TEST_F(GpuValues, TheNextCallOnTheStreamTells) {
   Event event = std::move(Event::create(kCuda)).value();
   EXPECT_OK(event.record(stream.get()));
   EXPECT_OK(other.wait(event));
-  EXPECT_OK(other.synchronize());  // the call above has finished by now
+  EXPECT_OK(other.synchronize());  // the call above has finished by now, so its error is known
   EXPECT_FAILS(look_up(good, stream), kInvalidArgument,
                "an earlier call on this stream: embedding_fwd");
   EXPECT_OK(look_up(good, stream));
@@ -213,7 +214,7 @@ TEST_F(GpuValues, PositionsOfRope) {
   const Tensor freqs = filled({10, 1, 1, 8}, 0.5f);
   te_fl_rope_rope_args args{.input = x, .freqs = freqs, .output = y};
   args.layout = TE_FL_LAYOUT_BSHD;
-  // In the second sequence, the first or the last token has a position outside the table.
+  // In the second sequence, the first or the last token has a position outside the table of angles.
   const auto at = [&](const Tensor& starts, bool first_is_wrong, const std::string& words) {
     args.start_positions = starts;
     EXPECT_OK(run(op::fused_rope_forward, &args, stream));

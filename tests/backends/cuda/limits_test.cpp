@@ -73,7 +73,7 @@ TEST(CudaArchitectures, TheOneToBuildForIsOneThatCMakeTakes) {
   EXPECT_EQ(architecture_for(75), "");
 }
 
-// A tensor of `size` bytes at fake address `at`, with a column-wise copy at `columns` if that is >=
+// A tensor of `size` bytes at fake address `at`, with column-wise data at `columns` if that is >=
 // 0.
 struct Bytes {
   int64_t size;

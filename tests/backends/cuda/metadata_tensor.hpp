@@ -1,4 +1,4 @@
-// Tensors with metadata only, as the kernel choices never read their elements.
+// Tensors with metadata but without memory, because the choice of a kernel never reads elements.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct MetadataTensor {
   MetadataTensor(const MetadataTensor&) = delete;
   MetadataTensor& operator=(const MetadataTensor&) = delete;
 
-  // Makes the tensor quantised; `both` adds a column-wise copy.
+  // Makes the tensor quantised; `both` adds column-wise data.
   void quantise(uint32_t scaling, bool both, bool compute_scale = false) {
     quant.scaling = scaling;
     quant.scale_inv = quant.columnwise_scale_inv = memory;

@@ -17,8 +17,8 @@ uint32_t by_rule(uint32_t bits, bool is_e5m2) {
   return numeric::mxfp8_scale(std::bit_cast<float>(bits), fp8_max).bits;
 }
 
-// Tests every exponent with the significands where a scale may change, and every 4099th
-// significand.
+// Tests every exponent of the amax, with the significands at which the scale may change and with
+// every 4099th significand.
 TEST(CudaMxfp8, CodesAreThoseOfTheRule) {
   for (const bool is_e5m2 : {false, true}) {
     const auto check = [&](uint32_t bits) {

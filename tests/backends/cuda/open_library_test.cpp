@@ -27,7 +27,7 @@ TEST(OpenLibrary, WhatTheProcessHoldsComesFirst) {
   handle = open_library({kOther, kHeld}, reason);
   ASSERT_NE(handle, nullptr) << reason;
   EXPECT_EQ(file_of(handle), kHeld);
-  // If no library is loaded yet, open_library() loads the first name that exists.
+  // If none of the named libraries is loaded yet, open_library() loads the first name that exists.
   handle = open_library({"libnccl_of_nobody.so.2", kOther}, reason);
   ASSERT_NE(handle, nullptr) << reason;
   EXPECT_EQ(file_of(handle), kOther);

@@ -82,7 +82,7 @@ TEST(CudaEntry, ProductsSayByWhichKernelsTheyGo) {
           << call.errors.text;
       return description.text;
     };
-    // No plan exists, and describe() makes none.
+    // No plan exists yet, and describe() does not create one.
     EXPECT_EQ(words(),
               "cuBLASLt, which writes the result; algorithm chosen by cuBLASLt's heuristic at "
               "first use");
@@ -101,7 +101,7 @@ TEST(CudaEntry, ProductsSayByWhichKernelsTheyGo) {
   }
 }
 
-// The file of choices does not exist, so nothing has been measured.
+// The file that TE_FL_CUDA_GEMM_FILE names does not exist, so no GEMM algorithm has been measured.
 TEST(CudaEntry, ProductsSayThatTheirAlgorithmWillBeMeasured) {
   Plugin plugin(Plugin::Settings{{"TE_FL_CUDA_GEMM_TUNE", "1"},
                                  {"TE_FL_CUDA_GEMM_FILE", "/tmp/te_fl_no_choices_yet.json"}});
@@ -188,13 +188,14 @@ TEST(CudaEntry, Fp8ProductsNeedTheHardware) {
   Product call(kE4M3, TE_FL_SCALING_TENSOR);
   const te_fl_op_desc& op = plugin.op("generic_gemm");
   EXPECT_EQ(op.supports(op.self, &call.ctx, &call.args), TE_FL_UNSUPPORTED);
-  // The error depends on what is missed first: a device or the library.
+  // The error depends on which is found missing first: a device or the library.
   EXPECT_TRUE(te_fl::testing::contains(call.errors.text, "compute capability 8.9") ||
               te_fl::testing::contains(call.errors.text, "cuBLASLt was not found"))
       << call.errors.text;
 }
 
-// Packed sequences in FP8, which no library supports. Reads metadata only.
+// FP8 attention on packed sequences, which no library supports: the plugin uses its own kernel.
+// Reads metadata only.
 TEST(CudaEntry, Fp8AttentionIsServedAndItsScratchSized) {
   Plugin plugin;
   const auto codes = [](te_fl_dtype dtype) {
@@ -395,8 +396,8 @@ TEST(CudaLibraries, TheOneThatTheProcessHoldsIsReported) {
   EXPECT_HAS(all, "NCCL | 2.27.3, " + std::string(held) + " |");
 }
 
-// Runs in its own process (tests/backends/cuda/CMakeLists.txt), as NVTX looks for its tool only
-// once.
+// Runs in its own process (tests/backends/cuda/CMakeLists.txt), as NVTX looks for its profiler only
+// once per process.
 TEST(CudaNvtx, RangesAreMarkedWhereWanted) {
   const char* tool = std::getenv("NVTX_INJECTION64_PATH");
   if (tool == nullptr) GTEST_SKIP() << "run by ctest as cuda_nvtx";

@@ -36,7 +36,7 @@ struct CodesTensor {
   void move(uint64_t bytes) { t.dl.byte_offset = bytes; }
 };
 
-// A quantize and a bgrad_quantize on [rows, cols], initially with a given scale.
+// The arguments of a quantize and a bgrad_quantize on [rows, cols], initially with a given scale.
 struct QuantizeCall {
   CodesTensor input, output, bias;
 
@@ -82,7 +82,8 @@ TEST(CudaQuantizeChoice, Mxfp8TakesTilesOfItsOwn) {
   constexpr const char* kTiles =
       "mxfp8_kernel: scales of MXFP8 blocks, and memory for accesses of 16 bytes";
   for (const int dtype : {TE_FL_F32, TE_FL_BF16, TE_FL_F16}) {
-    QuantizeCall call(dtype, 250);  // columns are not transposed, so any number of rows is allowed
+    QuantizeCall call(dtype, 250);  // no column-wise data is written, so any number of rows is
+                                    // allowed
     for (const bool columns : {false, true}) {
       call.output.quantise(TE_FL_SCALING_MXFP8, columns);
       EXPECT_EQ(call.chosen(), kTiles);
@@ -133,7 +134,7 @@ TEST(CudaQuantizeChoice, FewElementsFindTheirScaleInOneLaunch) {
   constexpr const char* kTwo =
       "amax by measure_kernel, result by tensor_kernel: one scale, and memory for accesses of 16 "
       "bytes";
-  // The codes lie inside the input's memory.
+  // The FP8 output lies inside the input's memory.
   const auto chosen = [](int dtype, int64_t rows, int64_t cols, uint64_t codes_at) {
     QuantizeCall call(dtype, rows, cols);
     call.output.quantise(TE_FL_SCALING_TENSOR, false, true);
@@ -200,7 +201,7 @@ TEST(CudaQuantizeChoice, BiasGradientsOfAFewRowsNeedNoSecondLaunch) {
             "pieces of 16 bytes");
 }
 
-// Ops with several sources per element, such as gated activations.
+// Tests ops that read several inputs per output element, such as gated activations.
 TEST(CudaStoreChoice, HalvesOfRowsAreMeasuredByTiles) {
   const CodesTensor input(TE_FL_BF16, {64, 512});
   CodesTensor output(TE_FL_F8E4M3, {64, 256});
@@ -287,7 +288,7 @@ TEST(CudaQuantizeChoice, ListsTakeTogetherWhatTilesServe) {
             "bytes");
 }
 
-// Each part starts where the previous part ends.
+// Each part of a split tensor starts where the previous part ends.
 TEST(CudaQuantizeChoice, PartsOfASplitAreJudgedWhereTheyBegin) {
   const CodesTensor input(TE_FL_BF16, {5, 8});
   CodesTensor first(TE_FL_F8E4M3, {2, 8}), none(TE_FL_F8E4M3, {0, 8}), last(TE_FL_F8E4M3, {3, 8});

@@ -1,4 +1,5 @@
-// The division of rotary embedding's work on a GPU and its stated reason. Needs no GPU.
+// Tests how rotary embedding's work is divided among a GPU's threads, and the stated reason. Needs
+// no GPU.
 #include "backends/cuda/pointwise/rope_choice.hpp"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// The division of MoE rows among lanes and kernels. Needs no GPU.
+// Tests how MoE rows are divided among lanes and kernels. Needs no GPU.
 #include "backends/cuda/moe/row_choice.hpp"
 
 #include <gtest/gtest.h>

@@ -82,7 +82,7 @@ TEST(CudaSoftmaxChoice, NothingToWrite) {
   EXPECT_EQ(backward(TE_FL_BF16, 0), "none: a tensor without elements");
 }
 
-// Checks every width, so that no boundary can move unnoticed.
+// Checks the choice for every row width, so that a changed boundary fails the test.
 TEST(CudaSoftmaxChoice, EveryWidthHasTheNarrowestRowThatHoldsIt) {
   struct Boundary {
     int64_t keys;

@@ -1,6 +1,6 @@
-// The mapping of CUDA errors to te-fl's status codes. The numbers are part of CUDA's ABI: those of
-// which driver_types.h says "the process must be terminated and relaunched", and those after which
-// the context or device is lost.
+// The mapping of CUDA errors to te-fl's status codes. The numbers are part of CUDA's ABI: the test
+// lists those of which driver_types.h says "the process must be terminated and relaunched", and
+// those after which the context or device is lost.
 #include <gtest/gtest.h>
 
 #include <set>
@@ -26,11 +26,11 @@ TEST(CudaStatus, ErrorsThatNeedANewProcessLoseTheDevice) {
 TEST(CudaStatus, OtherErrorsHaveTheirOwnCodes) {
   EXPECT_EQ(of(0), TE_FL_OK);
   EXPECT_EQ(of(2), TE_FL_OUT_OF_MEMORY);
-  EXPECT_EQ(of(400), TE_FL_INVALID_ARGUMENT);  // a stream or event of another device
-  EXPECT_EQ(of(209), TE_FL_UNSUPPORTED);       // no kernel image for the device
+  EXPECT_EQ(of(400), TE_FL_INVALID_ARGUMENT);  // 400: a stream or event of another device
+  EXPECT_EQ(of(209), TE_FL_UNSUPPORTED);       // 209: no kernel image for the device
   for (const int capture : {900, 901, 906}) EXPECT_EQ(of(capture), TE_FL_FAILED_PRECONDITION);
   EXPECT_EQ(of(1), TE_FL_INTERNAL);
-  EXPECT_EQ(of(999), TE_FL_INTERNAL);  // unknown error, which need not mean that the device is lost
+  EXPECT_EQ(of(999), TE_FL_INTERNAL);  // 999: unknown error; the device may still work
 }
 
 }  // namespace

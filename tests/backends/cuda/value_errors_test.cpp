@@ -1,4 +1,4 @@
-// The CUDA plugin's reports of invalid values that only the device sees, and the rules for RoPE's
+// Tests the CUDA plugin's reports of invalid values in device memory, and the rules for RoPE's
 // integers. Needs no GPU and no CUDA.
 #include "backends/cuda/common/value_errors.hpp"
 
@@ -21,8 +21,8 @@ using Slots = std::vector<ValueErrorSlot>;
 ValueError index_error(int64_t at) {
   return {"embedding_fwd", nullptr, ValueRule::kIndex, at, 99, 0, 11};
 }
-// Does on the host what value_errors.cuh does in a kernel. Returns false if the slot holds an error
-// that has not been reported yet.
+// Stores an error in the slot, as value_errors.cuh does in a kernel. Returns false if the slot
+// already holds an error that has not been reported yet.
 bool note(ValueErrorSlot* slot, const ValueError& error) {
   uint32_t told = std::atomic_ref(slot->told).load(std::memory_order_acquire);
   if (!std::atomic_ref(slot->claimed).compare_exchange_strong(told, told + 1)) return false;

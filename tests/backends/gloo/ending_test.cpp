@@ -9,8 +9,8 @@
 namespace te_fl {
 namespace {
 
-// Runs in a forked process: this process must not load the plugin, as the other tests fork their
-// ranks from it.
+// Runs in a forked child, because the test process itself must not load the plugin: other tests
+// fork their ranks from it.
 TEST(GlooEndingComms, EndWithAStatus) {
   const pid_t child = ::fork();
   if (child == 0) {

@@ -144,7 +144,7 @@ struct Rank {
   }
 };
 
-// A vector with a tensor over it.
+// A std::vector, and a te_fl_tensor that uses its memory.
 template <class T>
 struct Values {
   std::vector<T> v;
@@ -203,7 +203,8 @@ std::vector<int> as_processes(int size, const std::function<int(Rank&)>& f,
 // ---- results
 
 template <class T>
-T value(int rank, size_t i) {  // sums of these values are exact in every dtype
+T value(int rank, size_t i) {  // element i of the input of `rank`; sums of these values are exact
+                               // in every dtype
   const int x = static_cast<int>((i * 7 + static_cast<size_t>(rank) * 5) % 16);
   if constexpr (std::is_arithmetic_v<T>) {
     return static_cast<T>(x);
@@ -225,7 +226,7 @@ double reduced(int reduction, int size, const std::function<double(int)>& x) {
     all = reduction == TE_FL_REDUCTION_MAX ? std::max(all, x(r)) : all + x(r);
   return reduction == TE_FL_REDUCTION_AVG ? all / size : all;
 }
-// Expects one rounding of an exact sum.
+// Returns true if `got` equals the exact sum `wanted`, rounded once to T.
 template <class T>
 bool close(T got, double wanted) {
   if constexpr (std::is_integral_v<T>) {
@@ -354,7 +355,8 @@ int rows(Rank& r) {
   return 0;
 }
 
-// Every rank sends to the next before it receives; for large tensors this only works in a group.
+// Every rank sends to the next before it receives; for large tensors this deadlocks outside of a
+// group.
 int ring(Rank& r) {
   const int size = r.comm.size, me = r.comm.rank;
   if (size == 1) return 0;
@@ -415,7 +417,8 @@ int rounded(Rank& r) {
   const std::string bits(reinterpret_cast<const char*>(first.v.data()), kCount * sizeof(T));
   CHECK(std::memcmp(bits.data(), second.v.data(), bits.size()) == 0);
   const std::string key = "bits" + std::to_string(sizeof(T));
-  CHECK(r.face.store->set(key, bits).ok());  // fails if another rank has set other bits
+  CHECK(r.face.store->set(key, bits).ok());  // set() fails if another rank has set a different
+                                             // value for the key
   in.v[5] = numeric::from_float<T>(r.comm.rank == 1 ? NAN : 1.0f);
   all.reduction = TE_FL_REDUCTION_MAX;
   CHECK(r.call("all_reduce", all).status == TE_FL_OK);
@@ -498,7 +501,7 @@ TEST(Gloo, AbortEndsWhatWaits) {
   const auto codes = as_processes(2, [](Rank& r) {
     if (r.comm.rank == 1) {
       const auto start = Clock::now();
-      // Rank 0 has closed its connections.
+      // Rank 0 has aborted and thereby closed its connections.
       CHECK(until_it_fails(r).failed_with({"rank 0 did not answer"}));
       CHECK(ms_since(start) < 2000);
       return 0;
@@ -522,8 +525,8 @@ TEST(Gloo, AbortEndsWhatWaits) {
   EXPECT_EQ(codes, std::vector<int>(2, 0));
 }
 
-// Ranks whose sizes differ never exchange data: both time out, and nothing is written out of
-// bounds.
+// Ranks whose calls differ in size or op never exchange data: both time out, and nothing is written
+// out of bounds.
 TEST(Gloo, OtherSizesAndOpsNeverMeet) {
   const auto codes = as_processes(
       2,
@@ -595,8 +598,8 @@ Answer broadcast_from(Rank& r, size_t n, int root) {
   return r.call("broadcast", args);
 }
 
-// Ranks whose calls agree in op and bytes but differ in reduction, root or dtype fail with every
-// algorithm: Gloo's rings, recursive halving, a single exchange.
+// Ranks whose calls agree in op and bytes but differ in reduction, root or dtype fail with each of
+// Gloo's algorithms: ring, recursive halving, single exchange.
 TEST(Gloo, OtherReductionsRootsAndTypesNeverMeet) {
   using numeric::bfloat16;
   const std::vector<std::function<Answer(Rank&, bool)>> calls = {

@@ -1,5 +1,5 @@
 // Ranks are processes, and one of them changes its policy after the communicator was created. The
-// ranks keep the implementations that they agreed on, and no rank waits in vain.
+// ranks keep the implementations that they agreed on, and no rank waits forever.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -1,5 +1,5 @@
-// Communicators whose ranks are processes and share nothing but what te-fl sends: the reason of an
-// abort, and a setting of one rank.
+// Communicators whose ranks are processes. Tests that the reason of an abort, and a setting of one
+// rank, reach the other ranks.
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -76,7 +76,8 @@ Status failed_with(const Status& status, const std::string& words) {
 
 constexpr char kWhy[] = "aborted it: the loss is not finite";
 
-// Rank 1 waits for rank 2, whose connection is intact. Ranks 1 and 2 share another communicator.
+// Rank 0 aborts the world communicator while rank 1 waits on it for rank 2, whose connection is
+// intact. The abort also ends the communicator that ranks 1 and 2 share.
 Status abort_of_rank_0(int rank, const std::string& folder) {
   TE_FL_ASSIGN_OR_RETURN(Comm world, made(rank, 3, folder));
   TE_FL_ASSIGN_OR_RETURN(Comm pair, world.split(rank == 0 ? 0 : 1, rank, "pair"));
@@ -110,8 +111,8 @@ Status validate_on(int asking, int rank, const std::string& folder) {
   return failed_with(all_reduce(world, other), "TE_FL_VALIDATE");
 }
 
-// The other ranks report which rank has ended and its process id, for each of their communicators,
-// whatever error their transport gives.
+// Rank 1 is terminated. The other ranks' errors name that rank and its process id, for each of
+// their communicators, whatever error the transport returns.
 Status terminated_rank_1(int rank, const std::string& folder) {
   TE_FL_ASSIGN_OR_RETURN(const Comm world, made(rank, 3, folder));
   TE_FL_ASSIGN_OR_RETURN(const Comm other, world.split(0, rank, "other"));

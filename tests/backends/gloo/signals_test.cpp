@@ -1,4 +1,4 @@
-// The Gloo plugin and SIGPIPE, which belongs to the program. No write of the plugin raises SIGPIPE,
+// The Gloo plugin leaves SIGPIPE to the program: no write of the plugin raises SIGPIPE,
 // and a SIGPIPE that the program has blocked and not yet handled stays pending.
 #include "backends/gloo/signals.hpp"
 

@@ -1,5 +1,5 @@
-// The cache of compiled OpenCL kernels with files in any state: an incomplete file is recompiled.
-// Needs no OpenCL.
+// Tests the cache of compiled OpenCL kernels with intact, damaged and incomplete files: an
+// incomplete file is recompiled. Needs no OpenCL.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>

@@ -124,8 +124,8 @@ TEST(ReferenceActivation, InPlaceGatedGradientOfLongRows) {
 }
 
 TEST(ReferenceActivation, ClampedSwiglu) {
-  // Pairs (a, b): both inside the limits; a above; b above; b below; a far below, where it is not
-  // clamped.
+  // Pairs (a, b) for a clamped gated activation: both inside the limits; a above; b above; b below;
+  // a far below, where a is not clamped.
   const Values a{1, 3, 1, 0.5, -9}, b{0.5, -1, 4, -5, 1.5};
   constexpr double kLimit = 2, kAlpha = 1.5, kOffset = 0.25;
   const auto f = [&](double x, double g) {
@@ -164,8 +164,8 @@ TEST(ReferenceActivation, ClampedSwiglu) {
 }
 
 TEST(ReferenceActivation, QuantisesFromFp32NotFromTheInputType) {
-  // silu(1) = 0.7310586 times the scale 448 / 0.7310586 is exactly 448 only without an earlier
-  // rounding.
+  // silu(1) = 0.7310586 times the scale 448 / 0.7310586 is exactly 448 only if silu(1) is not
+  // rounded to BF16 first.
   Array x(TE_FL_BF16, {1, 1}, {1}), q(TE_FL_F8E4M3, {1, 1});
   q.quantised(TE_FL_SCALING_TENSOR, TE_FL_QUANT_COMPUTE_SCALE, 1, 0);
   te_fl_activation_act_fwd_args args;

@@ -1,5 +1,5 @@
-// FP8 attention of the reference backend, and the query that tells which implementation a call
-// uses.
+// FP8 attention of the reference backend, and the query for the implementation that a call would
+// use.
 #include <algorithm>
 #include <cmath>
 
@@ -63,15 +63,15 @@ double e5m2(double x, float scale) {
   return double{numeric::e5m2_to_float(numeric::double_to_e5m2(x * scale))} / scale;
 }
 
-// The product with V reads codes of the probabilities divided by the row's maximum. The scale of
-// these codes is limited so that a quotient of 1 does not overflow.
+// The matrix product with V reads FP8 codes of each row's exp(score - row maximum), which is at
+// most 1. The scale of these codes is limited so that the value 1 does not overflow.
 class Fp8Forward : public ::testing::TestWithParam<float> {};
 
 TEST_P(Fp8Forward, RoundsProbabilitiesAndOutput) {
   Fp8Case c;
   const float scale = std::min(GetParam(), 448.0f);
   c.s_quant.set_scale(GetParam());
-  c.o.amax = 1000;  // larger than any value here, so the running maximum stays
+  c.o.amax = 1000;  // larger than any value here, so the running amax does not change
   ASSERT_OK(run_reference("fused_attn_fwd", c.fwd));
   const std::vector<double> v = c.v.values(), o = c.o.values();
   double amax = 0;
@@ -127,7 +127,8 @@ TEST(ReferenceAttention, Fp8BackwardRoundsPAndDs) {
       }
     }
   }
-  // A value next to a rounding boundary may round either way, by one step of E5M2.
+  // Compares with a tolerance of one step of E5M2, because a value next to a rounding boundary may
+  // round either way.
   const auto near_step = [](const std::vector<double>& got, const std::vector<double>& want) {
     int exact = 0;
     for (size_t i = 0; i < got.size(); ++i) {

@@ -15,7 +15,7 @@ TEST_P(AttentionCase, ForwardIsTheFormulaAndBackwardItsDerivative) {
   AttentionCall call(GetParam());
   Problem& p = call.p;
   // Fills the padding of bshd and sbhd tensors with NaN, which must not reach any result. For thd,
-  // scatter() does this.
+  // scatter() fills the padding.
   if (p.varlen() && !call.thd()) {
     p.spoil_padding(p.q, p.c.h, p.c.sq, p.c.d, &Problem::q_len);
     p.spoil_padding(p.weight, p.c.h, p.c.sq, p.c.dv, &Problem::q_len);

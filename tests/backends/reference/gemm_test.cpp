@@ -106,7 +106,7 @@ TEST(ReferenceGemm, EmptyExtents) {
       d(TE_FL_F32, {2, 2});
   auto args = make(a, b, d);
   args.bias = bias;
-  EXPECT_OK(run(args));  // K = 0: the product is zero
+  EXPECT_OK(run(args));  // K = 0: the matrix product is zero
   EXPECT_EQ(d.values(), (Values{1, 2, 1, 2}));
   Array none(TE_FL_F32, {0, 2}), b2(TE_FL_F32, {2, 3}), d2(TE_FL_F32, {0, 3});
   EXPECT_OK(run(make(none, b2, d2)));
@@ -134,7 +134,7 @@ TEST(ReferenceGemm, PerTensorFp8InAndOut) {
   EXPECT_EQ(d.get(0), -48.0);
   EXPECT_EQ(d.amax(), 12.0f);
   EXPECT_EQ(d.row_scales()[0], 0.25f);
-  // The pre-activation may be quantised too, under a scale derived from its amax.
+  // The pre-activation output may be FP8 too, with a scale computed from its own amax.
   Array pre(TE_FL_F8E4M3, {1, 1});
   args.gelu = 1;
   args.pre_gelu_out = pre.quantised(TE_FL_SCALING_TENSOR, TE_FL_QUANT_COMPUTE_SCALE, 1, 0);
@@ -143,8 +143,8 @@ TEST(ReferenceGemm, PerTensorFp8InAndOut) {
   EXPECT_EQ(pre.amax(), 12.0f);
 }
 
-// A GEMM reads the copy whose blocks run along the contraction. The two copies hold different
-// values here, to tell them apart.
+// A GEMM reads the row-wise or the column-wise data, whichever has its blocks along the contraction
+// dimension. Both hold different values here, so that the result shows which was read.
 TEST(ReferenceGemm, BlockOperandsAreReadAlongTheContraction) {
   Array a(TE_FL_F8E4M3, {1, 1}, {1}), b(TE_FL_F32, {1, 1}, {1}), d(TE_FL_F32, {1, 1});
   a.quantised(TE_FL_SCALING_BLOCK_1X128, 0, 4, 4);

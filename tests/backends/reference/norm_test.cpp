@@ -10,7 +10,7 @@ namespace {
 using Values = std::vector<double>;
 
 TEST(ReferenceNorm, LayernormByHand) {
-  // Row 0 has mean 2 and variance 2/3, plus epsilon 1/3 gives 1; row 1 is constant.
+  // Row 0 has mean 2 and variance 2/3; variance + epsilon = 2/3 + 1/3 = 1. Row 1 is constant.
   Array x(TE_FL_F32, {2, 3}, {1, 2, 3, 5, 5, 5}), gamma(TE_FL_BF16, {3}, {1, 2, 3});
   Array beta(TE_FL_BF16, {3}, {0.5, 0, -1}), z(TE_FL_F32, {2, 3}), mu(TE_FL_F32, {2}),
       rsigma(TE_FL_F32, {2});

@@ -134,7 +134,7 @@ TEST(ReferenceQuantize, Block1x128LayoutAndPadding) {
   EXPECT_EQ(q.amax(), 21.0f);
   const auto row_values = dequantize(q, {3, 130});
   EXPECT_NEAR(row_values[2 * 130 + 129], 10.5, 1e-6);
-  q.tensor().dl.data = nullptr;  // only the column-wise copy is left to read
+  q.tensor().dl.data = nullptr;  // only the column-wise data is left to read
   EXPECT_NEAR(dequantize(q, {3, 130})[130], 14.0, 0.6);
   EXPECT_NE(dequantize(q, {3, 130})[130], row_values[130]);
 }
@@ -184,7 +184,8 @@ TEST(ReferenceQuantize, Block128x128SharesBlocksBetweenTheCopies) {
 TEST(ReferenceQuantize, Mxfp8KeepsTheElementOrderInBothCopies) {
   Array x(TE_FL_BF16, {2, 40}), q(TE_FL_F8E4M3, {2, 40});
   for (int k = 0; k < 40; ++k) {
-    x.set(k, k < 32 ? 448 : 449 * 2);  // 449 * 2 rounds to 896 in BF16: scale 2
+    x.set(k, k < 32 ? 448 : 449 * 2);  // 449 * 2 rounds to 896 in BF16, so the block's scale factor
+                                       // is 2
     x.set(40 + k, k < 32 ? kNanInput : k == 33 ? kInfinity : 0);
   }
   q.quantised(TE_FL_SCALING_MXFP8, 0, 128 * 4, 4 * 128);
@@ -208,7 +209,8 @@ TEST(ReferenceQuantize, Mxfp8KeepsTheElementOrderInBothCopies) {
   EXPECT_EQ(dequantize(q, {2, 40})[39], 896.0);
 }
 
-// The power-of-two scale is rounded up: 449 needs 2, while 448 needs 1.
+// The power-of-two scale factor is rounded up: an amax of 449 needs the factor 2, while 448 needs
+// 1.
 TEST(ReferenceQuantize, Mxfp8ScaleRoundsUp) {
   Array x(TE_FL_F32, {1, 2}, {449, -225}), q(TE_FL_F8E4M3, {1, 2});
   EXPECT_OK(quantize(x, q.quantised(TE_FL_SCALING_MXFP8, 0, 128 * 4, 0)));
@@ -235,7 +237,7 @@ TEST(ReferenceQuantize, Nvfp4TwoLevelScales) {
   EXPECT_EQ(q.bytes()[8], 0xFF);    // -6, -6
   EXPECT_EQ(q.bytes()[9], 0x72);    // 0.25 with block amax 1.5 gives 1; 1.5 gives 6
   EXPECT_EQ(q.columns()[0], 0x07);  // column 0: 12 -> 6; 0.25 / 2 is below half of 0.5
-  // Column 1: 12 -> 6; 1.5 / 2 is a tie between 0.5 and 1 and goes to even.
+  // Column 1: 12 -> 6; 1.5 / 2 is a tie between 0.5 and 1, rounded to even.
   EXPECT_EQ(q.columns()[1], 0x27);
   const auto values = dequantize(q, {2, 18});
   EXPECT_EQ(values[0], 12.0);
@@ -252,7 +254,7 @@ TEST(ReferenceQuantize, Nvfp4CopiesMayHaveAmaxesOfTheirOwn) {
   EXPECT_OK(quantize(x, q));
   EXPECT_EQ(q.amax(), 6.0f);
   EXPECT_EQ(own, 6.0f) << "both copies are made from the same values";
-  own = 12;  // as if the column-wise copy had twice the amax
+  own = 12;  // simulates column-wise data with twice the amax
   EXPECT_EQ(dequantize(q, {2, 18})[0], 6.0);
   q.tensor().dl.data = nullptr;
   q.quant().amax = nullptr;
@@ -425,7 +427,7 @@ TEST(ReferenceQuantize, DelayedScalingUpdate) {
   args.margin = 1;
   EXPECT_OK(call("fused_amax_and_scale_update_after_reduction", args));
   EXPECT_EQ(history.values(), (std::vector<double>{0, 0, 0, 28, 4, 0, 7, 56, 0}));
-  // 224 / 28, 224 / 56, and the old scale.
+  // The scales are 224 / 28, 224 / 56, and the unchanged old scale.
   EXPECT_EQ(scales.values(), (std::vector<double>{8, 4, 9}));
   EXPECT_EQ(one_row.get(0), 0.0);
   EXPECT_EQ(one_scale.get(0), 64.0);

@@ -130,7 +130,7 @@ TEST(ReferenceRope, ContextParallel) {
   check_rope(a, {8, 1, 1, 2}, {0, 1, 2, 3, 12, 13, 14, 15}, 2);
   a.cp_rank = 1;
   check_rope(a, {8, 1, 1, 2}, {4, 5, 6, 7, 8, 9, 10, 11}, 2);
-  // Sequences of 4 and 12 tokens in total: 2 and 6 on this rank.
+  // The two sequences have 4 and 12 tokens over all ranks: 2 and 6 tokens on this rank.
   HostTensor cu({3}, TE_FL_I32, {0, 4, 16});
   a.layout = TE_FL_LAYOUT_THD, a.cu_seqlens = cu;
   check_rope(a, {8, 1, 2}, {1, 2, 3, 4, 5, 6, 7, 8}, 2);

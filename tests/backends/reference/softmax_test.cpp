@@ -10,7 +10,8 @@
 namespace te_fl::testing {
 namespace {
 
-using Visible = std::function<bool(int64_t row, int64_t key)>;  // row of the [rows, keys] matrix
+using Visible = std::function<bool(int64_t row, int64_t key)>;  // row: index of a row of the [rows,
+                                                                // keys] matrix
 
 // exp(s x) / sum without subtracting the maximum, as double has the range for these inputs.
 std::vector<double> softmax(const std::vector<double>& x, int64_t keys, double scale,

@@ -62,7 +62,8 @@ TEST(ReferenceTensor, AddContinuesTheStreamAtTheOffset) {
   EXPECT_EQ(mask.bytes()[2] >> 5, 0);  // padding bits
   args.mask = tail;
   EXPECT_OK(call("add", args, {.seed = 5, .offset = 4}));
-  // One counter value serves four elements: element i at offset 4 is element i + 4 at offset 3.
+  // One Philox counter value gives the random numbers of four elements: element i at offset 4
+  // equals element i + 4 at offset 3.
   for (int i = 0; i < 17; ++i) {
     EXPECT_EQ(tail.bytes()[i / 8] >> (i % 8) & 1, mask.bytes()[(i + 4) / 8] >> ((i + 4) % 8) & 1);
   }

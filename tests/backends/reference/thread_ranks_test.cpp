@@ -1,5 +1,5 @@
-// Collectives of ranks that are threads: order of summation, and errors when one rank deviates. The
-// conformance tests check the collectives' results in general.
+// Collectives of ranks that are threads: order of summation, and errors when one rank's call
+// differs from the others'. The conformance tests check the collectives' results in general.
 #include <sys/wait.h>
 #include <unistd.h>
 

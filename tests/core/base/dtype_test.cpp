@@ -19,7 +19,8 @@ TEST(DType, CFormAndIndexAreInverse) {
   }
 }
 
-// Tests every combination of code, bits and lanes: only te-fl's dtypes have an index.
+// Tests every combination of code, bits and lanes: only the combinations of te-fl's dtypes have an
+// index.
 TEST(DType, ExactlyOurTriplesHaveAnIndex) {
   std::set<int> found;
   for (int code = 0; code < 256; ++code) {

@@ -151,7 +151,7 @@ TEST_F(Environment, TheNameWinsOverTheAlias) {
   EXPECT_EQ(row("TEFL_LOG_LEVEL").origin, "environment (alias TE_FL_LOG_LEVEL)");
   ASSERT_OK(load("TEFL_LOG_LEVEL", "debug"));
   EXPECT_EQ(get("TEFL_LOG_LEVEL").value(), "DEBUG");
-  // Sets both variables in the other order.
+  // Unsets the variables, then sets both in the other order.
   unsetenv("TE_FL_LOG_LEVEL");
   ASSERT_OK(load("TE_FL_LOG_LEVEL", "trace"));
   EXPECT_EQ(get("TEFL_LOG_LEVEL").value(), "DEBUG");
@@ -238,7 +238,8 @@ TEST_F(Environment, ReadersAndWritersMayMeet) {
   reader.join();
 }
 
-// Each function on a thread of its own, against those that change what it reads.
+// Runs each function on a thread of its own; some read the settings that others change at the same
+// time.
 TEST_F(Environment, ThreadsAskAndChangeAll) {
   const core::PluginSetting setting{"TE_FL_RELAY_LEVEL", core::VariableType::kInt, "1", "0 9",
                                     "How much it says."};

@@ -17,7 +17,7 @@
 #include "support/temp_folder.hpp"
 
 namespace {
-std::string g_synced;  // 'f' for each synced file and 'd' for each folder, in order
+std::string g_synced;  // log of fsync() calls: 'f' for a file, 'd' for a folder
 }
 // Replaces the C library's fsync() to record its calls.
 extern "C" int fsync(int fd) {

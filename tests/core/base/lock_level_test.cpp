@@ -29,7 +29,7 @@ TEST(LockLevel, AnEarlierLevelAborts) {
   held.take({LockLevel::kLog});
   EXPECT_DEATH(held.take({LockLevel::kPlans}), "'plans'.*'log'");
   held.give_up({LockLevel::kLog});
-  held.take({LockLevel::kPlans});  // only mutexes that are held count
+  held.take({LockLevel::kPlans});  // only mutexes that are held are checked
 }
 
 TEST(LockLevel, TheSameLevelAborts) {
@@ -71,7 +71,7 @@ TEST(LockLevel, EveryLevelHasANameOfItsOwn) {
 
 constinit ForkMutex fork_mutex(LockLevel::kQuarantine);
 
-// The mutexes themselves, in builds that check their order.
+// Tests te-fl's mutex classes, in builds that check the lock order.
 TEST(LockLevel, MutexesAreChecked) {
   if (!kLocksChecked) GTEST_SKIP() << "this build does not check the order of mutexes";
   Mutex late(LockLevel::kLog), early(LockLevel::kRegistry);
@@ -79,7 +79,7 @@ TEST(LockLevel, MutexesAreChecked) {
     const std::lock_guard first(early);
     const std::lock_guard then(late);
   }
-  // Runs inside the death test's process only, as fork() locks mutexes, too.
+  // Called only inside the death test's child process, because fork() itself locks mutexes.
   const auto inverted = [&](auto& then) {
     const std::lock_guard first(late);
     then.lock();

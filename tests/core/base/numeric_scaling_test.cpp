@@ -1,4 +1,5 @@
-// Scaling rules and the dropout stream against values derived by hand or published.
+// Tests the scaling rules and dropout's random stream against published values and values derived
+// by hand.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -121,7 +122,8 @@ struct History {
 using Column = std::vector<float>;
 
 TEST(DelayedScaling, RollsAndTakesTheLargest) {
-  History history({7, 3.5f, 1, 2});  // row 0, which collects, then oldest to newest
+  History history({7, 3.5f, 1, 2});  // row 0 collects the current amax; rows 1 to 3: oldest to
+                                     // newest
   EXPECT_EQ(delayed_scaling_update(history.view(), 0.0f, 5.0f, {}), 64.0f);
   EXPECT_EQ(history.column(), (Column{0, 1, 2, 7}));
   // This update removes the oldest entry from the history, but its scale still includes that entry.
@@ -186,7 +188,7 @@ TEST(DelayedScaling, InfiniteAmaxKeepsTheScaleUntilItLeaves) {
 }
 
 TEST(DelayedScaling, NanAmax) {
-  History history({kNan, 1, 7});  // a NaN row 0 is not zero, so it rolls in
+  History history({kNan, 1, 7});  // row 0 is NaN and not zero, so it is rolled into the history
   // From the other entries.
   EXPECT_EQ(delayed_scaling_update(history.view(), 0.0f, 5.0f, {}), 64.0f);
   const Column column = history.column();
@@ -206,7 +208,7 @@ TEST(DelayedScaling, MarginAndFormat) {
   EXPECT_EQ(delayed_scaling_update(history.view(), 7.0f, 5.0f, {.margin = 2}), 16.0f);
   EXPECT_EQ(delayed_scaling_update(history.view(), 7.0f, 5.0f, {.margin = -1}), 128.0f);
   EXPECT_EQ(delayed_scaling_update(history.view(), 7.0f, 5.0f, {.fp8_max = kE5m2Max}), 8192.0f);
-  // 448 / 4 / 3 with a single rounding.
+  // The new scale is 448 / 4 / 3 with a single rounding.
   EXPECT_EQ(delayed_scaling_update(history.view(), 3.0f, 5.0f, {.margin = 2}), 0x1.2AAAAAp5f);
 }
 
@@ -244,8 +246,8 @@ TEST(Dropout, KeepsFromTheExactThreshold) {
   EXPECT_FALSE(dropout_keep(0x7FFFFFFF, 0.5f));  // 0x7FFFFFFF / 2^32 rounds to 0.5 in FP32
   EXPECT_TRUE(dropout_keep(0x80000000, 0.5f));
   EXPECT_EQ(dropout_threshold(0.1f), 0x199999A0u);  // 0.1f is 0x1.99999Ap-4
-  // 0x1.000002p-9 lies in the lowest binade whose bits are all multiples of 2^-32; below it the
-  // threshold rounds up.
+  // 0x1.000002p-9 lies in the lowest binade in which every FP32 value is a multiple of 2^-32; for
+  // smaller p the threshold rounds up.
   EXPECT_EQ(dropout_threshold(0x1.000002p-9f), 0x800001u);
   EXPECT_EQ(dropout_threshold(0x1.000002p-10f), 0x400001u);  // 0x400000.8, rounded up
   EXPECT_FALSE(dropout_keep(0x400000, 0x1.000002p-10f));
@@ -261,7 +263,7 @@ TEST(Dropout, EndsOfTheRange) {
     EXPECT_FALSE(dropout_keep(word, 2.0f));
     EXPECT_FALSE(dropout_keep(word, kNan));
   }
-  // The largest p below 1 keeps only the 256 largest words.
+  // With the largest p below 1, only the 256 largest random 32-bit words keep their element.
   EXPECT_EQ(dropout_threshold(std::nextafter(1.0f, 0.0f)), 0xFFFFFF00u);
 }
 

@@ -28,7 +28,8 @@ constexpr float kFloatInf = std::numeric_limits<float>::infinity();
 struct Definition {
   int exponent_bits, mantissa_bits, bias;
   unsigned max_finite;  // code of the largest finite value
-  bool saturates;       // otherwise overflows to infinity, whose code is max_finite + 1
+  bool saturates;       // true: overflow saturates; false: it gives infinity, whose code is
+                        // max_finite + 1
   unsigned sign() const { return 1u << (exponent_bits + mantissa_bits); }
 
   // (-1)^s 2^(e - bias) (1 + m / 2^M); for e = 0, (-1)^s 2^(1 - bias) (m / 2^M).
@@ -54,7 +55,8 @@ class Oracle {
     for (unsigned code = 0; code <= definition.max_finite; ++code) {
       values_.push_back(definition.value(code));
     }
-    // Overflow to infinity equals rounding to the next value beyond the exponent range.
+    // Adds the value that would follow the largest finite one, so that overflow to infinity is
+    // ordinary rounding.
     if (!definition.saturates) values_.push_back(definition.value(definition.max_finite + 1));
   }
 
@@ -87,7 +89,7 @@ class Oracle {
       }
     };
     for (std::size_t i = 0; i < values_.size(); ++i) {
-      // 2^128, which FP32 lacks, in the BF16 table.
+      // Skips 2^128 in the list of BF16 values, because FP32 has no such value.
       if (values_[i] > std::numeric_limits<T>::max()) continue;
       add(values_[i]);
       if (i + 1 < values_.size()) add(values_[i] + (values_[i + 1] - values_[i]) / 2);
@@ -198,7 +200,8 @@ TEST(NumericFormats, Fp8SpecialCodes) {
 
 TEST(NumericFormats, HandDerivedVectors) {
   EXPECT_EQ(float_to_e4m3(448.0f), 0x7E);
-  EXPECT_EQ(float_to_e4m3(464.0f), 0x7E);  // a tie with the value whose code is NaN: saturates
+  EXPECT_EQ(float_to_e4m3(464.0f), 0x7E);  // a tie between 448 and 480, whose code is that of NaN:
+                                           // saturates
   EXPECT_EQ(float_to_e4m3(1e30f), 0x7E);
   EXPECT_EQ(float_to_e4m3(-kFloatInf), 0xFE);
   EXPECT_EQ(float_to_e4m3(0x1p-10f), 0x00);  // half the smallest value: ties to even
@@ -285,8 +288,8 @@ TEST(NumericFormats, SixteenBitNanCodesStayNan) {
   EXPECT_EQ(bf16_to_float(0x7F80), kFloatInf);
 }
 
-// All 65,536 inputs of both 16-bit types at several scales into both FP8 formats. The product of
-// two FP32 values is exact in FP64, so a single rounding of it gives the FP32 product
+// Quantises all 65,536 values of both 16-bit types to both FP8 formats, with several scales. The
+// product of two FP32 values is exact in FP64, so a single rounding of it gives the FP32 product
 // independently.
 TEST(NumericFormats, EverySixteenBitInputToFp8) {
   const Oracle e4m3(kE4m3), e5m2(kE5m2);
@@ -360,8 +363,8 @@ TEST(NumericFormats, E8m0EveryCode) {
     ASSERT_EQ(float_to_e8m0(std::nextafter(scale, kFloatInf)), std::min(code + 1, 254));
     ASSERT_EQ(double_to_e8m0(std::nextafter(static_cast<double>(scale), 1e300)),
               std::min(code + 1, 254));
-    // A value just below 2^k still needs 2^k; values below the smallest scale get the smallest
-    // scale.
+    // float_to_e8m0() rounds up: a value just below 2^k gives 2^k. Values below the smallest scale
+    // give the smallest scale.
     ASSERT_EQ(float_to_e8m0(std::nextafter(scale, 0.0f)), code);
     ASSERT_EQ(float_to_e8m0(-scale), code);
     ASSERT_EQ(e8m0_reciprocal(e8m0::from_bits(static_cast<std::uint8_t>(code))),

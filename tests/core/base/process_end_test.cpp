@@ -8,7 +8,8 @@
 namespace te_fl::core {
 namespace {
 
-// Loading and deactivating plugins for days must not add exit handlers: one serves all loads.
+// Loading and deactivating plugins repeatedly must not add exit handlers: a single handler is
+// registered for all loads.
 TEST(ProcessEnd, OneHandlerServesAllLoads) {
   if (TE_FL_ASAN || TE_FL_TSAN) GTEST_SKIP() << "their allocators count nothing here";
   for (int i = 0; i < 100; ++i) watch_exit();

@@ -88,7 +88,8 @@ struct Framework {
   FarDevice* device;
   te_fl_allocator api;
   std::mutex mutex;
-  std::map<void*, size_t> live, kept;  // by address: in use, and freed into the cache
+  std::map<void*, size_t> live, kept;  // address -> size of blocks: live: in use; kept: freed into
+                                       // the cache
   std::vector<std::pair<void*, void*>> recorded;
   std::vector<uint64_t> trimmed;
   std::vector<void*> retired;
@@ -119,7 +120,7 @@ class Allocators : public ::testing::Test {
     EXPECT_EQ(devices::live_objects(device), 0);
     EXPECT_EQ(framework.live.size(), 0u);
     EXPECT_OK(devices::remove(device));
-    EXPECT_EQ(framework.destroyed, 1);  // destroyed by now at the latest
+    EXPECT_EQ(framework.destroyed, 1);  // the allocator is destroyed by now at the latest
     EXPECT_OK(devices::remove(other_device));
   }
   Status fails() { return devices::allocate(device, 4096).status(); }
@@ -157,7 +158,7 @@ TEST_F(Allocators, MemoryIsFreedByWhoeverGaveIt) {
   void* const block = devices::allocate(device, 64).value();
   Framework second{far};
   ASSERT_OK(devices::install_allocator(device, &second.api));
-  EXPECT_EQ(framework.destroyed, 0);  // its memory is still in use
+  EXPECT_EQ(framework.destroyed, 0);  // the allocator's memory is still in use
   void* const by_second = devices::allocate(device, 64).value();
   ASSERT_OK(devices::install_allocator(device, nullptr));
   void* const own = devices::allocate(device, 64).value();
@@ -228,7 +229,7 @@ TEST_F(Allocators, AFailureIsTheAllocationsOwn) {
   ASSERT_OK(devices::install_allocator(device, &framework.api));
   EXPECT_FAILS(fails(), kFailedPrecondition, "the pool is closed");
   EXPECT_EQ(framework.trimmed.size(), 0u);
-  framework.destroyed = 0;  // cleared, as the allocator was installed twice
+  framework.destroyed = 0;  // resets the counter, as the allocator was installed twice
 }
 
 TEST_F(Allocators, MemoryOfAnotherDeviceIsRefusedAndGivenBack) {
@@ -336,8 +337,8 @@ TEST_F(Allocators, WhoWaitsForASlowOneHoldsNobodyUp) {
   slow.join();
 }
 
-// A threshold of less than 0 counts every call as slow, a huge one counts none, so the test need
-// not wait a second.
+// A threshold below 0 makes every call slow, a huge one makes none slow, so the test needs no long
+// wait.
 TEST_F(Allocators, ASlowOneIsNamedOnce) {
   te_fl_allocator api = framework.api;
   api.destroy = nullptr;
@@ -378,7 +379,7 @@ TEST_F(Allocators, WhatCannotBeInstalledIsNamed) {
   EXPECT_EQ(framework.destroyed, 0);  // the working allocator is still installed
 }
 
-// An allocator built with the first header version ends after record_stream.
+// The struct of an allocator built with the first header version ends after record_stream.
 TEST_F(Allocators, AShorterStructIsTaken) {
   Framework first{far};
   first.api.struct_size = offsetof(te_fl_allocator, trim);

@@ -353,7 +353,8 @@ TEST(DeviceStreams, CallsReachTheDeviceAndHoldIt) {
 
 TEST(DeviceStreams, AMissingFunctionIsNamed) {
   FakeStreams fake;
-  fake.api.destroy_stream = nullptr;  // a stream of this device could never be destroyed
+  fake.api.destroy_stream = nullptr;  // without destroy_stream, a stream of this device could never
+                                      // be destroyed
   fake.api.wait_event = nullptr;
   fake.api.is_capturing = nullptr;
   const Device device = devices::add(&fake.desc).value();
@@ -443,7 +444,7 @@ TEST(DeviceStreams, AnEmptyEventIsNobodysEvent) {
   EXPECT_OK(devices::remove(device));
 }
 
-// Work on the host has completed when the enqueueing call returns.
+// On the host, work has completed when the call that enqueues it returns.
 TEST(DeviceStreams, TheHostsEventsAreDoneAndTimed) {
   Event first = Event::create(Device{}, true).value(), last = Event::create(Device{}, true).value();
   EXPECT_TRUE(first.done().value()) << "it marks nothing yet";

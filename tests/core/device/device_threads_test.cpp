@@ -1,4 +1,4 @@
-// Threads that use devices together: the list of them, streams, events, memory and allocators.
+// Threads that use devices together: the device list, streams, events, memory and allocators.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -48,7 +48,8 @@ void refuse_index_9(const Device& device) {
   if (device.index == 9) throw std::bad_alloc();
 }
 
-// A device that nobody can be told of has not come, whatever comes and goes meanwhile.
+// If the on_added hook throws, the new device is not registered, even while other threads add and
+// remove devices.
 TEST(DeviceThreads, OneThatCannotBeToldOfIsNotThere) {
   auto& added = core::g_device_hooks.on_added;
   const auto before = added.exchange(&refuse_index_9);
@@ -77,7 +78,7 @@ TEST(DeviceThreads, NameProviders) {
   together(kRounds, {name, name, [&](int) { EXPECT_EQ(devices::provider_name(known), "relay"); }});
 }
 
-// Each function on a thread of its own, on objects that were made before.
+// Runs each function on a thread of its own, on objects created before.
 TEST(DeviceThreads, MakeAndUseStreamsAndEvents) {
   PlainDevice plain("relay");
   const Device device = devices::add(&plain.desc).value();
@@ -85,7 +86,8 @@ TEST(DeviceThreads, MakeAndUseStreamsAndEvents) {
   log::set_level(log::Level::kOff);  // for what is no stream
   std::vector<void*> made(kRounds), events(kRounds), ended(kRounds);
   for (void*& event : ended) event = devices::create_event(device, true).value();
-  std::array<char, 2 * kRounds> others{};  // whose addresses are handles of a framework's streams
+  std::array<char, 2 * kRounds> others{};  // addresses that serve as handles of a framework's
+                                           // streams
   char known_one = 0, no_stream = 0;
   void* const stream = devices::create_stream(device).value();
   void* const recorded = devices::create_event(device, true).value();
@@ -123,8 +125,8 @@ TEST(DeviceThreads, MakeAndUseStreamsAndEvents) {
   EXPECT_OK(devices::remove(device));
 }
 
-// Each function on a thread of its own. The addresses are of no memory: the account does not read
-// there.
+// Runs each function on a thread of its own. The addresses have no memory behind them, because the
+// memory account never dereferences them.
 TEST(DeviceThreads, ShareTheAccountOfMemory) {
   PlainDevice plain("relay");
   const Device device = devices::add(&plain.desc).value();

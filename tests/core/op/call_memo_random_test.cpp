@@ -85,7 +85,8 @@ class Spoiler {
     }
   }
 
-  // Returns extents that satisfy the shape rule, from a pool of a few values per name.
+  // Returns extents that satisfy the argument's shape rule; each name of the rule gets one of a few
+  // values.
   std::vector<int64_t> shape_for(const Insides& op, const Arg& arg, const unsigned char* args) {
     std::vector<int64_t> shape;
     if (arg.shape.any) {
@@ -210,7 +211,8 @@ class Spoiler {
     if (one_in(120)) t.provider = 2;
   }
 
-  // On the second check, the memo recognises a valid call.
+  // Compares the memo's check with the full check. On the second check, the memo recognises a valid
+  // call.
   void compare(const Insides& op, const void* args) {
     Signature exact, quick;
     const bool good = Finder(op.impl, args).run(exact);
@@ -277,7 +279,8 @@ TEST(MemoOverRandomCalls, OddSchemas) {
            TE_FL_ARG_STRIDED_CODES |
            (random() % 4 == 0 ? TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY | TE_FL_ARG_QUANT_ONLY : 0u));
       if (d.role != TE_FL_IN && name != names[0]) d.aliases = names[0];
-      // A scalar of any type may decide whether an argument's contents are read.
+      // Lets a random scalar argument, of any type, decide whether an argument's contents are read
+      // (inout_if).
       if (d.role == TE_FL_INOUT && random() % 2 == 0) d.inout_if = random() % 2 == 0 ? "g" : "f";
       if (name != names[0] && random() % 3 == 0)
         d.flags |= TE_FL_ARG_SAME_DTYPE, d.same_as = names[0];
@@ -340,7 +343,8 @@ TEST_F(MemoOf, ProductsAreKnownInFp8AndWithStrides) {
   EXPECT_TRUE(known(*op, &args));
 }
 
-// With beta nonzero the op reads d, which then needs its scale_inv.
+// If beta is nonzero, the op reads d, which then needs its scale_inv. So the memo must compare
+// beta's value.
 TEST_F(MemoOf, ANumberThatDecidesWhatIsReadIsNotJustANumber) {
   SchemaBuilder b;
   b.tensor("x", "N");
@@ -365,7 +369,7 @@ TEST_F(MemoOf, ANumberThatDecidesWhatIsReadIsNotJustANumber) {
   te_fl_quant quant;
   quant.scaling = TE_FL_SCALING_TENSOR;
   quant.scale = &scale;
-  quant.columnwise_scale_inv = &scale;  // enough for an output, but not for an input
+  quant.columnwise_scale_inv = &scale;  // sufficient for an output, but not for an input
   te_fl_tensor out{};
   out.dl.data = codes;
   out.dl.device = {TE_FL_DEVICE_CPU, 0};
@@ -396,7 +400,7 @@ TEST_F(MemoOf, ShapesInTurnAreAllKnown) {
   EXPECT_GT(hits, 64) << "of 128 calls like an earlier one";
 }
 
-// A long list evicts other entries of the memo; calls still get right answers.
+// A call with a long list evicts other entries of the memo; check results stay right.
 TEST_F(MemoOf, LongListsAreKnownWithinABound) {
   const auto op = CompiledOp::compile(*catalogue_schema("multi_tensor_l2norm")).value();
   const Tensor x = f32({4}), norm = f32({1});

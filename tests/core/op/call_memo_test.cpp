@@ -307,7 +307,7 @@ class CallUnderTest {
   const te_fl_arg_desc* list_ = nullptr;  // the list added last
   te_fl_saved record_;
   bool has_record_ = false;
-  std::vector<uint32_t> offsets_;  // of plain tensors; 0 for a list
+  std::vector<uint32_t> offsets_;  // offsets of tensor arguments in the struct; 0 for a list
 };
 
 const te_fl_op_schema& schema_of(std::string_view name) {
@@ -434,7 +434,8 @@ TEST(Memo, OpsOfOneAddressAreNotMixedUp) {
                        round % 2 == 0 ? std::vector<std::vector<int64_t>>{{2, 8}, {2, 8}}
                                       : std::vector<std::vector<int64_t>>{{2, 8}, {2, 4}});
     EXPECT_TRUE(check_by(memo, call.op(), call.args(), s));
-    call.items()[1].shape[1] = round % 2 == 0 ? 4 : 8;  // valid for the other op only
+    call.items()[1].shape[1] = round % 2 == 0 ? 4 : 8;  // a shape that is valid for the other op
+                                                        // only
     EXPECT_FALSE(check_by(memo, call.op(), call.args(), s));
   }
 }
@@ -499,7 +500,8 @@ TEST_P(MovingLists, AreKnown) {
     EXPECT_TRUE(knows()) << where;
     EXPECT_TRUE(knows()) << where;
   }
-  lists.output(last).data = lists.input(last).data;  // in place, which the op allows
+  lists.output(last).data = lists.input(last).data;  // the output is the input's memory, which the
+                                                     // op allows
   EXPECT_TRUE(knows());
 }
 

@@ -175,7 +175,7 @@ TEST(Rules, Comparisons) {
   EXPECT_FALSE(with("m multiple_of n", 13, 4));
   EXPECT_FALSE(with("m multiple_of n", 13, 0));
   EXPECT_TRUE(with("m multiple_of n", INT64_MIN, -1));
-  // As doubles, both values would round to the same number.
+  // Compares integers exactly: as doubles, both values would round to the same number.
   EXPECT_FALSE(with("m == n", (int64_t{1} << 53) + 1, int64_t{1} << 53));
   EXPECT_TRUE(has(outcome("m < n", [](RuledArgs& a) { a.m = 3, a.n = 2; }),
                   "argument 'm' is 3, 'n' is 2, which breaks the rule \"m < n\""));
@@ -233,7 +233,7 @@ TEST(Rules, TheyArePartOfADescription) {
   EXPECT_EQ(op->difference(same.build()), "");
   EXPECT_EQ(op->difference(other.build()), "rules is 'm < n', not 'm <= n'");
   EXPECT_EQ(op->difference(none.build()), "rules is 'm < n', not none");
-  // A schema struct from older headers, which have no rules.
+  // The schema struct of an older header version has no `rules` member.
   te_fl_op_schema older = same.build();
   older.struct_size = offsetof(te_fl_op_schema, rules);
   EXPECT_EQ(op->difference(older), "rules is 'm < n', not none");
@@ -449,7 +449,7 @@ TEST(CatalogueRules, Attention) {
   const Tensor scale = quantised({1});
   const std::string padding = "mask_type is padding|padding_causal|padding_causal_bottom_right";
   Broken broken;
-  // Both ops have the same arguments except for the outputs.
+  // attention_fwd and attention_bwd have the same arguments except for the outputs.
   const auto both = [&](const char* op, auto dense, auto thd) {
     using Args = decltype(dense);
     const auto no = [&](const Args& from, const std::function<void(Args&)>& spoil,

@@ -304,7 +304,8 @@ TEST(Schema, ADifferenceIsNamed) {
   SchemaBuilder a = good(), b = good();
   const auto op = a.compile().value();
   EXPECT_EQ(op->difference(b.build()), "");
-  static const uint32_t kTwo = op->schema().args_size;  // args_size of the schema from good()
+  static const uint32_t kTwo = op->schema().args_size;  // equals args_size of the schema from
+                                                        // good()
   const auto differs = [&](auto change) {
     SchemaBuilder c = good();
     change(c);
@@ -382,7 +383,7 @@ TEST(ShapeRule, AProductMayBeDivided) {
   EXPECT_HAS(two("@.../8", {3}, "...", {3, 3}), "argument 'x' has shape [3], must be [2]");
 }
 
-// x, y and an enum whose value selects the extents of x.
+// Op arguments: x, y and an enum whose value selects the extents of x.
 TEST(ShapeRule, AnEnumChooses) {
   SchemaBuilder s;
   s.tensor("x", "how is whole ? A B : how is turned ? B A : A");

@@ -128,7 +128,8 @@ TEST_F(Gemm, Aliasing) {
   EXPECT_EQ(text(), "") << "inputs may share memory";
 }
 
-// Implementations read every member that ABI 0.9 has, so a tensor struct without them is refused.
+// Implementations read every member of the tensor struct that ABI 0.9 has, so a shorter tensor
+// struct is refused.
 TEST_F(Gemm, ATensorStructIsAtLeastThatOfAbi10) {
   Raw r(a);
   r.t.struct_size = offsetof(te_fl_tensor, quant);
@@ -355,8 +356,8 @@ TEST_F(Lists, Aliasing) {
   const Tensor flag = Tensor::zeros({1}, DType::kI32).value();
   args.noop_flag = flag;
   EXPECT_EQ(check(*op, &args), "");
-  // A gradient at two indices is a valid repeated input; one parameter at two indices is an
-  // error.
+  // One gradient tensor may occur at two indices of a list; the same parameter at two indices
+  // is an error.
   const Tensor a = f32({2, 4}), b = f32({2, 4});
   g[0] = g[1];
   p[0] = a, m[0] = b;
@@ -470,7 +471,8 @@ TEST_F(Versioned, MembersBeyondStructSizeAreNeverRead) {
   args.struct_size = offsetof(Args, factor);
   EXPECT_EQ(check(*op, &args, &s), "");
   EXPECT_EQ(s.later, 0u);
-  args.struct_size = offsetof(Args, factor) + 3;  // part of a member counts as absent
+  args.struct_size = offsetof(Args, factor) + 3;  // a struct_size that covers only part of
+                                                  // `factor`: the member counts as absent
   EXPECT_EQ(check(*op, &args, &s), "");
   args.struct_size = offsetof(Args, padding2);
   EXPECT_HAS(check(*op, &args), "argument 'factor' is NaN");

@@ -47,7 +47,8 @@ TYPED_TEST(Dlpack, ImportSharesMemoryStridesAndOffset) {
     EXPECT_EQ(t.strides()[0], 8);
     EXPECT_EQ(t.describe(), "f32[2,3] cpu");
     const Tensor copy = t.clone().value();
-    EXPECT_EQ(copy.data<float>()[5], 13.0f);  // value 1 + 8 + 2 * 2
+    EXPECT_EQ(copy.data<float>()[5], 13.0f);  // element [1][2] of the view has the value 1 + 8 + 2
+                                              // * 2
     const Tensor more = t;
     EXPECT_EQ(p.deleted, 0);
   }

@@ -235,8 +235,8 @@ TEST(Tensor, NegativeStridesAreGathered) {
 
 // ---- quantised tensors
 
-// Extents of the scales of a logical [130, 200] matrix, derived by hand from the table at
-// te_fl_quant.
+// Extents of the scales of a logical [130, 200] matrix, derived by hand from the table in
+// te_fl_quant's header comment.
 struct ScaleCase {
   Scaling scaling;
   DType dtype;
@@ -363,7 +363,7 @@ TEST(QuantisedTensor, ColumnwiseOnly) {
   EXPECT_FALSE(t.clone()->has_rowwise());
 }
 
-// Keeps the column-wise codes and their scales in place and releases the row-wise ones.
+// columnwise_only() keeps the column-wise data and scales in place and releases the row-wise ones.
 TEST(QuantisedTensor, ColumnwiseOnlyOfBothCopies) {
   const int64_t shape[] = {128, 256};
   for (Scaling scaling : {Scaling::kTensor, Scaling::kBlock1x128}) {

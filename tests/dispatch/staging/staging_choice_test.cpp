@@ -1,5 +1,5 @@
-// Staging: host implementations serve tensors of a device whose memory only the device can access.
-// Tests when one is chosen, when it is refused, and the counters.
+// Staging runs host implementations on host copies of a device's tensors, if only the device can
+// access its memory. Tests when staging is chosen, when it is refused, and its counters.
 #include <chrono>
 #include <thread>
 
@@ -56,7 +56,7 @@ TEST_F(StagingChoice, NativeImplementationsComeFirst) {
   preferred.prefer = Kind::kDefault;
   native.run_status = TE_FL_OK;
   {
-    const PolicyScope scope(preferred);  // does not put host implementations first
+    const PolicyScope scope(preferred);  // must not rank host implementations before native ones
     ASSERT_OK(call(args));
     EXPECT_EQ(host.runs.load(), 1);
   }

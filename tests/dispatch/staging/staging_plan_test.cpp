@@ -1,5 +1,5 @@
-// The list of copies for a staged call, derived from the call's description alone: these addresses
-// have no memory behind them.
+// Tests the list of copies for a staged call, which te-fl derives from the call's tensors without
+// accessing their memory: the addresses here have no memory behind them.
 #include "dispatch/staging/staging_plan.hpp"
 
 #include <gtest/gtest.h>

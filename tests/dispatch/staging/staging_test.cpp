@@ -1,5 +1,5 @@
-// Staging: host implementations serve tensors of a device whose memory only the device can access.
-// Tests the copies to the host and back.
+// Staging runs host implementations on host copies of a device's tensors, if only the device can
+// access its memory. Tests the copies to the host and back.
 #include "staging_fixture.hpp"
 
 namespace te_fl {
@@ -295,7 +295,7 @@ TEST_F(Staging, ARecordThatIsFilledInAnewBindsNobody) {
   const Tensor x = on_device(4, 0), y = on_device(4, 0);
   const Tensor storage = Tensor::zeros({4}, DType::kU8, device).value();
   te_fl_saved record;
-  record.opaque = 1;  // stale value of an earlier use
+  record.opaque = 1;  // a stale value from an earlier use of the record
   record.producer = "vendor.other";
   record.storage = storage.c();
   SaveArgs args;
@@ -305,7 +305,7 @@ TEST_F(Staging, ARecordThatIsFilledInAnewBindsNobody) {
   EXPECT_STREQ(record.producer, "default.host");
 }
 
-// ---- catalogue ops served by the built-in backends
+// ---- catalogue ops that run in the built-in backends
 
 class StagedCatalogue : public Staging {
  protected:
@@ -341,7 +341,7 @@ TEST_F(StagedCatalogue, AQuantisedTensorMovesWithItsParts) {
   ASSERT_OK(run("quantize", &args));
   EXPECT_EQ(at(q.amax(), 0), 50);  // the running maximum includes the device's old value
   EXPECT_EQ(at(q.scale_inv(), 0), 0.5f);
-  EXPECT_FALSE(wrote(q.scale().raw_data()));  // a given scale is only read
+  EXPECT_FALSE(wrote(q.scale().raw_data()));  // a scale that the caller gives is only read
   EXPECT_TRUE(wrote(q.raw_data()));
   EXPECT_TRUE(wrote(q.columnwise_codes().raw_data()));
   te_fl_dequantize_args back;
@@ -406,7 +406,7 @@ TEST_F(StagedCatalogue, RandomStateIsReadFromTheDevice) {
   const Tensor mask = Tensor::zeros({8}, DType::kU8, device).value();
   const Tensor state = Tensor::zeros({3}, DType::kU64, device).value();
   ASSERT_OK(devices::synchronize(device));  // zeros() may still be pending
-  const uint64_t words[] = {1234, 99, 56};  // the state's words at separate places
+  const uint64_t words[] = {1234, 99, 56};  // the words of the RNG state at separate addresses
   std::memcpy(far.real(state.raw_data()), words, sizeof words);
   te_fl_dropout_fwd_args args;
   args.input = x.c(), args.output = y.c(), args.mask = mask.c(), args.p = 0.5f;
@@ -418,7 +418,8 @@ TEST_F(StagedCatalogue, RandomStateIsReadFromTheDevice) {
   ASSERT_OK(run("dropout_fwd", &args, by_pointer));
   args.output = z.c();
   CallOptions by_value;
-  by_value.rng = {.seed = 1234, .offset = 58};  // the call's offset is added to the state's: 56 + 2
+  by_value.rng = {.seed = 1234, .offset = 58};  // the call's RNG offset is added to the state's: 56
+                                                // + 2
   ASSERT_OK(run("dropout_fwd", &args, by_value));
   EXPECT_EQ(std::memcmp(far.real(y.raw_data()), far.real(z.raw_data()), 256), 0);
 }

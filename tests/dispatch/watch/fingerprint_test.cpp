@@ -72,7 +72,7 @@ TEST(Fingerprint, KnowsSettingsOfActivePlugins) {
   ASSERT_EQ(d.size(), 1u);
   EXPECT_EQ(d[0], "only in the second: setting TE_FL_ACME_TILES = 8");
   ASSERT_OK(environment::unset("TE_FL_ACME_TILES"));
-  // A file enters the fingerprint by its contents, not by its path.
+  // The fingerprint contains a file's contents and not its path.
   ASSERT_OK(environment::set("TE_FL_ACME_TABLE", folder.write("a", "1")));
   const std::string one = fingerprint();
   ASSERT_OK(environment::set("TE_FL_ACME_TABLE", folder.write("b", "1")));

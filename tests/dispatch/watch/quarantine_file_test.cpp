@@ -50,7 +50,7 @@ std::string file_of(const std::string& entries) {
 class QuarantineFileTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    // Writes out the pending entries of other tests, so that they do not appear here.
+    // Flushes the pending entries of earlier tests, so that they do not appear in this test's file.
     ASSERT_OK(environment::set("TE_FL_QUARANTINE_FILE", ""));
     ASSERT_OK(step_boundary());
     ASSERT_OK(environment::set("TE_FL_QUARANTINE_FILE", path));
@@ -68,7 +68,7 @@ class QuarantineFileTest : public ::testing::Test {
     dispatch::forget_quarantine_file();
     registry::choose_again();
   }
-  // Expects an op to run, and the quarantine file to be named in one warning only.
+  // Expects a call of an op to succeed, with exactly one warning that names the quarantine file.
   void expect_call_works(const std::string& complaint) {
     OpRegistry registry;
     OpManager manager(registry);
@@ -145,8 +145,8 @@ TEST_F(QuarantineFileTest, AnEntryOfANewerTeFlIsPassedOverAndKept) {
   EXPECT_HAS(test::read_file(path), "f2e7m9") << "the newer one needs it";
 }
 
-// An entry whose chip name is not valid UTF-8 would be read back with another name, which matches
-// no chip, so it is refused. Other entries are written.
+// An entry whose chip name is not valid UTF-8 would be read back with a different name that matches
+// no chip, so the entry is refused. The other entries are written.
 TEST_F(QuarantineFileTest, AnEntryThatWouldComeBackAsAnotherIsRefusedAndTheOthersAreWritten) {
   Quarantine odd = entry("odd");
   odd.chip = "cut off \xe2\x82";
@@ -241,8 +241,8 @@ TEST_F(QuarantineFileTest, ThreadsThatEndTheirStepsAtOnceLoseNothing) {
   EXPECT_EQ(quarantines()->size(), static_cast<size_t>(kThreads) * kEach);
 }
 
-// Entries that one thread holds take effect on another, where no stream is captured. Each function
-// has a thread of its own.
+// Pending entries of one thread are applied by another thread, while no stream is being captured.
+// Each function runs on a thread of its own.
 TEST_F(QuarantineFileTest, ThreadsHoldAndAskTogether) {
   int streams[2] = {};
   testing::together(

@@ -97,14 +97,14 @@ TEST_F(TraceFile, AForkedChildTracesItsOwnCallsIntoItsOwnFile) {
     const int before = calls_in(file_of(getpid()));
     const pid_t child = in_child([&] {
       if (!call()) return 1;
-      // Changing another setting must keep the child's own file name.
+      // Changing another setting must not change the name of the child's trace file.
       if (!environment::set("TE_FL_SYNC", "0").ok() || !call() || !call()) return 2;
       return write_trace().ok() ? 0 : 3;
     });
     ASSERT_OK(write_trace());
     EXPECT_EQ(calls_in(file_of(getpid())), before);
     EXPECT_EQ(calls_in(file_of(child)), 3);
-    in_child([&] { return write_trace().ok() ? 0 : 1; });  // a child that made no call
+    in_child([&] { return write_trace().ok() ? 0 : 1; });  // a child that makes no call
     EXPECT_EQ(calls_in(file_of(getpid())), before) << "the child left it alone";
   }
 }
@@ -155,7 +155,7 @@ TEST_F(TraceFile, WhatIsNoRegularFileIsRefusedAndStays) {
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   for (const std::string& path : {pipe, folder.path()}) {
     trace_to(path);
-    // Fails at the first call, not at the end of a long run.
+    // The first call fails, so that the error does not appear only at the end of a long run.
     const Status status = manager.call("test::five", &five.args);
     EXPECT_HAS(status.message(), "is a ") << status.to_string();
   }

@@ -85,8 +85,9 @@ size_t calls_in(const std::string& path) {
   return calls;
 }
 
-// Each file has all calls from the first on, whichever thread begins it, while another thread
-// writes what there is; before the first call that is the trace before, whose folder may be gone.
+// Changing TE_FL_TRACE begins a new file at the next call, on whichever thread. Each file holds all
+// calls after the change, while another thread calls write_trace(). Before the first call
+// write_trace() still writes the previous file.
 TEST(Trace, HoldsTheCallsOfAllThreads) {
   test::TempFolder folder;
   OpRegistry registry;

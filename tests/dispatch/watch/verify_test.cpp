@@ -126,8 +126,8 @@ TEST_F(Verify, AnInfinityAgreesWithOneOfItsSignAlone) {
   EXPECT_EQ(counts().differed, 3u);
 }
 
-// The largest number often stands for an infinity in masks. It must not raise the tolerance for the
-// other elements.
+// Masks often contain the largest finite number in place of an infinity. It must not raise the
+// tolerance for the other elements.
 TEST_F(Verify, TheLargestNumberHidesNoErrorInOthers) {
   set("TE_FL_VERIFY", "1");
   for (const float largest : {std::numeric_limits<float>::max(), -1e30f}) {
@@ -324,8 +324,8 @@ TEST_F(Verify, QuarantineBeginsWithTheNextCallAndOutlivesTheRun) {
   ASSERT_EQ(quarantines()->size(), 1u);
   EXPECT_EQ(quarantines()->front().dtypes, TE_FL_BIT(TE_FL_F32));
   EXPECT_HAS(quarantines()->front().replay, "te-fl replay " + quarantines()->front().case_file);
-  // A query for calls of any dtype shows no implementation as barred, but names the dtypes for
-  // which one is quarantined.
+  // explain() without a dtype shows no implementation as barred, but names the dtypes for which an
+  // implementation is quarantined.
   const auto any = manager.explain(op, {}).value();
   EXPECT_EQ(any.impl_id, "default.fast");
   for (const Candidate& c : any.candidates)
@@ -490,8 +490,8 @@ TEST_F(Verify, TensorsOfADeviceAreCheckedThroughCopies) {
   ASSERT_OK(devices::remove(device));
 }
 
-// A device reports a mistake in values once, to the first waiter (R12). With TE_FL_VERIFY te-fl
-// waits first, and must pass the report on.
+// A device reports an invalid value once, to the first caller that waits (rule R12). With
+// TE_FL_VERIFY te-fl itself waits first, so it must return the error to the caller.
 TEST_F(Verify, WhatADeviceTellsToTheCopiesReachesTheCaller) {
   FarDevice far;
   const Device device = devices::add(&far.desc).value();
@@ -517,7 +517,7 @@ TEST_F(Verify, WhatADeviceTellsToTheCopiesReachesTheCaller) {
                  "op 'test::five' in 'vendor.far' failed after it was enqueued (TE_FL_VERIFY)");
     EXPECT_EQ(counts().failed, 1u);
     EXPECT_EQ(counts().skipped, 0u);
-    // This work was enqueued before the call.
+    // The next error comes from work that was enqueued before the call.
     wrong = false;
     far.queues.enqueue(nullptr, fails);
     const int runs = native.runs;

@@ -96,7 +96,7 @@ TEST(Borrowed, TheOwnersVersionSaysWhetherCopiesHold) {
     return count() - before;
   };
   const Tensor first = infer();
-  // The module keeps a quantised copy from a weight's second use on.
+  // The module keeps a weight's quantised copy from the second use on.
   const uint64_t both = quantised();
   const uint64_t inputs = quantised();
   EXPECT_EQ(both, inputs + 2);
@@ -114,7 +114,8 @@ TEST(Borrowed, TheOwnersVersionSaysWhetherCopiesHold) {
   EXPECT_HAS(module->backward(x(), ctx).status().to_string(), "has changed since the forward");
 }
 
-// Owns copies of the parts of a quantised weight (codes, scales, amax) and lends them to a module.
+// Owns copies of the arrays of a quantised weight (FP8 data, scales, amax) and lends them to a
+// module.
 struct CodesOwner {
   Tensor codes, columns, scale_inv, columnwise_scale_inv, amax;
   Scaling scaling;
@@ -181,7 +182,7 @@ TEST(Borrowed, CodesAreReadAsTheyAre) {
     autocast scope(true, recipe);
     Ctx a, b;
     EXPECT_TRUE(same_bits(take(own->forward(x(), &a)), take(lent->forward(x(), &b))));
-    for (CodesOwner& c : codes) c = CodesOwner(c.lend());  // moves the codes to other memory
+    for (CodesOwner& c : codes) c = CodesOwner(c.lend());  // moves the FP8 data to other memory
     lend(1);
     EXPECT_TRUE(same_bits(take(own->backward(x(), a)), take(lent->backward(x(), b))));
     const auto one = own->parameters();
@@ -303,7 +304,7 @@ TEST(Borrowed, GradientsGoInAndOut) {
 // ---- initial values of shards
 
 TEST(InitialValues, OfAShardAreThoseOfTheWhole) {
-  // More than one worker's rows, and an odd number of columns.
+  // More rows than one worker thread gets, and an odd number of columns.
   constexpr int64_t kM = 300, kN = 257;
   for (DType dtype : {DType::kF32, DType::kBF16}) {
     const Values whole =

@@ -1,4 +1,4 @@
-// Tests of frozen parameters, and of gradient tensors, which are allocated at their first write.
+// Tests frozen parameters, and that a gradient tensor is allocated at its first write.
 #include <functional>
 #include <optional>
 
@@ -196,7 +196,8 @@ std::vector<Kind> kinds() {
 }
 
 // Returns the gradients of two steps of a new module. Calls `before` before each backward, and
-// `between` between the backward and backward_dw(), which has work only if `delays` is set.
+// `between` between the backward and backward_dw(). With `delays` the weight gradients are computed
+// by backward_dw().
 Grads two_steps(const Kind& kind, DType dtype, const std::optional<Recipe>& recipe, bool delays,
                 const std::function<void(Module&)>& before,
                 const std::function<void(Module&)>& between) {

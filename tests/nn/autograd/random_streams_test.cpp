@@ -59,7 +59,8 @@ TEST(RandomStreams, WhatIsWrongIsNamed) {
   EXPECT_FAILS(streams.fork("z"), kNotFound, "there are: \"a\"");
 }
 
-// A recomputed piece draws the same random numbers from each stream as in the first forward.
+// A recomputed (checkpointed) section draws the same random numbers from each stream as its first
+// forward.
 TEST(RandomStreams, AreReplayed) {
   RandomStreams streams;
   check(streams.add("a", 1));

@@ -13,8 +13,9 @@
 namespace te_fl::nn {
 namespace {
 
-// One thread is in a piece that is recomputed later, whose draws are noted, another one captures a
-// step, as GraphedStep does, and a third one reads and sets the position.
+// Two threads draw random numbers inside a checkpointed section, which records the RNG offsets for
+// its recomputation; a third captures a step, as GraphedStep does; a fourth reads and sets the RNG
+// state.
 TEST(RandomThreads, DrawNoteAndCapture) {
   Context context(3);
   detail::RandomState& state = context.state();

@@ -1,5 +1,5 @@
-// Recomputing a piece (activation checkpointing) gives the same bits as running it once, under
-// every recipe and with dropout.
+// Recomputing a section of the model (a "piece": activation checkpointing) gives the same bits as
+// running it once, under every recipe and with dropout.
 #include <optional>
 
 #include "nn_test_util.hpp"
@@ -15,7 +15,7 @@ struct Plan {
   bool recompute = false;
   bool tells_first = false;  // sets is_first_microbatch
   bool ends_before = false;  // the autocast scope ends, and changes its scales, before the backward
-  bool crossed = false;      // both microbatches' forwards run before their backwards
+  bool crossed = false;      // both microbatches' forwards run before their backward passes
   bool calibrating = false;
   bool whole = false;  // both layers form one piece, which contains smaller pieces
   float dropout = 0.1f;
@@ -240,7 +240,8 @@ TEST(Recompute, RefusesASecondRunThatDoesLess) {
   less = true;
   EXPECT_FAILS(run.backward(run.y), kFailedPrecondition,
                "the second run ends where the first used a parameter");
-  // This piece uses no recorded state; the shape of its result shows that the second run does less.
+  // This piece uses no recorded state. Its second run computes less than the first, which only the
+  // shape of its result shows.
   const Piece cut = [&](const Tensor& x) -> Result<PieceRun> {
     TE_FL_ASSIGN_OR_RETURN(const Tensor y, x.slice(1, 0, less ? 1 : 2));
     return PieceRun{y, [](const Tensor& dy) -> Result<Tensor> { return dy; }};
@@ -251,7 +252,8 @@ TEST(Recompute, RefusesASecondRunThatDoesLess) {
   EXPECT_FAILS(run.backward(run.y), kFailedPrecondition, "f32[2,1,32]");
 }
 
-// Another framework's checkpointing calls these low-level scopes directly.
+// A framework's own activation checkpointing can use the low-level scopes for recording and
+// replaying directly.
 TEST(Recompute, ScopesServeAnotherCheckpoint) {
   auto linear = take(Linear::create({.in_features = kHidden, .out_features = kHidden, .seed = 4}));
   const Tensor x = tensor({kRows, kHidden}, random_values(kRows * kHidden, 3));

@@ -63,7 +63,7 @@ void expect_gradient(const std::function<Value(const Value&)>& f, const Tensor& 
 TEST(Tape, GradientsAreThoseOfFiniteDifferences) {
   const auto linear = make_linear(1), other = make_linear(2);
   expect_gradient([&](const Value& x) { return linear(x); }, input());
-  // The input is used several times.
+  // The input is used several times, so its gradients add up.
   expect_gradient([&](const Value& x) { return x + linear(x) + other(x + x); }, input());
   expect_gradient([&](const Value& x) { return linear(x.view({2, 3, kWidth})); }, input());
   expect_gradient(
@@ -241,8 +241,8 @@ TEST(Tape, FrozenModulesGetNoGradient) {
   EXPECT_FAILS(tape.backward(y, input(2)), kFailedPrecondition, "depends on no parameter");
 }
 
-// Mixes recomputed pieces with others: the bits are the same, and the hooks run as without
-// recomputation.
+// Mixes recomputed (checkpointed) pieces of a model with others: the results have the same bits,
+// and the hooks run as without recomputation.
 TEST(Tape, CheckpointsEqualThePiece) {
   for (const Recipe& recipe : {Recipe(DelayedScaling{.amax_history_len = 2}),
                                Recipe(Float8CurrentScaling{}), Recipe(Float8BlockScaling{})}) {
@@ -267,7 +267,8 @@ TEST(Tape, CheckpointsEqualThePiece) {
           const Value h = first(in);
           const Value p = recompute ? tape.checkpoint(piece, h) : piece(h);
           y = third(p);
-          // A piece whose input needs no gradient still trains its parameters.
+          // A checkpointed piece whose input needs no gradient still computes its parameters'
+          // gradients.
           const Value constant = tape.input(input(4));
           y = y + (recompute ? tape.checkpoint(piece, constant) : piece(constant));
         }
@@ -358,7 +359,8 @@ TEST(Tape, GivesForwardOptions) {
   EXPECT_OK(linear(tape.input(input()), ForwardOptions{}).status());
 }
 
-// The tape's options, or explicit ones, reach a layer that is called with attention inputs.
+// A layer that is called with attention inputs gets the tape's forward options, or the explicit
+// ones of the call.
 TEST(Tape, GivesForwardOptionsBesideAttentionInputs) {
   const Layer<MultiheadAttention> attention(
       {.hidden_size = kWidth, .num_attention_heads = 1, .attention = {.layout = Layout::kBSHD}});
@@ -392,7 +394,8 @@ TEST(Tape, AnEmbeddingBegins) {
   EXPECT_EQ(table, values_of(embedding->parameters()[0].grad()));
 }
 
-// Several losses add up; each is multiplied by the gradient that reaches it.
+// A backward from several losses adds their gradients; each loss is weighted by the gradient that
+// is passed for it.
 TEST(Tape, LossesAddUp) {
   const auto linear = make_linear(1);
   const Tensor targets = int_tensor({0, 1, 2, 3, 4, 5});

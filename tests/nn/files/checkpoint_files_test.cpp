@@ -23,7 +23,7 @@ TEST(CheckpointFiles, APipeIsNeitherReplacedNorWaitedFor) {
   EXPECT_FALSE(saved.ok());
   EXPECT_HAS(saved.to_string(), "is a device, a pipe or a socket");
   EXPECT_EQ(kind_of(pipe), mode_t{S_IFIFO});
-  // Nothing writes to this pipe, so an open for reading would block forever.
+  // No process writes to this pipe, so opening it for reading would block forever.
   EXPECT_EQ(load_checkpoint(pipe, *linear).status().code(), StatusCode::kInvalidArgument);
 }
 

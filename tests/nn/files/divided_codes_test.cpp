@@ -1,5 +1,5 @@
 // Checkpoints of sharded weights that exist only as FP8 codes: saved by one number of ranks and
-// loaded by another, into codes or into high precision.
+// loaded by another, into FP8 codes or into high precision.
 #include <algorithm>
 #include <mutex>
 
@@ -83,7 +83,8 @@ void put(Values& whole, const NamedParameter& p, const Values& part) {
   }
 }
 
-// Saves a checkpoint on `size` ranks; returns the whole parameters, joined from the ranks' parts.
+// Saves a checkpoint on `size` ranks; returns the unsharded parameters, joined from the ranks'
+// shards.
 std::map<std::string, Values> save(const std::string& path, int size) {
   std::map<std::string, Values> wholes;
   std::mutex mutex;
@@ -133,7 +134,7 @@ TEST(DividedCodes, AreLoadedByAnotherNumberOfRanks) {
           const std::string what =
               p.name + " from " + std::to_string(saving) + " to " + std::to_string(loading);
           const Values wanted = part_of(saved.at(p.name), p);
-          // A rank whose part lies within one saved part keeps the codes and their scale.
+          // A rank whose shard lies within one saved shard keeps the FP8 codes and their scale.
           if (saving <= loading) {
             EXPECT_EQ(read(p), wanted) << what;
           } else {
@@ -162,8 +163,8 @@ std::map<std::string, Codes> codes_in(const std::string& path) {
   return result;
 }
 
-// With delayed scaling and shared amaxes, all ranks' parts have one scale, so loading keeps the
-// codes.
+// With delayed scaling and shared amaxes, all ranks' shards have the same scale, so loading keeps
+// the FP8 codes.
 TEST(DividedCodes, OfOneScaleStayCodes) {
   const test::TempFolder folder;
   constexpr int kSaving = 4;

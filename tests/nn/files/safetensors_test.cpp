@@ -326,7 +326,7 @@ TEST(LoadState, ErrorsNameTheTensorAndChangeNothing) {
   std::vector<Values> before;
   for (const NamedTensor& t : target->state()) before.push_back(values_of(t.tensor));
   const std::string victim =
-      "layernorm_mlp.fc2_bias";  // the last one: earlier ones must stay untouched too
+      "layernorm_mlp.fc2_bias";  // the last: earlier ones must stay unchanged too
   auto expect_refused = [&](std::vector<NamedTensor> tensors, const std::string& message) {
     const Status status = target->load_state(tensors, "some.safetensors");
     ASSERT_FALSE(status.ok());
@@ -451,7 +451,7 @@ TEST_P(CheckpointContinues, BitForBitWithFp8StateAndDropout) {
   options.seed = 4321;
   auto resumed = take(TransformerLayer::create(options));
   auto resumed_adam = take(Adam::create(resumed->parameters(), adam_options));
-  // Gives it another state, which loading must replace.
+  // Gives the optimizer another state, which loading must replace.
   (void)train_step(*resumed, *resumed_adam, 50, recipe);
   EXPECT_EQ(take(load_checkpoint(file.path, *resumed, resumed_adam.get())),
             (Metadata{{"mine", "kept"}}));

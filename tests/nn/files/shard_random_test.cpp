@@ -1,4 +1,4 @@
-// Checkpoints of the random streams of tensor-parallel ranks.
+// Tests checkpoints of the RNG states of tensor-parallel ranks.
 #include <unistd.h>
 
 #include <filesystem>
@@ -44,7 +44,7 @@ TEST(ShardRandom, ResumingIsGoingOn) {
     check(load_checkpoint(path, resumed, *other).status());
     EXPECT_EQ(pass(*other), second);
   });
-  // Loading with another number of ranks starts a new stream.
+  // Loading with another number of ranks starts a new random stream.
   const TensorParallel one{nullptr, false, Context(7)};
   const auto whole = layer_of(one);
   check(load_checkpoint(path, one, *whole).status());

@@ -115,7 +115,8 @@ TEST_F(Sharded, HalfASaveChangesNothing) {
   std::vector<NamedTensor> longer = tensors();
   longer.push_back({"e", tensor({1024}, Values(1024, 3))});
   const auto save_and_die = [&] {
-    const rlimit least{1024, 1024};  // file size limit in bytes; the file of "e" is larger
+    const rlimit least{1024, 1024};  // file size limit in bytes; the file of the tensor "e" is
+                                     // larger, so its write fails
     (void)::setrlimit(RLIMIT_FSIZE, &least);
     (void)save_sharded(folder_.string(), longer, {.max_shard_bytes = 24});
   };
@@ -123,7 +124,8 @@ TEST_F(Sharded, HalfASaveChangesNothing) {
   expect_equal(take(load_sharded(folder_.string())), tensors());
 }
 
-// Each save removes the files of the previous save, in whichever form that was, and no other files.
+// Each save removes the files of the previous save, whether that was one file or several, and no
+// other files.
 TEST_F(Sharded, TheFilesOfBeforeGo) {
   put("model-other.safetensors", "of somebody else");
   for (const uint64_t most : {24, 24, 16, 1000, 24, 1000, 1000, 1}) {

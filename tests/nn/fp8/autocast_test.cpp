@@ -1,5 +1,5 @@
-// FP8 autocast: each recipe against high precision, fused data flow, nested scopes, and capture of
-// a scope for other threads.
+// FP8 autocast: each recipe against high precision, FP8 data passed between fused modules, nested
+// autocast scopes, and a scope captured for use on other threads.
 #include <algorithm>
 #include <atomic>
 #include <map>
@@ -120,8 +120,8 @@ TEST_P(Recipes, TransformerLayerIsCloseToHighPrecision) {
     const auto exact = run(*module, x, dy, nullptr, 0);
     const auto fp8 = run(*module, x, dy, &GetParam().recipe, 2);
     for (const auto& [name, values] : exact) {
-      // The gradient of the key bias is zero in exact arithmetic, so a relative error means nothing
-      // for this tensor.
+      // The gradient of the key bias is zero in exact arithmetic, so a relative error is
+      // meaningless for this tensor.
       if (name == "self_attention.layernorm_qkv.bias") continue;
       EXPECT_LT(relative_l2(fp8.at(name), values), 0.25) << name;
     }
@@ -186,8 +186,8 @@ TEST(Fp8Attention, IsCloseToHighPrecision) {
   EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 57344 / amax_of(d_o));
 }
 
-// The modules before and after attention exchange FP8 codes with it where they can (as many key
-// heads as query heads, no RoPE), and high-precision values elsewhere.
+// The modules before and after attention exchange FP8 data with it where possible (as many key
+// heads as query heads, no RoPE), and high-precision values otherwise.
 TEST(Fp8Attention, InMultiheadAttentionIsCloseToHighPrecision) {
   struct Kind {
     const char* name;
@@ -227,15 +227,16 @@ TEST(Fp8Attention, InMultiheadAttentionIsCloseToHighPrecision) {
     for (const auto& [name, values] : exact) {
       const double off = relative_l2(fp8[name], values);
       EXPECT_LT(off, name == "y" ? 0.15 : 0.25) << kind.name << " " << name;
-      // The projection's bias gradient sums the high-precision dy, so only it has no FP8 error.
+      // The projection's bias gradient is the sum of the high-precision dy, so it is the only
+      // gradient without FP8 error.
       EXPECT_EQ(off > 1e-3, name != "proj.bias") << kind.name << " " << name;
     }
-    // The projection reads attention's output codes under attention's scale, so its own input slot
-    // stays unused.
+    // The projection reads attention's FP8 output, which has attention's scale, so the projection's
+    // own input scale stays unused.
     EXPECT_EQ(at(*module, "proj.fp8.fwd.scale", 0), 1) << kind.name;
     EXPECT_NE(at(*module, "core_attention.fp8.fwd.scale", 2), 1) << kind.name;
-    // The gradient of Q, K and V is passed on as codes, under attention's scale and not the
-    // product's own.
+    // The gradient of Q, K and V is passed to the QKV layer as FP8 data with attention's scale, so
+    // that layer's own gradient scale stays unused.
     EXPECT_EQ(at(*module, "layernorm_qkv.fp8.bwd.scale", 0) == 1,
               std::string("codes") == kind.name);
   }

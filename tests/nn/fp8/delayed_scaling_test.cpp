@@ -68,7 +68,7 @@ TEST(DelayedScalingOrder, ForwardAtAutocastExitBackwardAtBackwardEnd) {
 }
 
 TEST(DelayedScalingOrder, TheFirstForwardUsesScaleOneAndLaterUpdatesDoNotReachBack) {
-  // With scale 1 the codes of values on E4M3's grid are exact, so the product is too.
+  // With scale 1, E4M3 represents these values exactly, so the matrix product is exact too.
   auto module = take(Linear::create({.in_features = 16, .out_features = 16, .bias = false}));
   Values w(256, 0.0), x(16 * 16);
   for (int i = 0; i < 16; ++i) w[i * 17] = 1;
@@ -80,8 +80,8 @@ TEST(DelayedScalingOrder, TheFirstForwardUsesScaleOneAndLaterUpdatesDoNotReachBa
     EXPECT_EQ(values_of(take(module->forward(tensor({16, 16}, x), &ctx))), x);
   }
   EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 256);
-  // The backward reads the codes of the forward under the forward's scale_inv: dW = dy^T x with dy
-  // = identity.
+  // The backward reads the FP8 data of the forward with the forward's scale_inv: dW = dy^T x with
+  // dy = identity.
   (void)take(module->backward(tensor({16, 16}, w), ctx));
   EXPECT_EQ(values_of(module->parameters()[0].grad()), x);
 }
@@ -177,8 +177,8 @@ TEST(DelayedScalingOrder, AnInferenceBeforeTheFirstUpdateComputesWithScaleOne) {
   EXPECT_EQ(log_text(1), "");
   EXPECT_HAS(log_text(1e4), "of its inputs saturate at 448");
   EXPECT_EQ(log_text(1e5), "") << "once for a module";
-  // Another thread, whose context has seen no update, gets the same result; the state survives
-  // saving and loading.
+  // Another thread, whose Context has run no scale update, gets the same result. Saving and loading
+  // keeps the FP8 state.
   std::thread([&] { EXPECT_EQ(infer(1), one); }).join();
   auto loaded = make_linear();
   ASSERT_OK(loaded->load_state(module->state(), "memory"));
@@ -197,7 +197,8 @@ TEST(DelayedScalingOrder, ABackwardAfterLoadingReadsTheLoadedScales) {
   begun(second);
   std::vector<NamedTensor> parameters;
   for (const NamedParameter& p : module->parameters()) parameters.push_back({p.name, p.value()});
-  ASSERT_OK(module->load_state(parameters, "memory"));  // no FP8 state in it: resets the module's
+  ASSERT_OK(module->load_state(parameters, "memory"));  // the loaded tensors contain no FP8 state,
+                                                        // so the module's is reset
   EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 1);
   (void)take(module->backward(gradient(1e-3), first));
   ASSERT_OK(backward_end());
@@ -245,7 +246,7 @@ TEST(DelayedScalingOrder, AnotherFp8TypeOfGradientsTakesLoadedScalesAlong) {
     for (const Fp8Format after : {Fp8Format::kHybrid, Fp8Format::kE4M3}) {
       auto lived = make_linear(), loaded = make_linear();
       for (int i = 0; i < 3; ++i) step(*lived, before);
-      // Saving the loaded state and loading it again keeps it.
+      // Saving the loaded state and loading it again gives the same state.
       ASSERT_OK(loaded->load_state(lived->state(), "a module"));
       auto again = make_linear();
       ASSERT_OK(again->load_state(loaded->state(), "a module"));
@@ -275,9 +276,10 @@ TEST(DelayedScalingOrder, AnotherHistoryLengthKeepsTheNewestAmaxes) {
     (void)take(module->forward(x, &ctx));
   };
   for (double range : {9.0, 5.0, 3.0}) step(range, 4);  // history [0, 9, 5, 3]
-  step(1, 2);                                           // history shortened to [0, 3], then [0, 1]
+  step(1, 2);                                           // the history is shortened to [0, 3], then
+                                                        // rolls to [0, 1]
   EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amaxes[2]);
-  step(0.5, 5);  // history extended to [0, 0, 0, 0, 1], then [0, 0, 0, 1, 0.5]
+  step(0.5, 5);  // the history is extended to [0, 0, 0, 0, 1], then rolls to [0, 0, 0, 1, 0.5]
   EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amaxes[3]);
   EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 4 * 2), amaxes[4]);
 }
@@ -311,7 +313,8 @@ TEST(WeightCache, IsFilledByTheFirstMicrobatchAndUsedByTheOthers) {
   }
 }
 
-// Counts the quantisations or casts of each inference call without is_first_microbatch.
+// Counts the quantisations or casts of each inference call without is_first_microbatch: one for
+// each version of a weight.
 TEST(WeightCache, InferenceMakesEachVersionOnce) {
   for (const Recipe& recipe :
        {Recipe(DelayedScaling{}), Recipe(Float8CurrentScaling{}), Recipe(Float8BlockScaling{})}) {
@@ -378,7 +381,7 @@ TEST(WeightCache, IsNotUsedForOtherWeightsOrAnotherRecipe) {
   (void)forward(Float8CurrentScaling{}, false);  // quantises input and weight, row-wise only
   (void)forward(Float8CurrentScaling{}, false);
   EXPECT_EQ(calls("quantize") - start, 3u);
-  (void)forward(Float8CurrentScaling{}, true);  // the backward needs the column-wise copies too
+  (void)forward(Float8CurrentScaling{}, true);  // the backward needs the column-wise data too
   EXPECT_EQ(calls("quantize") - start, 5u);
   (void)forward(Float8BlockScaling{}, true);
   EXPECT_EQ(calls("quantize") - start, 7u);

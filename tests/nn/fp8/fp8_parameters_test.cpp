@@ -21,7 +21,7 @@ std::unique_ptr<Linear> make_fp8_linear(const Recipe& recipe, bool preserve = fa
 
 Parameter& weight_of(const Module& module) { return *module.parameters()[0].parameter; }
 
-// Returns the values of the codes, decoded here independently of te-fl's own path.
+// Returns the dequantised values of an FP8 tensor, decoded here independently of te-fl's own path.
 Values decoded(const Tensor& value, bool columns = false) {
   const Tensor codes = columns ? value.columnwise_codes() : value.rowwise_codes();
   const double scale_inv = value.scale_inv().data<float>()[0];
@@ -48,8 +48,8 @@ std::vector<uint8_t> bytes_of(const Tensor& codes) {
   return {begin, begin + codes.numel()};
 }
 
-// Returns values that E4M3 holds exactly under a power-of-two scale; the largest is 448 times that
-// power.
+// Returns values that E4M3 represents exactly with a power-of-two scale; the largest is 448 times
+// that power.
 Values exact_values(int64_t count, uint64_t seed) {
   Values values = random_values(count, seed, 400);
   for (double& v : values) {
@@ -90,8 +90,8 @@ TEST(Fp8Parameters, OnlyScopesThatAreEnabledCount) {
   EXPECT_FALSE(weight_of(*high).value.quantized());
 }
 
-// With values that the codes hold exactly, the module computes what a module with high-precision
-// weights computes.
+// If FP8 represents the weights exactly, the module gives the same results as a module with
+// high-precision weights.
 TEST(Fp8Parameters, ComputeLikeWeightsThatAreQuantisedInTheForward) {
   auto plain = make_linear();
   auto codes = make_fp8_linear(Float8CurrentScaling{});
@@ -214,8 +214,8 @@ double train(TransformerLayer& layer, const Recipe& recipe, int steps,
   return loss;
 }
 
-// All four weights of a layer are codes. Training converges as with high-precision weights that the
-// forward quantises.
+// All four weights of a layer exist only as FP8 codes. Training converges as with high-precision
+// weights that the forward quantises.
 TEST(Fp8Parameters, ALayerTrains) {
   for (const Recipe& recipe : {Recipe(kDelayed), Recipe(Float8CurrentScaling{})}) {
     SCOPED_TRACE(describe(recipe));
@@ -285,7 +285,7 @@ TEST(Fp8Parameters, LoadHighPrecisionValues) {
             encoded(values_of(value), 448 / amax_of(value)));
 }
 
-// Other programs write codes without their amax.
+// Other programs save FP8 codes without the amax.
 TEST(Fp8Parameters, LoadCodesWithTheirScaleAlone) {
   auto from = make_fp8_linear(kDelayed), to = make_fp8_linear(kDelayed);
   check(weight_of(*from).write(tensor({kOut, kIn}, exact_values(kIn * kOut, 5))));

@@ -26,10 +26,12 @@ struct Plan {
   bool evaluates = false;    // runs an inference before the forward of each later step
   bool step_inside = false;  // steps before the autocast scope ends
   bool capturable = false;
-  int64_t spoilt = -1;      // the step whose gradient is not finite
-  int64_t reloaded = -1;    // the step after which the state is saved and loaded
-  int64_t failing = -1;     // the step whose forward fails first, and is made again
-  int64_t unquantised = 0;  // this many last steps without FP8
+  int64_t spoilt = -1;      // number of the step whose gradient is not finite; -1: none
+  int64_t reloaded = -1;    // number of the step after which the state is saved and loaded; -1:
+                            // none
+  int64_t failing = -1;     // number of the step whose first forward fails and is repeated; -1:
+                            // none
+  int64_t unquantised = 0;  // number of steps at the end that run without FP8
 };
 
 struct Outcome {
@@ -117,7 +119,8 @@ Outcome train(const Plan& plan, int64_t steps = 7) {
   return run;
 }
 
-// Trains with and without writing and compares; returns how many quantisations the writing saved.
+// Trains with and without an Adam that writes the weights' FP8 copies, and compares the results;
+// returns the number of quantisations that this saved.
 uint64_t compare(Plan plan) {
   plan.write = false;
   const Outcome plain = train(plan);

@@ -72,7 +72,7 @@ void load(LayerNormMLP& module, Load how, const LayerNormMLP& from) {
 }
 
 struct Outcome {
-  std::map<std::string, Values> loaded;  // FP8 state after all pending updates have ended
+  std::map<std::string, Values> loaded;  // expected FP8 state after all pending updates
   Values dx;
   std::map<std::string, Values> after;
 };

@@ -1,5 +1,5 @@
-// Calls in an order, on a thread or with a shape that te-fl does not expect: each is refused or
-// gives right results.
+// Makes calls in an unusual order, on another thread or with an unexpected shape: each is refused
+// or gives right results.
 #include <memory>
 #include <optional>
 #include <thread>

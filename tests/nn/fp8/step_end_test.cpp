@@ -165,8 +165,8 @@ TEST(StepEnd, AnErrorOfAScopesEndIsReturnedByBackwardEnd) {
 
 // The reduction function simulates a second rank whose amaxes are all 7.
 TEST(StepEnd, OneReductionForEachDirectionOverAllSitesThatWereEverUsed) {
-  // The inference at the end leaves pending amaxes to the next scope's end, which is in another
-  // test. The reduction therefore owns the memory that it writes.
+  // The last inference's amaxes stay pending until the next autocast scope ends, which happens in
+  // another test. The reduction function therefore owns the memory that it writes.
   const auto all = std::make_shared<std::vector<std::vector<float>>>();
   struct Rank {
     std::vector<std::vector<float>>& reduced;  // amaxes of each call, after the reduction
@@ -232,8 +232,8 @@ TEST(StepEnd, AFailedReductionIsTheScopesError) {
   EXPECT_HAS(message(status), "a rank is gone");
 }
 
-// A backward that throws leaves its amaxes pending for the thread's next step, whose ranks may be
-// others.
+// Two backward passes leave amaxes for two reductions, which may be over different ranks. If the
+// first reduction fails, backward_end() still calls the second, so that no other rank waits for it.
 TEST(StepEnd, AFailedReductionKeepsNoOtherRanksWaiting) {
   int calls = 0;
   const auto gone = std::make_shared<AmaxReduction>(
@@ -393,7 +393,7 @@ TEST(ClearedGradients, AreNotAppliedAgain) {
     EXPECT_EQ(values_of(parameters[0].value()), before);
     EXPECT_EQ(optimizer->steps(), 1);
     EXPECT_HAS(message(clip_grad_norm(parameters, 1).status()), "clip_grad_norm: the gradient");
-    // Tries each remedy that the error message names.
+    // Tries each solution that the error message names.
     backward();
     ASSERT_OK(optimizer->step());
     ASSERT_OK(parameters[0].parameter->clear_grad());
@@ -441,7 +441,7 @@ TEST(InputGradient, HasTheInputsDType) {
     const Tensor dx = gradient(*linear, x, bf16);
     EXPECT_EQ(dx.dtype(), DType::kF32);
     if (dx.dtype() == DType::kF32) {
-      bool finer = false;  // has values that BF16 cannot hold
+      bool finer = false;  // true if the parameter has values that BF16 cannot represent
       for (double v : values_of(dx)) {
         uint32_t bits;
         const auto f = static_cast<float>(v);

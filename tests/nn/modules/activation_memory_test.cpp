@@ -34,7 +34,7 @@ double kept(const Device& device, const Plan& plan) {
   layer->set_requires_grad(!plan.frozen);
   const Tensor x = take(Tensor::zeros({kTokens, 1, kHidden}, DType::kBF16, device));
   double bytes = 0;
-  // The first pass also allocates what stays: FP8 weights, scales and gradients.
+  // The first pass also allocates memory that persists: FP8 weights, scales and gradients.
   for (const bool first : {true, false}) {
     const auto held = [&] {
       check(devices::synchronize(device));
@@ -55,9 +55,10 @@ double kept(const Device& device, const Plan& plan) {
 }
 
 // Bytes per element in BF16: the norms' inputs, 2 (the first norm's input is the layer's and is not
-// counted); the products' inputs, 2 + 2 + 2 + 8, one of which is the attention output; q, k and v,
-// 6; GELU's input, 8; what remains of the residual branch, 2. FP8 halves the products' inputs, but
-// keeps the attention output in BF16 too. FP8 attention reads q, k, v and o as codes.
+// counted); the linear layers' inputs, 2 + 2 + 2 + 8, one of which is the attention output; q, k
+// and v, 6; GELU's input, 8; what remains of the residual branch, 2. FP8 halves the linear layers'
+// inputs, but keeps the attention output in BF16 too. FP8 attention keeps q, k, v and o as FP8
+// data.
 TEST(ActivationMemory, IsWhatBackwardReads) {
   const Recipe attention = DelayedScaling{.fp8_dpa = true};
   const Plan plans[] = {
@@ -79,7 +80,7 @@ TEST(ActivationMemory, IsWhatBackwardReads) {
     const double bytes = kept(recorder.device(), plan);
     std::printf("%-26s %5.2f bytes per token and hidden\n", plan.name, bytes);
     EXPECT_LE(bytes, plan.bytes);
-    EXPECT_GE(bytes, plan.bytes - 1);  // fails if the bound has become loose
+    EXPECT_GE(bytes, plan.bytes - 1);  // fails if the bound in the table has become too loose
   }
   ASSERT_OK(devices::remove(recorder.device()));
 }

@@ -200,7 +200,8 @@ TEST(AttentionThd, GapsBetweenSequencesAreZeroAndReadByNobody) {
        .attention = {.layout = Layout::kTHD, .mask_type = MaskType::kPaddingCausal}}));
   AttentionInputs inputs;
   inputs.cu_seqlens_q = cu_seqlens({3, 2});         // true lengths
-  inputs.cu_seqlens_q_padded = cu_seqlens({4, 4});  // rows 3, 6 and 7 are gaps
+  inputs.cu_seqlens_q_padded = cu_seqlens({4, 4});  // rows 3, 6 and 7 are padding between the
+                                                    // sequences
   inputs.max_seqlen_q = 3;
   auto run = [&](double gap) {
     auto part = [&](uint64_t seed) {

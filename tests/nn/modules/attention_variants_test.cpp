@@ -303,8 +303,8 @@ TEST(MhaThd, CrossAttentionEqualsEachSequenceAlone) {
   }
 }
 
-// Under FP8 attention, q, k and v heads that are views of a projection's output stay codes; all
-// others are quantised from high precision. Both give results near those without FP8.
+// Under FP8 attention, q, k and v heads that are views of a projection's output are passed as FP8
+// data; all others are quantised from high precision. Both give results near those without FP8.
 TEST(MhaFp8, EveryVariantFollowsHighPrecision) {
   constexpr int64_t kRows = 16, kWide = 64;
   for (const bool cross : {false, true}) {

@@ -103,7 +103,8 @@ LinearOptions options(bool parts) {
   return made;
 }
 
-// Every parameter whose gradient is left: weights, parts of them, biases beside a frozen weight.
+// Returns modules that cover every kind of parameter whose gradient backward_dw() computes:
+// weights, split weights, biases of a frozen weight.
 std::vector<Delayed> every_kind() {
   std::vector<Delayed> kinds;
   kinds.push_back(delayed(take(Linear::create(options(false)))));
@@ -157,7 +158,7 @@ TEST(DelayedWgrad, OneThatFailsOrIsDroppedLeavesNothing) {
     auto sgd = take(SGD::create(kind.module->parameters(), {.lr = 1}));
     for (int m = 0; m < 2; ++m) check(kind.step());
     {
-      PolicySettings settings;  // no implementation serves the products
+      PolicySettings settings;  // no implementation of the GEMMs is allowed
       for (const char* op : {"generic_gemm", "grouped_gemm"}) {
         settings.per_op[op] = {{PolicyToken::Type::kImpl, Kind::kVendor, "vendor.absent"}};
       }
@@ -209,7 +210,7 @@ TEST(DelayedWgrad, HooksWaitForNothingThatIsDelayed) {
     return count;
   };
   EXPECT_EQ(seen(false), 2);
-  EXPECT_EQ(seen(true), 0);  // without FP8 the bias's gradient is left as well
+  EXPECT_EQ(seen(true), 0);  // without FP8, backward_dw() computes the bias's gradient as well
   const Layer<Linear> parts(options(true));
   parts->set_delay_wgrad(true);
   for (int m = 0; m < 2; ++m) {

@@ -24,7 +24,7 @@ Tensor part_of(const TensorParallel& parallel, bool rows, int64_t columns, uint6
   return tensor({height, width}, part, DType::kBF16);
 }
 
-// Keeps the last output and input gradient of some steps, with the weight gradients and scales.
+// The results of some training steps: last output and input gradient, weight gradients and scales.
 struct Trained {
   Tensor y, dx;
   std::map<std::string, Tensor> state;
@@ -110,7 +110,8 @@ std::shared_ptr<AmaxReduction> reduction_of(Amaxes amaxes, const std::shared_ptr
 class GatheredCodes : public ::testing::Test {
  protected:
   struct Run {
-    std::vector<Trained> ranks;  // of the world, whose two halves each hold the sharded layer
+    std::vector<Trained> ranks;  // results of all ranks of the world; each half of the world holds
+                                 // the whole sharded layer
     CountingRanks::Count gathered;
   };
   Run run(int size, ParallelMode mode, Amaxes amaxes, bool bias = false) {
@@ -145,8 +146,8 @@ TEST_F(GatheredCodes, TravelWhereOneReductionHasAllRanks) {
   for (const int size : {2, 4}) {
     SCOPED_TRACE(std::to_string(size) + " ranks");
     const int64_t steps_of_ranks = int64_t{2} * size * kSteps;
-    // Input gathered as values travels in the forward only; gathered as codes it travels in the
-    // backward as well.
+    // An input gathered in high precision is gathered in the forward only; gathered as FP8 codes it
+    // is gathered again in the backward.
     const Run values = run(size, ParallelMode::kColumn, Amaxes::kOfFunction);
     EXPECT_EQ(values.gathered.calls, steps_of_ranks);
     EXPECT_EQ(values.gathered.bytes, kAllRows * kIn * 2);

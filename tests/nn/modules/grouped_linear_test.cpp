@@ -98,7 +98,8 @@ TEST_F(GroupedLinearTest, WritesToMemoryThatIsGiven) {
   const GroupedMemory memory = {.output = tensor({16, kOut}, Values(16 * kOut, 7)),
                                 .input_grad = tensor({16, kIn}, Values(16 * kIn, 7))};
   Ctx ctx;
-  ctx.input_grad = false;  // the memory for the input gradient requests it all the same
+  ctx.input_grad = false;  // the input gradient is computed nevertheless, because the caller passes
+                           // memory for it
   const Tensor y = take(grouped->forward(x, splits, &ctx, {}, memory));
   EXPECT_EQ(y.raw_data(), memory.output.raw_data());
   EXPECT_EQ(values_of(memory.output), want[0]);

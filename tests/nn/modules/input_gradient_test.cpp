@@ -1,4 +1,4 @@
-// A backward that need not return an input gradient skips its product and the collectives for it.
+// A backward without an input gradient skips the input gradient's GEMM and collectives.
 #include "counting_ranks.hpp"
 #include "parallel_fixture.hpp"
 
@@ -13,7 +13,7 @@ int64_t calls_of(const std::string& op) {
   return static_cast<int64_t>(calls);
 }
 
-// Counts the products of one pass and keeps its gradients; dx may be undefined.
+// Number of GEMMs of one pass, and its gradients; dx may be undefined.
 struct Pass {
   int64_t products = 0;
   Tensor dx;

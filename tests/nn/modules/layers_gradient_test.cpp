@@ -328,7 +328,7 @@ TEST(DropoutGradient, FollowsThePhiloxStream) {
     ASSERT_LT(dropped, 37);
   }
   EXPECT_EQ(Context::current().random(), (RandomPosition{99, 60}));
-  // Without a ctx, nothing is dropped and the random stream does not advance.
+  // Without a ctx (inference), nothing is dropped and the RNG offset does not advance.
   EXPECT_TRUE(same_bits(take(dropout.forward(tensor({37}, xs), nullptr)), tensor({37}, xs)));
   EXPECT_EQ(Context::current().random().offset, 60u);
 }

@@ -1,4 +1,4 @@
-// LayerNormMLP with GELU fused into its products, against the same module with separate GELU ops.
+// LayerNormMLP with GELU fused into its GEMMs, against the same module with separate GELU ops.
 #include <tuple>
 
 #include "nn_test_util.hpp"
@@ -102,8 +102,8 @@ TEST_P(Joined, IsTheSameWithinRounding) {
   const PolicyScope scope(reference_for(kActivationOps));
   const Outcome apart = train(plan);
   EXPECT_EQ(apart.activations, 6u);
-  // An FP8 code that rounds the other way is off by a sixteenth. In BF16 many codes do, as the
-  // separate ops round the pre-activation to BF16 first.
+  // A value that rounds to the neighbouring FP8 code is off by a sixteenth. In BF16 this happens to
+  // many values, as the separate ops round the pre-activation to BF16 first.
   const bool half = dtype == DType::kBF16;
   expect_near(joined, apart, fp8 ? (half ? 3e-2 : 1e-2) : (half ? 5e-3 : 1e-6));
   EXPECT_EQ(joined.scales.empty(), !fp8);
@@ -129,7 +129,7 @@ TEST(JoinedActivation, OnlyWhereTheProductsBackendServesBothAndSaysThatItIsCheap
   }
 }
 
-// Declines every product, but counts how often it is asked first.
+// An implementation of the fused GEMM that refuses every call; `asked` counts the calls.
 int asked = 0;
 te_fl_status decline(void*, const te_fl_context*, const void*) {
   ++asked;
@@ -151,7 +151,7 @@ TEST(JoinedActivation, OnlyWhereTheProductAloneWouldGoThereToo) {
   check(registry.register_op(desc, "older", "acme"));
   asked = 0;
   EXPECT_EQ(train({}, 1).activations, 2u);
-  EXPECT_EQ(asked, 6);  // two products in the forward, four in the backward
+  EXPECT_EQ(asked, 6);  // two GEMMs in the forward, four in the backward
   check(registry.unregister_op("generic_gemm", "vendor.older"));
   EXPECT_EQ(train({}, 1).activations, 0u);
 }

@@ -29,7 +29,7 @@ Parameter& parameter(Module& module, const std::string& name) {
   throw std::runtime_error("no parameter named " + name);
 }
 
-// Returns the values, or the gradients, of the parts one after the other.
+// Returns the values, or the gradients, of a split parameter's parts, concatenated.
 Values joined(const Module& module, const std::string& kind, bool grads) {
   Values all;
   for (const NamedParameter& p : module.parameters()) {
@@ -67,8 +67,8 @@ TEST(ParameterParts, AreNamedAndInitialisedAsTheWhole) {
   EXPECT_EQ(joined(*parts, "weight", false), values_of(whole->parameters()[0].value()));
 }
 
-// Expects a split Linear to give the same bits as the whole one over microbatches and steps.
-// Applies `change` to the split module before each step and after each microbatch.
+// Expects a Linear with split parameters to give the same bits as an unsplit one over microbatches
+// and steps. Applies `change` to the split module before each step and after each microbatch.
 void expect_equal(const std::optional<Recipe>& recipe, const std::function<void(Linear&)>& change) {
   auto parts = take(Linear::create(options_in_parts()));
   auto whole = take(Linear::create({.in_features = kIn, .out_features = kOut, .seed = 3}));
@@ -182,8 +182,8 @@ TEST(ParameterParts, WrongRowsAreNamed) {
   EXPECT_FAILS(Linear::create(options).status(), kInvalidArgument, "tied_weight");
 }
 
-// Weights that exist only as FP8 codes cannot be split; a single part is the whole weight under
-// another name.
+// Weights that exist only as FP8 codes cannot be split. A "split" into a single part is allowed: it
+// only renames the weight.
 TEST(ParameterParts, ShareNoCodes) {
   const quantized_model_init scope;
   EXPECT_FAILS(Linear::create(options_in_parts()).status(), kInvalidArgument,
@@ -211,8 +211,8 @@ TEST(ReturnBias, IsLeftOutWithItsGradient) {
   }
 }
 
-// Expects both results of a module that starts with a norm to match `f`, which returns them one
-// after the other, and likewise the gradients of both together.
+// Expects both outputs of a module that also returns its norm's output to match `f`, which returns
+// them concatenated, and the gradients of both outputs together to match too.
 template <class M>
 void expect_both(M& module, int64_t out, const oracle::Function& f) {
   randomize(module, 5);

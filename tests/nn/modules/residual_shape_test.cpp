@@ -16,7 +16,8 @@ void expect_refused(const Status& status, const char* what) {
 
 class ResidualShape : public ::testing::Test {
  protected:
-  // The output gradient has the forward's shape [2,3,4]; the residual's gradient has [3,2,4].
+  // Passes an output gradient of the forward's shape [2,3,4], and a residual gradient of shape
+  // [3,2,4], which must be refused.
   template <class M>
   void expect_backward_refuses(M& module, const char* what) {
     Ctx ctx;

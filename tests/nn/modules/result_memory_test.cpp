@@ -1,5 +1,5 @@
-// Results written into caller memory that a product or the backward still reads: the call is
-// refused, or its results are right.
+// A caller passes result memory that overlaps an operand which a GEMM or the backward still reads:
+// the call is refused, or its results are right.
 #include <functional>
 #include <optional>
 
@@ -18,8 +18,8 @@ const std::vector<std::optional<Recipe>>& recipes() {
   return all;
 }
 
-// Position of a result in a buffer of three times the rows, relative to the operand in the middle
-// rows.
+// Position of a result in a buffer with three times the operand's rows, relative to the operand,
+// which is in the middle third.
 enum class Place { kApart, kSame, kBefore, kBehind };
 int64_t row_of(Place place) {
   if (place == Place::kApart) return 0;

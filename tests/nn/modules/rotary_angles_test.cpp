@@ -45,7 +45,8 @@ TEST(RotaryAngles, NtkKeepsTheFastestPairAndInterpolatesTheSlowest) {
   // NTK scaling changes the base to 10000 * 8^(8/6); the slowest frequency, base^(-6/8), becomes
   // 10000^(-6/8) / 8.
   const Values got = frequencies({.dim = 8, .scaling = init::RotaryScaling::kNtk, .factor = 8});
-  // The two pairs between are multiplied by 8^(-1/3) = 1/2 and 8^(-2/3) = 1/4.
+  // The frequencies of the two pairs in between are multiplied by 8^(-1/3) = 1/2 and 8^(-2/3) =
+  // 1/4.
   expect_close(got, {1, 0.05, 0.0025, 0.000125});
 }
 

@@ -77,7 +77,8 @@ TEST(Shards, OfAnMlpByFeatures) {
     const auto whole = make(kFfn, 0, 0), low = make(3, kFfn, 0), high = make(5, kFfn, 3);
     const Values fc1[] = {weight(*low, "fc1_weight"), weight(*high, "fc1_weight")};
     Values expected;
-    if (is_gated(activation)) {  // the gate's half and the other half, one after the other
+    if (is_gated(activation)) {  // gated activations: the weight is the gate's half followed by the
+                                 // other half
       const auto half = [](const Values& v, int which) {
         const auto n = static_cast<int64_t>(v.size()) / 2;
         return Values(v.begin() + which * n, v.begin() + (which + 1) * n);
@@ -98,7 +99,8 @@ TEST(Shards, OfAnMlpByFeatures) {
   }
 }
 
-// Weights of an attention layer in two shards of groups, for each order of the rows of QKV.
+// Shards an attention layer's weights over two ranks by key/value groups, for each order of the
+// rows of QKV.
 TEST(Shards, OfAttentionByGroups) {
   constexpr int64_t kHidden = 12, kHeads = 6, kGroups = 3, kDim = 2;
   for (int order : {0, 1, 2}) {  // interleaved, not interleaved, split into separate parameters

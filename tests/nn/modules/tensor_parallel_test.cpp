@@ -51,7 +51,7 @@ struct Pass {
   std::map<std::string, Values> values, gradients;
 };
 
-// Returns the pass of the unsharded layer and its parameter values.
+// Runs the unsharded layer; returns its results and its parameter values.
 Pass whole_pass(const TransformerLayerOptions& options, const Values& x, const Values& dy) {
   const auto layer = take(TransformerLayer::create(options));
   randomize(*layer, 70);

@@ -41,7 +41,7 @@ TEST(TwoDevices, StateIsLoadedToWhereEachParameterIs) {
         EXPECT_EQ(target->values(), source->values());
       }
     }
-    // A module creates missing FP8 state on its own device, even if it has no parameters.
+    // A module without parameters creates its FP8 state on the module's own device.
     const DotProductAttentionOptions heads{.num_attention_heads = 1, .head_dim = 16};
     const auto trained = take(DotProductAttention::create(heads));
     const Tensor q = tensor({4, 1, 1, 16}, random_values(64, 1));

@@ -1,5 +1,5 @@
-// Decisions that eager steps make on the host. A captured step must make them on the device in each
-// launch, or be refused.
+// Tests decisions that an eager step makes on the host. A captured step must make them on the
+// device in each launch, or its capture is refused.
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"

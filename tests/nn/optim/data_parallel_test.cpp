@@ -32,7 +32,8 @@ TEST(DataParallel, AveragesNoGradientThatIsLeftForLater) {
   });
 }
 
-// Two maps with one weight, which a backward writes twice, between two of their own.
+// Four Linear modules: the middle two share one weight, whose gradient a backward writes twice; the
+// outer two have weights of their own.
 struct Tied {
   Tied() {
     const LinearOptions options{
@@ -45,7 +46,7 @@ struct Tied {
     }
     for (size_t i : {0, 1, 3}) parameters.push_back(maps[i]->parameters()[0]);
   }
-  // Writes the weights' gradients, starting with the last map's.
+  // Writes the gradients of the weights, from the last module to module number `first`.
   void train(int rank, int64_t step, size_t first = 0) {
     std::vector<Ctx> kept(maps.size());
     const auto seed = static_cast<uint64_t>(step * 10 + rank);
@@ -110,8 +111,8 @@ TEST(DataParallel, CollectivesBeginWithTheLastWriteOfTheirLastGradient) {
     for (int64_t step = 0; step < 2; ++step) {
       model.zero_grad();
       model.train(rank, 2 * step);
-      // The first step uses all maps; the second stops before it writes the tied weight a second
-      // time.
+      // The first step's backward runs through all modules; the second's stops before it writes the
+      // shared weight's gradient a second time.
       const size_t first = step == 0 ? 0 : 2;
       {
         const auto last = data->last_backward();

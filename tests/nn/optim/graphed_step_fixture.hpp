@@ -21,7 +21,7 @@ class GraphedSteps : public ::testing::Test {
   RecordingDevice recorder;
 };
 
-// A small Linear with Adam on the fixture's device, for one more captured step.
+// A small Linear with Adam on the fixture's device, for tests that capture a second step.
 struct Small {
   std::unique_ptr<Linear> linear;
   std::unique_ptr<Adam> adam;

@@ -81,7 +81,8 @@ TEST_F(GraphedSteps, WeightsAreReusedByAValueOnTheDevice) {
   EXPECT_NE(third, second);
   learn();
   EXPECT_EQ(run(yes), third);
-  // Another recipe caches weights in its own memory; the graph's memory stays.
+  // An eager step with another recipe caches its quantised weights in separate memory; the graph's
+  // memory stays valid.
   {
     autocast fp8(true, Float8BlockScaling{});
     ASSERT_OK(small.linear->forward(small.x, nullptr, {.reuse_weights = reuse}).status());
@@ -131,7 +132,7 @@ TEST_F(GraphedSteps, OutputsOutliveTheGraph) {
     }
   }
   const Values values = values_of(take(kept.to(Device())));
-  // The values are not the pattern that fills freed memory.
+  // The values must not be the pattern that fills freed memory.
   for (double v : values) EXPECT_LT(std::fabs(v), 1e3);
 }
 
@@ -264,8 +265,8 @@ TEST_F(GraphedSteps, GradientsAreMadeBeforeTheCaptureAndStayTheGraphs) {
   ASSERT_OK(devices::synchronize(device, graphed->stream()));
 }
 
-// A framework lends the parameters, captures the graph itself and takes the gradients, which lie in
-// the graph's memory. Each launch overwrites them. A split weight also needs scratch memory.
+// A framework lends the parameters, captures the graph itself and reads the gradients, which are in
+// the graph's memory and overwritten by each launch. A split weight also needs scratch memory.
 TEST_F(GraphedSteps, AFrameworkCapturesBackwardsOfWhatItLends) {
   const Device device = recorder.device();
   for (const bool split : {false, true}) {

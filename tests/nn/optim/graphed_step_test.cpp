@@ -204,8 +204,8 @@ TEST_F(GraphedSteps, GiveTheBitsOfEagerSteps) {
   }
 }
 
-// A captured step that recomputes the layer in its backward gives the same bits as eager steps that
-// do not.
+// A captured step that recomputes the layer in its backward gives the same bits as eager steps
+// without recomputation.
 TEST_F(GraphedSteps, RecomputePieces) {
   for (const std::optional<Recipe>& recipe :
        {std::optional<Recipe>(), std::optional<Recipe>(DelayedScaling{.amax_history_len = 4}),

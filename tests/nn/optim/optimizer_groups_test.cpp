@@ -169,7 +169,8 @@ TEST(LossScaler, ServesSeveralOptimizers) {
       EXPECT_EQ(values(models[1 - bad]), (Values{0.5, 0.5, 0.5}));
       EXPECT_TRUE(take(scaler->update()));
       EXPECT_EQ(take(item(scaler->scale())), 4);
-      // The other optimizer steps alone; the first one's overflow has already been counted.
+      // Only the other optimizer steps. The overflow of the first optimizer's step is not counted
+      // again.
       give(models[1 - bad], 4);
       check(sgd[1 - bad]->step(*scaler));
       EXPECT_FALSE(take(scaler->update()));
@@ -182,7 +183,7 @@ TEST(LossScaler, StaysWithinItsBounds) {
   auto scaler =
       take(LossScaler::create({.init_scale = 2, .growth_factor = 4, .growth_interval = 1}));
   for (int i = 0; i < 3; ++i) {
-    scaler->found_inf().data<int32_t>()[0] = 1;  // as a caller's own optimizer does
+    scaler->found_inf().data<int32_t>()[0] = 1;  // sets the flag as a caller's own optimizer would
     EXPECT_TRUE(take(scaler->update()));
   }
   EXPECT_EQ(scaler->state().scale, 1);

@@ -12,7 +12,7 @@ namespace {
 using te_fl::testing::RecordingDevice;
 
 // A fake collectives provider that simulates two ranks: the other rank's tensors are all zeros, so
-// a mean halves this rank's values.
+// an average over the ranks halves this rank's values.
 class HalvingRanks : public ::testing::Test {
  protected:
   HalvingRanks() {
@@ -100,8 +100,8 @@ class HalvingRanks : public ::testing::Test {
   bool fast_ = false;
 };
 
-// Three Linear modules and a training step whose gradients depend on an input that the caller
-// writes.
+// Three Linear modules and their training step. Its gradients depend on an input tensor that the
+// test writes.
 struct Maps {
   explicit Maps(const Device& device) {
     for (uint64_t i = 0; i < 3; ++i) {

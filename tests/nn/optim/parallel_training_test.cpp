@@ -63,8 +63,8 @@ class Gpt : public Module {
     register_module("head", *head_);
   }
 
-  // Runs one forward and backward on tokens [length, columns] of batch `step`: this rank's columns,
-  // those of `part`. Returns the sum of the losses over `divisor`.
+  // Runs one forward and backward on tokens [length, columns] of batch `step`: the columns of this
+  // rank, which `part` selects. Returns the sum of the losses divided by `divisor`.
   double train(int64_t step, int64_t part, int64_t columns, const AutocastOptions& fp8) {
     Tensor inputs = take(Tensor::empty({kLength, columns}, DType::kI32));
     Tensor targets = take(Tensor::empty({kLength, columns}, DType::kI32));
@@ -107,8 +107,8 @@ class Gpt : public Module {
   CrossEntropyLoss loss_;
 };
 
-// The steps [begin, end) of a training, and the checkpoints that are loaded before and saved after
-// them.
+// The steps [begin, end) of a training run, the checkpoint loaded before them and the checkpoint
+// saved after them.
 struct Stretch {
   int64_t begin = 0, end = kSteps;
   std::string load = {}, save = {};

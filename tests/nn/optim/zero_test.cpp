@@ -142,7 +142,7 @@ TEST(Zero, UpdatesAreTheSameBitsAsWithout) {
   }
 }
 
-// Each rank quantises the whole updated weight, so its scale covers all parts.
+// Each rank quantises the whole updated weight, so the scale is that of all shards together.
 TEST(Zero, WeightsOfCodesAloneAreTheSameBits) {
   Config config{.codes = true};
   const std::vector<Outcome> whole = train(config);
@@ -174,13 +174,13 @@ TEST(Zero, EachRankKeepsItsPartOfTheState) {
   const int64_t elements = 2 * kIn * kMiddle + kIn + kMiddle;
   for (int ranks : {2, 3, 4}) {
     for (DType dtype : {DType::kF32, DType::kBF16}) {
-      // Two moments, and for BF16 a master weight.
+      // Bytes of state per element: two FP32 moments, and for BF16 an FP32 master weight.
       const int64_t per_element = dtype == DType::kF32 ? 8 : 12;
       int64_t sum = 0;
       for (const Outcome& o : train({.zero = true, .dtype = dtype, .ranks = ranks}, 0, 1)) {
         sum += o.state_bytes;
-        // In each of at most 3 buckets, parts are rounded up to 64 elements and parameters start at
-        // multiples of 64.
+        // In each of at most 3 buckets, a rank's shard is rounded up to 64 elements and parameters
+        // start at multiples of 64.
         EXPECT_LE(o.state_bytes, (elements / ranks + 3 * 128) * per_element);
       }
       EXPECT_EQ(sum, elements * per_element);
@@ -199,7 +199,7 @@ TEST(Zero, CheckpointsLoadAtAnotherDegreeAndWithout) {
   expect_same(train(zero, 3, 6, {.load = divided}), expected);
   expect_same(train(plain, 3, 6, {.load = divided}), expected);
   expect_same(train(zero, 3, 6, {.load = whole}), expected);
-  // Four ranks save the same state as two.
+  // Four ranks load the two ranks' checkpoint and save the same state again.
   Config four = zero;
   four.ranks = 4;
   (void)train(four, 3, 3, {.load = divided, .save = whole});
@@ -214,10 +214,10 @@ TEST(Zero, CheckpointsLoadAtAnotherDegreeAndWithout) {
   EXPECT_FAILS(load_checkpoint(divided, maps, adam.get()), kDataLoss, "another step");
   std::filesystem::remove(divided + ".optimizer.1-of-2");
   EXPECT_FAILS(load_checkpoint(divided, maps, adam.get()), kNotFound, "divided.optimizer.1-of-2");
-  take(load_checkpoint(divided, maps));  // loads the module without an optimizer
+  take(load_checkpoint(divided, maps));  // loads only the module, without the optimizer
 }
 
-// One rank finds an overflow in its part of the gradients; all ranks skip the step.
+// One rank finds an overflow in its shard of the gradients; all ranks skip the step.
 TEST(Zero, AStepThatOverflowsIsLeftOutByAllRanks) {
   on_ranks(2, [](const std::shared_ptr<const Comm>& ranks) {
     Training t({.zero = true}, ranks);

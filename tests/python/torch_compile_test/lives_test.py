@@ -157,7 +157,8 @@ class Lives(Compiled):
 @unittest.skipUnless(DEVICE != "cpu" or shutil.which(os.environ.get("CXX", "g++")), "inductor needs a C++ compiler on the CPU")
 class Inductor(Compiled):
     def test_training(self):
-        """Inductor reuses a buffer once the graph no longer reads it. That must not overwrite what the layers' backward passes still read."""
+        """Inductor reuses a buffer once the graph no longer reads it. The reuse must not overwrite tensors that the layers' backward passes still
+        read."""
         recipe = DelayedScaling(amax_history_len=3)
 
         def run(model, x):

@@ -50,7 +50,7 @@ class Modules(Compiled):
         self.assertEqual(self.graphs(), 1, "a scope around a graph makes no other")
 
     def test_options(self):
-        """Covers arguments that change the called ops or the returned values."""
+        """Tests constructor arguments that change the called ops or the returned values."""
         for make, run in (
                 (lambda: te.Linear(32, 24, bias=False, device=DEVICE), call),
                 (lambda: te.Linear(32, 32, return_bias=True, device=DEVICE), lambda m, x: sum(m(x))),

@@ -67,7 +67,7 @@ class Training(Compiled):
                         self.close(got, want, "microbatch")
 
     def test_a_microbatch_that_a_tensor_tells(self):
-        """A tensor as is_first_microbatch causes a graph break and has the meaning of its value."""
+        """Passing a tensor as is_first_microbatch causes a graph break; the tensor's value is used."""
         module, x = randomise(te.Linear(32, 32, device=DEVICE)), input_of(DEVICE)
         called = torch.compile(module, backend="aot_eager")
         for first in (torch.tensor(True), torch.ones(1), torch.tensor(False)):
@@ -104,7 +104,7 @@ class Training(Compiled):
                         self.close(got, want, "output")
 
     def test_a_scope_quantises_weights_once(self):
-        """Layers look up a te.cache_quantized_weights() scope around the graph when they run."""
+        """When a compiled graph runs inside te.cache_quantized_weights(), its layers use that scope, even if the graph was compiled outside of it."""
         module, x = randomise(te.Linear(32, 32, device=DEVICE)), input_of(DEVICE).detach()
         called, cached = torch.compile(module, backend="aot_eager", fullgraph=True), te.cache_quantized_weights()
 
@@ -191,7 +191,7 @@ class Training(Compiled):
                     near(self, got, want, 1e-5, "value")
 
     def test_an_output_is_written_outside(self):
-        """The backward of attention reads the tensor that the forward wrote, not the tensor that the program got."""
+        """The backward of attention reads the tensor that the forward wrote, and not the one that the program got and may write to."""
         module, found = te.DotProductAttention(4, 8, attn_mask_type="no_mask", qkv_format="bshd"), []
         for called, write in ((module, lambda y: y * 2), (torch.compile(module, backend="aot_eager", fullgraph=True), lambda y: y.mul_(2))):
             q = randn(2, 6, 4, 8, device=DEVICE).requires_grad_()
@@ -215,7 +215,7 @@ class Training(Compiled):
         self.assertFalse(compiled._again, "a forward that nobody repeats any more is kept")
 
     def test_checkpoint_keeps_less(self):
-        """A recomputed forward keeps nothing that its backward reads."""
+        """A checkpointed layer keeps none of the tensors that its backward reads; the backward recomputes them."""
         import te_fl
         module, x = te.LayerNormMLP(32, 64, device=DEVICE), input_of(DEVICE)
         calls = []

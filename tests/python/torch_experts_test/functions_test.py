@@ -69,7 +69,7 @@ class Compared(unittest.TestCase):
 
 class Permutation(Compared):
     def pairs(self, mask):
-        """Returns (expert, token) of each permuted row."""
+        """Returns the (expert, token) pair of each permuted row."""
         return mask.t().nonzero().unbind(1)
 
     def test_by_mask_there_and_back(self):
@@ -204,8 +204,8 @@ class Permutation(Compared):
             moe_permute(weight, torch.ones(16, 4), 3)
 
     def test_a_pair_of_probability_0_carries_no_token(self):
-        """Transformer Engine's kernels treat a pair with probability 0 as padding of an expert's rows; its row nevertheless counts in the
-        gradient."""
+        """Transformer Engine's kernels treat a (token, expert) pair with probability 0 as padding of the expert's rows; the pair's row nevertheless
+        contributes to the gradient."""
         x, mask = drawn(3, 8).requires_grad_(), torch.ones(3, 2, dtype=torch.bool, device=DEVICE)
         probs = torch.tensor([[0.5, 0.0], [-0.0, 1.0], [0.25, 0.75]], device=DEVICE)
         y, moved, rows = moe_permute_with_probs(x, probs, mask, 6)
@@ -306,7 +306,8 @@ class Router(Compared):
             probs, mask = fused_topk_with_score_function(logits, 2, False, None, None, None, function, None)
             self.assertEqual(mask.sum(1).tolist(), [2] * 4)
             self.assertTrue(probs[[0, 2, 3]].isfinite().all())
-            self.assertTrue(torch.equal(mask[2], torch.arange(8, device=DEVICE) < 2))  # among equal scores the first win
+            self.assertTrue(torch.equal(mask[2], torch.arange(8, device=DEVICE) < 2))  # among equal scores the experts with the lowest indices are
+                                                                                       # selected
             y, rows = moe_permute(drawn(4, 8, seed=3), mask, 8)
             self.assertTrue(moe_unpermute(y, rows, probs)[[0, 2, 3]].isfinite().all())
 

@@ -139,7 +139,7 @@ class Values(Same):
         self.assertRaisesRegex(RuntimeError, "modified by an inplace operation", product.sum().backward)
         x = randn(48, 32).requires_grad_()
         self.assertRaisesRegex(InvalidArgument, "dgrad_out shares memory with the input", grouped, x, SPLITS[0], dgrad_out=x.detach())
-        hidden = torch.sigmoid(x)  # sigmoid's backward reads its output, while the layer's backward reads codes
+        hidden = torch.sigmoid(x)  # sigmoid's backward reads x's values, while the layer's backward reads FP8 codes of x
         with te.autocast(recipe=RECIPES[2]):
             y = grouped(hidden, SPLITS[0], dgrad_out=hidden.detach())
         self.assertRaisesRegex(RuntimeError, "modified by an inplace operation", y.sum().backward)
@@ -162,7 +162,8 @@ class Values(Same):
                     getattr(module, names[1]).requires_grad_(i != 0)
             self.step(grouped, loop, SPLITS[0], recipe)
             self.assertIsNone(grouped.weight2.grad)
-            torch.testing.assert_close(grouped.bias2.grad, loop[2].bias.grad)  # the bias gradient is summed without the product, in another order
+            torch.testing.assert_close(grouped.bias2.grad, loop[2].bias.grad)  # the bias gradient is not computed by the GEMM, so it is summed in
+                                                                               # another order
             grouped.bias2.grad = loop[2].bias.grad
             self.same_gradients(grouped, loop)
 
@@ -244,7 +245,7 @@ class Training(Same):
         self.assertRaisesRegex(AttributeError, "main_grad", grouped, randn(48, 32), SPLITS[0])
 
     def test_experts_that_share_a_weight(self):
-        """The products of one grouped call have no order, so products that add to one main_grad must be separate calls."""
+        """The GEMMs of one grouped call run in no defined order, so GEMMs that add to the same main_grad must be separate calls."""
         grouped = te.GroupedLinear(3, 32, 48, bias=False, fuse_wgrad_accumulation=True, device="cpu")
         grouped.weight1 = grouped.weight0
         for weight in (grouped.weight0, grouped.weight2):
@@ -256,7 +257,7 @@ class Training(Same):
         self.assertEqual([row["calls"] for row in te_fl.usage() if row["op"] == "grouped_gemm"], [3])
         torch.testing.assert_close(grouped.weight0.main_grad, dy[:24].t() @ x[:24])
         torch.testing.assert_close(grouped.weight2.main_grad, dy[24:].t() @ x[24:])
-        for asks in (True, False):  # The first backward overwrites main_grad, and the second adds to it.
+        for asks in (True, False):  # the first backward overwrites main_grad, as requested by the call or the weight; the second adds to it
             for weight in (grouped.weight0, grouped.weight2):
                 weight.main_grad, weight.overwrite_main_grad = torch.full_like(weight, float("nan")), not asks
             (grouped(x, [16, 8, 24], is_first_microbatch=asks) + grouped(x, [16, 8, 24], is_first_microbatch=False)).backward(dy)
@@ -427,7 +428,7 @@ class Refused(unittest.TestCase):
 
 
 class Mixture(torch.nn.Module):
-    """Top-2 mixture of two-layer experts: by te-fl's functions, or by a loop over the experts in plain PyTorch with the same parameters."""
+    """Top-2 mixture of two-layer experts: computed by te-fl's functions, or by a loop over the experts in plain PyTorch with the same parameters."""
 
     def __init__(self, hidden, experts, dtype):
         super().__init__()

@@ -17,7 +17,7 @@ import te_fl.pytorch as te
 
 
 class Held(PerTensor):
-    """Oracle products whose weights are already quantised."""
+    """The oracle's linear layers with weights that are already quantised."""
 
     def __init__(self, other):
         self.__dict__.update(other.__dict__)
@@ -26,7 +26,7 @@ class Held(PerTensor):
 
 class Modules(unittest.TestCase):
     def compared(self, name, of, tolerance):
-        """of(product): makes the oracle of a module."""
+        """of(product) returns the oracle function for a module; `product` computes a linear layer with quantised operands."""
         for device in DEVICES:
             for recipe, product in ((None, oracle.linear), (CURRENT, Held(PerTensor())), (BLOCK, Held(PerBlock()))):
                 for training in (True, False):
@@ -57,7 +57,8 @@ class Modules(unittest.TestCase):
                                                                                           seen=allowed(16, 16, True)), 0.04)
 
     def test_delayed_scaling(self):
-        """In the first step the scales of inputs and gradients are 1, and the weights keep the scales of their codes."""
+        """In the first step of delayed scaling the scales of inputs and gradients are 1; the FP8 weights keep the scales that they were quantised
+        with."""
         for device in DEVICES:
             module = made("Linear", DELAYED, device)
             x = input_of(device)
@@ -76,7 +77,8 @@ class Modules(unittest.TestCase):
             near(self, history.amax(0)[1].cpu(), weight.abs().amax(), 1e-6, "the weight's amax")
 
     def test_codes_give_what_quantising_the_same_values_gives(self):
-        """Equal bit for bit if scales are powers of two, because requantising dequantised codes then gives the same codes."""
+        """FP8 weights give the same results bit for bit as quantising their dequantised values in the forward, if scales are powers of two:
+        requantising then gives the same codes."""
         for name in MODULES:
             for recipe in (POW2, BLOCK, None):
                 for dtype in (F32, BF16):
@@ -220,7 +222,7 @@ class Memory(unittest.TestCase):
         (made_codes, served_codes), (made_bf16, served_bf16) = account("codes"), account("bf16")
         self.assertLess(abs(made_bf16 - 128), 10)
         self.assertLess(abs(made_codes - 64), 10)
-        self.assertLess(served_codes, made_bf16)  # products on a CPU use scratch memory of the size of one weight
+        self.assertLess(served_codes, made_bf16)  # a GEMM on a CPU uses scratch memory of the size of one weight
         # with BF16 weights there are FP8 copies in addition, as te.cache_quantized_weights() keeps them
         self.assertLess(served_codes, 0.5 * served_bf16)
 

@@ -94,7 +94,7 @@ class Quantizers(unittest.TestCase):
         self.assertTrue(torch.equal(x.grad, torch.full_like(x, 3)))
 
     def test_inputs_of_modules(self):
-        """A module accepts a quantised input like its dequantised values, and gradients pass through."""
+        """A module treats a quantised input like its dequantised values; gradients pass through the quantisation."""
         quantizer = Float8CurrentScalingQuantizer(E4M3, columnwise=False)
         x = randn(16, 32, dtype=BF16)
         for make in (te.Linear, te.LayerNormLinear, te.LayerNormMLP, te.LayerNorm, te.RMSNorm, te.TransformerLayer):
@@ -115,7 +115,7 @@ class Quantizers(unittest.TestCase):
         self.assertTrue(torch.equal(experts(quantizer(x), [4, 12]), experts(quantizer(x).dequantize(), [4, 12])))
 
     def test_a_weight_of_its_own(self):
-        """A layer computes with a weight that a quantizer made as with those of quantized_model_init."""
+        """A layer accepts a weight that a quantizer made and computes with it as with a weight of quantized_model_init."""
         with te.quantized_model_init():
             layer, other = (te.Linear(32, 48, params_dtype=BF16, device="cpu") for _ in range(2))
         values = randn(48, 32, dtype=BF16)

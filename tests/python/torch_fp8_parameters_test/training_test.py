@@ -25,7 +25,7 @@ from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 
 
 class Training(unittest.TestCase):
-    """Trains without FP8 products, so that the oracle reproduces only the rounding of the weights."""
+    """Trains without an autocast, so that GEMMs run in high precision and the oracle need only reproduce the rounding of the weights."""
 
     def trained(self, optimizer, exact_step, recipe, steps=6, device="cpu", dtype=F32):
         module = made("Linear", recipe, device, preserve=True, params_dtype=dtype)
@@ -50,7 +50,8 @@ class Training(unittest.TestCase):
         return stepper, module, exact
 
     def test_a_transpose_that_has_no_values_yet(self):
-        """A transpose becomes visible to other threads only when its values are written; if making it fails, there is none."""
+        """The cached transpose of an FP8 weight becomes visible to other threads only when its values are written. If creating it fails, no transpose
+        is cached."""
         real, seen = te_fl.ops.fp8_transpose, []
         for recipe in RECIPES:
             weight = made("Linear", recipe).weight
@@ -253,7 +254,8 @@ class State(unittest.TestCase):
             self.assertTrue(torch.equal(got(x), want(x)))
 
     def test_memory_has_the_values(self):
-        """Code that reads a tensor's memory directly finds the values in the tensor's nominal dtype, at its address and with its size."""
+        """Code that reads an FP8 weight's memory directly finds dequantised values in the tensor's nominal dtype, at data_ptr() and with the nominal
+        size."""
         for recipe in RECIPES:
             for dtype in (F32, BF16, torch.float16):
                 weight = made("Linear", recipe, params_dtype=dtype).weight
@@ -321,7 +323,7 @@ class State(unittest.TestCase):
                         state = {"model": plain.state_dict()}
                         dcp.load(state, checkpoint_id=folder)
                         self.assertTrue(torch.equal(plain.weight.detach(), module.weight.detach().dequantize()))
-            with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():  # a stager that makes plain tensors
+            with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():  # uses a stager that makes plain tensors
                 warnings.simplefilter("ignore")
                 module = made("Linear", recipe)
                 dcp.async_save({"model": module.state_dict()}, checkpoint_id=folder, async_stager=BlockingAsyncStager()).result()

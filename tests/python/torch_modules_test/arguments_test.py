@@ -1,4 +1,4 @@
-"""Tests modules' names in Transformer Engine, and arguments that are refused or have no effect."""
+"""Tests the modules' names and arguments of Transformer Engine: which arguments are refused and which have no effect."""
 
 import copy
 import tempfile
@@ -58,7 +58,8 @@ class Names(unittest.TestCase):
 
 
 class Switches(unittest.TestCase):
-    """A boolean argument accepts only True and False: a recipe in its place would count as True, and the default recipe would be used."""
+    """A boolean argument accepts only True and False: a recipe passed by mistake in a boolean's place would count as True, and the default recipe
+    would be used."""
 
     SCOPES = {"autocast": (te.autocast, ("enabled", "calibrating")), "fp8_autocast": (te.fp8_autocast, ("enabled", "calibrating")),
               "quantized_model_init": (te.quantized_model_init, ("enabled", "preserve_high_precision_init_val")),
@@ -160,7 +161,7 @@ class Arguments(unittest.TestCase):
                 make()
 
     def test_numbers_without_a_meaning(self):
-        """Meaningless numbers are refused by the constructor, not by the first forward, and none is accepted silently."""
+        """The constructor, and not only the first forward, refuses meaningless numbers; none is accepted silently."""
         def layer(**options):
             return te.TransformerLayer(**{**dict(hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, device="cpu"), **options})
         nan, queries = float("nan"), lambda **options: te.DotProductAttention(**{**dict(num_attention_heads=2, kv_channels=4), **options})
@@ -193,7 +194,7 @@ class Arguments(unittest.TestCase):
         self.assertEqual(layer(kv_channels=0).self_attention.kv_channels, 4)  # 0 counts as unset, as in Transformer Engine
 
     def test_dtypes_of_outputs(self):
-        """A bias has the output's dtype; a normalisation's bias has the weight's."""
+        """A returned bias has the output's dtype; a normalisation's bias has the weight's dtype."""
         for device in DEVICES:
             x = randn(4, 32, dtype=BF16, device=device).requires_grad_()
             for make in (te.LayerNorm, te.RMSNorm):
@@ -265,7 +266,7 @@ class Arguments(unittest.TestCase):
 
 
 class NothingOfTorchs(unittest.TestCase):
-    """Everything works while torch's own kernels are patched to raise."""
+    """te-fl's modules work while PyTorch's own kernels are patched to raise."""
 
     NAMES = ([(torch.nn.functional, n) for n in ("linear", "layer_norm", "rms_norm", "scaled_dot_product_attention", "gelu", "silu", "relu",
                                                  "softmax")]
@@ -309,8 +310,8 @@ class NothingOfTorchs(unittest.TestCase):
 
 
 class Attributes(unittest.TestCase):
-    """Attributes that are plain in Transformer Engine's modules can be set, even before the constructor; attributes that a forward writes have its
-    values afterwards."""
+    """Attributes that are plain in Transformer Engine's modules can be set, even before the constructor; attributes that a forward sets have the
+    values of that forward afterwards."""
 
     MADE = {"Linear": (16, 16), "LayerNormLinear": (16, 16), "LayerNormMLP": (16, 32), "GroupedLinear": (2, 16, 16), "LayerNorm": (16,),
             "DotProductAttention": (2, 8), "MultiheadAttention": (16, 2)}

@@ -1,5 +1,5 @@
-"""Tests generation with InferenceParams: step by step as over whole sequences at once, and against FP64; a refused call leaves the caches
-unchanged."""
+"""Tests generation with InferenceParams (KV caches): token by token gives the results of whole sequences at once, and of FP64; a refused call leaves
+the caches unchanged."""
 
 import copy
 import itertools
@@ -17,8 +17,8 @@ from te_fl.errors import Error, InvalidArgument, Unsupported
 
 HIDDEN, HEADS, CHANNELS, LONGEST = 64, 4, 16, 32
 F32 = {"cpu": 1e-5, "cuda": 1e-4}  # relative to the norm of the whole tensor
-# Batches of (sequence, number of new tokens). They cover prompts, single tokens, ends of sequences, new and old sequences in one pass and in another
-# order, and several new tokens of an old sequence.
+# Batches of (sequence, number of new tokens). They cover prompts, single tokens, ends of sequences, new and cached sequences in one pass and in
+# another order, and several new tokens of a cached sequence.
 BATCHES = ([(0, 5), (1, 3)], [(0, 1), (1, 1)], [(1, 1), ("b", 4), (2, 7)], [(2, 1), ("b", 1)], [(3, 8), (2, 2), ("b", 1)], [(3, 1)])
 
 
@@ -175,7 +175,7 @@ class Caches(unittest.TestCase):
                 at += new
 
     def test_padding_past_the_angles(self):
-        """A sequence may end at the last RoPE angle, although a longer sequence of the same pass pads it beyond."""
+        """A sequence may end at the last RoPE angle, even if padding to a longer sequence of the same pass extends it past the table of angles."""
         module = randomise(te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, qkv_format="bshd", device="cpu")).eval()
         angles = te.RotaryPositionEmbedding(CHANNELS)(10).cpu()
         x = randn(10, HIDDEN)

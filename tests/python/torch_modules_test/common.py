@@ -16,7 +16,7 @@ def grown(*shape, device, dtype, seed=1):
 
 class Modules(unittest.TestCase):
     def check(self, make, wanted, *shapes, call=None, where=EVERYWHERE, tolerance=None, **arguments):
-        """Compares make(device, params_dtype)'s module with wanted(parameters, *inputs), for inputs of these shapes."""
+        """Compares the module that make(device, params_dtype) returns with the function wanted(parameters, *inputs), for inputs of these shapes."""
         for device, dtype in where:
             with self.subTest(device=device, dtype=dtype, **arguments):
                 module = randomise(make(device=device, params_dtype=dtype, **arguments))

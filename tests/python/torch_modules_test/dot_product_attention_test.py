@@ -15,7 +15,7 @@ from te_fl.errors import InvalidArgument, Unsupported
 
 
 class DotProductAttentionTest(Modules):
-    """The sizes of heads, groups, batch and lengths all differ, so that a mix-up shows."""
+    """The sizes of heads, groups, batch and lengths all differ, so that confusing two of them fails a test."""
 
     B, S, K, H, G, D = 2, 10, 14, 6, 2, 16
 
@@ -171,8 +171,8 @@ class DotProductAttentionTest(Modules):
                     call=lambda m, *x: m(*x, attention_mask=(mask.to(x[0].device), mask.clone().to(x[0].device))))
 
     def test_the_window_of_a_module_is_a_pair(self):
-        """The attribute window_size is a pair, as in Transformer Engine: without a window it describes the module's mask type. A call with another
-        mask type has no window either."""
+        """The attribute window_size is always a pair, as in Transformer Engine: without a window the pair follows from the module's mask type. A call
+        with another mask type then has no window either."""
         for mask, size, want in (("causal", None, (-1, 0)), ("no_mask", None, (-1, -1)), ("padding_causal", (3, 0), (3, 0)), ("padding", (3, 2), (3, 2))):
             self.assertEqual(te.DotProductAttention(2, 16, attn_mask_type=mask, window_size=size).window_size, want)
         q, k, v = (randn(self.S, self.B, 2, 16, seed=seed) for seed in (1, 2, 3))
@@ -183,7 +183,8 @@ class DotProductAttentionTest(Modules):
             self.assertTrue(torch.equal(free(q, k, v, attn_mask_type="causal"), causal(q, k, v)))
 
     def test_what_transformer_engine_takes_for_another_window(self):
-        """The window (-1, 0) has no effect with a mask that is not causal, and a causal mask has no keys to the right of the query anyway."""
+        """The window (-1, 0) is ignored with a mask that is not causal, as in Transformer Engine; with a causal mask, any right side of a window
+        counts as 0."""
         where = [(d, F32) for d in DEVICES]
         with self.assertWarnsRegex(UserWarning, r"\(-1, 0\) with mask 'no_mask'"):
             self.attend(window_size=(-1, 0), where=where)
@@ -370,7 +371,7 @@ class DotProductAttentionTest(Modules):
 
 class PaddingBetweenSequences(unittest.TestCase):
     def test_it_is_honoured(self):
-        """Two sequences of 3 and 2 tokens with a padding token between them give the same results as without it."""
+        """Two sequences of 3 and 2 tokens with a padding token between them give the same results as without the padding token."""
         q, k, v = (randn(6, 4, 8, seed=s) for s in (1, 2, 3))
         lengths, starts = (torch.tensor(n, dtype=torch.int32) for n in ([0, 3, 5], [0, 4, 6]))
         attention = te.DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding_causal")

@@ -15,9 +15,9 @@ SETTLED = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
 
 
 class Fp8(Modules):
-    """Values and gradients in FP8 equal those of an FP64 computation whose products have operands quantised by NumPy."""
+    """Values and gradients in FP8 equal those of an FP64 computation whose GEMM operands are quantised by NumPy."""
 
-    # Tolerances by the 2-norm: where te-fl rounds differently from FP64, a code of a later operand may be the neighbouring one.
+    # Tolerances by the 2-norm: where te-fl rounds differently from FP64, an element of a later operand may round to the neighbouring FP8 code.
     EXACT = {("cpu", F32): 1e-5, ("cpu", BF16): 5e-3, ("cuda", F32): 1e-2, ("cuda", BF16): 1e-2}
     FLIPS = {F32: 2e-2, BF16: 6e-2}
 
@@ -30,7 +30,7 @@ class Fp8(Modules):
                 def served(*x):
                     with te.autocast(recipe=recipe):
                         return module(*x)
-                for _ in range(steps - 1):  # the amaxes of the earlier steps determine the scales of the last
+                for _ in range(steps - 1):  # the amaxes of these steps determine the scales of the last step
                     x = [t.detach().clone().requires_grad_() for t in inputs]
                     y = served(*x)
                     y.backward(randn(*y.shape, seed=11, device=device).to(y.dtype))

@@ -1,5 +1,5 @@
-"""Tests te_fl.pytorch.ops against plain PyTorch in FP64, and Sequential's paths. tests/python/inside_modules_test.py compares them with NVIDIA's own
-operations."""
+"""Tests te_fl.pytorch.ops against plain PyTorch in FP64, and the fused and unfused execution of Sequential. tests/python/inside_modules_test.py
+compares them with NVIDIA's own operations."""
 
 import copy
 import pickle
@@ -57,7 +57,7 @@ def scaled(function):
     return lambda x, s: function(x) * s[..., None]
 
 
-# (the operation, the same in PyTorch, shapes of extra inputs) for an input [6, 5, 32].
+# (the operation, an equal function in PyTorch, shapes of extra inputs) for an input [6, 5, 32].
 PLAIN = {
     "GELU": (lambda: ops.GELU(), gelu, ()), "QGELU": (lambda: ops.QGELU(), qgelu, ()), "ReLU": (lambda: ops.ReLU(), F.relu, ()),
     "SReLU": (lambda: ops.SReLU(), srelu, ()), "SiLU": (lambda: ops.SiLU(), F.silu, ()), "GLU": (lambda: ops.GLU(), gated(torch.sigmoid), ()),
@@ -110,7 +110,8 @@ class Values(unittest.TestCase):
                         self.check(make(), lambda parameters, *x: plain(*x), {}, inputs, tolerance)
 
     def test_a_chain(self):
-        """A chain of normalisations, products with and without biases, an activation and a residual branch; gradients pass through all of them."""
+        """A Sequential of normalisations, linear operations with and without biases, an activation and a residual branch; gradients pass through all
+        of them."""
         for device in DEVICES:
             for dtype, tolerance in ((torch.float32, 5e-6 if device == "cpu" else 1e-4), (torch.bfloat16, 0.02)):
                 with self.subTest(device=device, dtype=dtype):
@@ -145,8 +146,8 @@ class Values(unittest.TestCase):
                                [randn(12, 16, seed=3, dtype=dtype).requires_grad_(), *factors], tolerance)
 
     def test_a_product_and_its_bias_are_a_modules(self):
-        """A product and its bias equal Linear's result bit for bit, in FP8 too, because both become one product in C++. Linear's delayed-scaling
-        state loads."""
+        """ops.Linear, which consists of BasicLinear and Bias, gives the result of the module te.Linear bit for bit, in FP8 too, because te-fl runs
+        both operations as one linear layer in C++. The te.Linear module's delayed-scaling state can be loaded."""
         for recipe in (None, DelayedScaling(amax_history_len=4), Float8CurrentScaling()):
             op, module = ops.Linear(32, 48, device="cpu", dtype=torch.bfloat16), te.Linear(32, 48, device="cpu", params_dtype=torch.bfloat16)
             with torch.no_grad():
@@ -163,7 +164,7 @@ class Values(unittest.TestCase):
             self.assertTrue(torch.equal(op.weight.grad, module.weight.grad) and torch.equal(op.bias.grad, module.bias.grad))
 
     def test_an_input_that_is_kept_as_codes(self):
-        """The forward uses the input; the gradient uses its codes, which the oracle rounds independently."""
+        """The forward uses the unquantised input; the gradient uses the FP8 codes that were kept, which the oracle computes independently."""
         for dtype, tolerance in ((torch.float32, 5e-6), (torch.bfloat16, 0.01)):
             x = randn(6, 32, dtype=dtype).requires_grad_()
             y = ops.SwiGLU(cache_quantized_input=True)(x)
@@ -389,8 +390,8 @@ class Parameters(unittest.TestCase):
             other(x)
 
     def test_meta(self):
-        """Parameters on the meta device get memory and values in the first forward; a program may put another module's parameter in their place
-        before that."""
+        """Parameters on the meta device get memory and values in the first forward; a program may replace them by another module's parameter before
+        that."""
         torch.manual_seed(0)
         device = DEVICES[-1]
         chain = ops.Sequential(*(kind(16, device="meta") for kind in (ops.LayerNorm, ops.RMSNorm, ops.Bias)), ops.Linear(16, 16, device="meta"),

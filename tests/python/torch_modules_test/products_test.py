@@ -33,7 +33,7 @@ class LinearTest(Modules):
                    call=lambda m, x: m(x.transpose(0, 1)))
 
     def test_views_that_are_to_be_negated(self):
-        """PyTorch represents such a view by a negation flag, which its memory does not show; te-fl must resolve it."""
+        """PyTorch marks a negated view by a flag and leaves the memory unchanged; te-fl must apply the negation."""
         layer, x, g = te.Linear(24, 8, device="cpu"), randn(4, 24), randn(4, 8, seed=3)
         for view in (lambda t: -t, torch._neg_view):
             leaf = x.clone().requires_grad_()

@@ -182,8 +182,8 @@ class TransformerLayerTest(Modules):
                    call=lambda m, x: m(x, core_attention_bias_type="post_scale_bias", core_attention_bias=bias))
 
     def test_whole_and_its_parts(self):
-        """The fused layer and the layer part by part agree bit for bit, except where a sum has another order or the fused layer rounds a residual's
-        sum once and the parts round twice."""
+        """The fused layer and the layer part by part agree bit for bit, except where a sum has another order, or where the fused layer rounds the sum
+        with the residual once and the parts round twice."""
         other = "apply_residual_connection_post_layernorm"
         for device, dtype in EVERYWHERE:
             for recipe in (None, DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()):
@@ -240,7 +240,7 @@ class TransformerLayerTest(Modules):
         self.assertIn(layer.layernorm_mlp, ran)
 
     def test_a_forward_that_a_program_sets_runs(self):
-        """A program may replace a module's forward, as Accelerate does for its hooks; the replacement runs."""
+        """A program may replace a module's forward, as Accelerate does for its hooks; a call of the layer then runs the replacement."""
         layer, ran = te.TransformerLayer(32, 64, 4, device="cpu"), []
         layer(randn(6, 2, 32))
         own = layer.self_attention.proj.forward

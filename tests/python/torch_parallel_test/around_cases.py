@@ -1,4 +1,4 @@
-"""Cases for layers divided over a group: checkpoints, copies, graphs and other things that programs put around them, and the refusals."""
+"""Cases for layers that are sharded over a group: checkpoints, copies, compiled graphs and other uses by programs, and the errors."""
 
 import copy
 import io
@@ -103,7 +103,8 @@ def case_a_checkpoint_loads_at_another_degree(ranks):
 
 
 def case_weights_are_drawn_by_the_tracker(ranks):
-    """Ranks of a group draw weights from generators of their own; the default generator, which is equal on all ranks, is left unchanged."""
+    """The ranks of a group draw initial weights from generators of their own (get_rng_state_tracker); the default generator, which is equal on all
+    ranks, is left unchanged."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         tracker = CudaRNGStatesTracker()
@@ -170,7 +171,8 @@ def case_refusals(ranks):
 
 
 def case_gradients_of_weights_go_elsewhere(ranks):
-    """delay_wgrad_compute and fuse_wgrad_accumulation give the same gradients, by backward_dw() and in main_grad."""
+    """delay_wgrad_compute and fuse_wgrad_accumulation give the gradients of an ordinary backward, computed by backward_dw() or written to
+    main_grad."""
     kinds = (lambda **k: te.Linear(32, 32, parallel_mode="column", **k), lambda **k: te.Linear(32, 32, parallel_mode="row", **k),
              lambda **k: te.LayerNormLinear(32, 32, parallel_mode="column", **k), lambda **k: te.LayerNormMLP(32, 64, set_parallel_mode=True, **k))
     for size in ranks.degrees():
@@ -195,7 +197,8 @@ def case_gradients_of_weights_go_elsewhere(ranks):
 
 
 def case_weights_of_codes(ranks):
-    """With quantized_model_init a rank's part of a weight is FP8 codes; the output is the sum of the ranks' products with their dequantised parts."""
+    """With quantized_model_init a rank's shard of a weight exists only as FP8 codes; the output is the sum over the ranks of the products with the
+    dequantised shards."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         with te.quantized_model_init(recipe=Float8CurrentScaling()):

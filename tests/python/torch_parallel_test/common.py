@@ -1,4 +1,4 @@
-"""Helpers of the cases: compare a module on one rank with its parts on several ranks."""
+"""Helpers of the cases: compare a module on one rank with its shards on several ranks."""
 
 import torch
 
@@ -16,18 +16,18 @@ def randomise(module, std=0.2):
 
 
 def cut(tensor, name, param, size, rank, gated=False):
-    """Returns a rank's part of a whole parameter, or of its gradient."""
+    """Returns a rank's shard of an unsharded parameter, or of its gradient."""
     dim = getattr(param, "partition_dim", None)
     if dim is None or tensor.shape == param.shape:
         return tensor
-    if gated and _GATED in name:  # each of the gate's two halves is divided
+    if gated and _GATED in name:  # each of the two halves of a gated activation's weight is sharded
         halves = tensor.unflatten(0, (2, -1)).chunk(size, 1)[rank]
         return halves.flatten(0, 1)
     return tensor.chunk(size, dim)[rank]
 
 
 def share(whole, part, size, rank, gated=False):
-    """Copies this rank's part of the whole module's parameters into `part`."""
+    """Copies this rank's shards of the unsharded module's parameters into the sharded module `part`."""
     named = dict(part.named_parameters())
     assert named.keys() == dict(whole.named_parameters()).keys()
     with torch.no_grad():
@@ -78,7 +78,7 @@ def compare(make, inputs, group, sp, gated=False, summed=(), divided_in=True, di
         w, gy = (rows(t, size, rank, sp and divided_out and t.dim() > 1) for t in (w, grads[i]))
         close(g, w, f"output {i}", relative)
     torch.autograd.backward(want, grads)
-    # A returned bias is whole on each rank, while the rows that it is added to are divided.
+    # Each rank returns the whole bias, while the rows to which it is added are sharded.
     torch.autograd.backward(got, [rows(g, size, rank, sp and divided_out) if g.dim() > 1 else g / (size if sp else 1) for g in grads])
     for i, (x, o) in enumerate(zip(wholes, own)):
         close(o.grad, rows(x.grad, size, rank, sp and divided_in), f"the gradient of input {i}", relative)

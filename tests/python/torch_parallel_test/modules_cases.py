@@ -1,4 +1,4 @@
-"""Cases that compare each module over a group with the whole module on one rank: outputs, gradients of inputs and of weights."""
+"""Cases that compare each module sharded over a group with the unsharded module on one rank: outputs, gradients of inputs and of weights."""
 
 import copy
 import pickle
@@ -29,7 +29,7 @@ def over_groups(ranks, case):
 
 
 def _column(group, sp, **more):
-    """The output of a column-parallel product, and its gradient, has all rows and a part of the columns."""
+    """Compares a column-parallel Linear with the unsharded one. A rank's output, and its gradient, has all rows and a part of the columns."""
     size, rank = group.size(), group.rank()
     whole = randomise(te.Linear(16, 24, **CPU, **more))
     part = share(whole, te.Linear(16, 24, parallel_mode="column", tp_group=group, sequence_parallel=sp, **CPU, **more), size, rank)
@@ -57,7 +57,7 @@ def case_column(ranks):
 
 
 def case_compiled(ranks):
-    """torch.compile leaves divided modules to Python and does not trace the te-fl layers that they call; the results equal the uncompiled ones bit
+    """torch.compile runs sharded modules in Python and does not trace the te-fl layers that they call; the results equal the uncompiled ones bit
     for bit."""
     group = dist.group.WORLD
     options = dict(tp_group=group, **CPU)
@@ -85,7 +85,7 @@ def case_compiled(ranks):
                 results.append([y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())])
             assert all(torch.equal(a, b) for a, b in zip(results[0], results[2], strict=True)), (name, sp)
             for a, b in zip(results[0], results[1], strict=True):
-                if name == "TransformerLayer":  # compiled, it runs its submodules; otherwise one layer in C++
+                if name == "TransformerLayer":  # compiled, TransformerLayer runs its submodules; otherwise it is one layer in C++
                     close(b, a, (name, sp))
                 else:
                     assert torch.equal(a, b), (name, sp)
@@ -123,7 +123,7 @@ REPLACEMENTS = {
 
 
 def case_marks_stay_with_parameters(ranks):
-    """Programs sum the gradients of marked parameters over their ranks, so a lost mark would be a missing sum."""
+    """Programs sum the gradients of parameters with the attribute sequence_parallel over the ranks, so a lost attribute would leave out a sum."""
     group = dist.group.WORLD
     options = dict(tp_group=group, sequence_parallel=True, **CPU)
     modules = {
@@ -142,7 +142,7 @@ def case_marks_stay_with_parameters(ranks):
         for how, replace in REPLACEMENTS.items():
             got = marks_of(replace(make()))
             assert got == want, (name, how, got, want)
-    module = modules["Linear, column"]()  # Megatron sets a bias of its own and marks it, and asserts that it has no marks before
+    module = modules["Linear, column"]()  # Megatron replaces the bias by its own, sets the attributes on it, and asserts that they were unset
     module.bias = torch.nn.Parameter(torch.zeros(module.bias.shape))
     assert marks_of(module)["bias"] == {}, marks_of(module)
 
@@ -175,14 +175,14 @@ def case_row_returns_its_bias(ranks):
 
 
 def _operation(group, sp, mode):
-    """te_fl.pytorch.ops.Linear over the group, and the operations of which it consists."""
+    """te_fl.pytorch.ops.Linear over the group, and the basic operations of which it consists."""
     size, rank = group.size(), group.rank()
     whole = randomise(ops.Linear(16, 24, **CPU))
     part = ops.Linear(16, 24, tensor_parallel_mode=mode, tensor_parallel_group=group, sequence_parallel=sp, **CPU)
     features, column = (lambda t, dim=-1: t.chunk(size, dim)[rank]), mode == "column"
     with torch.no_grad():
         part.weight.copy_(features(whole.weight, 0 if column else 1))
-        part.bias.copy_(features(whole.bias) if column else whole.bias / size)  # the ranks of a row-parallel product sum their biases
+        part.bias.copy_(features(whole.bias) if column else whole.bias / size)  # the ranks of a row-parallel Linear sum their biases
     x = x_of(8, 2, 16).requires_grad_()
     of_x = (lambda t: rows(t, size, rank, sp)) if column else features
     of_y = features if column else (lambda t: rows(t, size, rank, sp))
@@ -226,7 +226,7 @@ def case_without_a_mode_nothing_is_divided(ranks):
 
 
 def case_layernorm_linear(ranks):
-    """Tests LayerNormLinear and a row-parallel Linear after it, which makes the outputs whole."""
+    """Tests LayerNormLinear and a row-parallel Linear after it, which sums the ranks' outputs."""
     class Both(torch.nn.Module):
         def __init__(self, **parallel):
             super().__init__()
@@ -283,7 +283,7 @@ def case_cross_attention(ranks):
 
 
 def case_heads(ranks):
-    """DotProductAttention has no collectives: each rank computes its part of the heads."""
+    """DotProductAttention has no collectives: each rank computes its share of the heads."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         rank = group.rank()
@@ -317,7 +317,7 @@ def case_transformer_layer(ranks):
 
 
 def case_sequence_parallel_that_is_set_later(ranks):
-    """A program may set sequence_parallel on all modules that have it, as NeMo does around generation; each module then computes as if it was
+    """A program may set sequence_parallel on all modules that have it, as NeMo does around generation; each module then computes as if it had been
     constructed with that value."""
     def later(make, shape):
         def made(tp_group=None, sequence_parallel=False):
@@ -341,7 +341,7 @@ def case_sequence_parallel_that_is_set_later(ranks):
 
 
 def case_transformer_layer_with_masks(ranks):
-    """Masks and ALiBi cover the whole sequence, while under sequence parallelism a rank's input is a part of it."""
+    """Masks and ALiBi cover the whole sequence, while under sequence parallelism a rank's input is only a part of the sequence."""
     hidden = torch.ones(8, 8, dtype=torch.bool).triu(2)[None, None]
     padding = torch.zeros(2, 1, 1, 8, dtype=torch.bool)
     padding[0, ..., 6:] = True
@@ -365,7 +365,7 @@ def _one_step(layer, x, recipe, group):
 
 
 def case_a_divided_layer_is_one_call(ranks):
-    """A rank's part of a TransformerLayer gives the same results as one call and part by part, with each recipe, and over another group."""
+    """A rank's shard of a TransformerLayer gives the same results as one fused call and part by part, with each recipe, and over another group."""
     size = ranks.world
     group, other = ranks.groups[size], dist.new_group(list(range(size)))
     for sp in (False, True):
@@ -413,7 +413,7 @@ def case_a_group_of_one_rank_computes_as_none(ranks):
     x = x_of(4, 2, 32)
     collectives.reset_counts()
     assert torch.equal(a(x), b(x)) and not collectives.counts() and b._fused is not None
-    b.set_tensor_parallel_group(dist.group.WORLD)  # a module with whole weights computes whole products, as in Transformer Engine
+    b.set_tensor_parallel_group(dist.group.WORLD)  # a module whose weights are not sharded computes the unsharded result, as in Transformer Engine
     assert torch.equal(a(x), b(x)) and not collectives.counts()
 
 
@@ -435,7 +435,7 @@ def case_the_group_may_come_later(ranks):
 
 
 def case_attributes(ranks):
-    """Checks the attributes of Transformer Engine 2.20.2's parameters, from which Megatron knows what to reduce and to divide."""
+    """Checks the attributes of Transformer Engine 2.20.2's parameters, by which Megatron decides what to reduce and to shard."""
     for size in ranks.degrees():
         for sp in (False, True):
             layer = _layer(output_layernorm=False)(tp_group=ranks.groups[size], sequence_parallel=sp)

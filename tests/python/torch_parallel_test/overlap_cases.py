@@ -1,4 +1,5 @@
-"""Cases of TE_FL_TP_OVERLAP=1: products in pieces that overlap with the transfers before or after them, by the host's sends and receives."""
+"""Cases of TE_FL_TP_OVERLAP=1: GEMMs split into chunks that overlap with the transfers before or after them, here by sends and receives of the
+host."""
 
 import contextlib
 import os
@@ -71,7 +72,8 @@ def case_results_are_those_without(ranks):
 
 
 def case_delayed_weight_gradients_and_recomputing(ranks):
-    """The gathered gradient is complete before a weight gradient is delayed, and a recomputed forward sends its rows again."""
+    """Tests delay_wgrad_compute, for which the gathered gradient must be complete at the end of the backward, and checkpoints, whose recomputed
+    forward sends its rows again."""
     group = ranks.groups[ranks.world]
     results = []
     for value in ("0", "1"):
@@ -90,7 +92,7 @@ def case_delayed_weight_gradients_and_recomputing(ranks):
 
 
 def case_a_product_that_fails_on_all_ranks(ranks):
-    """A product that fails on all ranks does not wait for other ranks' rows, and the group works afterwards."""
+    """If a GEMM fails on all ranks, no rank waits for another rank's rows, and the group works afterwards."""
     group = ranks.groups[ranks.world]
     with _on():
         module = _modules(group)["row"]

@@ -111,7 +111,7 @@ def check_graph(group, recipe):
         graph.replay()
         torch.cuda.synchronize()
     worst = close(results, last, LIMIT[recipe], "a graph's replays")
-    # a step outside of the graph, on the same memory
+    # an eager step between replays, on the same memory
     between = one_step(layer(group, True), group, None, *(t.requires_grad_() for t in tensors(group, 3)))
     graph.replay()
     torch.cuda.synchronize()
@@ -121,7 +121,7 @@ def check_graph(group, recipe):
 
 
 def check_failure(group):
-    """A product that no implementation serves fails on all ranks, and later calls are right."""
+    """A GEMM for which no implementation is allowed fails on all ranks, and later calls are right."""
     module = layer(group, True)
     want = steps(module, group, None)
     x, _ = tensors(group, 0)

@@ -1,5 +1,5 @@
-"""Cases of the rows that sequence parallelism transfers: which tensors are kept for a backward, how many bytes travel and when, and that FP8 codes
-equal those of the whole tensor."""
+"""Cases of sequence parallelism's transfers: which tensors are kept for a backward, how many bytes are sent and when, and that the FP8 codes equal
+those of the unsharded tensor."""
 
 import contextlib
 import ctypes
@@ -28,7 +28,7 @@ def _made(kind, group, **more):
 
 
 def _input(kind, group, rows=32):
-    """Makes this rank's rows; for a row-parallel product all rows of the rank's columns. The last rank's values are larger."""
+    """Makes this rank's rows; for a row-parallel Linear all rows of the rank's columns. The last rank's values are larger."""
     size = group.size()
     torch.manual_seed(21 + group.rank())
     x = torch.randn(rows if kind == "row" else rows // size, 256 // size if kind == "row" else 128)
@@ -36,7 +36,8 @@ def _input(kind, group, rows=32):
 
 
 def _around(module):
-    """Replaces the layer's collectives by PyTorch's around it: gathers values, keeps them, and quantises them after the transfer."""
+    """Makes the module call PyTorch's collectives outside of its C++ layer: it then gathers high-precision values, keeps them, and quantises them
+    after the transfer. Returns the module."""
     module.__class__ = type("Around", (type(module),), {"_layer_moves_rows": False})
     return module
 
@@ -61,8 +62,8 @@ def _step(module, x, recipe=None, group=None):
 
 
 def case_results_are_those_of_collectives_around_the_layer(ranks):
-    """Results equal those of collectives around the layer bit for bit, in F32 and with every recipe, for three steps; with and without rows that
-    divide into whole scaling blocks."""
+    """Results equal those of _around() bit for bit, in F32 and with every recipe, for three steps; with numbers of rows that are
+    multiples of the scaling block and others."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         recipes = [(None, 32), (Float8CurrentScaling(), 32), (DelayedScaling(), 32), (Float8BlockScaling(), 128 * size), (Float8BlockScaling(), 32 * size)]
@@ -76,7 +77,8 @@ def case_results_are_those_of_collectives_around_the_layer(ranks):
 
 
 def case_scales_stay_with_their_rank(ranks):
-    """If delayed scaling's amaxes are local to a rank, values travel instead of codes, since the ranks' codes would have different scales."""
+    """If delayed scaling's amaxes are local to a rank, high-precision values are transferred instead of FP8 codes, since the ranks' codes would have
+    different scales."""
     for size in ranks.degrees():
         group, own = ranks.groups[size], ranks.groups[1]
         for kind in ("column", "row"):
@@ -90,7 +92,7 @@ def case_scales_stay_with_their_rank(ranks):
 
 
 def case_codes_travel(ranks):
-    """Counts a rank's bytes of all-gathers in a BF16 forward and backward with the same input: the codes twice, and scales."""
+    """Counts a rank's bytes of all-gathers in a BF16 forward and backward with the same input: the FP8 codes are gathered twice, and their scales."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         for kind, recipe, forward, backward in (
@@ -149,7 +151,8 @@ def case_a_rank_keeps_its_codes(ranks):
 
 
 def case_gathers_that_nobody_needs(ranks):
-    """The backward of a frozen weight gathers no input, and a forward in eval mode keeps none; the gradient of x is scattered nevertheless."""
+    """The backward of a layer with a frozen weight gathers no input, and a forward in eval mode keeps no input; the gradient of x is reduce-scattered
+    nevertheless."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         for recipe in (None, Float8CurrentScaling()):
@@ -175,8 +178,8 @@ def _products():
 
 
 def case_gradients_that_nobody_wants(ranks):
-    """A layer whose input needs no gradient computes none and calls no collective for it, divided or not; its parameters' gradients stay the same. A
-    norm before a product makes the product's input need a gradient, unless the norm is frozen."""
+    """A layer whose input needs no gradient computes no input gradient and calls no collective for it, sharded or not; its parameters' gradients stay
+    the same. A norm before a product makes the product's input need a gradient, unless the norm is frozen."""
     for size in ranks.degrees():
         for sp in (False, True):
             for kind, products in (("column", 1), ("row", 1), ("norm", 1), ("mlp", 3)):
@@ -240,8 +243,8 @@ def case_recomputed_and_delayed(ranks):
 
 
 def case_collectives_run_beside_products(ranks):
-    """In a backward the input's all-gather starts before the data gradient's product, whose reduction starts before the weight gradient's product;
-    each is waited for only when it is read."""
+    """In a backward the input's all-gather starts before the GEMM of the data gradient, and the reduce-scatter of the data gradient starts before the
+    GEMM of the weight gradient; a transfer is waited for only when its result is read."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         for kind in ("column", "mlp"):

@@ -130,13 +130,13 @@ def case_one_reduction_of_amaxes_in_each_direction(ranks):
             assert len(largest) == 2, largest
             with te.autocast(recipe=Float8CurrentScaling()):
                 part(text, text).backward()
-            # Under current scaling the ranks reduce one amax for each input of a column-parallel product and each gradient of a row-parallel one, in
-            # two layers.
+            # Under current scaling the ranks reduce one amax for each input of a column-parallel Linear and each output gradient of a row-parallel
+            # one, in two layers.
             assert largest[2:] == [1] * 8, largest
 
 
 def case_a_gathered_input_is_quantised_as_the_whole(ranks):
-    """Under current scaling the scale is that of all rows, although a rank's own amax is smaller."""
+    """Under current scaling a gathered input is quantised with the scale of all rows, although a rank's own amax is smaller."""
     for size in ranks.degrees():
         group = ranks.groups[size]
         rank = group.rank()
@@ -145,7 +145,7 @@ def case_a_gathered_input_is_quantised_as_the_whole(ranks):
         x = torch.randn(16, 32)
         x[:16 // size] *= 100
         with te.autocast(recipe=Float8CurrentScaling()):
-            # The weight's scale comes from the rank's own rows, as in Transformer Engine; one large row in each part makes the scales equal.
+            # The weight's scale comes from the rank's own rows, as in Transformer Engine; one large row in each shard makes the scales equal.
             for module in (whole, part):
                 module.weight.data[::32 // size] = 3
             want, got = whole(x), part(x.chunk(size)[rank])

@@ -24,7 +24,7 @@ def values(rank):
 
 
 def exchanged():
-    """Returns by function and form: (received values, expected values)."""
+    """Returns {collective and form of the call: (received values, expected values)}."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     every = [values(r) for r in range(ranks)]
     total, largest = sum(every), torch.stack(every).amax(0)
@@ -107,11 +107,11 @@ def called_as_ops():
 
 
 def seen():
-    """Returns what explain, usage and a trace report about collectives."""
+    """Returns the reports of explain, usage and a trace about collectives."""
     x = torch.ones(3)
     explained = te_fl.explain("all_reduce", input=x, output=x, comm=communicator.of(None, CPU))
     te_fl.reset_usage()
-    path = f"{sys.argv[3]}.trace.{dist.get_rank()}"  # beside the ranks' store, which exists until they have ended
+    path = f"{sys.argv[3]}.trace.{dist.get_rank()}"  # in the folder of the ranks' store, which exists until they have ended
     with environment(TE_FL_TRACE=path):
         collectives.all_reduce(x)
         collectives.broadcast(x, 0)
@@ -167,7 +167,7 @@ def ended():
 
 
 def own_errors():
-    """Returns torch.distributed's error if the other rank does not arrive: its type, and what it says about the call."""
+    """Returns torch.distributed's error if the other rank does not arrive: its type, and its text about the call."""
     group = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=1))
     collectives.barrier(group)
     if dist.get_rank() == 1:
@@ -179,7 +179,7 @@ def own_errors():
 
 
 def compared():
-    """With TE_FL_VALIDATE=1, returns the results of equal calls, other shapes, other ops, and a rank that does not arrive."""
+    """With TE_FL_VALIDATE=1, returns the results of equal calls, and the errors if ranks differ in shape or op and if a rank does not call."""
     rank, ranks = dist.get_rank(), list(range(dist.get_world_size()))
     results = []
     with environment(TE_FL_VALIDATE="1", TE_FL_COMM_TIMEOUT_MS="1000"):

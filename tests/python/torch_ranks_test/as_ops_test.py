@@ -1,4 +1,4 @@
-"""Tests collectives of te_fl.pytorch as ops of te-fl over two ranks: values, usage and traces, policy, errors, and TE_FL_VALIDATE."""
+"""Tests collectives of te_fl.pytorch called as ops of te-fl over two ranks: values, usage and traces, policy, errors, and TE_FL_VALIDATE."""
 
 import unittest
 

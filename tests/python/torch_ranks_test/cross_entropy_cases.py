@@ -21,7 +21,7 @@ def of(logits, targets, grad, **options):
 
 
 def losses():
-    """Returns by case: (loss, this rank's gradient) of the divided vocabulary, and PyTorch's in FP64; and the collectives of a call."""
+    """Returns by case: (loss, this rank's gradient) of the sharded vocabulary, and PyTorch's in FP64; and the collectives of a call."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
     whole = 4 * torch.randn(*SHAPE, VOCABULARY)

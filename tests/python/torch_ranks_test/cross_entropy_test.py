@@ -1,4 +1,4 @@
-"""Tests parallel_cross_entropy() of a vocabulary divided over two ranks against PyTorch's with the whole vocabulary in FP64."""
+"""Tests parallel_cross_entropy() of a vocabulary sharded over two ranks against PyTorch's cross-entropy of the unsharded vocabulary in FP64."""
 
 import unittest
 

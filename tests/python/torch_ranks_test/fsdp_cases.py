@@ -111,7 +111,7 @@ def scales(model):
 
 
 def losses():
-    """Returns by recipe and kind of weights: losses of 50 steps without and with sharding, and the scales after them."""
+    """Returns {recipe and kind of weights: (losses of 50 steps without sharding, with sharding, scales after them)}."""
     results = {}
     for name, codes in (("delayed", True), ("current", True), ("block", True), ("delayed", False)):
         recipe = RECIPES[name]
@@ -121,7 +121,7 @@ def losses():
 
 
 def codes_of_all(p):
-    """Gathers the bytes of a weight's codes and scales from the shards of all ranks."""
+    """Returns the bytes of an FP8 weight's codes and scales, gathered from the shards of all ranks."""
     held = local(p)
     codes = held._codes
     parts = [None] * dist.get_world_size()
@@ -253,15 +253,15 @@ def divided_blocks():
 
 
 def folder():
-    """Makes a new folder and tells all ranks its name."""
+    """Makes a new folder on one rank; returns its name on all ranks."""
     names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(names)
     return names[0]
 
 
 def checkpoints():
-    """Returns by recipe whether codes saved at two ranks are equal when loaded at two ranks and at one, and those of one rank at two; and the steps
-    afterwards."""
+    """Returns by recipe whether codes saved at two ranks are equal when loaded at two ranks and at one, whether codes saved at one rank are equal
+    when loaded at two, and whether the following steps are equal."""
     results = {}
     for name in ("delayed", "current", "block"):
         recipe = RECIPES[name]

@@ -61,7 +61,7 @@ def exchange():
 
 
 def recomputed():
-    """Returns by case: whether a checkpoint that divides its saved input over the ranks gives the gradients of a run without checkpoint, the number
+    """Returns by case: whether a checkpoint that shards its saved input over the ranks gives the gradients of a run without checkpoint, the number
     of all-gathers, and whether the whole input stayed in memory."""
     results = {}
     for name, recipe, shape in (("F32", None, (8, 2, 64)), ("odd", None, (3, 1, 7)), ("delayed", DelayedScaling(), (8, 2, 64)),
@@ -100,7 +100,7 @@ def recomputed():
 
 
 def no_groups():
-    """Returns the error for each wrong value in place of a process group, and for each function that takes a group."""
+    """Returns the errors: for each wrong value passed as a process group, and for each function that takes a group."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     wrong = {"mesh": mesh, "tensor": distribute_tensor(torch.ones(2), mesh, [Replicate()]),
              "others": [dist.new_group([0]), dist.new_group([1])][1 - dist.get_rank()]}

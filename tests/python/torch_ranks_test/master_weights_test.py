@@ -1,5 +1,5 @@
-"""Tests master weights that are divided over ranks and cast to FP8 weights that every rank holds whole: equal bit for bit to a cast of the whole
-weight."""
+"""Tests master weights that are sharded over ranks and cast to FP8 weights of which every rank holds all elements: equal bit for bit to a cast of the
+unsharded weight."""
 
 import unittest
 

@@ -66,8 +66,8 @@ def destroyed_group():
 
 
 def groups_that_stay():
-    """Returns by use whether a group outlives its destruction and the layers that used it; and the error of a backward that runs after the group of
-    its amaxes was freed."""
+    """Returns for each use of a group whether the group object stays alive after destroy_process_group() and after the layers that used it were
+    freed; and the error of a backward that runs after the group of its amaxes was freed."""
     group = ()
 
     def used(kind):
@@ -128,8 +128,8 @@ ENDS = (lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: os._exit(3), lambd
 
 
 def ended():
-    """Each rank from 1 on ends in its way of ENDS after a collective with rank 0. Returns rank 0's error of the next collective, with notes, and the
-    rank's process."""
+    """Each rank from 1 on ends in its own way (listed in ENDS) after a collective with rank 0. Returns rank 0's error of the next collective, with
+    notes, and the rank's process."""
     groups, own, found = [dist.new_group([0, 1 + i]) for i in range(len(ENDS))], dist.get_rank(), []
     pids = processes()
     for i, group in enumerate(groups):

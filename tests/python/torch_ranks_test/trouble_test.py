@@ -1,4 +1,5 @@
-"""Tests that amaxes of two ranks need the fewest collectives; and groups that were destroyed, forked, used by non-members, or whose ranks fail."""
+"""Tests that two ranks reduce their amaxes in the fewest collectives. Tests groups that were destroyed, forked, used by non-members, or whose ranks
+fail."""
 
 import os
 import signal
@@ -44,7 +45,7 @@ class Trouble(unittest.TestCase):
             for name, (kind, text) in found.items():
                 self.assertRegex(text, rf"number \d+, {name.split()[0]} of float32\[.*as rank {rank} of 2", name)
                 self.assertIn("the network is gone", text, name)
-                # A layer whose collectives are called around it raises PyTorch's own error, with a note.
+                # If Python calls the collectives for a layer, the layer raises PyTorch's own error, with a note.
                 self.assertEqual(kind, "RuntimeError" if name == "all_reduce of a layer" else "CommFailed", (name, text))
                 self.assertEqual(text.count("COMM_FAILED"), int(kind == "CommFailed"), text)
 
@@ -86,7 +87,7 @@ class Trouble(unittest.TestCase):
             self.assertRegex("\n".join(notes), rf"as rank 0 of 2 in group '.+'; {who} has ended \(its process {process} is gone\)$")
 
     def test_a_store_that_is_gone(self):
-        """Tests a store whose server, rank 0's process, has ended; and a process id that another process has by now."""
+        """Tests a store whose server, rank 0's process, has ended; and a process id that another process has got since then."""
         gone = subprocess.Popen(["true"])
         here, own = ended_ranks._machine(), os.getpid()
         gone.wait()

@@ -51,7 +51,7 @@ class Copies(State):
         self.same(step(copy.deepcopy(module), device, recipe), step(module, device, recipe))
 
     def test_copies_that_share_parts(self):
-        """copy.copy() of a layer shares its submodules, and both layers follow attributes that are set on them."""
+        """copy.copy() of a layer shares its submodules, and an attribute set on a shared submodule takes effect in both layers."""
         for device in DEVICES:
             layer = randomise(MODULES["TransformerLayer"](device=device))
             other, x = copy.copy(layer), input_of(device).detach()

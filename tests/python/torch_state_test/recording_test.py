@@ -20,7 +20,7 @@ def on_device(*shape, **options):
 
 
 class Recording(unittest.TestCase):
-    """Amaxes set their module's scales, whichever of its C++ layers a call used."""
+    """A module may have several C++ layers; amaxes update the module's scales, whichever C++ layer a call used."""
 
     LATEST = DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")
 

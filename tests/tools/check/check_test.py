@@ -95,8 +95,8 @@ def check(plugin, *options):
 
 def of(name):
     options = ["--impl", "vendor.wrong." + name, "--time-limit", "1" if name.startswith("hangs") else "30"]
-    # Lists the checks to run: all of them for a right implementation and for a lifecycle fault, otherwise only the check that finds the fault. The
-    # reports of one_element are compared as a whole.
+    # Selects the checks to run: all for a correct implementation and for a lifecycle fault, otherwise only the check that finds the fault. Also all
+    # for one_element, whose whole reports a test compares, and for beyond_million.
     if name in RIGHT or CAUGHT[name][0] == "lifecycle":
         part = ["--quick"]
     elif name in ("hangs_at_128", "beyond_310000"):
@@ -297,7 +297,8 @@ class Catches(unittest.TestCase):
         self.assertIn(found["message"], again.stdout)
 
     def test_drawn_attention_shapes(self):
-        # The implementation is wrong for odd head sizes under causal masks. The table of cases has none; a randomly drawn case finds the fault.
+        # The implementation is wrong for odd head sizes under causal masks. No fixed conformance case has such a shape; a randomly drawn case finds
+        # the fault.
         options = ["--impl", "vendor.wrong.attention_odd_heads", "--case", "fused_attn_fwd/fuzz/", "--seed", "9"]
         code, text, files = check(WRONG, *options)
         self.assertEqual(code, 1, text)

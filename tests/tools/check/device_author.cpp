@@ -11,7 +11,7 @@ namespace {
 
 namespace b = te_fl::backend;
 
-// ---- the device: synchronous; its memory is host memory that it declares to be device memory
+// ---- the device: executes work synchronously, and declares host memory to be device memory
 
 te_fl_status allocate(void*, const te_fl_memory_desc* memory, void** out,
                       const te_fl_error_sink* errors) {

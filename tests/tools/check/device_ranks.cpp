@@ -16,7 +16,7 @@ struct Stream {
 };
 int g_devices[] = {0, 1};
 
-// Every function of a device refuses a stream of another device.
+// Called by every function of a device: refuses a stream of another device.
 te_fl_status check_stream(void* self, void* stream, const te_fl_error_sink* errors) {
   if (stream == nullptr || static_cast<Stream*>(stream)->device == *static_cast<int*>(self))
     return TE_FL_OK;

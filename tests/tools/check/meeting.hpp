@@ -1,4 +1,4 @@
-// Collectives among ranks that are threads of one process. The ranks find each other through a
+// A broadcast among ranks that are threads of one process. The ranks find each other through a
 // global map.
 #pragma once
 
@@ -23,12 +23,13 @@ struct Meeting {
   std::mutex mutex;
   std::condition_variable changed;
   const void* data = nullptr;  // memory of the root, set when the root has arrived
-  // ranks that arrived at this broadcast; number of finished broadcasts
+  // came: number of ranks that arrived at this broadcast; done: number of finished broadcasts
   int came = 0, done = 0;
 };
 
 inline std::mutex g_mutex;
-inline std::map<std::string, std::weak_ptr<Meeting>> g_meetings;  // key: the id that rank 0 drew
+inline std::map<std::string, std::weak_ptr<Meeting>> g_meetings;  // key: the communicator's unique
+                                                                  // id, which rank 0 drew
 
 struct Comm {
   std::shared_ptr<Meeting> meeting;

@@ -79,8 +79,8 @@ inline void plain_attention_supports(const te_fl_context&, const te_fl_fused_att
     backend::invalid("a padding mask needs cu_seqlens_q and cu_seqlens_kv");
 }
 
-// no_odd_tail is the fault: under a causal mask the products of a head are summed in pairs, and the
-// last product of an odd head size is omitted.
+// no_odd_tail selects the fault: under a causal mask the dot product q.k is summed in pairs of
+// elements, and the last element of an odd head size is omitted.
 template <bool no_odd_tail>
 void plain_attention(const te_fl_context&, const te_fl_fused_attn_fwd_args& a) {
   const AttentionView t{a};

@@ -27,7 +27,7 @@ enum class Fault {  // the enumerator's value is the device's index
   kEarlyFree,    // freed memory is overwritten before the stream reaches the free
   kEventHost,    // synchronize_event() returns at once
   kEventStream,  // wait_event() does nothing
-  kFirstMark,    // a second record of an event keeps the first record's position
+  kFirstMark,    // a second record of an event keeps the first record's position in the stream
   kFillHangs,
   kCopyCrashes,
   kCapturing,    // reports every stream as being captured

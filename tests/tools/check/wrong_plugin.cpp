@@ -49,7 +49,7 @@ void one_element(const ReluCall& c) {
 }
 // Wrong in the last element of large tensors, as a kernel with a grid of whole blocks may be.
 void beyond_310000(const ReluCall& c) { relu(c.x, c.y, c.n > 310000 ? c.n - 1 : c.n); }
-// Wrong only at a size that te-fl bench has and te-fl check's table has not.
+// Wrong only for sizes that te-fl bench uses and te-fl check's conformance cases do not.
 void beyond_million(const ReluCall& c) { relu(c.x, c.y, c.n > 1000000 ? c.n - 2 : c.n); }
 void no_nan(const ReluCall& c) {
   for (int64_t i = 0; i < c.n; ++i) c.y[i] = std::isnan(c.x[i]) ? 0 : std::max(c.x[i], 0.0f);
@@ -85,7 +85,8 @@ void hangs(const ReluCall& c) {
   if (c.n == 17) std::abort();
   relu(c.x, c.y, c.n);
 }
-// Hangs for several rows of whole vectors, as a specialised kernel for such shapes may.
+// Hangs for tensors of several rows whose width is a multiple of the vector length, as a
+// specialised kernel for such shapes may.
 void hangs_at_128(const ReluCall& c) {
   while (c.rows > 3 && c.columns == 128) std::this_thread::sleep_for(std::chrono::seconds(1));
   relu(c.x, c.y, c.n);
@@ -105,7 +106,7 @@ void leaks(const ReluCall& c) {
   kept = std::malloc(48);
   relu(c.x, c.y, c.n);
 }
-// Wrong from some call on, as if each call leaked a limited resource.
+// Wrong from a certain call on, as if each call leaked a limited resource.
 void wrong_later(const ReluCall& c) {
   static std::atomic<int> calls{0};
   relu(c.x, c.y, c.n);
@@ -231,10 +232,12 @@ enum class Far {
   kLeak,
   kLateFailure,
   kLeakingDevice,
-  kReadsPast,    // a read past the end goes into a maximum, which ignores NaN
-  kReadsBefore,  // a read before the start is multiplied by zero, so only NaN shows it
-  kReadsBits,    // a read changes the result within its tolerance
-  kWritesFar     // writes beyond the end, past the guard bytes that a buffer has itself
+  kReadsPast,    // an element past the end is read and enters a maximum, which ignores NaN
+  kReadsBefore,  // an element before the start is read and multiplied by zero, so only a NaN there
+                 // changes the result
+  kReadsBits,    // an element outside the tensor is read and changes the result by less than the
+                 // tolerance
+  kWritesFar     // writes so far beyond the end that the write misses the buffer's own guard bytes
 };
 void relu_of(Far kind, const float* x, float* y, int64_t n) {
   relu(x, y, n);

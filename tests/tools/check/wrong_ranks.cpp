@@ -1,6 +1,6 @@
-// A provider of collectives that claims to serve ranks in separate processes as well as threads.
-// Its ranks find each other in memory of one process, so it is correct among threads and wrong
-// among processes.
+// A provider of collectives that claims to support ranks in separate processes as well as ranks
+// that are threads. Its ranks find each other in memory of one process, so it is correct among
+// threads and wrong among processes.
 #include <cstdlib>
 #include <string_view>
 #include <vector>

@@ -12,7 +12,7 @@ import tempfile
 import unittest
 
 TE_FL, ONE_CALL, FAR = (sys.argv.pop(1) for _ in range(3))
-os.environ["TE_FL_PLUGIN_PATH"] = ""  # ignores the plugins beside libte_fl in the build tree
+os.environ["TE_FL_PLUGIN_PATH"] = ""  # ignores the plugins next to libte_fl in the build tree
 
 
 def run(*arguments, **env):
@@ -63,7 +63,7 @@ class Commands(unittest.TestCase):
         self.assertEqual({p["name"]: p["comms"] for p in data["plugins"]}["reference"], ["threads"])
         self.assertRegex(text, r"\n +reference .* threads ")
         self.assertEqual(data["devices"][0]["device"], "cpu")
-        self.assertIsNone(data["devices"][0]["copy_bandwidth"])  # te-fl does not measure the host's copy bandwidth
+        self.assertIsNone(data["devices"][0]["copy_bandwidth"])  # te-fl info does not measure the host's copy bandwidth
         self.assertEqual(data["staging"], {"strict": False, "max_bytes": None})
         self.assertIn("copies, of any size", text)
         self.assertIn("up to 4096 bytes a call", self.ok("info", TE_FL_MAX_STAGED_BYTES="4096"))
@@ -303,7 +303,7 @@ class Commands(unittest.TestCase):
         self.assertNotIn(b"\033[", terminal("info", NO_COLOR="1"))
 
     def test_json_is_utf8_whatever_it_is_about(self):
-        """Variables and paths are bytes; invalid UTF-8 becomes U+FFFD in the JSON output."""
+        """Environment variables and paths may hold any bytes; invalid UTF-8 becomes U+FFFD in the JSON output."""
         path = b"/absent/\xff/x"
         for command, env in ((("env", "--json"), {"TE_FL_TRACE": path}), (("doctor", "--json"), {"TE_FL_TRACE": path}),
                              (("info", "--fingerprint", "--json"), {"TE_FL_POLICY_FILE": path}),
@@ -433,7 +433,7 @@ class Commands(unittest.TestCase):
                 self.assertNotIn("TE_FL_VERIFY checked", result.stderr)
             shown = {v["name"]: v for v in json.loads(self.ok("env", "--json", **watched))}["TE_FL_TRACE"]
             self.assertEqual([shown["value"], shown["origin"]], [trace, "environment (TE_FL_TRACE)"])
-            # The doctor finds each setting that would stop a program.
+            # te-fl doctor finds each setting that would make a program's calls fail.
             self.fails(1, "is not a share of calls", "doctor", TE_FL_VERIFY="much")
             self.fails(1, os.path.join(folder, "none", "run.json"), "doctor", TE_FL_TRACE=os.path.join(folder, "none", "run.json"))
 
@@ -558,12 +558,12 @@ class Commands(unittest.TestCase):
         text = self.fails(2, "te-fl: /absent/x.so does not exist", "check", "/absent/x.so")
         self.assertIn("the library that the plugin was built to", text)
         self.fails(2, "te-fl: /tmp is a folder", "check", "/tmp")
-        self.fails(1, "is a text file", "check", __file__)  # the file can be read and is not a plugin
+        self.fails(1, "is a text file", "check", __file__)  # the file is readable but not a plugin
         self.fails(2, "is not a saved call", "replay", TE_FL)
         for kind, path in (("a folder", "/tmp"), ("a device", "/dev/null")):
             self.fails(2, f"{path} is {kind}", "replay", path)
             self.assertIn(kind, json.loads(run("replay", path, "--json").stdout)["error"]["message"])
-        # The command refuses the path before it times anything.
+        # te-fl tune refuses the output path before it times anything.
         self.fails(2, "cannot write /absent/policy.json (--out)", "tune", TE_FL, "--out", "/absent/policy.json")
 
     def test_every_command_has_help_of_its_own(self):
