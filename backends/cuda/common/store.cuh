@@ -210,8 +210,8 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
 
 // Collects the kernels' parameters.
 Quantised quantised(const te_fl_tensor& out, const float* noop, float inf_scale);
-// clear_scales() zeroes running_amax and scale_inv including its padding; for MXFP8 it leaves
-// scale_inv, whose padding the kernels zero. clear_amax() zeroes only running_amax.
+// clear_scales() zeroes q.amax and all scale_inv including their padding, except those of MXFP8,
+// whose padding the quantisation kernels zero. clear_amax() zeroes only q.amax.
 void clear_scales(const te_fl_context& ctx, const Quantised& q);
 void clear_amax(const te_fl_context& ctx, const Quantised& q);
 // Called for an output without elements: writes its scale_inv and amax.
