@@ -20,7 +20,7 @@ __device__ inline float fast_reciprocal(float x) {
   return r;
 }
 
-// Returns sigmoid(u), given t = -u log2(e). If 2^t overflows, it is infinite and the result is 0.
+// Returns sigmoid(u), given t = -u log2(e). If 2^t overflows to infinity, the result is 0.
 __device__ inline float sigmoid_of(float t) { return fast_reciprocal(1.0f + fast_exp2(t)); }
 __device__ inline float sigmoid(float x) { return sigmoid_of(-kLog2E * x); }
 
