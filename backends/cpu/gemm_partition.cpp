@@ -40,8 +40,7 @@ GemmPartition partition_gemm(int64_t m, int64_t n, int64_t k, int threads) {
     for (int64_t rows = std::min(grid, ceil_div(m, 8)); rows >= 1; --rows) {
       const GemmPartition candidate{rows, std::min(grid / rows, ceil_div(n, 16)), k_blocks};
       const double candidate_cost = cost(m, n, k, candidate);
-      if (candidate_cost <
-          best_cost * 0.97) {  // in a near tie, prefers not to split columns and sums
+      if (candidate_cost < best_cost * 0.97) {  // near ties prefer unsplit columns and sums
         best = candidate;
         best_cost = candidate_cost;
       }

@@ -12,7 +12,7 @@ namespace {
 
 using backend::Matrix;
 
-// Tiles contain whole blocks of every scaling mode.
+// Tile extents are multiples of the block extents of every scaling mode.
 constexpr int64_t kTileRows = 128;
 constexpr int64_t kTileCols = 2048;
 
