@@ -14,8 +14,9 @@ struct Dropping {
   int64_t rows, cols;  // extents of the logical matrix
   uint32_t threshold;
 
-  // The whole warp must call this. The shuffle tells the compiler that all lanes have the same key,
-  // so it keeps the round keys in uniform registers, which saves a third of the time.
+  // All lanes of the warp must call this constructor. The shuffle tells the compiler that all lanes
+  // have the same key, so it keeps the round keys in uniform registers, which saves a third of the
+  // time.
   __device__ explicit Dropping(const Attention& p)
       : key(numeric::philox_key(p.seed_address != nullptr ? *p.seed_address : p.seed)),
         base(p.rng_offset + (p.offset_address != nullptr ? *p.offset_address : 0)),

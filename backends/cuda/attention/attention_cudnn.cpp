@@ -376,7 +376,7 @@ te_fl_status run_with_state(void* self, const te_fl_context* ctx, const void* ra
   });
 }
 
-// Describes how cuDNN serves the call (te_fl_op_desc.describe).
+// Returns text that describes how cuDNN computes the call (for te_fl_op_desc.describe).
 template <class Args>
 std::string words_of(const te_fl_context& ctx, const Args& a) {
   const Cudnn* library = cudnn();

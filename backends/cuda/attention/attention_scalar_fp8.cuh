@@ -13,7 +13,7 @@ struct StagedCodes {
   Quantised q;
   int64_t count = 0;
   int ndim = 0;
-  int64_t shape[4] = {}, stride[4] = {};  // stride: of the row-wise codes, in elements
+  int64_t shape[4] = {}, stride[4] = {};  // stride: of the row-wise FP8 data, in elements
 
   __device__ int64_t offset(int64_t e) const {
     int64_t at = 0;

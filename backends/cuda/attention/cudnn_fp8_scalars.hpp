@@ -12,7 +12,8 @@ namespace te_fl::cuda {
 struct Fp8Scratch {
   float scale_p;     // scale of the FP8 probabilities
   float inverse_p;   // 1 / scale_p
-  float scale_ds;    // scale of (scores' scale * dS): gives the codes of dS under dp_quant's scale
+  float scale_ds;    // FP8 scale for (softmax scale * dS): the scale of dp_quant divided by the
+                     // softmax scale
   float inverse_ds;  // 1 / scale_ds
   float amax_p, amax_ds;
   float amax[3];  // of o, or of dq, dk, dv

@@ -13,8 +13,8 @@ template <class T>
 inline constexpr float kLargest = std::is_same_v<T, e4m3> ? 448.0f : 57344.0f;
 
 struct Quantised {
-  void* rows = nullptr;        // row-wise codes [M, K]
-  void* columns = nullptr;     // column-wise codes [K, M]; MXFP8: [M, K]
+  void* rows = nullptr;        // row-wise FP8 data [M, K]
+  void* columns = nullptr;     // column-wise FP8 data [K, M]; MXFP8: [M, K]
   float* scale_inv = nullptr;  // MXFP8: points to bytes instead
   float* column_scale_inv = nullptr;
   float* amax = nullptr;

@@ -71,7 +71,8 @@ __device__ inline void write_codes(void* codes, int64_t first, int n, const floa
 }
 
 // Writes MXFP8 from a tile in shared memory; each thread handles one block of 32 elements at a
-// time. Scales are padded to whole tiles, so this also clears the scales outside the matrix.
+// time. Scales are padded to a multiple of the tile, so this function also zeroes the scales
+// outside the matrix.
 __device__ inline void store_mxfp8_tile(const Quantised& q, const float* tile, int64_t row0,
                                         int64_t col0, int rows, int cols) {
   constexpr int kBlocks = kTile * (kTile / kMxfp8Block);

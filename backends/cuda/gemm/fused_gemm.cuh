@@ -24,7 +24,7 @@ struct FusedGemm {
   const bf16* bias = nullptr;  // [N], used by the forward; may be NULL
   const bf16* pre = nullptr;   // [M, N], input of the backward
   void* out = nullptr;         // [M, N]; may be NULL
-  uint8_t* out_t = nullptr;    // FP8 codes [N, M]; may be NULL
+  uint8_t* out_t = nullptr;    // FP8 data [N, M]; may be NULL
   const float* scale = nullptr;
   float* scale_inv = nullptr;    // of `out`; may be NULL
   float* scale_inv_t = nullptr;  // of `out_t`; may be NULL

@@ -9,7 +9,7 @@ constexpr int kRowWarps = kRowThreads / 32;
 
 struct RowwiseArgs {
   const void *x, *residual;
-  void *sum, *z;  // z: dtype of x, or codes
+  void *sum, *z;  // z: dtype of x, or FP8
   Source gamma, beta;
   float *mu, *rest, *rsigma, *amax;
   Quantised q;

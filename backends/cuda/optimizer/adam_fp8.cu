@@ -17,7 +17,7 @@ struct Item {
   const void* grads;
   void* params;
   float *m, *v, *master;    // master may be NULL
-  uint8_t *rows, *columns;  // codes; one of them may be NULL
+  uint8_t *rows, *columns;  // FP8 data; one of them may be NULL
   float *scale_inv, *column_scale_inv, *amax;
   const float* scale;
   int64_t row_count, col_count;

@@ -10,8 +10,8 @@ struct Decode {
   const void* scale_inv;
   uint32_t scaling;
   int64_t m, k;
-  bool columnwise;  // codes and scales are column-wise
-  bool transposed;  // codes and scales are those of the transposed matrix
+  bool columnwise;  // data and scales are column-wise
+  bool transposed;  // data and scales are those of the transposed matrix
   __device__ const uint8_t* mxfp8_scale(int64_t row, int64_t col) const {
     const auto* codes = static_cast<const uint8_t*>(scale_inv);
     return columnwise ? codes + row / kMxfp8Block * mxfp8_column_pitch(k) + col

@@ -35,7 +35,7 @@ size_t bgrad_workspace(const te_fl_context&, const te_fl_bgrad_quantize_args& ar
   return kStoreWorkspace + column_sums_bytes(matrix.rows, matrix.cols);
 }
 
-// ---- codes without scales
+// ---- conversion to FP8 without scales
 
 void cast_to_fp8(const te_fl_context& ctx, const te_fl_cast_to_fp8_args& args) {
   quantize_rows(ctx, *args.input, 0, BareCodes(args).tensor, nullptr);

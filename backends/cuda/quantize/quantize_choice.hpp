@@ -1,6 +1,6 @@
 // Chooses the kernels of the quantisation ops: pure functions of metadata, so tests run without a
-// GPU. run() and describe() both use them. choose_store() (common/store_choice.hpp) names the
-// kernels that write codes. The names are those that a profiler shows.
+// GPU. run() and describe() both use them. The kernels that write FP8 are chosen by choose_store()
+// (common/store_choice.hpp). Kernel names are those that a profiler shows.
 #pragma once
 
 #include <array>
@@ -175,7 +175,7 @@ inline CodesChoice choose_quantize(const te_fl_compute_amax_args& a) noexcept {
   return {true, "flat_amax_kernel", "memory for accesses of 16 bytes"};
 }
 
-inline constexpr int kDecodeRows = 64, kDecodeCols = 128;  // codes per block of decode_kernel
+inline constexpr int kDecodeRows = 64, kDecodeCols = 128;  // elements per block of decode_kernel
 
 inline CodesChoice choose_quantize(const te_fl_dequantize_args& a) noexcept {
   const backend::Matrix m = backend::as_matrix(*a.input);
