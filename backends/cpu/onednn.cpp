@@ -26,8 +26,7 @@ namespace te_fl::cpu {
 namespace {
 
 constexpr const char* kSoname = TE_FL_ONEDNN_SONAME;
-constexpr int64_t kSmall =
-    16;  // extent of the small GEMMs that initialise the library (see ready())
+constexpr int64_t kSmall = 16;  // extent of the small GEMMs of ready()
 
 void check(dnnl_status_t status, const char* what) {
   if (status == dnnl_success) return;

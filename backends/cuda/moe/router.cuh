@@ -12,8 +12,7 @@ namespace te_fl::cuda {
 
 constexpr int kMostExperts = 1024;  // 32 registers in each lane of a warp
 constexpr int kMostGroups = 512;    // their scores are in a block's shared memory
-constexpr int kFewChoices =
-    2;  // up to this many experts are chosen one by one, which is faster than a sort
+constexpr int kFewChoices = 2;      // up to this many experts are chosen one by one
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 struct RouterShape {

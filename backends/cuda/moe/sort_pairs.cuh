@@ -198,8 +198,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_pairs_kernel(PairIndices
       }
       const uint32_t row = starts[digit] + mine[digit] + __popc(peers & ((1u << lane) - 1));
       __syncwarp();
-      if (there && peers >> lane == 1u)
-        mine[digit] += __popc(peers);  // done by the last of these lanes
+      if (there && peers >> lane == 1u) mine[digit] += __popc(peers);  // by the last such lane
       if (there && last) out.put(pair, row);
       if (there && !last) to[row] = pair;
       __syncwarp();

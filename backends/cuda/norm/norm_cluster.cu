@@ -16,8 +16,7 @@ namespace {
 constexpr int kTileWarps = 8, kTileThreads = kTileWarps * 32;
 constexpr int kWarpRows = 4, kClusterTileRows = kTileWarps * kWarpRows;
 using norm_choice::kMostBlocks;
-constexpr int kColumnPieces =
-    kClusterTileRows / 16;  // 16-byte pieces of codes per column of a tile
+constexpr int kColumnPieces = kClusterTileRows / 16;  // 16-byte vectors of FP8 per tile column
 
 struct ClusterArgs {
   const void *x, *residual;

@@ -10,9 +10,8 @@ namespace te_fl::cuda {
 struct Adam {
   float lr, beta1, beta2, less1, less2, epsilon, weight_decay, correction1, correction2;
   bool l2, corrects;
-  const float*
-      lr_tensor;  // lr_tensor replaces lr, and step_tensor the bias corrections, unless NULL
-  const int64_t* step_tensor;
+  const float* lr_tensor;      // replaces lr unless NULL
+  const int64_t* step_tensor;  // its value determines the bias corrections, unless NULL
 
   // Replaces the learning rate and the corrections by the tensors' values. All threads of the block
   // must call it.

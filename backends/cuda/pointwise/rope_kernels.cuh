@@ -231,10 +231,7 @@ struct PackItem {
     if (place.item < pairs) {
       table = h.table;
       first = place.item * kGroup;
-      second =
-          first +
-          columns /
-              2;  // also correct for interleaved pairs, where each pack contains complete pairs
+      second = first + columns / 2;  // also for interleaved pairs: a pack has complete pairs
     } else {
       table = -1;
       const int at = place.item - pairs;

@@ -21,8 +21,7 @@ constexpr int64_t last_position(int64_t length, int64_t cp_size, int64_t cp_rank
 // A call's start positions and sequence lengths, and their limits.
 struct PositionRules {
   const int32_t* starts = nullptr;  // start positions by sequence; NULL: 0
-  const int32_t* cu =
-      nullptr;  // thd: cumulative lengths [batch + 1] of the sequences on all ranks; else NULL
+  const int32_t* cu = nullptr;      // thd: cumulative global lengths [batch + 1]; else NULL
   int64_t batch = 0;
   int64_t length = 0;  // without `cu`: tokens of each sequence on this rank
   int64_t tokens = 0;  // with `cu`: tokens of the input on this rank
