@@ -40,8 +40,8 @@ class CodesOutputs {
       : ctx_(ctx), scratch_(static_cast<char*>(scratch)) {}
 
   // Returns the memory that the kernels write for output `t`, which may have any dtype. Throws
-  // INVALID_ARGUMENT (clean: nothing is written) if `t` is quantised and lacks data, scale or amax
-  // that the call needs. Call it for all outputs before prepare().
+  // INVALID_ARGUMENT (clean: nothing has been written) if members of t.quant that the call needs
+  // are NULL. Call it for all outputs before prepare().
   HeadData heads(const te_fl_tensor& t, int32_t layout);
   // Returns the quantisation of P or dS, whose scale is that of `t`. `t` NULL: no quantisation.
   // `written`: the call also writes scale_inv and amax of `t`.

@@ -29,7 +29,7 @@ cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* 
 // Returns the device of a stream, or -1 if it is unknown. stream_capture_status() must have
 // succeeded for the stream. Returns -1 for a default stream, because it belongs to whichever device
 // is current. `likely`: the expected device, for which the look-up is fastest. Uses the stream's
-// context, because cuStreamGetDevice() invalidates a capture (CUDA 13.0).
+// context, because cuStreamGetDevice() ends a capture in progress (CUDA 13.0).
 int device_of_stream(cudaStream_t stream, int likely) noexcept;
 
 }  // namespace te_fl::cuda
