@@ -8,7 +8,8 @@
 namespace te_fl::cpu {
 namespace {
 
-// For elementwise ops: an unquantised output may be the input's memory, a quantised one may not.
+// Returns why an elementwise op does not support its tensors. An unquantised output may share the
+// input's memory; a quantised output may not.
 Refusal refuse_elementwise(const te_fl_tensor& input, const te_fl_tensor& output) {
   if (!dense(&input)) return kNotContiguous;
   const bool plain = backend::scaling(output) == TE_FL_SCALING_NONE;
@@ -83,8 +84,8 @@ Refusal refuse_gated(const Args& args) {
   return refuse_output(*args.output);
 }
 
-// Computes both gradients of a piece together and writes them to their halves, so the output may be
-// the input's memory.
+// Computes the gradients of both halves of the input together and writes each to its half of the
+// output, so the output may share the input's memory.
 template <class Args>
 void gated_gradient_in_pairs(Act act, GateOptions options, const Args& args) {
   const Loader grad(*args.grad), input(*args.input);
@@ -121,7 +122,7 @@ void gated_gradient(Act act, GateOptions options, const Args& args) {
   const int64_t half = backend::as_matrix(*args.grad).cols;
   const auto values = [&](const Piece& piece, float* out) {
     Chunk dy, a, b;
-    // A piece may start in the first half and end in the second.
+    // A piece (a range of columns) may start in the first half of the row and end in the second.
     for (int64_t done = 0; done < piece.n;) {
       const int64_t col = piece.col + done;
       const bool first = col < half;

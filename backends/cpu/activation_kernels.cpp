@@ -10,8 +10,8 @@
 HWY_BEFORE_NAMESPACE();
 namespace te_fl::cpu::HWY_NAMESPACE {
 
-// Each activation has Value(x) and Both(x, value, derivative). The sigmoid forms avoid cancellation
-// where the result is small: 0.5 (1 + tanh(u)) is computed as sigmoid(2 u).
+// Each activation has the functions Value(x) and Both(x, value, derivative). 0.5 (1 + tanh(u)) is
+// computed as sigmoid(2 u), which avoids cancellation where the result is small.
 
 struct Gelu {
   static constexpr float kTwoC = 2.0f * 0.7978845608f, kCubic = 0.044715f;
@@ -24,7 +24,7 @@ struct Gelu {
     // times 0 would be NaN.
     const VF x2 = hn::Min(hn::Mul(x, x), SetF(1e4f));
     const VF s = SigmoidOfNumber(Inner(x, x2));
-    // s'(u) = s(u) s(-u). s(-u) may be computed as 1 - s, which loses digits only where the term is
+    // s'(u) = s(u) s(-u). s(-u) is computed as 1 - s, which loses precision only where the term is
     // negligible.
     const VF slope = hn::MulAdd(x2, SetF(3.0f * kCubic * kTwoC), SetF(kTwoC));
     const VF tail = hn::Mul(hn::Sub(SetF(1.0f), s), slope);
@@ -128,7 +128,8 @@ void GatedBackward(const float* dy, const float* a, const float* b, int64_t n, f
   }
 }
 
-// min(x, limit) and clamp(x, -limit, limit), which keep NaN.
+// AtMost() returns min(x, limit); Within() returns clamp(x, -limit, limit). Both functions return
+// NaN for NaN.
 HWY_INLINE VF AtMost(VF x, VF limit) { return hn::IfThenElse(hn::Gt(x, limit), limit, x); }
 HWY_INLINE VF Within(VF x, VF limit) {
   const VF low = hn::Neg(limit);
@@ -164,8 +165,8 @@ void ClampedBackward(const GateOptions& clamp, const float* dy, const float* a, 
   }
 }
 
-// beta tanh(x / beta) and its derivative. Uses a power series where 1 - exp(-2 |u|) would lose
-// digits.
+// Computes beta tanh(u), with u = x / beta, and its derivative. Uses a power series where 1 -
+// exp(-2 |u|) would lose precision.
 HWY_INLINE void BoundedBoth(VF x, float beta, VF& value, VF& derivative) {
   const VF one = SetF(1.0f), most = SetF(100.0f);
   const VF u = hn::Max(hn::Min(hn::Div(x, SetF(beta)), most), hn::Neg(most)), u2 = hn::Mul(u, u);

@@ -1,5 +1,5 @@
 // Activations and their derivatives on FP32 buffers of n elements. Every buffer must be padded (see
-// convert.hpp). Buffers may be the same array.
+// convert.hpp). Inputs and outputs may be the same buffer.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@ namespace te_fl::cpu {
 
 enum class Act { kGelu, kQgelu, kRelu, kSrelu, kSilu, kSigmoid, kClamped, kSitu };
 
-// Parameters: limit, alpha and offset are for kClamped (op clamped_swiglu); beta1 and beta2 are for
-// kSitu (op situglu).
+// Parameters of gated activations: limit, alpha and offset are used by kClamped (op
+// clamped_swiglu), beta1 and beta2 by kSitu (op situglu).
 struct GateOptions {
   float limit = 0.0f;
   float alpha = 0.0f;

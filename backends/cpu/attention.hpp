@@ -20,10 +20,11 @@ void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a
 size_t attn_fwd_workspace(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a);
 size_t attn_bwd_workspace(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a);
 
-// Keys per tile. A tile of scores has 32 KiB.
+// Keys per tile. A tile of scores, kKeys x kQueries floats, has 32 KiB.
 inline constexpr int64_t kKeys = 128;
 
-// Calls with fewer multiplications stay on the calling thread.
+// A task of the thread pool has at least this many multiplications; smaller calls run on the
+// calling thread.
 inline constexpr int64_t kAttentionGrain = 1 << 18;
 
 constexpr int64_t tiles_of(int64_t n, int64_t tile) { return (n + tile - 1) / tile; }
@@ -47,8 +48,8 @@ class HeadRows {
     store_f32(dtype_, src, view_.dim, at(b, s, h));
   }
   void zero_all() const;
-  // Loads the same position of this tensor into x and of `other` into y, in chunks. Calls f(padded
-  // count) after each chunk.
+  // Loads one head at position s of sequence b in chunks: from this tensor into x, and from `other`
+  // into y. Calls f(padded chunk length) after each chunk.
   template <class F>
   void load_pieces(const HeadRows& other, int64_t b, int64_t s, int64_t h, float* x, float* y,
                    F&& f) const {
@@ -94,7 +95,7 @@ struct QueryTile {
 
   const backend::SequenceSpan& span;
   int64_t b, h, first, count;
-  int64_t cols;            // count rounded up to whole vectors
+  int64_t cols;            // `count` rounded up to a multiple of the vector length
   int64_t keys_begin = 0;  // range of keys that at least one query sees
   int64_t keys_end = 0;
   alignas(64) int32_t begin[kQueries];  // range of keys that each query sees
@@ -122,7 +123,7 @@ struct AttentionCall {
     float* factors = nullptr;
   };
   ScoreRules rules(const QueryTile& q, int64_t key, int64_t keys, const TileBuffers& buffers) const;
-  // NULL without dropout.
+  // Returns the factors in one of the buffers; NULL if the call has no dropout.
   const float* dropout_factors(const QueryTile& q, int64_t key, int64_t keys,
                                const TileBuffers& buffers) const;
   int64_t most_query_tiles() const;  // of one head, maximum over the sequences
@@ -131,7 +132,7 @@ struct AttentionCall {
 
 // Number of floats in TileBuffers.
 int64_t tile_buffer_floats(const backend::AttentionProblem& p);
-// Divides one slot's scratch into pieces that start on cache lines.
+// Divides one slot's scratch into buffers that start on cache lines.
 class Carver {
  public:
   explicit Carver(float* at) : at_(at) {}
@@ -161,7 +162,8 @@ class Scratch {
   float* data_;
 };
 
-// Number of tasks, out of `count`, that run concurrently. Each has its own scratch.
+// Returns the number of slots: how many of `count` tasks run concurrently. Each slot has its own
+// scratch.
 int64_t attention_slots(int64_t count, int64_t multiplications);
 
 // Runs f(slot, task) for every task. A free slot takes the next task in order.
@@ -173,13 +175,13 @@ void run_slots(int64_t slots, int64_t tasks, F&& f) {
   });
 }
 
-// Number of multiplications in one of the matrix products.
+// Returns the number of multiplications in one matrix product, such as Q K^T, of the call.
 inline int64_t attention_work(const backend::AttentionProblem& p) {
   const int64_t keys = p.thd ? (p.batch > 0 ? tiles_of(p.k.seqlen, p.batch) : 0) : p.seqlen_kv;
   return p.q.batch * p.q.seqlen * p.heads * keys * p.head_dim;
 }
 
-// True if there are neither queries nor keys. Then no scratch is needed.
+// True if the call has neither queries nor keys, and therefore needs no scratch.
 inline bool has_no_rows(const backend::AttentionProblem& p) {
   return p.q.batch * p.q.seqlen * p.heads == 0 && p.k.batch * p.k.seqlen * p.kv_heads == 0;
 }

@@ -1,7 +1,8 @@
-// The attention backward. A task processes one sequence, one key-value head, and every n-th tile of
-// keys (a "share"). For each tile of keys it visits all queries that see them, in all heads that
-// use the key-value head, so it completes dK and dV of the tile. dQ is accumulated in one FP32
-// buffer per share; a final pass adds the shares in order.
+// The attention backward. The tiles of keys of a sequence and key-value head are divided into n
+// "shares": share i has tiles i, i + n, and so on. A task processes one share. For each tile of
+// keys it visits all queries that see the tile, in all query heads that use the key-value head, so
+// it computes the final dK and dV of the tile. dQ is accumulated in one FP32 buffer per share; a
+// final pass adds these buffers in order.
 #include <cmath>
 
 #include "attention.hpp"
@@ -12,7 +13,7 @@ namespace {
 using backend::AttentionProblem;
 using backend::SequenceSpan;
 
-// The division of the work, derived from metadata only.
+// The division of the work and of the scratch, derived from metadata only.
 struct Division {
   explicit Division(const AttentionProblem& p) : d(padded(p.head_dim)), dv(padded(p.head_dim_v)) {
     const int64_t groups = p.batch * p.kv_heads;
@@ -102,7 +103,7 @@ class Backward {
   int64_t row(const SequenceSpan& s, int64_t b, int64_t h, int64_t i) const {
     return p_.thd ? (s.q_begin + i) * p_.heads + h : (b * p_.heads + h) * p_.seqlen_q + i;
   }
-  // Calls f(span, b, h, i) for every existing query row, on the pool.
+  // Calls f(span, b, h, i) for every query i of every head h and sequence b, on the thread pool.
   template <class F>
   void for_each_row(F&& f) {
     const int64_t heads = p_.batch * p_.heads;
@@ -117,7 +118,7 @@ class Backward {
         });
   }
 
-  // rowsum(dO O); 0 for rows that see no key.
+  // Computes delta = rowsum(dO O); 0 for queries that see no key.
   void compute_delta() {
     for_each_row([&](const SequenceSpan& s, int64_t b, int64_t h, int64_t i) {
       float& delta = delta_[row(s, b, h, i)];
@@ -173,7 +174,8 @@ class Backward {
     return s;
   }
 
-  // Processes one sequence, one key-value head, and every shares-th tile of keys.
+  // Processes one share of sequence b and key-value head g: the tiles of keys share_index,
+  // share_index + shares, and so on.
   void share(int64_t b, int64_t g, int64_t share_index, float* scratch) {
     const SequenceSpan& span = call_.spans[static_cast<size_t>(b)];
     const Buffers s = buffers(scratch);

@@ -9,7 +9,8 @@ using backend::AttentionProblem;
 using backend::SequenceSpan;
 
 int64_t slots_for(const AttentionProblem& p) {
-  // An upper bound over all sequence lengths, because workspace() must not read cu_seqlens.
+  // Uses an upper bound for all possible sequence lengths, because workspace() must not read
+  // cu_seqlens.
   const int64_t tiles = p.heads * (tiles_of(p.q.seqlen, kQueries) * p.q.batch + p.batch);
   return attention_slots(tiles, attention_work(p));
 }
@@ -113,7 +114,8 @@ class Forward {
     write_rows(t, state, o, rows);
   }
 
-  // The packed row of position s of sequence b (thd: of token s).
+  // Returns the index of the packed row of key-value head g at position s of sequence b (thd: of
+  // token s).
   int64_t packed_row(int64_t b, int64_t g, int64_t s) const {
     const int64_t sequence = call_.p.thd ? 0 : b;
     return (sequence * call_.p.kv_heads + g) * call_.p.k.seqlen + s;
@@ -145,8 +147,8 @@ class Forward {
       float factor = 0.0f, lse = -INFINITY;
       const bool no_key = t.keys_begin >= t.keys_end || (top == -INFINITY && sum == 0.0f);
       if (!no_key) {
-        // With a sink the denominator is sum e^top + e^sink. Both terms are scaled by the larger
-        // exponent.
+        // With a sink, the softmax denominator is sum * e^top + e^sink. Both terms are divided by
+        // e^max(top, sink) to avoid overflow.
         const float base = std::max(top, sink);
         const float shrink = std::exp(top - base);
         const float total = sum * shrink + std::exp(sink - base);

@@ -17,7 +17,7 @@ namespace te_fl::cpu::HWY_NAMESPACE {
 
 // ---- products
 
-// Keeps kRows x kVectors accumulators in registers.
+// Computes a block of C of kRows rows by kVectors vectors, whose accumulators stay in registers.
 template <int kRows, int kVectors>
 HWY_INLINE void Block(const TileProduct& t, const float* HWY_RESTRICT a,
                       const float* HWY_RESTRICT b, float* HWY_RESTRICT c) {
@@ -110,7 +110,7 @@ HWY_INLINE VF Tanh(VF x) {
   return hn::IfThenElse(hn::Eq(x, x), result, x);
 }
 
-// Applies the rules to columns [c, c + lanes) of a row of keys.
+// Applies ScoreRules to columns [c, c + lanes), one query per lane, of a row of scores.
 struct Rules {
   Rules(const ScoreRules& r, int64_t column) : rules(r), c(column) {
     if (r.begin != nullptr) {
@@ -245,7 +245,8 @@ void MultiplyTile(int64_t keys, int64_t cols, const float* factors, float* tile)
 
 // ---- dropout
 
-// Lane l receives word `k + shift[l]` of a stream that consists of two consecutive blocks.
+// Returns in lane l the random word k + shift[l] of the eight words of two consecutive Philox
+// blocks.
 HWY_INLINE VU Shifted(const VU words[8], int k, VU shift) {
   VU out = words[k];
   for (uint32_t s = 1; s < 4; ++s) {

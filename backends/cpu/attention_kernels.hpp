@@ -1,6 +1,6 @@
 // Kernels for one attention tile. A tile of scores is stored transposed, [keys, kQueries], with the
-// queries along the vector lanes. Row maxima and sums then need no reduction across lanes, and K
-// and V are read in their natural order, as the matrices whose elements are broadcast.
+// queries along the vector lanes. Maxima and sums over keys then need no reduction across lanes,
+// and the elements of K and V are read in memory order and broadcast to all lanes.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@ struct TileProduct {
 };
 void tile_product(const TileProduct& product);
 
-// The terms of a tile's scores, and which scores are hidden. The tile has `keys` rows from key
-// `first_key` and `cols` columns (a multiple of kPad).
+// The terms that are added to a tile's scores, and the masks that hide scores. The tile has `keys`
+// rows from key `first_key` and `cols` columns (a multiple of kPad).
 struct ScoreRules {
   int64_t first_key, keys, cols;
   const int32_t* begin;     // [kQueries]: a query sees keys [begin, end); NULL: all of the tile
@@ -53,7 +53,7 @@ void scale_columns(float* tile, int64_t rows, int64_t cols, const float* factor)
 
 // Backward: turns scores into the probabilities exp(score - lse).
 void probabilities(const ScoreRules& rules, const float* lse, float* scores);
-// d_p becomes p (dropout d_p - delta), then p becomes p times dropout.
+// Sets d_p to p * (dropout * d_p - delta), and then p to p * dropout.
 void score_gradients(int64_t keys, int64_t cols, const float* delta, const float* dropout, float* p,
                      float* d_p);
 

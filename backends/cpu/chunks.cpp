@@ -9,7 +9,7 @@
 namespace te_fl::cpu {
 namespace {
 
-// The input row of each output row; -1 past the last chunk.
+// Returns the input row of each output row; -1 for rows past the last chunk.
 std::vector<int32_t> sources_of(const te_fl_moe_sort_chunks_fwd_args& a, int64_t rows) {
   const Integers sizes(*a.split_sizes), order(*a.sorted_index);
   const int64_t count = backend::numel(*a.split_sizes);

@@ -232,7 +232,7 @@ void Fp8ToBf16(int dtype, const void* src, int64_t n, uint16_t* dst) {
                         : ToBf16<numeric::fp8e5m2>(src, n, dst);
 }
 
-// Four rounds that interleave row i with row i + 8 move byte (r, c) to (c, r).
+// Transposes 16 x 16 bytes in four rounds, each of which interleaves row i with row i + 8.
 #if HWY_TARGET != HWY_SCALAR
 HWY_INLINE void Transpose16x16(const uint8_t* src, int64_t src_stride, uint8_t* dst,
                                int64_t dst_stride) {
@@ -265,8 +265,8 @@ void TransposeBytes(const uint8_t* src, int64_t src_stride, int64_t rows, int64_
   for (; c + 16 <= cols; c += 16) {
     int64_t r = 0;
     for (; r + 64 <= rows; r += 64) {
-      // Writes whole cache lines of the destination, because lines far apart may map to the same
-      // cache set.
+      // Writes complete cache lines of the destination, because lines that are far apart may map to
+      // the same cache set.
       HWY_ALIGN uint8_t lines[16 * 64];
       for (int64_t part = 0; part < 64; part += 16) {
         Transpose16x16(src + (r + part) * src_stride + c, src_stride, lines + part, 64);

@@ -1,9 +1,9 @@
 // Converts elements to FP32 and back, chunk by chunk. Every kernel of this backend loads and stores
 // through these functions.
 //
-// Kernels work on FP32 buffers that fit in the L1 cache. A buffer must have room for its length
-// rounded up to kPad elements, so that kernels can process whole vectors. load_f32 clears the
-// padding.
+// Kernels work on FP32 buffers that fit in the L1 cache. A buffer must be "padded": it must have
+// room for its length rounded up to a multiple of kPad elements, so that kernels can process full
+// vectors. load_f32 sets the padding to 0.
 #pragma once
 
 #include <cstdint>
@@ -20,24 +20,26 @@ struct alignas(64) Chunk {
   float data[kChunk];
 };
 
-// `dtype`: a te_fl_dtype_index of F32, F16, BF16 or FP8 (loads codes). `dst` must be padded.
+// Converts n elements to FP32. `dtype`: te_fl_dtype_index of F32, F16, BF16 or FP8 (whose scale is
+// not applied). `dst` must be padded.
 void load_f32(int dtype, const void* src, int64_t n, float* dst);
-// Rounds once. `src` need not be padded. `stream`: uses non-temporal stores, for outputs larger
-// than the caches; the thread must then call store_fence() before other threads read the output.
+// Converts n FP32 elements to `dtype`, rounded once. `src` need not be padded. `stream`: uses
+// non-temporal stores, for outputs larger than the caches; the thread must then call store_fence()
+// before other threads read the output.
 void store_f32(int dtype, const float* src, int64_t n, void* dst, bool stream = false);
-// Writes the FP8 codes of src * scale. Returns the largest |src|, ignoring NaN. `stream` as for
-// store_f32().
+// Writes src * scale as FP8. Returns the largest |src|, ignoring NaN. `stream`: as in store_f32().
 float quantize_f32(int dtype, const float* src, int64_t n, float scale, void* dst,
                    bool stream = false);
 void store_fence();
-// True if an output of `bytes` bytes should be streamed, because it exceeds the last-level cache.
+// True if an output of `bytes` bytes exceeds the last-level cache, so that non-temporal stores
+// should be used.
 bool exceeds_cache(int64_t bytes);
 
-// x *= factor; acc += x. The buffers must be padded.
+// scale_f32() computes x *= factor; add_f32() computes acc += x. The buffers must be padded.
 void scale_f32(float* x, int64_t n, float factor);
 void add_f32(const float* x, int64_t n, float* acc);
 
-// The largest |src|, ignoring NaN.
+// Both functions return the largest |src|, ignoring NaN.
 float amax_f32(const float* src, int64_t n);
 float amax_of(int dtype, const void* src, int64_t n);
 
@@ -47,7 +49,8 @@ void add_to_sums(const float* src, int64_t n, double* sums);
 // Converts FP8 codes to BF16 bit patterns. Exact.
 void fp8_to_bf16(int dtype, const void* src, int64_t n, uint16_t* dst);
 
-// dst[c * dst_stride + r] = src[r * src_stride + c], for bytes. `stream` as for store_f32().
+// Transposes a matrix of bytes: dst[c * dst_stride + r] = src[r * src_stride + c]. `stream`: as in
+// store_f32().
 void transpose_bytes(const uint8_t* src, int64_t src_stride, int64_t rows, int64_t cols,
                      uint8_t* dst, int64_t dst_stride, bool stream = false);
 

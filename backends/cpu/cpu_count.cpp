@@ -43,8 +43,9 @@ int tighter(int a, int b) {
   return std::min(a, b);
 }
 
-// The tightest limit in root + path and all its parent directories up to root. In a container, the
-// host's path may not exist below root; then only root counts.
+// Returns the smallest limit that `read` finds in root + path and its parent directories up to
+// root. In a container, the host's path may not exist below root; then only the limit in root is
+// used.
 int tightest_on_path(const std::string& root, std::string path, int (*read)(const std::string&)) {
   int limit = read(root);
   while (path.size() > 1) {

@@ -8,9 +8,9 @@ namespace te_fl::cpu {
 // Number of CPUs in the calling thread's affinity mask; at least 1.
 int affinity_cpu_count();
 
-// Number of CPUs that the cgroup CPU quota grants (v2 cpu.max, v1 cpu.cfs_quota_us), rounded up:
-// the tightest quota of the process's group and its ancestors. 0 if there is no quota. Tests use
-// the two paths to supply a fake tree.
+// Returns the number of CPUs that the cgroup CPU quota (v2 cpu.max, v1 cpu.cfs_quota_us) allows,
+// rounded up: the smallest quota of the process's cgroup and its ancestors. Returns 0 if there is
+// no quota. The paths are parameters so that tests can supply a fake cgroup tree.
 int cgroup_cpu_limit(const std::string& cgroup_root = "/sys/fs/cgroup",
                      const std::string& self_cgroup = "/proc/self/cgroup");
 

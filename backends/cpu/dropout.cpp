@@ -20,8 +20,8 @@
 HWY_BEFORE_NAMESPACE();
 namespace te_fl::cpu::HWY_NAMESPACE {
 
-// x *= kept where the bit is set, else 0, even if x is NaN. x must be padded; `bits` has n
-// elements.
+// Multiplies x[i] by `kept` if bit i is set, else sets x[i] to 0, even if it is NaN. x must be
+// padded; `bits` has n bits.
 void DropByBits(const uint8_t* bits, float kept, int64_t n, float* x) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   const VF factor = SetF(kept);
@@ -48,8 +48,8 @@ namespace {
 
 HWY_EXPORT(DropByBits);
 
-// Stores x / (1 - p) for kept elements, else 0. Calls `make_bits(first, n)` for each chunk to
-// obtain the bits.
+// Writes in[i] / (1 - p) for kept elements and 0 for dropped ones. Calls make_bits(first, n) for
+// each chunk, which returns the mask bits of elements [first, first + n).
 template <class Bits>
 void drop(const te_fl_tensor& in, const te_fl_tensor& out, float p, Bits&& make_bits) {
   const int64_t n = backend::numel(in), bytes = element_bytes(in);

@@ -13,7 +13,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace te_fl::cpu::HWY_NAMESPACE {
 
-// The random words of 64 elements: those of 16 consecutive blocks.
+// The random words of 64 elements, which are the output of 16 consecutive Philox blocks.
 #if HWY_TARGET == HWY_SCALAR
 using Keys = PhiloxKey;
 using Words = uint32_t;

@@ -9,9 +9,9 @@ namespace te_fl::cpu {
 
 using backend::Refusal;
 
-// The descriptor of one op, which is run by `void F(const te_fl_context&, const Args&)`. Refuses:
-// `Refusal (const Args&)`, or nullptr if the op supports every call that the schema and the
-// constraints allow.
+// The descriptor of one op, which is run by `void F(const te_fl_context&, const Args&)`. Refuses: a
+// function `Refusal (const Args&)` that returns why a call is not supported, or nullptr if the op
+// supports every call that the schema and the constraints allow.
 template <class Args, auto F, auto Refuses = nullptr>
 te_fl_op_desc descriptor(const char* op_name) {
   te_fl_op_desc desc;

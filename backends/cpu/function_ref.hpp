@@ -1,5 +1,5 @@
-// A non-owning reference to a callable: two words, no allocation. Valid only during the call to
-// which it is passed.
+// A non-owning reference to a callable: two pointers, no allocation. As a parameter, it is valid
+// only during the call.
 #pragma once
 
 #include <memory>

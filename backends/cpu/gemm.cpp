@@ -1,6 +1,6 @@
-// generic_gemm and grouped_gemm. oneDNN computes the products on the pool, in BF16 if the operands
-// are exact in BF16, with FP32 sums. The epilogue is one pass over FP32 results, which are rounded
-// once.
+// generic_gemm and grouped_gemm. oneDNN computes the matrix products on the thread pool: in BF16 if
+// BF16 represents the operands exactly, else in FP32, with FP32 accumulation. The epilogue is one
+// pass over the FP32 results and rounds once.
 #include "te_fl/ops/gemm.h"
 
 #include <cmath>
@@ -61,18 +61,19 @@ size_t operand_bytes(const te_fl_tensor& t, bool bf16, bool may_be_f32) {
   return (static_cast<size_t>(backend::numel(t)) * bytes + 255) / 256 * 256;
 }
 
-// The dtype in which a product reads its operands, as far as metadata tell.
+// The dtype in which the GEMM reads its operands, as far as metadata determine it.
 struct OperandType {
   bool bf16;       // BF16 is possible
-  bool undecided;  // the block scales decide whether it is used
+  bool undecided;  // BF16 is used only if the block scales are powers of two, which is checked at
+                   // run time
 };
 OperandType operand_type(const Args& args) {
   const auto narrow = [](const te_fl_tensor& t) { return dtype_of(t) == TE_FL_BF16 || is_fp8(t); };
   return {narrow(*args.a) && narrow(*args.b), is_block_scaled(*args.a) || is_block_scaled(*args.b)};
 }
 
-// The workspace layout, from metadata. If block scales decide the dtype, it has room for the larger
-// one.
+// Returns the workspace layout, from metadata only. If the dtype depends on block scales, the
+// layout has room for the larger dtype.
 Layout layout(const Args& args) {
   const OperandType type = operand_type(args);
   Layout l;
@@ -178,7 +179,7 @@ void epilogue(const Args& args, const float* product) {
   sums.store(*args.d_sum);
 }
 
-// The sum of op(A) over K: over the rows of a transposed A, else over the columns.
+// Computes the bias gradient, the sum of op(A) over K.
 void bias_gradient(const Args& args, const StoredMatrix& a) {
   const int64_t bytes = is_fp8_dtype(a.dtype) ? 1 : a.dtype == TE_FL_F32 ? 4 : 2;
   ColumnSums sums(a.transposed ? a.cols : a.rows);
@@ -238,7 +239,7 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
                   .scratch_a = scratch,
                   .scratch_b = scratch + parts.a};
   product.k = product.a.transposed ? product.a.rows : product.a.cols;
-  // If K is 0, the operands' scales may never have been written, so 1 is used instead.
+  // If K is 0, the operands' scales may be uninitialised, so 1 is used instead.
   if (product.k == 0) product.a.factor = product.b.factor = 1.0f;
   const double alpha = static_cast<double>(args.alpha) * product.a.factor * product.b.factor;
   product.alpha = static_cast<float>(alpha);
@@ -263,7 +264,7 @@ std::string words_of(const te_fl_context&, const Args& args) {
   return "oneDNN's BF16 product" + rest + "the operands are exact in BF16";
 }
 
-// ---- groups: their products run one after the other
+// ---- grouped_gemm: the GEMMs of a group run one after the other
 
 Refusal refuse_group(const te_fl_grouped_gemm_args& args) {
   for (int64_t i = 0; i < args.a_count; ++i) {

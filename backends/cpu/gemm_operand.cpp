@@ -9,8 +9,8 @@
 namespace te_fl::cpu {
 namespace {
 
-// Calls f(index, n, scale) for pieces that cover all elements. The elements of a piece share a
-// scale; a piece has at most one chunk.
+// Calls f(index, n, scale) for ranges that cover all elements. The elements of a range share a
+// scale; a range has at most kChunk elements.
 template <class F>
 void for_each_run(const StoredMatrix& m, F&& f) {
   if (m.size() == 0) return;
@@ -96,8 +96,8 @@ bool is_exact_in_bf16(const StoredMatrix& m) {
   const bool square = m.scaling == TE_FL_SCALING_BLOCK_128X128;
   const int64_t count = square ? ceil_div(m.rows, 128) * round_up(ceil_div(m.cols, 128), 4)
                                : ceil_div(m.cols, 128) * round_up(m.rows, 4);
-  // A scale fits if it is a power of two that keeps every FP8 number in BF16's normal range, or 0
-  // as in the padding.
+  // A scale permits BF16 if it is a power of two that keeps every scaled FP8 number in BF16's
+  // normal range, or if it is 0, as in the padding.
   uint32_t fits = 1;
   for (int64_t i = 0; i < count; ++i) {
     const auto bits = std::bit_cast<uint32_t>(m.scales[i]);

@@ -5,8 +5,8 @@
 namespace te_fl::cpu {
 namespace {
 
-// Smaller blocks, in multiply-adds, are not worth waking a thread: this takes about 10 us on one
-// core.
+// Minimum size of a block in multiply-adds. This many take about 10 us on one core; for less work
+// it does not pay to wake a thread.
 constexpr double kSmallestBlock = 1 << 19;
 
 // Cost, in multiply-adds, of copying one element of A or B into a packed panel.
@@ -18,8 +18,8 @@ constexpr double kReduceCost = 40;
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
-// The cost of the largest block. Kernels work on tiles of at least 8 rows by 16 columns, and a
-// partly filled tile costs as much as a full one.
+// Returns the cost of the largest block in multiply-adds. Kernels work on tiles of at least 8 rows
+// by 16 columns, and a partly filled tile costs as much as a full one.
 double cost(int64_t m, int64_t n, int64_t k, const GemmPartition& p) {
   const auto rows = static_cast<double>(round_up(ceil_div(m, p.row_blocks), 8));
   const auto columns = static_cast<double>(round_up(ceil_div(n, p.column_blocks), 16));
@@ -40,7 +40,7 @@ GemmPartition partition_gemm(int64_t m, int64_t n, int64_t k, int threads) {
     for (int64_t rows = std::min(grid, ceil_div(m, 8)); rows >= 1; --rows) {
       const GemmPartition candidate{rows, std::min(grid / rows, ceil_div(n, 16)), k_blocks};
       const double candidate_cost = cost(m, n, k, candidate);
-      if (candidate_cost < best_cost * 0.97) {  // in a near tie, prefers whole rows and whole sums
+      if (candidate_cost < best_cost * 0.97) {  // near ties prefer unsplit columns and sums
         best = candidate;
         best_cost = candidate_cost;
       }

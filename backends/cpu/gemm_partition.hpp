@@ -1,4 +1,4 @@
-// Divides a matrix product into blocks of C and of the sum over k.
+// Divides a matrix product into blocks of rows and columns of C and ranges of k.
 #pragma once
 
 #include <cstdint>

@@ -5,10 +5,10 @@
 
 namespace te_fl::cpu {
 
-// The maximum of `so_far` and x; NaN if one of them is NaN.
+// Returns the maximum of `so_far` and all elements of x; NaN if any of these is NaN.
 float max_of(float so_far, const float* x, int64_t n);
-// The sum of exp(x - shift). `shift` must be finite and not less than any x, and no x may be NaN.
-// Terms below exp(-87) count as exp(-87).
+// Returns the sum of exp(x - shift). `shift` must be finite and not less than any x, and no x may
+// be NaN. Terms below exp(-87) are replaced by exp(-87).
 double sum_of_exp(const float* x, int64_t n, float shift);
 // out = g (exp(x - shift) - less). `out` may be x.
 void exp_gradient(const float* x, int64_t n, float shift, float less, float g, float* out);

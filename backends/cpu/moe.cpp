@@ -39,8 +39,8 @@ Range checked_experts(const te_fl_tensor& indices, int64_t num_experts) {
   return range;
 }
 
-// The pairs sorted by expert, then position. Uses a counting sort unless there are far more experts
-// than pairs.
+// Returns the (token, expert) pairs sorted by expert, then by position. Uses a counting sort unless
+// there are far more experts than pairs.
 std::vector<int32_t> sorted_pairs(const te_fl_tensor& indices, const Range& range) {
   const Integers experts(indices);
   const int64_t size = backend::numel(indices);
@@ -163,7 +163,7 @@ void moe_permute_by_mask_fwd(const te_fl_context&, const te_fl_moe_permute_by_ma
     const Loader load(*a.permuted_probs);
     Chunk probs;
     for (int64_t first = 0; first < rows;
-         first += kChunk) {  // a pair with probability 0 does not carry its token
+         first += kChunk) {  // a row whose probability is 0 becomes zeros
       const int64_t n = std::min(kChunk, rows - first);
       load(first, n, probs.data);
       for (int64_t i = 0; i < n; ++i) {

@@ -13,7 +13,8 @@ struct Moments {
   double sum = 0;      // sum of x - shift
   double squares = 0;  // sum of (x - shift)^2
 };
-// With a shift near the mean, a large common offset costs no precision.
+// Computes the sums of x - shift and (x - shift)^2. A shift near the mean keeps precision even if
+// the mean is large.
 Moments row_moments(const float* x, int64_t n, float shift);
 // z = (x - mean) rsigma g + beta. `beta` may be NULL; z may be x. mean + mean_rest is the mean in
 // higher precision.
@@ -24,8 +25,8 @@ struct NormSums {
   float d = 0.0f;   // sum of d = dz g
   float dn = 0.0f;  // sum of d n, n = (x - mean) rsigma
 };
-// The sums of one row. Also dgamma += dz n and, unless dbeta is NULL, dbeta += dz; both must be
-// padded.
+// Returns the sums of d and d n of one row. Also adds dz n to dgamma and, unless dbeta is NULL, dz
+// to dbeta; dgamma and dbeta must be padded.
 NormSums norm_sums(const float* dz, const float* x, const float* g, int64_t n, float mean,
                    float rsigma, float* dgamma, float* dbeta);
 // dx = rsigma (d - mean_d - n mean_dn), plus `add` unless it is NULL. dx may be dz.

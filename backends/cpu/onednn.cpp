@@ -26,7 +26,7 @@ namespace te_fl::cpu {
 namespace {
 
 constexpr const char* kSoname = TE_FL_ONEDNN_SONAME;
-constexpr int64_t kSmall = 16;  // extent of the products that initialise a kind of product
+constexpr int64_t kSmall = 16;  // extent of the small GEMMs of ready()
 
 void check(dnnl_status_t status, const char* what) {
   if (status == dnnl_success) return;
@@ -34,10 +34,10 @@ void check(dnnl_status_t status, const char* what) {
                            std::to_string(static_cast<int>(status)));
 }
 
-// Counts the threads inside the library. fork() and the end of the process wait until there are
-// none: a forked child would inherit locked mutexes whose owners do not exist there, and exit()
-// destroys the library's static objects, which a running product may use. A thread that wants to
-// enter during a fork waits for the fork's end; after exit has begun it is refused.
+// The number of threads inside the library. fork() and exit() wait until it is 0: a forked child
+// would inherit locked mutexes whose owners do not exist in the child, and exit() destroys the
+// library's static objects, which a running GEMM may use. A thread that calls the library during a
+// fork waits until the fork ends; after exit() has begun, the call fails.
 constinit std::atomic<int> inside{0};
 constinit thread_local int t_inside = 0;  // 1 only if a signal handler inside the library forks or
                                           // exits
@@ -78,12 +78,12 @@ class Inside {
   Inside& operator=(const Inside&) = delete;
 };
 
-// Held while the library is opened and generates code. fork() and the end of the process wait for
-// it, so that a child never inherits a half-opened library or the dynamic linker's lock.
+// Locked while the library is opened and generates code. fork() and exit() wait for this mutex, so
+// that a child never inherits a half-opened library or the dynamic linker's lock.
 std::mutex opening;
 constinit thread_local bool t_opening = false;
-// True once the thread that loaded te-fl has ended, which usually is the start of the process's
-// end.
+// True once the thread that loaded te-fl has ended. This is usually the main thread, so its end
+// usually means that the process is exiting.
 constinit std::atomic<bool> loader_ended{false};
 
 class Opening {
@@ -127,10 +127,10 @@ void before_exit() {
   close_gate(kEnded);
 }
 
-// exit() destroys the thread-local objects of its thread before it runs the atexit() handlers. This
-// object belongs to the thread that loads te-fl, usually the main thread. Its destructor waits
-// while another thread makes the library create static objects, and then registers before_exit()
-// after them.
+// exit() destroys the thread-local objects of its thread before it runs the atexit() handlers. An
+// EndOfLoader is a thread-local object of the thread that loads te-fl, usually the main thread. If
+// another thread is making the library create static objects, the destructor waits for it, and then
+// registers before_exit(), which therefore runs before these objects are destroyed.
 struct EndOfLoader {
   bool watches = false;
   ~EndOfLoader() {
@@ -143,9 +143,9 @@ struct EndOfLoader {
 thread_local EndOfLoader t_end;
 [[maybe_unused]] const bool end_watched = t_end.watches = true;
 
-// The library creates static objects when a kind of product runs for the first time. Calls
-// `product`, a small product of this kind, and registers before_exit() afterwards, so no product of
-// the program runs before that.
+// The library creates static objects when a kind of GEMM (dtype, transpositions, shape class, beta)
+// runs for the first time. On the first request for a kind, calls `product`, a small GEMM of this
+// kind, and then registers before_exit(), before the program's own GEMM runs.
 template <class Product>
 void ready(bool bf16, bool trans_a, bool trans_b, bool row, bool column, float beta,
            Product&& product) {
@@ -243,7 +243,7 @@ OneDnn::Api::Api(void* library) {
 
 namespace {
 
-// While it exists, this thread's calls use one OpenMP thread.
+// While an object of this class exists, oneDNN calls of this thread use one OpenMP thread.
 template <typename Api>
 class OneThread {
  public:
@@ -408,7 +408,8 @@ void OneDnn::prepare() {
     bf16_ = &products;
     has_bf16_ = true;
   } catch (const std::exception&) {
-    // This version of the library lacks BF16. Products then use FP32, which is only slower.
+    // This version of the library does not support BF16. GEMMs then use FP32, with the same results
+    // but slower.
   }
 }
 

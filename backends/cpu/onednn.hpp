@@ -21,12 +21,14 @@ class OneDnn {
   // True if instance() succeeds; otherwise `reason` receives the cause. Opens the library.
   static bool available(std::string* reason);
 
-  // True if bf16() runs at the processor's BF16 speed. Otherwise bf16() must not be called.
+  // True if the library and the processor support BF16 GEMMs natively. Otherwise bf16() must not be
+  // called.
   bool has_bf16() const { return has_bf16_; }
 
-  // C = alpha op(A) op(B) + beta C, row-major, on the calling thread. Dimensions must be positive
-  // and leading dimensions valid. C is not read if beta is 0. Thread-safe. fork() and the end of
-  // the process wait for the call. Throws std::runtime_error once the process is ending.
+  // Computes C = alpha op(A) op(B) + beta C, row-major, on the calling thread. Dimensions must be
+  // positive and leading dimensions valid. C is not read if beta is 0. Thread-safe. fork() and
+  // exit() in other threads wait until the call returns. Throws std::runtime_error after exit() has
+  // begun.
   void sgemm(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
              const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* c,
              int64_t ldc) const;
@@ -43,7 +45,7 @@ class OneDnn {
   OneDnn();
   void open();
   void prepare();
-  // sgemm() and bf16() for callers that already make fork() and the end of the process wait.
+  // Implementations of sgemm() and bf16(), for callers that already make fork() and exit() wait.
   void make_sgemm(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                   const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* c,
                   int64_t ldc) const;

@@ -1,5 +1,6 @@
-// Optimizers over lists of tensors. Threads share the elements of all tensors as if they were one
-// array. Norms add one partial sum per fixed block, so they do not depend on the number of threads.
+// Optimizers over lists of tensors. The elements of all tensors are divided among the threads as if
+// they were one array. Norms are computed from one partial sum per block of fixed size, so they do
+// not depend on the number of threads.
 #include "te_fl/ops/optimizer.h"
 
 #include <cmath>
@@ -115,7 +116,8 @@ struct SgdKernel {
   bool keeps_momentum, first_run, nesterov;
 };
 
-// `m` may be NULL without momentum.
+// Updates n parameters p with gradients g. `m` (the momentum buffer) may be NULL if there is no
+// momentum.
 void SgdUpdate(const SgdFactors& factors, const float* HWY_RESTRICT g, float* HWY_RESTRICT m,
                float* HWY_RESTRICT p, int64_t n) {
   const SgdKernel kernel(factors);
@@ -252,8 +254,8 @@ float lr_of(const Args& a) {
   return a.lr_tensor != nullptr ? *backend::data<const float>(*a.lr_tensor) : a.lr;
 }
 
-// Elements [first, first + n) of a tensor as FP32. FP32 tensors are accessed in place; others are
-// converted into a buffer, which store() writes back.
+// Accesses elements [first, first + n) of a tensor as FP32. FP32 tensors are accessed in place;
+// other dtypes are converted into a buffer, which store() writes back.
 class FloatRun {
  public:
   FloatRun(const te_fl_tensor& t, int64_t first, int64_t n, bool read = true)
@@ -380,7 +382,7 @@ void sgd(const te_fl_context&, const te_fl_multi_tensor_sgd_args& a) {
            n);
     p.store();
     if (a.param_copies_count != 0) {
-      // Copies the rounded parameter, so that equal dtypes give equal bits.
+      // Copies the rounded parameter, so that a copy of the same dtype has the same bits.
       FloatRun rounded(*a.params[t], first, n);
       const te_fl_tensor& copy = *a.param_copies[t];
       store_f32(dtype_of(copy), rounded.data(), n, FloatRun::element(copy, first));
@@ -455,7 +457,7 @@ std::vector<double> sums_of_squares(TensorList inputs, int64_t count) {
     partial[static_cast<size_t>(first_block[static_cast<size_t>(t)] + index)] = kernel(
         dtype_of(x), FloatRun::element(x, begin), std::min(kBlock, backend::numel(x) - begin));
   };
-  // A part computes the blocks that start in it.
+  // Each part of the joint array computes the blocks that start in it.
   Parts(joint.size(), kGrain).run([&](int64_t, int64_t begin, int64_t end) {
     joint.runs(begin, end, [&](int64_t t, int64_t first, int64_t n) {
       for (int64_t b = (first + kBlock - 1) / kBlock; b * kBlock < first + n; ++b) block(t, b);

@@ -16,7 +16,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace te_fl::cpu::HWY_NAMESPACE {
 
-// High and low halves of the 64-bit products a * m.
+// Computes the high and low halves of the 64-bit products a * m.
 HWY_INLINE void MulWide(VU a, uint32_t m, VU& high, VU& low) {
 #if HWY_TARGET == HWY_SCALAR
   const uint64_t product = uint64_t{hn::GetLane(a)} * m;
@@ -38,8 +38,8 @@ struct PhiloxKey {
   uint32_t high;
 };
 
-// Lane l of words[k] is word k of the block whose 64-bit counter is {counter_low, counter_high} of
-// lane l.
+// Computes one Philox block per lane: lane l of words[k] is word k of the block whose 64-bit
+// counter consists of lane l of counter_low and counter_high.
 HWY_INLINE void PhiloxBlocks(VU counter_low, VU counter_high, PhiloxKey key, VU words[4]) {
   VU c0 = counter_low, c1 = counter_high, c2 = hn::Zero(DU()), c3 = hn::Zero(DU());
   for (int round = 0; round < 10; ++round) {

@@ -1,5 +1,6 @@
 // The CPU backend: SIMD kernels on one thread pool, for host memory. It registers through the
-// plugin ABI like any other backend; te_fl_cpu_query replaces the exported symbol.
+// plugin ABI like any other backend, but is linked into the library, which calls te_fl_cpu_query()
+// instead of an exported symbol.
 #include <charconv>
 #include <cstring>
 #include <string>

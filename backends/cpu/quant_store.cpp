@@ -14,8 +14,8 @@ namespace {
 
 using backend::Matrix;
 
-// The maximum of non-negative values from several threads. Their bits have the same order as the
-// values.
+// The maximum of non-negative floats from several threads. It is kept as an integer, because the
+// bits of such floats have the same order as the floats.
 class AtomicMax {
  public:
   void raise(float value) {
@@ -30,7 +30,8 @@ class AtomicMax {
   std::atomic<uint32_t> bits_{0};
 };
 
-// Divides the matrix into pieces of one row each and calls f(piece) on the pool.
+// Divides the matrix into pieces, each of at most kChunk elements of one row, and calls f(piece) on
+// the thread pool.
 template <class F>
 void for_each_piece(Matrix matrix, ColumnSums* sums, F&& f) {
   const int64_t chunks = ceil_div(matrix.cols, kChunk);
@@ -54,7 +55,8 @@ void for_each_piece(Matrix matrix, ColumnSums* sums, F&& f) {
 
 using BeginRow = FunctionRef<void(int64_t row, int64_t part)>;
 
-// Like for_each_piece(), but keeps rows whole and calls begin_row for each of them first.
+// Like for_each_piece(), but one thread processes all pieces of a row, after it has called
+// begin_row for the row.
 template <class F>
 void for_each_piece_of_rows(Matrix matrix, const BeginRow& begin_row, F&& f) {
   const Parts parts(matrix.rows, grain_of_rows(matrix.cols));
@@ -122,12 +124,13 @@ class Store {
   }
 
  private:
-  // Extents of a tile of codes. The row pitch is one cache line more than a power of two, so that
-  // the rows map to different cache sets.
+  // Extents of a tile of FP8 data. The row pitch is a power of two plus one cache line, so that the
+  // rows map to different cache sets.
   static constexpr int64_t kTileRows = 64, kTileCols = 256, kTilePitch = kTileCols + 64;
   static constexpr int64_t kBlock = 128, kBlockTileCols = 256, kPitch = kBlockTileCols + 64;
 
-  // Returns the column sums to the first pass; later passes get nullptr.
+  // take_sums() returns options.sums, and take_rows() options.begin_row, in the first pass; in
+  // later passes they return nullptr.
   ColumnSums* take_sums() { return std::exchange(pending_sums_, nullptr); }
 
   const BeginRow* take_rows() { return std::exchange(pending_rows_, nullptr); }
@@ -137,7 +140,8 @@ class Store {
     return {1, matrix_.rows * matrix_.cols};
   }
 
-  // For flat pieces, row is 0 and col is the index.
+  // Produces all values piece by piece and calls f(piece, values). With options.flat, a piece has
+  // row 0 and its element index as col.
   template <class F>
   void for_each_produced(F&& f) {
     if (pending_rows_ != nullptr) {
@@ -248,7 +252,7 @@ class Store {
     begin_rows();
     ColumnSums* sums = take_sums();
     AtomicMax amax;
-    // Two tiles in memory: the values, and the codes for the transposed copy.
+    // Per tile, two buffers: the FP32 values, and the FP8 data to be transposed.
     for_each_tile(matrix_, kBlock, kBlockTileCols, sums, [&](const Tile& tile) {
       const auto values = std::make_unique_for_overwrite<float[]>(kBlock * kPitch);
       const auto codes = std::make_unique_for_overwrite<uint8_t[]>(kBlock * kPitch);
@@ -328,7 +332,8 @@ class Store {
     float tile_amax = 0.0f;
     if (rows_ != nullptr) tile_amax = row_vectors(tile, values);
     if (out_.quant->columnwise_data == nullptr) return tile_amax;
-    // One block per column: the tile has 128 rows, or the matrix's last rows.
+    // Each column of the tile is one scaling block: the tile has 128 rows, or fewer at the end of
+    // the matrix.
     Chunk amax, factor;
     std::fill_n(amax.data, tile.cols, 0.0f);
     for (int64_t r = 0; r < tile.rows; ++r) {

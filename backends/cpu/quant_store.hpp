@@ -14,7 +14,7 @@
 
 namespace te_fl::cpu {
 
-// Reads elements of a dense tensor as FP32. FP8 codes are read without their scale.
+// Reads elements of a dense tensor as FP32. For FP8, the scale is not applied.
 class Loader {
  public:
   explicit Loader(const te_fl_tensor& t)
@@ -30,14 +30,14 @@ class Loader {
   const char* data_;
 };
 
-// Values [col, col + n) of one row of the output's matrix view; n <= kChunk. `part`: index of the
-// concurrent part; the pieces of one part are produced one after the other.
+// Columns [col, col + n) of one row of the output's matrix view; n <= kChunk. `part`: index of the
+// part of the parallel loop; the pieces of one part are produced one after the other.
 struct Piece {
   int64_t row, col, n;
   int64_t part;
 };
-// Fills `out`, a buffer padded for n. Called from several threads, possibly twice per piece,
-// because a computed scale needs its own pass.
+// Computes the values of a piece into `out`, a padded buffer. Called from several threads, and
+// twice per piece if the scale is computed, because finding the amax needs its own pass.
 using Produce = FunctionRef<void(const Piece&, float* out)>;
 
 // Column sums over the rows, in double. Deterministic for a given number of threads.
@@ -63,8 +63,8 @@ struct StoreOptions {
   float inf_scale = FLT_MAX;
   // If not NULL, every value is added to its column's sum once.
   ColumnSums* sums = nullptr;
-  // Values depend only on the row-major index, so the output may be divided anywhere: pieces have
-  // row 0 and the index as col.
+  // True if values depend only on the row-major index. The output is then divided regardless of
+  // rows: pieces have row 0 and the index as col.
   bool flat = false;
   // If not NULL, called once per row, with the index of the calling part, before the row's first
   // piece is produced. Must not be used with `flat`.
@@ -74,8 +74,8 @@ struct StoreOptions {
 // Returns why store_output() does not support `out`; nullptr if it does. Reads metadata only.
 Refusal refuse_output(const te_fl_tensor& out) noexcept;
 
-// Writes `out`, which must be dense and accepted by refuse_output(). A piece is written after it
-// was produced, but other pieces may be written before.
+// Writes `out`, which must be dense and supported according to refuse_output(). Each piece is
+// written after it has been produced, possibly before other pieces are produced.
 void store_output(const te_fl_tensor& out, Produce produce, const StoreOptions& options = {});
 
 // The largest finite value of F32, F16 or BF16.

@@ -52,8 +52,8 @@ struct Scales {
   const float* inverse;
   backend::Matrix matrix;
 
-  // The scale of the elements of a row that start at col, and in `length` how many elements share
-  // it.
+  // Returns the scale of element (row, col). Stores in `length` the number of elements of the row,
+  // from col on, that share this scale.
   float of(int64_t row, int64_t col, int64_t* length) const {
     switch (mode) {
       case TE_FL_SCALING_BLOCK_1X128:

@@ -1,7 +1,8 @@
 // Rotary position embedding, on separate or packed Q, K, V.
 //
-// Each output element is x * cosine + partner * sine. The tables of a position contain the signed
-// sine; for the backward (the transposed map) they contain that of the partner's angle.
+// Each output element is x * cosine + partner * sine. The tables of a position contain cosines and
+// signed sines; for the backward (the transposed map) an element's sine is that of its partner's
+// angle.
 #include "te_fl/ops/rope.h"
 
 #include <cmath>
@@ -25,9 +26,9 @@
 HWY_BEFORE_NAMESPACE();
 namespace te_fl::cpu::HWY_NAMESPACE {
 
-// Rotates columns [0, columns) of one head. The tables must have padded(columns) entries. In place
-// is allowed: an element and its partner are read before either is written. Out is T, or float for
-// a buffer.
+// Rotates columns [0, columns) of one head. `cosine` and `sine` must have padded(columns) entries.
+// x and y may be the same memory, because an element and its partner are read before either is
+// written. Out: T, or float if y is a buffer.
 template <class T, class Out>
 void RotateHead(const T* x, const float* cosine, const float* sine, int64_t columns,
                 bool interleaved, Out* y) {
@@ -151,7 +152,8 @@ HWY_EXPORT(SinCos);
 using backend::PackedHeads;
 using backend::stride;
 
-// Computes the tables of one position at a time. Each thread has its own object.
+// Computes the cosines and sines of one position at a time and rotates heads with them. Each thread
+// has its own object.
 class Rotation {
  public:
   Rotation(const te_fl_tensor& freqs, bool interleaved, bool backward)
@@ -285,7 +287,8 @@ void rope(const te_fl_context&, const te_fl_rope_rope_args& a) {
   });
 }
 
-// Converts from the packed tensor to its parts, or the reverse in the backward.
+// Rotates from the packed tensor into separate Q, K and V or, in the backward, from separate
+// gradients into the packed gradient.
 template <bool kBackward, class Args>
 void packed_rope(const Args& a, const PackedHeads& p, const te_fl_tensor& qkv,
                  const te_fl_tensor& q, const te_fl_tensor& k, const te_fl_tensor& v) {

@@ -9,7 +9,7 @@ using backend::invalid;
 
 namespace {
 
-// start_positions[b]; 0 without the tensor.
+// Access to start_positions[b], which is 0 if the call has no such tensor.
 class Starts {
  public:
   Starts(const te_fl_tensor* t, int64_t batch) : t_(t) {

@@ -1,5 +1,5 @@
-// The router ops and the auxiliary loss. The pool divides the tokens; one thread processes a
-// token's row.
+// The router ops and the auxiliary loss. The thread pool processes ranges of tokens; each token's
+// row of experts is processed by one thread.
 #include <bit>
 #include <cmath>
 #include <functional>
@@ -29,8 +29,8 @@ void store_row(const te_fl_tensor& t, int64_t row, int64_t experts, const Row& v
 
 // ---- choice
 
-// A key whose order is that of the values; NaN is highest, and of equal values the lower index is
-// higher.
+// Returns a sort key with the order of the values. NaN has the highest key, and of equal values the
+// one with the lower index has the higher key.
 uint64_t key_of(float value, int64_t index) {
   const auto bits = std::bit_cast<uint32_t>(value + 0.0f);  // turns -0 into +0
   uint32_t ordered = (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
@@ -53,7 +53,7 @@ class Chooser {
   Chooser(int64_t experts, int64_t topk, int64_t groups, int64_t group_topk)
       : experts_(experts), topk_(topk), groups_(groups), group_topk_(group_topk) {}
 
-  // The keys of the topk largest elements of x, in descending order.
+  // Returns the keys of the topk largest elements of x, in descending order.
   const Keys& choose(const float* x) {
     keys_.clear();
     if (groups_ == 0) {
@@ -197,7 +197,7 @@ Refusal refuse_topk_fwd(const te_fl_fused_topk_with_score_function_fwd_args& a) 
              : kNotContiguous;
 }
 
-// ---- gradients. `counts` is nonzero for the experts that a sum includes.
+// ---- gradients. In the functions below, counts[e] is nonzero if the sums include expert e.
 
 struct ChoiceReader {
   const te_fl_fused_topk_with_score_function_bwd_args& a;
@@ -245,8 +245,8 @@ Sums sums_of(const Row& g, const Row& y, const uint8_t* counts, int64_t n) {
   return sums;
 }
 
-// Turns g from the gradient of the scores into that of the logits. Overwrites `saved` and
-// `scratch`, which is another row.
+// Turns g, the gradient of the scores, into the gradient of the logits. Overwrites `saved` and
+// `scratch`.
 void gradient_row(Row& g, Row& saved, const uint8_t* counts, int function, bool divides, int64_t n,
                   Row& scratch) {
   const bool plain = function != TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS;
@@ -271,9 +271,9 @@ void gradient_row(Row& g, Row& saved, const uint8_t* counts, int function, bool 
     return;
   }
   sigmoid_f32(saved.data(), n, saved.data());
-  // Computes in double: the slope is at most about 1, but its factors, and gradients divided by
-  // small sums, are near the limits of FP32's range. If sigmoid(x) underflows in FP32, it equals y
-  // y.
+  // Computes in double: the derivative is at most about 1, but its factors, and gradients divided
+  // by small sums, are near the limits of FP32's range. Where sigmoid(x) would underflow in FP32, y
+  // * y is used in its place.
   constexpr float kSmall = 4e-18f;  // y at x = -80
   for (int64_t e = 0; e < n; ++e) {
     const double root = y[e], top = y[e] < kSmall ? root * root : double{saved[e]};

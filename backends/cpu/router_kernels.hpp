@@ -10,7 +10,7 @@ namespace te_fl::cpu {
 void sigmoid_f32(const float* x, int64_t n, float* y);
 // y = sqrt(log(1 + exp(x))). y may be x.
 void sqrt_softplus_f32(const float* x, int64_t n, float* y);
-// The sum of a b, in FP32 per lane. The padding must be 0.
+// Returns the dot product of a and b, accumulated in FP32. The padding must be 0.
 float dot_f32(const float* a, const float* b, int64_t n);
 // acc += factor x.
 void add_scaled_f32(const float* x, float factor, int64_t n, float* acc);

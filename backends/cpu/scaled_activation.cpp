@@ -11,13 +11,13 @@
 namespace te_fl::cpu {
 namespace {
 
-// A chunk in which a run of columns may start at any position; has room for the padding of the last
-// run.
+// A chunk buffer in which runs of columns may start at any position; it has room for the padding of
+// the last run.
 struct alignas(64) RunChunk {
   float data[kChunk + kPad];
 };
 
-// The decoded tensors of a call; NULL if the call lacks them.
+// A decoded call. Tensors that the call does not have are NULL.
 struct ScaledCall {
   Act act;
   GateOptions options;

@@ -51,7 +51,7 @@ void scale_rows(float* c, int64_t rows, int64_t columns, int64_t ldc, float beta
   }
 }
 
-// C = beta C, which is the whole product if k or alpha is 0.
+// Computes C = beta C, which is the result of the GEMM if k or alpha is 0.
 void scale(const Shape& s, float beta, float* c) {
   if (beta == 1.0f) return;
   const int64_t grain = std::max<int64_t>(1, (1 << 16) / s.n);
@@ -60,7 +60,7 @@ void scale(const Shape& s, float beta, float* c) {
   });
 }
 
-// The single-threaded product of one block, in the operands' dtype.
+// Computes the GEMM of one block on the calling thread. Overloaded by the operands' dtype.
 void block_product(const OneDnn& library, const Shape& s, float alpha, const float* a,
                    const float* b, float beta, float* c) {
   library.sgemm(s.trans_a, s.trans_b, s.m, s.n, s.k, alpha, a, s.lda, b, s.ldb, beta, c, s.ldc);
@@ -219,8 +219,8 @@ void sgemm_batched(int64_t batch, bool trans_a, bool trans_b, int64_t m, int64_t
     if (!product) return scale(shape, beta, x.c);
     multiply<float>(*library, {shape, alpha, beta, x.a, x.b, x.c});
   };
-  // A small number of large products is split product by product. Otherwise whole products are
-  // distributed, in a few groups per thread so that the load is balanced.
+  // If there are fewer GEMMs than threads, each GEMM in turn is divided among the threads.
+  // Otherwise each thread computes undivided GEMMs, in a few groups per thread for load balance.
   if (batch < pool.num_threads() && !ThreadPool::inside_task()) {
     for (int64_t i = 0; i < batch; ++i) compute(i);
     return;

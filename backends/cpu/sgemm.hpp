@@ -11,7 +11,7 @@ namespace te_fl::cpu {
 // Conventions of all functions in this header:
 // - C = alpha op(A) op(B) + beta C, all row-major. op(A) is m x k, op(B) k x n, and C m x n. A is
 //   stored as m x k, or as k x m if trans_a; B as k x n, or as n x k if trans_b. A leading
-//   dimension is the distance of stored rows in elements. Sums are in FP32.
+//   dimension is the row stride of a stored matrix in elements. Accumulation is in FP32.
 // - If beta is 0, C is not read. If k or alpha is 0, A and B are not read and C is scaled by beta.
 //   If m or n is 0, nothing is accessed and pointers may be NULL.
 // - C must not overlap A or B.

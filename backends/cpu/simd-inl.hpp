@@ -3,7 +3,8 @@
 //
 // Include it in a file that uses hwy/foreach_target.h, after highway.h. Everything is in
 // te_fl::cpu::HWY_NAMESPACE. Every function works lane by lane, so the result of an element does
-// not depend on its position; the Part functions give the same bits for the rest of a row.
+// not depend on its position. The Part functions, which process fewer elements than a vector at the
+// end of a row, give the same bits.
 #if defined(TE_FL_CPU_SIMD_INL_HPP_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TE_FL_CPU_SIMD_INL_HPP_
 #undef TE_FL_CPU_SIMD_INL_HPP_
@@ -47,15 +48,15 @@ HWY_INLINE VU MinU31(VU a, VU b) {
 
 // ---- formats with m mantissa bits and exponent bias b; codes are in the low bits of each lane
 
-// Rounds magnitudes (FP32 bits without the sign) to codes, to nearest even, without an upper limit
-// of the exponent.
+// Rounds magnitudes (FP32 bits without the sign) to the format's bits, to nearest even, without an
+// upper limit of the exponent.
 template <int kMantissa, int kBias>
 HWY_INLINE VU RoundMagnitude(VU magnitude) {
   constexpr int kShift = 23 - kMantissa;
   constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kBias) << kMantissa;
   constexpr uint32_t kMinNormal = static_cast<uint32_t>(128 - kBias) << 23;
-  // Adding a number whose last place is the smallest subnormal makes the FPU round to a multiple of
-  // it.
+  // For subnormal results: adding a number whose last mantissa bit has the value of the format's
+  // smallest subnormal makes the FPU round to a multiple of that subnormal.
   constexpr uint32_t kMagic = static_cast<uint32_t>(127 + 24 - kBias - kMantissa) << 23;
   const VU even = hn::And(hn::ShiftRight<kShift>(magnitude), SetU(1));
   const VU rounded = hn::Add(hn::Add(magnitude, SetU((1u << (kShift - 1)) - 1)), even);
@@ -126,7 +127,7 @@ HWY_INLINE VF DecodeFp16(VU code) {
   return FromBits(hn::Or(hn::IfThenElse(LessU31(magnitude, SetU(0x7C00)), finite, special), sign));
 }
 
-// The BF16 code is in the upper half of each lane.
+// Rounds to BF16, whose bits are in the upper half of each lane.
 HWY_INLINE VU RoundToBf16(VF v) {
   const VU bits = Bits(v);
   const VU even = hn::And(hn::ShiftRight<16>(bits), SetU(1));
@@ -136,7 +137,7 @@ HWY_INLINE VU RoundToBf16(VF v) {
 }
 HWY_INLINE VU EncodeBf16(VF v) { return hn::ShiftRight<16>(RoundToBf16(v)); }
 #if HWY_TARGET != HWY_SCALAR
-// The codes of two vectors in one vector, which halves the shuffles and stores.
+// Converts two FP32 vectors to one vector of BF16, which halves the shuffles and stores.
 using D16 = hn::Repartition<uint16_t, DU>;
 HWY_INLINE hn::Vec<D16> EncodeBf16Pair(VF first, VF second) {
   const D16 d;
@@ -215,7 +216,7 @@ HWY_INLINE VF PowerOfTwo(VI exponent) {
   return hn::BitCast(DF(), hn::ShiftLeft<23>(hn::Add(exponent, hn::Set(DI(), 127))));
 }
 
-// Reduces x: exp(x) = result * 2^q with integer q.
+// Returns e and stores an integer q such that exp(x) = e * 2^q.
 HWY_INLINE VF ExpReduced(VF x, VF& q) {
   q = hn::Round(hn::Mul(x, SetF(1.44269504f)));
   const VF r = hn::NegMulAdd(q, SetF(-2.12194440e-4f), hn::NegMulAdd(q, SetF(0.693359375f), x));

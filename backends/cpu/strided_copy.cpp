@@ -17,7 +17,8 @@ struct Dim {
 };
 
 // The dimensions of a copy, outermost first. Dimensions of extent 1 are dropped, and adjacent
-// dimensions that are contiguous in both tensors are merged. There is always at least one.
+// dimensions that are contiguous in both tensors are merged. There is always at least one
+// dimension.
 struct Walk {
   std::array<Dim, kMaxDims + 1> dims;
   int count = 0;
@@ -118,8 +119,8 @@ void copy_rows(const Walk& walk, const Copier& copier, const char* src, char* ds
   }
 }
 
-// The dimension in which the input is contiguous, if it is not the last one (a transposition);
-// otherwise -1.
+// Returns the dimension in which the input is contiguous if that is not the last dimension, so that
+// the copy is a transposition; otherwise -1.
 int transposed_dim(const Walk& walk) {
   if (walk.count < 2 || walk.dims[walk.count - 1].in == 1) return -1;
   for (int d = walk.count - 2; d >= 0; --d) {
@@ -149,8 +150,8 @@ void copy_transposed(Walk walk, int pair, const Copier& copier, const char* src,
       }
       const int64_t row = t / across % down * kTile, col = t % across * kTile;
       const int64_t cols = std::min(kTile, last.size - col);
-      // Copies through a small buffer: reads and writes long runs, independently of how the strides
-      // map to cache sets.
+      // Copies through a small buffer, so that reads and writes are long runs regardless of how the
+      // strides map to cache sets.
       alignas(64) char square[kTile * kPitch * 8];
       const int64_t rows = std::min(kTile, other.size - row), bytes = copier.from_bytes;
       for (int64_t c = 0; c < cols; ++c) {

@@ -37,8 +37,8 @@ void add(const te_fl_context& ctx, const te_fl_add_args& args) {
     a(piece.col, piece.n, out);
     b(piece.col, piece.n, branch.data);
     if (mask == nullptr) return add_f32(branch.data, piece.n, out);
-    // A piece starts at a multiple of a chunk, so it starts at a byte of the mask and a block of
-    // random words.
+    // A piece starts at a multiple of kChunk elements, so its first element starts a byte of the
+    // mask and a Philox block.
     uint8_t* bits = mask + piece.col / 8;
     keep_bits(seed, offset + static_cast<uint64_t>(piece.col / 4), threshold, piece.n, bits);
     add_kept(branch.data, bits, factor, piece.n, out);
@@ -163,8 +163,8 @@ Refusal refuse_embedding_fwd(const te_fl_embedding_fwd_args& args) {
   return overlaps(*args.output, *args.weight) ? kOverlaps : nullptr;
 }
 
-// Positions grouped by the table row that they look up, in index order. Those of row v are
-// positions[first[v]] to positions[first[v + 1] - 1].
+// The positions of the index tensor, grouped by the table row that they look up, and ascending in
+// each group. The positions of row v are positions[first[v]] to positions[first[v + 1] - 1].
 struct Grouped {
   std::vector<int64_t> first, positions;
 
@@ -210,8 +210,8 @@ void embedding_bwd(const te_fl_context&, const te_fl_embedding_bwd_args& args) {
       store_f32(dtype, values.data, n, out + at * bytes);
     }
   };
-  // Uses tasks, because rows have very different amounts of work. With many rows, a task is a block
-  // of rows.
+  // Uses parallel_tasks(), because rows have very different amounts of work. A task is a block of
+  // `block` rows.
   const int64_t block = ceil_div(table.rows, 1024);
   const int64_t work = (backend::numel(*args.indices) + table.rows) * table.cols;
   const auto sum_block = [&](int64_t i) {
@@ -237,7 +237,7 @@ struct RowStatistics {
   double lse = 0.0, sum = 0.0;
 };
 
-// Calls f(values, n) for the chunks of one row.
+// Loads one row chunk by chunk as FP32 and calls f(values, n) for each chunk.
 template <class F>
 void for_each_chunk(const Loader& load, int64_t row, int64_t cols, F&& f) {
   Chunk values;
@@ -248,7 +248,7 @@ void for_each_chunk(const Loader& load, int64_t row, int64_t cols, F&& f) {
   }
 }
 
-// Computes the statistics in one pass; the running sum is that of exp(x - largest x so far).
+// Computes a row's statistics in one pass, with a running sum of exp(x - largest x so far).
 RowStatistics statistics_of(const Loader& logits, int64_t row, int64_t classes, bool with_sum) {
   RowStatistics s;
   float max = -std::numeric_limits<float>::infinity();
@@ -282,7 +282,8 @@ void cross_entropy_fwd(const te_fl_context&, const te_fl_cross_entropy_fwd_args&
           lse[row] = static_cast<float>(s.lse);
           loss[row] = 0.0f;
           if (targets[row] == args.ignore_index) continue;
-          // A term with factor 0 is skipped, because logits of -infinity mask classes.
+          // A term with factor 0 is skipped, because its logit may be -infinity (a masked class),
+          // which times 0 would be NaN.
           double value = s.lse;
           if (smoothing != 1.0) {
             float target[kPad];

@@ -1,4 +1,5 @@
-// A list of tensors as one long array, so that threads share many small tensors evenly.
+// Treats a list of tensors as one long array, so that many small tensors can be divided evenly
+// among threads.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +29,8 @@ class JointArray {
   }
   int64_t size() const noexcept { return starts_.back(); }
 
-  // Calls f(tensor, first, n) for the runs of elements in [begin, end).
+  // Calls f(tensor, first, n) for each tensor that has elements in [begin, end) of the joint array:
+  // elements [first, first + n) of the tensor.
   template <class F>
   void runs(int64_t begin, int64_t end, F&& f) const {
     auto next = std::upper_bound(starts_.begin(), starts_.end(), begin);

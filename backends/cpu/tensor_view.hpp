@@ -31,16 +31,17 @@ using backend::dense;
 using backend::overlaps;
 using backend::overlaps_askew;
 
-// Elements below which waking another thread is not worth it: about 10 us of work for a
-// memory-bound kernel.
+// Minimum number of elements per thread: about 10 us of work for a memory-bound kernel. For less
+// work it does not pay to wake another thread.
 inline constexpr int64_t kGrain = 1 << 15;
 
 inline int64_t grain_of_rows(int64_t cols, int64_t elements = kGrain) noexcept {
   return std::max<int64_t>(1, elements / std::max<int64_t>(1, cols));
 }
 
-// Divides [0, n) into ranges for the pool. Depends only on the arguments and the number of threads,
-// so reductions with one sum per part are deterministic.
+// Divides [0, n) into ranges ("parts") for the thread pool. The division depends only on the
+// arguments and the number of threads, so reductions with one partial sum per part are
+// deterministic.
 class Parts {
  public:
   Parts(int64_t n, int64_t grain)

@@ -22,8 +22,8 @@
 namespace te_fl::cpu {
 namespace {
 
-// The time that idle threads spin: long enough to bridge the gap between two ops of a layer, and
-// short enough to cost little.
+// The time that idle threads spin before they sleep: longer than the gap between two ops of a
+// layer, and short enough to cost little.
 constexpr auto kSpin = std::chrono::microseconds(30);
 
 // Number of forks between the first process and this one. A crew records the fork number of its
@@ -82,10 +82,11 @@ void run_inline(int64_t count, FunctionRef<void(int64_t)> task) {
 
 }  // namespace
 
-// The pool's workers; they run one job at a time. `occupied` admits one caller. `gate` admits
-// workers to the job: a worker increments it, may access the job only if the gate was open, and
-// decrements it when it leaves. When no task is left to claim, the caller closes the gate and waits
-// until it is zero. So no worker can access a job while the next one is written.
+// The pool's workers, which run one job (a parallel call) at a time. `occupied` is true while a
+// caller uses the workers. `gate` consists of the flag kOpen and a count of the workers that access
+// the job. A worker increments the count, accesses the job only if the gate was open, and
+// decrements the count when it is done. When all tasks are claimed, the caller closes the gate and
+// waits until the count is zero, so no worker can access the job while the next one is written.
 struct ThreadPool::Crew {
   static constexpr uint32_t kOpen = 1u << 31;
   static constexpr uint32_t kCallerSleeps = 1u << 30;
@@ -112,7 +113,7 @@ struct ThreadPool::Crew {
   bool mine() const { return of_fork == fork_number.load(std::memory_order_relaxed); }
 
   const uint32_t of_fork;
-  Crew* const abandoned;  // the parent's crew, whose threads do not exist in this process: kept,
+  Crew* const abandoned;  // the parent process's crew, whose threads do not exist here: kept,
                           // never used
   std::atomic<bool> occupied{false};
   std::vector<std::thread> workers;
@@ -126,9 +127,10 @@ struct ThreadPool::Crew {
 
 void ThreadPool::Crew::start(int threads) {
   if (!workers.empty() || threads <= 1) return;
-  // With fewer CPUs than threads, a spinning thread would only delay threads that have work.
+  // Spins only if there are enough CPUs; otherwise a spinning thread would delay threads that have
+  // work.
   spin = threads <= affinity_cpu_count();
-  // Blocks all signals in these threads; they are meant for the application's threads.
+  // Blocks all signals in the workers, because signals are meant for the application's threads.
   sigset_t all;
   sigset_t before;
   sigfillset(&all);
@@ -214,9 +216,9 @@ void ThreadPool::Crew::wait_for_workers() {
 }
 
 // The pool of the process, created when the library is loaded. If it were created on first use, a
-// fork could interrupt that on another thread, and the child would wait for ever. It is shut down
-// at exit or unloading and never destroyed, because the application's threads may still call it
-// during exit.
+// fork during the creation on another thread would make the child wait for ever. The pool is shut
+// down at exit or when the library is unloaded. It is never destroyed, because the application's
+// threads may still call it during exit.
 class ProcessPool {
  public:
   ProcessPool() { new (storage_) ThreadPool(); }
@@ -306,8 +308,8 @@ void ThreadPool::run(int64_t count, FunctionRef<void(int64_t)> task) {
 void ThreadPool::shut_down() {
   if (stopped_.exchange(true)) return;
   Crew* crew = crew_.load();
-  // Either a task calls exit(), or this is a child without parallel calls: there is nothing to
-  // join.
+  // Returns if there is nothing to join: this is a forked child that has made no parallel call, or
+  // a task has called exit().
   if (!crew->mine() || in_task) return;
   while (crew->occupied.exchange(true)) std::this_thread::yield();
   crew->stop();

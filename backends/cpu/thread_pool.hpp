@@ -10,8 +10,8 @@
 
 namespace te_fl::cpu {
 
-// A fixed number of threads that share the work of one parallel call at a time, including the
-// calling thread. Worker threads start on the first call that has work for them. Idle workers spin
+// A fixed number of threads, including the calling thread, that share the work of one parallel call
+// at a time. Worker threads start on the first call that has work for them. Idle workers spin
 // briefly, then sleep.
 //
 // Threading: every member is thread-safe. A call from a second application thread while the pool is

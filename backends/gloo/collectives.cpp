@@ -43,8 +43,8 @@ enum class Op : uint8_t {
   kBarrier
 };
 
-// A number that equals on all ranks of matching calls: combines op, element dtype, and reduction or
-// root.
+// Returns a number that is equal on all ranks if they make the same call. It combines the op, the
+// element dtype, and the reduction or root.
 uint64_t kind_of(Op op, const te_fl_dtype& type, int32_t detail = 0) {
   return static_cast<uint64_t>(op) << 56 | static_cast<uint64_t>(type.code) << 48 |
          static_cast<uint64_t>(type.bits) << 40 | static_cast<uint32_t>(detail);
@@ -52,8 +52,8 @@ uint64_t kind_of(Op op, const te_fl_dtype& type, int32_t detail = 0) {
 
 // ---- reductions
 
-// Divides n elements over the ranks. The parts differ by at most one element. Returns sizes in
-// bytes.
+// Divides n elements among the ranks and returns each rank's size in bytes. The sizes differ by at
+// most one element.
 std::vector<size_t> shares(size_t n, int ranks, size_t element_bytes) {
   std::vector<size_t> parts;
   const auto count = static_cast<size_t>(ranks);
@@ -61,12 +61,13 @@ std::vector<size_t> shares(size_t n, int ranks, size_t element_bytes) {
   return parts;
 }
 
-// Bytes of scratch for one part per rank.
+// Returns the bytes of scratch for one part from each rank; 0 if there is only one rank.
 size_t scratch_bytes(const te_fl_communicator& comm, size_t part_bytes) {
   return comm.size == 1 ? 0 : static_cast<size_t>(comm.size) * part_bytes;
 }
 
-// Reduces this rank's part of `input` over all ranks into `out`, which may be that part.
+// Reduces over all ranks the part of `input` that belongs to this rank, into `out`, which may be
+// that part's memory.
 void reduce_own(Communicator& comm, uint64_t kind, const Parts& input, Element element,
                 int32_t reduction, char* scratch, char* out) {
   const auto rank = static_cast<size_t>(comm.rank());
@@ -185,8 +186,9 @@ void all_to_all_v(Communicator& comm, const te_fl_context&, const te_fl_all_to_a
                   Parts(data<char>(*a.output), bytes_of_rows(a.output_rows, *a.input, ranks)));
 }
 
-// Each rank confirms to the root, by one byte, that it has received. Otherwise, if several ranks
-// consider themselves the root, their sends would have no receiver and none of them would fail.
+// Each rank sends the root one byte to confirm that it has received the data. Without this, if
+// several ranks passed themselves as root, their sends would have no receiver, but no rank would
+// report an error.
 void tell_root(Communicator& comm, uint64_t kind, int32_t root) {
   std::vector<size_t> to(static_cast<size_t>(comm.size())), from(to);
   if (comm.rank() == root) {
@@ -312,8 +314,8 @@ void append_collectives(std::vector<te_fl_op_desc>& ops) {
 
 void group_start() { ++group.depth; }
 
-// Starts all transfers before it waits for any. After a failure, the remaining ones of the same
-// communicator fail at once.
+// Starts all recorded transfers before it waits for any. After one fails, the remaining transfers
+// of the same communicator fail immediately.
 void group_end() {
   if (group.depth == 0) {
     throw backend::Error(TE_FL_FAILED_PRECONDITION,

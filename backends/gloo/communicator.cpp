@@ -23,7 +23,7 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kForEver = std::chrono::hours(24 * 20);  // Gloo stores it as an int
 constexpr char kFailure[] = "failure";
-// Slots that Gloo's own collectives do not use.
+// Prefixes of slots (Gloo's message tags) that Gloo's own collectives do not use.
 constexpr uint64_t kPairSlots = uint64_t{0x7e} << 56;
 constexpr uint64_t kExchangeSlots = uint64_t{0x7f} << 56;  // for send, recv and exchange()
 
@@ -44,7 +44,7 @@ std::string rank_list(const std::vector<int>& ranks) {
   return text;
 }
 
-// Gloo's texts begin with the source location: "[/path/file.cc:81] text".
+// Removes the source location from a Gloo error message such as "[/path/file.cc:81] text".
 std::string without_place(const std::string& text) {
   const size_t end = text.rfind('[', 0) == 0 ? text.find("] ") : std::string::npos;
   return end == std::string::npos ? text : text.substr(end + 2);
@@ -56,7 +56,8 @@ std::string why_of(const PeerError& e, const Mesh& mesh) {
   return rank_list(mesh.named_in(text, e.ranks)) + " did not answer: " + text;
 }
 
-// ---- addresses: for each rank, the length of its address and the address
+// ---- encoding of a rank's addresses: for each other rank, the length of an address and the
+// address
 
 std::string addresses_of(Mesh& mesh, WatchedContext& context) {
   std::string blob;
@@ -184,7 +185,7 @@ Communicator::Communicator(const te_fl_comm_config& config,
 }
 
 Communicator::~Communicator() {
-  // In a forked child the object is leaked, because the connections' threads exist only in the
+  // In a forked child the Mesh is leaked, because the threads of its connections exist only in the
   // parent.
   if (::getpid() != process_) new std::shared_ptr<Mesh>(std::move(mesh_));
 }
@@ -220,8 +221,9 @@ void Communicator::fail(const char* op, const std::string& why) {
   throw Error(TE_FL_COMM_FAILED, text);
 }
 
-// The first rank that fails writes its failure to the store before it closes its connections; the
-// other ranks only see that connections end. Returns the first failure as an addition to `mine`.
+// Reports the failure `mine` through the store. The first rank that fails writes its failure there
+// before it closes its connections, because the other ranks would see only closed connections. If
+// another rank has failed first, returns its failure as text to append to `mine`.
 std::string Communicator::reported(const std::string& mine) {
   const te_fl_status set = store_->set(store_->host, kFailure, mine.data(), mine.size(), nullptr);
   if (set == TE_FL_OK) return "";

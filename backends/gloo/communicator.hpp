@@ -26,15 +26,16 @@ class Mesh : public ::gloo::Context {
   void connect(std::shared_ptr<::gloo::transport::Device> device, const te_fl_comm_config& config,
                std::chrono::milliseconds timeout, const te_fl_error_sink* errors);
   WatchedContext& watched() { return static_cast<WatchedContext&>(*transportContext_); }
-  // The ranks out of `ranks` whose connection Gloo's message `text` mentions, each once. If it
-  // mentions none, returns all.
+  // Returns those of `ranks` whose connection Gloo's error message `text` mentions, each once; all
+  // of `ranks` if it mentions none.
   std::vector<int> named_in(const std::string& text, const std::vector<int>& ranks) const;
 
  private:
   std::vector<std::string> addresses_;  // in the form of Gloo's messages
 };
 
-// The parts of one tensor for, or from, each rank. Sizes are in bytes.
+// The parts of one tensor that are sent to, or received from, each rank. Sizes and offsets are in
+// bytes.
 struct Parts {
   char* base = nullptr;
   std::vector<size_t> offset, bytes;
@@ -71,11 +72,13 @@ class Communicator {
   std::string failure() const;
   void abort();
 
-  // The tag of the next op that involves all ranks. Calls with another op, size or kind get another
-  // tag, so mismatched ranks time out instead of receiving wrong data.
+  // Returns the message tag of the next op that involves all ranks. If ranks make calls of
+  // different kind or size, their tags differ, so the calls time out instead of receiving wrong
+  // data.
   uint32_t next_tag(uint64_t kind, uint64_t bytes);
-  // Sends the parts `out` to all other ranks, and receives theirs into `in`. This rank's own part
-  // is not copied. Like next_tag(), it times out if another rank makes a call of another kind.
+  // Sends each other rank its part of `out`, and receives a part from each into `in`. This rank's
+  // own part is not copied. Times out if another rank makes a call of another kind, because the
+  // tags then differ (next_tag()).
   void exchange(uint64_t kind, const Parts& out, const Parts& in);
   Transfer begin_send(const void* data, size_t bytes, int peer);
   Transfer begin_receive(void* data, size_t bytes, int peer);

@@ -47,7 +47,7 @@ struct Gloo : backend::Instance {
   std::vector<const te_fl_comm_desc*> comms;
 };
 
-// Each communicator has its own network, whose thread ends with it.
+// Opens the network of one communicator. Its thread ends when the communicator is destroyed.
 Network Gloo::network() {
   try {
     return open_network(interface, host_name());
@@ -127,7 +127,7 @@ Gloo::Gloo(const te_fl_host_api& services) : host(services) {
   comms.push_back(&provider);
 }
 
-// gloo.json.in describes the same setting; keep both equal.
+// gloo.json.in describes the same setting; keep it in step with this descriptor.
 constexpr te_fl_setting_desc kInterface = {
     .type = TE_FL_SETTING_STRING,
     .name = "TE_FL_GLOO_INTERFACE",

@@ -14,8 +14,8 @@ size_t bytes_of(Element element) noexcept;
 // True for F16 and BF16. Their sums over all ranks are computed in F32 and rounded once.
 bool is_half(Element element) noexcept;
 
-// out[i] = a[i] + b[i], or their maximum, which is NaN if either is NaN. Integers wrap around.
-// `out` may be a or b.
+// Computes out[i] = a[i] + b[i] or max(a[i], b[i]), which is NaN if a[i] or b[i] is NaN. Integer
+// sums wrap around. `out` may be a or b.
 using Reduce = void (*)(void* out, const void* a, const void* b, size_t n);
 Reduce pairwise(Element element, int32_t reduction);  // not for F16 and BF16
 

@@ -24,8 +24,8 @@ class AllSignalsBlocked {
   sigset_t before_;
 };
 
-// While it exists, writing to a connection that the peer has closed gives an error instead of
-// SIGPIPE.
+// While an object of this class exists, a write of this thread to a connection that the peer has
+// closed returns an error and raises no SIGPIPE.
 class BrokenPipes {
  public:
   BrokenPipes() {

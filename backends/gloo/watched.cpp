@@ -43,7 +43,7 @@ class WatchedBuffer final : public ::gloo::transport::UnboundBuffer {
   }
 
  private:
-  // Runs f and turns its failures into PeerErrors.
+  // Runs f and converts its exceptions to PeerErrors with `ranks`.
   template <class F>
   void told(const std::vector<int>& ranks, F&& f) {
     if (context_.aborted()) throw PeerError("it was aborted", {});

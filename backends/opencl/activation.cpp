@@ -142,8 +142,8 @@ Refusal refuse_gated(const Device& device, const Args& args) {
   if (!all_dense(args.input)) return kNotContiguous;
   return overlaps(*args.output, args.input) ? kOverlaps : refuse_output(device, *args.output);
 }
-// In place is possible, because a work-item reads and writes the same two elements of input and
-// output.
+// The output may share the input's memory, because a work-item reads and writes the same two
+// elements.
 template <class Args>
 Refusal refuse_gated_backward(const Device& device, const Args& args) {
   if (!all_dense(args.grad, args.input)) return kNotContiguous;

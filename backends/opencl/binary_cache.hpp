@@ -6,11 +6,12 @@
 
 namespace te_fl::opencl {
 
-// `key`: everything on which the binary depends. Returns an empty vector if there is no such file,
-// if it is damaged, or if it has another key.
+// Returns the cached binary for `key`, a string that contains everything on which the binary
+// depends. Returns an empty vector if there is no file, or if the file is damaged or belongs to
+// another key.
 std::vector<unsigned char> read_binary(const std::string& key);
-// Writes a temporary file and renames it atomically. Ignores a folder that is not writable: the
-// program is then compiled again in the next process.
+// Stores a binary: writes a temporary file and renames it atomically. If the folder is not
+// writable, does nothing; the next process then compiles the program again.
 void write_binary(const std::string& key, const std::vector<unsigned char>& binary);
 
 }  // namespace te_fl::opencl

@@ -1,5 +1,5 @@
-// Converts OpenCL error codes to te-fl statuses, and makes the checks with which the plugin's entry
-// points begin.
+// Converts OpenCL error codes to te-fl statuses, and declares the checks that the plugin's entry
+// points make first.
 #pragma once
 
 #include <CL/cl.h>
@@ -10,7 +10,7 @@
 
 namespace te_fl::opencl {
 
-// For example "clEnqueueNDRangeKernel: CL_OUT_OF_RESOURCES (-5)".
+// Returns a text such as "clEnqueueNDRangeKernel: CL_OUT_OF_RESOURCES (-5)".
 std::string text_of(cl_int error, const char* call);
 [[noreturn]] void throw_error(cl_int error, const char* call, const std::string& more = "");
 

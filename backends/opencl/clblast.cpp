@@ -49,8 +49,8 @@ const Library& library() {
   return instance;
 }
 
-// A cl_mem over an operand. Starts at the preceding multiple of 256 bytes, which is in the same
-// allocation.
+// A cl_mem over the memory of an operand. It starts at the preceding 256-byte boundary, which lies
+// in the same allocation.
 class Buffer {
  public:
   Buffer(cl_context context, const void* data, int64_t elements) {
@@ -63,7 +63,7 @@ class Buffer {
                              reinterpret_cast<void*>(begin), &error);
     check(error, "clCreateBuffer");
   }
-  // Work that is already enqueued retains the buffer until it has run.
+  // Enqueued work holds its own reference to the buffer until it has run.
   ~Buffer() { clReleaseMemObject(buffer_); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;

@@ -8,8 +8,8 @@
 
 namespace te_fl::opencl {
 
-// The path of the library; NULL if it or one of its functions was not found. clblast_missing() then
-// returns the reason. Thread-safe.
+// Returns the path of the loaded library; NULL if the library or one of its functions was not
+// found, and then clblast_missing() returns the reason. Thread-safe.
 const char* clblast_path() noexcept;
 const char* clblast_missing() noexcept;
 

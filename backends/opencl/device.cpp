@@ -59,8 +59,8 @@ te_fl_status free_memory(void* self, void* data, uint32_t kind, void* stream,
   });
 }
 
-// A copy from or to pageable host memory blocks until it is done, because the driver may not access
-// that memory later.
+// Copies memory. A copy from or to pageable host memory blocks until it is complete, because the
+// driver may access that memory only during this call.
 te_fl_status copy(void* self, void* dst, const void* src, size_t bytes, uint32_t host_flags,
                   void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&](Device& d) {
@@ -112,8 +112,8 @@ te_fl_status synchronize(void* self, void* stream, const te_fl_error_sink* error
                    [&](Device& d) { check(clFinish(d.queue_of(stream)), "clFinish"); });
 }
 
-// The time at which a marker completed. A driver thread sets it, possibly shortly after the marker
-// counts as complete, so readers wait for it.
+// The time at which an OpenCL marker completed. A driver thread sets it, possibly shortly after the
+// marker's status is "complete", so readers wait until it is set.
 class Moment {
  public:
   void set() {
@@ -136,7 +136,8 @@ class Moment {
 // An owned cl_event; may be NULL.
 using OwnEvent = std::unique_ptr<std::remove_pointer_t<cl_event>, decltype(&clReleaseEvent)>;
 
-// The most recently recorded event; empty if none was recorded.
+// The object behind the device API's event handle. Holds the cl_event of the most recent record;
+// empty before the first.
 class Event {
  public:
   explicit Event(bool timed) : timed_(timed) {}
@@ -178,7 +179,8 @@ te_fl_status destroy_event(void*, void* event, const te_fl_error_sink*) {
   return TE_FL_OK;
 }
 
-// Records the time in a driver callback, because queues with profiling slow every kernel.
+// Returns an object to which a driver callback writes the time when `event` completes. A callback
+// is used because queues with profiling enabled slow every kernel.
 std::shared_ptr<Moment> moment_of(cl_event event) {
   auto moment = std::make_shared<Moment>();
   auto* const told = new std::shared_ptr<Moment>(moment);

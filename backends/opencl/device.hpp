@@ -25,7 +25,7 @@ struct Device {
   cl_device_id id = nullptr;
   cl_context context = nullptr;
   cl_command_queue queue = nullptr;
-  void* nothing = nullptr;  // passed to kernels for an absent tensor
+  void* nothing = nullptr;  // device memory that is passed to kernels in place of an absent tensor
   // True if division is correctly rounded and subnormals are kept, which exact FP8 needs.
   bool exact = false;
   GemmDevice gemm;  // limits for the choice of a GEMM kernel
@@ -47,10 +47,10 @@ struct Enumeration {
   std::string why_none;               // reason if `devices` is empty
 };
 
-// The devices of all platforms that have a compiler and coarse-grained shared virtual memory, in
-// the drivers' order, each with its own context. `wanted`: TE_FL_OPENCL_DEVICE, or NULL for all
-// devices. `cache_bytes`: freed memory that each device may keep. Throws backend::Error if `wanted`
-// matches no device.
+// Returns the devices, of all platforms, that have a compiler and coarse-grained shared virtual
+// memory, in the drivers' order. Each device has its own context. `wanted`: TE_FL_OPENCL_DEVICE, or
+// NULL for all devices. `cache_bytes`: freed memory that each device may keep. Throws
+// backend::Error if `wanted` matches no device.
 Enumeration enumerate(const char* wanted, size_t cache_bytes);
 
 // Waits for all work on the device's default stream and on the streams that it created.

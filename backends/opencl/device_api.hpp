@@ -4,7 +4,8 @@
 
 namespace te_fl::opencl {
 
-// The device API, whose self is a Device. It has no graphs, because OpenCL 2.0 has none.
+// The device functions for the host; `self` is a Device. They do not include graph capture, because
+// OpenCL 2.0 has no graphs.
 extern const te_fl_device_api kDeviceApi;
 
 }  // namespace te_fl::opencl

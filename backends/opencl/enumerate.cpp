@@ -68,8 +68,9 @@ std::string lower(std::string s) {
   return s;
 }
 
-// True if a word of TE_FL_OPENCL_DEVICE matches a device: either its number in the drivers' order,
-// or a part of its name or its platform's name.
+// True if `word`, an element of the list TE_FL_OPENCL_DEVICE, matches a device. A word is either
+// the device's number in the drivers' order, or part of the device's name or of its platform's
+// name.
 bool names(const std::string& word, size_t number, const Device& d) {
   size_t index = 0;
   const char* end = word.data() + word.size();

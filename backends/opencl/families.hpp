@@ -54,9 +54,10 @@ te_fl_status workspace(void*, const te_fl_context* ctx, const void* raw, size_t*
   });
 }
 
-// The descriptor of one op, which is run by `void F(const DeviceCall&, const Args&)`. Refuses:
-// `Refusal (const Args&)` or `Refusal (const Device&, const Args&)`. Workspace: `size_t (const
-// Args&)` in bytes, or nullptr. The plugin sets self.
+// The descriptor of one op, which is run by `void F(const DeviceCall&, const Args&)`. Refuses: a
+// function `Refusal (const Args&)` or `Refusal (const Device&, const Args&)` that returns why a
+// call is not supported. Workspace: a function `size_t (const Args&)` that returns the workspace in
+// bytes, or nullptr. The plugin sets the descriptor's `self`.
 template <class Args, auto F, auto Refuses, auto Workspace = nullptr>
 te_fl_op_desc descriptor(const char* op_name) {
   te_fl_op_desc desc;

@@ -1,4 +1,4 @@
-// generic_gemm: products of F32, F16, BF16 or per-tensor FP8 operands with FP32 sums.
+// generic_gemm for F32, F16, BF16 or per-tensor FP8 operands, with FP32 accumulation.
 #include "te_fl/ops/gemm.h"
 
 #include "clblast.hpp"
@@ -36,7 +36,7 @@ struct Operand {
   bool transposed = false;
 };
 
-// Uses the row-wise copy of a quantised operand if it exists, else the column-wise copy, which is
+// Uses the row-wise data of a quantised operand if it exists, else the column-wise data, which is
 // transposed.
 Operand operand(const te_fl_tensor* t, bool transposed) {
   if (t == nullptr) return {};
@@ -166,7 +166,8 @@ Refusal refuse_gemm(const Device& device, const Args& args) {
   if (!all_dense(args.a, args.b, args.bias, args.pre_gelu_in, args.residual, args.bias_grad)) {
     return kNotContiguous;
   }
-  // pre_gelu_in is read at the index of the result, so its transposed copy is not supported.
+  // The kernel reads pre_gelu_in at the index of the result, so column-wise data, which is
+  // transposed, is not supported.
   if (quantised(args.pre_gelu_in) && args.pre_gelu_in->dl.data == nullptr) {
     return "reads the row-wise copy of pre_gelu_in";
   }

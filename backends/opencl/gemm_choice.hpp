@@ -1,4 +1,4 @@
-// Chooses the kernel of a product: a pure function of the device and the sizes.
+// Chooses the GEMM kernel of a call: a pure function of the device's limits and the sizes.
 #pragma once
 
 #include <cstddef>
@@ -10,9 +10,9 @@ namespace te_fl::opencl {
 
 enum class GemmKernel {
   kAuto,      // value of the setting: this file chooses
-  kRows,      // gemm.cl without WIDE: rows of whole vectors, for CPUs
+  kRows,      // gemm.cl without WIDE: vectorised along rows, for CPUs
   kTiles64,   // gemm.cl with WIDE: parallel work-items, for GPUs
-  kTiles128,  // like kTiles64, with fewer loads per product and fewer groups
+  kTiles128,  // like kTiles64, with larger tiles: fewer loads per multiplication, fewer groups
   kClblast,   // CLBlast's Sgemm
 };
 
@@ -28,7 +28,7 @@ struct GemmDevice {
 struct GemmProblem {
   int64_t m = 0, n = 0, k = 0;
   bool f32 = false;    // both operands are F32
-  bool plain = false;  // F32 operands and result, no epilogue: what a library multiplies
+  bool plain = false;  // F32 operands and result and no epilogue, as CLBlast requires
 };
 
 inline GemmKernel choose_gemm(const GemmDevice& device, const GemmProblem& p) noexcept {
@@ -47,15 +47,15 @@ inline GemmKernel choose_gemm(const GemmDevice& device, const GemmProblem& p) no
     return fits_128 ? GemmKernel::kTiles128 : GemmKernel::kTiles64;
   }
   if (!device.gpu) return GemmKernel::kRows;
-  // Measured on an H100 with 132 units (bench/README.md). With too few tiles for all units, CLBlast
-  // is faster. Larger tiles are faster once they occupy half of the units, and always if operands
-  // are converted.
+  // Based on measurements on an H100 with 132 compute units (bench/README.md). If there are fewer
+  // tiles than compute units, CLBlast is faster. 128 x 128 tiles are faster than 64 x 64 tiles if
+  // they occupy at least half of the units, and always if operands are converted to F32.
   if (library && tiles(64) < units) return GemmKernel::kClblast;
   const bool filled = 2 * tiles(128) >= units;
   return fits_128 && (filled || !p.f32) ? GemmKernel::kTiles128 : GemmKernel::kTiles64;
 }
 
-// The kernel for a value of TE_FL_OPENCL_GEMM, which the host has checked.
+// Returns the kernel that a value of TE_FL_OPENCL_GEMM names. The host has checked the value.
 inline GemmKernel gemm_kernel_of(std::string_view name) noexcept {
   if (name == "rows") return GemmKernel::kRows;
   if (name == "tiles64") return GemmKernel::kTiles64;
@@ -69,7 +69,7 @@ constexpr const char* name_of(GemmKernel kernel) noexcept {
   return kNames[static_cast<int>(kernel)];
 }
 
-// A text with the kernel and the reason for its choice.
+// Returns text that names the kernel and the reason for the choice.
 inline std::string words_of(const GemmDevice& device, const GemmProblem& p) {
   const GemmKernel kernel = choose_gemm(device, p);
   const std::string name = kernel == GemmKernel::kClblast

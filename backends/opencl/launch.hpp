@@ -1,4 +1,5 @@
-// One launch of a kernel: set its arguments in order, then call items() or groups().
+// One launch of a kernel. The caller sets the kernel's arguments in order and then calls items() or
+// groups().
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@
 
 namespace te_fl::opencl {
 
-// "-DNAME=value ", for the compile options of a program.
+// Returns "-DNAME=value ", a compile option of a program.
 inline std::string define(const char* name, int64_t value) {
   return std::string("-D") + name + "=" + std::to_string(value) + " ";
 }
@@ -31,7 +32,8 @@ class Launch {
         kernel_(device.programs->kernel(file, options, name)),
         lock_(kernel_.mutex) {}
 
-  // A pointer to device memory. NULL is replaced by a buffer that the kernel does not use.
+  // Sets the next argument to a pointer to device memory. NULL is replaced by Device::nothing, a
+  // valid pointer that the kernel does not access.
   Launch& memory(const void* data) {
     check(
         clSetKernelArgSVMPointer(kernel_.kernel, next_++, data == nullptr ? device_.nothing : data),
@@ -41,14 +43,15 @@ class Launch {
   Launch& data(const te_fl_tensor* t) {
     return memory(t == nullptr ? nullptr : backend::data<const void>(*t));
   }
-  // An int32_t, uint32_t, int64_t, uint64_t or float, or a struct with the kernel's layout.
+  // Sets the next argument to an int32_t, uint32_t, int64_t, uint64_t or float, or to a struct with
+  // the same layout as in the kernel.
   template <class T>
   Launch& value(T v) {
     check(clSetKernelArg(kernel_.kernel, next_++, sizeof v, &v), "clSetKernelArg");
     return *this;
   }
 
-  // Runs `items` work-items, rounded up to whole groups. Does nothing for 0.
+  // Runs `items` work-items, rounded up to a multiple of `group`. Does nothing for 0.
   void items(int64_t items, size_t group = 64) {
     groups((items + static_cast<int64_t>(group) - 1) / static_cast<int64_t>(group), group);
   }

@@ -21,8 +21,8 @@ size_t rounded(size_t bytes) {
   return bytes > SIZE_MAX - step ? bytes : (bytes + step - 1) / step * step;
 }
 
-// The map entry, from begin address to an object with `bytes`, that contains this address; NULL if
-// none does.
+// Returns the entry whose memory contains the address `data`; NULL if there is none. `map`: from
+// the begin address of a block to an object with the member `bytes`.
 template <class Map>
 auto containing(Map& map, const void* data) -> decltype(&*map.begin()) {
   auto* at = const_cast<char*>(static_cast<const char*>(data));
@@ -104,7 +104,8 @@ void Memory::free(void* data, cl_command_queue queue) {
   check(clFlush(queue), "clFlush");
 }
 
-// Frees the cache. Nothing may be running. The caller must hold the lock or be the only user.
+// Frees all cached blocks. The device must be idle. The caller must hold the lock or be the only
+// user.
 void Memory::trim() {
   for (auto& [key, list] : cache_) {
     for (const auto& [data, block] : list) {
@@ -129,7 +130,8 @@ void Memory::forget(cl_command_queue queue) {
   });
 }
 
-// Allocates a buffer that the driver keeps in host memory, mapped for its whole life.
+// Allocates pinned host memory: a buffer that the driver keeps in host memory and that stays mapped
+// until it is freed.
 void* Memory::allocate_pinned(size_t asked) {
   const size_t bytes = std::max<size_t>(asked, 1);
   cl_int error = CL_SUCCESS;

@@ -25,15 +25,16 @@ class Memory {
   // 256-byte aligned. Throws backend::Error.
   void* allocate(size_t bytes, cl_command_queue queue);
   void free(void* data, cl_command_queue queue);
-  // Called before a queue is released, when its work is finished: frees the blocks cached for it.
+  // Frees the blocks cached for a queue. Called when the queue's work is finished, before it is
+  // released.
   void forget(cl_command_queue queue);
 
   void* allocate_pinned(size_t bytes);
   void free_pinned(void* data);
   bool is_pinned(const void* data) const;
 
-  // Empty if the bytes are in one block of this device; otherwise a text that says what memory it
-  // is.
+  // Returns an empty string if the bytes are in one block of this device; otherwise an error text
+  // that describes the memory.
   std::string not_ours(const void* data, size_t bytes) const;
   size_t allocated() const;
 

@@ -109,7 +109,7 @@ void OpenCl::diagnose(const te_fl_finding_sink& findings) const {
   }
 }
 
-// opencl.json.in describes the same settings; keep both equal.
+// opencl.json.in describes the same settings; keep it in step with these descriptors.
 constexpr te_fl_setting_desc kDevice = {
     .type = TE_FL_SETTING_LIST,
     .name = "TE_FL_OPENCL_DEVICE",

@@ -1,4 +1,4 @@
-// Kernels, which are compiled on first use and cached on disk for later processes.
+// Compiles kernels on first use and caches the binaries on disk for later processes.
 #pragma once
 
 #include <CL/cl.h>

@@ -1,4 +1,4 @@
-// Dropout's random state as kernel arguments.
+// Passes the RNG state of dropout to kernels as arguments.
 #pragma once
 
 #include "launch.hpp"
@@ -6,8 +6,8 @@
 
 namespace te_fl::opencl {
 
-// Flags for kernels: seed_at or offset_at is present. Not every driver lets a kernel detect a null
-// pointer.
+// Flags that tell a kernel whether seed_at and offset_at are present. They are needed because with
+// some drivers a kernel cannot detect a null pointer.
 enum : uint32_t { kSeedAddress = 1, kOffsetAddress = 2 };  // same values as in common.cl
 
 // Sets the kernel arguments seed, offset, seed_at, offset_at, at and threshold.

@@ -39,7 +39,7 @@ void check_freqs(const char* name, const te_fl_tensor& freqs, int64_t dim, const
   backend::check_angle_rows(name, freqs.dl.shape[0], any ? s.largest_position() : -1);
 }
 
-// If freqs is NULL, copies the elements.
+// Rotates the heads of x into y. If freqs is NULL, copies them instead.
 void rotate(const DeviceCall& call, const Sequences& s, const Place& x, const Place& y,
             const te_fl_tensor* freqs, int64_t heads, int64_t per_group, int64_t dim) {
   const int64_t columns = freqs != nullptr ? freqs->dl.shape[3] : 0;
@@ -88,7 +88,7 @@ Refusal refuse_rope(const te_fl_rope_rope_args& a) {
   return overlaps_askew(*a.output, a.input) ? kOverlaps : nullptr;
 }
 
-// The location of a part of packed Q, K, V that starts at `offset`.
+// Returns the location of Q, K or V in the packed tensor; `offset`: its first element in a group.
 Place part_of(const PackedHeads& p, const te_fl_tensor* t, int64_t offset) {
   return {t, offset, p.groups * p.width(), p.width()};
 }

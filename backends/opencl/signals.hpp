@@ -7,8 +7,8 @@
 
 namespace te_fl::opencl {
 
-// Restores the process's signal handlers at the end of the scope (rule R8). The driver does not
-// need its handlers, because this plugin's kernels raise no signals.
+// Saves the process's signal handlers, and restores them at the end of the scope (rule R8). The
+// drivers' handlers are not needed, because this plugin's kernels raise no signals.
 class SignalHandlersKept {
  public:
   SignalHandlersKept() : before_(NSIG) {

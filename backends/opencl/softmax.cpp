@@ -15,7 +15,7 @@ std::string options(const te_fl_tensor* x, Mask mask) {
          define("MASKED", mask == Mask::kTensor);
 }
 
-// The stride of a dimension of the mask; 0 for a broadcast dimension.
+// Returns the stride of a dimension of the mask, in elements; 0 for a broadcast dimension.
 int64_t mask_stride(const te_fl_tensor* mask, int dim) {
   return mask == nullptr || mask->dl.shape[dim] == 1 ? 0 : backend::stride(*mask, dim);
 }

@@ -1,5 +1,6 @@
-// Outputs of ops. The op's kernel writes an unquantised tensor directly. For an FP8 tensor it
-// writes FP32 values to the workspace, because the amax is known only when all values are computed.
+// Writes the output of an op. An op's kernel writes an unquantised output directly. For an FP8
+// output, the kernel writes FP32 values to the workspace, and a second kernel quantises them,
+// because the amax is known only when all values are computed.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +18,9 @@ Refusal refuse_output(const Device& device, const te_fl_tensor& out) noexcept;
 // Bytes of workspace that Output needs.
 size_t output_workspace(const te_fl_tensor& out) noexcept;
 
-// Quantises `values` into all copies of `out`, as `quant` specifies. `state`: kState bytes of
-// device memory. `noop`: if its value is not 0, nothing is written; may be NULL.
+// Quantises `values` into the row-wise and column-wise data of `out`, as `quant` specifies.
+// `state`: kState bytes of device memory. `noop`: if its value is not 0, nothing is written; may be
+// NULL.
 void quantise(const DeviceCall& call, const void* values, int64_t value_type,
               const te_fl_tensor& out, const te_fl_quant& quant, void* state,
               const te_fl_tensor* noop);
@@ -34,7 +36,7 @@ class Output {
         state_(workspace),
         quantised_(backend::scaling(tensor) != TE_FL_SCALING_NONE) {}
 
-  // The memory and the dtype that the kernel must write.
+  // Returns the memory that the kernel must write; type() returns the dtype to write.
   void* data() const {
     return quantised_ ? static_cast<char*>(state_) + kState : backend::data<void>(tensor_);
   }

@@ -83,7 +83,8 @@ Refusal refuse_copy(const te_fl_strided_copy_args& args) {
   return from == to || converts ? nullptr : "converts between F32, F16, BF16 and FP8 only";
 }
 
-// The bits of an element with this value.
+// Returns the bits of an element of integer type T with this value. `type`: the type's name for
+// error messages.
 template <class T>
 uint64_t integer(double value, const char* type) {
   return static_cast<uint64_t>(backend::whole_number<T>(value, type));

@@ -19,7 +19,8 @@ void forward(const te_fl_context&, const te_fl_activation_act_fwd_args& args) {
   });
 }
 
-// The gradient of x. Args must have grad, input and output, all of one shape.
+// Returns a Produce function that computes the gradient of x. Args must have the tensors grad,
+// input and output of equal shape.
 template <class Act, class Args>
 Produce gradient(const Args& args) {
   const int64_t cols = backend::as_matrix(*args.output).cols;
@@ -53,7 +54,8 @@ void backward_dbias(const te_fl_context&, const te_fl_activation_dbias_act_args&
   Writer(*args.dbias).write(0, matrix.cols, rounded.data());
 }
 
-// Gated forms. gate(a, b) returns the result.
+// Computes a gated activation: the output is gate(a, b), where a and b are the halves of an input
+// row.
 template <class Args, class Gate>
 void gated(const Args& args, Gate gate) {
   const Reader input(*args.input);
@@ -67,7 +69,8 @@ void gated(const Args& args, Gate gate) {
   store_output(*args.output, {args.input}, values, Access::kAnywhere);
 }
 
-// The gradient of [a, b]: da(dy, a, b) is the first half, db(dy, a, b) the second.
+// Computes the gradient of a gated activation's input [a, b]: the first half is da(dy, a, b), the
+// second db(dy, a, b).
 template <class Args, class GradA, class GradB>
 void gated_gradient(const Args& args, GradA da, GradB db) {
   const Reader grad(*args.grad);
@@ -105,7 +108,7 @@ void gated_backward(const te_fl_context&, const te_fl_activation_glu_bwd_args& a
       [](double dy, double a, double) { return dy * Act::value(a); });
 }
 
-// Minimum and clamp that return NaN for NaN.
+// Minimum with `limit`, and clamp to [-limit, limit]. Both functions return NaN for NaN.
 double clamp_high(double x, double limit) { return x > limit ? limit : x; }
 double clamp_both(double x, double limit) { return clamp_high(x < -limit ? -limit : x, limit); }
 

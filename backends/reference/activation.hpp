@@ -1,5 +1,5 @@
-// The activations and their derivatives, in double. The sigmoid forms avoid cancellation where the
-// result is small: 0.5 (1 + tanh(u)) is computed as sigmoid(2 u).
+// The activations and their derivatives, in double. 0.5 (1 + tanh(u)) is computed as sigmoid(2 u),
+// which avoids cancellation where the result is small.
 #pragma once
 
 #include <cmath>

@@ -14,7 +14,7 @@ using backend::SequenceSpan;
 
 namespace {
 
-// A view with the same extents and compact row-major strides.
+// Returns a view with the same extents and the strides of a contiguous tensor.
 HeadsView compact(HeadsView v, int32_t layout) {
   v.stride_dim = 1;
   v.stride_head = v.dim;
@@ -28,7 +28,7 @@ HeadsView compact(HeadsView v, int32_t layout) {
 
 void get_fused_attn_backend(const te_fl_context&, const te_fl_get_fused_attn_backend_args& a) {
   const AttentionProblem p = backend::attention_problem(a);
-  // In layout thd there is no [Sq, Sk] matrix to which an arbitrary mask could apply.
+  // An arbitrary mask is not supported in layout thd, which has no common [Sq, Sk] matrix.
   const bool possible = !(p.thd && p.mask.arbitrary);
   *backend::data<int32_t>(*a.backend) = !possible ? -1 : p.fp8 ? 2 : 1;
 }

@@ -30,12 +30,12 @@ class Heads {
   std::vector<double> values_;
 };
 
-// Rounds P or dS to FP8 and back with a supplied scale, and tracks the amax. If there is no tensor,
-// values are not changed.
+// Rounds elements of P or dS to FP8 and back with a supplied scale, and tracks the amax. If `quant`
+// is NULL, values are not changed.
 class Fp8Rounding {
  public:
-  // `largest`: the largest magnitude that the values reach, or 0 if unknown. The scale is limited
-  // so that `largest` does not exceed FP8's largest number.
+  // `largest`: an upper bound of the values' magnitude, or 0 if unknown. The scale is limited so
+  // that `largest` times the scale does not exceed FP8's largest number.
   explicit Fp8Rounding(const te_fl_tensor* quant, double largest = 0);
   // Rounds x. The amax is updated with `share` times x.
   double operator()(double x, double share = 1);
@@ -60,7 +60,8 @@ class ScoreRow {
   backend::KeyRange visible() const { return keys_; }
   double at(int64_t j) const { return scores_[static_cast<size_t>(j)]; }
   bool masked(int64_t j) const { return masked_[static_cast<size_t>(j)] != 0; }
-  // The derivative of the score by the scaled product; 1 without softcap.
+  // Returns the derivative of the score with respect to scale * (q k^T) of key j; 1 without
+  // softcap.
   double slope(int64_t j) const { return slopes_[static_cast<size_t>(j)]; }
 
  private:
@@ -85,7 +86,7 @@ inline int64_t lse_index(const backend::AttentionProblem& p, const backend::Sequ
   return p.thd ? (span.q_begin + i) * p.heads + h : (b * p.heads + h) * p.seqlen_q + i;
 }
 
-// factor() is 0 for a dropped probability, else 1 / (1 - p).
+// Attention dropout. factor() returns 0 for a dropped probability, else 1 / (1 - p).
 class AttentionDropout {
  public:
   AttentionDropout(const te_fl_context& ctx, const backend::AttentionProblem& p,

@@ -109,7 +109,8 @@ class Backward {
     }
   }
 
-  // Compact index in dbias. A dimension of extent 1 collects the sum.
+  // Returns the row-major index in dbias of a pair. A dimension of dbias with extent 1 is summed
+  // over.
   size_t bias_index(int64_t b, int64_t h, int64_t i, int64_t j) const {
     const int64_t* shape = a_.dbias->dl.shape;
     const int64_t head = (shape[0] == 1 ? 0 : b) * shape[1] + (shape[1] == 1 ? 0 : h);

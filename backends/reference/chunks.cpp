@@ -39,7 +39,7 @@ void move_rows(const te_fl_tensor* from, const te_fl_tensor* to,
   }
 }
 
-// The first row and the number of rows of each chunk, in the new order. Checks the arguments.
+// A chunk: the index of its first input row, and its number of rows.
 struct Chunk {
   int64_t first, rows;
 };

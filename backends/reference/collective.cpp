@@ -1,4 +1,5 @@
-// Collectives of ranks that are threads: reductions in double, in the order of ranks, and copies.
+// Collectives between ranks that are threads of one process. Reductions are computed in double, in
+// the order of the ranks.
 #include "te_fl/ops/collective.h"
 
 #include <algorithm>
@@ -70,8 +71,8 @@ void reduce(Ranks ranks, int64_t begin, int64_t n, T* out) {
   }
 }
 
-// Calls write(begin, n, values) for pieces of [0, elements), in order. No input element before
-// begin + n is read after the call, so write() may overwrite the inputs there.
+// Reduces all elements in ascending pieces and calls write(begin, n, values) for each. After that
+// call, no input element before begin + n is read, so write() may overwrite those.
 template <class Write>
 void reduce_all(Ranks ranks, Write&& write) {
   visit_reduced(ranks[0]->dtype, [&](auto type, auto wide) {
@@ -153,8 +154,8 @@ void broadcast(Ranks ranks) {
   for (const Brought* rank : ranks) copy(rank->out, root.out, root.bytes);
 }
 
-// Empty, or a text about the first rank whose expected row counts differ from what another rank
-// sends.
+// Returns an error text if a rank expects a number of rows that differs from what the other rank
+// sends; empty if all match.
 std::string rows_differ(Ranks ranks) {
   const auto text = [](int64_t n) { return std::to_string(n); };
   for (size_t from = 0; from < ranks.size(); ++from) {

@@ -86,7 +86,7 @@ void Reader::decode(int64_t begin, int64_t n, Out* out) const {
                                   : load<Code>(backend::data<const char>(tensor_),
                                                compact ? i : element_offset(tensor_, i));
     double value = numeric::to_double(code) * (per_tensor ? tensor_scale : scale_of(row, col));
-    // The value is exact so far. Multiplies before dividing, so that it is rounded once.
+    // The value so far is exact, and so is the multiplication; only the division rounds.
     if (second_level) value = value * nvfp4_amax_ / (numeric::kE4m3Max * numeric::kE2m1Max);
     *out++ = static_cast<Out>(value);
   }

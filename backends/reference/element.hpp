@@ -21,7 +21,8 @@ namespace te_fl::reference {
 const char* dtype_name(int dtype) noexcept;
 inline int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
 
-// Offset of the element with logical index i, in elements from data + byte_offset.
+// Returns the offset of the element with logical index i, in elements, relative to data +
+// byte_offset.
 int64_t element_offset(const te_fl_tensor& t, int64_t i) noexcept;
 
 // Calls f(offset, stride, count) for each run along the last dimension in the logical range [begin,
@@ -41,19 +42,20 @@ void for_each_run(const te_fl_tensor& t, int64_t begin, int64_t n, F&& f) {
   }
 }
 
-// The copy of a quantised tensor to read if it has both.
+// Selects row-wise or column-wise data of a quantised tensor that has both.
 enum class Copy { kRowwise, kColumnwise };
 
 // Reads F32, F16, BF16, F64, FP8, FP4 and E8M0 tensors as numbers. A quantised tensor is
-// dequantised (code * scale_inv) from the preferred copy if it exists, else from the other.
-// Unquantised FP8 and FP4 codes are read without a scale. Keeps a reference to the tensor.
+// dequantised (code * scale_inv) from the preferred data, row-wise or column-wise, if it exists,
+// else from the other. Unquantised FP8 and FP4 tensors are read without a scale. Keeps a reference
+// to the tensor.
 class Reader {
  public:
   explicit Reader(const te_fl_tensor& tensor, Copy preferred = Copy::kRowwise);
 
   int64_t size() const noexcept { return size_; }
-  // Reads elements [begin, begin + n). As double, the product with scale_inv is exact; as float, it
-  // is rounded once.
+  // Reads elements [begin, begin + n). The double overload computes code * scale_inv exactly; the
+  // float overload rounds it once.
   void read(int64_t begin, int64_t n, float* out) const;
   void read(int64_t begin, int64_t n, double* out) const;
   float operator[](int64_t i) const {
@@ -61,7 +63,7 @@ class Reader {
     read(i, 1, &value);
     return value;
   }
-  // All elements, compact row-major.
+  // Both functions return all elements in row-major order.
   std::vector<float> all() const;
   std::vector<double> all_double() const;
 
@@ -91,7 +93,7 @@ class Writer {
   const te_fl_tensor& tensor_;
 };
 
-// The ways in which an output element may depend on inputs that share the output's memory.
+// Describes how an output element depends on inputs that share the output's memory.
 enum class Access {
   kSamePosition,  // only on elements with the same logical index
   kAnywhere
@@ -101,21 +103,21 @@ enum class Access {
 // more than once for an element. A call never crosses a row.
 using Produce = std::function<void(int64_t row, int64_t col, int64_t n, float* values)>;
 
-// Writes an output of any dtype and scaling mode, including all its copies, from FP32 values that
+// Writes an output of any dtype and scaling mode, row-wise and column-wise, from FP32 values that
 // are computed piece by piece. `inputs`: the tensors that `produce` reads. If they share memory
-// with the output such that piecewise writing would change them too early, all values are computed
-// before the first is written. inf_scale: replaces an infinite block scale; the input dtype's
-// largest finite value.
+// with the output so that writing a piece could change inputs that are still needed, all values are
+// computed before the first is written. inf_scale: the input dtype's largest finite value, which
+// replaces an infinite block scale.
 void store_output(const te_fl_tensor& out, std::initializer_list<const te_fl_tensor*> inputs,
                   const Produce& produce, Access access = Access::kSamePosition,
                   float inf_scale = FLT_MAX);
-// Writes an output from an array of all its values, compact row-major.
+// Writes an output from an array of all its values in row-major order.
 void store_output(const te_fl_tensor& out, const float* values, float inf_scale = FLT_MAX);
 
 // The largest finite value of a float dtype.
 float largest_finite_of(int dtype) noexcept;
 
-// The value of an F32 tensor with one element.
+// Returns the value of an F32 tensor with one element.
 inline float scalar_f32(const te_fl_tensor& t) noexcept { return *backend::data<const float>(t); }
 
 }  // namespace te_fl::reference

@@ -1,9 +1,10 @@
 // generic_gemm and grouped_gemm: exact dequantised operands, double accumulators, one rounding to
 // FP32 and one to the output's dtype.
 //
-// Operands with block scaling are read from the copy whose blocks run along the contraction
-// (row-wise for an operand stored as [.., K], column-wise for one stored as [K, ..]) if it exists,
-// else from the other. Backends on hardware that multiplies block by block must do the same.
+// For an operand with block scaling, the row-wise or column-wise data is read whose blocks run
+// along K: row-wise for an operand stored as [.., K], column-wise for one stored as [K, ..]. If
+// that data does not exist, the other is read. Backends on hardware that multiplies block by block
+// must do the same.
 #include "te_fl/ops/gemm.h"
 
 #include "activation.hpp"
@@ -14,7 +15,7 @@
 namespace te_fl::reference {
 namespace {
 
-// The operand as a compact [rows, cols] matrix. `transpose`: transposes it from its stored form.
+// Returns the operand as a row-major matrix. `transpose`: transposes the stored matrix.
 std::vector<double> operand(const te_fl_tensor& t, bool transpose, Copy copy) {
   std::vector<double> stored = Reader(t, copy).all_double();
   if (!transpose) return stored;
@@ -26,8 +27,8 @@ std::vector<double> operand(const te_fl_tensor& t, bool transpose, Copy copy) {
   return result;
 }
 
-// row[n] = sum over k of a[k] b[k, n], with k ascending. The inner loop runs over independent sums,
-// so vectorisation does not change the results.
+// Computes row[n] = sum over k of a[k] b[k, n], with k ascending. The inner loop runs over n, that
+// is, over independent sums, so vectorisation does not change the results.
 void multiply_row(const double* a, const double* b, int64_t k_extent, int64_t n_extent,
                   double* row) {
   std::fill_n(row, n_extent, 0.0);

@@ -26,7 +26,7 @@ decltype(auto) visit_integer(int dtype, F&& f) {
   }
 }
 
-// All values of an I16, I32, I64, U8 or bool tensor, compact row-major.
+// Returns all values of an I16, I32, I64, U8 or bool tensor in row-major order.
 inline std::vector<int64_t> integers(const te_fl_tensor& t) {
   const int64_t size = backend::numel(t);
   std::vector<int64_t> values(static_cast<size_t>(size));
@@ -40,7 +40,7 @@ inline std::vector<int64_t> integers(const te_fl_tensor& t) {
   return values;
 }
 
-// Writes values to such a tensor. Values that do not fit are truncated.
+// Writes values to an I16, I32, I64, U8 or bool tensor. Values that do not fit are truncated.
 inline void write_integers(const te_fl_tensor& t, const std::vector<int64_t>& values) {
   const int64_t* next = values.data();
   visit_integer(dtype_of(t), [&]<class T>(std::type_identity<T>) {

@@ -14,14 +14,14 @@ std::string list_of(const std::vector<int>& ranks) {
   return text;
 }
 
-// True if two ranks make the same call. all_to_all_v's ranks have different numbers of rows, which
-// its misfit() compares.
+// True if two ranks make the same call. Ranks of all_to_all_v may have different numbers of rows,
+// which Collective::misfit checks.
 bool same_call(const Brought& a, const Brought& b) {
   return a.op == b.op && a.dtype == b.dtype && a.reduction == b.reduction && a.root == b.root &&
          (a.elements == b.elements || a.op->misfit != nullptr);
 }
 
-// For example "rank 0 has all_reduce of 8 f32 (sum), rank 1 has ...".
+// Returns a text such as "rank 0 has all_reduce of 8 f32 (sum), rank 1 has ...".
 std::string brought_by_each(Ranks ranks) {
   constexpr size_t kTold = 16;
   std::string text;
@@ -202,7 +202,7 @@ void Meeting::transfer(size_t pair) {
 
 // ---- waiting
 
-// Returns false after the time-out.
+// Waits until ready() is true. Returns false if the time-out expires first.
 bool Meeting::wait_until(Lock& lock, const auto& ready) {
   if (timeout_ms_ != 0)
     return changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms_), ready);
@@ -232,7 +232,8 @@ std::string Meeting::missing(const Posted& call) const {
   return text;
 }
 
-// "; rank 2 waits in recv of 4 f32 from rank 0", or an empty text.
+// Returns a text about the call in which a rank waits, such as "; rank 2 waits in recv of 4 f32
+// from rank 0"; empty if it does not wait.
 std::string Meeting::whereabouts(int rank) const {
   const auto waits = [&](const Queue& queue) {
     return queue.empty() || queue.front()->rank != rank

@@ -1,5 +1,5 @@
 // A rendezvous for collectives between ranks that are threads of one process. Each rank posts its
-// arguments; the rank that completes the set computes the results of all.
+// arguments; the last rank to do so computes the results of all ranks.
 #pragma once
 
 #include <atomic>
@@ -44,7 +44,7 @@ struct Brought {
   int64_t row_bytes = 0;          // of all_to_all_v, like `to` and `from`
   std::vector<int64_t> to, from;  // number of rows for and from each rank
 };
-// "all_reduce of 8 f32 (sum)".
+// Returns a text such as "all_reduce of 8 f32 (sum)".
 std::string describe(const Brought& b);
 
 // One call of one rank. Must not move from post() until wait() has returned.
@@ -54,8 +54,8 @@ struct Posted {
   bool done = false;  // guarded by the meeting's mutex
 };
 
-// The ranks of one communicator. Thread-safe. The first failure is final for all ranks. It is
-// thrown as COMM_FAILED, or as TIMEOUT if ranks are still missing.
+// The ranks of one communicator. Thread-safe. After the first failure, all calls of all ranks fail:
+// with COMM_FAILED, or with TIMEOUT if not all ranks have joined.
 class Meeting {
  public:
   Meeting(std::string name, int size, uint32_t timeout_ms);
@@ -88,7 +88,7 @@ class Meeting {
   bool wait_until(Lock& lock, const auto& ready);
   std::string missing(const Posted& call) const;
   std::string whereabouts(int rank) const;
-  // Index of the queues for messages from one rank to another.
+  // Returns the index in sends_ and recvs_ for messages from rank `from` to rank `to`.
   size_t pair(int from, int to) const {
     return static_cast<size_t>(from) * static_cast<size_t>(size_) + static_cast<size_t>(to);
   }

@@ -75,7 +75,8 @@ void moe_permute_fwd(const te_fl_context&, const te_fl_moe_permute_fwd_args& a) 
   write_integers(*a.row_id_map, map);
 }
 
-// The row of each (expert, token) pair [e, t] that the mask selects; -1 for other pairs.
+// Returns the row of each (expert, token) pair that the mask selects, at index [e, t]; -1 for other
+// pairs.
 std::vector<int64_t> masked_rows(const te_fl_moe_permute_by_mask_fwd_args& a) {
   const int64_t tokens = a.routing_map->dl.shape[0], experts = a.routing_map->dl.shape[1];
   const int64_t rows = a.output->dl.shape[0];
@@ -120,7 +121,7 @@ void moe_permute_by_mask_fwd(const te_fl_context&, const te_fl_moe_permute_by_ma
   write_integers(*a.row_id_map, map);
 }
 
-// The map's values. Throws unless all are in [-1, rows).
+// Returns the values of row_id_map. Throws unless all are in [-1, rows).
 std::vector<int64_t> checked_map(const te_fl_tensor& row_id_map, int64_t rows) {
   std::vector<int64_t> map = integers(row_id_map);
   for (size_t i = 0; i < map.size(); ++i) {

@@ -63,8 +63,8 @@ void normalise(const te_fl_tensor& x_tensor, const te_fl_tensor& z, const Statis
   });
 }
 
-// The tensor that is normalised: x, or `sum`, to which this function writes the rounded x +
-// residual.
+// Returns the tensor that is normalised: x or, with a residual, `sum`, to which this function first
+// writes the rounded x + residual.
 const te_fl_tensor& normalised_input(const te_fl_tensor& x, const te_fl_tensor* residual,
                                      const te_fl_tensor* sum) {
   if (sum == nullptr) return x;
@@ -96,7 +96,7 @@ void rmsnorm_fwd(const te_fl_context&, const te_fl_rmsnorm_fwd_args& args) {
   store_rows(*args.rsigma, s.rsigma);
 }
 
-// The arguments of all backwards. Absent tensors are NULL. mu NULL: RMS normalisation.
+// The arguments of all norm backward ops. Absent tensors are NULL. mu NULL: RMS normalisation.
 struct BackwardArgs {
   const te_fl_tensor *dz, *x, *add, *mu, *rsigma, *gamma, *dx, *dgamma, *dbeta;
   bool zero_centered_gamma;

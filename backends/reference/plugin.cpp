@@ -1,5 +1,6 @@
 // The reference backend: plain loops with double accumulation, on host memory. It registers through
-// the plugin ABI like any other backend; te_fl_reference_query replaces the exported symbol.
+// the plugin ABI like any other backend, but is linked into the library, which calls
+// te_fl_reference_query() instead of an exported symbol.
 #include <vector>
 
 #include "families.hpp"

@@ -9,8 +9,8 @@
 
 namespace te_fl::reference {
 
-// keep(i) is the decision for element i of the logical tensor; fast if i increases by one per call.
-// Each thread needs its own object.
+// keep(i) returns true if dropout keeps element i of the logical tensor. It is fast if i increases
+// by one per call. Each thread needs its own object.
 class DropoutStream {
  public:
   DropoutStream(const te_fl_rng& rng, float p)

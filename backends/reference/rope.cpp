@@ -45,7 +45,7 @@ struct Positions {
   }
 };
 
-// start_positions[b]; 0 without the tensor.
+// Access to start_positions[b], which is 0 if the call has no such tensor.
 class Starts {
  public:
   Starts(const te_fl_tensor* t, int64_t batch) : t_(t) {
@@ -113,7 +113,7 @@ Positions packed_positions(int64_t tokens, const te_fl_tensor& cu,
   return p;
 }
 
-// The angles, and the pairing of a head's leading elements.
+// Rotates the leading elements of heads: holds the angle table and the pairing of elements.
 class Rotation {
  public:
   Rotation(const char* name, const te_fl_tensor& freqs, bool interleaved, bool backward)

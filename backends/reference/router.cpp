@@ -40,11 +40,11 @@ void round_to_f32(Values& x) {
 
 // ---- choice
 
-// NaN counts as larger than every number.
+// True if a is larger than b, where NaN is larger than every number.
 bool larger(double a, double b) { return std::isnan(a) ? !std::isnan(b) : a > b; }
 
-// Indices of the k largest of x[begin, end), in descending order. Of equal values the lower index
-// comes first.
+// Returns the indices of the k largest elements of x[begin, end), in descending order of the
+// elements. Of equal elements, the lower index comes first.
 std::vector<int64_t> largest(const Values& x, int64_t begin, int64_t end, int64_t k) {
   std::vector<int64_t> at(static_cast<size_t>(end - begin));
   std::iota(at.begin(), at.end(), begin);
@@ -55,7 +55,8 @@ std::vector<int64_t> largest(const Values& x, int64_t begin, int64_t end, int64_
   return at;
 }
 
-// The experts chosen by x. With groups, only those in the best groups.
+// Returns the experts with the topk largest scores x. With groups, only experts in the best groups
+// are candidates.
 std::vector<int64_t> choose(const Values& x,
                             const te_fl_fused_topk_with_score_function_fwd_args& a) {
   const auto experts = static_cast<int64_t>(x.size());
@@ -162,7 +163,7 @@ void topk_fwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_f
   if (a.topk_indices != nullptr) write_integers(*a.topk_indices, indices);
 }
 
-// The choice, as one byte per expert.
+// Returns the choice of experts as one byte per token and expert, 1 if chosen.
 std::vector<uint8_t> choice_of(const te_fl_fused_topk_with_score_function_bwd_args& a,
                                const backend::Matrix& m) {
   std::vector<uint8_t> chosen(static_cast<size_t>(m.rows * m.cols), 0);
@@ -189,7 +190,7 @@ std::vector<uint8_t> choice_of(const te_fl_fused_topk_with_score_function_bwd_ar
   return chosen;
 }
 
-// ---- gradients. `counts` is nonzero for the experts that a sum includes.
+// ---- gradients. In the functions below, counts[e] is nonzero if the sums include expert e.
 
 // On entry g is the gradient of y = f / (sum + epsilon); on return it is the gradient of f.
 void divided_gradient(Values& g, const Values& f, const uint8_t* counts) {
@@ -207,8 +208,8 @@ void softmax_gradient(Values& g, const Values& y, const uint8_t* counts) {
   for (size_t e = 0; e < g.size(); ++e) g[e] = counts[e] != 0 ? y[e] * (g[e] - dot) : 0.0;
 }
 
-// Turns g from the gradient of the scores into that of the logits. `divides`: the scores were
-// divided by their sum over `counts`.
+// Turns g, the gradient of the scores, into the gradient of the logits. `divides`: the scores were
+// divided by their sum over the experts of `counts`.
 void score_gradient(Values& g, const Values& saved, int function, bool divides,
                     const uint8_t* counts) {
   if (function == TE_FL_SCORE_FUNCTION_SIGMOID) {

@@ -11,7 +11,8 @@
 namespace te_fl::reference {
 namespace {
 
-// The result for (a, b) and its derivatives by a and b. kHalves is 1 if there is no b.
+// The value of a gated activation of (a, b) and its derivatives with respect to a and b.
+// Activations without b have kHalves 1.
 struct GateAt {
   double value, by_a, by_b;
 };
@@ -29,7 +30,7 @@ struct SwigluGate {
 struct ClampedGate {
   static constexpr int64_t kHalves = 2;
   double limit, alpha, offset;
-  // Keeps NaN.
+  // Minimum with `limit`, and clamp to [-limit, limit]. Both functions return NaN for NaN.
   double high(double x) const { return x > limit ? limit : x; }
   double both(double x) const { return high(x < -limit ? -limit : x); }
   GateAt operator()(double a, double b) const {

@@ -23,7 +23,7 @@ Extents block_extents(uint32_t scaling, bool columnwise) noexcept {
 }
 
 Extents scale_extents(uint32_t scaling, bool columnwise, backend::Matrix matrix) noexcept {
-  // In every mode except MXFP8, the column-wise copy is that of the transposed matrix.
+  // In every mode except MXFP8, the column-wise data is the transposed matrix.
   const bool transposed = columnwise && scaling != TE_FL_SCALING_MXFP8;
   const int64_t m = transposed ? matrix.cols : matrix.rows;
   const int64_t k = transposed ? matrix.rows : matrix.cols;

@@ -1,4 +1,4 @@
-// Layout of the parts of a quantised tensor (te_fl_quant in te_fl/plugin.h).
+// Layout of the data and scales of a quantised tensor (te_fl_quant in te_fl/plugin.h).
 #pragma once
 
 #include <cstdint>

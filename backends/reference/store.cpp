@@ -12,7 +12,7 @@ namespace {
 
 using backend::Matrix;
 
-// Tiles contain whole blocks of every scaling mode.
+// Tile extents are multiples of the block extents of every scaling mode.
 constexpr int64_t kTileRows = 128;
 constexpr int64_t kTileCols = 2048;
 
@@ -183,9 +183,10 @@ class Quantizer {
       return numeric::e8m0_reciprocal(code);
     }
     if (quant_.scaling == TE_FL_SCALING_NVFP4) {
-      // The block's scale in units of the tensor's scale, rounded to E4M3; then the factor that
-      // makes |x| at most 6. A block whose scale underflows becomes zeros. The products have
-      // Transformer Engine's order, because another order would round some codes differently.
+      // Computes the block's scale relative to the tensor's scale, rounded to E4M3, and then the
+      // factor that makes |x| at most 6. A block whose scale underflows becomes zeros. Factors are
+      // multiplied in the same order as in Transformer Engine, because another order would round
+      // some elements differently.
       const numeric::fp8e4m3 code(
           std::min(amax * (second_level_ * (1.0f / kMax)), numeric::kE4m3Max));
       save(scales, index, code);
@@ -243,8 +244,8 @@ bool overlap(const te_fl_tensor& a, const te_fl_tensor& b) {
   return false;
 }
 
-// True if equal elements have equal addresses. Then each input element is read before the output
-// element at its address is written.
+// True if elements of a and b with the same index have the same address. If an input and an output
+// satisfy this, each input element is read before the output element at its address is written.
 bool same_view(const te_fl_tensor& a, const te_fl_tensor& b) {
   if (backend::data<char>(a) != backend::data<char>(b) || dtype_of(a) != dtype_of(b) ||
       a.dl.ndim != b.dl.ndim || backend::scaling(a) != backend::scaling(b)) {

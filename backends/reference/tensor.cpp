@@ -20,7 +20,8 @@ using backend::Matrix;
 
 // ---- add
 
-// Dropout's decisions for n elements: bit i % 8 of byte i / 8. Bits past the last element are 0.
+// Returns dropout's decisions for n elements: bit i % 8 of byte i / 8 is set if element i is kept.
+// Bits past the last element are 0.
 std::vector<uint8_t> keep_bits(const te_fl_rng& rng, float p, int64_t n) {
   DropoutStream stream(rng, p);
   std::vector<uint8_t> bits(static_cast<size_t>((n + 7) / 8), 0);
@@ -104,8 +105,8 @@ void strided_copy(const te_fl_context&, const te_fl_strided_copy_args& args) {
     invalid(std::string("input is ") + dtype_name(from) + ", output is " + dtype_name(to) +
             "; only float types convert into each other, others copy to themselves");
   }
-  // Converts through double, which represents every value of every float dtype, so the only
-  // rounding is that of the output.
+  // Converts through double, which represents every value of every float dtype exactly, so only the
+  // conversion to the output's dtype rounds.
   const Reader reader(*args.input);
   const Writer writer(*args.output);
   std::vector<double> chunk(kChunk);
@@ -202,7 +203,8 @@ void embedding_fwd(const te_fl_context&, const te_fl_embedding_fwd_args& args) {
 void embedding_bwd(const te_fl_context&, const te_fl_embedding_bwd_args& args) {
   const Matrix table = backend::as_matrix(*args.grad_weight);
   const std::vector<int64_t> indices = checked_indices(*args.indices, table.rows);
-  // Positions grouped by the table row that they look up, in index order.
+  // Groups the positions of the index tensor by the table row that they look up, ascending in each
+  // group.
   std::vector<size_t> first(static_cast<size_t>(table.rows) + 1, 0);
   for (const int64_t v : indices) ++first[static_cast<size_t>(v) + 1];
   for (size_t v = 1; v < first.size(); ++v) first[v] += first[v - 1];
@@ -246,7 +248,8 @@ void cross_entropy_fwd(const te_fl_context&, const te_fl_cross_entropy_fwd_args&
     const double lse = log_sum_exp(x);
     double loss = 0.0;
     if (targets[i] != args.ignore_index) {
-      // A term with factor 0 is skipped, because logits of -infinity mask classes.
+      // A term with factor 0 is skipped, because its logit may be -infinity (a masked class), which
+      // times 0 would be NaN.
       loss = lse;
       if (smoothing != 1.0) loss -= (1.0 - smoothing) * x[static_cast<size_t>(targets[i])];
       if (smoothing != 0.0) {

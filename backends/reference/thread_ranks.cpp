@@ -18,8 +18,9 @@ using backend::guard;
 
 // ---- how ranks find their meeting
 
-// The meetings of a process, by the token that rank 0 publishes. A forked child gets its own table,
-// because a thread of the parent may have held the mutex.
+// The Meeting objects of a process. The key is the token that rank 0 of a communicator publishes in
+// the store. A forked child gets its own table, because a thread of the parent may have held the
+// mutex.
 struct Table {
   const pid_t process = getpid();
   const uint64_t nonce = std::random_device{}() | uint64_t{std::random_device{}()} << 32;
@@ -29,7 +30,7 @@ struct Table {
   std::map<std::string, std::weak_ptr<Meeting>> meetings;
   explicit Table(Table* of_parent) : parents(of_parent) {}
 
-  // "process 71 of 5f0c...", which is unique to this process.
+  // Returns the prefix of this process's tokens, a text unique to the process.
   std::string prefix() const {
     return "process " + std::to_string(process) + " of " + std::to_string(nonce);
   }
@@ -77,8 +78,7 @@ std::shared_ptr<Meeting> find(const std::string& token, const te_fl_comm_config&
 
 constexpr char kKey[] = "meeting";
 
-// Writes the token to the store. If that fails, the store's message goes to `errors`, before this
-// throws.
+// Writes the token to the store. If that fails, reports the store's message to `errors` and throws.
 void set(const te_fl_comm_config& config, const std::string& token,
          const te_fl_error_sink* errors) {
   const te_fl_comm_store& store = *config.store;
@@ -126,8 +126,8 @@ struct Group {
 };
 thread_local Group group;
 
-// Waits for every call, even after a failure, because the meeting refers to it until then. Throws
-// the first failure.
+// Starts the calls and waits for each of them, even after a failure, because a Meeting refers to a
+// call until it is done. Throws the first failure.
 void run_group(std::list<Group::Kept> calls) {
   std::optional<Error> failed;
   const auto keep_failure = [&](auto&& step) {
@@ -176,8 +176,8 @@ te_fl_status create(void*, const te_fl_comm_config* config, void** out,
   });
 }
 
-// In a forked child this does not leave the meeting, because its mutex may be locked for ever; no
-// rank waits for the child.
+// Destroys a rank. In a forked child, the Meeting is not notified, because its mutex may be locked
+// for ever and no rank waits for the child.
 void destroy(void* comm) {
   const std::unique_ptr<ThreadRank> rank(static_cast<ThreadRank*>(comm));
   if (rank->process == getpid()) rank->meeting->leave(rank->rank);

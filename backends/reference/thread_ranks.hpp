@@ -19,7 +19,8 @@ struct ThreadRank {
   pid_t process = 0;  // that created it; a forked child may not use it
 };
 
-// Makes the call with the other ranks. Inside a group, records it until group_end().
+// Makes the collective call together with the other ranks and waits for it. Inside a group, records
+// the call, which group_end() then makes.
 void call(const ThreadRank& rank, Brought brought);
 
 }  // namespace te_fl::reference

@@ -31,8 +31,8 @@ using backend::AttentionProblem;
 // The setting TE_FL_CUDA_ATTENTION_SCRATCH_MB, in bytes. Set before the first call.
 size_t most_attention_scratch = 0;
 
-// A view of the input `t`. For FP8, `factor` is the tensor's scale_inv, by which its codes are
-// multiplied.
+// Returns a view of the input `t`. For FP8, its member `factor` points to the tensor's scale_inv;
+// code times scale_inv is the value.
 HeadData read_heads(const te_fl_tensor& t, int32_t layout) {
   HeadData d = head_data(t, layout);
   if (backend::scaling(t) == TE_FL_SCALING_NONE) return d;
@@ -106,8 +106,8 @@ Attention attention_of(const te_fl_context& ctx, const Args& a, const AttentionP
   return r;
 }
 
-// Returns a reason if the plain kernels cannot serve the call, else NULL. Reads only the metadata
-// that every attention call has.
+// Returns why the scalar kernels (attention_scalar.cu) cannot compute the call, or NULL if they
+// can. Reads metadata only.
 template <class Args>
 Refusal refuse_heads(const Args& a) {
   const te_fl_tensor* const operands[] = {a.q, a.k, a.v};
@@ -154,8 +154,8 @@ Refusal refuse_backward(const te_fl_fused_attn_bwd_args& a) {
   return refuse_batch(a);
 }
 
-// Points the kernels' parameters at the parts of the call's scratch. A pointer whose part has no
-// bytes stays NULL.
+// Sets the kernels' pointers to the buffers in the call's scratch, which starts at `at`. The
+// pointer to a buffer of 0 bytes stays NULL.
 void place_scratch(const AttentionProblem& problem, const AttentionScratch& s, char* at,
                    Attention& p, bool backward) {
   const auto place = [&](PairBits& bits, size_t bytes, int64_t batches, int64_t heads) {
@@ -205,12 +205,14 @@ void fused_attn_fwd(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a
   if (a.saved != nullptr) a.saved->opaque = 0;
 }
 
-// Bytes for two FP32 sums per row of the scores. They lie in front of the scratch of scratch_of().
+// Returns the bytes of two FP32 sums per row of the scores. These sums are at the start of the
+// call's workspace, before the scratch that scratch_of() describes.
 size_t row_sum_bytes(const te_fl_fused_attn_bwd_args& a) {
   const int64_t bytes = backend::numel(*a.softmax_lse) * static_cast<int64_t>(2 * sizeof(float));
   return static_cast<size_t>(round_up(bytes, 256));
 }
-// The scratch of the tensor-core kernels, which follows the row sums.
+// Returns the sizes of the tensor-core kernels' scratch, which follows the row sums in the
+// workspace. All are 0 for the scalar kernels.
 AttentionScratch scratch_of(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a,
                             const AttentionProblem& p) {
   if (!choose_attention(architecture(ctx.device.index), a).tensor_cores()) return {};

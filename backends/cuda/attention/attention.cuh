@@ -1,5 +1,5 @@
-// One attention call in the form that the plugin's kernels take, and FP32 device code that forward
-// and backward share.
+// The kernel parameters of an attention call, and the FP32 device code that forward and backward
+// share.
 #pragma once
 
 #include "attention/attention_choice.hpp"
@@ -21,7 +21,7 @@ struct HeadData {
   int dtype = TE_FL_F32;
   int64_t batch = 0, seq = 0, head = 0, element = 0;  // strides of the dimensions
   int dim = 0;
-  const float* factor = nullptr;  // FP8 input: scale_inv; FP8 output: scale
+  const float* factor = nullptr;  // FP8 input: its scale_inv; FP8 output: its scale
   float* amax = nullptr;          // of an output: raised to the largest magnitude written, unless
                                   // NULL
 
@@ -64,7 +64,8 @@ struct HeadData {
   }
 };
 
-// The quantisation of P or dS between two products, with a scale that the call supplies.
+// The quantisation to FP8 of P or dS, an intermediate result between two matrix products. The call
+// supplies the scale.
 struct Rounding {
   const float* scale = nullptr;  // NULL: values are not quantised
   float* amax = nullptr;         // raised to the largest magnitude of the values, unless NULL
@@ -75,8 +76,8 @@ struct RoundingScale {
   float scale = 1.0f, inverse = 1.0f;
   bool used = false, is_e5m2 = false;
 
-  // `largest`: the largest magnitude that the values can reach, or 0 if unknown. The scale is
-  // limited so that `largest` does not exceed the FP8 type's largest number.
+  // `largest`: an upper bound of the values' magnitude, or 0 if unknown. The scale is limited so
+  // that `largest` times the scale does not exceed the FP8 type's largest number.
   __device__ explicit RoundingScale(const Rounding& r, float largest = 0.0f)
       : used(r.scale != nullptr), is_e5m2(r.is_e5m2) {
     if (!used) return;
@@ -122,9 +123,9 @@ struct Span {
 };
 
 // One bit per (query, key) pair, in scratch. Each 64-bit word of by_query holds 64 keys of one
-// query: bit n is key n of a tile of 64 keys. The words form [matrices, tiles of 64 keys, queries
-// rounded up to a multiple of 128]. by_key is the same with queries and keys exchanged. Batch b and
-// head h use matrix b * batch + h * head.
+// query: bit n is key n of a tile of 64 keys. The words form an array [matrices, tiles of 64 keys,
+// queries rounded up to a multiple of 128]. by_key is the transpose: each word holds 64 queries of
+// one key. Batch b and head h use matrix b * batch + h * head.
 struct PairBits {
   uint64_t* by_query = nullptr;  // NULL: this object has no bits
   uint64_t* by_key = nullptr;    // NULL if the kernels read by_query only
@@ -138,8 +139,8 @@ struct PairBits {
     const int64_t tiles = ceil_div(queries, flash::kPassing);
     return by_key + (matrix * tiles + i / flash::kPassing) * round_up(keys, flash::kFixed) + j;
   }
-  // The 128 words of a tile's fixed side. kKeysPass: of queries from i0, each with 64 keys from j0;
-  // otherwise of keys from j0, each with 64 queries from i0.
+  // Returns the 128 words of a tile. kKeysPass: one word for each query from i0, with the bits of
+  // 64 keys from j0. Otherwise: one word for each key from j0, with the bits of 64 queries from i0.
   template <bool kKeysPass>
   __device__ const uint64_t* tile(int64_t b, int64_t h, int64_t i0, int64_t j0) const {
     const int64_t matrix = b * batch + h * head;
@@ -155,7 +156,7 @@ struct Attention {
   backend::MaskRule mask;
   int softmax_type;
   float scale;
-  float softcap;       // 0: off; else a scaled product x becomes softcap tanh(x / softcap)
+  float softcap;       // 0: off; else a scaled score x becomes softcap * tanh(x / softcap)
   uint64_t threshold;  // dropout's threshold
   float kept;          // 1 / (1 - p), the factor of probabilities that dropout keeps
   uint64_t seed, rng_offset;
@@ -189,8 +190,8 @@ struct Attention {
     side(kv_lengths, b, seqlen_kv, s.kv_begin, s.kv_len);
     return s;
   }
-  // The extents of the logical [B, H, Sq, Sk] matrix whose element index selects dropout's random
-  // word.
+  // Computes Sq and Sk of the logical [B, H, Sq, Sk] tensor of scores. The index of an element in
+  // this tensor selects its dropout random number.
   __device__ void logical(int64_t& rows, int64_t& cols) const {
     rows = thd ? max_q : seqlen_q;
     cols = thd ? max_kv : seqlen_kv;
@@ -229,14 +230,14 @@ struct Attention {
     }
     return value;
   }
-  // The derivative of score() by the scaled product.
+  // The derivative of the capped score with respect to scale * dot.
   __device__ float score_slope(float dot) const {
     if (softcap == 0) return 1.0f;
     const float part = tanhf(scale * dot / softcap);
     return fmaf(-part, part, 1.0f);
   }
-  // The factor of a probability: 0 if dropout drops it, else 1 / (1 - p). `row`: (b H + h) rows +
-  // i.
+  // Returns dropout's factor for one probability: 0 if it is dropped, else 1 / (1 - p). `row`: (b *
+  // heads + h) * rows + i, with `rows` and `cols` from logical().
   __device__ float dropout(int64_t row, int64_t cols, int64_t j) const {
     if (threshold == 0) return 1.0f;
     const uint64_t key = seed_address != nullptr ? *seed_address : seed;
@@ -346,9 +347,9 @@ struct RowSoftmax {
   }
   __device__ bool empty() const { return top == -INFINITY && !isnan(sum); }
 };
-// The softmax of a row including the sink logit.
+// The maximum and sum of a row's softmax with the sink logit included.
 struct RowTotal {
-  float top, factor, total;  // rescales sums of exp(score - row.top) to the new top
+  float top, factor, total;  // factor: rescales sums of exp(score - row.top) to the new top
 
   __device__ RowTotal(const RowSoftmax& row, float sink) : top(fmaxf(row.top, sink)) {
     factor = top == -INFINITY ? 1.0f : expf(row.top - top);
@@ -368,12 +369,12 @@ inline size_t tile_bytes(int64_t dim) { return static_cast<size_t>(kTileRows * (
 void clear_heads(cudaStream_t stream, const HeadData& t, int64_t batch, int64_t seqlen,
                  int64_t heads, float* lse);
 
-// Launches the forward. `rounding` quantises P; the sums of P V are FP32 with and without it.
+// Launches the forward kernels. `rounding` quantises P; P V is accumulated in FP32 in every case.
 // `tensor_cores`: the result of choose_attention().
 void attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
                        const Rounding& rounding, bool tensor_cores);
-// The part of attention_forward() that quantises P. Its kernel passes over the keys twice, because
-// it needs a row's largest score before it quantises.
+// attention_forward() calls this if `rounding` has a scale. The kernel passes over the keys twice,
+// because it needs a row's largest score before it quantises P.
 void quantised_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
                        const Rounding& rounding);
 

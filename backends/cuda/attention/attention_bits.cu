@@ -1,5 +1,6 @@
-// Packs the mask tensor and dropout's decisions into one bit per pair. The tensor-core kernels then
-// copy these bits as they copy the other operands. Each warp packs 32 queries by 32 keys.
+// Packs the mask tensor and dropout's decisions into one bit per (query, key) pair. The tensor-core
+// kernels then copy these bits to shared memory like their other operands. Each warp packs 32
+// queries by 32 keys.
 #include "attention/attention_bits.cuh"
 #include "attention/attention_hopper.hpp"
 
@@ -32,7 +33,7 @@ struct HiddenPairs {
         heads(p.hide.head == 0 ? 1 : p.heads),
         whole(mask.col == 1 && (mask.row % 16 | mask.head % 16 | mask.batch % 16) == 0 &&
               reinterpret_cast<uintptr_t>(mask.data) % 16 == 0) {}
-  // The bits of query i for the 32 keys from j0. Pairs outside the matrix get 0.
+  // Returns the bits of query i for the 32 keys from j0. Bits of pairs outside the matrix are 0.
   __device__ uint32_t operator()(int64_t matrix, int64_t i, int64_t j0) const {
     if (i >= rows || j0 >= cols) return 0;
     const uint8_t* from =
@@ -48,8 +49,8 @@ struct HiddenPairs {
   }
 };
 
-// The pairs that dropout keeps. The bits are 0 where none of the warp's queries sees any of the 32
-// keys.
+// The pairs that dropout keeps. If masks hide all 32 keys from all queries of the warp, the bits
+// are 0 and no random numbers are drawn.
 struct KeptPairs {
   const Attention& p;
   const Dropping dropping;

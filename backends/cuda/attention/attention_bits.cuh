@@ -1,5 +1,5 @@
-// Device code for bits of (query, key) pairs: draws dropout's decisions, and transposes bits in a
-// warp.
+// Device code for one-bit values of (query, key) pairs: draws dropout's decisions, and transposes a
+// bit matrix across a warp.
 #pragma once
 
 #include "attention/attention.cuh"
@@ -14,8 +14,9 @@ struct Dropping {
   int64_t rows, cols;  // extents of the logical matrix
   uint32_t threshold;
 
-  // The whole warp must call this. The shuffle tells the compiler that all lanes have the same key,
-  // so it keeps the round keys in uniform registers, which saves a third of the time.
+  // All lanes of the warp must call this constructor. The shuffle tells the compiler that all lanes
+  // have the same key, so it keeps the round keys in uniform registers, which saves a third of the
+  // time.
   __device__ explicit Dropping(const Attention& p)
       : key(numeric::philox_key(p.seed_address != nullptr ? *p.seed_address : p.seed)),
         base(p.rng_offset + (p.offset_address != nullptr ? *p.offset_address : 0)),
@@ -23,9 +24,9 @@ struct Dropping {
     for (uint32_t& half : key) half = __shfl_sync(~0u, half, 0);
     p.logical(rows, cols);
   }
-  // Shifts in four bits at the low end of `bits`, one per word of the counter's output, last word
-  // first. The carry of the PTX addition is set exactly if the word is at least the threshold, so a
-  // word costs two instructions.
+  // Shifts four bits into the low end of `bits`: one per random word that Philox computes from the
+  // counter (low, high), last word first. The carry of the PTX addition is set exactly if the word
+  // is at least the threshold, so each word needs two instructions.
   __device__ uint32_t append(uint32_t bits, uint32_t low, uint32_t high) const {
     const auto words = numeric::philox4x32_10({low, high, 0u, 0u}, key);
 #pragma unroll
@@ -39,13 +40,13 @@ struct Dropping {
   __device__ uint32_t append(uint32_t bits, uint64_t counter) const {
     return append(bits, static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32));
   }
-  // The bits of 32 keys from j0. `row`: (b H + h) rows + i.
+  // Returns the bits of the 32 keys from j0. `row`: (b * heads + h) * rows + i.
   __device__ uint32_t keep(int64_t row, int64_t j0) const {
     const uint64_t first = static_cast<uint64_t>(row * cols + j0), counter = base + first / 4;
     const int skipped = static_cast<int>(first % 4);
     const auto low = static_cast<uint32_t>(counter), high = static_cast<uint32_t>(counter >> 32);
     uint32_t bits = 0;
-    if (low <= ~0u - 8) {  // the eight counters share `high`, so its part is computed once
+    if (low <= ~0u - 8) {  // the eight counters share `high`, so the compiler can hoist work on it
 #pragma unroll 4
       for (int n = 7; n >= 0; --n) bits = append(bits, low + n, high);
     } else {

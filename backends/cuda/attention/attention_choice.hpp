@@ -17,7 +17,8 @@
 namespace te_fl::cuda {
 
 // Returns why 16-byte copies and stores cannot access the rows of `t`, or nullptr if they can. The
-// layout of heads is that of te_fl/ops/attention.h. Reads metadata only.
+// dimensions of `t` are as in te_fl/ops/attention.h; the last is the head dimension. Reads metadata
+// only.
 inline const char* refuse_rows(const te_fl_tensor& t) {
   const int last = t.dl.ndim - 1;
   if (t.dl.shape[last] > 1 && backend::stride(t, last) != 1) {
@@ -107,15 +108,15 @@ inline AttentionChoice choose_attention(int architecture, const te_fl_fused_attn
 // ---- scratch of the tensor-core kernels
 
 namespace flash {
-constexpr int kFixed = 128;   // queries (or keys) that a block keeps
-constexpr int kPassing = 64;  // keys (or queries) of one pipeline stage
+constexpr int kFixed = 128;   // rows (queries or keys) that a thread block keeps
+constexpr int kPassing = 64;  // rows (keys or queries) of one pipeline stage
 }  // namespace flash
 
 // Sizes in bytes, each a multiple of 256.
 struct AttentionScratch {
-  size_t hide = 0;             // bits of the mask tensor: by query; a backward adds those by key
-  size_t keep = 0;             // bits of dropout, likewise; 0: the kernels draw them
-  size_t score_gradients = 0;  // 0: the kernel of dbias, if called for, recomputes them
+  size_t hide = 0;             // bits of the mask tensor, by query; in a backward also by key
+  size_t keep = 0;             // bits of dropout, by query and by key; 0: the kernels draw them
+  size_t score_gradients = 0;  // 0: the dbias kernel, if needed, recomputes them
 
   size_t bytes() const noexcept { return hide + keep + score_gradients; }
 };
@@ -133,7 +134,8 @@ inline double tiles(int64_t n, int rows) {
 
 }  // namespace attention_choice
 
-// Bytes of the bits in one direction: one word per row of `fixed` and 64 rows of `passing`.
+// Returns the bytes of PairBits::by_query or by_key: one 8-byte word per `fixed` row (a query of
+// by_query) and 64 `passing` rows (keys of by_query).
 inline size_t pair_bits_bytes(int64_t matrices, int64_t fixed, int64_t passing) {
   using attention_choice::tiles;
   return attention_choice::whole_bytes(8.0 * flash::kFixed * static_cast<double>(matrices) *
@@ -141,9 +143,9 @@ inline size_t pair_bits_bytes(int64_t matrices, int64_t fixed, int64_t passing) 
                                        tiles(passing, flash::kPassing));
 }
 
-// The scratch of a forward: the mask's bits only. backward_scratch() also holds dropout's bits if
-// the longest sequences are known; its `most` limits the bytes spent on values that could be
-// recomputed.
+// Returns the scratch of a forward: the mask's bits only. The scratch of a backward
+// (backward_scratch()) also holds dropout's bits if the longest sequence lengths are known; its
+// parameter `most` limits the bytes of data that could be recomputed instead.
 inline AttentionScratch forward_scratch(const backend::AttentionProblem& p) {
   AttentionScratch s;
   if (p.attn_mask == nullptr) return s;

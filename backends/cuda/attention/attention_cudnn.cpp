@@ -69,8 +69,8 @@ Extents strides_of(const HeadsView& v, bool ragged, int64_t most) {
   return e;
 }
 
-// Before cuDNN 9.15.1 the backward reads past the keys unless their number is a multiple of 128 or
-// the plan gets explicit lengths.
+// Up to version 9.15.0, cuDNN's backward reads past the last key unless the number of keys is a
+// multiple of 128 or the plan gets explicit sequence lengths.
 bool wants_lengths(const AttentionProblem& p, bool backward) {
   return backward && p.seqlen_kv % 128 != 0 && cudnn()->number <= 91500;
 }
@@ -216,8 +216,8 @@ class CudnnCall {
   const CudnnAttention& shape() const { return plan_.shape; }
 
   void bind(int tensor, void* data) { bindings_[count_++] = {tensor, data}; }
-  // Binds q, k, v, o, a gradient of them, or the statistics. `stride`: elements from token to
-  // token.
+  // Binds q, k, v, o, one of their gradients, or the softmax statistics. In layout thd, also binds
+  // the sequences' offsets. `stride`: elements from one token to the next.
   void bind_ragged(int tensor, void* data, int64_t stride, bool query) {
     bind(tensor, data);
     if (!shape().ragged) return;
@@ -231,8 +231,8 @@ class CudnnCall {
   }
 
   bool fp8() const { return plan_.is_fp8(); }
-  // bind_inverse() is for an FP8 input; bind_codes() is for an FP8 output whose scale the call
-  // supplies.
+  // bind_inverse() binds an FP8 input and its inverse scale; bind_codes() binds an FP8 output whose
+  // scale the call supplies.
   void bind_inverse(int tensor, const te_fl_tensor& t) {
     bind(id::kInverse + tensor, t.quant->scale_inv);
   }
@@ -249,9 +249,10 @@ class CudnnCall {
     bind(id::kInverse + id::kP, &fp8_.scratch->inverse_p);
     bind(id::kScale + id::kP, &fp8_.scratch->scale_p);
     if (dp_quant == nullptr) {
-      // The kernel quantises exp(s - running row maximum), which reaches 1, and divides by the
-      // row's sum after the product. A scale above 448 would therefore saturate. (Measured with
-      // cuDNN 9.19: with 448 / amax of the normalised probabilities as scale, o is wrong by 60 %.)
+      // cuDNN's forward quantises exp(s - running row maximum), which reaches 1, and divides by the
+      // row's sum after the matrix product P V. A scale above 448 would therefore saturate.
+      // (Measured with cuDNN 9.19: with 448 / amax of the normalised probabilities as scale, o is
+      // wrong by 60 %.)
       fp8_.most_scale_p = 448.0f;
       bind(id::kAmax + id::kP, &fp8_.scratch->amax_p);
       return;
@@ -375,7 +376,7 @@ te_fl_status run_with_state(void* self, const te_fl_context* ctx, const void* ra
   });
 }
 
-// Describes how cuDNN serves the call (te_fl_op_desc.describe).
+// Returns text that describes how cuDNN computes the call (for te_fl_op_desc.describe).
 template <class Args>
 std::string words_of(const te_fl_context& ctx, const Args& a) {
   const Cudnn* library = cudnn();
@@ -397,7 +398,7 @@ void enquire(CudnnState&, const te_fl_context&, const te_fl_get_fused_attn_backe
   *backend::data<int32_t>(*a.backend) = a.q->quant != nullptr ? 2 : 1;
 }
 
-constexpr int32_t kPriority = TE_FL_PRIORITY_VENDOR + 10;  // preferred to the plain kernels
+constexpr int32_t kPriority = TE_FL_PRIORITY_VENDOR + 10;  // preferred to the plugin's own kernels
 
 std::string enquiry_words(const te_fl_context&, const te_fl_get_fused_attn_backend_args&) {
   return "no kernel: the host answers from metadata";

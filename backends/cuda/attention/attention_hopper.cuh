@@ -1,11 +1,13 @@
 // Device code shared by the attention kernels for Hopper's tensor cores: the division of work in a
-// thread block, the ring of pipeline stages, and the terms of a score.
+// thread block, the ring of pipeline stages, and the computation of scores (scale, softcap, bias,
+// ALiBi, masks).
 //
-// A thread block keeps a tile of 128 queries (or 128 keys). Two warpgroups ("product threads") each
-// multiply 64 rows of it with tiles of 64 keys (or queries) that pass through the ring. One or two
-// more warpgroups ("fillers") fill the stages. They copy the tiles, with zeros past a sequence's
-// end, and the bits of pairs that the mask tensor hides or that dropout keeps (attention_bits.cu);
-// or they draw dropout's bits themselves while the products run.
+// A thread block keeps a tile of 128 queries (or 128 keys), the "fixed" rows. Tiles of 64 keys (or
+// queries), the "passing" rows, stream through the ring. Two warpgroups, the consumers ("product
+// threads"), each multiply 64 fixed rows with the passing tiles. One or two more warpgroups, the
+// producers ("fillers"), fill the stages. They copy the tiles, with zeros past a sequence's end,
+// and the bits of pairs that the mask tensor hides or that dropout keeps (attention_bits.cu). Some
+// kernels draw dropout's bits in the fillers instead, while the tensor cores multiply.
 #pragma once
 
 #include <type_traits>
@@ -17,8 +19,9 @@ namespace te_fl::cuda::flash {
 
 constexpr int kGroupThreads = 128;
 constexpr int kProducts = 2 * kGroupThreads;  // product threads: the first of the block
-// Two warpgroups fill if keys pass: the product threads leave enough registers for them, and each
-// scheduler needs two warps to draw random words fast enough. One warpgroup fills if queries pass.
+// Number of filler threads. If keys pass, two warpgroups fill: the product threads leave enough
+// registers for them, and each scheduler needs two filler warps to draw random numbers fast enough.
+// If queries pass, one warpgroup fills.
 template <bool kKeysPass>
 constexpr int kFillers = kKeysPass ? 2 * kGroupThreads : kGroupThreads;
 template <bool kKeysPass>
@@ -26,7 +29,8 @@ constexpr int kBlockThreads = kProducts + kFillers<kKeysPass>;
 constexpr int kPairs = 32;  // scores per thread: 64 x 64 per warpgroup
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// Bytes of `rows` rows of 16-bit elements, stored as columns of 128 bytes in the 128-byte swizzle.
+// Bytes of a [rows, kDim] tile of 16-bit elements. It is stored as slices of 64 columns, each with
+// rows of 128 bytes in the 128-byte swizzle.
 template <int kDim>
 constexpr int matrix_bytes(int rows) {
   return rows * kDim * 2;
@@ -35,8 +39,8 @@ constexpr int kBitsBytes = kFixed * 8;  // 64 bits per fixed row
 // Row pitch in bytes of a bias tile in shared memory. The 16 bytes of padding avoid bank conflicts.
 constexpr int bias_pitch(int cols) { return cols * 2 + 16; }
 
-// Byte offsets of the parts of a stage. kKeysPass: 64 keys pass 128 queries; otherwise 64 queries
-// pass 128 keys.
+// Byte offsets in a pipeline stage. kKeysPass: the stage has 64 keys for the block's 128 queries;
+// otherwise 64 queries for the block's 128 keys.
 template <int kDim, bool kKeysPass>
 struct Stage {
   static constexpr int kRows = kKeysPass ? kFixed : kPassing;  // queries of a stage's scores
@@ -50,14 +54,15 @@ struct Stage {
   static constexpr int kBytes = (kEnd + 1023) / 1024 * 1024;
 };
 
-// The mbarriers of a ring, and the thread's position in it.
+// The mbarriers of a ring of kStages pipeline stages, and the calling thread's position in the
+// ring.
 template <int kStages, int kFilling>
 struct Ring {
   uint32_t full, empty;
   int stage = 0;
   uint32_t parity = 0;
 
-  bool forms;  // fillers store to the stage besides their asynchronous copies
+  bool forms;  // fillers also write to the stage with plain stores
 
   // `barriers`: shared memory address of 2 kStages mbarriers of 8 bytes. `stores`: initial value of
   // `forms`.
@@ -86,9 +91,9 @@ struct Ring {
   __device__ void release() const { hopper::arrive(empty + stage * 8); }
 };
 
-// The sequence and tile of a block. Consecutive blocks have different sequences, because these may
-// share a bias, whose tiles are then read from memory once. The last rows come first, because they
-// have the most keys under a causal mask.
+// The sequence and tile of a block. Consecutive blocks have different sequences: if the sequences
+// share a bias, its tiles are then read from memory once. Tiles are in descending order of rows,
+// because under a causal mask the last rows have the most keys.
 struct BlockWork {
   int64_t b, tile;
   __device__ explicit BlockWork(const Attention& p)
@@ -111,8 +116,9 @@ __device__ inline Range keys_of(const Attention& p, const Span& s, int64_t query
 __device__ inline Range queries_of(const Attention& p, const Span& s, int64_t key) {
   return narrow(p.mask.queries(key, s.q_len, s.kv_len), s.q_len);
 }
-// The union of the ranges that the rows [first, first + kFixed) see; `len` is the number of rows.
-// Range bounds never decrease from row to row.
+// Returns the union of the ranges that the rows [first, first + kFixed) see; range_of(i) is the
+// range of row i, and `len` the number of rows. Requires range bounds that never decrease from row
+// to row.
 template <class RangeOf>
 __device__ inline Range seen_by(int64_t first, int64_t len, const RangeOf& range_of) {
   const int64_t last = (first + kFixed < len ? first + kFixed : len) - 1;
@@ -132,8 +138,8 @@ struct Tiles {
 __device__ inline int filler() { return static_cast<int>(threadIdx.x) - kProducts; }
 
 // Copies rows [begin, begin + kRows) of one head to shared memory. Rows from `end` on and columns
-// past the head's size become zeros. A thread copies the same 16-byte column of rows that are kStep
-// apart, where kStep is a multiple of the swizzle's 8 rows.
+// past the head's size become zeros. A thread copies the same 16-byte chunk of every kStep-th row,
+// where kStep is a multiple of the swizzle's 8 rows.
 template <class T, int kRows, int kDim, int kFilling>
 __device__ inline void copy_rows(const HeadData& t, const T* head, int begin, int end,
                                  uint32_t to) {
@@ -155,8 +161,8 @@ __device__ inline const T* head_of(const HeadData& t, int64_t b, int64_t origin,
   return static_cast<const T*>(t.data) + t.offset(b, origin, h);
 }
 
-// Copies a tile [kRows queries, kCols keys] of the bias from (i0, j0) to shared memory; zeros
-// outside the matrix. `whole`: bias_is_whole().
+// Copies the bias of kRows queries from i0 and kCols keys from j0 to shared memory, with zeros
+// outside the matrix. `whole`: the result of bias_is_whole().
 template <class T, int kRows, int kCols, int kFilling>
 __device__ inline void copy_bias(const Attention& p, const T* matrix, bool whole, int i0, int j0,
                                  uint32_t to) {
@@ -196,7 +202,8 @@ __device__ inline bool bias_is_whole(const ScoreData& d) {
 
 // True if the kernels draw dropout's decisions themselves instead of reading bits from scratch.
 inline bool draws(const Attention& p) { return p.threshold != 0 && p.keep.by_query == nullptr; }
-// True if fillers write to a stage with plain stores: dropout bits, or a bias that they gather.
+// True if fillers write to a stage with plain stores: dropout bits, or a bias that 16-byte copies
+// cannot read.
 template <bool kDraws>
 __device__ inline bool forms_words(const Attention& p) {
   return kDraws || (p.bias.data != nullptr && !bias_is_whole(p.bias));
@@ -209,13 +216,14 @@ __device__ inline void put_bits(uint32_t to, uint32_t bits) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(bits) : "memory");
 }
 
-// Draws the bits of queries [i0, i0 + 128) with 64 keys from j0, by query. `matrix`: b H + h.
+// Draws dropout's bits of queries [i0, i0 + 128) and 64 keys from j0 into one word per query.
+// `matrix`: b * heads + h.
 __device__ inline void draw_by_query(const Dropping& d, int64_t matrix, int i0, int j0,
                                      uint32_t to) {
   const int row = filler() % kFixed, half = filler() / kFixed;
   put_bits(to + row * 8 + half * 4, d.keep(matrix * d.rows + i0 + row, j0 + half * 32));
 }
-// Draws the bits of keys [j0, j0 + 128) with 64 queries from i0, by key.
+// Draws dropout's bits of keys [j0, j0 + 128) and 64 queries from i0 into one word per key.
 __device__ inline void draw_by_key(const Dropping& d, int64_t matrix, int i0, int j0, uint32_t to) {
   const int lane = filler() % 32, j = j0 + filler() / 32 * 32;
   const int64_t row = matrix * d.rows + i0 + lane;
@@ -223,13 +231,13 @@ __device__ inline void draw_by_key(const Dropping& d, int64_t matrix, int i0, in
   put_bits(to + filler() * 8, transposed(d.keep(row, j)) | high << 32);
 }
 
-// Copies the words of a stage's 128 fixed rows.
+// Copies the 64-bit words of pair bits of a stage's 128 fixed rows to shared memory address `to`.
 __device__ inline void copy_bits(const uint64_t* words, uint32_t to) {
   if (filler() < kFixed / 2) hopper::copy_async(to + filler() * 16, words + filler() * 2, 16);
 }
 
-// Fills the parts of a stage other than the operands. kDraws: the value of draws() at launch.
-// Kernels without it omit the drawing code, whose registers the copies would lack.
+// Fills the bias and the pair bits of a stage. kDraws: the value of draws() at launch. Kernels with
+// kDraws false omit the code that draws random numbers, which leaves more registers for the copies.
 template <class T, int kDim, bool kKeysPass, bool kDraws>
 struct TermFiller {
   using Part = Stage<kDim, kKeysPass>;
@@ -244,8 +252,8 @@ struct TermFiller {
       : p(problem),
         bias_whole(problem.bias.data != nullptr && bias_is_whole(problem.bias)),
         dropping(problem) {}
-  // Starts asynchronous copies of the pair bits; copy() adds the bias. (i0, j0): the stage's first
-  // pair.
+  // Starts asynchronous copies of the pair bits; copy() also copies the bias. (i0, j0): the first
+  // query and key of the stage.
   __device__ void copy_pair_bits(int64_t b, int64_t h, int i0, int j0, uint32_t keep,
                                  uint32_t hide) const {
     if (p.mask.arbitrary) copy_bits(p.hide.tile<kKeysPass>(b, h, i0, j0), hide);
@@ -307,8 +315,8 @@ __device__ inline float2 shared_pair(uint32_t at) {
   return v;
 }
 
-// A product thread's position: it holds rows row() and row() + 8 of the fixed 128, and columns 8 t
-// + col() + {0, 1} of the passing 64.
+// A product thread's position in a tile of scores. The thread holds fixed rows row() and row() + 8
+// of 128, and passing columns 8 t + col() + {0, 1} of 64.
 struct Place {
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ static int group() { return static_cast<int>(threadIdx.x) / kGroupThreads; }
@@ -316,7 +324,8 @@ struct Place {
   __device__ static int row() { return warp_row() + lane() / 4; }
   __device__ static int col() { return lane() % 4 * 2; }
 };
-// Calls f(index of the thread's score, index 0 or 1 of its row, column minus Place::col()).
+// Calls f(n, i, c) for each of the thread's scores: n is its index, i (0 or 1) the index of its
+// row, and c its column minus Place::col().
 template <class F>
 __device__ inline void each_score(const F& f) {
 #pragma unroll
@@ -342,15 +351,15 @@ struct RowBits {
   }
 };
 
-// The slope of softcap, computed from a score that consists of the capped product only. `inverse`:
-// 1 / (cap times log2(e)).
+// Returns the derivative of softcap, computed from a capped score times log2(e) without bias or
+// ALiBi. `inverse`: 1 / (cap times log2(e)).
 __device__ inline float cap_slope(float score, float inverse) {
   const float part = score * inverse;
   return fmaxf(fmaf(-part, part, 1.0f), 0.0f);  // 0 for a hidden pair, whose score is -inf
 }
 
-// A thread's part of one head's scores. apply() turns products into scores times log2(e), -inf if
-// hidden.
+// Computes a thread's scores of one head. apply() turns elements of q k^T into scores times
+// log2(e), with -inf for hidden pairs.
 template <class T, int kDim, bool kKeysPass>
 struct Terms {
   using Part = Stage<kDim, kKeysPass>;
@@ -403,16 +412,16 @@ struct Terms {
       }
     }
   }
-  // Multiplies ds by softcap's slope at the scores that apply() returned.
+  // Multiplies ds by the derivative of softcap at the scores `s` that apply() computed.
   __device__ void multiply_slopes(const float (&s)[kPairs], float (&ds)[kPairs]) const {
     if (p.softcap == 0) return;
     const float inverse = 1.0f / cap;
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) ds[n] *= cap_slope(s[n], inverse);
   }
-  // Turns products into scores. `fixed`: position of the first of the two rows. `passing`: position
-  // of the first column. `hide`: shared memory address of the tile's hide bits. `add_bias` is
-  // called if the call has a bias.
+  // Turns the elements `s` of q k^T into scores. `fixed`: position of the first of the thread's two
+  // rows. `passing`: position of the first column. `hide`: shared memory address of the tile's hide
+  // bits. `add_bias` is called if the call has a bias.
   template <class AddBias>
   __device__ void apply(const AddBias& add_bias, uint32_t hide, int fixed, int passing,
                         float (&s)[kPairs]) const {
@@ -453,19 +462,21 @@ struct Terms {
   }
 };
 
-// Packs a thread's 64 x 64 values into operand A of step k of 4.
+// Packs a thread's values of a 64 x 64 matrix into operand A of wgmma step k of 4 (16 columns
+// each).
 template <class T>
 __device__ inline void pack_step(const float (&x)[kPairs], int k, uint32_t (&a)[4]) {
 #pragma unroll
   for (int n = 0; n < 4; ++n) a[n] = hopper::pack<T>(x[8 * k + 2 * n], x[8 * k + 2 * n + 1]);
 }
 
-// Operand A of two rows of a head in a thread's registers, for all steps of 16 columns; zeros past
-// the head's size.
+// The wgmma operand A of a thread's two rows of a head, in registers, for all steps of 16 columns.
+// Columns past the head's size are zeros.
 template <class T, int kDim>
 struct HeldRows {
   uint32_t pairs[kDim / 16][4];
-  // `there[i]`: row i of the two exists; only then does `rows[i]` point to its first element.
+  // `there[i]`: true if row i exists. `rows[i]` points to its first element and is read only if the
+  // row exists.
   __device__ HeldRows(const T* const (&rows)[2], const bool (&there)[2], int dim) {
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
@@ -479,7 +490,8 @@ struct HeldRows {
   }
 };
 
-// Starts s = A B^T over a head: A in registers, B the kPassing rows at `b`.
+// Starts the wgmma s = A B^T over the head dimension: A is in registers; B is the kPassing rows at
+// shared memory address `b`.
 template <class T, int kDim>
 __device__ inline void start_held(const HeldRows<T, kDim>& a, uint32_t b, float (&s)[kPairs]) {
 #pragma unroll
@@ -488,7 +500,8 @@ __device__ inline void start_held(const HeldRows<T, kDim>& a, uint32_t b, float 
     hopper::multiply_held(T(), s, a.pairs[k], hopper::along_k(at), k != 0);
   }
 }
-// Starts s = A B^T: A is this warpgroup's 64 of the kFixed rows at `a` in shared memory.
+// Starts the wgmma s = A B^T: A is this warpgroup's 64 of the kFixed rows at shared memory address
+// `a`; B is the kPassing rows at `b`.
 template <class T, int kDim>
 __device__ inline void start_shared(uint32_t a, uint32_t b, float (&s)[kPairs]) {
   a += Place::group() * 64 * 128;
@@ -498,7 +511,8 @@ __device__ inline void start_shared(uint32_t a, uint32_t b, float (&s)[kPairs]) 
                             hopper::along_k(b + k / 4 * (kPassing * 128) + k % 4 * 32), k != 0);
   }
 }
-// Starts sums += A B: A packed in registers, B the kPassing rows at `b`.
+// Starts the wgmma sums += A B: A is packed in registers (pack_step()); B is the kPassing rows at
+// shared memory address `b`.
 template <class T, int kSums>
 __device__ inline void start_across(const uint32_t (&a)[4][4], uint32_t b, float (&sums)[kSums]) {
 #pragma unroll
@@ -507,7 +521,7 @@ __device__ inline void start_across(const uint32_t (&a)[4][4], uint32_t b, float
   }
 }
 
-// Stores two rows of `t`: a thread's sums times one factor per row.
+// Stores a thread's sums, times one factor per row, to its two rows of `t`.
 template <class T, int kDim>
 __device__ inline void store_rows(const HeadData& t, T* const (&rows)[2], const bool (&there)[2],
                                   const float (&sums)[kDim / 2], const float (&factor)[2]) {

@@ -6,12 +6,13 @@
 
 namespace te_fl::cuda {
 
-// Fills the scratch of p.hide and p.keep; skips either if it has none.
+// Computes the bits of p.hide and p.keep into their scratch. Skips those whose by_query is NULL.
 void pack_pair_bits(cudaStream_t stream, const Attention& p);
 
 void hopper_attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o,
                               float* lse);
-// Computes dq, dk, dv and, if requested, dbias. Writes g.delta first. The caller computes dsink.
+// Computes dq, dk, dv and, if requested, dbias. Also writes g.delta, from which the caller computes
+// dsink.
 void hopper_attention_backward(const te_fl_context& ctx, const Attention& p,
                                const AttentionGradients& g);
 

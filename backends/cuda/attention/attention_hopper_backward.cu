@@ -1,7 +1,7 @@
-// The attention backward for Hopper's tensor cores. Each kernel sums in a fixed order. One kernel
-// keeps 128 queries and sums dq over the keys that pass; one keeps 128 keys and sums dk and dv over
-// the queries; one computes a tile of dbias. Each recomputes P and dS from the forward's
-// log-sum-exp.
+// The attention backward for Hopper's tensor cores. Each kernel sums in a fixed order. A block of
+// the first kernel keeps 128 queries and sums dq over the keys; a block of the second keeps 128
+// keys and sums dk and dv over the queries; a block of the third computes tiles of dbias. Each
+// kernel recomputes P and dS from the forward's log-sum-exp.
 #include "attention/attention_hopper.hpp"
 #include "attention/attention_hopper_dbias.cuh"
 #include "device/shared_memory.hpp"
@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kThreads)
   g.log2_sum[at] = empty ? INFINITY : g.lse[at] * kLog2e;
 }
 
-// Copies the sums of 64 queries from i0 to shared memory: first the log-sum-exps, then the deltas.
-// Queries past the sequence get zeros; their scores are hidden.
+// Copies log2_sum and then delta of 64 queries from i0 to shared memory. Queries past the
+// sequence's end get zeros; their scores are hidden.
 __device__ inline void copy_sums(const Attention& p, const AttentionGradients& g, const Span& s,
                                  int64_t b, int64_t h, int i0, uint32_t to) {
   const int query = filler() % kPassing;
@@ -147,7 +147,8 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
     hopper::wait_for_sums(dp);
     pack(0, at);
   }
-  // While the tensor cores add a tile's part of dq, this computes the next tile's scores.
+  // While the tensor cores add one tile's contribution to dq, the loop computes the next tile's
+  // scores.
   for (int n = 1; n < tiles.count; ++n) {
     const QueryRing last = ring;
     ring.next();
@@ -232,7 +233,8 @@ constexpr size_t kKeyBytes =
     kSums&& KeptSum<T>::kBytes > KeyShared<kDim>::kBytes ? KeptSum<T>::kBytes
                                                          : KeyShared<kDim>::kBytes;
 
-// The stages of a block: for each query head that shares the keys, the queries that see them.
+// The pipeline stages of a block of 128 keys: for each query head that uses these keys, the tiles
+// of queries that see them.
 struct KeyWork {
   Tiles tiles;
   int64_t first_head;
@@ -277,9 +279,9 @@ __device__ inline void key_fill(const Attention& p, const AttentionGradients& g,
       });
 }
 
-// Turns scores and dP into operands A of the next products: P after dropout without its factor 1 /
-// (1 - p), and dS times softcap's slope. kCapped: the call has a softcap; `inverse` is that of
-// cap_slope().
+// Turns scores and dP into operands A of the matrix products for dv and dk: packed_p is P after
+// dropout without the factor 1 / (1 - p); packed_ds is dS times softcap's derivative. kCapped: the
+// call has a softcap. `inverse`: as in cap_slope().
 template <class T, class Part, bool kCapped>
 __device__ inline void key_gradients(const Attention& p, float inverse, uint32_t stage,
                                      float (&scores)[kPairs], float (&dp)[kPairs],
@@ -365,8 +367,8 @@ __device__ inline void key_multiply(const Attention& p, const AttentionGradients
                       {kept, kept});
 }
 
-// kSums: the kernel of dq has stored the gradients of the scores; the blocks with blockIdx.y 0 sum
-// them to dbias.
+// Computes dk and dv. kSums: the dq kernel has stored the gradients of the scores, and the blocks
+// with blockIdx.y 0 sum them into dbias.
 template <class T, int kDim, bool kDraws, bool kSums>
 __global__ void __launch_bounds__(kBlockThreads<false>, 1)
     attention_hopper_dkv_kernel(const __grid_constant__ Attention p,
@@ -381,7 +383,7 @@ __global__ void __launch_bounds__(kBlockThreads<false>, 1)
     return;
   }
   const BlockWork place(p);
-  // The first keys come first, because most queries see them.
+  // The first blocks process the first keys, because under a causal mask most queries see them.
   const int64_t b = place.b, kv_head = blockIdx.y - (kSums ? 1 : 0),
                 j0 = (gridDim.x / p.batch - 1 - place.tile) * kFixed;
   const Span s = p.span(b);
@@ -430,8 +432,8 @@ void backward(const te_fl_context& ctx, const Attention& p, const AttentionGradi
   }
   if (p.seqlen_kv == 0) return;
   dim3 keys = fixed_grid(p.seqlen_kv, p.kv_heads, p.batch);
-  // Dropout's bits need less scratch than these gradients. So if the gradients are stored, the bits
-  // are stored too, and draws() is false.
+  // Dropout's bits need less scratch than the gradients of the scores, so if the gradients are
+  // stored, the bits are stored too and draws() is false.
   if (g.score_gradients != nullptr && !draws(p) && p.seqlen_q > 0) {
     constexpr auto kKernel = attention_hopper_dkv_kernel<T, kDim, false, true>;
     ++keys.y;

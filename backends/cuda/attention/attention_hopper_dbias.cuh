@@ -1,14 +1,15 @@
-// The gradient of a bias for Hopper's tensor cores: the sum of the gradients of the scores over the
-// sequences and heads that share the bias. The kernel of dq stores these gradients; if the scratch
-// is too small for them, a kernel here recomputes them.
+// The gradient of the attention bias on Hopper's tensor cores: the sum of the gradients of the
+// scores over the sequences and heads that share the bias. The dq kernel stores the gradients of
+// the scores in scratch; if the scratch is too small for them, a kernel in this file recomputes
+// them.
 #pragma once
 
 #include "attention/attention_hopper.cuh"
 
 namespace te_fl::cuda::flash {
 
-// The backward's two values of a query: log-sum-exp times log2(e), which is infinite if P is 0, and
-// delta.
+// The two values of a query that the backward needs: the log-sum-exp times log2(e), which is
+// infinite if all of the row's P is 0, and delta = rowsum(dO O).
 struct QuerySums {
   float lse = INFINITY, delta = 0.0f;
   __device__ QuerySums(const Attention& p, const AttentionGradients& g, const Span& s, int64_t b,
@@ -19,8 +20,8 @@ struct QuerySums {
     delta = g.delta[at];
   }
 };
-// Address of a stored tile of the gradients of the scores. Each product thread has 16 bytes for
-// each of the four steps of the product with k.
+// Returns the address of a tile of the stored gradients of the scores. Each product thread has 16
+// bytes for each of the four wgmma steps of dS K.
 __device__ inline uint4* score_gradients(const Attention& p, const AttentionGradients& g, int64_t b,
                                          int64_t h, int i0, int j0) {
   const int64_t rows = ceil_div(p.seqlen_q, kFixed), tiles = ceil_div(p.seqlen_kv, kPassing);
@@ -28,7 +29,8 @@ __device__ inline uint4* score_gradients(const Attention& p, const AttentionGrad
   return g.score_gradients + tile * (4 * kProducts);
 }
 
-// Turns dP into dS, in place. sums[i]: the values of the thread's query i of two.
+// Turns dP into dS, in place. sums[i]: the log-sum-exp and delta of query i of the thread's two
+// queries. `keep_at`: shared memory address of dropout's bits.
 __device__ inline void query_gradients(const Attention& p, const QuerySums (&sums)[2],
                                        uint32_t keep_at, const float (&scores)[kPairs],
                                        float (&dp)[kPairs]) {
@@ -61,7 +63,7 @@ struct BiasTile {
   }
 };
 
-// Stores a product thread's sums of a tile.
+// Stores a product thread's sums of a tile to dbias.
 template <class T>
 __device__ inline void store_bias(const Attention& p, const AttentionGradients& g,
                                   const BiasTile& work, const float (&sum)[kPairs]) {
@@ -92,11 +94,11 @@ __device__ inline void store_bias(const Attention& p, const AttentionGradients& 
   }
 }
 
-// ---- dbias from the gradients of the scores that the kernel of dq has stored
+// ---- dbias from the gradients of the scores that the dq kernel has stored
 
-// Number of blocks of the kernel of dk and dv that compute this sum. The other blocks wait for
-// their products and leave memory bandwidth unused, which a few multiprocessors can use with bulk
-// copies. (A separate kernel takes a fifth of the backward's time.)
+// Number of blocks of the dk/dv kernel that compute dbias. The kernel's other blocks are bound by
+// the tensor cores and leave memory bandwidth unused, which a few multiprocessors can use with bulk
+// copies. (A separate kernel would take a fifth of the backward's time.)
 template <int kDim>
 constexpr unsigned kSumBlocks = kDim > 64 ? 28 : 36;
 
@@ -115,7 +117,8 @@ class KeptSum {
         full_(shared + kStages * kStageBytes),
         empty_(full_ + kStages * 8),
         varies_(p.q_lengths.cu != nullptr || p.kv_lengths.cu != nullptr) {}
-  // Sums every tile whose index is `block` modulo `blocks`. All threads of the block call it.
+  // Computes every dbias tile whose index is congruent to `block` modulo `blocks`. All threads of
+  // the block call it.
   __device__ void run(unsigned block, unsigned blocks) {
     if (threadIdx.x == 0) {
       for (int s = 0; s < kStages; ++s) {
@@ -146,7 +149,8 @@ class KeptSum {
   }
 
  private:
-  // Calls f(first matrix, bit mask of the kAtOnce matrices from there whose gradients are stored).
+  // Calls f(m, mask) for each group of kAtOnce matrices: m is the first matrix, and bit i of `mask`
+  // is set if the gradients of matrix m + i are stored.
   template <class F>
   __device__ void each_stage(const BiasTile& tile, const F& f) {
     const int heads = static_cast<int>(tile.heads);
@@ -209,9 +213,10 @@ class KeptSum {
 
 // ---- dbias from recomputed gradients of the scores, over the heads and sequences that share it
 
-// The tiles of a block: several tiles of the same queries, so that its pipeline is seldom empty.
+// The tiles that a block computes: several tiles of the same 128 queries, so that the pipeline
+// drains less often.
 struct BiasWork : BiasTile {
-  int end;  // past the last tile's keys; j0: first key of the current tile
+  int end;  // one past the last tile's last key; j0: first key of the current tile
 
   // `count`: number of tiles per block.
   __device__ BiasWork(const Attention& p, const AttentionGradients& g, int count)
@@ -273,7 +278,8 @@ __device__ inline void bias_fill(const Attention& p, const AttentionGradients& g
   }
 }
 
-// A thread's bias pairs of the current tile; zeros outside the matrix.
+// A thread's bias elements of the current tile, two 16-bit elements per word; zeros outside the
+// matrix.
 template <class T>
 struct HeldBias {
   uint32_t pairs[kPairs / 2];

@@ -1,5 +1,5 @@
-// The attention forward for Hopper's tensor cores. A block keeps 128 queries of one head, keys
-// pass, and the softmax is computed online.
+// The attention forward for Hopper's tensor cores. A block keeps 128 queries of one head, loops
+// over tiles of 64 keys, and computes the softmax online.
 #include "attention/attention_hopper.cuh"
 #include "attention/attention_hopper.hpp"
 #include "device/shared_memory.hpp"
@@ -94,8 +94,8 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
   RowsSoftmax softmax;
   float out[kDim / 2] = {}, scores[kPairs], shrink[2];
   uint32_t packed[4][4];
-  // Turns the scores of tile n, whose stage is at `at`, into probabilities, without the row's
-  // common factor.
+  // Turns the scores of tile n, whose stage is at shared memory address `at`, into unnormalised
+  // probabilities.
   const auto weigh = [&](int n, uint32_t at) {
     terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row,
                 tiles.begin + n * kPassing, scores);
@@ -121,7 +121,7 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
     weigh(0, at);
     pack();
   }
-  // While the tensor cores add up a tile, this computes the next tile's softmax.
+  // While the tensor cores accumulate P V of one tile, the loop computes the next tile's softmax.
   for (int n = 1; n < tiles.count; ++n) {
     const ForwardRing last = ring;
     ring.next();

@@ -2,9 +2,10 @@
 // depth 16, BF16 or F16 operands, FP32 sums. Element [4 j + 2 i + e] of a thread's sums is in row
 // lane / 4 + 8 i of its warp's 16 rows and in column 8 j + 2 (lane % 4) + e.
 //
-// An operand A in registers is four pairs per thread. The first two pairs are rows lane / 4 and
-// lane / 4 + 8 of columns 2 (lane % 4) + {0, 1}; the last two are the same rows 8 columns further
-// on. The rounded sums of two groups of 8 columns therefore are operand A of a next product.
+// An operand A in registers is four pairs of elements per thread. The first two pairs are rows lane
+// / 4 and lane / 4 + 8 of columns 2 (lane % 4) + {0, 1}; the last two are the same rows, 8 columns
+// to the right. So the sums of 16 columns, rounded to 16 bits, can be used directly as operand A of
+// the next wgmma.
 #pragma once
 
 #include "common/element.cuh"
@@ -93,7 +94,8 @@ __device__ inline float2 unpack<fp16>(uint32_t both) {
 
 // ---- asynchronous copies of 16 bytes by threads
 
-// Copies `bytes` of 16 bytes; the rest becomes zeros.
+// Copies the first `bytes` (0 to 16) bytes of a 16-byte vector to shared memory; the remaining
+// bytes become zeros.
 __device__ inline void copy_async(uint32_t to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
@@ -104,8 +106,8 @@ __device__ inline void copy_word_async(uint32_t to, const void* from, bool there
                "r"(there ? 4 : 0)
                : "memory");
 }
-// Arrives at an mbarrier when this thread's copies so far are complete. Products may read the data
-// after the waiting threads have executed fence_for_copies().
+// Arrives at an mbarrier when all earlier copies of this thread are complete. Threads that wait on
+// the mbarrier must execute fence_for_copies() before their wgmma instructions read the data.
 __device__ inline void arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

@@ -1,6 +1,6 @@
 // Attention in plain CUDA. Arithmetic is FP32, and FP8 calls also quantise P and dS. Tiles have 32
 // x 32 scores, eight threads share a row, and the softmax is computed online. Accepts every layout,
-// mask, bias, dropout and softmax type. Every sum has a fixed order.
+// mask, bias, dropout and softmax type. Every sum is computed in a fixed order.
 #include "attention/attention.cuh"
 #include "attention/attention_hopper.hpp"
 #include "device/shared_memory.hpp"
@@ -97,8 +97,9 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(Attention p, AttentionG
   if (i < s.q_len && lane_of_thread() == 0) g.delta[p.lse_index(s, b, h, i)] = sum;
 }
 
-// One pair's P after dropout, gradient of the score, and gradient of the scaled product. `dp`: dO
-// V^T.
+// The backward's values of one (query, key) pair: p, the probability after dropout; ds, the
+// gradient of the score; dx, the gradient of the scaled q k^T before softcap. The parameter `dp` is
+// the pair's element of dO V^T.
 struct Pair {
   float p, ds, dx;
 };

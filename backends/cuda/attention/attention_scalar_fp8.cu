@@ -1,4 +1,4 @@
-// FP8 in the plain attention kernels: the forward that quantises P, and FP8 outputs.
+// FP8 in the scalar attention kernels: the forward kernel that quantises P, and FP8 outputs.
 #include "attention/attention_scalar_fp8.cuh"
 #include "common/store.cuh"
 #include "device/shared_memory.hpp"

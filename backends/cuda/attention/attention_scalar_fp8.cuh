@@ -1,5 +1,5 @@
-// FP8 outputs of the plain attention kernels: the kernels' targets, and the steps after the
-// kernels.
+// FP8 outputs of the scalar attention kernels: the memory that the kernels write, and the
+// quantisation that follows the kernels.
 #pragma once
 
 #include "attention/attention.cuh"
@@ -7,13 +7,13 @@
 
 namespace te_fl::cuda {
 
-// FP32 values in scratch that are quantised to the codes of a tensor after the kernels.
+// FP32 results in scratch that are quantised to a tensor's FP8 data after the attention kernels.
 struct StagedCodes {
   const float* values = nullptr;  // compact, in the tensor's logical order
   Quantised q;
   int64_t count = 0;
   int ndim = 0;
-  int64_t shape[4] = {}, stride[4] = {};  // stride: of the row-wise codes, in elements
+  int64_t shape[4] = {}, stride[4] = {};  // stride: of the row-wise FP8 data, in elements
 
   __device__ int64_t offset(int64_t e) const {
     int64_t at = 0;
@@ -25,28 +25,30 @@ struct StagedCodes {
   }
 };
 
-// The quantised outputs of one call: o or the gradients, and s_quant or dp_quant. The kernels write
-// codes directly if the call supplies the scale. If the scale is computed, or the tensor has a
-// column-wise copy, the kernels write FP32 to scratch, which write_codes() quantises.
+// The quantised outputs of one call: o or the gradients, and s_quant or dp_quant. If the call
+// supplies the scale, the attention kernels write FP8 data directly. If the scale must be computed,
+// or the tensor also has column-wise data, they write FP32 to scratch, which write_codes()
+// quantises.
 class CodesOutputs {
  public:
-  // Bytes of scratch for one output; 0 if the kernels write its codes directly. Reads metadata
-  // only.
+  // Returns the bytes of scratch for one output, which are 0 if the kernels write its FP8 data
+  // directly. Reads metadata only.
   static size_t bytes(const te_fl_tensor& t);
 
   // `scratch`: as many bytes as the sum of bytes() over all outputs, 256-byte aligned.
   CodesOutputs(const te_fl_context& ctx, void* scratch)
       : ctx_(ctx), scratch_(static_cast<char*>(scratch)) {}
 
-  // The tensor that the kernels write for an output of any dtype. Throws INVALID_ARGUMENT (clean)
-  // if parts of a quantised output are missing. Call it for all outputs before prepare().
+  // Returns the memory that the kernels write for output `t`, which may have any dtype. Throws
+  // INVALID_ARGUMENT (clean: nothing has been written) if members of t.quant that the call needs
+  // are NULL. Call it for all outputs before prepare().
   HeadData heads(const te_fl_tensor& t, int32_t layout);
-  // The quantisation of P or dS. `t` NULL: not quantised. `written`: scale_inv and amax are
-  // outputs.
+  // Returns the quantisation of P or dS, whose scale is that of `t`. `t` NULL: no quantisation.
+  // `written`: the call also writes scale_inv and amax of `t`.
   Rounding rounding(const te_fl_tensor* t, bool written);
 
   void prepare() const;      // must be called before the kernels
-  void write_codes() const;  // call after them: writes scale_inv, amax, and codes from scratch
+  void write_codes() const;  // call after the kernels: writes scale_inv, amax, and staged FP8 data
 
  private:
   static constexpr int kMost = 4;  // at most dq, dk, dv and dS

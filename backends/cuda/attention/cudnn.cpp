@@ -139,7 +139,8 @@ void CudnnState::keep(std::shared_ptr<void> thing) {
 void CudnnState::execute(int device, cudaStream_t stream, void* plan, void* variant_pack,
                          const std::string& what) {
   PerDevice& d = at(device);
-  // A handle has one stream at a time, so the lock covers these calls. They only enqueue work.
+  // A handle has one stream at a time, so the lock covers set_stream() and execute(). Both only
+  // enqueue work.
   const std::lock_guard lock(d.mutex);
   if (d.handle == nullptr) check_cudnn(cudnn()->create(&d.handle), "cudnnCreate", what);
   check_cudnn(cudnn()->set_stream(d.handle, stream), "cudnnSetStream", what);

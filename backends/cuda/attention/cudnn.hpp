@@ -1,7 +1,7 @@
 // Access to cuDNN 9, which is opened on first use: a copy that the process has already loaded, else
-// the one found by soname, else the one in the CUDA toolkit's folder. Only its graph API is used,
-// through descriptors with numbered attributes. These numbers are part of cuDNN's ABI, so its
-// headers are not needed.
+// the one found by soname, else the one in the CUDA toolkit's folder. The plugin uses only cuDNN's
+// graph API, whose descriptors have numbered attributes. The numbers are part of cuDNN's ABI, so
+// cuDNN's headers are not needed.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -42,8 +42,8 @@ struct Cudnn {
   std::string path;   // path of the loaded copy
 };
 
-// The library; NULL if it or one of the functions was not found, or if it is too old.
-// cudnn_missing() then returns the reason and the remedy.
+// Returns the loaded library, or NULL if the library or one of its functions was not found or the
+// version is too old. cudnn_missing() then returns the reason and the remedy.
 const Cudnn* cudnn() noexcept;
 const char* cudnn_missing() noexcept;
 
@@ -76,14 +76,14 @@ class CudnnDescriptor {
 // The cuDNN state of one plugin instance: a handle per device, made on first use. Thread-safe.
 class CudnnState {
  public:
-  // `host` must outlive this object, and is told which copy of the library is loaded. May be NULL.
+  // `host` must outlive this object; its log receives the path of the loaded library. May be NULL.
   explicit CudnnState(const te_fl_host_api* host) : host_(host) {}
   CudnnState(const CudnnState&) = delete;
   CudnnState& operator=(const CudnnState&) = delete;
   ~CudnnState();
 
-  // A device's properties as a finalized descriptor. A plan made for it runs on any handle of a
-  // device with these properties. The device must be current.
+  // Returns the finalized descriptor of a device's properties. A plan made with this descriptor
+  // runs on any handle of a device with the same properties. The device must be current.
   void* properties(int device);
   // Enqueues a plan on `stream`. The device must be current.
   void execute(int device, cudaStream_t stream, void* plan, void* variant_pack,

@@ -58,7 +58,8 @@ struct Backward : Attention {
     return graph.pointwise({pw::kMul}, sum, graph.constant(1.0f),
                            graph.tensor(id::kSum, kF32, rows, packed(rows)));
   }
-  // The transpose of a [batch, heads, seqlen_q, seqlen_kv] result, in the dtype of q.
+  // Returns a transposed view of x, a [batch, heads, seqlen_q, seqlen_kv] intermediate, in the
+  // dtype of q.
   Tensor flipped(const Tensor& x) {
     return graph.view(x, graph.between(p.dtype, swapped(scores), swapped(packed(scores))));
   }
@@ -78,7 +79,7 @@ struct Backward : Attention {
         kt, graph.between(p.dtype, swapped(kt.dims), swapped(kt.strides), offsets(id::kK)));
     const Tensor dq = heads(id::kDQ, q_dims(), p.dq);
     const Lengths lengths{.rows = lengths_q, .inner = lengths_kv};
-    if (p.deterministic) {  // cuDNN keeps dS in its own scratch, and one block sums a row
+    if (p.deterministic) {  // cuDNN then keeps dS in its own scratch, and one block sums a row
       graph.matmul(ds, k, dq, lengths);
       return;
     }
@@ -97,7 +98,7 @@ CudnnPlan attention_backward_plan(const CudnnAttention& p, void* device_properti
   const Tensor o = b.heads(id::kO, b.o_dims(), p.o);
   const Tensor d_o = b.heads(id::kDO, b.o_dims(), p.d_o);
   const Tensor row_sums = b.row_sums(d_o, o);
-  // The probabilities, recomputed from the log-sum-exp.
+  // Recomputes the probabilities from the log-sum-exp.
   const Tensor above = b.apply(pw::kSub, b.scaled_scores(q, kt), b.stats());
   const Tensor probability = b.apply(pw::kExp, b.masked(above));
   b.key_gradient(b.flipped(probability), d_o, b.heads(id::kDV, b.v_dims(), p.dv));

@@ -7,11 +7,11 @@
 
 namespace te_fl::cuda {
 
-// The properties that determine a plan. Strides are of [batch, heads, seqlen, dim], in elements;
-// the last is 1.
+// The properties of an attention call that determine its plan. q, k, v, ... hold the strides of
+// [batch, heads, seqlen, dim], in elements; the stride of `dim` is 1.
 struct CudnnAttention {
   int64_t batch = 0, heads = 0, kv_heads = 0, seqlen_q = 0, seqlen_kv = 0, dim = 0, dim_v = 0;
-  int dtype = 0;  // of cudnn_data; kE4M3 if q, k, v and o are FP8
+  int dtype = 0;  // a value of cudnn_data; kE4M3 if q, k, v and o are FP8
   Extents q{}, k{}, v{}, o{};
   Extents d_o{}, dq{}, dk{}, dv{};  // used by the backward only
   bool stats = false;               // forward: writes the log-sum-exp, which the backward reads
@@ -40,9 +40,10 @@ enum {
   kSum,          // backward: scratch, FP32 [batch, heads, seqlen_q]
   kAccumulator,  // non-deterministic backward: scratch, FP32 [batch, heads, seqlen_q, dim]
   kOffsets,      // id = kOffsets + the id of the tensor
-  // FP8 scalars, each FP32 [1]. Value = code times the scalar kInverse + the tensor's id; code =
-  // value times kScale + id; kAmax + id receives the amax. kP (the probabilities) and kDS (the
-  // gradient of the scaled scores) are intermediate tensors of the graph.
+  // FP32 scalars of FP8 tensors. The tensor with id t has the inverse scale kInverse + t (value =
+  // code * inverse scale), the scale kScale + t (code = value * scale), and kAmax + t, which
+  // receives its amax. kP (the probabilities) and kDS (the gradient of the scaled scores) are
+  // intermediate tensors of the graph.
   kP = kOffsets + 16,
   kDS,
   kInverse = 64,

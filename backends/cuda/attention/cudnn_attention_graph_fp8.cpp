@@ -13,10 +13,11 @@ struct Fp8 : Attention {
   Fp8(const CudnnAttention& problem, const char* op) : Attention(problem, op) {}
 
   Tensor scalar(int tensor) { return graph.tensor(tensor, kF32, {1, 1, 1, 1}, {1, 1, 1, 1}); }
-  // The inverse scale of a tensor. Repeated calls return the same graph tensor.
+  // Returns the inverse scale of a tensor as a graph tensor. Repeated calls return the same graph
+  // tensor.
   Tensor inverse(int tensor) { return factor(inverses_[tensor], id::kInverse + tensor); }
   Tensor times(const Tensor& x, const Tensor& by) { return apply(pw::kMul, x, by); }
-  // Quantises x into y, which is an output in memory or an operand of the next product.
+  // Quantises x into y, which is an output in memory or an operand of the next matrix product.
   void store(const Tensor& x, int tensor, const Tensor& y) {
     graph.pointwise({pw::kMul}, x, scalar(id::kScale + tensor), y);
   }
@@ -28,8 +29,9 @@ struct Fp8 : Attention {
     s = times(times(s, inverse(id::kQ)), inverse(id::kK));
     return masked(s);
   }
-  // Computes a b into `out`. a and b hold codes, whose inverse scales are those of a_id and b_id.
-  // Sums the heads of a group if `out` has fewer heads than q.
+  // Computes the matrix product of the FP8 tensors a and b, dequantised with the inverse scales of
+  // a_id and b_id, into `out`. If `out` has fewer heads than q, sums over the query heads of each
+  // group.
   void product(const Tensor& a, int a_id, const Tensor& b, int b_id, const Tensor& out, int out_id,
                const Lengths& lengths) {
     Extents dims = out.dims;
@@ -87,11 +89,11 @@ CudnnPlan attention_fp8_backward_plan(const CudnnAttention& p, void* device_prop
   const Tensor vt = b.transposed(id::kV, b.v_dims(), p.v);
   const Tensor o = b.heads(id::kO, b.o_dims(), p.o);
   const Tensor d_o = b.gradient(id::kDO, b.o_dims(), p.d_o);
-  // rowsum(dO O), for dS.
+  // Computes rowsum(dO O), which dS needs.
   Tensor row_sums = g.pointwise({pw::kMul}, d_o, o, g.between(kF32, b.o_dims()));
   row_sums = g.reduce(cudnn_reduction::kAdd, row_sums, g.between(kF32, b.rows));
   row_sums = b.times(b.times(row_sums, b.inverse(id::kDO)), b.inverse(id::kO));
-  // The probabilities, recomputed, and dV.
+  // Recomputes the probabilities and computes dV.
   const Tensor above = b.apply(pw::kSub, b.scores_of(q, kt), b.stats());
   const Tensor probability = b.apply(pw::kExp, above);
   const Tensor codes = g.between(kE4M3, b.scores);
@@ -99,7 +101,7 @@ CudnnPlan attention_fp8_backward_plan(const CudnnAttention& p, void* device_prop
   const Lengths by_key{.rows = b.lengths_kv, .inner = b.lengths_q};
   b.product(b.flipped(codes, kE4M3), id::kP, d_o, id::kDO, b.gradient(id::kDV, b.v_dims(), p.dv),
             id::kDV, by_key);
-  // dS, times the softmax scale.
+  // Computes dS times the softmax scale.
   Tensor ds = g.matmul(d_o, vt, b.between(), {.rows = b.lengths_q, .cols = b.lengths_kv});
   ds = b.times(b.times(ds, b.inverse(id::kDO)), b.inverse(id::kV));
   ds = b.times(b.apply(pw::kSub, ds, row_sums), probability);

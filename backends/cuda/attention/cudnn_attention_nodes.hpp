@@ -17,7 +17,7 @@ constexpr int kF32 = cudnn_data::kF32, kI32 = cudnn_data::kI32, kBool = cudnn_da
 
 constexpr Extents swapped(Extents e) noexcept { return {e[0], e[1], e[3], e[2]}; }
 
-// A description of the problem for error messages.
+// Returns a description of the attention problem for error messages.
 std::string text_of(const CudnnAttention& p, const char* op);
 
 struct Attention {
@@ -42,7 +42,7 @@ struct Attention {
     return graph.tensor(id::kOffsets + tensor, cudnn_data::kI64, {p.batch + 1, 1, 1, 1},
                         {1, 1, 1, 1});
   }
-  // The graph tensor of q, k, v, o or one of their gradients.
+  // Adds q, k, v, o or one of their gradients to the graph. `tensor`: its id.
   Tensor heads(int tensor, const Extents& dims, const Extents& strides) {
     return graph.tensor(tensor, p.dtype, dims, strides, offsets(tensor));
   }
@@ -95,7 +95,8 @@ struct Attention {
   Tensor length(const Tensor& lengths, int64_t extent) {
     return lengths ? lengths : graph.constant(static_cast<int32_t>(extent));
   }
-  // Hides the pairs with j > i + diagonal + right.
+  // Hides the pairs of query i and key j with j > i + diagonal + right. `diagonal`: kv length minus
+  // q length if the mask is aligned to the bottom right corner, else 0.
   Tensor mask_right(const Tensor& score, int64_t right) {
     Tensor row = index(score, 2, kF32);
     const Tensor col = index(score, 3, kF32);
@@ -108,7 +109,8 @@ struct Attention {
     }
     return select(score, truth(pw::kGreaterEqual, row, col));
   }
-  // Hides the pairs with j <= i + diagonal - left - 1.
+  // Hides the pairs of query i and key j with j < i + diagonal - left. `diagonal`: as in
+  // mask_right().
   Tensor mask_left(const Tensor& score, int64_t left) {
     const Tensor row = index(score, 2, kF32);
     Tensor col = index(score, 3, kF32);

@@ -1,5 +1,6 @@
-// The scalars of FP8 attention on cuDNN, in scratch: scales that the plan reads in addition to the
-// tensors' own, and amaxes that the plan writes. fp8_end() merges the amaxes into the running ones.
+// Scalars of FP8 attention on cuDNN, in scratch: scales of the intermediate tensors P and dS, which
+// the plan reads, and amaxes, which the plan writes. fp8_end() merges the amaxes into those of the
+// call's outputs.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,9 +10,10 @@
 namespace te_fl::cuda {
 
 struct Fp8Scratch {
-  float scale_p;     // scale of the probabilities' codes
+  float scale_p;     // scale of the FP8 probabilities
   float inverse_p;   // 1 / scale_p
-  float scale_ds;    // scale of (scores' scale * dS): gives the codes of dS under dp_quant's scale
+  float scale_ds;    // FP8 scale for (softmax scale * dS): the scale of dp_quant divided by the
+                     // softmax scale
   float inverse_ds;  // 1 / scale_ds
   float amax_p, amax_ds;
   float amax[3];  // of o, or of dq, dk, dv
@@ -37,7 +39,7 @@ struct Fp8Job {
   int count;
 };
 
-// Each enqueues one kernel: fp8_begin() before the plan, fp8_end() after it.
+// Each function enqueues one kernel. Call fp8_begin() before the plan runs and fp8_end() after it.
 void fp8_begin(cudaStream_t stream, const Fp8Job& job);
 void fp8_end(cudaStream_t stream, const Fp8Job& job);
 

@@ -38,7 +38,7 @@ class CudnnPlan {
     int64_t id;
     alignas(16) unsigned char bytes[4];
   };
-  // The plan refers to the graph's descriptors, so it keeps them.
+  // cuDNN's plan refers to the graph's descriptors, so this object owns them.
   std::deque<CudnnDescriptor> descriptors_;
   std::deque<Constant> constants_;
   std::string what_;  // description of the problem, for errors
@@ -70,8 +70,8 @@ class CudnnGraph {
   Tensor between(int dtype, const Extents& dims, const Extents& strides,
                  const Tensor& offsets = {});
 
-  // Computes y = mode(x, b), or with t: y = t ? x : b. Returns y. `precision` is that of the
-  // arithmetic.
+  // Adds the node y = mode(x, b) or, with a condition t, y = t ? x : b. Returns y. `precision`:
+  // dtype of the arithmetic.
   struct Pointwise {
     int mode;
     int precision = 0;
@@ -85,7 +85,8 @@ class CudnnGraph {
   Tensor pointwise(const Pointwise& op, const Tensor& x, const Tensor& y) {
     return pointwise(op, x, {}, {}, y);
   }
-  // c = a b. rows, cols, inner: the actual extents per sequence, [batch, 1, 1, 1]; may be absent.
+  // Adds the node c = a b. rows, cols, inner: optional tensors [batch, 1, 1, 1] with the actual
+  // extents of each sequence.
   struct Lengths {
     Tensor rows = {}, cols = {}, inner = {};
   };
@@ -95,8 +96,9 @@ class CudnnGraph {
   // Makes y a view of x's memory with other dims and strides.
   Tensor view(const Tensor& x, const Tensor& y);
 
-  // Returns the first of the heuristics' plans that cuDNN can build for the device
-  // (CudnnState::properties()). Throws UNSUPPORTED if there is none. Consumes the graph.
+  // Returns the first plan that cuDNN's heuristics propose and cuDNN can build for the device.
+  // Throws UNSUPPORTED if there is none. Consumes the graph. `device_properties`:
+  // CudnnState::properties().
   CudnnPlan plan(void* device_properties) &&;
 
  private:

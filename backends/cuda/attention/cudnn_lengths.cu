@@ -46,7 +46,7 @@ __global__ void clear_kernel(ClearJob job) {
     int64_t q_begin, q_len, kv_begin, kv_len;
     span(job.spans, job.spans.q, b, q_begin, q_len);
     span(job.spans, job.spans.kv, b, kv_begin, kv_len);
-    // In layout thd no memory belongs to the positions past a sequence's end.
+    // In layout thd, the tensors have no rows for positions past a sequence's end.
     if (job.spans.ragged && i >= (job.query ? q_len : kv_len)) continue;
     if (job.query ? !job.mask.keys(i, q_len, kv_len).empty() : i < kv_len && q_len > 0) continue;
     const int64_t row = (job.query ? q_begin : kv_begin) + i;

@@ -1,5 +1,6 @@
-// Small kernels around cuDNN's attention. They compute lengths and starts from cu_seqlens, and they
-// fill rows that see no key, which cuDNN leaves undefined.
+// Small kernels that run before and after cuDNN's attention. They compute sequence lengths and
+// offsets from cu_seqlens, and they fill the rows of queries that see no key, which cuDNN leaves
+// undefined.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,13 +11,14 @@
 
 namespace te_fl::cuda {
 
-// The prefix sums of one side (queries or keys). cu NULL: every sequence has `most` tokens.
+// The cumulative sequence lengths (cu_seqlens) of the queries or of the keys. cu NULL: every
+// sequence has `most` tokens.
 struct SideLengths {
   const int32_t* cu = nullptr;
   const int32_t* padded = nullptr;
   int64_t stride = 0, padded_stride = 0;
-  int64_t tokens = 0;  // thd: all tokens; else tokens of a sequence
-  int64_t most = 0;    // the extent that the plan was made for
+  int64_t tokens = 0;  // thd: tokens of all sequences; else tokens of one sequence
+  int64_t most = 0;    // the sequence length that the plan was made for
 };
 struct Spans {
   SideLengths q, kv;
@@ -26,7 +28,7 @@ struct Spans {
 
 struct RaggedTensor {
   int64_t* offsets;
-  int64_t stride;  // elements from token to token
+  int64_t stride;  // elements from one token to the next
   bool query;
 };
 constexpr int kMostRagged = 9;  // maximum number of tensors per call
@@ -45,8 +47,9 @@ struct HeadRows {
   int64_t batch, head, seq;  // strides of the dimensions
   int64_t heads, seqlen, dim;
 };
-// Writes zeros to rows without a partner: queries that see no key, keys past a sequence's end, and
-// keys of a sequence without queries. Writes -inf to `lse` there unless it is NULL.
+// The parameters of clear_rows(), which writes zeros to the rows that take no part in attention:
+// queries that see no key, keys past a sequence's end, and keys of a sequence without queries. It
+// also writes -inf to the `lse` of these rows unless `lse` is NULL.
 struct ClearJob {
   Spans spans;
   backend::MaskRule mask;

@@ -1,5 +1,5 @@
-// Constants of cuDNN 9's graph API, fixed by its ABI: types of descriptors, attributes, and types
-// and values of attributes. Contains only those that the plugin uses.
+// Constants of cuDNN 9's graph API that the plugin uses, fixed by cuDNN's ABI: descriptor types,
+// attributes, and the types and values of attributes.
 #pragma once
 
 namespace te_fl::cuda {

@@ -35,8 +35,8 @@ bool ranks_fit(const Args& a, std::initializer_list<const te_fl_tensor*> heads) 
   return true;
 }
 
-// Refuses `t` unless it has row-wise FP8 codes of `dtype` with per-tensor scaling. `written`: the
-// tensor is an output with a supplied scale.
+// Refuses `t` unless it has row-wise FP8 data of `dtype` with per-tensor scaling. `written`: `t` is
+// an output, whose scale the call must supply.
 Refusal refuse_codes(const te_fl_tensor* t, int dtype, bool written) {
   if (t == nullptr || t->quant == nullptr)
     return "FP8 attention in FP8 throughout: o and gradients too";
@@ -50,7 +50,8 @@ Refusal refuse_codes(const te_fl_tensor* t, int dtype, bool written) {
   }
   return quant.columnwise_data == nullptr ? nullptr : "an FP8 output with a column-wise copy";
 }
-// Refuses the quantisation of the probabilities or of their gradient.
+// Returns why cuDNN cannot quantise the probabilities or their gradient as `t` (s_quant or
+// dp_quant) describes, or NULL if it can.
 Refusal refuse_inner(const te_fl_tensor* t, int dtype) {
   if (t == nullptr) return "FP8 attention without s_quant and dp_quant";
   return refuse_codes(t, dtype, true);
@@ -130,7 +131,7 @@ Refusal refuse_problem(const Args& a) {
   return nullptr;
 }
 
-// Number of elements that a tensor spans, from its first to its last.
+// Returns the number of elements that a tensor spans, from its first to its last.
 int64_t extent(const te_fl_tensor& t) {
   int64_t last = 0;
   for (int i = 0; i < t.dl.ndim; ++i) last += (t.dl.shape[i] - 1) * backend::stride(t, i);
@@ -141,10 +142,11 @@ int64_t longest_of(std::initializer_list<const te_fl_tensor*> all) {
   for (const te_fl_tensor* t : all) longest = std::max(longest, extent(*t));
   return longest;
 }
-// With more than 2^31 elements, cuDNN 9.19 silently gives wrong gradients of Q (measured: of 128 x
-// 16 x 128 in each of 8194 sequences, the last are wrong). cuDNN sums the gradients in FP32
-// scratch, which this function counts: whole tiles of queries, in thd with every sequence as long
-// as the longest, and for K and V with as many heads as Q has.
+// Refuses a backward whose tensors or FP32 gradient scratch have 2^31 elements or more, because
+// cuDNN 9.19 then silently gives wrong gradients of Q (measured with 8194 sequences of 128 x 16 x
+// 128 elements: the last gradients are wrong). The size of the scratch is estimated as that of the
+// largest gradient: every sequence has the longest length of queries or keys, rounded up to full
+// tiles, and the gradients of K and V have as many heads as Q.
 template <class Args>
 Refusal refuse_long_backward(const Args& a, std::initializer_list<const te_fl_tensor*> all) {
   constexpr const char* kLong =
@@ -189,9 +191,9 @@ Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> ot
   }
   return refuse_problem(a);
 }
-// Smallest number of operations for which an inference is worth a cuDNN plan. Shapes of inferences
-// tend to change from call to call, and a plan takes about 40 ms; the plain kernels compute about a
-// hundred calls of this size in that time.
+// Smallest number of floating-point operations for which a cuDNN plan is built for an inference
+// call. Inference shapes tend to change from call to call, and building a plan takes about 40 ms;
+// the plugin's own kernels compute about a hundred calls of this size in that time.
 constexpr double kWorthAPlan = 1u << 28;
 
 double operations(const te_fl_fused_attn_fwd_args& a) {
@@ -227,7 +229,7 @@ Refusal refuse_fp8_backward(const te_fl_fused_attn_bwd_args& a) {
 }  // namespace
 
 Refusal refuse_cudnn_forward(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a) {
-  // Calls with an invalid shape are reported elsewhere.
+  // The op's argument check reports calls with an invalid shape.
   if (!ranks_fit(a, {a.q, a.k, a.v, a.o})) return nullptr;
   for (const te_fl_tensor* in : {a.q, a.k, a.v}) {
     if (all_dense(in, a.o) && overlaps(*a.o, *in)) return kOverlaps;

@@ -1,4 +1,5 @@
-// Decides which attention calls cuDNN serves. Reads metadata only; the reasons are static text.
+// Decides which attention calls cuDNN computes. Reads metadata only; the returned reasons are
+// static strings.
 #pragma once
 
 #include "plugin/families.hpp"

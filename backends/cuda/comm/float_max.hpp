@@ -1,5 +1,5 @@
-// Maxima over ranks in which a NaN of any rank gives NaN. NCCL's own maximum drops a NaN, so floats
-// are sent as integers that have the same order, with NaN last.
+// Max reduction over ranks that propagates NaN: a NaN on any rank gives NaN. NCCL's own maximum
+// drops a NaN, so floats are converted to integers of the same order, in which NaN is the largest.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,11 +8,11 @@
 
 namespace te_fl::cuda {
 
-// Bytes of the integers of `n` elements of a float dtype (te_fl_dtype_index): 8 per F64 element,
-// else 4.
+// Returns the bytes of the integers for `n` elements of a float dtype (te_fl_dtype_index): 8 per
+// F64 element, else 4.
 size_t ordered_bytes(int dtype, int64_t n) noexcept;
-// Convert `n` elements to integers and back. Every NaN comes back as the same NaN. Throw launch
-// errors.
+// to_ordered() converts `n` elements to integers; from_ordered() converts them back, and turns
+// every NaN into the same NaN. Both throw if the kernel launch fails.
 void to_ordered(int dtype, const void* from, void* integers, int64_t n, cudaStream_t stream);
 void from_ordered(int dtype, const void* integers, void* to, int64_t n, cudaStream_t stream);
 

@@ -56,8 +56,8 @@ bool takes_integers(const Args& a) {
   return a.reduction == TE_FL_REDUCTION_MAX && is_float(dtype_of(*a.input));
 }
 
-// Throws inside an NCCL group. NCCL starts a group's collectives when the group ends, so work that
-// must follow a collective would run before it.
+// Throws if the thread has an open NCCL group. NCCL starts a group's collectives when the group
+// ends, so kernels that an op enqueues after its collective would run before it.
 void refuse_in_group(const char* op) {
   if (!in_group()) return;
   throw backend::Error(TE_FL_FAILED_PRECONDITION | TE_FL_CLEAN,
@@ -66,9 +66,9 @@ void refuse_in_group(const char* op) {
                            "memory that the group would outlive; call it outside");
 }
 
-// True if the communicator has one rank: then the input is copied to the output, which is the
-// collective's result. NCCL 2.28 would copy too, but takes more host time and keeps 176 bytes of
-// host memory per reduction.
+// If the communicator has one rank, copies the input to the output, which completes the collective,
+// and returns true. NCCL 2.28 would copy too, but takes more host time and keeps 176 bytes of host
+// memory per reduction.
 template <class Args>
 bool of_one_rank(const te_fl_context& ctx, const Args& a, int64_t size) {
   if (a.comm->size != 1) return false;
@@ -138,11 +138,11 @@ void reduce_scatter(const te_fl_context& ctx, const te_fl_reduce_scatter_args& a
   from_ordered(dtype, own, bytes(*a.output), part, stream);
 }
 
-// Refuses a reduction that the call wants deterministic and that NCCL could sum in another order.
-// NCCL sums in the order of the ranks in its ring or tree, which is the same in every run with the
-// same ranks, machines and size. The switches of NVLink (NVLS) sum in an order of their own;
-// Megatron, too, asks for another algorithm if runs must be repeatable. Two summands have one order
-// only.
+// Refuses a reduction if the call requires determinism and NCCL's order of summation may vary.
+// NCCL's ring and tree algorithms sum in the order of the ranks, which is the same in every run
+// with the same ranks, machines and size. NVLink switches (NVLS) may sum in any order; Megatron
+// also selects another algorithm for reproducible runs. The sum of two operands does not depend on
+// their order.
 template <class Args>
 void check_reduction(const te_fl_context& ctx, const Args& a) {
   backend::check_collective(ctx, a);
@@ -196,8 +196,9 @@ void recv(const te_fl_context& ctx, const te_fl_recv_args& a) {
       "ncclRecv");
 }
 
-// One send and one receive per rank, started as a group. NCCL copies this rank's own part in
-// parallel with the transfers; a separate copy would run before or after all of them.
+// One send and one receive per rank, started as an NCCL group. NCCL copies the data that this rank
+// sends to itself in parallel with the transfers; a separate copy would run before or after all of
+// them.
 class Exchange {
  public:
   Exchange(const te_fl_context& ctx, const NcclRanks& ranks)
@@ -272,7 +273,7 @@ void check_rows(const te_fl_context& ctx, const te_fl_all_to_all_v_args& a) {
 
 size_t barrier_scratch(const te_fl_context&, const te_fl_barrier_args&) { return 1; }
 
-// Reduces one byte of scratch; its value does not matter.
+// Implements the barrier as an all-reduce of one byte of scratch, whose value does not matter.
 void barrier(const te_fl_context& ctx, const te_fl_barrier_args& a) {
   refuse_in_group("barrier");
   const NcclCall call(ranks_of(a));

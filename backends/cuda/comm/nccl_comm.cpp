@@ -55,8 +55,8 @@ te_fl_status create(void*, const te_fl_comm_config* config, void** comm,
   });
 }
 
-// Makes the unique id of a communicator for which the host supplied none. Rank 0 writes it to the
-// store; the other ranks read it there.
+// Returns the NCCL unique id of a communicator if the host supplied none. Rank 0 creates the id and
+// writes it to the store; the other ranks read it from the store.
 NcclUniqueId id_by_store(const Nccl& n, const te_fl_comm_config& config,
                          const te_fl_error_sink* errors) {
   constexpr const char* kKey = "nccl_id";

@@ -5,7 +5,8 @@
 
 namespace te_fl::cuda {
 
-// The descriptor. NCCL is opened when the provider is first used.
+// Returns the descriptor of the provider. The NCCL library is opened when the provider is first
+// used.
 const te_fl_comm_desc& nccl_comm_desc() noexcept;
 
 }  // namespace te_fl::cuda

@@ -11,8 +11,8 @@ namespace te_fl::cuda {
 class NcclCall {
  public:
   explicit NcclCall(const NcclRanks& ranks) : use_(ranks) {}
-  ~NcclCall();  // hands the communicator to the open group, if any, which keeps it until the group
-                // ends
+  ~NcclCall();  // an open group takes over the reference to the communicator and holds it until the
+                // group ends
   NcclCall(const NcclCall&) = delete;
   NcclCall& operator=(const NcclCall&) = delete;
   const Nccl* operator->() const noexcept { return &use_.nccl(); }

@@ -63,8 +63,8 @@ std::string words_of(const Nccl& nccl, int status, const char* function, void* c
   throw backend::Error(TE_FL_COMM_FAILED, "the communicator of NCCL was aborted");
 }
 
-// Aborts a failed communicator and frees it. First revokes it, so that threads inside NCCL leave,
-// and waits for them up to a second.
+// Aborts and frees a failed communicator. First revokes it, so that threads inside NCCL calls
+// return, and waits up to a second for these threads.
 void end_by_abort(NcclLife& life) {
   void* handle = life.handle.exchange(nullptr);
   if (handle == nullptr) return;

@@ -1,8 +1,8 @@
-// One rank of an NCCL communicator, whose construction and end must not block the host on other
-// ranks. NCCL's communicators block: creation waits for all ranks, and destruction and abort may
-// wait too, since the proxy threads of one machine's ranks end together. These three therefore run
-// on separate threads. (NCCL's non-blocking communicators are no alternative: they start a thread
-// in every collective.)
+// One rank of an NCCL communicator. Its construction and destruction must not block the host on
+// other ranks, but NCCL's functions block: creation waits for all ranks, and destruction and abort
+// may wait too, because the proxy threads of all ranks on a machine end together. So creation,
+// destruction and abort run on separate threads. (NCCL's non-blocking communicators are no
+// alternative, because they start a thread in every collective.)
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ namespace te_fl::cuda {
 struct NcclLife {
   const Nccl* nccl = nullptr;
   int device = 0;
-  std::atomic<void*> handle{nullptr};  // NULL until it is made, and from when its end begins
+  std::atomic<void*> handle{nullptr};  // NULL before creation and once destruction or abort begins
   std::mutex mutex;                    // guards the following members; held briefly
   bool made = false;
   int status = kNcclSuccess;  // status of the creation
@@ -48,7 +48,7 @@ class NcclRanks {
   // thread.
   ~NcclRanks();
 
-  // True once the communicator can be used. Throws the creation's error if it failed.
+  // Returns true once the communicator can be used. Throws the error of the creation if it failed.
   bool ready() const;
   void abort();
   // Throws COMM_FAILED if NCCL reports an asynchronous error, or if the communicator was aborted.
@@ -79,8 +79,8 @@ class NcclRanks {
 
  private:
   void run_aside(std::function<void(NcclLife&)> work);
-  // Like run_aside(), for the end of the communicator. Runs `work` on the calling thread if no
-  // thread can be made.
+  // Like run_aside(), for destroying or aborting the communicator. Runs `work` on the calling
+  // thread if no thread can be created.
   void end_aside(void (*work)(NcclLife&)) noexcept;
 
   uint32_t timeout_ms_;  // 0: no limit

@@ -6,8 +6,8 @@
 
 namespace te_fl::cuda {
 
-// True if fast_column_sums() accepts the matrix: F16 or BF16, 16-byte aligned, and a number of
-// columns that is a multiple of 8. The matrix must be compact.
+// True if fast_column_sums() accepts the matrix, which must be contiguous: F16 or BF16, 16-byte
+// aligned, and a number of columns that is a multiple of 8.
 inline bool has_fast_column_sums(const te_fl_tensor& t) noexcept {
   const int dtype = dtype_index(t.dl.dtype);
   const int64_t cols = backend::as_matrix(t).cols;

@@ -66,7 +66,7 @@ __device__ inline e5m2 from_f32<e5m2>(float x) {
   return r;
 }
 
-// The FP8 codes of four values; the code of `a` is in the lowest byte.
+// Converts four values to FP8 and packs them into a word; `a` is in the lowest byte.
 __device__ inline uint32_t codes_of(float a, float b, float c, float d, bool is_e5m2) {
 #if __CUDA_ARCH__ >= 890
   const auto pair = [](float low, float high, __nv_fp8_interpretation_t kind) -> uint32_t {
@@ -105,8 +105,7 @@ __device__ inline void load_group(const T* p, int n, float* out) {
   for (int i = 0; i < kGroup; ++i) out[i] = i < n ? to_f32(p[i]) : 0.0f;
 }
 // Stores 8 or 16 bytes to global memory with one instruction. For a plain assignment, the compiler
-// emits stores of the 2 or 4 bytes from which the value was composed, which are up to a third
-// slower.
+// emits several 2-byte or 4-byte stores, which are up to a third slower.
 __device__ inline void store_whole(uint4* to, const uint4& v) { __stwb(to, v); }
 __device__ inline void store_whole(uint2* to, const uint2& v) { __stwb(to, v); }
 
@@ -194,7 +193,8 @@ __device__ inline float amax_of(float a, float v) {
   const float absolute = fabsf(v);
   return absolute > a ? absolute : a;
 }
-// Uses an integer maximum: non-negative floats have the same order as their bits.
+// Raises *to to `amax`. Uses an integer maximum, because non-negative floats have the same order as
+// their bits.
 __device__ inline void atomic_amax(float* to, float amax) {
   if (amax > 0.0f) atomicMax(reinterpret_cast<int*>(to), __float_as_int(amax));
 }

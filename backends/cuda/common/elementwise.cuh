@@ -12,7 +12,8 @@
 
 namespace te_fl::cuda {
 
-// A source as a matrix: element (row, col) is at index row * stride + first + col.
+// An input of an elementwise op as a matrix: element (row, col) is at index row * stride + first +
+// col.
 struct MatrixSource {
   Source source;
   int64_t first = 0, stride = 0;
@@ -23,7 +24,8 @@ struct Elementwise {
   Math math;
 };
 
-// The Produce functor for store_output(), for sources of any dtype and alignment.
+// Computes the op for store_output() (its Produce functor), with sources of any dtype and
+// alignment.
 template <class Math>
 struct Anywhere {
   Elementwise<Math> op;
@@ -48,7 +50,7 @@ struct Anywhere {
     if (Math::kOutputs == 1 || col + n <= cols) return part(0, row, col, n, v);
     if (col >= cols) return part(1, row, col - cols, n, v);
 #pragma unroll 1
-    for (int i = 0; i < n; ++i) {  // a group that contains the boundary of the two outputs
+    for (int i = 0; i < n; ++i) {  // a group of columns that spans both outputs
       float one[kGroup];
       part(col + i < cols ? 0 : 1, row, col + i < cols ? col + i : col + i - cols, 1, one);
 #pragma unroll
@@ -58,8 +60,8 @@ struct Anywhere {
 };
 
 // A Math for which self_scaled_kernel is compiled. It has one source and one result, and sets
-// kSelfScaled. The declaration is explicit because self_scaled_kernel costs two more kernels per
-// Math.
+// kSelfScaled to true. The opt-in is explicit because self_scaled_kernel adds two kernels per Math
+// to the binary.
 template <class Math>
 concept SelfScaled = Math::kSelfScaled;
 
@@ -79,7 +81,7 @@ StoreChoice choose_store(const Elementwise<Math>& op, const te_fl_tensor& out,
     sources[s] = {in.source.dtype, static_cast<const char*>(in.source.data) + in.first * bytes,
                   in.stride};
   }
-  // measure_kernel cannot read halves of rows, which other Maths would need.
+  // measure_kernel cannot read one half of each row, as other Maths require.
   constexpr bool kMeasures = Math::kSources == 1 || Bounded<Math>;
   return choose_store(
       {sources, &out, Math::kOutputs, bias, kMeasures, measured, SelfScaled<Math>, Copies<Math>});
@@ -97,7 +99,8 @@ TileSources<Math::kSources> tile_sources(const Elementwise<Math>& op) {
   return in;
 }
 
-// The tiles of a [rows, cols] matrix. With `sums`, there are at most column_parts() steps of rows.
+// Returns the tiles of a [rows, cols] matrix. With `sums`, row_steps is at most column_parts(), so
+// the partial sums fit in the workspace.
 inline TileGrid tile_grid(int64_t rows, int64_t cols, int64_t row_tiles, int64_t tile_cols,
                           bool sums) {
   TileGrid g{};
@@ -115,14 +118,14 @@ inline TileGrid tile_grid(int64_t rows, int64_t cols, int64_t tile_cols, bool su
 inline TileGrid mxfp8_grid(int64_t rows, int64_t cols, bool sums) {
   return tile_grid(rows, cols, mxfp8_padded_rows(rows) / kMxfp8Rows, kMxfp8Cols, sums);
 }
-// The tiles of the kernel that writes codes of this scaling, for a Math with one result.
+// Returns the tiles of the kernel that writes FP8 with this scaling mode, for a Math with one
+// result.
 inline TileGrid codes_grid(uint32_t scaling, int64_t rows, int64_t cols, bool sums) {
   if (scaling == TE_FL_SCALING_MXFP8) return mxfp8_grid(rows, cols, sums);
   return tile_grid(rows, cols, scaling == TE_FL_SCALING_TENSOR ? kTileCols : kBlockTile, sums);
 }
 
-// Computes *found = the amax of the results, with measure_kernel or tensor_kernel. `q` is a copy,
-// so the caller's is unchanged.
+// Computes *found, the amax of the results, with measure_kernel or tensor_kernel.
 template <class Math, int kBytes>
 void launch_measure(const te_fl_context& ctx, const TileSources<Math::kSources>& in, Quantised q,
                     const Math& math, StoreKernel by, float* found) {
@@ -205,7 +208,7 @@ void launch_plain(const te_fl_context& ctx, const Elementwise<Math>& op, const t
   check_launch("plain_kernel");
 }
 
-// Makes the result's kernel write the bias gradient directly (StoreSums::kResult).
+// Makes the kernel that writes the result also write the bias gradient (StoreSums::kResult).
 inline void sum_at_once(BiasOut& sums, const te_fl_tensor& bias) {
   if (dtype_of(bias) == TE_FL_F32) {
     sums.partials = backend::data<float>(bias);
@@ -217,7 +220,7 @@ inline void sum_at_once(BiasOut& sums, const te_fl_tensor& bias) {
 // Computes `op` into `out`, which must have passed refuse_output(). ctx.workspace must have
 // kStoreWorkspace bytes. kSums: also writes the column sums of the result to `bias`; the workspace
 // then needs column_sums_bytes() more, and `out` may have the memory of an input. `measured`: the
-// workspace begins with the amax of the results, for an output whose scale is computed.
+// scale of `out` is computed from the amax, which is already at the start of the workspace.
 template <bool kSums, class Math>
 void store_elementwise(const te_fl_context& ctx, const te_fl_tensor& out,
                        const Elementwise<Math>& op, const te_fl_tensor* bias = nullptr,

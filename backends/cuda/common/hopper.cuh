@@ -1,5 +1,5 @@
-// Warpgroup products (wgmma) on Hopper's tensor cores, and what they need: descriptors of operands
-// in shared memory, bulk copies (TMA), mbarriers and cluster barriers.
+// Warpgroup matrix multiplication (wgmma) on Hopper's tensor cores, and related instructions:
+// descriptors of operands in shared memory, bulk copies (TMA), mbarriers and cluster barriers.
 #pragma once
 
 #include <cuda.h>
@@ -114,17 +114,17 @@ __device__ inline void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
 __device__ inline void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Makes this thread's earlier writes to shared memory visible to later bulk copies and products
-// (the async proxy).
+// Makes this thread's earlier writes to shared memory visible to later bulk copies and wgmma
+// instructions (the async proxy).
 __device__ inline void fence_for_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- products (wgmma)
 
-// Matrix descriptors for rows of 128 bytes in the 128-byte swizzle. along_k: K is contiguous, and
-// rows run over M or N. across_k: rows run over K and have 64 columns; the next 64 columns start
-// `next` bytes further on.
+// wgmma descriptors of matrices with rows of 128 bytes in the 128-byte swizzle. along_k(): K is
+// contiguous, so a row holds consecutive k of one m or n. across_k(): a row holds 64 consecutive m
+// or n of one k; the next 64 columns start `next` bytes further on.
 __device__ inline uint64_t along_k(uint32_t address) {
   return (address & 0x3FFFF) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
          uint64_t{1} << 62;
@@ -142,7 +142,7 @@ template <int kLeft>
 __device__ inline void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
-// Waits for all product groups but the last kLeft. The sums may be read after this.
+// Waits for all wgmma groups but the last kLeft. Afterwards `sums` may be read.
 template <int kLeft = 0, int kCount>
 __device__ inline void wait_for_sums(float (&sums)[kCount]) {
   wait_products<kLeft>();

@@ -1,6 +1,6 @@
-// Tiled products on Hopper (hopper.cuh). Two warpgroups of 64 rows compute a tile of 128x256, and a
-// third copies operands in and results out. The two blocks of a cluster compute tiles with
-// consecutive rows and share their reads of B.
+// Tiled matrix multiplication on Hopper (hopper.cuh). Two warpgroups, with 64 rows each, compute a
+// tile of 128x256; a third warpgroup copies operands in and results out. The two blocks of a
+// cluster compute vertically adjacent tiles and share their reads of B.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,7 +32,7 @@ struct Tile {
   }
 };
 
-// A stage of the ring, and the parity of the current round.
+// A stage of the pipeline's ring buffer, and the mbarrier parity of the current pass over the ring.
 struct Position {
   int stage = 0;
   uint32_t parity = 0;
@@ -44,8 +44,8 @@ struct Position {
   }
 };
 
-// Addresses in shared memory. `extra`: bytes that the kernel uses for itself between the results
-// and the barriers, a multiple of 16.
+// Addresses in shared memory. `extra`: bytes of kernel-specific data between the results and the
+// barriers, a multiple of 16.
 struct Layout {
   uint32_t data, results, own, full, empty, ready, taken;
   __device__ Layout(uint32_t shared, int extra)
@@ -58,7 +58,8 @@ struct Layout {
         taken(ready + 8) {}
   __device__ uint32_t a(int stage) const { return data + stage * kStage; }
   __device__ uint32_t b(int stage) const { return a(stage) + kA; }
-  // Address of 16 bytes of the results, in the swizzle that bulk copies expect.
+  // Returns the address of 16 bytes of the results: those of a 64-column slice `part`, a row, and a
+  // 16-byte unit of that row, in the swizzle that bulk copies expect.
   __device__ uint32_t result(int part, int row, int unit) const {
     return results + part * kPartBytes + row * 128 + (unit ^ row & 7) * 16;
   }
@@ -91,8 +92,7 @@ __device__ inline float2 unpack(uint32_t both) {
   return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u));
 }
 
-// Loads what is added to the columns of a thread's results: pairs of the bias, or zeros if `bias`
-// is NULL.
+// Loads the bias of a thread's columns, two elements per word; zeros if `bias` is NULL.
 __device__ inline void load_added(const bf16* bias, int col, uint32_t (&pairs)[32]) {
   const auto* from = reinterpret_cast<const uint32_t*>(bias + col + 2 * (threadIdx.x % 4));
 #pragma unroll

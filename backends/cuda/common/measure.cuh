@@ -17,9 +17,9 @@ concept Bounded = requires(const Math& math, const float (&x)[Math::kSources]) {
   math.bound(x);
 };
 
-// The calling thread's part of the maximum magnitude of math's results. The thread belongs to block
-// number `block` of `blocks` blocks, which share the elements. The sources must be compact and have
-// the result's size: `pieces` pieces of 16 bytes each.
+// Returns the largest magnitude of math's results over the elements that the calling thread
+// processes. The thread belongs to block number `block` of `blocks` blocks, which share the
+// elements. Each source must be contiguous and have the result's size, `pieces` chunks of 16 bytes.
 template <class Math, int kBytes>
 __device__ inline float most_of_pieces(const TileSources<Math::kSources>& in, int64_t pieces,
                                        const Math& math, unsigned block, unsigned blocks) {
@@ -32,7 +32,7 @@ __device__ inline float most_of_pieces(const TileSources<Math::kSources>& in, in
     uint4 raw[kAtOnce][Math::kSources];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      // Indices past the end are clamped to the last piece.
+      // Indices past the end are clamped to the last 16-byte chunk.
       const int64_t at = min(first + i * kThreads, pieces - 1);
 #pragma unroll
       for (int s = 0; s < Math::kSources; ++s) {
@@ -83,8 +83,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   if (threadIdx.x == 0) atomic_amax(amax, most);
 }
 
-// Current scaling in one launch: every block computes the amax of all results, then writes its
-// tile's codes. The codes must not share memory with the source.
+// Current scaling in one launch: every block computes the amax of all results, then quantises its
+// own tile. The output must not share memory with the source.
 template <class Math, int kBytes>
 __global__ void __launch_bounds__(kThreads, 2)
     self_scaled_kernel(const __grid_constant__ TileSources<Math::kSources> in, int64_t pieces,

@@ -1,5 +1,5 @@
-// The dimensions of one or two strided tensors, merged to as few as possible. Elements are moved in
-// the widest words that the innermost dimension allows.
+// The loop nest that copies or fills strided tensors: dimensions are merged to as few as possible,
+// and elements are moved in the widest words that the innermost dimension allows.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,9 @@
 
 namespace te_fl::cuda {
 
-// The dimensions of two tensors; strides are in elements, and the last dimension is the output's
-// innermost. `wide`: there are 2^31 elements or more, so offsets need 64-bit divisions.
+// The shared shape of an input and an output, and the strides of both in elements: `from` of the
+// input, `to` of the output. The last dimension is the output's innermost. `wide`: there are 2^31
+// elements or more, so offsets need 64-bit divisions.
 struct Nest {
   int rank = 0;
   int64_t shape[8], from[8], to[8];
@@ -49,9 +50,9 @@ struct Nest {
   }
 };
 
-// The shape of `out` with the strides of both tensors, ordered by the output's strides. Drops
-// dimensions of extent 1 and merges neighbours that are contiguous in both tensors. Rank 0 means
-// one element, so the caller must test for an empty tensor first.
+// Returns the nest of `out` and `in`, with dimensions ordered by the output's strides. Drops
+// dimensions of extent 1 and merges adjacent dimensions that are contiguous in both tensors. Rank 0
+// means one element, so the caller must test for an empty tensor first.
 inline Nest nest_of(const te_fl_tensor& out, const te_fl_tensor* in) {
   struct Dim {
     int64_t size, from, to;
@@ -88,8 +89,8 @@ inline void prepare(Nest& nest) {
   for (int d = 0; d < nest.rank && !nest.wide; ++d) nest.by[d] = FastDiv(nest.shape[d]);
 }
 
-// Rewrites the nest in the widest words in which both tensors can be moved. Returns the bytes of a
-// word.
+// Rewrites the nest in units of the widest word (up to 16 bytes) in which both tensors can be
+// accessed. Returns the bytes of that word.
 inline int widen(Nest& nest, int bytes, const void* in, const void* out) {
   const int last = nest.rank - 1;
   if (nest.to[last] != 1 || (in != nullptr && nest.from[last] != 1)) return bytes;

@@ -1,5 +1,5 @@
-// Elements of a float type, moved as 16-byte vectors; rows cut at 16-byte boundaries; and division
-// by numbers that are known before the launch.
+// Loads and stores of float elements as 16-byte vectors, also for rows that are not 16-byte
+// aligned; and fast division by numbers that are known before the launch.
 #pragma once
 
 #include <cstring>
@@ -8,8 +8,9 @@
 
 namespace te_fl::cuda {
 
-// T is float, bf16 or fp16. A pack exceeds one 16-byte vector only if a byte mask requires eight
-// elements; the accesses of consecutive threads then have gaps, which costs a little speed.
+// Elements that a thread loads and stores together. T is float, bf16 or fp16. A pack of floats has
+// eight elements, two vectors, only if a mask with one bit per element requires a full byte; the
+// accesses of consecutive threads then have gaps, which costs a little speed.
 template <class T, int kElements = 16 / static_cast<int>(sizeof(T))>
 struct Pack {
   static constexpr int kSize = kElements;
@@ -25,8 +26,8 @@ struct Pack {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) reinterpret_cast<uint4*>(p)[i] = raw[i];
   }
-  // Stores values that set() wrote, with one instruction per vector: for store(), the compiler
-  // emits stores of the parts from which the vector was composed.
+  // Stores values that set() wrote, with one instruction per 16-byte vector. (For store(), the
+  // compiler would emit several narrower stores.)
   __device__ void store_set(T* p) const {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) store_whole(reinterpret_cast<uint4*>(p) + i, raw[i]);
@@ -78,7 +79,8 @@ template <class T>
 __device__ inline int shift_of(const T* row) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
 }
-// An upper bound of the runs of eight elements that the packs of a row of `size` elements cover.
+// Returns an upper bound of the number of 8-element runs that the packs of a row of `size` elements
+// cover.
 template <class T>
 inline int64_t runs_of(const T* base, int64_t size) {
   const bool even = size % kGroup == 0 && reinterpret_cast<uintptr_t>(base) % 16 == 0;
@@ -92,7 +94,8 @@ __device__ inline void load_cut(Pack<T, kSize>& x, const T* row, Index col, Inde
   x.load_some(row + col, col < 0 ? static_cast<int>(-col) : 0,
               size - col < kSize ? static_cast<int>(size - col) : kSize);
 }
-// Stores the same columns to another row. `aligned`: that row has the same shift_of().
+// Stores columns [col, col + kSize) of a row of `size` elements; columns outside the row are not
+// written. `aligned`: the row has the same shift_of() as the row that load_cut() read.
 template <class T, int kSize, class Index>
 __device__ inline void store_cut(const Pack<T, kSize>& x, T* row, Index col, Index size,
                                  bool aligned) {

@@ -13,15 +13,15 @@ template <class T>
 inline constexpr float kLargest = std::is_same_v<T, e4m3> ? 448.0f : 57344.0f;
 
 struct Quantised {
-  void* rows = nullptr;        // row-wise codes [M, K]
-  void* columns = nullptr;     // column-wise codes [K, M]; MXFP8: [M, K]
+  void* rows = nullptr;        // row-wise FP8 data [M, K]
+  void* columns = nullptr;     // column-wise FP8 data [K, M]; MXFP8: [M, K]
   float* scale_inv = nullptr;  // MXFP8: points to bytes instead
   float* column_scale_inv = nullptr;
   float* amax = nullptr;
   float* scale = nullptr;         // used by per-tensor scaling
   const float* found = nullptr;   // current scaling: the amax that an earlier pass found
   float* running_amax = nullptr;  // the tile kernels raise it to the largest magnitude
-  const float* noop = nullptr;    // the kernels write nothing if it points to a value other than 0
+  const float* noop = nullptr;    // the kernels write nothing if it is not NULL and *noop != 0
   int64_t m = 0, k = 0;
   uint32_t scaling = 0;
   bool pow2 = false, is_e5m2 = false;
@@ -48,8 +48,8 @@ struct Quantised {
     if (scale_inv != nullptr) *scale_inv = 1.0f / value;
     if (column_scale_inv != nullptr) *column_scale_inv = 1.0f / value;
   }
-  // Addresses of the factor of a 128-element block: for row `row` in the j-th row-wise block, and
-  // for column `col` in the i-th column-wise block.
+  // Return the address of the inverse scale of a 128-element block: row_block() of the j-th block
+  // of row `row`, column_block() of the i-th block of column `col`.
   __device__ float* row_block(int64_t row, int64_t j) const {
     return scale_inv + j * ((m + 3) / 4 * 4) + row;
   }
@@ -62,8 +62,8 @@ struct Quantised {
   __device__ float* column_square_block(int64_t i, int64_t j) const {
     return column_scale_inv + j * (((m + 127) / 128 + 3) / 4 * 4) + i;
   }
-  // Addresses of MXFP8 scales: of the j-th block of row `row`, and of the i-th block of column
-  // `col`.
+  // Return the address of an MXFP8 scale: mxfp8_row_block() of the j-th block of row `row`,
+  // mxfp8_column_block() of the i-th block of column `col`.
   __device__ uint8_t* mxfp8_row_block(int64_t row, int64_t j) const {
     return reinterpret_cast<uint8_t*>(scale_inv) + row * mxfp8_row_pitch(k) + j;
   }
@@ -72,7 +72,8 @@ struct Quantised {
   }
 };
 
-// The factor by which a block's elements are multiplied before they are converted to codes.
+// Returns the factor by which a block's elements are multiplied before conversion to FP8. `code`:
+// the block's E8M0 scale.
 __device__ inline float mxfp8_factor(uint32_t code) {
   return __uint_as_float(mxfp8_factor_bits(code));
 }

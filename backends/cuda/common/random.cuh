@@ -1,5 +1,5 @@
-// Dropout's random decisions with Philox 4x32-10. Element i uses word i mod 4 of counter offset + i
-// / 4.
+// Dropout's random decisions with Philox 4x32-10. Element i uses word i mod 4 of the Philox output
+// for counter offset + i / 4.
 #pragma once
 
 #include "common/element.cuh"

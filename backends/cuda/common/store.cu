@@ -28,8 +28,8 @@ int64_t scales_of(const Quantised& q, bool columnwise) {
 
 }  // namespace
 
-// Each block sums 32 columns. Row y of its threads adds parts y, y + 8, ...; then the eight sums
-// are added in order.
+// Adds partial sums. Each block sums 32 columns. Its thread row y adds the partial sums y, y + 8,
+// ... of a column; then the eight results are added in order.
 __global__ void __launch_bounds__(kThreads)
     column_totals(const float* partials, int64_t parts, int64_t cols, Target out, Source previous,
                   bool accumulate) {

@@ -71,7 +71,8 @@ __device__ inline void write_codes(void* codes, int64_t first, int n, const floa
 }
 
 // Writes MXFP8 from a tile in shared memory; each thread handles one block of 32 elements at a
-// time. Scales are padded to whole tiles, so this also clears the scales outside the matrix.
+// time. Scales are padded to a multiple of the tile, so this function also zeroes the scales
+// outside the matrix.
 __device__ inline void store_mxfp8_tile(const Quantised& q, const float* tile, int64_t row0,
                                         int64_t col0, int rows, int cols) {
   constexpr int kBlocks = kTile * (kTile / kMxfp8Block);
@@ -210,11 +211,11 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
 
 // Collects the kernels' parameters.
 Quantised quantised(const te_fl_tensor& out, const float* noop, float inf_scale);
-// clear_scales() zeroes scale_inv including its padding, except for MXFP8, whose kernels do it
-// themselves, and then the amax that blocks raise. clear_amax() zeroes only the amax.
+// clear_scales() zeroes q.amax and all scale_inv including their padding, except those of MXFP8,
+// whose padding the quantisation kernels zero. clear_amax() zeroes only q.amax.
 void clear_scales(const te_fl_context& ctx, const Quantised& q);
 void clear_amax(const te_fl_context& ctx, const Quantised& q);
-// For an empty output: writes only the scale_inv and amax, which do not depend on values.
+// Called for an output without elements: writes its scale_inv and amax.
 void finish_empty(const te_fl_context& ctx, const Quantised& q, bool compute_scale);
 
 template <class Produce>
@@ -264,7 +265,8 @@ void store_output(const te_fl_context& ctx, const te_fl_tensor& out, const Produ
   quantise(ctx, q, compute_scale, produce);
 }
 
-// Column sums in FP32, in a fixed order: first partial sums over runs of rows, then their sum.
+// Column sums in FP32, in a fixed order. This kernel writes partial sums, each over `rows_each`
+// consecutive rows, which add_partials() then adds.
 template <class Produce>
 __global__ void column_partials(int64_t rows, int64_t cols, int64_t rows_each, float* partials,
                                 Produce produce) {

@@ -19,7 +19,7 @@ inline bool aligned(const void* p, int64_t bytes) noexcept {
   return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
 }
 
-// A source as a matrix: the address of its first element, and the distance of two rows in elements.
+// An input of the op as a matrix: the address of its first element, and the row stride in elements.
 struct StoreSource {
   int dtype;
   const void* first;
@@ -38,7 +38,7 @@ struct StoreCall {
   bool measured = false;  // the workspace begins with the amax of the results
   // True if self_scaled_kernel supports the op. Then measure_kernel supports it too.
   bool self_scales = false;
-  bool copies = false;  // the results are the source's elements, as mxfp8_kernel requires
+  bool copies = false;  // the op copies its source's elements unchanged, as mxfp8_kernel requires
 };
 
 enum class StoreKernel {
@@ -99,10 +99,10 @@ namespace store_choice {
 constexpr int64_t kTileRows = 128, kTileCols = 64, kBlockTile = 128;
 constexpr int64_t kMxfp8Rows = 32, kMxfp8Cols = 512;
 constexpr int64_t kFewCols = 16384;
-// Limits of self_scaled_kernel, each of whose blocks reads the whole input: the bytes of the input,
-// and the bytes that all blocks read together. A multiprocessor reads the first amount in about 3
-// us, and the chip reads the second from its L2 cache in the same time. This is about the cost, on
-// host and device, of the two launches that the kernel saves.
+// Limits of self_scaled_kernel, in which every block reads the entire input. kSelfScaledBytes: the
+// bytes of the input. kSelfScaledReads: the bytes that all blocks read together. A multiprocessor
+// reads kSelfScaledBytes, and the GPU reads kSelfScaledReads from its L2 cache, in about 3 us. The
+// two launches that the kernel saves cost about as much on host and device.
 constexpr int64_t kSelfScaledBytes = int64_t{128} << 10, kSelfScaledReads = int64_t{16} << 20;
 
 inline const void* columns(const te_fl_tensor& t) noexcept {
@@ -124,7 +124,7 @@ inline const char* refuse_sources(const StoreCall& c, int64_t cols) noexcept {
   }
   return nullptr;
 }
-// Returns why mxfp8_kernel cannot serve the call; nullptr if it can.
+// Returns why mxfp8_kernel cannot compute the call; nullptr if it can.
 inline const char* refuse_mxfp8(const StoreCall& c, const backend::Matrix& m) noexcept {
   if (!c.copies) return "MXFP8 of results that are no copies";
   const te_fl_quant& quant = *c.out->quant;
@@ -139,7 +139,8 @@ inline const char* refuse_mxfp8(const StoreCall& c, const backend::Matrix& m) no
              ? "more than 2^31 tiles"
              : nullptr;
 }
-// Returns why codes cannot be written in whole pieces; nullptr if they can.
+// Returns why the tile kernels cannot write the FP8 output with aligned vector stores; nullptr if
+// they can.
 inline const char* refuse_codes(const StoreCall& c, const backend::Matrix& m) noexcept {
   if (backend::scaling(*c.out) == TE_FL_SCALING_MXFP8) return refuse_mxfp8(c, m);
   if (const void* rows = backend::data<const void>(*c.out); rows != nullptr) {
@@ -159,7 +160,7 @@ inline const char* refuse_codes(const StoreCall& c, const backend::Matrix& m) no
   return nullptr;
 }
 
-// Returns why the tile kernels cannot serve the call; nullptr if they can.
+// Returns why the tile kernels cannot compute the call; nullptr if they can.
 inline const char* refuse_tiles(const StoreCall& c) noexcept {
   const backend::Matrix m = backend::as_matrix(*c.out);
   const int64_t cols = m.cols / c.outputs;
@@ -176,7 +177,8 @@ inline const char* refuse_tiles(const StoreCall& c) noexcept {
              : "an output that is not aligned to 16 bytes";
 }
 
-// The block kernels write sums in FP32 only, and the MXFP8 kernel writes only partial sums.
+// Returns how the tile kernels compute the sums for a bias gradient. The block-scaling kernels
+// write sums in FP32 only, and the MXFP8 kernel writes only partial sums.
 inline StoreSums tile_sums(const StoreCall& c, uint32_t scaling) noexcept {
   if (c.bias == nullptr) return StoreSums::kNone;
   if (scaling == TE_FL_SCALING_MXFP8) return StoreSums::kPartials;
@@ -197,7 +199,7 @@ inline bool meet(const void* p, int64_t bytes, const void* q, int64_t more) noex
   const auto a = reinterpret_cast<uintptr_t>(p), b = reinterpret_cast<uintptr_t>(q);
   return a < b + static_cast<uintptr_t>(more) && b < a + static_cast<uintptr_t>(bytes);
 }
-// True if self_scaled_kernel may serve the call: the input is small, and the codes do not share its
+// True if self_scaled_kernel may be used: the input is small, and the output does not share its
 // memory.
 inline bool few_elements(const StoreCall& c, const backend::Matrix& m) noexcept {
   const StoreSource& in = c.sources[0];

@@ -10,9 +10,9 @@
 // kCopies = true`. Kernels that work on the bits of the elements then accept it.
 //
 // A block processes tiles of 128 rows x 64 columns. Each thread loads eight columns of four rows of
-// every source before it computes, and writes the row-wise result from registers. FP8 codes go
-// through shared memory, four rows per word, so that a column is written in runs of 128 bytes. The
-// sources, outputs and shapes must allow aligned accesses (elementwise.cuh checks this).
+// every source before it computes, and writes the row-wise result from registers. Column-wise FP8
+// data passes through shared memory, four rows per word, so that a column is written in runs of 128
+// bytes. The sources, outputs and shapes must allow aligned accesses (elementwise.cuh checks this).
 #pragma once
 
 #include "common/element.cuh"
@@ -32,8 +32,8 @@ struct TileSources {
   bool is_half;  // 16-bit elements are FP16, else BF16
 };
 
-// The tiles that a block processes: `each` consecutive tiles of a strip of columns. `each` is 1
-// without sums.
+// The division of a matrix into tiles. A block processes `each` vertically consecutive tiles of a
+// strip of columns. `each` is 1 if no column sums are computed.
 struct TileGrid {
   int64_t rows, cols;  // extents of one output
   unsigned row_steps;  // ceil(rows / (kTileRows * each))
@@ -43,7 +43,8 @@ struct TileGrid {
                    // cache
 };
 
-// Consecutive blocks process adjacent strips, so the blocks that run at once cover whole rows.
+// Computes the row step and the column strip of a block. Consecutive blocks process adjacent
+// strips, so the blocks that run at once cover complete rows.
 __device__ inline void place_block(const TileGrid& g, unsigned block, unsigned& step,
                                    unsigned& strip) {
   if (g.backwards) block = g.row_steps * g.col_tiles - 1 - block;
@@ -51,7 +52,7 @@ __device__ inline void place_block(const TileGrid& g, unsigned block, unsigned& 
   strip = block - step * g.col_tiles;
 }
 
-// A thread's part of a tile: eight columns of each source row, as loaded.
+// Layout of the eight columns that a thread loads from each row of a source.
 template <int kBytes>
 struct Piece {
   // kCount: number of 16-byte loads. kElements: elements per load.
@@ -89,8 +90,8 @@ __device__ inline void unpack(const uint4 (&raw)[Piece<kBytes>::kCount], bool is
   }
 }
 
-// A thread's position in a tile. Its elements 0..7 are in columns col(0), ... For 4-byte elements
-// these are two runs of four, so that a warp's loads are contiguous.
+// A thread's position in a tile. Its elements 0 to 7 are in columns col(0) to col(7) of the tile.
+// For 4-byte elements these are two runs of four columns, so that a warp's loads are contiguous.
 template <int kBytes>
 struct Place {
   int c, group;  // c: 0..7; group: of four rows, 0..31
@@ -99,8 +100,8 @@ struct Place {
     return kBytes == 2 ? c * 8 + element : (element >> 2) * 32 + c * 4 + (element & 3);
   }
 };
-// The `c` of the thread that wrote a column's codes. For kBytes 1, as in a transposition, each c
-// has 16 columns.
+// Returns Place::c of the thread that wrote a column's FP8 codes. For kBytes 1, as in a
+// transposition, each c has 16 columns.
 template <int kBytes>
 __device__ inline int writer_of(int col) {
   return (kBytes == 1 ? col >> 4 : kBytes == 2 ? col >> 3 : col >> 2) & 7;
@@ -129,7 +130,7 @@ __device__ inline void load_tile(const TileSources<kSources>& in, const TileGrid
   }
 }
 
-// Computes row i of the thread's values.
+// Applies `math` to row i of the loaded rows; v holds the results of the thread's eight columns.
 template <int kBytes, int kRows, class Math>
 __device__ inline void compute_row(const uint4 (&raw)[Math::kSources][kRows][Piece<kBytes>::kCount],
                                    int i, bool is_half, const Math& math,
@@ -148,8 +149,8 @@ __device__ inline void compute_row(const uint4 (&raw)[Math::kSources][kRows][Pie
   }
 }
 
-// Transposes the codes of four rows and four columns in bytes. On entry w[r] has the codes of row
-// r, on return w[c] has those of column c.
+// Transposes a 4 x 4 matrix of FP8 codes (bytes). On entry w[r] holds row r; on return w[c] holds
+// column c.
 __device__ inline void transpose_codes(uint32_t (&w)[4]) {
   const uint32_t a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
   const uint32_t c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
@@ -157,9 +158,9 @@ __device__ inline void transpose_codes(uint32_t (&w)[4]) {
   w[2] = __byte_perm(c, d, 0x5410), w[3] = __byte_perm(c, d, 0x7632);
 }
 
-// Index of a word in the staged codes of a column. A tile's column has 32 words of four rows each.
-// The 16-byte pieces of a column are permuted so that neither writes of words nor reads of pieces
-// have bank conflicts.
+// Returns the index of a word in a column of FP8 codes in shared memory. A tile's column has 32
+// words of four rows each. The 16-byte chunks of a column are permuted so that neither 4-byte
+// writes nor 16-byte reads have bank conflicts.
 __device__ inline int code_word(int group, int writer) {
   return ((group >> 2) ^ writer) * 4 + (group & 3);
 }
@@ -176,7 +177,8 @@ __device__ inline void stage_columns(uint32_t (*columns)[32], const uint32_t (&c
     }
   }
 }
-// Writes the staged columns, `count` of kCols, to a [.., m] matrix. m must be a multiple of 16.
+// Writes the first `count` of the kCols columns in shared memory to a matrix with rows of m bytes.
+// m must be a multiple of 16.
 template <int kBytes, int kBlock, int kCols>
 __device__ inline void write_columns(const uint32_t (*columns)[32], uint8_t* to, int64_t m,
                                      int64_t row0, int count) {
@@ -206,8 +208,8 @@ __device__ inline void write_row(uint8_t* row, int cols_left, const Place<kBytes
   }
 }
 
-// Combines 2 kHalf values with those of the lane whose index differs in the bit kStep. Each of the
-// two lanes keeps one half of the results: the lane with the bit set keeps the upper half.
+// Combines 2 * kHalf values with those of the lane whose index differs in the bit kStep. Each of
+// the two lanes receives kHalf of the results: the lane with the bit set receives the upper half.
 template <int kStep, int kHalf, class V, class F>
 __device__ inline void fold(const V (&v)[2 * kHalf], V (&r)[kHalf], F&& combine) {
   const bool upper = (threadIdx.x & kStep) != 0;
@@ -217,8 +219,8 @@ __device__ inline void fold(const V (&v)[2 * kHalf], V (&r)[kHalf], F&& combine)
     r[j] = combine(mine, __shfl_xor_sync(0xFFFFFFFFu, other, kStep));
   }
 }
-// Combines a warp's values per column. Each lane receives the results of two columns: pair_col()
-// and the next.
+// Combines a warp's values per column. Each lane receives the results of columns pair_col() and
+// pair_col() + 1.
 template <class F>
 __device__ inline float2 combine_columns(const float (&v)[8], F&& combine) {
   float half[4], pair[2];
@@ -232,7 +234,7 @@ __device__ inline int pair_col(const Place<kBytes>& at) {
   return at.col((lane & 8) / 2 + (lane & 16) / 8);
 }
 
-// Sums the threads' columns over the block's rows, in a fixed order. Thread col < 64 returns the
+// Sums `sum` of all threads per column of the tile, in a fixed order. Thread col < 64 returns the
 // sum of column col.
 template <int kBytes>
 __device__ inline float tile_sums(const float (&sum)[8], const Place<kBytes>& at,
@@ -274,7 +276,8 @@ struct BiasOut {
   }
 };
 
-// Writes per-tensor codes. With q.measure, computes only the amax (and the sums).
+// Writes FP8 with per-tensor scaling. With q.measure, computes only the amax and, with kSums, the
+// column sums.
 template <class Math, int kBytes, bool kSums>
 __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, const TileGrid& g,
                                       const Quantised& q, const Math& math, const BiasOut& sums,

@@ -1,7 +1,7 @@
-// Elementwise kernels (tile.cuh) that write FP8 with 128-element block scaling. A tile is 128 x
-// 128, so it contains whole blocks in both directions and each input is read once. Copies of 16-bit
-// elements compute maxima of pairs, because otherwise arithmetic would limit the speed instead of
-// memory.
+// Elementwise kernels (tile.cuh) that write FP8 with 128-element block scaling. A tile is 128 x 128
+// elements, so no block spans two tiles in either direction and each input is read once. For copies
+// of 16-bit elements, maxima are computed on packed pairs; otherwise arithmetic instead of memory
+// would limit the speed.
 #pragma once
 
 #include "common/pairs.cuh"
@@ -51,7 +51,7 @@ __device__ inline void keep_amaxes(const Quantised& q, const float (&v)[4][8], i
         combine_columns(column_most, larger);
   }
 }
-// Like keep_amaxes(), for 16-bit elements as they were loaded.
+// Like keep_amaxes(), for 16-bit elements that have not been converted to FP32.
 template <class T>
 __device__ inline void keep_pair_amaxes(const Quantised& q, const uint4 (&raw)[4], int right,
                                         int warp_row, const Place<2>& at, BlockShared& shared) {
@@ -88,8 +88,7 @@ __device__ inline void keep_pair_amaxes(const Quantised& q, const uint4 (&raw)[4
       values_of_pair<T>(two_columns[0]);
 }
 
-// Computes the tile's scales from the amaxes of all warps. The scales are in shared memory on
-// return.
+// Computes the tile's scales from the amaxes of all warps and writes them to shared memory.
 __device__ inline void find_block_scales(const Quantised& q, int64_t row0, int64_t col0,
                                          int64_t cols_end, BlockShared& shared) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
@@ -113,7 +112,7 @@ __device__ inline void find_block_scales(const Quantised& q, int64_t row0, int64
         square ? shared.amax : fmaxf(shared.row_amax[0][thread], shared.row_amax[1][thread]);
     const float scale = q.block_scale(most);
     shared.row_scale[thread] = scale;
-    // Factors are stored in groups of four; those beyond the last row, block or column are 0.
+    // scale_inv is padded to a multiple of four; the padding is set to 0.
     if (q.rows != nullptr && !square && row0 + thread < (q.m + 3) / 4 * 4) {
       *q.row_block(row0 + thread, col0 / kBlockTile) = row0 + thread < q.m ? 1.0f / scale : 0.0f;
     }
@@ -143,8 +142,8 @@ __device__ inline void find_block_scales(const Quantised& q, int64_t row0, int64
   __syncthreads();
 }
 
-// With two outputs, consecutive blocks each write one of them, so the second finds the sources in
-// the L2 cache.
+// With two outputs, two consecutive blocks write one output each, so the second block finds the
+// sources in the L2 cache.
 template <class Math, int kBytes, bool kSums>
 __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, const TileGrid& g,
                                        const Quantised& q, const Math& math, float* partials,
@@ -168,8 +167,8 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
     const int64_t row0 = (int64_t{step} * each + t) * kTileRows;
     if (row0 >= g.rows) break;
     if (t > 0) __syncthreads();
-    // Three sources are loaded in two steps: all four rows of them, together with the values,
-    // exceed the registers if two blocks share a multiprocessor.
+    // Three sources are loaded in two steps of two rows: four rows of three sources and the results
+    // do not fit in the registers if two blocks share a multiprocessor.
     constexpr int kRows = Math::kSources <= 2 ? 4 : 2;
     float v[4][8];
 #pragma unroll
@@ -248,7 +247,7 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
   }
 }
 
-// Quantises a tile of a copy, from 16-bit elements as they were loaded.
+// Quantises one tile of 16-bit elements (`raw`, not converted to FP32).
 template <class T, bool kE5m2>
 __device__ inline void quantise_block_pairs(const uint4 (&raw)[4], const Quantised& q, int64_t row0,
                                             int64_t tile0, int left, int right, bool inside,
@@ -297,7 +296,7 @@ __device__ inline void quantise_block_pairs(const uint4 (&raw)[4], const Quantis
       shared.columns, static_cast<uint8_t*>(q.columns) + tile0 * q.m, q.m, row0, left);
 }
 
-// Copies 16-bit elements to codes. T is the type that `in` names.
+// Quantises 16-bit elements to FP8 without a further operation. T is the element type of `in`.
 template <class T, bool kE5m2>
 __device__ inline void copy_block_pairs(const TileSources<1>& in, const TileGrid& g,
                                         const Quantised& q, unsigned block, BlockShared& shared) {

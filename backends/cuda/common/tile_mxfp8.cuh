@@ -1,9 +1,9 @@
-// Copies into MXFP8 at memory bandwidth. A warp processes 32 rows x 64 columns, and a lane
-// processes eight rows of eight columns (Place of tile.cuh). A warp therefore contains whole blocks
-// in both directions. Row-wise and column-wise codes both keep the order of the elements, so they
-// are written from registers. Maxima of 16-bit elements, and products of BF16, are computed in
-// pairs, because otherwise arithmetic would limit the speed instead of memory. Scales are padded to
-// tiles of 128 x 128 elements, and the kernel's tiles cover that padding.
+// Quantises to MXFP8 at memory bandwidth. A warp processes 32 rows x 64 columns, and a lane
+// processes eight rows of eight columns (Place of tile.cuh), so no block spans two warps in either
+// direction. Row-wise and column-wise data have the layout of the source, so both are written from
+// registers. Maxima of 16-bit elements, and BF16 multiplications by scales, are computed on packed
+// pairs; otherwise arithmetic instead of memory would limit the speed. Scales are padded to tiles
+// of 128 x 128 elements, and the kernel's tiles cover that padding.
 #pragma once
 
 #include "common/pairs.cuh"
@@ -15,7 +15,8 @@ namespace te_fl::cuda {
 constexpr int kMxfp8Rows = kMxfp8Block, kMxfp8Cols = kWarps * kTileCols;
 constexpr int kMxfp8LaneRows = 8;
 
-// Collects the scales of a block's rows, so that they are stored four bytes at a time.
+// Collects the row-wise scales of a thread block, so that they are stored to global memory four
+// bytes at a time.
 struct Mxfp8Shared {
   __align__(4) uint8_t row_scales[kMxfp8Rows][kMxfp8Cols / kMxfp8Block];
   float warp_amax[kWarps];
@@ -48,7 +49,7 @@ struct Mxfp8Row {
   }
 };
 
-// The factors of eight columns.
+// The factors by which eight columns are multiplied before conversion to FP8.
 template <class T>
 struct Mxfp8Factors {
   float of[8];
@@ -67,8 +68,8 @@ struct Mxfp8Factors {
     }
   }
 };
-// BF16 represents the factors, which are powers of two. The products are BF16 too: none overflows,
-// and those that are subnormal in BF16 become zero in both FP8 types.
+// The factors are powers of two, which BF16 represents exactly. Elements are multiplied in BF16: no
+// result overflows, and results that are subnormal in BF16 become zero in both FP8 types.
 template <>
 struct Mxfp8Factors<bf16> {
   uint32_t pairs[4];
@@ -99,8 +100,8 @@ template <class T>
 struct Mxfp8Columns {
   uint32_t most[2 * sizeof(T)] = {};
 
-  // Adds a row. For 16-bit elements, returns the row's maxima: of even elements in one half of the
-  // word, of odd ones in the other. For FP32 the result is not used.
+  // Adds a row. For 16-bit elements, returns a word with the row's maxima: of even elements in one
+  // half, of odd elements in the other. For FP32 the returned value is not used.
   __device__ uint32_t add(const Mxfp8Row<T>& row) {
     uint32_t row_most = 0;
 #pragma unroll
@@ -113,7 +114,7 @@ struct Mxfp8Columns {
     }
     return row_most;
   }
-  // Combines the lanes that hold the warp's 32 rows.
+  // Reduces the maxima over the lanes that hold the warp's 32 rows.
   __device__ void join() {
 #pragma unroll
     for (int w = 0; w < Mxfp8Row<T>::kWords; ++w) {
@@ -140,8 +141,8 @@ struct Mxfp8Columns {
   }
 };
 
-// Computes the amaxes of the blocks of two rows, in every lane of a block. `pairs`: the results of
-// Mxfp8Columns::add() for the two rows.
+// Computes the amaxes of the row-wise blocks of two rows. Every lane that holds elements of a block
+// receives its amax. `pairs`: the results of Mxfp8Columns::add() for the two rows.
 template <class T>
 __device__ inline void find_row_amaxes(const Mxfp8Row<T> (&rows)[2], const uint32_t (&pairs)[2],
                                        float (&amax)[2][sizeof(T) / 2]) {
@@ -176,8 +177,8 @@ __device__ inline void find_row_amaxes(const Mxfp8Row<T> (&rows)[2], const uint3
 
 // ---- tiles
 
-// The position of a warp's tile. If rows_left or cols_left is not positive, the tile is padding
-// only. Loads clamp their indices to the matrix's last row and column.
+// The position of a warp's tile. If rows_left or cols_left is not positive, the tile lies entirely
+// in the padding. Loads clamp their indices to the matrix's last row and column.
 struct Mxfp8Tile {
   int64_t row0, col0;
   int rows_left, cols_left, warp;
@@ -326,7 +327,7 @@ __device__ inline void quantise_mxfp8_tiles(const TileSources<1>& in, const Tile
   }
 }
 
-// Quantises elements of kBytes bytes, of the type that `in` names.
+// Quantises the elements of `in`, which have kBytes bytes.
 template <int kBytes, bool kSums>
 __device__ inline void quantise_mxfp8(const TileSources<1>& in, const TileGrid& g,
                                       const Quantised& q, float* partials, unsigned block) {
@@ -344,7 +345,8 @@ __device__ inline void quantise_mxfp8(const TileSources<1>& in, const TileGrid& 
   }
 }
 
-// With 16-bit elements a block needs so few registers that three blocks fit on a multiprocessor.
+// The launch bound is three blocks per multiprocessor for 16-bit elements, which need few
+// registers, else two.
 template <int kBytes, bool kSums>
 __global__ void __launch_bounds__(kThreads, kBytes == 2 && !kSums ? 3 : 2)
     mxfp8_kernel(const __grid_constant__ TileSources<1> in, const __grid_constant__ TileGrid g,

@@ -1,12 +1,13 @@
-// Copies whose input and output are contiguous in different dimensions. Tiles go through shared
-// memory.
+// Transposing copies: input and output are contiguous in different dimensions. Tiles are transposed
+// in shared memory.
 #pragma once
 
 #include "common/nest.cuh"
 
 namespace te_fl::cuda {
 
-// The parameters of such a copy. Rows are the output's contiguous dimension, columns the input's.
+// The parameters of a transposing copy. Rows are the output's contiguous dimension, columns the
+// input's.
 struct Tiles {
   int64_t rows, cols;        // extents of the output's and the input's contiguous dimension
   int64_t from_row, to_col;  // the strides other than 1
@@ -95,8 +96,7 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bit
     if (t.store_wide && word + kV <= rows) {
 #pragma unroll
       for (int i = 0; i < kV; ++i) held[i] = tile[(word + i) * kPitch + c];
-      // For an assignment the compiler would emit stores of the parts from which the word was
-      // composed.
+      // For a plain assignment, the compiler would emit several narrower stores.
       __stwb(reinterpret_cast<uint4*>(at), *reinterpret_cast<const uint4*>(held));
     } else {
 #pragma unroll

@@ -11,8 +11,8 @@
 namespace te_fl::cuda {
 namespace {
 
-// The boards by device; NULL until a call first needs one. A board is never freed, because captured
-// graphs contain its address.
+// Returns the pointer to a device's ValueErrorBoard; NULL until a call first needs the board. A
+// board is never freed, because captured graphs contain its address.
 std::atomic<ValueErrorBoard*>& board_of(int device) {
   static std::array<std::atomic<ValueErrorBoard*>, 64> boards{};
   return boards.at(static_cast<size_t>(device));

@@ -1,5 +1,5 @@
-// Errors in values that kernels find (value_errors.hpp): one board per device of the process, and
-// the functions by which calls report them.
+// Reporting of invalid input values that kernels find (value_errors.hpp). The process has one
+// ValueErrorBoard per device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,17 +15,17 @@ inline bool validates(const te_fl_context& ctx) noexcept {
   return (ctx.flags & (TE_FL_CALL_VALIDATE | TE_FL_CALL_CAPTURING)) == TE_FL_CALL_VALIDATE;
 }
 
-// The slot in which the kernels of a call record errors. Throws INVALID_ARGUMENT (clean) if an
-// earlier call on the stream left an unreported error, except during capture. The device must be
+// Returns the slot in which the kernels of a call record errors. Throws INVALID_ARGUMENT (clean) if
+// an earlier call on the stream left an unreported error, except during capture. The device must be
 // current. `op` must live as long as the plugin.
 ValueErrorSink value_errors_of(const te_fl_context& ctx, const char* op);
 
 // Waits for the stream and throws INVALID_ARGUMENT (clean) if the call's kernels recorded an error.
-// Everything enqueued so far must have only read.
+// The kernels that the call has enqueued so far must not have written any output.
 void refuse_noted(const te_fl_context& ctx);
 
-// Throw INVALID_ARGUMENT if there is an unreported error. Call them after waiting for a stream, or,
-// without a stream, after waiting for an event.
+// Both overloads throw INVALID_ARGUMENT if there is an unreported error. Call the first after
+// waiting for a stream, the second after waiting for an event.
 void tell_value_errors(int device, cudaStream_t stream);
 void tell_value_errors(int device);
 

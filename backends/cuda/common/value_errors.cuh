@@ -1,12 +1,12 @@
-// Lets a kernel record an error in values.
+// The device function with which a kernel records an invalid input value.
 #pragma once
 
 #include "common/value_errors.hpp"
 
 namespace te_fl::cuda {
 
-// Records an error unless an earlier one is unreported; then the new error is dropped. The slot is
-// in mapped host memory. Its atomics are coherent among the device's threads, and the host does not
+// Records an error. If the slot holds an unreported error, the new error is dropped. The slot is in
+// mapped host memory; its atomics are coherent among the device's threads, and the host does not
 // write `claimed`.
 __device__ inline void note(const ValueErrorSink& sink, ValueRule rule, int64_t at, int64_t value,
                             int64_t bound, int64_t more = 0, const char* argument = nullptr) {

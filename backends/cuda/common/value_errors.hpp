@@ -1,7 +1,7 @@
-// Errors in values that only the device reads, such as indices, targets and positions. A kernel
-// that finds one records it in mapped host memory and continues. The next wait for the stream
-// reports it, so a call itself never synchronises. This header does not need CUDA, so tests run
-// without a GPU.
+// Invalid input values that only the device reads, such as indices, targets and positions. A kernel
+// that finds one records an error in mapped host memory and continues. The next wait for the stream
+// reports the error, so a call itself never synchronises. This header does not need CUDA, so tests
+// run without a GPU.
 #pragma once
 
 #include <array>
@@ -35,7 +35,7 @@ enum class ValueRule : int32_t {
   kPosition       // `argument` has `bound` positions, but sequence `at` needs position `value`
 };
 
-// An error. Kernels write it; they copy the pointers to texts, which belong to the plugin.
+// An invalid input value, as a kernel records it. The strings are owned by the plugin.
 struct ValueError {
   const char* op = nullptr;
   // Argument name for kPosition. The host passes it as a kernel parameter, because a string literal
@@ -44,15 +44,16 @@ struct ValueError {
   ValueRule rule = ValueRule::kIndex;
   int64_t at = 0, value = 0, more = 0, bound = 0;
 };
-// For example "indices[3] is 99; it must lie in [0, 11), the rows of weight".
+// Returns the error's message, for example "indices[3] is 99; it must lie in [0, 11), the rows of
+// weight".
 std::string text_of(const ValueError& error);
-// The text of an error that is reported after its call: contains the op, and the settings that
-// locate the call.
+// Returns the message of an error that is reported after its call has returned. It contains the
+// op's name and the settings that help to find the call.
 std::string late_text_of(const ValueError& error);
 
 // Holds one recorded error. Kernels write `claimed`, `written` and `error`; the host writes only
-// `told`. A thread that records an error sets `claimed` to told + 1, writes the error, and then
-// sets `written` to the same number. Reporting the error sets `told` to it too.
+// `told`. A kernel thread that records an error sets `claimed` to told + 1, writes `error`, and
+// then sets `written` to told + 1. When the host reports the error, it sets `told` to `written`.
 struct alignas(64) ValueErrorSlot {
   uint32_t claimed = 0, written = 0, told = 0;
   ValueError error;

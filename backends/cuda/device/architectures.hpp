@@ -29,7 +29,8 @@ constexpr bool built_for(std::string_view built, int architecture) {
 // The architectures that TE_FL_CUDA_ARCHITECTURES may contain (CMakeLists.txt).
 inline constexpr std::string_view kKnownArchitectures = "80,89,90a,100a,120";
 
-// The newest known architecture whose code runs on this GPU; empty if there is none.
+// Returns the newest entry of kKnownArchitectures whose code runs on this GPU; empty if there is
+// none.
 constexpr std::string_view architecture_for(int architecture) {
   std::string_view best, rest = kKnownArchitectures;
   while (!rest.empty()) {

@@ -14,8 +14,8 @@ namespace {
 constexpr int kKept = 64;  // devices whose bandwidth is cached
 std::array<std::atomic<double>, kKept> g_measured{};
 
-// Stream, events and device memory of the measurement. The memory does not come from the pool,
-// because the pool would keep it.
+// Stream, events and device memory of the measurement. The memory does not come from the device's
+// memory pool, because the pool would not return it to the driver.
 struct Bench {
   cudaStream_t stream = nullptr;
   cudaEvent_t begin = nullptr, end = nullptr;

@@ -3,8 +3,8 @@
 
 namespace te_fl::cuda {
 
-// Bytes per second, reads plus writes; 0 until measure_copy_bandwidth() has succeeded for the
-// device.
+// Returns the measured bandwidth of device-to-device copies in bytes per second, reads plus writes;
+// 0 until measure_copy_bandwidth() has succeeded for the device.
 double copy_bandwidth(int device) noexcept;
 
 // Returns copy_bandwidth(), measuring it first if no call in the process has done so. A measurement

@@ -1,5 +1,5 @@
-// Converts CUDA statuses to te-fl statuses, and makes the checks with which the plugin's entry
-// points begin.
+// Converts CUDA statuses to te-fl statuses, and declares the checks that the plugin's entry points
+// make first.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,16 +19,16 @@ te_fl_status status_of(cudaError_t error) noexcept;
 std::string text_of(cudaError_t error, const char* call);
 [[noreturn]] void throw_error(cudaError_t error, const char* call, const std::string& more = "");
 
-// Called after a library failed with its own status: true if the device is lost. Then appends
-// CUDA's error to the text.
+// Called after a library such as cuBLASLt returned an error status. If the device is lost, appends
+// CUDA's error to `text` and returns true.
 bool device_is_lost(std::string& text) noexcept;
 
 inline void check(cudaError_t error, const char* call) {
   if (error != cudaSuccess) throw_error(error, call);
 }
-// True if a launch of this thread went through the runtime since the last check_launch(), instead
-// of directly to the driver. Only the runtime knows whether such a launch was accepted. Before CUDA
-// 13 all launches go through the runtime (driver.cpp).
+// True if, since the last check_launch(), a kernel launch of this thread went through the CUDA
+// runtime instead of directly to the driver. check_launch() must query the runtime for the result
+// of such a launch. Before CUDA 13 all launches go through the runtime (driver.cpp).
 inline constinit thread_local bool t_runtime_launched = true;
 // Called after a kernel launch. Throws if the launch was not accepted.
 inline void check_launch(const char* kernel) {
@@ -44,7 +44,7 @@ inline void check_launch(const char* kernel) {
 // run on that device. `status`: the stream's capture status; a stream that is being captured is
 // accepted.
 void refuse_foreign(int device, cudaStream_t stream, cudaStreamCaptureStatus status);
-// Queries the capture status first.
+// Overload that queries the capture status itself.
 void refuse_foreign(int device, cudaStream_t stream);
 
 // Throws if this process was forked after the plugin was opened, because CUDA cannot be used after

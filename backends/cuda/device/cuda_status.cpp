@@ -9,8 +9,8 @@ constexpr int kErrorTensorMemoryLeak = 721;  // the value of cudaErrorTensorMemo
 
 }  // namespace
 
-// The errors after which, according to CUDA's documentation, the process must be restarted, and
-// those that mean that the context or the device is lost.
+// The sticky errors are those after which, according to CUDA's documentation, the process must be
+// restarted, and those that mean that the context or the device is lost.
 bool is_sticky(cudaError_t error) noexcept {
   switch (static_cast<int>(error)) {
     case cudaErrorIllegalAddress:

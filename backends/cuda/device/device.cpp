@@ -177,8 +177,8 @@ te_fl_status elapsed_time(void* self, void* start, void* end, uint64_t* nanoseco
   });
 }
 
-// Called before every op, so it also refuses streams of other devices. A stream determines its
-// device; the default stream is that of the current device.
+// The host calls this before every op, so it also refuses streams of other devices. A stream
+// belongs to one device; the default stream belongs to the current device.
 te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
                           const te_fl_error_sink* errors) {
   const auto ask = [&] {
@@ -463,8 +463,8 @@ void give_back_memory(Device& device) noexcept {
     const DeviceGuard guard(device.index);
     device.memory.reset();
   });
-  // In a forked child the memory cannot be freed, and the mutex may be locked, so the object is
-  // leaked.
+  // After a failure, such as in a forked child, the memory cannot be freed and the mutex may be
+  // locked, so the Memory object is leaked.
   if (status != TE_FL_OK) (void)device.memory.release();
 }
 

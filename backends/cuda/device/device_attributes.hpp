@@ -19,7 +19,8 @@ int attribute_of(int device) {
 inline int multiprocessors(int device) {
   return attribute_of<cudaDevAttrMultiProcessorCount>(device);
 }
-// The multiprocessors of the current device, which a call sets to its own device.
+// Returns the number of multiprocessors of the current device. (During a call, the call's device is
+// current.)
 inline int current_multiprocessors() {
   int device = 0;
   check(current_device(&device), "cudaGetDevice");

@@ -41,7 +41,7 @@ namespace {
 // context; without one they fail, and tools that monitor driver errors would report that.
 constinit thread_local bool t_has_context = false;
 
-// True if the process sees only one device. Then every stream belongs to it.
+// True if the process sees only one device, to which every stream then belongs.
 bool is_alone() noexcept {
   static const bool alone = [] {
     int count = 0;
@@ -81,7 +81,7 @@ cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* 
 
 int device_of_stream(cudaStream_t stream, int likely) noexcept {
   if (is_alone()) return likely;
-  // Each device's most recently found context, which nearly always is its only one.
+  // The context that was last found for each device; a device rarely has more than one.
   static constinit std::array<std::atomic<CUcontext>, 64> contexts{};
   const auto known = [&](int device) { return device >= 0 && device < std::ssize(contexts); };
   const Driver& d = driver();
@@ -111,7 +111,7 @@ int device_of_stream(cudaStream_t stream, int likely) noexcept {
 #if CUDART_VERSION >= 13000
 namespace {
 
-// A kernel's driver function in a device's context. Each thread caches those that it launches.
+// An entry of a thread's cache: the driver function of a kernel in a device's context.
 struct Known {
   cudaKernel_t kernel = nullptr;
   int device = -1;

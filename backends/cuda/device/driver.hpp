@@ -1,5 +1,5 @@
-// Driver functions that every op uses. The runtime's equivalents are slower: they first look up the
-// device, the kernel and subscribed profilers.
+// CUDA driver functions that every op uses. The equivalent functions of the CUDA runtime are
+// slower: they first look up the device, the kernel and subscribed profilers.
 #pragma once
 
 #include <cuda.h>
@@ -26,10 +26,10 @@ const Driver& driver() noexcept;
 cudaError_t current_device(int* device) noexcept;
 // Like cudaStreamIsCapturing(), but faster.
 cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept;
-// The device of a stream; -1 if unknown. stream_capture_status() must have succeeded for the
-// stream. A default stream gives -1, as it belongs to whichever device is current. Fast if the
-// device is `likely`. Finds it by the stream's context, because cuStreamGetDevice() ends a capture
-// (CUDA 13.0).
+// Returns the device of a stream, or -1 if it is unknown. stream_capture_status() must have
+// succeeded for the stream. Returns -1 for a default stream, because it belongs to whichever device
+// is current. `likely`: the expected device, for which the look-up is fastest. Uses the stream's
+// context, because cuStreamGetDevice() ends a capture in progress (CUDA 13.0).
 int device_of_stream(cudaStream_t stream, int likely) noexcept;
 
 }  // namespace te_fl::cuda

@@ -11,8 +11,8 @@
 namespace te_fl::cuda {
 namespace {
 
-// Larger blocks always return to the pool: compared with the kernels that use them this costs
-// nothing, and the pool merges adjacent blocks.
+// Freed blocks larger than this always return to the memory pool, which merges adjacent blocks. The
+// time is negligible compared with that of the kernels that use such blocks.
 constexpr size_t kLargestCached = size_t{32} << 20;
 
 // Rounds sizes up to an eighth of their power of two, so that tensors of similar size can share
@@ -40,7 +40,8 @@ cudaStreamCaptureStatus capture_status(cudaStream_t stream) {
   return cudaStreamCaptureStatusNone;
 }
 
-// The id of the stream's capture and its graph; 0 if `status` says that there is none.
+// Returns the id of the stream's capture, or 0 if `status` is not "active". Stores the capture's
+// graph in `graph`.
 unsigned long long capture_id(cudaStream_t stream, cudaStreamCaptureStatus status,
                               cudaGraph_t* graph) {
   if (status != cudaStreamCaptureStatusActive) return 0;
@@ -72,8 +73,8 @@ Memory::~Memory() {
   (void)cudaGetLastError();
 }
 
-// The memory of the graph into which the stream is being captured; NULL without a capture. The
-// caller must hold the mutex.
+// Returns the memory of the graph into which the stream is being captured; NULL if it is not
+// capturing. The caller must hold the mutex.
 std::shared_ptr<Memory::GraphMemory> Memory::capture_of(cudaStream_t stream,
                                                         cudaStreamCaptureStatus status) {
   cudaGraph_t graph = nullptr;
@@ -85,8 +86,8 @@ std::shared_ptr<Memory::GraphMemory> Memory::capture_of(cudaStream_t stream,
   if (const auto at = captures_.find(id); at != captures_.end()) return at->second;
   auto made = std::make_shared<GraphMemory>();
   made->stream = stream;
-  // The graph and the executables made from it own this object, so it lives as long as any of them.
-  // Its destructor must not call CUDA.
+  // The graph and its executables hold references to this user object, which is destroyed with the
+  // last of them. Its destructor must not call CUDA.
   auto handle = std::make_unique<std::shared_ptr<GraphMemory>>(made);
   cudaUserObject_t object = nullptr;
   check(cudaUserObjectCreate(
@@ -139,7 +140,8 @@ void* Memory::allocate(size_t asked, cudaStream_t stream) {
   return data;
 }
 
-// Returns the capture's smallest idle block that fits and is not much too large, or a new one.
+// Returns the smallest idle block of the capture that has at least `bytes` and at most a quarter
+// more, or else a new block.
 void* Memory::allocate_captured(size_t& bytes, cudaStream_t stream,
                                 const std::shared_ptr<GraphMemory>& graph) {
   for (auto at = graph->idle.lower_bound({stream, bytes}); at != graph->idle.end(); ++at) {
@@ -224,9 +226,10 @@ void Memory::release_block(void* data, Block block, cudaStream_t stream) {
   cached_bytes_ += block.bytes;
 }
 
-// Frees the memory of destroyed graphs. Their last launch has ended, but work that was enqueued
-// before the capture may still use blocks freed in it. So this waits for the device, unless a
-// capture forbids that.
+// Frees the memory of destroyed graphs. The graphs' last launches have ended, but work that was
+// enqueued before a capture may still use blocks that were freed during the capture. So this
+// function waits for the device first; if a capture is in progress, which forbids waiting, it does
+// nothing.
 void Memory::release_gone() {
   const auto releasable = [](const auto& graph) { return graph->gone && graph->live == 0; };
   if (open_captures_ > 0 || std::none_of(graphs_.begin(), graphs_.end(), releasable)) return;
@@ -260,7 +263,8 @@ void Memory::release_gone() {
   }
 }
 
-// Returns the cached blocks to the pool. False if none could be returned.
+// Returns all cached blocks to the memory pool. Returns false if there were none or a capture
+// prevents it.
 bool Memory::trim() {
   if (cached_bytes_ == 0 || open_captures_ > 0) return false;
   if (cudaDeviceSynchronize() != cudaSuccess) {  // fails during a capture: the cache stays

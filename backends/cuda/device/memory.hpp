@@ -18,10 +18,10 @@ namespace te_fl::cuda {
 // All functions require that the device is current, and are thread-safe.
 //
 // A block that is freed on a stream is reused only on this stream, so no events are needed. During
-// a capture, blocks come from memory that the graph owns. They are reused within that capture, and
-// return to the pool when the graph and all its executables are destroyed and no block is in use.
-// If a block from before the capture is freed in the capture, it is kept equally long, because the
-// graph's launches may read it.
+// a capture, blocks come from memory that the graph owns. These blocks are reused within the
+// capture, and return to the pool when the graph and all its executables are destroyed and no block
+// is in use. A block that was allocated before the capture and is freed during it is also kept
+// until then, because the graph's launches may read it.
 class Memory {
  public:
   explicit Memory(size_t cache_bytes) : cache_limit_(cache_bytes) {}
@@ -34,11 +34,12 @@ class Memory {
   // belongs to another device.
   void* allocate(size_t bytes, cudaStream_t stream);
   void free(void* data, cudaStream_t stream);
-  // Called before a stream is destroyed, whoever created it: frees the blocks cached for it, in
-  // stream order.
+  // Must be called before a stream is destroyed, even if the plugin did not create it. Frees the
+  // blocks cached for the stream, in stream order.
   void forget(cudaStream_t stream);
-  // Called around a capture that this plugin begins and ends on a stream. In between nothing
-  // synchronises with the device; afterwards the graph receives no more blocks.
+  // open_capture() is called before the plugin begins a capture, and close_capture() after it has
+  // ended the capture on `stream`. In between, this object does not synchronise with the device;
+  // after close_capture(), the graph receives no more blocks.
   void open_capture();
   void abandon_capture();  // the capture could not begin
   void close_capture(cudaStream_t stream);
@@ -58,8 +59,8 @@ class Memory {
     // Freed blocks that this capture may reuse.
     std::map<std::pair<cudaStream_t, size_t>, std::vector<void*>> idle;
     std::vector<void*> all;                     // all blocks that were allocated for the graph
-    std::vector<std::pair<void*, Block>> kept;  // blocks of other origin that were freed in the
-                                                // capture
+    std::vector<std::pair<void*, Block>> kept;  // blocks from outside the capture that were freed
+                                                // in the capture
   };
 
   std::shared_ptr<GraphMemory> capture_of(cudaStream_t stream, cudaStreamCaptureStatus status);

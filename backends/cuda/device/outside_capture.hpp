@@ -4,8 +4,8 @@
 
 namespace te_fl::cuda {
 
-// While it exists, this thread may make calls that its own capture would forbid. For work on other
-// streams.
+// While an object of this class exists, the thread may make CUDA calls that its own capture in
+// progress would forbid, for work on other streams.
 class OutsideCapture {
  public:
   OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }

@@ -7,9 +7,9 @@
 
 namespace te_fl::cuda {
 
-// A number that does not change during the process but may differ between devices: a device
-// property, or a kernel attribute there. Constant-initialised, so it can be a static of a function.
-// Thread-safe.
+// A number that may differ between devices but is constant during the process, such as a device
+// property or the attribute of a kernel on a device. Constant-initialised, so it can be a static
+// local of a function. Thread-safe.
 class PerDevice {
  public:
   static constexpr int kKept = 64;  // cached devices; for further devices get() calls find() each

@@ -1,4 +1,4 @@
-// Dynamic shared memory beyond 48 KB, which a kernel must be granted on each device.
+// Dynamic shared memory beyond 48 KB, which must be enabled for each kernel on each device.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace te_fl::cuda {
 class SharedMemory {
  public:
   // Allows blocks of `kernel` up to `most` bytes on `device`, which must be current. Returns false,
-  // with no error left to clear, if the device has fewer than `wanted` bytes.
+  // without leaving a CUDA error, if the device has fewer than `wanted` bytes.
   template <class Kernel>
   bool allow(int device, Kernel* kernel, size_t wanted, size_t most) {
     const int granted = granted_.get(device, [&] {

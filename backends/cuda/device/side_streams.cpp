@@ -64,8 +64,8 @@ Sets& sets() {
   return *made;
 }
 
-// The side streams of a stream. They live until forget_side_streams(), which must not be called
-// while they are in use.
+// Returns the side streams of a stream. They live until forget_side_streams(), which must not be
+// called while a SpreadWork uses them.
 SideStreamSet* set_of(int device, cudaStream_t stream) {
   const std::lock_guard lock(sets().mutex);
   std::unique_ptr<SideStreamSet>& set = sets().all[{device, stream}];

@@ -1,4 +1,4 @@
-// Side streams of a caller's stream, over which an op spreads independent work.
+// Side streams: additional streams over which an op distributes independent kernels of one call.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,11 +9,11 @@ namespace te_fl::cuda {
 
 struct SideStreamSet;
 
-// One call's work on the caller's stream and its side streams. The side streams wait for the
-// earlier work of the caller's stream, and join() makes the caller's stream wait for them. Each
-// stream has its own side streams, so that they can be captured with it. Threads that share a
-// stream enqueue one after the other. The device must be current. Nobody else may enqueue on the
-// caller's stream meanwhile.
+// Distributes one call's work over the caller's stream and its side streams. The side streams wait
+// for the earlier work of the caller's stream, and join() makes the caller's stream wait for the
+// side streams. Each stream has its own side streams, so that they can be captured with it. A mutex
+// serialises threads that use a SpreadWork on the same stream. The device must be current. No other
+// work may be enqueued on the caller's stream meanwhile.
 class SpreadWork {
  public:
   static constexpr int kMostLanes = 8;
@@ -41,8 +41,8 @@ class SpreadWork {
   std::unique_lock<std::mutex> lock_;
 };
 
-// Destroys a stream's side streams, after the work that they have. Call it before the stream is
-// destroyed.
+// Destroys a stream's side streams once their enqueued work is complete. Call it before the stream
+// is destroyed.
 void forget_side_streams(int device, cudaStream_t stream) noexcept;
 // Destroys all side streams when the plugin ends; does nothing in a forked child.
 void give_back_side_streams() noexcept;

@@ -43,12 +43,13 @@ struct CublasLt {
                            const cublasLtMatmulAlgo_t*, void*, size_t, cudaStream_t) = nullptr;
 };
 
-// The library; NULL if it or one of the functions was not found. cublaslt_missing() returns the
-// reason.
+// Returns the loaded library, or NULL if the library or one of its functions was not found;
+// cublaslt_missing() then returns the reason.
 const CublasLt* cublaslt() noexcept;
 const char* cublaslt_missing() noexcept;
 
-// The handle of a device, created on first use and kept. Throws if creation fails. Thread-safe.
+// Returns the cuBLASLt handle of a device, created on first use and never destroyed. Throws if
+// creation fails. Thread-safe.
 cublasLtHandle_t cublaslt_handle(int device);
 
 // Throws unless `status` is success. The text names the function, the status and `what` (the call's

@@ -1,5 +1,5 @@
-// A product whose epilogue is GELU or GELU's gradient, on Hopper. The epilogue runs while the next
-// tile's products run, which saves the memory traffic of an elementwise pass.
+// A GEMM with GELU or GELU's gradient as its epilogue, on Hopper. The epilogue of a tile runs while
+// the tensor cores compute the next tile, and saves the memory traffic of an elementwise pass.
 //
 // Two of a block's three warpgroups multiply a tile of 128x256, 64 rows each. In the third
 // warpgroup, one warp copies operands in, and three warps ("finishers") apply the epilogue to the
@@ -24,7 +24,7 @@ struct FusedGemm {
   const bf16* bias = nullptr;  // [N], used by the forward; may be NULL
   const bf16* pre = nullptr;   // [M, N], input of the backward
   void* out = nullptr;         // [M, N]; may be NULL
-  uint8_t* out_t = nullptr;    // FP8 codes [N, M]; may be NULL
+  uint8_t* out_t = nullptr;    // FP8 data [N, M]; may be NULL
   const float* scale = nullptr;
   float* scale_inv = nullptr;    // of `out`; may be NULL
   float* scale_inv_t = nullptr;  // of `out_t`; may be NULL
@@ -37,14 +37,15 @@ namespace fused {
 using namespace tiles;  // NOLINT: this kernel uses these tiles
 
 constexpr int kFinishers = 3;
-constexpr int kUnitRows = 32;  // rows that a finisher processes at a time, within one part
+constexpr int kUnitRows = 32;  // rows that a finisher processes at a time, within 64 columns
 constexpr int kUnits = kParts * (kRows / kUnitRows);
 constexpr int kTurned = kUnitRows * kPart;
 constexpr int kExtra = kFinishers * kTurned;
 constexpr size_t kShared = shared_bytes(kExtra);
 
 // Registers per thread. Summed over one thread of each of the three warpgroups they may be at most
-// 504. The forward also needs a bias, the backward the inputs of GELU's gradient.
+// 504. Besides the sums, the forward needs registers for a bias, the backward for the inputs of
+// GELU's gradient.
 template <bool kBackward>
 constexpr int kProductRegisters = kBackward ? 184 : 192;
 template <bool kBackward>
@@ -97,7 +98,8 @@ __device__ inline uint64_t descriptor_b(uint32_t address, int step) {
   return hopper::along_k(address + step * 32);
 }
 
-// Computes a warpgroup's sums. Calls `meanwhile` while the last products run.
+// Computes a warpgroup's accumulators over the entire K. Calls `meanwhile` while the last wgmma
+// instructions run.
 template <class Type, class Meanwhile>
 __device__ inline void sum_products(const Layout& at, int lines, int group, Position& p,
                                     float (&sum)[128], const Meanwhile& meanwhile) {
@@ -125,18 +127,18 @@ __device__ inline void sum_products(const Layout& at, int lines, int group, Posi
 
 // ---- the epilogue
 
-// Address in a finisher's buffer of codes for the transposed copy: 32 rows of 64 columns. A row
-// consists of four units of 16 bytes, permuted so that the reads of turned_store() have no bank
-// conflicts.
+// Returns an address in a finisher's shared-memory buffer of FP8 results (32 rows of 64 columns)
+// for the transposed output. A row consists of four units of 16 bytes, permuted so that the reads
+// of turned_store() have no bank conflicts.
 __device__ inline uint32_t turned_at(uint32_t turned, int row, int unit) {
   return turned + row * kPart + (unit ^ row >> 3 & 3) * 16;
 }
-// Writes the buffered codes to the transposed copy. Each thread handles 8 rows of 2 columns at a
-// time.
+// Writes a finisher's buffered FP8 results to the transposed output. Each thread handles 8 rows of
+// 2 columns at a time.
 __device__ inline void turned_store(uint32_t turned, uint8_t* out, int64_t pitch) {
   const int lane = threadIdx.x % 32, q = lane % 4;
-  // The row that this lane addresses for ldmatrix: row i of matrix m. The order makes a thread's
-  // rows 2 q and 2 q + 1 of the four matrices consecutive.
+  // The buffer row whose address this lane passes to ldmatrix. With this order of rows, the values
+  // that a thread receives from the four matrices belong to eight consecutive rows.
   const int i = lane % 8, row = 8 * (i / 2) + 2 * (lane / 8) + i % 2;
 #pragma unroll
   for (int unit = 0; unit < kPart / 16; ++unit) {
@@ -153,14 +155,14 @@ __device__ inline void turned_store(uint32_t turned, uint8_t* out, int64_t pitch
   }
 }
 
-// Replaces the result type if only the amax of the results is stored.
+// The type `Out` of a kernel that computes only the amax of the results and stores no result.
 struct Measured {};
 
 template <bool kBackward, class Out>
 struct Finish {
   static constexpr bool kCodes = std::is_same_v<Out, e4m3>;
   static constexpr bool kMeasured = std::is_same_v<Out, Measured>;
-  static constexpr int kPieces = kUnitRows / 4;  // groups of 8 elements that a thread has of a unit
+  static constexpr int kPieces = kUnitRows / 4;  // 8-element groups per thread in a unit
   const FusedGemm& g;
   const Layout& at;
   const int lane = threadIdx.x % 32, unit = lane % 8;
@@ -212,7 +214,8 @@ struct Finish {
     }
   }
 
-  // Processes a unit: 32 rows of the block's tile, from `first`, and the 64 columns of `part`.
+  // Processes a unit of the block's tile: 32 rows from row `first`, and the 64 columns number
+  // `part`.
   __device__ void run(int part, int first, int row0, int col0, uint32_t turned) {
     const int64_t cols = g.cols, index = (row0 + first + lane / 8) * cols + col0 + 8 * unit;
     float sums[8] = {};
@@ -273,7 +276,7 @@ struct Finish {
   }
 };
 
-// map_pre: the destination of the pre-activation, forward.
+// map_pre: tensor map of the pre-activation, which the forward writes.
 template <class Type, bool kBackward, class Out>
 __global__ void TE_FL_PAIRS __launch_bounds__(kTileThreads, 1)
     fused_gemm_kernel(const __grid_constant__ CUtensorMap map_a,
@@ -295,7 +298,7 @@ __global__ void TE_FL_PAIRS __launch_bounds__(kTileThreads, 1)
       if (lane == 0) load<Type>(map_a, map_b, g, at);
     } else {
       Finish<kBackward, Out> epilogue(g, at);
-      int mine = finisher;  // index of a unit; counts the units of all tiles
+      int mine = finisher;  // index of the next unit; 0 is the current tile's first unit
       for (int index = first; index < tiles; index += step, parity ^= 1, mine -= kUnits) {
         const Tile tile(g.rows, g.cols, index);
         const int row0 = tile.row + below;

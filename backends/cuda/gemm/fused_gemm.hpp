@@ -1,4 +1,4 @@
-// A product with GELU or GELU's gradient in a single kernel of this plugin, for GPUs of compute
+// A GEMM with GELU or GELU's gradient in a single kernel of this plugin, for GPUs of compute
 // capability 9.0 (fused_gemm.cuh).
 #pragma once
 
@@ -6,9 +6,9 @@
 
 namespace te_fl::cuda {
 
-// Accepts BF16, and FP8 in the forward without the split accumulator. Extents must be multiples of
-// the kernel's tiles and large enough to occupy the GPU. If the output's scale is computed, the
-// kernel finds the amax, and a pass over pre_gelu_out writes the codes.
+// Accepts BF16 operands, and FP8 operands in the forward without the split accumulator. Extents
+// must be multiples of the kernel's tiles and large enough to occupy the GPU. If the output's scale
+// is computed, the kernel finds the amax, and a second kernel quantises GELU of pre_gelu_out.
 class FusedProduct {
  public:
   // `path`: the result of choose_gemm() for the call, of kind kFused. `call` and `path` must

@@ -4,7 +4,7 @@
 // choose_gemm() (gemm_choice.hpp) picks one of four paths, from metadata and alignment:
 //   direct: the library reads the operands and writes D, with the epilogues that it has for the
 //   dtypes. This includes row-wise FP8 with a supplied scale.
-//   fused (fused_gemm.hpp): GELU or its gradient in the product's own kernel.
+//   fused (fused_gemm.hpp): GELU or its gradient in the epilogue of the plugin's own GEMM kernel.
 //   composed (gemm_composed.hpp): a product by the direct or general path, then GELU or its
 //   gradient in a second kernel.
 //   general: the product is written to FP32 scratch, and one kernel applies the epilogue, rounds
@@ -62,14 +62,14 @@ Scratch scratch(const Args& args, const Problem& p, void* base) {
     s.a = take(p.m * p.padded_k * element);
     s.b = take(p.padded_n * p.padded_k * element);
   }
-  // Both sums use the same memory, one after the other.
+  // bias_grad and d_sum use the same scratch, one after the other.
   const size_t bias_grad = args.bias_grad != nullptr ? column_sums_bytes(p.k, p.m) : 0;
   const size_t d_sum = args.d_sum != nullptr ? column_sums_bytes(p.m, p.n) : 0;
   s.partials = reinterpret_cast<float*>(take(static_cast<int64_t>(std::max(bias_grad, d_sum))));
   return s;
 }
 
-// The path of a call. Only calls with an activation depend on the device.
+// Returns the path of a call. It depends on the device only if the call has an activation.
 GemmPath path_of(const te_fl_context& ctx, const Args& args) {
   GemmDevice device{architecture(ctx.device.index), 0, false};
   if (activates(args) && device.architecture == kFusedArchitecture) {
@@ -91,7 +91,8 @@ size_t workspace_of(const GemmPath& path, const Args& args) {
   }
 }
 
-// The plan that the host keeps for this signature; NULL if it does not fit this call.
+// Returns the plan that the host caches for the call's signature; NULL if there is none or it does
+// not fit this call.
 const Plan* kept_plan(const te_fl_context& ctx, const Args& args) {
   const auto* plan = static_cast<const Plan*>(ctx.plan);
   return plan != nullptr && plan->in_place == adds_in_place(args) ? plan : nullptr;
@@ -183,7 +184,7 @@ void apply_epilogue(const te_fl_context& ctx, const Args& args, const Problem& p
   store_output(ctx, *args.d, e);
 }
 
-// Writes scale_inv and amax of a quantised output. The library has written `found`.
+// Writes scale_inv and amax of a quantised output. `found`: the amax that cuBLASLt has computed.
 __global__ void finish_codes_kernel(const float* found, const float* scale, float* scale_inv,
                                     float* amax) {
   if (scale_inv != nullptr) *scale_inv = 1.0f / *scale;
@@ -196,7 +197,8 @@ void finish_codes(const te_fl_context& ctx, const Args& args, const Problem& p) 
   check_launch("finish_codes_kernel");
 }
 
-// The values of op(A) that bias_grad sums over K.
+// A Produce functor (store.cuh) for bias_grad: returns the elements of op(A), which are summed over
+// K.
 struct BiasGrad {
   Values a;
   bool along;  // A is stored as [M, K]
@@ -206,8 +208,8 @@ struct BiasGrad {
     }
   }
 };
-// The values of BiasGrad for an A stored as [K, M], with row-wise data that is unquantised or has
-// one scale.
+// Variant of BiasGrad for an A stored as [K, M], with row-wise data that is unquantised or has
+// per-tensor scaling.
 struct RowsBiasGrad {
   Source a;
   int64_t cols;
@@ -267,8 +269,8 @@ void enqueue_product(const te_fl_context& ctx, const te_fl_generic_gemm_args& ar
 
 namespace {
 
-// Runs the direct or the general path. `chosen`: the call's problem, or NULL if it is not yet
-// known.
+// Runs a call without activation on the direct or the general path. `chosen`: the call's problem,
+// or NULL if it is not yet known.
 void run_product(const te_fl_context& ctx, const Args& args, const Problem* chosen) {
   const Plan* plan = kept_plan(ctx, args);
   const Problem p = plan != nullptr     ? problem_of(*plan, args)

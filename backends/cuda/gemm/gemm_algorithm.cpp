@@ -39,7 +39,8 @@ const std::string& device_name(int device) {
   return name;
 }
 
-// The key under which a choice is stored.
+// Returns the key under which the algorithm choice of a problem is stored: device, power limit,
+// library version and problem.
 GemmChoice key_of(int device, const std::string& problem) {
   GemmChoice key;
   key.device = device_name(device);
@@ -55,7 +56,8 @@ cublasLtMatmulAlgo_t algorithm_from(const GemmChoice& choice) {
   return algo;
 }
 
-// The heuristic's algorithms by device and problem. Cleared when it is full.
+// A map from device and problem to the algorithm that cuBLASLt's heuristic returned. Cleared when
+// it is full.
 class Named {
  public:
   void add(int device, const std::string& problem, const cublasLtMatmulAlgo_t& algo) {
@@ -91,7 +93,7 @@ class Timer {
   }
   Timer(const Timer&) = delete;
   Timer& operator=(const Timer&) = delete;
-  // Microseconds per run over `count` runs; negative if the library refused one.
+  // Returns the microseconds per run over `count` runs; negative if the library refused a run.
   template <class F>
   double time(int count, F&& run) {
     check(cudaEventRecord(begin_, stream_), "cudaEventRecord");
@@ -112,7 +114,7 @@ class Timer {
 
 constexpr double kHeatUs = 500000;  // microseconds of load before the first measurement on a device
 
-// Runs the product until the device is warm. Only before the first measurement on a device.
+// Runs the GEMM until the device is warm. Does so only before the first measurement on a device.
 void heat(int device, Timer& timer, const std::function<bool()>& run) {
   static std::array<std::atomic<bool>, ChoiceBook::kDevices> hot{};
   if (hot.at(static_cast<size_t>(device)).exchange(true)) return;

@@ -11,7 +11,8 @@ namespace {
   throw backend::Error(TE_FL_FAILED_PRECONDITION | TE_FL_CLEAN, text);
 }
 
-// Calls a function of the file, and adds the setting's name and a remedy to its exceptions.
+// Calls `f`, which reads or writes the file of choices, and adds the setting's name and a remedy to
+// the message of its exceptions.
 template <class F>
 std::vector<GemmChoice> of_file(F&& f) {
   try {

@@ -19,24 +19,25 @@ class ChoiceBook {
  public:
   static constexpr int kDevices = 64;
 
-  // Forgets all choices and reads the file; an empty name means no file. `tune`: choices that the
+  // Discards all choices and reads the file; an empty name means no file. `tune`: choices that the
   // file lacks will be measured and added.
   void configure(const std::string& file, bool tune);
-  // The error of the settings with its remedy; empty if there is none.
+  // Returns the error in the settings and its remedy; empty if there is no error.
   std::string error() const;
   bool tunes() const noexcept { return tune_.load(std::memory_order_relaxed); }
 
   // True if there are no choices. Throws FAILED_PRECONDITION with the text of error(), as find()
   // does.
   bool empty() const;
-  // The choice for the device, library, power limit and problem of `key` (find_choice()).
+  // Returns the choice for the device, library, power limit and problem of `key` (find_choice()).
   std::optional<GemmChoice> find(const GemmChoice& key) const;
 
-  // Returns the known choice or, if there is none, that of `measure`, which is added to the file.
-  // If another process has added one first, returns that one. One thread at a time measures on a
-  // device, because concurrent work would distort the times. The other threads wait, and look again
-  // before they measure. Returns nothing if `measure` does. Throws FAILED_PRECONDITION if the file
-  // cannot be read or written, and whatever `measure` throws.
+  // Returns the known choice or, if there is none, the result of `measure`, which is added to the
+  // file. If another process has already added a choice to the file, returns that choice instead.
+  // One thread at a time measures on a device, because concurrent work would distort the times;
+  // other threads wait, and repeat the look-up before they measure. Returns nullopt if `measure`
+  // returns nullopt. Throws FAILED_PRECONDITION if the file cannot be read or written, and whatever
+  // `measure` throws.
   std::optional<GemmChoice> find_or_measure(
       int device, const GemmChoice& key, const std::function<std::optional<GemmChoice>()>& measure);
 

@@ -61,8 +61,8 @@ void write_all(const std::string& path, const std::string& text) {
   if (fsync(file.get()) != 0) fail(path, "written");
 }
 
-// Replaces the file atomically: a concurrent reader, or one after a crash, finds the old or the new
-// file.
+// Replaces the file atomically: a concurrent reader, or a reader after a crash, finds either the
+// complete old or the complete new file.
 void replace_file(const std::string& path, const std::string& text) {
   const std::string made = path + "." + std::to_string(getpid()) + ".new";
   try {

@@ -18,8 +18,8 @@ struct GemmChoice {
   int power_limit = 0;                  // power limit of the GPU in W; 0: unknown
   std::array<uint64_t, 8> algorithm{};  // the bytes of a cublasLtMatmulAlgo_t
   std::string config;                   // text for human readers
-  double us = 0, first_us = 0;          // of the choice, and of the heuristic's first
-  int candidates = 0, different = 0;    // number timed; number dropped because of differing results
+  double us = 0, first_us = 0;        // time of the chosen algorithm, and of the heuristic's first
+  int candidates = 0, different = 0;  // number timed; number dropped because of differing results
 
   bool operator==(const GemmChoice&) const = default;
 };
@@ -30,13 +30,14 @@ std::vector<GemmChoice> parse_gemm_choices(std::istream& in);
 
 std::string gemm_choices_text(const std::vector<GemmChoice>& choices);
 
-// The choice for a problem on a device with this power limit; NULL if there is none. A choice that
-// was measured under the same limit is preferred to one with an unknown limit, as files of older
-// versions have. If `power_limit` is 0 (unknown), every choice matches.
+// Returns the choice for a problem on a device with this power limit; NULL if there is none.
+// Prefers a choice that was measured under the same limit to one with an unknown limit, which files
+// of older te-fl versions contain. If `power_limit` is 0 (unknown), choices with any limit match.
 const GemmChoice* find_choice(const std::vector<GemmChoice>& choices, const std::string& device,
                               size_t library, int power_limit, const std::string& problem);
 
-// `choices`, plus those of `more` whose device, library, power limit and problem `choices` lacks.
+// Returns `choices` plus the elements of `more` whose combination of device, library, power limit
+// and problem is not in `choices`.
 std::vector<GemmChoice> merge_choices(std::vector<GemmChoice> choices,
                                       const std::vector<GemmChoice>& more);
 

@@ -1,5 +1,5 @@
-// The steps of one generic_gemm product, for ops that compute several products per call. The
-// products have no activation (gemm_choice.hpp), so each takes the direct or the general path.
+// The steps of one generic_gemm call, for ops that compute several GEMMs per call. The GEMMs have
+// no activation (gemm_choice.hpp), so each uses the direct or the general path.
 #pragma once
 
 #include "gemm/gemm_plan.hpp"
@@ -7,15 +7,15 @@
 
 namespace te_fl::cuda {
 
-// Returns why the product is not supported; static text. NULL if it is supported.
+// Returns why the GEMM is not supported, as static text; NULL if it is supported.
 backend::Refusal refuse_product(const te_fl_context& ctx, const te_fl_generic_gemm_args& args);
 
-// Bytes of the call's workspace that enqueue_product() needs. `p` is problem_of(args).
+// Returns the bytes of workspace that enqueue_product() needs. `p`: the result of problem_of(args).
 size_t product_scratch(const te_fl_generic_gemm_args& args, const Problem& p);
 
-// Enqueues the product on the call's stream. `plan` must have been made for such a problem; NULL if
-// there is nothing to multiply (runs_library()). Throws INVALID_ARGUMENT if the workspace is too
-// small.
+// Enqueues the GEMM on the stream of `ctx`. `plan`: a plan made for a problem like `p`; NULL if
+// there is nothing to multiply (runs_library() is false). Throws INVALID_ARGUMENT if the workspace
+// is too small.
 void enqueue_product(const te_fl_context& ctx, const te_fl_generic_gemm_args& args, Problem p,
                      const Plan* plan);
 

@@ -21,8 +21,8 @@ const char* refuse_operands(const Args& c, const Problem& p) {
   if (p.m % kExtent != 0 || p.n % kExtent != 0 || p.k == 0)
     return "extents that are no multiples of 256";
   const bool backward = c.pre_gelu_in != nullptr;
-  // Excludes FP8 with the split accumulator and FP8 gradients: the fused kernels are slower there
-  // than the library's product and a separate pass.
+  // Excludes FP8 with the split accumulator and FP8 backward calls: for these, the fused kernels
+  // are slower than cuBLASLt followed by a separate elementwise kernel.
   if (p.fp8) {
     if (backward || c.use_split_accumulator != 0)
       return "FP8 with the split accumulator, or in the backward";
@@ -62,7 +62,8 @@ const char* refuse_fused(const Args& c, const Problem& p, const GemmDevice& devi
                      c.d_sum != nullptr || (c.bias != nullptr && !plain_bf16(*c.bias, 4))) {
     return "a pre-activation or bias that is not BF16, or d_sum in a forward";
   }
-  // With too few tiles, more of the GPU is idle than with the library's smaller tiles.
+  // With too few of the fused kernel's tiles, more of the GPU is idle than with cuBLASLt's smaller
+  // tiles.
   if (!device.has_tensor_maps) return "the driver has no tensor maps";
   if (p.m / kExtent * (p.n / kExtent) < device.multiprocessors / 4)
     return "too few tiles for the chip";
@@ -80,19 +81,21 @@ FusedForm form_of(const Args& c, const Problem& p) {
 
 // ---- composed
 
-// The tensor to whose dtype the product is rounded; NULL if the call cannot be composed.
+// Returns the tensor to whose dtype the result of the GEMM is rounded before the activation; NULL
+// if the composed path does not support the call.
 const te_fl_tensor* rounded_like(const Args& args) {
   if (args.residual != nullptr || args.accumulate) return nullptr;
   if (args.gelu && args.d_sum != nullptr) return nullptr;  // the op gelu does not sum columns
   const te_fl_tensor* t = args.gelu ? args.pre_gelu_out : args.pre_gelu_in;
   if (t == nullptr || t->quant != nullptr) return nullptr;
-  // An FP32 pre-activation loses nothing. A 16-bit one must not be coarser than D.
+  // Rounding the pre-activation to FP32 loses no precision. A 16-bit pre-activation must not be
+  // less precise than D.
   const int dtype = dtype_of(*t);
   const bool any = dtype == TE_FL_F32 || args.d->quant != nullptr || dtype_of(*args.d) == dtype;
   return any ? t : nullptr;
 }
 
-// Fills in how the library computes the product.
+// Sets the members of `path` that describe the GEMM on cuBLASLt.
 void add_product(GemmPath& path, const Problem& p) {
   path.problem = p;
   path.empty = !runs_library(p);

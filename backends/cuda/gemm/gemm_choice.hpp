@@ -1,6 +1,6 @@
 // Chooses the kernels of a generic_gemm call. The choice is a pure function of the call's metadata
-// and the device's limits, which run, workspace, prepare and describe share. Plain C++, so tests
-// run without a GPU.
+// and the device's limits; the op's functions run, workspace, prepare and describe all use it.
+// Plain C++, so tests run without a GPU.
 #pragma once
 
 #include "gemm/gemm_path.hpp"
@@ -15,13 +15,14 @@ struct GemmDevice {
 };
 inline constexpr int kFusedArchitecture = 90;  // compute capability of Hopper
 
-// True if the product has an activation. Only then are the fused and composed paths candidates.
+// True if the call has an activation (GELU or its gradient). Only then are the fused and composed
+// paths candidates.
 inline bool activates(const te_fl_generic_gemm_args& args) {
   return args.gelu != 0 || args.pre_gelu_in != nullptr;
 }
 
-// A call that computes GELU or its gradient with a second kernel. Its product is written to the
-// pre-activation output or to scratch.
+// A call on the composed path: a GEMM, then a second kernel for GELU or its gradient. The GEMM
+// writes to the pre-activation output or to scratch.
 class ComposedProduct {
  public:
   // Decides from metadata. `call` must outlive this object.
@@ -29,11 +30,11 @@ class ComposedProduct {
   ComposedProduct(const ComposedProduct&) = delete;
   ComposedProduct& operator=(const ComposedProduct&) = delete;
 
-  // True if the composed path serves the call. The pre-activation must not be quantised, and must
-  // be FP32 or of D's dtype, unless D is quantised. Nothing may be added to the result, and d_sum
-  // is possible for the gradient only.
+  // True if the composed path supports the call. The pre-activation must not be quantised, and must
+  // be FP32 or have D's dtype unless D is quantised. A residual and accumulation are not supported,
+  // and d_sum only with GELU's gradient.
   explicit operator bool() const { return composed_; }
-  // The call of the product alone. Its D has no address here if it is scratch.
+  // Returns the call of the GEMM alone. If its D is in scratch, the address is not yet set.
   const te_fl_generic_gemm_args& product() const { return product_; }
 
  protected:
@@ -47,8 +48,8 @@ class ComposedProduct {
   bool composed_ = false;
 };
 
-// The call must have passed its op's checks. `algorithm` stays empty, because the library decides
-// it.
+// Returns the kernels of a call that has passed its op's checks. GemmPath::algorithm stays empty,
+// because cuBLASLt chooses the algorithm.
 GemmPath choose_gemm(const te_fl_generic_gemm_args& args, const GemmDevice& device);
 
 }  // namespace te_fl::cuda

@@ -1,4 +1,4 @@
-// Compares the results of two cuBLASLt algorithms for the same product.
+// Compares the results of two cuBLASLt algorithms for the same GEMM.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 namespace te_fl::cuda {
 
 // True if a different order of summation explains the difference of `got` and `expected`: at most
-// one rounding step of the result's type (`step`, relative to the value) plus `slack`. NaN agrees
-// with NaN, and an infinity with the same infinity.
+// one rounding step of the result's type (`step`, relative to the value) plus the absolute
+// tolerance `slack`. NaN equals NaN, and infinities of the same sign are equal.
 constexpr bool explained(float expected, float got, float step, float slack) {
   if (expected == got) return true;
   if (expected != expected || got != got) return expected != expected && got != got;
@@ -18,8 +18,8 @@ constexpr bool explained(float expected, float got, float step, float slack) {
   return distance <= step * (expected < 0 ? -expected : expected) + slack;
 }
 
-// The difference that a different order of summation may cause, relative to the root mean square of
-// the results. FP8 products keep little more than 13 bits while they accumulate, all others 23.
+// Tolerance for a different order of summation, relative to the root mean square of the results.
+// While they accumulate, FP8 GEMMs keep little more than 13 mantissa bits, all others 23.
 constexpr float kFp8Slack = 1.0f / 64, kSlack = 1.0f / 1024;
 
 // True if all `count` elements at `got` agree with those at `expected`; both are device memory of a

@@ -1,5 +1,6 @@
-// Computes a product with GELU or its gradient in two steps. The product, with the bias, is written
-// to pre_gelu_out, or to scratch of pre_gelu_in's dtype. The activation's kernels then read it.
+// Computes a GEMM with GELU or its gradient in two steps. The GEMM, with the bias, writes to
+// pre_gelu_out, or to scratch of pre_gelu_in's dtype. The kernels of the activation then read this
+// result.
 #pragma once
 
 #include "gemm/gemm_choice.hpp"
@@ -9,12 +10,12 @@ namespace te_fl::cuda {
 class Composed : public ComposedProduct {
  public:
   using ComposedProduct::ComposedProduct;
-  // Bytes of scratch for the second step, in addition to the product's workspace; a multiple of
-  // 256.
+  // Returns the bytes of scratch for the second step, in addition to the GEMM's workspace; a
+  // multiple of 256.
   size_t scratch_bytes() const;
-  // Sets the address of the scratch, which may become the product's D.
+  // Sets the address of the scratch. If the GEMM writes to scratch, also sets the address of its D.
   void bind(void* scratch);
-  // Enqueues the second step, which computes D and d_sum from the product.
+  // Enqueues the second step, which computes D and d_sum from the result of the GEMM.
   void activate(const te_fl_context& ctx) const;
 
  private:

@@ -1,4 +1,4 @@
-// The FP8 products that cuBLASLt supports, by architecture and version. Plain C++, so tests run
+// The FP8 GEMMs that cuBLASLt supports, by architecture and version. Plain C++, so tests run
 // without a GPU.
 #pragma once
 
@@ -11,8 +11,9 @@ inline constexpr int kBlockArchitecture = 90;  // the only one with 1x128 and 12
 // The result of cublasLtGetVersion() in CUDA 12.9.
 inline constexpr size_t kBlockLibraryVersion = 120900;
 
-// Returns why this library does not support a product on this GPU; NULL if it does. `fp8`: an
-// operand is FP8. `blocks`: both operands are block-scaled FP8. `architecture`: 10 * major + minor.
+// Returns why cuBLASLt of version `library_version` does not support a GEMM on a GPU of
+// `architecture`; NULL if it does. `fp8`: an operand is FP8. `blocks`: both operands are
+// block-scaled FP8. `architecture`: 10 * major + minor.
 constexpr const char* gemm_limit(int architecture, size_t library_version, bool fp8, bool blocks) {
   if (!fp8) return nullptr;
   if (architecture < kFp8Architecture) {

@@ -1,4 +1,4 @@
-// Reads operands of generic_gemm as FP32 values, and copies operands that the library cannot read
+// Reads operands of generic_gemm as FP32 values, and converts operands that cuBLASLt cannot read
 // into scratch.
 #pragma once
 
@@ -22,7 +22,7 @@ struct Values {
   const float* scale_inv = nullptr;
   uint32_t scaling = TE_FL_SCALING_NONE;
   int64_t rows = 0, cols = 0;
-  bool transposed = false;  // data and scales are those of the column-wise copy
+  bool transposed = false;  // `data` and `scale_inv` are column-wise
 
   __device__ float at(int64_t row, int64_t col) const {
     const int64_t i = transposed ? col : row, j = transposed ? row : col;
@@ -41,7 +41,8 @@ struct Values {
   }
 };
 
-// Selects the copy whose blocks run along the contraction if it exists, else the other.
+// Selects row-wise or column-wise data: that whose blocks run along K if the tensor has it, else
+// the other. `along`: K is the contiguous dimension of `t`.
 inline Values values_of(const te_fl_tensor& t, bool along) {
   Values v;
   const backend::Matrix m = backend::as_matrix(t);

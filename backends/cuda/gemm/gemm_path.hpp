@@ -13,9 +13,9 @@ enum class FusedForm { kNone, kForward, kForwardCodes, kForwardMeasured, kBackwa
 
 struct GemmPath {
   enum class Kind {
-    kProduct,   // one product and the rest of the epilogue
-    kFused,     // GELU or its gradient in the product's own kernel
-    kComposed,  // the product, then the kernel of GELU or its gradient
+    kProduct,   // a GEMM by cuBLASLt, and a kernel for the rest of the epilogue if necessary
+    kFused,     // GELU or its gradient in the epilogue of the plugin's GEMM kernel
+    kComposed,  // the GEMM, then the kernel of GELU or its gradient
   };
   Kind kind = Kind::kProduct;
   const char* unfused = nullptr;    // call with GELU: why it is not fused; static text

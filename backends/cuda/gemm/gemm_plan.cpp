@@ -53,7 +53,7 @@ std::string text_of(const Args& args, const Problem& p) {
 
 namespace {
 
-// A call that is described as text only if a library function fails.
+// The call's data for error messages, which are formatted only if a library function fails.
 struct FailingCall {
   const Args& args;
   const Problem& problem;
@@ -119,7 +119,7 @@ void describe_operation(Matmul& matmul, const Args& args, const Problem& p,
   check_call(
       cublaslt()->desc_init(&matmul.desc, sizeof matmul.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
       "cublasLtMatmulDescInit", call);
-  // The library multiplies FP8 only as "TN": the contraction is contiguous in both operands.
+  // cuBLASLt multiplies FP8 only as "TN": K is contiguous in both operands.
   const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
   set(matmul, CUBLASLT_MATMUL_DESC_TRANSA, b_along ? CUBLAS_OP_T : CUBLAS_OP_N, call);
   set(matmul, CUBLASLT_MATMUL_DESC_TRANSB, a_along ? CUBLAS_OP_N : CUBLAS_OP_T, call);
@@ -140,7 +140,8 @@ void describe_operation(Matmul& matmul, const Args& args, const Problem& p,
   }
 }
 
-// Converted operands are in scratch.
+// Returns the alignment in bytes of the memory that cuBLASLt reads for operand `o`. Converted
+// operands are in scratch, which is 256-byte aligned.
 uint32_t operand_alignment(const Problem& p, const Operand& o) {
   if (p.convert != Convert::kNone) return 256;
   return alignment_of(p.fp8 ? o.codes : backend::data<void>(*o.tensor));
@@ -152,7 +153,7 @@ uint32_t least_alignment(const Args& args, const Problem& p) {
   return std::min({operand_alignment(p, p.a), operand_alignment(p, p.b), out_alignment(args, p)});
 }
 
-// The text of everything that the choice of an algorithm depends on.
+// Returns text that contains everything on which the choice of an algorithm depends.
 std::string problem_key(const Args& args, const Problem& p) {
   const uint32_t alignment = least_alignment(args, p);
   std::string key = text_of(args, p) + " align=" + std::to_string(alignment);
@@ -175,7 +176,8 @@ bool captures(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// True if the product is measured when measuring is on and the stream is not being captured.
+// True if algorithms for this problem may be measured. (Measuring also requires the setting, and a
+// stream that is not being captured.)
 bool measurable(const Problem& p) { return p.convert == Convert::kNone; }
 
 }  // namespace

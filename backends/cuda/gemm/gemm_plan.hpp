@@ -1,4 +1,4 @@
-// The plan of one product on cuBLASLt: operation, layouts and algorithm.
+// The plan of one GEMM on cuBLASLt: operation, layouts and algorithm.
 #pragma once
 
 #include <cublasLt.h>
@@ -12,14 +12,15 @@ namespace te_fl::cuda {
 
 constexpr size_t kLibraryWorkspace = 32u << 20;
 
-// The library's description of a call, without pointers.
+// cuBLASLt's descriptors of a GEMM, without the addresses of matrices.
 struct Matmul {
   cublasLtMatmulDescOpaque_t desc;
   cublasLtMatrixLayoutOpaque_t left, right, added, out;
   cublasLtMatmulAlgo_t algo;
   bool codes;  // as Problem::codes
 
-  // The layout of the matrix that is added: the output's, or `added` if the output is FP8.
+  // Returns the layout of the added matrix C: the layout of the output, or `added` if the output is
+  // FP8.
   cublasLtMatrixLayoutOpaque_t* addend() { return codes ? &added : &out; }
 };
 
@@ -30,19 +31,19 @@ struct Plan {
   size_t scratch_bytes = 0;  // workspace of such a call; set by the caller
 };
 
-// The problem of a call for which `plan` was made, with the call's own pointers.
+// Returns plan.problem with the pointers of the call `args`.
 Problem problem_of(const Plan& plan, const te_fl_generic_gemm_args& args);
 
-// The library's algorithm for the product, as the text of algorithm_words() (gemm_algorithm.hpp);
-// empty if the library is not called.
+// Returns a description of cuBLASLt's algorithm for the GEMM, from algorithm_words()
+// (gemm_algorithm.hpp); empty if cuBLASLt is not called.
 std::string algorithm_of(const te_fl_context& ctx, const te_fl_generic_gemm_args& args,
                          const Problem& p);
 
 // "generic_gemm m=.. n=.. k=.. ..", for error messages.
 std::string text_of(const te_fl_generic_gemm_args& args, const Problem& p);
 
-// Makes a plan. The algorithm comes from the file, a measurement or the heuristic. Throws
-// UNSUPPORTED if the library has none. Thread-safe.
+// Makes a plan. The algorithm comes from the file of choices, a measurement or the heuristic.
+// Throws UNSUPPORTED if cuBLASLt has no algorithm. Thread-safe.
 Plan make_plan(const te_fl_context& ctx, const te_fl_generic_gemm_args& args, const Problem& p);
 
 // Enqueues left x right -> out (+ beta x added) with the pointers of this call.

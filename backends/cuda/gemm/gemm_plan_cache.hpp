@@ -1,5 +1,6 @@
-// A cache of plans by product. The host keeps plans per whole call, which does not help an op with
-// many products per call: their sizes change from call to call, but most of them recur.
+// A cache of the plans of single GEMMs. The host caches plans by the signature of a call, which
+// does not help an op with many GEMMs per call: the combination of sizes changes from call to call,
+// but most single sizes recur.
 #pragma once
 
 #include <memory>
@@ -16,8 +17,8 @@ class PlanCache {
  public:
   static constexpr size_t kMost = 2048;  // plans; when it is full, all are dropped
 
-  // The plan of the product, made if it is not cached. NULL if the library is not called. `p` is
-  // problem_of(args). Throws what make_plan() throws.
+  // Returns the plan of the GEMM, and makes it if it is not cached. Returns NULL if cuBLASLt is not
+  // called. `p`: the result of problem_of(args). Throws what make_plan() throws.
   std::shared_ptr<const Plan> get(const te_fl_context& ctx, const te_fl_generic_gemm_args& args,
                                   const Problem& p);
 

@@ -12,8 +12,8 @@ namespace {
 
 using Args = te_fl_generic_gemm_args;
 
-// The exponent of the largest power of two, up to 256, that divides an address. make_plan() does
-// not distinguish larger ones.
+// Returns the base-2 logarithm of the alignment of an address, at most that of 256. make_plan()
+// does not distinguish larger alignments.
 uint32_t alignment(const void* p) {
   const auto address = reinterpret_cast<uintptr_t>(p) | 256u;
   return static_cast<uint32_t>(std::countr_zero(address));

@@ -8,8 +8,8 @@
 
 namespace te_fl::cuda {
 
-// Everything that make_plan() reads of a product without activation, residual and d_sum. Compared
-// and hashed as bytes, so it has no padding.
+// Contains everything that make_plan() reads of a GEMM without activation, residual and d_sum.
+// Compared and hashed as bytes, so the struct has no padding.
 struct PlanKey {
   int64_t m = 0, n = 0, k = 0;
   int32_t device = 0;

@@ -44,7 +44,8 @@ const char* refuse_epilogue(const Args& args, const Problem& p) {
   if (args.bias != nullptr && (dtype_of(*args.bias) != d || (fp8 && !half))) {
     return "the bias is of a dtype that the library does not add";
   }
-  // With other rows, cuBLASLt 13.1 rounds the product before it adds the bias.
+  // If whole_rows() is false for a matrix, cuBLASLt 13.1 rounds the result of the GEMM before it
+  // adds the bias.
   if (args.bias != nullptr && half && !fp8 &&
       !(whole_rows(*args.a) && whole_rows(*args.b) && whole_rows(*args.d))) {
     return "with a bias, rows that are not whole pieces of 16 bytes";
@@ -54,9 +55,10 @@ const char* refuse_epilogue(const Args& args, const Problem& p) {
                                    !aligned16(backend::data<const void>(*args.residual)))) {
     return "a residual that the library does not add";
   }
-  // If C is in D's memory, cuBLASLt 13.1 rounds to D's type before it adds the bias; with C
-  // elsewhere it rounds once. Block-scaled products that accumulate into D are rounded first even
-  // without a bias; they stay with the library, so that results equal NVIDIA's.
+  // If the added matrix C is in D's memory, cuBLASLt 13.1 rounds to D's type before it adds the
+  // bias; with C elsewhere it rounds once. For block-scaled GEMMs that accumulate into D, cuBLASLt
+  // rounds before the addition even without a bias; the plugin still uses cuBLASLt for them, so
+  // that results equal those of Transformer Engine.
   const bool in_place = args.accumulate || adds_in_place(args);
   if (half && in_place && args.bias != nullptr && !(p.block && args.accumulate)) {
     return "a bias on a sum that D holds";
@@ -117,8 +119,8 @@ Problem problem_of(const Args& args) {
              (p.a.dtype == TE_FL_F8E5M2 && p.b.dtype == TE_FL_F8E5M2)) {
     p.convert = Convert::kWiden;
   } else if (a_block) {
-    // K may end with a partial block. The rows of the right operand (M) must be a multiple of 8
-    // unless its scales are 128x128.
+    // K may end with a partial block. M, the number of rows of cuBLASLt's right operand A, must be
+    // a multiple of 8 unless A has 128x128 block scaling.
     const bool squares = backend::scaling(*args.a) == TE_FL_SCALING_BLOCK_128X128;
     const bool whole = p.k % 16 == 0 && p.n % 16 == 0 && (squares || p.m % 8 == 0);
     const bool present = p.a.codes != nullptr && p.b.codes != nullptr && aligned16(p.a.codes) &&

@@ -1,4 +1,4 @@
-// One product in the form in which cuBLASLt computes it, derived from a call's metadata alone.
+// A GEMM in the form in which cuBLASLt computes it, derived from a call's metadata and addresses.
 // Plain C++, so tests run without a GPU.
 #pragma once
 
@@ -22,14 +22,15 @@ struct Operand {
   const te_fl_tensor* tensor = nullptr;
   int dtype = TE_FL_F32;
   bool along = false;
-  // The FP8 copy in which K is contiguous, compact [lines, K]. FP8 products read this copy.
+  // FP8 data (row-wise or column-wise) in which K is contiguous: a contiguous matrix [M or N, K].
+  // FP8 GEMMs read this data.
   const void* codes = nullptr;
   const float* scale_inv = nullptr;
 };
 
 enum class Convert {
   kNone,  // the library reads the tensors
-  kPad,   // FP8 codes are copied with zero padding
+  kPad,   // FP8 data is copied with zero padding
   kWiden  // values are converted to FP32
 };
 
@@ -42,7 +43,7 @@ struct Problem {
   bool direct = false;             // the library writes D
   const char* indirect = nullptr;  // reason if the library does not write D; static text
   bool codes = false;              // D is FP8
-  float* found_amax = nullptr;     // destination of D's amax in the call that runs
+  float* found_amax = nullptr;     // address to which cuBLASLt writes D's amax
   bool bias_grad = false;          // the library also computes the bias gradient, from the operand
                                    // that it reads
   int64_t padded_n = 0, padded_k = 0;
@@ -53,14 +54,14 @@ struct Problem {
 Problem problem_of(const te_fl_generic_gemm_args& args);
 inline bool runs_library(const Problem& p) { return p.m > 0 && p.n > 0 && p.k > 0; }
 
-// True if the residual and D have the same address. problem_of() depends on it, but the host's keys
-// for plans may lack it.
+// True if the residual and D have the same address. problem_of() depends on this, but the keys
+// under which the host caches plans may not contain it.
 inline bool adds_in_place(const te_fl_generic_gemm_args& args) {
   return args.residual != nullptr &&
          backend::data<const void>(*args.residual) == backend::data<const void>(*args.d);
 }
 
-// The operand as the library would read it. `along`: K is contiguous.
+// Returns the operand as cuBLASLt would read it. `along`: K is contiguous.
 Operand operand_of(const te_fl_tensor& t, bool along);
 
 }  // namespace te_fl::cuda

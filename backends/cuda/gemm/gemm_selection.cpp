@@ -13,10 +13,11 @@ constexpr double kWorthALook = 1.3;  // candidates slower than the best by this 
                                      // look
 constexpr double kLookUs = 2000;     // time of the second look
 
-// Under load a GPU lowers its clock to keep its power limit. In a training run the fastest
-// candidate therefore is the one that needs the least energy; short or cold measurements find
-// another one. Each sequence is long enough for the clock to adapt. Every round has a new random
-// order, because a candidate's time depends on what ran before it.
+// One stage of the selection. Under load a GPU lowers its clock to keep its power limit, so in a
+// training run the candidate that needs the least energy tends to be the fastest. A short
+// measurement, or one on an idle GPU, would select another candidate. Each sequence of runs is
+// therefore long enough for the clock to adapt. Every round has a new random order, because a
+// candidate's time depends on what ran before it.
 struct Stage {
   size_t field;     // number of the fastest candidates that take part
   int rounds;       // in each round every candidate runs one sequence

@@ -8,10 +8,11 @@
 namespace te_fl::cuda {
 
 struct Contest {
-  // Microseconds per run over `runs` consecutive runs of candidate i; negative if it does not run.
+  // Returns the microseconds per run over `runs` consecutive runs of candidate i; negative if it
+  // does not run.
   std::function<double(size_t i, int runs)> time;
-  // True if candidate i computes the result of candidate 0. Called only for candidates that are
-  // close to winning.
+  // Returns true if candidate i computes the same result as candidate 0. Called only for the
+  // candidates of the last stage.
   std::function<bool(size_t i)> agrees;
 };
 
@@ -22,8 +23,9 @@ struct Winner {
 };
 
 // Times every candidate briefly, then runs rounds with fewer and fewer candidates in a
-// pseudo-random order that is the same in every process. The smallest median of the last rounds
-// wins. Candidate 0 takes part in the last rounds. If no candidate runs, `timed` and `index` are 0.
+// pseudo-random order that is the same in every process. Returns the candidate with the smallest
+// median time in the last rounds. Candidate 0 takes part in the last rounds. If no candidate runs,
+// `timed` and `index` are 0.
 Winner select_fastest(size_t candidates, const Contest& contest);
 
 }  // namespace te_fl::cuda

@@ -55,7 +55,8 @@ bool same_kind(const cublasLtMatmulAlgo_t& a, const cublasLtMatmulAlgo_t& b) {
          get<CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID>(a) == get<CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID>(b);
 }
 
-// The algorithms that are varied: one of each kind that the heuristic returned, at most two.
+// Returns the algorithms from which variations are derived: the first of each cuBLASLt algorithm id
+// among the candidates, at most two.
 std::vector<cublasLtMatmulAlgo_t> bases(const std::vector<cublasLtMatmulAlgo_t>& candidates) {
   constexpr size_t kMost = 2;
   std::vector<cublasLtMatmulAlgo_t> result;

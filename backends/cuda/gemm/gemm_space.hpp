@@ -9,11 +9,11 @@
 
 namespace te_fl::cuda {
 
-// The attribute values that are tried. With sustained sequences of FP8 products of 0.3 to 1.1
-// tera-operations on an H100, every algorithm that won had values from these lists. Only these
-// tiles may be passed to the library's check, because cuBLASLt 13.1 divides by zero for a tile that
-// it does not know. The capabilities that the library reports for an algorithm do not tell which
-// variations exist; its check does.
+// The attribute values that are tried. In sustained sequences of FP8 GEMMs of 0.3 to 1.1
+// tera-operations on an H100, the fastest algorithm always had values from these lists. Only these
+// tiles may be passed to cublasLtMatmulAlgoCheck(), because cuBLASLt 13.1 divides by zero for an
+// unknown tile. The check is needed because the capabilities that cuBLASLt reports for an algorithm
+// do not show which combinations are supported.
 inline constexpr std::array kTiles{
     CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_128x256, CUBLASLT_MATMUL_TILE_256x128,
     CUBLASLT_MATMUL_TILE_128x160, CUBLASLT_MATMUL_TILE_160x128, CUBLASLT_MATMUL_TILE_128x192,
@@ -32,10 +32,10 @@ struct LibraryProduct {
   size_t workspace;  // bytes that an algorithm may use
 };
 
-// Appends to `candidates` (the heuristic's algorithms) those that differ from them only in tile,
-// cluster and custom option, and that the library accepts for the product. Appends none if the
-// heuristic splits K or returns algorithms of older kinds, or if the library is older than the
-// headers and may not know the tiles.
+// Appends variations to `candidates`, which holds the heuristic's algorithms: algorithms that
+// differ from one of them only in tile, cluster and custom option, and that cuBLASLt accepts for
+// the GEMM. Appends none if the heuristic splits K or returns algorithms of older kinds, or if the
+// library is older than kOldestWithTiles.
 void add_variations(const LibraryProduct& product, std::vector<cublasLtMatmulAlgo_t>& candidates);
 
 // Appends an algorithm unless the list contains it.

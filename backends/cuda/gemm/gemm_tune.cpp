@@ -106,7 +106,7 @@ class Trial {
   std::optional<Results> expected_;
 };
 
-// True if variations of the heuristic's algorithms are tried: for products whose kind the library's
+// True if variations of the heuristic's algorithms are tried: for kinds of GEMM that cuBLASLt's
 // check is known to handle, and for operands aligned to 16 bytes. The check ignores alignment, but
 // Hopper's TMA needs 16 bytes.
 bool varies(const Args& args, const Problem& p, uint32_t alignment) {

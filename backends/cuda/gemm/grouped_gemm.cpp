@@ -1,5 +1,5 @@
-// grouped_gemm: the products of a group on cuBLASLt. Each takes the path that generic_gemm would
-// take, on the call's stream or on side streams. Plans are cached by the products' sizes.
+// grouped_gemm: the GEMMs of a group on cuBLASLt. Each uses the path that generic_gemm would use,
+// on the call's stream or on side streams. Plans are cached by the sizes of a GEMM.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -64,8 +64,8 @@ struct Group {
     }
     lanes = choose_lanes(size, multiprocessors(ctx.device.index), g_streams.load());
   }
-  // The number of streams. During a capture only the caller's stream is used, because streams that
-  // join a capture must rejoin it even if enqueuing a product fails.
+  // Returns the number of streams. During a capture only the caller's stream is used, because side
+  // streams that have forked into a capture must be joined to it even if enqueuing a GEMM fails.
   int lanes_on(cudaStream_t stream) const {
     cudaStreamCaptureStatus status{};
     if (lanes == 1 || stream_capture_status(stream, &status) != cudaSuccess) return 1;

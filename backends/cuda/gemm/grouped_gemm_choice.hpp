@@ -1,5 +1,5 @@
-// Chooses the number of streams for the products of a group: a pure function that workspace, run
-// and describe share. Plain C++, so tests run without a GPU.
+// Chooses the number of streams for the GEMMs of a group: a pure function that the op's workspace,
+// run and describe use. Plain C++, so tests run without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace te_fl::cuda {
 // The default of the setting TE_FL_CUDA_GROUPED_STREAMS.
 inline constexpr int kGroupedStreams = 4;
 
-// The total size of a group's products.
+// The total size of a group's GEMMs.
 struct GroupSize {
   int64_t products = 0;  // products with something to multiply
   int64_t tiles = 0;     // 128 x 128 tiles in all results
@@ -20,10 +20,10 @@ struct GroupSize {
   }
 };
 
-// A product with fewer tiles than the GPU runs at once leaves multiprocessors idle, and so does the
-// last wave of a larger product; a concurrent product can fill them. If every product has many
-// waves, nothing is gained, and concurrent products would compete for the caches. `most`: at least
-// 1.
+// Returns the number of streams, from 1 to `most`. A GEMM with fewer tiles than the GPU runs at
+// once leaves multiprocessors idle, and so does the last wave of a larger GEMM; a concurrent GEMM
+// can fill them. If every GEMM has many waves, concurrency gains nothing, and concurrent GEMMs
+// would compete for the caches.
 inline int choose_lanes(const GroupSize& group, int multiprocessors, int most) {
   constexpr int64_t kManyWaves = 16;
   if (group.products < 2) return 1;

@@ -1,4 +1,5 @@
-// Kernels of the router's auxiliary loss. The order of each sum depends on the shape only.
+// Kernels of the router's auxiliary loss. Every sum is computed in an order that depends only on
+// the shape.
 #pragma once
 
 #include "common/element.cuh"
@@ -29,8 +30,9 @@ struct Counts {
   }
 };
 
-// Adjacent threads of a block process runs of kGroup experts of a row; further threads process
-// further rows.
+// The division of a [tokens, experts] matrix among the threads of a block: `across` adjacent
+// threads process the runs of kGroup experts of one token, and the next `across` threads those of
+// another token.
 struct LossShape {
   int64_t tokens, experts;
   int across;  // threads that cover the runs of a row

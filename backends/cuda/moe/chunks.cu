@@ -56,15 +56,15 @@ struct ChunkTable {
   int64_t *first, *start;
   int32_t* taken;
 
-  // The chunk's number of rows inside the tensor. Invalid sizes count as 0.
+  // Returns the number of a chunk's rows that lie inside the tensor. Invalid sizes count as 0.
   __device__ int64_t size(int64_t chunk) const {
     return min(first[chunk + 1], rows) - min(first[chunk], rows);
   }
   __device__ bool is_chunk(int64_t i) const { return i >= 0 && i < count; }
 };
 
-// Launched as one block. Records invalid values and clamps the table, so that no row index is out
-// of bounds.
+// Fills the ChunkTable. Launched as one block. Records invalid values and clamps the offsets, so
+// that no row index is out of bounds.
 __global__ void __launch_bounds__(kTableThreads)
     chunk_table_kernel(ChunkTable t, ValueErrorSink errors) {
   block_offsets(
@@ -163,7 +163,7 @@ void gather_rows(const te_fl_context& ctx, const te_fl_tensor* input, const int3
 
 // ---- calls
 
-// The parts of the workspace, in bytes.
+// Sizes in bytes of the three arrays in the workspace.
 struct ChunkSpace {
   size_t offsets, taken, sources;
   explicit ChunkSpace(const te_fl_moe_sort_chunks_fwd_args& a) {

@@ -1,5 +1,5 @@
-// Kernels that first collect the rows of a token and then move them. With a map made from a mask,
-// most entries of a token have no row.
+// Kernels that first list the rows that the map assigns to a token and then sum or scale them. In a
+// map that was made from a mask, most entries of a token have no row.
 #pragma once
 
 #include "moe/rows.cuh"
@@ -21,7 +21,7 @@ struct OneElement {
 template <class T, bool kWhole>
 using RawPiece = std::conditional_t<kWhole, Pack<T>, OneElement<T>>;
 
-// 64 map entries of a token, two in each lane of a warp.
+// 64 row_id_map entries of a token, two in each lane of a warp.
 struct TokenRows {
   int32_t row[2];
 
@@ -32,7 +32,7 @@ struct TokenRows {
       row[h] = s < m.each ? m.map[s * m.tokens + token] : -1;
     }
   }
-  // Sets invalid rows to -1. Records an error for them if `notes`.
+  // Sets invalid entries to -1. If `notes`, records an error for them.
   __device__ void check(const PermutedRows& m, int64_t token, int64_t first, bool notes) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -42,7 +42,8 @@ struct TokenRows {
       row[h] = -1;
     }
   }
-  // Bit i is set if entry i has a row. All lanes must call there() and row_of().
+  // Returns a bit mask: bit i is set if entry i has a row. All lanes must call there() and
+  // row_of().
   __device__ uint64_t there() const {
     const uint64_t high = __ballot_sync(0xFFFFFFFFu, row[1] >= 0);
     return high << 32 | __ballot_sync(0xFFFFFFFFu, row[0] >= 0);
@@ -52,9 +53,9 @@ struct TokenRows {
   }
 };
 
-// Variant of sum_rows_kernel for wide rows and for tokens with many map entries. A warp sums parts
-// of rows, and prefetches the map entries of its next part. Each thread has four loads in flight:
-// two pieces of two rows.
+// Variant of sum_rows_kernel (rows.cuh) for wide rows and for tokens with many map entries. A warp
+// sums a range of columns of a token's rows, and prefetches the map entries of its next range. Each
+// thread has four loads in flight: two vectors of two rows.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads, 4)
     sum_listed_rows_kernel(const T* input, PermutedRows m, T* output, RowPieces p, int64_t cols) {
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 constexpr int64_t kMostListed = 1024;  // map entries of a token; each takes 3 words of shared
                                        // memory, plus the dot products
 
-// A token's rows in the order of the map, in shared memory of the block.
+// Lists of a token's rows in the order of the map, in the block's shared memory.
 struct RowList {
   int32_t* rows;   // [each]; `count` entries are used
   float* weights;  // shape [each]; the weights of `rows`
@@ -131,8 +132,8 @@ struct RowList {
   __device__ RowList(int32_t* memory, int64_t each)
       : rows(memory), weights(reinterpret_cast<float*>(memory + each)), place(memory + 2 * each) {}
 
-  // Fills the lists and returns the number of rows. Omits invalid rows, and records an error for
-  // them if `notes`. All threads of the block must call it.
+  // Fills the lists and returns the number of rows. Omits invalid rows and, if `notes`, records an
+  // error for them. All threads of the block must call it.
   __device__ int fill(const PermutedRows& m, int64_t token, bool notes) const {
     __shared__ int count;
     const int lane = static_cast<int>(threadIdx.x);
@@ -155,7 +156,8 @@ struct RowList {
 };
 inline size_t row_list_bytes(int64_t each) { return static_cast<size_t>(each) * 12; }
 
-// Shared memory: a RowList, followed by one float per map entry and warp if grad_probs is not NULL.
+// Dynamic shared memory: a RowList and, if grad_probs is not NULL, one float per map entry and
+// warp.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
     unpermute_gradient_kernel(const T* grad_output, const T* fwd_input, PermutedRows m,

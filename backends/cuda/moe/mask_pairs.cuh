@@ -17,7 +17,8 @@ constexpr int kPlaceThreads = 512;
 // Independent loads per thread, so that they are in flight together. Indices past the end are
 // clamped to the last one.
 constexpr int kLoads = 16;
-constexpr int kPiece = 64;  // tokens, and experts, of a piece of the mask in shared memory
+constexpr int kPiece = 64;  // extent, in tokens and in experts, of the square of the mask that is
+                            // copied to shared memory
 
 struct MaskPairs {
   const uint8_t* mask;  // shape [tokens, experts]
@@ -66,8 +67,8 @@ static __global__ void __launch_bounds__(kThreads) count_masked_kernel(MaskPairs
   }
 }
 
-// The outputs for the pairs of a mask. Each pair becomes a row; its probability is copied
-// unchanged.
+// The outputs of the permutation. Each (token, expert) pair of the mask gets a row, and its
+// probability is copied unchanged.
 struct MaskedRows {
   const void* pads;  // shape [experts]; NULL: no padding
   bool wide_pads;
@@ -95,10 +96,11 @@ struct MaskedRows {
   }
 };
 
-// Each of the first m.tiles blocks processes one tile: it writes the map and moves the pairs'
-// probabilities. The other blocks zero the output rows (of `words` words) that have no pair.
-// Dynamic shared memory: `starts` [experts], the row of each expert's first pair, followed by
-// `totals` and `before` [experts]. kChecks: writes no output and only records invalid values.
+// Each of the first m.tiles blocks processes one tile of tokens: it writes row_id_map and copies
+// the pairs' probabilities to their rows. The other blocks zero the output rows (of `words` words)
+// that have no pair. Dynamic shared memory: `starts` [experts], the row of each expert's first
+// pair, followed by `totals` and `before` [experts]. kChecks: writes no output and only records
+// invalid values.
 template <class Word, bool kChecks>
 __global__ void __launch_bounds__(kPlaceThreads)
     place_masked_kernel(MaskPairs m, MaskedRows out, Word* output, int64_t words) {
@@ -116,7 +118,8 @@ __global__ void __launch_bounds__(kPlaceThreads)
   for (int e = static_cast<int>(threadIdx.x) % width; e < m.experts && of_tile < beside;
        e += width) {
     uint32_t all = 0, mine = 0;
-    // Each block starts with another tile, so that they do not all read the same bytes at once.
+    // Each block starts with a different tile, so that the blocks do not read the same addresses at
+    // the same time.
     const auto turned = [&](int k) {
       const int of = min(k, m.tiles - 1) + tile % m.tiles;
       return of < m.tiles ? of : of - m.tiles;
@@ -150,7 +153,8 @@ __global__ void __launch_bounds__(kPlaceThreads)
       if (e < m.experts) {
         const int64_t pad = out.pad(e), least = e > 0 ? out.pad(e - 1) : 0;
         if (tile == 0 && pad < least) note(out.errors, ValueRule::kPadOffset, e, pad, 0, least);
-        // Limits the padding so that the sum does not overflow. Such rows are out of range anyway.
+        // Limits the padding so that the sum does not overflow. Rows beyond the limit are out of
+        // range in any case.
         starts[e] = carry + sum - total + min(pad, int64_t{1} << 62);
       }
       carry += __shfl_sync(0xFFFFFFFFu, sum, 31);
@@ -159,9 +163,9 @@ __global__ void __launch_bounds__(kPlaceThreads)
   __syncthreads();
 
   if (tile < m.tiles) {
-    // Each warp handles every kWarps-th expert of a piece. An expert's tokens are far apart in the
-    // mask, so the piece is copied to shared memory. Its row pitch is an odd number of words, so
-    // the lanes' reads have no bank conflicts.
+    // Each warp handles every kWarps-th expert. An expert's tokens are far apart in the mask, so a
+    // square of the mask is first copied to shared memory. Its row pitch is an odd number of words,
+    // so the lanes' reads have no bank conflicts.
     __shared__ uint8_t piece[kPiece][kPiece + 4];
     constexpr int kEach = kPiece / kWarps;
     const int64_t begin = tile * m.tile, end = min(begin + m.tile, m.tokens);
@@ -174,7 +178,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
         next[i] = e < m.experts ? starts[e] + before[e] : 0;
       }
       for (int64_t first = begin; first < end; first += kPiece) {
-        __syncthreads();  // waits until all threads have read the previous piece
+        __syncthreads();  // waits until all threads have read the previous square
         bool has[kPiece * kPiece / kPlaceThreads];
 #pragma unroll
         for (int i = 0; i < kPiece * kPiece / kPlaceThreads; ++i) {
@@ -212,7 +216,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
     return;
   }
   for (int e = 0; e <= m.experts && !kChecks;
-       ++e) {  // the gap before each expert, and that behind the last
+       ++e) {  // the rows without a pair before each expert's rows and after the last expert's
     const int64_t from = e > 0 ? max(starts[e - 1] + totals[e - 1], int64_t{0}) : 0;
     const int64_t to = e < m.experts ? min(starts[e], out.rows) : out.rows;
     for (int64_t row = from + tile - m.tiles; row < to; row += kGapBlocks) {

@@ -93,7 +93,8 @@ bool whole_packs(int64_t cols, std::initializer_list<const te_fl_tensor*> tensor
   return at % 16 == 0;
 }
 
-// Number of threads of a block that processes a token's row in pieces of `size` elements.
+// Returns the number of threads for a block that processes a row of `cols` elements, `size`
+// elements per thread at once.
 unsigned threads_of_row(int64_t cols, int size) {
   return static_cast<unsigned>(
       std::clamp<int64_t>(round_up(ceil_div(cols, size), 32), 32, kThreads));

@@ -1,4 +1,5 @@
-// The op that permutes tokens by expert as a mask selects them.
+// The op moe_permute_by_mask_fwd: copies each token to the rows of the experts that a mask selects
+// for it.
 #include "common/overlap.hpp"
 #include "common/value_checks.hpp"
 #include "moe/kernel_names.hpp"

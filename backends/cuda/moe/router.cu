@@ -16,8 +16,8 @@ namespace {
 
 constexpr const char* kTooMany = "takes up to 1024 experts, in up to 512 groups";
 
-// Calls f with the number of lanes per token and of experts per lane, for up to kMostExperts
-// experts.
+// Calls f(lanes per token, experts per lane) with compile-time constants that fit `experts`, which
+// is at most kMostExperts.
 template <class F>
 void with_lanes(int64_t experts, F&& f) {
   const auto call = [&]<int kLanes, int kPer>() {

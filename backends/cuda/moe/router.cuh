@@ -12,7 +12,7 @@ namespace te_fl::cuda {
 
 constexpr int kMostExperts = 1024;  // 32 registers in each lane of a warp
 constexpr int kMostGroups = 512;    // their scores are in a block's shared memory
-constexpr int kFewChoices = 2;      // so few experts are chosen faster one by one
+constexpr int kFewChoices = 2;      // up to this many experts are chosen one by one
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 struct RouterShape {
@@ -31,16 +31,16 @@ __device__ inline float sqrt_softplus_of(float x) {
   if (x < -20.0f) return expf(0.5f * x);
   return sqrtf((x < 0.0f ? 0.0f : x) + log1pf(expf(-fabsf(x))));
 }
-// The derivative at x, with y the function's value: sigmoid(x) / (2 y + 1e-20). If sigmoid(x)
-// underflows in FP32, it equals y y.
+// Returns the derivative of sqrt(softplus) at x, where y is the function's value: sigmoid(x) / (2 y
+// + 1e-20). Where sigmoid(x) underflows in FP32, y * y is used in its place.
 __device__ inline float sqrt_softplus_slope(float x, float y) {
   const float divisor = 2.0f * y + 1e-20f;
   return x < -80.0f ? y / divisor * y : logistic_of(x) / divisor;
 }
 __device__ inline float max_or_nan(float a, float b) { return b > a || isnan(b) ? b : a; }
 
-// ---- lanes of a token. All lanes of a warp must call these functions. The tokens of a warp occupy
-// consecutive groups of lanes.
+// ---- functions of the kLanes consecutive lanes that share a token. All lanes of a warp must call
+// these functions.
 
 template <int kLanes>
 __device__ inline int lane_of() {
@@ -65,7 +65,8 @@ __device__ inline uint32_t max_of_lanes(uint32_t v) {
   if constexpr (kLanes == 32) return __reduce_max_sync(kAllLanes, v);
   return over_lanes<kLanes>(v, [](uint32_t a, uint32_t b) { return max(a, b); });
 }
-// The first lane of the token for which `says` is true. There must be one.
+// Returns the index of the first of the token's lanes for which `says` is true. At least one such
+// lane must exist.
 template <int kLanes>
 __device__ inline int first_lane(bool says) {
   if constexpr (kLanes == 1) return 0;
@@ -80,8 +81,8 @@ __device__ inline uint32_t order_of(float v) {
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
-// Returns the expert with the largest key to all lanes and sets its key to 0. If keys are equal,
-// the first expert wins.
+// Returns the token's expert with the largest key, in all lanes, and sets its key to 0. Of equal
+// keys, that of the expert with the lowest index is taken.
 template <int kLanes, int kPer>
 __device__ inline int take_largest(uint32_t (&keys)[kPer]) {
   uint32_t mine = 0;
@@ -103,7 +104,8 @@ __device__ inline int take_largest(uint32_t (&keys)[kPer]) {
   return holder * kPer + at;
 }
 
-// ---- finds a token's largest keys at once: each lane sorts its keys, then lanes merge their lists
+// ---- finds all of a token's largest keys together: each lane sorts its keys, then lanes merge
+// their lists
 
 __device__ inline void sort_two(uint32_t& first, uint32_t& second) {
   const uint32_t larger = max(first, second);
@@ -117,7 +119,7 @@ __device__ inline void sort_eight(uint32_t (&v)[8]) {
 #pragma unroll
   for (const auto& pair : kPairs) sort_two(v[pair[0]], v[pair[1]]);
 }
-// The n-th largest key of a token, 1 <= n <= 8.
+// Returns the n-th largest key of a token, 1 <= n <= 8.
 template <int kLanes>
 __device__ inline uint32_t nth_largest(const uint32_t (&keys)[8], int n) {
   uint32_t top[8];
@@ -173,7 +175,7 @@ __device__ inline float value_of(const float (&values)[kPer], int expert) {
   return kLanes == 1 ? mine : __shfl_sync(kAllLanes, mine, expert / kPer, kLanes);
 }
 
-// Bit j is set if the lane has an expert j.
+// Returns a bit mask: bit j is set if the lane's j-th expert exists.
 template <int kLanes, int kPer>
 __device__ inline uint32_t experts_of_lane(int experts) {
   const int left = experts - lane_of<kLanes>() * kPer;
@@ -182,8 +184,8 @@ __device__ inline uint32_t experts_of_lane(int experts) {
 
 // ---- choice
 
-// Sets the keys outside the best groups to 0. `scores`: shared memory of the token, one word per
-// group.
+// Sets the keys of experts outside the best groups to 0. `scores`: shared memory for the token, one
+// word per group.
 template <int kLanes, int kPer>
 __device__ inline void keep_groups(const RouterShape& r, const float (&judged)[kPer],
                                    uint32_t (&keys)[kPer], uint32_t* scores) {
@@ -201,7 +203,8 @@ __device__ inline void keep_groups(const RouterShape& r, const float (&judged)[k
     if (first == 0) scores[g] = order_of(sum);
   }
   __syncwarp();
-  // A group is kept if fewer than group_topk groups are better, or are equal and come before it.
+  // A group is kept if fewer than group_topk groups have a better score, or an equal score and a
+  // lower index.
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
     const int mine = (first + j) / size;
@@ -265,7 +268,7 @@ struct RowSource {
   int dtype;
   explicit RowSource(const te_fl_tensor& t)
       : data(backend::data<const void>(t)), dtype(dtype_of(t)) {}
-  // Loads a lane's experts of a row; experts past the last become `other`.
+  // Loads the elements of a row for the lane's experts; those past the last expert become `other`.
   template <int kLanes, int kPer>
   __device__ void load(int64_t row, int experts, float other, float (&v)[kPer]) const {
     if (dtype == TE_FL_F32) return load_as<float, kLanes>(row, experts, other, v);
@@ -333,8 +336,8 @@ __device__ inline void scores_row(int function, float (&x)[kPer]) {
   }
 }
 
-// Calls f(token, experts) for the tokens of these lanes. All lanes of a warp make the same number
-// of calls; `experts` is 0 if there is no token left.
+// Calls f(token, experts) for each token that this group of lanes processes. All lanes of a warp
+// make the same number of calls; in calls without a token, `experts` is 0.
 template <int kLanes, class F>
 __device__ inline void for_tokens_of_lanes(const RouterShape& r, F&& f) {
   const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes);
@@ -445,7 +448,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- gradients
 
-// The inputs that contain the choice of experts. The first that is not NULL is read.
+// The inputs that contain the choice of experts: routing map, bit map or indices. The first that is
+// not NULL is read.
 struct ChoiceInputs {
   const uint8_t *map, *bits;
   const void* indices;
@@ -457,7 +461,7 @@ struct ChoiceInputs {
     if (index_bytes == 4) return static_cast<const int32_t*>(indices)[at];
     return static_cast<const int64_t*>(indices)[at];
   }
-  // Bit j is set if the lane's expert j is chosen.
+  // Returns a bit mask: bit j is set if the lane's j-th expert is chosen.
   template <int kLanes, int kPer>
   __device__ uint32_t get(int64_t token, int experts, int topk) const {
     const int lane = lane_of<kLanes>(), bytes = (experts + 7) / 8;
@@ -508,8 +512,8 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Turns g from the gradient of the scores into that of the logits. Sums run over the experts whose
-// bits are set in `counts`; bits past the last expert must be 0.
+// Turns g, the gradient of the scores, into the gradient of the logits. Sums are over the experts
+// whose bits are set in `counts`; bits past the last expert must be 0.
 template <int kLanes, int kPer>
 __device__ inline void gradient_row(int function, bool divides, uint32_t counts,
                                     const float (&saved)[kPer], float (&g)[kPer]) {

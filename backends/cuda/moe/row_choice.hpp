@@ -8,14 +8,15 @@ namespace te_fl::cuda {
 
 constexpr int kAtOnce = 4;  // pieces that a thread loads before it stores the first
 
-// The division of a row into parts. A piece is what a lane loads or stores at once. A part has
-// kAtOnce pieces for each of 2^lanes_log2 lanes, which work on it together, so that they read the
-// row's entry of row_id_map once per part and not once per piece.
+// The division of a row into pieces and parts. A piece is the word that a lane loads or stores with
+// one instruction. A part has kAtOnce pieces for each of 2^lanes_log2 lanes. The row_id_map entry
+// of a row is read once per part instead of once per piece.
 struct RowCut {
   int lanes_log2 = 0;
   int64_t parts = 1;  // number of parts of a row
 };
-// The smallest number of lanes, at most a warp, whose part holds a row of `pieces` pieces.
+// Divides a row of `pieces` pieces. Uses the smallest number of lanes, at most a warp, for which
+// one part holds the row.
 constexpr RowCut cut_of(int64_t pieces) noexcept {
   RowCut cut;
   while (cut.lanes_log2 < 5 && (int64_t{kAtOnce} << cut.lanes_log2) < pieces) ++cut.lanes_log2;
@@ -24,9 +25,9 @@ constexpr RowCut cut_of(int64_t pieces) noexcept {
   return cut;
 }
 
-// True if rows are summed by warps that first list a token's rows: if a row has pieces for two
-// warps, or if a token has many map entries, few of which have a row, as with a map made from a
-// mask.
+// True if the kernel sum_listed_rows_kernel, in which warps first list a token's rows, is used: if
+// a row has enough pieces for two warps, or if a token has many map entries (`each`), of which few
+// usually have a row.
 constexpr int64_t kFewPlaces = 8, kPiecesOfWarps = 64;
 constexpr bool lists_rows(int64_t each, int64_t pieces) noexcept {
   return each > kFewPlaces || pieces >= kPiecesOfWarps;

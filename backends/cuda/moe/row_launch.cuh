@@ -1,4 +1,4 @@
-// Launches over rows that are copied as words of up to 16 bytes, which are numbered consecutively.
+// Divides copies of rows into kernel launches. Rows are copied in words of up to 16 bytes.
 #pragma once
 
 #include <algorithm>

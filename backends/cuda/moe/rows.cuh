@@ -1,4 +1,4 @@
-// Kernels that sum several rows of a token into one, and that move groups of rows.
+// Kernels that sum the rows of a token into one row, and kernels that copy groups of rows.
 #pragma once
 
 #include "common/integers.cuh"
@@ -16,8 +16,8 @@ struct PermutedRows {
   int64_t tokens, each, rows;
   ValueErrorSink errors;
 
-  // The row of map entry s of a token; -1 if it has none or is invalid. Records an invalid entry if
-  // `notes`, which should be true for one thread.
+  // Returns the row in map entry s of a token; -1 if the entry has none or is invalid. If `notes`,
+  // records an invalid entry as an error; `notes` should be true in one thread only.
   __device__ int64_t row(int64_t s, int64_t token, bool notes) const {
     const int64_t at = s * tokens + token, row = map[at];
     if (row >= -1 && row < rows) return row;
@@ -62,7 +62,7 @@ struct RowPiece {
   }
 };
 
-// For tokens with short rows and few map entries. Each thread sums one piece.
+// Sums the rows of each token, for short rows and few map entries. Each thread sums one RowPiece.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
     sum_rows_kernel(const T* input, PermutedRows m, T* output, RowPieces p) {
@@ -129,8 +129,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// For tokens with few map entries. Each block processes one token. `dots` [each, warps of the
-// block] is dynamic shared memory, used if grad_probs is not NULL.
+// Computes the gradients of the permuted rows and of the probabilities, for tokens with few map
+// entries. Each block processes one token. `dots` [each, warps of the block] is dynamic shared
+// memory, used if grad_probs is not NULL.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
     few_rows_gradient_kernel(const T* grad_output, const T* fwd_input, PermutedRows m,

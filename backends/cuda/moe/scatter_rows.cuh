@@ -1,4 +1,4 @@
-// Copies the rows of tokens to the rows that a map assigns to them.
+// The kernel that copies each token's row to the output rows that row_id_map assigns to it.
 #pragma once
 
 #include "moe/row_launch.cuh"
@@ -9,7 +9,8 @@ namespace te_fl::cuda {
 // probability 0, a row of zeros is written instead of the token's row.
 struct PairProbs {
   const void* data = nullptr;  // NULL: the token's row is copied for every pair
-  int bytes = 4;  // per value: F32, F16 or BF16; zero is all bits 0 except the sign
+  int bytes = 4;  // bytes per probability: F32, F16 or BF16. A value is zero if all its bits but
+                  // the sign are 0.
 
   __device__ bool zero(int64_t pair) const {
     if (data == nullptr) return false;
@@ -18,9 +19,9 @@ struct PairProbs {
   }
 };
 
-// Copies the row of each token to all rows that the map [each, tokens] assigns to it. Reads a part
-// of a row once, and the map once per part. kLists: a warp copies one part, and its lanes read the
-// map together.
+// Copies the row of each token to all rows that the map [each, tokens] assigns to it. Reads each
+// part of a row (RowCut) once, and the token's map entries once per part. kLists: a warp copies one
+// part, and its lanes read the map entries together.
 template <class Word, bool kLists>
 __global__ void __launch_bounds__(kThreads)
     scatter_rows_kernel(const Word* input, const int32_t* map, Word* output, RowParts p,

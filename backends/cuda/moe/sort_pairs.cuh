@@ -26,7 +26,7 @@ struct PairIndices {
     const int64_t high = bound == 0 ? int64_t{1} << 31 : bound;
     if (v < low || v >= high) note(errors, ValueRule::kExpert, pair, v, high, low);
   }
-  // A key with the same order as the indices.
+  // Returns an unsigned sort key with the same order as the signed index v.
   __device__ uint32_t key(int64_t v) const {
     return static_cast<uint32_t>(v) ^ (bound == 0 ? 0x80000000u : 0u);
   }
@@ -39,8 +39,8 @@ static __global__ void __launch_bounds__(kThreads) check_experts_kernel(PairIndi
   }
 }
 
-// Loads up to kHeld indices per lane, 32 apart. The loads are independent, so that they are in
-// flight together.
+// Loads up to kHeld indices per lane, with a distance of 32 between them. The loads are
+// independent, so that all are in flight at once.
 constexpr int kHeld = 8;
 template <class T>
 __device__ inline void load_held(const void* indices, int64_t first, int64_t size,
@@ -51,8 +51,8 @@ __device__ inline void load_held(const void* indices, int64_t first, int64_t siz
   }
 }
 
-// The destination of the pairs. The map receives the final rows. Between digits, two lists that are
-// `apart` elements apart hold the pairs.
+// The outputs of the sort. `map` receives the final row of each pair. Between the passes over
+// digits, the pairs are in two lists; the second starts `apart` elements after the first.
 struct PairRows {
   int32_t *lists, *map;  // the map is [each, tokens]
   int64_t apart;
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_pairs_kernel(PairIndices
 
   if (thread == 0) range[0] = 0xFFFFFFFFu, range[1] = 0;
   __syncthreads();
-  // Each warp has a run of consecutive pairs and counts its own digits. Short runs stay in
-  // registers.
+  // Each warp processes a run of consecutive pairs and counts the digits in it. Short runs are kept
+  // in registers.
   const int64_t run = round_up(ceil_div(in.size, kBlocks * kSortWarps), 32);
   const int64_t begin = min((block * kSortWarps + warp) * run, in.size);
   const int64_t end = min(begin + run, in.size);
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_pairs_kernel(PairIndices
       }
       const uint32_t row = starts[digit] + mine[digit] + __popc(peers & ((1u << lane) - 1));
       __syncwarp();
-      if (there && peers >> lane == 1u) mine[digit] += __popc(peers);  // by the last of these lanes
+      if (there && peers >> lane == 1u) mine[digit] += __popc(peers);  // by the last such lane
       if (there && last) out.put(pair, row);
       if (there && !last) to[row] = pair;
       __syncwarp();

@@ -23,7 +23,7 @@ NormDevice device_of(const te_fl_context& ctx) {
           attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device), grants_tiles};
 }
 
-// Computes unquantised outputs of any dtypes in one pass over x.
+// Computes an unquantised output and the statistics in one pass over x, for any dtypes.
 void norm_general_rows(const te_fl_context& ctx, const NormForward& f) {
   const backend::Matrix m = backend::as_matrix(*f.x);
   const auto kernel = m.cols <= kRegisterCols / 4   ? norm_general_rows_kernel<1>
@@ -40,7 +40,7 @@ float* rest_of(const te_fl_context& ctx) {
   return reinterpret_cast<float*>(static_cast<char*>(ctx.workspace) + kStoreWorkspace);
 }
 
-// Writes the statistics, and `sum` if the call has a residual.
+// Writes mu and rsigma and, if the call has a residual, `sum`.
 void forward_statistics(const te_fl_context& ctx, NormForward f, NormKernel kernel) {
   if (kernel == NormKernel::kRowwise) {
     return norm_rowwise(ctx, f, RowTask::kStatistics, rest_of(ctx), nullptr, nullptr);
@@ -58,7 +58,7 @@ void forward_statistics(const te_fl_context& ctx, NormForward f, NormKernel kern
   check_launch("norm_statistics_kernel");
 }
 
-// Writes the statistics and the amax of the result. Returns the amax's address.
+// Writes mu and rsigma and computes the amax of the result. Returns the device address of the amax.
 float* forward_amax(const te_fl_context& ctx, const NormForward& f, NormKernel kernel) {
   auto* found = static_cast<float*>(ctx.workspace);
   check(cudaMemsetAsync(found, 0, sizeof(float), stream_of(ctx)), "cudaMemsetAsync");
@@ -70,7 +70,7 @@ float* forward_amax(const te_fl_context& ctx, const NormForward& f, NormKernel k
   return found;
 }
 
-// Writes the result from statistics that are already computed.
+// Writes the result z. The statistics must already be computed.
 void norm_general(const te_fl_context& ctx, const NormForward& f) {
   store_output(
       ctx, *f.z,

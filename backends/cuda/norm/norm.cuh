@@ -1,5 +1,6 @@
-// Device code shared by the norm kernels: rows in groups of eight elements, statistics that merge
-// without cancellation, and launches of the fused kernels.
+// Device code shared by the norm kernels: access to rows in groups of eight elements, and row
+// statistics that can be merged without cancellation. Also declares the functions that launch the
+// fused kernels.
 #pragma once
 
 #include "common/store.cuh"
@@ -9,29 +10,30 @@
 
 namespace te_fl::cuda {
 
-// The output of a fused forward kernel in addition to the statistics.
+// The result that a fused forward kernel computes in addition to mu and rsigma: none, the amax of
+// z, or z.
 enum class RowTask { kStatistics, kAmax, kStore };
 
 // Each function supports the calls for which choose_norm() (norm_choice.hpp) selects it, and
 // enqueues on the stream of `ctx`.
 //
-// Keeps whole rows in registers. Computes the statistics, the amax of the result, or the result,
-// unquantised or as row-wise codes with per-tensor scaling. `rest`: receives the mean minus its
-// FP32 rounding mu; may be NULL.
+// Keeps entire rows in registers. Computes the statistics and, depending on `task`, the amax of the
+// result or the result, either unquantised or as row-wise FP8 with per-tensor scaling. `rest`:
+// receives the exact mean minus mu, its FP32 rounding; may be NULL.
 void norm_rowwise(const te_fl_context& ctx, const NormForward& f, RowTask task, float* rest,
                   float* amax, const Quantised* out);
-// For 16-bit x with weights of its dtype and without a residual. Computes the statistics, and the
+// Requires a 16-bit x, weights of the same dtype, and no residual. Computes the statistics, and the
 // amax or the unquantised result. `tiles`: receives the per-row values that norm_block128() needs;
 // may be NULL.
 void norm_plain16(const te_fl_context& ctx, const NormForward& f, float4* tiles, float* amax);
-// Writes codes in tiles of 128 x 128, row-wise and column-wise. With 128-element block scaling it
+// Writes FP8 in tiles of 128 x 128, row-wise and column-wise. With 128-element block scaling it
 // reads x once. With current per-tensor scaling (out.found), norm_plain16() has already written its
 // `tiles` to the start of `scratch`. `scratch` must have norm_block128_bytes().
 void norm_block128(const te_fl_context& ctx, const NormForward& f, const Quantised& out,
                    void* scratch);
 size_t norm_block128_bytes(int64_t rows);
-// Writes codes with per-tensor scaling, row-wise and column-wise. Each cluster of blocks holds some
-// rows.
+// Writes FP8 with per-tensor scaling, row-wise and column-wise. Each cluster of thread blocks holds
+// some rows in registers.
 void norm_cluster(const te_fl_context& ctx, const NormForward& f, const Quantised& out);
 bool grants_tiles(int device, const NormCluster& cluster);  // implements NormDevice::grants
 // Computes dx, dgamma and dbeta in two launches. `partials` must have norm_grad_bytes().
@@ -72,21 +74,22 @@ __device__ inline void store_raw(T* p, const Raw<T>& raw) {
   }
 }
 // Asynchronous copies from global to shared memory. Each thread waits for its own copies and reads
-// only what it copied, so no barrier is needed. Each thread has 16 bytes of a piece; a stage
-// consists of the pieces that the thread needs of a row.
+// only what it copied, so no barrier is needed. A piece has 16 bytes per thread of the block; a
+// stage consists of the pieces of one row.
 struct Staged {
   uint4* mine;  // this thread's part of piece 0 of stage 0
   int pieces;   // number of pieces per stage
   __device__ uint4* at(int stage, int piece) const {
     return mine + (stage * pieces + piece) * static_cast<int>(blockDim.x);
   }
-  // The cache policy with which L2 evicts the copied lines first.
+  // Returns the cache policy "evict first" for the L2 cache.
   static __device__ uint64_t first_out() {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
   }
-  // kOnce: the data will not be read again soon, so L2 should rather keep written data.
+  // Starts the copy of eight elements at `from` into a piece. kOnce: the data will not be read
+  // again soon, so L2 evicts it first and keeps written data longer.
   template <bool kOnce, class T>
   __device__ void copy(int stage, int piece, const T* from) const {
 #pragma unroll
@@ -176,11 +179,12 @@ __device__ inline void stage_weights(const Source& gamma, const Source& beta, fl
   }
 }
 
-// Statistics of a part of a row: its n elements, and the sums of x - centre and of (x - centre)^2.
+// Statistics of n elements x of a row: the sums of x - centre and of (x - centre)^2.
 struct Moments {
   float centre, sum, squares, n;
 };
-// Statistics of a whole row. The mean is high + rest, so x - mean is (x - high) - rest.
+// Statistics of a row. The mean is high + rest (two floats), so x - mean is computed as (x - high)
+// - rest.
 struct RowStatistics {
   float high, rest, rsigma;
 };
@@ -199,7 +203,8 @@ __device__ inline float two_sums(float a, float b) {
   const float other = __shfl_xor_sync(0xFFFFFFFFu, upper ? a : b, 16);
   return lanes_sum<16>((upper ? b : a) + other);
 }
-// Merges the parts of kLanes adjacent lanes. All of them receive the same result.
+// Merges the Moments of kLanes adjacent lanes into the statistics of a row, which all these lanes
+// receive.
 template <int kLanes>
 __device__ inline RowStatistics merge(const Moments& m, float inverse_cols, float epsilon,
                                       bool centred) {
@@ -220,7 +225,8 @@ __device__ inline RowStatistics merge(const Moments& m, float inverse_cols, floa
   return s;
 }
 
-// The codes of four values; the first is in the lowest byte. NaN becomes 0x7F.
+// Converts four values to FP8 and packs them into a word; the first is in the lowest byte. NaN
+// becomes 0x7F.
 __device__ inline uint32_t encode(const float (&v)[kHalf], bool is_e5m2) {
   return codes_of(v[0], v[1], v[2], v[3], is_e5m2);
 }

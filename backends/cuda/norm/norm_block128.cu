@@ -1,13 +1,14 @@
-// Forward norms that write codes in tiles of 128 x 128, which contain whole 128-element blocks in
-// both directions.
+// Forward norms that write FP8 in tiles of 128 x 128 elements, so that no 128-element scaling block
+// spans two tiles in either direction.
 //
 // With block scaling, one launch computes the statistics of rows and quantises tiles. A slab is 128
-// rows. Blocks draw work items by an atomic ticket. The items of a slab's tiles come some slabs
-// after the items of its rows, so x is read from memory once and the second time from the L2 cache.
-// A tile waits until all row items of its slab are counted as done. These have smaller tickets, so
-// running blocks already hold them and complete them without waiting, however few blocks run at
-// once. With current per-tensor scaling, the statistics are known before the launch and the tiles
-// are independent.
+// rows. There are two kinds of work items: row items compute the statistics of some rows of a slab,
+// and tile items quantise one tile of it. Thread blocks take items in order from an atomic counter
+// (the ticket). A slab's tile items come some slabs after its row items, so x is read from memory
+// once and the second time from the L2 cache. A tile item waits until all row items of its slab are
+// done. There is no deadlock, even if few thread blocks run at once: row items have smaller
+// tickets, so running blocks have already taken them, and row items never wait. With current
+// per-tensor scaling, the statistics are known before the launch and the tiles are independent.
 #include "common/tile_block128.cuh"
 #include "norm/norm_held.cuh"
 
@@ -221,8 +222,8 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     if (threadIdx.x == 0) shared.next = then;
   }
 }
-// Each block quantises one tile, in reverse order, because the L2 cache may still hold the last
-// rows.
+// Each block quantises one tile. Blocks process tiles in reverse order, because the L2 cache may
+// still hold the last rows of x.
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     norm_block128_known_kernel(const __grid_constant__ Block128Args a) {

@@ -1,7 +1,7 @@
 // Chooses the kernels of a layernorm or rmsnorm call: a pure function of the call's metadata and
-// the device's limits, so tests run without a GPU. A kernel has the name of its file:
-// norm_plain16.cu, norm_rowwise.cu, norm_cluster.cu, norm_block128.cu and norm_grad.cu;
-// norm_general.cuh serves all other calls.
+// the device's limits, so tests run without a GPU. Kernels are named after their files:
+// norm_plain16.cu, norm_rowwise.cu, norm_cluster.cu, norm_block128.cu and norm_grad.cu; the kernels
+// of norm_general.cuh support all other calls.
 #pragma once
 
 #include <algorithm>
@@ -21,13 +21,15 @@ struct NormForward {
   float epsilon;
   bool zero_centered;
 };
-// A call of a backward. Absent tensors are NULL. mu NULL: RMS normalisation.
+// A call of a layernorm or rmsnorm backward op. Absent tensors are NULL. mu NULL: RMS
+// normalisation.
 struct NormBackward {
   const te_fl_tensor *dz, *x, *add, *mu, *rsigma, *gamma, *dx, *dgamma, *dbeta;
   bool zero_centered;
 };
 
-// The call that remains once x + residual has been written to `sum`.
+// Returns the equivalent call without a residual, for use after x + residual has been written to
+// `sum`: its x is `sum`.
 inline NormForward summed(NormForward f) {
   if (f.sum != nullptr) f.x = f.sum;
   f.residual = f.sum = nullptr;
@@ -68,12 +70,12 @@ constexpr const char* name_of(NormKernel kernel) noexcept {
 
 struct NormChoice {
   NormKernel result = NormKernel::kGeneral;  // writes z, or dx, dgamma and dbeta
-  // A launch before `result` that finds the statistics of the rows (and their sum with the
-  // residual). With `amax`, it also finds the amax of the result for current scaling.
+  // The kernel of a launch before `result` that computes the statistics of the rows and, with a
+  // residual, `sum`. If `amax`, it also computes the amax of the result for current scaling.
   NormKernel first = NormKernel::kNone;
   bool amax = false;
-  // Reason for `result`: the calls that it is for, or why a preferred kernel cannot serve this
-  // call. Static text.
+  // Reason for `result`: the kind of call that it is for, or why a preferred kernel does not
+  // support this call. Static text.
   const char* reason = "";
 
   std::string text() const {
@@ -119,7 +121,8 @@ inline const char* refuse_shape(const backend::Matrix& m, int64_t most_cols) {
   if (m.cols > most_cols) return "rows of too many elements";
   return nullptr;
 }
-// `held`: bytes of a kernel's static shared arrays.
+// Returns why a block cannot have `wanted` bytes of dynamic shared memory; NULL if it can. `held`:
+// bytes of the kernel's static shared arrays.
 inline const char* refuse_shared(const NormDevice& device, int64_t wanted, int64_t held) {
   const int64_t granted = std::min(device.shared_memory - held, kMostShared);
   return wanted > granted ? "a row does not fit this GPU's shared memory" : nullptr;
@@ -220,7 +223,7 @@ inline const char* refuse_cluster(const NormForward& f, const NormDevice& device
 
 // ---- norm_general.cuh
 
-// longest row that a block can hold and so read only once
+// the longest row that a block can hold in registers, and so reads only once
 constexpr int64_t kRegisterCols = 256 * kGroupSize * 4;
 inline NormChoice general(const NormForward& f, const NormDevice& device, const char* reason) {
   const backend::Matrix m = backend::as_matrix(*f.x);
@@ -238,7 +241,8 @@ inline NormChoice general(const NormForward& f, const NormDevice& device, const 
 
 // ---- results by scaling mode
 
-// Returns why a call whose scale or amax is known cannot use the fused kernels that write codes.
+// Returns why a call whose scale or amax is known cannot use the fused kernels that write FP8; NULL
+// if it can.
 inline const char* refuse_codes(const NormForward& f, const NormDevice& device) {
   return columns(*f.z) != nullptr ? refuse_cluster(f, device)
                                   : refuse_rowwise(f, Task::kCodes, device);

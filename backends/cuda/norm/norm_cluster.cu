@@ -1,7 +1,7 @@
-// Forward norms with per-tensor scaling in both directions, reading x once. A cluster of blocks
-// holds some whole rows in registers and merges the statistics of their parts through distributed
-// shared memory. It writes row-wise codes directly, and column-wise codes after a transposition in
-// shared memory.
+// Forward norms with per-tensor scaling that write row-wise and column-wise FP8 and read x once. A
+// cluster of blocks holds some rows in registers, each block a range of their columns, and merges
+// the blocks' statistics through distributed shared memory. Row-wise FP8 is written directly,
+// column-wise FP8 after a transposition in shared memory.
 #include <cooperative_groups.h>
 #include <math_constants.h>
 
@@ -16,7 +16,7 @@ namespace {
 constexpr int kTileWarps = 8, kTileThreads = kTileWarps * 32;
 constexpr int kWarpRows = 4, kClusterTileRows = kTileWarps * kWarpRows;
 using norm_choice::kMostBlocks;
-constexpr int kColumnPieces = kClusterTileRows / 16;  // 16-byte pieces of codes per column of a tile
+constexpr int kColumnPieces = kClusterTileRows / 16;  // 16-byte vectors of FP8 per tile column
 
 struct ClusterArgs {
   const void *x, *residual;
@@ -30,7 +30,7 @@ struct ClusterArgs {
   bool centred;
 };
 
-// Sums each v[r] over the warp. Lane l receives the sum of row l / 8.
+// Sums each v[r] over the warp. Lane l returns the sum of v[l / 8].
 __device__ inline float sum_rows(const float (&v)[kWarpRows]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const bool upper = (lane & 16) != 0, odd = (lane & 8) != 0;
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
 #pragma unroll
         for (int i = 0; i < kHalf; ++i) sum[r] += v[i];
       });
-      m.centre = __fdividef(sum_rows(sum), m.n);  // needs only to be near the mean
+      m.centre = __fdividef(sum_rows(sum), m.n);  // need not be exact, only near the mean
 #pragma unroll
       for (int r = 0; r < kWarpRows; ++r) centre[r] = of_row(m.centre, r);
     }
@@ -178,15 +178,16 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
     if (a.centred) m.sum = sum_rows(sum);
     m.squares = sum_rows(squares);
 
-    // Parts of every block, [parity, block, row]. The previous writes with this parity are two
-    // barriers ago.
+    // The Moments of every block of the cluster, in an array [parity, block, row]. Two barriers
+    // separate writes with the same parity.
     float4* const mine = parts + parity * a.blocks * kClusterTileRows + my_row;
     for (int to = lane % 8; to < a.blocks; to += 8) {
       *cluster.map_shared_rank(mine + rank * kClusterTileRows, to) =
           make_float4(m.centre, m.sum, m.squares, m.n);
     }
     cluster.sync();
-    // Lane l merges the parts l % 8 and l % 8 + 8 of its row. Absent parts are empty.
+    // Lane l merges the Moments of blocks l % 8 and l % 8 + 8 for its row. Those of blocks that do
+    // not exist are empty.
     float4 p = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (lane % 8 < a.blocks) p = mine[lane % 8 * kClusterTileRows];
     m = {p.x, p.y, p.z, p.w};
@@ -248,7 +249,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
       }
     }
     __syncthreads();
-    // The barrier of the next rows separates these reads from later writes.
+    // The barrier in the next iteration separates these reads from later writes.
     const uint32_t* words = reinterpret_cast<const uint32_t*>(memory + Memory::kTurned);
     for (int i = thread; i < groups * kGroup * kColumnPieces; i += kTileThreads) {
       const int c = i / kColumnPieces, piece = i % kColumnPieces;

@@ -1,6 +1,6 @@
 // The general norm kernels, for all calls that the fused kernels (norm.cuh) do not support: any
-// dtypes and sizes. The statistics take two passes in FP32, the second of which corrects the mean.
-// Sums over rows have two stages, in a fixed order. Included by norm.cu only.
+// dtypes and sizes. The statistics are computed in two passes in FP32; the second pass corrects the
+// mean. Sums over rows have two stages, in a fixed order. Included by norm.cu only.
 #pragma once
 
 #include "common/store.cuh"
@@ -165,7 +165,7 @@ struct AddPair {
 
 // ---- backward
 
-// The operands of both gradients, with n = (x - mu) rsigma and d = dz g.
+// The operands of the gradients of x and of the weights, with n = (x - mu) rsigma and d = dz g.
 struct Gradient {
   Source dz, x, gamma, add;
   const float *mu, *rsigma;

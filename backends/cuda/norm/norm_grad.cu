@@ -1,12 +1,14 @@
-// The gradients of both norms. One kernel reads every row once, writes dx, and keeps its part of
-// the sums over rows in registers. A second kernel adds the parts in a fixed order.
+// The gradients of layernorm and rmsnorm. One kernel reads every row once, writes dx, and
+// accumulates each block's partial sums of dgamma and dbeta in registers. A second kernel adds the
+// partial sums in a fixed order.
 #include "norm/norm.cuh"
 
 namespace te_fl::cuda {
 namespace {
 
-// Upper bound of the number of blocks, which otherwise is that of the multiprocessors. The scratch
-// size depends only on this bound, because it must be computed without a driver query (rule R10).
+// Upper bound of the number of blocks. (There is otherwise one block per multiprocessor.) The
+// scratch size depends only on this bound, because it must be computed without a driver query (rule
+// R10).
 constexpr int kMostGradBlocks = 256;
 
 struct GradArgs {
@@ -21,8 +23,8 @@ struct GradArgs {
   float inverse_cols, offset;
 };
 
-// As in norm_rowwise.cu, `warps` warps share a row and a block processes several rows. kKept: n and
-// d of a row fit the registers; otherwise they are computed twice.
+// As in norm_rowwise.cu, `warps` warps share a row and a block processes several rows at once.
+// kKept: n and d of a row are kept in registers; otherwise they are computed twice.
 template <class T, int kGroups, bool kLayer, bool kKept, int kStages, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
   constexpr int kWarps = kThreads / 32;
@@ -152,8 +154,8 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
     fetch(stage, row + kStages * step);
   }
 
-  // The block's sums: each slot stores its sum in the memory of the staged rows, then the slots are
-  // added in order.
+  // Adds the sums of the block's slots: each slot stores its sums in the memory of the staged rows,
+  // then the slots' sums are added in order.
   const int count = (kLayer ? 2 : 1) * a.cols;
   float* const partials = a.partials + blockIdx.x * int64_t{count};
   const auto put = [&](float* to) {
@@ -224,7 +226,8 @@ int launch(const te_fl_context& ctx, GradArgs a) {
   const int slots = kWarps / a.warps;
   const int most = std::min(multiprocessors(ctx.device.index), kMostGradBlocks);
   const int blocks = static_cast<int>(std::min<int64_t>(ceil_div(a.rows, slots), most));
-  // Shared memory: gamma, then staged rows, whose memory finally takes the sums of several slots.
+  // Shared memory holds gamma, then the staged rows. At the end, the memory of the staged rows
+  // holds the sums of the slots.
   a.staged = a.cols;
   static_assert(kGroups > 1 || kStages == 2,
                 "the sums of two rows in FP32 fit where two rows were");

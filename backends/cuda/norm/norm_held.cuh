@@ -1,5 +1,5 @@
-// A row that some warps of a block hold in registers in its memory format, four groups of eight
-// elements per thread, and its statistics.
+// Rows that some warps of a block hold in registers, unconverted, with four groups of eight
+// elements per thread; and the computation of their statistics.
 #pragma once
 
 #include "norm/norm.cuh"
@@ -149,14 +149,14 @@ __device__ inline RowStatistics held_statistics(const HeldPlace<kFull>& at, cons
   }
   if (at.lane == 0) parts[at.warp] = make_float4(centre, two, other, n);
   __syncthreads();
-  // Lanes k and k + 16 have part k.
+  // Lanes k and k + 16 read the Moments of the row's k-th warp.
   float4 p = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (at.lane % 16 < at.warps) p = parts[at.slot * at.warps + at.lane % 16];
   return merge<16>({p.x, p.y, p.z, p.w}, shape.inverse_cols, shape.epsilon, shape.centred);
 }
 
-// The values of a row that the tile kernels need: the result is ((x - high) rsigma + shift) gamma +
-// beta.
+// Returns the values (high, rsigma, shift, 0) of a row for the tile kernels, which compute ((x -
+// high) rsigma + shift) gamma + beta.
 __device__ inline float4 for_tiles(const RowStatistics& s) {
   return make_float4(s.high, s.rsigma, -s.rest * s.rsigma, 0.0f);
 }

@@ -1,6 +1,6 @@
-// Forward norms of 16-bit rows. A launch has one block per set of rows (with kAmax, as many blocks
-// as run at once). x and weights are loaded directly into registers; while some blocks compute, the
-// loads of others are in flight.
+// Forward norms of 16-bit rows. Each block processes as many rows as its warps hold (with kAmax,
+// only as many blocks as run at once are launched, and they loop over rows). x and weights are
+// loaded directly into registers; while some blocks compute, the loads of others are in flight.
 #include "norm/norm_held.cuh"
 
 namespace te_fl::cuda {

@@ -9,7 +9,7 @@ constexpr int kRowWarps = kRowThreads / 32;
 
 struct RowwiseArgs {
   const void *x, *residual;
-  void *sum, *z;  // z: dtype of x, or codes
+  void *sum, *z;  // z: dtype of x, or FP8
   Source gamma, beta;
   float *mu, *rest, *rsigma, *amax;
   Quantised q;
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rowwise_kernel(Roww
   float* const g_shared = reinterpret_cast<float*>(dynamic);
   float* const b_shared = g_shared + a.cols;
   constexpr int kEach = static_cast<int>(sizeof(T) / 2);  // number of 16-byte pieces per group
-  // The fastest choice by measurement.
+  // This choice was the fastest in measurements.
   constexpr bool kOnce = kGroups <= 2 && (kResidual || !kCodes);
   const Staged staged{
       reinterpret_cast<uint4*>(g_shared + (a.weighs ? 2 * a.cols : 0)) + threadIdx.x,
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rowwise_kernel(Roww
   };
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) fetch(stage, row + stage * step);
-  // Number of elements of part k of a row.
+  // Returns the number of elements of a row that the k-th of its warps holds.
   const auto size_of = [&](int k) {
     int n = 0;
 #pragma unroll
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rowwise_kernel(Roww
       if (lane == 0) centre_sum[parity][warp] = make_float2(centre, mine);
       if (lane == 16) squares[parity][warp] = mine;
       asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "r"(32 * a.warps) : "memory");
-      // Lanes k and k + 16 have part k.
+      // Lanes k and k + 16 read the statistics of the row's k-th warp.
       const int k = lane % 16;
       Moments m{0.0f, 0.0f, 0.0f, 0.0f};
       if (k < a.warps) {

@@ -1,4 +1,5 @@
-// Shared by both Adam kernels: the update of one element, and accesses to four elements.
+// Device code shared by the Adam kernels with and without FP8 parameters: the update of one
+// element, and loads and stores of four elements.
 #pragma once
 
 #include "common/store.cuh"
@@ -9,8 +10,8 @@ namespace te_fl::cuda {
 struct Adam {
   float lr, beta1, beta2, less1, less2, epsilon, weight_decay, correction1, correction2;
   bool l2, corrects;
-  const float* lr_tensor;  // replace lr and the corrections unless NULL
-  const int64_t* step_tensor;
+  const float* lr_tensor;      // replaces lr unless NULL
+  const int64_t* step_tensor;  // its value determines the bias corrections, unless NULL
 
   // Replaces the learning rate and the corrections by the tensors' values. All threads of the block
   // must call it.

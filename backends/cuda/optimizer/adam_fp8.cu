@@ -1,7 +1,7 @@
-// Adam that also writes the FP8 codes of the parameters, row-wise and column-wise. The codes equal
-// those of the op quantize, without reading the parameters again. Blocks process tiles of 128 rows
-// x 64 columns like the tile kernels of quantisation (tile.cuh). One launch covers all tensors of a
-// call if they fit.
+// Adam that also writes the parameters as FP8, row-wise and column-wise. The FP8 data equals that
+// of the op quantize, but the parameters are not read again. Blocks process tiles of 128 rows x 64
+// columns like the tile kernels of quantisation (tile.cuh). One launch covers all tensors of a call
+// if they fit.
 #include <algorithm>
 
 #include "common/overlap.hpp"
@@ -17,14 +17,14 @@ struct Item {
   const void* grads;
   void* params;
   float *m, *v, *master;    // master may be NULL
-  uint8_t *rows, *columns;  // codes; one of them may be NULL
+  uint8_t *rows, *columns;  // FP8 data; one of them may be NULL
   float *scale_inv, *column_scale_inv, *amax;
   const float* scale;
   int64_t row_count, col_count;
   unsigned first_block;
   int8_t grad_dtype, param_dtype;
   bool is_e5m2;
-  bool aligned;  // four elements and sixteen codes can be accessed as vectors
+  bool aligned;  // vectors of four elements and of sixteen FP8 bytes can be used
 };
 constexpr int kFew = list_choice::kFewCodes, kMany = list_choice::kManyCodes;
 template <int kCapacity>
@@ -36,7 +36,7 @@ struct Items {
 // A thread's position in a tile. Elements 0..7 of a row are two runs of four.
 using At = Place<4>;
 
-// The value of a parameter of this dtype after `v` is stored in it.
+// Returns v rounded to `dtype`, as FP32.
 __device__ inline float as_stored(float v, int dtype) {
   if (dtype == TE_FL_BF16) return to_f32(from_f32<bf16>(v));
   if (dtype == TE_FL_F16) return to_f32(from_f32<fp16>(v));
@@ -124,7 +124,8 @@ __device__ inline void write_row_ones(uint8_t* row, int cols_left, const At& at,
     if (at.col(e) < cols_left) row[at.col(e)] = static_cast<uint8_t>(codes[e / 4] >> e % 4 * 8);
   }
 }
-// Writes staged columns to a [.., m] matrix, byte by byte.
+// Writes the first `count` FP8 columns in shared memory, byte by byte, to a matrix with rows of m
+// bytes.
 __device__ inline void write_column_ones(const uint32_t (*columns)[32], uint8_t* to, int64_t m,
                                          int64_t row0, int count) {
   for (int i = static_cast<int>(threadIdx.x); i < count * kTileRows; i += kThreads) {

@@ -12,7 +12,7 @@ namespace te_fl::cuda {
 
 struct ListChoice {
   const char* kernel;
-  int capacity;  // tensors whose addresses fit the parameters of a launch
+  int capacity;  // maximum number of tensors per launch
   int64_t tensors;
 
   std::string text() const {
@@ -25,8 +25,8 @@ struct ListChoice {
 namespace list_choice {
 
 constexpr int kTensors = 56;  // tensors per launch; they need nearly 4 KB of kernel parameters
-// Items per launch: as many as fit 4 KB of kernel parameters, and as many as fit nearly the maximum
-// of 32 KB.
+// Items per launch: kFew... items fit in 4 KB of kernel parameters, kMany... items in nearly 32 KB,
+// the maximum.
 constexpr int kFewHistories = 80, kManyHistories = 660;
 constexpr int kFewCodes = 32, kManyCodes = 280;
 

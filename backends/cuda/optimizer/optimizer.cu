@@ -1,4 +1,5 @@
-// Optimizers over lists of tensors: one launch processes many tensors, each with a row of blocks.
+// Optimizers over lists of tensors. One launch processes many tensors; each tensor has its own row
+// of blocks in the grid.
 #include "te_fl/ops/optimizer.h"
 
 #include <algorithm>
@@ -121,9 +122,9 @@ void scale(const te_fl_context& ctx, const te_fl_multi_tensor_scale_args& a) {
 
 constexpr int kPartials = 128;
 
-// The block's part of the sum of squares, in FP64, because squares of FP32 range from 2^-298 to
-// 2^256. Uses four chains of additions; all loads of an iteration are in flight before the first
-// addition.
+// Returns the block's partial sum of squares. It is computed in FP64, because squares of FP32
+// values range from 2^-298 to 2^256. Uses four chains of additions; all loads of an iteration are
+// in flight before the first addition.
 template <class T>
 __device__ double sum_of_squares(const T* x, int64_t size) {
   constexpr int kSize = Pack<T>::kSize, kAtOnce = 8;
@@ -172,8 +173,8 @@ __global__ void __launch_bounds__(kThreads)
   partials[int64_t{t} * kPartials + blockIdx.x] = all;
 }
 // Launched as one block. Its warps sum the partials of one tensor each, then the tensors' sums are
-// added. The norm is multiplied by |factor|, because every element was to be multiplied by the
-// factor.
+// added. The norm is multiplied by |factor|, which gives the norm of the tensors multiplied by
+// `factor`.
 __global__ void __launch_bounds__(kThreads)
     norm_kernel(const double* partials, int64_t tensors, const float* factor, float* norm,
                 float* each) {
@@ -224,7 +225,7 @@ size_t norm_workspace(const te_fl_context&, const Args& a) {
 
 // ---- Adam
 
-constexpr int kTurns = 2;  // loads of a thread before it computes
+constexpr int kTurns = 2;                              // loads of a thread before it computes
 constexpr int kChunk = kThreads * kFour * kTurns * 8;  // number of elements per block
 
 __device__ inline bool four_aligned(const Batch& b, int t) {
@@ -234,7 +235,7 @@ __device__ inline bool four_aligned(const Batch& b, int t) {
   return all % 16 == 0;
 }
 
-// Each block processes one chunk of a tensor; `first_block` tells of which tensor.
+// Each block processes one chunk of a tensor, which it finds through Batch::first_block.
 __global__ void __launch_bounds__(kThreads, 4)
     adam_kernel(const __grid_constant__ Batch b, Adam a, const int32_t* noop) {
   if (noop != nullptr && *noop != 0) return;
@@ -282,8 +283,8 @@ __global__ void __launch_bounds__(kThreads, 4)
       }
     }
   }
-  // The remaining elements: those that are left of the thread's fours, or all of an unaligned
-  // tensor.
+  // Processes the remaining elements one by one: those after the last complete group of four, or
+  // all elements of an unaligned tensor.
   for (; i < end; i += kThreads * kFour) {
     for (int64_t j = i; j < i + kFour && j < end; ++j) {
       Source from;
@@ -369,7 +370,7 @@ __global__ void __launch_bounds__(kThreads)
     if (a.momentum != 0.0f) store_group(m_data + i, n, m);
     out.store(i, n, p);
     if (!copies) return;
-    // Copies the parameters as they were rounded.
+    // Copies the parameters as they are stored, that is, after rounding.
     params.load(i, n, p);
     copy.store(i, n, p);
   });

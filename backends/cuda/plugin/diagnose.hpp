@@ -9,7 +9,8 @@
 
 namespace te_fl::cuda {
 
-// Opens the libraries if they are not yet open. `why_no_device`: the reason from enumerate().
+// Reports driver, GPUs and libraries to `findings`. Opens libraries that are not yet open.
+// `why_no_device`: the reason from enumerate().
 void report_surroundings(const std::vector<Device>& devices, const std::string& why_no_device,
                          const te_fl_finding_sink& findings);
 

@@ -21,10 +21,11 @@ te_fl_status run(void*, const te_fl_context* ctx, const void* raw) noexcept {
   });
 }
 
-// The descriptor of one op, which is run by `void F(const te_fl_context&, const Args&)`. Refuses:
-// `Refusal (const Args&)`, `Refusal (const te_fl_context&, const Args&)`, or nullptr if the op
-// supports every call that the schema and the constraints allow. By default the op is marked as
-// deterministic and capturable; the caller may clear these flags.
+// The descriptor of one op, which is run by `void F(const te_fl_context&, const Args&)`. Refuses: a
+// function `Refusal (const Args&)` or `Refusal (const te_fl_context&, const Args&)` that returns
+// why a call is not supported; or nullptr if the op supports every call that the schema and the
+// constraints allow. By default the op is marked as deterministic and capturable; the caller may
+// clear these flags.
 template <class Args, auto F, auto Refuses = nullptr>
 te_fl_op_desc descriptor(const char* op_name) {
   te_fl_op_desc desc;

@@ -15,7 +15,7 @@ namespace te_fl::cuda {
 // since 2.10.
 constexpr int kNcclMinimum = 21000;
 
-struct NcclUniqueId {  // NCCL takes it by value
+struct NcclUniqueId {  // passed to NCCL by value
   char internal[128];
 };
 
@@ -72,16 +72,16 @@ struct Nccl {
   int number = 0;            // result of version(), queried once
   std::string version_text;  // for example "2.28.9"
   std::string path;          // path of the loaded copy
-  // This text must be equal on all ranks: the version and the environment variables by which a
-  // single rank would choose another order of sums, such as "2.28.9 (NCCL_NVLS_ENABLE=0)". The
+  // A text that must be equal on all ranks: NCCL's version, and the environment variables that
+  // change the order of summation if one rank sets them, such as "2.28.9 (NCCL_NVLS_ENABLE=0)". The
   // environment is read once, when the library is opened, so the text does not change while
   // communicators exist.
   std::string compared_text;
   bool switches_are_out = false;  // the variables disable sums in NVLink switches (NVLS)
 };
 
-// The library; NULL if it or a required function was not found, or if it is too old. nccl_missing()
-// then returns the reason and the remedy. Thread-safe.
+// Returns the loaded library, or NULL if the library or a required function was not found or the
+// version is too old. nccl_missing() then returns the reason and the remedy. Thread-safe.
 const Nccl* nccl() noexcept;
 const char* nccl_missing() noexcept;
 

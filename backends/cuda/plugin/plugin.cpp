@@ -81,7 +81,7 @@ Cuda::Cuda(const te_fl_host_api& host)
   entries.wrap(ops);
 }
 
-// cuda.json.in describes the same settings; keep both equal.
+// cuda.json.in describes the same settings; keep it in step with these descriptors.
 constexpr te_fl_setting_desc kAttentionScratch = {
     .type = TE_FL_SETTING_INT,
     .name = "TE_FL_CUDA_ATTENTION_SCRATCH_MB",

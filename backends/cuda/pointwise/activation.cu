@@ -59,7 +59,7 @@ struct ActGate {
 
 struct ClampedGate {
   float limit, alpha, offset;
-  // Minimum and clamp that return NaN for NaN.
+  // high() is a minimum with `limit`, both() a clamp to [-limit, limit]; NaN stays NaN.
   __device__ float high(float x) const { return x > limit ? limit : x; }
   __device__ float both(float x) const { return high(x < -limit ? -limit : x); }
   __device__ float value(float a, float b) const {
@@ -123,7 +123,7 @@ const te_fl_tensor* bias_of(const Args& args) {
     return nullptr;
   }
 }
-// Op: the function that returns the elementwise op of a call.
+// Runs a call. Op: the function that returns the call's elementwise op.
 template <class Args, auto Op>
 void store(const te_fl_context& ctx, const Args& args) {
   store_elementwise<SumsBias<Args>>(ctx, *args.output, Op(args), bias_of(args));

@@ -20,7 +20,7 @@ __device__ inline float fast_reciprocal(float x) {
   return r;
 }
 
-// sigmoid(u), given t = -u log2(e). If the power overflows, it is infinite and its reciprocal is 0.
+// Returns sigmoid(u), given t = -u log2(e). If 2^t overflows to infinity, the result is 0.
 __device__ inline float sigmoid_of(float t) { return fast_reciprocal(1.0f + fast_exp2(t)); }
 __device__ inline float sigmoid(float x) { return sigmoid_of(-kLog2E * x); }
 
@@ -66,8 +66,8 @@ struct Gelu {
     const float y = x * s.plus;
     return {y, fmaf(y, s.minus * fmaf(x2, 3.0f * kCubic * kTwoC, kTwoC), s.plus)};
   }
-  // s + x s (1 - s) u', with 1 - s computed as a difference. For results of at most 16 bits: the
-  // error is at most 4e-6, where s is nearly 1.
+  // Returns the derivative s + x s (1 - s) u', with 1 - s computed as a difference. For results of
+  // at most 16 bits, because the error is up to 4e-6 (where s is nearly 1).
   __device__ static float rough_derivative(float x) {
     const float x2 = fminf(x * x, 1e4f);
     const float s = sigmoid_of(exponent(x, x2)), steep = fmaf(x2, 3.0f * kCubic * kTwoC, kTwoC);

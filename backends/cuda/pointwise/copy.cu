@@ -42,7 +42,7 @@ __device__ double load_double(const void* data, int dtype, int64_t i) {
   source.dtype = dtype;
   return source.at(i);
 }
-// Rounds once, with the same conversion code as the host.
+// Stores v at element i, rounded once to `dtype` with the same conversion code as on the host.
 __device__ void store_double(void* data, int dtype, int64_t i, double v) {
   switch (dtype) {
     case TE_FL_F64:
@@ -106,12 +106,12 @@ __global__ void __launch_bounds__(kThreads)
 bool is_float(int dtype) { return dtype <= TE_FL_F8E8M0; }
 bool is_fast(int dtype) { return dtype >= TE_FL_F32 && dtype <= TE_FL_F8E5M2; }
 
-// The kernel of a copy: if dtypes differ, it converts runs or single elements; otherwise it moves
-// bytes.
+// The kernel of a copy. If dtypes differ: kConvertRuns or kConvert (single elements). If they are
+// equal, bytes are copied: kMemory, kTranspose or kWords.
 enum class CopyWay { kNone, kConvertRuns, kConvert, kMemory, kTranspose, kWords };
 struct CopyChoice {
   CopyWay way = CopyWay::kNone;
-  Nest nest;      // in the form that the kernel needs
+  Nest nest;      // the loop nest for this kernel
   int word = 0;   // kTranspose, kWords: bytes per word
   int dense = 0;  // kTranspose: the input's contiguous dimension
 

@@ -15,8 +15,8 @@ namespace {
 
 constexpr int kGroupsAtOnce = 2;  // groups that a thread has in flight
 
-// Index of the thread's u-th group of eight elements. A block processes kGroupsAtOnce groups per thread;
-// those of a thread are kThreads apart.
+// Index of the thread's u-th group of eight elements. A block processes kGroupsAtOnce groups per
+// thread; those of a thread are kThreads apart.
 __device__ inline int64_t group_of(int u) {
   return (blockIdx.x * int64_t{kGroupsAtOnce} + u) * kThreads + threadIdx.x;
 }
@@ -24,7 +24,7 @@ __device__ inline int elements_of(int64_t group, int64_t size) {
   const int64_t left = size - group * kGroup;
   return left >= kGroup ? kGroup : left > 0 ? static_cast<int>(left) : 0;
 }
-// Mask of the first n bits, one per existing element.
+// Returns a mask of n low bits, one for each element of a group of n elements.
 __device__ inline uint32_t existing(int n) { return n == kGroup ? 0xFFu : (1u << n) - 1u; }
 
 template <class T>
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// For tensors with any combination of dtypes.
+// Computes the op add for any combination of dtypes.
 __global__ void __launch_bounds__(kThreads)
     add_mixed_kernel(Source a, Source b, Target out, uint8_t* mask, int64_t size, float factor,
                      DropoutStream stream) {
@@ -181,8 +181,8 @@ void add(const te_fl_context& ctx, const te_fl_add_args& args) {
     const T *a = backend::data<const T>(*args.a), *b = backend::data<const T>(*args.b);
     T* out = backend::data<T>(*args.output);
     const auto kernel = mask != nullptr ? add_kernel<T, true> : add_kernel<T, false>;
-    kernel<<<dropout_blocks(size), kThreads, 0, stream_of(ctx)>>>(a, b, out, mask, size, factor, random,
-                                                             choice.aligned);
+    kernel<<<dropout_blocks(size), kThreads, 0, stream_of(ctx)>>>(a, b, out, mask, size, factor,
+                                                                  random, choice.aligned);
   });
   check_launch("add");
 }

@@ -40,7 +40,8 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// heads[row] must be -1 initially. next[i] becomes the position that was linked before position i.
+// Links the positions of each table row into a list. heads[row], which must be -1 initially,
+// becomes the list's first position, and next[i] the position after position i.
 static __global__ void __launch_bounds__(kThreads)
     link_kernel(Integers indices, int64_t positions, int64_t rows, int32_t* heads, int32_t* next,
                 ValueErrorSink errors) {
@@ -76,8 +77,8 @@ __device__ inline void add_positions(const RowSums& s, const int32_t* list, int 
   }
 }
 
-// Finds the positions in [first, first + 4 kThreads) that look up `row`. Writes them in order to
-// `list`, relative to `first`. All threads receive their number.
+// Finds the positions in [first, first + 4 * kThreads) that look up `row`, and writes them in order
+// to `list`, relative to `first`. Returns their number in all threads.
 __device__ inline int find_positions(const RowSums& s, int64_t row, int64_t first, int32_t* list,
                                      int32_t* warp_counts) {
   constexpr int kEach = 4;
@@ -109,8 +110,9 @@ __device__ inline int find_positions(const RowSums& s, int64_t row, int64_t firs
   return total;
 }
 
-// Sorts a list of up to kListed positions; the whole warp calls it. Returns the number of
-// positions, or more than kListed if the list is too long. Each warp has its own `unsorted`.
+// Writes the sorted list of a table row's positions to `list`. Returns the number of positions; if
+// the list has more than kListed positions, returns a number above kListed instead. All lanes of a
+// warp must call it. Each warp has its own `unsorted` buffer.
 __device__ inline int sorted_list(const RowSums& s, int64_t row, int32_t* unsorted, int32_t* list) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   int count = 0;
@@ -130,8 +132,8 @@ __device__ inline int sorted_list(const RowSums& s, int64_t row, int32_t* unsort
   return count;
 }
 
-// Table rows per block. Each of the first kTableRows warps lists the input positions that select one
-// of these rows.
+// Table rows per block. Each of the first kTableRows warps lists the input positions that select
+// one of these rows.
 constexpr int kTableRows = 4;
 
 // Each block processes kTableRows table rows, from row `first` on. `parts` adjacent blocks share

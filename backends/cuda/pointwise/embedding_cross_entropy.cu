@@ -52,8 +52,9 @@ void launch_range(const te_fl_context& ctx, const te_fl_tensor& values, int64_t 
   check_launch("range_kernel");
 }
 
-// The slot in which an op's kernels record values outside [0, extent). The kernels continue after
-// such values. With TE_FL_VALIDATE, this function refuses them before anything is written.
+// Returns the slot in which an op's kernels record values outside [0, extent); the kernels continue
+// after such values. With TE_FL_VALIDATE, this function checks the values itself and throws before
+// anything is written.
 ValueErrorSink errors_of(const te_fl_context& ctx, const char* op, const te_fl_tensor& values,
                          int64_t extent, const int64_t* ignored = nullptr) {
   const ValueErrorSink errors = value_errors_of(ctx, op);

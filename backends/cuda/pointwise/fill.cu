@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads)
     out[to] = value;
   }
 }
-// The bits of `value` in an integer type. Throws INVALID_ARGUMENT if the type cannot represent it.
+// Returns the bits of `value` as integer type T. Throws INVALID_ARGUMENT if T cannot represent it.
 template <class T>
 uint64_t integer_bits(double value, const char* type) {
   return static_cast<uint64_t>(backend::whole_number<T>(value, type));
@@ -70,7 +70,7 @@ uint64_t bits_of(int dtype, double value) {
   }
 }
 
-// A word that consists of repeated copies of `value`, which has `bytes` bytes.
+// Returns a word that consists of repeated copies of `value`, an element of `bytes` bytes.
 template <class Word>
 Word repeated(uint64_t value, int bytes) {
   Word word;

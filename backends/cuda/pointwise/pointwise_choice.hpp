@@ -81,7 +81,8 @@ inline PointwiseChoice choose_pointwise(const te_fl_embedding_fwd_args& a) noexc
   if (words >= kMostPositions) return {"store", "2^31 pieces of 16 bytes or more"};
   return {"embedding", "rows are copied 16 bytes at a time", true};
 }
-// True if positions are linked into lists by table row. Otherwise each row scans all positions.
+// True if the backward links positions into a list per table row. Otherwise all positions are
+// scanned for each table row.
 inline bool has_lists(const te_fl_embedding_bwd_args& a) noexcept {
   return backend::numel(*a.indices) < pointwise_choice::kMostPositions;
 }
@@ -110,8 +111,9 @@ inline PointwiseChoice choose_pointwise(const te_fl_cross_entropy_bwd_args& a) n
   return {"cross_entropy_gradient of 4 packs", "several blocks may share a row", false, 4};
 }
 
-// `rows`: the tensors that have rows. `half`: columns of the result. `turns`: number of a's columns
-// that alternate with the same number of b's columns.
+// Chooses the kernel of a scaled activation. `rows`: the tensors that are matrices. `half`: columns
+// of the result. `turns`: each input row holds `turns` columns of a, then `turns` columns of b, and
+// so on.
 inline PointwiseChoice choose_scaled(bool forward, std::initializer_list<const te_fl_tensor*> rows,
                                      int64_t half, int64_t turns) noexcept {
   using namespace pointwise_choice;

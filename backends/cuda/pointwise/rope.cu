@@ -33,9 +33,10 @@ Rotation rotation_of(const NamedTable& table, bool interleaved, bool backward, i
   return r;
 }
 
-// Refuses what the host can check: odd lengths, and tables with too few positions even for
-// sequences that start at 0. A kernel checks the integers in device memory and records errors
-// (value_errors.hpp). Positions beyond the table give NaN.
+// Checks a call's positions. Throws for errors that the host can find: odd lengths, and tables with
+// too few positions even for sequences that start at 0. Also launches a kernel that checks the
+// integers in device memory and records errors (value_errors.hpp). Positions beyond the table give
+// NaN.
 void check_positions(const te_fl_context& ctx, const char* op, const Positions& p, int64_t tokens,
                      const NamedTable& first, const NamedTable& second = {}) {
   PositionRules rules{nullptr, p.cu,      p.batch,  p.sbhd ? p.extent0 : p.extent1,
@@ -73,7 +74,7 @@ Positions positions_of(const Args& a) {
 
 // ---- launches
 
-// Fills in the division of work.
+// Copies the division of work from `choice` into the kernel parameter `plan`.
 void divide(RopePlan& plan, const RopeChoice& choice) {
   static_assert(rope_choice::kBlockThreads == kThreads && rope_choice::kPackElements == kGroup &&
                 rope_choice::kMostTokens == kMostTokens);
@@ -197,7 +198,7 @@ void qkv_backward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_backward_
   check_launch("qkv_rope_backward");
 }
 
-// Items of a token are counted in 32 bits.
+// True if a token has too many elements for the kernels' 32-bit item counters.
 bool is_large(int64_t heads, int64_t dim) { return heads * dim >= int64_t{1} << 30; }
 constexpr Refusal kLargeToken = "a token has 2^30 elements or more";
 

@@ -12,8 +12,8 @@
 
 namespace te_fl::cuda {
 
-// One kind of head of a token. `table`: index of the rotation of its first columns; -1: the head is
-// copied.
+// One kind of head of a token (Q, K or V). `table`: index of the angle table that rotates the
+// head's first columns; -1: the head is copied.
 struct RopeHeads {
   int64_t width = 0;
   int table = -1;
@@ -42,7 +42,7 @@ constexpr const char* name_of(RopeKernel kernel) noexcept {
 struct RopeChoice {
   RopeKernel kernel = RopeKernel::kNone;
   bool shared = true;   // a block computes its tokens' angles once, in shared memory
-  bool same = false;    // one table serves Q and K
+  bool same = false;    // Q and K use the same table
   int64_t columns = 0;  // columns of both tables together
   int64_t tokens = 1;   // tokens per block
   int64_t items = 1;    // work items per head; a thread processes one item at once
@@ -71,7 +71,8 @@ inline bool aligned16(const te_fl_tensor& t) noexcept {
   return reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % 16 == 0;
 }
 inline int64_t divided_up(int64_t a, int64_t b) noexcept { return (a + b - 1) / b; }
-// An extent by its index from the end (1 is the last); 1 if the dimension does not exist.
+// Returns the extent of a dimension counted from the end (1 is the last); 1 if the dimension does
+// not exist.
 inline int64_t extent_from_end(const te_fl_tensor& t, int back) noexcept {
   return t.dl.ndim >= back ? t.dl.shape[t.dl.ndim - back] : 1;
 }
@@ -121,8 +122,8 @@ inline RopeProblem rope_problem(const te_fl_rope_rope_args& a) noexcept {
   p.tables[0] = table_of(*a.freqs);
   return p;
 }
-// The problem of packed Q, K and V in `whole`. Args: the argument struct of the packed forward or
-// backward.
+// Returns the problem of a call with packed Q, K and V in `whole`. Args: the argument struct of the
+// packed forward or backward.
 template <class Args>
 RopeProblem rope_problem(const Args& a, const te_fl_tensor& whole, const te_fl_tensor& q,
                          const te_fl_tensor& k, const te_fl_tensor& v) noexcept {

@@ -17,7 +17,7 @@ struct Positions {
   int64_t extent0 = 1, extent1 = 1;  // extents of the tensor's leading dimensions
   bool sbhd = true;
   const int32_t* starts = nullptr;  // start positions by sequence; NULL: 0
-  const int32_t* cu = nullptr;      // thd: prefix sums of whole sequences, batch + 1
+  const int32_t* cu = nullptr;  // thd: cumulative lengths [batch + 1] of the sequences on all ranks
   int64_t batch = 0, cp_size = 1, cp_rank = 0;
 
   __device__ int64_t local(int64_t s, int64_t length) const {
@@ -52,7 +52,8 @@ struct Positions {
   }
 };
 
-// Records the errors in a call's integers. Each thread checks one sequence.
+// Checks a call's start positions and sequence lengths and records errors. Each thread checks one
+// sequence.
 static __global__ void __launch_bounds__(kThreads)
     position_check_kernel(PositionRules rules, ValueErrorSink sink) {
   for (int64_t b = blockIdx.x * int64_t{kThreads} + threadIdx.x; b < rules.batch;
@@ -75,8 +76,8 @@ struct Rotation {
   }
 };
 
-// A head of one token in the input and the output. `table`: index of the rotation; -1: the head is
-// copied.
+// A head of one token in the input and the output. `table`: index of its angle table; -1: the head
+// is copied.
 template <class T>
 struct Head {
   const T* in;
@@ -102,8 +103,8 @@ struct Packed {
   int64_t tokens, groups, q_heads, k_dim, v_dim;
   int64_t width() const { return q_heads * k_dim + k_dim + v_dim; }
 };
-// Converts between the packed tensor and three separate tensors. kIntoPacked: the packed tensor is
-// the target.
+// Converts between the packed tensor and separate Q, K and V. kIntoPacked: the packed tensor is the
+// output.
 template <class T, bool kIntoPacked>
 struct Joined {
   template <bool kConst>
@@ -145,10 +146,11 @@ struct RopePlan {
                                                    // position
   uint32_t columns = 0;                            // columns of both tables together
   bool shared = true;                              // the tables fit in shared memory
-  bool same = false;                               // one table serves Q and K
+  bool same = false;                               // Q and K use the same table
   FastDiv by_items, by_heads, by_columns;
 
-  // Avoids an index that is only known at run time, which would move the plan to local memory.
+  // Uses a conditional instead of rotation[table], because an index known only at run time would
+  // move the plan to local memory.
   __device__ Rotation of(int table) const { return table == 1 ? rotation[1] : rotation[0]; }
   // The rotated columns of a head; 0 for heads that are copied.
   __device__ int columns_of(int table) const {
@@ -163,17 +165,18 @@ struct RopePlan {
   }
 };
 
-// Index of column d in a table that consecutive threads read in runs of eight columns. The first
-// halves of all runs come before the second halves, which avoids bank conflicts.
+// Returns the index of column d in a table in shared memory. kPacked: consecutive threads read runs
+// of eight columns, and the first halves of all runs are stored before the second halves, which
+// avoids bank conflicts.
 template <bool kPacked>
 __device__ inline uint32_t slot_of(uint32_t d, uint32_t columns) {
   if (!kPacked) return d;
   return ((d >> 2 & 1u) * (columns >> 3) + (d >> 3)) * 4 + (d & 3u);
 }
 
-// Cosine and signed sine of column d. y_d = x_d cos - x_partner sin for the first element of a
-// pair, and x_d cos + x_partner sin for the second. The backward is the transposed map, which also
-// holds if a pair's angles differ.
+// Computes the cosine and the signed sine of column d. y_d = x_d cos - x_partner sin for the first
+// element of a pair, and x_d cos + x_partner sin for the second. The backward is the transposed
+// map, which also holds if a pair's angles differ.
 __device__ inline void angle_of(const Rotation& r, int64_t position, int d, float& cosine,
                                 float& sine) {
   if (position >= r.rows) {
@@ -228,7 +231,7 @@ struct PackItem {
     if (place.item < pairs) {
       table = h.table;
       first = place.item * kGroup;
-      second = first + columns / 2;  // correct for interleaved pairs too: any two packs will do
+      second = first + columns / 2;  // also for interleaved pairs: a pack has complete pairs
     } else {
       table = -1;
       const int at = place.item - pairs;
@@ -257,7 +260,7 @@ struct PackItem {
     if (first >= 0) a.store(to + first);
     if (second >= 0) b.store(to + second);
   }
-  // Cosines and sines of the four columns from d. d must be a multiple of 4.
+  // Loads the cosines and sines of columns d to d + 3. d must be a multiple of 4.
   __device__ void angles(const RopePlan& plan, const float* tables, uint32_t which, int d,
                          float4& cosine, float4& sine) const {
     const auto columns = static_cast<uint32_t>(plan.columns_of(table));
@@ -373,7 +376,7 @@ __device__ inline void fill_tables(const RopePlan& plan, const BlockTokens& toke
     if (position < r.rows) sincosf(r.angles[position * columns + d], &sine, &cosine);
     float* at = tables + plan.table_at(which, table);
     at[slot_of<kPacked>(d, columns)] = cosine;
-    // In the backward, a sine belongs to the partner element, negated: see angle_of().
+    // In the backward, the sine is negated and stored for the partner column: see angle_of().
     const auto to = r.backward ? static_cast<uint32_t>(r.partner(static_cast<int>(d))) : d;
     at[columns + slot_of<kPacked>(to, columns)] = r.backward ? -sine : sine;
   }

@@ -1,5 +1,5 @@
-// The positions that a RoPE call needs, and the rules for its integers. Plain C++, used by the
-// kernel that checks them and by tests, which run without a GPU.
+// The rules for the start positions and sequence lengths of a RoPE call. Plain C++: used by the
+// kernel that checks them, and by tests that run without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,9 @@
 
 namespace te_fl::cuda {
 
-// The last position of a sequence with `length` tokens on this rank, relative to its start; -1 if
-// it is empty. A rank holds the chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size.
+// Returns the last position that this rank holds of a sequence with `length` tokens on this rank,
+// relative to the sequence's start; -1 if the sequence is empty. A rank holds the chunks cp_rank
+// and 2 cp_size - 1 - cp_rank of 2 cp_size.
 constexpr int64_t last_position(int64_t length, int64_t cp_size, int64_t cp_rank) noexcept {
   if (length == 0 || cp_size == 1) return length - 1;
   const int64_t chunk = length / 2, first = cp_rank * chunk + chunk - 1;
@@ -17,10 +18,10 @@ constexpr int64_t last_position(int64_t length, int64_t cp_size, int64_t cp_rank
   return first > second ? first : second;
 }
 
-// The integers of a call, and the limits that they must respect.
+// A call's start positions and sequence lengths, and their limits.
 struct PositionRules {
   const int32_t* starts = nullptr;  // start positions by sequence; NULL: 0
-  const int32_t* cu = nullptr;      // thd: prefix sums of whole sequences, batch + 1; or NULL
+  const int32_t* cu = nullptr;      // thd: cumulative global lengths [batch + 1]; else NULL
   int64_t batch = 0;
   int64_t length = 0;  // without `cu`: tokens of each sequence on this rank
   int64_t tokens = 0;  // with `cu`: tokens of the input on this rank

@@ -15,7 +15,8 @@ namespace {
 
 // ---- arithmetic
 
-// The result for (a, b) and its derivatives by a and b. srelu has no b.
+// The value of a gated activation of (a, b) and its derivatives with respect to a and b. srelu has
+// no b.
 struct GateAt {
   float value, by_a, by_b;
 };
@@ -56,8 +57,8 @@ struct ScaledClampedGate {
   __device__ float within(float b) const { return low(b < -limit ? -limit : b); }
 };
 
-// beta tanh(u) with u = x / beta. Uses a series where 1 - exp(-2 |u|) would lose digits, else a
-// quotient.
+// Computes beta tanh(u) with u = x / beta. Uses a series where 1 - exp(-2 |u|) would lose
+// precision, else a quotient.
 struct Bounded {
   bool small;
   float series, power, divisor, dividend;
@@ -103,14 +104,16 @@ struct SituGate {
 
 // ---- kernels
 
-// Rows of `half` results and `width` inputs. `turns`: number of a's columns that alternate with the
-// same number of b's columns. A thread processes `step` columns, which are all in the same run.
+// The shape of a call: `count` rows of `half` results and `width` inputs. An input row alternates
+// between `turns` columns of a and `turns` columns of b. A thread processes `step` columns at once,
+// all in the same run of `turns` columns.
 struct ScaledRows {
   int64_t count, half, width;
   FastDiv turns;
   int step;
 
-  // The index of a's column `col` in an input row. b's column is `turns` further on.
+  // Returns the index in an input row of column `col` of a. The matching column of b is `turns`
+  // columns further on.
   template <class Gate>
   __device__ uint32_t place(uint32_t col) const {
     if constexpr (!Gate::kGated) return col;
@@ -145,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
 // Sums `dot` over the threads of a block. Thread 0 receives the result.
 __device__ inline float block_dot(float dot) {
   __shared__ float dots[kThreads / 32];
-  __syncthreads();  // until the previous sum has been read
+  __syncthreads();  // waits until all threads have read the previous sum
   dot = warp_sum(dot);
   if (threadIdx.x % 32 == 0) dots[threadIdx.x / 32] = dot;
   __syncthreads();
@@ -191,7 +194,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// For rows of one dtype that consist of whole packs. A thread loads two packs before it computes.
+// Kernels for rows of one dtype whose length is a multiple of a pack. A thread loads kPacksAtOnce
+// packs before it computes.
 constexpr int kPacksAtOnce = 2;
 
 template <class T, class Gate>
@@ -293,7 +297,7 @@ auto gate_of(const Args& a) {
   }
 }
 
-// Number of a's columns that alternate with the same number of b's columns.
+// Returns ScaledRows::turns of a call.
 template <class Args>
 int64_t turns_of(const Args& a, int64_t half) {
   int64_t turns = 0;

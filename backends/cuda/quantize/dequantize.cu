@@ -10,8 +10,8 @@ struct Decode {
   const void* scale_inv;
   uint32_t scaling;
   int64_t m, k;
-  bool columnwise;  // codes and scales are those of the column-wise copy
-  bool transposed;  // codes and scales are those of the transposed matrix
+  bool columnwise;  // data and scales are column-wise
+  bool transposed;  // data and scales are those of the transposed matrix
   __device__ const uint8_t* mxfp8_scale(int64_t row, int64_t col) const {
     const auto* codes = static_cast<const uint8_t*>(scale_inv);
     return columnwise ? codes + row / kMxfp8Block * mxfp8_column_pitch(k) + col
@@ -36,9 +36,8 @@ struct Decode {
   }
 };
 
-// Decodes kDecodeRows x kDecodeCols codes per block, four rows of eight codes per thread. kColumns:
-// reads the column-wise copy of MXFP8, in which each column of a thread has one scale for all of
-// the thread's rows.
+// Dequantises kDecodeRows x kDecodeCols elements per block, four rows of eight elements per thread.
+// kColumns: reads column-wise MXFP8, in which all rows of a thread share the scale of a column.
 template <bool kColumns>
 __global__ void __launch_bounds__(kThreads) decode_kernel(Decode in, Target out, unsigned strips) {
   const unsigned step = blockIdx.x / strips, strip = blockIdx.x - step * strips;
@@ -134,7 +133,8 @@ __device__ inline float2 two_codes(uint32_t pair) {
   return __half22float2(__half2(halves));
 }
 
-// Sums the threads' 16 columns each over the block's rows, and stores the partial sums.
+// Sums each column over the block's rows and stores the partial sums. `sum`: the sums of the 16
+// columns that this thread has read.
 __device__ inline void store_sums(float (&sum)[16], const ColumnSums& sums, int64_t col0, int64_t k,
                                   unsigned step) {
   __shared__ float shared[kWarps][128];
@@ -153,8 +153,8 @@ __device__ inline void store_sums(float (&sum)[16], const ColumnSums& sums, int6
   sums.partials[step * k + col0 + thread] = total * sums.scale();
 }
 
-// Transposes tiles of 128 x 128 codes in 16-byte pieces. Sizes and addresses must be multiples of
-// 16. T: the FP8 type, or void without sums.
+// Transposes tiles of 128 x 128 FP8 elements with 16-byte accesses. Sizes and addresses must be
+// multiples of 16. T: the FP8 type, or void if no column sums are computed.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     transpose_tiles_kernel(const uint8_t* in, uint8_t* out, int64_t m, int64_t k, unsigned strips,
@@ -216,7 +216,7 @@ __global__ void transpose_kernel(const uint8_t* in, uint8_t* out, int64_t m, int
     if (row0 + r < m && col0 + c < k) out[(col0 + c) * m + row0 + r] = tile[r][c];
   }
 }
-// A Produce functor that decodes codes to FP32, for column sums.
+// A Produce functor (store.cuh) that converts FP8 to FP32, for column sums.
 struct Codes {
   Source codes;
   int64_t cols;

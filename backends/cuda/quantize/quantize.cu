@@ -1,4 +1,5 @@
-// The ops quantize, bgrad_quantize, cast_to_fp8 (codes without scales) and compute_amax.
+// The ops quantize, bgrad_quantize, cast_to_fp8 (a plain conversion to FP8 without scales) and
+// compute_amax.
 #include "te_fl/ops/quantize.h"
 
 #include "quantize/quantize.cuh"
@@ -34,7 +35,7 @@ size_t bgrad_workspace(const te_fl_context&, const te_fl_bgrad_quantize_args& ar
   return kStoreWorkspace + column_sums_bytes(matrix.rows, matrix.cols);
 }
 
-// ---- codes without scales
+// ---- conversion to FP8 without scales
 
 void cast_to_fp8(const te_fl_context& ctx, const te_fl_cast_to_fp8_args& args) {
   quantize_rows(ctx, *args.input, 0, BareCodes(args).tensor, nullptr);
@@ -46,7 +47,7 @@ Refusal refuse_cast(const te_fl_cast_to_fp8_args& args) {
 
 // ---- amax
 
-// Reads 16-byte pieces; each thread has four in flight.
+// Computes the amax of a contiguous tensor with 16-byte loads; each thread has four in flight.
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads)
     flat_amax_kernel(const uint4* x, int64_t pieces, bool is_half, float* amax) {

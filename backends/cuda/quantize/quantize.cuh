@@ -24,7 +24,8 @@ inline const float* noop_of(const te_fl_tensor* flag) {
   return flag == nullptr ? nullptr : backend::data<const float>(*flag);
 }
 
-// Copies rows of `input`, from first_row on, to `output`.
+// Returns the elementwise op that copies (quantises) rows of `input`, from first_row on, to
+// `output`.
 inline Elementwise<Copy> copy_of(const te_fl_tensor& input, int64_t first_row,
                                  const te_fl_tensor& output) {
   const int64_t cols = backend::as_matrix(output).cols;

@@ -1,6 +1,6 @@
 // Chooses the kernels of the quantisation ops: pure functions of metadata, so tests run without a
-// GPU. run() and describe() both use them. choose_store() (common/store_choice.hpp) names the
-// kernels that write codes. The names are those that a profiler shows.
+// GPU. run() and describe() both use them. The kernels that write FP8 are chosen by choose_store()
+// (common/store_choice.hpp). Kernel names are those that a profiler shows.
 #pragma once
 
 #include <array>
@@ -16,7 +16,8 @@
 
 namespace te_fl::cuda {
 
-// `output` receives the rows of `input` from first_row on; `bias` receives their column sums.
+// Chooses the kernels that quantise the rows of `input` from first_row on to `output` and write
+// their column sums to `bias`.
 inline StoreChoice choose_quantize(const te_fl_tensor& input, int64_t first_row,
                                    const te_fl_tensor& output,
                                    const te_fl_tensor* bias = nullptr) noexcept {
@@ -64,7 +65,8 @@ inline StoreChoice choose_quantize(const QuantizePair& pair) noexcept {
 inline auto pairs_of(const te_fl_multi_tensor_quantize_args& a) {
   return [&a](int64_t i) { return QuantizePair{a.inputs[i], a.outputs[i], 0}; };
 }
-// Returns a function i -> pair. Call it with ascending i; a call with 0 starts again.
+// Returns a function that returns the i-th QuantizePair. Call it with ascending i; a call with 0
+// starts again.
 inline auto pairs_of(const te_fl_split_quantize_args& a) {
   return [&a, at = int64_t{0}, first = int64_t{0}](int64_t i) mutable {
     if (i == 0) at = 0, first = 0;
@@ -89,7 +91,8 @@ inline constexpr std::array<QuantizeKind, 8> kQuantizeKinds{{{false, QuantizeCod
                                                              {true, QuantizeCodes::kTensor, true},
                                                              {true, QuantizeCodes::kBlock, false},
                                                              {true, QuantizeCodes::kMxfp8, false}}};
-// Index of the tensor's kind in kQuantizeKinds; kQuantizeKinds.size() if it needs its own launches.
+// Returns the index of the tensor's kind in kQuantizeKinds, or kQuantizeKinds.size() if list_kernel
+// does not support the tensor, which then has its own launches.
 inline size_t quantize_kind(const QuantizePair& pair) noexcept {
   const StoreChoice choice = choose_quantize(pair);
   if (!choice.tiles()) return kQuantizeKinds.size();
@@ -172,7 +175,7 @@ inline CodesChoice choose_quantize(const te_fl_compute_amax_args& a) noexcept {
   return {true, "flat_amax_kernel", "memory for accesses of 16 bytes"};
 }
 
-inline constexpr int kDecodeRows = 64, kDecodeCols = 128;  // codes per block of decode_kernel
+inline constexpr int kDecodeRows = 64, kDecodeCols = 128;  // elements per block of decode_kernel
 
 inline CodesChoice choose_quantize(const te_fl_dequantize_args& a) noexcept {
   const backend::Matrix m = backend::as_matrix(*a.input);

@@ -1,5 +1,5 @@
-// Quantisation of many tensors. The tile kernels process all tensors of a kind in one launch;
-// tensors that they do not support are processed one by one.
+// Quantisation of lists of tensors. One launch of a tile kernel processes all tensors of a kind
+// (QuantizeKind); tensors that the tile kernels do not support are processed one by one.
 #include "quantize/quantize.cuh"
 #include "te_fl/backend/number_checks.hpp"
 #include "te_fl/ops/quantize.h"

@@ -31,9 +31,9 @@ struct Histories {
   int count;
 };
 
-// Thread (y, t) processes entries y, y + rows, ... of tensor t. Row r receives the value of row r +
-// 1, which another thread may read: in each iteration all reads precede all writes, and later
-// iterations read only rows behind those written.
+// Thread (y, t) processes entries y, y + rows, ... of tensor t. Entry r receives the value of entry
+// r + 1, which may belong to another thread. This is safe: in each iteration all reads precede all
+// writes, and later iterations read only entries after those already written.
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     scale_update_kernel(const __grid_constant__ Histories<kCapacity> all, const float* reduced,
@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kThreads)
     const float reduced_amax = reduced != nullptr ? reduced[h.first + slot0 + t] : 0.0f;
     last = reduced_amax != 0.0f ? reduced_amax : column[0];
   }
-  // Without an amax, neither history nor scale changes. Such threads still take part in the
-  // barriers.
+  // If the latest amax is 0, neither history nor scale changes, but the threads still take part in
+  // the barriers.
   const bool roll = active && last != 0.0f;
   for (int64_t base = 0; base < h.length; base += int64_t{rows} * kAtOnce) {
     float entries[kAtOnce];

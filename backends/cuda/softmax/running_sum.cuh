@@ -13,9 +13,9 @@ __device__ inline float max_nan(float a, float b) {  // NaN if either is NaN
   return r;
 }
 // Reductions over the kLanes consecutive threads that share a row, in a fixed order. All of them
-// receive the result. kLanes is a power of two. If it exceeds 32, it must be the whole block;
-// `parts` then is shared memory of kLanes / 32 floats that no earlier reduction in the same loop
-// iteration has used.
+// receive the result. kLanes is a power of two. If kLanes exceeds 32, it must be the number of
+// threads of the block, and `parts` must be shared memory of kLanes / 32 floats that no earlier
+// reduction in the same loop iteration has used.
 template <int kLanes, class Combine>
 __device__ inline float reduce_lanes(float v, float* parts, Combine combine) {
   constexpr int kInWarp = kLanes < 32 ? kLanes : 32, kWarps = kLanes / kInWarp;
@@ -62,7 +62,7 @@ struct RunningSum {
     sum = fmaf(sum, exp_of(top - next), more);
     top = next;
   }
-  // Combines the threads of a block of kLanes threads. The parts are those of reduce_lanes().
+  // Combines the RunningSums of kLanes threads. top_parts and sum_parts: `parts` of reduce_lanes().
   template <int kLanes>
   __device__ void join(float* top_parts, float* sum_parts) {
     const float all = max_lanes<kLanes>(top, top_parts);

@@ -49,7 +49,7 @@ std::string words_of(const te_fl_context& ctx, const Args& a) {
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
-// Calls f with the row's threads and the packs of T per thread as constants.
+// Calls f with row.threads and the number of packs of T per thread as compile-time constants.
 template <class T, class F>
 void with_row(const SoftmaxRow& row, F&& f) {
   constexpr int kPer = kGroup / Pack<T>::kSize;

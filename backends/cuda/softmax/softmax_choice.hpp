@@ -37,8 +37,8 @@ constexpr const char* name_of(SoftmaxKernel kernel) noexcept {
   return kNames[static_cast<int>(kernel)];
 }
 
-// The division of a row in kRows and kCluster: the threads of a block that share it, and the runs
-// of eight elements per thread.
+// The division of a row in the kernels kRows and kCluster: the number of a block's threads that
+// share a row, and the number of 8-element runs per thread.
 struct SoftmaxRow {
   int threads = 0, runs = 0;
   constexpr int64_t held() const { return int64_t{threads} * runs; }
@@ -85,14 +85,15 @@ inline bool aligned16(const te_fl_tensor& t) noexcept {
   return reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % 16 == 0;
 }
 inline int64_t divided_up(int64_t a, int64_t b) noexcept { return (a + b - 1) / b; }
-// An upper bound of the runs of eight elements that the 16-byte packs of a row of the tensor cover.
+// Returns an upper bound of the number of 8-element runs that the 16-byte packs of a row cover.
 inline int64_t runs_of(const te_fl_tensor& t) noexcept {
   const int64_t keys = backend::as_matrix(t).cols;
   if (keys % kRunElements == 0 && aligned16(t)) return keys / kRunElements;
   return divided_up(keys + kRunElements - 1, kRunElements);
 }
 inline bool is_empty(const te_fl_tensor& t) noexcept { return backend::numel(t) == 0; }
-// The division with the fewest threads that holds `runs` runs; 0 threads if there is none.
+// Returns the division with the fewest threads that can hold a row of `runs` runs; its `threads` is
+// 0 if there is none.
 inline SoftmaxRow row_for(int64_t runs, int64_t element_bytes) noexcept {
   for (const SoftmaxRow& row : kRows) {
     if (row == kWidest && element_bytes != 2) break;
@@ -106,7 +107,7 @@ constexpr int64_t staged_bytes(int64_t runs, int64_t element_bytes) noexcept {
   return (packs + kWideThreads - 1) / kWideThreads * kWideThreads * 16;
 }
 
-// Returns why softmax_streamed cannot serve the call; nullptr if it can.
+// Returns why softmax_streamed does not support the call; nullptr if it does.
 inline const char* refuse_streamed(const SoftmaxForward& f, const SoftmaxDevice& device) {
   const int64_t row_bytes = backend::as_matrix(*f.input).cols * element_bytes(*f.input);
   if (row_bytes > kStreamedBytes) return "rows of more than 64 KiB";

@@ -27,7 +27,7 @@ struct Visible {
       query = row - head * queries;
     }
   }
-  // Number of leading keys that the row sees, apart from the mask.
+  // Returns the number of leading keys that the row sees if the mask tensor is ignored.
   __device__ int64_t count(int64_t row) const {
     if (!causal) return keys;
     int64_t head = 0, query = 0;
@@ -50,8 +50,8 @@ struct Visible {
     }
     return mask + batch * mask_strides[0] + in_batch * mask_strides[1] + query * mask_strides[2];
   }
-  // Bit i is set if key col + i is hidden: masked, before the row's begin, or not among the first
-  // `seen` keys. kSize is 4 or 8.
+  // Returns a bit mask: bit i is set if key col + i is hidden, that is, masked, before the row's
+  // begin, or not among the first `seen` keys. kSize is 4 or 8.
   template <int kSize, class Index>
   __device__ uint32_t hidden(const uint8_t* mask_at, Index col, Index seen) const {
     constexpr uint32_t kAll = (1u << kSize) - 1u;
@@ -73,7 +73,7 @@ struct Visible {
     }
     return bits;
   }
-  // Bit i is set if byte i is not 0.
+  // Returns a bit mask: bit i is set if byte i of `bytes` is not 0.
   __device__ static uint32_t four_bits(uint32_t bytes) {
     return ((__vcmpne4(bytes, 0u) & 0x08040201u) * 0x01010101u) >> 24;
   }

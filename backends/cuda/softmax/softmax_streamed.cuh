@@ -1,8 +1,8 @@
 // Scaled softmax of rows of up to 64 KiB, on GPUs with bulk copies (TMA, compute capability 9.0 and
 // newer).
 //
-// A block is persistent and has three rows in shared memory: one that is being loaded, one that it
-// computes, and one that is being stored.
+// Blocks are persistent. Each has three rows in shared memory: one that is being loaded, one that
+// is being computed, and one that is being stored.
 #pragma once
 
 #include "common/hopper.cuh"

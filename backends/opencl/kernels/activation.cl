@@ -69,7 +69,8 @@ __kernel void act_backward(__global const void* grad, __global const void* x, __
   if (i < n) store(dx, i, TY, load(grad, i, TG) * d_act(load(x, i, TX), 1.0f));
 }
 
-// Sums dx over the rows. Must run before dx is written, because dx may share an input's memory.
+// Computes dbias, the sum of dx over the rows. Recomputes dx, and must run before dx is written,
+// because dx may share an input's memory.
 __kernel void act_bias_gradient(__global const void* grad, __global const void* x,
                                 __global void* dbias, long rows, long cols) {
   const long c = get_global_id(0);
@@ -82,7 +83,7 @@ __kernel void act_bias_gradient(__global const void* grad, __global const void* 
   store(dbias, c, TB, total(&s));
 }
 
-// Minimum and clamp that return NaN for NaN.
+// Minimum with `limit`, and clamp to [-limit, limit]. Both functions return NaN for NaN.
 static float clamp_high(float x, float limit) { return x > limit ? limit : x; }
 static float clamp_both(float x, float limit) { return clamp_high(x < -limit ? -limit : x, limit); }
 

@@ -1,5 +1,5 @@
-// Included before every other kernel file: element dtypes and conversions. Conversions use integer
-// code, so every device gives the same bits.
+// Element dtypes and conversions; prepended to every other kernel file. Conversions use integer
+// arithmetic, so every device gives the same bits.
 #pragma OPENCL FP_CONTRACT OFF
 
 #define F32 1
@@ -51,7 +51,8 @@ static uint round_to(uint magnitude, int m, int bias) {
   return (significand + (1u << (drop - 1)) - 1u + ((significand >> drop) & 1u)) >> drop;
 }
 
-// Saturates. Every NaN becomes 0x7f.
+// Converts x to the FP8 type `type`, rounded to nearest even. Overflow saturates; every NaN becomes
+// 0x7f.
 static uchar encode_fp8(float x, int type) {
   const uint bits = as_uint(x), a = bits & 0x7fffffffu;
   if (a > 0x7f800000u) return 0x7f;
@@ -71,7 +72,8 @@ static ushort encode_bf16(float x) {
   return (ushort)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// `type` is a compile-time constant in all calls, so only one case remains.
+// Loads element i as float. `type` is a compile-time constant in all calls, so the compiler keeps
+// only one case.
 static float load(__global const void* data, long i, int type) {
   switch (type) {
     case F16:
@@ -104,8 +106,8 @@ static void store(__global void* data, long i, int type, float x) {
   }
 }
 
-// Sums and maxima of a row. All GROUP work-items of a group must call them, and all receive the
-// result.
+// Sum and maximum over the work-items of a group. All GROUP work-items must call these functions,
+// and all receive the result.
 #ifdef GROUP
 static float group_sum(__local float* part, float x) {
   const int id = get_local_id(0);
@@ -134,7 +136,7 @@ static float group_max(__local float* part, float x) {  // NaN if any x is NaN
 }
 #endif
 
-// A sum of many terms with compensation of rounding errors (Neumaier).
+// The state of a compensated (Neumaier) summation.
 typedef struct {
   float sum, lost;
 } Sum;
@@ -159,8 +161,8 @@ static uint4 philox(ulong seed, ulong counter) {
   return c;
 }
 
-// Seed and offset of a call. Bit 0 of `at`: *seed_at replaces `seed`; bit 1: *offset_at is added to
-// `offset`. Matches random.hpp.
+// Returns the RNG seed and offset of a call. Bit 0 of `at`: *seed_at replaces `seed`. Bit 1:
+// *offset_at is added to `offset`. random.hpp sets these arguments.
 static ulong2 random_at(ulong seed, ulong offset, __global const ulong* seed_at,
                         __global const ulong* offset_at, uint at) {
   if (at & 1u) seed = *seed_at;
@@ -168,8 +170,9 @@ static ulong2 random_at(ulong seed, ulong offset, __global const ulong* seed_at,
   return (ulong2)(seed, offset);
 }
 
-// Dropout's decisions for elements 8 g to 8 g + 7, as bits; elements from n on get 0. An element is
-// kept if its random word is at least the threshold.
+// Returns dropout's decisions for elements 8 g to 8 g + 7: bit i is set if element 8 g + i is kept.
+// Bits of elements from n on are 0. An element is kept if its random word is at least the
+// threshold.
 static uint keep_bits(long g, long n, ulong seed, ulong offset, ulong threshold) {
   uint bits = 0u;
   for (int half_group = 0; half_group < 2; ++half_group) {

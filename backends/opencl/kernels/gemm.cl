@@ -1,7 +1,7 @@
 // D = epilogue(alpha op(A) op(B) + bias) + residual + beta D. A group computes a TILE x TILE tile
-// of D from slices of SLICE elements of K in local memory; a work-item computes 8 x 8. TA, TB, TD,
-// TBIAS, TOUT, TIN, TRES, TGRAD: dtypes of a, b, d, bias, pre_gelu_out, pre_gelu_in, residual,
-// bias_grad. TRANS_A, TRANS_B: stored transposed.
+// of D from slices of SLICE elements of K in local memory; a work-item computes 8 x 8 elements. TA,
+// TB, TD, TBIAS, TOUT, TIN, TRES, TGRAD: dtypes of a, b, d, bias, pre_gelu_out, pre_gelu_in,
+// residual, bias_grad. TRANS_A, TRANS_B: stored transposed.
 #ifdef WIDE
 #define SLICE 16  // the host defines TILE; VECTORS: rows start at multiples of four elements
 #else
@@ -62,9 +62,11 @@ static void apply_epilogue(float v, long m, long n, __global void* d, __global c
 }
 
 #ifdef WIDE
-// For devices that run work-items in parallel. A group of (TILE / 8)^2 work-items computes TILE x
-// TILE. A work-item computes rows and columns 4 y to 4 y + 3 of both halves, so that a slice's rows
-// are read as whole vectors without bank conflicts. The next slice is loaded meanwhile.
+// The kernel for devices that run work-items in parallel (GPUs). A group of (TILE / 8)^2 work-items
+// computes a TILE x TILE tile. Work-item (i, j) computes rows 4 i to 4 i + 3 of the upper and the
+// lower half of the tile, in columns 4 j to 4 j + 3 of its left and its right half, so that a slice
+// is read in vectors of four without bank conflicts. The next slice is loaded during the
+// computation.
 #define ITEMS (TILE / 8 * TILE / 8)
 #define LINE (TILE + 4)                   // floats from one k to the next
 #define LOADS (TILE * SLICE / 4 / ITEMS)  // vectors of four that a work-item loads, per operand

@@ -11,7 +11,8 @@ static float weight(__global const void* gamma, long c, uint flags) {
 }
 
 #ifdef FORWARD
-// The value that is normalised: x, or the rounded x + residual, read from `sum`.
+// Returns the element that is normalised: x[i] or, with a residual, sum[i], which holds the rounded
+// x + residual.
 static float input_at(__global const void* x, __global const void* sum, long i, uint flags) {
   return flags & HAS_RESIDUAL ? load(sum, i, TS) : load(x, i, TX);
 }
@@ -76,7 +77,8 @@ __kernel void norm_backward(__global const void* dz, __global const void* x,
   }
 }
 
-// One work-item per column. Must run before norm_backward, whose output may share dz's memory.
+// Computes dgamma and dbeta, one column per work-item. Must run before norm_backward, whose output
+// may share dz's memory.
 __kernel void norm_weight_gradients(__global const void* dz, __global const void* x,
                                     __global const float* mu, __global const float* rsigma,
                                     __global void* dgamma, __global void* dbeta, long rows,

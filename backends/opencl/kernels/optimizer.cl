@@ -6,7 +6,7 @@
 #define HAS_STEP 16
 #define HAS_LR 32
 
-// 1 - beta^step without cancellation, because 1 - beta is exact.
+// Returns 1 - beta^step, computed without cancellation; 1 - beta is exact in FP32.
 static float correction(float beta, long step) {
   return -expm1((float)step * log1p(-(1.0f - beta)));
 }
@@ -37,7 +37,7 @@ __kernel void adam(__global const void* grad, __global void* param, __global flo
   store(param, i, TP, p);
 }
 
-// One work-item per tensor: updates its column of the history and its scale.
+// Delayed scaling. Each work-item updates one tensor's column of the amax history and its scale.
 #define MOST_RECENT 1
 #define HAS_REDUCED 2
 __kernel void update_scales(__global float* history, __global float* scales,

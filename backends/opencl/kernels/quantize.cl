@@ -1,5 +1,5 @@
-// Per-tensor FP8. TX: dtype of the values. TY: dtype of the codes or, in dequantize, of the result.
-// `state`: the bits of the amax, then the scale.
+// Per-tensor FP8. TX: dtype of the input. TY: dtype of the output. `state`: two words, the bits of
+// the amax and the scale.
 
 __kernel void amax(__global const void* x, long n, __global uint* state) {
   const int id = get_local_id(0);
@@ -25,7 +25,7 @@ __kernel void amax(__global const void* x, long n, __global uint* state) {
 #define HAS_COLUMN_SCALE_INV 32
 #define HAS_NOOP 64
 
-// One work-item: computes the scale from the amax, and writes amax, scale and scale_inv.
+// Run by one work-item. Computes the scale from the amax, and writes amax, scale and scale_inv.
 __kernel void settle(__global uint* state, __global float* amax, __global float* scale,
                      __global float* scale_inv, __global float* column_scale_inv,
                      __global const float* noop, uint flags, float epsilon, float largest) {
@@ -63,7 +63,8 @@ __kernel void cast(__global const void* x, __global uchar* rows, __global uchar*
   if (flags & HAS_COLUMNS) columns[i % k * m + i / k] = code;
 }
 
-// TX: E4M3 or E5M2. `transposed`: reads the transposed copy [k, m].
+// Dequantises a matrix [m, k]. TX: E4M3 or E5M2. `transposed`: `codes` is the transposed matrix [k,
+// m].
 __kernel void dequantize(__global const void* codes, __global void* y, long m, long k,
                          __global const float* scale_inv, int transposed) {
   const long i = get_global_id(0);
