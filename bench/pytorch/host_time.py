@@ -116,7 +116,7 @@ def run_autocast(device, blocks, calls=1000):
 
 
 def run_linear(device, blocks, backward, calls=200):
-    """Returns {name: microseconds per call}, running the cases in turn, with one autocast around a block's calls, as around a whole training step.
+    """Returns {name: microseconds per call}, running the cases in turn, with one autocast around the calls that are timed together, as around a whole training step.
     Autograd is off if `backward` is false."""
     x = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=backward)
     dy = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)

@@ -293,7 +293,7 @@ bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
   if (!store(layout, args, record)) return false;
   record.hash = hash;
   record.signature = signature;
-  record.shares = true;  // used for a call that replace() does not inspect
+  record.shares = true;  // for an op without a layout, whose tensors replace() cannot compare
   TakeOverSink sink = sink_of(record);
   if (layout.lanes != 0) replace(layout, args, record, sink);
   record.op = layout.number;

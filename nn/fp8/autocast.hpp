@@ -42,8 +42,8 @@ void push_frame(const std::shared_ptr<AutocastFrame>& frame);
 Status pop_frame(const std::shared_ptr<AutocastFrame>& frame,
                  std::optional<bool> updates = std::nullopt);
 std::shared_ptr<AutocastFrame> current_frame();
-// A frame for another thread or a later time. It has the options of `captured` (null: no autocast)
-// and belongs to the same session.
+// A frame with the options of `captured` (null: no autocast), for another thread or for a later
+// run. It belongs to the session of `captured`, or to a new one if that is null.
 std::shared_ptr<AutocastFrame> frame_like(const std::shared_ptr<AutocastFrame>& captured);
 
 // Records whether a training forward of a module on this thread failed. A session whose last

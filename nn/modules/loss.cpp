@@ -53,9 +53,9 @@ Result<Tensor> weighted(const Tensor& weights, const Tensor& value, double alpha
   return rows.view(weights.shape());
 }
 
-// The columns of the look-up table by target (IdTable) for a sharded vocabulary. With them, ops for
-// a complete vocabulary work on one rank's columns. An ignored target gets the number of columns as
-// its id, which is passed as ignore_index.
+// The entries of IdTable for a target in a sharded vocabulary. With them, ops for a complete
+// vocabulary work on one rank's columns of the logits. An ignored target gets the number of these
+// columns as its id, which is passed as ignore_index.
 enum Column : size_t {
   kForward,    // the target's column here; for another rank's target: ignored, so its loss is 0
   kBackward,   // the target's column here; for another rank's target 0, which kWeight cancels

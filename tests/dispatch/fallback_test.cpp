@@ -276,7 +276,7 @@ TEST_F(Fallback, AFailureThatWasMarkedCleanIsAWarning) {
 struct Failing {
   te_fl_status allocate = TE_FL_OK, free = TE_FL_OK, capturing = TE_FL_OK, properties = TE_FL_OK,
                destroy = TE_FL_OK, copy = TE_FL_OK;
-  int failing_copies = 0;   // number of next copies that return `copy`
+  int failing_copies = 0;   // so many of the next copies return the status `copy`
   int refused_streams = 0;  // the next check_stream() calls that return an error
   te_fl_status capturing_once = TE_FL_OK;
   te_fl_device_api api{};

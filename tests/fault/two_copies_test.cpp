@@ -46,8 +46,8 @@ TEST(TwoCopies, DISABLED_OneOfThemGlobal) {
   const char* problem = first(FAULT_GOOD, &manager);
   EXPECT_EQ(problem, nullptr) << problem;
   problem = second(FAULT_GOOD, &manager);
-  // The second driver library's symbols resolve to the global copy of te-fl, in which the plugin is
-  // already loaded: it gets an error, and nothing crashes.
+  // The symbols of the second test library resolve to the global copy of te-fl, in which the plugin
+  // is already loaded. Loading it again is an error, and nothing crashes.
   ASSERT_NE(problem, nullptr);
   EXPECT_NE(std::string(problem).find("ALREADY_EXISTS"), std::string::npos) << problem;
 }

@@ -212,7 +212,8 @@ class PyTorch(unittest.TestCase):
             "assert te.is_fp8_available() in (True, False); assert 'jax' not in sys.modules")
 
     def test_modules_answer_by_transformer_engines_names(self):
-        """Classes answer to Transformer Engine's names, whichever name made the object; pickles contain te-fl's names and load without the alias."""
+        """Classes have Transformer Engine's `__module__`, whether the object was made by te_fl.pytorch or by transformer_engine; pickles contain te-fl's
+        names and load where `transformer_engine` is not te-fl."""
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "layer.pt")
             run(ALIAS + f"""

@@ -924,7 +924,7 @@ class MainGrad(Each):
             y.backward(torch.ones(3, 3))
         y.sum().backward()
         near(self, a.weight.main_grad, plain.weight.grad, 1e-5, "after an error", 1e-5)
-        self.assertFalse([n for n in vars(a.weight) if n.startswith("_te")])  # no attribute of the request stays, which a pickle would contain
+        self.assertFalse([n for n in vars(a.weight) if n.startswith("_te")])  # a pickle would contain such attributes
 
     def test_the_gradient_beside_main_grad(self):
         module = randomise(te.Linear(512, 512, device="cpu", fuse_wgrad_accumulation=True))

@@ -30,7 +30,7 @@ from te_fl.errors import FailedPrecondition  # noqa: E402
 
 
 def calls():
-    """Returns by name: a module, the tensors of a call, and the call."""
+    """Returns {name: (a module, the tensors of a call of it, the function that makes the call)}."""
     def attention(**options):
         return te.DotProductAttention(4, 8, attention_dropout=0.0, **{"qkv_format": "bshd", "attn_mask_type": "no_mask", **options})
 
@@ -229,7 +229,7 @@ class Memory(Each):
         return te.DotProductAttention(4, 8, attention_dropout=0.0, qkv_format="bshd", **arguments), randn(2, 6, 4, 8).requires_grad_()
 
     def test_a_backward_that_is_refused_leaves_the_next_one_right(self):
-        """If one tensor's memory has moved and another tensor is empty when a backward checks them, the backward is refused; after a refill the next
+        """A backward is refused if the program has moved one input's storage and emptied another's. After the program fills that storage again, the next
         backward is right."""
         for node in ("q", "k", "v"):
             grads = []

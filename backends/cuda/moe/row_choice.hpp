@@ -25,10 +25,10 @@ constexpr RowCut cut_of(int64_t pieces) noexcept {
   return cut;
 }
 
-// True if the kernel sum_listed_rows_kernel, in which warps first list a token's rows, is used: if
-// a row has enough pieces for two warps, or if a token has many map entries (`each`), of which few
-// usually have a row.
 constexpr int64_t kFewPlaces = 8, kPiecesOfWarps = 64;
+// True if sum_listed_rows_kernel is used, in which warps first list a token's rows. That is so if a
+// row has enough 16-byte pieces for two warps, or if a token has more than kFewPlaces entries in
+// row_id_map (`each`), most of which usually name no row.
 constexpr bool lists_rows(int64_t each, int64_t pieces) noexcept {
   return each > kFewPlaces || pieces >= kPiecesOfWarps;
 }

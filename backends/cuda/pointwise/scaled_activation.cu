@@ -112,8 +112,8 @@ struct ScaledRows {
   FastDiv turns;
   int step;
 
-  // Returns the index in an input row of column `col` of a. The matching column of b is `turns`
-  // columns further on.
+  // Returns the index in an input row of column `col` of the gate a. The matching column of b lies
+  // turns.divisor columns behind it.
   template <class Gate>
   __device__ uint32_t place(uint32_t col) const {
     if constexpr (!Gate::kGated) return col;

@@ -45,7 +45,8 @@ class OpCall {
   size_t operands() const noexcept { return operands_.size(); }
   size_t results() const noexcept { return results_.size(); }
   // Runs the op on these arrays, all in memory of `device`. The process's policy applies, with the
-  // text's policy on top; policy scopes that Python opened on the calling thread do not apply.
+  // settings in the parsed text on top; policy scopes that Python opened on the calling thread do
+  // not apply.
   Status run(const Array* operands, const Array* results, const Device& device, void* stream);
 
  private:

@@ -36,7 +36,7 @@ def register_targets() -> None:
         _target(op)
 
 
-# The settings of te_fl.policy on this thread, as one line of text. It is part of JAX's trace cache key and of the text of every call.
+# The settings of te_fl.policy on this thread, as one line of text. It is part of JAX's trace cache key and of the attribute that every FFI call has.
 _policy = jax.make_user_context("")
 _held = threading.local()
 
@@ -53,7 +53,7 @@ def _follow(line: str) -> None:
 
 
 def follow_policy() -> None:
-    """Makes this thread's policy scopes, including open ones, part of what is traced inside of them from now on."""
+    """From now on, whatever is traced inside a policy scope of this thread, also one that is open already, includes the scope's settings."""
     _follow(_native.follow_policy(_follow))
 
 

@@ -1,5 +1,5 @@
-"""te_fl.ops for Transformer Engine's tensors. Arguments that are matrices, or have any number of dimensions before the last, accept any contiguous
-tensor, as a matrix over its last dimension. Non-contiguous inputs are copied first. A quantised storage (schemes.py) is read attribute by attribute
+"""te_fl.ops for Transformer Engine's tensors. An argument that is a matrix accepts a tensor of any rank: its last dimension is the columns, the
+others together the rows. Non-contiguous inputs are copied first. A quantised storage (schemes.py) is read attribute by attribute
 at the time of the call, without creating views or caching.
 """
 

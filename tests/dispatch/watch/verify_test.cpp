@@ -531,7 +531,7 @@ TEST_F(Verify, WhatADeviceTellsToTheCopiesReachesTheCaller) {
   ASSERT_OK(devices::remove(device));
 }
 
-// ---- a catalogue call, saved and replayed
+// ---- a call of an op of the specification, saved and replayed
 
 TEST(Replay, ASavedCaseRunsOnAnyImplementation) {
   test::TempFolder folder;

@@ -1,7 +1,7 @@
 // A PrivateUse1 backend for PyTorch on any device that te-fl knows as ext:far:N, for
 // torch_private_device_test.py. Memory, copies, streams and events use the device's own function
-// table; PyTorch's own ops run on host copies. The backend waits only where it must, so that a read
-// without proper synchronisation shows on the device's late queues.
+// table; PyTorch's own ops run on host copies. The backend waits only where it must: the
+// device's queues run late, so a read without synchronisation returns wrong data and is seen.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>

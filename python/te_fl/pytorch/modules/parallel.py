@@ -48,7 +48,7 @@ def marks_of(param: Any) -> Dict[str, Any]:
 
 
 def mark_again(param: Any, marks: Dict[str, Any]) -> None:
-    """Copies marks to a parameter's replacement, except marks that it has already."""
+    """Copies attributes (sequence_parallel and the like) to a parameter's replacement, except those that it has already."""
     for name, mark in marks.items():
         if param is not None and name not in param.__dict__:
             setattr(param, name, mark)

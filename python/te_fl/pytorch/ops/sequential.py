@@ -77,7 +77,7 @@ class Sequential(torch.nn.Module):
         return Sequential(*self, *modules)
 
     def _rows(self) -> List[Any]:
-        """The modules, with consecutive operations grouped into rows."""
+        """The modules in order; consecutive fusible operations are a list."""
         groups: List[Any] = []
         for module in self._modules.values():
             if not isinstance(module, FusibleOperation):
