@@ -26,6 +26,9 @@ class Elsewhere:
     def __init__(self, tensor):
         self.tensor = tensor
 
+    def numel(self):
+        return self.tensor.numel()
+
     def __dlpack__(self):
         capsule = self.tensor.__dlpack__()
         pointer = ctypes.pythonapi.PyCapsule_GetPointer

@@ -565,8 +565,8 @@ class Interrupts(Each):
             fresh()
             for where in self.points(first):
                 for part in modules[-1].modules():
-                    fused = getattr(part, "_fused", None) or getattr(part, "_fused_in", None)
-                    if hasattr(part, "_loaded") and (part._layers or fused is not None and fused._layers):
+                    fused = [getattr(part, "_fused", None), *getattr(part, "_fused_in", ())]
+                    if hasattr(part, "_loaded") and (part._layers or any(layer is not None and layer._layers for layer in fused)):
                         self.assertEqual(part._loaded, [], where)
                 self.same([first()], [want], where)
                 fresh()
