@@ -604,7 +604,7 @@ for i in range(25):
         for _ in range(400):  # Python drops an interrupt that comes inside a callback of a weak reference
             step()
     except KeyboardInterrupt:
-        pass
+        torch.set_grad_enabled(True)  # PyTorch's own no_grad() leaves it off if the interrupt comes inside its __enter__()
     timer.join()
     step()
 print("goes on")
