@@ -355,6 +355,8 @@ class Errors(unittest.TestCase):
             for x, word in ((randn(8, 2, 32).double(), "64"), (torch.ones(8, 2, 32, dtype=torch.int64), "int64|i64"),
                             (torch.ones(8, 2, 32, dtype=torch.complex64), "complex64|dtype .code 5"),
                             (torch.ones(8, 2, 32, dtype=torch.bool), "bool")):
+                if x.dtype == torch.float64 and name in ("LayerNorm", "RMSNorm"):
+                    continue  # these cast FP64 inputs, as in Transformer Engine
                 with self.subTest(module=name, dtype=x.dtype), self.refused(word):
                     make(device="cpu")(x)
 
@@ -480,7 +482,7 @@ class Errors(unittest.TestCase):
         for name, make in MODULES.items():
             module, x = randomise(make(device="cpu")), input_of()
             want = module(x)
-            for bad in (randn(8, 2, 24), x.double(), None):
+            for bad in (randn(8, 2, 24), x.bool(), None):
                 with self.assertRaises(Exception):
                     with te.autocast(recipe=DelayedScaling()):
                         module(bad)
