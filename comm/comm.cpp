@@ -23,11 +23,11 @@ std::atomic<uint64_t> g_forks{0};
 const core::ForkedChild child(core::LockLevel::kComms,
                               [] { g_forks.fetch_add(1, std::memory_order_relaxed); });
 
-using Reps = std::map<uint64_t, std::weak_ptr<Comm::State>>;
-std::atomic<Reps*> g_reps{nullptr};
+using States = std::map<uint64_t, std::weak_ptr<Comm::State>>;
+std::atomic<States*> g_states{nullptr};
 // The caller holds the mutex.
-Reps& reps() {
-  return core::made_once(g_reps, [] { return new Reps; });
+States& states() {
+  return core::made_once(g_states, [] { return new States; });
 }
 
 }  // namespace
@@ -38,24 +38,24 @@ uint64_t fork_generation() noexcept { return g_forks.load(std::memory_order_rela
 
 void add(const std::shared_ptr<Comm::State>& state) {
   const std::lock_guard lock(mutex);
-  reps()[state->c.id] = state;
+  states()[state->c.id] = state;
 }
 
 void remove(const Comm::State& state) {
   const std::lock_guard lock(mutex);
-  reps().erase(state.c.id);
+  states().erase(state.c.id);
 }
 
 std::shared_ptr<Comm::State> find(uint64_t id) {
   const std::lock_guard lock(mutex);
-  const auto at = reps().find(id);
-  return at == reps().end() ? nullptr : at->second.lock();
+  const auto at = states().find(id);
+  return at == states().end() ? nullptr : at->second.lock();
 }
 
 std::vector<std::shared_ptr<Comm::State>> all() {
   std::vector<std::shared_ptr<Comm::State>> found;
   const std::lock_guard lock(mutex);
-  for (const auto& [id, state] : reps()) {
+  for (const auto& [id, state] : states()) {
     if (auto held = state.lock(); held != nullptr && held->fork_generation == fork_generation())
       found.push_back(std::move(held));
   }

@@ -95,10 +95,10 @@ Status ask_for_abort(Comm::State& state, Clock::time_point waits_since) {
 // Called when there is no communicator any more. Returns true if a communicator was made meanwhile
 // by a thread that found the watchdog running and therefore did not start it.
 bool goes_on() {
-  std::vector<std::shared_ptr<Comm::State>> reps;  // declared first, so freed after the unlock
+  std::vector<std::shared_ptr<Comm::State>> states;  // declared first, so freed after the unlock
   const std::lock_guard lock(watchdog_mutex);
-  reps = all();
-  return g_runs = !reps.empty();
+  states = all();
+  return g_runs = !states.empty();
 }
 
 // Checks one communicator. An exception, for lack of memory or from a program's own store, only
@@ -122,9 +122,9 @@ void watch_one(const std::shared_ptr<Comm::State>& state) try {
 
 // Checks all communicators. False if there are none any more.
 bool watch_all(uint64_t generation) {
-  const std::vector<std::shared_ptr<Comm::State>> reps = all();
-  if (fork_generation() != generation || (reps.empty() && !goes_on())) return false;
-  for (const auto& state : reps) watch_one(state);
+  const std::vector<std::shared_ptr<Comm::State>> states = all();
+  if (fork_generation() != generation || (states.empty() && !goes_on())) return false;
+  for (const auto& state : states) watch_one(state);
   return !core::ends_elsewhere();
 }
 

@@ -132,7 +132,7 @@ class Comm {
   struct State;  // used by the library only
 
  private:
-  explicit Comm(std::shared_ptr<State> rep) noexcept : state_(std::move(rep)) {}
+  explicit Comm(std::shared_ptr<State> state) noexcept : state_(std::move(state)) {}
   std::shared_ptr<State> state_;
 };
 
@@ -150,7 +150,7 @@ class [[nodiscard]] CommGroup {
   TE_FL_API Status end();
 
  private:
-  explicit CommGroup(std::shared_ptr<Comm::State> rep) noexcept : state_(std::move(rep)) {}
+  explicit CommGroup(std::shared_ptr<Comm::State> state) noexcept : state_(std::move(state)) {}
   std::shared_ptr<Comm::State> state_;  // null after end()
 };
 

@@ -213,8 +213,9 @@ std::optional<nn::MovedMemory> Lent::moved() const {
 }
 
 PyObject* Lent::storage_in(const void* begin, int64_t bytes) const {
-  const bool lies = data_ >= begin && data_ < static_cast<const char*>(begin) + bytes;
-  return is_storage_ && lies && !owner_.expired() ? object_ : nullptr;
+  if (!is_storage_ || owner_.expired()) return nullptr;
+  const auto offset = static_cast<const char*>(begin) - static_cast<const char*>(base_);
+  return offset >= 0 && offset + bytes <= bytes_of(object_) ? object_ : nullptr;
 }
 
 void Lent::follow(const nn::MovedMemory& place) {

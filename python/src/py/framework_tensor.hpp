@@ -48,8 +48,8 @@ class Lent {
   void check() const;
   // Records the address that moved() has returned, after the forward's tensors were updated to it.
   void follow(const nn::MovedMemory& place);
-  // Returns a borrowed reference to the tensor's storage if te-fl still keeps the memory and the
-  // tensor lies in these bytes; else null.
+  // Returns a borrowed reference to the tensor's storage if te-fl still keeps the memory and these
+  // bytes lie in the storage; else null.
   PyObject* storage_in(const void* begin, int64_t bytes) const;
   // Throws FAILED_PRECONDITION if an object still refers to the memory's old address.
   void check_followed() const;

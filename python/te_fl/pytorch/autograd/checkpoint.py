@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from te_fl import _native
 from te_fl.pytorch.autograd.saved_parts import saved_in_parts
-from te_fl.pytorch.autograd.torch_checkpoint import ThreadMark, Recomputed, Reentrant, declared, followed, followed_runs, own_runs
+from te_fl.pytorch.autograd.torch_checkpoint import Recomputed, Reentrant, ThreadMark, declared, followed, followed_runs, own_runs
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.runtime import traced
 from te_fl.pytorch.runtime.refuse import refuse

@@ -15,7 +15,6 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 
 from te_fl import _native
-from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.runtime.refuse import integer
 
 __all__ = ["ManualOffloadSynchronizer", "get_cpu_offload_context", "is_cpu_offload_enabled", "mark_activation_offload", "mark_not_offload"]
@@ -55,7 +54,7 @@ class _Segment:
 
     @property
     def emptied(self) -> bool:
-        """True if the program has freed the storage (resize_()). Such a segment cannot be offloaded."""
+        """True if the program has freed the storage (resize_()), which it fills again before the backward. Such a segment is not offloaded."""
         return self.memory.storage_offset() + self.memory.numel() > self.memory.untyped_storage().nbytes()
 
     def to_host(self, host: torch.Tensor, stream: Optional[torch.cuda.Stream]) -> None:
@@ -201,12 +200,10 @@ class _LayerState:
 
     def start_offload(self) -> None:
         self._expect("start_offload_layer", "kept")
-        segments = list(self._segments.values())
-        if any(segment.emptied for segment in segments):
-            raise FailedPrecondition("FAILED_PRECONDITION: get_cpu_offload_context: the program has emptied the storage of an activation that this layer "
-                                     "offloads; fill it again before the layer's offload begins, or leave the layer out of the offload")
         self.state = "offloading"
-        for index, segment in enumerate(segments):
+        for index, segment in enumerate(list(self._segments.values())):
+            if segment.emptied:
+                continue  # the segment stays on the device
             stream = self._owner.stream(segment.device)
             segment.to_host(self._owner.host_memory((self.number, index), segment), stream)
             if stream is not None:
