@@ -145,4 +145,8 @@ CapturedContext::Scope CapturedContext::enter() const {
                                              detail::frame_like(autocast_), updates_));
 }
 
+const void* CapturedContext::awaits_backward_end() const {
+  return updates_->empty() ? nullptr : updates_.get();
+}
+
 }  // namespace te_fl::nn

@@ -233,6 +233,11 @@ void GradientUpdates::put_back(std::vector<PendingUpdate> updates) {
   for (PendingUpdate& update : updates) add(std::move(update));
 }
 
+bool GradientUpdates::empty() const {
+  std::lock_guard lock(mutex_);
+  return pending_.all().empty() && deferred_.ok();
+}
+
 Status GradientUpdates::end() {
   Status deferred;
   {

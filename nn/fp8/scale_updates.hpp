@@ -26,9 +26,11 @@ class GradientUpdates {
   // take() removes and returns the pending updates; put_back() adds them again.
   std::vector<PendingUpdate> take();
   void put_back(std::vector<PendingUpdate> updates);
+  // True if end() would neither update a scale nor return an error.
+  bool empty() const;
 
  private:
-  core::Mutex mutex_{core::LockLevel::kGradientUpdates};
+  mutable core::Mutex mutex_{core::LockLevel::kGradientUpdates};
   PendingUpdates pending_;
   Status deferred_;
 };

@@ -11,7 +11,6 @@
 #include "py/lent_tensor.hpp"
 #include "py/scope.hpp"
 #include "torch/layer.hpp"
-#include "torch/layer_arguments.hpp"
 #include "torch/lent_parameter.hpp"
 #include "torch/process_group.hpp"
 #include "torch/recompute.hpp"
@@ -116,12 +115,12 @@ PyMethodDef g_methods[] = {
     {"layer_parameters", layer_parameters, METH_O,
      "layer_parameters(layer) -> list of (name, shape)"},
     {"layer_forward", fast(layer_forward), METH_FASTCALL,
-     "layer_forward(layer, activation, mode, is_first_microbatch, inputs, parameters, attention, "
-     "random) -> (output, token)"},
+     "layer_forward(call, inputs, parameters, training) -> (output, token)"},
     {"layer_backward", fast(layer_backward), METH_FASTCALL,
      "layer_backward(token, gradient, parameters, main_grads, keep, input_grad) -> (gradients, "
      "gradients)"},
-    {"end_backward", end_backward, METH_O, "end_backward(token)"},
+    {"set_backward_end", set_backward_end, METH_O, "set_backward_end(function(key, end))"},
+    {"set_weight_caches", set_weight_caches, METH_O, "set_weight_caches(thread)"},
     {"set_empty", set_empty, METH_O, "set_empty(function(like, shape, dtype) -> tensor)"},
     {"set_codes_class", set_codes_class, METH_O, "set_codes_class(type)"},
     {"touch", touch, METH_O, "touch(dict)"},
@@ -175,10 +174,8 @@ PyMODINIT_FUNC PyInit__native() {
     Ref module = Ref::take(PyModule_Create(&g_module));
     check(PyModule_AddObjectRef(module.get(), "LentTensor", lent_tensor_class()));
     check(PyModule_AddObjectRef(module.get(), "Scope", scope_class()));
-    const Ref forward = tuple_of_names(ForwardArgument::names);
-    check(PyModule_AddObjectRef(module.get(), "LAYER_FORWARD_ARGUMENTS", forward.get()));
-    const Ref backward = tuple_of_names(BackwardArgument::names);
-    check(PyModule_AddObjectRef(module.get(), "LAYER_BACKWARD_ARGUMENTS", backward.get()));
+    const Ref fields = tuple_of_names(layer_call::field_names);
+    check(PyModule_AddObjectRef(module.get(), "LAYER_CALL", fields.get()));
     return module;
   });
 }

@@ -24,7 +24,7 @@ from te_fl import frameworks
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pytorch", "autograd")
 SOURCE = os.path.join(FOLDER, "node.cpp")
-HEADERS = [os.path.join(FOLDER, name) for name in ("node_objects.hpp", "plain_forward.hpp")]
+HEADERS = [os.path.join(FOLDER, name) for name in ("layer_call.hpp", "node_objects.hpp", "plain_forward.hpp")]
 COMMAND = f"{os.path.basename(sys.executable)} -m te_fl build-node"
 
 

@@ -124,7 +124,7 @@ class Installed(unittest.TestCase):
         sources = [f for f in self.files if f.endswith((".cpp", ".hpp", ".a")) and not f.startswith("te_fl/include/")]
         self.assertEqual({f.split("te_fl/", 1)[-1] for f in sources},
                          # build-node compiles these sources
-                         {f"pytorch/autograd/{name}" for name in ("node.cpp", "node_objects.hpp", "plain_forward.hpp")})
+                         {f"pytorch/autograd/{name}" for name in ("layer_call.hpp", "node.cpp", "node_objects.hpp", "plain_forward.hpp")})
 
     def test_a_backend_builds_against_it(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -15,15 +15,14 @@ PyObject* make_fp8_states(PyObject*, PyObject*) noexcept;
 PyObject* make_layer(PyObject*, PyObject* args) noexcept;
 // layer_parameters(layer) -> list of (name, shape), in the order that the other calls expect.
 PyObject* layer_parameters(PyObject*, PyObject* layer) noexcept;
-// layer_forward(layer, activation, mode, is_first_microbatch, inputs, parameters, attention,
-// random) -> (output, token).
-// activation: the output's dtype as an index in te_fl.tensors.DTYPES; -1: the first input's dtype.
-// mode: 0 saves the tensors that the backward reads; the token, an int64 tensor, owns them. Other
-// modes save nothing, and the token is None. Mode 1 caches no weights. A larger mode is the number
-// of a scope in which the caller does not change parameters, so quantised weights are cached.
-// is_first_microbatch: None, a bool, or a F32 tensor [1] as ForwardOptions::reuse_weights.
-// attention: a dict of AttentionInputs' fields, or None.
-// random: an int64 device tensor [2], seed and offset, or None.
+// layer_forward(call, inputs, parameters, training) -> (output, token).
+// call: a LayerCall (te_fl/pytorch/autograd/layer_call.hpp), whose fields `inputs`, `extras`,
+// `accumulates` and `delays` are not read here. activation: the output's dtype as an index in
+// te_fl.tensors.DTYPES; -1: the first input's dtype. first: None, a bool, or a F32 tensor [1] as
+// ForwardOptions::reuse_weights. attention: a dict of AttentionInputs' fields, or None. random: an
+// int64 device tensor [2], seed and offset, or None.
+// training: true saves the tensors that the backward reads; the token, an int64 tensor, owns them.
+// Otherwise the token is None, and the scopes of set_weight_caches() apply.
 PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept;
 // layer_backward(token, gradient, parameters, main_grads, keep, input_grad) -> (gradients of the
 // inputs and of the attention's bias, gradients of the parameters), with None for absent ones.
@@ -40,9 +39,15 @@ PyObject* delay_layer_wgrad(PyObject*, PyObject* layer) noexcept;
 // backward pass deferred, as tensors of the framework of `like`; None for absent ones. main_grads:
 // as for layer_backward().
 PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept;
-// end_backward(token): updates the gradients' FP8 scales on behalf of the thread that ran the
-// forward.
-PyObject* end_backward(PyObject*, PyObject* token) noexcept;
+// set_backward_end(function): te-fl calls function(key, end) in each layer_backward() after which
+// FP8 scales of gradients await an update. The framework calls end() when its whole backward pass
+// has ended. The key, an integer, identifies the thread of the forward; one end() per backward pass
+// and key is enough.
+PyObject* set_backward_end(PyObject*, PyObject* function) noexcept;
+// set_weight_caches(thread): thread.scopes is the calling thread's list of
+// te_fl.pytorch.cache_quantized_weights scopes, outermost first. Forwards inside of one that is not
+// training cache quantised weights.
+PyObject* set_weight_caches(PyObject*, PyObject* thread) noexcept;
 // fp8_state(states, like) -> list of (name, tensor): names as in te_fl::nn; the tensors share
 // memory.
 PyObject* fp8_state(PyObject*, PyObject* args) noexcept;

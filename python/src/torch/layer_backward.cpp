@@ -9,9 +9,9 @@
 #include "py/framework_tensor.hpp"
 #include "te_fl/nn/autograd/saved_memory.hpp"
 #include "te_fl/nn/fp8/autocast.hpp"
+#include "te_fl/pytorch/autograd/layer_call.hpp"
 #include "torch/arguments.hpp"
 #include "torch/layer.hpp"
-#include "torch/layer_arguments.hpp"
 #include "torch/layer_object.hpp"
 #include "torch/layer_parameters.hpp"
 #include "torch/layer_record.hpp"
@@ -178,11 +178,45 @@ Ref tuple_of(std::vector<Tensor> tensors, ResultTensors& results, PyObject* like
   return tuple;
 }
 
+constexpr const char* kEndName = "te_fl.backward_end";
+PyObject* g_backward_end = nullptr;  // the argument of set_backward_end(); never freed
+
+// The function end() of set_backward_end().
+PyObject* end_backward(PyObject* capsule, PyObject*) noexcept {
+  return guarded([&] {
+    auto* scopes = static_cast<nn::CapturedContext*>(PyCapsule_GetPointer(capsule, kEndName));
+    if (scopes == nullptr) throw PythonError();
+    Status status;
+    {
+      const WithoutLock unlocked;
+      const auto entered = scopes->enter();
+      status = nn::backward_end();
+    }
+    check(status);
+    return Ref::share(Py_None);
+  });
+}
+
+// Asks the framework to call end_backward() when its backward pass ends, if scales await that.
+void queue_backward_end(const nn::CapturedContext& scopes) {
+  const void* const awaiting = scopes.awaits_backward_end();
+  if (awaiting == nullptr || g_backward_end == nullptr) return;
+  static PyMethodDef method = {"end_backward", end_backward, METH_NOARGS, "end_backward()"};
+  auto owner = std::make_unique<nn::CapturedContext>(scopes);
+  const Ref capsule = Ref::take(PyCapsule_New(owner.get(), kEndName, [](PyObject* c) {
+    delete static_cast<nn::CapturedContext*>(PyCapsule_GetPointer(c, kEndName));
+  }));
+  owner.release();
+  const Ref end = Ref::take(PyCFunction_New(&method, capsule.get()));
+  const Ref key = Ref::take(PyLong_FromVoidPtr(const_cast<void*>(awaiting)));
+  Ref::take(PyObject_CallFunctionObjArgs(g_backward_end, key.get(), end.get(), nullptr));
+}
+
 }  // namespace
 
 PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept {
   return guarded([&] {
-    using Argument = BackwardArgument;
+    using Argument = layer_call::BackwardArgument;
     check_count("layer_backward", count, Argument::kCount);
     const std::shared_ptr<Record> record = record_of(args[Argument::kToken]);
     follow_memory(*record);
@@ -214,6 +248,7 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     if (!input_grad) made.inputs.assign(made.inputs.size(), Tensor());
     const Ref inputs = tuple_of(std::move(made.inputs), results, args[Argument::kGradient]);
     const Ref own = tuple_of(std::move(made.parameters), results, args[Argument::kGradient]);
+    queue_backward_end(record->scopes);
     return Ref::take(PyTuple_Pack(2, inputs.get(), own.get()));
   });
 }
@@ -256,16 +291,10 @@ PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept {
   });
 }
 
-PyObject* end_backward(PyObject*, PyObject* token) noexcept {
+PyObject* set_backward_end(PyObject*, PyObject* function) noexcept {
   return guarded([&] {
-    const std::shared_ptr<Record> record = record_of(token);
-    Status status;
-    {
-      const WithoutLock unlocked;
-      const auto scopes = record->scopes.enter();
-      status = nn::backward_end();
-    }
-    check(status);
+    Py_INCREF(function);
+    Py_XDECREF(std::exchange(g_backward_end, function));
     return Ref::share(Py_None);
   });
 }

@@ -7,9 +7,9 @@
 #include "py/errors.hpp"
 #include "py/framework_tensor.hpp"
 #include "te_fl/nn/autograd/context.hpp"
+#include "te_fl/pytorch/autograd/layer_call.hpp"
 #include "torch/arguments.hpp"
 #include "torch/layer.hpp"
-#include "torch/layer_arguments.hpp"
 #include "torch/layer_object.hpp"
 #include "torch/layer_parameters.hpp"
 #include "torch/layer_record.hpp"
@@ -19,6 +19,8 @@
 namespace te_fl::python {
 
 namespace {
+
+using layer_call::ForwardArgument;
 
 // Wraps an input. In training the forward saves it for the backward and records it in `lent`.
 Tensor input_of(PyObject* object, const char* name, bool training, std::vector<Lent>& lent) {
@@ -160,25 +162,33 @@ Result<Tensor> run(Layer& layer, Forward& f, ResultTensors& results,
   return y;
 }
 
+// A field of a LayerCall, borrowed.
+PyObject* field(PyObject* call, layer_call::Field place) {
+  PyObject* const value = PyTuple_GetItem(call, place);
+  if (value == nullptr) throw PythonError();
+  return value;
+}
+
 Forward read_forward(Layer& layer, PyObject* const* args) {
+  PyObject* const call = args[ForwardArgument::kCall];
   Forward f;
-  f.mode = integer_of(args[ForwardArgument::kMode]);
-  const bool training = f.mode == kTraining;
+  const bool training = args[ForwardArgument::kTraining] == Py_True;
   for (PyObject* input : items_of(args[ForwardArgument::kInputs], "inputs")) {
     f.inputs.push_back(input_of(input, "input", training, f.lent));
   }
   if (f.inputs.empty()) throw_type_error("a layer takes at least one input");
   const auto objects = items_of(args[ForwardArgument::kParameters], "parameters");
   f.parameters = parameters_of(layer, objects, training);
-  f.options = microbatch_of(args[ForwardArgument::kFirst]);
+  f.mode = training ? kTraining : caching_mode(objects);
+  f.options = microbatch_of(field(call, layer_call::kFirst));
   const bool reused = f.options.is_first_microbatch == false || f.options.reuse_weights.defined();
   Contents contents = number_contents(layer, objects, f.parameters, f.mode, reused);
   f.numbers = contents_in_piece(&layer, std::move(contents)).numbers;
   if (training) f.trained = trained_of(objects);
-  f.attention = attention_of(args[ForwardArgument::kAttention], training, f.lent);
-  if (args[ForwardArgument::kRandom] != Py_None)
-    f.random = tensor_of(args[ForwardArgument::kRandom], "random", true);
-  const long long activation = integer_of(args[ForwardArgument::kActivation]);
+  f.attention = attention_of(field(call, layer_call::kAttention), training, f.lent);
+  if (PyObject* const random = field(call, layer_call::kRandom); random != Py_None)
+    f.random = tensor_of(random, "random", true);
+  const long long activation = integer_of(field(call, layer_call::kActivation));
   f.activation = activation < 0 ? f.inputs[0].dtype() : static_cast<DType>(activation);
   f.stream =
       current_stream_of(PyTuple_GetItem(args[ForwardArgument::kInputs], 0), f.inputs[0].device());
@@ -207,7 +217,8 @@ Ref hand_out(Tensor output, std::shared_ptr<Record> record, ResultTensors& resul
 PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept {
   return guarded([&] {
     check_count("layer_forward", count, ForwardArgument::kCount);
-    const std::shared_ptr<Layer>& layer = layer_of(args[ForwardArgument::kLayer]);
+    const std::shared_ptr<Layer>& layer =
+        layer_of(field(args[ForwardArgument::kCall], layer_call::kLayer));
     Forward f = read_forward(*layer, args);
     PyObject* like = PyTuple_GetItem(args[ForwardArgument::kInputs], 0);
     ResultTensors results(like, f.inputs[0].device());

@@ -1,8 +1,11 @@
 #include "torch/layer_parameters.hpp"
 
+#include <algorithm>
 #include <string>
+#include <utility>
 
 #include "py/errors.hpp"
+#include "torch/layer.hpp"
 
 namespace te_fl::python {
 
@@ -24,7 +27,45 @@ long version_of(PyObject* tensor) {
   return number;
 }
 
+PyObject* g_weight_caches = nullptr;  // the argument of set_weight_caches(); never freed
+
+Ref attribute(PyObject* object, const char* name) {
+  return Ref::take(PyObject_GetAttrString(object, name));
+}
+
+// True if the object is exactly a torch.nn.Parameter, so it is the same object in each call. A
+// parametrisation computes a new tensor in each call, possibly at the address of the last one.
+bool lasting(PyObject* parameter) {
+  static PyObject* const type = [] {
+    const Ref module = Ref::take(PyImport_ImportModule("torch.nn"));
+    return attribute(module.get(), "Parameter").release();
+  }();
+  return reinterpret_cast<PyObject*>(Py_TYPE(parameter)) == type;
+}
+
 }  // namespace
+
+long long caching_mode(const std::vector<PyObject*>& parameters) {
+  if (g_weight_caches == nullptr) return kUncached;
+  static PyObject* const name = PyUnicode_InternFromString("scopes");
+  const Ref scopes = Ref::take(PyObject_GetAttr(g_weight_caches, name));
+  if (PyList_Size(scopes.get()) <= 0) return kUncached;
+  if (!std::ranges::all_of(parameters, lasting)) return kUncached;
+  // The number is the handle of the scope's first entry (py/scope.hpp).
+  const Ref entered = attribute(PyList_GetItem(scopes.get(), 0), "_entered");
+  PyObject* const entry = PyList_GetItem(entered.get(), 0);
+  PyObject* const number = entry == nullptr ? nullptr : PyTuple_GetItem(entry, 0);
+  if (number == nullptr) throw PythonError();
+  return integer_of(number);
+}
+
+PyObject* set_weight_caches(PyObject*, PyObject* thread) noexcept {
+  return guarded([&] {
+    Py_INCREF(thread);
+    Py_XDECREF(std::exchange(g_weight_caches, thread));
+    return Ref::share(Py_None);
+  });
+}
 
 std::vector<LentParameter> parameters_of(const Layer& layer, const std::vector<PyObject*>& objects,
                                          bool training) {

@@ -103,6 +103,9 @@ class TE_FL_API CapturedContext {
 
   static CapturedContext capture();
   [[nodiscard]] Scope enter() const;
+  // Identifies the captured thread's gradient scales that await backward_end(), or an error that it
+  // has to return: equal for contexts captured on one thread. Null if nothing awaits it now.
+  const void* awaits_backward_end() const;
 
  private:
   struct Streams;

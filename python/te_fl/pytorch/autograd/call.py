@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from typing import Any, Callable, Deque, Dict, NamedTuple, Optional, Sequence, Tuple
 from weakref import WeakValueDictionary
@@ -12,21 +13,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_fl import _native, private_device, torch_node
 from te_fl.errors import Unsupported
-from te_fl.pytorch.autograd.once import once_differentiable
+from te_fl.pytorch.autograd.once import MESSAGE, once_differentiable
 from te_fl.pytorch.runtime.dtypes import BY_CODE
+from te_fl.pytorch.runtime.refuse import refuse
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback
 _task = torch._C._current_graph_task_id
 _transforms = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func
 _tracing = torch._C._get_tracing_state  # None outside of torch.jit.trace
 _dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY  # None outside of make_fx
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
-
-TRAINING, UNCACHED = 0, 1  # modes of _native.layer_forward(); a larger mode is the number of a weight caching scope (te_fl.pytorch.fp8.weight_cache)
-
-# This module passes the arguments of layer_forward() and layer_backward() by position, so their order must equal te-fl's.
-assert _native.LAYER_FORWARD_ARGUMENTS == ("layer", "activation", "mode", "is_first_microbatch", "inputs", "parameters", "attention", "random")
-assert _native.LAYER_BACKWARD_ARGUMENTS == ("token", "gradient", "parameters", "main_grads", "keep", "input_grad")
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 _devices = set()  # the devices on which te-fl allocates through PyTorch
 
@@ -57,7 +53,7 @@ def use_torch_memory(device: torch.device) -> None:
 
 
 class LayerCall(NamedTuple):
-    """The arguments of a layer's forward, except the tensors that autograd tracks."""
+    """The arguments of a layer's forward, except the tensors that autograd tracks. C++ reads the fields by position (layer_call.hpp)."""
 
     layer: Any  # a layer from _native.layer()
     inputs: int  # the number of inputs among the tensors
@@ -66,26 +62,25 @@ class LayerCall(NamedTuple):
     first: Any  # is_first_microbatch
     attention: Optional[dict]
     random: Optional[torch.Tensor]
-    updates: int  # id of the thread whose gradient scales are updated when the backward ends; 0: no update
     accumulates: bool  # true if weight gradients are accumulated into main_grad
     delays: bool = False  # true if backward_dw() computes the weight gradients
 
 
-def _ends(token: torch.Tensor, thread: int) -> None:
-    """Registers a callback that updates the gradient scales when the current backward ends, once for all layers whose forward ran on `thread`."""
-    key = (_task(), thread)
-    if key in _ending:
-        return
+assert LayerCall._fields == _native.LAYER_CALL, f"te_fl._native reads the fields {_native.LAYER_CALL} of LayerCall, which has {LayerCall._fields}"
 
-    def end() -> None:
-        _native.end_backward(token)
 
-    _ending[key] = end
-    _queue(end)
+def _queue_end(key: int, end: Callable[[], None]) -> None:
+    """Registers `end`, which updates FP8 scales of gradients, to be called when the current backward ends: once for all layers with this key."""
+    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
+        raise refuse("torch.compile", "compiled_autograd", True, "it does not say when a backward ends, which is when delayed scaling updates "
+                     "the gradients' scales; set torch._dynamo.config.compiled_autograd = False, or use another recipe")
+    once = (_task(), key)
+    if once not in _ending:
+        _ending[once] = end
+        _queue(end)
 
 
 _ending: WeakValueDictionary = WeakValueDictionary()  # callbacks of PyTorch's engine; the engine drops them if a backward raises
-_KEPT = {torch.nn.Parameter}
 
 
 # For each parameter: main_grad and whether the gradient overwrites it; None: the parameter has no main_grad.
@@ -229,8 +224,7 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
         n = call.inputs
-        output, token = _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n + call.extras:],
-                                              call.attention, call.random)
+        output, token = _native.layer_forward(call, tensors[:n], tensors[n + call.extras:], True)
         if call.attention is None:
             ctx.save_for_backward(token, *tensors)
         # Tensors of `attention` (masks, lengths) and an output that the backward reads are saved too, so that PyTorch detects in-place writes.
@@ -253,7 +247,7 @@ def _backward(ctx, grad: torch.Tensor):
     call = ctx.call
     token, *tensors = ctx.saved_tensors
     n = call.inputs + call.extras
-    parameters, keep = tuple(tensors[n:len(ctx.needs_input_grad) - 1]), _keeps_graph()
+    parameters, keep = tuple(tensors[n:len(ctx.needs_input_grad) - 1]), keeps_graph()
     if ctx.kept is not None and ctx.kept.token is not None:
         token = ctx.kept.token
     weights = ctx.kept.weights if call.accumulates else ()
@@ -261,8 +255,6 @@ def _backward(ctx, grad: torch.Tensor):
     needed = ctx.needs_input_grad
     inputs, own = _native.layer_backward(token, grad.resolve_neg().contiguous() if grad.numel() else grad.new_empty(grad.shape), parameters,
                                          None if call.delays else main_grads, keep, any(needed[1:n + 1]))
-    if call.updates:
-        _ends(token, call.updates)
     if main_grads is not None:
         count_gradients(weights, call.delays)
         own = tuple(placeholder(p) if m is not None else g for p, m, g in zip(weights, main_grads, own))
@@ -276,29 +268,8 @@ def _backward(ctx, grad: torch.Tensor):
 _guarded_backward = once_differentiable(_backward)
 
 
-class _Saved(NamedTuple):
-    """The attributes of LayerFunction's ctx that _backward() reads."""
-
-    call: LayerCall
-    saved_tensors: Tuple[torch.Tensor, ...]
-    needs_input_grad: Tuple[bool, ...]
-    kept: None = None  # the C++ node keeps the token itself; forwards with main_grad use LayerFunction
-
-
-def _backward_of(call: LayerCall, saved: Tuple[torch.Tensor, ...], needed: Tuple[bool, ...], grad: torch.Tensor):
-    """LayerFunction's backward for create_graph=True, called by the C++ node."""
-    return _guarded_backward(_Saved(call, saved, needed), grad)
-
-
-def lasting(parameters: Sequence[torch.Tensor]) -> bool:
-    """True if each parameter is a persistent tensor, the same in every call. A parametrisation computes a new tensor in each call, possibly at the
-    address of the last one.
-    """
-    return {*map(type, parameters)} <= _KEPT
-
-
-def python_run(call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """Returns the layer's output. caching: te_fl.pytorch.fp8.weight_cache.number()."""
+def python_run(call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
+    """Returns the layer's output."""
     if _transforms() is not None:
         raise Unsupported("te_fl.pytorch's layers do not run inside torch.func's transforms (grad, vmap, jvp and their like); take gradients with "
                           "torch.autograd.grad, and give batches as dimensions of the input")
@@ -315,10 +286,7 @@ def python_run(call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.T
     if _tracing() is not None:
         raise Unsupported("torch.jit.trace records PyTorch's own ops alone, of a layer of te-fl its empty result; use torch.compile, or trace with "
                           "gradients, for which a layer is one function of autograd's")
-    n = call.inputs
-    parameters = tensors[n + call.extras:]
-    return _native.layer_forward(call.layer, call.activation, UNCACHED if caching == UNCACHED or not lasting(parameters) else caching, call.first,
-                                 tensors[:n], parameters, call.attention, call.random)[0]
+    return _native.layer_forward(call, tensors[:call.inputs], tensors[call.inputs + call.extras:], False)[0]
 
 
 def python_plain(module: dict, key: tuple, x: torch.Tensor, first: Any) -> Optional[torch.Tensor]:
@@ -353,21 +321,19 @@ def shown(module: torch.nn.Module, compute: Callable[..., torch.Tensor]) -> Call
     return run_shown
 
 
-_node = torch_node.load(torch.__version__, _native.layer_forward, _native.layer_backward, _ends, python_run, _backward_of, torch.nn.Parameter)
-assert _node is None or _node.CALL_FIELDS == LayerCall._fields, f"node.cpp reads the fields {_node.CALL_FIELDS} of LayerCall, which has {LayerCall._fields}"
-assert _node is None or _node.FORWARD_ARGUMENTS == _native.LAYER_FORWARD_ARGUMENTS, f"node.cpp gives layer_forward() {_node.FORWARD_ARGUMENTS}"
-assert _node is None or _node.BACKWARD_ARGUMENTS == _native.LAYER_BACKWARD_ARGUMENTS, f"node.cpp gives layer_backward() {_node.BACKWARD_ARGUMENTS}"
+_node = torch_node.load(torch.__version__, _native.layer_forward, _native.layer_backward, python_run, MESSAGE, torch.nn.Parameter)
 run, plain = (python_run, python_plain) if _node is None else (_node.run, _node.plain)
 
 
-def watch(fp8: Any, weights: Any, checkpoints: Any) -> None:
-    """Sets the objects whose `scopes` attribute lists the calling thread's autocasts (fp8), its cache_quantized_weights() scopes (weights) and its
-    reentrant checkpoints (checkpoints). plain() reads them.
+def watch(fp8: Any, checkpoints: Any) -> None:
+    """Sets the objects whose `scopes` attribute lists the calling thread's autocasts (fp8) and its reentrant checkpoints (checkpoints). plain() reads
+    them.
     """
     if _node is not None:
-        _node.watch(fp8, weights, checkpoints)
+        _node.watch(fp8, checkpoints)
 
 
 # warn_only=True counts as deterministic too, as in Transformer Engine: an op without a deterministic form is refused, not warned about.
 _native.set_deterministic(torch._C._get_deterministic_algorithms)
+_native.set_backward_end(_queue_end)
 _native.set_empty(python_empty if _node is None else _node.empty)

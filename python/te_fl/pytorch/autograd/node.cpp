@@ -8,6 +8,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -34,10 +35,9 @@ using torch::autograd::variable_list;
 // The arguments of bind(). Never freed.
 PyObject* layer_forward = nullptr;
 PyObject* layer_backward = nullptr;
-PyObject* ends = nullptr;             // call._ends
-PyObject* python_run = nullptr;       // call.run
-PyObject* python_backward = nullptr;  // call._backward_of
-PyObject* parameter_type = nullptr;   // torch.nn.Parameter
+PyObject* python_run = nullptr;            // call.run
+PyObject* no_second_derivative = nullptr;  // the error message, once.MESSAGE
+PyObject* parameter_type = nullptr;        // torch.nn.Parameter
 
 class InterpreterLock {
  public:
@@ -70,6 +70,18 @@ bool hooks_may_copy() {
   if (module == nullptr) PyErr_Clear();
   return module == nullptr || !PyUnicode_Check(module) ||
          PyUnicode_CompareWithASCIIString(module, "torch.utils.checkpoint") != 0;
+}
+
+// Creates a node with the smart pointer that PyTorch uses for nodes: std::shared_ptr, in newer
+// versions c10::intrusive_ptr.
+template <class T, class... Args>
+auto make_node(Args&&... args) {
+  using Pointer = decltype(std::declval<T&>().getptr());
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return std::shared_ptr<T>(new T(std::forward<Args>(args)...), [](auto* n) { deleteNode(n); });
+  } else {
+    return c10::make_intrusive<T>(std::forward<Args>(args)...);
+  }
 }
 
 // The autograd node of one forward. Saves what LayerFunction.forward() saves, in the same order:
@@ -178,39 +190,35 @@ class LayerNode final : public torch::autograd::Node {
       if (next_edge(i).is_valid()) args[Argument::kInputGrad] = Py_True;
     }
     const Ref both = checked(PyObject_Vectorcall(layer_backward, args, Argument::kCount, nullptr));
-    if (field(call_, kUpdates) != Py_None && PyObject_IsTrue(field(call_, kUpdates)) == 1) {
-      PyObject* const about[] = {saved[0].get(), field(call_, kUpdates)};
-      checked(PyObject_Vectorcall(ends, about, 2, nullptr));
-    }
     variable_list results(edges);
     take(PyTuple_GET_ITEM(both.get(), 0), 0, followed, results);
     take(PyTuple_GET_ITEM(both.get(), 1), followed, edges, results);
     return results;
   }
 
-  // The backward under create_graph=True. Calls LayerFunction's backward, which makes a second
-  // derivative raise an error.
+  // The backward under create_graph=True; see once.once_differentiable().
   variable_list guarded(const std::vector<Ref>& saved, const Variable& gradient) {
-    const auto edges = static_cast<size_t>(num_outputs());
-    const Ref tensors = checked(PyTuple_New(static_cast<Py_ssize_t>(saved.size())));
-    for (size_t i = 0; i < saved.size(); ++i) {
-      Py_INCREF(saved[i].get());
-      PyTuple_SET_ITEM(tensors.get(), static_cast<Py_ssize_t>(i), saved[i].get());
+    variable_list results, refused;
+    {
+      const at::AutoGradMode no_gradients(false);
+      results = compute(saved, gradient);
     }
-    const Ref needed =
-        // The first element belongs to the argument `call`, the others to the tensors.
-        checked(PyTuple_New(static_cast<Py_ssize_t>(edges + 1)));
-    for (size_t i = 0; i <= edges; ++i) {
-      PyObject* const wants = i > 0 && next_edge(i - 1).is_valid() ? Py_True : Py_False;
-      Py_INCREF(wants);
-      PyTuple_SET_ITEM(needed.get(), static_cast<Py_ssize_t>(i), wants);
+    for (const Variable& v : results) {
+      if (v.defined()) refused.push_back(v.detach().requires_grad_());
     }
-    const Ref incoming = wrapped(gradient);
-    PyObject* const args[] = {call_, tensors.get(), needed.get(), incoming.get()};
-    const Ref all = checked(PyObject_Vectorcall(python_backward, args, 4, nullptr));
-    const Ref found = checked(PyTuple_GetSlice(all.get(), 1, static_cast<Py_ssize_t>(edges) + 1));
-    variable_list results(edges);
-    take(found.get(), 0, edges, results);
+    if (gradient.requires_grad()) refused.push_back(gradient);
+    for (const Ref& tensor : saved) {
+      const Variable& v = THPVariable_Unpack(tensor.get());
+      if (v.requires_grad()) refused.push_back(v);
+    }
+    const auto count = static_cast<int64_t>(refused.size());
+    refused =
+        make_node<torch::autograd::DelayedError>(PyBytes_AsString(no_second_derivative), count)
+            ->apply(std::move(refused));
+    size_t next = 0;
+    for (Variable& v : results) {
+      if (v.defined()) v = refused[next++];
+    }
     return results;
   }
 
@@ -232,18 +240,6 @@ class LayerNode final : public torch::autograd::Node {
   std::recursive_mutex mutex_;  // hides the base class's mutex_
 };
 
-// Creates a node with the smart pointer that PyTorch uses for nodes: std::shared_ptr, in newer
-// versions c10::intrusive_ptr.
-template <class T, class... Args>
-auto make_node(Args&&... args) {
-  using Pointer = decltype(std::declval<T&>().getptr());
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::shared_ptr<T>(new T(std::forward<Args>(args)...), [](auto* n) { deleteNode(n); });
-  } else {
-    return c10::make_intrusive<T>(std::forward<Args>(args)...);
-  }
-}
-
 // True if a PyTorch transform is active (torch.func, torch.jit.trace) or a tensor has a
 // forward-mode tangent. LayerFunction handles these cases or raises an error for them.
 bool transformed(PyObject* const* tensors, Py_ssize_t count) {
@@ -264,35 +260,30 @@ Ref tuple_of(PyObject* const* items, Py_ssize_t count) {
 }
 
 // Runs the layer's forward. Returns (output, token).
-Ref forward(PyObject* call, long mode, PyObject* const* tensors, Py_ssize_t inputs,
+Ref forward(PyObject* call, bool training, PyObject* const* tensors, Py_ssize_t inputs,
             Py_ssize_t followed, Py_ssize_t count) {
   const at::AutoGradMode no_gradients(false);
   const at::AutoFwGradMode no_tangents(false);
   const Ref in = tuple_of(tensors, inputs);
   const Ref parameters = tuple_of(tensors + followed, count - followed);
-  const Ref chosen = checked(PyLong_FromLong(mode));
   using Argument = ForwardArgument;
   PyObject* args[Argument::kCount];
-  args[Argument::kLayer] = field(call, kLayer);
-  args[Argument::kActivation] = field(call, kActivation);
-  args[Argument::kMode] = chosen.get();
-  args[Argument::kFirst] = field(call, kFirst);
+  args[Argument::kCall] = call;
   args[Argument::kInputs] = in.get();
   args[Argument::kParameters] = parameters.get();
-  args[Argument::kAttention] = field(call, kAttention);
-  args[Argument::kRandom] = field(call, kRandom);
+  args[Argument::kTraining] = training ? Py_True : Py_False;
   return checked(PyObject_Vectorcall(layer_forward, args, Argument::kCount, nullptr));
 }
 
-// run(call, caching, *tensors) -> the layer's output; see call.run().
+// run(call, *tensors) -> the layer's output; see call.run().
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(layer_forward != nullptr && count >= 3 && PyTuple_Check(args[0]) &&
+  TORCH_CHECK_TYPE(layer_forward != nullptr && count >= 2 && PyTuple_Check(args[0]) &&
                        PyTuple_GET_SIZE(args[0]) == kFields,
-                   "run() takes a LayerCall, the number of a scope, and tensors, after bind()");
+                   "run() takes a LayerCall and tensors, after bind()");
   PyObject* const call = args[0];
-  PyObject* const* const tensors = args + 2;
-  const Py_ssize_t all = count - 2, inputs = PyLong_AsSsize_t(field(call, kInputs));
+  PyObject* const* const tensors = args + 1;
+  const Py_ssize_t all = count - 1, inputs = PyLong_AsSsize_t(field(call, kInputs));
   const Py_ssize_t followed = inputs + PyLong_AsSsize_t(field(call, kExtras));
   TORCH_CHECK_TYPE(inputs > 0 && followed >= inputs && followed <= all,
                    "run(): the LayerCall has more inputs than there are tensors");
@@ -301,7 +292,7 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     // Uses std::to_string, not a stream: some compilers link their own libstdc++ streams into this
     // library, which are incompatible with those of PyTorch's libraries.
     TORCH_CHECK_TYPE(THPVariable_Check(tensors[i]),
-                     "run(): argument " + std::to_string(i + 2) + " is no tensor");
+                     "run(): argument " + std::to_string(i + 1) + " is no tensor");
     follows = follows || THPVariable_Unpack(tensors[i]).requires_grad();
   }
   follows = follows && at::GradMode::is_enabled();
@@ -309,12 +300,7 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (transformed(tensors, all)) {
       return PyObject_Vectorcall(python_run, args, static_cast<size_t>(count), nullptr);
     }
-    long mode = PyLong_AsLong(args[1]);
-    if (mode == -1 && PyErr_Occurred() != nullptr) return nullptr;
-    for (Py_ssize_t i = followed; i < all; ++i) {
-      if (reinterpret_cast<PyObject*>(Py_TYPE(tensors[i])) != parameter_type) mode = kUncached;
-    }
-    const Ref both = forward(call, mode, tensors, inputs, followed, all);
+    const Ref both = forward(call, false, tensors, inputs, followed, all);
     PyObject* const output = PyTuple_GET_ITEM(both.get(), 0);
     Py_INCREF(output);
     return output;
@@ -331,7 +317,7 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     edges.push_back(v.requires_grad() ? torch::autograd::impl::gradient_edge(v)
                                       : torch::autograd::Edge());
   }
-  const Ref both = forward(call, kTraining, tensors, inputs, followed, all);
+  const Ref both = forward(call, true, tensors, inputs, followed, all);
   const auto node = make_node<LayerNode>(std::move(edges), call);
   PyObject* const output = PyTuple_GET_ITEM(both.get(), 0);
   const Variable y = THPVariable_Unpack(output);
@@ -350,20 +336,18 @@ PyObject* plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
                    "plain() takes a dict, a key, a tensor and is_first_microbatch, after watch()");
   const auto found = plain_forward(args[0], args[1], args[2], args[3], parameter_type);
   if (!found.has_value()) Py_RETURN_NONE;
-  static PyObject* const uncached = PyLong_FromLong(kUncached);
-  c10::SmallVector<PyObject*, 8> all = {found->call.get(), uncached, args[2]};
+  c10::SmallVector<PyObject*, 8> all = {found->call.get(), args[2]};
   for (const Ref& p : found->parameters) all.push_back(p.get());
   return run(nullptr, all.data(), static_cast<Py_ssize_t>(all.size()));
   END_HANDLE_TH_ERRORS
 }
 
-// watch(fp8, weights, checkpoints): see call.watch().
+// watch(fp8, checkpoints): see call.watch().
 PyObject* watch(PyObject*, PyObject* args) {
-  PyObject *fp8 = nullptr, *weights = nullptr, *checkpoints = nullptr;
-  if (PyArg_ParseTuple(args, "OOO", &fp8, &weights, &checkpoints) == 0) return nullptr;
-  Py_INCREF(fp8), Py_INCREF(weights), Py_INCREF(checkpoints);
+  PyObject *fp8 = nullptr, *checkpoints = nullptr;
+  if (PyArg_ParseTuple(args, "OO", &fp8, &checkpoints) == 0) return nullptr;
+  Py_INCREF(fp8), Py_INCREF(checkpoints);
   Py_XDECREF(std::exchange(fp8_thread, fp8));
-  Py_XDECREF(std::exchange(weights_thread, weights));
   Py_XDECREF(std::exchange(checkpoints_thread, checkpoints));
   Py_RETURN_NONE;
 }
@@ -386,17 +370,17 @@ PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// bind(layer_forward, layer_backward, ends, run, backward, Parameter): sets the functions that
-// run() calls.
+// bind(layer_forward, layer_backward, run, message, Parameter): sets the objects that run() and
+// LayerNode use.
 PyObject* bind(PyObject*, PyObject* args) {
-  PyObject** const places[] = {&layer_forward, &layer_backward,  &ends,
-                               &python_run,    &python_backward, &parameter_type};
-  PyObject* objects[6] = {};
-  if (PyArg_ParseTuple(args, "OOOOOO", &objects[0], &objects[1], &objects[2], &objects[3],
-                       &objects[4], &objects[5]) == 0) {
+  PyObject** const places[] = {&layer_forward, &layer_backward, &python_run, &no_second_derivative,
+                               &parameter_type};
+  PyObject* objects[5] = {};
+  if (PyArg_ParseTuple(args, "OOOOO", &objects[0], &objects[1], &objects[2], &objects[3],
+                       &objects[4]) == 0) {
     return nullptr;
   }
-  for (int i = 0; i < 6; ++i) {
+  for (int i = 0; i < 5; ++i) {
     Py_INCREF(objects[i]);
     Py_XDECREF(*places[i]);
     *places[i] = objects[i];
@@ -406,14 +390,13 @@ PyObject* bind(PyObject*, PyObject* args) {
 
 PyMethodDef methods[] = {
     {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)), METH_FASTCALL,
-     "run(call, caching, *tensors) -> output"},
+     "run(call, *tensors) -> output"},
     {"empty", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(empty)), METH_FASTCALL,
      "empty(like, shape, dtype) -> tensor"},
     {"plain", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(plain)), METH_FASTCALL,
      "plain(module, key, x, first) -> output, or None"},
-    {"watch", watch, METH_VARARGS, "watch(fp8, weights, checkpoints)"},
-    {"bind", bind, METH_VARARGS,
-     "bind(layer_forward, layer_backward, ends, run, backward, Parameter)"},
+    {"watch", watch, METH_VARARGS, "watch(fp8, checkpoints)"},
+    {"bind", bind, METH_VARARGS, "bind(layer_forward, layer_backward, run, message, Parameter)"},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                           "_node",
@@ -427,19 +410,4 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT,
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__node() {
-#define TE_FL_NAME(place, name) name,
-  static const char* const fields[] = {TE_FL_CALL_FIELDS(TE_FL_NAME)};
-  static const char* const forward[] = {TE_FL_FORWARD_ARGUMENTS(TE_FL_NAME)};
-  static const char* const backward[] = {TE_FL_BACKWARD_ARGUMENTS(TE_FL_NAME)};
-#undef TE_FL_NAME
-  PyObject* const module = PyModule_Create(&definition);
-  if (module == nullptr) return nullptr;
-  if (!add_names(module, "CALL_FIELDS", fields) ||
-      !add_names(module, "FORWARD_ARGUMENTS", forward) ||
-      !add_names(module, "BACKWARD_ARGUMENTS", backward)) {
-    Py_DECREF(module);
-    return nullptr;
-  }
-  return module;
-}
+PyMODINIT_FUNC PyInit__node() { return PyModule_Create(&definition); }

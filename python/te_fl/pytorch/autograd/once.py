@@ -7,8 +7,8 @@ from typing import Any, Callable, Iterable, List
 
 import torch
 
-_MESSAGE = (b"te_fl.pytorch's layers and functions have no second derivative: a gradient of theirs that was computed with create_graph=True (a gradient "
-            b"penalty, a Hessian) was differentiated again. Compute that part with torch.nn's layers, which have the same parameters")
+MESSAGE = (b"te_fl.pytorch's layers and functions have no second derivative: a gradient of theirs that was computed with create_graph=True (a gradient "
+           b"penalty, a Hessian) was differentiated again. Compute that part with torch.nn's layers, which have the same parameters")
 
 
 class _Unpacked:
@@ -44,7 +44,7 @@ def once_differentiable(backward: Callable) -> Callable:
         results = list(found) if isinstance(found, tuple) else [found]
         at = [i for i, g in enumerate(results) if isinstance(g, torch.Tensor) and g.is_floating_point()]
         sources = _trained(grads) + _trained(ctx.saved_tensors)
-        refused = torch._C._functions.DelayedError(_MESSAGE, len(at) + len(sources))(*[results[i].detach().requires_grad_() for i in at], *sources)
+        refused = torch._C._functions.DelayedError(MESSAGE, len(at) + len(sources))(*[results[i].detach().requires_grad_() for i in at], *sources)
         for i, g in zip(at, refused if isinstance(refused, tuple) else (refused,)):
             results[i] = g
         return tuple(results) if isinstance(found, tuple) else results[0]

@@ -21,7 +21,6 @@ namespace te_fl::node {
 // The arguments of watch(). The attribute `scopes` of each is the calling thread's list of scopes.
 // Never freed.
 inline PyObject* fp8_thread = nullptr;          // quantization._state
-inline PyObject* weights_thread = nullptr;      // weight_cache._thread
 inline PyObject* checkpoints_thread = nullptr;  // torch_checkpoint._reentrant
 
 // Interned attribute names.
@@ -35,7 +34,6 @@ struct Names {
   PyObject* scopes = PyUnicode_InternFromString("scopes");
   PyObject* scope_recipe = PyUnicode_InternFromString("recipe");
   PyObject* enabled = PyUnicode_InternFromString("enabled");
-  PyObject* delayed = PyUnicode_InternFromString("delayed");
   PyObject* reuse_weights = PyUnicode_InternFromString("reuse_weights");
   PyObject* training = PyUnicode_InternFromString("training");
 };
@@ -114,7 +112,6 @@ inline bool may_be_of_checkpoint(PyObject* module) {
 struct Fp8 {
   // True if no flag reuses weights and no FP8 forward will be recomputed outside of the autocast.
   bool plain = false;
-  unsigned long updates = 0;
   std::optional<Ref> scope;
 };
 inline Fp8 fp8_of(PyObject* module, PyObject* first) {
@@ -132,7 +129,6 @@ inline Fp8 fp8_of(PyObject* module, PyObject* first) {
   Py_INCREF(scope);
   found.scope.emplace(scope);
   if (first == Py_None && attribute(scope, name.reuse_weights).get() != Py_None) return found;
-  if (attribute(scope, name.delayed).get() == Py_True) found.updates = PyThread_get_thread_ident();
   found.plain = true;
   return found;
 }
@@ -153,12 +149,10 @@ inline std::vector<Ref> parameters_of(PyObject* module, PyObject* parameter_type
 }
 
 // True if the LayerCall of the layer's last forward is valid for this forward.
-inline bool fits(PyObject* call, PyObject* first, long activation, const Fp8& fp8) {
+inline bool fits(PyObject* call, PyObject* first, long activation) {
   return PyTuple_Check(call) && PyTuple_GET_SIZE(call) == kFields && field(call, kFirst) == first &&
          field(call, kAttention) == Py_None && field(call, kAccumulates) == Py_False &&
-         field(call, kDelays) == Py_False &&
-         PyLong_AsLong(field(call, kActivation)) == activation &&
-         PyLong_AsUnsignedLong(field(call, kUpdates)) == fp8.updates;
+         field(call, kDelays) == Py_False && PyLong_AsLong(field(call, kActivation)) == activation;
 }
 
 // The arguments that run() in node.cpp takes, for one forward of a module.
@@ -178,8 +172,8 @@ inline std::optional<Plain> plain_forward(PyObject* module, PyObject* key, PyObj
   Ref call = attribute(layer, names().last);  // `last` of a NativeLayer
   const Fp8 fp8 = fp8_of(module, first);
   const long activation = activation_of(THPVariable_Unpack(x));
-  if (!fp8.plain || !fits(call.get(), first, activation, fp8)) return std::nullopt;
-  if (has_scopes(weights_thread) || has_scopes(checkpoints_thread)) return std::nullopt;
+  if (!fp8.plain || !fits(call.get(), first, activation)) return std::nullopt;
+  if (has_scopes(checkpoints_thread)) return std::nullopt;
   if (at::SavedTensorDefaultHooks::get_hooks().has_value()) return std::nullopt;
   std::vector<Ref> parameters = parameters_of(module, parameter_type);
   if (parameters.empty()) return std::nullopt;

@@ -24,7 +24,7 @@ import torch.utils.checkpoint
 
 from te_fl import _native
 from te_fl.errors import FailedPrecondition
-from te_fl.pytorch.autograd.call import TRAINING, LayerCall, run
+from te_fl.pytorch.autograd.call import LayerCall, run
 from te_fl.pytorch.fp8 import quantization
 
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -93,7 +93,6 @@ def repeated() -> bool:
 class _Forward(NamedTuple):
     module: Any
     record: Any  # a record from _native.recompute_record()
-    updates: int  # see LayerCall.updates
 
 
 class _Forwards:
@@ -127,16 +126,15 @@ class Piece:
     """A module's forward in one of a checkpoint's two runs."""
 
     def __init__(self, forward: _Forward, second: bool, keeps: bool):
-        self.updates, self._record, self._second, self._keeps = forward.updates, forward.record, second, keeps
+        self._record, self._second, self._keeps = forward.record, second, keeps
 
-    def run(self, call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
-        return Recomputed(self._record, self._second).within(run if self._keeps else _without_gradients, call, caching, *tensors)
+    def run(self, call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
+        return Recomputed(self._record, self._second).within(run if self._keeps else _without_gradients, call, *tensors)
 
 
-def _without_gradients(call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
+def _without_gradients(call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
     """The first run with use_reentrant=True, which PyTorch runs without gradients. The layer computes exactly as in the second run."""
-    n = call.inputs
-    return _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n + call.extras:], call.attention, call.random)[0]
+    return _native.layer_forward(call, tensors[:call.inputs], tensors[call.inputs + call.extras:], True)[0]
 
 
 def _cell(hook: Any, name: str) -> Any:
@@ -217,7 +215,8 @@ _waiting: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # for each mo
 def _declared_piece(module: Any, second: bool) -> Optional[Piece]:
     waiting = _waiting.setdefault(module, collections.deque())
     if not second:
-        forward = _Forward(None, _native.recompute_record(), module._notice())
+        module._notice()
+        forward = _Forward(None, _native.recompute_record())
         if module.training:  # otherwise there is no second run
             waiting.append(forward)
         return Piece(forward, False, torch.is_grad_enabled())
@@ -266,7 +265,8 @@ def _inner_piece(module: Any) -> Optional[Piece]:
     owners = frames[:max(len(frames) - known, 0)] + [r.owner for r in _inner_firsts()] + ([] if torch.is_grad_enabled() else _callers()[0])
     if not owners:
         return None
-    forward = _Forward(module, _native.recompute_record(), module._notice())
+    module._notice()
+    forward = _Forward(module, _native.recompute_record())
     _add(owners, forward)
     return Piece(forward, False, torch.is_grad_enabled())
 
@@ -295,6 +295,7 @@ def piece(module: Any) -> Optional[Piece]:
         return Piece(forward, True, keeps)
     if not scopes or not firsts:
         return None
-    forward = _Forward(module, _native.recompute_record(), module._notice())
+    module._notice()
+    forward = _Forward(module, _native.recompute_record())
     _add(firsts, forward)
     return Piece(forward, False, keeps)

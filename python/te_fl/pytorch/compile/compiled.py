@@ -15,7 +15,6 @@ import weakref
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-import torch._dynamo.compiled_autograd
 import torch.fx.traceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._library.effects import EffectType
@@ -23,10 +22,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from te_fl import _native
 from te_fl.errors import FailedPrecondition
-from te_fl.pytorch.autograd import call
+from te_fl.pytorch.autograd.call import LayerCall, keeps_graph
 from te_fl.pytorch.autograd.torch_checkpoint import Recomputed
 from te_fl.pytorch.compile import exported
-from te_fl.pytorch.fp8 import quantization, weight_cache
+from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.modules.attention import sums_of_lengths
 from te_fl.pytorch.modules.layers import TracedLayer
 from te_fl.pytorch.runtime import export
@@ -93,17 +92,15 @@ def _attention(names: List[str], others: List[torch.Tensor], lengths: List[int],
     return found
 
 
-_PARAMETERS = _native.LAYER_FORWARD_ARGUMENTS.index("parameters")
-
-
 class _Rerun(NamedTuple):
-    """A forward that the backward recomputes: te_fl.pytorch.checkpoint() in a graph."""
+    """A forward that the backward recomputes: te_fl.pytorch.checkpoint() in a graph. The graph keeps the parameters."""
 
     record: Any  # a record from _native.recompute_record()
-    arguments: tuple  # arguments of _native.layer_forward() without the parameters, which the graph keeps
+    call: LayerCall
+    inputs: Tuple[torch.Tensor, ...]
 
     def run(self, parameters: Tuple[torch.Tensor, ...], second: bool):
-        return Recomputed(self.record, second).within(_native.layer_forward, *self.arguments[:_PARAMETERS], parameters, *self.arguments[_PARAMETERS:])
+        return Recomputed(self.record, second).within(_native.layer_forward, self.call, self.inputs, parameters, True)
 
 
 _again: dict = {}  # by number
@@ -123,7 +120,7 @@ def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, ac
              names, others, lengths, random, after):
     module = registry.module_of(number)
     layer, order = module._in_graph(inputs[0].device, kind, (*words, *numbers))
-    updates = module._notice()
+    module._notice()
     _look_again(module)
     order = range(len(parameters)) if order is None else order
     own = [parameters[i] for i in order]
@@ -131,24 +128,22 @@ def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, ac
         inputs, extras, others = ([_own(t) for t in group] for group in (inputs, extras, others))
         random = None if random is None else _own(random)
         own = [_trained(parameters[i], trained[i]) for i in order]
-        mode = call.TRAINING
     else:
         inputs = [t.contiguous() for t in inputs]
-        mode = weight_cache.number() if call.lasting(own) else call.UNCACHED
     microbatch = quantization.reused_weights() if first < 0 else bool(first)
-    # in the order of _native.LAYER_FORWARD_ARGUMENTS, which call.py asserts
-    arguments = (layer.native, activation, mode, microbatch, tuple(inputs), tuple(own), _attention(names, others, lengths, extras) or None, random)
+    call = LayerCall(layer.native, len(inputs), len(extras), activation, microbatch, _attention(names, others, lengths, extras) or None, random, False)
+    inputs, own = tuple(inputs), tuple(own)
     if not (keeps and recomputes):
-        output, token = _native.layer_forward(*arguments)
+        output, token = _native.layer_forward(call, inputs, own, keeps)
         if keeps and kind == "attention":
             output = _own(output)  # the backward reads the output
         token = torch.zeros(1, dtype=torch.int64, device="cpu") if token is None else token
-        return output, token, torch.tensor([updates, 0, *order], dtype=torch.int64, device="cpu")
-    again = _Rerun(_native.recompute_record(), (*arguments[:_PARAMETERS], *arguments[_PARAMETERS + 1:]))
-    output, _ = again.run(arguments[_PARAMETERS], False)
+        return output, token, torch.tensor([0, *order], dtype=torch.int64, device="cpu")
+    again = _Rerun(_native.recompute_record(), call, inputs)
+    output, _ = again.run(own, False)
     number = next(_again_numbers)
     _again[number] = again
-    about = torch.tensor([updates, number, *order], dtype=torch.int64, device="cpu")
+    about = torch.tensor([number, *order], dtype=torch.int64, device="cpu")
     weakref.finalize(about, _again.pop, number, None)
     return output, torch.zeros(1, dtype=torch.int64, device="cpu"), about
 
@@ -163,7 +158,7 @@ def _forward_fake(number, kind, words, numbers, keeps, recomputes, trained, firs
     if kind == "attention":
         shape = (*x.shape[:-1], inputs[2].shape[-1])
     output = torch.empty(shape, dtype=BY_CODE.get(activation, x.dtype), device=x.device)
-    token, about = (torch.empty(n, dtype=torch.int64, device="cpu") for n in (1, 2 + len(parameters)))
+    token, about = (torch.empty(n, dtype=torch.int64, device="cpu") for n in (1, 1 + len(parameters)))
     return output, token, about
 
 
@@ -175,16 +170,14 @@ _forward_op = define("layer_forward(Tensor module, str kind, str[] words, SymInt
 
 
 def _backward(token, about, grad, parameters, needed, trained, sizes, ranks, dtypes):
-    thread, again, *order = about.tolist()
+    again, *order = about.tolist()
     native = tuple(_trained(parameters[i], trained[i]) for i in order)
     if again:
         if again not in _again:
             raise FailedPrecondition("FAILED_PRECONDITION: what this forward kept for its backward has gone: a hook for saved tensors replaced it by "
                                      "a copy; run the forward again")
         _, token = _again[again].run(native, True)
-    inputs, found = _native.layer_backward(token, grad.resolve_neg().contiguous(), native, None, call._keeps_graph(), any(needed))
-    if thread:
-        _updates_scales(token, thread)
+    inputs, found = _native.layer_backward(token, grad.resolve_neg().contiguous(), native, None, keeps_graph(), any(needed))
     own = dict(zip(order, found))
     result, at = [], 0
     for gradient, wanted, rank, dtype in zip(inputs, needed, ranks, dtypes):
@@ -197,15 +190,6 @@ def _backward(token, about, grad, parameters, needed, trained, sizes, ranks, dty
             result.append(torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device) if gradient is None
                           else gradient.to(parameter.dtype))
     return result
-
-
-def _updates_scales(token: torch.Tensor, thread: int) -> None:
-    if getattr(torch._dynamo.compiled_autograd, "in_compiled_autograd_region", False):
-        raise refuse("torch.compile", "compiled_autograd", True, "it does not say when a backward ends, which is when delayed scaling updates "
-                     "the gradients' scales; set torch._dynamo.config.compiled_autograd = False, or use another recipe")
-    number = token.clone()  # PyTorch may overwrite tensors that a graph's backward has read
-    number.owner = token  # keeps the forward's record alive
-    call._ends(number, thread)
 
 
 def _backward_fake(token, about, grad, parameters, needed, trained, sizes, ranks, dtypes):

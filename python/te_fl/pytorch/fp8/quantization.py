@@ -37,9 +37,8 @@ class _State(threading.local):
 _state = _State()
 
 
-def notice(module: Any) -> int:
-    """Called when a module's forward begins. Records the recipe for the module's FP8 state. Returns the id of the thread whose gradient scales are
-    updated when this forward's backward ends (delayed scaling), else 0.
+def notice(module: Any) -> None:
+    """Called when a module's forward begins. Records the recipe for the module's FP8 state.
 
     PyTorch's checkpoint reruns a forward inside of a backward, outside of the autocast of the first run. The rerun would compute in high precision,
     and its gradients would belong to another function. Such a rerun uses first_autocast(), or is refused.
@@ -50,8 +49,7 @@ def notice(module: Any) -> int:
         if own["_in_fp8"] and own["_recipe"] is not scope.recipe and own["_recipe"] != scope.recipe:
             own["_several_recipes"] = True
         own["_recipe"], own["_in_fp8"] = scope.recipe, scope.enabled
-        return threading.get_ident() if scope.delayed else 0
-    if module._in_fp8:
+    elif module._in_fp8:
         if torch._C._current_graph_task_id() >= 0 and _quantises(module):
             raise FailedPrecondition(
                 f"FAILED_PRECONDITION: {type(module).__name__}: the backward runs this forward again outside of its autocast, so in another "
@@ -59,7 +57,6 @@ def notice(module: Any) -> int:
                 "context_fn=te_fl.pytorch.recompute_contexts (Transformers: model.gradient_checkpointing_enable({\"use_reentrant\": False, "
                 "\"context_fn\": te_fl.pytorch.recompute_contexts}))")
         module.__dict__["_in_fp8"] = False
-    return 0
 
 
 def _quantises(module: Any) -> bool:

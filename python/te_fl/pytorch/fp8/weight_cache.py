@@ -8,16 +8,14 @@ import threading
 
 from te_fl import _native
 
-UNCACHED = 1
-
-
 class _Thread(threading.local):
     def __init__(self):
         self.scopes = []
 
 
 _thread = _Thread()
-_numbers = itertools.count(UNCACHED + 1)
+_native.set_weight_caches(_thread)
+_numbers = itertools.count(2)  # 1 stands for a forward outside of all scopes
 
 
 class cache_quantized_weights(_native.Scope):
@@ -33,9 +31,3 @@ class cache_quantized_weights(_native.Scope):
 
     def __init__(self):
         self._arguments, self._entered = (_numbers,), []
-
-
-def number() -> int:
-    """The number of the outermost scope on this thread, for _native.layer_forward(); UNCACHED outside of all scopes."""
-    scopes = _thread.scopes
-    return scopes[0]._entered[0][0] if scopes else UNCACHED

@@ -1,8 +1,7 @@
-"""The base class of te-fl's PyTorch modules: parameters, C++ layers created on demand, FP8 state."""
+"""The base class of te-fl's PyTorch modules, which creates C++ layers on demand and runs them."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import weakref
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
@@ -11,236 +10,45 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from te_fl import _native
-from te_fl.common.recipe import DelayedScaling, as_data, attends
+from te_fl.common.recipe import as_data
 from te_fl.compat.variables import read_determinism
 from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.call import give_writes, plain, take_writes, use_torch_memory, watch
 from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
-from te_fl.pytorch.fp8 import extra_state, plain_codes, quantization, weight_cache
-from te_fl.pytorch.fp8.availability import get_default_recipe
-from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, keeping_codes, rules_of
+from te_fl.pytorch.fp8 import plain_codes, quantization
+from te_fl.pytorch.fp8.float8_tensor import keeping_codes
 from te_fl.pytorch.fp8.quantization import captures
+from te_fl.pytorch.fp8.sharded_weights import is_sharded
+from te_fl.pytorch.modules.fp8_state import HasFP8State
 from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
 from te_fl.pytorch.modules.parallel import TensorParallel, mark_again, marks_of
-from te_fl.pytorch.fp8.sharded_weights import initialise, is_sharded
+from te_fl.pytorch.modules.parameters import HasParameters
 from te_fl.pytorch.runtime import registry, traced
-from te_fl.pytorch.runtime.computed import Computed
-from te_fl.pytorch.runtime.device import check_devices, default_device, native_device
-from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES, LIKE
+from te_fl.pytorch.runtime.device import check_devices, native_device
+from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import refuse
 
-
-watch(quantization._state, weight_cache._thread, torch_checkpoint._reentrant)
-
-
-FP8State = List[Tuple[str, torch.Tensor]]  # tensors with te_fl::nn's names
+watch(quantization._state, torch_checkpoint._reentrant)
 
 
-def default_init(weight: torch.Tensor) -> None:
-    torch.nn.init.normal_(weight, mean=0.0, std=0.023)
-
-
-class States:
-    """A module's FP8 state in C++, shared by all of its layers. Copying gives a new, empty state."""
-
-    def __init__(self):
-        self.native = _native.fp8_states()
-
-    def __reduce__(self):
-        return States, ()
-
-    def of(self, key: Any) -> Any:
-        """The C++ state for the layer with this key."""
-        return self.native
-
-    def tensors(self) -> FP8State:
-        return [(n, t.clone()) for n, t in _native.fp8_state(self.native, LIKE)]
-
-    def load(self, state: FP8State) -> FP8State:
-        """Loads the state; entries that `state` lacks are reset. Returns the state that must be loaded again once a layer exists."""
-        return [] if _native.load_fp8_state(self.native, state) else state
-
-    def retire(self) -> None:
-        _native.retire_fp8_states(self.native)
-
-
-class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
+class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, HasFP8State):
     """Base class of modules with a layer of te_fl::nn.
 
     Derived classes set _kind and _sites (the layer's FP8 sites), and implement _options() and _tensors().
     """
 
     _kind: str
-    _sites: Tuple[str, ...] = ()
-    _places = extra_state.PRODUCT
 
     def __init__(self, name: Optional[str] = None):
         super().__init__()
         read_determinism()
         self.name = name
         self._layers: Dict[Tuple[str, Any], NativeLayer] = {}  # the C++ layers by (kind, key)
-        self._states = self._new_states()  # of all layers, and of the FusedLayer that this module is a part of
-        self._loaded: List[Tuple[str, torch.Tensor]] = []  # loaded FP8 state, kept here until the first layer exists
-        self._recipe = None  # the recipe of the last forward in an autocast
-        self._in_fp8 = False  # true if the last forward outside of a backward computed in FP8
+        self._states, self._loaded, self._recipe, self._in_fp8 = self._new_states(), [], None, False
         self._fused_in: "weakref.WeakSet[Any]" = weakref.WeakSet()  # each FusedLayer that this module is a part of; copies of a layer share parts
-        self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
         self._number = registry.enter(self)
         self.wgrad_accumulation_and_reduce_hooks: List[Callable[[], Any]] = []
-        self._model_init = quantization.model_init()  # None: weights are stored in high precision
-        self._products: List[str] = []  # names of the weights that quantized_model_init stores as codes
-
-    def _new_states(self) -> Any:
-        return States()
-
-    # -- parameters
-
-    def _add_parameter(self, name: str, value: torch.Tensor, init: Callable, tracker: Optional[Callable] = None) -> None:
-        self.register_parameter(name, torch.nn.Parameter(value))
-        self._initialisers[name] = (init, tracker)
-
-    def _add_weight(self, name: str, value: torch.Tensor, init: Callable, tracker: Optional[Callable] = None) -> None:
-        """Adds a weight of a matrix product. In quantized_model_init, the weight is stored as FP8 codes only."""
-        self._add_parameter(name, value, init, tracker)
-        if self._model_init is not None:
-            self._products.append(name)
-
-    def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
-        """Initialises the parameters. Parameters on the meta device are first allocated on default_device()."""
-        if defer_init:
-            return
-        for name, (init, tracker) in self._initialisers.items():
-            param = getattr(self, name)
-            if param.device.type == "meta":
-                param = self._replaced(name, torch.empty_like(param, device=default_device()))
-            random = contextlib.nullcontext()
-            if tracker is not None:
-                stream = getattr(self, "rng_tracker_name", None)
-                random = tracker().fork(stream) if stream else tracker().fork()
-            with torch.no_grad(), random:
-                if name in self._products:
-                    self._initialise_codes(name, param, init)
-                else:
-                    init(param)
-
-    def _replaced(self, name: str, value: torch.Tensor) -> torch.nn.Parameter:
-        """Replaces a parameter by one that holds `value`, with the attributes of the old one."""
-        before = getattr(self, name)
-        param = torch.nn.Parameter(value, requires_grad=before.requires_grad)
-        param.__dict__.update(before.__dict__)
-        setattr(self, name, param)
-        return param
-
-    def _initialise_codes(self, name: str, param: torch.Tensor, init: Callable) -> None:
-        rules = rules_of(self._model_init.native_recipe)
-        if is_sharded(param):
-            made, values = initialise(param, rules, init)
-            param = param if made is param else self._replaced(name, made)
-            if self._model_init.preserve_high_precision_init_val:
-                Float8Tensor._keep_initial(param, values.cpu())
-            return
-        high = param.detach() if type(param) is torch.nn.Parameter else torch.empty(param.shape, dtype=param.dtype, device=param.device)
-        init(high)
-        if isinstance(param, Float8Tensor):
-            param.copy_(high)
-        else:
-            param = self._replaced(name, Float8Tensor.quantised(high, rules))
-        if self._model_init.preserve_high_precision_init_val:
-            param._keep_initial(high.cpu())
-
-    def _split_names(self, split: Any, out_features: int, what: str) -> List[Tuple[str, int]]:
-        """(prefix, rows) of each part of a weight; a single part without prefix if it is not split."""
-        where = type(self).__name__
-        if split is None:
-            return [("", out_features)]
-        if isinstance(split, dict):
-            parts = list(split.items())
-        else:
-            split = (split,) if isinstance(split, str) else tuple(split)
-            if not split or out_features % len(split) != 0:
-                raise ValueError(f"{where}: {out_features} {what} do not divide into the {len(split)} equal parts of parameters_split")
-            parts = [(name, out_features // len(split)) for name in split]
-        if sum(rows for _, rows in parts) != out_features:
-            raise ValueError(f"{where}: the parts of parameters_split sum to {sum(rows for _, rows in parts)}; "
-                             f"there are {out_features} {what}")
-        return [(name if name.endswith("_") else name + "_", int(rows)) for name, rows in parts]
-
-    def _add_split(self, name: str, parts: List[Tuple[str, int]], shape: Tuple[int, ...], device, dtype, init, tracker=None) -> List[str]:
-        """Registers consecutive slices of one array as parameters, and returns their names."""
-        if name == "weight" and len(parts) > 1 and self._model_init is not None:
-            raise refuse(type(self).__name__, "parameters_split", tuple(prefix[:-1] for prefix, _ in parts),
-                         "inside quantized_model_init a weight is whole: leave it out (attention: give fuse_qkv_params=True)")
-        whole = torch.empty(sum(rows for _, rows in parts), *shape, device=device, dtype=dtype)
-        # Each slice gets a storage object of its own over that memory: tools that write storages to files treat tensors with one storage as one
-        # parameter.
-        own = len(parts) > 1 and type(whole) is torch.Tensor and whole.numel() > 0 and whole.device.type in ("cpu", "cuda")
-        add = self._add_weight if name == "weight" else self._add_parameter
-        at, names = 0, []
-        for prefix, rows in parts:
-            names.append(prefix + name)
-            part = whole[at:at + rows]
-            add(names[-1], torch.from_dlpack(part) if own else part, init, tracker)
-            at += rows
-        return names
-
-    # -- FP8 attributes that frameworks read
-
-    fsdp_group: Any = None  # prepare_te_modules_for_fsdp() sets it
-    # Not used by te-fl; the values are Transformer Engine's defaults.
-    fsdp_wrapped = False
-    symmetric_ar_type: Optional[str] = None
-    ub_name: Optional[str] = None
-
-    @Computed
-    def fp8(self) -> bool:
-        """True if the last forward ran in FP8."""
-        return self._in_fp8
-
-    @Computed
-    def fp8_initialized(self) -> bool:
-        """True if the last forward ran in FP8, or weights are stored as FP8 codes."""
-        return self._in_fp8 or self._model_init is not None
-
-    @Computed
-    def fp8_calibration(self) -> bool:
-        """True in a calibrating autocast."""
-        return quantization.calibrating()
-
-    @Computed
-    def fp8_meta_tensors_initialized(self) -> bool:
-        """True if delayed scaling's scales exist."""
-        return bool(self._fp8_state())
-
-    @Computed
-    def primary_weights_in_fp8(self) -> bool:
-        """True if the module was constructed in quantized_model_init."""
-        return self._model_init is not None
-
-    @Computed
-    def preserve_high_precision_init_val(self) -> bool:
-        """True if the module keeps the high-precision values that its FP8 weights were made from."""
-        return self._model_init is not None and self._model_init.preserve_high_precision_init_val
-
-    @property
-    def fp8_meta(self) -> dict:
-        """A dict with fp8_checkpoint (whether checkpoints contain FP8 state of the module) and the recipe. Frameworks add entries of their own."""
-        meta = self.__dict__.setdefault("_fp8_meta", {"fp8_group": None})
-        meta["fp8_checkpoint"] = bool(self._fp8_state())
-        if self._recipe is not None or "recipe" not in meta:
-            meta["recipe"] = self._recipe or quantization.active_recipe() or get_default_recipe()
-        return meta
-
-    @fp8_meta.setter
-    def fp8_meta(self, meta: dict) -> None:
-        self.__dict__["_fp8_meta"] = meta
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """True if fully_shard has sharded a parameter."""
-        return any(is_sharded(param) for param in self._parameters.values() if param is not None)
-
-    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """No effect: Transformer Engine's method makes fp8_meta's recipe available, which te-fl's always has."""
+        self._initialisers, self._model_init, self._products = {}, quantization.model_init(), []
 
     # -- the layer
 
@@ -352,8 +160,8 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         """The layer of this name, and for each of the layer's parameters its index in the graph's list of parameters; None: the order is equal."""
         return self._layer(device, kind), None
 
-    def _notice(self) -> int:
-        return quantization.notice(self)
+    def _notice(self) -> None:
+        quantization.notice(self)
 
     _remade: frozenset = frozenset()  # names of attributes that a program may set, and whose change requires new layers
 
@@ -388,13 +196,6 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         self._forget(state)
         return result
 
-    def _marks(self) -> Dict[str, Dict[str, Any]]:
-        return {name: marks_of(param) for name, param in self._parameters.items()}
-
-    def _mark_again(self, marks: Dict[str, Dict[str, Any]]) -> None:
-        for name, param in self._parameters.items():
-            mark_again(param, marks.get(name, {}))
-
     def _forget(self, state: List[Tuple[str, torch.Tensor]]) -> None:
         """Drops the layers; later ones are created with this FP8 state."""
         self._states.retire()
@@ -420,64 +221,6 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         plain_codes.divide(destination, prefix, self._parameters)
-
-    # -- FP8 state
-
-    def _fp8_state(self) -> List[Tuple[str, torch.Tensor]]:
-        state = self._states.tensors()
-        there = {name for name, _ in state}
-        return state + [(name, tensor) for name, tensor in self._loaded if name not in there]
-
-    def _load(self, state: List[Tuple[str, torch.Tensor]]) -> None:
-        """Sets the FP8 state in place; entries that `state` lacks are reset."""
-        self._loaded = self._states.load(state)
-
-    def _load_waiting(self) -> None:
-        if self._loaded:
-            self._load(self._loaded)
-
-    def _saved(self) -> Callable[[], None]:
-        """Returns a function that restores the current FP8 state in place."""
-        state = self._fp8_state()
-        return lambda: self._load(state)
-
-    _attends = False  # true if the state belongs to FP8 attention, which only some recipes use
-
-    def get_extra_state(self) -> torch.Tensor:
-        """FP8 state for checkpoints, uint8. Before the first forward with delayed scaling the state is empty, except inside of an autocast with
-        delayed scaling: there it is the initial state of the first forward, so that tools that load checkpoints into existing tensors find the right
-        size.
-        """
-        state, recipe = self._fp8_state(), self._recipe
-        if not state and self._sites and quantization.delays() and (not self._attends or attends(quantization.active_recipe())):
-            recipe = quantization.active_recipe()
-            state = extra_state.initial(self._sites, recipe.amax_history_len, self._places)
-        if not state or not self._sites:
-            return extra_state.nothing()
-        if recipe is None:
-            recipe = DelayedScaling(amax_history_len=state[1][1].shape[0])
-        products = len(self._sites) * self._places.kept[1] // 2
-        return extra_state.write(as_data(recipe), extra_state.to_theirs(state, self._sites, self._places, recipe),
-                                 {"fp8_checkpoint": True, "num_gemms": products})
-
-    def set_extra_state(self, state: Any) -> None:
-        where = type(self).__name__
-        read = extra_state.read(state, where)
-        if not read or not self._sites:
-            return
-        own = extra_state.from_theirs(read, self._sites, where, self._places)
-        self._recipe = read.get("recipe", self._recipe)
-        device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
-        if device.type != "meta":
-            own = [(n, t.to(device)) for n, t in own]
-        if own:
-            self._load(own)
-        else:
-            self._loaded = []
-
-    def reset_fp8_meta_tensors(self) -> None:
-        """Resets all scales to 1 and clears the amax histories."""
-        self._load([])
 
     # -- copies
 
@@ -530,10 +273,3 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             setattr(self, name, value)
         else:
             self.__dict__[name] = value
-
-
-def parameter_dtype(params_dtype: Optional[torch.dtype], where: str) -> torch.dtype:
-    dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
-    if dtype not in DTYPE_NAMES:
-        raise refuse(where, "params_dtype", dtype, "it is torch.float32, torch.bfloat16 or torch.float16")
-    return dtype

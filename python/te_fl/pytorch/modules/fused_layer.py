@@ -13,7 +13,7 @@ from te_fl.pytorch.autograd.call import use_torch_memory
 from te_fl.pytorch.distributed.sequence_ranks import SequenceRanks
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.modules.attention import DotProductAttention, score_cap
-from te_fl.pytorch.modules.base import TransformerEngineBaseModule, native_device
+from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
 from te_fl.pytorch.modules.linear import LayerNormLinear, Linear
 from te_fl.pytorch.modules.mlp import LayerNormMLP
@@ -22,7 +22,7 @@ from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.modules.transformer_call import TransformerCall
 from te_fl.pytorch.runtime import export, traced
 from te_fl.pytorch.runtime import random as generator
-from te_fl.pytorch.runtime.device import check_devices
+from te_fl.pytorch.runtime.device import check_devices, native_device
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 
 # The module classes that the fused call can replace. A part has the same name here and in te_fl::nn::TransformerLayer.
@@ -109,13 +109,12 @@ class FusedLayer:
         known = {(id(part), name): i for i, (part, name) in enumerate(self.parameters())}
         return [known[id(module), name] for module, name, _ in self._places]
 
-    def notice(self, owner) -> int:
+    def notice(self, owner) -> None:
         """Calls quantization.notice() for the layer and its parts; see there."""
-        updates = quantization.notice(owner)
+        quantization.notice(owner)
         if quantization._state.scopes:
             for _, part in self._parts:
                 part.__dict__["_recipe"] = owner._recipe
-        return updates
 
     def layer(self, owner, device: torch.device, name: Tuple[str, str, int, int, bool]) -> NativeLayer:
         """The C++ layer for a mask, a softcap in hexadecimal, the two bounds of a window, and whether dropout is active."""

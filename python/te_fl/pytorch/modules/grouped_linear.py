@@ -13,8 +13,9 @@ from te_fl.errors import InvalidArgument
 from te_fl.pytorch.autograd.given_memory import GradientInto, ResultInto, count_write
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
-from te_fl.pytorch.modules.base import TransformerEngineBaseModule, default_init, parameter_dtype
+from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.modules.parallel import divided, set_parallel
+from te_fl.pytorch.modules.parameters import default_init, parameter_dtype
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.computed import Computed
 from te_fl.pytorch.runtime.device import device_of

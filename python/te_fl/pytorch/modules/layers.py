@@ -8,7 +8,7 @@ import torch
 
 from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.call import LayerCall, overwrite_next, profiling, run, shown
-from te_fl.pytorch.fp8 import quantization, weight_cache
+from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 from te_fl.pytorch.fp8.quantization import captures
 from te_fl.pytorch.runtime import traced
@@ -41,9 +41,10 @@ class NativeLayer:
             if again is not None:
                 with again:
                     return self.compute(module, inputs, extras, parameters, activation, first, attention, random, accumulates)
-            updates, start = module._notice(), run
+            module._notice()
+            start = run
         else:
-            updates, start = piece.updates, piece.run
+            start = piece.run
         if profiling():
             start = shown(module, start)
         if self.delays and torch.is_grad_enabled():
@@ -66,12 +67,12 @@ class NativeLayer:
             inputs = tuple([t.contiguous() if 0 in t.stride() else t for t in inputs])
         call = self.last
         if (call is None or call.inputs != len(inputs) or attention is not None or random is not None or call.first is not first or call.activation != activation
-                or call.updates != updates or call.accumulates is not accumulates):
-            call = LayerCall(self.native, len(inputs), len(extras), activation, first, attention, random, updates, accumulates, self.delays)
+                or call.accumulates is not accumulates):
+            call = LayerCall(self.native, len(inputs), len(extras), activation, first, attention, random, accumulates, self.delays)
             if attention is None and random is None:
                 self.last = call
         try:
-            return start(call, weight_cache.number(), *inputs, *extras, *parameters)
+            return start(call, *inputs, *extras, *parameters)
         except RuntimeError:  # te-fl's errors are RuntimeErrors, and so are PyTorch's for tensors without memory
             module._check_devices(inputs[0].device, inputs[1:])
             raise

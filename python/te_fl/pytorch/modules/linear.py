@@ -6,8 +6,9 @@ from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
-from te_fl.pytorch.modules.base import TransformerEngineBaseModule, default_init, parameter_dtype
+from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.modules.parallel import divided, set_parallel
+from te_fl.pytorch.modules.parameters import default_init, parameter_dtype
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES

@@ -7,10 +7,11 @@ from typing import Any, Callable, NoReturn, Optional, Tuple, Union
 import torch
 
 from te_fl.pytorch.autograd.checkpoint import checkpoint
-from te_fl.pytorch.modules.base import TransformerEngineBaseModule, default_init, parameter_dtype
+from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.modules.linear import (add_norm_parameters, mark_norm_parameters, norm_options, norm_parameters, normalise, options_of,
                                           reset_norm_parameters)
 from te_fl.pytorch.modules.parallel import divided, set_parallel
+from te_fl.pytorch.modules.parameters import default_init, parameter_dtype
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES

@@ -58,8 +58,8 @@ class L2Normalization(torch.nn.Module):
     def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[NativeLayer, None]:
         return self._norm(key[0], device)._layer(device), None
 
-    def _notice(self) -> int:
-        return 0
+    def _notice(self) -> None:
+        pass
 
     def __getstate__(self) -> dict:
         state = {**self.__dict__, "_norms": {}}

@@ -7,7 +7,8 @@ from typing import Any, Optional, Tuple, Union
 
 import torch
 
-from te_fl.pytorch.modules.base import TransformerEngineBaseModule, parameter_dtype
+from te_fl.pytorch.modules.base import TransformerEngineBaseModule
+from te_fl.pytorch.modules.parameters import parameter_dtype
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES

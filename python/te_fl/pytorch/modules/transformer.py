@@ -156,8 +156,8 @@ class TransformerLayer(torch.nn.Module):
         layer = self._fused.layer(self, device, key)
         return layer, self._fused.order()
 
-    def _notice(self) -> int:
-        return self._fused.notice(self)
+    def _notice(self) -> None:
+        self._fused.notice(self)
 
     def _check_devices(self, device: torch.device, others: Sequence[torch.Tensor] = ()) -> None:
         self._fused.check_devices(device)

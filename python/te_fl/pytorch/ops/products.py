@@ -12,7 +12,7 @@ from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.distributed import collectives
 from te_fl.pytorch.fp8 import extra_state
 from te_fl.pytorch.modules import grouped_linear, linear
-from te_fl.pytorch.modules.base import parameter_dtype
+from te_fl.pytorch.modules.parameters import parameter_dtype
 from te_fl.pytorch.modules.layers import NativeLayer
 from te_fl.pytorch.modules.parallel import divided
 from te_fl.pytorch.ops.operation import BasicOperation, FusedOperation, Result
