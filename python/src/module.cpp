@@ -1,4 +1,5 @@
 // te_fl._native, the extension module. The package te_fl exports its functions under public names.
+#include "autograd/layer_call.hpp"
 #include "jax/jax_ffi.hpp"
 #include "ops/communicator.hpp"
 #include "ops/op_call.hpp"

@@ -4,12 +4,12 @@
 #include <utility>
 #include <vector>
 
+#include "autograd/layer_call.hpp"
 #include "ops/policy.hpp"
 #include "py/errors.hpp"
 #include "py/framework_tensor.hpp"
 #include "te_fl/nn/autograd/saved_memory.hpp"
 #include "te_fl/nn/fp8/autocast.hpp"
-#include "te_fl/pytorch/autograd/layer_call.hpp"
 #include "torch/arguments.hpp"
 #include "torch/layer.hpp"
 #include "torch/layer_object.hpp"

@@ -3,11 +3,11 @@
 #include <optional>
 #include <string>
 
+#include "autograd/layer_call.hpp"
 #include "ops/policy.hpp"
 #include "py/errors.hpp"
 #include "py/framework_tensor.hpp"
 #include "te_fl/nn/autograd/context.hpp"
-#include "te_fl/pytorch/autograd/layer_call.hpp"
 #include "torch/arguments.hpp"
 #include "torch/layer.hpp"
 #include "torch/layer_object.hpp"
