@@ -13,8 +13,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The rooms of python/te_fl from the lowest up, by prefixes of module names; the longest matching prefix decides.
 ROOMS = [
     ("native", ["te_fl._native", "te_fl._check_worker"]),
-    ("base", ["te_fl.errors", "te_fl.tensors", "te_fl.missing", "te_fl.frameworks", "te_fl.private_device", "te_fl.remainders", "te_fl.attention_logits"]),
-    ("ops", ["te_fl.ops", "te_fl.policy", "te_fl.registration", "te_fl._modules", "te_fl.program", "te_fl.torch_node", "te_fl.multi_tensor"]),
+    ("base", ["te_fl.errors", "te_fl.tensors", "te_fl.missing", "te_fl.frameworks", "te_fl.torch_streams", "te_fl.remainders", "te_fl.attention_logits"]),
+    ("ops", ["te_fl.ops", "te_fl.policy", "te_fl.registration", "te_fl._modules", "te_fl.program", "te_fl.torch_node", "te_fl.torch_device", "te_fl.reference_torch", "te_fl.multi_tensor"]),
     ("common", ["te_fl.common"]),
     ("compat", ["te_fl.compat"]),
     ("jax", ["te_fl.jax"]),
@@ -49,7 +49,8 @@ FUNCTION_IMPORTS = {
     ("te_fl.pytorch.distributed.peer_copies", "torch.distributed._symmetric_memory"): "PyTorch may change it, and only TE_FL_TP_OVERLAP needs it",
     ("te_fl.pytorch.compile.compiled", "torch._inductor.codegen.common"): "only another vendor's device needs it",
     ("te_fl.errors", "difflib"): "importing te_fl needs none of it",
-    ("te_fl.registration", "te_fl.private_device"): "it imports PyTorch, which is optional",
+    ("te_fl.registration", "te_fl.torch_streams"): "it imports PyTorch, which is optional",
+    ("te_fl", "te_fl.torch_device"): "it imports PyTorch, which is optional, and only devices without a plugin need it",
     ("te_fl.jax._joined", "flax.linen.fp8_ops"): "Flax is optional, and only accumulating() needs it",
     ("te_fl.jax", "jax"): "JAX is optional, and a missing one is to be refused by te_fl's message",
 }
@@ -167,6 +168,8 @@ def source_problems(texts):
 
 def problems():
     modules = {module_name(p): p.read_text() for p in (ROOT / "python/te_fl").rglob("*.py")}
+    for p in (ROOT / "backends/torch").glob("*.py"):
+        modules["te_fl.reference_torch" if p.stem == "__init__" else f"te_fl.reference_torch.{p.stem}"] = p.read_text()
     sources = {str(p.relative_to(ROOT / "python/src")): p.read_text() for p in (ROOT / "python/src").rglob("*.[chi]*")}
     return [*module_problems(modules), *source_problems(sources)], len(modules), len(sources)
 

@@ -120,7 +120,9 @@ DeviceEntry* find_device(const Device& device) noexcept {
   if (DeviceEntry* entry = entry_of(list, device)) return entry;
   if (!device.is_host()) {
     bring_devices(&device);
-    return entry_of(devices_now(), device);
+    if (DeviceEntry* entry = entry_of(devices_now(), device)) return entry;
+    auto* const make = g_make_device.load(std::memory_order_acquire);
+    return make != nullptr && make(device) ? entry_of(devices_now(), device) : nullptr;
   }
   // Pinned memory is host memory even if the plugin of its device is not loaded.
   return device.type != TE_FL_DEVICE_CPU || device.index == 0 ? list.front() : nullptr;
@@ -314,6 +316,10 @@ Result<Device> add(const te_fl_device_desc* desc) {
     throw;
   }
   return device;
+}
+
+void set_maker(bool (*make)(const Device& device) noexcept) {
+  core::g_make_device.store(make, std::memory_order_release);
 }
 
 Status remove(const Device& device) {

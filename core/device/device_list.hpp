@@ -97,7 +97,8 @@ struct DeviceEntry {
 };
 
 // Finds a device. Lock-free if the device is in the list. Otherwise first loads the plugins that
-// may provide it, unless that was tried before. Null if there is no such device.
+// may provide it, unless that was tried before, and then asks the function of devices::set_maker().
+// Null if there is no such device.
 DeviceEntry* find_device(const Device& device) noexcept;
 // The devices in the list. Loads no plugin.
 std::vector<Device> present_devices();
@@ -107,6 +108,8 @@ std::vector<Device> ready_devices();
 // Hook set by plugins/: loads the plugins that may provide this device, or all if it is null. Does
 // nothing on a thread that is inside an op or is loading a plugin.
 inline constinit std::atomic<void (*)(const Device*) noexcept> g_bring_devices{nullptr};
+// The function of devices::set_maker().
+inline constinit std::atomic<bool (*)(const Device&) noexcept> g_make_device{nullptr};
 
 // Marks a device as lost after a sticky error. Every later use of it fails at once with `reason`,
 // also in dispatch. The host cannot be lost.

@@ -49,6 +49,10 @@ TE_FL_API Result<te_fl_device_props> properties(const Device& device);
 // provider that already has the device type (R18). The returned Device has the provider's interned
 // id.
 TE_FL_API Result<Device> add(const te_fl_device_desc* desc);
+// Sets the function that te-fl calls when a device is looked up that no plugin has. It may add()
+// the device, and then returns true. A framework's binding uses it to make te-fl devices of the
+// framework's own. Called on any thread, also inside of ops, without a lock of te-fl's; null: none.
+TE_FL_API void set_maker(bool (*make)(const Device& device) noexcept);
 // Removes a device from the list. Returns when no thread is inside an op on the device or inside
 // one of its functions. Later calls on its remaining memory are refused. BUSY if memory or streams
 // of the device are alive, while one of its streams that used a plan with device memory (R26) is

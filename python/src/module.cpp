@@ -17,6 +17,7 @@
 #include "torch/recompute.hpp"
 #include "torch/result_tensors.hpp"
 #include "torch/scale_functions.hpp"
+#include "torch/torch_device.hpp"
 
 namespace te_fl::python {
 namespace {
@@ -148,6 +149,7 @@ PyMethodDef g_methods[] = {
     {"hooks_in_force", hooks_in_force, METH_VARARGS,
      "hooks_in_force(top, pop, push) -> list of (pack, unpack)"},
     {"quiet_out_of_memory", quiet_out_of_memory, METH_VARARGS, "quiet_out_of_memory(...)"},
+    {"set_device_maker", set_device_maker, METH_O, "set_device_maker(make(type, index, provider))"},
     {"use_allocator", use_allocator, METH_VARARGS, "use_allocator(device, allocate, free, trim)"},
     {"jax_handlers", jax_handlers, METH_NOARGS, "jax_handlers() -> dict of platform to capsule"},
     {"jax_version", jax_version, METH_NOARGS,
@@ -175,7 +177,7 @@ PyMODINIT_FUNC PyInit__native() {
     Ref module = Ref::take(PyModule_Create(&g_module));
     check(PyModule_AddObjectRef(module.get(), "LentTensor", lent_tensor_class()));
     check(PyModule_AddObjectRef(module.get(), "Scope", scope_class()));
-    const Ref fields = tuple_of_names(layer_call::field_names);
+    const Ref fields = tuple_of_names(te_fl::layer_call::field_names);
     check(PyModule_AddObjectRef(module.get(), "LAYER_CALL", fields.get()));
     return module;
   });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Optional, Sequence
 
 try:
@@ -34,7 +35,16 @@ def _load_modules(*arguments: Any) -> list:
     return _modules.load(*arguments)
 
 
+def _make_device(*device: Any) -> Any:
+    """Makes a te-fl device of one that PyTorch has. Called when a device is looked up that no plugin serves."""
+    if "torch" not in sys.modules:
+        return None
+    from te_fl import torch_device
+    return torch_device.find(*device)
+
+
 _native.set_module_loader(_load_modules)
+_native.set_device_maker(_make_device)
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ from te_fl.tensors import DTYPES, SCALINGS
 # DLPack's device types by te-fl's names, and the default device types of an implementation that names none.
 DEVICE_TYPES = {"cpu": 1, "cuda": 2, "cuda_host": 3, "opencl": 4, "vulkan": 7, "metal": 8, "rocm": 10, "rocm_host": 11, "ext": 12, "oneapi": 14}
 TENSORS = ("te_fl", "torch", "numpy")
-_CONTEXT = ("stream", "seed", "offset", "deterministic", "capturing")
+_CONTEXT = ("stream", "seed", "offset", "deterministic", "capturing", "seed_tensor", "offset_tensor")
 _DTYPE_NAMES = {**{name: name for name in DTYPES}, "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "fp64": "f64",
                 "fp32": "f32", "fp16": "f16", "float8_e4m3fn": "f8e4m3", "float8_e5m2": "f8e5m2"}
 
@@ -58,7 +58,9 @@ class OpImpl:
     fn: called with the op's arguments as keywords; writes the outputs in place and returns None. If it raises NotImplementedError (of which
     te_fl.errors.Unsupported is a subclass) or returns NotImplemented, before writing anything, the next candidate is tried. It must name every
     argument of the op's first version, or take **arguments. Arguments added to the op later (te_fl.schema) are passed if fn names them; a call that
-    uses others skips this implementation. It may also name stream, seed, offset (as in te_fl.ops), deterministic and capturing.
+    uses others skips this implementation. It may also name stream, seed, offset (as in te_fl.ops), deterministic, capturing, and
+    seed_tensor and offset_tensor: u64 [1] tensors on the device if the random state is there (the first replaces seed, the second is added to offset),
+    else None.
     vendor: the vendor's name; required for the kind VENDOR.
     priority: 0 means the kind's default: DEFAULT 150, VENDOR 100, REFERENCE 50.
     supported_dtypes: the supported floating-point dtypes; None: any.
@@ -463,10 +465,11 @@ def _on_stream(fn: Callable[..., Any], arguments: dict, device_type: int, index:
     """Runs fn with the call's stream as PyTorch's current stream, if the device is one of PyTorch's."""
     torch = sys.modules.get("torch")
     if torch is not None and device_type == DEVICE_TYPES["ext"]:
-        from te_fl import private_device  # imports PyTorch, which is loaded already
-        if not private_device.registered():
+        from te_fl import torch_streams  # imports PyTorch, which is loaded already
+        device = torch.device(torch_streams.private_name(), index)
+        if not torch_streams.is_accelerator(device.type):
             return fn(**arguments)
-        with private_device.on_stream(index, stream):
+        with torch_streams.on_stream(device, stream):
             return fn(**arguments)
     if torch is None or device_type not in (DEVICE_TYPES["cuda"], DEVICE_TYPES["rocm"]) or not torch.cuda.is_available():
         return fn(**arguments)

@@ -68,8 +68,8 @@ class PlainTest(unittest.TestCase):
         self.assertTrue(torch.equal(self.plain(), self.module.bias.expand(4, 16)))
         recipe = DelayedScaling()
         with te.autocast(recipe=recipe):
-            self.assertIsNone(self.plain())  # returns None: the previous call was without FP8
-            self.module(self.x)
+            self.assertIsNotNone(self.plain())  # the previous call was without FP8, which is the layer's to know
+            self.assertIs(self.module._recipe, recipe)
             self.module._recipe = Float8CurrentScaling()
             self.assertIsNone(self.plain())  # returns None: _run() has to record the other recipe
             self.module._recipe = DelayedScaling()  # an equal recipe, as a program has that creates a recipe for each step

@@ -19,6 +19,8 @@ enum ContextArgument : uint32_t {
   kOffset = 1u << 2,
   kDeterministic = 1u << 3,
   kCapturing = 1u << 4,
+  kSeedTensor = 1u << 5,
+  kOffsetTensor = 1u << 6,
 };
 struct ContextName {
   const char* name;
@@ -28,10 +30,18 @@ constexpr ContextName kContextNames[] = {{"stream", kStream},
                                          {"seed", kSeed},
                                          {"offset", kOffset},
                                          {"deterministic", kDeterministic},
-                                         {"capturing", kCapturing}};
+                                         {"capturing", kCapturing},
+                                         {"seed_tensor", kSeedTensor},
+                                         {"offset_tensor", kOffsetTensor}};
 
 class Handing {
  public:
+  // A tensor on the call's device; None if it is absent.
+  Ref part(void* data, DType dtype, std::span<const int64_t> shape, bool writable) const {
+    if (data == nullptr) return Ref::share(Py_None);
+    return converted(lend(lending_, data, to_c(dtype), shape, writable));
+  }
+
   Handing(const OpBinding& op, const void* args, const std::shared_ptr<Lending>& lending,
           PyObject* convert)
       : op_(op), args_(static_cast<const std::byte*>(args)), lending_(lending), convert_(convert) {
@@ -95,11 +105,6 @@ class Handing {
     return converted(lend(lending_, t.dl, t.provider, writable));
   }
 
-  Ref part(void* data, DType dtype, std::span<const int64_t> shape, bool writable) const {
-    if (data == nullptr) return Ref::share(Py_None);
-    return converted(lend(lending_, data, to_c(dtype), shape, writable));
-  }
-
   // Wraps the tensor in a te_fl.Quantized, as a Python caller would.
   Ref quantised(const te_fl_tensor& t, const te_fl_quant& q, const char* name,
                 bool writable) const {
@@ -160,14 +165,23 @@ class Handing {
   PyObject* convert_;
 };
 
-void put_context(const Ref& dict, const te_fl_context& ctx, uint32_t wanted) {
+void put_context(const Ref& dict, const Handing& handing, const te_fl_context& ctx,
+                 uint32_t wanted) {
   if ((wanted & kStream) != 0) put(dict, "stream", Ref::take(PyLong_FromVoidPtr(ctx.stream)));
-  if ((wanted & (kSeed | kOffset)) != 0 &&
+  constexpr uint32_t kInMemory = kSeedTensor | kOffsetTensor;
+  if ((wanted & (kSeed | kOffset)) != 0 && (wanted & kInMemory) != kInMemory &&
       (ctx.rng->seed_address != nullptr || ctx.rng->offset_address != nullptr)) {
     backend::unsupported(
-        "the call's random state is in the device's memory, which implementations in Python are "
-        "not handed");
+        "the call's random state is in the device's memory; an implementation reads it if its "
+        "function takes seed_tensor and offset_tensor too");
   }
+  const auto put_word = [&](const char* name, uint32_t bit, const uint64_t* address) {
+    static constexpr std::array<int64_t, 1> one = {1};
+    if ((wanted & bit) != 0)
+      put(dict, name, handing.part(const_cast<uint64_t*>(address), DType::kU64, one, false));
+  };
+  put_word("seed_tensor", kSeedTensor, ctx.rng->seed_address);
+  put_word("offset_tensor", kOffsetTensor, ctx.rng->offset_address);
   if ((wanted & kSeed) != 0) put(dict, "seed", to_python(ctx.rng->seed));
   if ((wanted & kOffset) != 0) put(dict, "offset", to_python(ctx.rng->offset));
   if ((wanted & kDeterministic) != 0)
@@ -204,7 +218,7 @@ Ref call_arguments(const OpBinding& op, const Wanted& wanted, const te_fl_contex
   Ref dict = Ref::take(PyDict_New());
   for (const BoundArg* arg : wanted.args)
     check(PyDict_SetItem(dict.get(), arg->name, handing.value(*arg).get()));
-  put_context(dict, ctx, wanted.context);
+  put_context(dict, handing, ctx, wanted.context);
   return dict;
 }
 

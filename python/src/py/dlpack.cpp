@@ -83,12 +83,27 @@ bool is_compact(const te_fl_dltensor& t) {
   return true;
 }
 
+// PyTorch's PrivateUse1 device under the name of its vendor. te-fl makes such a device when it is
+// looked up, if PyTorch has it and no plugin does.
+Device device_of_torch(int32_t index) {
+  Device device{TE_FL_DEVICE_EXT, index, 0};
+  const Ref name = to_python(std::string_view("torch"));
+  PyObject* torch = PyImport_GetModule(name.get());
+  if (torch == nullptr) return device;
+  const Ref owner = Ref::take(torch);
+  const Ref internals = Ref::take(PyObject_GetAttrString(torch, "_C"));
+  const Ref vendor =
+      Ref::take(PyObject_CallMethod(internals.get(), "_get_privateuse1_backend_name", nullptr));
+  device.provider = devices::intern_provider(text_of(vendor.get(), "the backend's name"));
+  return device;
+}
+
 // The current stream of a PrivateUse1 device, which PyTorch 2.11's exchange API does not report.
 // This call also remembers the stream object, so that later work can be enqueued by its handle.
 void* stream_of_torch(int32_t index) {
   static PyObject* const ask = [] {
-    const Ref module = Ref::take(PyImport_ImportModule("te_fl.private_device"));
-    return Ref::take(PyObject_GetAttrString(module.get(), "current_stream")).release();
+    const Ref module = Ref::take(PyImport_ImportModule("te_fl.torch_streams"));
+    return Ref::take(PyObject_GetAttrString(module.get(), "private_stream")).release();
   }();
   const Ref handle = Ref::take(PyObject_CallFunction(ask, "i", index));
   void* stream = PyLong_AsVoidPtr(handle.get());
@@ -180,6 +195,10 @@ Result<Device> device_of(const te_fl_device& device) {
   std::erase_if(same,
                 [&](const Device& d) { return d.type != device.type || d.index != device.index; });
   if (same.size() == 1) return same[0];
+  if (same.empty()) {
+    const Device made = device_of_torch(device.index);
+    if (without_lock([&] { return devices::find(made).ok(); })) return made;
+  }
   std::string matches;
   for (const Device& d : same) matches += (matches.empty() ? "" : ", ") + to_string(d);
   const std::string index = std::to_string(device.index);

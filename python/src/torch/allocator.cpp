@@ -13,6 +13,7 @@
 #include "py/mutex.hpp"
 #include "te_fl/memory.hpp"
 #include "te_fl/op_manager.hpp"
+#include "torch/callback.hpp"
 #include "torch/layer.hpp"
 
 namespace te_fl::python {
@@ -98,20 +99,6 @@ struct Allocator {
   // The allocation stream of each live allocation, by address.
   std::unordered_map<void*, void*> streams;
   std::unordered_map<void*, std::set<void*>> users;
-};
-
-// Saves and clears the calling thread's Python exception, and restores it at the end. Memory may be
-// freed while an exception propagates, and Python functions must not be called with an exception
-// set.
-class ErrorAside {
- public:
-  ErrorAside() { PyErr_Fetch(&type_, &value_, &trace_); }
-  ~ErrorAside() { PyErr_Restore(type_, value_, trace_); }
-  ErrorAside(const ErrorAside&) = delete;
-  ErrorAside& operator=(const ErrorAside&) = delete;
-
- private:
-  PyObject *type_ = nullptr, *value_ = nullptr, *trace_ = nullptr;
 };
 
 te_fl_status refuse(const te_fl_error_sink* sink, const std::string& text, te_fl_status status) {

@@ -1,5 +1,6 @@
-// A PrivateUse1 backend for PyTorch on any device that te-fl knows as ext:far:N, for
-// torch_private_device_test.py. Memory, copies, streams and events use the device's own function
+// A PrivateUse1 backend for PyTorch, for torch_private_device_test.py and torch_device_test.py. Its
+// devices are those that te-fl knows as ext:far:N or, if FAR_ALONE is set, FarDevices of its own,
+// which te-fl does not know. Memory, copies, streams and events use the device's own function
 // table; PyTorch's own ops run on host copies. The backend waits only where it must: the
 // device's queues run late, so a read without synchronisation returns wrong data and is seen.
 #include <ATen/ATen.h>
@@ -17,9 +18,11 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <string>
 #include <utility>
 
+#include "support/far_device.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/plugin.h"
 
@@ -35,6 +38,10 @@ const te_fl_device_desc& table(c10::DeviceIndex index) {
   static const auto all = [] {
     std::array<const te_fl_device_desc*, kDevices> found{};
     for (int i = 0; i < kDevices; ++i) {
+      if (std::getenv("FAR_ALONE") != nullptr) {  // never freed: memory may outlive static objects
+        found[static_cast<size_t>(i)] = &(new te_fl::testing::FarDevice(i))->desc;
+        continue;
+      }
       auto device = te_fl::parse_device("ext:far:" + std::to_string(i));
       TORCH_CHECK(device.ok(), device.status().to_string());
       auto desc = te_fl::devices::find(*device);

@@ -1,7 +1,7 @@
 """Makes the far device of te-fl's tests (tests/support/far_device.hpp) PyTorch's PrivateUse1 device, under the name `far`.
 
 backend.cpp is compiled against PyTorch's headers at first use. Environment: FAR_PLUGIN, the device's plugin (far.so of
-the build tree); FAR_BACKEND_DIR, the folder for the compiled backend (default: a temporary folder of the process).
+the build tree); FAR_ALONE, if set, leaves the plugin out, so that te-fl makes its devices from PyTorch's; FAR_BACKEND_DIR, the folder for the compiled backend (default: a temporary folder of the process).
 """
 
 import contextlib
@@ -19,9 +19,10 @@ import torch
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 PLUGIN = os.environ.get("FAR_PLUGIN", "")
-if not pathlib.Path(PLUGIN).is_file():
-    raise unittest.SkipTest(f"FAR_PLUGIN is {PLUGIN!r}; it names the plugin of the far device, as ctest sets it")
-os.environ["TE_FL_PLUGIN_MODULES"] = PLUGIN
+if "FAR_ALONE" not in os.environ:
+    if not pathlib.Path(PLUGIN).is_file():
+        raise unittest.SkipTest(f"FAR_PLUGIN is {PLUGIN!r}; it names the plugin of the far device, as ctest sets it")
+    os.environ["TE_FL_PLUGIN_MODULES"] = PLUGIN
 
 import te_fl  # noqa: E402
 
@@ -41,7 +42,7 @@ def _compiled() -> pathlib.Path:
     package = pathlib.Path(torch.__file__).parent
     runtime = sorted((pathlib.Path(te_fl.__file__).parent / "lib").glob("libte_fl.so*"))[-1]  # a wheel contains the library under a single name
     subprocess.run([compiler, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-                    *(f"-I{path}" for path in (package / "include", package / "include/torch/csrc/api/include", ROOT / "include")), source,
+                    *(f"-I{path}" for path in (package / "include", package / "include/torch/csrc/api/include", ROOT / "include", ROOT / "tests")), source,
                     "-o", library, f"-L{package / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", runtime.resolve()], check=True)
     return library
 
@@ -63,7 +64,7 @@ def _module() -> types.ModuleType:
     module.is_initialized = lambda: True
     module._lazy_init = lambda: None
     module._is_in_bad_fork = lambda: False
-    module.device_count = torch.accelerator.device_count
+    module.device_count = lambda: 2
     module.current_device = torch.accelerator.current_device_index
     module.manual_seed_all = lambda seed: None
     module.get_rng_state = lambda device=None: torch.get_rng_state()

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from te_fl import _native, private_device, torch_node
+from te_fl import _native, torch_device, torch_node
 from te_fl.errors import Unsupported
 from te_fl.pytorch.autograd.once import MESSAGE, once_differentiable
 from te_fl.pytorch.runtime.dtypes import BY_CODE
@@ -33,7 +33,7 @@ def use_torch_memory(device: torch.device) -> None:
     if device.type == "cpu" or key in _devices:
         return
     if device.type != "cuda":
-        _native.use_allocator(private_device.native_name(device), *private_device.allocator(device))
+        _native.use_allocator(torch_device.native_name(device), *torch_device.allocator(device))
         _devices.add(key)
         return
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -15,11 +15,10 @@ from typing import Any, Callable, Dict, Optional, Tuple
 import torch
 import torch.distributed as dist
 
-from te_fl import _native
+from te_fl import _native, torch_device
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.distributed import ended_ranks
 from te_fl.pytorch.distributed.same_call import TRANSFERS, SameCall, described
-from te_fl.pytorch.runtime.device import native_device
 from te_fl.pytorch.runtime.refuse import check_group
 
 _from_parent: set = set()  # groups of the parent process, whose connections a forked child cannot use
@@ -141,7 +140,7 @@ class Communicator:
     def __init__(self, group: Any, device: torch.device):
         self.device, self.backend = device, backend_of(group, device)
         word = re.sub("[^a-z0-9_.]", "_", self.backend)
-        self._communicator = _native.communicator(word, native_device(device), dist.get_rank(group), dist.get_world_size(group), word != "gloo")
+        self._communicator = _native.communicator(word, torch_device.native_name(device), dist.get_rank(group), dist.get_world_size(group), word != "gloo")
         self._group = weakref.ref(group)
         self.collectives = self.transfers = 0  # numbers of calls so far; `transfers` counts sends and receives, `collectives` all other ops
         self.same_call = SameCall.wanted(group, device)

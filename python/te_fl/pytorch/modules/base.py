@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 import torch
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
-from te_fl import _native
+from te_fl import _native, torch_device
 from te_fl.common.recipe import as_data
 from te_fl.compat.variables import read_determinism
 from te_fl.pytorch.autograd import torch_checkpoint
@@ -24,7 +24,7 @@ from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
 from te_fl.pytorch.modules.parallel import TensorParallel, mark_again, marks_of
 from te_fl.pytorch.modules.parameters import HasParameters
 from te_fl.pytorch.runtime import registry, traced
-from te_fl.pytorch.runtime.device import check_devices, native_device
+from te_fl.pytorch.runtime.device import check_devices
 from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import refuse
 
@@ -90,7 +90,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
             self._check_devices(device)  # before the layer is created: a layer for a wrong device would stay in _layers
             use_torch_memory(device)
             states = (("", self._states.of(key)),) if self._owns_state(kind) else ()
-            native = _native.layer(kind, {**self._options_of(kind, key), "device": native_device(device)}, states)
+            native = _native.layer(kind, {**self._options_of(kind, key), "device": torch_device.native_name(device)}, states)
             delays = self.delay_wgrad_compute and kind == self._kind
             if delays:
                 _native.delay_layer_wgrad(native)

@@ -7,7 +7,7 @@ from typing import List, Sequence, Tuple, Union
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 
-from te_fl import _native
+from te_fl import _native, torch_device
 from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.call import use_torch_memory
 from te_fl.pytorch.distributed.sequence_ranks import SequenceRanks
@@ -22,7 +22,7 @@ from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.modules.transformer_call import TransformerCall
 from te_fl.pytorch.runtime import export, traced
 from te_fl.pytorch.runtime import random as generator
-from te_fl.pytorch.runtime.device import check_devices, native_device
+from te_fl.pytorch.runtime.device import check_devices
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 
 # The module classes that the fused call can replace. A part has the same name here and in te_fl::nn::TransformerLayer.
@@ -135,7 +135,7 @@ class FusedLayer:
                        "attention_dropout": inner, "parallel_attention_mlp": owner.parallel_attention_mlp,
                        "layout": attention.qkv_format, "mask_type": mask, "window_left": size[0], "window_right": size[1],
                        "softcap": float.fromhex(softcap), "softmax_type": core.softmax_type, "rotary_interleaved": attention.rotary_pos_interleaved,
-                       "param_dtype": DTYPE_NAMES[mlp.params_dtype], "device": native_device(device), **mlp._clamp,
+                       "param_dtype": DTYPE_NAMES[mlp.params_dtype], "device": torch_device.native_name(device), **mlp._clamp,
                        "apply_residual_connection_post_layernorm": owner.apply_residual_connection_post_layernorm,
                        "output_layernorm": owner.output_layernorm, "fuse_qkv_params": attention.fuse_qkv_params,
                        "qkv_weight_interleaved": attention.qkv_weight_interleaved}

@@ -6,29 +6,20 @@ from typing import Iterable, Optional, Tuple, Union
 
 import torch
 
-from te_fl import private_device
+from te_fl import torch_device
 from te_fl.errors import InvalidArgument
 
 
 def default_device() -> torch.device:
-    """cuda if available, else the PrivateUse1 device of a vendor whose plugin te-fl has loaded, else cpu."""
+    """PyTorch's current accelerator if one is available, else cpu."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    return private_device.default() or torch.device("cpu")
+    return torch_device.default() or torch.device("cpu")
 
 
 def device_of(device: Union[torch.device, str, None]) -> torch.device:
     """The device for new parameters: `device`, or the default device for None."""
     return default_device() if device is None else torch.device(device)
-
-
-def native_device(device: torch.device) -> str:
-    """te-fl's name of a PyTorch device."""
-    if device.type == "cpu":
-        return "cpu"
-    if device.type == "cuda":
-        return f"cuda:{device.index or 0}"
-    return private_device.native_name(device)
 
 
 def check_devices(where: str, device: torch.device, tensors: Iterable[Tuple[str, Optional[torch.Tensor]]]) -> None:

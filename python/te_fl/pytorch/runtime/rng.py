@@ -7,7 +7,7 @@ from typing import Dict, List, Union
 
 import torch
 
-from te_fl import private_device
+from te_fl import torch_device
 from te_fl.errors import AlreadyExists, NotFound
 from te_fl.pytorch.runtime.device import default_device
 
@@ -40,7 +40,7 @@ def _generator() -> torch.Generator:
     device = default_device()
     if device.type == "cpu":
         return torch.default_generator
-    return torch.cuda.default_generators[device.index] if device.type == "cuda" else private_device.default_generator(device)
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch_device.default_generator(device)
 
 
 def _state_of(generator: torch.Generator) -> Union[torch.Tensor, torch.Generator]:

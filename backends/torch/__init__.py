@@ -1,0 +1,32 @@
+"""reference.torch: implementations of catalogue ops by PyTorch's own operations, on any device that PyTorch has.
+
+They hold docs/numerics.md's contract as reference.host does. te-fl registers them when it makes a device from one of PyTorch's (te_fl.torch_device), so
+that a call on such a device runs there; ops that this package lacks run on copies on the host.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Dict, Iterable, Optional
+
+from te_fl.registration import BackendImplKind, OpImpl, OpRegistry
+
+from te_fl.reference_torch import activation, attention, gemm, norm, optimizer, quantize, random, rope, scaled_activation, softmax, tensor
+from te_fl.reference_torch.values import SCALINGS
+
+_SUPPORTS: Dict[str, Callable] = {name: module.supports for module in (attention, rope) for name in module.OPS}
+_SUPPORTS["fused_amax_and_scale_update_after_reduction"] = quantize.supports_margin
+_MODULES = (activation, attention, gemm, norm, optimizer, quantize, random, rope, scaled_activation, softmax, tensor)
+
+
+def implementations(devices: Optional[Iterable[str]] = None) -> Iterable[OpImpl]:
+    """One OpImpl for each op. devices: te-fl's device types, such as "cuda" or "ext:acme"; None: all but extension devices."""
+    for module in _MODULES:
+        for name, function in module.OPS.items():
+            yield OpImpl(op_name=name, impl_id="reference.torch", kind=BackendImplKind.REFERENCE, fn=function, supports=_SUPPORTS.get(name),
+                         devices=None if devices is None else tuple(devices), scalings=SCALINGS, tensors="torch", in_place=True,
+                         deterministic=True, graph_safe=True)
+
+
+def register(registry: OpRegistry) -> None:
+    for implementation in implementations(("cpu",)):
+        registry.register_impl(implementation)

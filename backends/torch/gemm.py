@@ -1,0 +1,119 @@
+"""Matrix products by PyTorch's operations.
+
+A product of half-precision operands runs in their dtype, with FP32 accumulation, if PyTorch's operation then rounds only once, as the op must; a product
+of per-tensor FP8 codes runs as torch._scaled_mm. All others are computed in FP32, from dequantised values where operands are codes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional
+
+import torch
+
+from te_fl.tensors import Quantized
+
+from te_fl.reference_torch.activation import ACTIVATIONS
+from te_fl.reference_torch.values import store, values
+
+_HALF = (torch.float16, torch.bfloat16)
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _operand(t: Any, transposed: bool) -> torch.Tensor:
+    return values(t).t() if transposed else values(t)
+
+
+def _dtype(t: Any) -> torch.dtype:
+    return t.dtype if isinstance(t, torch.Tensor) else torch.float32
+
+
+def _codes(t: Any, transposed: bool, rowwise: bool) -> Optional[torch.Tensor]:
+    """op(t)'s codes in the memory order that torch._scaled_mm takes: the left operand row-major, the right one column-major. None if t has no such
+    copy.
+    """
+    if not isinstance(t, Quantized) or t.scaling != "tensor" or len(t.shape) != 2:
+        return None
+    if transposed == rowwise:  # the copy of the transposed matrix, [K, M] where t is [M, K], has the order
+        copy = t.columnwise_data
+        return None if copy is None else copy if rowwise else copy.t()
+    return None if t.data is None else t.data.t() if transposed else t.data
+
+
+def _fp8_product(a: Any, b: Any, trans_a: bool, trans_b: bool, out_dtype: torch.dtype, fast: bool) -> Optional[torch.Tensor]:
+    """The product of per-tensor codes; None if torch._scaled_mm cannot compute it here."""
+    left, right = _codes(a, trans_a, True), _codes(b, trans_b, False)
+    if left is None or right is None or not left.is_cuda or left.dtype not in _CODES or (left.dtype == right.dtype == torch.float8_e5m2):
+        return None
+    if left.shape[1] % 16 or right.shape[1] % 16 or not left.numel() or not right.numel():
+        return None
+    return torch._scaled_mm(left, right, a.scale_inv.reshape(()), b.scale_inv.reshape(()), out_dtype=out_dtype, use_fast_accum=fast)
+
+
+def _half_product(a: Any, b: Any, trans_a: bool, trans_b: bool, d: Any, bias: Optional[torch.Tensor]) -> bool:
+    """Computes d if it is nothing but a product and a bias of one half-precision dtype. Returns false, with nothing written, for others."""
+    if not all(isinstance(t, torch.Tensor) for t in (a, b, d)) or a.dtype not in _HALF or not a.dtype == b.dtype == d.dtype or a.device.type == "cpu":
+        return False
+    left, right = a.t() if trans_a else a, b.t() if trans_b else b
+    if bias is None:
+        torch.mm(left, right, out=d)
+        return True
+    if bias.dtype != d.dtype:
+        return False
+    torch.addmm(bias, left, right, out=d)
+    return True
+
+
+def _product(a: Any, b: Any, trans_a: bool, trans_b: bool, fast: bool) -> torch.Tensor:
+    """op(a) op(b) in FP32."""
+    result = _fp8_product(a, b, trans_a, trans_b, torch.float32, fast)
+    if result is not None:
+        return result
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_cuda and a.dtype in _HALF and a.dtype == b.dtype and a.numel() and b.numel():
+        return torch.mm(a.t() if trans_a else a, b.t() if trans_b else b, out_dtype=torch.float32)
+    return _operand(a, trans_a) @ _operand(b, trans_b)
+
+
+def generic_gemm(a: Any, b: Any, d: Any, bias: Optional[torch.Tensor], pre_gelu_out: Any, pre_gelu_in: Any, bias_grad: Optional[torch.Tensor],
+                 trans_a: bool, trans_b: bool, gelu: bool, accumulate: bool, accumulate_bias_grad: bool, use_split_accumulator: bool, alpha: float,
+                 beta: float, residual: Optional[torch.Tensor] = None, d_sum: Optional[torch.Tensor] = None) -> None:
+    if bias_grad is not None:
+        total = _operand(a, trans_a).sum(1)
+        bias_grad.copy_(total + values(bias_grad) if accumulate_bias_grad else total)
+    bare = not (gelu or accumulate) and alpha == 1 and residual is None and d_sum is None and pre_gelu_in is None
+    if bare and _half_product(a, b, trans_a, trans_b, d, bias):
+        return
+    fast = not use_split_accumulator
+    if bare and bias is None and isinstance(d, torch.Tensor) and d.dtype in (*_HALF, torch.float32):
+        result = _fp8_product(a, b, trans_a, trans_b, d.dtype, fast)
+        if result is not None:
+            d.copy_(result)
+            return
+    result = _product(a, b, trans_a, trans_b, fast)
+    if alpha != 1:
+        result = result * alpha
+    if bias is not None:
+        result = result + values(bias)
+    if gelu:
+        if pre_gelu_out is not None:
+            store(pre_gelu_out, result)
+        result = ACTIVATIONS["gelu"][0](result)
+    if pre_gelu_in is not None:
+        result = result * ACTIVATIONS["gelu"][1](values(pre_gelu_in))
+    if residual is not None:
+        result = result + values(residual)
+    if d_sum is not None:
+        d_sum.copy_(result.sum(0))
+    if accumulate:
+        result = result + beta * values(d)
+    store(d, result, _dtype(a))
+
+
+def grouped_gemm(a: List[Any], b: List[Any], d: List[torch.Tensor], bias: Optional[List[torch.Tensor]], bias_grad: Optional[List[torch.Tensor]],
+                 trans_a: bool, trans_b: bool, accumulate: bool, accumulate_bias_grad: bool, use_split_accumulator: bool, alpha: float,
+                 beta: float) -> None:
+    for i, (left, right, out) in enumerate(zip(a, b, d)):
+        generic_gemm(left, right, out, bias[i] if bias else None, None, None, bias_grad[i] if bias_grad else None, trans_a, trans_b, False, accumulate,
+                     accumulate_bias_grad, use_split_accumulator, alpha, beta)
+
+
+OPS = {"generic_gemm": generic_gemm, "grouped_gemm": grouped_gemm}

@@ -1,0 +1,82 @@
+"""Layer and RMS normalisation by PyTorch's operations, computed in FP32."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+
+from te_fl.reference_torch.values import store, values
+
+
+def _weight(gamma: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    return values(gamma) + 1 if zero_centered else values(gamma)
+
+
+def _of_rows(numbers: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """One number for each row of x, such that it broadcasts over the row."""
+    return numbers.reshape(*x.shape[:-1], 1)
+
+
+def _summed(x: torch.Tensor, residual: Optional[torch.Tensor], total: Optional[torch.Tensor]) -> torch.Tensor:
+    if residual is None:
+        return x
+    total.copy_(values(x) + values(residual))
+    return total
+
+
+def layernorm_fwd(x: torch.Tensor, gamma: torch.Tensor, beta: Optional[torch.Tensor], z: Any, mu: torch.Tensor, rsigma: torch.Tensor, epsilon: float,
+                  zero_centered_gamma: bool, residual: Optional[torch.Tensor] = None, sum: Optional[torch.Tensor] = None) -> None:
+    x = _summed(x, residual, sum)
+    v = values(x)
+    mean = v.mean(-1, keepdim=True)
+    centred = v - mean
+    inverse = (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    result = centred * inverse * _weight(gamma, zero_centered_gamma)
+    mu.copy_(mean.reshape(mu.shape))
+    rsigma.copy_(inverse.reshape(rsigma.shape))
+    store(z, result if beta is None else result + values(beta), x.dtype)
+
+
+def layernorm_bwd(dz: torch.Tensor, x: torch.Tensor, mu: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, dx: torch.Tensor, dgamma: torch.Tensor,
+                  dbeta: Optional[torch.Tensor], zero_centered_gamma: bool, add: Optional[torch.Tensor] = None) -> None:
+    dy, inverse = values(dz), _of_rows(rsigma, x)
+    normed = (values(x) - _of_rows(mu, x)) * inverse
+    d = dy * _weight(gamma, zero_centered_gamma)
+    result = inverse * (d - d.mean(-1, keepdim=True) - normed * (d * normed).mean(-1, keepdim=True))
+    rows = (-1, x.shape[-1])
+    dgamma.copy_((dy * normed).reshape(rows).sum(0))
+    if dbeta is not None:
+        dbeta.copy_(dy.reshape(rows).sum(0))
+    store(dx, result if add is None else result + values(add))
+
+
+def rmsnorm_fwd(x: torch.Tensor, gamma: torch.Tensor, z: Any, rsigma: torch.Tensor, epsilon: float, zero_centered_gamma: bool,
+                residual: Optional[torch.Tensor] = None, sum: Optional[torch.Tensor] = None) -> None:
+    x = _summed(x, residual, sum)
+    v = values(x)
+    inverse = (v.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    rsigma.copy_(inverse.reshape(rsigma.shape))
+    store(z, v * inverse * _weight(gamma, zero_centered_gamma), x.dtype)
+
+
+def rmsnorm_bwd(dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, dx: torch.Tensor, dgamma: torch.Tensor,
+                zero_centered_gamma: bool) -> None:
+    _rmsnorm_bwd(dz, x, None, rsigma, gamma, dx, dgamma, zero_centered_gamma)
+
+
+def rmsnorm_bwd_add(dz: torch.Tensor, x: torch.Tensor, add: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, dx: torch.Tensor,
+                    dgamma: torch.Tensor, zero_centered_gamma: bool) -> None:
+    _rmsnorm_bwd(dz, x, add, rsigma, gamma, dx, dgamma, zero_centered_gamma)
+
+
+def _rmsnorm_bwd(dz, x, add, rsigma, gamma, dx, dgamma, zero_centered_gamma) -> None:
+    dy, inverse = values(dz), _of_rows(rsigma, x)
+    normed = values(x) * inverse
+    d = dy * _weight(gamma, zero_centered_gamma)
+    result = inverse * (d - normed * (d * normed).mean(-1, keepdim=True))
+    dgamma.copy_((dy * normed).reshape(-1, x.shape[-1]).sum(0))
+    store(dx, result if add is None else result + values(add))
+
+
+OPS = {f.__name__: f for f in (layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd, rmsnorm_bwd_add)}

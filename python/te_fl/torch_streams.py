@@ -1,0 +1,62 @@
+"""The streams of PyTorch's devices by their vendor's handles."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ContextManager, Dict, Tuple
+
+import torch
+
+from te_fl.errors import Unsupported
+
+streams: Dict[Tuple[str, int, int], torch.Stream] = {}  # streams that have been current, by device type, index and handle
+
+
+def private_name() -> str:
+    """The vendor's name of PyTorch's PrivateUse1 device; "privateuseone" without one."""
+    return torch._C._get_privateuse1_backend_name()
+
+
+def is_accelerator(device_type: str) -> bool:
+    """True if PyTorch has devices of this type, with stream support."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device_type
+
+
+def current_stream(device: torch.device) -> int:
+    """The vendor's handle of the calling thread's current stream on the device; 0 is the default stream."""
+    try:
+        if not is_accelerator(device.type):
+            raise RuntimeError(f"PyTorch's accelerator is {torch.accelerator.current_accelerator()}")
+        stream = torch.accelerator.current_stream(device.index or 0)
+        handle = stream.native_handle
+    except (ImportError, RuntimeError) as error:
+        raise Unsupported(f"PyTorch does not tell the current stream of {device}, on which te-fl has to work ({error}); the vendor's "
+                          f"backend must register PrivateUse1HooksInterface and torch.{device.type}, and its device guard implement "
+                          "getStreamNativeHandle()") from None
+    streams[device.type, device.index or 0, handle] = stream
+    return handle
+
+
+def private_stream(index: int) -> int:
+    """current_stream() of the PrivateUse1 device with this index. PyTorch 2.11's DLPack exchange API reports the current stream for CUDA only."""
+    return current_stream(torch.device(private_name(), index))
+
+
+def stream_of(device: torch.device, handle: int) -> Any:
+    """The stream with this handle: a new object each time, since a Stream context stores the state to restore."""
+    known = streams.get((device.type, device.index or 0, handle))
+    if known is not None:
+        return torch.Stream(stream_id=known.stream_id, device_index=known.device_index, device_type=known.device_type)
+    module = torch.get_device_module(device)
+    if handle == 0 and hasattr(module, "default_stream"):
+        return module.default_stream(device)
+    if not hasattr(module, "ExternalStream"):
+        raise Unsupported(f"PyTorch has not told te-fl of a stream {handle:#x} of {device}; make it current (with stream: ..) in place of giving its "
+                          "handle")
+    return module.ExternalStream(handle, device=device)
+
+
+def on_stream(device: torch.device, handle: int) -> ContextManager:
+    """A context that makes the stream with this handle PyTorch's current stream."""
+    return contextlib.nullcontext() if current_stream(device) == handle else stream_of(device, handle)
