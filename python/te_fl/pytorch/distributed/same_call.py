@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import time
 from typing import Any, Dict, Optional
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from te_fl import _native
-from te_fl.errors import CommFailed, InvalidArgument
+from te_fl.errors import CommFailed
 
 TRANSFERS = ("send", "recv")  # point-to-point ops, which are not compared
 _PLAIN = "plain/{}"  # store key by which a rank says that it does not compare
@@ -19,10 +18,7 @@ _PLAIN = "plain/{}"  # store key by which a rank says that it does not compare
 
 def time_limit() -> datetime.timedelta:
     """TE_FL_COMM_TIMEOUT_MS: the time for which ranks wait for each other on the host."""
-    text = os.environ.get("TE_FL_COMM_TIMEOUT_MS") or "600000"
-    if not text.isdecimal() or not 1 <= int(text) <= 86400000:
-        raise InvalidArgument(f"INVALID_ARGUMENT: TE_FL_COMM_TIMEOUT_MS is {text!r}, must be a whole number from 1 to 86400000")
-    return datetime.timedelta(milliseconds=int(text))
+    return datetime.timedelta(milliseconds=_native.setting("TE_FL_COMM_TIMEOUT_MS"))
 
 
 def described(op: str, arguments: Dict[str, Any]) -> str:
@@ -57,7 +53,7 @@ class SameCall:
         _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
         if store is None or dist.get_world_size(group) == 1:
             return None
-        if os.environ.get("TE_FL_VALIDATE", "0").lower() in ("1", "true", "on", "yes"):
+        if _native.setting("TE_FL_VALIDATE"):
             return cls(group, store, device)
         try:  # tells ranks that do compare not to wait for this rank
             _own_part(store, device).set(_PLAIN.format(dist.get_rank(group)), "")

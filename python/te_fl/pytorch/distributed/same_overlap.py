@@ -8,8 +8,9 @@ from typing import Any, List, Optional
 
 import torch.distributed as dist
 
+from te_fl import _native
 from te_fl.errors import CommFailed, FailedPrecondition
-from te_fl.pytorch.distributed import communicator, overlap_setting
+from te_fl.pytorch.distributed import communicator
 from te_fl.pytorch.distributed.same_call import time_limit
 
 _agreed: "weakref.WeakKeyDictionary[Any, list]" = weakref.WeakKeyDictionary()  # by group: the setting's text for each comparison made
@@ -45,7 +46,7 @@ def agree(group: Any) -> None:
     group = communicator.member(group)
     failure = None
     try:
-        mine = overlap_setting.words()
+        mine = f"TE_FL_TP_OVERLAP={int(_native.setting('TE_FL_TP_OVERLAP'))}"
     except Exception as error:
         failure, mine = error, f"a value that cannot be used: {error}"
     before = _agreed.setdefault(group, [])
