@@ -69,7 +69,7 @@ PyObject* setting(PyObject*, PyObject* name) noexcept {
   return guarded([&] {
     const std::string text(text_of(name, "the setting's name"));
     const auto v = value_of(without_lock([&] { return environment::variable(text); }));
-    if (!v.error.empty()) throw_status(invalid_argument(v.error));
+    if (!v.error.empty()) throw_invalid(v.error);
     if (v.value.empty() && v.origin.starts_with("default")) return Ref::share(Py_None);
     if (v.type == "bool") return to_python(v.value == "1");
     if (v.type == "int") return to_python(int64_t{std::stoll(v.value)});

@@ -28,7 +28,7 @@ def read_determinism() -> None:
     if value is None or value == "1" or os.environ.get("TE_FL_DETERMINISTIC", "").strip():
         return
     if value != "0":
-        raise ValueError(f"{DETERMINISM} is {value!r}; it is 0 (only what gives the same bits in every run) or 1")
+        raise InvalidArgument(f"{DETERMINISM} is {value!r}; it is 0 (only what gives the same bits in every run) or 1")
     os.environ["TE_FL_DETERMINISTIC"] = "1"
     native = sys.modules.get("te_fl._native")
     if native is not None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from te_fl import _native, ops
+from te_fl.errors import InvalidArgument
 from te_fl.pytorch.distributed import communicator
 
 
@@ -140,7 +141,7 @@ _SENT_AS_THEY_ARE = frozenset((torch.float32, torch.bfloat16, torch.float16, tor
 
 def _reduction(op: str) -> str:
     if op not in _REDUCTIONS:
-        raise ValueError(f"a reduction is one of {', '.join(_REDUCTIONS)}; it is {op!r}")
+        raise InvalidArgument(f"a reduction is one of {', '.join(_REDUCTIONS)}; it is {op!r}")
     return op
 
 

@@ -47,10 +47,10 @@ def member(group: Optional[Any], where: str = "te_fl.pytorch", argument: str = "
 def check(name: str, group: Any) -> None:
     """Refuses groups on which a collective would hang, and groups that were destroyed on this rank."""
     if group in _from_parent:
-        raise FailedPrecondition(f"FAILED_PRECONDITION: {name}: this process was forked after torch.distributed.init_process_group(), and has none of "
+        raise FailedPrecondition(f"{name}: this process was forked after torch.distributed.init_process_group(), and has none of "
                                  "its connections; start processes first, and call init_process_group() in each")
     if isinstance(group, dist.ProcessGroup) and group not in dist.distributed_c10d._world.pg_map:
-        raise FailedPrecondition(f"FAILED_PRECONDITION: {name}: its process group was destroyed; make a new group, and give it to the layers and "
+        raise FailedPrecondition(f"{name}: its process group was destroyed; make a new group, and give it to the layers and "
                                  "autocasts that hold this one")
 
 
@@ -179,7 +179,7 @@ class Communicator:
         """Executes te_fl.ops.OP(..., comm=self) on this rank."""
         group = self._group()
         if group is None:
-            raise FailedPrecondition(f"FAILED_PRECONDITION: {op}: the process group of its communicator is gone; keep the group while it is used")
+            raise FailedPrecondition(f"{op}: the process group of its communicator is gone; keep the group while it is used")
         check(op, group)
         self.begin(op, group, arguments, False)
 

@@ -75,7 +75,7 @@ class SameCall:
             self._store.delete_key(self._key(self._rank, self._number - 1))
         unlike = "; ".join(f"rank {rank}: {words}" for rank, words in others if words != mine)
         if unlike:
-            raise CommFailed(f"COMM_FAILED: group {self._group!r}: rank {self._rank} calls {mine}, and the others do not (TE_FL_VALIDATE): {unlike}")
+            raise CommFailed(f"group {self._group!r}: rank {self._rank} calls {mine}, and the others do not (TE_FL_VALIDATE): {unlike}")
 
     def _meet(self, rank: int) -> None:
         """Waits until the rank has reached its first call. Raises CommFailed at once if that rank does not compare, since it will never describe its
@@ -84,7 +84,7 @@ class SameCall:
         until, pause = time.monotonic() + self._limit.total_seconds(), 0.001
         while not self._store.check([self._key(rank)]) and time.monotonic() < until:
             if self._store.check([_PLAIN.format(rank)]):
-                raise CommFailed(f"COMM_FAILED: group {self._group!r}: rank {self._rank} compares its calls with the other ranks' (TE_FL_VALIDATE), and rank "
+                raise CommFailed(f"group {self._group!r}: rank {self._rank} compares its calls with the other ranks' (TE_FL_VALIDATE), and rank "
                                  f"{rank} does not; set TE_FL_VALIDATE on all ranks, or on none")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
@@ -103,5 +103,5 @@ class SameCall:
             self._store.wait([self._key(rank)], self._limit)
             return self._store.get(self._key(rank)).decode()
         except (dist.DistError, RuntimeError) as error:
-            raise CommFailed(f"COMM_FAILED: group {self._group!r}: rank {rank} did not come to {mine} of rank {self._rank} (TE_FL_VALIDATE) within "
+            raise CommFailed(f"group {self._group!r}: rank {rank} did not come to {mine} of rank {self._rank} (TE_FL_VALIDATE) within "
                              f"{int(self._limit.total_seconds() * 1000)} ms (TE_FL_COMM_TIMEOUT_MS): {error}") from error

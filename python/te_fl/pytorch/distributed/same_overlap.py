@@ -22,7 +22,7 @@ def _words(store: Any, rank: int, key: str, mine: str) -> str:
         store.wait([key], limit)
         return store.get(key).decode()
     except (dist.DistError, RuntimeError) as error:
-        raise CommFailed(f"COMM_FAILED: rank {rank} did not come within {int(limit.total_seconds() * 1000)} ms (TE_FL_COMM_TIMEOUT_MS) to compare "
+        raise CommFailed(f"rank {rank} did not come within {int(limit.total_seconds() * 1000)} ms (TE_FL_COMM_TIMEOUT_MS) to compare "
                          f"TE_FL_TP_OVERLAP; this rank has {mine}: {error}") from error
 
 
@@ -60,5 +60,5 @@ def agree(group: Any) -> None:
         raise failure
     if before[-1] == "":
         told = "; ".join(f"rank {other}: {word}" for other, word in enumerate(words))
-        raise FailedPrecondition(f"FAILED_PRECONDITION: group {group.group_name!r}: the ranks have different values of TE_FL_TP_OVERLAP, so they would "
+        raise FailedPrecondition(f"group {group.group_name!r}: the ranks have different values of TE_FL_TP_OVERLAP, so they would "
                                  f"call different collectives; give all of them the same: {told}")

@@ -54,7 +54,7 @@ def notice(module: Any) -> int:
     if module._in_fp8:
         if torch._C._current_graph_task_id() >= 0 and _quantises(module):
             raise FailedPrecondition(
-                f"FAILED_PRECONDITION: {type(module).__name__}: the backward runs this forward again outside of its autocast, so in another "
+                f"{type(module).__name__}: the backward runs this forward again outside of its autocast, so in another "
                 f"precision{_ambiguity(module)}; use te_fl.pytorch.checkpoint(), or give torch.utils.checkpoint.checkpoint() use_reentrant=False and "
                 "context_fn=te_fl.pytorch.recompute_contexts (Transformers: model.gradient_checkpointing_enable({\"use_reentrant\": False, "
                 "\"context_fn\": te_fl.pytorch.recompute_contexts}))")

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, as_data, attends
 from te_fl.compat.variables import read_determinism
+from te_fl.errors import InvalidArgument
 from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.call import give_writes, plain, take_writes, use_torch_memory, watch
 from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
@@ -158,10 +159,10 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         else:
             split = (split,) if isinstance(split, str) else tuple(split)
             if not split or out_features % len(split) != 0:
-                raise ValueError(f"{where}: {out_features} {what} do not divide into the {len(split)} equal parts of parameters_split")
+                raise InvalidArgument(f"{where}: {out_features} {what} do not divide into the {len(split)} equal parts of parameters_split")
             parts = [(name, out_features // len(split)) for name in split]
         if sum(rows for _, rows in parts) != out_features:
-            raise ValueError(f"{where}: the parts of parameters_split sum to {sum(rows for _, rows in parts)}; "
+            raise InvalidArgument(f"{where}: the parts of parameters_split sum to {sum(rows for _, rows in parts)}; "
                              f"there are {out_features} {what}")
         return [(name if name.endswith("_") else name + "_", int(rows)) for name, rows in parts]
 
