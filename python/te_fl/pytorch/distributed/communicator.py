@@ -154,7 +154,9 @@ class Communicator:
         if op in TRANSFERS:
             self.transfers += 1
         else:
-            self.count_collective()
+            self.collectives += 1
+            if self.collectives == 2:  # by the second collective, most ranks have reached the first one
+                ended_ranks.know_first()
         try:
             if self.same_call is not None:
                 self.same_call.compare(op, arguments)
@@ -162,13 +164,6 @@ class Communicator:
         except Exception as error:
             error.add_note(self.note(error, op, group, arguments, self.transfers if op in TRANSFERS else self.collectives))
             raise
-
-    def count_collective(self) -> int:
-        """Counts a collective that begins, and returns its number, from 1."""
-        self.collectives += 1
-        if self.collectives == 2:  # by the second collective, most ranks have reached the first one
-            ended_ranks.know_first()
-        return self.collectives
 
     def note(self, error: BaseException, op: str, group: Any, arguments: Dict[str, Any], number: int) -> str:
         """A note for an error of torch.distributed: the op, its number on this communicator, this rank, and ranks whose processes have ended."""
