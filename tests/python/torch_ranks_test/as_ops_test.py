@@ -22,7 +22,7 @@ class AsOps(unittest.TestCase):
     def test_called_by_name(self):
         for results, errors in on_ranks(cases.called_as_ops):
             self.check_equal(enumerate(results))
-            for error, text in zip(errors, ("TypeError: 'comm' is a int, not a communicator; te_fl.pytorch.communicator.of",
+            for error, text in zip(errors, ("TypeError: 'comm' is a int, not a communicator; te_fl.pytorch.distributed.communicator.of",
                                             "TypeError: all_reduce.*'stream' is given", "InvalidArgument(.|\n)*'comm' is missing",
                                             "InvalidArgument(.|\n)*rank 2 of a communicator of 2")):
                 self.assertRegex(error, text)

@@ -276,7 +276,7 @@ def _making_codes(settings: Optional[ModelInit]) -> Iterator[None]:
 @hides_misspelt
 def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False,
                          **misspelt: NoReturn) -> contextlib.AbstractContextManager:
-    """Modules constructed inside store the weights of their products as FP8 codes only (te_fl.pytorch.float8_tensor.Float8Tensor).
+    """Modules constructed inside store the weights of their products as FP8 codes only (te_fl.pytorch.fp8.float8_tensor.Float8Tensor).
 
     enabled: False constructs modules as outside of all such scopes. recipe: determines the scaling of the codes; None: get_default_recipe(). A recipe
     that te-fl does not support raises te_fl.errors.Unsupported. preserve_high_precision_init_val: a weight's get_high_precision_init_val() returns
