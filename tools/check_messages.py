@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Checks that the sources print every message that docs/messages.md quotes.
+"""Checks that the sources print every message that docs/messages.md quotes, and that no message of the Python package begins with a status code, which
+te_fl.errors adds.
 
 In the first column of its tables, variable parts are written `...`, [..], 'x' in quotes or in CAPITALS; the words between them are searched
 for in the string literals of the sources (adjacent literals joined).
@@ -12,6 +13,9 @@ import sys
 
 LITERALS = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 FOLDERS = ("core", "policy", "registry", "plugins", "dispatch", "nn", "tools/te-fl", "include/te_fl", "conformance")
+PASTED = re.compile(r"""["'](%s): """ % "|".join(
+    "INVALID_ARGUMENT UNSUPPORTED NOT_FOUND ALREADY_EXISTS OUT_OF_MEMORY FAILED_PRECONDITION INCOMPATIBLE BUSY TIMEOUT DEVICE_LOST DATA_LOSS INTERNAL "
+    "COMM_FAILED".split()))
 VARIES = re.compile(r"\.\.\.|\[\.\.\]|'[^']*'|\b[A-Z][A-Z_0-9]*\b|\(warning\)|\(one line per implementation follows\)|\(rule R\d+\)|`")
 
 
@@ -47,6 +51,11 @@ def main():
             if fragment not in printed:
                 wrong += 1
                 print(f"docs/messages.md:{number}: no source prints '{fragment}'")
+    for path in sorted((root / "python/te_fl").rglob("*.py")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if pasted := PASTED.search(line):
+                wrong += 1
+                print(f"{path.relative_to(root)}:{number}: the class of te_fl.errors adds '{pasted[1]}' to the text; leave it out")
     if checked < 40:
         print(f"docs/messages.md: only {checked} fragments of messages found: the tables have changed their form")
         wrong += 1

@@ -116,7 +116,7 @@ def readers(specification):
 
 
 def rules(modules):
-    out = [f'"""The checks that te_fl.pytorch.refuse.check() makes of each module\'s arguments.\n\n{NOTE}\n"""', "from typing import Any, Dict, Tuple", "", "RULES: Dict[str, Tuple[Tuple[Any, ...], ...]] = {"]
+    out = [f'"""The checks that te_fl.pytorch.runtime.refuse.check() makes of each module\'s arguments.\n\n{NOTE}\n"""', "from typing import Any, Dict, Tuple", "", "RULES: Dict[str, Tuple[Tuple[Any, ...], ...]] = {"]
     for module in modules:
         out.append(f'    "{module.name}": (')
         out += [f"        {call!r}," for call in module.rules()]

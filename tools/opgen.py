@@ -173,7 +173,7 @@ def gen_cpp(families):
 def gen_python(families):
     out = [f"# {NOTE}", '"""Signatures of the op catalogue."""', "", "from typing import Any, Optional, Sequence, Union", "", "from te_fl import Quantized, Saved",
            "from te_fl import Tensor as _Plain", "", "Tensor = Union[_Plain, Quantized]",
-           "Communicator = Any  # te_fl.pytorch.communicator.of(group, device)", ""]
+           "Communicator = Any  # te_fl.pytorch.distributed.communicator.of(group, device)", ""]
     for _, _, ops in families:
         for o in ops:
             req, opt = [], []

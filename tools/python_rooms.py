@@ -55,8 +55,7 @@ FUNCTION_IMPORTS = {
     ("te_fl.jax", "jax"): "JAX is optional, and a missing one is to be refused by te_fl's message",
 }
 # Modules that import by a name that is data: a user's module name, or a module that is imported when an attribute is first read.
-BY_NAME = {"te_fl._modules", "te_fl.compat.finder", "te_fl.frameworks", "te_fl.jax", "te_fl.pytorch", "te_fl.pytorch.compile", "te_fl.pytorch.distributed",
-           "te_fl.pytorch.rooms"}
+BY_NAME = {"te_fl._modules", "te_fl.compat.finder", "te_fl.compat.same_modules", "te_fl.frameworks", "te_fl.jax", "te_fl.pytorch", "te_fl.pytorch.compile"}
 
 
 def module_name(path):

@@ -40,18 +40,32 @@ std::string origin(const VariableSpec& spec, const Value& v) {
   return v.ignored ? "default (ignored in the environment: privileges are elevated)" : "default";
 }
 
+Variable row_of(const Known& k) {
+  return {std::string(k.spec.name),
+          std::string(k.spec.alias),
+          std::string(core::type_name(k.spec.type)),
+          std::string(k.spec.default_value),
+          std::string(k.spec.doc),
+          in_effect(k),
+          origin(k.spec, k.value),
+          k.plugin,
+          k.active,
+          k.value.from_code ? "" : k.value.error};
+}
+
 }  // namespace
 
 std::vector<Variable> table() {
   const auto lock = lock_loaded();
   std::vector<Variable> rows;
-  for (const Known& k : state().known) {
-    rows.push_back({std::string(k.spec.name), std::string(k.spec.alias),
-                    std::string(core::type_name(k.spec.type)), std::string(k.spec.default_value),
-                    std::string(k.spec.doc), in_effect(k), origin(k.spec, k.value), k.plugin,
-                    k.active});
-  }
+  for (const Known& k : state().known) rows.push_back(row_of(k));
   return rows;
+}
+
+Result<Variable> variable(std::string_view name) {
+  const auto lock = detail::lock_for_enquiry();
+  TE_FL_ASSIGN_OR_RETURN(const Known* known, find_or_error(name));
+  return row_of(*known);
 }
 
 Result<std::string> get(std::string_view name) {

@@ -122,7 +122,10 @@ void take_entry(const std::string& name, const std::string& text, bool elevated,
   const bool under_alias = name != known->spec.name;
   if (under_alias && value.from_environment) return;  // the main name wins
   Result<std::string> checked = core::check_value(known->spec, name, text);
-  if (!checked.ok()) return found.add(known->active, checked.status().message());
+  if (!checked.ok()) {
+    value.error = checked.status().message();
+    return found.add(known->active, value.error);
+  }
   value.from_environment = std::move(*checked);
   value.under_alias = under_alias;
 }
@@ -167,6 +170,7 @@ void evaluate() {
   for (Known& k : s.known) {
     k.value.from_environment.reset();
     k.value.under_alias = k.value.ignored = false;
+    k.value.error.clear();
   }
   const bool elevated = getauxval(AT_SECURE) != 0;
   Findings found;
@@ -208,12 +212,12 @@ void read_environment() {
     }
   }
   evaluate();
-  s.loaded = true;
 }
 
 }  // namespace
 
 void publish(bool from_code) {
+  state().loaded = true;
   const std::string log_level = in_effect(*find("TEFL_LOG_LEVEL"));
   core::apply_log_level(log_level, from_code);
   core::g_validate.store(in_effect(*find("TE_FL_VALIDATE")) == "1", std::memory_order_relaxed);
@@ -226,6 +230,12 @@ std::unique_lock<core::ForkMutex> lock_loaded() {
     read_environment();
     publish(false);
   }
+  return lock;
+}
+
+std::unique_lock<core::ForkMutex> lock_for_enquiry() {
+  std::unique_lock lock(mutex);
+  if (!state().loaded) read_environment();
   return lock;
 }
 

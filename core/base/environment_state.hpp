@@ -27,6 +27,7 @@ struct Value {
   bool under_alias = false;
   bool ignored = false;  // set, but not read because the process has elevated privileges
   std::optional<std::string> from_code;
+  std::string error;  // the reason why the environment's value is not accepted
 };
 
 // A variable of te-fl, or one that a plugin declared.
@@ -58,6 +59,9 @@ struct State {
 // Takes the lock, and reads the environment if that was not done before. Every function below
 // requires the lock.
 std::unique_lock<core::ForkMutex> lock_loaded();
+// Takes the lock, and reads the environment if lock_loaded() was not called before. The next call
+// reads it again.
+std::unique_lock<core::ForkMutex> lock_for_enquiry();
 // Reads the process environment again. Returns the lock.
 std::unique_lock<core::ForkMutex> lock_read_again();
 

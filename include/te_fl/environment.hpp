@@ -27,10 +27,16 @@ struct Variable {
   std::string origin;
   std::string plugin;  // the plugin that declared the variable; empty: te-fl's own
   bool active = true;  // false: that plugin is not active, so nothing reads the value
+  // The reason why a value of the environment is not accepted and `value` is another; empty if
+  // there is none.
+  std::string error;
 };
 
 // All variables with their values: te-fl's own in table order, then those of plugins.
 TE_FL_API std::vector<Variable> table();
+// One variable of table(). An unknown name is an error that names the nearest. This is not a first
+// use: before that, it looks at the process environment each time, and keeps nothing.
+TE_FL_API Result<Variable> variable(std::string_view name);
 // The value in effect; the default if unset. Bools are returned as "0" or "1" and enums in the
 // table's spelling, whatever spelling was set. An unknown name is an error that names the nearest.
 TE_FL_API Result<std::string> get(std::string_view name);

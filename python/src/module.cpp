@@ -85,6 +85,7 @@ PyMethodDef g_methods[] = {
     {"usage", usage, METH_VARARGS, "usage(manager=None) -> list of dict"},
     {"reset_usage", reset_usage, METH_VARARGS, "reset_usage(manager=None)"},
     {"reload", reload, METH_NOARGS, "reload(): reads the environment again"},
+    {"setting", setting, METH_O, "setting(name) -> bool, int, str or None"},
     {"info", info, METH_NOARGS, "info() -> dict"},
     {"device_name", device_name, METH_O, "device_name(device) -> str"},
     {"load_plugin", load_plugin, METH_O, "load_plugin(path_or_name) -> name"},

@@ -75,7 +75,7 @@ def explain(op: str, /, *positional: Any, device: str = "cpu", dtypes: Sequence[
             raise TypeError(f"explain: {what}s is {names!r}; it is a list of names, such as [{names!r}]")
         for name in names:
             if name not in known:
-                raise ValueError(f"{what} {name!r} is not known{errors.did_you_mean(str(name).split('.')[-1], known)}; it is one of {', '.join(known)}")
+                raise errors.InvalidArgument(f"{what} {name!r} is not known{errors.did_you_mean(str(name).split('.')[-1], known)}; it is one of {', '.join(known)}")
     return _native.explain(op, device, [DTYPES.index(d) for d in dtypes], [SCALINGS.index(s) for s in scalings])
 
 

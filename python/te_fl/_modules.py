@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Callable, List, Optional, Sequence
 
 from te_fl import _native
+from te_fl.errors import Unsupported
 from te_fl.registration import OpRegistry, owned_by
 
 GROUP = "te_fl.plugin"
@@ -59,7 +60,7 @@ def _load(name: str, entry: Optional[importlib.metadata.EntryPoint] = None) -> d
     except (Exception, SystemExit) as error:
         registry.unregister_owner(name)  # removes registrations of an earlier load
         refused = isinstance(error, NotImplementedError)
-        text = str(error) if refused else traceback.format_exception_only(type(error), error)[-1].strip()
+        text = str(error).removeprefix(f"{Unsupported.code}: ") if refused else traceback.format_exception_only(type(error), error)[-1].strip()
         return {**report, "state": "skipped" if refused else "failed", "reason": text}
     mine = [row for row in registry.snapshot() if row["owner"] == name]
     report["ops"] = [f"{row['op_name']}: {row['impl_id']}" for row in mine]

@@ -1,5 +1,7 @@
 """te-fl's exceptions. Each message gives the value, the violated rule, and a remedy."""
 
+import re
+
 
 def did_you_mean(name: str, known) -> str:
     """The text "; did you mean 'x'?", or "" if no known name is similar."""
@@ -9,7 +11,12 @@ def did_you_mean(name: str, known) -> str:
 
 
 class Error(RuntimeError):
-    """Any failure that te-fl reports."""
+    """Any failure that te-fl reports. str() begins with the status code of the class, which the arguments do not contain."""
+
+    code = ""
+
+    def __str__(self) -> str:
+        return f"{self.code}: {super().__str__()}" if self.code else super().__str__()
 
 
 class InvalidArgument(Error, ValueError):
@@ -64,18 +71,6 @@ class CommFailed(Error):
     """Another rank has ended, exceeded a time limit, or made a different call."""
 
 
-BY_CODE = {
-    "INVALID_ARGUMENT": InvalidArgument,
-    "UNSUPPORTED": Unsupported,
-    "NOT_FOUND": NotFound,
-    "ALREADY_EXISTS": AlreadyExists,
-    "OUT_OF_MEMORY": OutOfMemory,
-    "FAILED_PRECONDITION": FailedPrecondition,
-    "INCOMPATIBLE": Incompatible,
-    "BUSY": Busy,
-    "TIMEOUT": Timeout,
-    "DEVICE_LOST": DeviceLost,
-    "DATA_LOSS": DataLoss,
-    "INTERNAL": Internal,
-    "COMM_FAILED": CommFailed,
-}
+BY_CODE = {re.sub("(?<!^)([A-Z])", r"_\1", kind.__name__).upper(): kind for kind in Error.__subclasses__()}
+for _code, _kind in BY_CODE.items():
+    _kind.code = _code

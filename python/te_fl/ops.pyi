@@ -7,7 +7,7 @@ from te_fl import Quantized, Saved
 from te_fl import Tensor as _Plain
 
 Tensor = Union[_Plain, Quantized]
-Communicator = Any  # te_fl.pytorch.communicator.of(group, device)
+Communicator = Any  # te_fl.pytorch.distributed.communicator.of(group, device)
 
 def gelu(*, input: Tensor, output: Tensor, stream: Any = None) -> None:
     """GELU activation.

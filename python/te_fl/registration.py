@@ -13,7 +13,7 @@ import traceback
 from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 from te_fl import _native
-from te_fl.errors import BY_CODE, Unsupported
+from te_fl.errors import BY_CODE, InvalidArgument, Unsupported
 from te_fl.policy import policy
 from te_fl.tensors import DTYPES, SCALINGS
 
@@ -101,9 +101,9 @@ class OpImpl:
             if not callable(value) and (name == "fn" or value is not None):
                 raise TypeError(f"{self}: {name} is a {type(value).__name__}, which cannot be called")
         if self.kind is BackendImplKind.VENDOR and not self.vendor:
-            raise ValueError(f"{self}: an implementation of kind VENDOR names its vendor")
+            raise InvalidArgument(f"{self}: an implementation of kind VENDOR names its vendor")
         if self.tensors not in TENSORS:
-            raise ValueError(f"{self}: tensors is {self.tensors!r}; it is one of {', '.join(TENSORS)}")
+            raise InvalidArgument(f"{self}: tensors is {self.tensors!r}; it is one of {', '.join(TENSORS)}")
         for name in ("supported_dtypes", "devices", "scalings"):
             if isinstance(getattr(self, name), str):
                 raise TypeError(f"{self}: {name} is a str, not a collection of them; write ({getattr(self, name)!r},)")
@@ -316,7 +316,7 @@ def _mask(impl: OpImpl, what: str, names: Iterable[str], numbers: dict) -> int:
     mask = 0
     for name in names:
         if name not in numbers:
-            raise ValueError(f"{impl}: {what} {name!r} is not known; it is one of {', '.join(numbers)}")
+            raise InvalidArgument(f"{impl}: {what} {name!r} is not known; it is one of {', '.join(numbers)}")
         mask |= 1 << numbers[name]
     return mask
 
@@ -361,7 +361,7 @@ def _described_function(impl: OpImpl) -> dict:
     for name, left_out in _TYPED_ALONE.items():
         value = getattr(impl, name)
         if (tuple(value) if name == "scalings" else value) not in left_out:
-            raise ValueError(f"{impl}: {name} describes tensors of the catalogue's ops, and {impl.op_name!r} is none of them; look at the "
+            raise InvalidArgument(f"{impl}: {name} describes tensors of the catalogue's ops, and {impl.op_name!r} is none of them; look at the "
                              "arguments in supports(), or correct the op's name")
     dtypes, devices = impl.supported_dtypes, impl.devices
     _constraints(impl)  # raises for unknown names
@@ -399,7 +399,7 @@ def _constraints(impl: OpImpl) -> dict:
     """Device types, dtypes and scaling modes, as bit masks."""
     providers = sorted({d[4:] for d in impl.devices or () if d.startswith("ext:")})
     if len(providers) > 1:
-        raise ValueError(f"{impl}: devices of several providers are named, {', '.join(providers)}; register one implementation for each")
+        raise InvalidArgument(f"{impl}: devices of several providers are named, {', '.join(providers)}; register one implementation for each")
     devices = [d for d in DEVICE_TYPES if d != "ext"] if impl.devices is None else ["ext" if d.startswith("ext:") else d for d in impl.devices]
     dtypes = DTYPES if impl.supported_dtypes is None else (*impl.supported_dtypes, *_INTEGERS)
     return {
@@ -448,7 +448,7 @@ def _told(error: BaseException) -> Tuple[str, str]:
     code = next((code for code, kind in BY_CODE.items() if isinstance(error, kind)), None)
     if code is None:
         code = "UNSUPPORTED" if isinstance(error, NotImplementedError) else "OUT_OF_MEMORY" if isinstance(error, MemoryError) else "INTERNAL"
-    text = traceback.format_exception_only(type(error), error)[-1].strip()
+    text = traceback.format_exception_only(type(error), error)[-1].strip().replace(f": {code}: ", ": ", 1)  # the status has the code
     trace = traceback.extract_tb(error.__traceback__)
     if trace:
         text += f" ({os.path.basename(trace[-1].filename)}:{trace[-1].lineno} in {trace[-1].name})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Optional, Protocol, Sequence, Union, runtime_checkable
 
-from te_fl.errors import Unsupported
+from te_fl.errors import InvalidArgument, Unsupported
 
 SCALINGS = ("none", "tensor", "block_1x128", "block_128x128", "mxfp8", "nvfp4")
 DTYPES = ("f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2", "f4e2m1", "f8e8m0", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "bool")
@@ -41,11 +41,11 @@ class Quantized:
                  columnwise_amax: Optional[Tensor] = None, scale: Optional[Tensor] = None, amax_epsilon: float = 0.0,
                  compute_scale: bool = False, pow2_scale: bool = False, shape: Optional[Sequence[int]] = None):
         if scaling not in SCALINGS[1:]:
-            raise ValueError(f"scaling is {scaling!r}; it is one of {', '.join(SCALINGS[1:])}")
+            raise InvalidArgument(f"scaling is {scaling!r}; it is one of {', '.join(SCALINGS[1:])}")
         if data is None and (columnwise_data is None or shape is None):
-            raise ValueError("give data, or columnwise_data with the logical shape")
+            raise InvalidArgument("give data, or columnwise_data with the logical shape")
         if data is not None and shape is not None and tuple(shape) != tuple(data.shape) and tuple(shape) != _shape_of(data):
-            raise ValueError(f"shape is {tuple(shape)}, data has {_shape_of(data)}")
+            raise InvalidArgument(f"shape is {tuple(shape)}, data has {_shape_of(data)}")
         self.data, self._scaling, self._shape = data, SCALINGS.index(scaling), None if shape is None else tuple(shape)
         self._flags = (1 if compute_scale else 0) | (2 if pow2_scale else 0)
         self.columnwise_data, self.scale_inv, self.columnwise_scale_inv = columnwise_data, scale_inv, columnwise_scale_inv

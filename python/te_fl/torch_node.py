@@ -20,7 +20,8 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from types import ModuleType
 from typing import Callable, Optional, Tuple
 
-from te_fl import frameworks
+from te_fl import _native, frameworks
+from te_fl.errors import InvalidArgument
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pytorch", "autograd")
 SOURCE = os.path.join(FOLDER, "node.cpp")
@@ -29,8 +30,11 @@ COMMAND = f"{os.path.basename(sys.executable)} -m te_fl build-node"
 
 
 def wanted() -> bool:
-    """True unless TE_FL_TORCH_NODE turns the node off."""
-    return os.environ.get("TE_FL_TORCH_NODE", "1").lower() not in ("0", "false", "off", "no")
+    """True unless TE_FL_TORCH_NODE turns the node off. A wrong value makes calls of ops fail, not the import."""
+    try:
+        return _native.setting("TE_FL_TORCH_NODE")
+    except InvalidArgument:
+        return True
 
 
 def installed() -> Optional[Tuple[str, str]]:

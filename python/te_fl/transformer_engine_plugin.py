@@ -7,10 +7,9 @@ warns and continues with its extension. With TE_FL_STRICT=1 the process ends ins
 
 from __future__ import annotations
 
-import os
 import sys
 
-from te_fl import inside
+from te_fl import _native, inside
 from te_fl.compat import finder
 from te_fl.errors import FailedPrecondition
 from te_fl.inside import package
@@ -29,7 +28,7 @@ def load_plugins() -> None:
     try:
         _load()
     except Exception as error:
-        if os.environ.get("TE_FL_STRICT", "").lower() in ("1", "true", "on", "yes"):
+        if _native.setting("TE_FL_STRICT"):
             print(f"te-fl cannot take the place of transformer_engine_torch, and TE_FL_STRICT forbids NVIDIA's extension instead: {error}", file=sys.stderr)
             raise SystemExit(1) from error
         raise

@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -185,6 +186,26 @@ class Errors(unittest.TestCase):
         self.refused(te_fl.errors.InvalidArgument, "did you mean 'gelu'", te_fl.policy, per_op={"gelo": "vendor"})
         self.refused(ValueError, "it is one of f64", te_fl.explain, "gelu", dtypes=["bf17"])
         self.refused(te_fl.errors.NotFound, "/nowhere.so", te_fl.load_plugin, "/nowhere.so")
+
+    def test_each_error_begins_with_its_code_once_wherever_it_is_raised(self):
+        def raised(f, *args, **kwargs):
+            try:
+                f(*args, **kwargs)
+            except te_fl.Error as error:
+                return error
+
+        def refusing(**arguments):
+            raise te_fl.errors.Unsupported("not today")
+
+        registry = te_fl.OpRegistry()
+        registry.register(te_fl.OpImpl("refused_op", "vendor.refusing", te_fl.BackendImplKind.VENDOR, refusing, vendor="acme"))
+        for error in (raised(te_fl.ops.gelu, input=self.x), raised(te_fl.explain, "gelu", dtypes=["bf17"]), raised(te_fl.Quantized),
+                      raised(te_fl.explain, "gelo"), raised(te_fl.OpManager(registry).call, "refused_op"),
+                      *(kind("the text") for kind in te_fl.errors.BY_CODE.values())):
+            for one in (error, pickle.loads(pickle.dumps(error))):
+                with self.subTest(type(one)):
+                    self.assertTrue(str(one).startswith(f"{type(one).code}: "), one)
+                    self.assertEqual(sum(str(one).count(f"{code}: ") for code in te_fl.errors.BY_CODE), 1, one)
 
     def test_an_invalid_environment_fails_calls_and_not_the_import(self):
         code = "import numpy, te_fl\ntry: te_fl.ops.gelu(input=numpy.ones(3, 'f4'), output=numpy.ones(3, 'f4'))\nexcept te_fl.Error as e: print(e)"

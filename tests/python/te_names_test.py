@@ -203,7 +203,7 @@ MADE = {
 
 
 def global_state():
-    from te_fl.pytorch.global_state import FP8GlobalStateManager
+    from te_fl.pytorch.fp8.global_state import FP8GlobalStateManager
     return FP8GlobalStateManager
 
 

@@ -3,6 +3,7 @@
 import collections
 import subprocess
 import sys
+import tempfile
 import unittest
 
 import torch
@@ -65,7 +66,7 @@ class Package(unittest.TestCase):
 
     def test_names_and_modules_that_are_imported_when_they_are_read(self):
         import te_fl.pytorch as te
-        self.assertIs(te.RotaryPositionEmbedding, te.rope.RotaryPositionEmbedding)
+        self.assertIs(te.RotaryPositionEmbedding, te.attention.RotaryPositionEmbedding)
         self.assertIs(te.FusedAdam, te.optimizers.FusedAdam)
         self.assertIn("parallel_cross_entropy", dir(te))
         with self.assertRaisesRegex(AttributeError, "MXFP8Quantizer.*transformer-engine.md"):
@@ -73,18 +74,36 @@ class Package(unittest.TestCase):
         code = "import sys, te_fl.pytorch; assert not {'te_fl.pytorch.functions.cross_entropy', 'te_fl.pytorch.optimizers'} & set(sys.modules)"
         subprocess.run([sys.executable, "-c", code], check=True)
 
-    def test_a_module_has_its_public_name_whatever_room_it_lies_in(self):
-        code = ("import importlib, pickle, sys, te_fl.pytorch as te; from te_fl.pytorch.rooms import ROOMS; checkpoint = te.checkpoint\n"
-                "for room, names in ROOMS.items():\n"
-                "    for name in names.split():\n"
-                "        public, placed = (importlib.import_module(f'te_fl.pytorch.{n}') for n in (name, f'{room}.{name}'))\n"
-                "        assert public is placed and placed.__spec__.name == placed.__name__ == f'te_fl.pytorch.{room}.{name}', placed.__spec__\n"
-                "assert te.checkpoint is checkpoint and callable(checkpoint), te.checkpoint\n"
-                # pickles that torch.save(module) wrote before modules moved to subpackages: of a class, and of an FP8 weight
-                "assert pickle.loads(b'cte_fl.pytorch.linear\\nLinear\\n.') is te.Linear\n"
-                "rebuilt = pickle.loads(b'cte_fl.pytorch.float8_tensor\\n_rebuilt\\n.')\n"
-                "assert pickle.dumps(rebuilt, 0).startswith(b'cte_fl.pytorch.float8_tensor\\n_rebuilt\\n'), pickle.dumps(rebuilt, 0)")
+    def test_modules_with_transformer_engines_names(self):
+        code = ("import importlib, importlib.util, sys, te_fl.pytorch as te\n"
+                "from te_fl.compat import known_names, table\n"
+                "for name in table.SAME_MODULES:\n"
+                "    own, theirs = f'te_fl.pytorch.{name}', f'transformer_engine.pytorch.{name}'\n"
+                "    module = importlib.import_module(own)\n"
+                "    assert module is getattr(te, name) is sys.modules[own] and importlib.util.find_spec(own) is module.__spec__, module\n"
+                "    served = [n for n in known_names.NAMES[theirs].split() if table.home(theirs, n)]\n"
+                "    assert served, name\n"
+                "    for n in served: assert getattr(module, n) is getattr(importlib.import_module(table.home(theirs, n)), n), n\n"
+                "from te_fl.pytorch.attention import DotProductAttention\n"
+                "assert DotProductAttention is te.DotProductAttention\n"
+                "try: te.router.nothing\n"
+                "except AttributeError as error: assert 'te_fl.pytorch.router has no' in str(error), error\n"
+                "else: raise SystemExit(1)")
         subprocess.run([sys.executable, "-c", code], check=True)
+
+    def test_a_pickled_module_loads_where_only_the_package_is_imported(self):
+        write = ("import sys, torch, te_fl.pytorch as te\n"
+                 "from te_fl.common.recipe import Float8CurrentScaling\n"
+                 "with te.quantized_model_init(recipe=Float8CurrentScaling()):\n"
+                 "    coded = te.Linear(16, 16, device='cpu')\n"
+                 "torch.save([te.TransformerLayer(32, 32, 2, device='cpu'), te.LayerNormMLP(16, 16, device='cpu'), coded], sys.argv[1])")
+        read = ("import sys, torch, te_fl.pytorch as te\n"
+                "layer, mlp, coded = torch.load(sys.argv[1], weights_only=False)\n"
+                "assert type(layer) is te.TransformerLayer and type(coded.weight) is te.Float8Tensor\n"
+                "layer(torch.randn(4, 2, 32)); mlp(torch.randn(4, 16)); coded(torch.randn(16, 16))")
+        with tempfile.TemporaryDirectory() as folder:
+            for code in (write, read):
+                subprocess.run([sys.executable, "-c", code, f"{folder}/modules.pt"], check=True)
 
 
 class RandomStates(unittest.TestCase):

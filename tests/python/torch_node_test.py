@@ -328,7 +328,7 @@ class LifeTest(unittest.TestCase):
 
 
 class BuildTest(unittest.TestCase):
-    TELL = "from te_fl.pytorch import call; print(call.run is call.python_run)"
+    TELL = "from te_fl.pytorch.autograd import call; print(call.run is call.python_run)"
 
     def test_switched_off(self):
         self.assertEqual(python(self.TELL, TE_FL_TORCH_NODE="0").stdout.strip(), "True")

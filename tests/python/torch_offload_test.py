@@ -12,8 +12,8 @@ import torch
 import te_fl.pytorch as te
 from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fl.pytorch import offload
-from te_fl.pytorch.offload import get_cpu_offload_context, is_cpu_offload_enabled, mark_activation_offload, mark_not_offload
+from te_fl.pytorch.autograd import offload
+from te_fl.pytorch.autograd.offload import get_cpu_offload_context, is_cpu_offload_enabled, mark_activation_offload, mark_not_offload
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = (None, DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling())

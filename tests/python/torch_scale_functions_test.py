@@ -15,7 +15,7 @@ from torch_oracle import randomise  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
 from te_fl import errors  # noqa: E402
 from te_fl.common.recipe import DelayedScaling  # noqa: E402
-from te_fl.pytorch.base import TransformerEngineBaseModule  # noqa: E402
+from te_fl.pytorch.modules.base import TransformerEngineBaseModule  # noqa: E402
 
 
 def own_scale(amax, scale, fp8_max, recipe):

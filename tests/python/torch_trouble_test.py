@@ -27,6 +27,7 @@ from te_fl import _native  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
 from te_fl.errors import FailedPrecondition  # noqa: E402
+from te_fl.pytorch.fp8 import quantization  # noqa: E402
 
 
 def calls():
@@ -715,7 +716,7 @@ class SharedScopes(unittest.TestCase):
         outer.__exit__(None, None, None)
         self.assertFalse(te.FP8GlobalStateManager.is_fp8_enabled())
         inner.__exit__(None, None, None)
-        self.assertIsNone(te.quantization.active_recipe())
+        self.assertIsNone(quantization.active_recipe())
 
     def test_what_autocast_chose_is_nobody_elses(self):
         with te.autocast():

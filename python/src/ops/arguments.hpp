@@ -122,7 +122,7 @@ class Arguments {
     const int dtype = dtype_index(random_.dtype);
     const bool integers = dtype == TE_FL_I64 || dtype == TE_FL_U64;
     if (!integers || random_.ndim != 1 || random_.shape[0] != 2 || random_.strides != nullptr) {
-      throw_value_error("'seed' is an int, or a contiguous int64 tensor [2] of seed and offset");
+      throw_invalid("'seed' is an int, or a contiguous int64 tensor [2] of seed and offset");
     }
   }
   void check_random_device() const {
@@ -130,7 +130,7 @@ class Arguments {
         (device_->type == random_.device.type && device_->index == random_.device.index)) {
       return;
     }
-    throw_value_error("'seed' is a tensor on another device than the op's tensors");
+    throw_invalid("'seed' is a tensor on another device than the op's tensors");
   }
 
   static void* stream_of(PyObject* value) {
@@ -191,8 +191,8 @@ class Arguments {
         const long number = PyLong_AsLong(value);
         if (PyErr_Occurred() != nullptr) throw_wrong_scalar(desc, value, "an int");
         if (number != static_cast<int32_t>(number)) {
-          throw_value_error(std::string("'") + desc.name + "' is " + std::to_string(number) +
-                            ", which does not fit in 32 bits");
+          throw_invalid(std::string("'") + desc.name + "' is " + std::to_string(number) +
+                        ", which does not fit in 32 bits");
         }
         return write(desc.offset, static_cast<int32_t>(number));
       }
@@ -223,8 +223,8 @@ class Arguments {
       if (arg.enum_names[i] == word) return static_cast<int32_t>(i);
       all += (i == 0 ? "" : ", ") + arg.enum_names[i];
     }
-    throw_value_error(std::string("'") + arg.desc->name + "' is '" + std::string(word) +
-                      "'; it is one of " + all);
+    throw_invalid(std::string("'") + arg.desc->name + "' is '" + std::string(word) +
+                  "'; it is one of " + all);
   }
 
   static uint32_t provider_of(const te_fl_tensor& t, std::string_view name) {
@@ -296,7 +296,7 @@ class Arguments {
       if (member.get() == Py_None) continue;
       const std::string name = std::string(desc.name) + "." + part.name;
       const te_fl_dltensor t = borrowed_.describe(member.get(), written, name.c_str());
-      if (t.strides != nullptr) throw_value_error("'" + name + "' is not contiguous");
+      if (t.strides != nullptr) throw_invalid("'" + name + "' is not contiguous");
       if (!device.has_value()) device = t.device;
       check_part_device(t.device, *device, "'" + name + "'");
       void* data = static_cast<char*>(t.data) + t.byte_offset;
@@ -312,7 +312,7 @@ class Arguments {
       }
     }
     if (q.tensor.dl.shape == nullptr && q.tensor.dl.ndim != 0) {
-      throw_value_error(std::string("'") + desc.name + "' has neither data nor columnwise_data");
+      throw_invalid(std::string("'") + desc.name + "' has neither data nor columnwise_data");
     }
     q.tensor.quant = &q.quant;
     q.tensor.provider = provider_of(q.tensor, desc.name);

@@ -154,9 +154,10 @@ Ref handle_of(PyObject* object, const char* name) {
   if (found == nullptr) PyErr_Clear();
   Ref handle = found == nullptr ? Ref() : Ref::take(found);
   if (handle && PyCapsule_IsValid(handle.get(), kHandleName) != 0) return handle;
-  throw_type_error(std::string("'") + name + "' is a " + type_name(object) +
-                   ", not a communicator; te_fl.pytorch.communicator.of(group, device) gives that "
-                   "of a process group");
+  throw_type_error(
+      std::string("'") + name + "' is a " + type_name(object) +
+      ", not a communicator; te_fl.pytorch.distributed.communicator.of(group, device) gives that "
+      "of a process group");
 }
 
 const te_fl_communicator* communicator_in(const Ref& handle) noexcept {

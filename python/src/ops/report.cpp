@@ -1,6 +1,8 @@
 // Reports about te-fl: devices, plugins, dispatch counts, settings.
 #include "ops/report.hpp"
 
+#include <string>
+
 #include "ops/manager.hpp"
 #include "py/errors.hpp"
 #include "te_fl/device.hpp"
@@ -60,6 +62,18 @@ PyObject* reload(PyObject*, PyObject*) noexcept {
   return guarded([] {
     check(without_lock([] { return OpManager::instance().reload(); }));
     return Ref::share(Py_None);
+  });
+}
+
+PyObject* setting(PyObject*, PyObject* name) noexcept {
+  return guarded([&] {
+    const std::string text(text_of(name, "the setting's name"));
+    const auto v = value_of(without_lock([&] { return environment::variable(text); }));
+    if (!v.error.empty()) throw_invalid(v.error);
+    if (v.value.empty() && v.origin.starts_with("default")) return Ref::share(Py_None);
+    if (v.type == "bool") return to_python(v.value == "1");
+    if (v.type == "int") return to_python(int64_t{std::stoll(v.value)});
+    return to_python(std::string_view(v.value));
   });
 }
 

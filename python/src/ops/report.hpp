@@ -10,7 +10,10 @@ PyObject* op_names(PyObject*, PyObject*) noexcept;     // () -> list of str
 PyObject* usage(PyObject*, PyObject*) noexcept;        // (manager=None) -> list of dict
 PyObject* reset_usage(PyObject*, PyObject*) noexcept;  // (manager=None) -> None
 PyObject* reload(PyObject*, PyObject*) noexcept;       // () -> None: reads the environment again
-PyObject* info(PyObject*, PyObject*) noexcept;         // () -> dict: version, devices, plugins
+// (name) -> the value of a TE_FL_ variable as a bool, an int or a str; None if it is unset and has
+// no default. Raises INVALID_ARGUMENT if the environment's value is not accepted.
+PyObject* setting(PyObject*, PyObject* name) noexcept;
+PyObject* info(PyObject*, PyObject*) noexcept;  // () -> dict: version, devices, plugins
 PyObject* device_name(PyObject*, PyObject* device) noexcept;  // ("cuda:0") -> the chip's name
 PyObject* load_plugin(PyObject*, PyObject* path) noexcept;    // (path or name) -> name
 PyObject* verify_counts(PyObject*, PyObject*) noexcept;       // () -> dict

@@ -20,10 +20,6 @@ std::forward_list<StorageClass>& classes() {
   return *all;
 }
 
-[[noreturn]] void throw_invalid(const std::string& text) {
-  throw_status(Status(StatusCode::kInvalidArgument, text));
-}
-
 std::string words_of_shape(const te_fl_dltensor& t) {
   std::string text = "[";
   for (int32_t d = 0; d < t.ndim; ++d) text += (d == 0 ? "" : ", ") + std::to_string(t.shape[d]);
@@ -241,7 +237,7 @@ PyObject* add_storage_class(PyObject*, PyObject* args) noexcept {
                  .release();
     }
     if (names[0] == nullptr || names[1] == nullptr || names[4] == nullptr)
-      throw_value_error("a storage class has names for data, columnwise_data and code");
+      throw_invalid("a storage class has names for data, columnwise_data and code");
     auto* kind = reinterpret_cast<PyTypeObject*>(type);
     if (storage_class_of(kind) == nullptr) {
       Py_INCREF(type);

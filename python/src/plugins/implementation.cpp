@@ -185,7 +185,7 @@ std::shared_ptr<Implementation> Implementation::make(PyObject* options) {
   const long priority = PyLong_AsLong(member(options, "priority"));
   if (PyErr_Occurred() != nullptr) throw PythonError();
   if (priority != static_cast<int32_t>(priority))
-    throw_value_error("priority " + std::to_string(priority) + " does not fit in 32 bits");
+    throw_invalid("priority " + std::to_string(priority) + " does not fit in 32 bits");
   desc.priority = static_cast<int32_t>(priority);
   desc.flags = static_cast<uint32_t>(number(options, "flags"));
   desc.min_arch = static_cast<uint32_t>(number(options, "min_arch"));

@@ -53,8 +53,8 @@ bool is_immutable(PyObject* object) {
 }
 
 [[noreturn]] void throw_read_only(const char* name) {
-  throw_value_error("argument '" + std::string(name) +
-                    "' is written by this op, and its memory is read-only");
+  throw_invalid("argument '" + std::string(name) +
+                "' is written by this op, and its memory is read-only");
 }
 
 // Refuses a PyTorch view with the negative bit: the imaginary part of a conjugate shares memory
@@ -65,9 +65,9 @@ void refuse_negated(PyObject* object, const char* name) {
   if (found == nullptr) return PyErr_Clear();  // a tensor of another library
   const Ref negated = Ref::take(found);
   if (negated.get() == Py_True) {
-    throw_value_error("argument '" + std::string(name) +
-                      "' is to be negated where it is read, which its memory does not say; give " +
-                      "its resolve_neg()");
+    throw_invalid("argument '" + std::string(name) +
+                  "' is to be negated where it is read, which its memory does not say; give " +
+                  "its resolve_neg()");
   }
 }
 

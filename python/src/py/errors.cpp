@@ -62,7 +62,8 @@ void throw_status(const Status& status) {
     throw PythonError();
   }
   PyObject* found = g_classes != nullptr ? PyDict_GetItemString(g_classes, code.c_str()) : nullptr;
-  PyErr_SetString(found != nullptr ? found : PyExc_RuntimeError, text.c_str());
+  const size_t prefix = found != nullptr ? code.size() + std::string_view(": ").size() : 0;
+  PyErr_SetString(found != nullptr ? found : PyExc_RuntimeError, text.c_str() + prefix);
   if (cause) set_cause(std::move(cause));
   throw PythonError();
 }

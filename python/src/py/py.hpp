@@ -54,10 +54,6 @@ inline void check(int result) {
   PyErr_SetString(PyExc_TypeError, text.c_str());
   throw PythonError();
 }
-[[noreturn]] inline void throw_value_error(const std::string& text) {
-  PyErr_SetString(PyExc_ValueError, text.c_str());
-  throw PythonError();
-}
 
 // Throws TypeError unless `name` got the expected number of arguments.
 inline void check_count(const char* name, Py_ssize_t count, Py_ssize_t wanted) {

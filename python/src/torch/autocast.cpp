@@ -99,8 +99,8 @@ nn::Recipe recipe_of(PyObject* dict) {
                                   .amax_epsilon = real(dict, "amax_epsilon"),
                                   .format = format};
   }
-  throw_value_error("the recipe's kind is '" + std::string(kind) +
-                    "'; it is one of delayed, current, block");
+  throw_invalid("the recipe's kind is '" + std::string(kind) +
+                "'; it is one of delayed, current, block");
 }
 
 // Converts a recipe's dict, with a cache for the last one. A program enters its autocasts with one

@@ -24,7 +24,7 @@ T parse_word(std::string_view what, std::string_view text, const std::array<Word
     if (word.text == text) return word.value;
     known += (known.empty() ? "" : ", ") + std::string(word.text);
   }
-  throw_value_error(std::string(what) + " is '" + std::string(text) + "'; it is one of " + known);
+  throw_invalid(std::string(what) + " is '" + std::string(text) + "'; it is one of " + known);
 }
 
 constexpr std::array<Word<nn::Layout>, 3> kLayouts{

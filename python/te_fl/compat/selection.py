@@ -8,6 +8,7 @@ import threading
 from typing import Collection, FrozenSet, Mapping, Optional, Sequence, Tuple
 
 from te_fl import _native
+from te_fl.errors import InvalidArgument
 from te_fl.policy import policy
 from te_fl.registration import OpManager, OpRegistry
 
@@ -42,7 +43,7 @@ class SelectionPolicy:
 
     def _settings(self) -> dict:
         if self.allow_vendors is not None and not self.allow_vendors:
-            raise ValueError("SelectionPolicy: allow_vendors is empty, which would allow no vendor; prefer or list another kind, or leave it None")
+            raise InvalidArgument("SelectionPolicy: allow_vendors is empty, which would allow no vendor; prefer or list another kind, or leave it None")
         return {"whole": True, "prefer": self.prefer, "strict": self.strict,
                 "allow_vendors": None if self.allow_vendors is None else ",".join(sorted(self.allow_vendors)),
                 "deny_vendors": ",".join(sorted(self.deny_vendors)) or None,

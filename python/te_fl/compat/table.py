@@ -9,63 +9,63 @@ SERVED = {
     "te_fl.common.recipe":
         "CustomRecipe DelayedScaling Float8BlockScaling Float8CurrentScaling Format MMParams MXFP8BlockScaling NVFP4BlockScaling QParams "
         "Recipe",
-    "te_fl.pytorch.attention": "DotProductAttention",
-    "te_fl.pytorch.multihead_attention": "MultiheadAttention",
-    "te_fl.pytorch.transformer": "DropPath TransformerLayer",
-    "te_fl.pytorch.base": "TransformerEngineBaseModule",
-    "te_fl.pytorch.checkpoint":
+    "te_fl.pytorch.modules.attention": "DotProductAttention",
+    "te_fl.pytorch.modules.multihead_attention": "MultiheadAttention",
+    "te_fl.pytorch.modules.transformer": "DropPath TransformerLayer",
+    "te_fl.pytorch.modules.base": "TransformerEngineBaseModule",
+    "te_fl.pytorch.autograd.checkpoint":
         "activation_recompute_forward checkpoint get_activation_recompute_contexts in_fp8_activation_recompute_phase "
         "is_fp8_activation_recompute_enabled use_reentrant_activation_recompute",
-    "te_fl.pytorch.float8_tensor": "Float8Tensor QuantizedTensor",
-    "te_fl.pytorch.global_state": "FP8GlobalStateManager",
-    "te_fl.pytorch.grouped_linear": "GroupedLinear",
-    "te_fl.pytorch.inference": "InferenceParams KVCacheManager NonPagedKVCacheManager PagedKVCacheManager",
-    "te_fl.pytorch.linear": "LayerNormLinear Linear",
-    "te_fl.pytorch.master_weights": "cast_master_weights_to_fp8 clear_columnwise_cache post_all_gather_processing quantize_master_weights replace_raw_data",
-    "te_fl.pytorch.mlp": "LayerNormMLP",
-    "te_fl.pytorch.norm": "LayerNorm RMSNorm",
-    "te_fl.pytorch.own_classes": "get_te_classes has_te_modules prepare_te_modules_for_fsdp",
-    "te_fl.pytorch.quantized_gather": "gather_along_first_dim",
-    "te_fl.pytorch.quantizers": "Float8BlockQuantizer Float8CurrentScalingQuantizer Float8Quantizer Quantizer",
-    "te_fl.pytorch.rank_helpers":
+    "te_fl.pytorch.fp8.float8_tensor": "Float8Tensor QuantizedTensor",
+    "te_fl.pytorch.fp8.global_state": "FP8GlobalStateManager",
+    "te_fl.pytorch.modules.grouped_linear": "GroupedLinear",
+    "te_fl.pytorch.modules.inference": "InferenceParams KVCacheManager NonPagedKVCacheManager PagedKVCacheManager",
+    "te_fl.pytorch.modules.linear": "LayerNormLinear Linear",
+    "te_fl.pytorch.fp8.master_weights": "cast_master_weights_to_fp8 clear_columnwise_cache post_all_gather_processing quantize_master_weights replace_raw_data",
+    "te_fl.pytorch.modules.mlp": "LayerNormMLP",
+    "te_fl.pytorch.modules.norm": "LayerNorm RMSNorm",
+    "te_fl.pytorch.modules.own_classes": "get_te_classes has_te_modules prepare_te_modules_for_fsdp",
+    "te_fl.pytorch.fp8.quantized_gather": "gather_along_first_dim",
+    "te_fl.pytorch.fp8.quantizers": "Float8BlockQuantizer Float8CurrentScalingQuantizer Float8Quantizer Quantizer",
+    "te_fl.pytorch.distributed.rank_helpers":
         "HAS_TORCH_SYMMETRIC allreduce gather_split_1d_tensor get_distributed_rank get_distributed_world_size initialize_affine_weight_gpu "
         "reduce_scatter_along_first_dim set_tensor_model_parallel_attributes split_tensor_into_1d_equal_chunks symmetric_all_reduce",
-    "te_fl.pytorch.quantization": "autocast fp8_autocast fp8_model_init quantized_model_init",
-    "te_fl.pytorch.availability":
+    "te_fl.pytorch.fp8.quantization": "autocast fp8_autocast fp8_model_init quantized_model_init",
+    "te_fl.pytorch.fp8.availability":
         "check_fp8_block_scaling_support check_fp8_support check_mxfp8_support check_nvfp4_support check_recipe_support "
         "get_align_size_for_quantization get_cudnn_version get_default_fp8_recipe get_default_recipe get_device_compute_capability "
         "get_fp8_max get_fp8_torch_dtype is_bf16_available is_fp8_available is_fp8_block_scaling_available is_mxfp8_available "
         "is_nvfp4_available torch_version",
-    "te_fl.pytorch.constants":
+    "te_fl.pytorch.runtime.constants":
         "AttnBiasTypes AttnMaskTypes AttnTypes CPLoadBalancingStrategy DType GemmParallelModes LayerTypes MXFP8_BLOCK_SCALING_SIZE "
         "NVFP4_BLOCK_SCALING_SIZE TE_DType TE_DType_To_Torch dist_group_type",
-    "te_fl.pytorch.cross_entropy": "parallel_cross_entropy",
-    "te_fl.pytorch.framework_helpers": "SplitAlongDim get_dummy_wgrad gpu_autocast_ctx make_weak_ref",
-    "te_fl.pytorch.general_gemm": "general_gemm",
-    "te_fl.pytorch.graph": "make_graphed_callables",
-    "te_fl.pytorch.graph_state":
+    "te_fl.pytorch.functions.cross_entropy": "parallel_cross_entropy",
+    "te_fl.pytorch.functions.framework_helpers": "SplitAlongDim get_dummy_wgrad gpu_autocast_ctx make_weak_ref",
+    "te_fl.pytorch.functions.general_gemm": "general_gemm",
+    "te_fl.pytorch.compile.graph": "make_graphed_callables",
+    "te_fl.pytorch.compile.graph_state":
         "graph_pool_handle is_graph_capturing restore_fp8_tensors save_fp8_tensors set_capture_end set_capture_start",
-    "te_fl.pytorch.offload":
+    "te_fl.pytorch.autograd.offload":
         "ManualOffloadSynchronizer get_cpu_offload_context is_cpu_offload_enabled mark_activation_offload mark_not_offload",
     "te_fl.pytorch.optimizers":
         "FusedAdam FusedSGD MultiTensorApply multi_tensor_adam multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
         "multi_tensor_adam_fp8 multi_tensor_applier multi_tensor_l2norm multi_tensor_scale multi_tensor_scale_tensor multi_tensor_sgd "
         "multi_tensor_unscale_l2norm",
-    "te_fl.pytorch.padding": "Fp8Padding Fp8Unpadding",
-    "te_fl.pytorch.permutation":
+    "te_fl.pytorch.modules.padding": "Fp8Padding Fp8Unpadding",
+    "te_fl.pytorch.functions.permutation":
         "moe_permute moe_permute_and_pad_with_probs moe_permute_with_probs moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs "
         "moe_unpermute",
-    "te_fl.pytorch.export": "is_in_onnx_export_mode onnx_export te_translation_table",
-    "te_fl.pytorch.rng":
+    "te_fl.pytorch.runtime.export": "is_in_onnx_export_mode onnx_export te_translation_table",
+    "te_fl.pytorch.runtime.rng":
         "CudaRNGStatesTracker get_all_rng_states graph_safe_rng_available is_graph_safe_rng_state set_all_rng_states",
-    "te_fl.pytorch.rope": "RotaryPositionEmbedding apply_fused_qkv_rotary_pos_emb apply_rotary_pos_emb",
-    "te_fl.pytorch.router": "RoutingMapFormat fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_topk_with_score_function",
-    "te_fl.pytorch.softmax":
+    "te_fl.pytorch.functions.rope": "RotaryPositionEmbedding apply_fused_qkv_rotary_pos_emb apply_rotary_pos_emb",
+    "te_fl.pytorch.functions.router": "RoutingMapFormat fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_topk_with_score_function",
+    "te_fl.pytorch.functions.softmax":
         "FusedScaleMaskSoftmax attention_mask_func scaled_aligned_causal_masked_softmax_backward "
         "scaled_aligned_causal_masked_softmax_forward scaled_masked_softmax_backward scaled_masked_softmax_forward "
         "scaled_softmax_backward scaled_softmax_forward scaled_upper_triang_masked_softmax_backward "
         "scaled_upper_triang_masked_softmax_forward",
-    "te_fl.pytorch.weights": "deinterleave_glu_tensor interleave_glu_tensor",
+    "te_fl.pytorch.functions.weights": "deinterleave_glu_tensor interleave_glu_tensor",
     # Listed after the modules, because some operations have the same names.
     "te_fl.pytorch.ops":
         "AddExtraInput AllGather AllReduce BasicLinear BasicOperation Bias ClampedSwiGLU ConstantScale Dropout FusedOperation FusibleOperation GEGLU "
@@ -95,6 +95,9 @@ SERVED = {
     "te_fl.jax.softmax": "SoftmaxFusionType softmax",
 }
 
+# Modules of transformer_engine.pytorch that te_fl.pytorch has under the same name, besides its packages.
+SAME_MODULES = ("attention", "constants", "cross_entropy", "export", "float8_tensor", "graph", "permutation", "quantization", "router", "transformer")
+
 # Private names that occur in pickles of Transformer Engine's recipes, by their module: (te-fl's module, names).
 IN_PICKLES = {"transformer_engine.common.recipe": ("te_fl.common.recipe", ("_FormatHelper",))}
 
@@ -102,17 +105,17 @@ IN_PICKLES = {"transformer_engine.common.recipe": ("te_fl.common.recipe", ("_For
 # names the argument.
 PARTLY = {
     # By tools/modulegen.py, from nn/modules.yaml:
-    "te_fl.pytorch.attention.DotProductAttention": {"cp_group": "a group"},
-    "te_fl.pytorch.attention.DotProductAttention.forward": {"fp8_output": True, "bf16_backward": True, "num_splits": 2,
+    "te_fl.pytorch.modules.attention.DotProductAttention": {"cp_group": "a group"},
+    "te_fl.pytorch.modules.attention.DotProductAttention.forward": {"fp8_output": True, "bf16_backward": True, "num_splits": 2,
         "score_mod": "a function", "score_mod_bprop": "a function", "score_mod_tensors": "tensors", "score_mod_bprop_tensors": "tensors",
         "thd_attention_policies": "policies"},
-    "te_fl.pytorch.linear.LayerNormLinear": {"symmetric_ar_type": "two_shot"},
-    "te_fl.pytorch.linear.LayerNormLinear.forward": {"fp8_output": True, "fp8_grad": True},
-    "te_fl.pytorch.linear.Linear": {"symmetric_ar_type": "two_shot"},
-    "te_fl.pytorch.linear.Linear.forward": {"fp8_output": True, "fp8_grad": True},
-    "te_fl.pytorch.mlp.LayerNormMLP": {"symmetric_ar_type": "two_shot"},
-    "te_fl.pytorch.norm.LayerNorm": {"sm_margin": 4},
-    "te_fl.pytorch.norm.RMSNorm": {"sm_margin": 4},
+    "te_fl.pytorch.modules.linear.LayerNormLinear": {"symmetric_ar_type": "two_shot"},
+    "te_fl.pytorch.modules.linear.LayerNormLinear.forward": {"fp8_output": True, "fp8_grad": True},
+    "te_fl.pytorch.modules.linear.Linear": {"symmetric_ar_type": "two_shot"},
+    "te_fl.pytorch.modules.linear.Linear.forward": {"fp8_output": True, "fp8_grad": True},
+    "te_fl.pytorch.modules.mlp.LayerNormMLP": {"symmetric_ar_type": "two_shot"},
+    "te_fl.pytorch.modules.norm.LayerNorm": {"sm_margin": 4},
+    "te_fl.pytorch.modules.norm.RMSNorm": {"sm_margin": 4},
     # By hand:
     "te_fl.jax.flax.DotProductAttention": {
         "max_segments_per_seq": 2, "score_mod": "a function", "score_mod_bprop": "a function", "return_max_logit": True},
@@ -122,12 +125,12 @@ PARTLY = {
                                           "apply_residual_connection_post_layernorm": True, "fuse_qkv": True},
     "te_fl.jax.flax.MultiHeadAttention.__call__": {"decode": True},
     "te_fl.jax.flax.TransformerLayer.__call__": {"decode": True, "max_decode_length": 8},
-    "te_fl.pytorch.graph.make_graphed_callables": {"_order": [1, -1], "_num_layers_per_chunk": [1],
+    "te_fl.pytorch.compile.graph.make_graphed_callables": {"_order": [1, -1], "_num_layers_per_chunk": [1],
                                                    "_reuse_graph_input_output_buffers": True},
-    "te_fl.pytorch.general_gemm.general_gemm": {
+    "te_fl.pytorch.functions.general_gemm.general_gemm": {
         "quantization_params": "a quantizer", "gelu": True, "gelu_in": "a tensor", "ub": "a communicator", "ub_type": "a kind", "extra_output": "a tensor",
         "bulk_overlap": True},
-    "te_fl.pytorch.grouped_linear.GroupedLinear": {"ub_overlap_rs": True, "ub_overlap_ag": True, "single_grouped_weight": True,
+    "te_fl.pytorch.modules.grouped_linear.GroupedLinear": {"ub_overlap_rs": True, "ub_overlap_ag": True, "single_grouped_weight": True,
                                                    "single_grouped_bias": True},
     **{f"te_fl.pytorch.ops.{name}": {"activation_recompute_in_mlp": True} for name in
        "ScaledSReLU ScaledTanhSReLU ScaledSwiGLU ScaledSiTUGLU ScaledClampedQGeGLU".split()},
@@ -138,20 +141,20 @@ PARTLY = {
     "te_fl.pytorch.ops.RMSNorm": {"sm_margin": 4},
     "te_fl.pytorch.optimizers.FusedAdam": {"amsgrad": True},
     "te_fl.pytorch.optimizers.FusedSGD": {"materialize_master_grads": False},
-    "te_fl.pytorch.quantizers.Float8BlockQuantizer": {"rowwise": False, "block_scaling_dim": 1},
-    "te_fl.pytorch.quantizers.Float8CurrentScalingQuantizer": {"rowwise": False, "with_amax_reduction": True},
-    "te_fl.pytorch.quantizers.Float8Quantizer": {"rowwise": False},
-    "te_fl.pytorch.quantizers.Quantizer": {"rowwise": False},
-    "te_fl.pytorch.router.fused_topk_with_score_function": {"qb_histogram": "a tensor", "qb_bin_bounds": "a tensor", "qb_histogram_mode": "two_kernel"},
-    "te_fl.pytorch.softmax.FusedScaleMaskSoftmax": {"softmax_in_fp32": False},
+    "te_fl.pytorch.fp8.quantizers.Float8BlockQuantizer": {"rowwise": False, "block_scaling_dim": 1},
+    "te_fl.pytorch.fp8.quantizers.Float8CurrentScalingQuantizer": {"rowwise": False, "with_amax_reduction": True},
+    "te_fl.pytorch.fp8.quantizers.Float8Quantizer": {"rowwise": False},
+    "te_fl.pytorch.fp8.quantizers.Quantizer": {"rowwise": False},
+    "te_fl.pytorch.functions.router.fused_topk_with_score_function": {"qb_histogram": "a tensor", "qb_bin_bounds": "a tensor", "qb_histogram_mode": "two_kernel"},
+    "te_fl.pytorch.functions.softmax.FusedScaleMaskSoftmax": {"softmax_in_fp32": False},
 }
 
 # Classes that are not constructed by calling them, so their parameters are not compared.
 MADE_BY = {
     "te_fl.jax.attention.SequenceDescriptor": "made by from_seqlens; segment ids are refused",
-    "te_fl.pytorch.base.TransformerEngineBaseModule": "the base of te-fl's modules, for isinstance",
-    "te_fl.pytorch.float8_tensor.Float8Tensor": "made by quantized_model_init, with block scaling too",
-    "te_fl.pytorch.float8_tensor.QuantizedTensor": "the base of Float8Tensor, for isinstance",
+    "te_fl.pytorch.modules.base.TransformerEngineBaseModule": "the base of te-fl's modules, for isinstance",
+    "te_fl.pytorch.fp8.float8_tensor.Float8Tensor": "made by quantized_model_init, with block scaling too",
+    "te_fl.pytorch.fp8.float8_tensor.QuantizedTensor": "the base of Float8Tensor, for isinstance",
     "te_fl.pytorch.ops.BasicOperation": "a program's own has op_forward or fuser_forward, whose quantizers are None",
     "te_fl.pytorch.ops.FusedOperation": "its basic operations compute, one after the other",
     "te_fl.pytorch.ops.Quantize": "the output is values as they read after quantisation; by delayed scaling the input",
@@ -258,6 +261,8 @@ After `te_fl.as_transformer_engine()`, `import transformer_engine` imports te-fl
 an installed te-fl does this without the call.
 
 - A served name is imported from the te-fl module in the table. It has Transformer Engine's parameters and defaults (except `device`).
+- `te_fl.pytorch` itself has the modules `attention`, `constants`, `cross_entropy`, `distributed`, `export`, `float8_tensor`, `graph`, `ops`, `optimizers`,
+  `permutation`, `quantization`, `router` and `transformer` with the served names of Transformer Engine's modules.
 - A refused name can be imported and used as a base class, and `isinstance` with it is False. Calling it, making an object of a derived class or reading an
   attribute raises `te_fl.errors.Unsupported` with a message that says what to use instead.
 - An unsupported argument is refused by name, never ignored. The tables list the arguments of which only one value is accepted.

@@ -20,12 +20,15 @@ _warned: set = set()
 
 
 def read_determinism() -> None:
-    """Sets TE_FL_DETERMINISTIC if NVTE_ALLOW_NONDETERMINISTIC_ALGO requests determinism and TE_FL_DETERMINISTIC is unset."""
+    """Sets TE_FL_DETERMINISTIC if NVTE_ALLOW_NONDETERMINISTIC_ALGO requests determinism and TE_FL_DETERMINISTIC is unset or empty.
+
+    This reads os.environ, because the value of a setting does not tell whether it is set.
+    """
     value = os.environ.get(DETERMINISM)
-    if value is None or value == "1" or "TE_FL_DETERMINISTIC" in os.environ or "TEFL_DETERMINISTIC" in os.environ:
+    if value is None or value == "1" or os.environ.get("TE_FL_DETERMINISTIC", "").strip():
         return
     if value != "0":
-        raise ValueError(f"{DETERMINISM} is {value!r}; it is 0 (only what gives the same bits in every run) or 1")
+        raise InvalidArgument(f"{DETERMINISM} is {value!r}; it is 0 (only what gives the same bits in every run) or 1")
     os.environ["TE_FL_DETERMINISTIC"] = "1"
     native = sys.modules.get("te_fl._native")
     if native is not None:

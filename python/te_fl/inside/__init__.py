@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Optional
 
+from te_fl import _native
 from te_fl.compat import finder
 from te_fl.errors import FailedPrecondition, InvalidArgument
 from te_fl.inside import package
@@ -49,7 +50,7 @@ def start(device: Optional[str] = None) -> None:
 
 def start_by_variable() -> None:
     """Calls start() as TE_FL_INSIDE_TRANSFORMER_ENGINE (1 or cpu) requests, when the interpreter starts."""
-    value = os.environ.get(VARIABLE, "").lower()
+    value = (_native.setting(VARIABLE) or "").strip().lower()
     if value in ("", "0", "false", "off", "no"):
         return
     if value not in ("1", "true", "on", "yes", "cpu"):

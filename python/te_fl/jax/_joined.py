@@ -9,6 +9,8 @@ from typing import Any, Tuple
 import jax
 import jax.numpy as jnp
 
+from te_fl.errors import Unsupported
+
 
 def _joining() -> Any:
     """Flax's dtype fm32: its values are FP32, and JAX's sum of gradients in this dtype is their maximum. Its zero is -inf."""
@@ -45,7 +47,7 @@ def read(state: Tuple[jax.Array, jax.Array]) -> Tuple[jax.Array, jax.Array]:
 def _read_bwd(_, after):
     had_amax = after[0] != 0
     if not isinstance(had_amax, jax.core.Tracer):
-        raise NotImplementedError("te_fl.jax.quantize.accumulating(): JAX adds up gradients of this dtype in a program alone; put the gradient under jax.jit")
+        raise Unsupported("te_fl.jax.quantize.accumulating(): JAX adds up gradients of this dtype in a program alone; put the gradient under jax.jit")
     return (tuple(jax.lax.convert_element_type(jnp.where(had_amax, value, -jnp.inf), _joining()) for value in (-after[0], after[1])),)
 
 

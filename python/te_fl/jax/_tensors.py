@@ -9,6 +9,8 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 import jax
 import jax.numpy as jnp
 
+from te_fl.errors import InvalidArgument
+
 _PARTS = ("columnwise_data", "scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax", "scale")
 
 
@@ -27,7 +29,7 @@ def scale_inv_shape(scaling: str, columnwise: bool, m: int, k: int) -> Tuple[int
         return (_up(rows, 128) // 128, _up(_up(columns, 128) // 128, 4))
     if scaling == "mxfp8":
         return (_up(_up(m, 32) // 32, 4), _up(k, 128)) if columnwise else (_up(m, 128), _up(_up(k, 32) // 32, 4))
-    raise ValueError(f"scaling is {scaling!r}; te_fl.jax has 'tensor', 'block_1x128', 'block_128x128' and 'mxfp8'")
+    raise InvalidArgument(f"scaling is {scaling!r}; te_fl.jax has 'tensor', 'block_1x128', 'block_128x128' and 'mxfp8'")
 
 
 class BlockLayout(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Mapping, Optional, Sequence, Tuple
 
 import jax
 
-from te_fl.errors import did_you_mean
+from te_fl.errors import InvalidArgument, Unsupported, did_you_mean
 from te_fl.jax import ops
 from te_fl.jax._partition import Layout
 
@@ -19,14 +19,14 @@ _OPS = {
 
 
 def canonicalize_activation(activation_type) -> Tuple[str, ...]:
-    """The names as a tuple, the activated half first. ValueError for unknown activations."""
+    """The names as a tuple, the activated half first. InvalidArgument for unknown activations."""
     names = (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
     if all(isinstance(name, str) for name in names):
         names = tuple(name.lower() for name in names)
         names = names[::-1] if names[0] in ("linear", "clamped_linear") else names
         if names in _OPS:
             return names
-    raise ValueError(f"activation_type is {activation_type!r}{nearest(names)}; te_fl.jax has {', '.join(str(n) for n in _OPS)}")
+    raise InvalidArgument(f"activation_type is {activation_type!r}{nearest(names)}; te_fl.jax has {', '.join(str(n) for n in _OPS)}")
 
 
 def nearest(names: Sequence, more: Sequence[str] = ()) -> str:
@@ -41,7 +41,7 @@ def canonicalize_params(names: Tuple[str, ...], params: Optional[Mapping]) -> Tu
     values = {} if params is None else dict(params)
     known = {"limit", "alpha"} if names[0] == "clamped_silu" else set()
     if not set(values) <= known:
-        raise ValueError(f"the parameters of {names} are {sorted(known)}, not {sorted(values)}")
+        raise InvalidArgument(f"the parameters of {names} are {sorted(known)}, not {sorted(values)}")
     return tuple(sorted((name, float(value)) for name, value in values.items()))
 
 
@@ -68,10 +68,10 @@ def activation(x: jax.Array, activation_type: Sequence[str], quantizer=None, act
     act_params: limit and alpha of ("clamped_silu", "clamped_linear").
     """
     if quantizer is not None:
-        raise NotImplementedError("te_fl.jax: activation(quantizer=..) is not served; layernorm_mlp quantises what its product reads")
+        raise Unsupported("te_fl.jax: activation(quantizer=..) is not served; layernorm_mlp quantises what its product reads")
     names = canonicalize_activation(activation_type)
     if x.ndim < 2 or x.shape[-2] != len(names):
-        raise ValueError(f"x has shape {x.shape}; for the activations {names} the last dimension but one is {len(names)}")
+        raise InvalidArgument(f"x has shape {x.shape}; for the activations {names} the last dimension but one is {len(names)}")
     rows = x if len(names) == 2 else x[..., 0, :]
     rows = rows if rows.ndim > len(names) else rows[None]
     return _activation(rows, names, canonicalize_params(names, act_params)).reshape(*x.shape[:-2], x.shape[-1])

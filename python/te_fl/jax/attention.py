@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Optional, Tuple, Union
 import jax
 import jax.numpy as jnp
 
+from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.jax import ops, sharding
 from te_fl.jax._attention_parts import Parts, parts_of
 from te_fl.jax._partition import Layout
@@ -64,7 +65,7 @@ class AttnSoftmaxType(Enum):
     def from_str(cls, softmax_type: str) -> "AttnSoftmaxType":
         name = softmax_type.replace("-", "_").lower()
         if name not in [kind.value for kind in cls]:
-            raise ValueError(f"softmax_type is {softmax_type!r}; it is one of 'vanilla', 'off-by-one', 'learnable'")
+            raise InvalidArgument(f"softmax_type is {softmax_type!r}; it is one of 'vanilla', 'off-by-one', 'learnable'")
         return cls(name)
 
 
@@ -112,7 +113,7 @@ _MASK_NAMES = {
 
 def canonicalize_attn_mask_type(attn_mask_type: str) -> AttnMaskType:
     if attn_mask_type not in _MASK_NAMES:
-        raise ValueError(f"attn_mask_type is {attn_mask_type!r}; it is one of {', '.join(_MASK_NAMES)}")
+        raise InvalidArgument(f"attn_mask_type is {attn_mask_type!r}; it is one of {', '.join(_MASK_NAMES)}")
     return _MASK_NAMES[attn_mask_type]
 
 
@@ -131,11 +132,11 @@ class SequenceDescriptor(NamedTuple):
 
     @classmethod
     def from_seqlens_and_offsets(cls, seqlens, seq_offsets) -> "SequenceDescriptor":
-        raise NotImplementedError("te_fl.jax: sequences packed into rows (offsets, thd) are not served; pad them and give from_seqlens()")
+        raise Unsupported("te_fl.jax: sequences packed into rows (offsets, thd) are not served; pad them and give from_seqlens()")
 
     @classmethod
     def from_segment_ids_and_pos(cls, segment_ids, segment_pos=None) -> "SequenceDescriptor":
-        raise NotImplementedError("te_fl.jax: segment ids are not served; pad the sequences and give from_seqlens(), or a mask")
+        raise Unsupported("te_fl.jax: segment ids are not served; pad the sequences and give from_seqlens(), or a mask")
 
 
 class _Settings(NamedTuple):
@@ -169,12 +170,12 @@ def _split(qkv: Tuple[jax.Array, ...], layout: QKVLayout) -> Tuple[jax.Array, ja
     arrays = [a for a in qkv if a is not None]
     wanted = {QKVLayout.BS3HD: 1, QKVLayout.BSHD_BS2HD: 2, QKVLayout.BSHD_BSHD_BSHD: 3}[layout]
     if len(arrays) != wanted:
-        raise ValueError(f"qkv_layout {layout.name} takes {wanted} arrays, not {len(arrays)}")
+        raise InvalidArgument(f"qkv_layout {layout.name} takes {wanted} arrays, not {len(arrays)}")
     if wanted == 3:
         return tuple(arrays)
     packed = arrays[-1]
     if packed.ndim != 5 or packed.shape[2] != 4 - wanted:
-        raise ValueError(f"qkv_layout {layout.name} packs {4 - wanted} arrays in dimension 2 of [.., .., {4 - wanted}, heads, size], and the "
+        raise InvalidArgument(f"qkv_layout {layout.name} packs {4 - wanted} arrays in dimension 2 of [.., .., {4 - wanted}, heads, size], and the "
                          f"array has shape {packed.shape}")
     return (*arrays[:-1], *[packed[:, :, i] for i in range(packed.shape[2])])
 
@@ -187,7 +188,7 @@ def mask_out(mask: Optional[jax.Array], mask_type: AttnMaskType, window: Tuple[i
         if mask.ndim == 5:  # heads given as (groups, heads per group)
             mask = mask.reshape(mask.shape[0], mask.shape[1] * mask.shape[2], *mask.shape[3:])
         if mask.ndim != 4:
-            raise ValueError(f"the mask has shape {mask.shape}; it is [batch or 1, heads or 1, queries, keys], or has the heads in two dimensions")
+            raise InvalidArgument(f"the mask has shape {mask.shape}; it is [batch or 1, heads or 1, queries, keys], or has the heads in two dimensions")
         mask = jnp.broadcast_to(mask.astype(bool), (*mask.shape[:2], queries, keys))
     shift = 0
     if mask_type.is_bottom_right():
@@ -231,7 +232,7 @@ def _random_state(seed: jax.Array) -> jax.Array:
     if jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return random_state(seed.reshape(-1)[0])
     if not jnp.issubdtype(seed.dtype, jnp.integer) or seed.size < 2:
-        raise ValueError(f"seed is {seed.dtype}{list(seed.shape)}; it is a key of jax.random, two numbers of uint32, or te_fl.jax.quantize.random_state(key)")
+        raise InvalidArgument(f"seed is {seed.dtype}{list(seed.shape)}; it is a key of jax.random, two numbers of uint32, or te_fl.jax.quantize.random_state(key)")
     words = seed.astype(jnp.uint32)
     return words if words.shape == (4,) else jnp.concatenate([words.reshape(-1)[:2], jnp.zeros((2,), jnp.uint32)])
 
@@ -259,20 +260,20 @@ _PREPARE = {"cu_seqlens_q": _cumulated, "cu_seqlens_kv": _cumulated}
 
 
 def _check_context_parallel(strategy: Any, axis: str) -> None:
-    """Raises NotImplementedError if context parallelism would use more than one device. On one device, strategy and token order have no effect."""
+    """Raises Unsupported if context parallelism would use more than one device. On one device, strategy and token order have no effect."""
     name = getattr(strategy, "name", strategy)
     if name is not None and (not isinstance(name, str) or name.upper().replace("ALLGATHER", "ALL_GATHER") not in CPStrategy.__members__):
-        raise ValueError(f"context_parallel_strategy is {strategy!r}; it is one of {', '.join(CPStrategy.__members__)}")
+        raise InvalidArgument(f"context_parallel_strategy is {strategy!r}; it is one of {', '.join(CPStrategy.__members__)}")
     devices = sharding.axis_size("context_parallel_axis", axis) if axis else 1
     if devices > 1:
-        raise NotImplementedError(f"te_fl.jax: fused_attn(context_parallel_axis={axis!r}) is not served over {devices} devices, only on a mesh axis of "
+        raise Unsupported(f"te_fl.jax: fused_attn(context_parallel_axis={axis!r}) is not served over {devices} devices, only on a mesh axis of "
                                   "one; leave it '', and XLA gathers sequences that are cut")
 
 
 def _refuse(**options: Any) -> None:
     for name, (value, default, way_out) in options.items():
         if value is not default and value != default:
-            raise NotImplementedError(f"te_fl.jax: fused_attn({name}={value!r}) is not served; {way_out}")
+            raise Unsupported(f"te_fl.jax: fused_attn({name}={value!r}) is not served; {way_out}")
 
 
 def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_descriptor: Union[SequenceDescriptor, jax.Array, None],
@@ -302,23 +303,23 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
             return_max_logit=(return_max_logit, False, "leave it False"))
     _check_context_parallel(context_parallel_strategy, context_parallel_axis)
     if qkv_layout.is_thd():
-        raise NotImplementedError(f"te_fl.jax: qkv_layout {qkv_layout.name} is not served; pad the sequences and take a BSHD layout")
+        raise Unsupported(f"te_fl.jax: qkv_layout {qkv_layout.name} is not served; pad the sequences and take a BSHD layout")
     if attn_bias_type is AttnBiasType.PRE_SCALE_BIAS:
-        raise NotImplementedError("te_fl.jax: attn_bias_type PRE_SCALE_BIAS is not served; multiply by the scale and take POST_SCALE_BIAS")
+        raise Unsupported("te_fl.jax: attn_bias_type PRE_SCALE_BIAS is not served; multiply by the scale and take POST_SCALE_BIAS")
     if (bias is not None) != (attn_bias_type is AttnBiasType.POST_SCALE_BIAS):
-        raise ValueError(f"attn_bias_type {attn_bias_type.name} goes {'without' if bias is not None else 'with'} a bias")
+        raise InvalidArgument(f"attn_bias_type {attn_bias_type.name} goes {'without' if bias is not None else 'with'} a bias")
     if (softmax_offset is not None) != (softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX):
-        raise ValueError(f"softmax_type {softmax_type.name} goes {'without' if softmax_offset is not None else 'with'} softmax_offset")
+        raise InvalidArgument(f"softmax_type {softmax_type.name} goes {'without' if softmax_offset is not None else 'with'} softmax_offset")
     q, k, v = _split(qkv, qkv_layout)
     sequence = 0 if transpose_batch_sequence else 1
     if window_size is not None and (isinstance(window_size, (str, int, float)) or len(window_size) != 2):
-        raise ValueError(f"window_size is {window_size!r}; it is a pair, the numbers of keys before and after a query's own, or None")
+        raise InvalidArgument(f"window_size is {window_size!r}; it is a pair, the numbers of keys before and after a query's own, or None")
     if window_size is not None and not all(hasattr(w, "__index__") for w in window_size):
-        raise ValueError(f"window_size is {window_size!r}; its numbers of keys are integers, -1 for all of them")
+        raise InvalidArgument(f"window_size is {window_size!r}; its numbers of keys are integers, -1 for all of them")
     window = (-1, -1) if window_size is None else tuple(int(w) for w in window_size)
     dropout = float(dropout_probability) if is_training else 0.0
     if dropout > 0 and seed is None:
-        raise ValueError(f"dropout_probability is {dropout_probability}; give seed=key, of jax.random")
+        raise InvalidArgument(f"dropout_probability is {dropout_probability}; give seed=key, of jax.random")
     mask_type = attn_mask_type.value
     lengths, mask = (None, None), None
     extents = (q.shape[sequence], k.shape[sequence])
@@ -330,7 +331,7 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
             lengths, window = (None, None), (-1, -1)
     elif attn_mask_type.is_padding():
         if sequence_descriptor is None:
-            raise ValueError(f"attn_mask_type {attn_mask_type.name} needs a SequenceDescriptor or a mask")
+            raise InvalidArgument(f"attn_mask_type {attn_mask_type.name} needs a SequenceDescriptor or a mask")
         mask_type, mask = "arbitrary", mask_out(sequence_descriptor, attn_mask_type, window, *extents)
         window = (-1, -1)
     elif free and _from_top_left(window, *extents) is None:

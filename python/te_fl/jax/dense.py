@@ -6,6 +6,7 @@ from typing import Optional, Sequence, Tuple
 
 import jax
 
+from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.jax._partition import in_one
 from te_fl.jax._product import product
 from te_fl.jax.quantize import QuantizerSet, noop_quantizer_set
@@ -18,7 +19,7 @@ def as_matrices(x: jax.Array, kernel: jax.Array, contracting_dims) -> Tuple[jax.
     of_kernel = [d % kernel.ndim for d in contracting_dims[1]]
     shared = [x.shape[d] for d in of_x]
     if shared != [kernel.shape[d] for d in of_kernel]:
-        raise ValueError(f"contracting_dims {tuple(map(tuple, contracting_dims))} pair {shared} of x {x.shape} with "
+        raise InvalidArgument(f"contracting_dims {tuple(map(tuple, contracting_dims))} pair {shared} of x {x.shape} with "
                          f"{[kernel.shape[d] for d in of_kernel]} of kernel {kernel.shape}; they must be equal")
     rows = [d for d in range(x.ndim) if d not in of_x]
     columns = [d for d in range(kernel.ndim) if d not in of_kernel]
@@ -46,7 +47,7 @@ def dense(x: jax.Array, kernel: jax.Array, bias: Optional[jax.Array] = None,
     logical axes of te_fl.jax.sharding or of Flax's rules.
     """
     if collective_op_set is not None:
-        raise NotImplementedError("te_fl.jax: dense(collective_op_set=..) is not served: collectives are XLA's; leave it out")
+        raise Unsupported("te_fl.jax: dense(collective_op_set=..) is not served: collectives are XLA's; leave it out")
     x = with_sharding_constraint_by_logical_axes(x, input_axes)
     a, b, shape = as_matrices(x, kernel_for(x, kernel, quantizer_set), contracting_dims)
     flat = None if bias is None else bias.astype(x.dtype).reshape(b.shape[1:])
@@ -55,4 +56,4 @@ def dense(x: jax.Array, kernel: jax.Array, bias: Optional[jax.Array] = None,
 
 
 def grouped_dense(*args, **kwargs):
-    raise NotImplementedError("te_fl.jax has no grouped_dense; call dense once for each group")
+    raise Unsupported("te_fl.jax has no grouped_dense; call dense once for each group")

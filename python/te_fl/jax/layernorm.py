@@ -8,6 +8,7 @@ from typing import Optional
 import jax
 import jax.numpy as jnp
 
+from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.jax import ops
 from te_fl.jax._partition import Layout
 from te_fl.jax._varying import align
@@ -18,13 +19,13 @@ _NORMS = ("layernorm", "rmsnorm")
 def canonicalize_norm_type(x: str) -> str:
     name = x.lower().strip().replace("-", "").replace("_", "")
     if name not in _NORMS:
-        raise ValueError(f"norm_type is {x!r}; it is one of {', '.join(_NORMS)}")
+        raise InvalidArgument(f"norm_type is {x!r}; it is one of {', '.join(_NORMS)}")
     return name
 
 
 def check_beta(norm_type: str, beta: Optional[jax.Array], zero_centered_gamma: bool) -> None:
     if norm_type == "rmsnorm" and beta is not None:
-        raise ValueError("rmsnorm has no beta: give None")
+        raise InvalidArgument("rmsnorm has no beta: give None")
 
 
 def _spread(x):
@@ -61,7 +62,7 @@ def layernorm(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], norm_ty
               epsilon: float = 1e-6, quantizer=None) -> jax.Array:
     """x normalised over its last dimension, times gamma (zero_centered_gamma: times 1 + gamma), plus beta (layernorm only)."""
     if quantizer is not None:
-        raise NotImplementedError("te_fl.jax: layernorm(quantizer=..) is not served; layernorm_dense quantises what its product reads")
+        raise Unsupported("te_fl.jax: layernorm(quantizer=..) is not served; layernorm_dense quantises what its product reads")
     norm_type = canonicalize_norm_type(norm_type)
     check_beta(norm_type, beta, zero_centered_gamma)
     rows, gamma, beta = align((x if x.ndim > 1 else x[None], gamma, beta))

@@ -7,6 +7,7 @@ from typing import Mapping, Optional, Sequence, Tuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.jax._product import Activation, product
 from te_fl.jax.activation import canonicalize_activation, canonicalize_params
 from te_fl.jax.dense import kernel_for
@@ -25,10 +26,10 @@ def layernorm_mlp(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], ker
     codes of the second product's input.
     """
     if collective_op_sets is not None:
-        raise NotImplementedError("te_fl.jax: layernorm_mlp(collective_op_sets=..) is not served: collectives are XLA's; leave it out")
+        raise Unsupported("te_fl.jax: layernorm_mlp(collective_op_sets=..) is not served: collectives are XLA's; leave it out")
     names = canonicalize_activation(activation_type)
     if kernels[0].ndim != 3 or kernels[0].shape[1] != len(names):
-        raise ValueError(f"the first kernel has shape {kernels[0].shape}; for the activations {names} it is [K, {len(names)}, F]")
+        raise InvalidArgument(f"the first kernel has shape {kernels[0].shape}; for the activations {names} it is [K, {len(names)}, F]")
     hidden = layernorm_dense(x, kernels[0], gamma, beta, biases[0], norm_type, zero_centered_gamma, epsilon, transpose_batch_sequence,
                              norm_input_axes, dot_1_input_axes, kernel_1_axes, quantizer_sets[0])
     hidden = checkpoint_name(hidden, ffn1_ckpt_name)

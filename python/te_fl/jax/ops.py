@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_fl import _native, errors
+from te_fl import _native
+from te_fl.errors import InvalidArgument
 from te_fl.jax._call import call
 from te_fl.jax._partition import Spread
 from te_fl.jax._shape_rule import terms
@@ -100,11 +101,11 @@ def _output(op: str, arg: dict, operand: Any, extents: _Extents, arguments: Dict
     shape = extents.shape(arg["shape"])
     if isinstance(operand, QuantizedOutput):
         if operand.shape is None and shape is None:
-            raise ValueError(f"{op}: the shape of '{arg['name']}' does not follow from the inputs: give QuantizedOutput(shape=..)")
+            raise InvalidArgument(f"{op}: the shape of '{arg['name']}' does not follow from the inputs: give QuantizedOutput(shape=..)")
         return operand if operand.shape is not None else operand.of_shape(shape)
     dtype = _dtype_of(arg, arguments) if operand is True else jnp.dtype(operand)
     if shape is None or dtype is None:
-        raise ValueError(f"{op}: the {'shape' if shape is None else 'dtype'} of '{arg['name']}' does not follow from the inputs: "
+        raise InvalidArgument(f"{op}: the {'shape' if shape is None else 'dtype'} of '{arg['name']}' does not follow from the inputs: "
                          f"give {arg['name']}=jax.ShapeDtypeStruct(shape, dtype)")
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -113,7 +114,7 @@ def _check_dtype(op: str, arg: dict, name: str, array: Any) -> None:
     """Raises te_fl.errors.InvalidArgument, during tracing, if the specification does not allow the array's dtype."""
     allowed = [t for i, t in enumerate(_DTYPES) if arg["dtypes"] >> i & 1]
     if array.dtype not in allowed:
-        raise errors.InvalidArgument(f"{op}: argument '{name}' is {array.dtype}{list(array.shape)}, its dtype must be "
+        raise InvalidArgument(f"{op}: argument '{name}' is {array.dtype}{list(array.shape)}, its dtype must be "
                                      f"{' or '.join(jnp.dtype(t).name for t in allowed)}; convert it first, as by {name}.astype(..)")
 
 
@@ -187,10 +188,10 @@ def _list(op: str, schema: dict, arg: dict, made: _Call, tensors: Dict[str, Any]
             made.read(arg, element, one, arg["role"] != _IN)
         else:
             if arg["inout_if"] and tensors.get(arg["inout_if"]) is not None:
-                raise ValueError(f"{op}: what '{name}' holds stays where {arg['inout_if']} says so: give arrays, which are read and returned")
+                raise InvalidArgument(f"{op}: what '{name}' holds stays where {arg['inout_if']} says so: give arrays, which are read and returned")
             shaped = getattr(one, "shape", None) is not None
             if not shaped and i >= len(alike):
-                raise ValueError(f"{op}: the shape of '{element}' does not follow from the inputs: give jax.ShapeDtypeStruct(shape, dtype) or "
+                raise InvalidArgument(f"{op}: the shape of '{element}' does not follow from the inputs: give jax.ShapeDtypeStruct(shape, dtype) or "
                                  "QuantizedOutput(shape=..)")
             if isinstance(one, QuantizedOutput):
                 kind = one if shaped else one.of_shape(alike[i].shape)

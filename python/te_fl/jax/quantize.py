@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_fl.common import recipe as recipes
+from te_fl.errors import Unsupported
 from te_fl.jax import _joined, _partition, ops, sharding
 from te_fl.jax._joined import accumulating, add_gradients
 from te_fl.jax._varying import is_told, largest, largest_over
@@ -97,7 +98,7 @@ class Quantizer:
         if not self.delayed:
             return self
         if not is_told():
-            raise NotImplementedError(
+            raise Unsupported(
                 "te_fl.jax: delayed scaling under pmap or shard_map(check_vma=False) is not served: JAX does not say there which arrays differ by "
                 "device, so the state would differ too, or be added up over the devices; leave check_vma on, take jit with sharded arrays, or a "
                 "recipe without state such as Float8CurrentScaling")
@@ -148,15 +149,15 @@ noop_quantizer_set = QuantizerSet()
 
 
 def _refuse(recipe: recipes.Recipe, field: str, way_out: str) -> None:
-    raise NotImplementedError(f"te_fl.jax: {type(recipe).__name__}({field}={getattr(recipe, field)!r}) is not served; {way_out}")
+    raise Unsupported(f"te_fl.jax: {type(recipe).__name__}({field}={getattr(recipe, field)!r}) is not served; {way_out}")
 
 
 def _check(recipe: Any) -> None:
-    """Raises NotImplementedError for unsupported settings, naming the field."""
+    """Raises Unsupported for unsupported settings, naming the field."""
     if not isinstance(recipe, recipes.Recipe):
         raise TypeError(f"the recipe is {recipe!r}; it is an object of te_fl.common.recipe, such as DelayedScaling()")
     if not isinstance(recipe, (recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.Float8BlockScaling, recipes.MXFP8BlockScaling)):
-        raise NotImplementedError(f"te_fl.jax has no {type(recipe).__name__}; it has DelayedScaling, Float8CurrentScaling, "
+        raise Unsupported(f"te_fl.jax has no {type(recipe).__name__}; it has DelayedScaling, Float8CurrentScaling, "
                                   "Float8BlockScaling and MXFP8BlockScaling")
     if recipe.fp8_dpa or recipe.fp8_mha:
         _refuse(recipe, "fp8_dpa" if recipe.fp8_dpa else "fp8_mha", "attention is in high precision: leave it False")

@@ -7,6 +7,7 @@ from typing import Tuple
 import jax
 import jax.numpy as jnp
 
+from te_fl.errors import InvalidArgument
 from te_fl.jax import ops
 from te_fl.jax._partition import Layout
 
@@ -17,9 +18,9 @@ def rotary_pos_emb(x: jax.Array, windows: Tuple[int, int], transpose_batch_seque
     """Rotates x [batch, sequence, heads, size], or [sequence, batch, ..] if transposed, by angles whose periods lie between the windows."""
     name = group_method.lower().strip().replace("-", "").replace("_", "")
     if name not in _METHODS:
-        raise ValueError(f"group_method is {group_method!r}; it is one of {', '.join(_METHODS)}")
+        raise InvalidArgument(f"group_method is {group_method!r}; it is one of {', '.join(_METHODS)}")
     if x.ndim != 4 or x.shape[-1] % 2 != 0:
-        raise ValueError(f"x has shape {x.shape}; rotary embedding takes four dimensions, the last one even")
+        raise InvalidArgument(f"x has shape {x.shape}; rotary embedding takes four dimensions, the last one even")
     size = x.shape[-1]
     scales = windows[0] * (windows[1] / windows[0]) ** (2 * jnp.arange(size // 2, dtype=jnp.float32) / size)
     angles = jnp.arange(x.shape[0 if transpose_batch_sequence else 1], dtype=jnp.float32)[:, None] / scales

@@ -12,6 +12,8 @@ import jax
 from jax.interpreters import pxla
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from te_fl.errors import InvalidArgument, Unsupported
+
 MeshAxes = Optional[Union[str, Tuple[str, ...]]]
 
 BATCH_AXES = "nvte_batch"
@@ -82,10 +84,10 @@ def current_mesh() -> Any:
 
 
 def _size(mesh: Any, who: str, argument: str, axis: str) -> int:
-    """The number of devices along a mesh axis; ValueError if the mesh does not have the axis."""
+    """The number of devices along a mesh axis; InvalidArgument if the mesh does not have the axis."""
     if axis not in mesh.shape:
         has = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
-        raise ValueError(f"te_fl.jax: {who} names no axis of the mesh, which has {has}; name one of these, leave {argument} out, or set a mesh that has the "
+        raise InvalidArgument(f"te_fl.jax: {who} names no axis of the mesh, which has {has}; name one of these, leave {argument} out, or set a mesh that has the "
                          "axis")
     return mesh.shape[axis]
 
@@ -97,8 +99,8 @@ def axis_size(argument: str, axis: str) -> int:
 
 
 def _sizes(resource: MeshResource, mesh: Any) -> Dict[str, int]:
-    """The number of devices of each resource, 1 if unset. ValueError for axes that the mesh does not have, and for tp combined with tpsp.
-    NotImplementedError for cp and ep on several devices.
+    """The number of devices of each resource, 1 if unset. InvalidArgument for axes that the mesh does not have, and for tp combined with tpsp.
+    Unsupported for cp and ep on several devices.
     """
     sizes = {}
     for field in dataclasses.fields(resource):
@@ -106,10 +108,10 @@ def _sizes(resource: MeshResource, mesh: Any) -> Dict[str, int]:
         sizes[field.name] = 1 if axis is None else _size(mesh, f"MeshResource({field.name}={axis!r})", field.name, axis)
     for name in ("cp_resource", "ep_resource"):
         if sizes[name] > 1:
-            raise NotImplementedError(f"te_fl.jax: MeshResource({name}={getattr(resource, name)!r}) is not served over {sizes[name]} devices, only on a mesh "
+            raise Unsupported(f"te_fl.jax: MeshResource({name}={getattr(resource, name)!r}) is not served over {sizes[name]} devices, only on a mesh "
                                       "axis of one; it has dp_resource, tp_resource, tpsp_resource, fsdp_resource and pp_resource")
     if sizes["tp_resource"] > 1 and sizes["tpsp_resource"] > 1:
-        raise ValueError(f"te_fl.jax: MeshResource(tp_resource={resource.tp_resource!r}, tpsp_resource={resource.tpsp_resource!r}) has "
+        raise InvalidArgument(f"te_fl.jax: MeshResource(tp_resource={resource.tp_resource!r}, tpsp_resource={resource.tpsp_resource!r}) has "
                          f"{sizes['tp_resource']} and {sizes['tpsp_resource']} devices; give one of the two: tpsp_resource cuts sequences as well")
     return sizes
 
@@ -161,14 +163,14 @@ def _of_flax(names: Sequence[Optional[str]]) -> Dict[str, MeshAxes]:
 
 
 def _devices(mesh: Any, shape: Tuple[int, ...], dim: int, name: Optional[str], axes: Tuple[str, ...]) -> int:
-    """The number of devices along these axes. ValueError for axes that the mesh does not have, and if they do not divide the dimension."""
+    """The number of devices along these axes. InvalidArgument for axes that the mesh does not have, and if they do not divide the dimension."""
     wrong = [axis for axis in axes if axis not in mesh.shape]
     if wrong:
-        raise ValueError(f"te_fl.jax: Flax's rules lay the logical axis {name!r} on {wrong[0]!r}, and the mesh has {', '.join(mesh.shape)}; name one "
+        raise InvalidArgument(f"te_fl.jax: Flax's rules lay the logical axis {name!r} on {wrong[0]!r}, and the mesh has {', '.join(mesh.shape)}; name one "
                          "of these in the rules, or set a mesh that has the axis")
     devices = math.prod(mesh.shape[axis] for axis in axes)
     if shape[dim] != 1 and shape[dim] % devices != 0:
-        raise ValueError(f"te_fl.jax: dimension {dim} of an array {list(shape)} has {shape[dim]} elements, and its logical axis {name!r} lies on "
+        raise InvalidArgument(f"te_fl.jax: dimension {dim} of an array {list(shape)} has {shape[dim]} elements, and its logical axis {name!r} lies on "
                          f"{' and '.join(repr(axis) for axis in axes)} of the mesh, of {devices} devices: {shape[dim]} is not a multiple of {devices}. "
                          "Pad it or choose another size, take a mesh whose axis divides it, or leave the axis out of MeshResource and Flax's rules")
     return devices
@@ -185,12 +187,12 @@ def _whole_sequence(x: jax.Array, mesh: Any, dims: Sequence[bool]) -> jax.Array:
 
 def with_sharding_constraint_by_logical_axes(x: jax.Array, logical_axis_names: Optional[Sequence[Optional[str]]]) -> jax.Array:
     """Shards x by logical axis names; returns x unchanged without names or without a mesh. Names are looked up in Flax's rules first, then in
-    te-fl's; unknown names are ignored. ValueError if an axis does not divide its dimension; a dimension of extent 1 stays unsharded.
+    te-fl's; unknown names are ignored. InvalidArgument if an axis does not divide its dimension; a dimension of extent 1 stays unsharded.
     """
     if not logical_axis_names:
         return x
     if len(logical_axis_names) != x.ndim:
-        raise ValueError(f"{tuple(logical_axis_names)} names {len(logical_axis_names)} axes of an array that has {x.ndim}")
+        raise InvalidArgument(f"{tuple(logical_axis_names)} names {len(logical_axis_names)} axes of an array that has {x.ndim}")
     mesh = current_mesh()
     if mesh is None:
         return x
@@ -249,12 +251,12 @@ def get_num_devices_in_mesh(mesh: Any = None) -> int:
 
 
 def get_mesh_axis_size(axis: Optional[str], mesh: Any = None) -> int:
-    """The number of devices along an axis; 1 for None. ValueError if the mesh does not have the axis."""
+    """The number of devices along an axis; 1 for None. InvalidArgument if the mesh does not have the axis."""
     mesh = current_mesh() if mesh is None else mesh
     if axis is None:
         return 1
     if mesh is None:
-        raise ValueError(f"te_fl.jax: there is no mesh that could have the axis {axis!r}; set one with jax.set_mesh(mesh)")
+        raise InvalidArgument(f"te_fl.jax: there is no mesh that could have the axis {axis!r}; set one with jax.set_mesh(mesh)")
     return _size(mesh, f"axis={axis!r}", "axis", axis)
 
 

@@ -9,6 +9,7 @@ from typing import Optional
 import jax
 import jax.numpy as jnp
 
+from te_fl.errors import InvalidArgument
 from te_fl.jax import ops
 from te_fl.jax._partition import Layout
 
@@ -27,11 +28,11 @@ def softmax(logits: jax.Array, mask: Optional[jax.Array] = None, scale_factor: O
     """
     kind = SoftmaxFusionType(softmax_fusion_type)
     if (mask is not None) != (kind is SoftmaxFusionType.SCALED_MASKED):
-        raise ValueError(f"softmax_fusion_type {kind.name} goes {'with' if mask is None else 'without'} a mask")
+        raise InvalidArgument(f"softmax_fusion_type {kind.name} goes {'with' if mask is None else 'without'} a mask")
     if logits.ndim != 4:
-        raise ValueError(f"logits has shape {logits.shape}, not [batch, heads, queries, keys]")
+        raise InvalidArgument(f"logits has shape {logits.shape}, not [batch, heads, queries, keys]")
     if kind is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED and logits.shape[-1] != logits.shape[-2]:
-        raise ValueError(f"logits has shape {logits.shape}; a causal softmax has as many queries as keys")
+        raise InvalidArgument(f"logits has shape {logits.shape}; a causal softmax has as many queries as keys")
     if mask is not None:
         mask = jnp.broadcast_to((mask != 0).astype(jnp.uint8), (*mask.shape[:2], *logits.shape[2:]))
     return _softmax(logits, mask, float(scale_factor), kind)

@@ -23,22 +23,14 @@ from te_fl.pytorch.modules.multihead_attention import MultiheadAttention as Mult
 from te_fl.pytorch.modules.norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm  # noqa: E402
 from te_fl.pytorch.modules.transformer import TransformerLayer as TransformerLayer  # noqa: E402
 from te_fl.pytorch.fp8.weight_cache import cache_quantized_weights as cache_quantized_weights  # noqa: E402
-from te_fl.compat import known_names as _known_names, table as _table  # noqa: E402
+from te_fl.compat import known_names as _known_names, same_modules as _same_modules, table as _table  # noqa: E402
 from te_fl.compat.variables import read_variables as _read_variables  # noqa: E402
 from te_fl.pytorch import compile as _compile  # noqa: E402, F401  (enters itself where the other rooms ask for it)
-from te_fl.pytorch.rooms import open_rooms as _open_rooms  # noqa: E402
 
 if TYPE_CHECKING:  # names that __getattr__() imports on first access
     from te_fl.pytorch import optimizers as optimizers, ops as ops
-    from te_fl.pytorch.fp8 import availability as availability
     from te_fl.pytorch.runtime import constants as constants
     from te_fl.pytorch.functions import cross_entropy as cross_entropy
-    from te_fl.pytorch.fp8 import global_state as global_state
-    from te_fl.pytorch.autograd import offload as offload
-    from te_fl.pytorch.runtime import rng as rng
-    from te_fl.pytorch.functions import rope as rope
-    from te_fl.pytorch.functions import softmax as softmax
-    from te_fl.pytorch.functions import weights as weights
     from te_fl.pytorch.autograd.offload import ManualOffloadSynchronizer as ManualOffloadSynchronizer, get_cpu_offload_context as get_cpu_offload_context
     from te_fl.pytorch.autograd.offload import mark_not_offload as mark_not_offload
     from te_fl.pytorch.compile.graph import make_graphed_callables as make_graphed_callables
@@ -64,9 +56,9 @@ if TYPE_CHECKING:  # names that __getattr__() imports on first access
     from te_fl.pytorch.runtime.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 
 _read_variables()
-_open_rooms()
+_same_modules.add()
 
-_LATER = ("availability", "constants", "cross_entropy", "global_state", "offload", "ops", "optimizers", "rng", "rope", "softmax", "weights")
+_LATER = ("ops", "optimizers")
 
 
 def __getattr__(name: str):

@@ -66,6 +66,7 @@ TEST_F(Environment, DefaultsAreShown) {
   EXPECT_EQ(get("TE_FL_PREFER").value(), "");
   EXPECT_FALSE(get_if_set("TE_FL_STRICT").has_value());
   EXPECT_EQ(row("TE_FL_STRICT").origin, "default");
+  EXPECT_EQ(variable("TE_FL_STRICT").value().origin, "default");
 }
 
 TEST_F(Environment, ValuesAreReadOnReloadInCanonicalForm) {
@@ -120,6 +121,10 @@ TEST_F(Environment, AWrongValueNamesVariableValueAndNearest) {
             "(any case); "
             "did you mean 'true'?");
   EXPECT_EQ(get("TE_FL_STRICT").value(), "0");
+  EXPECT_EQ(variable("TE_FL_STRICT").value().error, s.message());
+  EXPECT_EQ(variable("TE_FL_SYNC").value().error, "");
+  EXPECT_OK(set("TE_FL_STRICT", "1"));
+  EXPECT_EQ(variable("TE_FL_STRICT").value().error, "");
 }
 
 TEST_F(Environment, WrongEnumsAndIntsAreRefused) {

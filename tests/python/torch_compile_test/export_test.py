@@ -10,7 +10,7 @@ import torch
 
 import te_fl.pytorch as te
 from te_fl.common.recipe import Float8CurrentScaling
-from te_fl.pytorch.export import is_in_onnx_export_mode, te_translation_table
+from te_fl.pytorch.runtime.export import is_in_onnx_export_mode, te_translation_table
 from torch_oracle import randn, randomise
 
 

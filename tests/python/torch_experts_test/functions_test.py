@@ -11,10 +11,10 @@ import torch
 import te_fl
 import te_fl.pytorch as te
 from te_fl.errors import Error, InvalidArgument, Unsupported
-from te_fl.pytorch.general_gemm import general_gemm
-from te_fl.pytorch.permutation import (moe_permute, moe_permute_and_pad_with_probs, moe_permute_with_probs, moe_sort_chunks_by_index,
+from te_fl.pytorch.functions.general_gemm import general_gemm
+from te_fl.pytorch.functions.permutation import (moe_permute, moe_permute_and_pad_with_probs, moe_permute_with_probs, moe_sort_chunks_by_index,
                                        moe_sort_chunks_by_index_with_probs, moe_unpermute)
-from te_fl.pytorch.router import RoutingMapFormat, fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function
+from te_fl.pytorch.functions.router import RoutingMapFormat, fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}  # relative to the norm of the whole tensor

@@ -14,8 +14,8 @@ import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fl.errors import FailedPrecondition, InvalidArgument, Unsupported
 from te_fl.pytorch.fp8 import extra_state
-from te_fl.pytorch.permutation import moe_permute_with_probs, moe_unpermute
-from te_fl.pytorch.router import fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function
+from te_fl.pytorch.functions.permutation import moe_permute_with_probs, moe_unpermute
+from te_fl.pytorch.functions.router import fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function
 
 RECIPES = (None, DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling())
 SPLITS = ([16, 0, 32], [0, 48, 0], [16, 16, 16])

@@ -9,7 +9,7 @@ from torch_oracle import DEVICES, randn
 import te_fl.pytorch as te
 from te_fl.common.recipe import Float8CurrentScaling
 from te_fl.errors import InvalidArgument, Unsupported
-from te_fl.pytorch.constants import DType
+from te_fl.pytorch.runtime.constants import DType
 from te_fl.pytorch.fp8.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
 
 E4M3, BF16 = DType.kFloat8E4M3, torch.bfloat16

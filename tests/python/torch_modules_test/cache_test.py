@@ -14,6 +14,7 @@ from torch_oracle import DEVICES, randn, randomise
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fl.errors import Error, InvalidArgument, Unsupported
+from te_fl.pytorch.modules.inference import NonPagedKVCacheManager
 
 HIDDEN, HEADS, CHANNELS, LONGEST = 64, 4, 16, 32
 F32 = {"cpu": 1e-5, "cuda": 1e-4}  # relative to the norm of the whole tensor
@@ -201,7 +202,7 @@ class Caches(unittest.TestCase):
             out.sum().backward()
 
     def test_a_manager_of_ones_own(self):
-        class Manager(te.inference.NonPagedKVCacheManager):
+        class Manager(NonPagedKVCacheManager):
             def step(self, layer_number, new_k, *rest):
                 seen.append((layer_number, new_k.shape[0]))
                 return super().step(layer_number, new_k, *rest)

@@ -13,7 +13,7 @@ import te_fl.pytorch as te
 from common import close, cut, randomise, share
 from te_fl.common.recipe import Float8CurrentScaling
 from te_fl.pytorch.distributed import collectives
-from te_fl.pytorch.rng import CudaRNGStatesTracker
+from te_fl.pytorch.runtime.rng import CudaRNGStatesTracker
 
 
 def _layer(activation="gelu", **parallel):

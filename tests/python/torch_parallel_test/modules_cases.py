@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 import te_fl.pytorch as te
 from common import close, compare, randomise, rows, share
 from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling
+from te_fl.errors import InvalidArgument
 from te_fl.pytorch import ops
 from te_fl.pytorch.distributed import collectives
 
@@ -216,6 +217,13 @@ def case_operations_that_are_collectives(ranks):
             y.backward(grad)
             close(x.grad, gradient(grad), f"the gradient of {type(op).__name__}")
             assert torch.equal(x.detach(), parts[rank])
+        if size > 1:
+            try:
+                ops.ReduceScatter(group)(torch.ones(2 * size + 1, 3))
+            except InvalidArgument as error:
+                assert f"the {size} ranks divide its first dimension" in str(error), error
+            else:
+                raise AssertionError("nobody refused the rows")
 
 
 def case_without_a_mode_nothing_is_divided(ranks):

@@ -33,11 +33,13 @@ LIMIT = {None: 1e-2, DelayedScaling: 4e-2, Float8CurrentScaling: 4e-2}
 def layer(group, overlapped):
     torch.manual_seed(3)
     with mock.patch.dict(os.environ, {"TE_FL_TP_OVERLAP": str(int(overlapped))}):
+        te_fl.reload()
         module = te.TransformerLayer(HIDDEN, FFN, HEADS, tp_group=group, set_parallel_mode=True, sequence_parallel=True, attention_dropout=0, hidden_dropout=0,
                                      params_dtype=BF16, device="cuda", self_attn_mask_type="no_mask")
         with torch.no_grad():
             # the layer reads the setting at the first use of its group
             module(torch.zeros(ROWS // group.size(), 1, HIDDEN, device="cuda", dtype=BF16))
+    te_fl.reload()
     return module
 
 

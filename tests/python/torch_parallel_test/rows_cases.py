@@ -251,8 +251,8 @@ def case_collectives_run_beside_products(ranks):
             module, x, events = _made(kind, group), _input(kind, group), []
 
             def noted(name, begin):
-                def call(*arguments):
-                    work = begin(*arguments)
+                def call(*arguments, **options):
+                    work = begin(*arguments, **options)
                     if work is None:
                         events.append(f"{name} now")
                         return None

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from te_fl.errors import InvalidArgument
-from te_fl.pytorch.cross_entropy import parallel_cross_entropy
+from te_fl.pytorch.functions.cross_entropy import parallel_cross_entropy
 from te_fl.pytorch.distributed import collectives
 
 SHAPE, VOCABULARY, IGNORED = (3, 5), 62, 7

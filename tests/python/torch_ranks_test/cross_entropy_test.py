@@ -6,7 +6,7 @@ import torch
 
 import cross_entropy_cases as cases
 from ranks import on_ranks
-from te_fl.pytorch.cross_entropy import parallel_cross_entropy
+from te_fl.pytorch.functions.cross_entropy import parallel_cross_entropy
 
 ROUNDING = {"torch.float32": 1e-5, "torch.bfloat16": 2.0 ** -8, "torch.float16": 2.0 ** -10}  # rounding of the gradient, which has the logits' dtype
 

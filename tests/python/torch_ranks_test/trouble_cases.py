@@ -16,7 +16,7 @@ import te_fl.pytorch as te
 from as_ops_cases import environment
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fl.pytorch import distributed as helpers
-from te_fl.pytorch.cross_entropy import parallel_cross_entropy
+from te_fl.pytorch.functions.cross_entropy import parallel_cross_entropy
 from te_fl.pytorch.distributed import collectives
 
 

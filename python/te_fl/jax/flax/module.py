@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from te_fl.errors import did_you_mean
+from te_fl.errors import InvalidArgument, Unsupported, did_you_mean
 from te_fl.jax.activation import activation, canonicalize_activation, nearest
 from te_fl.jax.attention import AttnSoftmaxType
 from te_fl.jax.dense import dense
@@ -29,10 +29,10 @@ Axes = Optional[Tuple[Optional[str], ...]]
 
 
 def refuse(module: nn.Module, way_out: str, **options: Any) -> None:
-    """Raises NotImplementedError for the first argument that is not None."""
+    """Raises Unsupported for the first argument that is not None."""
     for name, value in options.items():
         if value is not None:
-            raise NotImplementedError(f"te_fl.jax: {type(module).__name__}({name}={value!r}) is not served; {way_out}")
+            raise Unsupported(f"te_fl.jax: {type(module).__name__}({name}={value!r}) is not served; {way_out}")
 
 
 def as_tuple(value: Union[int, Iterable[int]]) -> Tuple[int, ...]:
@@ -40,11 +40,11 @@ def as_tuple(value: Union[int, Iterable[int]]) -> Tuple[int, ...]:
 
 
 def check_sizes(module: nn.Module, **sizes: Any) -> None:
-    """Raises ValueError for the first value that is not a positive size."""
+    """Raises InvalidArgument for the first value that is not a positive size."""
     for name, value in sizes.items():
         for one in as_tuple(value):
             if isinstance(one, bool) or not isinstance(one, numbers.Integral) or one < 1:
-                raise ValueError(f"{type(module).__name__}({name}={value!r}): it is a whole number of elements, 1 or more")
+                raise InvalidArgument(f"{type(module).__name__}({name}={value!r}): it is a whole number of elements, 1 or more")
 
 
 def _named(function: Callable, what: str) -> Callable:
@@ -75,17 +75,17 @@ _FLAX = tuple(n for n in dir(nn.activation) if n.islower() and not n.startswith(
 
 
 def check_activations(module: nn.Module, name: str) -> None:
-    """Raises ValueError for names that are neither te-fl's nor Flax's activations."""
+    """Raises InvalidArgument for names that are neither te-fl's nor Flax's activations."""
     options = getattr(module, name)
     what = f"{type(module).__name__}({name}={options!r})"
     if isinstance(options, str) or not tuple(options):
-        raise ValueError(f"{what}: it is a tuple of one or two activations, as ('gelu',) or ('silu', 'linear')")
+        raise InvalidArgument(f"{what}: it is a tuple of one or two activations, as ('gelu',) or ('silu', 'linear')")
     try:
         canonicalize_activation(tuple(options))
     except ValueError:
         wrong = [a for a in options if not callable(a) and a not in (*_FLAX, "linear")]
         if wrong:
-            raise ValueError(f"{what}: {wrong[0]!r} is no activation by itself{nearest(wrong[:1], _FLAX)}; it has the combinations of "
+            raise InvalidArgument(f"{what}: {wrong[0]!r} is no activation by itself{nearest(wrong[:1], _FLAX)}; it has the combinations of "
                              "te_fl.jax.activation, and any of functions, names of flax.linen's, and 'linear'") from None
 
 
@@ -145,7 +145,7 @@ class Softmax(Module):
                  softmax_offset: Optional[jax.Array] = None) -> jax.Array:
         """`mask` is used only by the softmax types with a mask."""
         if self.softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX or softmax_offset is not None:
-            raise NotImplementedError(f"te_fl.jax: Softmax(softmax_type={self.softmax_type}) is not served; DotProductAttention has it")
+            raise Unsupported(f"te_fl.jax: Softmax(softmax_type={self.softmax_type}) is not served; DotProductAttention has it")
         logits = inputs if bias is None else inputs + bias.astype(inputs.dtype)
         masked = self.softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED
         return softmax(logits, mask if masked else None, self.scale_factor, self.softmax_fusion_type)
@@ -184,7 +184,7 @@ class TransformerEngineBase(Module):
             scale = self.variable(collection, f"{name}{postfix}_scale", jnp.ones, (1,), jnp.float32)
             history = self.variable(collection, f"{name}{postfix}_amax_history", jnp.zeros, (recipe.amax_history_len,), jnp.float32)
             if history.value.shape != (recipe.amax_history_len,):
-                raise ValueError(f"{type(self).__name__}: the recipe has amax_history_len={recipe.amax_history_len}, and the variable "
+                raise InvalidArgument(f"{type(self).__name__}: the recipe has amax_history_len={recipe.amax_history_len}, and the variable "
                                  f"{name}{postfix}_amax_history of the collection {collection!r} has shape {history.value.shape}; state keeps its "
                                  "shape from step to step: give the recipe that length, or initialise the collection under this recipe")
             return scale.value, history.value
@@ -221,7 +221,7 @@ class DenseGeneral(TransformerEngineBase):
         init = self.kernel_init or default_kernel_init(self.dtype)
         shape = tuple(inputs.shape[a] for a in axis) + features
         if self.kernel_axes and len(self.kernel_axes) != len(shape):
-            raise ValueError(f"kernel_axes {self.kernel_axes} names {len(self.kernel_axes)} axes, the kernel {shape} has {len(shape)}")
+            raise InvalidArgument(f"kernel_axes {self.kernel_axes} names {len(self.kernel_axes)} axes, the kernel {shape} has {len(shape)}")
         kernel = _param(self, "kernel", init, self.kernel_axes, shape, self.dtype)
         bias = _param(self, "bias", self.bias_init, self.bias_axes, features, self.dtype).astype(inputs.dtype) if self.use_bias else None
         quantizers = self.generate_quantizer_set(quantization_checkpoint_name=self.quantization_checkpoint_name)
@@ -268,7 +268,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> Tuple[jax.Array, Optional[jax.Array]]:
         if as_tuple(self.axis) not in ((-1,), (inputs.ndim - 1,)):
-            raise NotImplementedError(f"LayerNormDenseGeneral(axis={self.axis}) is not served; it has the last dimension, axis=-1")
+            raise Unsupported(f"LayerNormDenseGeneral(axis={self.axis}) is not served; it has the last dimension, axis=-1")
         features, width, dtype = as_tuple(self.features), inputs.shape[-1], inputs.dtype
         norm = {"norm_type": self.layernorm_type, "zero_centered_gamma": self.zero_centered_gamma, "epsilon": self.epsilon}
         separate = self.return_layernorm_output or self.enable_low_rank_adaptation
@@ -383,7 +383,7 @@ class LayerNormMLP(TransformerEngineBase):
     @nn.compact
     def __call__(self, inputs: jax.Array, deterministic: bool = False) -> Tuple[jax.Array, Optional[jax.Array]]:
         if as_tuple(self.axis) not in ((-1,), (inputs.ndim - 1,)):
-            raise NotImplementedError(f"LayerNormMLP(axis={self.axis}) is not served; it has the last dimension, axis=-1")
+            raise Unsupported(f"LayerNormMLP(axis={self.axis}) is not served; it has the last dimension, axis=-1")
         name = self.quantization_checkpoint_name
         quantizers = [self.generate_quantizer_set(postfix, quantization_checkpoint_name=name) for postfix in ("_0", "_1")]
         norm = {"norm_type": self.layernorm_type, "zero_centered_gamma": self.zero_centered_gamma, "epsilon": self.epsilon}
@@ -433,10 +433,10 @@ def make_dot_general_cls(quantization_recipe: Any) -> type:
     def dot_general(generate_quantizer_set: Callable, x: jax.Array, kernel: jax.Array, dims: Any, **rest: Any) -> jax.Array:
         contracting, batched = dims
         if any(batched):
-            raise NotImplementedError(f"te_fl.jax: dot_general with batch dimensions {batched} is not served; it has products without")
+            raise Unsupported(f"te_fl.jax: dot_general with batch dimensions {batched} is not served; it has products without")
         for option, value in rest.items():
             if value is not None and not (option == "preferred_element_type" and jnp.dtype(value) == x.dtype):
-                raise NotImplementedError(f"te_fl.jax: dot_general({option}={value!r}) is not served; leave it None")
+                raise Unsupported(f"te_fl.jax: dot_general({option}={value!r}) is not served; leave it None")
         return dense(x, kernel, contracting_dims=contracting, quantizer_set=generate_quantizer_set())
 
     return wrap_function_in_te_state_module(dot_general, quantization_recipe, "dot_general")

@@ -12,6 +12,7 @@ import numpy as np
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from te_fl.errors import InvalidArgument
 from te_fl.jax.attention import (AttnBiasType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, canonicalize_attn_mask_type, fused_attn)
 from te_fl.jax.flax.module import (DenseGeneral, Initializer, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, Module, check_activations,
                                      check_sizes, default_kernel_init, dropout, refuse)
@@ -30,7 +31,7 @@ _LORA_SCOPES = {  # scope names for the projections of q, k and v, of the output
 def _lora_scope(scope: Optional[str]) -> Tuple[bool, bool, bool]:
     name = "none" if scope is None else scope.lower()
     if name not in _LORA_SCOPES:
-        raise ValueError(f"low_rank_adaptation_scope is {scope!r}; it is one of {', '.join(_LORA_SCOPES)}")
+        raise InvalidArgument(f"low_rank_adaptation_scope is {scope!r}; it is one of {', '.join(_LORA_SCOPES)}")
     return _LORA_SCOPES[name]
 
 
@@ -42,7 +43,7 @@ def extend_logical_axis_rules(rules: Sequence[Tuple[str, Optional[str]]]) -> Tup
         if axis not in known:
             added.append((axis, mesh_axis))
         elif known[axis] != mesh_axis:
-            raise ValueError(f"the given rule puts {axis!r} on {known[axis]!r}, the mesh resource on {mesh_axis!r}; they must agree")
+            raise InvalidArgument(f"the given rule puts {axis!r} on {known[axis]!r}, the mesh resource on {mesh_axis!r}; they must agree")
     return (*rules, *added)
 
 
@@ -52,11 +53,11 @@ def _leading(transposed: bool, sequence_parallel: bool = False) -> Tuple[str, st
 
 
 def check_heads(module: nn.Module) -> None:
-    """Raises ValueError for inconsistent numbers of heads and groups."""
+    """Raises InvalidArgument for inconsistent numbers of heads and groups."""
     heads, groups = module.num_attention_heads, module.num_gqa_groups
     check_sizes(module, num_attention_heads=heads, **({} if not groups else {"num_gqa_groups": groups}))
     if groups and heads % groups != 0:
-        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_gqa_groups {groups}")
+        raise InvalidArgument(f"num_attention_heads {heads} is not a multiple of num_gqa_groups {groups}")
 
 
 class DotProductAttention(Module):
@@ -96,9 +97,9 @@ class DotProductAttention(Module):
                  score_mod_tensors: Optional[Mapping[str, Any]] = None, score_mod_bprop_tensors: Optional[Mapping[str, Any]] = None) -> jax.Array:
         """sequence_descriptor (older name: mask): for padding masks; other mask types ignore it."""
         if mask is not None and sequence_descriptor is not None:
-            raise ValueError("sequence_descriptor and mask are two names of one argument: give one")
+            raise InvalidArgument("sequence_descriptor and mask are two names of one argument: give one")
         if self.dtype is not None and jnp.dtype(self.dtype) != query.dtype:
-            raise ValueError(f"DotProductAttention(dtype={self.dtype}) has no parameters and works in its inputs' dtype, {query.dtype}")
+            raise InvalidArgument(f"DotProductAttention(dtype={self.dtype}) has no parameters and works in its inputs' dtype, {query.dtype}")
         bias_type = AttnBiasType[self.attn_bias_type.upper()] if self.attn_bias_type is not None else (
             AttnBiasType.NO_BIAS if bias is None else AttnBiasType.POST_SCALE_BIAS)
         softmax_type = AttnSoftmaxType.from_str(self.softmax_type)
@@ -112,7 +113,7 @@ class DotProductAttention(Module):
             seed = self.make_rng(self.dropout_rng_name)
         layout = self.qkv_layout.upper()
         if layout not in QKVLayout.__members__:
-            raise ValueError(f"qkv_layout is {self.qkv_layout!r}; it is one of {', '.join(known.value for known in QKVLayout)}")
+            raise InvalidArgument(f"qkv_layout is {self.qkv_layout!r}; it is one of {', '.join(known.value for known in QKVLayout)}")
         out = fused_attn((query, key, value), bias, mask if sequence_descriptor is None else sequence_descriptor, seed, bias_type,
                          canonicalize_attn_mask_type(self.attn_mask_type), QKVLayout[layout], softmax_type,
                          1.0 / math.sqrt(self.head_dim) if self.scale_factor is None else self.scale_factor, self.attention_dropout,
@@ -237,7 +238,7 @@ class MultiHeadAttention(Module):
         self._refuse_older_names()
         refuse(self, "it has no cache of keys and values: leave it False", decode=True if decode else None)
         if inputs_q.dtype != inputs_kv.dtype:
-            raise ValueError(f"inputs_q is {inputs_q.dtype}, inputs_kv {inputs_kv.dtype}; they must be of one dtype")
+            raise InvalidArgument(f"inputs_q is {inputs_q.dtype}, inputs_kv {inputs_kv.dtype}; they must be of one dtype")
         transposed = bool(self.transpose_batch_sequence)
         (query, key, value), norm = self._project(inputs_q, inputs_kv)
         if self.enable_rotary_pos_emb:
@@ -345,7 +346,7 @@ class TransformerLayer(Module):
         check_activations(self, "mlp_activations")
         check_heads(self)
         if self.hidden_size % self.num_attention_heads != 0:
-            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}")
+            raise InvalidArgument(f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}")
         super().__post_init__()
 
     def _attention(self, name: str, **own: Any) -> MultiHeadAttention:
@@ -378,11 +379,11 @@ class TransformerLayer(Module):
 
     def _check(self, inputs: jax.Array, encoded: Optional[jax.Array]) -> None:
         if not isinstance(self.layer_type, TransformerLayerType):
-            raise ValueError(f"layer_type is {self.layer_type!r}; it is one of {list(TransformerLayerType)}")
+            raise InvalidArgument(f"layer_type is {self.layer_type!r}; it is one of {list(TransformerLayerType)}")
         if inputs.ndim != 3:
-            raise ValueError(f"inputs has shape {inputs.shape}, not [batch, sequence, hidden]")
+            raise InvalidArgument(f"inputs has shape {inputs.shape}, not [batch, sequence, hidden]")
         if self.layer_type is TransformerLayerType.DECODER and encoded is None:
-            raise ValueError("a decoder layer needs `encoded`, the encoder's result")
+            raise InvalidArgument("a decoder layer needs `encoded`, the encoder's result")
 
     def _mlp(self) -> LayerNormMLP:
         lead, dot = _leading(self.transpose_batch_sequence, self.enable_sequence_parallel), _leading(self.transpose_batch_sequence)

@@ -7,7 +7,7 @@ from typing import Any, Callable, List, Sequence, Tuple
 import torch
 
 from te_fl import _native
-from te_fl.errors import FailedPrecondition
+from te_fl.errors import FailedPrecondition, InvalidArgument
 from te_fl.pytorch.autograd.call import count_delayed, delayed_main_grads_of
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.runtime.dtypes import LIKE
@@ -28,7 +28,7 @@ class DelaysWgrad:
         if not self.delay_wgrad_compute:
             return
         if ub_bulk_wgrad:
-            raise ValueError(f"{type(self).__name__}: delay_wgrad_compute does not go with ub_bulk_wgrad")
+            raise InvalidArgument(f"{type(self).__name__}: delay_wgrad_compute does not go with ub_bulk_wgrad")
         for name in names:
             getattr(self, name).skip_backward_post_hook = True  # tells frameworks that their post-backward hook would run before the gradient exists
 
@@ -50,7 +50,7 @@ class DelaysWgrad:
             return
         for layer, parameters in self._delayed():
             if layer is None:
-                raise FailedPrecondition(f"FAILED_PRECONDITION: {type(self).__name__}: backward_dw(): no backward has left gradients of weights; it "
+                raise FailedPrecondition(f"{type(self).__name__}: backward_dw(): no backward has left gradients of weights; it "
                                          "is called once after each backward")
             self._compute_delayed(layer, parameters)
         for hook in self.wgrad_accumulation_and_reduce_hooks:
@@ -80,6 +80,6 @@ class DelaysWgrad:
             p = getattr(self, name)
             late = p.dim() == 2 or not quantization.enabled()
             if late and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
-                raise FailedPrecondition(f"FAILED_PRECONDITION: {type(self).__name__}: {name} has a hook for its gradient, which with "
+                raise FailedPrecondition(f"{type(self).__name__}: {name} has a hook for its gradient, which with "
                                          "delay_wgrad_compute backward_dw() computes outside of PyTorch's backward; use "
                                          "register_wgrad_accumulation_and_reduce_hooks()")

@@ -15,6 +15,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 
 from te_fl import _native
+from te_fl.errors import FailedPrecondition, InvalidArgument
 from te_fl.pytorch.runtime.refuse import integer
 
 __all__ = ["ManualOffloadSynchronizer", "get_cpu_offload_context", "is_cpu_offload_enabled", "mark_activation_offload", "mark_not_offload"]
@@ -241,7 +242,7 @@ class _LayerState:
 
     def _expect(self, what: str, state: str) -> None:
         if self.state != state:
-            raise RuntimeError(f"{what}: the activations of layer {self.number} are {self.state}; they are to be {state}")
+            raise FailedPrecondition(f"{what}: the activations of layer {self.number} are {self.state}; they are to be {state}")
 
     def offloaded_bytes(self) -> int:
         return sum(s.bytes for s in list(self._segments.values()) if s.host is not None)
@@ -265,7 +266,7 @@ class OffloadSynchronizer:
 
     def __init__(self, num_layers: int, retain_pinned_cpu_buffers: bool = False, offload_stream: Optional[torch.cuda.Stream] = None):
         if num_layers < 1:
-            raise ValueError(f"get_cpu_offload_context: model_layers is {num_layers}; it is the number of layers that run in the context, 1 or more")
+            raise InvalidArgument(f"get_cpu_offload_context: model_layers is {num_layers}; it is the number of layers that run in the context, 1 or more")
         self.num_layers = num_layers
         self._retains, self._stream = retain_pinned_cpu_buffers, offload_stream
         self._buffers: Dict[Tuple[int, int], Tuple[torch.Tensor, weakref.ref]] = {}
@@ -356,7 +357,7 @@ class _Context(contextlib.ContextDecorator):
 
     def __enter__(self) -> "_Context":
         if self._hooks is not None:
-            raise RuntimeError("get_cpu_offload_context: the context was entered inside of itself; enter it for one layer after the other")
+            raise FailedPrecondition("get_cpu_offload_context: the context was entered inside of itself; enter it for one layer after the other")
         synchronizer = self._synchronizer
         state = self._last = synchronizer.begin_layer()
         self._layers = synchronizer.layers
@@ -380,9 +381,9 @@ class _Context(contextlib.ContextDecorator):
     def synchronization_function(self, tensor: torch.Tensor) -> torch.Tensor:
         """Applied to a layer's output after the layer's context has ended. Its autograd node detects the start of the layer's backward."""
         if self._last is None or self._hooks is not None:
-            raise RuntimeError("get_cpu_offload_context: the second function takes a layer's output once its context has been left")
+            raise FailedPrecondition("get_cpu_offload_context: the second function takes a layer's output once its context has been left")
         if not tensor.requires_grad:
-            raise ValueError(f"get_cpu_offload_context: a tensor of shape {tuple(tensor.shape)} was given to the second function, and it needs no "
+            raise InvalidArgument(f"get_cpu_offload_context: a tensor of shape {tuple(tensor.shape)} was given to the second function, and it needs no "
                              "gradient, so that it has no backward to wait for")
         layers, number = self._layers, self._last.number
         tensor.grad_fn.register_prehook(lambda grads: self._synchronizer.begin_backward(layers, number))
@@ -437,13 +438,13 @@ def get_cpu_offload_context(enabled: bool = False, num_layers: Optional[int] = 1
     if not enabled:
         return nothing
     if not offload_activations and not offload_weights:
-        raise ValueError("get_cpu_offload_context: offload_activations and offload_weights are both False, so there is nothing to offload")
+        raise InvalidArgument("get_cpu_offload_context: offload_activations and offload_weights are both False, so there is nothing to offload")
     if offload_weights:
         warnings.warn("get_cpu_offload_context: offload_weights has no effect: weights stay on the device", FutureWarning)
         if not offload_activations:
             return nothing
     if offload_stream is not None and not manual_synchronization:
-        raise ValueError("get_cpu_offload_context: offload_stream goes with manual_synchronization=True; leave it out")
+        raise InvalidArgument("get_cpu_offload_context: offload_stream goes with manual_synchronization=True; leave it out")
     if manual_synchronization:
         manual = ManualOffloadSynchronizer(model_layers, retain_pinned_cpu_buffers, offload_stream)
         context = _Context(manual)
@@ -451,7 +452,7 @@ def get_cpu_offload_context(enabled: bool = False, num_layers: Optional[int] = 1
     for name, value in (("num_layers", num_layers), ("model_layers", model_layers)):
         integer("get_cpu_offload_context", name, value)
     if not 0 <= num_layers < model_layers:
-        raise ValueError(f"get_cpu_offload_context: num_layers is {num_layers} and model_layers {model_layers}; the last layer is not offloaded, since its "
+        raise InvalidArgument(f"get_cpu_offload_context: num_layers is {num_layers} and model_layers {model_layers}; the last layer is not offloaded, since its "
                          "backward comes next")
     if num_layers == model_layers - 1:
         warnings.warn("get_cpu_offload_context: with num_layers = model_layers - 1 a layer is copied while nothing else can run; offload fewer", UserWarning)

@@ -47,7 +47,7 @@ def saved_in_parts(tensor: Any, group: Any) -> Iterator[None]:
         raise TypeError(f"checkpoint: distribute_saved_activations divides the first argument, which is a {type(tensor).__name__}; it is to be a "
                         "tensor, by position")
     if not collectives.available():
-        raise FailedPrecondition("FAILED_PRECONDITION: checkpoint: distribute_saved_activations needs ranks; call "
+        raise FailedPrecondition("checkpoint: distribute_saved_activations needs ranks; call "
                                  "torch.distributed.init_process_group() first, or leave it out")
     whole = [tensor]  # cleared at the end, because autograd keeps the hooks alive
 

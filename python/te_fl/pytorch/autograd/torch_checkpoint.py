@@ -221,7 +221,7 @@ def _declared_piece(module: Any, second: bool) -> Optional[Piece]:
             waiting.append(forward)
         return Piece(forward, False, torch.is_grad_enabled())
     if not waiting:
-        raise FailedPrecondition(f"FAILED_PRECONDITION: {type(module).__name__}: activation_recompute_forward(recompute_phase=True) has no forward of this "
+        raise FailedPrecondition(f"{type(module).__name__}: activation_recompute_forward(recompute_phase=True) has no forward of this "
                                  "module to repeat; run it under activation_recompute_forward(activation_recompute=True) in training first, once for "
                                  "each second run")
     return Piece(waiting.popleft(), True, torch.is_grad_enabled())
@@ -289,7 +289,7 @@ def piece(module: Any) -> Optional[Piece]:
     if second is not None and any(f.module is module for f in second.forwards.all):
         forward = second.forwards.next(second.run, module)
         if forward is None:
-            raise FailedPrecondition(f"FAILED_PRECONDITION: {type(module).__name__}: a checkpoint runs it in the backward "
+            raise FailedPrecondition(f"{type(module).__name__}: a checkpoint runs it in the backward "
                                      "where the first run had another module; a function that is checkpointed must do the same both times")
         _add(firsts, forward)
         return Piece(forward, True, keeps)

@@ -174,7 +174,7 @@ def _backward(token, about, grad, parameters, needed, trained, sizes, ranks, dty
     native = tuple(_trained(parameters[i], trained[i]) for i in order)
     if again:
         if again not in _again:
-            raise FailedPrecondition("FAILED_PRECONDITION: what this forward kept for its backward has gone: a hook for saved tensors replaced it by "
+            raise FailedPrecondition("what this forward kept for its backward has gone: a hook for saved tensors replaced it by "
                                      "a copy; run the forward again")
         _, token = _again[again].run(native, True)
     inputs, found = _native.layer_backward(token, grad.resolve_neg().contiguous(), native, None, keeps_graph(), any(needed))

@@ -51,7 +51,7 @@ class _Piece:
         for i, leaf in enumerate(inputs):
             if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cuda":
                 supplied = f"a tensor on {leaf.device}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
-                raise InvalidArgument(f"INVALID_ARGUMENT: {_WHERE}: sample argument {i} is {supplied}; a graph reads tensors on cuda alone: "
+                raise InvalidArgument(f"{_WHERE}: sample argument {i} is {supplied}; a graph reads tensors on cuda alone: "
                                       "bind other arguments beforehand, for instance by functools.partial")
         self.inputs: Tuple[torch.Tensor, ...] = tuple(inputs)
         self.parameters = tuple(function.parameters()) if self.module else ()
@@ -71,7 +71,7 @@ class _Piece:
     def hook(self, name: str) -> None:
         for hook in self.hooks.get(name, {}).values():
             if hook(self.function) is not None:
-                raise RuntimeError(f"{_WHERE}: a hook of capture_time_hooks[{name!r}] returned a value; it must return None")
+                raise InvalidArgument(f"{_WHERE}: a hook of capture_time_hooks[{name!r}] returned a value; it must return None")
 
     def compute(self) -> Any:
         args, kwargs = tree_unflatten(list(self.inputs), self.spec)
@@ -104,7 +104,7 @@ class _Piece:
         self.hook("forward_hooks")
         outputs, self.result = tree_flatten(result)
         if not all(isinstance(o, torch.Tensor) for o in outputs):
-            raise InvalidArgument(f"INVALID_ARGUMENT: {_WHERE}: the outputs of {type(self.function).__name__} are not all tensors, and a "
+            raise InvalidArgument(f"{_WHERE}: the outputs of {type(self.function).__name__} are not all tensors, and a "
                                   "graph writes tensors alone; return the others beside it")
         self.outputs = tuple(outputs)
 
@@ -125,18 +125,18 @@ class _Piece:
     def check(self, supplied: List[torch.Tensor]) -> None:
         name = type(self.function).__name__
         if self.forward_graph is None:
-            raise FailedPrecondition(f"FAILED_PRECONDITION: the graphs of {name} were reset; make new ones by {_WHERE}()")
+            raise FailedPrecondition(f"the graphs of {name} were reset; make new ones by {_WHERE}()")
         for i, (own, new) in enumerate(zip(self.inputs, supplied)):
             if not isinstance(new, torch.Tensor) or new.shape != own.shape or new.dtype != own.dtype or new.device != own.device:
                 what = f"{new.dtype} {tuple(new.shape)} on {new.device}" if isinstance(new, torch.Tensor) else f"a {type(new).__name__}"
-                raise InvalidArgument(f"INVALID_ARGUMENT: {name}: argument {i} is {what}; its graph was made for {own.dtype} "
+                raise InvalidArgument(f"{name}: argument {i} is {what}; its graph was made for {own.dtype} "
                                       f"{tuple(own.shape)} on {own.device}: make one for each shape, or run the module without a graph")
         for p, address, trained in zip(self.parameters, self.addresses, self.trained):
             if address_of(p) != address:
-                raise FailedPrecondition(f"FAILED_PRECONDITION: {name}: the memory of a parameter {tuple(p.shape)} was replaced after the "
+                raise FailedPrecondition(f"{name}: the memory of a parameter {tuple(p.shape)} was replaced after the "
                                          "capture, and the graph reads that of before; write parameters in place, or make new graphs")
             if p.requires_grad and not trained:
-                raise FailedPrecondition(f"FAILED_PRECONDITION: {name}: a parameter {tuple(p.shape)} was frozen when the graphs were made, "
+                raise FailedPrecondition(f"{name}: a parameter {tuple(p.shape)} was frozen when the graphs were made, "
                                          "so they compute no gradient of it; make new graphs")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,9 +183,9 @@ class _Replay(torch.autograd.Function):
     def backward(ctx, *grads: torch.Tensor):
         piece = ctx.piece
         if piece.backward_graph is None:
-            raise FailedPrecondition("FAILED_PRECONDITION: the graph of this forward has no backward: it was reset, or made in eval()")
+            raise FailedPrecondition("the graph of this forward has no backward: it was reset, or made in eval()")
         if piece.waiting != ctx.run:
-            raise FailedPrecondition(f"FAILED_PRECONDITION: {type(piece.function).__name__}: the activations of this forward are gone, since "
+            raise FailedPrecondition(f"{type(piece.function).__name__}: the activations of this forward are gone, since "
                                      "its graph ran again or its backward was done; run each backward before the next forward, or make a "
                                      "graph for each that is under way")
         if not piece.retains:
@@ -209,7 +209,7 @@ def _renamed(old: str, supplied: Any, name: str, value: Any) -> Any:
     if supplied is None:
         return value
     if value is not None:
-        raise InvalidArgument(f"INVALID_ARGUMENT: {_WHERE}: {old} and {name} are both given, and say the same thing; give {name}")
+        raise InvalidArgument(f"{_WHERE}: {old} and {name} are both given, and say the same thing; give {name}")
     warnings.warn(f"{_WHERE}: {old} is the older name of {name}", DeprecationWarning, stacklevel=3)
     return supplied
 
@@ -217,7 +217,7 @@ def _renamed(old: str, supplied: Any, name: str, value: Any) -> Any:
 def _for_each(name: str, value: Any, count: int) -> Tuple:
     values = value if isinstance(value, tuple) else (value,) * count
     if len(values) != count:
-        raise InvalidArgument(f"INVALID_ARGUMENT: {_WHERE}: {name} has {len(values)} entries for {count} callables")
+        raise InvalidArgument(f"{_WHERE}: {name} has {len(values)} entries for {count} callables")
     return values
 
 
@@ -226,7 +226,7 @@ def _check(function: Callable, where: str) -> None:
         return
     for m in function.modules():
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
-            raise FailedPrecondition(f"FAILED_PRECONDITION: {where}: {type(m).__name__} has hooks, which replays would not run; register them "
+            raise FailedPrecondition(f"{where}: {type(m).__name__} has hooks, which replays would not run; register them "
                                      "afterwards, or give capture_time_hooks for those that only captures need")
         for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
             if getattr(m, name, False):
@@ -235,7 +235,7 @@ def _check(function: Callable, where: str) -> None:
             raise refuse(where, "quantized_model_init", True, f"a graph would go on reading codes of {type(m).__name__} that are made anew when its "
                          "weights are written; keep them in high precision")
     if any(b.requires_grad for b in function.buffers()):
-        raise FailedPrecondition(f"FAILED_PRECONDITION: {where}: a buffer of {type(function).__name__} requires a gradient; make it a parameter")
+        raise FailedPrecondition(f"{where}: a buffer of {type(function).__name__} requires a gradient; make it a parameter")
 
 
 def make_graphed_callables(modules: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False,
@@ -277,19 +277,19 @@ def make_graphed_callables(modules: Any, sample_args: Any, num_warmup_iters: int
     for function in modules:
         _check(function, _WHERE)
     if len({f.training for f in modules if isinstance(f, torch.nn.Module)}) > 1:
-        raise InvalidArgument(f"INVALID_ARGUMENT: {_WHERE}: some modules are in training and some are not; give them in one mode")
+        raise InvalidArgument(f"{_WHERE}: some modules are in training and some are not; give them in one mode")
     if not torch.cuda.is_available():
         raise refuse(_WHERE, "modules", tuple(type(f).__name__ for f in modules), "graphs are CUDA's, and there is no GPU here; call the "
                      "modules as they are")
     if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
-        raise FailedPrecondition(f"FAILED_PRECONDITION: {_WHERE}: torch.autocast keeps casts, which a graph would read for ever; give it "
+        raise FailedPrecondition(f"{_WHERE}: torch.autocast keeps casts, which a graph would read for ever; give it "
                                  "cache_enabled=False")
     each_args, each_kwargs = _for_each("sample_args", sample_args, count), _for_each("sample_kwargs", sample_kwargs, count)
     each_enabled = [switch("make_graphed_callables", "enabled", on) for on in _for_each("enabled", enabled, count)]
     hooks = [{}] * count if capture_time_hooks is None else [h or {} for h in _for_each("capture_time_hooks", tuple(capture_time_hooks), count)]
     for supplied in hooks:
         if set(supplied) - set(_HOOKS):
-            raise InvalidArgument(f"INVALID_ARGUMENT: {_WHERE}: capture_time_hooks has {sorted(set(supplied) - set(_HOOKS))}; it knows {_HOOKS}")
+            raise InvalidArgument(f"{_WHERE}: capture_time_hooks has {sorted(set(supplied) - set(_HOOKS))}; it knows {_HOOKS}")
     flag = torch.zeros(1, dtype=torch.float32, device="cuda") if caches else None
 
     def scope_of(on: bool) -> Callable:
@@ -340,7 +340,7 @@ def _replaced(piece: _Piece, flag: Optional[torch.Tensor]) -> Callable:
         if flag is not None:
             first = kwargs.pop("is_first_microbatch", None)
             if not isinstance(first, bool):
-                raise InvalidArgument(f"INVALID_ARGUMENT: {type(piece.function).__name__}: is_first_microbatch is {first!r}; with "
+                raise InvalidArgument(f"{type(piece.function).__name__}: is_first_microbatch is {first!r}; with "
                                       "cache_quantized_params each call says True or False")
             flag.fill_(0.0 if first else 1.0)
         return piece(*args, **kwargs)

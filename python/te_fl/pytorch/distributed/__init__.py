@@ -4,16 +4,9 @@ several packages of te-fl.
 
 from __future__ import annotations
 
-import importlib
-
-from te_fl.compat import table
-
-_THEIRS = "transformer_engine.pytorch.distributed"
+from te_fl.compat import same_modules
 
 
 def __getattr__(name: str):
-    home = None if name.startswith("_") else table.home(_THEIRS, name)
-    if home is None:
-        raise AttributeError(f"te_fl.pytorch.distributed has no {name!r}; {table.way_out(_THEIRS, name)}")
-    value = globals()[name] = getattr(importlib.import_module(home), name)
+    value = globals()[name] = same_modules.find(__name__, name)
     return value

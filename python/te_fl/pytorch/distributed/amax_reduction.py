@@ -55,7 +55,7 @@ def _largest_in(group: Any):
     def reduce(rows: List[torch.Tensor], stream: Optional[int]) -> None:
         group = held()
         if group is None:
-            raise FailedPrecondition("FAILED_PRECONDITION: the process group whose ranks share the amaxes of an autocast is gone; run the backwards of "
+            raise FailedPrecondition("the process group whose ranks share the amaxes of an autocast is gone; run the backwards of "
                                      "its forwards before torch.distributed.destroy_process_group()")
         with contextlib.nullcontext() if stream is None else on_stream(rows[0].device, stream):
             largest = torch.cat(rows)

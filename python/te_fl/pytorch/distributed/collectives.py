@@ -18,7 +18,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 import torch
 import torch.distributed as dist
 
-from te_fl import ops
+from te_fl import _native, ops
+from te_fl.errors import InvalidArgument
 from te_fl.pytorch.distributed import communicator
 
 
@@ -89,8 +90,6 @@ def _say_at_exit(rank: int) -> None:
         sys.stderr.write(f"te-fl collectives of rank {rank}:\n{text}\n")  # a single write, so that other ranks' output does not interleave
 
 
-if os.environ.get("TE_FL_USAGE", "0").lower() in ("1", "true", "on", "yes"):
-    atexit.register(lambda: _say_at_exit(_rank))
 _rank: Optional[int] = None  # rank in the default group; saved because the group may be destroyed before the report at exit
 
 
@@ -123,9 +122,11 @@ def _device_of(group: Any) -> torch.device:
 def count(name: str, backend: str, tensor: torch.Tensor) -> None:
     """Adds one call to the counts. `tensor`: the tensor whose bytes are counted."""
     global _rank
-    if _rank is None:
-        _rank = rank_in(None)
     with _lock:
+        if _rank is None:
+            _rank = rank_in(None)
+            if _native.setting("TE_FL_USAGE"):
+                atexit.register(_say_at_exit, _rank)
         known = _counts.get((name, backend))
         if known is None:
             known = _counts[name, backend] = [0, 0]
@@ -140,7 +141,7 @@ _SENT_AS_THEY_ARE = frozenset((torch.float32, torch.bfloat16, torch.float16, tor
 
 def _reduction(op: str) -> str:
     if op not in _REDUCTIONS:
-        raise ValueError(f"a reduction is one of {', '.join(_REDUCTIONS)}; it is {op!r}")
+        raise InvalidArgument(f"a reduction is one of {', '.join(_REDUCTIONS)}; it is {op!r}")
     return op
 
 

@@ -46,10 +46,10 @@ def member(group: Optional[Any], where: str = "te_fl.pytorch", argument: str = "
 def check(name: str, group: Any) -> None:
     """Refuses groups on which a collective would hang, and groups that were destroyed on this rank."""
     if group in _from_parent:
-        raise FailedPrecondition(f"FAILED_PRECONDITION: {name}: this process was forked after torch.distributed.init_process_group(), and has none of "
+        raise FailedPrecondition(f"{name}: this process was forked after torch.distributed.init_process_group(), and has none of "
                                  "its connections; start processes first, and call init_process_group() in each")
     if isinstance(group, dist.ProcessGroup) and group not in dist.distributed_c10d._world.pg_map:
-        raise FailedPrecondition(f"FAILED_PRECONDITION: {name}: its process group was destroyed; make a new group, and give it to the layers and "
+        raise FailedPrecondition(f"{name}: its process group was destroyed; make a new group, and give it to the layers and "
                                  "autocasts that hold this one")
 
 
@@ -153,7 +153,9 @@ class Communicator:
         if op in TRANSFERS:
             self.transfers += 1
         else:
-            self.count_collective()
+            self.collectives += 1
+            if self.collectives == 2:  # by the second collective, most ranks have reached the first one
+                ended_ranks.know_first()
         try:
             if self.same_call is not None:
                 self.same_call.compare(op, arguments)
@@ -161,13 +163,6 @@ class Communicator:
         except Exception as error:
             error.add_note(self.note(error, op, group, arguments, self.transfers if op in TRANSFERS else self.collectives))
             raise
-
-    def count_collective(self) -> int:
-        """Counts a collective that begins, and returns its number, from 1."""
-        self.collectives += 1
-        if self.collectives == 2:  # by the second collective, most ranks have reached the first one
-            ended_ranks.know_first()
-        return self.collectives
 
     def note(self, error: BaseException, op: str, group: Any, arguments: Dict[str, Any], number: int) -> str:
         """A note for an error of torch.distributed: the op, its number on this communicator, this rank, and ranks whose processes have ended."""
@@ -178,7 +173,7 @@ class Communicator:
         """Executes te_fl.ops.OP(..., comm=self) on this rank."""
         group = self._group()
         if group is None:
-            raise FailedPrecondition(f"FAILED_PRECONDITION: {op}: the process group of its communicator is gone; keep the group while it is used")
+            raise FailedPrecondition(f"{op}: the process group of its communicator is gone; keep the group while it is used")
         check(op, group)
         self.begin(op, group, arguments, False)
 

@@ -16,7 +16,8 @@ from typing import Any, Dict, List, Optional
 import torch
 import torch.distributed as dist
 
-from te_fl.pytorch.distributed import communicator, overlap_setting, peer_copies
+from te_fl import _native
+from te_fl.pytorch.distributed import communicator, peer_copies
 from te_fl.pytorch.distributed.same_overlap import exchanged
 
 _LEAST = 1 << 20  # bytes of a shard below which the group's own collective is faster than starting copies
@@ -120,7 +121,7 @@ def of(group: Any, device: torch.device) -> Optional[Any]:
     after same_overlap.agree() has compared their settings.
     """
     group = communicator.member(group)
-    if not overlap_setting.wanted():
+    if not _native.setting("TE_FL_TP_OVERLAP"):
         return None
     devices = _known.setdefault(group, {})
     if device not in devices:

@@ -40,7 +40,7 @@ def _driver() -> Any:
 
 def _done(name: str, code: int) -> None:
     if code != 0:
-        raise Internal(f"INTERNAL: {name} failed with CUDA's error {code}, in a copy between GPUs beside a product; TE_FL_TP_OVERLAP=0 leaves such copies to "
+        raise Internal(f"{name} failed with CUDA's error {code}, in a copy between GPUs beside a product; TE_FL_TP_OVERLAP=0 leaves such copies to "
                        "the process group")
 
 
@@ -185,7 +185,7 @@ class Scatter:
         if memory.begun is self:
             memory.begun = None
         if self._came is None:
-            raise Internal("INTERNAL: a sum over ranks was waited for before all its rows were there")
+            raise Internal("a sum over ranks was waited for before all its rows were there")
         stream.wait_event(self._came)
         if self._summed:
             return

@@ -26,7 +26,7 @@ def get_distributed_world_size(group: Optional[Any] = None) -> int:
 def get_distributed_rank(group: Optional[Any] = None) -> int:
     """This process's rank in the group (None: the default group)."""
     if not collectives.available():
-        raise FailedPrecondition("FAILED_PRECONDITION: get_distributed_rank: torch.distributed is not initialised; call "
+        raise FailedPrecondition("get_distributed_rank: torch.distributed is not initialised; call "
                                  "torch.distributed.init_process_group() first")
     return collectives.rank_in(group)
 

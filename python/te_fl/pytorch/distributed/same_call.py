@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import time
 from typing import Any, Dict, Optional
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from te_fl import _native
-from te_fl.errors import CommFailed, InvalidArgument
+from te_fl.errors import CommFailed
 
 TRANSFERS = ("send", "recv")  # point-to-point ops, which are not compared
 _PLAIN = "plain/{}"  # store key by which a rank says that it does not compare
@@ -19,10 +18,7 @@ _PLAIN = "plain/{}"  # store key by which a rank says that it does not compare
 
 def time_limit() -> datetime.timedelta:
     """TE_FL_COMM_TIMEOUT_MS: the time for which ranks wait for each other on the host."""
-    text = os.environ.get("TE_FL_COMM_TIMEOUT_MS") or "600000"
-    if not text.isdecimal() or not 1 <= int(text) <= 86400000:
-        raise InvalidArgument(f"INVALID_ARGUMENT: TE_FL_COMM_TIMEOUT_MS is {text!r}, must be a whole number from 1 to 86400000")
-    return datetime.timedelta(milliseconds=int(text))
+    return datetime.timedelta(milliseconds=_native.setting("TE_FL_COMM_TIMEOUT_MS"))
 
 
 def described(op: str, arguments: Dict[str, Any]) -> str:
@@ -57,7 +53,7 @@ class SameCall:
         _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
         if store is None or dist.get_world_size(group) == 1:
             return None
-        if os.environ.get("TE_FL_VALIDATE", "0").lower() in ("1", "true", "on", "yes"):
+        if _native.setting("TE_FL_VALIDATE"):
             return cls(group, store, device)
         try:  # tells ranks that do compare not to wait for this rank
             _own_part(store, device).set(_PLAIN.format(dist.get_rank(group)), "")
@@ -79,7 +75,7 @@ class SameCall:
             self._store.delete_key(self._key(self._rank, self._number - 1))
         unlike = "; ".join(f"rank {rank}: {words}" for rank, words in others if words != mine)
         if unlike:
-            raise CommFailed(f"COMM_FAILED: group {self._group!r}: rank {self._rank} calls {mine}, and the others do not (TE_FL_VALIDATE): {unlike}")
+            raise CommFailed(f"group {self._group!r}: rank {self._rank} calls {mine}, and the others do not (TE_FL_VALIDATE): {unlike}")
 
     def _meet(self, rank: int) -> None:
         """Waits until the rank has reached its first call. Raises CommFailed at once if that rank does not compare, since it will never describe its
@@ -88,7 +84,7 @@ class SameCall:
         until, pause = time.monotonic() + self._limit.total_seconds(), 0.001
         while not self._store.check([self._key(rank)]) and time.monotonic() < until:
             if self._store.check([_PLAIN.format(rank)]):
-                raise CommFailed(f"COMM_FAILED: group {self._group!r}: rank {self._rank} compares its calls with the other ranks' (TE_FL_VALIDATE), and rank "
+                raise CommFailed(f"group {self._group!r}: rank {self._rank} compares its calls with the other ranks' (TE_FL_VALIDATE), and rank "
                                  f"{rank} does not; set TE_FL_VALIDATE on all ranks, or on none")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
@@ -107,5 +103,5 @@ class SameCall:
             self._store.wait([self._key(rank)], self._limit)
             return self._store.get(self._key(rank)).decode()
         except (dist.DistError, RuntimeError) as error:
-            raise CommFailed(f"COMM_FAILED: group {self._group!r}: rank {rank} did not come to {mine} of rank {self._rank} (TE_FL_VALIDATE) within "
+            raise CommFailed(f"group {self._group!r}: rank {rank} did not come to {mine} of rank {self._rank} (TE_FL_VALIDATE) within "
                              f"{int(self._limit.total_seconds() * 1000)} ms (TE_FL_COMM_TIMEOUT_MS): {error}") from error

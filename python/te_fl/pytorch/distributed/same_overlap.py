@@ -8,8 +8,9 @@ from typing import Any, List, Optional
 
 import torch.distributed as dist
 
+from te_fl import _native
 from te_fl.errors import CommFailed, FailedPrecondition
-from te_fl.pytorch.distributed import communicator, overlap_setting
+from te_fl.pytorch.distributed import communicator
 from te_fl.pytorch.distributed.same_call import time_limit
 
 _agreed: "weakref.WeakKeyDictionary[Any, list]" = weakref.WeakKeyDictionary()  # by group: the setting's text for each comparison made
@@ -21,7 +22,7 @@ def _words(store: Any, rank: int, key: str, mine: str) -> str:
         store.wait([key], limit)
         return store.get(key).decode()
     except (dist.DistError, RuntimeError) as error:
-        raise CommFailed(f"COMM_FAILED: rank {rank} did not come within {int(limit.total_seconds() * 1000)} ms (TE_FL_COMM_TIMEOUT_MS) to compare "
+        raise CommFailed(f"rank {rank} did not come within {int(limit.total_seconds() * 1000)} ms (TE_FL_COMM_TIMEOUT_MS) to compare "
                          f"TE_FL_TP_OVERLAP; this rank has {mine}: {error}") from error
 
 
@@ -45,7 +46,7 @@ def agree(group: Any) -> None:
     group = communicator.member(group)
     failure = None
     try:
-        mine = overlap_setting.words()
+        mine = f"TE_FL_TP_OVERLAP={int(_native.setting('TE_FL_TP_OVERLAP'))}"
     except Exception as error:
         failure, mine = error, f"a value that cannot be used: {error}"
     before = _agreed.setdefault(group, [])
@@ -59,5 +60,5 @@ def agree(group: Any) -> None:
         raise failure
     if before[-1] == "":
         told = "; ".join(f"rank {other}: {word}" for other, word in enumerate(words))
-        raise FailedPrecondition(f"FAILED_PRECONDITION: group {group.group_name!r}: the ranks have different values of TE_FL_TP_OVERLAP, so they would "
+        raise FailedPrecondition(f"group {group.group_name!r}: the ranks have different values of TE_FL_TP_OVERLAP, so they would "
                                  f"call different collectives; give all of them the same: {told}")

@@ -90,26 +90,17 @@ class SequenceRanks:
         ranks, op = self.communicator, "all_reduce" if source is to else way
         group = communicator.member(self.group)
         communicator.check(op, group)
-        number = ranks.count_collective()
-        try:
-            if ranks.same_call is not None:
-                arguments = {"input": source} if way == "all_gather" else {"input": source, "reduction": "max" if way == "max" else "sum"}
-                ranks.same_call.compare(op, arguments)
-            with _HERE if stream is None else on_stream(source.device, stream):
-                if way == "all_gather":
-                    if self.pieces_from and self._in_pieces(source) and self._overlap.gathers(source):
-                        work = self._overlap.gather(source, to)
-                    else:
-                        work = dist.all_gather_into_tensor(to, source, group, not now)
-                elif way == "reduce_scatter":
-                    work = dist.reduce_scatter_tensor(to, source, dist.ReduceOp.SUM, group, not now)
-                else:
-                    work = dist.all_reduce(to, dist.ReduceOp.MAX if way == "max" else dist.ReduceOp.SUM, group, not now)
-        except Exception as error:
-            self.add_note_to(error, (None, op, source, number))
-            raise
+        arguments = {"input": source, "output": to}
+        if way != "all_gather":
+            arguments["reduction"] = "max" if way == "max" else "sum"
+
+        def gather() -> Optional[Any]:
+            return self._overlap.gather(source, to) if self._overlap.gathers(source) else dist.all_gather_into_tensor(to, source, group, not now)
+
+        with _HERE if stream is None else on_stream(source.device, stream):
+            work = ranks.begin(op, group, arguments, not now, gather if way == "all_gather" and self._in_pieces(source) else None)
         collectives.count(op, ranks.backend, to if way == "all_gather" else source)
-        return None if work is None else (work, op, source, number)
+        return None if work is None else (work, op, source, ranks.collectives)
 
     def wait_on(self, work: Any, stream: int) -> None:
         """Calls work.wait() with the stream of this handle as the current stream."""

@@ -112,7 +112,7 @@ class Codes:
                 self._fill_columns()
             return
         if self.data.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise FailedPrecondition("FAILED_PRECONDITION: a training forward is captured that is the first to read the weight "
+            raise FailedPrecondition("a training forward is captured that is the first to read the weight "
                                      f"{tuple(self.data.shape)} of FP8 codes, whose transpose would be the graph's; run a step before")
         rows, columns = self.data.shape
         scales = _block_scales(columns, rows, self.data.device) if self.rules.scaling != "tensor" else None

@@ -108,7 +108,7 @@ def read(state: Any, where: str) -> dict:
     try:
         found = _Reader(state).load()
     except DataLoss as error:
-        raise DataLoss(f"{where}: {error}") from None
+        raise DataLoss(f"{where}: {error.args[0]}") from None
     except Exception as error:
         raise DataLoss(f"{where}: the extra state cannot be read: {error}") from error
     if found is not None and not isinstance(found, dict):

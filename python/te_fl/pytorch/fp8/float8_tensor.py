@@ -249,9 +249,6 @@ def _rebuilt(data, scale_inv, amax, rules, dtype, requires_grad, is_parameter) -
     return made
 
 
-_rebuilt.__module__ = "te_fl.pytorch.float8_tensor"  # the public module name, which checkpoints contain
-
-
 def _theirs(data, fp8_dtype, scale_inv, dtype, shape, transpose=None) -> Float8Tensor:
     """Converts Transformer Engine's Float8Tensor of a checkpoint."""
     if int(fp8_dtype) != DType.kFloat8E4M3:

@@ -96,7 +96,7 @@ class FP8GlobalStateManager(metaclass=_UnservedNames):
         The FP8 state of layers is kept. FailedPrecondition inside of te.autocast or quantized_model_init.
         """
         if quantization._state.scopes or quantization.model_init() is not None:
-            raise FailedPrecondition("FAILED_PRECONDITION: FP8GlobalStateManager.reset() was called inside of te.autocast or quantized_model_init, which would "
+            raise FailedPrecondition("FP8GlobalStateManager.reset() was called inside of te.autocast or quantized_model_init, which would "
                                      "end them early; call it after their scope")
         quantization.captures.started, quantization.captures.flag = False, None
 

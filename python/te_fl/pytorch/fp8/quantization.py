@@ -52,7 +52,7 @@ def notice(module: Any) -> None:
     elif module._in_fp8:
         if torch._C._current_graph_task_id() >= 0 and _quantises(module):
             raise FailedPrecondition(
-                f"FAILED_PRECONDITION: {type(module).__name__}: the backward runs this forward again outside of its autocast, so in another "
+                f"{type(module).__name__}: the backward runs this forward again outside of its autocast, so in another "
                 f"precision{_ambiguity(module)}; use te_fl.pytorch.checkpoint(), or give torch.utils.checkpoint.checkpoint() use_reentrant=False and "
                 "context_fn=te_fl.pytorch.recompute_contexts (Transformers: model.gradient_checkpointing_enable({\"use_reentrant\": False, "
                 "\"context_fn\": te_fl.pytorch.recompute_contexts}))")
@@ -273,7 +273,7 @@ def _making_codes(settings: Optional[ModelInit]) -> Iterator[None]:
 @hides_misspelt
 def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False,
                          **misspelt: NoReturn) -> contextlib.AbstractContextManager:
-    """Modules constructed inside store the weights of their products as FP8 codes only (te_fl.pytorch.float8_tensor.Float8Tensor).
+    """Modules constructed inside store the weights of their products as FP8 codes only (te_fl.pytorch.fp8.float8_tensor.Float8Tensor).
 
     enabled: False constructs modules as outside of all such scopes. recipe: determines the scaling of the codes; None: get_default_recipe(). A recipe
     that te-fl does not support raises te_fl.errors.Unsupported. preserve_high_precision_init_val: a weight's get_high_precision_init_val() returns

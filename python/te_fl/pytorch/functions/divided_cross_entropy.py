@@ -19,13 +19,13 @@ _CHUNK = 1 << 24  # number of logits per step in the gradient's computation, to 
 def _check_targets(targets: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
     """Checks the dtype of targets, and on a CPU also their values, as the single-rank op does."""
     if targets.dtype not in (torch.int32, torch.int64):
-        raise InvalidArgument(f"INVALID_ARGUMENT: parallel_cross_entropy: target has the dtype {targets.dtype}; it must be torch.int32 or torch.int64")
+        raise InvalidArgument(f"parallel_cross_entropy: target has the dtype {targets.dtype}; it must be torch.int32 or torch.int64")
     if targets.device.type != "cpu":
         return
     outside = ((targets < 0) | (targets >= vocabulary)) & (targets != ignore_index)
     if outside.any():
         at = int(outside.flatten().to(torch.uint8).argmax())
-        raise InvalidArgument(f"INVALID_ARGUMENT: parallel_cross_entropy: target number {at} is {int(targets.flatten()[at])}; it must lie in "
+        raise InvalidArgument(f"parallel_cross_entropy: target number {at} is {int(targets.flatten()[at])}; it must lie in "
                               f"[0, {vocabulary}), the vocabulary that the ranks divide, or be {ignore_index}, which is ignored")
 
 

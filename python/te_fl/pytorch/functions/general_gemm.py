@@ -44,7 +44,7 @@ def general_gemm(A: torch.Tensor, B: torch.Tensor, out_dtype: Optional[torch.dty
         if operand.dtype not in DTYPE_NAMES or type(operand) not in (torch.Tensor, torch.nn.Parameter):
             raise refuse(where, name, f"a {type(operand).__name__} of {operand.dtype}", "give plain torch.float32, torch.bfloat16 or torch.float16")
     if layout not in ("TN", "NN", "NT"):
-        raise ValueError(f"{where}: layout is {layout!r}; it is 'TN', 'NN' or 'NT'")
+        raise InvalidArgument(f"{where}: layout is {layout!r}; it is 'TN', 'NN' or 'NT'")
     if beta is not None and not accumulate and beta != 0.0:
         raise InvalidArgument(f"{where}: beta is {beta} without accumulate, which it is a factor of; leave it out")
     lead = B.shape[:-1]

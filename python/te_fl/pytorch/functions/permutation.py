@@ -173,7 +173,7 @@ def _check_count(where: str, num_out_tokens: int, least: int) -> None:
 
 def _check_map_type(where: str, map_type: str) -> None:
     if map_type not in ("mask", "index"):
-        raise ValueError(f"{where}: map_type is {map_type!r}; it is 'mask' or 'index'")
+        raise InvalidArgument(f"{where}: map_type is {map_type!r}; it is 'mask' or 'index'")
 
 
 def moe_permute(inp: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int, max_token_num: int = -1,
@@ -240,7 +240,7 @@ def moe_unpermute(inp: torch.Tensor, row_id_map: torch.Tensor, merging_probs: Op
     _check_map_type("moe_unpermute", map_type)
     if probs is not None:
         if merging_probs is not None:
-            raise ValueError("moe_unpermute: merging_probs and probs were both given; probs is deprecated: leave it out")
+            raise InvalidArgument("moe_unpermute: merging_probs and probs were both given; probs is deprecated: leave it out")
         warnings.warn("moe_unpermute: probs is deprecated; give merging_probs", FutureWarning)
         merging_probs = probs
     _check_tokens("moe_unpermute", inp)

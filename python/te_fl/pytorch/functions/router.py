@@ -33,7 +33,7 @@ def _form(where: str, routing_map_format: Union[str, RoutingMapFormat, int]) -> 
         return int(_FORMATS[routing_map_format])
     if isinstance(routing_map_format, int) and routing_map_format in (0, 1):
         return int(routing_map_format)
-    raise ValueError(f"{where}: routing_map_format is {routing_map_format!r}; it is 'bytemap', 'bitmap_u8' or one of RoutingMapFormat")
+    raise InvalidArgument(f"{where}: routing_map_format is {routing_map_format!r}; it is 'bytemap', 'bitmap_u8' or one of RoutingMapFormat")
 
 
 def _routing(logits: torch.Tensor, form: int, topk: int) -> Tuple[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from te_fl.attention_logits import max_logits
 from te_fl.common.recipe import attends
+from te_fl.errors import InvalidArgument
 from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.checkpoint import checkpoint
 from te_fl.pytorch.fp8 import extra_state, quantization
@@ -52,7 +53,7 @@ def score_cap(where: str, softcap: Optional[float], default: float = 0.0) -> flo
     """The softcap, which maps scaled scores x to softcap tanh(x / softcap); 0: no cap. None: the default."""
     softcap = float(default if softcap is None else softcap)
     if not 0.0 <= softcap < math.inf:
-        raise ValueError(f"{where}: softcap is {softcap}; it must be finite and at least 0 (0: scores have no cap)")
+        raise InvalidArgument(f"{where}: softcap is {softcap}; it must be finite and at least 0 (0: scores have no cap)")
     return softcap
 
 
@@ -90,17 +91,17 @@ def window(where: str, size: Optional[Tuple[int, int]], mask: str) -> Tuple[int,
     (-1, 0) means no window, as in Transformer Engine.
     """
     if size is not None and (isinstance(size, (str, numbers.Number)) or len(size) != 2):
-        raise ValueError(f"{where}: window_size is {size!r}; it is a pair, the numbers of keys before and after a query's own, or None")
+        raise InvalidArgument(f"{where}: window_size is {size!r}; it is a pair, the numbers of keys before and after a query's own, or None")
     for number in size or ():
         if isinstance(number, (float, str)):
             raise TypeError(f"{where}: window_size is {size!r}; its numbers are integers")
     left, right = (-1, -1) if size is None else (int(size[0]), int(size[1]))
     if left < -1 or right < -1:
-        raise ValueError(f"{where}: window_size is {size}; its numbers are -1 (no bound) or more")
+        raise InvalidArgument(f"{where}: window_size is {size}; its numbers are -1 (no bound) or more")
     if "causal" in mask:
         if right not in (-1, 0):
             if left < 0:
-                raise ValueError(f"{where}: window_size is {size} with mask {mask!r}, which shows no keys after a query's own; give 0 or -1 there")
+                raise InvalidArgument(f"{where}: window_size is {size} with mask {mask!r}, which shows no keys after a query's own; give 0 or -1 there")
             _warn(f"{where}: window_size is {size} with mask {mask!r}, which shows no keys after a query's own; ({left}, 0) is taken")
         return left, -1
     if (left, right) == (-1, 0):
@@ -142,7 +143,7 @@ def cumulative_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
     Padding must be at the end of each sequence. Other masks are refused, since they would attend to the wrong keys.
     """
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
-        raise ValueError(f"{where}: the padding mask is {mask.dtype} {tuple(mask.shape)}; it must be bool [batch, 1, 1, length]")
+        raise InvalidArgument(f"{where}: the padding mask is {mask.dtype} {tuple(mask.shape)}; it must be bool [batch, 1, 1, length]")
     if torch.compiler.is_compiling():
         return traced.graph.cumulative_lengths(mask)
     return sums_of_lengths(where, mask)
@@ -153,7 +154,7 @@ def sums_of_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
     hidden = mask[:, 0, 0, :]
     # Every token after a masked token must be masked too.
     if not _is_so(mask, "padding at the end", (hidden[:, 1:] >= hidden[:, :-1]).all()):
-        raise ValueError(f"{where}: the padding mask hides tokens that are not at the end of their sequence; give that as "
+        raise InvalidArgument(f"{where}: the padding mask hides tokens that are not at the end of their sequence; give that as "
                          "attn_mask_type='arbitrary' with a mask [batch, 1, queries, keys]")
     sums = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=mask.device)
     torch.cumsum((~hidden).sum(1, dtype=torch.int32), 0, dtype=torch.int32, out=sums[1:])
@@ -201,14 +202,14 @@ class DotProductAttention(TransformerEngineBaseModule):
         rules.check(where, locals())
         channels = tuple(kv_channels) if isinstance(kv_channels, (list, tuple)) else (kv_channels, kv_channels)
         if len(channels) != 2:
-            raise ValueError(f"{where}: kv_channels is {kv_channels!r}; it is the head size, or a pair: that of q and k, and that of v")
+            raise InvalidArgument(f"{where}: kv_channels is {kv_channels!r}; it is the head size, or a pair: that of q and k, and that of v")
         for size in channels:
             rules.size(where, "kv_channels", size)
         self.kv_channels, self.value_channels = int(channels[0]), int(channels[1])
         self.num_attention_heads = int(num_attention_heads)
         self.num_gqa_groups = int(num_attention_heads if num_gqa_groups is None else num_gqa_groups)
         if self.num_gqa_groups < 1 or self.num_attention_heads % self.num_gqa_groups != 0:
-            raise ValueError(f"{where}: {num_attention_heads} attention heads do not divide into {num_gqa_groups} groups")
+            raise InvalidArgument(f"{where}: {num_attention_heads} attention heads do not divide into {num_gqa_groups} groups")
         self._divide(tp_group, tp_size, False)
         # Inputs contain only this rank's heads.
         self.num_attention_heads_per_partition = divided(where, "num_attention_heads", self.num_attention_heads, self.tp_size)
@@ -321,7 +322,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if pad_between_seqs is False:  # sequences are contiguous, so cumulative lengths with padding are ignored
             cu_seqlens_q_padded = cu_seqlens_kv_padded = None
         elif pad_between_seqs and cu_seqlens_q_padded is None:
-            raise ValueError(f"{where}: pad_between_seqs is True; give cu_seqlens_q_padded, where each sequence starts")
+            raise InvalidArgument(f"{where}: pad_between_seqs is True; give cu_seqlens_q_padded, where each sequence starts")
         cap = score_cap(where, softcap, self.softcap)
         only(where, ("fp8_output", bool(fp8_output), False, "outputs are of the inputs' dtype"),
              ("bf16_backward", bool(bf16_backward), False, "the backward is of the forward's dtype"),
@@ -395,7 +396,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
         mask_or_none = masks_of_call if mask in ("no_mask", "causal", "causal_bottom_right") and masks_of_call is not None else None
         if mask_or_none is not None and not dense:
-            raise ValueError(f"{where}: attention_mask is given with qkv_format='thd', whose cu_seqlens say what a query sees; leave it out")
+            raise InvalidArgument(f"{where}: attention_mask is given with qkv_format='thd', whose cu_seqlens say what a query sees; leave it out")
         own = mask
         if mask_or_none is not None and _hides_more(where, mask_or_none, behind(bottom_right) if causal else None, (mask, *extents)):
             hidden = windowed((size[0], 0) if causal else size, behind(bottom_right)) | mask_or_none.bool()
@@ -438,26 +439,26 @@ class DotProductAttention(TransformerEngineBaseModule):
         inputs: dict = {}
         if mask == "arbitrary":
             if not isinstance(masks_of_call, torch.Tensor):
-                raise ValueError(f"{where}: attn_mask_type is 'arbitrary'; give attention_mask, one tensor")
+                raise InvalidArgument(f"{where}: attn_mask_type is 'arbitrary'; give attention_mask, one tensor")
             inputs["attn_mask"] = masks_of_call.contiguous()
             return inputs
         if layout == "thd":
             if cu_q is None:
-                raise ValueError(f"{where}: qkv_format is 'thd'; give cu_seqlens_q, and cu_seqlens_kv where they differ")
+                raise InvalidArgument(f"{where}: qkv_format is 'thd'; give cu_seqlens_q, and cu_seqlens_kv where they differ")
             inputs.update(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_q if cu_kv is None else cu_kv, cu_seqlens_q_padded=cu_q_padded,
                           cu_seqlens_kv_padded=cu_q_padded if cu_kv_padded is None else cu_kv_padded, max_seqlen_q=max_q,
                           max_seqlen_kv=max_kv if max_kv is not None else max_q)
         elif "padding" in mask:
             if cu_q is None or cu_kv is None:
                 if masks_of_call is None:
-                    raise ValueError(f"{where}: attn_mask_type is {mask!r}; give attention_mask, or cu_seqlens_q and cu_seqlens_kv")
+                    raise InvalidArgument(f"{where}: attn_mask_type is {mask!r}; give attention_mask, or cu_seqlens_q and cu_seqlens_kv")
                 masks = (masks_of_call, masks_of_call) if isinstance(masks_of_call, torch.Tensor) else tuple(masks_of_call)
                 if isinstance(masks_of_call, torch.Tensor) and self._length(q, layout) != self._length(k, layout):
-                    raise ValueError(f"{where}: queries and keys differ in length; give attention_mask as a pair, of queries and of keys")
+                    raise InvalidArgument(f"{where}: queries and keys differ in length; give attention_mask as a pair, of queries and of keys")
                 of_q, of_kv = masks
                 for of, t, whose in ((of_q, q, "queries"), (of_kv, k, "keys")):
                     if of.dim() == 4 and of.shape[3] != self._length(t, layout):
-                        raise ValueError(f"{where}: the padding mask is {tuple(of.shape)}; it must be bool [batch, 1, 1, length], and the {whose} have "
+                        raise InvalidArgument(f"{where}: the padding mask is {tuple(of.shape)}; it must be bool [batch, 1, 1, length], and the {whose} have "
                                          f"length {self._length(t, layout)}")
                 cu_q = cumulative_lengths(where, of_q)
                 cu_kv = cu_q if of_kv is of_q else cumulative_lengths(where, of_kv)
@@ -472,14 +473,14 @@ class DotProductAttention(TransformerEngineBaseModule):
         """Adds the bias or the ALiBi slopes to the inputs; returns the tensors among them that may need a gradient."""
         rules.choice(where, "core_attention_bias_type", kind, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"))
         if slopes is not None and kind != "alibi":
-            raise ValueError(f"{where}: alibi_slopes are given with core_attention_bias_type {kind!r}; give 'alibi', or leave them out")
+            raise InvalidArgument(f"{where}: alibi_slopes are given with core_attention_bias_type {kind!r}; give 'alibi', or leave them out")
         if kind not in ("pre_scale_bias", "post_scale_bias"):
             if bias is not None:
-                raise ValueError(f"{where}: core_attention_bias is given with core_attention_bias_type {kind!r}; give 'post_scale_bias', or leave "
+                raise InvalidArgument(f"{where}: core_attention_bias is given with core_attention_bias_type {kind!r}; give 'post_scale_bias', or leave "
                                  "it out")
             return ()
         if bias is None:
-            raise ValueError(f"{where}: core_attention_bias_type is {kind!r}; give core_attention_bias")
+            raise InvalidArgument(f"{where}: core_attention_bias_type is {kind!r}; give core_attention_bias")
         if kind == "pre_scale_bias":
             if cap:
                 raise refuse(where, "core_attention_bias_type", kind, "with softcap te-fl adds a bias after the cap; give 'post_scale_bias'")
@@ -493,7 +494,7 @@ def _hides_more(where: str, mask: Any, behind: Optional[torch.Tensor], rule: tup
     cached result.
     """
     if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.bool, torch.uint8):
-        raise ValueError(f"{where}: attention_mask is {mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__}; it is one tensor of "
+        raise InvalidArgument(f"{where}: attention_mask is {mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__}; it is one tensor of "
                          "bool or uint8, true where masked out")
     if torch.compiler.is_compiling():
         return True
@@ -516,8 +517,8 @@ def _unpack(where, q, k, v, qkv, kv, dim):
     """Splits packed qkv (extent 3 along dim) into q, k and v, or packed kv (extent 2) into k and v."""
     if qkv is not None:
         if q is not None or k is not None or v is not None or kv is not None:
-            raise ValueError(f"{where}: give qkv_layer alone")
+            raise InvalidArgument(f"{where}: give qkv_layer alone")
         return qkv.unbind(dim)
     if k is not None or v is not None or q is None:
-        raise ValueError(f"{where}: give query_layer with kv_layer, and neither key_layer nor value_layer")
+        raise InvalidArgument(f"{where}: give query_layer with kv_layer, and neither key_layer nor value_layer")
     return (q, *kv.unbind(dim))

@@ -56,7 +56,7 @@ def check(where: str, params: Any, recomputes_keys: bool = False) -> InferencePa
     if quantization.enabled() and attends(quantization.active_recipe()):
         raise refuse(where, "inference_params", params, "FP8 attention would scale all tokens anew with each one; take a recipe without fp8_dpa")
     if params.batch_size == 0:
-        raise FailedPrecondition(f"FAILED_PRECONDITION: {where}: inference_params has no batch; call its pre_step() before each pass of the model")
+        raise FailedPrecondition(f"{where}: inference_params has no batch; call its pre_step() before each pass of the model")
     return params
 
 

@@ -48,7 +48,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                  save_original_input: bool = False, single_grouped_weight: bool = False, single_grouped_bias: bool = False, name: Optional[str] = None,
                  use_grouped_tensor: Optional[bool] = None) -> None:
         if isinstance(num_gemms, bool) or not isinstance(num_gemms, numbers.Integral) or num_gemms < 1:
-            raise ValueError(f"GroupedLinear: num_gemms is {num_gemms!r}; it is the number of experts, 1 or more")
+            raise InvalidArgument(f"GroupedLinear: num_gemms is {num_gemms!r}; it is the number of experts, 1 or more")
         super().__init__(name)
         self.num_gemms = int(num_gemms)
         rules.values("GroupedLinear", locals())
@@ -62,7 +62,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             raise TypeError(f"GroupedLinear: use_grouped_tensor is {use_grouped_tensor!r}; it is a bool or None")
         self._divide(tp_group, tp_size, sequence_parallel)
         if self.tp_size > 1 and bias:
-            raise ValueError(f"GroupedLinear: bias=True with tp_size = {self.tp_size}: the sum over ranks, which is outside of the module, would count "
+            raise InvalidArgument(f"GroupedLinear: bias=True with tp_size = {self.tp_size}: the sum over ranks, which is outside of the module, would count "
                              "the biases several times; give bias=False")
         self.parallel_mode, self.save_original_input, self.ub_name = parallel_mode, save_original_input, ub_name
         self.use_grouped_tensor = use_grouped_tensor
@@ -190,7 +190,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         except TypeError:
             raise TypeError(f"GroupedLinear: m_splits is {m_splits!r}; it is a list of {self.num_gemms} integers") from None
         if len(splits) != self.num_gemms:
-            raise ValueError(f"GroupedLinear: m_splits has {len(splits)} elements; num_gemms is {self.num_gemms}")
+            raise InvalidArgument(f"GroupedLinear: m_splits has {len(splits)} elements; num_gemms is {self.num_gemms}")
         if inp.dim() < 2 or inp.shape[-1] != self.in_features:
             raise InvalidArgument(f"GroupedLinear: the input has shape {tuple(inp.shape)}; its last dimension is in_features = {self.in_features}")
         rows = inp.numel() // self.in_features

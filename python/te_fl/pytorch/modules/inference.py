@@ -180,12 +180,12 @@ class InferenceParams:
                  "head_dim_v": head_dim_v}
         for name, value in sizes.items():
             if _count_of(value) is None:
-                raise ValueError(f"{where}: {name} is {value!r}; it is an int of 1 or more")
+                raise InvalidArgument(f"{where}: {name} is {value!r}; it is an int of 1 or more")
         max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, head_dim_v = map(_count_of, sizes.values())
         if dtype not in DTYPE_NAMES:
             raise rules.refuse(where, "dtype", dtype, "give the dtype of keys and values, torch.float32, torch.bfloat16 or torch.float16")
         if max_ctx_len is None and qkv_format == "thd" or max_ctx_len is not None and not 1 <= max_ctx_len <= max_sequence_length:
-            raise ValueError(f"{where}: max_ctx_len is {max_ctx_len} with qkv_format {qkv_format!r}; it is from 1 to max_sequence_length, "
+            raise InvalidArgument(f"{where}: max_ctx_len is {max_ctx_len} with qkv_format {qkv_format!r}; it is from 1 to max_sequence_length, "
                              f"{max_sequence_length}, and 'thd' needs it")
         self.max_batch_size, self.max_sequence_length, self.max_ctx_len = max_batch_size, max_sequence_length, max_ctx_len
         self.num_heads_kv, self.head_dim_k, self.head_dim_v, self.dtype = num_heads_kv, head_dim_k, head_dim_v, dtype
@@ -194,7 +194,7 @@ class InferenceParams:
         if self.is_paged:
             self._check_pages(total_num_pages, page_size)
         elif total_num_pages is not None or page_size is not None:
-            raise ValueError(f"{where}: total_num_pages is {total_num_pages} and page_size {page_size} with is_paged=False; give is_paged=True, or "
+            raise InvalidArgument(f"{where}: total_num_pages is {total_num_pages} and page_size {page_size} with is_paged=False; give is_paged=True, or "
                              "leave them out")
         self.total_num_pages, self.page_size = total_num_pages, page_size
         self.cache_manager = self._manager(custom_cache_manager)
@@ -209,10 +209,10 @@ class InferenceParams:
 
     def _check_pages(self, total: Any, size: Any) -> None:
         if not isinstance(size, int) or size < 1 or self.max_sequence_length % size != 0:
-            raise ValueError(f"InferenceParams: page_size is {size!r}; with is_paged it divides max_sequence_length, {self.max_sequence_length}")
+            raise InvalidArgument(f"InferenceParams: page_size is {size!r}; with is_paged it divides max_sequence_length, {self.max_sequence_length}")
         needed = self.max_batch_size * (self.max_sequence_length // size)
         if total != needed:
-            raise ValueError(f"InferenceParams: total_num_pages is {total!r}; it is max_batch_size * max_sequence_length / page_size, {needed}")
+            raise InvalidArgument(f"InferenceParams: total_num_pages is {total!r}; it is max_batch_size * max_sequence_length / page_size, {needed}")
 
     def _manager(self, custom: Optional[Type[KVCacheManager]]) -> KVCacheManager:
         if custom is not None and not (isinstance(custom, type) and issubclass(custom, KVCacheManager)):
@@ -250,7 +250,7 @@ class InferenceParams:
         step_dict = self._checked_steps(step_dict)
         sequences = self.cache_manager.pre_step(step_dict)
         if list(sequences) != list(step_dict):
-            raise FailedPrecondition(f"FAILED_PRECONDITION: {type(self.cache_manager).__name__}.pre_step() has returned the sequences "
+            raise FailedPrecondition(f"{type(self.cache_manager).__name__}.pre_step() has returned the sequences "
                                      f"{list(sequences)} for a batch of {list(step_dict)}; they have one order")
         self.sequences = sequences
         self.batch_size = len(step_dict)
@@ -286,9 +286,9 @@ class InferenceParams:
     def check_owner(self, layer_number: Optional[int], module: int) -> None:
         """Refuses a module whose layer_number another module uses. module: its number in runtime/registry.py."""
         if layer_number is None:
-            raise ValueError("DotProductAttention: layer_number is None with inference_params; give each layer one of its own, from 1 on")
+            raise InvalidArgument("DotProductAttention: layer_number is None with inference_params; give each layer one of its own, from 1 on")
         if self._owners.get(layer_number, module) != module:
-            raise ValueError(f"DotProductAttention: two layers have the layer_number {layer_number}, and inference_params keeps one cache for each; give "
+            raise InvalidArgument(f"DotProductAttention: two layers have the layer_number {layer_number}, and inference_params keeps one cache for each; give "
                              "each layer one of its own, or call reset() where one model follows another")
 
     def take_place(self, layer_number: int, module: int) -> None:
@@ -327,7 +327,7 @@ class InferenceParams:
     def _check_tokens(self, new_k: torch.Tensor, new_v: torch.Tensor, layout: str) -> None:
         where = "InferenceParams.step"
         if self.batch_size == 0:
-            raise FailedPrecondition(f"FAILED_PRECONDITION: {where}: no batch has been given; call pre_step() before each pass of the model")
+            raise FailedPrecondition(f"{where}: no batch has been given; call pre_step() before each pass of the model")
         new = self.new_tokens()
         if layout == "thd" and self.max_ctx_len is None:
             raise InvalidArgument(f"{where}: qkv_format is 'thd', and InferenceParams has no max_ctx_len; give it one")

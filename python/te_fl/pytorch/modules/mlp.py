@@ -6,6 +6,7 @@ from typing import Any, Callable, NoReturn, Optional, Tuple, Union
 
 import torch
 
+from te_fl.errors import InvalidArgument
 from te_fl.pytorch.autograd.checkpoint import checkpoint
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.modules.linear import (add_norm_parameters, mark_norm_parameters, norm_options, norm_parameters, normalise, options_of,
@@ -51,7 +52,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self._divide(tp_group, tp_size, sequence_parallel)
         self._divides, self.set_parallel_mode = self.tp_size > 1 and bool(set_parallel_mode), bool(set_parallel_mode)
         if self.sequence_parallel and not set_parallel_mode:
-            raise ValueError(f"{where}: sequence_parallel needs set_parallel_mode=True with tp_size = {self.tp_size}; without it nobody sums the "
+            raise InvalidArgument(f"{where}: sequence_parallel needs set_parallel_mode=True with tp_size = {self.tp_size}; without it nobody sums the "
                              "ranks' outputs")
         self._refuse_overlap(ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
                              ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad)
@@ -174,9 +175,9 @@ def _clamp(where: str, activation: str, params: Optional[dict]) -> dict:
     if not params:
         return {}
     if activation != "clamped_swiglu":
-        raise ValueError(f"{where}: activation_params is {params!r}; only clamped_swiglu has parameters")
+        raise InvalidArgument(f"{where}: activation_params is {params!r}; only clamped_swiglu has parameters")
     unknown = set(params) - {"limit", "alpha", "glu_linear_offset"}
     if unknown:
-        raise ValueError(f"{where}: activation_params names {sorted(unknown)[0]!r}; clamped_swiglu has limit, alpha and glu_linear_offset")
+        raise InvalidArgument(f"{where}: activation_params names {sorted(unknown)[0]!r}; clamped_swiglu has limit, alpha and glu_linear_offset")
     return {"clamp_limit": float(params.get("limit", 7.0)), "clamp_alpha": float(params.get("alpha", 1.702)),
             "glu_linear_offset": float(params.get("glu_linear_offset", 1.0))}

@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
+from te_fl.errors import InvalidArgument
 from te_fl.pytorch.functions.rope import apply_rotary_pos_emb
 from te_fl.pytorch.modules import cached_attention
 from te_fl.pytorch.modules.attention import DotProductAttention, checked_mask
@@ -102,11 +103,11 @@ class MultiheadAttention(torch.nn.Module):
         where = "MultiheadAttention"
         rules.check(where, locals())
         if layer_number is not None and layer_number < 1:
-            raise ValueError(f"{where}: layer_number is {layer_number}; layers count from 1")
+            raise InvalidArgument(f"{where}: layer_number is {layer_number}; layers count from 1")
         if kv_channels is not None:
             rules.size(where, "kv_channels", kv_channels, least=0)  # 0 means unset, as in Transformer Engine
         if not kv_channels and hidden_size % num_attention_heads != 0:
-            raise ValueError(f"{where}: hidden_size is {hidden_size} and num_attention_heads {num_attention_heads}, which does not divide it; give "
+            raise InvalidArgument(f"{where}: hidden_size is {hidden_size} and num_attention_heads {num_attention_heads}, which does not divide it; give "
                              "kv_channels, the size of a head")
         checked_mask(where, attn_mask_type, window_size, softcap)
         self.hidden_size, self.num_attention_heads = int(hidden_size), int(num_attention_heads)
@@ -125,11 +126,11 @@ class MultiheadAttention(torch.nn.Module):
         self.rotary_pos_interleaved, self.qk_norm_before_rope = bool(rotary_pos_interleaved), bool(qk_norm_before_rope)
         self.fuse_qkv_params, self.qk_norm_type, self.qk_norm_eps = bool(fuse_qkv_params), qk_norm_type, qk_norm_eps
         if self.return_layernorm_output and not self.input_layernorm:
-            raise ValueError(f"{where}: return_layernorm_output needs input_layernorm=True")
+            raise InvalidArgument(f"{where}: return_layernorm_output needs input_layernorm=True")
         self.tp_size = size_of(tp_group, tp_size)
         self.sequence_parallel = self.tp_size > 1 and bool(sequence_parallel)
         if self.tp_size > 1 and not set_parallel_mode:
-            raise ValueError(f"{where}: tp_size is {self.tp_size}, so attention has this rank's heads alone, and set_parallel_mode is False, so the "
+            raise InvalidArgument(f"{where}: tp_size is {self.tp_size}, so attention has this rank's heads alone, and set_parallel_mode is False, so the "
                              "projections would have all; give set_parallel_mode=True")
         self.num_attention_heads_per_partition = divided(where, "num_attention_heads", self.num_attention_heads, self.tp_size)
         self.num_gqa_groups_per_partition = divided(where, "num_gqa_groups", self.num_gqa_groups, self.tp_size)
@@ -209,7 +210,7 @@ class MultiheadAttention(torch.nn.Module):
             q, k, v = mixed.view(*lead, heads + 2 * groups, self.kv_channels).split((heads, groups, groups), -2)
             return q, k, v, normed
         if encoder_output is None:
-            raise ValueError("MultiheadAttention: attention_type is 'cross'; give encoder_output")
+            raise InvalidArgument("MultiheadAttention: attention_type is 'cross'; give encoder_output")
         mixed = self.key_value(encoder_output, is_first_microbatch=first)
         lead = mixed.shape[:-1]
         if self.qkv_weight_interleaved:

@@ -7,6 +7,7 @@ from typing import Any, Optional, Tuple, Union
 
 import torch
 
+from te_fl.errors import InvalidArgument
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.modules.parameters import parameter_dtype
 from te_fl.pytorch.runtime import refuse as rules
@@ -21,7 +22,7 @@ class _Norm(TransformerEngineBaseModule):
     def _set_up(self, normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, hidden_size, kwargs, biased) -> None:
         where = type(self).__name__
         if (normalized_shape is None) == (hidden_size is None):
-            raise ValueError(f"{where}: give normalized_shape, or hidden_size, which is its older name")
+            raise InvalidArgument(f"{where}: give normalized_shape, or hidden_size, which is its older name")
         shape = hidden_size if normalized_shape is None else normalized_shape
         extents = tuple(shape) if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape,)
         for extent in extents:
@@ -33,7 +34,7 @@ class _Norm(TransformerEngineBaseModule):
         if margin not in (0, None) and margin != {}:
             raise refuse(where, "sm_margin", margin, "te-fl's kernels take the whole device; leave it out")
         if params_dtype is not None and dtype is not None and params_dtype != dtype:
-            raise ValueError(f"{where}: params_dtype is {params_dtype} and dtype, its other name, {dtype}")
+            raise InvalidArgument(f"{where}: params_dtype is {params_dtype} and dtype, its other name, {dtype}")
         dtype = parameter_dtype(params_dtype or dtype, where)
         self.eps, self.zero_centered_gamma = eps, bool(zero_centered_gamma)
         device = device_of(device)
@@ -62,7 +63,7 @@ class _Norm(TransformerEngineBaseModule):
         layer = self._layer_of(input)
         shape, last = input.shape, len(self.normalized_shape)
         if shape[len(shape) - last:] != self.normalized_shape:
-            raise ValueError(f"{type(self).__name__}: the input is {tuple(shape)}; it must end with {self.normalized_shape}")
+            raise InvalidArgument(f"{type(self).__name__}: the input is {tuple(shape)}; it must end with {self.normalized_shape}")
         if input.dtype not in DTYPE_NAMES and input.is_floating_point():
             input = input.float()  # Transformer Engine casts every input
         flat = input if last == 1 else input.reshape(*shape[:len(shape) - last], self.weight.numel())

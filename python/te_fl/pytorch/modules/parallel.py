@@ -11,7 +11,7 @@ from typing import Any, Dict, Optional
 
 import torch
 
-from te_fl.errors import FailedPrecondition
+from te_fl.errors import FailedPrecondition, InvalidArgument
 from te_fl.pytorch.autograd import regions
 from te_fl.pytorch.distributed import collectives
 from te_fl.pytorch.distributed.sequence_ranks import SequenceRanks
@@ -19,9 +19,9 @@ from te_fl.pytorch.runtime.refuse import process_group, refuse
 
 
 def divided(where: str, what: str, size: int, ranks: int) -> int:
-    """size / ranks, this rank's share; ValueError if ranks does not divide size."""
+    """size / ranks, this rank's share; InvalidArgument if ranks does not divide size."""
     if size % ranks != 0:
-        raise ValueError(f"{where}: {what} is {size}, which the {ranks} ranks of tp_size do not divide; give a multiple of {ranks}, or a group of "
+        raise InvalidArgument(f"{where}: {what} is {size}, which the {ranks} ranks of tp_size do not divide; give a multiple of {ranks}, or a group of "
                          "fewer ranks")
     return size // ranks
 
@@ -82,7 +82,7 @@ class TensorParallel:
         process_group(where, "tp_group", tp_group)
         if self.tp_size > 1 and collectives.size_of(tp_group) != self.tp_size:
             named = "the default group" if tp_group is None else "the group"
-            raise ValueError(f"{where}: {named} has {collectives.size_of(tp_group)} ranks, and the module was made with tp_size = {self.tp_size}; "
+            raise InvalidArgument(f"{where}: {named} has {collectives.size_of(tp_group)} ranks, and the module was made with tp_size = {self.tp_size}; "
                              "give a group of that size, or make the module with this one as tp_group")
         if tp_group is not self.tp_group:  # the next forward creates layers for the new group
             self._forget_layers()
@@ -100,7 +100,7 @@ class TensorParallel:
     def _group(self) -> Any:
         """The group of a forward that calls collectives."""
         if not self.tp_group_initialized:
-            raise FailedPrecondition(f"FAILED_PRECONDITION: {type(self).__name__}: it was made with tp_size = {self.tp_size} and has no group; call "
+            raise FailedPrecondition(f"{type(self).__name__}: it was made with tp_size = {self.tp_size} and has no group; call "
                                      "set_tensor_parallel_group(group) before the first forward")
         return self.tp_group
 
@@ -120,7 +120,7 @@ class TensorParallel:
     def _check_rows(self, x: torch.Tensor) -> None:
         """Refuses outputs whose first dimension the ranks do not divide evenly, for a product with a row-parallel weight."""
         if x.shape[0] % self.tp_size != 0:
-            raise ValueError(f"{type(self).__name__}: the first dimension of {tuple(x.shape)} is divided over the {self.tp_size} ranks of "
+            raise InvalidArgument(f"{type(self).__name__}: the first dimension of {tuple(x.shape)} is divided over the {self.tp_size} ranks of "
                              "sequence_parallel, and they do not divide it; pad it to a multiple")
 
     def _into(self, x: torch.Tensor) -> torch.Tensor:

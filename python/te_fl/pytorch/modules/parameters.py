@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 
+from te_fl.errors import InvalidArgument
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, rules_of
 from te_fl.pytorch.fp8.quantization import ModelInit
 from te_fl.pytorch.fp8.sharded_weights import initialise, is_sharded
@@ -97,10 +98,10 @@ class HasParameters(torch.nn.Module):
         else:
             split = (split,) if isinstance(split, str) else tuple(split)
             if not split or out_features % len(split) != 0:
-                raise ValueError(f"{where}: {out_features} {what} do not divide into the {len(split)} equal parts of parameters_split")
+                raise InvalidArgument(f"{where}: {out_features} {what} do not divide into the {len(split)} equal parts of parameters_split")
             parts = [(name, out_features // len(split)) for name in split]
         if sum(rows for _, rows in parts) != out_features:
-            raise ValueError(f"{where}: the parts of parameters_split sum to {sum(rows for _, rows in parts)}; "
+            raise InvalidArgument(f"{where}: the parts of parameters_split sum to {sum(rows for _, rows in parts)}; "
                              f"there are {out_features} {what}")
         return [(name if name.endswith("_") else name + "_", int(rows)) for name, rows in parts]
 

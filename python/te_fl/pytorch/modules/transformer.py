@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tupl
 
 import torch
 
-from te_fl.errors import FailedPrecondition
+from te_fl.errors import FailedPrecondition, InvalidArgument
 from te_fl.pytorch.modules import cached_attention
 from te_fl.pytorch.modules.attention import checked_mask
 from te_fl.pytorch.modules.fused_layer import FusedLayer
@@ -86,9 +86,9 @@ class TransformerLayer(torch.nn.Module):
             for other, value in (("layer_type='decoder'", layer_type == "decoder"), ("output_layernorm", output_layernorm),
                                  ("apply_residual_connection_post_layernorm", apply_residual_connection_post_layernorm)):
                 if value:
-                    raise ValueError(f"{where}: parallel_attention_mlp does not go with {other}")
+                    raise InvalidArgument(f"{where}: parallel_attention_mlp does not go with {other}")
         if fuse_wgrad_accumulation and not fuse_qkv_params:
-            raise ValueError(f"{where}: fuse_wgrad_accumulation needs fuse_qkv_params=True")
+            raise InvalidArgument(f"{where}: fuse_wgrad_accumulation needs fuse_qkv_params=True")
         self.self_attn_mask_type, self.window_size, self.bottom_right_diagonal = self_attn_mask_type, window_size, bottom_right_diagonal
         self.enc_dec_attn_mask_type, self.enc_dec_window_size = enc_dec_attn_mask_type, enc_dec_window_size
         self.enc_dec_bottom_right_diagonal, self.softcap = enc_dec_bottom_right_diagonal, softcap
@@ -151,7 +151,7 @@ class TransformerLayer(torch.nn.Module):
 
     def _in_graph(self, device: torch.device, kind: str, key: Any) -> Tuple[NativeLayer, List[int]]:
         if not self._fused.usable():
-            raise FailedPrecondition("FAILED_PRECONDITION: TransformerLayer: one of its parts was replaced or given a hook after torch.compile had "
+            raise FailedPrecondition("TransformerLayer: one of its parts was replaced or given a hook after torch.compile had "
                                      "compiled it, which PyTorch does not notice; call torch._dynamo.reset() to have it compiled anew")
         layer = self._fused.layer(self, device, key)
         return layer, self._fused.order()
@@ -174,7 +174,7 @@ class TransformerLayer(torch.nn.Module):
     def _check_rows(self, hidden_states: torch.Tensor) -> None:
         """Refuses an input that is not sharded along the sequence, if seq_length is known."""
         if self.seq_length is not None and hidden_states.shape[0] != self.seq_length // self.tp_size:
-            raise ValueError(f"TransformerLayer: hidden_states has {hidden_states.shape[0]} rows; with sequence_parallel each of the {self.tp_size} ranks "
+            raise InvalidArgument(f"TransformerLayer: hidden_states has {hidden_states.shape[0]} rows; with sequence_parallel each of the {self.tp_size} ranks "
                              f"has {self.seq_length // self.tp_size} of seq_length = {self.seq_length}")
 
     def set_context_parallel_group(self, cp_group: Any, *how: Any, **more: Any) -> None:
@@ -210,7 +210,7 @@ class TransformerLayer(torch.nn.Module):
         if inference_params is not None:
             cached_attention.check("TransformerLayer", inference_params, self.layer_type == "decoder")
         if self.layer_type == "encoder" and encoder_output is not None:
-            raise ValueError("TransformerLayer: encoder_output is for layer_type='decoder'")
+            raise InvalidArgument("TransformerLayer: encoder_output is for layer_type='decoder'")
         if pad_between_seqs is False:  # sequences are contiguous, so cumulative lengths with padding are ignored
             cu_seqlens_q_padded = cu_seqlens_kv_padded = None
         hidden_states = _checked(hidden_states)

@@ -153,7 +153,7 @@ class SReGLU(_Activation):
 def _betas(where: str, beta1: float, beta2: float) -> tuple:
     for name, beta in (("beta1", beta1), ("beta2", beta2)):
         if not 0.0 < beta < math.inf:
-            raise ValueError(f"{where}: {name} is {beta}; it is finite and greater than 0")
+            raise InvalidArgument(f"{where}: {name} is {beta}; it is finite and greater than 0")
     return float(beta1), float(beta2)
 
 
@@ -247,7 +247,7 @@ class ScaledTanhSReLU(_Scaled):
         self._refuse_recompute(activation_recompute_in_mlp)
         self.tanh_clamp_scale = float(tanh_clamp_scale)
         if not 0.0 < self.tanh_clamp_scale < math.inf:
-            raise ValueError(f"ScaledTanhSReLU: tanh_clamp_scale is {tanh_clamp_scale}; it is finite and greater than 0")
+            raise InvalidArgument(f"ScaledTanhSReLU: tanh_clamp_scale is {tanh_clamp_scale}; it is finite and greater than 0")
 
     def _scaled(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         values = (self.tanh_clamp_scale * torch.tanh(torch.relu(x.float()) / self.tanh_clamp_scale)).square()

@@ -71,9 +71,9 @@ class BasicOperation(FusibleOperation):
         if not 0 <= index < count:
             raise IndexError(f"{where}: extra {kind} {index} of {count}")
         if channel is not None and (not isinstance(channel, str) or not channel):
-            raise ValueError(f"{where}: channel is {channel!r}; it is a name, or None")
+            raise InvalidArgument(f"{where}: channel is {channel!r}; it is a name, or None")
         if self._in_a_row:
-            raise FailedPrecondition(f"FAILED_PRECONDITION: {where}: it has computed, and its channels stay as they were; name the channels of a new "
+            raise FailedPrecondition(f"{where}: it has computed, and its channels stay as they were; name the channels of a new "
                                      "operation")
 
     def set_extra_input_channel(self, index: int, channel: Optional[str]) -> "BasicOperation":
@@ -125,7 +125,7 @@ class FusedOperation(FusibleOperation):
         super().__init__()
         self.basic_ops = torch.nn.ModuleList(basic_ops)
         if len(self.basic_ops) == 0:
-            raise ValueError(f"{type(self).__name__}: basic_ops is empty; give one operation or more")
+            raise InvalidArgument(f"{type(self).__name__}: basic_ops is empty; give one operation or more")
 
     @property
     def is_fused_op(self) -> bool:
@@ -227,10 +227,10 @@ class Row:
         for op in self.basic_ops:
             for channel in op._extra_input_channels:
                 if channel is not None and channel not in filled:
-                    raise ValueError(f"{type(op).__name__}: no operation before it fills the channel {channel!r}")
+                    raise InvalidArgument(f"{type(op).__name__}: no operation before it fills the channel {channel!r}")
             for channel in op._extra_output_channels:
                 if channel in filled:
-                    raise ValueError(f"{type(op).__name__}: the channel {channel!r} is filled by {filled[channel]} already")
+                    raise InvalidArgument(f"{type(op).__name__}: the channel {channel!r} is filled by {filled[channel]} already")
                 if channel is not None:
                     filled[channel] = type(op).__name__
 
@@ -247,11 +247,11 @@ class Row:
     def __call__(self, x: torch.Tensor, *extra_inputs: torch.Tensor, basic_op_kwargs: Optional[Sequence[Dict[str, Any]]] = None
                  ) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]:
         if len(extra_inputs) != self.num_extra_inputs:
-            raise ValueError(f"{', '.join(type(op).__name__ for op in self.basic_ops)}: {len(extra_inputs)} extra inputs are given; they take "
+            raise InvalidArgument(f"{', '.join(type(op).__name__ for op in self.basic_ops)}: {len(extra_inputs)} extra inputs are given; they take "
                              f"{self.num_extra_inputs}")
         kwargs = [{}] * len(self.basic_ops) if basic_op_kwargs is None else basic_op_kwargs
         if len(kwargs) != len(self.basic_ops):
-            raise ValueError(f"basic_op_kwargs has {len(kwargs)} elements; there are {len(self.basic_ops)} basic operations")
+            raise InvalidArgument(f"basic_op_kwargs has {len(kwargs)} elements; there are {len(self.basic_ops)} basic operations")
         x, *extra_inputs = (t.dequantize() if isinstance(t, Float8Tensor) else t for t in (x, *extra_inputs))
         for op in self._ops:
             op._materialise()

@@ -7,6 +7,7 @@ from typing import Any, Iterable, Optional
 import torch
 
 from te_fl.common.recipe import native_of
+from te_fl.errors import InvalidArgument
 from te_fl.pytorch.autograd import regions
 from te_fl.pytorch.autograd.once import once_differentiable
 from te_fl.pytorch.distributed import collectives

@@ -207,9 +207,9 @@ class Linear(FusedOperation):
     def register_parameter(self, name: str, param: Optional[torch.nn.Parameter]) -> None:
         """Also registers the parameter with the operation that owns it."""
         if name == "bias" and param is not None and not self._has_bias:
-            raise ValueError("Linear: it was made with bias=False and takes no bias")
+            raise InvalidArgument("Linear: it was made with bias=False and takes no bias")
         if param is None and name in ("weight", "bias")[:1 + self._has_bias]:
-            raise ValueError(f"Linear: its {name} cannot be None; make a Linear with bias=False where it is to have no bias")
+            raise InvalidArgument(f"Linear: its {name} cannot be None; make a Linear with bias=False where it is to have no bias")
         super().register_parameter(name, param)
         if name in ("weight", "bias") and param is not None:
             setattr(self.basic_ops[0 if name == "weight" else 1], name, param)

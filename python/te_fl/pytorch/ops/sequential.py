@@ -6,6 +6,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 
+from te_fl.errors import InvalidArgument
 from te_fl.pytorch.ops.operation import BasicOperation, FusibleOperation, Row
 
 
@@ -97,7 +98,7 @@ class Sequential(torch.nn.Module):
         by_op = self._kwargs_of(rows, op_kwargs or {})
         taken = sum(row.num_extra_inputs for row in rows if isinstance(row, Row))
         if len(extra_inputs) != taken:
-            raise ValueError(f"Sequential: {len(extra_inputs)} extra inputs are given; its operations take {taken}")
+            raise InvalidArgument(f"Sequential: {len(extra_inputs)} extra inputs are given; its operations take {taken}")
         x, shown = input, []
         for row in rows:
             if not isinstance(row, Row):
@@ -117,6 +118,6 @@ class Sequential(torch.nn.Module):
         for key, kwargs in op_kwargs.items():
             module = self[key] if isinstance(key, int) else key
             if not isinstance(module, BasicOperation) or id(module) not in present:
-                raise ValueError(f"Sequential: op_kwargs names {type(module).__name__}; it names basic operations of the container")
+                raise InvalidArgument(f"Sequential: op_kwargs names {type(module).__name__}; it names basic operations of the container")
             by_op[id(module)] = kwargs
         return by_op

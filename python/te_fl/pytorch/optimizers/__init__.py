@@ -541,7 +541,7 @@ def multi_tensor_adam_capturable_master(chunk_size: int, noop_flag: torch.Tensor
 def multi_tensor_adam_fp8(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, lr: float, beta1: float, beta2: float, epsilon: float,
                           step: int, mode: int, bias_correction: int, weight_decay: float, fp8_dtype: Any) -> None:
     """As multi_tensor_adam, on the lists [gradients, uint8 codes of the parameters, exp_avg, exp_avg_sq, FP32 weights, scales, amaxes, scale_invs].
-    fp8_dtype: a DType of te_fl.pytorch.constants.
+    fp8_dtype: a DType of te_fl.pytorch.runtime.constants.
     """
     multi_tensor.multi_tensor_adam_fp8(chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, fp8_dtype)
     torch.autograd.graph.increment_version(tensor_lists[1])

@@ -1,4 +1,4 @@
-"""The checks that te_fl.pytorch.refuse.check() makes of each module's arguments.
+"""The checks that te_fl.pytorch.runtime.refuse.check() makes of each module's arguments.
 
 Written by tools/modulegen.py from nn/modules.yaml; do not edit.
 """

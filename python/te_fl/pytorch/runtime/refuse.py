@@ -102,12 +102,12 @@ def tensor_parallel(where: str, tp_group: Any, tp_size: Any) -> None:
     """Checks tp_group and tp_size. As in Transformer Engine, the size of a given group overrides tp_size."""
     process_group(where, "tp_group", tp_group)
     if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
-        raise ValueError(f"{where}: tp_size is {tp_size!r}; it is the number of ranks that divide the module, 1 or more")
+        raise InvalidArgument(f"{where}: tp_size is {tp_size!r}; it is the number of ranks that divide the module, 1 or more")
 
 
 def parallel_mode(where: str, mode: Any) -> None:
     if mode not in (None, "column", "row"):
-        raise ValueError(f"{where}: parallel_mode is {mode!r}; it is None, 'column' or 'row'")
+        raise InvalidArgument(f"{where}: parallel_mode is {mode!r}; it is None, 'column' or 'row'")
 
 
 def symmetric(where: str, value: Any) -> None:
@@ -118,7 +118,7 @@ def symmetric(where: str, value: Any) -> None:
 def choice(where: str, argument: str, value: Any, served: Iterable[str]) -> None:
     served = tuple(served)
     if value not in served:
-        raise ValueError(f"{where}: {argument} is {value!r}; it is one of {', '.join(map(repr, served))}")
+        raise InvalidArgument(f"{where}: {argument} is {value!r}; it is one of {', '.join(map(repr, served))}")
 
 
 def integer(where: str, argument: str, value: Any) -> None:
@@ -132,7 +132,7 @@ def integer(where: str, argument: str, value: Any) -> None:
 def size(where: str, argument: str, value: Any, least: int = 1) -> None:
     integer(where, argument, value)
     if value < least:
-        raise ValueError(f"{where}: {argument} is {value}; it is {least} or more")
+        raise InvalidArgument(f"{where}: {argument} is {value}; it is {least} or more")
 
 
 def number(where: str, argument: str, value: Any, rule: str, holds: Callable[[float], bool]) -> None:
@@ -140,7 +140,7 @@ def number(where: str, argument: str, value: Any, rule: str, holds: Callable[[fl
     if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
         raise TypeError(f"{where}: {argument} is {value!r}; it is a number")
     if not holds(float(value)):
-        raise ValueError(f"{where}: {argument} is {value}; it is {rule}")
+        raise InvalidArgument(f"{where}: {argument} is {value}; it is {rule}")
 
 
 def epsilon(where: str, argument: str, value: Any) -> None:

@@ -28,9 +28,9 @@ def module_of(number: torch.Tensor) -> torch.nn.Module:
     """The module with this number."""
     module = _modules.get(int(number))
     if module is None:
-        raise FailedPrecondition(f"FAILED_PRECONDITION: a compiled graph calls module {int(number)} of te_fl.pytorch, which has gone, or is "
+        raise FailedPrecondition(f"a compiled graph calls module {int(number)} of te_fl.pytorch, which has gone, or is "
                                  "another process's; compile the model where it runs, and keep it while its compiled form is called")
     if module._number.data_ptr() != number.data_ptr():
-        raise FailedPrecondition(f"FAILED_PRECONDITION: a compiled graph calls a {type(module).__name__} whose __dict__ was copied from another "
+        raise FailedPrecondition(f"a compiled graph calls a {type(module).__name__} whose __dict__ was copied from another "
                                  "one's; make a new module and load its state_dict()")
     return module
