@@ -322,9 +322,9 @@ void add_groups(Table& table) {
     add(table, "moe", "fused_multi_row_padding", name, [v](Problem& p) { groups(p, v, true); });
     add(table, "moe", "fused_multi_row_unpadding", name, [v](Problem& p) { groups(p, v, false); });
   }
-  wrong_groups(table, "less", {4, 4}, {4, 3}, 8, "group 1 has 4 rows and 3");
-  wrong_groups(table, "sum", {4, 3}, {4, 4}, 8, "the groups have 7 rows");
-  wrong_groups(table, "count", {4}, {4, 4}, 4, "expected as many");
+  wrong_groups(table, "less", {4, 4}, {4, 3}, 8, "_rows'[1] is 3");
+  wrong_groups(table, "sum", {4, 3}, {4, 4}, 8, "_rows' is 7");
+  wrong_groups(table, "count", {4}, {4, 4}, 4, "_rows' is a list of 2");
 }
 
 struct OffsetsVariant {

@@ -109,7 +109,7 @@ void scaled_problem(Problem& p, const ScaledVariant& v) {
   set_numbers(p, v);
   if (v.wrong) {
     p.expect_error(TE_FL_INVALID_ARGUMENT,
-                   "glu_interleave_size is " + std::to_string(v.interleave));
+                   "'glu_interleave_size' is " + std::to_string(v.interleave));
   }
   p.oracle([&p, v, t] {
     if (v.wrong) return p.expect_unchanged(t.y);

@@ -11,7 +11,6 @@
 #include "moe/scatter_rows.cuh"
 #include "moe/sort_pairs.cuh"
 #include "plugin/families.hpp"
-#include "te_fl/backend/moe_checks.hpp"
 #include "te_fl/ops/moe.h"
 
 namespace te_fl::cuda {
@@ -44,7 +43,6 @@ void sort_pairs(const te_fl_context& ctx, const PairIndices& in, const PairRows&
 
 void moe_permute_fwd(const te_fl_context& ctx, const te_fl_moe_permute_fwd_args& a) {
   const int64_t tokens = a.indices->dl.shape[0], each = a.indices->dl.shape[1];
-  backend::check_pairs(tokens, each);
   const int64_t pairs = tokens * each, rows = a.output->dl.shape[0];
   const int64_t bytes = row_bytes_of(*a.input);
   const cudaStream_t stream = stream_of(ctx);
@@ -223,7 +221,14 @@ Refusal refuse_unpermute_bwd(const te_fl_moe_unpermute_bwd_args& a) {
 
 // ---- groups
 
-void copy_groups(const te_fl_context& ctx, const char* op, const backend::PaddedGroups& groups,
+// Row counts of each group before (`plain`) and after padding (`padded`).
+struct PaddedGroups {
+  const int64_t* plain;
+  const int64_t* padded;
+  int64_t count;
+};
+
+void copy_groups(const te_fl_context& ctx, const char* op, const PaddedGroups& groups,
                  const te_fl_tensor& input, const te_fl_tensor& output, bool pads) {
   const int64_t bytes = row_bytes_of(input);
   int64_t from = 0, to = 0;
@@ -252,14 +257,12 @@ void copy_groups(const te_fl_context& ctx, const char* op, const backend::Padded
 
 void fused_multi_row_padding(const te_fl_context& ctx,
                              const te_fl_fused_multi_row_padding_args& a) {
-  const backend::PaddedGroups groups = backend::groups_of(a);
-  backend::check_groups(groups, a.input->dl.shape[0], a.output->dl.shape[0]);
+  const PaddedGroups groups{a.input_rows, a.padded_rows, a.input_rows_count};
   copy_groups(ctx, "fused_multi_row_padding", groups, *a.input, *a.output, true);
 }
 void fused_multi_row_unpadding(const te_fl_context& ctx,
                                const te_fl_fused_multi_row_unpadding_args& a) {
-  const backend::PaddedGroups groups = backend::groups_of(a);
-  backend::check_groups(groups, a.output->dl.shape[0], a.input->dl.shape[0]);
+  const PaddedGroups groups{a.unpadded_rows, a.input_rows, a.input_rows_count};
   copy_groups(ctx, "fused_multi_row_unpadding", groups, *a.input, *a.output, false);
 }
 template <class Args>

@@ -8,7 +8,6 @@
 #include "common/value_checks.hpp"
 #include "moe/aux_loss.cuh"
 #include "plugin/families.hpp"
-#include "te_fl/backend/moe_checks.hpp"
 #include "te_fl/ops/moe.h"
 
 namespace te_fl::cuda {
@@ -47,7 +46,6 @@ unsigned router_blocks(int64_t tokens, int lanes) {
 
 void topk_fwd(const te_fl_context& ctx, const te_fl_fused_topk_with_score_function_fwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.logits);
-  backend::check_router(a, m.cols);
   if (m.rows == 0) return;
   const RouterShape shape{
       m.rows,           static_cast<int>(m.cols), a.topk,          a.num_groups, a.group_topk,
@@ -77,7 +75,6 @@ Refusal refuse_topk_fwd(const te_fl_fused_topk_with_score_function_fwd_args& a) 
 
 void topk_bwd(const te_fl_context& ctx, const te_fl_fused_topk_with_score_function_bwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.grad_probs);
-  backend::check_router(a, m.cols);
   if (m.rows == 0) return;
   const RouterShape shape{m.rows,           static_cast<int>(m.cols), a.topk,          0, 0,
                           a.score_function, a.use_pre_softmax != 0,   a.scaling_factor};
@@ -112,7 +109,6 @@ Refusal refuse_topk_bwd(const te_fl_fused_topk_with_score_function_bwd_args& a) 
 
 void score_fwd(const te_fl_context& ctx, const te_fl_fused_score_for_moe_aux_loss_fwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.logits);
-  backend::check_router(a, m.cols);
   if (m.rows == 0) return;
   const RouterShape shape{m.rows, static_cast<int>(m.cols), a.topk, 0,
                           0,      a.score_function,         false,  1.0f};
@@ -167,7 +163,6 @@ size_t aux_loss_workspace(const te_fl_context&, const te_fl_fused_moe_aux_loss_f
   return kLossBlocks * sizeof(double);
 }
 void aux_loss_fwd(const te_fl_context& ctx, const te_fl_fused_moe_aux_loss_fwd_args& a) {
-  backend::check_aux_loss(a);
   const LossShape shape = loss_shape(*a.probs);
   const unsigned blocks = loss_blocks(shape);
   auto* sums = static_cast<double*>(ctx.workspace);
@@ -187,7 +182,6 @@ Refusal refuse_aux_loss_fwd(const te_fl_fused_moe_aux_loss_fwd_args& a) {
 }
 
 void aux_loss_bwd(const te_fl_context& ctx, const te_fl_fused_moe_aux_loss_bwd_args& a) {
-  backend::check_one_element("grad_aux_loss", a.grad_aux_loss);
   const LossShape shape = loss_shape(*a.grad_probs);
   if (shape.tokens == 0 || shape.experts == 0) return;
   loss_gradient_kernel<<<loss_blocks(shape), kThreads, 0, stream_of(ctx)>>>(
