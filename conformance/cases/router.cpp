@@ -1,8 +1,7 @@
 #include "conformance/huge/router.hpp"
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
-#include "conformance/huge/cases.hpp"
 #include "conformance/oracle_router.hpp"
 #include "te_fl/ops/moe.h"
 
@@ -488,15 +487,13 @@ void add_losses(Table& table) {
   });
 }
 
-}  // namespace
-
-void add_router_cases(Table& table) {
+void add_cases(Table& table) {
   add_router_ops(table);
   add_scores(table);
   add_losses(table);
 }
 
-void fuzz_router(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   const auto variant = [](Draw& r) {
     Dims shape = Drawn::shape(r, 2);
     RouterVariant v{.dtype = Drawn::high(r), .experts = shape.back()};
@@ -543,11 +540,13 @@ void fuzz_router(Drawn& drawn) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
-void add_router(Cases& cases) {
+void add_cases(Cases& cases) {
   using namespace router_calls;
   const Cases all = {
       {"fused_topk_with_score_function_fwd", "", [](Run& r) { choose(r, 256); }},
@@ -563,11 +562,13 @@ void add_router(Cases& cases) {
   cases.insert(cases.end(), all.begin(), all.end());
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
-void add_router(Cases& cases) {
+void add_cases(Cases& cases) {
   const size_t first = cases.size();
   both_dtypes(cases, "fused_topk_with_score_function_fwd", [](Case& c, int64_t rows, int dtype) {
     auto& a = c.args<te_fl_fused_topk_with_score_function_fwd_args>();
@@ -607,4 +608,12 @@ void add_router(Cases& cases) {
   describe(cases, first, "rows, experts", {16384, 256}, {131072, 256});
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile router_cases{
+    .cases = add_cases, .drawn = draw_cases, .huge = huge::add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance
