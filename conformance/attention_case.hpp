@@ -91,6 +91,8 @@ struct BackwardInputs {
 };
 Gradients differentiate(const Variant& v, const Inputs& in, const BackwardInputs& x);
 
+// Draws random cases of the forward and the backward.
+void draw_cases(Drawn& drawn);
 // The sizes and options of the cases in FP8.
 void add_fp8_variants(std::vector<Variant>& all);
 // Adds cases with bias, ALiBi, sinks, mask tensors and dropout in half precision, with sizes close

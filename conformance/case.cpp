@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <iterator>
-#include <set>
 #include <stdexcept>
 
-#include "conformance/drawn.hpp"
 #include "conformance/oracle_quantize.hpp"
 
 namespace te_fl::conformance {
@@ -357,69 +355,6 @@ const std::vector<Spec>& quantised_specs() {
                              columns};
   }();
   return specs;
-}
-
-Table all_cases() {
-  Table table;
-  add_activation_cases(table);
-  add_attention_cases(table);
-  add_collective_cases(table);
-  add_dropout_cases(table);
-  add_gemm_cases(table);
-  add_grouped_gemm_cases(table);
-  add_moe_cases(table);
-  add_norm_cases(table);
-  add_multi_tensor_cases(table);
-  add_optimizer_cases(table);
-  add_quantize_cases(table);
-  add_rope_cases(table);
-  add_router_cases(table);
-  add_chunk_cases(table);
-  add_permute_by_mask_cases(table);
-  add_scaled_activation_cases(table);
-  add_softmax_cases(table);
-  add_tensor_cases(table);
-  add_special_cases(table);
-  std::set<std::string> names;
-  for (const Case& c : table)
-    if (!names.insert(c.name).second) throw std::logic_error("two cases are named " + c.name);
-  return table;
-}
-
-namespace {
-void fuzz_all(Drawn& drawn) {
-  fuzz_activation(drawn);
-  fuzz_attention(drawn);
-  fuzz_dropout(drawn);
-  fuzz_gemm(drawn);
-  fuzz_grouped_gemm(drawn);
-  fuzz_moe(drawn);
-  fuzz_norm(drawn);
-  fuzz_optimizer(drawn);
-  fuzz_multi_tensor(drawn);
-  fuzz_quantize(drawn);
-  fuzz_rope(drawn);
-  fuzz_router(drawn);
-  fuzz_chunks(drawn);
-  fuzz_permute_by_mask(drawn);
-  fuzz_scaled_activation(drawn);
-  fuzz_softmax(drawn);
-  fuzz_tensor(drawn);
-}
-}  // namespace
-
-Table fuzz_cases(uint64_t seed, int per_op) {
-  Table table;
-  Drawn drawn(table, seed, per_op);
-  fuzz_all(drawn);
-  return table;
-}
-
-Table sweep_cases(const std::string& op) {
-  Table table;
-  Drawn drawn(table, op);
-  fuzz_all(drawn);
-  return table;
 }
 
 }  // namespace te_fl::conformance

@@ -2,8 +2,9 @@
 
 // The conformance cases. One case is one call of one op: a function that builds its arguments from
 // a fixed seed, equal on all platforms, and the expected outputs, computed in double precision from
-// the inputs as they are stored. All implementations run the same cases. cases/FAMILY.cpp lists the
-// cases of a family, its calls on huge tensors, and the calls whose speed is measured.
+// the inputs as they are stored. All implementations run the same cases. A file of
+// cases/ lists the cases of some ops, their calls on huge tensors, and the calls whose speed is
+// measured (case_file.hpp).
 
 #include <cstdint>
 #include <functional>
@@ -232,26 +233,10 @@ struct Case {
 };
 
 using Table = std::vector<Case>;
-void add_activation_cases(Table&);
-void add_attention_cases(Table&);
-void add_chunk_cases(Table&);  // part of the moe family
-void add_permute_by_mask_cases(Table&);
-void add_collective_cases(Table&);
-void add_delayed_scaling_cases(Table&);  // part of the quantize family
-void add_dropout_cases(Table&);
-void add_gemm_cases(Table&);
-void add_grouped_gemm_cases(Table&);  // part of the gemm family
-void add_moe_cases(Table&);
-void add_multi_tensor_cases(Table&);  // part of the optimizer family
-void add_norm_cases(Table&);
-void add_optimizer_cases(Table&);
-void add_quantize_cases(Table&);
-void add_rope_cases(Table&);
-void add_router_cases(Table&);             // part of the moe family
-void add_scaled_activation_cases(Table&);  // part of the activation family
-void add_softmax_cases(Table&);
-void add_tensor_cases(Table&);
-void add_special_cases(Table&);  // NaN and infinities in the cases already in the table
+class Drawn;  // draws random cases (conformance/drawn.hpp)
+
+// Adds cases with NaN and infinities, made from the cases in the table.
+void add_special_cases(Table&);
 // The complete table. Names are unique.
 Table all_cases();
 
@@ -263,24 +248,6 @@ Table fuzz_cases(uint64_t seed, int per_op);
 // formats in turn. About a thousand small cases, always the same. Empty for an op whose cases have
 // no rows (get_fused_attn_backend). Names begin with OP/sweep/.
 Table sweep_cases(const std::string& op);
-class Drawn;  // draws the variants of a family
-void fuzz_activation(Drawn&);
-void fuzz_attention(Drawn&);
-void fuzz_chunks(Drawn&);
-void fuzz_permute_by_mask(Drawn&);
-void fuzz_dropout(Drawn&);
-void fuzz_gemm(Drawn&);
-void fuzz_grouped_gemm(Drawn&);
-void fuzz_moe(Drawn&);
-void fuzz_multi_tensor(Drawn&);
-void fuzz_norm(Drawn&);
-void fuzz_optimizer(Drawn&);
-void fuzz_quantize(Drawn&);
-void fuzz_rope(Drawn&);
-void fuzz_router(Drawn&);
-void fuzz_scaled_activation(Drawn&);
-void fuzz_softmax(Drawn&);
-void fuzz_tensor(Drawn&);
 
 uint64_t hash_of(const std::string& text);  // equal on all platforms
 std::string dims_name(const Dims& dims);    // for example "7x33"; "scalar"

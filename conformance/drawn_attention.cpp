@@ -3,12 +3,11 @@
 
 // Random attention cases: sizes next to kernels' tile sizes, odd head sizes, grouped heads, all
 // masks and layouts, windows, lengths and gaps of sequences, and further terms of the score, in all
-// combinations that the op allows. FP8 is tested only by the fixed cases (cases/attention_fp8.cpp),
-// because its tolerances were derived for the sizes of those cases.
-namespace te_fl::conformance {
+// combinations that the op allows. FP8 is tested only by the fixed cases
+// (cases/parts/attention_fp8.cpp), because its tolerances were derived for the sizes of those
+// cases.
+namespace te_fl::conformance::attention {
 namespace {
-
-using namespace attention;  // NOLINT: this file draws attention cases
 
 // The amount of work that the oracle, which computes pair by pair, does in about ten milliseconds.
 constexpr int64_t kLargestWork = 4'000'000;
@@ -94,7 +93,7 @@ Variant draw(Draw& r) {
 
 }  // namespace
 
-void fuzz_attention(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   drawn.cases("attention", "fused_attn_fwd", [](Draw& r) -> DrawnCase {
     const Variant v = draw(r);
     return {variant_name(v), [v](Problem& p) { forward(p, v); }};
@@ -105,4 +104,4 @@ void fuzz_attention(Drawn& drawn) {
   });
 }
 
-}  // namespace te_fl::conformance
+}  // namespace te_fl::conformance::attention

@@ -106,48 +106,70 @@ class Arg:
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!=", "multiple_of")
 
 
-def check_condition(words, by_name, where):
-    """Resolves one condition of a rule; te_fl_op_schema in include/te_fl/plugin.h documents the grammar."""
-    need(words and words[0] in by_name, where, f"'{' '.join(words)}' does not begin with an argument's name")
-    arg = by_name[words[0]]
-    if len(words) == 3 and words[1] == "is":
-        chosen = [d for w in words[2].split("|") for d in {**GROUPS, "block": SCALING_WORDS[2:4]}.get(w, [w])]
-        known = arg.enum_names if arg.enum else DTYPES + SCALING_WORDS if arg.type == "tensor" else []
-        need(set(chosen) <= set(known), where, f"'{words[2]}' is none of {arg.name}'s: {known}")
-        return f"{arg.name} is {'|'.join(chosen)}"
-    if len(words) == 3:
-        need(words[1] in COMPARISONS, where, f"'{words[1]}' is none of is, {', '.join(COMPARISONS)}")
-        other = by_name.get(words[2])
-        number = re.fullmatch(r"-?\d+(\.\d+)?", words[2])
-        need(arg.is_scalar and (number or (other and other.is_scalar)), where, f"'{' '.join(words)}' compares what is no number")
+class Rules:
+    """Checks the rules between an op's arguments and resolves their groups; te_fl_op_schema in include/te_fl/plugin.h documents the grammar."""
+
+    def __init__(self, args, where):
+        self.by_name, self.where = {a.name: a for a in args}, where
+        # The names of shape rules that rules may use: those of plain tensors, of which a call has one value each.
+        self.extents = {name for a in args if a.type == "tensor" for name in rule_names(a.shape)} - {"..."}
+        both = sorted(self.extents & set(self.by_name))
+        need(not both, where, f"{both} are arguments and names in shape rules")
+
+    def type_of(self, name):
+        return self.by_name[name].type if name in self.by_name else None
+
+    def check_operand(self, word, where):
+        listed = re.fullmatch(r"sum\((\w+)\)", word)
+        scalar = word in self.by_name and self.by_name[word].is_scalar
+        need(scalar or word in self.extents or re.fullmatch(r"-?\d+(\.\d+)?", word) or (listed and self.type_of(listed[1]) == "ints"), where,
+             f"{word!r} is neither a number, a scalar argument, a name of a tensor's shape rule nor the sum of a list of integers")
+
+    def check_comparison(self, words, at, where):
+        sides = words[:at], words[at + 1:]
+        if all(len(side) == 1 and self.type_of(side[0]) == "ints" for side in sides):
+            return
+        for side in sides:
+            need(len(side) % 2 == 1 and set(side[1::2]) <= {"+", "-", "*"}, where, f"{' '.join(side)!r} is no sum of products")
+            for word in side[::2]:
+                self.check_operand(word, where)
+
+    def check_condition(self, text, where):
+        """Returns one condition of a rule, with its groups resolved."""
+        words = text.split()
+        compared = [i for i, word in enumerate(words) if word in COMPARISONS]
+        if compared:
+            self.check_comparison(words, compared[0], where)
+            return " ".join(words)
+        need(words and words[0] in self.by_name, where, f"{text!r} does not begin with an argument's name")
+        arg = self.by_name[words[0]]
+        if len(words) == 3 and words[1] == "is":
+            chosen = [d for w in words[2].split("|") for d in {**GROUPS, "block": SCALING_WORDS[2:4]}.get(w, [w])]
+            known = arg.enum_names if arg.enum else DTYPES + SCALING_WORDS if arg.type == "tensor" else []
+            need(set(chosen) <= set(known), where, f"'{words[2]}' is none of {arg.name}'s: {known}")
+            return f"{arg.name} is {'|'.join(chosen)}"
+        if len(words) == 3 and words[1] == "fits":
+            need(arg.is_scalar and self.type_of(words[2]) == "tensor", where, "must be 'NUMBER fits TENSOR'")
+        elif words[1:2] == ["holds"]:
+            times = len(words) == 5 and words[3] == "times" and self.type_of(words[2]) == "communicator"
+            right = len(words) == 3 and (self.type_of(words[2]) == "list" or words[2].isdigit())
+            need(arg.type == "tensor" and (right or ((len(words) == 3 or times) and self.type_of(words[-1]) == "tensor")), where,
+                 "must be 'A holds B', 'A holds NUMBER' or 'A holds COMMUNICATOR times B'")
+        else:
+            need(len(words) == 1, where, f"'{text}' is not a condition")
         return " ".join(words)
-    need(len(words) == 1, where, f"'{' '.join(words)}' is not a condition")
-    return arg.name
 
-
-def check_holds(words, by_name, where):
-    """Checks the rule 'A holds B' (A has as many elements as B) or 'A holds COMMUNICATOR times B' (A has the number of ranks times as many elements
-    as B)."""
-    need(len(words) == 3 or (len(words) == 5 and words[3] == "times"), where, "must be 'A holds B' or 'A holds COMMUNICATOR times B'")
-    for name in (words[0], words[-1]):
-        need(name in by_name and by_name[name].type == "tensor", where, f"{name!r} is no tensor")
-    need(len(words) == 3 or by_name.get(words[2]) and by_name[words[2]].type == "communicator", where, f"{words[2]!r} is no communicator")
-    return " ".join(words)
-
-
-def check_rule(rule, args, where):
-    """Checks a rule between arguments and resolves its groups."""
-    by_name, where = {a.name: a for a in args}, f"{where}, rule \"{rule}\""
-    m = re.fullmatch(r"(.+?) (requires|excludes) (.+)", rule)
-    if not m:
-        words = rule.split()
-        if words[1:2] == ["holds"]:
-            return check_holds(words, by_name, where)
-        need(len(words) == 3, where, "must be 'A requires B [or C]', 'A excludes B', 'A is B', 'A holds B' or a comparison")
-        return check_condition(words, by_name, where)
-    need(m[2] == "requires" or " or " not in m[3], where, "excludes takes one condition; write one rule for each")
-    others = [check_condition(c.split(), by_name, where) for c in m[3].split(" or ")]
-    return f"{check_condition(m[1].split(), by_name, where)} {m[2]} {' or '.join(others)}"
+    def check(self, rule):
+        """Returns a rule with its groups resolved."""
+        where = f"{self.where}, rule \"{rule}\""
+        need("; " not in rule, where, "must not contain '; ', which separates rules")
+        text, explanation = re.fullmatch(r"(.*?)( \(.*\))?", rule).groups()
+        m = re.fullmatch(r"(.+?) (requires|excludes) (.+)", text)
+        conditions = [self.check_condition(c, where) for c in (m[3] if m else text).split(" or ")]
+        if m is None:
+            need(len(conditions) > 1 or " " in text, where, "must be 'A requires B', 'A excludes B', 'A or B', 'A is B', 'A holds B' or a comparison")
+        need(m is None or m[2] == "requires" or len(conditions) == 1, where, "excludes takes one condition; write one rule for each")
+        return (f"{self.check_condition(m[1], where)} {m[2]} " if m else "") + " or ".join(conditions) + (explanation or "")
 
 
 def rule_names(shape):
@@ -181,7 +203,7 @@ class Op:
                 need(ref is None or ref in names, f"{where}.{a.name}", f"refers to {ref!r}, which is no argument")
         later = [a.later for a in self.args]
         need(later == sorted(later), where, "later arguments must come last")
-        self.rules = [check_rule(rule, self.args, where) for rule in spec.get("rules", [])]
+        self.rules = [Rules(self.args, where).check(rule) for rule in spec.get("rules", [])]
         self.check_extents(where)
         self.operations = spec.get("operations")
         self.check_operations(where)

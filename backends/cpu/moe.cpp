@@ -10,7 +10,7 @@
 #include "integers.hpp"
 #include "quant_store.hpp"
 #include "router_kernels.hpp"
-#include "te_fl/backend/moe_checks.hpp"
+#include "te_fl/backend/values_in_memory.hpp"
 
 namespace te_fl::cpu {
 namespace {
@@ -66,7 +66,6 @@ int64_t row_bytes_of(const te_fl_tensor& t) { return t.dl.shape[1] * element_byt
 
 void moe_permute_fwd(const te_fl_context&, const te_fl_moe_permute_fwd_args& a) {
   const int64_t tokens = a.indices->dl.shape[0], each = a.indices->dl.shape[1];
-  backend::check_pairs(tokens, each);
   const std::vector<int32_t> order =
       sorted_pairs(*a.indices, checked_experts(*a.indices, a.num_experts));
   const auto pairs = static_cast<int64_t>(order.size());
@@ -137,8 +136,6 @@ std::vector<int64_t> masked_rows(const te_fl_moe_permute_by_mask_fwd_args& a) {
 
 void moe_permute_by_mask_fwd(const te_fl_context&, const te_fl_moe_permute_by_mask_fwd_args& a) {
   const int64_t experts = a.routing_map->dl.shape[1], rows = a.output->dl.shape[0];
-  backend::check_pairs(a.routing_map->dl.shape[0], experts);
-  backend::check_chunk_rows(rows, "output");
   std::vector<int64_t> pair_of = masked_rows(a);
   // Copies row pair_of[r] / each of `from` to row r of `to`, or zeros if row r has no pair.
   const auto gather = [&](const te_fl_tensor& from, const te_fl_tensor& to, int64_t bytes,
@@ -300,10 +297,17 @@ Refusal refuse_unpermute_bwd(const te_fl_moe_unpermute_bwd_args& a) {
 
 // ---- groups
 
+// Row counts of each group before (`plain`) and after padding (`padded`).
+struct PaddedGroups {
+  const int64_t* plain;
+  const int64_t* padded;
+  int64_t count;
+};
+
 // Copies the rows of each group between the plain and the padded layout. If the padded layout is
 // the output, the rest of each padded group becomes 0.
-void copy_groups(const backend::PaddedGroups& groups, const char* input, char* output,
-                 int64_t bytes, bool pads) {
+void copy_groups(const PaddedGroups& groups, const char* input, char* output, int64_t bytes,
+                 bool pads) {
   int64_t plain = 0, padded = 0;
   for (int64_t g = 0; g < groups.count; ++g) {
     const int64_t rows = groups.plain[g];
@@ -320,16 +324,14 @@ void copy_groups(const backend::PaddedGroups& groups, const char* input, char* o
 }
 
 void fused_multi_row_padding(const te_fl_context&, const te_fl_fused_multi_row_padding_args& a) {
-  const backend::PaddedGroups groups = backend::groups_of(a);
-  backend::check_groups(groups, a.input->dl.shape[0], a.output->dl.shape[0]);
-  copy_groups(groups, backend::data<const char>(*a.input), backend::data<char>(*a.output),
+  copy_groups({a.input_rows, a.padded_rows, a.input_rows_count},
+              backend::data<const char>(*a.input), backend::data<char>(*a.output),
               row_bytes_of(*a.input), true);
 }
 void fused_multi_row_unpadding(const te_fl_context&,
                                const te_fl_fused_multi_row_unpadding_args& a) {
-  const backend::PaddedGroups groups = backend::groups_of(a);
-  backend::check_groups(groups, a.output->dl.shape[0], a.input->dl.shape[0]);
-  copy_groups(groups, backend::data<const char>(*a.input), backend::data<char>(*a.output),
+  copy_groups({a.unpadded_rows, a.input_rows, a.input_rows_count},
+              backend::data<const char>(*a.input), backend::data<char>(*a.output),
               row_bytes_of(*a.input), false);
 }
 template <class Args>

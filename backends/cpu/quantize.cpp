@@ -7,7 +7,6 @@
 #include <string>
 
 #include "quant_store.hpp"
-#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric.hpp"
 
 namespace te_fl::cpu {
@@ -120,7 +119,6 @@ Refusal refuse_multi_tensor_quantize(const te_fl_multi_tensor_quantize_args& arg
 }
 
 void split_quantize(const te_fl_context&, const te_fl_split_quantize_args& args) {
-  backend::check_parts(args);
   int64_t rows = 0;
   for (int64_t i = 0; i < args.outputs_count; ++i) {
     quantize_rows(*args.input, rows, *args.outputs[i]);
@@ -196,9 +194,9 @@ Refusal refuse_compute_amax(const te_fl_compute_amax_args& args) {
 using UpdateArgs = te_fl_fused_amax_and_scale_update_after_reduction_args;
 
 void update_scales(const te_fl_context&, const UpdateArgs& args) {
-  backend::check_reduced_amaxes(args);
   numeric::DelayedScalingRule rule;
-  rule.fp8_max = backend::largest_with_margin(args);
+  rule.fp8_max =
+      numeric::delayed_scaling_numerator(args.fp8_dtype == TE_FL_FP8_FORMAT_E5M2, args.margin);
   rule.algo = args.algo == TE_FL_AMAX_ALGO_MOST_RECENT ? numeric::AmaxComputeAlgo::kMostRecent
                                                        : numeric::AmaxComputeAlgo::kMax;
   const float* reduced = args.amax_reduction_buffer != nullptr

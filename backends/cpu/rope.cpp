@@ -13,7 +13,7 @@
 #include "convert.hpp"
 #include "families.hpp"
 #include "rope_positions.hpp"
-#include "te_fl/backend/rope_checks.hpp"
+#include "te_fl/backend/row_layouts.hpp"
 #include "tensor_view.hpp"
 
 #undef HWY_TARGET_INCLUDE
@@ -265,7 +265,7 @@ void rope(const te_fl_context&, const te_fl_rope_rope_args& a) {
           ? packed_positions(x.dl.shape[0], *a.cu_seqlens, a.start_positions, cp)
           : dense_positions(x.dl.shape[0], x.dl.shape[1], a.layout, a.start_positions, cp);
   const int64_t heads = x.dl.shape[x.dl.ndim - 2], dim = x.dl.shape[x.dl.ndim - 1];
-  check_freqs("freqs", *a.freqs, dim, positions);
+  check_freqs("freqs", *a.freqs, positions);
   const HeadGrid in(x), out(*a.output);
   const bool stream = in.base != out.base && exceeds_cache(backend::numel(x) * out.bytes);
   const auto tokens = static_cast<int64_t>(positions.of_token.size());
@@ -295,8 +295,8 @@ void packed_rope(const Args& a, const PackedHeads& p, const te_fl_tensor& qkv,
   const Positions positions =
       dense_positions(qkv.dl.shape[0], qkv.dl.shape[1], a.layout, a.start_positions,
                       ContextParallel{a.cp_size, a.cp_rank});
-  check_freqs("q_freqs", *a.q_freqs, p.k_dim, positions);
-  check_freqs("k_freqs", *a.k_freqs, p.k_dim, positions);
+  check_freqs("q_freqs", *a.q_freqs, positions);
+  check_freqs("k_freqs", *a.k_freqs, positions);
   const HeadGrid packed(qkv), q_grid(q), k_grid(k), v_grid(v);
   const int dtype = dtype_of(qkv);
   const int64_t step = p.k_dim * packed.bytes;
@@ -339,11 +339,13 @@ void packed_rope(const Args& a, const PackedHeads& p, const te_fl_tensor& qkv,
 }
 
 void qkv_forward(const te_fl_context&, const te_fl_fused_qkv_rope_forward_args& a) {
-  packed_rope<false>(a, backend::packed_heads(a), *a.qkv_input, *a.q_out, *a.k_out, *a.v_out);
+  packed_rope<false>(a, backend::packed_heads(a, *a.qkv_input), *a.qkv_input, *a.q_out, *a.k_out,
+                     *a.v_out);
 }
 
 void qkv_backward(const te_fl_context&, const te_fl_fused_qkv_rope_backward_args& a) {
-  packed_rope<true>(a, backend::packed_heads(a), *a.qkv_grad, *a.q_grad, *a.k_grad, *a.v_grad);
+  packed_rope<true>(a, backend::packed_heads(a, *a.qkv_grad), *a.qkv_grad, *a.q_grad, *a.k_grad,
+                    *a.v_grad);
 }
 
 template <class... Tensors>

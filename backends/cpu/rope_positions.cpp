@@ -1,10 +1,9 @@
 #include "rope_positions.hpp"
 
-#include "te_fl/backend/rope_checks.hpp"
+#include "te_fl/backend/values_in_memory.hpp"
 
 namespace te_fl::cpu {
 
-using backend::check_chunks;
 using backend::invalid;
 
 namespace {
@@ -35,7 +34,6 @@ Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
   const bool sbhd = layout == TE_FL_LAYOUT_SBHD;
   const int64_t seqlen = sbhd ? extent0 : extent1;
   const Starts starts(start_positions, sbhd ? extent1 : extent0);
-  check_chunks(seqlen, cp.size, "each sequence");
   Positions p;
   p.of_token.resize(static_cast<size_t>(extent0 * extent1));
   int64_t token = 0;
@@ -69,15 +67,13 @@ Positions packed_positions(int64_t tokens, const te_fl_tensor& cu,
     }
     const int64_t begin = prefix(b) / cp.size;
     const int64_t length = prefix(b + 1) / cp.size - begin;
-    check_chunks(length, cp.size, name);
+    backend::check_chunks(length, cp.size, name);
     for (int64_t s = 0; s < length; ++s) p.set(begin + s, starts[b] + cp.position(s, length));
   }
   return p;
 }
 
-void check_freqs(const char* name, const te_fl_tensor& freqs, int64_t head_dim,
-                 const Positions& positions) {
-  backend::check_angle_columns(name, freqs, head_dim);
+void check_freqs(const char* name, const te_fl_tensor& freqs, const Positions& positions) {
   backend::check_angle_rows(name, freqs.dl.shape[0], positions.largest);
 }
 

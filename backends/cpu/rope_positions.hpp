@@ -40,8 +40,7 @@ Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
 Positions packed_positions(int64_t tokens, const te_fl_tensor& cu_seqlens,
                            const te_fl_tensor* start_positions, const ContextParallel& cp);
 
-// Throws unless the angles fit heads of head_dim elements and cover every position.
-void check_freqs(const char* name, const te_fl_tensor& freqs, int64_t head_dim,
-                 const Positions& positions);
+// Throws unless the angles cover every position.
+void check_freqs(const char* name, const te_fl_tensor& freqs, const Positions& positions);
 
 }  // namespace te_fl::cpu

@@ -10,7 +10,7 @@
 #include "loss_kernels.hpp"
 #include "quant_store.hpp"
 #include "router_kernels.hpp"
-#include "te_fl/backend/moe_checks.hpp"
+#include "te_fl/backend/values_in_memory.hpp"
 #include "te_fl/ops/moe.h"
 
 namespace te_fl::cpu {
@@ -154,7 +154,6 @@ void for_each_row(int64_t rows, int64_t cols, F&& f) {
 
 void topk_fwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_fwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.logits);
-  backend::check_router(a, m.cols);
   const auto* bias =
       a.expert_bias != nullptr ? backend::data<const float>(*a.expert_bias) : nullptr;
   const bool is_softmax = a.score_function == TE_FL_SCORE_FUNCTION_SOFTMAX;
@@ -283,7 +282,6 @@ void gradient_row(Row& g, Row& saved, const uint8_t* counts, int function, bool 
 
 void topk_bwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_bwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.grad_probs);
-  backend::check_router(a, m.cols);
   const ChoiceReader choice{a, m.cols};
   choice.check();
   if (m.rows == 0) return;
@@ -316,7 +314,6 @@ Refusal refuse_topk_bwd(const te_fl_fused_topk_with_score_function_bwd_args& a) 
 
 void score_fwd(const te_fl_context&, const te_fl_fused_score_for_moe_aux_loss_fwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.logits);
-  backend::check_router(a, m.cols);
   const Loader logits(*a.logits);
   const ChoiceWriter writer(a.routing_map, a.routing_bits, nullptr, m.cols);
   const bool saves_logits = a.score_function == TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS;
@@ -378,7 +375,6 @@ Row tokens_of(const te_fl_tensor& t) {
 }
 
 void aux_loss_fwd(const te_fl_context&, const te_fl_fused_moe_aux_loss_fwd_args& a) {
-  backend::check_aux_loss(a);
   const backend::Matrix m = backend::as_matrix(*a.probs);
   const auto total = static_cast<double>(a.total_num_tokens_tensor != nullptr
                                              ? Integers(*a.total_num_tokens_tensor)[0]
@@ -408,7 +404,6 @@ Refusal refuse_aux_loss_fwd(const te_fl_fused_moe_aux_loss_fwd_args& a) {
 }
 
 void aux_loss_bwd(const te_fl_context&, const te_fl_fused_moe_aux_loss_bwd_args& a) {
-  backend::check_one_element("grad_aux_loss", a.grad_aux_loss);
   const backend::Matrix m = backend::as_matrix(*a.grad_probs);
   Row row = tokens_of(*a.tokens_per_expert);
   float grad[kPad];

@@ -13,7 +13,6 @@
 #include "norm_kernels.hpp"
 #include "quant_store.hpp"
 #include "strided_copy.hpp"
-#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric.hpp"
 
 namespace te_fl::cpu {
@@ -21,7 +20,6 @@ namespace {
 
 using backend::invalid;
 using backend::Matrix;
-using backend::whole_number;
 
 // ---- add
 
@@ -78,6 +76,7 @@ void fill_elements(const te_fl_tensor& output, T value) {
       [&](int64_t begin, int64_t end) { std::fill(data + begin, data + end, value); });
 }
 
+// Conversions to integers round towards zero; the op's rules keep the value in their range.
 void fill(const te_fl_context&, const te_fl_fill_args& args) {
   const te_fl_tensor& output = *args.output;
   switch (dtype_of(output)) {
@@ -96,23 +95,21 @@ void fill(const te_fl_context&, const te_fl_fill_args& args) {
     case TE_FL_F8E8M0:
       return fill_elements(output, numeric::double_to_e8m0(args.value));
     case TE_FL_I8:
-      return fill_elements(output, whole_number<int8_t>(args.value, "i8"));
+      return fill_elements(output, static_cast<int8_t>(args.value));
     case TE_FL_I16:
-      return fill_elements(output, whole_number<int16_t>(args.value, "i16"));
+      return fill_elements(output, static_cast<int16_t>(args.value));
     case TE_FL_I32:
-      return fill_elements(output, whole_number<int32_t>(args.value, "i32"));
+      return fill_elements(output, static_cast<int32_t>(args.value));
     case TE_FL_I64:
-      return fill_elements(output, whole_number<int64_t>(args.value, "i64"));
-    case TE_FL_U8:
-      return fill_elements(output, whole_number<uint8_t>(args.value, "u8"));
+      return fill_elements(output, static_cast<int64_t>(args.value));
     case TE_FL_U16:
-      return fill_elements(output, whole_number<uint16_t>(args.value, "u16"));
+      return fill_elements(output, static_cast<uint16_t>(args.value));
     case TE_FL_U32:
-      return fill_elements(output, whole_number<uint32_t>(args.value, "u32"));
+      return fill_elements(output, static_cast<uint32_t>(args.value));
     case TE_FL_U64:
-      return fill_elements(output, whole_number<uint64_t>(args.value, "u64"));
-    default:
-      return fill_elements(output, whole_number<uint8_t>(args.value, "bool", 0.0, 2.0));
+      return fill_elements(output, static_cast<uint64_t>(args.value));
+    default:  // u8 and bool
+      return fill_elements(output, static_cast<uint8_t>(args.value));
   }
 }
 Refusal refuse_fill(const te_fl_fill_args& args) { return refuse_copy(*args.output, *args.output); }

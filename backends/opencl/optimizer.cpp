@@ -6,7 +6,7 @@
 #include "families.hpp"
 #include "launch.hpp"
 #include "overlap.hpp"
-#include "te_fl/backend/number_checks.hpp"
+#include "te_fl/numeric.hpp"
 #include "te_fl/ops/quantize.h"
 
 namespace te_fl::opencl {
@@ -88,8 +88,8 @@ Refusal refuse_adam(const AdamArgs& a) {
 // ---- delayed scaling
 
 void update_scales(const DeviceCall& call, const UpdateArgs& a) {
-  backend::check_reduced_amaxes(a);
-  const float largest = backend::largest_with_margin(a);
+  const float largest =
+      numeric::delayed_scaling_numerator(a.fp8_dtype == TE_FL_FP8_FORMAT_E5M2, a.margin);
   const uint32_t flags = (a.algo == TE_FL_AMAX_ALGO_MOST_RECENT ? kMostRecent : 0u) |
                          (a.amax_reduction_buffer != nullptr ? uint32_t{kHasReduced} : 0u);
   int64_t position = 0;

@@ -6,7 +6,7 @@
 #include "families.hpp"
 #include "launch.hpp"
 #include "overlap.hpp"
-#include "te_fl/backend/rope_checks.hpp"
+#include "te_fl/backend/row_layouts.hpp"
 
 namespace te_fl::opencl {
 namespace {
@@ -23,21 +23,7 @@ struct Place {
 struct Sequences {
   int64_t extent0, extent1;
   int32_t layout, interleaved, backward, cp_size, cp_rank;
-
-  int64_t length() const { return layout == TE_FL_LAYOUT_SBHD ? extent0 : extent1; }
-  int64_t largest_position() const {
-    if (cp_size == 1) return length() - 1;
-    const int64_t chunk = length() / 2;
-    return (std::max<int64_t>(cp_rank, 2 * cp_size - 1 - cp_rank) + 1) * chunk - 1;
-  }
-  void check() const { backend::check_chunks(length(), cp_size, "each sequence"); }
 };
-
-void check_freqs(const char* name, const te_fl_tensor& freqs, int64_t dim, const Sequences& s) {
-  backend::check_angle_columns(name, freqs, dim);
-  const bool any = s.extent0 > 0 && s.extent1 > 0;
-  backend::check_angle_rows(name, freqs.dl.shape[0], any ? s.largest_position() : -1);
-}
 
 // Rotates the heads of x into y. If freqs is NULL, copies them instead.
 void rotate(const DeviceCall& call, const Sequences& s, const Place& x, const Place& y,
@@ -75,8 +61,6 @@ void rope(const DeviceCall& call, const te_fl_rope_rope_args& a) {
   const int64_t heads = x.dl.shape[2], dim = x.dl.shape[3];
   const Sequences s{x.dl.shape[0],     x.dl.shape[1], a.layout, a.interleaved != 0 ? 1 : 0,
                     kBackward ? 1 : 0, a.cp_size,     a.cp_rank};
-  s.check();
-  check_freqs("freqs", *a.freqs, dim, s);
   rotate(call, s, {a.input, 0, heads * dim, 0}, {a.output, 0, heads * dim, 0}, a.freqs, heads,
          std::max<int64_t>(heads, 1), dim);
 }
@@ -100,11 +84,8 @@ Sequences sequences_of(const Args& a, const te_fl_tensor& qkv, bool backward) {
 }
 
 void qkv_forward(const DeviceCall& call, const te_fl_fused_qkv_rope_forward_args& a) {
-  const PackedHeads p = backend::packed_heads(a);
+  const PackedHeads p = backend::packed_heads(a, *a.qkv_input);
   const Sequences s = sequences_of(a, *a.qkv_input, false);
-  s.check();
-  check_freqs("q_freqs", *a.q_freqs, p.k_dim, s);
-  check_freqs("k_freqs", *a.k_freqs, p.k_dim, s);
   const int64_t q = p.q_heads * p.k_dim, g = p.groups;
   rotate(call, s, part_of(p, a.qkv_input, 0), {a.q_out, 0, g * q, q}, a.q_freqs, g * p.q_heads,
          std::max<int64_t>(p.q_heads, 1), p.k_dim);
@@ -115,11 +96,8 @@ void qkv_forward(const DeviceCall& call, const te_fl_fused_qkv_rope_forward_args
 }
 
 void qkv_backward(const DeviceCall& call, const te_fl_fused_qkv_rope_backward_args& a) {
-  const PackedHeads p = backend::packed_heads(a);
+  const PackedHeads p = backend::packed_heads(a, *a.qkv_grad);
   const Sequences s = sequences_of(a, *a.qkv_grad, true);
-  s.check();
-  check_freqs("q_freqs", *a.q_freqs, p.k_dim, s);
-  check_freqs("k_freqs", *a.k_freqs, p.k_dim, s);
   const int64_t q = p.q_heads * p.k_dim, g = p.groups;
   rotate(call, s, {a.q_grad, 0, g * q, q}, part_of(p, a.qkv_grad, 0), a.q_freqs, g * p.q_heads,
          std::max<int64_t>(p.q_heads, 1), p.k_dim);

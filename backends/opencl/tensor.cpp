@@ -8,7 +8,6 @@
 #include "families.hpp"
 #include "overlap.hpp"
 #include "random.hpp"
-#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric/formats.hpp"
 
 namespace te_fl::opencl {
@@ -83,11 +82,11 @@ Refusal refuse_copy(const te_fl_strided_copy_args& args) {
   return from == to || converts ? nullptr : "converts between F32, F16, BF16 and FP8 only";
 }
 
-// Returns the bits of an element of integer type T with this value. `type`: the type's name for
-// error messages.
+// Returns the bits of an element of integer type T with this value, rounded towards zero. The op's
+// rules keep the value in T's range.
 template <class T>
-uint64_t integer(double value, const char* type) {
-  return static_cast<uint64_t>(backend::whole_number<T>(value, type));
+uint64_t integer(double value) {
+  return static_cast<uint64_t>(static_cast<T>(value));
 }
 template <class T>
 uint64_t bits_of(T value) {
@@ -99,23 +98,22 @@ uint64_t bits_of(T value) {
 uint64_t element(int dtype, double value) {
   switch (dtype) {
     case TE_FL_I8:
-      return integer<int8_t>(value, "i8");
+      return integer<int8_t>(value);
     case TE_FL_I16:
-      return integer<int16_t>(value, "i16");
+      return integer<int16_t>(value);
     case TE_FL_I32:
-      return integer<int32_t>(value, "i32");
+      return integer<int32_t>(value);
     case TE_FL_I64:
-      return integer<int64_t>(value, "i64");
+      return integer<int64_t>(value);
     case TE_FL_U8:
-      return integer<uint8_t>(value, "u8");
-    case TE_FL_U16:
-      return integer<uint16_t>(value, "u16");
-    case TE_FL_U32:
-      return integer<uint32_t>(value, "u32");
-    case TE_FL_U64:
-      return integer<uint64_t>(value, "u64");
     case TE_FL_BOOL:
-      return backend::whole_number<uint8_t>(value, "bool", 0.0, 2.0);
+      return integer<uint8_t>(value);
+    case TE_FL_U16:
+      return integer<uint16_t>(value);
+    case TE_FL_U32:
+      return integer<uint32_t>(value);
+    case TE_FL_U64:
+      return integer<uint64_t>(value);
     case TE_FL_F64:
       return bits_of(value);
     case TE_FL_F16:

@@ -8,7 +8,7 @@
 #include "element.hpp"
 #include "families.hpp"
 #include "integers.hpp"
-#include "te_fl/backend/moe_checks.hpp"
+#include "te_fl/backend/values_in_memory.hpp"
 
 namespace te_fl::reference {
 namespace {
@@ -58,7 +58,6 @@ std::vector<int64_t> checked_experts(const te_fl_tensor& indices, int64_t num_ex
 
 void moe_permute_fwd(const te_fl_context&, const te_fl_moe_permute_fwd_args& a) {
   const int64_t tokens = a.indices->dl.shape[0], each = a.indices->dl.shape[1];
-  backend::check_pairs(tokens, each);
   const std::vector<int64_t> experts = checked_experts(*a.indices, a.num_experts);
   std::vector<int64_t> order(experts.size()), map(experts.size());
   std::iota(order.begin(), order.end(), int64_t{0});
@@ -102,8 +101,6 @@ std::vector<int64_t> masked_rows(const te_fl_moe_permute_by_mask_fwd_args& a) {
 
 void moe_permute_by_mask_fwd(const te_fl_context&, const te_fl_moe_permute_by_mask_fwd_args& a) {
   const int64_t tokens = a.routing_map->dl.shape[0], experts = a.routing_map->dl.shape[1];
-  backend::check_pairs(tokens, experts);
-  backend::check_chunk_rows(a.output->dl.shape[0], "output");
   const std::vector<int64_t> map = masked_rows(a);
   const Rows input(*a.input), output(*a.output);
   for (int64_t r = 0; r < output.count; ++r) zero_row(output, r);
@@ -207,12 +204,10 @@ void moe_unpermute_bwd(const te_fl_context&, const te_fl_moe_unpermute_bwd_args&
 
 void fused_multi_row_padding(const te_fl_context&, const te_fl_fused_multi_row_padding_args& a) {
   const Rows input(*a.input), output(*a.output);
-  const backend::PaddedGroups groups = backend::groups_of(a);
-  backend::check_groups(groups, input.count, output.count);
   int64_t from = 0, to = 0;
-  for (int64_t g = 0; g < groups.count; ++g) {
-    for (int64_t i = 0; i < groups.padded[g]; ++i, ++to) {
-      if (i < groups.plain[g]) {
+  for (int64_t g = 0; g < a.input_rows_count; ++g) {
+    for (int64_t i = 0; i < a.padded_rows[g]; ++i, ++to) {
+      if (i < a.input_rows[g]) {
         copy_row(input, from++, output, to);
       } else {
         zero_row(output, to);
@@ -224,12 +219,10 @@ void fused_multi_row_padding(const te_fl_context&, const te_fl_fused_multi_row_p
 void fused_multi_row_unpadding(const te_fl_context&,
                                const te_fl_fused_multi_row_unpadding_args& a) {
   const Rows input(*a.input), output(*a.output);
-  const backend::PaddedGroups groups = backend::groups_of(a);
-  backend::check_groups(groups, output.count, input.count);
   int64_t from = 0, to = 0;
-  for (int64_t g = 0; g < groups.count; ++g) {
-    for (int64_t i = 0; i < groups.plain[g]; ++i) copy_row(input, from + i, output, to++);
-    from += groups.padded[g];
+  for (int64_t g = 0; g < a.input_rows_count; ++g) {
+    for (int64_t i = 0; i < a.unpadded_rows[g]; ++i) copy_row(input, from + i, output, to++);
+    from += a.input_rows[g];
   }
 }
 

@@ -6,7 +6,6 @@
 #include "dispatch.hpp"
 #include "element.hpp"
 #include "families.hpp"
-#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric.hpp"
 
 namespace te_fl::reference {
@@ -61,7 +60,6 @@ void multi_tensor_quantize(const te_fl_context&, const te_fl_multi_tensor_quanti
 }
 
 void split_quantize(const te_fl_context&, const te_fl_split_quantize_args& args) {
-  backend::check_parts(args);
   int64_t rows = 0;
   for (int64_t i = 0; i < args.outputs_count; ++i) {
     quantize_rows(*args.input, rows, *args.outputs[i]);
@@ -123,9 +121,9 @@ void compute_amax(const te_fl_context&, const te_fl_compute_amax_args& args) {
 using UpdateArgs = te_fl_fused_amax_and_scale_update_after_reduction_args;
 
 void update_scales(const te_fl_context&, const UpdateArgs& args) {
-  backend::check_reduced_amaxes(args);
   numeric::DelayedScalingRule rule;
-  rule.fp8_max = backend::largest_with_margin(args);
+  rule.fp8_max =
+      numeric::delayed_scaling_numerator(args.fp8_dtype == TE_FL_FP8_FORMAT_E5M2, args.margin);
   rule.algo = args.algo == TE_FL_AMAX_ALGO_MOST_RECENT ? numeric::AmaxComputeAlgo::kMostRecent
                                                        : numeric::AmaxComputeAlgo::kMax;
   int64_t position = 0;

@@ -10,7 +10,8 @@
 
 #include "element.hpp"
 #include "families.hpp"
-#include "te_fl/backend/rope_checks.hpp"
+#include "te_fl/backend/row_layouts.hpp"
+#include "te_fl/backend/values_in_memory.hpp"
 
 namespace te_fl::reference {
 namespace {
@@ -71,7 +72,6 @@ Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
   const bool sbhd = layout == TE_FL_LAYOUT_SBHD;
   const int64_t seqlen = sbhd ? extent0 : extent1;
   const Starts starts(start_positions, sbhd ? extent1 : extent0);
-  check_chunks(seqlen, cp.size, "each sequence");
   Positions p;
   p.of_token.resize(static_cast<size_t>(extent0 * extent1));
   for (int64_t token = 0; token < extent0 * extent1; ++token) {
@@ -124,8 +124,7 @@ class Rotation {
         backward_(backward),
         angles_(Reader(freqs).all_double()) {}
 
-  void check(int64_t head_dim, const Positions& positions) const {
-    backend::check_angle_columns(name_, freqs_, head_dim);
+  void check(const Positions& positions) const {
     backend::check_angle_rows(name_, freqs_.dl.shape[0], positions.largest);
   }
 
@@ -168,7 +167,7 @@ void rope(const te_fl_context&, const te_fl_rope_rope_args& a) {
   const int64_t heads = x.dl.shape[x.dl.ndim - 2];
   const int64_t dim = x.dl.shape[x.dl.ndim - 1];
   const Rotation rotation("freqs", *a.freqs, a.interleaved != 0, kBackward);
-  rotation.check(dim, positions);
+  rotation.check(positions);
   const std::vector<double> in = Reader(x).all_double();
   std::vector<float> out(in.size());
   for (size_t i = 0; i < positions.of_token.size() * static_cast<size_t>(heads); ++i) {
@@ -180,15 +179,15 @@ void rope(const te_fl_context&, const te_fl_rope_rope_args& a) {
 }
 
 void qkv_forward(const te_fl_context&, const te_fl_fused_qkv_rope_forward_args& a) {
-  const PackedHeads p = backend::packed_heads(a);
+  const PackedHeads p = backend::packed_heads(a, *a.qkv_input);
   const int64_t* shape = a.qkv_input->dl.shape;
   const int64_t tokens = shape[0] * shape[1];
   const Positions positions = dense_positions(shape[0], shape[1], a.layout, a.start_positions,
                                               ContextParallel{a.cp_size, a.cp_rank});
   const Rotation rotate_q("q_freqs", *a.q_freqs, a.interleaved != 0, false);
   const Rotation rotate_k("k_freqs", *a.k_freqs, a.interleaved != 0, false);
-  rotate_q.check(p.k_dim, positions);
-  rotate_k.check(p.k_dim, positions);
+  rotate_q.check(positions);
+  rotate_k.check(positions);
   const std::vector<double> in = Reader(*a.qkv_input).all_double();
   std::vector<float> q(static_cast<size_t>(tokens * p.groups * p.q_heads * p.k_dim));
   std::vector<float> k(static_cast<size_t>(tokens * p.groups * p.k_dim));
@@ -209,15 +208,15 @@ void qkv_forward(const te_fl_context&, const te_fl_fused_qkv_rope_forward_args& 
 }
 
 void qkv_backward(const te_fl_context&, const te_fl_fused_qkv_rope_backward_args& a) {
-  const PackedHeads p = backend::packed_heads(a);
+  const PackedHeads p = backend::packed_heads(a, *a.qkv_grad);
   const int64_t* shape = a.qkv_grad->dl.shape;
   const int64_t tokens = shape[0] * shape[1];
   const Positions positions = dense_positions(shape[0], shape[1], a.layout, a.start_positions,
                                               ContextParallel{a.cp_size, a.cp_rank});
   const Rotation rotate_q("q_freqs", *a.q_freqs, a.interleaved != 0, true);
   const Rotation rotate_k("k_freqs", *a.k_freqs, a.interleaved != 0, true);
-  rotate_q.check(p.k_dim, positions);
-  rotate_k.check(p.k_dim, positions);
+  rotate_q.check(positions);
+  rotate_k.check(positions);
   const std::vector<double> q = Reader(*a.q_grad).all_double();
   const std::vector<double> k = Reader(*a.k_grad).all_double();
   const std::vector<double> v = Reader(*a.v_grad).all_double();

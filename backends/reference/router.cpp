@@ -8,7 +8,7 @@
 #include "element.hpp"
 #include "families.hpp"
 #include "integers.hpp"
-#include "te_fl/backend/moe_checks.hpp"
+#include "te_fl/backend/values_in_memory.hpp"
 #include "te_fl/ops/moe.h"
 
 namespace te_fl::reference {
@@ -128,7 +128,6 @@ Values scores_of(const Values& logits, int function) {
 
 void topk_fwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_fwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.logits);
-  backend::check_router(a, m.cols);
   const Reader logits(*a.logits);
   const Values bias = a.expert_bias != nullptr ? Reader(*a.expert_bias).all_double() : Values();
   const bool is_softmax = a.score_function == TE_FL_SCORE_FUNCTION_SOFTMAX;
@@ -225,7 +224,6 @@ void score_gradient(Values& g, const Values& saved, int function, bool divides,
 
 void topk_bwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_bwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.grad_probs);
-  backend::check_router(a, m.cols);
   const std::vector<uint8_t> choice = choice_of(a, m);
   if (m.rows == 0) return;
   const std::vector<uint8_t> all(static_cast<size_t>(m.cols), 1);
@@ -252,7 +250,6 @@ void topk_bwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_b
 
 void score_fwd(const te_fl_context&, const te_fl_fused_score_for_moe_aux_loss_fwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.logits);
-  backend::check_router(a, m.cols);
   const Reader logits(*a.logits);
   std::vector<std::vector<int64_t>> chosen;
   for (int64_t t = 0; t < m.rows; ++t) {
@@ -298,7 +295,6 @@ Values numbers(const te_fl_tensor& t) {
 }
 
 void aux_loss_fwd(const te_fl_context&, const te_fl_fused_moe_aux_loss_fwd_args& a) {
-  backend::check_aux_loss(a);
   const backend::Matrix m = backend::as_matrix(*a.probs);
   const double total = a.total_num_tokens_tensor != nullptr
                            ? numbers(*a.total_num_tokens_tensor)[0]
@@ -317,7 +313,6 @@ void aux_loss_fwd(const te_fl_context&, const te_fl_fused_moe_aux_loss_fwd_args&
 }
 
 void aux_loss_bwd(const te_fl_context&, const te_fl_fused_moe_aux_loss_bwd_args& a) {
-  backend::check_one_element("grad_aux_loss", a.grad_aux_loss);
   const backend::Matrix m = backend::as_matrix(*a.grad_probs);
   Values row = numbers(*a.tokens_per_expert);
   const double factor = double{Reader(*a.const_buf)[0]} * double{Reader(*a.grad_aux_loss)[0]};

@@ -5,7 +5,7 @@
 #include "activation.hpp"
 #include "element.hpp"
 #include "families.hpp"
-#include "te_fl/backend/activation_checks.hpp"
+#include "te_fl/backend/row_layouts.hpp"
 #include "te_fl/ops/activation.h"
 
 namespace te_fl::reference {
@@ -60,7 +60,6 @@ struct GatedRows {
 
   GatedRows(const G& g, const te_fl_tensor& narrow, const te_fl_tensor* factors, int64_t interleave)
       : gate(g), row{backend::as_matrix(narrow).cols, interleave} {
-    backend::check_interleave(interleave, row.half);
     count = backend::as_matrix(narrow).rows, width = G::kHalves * row.half;
     if (factors != nullptr) scales = Reader(*factors).all_double();
   }

@@ -9,7 +9,6 @@
 #include "families.hpp"
 #include "integers.hpp"
 #include "random.hpp"
-#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric.hpp"
 
 namespace te_fl::reference {
@@ -126,32 +125,27 @@ void fill_elements(const te_fl_tensor& output, T value) {
   });
 }
 
-template <class T>
-void fill_integer(const te_fl_tensor& output, double value) {
-  fill_elements(output, backend::whole_number<T>(value, dtype_name(dtype_of(output))));
-}
-
+// Conversions to integers round towards zero; the op's rules keep the value in their range.
 void fill(const te_fl_context&, const te_fl_fill_args& args) {
   const te_fl_tensor& output = *args.output;
   switch (dtype_of(output)) {
     case TE_FL_I8:
-      return fill_integer<int8_t>(output, args.value);
+      return fill_elements(output, static_cast<int8_t>(args.value));
     case TE_FL_I16:
-      return fill_integer<int16_t>(output, args.value);
+      return fill_elements(output, static_cast<int16_t>(args.value));
     case TE_FL_I32:
-      return fill_integer<int32_t>(output, args.value);
+      return fill_elements(output, static_cast<int32_t>(args.value));
     case TE_FL_I64:
-      return fill_integer<int64_t>(output, args.value);
+      return fill_elements(output, static_cast<int64_t>(args.value));
     case TE_FL_U8:
-      return fill_integer<uint8_t>(output, args.value);
-    case TE_FL_U16:
-      return fill_integer<uint16_t>(output, args.value);
-    case TE_FL_U32:
-      return fill_integer<uint32_t>(output, args.value);
-    case TE_FL_U64:
-      return fill_integer<uint64_t>(output, args.value);
     case TE_FL_BOOL:
-      return fill_elements(output, backend::whole_number<uint8_t>(args.value, "bool", 0.0, 2.0));
+      return fill_elements(output, static_cast<uint8_t>(args.value));
+    case TE_FL_U16:
+      return fill_elements(output, static_cast<uint16_t>(args.value));
+    case TE_FL_U32:
+      return fill_elements(output, static_cast<uint32_t>(args.value));
+    case TE_FL_U64:
+      return fill_elements(output, static_cast<uint64_t>(args.value));
     default:
       visit_float(dtype_of(output), [&](auto type) {
         using T = typename decltype(type)::type;

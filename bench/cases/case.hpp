@@ -163,25 +163,6 @@ inline int64_t rows_each(int64_t rows, int tensors) {
   return (rows + 16 * tensors - 1) / (16 * tensors) * 16;
 }
 
-void add_activation(Cases& cases);
-void add_attention(Cases& cases);
-void add_chunks(Cases& cases);
-void add_permute_by_mask(Cases& cases);
-void add_delayed_scaling(Cases& cases);
-void add_dropout(Cases& cases);
-void add_gemm(Cases& cases);
-void add_grouped_gemm(Cases& cases);
-void add_moe(Cases& cases);
-void add_multi_tensor(Cases& cases);
-void add_norm(Cases& cases);
-void add_optimizer(Cases& cases);
-void add_quantize(Cases& cases);
-void add_rope(Cases& cases);
-void add_router(Cases& cases);
-void add_scaled_activation(Cases& cases);
-void add_softmax(Cases& cases);
-void add_tensor(Cases& cases);
-
 // The cases of all ops; every op of the catalogue has at least one.
 const Cases& all_cases();
 

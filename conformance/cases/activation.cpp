@@ -1,10 +1,9 @@
 #include <algorithm>
 
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
 #include "conformance/huge/activation.hpp"
-#include "conformance/huge/cases.hpp"
 #include "conformance/oracle_activation.hpp"
 #include "te_fl/ops/activation.h"
 
@@ -254,13 +253,11 @@ void add_op(Table& table, const Op& op) {
   }
 }
 
-}  // namespace
-
-void add_activation_cases(Table& table) {
+void add_cases(Table& table) {
   for (const Op& op : kOps) add_op(table, op);
 }
 
-void fuzz_activation(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   for (const Op& op : kOps)
     drawn.cases("activation", op.name, [&](Draw& r) -> DrawnCase {
       Variant v{.in = Drawn::high(r), .grad = Drawn::high(r), .shape = Drawn::shape(r)};
@@ -271,11 +268,13 @@ void fuzz_activation(Drawn& drawn) {
     });
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
-void add_activations(Cases& cases) {
+void add_cases(Cases& cases) {
   using namespace activation_calls;
   for (const Activation* act : kPlain) {
     const std::string name = act->name;
@@ -327,11 +326,13 @@ void add_activations(Cases& cases) {
   cases.insert(cases.end(), more.begin(), more.end());
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
-void add_activation(Cases& cases) {
+void add_cases(Cases& cases) {
   for (const char* op : {"gelu", "qgelu", "relu", "srelu", "silu"}) {
     both_dtypes(cases, op, [](Case& c, int64_t rows, int dtype) {
       auto& a = c.args<te_fl_activation_act_fwd_args>();
@@ -377,4 +378,12 @@ void add_activation(Cases& cases) {
   }
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile activation_cases{
+    .cases = add_cases, .drawn = draw_cases, .huge = huge::add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

@@ -1,8 +1,7 @@
 #include "conformance/huge/attention.hpp"
-#include "bench/cases/case.hpp"
 #include "conformance/attention_case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
-#include "conformance/huge/cases.hpp"
 #include "conformance/oracle_quantize.hpp"
 #include "te_fl/ops/attention.h"
 
@@ -486,9 +485,7 @@ void add_mistakes(Table& table) {
   wrong("bias_of_another_shape", {}, [](Problem& p) { p.in("bias", TE_FL_F32, {1, 3, 7, 9}); });
 }
 
-}  // namespace
-
-void add_attention_cases(Table& table) {
+void add_cases(Table& table) {
   std::vector<Variant> all;
   add_shapes(all);
   add_half(all);
@@ -543,11 +540,13 @@ void add_attention_cases(Table& table) {
           [=](Problem& p) { enquire(p, TE_FL_BF16, kB, true, mask, softmax, 0.1, 4); });
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
-void add_attention(Cases& cases) {
+void add_cases(Cases& cases) {
   using namespace attention_calls;
   const auto add = [&](const char* what, const Problem& p) {
     cases.push_back({"fused_attn_fwd", what, [=](Run& r) { Attention(r, p).forward(r); }});
@@ -571,11 +570,13 @@ void add_attention(Cases& cases) {
   cases.push_back({"get_fused_attn_backend", "", enquiry});
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
-void add_attention(Cases& cases) {
+void add_cases(Cases& cases) {
   const size_t first = cases.size();
   const auto sbhd = [](Case& c, int64_t s) {
     return Shape{s, c.extent(1), c.extent(2), c.extent(3)};
@@ -621,4 +622,14 @@ void add_attention(Cases& cases) {
   describe(cases, first, "sequence, batch, heads, dim", {1024, 2, 8, 64}, {2048, 4, 32, 128});
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile attention_cases{.cases = add_cases,
+                                      .drawn = attention::draw_cases,
+                                      .huge = huge::add_cases,
+                                      .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

@@ -1,10 +1,9 @@
 #include <algorithm>
 #include <numeric>
 
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
-#include "conformance/huge/cases.hpp"
 #include "conformance/huge/chunks.hpp"
 #include "te_fl/ops/moe.h"
 
@@ -154,9 +153,7 @@ std::vector<ChunkVariant> forward_variants() {
   return all;
 }
 
-}  // namespace
-
-void add_chunk_cases(Table& table) {
+void add_cases(Table& table) {
   for (const ChunkVariant& v : forward_variants())
     add(
         table, "moe", "moe_sort_chunks_fwd", chunk_name(v),
@@ -174,7 +171,7 @@ void add_chunk_cases(Table& table) {
         [v](Problem& p) { chunks_backward(p, v); });
 }
 
-void fuzz_chunks(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   drawn.cases("moe", "moe_sort_chunks_fwd", [](Draw& r) -> DrawnCase {
     const Dims shape = Drawn::shape(r, 2);
     ChunkVariant v{.dtype = Drawn::high(r), .width = shape.back()};
@@ -192,11 +189,13 @@ void fuzz_chunks(Drawn& drawn) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
-void add_chunks(Cases& cases) {
+void add_cases(Cases& cases) {
   using namespace chunk_calls;
   const Cases all = {
       {"moe_sort_chunks_fwd", "", [](Run& r) { sort(r, kCols); }},
@@ -206,11 +205,13 @@ void add_chunks(Cases& cases) {
   cases.insert(cases.end(), all.begin(), all.end());
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
-void add_chunks(Cases& cases) {
+void add_cases(Cases& cases) {
   constexpr int64_t kChunks = 64;
   both_dtypes(cases, "moe_sort_chunks_fwd", [](Case& c, int64_t rows, int dtype) {
     auto& a = c.args<te_fl_moe_sort_chunks_fwd_args>();
@@ -236,4 +237,12 @@ void add_chunks(Cases& cases) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile chunks_cases{
+    .cases = add_cases, .drawn = draw_cases, .huge = huge::add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "conformance/case.hpp"
+#include "conformance/case_file.hpp"
 
 namespace te_fl::conformance {
 namespace {
@@ -373,12 +373,17 @@ void add_mistakes(Table& table) {
               [](Problem& p) { p.in("input", TE_FL_F32, {4}), p.set("peer", p.rank); });
 }
 
-}  // namespace
-
-void add_collective_cases(Table& table) {
+void add_cases(Table& table) {
   add_reductions(table);
   add_copies(table);
   add_mistakes(table);
 }
+
+}  // namespace
+}  // namespace te_fl::conformance
+
+namespace te_fl::conformance {
+
+extern const CaseFile collective_cases{.cases = add_cases};
 
 }  // namespace te_fl::conformance

@@ -1,7 +1,6 @@
 #include <limits>
 
-#include "bench/cases/case.hpp"
-#include "conformance/case.hpp"
+#include "conformance/case_file.hpp"
 #include "te_fl/ops/quantize.h"
 
 // Cases of fused_amax_and_scale_update_after_reduction, compared exactly.
@@ -88,9 +87,7 @@ void update(Problem& p, const UpdateVariant& v) {
   });
 }
 
-}  // namespace
-
-void add_delayed_scaling_cases(Table& table) {
+void add_cases(Table& table) {
   using Set = std::vector<std::pair<int64_t, int64_t>>;
   const std::vector<Set> sets = {{},
                                  {{1, 7}},
@@ -127,11 +124,13 @@ void add_delayed_scaling_cases(Table& table) {
         }
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::bench {
+namespace {
 
-void add_delayed_scaling(Cases& cases) {
+void add_cases(Cases& cases) {
   cases.push_back({"fused_amax_and_scale_update_after_reduction",
                    "64 histories of 1024",
                    [](Case& c, int64_t) {
@@ -152,4 +151,11 @@ void add_delayed_scaling(Cases& cases) {
                    {1}});
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile delayed_scaling_cases{.cases = add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

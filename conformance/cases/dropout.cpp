@@ -1,5 +1,5 @@
 #include "te_fl/ops/dropout.h"
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
 #include "conformance/oracle_philox.hpp"
@@ -124,9 +124,7 @@ void add_op(Problem& p, const AddVariant& v) {
   });
 }
 
-}  // namespace
-
-void add_dropout_cases(Table& table) {
+void add_cases(Table& table) {
   for (const Variant& v : variants()) {
     add(
         table, "dropout", "dropout_fwd", variant_name(v), [v](Problem& p) { forward(p, v); },
@@ -190,7 +188,7 @@ void add_dropout_cases(Table& table) {
   }
 }
 
-void fuzz_dropout(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   drawn.cases("dropout", "dropout_fwd", [](Draw& r) -> DrawnCase {
     const Variant v{.dtype = Drawn::high(r), .shape = Drawn::shape(r)};
     return {variant_name(v), [v](Problem& p) { forward(p, v); }};
@@ -208,11 +206,13 @@ void fuzz_dropout(Drawn& drawn) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::bench {
+namespace {
 
-void add_dropout(Cases& cases) {
+void add_cases(Cases& cases) {
   both_dtypes(cases, "dropout_fwd", [](Case& c, int64_t rows, int dtype) {
     auto& a = c.args<te_fl_dropout_fwd_args>();
     a.input = c.in({rows, c.cols()}, dtype), a.output = c.out({rows, c.cols()}, dtype);
@@ -225,4 +225,12 @@ void add_dropout(Cases& cases) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile dropout_cases{
+    .cases = add_cases, .drawn = draw_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

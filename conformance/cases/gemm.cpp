@@ -1,9 +1,8 @@
 #include <array>
 
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/drawn.hpp"
 #include "conformance/gemm_case.hpp"
-#include "conformance/huge/cases.hpp"
 #include "conformance/huge/gemm.hpp"
 #include "conformance/oracle_quantize.hpp"
 #include "te_fl/ops/gemm.h"
@@ -309,9 +308,7 @@ void add_activations(std::vector<Variant>& all) {
   with([](Variant& c) { c.accumulate = true, c.refusal = "d_sum", c.error = true; });
 }
 
-}  // namespace
-
-void add_gemm_cases(Table& table) {
+void add_cases(Table& table) {
   std::vector<Variant> all;
   add_plain(all);
   add_epilogues(all);
@@ -322,7 +319,7 @@ void add_gemm_cases(Table& table) {
         table, "gemm", "generic_gemm", name_of_case(v), [v](Problem& p) { set_up(p, v); }, v.large);
 }
 
-void fuzz_gemm(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   drawn.cases("gemm", "generic_gemm", [](Draw& r) -> DrawnCase {
     const int dtype = Drawn::high(r);
     Variant v{.a = dtype, .b = dtype, .d = dtype};
@@ -337,11 +334,13 @@ void fuzz_gemm(Drawn& drawn) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
-void add_gemm(Cases& cases) {
+void add_cases(Cases& cases) {
   using namespace gemm_calls;
   const auto add = [&](const char* what, int64_t n, int64_t k, const Epilogue& e) {
     cases.push_back(
@@ -379,12 +378,14 @@ void add_gemm(Cases& cases) {
   cases.insert(cases.end(), more.begin(), more.end());
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
 // y[m, n] = x[m, k] W[n, k]^T, the forward of a linear layer.
-void add_gemm(Cases& cases) {
+void add_cases(Cases& cases) {
   const size_t first = cases.size();
   const auto linear = [](Case& c, int64_t m, bool bf16) {
     const int64_t n = c.extent(1), k = c.extent(2);
@@ -411,4 +412,12 @@ void add_gemm(Cases& cases) {
   describe(cases, first, "m, n, k", {2048, 4096, 1024}, {8192, 4096, 4096});
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile gemm_cases{
+    .cases = add_cases, .drawn = draw_cases, .huge = huge::add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

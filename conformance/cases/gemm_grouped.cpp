@@ -1,8 +1,7 @@
 // Cases of grouped_gemm; part of the gemm family.
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/drawn.hpp"
 #include "conformance/gemm_case.hpp"
-#include "conformance/huge/cases.hpp"
 #include "te_fl/ops/gemm.h"
 
 namespace te_fl::conformance {
@@ -158,9 +157,7 @@ void add_blocks(std::vector<GroupCase>& all) {
   all.push_back({v, of_tokens({128}, 128, 128), "1_expert"});
 }
 
-}  // namespace
-
-void add_grouped_gemm_cases(Table& table) {
+void add_cases(Table& table) {
   std::vector<GroupCase> all;
   add_plain(all);
   add_epilogues(all);
@@ -172,7 +169,7 @@ void add_grouped_gemm_cases(Table& table) {
         v.product.large);
 }
 
-void fuzz_grouped_gemm(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   drawn.cases("gemm", "grouped_gemm", [](Draw& r) -> DrawnCase {
     const int dtype = Drawn::high(r);
     GroupCase v{{.a = dtype, .b = dtype, .d = dtype}, {}, {}};
@@ -192,6 +189,7 @@ void fuzz_grouped_gemm(Drawn& drawn) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
@@ -238,19 +236,19 @@ void group(Run& run, bool across) {
   }
 }
 
-}  // namespace
-
-void add_grouped_gemm(Cases& cases) {
+void add_cases(Cases& cases) {
   cases.push_back({"grouped_gemm", "", [](Run& r) { group(r, false); }});
   cases.push_back({"grouped_gemm", "over many rows", [](Run& r) { group(r, true); }});
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
 // The forward of a layer of 8 experts: y_i[m / 8, n] = x_i[m / 8, k] W_i[n, k]^T.
-void add_grouped_gemm(Cases& cases) {
+void add_cases(Cases& cases) {
   const size_t first = cases.size();
   constexpr int64_t kExperts = 8;
   const auto experts = [](Case& c, int64_t m, const auto& left, const auto& right, int dtype) {
@@ -282,4 +280,12 @@ void add_grouped_gemm(Cases& cases) {
   describe(cases, first, "m, n, k", {2048, 2048, 1024}, {8192, 4096, 7168});
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile gemm_grouped_cases{
+    .cases = add_cases, .drawn = draw_cases, .huge = huge::add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

@@ -1,10 +1,9 @@
 #include <algorithm>
 #include <numeric>
 
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
-#include "conformance/huge/cases.hpp"
 #include "conformance/huge/moe.hpp"
 #include "te_fl/ops/moe.h"
 
@@ -322,9 +321,9 @@ void add_groups(Table& table) {
     add(table, "moe", "fused_multi_row_padding", name, [v](Problem& p) { groups(p, v, true); });
     add(table, "moe", "fused_multi_row_unpadding", name, [v](Problem& p) { groups(p, v, false); });
   }
-  wrong_groups(table, "less", {4, 4}, {4, 3}, 8, "group 1 has 4 rows and 3");
-  wrong_groups(table, "sum", {4, 3}, {4, 4}, 8, "the groups have 7 rows");
-  wrong_groups(table, "count", {4}, {4, 4}, 4, "expected as many");
+  wrong_groups(table, "less", {4, 4}, {4, 3}, 8, "_rows'[1] is 3");
+  wrong_groups(table, "sum", {4, 3}, {4, 4}, 8, "_rows' is 7");
+  wrong_groups(table, "count", {4}, {4, 4}, 4, "_rows' is a list of 2");
 }
 
 struct OffsetsVariant {
@@ -371,16 +370,14 @@ void add_offsets(Table& table) {
         [v](Problem& p) { offsets(p, v); });
 }
 
-}  // namespace
-
-void add_moe_cases(Table& table) {
+void add_cases(Table& table) {
   add_permute(table);
   add_rows(table);
   add_groups(table);
   add_offsets(table);
 }
 
-void fuzz_moe(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   drawn.cases("moe", "moe_permute_fwd", [](Draw& r) -> DrawnCase {
     const Dims shape = Drawn::shape(r, 2);
     PermuteVariant v{.dtype = Drawn::high(r), .index = Drawn::chance(r, 2) ? TE_FL_I32 : TE_FL_I64};
@@ -432,11 +429,13 @@ void fuzz_moe(Drawn& drawn) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
-void add_moe(Cases& cases) {
+void add_cases(Cases& cases) {
   using namespace moe_calls;
   const Cases all = {
       {"moe_permute_fwd", "", [](Run& r) { permute(r, kCols, 8); }},
@@ -455,6 +454,7 @@ void add_moe(Cases& cases) {
   cases.insert(cases.end(), all.begin(), all.end());
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
@@ -474,9 +474,7 @@ int64_t pairs_of(int64_t rows) {
   return tokens * kTop;
 }
 
-}  // namespace
-
-void add_moe(Cases& cases) {
+void add_cases(Cases& cases) {
   both_dtypes(cases, "moe_permute_fwd", [](Case& c, int64_t rows, int dtype) {
     auto& a = c.args<te_fl_moe_permute_fwd_args>();
     BenchTensor& indices = c.in({rows, kTop}, TE_FL_I32);
@@ -543,4 +541,12 @@ void add_moe(Cases& cases) {
                    }});
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile moe_cases{
+    .cases = add_cases, .drawn = draw_cases, .huge = huge::add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

@@ -1,8 +1,7 @@
 // Scaling and norms of lists of tensors; part of the optimizer family.
 #include "conformance/huge/multi_tensor.hpp"
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
-#include "conformance/huge/cases.hpp"
 #include "conformance/tensor_lists.hpp"
 #include "te_fl/ops/optimizer.h"
 
@@ -163,9 +162,7 @@ ScaleVariant draw_scale(Draw& r) {
   return v;
 }
 
-}  // namespace
-
-void fuzz_multi_tensor(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   drawn.cases("optimizer", "multi_tensor_scale", [](Draw& r) -> DrawnCase {
     const ScaleVariant v = draw_scale(r);
     return {scale_name(v), [v](Problem& p) { scale(p, v); }};
@@ -184,7 +181,7 @@ void fuzz_multi_tensor(Drawn& drawn) {
   }
 }
 
-void add_multi_tensor_cases(Table& table) {
+void add_cases(Table& table) {
   add_scale(table);
   for (bool unscale : {false, true}) {
     const std::string op = unscale ? "multi_tensor_unscale_l2norm" : "multi_tensor_l2norm";
@@ -223,22 +220,26 @@ void add_multi_tensor_cases(Table& table) {
   }
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
-void add_multi_tensor(Cases& cases) {
+void add_cases(Cases& cases) {
   using namespace multi_tensor_calls;
   cases.push_back({"multi_tensor_scale", "", scale});
   cases.push_back({"multi_tensor_l2norm", "", [](Run& r) { norm(r, false); }});
   cases.push_back({"multi_tensor_unscale_l2norm", "", [](Run& r) { norm(r, true); }});
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
-void add_multi_tensor(Cases& cases) {
+void add_cases(Cases& cases) {
   constexpr int kTensors = 24;
   const auto many = [](Case& c, int64_t rows, int dtype) {
     std::vector<const te_fl_tensor*> list;
@@ -265,4 +266,12 @@ void add_multi_tensor(Cases& cases) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile multi_tensor_cases{
+    .cases = add_cases, .drawn = draw_cases, .huge = huge::add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

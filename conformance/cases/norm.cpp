@@ -1,8 +1,7 @@
 #include "conformance/huge/norm.hpp"
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
-#include "conformance/huge/cases.hpp"
 #include "conformance/huge/norm_gradient.hpp"
 #include "te_fl/ops/norm.h"
 
@@ -317,9 +316,7 @@ void add_residual(std::vector<Variant>& all) {
   all.push_back({.shape = {9, 40}, .sum = TE_FL_F32});
 }
 
-}  // namespace
-
-void add_norm_cases(Table& table) {
+void add_cases(Table& table) {
   for (const char* op : {"layernorm_fwd", "rmsnorm_fwd"}) {
     const bool layer = op[0] == 'l';
     auto variants = common_variants();
@@ -377,7 +374,7 @@ void add_norm_cases(Table& table) {
   }
 }
 
-void fuzz_norm(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   const auto draw = [](Draw& r) {
     Variant v{.x = Drawn::high(r), .gamma = Drawn::high(r), .dz = Drawn::high(r)};
     v.grad = Drawn::high(r), v.shape = Drawn::shape(r, 2), v.zero_centered = r.below(2) == 1;
@@ -399,9 +396,11 @@ void fuzz_norm(Drawn& drawn) {
     });
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
 void add_norms(Cases& cases) {
   using namespace norm_calls;
@@ -455,11 +454,13 @@ void add_norm_gradients(Cases& cases) {
   add("odd rows", {.layer = false, .add = true, .cols = kOddCols});
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
-void add_norm(Cases& cases) {
+void add_cases(Cases& cases) {
   both_dtypes(cases, "layernorm_fwd", [](Case& c, int64_t rows, int dtype) {
     auto& a = c.args<te_fl_layernorm_fwd_args>();
     a.x = c.in({rows, c.cols()}, dtype), a.gamma = c.in({c.cols()}, dtype);
@@ -491,4 +492,15 @@ void add_norm(Cases& cases) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile norm_cases{
+    .cases = add_cases,
+    .drawn = draw_cases,
+    .huge = [](huge::Cases& cases) { huge::add_norms(cases), huge::add_norm_gradients(cases); },
+    .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

@@ -1,7 +1,6 @@
 #include "conformance/huge/optimizer.hpp"
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
-#include "conformance/huge/cases.hpp"
 #include "conformance/tensor_lists.hpp"
 #include "te_fl/ops/optimizer.h"
 
@@ -370,9 +369,7 @@ SgdVariant draw_sgd(Draw& r) {
   return v;
 }
 
-}  // namespace
-
-void fuzz_optimizer(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   drawn.cases("optimizer", "multi_tensor_adam", [](Draw& r) -> DrawnCase {
     const AdamVariant v = draw_adam(r);
     return {adam_name(v), [v](Problem& p) { adam(p, v); }};
@@ -383,16 +380,18 @@ void fuzz_optimizer(Drawn& drawn) {
   });
 }
 
-void add_optimizer_cases(Table& table) {
+void add_cases(Table& table) {
   add_adam(table);
   add_sgd(table);
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
-void add_optimizers(Cases& cases) {
+void add_cases(Cases& cases) {
   using namespace optimizer_calls;
   const Cases all = {
       {"multi_tensor_adam", "", [](Run& r) { adam(r, false); }},
@@ -404,11 +403,13 @@ void add_optimizers(Cases& cases) {
   cases.insert(cases.end(), all.begin(), all.end());
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
-void add_optimizer(Cases& cases) {
+void add_cases(Cases& cases) {
   constexpr int kTensors = 24;
   const auto many = [](Case& c, int64_t rows, int dtype, bool both) {
     std::vector<const te_fl_tensor*> list;
@@ -459,4 +460,12 @@ void add_optimizer(Cases& cases) {
                    }});
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile optimizer_cases{
+    .cases = add_cases, .drawn = draw_cases, .huge = huge::add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

@@ -1,10 +1,9 @@
 #include <algorithm>
 #include <numeric>
 
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
-#include "conformance/huge/cases.hpp"
 #include "te_fl/ops/moe.h"
 
 namespace te_fl::conformance {
@@ -168,16 +167,14 @@ std::vector<MaskVariant> mask_variants() {
   return all;
 }
 
-}  // namespace
-
-void add_permute_by_mask_cases(Table& table) {
+void add_cases(Table& table) {
   for (const MaskVariant& v : mask_variants())
     add(
         table, "moe", "moe_permute_by_mask_fwd", mask_name(v),
         [v](Problem& p) { permute_by_mask(p, v); }, v.large);
 }
 
-void fuzz_permute_by_mask(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   drawn.cases("moe", "moe_permute_by_mask_fwd", [](Draw& r) -> DrawnCase {
     const Dims shape = Drawn::shape(r, 2);
     MaskVariant v{.dtype = Drawn::high(r), .mask = Drawn::chance(r, 2) ? TE_FL_U8 : TE_FL_BOOL};
@@ -190,6 +187,7 @@ void fuzz_permute_by_mask(Drawn& drawn) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
@@ -240,19 +238,19 @@ void permute_by_mask(Run& run, int64_t cols) {
       0);
 }
 
-}  // namespace
-
-void add_permute_by_mask(Cases& cases) {
+void add_cases(Cases& cases) {
   cases.push_back({"moe_permute_by_mask_fwd", "", [](Run& r) { permute_by_mask(r, kCols); }});
   cases.push_back(
       {"moe_permute_by_mask_fwd", "odd rows", [](Run& r) { permute_by_mask(r, kOddCols); }});
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
-void add_permute_by_mask(Cases& cases) {
+void add_cases(Cases& cases) {
   constexpr int64_t kExperts = 64, kTop = 2;
   both_dtypes(cases, "moe_permute_by_mask_fwd", [](Case& c, int64_t rows, int dtype) {
     auto& a = c.args<te_fl_moe_permute_by_mask_fwd_args>();
@@ -268,4 +266,12 @@ void add_permute_by_mask(Cases& cases) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile permute_by_mask_cases{
+    .cases = add_cases, .drawn = draw_cases, .huge = huge::add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

@@ -1,8 +1,7 @@
 #include "conformance/huge/quantize.hpp"
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
-#include "conformance/huge/cases.hpp"
 #include "conformance/huge/dequantize.hpp"
 #include "conformance/oracle_quantize.hpp"
 #include "te_fl/ops/quantize.h"
@@ -492,17 +491,14 @@ void add_small_ops(Table& table) {
   for (Data d : {Data::kSpecial, Data::kTiny, Data::kZeros}) one_amax(TE_FL_F32, {90, 100}, d);
 }
 
-}  // namespace
-
-void add_quantize_cases(Table& table) {
+void add_cases(Table& table) {
   add_quantize(table);
   add_dequantize(table);
   add_bgrad(table);
   add_small_ops(table);
-  add_delayed_scaling_cases(table);
 }
 
-void fuzz_quantize(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   drawn.cases("quantize", "quantize", [](Draw& r) -> DrawnCase {
     const int in = Drawn::high(r);
     const Dims shape = Drawn::shape(r);
@@ -546,9 +542,11 @@ void fuzz_quantize(Drawn& drawn) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
 void add_quantize(Cases& cases) {
   using namespace quantize_calls;
@@ -622,11 +620,13 @@ void add_dequantize(Cases& cases) {
   cases.insert(cases.end(), all.begin(), all.end());
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
-void add_quantize(Cases& cases) {
+void add_cases(Cases& cases) {
   struct Mode {
     const char* name;
     te_fl_scaling scaling;
@@ -699,4 +699,15 @@ void add_quantize(Cases& cases) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile quantize_cases{
+    .cases = add_cases,
+    .drawn = draw_cases,
+    .huge = [](huge::Cases& cases) { huge::add_quantize(cases), huge::add_dequantize(cases); },
+    .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

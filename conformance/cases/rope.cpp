@@ -1,9 +1,8 @@
 #include <array>
 
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
-#include "conformance/huge/cases.hpp"
 #include "conformance/huge/rope.hpp"
 #include "te_fl/ops/rope.h"
 
@@ -337,9 +336,7 @@ QkvVariant draw_qkv(Draw& r) {
   return v;
 }
 
-}  // namespace
-
-void fuzz_rope(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   for (const double sign : {1.0, -1.0}) {
     const char* op = sign > 0 ? "fused_rope_forward" : "fused_rope_backward";
     drawn.cases("rope", op, [sign](Draw& r) -> DrawnCase {
@@ -356,7 +353,7 @@ void fuzz_rope(Drawn& drawn) {
   }
 }
 
-void add_rope_cases(Table& table) {
+void add_cases(Table& table) {
   for (const Variant& v : variants()) {
     add(
         table, "rope", "fused_rope_forward", variant_name(v), [v](Problem& p) { rope(p, v, 1); },
@@ -389,11 +386,13 @@ void add_rope_cases(Table& table) {
   }
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
-void add_rope(Cases& cases) {
+void add_cases(Cases& cases) {
   using namespace rope_calls;
   constexpr int kS = TE_FL_LAYOUT_SBHD, kB = TE_FL_LAYOUT_BSHD, kT = TE_FL_LAYOUT_THD;
   const Cases all = {
@@ -412,11 +411,13 @@ void add_rope(Cases& cases) {
   cases.insert(cases.end(), all.begin(), all.end());
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
-void add_rope(Cases& cases) {
+void add_cases(Cases& cases) {
   const size_t first = cases.size();
   const auto freqs = [](Case& c, int64_t positions) -> const te_fl_tensor* {
     return c.in({positions, 1, 1, c.extent(3)}, TE_FL_F32);
@@ -453,4 +454,12 @@ void add_rope(Cases& cases) {
   describe(cases, first, "positions, batch, heads, dim", {1024, 2, 16, 64}, {2048, 4, 32, 128});
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile rope_cases{
+    .cases = add_cases, .drawn = draw_cases, .huge = huge::add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

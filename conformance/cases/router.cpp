@@ -1,8 +1,7 @@
 #include "conformance/huge/router.hpp"
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
-#include "conformance/huge/cases.hpp"
 #include "conformance/oracle_router.hpp"
 #include "te_fl/ops/moe.h"
 
@@ -319,19 +318,19 @@ void add_router_ops(Table& table) {
     add(table, "moe", backward, "mistake/index=" + std::to_string(static_cast<int64_t>(bad)),
         [=](Problem& p) { router_backward(p, listed, false, bad); });
   mistake(table, "topk", {.options = {.topk = 9}, .shape = {3}, .experts = 8},
-          "there are 8 experts");
+          "'topk' is 9, E is 8 (in 'logits')");
   mistake(table, "groups",
           {.options = {.topk = 2, .groups = 3, .group_topk = 1}, .shape = {3}, .experts = 8},
-          "does not divide");
+          "groups have equally many experts");
   mistake(table, "group_topk",
           {.options = {.topk = 5, .groups = 4, .group_topk = 2}, .shape = {3}, .experts = 8},
-          "chosen groups have 4");
+          "the chosen groups have topk experts");
   add(table, "moe", forward, "mistake/index_of_16_bits", [](Problem& p) {
     p.in("logits", TE_FL_F32, {2, 40000});
     Tensor* y = p.out("probs", TE_FL_F32, {2, 40000});
     p.out("intermediate_output", TE_FL_F32, {2, 40000});
     p.out("topk_indices", TE_FL_I16, {2, 3}), p.set("topk", 3);
-    p.expect_error(TE_FL_INVALID_ARGUMENT, "i16, which numbers 32768 experts");
+    p.expect_error(TE_FL_INVALID_ARGUMENT, "i16 numbers 32768 experts");
     p.oracle([&p, y] { p.expect_unchanged(y); });
   });
   RouterVariant most{.options = {.topk = 3}, .index = TE_FL_I16, .shape = {2}, .experts = 32768};
@@ -340,7 +339,7 @@ void add_router_ops(Table& table) {
   add(table, "moe", backward, "mistake/no_choice", [](Problem& p) {
     p.in("intermediate_output", TE_FL_F32, {3, 4}), p.in("grad_probs", TE_FL_F32, {3, 4});
     Tensor* dx = p.out("grad_logits", TE_FL_F32, {3, 4});
-    p.expect_error(TE_FL_INVALID_ARGUMENT, "no argument says which experts");
+    p.expect_error(TE_FL_INVALID_ARGUMENT, "they say which experts were chosen");
     p.oracle([&p, dx] { p.expect_unchanged(dx); });
   });
 }
@@ -483,20 +482,18 @@ void add_losses(Table& table) {
     p.in("probs", TE_FL_F32, {3, 4}), p.in("tokens_per_expert", TE_FL_I32, {4}, integers(9));
     Tensor* loss = p.out("aux_loss", TE_FL_F32, {});
     p.out("const_buf", TE_FL_F32, {1});
-    p.expect_error(TE_FL_INVALID_ARGUMENT, "total_num_tokens is 0");
+    p.expect_error(TE_FL_INVALID_ARGUMENT, "'total_num_tokens' is 0");
     p.oracle([&p, loss] { p.expect_unchanged(loss); });
   });
 }
 
-}  // namespace
-
-void add_router_cases(Table& table) {
+void add_cases(Table& table) {
   add_router_ops(table);
   add_scores(table);
   add_losses(table);
 }
 
-void fuzz_router(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   const auto variant = [](Draw& r) {
     Dims shape = Drawn::shape(r, 2);
     RouterVariant v{.dtype = Drawn::high(r), .experts = shape.back()};
@@ -543,11 +540,13 @@ void fuzz_router(Drawn& drawn) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
-void add_router(Cases& cases) {
+void add_cases(Cases& cases) {
   using namespace router_calls;
   const Cases all = {
       {"fused_topk_with_score_function_fwd", "", [](Run& r) { choose(r, 256); }},
@@ -563,11 +562,13 @@ void add_router(Cases& cases) {
   cases.insert(cases.end(), all.begin(), all.end());
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
-void add_router(Cases& cases) {
+void add_cases(Cases& cases) {
   const size_t first = cases.size();
   both_dtypes(cases, "fused_topk_with_score_function_fwd", [](Case& c, int64_t rows, int dtype) {
     auto& a = c.args<te_fl_fused_topk_with_score_function_fwd_args>();
@@ -607,4 +608,12 @@ void add_router(Cases& cases) {
   describe(cases, first, "rows, experts", {16384, 256}, {131072, 256});
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile router_cases{
+    .cases = add_cases, .drawn = draw_cases, .huge = huge::add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

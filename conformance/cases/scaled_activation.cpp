@@ -1,9 +1,8 @@
 #include <algorithm>
 
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
-#include "conformance/huge/cases.hpp"
 #include "conformance/huge/scaled_activation.hpp"
 #include "conformance/oracle_activation.hpp"
 #include "te_fl/ops/activation.h"
@@ -109,7 +108,7 @@ void scaled_problem(Problem& p, const ScaledVariant& v) {
   set_numbers(p, v);
   if (v.wrong) {
     p.expect_error(TE_FL_INVALID_ARGUMENT,
-                   "glu_interleave_size is " + std::to_string(v.interleave));
+                   "'glu_interleave_size' is " + std::to_string(v.interleave));
   }
   p.oracle([&p, v, t] {
     if (v.wrong) return p.expect_unchanged(t.y);
@@ -157,9 +156,7 @@ std::vector<ScaledVariant> variants_of(const ScaledOp& op, bool backward) {
   return all;
 }
 
-}  // namespace
-
-void add_scaled_activation_cases(Table& table) {
+void add_cases(Table& table) {
   for (const ScaledOp& op : kScaledOps)
     for (bool backward : {false, true})
       for (const ScaledVariant& v : variants_of(op, backward))
@@ -168,7 +165,7 @@ void add_scaled_activation_cases(Table& table) {
             [v](Problem& p) { scaled_problem(p, v); }, v.large);
 }
 
-void fuzz_scaled_activation(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   for (const ScaledOp& op : kScaledOps)
     for (bool backward : {false, true})
       drawn.cases("activation", backward ? op.gradient : op.name, [&](Draw& r) -> DrawnCase {
@@ -183,11 +180,13 @@ void fuzz_scaled_activation(Drawn& drawn) {
       });
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
-void add_scaled_activations(Cases& cases) {
+void add_cases(Cases& cases) {
   for (const conformance::ScaledOp& op : conformance::kScaledOps) {
     for (bool backward : {false, true}) {
       cases.push_back({backward ? op.gradient : op.name, "", [&op, backward](Run& r) {
@@ -200,6 +199,7 @@ void add_scaled_activations(Cases& cases) {
                    }});
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
@@ -225,9 +225,7 @@ void scaled_backward(Cases& cases, const char* op, int64_t halves) {
   });
 }
 
-}  // namespace
-
-void add_scaled_activation(Cases& cases) {
+void add_cases(Cases& cases) {
   scaled_forward<te_fl_situglu_args>(cases, "situglu", 2);
   scaled_backward<te_fl_dsituglu_args>(cases, "dsituglu", 2);
   scaled_forward<te_fl_scaled_swiglu_args>(cases, "scaled_swiglu", 2);
@@ -240,4 +238,12 @@ void add_scaled_activation(Cases& cases) {
   scaled_backward<te_fl_scaled_dsituglu_args>(cases, "scaled_dsituglu", 2);
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile scaled_activation_cases{
+    .cases = add_cases, .drawn = draw_cases, .huge = huge::add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

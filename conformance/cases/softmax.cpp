@@ -1,8 +1,7 @@
 #include "conformance/huge/softmax.hpp"
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
-#include "conformance/huge/cases.hpp"
 #include "te_fl/ops/softmax.h"
 
 namespace te_fl::conformance {
@@ -200,9 +199,7 @@ std::vector<Variant> variants_of(const Op& op) {
   return all;
 }
 
-}  // namespace
-
-void add_softmax_cases(Table& table) {
+void add_cases(Table& table) {
   for (const Op& op : kOps) {
     auto variants = variants_of(op);
     for (const Variant& v : variants) {
@@ -224,7 +221,7 @@ void add_softmax_cases(Table& table) {
   }
 }
 
-void fuzz_softmax(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   const auto draw = [](const Op& op, Draw& r) {
     Variant v{.dtype = Drawn::high(r), .scale = r.below(2) == 0 ? 1 : 0.125};
     int64_t b = 1 + r.below(3), h = 1 + r.below(3), q = 1 + r.below(30);
@@ -248,11 +245,13 @@ void fuzz_softmax(Drawn& drawn) {
   }
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
-void add_softmax(Cases& cases) {
+void add_cases(Cases& cases) {
   using namespace softmax_calls;
   const auto plain = [&](const char* what, int64_t queries, int64_t keys) {
     cases.push_back({"scaled_softmax_forward", what, [=](Run& r) {
@@ -303,11 +302,13 @@ void add_softmax(Cases& cases) {
   causal(4, "rows of 20001", 16, 20001);
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
-void add_softmax(Cases& cases) {
+void add_cases(Cases& cases) {
   const size_t first = cases.size();
   const auto square = [](Case& c, int64_t rows) {
     return Shape{(rows + c.cols() - 1) / c.cols(), c.cols(), c.cols()};
@@ -347,4 +348,12 @@ void add_softmax(Cases& cases) {
   describe(cases, first, "rows of all matrices, cols", {4096, 512}, {131072, 2048});
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile softmax_cases{
+    .cases = add_cases, .drawn = draw_cases, .huge = huge::add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

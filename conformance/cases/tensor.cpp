@@ -1,8 +1,7 @@
 #include "conformance/huge/tensor.hpp"
-#include "bench/cases/case.hpp"
+#include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
-#include "conformance/huge/cases.hpp"
 #include "te_fl/ops/tensor.h"
 
 namespace te_fl::conformance {
@@ -389,16 +388,14 @@ void add_loss(Table& table) {
       [in_place](Problem& p) { loss_backward(p, in_place); });
 }
 
-}  // namespace
-
-void add_tensor_cases(Table& table) {
+void add_cases(Table& table) {
   add_copy(table);
   add_fill(table);
   add_embedding(table);
   add_loss(table);
 }
 
-void fuzz_tensor(Drawn& drawn) {
+void draw_cases(Drawn& drawn) {
   drawn.cases("tensor", "strided_copy", [](Draw& r) -> DrawnCase {
     const int from = Drawn::high(r), to = Drawn::high(r);
     const Strided flat{"", Drawn::shape(r), {}, 0, 0};
@@ -452,11 +449,13 @@ void fuzz_tensor(Drawn& drawn) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::conformance
 
 namespace te_fl::huge {
+namespace {
 
-void add_tensor(Cases& cases) {
+void add_cases(Cases& cases) {
   using namespace tensor_calls;
   const Cases all = {
       {"add", "", [](Run& r) { add(r, kCols, false); }},
@@ -497,11 +496,13 @@ void add_tensor(Cases& cases) {
   cases.insert(cases.end(), all.begin(), all.end());
 }
 
+}  // namespace
 }  // namespace te_fl::huge
 
 namespace te_fl::bench {
+namespace {
 
-void add_tensor(Cases& cases) {
+void add_cases(Cases& cases) {
   both_dtypes(cases, "add", [](Case& c, int64_t rows, int dtype) {
     auto& a = c.args<te_fl_add_args>();
     a.a = c.in({rows, c.cols()}, dtype), a.b = c.in({rows, c.cols()}, dtype);
@@ -540,4 +541,12 @@ void add_tensor(Cases& cases) {
   });
 }
 
+}  // namespace
 }  // namespace te_fl::bench
+
+namespace te_fl::conformance {
+
+extern const CaseFile tensor_cases{
+    .cases = add_cases, .drawn = draw_cases, .huge = huge::add_cases, .bench = bench::add_cases};
+
+}  // namespace te_fl::conformance

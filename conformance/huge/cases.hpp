@@ -22,25 +22,6 @@ using Cases = std::vector<Case>;
 // Extents of rows: kCols is a multiple of all block and vector sizes, kOddCols a multiple of none.
 inline constexpr int64_t kCols = 4096, kOddCols = 4099;
 
-void add_activations(Cases& cases);
-void add_attention(Cases& cases);
-void add_chunks(Cases& cases);
-void add_permute_by_mask(Cases& cases);
-void add_gemm(Cases& cases);
-void add_grouped_gemm(Cases& cases);
-void add_moe(Cases& cases);
-void add_multi_tensor(Cases& cases);
-void add_norms(Cases& cases);
-void add_norm_gradients(Cases& cases);
-void add_optimizers(Cases& cases);
-void add_quantize(Cases& cases);
-void add_dequantize(Cases& cases);
-void add_rope(Cases& cases);
-void add_router(Cases& cases);
-void add_scaled_activations(Cases& cases);
-void add_softmax(Cases& cases);
-void add_tensor(Cases& cases);
-
 Cases all_cases();
 
 }  // namespace te_fl::huge

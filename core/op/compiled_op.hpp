@@ -122,6 +122,7 @@ struct CompiledOp::Impl {
   std::vector<uint8_t> scalars;
   std::vector<uint8_t> integers;  // lists of integers
   std::vector<Constraint> rules;
+  bool rules_use_extents = false;  // a rule uses names of the shape rules
   std::vector<uint8_t> communicators;
   SymbolNames symbols;
   int saved = -1;
@@ -150,6 +151,7 @@ struct CompiledOp::Impl {
   Status compile_arg(uint32_t index);
   Status compile_scalar(const te_fl_arg_desc& desc, Arg& arg);
   Status compile_references(uint32_t index);
+  Status compile_rules();
   Status check_layout() const;
   void order_tensors();
   int find_arg(std::string_view name) const;
@@ -162,10 +164,5 @@ std::vector<std::string> words(std::string_view text);
 // Merges the devices of two tensors of one call; false if they differ. Pinned memory is compatible
 // with the host and with its own device.
 bool merge_devices(Device& into, const Device& next) noexcept;
-
-// holds() evaluates one condition and is_broken() a whole rule, for a call whose struct, scalars
-// and tensors have each passed their own checks.
-bool holds(const CompiledOp::Impl& op, const Condition& condition, const ArgsView& view) noexcept;
-bool is_broken(const CompiledOp::Impl& op, const Constraint& rule, const ArgsView& view) noexcept;
 
 }  // namespace te_fl::core

@@ -350,6 +350,25 @@ void CompiledOp::Impl::order_tensors() {
   }
 }
 
+Status CompiledOp::Impl::compile_rules() {
+  if (schema.rules == nullptr || *schema.rules == '\0') return {};
+  Result<std::vector<Constraint>> parsed = parse_constraints(schema.rules, desc_pointers, symbols);
+  if (!parsed.ok()) return refuse(schema.name, parsed.status().message());
+  rules = std::move(parsed).value();
+  uint32_t bound = 0;  // the names that plain tensors bind
+  for (const uint8_t i : tensors) bound |= args[i].shape.symbols();
+  for (const Constraint& rule : rules) {
+    rules_use_extents = rules_use_extents || rule.extents != 0;
+    const uint32_t lists_only = rule.extents & ~bound;
+    if (lists_only == 0) continue;
+    return refuse(schema.name,
+                  "rule \"" + rule.text + "\": '" +
+                      symbols[static_cast<size_t>(__builtin_ctz(lists_only))] +
+                      "' has a value for each element of a list, must be of a plain tensor");
+  }
+  return {};
+}
+
 Status CompiledOp::Impl::compile(const te_fl_op_schema& from) {
   TE_FL_RETURN_IF_ERROR(copy_schema(from));
   for (uint32_t i = 0; i < schema.arg_count; ++i) TE_FL_RETURN_IF_ERROR(compile_arg(i));
@@ -357,11 +376,7 @@ Status CompiledOp::Impl::compile(const te_fl_op_schema& from) {
   for (uint32_t i = 0; i < schema.arg_count; ++i) TE_FL_RETURN_IF_ERROR(compile_references(i));
   if ((schema.flags & TE_FL_SCHEMA_ENQUIRY) != 0 && (schema.flags & TE_FL_SCHEMA_COLLECTIVE) != 0)
     return refuse(schema.name, "an op is an enquiry or a collective, not both");
-  if (schema.rules != nullptr && *schema.rules != '\0') {
-    Result<std::vector<Constraint>> parsed = parse_constraints(schema.rules, desc_pointers);
-    if (!parsed.ok()) return refuse(schema.name, parsed.status().message());
-    rules = std::move(parsed).value();
-  }
+  TE_FL_RETURN_IF_ERROR(compile_rules());
   enquiry = (schema.flags & TE_FL_SCHEMA_ENQUIRY) != 0;
   order_tensors();
   layout = make_layout(*this);

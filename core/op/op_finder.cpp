@@ -121,7 +121,7 @@ bool Finder::run(Signature& out) noexcept {
 }
 
 bool Finder::numbers(Signature& out) noexcept {
-  if (!check_struct() || !check_scalars() || !check_rules()) return false;
+  if (!check_struct() || !check_scalars() || !bind_extents() || !check_rules()) return false;
   out.later = signature_.later;
   return true;
 }
@@ -180,10 +180,20 @@ bool Finder::check_integers() noexcept {
   return true;
 }
 
+// Binds the names that rules use, for a call whose tensors have been checked.
+bool Finder::bind_extents() noexcept {
+  if (!op_.rules_use_extents) return true;
+  for (const uint8_t i : op_.tensors) {
+    const te_fl_tensor* t = args_.tensor(op_.args[i]);
+    if (t != nullptr && !match_shape(i, -1, *t)) return false;
+  }
+  return true;
+}
+
 bool Finder::check_rules() noexcept {
   for (size_t i = 0; i < op_.rules.size(); ++i) {
     const Constraint& rule = op_.rules[i];
-    if (is_broken(op_, rule, args_))
+    if (is_broken(rule, {op_, args_, frame_}))
       return fail(Problem::kRule, rule.left.arg, -1, -1, static_cast<int>(i));
   }
   return true;

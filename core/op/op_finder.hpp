@@ -127,6 +127,7 @@ class Finder {
   bool check_scalars() noexcept;
   bool check_integers() noexcept;
   bool check_rules() noexcept;
+  bool bind_extents() noexcept;
   bool check_tensors() noexcept;
   bool check_lists() noexcept;
   bool check_list_counts() noexcept;
@@ -189,6 +190,28 @@ ByteRange byte_range(const te_fl_tensor& t) noexcept;
 // Exact overlap tests for TE_FL_VALIDATE. False also if the test cannot decide.
 bool overlaps_itself(const te_fl_tensor& t) noexcept;
 bool overlap_partly(const te_fl_tensor& a, const te_fl_tensor& b, bool same_start_allowed) noexcept;
+
+// A call whose struct, scalars and tensors have each passed their own checks, for the rules between
+// arguments. `frame` has the extents of its plain tensors.
+struct RuleCall {
+  const CompiledOp::Impl& op;
+  const ArgsView& view;
+  const Frame& frame;
+};
+// True if the call breaks the rule. A rule that uses a name that no given tensor has is not broken.
+bool is_broken(const Constraint& rule, const RuleCall& call) noexcept;
+// For a condition kEach: the index of the first two elements that break it; if none do, the length
+// of the shorter list.
+int64_t first_unlike(const Condition& each, const RuleCall& call) noexcept;
+// The number of elements of all tensors of a list, and the sum of a list of integers.
+int64_t elements_of_list(const Arg& list, const ArgsView& view) noexcept;
+int64_t sum_of_list(const Arg& integers, const ArgsView& view) noexcept;
+// The range of an integer dtype or of bool: [low, above_high). Not bounded for other dtypes.
+struct IntegerRange {
+  bool bounded = false;
+  double low = 0, above_high = 0;
+};
+IntegerRange integer_range(int dtype) noexcept;
 
 // The error as text, to be appended to "op: ".
 std::string describe_finding(const CompiledOp::Impl& op, const Finder& finder);

@@ -87,6 +87,7 @@ bool Finder::check_lists() noexcept {
   for (int64_t index = 0; index < list_count_; ++index) {
     if (!check_list_elements(index, base)) return false;
   }
+  frame_ = base;  // rules between arguments use the extents of plain tensors
   for (const uint8_t i : op_.lists) {
     if (!op_.args[i].writes()) {
       continue;

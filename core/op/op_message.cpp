@@ -62,7 +62,10 @@ class Words {
   }
   std::string scalar_text() const;
   std::string list_text() const;
-  std::string value_text(const Condition& condition) const;
+  std::string value_text(int arg) const;
+  std::string value_text(const RuleOperand& operand) const;
+  std::vector<std::string> values_of(const Condition& condition) const;
+  std::string range_text(const Condition& condition) const;
   std::string rule_text() const;
   std::string tensor_text() const;
   std::string storage_text() const;
@@ -128,11 +131,11 @@ std::string Words::list_text() const {
          std::to_string(finder_.args().count(other));
 }
 
-// A condition's argument and its value: "'x' is f32[2,3] cpu", "'gelu' is 0".
-std::string Words::value_text(const Condition& condition) const {
-  const Arg& arg = op_.args[condition.arg];
+// An argument and its value: "'x' is f32[2,3] cpu", "'gelu' is 0".
+std::string Words::value_text(int i) const {
+  const Arg& arg = op_.args[static_cast<size_t>(i)];
   const ArgsView& args = finder_.args();
-  const std::string is = quoted(condition.arg) + " is ";
+  const std::string is = quoted(i) + " is ";
   switch (arg.type) {
     case TE_FL_ARG_TENSOR:
       return is +
@@ -149,8 +152,8 @@ std::string Words::value_text(const Condition& condition) const {
     case TE_FL_ARG_I64_LIST:
       return is + "a list of " + std::to_string(args.count(arg));
     case TE_FL_ARG_ENUM: {
-      std::string_view names = op_.descs[condition.arg].enum_names;
-      for (int64_t i = 0; i < static_cast<int64_t>(args.scalar(arg)); ++i) {
+      std::string_view names = op_.descs[static_cast<size_t>(i)].enum_names;
+      for (int64_t k = 0; k < static_cast<int64_t>(args.scalar(arg)); ++k) {
         names.remove_prefix(std::min(names.find(' ') + 1, names.size()));
       }
       return is + std::string(names.substr(0, names.find(' ')));
@@ -163,32 +166,91 @@ std::string Words::value_text(const Condition& condition) const {
   }
 }
 
+// A part of a comparison and its value: "'topk' is 9", "E is 8 (in 'logits')"; "" for a number.
+std::string Words::value_text(const RuleOperand& operand) const {
+  const ArgsView& args = finder_.args();
+  switch (operand.kind) {
+    case RuleOperand::kScalar:
+      return value_text(operand.index);
+    case RuleOperand::kExtent:
+      return op_.symbols[operand.index] + " is " +
+             std::to_string(finder_.frame().values[operand.index]) + " (in " +
+             quoted(finder_.frame().setter[operand.index]) + ")";
+    case RuleOperand::kSum:
+      return "the sum of " + quoted(operand.index) + " is " +
+             std::to_string(sum_of_list(op_.args[operand.index], args));
+    default:
+      return "";
+  }
+}
+
+// The values that a condition reads, in order.
+std::vector<std::string> Words::values_of(const Condition& condition) const {
+  std::vector<std::string> values;
+  const ArgsView& args = finder_.args();
+  switch (condition.kind) {
+    case Condition::kCompare:
+      for (const Expression* side : {&condition.left, &condition.right}) {
+        for (const RuleOperand& operand : *side) values.push_back(value_text(operand));
+      }
+      return values;
+    case Condition::kEach: {
+      const int64_t at = first_unlike(condition, {op_, args, finder_.frame()});
+      const Arg& a = op_.args[condition.arg];
+      const Arg& b = op_.args[static_cast<size_t>(condition.other)];
+      if (args.count(a) != args.count(b)) break;
+      for (const int i : {static_cast<int>(condition.arg), static_cast<int>(condition.other)}) {
+        values.push_back(quoted(i) + "[" + std::to_string(at) + "] is " +
+                         std::to_string(args.integer(op_.args[static_cast<size_t>(i)], at)));
+      }
+      return values;
+    }
+    default:
+      break;
+  }
+  values.push_back(value_text(condition.arg));
+  if (condition.other >= 0) values.push_back(value_text(condition.other));
+  if (condition.times >= 0) values.push_back(value_text(condition.times));
+  if (condition.kind == Condition::kHolds && condition.other >= 0) {
+    const Arg& list = op_.args[static_cast<size_t>(condition.other)];
+    if (list.is_list())
+      values.back() += " with " + std::to_string(elements_of_list(list, args)) + " elements in all";
+  }
+  return values;
+}
+
 // Names the arguments that violate the rule, the rule itself, and the change that would satisfy it.
 std::string Words::rule_text() const {
   const Constraint& rule = op_.rules[static_cast<size_t>(f_.dim)];
-  std::string others;
-  const auto add = [&](const Condition& c) { others += ", " + value_text(c); };
-  for (uint8_t i = 0; i < rule.alternatives; ++i) add(rule.right[i]);
-  for (const Condition& c : {rule.left, rule.right[0]}) {
-    if (c.kind != Condition::kCompare && c.kind != Condition::kHolds) continue;
-    for (const int8_t named : {c.other, c.times}) {
-      if (named < 0) continue;
-      Condition other;
-      other.arg = static_cast<uint8_t>(named);
-      add(other);
+  std::vector<std::string> values;
+  const auto add = [&](const Condition& condition) {
+    for (std::string& value : values_of(condition)) {
+      const bool known = std::find(values.begin(), values.end(), value) != values.end();
+      if (!value.empty() && !known) values.push_back(std::move(value));
     }
-  }
-  const std::string text = "argument " + value_text(rule.left) + others;
-  const std::string broken = ", which breaks the rule \"" + rule.text + "\"";
-  switch (rule.kind) {
-    case Constraint::kRequires:
-      return text + broken + "; give what it requires, or leave " + quoted(f_.arg) + " out";
-    case Constraint::kExcludes:
-      return text + broken + "; leave one of them out";
-    case Constraint::kAlways:
-      break;
-  }
-  return text + broken;
+  };
+  add(rule.left);
+  for (uint8_t i = 0; i < rule.alternatives; ++i) add(rule.right[i]);
+  std::string text = values[0].starts_with("'") ? "argument " : "";
+  text += join(values) + ", which breaks the rule \"" + rule.text + "\"";
+  if (rule.kind == Constraint::kExcludes) return text + "; leave one of them out";
+  if (rule.kind == Constraint::kAlways)
+    return text + (rule.alternatives > 0 ? "; give one of them" : "") + range_text(rule.left);
+  text += "; give what it requires";
+  return rule.left.kind == Condition::kGiven ? text + ", or leave " + quoted(rule.left.arg) + " out"
+                                             : text;
+}
+
+// The numbers that a condition kFits allows: "; u8 takes numbers from 0 to below 256".
+std::string Words::range_text(const Condition& condition) const {
+  if (condition.kind != Condition::kFits) return "";
+  const te_fl_tensor& t = *finder_.args().tensor(op_.args[static_cast<size_t>(condition.other)]);
+  const int dtype = dtype_index(t.dl.dtype);
+  const IntegerRange range = integer_range(dtype);
+  char text[64];
+  std::snprintf(text, sizeof text, " takes numbers from %.0f to below %.0f", range.low,
+                range.above_high);
+  return "; " + std::string(name(static_cast<DType>(dtype))) + text;
 }
 
 std::string Words::tensor_text() const {

@@ -157,6 +157,19 @@ bool ShapeRule::uses(Term::Kind kind) const noexcept {
   return false;
 }
 
+uint32_t ShapeRule::symbols() const noexcept {
+  uint32_t mask = 0;
+  for (int d = 0; !any && d <= choice_count; ++d) {
+    for (int i = 0; i < dims[d].count; ++i) {
+      const Term& term = dims[d].terms[i];
+      const bool named = term.kind == Term::kName || term.kind == Term::kTimes ||
+                         term.kind == Term::kPlus || term.kind == Term::kOneOr;
+      if (named) mask |= uint32_t{1} << term.symbol;
+    }
+  }
+  return mask;
+}
+
 Result<ShapeRule> parse_shape_rule(std::string_view text, SymbolNames& symbols,
                                    const ShapeNames& names) {
   ShapeRule rule;

@@ -60,6 +60,7 @@ struct ShapeRule {
   std::array<Dims, kMaxChoices + 1> dims{};
   bool uses_leading() const noexcept;
   bool uses(Term::Kind kind) const noexcept;
+  uint32_t symbols() const noexcept;  // a mask of the names that the rule binds
   // The dims that apply to a call. `value_of(index)` returns the value of a bool or enum argument.
   template <class F>
   const Dims& chosen(F&& value_of) const noexcept {

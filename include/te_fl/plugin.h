@@ -61,9 +61,9 @@
  *      that outlives the call, and uses ctx->workspace (256-byte aligned) for scratch. Tensors are
  *      aligned to their element size. run() must not access memory beyond the end of a tensor.
  *  R12 The host checks arguments against the op's schema before run(): roles, dtypes, scaling
- *      modes, shapes, devices, scalar ranges. An implementation checks only what the schema cannot
- *      express. If such a check fails it answers TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, with a text
- *      that names argument, value and rule.
+ *      modes, shapes, devices, scalar ranges, rules. An implementation checks only what the schema
+ *      cannot express, such as values in memory. If such a check fails it answers
+ *      TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, with a text that names argument, value and rule.
  *      An op need not wait for the device to check values in device memory (indices, positions).
  *      When an op meets an invalid value there, it writes NaN to the outputs that depend on it and
  *      stays inside its memory; the device's next synchronize() of that stream or
@@ -595,16 +595,25 @@ enum { /* te_fl_op_schema.flags */
  * - CONDITION requires CONDITION; "or CONDITION" may follow up to three times, and then one of the
  *   required conditions suffices;
  * - CONDITION excludes CONDITION;
- * - NAME is WORD, or a comparison: must hold in every call;
- * - NAME holds OTHER: if both tensors are given, they have the same number of elements;
- * - NAME holds COMMUNICATOR times OTHER: likewise, but NAME has as many elements as OTHER times the
- *   number of ranks.
+ * - CONDITION or CONDITION, with up to five conditions: one of them must hold in every call;
+ * - a CONDITION other than NAME alone: must hold in every call.
+ * An explanation in parentheses may follow a rule; messages quote it with the rule.
  *
  * A CONDITION is one of
  * - NAME: the tensor, record or list is given, the bool is 1, or the number is not `neutral`;
  * - NAME is WORD|WORD: an enum has one of these values, or a tensor one of these dtypes or scaling
  *   modes;
- * - a comparison: NAME, one of < <= > >= == != multiple_of, and a NAME or a number.
+ * - a comparison: two sums of products, as "2 * R - 1", with one of < <= > >= == != multiple_of
+ *   between them. A factor is an integer, the NAME of an integer argument, a name that a shape rule
+ *   of a plain tensor binds, or sum(NAME) of a list of integers. Instead of a sum, a side may be
+ * one real number or the NAME of one. A rule with a name that no given tensor binds is not checked;
+ * - a comparison of the NAMEs of two lists of integers, of equal lengths: element by element;
+ * - NAME holds OTHER: if both are given, tensor NAME has as many elements as tensor OTHER, or as
+ *   all tensors of list OTHER, or OTHER elements if that is an integer;
+ * - NAME holds COMMUNICATOR times OTHER: likewise, but NAME has as many elements as OTHER times the
+ *   number of ranks;
+ * - NAME fits OTHER: if tensor OTHER has integers or bools, number NAME, rounded towards zero, is
+ *   in their range.
  */
 
 typedef struct te_fl_op_schema {

@@ -11,7 +11,6 @@
 #include "moe/scatter_rows.cuh"
 #include "moe/sort_pairs.cuh"
 #include "plugin/families.hpp"
-#include "te_fl/backend/moe_checks.hpp"
 #include "te_fl/ops/moe.h"
 
 namespace te_fl::cuda {
@@ -44,7 +43,6 @@ void sort_pairs(const te_fl_context& ctx, const PairIndices& in, const PairRows&
 
 void moe_permute_fwd(const te_fl_context& ctx, const te_fl_moe_permute_fwd_args& a) {
   const int64_t tokens = a.indices->dl.shape[0], each = a.indices->dl.shape[1];
-  backend::check_pairs(tokens, each);
   const int64_t pairs = tokens * each, rows = a.output->dl.shape[0];
   const int64_t bytes = row_bytes_of(*a.input);
   const cudaStream_t stream = stream_of(ctx);
@@ -84,15 +82,6 @@ PermutedRows permuted_rows(const te_fl_context& ctx, const char* op, const te_fl
           value_errors_of(ctx, op)};
 }
 
-template <class T>
-bool whole_packs(int64_t cols, std::initializer_list<const te_fl_tensor*> tensors) {
-  auto at = static_cast<uintptr_t>(cols) * sizeof(T);
-  for (const te_fl_tensor* t : tensors) {
-    at |= reinterpret_cast<uintptr_t>(backend::data<const void>(*t));
-  }
-  return at % 16 == 0;
-}
-
 // Returns the number of threads for a block that processes a row of `cols` elements, `size`
 // elements per thread at once.
 unsigned threads_of_row(int64_t cols, int size) {
@@ -112,6 +101,7 @@ void sum_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& inpu
   const PermutedRows rows = permuted_rows(ctx, op, map, probs, input.dl.shape[0]);
   const cudaStream_t stream = stream_of(ctx);
   const int64_t cols = output.dl.shape[1], pairs = backend::numel(map);
+  const RowChoice choice = choose_row_sum(input, map, output);
   if (validates(ctx) && pairs > 0) {
     check_rows_kernel<<<blocks_for(pairs), kThreads, 0, stream>>>(rows.map, pairs, rows.rows,
                                                                   rows.errors);
@@ -121,7 +111,7 @@ void sum_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& inpu
   with_type(dtype_of(input), [&]<class T>(T) {
     const auto launch = [&]<bool kWhole>(std::bool_constant<kWhole>) {
       const int64_t pieces = ceil_div(cols, RowPiece<T, kWhole>::kSize);
-      if (lists_rows(rows.each, pieces)) {
+      if (choice.kernel == RowChoice::kSumListed) {
         return for_pieces(0, rows.tokens, ceil_div(pieces, 64), [&](const RowPieces& p) {
           const auto most = static_cast<unsigned>(4 * multiprocessors(ctx.device.index));
           sum_listed_rows_kernel<T, kWhole>
@@ -136,13 +126,16 @@ void sum_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& inpu
         check_launch(op);
       });
     };
-    if (whole_packs<T>(cols, {&input, &output})) return launch(std::true_type{});
+    if (choice.whole) return launch(std::true_type{});
     launch(std::false_type{});
   });
 }
 
 void moe_permute_bwd(const te_fl_context& ctx, const te_fl_moe_permute_bwd_args& a) {
   sum_rows(ctx, "moe_permute_bwd", *a.grad_output, *a.row_id_map, a.probs, *a.grad_input);
+}
+std::string permute_bwd_words(const te_fl_context&, const te_fl_moe_permute_bwd_args& a) {
+  return "kernel " + choose_row_sum(*a.grad_output, *a.row_id_map, *a.grad_input).text();
 }
 Refusal refuse_permute_bwd(const te_fl_moe_permute_bwd_args& a) {
   if (!all_dense(a.grad_output, a.row_id_map, a.probs, a.grad_input)) return kNotContiguous;
@@ -151,6 +144,9 @@ Refusal refuse_permute_bwd(const te_fl_moe_permute_bwd_args& a) {
 }
 void moe_unpermute_fwd(const te_fl_context& ctx, const te_fl_moe_unpermute_fwd_args& a) {
   sum_rows(ctx, "moe_unpermute_fwd", *a.input, *a.row_id_map, a.probs, *a.output);
+}
+std::string unpermute_fwd_words(const te_fl_context&, const te_fl_moe_unpermute_fwd_args& a) {
+  return "kernel " + choose_row_sum(*a.input, *a.row_id_map, *a.output).text();
 }
 Refusal refuse_unpermute_fwd(const te_fl_moe_unpermute_fwd_args& a) {
   if (!all_dense(a.input, a.row_id_map, a.probs, a.output)) return kNotContiguous;
@@ -180,19 +176,18 @@ void moe_unpermute_bwd(const te_fl_context& ctx, const te_fl_moe_unpermute_bwd_a
     if (validates(ctx)) refuse_noted(ctx);
   }
   auto* grad_probs = a.grad_probs != nullptr ? backend::data<float>(*a.grad_probs) : nullptr;
-  const bool copies = a.probs == nullptr && grad_probs == nullptr;
+  const RowChoice choice = choose_row_gradient(a);
   with_type(dtype_of(*a.grad_output), [&]<class T>(T) {
     T* grad_input = backend::data<T>(*a.grad_input);
     if (rows > 0 && cols > 0) {
       zero_rows_kernel<T><<<blocks_for(rows), kThreads, 0, stream>>>(bits, rows, cols, grad_input);
       check_launch("zero_rows_kernel");
     }
-    if (copies)
+    if (choice.kernel == RowChoice::kScatter)
       return scatter_rows(ctx, "moe_unpermute_bwd", *a.grad_output, *a.row_id_map, *a.grad_input);
     const auto launch = [&]<bool kWhole>(std::bool_constant<kWhole>) {
       const unsigned threads = threads_of_row(cols, RowPiece<T, kWhole>::kSize);
-      // For tokens with few map entries, listing the rows takes 1.4 times as long.
-      const bool few = m.each <= kFewPlaces;
+      const bool few = choice.kernel == RowChoice::kFewGradient;
       const auto kernel =
           few ? few_rows_gradient_kernel<T, kWhole> : unpermute_gradient_kernel<T, kWhole>;
       size_t shared = few ? 0 : row_list_bytes(m.each);
@@ -204,11 +199,13 @@ void moe_unpermute_bwd(const te_fl_context& ctx, const te_fl_moe_unpermute_bwd_a
         check_launch("moe_unpermute_bwd");
       });
     };
-    if (whole_packs<T>(cols, {a.grad_output, a.fwd_input, a.grad_input})) {
-      return launch(std::true_type{});
-    }
+    if (choice.whole) return launch(std::true_type{});
     launch(std::false_type{});
   });
+}
+
+std::string unpermute_bwd_words(const te_fl_context&, const te_fl_moe_unpermute_bwd_args& a) {
+  return "kernels mark_rows, zero_rows and " + choose_row_gradient(a).text();
 }
 
 Refusal refuse_unpermute_bwd(const te_fl_moe_unpermute_bwd_args& a) {
@@ -223,7 +220,14 @@ Refusal refuse_unpermute_bwd(const te_fl_moe_unpermute_bwd_args& a) {
 
 // ---- groups
 
-void copy_groups(const te_fl_context& ctx, const char* op, const backend::PaddedGroups& groups,
+// Row counts of each group before (`plain`) and after padding (`padded`).
+struct PaddedGroups {
+  const int64_t* plain;
+  const int64_t* padded;
+  int64_t count;
+};
+
+void copy_groups(const te_fl_context& ctx, const char* op, const PaddedGroups& groups,
                  const te_fl_tensor& input, const te_fl_tensor& output, bool pads) {
   const int64_t bytes = row_bytes_of(input);
   int64_t from = 0, to = 0;
@@ -252,14 +256,12 @@ void copy_groups(const te_fl_context& ctx, const char* op, const backend::Padded
 
 void fused_multi_row_padding(const te_fl_context& ctx,
                              const te_fl_fused_multi_row_padding_args& a) {
-  const backend::PaddedGroups groups = backend::groups_of(a);
-  backend::check_groups(groups, a.input->dl.shape[0], a.output->dl.shape[0]);
+  const PaddedGroups groups{a.input_rows, a.padded_rows, a.input_rows_count};
   copy_groups(ctx, "fused_multi_row_padding", groups, *a.input, *a.output, true);
 }
 void fused_multi_row_unpadding(const te_fl_context& ctx,
                                const te_fl_fused_multi_row_unpadding_args& a) {
-  const backend::PaddedGroups groups = backend::groups_of(a);
-  backend::check_groups(groups, a.output->dl.shape[0], a.input->dl.shape[0]);
+  const PaddedGroups groups{a.unpadded_rows, a.input_rows, a.input_rows_count};
   copy_groups(ctx, "fused_multi_row_unpadding", groups, *a.input, *a.output, false);
 }
 template <class Args>
@@ -310,20 +312,13 @@ void append_moe(std::vector<te_fl_op_desc>& ops) {
   ops.back().workspace = backend::workspace_thunk<Permute, permute_workspace>;
   ops.push_back(descriptor<te_fl_moe_permute_bwd_args, moe_permute_bwd, refuse_permute_bwd>(
       "moe_permute_bwd"));
-  ops.back().describe = describe_by<
-      te_fl_moe_permute_bwd_args,
-      "kernel sum_listed_rows, or sum_rows for short rows of up to 8 places of a token">;
+  ops.back().describe = backend::describe_thunk<te_fl_moe_permute_bwd_args, permute_bwd_words>;
   ops.push_back(descriptor<te_fl_moe_unpermute_fwd_args, moe_unpermute_fwd, refuse_unpermute_fwd>(
       "moe_unpermute_fwd"));
-  ops.back().describe = describe_by<
-      te_fl_moe_unpermute_fwd_args,
-      "kernel sum_listed_rows, or sum_rows for short rows of up to 8 places of a token">;
+  ops.back().describe = backend::describe_thunk<te_fl_moe_unpermute_fwd_args, unpermute_fwd_words>;
   ops.push_back(
       descriptor<UnpermuteGradient, moe_unpermute_bwd, refuse_unpermute_bwd>("moe_unpermute_bwd"));
-  ops.back().describe = describe_by<UnpermuteGradient,
-                                    "kernels mark_rows, zero_rows and unpermute_gradient, or "
-                                    "few_rows_gradient for up to 8 places of a token, or "
-                                    "scatter_rows without probabilities">;
+  ops.back().describe = backend::describe_thunk<UnpermuteGradient, unpermute_bwd_words>;
   ops.back().workspace = backend::workspace_thunk<UnpermuteGradient, unpermute_bwd_workspace>;
   ops.push_back(descriptor<Padding, fused_multi_row_padding, refuse_groups<Padding>>(
       "fused_multi_row_padding"));

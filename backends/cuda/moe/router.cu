@@ -1,6 +1,7 @@
 // The router ops: choice of experts and auxiliary loss.
 #include "moe/kernel_names.hpp"
 #include "moe/router.cuh"
+#include "moe/router_choice.hpp"
 
 #include <algorithm>
 
@@ -8,7 +9,6 @@
 #include "common/value_checks.hpp"
 #include "moe/aux_loss.cuh"
 #include "plugin/families.hpp"
-#include "te_fl/backend/moe_checks.hpp"
 #include "te_fl/ops/moe.h"
 
 namespace te_fl::cuda {
@@ -16,21 +16,28 @@ namespace {
 
 constexpr const char* kTooMany = "takes up to 1024 experts, in up to 512 groups";
 
-// Calls f(lanes per token, experts per lane) with compile-time constants that fit `experts`, which
-// is at most kMostExperts.
+// Calls f(lanes per token, experts per lane) with the choice as compile-time constants.
 template <class F>
-void with_lanes(int64_t experts, F&& f) {
+void with_lanes(const RouterChoice& choice, F&& f) {
   const auto call = [&]<int kLanes, int kPer>() {
     f(std::integral_constant<int, kLanes>{}, std::integral_constant<int, kPer>{});
   };
-  if (experts <= 8) return call.template operator()<1, 8>();
-  if (experts <= 16) return call.template operator()<2, 8>();
-  if (experts <= 32) return call.template operator()<4, 8>();
-  if (experts <= 64) return call.template operator()<8, 8>();
-  if (experts <= 128) return call.template operator()<16, 8>();
-  if (experts <= 256) return call.template operator()<32, 8>();
-  if (experts <= 512) return call.template operator()<32, 16>();
-  call.template operator()<32, 32>();
+  if (choice.experts == 16) return call.template operator()<32, 16>();
+  if (choice.experts == 32) return call.template operator()<32, 32>();
+  switch (choice.lanes) {
+    case 1:
+      return call.template operator()<1, 8>();
+    case 2:
+      return call.template operator()<2, 8>();
+    case 4:
+      return call.template operator()<4, 8>();
+    case 8:
+      return call.template operator()<8, 8>();
+    case 16:
+      return call.template operator()<16, 8>();
+    default:
+      return call.template operator()<32, 8>();
+  }
 }
 
 template <class T>
@@ -39,15 +46,13 @@ T* data_or_null(const te_fl_tensor* t) {
 }
 int index_bytes_of(const te_fl_tensor* t) { return t != nullptr ? t->dl.dtype.bits / 8 : 4; }
 
-// Number of thread blocks: enough for all tokens, at most 32 per multiprocessor.
-unsigned router_blocks(int64_t tokens, int lanes) {
-  return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(tokens, kThreads / lanes), 1,
-                                                   int64_t{32} * current_multiprocessors()));
+unsigned lane_blocks(const RouterChoice& choice, int64_t tokens) {
+  static_assert(kRouterThreads == kThreads);
+  return static_cast<unsigned>(router_blocks(choice, tokens, current_multiprocessors()));
 }
 
 void topk_fwd(const te_fl_context& ctx, const te_fl_fused_topk_with_score_function_fwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.logits);
-  backend::check_router(a, m.cols);
   if (m.rows == 0) return;
   const RouterShape shape{
       m.rows,           static_cast<int>(m.cols), a.topk,          a.num_groups, a.group_topk,
@@ -55,11 +60,12 @@ void topk_fwd(const te_fl_context& ctx, const te_fl_fused_topk_with_score_functi
   const ChoiceOutputs choice{data_or_null<uint8_t>(a.routing_map),
                              data_or_null<uint8_t>(a.routing_bits),
                              data_or_null<void>(a.topk_indices), index_bytes_of(a.topk_indices)};
-  with_lanes(m.cols, [&]<int kLanes, int kPer>(std::integral_constant<int, kLanes>,
-                                               std::integral_constant<int, kPer>) {
+  const RouterChoice lanes = choose_router(m.cols);
+  with_lanes(lanes, [&]<int kLanes, int kPer>(std::integral_constant<int, kLanes>,
+                                              std::integral_constant<int, kPer>) {
     const size_t shared =
         static_cast<size_t>(a.num_groups) * (kThreads / kLanes) * sizeof(uint32_t);
-    topk_kernel<kLanes, kPer><<<router_blocks(m.rows, kLanes), kThreads, shared, stream_of(ctx)>>>(
+    topk_kernel<kLanes, kPer><<<lane_blocks(lanes, m.rows), kThreads, shared, stream_of(ctx)>>>(
         RowSource(*a.logits), data_or_null<const float>(a.expert_bias), shape, RowTarget(*a.probs),
         RowTarget(*a.intermediate_output), choice);
   });
@@ -77,7 +83,6 @@ Refusal refuse_topk_fwd(const te_fl_fused_topk_with_score_function_fwd_args& a) 
 
 void topk_bwd(const te_fl_context& ctx, const te_fl_fused_topk_with_score_function_bwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.grad_probs);
-  backend::check_router(a, m.cols);
   if (m.rows == 0) return;
   const RouterShape shape{m.rows,           static_cast<int>(m.cols), a.topk,          0, 0,
                           a.score_function, a.use_pre_softmax != 0,   a.scaling_factor};
@@ -92,12 +97,12 @@ void topk_bwd(const te_fl_context& ctx, const te_fl_fused_topk_with_score_functi
     check_launch("check_indices_kernel");
     refuse_noted(ctx);
   }
-  with_lanes(m.cols, [&]<int kLanes, int kPer>(std::integral_constant<int, kLanes>,
-                                               std::integral_constant<int, kPer>) {
-    topk_gradient_kernel<kLanes, kPer>
-        <<<router_blocks(m.rows, kLanes), kThreads, 0, stream_of(ctx)>>>(
-            choice, RowSource(*a.intermediate_output), RowSource(*a.grad_probs), shape,
-            RowTarget(*a.grad_logits));
+  const RouterChoice lanes = choose_router(m.cols);
+  with_lanes(lanes, [&]<int kLanes, int kPer>(std::integral_constant<int, kLanes>,
+                                              std::integral_constant<int, kPer>) {
+    topk_gradient_kernel<kLanes, kPer><<<lane_blocks(lanes, m.rows), kThreads, 0, stream_of(ctx)>>>(
+        choice, RowSource(*a.intermediate_output), RowSource(*a.grad_probs), shape,
+        RowTarget(*a.grad_logits));
   });
   check_launch("fused_topk_with_score_function_bwd");
 }
@@ -112,15 +117,15 @@ Refusal refuse_topk_bwd(const te_fl_fused_topk_with_score_function_bwd_args& a) 
 
 void score_fwd(const te_fl_context& ctx, const te_fl_fused_score_for_moe_aux_loss_fwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.logits);
-  backend::check_router(a, m.cols);
   if (m.rows == 0) return;
   const RouterShape shape{m.rows, static_cast<int>(m.cols), a.topk, 0,
                           0,      a.score_function,         false,  1.0f};
   const ChoiceOutputs choice{data_or_null<uint8_t>(a.routing_map),
                              data_or_null<uint8_t>(a.routing_bits), nullptr, 4};
-  with_lanes(m.cols, [&]<int kLanes, int kPer>(std::integral_constant<int, kLanes>,
-                                               std::integral_constant<int, kPer>) {
-    scores_kernel<kLanes, kPer><<<router_blocks(m.rows, kLanes), kThreads, 0, stream_of(ctx)>>>(
+  const RouterChoice lanes = choose_router(m.cols);
+  with_lanes(lanes, [&]<int kLanes, int kPer>(std::integral_constant<int, kLanes>,
+                                              std::integral_constant<int, kPer>) {
+    scores_kernel<kLanes, kPer><<<lane_blocks(lanes, m.rows), kThreads, 0, stream_of(ctx)>>>(
         RowSource(*a.logits), shape, RowTarget(*a.scores), RowTarget(*a.intermediate_output),
         choice);
   });
@@ -138,10 +143,11 @@ void score_bwd(const te_fl_context& ctx, const te_fl_fused_score_for_moe_aux_los
   if (m.rows == 0 || m.cols == 0) return;
   const RouterShape shape{m.rows, static_cast<int>(m.cols), a.topk, 0,
                           0,      a.score_function,         false,  1.0f};
-  with_lanes(m.cols, [&]<int kLanes, int kPer>(std::integral_constant<int, kLanes>,
-                                               std::integral_constant<int, kPer>) {
+  const RouterChoice lanes = choose_router(m.cols);
+  with_lanes(lanes, [&]<int kLanes, int kPer>(std::integral_constant<int, kLanes>,
+                                              std::integral_constant<int, kPer>) {
     scores_gradient_kernel<kLanes, kPer>
-        <<<router_blocks(m.rows, kLanes), kThreads, 0, stream_of(ctx)>>>(
+        <<<lane_blocks(lanes, m.rows), kThreads, 0, stream_of(ctx)>>>(
             RowSource(*a.intermediate_output), RowSource(*a.grad_scores), shape,
             RowTarget(*a.grad_logits));
   });
@@ -167,7 +173,6 @@ size_t aux_loss_workspace(const te_fl_context&, const te_fl_fused_moe_aux_loss_f
   return kLossBlocks * sizeof(double);
 }
 void aux_loss_fwd(const te_fl_context& ctx, const te_fl_fused_moe_aux_loss_fwd_args& a) {
-  backend::check_aux_loss(a);
   const LossShape shape = loss_shape(*a.probs);
   const unsigned blocks = loss_blocks(shape);
   auto* sums = static_cast<double*>(ctx.workspace);
@@ -187,7 +192,6 @@ Refusal refuse_aux_loss_fwd(const te_fl_fused_moe_aux_loss_fwd_args& a) {
 }
 
 void aux_loss_bwd(const te_fl_context& ctx, const te_fl_fused_moe_aux_loss_bwd_args& a) {
-  backend::check_one_element("grad_aux_loss", a.grad_aux_loss);
   const LossShape shape = loss_shape(*a.grad_probs);
   if (shape.tokens == 0 || shape.experts == 0) return;
   loss_gradient_kernel<<<loss_blocks(shape), kThreads, 0, stream_of(ctx)>>>(
@@ -198,6 +202,21 @@ void aux_loss_bwd(const te_fl_context& ctx, const te_fl_fused_moe_aux_loss_bwd_a
 Refusal refuse_aux_loss_bwd(const te_fl_fused_moe_aux_loss_bwd_args& a) {
   return all_dense(a.tokens_per_expert, a.grad_probs) ? nullptr : kNotContiguous;
 }
+
+template <class Args, KernelNames kKernel>
+std::string router_words(const te_fl_context&, const Args& a) {
+  const te_fl_tensor* scores = nullptr;
+  if constexpr (requires { a.logits; }) {
+    scores = a.logits;
+  } else if constexpr (requires { a.grad_probs; }) {
+    scores = a.grad_probs;
+  } else {
+    scores = a.grad_scores;
+  }
+  return std::string(kKernel.text) + ": " + choose_router(backend::as_matrix(*scores).cols).text();
+}
+template <class Args, KernelNames kKernel>
+constexpr auto describe_router = backend::describe_thunk<Args, router_words<Args, kKernel>>;
 
 }  // namespace
 
@@ -210,16 +229,16 @@ void append_router(std::vector<te_fl_op_desc>& ops) {
   using LossBwd = te_fl_fused_moe_aux_loss_bwd_args;
   ops.push_back(
       descriptor<TopkFwd, topk_fwd, refuse_topk_fwd>("fused_topk_with_score_function_fwd"));
-  ops.back().describe = describe_by<TopkFwd, "kernel topk">;
+  ops.back().describe = describe_router<TopkFwd, "kernel topk">;
   ops.push_back(
       descriptor<TopkBwd, topk_bwd, refuse_topk_bwd>("fused_topk_with_score_function_bwd"));
-  ops.back().describe = describe_by<TopkBwd, "kernel topk_gradient">;
+  ops.back().describe = describe_router<TopkBwd, "kernel topk_gradient">;
   ops.push_back(
       descriptor<ScoreFwd, score_fwd, refuse_score_fwd>("fused_score_for_moe_aux_loss_fwd"));
-  ops.back().describe = describe_by<ScoreFwd, "kernel scores">;
+  ops.back().describe = describe_router<ScoreFwd, "kernel scores">;
   ops.push_back(
       descriptor<ScoreBwd, score_bwd, refuse_score_bwd>("fused_score_for_moe_aux_loss_bwd"));
-  ops.back().describe = describe_by<ScoreBwd, "kernel scores_gradient">;
+  ops.back().describe = describe_router<ScoreBwd, "kernel scores_gradient">;
   ops.push_back(descriptor<LossFwd, aux_loss_fwd, refuse_aux_loss_fwd>("fused_moe_aux_loss_fwd"));
   ops.back().describe = describe_by<LossFwd, "kernels loss_sums and loss">;
   ops.back().workspace = backend::workspace_thunk<LossFwd, aux_loss_workspace>;

@@ -7,7 +7,6 @@
 #include "common/nest.cuh"
 #include "plugin/families.hpp"
 #include "te_fl/backend/describe.hpp"
-#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric.hpp"
 #include "te_fl/ops/tensor.h"
 
@@ -27,10 +26,11 @@ __global__ void __launch_bounds__(kThreads)
     out[to] = value;
   }
 }
-// Returns the bits of `value` as integer type T. Throws INVALID_ARGUMENT if T cannot represent it.
+// Returns the bits of `value`, rounded towards zero, as integer type T. The op's rules keep the value
+// in T's range.
 template <class T>
-uint64_t integer_bits(double value, const char* type) {
-  return static_cast<uint64_t>(backend::whole_number<T>(value, type));
+uint64_t integer_bits(double value) {
+  return static_cast<uint64_t>(static_cast<T>(value));
 }
 
 uint64_t bits_of(int dtype, double value) {
@@ -50,23 +50,21 @@ uint64_t bits_of(int dtype, double value) {
     case TE_FL_F8E8M0:
       return numeric::from_double<numeric::e8m0>(value).bits;
     case TE_FL_I8:
-      return integer_bits<int8_t>(value, "i8");
+      return integer_bits<int8_t>(value);
     case TE_FL_I16:
-      return integer_bits<int16_t>(value, "i16");
+      return integer_bits<int16_t>(value);
     case TE_FL_I32:
-      return integer_bits<int32_t>(value, "i32");
+      return integer_bits<int32_t>(value);
     case TE_FL_I64:
-      return integer_bits<int64_t>(value, "i64");
-    case TE_FL_U8:
-      return integer_bits<uint8_t>(value, "u8");
+      return integer_bits<int64_t>(value);
     case TE_FL_U16:
-      return integer_bits<uint16_t>(value, "u16");
+      return integer_bits<uint16_t>(value);
     case TE_FL_U32:
-      return integer_bits<uint32_t>(value, "u32");
+      return integer_bits<uint32_t>(value);
     case TE_FL_U64:
-      return integer_bits<uint64_t>(value, "u64");
-    default:
-      return backend::whole_number<uint8_t>(value, "bool", 0.0, 2.0);
+      return integer_bits<uint64_t>(value);
+    default:  // u8 and bool
+      return integer_bits<uint8_t>(value);
   }
 }
 

@@ -13,7 +13,7 @@
 #include "pointwise/rope_choice.hpp"
 #include "pointwise/rope_kernels.cuh"
 #include "te_fl/backend/describe.hpp"
-#include "te_fl/backend/rope_checks.hpp"
+#include "te_fl/backend/row_layouts.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -25,18 +25,13 @@ struct NamedTable {
   const te_fl_tensor* freqs;
 };
 
-Rotation rotation_of(const NamedTable& table, bool interleaved, bool backward, int64_t dim) {
-  const te_fl_tensor& freqs = *table.freqs;
-  const Rotation r{backend::data<const float>(freqs), freqs.dl.shape[3], freqs.dl.shape[0],
-                   interleaved, backward};
-  backend::check_angle_columns(table.name, freqs, dim);
-  return r;
+Rotation rotation_of(const te_fl_tensor& freqs, bool interleaved, bool backward) {
+  return {backend::data<const float>(freqs), freqs.dl.shape[3], freqs.dl.shape[0], interleaved,
+          backward};
 }
 
-// Checks a call's positions. Throws for errors that the host can find: odd lengths, and tables with
-// too few positions even for sequences that start at 0. Also launches a kernel that checks the
-// integers in device memory and records errors (value_errors.hpp). Positions beyond the table give
-// NaN.
+// Launches a kernel that checks a call's positions in device memory, if it has any, and records
+// errors (value_errors.hpp). Positions beyond the table give NaN.
 void check_positions(const te_fl_context& ctx, const char* op, const Positions& p, int64_t tokens,
                      const NamedTable& first, const NamedTable& second = {}) {
   PositionRules rules{nullptr, p.cu,      p.batch,  p.sbhd ? p.extent0 : p.extent1,
@@ -46,15 +41,7 @@ void check_positions(const te_fl_context& ctx, const char* op, const Positions& 
     rules.tables[i] = table.name;
     rules.rows[i] = table.freqs != nullptr ? table.freqs->dl.shape[0] : 0;
   }
-  if (p.cu == nullptr) {
-    backend::check_chunks(rules.length, p.cp_size, "each sequence");
-    ValueError error;
-    if (p.batch > 0 && find_position_error(rules, 0, error)) {
-      backend::check_angle_rows(error.argument, error.bound, error.value);
-    }
-    if (p.starts == nullptr) return;
-  }
-  if (p.batch == 0) return;
+  if ((p.cu == nullptr && p.starts == nullptr) || p.batch == 0) return;
   rules.starts = p.starts;
   const ValueErrorSink errors = value_errors_of(ctx, op);
   position_check_kernel<<<blocks_for(p.batch), kThreads, 0, stream_of(ctx)>>>(rules, errors);
@@ -118,7 +105,7 @@ void rope(const te_fl_context& ctx, const te_fl_rope_rope_args& a) {
   }
   const NamedTable freqs{"freqs", a.freqs};
   const int64_t heads = x.dl.shape[x.dl.ndim - 2], dim = x.dl.shape[x.dl.ndim - 1];
-  const Rotation rotation = rotation_of(freqs, a.interleaved != 0, kBackward, dim);
+  const Rotation rotation = rotation_of(*a.freqs, a.interleaved != 0, kBackward);
   check_positions(ctx, kBackward ? "fused_rope_backward" : "fused_rope_forward", p, tokens, freqs);
   const RopeChoice choice = choose_rope(rope_problem(a));
   if (choice.kernel == RopeKernel::kNone) return;
@@ -136,7 +123,7 @@ void rope(const te_fl_context& ctx, const te_fl_rope_rope_args& a) {
 
 template <class Args>
 Packed packed_of(const Args& a, const te_fl_tensor& qkv) {
-  const backend::PackedHeads heads = backend::packed_heads(a);
+  const backend::PackedHeads heads = backend::packed_heads(a, qkv);
   return {qkv.dl.shape[0] * qkv.dl.shape[1], heads.groups, heads.q_heads, heads.k_dim, heads.v_dim};
 }
 
@@ -169,8 +156,8 @@ void launch_packed(const te_fl_context& ctx, const RopeChoice& choice, const Pac
 
 void qkv_forward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_forward_args& a) {
   const Packed p = packed_of(a, *a.qkv_input);
-  const Rotation q = rotation_of({"q_freqs", a.q_freqs}, a.interleaved != 0, false, p.k_dim);
-  const Rotation k = rotation_of({"k_freqs", a.k_freqs}, a.interleaved != 0, false, p.k_dim);
+  const Rotation q = rotation_of(*a.q_freqs, a.interleaved != 0, false);
+  const Rotation k = rotation_of(*a.k_freqs, a.interleaved != 0, false);
   const Positions positions = packed_positions(ctx, "fused_qkv_rope_forward", a, *a.qkv_input);
   const RopeChoice choice = choose_rope(rope_problem(a));
   if (choice.kernel == RopeKernel::kNone) return;
@@ -184,8 +171,8 @@ void qkv_forward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_forward_ar
 }
 void qkv_backward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_backward_args& a) {
   const Packed p = packed_of(a, *a.qkv_grad);
-  const Rotation q = rotation_of({"q_freqs", a.q_freqs}, a.interleaved != 0, true, p.k_dim);
-  const Rotation k = rotation_of({"k_freqs", a.k_freqs}, a.interleaved != 0, true, p.k_dim);
+  const Rotation q = rotation_of(*a.q_freqs, a.interleaved != 0, true);
+  const Rotation k = rotation_of(*a.k_freqs, a.interleaved != 0, true);
   const Positions positions = packed_positions(ctx, "fused_qkv_rope_backward", a, *a.qkv_grad);
   const RopeChoice choice = choose_rope(rope_problem(a));
   if (choice.kernel == RopeKernel::kNone) return;

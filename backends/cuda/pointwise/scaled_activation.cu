@@ -6,7 +6,6 @@
 #include "plugin/families.hpp"
 #include "pointwise/activation.cuh"
 #include "pointwise/pointwise_choice.hpp"
-#include "te_fl/backend/activation_checks.hpp"
 #include "te_fl/backend/describe.hpp"
 #include "te_fl/ops/activation.h"
 
@@ -299,18 +298,19 @@ auto gate_of(const Args& a) {
 
 // Returns ScaledRows::turns of a call.
 template <class Args>
-int64_t turns_of(const Args& a, int64_t half) {
-  int64_t turns = 0;
-  if constexpr (requires { a.glu_interleave_size; }) turns = a.glu_interleave_size;
-  backend::check_interleave(turns, half);
-  return turns;
+int64_t turns_of(const Args& a) {
+  if constexpr (requires { a.glu_interleave_size; }) {
+    return a.glu_interleave_size;
+  } else {
+    return 0;
+  }
 }
 
 // `narrow`: a tensor with the shape of the result.
 template <class Args>
 ScaledRows rows_of(const Args& a, const te_fl_tensor& narrow) {
   const backend::Matrix m = backend::as_matrix(narrow);
-  const int64_t turns = turns_of(a, m.cols);
+  const int64_t turns = turns_of(a);
   const int step = turns % kGroup == 0 ? kGroup : 1;
   return {m.rows, m.cols, backend::as_matrix(*a.input).cols,
           FastDiv(turns == 0 ? std::max<int64_t>(m.cols, 1) : turns), step};
@@ -320,10 +320,10 @@ template <class Args>
 PointwiseChoice choice_of(const Args& a) {
   if constexpr (requires { a.grad; }) {
     const int64_t half = backend::as_matrix(*a.grad).cols;
-    return choose_scaled(false, {a.grad, a.input, a.output}, half, turns_of(a, half));
+    return choose_scaled(false, {a.grad, a.input, a.output}, half, turns_of(a));
   } else {
     const int64_t half = backend::as_matrix(*a.output).cols;
-    return choose_scaled(true, {a.input, a.output}, half, turns_of(a, half));
+    return choose_scaled(true, {a.input, a.output}, half, turns_of(a));
   }
 }
 

@@ -1,7 +1,6 @@
 // Quantisation of lists of tensors. One launch of a tile kernel processes all tensors of a kind
 // (QuantizeKind); tensors that the tile kernels do not support are processed one by one.
 #include "quantize/quantize.cuh"
-#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/ops/quantize.h"
 
 namespace te_fl::cuda {
@@ -201,7 +200,6 @@ Refusal refuse_multi_tensor_quantize(const te_fl_multi_tensor_quantize_args& arg
 }
 
 void split_quantize(const te_fl_context& ctx, const te_fl_split_quantize_args& args) {
-  backend::check_parts(args);
   quantise_list(ctx, args.outputs_count, pairs_of(args), nullptr);
 }
 Refusal refuse_split_quantize(const te_fl_split_quantize_args& args) {

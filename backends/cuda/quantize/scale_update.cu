@@ -8,7 +8,6 @@
 #include "optimizer/list_choice.hpp"
 #include "plugin/families.hpp"
 #include "te_fl/backend/describe.hpp"
-#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric.hpp"
 #include "te_fl/ops/quantize.h"
 
@@ -131,9 +130,9 @@ void fused_update(const te_fl_context& ctx, const Args& args) {
   const float* reduced = args.amax_reduction_buffer == nullptr
                              ? nullptr
                              : backend::data<const float>(*args.amax_reduction_buffer);
-  backend::check_reduced_amaxes(args);
   numeric::DelayedScalingRule rule;
-  rule.fp8_max = backend::largest_with_margin(args);
+  rule.fp8_max =
+      numeric::delayed_scaling_numerator(args.fp8_dtype == TE_FL_FP8_FORMAT_E5M2, args.margin);
   rule.algo =
       args.algo == 0 ? numeric::AmaxComputeAlgo::kMax : numeric::AmaxComputeAlgo::kMostRecent;
   if (choose_list(args).capacity == kFewHistories)

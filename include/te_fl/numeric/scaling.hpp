@@ -78,6 +78,11 @@ struct DelayedScalingRule {
   AmaxComputeAlgo algo = AmaxComputeAlgo::kMax;
 };
 
+// Returns fp8_max * 2^-margin, the numerator of a delayed scale, of the format E4M3 or E5M2.
+inline float delayed_scaling_numerator(bool e5m2, float margin) {
+  return (e5m2 ? kE5m2Max : kE4m3Max) * std::exp2(-margin);
+}
+
 // The amax history of one tensor: a column of a row-major array [length, num_tensors]. Row i is
 // data[i * stride]. Row 0 collects the amax of the current step. The memory is borrowed.
 struct AmaxHistory {

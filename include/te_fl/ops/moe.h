@@ -118,9 +118,9 @@ typedef struct te_fl_fused_topk_with_score_function_fwd_args {
   const te_fl_tensor* probs TE_FL_INIT(NULL);
   /* 1 for the chosen experts. out, optional; BOOL|U8; shape [... E] */
   const te_fl_tensor* routing_map TE_FL_INIT(NULL);
-  /* routing_map with one bit per expert, lowest bit first. out, optional; U8; shape [... _] */
+  /* routing_map with one bit per expert, lowest bit first. out, optional; U8; shape [... B] */
   const te_fl_tensor* routing_bits TE_FL_INIT(NULL);
-  /* the chosen experts, in order of decreasing score. out, optional; I16|I32|I64; shape [... _] */
+  /* the chosen experts, in order of decreasing score. out, optional; I16|I32|I64; shape [... N] */
   const te_fl_tensor* topk_indices TE_FL_INIT(NULL);
   /* saved for the backward: the softmax (if over the chosen experts only: -infinity for the
   others), the sigmoid, or for sqrtsoftplus the logits. out; F32; shape [... E] */
@@ -153,11 +153,11 @@ typedef struct te_fl_fused_topk_with_score_function_bwd_args {
   /* as in the forward; at least one of routing_map, routing_bits and topk_indices must be given,
   and the first of them is read. in, optional; BOOL|U8; shape [... E] */
   const te_fl_tensor* routing_map TE_FL_INIT(NULL);
-  /* [..., ceil(E / 8)], as in the forward. in, optional; U8; shape [... _] */
+  /* [..., ceil(E / 8)], as in the forward. in, optional; U8; shape [... B] */
   const te_fl_tensor* routing_bits TE_FL_INIT(NULL);
   /* [..., topk], as in the forward; an index outside [0, E) is an error, reported immediately on
   the host and under TE_FL_VALIDATE, otherwise by the next synchronisation of the stream; it is
-  left out. in, optional; I16|I32|I64; shape [... _] */
+  left out. in, optional; I16|I32|I64; shape [... N] */
   const te_fl_tensor* topk_indices TE_FL_INIT(NULL);
   /* as in the forward. in; F32; shape [... E] */
   const te_fl_tensor* intermediate_output TE_FL_INIT(NULL);
@@ -192,7 +192,7 @@ typedef struct te_fl_fused_score_for_moe_aux_loss_fwd_args {
   const te_fl_tensor* scores TE_FL_INIT(NULL);
   /* 1 for the experts with the topk largest scores. out, optional; BOOL|U8; shape [... E] */
   const te_fl_tensor* routing_map TE_FL_INIT(NULL);
-  /* routing_map with one bit per expert, lowest bit first. out, optional; U8; shape [... _] */
+  /* routing_map with one bit per expert, lowest bit first. out, optional; U8; shape [... B] */
   const te_fl_tensor* routing_bits TE_FL_INIT(NULL);
   /* saved for the backward: the softmax, the sigmoid, or for sqrtsoftplus the logits. out; F32;
   shape [... E] */
@@ -284,9 +284,9 @@ typedef struct te_fl_fused_moe_aux_loss_bwd_args {
  */
 typedef struct te_fl_fused_multi_row_padding_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_multi_row_padding_args));
-  /* rows of all groups. in; F32|F16|BF16|FP8|U8; shape [_ H] */
+  /* rows of all groups. in; F32|F16|BF16|FP8|U8; shape [N H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* padded rows. out; F32|F16|BF16|FP8|U8; shape [_ H]; dtype of input */
+  /* padded rows. out; F32|F16|BF16|FP8|U8; shape [M H]; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
   /* number of rows of each group; the sum is input's number of rows */
   const int64_t* input_rows TE_FL_INIT(NULL);
@@ -306,9 +306,9 @@ typedef struct te_fl_fused_multi_row_padding_args {
  */
 typedef struct te_fl_fused_multi_row_unpadding_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_multi_row_unpadding_args));
-  /* padded rows of all groups. in; F32|F16|BF16|FP8|U8; shape [_ H] */
+  /* padded rows of all groups. in; F32|F16|BF16|FP8|U8; shape [N H] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* rows without padding. out; F32|F16|BF16|FP8|U8; shape [_ H]; dtype of input */
+  /* rows without padding. out; F32|F16|BF16|FP8|U8; shape [M H]; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
   /* number of rows of each group with padding; the sum is input's number of rows */
   const int64_t* input_rows TE_FL_INIT(NULL);

@@ -177,7 +177,8 @@ typedef struct te_fl_fused_amax_and_scale_update_after_reduction_args {
   int32_t algo TE_FL_INIT(0);
   /* the FP8 format whose largest value is the numerator of the scale: 0 e4m3, 1 e5m2 */
   int32_t fp8_dtype TE_FL_INIT(0);
-  /* scale is divided by 2^margin */
+  /* scale is divided by 2^margin; the largest value of either FP8 format divided by it is a normal
+  FP32 number */
   float margin TE_FL_INIT(0.0f);
 } te_fl_fused_amax_and_scale_update_after_reduction_args;
 

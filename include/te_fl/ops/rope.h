@@ -22,7 +22,7 @@ typedef struct te_fl_rope_rope_args {
   output. in; F32|F16|BF16; shape [layout is thd ? T H D : layout is sbhd ? S B H D : B S H D] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* angles for each position; 2 R <= D; the other D - 2 R columns are copied unchanged. in; F32;
-  shape [_ 1 1 2*R] */
+  shape [P 1 1 2*R] */
   const te_fl_tensor* freqs TE_FL_INIT(NULL);
   /* input's shape. out; F32|F16|BF16; shape [layout is thd ? T H D : layout is sbhd ? S B H D : B
   S H D]; may alias input; dtype of input */
@@ -60,19 +60,19 @@ typedef te_fl_rope_rope_args te_fl_fused_rope_backward_args;
 typedef struct te_fl_fused_qkv_rope_forward_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_qkv_rope_forward_args));
   /* sbhd [S,B,G,E] or bshd [B,S,G,E]; each group has q_dim elements of queries, k_dim of a key and
-  v_dim of a value; E is their sum. in; F32|F16|BF16; shape [layout is sbhd ? S B G _ : B S G _] */
+  v_dim of a value; E is their sum. in; F32|F16|BF16; shape [layout is sbhd ? S B G E : B S G E] */
   const te_fl_tensor* qkv_input TE_FL_INIT(NULL);
-  /* angles for the queries. in; F32; shape [_ 1 1 2*Q] */
+  /* angles for the queries. in; F32; shape [P 1 1 2*Q] */
   const te_fl_tensor* q_freqs TE_FL_INIT(NULL);
-  /* angles for the keys. in; F32; shape [_ 1 1 2*K] */
+  /* angles for the keys. in; F32; shape [L 1 1 2*K] */
   const te_fl_tensor* k_freqs TE_FL_INIT(NULL);
-  /* [.., G * q_dim / k_dim, k_dim]. out; F32|F16|BF16; shape [layout is sbhd ? S B _ _ : B S _ _];
+  /* [.., G * q_dim / k_dim, k_dim]. out; F32|F16|BF16; shape [layout is sbhd ? S B N D : B S N D];
   dtype of qkv_input */
   const te_fl_tensor* q_out TE_FL_INIT(NULL);
-  /* [.., G, k_dim]. out; F32|F16|BF16; shape [layout is sbhd ? S B G _ : B S G _]; dtype of
+  /* [.., G, k_dim]. out; F32|F16|BF16; shape [layout is sbhd ? S B G D : B S G D]; dtype of
   qkv_input */
   const te_fl_tensor* k_out TE_FL_INIT(NULL);
-  /* [.., G, v_dim]. out; F32|F16|BF16; shape [layout is sbhd ? S B G _ : B S G _]; dtype of
+  /* [.., G, v_dim]. out; F32|F16|BF16; shape [layout is sbhd ? S B G V : B S G V]; dtype of
   qkv_input */
   const te_fl_tensor* v_out TE_FL_INIT(NULL);
   /* position of each sequence's first token. in, optional; I32; shape [B] */
@@ -102,19 +102,19 @@ typedef struct te_fl_fused_qkv_rope_forward_args {
  */
 typedef struct te_fl_fused_qkv_rope_backward_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_qkv_rope_backward_args));
-  /* gradient of q_out. in; F32|F16|BF16; shape [layout is sbhd ? S B _ _ : B S _ _] */
+  /* gradient of q_out. in; F32|F16|BF16; shape [layout is sbhd ? S B N D : B S N D] */
   const te_fl_tensor* q_grad TE_FL_INIT(NULL);
-  /* gradient of k_out. in; F32|F16|BF16; shape [layout is sbhd ? S B G _ : B S G _]; dtype of
+  /* gradient of k_out. in; F32|F16|BF16; shape [layout is sbhd ? S B G D : B S G D]; dtype of
   q_grad */
   const te_fl_tensor* k_grad TE_FL_INIT(NULL);
-  /* gradient of v_out. in; F32|F16|BF16; shape [layout is sbhd ? S B G _ : B S G _]; dtype of
+  /* gradient of v_out. in; F32|F16|BF16; shape [layout is sbhd ? S B G V : B S G V]; dtype of
   q_grad */
   const te_fl_tensor* v_grad TE_FL_INIT(NULL);
-  /* angles for the queries. in; F32; shape [_ 1 1 2*Q] */
+  /* angles for the queries. in; F32; shape [P 1 1 2*Q] */
   const te_fl_tensor* q_freqs TE_FL_INIT(NULL);
-  /* angles for the keys. in; F32; shape [_ 1 1 2*K] */
+  /* angles for the keys. in; F32; shape [L 1 1 2*K] */
   const te_fl_tensor* k_freqs TE_FL_INIT(NULL);
-  /* gradient of qkv_input. out; F32|F16|BF16; shape [layout is sbhd ? S B G _ : B S G _]; dtype of
+  /* gradient of qkv_input. out; F32|F16|BF16; shape [layout is sbhd ? S B G E : B S G E]; dtype of
   q_grad */
   const te_fl_tensor* qkv_grad TE_FL_INIT(NULL);
   /* as in the forward. in, optional; I32; shape [B] */

@@ -1,4 +1,6 @@
-"""Emulates CUDA on the host, for trying NVIDIA's package and for tests without a GPU.
+"""Emulates CUDA on the host, for programs of NVIDIA's package on machines without CUDA: te_fl.inside_transformer_engine(device="cpu") installs it.
+
+Everything here serves such programs; te-fl's tests of the package are such programs too, and need nothing more.
 
 A device argument "cuda" of any PyTorch function is replaced by the CPU. torch.cuda behaves as for a Hopper GPU (host_cuda.py), and torch.autocast
 follows CUDA's rules (host_autocast.py). This applies to the thread that started it, to threads that call install_in_thread(), and to all backward

@@ -1,5 +1,6 @@
 """Host replacements of the Triton kernels in NVIDIA's package: permutation by routing map, sorting of chunks, cross-entropy, and gradients of grouped
-biases. Implemented with PyTorch's ops, in FP32 where the kernels compute in FP32.
+biases. Implemented with PyTorch's ops, in FP32 where the kernels compute in FP32. A program needs them on a machine without CUDA, where Triton
+cannot run the package's kernels.
 
 A kernel's function is replaced only if both functions take the same arguments, so versions with other arguments keep their own.
 """

@@ -113,10 +113,10 @@ TEST(CpuRope, PackedQkvThereAndBack) {
 
 TEST(CpuRope, ErrorsNameTheArgument) {
   HostTensor x({4, 1, 1, 8}, TE_FL_F32, random_values(32, 1)), y({4, 1, 1, 8}, TE_FL_F32);
-  HostTensor freqs({3, 1, 1, 8}, TE_FL_F32, random_values(24, 2));
+  HostTensor freqs({4, 1, 1, 8}, TE_FL_F32, random_values(32, 2)), late({1}, TE_FL_I32, {1});
   te_fl_rope_rope_args a;
-  a.input = x, a.output = y, a.freqs = freqs;
-  EXPECT_REFUSED(run_cpu("fused_rope_forward", a), "position 3 is needed");
+  a.input = x, a.output = y, a.freqs = freqs, a.start_positions = late;
+  EXPECT_REFUSED(run_cpu("fused_rope_forward", a), "position 4 is needed");
   EXPECT_TRUE(y.untouched());
 }
 

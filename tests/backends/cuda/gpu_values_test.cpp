@@ -237,8 +237,7 @@ TEST_F(GpuValues, PositionsOfRope) {
   // Errors that need no device values are reported by the call itself.
   const Tensor few = filled({2, 1, 1, 8}, 0.5f);
   args.freqs = few;
-  EXPECT_FAILS(run(op::fused_rope_forward, &args, stream), kInvalidArgument,
-               "freqs has 2 positions");
+  EXPECT_FAILS(run(op::fused_rope_forward, &args, stream), kInvalidArgument, "P is 2 (in 'freqs')");
   // Layout thd.
   const Tensor t = filled({6, 1, 8}, 1), u = filled({6, 1, 8}, 7);
   te_fl_rope_rope_args ragged{.input = t, .freqs = freqs, .output = u};

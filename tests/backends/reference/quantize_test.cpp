@@ -344,7 +344,8 @@ TEST(ReferenceQuantize, SplitCoversTheInput) {
   args.input = x;
   args.outputs = outputs;
   args.outputs_count = 2;
-  EXPECT_REFUSED(call("split_quantize", args), "sum to 1", "input has 3");
+  EXPECT_REFUSED(ops::split_quantize(args), "argument 'input' is f32[3,2] cpu",
+                 "'outputs' is a list of 2 with 2 elements in all", "the parts cover the input");
   EXPECT_TRUE(first.untouched());
   args.outputs_count = 3;
   EXPECT_OK(call("split_quantize", args));
@@ -451,12 +452,14 @@ TEST(ReferenceQuantize, DelayedScalingUpdate) {
   EXPECT_REFUSED(ops::fused_amax_and_scale_update_after_reduction(args),
                  "argument 'amax_histories'[1] has shape [0, 1]", "rule \"L+1 N\"");
   args.amax_histories = histories;
-  args.amax_reduction_buffer = one_scale;
-  EXPECT_REFUSED(call("fused_amax_and_scale_update_after_reduction", args), "amax_reduction_buffer",
-                 "1 elements", "4 tensors");
+  Array one_amax(TE_FL_F32, {1}, {9});
+  args.amax_reduction_buffer = one_amax;
+  EXPECT_REFUSED(ops::fused_amax_and_scale_update_after_reduction(args),
+                 "'amax_reduction_buffer' is f32[1]", "one amax for each tensor");
   args.amax_reduction_buffer = nullptr;
   args.margin = 500;
-  EXPECT_REFUSED(call("fused_amax_and_scale_update_after_reduction", args), "margin", "500");
+  EXPECT_REFUSED(ops::fused_amax_and_scale_update_after_reduction(args),
+                 "'margin' is 500, must be from -112 to 134");
 }
 
 }  // namespace

@@ -221,8 +221,7 @@ TEST(ReferenceRope, PackedQkv) {
 
 TEST(ReferenceRope, RefusesBeforeWriting) {
   HostTensor x({4, 2, 1, 4}, TE_FL_F32, random_values(32, 1)), y({4, 2, 1, 4}, TE_FL_F32);
-  HostTensor freqs({4, 1, 1, 4}, TE_FL_F32, random_values(16, 2)), wide({4, 1, 1, 6}, TE_FL_F32),
-      few({3, 1, 1, 4}, TE_FL_F32, random_values(12, 2));
+  HostTensor freqs({4, 1, 1, 4}, TE_FL_F32, random_values(16, 2));
   HostTensor cu({2}, TE_FL_I32, {0, 9}), starts({2}, TE_FL_I32, {0, -1}),
       late({2}, TE_FL_I32, {0, 1}), tokens({8, 1, 4}, TE_FL_F32, random_values(32, 1)),
       tokens_out({8, 1, 4}, TE_FL_F32), cu_odd({2}, TE_FL_I32, {0, 6});
@@ -237,8 +236,6 @@ TEST(ReferenceRope, RefusesBeforeWriting) {
   const auto thd = [&](Args& a, const te_fl_tensor* seqlens) {
     a.layout = TE_FL_LAYOUT_THD, a.input = tokens, a.output = tokens_out, a.cu_seqlens = seqlens;
   };
-  refuse([&](Args& a) { a.freqs = wide; }, "freqs has 6 columns");
-  refuse([&](Args& a) { a.freqs = few; }, "freqs has 3 positions, but position 3 is needed");
   refuse([&](Args& a) { a.start_positions = late; },
          "freqs has 4 positions, but position 4 is needed");
   refuse([&](Args& a) { a.start_positions = starts; }, "start_positions[1] is -1");
@@ -250,7 +247,8 @@ TEST(ReferenceRope, RefusesBeforeWriting) {
 TEST(ReferenceRope, TheDescriptionRefusesExtents) {
   HostTensor x({4, 2, 1, 4}, TE_FL_F32, random_values(32, 1)), y({4, 2, 1, 4}, TE_FL_F32),
       tokens({8, 1, 4}, TE_FL_F32, random_values(32, 1)), tokens_out({8, 1, 4}, TE_FL_F32),
-      freqs({8, 1, 1, 4}, TE_FL_F32, random_values(32, 2)), odd({4, 1, 1, 3}, TE_FL_F32);
+      freqs({8, 1, 1, 4}, TE_FL_F32, random_values(32, 2)), odd({4, 1, 1, 3}, TE_FL_F32),
+      wide({4, 1, 1, 6}, TE_FL_F32), few({3, 1, 1, 4}, TE_FL_F32, random_values(12, 2));
   HostTensor four({4}, TE_FL_I32, {0, 0, 0, 0}), none({0}, TE_FL_I32, {}),
       cu({3}, TE_FL_I32, {0, 3, 8}), square({2, 2}, TE_FL_I32, {0, 1, 2, 3});
   using Args = te_fl_rope_rope_args;
@@ -267,7 +265,11 @@ TEST(ReferenceRope, TheDescriptionRefusesExtents) {
     a.layout = TE_FL_LAYOUT_THD, a.input = tokens, a.output = tokens_out, a.cu_seqlens = seqlens;
   };
   refuse([&](Args& a) { a.freqs = odd; },
-         "argument 'freqs' has shape [4, 1, 1, 3], must be [_, 1, 1");
+         "argument 'freqs' has shape [4, 1, 1, 3], must be [4, 1, 1");
+  refuse([&](Args& a) { a.freqs = wide; }, "R is 3 (in 'freqs'), D is 4 (in 'input')",
+         "freqs has no more columns than a head");
+  refuse([&](Args& a) { a.freqs = few; }, "P is 3 (in 'freqs'), S is 4 (in 'input')",
+         "freqs has a row for each position");
   refuse([&](Args& a) { a.input = tokens; },
          "argument 'input' has shape [8, 1, 4], must be [S, B, H, D]", "layout is sbhd");
   refuse([&](Args& a) { a.input = tokens, a.layout = TE_FL_LAYOUT_BSHD; },
@@ -291,16 +293,17 @@ TEST(ReferenceRope, PackedRefusesBeforeWriting) {
   using P = Packed;
   HostTensor freqs({4, 1, 1, 4}, TE_FL_F32, random_values(16, 2));
   HostTensor qkv({4, 1, 2, P::e}, TE_FL_F32, random_values(8 * P::e, 1)),
-      q({4, 1, 4, 4}, TE_FL_F32), k({4, 1, 2, 4}, TE_FL_F32), v({4, 1, 2, 3}, TE_FL_F32);
+      q({4, 1, 4, 4}, TE_FL_F32), k({4, 1, 2, 4}, TE_FL_F32), v({4, 1, 2, 3}, TE_FL_F32),
+      two_heads({4, 1, 2, 4}, TE_FL_F32);
   te_fl_fused_qkv_rope_forward_args a;
   P::set(a, freqs, freqs);
   a.qkv_input = qkv, a.q_out = q, a.k_out = k, a.v_out = v;
   auto bad = a;
-  bad.q_out = k;
-  EXPECT_REFUSED(run_reference("fused_qkv_rope_forward", bad),
-                 "q_out has shape [4,1,2,4], expected [.., 4, 4]");
+  bad.q_out = two_heads;
+  EXPECT_REFUSED(ops::fused_qkv_rope_forward(bad), "N is 2 (in 'q_out')",
+                 "each group has q_dim / k_dim heads of queries");
   bad = a, bad.v_dim = 4;
-  EXPECT_REFUSED(run_reference("fused_qkv_rope_forward", bad), "expected 16 in the last dimension");
+  EXPECT_REFUSED(ops::fused_qkv_rope_forward(bad), "V is 3 (in 'v_out'), 'v_dim' is 4");
   HostTensor starts({4}, TE_FL_I32, {0, 0, 0, 0});
   bad = a, bad.start_positions = starts;
   EXPECT_REFUSED(ops::fused_qkv_rope_forward(bad),

@@ -10,9 +10,12 @@
 
 #include "core/op/constraint.hpp"
 #include "core/op/op_table.hpp"
+#include "memo_check.hpp"
 #include "op_fixture.hpp"
+#include "te_fl/ops/activation.h"
 #include "te_fl/ops/attention.h"
 #include "te_fl/ops/gemm.h"
+#include "te_fl/ops/moe.h"
 #include "te_fl/ops/norm.h"
 #include "te_fl/ops/optimizer.h"
 #include "te_fl/ops/quantize.h"
@@ -144,7 +147,7 @@ TEST(Rules, DtypesAndScalingModesHaveMasksOfTheirOwn) {
   x.name = "x";
   x.type = TE_FL_ARG_TENSOR;
   const auto condition = [&](const std::string& words) {
-    return parse_constraints("x is " + words, {&x}).value().at(0).left;
+    return parse_constraints("x is " + words, {&x}, {}).value().at(0).left;
   };
   for (int i = 0; i < TE_FL_DTYPE_COUNT; ++i) {
     const Condition c = condition(std::string(name(static_cast<DType>(i))));
@@ -183,6 +186,97 @@ TEST(Rules, Comparisons) {
   EXPECT_TRUE(outcome("mode is wide|tall", [](RuledArgs& a) { a.mode = 2; }).empty());
 }
 
+TEST(Rules, OneOfSeveralMustBeGiven) {
+  const char* rule = "y or flag or mode is tall (a reason)";
+  EXPECT_EQ(outcome(rule, [](RuledArgs& a) { a.flag = 1; }), "");
+  EXPECT_EQ(outcome(rule, [](RuledArgs& a) { a.mode = 2; }), "");
+  EXPECT_EQ(outcome(rule, [](RuledArgs&) {}),
+            "test::ruled: argument 'y' is missing (NULL), 'flag' is 0, 'mode' is plain, which "
+            "breaks the rule \"y or flag or mode is tall (a reason)\"; give one of them");
+}
+
+// The outcome of a call with x of rule "A 2*H" and y of rule "N H".
+std::string outcome_of_extents(const char* rules, const Tensor& x, const te_fl_tensor* y, int64_t m,
+                               int64_t n = 0) {
+  SchemaBuilder b = ruled(rules);
+  b.descs[0].shape = "A 2*H", b.descs[1].shape = "N H";
+  const auto op = b.compile();
+  if (!op.ok()) return op.status().to_string();
+  RuledArgs args;
+  args.x = x, args.y = y, args.m = m, args.n = n;
+  return check(**op, &args);
+}
+
+TEST(Rules, ComparisonsOfExtents) {
+  const Tensor x = f32({3, 8}), y = f32({5, 4});
+  EXPECT_EQ(outcome_of_extents("H multiple_of m", x, y, 2), "");
+  EXPECT_EQ(outcome_of_extents("H multiple_of m (blocks)", x, y, 3),
+            "test::ruled: H is 4 (in 'x'), 'm' is 3, which breaks the rule \"H multiple_of m "
+            "(blocks)\"");
+  EXPECT_EQ(outcome_of_extents("m requires H multiple_of m", x, y, 0), "");
+  EXPECT_TRUE(has(outcome_of_extents("m requires H multiple_of m", x, y, 3),
+                  "argument 'm' is 3, H is 4 (in 'x'), which breaks the rule \"m requires H "
+                  "multiple_of m\"; give what it requires, or leave 'm' out"));
+  EXPECT_EQ(outcome_of_extents("2 * A + m * H - 1 == n", x, y, 10, 45), "");
+  EXPECT_TRUE(has(outcome_of_extents("2 * A + m * H - 1 == n", x, y, 10, 44),
+                  "A is 3 (in 'x'), 'm' is 10, H is 4 (in 'x'), 'n' is 44, which"));
+  EXPECT_EQ(outcome_of_extents("N == m", x, y, 5), "");
+  EXPECT_EQ(outcome_of_extents("N == m", x, nullptr, 4), "") << "N has no value";
+  EXPECT_FALSE(outcome_of_extents("N == m", x, y, 4).empty());
+  EXPECT_FALSE(outcome_of_extents("A * m * m <= 9", x, y, int64_t{1} << 62).empty())
+      << "a product that overflows is large";
+}
+
+TEST(Rules, SumsOfListsAndListsOfEqualLength) {
+  const int64_t sizes[] = {1, 100}, more[] = {2, 100, 7};
+  const auto with = [&](const char* rule, int64_t m, const int64_t* others, int64_t count) {
+    struct Args {
+      uint32_t struct_size = sizeof(Args);
+      const int64_t *a, *b;
+      int64_t a_count, b_count, m;
+    } args{.a = sizes, .b = others, .a_count = 2, .b_count = count, .m = m};
+    SchemaBuilder b("test::lists");
+    const auto list = [&](const char* name, uint32_t offset, uint32_t count_offset) {
+      b.add(name, TE_FL_ARG_I64_LIST, TE_FL_IN, offset, nullptr).count_offset = count_offset;
+    };
+    list("a", offsetof(Args, a), offsetof(Args, a_count));
+    list("b", offsetof(Args, b), offsetof(Args, b_count));
+    b.add("m", TE_FL_ARG_I64, TE_FL_IN, offsetof(Args, m), nullptr);
+    b.schema.args_size = sizeof(Args);
+    b.schema.rules = rule;
+    return check(*b.compile().value(), &args);
+  };
+  EXPECT_EQ(with("m == sum(a)", 101, more, 2), "");
+  EXPECT_TRUE(has(with("m == sum(a)", 102, more, 2), "'m' is 102, the sum of 'a' is 101, which"));
+  EXPECT_EQ(with("a <= b", 0, more, 2), "");
+  EXPECT_TRUE(has(with("a < b", 0, more, 2), "argument 'a'[1] is 100, 'b'[1] is 100, which"));
+  EXPECT_TRUE(has(with("a <= b", 0, more, 3), "argument 'a' is a list of 2, 'b' is a list of 3"));
+}
+
+TEST(Rules, ATensorHoldsANumberOfElementsOrThoseOfAList) {
+  EXPECT_EQ(outcome("x holds 2", [](RuledArgs&) {}), "");
+  EXPECT_TRUE(has(outcome("x holds 3", [](RuledArgs&) {}), "argument 'x' is f32[2] cpu, which"));
+  EXPECT_FALSE(ruled("x holds sizes").compile().ok());
+  EXPECT_FALSE(ruled("x holds 0.5").compile().ok());
+}
+
+TEST(Rules, ANumberFitsADtype) {
+  const Tensor x = Tensor::zeros({2}, DType::kU8).value();
+  const auto with = [](const Tensor& x, float rate) {
+    return outcome(
+        "rate fits x", [&](RuledArgs& a) { a.rate = rate; }, x);
+  };
+  EXPECT_EQ(with(x, 255.9f), "");
+  EXPECT_EQ(with(x, -0.9f), "");
+  EXPECT_EQ(with(f32({2}), 1e9f), "");
+  EXPECT_EQ(with(x, 256),
+            "test::ruled: argument 'rate' is 256, 'x' is u8[2] cpu, which breaks the "
+            "rule \"rate fits x\"; u8 takes numbers from 0 to below 256");
+  EXPECT_FALSE(with(x, -1).empty());
+  EXPECT_FALSE(ruled("x fits y").compile().ok());
+  EXPECT_FALSE(ruled("rate fits sizes").compile().ok());
+}
+
 TEST(Rules, TheFirstBrokenOneIsNamed) {
   const char* rules = "m < n; flag excludes rate";
   EXPECT_TRUE(has(outcome(rules, [](RuledArgs& a) { a.n = 1, a.flag = 1, a.rate = 1; }),
@@ -217,10 +311,15 @@ TEST(Rules, WrongOnesAreRefusedAtRegistration) {
   EXPECT_TRUE(has(refusal("x is f33"), "'f33' is neither"));
   EXPECT_TRUE(has(refusal("m is 3"), "'3' is neither"));
   EXPECT_TRUE(has(refusal("m ~ n"), "'~' is neither 'is' nor a comparison"));
-  EXPECT_TRUE(has(refusal("m < z"), "'z' is neither an argument nor a number"));
+  EXPECT_TRUE(has(refusal("m < z"), "'z' is neither an argument, a name of a shape rule nor"));
   EXPECT_TRUE(has(refusal("m < x"), "'x' is no number"));
   EXPECT_TRUE(has(refusal("x < 3"), "'x' is no number"));
   EXPECT_TRUE(has(refusal("rate multiple_of n"), "multiple_of takes integers"));
+  EXPECT_TRUE(has(refusal("m + rate < 3"), "+ - * take integers"));
+  EXPECT_TRUE(has(refusal("m + < 3"), "is incomplete"));
+  EXPECT_TRUE(has(refusal("m / n < 3"), "'/' is neither + nor - nor *"));
+  EXPECT_TRUE(has(refusal("1 < 2"), "needs an argument or a name"));
+  EXPECT_TRUE(has(refusal("m == sum(m)"), "'sum(m)' is no sum of a list of integers"));
   EXPECT_TRUE(has(refusal("flag excludes x or y"), "excludes takes one condition"));
   EXPECT_TRUE(has(refusal("flag requires x or y or m or n or rate"), "too many alternatives"));
   EXPECT_TRUE(has(refusal("m < n;m < n"), "rule \"m < n;m < n\""));
@@ -237,6 +336,35 @@ TEST(Rules, TheyArePartOfADescription) {
   te_fl_op_schema older = same.build();
   older.struct_size = offsetof(te_fl_op_schema, rules);
   EXPECT_EQ(op->difference(older), "rules is 'm < n', not none");
+}
+
+TEST(Rules, NamesOfListElementsHaveNoSingleValue) {
+  SchemaBuilder b("test::elements");
+  b.tensor("x", "A");
+  te_fl_arg_desc& list = b.add("list", TE_FL_ARG_TENSOR_LIST, TE_FL_IN, 16, "A B");
+  list.count_offset = 24;
+  b.schema.args_size = 32;
+  b.schema.rules = "A < 3";
+  EXPECT_TRUE(b.compile().ok());
+  b.schema.rules = "B < 3";
+  EXPECT_TRUE(has(b.compile().status().message(), "'B' has a value for each element of a list"));
+}
+
+// A remembered call that comes with another number is checked by the rules about extents again.
+TEST(Rules, ApplyToRememberedCallsWithOtherNumbers) {
+  const auto op = compile("scaled_swiglu");
+  const Tensor x = f32({2, 8}), s = f32({2}), y = f32({2, 4});
+  te_fl_scaled_swiglu_args args;
+  args.input = x, args.act_scales = s, args.output = y;
+  TestMemo memo;
+  Signature signature;
+  bool known = false;
+  EXPECT_TRUE(check_by(memo, *op, &args, signature));
+  args.glu_interleave_size = 2;
+  EXPECT_TRUE(check_by(memo, *op, &args, signature, &known));
+  EXPECT_TRUE(known);
+  args.glu_interleave_size = 3;
+  EXPECT_FALSE(check_by(memo, *op, &args, signature));
 }
 
 TEST(Integers, AListIsChecked) {
@@ -419,6 +547,25 @@ TEST(CatalogueRules, Rope) {
       op, args, [&](Args& a) { a.cu_seqlens = cu; }, "cu_seqlens requires layout is thd");
   broken.by<Args>(
       op, args, [](Args& a) { a.cp_rank = 1; }, "cp_rank < cp_size");
+  const Tensor wide = f32({4, 1, 1, 10}), few = f32({3, 1, 1, 8}), odd = f32({3, 1, 2, 8}),
+               odd_out = f32({3, 1, 2, 8});
+  broken.by<Args>(
+      op, args, [&](Args& a) { a.freqs = wide; },
+      "2 * R <= D (freqs has no more columns than a head)");
+  broken.by<Args>(
+      op, args, [&](Args& a) { a.input = odd, a.output = odd_out, a.cp_size = 2; },
+      "cp_size > 1 requires S multiple_of 2 (a rank holds two chunks of equal length)");
+  const std::string rows =
+      "B > 0 requires 2 * P >= 2 * S * cp_size - S * cp_rank (freqs has a row for each position)";
+  broken.by<Args>(
+      op, args, [&](Args& a) { a.freqs = few; }, rows.c_str());
+  // Rank 1 of 2 holds the positions 2 to 5 of the first 8; rank 0 holds the last of them.
+  const Tensor six = f32({6, 1, 1, 8}), eight = f32({8, 1, 1, 8});
+  args.freqs = eight, args.cp_size = 2;
+  broken.by<Args>(
+      op, args, [&](Args& a) { a.freqs = six; }, rows.c_str());
+  args.freqs = six, args.cp_rank = 1;
+  EXPECT_EQ(check(*compile(op), &args), "");
   EXPECT_EQ(broken.left(op), kNone);
   using Packed = te_fl_fused_qkv_rope_forward_args;
   const Tensor qkv = f32({4, 1, 2, 16}), q = f32({4, 1, 4, 4}), k = f32({4, 1, 2, 4}),
@@ -434,6 +581,116 @@ TEST(CatalogueRules, Rope) {
       op, packed, [](Packed& a) { a.q_dim = 7; }, "q_dim multiple_of k_dim");
   broken.by<Packed>(
       op, packed, [](Packed& a) { a.cp_rank = 1; }, "cp_rank < cp_size");
+  const Tensor heads = f32({4, 1, 6, 4}), values = f32({4, 1, 2, 5}),
+               short_angles = f32({3, 1, 1, 4}), wide_angles = f32({4, 1, 1, 6});
+  broken.by<Packed>(
+      op, packed, [&](Packed& a) { a.q_out = heads; },
+      "N * k_dim == G * q_dim (each group has q_dim / k_dim heads of queries)");
+  broken.by<Packed>(
+      op, packed, [](Packed& a) { a.k_dim = 2, a.q_dim = 4; }, "D == k_dim");
+  broken.by<Packed>(
+      op, packed, [&](Packed& a) { a.v_out = values; }, "V == v_dim");
+  broken.by<Packed>(
+      op, packed, [&](Packed& a) { a.v_out = values, a.v_dim = 5; }, "E == q_dim + k_dim + v_dim");
+  broken.by<Packed>(
+      op, packed, [&](Packed& a) { a.q_freqs = wide_angles; },
+      "2 * Q <= k_dim (q_freqs has no more columns than a head)");
+  broken.by<Packed>(
+      op, packed, [&](Packed& a) { a.k_freqs = wide_angles; },
+      "2 * K <= k_dim (k_freqs has no more columns than a head)");
+  broken.by<Packed>(
+      op, packed, [&](Packed& a) { a.q_freqs = short_angles; },
+      "B > 0 requires 2 * P >= 2 * S * cp_size - S * cp_rank (q_freqs has a row for each "
+      "position)");
+  broken.by<Packed>(
+      op, packed, [&](Packed& a) { a.k_freqs = short_angles; },
+      "B > 0 requires 2 * L >= 2 * S * cp_size - S * cp_rank (k_freqs has a row for each "
+      "position)");
+  const Tensor qkv3 = f32({3, 1, 2, 16}), q3 = f32({3, 1, 4, 4}), k3 = f32({3, 1, 2, 4}),
+               v3 = f32({3, 1, 2, 4}), angles6 = f32({6, 1, 1, 4});
+  packed.q_freqs = packed.k_freqs = angles6;
+  broken.by<Packed>(
+      op, packed,
+      [&](Packed& a) {
+        a.qkv_input = qkv3, a.q_out = q3, a.k_out = k3, a.v_out = v3, a.cp_size = 2;
+      },
+      "cp_size > 1 requires S multiple_of 2 (a rank holds two chunks of equal length)");
+  EXPECT_EQ(broken.left(op), kNone);
+}
+
+TEST(CatalogueRules, Router) {
+  using Args = te_fl_fused_topk_with_score_function_fwd_args;
+  const char* op = "fused_topk_with_score_function_fwd";
+  const Tensor logits = f32({3, 8}), probs = f32({3, 8}), saved = f32({3, 8}), bias = f32({8});
+  const auto u8 = [](std::initializer_list<int64_t> s) {
+    return Tensor::zeros(s, DType::kU8).value();
+  };
+  const Tensor no_bits = u8({3, 0}), two_bytes = u8({3, 2}),
+               indices = Tensor::zeros({3, 2}, DType::kI16).value();
+  Args args, soft;
+  args.logits = logits, args.probs = probs, args.intermediate_output = saved, args.topk = 2;
+  soft = args, soft.score_function = TE_FL_SCORE_FUNCTION_SOFTMAX;
+  Broken broken;
+  broken.by<Args>(
+      op, soft, [&](Args& a) { a.expert_bias = bias; },
+      "expert_bias excludes score_function is softmax");
+  broken.by<Args>(
+      op, args, [](Args& a) { a.use_pre_softmax = 1; },
+      "use_pre_softmax requires score_function is softmax");
+  broken.by<Args>(
+      op, args, [](Args& a) { a.num_groups = 2; }, "num_groups requires group_topk");
+  broken.by<Args>(
+      op, args, [](Args& a) { a.group_topk = 2; }, "group_topk requires num_groups");
+  broken.by<Args>(
+      op, args, [](Args& a) { a.num_groups = 2, a.group_topk = 3; }, "group_topk <= num_groups");
+  broken.by<Args>(
+      op, args, [](Args& a) { a.topk = 9; }, "topk <= E");
+  broken.by<Args>(
+      op, args, [&](Args& a) { a.routing_bits = no_bits; },
+      "8 * B >= E (routing_bits has a bit for each expert)");
+  broken.by<Args>(
+      op, args, [&](Args& a) { a.routing_bits = two_bytes; },
+      "8 * B < E + 8 (routing_bits has a bit for each expert)");
+  broken.by<Args>(
+      op, args, [&](Args& a) { a.topk_indices = indices, a.topk = 3; },
+      "N == topk (topk_indices has topk experts of each token)");
+  const Tensor many = f32({3, 32769}), many_probs = f32({3, 32769}), many_saved = f32({3, 32769});
+  broken.by<Args>(
+      op, args,
+      [&](Args& a) {
+        a.logits = many, a.probs = many_probs, a.intermediate_output = many_saved;
+        a.topk_indices = indices;
+      },
+      "topk_indices is i16 requires E <= 32768 (i16 numbers 32768 experts, so give i32 or i64)");
+  broken.by<Args>(
+      op, args, [](Args& a) { a.num_groups = 3, a.group_topk = 1; },
+      "num_groups requires E multiple_of num_groups (groups have equally many experts)");
+  broken.by<Args>(
+      op, args, [](Args& a) { a.num_groups = 4, a.group_topk = 1, a.topk = 3; },
+      "num_groups requires topk * num_groups <= group_topk * E (the chosen groups have topk "
+      "experts)");
+  EXPECT_EQ(broken.left(op), kNone);
+}
+
+TEST(CatalogueRules, GroupsOfRows) {
+  using Args = te_fl_fused_multi_row_padding_args;
+  const char* op = "fused_multi_row_padding";
+  const Tensor rows = f32({5, 2}), padded = f32({8, 2}), more = f32({6, 2});
+  const int64_t plain[] = {2, 3}, whole[] = {4, 4}, less[] = {6, 2};
+  Args args;
+  args.input = rows, args.output = padded;
+  args.input_rows = plain, args.padded_rows = whole;
+  args.input_rows_count = args.padded_rows_count = 2;
+  Broken broken;
+  broken.by<Args>(
+      op, args, [&](Args& a) { a.padded_rows = less; },
+      "input_rows <= padded_rows (a padded group has no fewer rows)");
+  broken.by<Args>(
+      op, args, [&](Args& a) { a.input = more; },
+      "N == sum(input_rows) (the groups cover the input)");
+  broken.by<Args>(
+      op, args, [&](Args& a) { a.output = more; },
+      "M == sum(padded_rows) (the groups cover the output)");
   EXPECT_EQ(broken.left(op), kNone);
 }
 

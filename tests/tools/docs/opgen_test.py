@@ -91,10 +91,20 @@ class Specification(unittest.TestCase):
         families, _, _ = self.load(self.with_lines('rules: ["flag excludes x is fp8", "y requires flag or count > 3"]'))
         self.assertEqual(families[0][2][0].rules, ["flag excludes x is f8e4m3|f8e5m2", "y requires flag or count > 3"])
 
+    def test_rules_compare_sums_of_products_and_have_reasons(self):
+        rules = ["count requires N multiple_of count (a reason)", "2 * N + count - 1 <= sum(sizes)", "sizes <= sizes", "x holds 1",
+                 "y or flag (one of two)", "count fits x"]
+        families, _, _ = self.load(self.with_lines(f"rules: {rules}"))
+        self.assertEqual(families[0][2][0].rules, rules)
+
     def test_rules_name_what_is_there(self):
         self.refused("does not begin with an argument's name", self.with_lines("rules: [z requires x]"))
         self.refused("'f33' is none of x's", self.with_lines("rules: [flag requires x is f33]"))
-        self.refused("compares what is no number", self.with_lines("rules: [x < 3]"))
+        self.refused("'x' is neither a number, a scalar argument", self.with_lines("rules: [x < 3]"))
+        self.refused("'M' is neither a number, a scalar argument", self.with_lines("rules: [M < 3]"))
+        self.refused("is no sum of products", self.with_lines("rules: [N / 2 < 3]"))
+        self.refused("must be 'NUMBER fits TENSOR'", self.with_lines("rules: [x fits y]"))
+        self.refused("must be 'A holds B'", self.with_lines("rules: [x holds flag]"))
         self.refused("must be 'A requires B", self.with_lines("rules: [flag]"))
         self.refused("excludes takes one condition", self.with_lines("rules: [flag excludes x or y]"))
 

@@ -1,23 +1,13 @@
 #pragma once
 
-// Helpers for backends with gated activations whose two halves, a and b, are interleaved in blocks
-// of columns (glu_interleave_size). They check what the op's schema cannot express and compute the
-// position of a column. Checks throw INVALID_ARGUMENT, clean. Header-only.
+// The positions of an op's parts in a row, for ops whose rows hold several tensors: gated
+// activations and packed Q, K, V. Header-only.
 
 #include <cstdint>
-#include <string>
 
-#include "te_fl/backend.hpp"
+#include "te_fl/plugin.h"
 
 namespace te_fl::backend {
-
-// Throws if a half of `half` columns does not divide into blocks of `interleave` columns.
-inline void check_interleave(int64_t interleave, int64_t half) {
-  if (interleave == 0 || half % interleave == 0) return;
-  invalid("glu_interleave_size is " + std::to_string(interleave) +
-          "; it is 0, or divides the columns of a half, of which there are " +
-          std::to_string(half));
-}
 
 // Positions of the columns in a row that holds the halves a and b of `half` columns each. With
 // `interleave` 0 half b follows half a. Otherwise blocks of `interleave` columns of a and b
@@ -35,5 +25,18 @@ struct HalvesOfRow {
     return interleave == 0 ? half - col : interleave - col % interleave;
   }
 };
+
+// The last two extents of a packed Q, K, V tensor: [groups, width]. Each group has q_heads queries
+// of k_dim elements, one key of k_dim elements and one value of v_dim elements.
+struct PackedHeads {
+  int64_t groups, q_heads, k_dim, v_dim;
+  int64_t width() const noexcept { return (q_heads + 1) * k_dim + v_dim; }
+};
+
+// Returns the heads of a call on packed Q, K, V. `packed` is qkv_input or qkv_grad.
+template <class Args>
+PackedHeads packed_heads(const Args& args, const te_fl_tensor& packed) {
+  return {packed.dl.shape[2], args.q_dim / args.k_dim, args.k_dim, args.v_dim};
+}
 
 }  // namespace te_fl::backend
