@@ -70,20 +70,20 @@ constexpr VariableSpec kSpecs[] = {
      "it."},
     {"TE_FL_VERIFY", "", kString, "", "",
      "RATE or RATE:OP,OP2: the share of calls, above 0 and up to 1, after which the reference "
-     "implementation runs on copies of the arguments and the results are compared. Which calls is "
-     "decided by counting them."},
+     "implementation runs on copies of the arguments and the results are compared. The calls are "
+     "chosen by counting them."},
     {"TE_FL_VERIFY_ACTION", "", kEnum, "log", "log quarantine",
-     "What a difference that TE_FL_VERIFY finds leads to: a warning, with the call saved; or also "
+     "What happens if TE_FL_VERIFY finds a difference: a warning, with the call saved; or also "
      "that the implementation stops serving the op and signature, in later runs too: from the next "
      "call on, or, among several ranks (WORLD_SIZE), from te_fl::step_boundary() on."},
     {"TE_FL_VERIFY_SEED", "", kInt, "0", "0 9223372036854775807",
-     "Another seed makes TE_FL_VERIFY pick other calls."},
+     "Seed of the choice of calls that TE_FL_VERIFY checks."},
     {"TE_FL_VERIFY_DIR", "", kString, "te_fl_cases", "",
      "Folder in which TE_FL_VERIFY saves calls whose results differ, for `te-fl replay`; empty: "
      "none are saved.",
      true},
     {"TE_FL_VERIFY_CASES", "", kInt, "16", "0 1000000",
-     "Most calls that TE_FL_VERIFY_DIR is to hold."},
+     "Maximum number of calls saved in TE_FL_VERIFY_DIR."},
     {"TE_FL_USAGE", "", kBool, "0", "",
      "1: at the program's end stderr has who served which op, and what TE_FL_VERIFY found."},
     {"TE_FL_TRACE", "", kString, "", "",
@@ -93,7 +93,7 @@ constexpr VariableSpec kSpecs[] = {
      "each rank but 0 .rank and its number; `te-fl merge-traces` makes one file of them.",
      true},
     {"TE_FL_TRACE_EVENTS", "", kInt, "200000", "1 100000000",
-     "Most calls that TE_FL_TRACE keeps in memory; later ones are counted."},
+     "Maximum number of calls that TE_FL_TRACE keeps in memory; later calls are only counted."},
     {"TE_FL_AS_TRANSFORMER_ENGINE", "", kBool, "0", "",
      "1: where te-fl's Python package is installed, `import transformer_engine` means te-fl from "
      "the interpreter's start (docs/transformer-engine.md)."},

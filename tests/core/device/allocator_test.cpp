@@ -247,7 +247,7 @@ TEST_F(Allocators, ALostDeviceSaysNothingOfItsMemory) {
     errors->write(errors->host, "it fell off the bus");
     return TE_FL_DEVICE_LOST;
   };
-  EXPECT_FAILS(fails(), kDeviceLost, "gave memory of its device cannot be asked");
+  EXPECT_FAILS(fails(), kDeviceLost, "returned memory of its device cannot be checked");
   EXPECT_EQ(framework.live.size(), 0u);
   framework.give_back();
 }
