@@ -165,7 +165,7 @@ class TcpStore final : public Store {
     return receive_all(socket, answer.bytes.data(), answer.bytes.size(), deadline);
   }
 
-  // Sends a request and waits for its reply. Each calling thread uses its own connection meanwhile.
+  // Sends a request and waits for its reply. Concurrent requests use different connections.
   Result<Answer> ask(wire::Verb verb, std::string_view key, std::string_view value,
                      milliseconds timeout) {
     if (::getpid() != process_) {
