@@ -74,11 +74,11 @@ class Package(unittest.TestCase):
         subprocess.run([sys.executable, "-c", code], check=True)
 
     def test_a_module_has_its_public_name_whatever_room_it_lies_in(self):
-        code = ("import importlib, pickle, sys, te_fl.pytorch as te; from te_fl.pytorch.rooms import ROOMS; checkpoint = te.checkpoint\n"
-                "for room, names in ROOMS.items():\n"
+        code = ("import importlib, pickle, sys, te_fl.pytorch as te; from te_fl.pytorch.public_names import SUBPACKAGES; checkpoint = te.checkpoint\n"
+                "for subpackage, names in SUBPACKAGES.items():\n"
                 "    for name in names.split():\n"
-                "        public, placed = (importlib.import_module(f'te_fl.pytorch.{n}') for n in (name, f'{room}.{name}'))\n"
-                "        assert public is placed and placed.__spec__.name == placed.__name__ == f'te_fl.pytorch.{room}.{name}', placed.__spec__\n"
+                "        public, placed = (importlib.import_module(f'te_fl.pytorch.{n}') for n in (name, f'{subpackage}.{name}'))\n"
+                "        assert public is placed and placed.__spec__.name == placed.__name__ == f'te_fl.pytorch.{subpackage}.{name}', name\n"
                 "assert te.checkpoint is checkpoint and callable(checkpoint), te.checkpoint\n"
                 # pickles that torch.save(module) wrote before modules moved to subpackages: of a class, and of an FP8 weight
                 "assert pickle.loads(b'cte_fl.pytorch.linear\\nLinear\\n.') is te.Linear\n"

@@ -25,8 +25,8 @@ from te_fl.pytorch.modules.transformer import TransformerLayer as TransformerLay
 from te_fl.pytorch.fp8.weight_cache import cache_quantized_weights as cache_quantized_weights  # noqa: E402
 from te_fl.compat import known_names as _known_names, table as _table  # noqa: E402
 from te_fl.compat.variables import read_variables as _read_variables  # noqa: E402
-from te_fl.pytorch import compile as _compile  # noqa: E402, F401  (enters itself where the other rooms ask for it)
-from te_fl.pytorch.rooms import open_rooms as _open_rooms  # noqa: E402
+from te_fl.pytorch import compile as _compile  # noqa: E402, F401  (enters itself where the other subpackages look for it)
+from te_fl.pytorch.public_names import install_public_names as _install_public_names  # noqa: E402
 
 if TYPE_CHECKING:  # names that __getattr__() imports on first access
     from te_fl.pytorch import optimizers as optimizers, ops as ops
@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # names that __getattr__() imports on first access
     from te_fl.pytorch.runtime.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 
 _read_variables()
-_open_rooms()
+_install_public_names()
 
 _LATER = ("availability", "constants", "cross_entropy", "global_state", "offload", "ops", "optimizers", "rng", "rope", "softmax", "weights")
 
