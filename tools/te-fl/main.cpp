@@ -36,7 +36,7 @@ const std::vector<Examples>& examples() {
   static const std::vector<Examples> all = {
       {"info",
        {{"te-fl info", "devices and plugins"},
-        {"te-fl info --fingerprint > rank0", "what must be alike on every rank"}}},
+        {"te-fl info --fingerprint > rank0", "what must be equal on every rank"}}},
       {"fingerprint", {{"te-fl fingerprint diff rank0 rank1", "what two ranks differ in"}}},
       {"ops",
        {{"te-fl ops norm", "who implements the ops with 'norm' in their name"},

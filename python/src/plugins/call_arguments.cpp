@@ -105,7 +105,7 @@ class Handing {
                 bool writable) const {
     if (t.dl.data == nullptr && q.columnwise_data == nullptr) {
       backend::unsupported("argument '" + std::string(name) +
-                           "' has neither copy of its codes, which Python is not handed");
+                           "' has no copy of its codes; Python implementations need one");
     }
     const auto scaling = static_cast<Scaling>(q.scaling);
     const te_fl_scaling_desc& mode = te_fl::describe(scaling);
@@ -165,8 +165,7 @@ void put_context(const Ref& dict, const te_fl_context& ctx, uint32_t wanted) {
   if ((wanted & (kSeed | kOffset)) != 0 &&
       (ctx.rng->seed_address != nullptr || ctx.rng->offset_address != nullptr)) {
     backend::unsupported(
-        "the call's random state is in the device's memory, which implementations in Python are "
-        "not handed");
+        "the call's random state is in device memory, which implementations in Python cannot read");
   }
   if ((wanted & kSeed) != 0) put(dict, "seed", to_python(ctx.rng->seed));
   if ((wanted & kOffset) != 0) put(dict, "offset", to_python(ctx.rng->offset));
