@@ -60,7 +60,7 @@ Status late(NamespacedStore& store, int size, const Status& why) {
   if (why.code() != StatusCode::kTimeout) return why;
   const std::string ranks = absent(store, size, "facts/");
   if (ranks.empty()) return why;
-  return why.wrap("of " + std::to_string(size) + " ranks these did not come: " + ranks);
+  return why.wrap("of " + std::to_string(size) + " ranks, these did not arrive: " + ranks);
 }
 
 // The first character of a rank's answer: kValidates if the rank requests that collectives be

@@ -55,7 +55,7 @@ std::string arrivals(Comm::State& state) {
     }
   }
   if (silent.empty()) return text;
-  return text + (text.empty() ? "" : "; ") + "not heard of: rank " + silent;
+  return text + (text.empty() ? "" : "; ") + "no report from rank " + silent;
 }
 
 }  // namespace te_fl::comm

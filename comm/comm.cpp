@@ -284,7 +284,7 @@ Result<Comm> Comm::split(int color, int key, std::string name) const {
       return Status(StatusCode::kCommFailed,
                     "communicator '" + state_->name + "': split() found '" + answer + "' of rank " +
                         std::to_string(r) + " in the store " + face.store().address() +
-                        ", and expects a color and a key; something else writes its keys: give "
+                        ", and expects a color and a key; another program writes its keys: give "
                         "each job a store of its own");
     }
     everybody = everybody && told->first >= 0;

@@ -233,7 +233,7 @@ class FileStore final : public Store {
     }
     return Status(StatusCode::kTimeout,
                   "the store " + address() + ": of " + std::to_string(rank_.size) +
-                      " ranks, rank " + core::join(ranks) + " did not come in " +
+                      " ranks, rank " + core::join(ranks) + " did not arrive within " +
                       std::to_string(timeout.count()) +
                       " ms; see that they were started and that they see this folder");
   }
@@ -248,7 +248,7 @@ class FileStore final : public Store {
       if (done) return {};
       if (backoff.expired()) break;
     }
-    const std::string what = claimed ? "the ranks did not all come" : "rank 0 did not begin";
+    const std::string what = claimed ? "not all ranks arrived" : "rank 0 did not start";
     return Status(StatusCode::kTimeout,
                   "the store " + address() + ": " + what + " in " +
                       std::to_string(timeout.count()) +

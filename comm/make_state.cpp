@@ -265,7 +265,7 @@ Result<std::shared_ptr<Comm::State>> make_state(const CommOptions& options,
     // so they must fail too.
     fail_all(state, s,
              "rank " + std::to_string(options.rank) + " of communicator '" + options.name +
-                 "' gave it up: " + s.message());
+                 "' stopped creating it: " + s.message());
     return cannot(s);
   }
   return state;

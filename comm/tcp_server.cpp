@@ -202,8 +202,8 @@ class TcpServer::Loop {
     }
     const auto [at, first] = processes_.emplace(hello.rank, hello.process);
     if (first || at->second == hello.process) return TE_FL_OK;
-    why = "another process has come as rank " + std::to_string(hello.rank) +
-          " before; another job uses this port, or two processes have the same TE_FL_RANK";
+    why = "another process has connected as rank " + std::to_string(hello.rank) +
+          " already; another job uses this port, or two processes have the same TE_FL_RANK";
     return TE_FL_ALREADY_EXISTS;
   }
 

@@ -139,13 +139,14 @@ class TcpStore final : public Store {
     if (state == Transfer::kDone) state = receive_all(socket, &welcome, sizeof welcome, deadline);
     if (state == Transfer::kDone && std::memcmp(welcome.magic, wire::kMagic, 8) != 0) {
       return failed_precondition("at " + address() +
-                                 " another program answers, no store of te-fl; " +
+                                 " another program answers, not a te-fl store; " +
                                  "name a free port (TE_FL_STORE)");
     }
     if (state == Transfer::kDone) state = receive(socket, answer, deadline);
     if (state != Transfer::kDone) {
-      why = state == Transfer::kClosed ? "a program there closed the connection"
-                                       : "a program there took the connection and says nothing";
+      why = state == Transfer::kClosed
+                ? "a program there closed the connection"
+                : "a program there accepted the connection and does not answer";
       return Socket();
     }
     if (answer.reply.code == TE_FL_BUSY) {
@@ -164,7 +165,7 @@ class TcpStore final : public Store {
     return receive_all(socket, answer.bytes.data(), answer.bytes.size(), deadline);
   }
 
-  // Sends a request and waits for its reply. Each calling thread uses its own connection meanwhile.
+  // Sends a request and waits for its reply. Concurrent requests use different connections.
   Result<Answer> ask(wire::Verb verb, std::string_view key, std::string_view value,
                      milliseconds timeout) {
     if (::getpid() != process_) {

@@ -6,18 +6,18 @@
 #include "conformance/oracle_attention.hpp"
 
 // The sizes and options of the attention cases, their inputs, and forward and backward in double
-// precision with an error tolerance ("slack" in names) for each element.
+// precision with an error tolerance for each element.
 //
-// Slack: an error e of a score is a relative error e of a probability. Products of low-precision
-// tensors may round probabilities and score gradients to the tensors' type once, before the second
-// product. For FP8:
+// Tolerances: an error e of a score is a relative error e of a probability. Products of
+// low-precision tensors may round probabilities and score gradients to the tensors' type once,
+// before the second product. For FP8:
 // - Sums of products of FP8 values get the tolerance of FP8 GEMMs (kFp8Sums).
 // - If a value that is quantised internally may have an error, every code between those of (value -
 // error) and (value + error) is correct.
 // - The forward quantises exp(score - the row's maximum); an implementation with a single pass over
 // the keys quantises exp(score - the maximum so far). Each has an independent rounding error,
-// uniform within half a step. The slack is six standard deviations of the sum of these errors over
-// the row, but at most the sum of their bounds.
+// uniform within half a step. The tolerance is six standard deviations of the sum of these errors
+// over the row, but at most the sum of their bounds.
 namespace te_fl::conformance::attention {
 
 constexpr int kS = TE_FL_LAYOUT_SBHD, kB = TE_FL_LAYOUT_BSHD, kT = TE_FL_LAYOUT_THD;

@@ -156,10 +156,10 @@ Result result_of(const te_fl::Result<Decision>& decision) {
   if (!decision.ok()) return {Outcome::kFail, decision.status().to_string(), 0};
   if (decision->impl_id.empty()) return {Outcome::kUnsupported, "", 0};
   if (!decision->runs.empty()) return {Outcome::kPass, decision->runs, 0};
-  return {
-      Outcome::kFail,
-      "it does not say what it runs for a call that it serves: " + decision->silent + " (rule R31)",
-      0};
+  return {Outcome::kFail,
+          "its describe() reports no kernel for a call that it supports: " + decision->silent +
+              " (rule R31)",
+          0};
 }
 
 }  // namespace
@@ -233,7 +233,7 @@ Result run_one(Problem& p, const Device& device, const std::string& impl_id, con
     if (const Status s = mirror.download(); !s.ok()) return {Outcome::kFail, s.to_string(), 0};
     result = result_of(decision);
     if (!check_memory(p, true).empty())
-      return {Outcome::kFail, "its describe() wrote to a tensor, and changes nothing (rule R31)",
+      return {Outcome::kFail, "its describe() wrote to a tensor; it must change nothing (rule R31)",
               0};
     return result;
   }

@@ -128,7 +128,7 @@ std::string parse(int argc, char** argv, Options& o) {
       for (const auto& [name, value] : flags) known.push_back(name);
       return "unknown option " + word + did_you_mean(word, known) + "; see --help";
     }
-    if (++i == argc) return word + " wants a value";
+    if (++i == argc) return word + " requires a value";
     if (word == "--plugin")
       o.plugins.push_back(argv[i]);
     else

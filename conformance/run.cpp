@@ -235,14 +235,14 @@ std::string Prepared::self_check(const std::string& impl_id) {
     if (run(impl_id).outcome != Outcome::kPass) return "a second run differs from the first";
     Expectation changed = problem().expectations[i];
     if (mutate(changed) && compare(changed).empty())
-      return changed.tensor->name + ": a wrong expectation went unnoticed";
+      return changed.tensor->name + ": a wrong expectation was not detected";
     const Expectation& e = problem().expectations[i];
     // For a fused result near a rounding boundary two adjacent codes are correct, so some
     // corruptions pass; most must be detected.
     double noticed = 0;
     const double wanted = e.kind == Expectation::Kind::kExactQuantised ? 1 : 0.5;
     if (e.kind != Expectation::Kind::kUnchanged && corrupt_codes(e, noticed) && noticed < wanted)
-      return e.tensor->name + ": " + std::to_string(noticed) + " of wrong codes were noticed";
+      return e.tensor->name + ": " + std::to_string(noticed) + " of the wrong codes were detected";
     const bool skipped = !e.skip.empty() && std::all_of(e.skip.begin(), e.skip.end(),
                                                         [](uint8_t s) { return s != 0; });
     const bool writes = e.kind != Expectation::Kind::kUnchanged && e.tensor->role == Role::kOut &&
@@ -251,14 +251,14 @@ std::string Prepared::self_check(const std::string& impl_id) {
     // A single byte of mask bits may equal the poison by chance.
     if (e.kind == Expectation::Kind::kCustom && e.tensor->numel() == 1) continue;
     if (writes && compare(e).empty())
-      return e.tensor->name + ": an output that nobody wrote went unnoticed";
+      return e.tensor->name + ": an output that was never written was not detected";
   }
   for (const auto& t : problem().tensors) {
     restore();
     if (t->buffers().empty()) continue;
     t->buffers()[0]->data()[t->buffers()[0]->size()] ^= 1;
     if (check_memory(problem(), false).empty())
-      return t->name + ": a write behind its memory went unnoticed";
+      return t->name + ": a write past its memory was not detected";
     restore();
     const Buffer* b = t->buffers()[0];
     if (t->role != Role::kIn || b->size() == 0) continue;
@@ -267,7 +267,7 @@ std::string Prepared::self_check(const std::string& impl_id) {
     for (const auto& other : problem().tensors)
       shared = shared || (other->role != Role::kIn && other->data == t->data);
     if (!shared && check_memory(problem(), false).empty())
-      return t->name + ": a write to an input went unnoticed";
+      return t->name + ": a write to an input was not detected";
   }
   restore();
   return {};

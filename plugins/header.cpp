@@ -52,7 +52,7 @@ Status check_needs(const te_fl_plugin_header& h) {
                         " (rule R2): use a newer te-fl, or a plugin that can do with this one");
   }
   if (h.features != 0) {
-    return incompatible("the plugin asks for features " + std::to_string(h.features) +
+    return incompatible("the plugin requires features " + std::to_string(h.features) +
                         " that this te-fl " TE_FL_VERSION ", ABI " + our_version() +
                         ", does not know (rule R2): use a newer te-fl");
   }

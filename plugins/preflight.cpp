@@ -136,7 +136,7 @@ class Preflight {
     out = elf.warnings;
     if (elf.executable_stack) {
       out.push_back(
-          "it asks for an executable stack, which glibc 2.41 and later refuse; add a "
+          "it requests an executable stack, which glibc 2.41 and later refuse; add a "
           ".note.GNU-stack section to its assembler files or link with -z noexecstack");
     }
     if (elf.writable_executable) out.push_back("it has a segment both writable and executable");

@@ -277,7 +277,7 @@ std::string refusal_text(Refusal refusal, const Implementation& impl, const Call
              ", which the op gained later and it does not know (rule R23)";
     }
     case Refusal::kNondeterministic:
-      return "it is not deterministic and the policy asks for that (TE_FL_DETERMINISTIC)";
+      return "it is not deterministic and the policy requires that (TE_FL_DETERMINISTIC)";
     case Refusal::kNotGraphSafe:
       return "the stream is being captured into a graph, which it does not allow";
     case Refusal::kStagingStrict:

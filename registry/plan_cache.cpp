@@ -232,7 +232,7 @@ void wait_for(const Device& device, void* stream) noexcept {
     }
     const Status status = devices::synchronize(device, stream);
     if (status.ok() || status.code() == StatusCode::kNotFound) return;
-    log::error("waiting for the work of a plan that goes: " + status.to_string());
+    log::error("waiting for the work of a plan that is being destroyed: " + status.to_string());
   } catch (...) {  // no memory for the message
   }
 }

@@ -153,7 +153,7 @@ def below(path, folders):
     return any(path == f or path.startswith(f.rstrip("/") + "/") for f in folders)
 
 
-def room(path):
+def component(path):
     parts = path.split("/")[:-1]
     return "/".join(parts[:2]) or "."
 
@@ -176,8 +176,8 @@ def main():
             continue
         source = (ROOT / path).read_text()
         found, count = problems_of(path, source)
-        blocks[room(path)] += count
-        fragments[room(path)] += sum(p.is_comment for p in found)
+        blocks[component(path)] += count
+        fragments[component(path)] += sum(p.is_comment for p in found)
         if options.all or options.paths or not below(path, UNCLEAN):
             bad += [f"{path}:{p.line}: {p.text}" for p in found]
             for line, name in types_of(path, source):

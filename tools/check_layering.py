@@ -1,28 +1,29 @@
 #!/usr/bin/env python3
-"""Checks the includes between folders ("rooms"), that no unit of the library includes itself indirectly, and that no op, no plugin's setting or
+"""Checks the includes between folders ("components"), that no unit of the library includes itself indirectly, and that no op, no plugin's setting or
 file, no vendor and no package is named below nn, and that the Python binding has no mutex that a fork may leave locked. Prints every violation;
-exits 1 on any. docs/architecture.md lists the rooms and their contents.
+exits 1 on any. docs/architecture.md lists the components and their contents.
 
-A unit is a header and its source: the files of a room with one base name, and in nn's subfolders also the public header of that name in the
-corresponding folder below include/te_fl. Each public header of the other rooms is a unit of its own, below all of the sources."""
+A unit is a header and its source: the files of a component with one base name, and in nn's subfolders also the public header of that name in the
+corresponding folder below include/te_fl. Each public header of the other components is a unit of its own, below all of the sources."""
 import json
 import pathlib
 import re
 import subprocess
 import sys
 
-import python_rooms
+import python_components
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# The rooms of libte_fl from the lowest up; each may include those before it. "abi" is the C ABI, which every room may include.
-ROOMS = ["abi", "core/base", "core/device", "core/tensor", "core/op", "policy", "registry", "plugins",
+# The components of libte_fl from the lowest up; each may include those before it. "abi" is the C ABI, which every component may include.
+COMPONENTS = ["abi", "core/base", "core/device", "core/tensor", "core/op", "policy", "registry", "plugins",
          "dispatch", "dispatch/staging", "dispatch/watch", "comm",
          "nn/base", "nn/fp8", "nn/autograd", "nn/modules", "nn/optim", "nn/files"]
-# (room, higher room) -> headers of the higher room that the lower room may include nevertheless: the few points at which dispatch calls its
-# interceptors.
+# (component, higher component) -> headers of the higher component that the lower component may include nevertheless: the few points at which
+# dispatch calls its interceptors.
 DOORS = {("dispatch", "dispatch/staging"): {"staged_call.hpp", "staging_pool.hpp"},
          ("dispatch", "dispatch/watch"): {"watch.hpp", "barred.hpp"}}
-# The room of each public header; a folder stands for all headers in it. "backends": headers for backends only; "all": umbrella headers for programs.
+# The component of each public header; a folder means all headers in it. "backends": headers for backends only; "all": umbrella headers for
+# programs.
 PUBLIC = {
     "plugin.h": "abi", "export.hpp": "abi", "version.hpp": "abi", "ops/": "abi",
     "status.hpp": "core/base", "dtype.hpp": "core/base", "environment.hpp": "core/base", "log.hpp": "core/base",
@@ -35,9 +36,9 @@ PUBLIC = {
     "backend.hpp": "backends", "backend/": "backends", "attention.hpp": "backends", "attention/": "backends",
     "te_fl.hpp": "all",
 }
-BACKENDS_SEE = {"abi", "core/base", "backends"}  # rooms whose public headers backends may include
-OTHERS = {"backends", "frontends", "conformance", "python", "examples", "tools", "bench", "tests"}  # folders that no room includes
-NEUTRAL = {"core", "policy", "registry", "plugins", "dispatch", "comm"}  # rooms that may not name an op or a plugin
+BACKENDS_SEE = {"abi", "core/base", "backends"}  # components whose public headers backends may include
+OTHERS = {"backends", "frontends", "conformance", "python", "examples", "tools", "bench", "tests"}  # folders that no component includes
+NEUTRAL = {"core", "policy", "registry", "plugins", "dispatch", "comm"}  # components that may not name an op or a plugin
 DEVICE_HEADERS = {"cuda": re.compile(r"^(cuda|cublas|cudnn|nccl|nvToolsExt|nvtx)"), "opencl": re.compile(r"^(CL/|clblast)")}
 ORDINARY_WORDS = {"te-fl", "null"}  # words of the plugins' manifests that are ordinary words too
 # Words of manifests that a file's string literals may contain, with the reason.
@@ -88,23 +89,23 @@ def shipped_manifests():
     return [json.loads(path.read_text()) for path in sorted(paths)]
 
 
-def room_of(path):
-    """Returns the room (folder of ROOMS) of a file or an include, given relative to the root; None if it is in no room, "" for a public header that
-    PUBLIC does not list."""
+def find_component(path):
+    """Returns the component (folder of COMPONENTS) of a file or an include, given relative to the root; None if it is in no component, "" for a
+    public header that PUBLIC does not list."""
     path = path.removeprefix("include/")
     if path.startswith("te_fl/"):
         name = path.removeprefix("te_fl/")
         folders = [name] + [str(folder) + "/" for folder in pathlib.PurePosixPath(name).parents]
         return next((PUBLIC[folder] for folder in folders if folder in PUBLIC), "")
-    rooms = [room for room in ROOMS if path.startswith(room + "/")]
-    return max(rooms, key=len, default=None)
+    components = [component for component in COMPONENTS if path.startswith(component + "/")]
+    return max(components, key=len, default=None)
 
 
 def include_problem(path, target):
     """Returns the reason why the file at `path` may not include `target`; None if it may."""
-    room, other = room_of(path), room_of(target)
-    if "" in (room, other):
-        return "a public header belongs to one room: give it one in PUBLIC (tools/check_layering.py)"
+    component, other = find_component(path), find_component(target)
+    if "" in (component, other):
+        return "a public header belongs to one component: give it one in PUBLIC (tools/check_layering.py)"
     if path.startswith("include/") and not target.startswith("te_fl/"):
         return "a public header may include public headers only"
     if path.startswith("backends/"):
@@ -117,25 +118,26 @@ def include_problem(path, target):
         return "the certificate may include only public headers, conformance and bench/cases"
     if path.startswith("python/") and target.startswith(("tools/", "tests/", "bench/", "examples/")):
         return "the package may include nothing of the programs and tests"
-    if room in (None, "all"):
+    if component in (None, "all"):
         return None
     if other is None:
-        return f"{room} may include only rooms" if target.split("/")[0] in OTHERS | NEUTRAL | {"nn"} else None
-    if room == "backends":
+        return f"{component} may include only components" if target.split("/")[0] in OTHERS | NEUTRAL | {"nn"} else None
+    if component == "backends":
         return None if other in BACKENDS_SEE else "a header for backends may include only those of " + ", ".join(sorted(BACKENDS_SEE))
-    allowed = ROOMS[: ROOMS.index(room) + 1]
-    if other in allowed or target.removeprefix(other + "/") in DOORS.get((room, other), ()):
+    allowed = COMPONENTS[: COMPONENTS.index(component) + 1]
+    if other in allowed or target.removeprefix(other + "/") in DOORS.get((component, other), ()):
         return None
-    return f"{room} may include only {', '.join(allowed)}"
+    return f"{component} may include only {', '.join(allowed)}"
 
 
 def unit_of(path):
-    """Returns the unit of a file or an include, given relative to the root: its room and its name up to the first dot. None outside of rooms."""
-    room = room_of(path)
-    if room not in ROOMS:
+    """Returns the unit of a file or an include, given relative to the root: its component and its name up to the first dot. None outside of
+    components."""
+    component = find_component(path)
+    if component not in COMPONENTS:
         return None
-    public = path.removeprefix("include/").startswith("te_fl/") and not room.startswith("nn/")
-    return f"{'te_fl' if public else room}/{pathlib.PurePosixPath(path).name.split('.')[0]}"
+    public = path.removeprefix("include/").startswith("te_fl/") and not component.startswith("nn/")
+    return f"{'te_fl' if public else component}/{pathlib.PurePosixPath(path).name.split('.')[0]}"
 
 
 def rings(texts):
@@ -165,7 +167,7 @@ def rings(texts):
 
 
 def names_known(text, ops, plugins):
-    """Returns the ops and plugins that a file of a neutral room (NEUTRAL) mentions by name."""
+    """Returns the ops and plugins that a file of a neutral component (NEUTRAL) mentions by name."""
     words = "|".join(map(re.escape, ops))
     for match in re.finditer(rf'"(?:{words})"|\bops?::(?:{words})\b|\bte_fl_(?:{words})_args\b', text):
         yield f"knows an op by name: {match.group(0)}"
@@ -177,7 +179,7 @@ def names_known(text, ops, plugins):
 
 
 def words_known(path, text, words):
-    """Returns the words of manifests in the string literals of a neutral room's file. A device name such as "cuda:0" is not counted."""
+    """Returns the words of manifests in the string literals of a neutral component's file. A device name such as "cuda:0" is not counted."""
     pattern = re.compile(r"(?<![\w-])(?:" + "|".join(map(re.escape, sorted(words, key=len, reverse=True))) + r")(?![\w-]|:\d)", re.I)
     for match in LITERAL.finditer(text):
         for word in pattern.findall(match.group(1) or ""):
@@ -221,7 +223,7 @@ def main():
     for path, text in texts.items():
         problems += problems_of(path, text, ops, plugins, words)
     problems += ["a ring of units: " + " includes ".join(ring + ring[:1]) for ring in rings(texts)]
-    of_python, modules, _ = python_rooms.problems()
+    of_python, modules, _ = python_components.problems()
     problems += of_python
     print("\n".join(problems) or f"layering: {len(files)} files and {modules} modules of Python clean")
     return 1 if problems else 0

@@ -202,7 +202,7 @@ def md(text):
 
 
 CLASS_NOTES = {"compute": "", "enquiry": " An enquiry: reads metadata only.",
-               "collective": " A collective: never staged, never verified, and the first choice runs or the call is an error."}
+               "collective": " A collective: it is never staged or verified, and if the chosen implementation fails, the call fails without a fallback."}
 
 
 def rules_md(op):

@@ -55,7 +55,7 @@ void open_gate() {
 }
 
 [[noreturn]] void refuse_at_end() {
-  throw std::runtime_error("the process is ending: oneDNN makes no product any more");
+  throw std::runtime_error("the process is ending: oneDNN can no longer run products");
 }
 
 class Inside {

@@ -129,7 +129,8 @@ void Mesh::connect(std::shared_ptr<::gloo::transport::Device> device,
     te_fl_status code;
     const std::string blob =
         get(*config.store, "addresses/" + std::to_string(peer), left(), errors, &code);
-    if (code != TE_FL_OK) throw Error(TE_FL_STATUS_CODE(code), who + " did not say where it is");
+    if (code != TE_FL_OK)
+      throw Error(TE_FL_STATUS_CODE(code), who + " did not publish its address");
     try {
       const std::vector<char> address = address_for(rank, blob);
       addresses_[static_cast<size_t>(peer)] = ::gloo::transport::tcp::Address(address).str();

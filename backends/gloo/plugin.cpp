@@ -132,8 +132,8 @@ constexpr te_fl_setting_desc kInterface = {
     .type = TE_FL_SETTING_STRING,
     .name = "TE_FL_GLOO_INTERFACE",
     .doc =
-        "Network interface, eth0 say, by which the ranks' machines see each other; unset: that of "
-        "the address of the machine's own name.",
+        "Network interface, such as eth0, that connects the ranks' machines; unset: the interface "
+        "of the address of the machine's host name.",
 };
 constexpr const te_fl_setting_desc* kSettings[] = {&kInterface};
 

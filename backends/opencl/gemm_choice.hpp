@@ -75,7 +75,7 @@ inline std::string words_of(const GemmDevice& device, const GemmProblem& p) {
   const std::string name = kernel == GemmKernel::kClblast
                                ? "CLBlast's Sgemm"
                                : std::string("gemm.cl, ") + name_of(kernel);
-  return name + (kernel == device.wanted ? ": TE_FL_OPENCL_GEMM asks for it"
+  return name + (kernel == device.wanted ? ": requested by TE_FL_OPENCL_GEMM"
                                          : ": by the device and the extents");
 }
 

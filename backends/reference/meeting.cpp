@@ -224,10 +224,10 @@ std::string Meeting::missing(const Posted& call) const {
     const bool there = r == call.rank || (all && !calls_[static_cast<size_t>(r)].empty());
     if (needed) (there ? came : absent).push_back(r);
   }
-  std::string text = list_of(absent) + " of communicator '" + name_ + "' did not come to " +
-                     describe(call.brought);
+  std::string text =
+      list_of(absent) + " of communicator '" + name_ + "' did not reach " + describe(call.brought);
   if (all) text += ", call " + std::to_string(met_ + 1) + ",";
-  text += " within " + std::to_string(timeout_ms_) + " ms; " + list_of(came) + " came";
+  text += " within " + std::to_string(timeout_ms_) + " ms; " + list_of(came) + " did";
   for (const int r : absent) text += whereabouts(r);
   return text;
 }

@@ -71,7 +71,7 @@ std::shared_ptr<Meeting> find(const std::string& token, const te_fl_comm_config&
   std::shared_ptr<Meeting> meeting = found == all.meetings.end() ? nullptr : found->second.lock();
   if (meeting == nullptr) {
     throw Error(TE_FL_COMM_FAILED, "rank 0 of " + who + " has destroyed it before rank " +
-                                       std::to_string(config.rank) + " came");
+                                       std::to_string(config.rank) + " joined");
   }
   return meeting;
 }
@@ -97,7 +97,7 @@ std::string get(const te_fl_comm_config& config, const te_fl_error_sink* errors)
       store.get(store.host, kKey, timeout, token.data(), token.size(), &bytes, errors);
   if (code != TE_FL_OK) {
     throw Error(TE_FL_STATUS_CODE(code), "rank 0 of communicator '" + std::string(config.name) +
-                                             "' did not say where it is");
+                                             "' did not publish its token");
   }
   token.resize(bytes);
   return token;

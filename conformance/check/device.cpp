@@ -384,7 +384,7 @@ Status default_stream(const Device& d) { return order_on(d, nullptr); }
 Status streams(const Device& d) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream a, te_fl::Stream::create(d));
   TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream b, te_fl::Stream::create(d));
-  if (a.get() == b.get()) return wrong("create_stream() gave the same stream twice");
+  if (a.get() == b.get()) return wrong("create_stream() returned the same stream twice");
   TE_FL_RETURN_IF_ERROR(order_on(d, a.get()));
   return order_on(d, b.get());
 }
@@ -443,7 +443,7 @@ Status polled_under(const Device& d, const te_fl::Stream& a, const Load& load) {
   TE_FL_ASSIGN_OR_RETURN(const Memory x, Memory::make(d, kSmall, a.get()));
   TE_FL_ASSIGN_OR_RETURN(uint8_t* const at, landing(d, kSmall));
   TE_FL_ASSIGN_OR_RETURN(const bool unused, event.done());
-  if (!unused) return wrong("query_event() says that an event that marks nothing is not done");
+  if (!unused) return wrong("query_event() reports an event without work as not done");
   for (const uint8_t value : {uint8_t{93}, uint8_t{94}}) {
     TE_FL_RETURN_IF_ERROR(load.enqueue(d, a.get()));
     TE_FL_RETURN_IF_ERROR(devices::fill(d, x.data(), value, kSmall, a.get()));
@@ -453,10 +453,11 @@ Status polled_under(const Device& d, const te_fl::Stream& a, const Load& load) {
     for (bool done = false; !done; beat()) {
       TE_FL_ASSIGN_OR_RETURN(done, event.done());
       if (!done && std::chrono::steady_clock::now() > limit)
-        return wrong("query_event() still says that an event is not done, after 10 s");
+        return wrong("query_event() still reports an event as not done after 10 s");
     }
     const Status waited = expect_all(
-        at, value, "query_event() said that an event was done before the work that it marks was");
+        at, value,
+        "query_event() reported an event as done before the work that it marks had finished");
     TE_FL_RETURN_IF_ERROR(a.synchronize());
     TE_FL_RETURN_IF_ERROR(waited);
   }

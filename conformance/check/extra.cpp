@@ -186,12 +186,13 @@ std::vector<Finding> leaks(const Subject& subject, const Table& cases) {
     // nevertheless, the device causes it.
     const Holdings device = growth_of(subject.device, [&] { calls(n, {.describe = true}); });
     if (device.device_used > 0)
-      return {made("leak", Outcome::kUnsupported,
-                   "the device's used memory grows by " + std::to_string(device.device_used) +
-                       " bytes in every " + std::to_string(n) +
-                       " times that tensors are placed there without a call: what the op keeps "
-                       "cannot be told (the device section, \"device/leak\", is about that)",
-                   &c)};
+      return {
+          made("leak", Outcome::kUnsupported,
+               "the device's used memory grows by " + std::to_string(device.device_used) +
+                   " bytes in every " + std::to_string(n) +
+                   " times that tensors are placed there without a call: the memory that the op "
+                   "keeps cannot be measured (see the device section, \"device/leak\")",
+               &c)};
   }
   const auto grown = [&](const char* what, int64_t growth, int64_t allowed) -> std::string {
     if (growth <= allowed) return {};

@@ -16,7 +16,7 @@ class Quantised {
 
   // Compares sampled elements, their scales, and amax. value(i) is logical element i before
   // quantisation. `exact`: value() is exact, so codes and scales must be equal. Otherwise a code
-  // may be an adjacent one, or differ by the error tolerance `slack` in value. `amax` is the
+  // may be an adjacent one, or differ by up to `slack` in value. `amax` is the
   // largest magnitude of all elements, which samples may miss; NaN: unknown, not compared.
   void expect(Run& run, const Value& value, double amax, bool exact = true, double slack = 0) const;
 

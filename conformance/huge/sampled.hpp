@@ -56,7 +56,7 @@ class Run {
   // Inverts the result, for self-checks in which a failure is expected.
   void expect_failure() {
     const bool failed_before = failed();
-    failure_ = failed_before ? "" : "a wrong element was not noticed";
+    failure_ = failed_before ? "" : "a wrong element was not detected";
   }
 
   // A BF16 or F32 tensor with the pattern's values.

@@ -161,7 +161,7 @@ Result<DType> dtype_from_c(te_fl_dtype dtype) {
     return invalid_argument(what + " is a vector type; lanes must be 1: add a dimension instead");
   }
   const auto names = names_of(kRows, [](const DTypeRow& r) { return r.name; });
-  return invalid_argument(what + " is none that te-fl knows; convert to one of " +
+  return invalid_argument(what + " is not supported by te-fl; convert to one of " +
                           core::join(names));
 }
 

@@ -96,20 +96,20 @@ const char* name(LockLevel level) noexcept {
 
 void HeldLocks::take(LockRank rank) noexcept {
   for (size_t i = 0; i < count_; ++i) {
-    if (!(held_[i] < rank)) fail(rank, "takes the first while it holds the second", held_[i]);
+    if (!(held_[i] < rank)) fail(rank, "locks the first while it holds the second", held_[i]);
   }
   take_free(rank);
 }
 
 void HeldLocks::take_free(LockRank rank) noexcept {
-  if (count_ == kMost) fail(rank, "holds more mutexes than are kept track of", held_[0]);
+  if (count_ == kMost) fail(rank, "holds more mutexes than are tracked", held_[0]);
   held_[count_++] = rank;
 }
 
 void HeldLocks::give_up(LockRank rank) noexcept {
   LockRank* const end = held_ + count_;
   LockRank* const at = std::find(held_, end, rank);
-  if (at == end) fail(rank, "gives up what it does not hold", rank);
+  if (at == end) fail(rank, "unlocks a mutex that it does not hold", rank);
   std::copy(at + 1, end, at);
   --count_;
 }

@@ -142,8 +142,8 @@ Status note_given(const Device& device, void* data, size_t bytes, Giver giver) {
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kOutOfMemory, "no host memory to note an allocation by " + who);
   }
-  return internal_error(who + " was asked for " + bytes_text(bytes) +
-                        " and gave memory that is in use already (rule R25); the program that "
+  return internal_error(who + " was called for " + bytes_text(bytes) +
+                        " and returned memory that is in use already (rule R25); the program that "
                         "installed it has to correct it");
 }
 
@@ -184,7 +184,7 @@ Status check_counted(const Device& device) {
   if (!device.is_host()) return {};
   return Status(StatusCode::kUnsupported,
                 "memory of " + to_string(device) +
-                    " is not counted; ask for a device that a plugin provides, or the operating "
+                    " is not counted; name a device that a plugin provides, or the operating "
                     "system for the process's memory")
       .set_clean();
 }

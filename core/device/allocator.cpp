@@ -53,7 +53,7 @@ Allocator::~Allocator() {
 
 Status Allocator::check_given(const te_fl_memory_desc& memory, const void* data) const {
   const auto refuse = [&](const std::string& why) {
-    return internal_error(text_ + " was asked for " + bytes_text(memory.bytes) + " and gave " +
+    return internal_error(text_ + " was called for " + bytes_text(memory.bytes) + " and returned " +
                           why + " (rule R25); the program that installed it has to correct it");
   };
   if (data == nullptr) return refuse("a null pointer without an error");
@@ -80,7 +80,7 @@ Status Allocator::check_given(const te_fl_memory_desc& memory, const void* data)
   }
   if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST) {  // a lost device cannot check the memory
     return device_status(device_, memory.stream, errors, code,
-                         "whether " + text_ + " gave memory of its device cannot be asked");
+                         "whether " + text_ + " returned memory of its device cannot be checked");
   }
   return refuse("memory that is not " + to_string(device_) + "'s: " + errors.text());
 }

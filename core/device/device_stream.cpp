@@ -142,7 +142,7 @@ Status check_side(const Device& device, void* stream, const Device& other) {
   }
   return invalid_argument("a copy from " + to_string(other) + " to " + to_string(device) +
                           " takes a stream of " + to_string(device) +
-                          "; the one that was given is of " + to_string(other));
+                          "; the given stream belongs to " + to_string(other));
 }
 
 }  // namespace core
@@ -212,7 +212,7 @@ void destroy_stream(const Device& device, void* stream) noexcept {
   if (core::take_own(device, stream) != nullptr) return;  // its last owner destroys it
   try {
     log::error("destroy_stream on " + te_fl::to_string(device) +
-               ": this is no stream that create_stream made; it is left alone");
+               ": create_stream did not create this stream; nothing was destroyed");
   } catch (...) {  // no memory for the message
   }
 }
@@ -224,7 +224,7 @@ Status retire_stream(const Device& device, void* stream) {
   };
   if (stream == nullptr) return refuse("the default stream stays as long as the device");
   if (core::is_own_stream(device, stream)) {
-    return refuse("te-fl made this stream; destroy_stream ends it");
+    return refuse("te-fl created this stream; end it with destroy_stream");
   }
   TE_FL_ASSIGN_OR_RETURN(const bool capturing, is_capturing(device, stream));
   if (capturing) {

@@ -120,7 +120,7 @@ Result<StreamRef> current_stream(const Device& device) {
   if (frame->of == Frame::Of::kUnknown) {
     return failed_precondition(
         "the calling thread's stream may be of " + to_string(device) +
-        " or of another device; say whose it is: StreamScope(device, stream)");
+        " or of another device; name the device: StreamScope(device, stream)");
   }
   if (frame->record->get() == nullptr) {
     return failed_precondition("the calling thread's stream of " + to_string(device) +

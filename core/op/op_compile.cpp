@@ -193,7 +193,8 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
     }
     arg.later = static_cast<uint16_t>(1u << later_count++);
   } else if (later_count != 0) {
-    return bad("it is of the op's first form and stands behind a later argument (rule R23)");
+    return bad(
+        "it belongs to the op's first form and must come before its later arguments (rule R23)");
   }
   arg.type = static_cast<te_fl_arg_type>(desc.type);
   arg.role = static_cast<te_fl_arg_role>(desc.role);

@@ -361,8 +361,7 @@ std::string Words::quant_text() const {
     case Problem::kNoAmax:
       return is + ": its amax is missing (NULL)";
     case Problem::kColumnwiseAmax:
-      return is +
-             ": it has a columnwise_amax, which goes with column-wise data of a scaling mode " +
+      return is + ": it has a columnwise_amax, which requires column-wise data of a scaling mode " +
              "with a second level only, as nvfp4 (rule R30)";
     case Problem::kPartAlignment:
       return is + ": scale_inv, columnwise_scale_inv, amax, columnwise_amax and scale must be " +

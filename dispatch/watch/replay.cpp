@@ -14,7 +14,7 @@ namespace te_fl {
 namespace dispatch {
 namespace {
 
-// The call's memory, copied to the device on which it is to run.
+// A copy of a saved call's memory on the device that runs the call.
 class Placed {
  public:
   static Result<Placed> make(FiledCall& call, const Device& device) {

@@ -218,13 +218,12 @@ te_fl::Status check_ranks(const Options& o) {
 
 te_fl::Status check(const Options& o) {
   if (o.fp8_attention && o.recipe != "delayed") {
-    return te_fl::invalid_argument("--fp8-attention goes with --recipe delayed, not with " +
-                                   o.recipe +
+    return te_fl::invalid_argument("--fp8-attention requires --recipe delayed, not " + o.recipe +
                                    ": only delayed scaling has the scales of FP8 attention");
   }
   if (o.fp8_weights && (o.recipe != "delayed" || o.graph)) {
     return te_fl::invalid_argument(
-        "--fp8-weights goes with --recipe delayed, not with " +
+        "--fp8-weights requires --recipe delayed, not " +
         (o.graph ? std::string("--graph") : "--recipe " + o.recipe) +
         ": Adam must know the scales before the values, and the host which copies are fresh");
   }

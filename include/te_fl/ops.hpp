@@ -256,27 +256,32 @@ namespace ops {
   return OpManager::instance().call(op::clamped_dswiglu, &args, options);
 }
 
-// Gradient of gelu and of the bias before it. dx = dy * gelu'(x); dbias = sum over rows of dx
+// Gradient of gelu and of the bias that is added before it. dx = dy * gelu'(x); dbias = sum over
+// rows of dx
 [[nodiscard]] inline Status dbias_dgelu(const te_fl_dbias_dgelu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dbias_dgelu, &args, options);
 }
 
-// Gradient of silu and of the bias before it. dx = dy * silu'(x); dbias = sum over rows of dx
+// Gradient of silu and of the bias that is added before it. dx = dy * silu'(x); dbias = sum over
+// rows of dx
 [[nodiscard]] inline Status dbias_dsilu(const te_fl_dbias_dsilu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dbias_dsilu, &args, options);
 }
 
-// Gradient of relu and of the bias before it. dx = dy * relu'(x); dbias = sum over rows of dx
+// Gradient of relu and of the bias that is added before it. dx = dy * relu'(x); dbias = sum over
+// rows of dx
 [[nodiscard]] inline Status dbias_drelu(const te_fl_dbias_drelu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dbias_drelu, &args, options);
 }
 
-// Gradient of qgelu and of the bias before it. dx = dy * qgelu'(x); dbias = sum over rows of dx
+// Gradient of qgelu and of the bias that is added before it. dx = dy * qgelu'(x); dbias = sum over
+// rows of dx
 [[nodiscard]] inline Status dbias_dqgelu(const te_fl_dbias_dqgelu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dbias_dqgelu, &args, options);
 }
 
-// Gradient of srelu and of the bias before it. dx = dy * srelu'(x); dbias = sum over rows of dx
+// Gradient of srelu and of the bias that is added before it. dx = dy * srelu'(x); dbias = sum over
+// rows of dx
 [[nodiscard]] inline Status dbias_dsrelu(const te_fl_dbias_dsrelu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dbias_dsrelu, &args, options);
 }
@@ -292,7 +297,7 @@ namespace ops {
   return OpManager::instance().call(op::dsituglu, &args, options);
 }
 
-// swiglu with a factor of each row. s silu(a) b, rounded once
+// swiglu with one factor per row. s silu(a) b, rounded once
 [[nodiscard]] inline Status scaled_swiglu(const te_fl_scaled_swiglu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::scaled_swiglu, &args, options);
 }
@@ -303,7 +308,7 @@ namespace ops {
   return OpManager::instance().call(op::scaled_dswiglu, &args, options);
 }
 
-// clamped_swiglu with a factor of each row. s clamped_swiglu(a, b), rounded once
+// clamped_swiglu with one factor per row. s clamped_swiglu(a, b), rounded once
 [[nodiscard]] inline Status scaled_clamped_swiglu(const te_fl_scaled_clamped_swiglu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::scaled_clamped_swiglu, &args, options);
 }
@@ -314,7 +319,7 @@ namespace ops {
   return OpManager::instance().call(op::scaled_clamped_dswiglu, &args, options);
 }
 
-// srelu with a factor of each row. s max(x, 0)^2, rounded once
+// srelu with one factor per row. s max(x, 0)^2, rounded once
 [[nodiscard]] inline Status scaled_srelu(const te_fl_scaled_srelu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::scaled_srelu, &args, options);
 }
@@ -325,7 +330,7 @@ namespace ops {
   return OpManager::instance().call(op::scaled_dsrelu, &args, options);
 }
 
-// situglu with a factor of each row. s situglu(a, b), rounded once
+// situglu with one factor per row. s situglu(a, b), rounded once
 [[nodiscard]] inline Status scaled_situglu(const te_fl_scaled_situglu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::scaled_situglu, &args, options);
 }
@@ -350,50 +355,50 @@ namespace ops {
   return OpManager::instance().call(op::fused_attn_bwd, &args, options);
 }
 
-// Tells which attention this implementation would run for a problem, without running it. backend =
-// -1 none, 1 FP16/BF16/FP32 of any length, 2 FP8
+// Returns which attention kernel this implementation would run for a problem; runs nothing.
+// backend = -1 none, 1 FP16/BF16/FP32 of any length, 2 FP8
 [[nodiscard]] inline Status get_fused_attn_backend(const te_fl_get_fused_attn_backend_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::get_fused_attn_backend, &args, options);
 }
 
-// collective: Operations that all ranks of a communicator take part in.
+// collective: Collective operations and transfers between the ranks of a communicator.
 
-// Reduces every element over all ranks, for all ranks. output = sum, maximum or mean over ranks r
-// of input_r; a NaN of any rank is one of the maximum
+// Reduces each element over all ranks; every rank gets the whole result. output = sum, maximum or
+// mean of input_r over the ranks r; a NaN on any rank makes the maximum NaN
 [[nodiscard]] inline Status all_reduce(const te_fl_all_reduce_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::all_reduce, &args, options);
 }
 
-// Puts the tensors of all ranks one behind the other, for all ranks. output = [input_0; input_1;
-// ...], rank after rank in memory
+// Concatenates the tensors of all ranks in rank order; every rank gets the whole result. output =
+// [input_0; input_1; ...], rank after rank in memory
 [[nodiscard]] inline Status all_gather(const te_fl_all_gather_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::all_gather, &args, options);
 }
 
-// Reduces every element over all ranks and gives each rank its part. output = part number rank of
-// the sum, maximum or mean over ranks r of input_r
+// Reduces each element over all ranks; each rank gets one part of the result. output on rank i =
+// part i of the sum, maximum or mean of input_r over the ranks r
 [[nodiscard]] inline Status reduce_scatter(const te_fl_reduce_scatter_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::reduce_scatter, &args, options);
 }
 
-// Gives every rank its part of every other's tensor. part r of output = part number rank of
-// input_r, for as many equal parts as there are ranks
+// Sends part i of each rank's tensor to rank i. on rank i: part r of output = part i of input_r; a
+// tensor has one equal part per rank
 [[nodiscard]] inline Status all_to_all(const te_fl_all_to_all_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::all_to_all, &args, options);
 }
 
-// Gives every rank its rows of every other's tensor, any number of them. output = the rows that
-// ranks 0, 1, ... have for this one, one behind the other
+// Sends a given number of rows from each rank to each rank. output = the rows that ranks 0, 1, ...
+// send to this rank, concatenated in rank order
 [[nodiscard]] inline Status all_to_all_v(const te_fl_all_to_all_v_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::all_to_all_v, &args, options);
 }
 
-// Gives one rank's tensor to all. data = data of rank root
+// Copies the tensor of rank root to all ranks. data = data on rank root
 [[nodiscard]] inline Status broadcast(const te_fl_broadcast_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::broadcast, &args, options);
 }
 
-// Sends a tensor to one rank, which receives it by recv. output of the peer's recv = input
+// Sends a tensor to one rank, which receives it with recv. output of the peer's recv = input
 [[nodiscard]] inline Status send(const te_fl_send_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::send, &args, options);
 }
@@ -403,7 +408,7 @@ namespace ops {
   return OpManager::instance().call(op::recv, &args, options);
 }
 
-// Goes on when all ranks have come, on the stream of the call. nothing is computed
+// Blocks the stream of the call until all ranks have reached the barrier. computes nothing
 [[nodiscard]] inline Status barrier(const te_fl_barrier_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::barrier, &args, options);
 }
@@ -430,66 +435,67 @@ namespace ops {
   return OpManager::instance().call(op::generic_gemm, &args, options);
 }
 
-// Matrix products of a group, each of its own matrices, in one call. d[i] = alpha * op(a[i])
-// op(b[i]) + bias[i] + beta * d[i] if accumulate; op(X) = X^T if trans_x
+// Several independent matrix products in one call. d[i] = alpha * op(a[i]) op(b[i]) + bias[i] +
+// beta * d[i] if accumulate; op(X) = X^T if trans_x
 [[nodiscard]] inline Status grouped_gemm(const te_fl_grouped_gemm_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::grouped_gemm, &args, options);
 }
 
-// moe: Mixtures of experts - permutation of tokens, router, padding of groups.
+// moe: Mixture of experts - token permutation, router, padding of groups.
 
 // Copies the row of each token to each of its experts, ordered by expert. output[r] = input[t] for
 // the pair (t, s) number r by (indices[t, s], K t + s); row_id_map[s, t] = r, or -1 from r = R on;
-// rows that no pair has are 0
+// rows without a pair are 0
 [[nodiscard]] inline Status moe_permute_fwd(const te_fl_moe_permute_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::moe_permute_fwd, &args, options);
 }
 
-// Gradient of the tokens that were permuted. grad_input[t] = sum over s of probs[t, s]
-// grad_output[row_id_map[s, t]], without those of -1
+// Gradient of the tokens of moe_permute_fwd. grad_input[t] = sum of probs[t, s]
+// grad_output[row_id_map[s, t]] over the s with row_id_map[s, t] >= 0
 [[nodiscard]] inline Status moe_permute_bwd(const te_fl_moe_permute_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::moe_permute_bwd, &args, options);
 }
 
-// Sums the rows of each token, weighted by probabilities. output[t] = sum over s of probs[t, s]
-// input[row_id_map[s, t]], without those of -1
+// Sums the rows of each token, weighted by probabilities. output[t] = sum of probs[t, s]
+// input[row_id_map[s, t]] over the s with row_id_map[s, t] >= 0
 [[nodiscard]] inline Status moe_unpermute_fwd(const te_fl_moe_unpermute_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::moe_unpermute_fwd, &args, options);
 }
 
 // Gradient of the permuted rows and of the probabilities. grad_input[r] = probs[t, s]
-// grad_output[t] for r = row_id_map[s, t], 0 for rows that no pair has; grad_probs[t, s] = sum
-// over h of grad_output[t, h] fwd_input[r, h], 0 where r is -1
+// grad_output[t] for r = row_id_map[s, t], 0 for rows without a pair; grad_probs[t, s] = sum over
+// h of grad_output[t, h] fwd_input[r, h], 0 where r is -1
 [[nodiscard]] inline Status moe_unpermute_bwd(const te_fl_moe_unpermute_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::moe_unpermute_bwd, &args, options);
 }
 
-// Chooses the experts of each token and their probabilities. s = f(logits); the topk largest of s
-// + expert_bias are chosen, with groups among those of the group_topk best; p = scaling_factor s
-// of the chosen, after softmax over them or divided by their sum + 1e-20; 0 elsewhere
+// Chooses the experts of each token and computes their probabilities. s = f(logits); the experts
+// with the topk largest s + expert_bias are chosen, with num_groups > 0 only from the group_topk
+// best groups; p = scaling_factor s for the chosen experts, after a softmax over them or divided
+// by their sum + 1e-20; 0 for the others
 [[nodiscard]] inline Status fused_topk_with_score_function_fwd(const te_fl_fused_topk_with_score_function_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_topk_with_score_function_fwd, &args, options);
 }
 
-// Gradient of the logits of the router. grad_logits = the derivative of probs by logits, times
-// grad_probs, with the choice held fixed
+// Gradient of the router's logits. grad_logits = grad_probs times the derivative of probs with
+// respect to logits, for the same chosen experts
 [[nodiscard]] inline Status fused_topk_with_score_function_bwd(const te_fl_fused_topk_with_score_function_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_topk_with_score_function_bwd, &args, options);
 }
 
-// Scores of all experts for the auxiliary loss, and the experts that they choose. scores =
-// softmax(logits); or f(logits), divided by their sum + 1e-20
+// Computes the scores of all experts for the auxiliary loss, and the topk experts by score. scores
+// = softmax(logits); or f(logits), divided by their sum + 1e-20
 [[nodiscard]] inline Status fused_score_for_moe_aux_loss_fwd(const te_fl_fused_score_for_moe_aux_loss_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_score_for_moe_aux_loss_fwd, &args, options);
 }
 
-// Gradient of the logits of the auxiliary loss's scores. grad_logits = the derivative of scores by
-// logits, times grad_scores
+// Gradient of the logits from the auxiliary loss's scores. grad_logits = grad_scores times the
+// derivative of scores with respect to logits
 [[nodiscard]] inline Status fused_score_for_moe_aux_loss_bwd(const te_fl_fused_score_for_moe_aux_loss_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_score_for_moe_aux_loss_bwd, &args, options);
 }
 
-// Auxiliary loss that keeps the load of experts even. c = coeff num_experts / (topk n^2), n =
+// Auxiliary loss that balances the load of the experts. c = coeff num_experts / (topk n^2), n =
 // total_num_tokens; loss = c sum over e of tokens_per_expert[e] (sum over t of probs[t, e]);
 // const_buf = c
 [[nodiscard]] inline Status fused_moe_aux_loss_fwd(const te_fl_fused_moe_aux_loss_fwd_args& args, const CallOptions& options = {}) {
@@ -507,34 +513,34 @@ namespace ops {
   return OpManager::instance().call(op::fused_multi_row_padding, &args, options);
 }
 
-// Takes the padding of each group away. group after group: the first unpadded_rows[i] of the
+// Removes the padding rows of each group. group after group: the first unpadded_rows[i] of the
 // input_rows[i] rows of input
 [[nodiscard]] inline Status fused_multi_row_unpadding(const te_fl_fused_multi_row_unpadding_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_multi_row_unpadding, &args, options);
 }
 
-// Offsets of parts that follow each other. offsets[i] = stride (splits[0] + ... + splits[i - 1]);
-// without leading_zero offsets[i] is that of i + 1
+// Computes the offsets of consecutive parts from their lengths. offsets[i] = stride (splits[0] +
+// ... + splits[i - 1]), from i = 0 with leading_zero, else from i = 1
 [[nodiscard]] inline Status splits_to_offsets(const te_fl_splits_to_offsets_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::splits_to_offsets, &args, options);
 }
 
-// Copies the row of each token to each of its experts, which a mask says, ordered by expert.
+// Copies the row of each token to each of its experts, which a mask selects, ordered by expert.
 // output[r] = input[t], 0 where probs[t, e] is 0, and permuted_probs[r] = probs[t, e] for each
 // pair (t, e) whose routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e];
-// row_id_map[e, t] = r, -1 for other pairs; rows that no pair has are 0
+// row_id_map[e, t] = r, -1 for other pairs; rows without a pair are 0
 [[nodiscard]] inline Status moe_permute_by_mask_fwd(const te_fl_moe_permute_by_mask_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::moe_permute_by_mask_fwd, &args, options);
 }
 
-// Puts chunks of rows in another order. chunk i is split_sizes[i] rows of input, one chunk after
-// the other; output has the chunks sorted_index[0], sorted_index[1], ..; row_id_map[t] is the row
-// of output that row t went to; rows behind the chunks become 0 and have -1
+// Reorders chunks of rows. chunk i is the next split_sizes[i] rows of input; output holds chunk
+// sorted_index[0], then chunk sorted_index[1], ..; row_id_map[t] is the output row of input row t;
+// rows after the last chunk become 0, with row_id_map -1
 [[nodiscard]] inline Status moe_sort_chunks_fwd(const te_fl_moe_sort_chunks_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::moe_sort_chunks_fwd, &args, options);
 }
 
-// Gradient of rows whose chunks were put in another order. grad_input[t] =
+// Gradient of the rows and probabilities of moe_sort_chunks_fwd. grad_input[t] =
 // grad_output[row_id_map[t]], grad_probs[t] = grad_permuted_probs[row_id_map[t]]; 0 where
 // row_id_map is -1
 [[nodiscard]] inline Status moe_sort_chunks_bwd(const te_fl_moe_sort_chunks_bwd_args& args, const CallOptions& options = {}) {
@@ -544,8 +550,8 @@ namespace ops {
 // norm: Layer and RMS normalisation.
 
 // Layer normalisation over the last dimension. z = (x - mu) * rsigma * g + beta, g = gamma or 1 +
-// gamma; rsigma = 1/sqrt(var + eps). With residual: sum = x + residual, and sum takes the place of
-// x
+// gamma; rsigma = 1/sqrt(var + eps). With residual: sum = x + residual, and sum is normalised
+// instead of x
 [[nodiscard]] inline Status layernorm_fwd(const te_fl_layernorm_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::layernorm_fwd, &args, options);
 }
@@ -557,8 +563,8 @@ namespace ops {
 }
 
 // Root-mean-square normalisation over the last dimension. z = x * rsigma * g, rsigma =
-// 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma. With residual: sum = x + residual, and sum
-// takes the place of x
+// 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma. With residual: sum = x + residual, and sum is
+// normalised instead of x
 [[nodiscard]] inline Status rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::rmsnorm_fwd, &args, options);
 }
@@ -610,8 +616,8 @@ namespace ops {
 
 // quantize: Quantisation, transposition of FP8 codes, amax and scale updates.
 
-// Casts a high-precision tensor to a quantised one, every copy (row-wise, column-wise) that the
-// output has. q = cast(x * scale); amax and scale_inv are written with it
+// Quantises a high-precision tensor into each copy (row-wise, column-wise) that the output has. q
+// = cast(x * scale); also writes amax and scale_inv
 [[nodiscard]] inline Status quantize(const te_fl_quantize_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::quantize, &args, options);
 }
@@ -633,18 +639,18 @@ namespace ops {
 }
 
 // Splits a matrix by rows and quantises each part into its own tensor. outputs[i] =
-// quantize(input[rows of part i]); the parts follow each other and cover the input
+// quantize(input[rows of part i]); the parts are consecutive and cover the input
 [[nodiscard]] inline Status split_quantize(const te_fl_split_quantize_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::split_quantize, &args, options);
 }
 
-// Casts to bare FP8 codes with a given scale. output = cast(input * scale); amax = max(amax,
-// max|input|); scale_inv = 1/scale
+// Casts to FP8 codes without scale metadata, with a given scale. output = cast(input * scale);
+// amax = max(amax, max|input|); scale_inv = 1/scale
 [[nodiscard]] inline Status cast_to_fp8(const te_fl_cast_to_fp8_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::cast_to_fp8, &args, options);
 }
 
-// Transposes a matrix of 8-bit codes, and sums its columns on the way if asked. output[k, m] =
+// Transposes a matrix of 8-bit codes, and optionally computes its column sums. output[k, m] =
 // input[m, k]; column_sums[k] = sum over m of input[m, k] * scale_inv
 [[nodiscard]] inline Status fp8_transpose(const te_fl_fp8_transpose_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fp8_transpose, &args, options);
@@ -655,7 +661,8 @@ namespace ops {
   return OpManager::instance().call(op::compute_amax, &args, options);
 }
 
-// The delayed-scaling update of many tensors in one call. see docs/numerics.md, Delayed scaling
+// Updates the amax histories and scales of many tensors under delayed scaling. see
+// docs/numerics.md, Delayed scaling
 [[nodiscard]] inline Status fused_amax_and_scale_update_after_reduction(const te_fl_fused_amax_and_scale_update_after_reduction_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_amax_and_scale_update_after_reduction, &args, options);
 }
@@ -679,7 +686,7 @@ namespace ops {
   return OpManager::instance().call(op::fused_qkv_rope_forward, &args, options);
 }
 
-// Gradient of fused_qkv_rope_forward, into packed form. dqkv = pack(rope'(dq), rope'(dk), dv)
+// Gradient of fused_qkv_rope_forward, in the packed layout. dqkv = pack(rope'(dq), rope'(dk), dv)
 [[nodiscard]] inline Status fused_qkv_rope_backward(const te_fl_fused_qkv_rope_backward_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_qkv_rope_backward, &args, options);
 }
@@ -733,7 +740,7 @@ namespace ops {
   return OpManager::instance().call(op::scaled_aligned_causal_masked_softmax_backward, &args, options);
 }
 
-// tensor: Other ops that layers need - residual, copies, embedding, loss.
+// tensor: Residual addition, copies, embedding and loss.
 
 // Residual addition with optional dropout of the branch. y = a + dropout(b, p)
 [[nodiscard]] inline Status add(const te_fl_add_args& args, const CallOptions& options = {}) {
@@ -745,18 +752,18 @@ namespace ops {
   return OpManager::instance().call(op::strided_copy, &args, options);
 }
 
-// Sets every element. output = value
+// Sets every element to a value. output = value
 [[nodiscard]] inline Status fill(const te_fl_fill_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fill, &args, options);
 }
 
-// Looks up rows of a table. y[i] = weight[indices[i]]
+// Copies rows of an embedding table by index. y[i] = weight[indices[i]]
 [[nodiscard]] inline Status embedding_fwd(const te_fl_embedding_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::embedding_fwd, &args, options);
 }
 
-// Gradient of the table. grad_weight[v] = sum of grad_output[i] over indices[i] = v (+ previous if
-// accumulate)
+// Gradient of the embedding table. grad_weight[v] = sum of grad_output[i] over indices[i] = v (+
+// previous if accumulate)
 [[nodiscard]] inline Status embedding_bwd(const te_fl_embedding_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::embedding_bwd, &args, options);
 }

@@ -36,7 +36,8 @@ class GroupedGemm {
  private:
   using Uses = std::vector<GemmUnit::Use>;
   using Gradients = std::vector<GemmUnit::Gradient>;
-  // The rows of each unit in the form that its products read.
+  // Splits x into the rows of each unit, quantised or cast as the unit's GEMMs need them. Fills
+  // `uses` for the backward.
   Result<std::vector<Tensor>> inputs(Uses& uses, const Tensor& x, Splits splits);
   // The arguments of a forward's products without D. `weights` owns their weights; those that need
   // quantisation are quantised in one op.

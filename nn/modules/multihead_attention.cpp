@@ -275,7 +275,7 @@ Status MultiheadAttention::Impl::check(const Tensor& x, const AttentionInputs& i
   TE_FL_RETURN_IF_ERROR(expect("x", x));
   if (wants_norm && !options.input_layernorm) {
     return invalid_argument(
-        "MultiheadAttention: layernorm_output is asked for, and the module has no norm; create it "
+        "MultiheadAttention: layernorm_output is requested, and the module has no norm; create it "
         "with input_layernorm");
   }
   const Tensor& encoder = inputs.encoder_output;

@@ -75,7 +75,7 @@ class QkvTransform {
   // True if q can be a strided view. The distance between heads of one group differs from that
   // between groups, so this needs one head per group, or all query heads adjacent.
   bool views_fit() const noexcept { return cross() || !interleaved_ || heads_ == groups_; }
-  // True if one op both splits and rotates.
+  // True if fused_qkv_rope_forward, which splits QKV and applies RoPE, can run this forward.
   bool fused(const Rotation& rotation) const noexcept {
     const bool norm_first = q_norm_ != nullptr && options_.qk_norm_before_rope;
     return rotation.any() && !cross() && interleaved_ && !thd() && !norm_first;

@@ -35,8 +35,8 @@ struct Slot {
   const Tensor& value() const { return part != nullptr ? part->value : parameter.value(); }
 };
 
-// Makes the slots. `second`: with a second moment. `parts`: with ZeRO, this rank's part of each
-// parameter, null for frozen ones; otherwise empty.
+// Makes the slots. `second`: the slots have a second moment. `parts`: with ZeRO, this rank's part
+// of each parameter, null for a frozen parameter; without ZeRO, empty.
 Result<std::vector<Slot>> make_slots(const std::vector<NamedParameter>& parameters,
                                      const std::vector<const OwnPart*>& parts,
                                      const DecayFilter& decay,

@@ -154,31 +154,31 @@ def clamped_dswiglu(*, grad: Tensor, input: Tensor, output: Tensor, limit: float
     """
 
 def dbias_dgelu(*, grad: Tensor, input: Tensor, output: Tensor, dbias: Tensor, stream: Any = None) -> None:
-    """Gradient of gelu and of the bias before it.
+    """Gradient of gelu and of the bias that is added before it.
 
     dx = dy * gelu'(x); dbias = sum over rows of dx
     """
 
 def dbias_dsilu(*, grad: Tensor, input: Tensor, output: Tensor, dbias: Tensor, stream: Any = None) -> None:
-    """Gradient of silu and of the bias before it.
+    """Gradient of silu and of the bias that is added before it.
 
     dx = dy * silu'(x); dbias = sum over rows of dx
     """
 
 def dbias_drelu(*, grad: Tensor, input: Tensor, output: Tensor, dbias: Tensor, stream: Any = None) -> None:
-    """Gradient of relu and of the bias before it.
+    """Gradient of relu and of the bias that is added before it.
 
     dx = dy * relu'(x); dbias = sum over rows of dx
     """
 
 def dbias_dqgelu(*, grad: Tensor, input: Tensor, output: Tensor, dbias: Tensor, stream: Any = None) -> None:
-    """Gradient of qgelu and of the bias before it.
+    """Gradient of qgelu and of the bias that is added before it.
 
     dx = dy * qgelu'(x); dbias = sum over rows of dx
     """
 
 def dbias_dsrelu(*, grad: Tensor, input: Tensor, output: Tensor, dbias: Tensor, stream: Any = None) -> None:
-    """Gradient of srelu and of the bias before it.
+    """Gradient of srelu and of the bias that is added before it.
 
     dx = dy * srelu'(x); dbias = sum over rows of dx
     """
@@ -196,7 +196,7 @@ def dsituglu(*, grad: Tensor, input: Tensor, output: Tensor, beta1: float = 4.0,
     """
 
 def scaled_swiglu(*, input: Tensor, act_scales: Tensor, output: Tensor, glu_interleave_size: int = 0, stream: Any = None) -> None:
-    """swiglu with a factor of each row.
+    """swiglu with one factor per row.
 
     s silu(a) b, rounded once
     """
@@ -208,7 +208,7 @@ def scaled_dswiglu(*, grad: Tensor, input: Tensor, act_scales: Tensor, output: T
     """
 
 def scaled_clamped_swiglu(*, input: Tensor, act_scales: Tensor, output: Tensor, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, glu_interleave_size: int = 0, stream: Any = None) -> None:
-    """clamped_swiglu with a factor of each row.
+    """clamped_swiglu with one factor per row.
 
     s clamped_swiglu(a, b), rounded once
     """
@@ -220,7 +220,7 @@ def scaled_clamped_dswiglu(*, grad: Tensor, input: Tensor, act_scales: Tensor, o
     """
 
 def scaled_srelu(*, input: Tensor, act_scales: Tensor, output: Tensor, stream: Any = None) -> None:
-    """srelu with a factor of each row.
+    """srelu with one factor per row.
 
     s max(x, 0)^2, rounded once
     """
@@ -232,7 +232,7 @@ def scaled_dsrelu(*, grad: Tensor, input: Tensor, act_scales: Tensor, output: Te
     """
 
 def scaled_situglu(*, input: Tensor, act_scales: Tensor, output: Tensor, beta1: float = 4.0, beta2: float = 25.0, glu_interleave_size: int = 0, stream: Any = None) -> None:
-    """situglu with a factor of each row.
+    """situglu with one factor per row.
 
     s situglu(a, b), rounded once
     """
@@ -256,49 +256,49 @@ def fused_attn_bwd(*, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s
     """
 
 def get_fused_attn_backend(*, q: Tensor, k: Tensor, v: Tensor, backend: Tensor, layout: Union[int, str] = 0, mask_type: Union[int, str] = 0, softmax_type: Union[int, str] = 0, dropout_p: float = 0.0, window_left: int = -1, window_right: int = -1, is_training: bool = False, stream: Any = None) -> None:
-    """Tells which attention this implementation would run for a problem, without running it.
+    """Returns which attention kernel this implementation would run for a problem; runs nothing.
 
     backend = -1 none, 1 FP16/BF16/FP32 of any length, 2 FP8
     """
 
 def all_reduce(*, input: Tensor, output: Tensor, comm: Communicator, reduction: Union[int, str] = 0, stream: Any = None) -> None:
-    """Reduces every element over all ranks, for all ranks.
+    """Reduces each element over all ranks; every rank gets the whole result.
 
-    output = sum, maximum or mean over ranks r of input_r; a NaN of any rank is one of the maximum
+    output = sum, maximum or mean of input_r over the ranks r; a NaN on any rank makes the maximum NaN
     """
 
 def all_gather(*, input: Tensor, output: Tensor, comm: Communicator, stream: Any = None) -> None:
-    """Puts the tensors of all ranks one behind the other, for all ranks.
+    """Concatenates the tensors of all ranks in rank order; every rank gets the whole result.
 
     output = [input_0; input_1; ...], rank after rank in memory
     """
 
 def reduce_scatter(*, input: Tensor, output: Tensor, comm: Communicator, reduction: Union[int, str] = 0, stream: Any = None) -> None:
-    """Reduces every element over all ranks and gives each rank its part.
+    """Reduces each element over all ranks; each rank gets one part of the result.
 
-    output = part number rank of the sum, maximum or mean over ranks r of input_r
+    output on rank i = part i of the sum, maximum or mean of input_r over the ranks r
     """
 
 def all_to_all(*, input: Tensor, output: Tensor, comm: Communicator, stream: Any = None) -> None:
-    """Gives every rank its part of every other's tensor.
+    """Sends part i of each rank's tensor to rank i.
 
-    part r of output = part number rank of input_r, for as many equal parts as there are ranks
+    on rank i: part r of output = part i of input_r; a tensor has one equal part per rank
     """
 
 def all_to_all_v(*, input: Tensor, output: Tensor, comm: Communicator, input_rows: Sequence[int], output_rows: Sequence[int], stream: Any = None) -> None:
-    """Gives every rank its rows of every other's tensor, any number of them.
+    """Sends a given number of rows from each rank to each rank.
 
-    output = the rows that ranks 0, 1, ... have for this one, one behind the other
+    output = the rows that ranks 0, 1, ... send to this rank, concatenated in rank order
     """
 
 def broadcast(*, data: Tensor, comm: Communicator, root: int = 0, stream: Any = None) -> None:
-    """Gives one rank's tensor to all.
+    """Copies the tensor of rank root to all ranks.
 
-    data = data of rank root
+    data = data on rank root
     """
 
 def send(*, input: Tensor, comm: Communicator, peer: int = 0, stream: Any = None) -> None:
-    """Sends a tensor to one rank, which receives it by recv.
+    """Sends a tensor to one rank, which receives it with recv.
 
     output of the peer's recv = input
     """
@@ -310,9 +310,9 @@ def recv(*, output: Tensor, comm: Communicator, peer: int = 0, stream: Any = Non
     """
 
 def barrier(*, comm: Communicator, stream: Any = None) -> None:
-    """Goes on when all ranks have come, on the stream of the call.
+    """Blocks the stream of the call until all ranks have reached the barrier.
 
-    nothing is computed
+    computes nothing
     """
 
 def dropout_fwd(*, input: Tensor, output: Tensor, mask: Tensor, p: float = 0.0, stream: Any = None, seed: Union[int, _Plain] = 0, offset: int = 0) -> None:
@@ -334,7 +334,7 @@ def generic_gemm(*, a: Tensor, b: Tensor, d: Tensor, bias: Optional[Tensor] = No
     """
 
 def grouped_gemm(*, a: Sequence[Tensor], b: Sequence[Tensor], d: Sequence[Tensor], bias: Optional[Sequence[Tensor]] = None, bias_grad: Optional[Sequence[Tensor]] = None, trans_a: bool = False, trans_b: bool = False, accumulate: bool = False, accumulate_bias_grad: bool = False, use_split_accumulator: bool = False, alpha: float = 1.0, beta: float = 1.0, stream: Any = None) -> None:
-    """Matrix products of a group, each of its own matrices, in one call.
+    """Several independent matrix products in one call.
 
     d[i] = alpha * op(a[i]) op(b[i]) + bias[i] + beta * d[i] if accumulate; op(X) = X^T if trans_x
     """
@@ -342,53 +342,53 @@ def grouped_gemm(*, a: Sequence[Tensor], b: Sequence[Tensor], d: Sequence[Tensor
 def moe_permute_fwd(*, input: Tensor, indices: Tensor, output: Tensor, row_id_map: Tensor, num_experts: int = 0, stream: Any = None) -> None:
     """Copies the row of each token to each of its experts, ordered by expert.
 
-    output[r] = input[t] for the pair (t, s) number r by (indices[t, s], K t + s); row_id_map[s, t] = r, or -1 from r = R on; rows that no pair has are 0
+    output[r] = input[t] for the pair (t, s) number r by (indices[t, s], K t + s); row_id_map[s, t] = r, or -1 from r = R on; rows without a pair are 0
     """
 
 def moe_permute_bwd(*, grad_output: Tensor, row_id_map: Tensor, grad_input: Tensor, probs: Optional[Tensor] = None, stream: Any = None) -> None:
-    """Gradient of the tokens that were permuted.
+    """Gradient of the tokens of moe_permute_fwd.
 
-    grad_input[t] = sum over s of probs[t, s] grad_output[row_id_map[s, t]], without those of -1
+    grad_input[t] = sum of probs[t, s] grad_output[row_id_map[s, t]] over the s with row_id_map[s, t] >= 0
     """
 
 def moe_unpermute_fwd(*, input: Tensor, row_id_map: Tensor, output: Tensor, probs: Optional[Tensor] = None, stream: Any = None) -> None:
     """Sums the rows of each token, weighted by probabilities.
 
-    output[t] = sum over s of probs[t, s] input[row_id_map[s, t]], without those of -1
+    output[t] = sum of probs[t, s] input[row_id_map[s, t]] over the s with row_id_map[s, t] >= 0
     """
 
 def moe_unpermute_bwd(*, grad_output: Tensor, fwd_input: Tensor, row_id_map: Tensor, grad_input: Tensor, probs: Optional[Tensor] = None, grad_probs: Optional[Tensor] = None, stream: Any = None) -> None:
     """Gradient of the permuted rows and of the probabilities.
 
-    grad_input[r] = probs[t, s] grad_output[t] for r = row_id_map[s, t], 0 for rows that no pair has; grad_probs[t, s] = sum over h of grad_output[t, h] fwd_input[r, h], 0 where r is -1
+    grad_input[r] = probs[t, s] grad_output[t] for r = row_id_map[s, t], 0 for rows without a pair; grad_probs[t, s] = sum over h of grad_output[t, h] fwd_input[r, h], 0 where r is -1
     """
 
 def fused_topk_with_score_function_fwd(*, logits: Tensor, probs: Tensor, intermediate_output: Tensor, expert_bias: Optional[Tensor] = None, routing_map: Optional[Tensor] = None, routing_bits: Optional[Tensor] = None, topk_indices: Optional[Tensor] = None, topk: int = 1, use_pre_softmax: bool = False, num_groups: int = 0, group_topk: int = 0, scaling_factor: float = 1.0, score_function: Union[int, str] = 0, stream: Any = None) -> None:
-    """Chooses the experts of each token and their probabilities.
+    """Chooses the experts of each token and computes their probabilities.
 
-    s = f(logits); the topk largest of s + expert_bias are chosen, with groups among those of the group_topk best; p = scaling_factor s of the chosen, after softmax over them or divided by their sum + 1e-20; 0 elsewhere
+    s = f(logits); the experts with the topk largest s + expert_bias are chosen, with num_groups > 0 only from the group_topk best groups; p = scaling_factor s for the chosen experts, after a softmax over them or divided by their sum + 1e-20; 0 for the others
     """
 
 def fused_topk_with_score_function_bwd(*, intermediate_output: Tensor, grad_probs: Tensor, grad_logits: Tensor, routing_map: Optional[Tensor] = None, routing_bits: Optional[Tensor] = None, topk_indices: Optional[Tensor] = None, topk: int = 1, use_pre_softmax: bool = False, scaling_factor: float = 1.0, score_function: Union[int, str] = 0, stream: Any = None) -> None:
-    """Gradient of the logits of the router.
+    """Gradient of the router's logits.
 
-    grad_logits = the derivative of probs by logits, times grad_probs, with the choice held fixed
+    grad_logits = grad_probs times the derivative of probs with respect to logits, for the same chosen experts
     """
 
 def fused_score_for_moe_aux_loss_fwd(*, logits: Tensor, scores: Tensor, intermediate_output: Tensor, routing_map: Optional[Tensor] = None, routing_bits: Optional[Tensor] = None, topk: int = 1, score_function: Union[int, str] = 0, stream: Any = None) -> None:
-    """Scores of all experts for the auxiliary loss, and the experts that they choose.
+    """Computes the scores of all experts for the auxiliary loss, and the topk experts by score.
 
     scores = softmax(logits); or f(logits), divided by their sum + 1e-20
     """
 
 def fused_score_for_moe_aux_loss_bwd(*, intermediate_output: Tensor, grad_scores: Tensor, grad_logits: Tensor, topk: int = 1, score_function: Union[int, str] = 0, stream: Any = None) -> None:
-    """Gradient of the logits of the auxiliary loss's scores.
+    """Gradient of the logits from the auxiliary loss's scores.
 
-    grad_logits = the derivative of scores by logits, times grad_scores
+    grad_logits = grad_scores times the derivative of scores with respect to logits
     """
 
 def fused_moe_aux_loss_fwd(*, probs: Tensor, tokens_per_expert: Tensor, aux_loss: Tensor, const_buf: Tensor, total_num_tokens_tensor: Optional[Tensor] = None, total_num_tokens: int = 0, num_experts: int = 1, topk: int = 1, coeff: float = 1.0, stream: Any = None) -> None:
-    """Auxiliary loss that keeps the load of experts even.
+    """Auxiliary loss that balances the load of the experts.
 
     c = coeff num_experts / (topk n^2), n = total_num_tokens; loss = c sum over e of tokens_per_expert[e] (sum over t of probs[t, e]); const_buf = c
     """
@@ -406,31 +406,31 @@ def fused_multi_row_padding(*, input: Tensor, output: Tensor, input_rows: Sequen
     """
 
 def fused_multi_row_unpadding(*, input: Tensor, output: Tensor, input_rows: Sequence[int], unpadded_rows: Sequence[int], stream: Any = None) -> None:
-    """Takes the padding of each group away.
+    """Removes the padding rows of each group.
 
     group after group: the first unpadded_rows[i] of the input_rows[i] rows of input
     """
 
 def splits_to_offsets(*, splits: Tensor, offsets: Tensor, leading_zero: bool = True, stride: int = 1, stream: Any = None) -> None:
-    """Offsets of parts that follow each other.
+    """Computes the offsets of consecutive parts from their lengths.
 
-    offsets[i] = stride (splits[0] + ... + splits[i - 1]); without leading_zero offsets[i] is that of i + 1
+    offsets[i] = stride (splits[0] + ... + splits[i - 1]), from i = 0 with leading_zero, else from i = 1
     """
 
 def moe_permute_by_mask_fwd(*, input: Tensor, routing_map: Tensor, output: Tensor, row_id_map: Tensor, probs: Optional[Tensor] = None, pad_offsets: Optional[Tensor] = None, permuted_probs: Optional[Tensor] = None, stream: Any = None) -> None:
-    """Copies the row of each token to each of its experts, which a mask says, ordered by expert.
+    """Copies the row of each token to each of its experts, which a mask selects, ordered by expert.
 
-    output[r] = input[t], 0 where probs[t, e] is 0, and permuted_probs[r] = probs[t, e] for each pair (t, e) whose routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e]; row_id_map[e, t] = r, -1 for other pairs; rows that no pair has are 0
+    output[r] = input[t], 0 where probs[t, e] is 0, and permuted_probs[r] = probs[t, e] for each pair (t, e) whose routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e]; row_id_map[e, t] = r, -1 for other pairs; rows without a pair are 0
     """
 
 def moe_sort_chunks_fwd(*, input: Tensor, split_sizes: Tensor, sorted_index: Tensor, output: Tensor, row_id_map: Tensor, probs: Optional[Tensor] = None, permuted_probs: Optional[Tensor] = None, stream: Any = None) -> None:
-    """Puts chunks of rows in another order.
+    """Reorders chunks of rows.
 
-    chunk i is split_sizes[i] rows of input, one chunk after the other; output has the chunks sorted_index[0], sorted_index[1], ..; row_id_map[t] is the row of output that row t went to; rows behind the chunks become 0 and have -1
+    chunk i is the next split_sizes[i] rows of input; output holds chunk sorted_index[0], then chunk sorted_index[1], ..; row_id_map[t] is the output row of input row t; rows after the last chunk become 0, with row_id_map -1
     """
 
 def moe_sort_chunks_bwd(*, grad_output: Tensor, row_id_map: Tensor, grad_input: Tensor, grad_permuted_probs: Optional[Tensor] = None, grad_probs: Optional[Tensor] = None, stream: Any = None) -> None:
-    """Gradient of rows whose chunks were put in another order.
+    """Gradient of the rows and probabilities of moe_sort_chunks_fwd.
 
     grad_input[t] = grad_output[row_id_map[t]], grad_probs[t] = grad_permuted_probs[row_id_map[t]]; 0 where row_id_map is -1
     """
@@ -438,7 +438,7 @@ def moe_sort_chunks_bwd(*, grad_output: Tensor, row_id_map: Tensor, grad_input: 
 def layernorm_fwd(*, x: Tensor, gamma: Tensor, z: Tensor, mu: Tensor, rsigma: Tensor, beta: Optional[Tensor] = None, epsilon: float = 1e-05, zero_centered_gamma: bool = False, residual: Optional[Tensor] = None, sum: Optional[Tensor] = None, stream: Any = None) -> None:
     """Layer normalisation over the last dimension.
 
-    z = (x - mu) * rsigma * g + beta, g = gamma or 1 + gamma; rsigma = 1/sqrt(var + eps). With residual: sum = x + residual, and sum takes the place of x
+    z = (x - mu) * rsigma * g + beta, g = gamma or 1 + gamma; rsigma = 1/sqrt(var + eps). With residual: sum = x + residual, and sum is normalised instead of x
     """
 
 def layernorm_bwd(*, dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, dx: Tensor, dgamma: Tensor, dbeta: Optional[Tensor] = None, zero_centered_gamma: bool = False, add: Optional[Tensor] = None, stream: Any = None) -> None:
@@ -450,7 +450,7 @@ def layernorm_bwd(*, dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: T
 def rmsnorm_fwd(*, x: Tensor, gamma: Tensor, z: Tensor, rsigma: Tensor, epsilon: float = 1e-05, zero_centered_gamma: bool = False, residual: Optional[Tensor] = None, sum: Optional[Tensor] = None, stream: Any = None) -> None:
     """Root-mean-square normalisation over the last dimension.
 
-    z = x * rsigma * g, rsigma = 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma. With residual: sum = x + residual, and sum takes the place of x
+    z = x * rsigma * g, rsigma = 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma. With residual: sum = x + residual, and sum is normalised instead of x
     """
 
 def rmsnorm_bwd(*, dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, dx: Tensor, dgamma: Tensor, zero_centered_gamma: bool = False, stream: Any = None) -> None:
@@ -496,9 +496,9 @@ def multi_tensor_sgd(*, grads: Sequence[Tensor], params: Sequence[Tensor], momen
     """
 
 def quantize(*, input: Tensor, output: Tensor, noop_flag: Optional[Tensor] = None, stream: Any = None) -> None:
-    """Casts a high-precision tensor to a quantised one, every copy (row-wise, column-wise) that the output has.
+    """Quantises a high-precision tensor into each copy (row-wise, column-wise) that the output has.
 
-    q = cast(x * scale); amax and scale_inv are written with it
+    q = cast(x * scale); also writes amax and scale_inv
     """
 
 def dequantize(*, input: Tensor, output: Tensor, stream: Any = None) -> None:
@@ -522,17 +522,17 @@ def multi_tensor_quantize(*, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 def split_quantize(*, input: Tensor, outputs: Sequence[Tensor], stream: Any = None) -> None:
     """Splits a matrix by rows and quantises each part into its own tensor.
 
-    outputs[i] = quantize(input[rows of part i]); the parts follow each other and cover the input
+    outputs[i] = quantize(input[rows of part i]); the parts are consecutive and cover the input
     """
 
 def cast_to_fp8(*, input: Tensor, output: Tensor, scale: Tensor, amax: Optional[Tensor] = None, scale_inv: Optional[Tensor] = None, stream: Any = None) -> None:
-    """Casts to bare FP8 codes with a given scale.
+    """Casts to FP8 codes without scale metadata, with a given scale.
 
     output = cast(input * scale); amax = max(amax, max|input|); scale_inv = 1/scale
     """
 
 def fp8_transpose(*, input: Tensor, output: Tensor, scale_inv: Optional[Tensor] = None, column_sums: Optional[Tensor] = None, stream: Any = None) -> None:
-    """Transposes a matrix of 8-bit codes, and sums its columns on the way if asked.
+    """Transposes a matrix of 8-bit codes, and optionally computes its column sums.
 
     output[k, m] = input[m, k]; column_sums[k] = sum over m of input[m, k] * scale_inv
     """
@@ -544,7 +544,7 @@ def compute_amax(*, input: Tensor, amax: Tensor, stream: Any = None) -> None:
     """
 
 def fused_amax_and_scale_update_after_reduction(*, amax_histories: Sequence[Tensor], scales: Sequence[Tensor], amax_reduction_buffer: Optional[Tensor] = None, algo: Union[int, str] = 0, fp8_dtype: Union[int, str] = 0, margin: float = 0.0, stream: Any = None) -> None:
-    """The delayed-scaling update of many tensors in one call.
+    """Updates the amax histories and scales of many tensors under delayed scaling.
 
     see docs/numerics.md, Delayed scaling
     """
@@ -568,7 +568,7 @@ def fused_qkv_rope_forward(*, qkv_input: Tensor, q_freqs: Tensor, k_freqs: Tenso
     """
 
 def fused_qkv_rope_backward(*, q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, q_freqs: Tensor, k_freqs: Tensor, qkv_grad: Tensor, start_positions: Optional[Tensor] = None, q_dim: int = 0, k_dim: int = 0, v_dim: int = 0, layout: Union[int, str] = 0, interleaved: bool = False, cp_size: int = 1, cp_rank: int = 0, stream: Any = None) -> None:
-    """Gradient of fused_qkv_rope_forward, into packed form.
+    """Gradient of fused_qkv_rope_forward, in the packed layout.
 
     dqkv = pack(rope'(dq), rope'(dk), dv)
     """
@@ -634,19 +634,19 @@ def strided_copy(*, input: Tensor, output: Tensor, stream: Any = None) -> None:
     """
 
 def fill(*, output: Tensor, value: float = 0.0, stream: Any = None) -> None:
-    """Sets every element.
+    """Sets every element to a value.
 
     output = value
     """
 
 def embedding_fwd(*, indices: Tensor, weight: Tensor, output: Tensor, stream: Any = None) -> None:
-    """Looks up rows of a table.
+    """Copies rows of an embedding table by index.
 
     y[i] = weight[indices[i]]
     """
 
 def embedding_bwd(*, indices: Tensor, grad_output: Tensor, grad_weight: Tensor, accumulate: bool = False, stream: Any = None) -> None:
-    """Gradient of the table.
+    """Gradient of the embedding table.
 
     grad_weight[v] = sum of grad_output[i] over indices[i] = v (+ previous if accumulate)
     """

@@ -329,7 +329,7 @@ def _described(impl: OpImpl, registry: OpRegistry) -> dict:
         return _described_function(impl)
     args = _native.schema(impl.op_name)["args"]
     if any(a["type"] == 10 for a in args):
-        raise Unsupported(f"{impl}: collectives are implemented in C++ alone: Python is not handed a communicator")
+        raise Unsupported(f"{impl}: collectives can be implemented only in C++: Python implementations get no communicator")
     handed = [a["name"] for a in args if a["type"] != 8]  # the records that a forward saves are not passed to Python
     later = [a["name"] for a in args if a["later"]]
     taken, open_ended = _taken(impl, impl.fn, "fn", handed)

@@ -219,7 +219,7 @@ TEST_F(Comms, ARankThatDoesNotComeIsNamed) {
   CommOptions o = options(0, 3);
   o.timeout = milliseconds(50);
   const Result<Comm> comm = Comm::create(o);
-  EXPECT_FAILS(comm.status(), kTimeout, "these did not come: 1, 2");
+  EXPECT_FAILS(comm.status(), kTimeout, "these did not arrive: 1, 2");
 }
 
 TEST_F(Comms, AMissingRankInACollectiveFailsItOnAll) {
@@ -239,7 +239,7 @@ TEST_F(Comms, AMissingRankInACollectiveFailsItOnAll) {
     const Status status = all_reduce(*comm, t);
     ++failed;
     EXPECT_FAILS(status, kCommFailed, "all_reduce number 2 of f32[4,2] failed");
-    EXPECT_HAS(status.to_string(), "rank 1 of communicator 'world' did not come");
+    EXPECT_HAS(status.to_string(), "rank 1 of communicator 'world' did not reach");
     EXPECT_FAILS(all_reduce(*comm, t), kCommFailed, "number 2") << "it stays failed";
   });
   EXPECT_EQ(failed, 2);

@@ -258,11 +258,11 @@ TEST(Store, FolderWhereARankDoesNotCome) {
   const std::string address = "file:" + folder.path();
   std::thread one([&] { (void)Store::open(address, 1, 4, 200ms); });
   expect_text(Store::open(address, 0, 4, 100ms).status(), StatusCode::kTimeout,
-              {"of 4 ranks", "2, 3 did not come in 100 ms"});
+              {"of 4 ranks", "2, 3 did not arrive within 100 ms"});
   one.join();
   const test::TempFolder empty;
   expect_text(Store::open("file:" + empty.path(), 1, 2, 20ms).status(), StatusCode::kTimeout,
-              {"rank 0 did not begin", "20 ms"});
+              {"rank 0 did not start", "20 ms"});
 }
 
 TEST(Store, PortThatIsTakenIsNamed) {
@@ -291,7 +291,7 @@ TEST(Store, ForeignProgramAtThePort) {
   const auto foreign = comm::listen_on("127.0.0.1", port);
   ASSERT_TRUE(foreign.ok());
   const std::string address = "tcp://127.0.0.1:" + std::to_string(port);
-  expect_text(Store::open(address, 1, 2, 50ms).status(), StatusCode::kTimeout, {"says nothing"});
+  expect_text(Store::open(address, 1, 2, 50ms).status(), StatusCode::kTimeout, {"does not answer"});
   std::atomic<bool> stop = false;
   std::thread http([&] {
     while (!stop) {

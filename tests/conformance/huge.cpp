@@ -45,7 +45,7 @@ std::string parse(int argc, char** argv, Options& o) {
       o.self_check = true;
       continue;
     }
-    if (i + 1 == argc) return option + " wants a value";
+    if (i + 1 == argc) return option + " requires a value";
     const std::string value = argv[++i];
     char* end = nullptr;
     if (option == "--device") {

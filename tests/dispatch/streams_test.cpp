@@ -244,7 +244,7 @@ TEST_P(CopiesBetween, NeedAStreamOfTheDestination) {
   const Stream second = Stream::create(a).value();
   const Tensor x = Tensor::zeros({4}, DType::kF32, a).value();
   EXPECT_FAILS(x.to(b, second.get()).status(), kInvalidArgument,
-               "takes a stream of ext:far:1; the one that was given is of ext:far:0");
+               "takes a stream of ext:far:1; the given stream belongs to ext:far:0");
   const Tensor y = Tensor::zeros({4}, DType::kF32, b).value();
   EXPECT_FAILS(devices::copy(b, y.raw_data(), a, x.raw_data(), 16, second.get()), kInvalidArgument,
                "takes a stream of ext:far:1");
@@ -377,7 +377,7 @@ TEST_F(TwoDevices, AScopeWithoutADeviceFindsItOrSaysThatItCannot) {
   {
     const StreamScope scope(of_a.get());  // both devices have a stream with this handle
     EXPECT_FAILS(Tensor::empty({4}, DType::kF32, b).status(), kFailedPrecondition,
-                 "say whose it is: StreamScope(device, stream)");
+                 "name the device: StreamScope(device, stream)");
     ASSERT_OK(Tensor::empty({4}, DType::kF32).status());
   }
   static void* of_framework;
@@ -413,7 +413,7 @@ TEST_F(TwoDevices, OnlyItsOwnPluginIsAskedAboutAHandle) {
     const StreamScope unknown(&framework_stream);
     for (const Device& device : {a, of_other}) {
       EXPECT_FAILS(Tensor::empty({4}, DType::kF32, device).status(), kFailedPrecondition,
-                   "say whose it is: StreamScope(device, stream)");
+                   "name the device: StreamScope(device, stream)");
     }
   }
   EXPECT_EQ(asked, 0);

@@ -134,7 +134,7 @@ expect_error "an option without its dashes" "unknown argument 'steps'; did you m
 expect_error "a misspelt device" "did you mean 'auto'" --device atuo
 expect_error "heads that do not divide" "must be a multiple of --heads" --hidden 100 --heads 3
 expect_error "a graph on the host" "cpu cannot capture graphs" "${small[@]}" --graph
-expect_error "FP8 weights without their scales" "goes with --recipe delayed, not with --recipe current" "${small[@]}" --recipe current --fp8-weights
+expect_error "FP8 weights without their scales" "requires --recipe delayed, not --recipe current" "${small[@]}" --recipe current --fp8-weights
 expect_error "an unknown device" "cuda:7" "${small[@]}" --device cuda:7
 TE_FL_PERFER=vendor expect_error "a misspelt variable" "TE_FL_PREFER" "${small[@]}" --steps 1
 

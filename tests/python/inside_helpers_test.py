@@ -366,7 +366,7 @@ class ContextParallel(Case):
         tex.thd_out_correction(flat, step[:28], old, total, new, cu, False, True)
         tex.thd_out_correction(square, step[:28], square_old, square_total, square_new, cu, False, False)
         self.assertTrue(torch.equal(flat, square))
-        self.refuses("all but the tokens are alike", lambda: tex.thd_out_correction(flat, step[:28, :1], old, total, new, cu, False, True))
+        self.refuses("all extents but the number of tokens must be equal", lambda: tex.thd_out_correction(flat, step[:28, :1], old, total, new, cu, False, True))
 
     def test_gradients(self):
         cu, halves = boundaries(*self.LENGTHS), self.halves(self.LENGTHS)
@@ -387,7 +387,7 @@ class ContextParallel(Case):
         self.refuses("second_half is 'mul'", lambda: tex.thd_grad_correction(codes, codes, cu, "copy", "mul"))
         self.refuses(r"\(copy, none\) takes 14 of 28", lambda: tex.thd_grad_correction(codes, codes, cu, "copy", "none"))
         self.refuses("grad is torch.uint8 and grad_per_step torch.float32", lambda: tex.thd_grad_correction(codes, codes[:14].float(), cu, "copy", "none"))
-        self.refuses("all but the tokens are alike", lambda: tex.thd_grad_correction(codes, codes[:14, :1], cu, "copy", "none"))
+        self.refuses("all extents but the number of tokens must be equal", lambda: tex.thd_grad_correction(codes, codes[:14, :1], cu, "copy", "none"))
 
     def test_orders_of_ranks(self):
         lengths, ranks = (8, 16, 0, 24), 4
@@ -413,7 +413,7 @@ class ContextParallel(Case):
         tex.thd_copy_valid_tokens_from_per_split_to_rank_local(out, inp, boundaries(4, 2, 3), boundaries(3, 0, 3))
         valid = torch.tensor([1, 1, 1, 0, 0, 0, 1, 1, 1, 0], dtype=torch.bool)
         self.near(out, torch.where(valid.view(-1, 1), inp, 0.0))
-        self.refuses("each pair is alike", lambda: tex.thd_copy_valid_tokens_from_per_split_to_rank_local(out, inp[:3], boundaries(4), boundaries(3)))
+        self.refuses("each pair must be equal", lambda: tex.thd_copy_valid_tokens_from_per_split_to_rank_local(out, inp[:3], boundaries(4), boundaries(3)))
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ class Together(Case):
         self.assertEqual(memory(a), memory(b))
         self.assertNotEqual(memory(a), a._transpose.untyped_storage().data_ptr())
         self.assertEqual([b._data.data_ptr() % 16, (b._scale_inv.data_ptr() - a._scale_inv.data_ptr()) % 16], [0, 0])
-        for why, (a, b) in (("asked for", self.parts("delayed", [16, 48], alone=True)[1]), ("unaligned", self.parts("delayed", [3, 5], columns=8)[1]),
+        for why, (a, b) in (("requested", self.parts("delayed", [16, 48], alone=True)[1]), ("unaligned", self.parts("delayed", [3, 5], columns=8)[1]),
                             ("tensors", self.parts("delayed", [16, 48], internal=False)[1])):
             with self.subTest(why):
                 self.assertNotEqual(memory(a), memory(b))

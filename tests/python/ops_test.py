@@ -166,7 +166,7 @@ class Errors(unittest.TestCase):
         self.refused(te_fl.errors.InvalidArgument, "argument 'output' is missing", gelu, input=x)
         self.refused(te_fl.errors.InvalidArgument, "must be [2, 3]", gelu, input=x, output=np.ones(3, np.float32))
         self.refused(te_fl.errors.InvalidArgument, "dtype", gelu, input=x, output=np.ones((2, 3), np.int32))
-        self.refused(TypeError, "speaks no DLPack", gelu, input=3, output=x)
+        self.refused(TypeError, "does not support DLPack", gelu, input=3, output=x)
         self.refused(TypeError, "not a number", te_fl.ops.generic_gemm, a=x, b=x, d=x, alpha="1")
         self.refused(ValueError, "one of sbhd", te_fl.ops.fused_attn_fwd, q=x, k=x, v=x, o=x, layout="bshe")
         self.refused(ValueError, "does not fit in 32 bits", te_fl.ops.fused_attn_fwd, q=x, k=x, v=x, o=x, layout=1 << 40)

@@ -5,7 +5,7 @@ import unittest
 
 import torch
 
-os.environ.setdefault("TE_FL_VALIDATE", "1")  # makes a layer's result in memory that PyTorch has not allocated an error
+os.environ.setdefault("TE_FL_VALIDATE", "1")  # a layer's result outside of memory that PyTorch allocated becomes an error
 
 from torch_oracle import DEVICES, randn, randomise  # noqa: E402
 

@@ -107,7 +107,7 @@ std::vector<Finding> lint(const std::string& path, bool& stop) {
                                     : "",
             "none");
   lint.rule("executable stack",
-            elf.executable_stack ? "asks for an executable stack; assembler files need a "
+            elf.executable_stack ? "requests an executable stack; assembler files need a "
                                    ".note.GNU-stack section"
                                  : "",
             "not asked for");

@@ -24,7 +24,7 @@ using namespace te_fl_tool;
 const char* const kExitCodes =
     "Exit codes: 0 success, 1 a problem was found, 2 usage error (also a file that cannot be "
     "read), "
-    "3 no implementation would serve the call,\n4 check: nothing failed, but not everything was "
+    "3 no implementation would run the call,\n4 check: nothing failed, but not everything was "
     "checked, which is no certificate.";
 
 // The examples below the options in a command's --help.
@@ -36,21 +36,21 @@ const std::vector<Examples>& examples() {
   static const std::vector<Examples> all = {
       {"info",
        {{"te-fl info", "devices and plugins"},
-        {"te-fl info --fingerprint > rank0", "what must be alike on every rank"}}},
-      {"fingerprint", {{"te-fl fingerprint diff rank0 rank1", "what two ranks differ in"}}},
+        {"te-fl info --fingerprint > rank0", "what must be equal on every rank"}}},
+      {"fingerprint", {{"te-fl fingerprint diff rank0 rank1", "the differences of two ranks"}}},
       {"ops",
-       {{"te-fl ops norm", "who implements the ops with 'norm' in their name"},
+       {{"te-fl ops norm", "the implementations of the ops with 'norm' in their name"},
         {"te-fl ops --json", "all, for a program"}}},
       {"explain",
-       {{"te-fl explain gelu --dtype bf16", "who would serve gelu on BF16, and why not the others"},
+       {{"te-fl explain gelu --dtype bf16", "which implementation would run gelu on BF16, and why"},
         {"te-fl explain generic_gemm --dtype f8e4m3,f32 --scaling tensor", "an FP8 product"},
         {"te-fl explain gelu --set TE_FL_PREFER=reference", "under another policy"},
         {"te-fl explain rmsnorm_fwd --dtype bf16 --shape 8192x4096",
          "and which kernel would run"}}},
-      {"env", {{"te-fl env", "every TE_FL_* variable, its value and where it came from"}}},
+      {"env", {{"te-fl env", "every TE_FL_* variable, its value and the value's source"}}},
       {"doctor", {{"te-fl doctor", "what is missing and what to install"}}},
       {"bench",
-       {{"te-fl bench gelu --dtype bf16 --impl all", "how long, and how far from the floor"},
+       {{"te-fl bench gelu --dtype bf16 --impl all", "times, and the share of the device's limit"},
         {"te-fl bench --list", "the cases and their extents"}}},
       {"check",
        {{"te-fl check ./libacme.so --html acme.html", "certifies a plugin"},
@@ -59,7 +59,7 @@ const std::vector<Examples>& examples() {
        {{"te-fl conformance --plugin ./libacme.so --op relu", "the table's cases of an op"}}},
       {"new-backend",
        {{"te-fl new-backend acme ./acme", "a plugin project to start from"},
-        {"te-fl new-backend acme ./acme --device", "one with a device of its own"}}},
+        {"te-fl new-backend acme ./acme --device", "a plugin project with a device"}}},
       {"replay",
        {{"te-fl replay te_fl_cases/NAME.call", "a call that TE_FL_VERIFY saved"},
         {"te-fl replay te_fl_cases/NAME.call --impl reference.host", "on another implementation"}}},
@@ -67,10 +67,10 @@ const std::vector<Examples>& examples() {
        {{"te-fl tune run.json --out policy.json", "the fastest for each call of a TE_FL_TRACE"}}},
       {"merge-traces",
        {{"te-fl merge-traces run.json run.json.rank* --out all.json",
-         "the ranks of a TE_FL_TRACE=run.json side by side"}}},
+         "merges the ranks of TE_FL_TRACE=run.json"}}},
       {"quarantine",
        {{"te-fl quarantine list", "what TE_FL_VERIFY_ACTION=quarantine found"},
-        {"te-fl quarantine clear gelu --impl vendor.acme", "lets it serve again"}}},
+        {"te-fl quarantine clear gelu --impl vendor.acme", "allows it to run again"}}},
       {"completion", {{"source <(te-fl completion bash)", "completion of this shell"}}},
   };
   return all;
@@ -149,13 +149,13 @@ std::string mistake(const CLI::App& command, const CLI::ParseError& error) {
            " does not take the value '" + text.substr(value + equals.size()) + "'";
   }
   if (dynamic_cast<const CLI::ArgumentMismatch*>(&error) != nullptr) {
-    return text.substr(0, text.find(':')) + " wants a value";
+    return text.substr(0, text.find(':')) + " requires a value";
   }
   const std::vector<std::string> commands = commands_of(command);
   if (dynamic_cast<const CLI::RequiredError*>(&error) == nullptr || commands.empty()) return text;
   std::string all;
   for (const std::string& name : commands) all += (all.empty() ? "" : ", ") + name;
-  return "it wants one of its commands: " + all;
+  return "it requires one of its commands: " + all;
 }
 
 // Reports a misspelt subcommand or option with the nearest valid name, and other mistakes with the
@@ -252,7 +252,9 @@ int run_command(int argc, char** argv) {
     const std::string folder = own_prefix() + "/share/te_fl/conformance";
     return te_fl::conformance::run_program(argc - 1, argv + 1, folder);
   }
-  CLI::App app{"Looks into the te-fl runtime: what is there, what would run, and why.", "te-fl"};
+  CLI::App app{
+      "Inspects the te-fl runtime: devices, plugins, and which implementation would run a call.",
+      "te-fl"};
   app.set_version_flag("--version", std::string("te-fl ") + TE_FL_VERSION);
   app.require_subcommand(1);
   int exit_code = kSuccess;
@@ -261,15 +263,17 @@ int run_command(int argc, char** argv) {
   auto* info_command = app.add_subcommand("info", "Version, devices, and plugins with their state");
   info_command->add_flag("--json", json, "machine-readable");
   bool fingerprint_only = false;
-  info_command->add_flag("--fingerprint", fingerprint_only,
-                         "what decides who serves a call, and its hash, for ranks to compare");
+  info_command->add_flag(
+      "--fingerprint", fingerprint_only,
+      "what decides which implementation runs a call, and its hash, for ranks to compare");
   info_command->callback([&] { exit_code = fingerprint_only ? fingerprint(json) : info(json); });
 
   std::string first_table, second_table;
   auto* fingerprint_command =
       app.add_subcommand("fingerprint", "Compares what `te-fl info --fingerprint` printed");
   fingerprint_command->require_subcommand(1);
-  auto* diff_command = fingerprint_command->add_subcommand("diff", "What two tables differ in");
+  auto* diff_command =
+      fingerprint_command->add_subcommand("diff", "Prints the differences of two fingerprints");
   diff_command->add_option("a", first_table, "file of the first rank")->required();
   diff_command->add_option("b", second_table, "file of the second rank")->required();
   diff_command->add_flag("--json", json, "machine-readable");
@@ -284,7 +288,7 @@ int run_command(int argc, char** argv) {
 
   ExplainOptions explain_options;
   auto* explain_command = app.add_subcommand(
-      "explain", "Which implementation would serve a call, and why not the others");
+      "explain", "Prints which implementation would run a call, and why the others would not");
   explain_command->add_option("op", explain_options.op, "name of the op")->required();
   explain_command->add_option("--device", explain_options.device, "device of the tensors")
       ->capture_default_str();
@@ -297,31 +301,31 @@ int run_command(int argc, char** argv) {
       ->delimiter(',');
   explain_command
       ->add_option("--shape", explain_options.shape,
-                   "asks about a call of te-fl bench, with these extents (bench --list "
-                   "says what they are): also which kernel would run")
+                   "explains a call of te-fl bench with these extents (see bench --list), "
+                   "including the kernel that would run")
       ->check(not_empty);
   explain_command->add_option("--case", explain_options.variant,
-                              "of the calls of te-fl bench the first whose name contains this");
+                              "explains the first case of te-fl bench whose name contains this");
   explain_command->add_option("--set", explain_options.settings,
-                              "VAR=VALUE as if it were in the environment; repeatable");
+                              "VAR=VALUE: assumes this environment variable; repeatable");
   explain_command->add_flag("--json", explain_options.json, "machine-readable");
   explain_command->callback([&] { exit_code = explain(explain_options); });
 
   EnvOptions env_options;
-  auto* env_command =
-      app.add_subcommand("env", "Every variable: value, where it came from, what it does");
+  auto* env_command = app.add_subcommand(
+      "env", "Lists every variable: its value, the source of the value, its meaning");
   env_command->add_flag("--json", env_options.json, "machine-readable");
   env_command->add_flag("--markdown", env_options.markdown, "docs/environment.md");
   env_command->callback([&] { exit_code = env(env_options); });
 
   auto* doctor_command = app.add_subcommand(
-      "doctor", "What is found, what is missing, what that disables, what to install");
+      "doctor", "Lists what is missing, what that disables, and what to install");
   doctor_command->add_flag("--json", json, "machine-readable");
   doctor_command->callback([&] { exit_code = doctor(json); });
 
   BenchOptions bench_options;
   auto* bench_command = app.add_subcommand(
-      "bench", "Times an op, with its distance from what the device's memory and arithmetic allow");
+      "bench", "Times an op and compares it with the limits of the device's memory and arithmetic");
   bench_command->add_option("op", bench_options.op, "name of the op");
   bench_command->add_option("--device", bench_options.device, "device of the tensors")
       ->capture_default_str();
@@ -333,7 +337,7 @@ int run_command(int argc, char** argv) {
   bench_command->add_option("--case", bench_options.variant, "only cases whose name contains this");
   bench_command
       ->add_option("--shape", bench_options.shape,
-                   "extents, for example 8192x4096; --list says what they are")
+                   "extents, for example 8192x4096; --list names them")
       ->check(not_empty);
   bench_command
       ->add_option("--peak", bench_options.peak,
@@ -343,8 +347,8 @@ int run_command(int argc, char** argv) {
       ->check(within(0.01, 600, "a number from 0.01 to 600"))
       ->capture_default_str();
   bench_command->add_flag("--verify", bench_options.verify,
-                          "first holds the results of a call of up to the host's extents against "
-                          "the reference's; one that differs is not timed");
+                          "first compares the results of a call of at most the host's extents with "
+                          "the reference; an implementation that differs is not timed");
   bench_command->add_flag("--list", bench_options.list, "the cases and their extents");
   bench_command->add_flag("--json", bench_options.json, "machine-readable");
   bench_command->callback([&] { exit_code = bench(bench_options); });
@@ -352,24 +356,24 @@ int run_command(int argc, char** argv) {
   CheckOptions check_options;
   auto* check_command = app.add_subcommand(
       "check",
-      "Certifies a plugin: its file, its devices, every op that it registers, and how it ends");
+      "Certifies a plugin: its file, its devices, every op that it registers, and its unloading");
   check_command->add_option("plugin", check_options.plugin, "path, or a name from the manifests");
   check_command->add_option("--builtin", check_options.builtin,
                             "a backend that is part of te-fl instead: cpu or reference");
   check_command->add_option("--python", check_options.python,
-                            "the plugin is a module of Python, which this interpreter imports, "
-                            "as it does te_fl");
+                            "the plugin is a Python module; this interpreter imports it and te_fl");
   check_command->add_option("--op", check_options.op, "only this op");
   check_command->add_option("--family", check_options.family,
                             "only ops of this family of the conformance table, such as norm");
   check_command->add_option("--impl", check_options.impl, "only this implementation");
-  check_command->add_option("--device", check_options.device,
-                            "only on this device (default: the first of every type it serves)");
+  check_command->add_option(
+      "--device", check_options.device,
+      "only on this device (default: the first of every type that it supports)");
   check_command->add_option("--case", check_options.name, "only cases whose name contains this");
-  check_command->add_option("--seed", check_options.seed, "of the cases with drawn shapes")
+  check_command->add_option("--seed", check_options.seed, "seed of the cases with random shapes")
       ->capture_default_str();
   check_command->add_flag("--quick", check_options.quick,
-                          "a quarter of the table, and no speed; no certificate");
+                          "a quarter of the cases, and no timings; gives no certificate");
   check_command
       ->add_option("--time-limit", check_options.time_limit, "seconds that one call may take")
       ->check(within(0.1, 3600, "a number from 0.1 to 3600"))
@@ -384,21 +388,20 @@ int run_command(int argc, char** argv) {
   check_command->callback([&] { exit_code = check_plugin(check_options); });
 
   NewBackendOptions new_options;
-  app.add_subcommand("conformance",
-                     "Runs the table by which check certifies, or any part of it (--help)");
+  app.add_subcommand("conformance", "Runs the cases that check uses, or a part of them (--help)");
 
   auto* new_command = app.add_subcommand(
-      "new-backend", "Writes a plugin project of its own, which builds and passes te-fl check");
+      "new-backend", "Writes a standalone plugin project, which builds and passes te-fl check");
   new_command->add_option("name", new_options.name, "lower case: a letter, then letters, digits, _")
       ->required();
-  new_command->add_option("folder", new_options.folder, "to be made")->required();
+  new_command->add_option("folder", new_options.folder, "folder to create")->required();
   new_command->add_flag("--device", new_options.device,
                         "with a device that has its own memory, instead of kernels for the host's");
   new_command->callback([&] { exit_code = new_backend(new_options); });
 
   ReplayOptions replay_options;
   auto* replay_command = app.add_subcommand(
-      "replay", "Runs a call that TE_FL_VERIFY saved again and prints what differs");
+      "replay", "Runs a call that TE_FL_VERIFY saved once more and prints the differences");
   replay_command->add_option("file", replay_options.file, "the saved call")->required();
   replay_command->add_option("--impl", replay_options.impl,
                              "implementation by id (default: the one it was saved from)");
@@ -420,20 +423,23 @@ int run_command(int argc, char** argv) {
   tune_command->callback([&] { exit_code = tune(tune_options); });
 
   MergeTracesOptions merge_options;
-  auto* merge_command = app.add_subcommand(
-      "merge-traces", "Puts the traces of a job's ranks side by side into one file");
+  auto* merge_command =
+      app.add_subcommand("merge-traces", "Merges the traces of a job's ranks into one file");
   merge_command->add_option("files", merge_options.files, "traces of TE_FL_TRACE, one of each rank")
       ->required();
-  merge_command->add_option("--out", merge_options.out, "the file of all")->required();
+  merge_command->add_option("--out", merge_options.out, "the merged file")->required();
   merge_command->callback([&] { exit_code = merge_traces(merge_options); });
 
   QuarantineOptions quarantine_options;
   auto* quarantine_command = app.add_subcommand(
-      "quarantine", "Implementations that TE_FL_VERIFY caught and that no longer serve a call");
+      "quarantine",
+      "Shows or clears quarantines: implementations excluded after TE_FL_VERIFY found differences");
   quarantine_command->require_subcommand(1);
-  auto* list_command = quarantine_command->add_subcommand("list", "Those in force, and why");
+  auto* list_command =
+      quarantine_command->add_subcommand("list", "Lists the quarantines in force, with reasons");
   list_command->add_flag("--json", quarantine_options.json, "machine-readable");
-  auto* clear_command = quarantine_command->add_subcommand("clear", "Lets them serve again");
+  auto* clear_command = quarantine_command->add_subcommand(
+      "clear", "Removes quarantines, so that the implementations run again");
   clear_command->add_option("op", quarantine_options.op, "only those of this op");
   clear_command->add_option("--impl", quarantine_options.impl, "only those of this implementation");
   clear_command->add_flag("--all", quarantine_options.all, "every entry");

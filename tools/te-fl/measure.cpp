@@ -141,7 +141,7 @@ Result<std::unique_ptr<PlacedCase>> PlacedCase::make(const te_fl::bench::CaseSpe
     made->case_ = spec.build(extents);
   } catch (const std::bad_alloc&) {
     return Status(te_fl::StatusCode::kOutOfMemory,
-                  "the host has no memory for the tensors; ask for a smaller --shape");
+                  "the host has no memory for the tensors; give a smaller --shape");
   }
   if (!device.is_host()) TE_FL_RETURN_IF_ERROR(made->move_to_device(*registry.schema(made->op_)));
   return made;

@@ -20,7 +20,7 @@ __device__ inline uint32_t bits_of(const uint4& v) {
   return bits_of(v.x) | bits_of(v.y) << 4 | bits_of(v.z) << 8 | bits_of(v.w) << 12;
 }
 
-// The pairs that the mask tensor hides.
+// Reads from the mask tensor which pairs of query and key are masked out.
 struct HiddenPairs {
   const ScoreData mask;
   const int64_t rows, cols, heads;

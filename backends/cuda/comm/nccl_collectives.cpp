@@ -152,7 +152,7 @@ void check_reduction(const te_fl_context& ctx, const Args& a) {
   if (ordered || (library != nullptr && library->switches_are_out)) return;
   backend::unsupported(
       "NCCL may let NVLink's switches sum, in an order that is not always the same, and the call "
-      "asks for deterministic results; set NCCL_NVLS_ENABLE=0 on every rank, or NCCL_ALGO, before "
+      "requires deterministic results; set NCCL_NVLS_ENABLE=0 on every rank, or NCCL_ALGO, before "
       "the program starts");
 }
 

@@ -48,7 +48,7 @@ te_fl_status create(void*, const te_fl_comm_config* config, void** comm,
     if (config->id_bytes != sizeof id) {
       backend::invalid("te_fl_comm_config.id has " + std::to_string(config->id_bytes) +
                        " bytes, must have " + std::to_string(sizeof id) +
-                       ", those that unique_id() gave on rank 0");
+                       ", those that unique_id() returned on rank 0");
     }
     std::memcpy(&id, config->id, sizeof id);
     *comm = begin(n, *config, id);

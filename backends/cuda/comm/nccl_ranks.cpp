@@ -28,7 +28,7 @@ void keep_this_library() {
 }
 
 constexpr const char* kDoesNotBlock =
-    "NCCL_COMM_BLOCKING=0 asks for communicators that do not block, which start a thread in every "
+    "NCCL_COMM_BLOCKING=0 requests communicators that do not block, which start a thread in every "
     "collective and are not served; unset it, also in nccl.conf";
 
 const char* remedy_of(int status) {

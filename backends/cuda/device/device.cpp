@@ -217,8 +217,8 @@ te_fl_status end_capture(void* self, void* stream, void** out, const te_fl_error
     if (error != cudaSuccess || graph == nullptr) {
       throw_error(error != cudaSuccess ? error : cudaErrorStreamCaptureInvalidated,
                   "cudaStreamEndCapture",
-                  "; something that cannot be captured was called meanwhile, or a stream that "
-                  "joined the capture has not come back to this one");
+                  "; a call during the capture cannot be captured, or a stream that joined the "
+                  "capture was not joined back to this stream");
     }
     cudaGraphExec_t executable = nullptr;
     const cudaError_t made = cudaGraphInstantiate(&executable, graph, 0);

@@ -14,7 +14,7 @@ backend::Refusal refuse_product(const te_fl_context& ctx, const te_fl_generic_ge
 size_t product_scratch(const te_fl_generic_gemm_args& args, const Problem& p);
 
 // Enqueues the GEMM on the stream of `ctx`. `plan`: a plan made for a problem like `p`; NULL if
-// there is nothing to multiply (runs_library() is false). Throws INVALID_ARGUMENT if the workspace
+// M, N or K is 0 (runs_library() is false). Throws INVALID_ARGUMENT if the workspace
 // is too small.
 void enqueue_product(const te_fl_context& ctx, const te_fl_generic_gemm_args& args, Problem p,
                      const Plan* plan);

@@ -53,7 +53,7 @@ const char* refuse_fused(const Args& c, const Problem& p, const GemmDevice& devi
     return "the kernel is for GPUs of compute capability 9.0 (Hopper)";
   }
   if (c.residual != nullptr || c.accumulate || c.bias_grad != nullptr)
-    return "something is added to the result, or a bias gradient asked for";
+    return "the GEMM adds something to the result, or computes a bias gradient";
   if (const char* why = refuse_operands(c, p)) return why;
   if (const char* why = refuse_result(c, p)) return why;
   const bool backward = c.pre_gelu_in != nullptr;

@@ -19,7 +19,7 @@ struct GemmPath {
   };
   Kind kind = Kind::kProduct;
   const char* unfused = nullptr;    // call with GELU: why it is not fused; static text
-  bool empty = false;               // there is nothing to multiply
+  bool empty = false;               // M, N or K is 0
   bool fp8 = false;                 // the library multiplies FP8 operands
   const char* converted = nullptr;  // conversion of the operands for the library; static text
   const char* indirect = nullptr;   // reason if the library does not write D; static text

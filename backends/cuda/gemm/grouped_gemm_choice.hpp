@@ -12,7 +12,7 @@ inline constexpr int kGroupedStreams = 4;
 
 // The total size of a group's GEMMs.
 struct GroupSize {
-  int64_t products = 0;  // products with something to multiply
+  int64_t products = 0;  // products whose M, N and K are not 0
   int64_t tiles = 0;     // 128 x 128 tiles in all results
   void add(int64_t m, int64_t n) {
     ++products;

@@ -111,15 +111,15 @@ inline PointwiseChoice choose_pointwise(const te_fl_cross_entropy_bwd_args& a) n
   return {"cross_entropy_gradient of 4 packs", "several blocks may share a row", false, 4};
 }
 
-// Chooses the kernel of a scaled activation. `rows`: the tensors that are matrices. `half`: columns
-// of the result. `turns`: each input row holds `turns` columns of a, then `turns` columns of b, and
-// so on.
+// Chooses the kernel of a scaled activation. `rows`: the call's matrices. `half`: number of columns
+// of the result. `turns`: in an input row, blocks of `turns` columns of a and of b alternate; 0:
+// all columns of a, then all of b.
 inline PointwiseChoice choose_scaled(bool forward, std::initializer_list<const te_fl_tensor*> rows,
                                      int64_t half, int64_t turns) noexcept {
   using namespace pointwise_choice;
   const char* const plain = forward ? "scaled_forward" : "scaled_gradient";
   if (turns % kPackElements != 0) {
-    return {plain, "one column of a thread, as glu_interleave_size is no multiple of 8"};
+    return {plain, "one column per thread, since glu_interleave_size is not a multiple of 8"};
   }
   bool same = true, aligned = half % kPackElements == 0;
   for (const te_fl_tensor* t : rows) {

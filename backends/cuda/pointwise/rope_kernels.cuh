@@ -202,7 +202,7 @@ constexpr uint32_t kMostTokens = 32;  // maximum tokens per block
 struct BlockTokens {
   int64_t position[kMostTokens];
   uint32_t table[kMostTokens];  // tokens with the same position share a table
-  uint32_t owner[kMostTokens];  // per table: a token of the block with its position
+  uint32_t owner[kMostTokens];  // per table: the token from whose position it is computed
 
   __device__ void find(const RopePlan& plan, const Positions& positions, int64_t first_token) {
     const int64_t token = first_token + threadIdx.x;

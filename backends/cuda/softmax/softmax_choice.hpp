@@ -132,7 +132,7 @@ inline SoftmaxChoice choose_softmax(const SoftmaxForward& f, const SoftmaxDevice
   if (runs <= kWidestForward) return {SoftmaxKernel::kRows, row_for(runs, bytes), 1, kHeld};
   const char* why = refuse_streamed(f, device);
   if (why == nullptr) {
-    return {SoftmaxKernel::kStreamed, {}, 1, "rows of up to 64 KiB, one comes as one is computed"};
+    return {SoftmaxKernel::kStreamed, {}, 1, "rows of up to 64 KiB, loaded one row ahead"};
   }
   const bool staged = staged_bytes(runs, bytes) <= kMostStaged;
   return {staged ? SoftmaxKernel::kStaged : SoftmaxKernel::kWide, {}, 1, why};

@@ -217,7 +217,7 @@ inline void check_score_args(const AttentionProblem& p) {
 inline void expect_given_scale(const te_fl_tensor* t, const char* name) {
   if (t == nullptr || (t->quant->flags & TE_FL_QUANT_COMPUTE_SCALE) == 0) return;
   invalid(std::string(name) +
-          " asks for a computed scale, but attention never holds the whole matrix; "
+          " requests a computed scale, but attention never holds the whole matrix; "
           "give it a scale (delayed scaling)");
 }
 

@@ -239,15 +239,15 @@ typedef te_fl_activation_clamped_bwd_args te_fl_clamped_dswiglu_args;
   { .struct_size = sizeof(te_fl_clamped_dswiglu_args), .limit = 7.0f, .alpha = 1.702f, .glu_linear_offset = 1.0f }
 
 /*
- * dbias_dgelu: Gradient of gelu and of the bias before it.
+ * dbias_dgelu: Gradient of gelu and of the bias that is added before it.
  *   dx = dy * gelu'(x); dbias = sum over rows of dx
- * dbias_dsilu: Gradient of silu and of the bias before it.
+ * dbias_dsilu: Gradient of silu and of the bias that is added before it.
  *   dx = dy * silu'(x); dbias = sum over rows of dx
- * dbias_drelu: Gradient of relu and of the bias before it.
+ * dbias_drelu: Gradient of relu and of the bias that is added before it.
  *   dx = dy * relu'(x); dbias = sum over rows of dx
- * dbias_dqgelu: Gradient of qgelu and of the bias before it.
+ * dbias_dqgelu: Gradient of qgelu and of the bias that is added before it.
  *   dx = dy * qgelu'(x); dbias = sum over rows of dx
- * dbias_dsrelu: Gradient of srelu and of the bias before it.
+ * dbias_dsrelu: Gradient of srelu and of the bias that is added before it.
  *   dx = dy * srelu'(x); dbias = sum over rows of dx
  */
 typedef struct te_fl_activation_dbias_act_args {
@@ -328,7 +328,7 @@ typedef struct te_fl_dsituglu_args {
   { .struct_size = sizeof(te_fl_dsituglu_args), .beta1 = 4.0f, .beta2 = 25.0f }
 
 /*
- * scaled_swiglu: swiglu with a factor of each row.
+ * scaled_swiglu: swiglu with one factor per row.
  *   s silu(a) b, rounded once
  */
 typedef struct te_fl_scaled_swiglu_args {
@@ -374,7 +374,7 @@ typedef struct te_fl_scaled_dswiglu_args {
   { .struct_size = sizeof(te_fl_scaled_dswiglu_args) }
 
 /*
- * scaled_clamped_swiglu: clamped_swiglu with a factor of each row.
+ * scaled_clamped_swiglu: clamped_swiglu with one factor per row.
  *   s clamped_swiglu(a, b), rounded once
  */
 typedef struct te_fl_scaled_clamped_swiglu_args {
@@ -433,7 +433,7 @@ typedef struct te_fl_scaled_clamped_dswiglu_args {
   { .struct_size = sizeof(te_fl_scaled_clamped_dswiglu_args), .limit = 7.0f, .alpha = 1.702f, .glu_linear_offset = 1.0f }
 
 /*
- * scaled_srelu: srelu with a factor of each row.
+ * scaled_srelu: srelu with one factor per row.
  *   s max(x, 0)^2, rounded once
  */
 typedef struct te_fl_scaled_srelu_args {
@@ -471,7 +471,7 @@ typedef struct te_fl_scaled_dsrelu_args {
   { .struct_size = sizeof(te_fl_scaled_dsrelu_args) }
 
 /*
- * scaled_situglu: situglu with a factor of each row.
+ * scaled_situglu: situglu with one factor per row.
  *   s situglu(a, b), rounded once
  */
 typedef struct te_fl_scaled_situglu_args {

@@ -171,8 +171,8 @@ typedef struct te_fl_fused_attn_bwd_args {
   { .struct_size = sizeof(te_fl_fused_attn_bwd_args), .scale = 1.0f, .window_left = -1, .window_right = -1 }
 
 /*
- * get_fused_attn_backend: Tells which attention this implementation would run for a problem,
- * without running it.
+ * get_fused_attn_backend: Returns which attention kernel this implementation would run for a
+ * problem; runs nothing.
  *   backend = -1 none, 1 FP16/BF16/FP32 of any length, 2 FP8
  */
 typedef struct te_fl_get_fused_attn_backend_args {

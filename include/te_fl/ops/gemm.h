@@ -70,7 +70,7 @@ typedef struct te_fl_generic_gemm_args {
   { .struct_size = sizeof(te_fl_generic_gemm_args), .alpha = 1.0f, .beta = 1.0f }
 
 /*
- * grouped_gemm: Matrix products of a group, each of its own matrices, in one call.
+ * grouped_gemm: Several independent matrix products in one call.
  *   d[i] = alpha * op(a[i]) op(b[i]) + bias[i] + beta * d[i] if accumulate; op(X) = X^T if trans_x
  */
 typedef struct te_fl_grouped_gemm_args {

@@ -13,7 +13,7 @@ extern "C" {
 /*
  * layernorm_fwd: Layer normalisation over the last dimension.
  *   z = (x - mu) * rsigma * g + beta, g = gamma or 1 + gamma; rsigma = 1/sqrt(var + eps). With
- *   residual: sum = x + residual, and sum takes the place of x
+ *   residual: sum = x + residual, and sum is normalised instead of x
  */
 typedef struct te_fl_layernorm_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_layernorm_fwd_args));
@@ -82,7 +82,7 @@ typedef struct te_fl_layernorm_bwd_args {
 /*
  * rmsnorm_fwd: Root-mean-square normalisation over the last dimension.
  *   z = x * rsigma * g, rsigma = 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma. With residual:
- *   sum = x + residual, and sum takes the place of x
+ *   sum = x + residual, and sum is normalised instead of x
  */
 typedef struct te_fl_rmsnorm_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_rmsnorm_fwd_args));

@@ -11,9 +11,9 @@ extern "C" {
 #endif
 
 /*
- * quantize: Casts a high-precision tensor to a quantised one, every copy (row-wise, column-wise)
- * that the output has.
- *   q = cast(x * scale); amax and scale_inv are written with it
+ * quantize: Quantises a high-precision tensor into each copy (row-wise, column-wise) that the
+ * output has.
+ *   q = cast(x * scale); also writes amax and scale_inv
  */
 typedef struct te_fl_quantize_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_quantize_args));
@@ -84,7 +84,7 @@ typedef struct te_fl_multi_tensor_quantize_args {
 
 /*
  * split_quantize: Splits a matrix by rows and quantises each part into its own tensor.
- *   outputs[i] = quantize(input[rows of part i]); the parts follow each other and cover the input
+ *   outputs[i] = quantize(input[rows of part i]); the parts are consecutive and cover the input
  */
 typedef struct te_fl_split_quantize_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_split_quantize_args));
@@ -100,7 +100,7 @@ typedef struct te_fl_split_quantize_args {
   { .struct_size = sizeof(te_fl_split_quantize_args) }
 
 /*
- * cast_to_fp8: Casts to bare FP8 codes with a given scale.
+ * cast_to_fp8: Casts to FP8 codes without scale metadata, with a given scale.
  *   output = cast(input * scale); amax = max(amax, max|input|); scale_inv = 1/scale
  */
 typedef struct te_fl_cast_to_fp8_args {
@@ -121,7 +121,7 @@ typedef struct te_fl_cast_to_fp8_args {
   { .struct_size = sizeof(te_fl_cast_to_fp8_args) }
 
 /*
- * fp8_transpose: Transposes a matrix of 8-bit codes, and sums its columns on the way if asked.
+ * fp8_transpose: Transposes a matrix of 8-bit codes, and optionally computes its column sums.
  *   output[k, m] = input[m, k]; column_sums[k] = sum over m of input[m, k] * scale_inv
  */
 typedef struct te_fl_fp8_transpose_args {
@@ -158,8 +158,8 @@ typedef struct te_fl_compute_amax_args {
   { .struct_size = sizeof(te_fl_compute_amax_args) }
 
 /*
- * fused_amax_and_scale_update_after_reduction: The delayed-scaling update of many tensors in one
- * call.
+ * fused_amax_and_scale_update_after_reduction: Updates the amax histories and scales of many
+ * tensors under delayed scaling.
  *   see docs/numerics.md, Delayed scaling
  */
 typedef struct te_fl_fused_amax_and_scale_update_after_reduction_args {

@@ -97,7 +97,7 @@ typedef struct te_fl_fused_qkv_rope_forward_args {
   { .struct_size = sizeof(te_fl_fused_qkv_rope_forward_args), .cp_size = 1 }
 
 /*
- * fused_qkv_rope_backward: Gradient of fused_qkv_rope_forward, into packed form.
+ * fused_qkv_rope_backward: Gradient of fused_qkv_rope_forward, in the packed layout.
  *   dqkv = pack(rope'(dq), rope'(dk), dv)
  */
 typedef struct te_fl_fused_qkv_rope_backward_args {

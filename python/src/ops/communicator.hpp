@@ -49,15 +49,16 @@ class ServedCall {
 // The exception as text, for example "RuntimeError: connection closed by peer".
 std::string words_of_error(PyObject* value);
 
-// A collective that Python code called. An exception of the server is raised again to that caller.
+// A collective that Python code called. If serve() raises an exception, the caller gets it.
 class PythonCall final : public ServedCall {
  public:
-  // `server` is the Python object that has `communicator` and runs the call; `arguments` is a dict.
+  // `server` is the Python object that owns `communicator`; its serve() runs the collective.
+  // `arguments` is a dict.
   // The caller keeps both alive, and holds the interpreter's lock here and in the destructor.
   PythonCall(PyObject* server, const te_fl_communicator* communicator, PyObject* arguments) noexcept
       : ServedCall(communicator), server_(server), arguments_(arguments) {}
   ~PythonCall() override;
-  // Raises the exception that the server raised, if any.
+  // Raises the exception that serve() raised, if any.
   void raise_failure();
 
  private:

@@ -110,7 +110,7 @@ class Handing {
                 bool writable) const {
     if (t.dl.data == nullptr && q.columnwise_data == nullptr) {
       backend::unsupported("argument '" + std::string(name) +
-                           "' has neither copy of its codes, which Python is not handed");
+                           "' has no copy of its codes; Python implementations need one");
     }
     const auto scaling = static_cast<Scaling>(q.scaling);
     const te_fl_scaling_desc& mode = te_fl::describe(scaling);

@@ -65,9 +65,10 @@ void refuse_negated(PyObject* object, const char* name) {
   if (found == nullptr) return PyErr_Clear();  // a tensor of another library
   const Ref negated = Ref::take(found);
   if (negated.get() == Py_True) {
-    throw_invalid("argument '" + std::string(name) +
-                  "' is to be negated where it is read, which its memory does not say; give " +
-                  "its resolve_neg()");
+    throw_invalid(
+        "argument '" + std::string(name) +
+        "' has PyTorch's negative bit set (lazy negation), which te-fl does not read; give " +
+        "its resolve_neg()");
   }
 }
 
@@ -261,9 +262,10 @@ te_fl_dltensor Borrowed::by_capsule(PyObject* object, bool written, const char* 
   PyObject* method = PyObject_GetAttrString(object, "__dlpack__");
   if (method == nullptr) {
     PyErr_Clear();
-    throw_type_error("argument '" + std::string(name) + "' is a " + type_name(object) +
-                     ", which speaks no DLPack: give a tensor of PyTorch, NumPy or JAX, or another "
-                     "object with __dlpack__");
+    throw_type_error(
+        "argument '" + std::string(name) + "' is a " + type_name(object) +
+        ", which does not support DLPack: give a tensor of PyTorch, NumPy or JAX, or another "
+        "object with __dlpack__");
   }
   const Ref bound = Ref::take(method);
   if (written && is_immutable(object)) throw_read_only(name);

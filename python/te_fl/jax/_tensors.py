@@ -50,8 +50,8 @@ def block_layout(scaling: str, columnwise: bool) -> Optional[BlockLayout]:
 
 
 def spread_scale_inv(scaling: str, columnwise: bool, rows: Tuple[int, ...], columns: Tuple[int, ...]) -> Tuple[int, ...]:
-    """The shape of the scales of a matrix whose rows and columns consist of these dimensions: with the same dimensions if no padding is needed, else
-    scale_inv_shape().
+    """The shape of scale_inv for a tensor viewed as a matrix: the dimensions `rows` form its rows, the dimensions `columns` its columns. Without
+    padding the scales keep these dimensions; with padding the shape is that of scale_inv_shape().
     """
     m, k = math.prod(rows), math.prod(columns)
     matrix, layout = scale_inv_shape(scaling, columnwise, m, k), block_layout(scaling, columnwise)

@@ -149,7 +149,7 @@ def thd_out_correction(out: torch.Tensor, out_per_step: torch.Tensor, old_lse: t
     if out_per_step.shape[0] != (tokens // 2 if only_second_half else tokens):
         raise InvalidArgument(f"{name}: out_per_step has {out_per_step.shape[0]} tokens, out {tokens}, with only_second_half={only_second_half}")
     if out_per_step.shape[1:] != out.shape[1:]:
-        raise InvalidArgument(f"{name}: out_per_step has shape {tuple(out_per_step.shape)}, out {tuple(out.shape)}; all but the tokens are alike")
+        raise InvalidArgument(f"{name}: out_per_step has shape {tuple(out_per_step.shape)}, out {tuple(out.shape)}; all extents but the number of tokens must be equal")
     if out.numel() == 0:
         return
     at = places(cu_seqlens, tokens)
@@ -195,7 +195,7 @@ def thd_grad_correction(grad: torch.Tensor, grad_per_step: torch.Tensor, cu_seql
         raise InvalidArgument(f"{name}: grad_per_step has shape {tuple(grad_per_step.shape)}; ({first_half}, {second_half}) takes {expected} of {tokens} "
                               f"tokens in dimension {dim}")
     if grad_per_step.shape[:dim] + grad_per_step.shape[dim + 1:] != grad.shape[:dim] + grad.shape[dim + 1:]:
-        raise InvalidArgument(f"{name}: grad_per_step has shape {tuple(grad_per_step.shape)}, grad {tuple(grad.shape)}; all but the tokens are alike")
+        raise InvalidArgument(f"{name}: grad_per_step has shape {tuple(grad_per_step.shape)}, grad {tuple(grad.shape)}; all extents but the number of tokens must be equal")
     if grad.numel() == 0:
         return
     at = places(cu_seqlens, tokens)
@@ -271,7 +271,7 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(out: torch.Tensor, inp: t
     _check_boundaries(name, cu_seqlens_padded)
     if cu_seqlens.shape != cu_seqlens_padded.shape or out.shape != inp.shape or out.dtype != inp.dtype or inp.dim() < 1:
         raise InvalidArgument(f"{name}: out is {out.dtype} {tuple(out.shape)}, inp {inp.dtype} {tuple(inp.shape)}, cu_seqlens_padded "
-                              f"{tuple(cu_seqlens_padded.shape)}, cu_seqlens {tuple(cu_seqlens.shape)}; each pair is alike")
+                              f"{tuple(cu_seqlens_padded.shape)}, cu_seqlens {tuple(cu_seqlens.shape)}; each pair must be equal")
     at = places(cu_seqlens_padded, inp.shape[0])
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
     valid = at.inside & (at.within < lengths[at.sequence])

@@ -76,7 +76,7 @@ def _refusal_of_blocks(a: Any, b: Any, shape: tuple, terms: int, dtype: torch.dt
     if int(a._fp8_dtype) == int(b._fp8_dtype) == int(DType.kFloat8E5M2):
         return "both are E5M2 (cuBLAS: CUBLAS_STATUS_NOT_SUPPORTED); one of them is E4M3"
     if gelu and dtype == torch.float32:
-        return "the gradient of GELU is asked for in float32 (cuBLAS: an unsupported value or parameter was passed); ask for bfloat16"
+        return "the gradient of GELU is requested in float32 (cuBLAS: an unsupported value or parameter was passed); request bfloat16"
     return ""
 
 

@@ -120,7 +120,7 @@ def fa_prepare_bwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     """Packs three tensors [S, B, H, D] to [B, S, H, 3 D]."""
     if not (q.dim() == 4 and q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype):
         raise InvalidArgument(f"fa_prepare_bwd: q, k and v are {q.dtype} {tuple(q.shape)}, {k.dtype} {tuple(k.shape)}, {v.dtype} {tuple(v.shape)}; "
-                              "they are alike, of 4 dimensions")
+                              "they must have equal shapes of 4 dimensions")
     return torch.cat([x.transpose(0, 1) for x in (q, k, v)], -1)
 
 

@@ -38,8 +38,9 @@ TEST(CudaPointwiseChoice, ScaledActivationsTakePacksOfOneDtype) {
   EXPECT_EQ(choose_scaled(true, {&x.t, &y.t}, 32, 16).text(), packs);
   EXPECT_EQ(choose_scaled(false, {&y.t, &x.t, &x.t}, 32, 0).text(),
             "scaled_gradient_packs: sixteen columns of a thread");
-  EXPECT_EQ(choose_scaled(true, {&x.t, &y.t}, 32, 4).text(),
-            "scaled_forward: one column of a thread, as glu_interleave_size is no multiple of 8");
+  EXPECT_EQ(
+      choose_scaled(true, {&x.t, &y.t}, 32, 4).text(),
+      "scaled_forward: one column per thread, since glu_interleave_size is not a multiple of 8");
   EXPECT_EQ(choose_scaled(true, {&x.t, &wide.t}, 32, 0).text(),
             "scaled_forward: eight columns of a thread, of tensors of several dtypes");
   for (const bool aligned : {true, false}) {

@@ -47,7 +47,7 @@ TEST(CudaSoftmaxChoice, RowsThatBeginBetweenPacksNeedOneMore) {
 }
 
 TEST(CudaSoftmaxChoice, LongRows) {
-  const std::string streamed = "streamed: rows of up to 64 KiB, one comes as one is computed";
+  const std::string streamed = "streamed: rows of up to 64 KiB, loaded one row ahead";
   EXPECT_EQ(forward(TE_FL_BF16, 16392), streamed);
   EXPECT_EQ(forward(TE_FL_BF16, 32768), streamed);
   EXPECT_EQ(forward(TE_FL_BF16, 32776), "staged: rows of more than 64 KiB");

@@ -672,7 +672,7 @@ TEST(Gloo, RankThatDoesNotComeIsNamed) {
   const auto start = Clock::now();
   const Rank alone(Store::in_process(), 0, 2, 100);
   EXPECT_EQ(TE_FL_STATUS_CODE(alone.made.status), TE_FL_TIMEOUT);
-  EXPECT_NE(alone.made.text.find("rank 1 did not say where it is"), std::string::npos)
+  EXPECT_NE(alone.made.text.find("rank 1 did not publish its address"), std::string::npos)
       << alone.made.text;
   EXPECT_LT(ms_since(start), 1000);
 }

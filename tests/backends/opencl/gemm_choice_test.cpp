@@ -82,7 +82,7 @@ TEST(OpenclGemmChoice, SaysWhichKernelAndWhoChoseIt) {
             "gemm.cl, tiles128: by the device and the extents");
   GemmDevice asked = kGpu;
   asked.wanted = GemmKernel::kClblast;
-  EXPECT_EQ(words_of(asked, f32(64, 64, 64)), "CLBlast's Sgemm: TE_FL_OPENCL_GEMM asks for it");
+  EXPECT_EQ(words_of(asked, f32(64, 64, 64)), "CLBlast's Sgemm: requested by TE_FL_OPENCL_GEMM");
   EXPECT_EQ(words_of(asked, bf16(4096, 4096, 4096)),
             "gemm.cl, tiles128: by the device and the extents");
 }

@@ -317,7 +317,7 @@ TEST(ThreadRanks, OneThatNeverComesIsNamed) {
         }
         const Outcome outcome = rank.all_reduce(in, in);
         EXPECT_EQ(outcome.status, TE_FL_COMM_FAILED);
-        EXPECT_HAS(outcome.text, "communicator 'world' did not come to ");
+        EXPECT_HAS(outcome.text, "communicator 'world' did not reach ");
         EXPECT_HAS(outcome.text, "within 200 ms");
       },
       200);
@@ -327,10 +327,9 @@ TEST(ThreadRanks, OneThatNeverComesIsNamed) {
   std::thread second([&] { EXPECT_OK(other.create(store.c(), 1, 2, 200)); });
   EXPECT_OK(alone.create(store.c(), 0, 2, 200));
   second.join();
-  EXPECT_FAILS(
-      alone.barrier(), kCommFailed,
-      "rank 1 of communicator 'world' did not come to barrier, call 1, within 200 ms; rank "
-      "0 came");
+  EXPECT_FAILS(alone.barrier(), kCommFailed,
+               "rank 1 of communicator 'world' did not reach barrier, call 1, within 200 ms; rank "
+               "0 did");
   EXPECT_FAILS(other.barrier(), kCommFailed, "rank 1 of communicator");
 }
 
@@ -392,7 +391,7 @@ TEST(ThreadRanks, WhoDoesNotMakeItIsNamed) {
   EXPECT_FAILS(outcome, kTimeout, "rank 2 of 3 did not make communicator 'world'");
   OneProcessStore empty;
   const Outcome lost = again.create(empty.c(), 1, 2, 10);
-  EXPECT_FAILS(lost, kTimeout, "rank 0 of communicator 'world' did not say where it is");
+  EXPECT_FAILS(lost, kTimeout, "rank 0 of communicator 'world' did not publish its token");
   EXPECT_HAS(lost.text, "nobody has set it");
 }
 

@@ -235,7 +235,7 @@ TEST_F(Allocators, AFailureIsTheAllocationsOwn) {
 TEST_F(Allocators, MemoryOfAnotherDeviceIsRefusedAndGivenBack) {
   framework.device = &other;
   EXPECT_FAILS(fails(), kInternal,
-               "gave memory that is not ext:far:0's: it is somebody else's (rule R25)");
+               "returned memory that is not ext:far:0's: it is somebody else's (rule R25)");
   EXPECT_EQ(framework.live.size(), 0u);
   framework.give_back();
   framework.device = &far;
@@ -247,7 +247,7 @@ TEST_F(Allocators, ALostDeviceSaysNothingOfItsMemory) {
     errors->write(errors->host, "it fell off the bus");
     return TE_FL_DEVICE_LOST;
   };
-  EXPECT_FAILS(fails(), kDeviceLost, "gave memory of its device cannot be asked");
+  EXPECT_FAILS(fails(), kDeviceLost, "returned memory of its device cannot be checked");
   EXPECT_EQ(framework.live.size(), 0u);
   framework.give_back();
 }
@@ -256,14 +256,14 @@ TEST_F(Allocators, OneThatWasRightFor256BlocksIsAskedAboutUnderValidateAlone) {
   for (int i = 0; i < 255; ++i) devices::free(device, devices::allocate(device, 64).value());
   framework.give_back();
   framework.device = &other;
-  EXPECT_FAILS(fails(), kInternal, "gave memory that is not ext:far:0's");
+  EXPECT_FAILS(fails(), kInternal, "returned memory that is not ext:far:0's");
   framework.give_back();
   framework.device = &far;
   devices::free(device, devices::allocate(device, 64).value());
   framework.give_back();
   framework.device = &other;
   core::g_validate = true;
-  EXPECT_FAILS(fails(), kInternal, "gave memory that is not ext:far:0's");
+  EXPECT_FAILS(fails(), kInternal, "returned memory that is not ext:far:0's");
   core::g_validate = false;
   void* const unasked = devices::allocate(device, 64).value();
   devices::free(device, unasked);
@@ -277,7 +277,7 @@ TEST_F(Allocators, WhatIsNoMemoryOfItsOwnIsRefused) {
   Framework empty{far};
   empty.api.allocate = framework.api.allocate;
   ASSERT_OK(devices::install_allocator(device, &empty.api));
-  EXPECT_FAILS(fails(), kInternal, "gave a null pointer without an error (rule R25)");
+  EXPECT_FAILS(fails(), kInternal, "returned a null pointer without an error (rule R25)");
   Framework shifted{far};
   shifted.shift = 64;
   shifted.api.free = [](void* self, void* data, const te_fl_error_sink*) -> te_fl_status {
@@ -287,7 +287,7 @@ TEST_F(Allocators, WhatIsNoMemoryOfItsOwnIsRefused) {
     return TE_FL_OK;
   };
   ASSERT_OK(devices::install_allocator(device, &shifted.api));
-  EXPECT_FAILS(fails(), kInternal, "gave memory that is not aligned to 256 bytes");
+  EXPECT_FAILS(fails(), kInternal, "returned memory that is not aligned to 256 bytes");
   EXPECT_EQ(shifted.kept.size(), 1u);
   ASSERT_OK(devices::install_allocator(device, nullptr));
 }
@@ -295,7 +295,7 @@ TEST_F(Allocators, WhatIsNoMemoryOfItsOwnIsRefused) {
 TEST_F(Allocators, MemoryInUseIsRefusedAndStaysItsOwners) {
   void* const data = devices::allocate(device, 64).value();
   framework.gives = data;
-  EXPECT_FAILS(fails(), kInternal, "gave memory that is in use already (rule R25)");
+  EXPECT_FAILS(fails(), kInternal, "returned memory that is in use already (rule R25)");
   EXPECT_EQ(framework.live.count(data), 1u);
   devices::free(device, data);
 }
@@ -303,7 +303,7 @@ TEST_F(Allocators, MemoryInUseIsRefusedAndStaysItsOwners) {
 TEST_F(Allocators, MemoryInsideABlockIsRefused) {
   auto* const data = static_cast<char*>(devices::allocate(device, 1024).value());
   framework.gives = data + 512;
-  EXPECT_FAILS(fails(), kInternal, "gave memory that is in use already (rule R25)");
+  EXPECT_FAILS(fails(), kInternal, "returned memory that is in use already (rule R25)");
   devices::free(device, data);
 }
 

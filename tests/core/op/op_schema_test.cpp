@@ -151,8 +151,9 @@ TEST(Schema, TypesRolesFlagsAndMasks) {
   refused([](B& b) { b.descs[0].role = 3; }, "role 3 is unknown");
   refused([](B& b) { b.descs[0].flags = 1u << 10; }, "flags has bits");
   refused([](B& b) { b.descs[1].flags |= TE_FL_ARG_LATER; }, "must be optional");
-  refused([](B& b) { b.descs[0].flags |= TE_FL_ARG_OPTIONAL | TE_FL_ARG_LATER; },
-          "argument 'y': it is of the op's first form and stands behind a later argument");
+  refused(
+      [](B& b) { b.descs[0].flags |= TE_FL_ARG_OPTIONAL | TE_FL_ARG_LATER; },
+      "argument 'y': it belongs to the op's first form and must come before its later arguments");
   refused([](B& b) { b.descs[0].dtypes = 0; }, "dtypes is not a mask");
   refused([](B& b) { b.descs[0].dtypes = TE_FL_BIT(TE_FL_DTYPE_COUNT); }, "dtypes is not a mask");
   refused([](B& b) { b.descs[0].scalings = 0; }, "scalings is not a mask");

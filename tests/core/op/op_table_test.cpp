@@ -367,7 +367,7 @@ TEST_F(Gelu, AColumnwiseCopyMayHaveAnAmaxOfItsOwn) {
     alignas(8) float own[2] = {};
     r.quant.columnwise_amax = own;
     if (!second_level) {
-      EXPECT_HAS(with_output(&r.t), "it has a columnwise_amax, which goes with column-wise data");
+      EXPECT_HAS(with_output(&r.t), "it has a columnwise_amax, which requires column-wise data");
       continue;
     }
     EXPECT_EQ(with_output(&r.t), "");

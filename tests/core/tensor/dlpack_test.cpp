@@ -73,7 +73,7 @@ TYPED_TEST(Dlpack, ErrorsLeaveTheTensorUntouched) {
       [](P& p) {
         p.managed.dl_tensor.dtype = {TE_FL_CODE_COMPLEX, 64, 1};
       },
-      "none that te-fl knows");
+      "not supported by te-fl");
   refused([](P& p) { p.managed.dl_tensor.byte_offset = 2; }, "not aligned");
   refused([](P& p) { p.shape[1] = -3; }, "negative");
   refused([](P& p) { p.managed.dl_tensor.data = nullptr; }, "data is null");

@@ -313,8 +313,8 @@ TEST(WeightCache, IsFilledByTheFirstMicrobatchAndUsedByTheOthers) {
   }
 }
 
-// Counts the quantisations or casts of each inference call without is_first_microbatch: one for
-// each version of a weight.
+// Inference without is_first_microbatch quantises or casts a weight once after each change of the
+// weight. The test counts these ops in each call.
 TEST(WeightCache, InferenceMakesEachVersionOnce) {
   for (const Recipe& recipe :
        {Recipe(DelayedScaling{}), Recipe(Float8CurrentScaling{}), Recipe(Float8BlockScaling{})}) {

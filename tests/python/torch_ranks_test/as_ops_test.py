@@ -67,7 +67,7 @@ class AsOps(unittest.TestCase):
         self.assertRegex(first[1], r"CommFailed: COMM_FAILED.*rank 0 calls number 3, all_reduce of float32\[2\].*rank 1: number 3, all_reduce of float32\[3\]")
         self.assertRegex(others[0][1], r"CommFailed: COMM_FAILED.*rank 1 calls.*float32\[3\].*rank 0: .*float32\[2\]")
         self.assertRegex(second[1], "rank 0 calls number 3, broadcast.*rank 1: number 3, all_reduce")
-        self.assertRegex(third[1], "CommFailed.*rank 1 did not come to number 3, all_reduce .*within 1000 ms")
+        self.assertRegex(third[1], "CommFailed.*rank 1 did not reach number 3, all_reduce .*within 1000 ms")
         self.assertIsNone(others[2][1])
 
     def test_one_rank_alone_does_not_wait_to_compare(self):

@@ -75,7 +75,7 @@ DEVICES = {
     10: ("device/fill", "did not return within 2 s"),
     11: ("device/copy within", "Device::copy("),
     12: ("device/questions", "is_capturing() says that a stream is captured"),
-    13: ("device/an event is polled", "query_event() said that an event was done before the work"),
+    13: ("device/an event is polled", "query_event() reported an event as done before the work"),
     14: ("device/timed events", "ns passed on the host"),
     15: ("device/leak", "the used memory grows by"),
 }
@@ -183,7 +183,7 @@ class Catches(unittest.TestCase):
         self.assertTrue(failed)
         for f in failed:
             self.assertEqual((f["check"], f["op"], f["impl"]), ("processes", "broadcast", "vendor.wrong_ranks"), failed)
-            self.assertIn("the others did not come to this process", f["message"])
+            self.assertIn("the other ranks did not connect to this process", f["message"])
             self.assertIn(case, f["case"])
         # Every case of two ranks ran in separate processes, and the printed command reproduces a failure.
         self.assertEqual(sum(r["cases"] for r in results if r["check"] == "processes"),

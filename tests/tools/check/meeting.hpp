@@ -65,7 +65,7 @@ inline void broadcast_by_threads(const te_fl_broadcast_args& a) {
   std::unique_lock lock(m.mutex);
   const auto wait = [&](auto&& done) {
     if (!m.changed.wait_for(lock, kPatience, done))
-      throw b::Error(TE_FL_COMM_FAILED, "the others did not come to this process");
+      throw b::Error(TE_FL_COMM_FAILED, "the other ranks did not connect to this process");
   };
   if (a.comm->rank == a.root) {
     m.data = a.data->dl.data;

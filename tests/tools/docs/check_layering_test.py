@@ -8,7 +8,7 @@ import unittest
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..")
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 import check_layering  # noqa: E402
-import python_rooms  # noqa: E402
+import python_components  # noqa: E402
 
 
 class Layering(unittest.TestCase):
@@ -35,8 +35,8 @@ class Layering(unittest.TestCase):
             return list(check_layering.problems_of(path, text, ["gelu"], ["chip"], words))
 
         for literal in "maker", "Maker", "mk", "of chip", "libchiprt.so.2", "install chip-rt", "install makert", "FAB's":
-            for room in "policy", "plugins", "registry", "dispatch", "core/base":
-                self.assertEqual(len(found(room + "/x.cpp", f'f("{literal}");\n')), 1, literal)
+            for component in "policy", "plugins", "registry", "dispatch", "core/base":
+                self.assertEqual(len(found(component + "/x.cpp", f'f("{literal}");\n')), 1, literal)
         for text in "// maker\n", 'f(1 ? "makers" : "chip:0");\n', "/* mk */ f('\"');\n":
             self.assertEqual(found("policy/x.cpp", text), [], text)
         self.assertEqual(found("backends/chip/x.cpp", 'f("maker");\n'), [])
@@ -59,13 +59,13 @@ class Layering(unittest.TestCase):
                 self.assertEqual(self.problems(path, text), [])
         self.assertEqual(self.problems("python/src/torch/layer.cpp", "#include <mutex>\nMutex a{AtFork::kTaken};\nconst std::lock_guard lock(a);"), [])
 
-    def test_rooms_include_what_is_below(self):
+    def test_components_include_what_is_below(self):
         self.taken("core/tensor/tensor.cpp", "core/device/allocations.hpp")
         self.taken("plugins/activate.cpp", "registry/registry_impl.hpp")
         self.taken("nn/fp8/autocast.cpp", "dispatch/call.hpp")
         self.taken("dispatch/watch/verify.cpp", "dispatch/staging/staging_plan.hpp")
 
-    def test_no_room_includes_what_is_above(self):
+    def test_no_component_includes_what_is_above(self):
         self.refused("core/base/log.cpp", "core/device/device_list.hpp", "core/base may include only")
         self.refused("core/device/allocations.cpp", "core/tensor/tensor_access.hpp")
         self.refused("registry/op_registry.cpp", "plugins/activate.hpp")
@@ -77,7 +77,7 @@ class Layering(unittest.TestCase):
         self.refused("nn/base/tensor_ops.cpp", "te_fl/nn/autograd/parameter.hpp", "nn/base may include only")
         self.refused("include/te_fl/nn/autograd/tape.hpp", "te_fl/nn/modules/module.hpp", "nn/autograd may include only")
 
-    def test_a_public_header_is_an_arrow_to_its_room(self):
+    def test_a_public_header_is_an_arrow_to_its_component(self):
         self.taken("plugins/activate.cpp", "te_fl/op_registry.hpp")
         self.refused("plugins/plugins.cpp", "te_fl/op_manager.hpp", "plugins may include only")
         self.refused("core/device/allocations.cpp", "te_fl/tensor.hpp")
@@ -86,15 +86,15 @@ class Layering(unittest.TestCase):
         self.refused("include/te_fl/policy.hpp", "policy/select.hpp", "public headers only")
         self.taken("include/te_fl/te_fl.hpp", "te_fl/op_manager.hpp")
 
-    def test_a_public_header_without_a_room_is_refused(self):
+    def test_a_public_header_without_a_component_is_refused(self):
         self.refused("examples/custom_op.cpp", "te_fl/unheard_of.hpp", "PUBLIC")
 
-    def test_every_public_header_has_a_room(self):
+    def test_every_public_header_has_a_component(self):
         folder = os.path.join(ROOT, "include")
         for where, _, names in os.walk(folder):
             for name in names:
                 path = os.path.relpath(os.path.join(where, name), folder)
-                self.assertTrue(check_layering.room_of(path), path)
+                self.assertTrue(check_layering.find_component(path), path)
 
     def test_units_form_no_ring(self):
         texts = {"nn/fp8/a.cpp": '#include "nn/fp8/b.hpp"\n', "include/te_fl/nn/fp8/a.hpp": "", "nn/fp8/b.hpp": '#include "nn/base/c.hpp"\n'}
@@ -142,7 +142,7 @@ class Layering(unittest.TestCase):
 
 class Python(unittest.TestCase):
     def problems(self, allowed=None, **texts):
-        return list(python_rooms.module_problems({name.replace("__", "."): text for name, text in texts.items()}, allowed or {}))
+        return list(python_components.module_problems({name.replace("__", "."): text for name, text in texts.items()}, allowed or {}))
 
     def refused(self, part, **texts):
         found = self.problems(**texts)
@@ -151,11 +151,11 @@ class Python(unittest.TestCase):
 
     LOW = {"te_fl__pytorch__runtime__device": "import torch\n"}
 
-    def test_a_room_imports_what_is_below(self):
+    def test_a_component_imports_what_is_below(self):
         self.assertEqual(self.problems(te_fl__pytorch__fp8__scopes="from te_fl.pytorch.runtime.device import default_device\n", **self.LOW), [])
         self.assertEqual(self.problems(te_fl__pytorch__fp8__scopes="from te_fl.pytorch.runtime import device\nfrom te_fl import _native\n", **self.LOW), [])
 
-    def test_no_room_imports_what_is_above(self):
+    def test_no_component_imports_what_is_above(self):
         self.refused("pytorch/runtime imports te_fl.pytorch.modules.linear of pytorch/modules", te_fl__pytorch__modules__linear="",
                      te_fl__pytorch__runtime__device="from te_fl.pytorch.modules.linear import Linear\n")
         self.refused("which is above it", te_fl="", te_fl__pytorch__fp8__scopes="import te_fl\n")
@@ -171,18 +171,18 @@ class Python(unittest.TestCase):
         allowed = {("te_fl.pytorch.fp8.scopes", "jax"): "why", ("te_fl.pytorch.fp8.scopes", "te_fl.pytorch.runtime.device"): "why"}
         self.assertEqual(self.problems(allowed, te_fl__pytorch__fp8__scopes=code, **self.LOW), [])
         self.assertIn("does not import it", self.problems(allowed, **self.LOW)[0])
-        self.refused("no arrow shows", te_fl__ops="from importlib import import_module\nfound = import_module('te_fl.pytorch')\n")
+        self.refused("no check can see", te_fl__ops="from importlib import import_module\nfound = import_module('te_fl.pytorch')\n")
 
     def test_what_only_type_checkers_read_is_no_arrow(self):
         self.assertEqual(self.problems(te_fl__pytorch__modules__linear="", te_fl__pytorch__runtime__device=(
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from te_fl.pytorch.modules.linear import Linear\n")), [])
 
-    def test_the_sources_of_the_binding_have_rooms_too(self):
-        found = list(python_rooms.source_problems({"py/errors.hpp": "", "torch/layer.cpp": '#include "py/errors.hpp"\n', "module.cpp": '#include "torch/layer.cpp"\n'}))
+    def test_the_sources_of_the_binding_have_components_too(self):
+        found = list(python_components.source_problems({"py/errors.hpp": "", "torch/layer.cpp": '#include "py/errors.hpp"\n', "module.cpp": '#include "torch/layer.cpp"\n'}))
         self.assertEqual(found, [])
-        found = list(python_rooms.source_problems({"ops/call.hpp": "", "py/errors.cpp": '#include "ops/call.hpp"\n'}))
+        found = list(python_components.source_problems({"ops/call.hpp": "", "py/errors.cpp": '#include "ops/call.hpp"\n'}))
         self.assertIn("py may include only py", found[0])
-        found = list(python_rooms.source_problems({"py/a.hpp": '#include "py/b.hpp"\n', "py/a.cpp": "", "py/b.hpp": "", "py/b.cpp": '#include "py/a.hpp"\n'}))
+        found = list(python_components.source_problems({"py/a.hpp": '#include "py/b.hpp"\n', "py/a.cpp": "", "py/b.hpp": "", "py/b.cpp": '#include "py/a.hpp"\n'}))
         self.assertIn("py/a > py/b > py/a", found[0])
 
 

@@ -114,7 +114,7 @@ def use_reentrant_activation_recompute() -> bool:
 
 
 class _Both:
-    """A run nested in a context manager of the program."""
+    """Enters a context manager of the program, and inside of it the context manager of a checkpoint's run."""
 
     def __init__(self, theirs: Any, run: Any):
         self._theirs, self._run, self._entered = theirs, run, []

@@ -444,7 +444,7 @@ def get_cpu_offload_context(enabled: bool = False, num_layers: Optional[int] = 1
         if not offload_activations:
             return nothing
     if offload_stream is not None and not manual_synchronization:
-        raise InvalidArgument("get_cpu_offload_context: offload_stream goes with manual_synchronization=True; leave it out")
+        raise InvalidArgument("get_cpu_offload_context: offload_stream requires manual_synchronization=True; set that, or leave offload_stream out")
     if manual_synchronization:
         manual = ManualOffloadSynchronizer(model_layers, retain_pinned_cpu_buffers, offload_stream)
         context = _Context(manual)

@@ -103,5 +103,5 @@ class SameCall:
             self._store.wait([self._key(rank)], self._limit)
             return self._store.get(self._key(rank)).decode()
         except (dist.DistError, RuntimeError) as error:
-            raise CommFailed(f"group {self._group!r}: rank {rank} did not come to {mine} of rank {self._rank} (TE_FL_VALIDATE) within "
+            raise CommFailed(f"group {self._group!r}: rank {rank} did not reach {mine} of rank {self._rank} (TE_FL_VALIDATE) within "
                              f"{int(self._limit.total_seconds() * 1000)} ms (TE_FL_COMM_TIMEOUT_MS): {error}") from error

@@ -22,7 +22,7 @@ def _words(store: Any, rank: int, key: str, mine: str) -> str:
         store.wait([key], limit)
         return store.get(key).decode()
     except (dist.DistError, RuntimeError) as error:
-        raise CommFailed(f"rank {rank} did not come within {int(limit.total_seconds() * 1000)} ms (TE_FL_COMM_TIMEOUT_MS) to compare "
+        raise CommFailed(f"rank {rank} did not arrive within {int(limit.total_seconds() * 1000)} ms (TE_FL_COMM_TIMEOUT_MS) to compare "
                          f"TE_FL_TP_OVERLAP; this rank has {mine}: {error}") from error
 
 

@@ -51,7 +51,7 @@ class _Writer(pickle._Pickler):
 def _format_of_name(owner: Any, name: str) -> recipes.Format:
     """Replaces getattr() in pickles of Python 3.11.0 to 3.11.3, which refer to enum members by getattr(). te-fl's pickles use it for nothing else."""
     if owner is not recipes.Format or name not in recipes.Format.__members__:
-        raise DataLoss(f"FP8 state of a checkpoint asks for {name!r} of {owner!r}, which no recipe or tensor needs; it is not read")
+        raise DataLoss(f"FP8 state of a checkpoint refers to {name!r} of {owner!r}, which no recipe or tensor needs; it is not read")
     return recipes.Format[name]
 
 

@@ -117,7 +117,7 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, tensor_format: st
     if tensor_format not in ("sbhd", "bshd", "thd"):
         raise InvalidArgument(f"apply_rotary_pos_emb: tensor_format is {tensor_format!r}; it is 'sbhd', 'bshd' or 'thd'")
     if (tensor_format == "thd") != (cu_seqlens is not None):
-        raise InvalidArgument("apply_rotary_pos_emb: cu_seqlens goes with tensor_format='thd', and that needs it")
+        raise InvalidArgument("apply_rotary_pos_emb: cu_seqlens and tensor_format='thd' require each other")
     if export.state.exporting and torch.compiler.is_compiling():
         if tensor_format == "thd" or start_positions is not None:
             raise rules.refuse("onnx_export", "tensor_format", tensor_format, "packed sequences and start_positions are not exported; give sbhd or bshd")
@@ -183,7 +183,7 @@ def apply_fused_qkv_rotary_pos_emb(qkv: torch.Tensor, q_freqs: torch.Tensor, k_f
         raise Unsupported(f"apply_fused_qkv_rotary_pos_emb: tensor_format={tensor_format!r} is not served; it is 'sbhd' or 'bshd', "
                           "or split qkv and call apply_rotary_pos_emb")
     if cu_seqlens is not None:
-        raise InvalidArgument("apply_fused_qkv_rotary_pos_emb: cu_seqlens goes with 'thd', which is not served; leave it out")
+        raise InvalidArgument("apply_fused_qkv_rotary_pos_emb: cu_seqlens requires tensor_format='thd', which is not served; leave it out")
     if cp_size > 1 and start_positions is not None:
         raise Unsupported("apply_fused_qkv_rotary_pos_emb: start_positions with cp_size > 1 is not served; leave one out")
     if qkv.dim() != 4 or len(qkv_split_arg_list) != 3 or sum(qkv_split_arg_list) != qkv.shape[-1]:

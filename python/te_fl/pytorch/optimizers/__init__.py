@@ -127,7 +127,7 @@ def _check_state_dtypes(capturable: bool, master_weights: bool, master: torch.dt
     if (first, second) not in ((torch.float32,) * 2, (torch.bfloat16,) * 2):
         raise InvalidArgument(f"FusedAdam: capturable=True with exp_avg_dtype={first} and exp_avg_sq_dtype={second}; both are float32, or both bfloat16")
     if master_weights and (master is not torch.float32 or remainders):
-        raise InvalidArgument("FusedAdam: capturable=True goes with whole master weights in float32; leave master_weight_dtype and "
+        raise InvalidArgument("FusedAdam: capturable=True requires whole master weights in float32; leave master_weight_dtype and "
                               "store_param_remainders out")
 
 
@@ -239,7 +239,7 @@ class FusedAdam(_Optimizer):
         state = param if state_name == "master_param" and self._is_master(param) else self.state[param][state_name]
         own, dtype = _local(state).detach(), self._states.dtype_of(param, state_name)
         if skip_unscale and dtype is not torch.bfloat16:
-            raise InvalidArgument(f"FusedAdam: get_unscaled_state: skip_unscale=True, and {state_name} is {dtype}; it goes with torch.bfloat16")
+            raise InvalidArgument(f"FusedAdam: get_unscaled_state: skip_unscale=True, and {state_name} is {dtype}; it requires torch.bfloat16")
         return own if skip_unscale or dtype is torch.int16 else self._states.read(param, state_name, own)
 
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:

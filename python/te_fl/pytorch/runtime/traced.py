@@ -11,6 +11,6 @@ from typing import Any
 graph: Any = None  # te_fl.pytorch.compile, which provides the graph versions of functions of lower packages
 
 
-def enter(room: Any) -> None:
+def enter(subpackage: Any) -> None:
     global graph
-    graph = room
+    graph = subpackage

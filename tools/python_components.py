@@ -1,6 +1,6 @@
-"""Checks the layers ("rooms") of python/: the imports in python/te_fl and the includes in python/src. tools/check_layering.py prints the violations.
+"""Checks the components of python/: the imports in python/te_fl and the includes in python/src. tools/check_layering.py prints the violations.
 
-Every import counts, at the top of a module or in a function. Imports go from a higher to a lower room, modules form no cycle, and a function
+Every import counts, at the top of a module or in a function. Imports go from a higher to a lower component, modules form no cycle, and a function
 imports only modules that FUNCTION_IMPORTS lists with the reason.
 """
 import ast
@@ -10,15 +10,15 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# The rooms of python/te_fl from the lowest up, by prefixes of module names; the longest matching prefix decides.
-ROOMS = [
+# The components of python/te_fl from the lowest up, by prefixes of module names; the longest matching prefix decides.
+COMPONENTS = [
     ("native", ["te_fl._native", "te_fl._check_worker"]),
     ("base", ["te_fl.errors", "te_fl.tensors", "te_fl.missing", "te_fl.frameworks", "te_fl.torch_streams", "te_fl.remainders", "te_fl.attention_logits"]),
     ("ops", ["te_fl.ops", "te_fl.policy", "te_fl.registration", "te_fl._modules", "te_fl.program", "te_fl.torch_node", "te_fl.torch_device", "te_fl.reference_torch", "te_fl.multi_tensor"]),
     ("common", ["te_fl.common"]),
     ("compat", ["te_fl.compat"]),
     ("jax", ["te_fl.jax"]),
-    *[(f"pytorch/{room}", [f"te_fl.pytorch.{room}"]) for room in
+    *[(f"pytorch/{component}", [f"te_fl.pytorch.{component}"]) for component in
       ("runtime", "distributed", "fp8", "autograd", "functions", "modules", "ops", "optimizers", "compile")],
     ("pytorch", ["te_fl.pytorch"]),
     ("transformer_engine_torch", ["te_fl.transformer_engine_torch"]),
@@ -31,7 +31,7 @@ ROOMS = [
 SOURCES = {"py": set(), "ops": {"py"}, "torch": {"py", "ops"}, "jax": {"py", "ops"}, "plugins": {"py", "ops"}}
 
 # Imports that are allowed inside functions: (module, module that its function imports) -> the reason why the import is not at the top of the file. A
-# module of te_fl that is imported so must also be of the same or a lower layer (ROOMS), as for imports at the top.
+# module of te_fl that is imported so must also be of the same or a lower layer (COMPONENTS), as for imports at the top.
 FUNCTION_IMPORTS = {
     ("te_fl", "te_fl._modules"): "importing te_fl loads no plugin",
     ("te_fl", "te_fl.registration"): "importing te_fl takes no longer for those who register nothing",
@@ -63,12 +63,12 @@ def module_name(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room_of(module):
-    """Returns the index in ROOMS of a module, and the room's name."""
-    fits = [(len(start), at, room) for at, (room, starts) in enumerate(ROOMS) for start in starts
+def find_component(module):
+    """Returns the index in COMPONENTS of a module, and the component's name."""
+    fits = [(len(start), at, component) for at, (component, starts) in enumerate(COMPONENTS) for start in starts
             if module == start or module.startswith(start + ".")]
-    _, at, room = max(fits)
-    return at, room
+    _, at, component = max(fits)
+    return at, component
 
 
 def imports(tree, known):
@@ -92,7 +92,7 @@ def only_for_types(tree):
             for line in range(node.lineno, node.end_lineno + 1)}
 
 
-def ring_of(arrows):
+def find_cycle(arrows):
     """Returns a cycle of names, each importing the next, as a list whose last item is its first; None if there is no cycle."""
     done, way = set(), []
 
@@ -120,47 +120,49 @@ def module_problems(texts, allowed=None):
     for module, text in sorted(texts.items()):
         tree = ast.parse(text)
         typing = only_for_types(tree)
-        at, room = room_of(module)
+        at, component = find_component(module)
         if re.search(r"\bimport_module\(|\b__import__\(", text) and module not in BY_NAME:
-            yield f"{module}: imports by a name in a string, which no arrow shows; import at the top, or name the module in BY_NAME (tools/python_rooms.py)"
+            yield (f"{module}: imports by a name in a string, which no check can see; import at the top, or name the module in BY_NAME "
+                   "(tools/python_components.py)")
         for target, line, in_function in imports(tree, known):
             if line in typing:
                 continue
             if in_function:
                 used.add((module, target))
                 if (module, target) not in allowed:
-                    yield f"{module}:{line}: a function imports {target}: import it at the top, or name it with the reason in FUNCTION_IMPORTS (tools/python_rooms.py)"
+                    yield (f"{module}:{line}: a function imports {target}: import it at the top, or name it with the reason in FUNCTION_IMPORTS "
+                           "(tools/python_components.py)")
             if target != "te_fl" and not target.startswith("te_fl."):
                 continue
             if target not in known:
                 yield f"{module}:{line}: there is no {target}"
                 continue
-            other_at, other = room_of(target)
+            other_at, other = find_component(target)
             if other_at > at:
-                yield f"{module}:{line}: {room} imports {target} of {other}, which is above it"
+                yield f"{module}:{line}: {component} imports {target} of {other}, which is above it"
             if target != module:
                 arrows.setdefault(module, set()).add(target)
-    ring = ring_of(arrows)
+    ring = find_cycle(arrows)
     if ring:
         yield "modules in a ring: " + " > ".join(ring)
     for pair in sorted(set(allowed) - used):
-        yield f"FUNCTION_IMPORTS (tools/python_rooms.py) names {pair[1]} in {pair[0]}, which does not import it in a function"
+        yield f"FUNCTION_IMPORTS (tools/python_components.py) names {pair[1]} in {pair[0]}, which does not import it in a function"
 
 
 def source_problems(texts):
     """Returns the problems of python/src, given as {path below it: text}. A header and its source are one unit."""
     arrows = {}
     for path, text in sorted(texts.items()):
-        room, unit = path.split("/")[0], path.rsplit(".", 1)[0]
+        component, unit = path.split("/")[0], path.rsplit(".", 1)[0]
         for target in re.findall(r'^\s*#\s*include\s*"([^"]+)"', text, re.M):
             if target not in texts:
                 continue
             other = target.split("/")[0]
-            if room in SOURCES and other != room and other not in SOURCES[room]:
-                yield f"python/src/{path}: includes {target}: {room} may include only {', '.join(sorted({room, *SOURCES[room]}))}"
+            if component in SOURCES and other != component and other not in SOURCES[component]:
+                yield f"python/src/{path}: includes {target}: {component} may include only {', '.join(sorted({component, *SOURCES[component]}))}"
             if target.rsplit(".", 1)[0] != unit:
                 arrows.setdefault(unit, set()).add(target.rsplit(".", 1)[0])
-    ring = ring_of(arrows)
+    ring = find_cycle(arrows)
     if ring:
         yield "units of python/src in a ring: " + " > ".join(ring)
 
