@@ -13,7 +13,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from te_fl import _native, private_device, torch_node
 from te_fl.errors import Unsupported
 from te_fl.pytorch.autograd.once import once_differentiable
-from te_fl.pytorch.runtime.dtypes import BY_CODE
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback
 _task = torch._C._current_graph_task_id
@@ -329,14 +328,6 @@ def python_plain(module: dict, key: tuple, x: torch.Tensor, first: Any) -> Optio
     return None
 
 
-_empty = torch.empty
-
-
-def python_empty(like: torch.Tensor, shape: Tuple[int, ...], dtype: int) -> torch.Tensor:
-    """Memory for a result of a layer. dtype: an index in te_fl.tensors.DTYPES."""
-    return _empty(shape, dtype=BY_CODE[dtype], device=like.device)
-
-
 profiling = torch.autograd._profiler_enabled
 
 
@@ -370,4 +361,5 @@ def watch(fp8: Any, weights: Any, checkpoints: Any) -> None:
 
 # warn_only=True counts as deterministic too, as in Transformer Engine: an op without a deterministic form is refused, not warned about.
 _native.set_deterministic(torch._C._get_deterministic_algorithms)
-_native.set_empty(python_empty if _node is None else _node.empty)
+if _node is not None:
+    _native.set_empty(_node.empty)
