@@ -20,7 +20,7 @@ PY_TYPES = {"bool": "bool", "i32": "int", "i64": "int", "f32": "float", "f64": "
 FLAG_KEYS = {"optional": "OPTIONAL", "host": "HOST", "raw_fp8": "RAW_FP8", "quant_only": "QUANT_ONLY",
              "overlap": "ALLOW_OVERLAP", "opaque": "OPAQUE", "strided_codes": "STRIDED_CODES",
              "later": "LATER"}
-ARG_KEYS = {"name", "doc", "type", "role", "inout_if", "kept_if", "dtypes", "scalings", "shape", "same_as", "alias",
+ARG_KEYS = {"name", "doc", "type", "role", "inout_if", "kept_if", "dtypes", "scalings", "shape", "same_as", "dtype_like", "alias",
             "default", "min", "max", "extents", *FLAG_KEYS}
 OP_KEYS = {"name", "id", "summary", "formula", "source", "args", "template", "rng", "class", "rules",
            "gradient", "operations"}
@@ -67,7 +67,11 @@ class Arg:
         self.same_as = spec.get("same_as")
         if self.same_as:
             self.flags.append("TE_FL_ARG_SAME_DTYPE")
+        self.dtype_like = spec.get("dtype_like")
+        need(not self.dtype_like or (self.role == "out" and not self.same_as), where, "dtype_like is for role out, without same_as")
         self.optional, self.host = bool(spec.get("optional")), bool(spec.get("host"))
+        # An output that te_fl.ops can allocate; see OpBinding::outputs in python/src/ops/op_binding.hpp.
+        self.allocated = self.role == "out" and self.type == "tensor" and not self.host and not spec.get("quant_only")
         self.inout_if = spec.get("inout_if")
         self.kept_if = spec.get("kept_if")
         need(self.type != "ints" or self.role == "in", where, "a list of integers has role in")
@@ -199,7 +203,7 @@ class Op:
         names = [a.name for a in self.args]
         need(len(names) == len(set(names)), where, "two arguments have one name")
         for a in self.args:
-            for ref in [a.same_as, a.inout_if, a.kept_if, *a.alias]:
+            for ref in [a.same_as, a.dtype_like, a.inout_if, a.kept_if, *a.alias]:
                 need(ref is None or ref in names, f"{where}.{a.name}", f"refers to {ref!r}, which is no argument")
         later = [a.later for a in self.args]
         need(later == sorted(later), where, "later arguments must come last")
@@ -207,11 +211,12 @@ class Op:
         self.check_extents(where)
         self.operations = spec.get("operations")
         self.check_operations(where)
-        # gradient: name of the backward op. saves: {argument of the backward op: argument of this op}; Op.resolve_gradient checks them.
-        self.gradient, self.saves = None, {}
+        # gradient: name of the backward op. The dicts are keyed by its arguments: `grads` has the output of this op whose gradient the argument takes,
+        # `saves` the argument of this op that it takes, `results` the input of this op whose gradient it writes. resolve_gradient() separates them.
+        self.gradient, self.grads, self.saves, self.results = None, {}, {}, {}
         if spec.get("gradient"):
             m = re.fullmatch(r"(\w+)\((.*)\)", spec["gradient"])
-            need(m, where, f"gradient {spec['gradient']!r} is not 'OP(ARG, THEIRS=OURS, ...)'")
+            need(m, where, f"gradient {spec['gradient']!r} is not 'OP(ARG, THEIRS=OURS, THEIRS=d(OURS), ...)'")
             self.gradient = m[1]
             for word in filter(None, m[2].split(", ")):
                 theirs, _, ours = word.partition("=")
@@ -240,10 +245,20 @@ class Op:
         if self.gradient is None:
             return
         need(self.gradient in ops, self.name, f"its gradient {self.gradient!r} is no op")
-        mine, theirs = {a.name for a in self.args}, {a.name for a in ops[self.gradient].args}
-        for their, our in self.saves.items():
-            need(our in mine, self.name, f"its gradient is given {our!r}, which is none of its arguments")
+        mine, theirs = {a.name: a for a in self.args}, {a.name: a for a in ops[self.gradient].args}
+        for their, our in list(self.saves.items()):
             need(their in theirs, self.name, f"{self.gradient} has no argument {their!r}")
+            derivative = re.fullmatch(r"d\((\w+)\)", our)
+            if derivative:
+                written = theirs[their].role != "in"
+                del self.saves[their]
+                (self.results if written else self.grads)[their] = our = derivative[1]
+                need(our in mine and (mine[our].role == "in") == written, self.name,
+                     f"its gradient's {their}=d({our}) needs an {'input' if written else 'output'} of the op")
+            need(our in mine, self.name, f"its gradient is given {our!r}, which is none of its arguments")
+        named = {*self.grads, *self.saves, *self.results}
+        for a in ops[self.gradient].args:
+            need(a.is_scalar or a.optional or a.name in named, self.name, f"its gradient says nothing of {self.gradient}'s argument {a.name!r}")
 
 
 class Ids:

@@ -105,8 +105,9 @@ def opt(text):
 
 def gradient_text(op):
     """Returns the text of te_fl_op_schema.gradient for an op."""
-    saves = [their if their == our else f"{their}={our}" for their, our in op.saves.items()]
-    return " ".join([op.gradient, *saves]) if op.gradient else ""
+    pairs = [their if their == our else f"{their}={our}" for their, our in op.saves.items()]
+    pairs += [f"{their}=d({our})" for their, our in {**op.grads, **op.results}.items()]
+    return " ".join([op.gradient, *pairs]) if op.gradient else ""
 
 
 def gen_table(families):
@@ -125,7 +126,7 @@ def gen_table(families):
             out.append(f"const te_fl_arg_desc k_{op.struct}_{a.name} = {{sizeof(te_fl_arg_desc), "
                        f"TE_FL_ARG_{ARG_TYPES[a.type]}, TE_FL_{a.role.upper()}, 0, "
                        f"{' | '.join(a.flags) or 0}, offsetof({op.struct}, {a.name}), {count}, 0x{dt:x}, 0x{a.scalings:x}, 0, "
-                       f"{cstr(a.name)}, {opt(a.shape)}, {opt(a.inout_if or a.kept_if)}, {opt(' '.join(a.alias))}, {opt(a.same_as)}, "
+                       f"{cstr(a.name)}, {opt(a.shape)}, {opt(a.inout_if or a.kept_if)}, {opt(' '.join(a.alias))}, {opt(a.same_as or a.dtype_like)}, "
                        f"{opt(' '.join(a.enum_names))}, {float(a.default)!r}, {float(a.min)!r}, {float(a.max)!r}, {opt(a.extents)}}};")
         out.append(f"const te_fl_arg_desc* const k_{op.struct}[] = {{"
                    + ", ".join(f"&k_{op.struct}_{a.name}" for a in op.args) + "};")
@@ -171,8 +172,10 @@ def gen_cpp(families):
 
 
 def gen_python(families):
-    out = [f"# {NOTE}", '"""Signatures of the op catalogue."""', "", "from typing import Any, Optional, Sequence, Union", "", "from te_fl import Quantized, Saved",
-           "from te_fl import Tensor as _Plain", "", "Tensor = Union[_Plain, Quantized]",
+    out = [f"# {NOTE}", '"""Signatures of the op catalogue."""', "", "from typing import Any, Optional, Protocol, Sequence, Union", "", "from te_fl import Quantized, Saved",
+           "from te_fl import Tensor as _Plain", "", "class _DType(Protocol):", "    @property", "    def itemsize(self) -> int: ...", "",
+           "Tensor = Union[_Plain, Quantized]",
+           "Output = Union[Tensor, _DType, bool, None]  # True or a dtype: te-fl allocates it, as it does a required output that is left out",
            "Communicator = Any  # te_fl.pytorch.distributed.communicator.of(group, device)", ""]
     for _, _, ops in families:
         for o in ops:
@@ -180,6 +183,9 @@ def gen_python(families):
             for a in o.args:
                 if not a.is_scalar:
                     base = {"tensor": "Tensor", "list": "Sequence[Tensor]", "saved": "Saved", "communicator": "Communicator", "ints": "Sequence[int]"}[a.type]
+                    if a.allocated:
+                        opt.append(f"{a.name}: Output = None")
+                        continue
                     (opt if a.optional else req).append(f"{a.name}: Optional[{base}] = None" if a.optional else f"{a.name}: {base}")
                 else:
                     value = bool(a.default) if a.type == "bool" else (float(a.default) if a.type[0] == "f" else int(a.default))
@@ -188,7 +194,8 @@ def gen_python(families):
             if o.rng:
                 opt += ["seed: Union[int, _Plain] = 0", "offset: int = 0"]
             sep = ["*"]
-            out += [f"def {o.name}({', '.join(sep + req + opt)}) -> None:", f'    """{o.summary}', "", f"    {o.formula}", '    """', ""]
+            result = "Any" if any(a.allocated for a in o.args) else "None"
+            out += [f"def {o.name}({', '.join(sep + req + opt)}) -> {result}:", f'    """{o.summary}', "", f"    {o.formula}", '    """', ""]
     return "\n".join(out)
 
 
@@ -212,8 +219,10 @@ def rules_md(op):
 def gradient_md(op):
     if not op.gradient:
         return []
-    saves = ", ".join(f"`{our}`" + (f" as `{their}`" if their != our else "") for their, our in op.saves.items())
-    return [f"Gradient: [{op.gradient}](#{op.gradient}), which gets {saves}, and scalars of the same name.", ""]
+    gets = [f"the gradient of `{our}` as `{their}`" for their, our in op.grads.items()]
+    gets += [f"`{our}`" + (f" as `{their}`" if their != our else "") for their, our in op.saves.items()]
+    writes = ", ".join(f"that of `{our}` to `{their}`" for their, our in op.results.items())
+    return [f"Gradient: [{op.gradient}](#{op.gradient}) gets {', '.join(gets)}, and scalars of the same name. It writes {writes}.", ""]
 
 
 def cost_md(op):
@@ -236,6 +245,8 @@ def gen_docs(families):
                 "| argument | type | default | meaning |", "|---|---|---|---|"]
             for a in o.args:
                 kind = arg_note(a) if a.is_tensor else (f"enum {a.enum}: " + ", ".join(a.enum_names) if a.enum else a.type)
+                if a.dtype_like:
+                    kind += f"; by default dtype of {a.dtype_like}"
                 if a.extents:
                     kind += f"; extents {a.extents}"
                 if a.type == "list":

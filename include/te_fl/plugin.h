@@ -567,7 +567,9 @@ typedef struct te_fl_arg_desc {
   const char* inout_if TE_FL_INIT(NULL);
   /* names of inputs that this output may share memory with, separated by spaces */
   const char* aliases TE_FL_INIT(NULL);
-  const char* same_as TE_FL_INIT(NULL);    /* name of an argument, with TE_FL_ARG_SAME_DTYPE */
+  /* Name of an argument, or NULL. With TE_FL_ARG_SAME_DTYPE: its dtype is required. Without, for an
+     output: its dtype is the default of callers that derive outputs from the inputs. */
+  const char* same_as TE_FL_INIT(NULL);
   const char* enum_names TE_FL_INIT(NULL); /* names of the values 0, 1, ..., separated by spaces */
   double neutral TE_FL_INIT(0);
   double min TE_FL_INIT(0);
@@ -631,8 +633,9 @@ typedef struct te_fl_op_schema {
   const char* source TE_FL_INIT(NULL);
   const char* rules TE_FL_INIT(NULL); /* NULL: none */
   /* The name of the op's backward op, followed by space-separated pairs "THEIRS=OURS": argument
-     THEIRS of the backward receives argument OURS of this op. A name alone stands for NAME=NAME. ""
-     or NULL: the op has no backward. */
+     THEIRS of the backward receives argument OURS of this op. A name alone stands for NAME=NAME.
+     "THEIRS=d(OURS)": the gradient of output OURS, which the backward reads, or of input OURS,
+     which it writes. "" or NULL: the op has no backward. */
   const char* gradient TE_FL_INIT(NULL);
   /* Number of arithmetic operations of a call, as a formula of the names in the shape rules. NULL:
      a few operations per element, so that memory bandwidth determines the cost of a call. */

@@ -22,6 +22,7 @@
 #include "te_fl/log.hpp"
 #include "te_fl/memory.hpp"
 #include "te_fl/op_manager.hpp"
+#include "te_fl/op_outputs.hpp"
 #include "te_fl/op_registry.hpp"
 #include "te_fl/ops.hpp"
 #include "te_fl/plugins.hpp"

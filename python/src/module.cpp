@@ -4,12 +4,13 @@
 #include "ops/communicator.hpp"
 #include "ops/op_call.hpp"
 #include "ops/policy.hpp"
+#include "ops/quantised.hpp"
 #include "ops/report.hpp"
-#include "ops/storage.hpp"
 #include "plugins/modules.hpp"
 #include "plugins/registration.hpp"
 #include "py/errors.hpp"
 #include "py/lent_tensor.hpp"
+#include "py/new_tensor.hpp"
 #include "py/scope.hpp"
 #include "torch/layer.hpp"
 #include "torch/lent_parameter.hpp"
@@ -68,10 +69,10 @@ Ref tuple_of_names(const char* const (&names)[N]) {
 PyMethodDef g_methods[] = {
     {"set_classes", set_classes, METH_VARARGS, "set_classes(errors, Quantized, Saved)"},
     {"op", make_op, METH_VARARGS, "op(name, doc) -> a callable that runs the op"},
+    {"positional_op", make_positional_op, METH_O, "positional_op(name) -> a callable"},
     {"matrix_op", make_matrix_op, METH_O, "matrix_op(name) -> a callable on matrices"},
-    {"storage_class", add_storage_class, METH_VARARGS,
-     "storage_class(type, data, columnwise_data, scale_inv, columnwise_scale_inv, code, stale, "
-     "square)"},
+    {"quantized_class", add_quantized_class, METH_VARARGS, "quantized_class(type, names)"},
+    {"quantized_target", set_quantized_target, METH_O, "quantized_target(type)"},
     {"schema", schema, METH_O, "schema(op) -> dict"},
     {"call", call_by, METH_VARARGS, "call(op, arguments, manager=None, positional=())"},
     {"resolve", resolve, METH_VARARGS,
@@ -80,6 +81,8 @@ PyMethodDef g_methods[] = {
      "explain(op, device, dtypes, scalings, manager=None) -> dict"},
     {"communicator", make_communicator, METH_VARARGS,
      "communicator(backend, device, rank, size, graph_safe) -> handle"},
+    {"output", output, METH_VARARGS,
+     "output(op, tensors, scalars, name) -> (extents or None, dtype or None)"},
     {"saved_bytes", saved_bytes, METH_VARARGS, "saved_bytes(op, arguments) -> int"},
     {"op_names", op_names, METH_NOARGS, "op_names() -> list of str"},
     {"usage", usage, METH_VARARGS, "usage(manager=None) -> list of dict"},
@@ -125,6 +128,7 @@ PyMethodDef g_methods[] = {
     {"set_backward_end", set_backward_end, METH_O, "set_backward_end(function(key, end))"},
     {"set_weight_caches", set_weight_caches, METH_O, "set_weight_caches(thread)"},
     {"set_empty", set_empty, METH_O, "set_empty(function(like, shape, dtype) -> tensor)"},
+    {"set_tensors", set_tensors, METH_VARARGS, "set_tensors(Tensor, empty_like, dtypes)"},
     {"set_codes_class", set_codes_class, METH_O, "set_codes_class(type)"},
     {"touch", touch, METH_O, "touch(dict)"},
     {"delay_layer_wgrad", delay_layer_wgrad, METH_O, "delay_layer_wgrad(layer)"},

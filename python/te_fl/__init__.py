@@ -15,9 +15,12 @@ except ImportError as error:
     raise ImportError(reason) from error
 from te_fl import errors
 from te_fl.errors import Error
-from te_fl.tensors import DTYPES, SCALINGS, Quantized, Rows, Saved, Tensor
+from te_fl.tensors import DTYPES, SCALINGS, Quantized, QuantizedNames, QuantizedTarget, Rows, Saved, Tensor
 
 _native.set_classes(errors.BY_CODE, Quantized, Saved, Rows)
+_native.quantized_target(QuantizedTarget)
+_native.quantized_class(Quantized, QuantizedNames("data", "columnwise_data", "scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax", "scale",
+                                                  scaling="_scaling", flags="_flags", amax_epsilon="amax_epsilon", shape="shape"))
 
 from te_fl import ops  # noqa: E402  (needs the classes)
 from te_fl.policy import policy, policy_text  # noqa: E402

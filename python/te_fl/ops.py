@@ -1,4 +1,8 @@
-"""te-fl's ops as functions: te_fl.ops.gelu(input=x, output=y). Arguments are keywords, and outputs are preallocated; see docs/ops.md.
+"""te-fl's ops as functions: te_fl.ops.gelu(input=x, output=y). Arguments are keywords; see docs/ops.md.
+
+With PyTorch's tensors, outputs may be left out: te-fl allocates them and returns them, y = te_fl.ops.gelu(input=x). Several are a tuple in the
+specification's order. An optional output is allocated if it is True. A dtype requests an output of that dtype; by default it is that of the argument
+that docs/ops.md names, or of the first F32, F16 or BF16 input. For other libraries, and for quantised outputs, give the memory; the op returns None.
 
 Each op also takes `stream`: a handle, or an object with cuda_stream or native_handle; default: the current stream of the library that owns the
 tensors. Ops with random numbers take `seed` and `offset`; `seed` may be an int64 tensor [2] on the op's device with both values, which is read when
@@ -25,11 +29,12 @@ def _described(name: str) -> str:
         default = a["default"]
         if a["type"] == _F32:
             default = float(f"{default:.7g}")  # shortens a float default to the digits in the specification
-        required = default is None and not a["optional"]
+        required = default is None and not a["optional"] and not a["allocated"]
         named.append((not required, a["name"] if required else f"{a['name']}={default!r}"))
         shape = f" [{a['shape']}]" if a["shape"] else ""
         choice = f", one of {', '.join(a['enum'])}" if a["enum"] else ""
-        lines.append(f"    {a['name']}: {_TYPES[a['type']]}{shape}{_ROLES[a['role']]}{', optional' if a['optional'] else ''}{choice}")
+        lines.append(f"    {a['name']}: {_TYPES[a['type']]}{shape}{_ROLES[a['role']]}{', optional' if a['optional'] else ''}"
+                     f"{choice}")
     named = [text for _, text in sorted(named, key=lambda of: of[0])] + ["stream=None"] + (["seed=0", "offset=0"] if op["random"] else [])
     rules = [f"Rules: {op['rules']}.", ""] if op["rules"] else []
     return "\n".join([f"{name}($self, /, *, {', '.join(named)})\n--\n", op["summary"], "", op["formula"], "", "Args:", *lines,

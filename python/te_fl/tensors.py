@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Optional, Protocol, Sequence, Union, runtime_checkable
+from typing import Any, NamedTuple, Optional, Protocol, Sequence, Union, runtime_checkable
 
 from te_fl.errors import InvalidArgument, Unsupported
 
@@ -61,6 +61,45 @@ class Quantized:
 
     def __repr__(self) -> str:
         return f"te_fl.Quantized(shape={self.shape}, scaling={self.scaling!r})"
+
+
+class QuantizedNames(NamedTuple):
+    """The attributes by which ops read a class of quantised tensors; None: the class has no such attribute. _native.quantized_class() registers them.
+
+    With `code`, the attribute that holds the dtype of the codes as Transformer Engine's number, the codes are uint8, the column-wise ones are
+    transposed, and ops take the tensor as a matrix over its last dimension. stale: true while the column-wise copy is out of date. square: true for
+    blocks of 128 x 128, false for 1 x 128; scaling: an index in SCALINGS; neither: one scale. flags: those of te_fl_quant. shape: the logical shape.
+    """
+
+    data: str
+    columnwise_data: str
+    scale_inv: Optional[str] = None
+    columnwise_scale_inv: Optional[str] = None
+    amax: Optional[str] = None
+    columnwise_amax: Optional[str] = None
+    scale: Optional[str] = None
+    code: Optional[str] = None
+    stale: Optional[str] = None
+    square: Optional[str] = None
+    scaling: Optional[str] = None
+    flags: Optional[str] = None
+    amax_epsilon: Optional[str] = None
+    shape: Optional[str] = None
+
+
+class QuantizedTarget(NamedTuple):
+    """An output of an op: a quantised tensor of a registered class with a quantizer's settings.
+
+    code: the dtype of the codes. scale, amax: FP32 [1]; None or an empty tensor: absent. If both are the same object, it is FP32 [2] with the scale
+    and the amax. flags: 1 computes the scale, 2 truncates it to a power of two.
+    """
+
+    tensor: Any
+    code: Any
+    scale: Optional[Tensor] = None
+    amax: Optional[Tensor] = None
+    flags: int = 0
+    amax_epsilon: float = 0.0
 
 
 def read_on_host(numbers: Any, what: str) -> list:

@@ -63,7 +63,7 @@ def path(torch_version: str) -> str:
 
 
 def load(torch_version: str, *functions: Callable) -> Optional[ModuleType]:
-    """Loads the node, whose run() replaces call.run() and calls `functions`, and whose empty() replaces call.python_empty(). None if it is not built,
+    """Loads the node, whose run() replaces call.run() and calls `functions`, and whose empty() replaces torch_tensors.empty(). None if it is not built,
     or turned off.
     """
     try:

@@ -11,6 +11,7 @@ import torch
 
 from te_fl import _native
 from te_fl.errors import Error, InvalidArgument
+from te_fl.tensors import QuantizedNames
 from te_fl.transformer_engine_torch import matrix_ops
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer
@@ -266,10 +267,12 @@ class WrongParts(Case):
             self.assertTrue((out._data == 5).all())
 
     def test_a_class_without_codes(self):
-        with self.assertRaisesRegex(ValueError, "names for data, columnwise_data and code"):
-            _native.storage_class(dict, "a", None, None, None, None, None, None)
+        with self.assertRaisesRegex(ValueError, "names for data, columnwise_data, and code or shape"):
+            _native.quantized_class(dict, QuantizedNames("a", "b"))
+        with self.assertRaisesRegex(ValueError, "takes a te_fl.tensors.QuantizedNames"):
+            _native.quantized_class(dict, ("a", "b"))
         with self.assertRaises(TypeError):
-            _native.storage_class("dict", "a", "b", None, None, "c", None, None)
+            _native.quantized_class("dict", QuantizedNames("a", "b", code="c"))
 
 
 class Named(pickle.Unpickler):

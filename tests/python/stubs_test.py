@@ -43,6 +43,8 @@ class Ops(unittest.TestCase):
                 for a in schema["args"]:
                     if a["type"] in SCALARS:
                         expected[a["name"]] = (SCALARS[a["type"]], a["default"])
+                    elif a["allocated"]:
+                        expected[a["name"]] = ("Output", None)
                     elif a["optional"]:
                         expected[a["name"]] = (f"Optional[{OBJECTS[a['type']]}]", None)
                     else:
@@ -53,7 +55,8 @@ class Ops(unittest.TestCase):
                 declared = {a.arg: (ast.unparse(a.annotation), ... if d is None else single(ast.literal_eval(d), schema, a.arg))
                             for a, d in zip(stub.args.kwonlyargs, stub.args.kw_defaults)}
                 self.assertEqual(declared, expected)
-                self.assertEqual((stub.args.args, stub.args.vararg, stub.args.kwarg, ast.unparse(stub.returns)), ([], None, None, "None"))
+                self.assertEqual((stub.args.args, stub.args.vararg, stub.args.kwarg, ast.unparse(stub.returns)),
+                                 ([], None, None, "Any" if any(a["allocated"] for a in schema["args"]) else "None"))
 
     def test_inspect_and_help_say_the_same(self):
         for name, stub in self.stubs.items():
@@ -67,15 +70,16 @@ class Ops(unittest.TestCase):
                 self.assertTrue(words.startswith(of_stub), (words, of_stub))
                 self.assertEqual(getattr(te_fl.ops, name).__name__, name)
         page = pydoc.render_doc(te_fl.ops.rmsnorm_fwd, renderer=pydoc.plaintext)
-        for part in ("rmsnorm_fwd(*, x, gamma, z, rsigma, epsilon=1e-05,", "    gamma: Tensor [H]\n", "    rsigma: Tensor [@...], written\n", "Raises:"):
+        for part in ("rmsnorm_fwd(*, x, gamma, z=None, rsigma=None, epsilon=1e-05,", "    gamma: Tensor [H]\n", "    rsigma: Tensor [@...], written\n", "Raises:"):
             self.assertIn(part, page)
 
     def test_its_names_exist(self):
         tree = ast.parse((PACKAGE / "ops.pyi").read_text())
         known = {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
         known |= {target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets}
+        known |= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        self.assertEqual(used - known - {"int", "float", "bool", "str"}, set())
+        self.assertEqual(used - known - {"int", "float", "bool", "str", "property"}, set())
         for node in tree.body:
             if isinstance(node, ast.ImportFrom) and node.module == "te_fl":
                 for alias in node.names:

@@ -23,7 +23,7 @@ import torch_oracle as oracle  # noqa: E402
 from torch_oracle import DEVICES, near, randn, randomise  # noqa: E402
 
 import te_fl  # noqa: E402
-from te_fl import _native  # noqa: E402
+from te_fl import _native, torch_tensors  # noqa: E402
 from te_fl.pytorch.autograd import call  # noqa: E402
 from te_fl.pytorch.modules import base, layers  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
@@ -501,7 +501,7 @@ class Storages(Each):
                     fails()
                 self.assertEqual(caught.exception.args, ("CUDA out of memory. Tried to allocate 1 GiB",))
         finally:
-            _native.set_empty(call.python_empty if call._node is None else call._node.empty)
+            _native.set_empty(torch_tensors.empty if call._node is None else call._node.empty)
         module(x).sum().backward()
         self.assertTrue(x.grad.isfinite().all())
 

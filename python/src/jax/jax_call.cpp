@@ -6,26 +6,17 @@
 #include <optional>
 
 #include "ops/op_defaults.hpp"
+#include "ops/quant_parts.hpp"
 #include "te_fl/tensor.hpp"
 
 namespace te_fl::jax {
 namespace {
 
-struct Part {
-  std::string_view name;
-  size_t offset;
-};
-constexpr Part kParts[] = {
-    {"columnwise_data", offsetof(te_fl_quant, columnwise_data)},
-    {"scale_inv", offsetof(te_fl_quant, scale_inv)},
-    {"columnwise_scale_inv", offsetof(te_fl_quant, columnwise_scale_inv)},
-    {"amax", offsetof(te_fl_quant, amax)},
-    {"columnwise_amax", offsetof(te_fl_quant, columnwise_amax)},
-    {"scale", offsetof(te_fl_quant, scale)},
-};
-constexpr int kColumnwiseData = 0, kScaleInv = 1, kColumnwiseScaleInv = 2;  // indices into kParts
-constexpr std::string_view kScalings[] = {"none",          "tensor", "block_1x128",
-                                          "block_128x128", "mxfp8",  "nvfp4"};
+using python::kColumnwiseData;
+using python::kColumnwiseScaleInv;
+using python::kParts;
+using python::kScaleInv;
+using python::kScalingNames;
 
 std::string quoted(std::string_view text) { return "'" + std::string(text) + "'"; }
 
@@ -221,8 +212,8 @@ Status OpCall::read_quantisation(TensorSlot& slot, std::string_view what, std::s
   te_fl_quant& quant = slot.quant;
   slot.tensor.quant = &quant;
   if (what == "scaling") {
-    for (uint32_t i = 1; i < std::size(kScalings); ++i) {
-      if (kScalings[i] == value) quant.scaling = i;
+    for (uint32_t i = 1; i < std::size(kScalingNames); ++i) {
+      if (kScalingNames[i] == value) quant.scaling = i;
     }
     if (quant.scaling != TE_FL_SCALING_NONE) return {};
   } else if (const std::optional<float> parsed = number<float>(value); parsed.has_value()) {

@@ -1,26 +1,31 @@
 // Converts the keyword arguments of a Python call into the op's argument struct.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
 #include <forward_list>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ops/communicator.hpp"
 #include "ops/function_op.hpp"
 #include "ops/manager.hpp"
 #include "ops/op_binding.hpp"
+#include "ops/quantised.hpp"
 #include "ops/quantised_rows.hpp"
 #include "ops/row_parts.hpp"
-#include "ops/storage.hpp"
 #include "py/dlpack.hpp"
 #include "py/errors.hpp"
 #include "py/exchange.hpp"
+#include "py/new_tensor.hpp"
 #include "te_fl/dtype.hpp"
 #include "te_fl/op_manager.hpp"
+#include "te_fl/status.hpp"
 
 namespace te_fl::python {
 
@@ -41,13 +46,21 @@ constexpr const char* kSavedName = "te_fl.saved";
 // Initial capacity of held_: enough for the parts of a GEMM's operands and of its result.
 constexpr size_t kHeld = 16;
 
+// How a callable of an op takes its arguments. kNamed: by keywords. kPositional: inputs may be
+// positional, and non-contiguous ones are copied first. kMatrices: tensors also become matrices,
+// see make_matrix_op().
+enum class CallForm { kNamed, kPositional, kMatrices };
+
 // The arguments of one call and the memory that they point to.
 class Arguments {
  public:
-  // matrices: see make_matrix_op().
-  explicit Arguments(const OpBinding& op, bool matrices = false)
-      : op_(op), matrices_(matrices), raw_(op.defaults), given_(op.args.size()) {
-    if (matrices) held_.reserve(kHeld);
+  explicit Arguments(const OpBinding& op, CallForm form = CallForm::kNamed)
+      : op_(op),
+        form_(form),
+        raw_(op.defaults),
+        given_(op.args.size()),
+        missing_(op.required_outputs) {
+    if (form != CallForm::kNamed) held_.reserve(kHeld);
   }
   void set(PyObject* name, PyObject* value) {
     const int at = op_.find(name);
@@ -64,6 +77,57 @@ class Arguments {
     } else {
       no_such_argument(option);
     }
+  }
+  // Sets the op's inputs in the order of the specification.
+  void set_inputs(PyObject* const* values, size_t count) {
+    if (count > op_.inputs.size()) {
+      throw_type_error(std::string(op_.schema->name) + "() takes " +
+                       std::to_string(op_.inputs.size()) + " inputs, got " + std::to_string(count));
+    }
+    for (size_t i = 0; i < count; ++i) set(op_.args[op_.inputs[i]], op_.inputs[i], values[i]);
+  }
+  // Sets a tensor without memory to its (rank, dtype), or the length of a list of tensors. Only
+  // op_.rules may read such arguments.
+  void set_form(PyObject* name, PyObject* form) {
+    const int at = op_.find(name);
+    if (at < 0) no_such_argument(text_of(name, "a keyword"));
+    const te_fl_arg_desc& desc = *op_.args[static_cast<size_t>(at)].desc;
+    if (desc.type == TE_FL_ARG_TENSOR_LIST) {
+      write(desc.count_offset, static_cast<int64_t>(PyLong_AsLongLong(form)));
+      if (PyErr_Occurred() != nullptr) throw PythonError();
+      return;
+    }
+    int rank = 0, dtype = 0;
+    if (PyArg_ParseTuple(form, "ii", &rank, &dtype) == 0) throw PythonError();
+    te_fl_tensor& t = tensors_.emplace_front();
+    t.dl.ndim = rank;
+    t.dl.dtype = to_c(static_cast<DType>(dtype));
+    write<const te_fl_tensor*>(desc.offset, &t);
+  }
+  // Allocates the outputs that the call lacks, by the library of its first tensor. Returns None if
+  // there are none, the only one, or a tuple in the order of the specification. Leaves outputs
+  // missing if that library has no functions for it (new_tensor.hpp). `by_name`: null, or a dict to
+  // which the outputs are added.
+  Ref make_outputs(PyObject* by_name) {
+    if (missing_ == 0 || model_ == nullptr || !is_framework_tensor(model_)) {
+      return Ref::share(Py_None);
+    }
+    std::vector<Ref> made;
+    for (const uint32_t i : op_.outputs) {
+      if ((missing_ >> i & 1) == 0) continue;
+      made.push_back(make_output(i));
+      if (by_name != nullptr) check(PyDict_SetItem(by_name, op_.args[i].name, made.back().get()));
+    }
+    if (made.size() == 1) return std::move(made[0]);
+    Ref all = Ref::take(PyTuple_New(static_cast<Py_ssize_t>(made.size())));
+    for (size_t i = 0; i < made.size(); ++i) {
+      check(PyTuple_SetItem(all.get(), static_cast<Py_ssize_t>(i), made[i].release()));
+    }
+    return all;
+  }
+  // Makes the call's tensors matrices. No tensor may be set afterwards.
+  void flatten() {
+    for (te_fl_tensor* t : flat_) flatten(*t);
   }
   const void* raw() const noexcept { return raw_.data(); }
   // Returns true if the call's communicator is implemented in Python. Then run() also needs the
@@ -161,8 +225,9 @@ class Arguments {
     given_[at] = true;
     switch (desc.type) {
       case TE_FL_ARG_TENSOR:
-        if (value != Py_None) write(desc.offset, tensor(value, arg));
-        return;
+        if (value == Py_None || (desc.role == TE_FL_OUT && is_request(value, at))) return;
+        missing_ &= ~(uint64_t{1} << at);
+        return write(desc.offset, tensor(value, arg));
       case TE_FL_ARG_TENSOR_LIST:
         return set_tensors(arg, value);
       case TE_FL_ARG_I64_LIST:
@@ -174,6 +239,55 @@ class Arguments {
       default:
         return set_scalar(arg, value);
     }
+  }
+
+  // Returns true if `value` requests that an output be allocated: True, or the dtype that it is to
+  // have.
+  bool is_request(PyObject* value, size_t at) {
+    const std::optional<DType> dtype = value == Py_True ? std::nullopt : dtype_of_object(value);
+    if (value != Py_True && !dtype) return false;
+    missing_ |= uint64_t{1} << at;
+    if (dtype) dtypes_.emplace_back(at, *dtype);
+    return true;
+  }
+  Ref make_output(uint32_t index) {
+    const BoundArg& arg = op_.args[index];
+    const OutputForm form = op_.rules->form(raw(), index);
+    std::optional<DType> dtype = form.dtype;
+    for (const auto& [at, requested] : dtypes_) {
+      if (at == index) dtype = requested;
+    }
+    if (form.rank < 0 || !dtype) refuse_output(arg.desc->name, form.rank < 0 ? "shape" : "dtype");
+    std::array<int64_t, kMaxRank> extents{};
+    const auto rank = static_cast<size_t>(form.rank);
+    for (size_t d = 0; d < rank; ++d) extents[d] = op_.rules->value(form.extents[d], raw());
+    const std::span<const int64_t> shape(extents.data(), rank);
+    Ref made = new_output(shape, *dtype);
+    write(arg.desc->offset, tensor(made.get(), arg));
+    return made;
+  }
+  // Throws the error of a call that lacks an output whose shape or dtype, `what`, is unknown. If
+  // the cause is a wrong input, the call without the output has the better message.
+  [[noreturn]] void refuse_output(const std::string& name, const std::string& what) {
+    flatten();
+    const CallOptions options = this->options();
+    const Status status =
+        without_lock([&] { return OpManager::instance().call(op_.id, raw(), options); });
+    if (status.to_string().find("'" + name + "'") == std::string::npos) throw_status(status);
+    throw_status(Status(StatusCode::kInvalidArgument,
+                        std::string(op_.schema->name) + ": the " + what + " of '" + name +
+                            "' does not follow from the inputs; give a tensor" +
+                            (what == "shape" ? "" : ", or the dtype")));
+  }
+  // Allocates a tensor on the device of the call's first tensor.
+  Ref new_output(std::span<const int64_t> shape, DType dtype) const {
+    const te_fl_dltensor& model = model_tensor_->dl;
+    const bool plain = model_tensor_->quant == nullptr;
+    if (!plain || dtype_index(model.dtype) != static_cast<int>(dtype))
+      return new_tensor(model_, shape, dtype);
+    const std::span extents(model.shape, static_cast<size_t>(model.ndim));
+    const bool alike = model_compact_ && std::ranges::equal(shape, extents);
+    return alike ? new_tensor_like(model_) : new_tensor(model_, shape);
   }
 
   void set_scalar(const BoundArg& arg, PyObject* value) {
@@ -234,32 +348,23 @@ class Arguments {
     return device->provider;
   }
 
+  // True if the argument lies in the memory of the device that the op runs on.
+  static bool is_placed(const te_fl_arg_desc& desc) {
+    return (desc.flags & (TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY)) == 0;
+  }
   void note(const te_fl_tensor& t, const te_fl_arg_desc& desc) {
-    const bool anywhere = (desc.flags & (TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY)) != 0;
-    if (!anywhere && !device_.has_value()) device_ = t.dl.device;
+    if (is_placed(desc) && !device_.has_value()) device_ = t.dl.device;
   }
 
   const te_fl_tensor* tensor(PyObject* value, const BoundArg& arg) {
     const te_fl_arg_desc& desc = *arg.desc;
-    if (matrices_) {
-      if (const StorageClass* kind = storage_class_of(Py_TYPE(value))) {
-        StorageView& view = views_.emplace_front();
-        read_storage(value, *kind, nullptr, desc.role != TE_FL_IN, desc.name, borrowed_, held_,
-                     view);
-        return noted(view.tensor, desc);
-      }
-      if (is_storage_target(value)) {
-        StorageView& view = views_.emplace_front();
-        read_storage_target(value, desc.role != TE_FL_IN, desc.name, borrowed_, held_, view);
-        return noted(view.tensor, desc);
-      }
-    }
-    const int quantised = PyObject_IsInstance(value, g_quantized);
-    check(quantised);
-    if (quantised != 0) return &quantised_tensor(value, desc).tensor;
+    if (is_quantised(value)) return &quantised_tensor(value, desc).tensor;
     te_fl_tensor& t = tensors_.emplace_front();
     t.dl = borrowed_.describe(value, desc.role != TE_FL_IN, desc.name);
-    if (matrices_) see_as_matrix(t, value, arg);
+    note_model(value, t, desc);
+    model_compact_ = model_compact_ || (model_tensor_ == &t && t.dl.strides == nullptr);
+    if (form_ != CallForm::kNamed) make_compact(t, value, desc);
+    if (form_ == CallForm::kMatrices && arg.is_matrix) flat_.push_back(&t);
     return noted(t, desc);
   }
   const te_fl_tensor* noted(te_fl_tensor& t, const te_fl_arg_desc& desc) {
@@ -268,13 +373,19 @@ class Arguments {
     return &t;
   }
 
+  void note_model(PyObject* object, const te_fl_tensor& t, const te_fl_arg_desc& desc) {
+    if (model_ != nullptr || desc.type != TE_FL_ARG_TENSOR || !is_placed(desc)) return;
+    model_ = object;
+    model_tensor_ = &t;
+  }
   // A non-contiguous input is copied first; an output keeps its strides.
-  void see_as_matrix(te_fl_tensor& t, PyObject* value, const BoundArg& arg) {
-    if (t.dl.strides != nullptr && arg.desc->role == TE_FL_IN) {
-      held_.push_back(Ref::take(PyObject_CallMethod(value, "contiguous", nullptr)));
-      t.dl = borrowed_.describe(held_.back().get(), false, arg.desc->name);
-    }
-    if (!arg.is_matrix || t.dl.ndim == 2 || t.dl.strides != nullptr) return;
+  void make_compact(te_fl_tensor& t, PyObject* value, const te_fl_arg_desc& desc) {
+    if (t.dl.strides == nullptr || desc.role != TE_FL_IN) return;
+    held_.push_back(Ref::take(PyObject_CallMethod(value, "contiguous", nullptr)));
+    t.dl = borrowed_.describe(held_.back().get(), false, desc.name);
+  }
+  void flatten(te_fl_tensor& t) {
+    if (t.dl.ndim == 2 || t.dl.strides != nullptr) return;
     std::array<int64_t, 2>& shape = matrix_shapes_.emplace_front(std::array<int64_t, 2>{1, 1});
     if (t.dl.ndim > 0) shape[1] = t.dl.shape[t.dl.ndim - 1];
     for (int32_t d = 0; d + 1 < t.dl.ndim; ++d) shape[0] *= t.dl.shape[d];
@@ -283,69 +394,11 @@ class Arguments {
   }
 
   QuantisedTensor& quantised_tensor(PyObject* value, const te_fl_arg_desc& desc) {
-    const bool written = desc.role != TE_FL_IN;
     QuantisedTensor& q = quantised_.emplace_front();
-    q.tensor = te_fl_tensor{};
-    q.quant = te_fl_quant{};
-    q.quant.scaling = static_cast<uint32_t>(number(value, "_scaling"));
-    q.quant.flags = static_cast<uint32_t>(number(value, "_flags"));
-    q.quant.amax_epsilon = static_cast<float>(number(value, "amax_epsilon"));
-    std::optional<te_fl_device> device;  // the device of the first part that was described
-    for (const Part& part : kParts) {
-      const Ref member = Ref::take(PyObject_GetAttrString(value, part.name));
-      if (member.get() == Py_None) continue;
-      const std::string name = std::string(desc.name) + "." + part.name;
-      const te_fl_dltensor t = borrowed_.describe(member.get(), written, name.c_str());
-      if (t.strides != nullptr) throw_invalid("'" + name + "' is not contiguous");
-      if (!device.has_value()) device = t.device;
-      check_part_device(t.device, *device, "'" + name + "'");
-      void* data = static_cast<char*>(t.data) + t.byte_offset;
-      std::memcpy(reinterpret_cast<char*>(&q.quant) + part.offset, &data, sizeof data);
-      q.part_bytes[static_cast<size_t>(&part - kParts)] = bytes_of(t);
-      if (part.offset == offsetof(te_fl_quant, columnwise_data)) describe_columnwise(q, value, t);
-    }
-    const Ref data = Ref::take(PyObject_GetAttrString(value, "data"));
-    if (data.get() != Py_None) {
-      q.tensor.dl = borrowed_.describe(data.get(), written, desc.name);
-      if (device.has_value()) {
-        check_part_device(q.tensor.dl.device, *device, "'" + std::string(desc.name) + ".data'");
-      }
-    }
-    if (q.tensor.dl.shape == nullptr && q.tensor.dl.ndim != 0) {
-      throw_invalid(std::string("'") + desc.name + "' has neither data nor columnwise_data");
-    }
-    q.tensor.quant = &q.quant;
-    q.tensor.provider = provider_of(q.tensor, desc.name);
-    note(q.tensor, desc);
+    read_quantised(value, desc.role != TE_FL_IN, desc.name, borrowed_, held_, q);
+    note_model(q.object, q.tensor, desc);
+    noted(q.tensor, desc);
     return q;
-  }
-  static int64_t bytes_of(const te_fl_dltensor& t) {
-    int64_t bits = t.dtype.bits * t.dtype.lanes;
-    for (int32_t d = 0; d < t.ndim; ++d) bits *= t.shape[d];
-    return bits / 8;
-  }
-  // Describes a tensor without row-wise data; its logical shape is the Python object's `shape`.
-  static void describe_columnwise(QuantisedTensor& q, PyObject* value,
-                                  const te_fl_dltensor& columns) {
-    const Ref shape = Ref::take(PyObject_GetAttrString(value, "shape"));
-    const Ref list = Ref::take(PySequence_List(shape.get()));
-    q.shape.resize(static_cast<size_t>(PyList_Size(list.get())));
-    for (size_t i = 0; i < q.shape.size(); ++i) {
-      q.shape[i] = PyLong_AsLongLong(PyList_GetItem(list.get(), static_cast<Py_ssize_t>(i)));
-    }
-    if (PyErr_Occurred() != nullptr) throw PythonError();
-    q.tensor.dl = columns;
-    q.tensor.dl.data = nullptr;
-    q.tensor.dl.byte_offset = 0;
-    q.tensor.dl.ndim = static_cast<int32_t>(q.shape.size());
-    q.tensor.dl.shape = q.shape.data();
-    q.tensor.dl.strides = nullptr;
-  }
-  static double number(PyObject* value, const char* name) {
-    const Ref member = Ref::take(PyObject_GetAttrString(value, name));
-    const double number = PyFloat_AsDouble(member.get());
-    if (PyErr_Occurred() != nullptr) throw PythonError();
-    return number;
   }
 
   void set_tensors(const BoundArg& arg, PyObject* value) {
@@ -374,9 +427,7 @@ class Arguments {
     const te_fl_arg_desc& desc = *arg.desc;
     held_.push_back(Ref::take(PyObject_GetAttrString(value, "tensor")));
     PyObject* const tensor = held_.back().get();
-    const int quantised = PyObject_IsInstance(tensor, g_quantized);
-    check(quantised);
-    if (quantised != 0) {
+    if (is_quantised(tensor)) {
       QuantisedRows parts(quantised_tensor(tensor, desc), desc.name);
       for_each_size(value, list, [&](int64_t size) {
         QuantisedTensor& part = quantised_.emplace_front();
@@ -387,7 +438,8 @@ class Arguments {
     }
     te_fl_tensor whole{};
     whole.dl = borrowed_.describe(tensor, desc.role != TE_FL_IN, desc.name);
-    if (matrices_) see_as_matrix(whole, tensor, arg);
+    if (form_ != CallForm::kNamed) make_compact(whole, tensor, desc);
+    if (form_ == CallForm::kMatrices && arg.is_matrix) flatten(whole);
     noted(whole, desc);
     RowParts parts(whole, desc.name);
     for_each_size(value, list, [&](int64_t size) {
@@ -463,15 +515,21 @@ class Arguments {
   }
 
   const OpBinding& op_;
-  const bool matrices_;
+  const CallForm form_;
   std::vector<std::byte> raw_;
   std::vector<bool> given_;
+  uint64_t missing_;  // the set of outputs that make_outputs() allocates, by index in op_.args
+  std::vector<std::pair<size_t, DType>> dtypes_;  // the dtypes that the call has requested
+  // The first tensor of the call, or the first part of a quantised one, borrowed; null: none yet.
+  PyObject* model_ = nullptr;
+  const te_fl_tensor* model_tensor_ = nullptr;
+  bool model_compact_ = false;  // true if it is plain and compact
   Borrowed borrowed_;
   std::vector<Ref> held_;  // objects that borrowed_ describes; this may be their only reference
   std::forward_list<te_fl_tensor> tensors_;  // a list, so addresses of its elements stay valid
   std::forward_list<QuantisedTensor> quantised_;
-  std::forward_list<StorageView> views_;
   std::forward_list<std::array<int64_t, 2>> matrix_shapes_;
+  std::vector<te_fl_tensor*> flat_;  // the tensors that flatten() makes matrices
   std::forward_list<std::vector<const te_fl_tensor*>> lists_;
   std::forward_list<std::vector<int64_t>> part_shapes_;
   std::forward_list<std::vector<int64_t>> integers_;

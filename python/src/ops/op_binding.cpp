@@ -22,11 +22,21 @@ bool is_matrix(const te_fl_arg_desc& arg) {
 
 std::unique_ptr<OpBinding> make_binding(OpId id) {
   const te_fl_op_schema* schema = OpManager::instance().registry().schema(id);
-  auto binding = std::make_unique<OpBinding>(OpBinding{id, schema, {}, default_arguments(*schema)});
+  auto binding = std::make_unique<OpBinding>();
+  binding->id = id;
+  binding->schema = schema;
+  binding->defaults = default_arguments(*schema);
+  binding->rules = value_of(OutputRules::compile(*schema));
   for (uint32_t i = 0; i < schema->arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema->args[i];
     PyObject* name = Ref::take(PyUnicode_InternFromString(arg.name)).release();
     binding->args.push_back({&arg, name, words_of(arg.enum_names), is_matrix(arg)});
+    if (arg.role == TE_FL_IN) binding->inputs.push_back(i);
+    const bool allocated = arg.role == TE_FL_OUT && arg.type == TE_FL_ARG_TENSOR &&
+                           (arg.flags & (TE_FL_ARG_HOST | TE_FL_ARG_QUANT_ONLY)) == 0;
+    if (!allocated) continue;
+    binding->outputs.push_back(i);
+    if ((arg.flags & TE_FL_ARG_OPTIONAL) == 0) binding->required_outputs |= uint64_t{1} << i;
   }
   return binding;
 }

@@ -1,6 +1,8 @@
 #include "ops/op_call.hpp"
 
+#include <algorithm>
 #include <map>
+#include <span>
 
 #include "ops/arguments.hpp"
 #include "ops/communicator.hpp"
@@ -8,7 +10,6 @@
 #include "ops/manager.hpp"
 #include "ops/op_binding.hpp"
 #include "ops/policy.hpp"
-#include "ops/storage.hpp"
 #include "py/dlpack.hpp"
 #include "py/errors.hpp"
 #include "py/exchange.hpp"
@@ -26,35 +27,40 @@ const OpBinding& binding_of(PyObject* self) {
   return *op;
 }
 
-template <bool kMatrices>
+template <CallForm kForm>
 PyObject* run_op(PyObject* self, PyObject* const* args, Py_ssize_t count,
                  PyObject* names) noexcept {
   return guarded([&]() -> Ref {
     const OpBinding& op = binding_of(self);
-    if (count != 0) {
+    Arguments arguments(op, kForm);
+    if (kForm != CallForm::kNamed) {
+      arguments.set_inputs(args, static_cast<size_t>(count));
+    } else if (count != 0) {
       throw_type_error(std::string(op.schema->name) + "() takes keyword arguments only");
     }
-    Arguments arguments(op, kMatrices);
     const Py_ssize_t keywords = names != nullptr ? PyTuple_Size(names) : 0;
-    for (Py_ssize_t i = 0; i < keywords; ++i) arguments.set(PyTuple_GetItem(names, i), args[i]);
+    for (Py_ssize_t i = 0; i < keywords; ++i) {
+      arguments.set(PyTuple_GetItem(names, i), args[count + i]);
+    }
     const DeterministicScope deterministic;
     Ref by_name;
     if (arguments.is_served()) {
       by_name = Ref::take(PyDict_New());
       for (Py_ssize_t i = 0; i < keywords; ++i)
-        check(PyDict_SetItem(by_name.get(), PyTuple_GetItem(names, i), args[i]));
+        check(PyDict_SetItem(by_name.get(), PyTuple_GetItem(names, i), args[count + i]));
     }
+    Ref made = arguments.make_outputs(by_name.get());
+    arguments.flatten();
     arguments.run(nullptr, by_name.get());
-    return Ref::share(Py_None);
+    return made;
   });
 }
 
-const PyMethodDef kRun = {"op",
-                          reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_op<false>)),
-                          METH_FASTCALL | METH_KEYWORDS, "Runs an op of te-fl."};
-const PyMethodDef kRunMatrices = {
-    "op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_op<true>)),
-    METH_FASTCALL | METH_KEYWORDS, "Runs an op of te-fl on matrices."};
+template <CallForm kForm>
+PyMethodDef method() {
+  return {"op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_op<kForm>)),
+          METH_FASTCALL | METH_KEYWORDS, "Runs an op of te-fl."};
+}
 
 PyObject* run_function_op(PyObject* self, PyObject* positional, PyObject* keywords) noexcept {
   return guarded([&] {
@@ -77,7 +83,7 @@ MethodOfOp& method_of(const OpBinding& op) {
   static auto* methods = new std::map<const OpBinding*, MethodOfOp>();
   const auto [at, added] = methods->try_emplace(&op);
   if (added) {
-    at->second.definition = is_function_op(*op.schema) ? kRunFunction : kRun;
+    at->second.definition = is_function_op(*op.schema) ? kRunFunction : method<CallForm::kNamed>();
     at->second.definition.ml_name = op.schema->name;
   }
   return at->second;
@@ -191,15 +197,24 @@ PyObject* make_op(PyObject*, PyObject* args) noexcept {
   });
 }
 
-PyObject* make_matrix_op(PyObject*, PyObject* name) noexcept {
+template <CallForm kForm>
+PyObject* make_op_of_form(PyObject* name) noexcept {
   return guarded([&] {
     const OpBinding& op = bind(name);
     static auto* methods = new std::map<const OpBinding*, PyMethodDef>();
-    const auto [at, added] = methods->try_emplace(&op, kRunMatrices);
+    const auto [at, added] = methods->try_emplace(&op, method<kForm>());
     if (added) at->second.ml_name = op.schema->name;
     const Ref self = Ref::take(PyCapsule_New(const_cast<OpBinding*>(&op), kOpName, nullptr));
     return Ref::take(PyCFunction_NewEx(&at->second, self.get(), nullptr));
   });
+}
+
+PyObject* make_positional_op(PyObject*, PyObject* name) noexcept {
+  return make_op_of_form<CallForm::kPositional>(name);
+}
+
+PyObject* make_matrix_op(PyObject*, PyObject* name) noexcept {
+  return make_op_of_form<CallForm::kMatrices>(name);
 }
 
 PyObject* quantized_class() noexcept { return g_quantized; }
@@ -263,6 +278,40 @@ PyObject* explain(PyObject*, PyObject* args) noexcept {
   });
 }
 
+PyObject* output(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *name = nullptr, *tensors = nullptr, *scalars = nullptr, *wanted = nullptr;
+    if (PyArg_ParseTuple(args, "OO!O!O", &name, &PyDict_Type, &tensors, &PyDict_Type, &scalars,
+                         &wanted) == 0)
+      throw PythonError();
+    const OpBinding& op = bind(name);
+    const int index = op.find(wanted);
+    if (index < 0) throw_invalid(std::string(op.schema->name) + " has no such output");
+    Arguments arguments(op);
+    PyObject *key = nullptr, *value = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(tensors, &at, &key, &value) != 0;)
+      arguments.set_form(key, value);
+    for (Py_ssize_t at = 0; PyDict_Next(scalars, &at, &key, &value) != 0;)
+      arguments.set(key, value);
+    const OutputForm form = op.rules->form(arguments.raw(), static_cast<uint32_t>(index));
+    Ref extents = Ref::share(Py_None);
+    if (form.rank >= 0) {
+      extents = list_of(std::span(form.extents.data(), static_cast<size_t>(form.rank)),
+                        [&](const OutputExtent& e) {
+                          PyObject* const of =
+                              e.arg < 0 ? Py_None : op.args[static_cast<size_t>(e.arg)].name;
+                          return Ref::take(Py_BuildValue(
+                              "(OiiLLLL)", of, e.first, e.count, static_cast<long long>(e.less),
+                              static_cast<long long>(e.divisor), static_cast<long long>(e.factor),
+                              static_cast<long long>(e.more)));
+                        });
+    }
+    const Ref dtype =
+        form.dtype ? to_python(static_cast<int64_t>(*form.dtype)) : Ref::share(Py_None);
+    return Ref::take(PyTuple_Pack(2, extents.get(), dtype.get()));
+  });
+}
+
 PyObject* schema(PyObject*, PyObject* name) noexcept {
   return guarded([&] {
     const OpBinding& op = bind(name);
@@ -272,6 +321,7 @@ PyObject* schema(PyObject*, PyObject* name) noexcept {
     put(dict, "summary", text(op.schema->summary));
     put(dict, "formula", text(op.schema->formula));
     put(dict, "rules", text(op.schema->rules));
+    put(dict, "gradient", text(op.schema->gradient));
     put(dict, "random", to_python((op.schema->flags & TE_FL_SCHEMA_USES_RNG) != 0));
     const std::vector<BoundArg> none;
     put(dict, "args",
@@ -282,6 +332,8 @@ PyObject* schema(PyObject*, PyObject* name) noexcept {
           put(one, "role", to_python(int64_t{arg.desc->role}));
           put(one, "shape", text(arg.desc->shape));
           put(one, "optional", to_python((arg.desc->flags & TE_FL_ARG_OPTIONAL) != 0));
+          const auto index = static_cast<uint32_t>(&arg - op.args.data());
+          put(one, "allocated", to_python(std::ranges::count(op.outputs, index) != 0));
           put(one, "default", default_of(op, *arg.desc));
           put(one, "later", to_python((arg.desc->flags & TE_FL_ARG_LATER) != 0));
           put(one, "same_as", text(arg.desc->same_as));

@@ -4,39 +4,16 @@
 #pragma once
 
 #include <array>
-#include <cstddef>
 #include <cstdint>
 #include <string>
-#include <vector>
 
+#include "ops/quantised.hpp"
 #include "py/errors.hpp"
 #include "te_fl/dtype.hpp"
 #include "te_fl/status.hpp"
 #include "te_fl/tensor.hpp"
 
 namespace te_fl::python {
-
-// The members of te_fl_quant and their attribute names in te_fl.Quantized.
-struct Part {
-  const char* name;
-  size_t offset;
-};
-constexpr Part kParts[] = {
-    {"columnwise_data", offsetof(te_fl_quant, columnwise_data)},
-    {"scale_inv", offsetof(te_fl_quant, scale_inv)},
-    {"columnwise_scale_inv", offsetof(te_fl_quant, columnwise_scale_inv)},
-    {"amax", offsetof(te_fl_quant, amax)},
-    {"columnwise_amax", offsetof(te_fl_quant, columnwise_amax)},
-    {"scale", offsetof(te_fl_quant, scale)},
-};
-
-// A te_fl.Quantized converted for an op. `tensor` points to the other members, so do not copy.
-struct QuantisedTensor {
-  te_fl_tensor tensor;
-  te_fl_quant quant;
-  std::vector<int64_t> shape;
-  std::array<int64_t, std::size(kParts)> part_bytes{};  // size in bytes of each part's memory
-};
 
 // Iterates over the row slices of a quantised matrix. All functions throw te_fl.InvalidArgument,
 // naming the argument `name`.
@@ -64,7 +41,7 @@ class QuantisedRows {
     if (part.tensor.dl.data != nullptr) {
       part.tensor.dl.byte_offset += static_cast<uint64_t>(begin_ * cols);
     }
-    const std::array<int64_t, std::size(kParts)> bytes = {
+    const std::array<int64_t, kPartCount> bytes = {
         size * cols, scale_bytes(false, size, cols), scale_bytes(true, size, cols), 4, 4, 4};
     for (size_t i = 0; i < bytes.size(); ++i) {
       char** const at =
@@ -100,7 +77,7 @@ class QuantisedRows {
   const QuantisedTensor& whole_;
   const char* name_;
   int64_t begin_ = 0;
-  std::array<int64_t, std::size(kParts)> used_{};
+  std::array<int64_t, kPartCount> used_{};
 };
 
 }  // namespace te_fl::python

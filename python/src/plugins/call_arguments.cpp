@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "ops/op_call.hpp"
+#include "ops/quant_parts.hpp"
 #include "te_fl/backend.hpp"
 #include "te_fl/dtype.hpp"
 #include "te_fl/tensor.hpp"
@@ -152,11 +153,6 @@ class Handing {
     if (!known.ok()) backend::unsupported(known.status().message());
     return *known;
   }
-
-  // The names in te_fl.tensors.SCALINGS, in the same order.
-  static constexpr const char* kScalingNames[] = {"none",          "tensor", "block_1x128",
-                                                  "block_128x128", "mxfp8",  "nvfp4"};
-  static_assert(std::size(kScalingNames) == TE_FL_SCALING_COUNT);
 
   const OpBinding& op_;
   const std::byte* args_;

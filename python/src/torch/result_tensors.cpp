@@ -8,13 +8,12 @@
 #include "py/errors.hpp"
 #include "py/framework_tensor.hpp"
 #include "py/interpreter.hpp"
+#include "py/new_tensor.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
 
 namespace te_fl::python {
 namespace {
-
-PyObject* g_empty = nullptr;  // the function that set_empty() took; never freed
 
 int64_t count_of(std::span<const int64_t> shape) {
   int64_t count = 1;
@@ -75,16 +74,13 @@ const ResultTensors::Expected* ResultTensors::expected_for(std::span<const int64
 
 Result<std::shared_ptr<void>> ResultTensors::make(std::span<const int64_t> shape, DType dtype,
                                                   const Device& device) {
-  if (g_empty == nullptr || device != device_) return std::shared_ptr<void>();
+  if (!has_empty() || device != device_) return std::shared_ptr<void>();
   const Expected* const expected = expected_for(shape, dtype);
   if (expected == nullptr) return std::shared_ptr<void>();
   const InterpreterLock lock;
   if (!lock.held()) return std::shared_ptr<void>();
   try {
-    const Ref extents = tuple_of({expected->shape.data(), expected->shape.size()});
-    const Ref code = to_python(static_cast<int64_t>(dtype));
-    Ref object =
-        Ref::take(PyObject_CallFunctionObjArgs(g_empty, like_, extents.get(), code.get(), nullptr));
+    Ref object = new_tensor(like_, {expected->shape.data(), expected->shape.size()}, dtype);
     void* const first = memory_of(object.get(), "a result");
     std::shared_ptr<void> memory(first, [kept = object.get()](void*) {
       const InterpreterLock last;
@@ -125,7 +121,7 @@ Ref ResultTensors::take(Tensor result, PyObject* exchanged) {
   const bool permitted = std::ranges::any_of(permitted_, [&](const auto& memory) {
     return memory.first <= result.raw_data() && result.raw_data() < memory.second;
   });
-  if (g_empty != nullptr && result.numel() > 0 && !permitted) {
+  if (has_empty() && result.numel() > 0 && !permitted) {
     const std::string text =
         "a layer's result " + result.describe() +
         " was not made by the framework, so record_stream() does not hold for it";
@@ -141,15 +137,6 @@ std::weak_ptr<void> ResultTensors::kept(const void* data) const {
     if (made.memory.lock().get() == data && data != nullptr) return made.memory;
   }
   return {};
-}
-
-PyObject* set_empty(PyObject*, PyObject* function) noexcept {
-  return guarded([&] {
-    Py_INCREF(function);
-    std::swap(g_empty, function);
-    Py_XDECREF(function);
-    return Ref::share(Py_None);
-  });
 }
 
 }  // namespace te_fl::python

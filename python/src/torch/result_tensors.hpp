@@ -67,8 +67,4 @@ class ResultScope {
   ResultMemory memory_;
 };
 
-// set_empty(function): registers function(like, shape, dtype) -> a new tensor on the device of
-// `like`. shape: a tuple; dtype: an index in te_fl.tensors.DTYPES.
-PyObject* set_empty(PyObject*, PyObject* function) noexcept;
-
 }  // namespace te_fl::python

@@ -7,22 +7,27 @@ from typing import Any, Callable
 
 import jax
 
+from te_fl import specification
 from te_fl.errors import Unsupported
 
+# The ops that a function of te_fl.jax runs, without their backward ops.
 _FUNCTIONS = {
-    "activation.activation": "gelu silu relu qgelu srelu geglu swiglu reglu qgeglu sreglu glu clamped_swiglu dgelu dsilu drelu dqgelu dsrelu dgeglu "
-                             "dswiglu dreglu dqgeglu dsreglu dglu clamped_dswiglu",
-    "attention.fused_attn": "fused_attn_fwd fused_attn_bwd",
+    "activation.activation": "gelu silu relu qgelu srelu geglu swiglu reglu qgeglu sreglu glu clamped_swiglu",
+    "attention.fused_attn": "fused_attn_fwd",
     "dense.dense": "generic_gemm quantize",
-    "layernorm.layernorm": "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd",
-    "rope.rotary_pos_emb": "fused_rope_forward fused_rope_backward",
-    "softmax.softmax": "scaled_softmax_forward scaled_softmax_backward scaled_masked_softmax_forward scaled_masked_softmax_backward "
-                       "scaled_upper_triang_masked_softmax_forward scaled_upper_triang_masked_softmax_backward",
+    "layernorm.layernorm": "layernorm_fwd rmsnorm_fwd",
+    "rope.rotary_pos_emb": "fused_rope_forward",
+    "softmax.softmax": "scaled_softmax_forward scaled_masked_softmax_forward scaled_upper_triang_masked_softmax_forward",
 }
 
 
+def _runs(forward: str, op: str) -> bool:
+    rule = specification.gradient(forward)
+    return op == forward or rule is not None and op == rule.op
+
+
 def _refuse(op: str) -> None:
-    function = next((name for name, ops in _FUNCTIONS.items() if op in ops.split()), None)
+    function = next((name for name, ops in _FUNCTIONS.items() if any(_runs(forward, op) for forward in ops.split())), None)
     if function is None:
         raise Unsupported(f"te_fl.jax: the op {op} has no derivative, and no function of te_fl.jax has one of it; make one of te_fl.jax.ops.{op} and the op "
                           "of its gradient (docs/ops.md) with jax.custom_vjp, or compute this part in jax.numpy")

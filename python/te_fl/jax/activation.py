@@ -47,19 +47,18 @@ def canonicalize_params(names: Tuple[str, ...], params: Optional[Mapping]) -> Tu
 
 def forward(x, names, params, output=None):
     """x [.., H], or gated [.., 2, H]; returns [.., H], in the form given by `output`."""
-    rows = x.ndim - len(names)
-    shape = (*x.shape[:rows], x.shape[-1])
+    shape = (*x.shape[:x.ndim - len(names)], x.shape[-1])
     output = jax.ShapeDtypeStruct(shape, x.dtype) if output is None else output.of_shape(shape)
-    return ops.run(_OPS[names], {"input": (rows, len(names)), "output": (rows, 1)}, input=x, output=output, **dict(params))
+    return ops.run(_OPS[names], _spread(x, names), input=x, output=output, **dict(params))
+
+
+def _spread(x, names):
+    rows = x.ndim - len(names)
+    return {"input": (rows, len(names)), "output": (rows, 1)}
 
 
 def backward(grad, x, names, params):
-    name = _OPS[names]
-    op = "clamped_dswiglu" if name == "clamped_swiglu" else "d" + name
-    rows = x.ndim - len(names)
-    like_x = (rows, len(names))
-    spread = {"grad": (rows, 1), "input": like_x, "output": like_x}
-    return ops.run(op, spread, grad=grad, input=x, output=jax.ShapeDtypeStruct(x.shape, x.dtype), **dict(params))
+    return ops.backward(_OPS[names], _spread(x, names), {"input": x}, {"output": grad}, **dict(params))["input"]
 
 
 def activation(x: jax.Array, activation_type: Sequence[str], quantizer=None, act_params: Optional[Mapping] = None) -> jax.Array:

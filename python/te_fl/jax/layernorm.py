@@ -30,32 +30,25 @@ def check_beta(norm_type: str, beta: Optional[jax.Array], zero_centered_gamma: b
 
 def _spread(x):
     rows = x.ndim - 1
-    return {**{name: (rows, 1) for name in ("x", "z", "dz", "dx")}, "mu": (rows, 0), "rsigma": (rows, 0)}
+    return {**{name: (rows, 1) for name in ("x", "z")}, "mu": (rows, 0), "rsigma": (rows, 0)}
 
 
 def forward(x, gamma, beta, norm_type, zero_centered_gamma, epsilon, z=True):
-    """Returns the normalised x [.., H], in the form given by `z`, and the statistics that the backward reads: mu, rsigma [..]."""
+    """Returns the normalised x [.., H], in the form given by `z`, and the statistics that the backward reads, by name: mu, rsigma [..]."""
     scalars = {"epsilon": float(epsilon), "zero_centered_gamma": bool(zero_centered_gamma)}
     of_rows = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
     if norm_type == "layernorm":
         result, mu, rsigma = ops.run("layernorm_fwd", _spread(x), x=x, gamma=gamma, beta=beta, z=z, mu=of_rows, rsigma=of_rows, **scalars)
-        return result, (mu, rsigma)
+        return result, {"mu": mu, "rsigma": rsigma}
     result, rsigma = ops.run("rmsnorm_fwd", _spread(x), x=x, gamma=gamma, z=z, rsigma=of_rows, **scalars)
-    return result, (rsigma,)
+    return result, {"rsigma": rsigma}
 
 
 def backward(dz, x, gamma, beta, saved, norm_type, zero_centered_gamma):
     """Returns dx, dgamma, dbeta (None without beta)."""
-    like_gamma = jax.ShapeDtypeStruct(gamma.shape, gamma.dtype)
-    like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    if norm_type == "layernorm":
-        dbeta = False if beta is None else jax.ShapeDtypeStruct(beta.shape, beta.dtype)
-        made = ops.run("layernorm_bwd", _spread(x), dz=dz, x=x, mu=saved[0], rsigma=saved[1], gamma=gamma, dx=like_x, dgamma=like_gamma, dbeta=dbeta,
-                       zero_centered_gamma=bool(zero_centered_gamma))
-        return made if beta is not None else (*made, None)
-    dx, dgamma = ops.run("rmsnorm_bwd", _spread(x), dz=dz, x=x, rsigma=saved[0], gamma=gamma, dx=like_x, dgamma=like_gamma,
-                         zero_centered_gamma=bool(zero_centered_gamma))
-    return dx, dgamma, None
+    made = ops.backward(f"{norm_type}_fwd", _spread(x), {"x": x, "gamma": gamma, "beta": beta, **saved}, {"z": dz},
+                        zero_centered_gamma=bool(zero_centered_gamma))
+    return made["x"], made["gamma"], made.get("beta")
 
 
 def layernorm(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], norm_type: str, zero_centered_gamma: bool = False,

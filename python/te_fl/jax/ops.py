@@ -10,25 +10,23 @@ Random numbers: rng=uint32[4], see te_fl.jax.quantize.random_state.
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Tuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_fl import _native
+from te_fl import _native, errors, specification
 from te_fl.errors import InvalidArgument
 from te_fl.jax._call import call
 from te_fl.jax._partition import Spread
-from te_fl.jax._shape_rule import terms
 from te_fl.jax._tensors import Quantized, QuantizedOutput
 
 _DTYPES = (jnp.float64, jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn, jnp.float8_e8m0fnu,
            jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64, jnp.bool_)
 _TENSOR, _LIST, _SAVED, _COMMUNICATOR = 0, 1, 8, 10
 _IN, _OUT, _INOUT = 0, 1, 2
-_HIGH = (jnp.float32, jnp.float16, jnp.bfloat16)
+_CODES = {jnp.dtype(dtype): code for code, dtype in enumerate(_DTYPES)}
 
 
 @functools.cache
@@ -39,71 +37,20 @@ def _schema(op: str) -> dict:
     return found
 
 
-class _Extents:
-    """The extents denoted by the letters of shape rules, derived from the inputs."""
-
-    def __init__(self, op: str, scalars: Dict[str, Any]):
-        self.op, self.scalars, self.known, self.leading = op, scalars, {}, None
-
-    def learn(self, rule: str, shape: Tuple[int, ...]) -> None:
-        words = terms(self.op, rule, self.scalars)
-        if "..." in words:
-            count = len(shape) - len(words) + 1
-            if count < 0:
-                return
-            self.leading = shape[:count] if self.leading is None else self.leading
-            words, shape = words[words.index("...") + 1:], shape[count:]
-        if len(words) == len(shape):
-            for word, extent in zip(words, shape):
-                if word.isalpha():
-                    self.known.setdefault(word, extent)
-                elif word.startswith("2*"):
-                    self.known.setdefault(word[2:], extent // 2)
-
-    def shape(self, rule: str) -> Optional[Tuple[int, ...]]:
-        found: Tuple[int, ...] = ()
-        for word in terms(self.op, rule, self.scalars):
-            if word == "..." and self.leading is not None:
-                found += self.leading
-            elif word.startswith("@...") and self.leading is not None:
-                found += (-(-math.prod(self.leading) // int(word[5:] or 1)),)  # "@.../8": division that rounds up
-            elif word in self.known:
-                found += (self.known[word],)
-            elif word.startswith("2*") and word[2:] in self.known:
-                found += (2 * self.known[word[2:]],)
-            elif word.isdigit():
-                found += (int(word),)
-            else:
-                return None
-        return found
-
-
-def _dtype_of(arg: dict, arguments: Dict[str, Any]) -> Optional[Any]:
-    if arg["same_as"] and arguments.get(arg["same_as"]) is not None:
-        return arguments[arg["same_as"]].dtype
-    allowed = [t for i, t in enumerate(_DTYPES) if arg["dtypes"] >> i & 1]
-    if len(allowed) == 1:
-        return allowed[0]
-    for value in arguments.values():  # the result is the dtype of the first high-precision argument
-        if isinstance(value, jax.Array) and value.dtype in allowed and value.dtype in _HIGH:
-            return value.dtype
-    return None
-
-
-def _output(op: str, arg: dict, operand: Any, extents: _Extents, arguments: Dict[str, Any]) -> Any:
-    """The ShapeDtypeStruct or QuantizedOutput of an output; None: the output is not requested."""
+def _output(op: str, arg: dict, operand: Any, known: tuple) -> Any:
+    """The ShapeDtypeStruct or QuantizedOutput of an output; None: the output is not requested. known: the call, as specification.output() takes it."""
     if operand is None or operand is False:
         if arg["optional"] or operand is False:
             return None
         operand = True
     if isinstance(operand, jax.ShapeDtypeStruct):
         return operand
-    shape = extents.shape(arg["shape"])
+    shape, code = specification.output(op, arg["name"], *known)
     if isinstance(operand, QuantizedOutput):
         if operand.shape is None and shape is None:
             raise InvalidArgument(f"{op}: the shape of '{arg['name']}' does not follow from the inputs: give QuantizedOutput(shape=..)")
         return operand if operand.shape is not None else operand.of_shape(shape)
-    dtype = _dtype_of(arg, arguments) if operand is True else jnp.dtype(operand)
+    dtype = jnp.dtype(operand) if operand is not True else None if code is None else _DTYPES[code]
     if shape is None or dtype is None:
         raise InvalidArgument(f"{op}: the {'shape' if shape is None else 'dtype'} of '{arg['name']}' does not follow from the inputs: "
                          f"give {arg['name']}=jax.ShapeDtypeStruct(shape, dtype)")
@@ -211,7 +158,9 @@ def run(op: str, spread: Spread, prepare: Mapping[str, Callable] = {}, **argumen
     schema = _schema(op)
     scalars, tensors = _given(op, schema, arguments)
     made = _Call(op)
-    extents = _Extents(op, scalars)
+    shapes: Dict[str, tuple] = {}
+    dtypes: Dict[str, int] = {}
+    counts: Dict[str, int] = {}
     outputs: List[str] = []
     wanted: Dict[str, Any] = {}
     lists: Dict[str, List[Tuple[str, Any]]] = {}
@@ -220,18 +169,19 @@ def run(op: str, spread: Spread, prepare: Mapping[str, Callable] = {}, **argumen
         if arg["type"] == _LIST:
             lists.update(_list(op, schema, arg, made, tensors))
             if arg["role"] == _IN:
-                extents.known["#" + arg["name"]] = len(tensors.get(arg["name"]) or ())
+                counts[arg["name"]] = len(value or ())
         elif arg["type"] == _TENSOR and (arg["role"] == _IN or isinstance(value, (jax.Array, np.ndarray, Quantized))):
             if value is None:
                 if not arg["optional"]:
                     raise TypeError(f"{op}() needs '{arg['name']}'; {_names(op, schema)}")
                 continue
             made.read(arg, arg["name"], value, arg["role"] != _IN)
-            extents.learn(arg["shape"], made.operands[-1][1].shape if not isinstance(value, Quantized) else value.shape)
+            array = value if isinstance(value, Quantized) else made.operands[-1][1]
+            shapes[arg["name"]], dtypes[arg["name"]] = array.shape, _CODES[jnp.dtype(array.dtype)]
             outputs += [arg["name"]] if arg["role"] != _IN else []
     for arg in schema["args"]:
         if arg["type"] == _TENSOR and arg["role"] != _IN and arg["name"] not in outputs:
-            wanted[arg["name"]] = _output(op, arg, tensors.get(arg["name"]), extents, tensors)
+            wanted[arg["name"]] = _output(op, arg, tensors.get(arg["name"]), (shapes, dtypes, scalars, counts))
             if wanted[arg["name"]] is not None:
                 made.write(arg["name"], wanted[arg["name"]])
                 outputs.append(arg["name"])
@@ -246,6 +196,24 @@ def run(op: str, spread: Spread, prepare: Mapping[str, Callable] = {}, **argumen
     found = [[value_of(*one) for one in lists[name]] if name in lists else value_of(name, wanted.get(name))
              for name in sorted([*outputs, *lists], key=order.index)]
     return found[0] if len(found) == 1 else tuple(found)
+
+
+def backward(op: str, spread: Spread, kept: Mapping[str, Any], grads: Mapping[str, jax.Array], **scalars: Any) -> Dict[str, jax.Array]:
+    """Runs the backward op that the specification names for `op`. Returns the gradients of the op's inputs, by name.
+
+    spread: that of the forward op. kept: arrays of the forward that the backward op reads, and the inputs that are to have a gradient, by name; None
+    for an array that the call did not have. grads: the gradients of outputs, by name.
+    """
+    rule = specification.gradient(op)
+    arguments: Dict[str, Any] = {theirs: grads[ours] for theirs, ours in rule.grads.items() if ours in grads}
+    arguments.update((theirs, kept[ours]) for theirs, ours in rule.saved.items() if kept.get(ours) is not None)
+    optional = {arg["name"] for arg in _schema(rule.op)["args"] if arg["optional"]}
+    wanted = {theirs: ours for theirs, ours in rule.results.items() if kept.get(ours) is not None or theirs not in optional}
+    arguments.update((theirs, jax.ShapeDtypeStruct(kept[ours].shape, kept[ours].dtype)) for theirs, ours in wanted.items() if kept.get(ours) is not None)
+    places = {theirs: spread[ours] for part in rule[1:] for theirs, ours in part.items() if ours in spread}
+    made = run(rule.op, places, **arguments, **scalars)
+    written = [arg["name"] for arg in _schema(rule.op)["args"] if arg["name"] in wanted]
+    return {wanted[theirs]: value for theirs, value in zip(written, made if len(written) > 1 else (made,))}
 
 
 def __getattr__(name: str):

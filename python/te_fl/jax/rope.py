@@ -38,7 +38,8 @@ _rope = jax.custom_vjp(_forward, nondiff_argnums=(2, 3))
 
 def _rope_bwd(layout, interleaved, kept, grad):
     freqs, lies = kept
-    return lies.put((ops.fused_rope_backward(input=grad, freqs=freqs, layout=layout, interleaved=interleaved), jnp.zeros_like(freqs)))
+    grads = ops.backward("fused_rope_forward", {}, {"freqs": freqs}, {"output": grad}, layout=layout, interleaved=interleaved)
+    return lies.put((grads["input"], jnp.zeros_like(freqs)))
 
 
 _rope.defvjp(lambda x, freqs, layout, interleaved: (_forward(x, freqs, layout, interleaved), (freqs, Layout.of((x, freqs)))), _rope_bwd)

@@ -61,7 +61,8 @@ def _softmax_bwd(scale, kind, kept, grad):
     result, mask = kept
     dmask = None if mask is None else jnp.zeros(mask.shape, jax.dtypes.float0)
     # The gradient depends only on the probabilities, which are zero where masked.
-    (dlogits,) = Layout.of((result,)).put((ops.scaled_softmax_backward(output_grad=grad, softmax_results=result, scale=scale),))
+    grads = ops.backward("scaled_softmax_forward", {}, {"output": result}, {"output": grad}, scale=scale)
+    (dlogits,) = Layout.of((result,)).put((grads["input"],))
     return dlogits, dmask
 
 

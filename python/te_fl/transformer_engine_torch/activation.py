@@ -14,34 +14,30 @@ _PLAIN, _GATED = "gelu qgelu relu srelu silu", "geglu qgeglu reglu sreglu swiglu
 _WITH_BIAS = "gelu silu relu qgelu srelu"
 
 
-def apply(op: Callable, inputs: dict, quantizer: Any, shape: Any, dtype: torch.dtype, device: Any, **options: Any) -> Any:
-    """Returns the op's result in a new tensor, quantised if a quantizer is given."""
+def apply(op: Callable, inputs: tuple, quantizer: Any, shape: Any, **options: Any) -> Any:
+    """Returns the op's result in a new tensor, quantised if a quantizer is given. shape: the result's. Its dtype is that of the last input."""
     if quantizer is None:
-        out = torch.empty(shape, dtype=dtype, device=device)
-        if out.numel():
-            op(**inputs, output=out, **options)
-        return out
-    scheme = schemes.of_quantizer(quantizer)
+        made = op(*inputs, **options)
+        return made if made.shape == shape else made.view(shape)
+    scheme, dtype, device = schemes.of_quantizer(quantizer), inputs[-1].dtype, inputs[-1].device
     out = scheme.create(quantizer, shape, dtype, device)
-    if scheme.is_fused(quantizer) and torch.Size(shape).numel():
-        op(**inputs, output=scheme.target(quantizer, out), **options)
-        return out
-    values = torch.empty(shape, dtype=dtype, device=device)
-    if values.numel():
-        op(**inputs, output=values, **options)
-    return quantize_into(values, quantizer, out)
+    if not scheme.is_fused(quantizer):
+        return quantize_into(op(*inputs, **options), quantizer, out)
+    if torch.Size(shape).numel():
+        op(*inputs, output=scheme.target(quantizer, out), **options)
+    return out
 
 
 def _forward(op: Callable, gated: bool) -> Callable:
     def activation(input: torch.Tensor, quantizer: Any) -> Any:
-        return apply(op, {"input": input}, quantizer, (*input.shape[:-1], input.shape[-1] // (2 if gated else 1)), input.dtype, input.device)
+        return apply(op, (input,), quantizer, (*input.shape[:-1], input.shape[-1] // 2) if gated else input.shape)
 
     return activation
 
 
 def _backward(op: Callable) -> Callable:
     def gradient(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-        return apply(op, {"grad": grad, "input": fwd_input}, quantizer, fwd_input.shape, fwd_input.dtype, fwd_input.device)
+        return apply(op, (grad, fwd_input), quantizer, fwd_input.shape)
 
     return gradient
 
@@ -54,9 +50,7 @@ def _backward_with_bias(op: Callable, plain: Callable) -> Callable:
             # Transformer Engine rounds the gradient to its dtype first, and computes the bias gradient from the rounded values.
             return bgrad_quantize(_backward(plain)(grad, fwd_input, None), quantizer)
         out = scheme.create(quantizer, fwd_input.shape, grad.dtype, fwd_input.device)
-        dbias = torch.empty(fwd_input.shape[-1], dtype=grad.dtype, device=fwd_input.device)
-        op(grad=grad, input=fwd_input, output=scheme.target(quantizer, out), dbias=dbias)
-        return [dbias, out]
+        return [op(grad, fwd_input, output=scheme.target(quantizer, out)), out]
 
     return gradients
 
@@ -74,11 +68,10 @@ __all__ += [_named(f"dbias_d{n}", _backward_with_bias(getattr(ops, f"dbias_d{n}"
 
 
 def clamped_swiglu(input: torch.Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0) -> Any:
-    return apply(ops.clamped_swiglu, {"input": input}, quantizer, (*input.shape[:-1], input.shape[-1] // 2), input.dtype, input.device,
-                 limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
+    return apply(ops.clamped_swiglu, (input,), quantizer, (*input.shape[:-1], input.shape[-1] // 2), limit=limit, alpha=alpha,
+                 glu_linear_offset=glu_linear_offset)
 
 
 def clamped_dswiglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702,
                     glu_linear_offset: float = 1.0) -> Any:
-    return apply(ops.clamped_dswiglu, {"grad": grad, "input": fwd_input}, quantizer, fwd_input.shape, fwd_input.dtype,
-                 fwd_input.device, limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
+    return apply(ops.clamped_dswiglu, (grad, fwd_input), quantizer, fwd_input.shape, limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)

@@ -24,16 +24,12 @@ def draw(device: torch.device, generator: Optional[torch.Generator] = None) -> t
 def dropout_fwd(input: Any, dropout_probability: float, out: Optional[torch.Tensor] = None) -> list:
     """Returns [the result, the mask]. The mask is uint8: bit i mod 8 of byte i / 8 is 1 if element i is kept."""
     x = (input.dequantize() if schemes.is_quantised(input) else input).contiguous()
-    out = torch.empty_like(x) if out is None else out
-    mask = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
-    if x.numel():
-        ops.dropout_fwd(input=x, output=out, mask=mask, p=dropout_probability, seed=draw(x.device))
-    return [out, mask]
+    if not x.numel():
+        return [x.clone() if out is None else out, x.new_empty(0, dtype=torch.uint8)]
+    made = ops.dropout_fwd(input=x, output=out, p=dropout_probability, seed=draw(x.device))
+    return list(made) if out is None else [out, made]
 
 
 def dropout_bwd(grad_output: torch.Tensor, mask: torch.Tensor, dropout_probability: float, grad_input: Optional[torch.Tensor] = None) -> torch.Tensor:
-    grad = grad_output.contiguous()
-    grad_input = torch.empty_like(grad) if grad_input is None else grad_input
-    if grad.numel():
-        ops.dropout_bwd(grad_output=grad, mask=mask, grad_input=grad_input, p=dropout_probability)
-    return grad_input
+    made = ops.dropout_bwd(grad_output=grad_output.contiguous(), mask=mask, grad_input=grad_input, p=dropout_probability)
+    return made if grad_input is None else grad_input

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 
-from te_fl import ops
 from te_fl.errors import InvalidArgument
+from te_fl.transformer_engine_torch import matrix_ops as ops
 from te_fl.transformer_engine_torch.dtypes import torch_dtype
 from te_fl.transformer_engine_torch.enums import NVTEQBHistogramMode, NVTERoutingMapFormat
 
@@ -38,24 +38,18 @@ def moe_permute_fwd(input: torch.Tensor, dtype: Any, indices: torch.Tensor, num_
     tokens, top_k = indices.shape
     rows = num_out_tokens if num_out_tokens > 0 else tokens * top_k
     output = torch.empty((rows, input.shape[1]), dtype=input.dtype, device=input.device)
-    row_id_map = torch.empty(tokens * top_k, dtype=torch.int32, device=input.device)
-    ops.moe_permute_fwd(input=input.contiguous(), indices=indices.contiguous(), output=output, row_id_map=row_id_map.view(top_k, tokens))
-    return output, row_id_map, workspace
+    return output, ops.moe_permute_fwd(input, indices, output=output).view(-1), workspace
 
 
 def moe_unpermute_fwd(input: torch.Tensor, dtype: Any, row_id_map: torch.Tensor, prob: torch.Tensor, num_tokens: int, topK: int) -> torch.Tensor:
     """Sums the rows of each token, weighted by the probabilities if given."""
     _check_dtype("moe_unpermute_fwd", input, dtype)
-    output = torch.empty((num_tokens, input.shape[1]), dtype=input.dtype, device=input.device)
-    ops.moe_unpermute_fwd(input=input.contiguous(), row_id_map=_map(row_id_map, topK, num_tokens), probs=_factors(prob), output=output)
-    return output
+    return ops.moe_unpermute_fwd(input, _map(row_id_map, topK, num_tokens), _factors(prob))
 
 
 def moe_permute_bwd(input: torch.Tensor, dtype: Any, row_id_map: torch.Tensor, prob: torch.Tensor, num_tokens: int, topK: int) -> torch.Tensor:
     _check_dtype("moe_permute_bwd", input, dtype)
-    output = torch.empty((num_tokens, input.shape[1]), dtype=input.dtype, device=input.device)
-    ops.moe_permute_bwd(grad_output=input.contiguous(), row_id_map=_map(row_id_map, topK, num_tokens), probs=_factors(prob), grad_input=output)
-    return output
+    return ops.moe_permute_bwd(input, _map(row_id_map, topK, num_tokens), _factors(prob))
 
 
 def _map(row_id_map: torch.Tensor, top_k: int, tokens: int) -> torch.Tensor:
@@ -69,23 +63,27 @@ def moe_unpermute_bwd(input_bwd: torch.Tensor, input_fwd: torch.Tensor, dtype: A
     """Returns (the gradient of the rows, the gradient of the probabilities FP32 [tokens, topK], zeros if there were none)."""
     _check_dtype("moe_unpermute_bwd", input_bwd, dtype)
     tokens, top_k = prob.shape if prob.numel() else (row_id_map.numel(), 1)
-    grad = torch.empty((input_fwd.shape[0], input_bwd.shape[1]), dtype=input_bwd.dtype, device=input_bwd.device)
-    grad_probs = torch.zeros((tokens, top_k), dtype=torch.float32, device=input_bwd.device)
-    ops.moe_unpermute_bwd(grad_output=input_bwd.contiguous(), fwd_input=input_fwd.contiguous(), row_id_map=_map(row_id_map, top_k, tokens),
-                          probs=_factors(prob), grad_input=grad, grad_probs=grad_probs if prob.numel() else None)
-    return grad, grad_probs
+    inputs = input_bwd, input_fwd, _map(row_id_map, top_k, tokens), _factors(prob)
+    if prob.numel():
+        return ops.moe_unpermute_bwd(*inputs, grad_probs=True)
+    return ops.moe_unpermute_bwd(*inputs), torch.zeros((tokens, top_k), dtype=torch.float32, device=input_bwd.device)
 
 
 def _is_bits(routing_map_format: int) -> bool:
     return NVTERoutingMapFormat(int(routing_map_format)).name == "BITMAP_U8"
 
 
-def _routing_map(logits: torch.Tensor, routing_map_format: int) -> Tuple[str, torch.Tensor]:
-    """Returns (the name of the op's output argument for this routing map format, a new tensor for that output)."""
-    *leading, experts = logits.shape
-    if _is_bits(routing_map_format):
-        return "routing_bits", torch.empty((*leading, -(-experts // 8)), dtype=torch.uint8, device=logits.device)
-    return "routing_map", torch.empty((*leading, experts), dtype=torch.bool, device=logits.device)
+def _choose(op: Callable, inputs: tuple, routing_map_format: int, topk_indices: Optional[torch.Tensor] = None) -> tuple:
+    """Runs an op that chooses experts. Returns its first output, the routing map or topk_indices, and the data for the backward."""
+    logits = inputs[0]
+    if topk_indices is None and not _is_bits(routing_map_format):
+        return op(*inputs, routing_map=torch.bool)
+    if topk_indices is not None:
+        first, intermediate = op(*inputs, topk_indices=topk_indices)
+        return first, topk_indices, intermediate
+    bits = torch.empty((*logits.shape[:-1], -(-logits.shape[-1] // 8)), dtype=torch.uint8, device=logits.device)
+    first, intermediate = op(*inputs, routing_bits=bits)
+    return first, bits, intermediate
 
 
 def _check_indices(name: str, routing_map_format: int) -> None:
@@ -100,14 +98,9 @@ def fused_topk_with_score_function_fwd(logits: torch.Tensor, topk: int, use_pre_
     """Returns (probabilities in logits' dtype, the routing map or topk_indices, FP32 data for the backward)."""
     if topk_indices is not None:
         _check_indices("fused_topk_with_score_function_fwd", routing_map_format)
-    name, routing = ("topk_indices", topk_indices) if topk_indices is not None else _routing_map(logits, routing_map_format)
-    probs = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    intermediate = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    ops.fused_topk_with_score_function_fwd(
-        logits=logits.contiguous(), expert_bias=expert_bias, probs=probs, intermediate_output=intermediate, topk=topk,
-        use_pre_softmax=use_pre_softmax and score_function == "softmax", num_groups=num_groups or 0, group_topk=group_topk or 0,
-        scaling_factor=1.0 if scaling_factor is None else scaling_factor, score_function=score_function, **{name: routing})
-    return probs, routing, intermediate
+    inputs = (logits, expert_bias, topk, use_pre_softmax and score_function == "softmax", num_groups or 0, group_topk or 0,
+              1.0 if scaling_factor is None else scaling_factor, score_function)
+    return _choose(ops.fused_topk_with_score_function_fwd, inputs, routing_map_format, topk_indices)
 
 
 def _check_bounds(bin_bounds: torch.Tensor) -> None:
@@ -162,11 +155,7 @@ def fused_topk_with_score_function_bwd(routing_map: torch.Tensor, intermediate_o
 def fused_score_for_moe_aux_loss_fwd(logits: torch.Tensor, topk: int, score_function: str,
                                      routing_map_format: int = 0) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (scores FP32, the routing map, FP32 data for the backward)."""
-    name, routing = _routing_map(logits, routing_map_format)
-    scores, intermediate = (torch.empty(logits.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
-    ops.fused_score_for_moe_aux_loss_fwd(logits=logits.contiguous(), scores=scores, intermediate_output=intermediate, topk=topk,
-                                         score_function=score_function, **{name: routing})
-    return scores, routing, intermediate
+    return _choose(ops.fused_score_for_moe_aux_loss_fwd, (logits, topk, score_function), routing_map_format)
 
 
 def fused_score_for_moe_aux_loss_bwd(intermediate_output: torch.Tensor, grad_scores: torch.Tensor, grad_logits: torch.Tensor, topk: int,
@@ -180,10 +169,7 @@ def _aux_loss(name: str, probs: torch.Tensor, tokens_per_expert: torch.Tensor, n
     if tuple(probs.shape) != (num_rows, num_cols):
         raise InvalidArgument(f"{name}: probs has shape {tuple(probs.shape)}; num_rows and num_cols say {(num_rows, num_cols)}")
     aux_loss = torch.empty((), dtype=probs.dtype, device=probs.device)
-    const_buf = torch.empty(1, dtype=torch.float32, device=probs.device)
-    ops.fused_moe_aux_loss_fwd(probs=probs.contiguous(), tokens_per_expert=tokens_per_expert.contiguous(), aux_loss=aux_loss, const_buf=const_buf,
-                               **options)
-    return aux_loss, const_buf
+    return aux_loss, ops.fused_moe_aux_loss_fwd(probs, tokens_per_expert, aux_loss=aux_loss, **options)
 
 
 def fused_moe_aux_loss_fwd(probs: torch.Tensor, tokens_per_expert: torch.Tensor, total_num_tokens: int, num_experts: int, num_rows: int,
@@ -203,18 +189,17 @@ def fused_moe_aux_loss_fwd_graph_safe(probs: torch.Tensor, tokens_per_expert: to
 def fused_moe_aux_loss_bwd(Const_buf: torch.Tensor, tokens_per_expert: torch.Tensor, num_rows: int, num_cols: int,
                            grad_aux_loss: torch.Tensor) -> torch.Tensor:
     grad = torch.empty((num_rows, num_cols), dtype=grad_aux_loss.dtype, device=grad_aux_loss.device)
-    ops.fused_moe_aux_loss_bwd(const_buf=Const_buf, tokens_per_expert=tokens_per_expert.contiguous(), grad_aux_loss=grad_aux_loss.contiguous(),
-                               grad_probs=grad)
+    ops.fused_moe_aux_loss_bwd(Const_buf, tokens_per_expert, grad_aux_loss, grad_probs=grad)
     return grad
 
 
 def fused_multi_row_padding(input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]) -> None:
     """Writes the rows of each group to output, followed by zero rows."""
-    ops.fused_multi_row_padding(input=input.contiguous(), output=output, input_rows=list(input_row_list), padded_rows=list(padded_input_row_list))
+    ops.fused_multi_row_padding(input=input, output=output, input_rows=list(input_row_list), padded_rows=list(padded_input_row_list))
 
 
 def fused_multi_row_unpadding(input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int],
                               unpadded_input_row_list: Sequence[int]) -> None:
     """Writes the first rows of each group (without padding) to output."""
-    ops.fused_multi_row_unpadding(input=input.contiguous(), output=output, input_rows=list(input_row_list),
+    ops.fused_multi_row_unpadding(input=input, output=output, input_rows=list(input_row_list),
                                   unpadded_rows=list(unpadded_input_row_list))

@@ -1,6 +1,5 @@
 """te_fl.ops for Transformer Engine's tensors. An argument that is a matrix accepts a tensor of any rank: its last dimension is the columns, the
-others together the rows. Non-contiguous inputs are copied first. A quantised storage (schemes.py) is read attribute by attribute
-at the time of the call, without creating views or caching.
+others together the rows. Non-contiguous inputs are copied first. Inputs may be positional, in the order of docs/ops.md.
 """
 
 from te_fl import _native

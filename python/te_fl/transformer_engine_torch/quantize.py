@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, List, Optional, Sequence
 
 import torch
@@ -58,13 +59,11 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Opt
 
 
 def dequantize(input: Any, otype: Any) -> torch.Tensor:
-    output = torch.empty(schemes.shape_of(input), dtype=torch_dtype(otype), device=input.device)
-    if output.numel():
-        operand = schemes.of_tensor(input).quantized(input)
-        if type(operand) is torch.Tensor:
-            return output.copy_(operand.view(output.shape))
-        ops.dequantize(input=operand, output=output)
-    return output
+    shape, dtype = schemes.shape_of(input), torch_dtype(otype)
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype, device=input.device)
+    operand = schemes.of_tensor(input).quantized(input)
+    return (operand.to(dtype) if type(operand) is torch.Tensor else ops.dequantize(operand, output=dtype)).view(shape)
 
 
 def create_empty_quantized_tensor(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pin_memory: bool) -> Any:
@@ -74,20 +73,15 @@ def create_empty_quantized_tensor(quantizer: Any, shape: Sequence[int], dtype: t
 def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list:
     """Returns [the bias gradient in input's dtype, the quantised gradient (without a quantizer: the gradient itself)]."""
     values = _high_precision(input).contiguous()
-    bias_grad = torch.empty(values.shape[-1], dtype=values.dtype, device=values.device)
     if values.numel() == 0:
-        bias_grad.zero_()
-        return [bias_grad, values if quantizer is None else quantize(values, quantizer)]
+        return [values.new_zeros(values.shape[-1]), values if quantizer is None else quantize(values, quantizer)]
     if quantizer is None:
-        torch.sum(values.detach().view(-1, values.shape[-1]), 0, out=bias_grad)
-        return [bias_grad, values]
+        return [values.detach().view(-1, values.shape[-1]).sum(0), values]
     scheme = schemes.of_quantizer(quantizer)
     output = scheme.create(quantizer, values.shape, values.dtype, values.device)
     if scheme.is_single(quantizer):
-        torch.sum(values.detach().view(-1, values.shape[-1]), 0, out=bias_grad)
-        return [bias_grad, quantize_into(values, quantizer, output)]
-    ops.bgrad_quantize(input=values, output=scheme.target(quantizer, output), bias_grad=bias_grad)
-    return [bias_grad, output]
+        return [values.detach().view(-1, values.shape[-1]).sum(0), quantize_into(values, quantizer, output)]
+    return [ops.bgrad_quantize(values, output=scheme.target(quantizer, output)), output]
 
 
 def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: Sequence[Any]) -> List[Any]:

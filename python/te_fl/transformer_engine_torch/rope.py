@@ -46,13 +46,10 @@ def _rope(op: Callable, function: str) -> Callable:
              cu_seqlens: Optional[torch.Tensor], cp_size: int, cp_rank: int) -> torch.Tensor:
         layout = _layout(qkv_format, function, ("sbhd", "bshd", "thd"))
         _check_angles(function, layout, input, freqs, cp_size)
-        output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-        if output.numel():
-            # The op accepts any strides, but a strided last dimension would be read element by element, so it is copied.
-            op(input=input if input.stride(-1) == 1 else input.contiguous(), freqs=freqs, output=output,
-               start_positions=_starts(start_positions, layout, input, cu_seqlens), cu_seqlens=cu_seqlens if layout == "thd" else None,
-               layout=layout, interleaved=interleaved, cp_size=cp_size, cp_rank=cp_rank)
-        return output
+        # The op accepts any strides, but a strided last dimension would be read element by element, so it is copied.
+        return op(input=input if input.stride(-1) == 1 else input.contiguous(), freqs=freqs,
+                  start_positions=_starts(start_positions, layout, input, cu_seqlens), cu_seqlens=cu_seqlens if layout == "thd" else None,
+                  layout=layout, interleaved=interleaved, cp_size=cp_size, cp_rank=cp_rank)
 
     rope.__name__ = rope.__qualname__ = function
     return rope

@@ -10,8 +10,8 @@ from typing import Any, Callable, Optional, Tuple
 
 import torch
 
-from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.transformer_engine_torch import matrix_ops as ops
 from te_fl.transformer_engine_torch import schemes
 from te_fl.transformer_engine_torch.grouped import group_quantize
 from te_fl.transformer_engine_torch.quantize import matrix, quantize, quantize_into
@@ -34,25 +34,16 @@ def _from_fp32(values: torch.Tensor, shape: Any, dtype: torch.dtype, quantizer: 
     return quantize_into(values, quantizer, schemes.of_quantizer(quantizer).create(quantizer, shape, dtype, values.device))
 
 
-def _values(shape: Any, device: torch.device, op: Callable, **arguments: Any) -> torch.Tensor:
-    """Runs the op with an FP32 output, which is rounded or quantised later."""
-    out = torch.empty(shape, dtype=torch.float32, device=device)
-    op(output=out, **arguments)
-    return out
-
-
 def situglu(input: torch.Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
     """beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2) for the halves a and b."""
     _check_betas("situglu", beta1, beta2)
-    x = matrix(input)
-    values = _values((x.shape[0], x.shape[1] // 2), x.device, ops.situglu, input=x, beta1=beta1, beta2=beta2)
+    values = ops.situglu(matrix(input), beta1, beta2, output=torch.float32)
     return _from_fp32(values, (*input.shape[:-1], input.shape[-1] // 2), input.dtype, quantizer)
 
 
 def dsituglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
     _check_betas("dsituglu", beta1, beta2)
-    x = matrix(fwd_input)
-    values = _values(x.shape, x.device, ops.dsituglu, grad=matrix(grad), input=x, beta1=beta1, beta2=beta2)
+    values = ops.dsituglu(matrix(grad), matrix(fwd_input), beta1, beta2, output=torch.float32)
     return _from_fp32(values, fwd_input.shape, fwd_input.dtype, quantizer)
 
 
@@ -66,7 +57,7 @@ class _Rows:
         columns = shape[-1] // (2 if gated else 1)
         if interleave and (interleave < 0 or columns % interleave):
             raise InvalidArgument(f"{name}: glu_interleave_size is {interleave}; it is 0, or divides the {columns} columns of a half")
-        self.result_shape, self.matrix, self.dtype = (*shape[:-1], columns), matrix(input), input.dtype
+        self.result_shape, self.matrix = (*shape[:-1], columns), matrix(input)
         if scales.numel() != self.matrix.shape[0]:
             raise InvalidArgument(f"{name}: act_scales has {scales.numel()} elements; the input has {self.matrix.shape[0]} rows")
         self.arguments = {"input": self.matrix, "act_scales": scales.reshape(-1).contiguous(), **({"glu_interleave_size": interleave} if gated else {})}
@@ -74,8 +65,7 @@ class _Rows:
 
 def _scaled(name: str, input: torch.Tensor, scales: torch.Tensor, quantizer: Any, gated: bool = True, interleave: int = 0, **options: float) -> Any:
     rows = _Rows(name, input, scales, gated, interleave)
-    out = torch.empty(rows.result_shape, dtype=rows.dtype, device=input.device)
-    getattr(ops, name)(output=matrix(out), **rows.arguments, **options)
+    out = getattr(ops, name)(**rows.arguments, **options).view(rows.result_shape)
     return out if quantizer is None else quantize(out, quantizer)
 
 
@@ -85,11 +75,10 @@ def _scaled_gradients(name: str, grad: torch.Tensor, input: torch.Tensor, scales
     rows = _Rows(name, input, scales, gated, interleave)
     if matrix(grad).shape != (rows.matrix.shape[0], rows.result_shape[-1]):
         raise InvalidArgument(f"the gradient of a scaled activation has shape {tuple(grad.shape)}; the output has {rows.result_shape}")
-    dx = torch.empty(input.shape, dtype=rows.dtype, device=input.device)
-    factors = torch.empty(scales.shape, dtype=scales.dtype, device=input.device) if wanted else None
-    getattr(ops, name)(grad=matrix(grad), output=matrix(dx), grad_scales=None if factors is None else factors.view(-1), **rows.arguments,
-                       **options)
-    return dx if quantizer is None else quantize(dx, quantizer), factors
+    made = getattr(ops, name)(grad=matrix(grad), grad_scales=True if wanted else None, **rows.arguments, **options)
+    dx, factors = made if wanted else (made, None)
+    dx = dx.view(input.shape)
+    return dx if quantizer is None else quantize(dx, quantizer), None if factors is None else factors.view(scales.shape)
 
 
 def scaled_swiglu(input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, glu_interleave_size: int = 0) -> Any:

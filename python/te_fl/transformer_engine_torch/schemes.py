@@ -18,12 +18,13 @@ from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.transformer_engine_torch import nvfp4, square_mxfp8
 from te_fl.transformer_engine_torch.dtypes import fp8_dtype
 from te_fl.transformer_engine_torch.swizzle import plain_scales
-from te_fl.tensors import Quantized
+from te_fl.tensors import Quantized, QuantizedNames, QuantizedTarget
 
 __all__ = ["Scheme", "is_quantised", "of_quantizer", "of_tensor", "operand", "operands", "rounded_up", "rows_and_columns", "scale_of", "scheme_of",
            "shape_of"]
 
 empty = torch.empty
+_make = tuple.__new__  # makes a named tuple with less host time than its class does
 
 
 def rounded_up(n: int, multiple: int) -> int:
@@ -71,9 +72,8 @@ class Scheme:
     def constructor_arguments(self, quantizer: Any) -> dict:
         raise NotImplementedError
 
-    # The attributes by which matrix ops (matrix_ops.py) read a storage: data, column-wise data, scale_inv, columnwise_scale_inv, dtype of the codes,
-    # whether the column-wise copy is stale, whether blocks are square. None: matrix ops get a te_fl.Quantized instead.
-    PARTS: Optional[tuple] = None
+    # The attributes by which ops read a storage. None: ops get a te_fl.Quantized instead.
+    PARTS: Optional[QuantizedNames] = None
 
     def quantized(self, tensor: Any) -> Any:
         """The tensor as an operand of matrix ops; dequantised to FP32 if no op reads its format."""
@@ -84,16 +84,13 @@ class Scheme:
         return self.quantized(tensor)
 
     def target(self, quantizer: Any, tensor: Any) -> Any:
-        """The tensor as an output of matrix ops: a te_fl.Quantized, or the tuple of _written()."""
+        """The tensor as an output of matrix ops: a te_fl.Quantized, or the target of _written()."""
         raise NotImplementedError
 
-    def _written(self, tensor: Any, dtype: Any, scale: Any = None, amax: Any = None, flags: int = 0, amax_epsilon: float = 0.0) -> tuple:
-        """The output tuple (storage, dtype of its codes, scale, amax, flags, amax_epsilon). If scale and amax are the same tensor, it is [2] and
-        holds both. flags: 1 computes the scale, 2 truncates it to a power of two.
-        """
+    def _written(self, tensor: Any, dtype: Any, scale: Any = None, amax: Any = None, flags: int = 0, amax_epsilon: float = 0.0) -> QuantizedTarget:
         if type(tensor) not in _by_type:
             of_tensor(tensor)
-        return tensor, dtype, scale, amax, flags, amax_epsilon
+        return _make(QuantizedTarget, (tensor, dtype, scale, amax, flags, amax_epsilon))
 
     def is_fused(self, quantizer: Any) -> bool:
         """True if ops can quantise FP32 results directly for this quantizer, without rounding to the activation dtype first."""
@@ -188,7 +185,7 @@ class Float8(Scheme):
     """One scale per tensor. The column-wise copy is transposed."""
 
     _NAMES = {"_data": "data", "_transpose": "data_transpose", "_scale_inv": "fp8_scale_inv"}
-    PARTS = "_data", "_transpose", "_scale_inv", None, "_fp8_dtype", "_transpose_invalid", None
+    PARTS = QuantizedNames("_data", "_transpose", "_scale_inv", code="_fp8_dtype", stale="_transpose_invalid")
 
     def create(self, quantizer, shape, dtype, device, pin_memory=False):
         rowwise, columnwise = quantizer.rowwise_usage, quantizer.columnwise_usage
@@ -233,8 +230,7 @@ def scale_of(quantizer: Any, device: torch.device) -> torch.Tensor:
 
 def _largest_of_ranks(quantizer: Any, values: torch.Tensor) -> torch.Tensor:
     """FP32 [1]: the amax over the quantizer's group; every rank must call it."""
-    amax = torch.empty(1, dtype=torch.float32, device=values.device)
-    ops.compute_amax(input=values.contiguous(), amax=amax)
+    amax = ops.compute_amax(input=values.contiguous())
     torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
     return amax
 
@@ -317,7 +313,8 @@ class Float8Block(Scheme):
 
     _NAMES = {"_rowwise_data": "rowwise_data", "_columnwise_data": "columnwise_data", "_rowwise_scale_inv": "rowwise_scale_inv",
               "_columnwise_scale_inv": "columnwise_scale_inv"}
-    PARTS = "_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv", "_fp8_dtype", None, "_is_2D_scaled"
+    PARTS = QuantizedNames("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv", code="_fp8_dtype",
+                           square="_is_2D_scaled")
 
     def storage_class(self, quantizer):
         classes = _classes()
@@ -529,9 +526,7 @@ class NVFP4(Scheme):
             parts["columnwise_data"] = parts["columnwise_scale_inv"] = parts["columnwise_amax"] = None
         if parts["data"] is None and parts["columnwise_amax"] is not None:
             parts["amax"], parts["columnwise_amax"] = parts["columnwise_amax"], None
-        values = torch.empty(parts["shape"], dtype=torch.float32, device=parts["amax"].device)
-        ops.dequantize(input=Quantized(**parts), output=values)
-        return values
+        return ops.dequantize(input=Quantized(**parts), output=torch.float32)
 
     def for_ranks(self, quantizer, values, tensor):
         target = self.target(quantizer, tensor)
@@ -570,7 +565,7 @@ def _scheme(kind: type, table: dict, what: str) -> Scheme:
         if found is None:
             raise Unsupported(f"{what} of class {kind.__name__} is not served by te-fl; it serves {', '.join(table)}")
         if table is _STORAGES and found.PARTS is not None:
-            _native.storage_class(kind, *found.PARTS)
+            _native.quantized_class(kind, found.PARTS)
         _by_type[kind] = found
     return found
 

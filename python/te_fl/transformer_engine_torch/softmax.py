@@ -6,37 +6,28 @@ from typing import Callable
 
 import torch
 
-from te_fl import ops
+from te_fl.transformer_engine_torch import matrix_ops as ops
 
 __all__ = ["scaled_masked_softmax_forward"]
 
 
 def _forward(op: Callable) -> Callable:
     def softmax(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
-        x = input.contiguous()
-        output = torch.empty_like(x)
-        op(input=x, output=output, scale=scale_factor)
-        return output
+        return op(input, scale_factor)
 
     return softmax
 
 
 def _backward(op: Callable) -> Callable:
     def gradient(output_grad_: torch.Tensor, softmax_results_: torch.Tensor, scale_factor: float) -> torch.Tensor:
-        grad = output_grad_.contiguous()
-        input_grad = torch.empty_like(grad)
-        op(output_grad=grad, softmax_results=softmax_results_.contiguous(), input_grad=input_grad, scale=scale_factor)
-        return input_grad
+        return op(output_grad_, softmax_results_, scale_factor)
 
     return gradient
 
 
 def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float) -> torch.Tensor:
     """mask: [1 or B, 1 or H, Q, K], nonzero where a score is masked out. A fully masked row gives zeros."""
-    x = input.contiguous()
-    output = torch.empty_like(x)
-    ops.scaled_masked_softmax_forward(input=x, mask=mask.contiguous(), output=output, scale=scale_factor)
-    return output
+    return ops.scaled_masked_softmax_forward(input, mask, scale_factor)
 
 
 def _named(name: str, function: Callable) -> str:

@@ -14,7 +14,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from te_fl import _native, torch_device, torch_node
 from te_fl.errors import Unsupported
 from te_fl.pytorch.autograd.once import MESSAGE, once_differentiable
-from te_fl.pytorch.runtime.dtypes import BY_CODE
 from te_fl.pytorch.runtime.refuse import refuse
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -297,14 +296,6 @@ def python_plain(module: dict, key: tuple, x: torch.Tensor, first: Any) -> Optio
     return None
 
 
-_empty = torch.empty
-
-
-def python_empty(like: torch.Tensor, shape: Tuple[int, ...], dtype: int) -> torch.Tensor:
-    """Memory for a result of a layer. dtype: an index in te_fl.tensors.DTYPES."""
-    return _empty(shape, dtype=BY_CODE[dtype], device=like.device)
-
-
 profiling = torch.autograd._profiler_enabled
 
 
@@ -336,4 +327,5 @@ def watch(fp8: Any, checkpoints: Any) -> None:
 # warn_only=True counts as deterministic too, as in Transformer Engine: an op without a deterministic form is refused, not warned about.
 _native.set_deterministic(torch._C._get_deterministic_algorithms)
 _native.set_backward_end(_queue_end)
-_native.set_empty(python_empty if _node is None else _node.empty)
+if _node is not None:
+    _native.set_empty(_node.empty)

@@ -352,10 +352,27 @@ PyObject* watch(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// empty(like, shape, dtype) -> a new tensor on like's device; see call.python_empty().
+// empty(like, shape, dtype) -> a new tensor on like's device; see te_fl.torch_tensors.empty().
 PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  static constexpr at::ScalarType dtypes[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16};
+  // In the order of te_fl.tensors.DTYPES. No result has the packed dtype of 4-bit codes.
+  static constexpr at::ScalarType dtypes[] = {at::kDouble,
+                                              at::kFloat,
+                                              at::kHalf,
+                                              at::kBFloat16,
+                                              at::kFloat8_e4m3fn,
+                                              at::kFloat8_e5m2,
+                                              at::ScalarType::Undefined,
+                                              at::kFloat8_e8m0fnu,
+                                              at::kChar,
+                                              at::kShort,
+                                              at::kInt,
+                                              at::kLong,
+                                              at::kByte,
+                                              at::kUInt16,
+                                              at::kUInt32,
+                                              at::kUInt64,
+                                              at::kBool};
   TORCH_CHECK_TYPE(count == 3 && THPVariable_Check(args[0]) && PyTuple_Check(args[1]),
                    "empty() takes a tensor, a tuple and the number of a dtype");
   c10::SmallVector<int64_t, 5> sizes;

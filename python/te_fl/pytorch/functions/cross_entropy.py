@@ -9,68 +9,39 @@ import torch
 
 from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.pytorch.autograd.once import once_differentiable
 from te_fl.pytorch.distributed import collectives
 from te_fl.pytorch.functions.divided_cross_entropy import divided_cross_entropy
-from te_fl.pytorch.functions.function import Op, differentiable
+from te_fl.pytorch.functions.function import differentiable_op
 
 __all__ = ["parallel_cross_entropy"]
 
 
-def _forward(logits, targets, label_smoothing, ignore_index, overwrite):
-    loss = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    lse = torch.empty_like(loss)
-    ops.cross_entropy_fwd(logits=logits, targets=targets, loss=loss, lse=lse, label_smoothing=label_smoothing, ignore_index=ignore_index)
-    return loss, lse
+_loss = differentiable_op("cross_entropy_fwd", "cross_entropy_fwd", "cross_entropy_bwd")
 
 
-def _backward(grad_loss, logits, targets, lse, label_smoothing, ignore_index):
-    grad = torch.empty_like(logits)
-    ops.cross_entropy_bwd(grad_loss=grad_loss.contiguous(), logits=logits, targets=targets, lse=lse, grad_logits=grad,
-                          label_smoothing=label_smoothing, ignore_index=ignore_index)
-    return grad
+class _OverwritingLoss(torch.autograd.Function):
+    """_loss() whose backward writes the gradient over the logits."""
 
+    @staticmethod
+    def forward(ctx, logits, targets, label_smoothing, ignore_index):
+        loss, lse = _loss.forward.run(logits, targets, label_smoothing, ignore_index)
+        ctx.save_for_backward(logits, targets, lse)
+        ctx.options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
+        ctx.used = False
+        return loss
 
-def _save(ctx, inputs, output):
-    logits, targets, ctx.label_smoothing, ctx.ignore_index, ctx.overwrite = inputs
-    ctx.save_for_backward(logits, targets, output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.used = False
-
-
-def _overwrite_logits(ctx, grad_loss):
-    """Writes the gradient over the logits."""
-    if ctx.used:
-        raise InvalidArgument("parallel_cross_entropy: overwrite_input=True allows one backward; leave it out for more")
-    logits, targets, lse = ctx.saved_tensors
-    ctx.used = True
-    grad = logits.detach()
-    ops.cross_entropy_bwd(grad_loss=grad_loss.contiguous(), logits=grad, targets=targets, lse=lse, grad_logits=grad,
-                          label_smoothing=ctx.label_smoothing, ignore_index=ctx.ignore_index)
-    torch.autograd.graph.increment_version(logits)
-    return grad
-
-
-def _gradient(op, ctx, grad_loss, grad_lse=None):
-    if grad_loss is None:
-        grad = None
-    elif ctx.overwrite:
-        grad = _overwrite_logits(ctx, grad_loss)
-    else:
-        grad = op(grad_loss, *ctx.saved_tensors, ctx.label_smoothing, ctx.ignore_index)
-    return grad, None, None, None, None
-
-
-def _fake_forward(logits, targets, label_smoothing, ignore_index, overwrite):
-    return tuple(torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
-
-
-_loss = differentiable(
-    Op("cross_entropy_fwd(Tensor logits, Tensor targets, float label_smoothing, int ignore_index, bool overwrite) -> (Tensor, Tensor)",
-       _forward, _fake_forward),
-    Op("cross_entropy_bwd(Tensor grad_loss, Tensor logits, Tensor targets, Tensor lse, float label_smoothing, int ignore_index) -> Tensor",
-       _backward, lambda grad_loss, logits, *rest: torch.empty_like(logits)),
-    _save, _gradient)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss):
+        if ctx.used:
+            raise InvalidArgument("parallel_cross_entropy: overwrite_input=True allows one backward; leave it out for more")
+        logits, targets, lse = ctx.saved_tensors
+        ctx.used = True
+        grad = logits.detach()
+        ops.cross_entropy_bwd(grad_loss=grad_loss.contiguous(), logits=grad, targets=targets, lse=lse, grad_logits=grad, **ctx.options)
+        torch.autograd.graph.increment_version(logits)
+        return grad, None, None, None
 
 
 def _check(inp, target, label_smoothing, ranks, overwrite_input):
@@ -111,7 +82,8 @@ def parallel_cross_entropy(inp: torch.Tensor, target: torch.Tensor, label_smooth
     if ranks > 1:
         loss = divided_cross_entropy(inp.contiguous(), rows, float(label_smoothing), dist_process_group, ignore_idx, overwrite_input)
     else:
-        loss = _loss(inp.contiguous(), rows, float(label_smoothing), ignore_idx, overwrite_input)[0]
+        options = float(label_smoothing), ignore_idx
+        loss = _OverwritingLoss.apply(inp, rows, *options) if overwrite_input else _loss(inp.contiguous(), rows, *options)[0]
     if reduce_loss:
         return loss.sum() / (rows != ignore_idx).sum().clamp_min(1)
     return loss

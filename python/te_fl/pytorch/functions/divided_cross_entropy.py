@@ -38,10 +38,8 @@ def _own_columns(targets: torch.Tensor, columns: int, group: Any) -> Tuple[torch
 
 def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     """The log-sum-exp of each row in FP32, in one pass over the logits."""
-    lse = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
-    first = torch.zeros(lse.shape, dtype=torch.int64, device=logits.device)
-    ops.cross_entropy_fwd(logits=logits, targets=first, loss=torch.empty_like(lse), lse=lse, label_smoothing=0.0, ignore_index=-100)
-    return lse
+    first = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    return ops.cross_entropy_fwd(logits=logits, targets=first, label_smoothing=0.0, ignore_index=-100)[1]
 
 
 def _of_all_ranks(logits: torch.Tensor, targets: torch.Tensor, smooths: bool, group: Any) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

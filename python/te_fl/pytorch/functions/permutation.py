@@ -12,40 +12,30 @@ from typing import Optional, Tuple
 
 import torch
 
-from te_fl import ops
+from te_fl._native import positional_op
 from te_fl.errors import InvalidArgument, Unsupported
-from te_fl.pytorch.functions.function import Op, differentiable
+from te_fl.pytorch.functions.function import Op, differentiable, differentiable_op, op
 
 __all__ = ["moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs", "moe_sort_chunks_by_index",
            "moe_sort_chunks_by_index_with_probs", "moe_unpermute"]
 
 
 def _spread_run(tokens, rows, count):
-    tokens = tokens.contiguous()
-    output = tokens.new_empty((count, tokens.shape[1]))
-    # The op reads fwd_input only for the gradient of probabilities, which is not requested.
-    ops.moe_unpermute_bwd(grad_output=tokens, fwd_input=torch.empty_like(output), row_id_map=rows, grad_input=output)
-    return output
+    # The op reads fwd_input only for the gradient of probabilities, which is not requested; its rows determine those of the output.
+    return _unpermute_bwd(tokens, tokens.new_empty((count, tokens.shape[1])), rows)
 
 
-def _gather_run(permuted, rows):
-    output = permuted.new_empty((rows.shape[1], permuted.shape[1]))
-    ops.moe_permute_bwd(grad_output=permuted.contiguous(), row_id_map=rows, grad_input=output)
-    return output
-
-
-_gather = Op("moe_gather_rows(Tensor permuted, Tensor rows) -> Tensor", _gather_run,
-             lambda permuted, rows: permuted.new_empty((rows.shape[1], permuted.shape[1])))
+_unpermute_bwd = positional_op("moe_unpermute_bwd")
+_gather = op("moe_permute_bwd", "moe_gather_rows", 2)
 
 
 def _mask_run(tokens, mask, probs, pads, count):
-    tokens = tokens.contiguous()
-    output, rows = tokens.new_empty((count, tokens.shape[1])), torch.empty(mask.shape[::-1], dtype=torch.int32, device=tokens.device)
-    moved = tokens.new_empty(0) if probs is None else probs.new_empty(count)
-    ops.moe_permute_by_mask_fwd(input=tokens, routing_map=mask.contiguous(), probs=None if probs is None else probs.contiguous(),
-                                pad_offsets=None if pads is None else pads.contiguous(), output=output,
-                                permuted_probs=None if probs is None else moved, row_id_map=rows)
-    return output, moved, rows
+    output, moved = tokens.new_empty((count, tokens.shape[1])), None if probs is None else probs.new_empty(count)
+    rows = _permute_by_mask_fwd(tokens, mask, probs, pads, output=output, permuted_probs=moved)
+    return output, tokens.new_empty(0) if moved is None else moved, rows
+
+
+_permute_by_mask_fwd = positional_op("moe_permute_by_mask_fwd")
 
 
 def _mask_fake(tokens, mask, probs, pads, count):
@@ -72,11 +62,11 @@ _permute_by_mask = differentiable(Op("moe_permute_rows(Tensor tokens, Tensor mas
 
 
 def _sort_run(tokens, indices, count):
-    tokens = tokens.contiguous()
     output = tokens.new_empty((count, tokens.shape[1]))
-    rows = torch.empty(indices.shape[::-1], dtype=torch.int32, device=tokens.device)
-    ops.moe_permute_fwd(input=tokens, indices=indices.contiguous(), output=output, row_id_map=rows)
-    return output, rows
+    return output, _permute_fwd(tokens, indices, output=output)
+
+
+_permute_fwd = positional_op("moe_permute_fwd")
 
 
 def _sort_fake(tokens, indices, count):
@@ -97,35 +87,8 @@ _sort = differentiable(Op("moe_sort_rows(Tensor tokens, Tensor indices, SymInt c
                        _gather, _sort_save, _sort_gradient)
 
 
-def _combine_run(permuted, rows, probs):
-    output = permuted.new_empty((rows.shape[1], permuted.shape[1]))
-    ops.moe_unpermute_fwd(input=permuted.contiguous(), row_id_map=rows, probs=probs, output=output)
-    return output
-
-
-def _combine_backward(grad, permuted, rows, probs):
-    grad_permuted = torch.empty_like(permuted)
-    grad_probs = torch.empty_like(probs)
-    ops.moe_unpermute_bwd(grad_output=grad.contiguous(), fwd_input=permuted, row_id_map=rows, probs=probs, grad_input=grad_permuted,
-                          grad_probs=grad_probs)
-    return grad_permuted, grad_probs
-
-
-def _combine_save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _combine_gradient(op, ctx, grad):
-    grad_permuted, grad_probs = op(grad, *ctx.saved_tensors)
-    return grad_permuted, None, grad_probs
-
-
-_combine = differentiable(  # output[t] = sum over k of probs[t, k] permuted[rows[k, t]]
-    Op("moe_combine_rows(Tensor permuted, Tensor rows, Tensor probs) -> Tensor", _combine_run,
-       lambda permuted, rows, probs: permuted.new_empty((rows.shape[1], permuted.shape[1]))),
-    Op("moe_combine_rows_bwd(Tensor grad, Tensor permuted, Tensor rows, Tensor probs) -> (Tensor, Tensor)", _combine_backward,
-       lambda grad, permuted, rows, probs: (torch.empty_like(permuted), torch.empty_like(probs))),
-    _combine_save, _combine_gradient)
+# output[t] = sum over k of probs[t, k] permuted[rows[k, t]]
+_combine = differentiable_op("moe_unpermute_fwd", "moe_combine_rows", "moe_combine_rows_bwd")
 
 
 def _sum_save(ctx, inputs, output):
@@ -134,8 +97,7 @@ def _sum_save(ctx, inputs, output):
 
 
 _sum = differentiable(  # _combine() without probabilities; its gradient does not need the tokens
-    Op("moe_sum_rows(Tensor permuted, Tensor rows) -> Tensor", _gather_run,
-       lambda permuted, rows: permuted.new_empty((rows.shape[1], permuted.shape[1]))),
+    op("moe_permute_bwd", "moe_sum_rows", 2),
     Op("moe_sum_rows_bwd(Tensor grad, Tensor rows, SymInt count) -> Tensor", _spread_run,
        lambda grad, rows, count: grad.new_empty((count, grad.shape[1]))),
     _sum_save, lambda op, ctx, grad: (op(grad, ctx.saved_tensors[0], ctx.count), None))
@@ -281,53 +243,9 @@ def _check_chunks(where: str, inp: torch.Tensor, split_sizes: torch.Tensor, sort
         raise InvalidArgument(f"{where}: sorted_index is {order}; it names each of the {len(order)} chunks once")
 
 
-def _chunks_run(tokens, probs, sizes, order):
-    tokens = tokens.contiguous()
-    probs = None if probs is None else probs.contiguous()
-    output, moved = torch.empty_like(tokens), None if probs is None else torch.empty_like(probs)
-    rows = torch.empty(tokens.shape[0], dtype=torch.int32, device=tokens.device)
-    ops.moe_sort_chunks_fwd(input=tokens, split_sizes=sizes, sorted_index=order, probs=probs, output=output, permuted_probs=moved, row_id_map=rows)
-    return output, moved, rows
-
-
-def _chunks_backward(grad, grad_moved, rows):
-    grad = grad.contiguous()
-    grad_moved = None if grad_moved is None else grad_moved.contiguous()
-    tokens, probs = torch.empty_like(grad), None if grad_moved is None else torch.empty_like(grad_moved)
-    ops.moe_sort_chunks_bwd(grad_output=grad, row_id_map=rows, grad_permuted_probs=grad_moved, grad_input=tokens, grad_probs=probs)
-    return tokens, probs
-
-
-def _compact(tensor):
-    return tensor.new_empty(tensor.shape)
-
-
-def _row_numbers(tokens):
-    return tokens.new_empty(tokens.shape[0], dtype=torch.int32)
-
-
-def _chunks_save(ctx, inputs, output):
-    ctx.save_for_backward(output[-1])
-    ctx.mark_non_differentiable(output[-1])
-
-
-def _plain_chunks_run(tokens, sizes, order):
-    output, _, rows = _chunks_run(tokens, None, sizes, order)
-    return output, rows
-
-
-_sort_chunks = differentiable(
-    Op("moe_sort_chunks(Tensor tokens, Tensor sizes, Tensor order) -> (Tensor, Tensor)", _plain_chunks_run,
-       lambda tokens, sizes, order: (_compact(tokens), _row_numbers(tokens))),
-    Op("moe_sort_chunks_bwd(Tensor grad, Tensor rows) -> Tensor", lambda grad, rows: _chunks_backward(grad, None, rows)[0],
-       lambda grad, rows: _compact(grad)),
-    _chunks_save, lambda op, ctx, grad, _grad_rows=None: (op(grad, *ctx.saved_tensors), None, None))
-_sort_chunks_with_probs = differentiable(
-    Op("moe_sort_chunks_with_probs(Tensor tokens, Tensor probs, Tensor sizes, Tensor order) -> (Tensor, Tensor, Tensor)", _chunks_run,
-       lambda tokens, probs, sizes, order: (_compact(tokens), _compact(probs), _row_numbers(tokens))),
-    Op("moe_sort_chunks_with_probs_bwd(Tensor grad, Tensor grad_moved, Tensor rows) -> (Tensor, Tensor)", _chunks_backward,
-       lambda grad, grad_moved, rows: (_compact(grad), _compact(grad_moved))),
-    _chunks_save, lambda op, ctx, grad, grad_moved, _grad_rows=None: (*op(grad, grad_moved, *ctx.saved_tensors), None, None))
+_sort_chunks = differentiable_op("moe_sort_chunks_fwd", "moe_sort_chunks", "moe_sort_chunks_bwd", 3)
+_sort_chunks_with_probs = differentiable_op("moe_sort_chunks_fwd", "moe_sort_chunks_with_probs", "moe_sort_chunks_with_probs_bwd",
+                                            requests=("permuted_probs",))
 
 
 def _chunks_of(where: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -366,6 +284,6 @@ def moe_sort_chunks_by_index_with_probs(inp: torch.Tensor, probs: torch.Tensor, 
         raise InvalidArgument(f"{where}: probs has shape {tuple(probs.shape)}; inp has {inp.shape[0]} rows, each of which has one")
     chunks = _chunks_of(where, inp, split_sizes, sorted_index)
     if inp.dtype in _SORTED and probs.dtype in _SORTED[:3]:
-        return _sort_chunks_with_probs(inp, probs, *chunks)[:2]
+        return _sort_chunks_with_probs(inp, *chunks, probs)[:2]
     rows = _sort_chunks(inp.new_zeros((inp.shape[0], 1), dtype=torch.uint8), *chunks)[1]
     return _moved(inp, rows), _moved(probs, rows)

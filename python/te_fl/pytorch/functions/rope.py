@@ -9,7 +9,7 @@ import torch
 
 from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
-from te_fl.pytorch.functions.function import Op, differentiable
+from te_fl.pytorch.functions.function import Op, differentiable, differentiable_op
 from te_fl.pytorch.runtime import export
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import default_device
@@ -51,34 +51,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         return pairs[:, None, None, :]
 
 
-def _rope(op):
-    def run(t, freqs, start_positions, cu_seqlens, layout: str, interleaved: bool, cp_size: int, cp_rank: int):
-        t = t.contiguous()
-        output = torch.empty_like(t)
-        op(input=t, freqs=freqs, output=output, start_positions=start_positions, cu_seqlens=cu_seqlens, layout=layout,
-           interleaved=interleaved, cp_size=cp_size, cp_rank=cp_rank)
-        return output
-
-    return run
-
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[1:4])
-    ctx.scalars = inputs[4:]
-
-
-def _gradient(op, ctx, grad):
-    return (op(grad, *ctx.saved_tensors, *ctx.scalars),) + (None,) * 7
-
-
-def _like_first(first, *rest):
-    return torch.empty_like(first, memory_format=torch.contiguous_format)
-
-
-_PLACES = "Tensor? start_positions, Tensor? cu_seqlens, str layout, bool interleaved, int cp_size, int cp_rank"
-_apply = differentiable(Op(f"rope_forward(Tensor t, Tensor freqs, {_PLACES}) -> Tensor", _rope(ops.fused_rope_forward), _like_first),
-                        Op(f"rope_backward(Tensor grad, Tensor freqs, {_PLACES}) -> Tensor", _rope(ops.fused_rope_backward), _like_first),
-                        _save, _gradient)
+_apply = differentiable_op("fused_rope_forward", "rope_forward", "rope_backward")
 
 
 def _angles(freqs: torch.Tensor, name: str) -> torch.Tensor:

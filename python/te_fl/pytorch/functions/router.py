@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-from typing import Optional, Tuple, Union
+from typing import Any, Callable, Optional, Tuple, Union
 
 import torch
 
-from te_fl import ops
+from te_fl._native import positional_op
 from te_fl.errors import InvalidArgument
 from te_fl.pytorch.functions.function import Op, differentiable
 from te_fl.pytorch.runtime.refuse import choice, only
@@ -36,41 +36,43 @@ def _form(where: str, routing_map_format: Union[str, RoutingMapFormat, int]) -> 
     raise InvalidArgument(f"{where}: routing_map_format is {routing_map_format!r}; it is 'bytemap', 'bitmap_u8' or one of RoutingMapFormat")
 
 
-def _routing(logits: torch.Tensor, form: int, topk: int) -> Tuple[str, torch.Tensor]:
-    """Returns the op's argument for the selection in this format, and a new tensor for it."""
+def _routing(logits: torch.Tensor, form: int, topk: int) -> Tuple[str, Any]:
+    """Returns the op's argument for the selection in this format, and a new tensor for it, or the dtype in which the op is to allocate it."""
     *leading, experts = logits.shape
     if form == RoutingMapFormat.BYTEMAP:
-        return "routing_map", torch.empty((*leading, experts), dtype=torch.bool, device=logits.device)
+        return "routing_map", torch.bool
     if form == RoutingMapFormat.BITMAP_U8:
-        return "routing_bits", torch.empty((*leading, (experts + 7) // 8), dtype=torch.uint8, device=logits.device)
+        return "routing_bits", logits.new_empty((*leading, (experts + 7) // 8), dtype=torch.uint8)
     dtype = next(d for d, number in _INDICES.items() if number == form)
-    return "topk_indices", torch.empty((*leading, topk), dtype=dtype, device=logits.device)
+    return "topk_indices", logits.new_empty((*leading, topk), dtype=dtype)
 
 
-def _like(logits, dtype=None):
-    return torch.empty(logits.shape, dtype=dtype or logits.dtype, device=logits.device)
-
-
-def _choose(logits, expert_bias, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, form):
+def _run(run: Callable, form: int, topk: int, logits: torch.Tensor, *inputs: Any) -> tuple:
+    """Runs an op that selects experts. Returns its first output, the selection and the data for the backward."""
     name, routing = _routing(logits, form, topk)
-    probs, intermediate = _like(logits), _like(logits, torch.float32)
-    ops.fused_topk_with_score_function_fwd(
-        logits=logits.contiguous(), expert_bias=expert_bias, probs=probs, intermediate_output=intermediate, topk=topk, use_pre_softmax=use_pre_softmax,
-        num_groups=num_groups, group_topk=group_topk, scaling_factor=scaling_factor, score_function=score_function, **{name: routing})
-    return probs, routing, intermediate
+    first, *maps, intermediate = run(logits, *inputs, **{name: routing})
+    return first, *(maps or (routing,)), intermediate
 
 
-def _choose_fake(logits, expert_bias, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, form):
-    return _like(logits), _routing(logits, form, topk)[1], _like(logits, torch.float32)
+def _fake(form: int, topk: int, logits: torch.Tensor, dtype: torch.dtype) -> tuple:
+    routing = _routing(logits, form, topk)[1]
+    return (logits.new_empty(logits.shape, dtype=dtype), routing if form != RoutingMapFormat.BYTEMAP else logits.new_empty(logits.shape, dtype=routing),
+            logits.new_empty(logits.shape, dtype=torch.float32))
 
 
-def _choose_backward(grad, routing, intermediate, topk, use_pre_softmax, scaling_factor, score_function, form):
-    name = ("routing_map", "routing_bits")[form] if form < 2 else "topk_indices"
-    grad_logits = _like(grad)
-    ops.fused_topk_with_score_function_bwd(
-        intermediate_output=intermediate, grad_probs=grad.contiguous(), grad_logits=grad_logits, topk=topk, use_pre_softmax=use_pre_softmax,
-        scaling_factor=scaling_factor, score_function=score_function, **{name: routing})
-    return grad_logits
+_topk_fwd, _topk_bwd, _score_fwd, _aux_loss_fwd, _aux_loss_bwd = map(positional_op, (
+    "fused_topk_with_score_function_fwd", "fused_topk_with_score_function_bwd", "fused_score_for_moe_aux_loss_fwd", "fused_moe_aux_loss_fwd",
+    "fused_moe_aux_loss_bwd"))
+
+
+def _choose(logits, expert_bias, *options):
+    return _run(_topk_fwd, options[-1], options[0], logits, expert_bias, *options[:-1])
+
+
+def _choose_backward(grad, routing, intermediate, *options):
+    maps = [None] * 3
+    maps[min(options[-1], 2)] = routing
+    return _topk_bwd(*maps, intermediate, grad, *options[:-1])
 
 
 def _choose_save(ctx, inputs, output):
@@ -87,9 +89,10 @@ def _choose_gradient(op, ctx, grad, *_others):
 
 _topk = differentiable(
     Op("moe_topk(Tensor logits, Tensor? expert_bias, int topk, bool use_pre_softmax, int num_groups, int group_topk, float scaling_factor, "
-       "str score_function, int form) -> (Tensor, Tensor, Tensor)", _choose, _choose_fake),
+       "str score_function, int form) -> (Tensor, Tensor, Tensor)", _choose,
+       lambda logits, expert_bias, topk, *options: _fake(options[-1], topk, logits, logits.dtype)),
     Op("moe_topk_bwd(Tensor grad, Tensor routing, Tensor intermediate, int topk, bool use_pre_softmax, float scaling_factor, str score_function, "
-       "int form) -> Tensor", _choose_backward, lambda grad, *rest: _like(grad)),
+       "int form) -> Tensor", _choose_backward, lambda grad, *rest: grad.new_empty(grad.shape)),
     _choose_save, _choose_gradient)
 
 
@@ -123,22 +126,20 @@ def fused_topk_with_score_function(logits: torch.Tensor, topk: int, use_pre_soft
 
 
 def _score(logits, topk, score_function, form):
-    name, routing = _routing(logits, form, topk)
-    scores, intermediate = _like(logits, torch.float32), _like(logits, torch.float32)
-    ops.fused_score_for_moe_aux_loss_fwd(logits=logits.contiguous(), scores=scores, intermediate_output=intermediate, topk=topk,
-                                         score_function=score_function, **{name: routing})
+    scores, routing, intermediate = _run(_score_fwd, form, topk, logits, topk, score_function)
     return routing, scores, intermediate
 
 
 def _score_fake(logits, topk, score_function, form):
-    return _routing(logits, form, topk)[1], _like(logits, torch.float32), _like(logits, torch.float32)
+    scores, routing, intermediate = _fake(form, topk, logits, torch.float32)
+    return routing, scores, intermediate
 
 
 def _score_backward(grad, intermediate, dtype, topk, score_function):
-    grad_logits = _like(grad, dtype)
-    ops.fused_score_for_moe_aux_loss_bwd(intermediate_output=intermediate, grad_scores=grad.contiguous(), grad_logits=grad_logits, topk=topk,
-                                         score_function=score_function)
-    return grad_logits
+    return _score_bwd(intermediate, grad, topk, score_function, grad_logits=dtype)
+
+
+_score_bwd = positional_op("fused_score_for_moe_aux_loss_bwd")
 
 
 def _score_save(ctx, inputs, output):
@@ -156,7 +157,7 @@ def _score_gradient(op, ctx, _grad_routing, grad, _grad_intermediate=None):
 _scores = differentiable(
     Op("moe_scores(Tensor logits, int topk, str score_function, int form) -> (Tensor, Tensor, Tensor)", _score, _score_fake),
     Op("moe_scores_bwd(Tensor grad, Tensor intermediate, ScalarType dtype, int topk, str score_function) -> Tensor", _score_backward,
-       lambda grad, intermediate, dtype, *rest: _like(grad, dtype)),
+       lambda grad, intermediate, dtype, *rest: grad.new_empty(grad.shape, dtype=dtype)),
     _score_save, _score_gradient)
 
 
@@ -170,17 +171,13 @@ def fused_compute_score_for_moe_aux_loss(logits: torch.Tensor, topk: int, score_
 
 
 def _loss(probs, tokens_per_expert, total, total_tensor, num_experts, topk, coeff):
-    loss, factor = probs.new_empty(()), probs.new_empty(1, dtype=torch.float32)
-    totals = {"total_num_tokens": total} if total_tensor is None else {"total_num_tokens_tensor": total_tensor}
-    ops.fused_moe_aux_loss_fwd(probs=probs.contiguous(), tokens_per_expert=tokens_per_expert.contiguous(), aux_loss=loss, const_buf=factor,
-                               num_experts=num_experts, topk=topk, coeff=coeff, **totals)
-    return loss, factor
+    loss = probs.new_empty(())
+    return loss, _aux_loss_fwd(probs, tokens_per_expert, total_tensor, total, num_experts, topk, coeff, aux_loss=loss)
 
 
 def _loss_backward(grad, factor, tokens_per_expert, rows):
     grad_probs = grad.new_empty((rows, tokens_per_expert.shape[0]))
-    ops.fused_moe_aux_loss_bwd(const_buf=factor, tokens_per_expert=tokens_per_expert.contiguous(), grad_aux_loss=grad.contiguous(),
-                               grad_probs=grad_probs)
+    _aux_loss_bwd(factor, tokens_per_expert, grad, grad_probs=grad_probs)
     return grad_probs
 
 

@@ -6,53 +6,28 @@ from typing import Callable, Optional
 
 import torch
 
-from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
-from te_fl.pytorch.functions.function import Op, differentiable
+from te_fl.pytorch.functions.function import differentiable_op
 from te_fl.pytorch.runtime.refuse import checks_keywords
 
 __all__ = ["FusedScaleMaskSoftmax", "attention_mask_func", "scaled_aligned_causal_masked_softmax_forward", "scaled_masked_softmax_forward",
            "scaled_softmax_forward", "scaled_upper_triang_masked_softmax_forward"]
 
 
-def _make(name: str, masked: bool = False):
-    forward_op, backward_op = getattr(ops, f"{name}_forward"), getattr(ops, f"{name}_backward")
-
-    def forward(inputs, *rest):
-        inputs = inputs.contiguous()
-        output = torch.empty_like(inputs)
-        if masked:
-            forward_op(input=inputs, mask=rest[0].contiguous(), output=output, scale=rest[1])
-        else:
-            forward_op(input=inputs, output=output, scale=rest[0])
-        return output
-
-    def backward(output_grads, softmax_results, scale):
-        output_grads = output_grads.contiguous()
-        grads = torch.empty_like(output_grads)
-        backward_op(output_grad=output_grads, softmax_results=softmax_results, input_grad=grads, scale=scale)
-        return grads
-
-    def save(ctx, inputs, output):
-        ctx.save_for_backward(output)
-        ctx.scale = inputs[-1]
-
-    def gradient(op, ctx, grad):
-        return (op(grad, ctx.saved_tensors[0], ctx.scale), None, None) if masked else (op(grad, ctx.saved_tensors[0], ctx.scale), None)
-
-    def like_first(first, *rest):
-        return torch.empty_like(first, memory_format=torch.contiguous_format)
-
-    mask = "Tensor mask, " if masked else ""
-    back = Op(f"{name}_backward(Tensor output_grads, Tensor softmax_results, float scale) -> Tensor", backward, like_first)
-    front = Op(f"{name}_forward(Tensor inputs, {mask}float scale) -> Tensor", forward, like_first)
-    return differentiable(front, back, save, gradient), back
+_plain, _masked, _upper, _aligned = (differentiable_op(f"{kind}_forward", f"{kind}_forward", f"{kind}_backward") for kind in (
+    "scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax", "scaled_aligned_causal_masked_softmax"))
 
 
-_plain, scaled_softmax_backward = _make("scaled_softmax")
-_masked, scaled_masked_softmax_backward = _make("scaled_masked_softmax", masked=True)
-_upper, scaled_upper_triang_masked_softmax_backward = _make("scaled_upper_triang_masked_softmax")
-_aligned, scaled_aligned_causal_masked_softmax_backward = _make("scaled_aligned_causal_masked_softmax")
+def _backward(function: Callable) -> Callable:
+    def gradient(output_grads: torch.Tensor, softmax_results: torch.Tensor, scale: float) -> torch.Tensor:
+        return function.backward(output_grads, softmax_results, scale)
+
+    gradient.__name__ = gradient.__qualname__ = function.backward.name
+    return gradient
+
+
+scaled_softmax_backward, scaled_masked_softmax_backward = _backward(_plain), _backward(_masked)
+scaled_upper_triang_masked_softmax_backward, scaled_aligned_causal_masked_softmax_backward = _backward(_upper), _backward(_aligned)
 
 
 def scaled_softmax_forward(inputs: torch.Tensor, scale: float) -> torch.Tensor:

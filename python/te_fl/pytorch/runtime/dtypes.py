@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from te_fl.tensors import DTYPES
+from te_fl.torch_tensors import BY_CODE, DTYPE_CODES
 
-# Indices in te_fl.tensors.DTYPES, which calls into C++ use for a result's dtype.
-DTYPE_CODES = {dtype: DTYPES.index(name) for dtype, name in
-               ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16"), (torch.float64, "f64"))}
-BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
+__all__ = ["BY_CODE", "DTYPE_CODES", "DTYPE_NAMES", "LIKE"]
+
 DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  # the dtypes that layers compute in
 LIKE = torch.empty(0, dtype=torch.float32, device="cpu")  # passed to _native to request PyTorch tensors
