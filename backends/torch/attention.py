@@ -88,7 +88,7 @@ class _Problem:
         return self.sink[:, None] if isinstance(self.sink, torch.Tensor) else self.q.new_full((self.q.shape[1], 1), self.sink)
 
     def kept(self, dropout_p: float, *random: Any) -> Optional[torch.Tensor]:
-        """Which probabilities dropout keeps; None without dropout."""
+        """The probabilities that dropout keeps, as bool; None without dropout."""
         if dropout_p == 0:
             return None
         batch, heads, rows, _ = self.q.shape

@@ -45,7 +45,7 @@ def native_name(device: torch.device) -> str:
     if len(found) > 1:
         raise Unsupported(f"te-fl does not know which of {', '.join(found)} is {device}: DLPack has no vendor's name; load the plugin of its "
                           "vendor alone (TE_FL_PLUGIN_PATH, TE_FL_PLUGIN_MODULES)")
-    return found[0] if found else f"ext:{device.type}:{index}"  # which te-fl makes from PyTorch's device
+    return found[0] if found else f"ext:{device.type}:{index}"  # te-fl makes this device from PyTorch's when it looks it up
 
 
 def default() -> Optional[torch.device]:

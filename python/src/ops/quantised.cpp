@@ -56,10 +56,6 @@ const QuantisedClass* class_of(PyTypeObject* type) noexcept {
   return nullptr;
 }
 
-[[noreturn]] void throw_invalid(const std::string& text) {
-  throw_status(Status(StatusCode::kInvalidArgument, text));
-}
-
 std::string words_of_shape(const te_fl_dltensor& t) {
   std::string text = "[";
   for (int32_t d = 0; d < t.ndim; ++d) text += (d == 0 ? "" : ", ") + std::to_string(t.shape[d]);
