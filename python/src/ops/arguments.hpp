@@ -46,7 +46,7 @@ constexpr const char* kSavedName = "te_fl.saved";
 // Initial capacity of held_: enough for the parts of a GEMM's operands and of its result.
 constexpr size_t kHeld = 16;
 
-// How a callable of an op takes its arguments. kNamed: by keywords. kPositional: inputs may be
+// The forms of an op's callables. kNamed takes arguments by keyword. kPositional: inputs may be
 // positional, and non-contiguous ones are copied first. kMatrices: tensors also become matrices,
 // see make_matrix_op().
 enum class CallForm { kNamed, kPositional, kMatrices };
