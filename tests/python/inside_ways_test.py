@@ -87,7 +87,7 @@ class Ways(unittest.TestCase):
     def test_plugin(self):
         self.prints(run(PLUGIN), "te_fl.transformer_engine_torch")
         both = "import te_fl; te_fl.inside_transformer_engine()\n" + PLUGIN
-        self.prints(run(both), "kept: NVTE_PLUGIN: te-fl is inside this process already", "transformer_engine_torch\n")
+        self.prints(run(both), "kept: FAILED_PRECONDITION: NVTE_PLUGIN: te-fl is inside this process already", "transformer_engine_torch\n")
         self.fails(run(both, TE_FL_STRICT="1"), "TE_FL_STRICT forbids NVIDIA's extension instead", "use one way")
         self.fails(run("import te_fl; te_fl.inside_transformer_engine()", NVTE_PLUGIN="te_fl.transformer_engine_plugin"), "NVTE_PLUGIN brings te-fl in")
 

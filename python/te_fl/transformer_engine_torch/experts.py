@@ -38,7 +38,9 @@ def moe_permute_fwd(input: torch.Tensor, dtype: Any, indices: torch.Tensor, num_
     tokens, top_k = indices.shape
     rows = num_out_tokens if num_out_tokens > 0 else tokens * top_k
     output = torch.empty((rows, input.shape[1]), dtype=input.dtype, device=input.device)
-    return output, ops.moe_permute_fwd(input, indices, output=output).view(-1), workspace
+    row_id_map = torch.empty(tokens * top_k, dtype=torch.int32, device=input.device)
+    ops.moe_permute_fwd(input, indices, output=output, row_id_map=row_id_map.view(top_k, tokens))
+    return output, row_id_map, workspace
 
 
 def moe_unpermute_fwd(input: torch.Tensor, dtype: Any, row_id_map: torch.Tensor, prob: torch.Tensor, num_tokens: int, topK: int) -> torch.Tensor:

@@ -46,18 +46,27 @@ def rmsnorm_fwd(input: torch.Tensor, weight: torch.Tensor, eps: float, ln_out: A
 def layernorm_bwd(dz: torch.Tensor, x: torch.Tensor, mu: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, sm_margin: int,
                   zero_centered_gamma: bool) -> list:
     """Returns [dx, dgamma, dbeta]."""
-    dx, dgamma, dbeta = ops.layernorm_bwd(dz, x, mu, rsigma, gamma, zero_centered_gamma, dbeta=True)
-    return [dx.view(x.shape), dgamma, dbeta]
+    gamma = gamma.contiguous()
+    dx, dgamma, dbeta = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(gamma), torch.empty_like(gamma)
+    ops.layernorm_bwd(dz=dz, x=x, mu=mu, rsigma=rsigma, gamma=gamma, dx=dx, dgamma=dgamma,
+                      dbeta=dbeta, zero_centered_gamma=zero_centered_gamma)
+    return [dx, dgamma, dbeta]
 
 
 def rmsnorm_bwd(dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, sm_margin: int, zero_centered_gamma: bool) -> list:
     """Returns [dx, dgamma]."""
-    dx, dgamma = ops.rmsnorm_bwd(dz, x, rsigma, gamma, zero_centered_gamma)
-    return [dx.view(x.shape), dgamma]
+    gamma = gamma.contiguous()
+    dx, dgamma = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(gamma)
+    ops.rmsnorm_bwd(dz=dz, x=x, rsigma=rsigma, gamma=gamma, dx=dx, dgamma=dgamma,
+                    zero_centered_gamma=zero_centered_gamma)
+    return [dx, dgamma]
 
 
 def rmsnorm_bwd_add(dz: torch.Tensor, x: torch.Tensor, add: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, sm_margin: int,
                     zero_centered_gamma: bool) -> list:
     """Returns [dx plus the gradient of the residual branch, dgamma]."""
-    dx, dgamma = ops.rmsnorm_bwd_add(dz, x, add, rsigma, gamma, zero_centered_gamma)
-    return [dx.view(x.shape), dgamma]
+    gamma = gamma.contiguous()
+    dx, dgamma = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(gamma)
+    ops.rmsnorm_bwd_add(dz=dz, x=x, add=add, rsigma=rsigma, gamma=gamma, dx=dx, dgamma=dgamma,
+                        zero_centered_gamma=zero_centered_gamma)
+    return [dx, dgamma]

@@ -83,10 +83,9 @@ def op(name: str, library_name: str, inputs: Optional[int] = None, requests: Seq
 
 
 def _picker(places: Sequence[int]) -> Callable[[tuple], tuple]:
-    """Returns a function that takes the elements at these places out of a tuple."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return lambda values: tuple(values[place] for place in places)
+    """Returns a function that takes the elements at these places, one or more, out of a tuple."""
+    first = places[0]
+    return operator.itemgetter(*places) if len(places) > 1 else lambda values: (values[first],)
 
 
 def differentiable_op(name: str, library_name: str, backward_name: str, inputs: Optional[int] = None, requests: Sequence[str] = ()) -> Callable:
