@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "py/errors.hpp"
+#include "torch/arguments.hpp"
 #include "torch/layer.hpp"
 
 namespace te_fl::python {
