@@ -14,6 +14,7 @@ from te_fl.reference_torch import activation, attention, gemm, norm, optimizer, 
 from te_fl.reference_torch.values import SCALINGS
 
 _SUPPORTS: Dict[str, Callable] = {name: module.supports for module in (attention, rope) for name in module.OPS}
+_SUPPORTS["fill"] = tensor.supports_fill
 _SUPPORTS["fused_amax_and_scale_update_after_reduction"] = quantize.supports_margin
 _MODULES = (activation, attention, gemm, norm, optimizer, quantize, random, rope, scaled_activation, softmax, tensor)
 

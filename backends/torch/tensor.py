@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 
+from te_fl._native import LentTensor
 from te_fl.reference_torch.random import dropped, kept, packed, state
 from te_fl.reference_torch.values import cast, values, write
 
@@ -27,4 +28,12 @@ def strided_copy(input: torch.Tensor, output: torch.Tensor) -> None:
         output.copy_(input)
 
 
-OPS = {"add": add, "strided_copy": strided_copy}
+def fill(output: torch.Tensor, value: float) -> None:
+    output.fill_(value if output.dtype.is_floating_point else int(value))
+
+
+def supports_fill(output: LentTensor) -> Union[bool, str]:
+    return True if output.dtype in ("f64", "f32", "i8", "i16", "i32", "i64", "u8", "bool") else f"dtype {output.dtype} is not implemented"
+
+
+OPS = {"add": add, "strided_copy": strided_copy, "fill": fill}
