@@ -77,7 +77,8 @@ def generic_gemm(a: Any, b: Any, d: Any, bias: Optional[torch.Tensor], pre_gelu_
                  trans_a: bool, trans_b: bool, gelu: bool, accumulate: bool, accumulate_bias_grad: bool, use_split_accumulator: bool, alpha: float,
                  beta: float, residual: Optional[torch.Tensor] = None, d_sum: Optional[torch.Tensor] = None) -> None:
     if bias_grad is not None:
-        total = _operand(a, trans_a).sum(1)
+        plain = isinstance(a, torch.Tensor) and a.dtype in _HALF
+        total = a.sum(0 if trans_a else 1, dtype=torch.float32) if plain else _operand(a, trans_a).sum(1)
         bias_grad.copy_(total + values(bias_grad) if accumulate_bias_grad else total)
     bare = not (gelu or accumulate) and alpha == 1 and residual is None and d_sum is None and pre_gelu_in is None
     if bare and _half_product(a, b, trans_a, trans_b, d, bias):
