@@ -583,7 +583,7 @@ TEST_F(Scratch, GraphsOutliveTheirRetiredStream) {
 
 TEST_F(Scratch, OnlyStreamsOfOthersAreRetired) {
   const Stream own = Stream::create(a).value();
-  EXPECT_FAILS(devices::retire_stream(a, own.get()), kInvalidArgument, "te-fl made this stream");
+  EXPECT_FAILS(devices::retire_stream(a, own.get()), kInvalidArgument, "te-fl created this stream");
   EXPECT_FAILS(devices::retire_stream(a, nullptr), kInvalidArgument, "the default stream stays");
   ASSERT_OK(devices::retire_stream(a, far_a.queues.make_stream()));  // te-fl never saw this stream
   // The table of this device ends before retire_stream.
