@@ -36,7 +36,7 @@ CAUGHT = {
     "says_nothing": ("describe", "its describe() wrote nothing (rule R31)"),
     "throws_words": ("describe", "describe() threw an exception (rule R5)"),
     "dies_saying": ("describe", "the process died: SIGABRT"),
-    "writes_saying": ("describe", "wrote to a tensor, and changes nothing (rule R31)"),
+    "writes_saying": ("describe", "wrote to a tensor; it must change nothing (rule R31)"),
     "reads_before": ("guard", "bytes before the start of input"),
     "overruns": ("result", "output: bytes outside its memory were written, the nearest one byte 0 behind the end of its 924 bytes (rule R11)"),
     "writes_input": ("result", "input is an input and was written, first in byte 0 (rule R11)"),
