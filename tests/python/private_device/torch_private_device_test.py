@@ -371,7 +371,7 @@ class Refused(unittest.TestCase):
                 " torch_device.native_name(torch.device('far:0'))\nexcept te_fl.errors.Unsupported as e:\n print('Unsupported', e)")
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(far.HERE), os.environ.get("PYTHONPATH", "")])}
         out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-        self.assertRegex(out.stdout, "Unsupported PyTorch does not tell the current stream of far:0.*PrivateUse1HooksInterface", out.stderr)
+        self.assertRegex(out.stdout, "Unsupported UNSUPPORTED: PyTorch does not tell the current stream of far:0.*PrivateUse1HooksInterface", out.stderr)
 
 
 if __name__ == "__main__":
