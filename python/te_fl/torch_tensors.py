@@ -25,4 +25,5 @@ def empty(like: torch.Tensor, shape: Tuple[int, ...], dtype: int) -> torch.Tenso
 
 
 _native.set_tensors(torch.Tensor, torch.empty_like, DTYPE_CODES)
-_native.set_empty(empty)
+use_empty = _native.set_empty  # a module that calls it imports this one, so its function is the later one
+use_empty(empty)

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from te_fl import _native, torch_device, torch_node
+from te_fl import _native, torch_device, torch_node, torch_tensors
 from te_fl.errors import Unsupported
 from te_fl.pytorch.autograd.once import MESSAGE, once_differentiable
 from te_fl.pytorch.runtime.refuse import refuse
@@ -328,4 +328,4 @@ def watch(fp8: Any, checkpoints: Any) -> None:
 _native.set_deterministic(torch._C._get_deterministic_algorithms)
 _native.set_backward_end(_queue_end)
 if _node is not None:
-    _native.set_empty(_node.empty)
+    torch_tensors.use_empty(_node.empty)
