@@ -13,6 +13,7 @@ from te_fl._native import LentTensor
 from te_fl.reference_torch.random import dropped, kept, state
 from te_fl.reference_torch.values import values
 
+
 class _Rows(NamedTuple):
     """For each row of a [batch, length] tensor: its sequence, its position there, and the sequence's length. All [B, S]."""
 

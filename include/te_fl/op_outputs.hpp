@@ -36,7 +36,8 @@ struct OutputForm {
 // The shape rules of one op, compiled. Immutable and thread-safe.
 class TE_FL_API OutputRules {
  public:
-  // Copies and compiles the schema. Errors: those of the registration of an op with this schema.
+  // Compiles a copy of the schema. Fails with the errors that registering an op with this schema
+  // gives.
   static Result<std::unique_ptr<const OutputRules>> compile(const te_fl_op_schema& schema);
   ~OutputRules();
 

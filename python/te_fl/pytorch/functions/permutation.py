@@ -21,7 +21,8 @@ __all__ = ["moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_pr
 
 
 def _spread_run(tokens, rows, count):
-    # The op reads fwd_input only for the gradient of probabilities, which is not requested; its rows determine those of the output.
+    # The op needs the values of fwd_input only for the gradient of the probabilities, which this
+    # call does not request; here only its number of rows counts, which the output shares.
     return _unpermute_bwd(tokens, tokens.new_empty((count, tokens.shape[1])), rows)
 
 
