@@ -29,14 +29,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double seconds_of(const std::function<void()>& f) {
+double measure_seconds(const std::function<void()>& f) {
   const auto start = Clock::now();
   f();
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
-double best_of(int times, const std::function<void()>& f) {
-  double best = seconds_of(f);
-  for (int i = 1; i < times; ++i) best = std::min(best, seconds_of(f));
+double best_seconds(int times, const std::function<void()>& f) {
+  double best = measure_seconds(f);
+  for (int i = 1; i < times; ++i) best = std::min(best, measure_seconds(f));
   return best;
 }
 
@@ -74,12 +74,12 @@ void streaming_copy(char* to, const char* from, size_t bytes) {
 class Copy {
  public:
   Copy() : half_(2 * last_level_cache()), from_({half_}, TE_FL_U8), to_({half_}, TE_FL_U8) {
-    const double streaming = best_of(5, [&] { run(&streaming_copy); });
-    best_ = best_of(5, [&] { run(&plain); }) < streaming ? &plain : &streaming_copy;
+    const double streaming = best_seconds(5, [&] { run(&streaming_copy); });
+    best_ = best_seconds(5, [&] { run(&plain); }) < streaming ? &plain : &streaming_copy;
   }
   // Measures one copy; returns bytes read plus bytes written per second.
   double bandwidth() {
-    return 2.0 * static_cast<double>(half_) / seconds_of([&] { run(best_); });
+    return 2.0 * static_cast<double>(half_) / measure_seconds([&] { run(best_); });
   }
 
  private:
@@ -200,7 +200,7 @@ double direct_product(const Case::Product& p) {
     stream.wait();
   };
   run();
-  return best_of(7, run);
+  return best_seconds(7, run);
 }
 
 // ---- one row
@@ -224,9 +224,9 @@ double in_cache_bandwidth(Backend& backend, const CaseSpec& spec) {
   const auto built = spec.build(rows_for(spec, threads() * second_level / 2, 128));
   const Case& c = *built;
   if (!backend.prepare(spec.op, c).empty()) return 0;
-  const double once = best_of(10, [&] { backend.call(); });
+  const double once = best_seconds(10, [&] { backend.call(); });
   const double best =
-      best_of(std::min(2000, static_cast<int>(0.05 / once)), [&] { backend.call(); });
+      best_seconds(std::min(2000, static_cast<int>(0.05 / once)), [&] { backend.call(); });
   return static_cast<double>(c.bytes) / std::min(once, best);
 }
 
@@ -239,7 +239,7 @@ double reference_seconds(Peers& peers, const CaseSpec& spec, int64_t rows, const
                                                   : rows);
   const Case& part = *built;
   if (!peers.reference.prepare(spec.op, part).empty()) return 0;
-  const double seconds = best_of(whole.flops > 0 ? 1 : 2, [&] { peers.reference.call(); });
+  const double seconds = best_seconds(whole.flops > 0 ? 1 : 2, [&] { peers.reference.call(); });
   const double work =
       whole.flops > 0 ? whole.flops / part.flops : static_cast<double>(whole.bytes) / part.bytes;
   return seconds * work;
@@ -257,7 +257,7 @@ void run_case(benchmark::State& state, Peers& peers, const CaseSpec& spec) {
   std::vector<double> copies, ratios;
   for (auto _ : state) {
     const double copy = spec.memory_bound ? peers.copy.bandwidth() : 0;
-    const double seconds = seconds_of([&] { peers.cpu.call(); });
+    const double seconds = measure_seconds([&] { peers.cpu.call(); });
     state.SetIterationTime(seconds);
     best = std::min(best, seconds);
     copies.push_back(copy);

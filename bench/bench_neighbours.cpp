@@ -29,7 +29,7 @@ double median(std::vector<double>& values) {
 
 // Times `call(i)` for i = 0, 1, ... over a multiple of `period` calls; returns nanoseconds a call.
 template <class F>
-double time_of(benchmark::State& state, size_t period, F& call) {
+double measure_time(benchmark::State& state, size_t period, F& call) {
   const size_t calls = (2048 + period - 1) / period * period;
   bool good = true;
   const auto start = std::chrono::steady_clock::now();
@@ -43,13 +43,13 @@ template <class Neighbour, class Case>
 void beside(benchmark::State& state, size_t neighbour_period, Neighbour neighbour, size_t period,
             Case tested) {
   std::vector<double> ratios, ours, theirs;
-  time_of(state, neighbour_period, neighbour);
-  time_of(state, period, tested);
+  measure_time(state, neighbour_period, neighbour);
+  measure_time(state, period, tested);
   const int64_t made = g_plans_made;
   double calls = 0;
   for (auto _ : state) {
-    theirs.push_back(time_of(state, neighbour_period, neighbour));
-    ours.push_back(time_of(state, period, tested));
+    theirs.push_back(measure_time(state, neighbour_period, neighbour));
+    ours.push_back(measure_time(state, period, tested));
     ratios.push_back(ours.back() / theirs.back());
     calls += 2048;
   }

@@ -25,7 +25,7 @@ def main():
     for row in rows:
         name = row["name"].split("/iterations")[0].replace("/", " ", 1)
         if row.get("error_occurred"):
-            print("| %s | not served: %s | | | | | | | | |" % (name, row["error_message"]))
+            print("| %s | not supported: %s | | | | | | | | |" % (name, row["error_message"]))
             continue
         print("| %s | %.1f | %s | %s | %s | %s | %s | %s | %s | %s |" % (
             name, row["best_us"], cell(row, "GB_per_s", "%.1f"), cell(row, "copy_GB_per_s", "%.1f"),

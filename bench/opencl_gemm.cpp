@@ -132,7 +132,7 @@ class Buffer {
 
 // Random values that every dtype here represents exactly, so that all kernels multiply the same
 // numbers.
-std::vector<float> values_of(int64_t n, unsigned seed) {
+std::vector<float> random_values(int64_t n, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
   std::vector<float> values(static_cast<size_t>(n));
@@ -217,7 +217,7 @@ class Bench {
     if ((label + " " + type).find(options_.match) == std::string::npos) return;
     if (dtype == DType::kF16 && !has_half_) return;
     const te_fl::StreamScope on(stream_.get());
-    const std::vector<float> a = values_of(s.m * s.k, 1), b = values_of(s.k * s.n, 2);
+    const std::vector<float> a = random_values(s.m * s.k, 1), b = random_values(s.k * s.n, 2);
     const Tensor ta = on_device(a, s.trans_a ? s.k : s.m, s.trans_a ? s.m : s.k, dtype, device_);
     const Tensor tb = on_device(b, s.trans_b ? s.n : s.k, s.trans_b ? s.k : s.n, dtype, device_);
     const Tensor td = must(Tensor::empty({s.m, s.n}, dtype, device_));

@@ -89,7 +89,7 @@ def main():
         pathlib.Path(options.json).write_text(json.dumps(results, indent=1) + "\n")
     strays = [f"{r}, seed {x['seed']}: {line}" for r, runs in results.items() for x in runs for line in served_elsewhere(x)]
     for line in strays:
-        print(f"recipes.py: not served by {CUDA}: {line}; load the plugin (TE_FL_PLUGIN_MODULES) and see te-fl explain", file=sys.stderr)
+        print(f"recipes.py: not run by {CUDA}: {line}; load the plugin (TE_FL_PLUGIN_MODULES) and see te-fl explain", file=sys.stderr)
     worst = max(mean[r] / mean["none"] - 1 for r in RECIPES[1:])
     return 0 if worst <= options.tolerance and not strays else 1
 

@@ -11,7 +11,7 @@ using std::chrono::milliseconds;
 // The time that other ranks have to report their last collective. A rank that sees the failure
 // reports at once; a rank that hangs or has ended never does.
 constexpr milliseconds kPatience{400};
-constexpr int kMostTold = 16;  // ranks listed in a message
+constexpr int kMaxListed = 16;  // ranks listed in a message
 
 std::string last_key(const Comm::State& state, int rank) {
   return state.face->key("last/" + std::to_string(rank));
@@ -19,7 +19,7 @@ std::string last_key(const Comm::State& state, int rank) {
 
 }  // namespace
 
-void tell_last(Comm::State& state) {
+void publish_last(Comm::State& state) {
   if (state.c.size == 1) return;
   std::string last;
   {
@@ -45,12 +45,12 @@ std::string arrivals(Comm::State& state) {
       answer = *now;
       if (!answer) std::this_thread::sleep_for(milliseconds(5));
     } while (!answer && Clock::now() < end);
-    if (const int process = answer ? 0 : ended_process_of(state, r); process != 0) {
+    if (const int process = answer ? 0 : find_ended_process(state, r); process != 0) {
       text += (text.empty() ? "" : "; ") + ("rank " + std::to_string(r)) +
               " has ended (its process " + std::to_string(process) + " is gone)";
     } else if (!answer) {
       silent += (silent.empty() ? "" : ", ") + std::to_string(r);
-    } else if (++shown <= kMostTold) {
+    } else if (++shown <= kMaxListed) {
       text += (text.empty() ? "" : "; ") + ("rank " + std::to_string(r)) + " had begun " + *answer;
     }
   }

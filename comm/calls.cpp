@@ -16,7 +16,7 @@ namespace {
 using core::CollectiveCall;
 
 // Determines from an op's schema which properties of a call must be equal on all ranks.
-OpFacts facts_of(const core::CompiledOp& op) {
+OpFacts find_facts(const core::CompiledOp& op) {
   OpFacts facts;
   facts.layout = op.layout().number;
   const te_fl_op_schema& schema = op.schema();
@@ -32,14 +32,14 @@ OpFacts facts_of(const core::CompiledOp& op) {
   return facts;
 }
 
-// Like facts_of(op), with a cache in `state`. Only the thread that is inside a call of the
+// Like find_facts(op), with a cache in `state`. Only the thread that is inside a call of the
 // communicator may use it.
-const OpFacts& facts_of(Comm::State& state, const core::CompiledOp& op) {
+const OpFacts& find_facts(Comm::State& state, const core::CompiledOp& op) {
   const uint64_t layout = op.layout().number;
   for (const OpFacts& known : state.known_ops) {
     if (known.layout == layout) return known;
   }
-  return state.known_ops.emplace_back(facts_of(op));
+  return state.known_ops.emplace_back(find_facts(op));
 }
 
 void write_step(Step& step, const CollectiveCall& call, const OpFacts& facts, uint64_t number) {
@@ -79,7 +79,7 @@ int32_t value_of(const OpFacts::Alike& arg, const void* args) {
 }
 
 // The name of an enum's value, such as "max"; for other arguments the number.
-std::string word_of(const OpFacts::Alike& arg, int32_t value) {
+std::string value_name(const OpFacts::Alike& arg, int32_t value) {
   std::istringstream words(arg.words == nullptr ? "" : arg.words);
   std::string word;
   for (int32_t i = 0; words >> word; ++i) {
@@ -98,7 +98,7 @@ Status compare(Comm::State& state, const CollectiveCall& call, const Step& step,
     const int32_t value = value_of(arg, call.args);
     // An invalid root rank is a local error, which is refused before anything is sent.
     if (arg.words == nullptr && (value < 0 || value >= state.c.size)) return {};
-    mine += ", " + std::string(arg.name) + " " + word_of(arg, value);
+    mine += ", " + std::string(arg.name) + " " + value_name(arg, value);
   }
   const std::string word = comparison(state, step.number, mine);
   TE_FL_RETURN_IF_ERROR(store.store().set(store.key(word + std::to_string(state.c.rank)), mine));
@@ -187,7 +187,7 @@ Status begin(const CollectiveCall& call, core::CollectiveTicket& ticket) {
                                " is used by another thread at this moment; a communicator is for "
                                "one thread at a time: split one off for each");
   }
-  const OpFacts& facts = facts_of(*state, call.op);
+  const OpFacts& facts = find_facts(*state, call.op);
   Step& last = facts.transfer ? state->last_transfer : state->last;
   if (state->validates) [[unlikely]]
     TE_FL_RETURN_IF_ERROR(validate(state, call, facts, last.number + 1));
@@ -213,11 +213,11 @@ Status failed_in(const Comm::State& state, const Step& step, Status cause) {
 // Returns the failure that another thread has recorded during this call, for instance because
 // another communicator of the process failed first. If the failure's text does not describe this
 // call, adds a description of it.
-Status told_failure(Comm::State& state, const Step& step) {
-  const Status told = state.failed_status();
-  if (told.message().find(step.text()) != std::string::npos) return told;
+Status reported_failure(Comm::State& state, const Step& step) {
+  const Status reported = state.failed_status();
+  if (reported.message().find(step.text()) != std::string::npos) return reported;
   const std::lock_guard lock(state.mutex);
-  return state.failure = failed_in(state, step, told);
+  return state.failure = failed_in(state, step, reported);
 }
 
 Status end(const CollectiveCall& call, core::CollectiveTicket& ticket, Status result) {
@@ -235,19 +235,19 @@ Status end(const CollectiveCall& call, core::CollectiveTicket& ticket, Status re
     return result;
   }
   // A call that failed without having sent anything, except because of another rank's failure.
-  const bool unheard = result.clean() && result.code() != StatusCode::kCommFailed;
+  const bool is_local = result.clean() && result.code() != StatusCode::kCommFailed;
   const Step step = last;
-  if (unheard) {
+  if (is_local) {
     const std::lock_guard lock(state->mutex);
     --last.number;  // nothing of the call was sent
   }
   state->inside.store(false, std::memory_order_release);
-  if (unheard) return result;
+  if (is_local) return result;
   // Other ranks may wait for this rank in the call, or may have completed a call that this rank has
   // not, so the communicator fails.
-  if (state->failed.load(std::memory_order_acquire)) return told_failure(*state, step);
+  if (state->failed.load(std::memory_order_acquire)) return reported_failure(*state, step);
   fail_all(state, failed_in(*state, step, result));
-  return result.code() == StatusCode::kCommFailed ? told_failure(*state, step) : result;
+  return result.code() == StatusCode::kCommFailed ? reported_failure(*state, step) : result;
 }
 
 uint32_t policy_for(const te_fl_communicator& communicator, uint32_t current, std::string& name) {

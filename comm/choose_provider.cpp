@@ -13,7 +13,7 @@ namespace {
 using registry::CommProvider;
 using Providers = std::vector<std::shared_ptr<CommProvider>>;
 
-policy::Implementation view_of(const CommProvider& p) {
+policy::Implementation make_view(const CommProvider& p) {
   policy::Implementation view;
   view.impl_id = p.name;
   view.vendor = p.vendor;
@@ -27,7 +27,7 @@ policy::Implementation view_of(const CommProvider& p) {
 }
 
 std::string missing(const std::string& reasons, const Device& device, const std::string& named) {
-  return "no provider of collectives " + (named.empty() ? "" : "'" + named + "' ") + "serves " +
+  return "no provider of collectives " + (named.empty() ? "" : "'" + named + "' ") + "supports " +
          to_string(device) + " here" + (reasons.empty() ? ": none is loaded" : reasons) +
          "; the plugin of a chip or of a transport brings one (TE_FL_PLUGIN_MODULES; "
          "`te-fl info` lists what is loaded)";
@@ -42,18 +42,18 @@ Result<std::shared_ptr<CommProvider>> choose_provider(const Device& device,
   plugins::on_demand::load(&device, OpRegistry::instance());
   const Providers list = registry::comm_providers();
   std::vector<policy::Implementation> views;
-  for (const auto& p : list) views.push_back(view_of(*p));
+  for (const auto& p : list) views.push_back(make_view(*p));
   const policy::CallTraits call{.op = "communicator", .device = device};
   std::string reasons;
   for (const policy::Standing& v : policy::decide(settings, call, views).order) {
     const auto& p = list[v.impl];
     std::string reason;
     if (!named.empty() && p->name != named) {
-      reason = "another was asked for";
+      reason = "another was requested";
     } else if (processes && (p->desc.flags & TE_FL_COMM_THREADS_ONLY) != 0) {
       reason = "its ranks are threads of one process";
     } else if (v.staged) {
-      reason = "it serves memory of the host";
+      reason = "it supports memory of the host";
     } else if (v.refusal != policy::Refusal::kNone) {
       reason = policy::refusal_text(v.refusal, views[v.impl], call, settings, nullptr);
     } else {

@@ -87,7 +87,8 @@ void fail_all(const std::shared_ptr<Comm::State>& first, Status why, std::string
   if (!first->mark_failed(why)) return;
   if (aborted.empty()) {
     first->abort();  // first, since the store may be slow to answer
-    if (Result<std::string> told = read_abort(*first); told.ok()) aborted = std::move(*told);
+    if (Result<std::string> reported = read_abort(*first); reported.ok())
+      aborted = std::move(*reported);
     if (!aborted.empty() && why.message().find(aborted) == std::string::npos) {
       why = Status(why.code(), why.message() + "; " + aborted, why.cause());
       set_failure(*first, why);
@@ -103,16 +104,16 @@ void fail_all(const std::shared_ptr<Comm::State>& first, Status why, std::string
     if (!aborted.empty()) publish_abort(*state, aborted);
   }
   for (const auto& state : failed) state->abort();
-  for (const auto& state : failed) tell_last(*state);
+  for (const auto& state : failed) publish_last(*state);
   if (const std::string ranks = arrivals(*first); !ranks.empty()) {
     why = Status(why.code(), why.message() + "; " + ranks, why.cause());
     set_failure(*first, why);
   }
-  // A failed call waits up to a second for the final text of the failure (State::told), so that its
-  // error names the ranks, even if another communicator failed first.
+  // A failed call waits up to a second for the final text of the failure (State::reported), so that
+  // its error names the ranks, even if another communicator failed first.
   for (const auto& state : failed) {
     if (state != first) set_failure(*state, with_the_others(*state, why));
-    state->told.store(true, std::memory_order_release);
+    state->reported.store(true, std::memory_order_release);
   }
   log::error(why.to_string());
 }
@@ -151,7 +152,7 @@ void Comm::State::close() noexcept {
 
 Status Comm::State::failed_status() {
   using std::chrono::milliseconds;
-  for (int i = 0; i < 200 && !told.load(std::memory_order_acquire); ++i)
+  for (int i = 0; i < 200 && !reported.load(std::memory_order_acquire); ++i)
     std::this_thread::sleep_for(milliseconds(5));
   const std::lock_guard lock(mutex);
   return failure;
@@ -238,7 +239,7 @@ Result<Comm> Comm::world(const Device& device) {
   options.device = device;
   options.rank = job.rank;
   options.size = job.size;
-  TE_FL_ASSIGN_OR_RETURN(const auto timeout, comm::timeout_of(options));
+  TE_FL_ASSIGN_OR_RETURN(const auto timeout, comm::checked_timeout(options));
   if (!job.store_address.empty()) {
     TE_FL_ASSIGN_OR_RETURN(options.store,
                            Store::open(job.store_address, job.rank, job.size, timeout));
@@ -252,13 +253,13 @@ namespace {
 
 // Parses the color and key that a rank wrote; nullopt if the store holds another text.
 std::optional<std::pair<int, int>> read_split(const std::string& text) {
-  std::pair<int, int> told;
+  std::pair<int, int> reported;
   const char* const end = text.data() + text.size();
-  const auto color = std::from_chars(text.data(), end, told.first);
+  const auto color = std::from_chars(text.data(), end, reported.first);
   if (color.ec != std::errc() || color.ptr == end || *color.ptr != ' ') return std::nullopt;
-  const auto key = std::from_chars(color.ptr + 1, end, told.second);
+  const auto key = std::from_chars(color.ptr + 1, end, reported.second);
   if (key.ec != std::errc() || key.ptr != end) return std::nullopt;
-  return told;
+  return reported;
 }
 
 }  // namespace
@@ -279,16 +280,16 @@ Result<Comm> Comm::split(int color, int key, std::string name) const {
   for (int r = 0; r < state_->c.size; ++r) {
     TE_FL_ASSIGN_OR_RETURN(const std::string answer,
                            face.store().get(face.key(word + std::to_string(r)), state_->timeout));
-    const auto told = read_split(answer);
-    if (!told) {
+    const auto reported = read_split(answer);
+    if (!reported) {
       return Status(StatusCode::kCommFailed,
                     "communicator '" + state_->name + "': split() found '" + answer + "' of rank " +
                         std::to_string(r) + " in the store " + face.store().address() +
                         ", and expects a color and a key; another program writes its keys: give "
                         "each job a store of its own");
     }
-    everybody = everybody && told->first >= 0;
-    if (told->first == color && color >= 0) mine.emplace_back(told->second, r);
+    everybody = everybody && reported->first >= 0;
+    if (reported->first == color && color >= 0) mine.emplace_back(reported->second, r);
   }
   // All ranks have reached this split, so they have read this rank's color and key of the previous
   // split, which can be removed.

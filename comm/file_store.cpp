@@ -102,7 +102,7 @@ class FileStore final : public Store {
     TE_FL_ASSIGN_OR_RETURN(const std::string name, name_of(key));
     TE_FL_ASSIGN_OR_RETURN(std::optional<std::string> value,
                            wait_for(name, deadline_after(timeout)));
-    if (!value) return nobody_set(key, address(), timeout);
+    if (!value) return key_timeout(key, address(), timeout);
     return std::move(*value);
   }
 

@@ -46,7 +46,7 @@ Status check(const CommOptions& o) {
   return {};
 }
 
-std::string facts_of(const Comm::State& state) {
+std::string describe_rank(const Comm::State& state) {
   std::string text = fingerprint_table();
   if (!text.empty() && text.back() != '\n') text += '\n';
   text += "communicator provider = " + state.provider->name + " of plugin " +
@@ -70,9 +70,9 @@ constexpr milliseconds kLongestTimeout{UINT32_MAX};
 
 // The error that another rank has written, as COMM_FAILED; OK if there is none.
 Status refused(Comm::State& state) {
-  const auto told = state.face->store().look(state.face->key(kRefused));
-  if (!told.ok() || !told->has_value()) return {};
-  return Status(StatusCode::kCommFailed, **told);
+  const auto refusal = state.face->store().look(state.face->key(kRefused));
+  if (!refusal.ok() || !refusal->has_value()) return {};
+  return Status(StatusCode::kCommFailed, **refusal);
 }
 
 // Writes this rank's error for the other ranks, which read the first error that was written. If the
@@ -96,7 +96,7 @@ Result<std::string> id_of_first(Comm::State& state) {
   }
 }
 
-Result<std::string> id_of(Comm::State& state) {
+Result<std::string> share_id(Comm::State& state) {
   const te_fl_comm_api& api = state.provider->api;
   if (api.unique_id == nullptr) return std::string();
   if (state.c.rank != 0) return id_of_first(state);
@@ -142,7 +142,7 @@ Status wait_ready(Comm::State& state) {
   }
 }
 
-te_fl_comm_config config_of(const Comm::State& state, const std::string& id) {
+te_fl_comm_config make_config(const Comm::State& state, const std::string& id) {
   te_fl_comm_config config;
   config.device_provider = state.c.device_provider;
   config.device = state.c.device;
@@ -162,9 +162,9 @@ Status make(Comm::State& state, const Comm::State* parent, int color) {
   const bool splits = parent != nullptr && color >= 0 && api.split != nullptr;
   std::string id;
   if (!splits) {
-    TE_FL_ASSIGN_OR_RETURN(id, id_of(state));
+    TE_FL_ASSIGN_OR_RETURN(id, share_id(state));
   }
-  const te_fl_comm_config config = config_of(state, id);
+  const te_fl_comm_config config = make_config(state, id);
   core::ErrorText errors;
   void* self = nullptr;
   const te_fl_status code = errors.call([&] {
@@ -221,7 +221,7 @@ void keep_policy(Comm::State& state, const SelectionPolicy& policy) {
 
 }  // namespace
 
-Result<milliseconds> timeout_of(const CommOptions& options) {
+Result<milliseconds> checked_timeout(const CommOptions& options) {
   if (options.timeout) return std::min(*options.timeout, kLongestTimeout);
   TE_FL_ASSIGN_OR_RETURN(const int64_t ms, environment::get_int("TE_FL_COMM_TIMEOUT_MS"));
   return milliseconds(ms);
@@ -230,7 +230,7 @@ Result<milliseconds> timeout_of(const CommOptions& options) {
 Result<std::shared_ptr<Comm::State>> make_state(const CommOptions& options,
                                                 const Comm::State* parent, int color) {
   TE_FL_RETURN_IF_ERROR(check(options));
-  TE_FL_ASSIGN_OR_RETURN(const milliseconds timeout, timeout_of(options));
+  TE_FL_ASSIGN_OR_RETURN(const milliseconds timeout, checked_timeout(options));
   const auto cannot = [&](const Status& s) {
     return s.wrap("communicator '" + options.name + "' cannot be made");
   };
@@ -249,7 +249,7 @@ Result<std::shared_ptr<Comm::State>> make_state(const CommOptions& options,
   keep_policy(*state, *policy);
   state->implementations =
       choose_implementations(*state->provider, policy->settings(), state->device);
-  const Facts facts{facts_of(*state), core::g_validate.load(std::memory_order_relaxed)};
+  const Facts facts{describe_rank(*state), core::g_validate.load(std::memory_order_relaxed)};
   const Result<bool> validates = agree(*state->face, state->c.rank, state->c.size, facts, timeout);
   if (!validates.ok()) return cannot(validates.status());
   state->validates = *validates;
@@ -257,7 +257,7 @@ Result<std::shared_ptr<Comm::State>> make_state(const CommOptions& options,
     publish_refusal(*state, s);
     return cannot(s);
   }
-  tell_made(*state);
+  publish_made(*state);
   add(state);
   watch_calls();
   if (Status s = watch(); !s.ok()) {

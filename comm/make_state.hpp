@@ -14,6 +14,6 @@ namespace te_fl::comm {
 Result<std::shared_ptr<Comm::State>> make_state(const CommOptions& options,
                                                 const Comm::State* parent, int color);
 // The timeout of the options, or else TE_FL_COMM_TIMEOUT_MS.
-Result<std::chrono::milliseconds> timeout_of(const CommOptions& options);
+Result<std::chrono::milliseconds> checked_timeout(const CommOptions& options);
 
 }  // namespace te_fl::comm

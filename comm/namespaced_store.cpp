@@ -11,7 +11,7 @@ namespace {
 
 // Runs f and reports its status and text to the plugin.
 template <class F>
-te_fl_status told(const te_fl_error_sink* errors, F&& f) noexcept {
+te_fl_status report_errors(const te_fl_error_sink* errors, F&& f) noexcept {
   try {
     const Status status = f();
     if (!status.ok() && errors != nullptr && errors->write != nullptr)
@@ -28,26 +28,26 @@ class StatusStore final : public Store {
  public:
   explicit StatusStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}
   Status set(std::string_view key, std::string_view value) override {
-    return status_of("set", [&] { return store_->set(key, value); });
+    return catch_status("set", [&] { return store_->set(key, value); });
   }
   Result<std::string> get(std::string_view key, std::chrono::milliseconds timeout) override {
-    return status_of("get", [&] { return store_->get(key, timeout); });
+    return catch_status("get", [&] { return store_->get(key, timeout); });
   }
   Result<std::optional<std::string>> look(std::string_view key) override {
-    return status_of("look", [&] { return store_->look(key); });
+    return catch_status("look", [&] { return store_->look(key); });
   }
   Status forget(std::string_view prefix) override {
-    return status_of("forget", [&] { return store_->forget(prefix); });
+    return catch_status("forget", [&] { return store_->forget(prefix); });
   }
   std::string address() const override {
     const auto address =
-        status_of("address", [&] { return Result<std::string>(store_->address()); });
+        catch_status("address", [&] { return Result<std::string>(store_->address()); });
     return address.ok() ? *address : "of the program";
   }
 
  private:
   template <class F>
-  static std::invoke_result_t<F> status_of(const char* function, F&& f) {
+  static std::invoke_result_t<F> catch_status(const char* function, F&& f) {
     const auto thrown = [&](const std::string& what) {
       return Status(StatusCode::kCommFailed,
                     std::string("the store's ") + function + "() threw " + what);
@@ -70,15 +70,15 @@ class StatusStore final : public Store {
 
 NamespacedStore::NamespacedStore(std::shared_ptr<Store> store, const std::string& name)
     : store_(std::make_unique<StatusStore>(std::move(store))), prefix_(name + "/") {
-  face_.struct_size = sizeof face_;
-  face_.host = this;
-  face_.set = &set;
-  face_.get = &get;
+  c_store_.struct_size = sizeof c_store_;
+  c_store_.host = this;
+  c_store_.set = &set;
+  c_store_.get = &get;
 }
 
 te_fl_status NamespacedStore::set(void* host, const char* key, const void* value, size_t bytes,
                                   const te_fl_error_sink* errors) noexcept {
-  return told(errors, [&] {
+  return report_errors(errors, [&] {
     auto* self = static_cast<NamespacedStore*>(host);
     if (key == nullptr || (value == nullptr && bytes != 0))
       return invalid_argument("te_fl_comm_store.set: key or value is NULL");
@@ -90,7 +90,7 @@ te_fl_status NamespacedStore::set(void* host, const char* key, const void* value
 te_fl_status NamespacedStore::get(void* host, const char* key, uint32_t timeout_ms, void* value,
                                   size_t capacity, size_t* bytes,
                                   const te_fl_error_sink* errors) noexcept {
-  return told(errors, [&]() -> Status {
+  return report_errors(errors, [&]() -> Status {
     auto* self = static_cast<NamespacedStore*>(host);
     if (key == nullptr || bytes == nullptr)
       return invalid_argument("te_fl_comm_store.get: key or bytes is NULL");

@@ -12,7 +12,7 @@ namespace te_fl::comm {
 class NamespacedStore {
  public:
   NamespacedStore(std::shared_ptr<Store> store, const std::string& name);
-  const te_fl_comm_store* c() const noexcept { return &face_; }
+  const te_fl_comm_store* c() const noexcept { return &c_store_; }
   Store& store() noexcept { return *store_; }
   std::string key(const std::string& word) const { return prefix_ + word; }
 
@@ -23,7 +23,7 @@ class NamespacedStore {
                           size_t capacity, size_t* bytes, const te_fl_error_sink* errors) noexcept;
   std::unique_ptr<Store> store_;  // throws nothing but std::bad_alloc
   std::string prefix_;
-  te_fl_comm_store face_{};
+  te_fl_comm_store c_store_{};
 };
 
 }  // namespace te_fl::comm

@@ -21,7 +21,7 @@ std::string machine() {
 
 // The start time of a process in ticks since boot; empty if there is no such process or it is a
 // zombie.
-std::string start_of(int process) {
+std::string process_start(int process) {
   std::ifstream file("/proc/" + std::to_string(process) + "/stat");
   std::string stat;
   std::getline(file, stat, '\0');
@@ -39,7 +39,7 @@ std::string start_of(int process) {
 }  // namespace
 
 std::string process_mark() {
-  const std::string here = machine(), start = start_of(::getpid());
+  const std::string here = machine(), start = process_start(::getpid());
   if (here.empty() || start.empty()) return {};
   return here + " " + std::to_string(::getpid()) + " " + start;
 }
@@ -51,7 +51,7 @@ int ended_process(const std::string& mark) {
   if (!(fields >> boot >> name_space >> process >> start) || process <= 0) return 0;
   const std::string here = machine();
   if (here.empty() || here != boot + " " + name_space) return 0;
-  return start_of(process) == start ? 0 : process;
+  return process_start(process) == start ? 0 : process;
 }
 
 }  // namespace te_fl::comm

@@ -16,7 +16,7 @@ Result<std::string> ProcessStore::get(std::string_view key, std::chrono::millise
   std::unique_lock lock(mutex_);
   const bool there =
       changed_.wait_until(lock, deadline_after(timeout), [&] { return values_.contains(key); });
-  if (!there) return nobody_set(key, address(), timeout);
+  if (!there) return key_timeout(key, address(), timeout);
   return values_.find(key)->second;
 }
 

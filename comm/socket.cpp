@@ -32,7 +32,7 @@ Addresses resolve(const char* host, int port, int flags, std::string& why) {
 }
 
 // The time until the deadline in milliseconds, rounded up, for poll().
-int left_of(Deadline deadline) {
+int remaining_ms(Deadline deadline) {
   const auto left =
       std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
   return static_cast<int>(std::clamp<int64_t>(left.count(), 0, 1 << 30));
@@ -42,9 +42,9 @@ int left_of(Deadline deadline) {
 bool wait_for(const Socket& socket, short events, Deadline deadline) {
   pollfd entry{socket.fd(), events, 0};
   for (;;) {
-    const int ready = ::poll(&entry, 1, left_of(deadline));
+    const int ready = ::poll(&entry, 1, remaining_ms(deadline));
     if (ready > 0) return true;
-    if (ready == 0 && left_of(deadline) == 0) return false;
+    if (ready == 0 && remaining_ms(deadline) == 0) return false;
     if (ready < 0 && errno != EINTR) return true;  // the next system call reports the error
   }
 }

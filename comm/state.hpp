@@ -124,7 +124,7 @@ struct Comm::State {
   comm::Mark oldest, newest;
   Status failure;
   std::atomic<bool> failed{false};
-  std::atomic<bool> told{false};  // `failure` has its final text
+  std::atomic<bool> reported{false};  // `failure` has its final text
 
   // Returns the failure. Waits briefly for its final text, which names the last collective of each
   // rank.
@@ -176,14 +176,14 @@ class Use {
 // rank needs them. Ignores errors.
 void forget(NamespacedStore& face, const std::string& prefix) noexcept;
 // Writes to the store that this rank has made its part, and the mark of its process.
-void tell_made(Comm::State& state) noexcept;
+void publish_made(Comm::State& state) noexcept;
 // The PID of a rank's process, if it was on this machine and has ended; otherwise 0.
-int ended_process_of(Comm::State& state, int rank);
+int find_ended_process(Comm::State& state, int rank);
 // On rank 0: removes the keys that were used to make the communicator, if all ranks have made their
 // part.
 void forget_making(Comm::State& state) noexcept;
 // Writes this rank's last collective to the store, for the error messages of other ranks.
-void tell_last(Comm::State& state);
+void publish_last(Comm::State& state);
 // Describes the last collective of each rank at the failure, from the ranks' reports.
 std::string arrivals(Comm::State& state);
 

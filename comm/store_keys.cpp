@@ -32,12 +32,12 @@ void forget(NamespacedStore& face, const std::string& prefix) noexcept {
   try_to([&] { (void)face.store().forget(face.key(prefix)); });
 }
 
-void tell_made(Comm::State& state) noexcept {
+void publish_made(Comm::State& state) noexcept {
   if (state.c.size == 1) return;
   try_to([&] { (void)state.face->store().set(made_key(state, state.c.rank), process_mark()); });
 }
 
-int ended_process_of(Comm::State& state, int rank) {
+int find_ended_process(Comm::State& state, int rank) {
   const auto mark = state.face->store().look(made_key(state, rank));
   return mark.ok() && mark->has_value() ? ended_process(**mark) : 0;
 }
@@ -60,9 +60,9 @@ void publish_abort(Comm::State& state, const std::string& text) {
 
 Result<std::string> read_abort(Comm::State& state) {
   if (state.c.size == 1) return std::string();
-  TE_FL_ASSIGN_OR_RETURN(const std::optional<std::string> told,
+  TE_FL_ASSIGN_OR_RETURN(const std::optional<std::string> found,
                          state.face->store().look(state.face->key(kAborted)));
-  return told.value_or("");
+  return found.value_or("");
 }
 
 }  // namespace te_fl::comm

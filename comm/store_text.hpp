@@ -27,8 +27,8 @@ inline Status set_before(std::string_view key, const std::string& address) {
                     "name of its own, and each run a store of its own");
 }
 
-inline Status nobody_set(std::string_view key, const std::string& address,
-                         std::chrono::milliseconds timeout) {
+inline Status key_timeout(std::string_view key, const std::string& address,
+                          std::chrono::milliseconds timeout) {
   return Status(StatusCode::kTimeout, "key '" + std::string(key) + "' of the store " + address +
                                           " was set by no rank in " +
                                           std::to_string(timeout.count()) + " ms");

@@ -144,13 +144,13 @@ class TcpServer::Loop {
   bool take_message(Connection& c) {
     if (!c.welcomed) {
       if (c.in.size() < sizeof(wire::Hello)) return false;
-      const auto hello = wire::head_of<wire::Hello>(c.in);
+      const auto hello = wire::read_header<wire::Hello>(c.in);
       c.in.erase(0, sizeof hello);
       welcome(c, hello);
       return true;
     }
     if (c.in.size() < sizeof(wire::Request)) return false;
-    const auto request = wire::head_of<wire::Request>(c.in);
+    const auto request = wire::read_header<wire::Request>(c.in);
     if (request.key_bytes > wire::kMostKeyBytes || request.value_bytes > kMostValueBytes ||
         request.verb < wire::Verb::kSet || request.verb > wire::Verb::kForget) {
       c.gone = true;  // invalid; clients never send this

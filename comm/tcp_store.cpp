@@ -66,8 +66,8 @@ class TcpStore final : public Store {
       std::this_thread::sleep_until(std::min(deadline, Clock::now() + pause));
     }
     return Status(StatusCode::kTimeout,
-                  "rank " + std::to_string(rank_.rank) + ": nobody answers at " + address() + " (" +
-                      why + "), tried for " + std::to_string(timeout.count()) +
+                  "rank " + std::to_string(rank_.rank) + ": no server answers at " + address() +
+                      " (" + why + "), tried for " + std::to_string(timeout.count()) +
                       " ms; rank 0 serves the store there: see that it runs, that host " + host_ +
                       " is its machine, and that port " + std::to_string(port_) +
                       " is not blocked");
@@ -77,19 +77,19 @@ class TcpStore final : public Store {
     TE_FL_RETURN_IF_ERROR(check_value_size(key, value.size()));
     TE_FL_ASSIGN_OR_RETURN(const Answer answer, ask(wire::Verb::kSet, key, value, milliseconds(0)));
     if (answer.reply.code == TE_FL_ALREADY_EXISTS) return set_before(key, address());
-    return status_of(answer);
+    return to_status(answer);
   }
 
   Result<std::string> get(std::string_view key, milliseconds timeout) override {
     TE_FL_ASSIGN_OR_RETURN(Answer answer, ask(wire::Verb::kGet, key, {}, timeout));
-    if (answer.reply.code == TE_FL_TIMEOUT) return nobody_set(key, address(), timeout);
-    TE_FL_RETURN_IF_ERROR(status_of(answer));
+    if (answer.reply.code == TE_FL_TIMEOUT) return key_timeout(key, address(), timeout);
+    TE_FL_RETURN_IF_ERROR(to_status(answer));
     return std::move(answer.bytes);
   }
 
   Result<std::optional<std::string>> look(std::string_view key) override {
     TE_FL_ASSIGN_OR_RETURN(Answer answer, ask(wire::Verb::kLook, key, {}, milliseconds(0)));
-    TE_FL_RETURN_IF_ERROR(status_of(answer));
+    TE_FL_RETURN_IF_ERROR(to_status(answer));
     if (answer.reply.found == 0) return std::optional<std::string>();
     return std::optional<std::string>(std::move(answer.bytes));
   }
@@ -97,7 +97,7 @@ class TcpStore final : public Store {
   Status forget(std::string_view prefix) override {
     TE_FL_ASSIGN_OR_RETURN(const Answer answer,
                            ask(wire::Verb::kForget, prefix, {}, milliseconds(0)));
-    return status_of(answer);
+    return to_status(answer);
   }
 
   std::string address() const override {
@@ -110,7 +110,7 @@ class TcpStore final : public Store {
     return Status::from_c(static_cast<te_fl_status>(code), "the store " + address() + ": " + why);
   }
 
-  Status status_of(const Answer& answer) const {
+  Status to_status(const Answer& answer) const {
     if (answer.reply.code == TE_FL_OK) return {};
     return refused(answer.reply.code, answer.bytes);
   }
@@ -153,7 +153,7 @@ class TcpStore final : public Store {
       why = "rank 0 has not opened the next store yet";
       return Socket();
     }
-    TE_FL_RETURN_IF_ERROR(status_of(answer));
+    TE_FL_RETURN_IF_ERROR(to_status(answer));
     return socket;
   }
 

@@ -57,7 +57,7 @@ void append(std::string& out, const T& head) {
   out.append(reinterpret_cast<const char*>(&head), sizeof head);
 }
 template <class T>
-T head_of(const std::string& in) {
+T read_header(const std::string& in) {
   T head;
   std::memcpy(&head, in.data(), sizeof head);
   return head;

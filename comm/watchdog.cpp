@@ -83,18 +83,18 @@ Status ask_for_abort(Comm::State& state, Clock::time_point waits_since) {
   const Clock::time_point now = Clock::now();
   if (now < state.next_question) return {};
   if (waits_since == Clock::time_point() || now - waits_since < kQuestionPeriod) return {};
-  const Result<std::string> told = read_abort(state);
+  const Result<std::string> abort_text = read_abort(state);
   // A store that failed once is not queried again.
-  state.next_question = told.ok() ? Clock::now() + kQuestionPeriod : Clock::time_point::max();
-  if (!told.ok() || told->empty()) return {};
+  state.next_question = abort_text.ok() ? Clock::now() + kQuestionPeriod : Clock::time_point::max();
+  if (!abort_text.ok() || abort_text->empty()) return {};
   return Status(StatusCode::kCommFailed, "communicator '" + state.name + "', rank " +
                                              std::to_string(state.c.rank) + " of " +
-                                             std::to_string(state.c.size) + ": " + *told);
+                                             std::to_string(state.c.size) + ": " + *abort_text);
 }
 
 // Called when there is no communicator any more. Returns true if a communicator was made meanwhile
 // by a thread that found the watchdog running and therefore did not start it.
-bool goes_on() {
+bool keeps_running() {
   std::vector<std::shared_ptr<Comm::State>> states;  // declared first, so freed after the unlock
   const std::lock_guard lock(watchdog_mutex);
   states = all();
@@ -123,7 +123,7 @@ void watch_one(const std::shared_ptr<Comm::State>& state) try {
 // Checks all communicators. False if there are none any more.
 bool watch_all(uint64_t generation) {
   const std::vector<std::shared_ptr<Comm::State>> states = all();
-  if (fork_generation() != generation || (states.empty() && !goes_on())) return false;
+  if (fork_generation() != generation || (states.empty() && !keeps_running())) return false;
   for (const auto& state : states) watch_one(state);
   return !core::ends_elsewhere();
 }

@@ -177,12 +177,12 @@ Inputs make_inputs(Problem& p, const Variant& v) {
 double unit(int dtype) { return dtype == TE_FL_BF16 ? 0x1p-8 : dtype == TE_FL_F16 ? 0x1p-11 : 0; }
 
 // The error tolerance of a sum of n products of elements of this dtype.
-double product_slack(int dtype, double n, double magnitude) {
-  return sum_slack(n, magnitude) * (is_fp8(dtype) ? kFp8Sums : 1);
+double product_tolerance(int dtype, double n, double magnitude) {
+  return sum_tolerance(n, magnitude) * (is_fp8(dtype) ? kFp8Sums : 1);
 }
 
 double score_error(int dtype, const Attention& a, const AttentionRow& row) {
-  return product_slack(dtype, static_cast<double>(a.d), row.size) +
+  return product_tolerance(dtype, static_cast<double>(a.d), row.size) +
          0x1p-22 * std::fabs(std::isfinite(row.lse) ? row.lse : 0);
 }
 
@@ -192,11 +192,11 @@ double through_fp8(int dtype, double x, float scale, double* step) {
   const Format& f = format_of(dtype);
   const double scaled = static_cast<double>(static_cast<float>(x) * scale);
   const double magnitude = std::clamp(std::fabs(scaled), power_of_two(1 - f.bias), f.max);
-  *step = power_of_two(exponent_of(magnitude) - f.mantissa_bits) / static_cast<double>(scale);
+  *step = power_of_two(binary_exponent(magnitude) - f.mantissa_bits) / static_cast<double>(scale);
   return decode_bits(f, encode_bits(f, scaled)) / static_cast<double>(scale);
 }
 // The largest change of x's quantised value if x changes by at most `error`.
-double code_slack(int dtype, double x, double error, float scale) {
+double code_tolerance(int dtype, double x, double error, float scale) {
   double step;
   const double here = through_fp8(dtype, x, scale, &step);
   return std::max(through_fp8(dtype, x + error, scale, &step) - here,
@@ -224,10 +224,10 @@ Forward attend(const Variant& v, const Inputs& in) {
   const Attention& a = *in.a;
   Forward r;
   std::vector<Column> columns(static_cast<size_t>(a.dv));
-  r.o.assign(static_cast<size_t>(product(in.o_shape)), 0), r.slack = r.o,
+  r.o.assign(static_cast<size_t>(product(in.o_shape)), 0), r.tolerance = r.o,
                                                            r.skip_o.assign(r.o.size(), a.thd());
   r.lse.assign(static_cast<size_t>(product(in.lse_shape)), -infinity()),
-      r.lse_slack.assign(r.lse.size(), 0), r.skip_lse.assign(r.lse.size(), a.thd());
+      r.lse_tolerance.assign(r.lse.size(), 0), r.skip_lse.assign(r.lse.size(), a.thd());
   for (int64_t n = 0; n < a.b; ++n)
     for (int64_t head = 0; head < a.h; ++head)
       for (int64_t i = 0; i < (a.thd() ? a.q_length(n) : a.sq); ++i) {
@@ -236,7 +236,7 @@ Forward attend(const Variant& v, const Inputs& in) {
         r.lse[la] = row.lse,
         r.skip_lse[la] = row.lse == -infinity() && a.softmax != TE_FL_SOFTMAX_TYPE_VANILLA;
         const double error = score_error(v.dtype, a, row);
-        r.lse_slack[la] = error;
+        r.lse_tolerance[la] = error;
         std::fill(columns.begin(), columns.end(), Column{});
         const double top = row.p.empty() ? 0 : *std::max_element(row.p.begin(), row.p.end());
         const double kept = 1 / (1 - static_cast<double>(a.dropout));
@@ -261,9 +261,10 @@ Forward attend(const Variant& v, const Inputs& in) {
         for (int64_t e = 0; e < a.dv; ++e) {
           const auto& [sum, size, variance, most] = columns[e];
           r.o[oa + e] = sum, r.skip_o[oa + e] = 0;
-          r.slack[oa + e] = size * (2 * error + 2 * unit(v.dtype)) +
-                            product_slack(v.dtype, static_cast<double>(row.p.size()), size) +
-                            std::min(6 * std::sqrt(variance), most);
+          r.tolerance[oa + e] =
+              size * (2 * error + 2 * unit(v.dtype)) +
+              product_tolerance(v.dtype, static_cast<double>(row.p.size()), size) +
+              std::min(6 * std::sqrt(variance), most);
         }
       }
   return r;
@@ -281,13 +282,13 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
   const AttentionRow row = attention_row(a, n, head, i);
   if (lse == -infinity()) return;
   const double error = score_error(v.dtype, a, row) + 0x1p-22 * std::fabs(lse), low = unit(v.dtype),
-               sums = product_slack(v.dtype, static_cast<double>(std::max(a.sq, a.sk)), 1),
+               sums = product_tolerance(v.dtype, static_cast<double>(std::max(a.sq, a.sk)), 1),
                codes = is_fp8(v.dtype) ? sums : 0;
   if (!a.sink.empty() && !r.dsink.empty()) {
     const double p = std::exp(a.sink[head] - lse);
     r.dsink[head] -= p * delta;
-    r.dsink_slack[head] += p * (sum_slack(static_cast<double>(a.dv), delta_size) * 2 +
-                                std::fabs(delta) * (2 * error + 1e-5));
+    r.dsink_tolerance[head] += p * (sum_tolerance(static_cast<double>(a.dv), delta_size) * 2 +
+                                    std::fabs(delta) * (2 * error + 1e-5));
   }
   for (int64_t j = 0; j < a.k_length(n); ++j) {
     if (a.masked(n, head, i, j)) continue;
@@ -298,13 +299,13 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
     const double keep = a.kept(n, head, i, j) ? 1 / (1 - static_cast<double>(a.dropout)) : 0;
     double dropped = p * keep;
     if (v.rounds()) {
-      flip_p = code_slack(kE4, dropped, 2 * error * dropped, v.scale_p);
+      flip_p = code_tolerance(kE4, dropped, 2 * error * dropped, v.scale_p);
       dropped = through_fp8(kE4, dropped, v.scale_p, &step);
     }
     for (int64_t e = 0; e < a.dv; ++e) {
       dp += x.d_o[oa + e] * a.v[va + e], dp_size += std::fabs(x.d_o[oa + e] * a.v[va + e]);
       r.dv[va + e] += dropped * x.d_o[oa + e];
-      r.dv_slack[va + e] +=
+      r.dv_tolerance[va + e] +=
           std::fabs(x.d_o[oa + e]) *
           (flip_p + dropped * (v.rounds() ? sums : 2 * error + 2 * low + 1e-6 + codes));
     }
@@ -313,32 +314,32 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
     const double magnitude = dp_size * keep + delta_size;
     // In FP8, |dp * keep - delta| is used instead of the magnitudes of its terms: the error of FP8
     // is too large to be treated as a rounding error of these terms.
-    const double ds_slack =
+    const double ds_tolerance =
         p * ((is_fp8(v.dtype) ? std::fabs(dp * keep - delta) : magnitude) * 2 * error +
-             1e-6 * magnitude + product_slack(v.dtype, static_cast<double>(a.dv), magnitude));
+             1e-6 * magnitude + product_tolerance(v.dtype, static_cast<double>(a.dv), magnitude));
     // The tolerance of the gradient before the softcap. The cap's derivative is 1 - t^2, which
     // changes by at most twice the change of t = score / softcap.
-    double dx_slack = ds_slack * cap_slope;
-    if (a.softcap > 0) dx_slack += std::fabs(ds) * (2 * error / a.softcap + 1e-6);
+    double dx_tolerance = ds_tolerance * cap_slope;
+    if (a.softcap > 0) dx_tolerance += std::fabs(ds) * (2 * error / a.softcap + 1e-6);
     ds *= cap_slope;
     r.ds_max = std::max(r.ds_max, std::fabs(ds));
     if (v.rounds()) {
-      flip_s = code_slack(kE5, ds, dx_slack, kScaleDs);
+      flip_s = code_tolerance(kE5, ds, dx_tolerance, kScaleDs);
       ds = through_fp8(kE5, ds, kScaleDs, &step);
     }
     if (!r.dbias.empty()) {
       const int64_t at =
           (((a.bias_b == 1 ? 0 : n) * a.bias_h + (a.bias_h == 1 ? 0 : head)) * a.sq + i) * a.sk + j;
-      r.dbias[at] += real, r.dbias_slack[at] += ds_slack + low * std::fabs(real);
+      r.dbias[at] += real, r.dbias_tolerance[at] += ds_tolerance + low * std::fabs(real);
     }
     for (int64_t e = 0; e < a.d; ++e) {
       const double factor = a.scale,
-                   slack = v.rounds() ? flip_s + sums * std::fabs(ds)
-                                      : dx_slack + (2 * low + 1e-6 + codes) * std::fabs(ds);
+                   tolerance = v.rounds() ? flip_s + sums * std::fabs(ds)
+                                          : dx_tolerance + (2 * low + 1e-6 + codes) * std::fabs(ds);
       r.dq[qa + e] += factor * ds * a.k[ka + e],
-          r.dq_slack[qa + e] += std::fabs(factor * a.k[ka + e]) * slack;
+          r.dq_tolerance[qa + e] += std::fabs(factor * a.k[ka + e]) * tolerance;
       r.dk[ka + e] += factor * ds * a.q[qa + e],
-          r.dk_slack[ka + e] += std::fabs(factor * a.q[qa + e]) * slack;
+          r.dk_tolerance[ka + e] += std::fabs(factor * a.q[qa + e]) * tolerance;
     }
   }
 }
@@ -348,8 +349,8 @@ Gradients differentiate(const Variant& v, const Inputs& in, const BackwardInputs
   Gradients r;
   r.dq.assign(a.q.size(), 0), r.dk.assign(a.k.size(), 0), r.dv.assign(a.v.size(), 0),
       r.dbias.assign(a.bias.size(), 0), r.dsink.assign(a.sink.size(), 0);
-  r.dq_slack = r.dq, r.dk_slack = r.dk, r.dv_slack = r.dv, r.dbias_slack = r.dbias,
-  r.dsink_slack = r.dsink;
+  r.dq_tolerance = r.dq, r.dk_tolerance = r.dk, r.dv_tolerance = r.dv, r.dbias_tolerance = r.dbias,
+  r.dsink_tolerance = r.dsink;
   r.skip_q.assign(r.dq.size(), a.thd()), r.skip_k.assign(r.dk.size(), a.thd()),
       r.skip_v.assign(r.dv.size(), a.thd());
   for (int64_t n = 0; n < a.b; ++n) {

@@ -24,8 +24,8 @@ constexpr int kS = TE_FL_LAYOUT_SBHD, kB = TE_FL_LAYOUT_BSHD, kT = TE_FL_LAYOUT_
 constexpr int kE4 = TE_FL_F8E4M3, kE5 = TE_FL_F8E5M2;
 // FP8: the scales of the probabilities and of the scores' gradient, which are inputs of the op.
 constexpr float kScaleP = 256, kScaleDs = 64;
-// The factor on the tolerance sum_slack() for sums of products of FP8 values: Hopper's tensor cores
-// keep only 14 bits of their sums (see accumulation() in gemm_case.cpp).
+// The factor on the tolerance sum_tolerance() for sums of products of FP8 values: Hopper's tensor
+// cores keep only 14 bits of their sums (see accumulation() in gemm_case.cpp).
 constexpr double kFp8Sums = 128;
 
 constexpr uint64_t kOtherSeed = 0xfedcba987654321u;
@@ -73,7 +73,7 @@ void packed_inputs(Problem& p, const Spec& spec, const Variant& v, Inputs& in,
                    Tensor** out);
 
 struct Forward {
-  std::vector<double> o, slack, lse, lse_slack;
+  std::vector<double> o, tolerance, lse, lse_tolerance;
   std::vector<uint8_t> skip_o, skip_lse;  // tokens outside all sequences
   double p_max = 0;
 };
@@ -81,7 +81,7 @@ Forward attend(const Variant& v, const Inputs& in);
 
 struct Gradients {
   std::vector<double> dq, dk, dv, dbias, dsink;
-  std::vector<double> dq_slack, dk_slack, dv_slack, dbias_slack, dsink_slack;
+  std::vector<double> dq_tolerance, dk_tolerance, dv_tolerance, dbias_tolerance, dsink_tolerance;
   std::vector<uint8_t> skip_q, skip_k, skip_v;
   double ds_max = 0;
 };

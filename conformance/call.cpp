@@ -123,7 +123,7 @@ bool contains(const std::string& text, const std::string& part) {
 // element.
 std::string check_gaps(const Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
   if (t.strides.empty() || t.data == nullptr) return {};
-  const int width = width_of(t.spec.dtype) / 8;
+  const int width = storage_bits(t.spec.dtype) / 8;
   std::vector<uint8_t> covered(t.data->size(), 0);
   for (const auto& other : all) {  // several outputs may share one storage
     if (other->data != t.data || other->role == Role::kIn) continue;
@@ -152,7 +152,7 @@ bool read_only(const Tensor& t, const Buffer* b) {
          (b == t.scale.get() && !t.spec.current() && t.spec.scaling == TE_FL_SCALING_TENSOR);
 }
 
-Result result_of(const te_fl::Result<Decision>& decision) {
+Result to_result(const te_fl::Result<Decision>& decision) {
   if (!decision.ok()) return {Outcome::kFail, decision.status().to_string(), 0};
   if (decision->impl_id.empty()) return {Outcome::kUnsupported, "", 0};
   if (!decision->runs.empty()) return {Outcome::kPass, decision->runs, 0};
@@ -231,7 +231,7 @@ Result run_one(Problem& p, const Device& device, const std::string& impl_id, con
   if (how.describe) {
     const auto decision = manager.resolve(*id, args.get(), options);
     if (const Status s = mirror.download(); !s.ok()) return {Outcome::kFail, s.to_string(), 0};
-    result = result_of(decision);
+    result = to_result(decision);
     if (!check_memory(p, true).empty())
       return {Outcome::kFail, "its describe() wrote to a tensor; it must change nothing (rule R31)",
               0};

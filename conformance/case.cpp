@@ -13,14 +13,14 @@ constexpr size_t kAlignment = 256;
 
 // The byte pattern for memory that the op must write: NaN in all float formats that have one,
 // otherwise an unlikely result.
-uint8_t poison_of(int dtype) { return is_float(dtype) && dtype != TE_FL_F4E2M1 ? 0xff : 0xab; }
+uint8_t poison_byte(int dtype) { return is_float(dtype) && dtype != TE_FL_F4E2M1 ? 0xff : 0xab; }
 
 // An amax larger than the data of all cases, except cases about large values.
 constexpr float kLargeAmax = 1e30f;
 
 }  // namespace
 
-uint64_t hash_of(const std::string& s) {
+uint64_t hash_text(const std::string& s) {
   uint64_t h = 1469598103934665603u;
   for (char c : s) h = (h ^ static_cast<uint8_t>(c)) * 1099511628211u;
   return h;
@@ -108,7 +108,7 @@ void Tensor::bind() {
   c.dl.dtype = c_dtype(spec.dtype);
   c.dl.shape = shape.data();
   c.dl.strides = strides.empty() ? nullptr : strides.data();
-  c.dl.byte_offset = static_cast<uint64_t>(offset * width_of(spec.dtype) / 8);
+  c.dl.byte_offset = static_cast<uint64_t>(offset * storage_bits(spec.dtype) / 8);
   if (!spec.quantised()) return;
   quant.struct_size = sizeof quant;
   quant.scaling = static_cast<uint32_t>(spec.scaling);
@@ -138,7 +138,7 @@ namespace {
 void allocate(Tensor& t) {
   const Spec& s = t.spec;
   auto make = [](int dtype, int64_t n) {
-    return std::make_shared<Buffer>(bytes_for(dtype, n), poison_of(dtype));
+    return std::make_shared<Buffer>(bytes_for(dtype, n), poison_byte(dtype));
   };
   if (s.row && t.data == nullptr) t.data = make(s.dtype, t.numel());
   if (!s.quantised()) return;
@@ -196,7 +196,7 @@ Tensor* Problem::strided(const std::string& name, Role role, Spec spec, const Di
   t->offset = offset;
   if (storage == nullptr && storage_elements > 0)
     storage =
-        std::make_shared<Buffer>(bytes_for(spec.dtype, storage_elements), poison_of(spec.dtype));
+        std::make_shared<Buffer>(bytes_for(spec.dtype, storage_elements), poison_byte(spec.dtype));
   t->data = std::move(storage);
   allocate(*t);
   if (fills && role != Role::kOut)
@@ -261,7 +261,7 @@ Expectation& Problem::expect_exact(Tensor* t, std::vector<double> want, int inpu
   e.relative = 0, e.widen = 0, e.input_dtype = input_dtype;
   return e;
 }
-void Problem::expect_exact_of(Tensor* t, const Tensor* result) {
+void Problem::expect_exact_copy(Tensor* t, const Tensor* result) {
   expect_exact(t, result->values(), result->spec.dtype).result = result;
 }
 Expectation& Problem::expect_dequantised(Tensor* t, std::vector<double> want,
@@ -310,7 +310,7 @@ void add(Table& table, const std::string& family, const std::string& op, const s
   Case c;
   c.ranks = ranks;
   c.family = family, c.op = op, c.name = op + "/" + rest, c.large = large;
-  c.seed = hash_of(c.name);
+  c.seed = hash_text(c.name);
   c.build = std::move(build);
   table.push_back(std::move(c));
 }

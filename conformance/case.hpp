@@ -192,7 +192,7 @@ class Problem {
   Expectation& expect_exact(Tensor* t, std::vector<double> want, int input_dtype);
   // Expects the exact quantisation of `result`, an unquantised output of the same call, with its
   // contents after the call.
-  void expect_exact_of(Tensor* t, const Tensor* result);
+  void expect_exact_copy(Tensor* t, const Tensor* result);
   void expect_bytes(Tensor* t, std::vector<uint8_t> bytes);
   void expect_unchanged(Tensor* t);
   void expect_custom(Tensor* t, std::function<std::string(const Tensor&)> check);
@@ -249,8 +249,8 @@ Table fuzz_cases(uint64_t seed, int per_op);
 // no rows (get_fused_attn_backend). Names begin with OP/sweep/.
 Table sweep_cases(const std::string& op);
 
-uint64_t hash_of(const std::string& text);  // equal on all platforms
-std::string dims_name(const Dims& dims);    // for example "7x33"; "scalar"
+uint64_t hash_text(const std::string& text);  // equal on all platforms
+std::string dims_name(const Dims& dims);      // for example "7x33"; "scalar"
 void add(Table& table, const std::string& family, const std::string& op, const std::string& rest,
          std::function<void(Problem&)> build, bool large = false, int ranks = 0);
 // The dtypes and scaling modes of quantised outputs that the cases use.

@@ -52,7 +52,7 @@ class Differences {
 double fp32_tolerance(double v) { return 1e-6 + 5e-6 * std::fabs(v); }
 
 bool poisoned(const Tensor& t, int64_t i) {
-  const int width = width_of(t.spec.dtype) / 8;
+  const int width = storage_bits(t.spec.dtype) / 8;
   if (width < 2 || !is_float(t.spec.dtype)) return false;
   const uint8_t* p = t.data->data() + t.index(i) * width;
   return t.role == Role::kOut && std::all_of(p, p + width, [](uint8_t b) { return b == 0xff; });
@@ -121,7 +121,7 @@ std::string compare_bytes(const std::string& part, const Dims& shape, const uint
 // Compares the bytes of an output without a meaningful shape: mask bits, or storage with gaps.
 std::string compare_storage(const Expectation& e) {
   const Tensor& t = *e.tensor;
-  const int width = width_of(t.spec.dtype);
+  const int width = storage_bits(t.spec.dtype);
   const auto size = static_cast<int64_t>(e.bytes.size());
   const bool compact = t.strides.empty() && t.offset == 0 &&
                        static_cast<int64_t>(bytes_for(t.spec.dtype, t.numel())) == size;
@@ -134,16 +134,17 @@ float f32(const std::shared_ptr<Buffer>& b) {
 }
 
 std::string exact_float(const std::string& name, float got, float want) {
-  if (bits_of(got) == bits_of(want)) return {};
+  if (float_bits(got) == float_bits(want)) return {};
   return text("%s: got %.9g (0x%08x), expected %.9g (0x%08x) exactly", name.c_str(),
-              static_cast<double>(got), bits_of(got), static_cast<double>(want), bits_of(want));
+              static_cast<double>(got), float_bits(got), static_cast<double>(want),
+              float_bits(want));
 }
 
 std::string compare_exact(const Expectation& e) {
   const Tensor& t = *e.tensor;
   const QuantImage want = quantise_exact(e.want, t.rows(), t.cols(), t.spec, e.input_dtype);
   const bool tensor_mode = t.spec.scaling == TE_FL_SCALING_TENSOR;
-  const int scale_width = width_of(CopyLayout(t.spec.scaling, false, 1, 1).scale_dtype);
+  const int scale_width = storage_bits(CopyLayout(t.spec.scaling, false, 1, 1).scale_dtype);
   std::string wrong;
   const auto check = [&](const char* part, const Dims& shape, const std::shared_ptr<Buffer>& got,
                          const std::vector<uint8_t>& bytes, int width) {
@@ -160,9 +161,9 @@ std::string compare_exact(const Expectation& e) {
         t.spec.row || !tensor_mode ? want.scale_inv : want.col_scale_inv, scale_width);
   check("columnwise_scale_inv", {col.scale_rows, col.scale_cols}, t.col_scale_inv,
         want.col_scale_inv, scale_width);
-  if (t.spec.row) check("data", t.shape, t.data, want.data, width_of(t.spec.dtype));
+  if (t.spec.row) check("data", t.shape, t.data, want.data, storage_bits(t.spec.dtype));
   check("columnwise_data", turned ? Dims{t.cols(), t.rows()} : Dims{t.rows(), t.cols()}, t.col_data,
-        want.col_data, width_of(t.spec.dtype));
+        want.col_data, storage_bits(t.spec.dtype));
   return wrong;
 }
 
@@ -202,11 +203,11 @@ Interval amax_interval(const Expectation& e, int64_t i0, int64_t i1, int64_t j0,
   for (int64_t i = i0; i < i1; ++i) {
     for (int64_t n = i * columns + j0; n < i * columns + j1; ++n) {
       const auto at = static_cast<size_t>(n);
-      const double a = std::fabs(e.want[at]), slack = tolerance(e, TE_FL_F32, at);
+      const double a = std::fabs(e.want[at]), allowed = tolerance(e, TE_FL_F32, at);
       // Skips elements that cannot widen the interval (most elements). The factor 1 + 1e-6 covers
       // the FP32 rounding of the bounds.
-      if (a - slack >= static_cast<double>(amax.low) ||
-          !((a + slack) * (1 + 1e-6) < static_cast<double>(amax.high)))
+      if (a - allowed >= static_cast<double>(amax.low) ||
+          !((a + allowed) * (1 + 1e-6) < static_cast<double>(amax.high)))
         widen_amax(amax, value_interval(e, at));
     }
   }
@@ -261,7 +262,7 @@ void compare_codes(const Expectation& e, const CopyLayout& at, const Buffer& dat
   const Tensor& t = *e.tensor;
   const Format& f = format_of(t.spec.dtype);
   const auto& codes = codes_of(t.spec.dtype);
-  const bool halves = width_of(t.spec.dtype) == 4;
+  const bool halves = storage_bits(t.spec.dtype) == 4;
   const int64_t i1 = std::min(at.m, (bm + 1) * at.block_m),
                 j1 = std::min(at.k, (bk + 1) * at.block_k);
   for (int64_t i = bm * at.block_m; i < i1; ++i) {
@@ -318,12 +319,12 @@ std::string check_block_scale(const Expectation& e, const CopyLayout& at, const 
   if (at.scaling == TE_FL_SCALING_NVFP4) {
     // The tolerance is a few roundings, since computing the block scale takes a division and a
     // multiplication.
-    const double global = nvfp4_global(f32(t.amax)), slack = 4e-7;
-    const double low = rounded(TE_FL_F8E4M3, amax.low / 6.0 * global * (1 - slack));
-    const double high = rounded(TE_FL_F8E4M3, amax.high / 6.0 * global * (1 + slack));
+    const double global = nvfp4_global(f32(t.amax)), allowed = 4e-7;
+    const double low = rounded(TE_FL_F8E4M3, amax.low / 6.0 * global * (1 - allowed));
+    const double high = rounded(TE_FL_F8E4M3, amax.high / 6.0 * global * (1 + allowed));
     if (!(got >= low && got <= high)) return scale_out_of_range(t, at, where, got, low, high);
     const double exact = got == 0 ? 0 : global / got;
-    factor = {static_cast<float>(exact * (1 - slack)), static_cast<float>(exact * (1 + slack))};
+    factor = {static_cast<float>(exact * (1 - allowed)), static_cast<float>(exact * (1 + allowed))};
     return {};
   }
   const auto replaced = static_cast<float>(largest(e.input_dtype));
@@ -341,9 +342,9 @@ std::string check_block_scale(const Expectation& e, const CopyLayout& at, const 
   if (!in || !power)
     return scale_out_of_range(t, at, where, got, static_cast<double>(low),
                               static_cast<double>(high));
-  const double slack =
+  const double allowed =
       t.spec.pow2() ? 0 : 0x1p-23;  // 1 / (1 / scale) equals the scale up to one rounding
-  factor = {nudged(1 / got * (1 - slack), false), nudged(1 / got * (1 + slack), true)};
+  factor = {nudged(1 / got * (1 - allowed), false), nudged(1 / got * (1 + allowed), true)};
   return {};
 }
 
@@ -351,7 +352,7 @@ std::string check_padding(const Tensor& t, const CopyLayout& at, const Buffer& s
   std::vector<uint8_t> used(static_cast<size_t>(at.scales()), 0);
   for (int64_t bm = 0; bm < at.blocks_m(); ++bm)
     for (int64_t bk = 0; bk < at.blocks_k(); ++bk) used[at.scale_index(bm, bk)] = 1;
-  const int width = width_of(at.scale_dtype) / 8;
+  const int width = storage_bits(at.scale_dtype) / 8;
   Differences wrong;
   for (int64_t i = 0; i < at.scales(); ++i) {
     if (used[i]) continue;
@@ -433,7 +434,7 @@ std::string compare_quantised(const Expectation& e) {
 // The largest gap between neighbouring codes at a scaled value.
 double code_step(const Format& f, double x) {
   const double a = std::clamp(std::fabs(x), power_of_two(1 - f.bias), f.max);
-  return power_of_two(exponent_of(a) - f.mantissa_bits);
+  return power_of_two(binary_exponent(a) - f.mantissa_bits);
 }
 
 std::string compare_dequantised(const Expectation& e) {
@@ -443,14 +444,14 @@ std::string compare_dequantised(const Expectation& e) {
   std::string wrong = exact_float(t.name + ".scale", f32(t.scale), scale);
   if (wrong.empty()) wrong = exact_float(t.name + ".scale_inv", f32(t.scale_inv), 1.0f / scale);
   if (!wrong.empty()) return wrong;
-  double slack = 0;
+  double allowed = 0;
   for (size_t i = 0; i < e.want.size(); ++i) {
     largest_want = amax_with(largest_want, e.want[i]);
-    slack = std::max(slack, e.extra.empty() ? 0 : e.extra[i]);
+    allowed = std::max(allowed, e.extra.empty() ? 0 : e.extra[i]);
   }
   if (t.amax != nullptr) {
     const double got = f32(t.amax), want = std::max(amax_before, largest_want),
-                 tol = slack + 1e-2 + 1e-2 * want;
+                 tol = allowed + 1e-2 + 1e-2 * want;
     if (!(std::fabs(got - want) <= tol))
       return text("%s.amax: got %.9g, expected %.9g (tolerance %.3g)", t.name.c_str(), got, want,
                   tol);
@@ -484,7 +485,9 @@ double tolerance(const Expectation& e, int dtype, size_t i) {
   return extra + fp32_tolerance(v) * e.widen;
 }
 
-double sum_slack(double n, double magnitude) { return (4 + std::sqrt(n)) * 0x1p-23 * magnitude; }
+double sum_tolerance(double n, double magnitude) {
+  return (4 + std::sqrt(n)) * 0x1p-23 * magnitude;
+}
 
 std::string compare(const Expectation& e) {
   switch (e.kind) {

@@ -8,7 +8,7 @@
 //
 // Unquantised outputs have these tolerances (docs/numerics.md), where v is the expected value: FP32
 // 1e-6 + 5e-6 |v|, FP16 1e-5 + 1e-3 |v|, BF16 1e-5 + 1e-2 |v|. If an element results from an FP32
-// sum of n terms, the case sets `extra` to sum_slack(n, sum |terms|): the error of FP32
+// sum of n terms, the case sets `extra` to sum_tolerance(n, sum |terms|): the error of FP32
 // accumulation in any order grows like sqrt(n) roundings of the partial sums, which the sum of
 // magnitudes bounds.
 //
@@ -21,7 +21,7 @@
 namespace te_fl::conformance {
 
 // The absolute error tolerance for an FP32 sum of n terms whose magnitudes sum to `magnitude`.
-double sum_slack(double n, double magnitude);
+double sum_tolerance(double n, double magnitude);
 
 // The absolute tolerance for element i of an output of this dtype.
 double tolerance(const Expectation& expectation, int dtype, size_t i);

@@ -48,7 +48,7 @@ DeviceMirror::~DeviceMirror() {
   for (void* data : words_) devices::free(device_, data, stream_);
 }
 
-DeviceMirror::Kept DeviceMirror::kept_of(Buffer& buffer) const {
+DeviceMirror::Kept DeviceMirror::keep_buffer(Buffer& buffer) const {
   const auto before = static_cast<size_t>(buffer.data() - buffer.whole());
   if (guard_start_) return {buffer.data(), buffer.whole_size() - before};
   return {buffer.whole(), before + buffer.size()};
@@ -56,8 +56,8 @@ DeviceMirror::Kept DeviceMirror::kept_of(Buffer& buffer) const {
 
 // Copies the buffer to memory next to a guard page. The returned pointer corresponds to whole(),
 // but the guard bytes on the side of the guard page do not exist.
-te_fl::Result<uint8_t*> DeviceMirror::guarded_copy_of(Buffer* buffer, const std::string& name) {
-  const Kept kept = kept_of(*buffer);
+te_fl::Result<uint8_t*> DeviceMirror::copy_guarded(Buffer* buffer, const std::string& name) {
+  const Kept kept = keep_buffer(*buffer);
   TE_FL_ASSIGN_OR_RETURN(
       GuardedMemory memory,
       guard_start_
@@ -70,7 +70,7 @@ te_fl::Result<uint8_t*> DeviceMirror::guarded_copy_of(Buffer* buffer, const std:
 
 // Copies the buffer's contents to the device between two margins. The returned pointer corresponds
 // to whole(), but only the contents exist there.
-te_fl::Result<uint8_t*> DeviceMirror::surrounded_copy_of(Buffer* buffer, const std::string& name) {
+te_fl::Result<uint8_t*> DeviceMirror::copy_surrounded(Buffer* buffer, const std::string& name) {
   Surrounded made{name, nullptr, margins_->around(*buffer, name)};
   margins_->add_placed(name);
   TE_FL_ASSIGN_OR_RETURN(void* const data, devices::allocate(device_, made.bytes.size(), stream_));
@@ -83,11 +83,11 @@ te_fl::Result<uint8_t*> DeviceMirror::surrounded_copy_of(Buffer* buffer, const s
   return buffers_[buffer];
 }
 
-te_fl::Result<uint8_t*> DeviceMirror::copy_of(Buffer* buffer, const std::string& name) {
+te_fl::Result<uint8_t*> DeviceMirror::copy_buffer(Buffer* buffer, const std::string& name) {
   if (buffer == nullptr) return nullptr;
   if (const auto known = buffers_.find(buffer); known != buffers_.end()) return known->second;
-  if (device_.is_host()) return guarded_copy_of(buffer, name);
-  if (margins_ != nullptr) return surrounded_copy_of(buffer, name);
+  if (device_.is_host()) return copy_guarded(buffer, name);
+  if (margins_ != nullptr) return copy_surrounded(buffer, name);
   TE_FL_ASSIGN_OR_RETURN(void* const data,
                          devices::allocate(device_, buffer->whole_size(), stream_));
   remember(data, buffer->whole_size());
@@ -108,7 +108,7 @@ Status DeviceMirror::upload(const std::vector<std::unique_ptr<Tensor>>& tensors,
     made->tensor.provider = device_.provider;
     const auto place = [&](const std::shared_ptr<Buffer>& buffer, auto*& pointer,
                            const char* part = "") -> Status {
-      TE_FL_ASSIGN_OR_RETURN(uint8_t* const copy, copy_of(buffer.get(), t->name + part));
+      TE_FL_ASSIGN_OR_RETURN(uint8_t* const copy, copy_buffer(buffer.get(), t->name + part));
       pointer = copy == nullptr ? nullptr
                                 : reinterpret_cast<std::decay_t<decltype(pointer)>>(
                                       copy + (buffer->data() - buffer->whole()));
@@ -144,7 +144,7 @@ Status DeviceMirror::upload_words(const uint64_t*& words, size_t count) {
 Status DeviceMirror::download() {
   for (const auto& [buffer, data] : buffers_) {
     if (!device_.is_host()) break;
-    const Kept kept = kept_of(*buffer);
+    const Kept kept = keep_buffer(*buffer);
     std::memcpy(kept.begin, data + (kept.begin - buffer->whole()), kept.bytes);
   }
   if (device_.is_host()) return {};

@@ -51,9 +51,9 @@ class DeviceMirror {
     te_fl_tensor tensor{};
   };
   // `name` is the name of the tensor or of its part.
-  te_fl::Result<uint8_t*> copy_of(Buffer* buffer, const std::string& name);
-  te_fl::Result<uint8_t*> guarded_copy_of(Buffer* buffer, const std::string& name);
-  te_fl::Result<uint8_t*> surrounded_copy_of(Buffer* buffer, const std::string& name);
+  te_fl::Result<uint8_t*> copy_buffer(Buffer* buffer, const std::string& name);
+  te_fl::Result<uint8_t*> copy_guarded(Buffer* buffer, const std::string& name);
+  te_fl::Result<uint8_t*> copy_surrounded(Buffer* buffer, const std::string& name);
   Status download_surrounded();
   bool in_place() const { return device_.is_host() && guard_alignment_ == 0; }
   // The memory of a buffer that a guarded copy contains: the contents, and the guard bytes on the
@@ -62,7 +62,7 @@ class DeviceMirror {
     uint8_t* begin;
     size_t bytes;
   };
-  Kept kept_of(Buffer& buffer) const;
+  Kept keep_buffer(Buffer& buffer) const;
 
   Device device_;
   void* stream_;

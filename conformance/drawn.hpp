@@ -41,7 +41,7 @@ class Drawn {
       if (op == sweep_of_) sweep(family, op, std::forward<F>(one));
       return;
     }
-    Draw draw(seed_ ^ hash_of(op));
+    Draw draw(seed_ ^ hash_text(op));
     for (int i = 0; i < per_op_; ++i) put(family, op, "fuzz/", one(draw));
   }
 
@@ -107,7 +107,7 @@ class Drawn {
   void sweep(const std::string& family, const std::string& op, F&& one) {
     const auto length = [&](int dtype, const Spec* output, int64_t columns, int64_t rows) {
       const Swept swept{rows, columns, dtype, output};
-      Draw draw(seed_ ^ hash_of(op) ^ static_cast<uint64_t>(columns * 64 + rows), &swept);
+      Draw draw(seed_ ^ hash_text(op) ^ static_cast<uint64_t>(columns * 64 + rows), &swept);
       put(family, op, "sweep/" + dims_name({rows, columns}) + "/", one(draw));
       return draw.quantises;
     };

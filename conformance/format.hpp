@@ -52,7 +52,7 @@ inline const Format& format_of(int dtype) {
 inline double power_of_two(int exponent) {
   return std::bit_cast<double>(static_cast<uint64_t>(exponent + 1023) << 52);
 }
-inline int exponent_of(double x) {
+inline int binary_exponent(double x) {
   return static_cast<int>(std::bit_cast<uint64_t>(x) >> 52 & 0x7ff) - 1023;
 }
 
@@ -81,7 +81,7 @@ inline uint32_t encode_bits(const Format& f, double x) {
   if (std::isnan(x)) return width == 8 ? 0x7f : infinity_code | (1u << (f.mantissa_bits - 1));
   const double a = std::fabs(x);
   int exponent = 1 - f.bias;
-  if (a >= power_of_two(exponent) && !std::isinf(a)) exponent = exponent_of(a);
+  if (a >= power_of_two(exponent) && !std::isinf(a)) exponent = binary_exponent(a);
   const double quantum = power_of_two(exponent - f.mantissa_bits);
   double rounded = std::isinf(a) ? a : std::nearbyint(a / quantum) * quantum;
   if (rounded > f.max) {
@@ -89,7 +89,7 @@ inline uint32_t encode_bits(const Format& f, double x) {
     rounded = f.max;
   }
   if (rounded == 0) return sign;
-  exponent = exponent_of(rounded);
+  exponent = binary_exponent(rounded);
   if (exponent < 1 - f.bias)
     return sign | static_cast<uint32_t>(rounded * power_of_two(f.bias - 1 + f.mantissa_bits));
   const auto mantissa = static_cast<uint32_t>(rounded * power_of_two(f.mantissa_bits - exponent)) -
@@ -97,12 +97,12 @@ inline uint32_t encode_bits(const Format& f, double x) {
   return sign | (static_cast<uint32_t>(exponent + f.bias) << f.mantissa_bits) | mantissa;
 }
 
-inline uint32_t bits_of(float x) {
+inline uint32_t float_bits(float x) {
   uint32_t u;
   std::memcpy(&u, &x, 4);
   return u;
 }
-inline float float_of(uint32_t u) {
+inline float bits_float(uint32_t u) {
   float x;
   std::memcpy(&x, &u, 4);
   return x;
@@ -117,12 +117,12 @@ inline double largest(int dtype) {
 }
 
 // The number of bits per element.
-inline int width_of(int dtype) {
+inline int storage_bits(int dtype) {
   static const int widths[] = {64, 32, 16, 16, 8, 8, 4, 8, 8, 16, 32, 64, 8, 16, 32, 64, 8};
   return widths[dtype];
 }
 inline size_t bytes_for(int dtype, int64_t count) {
-  return static_cast<size_t>((count * width_of(dtype) + 7) / 8);
+  return static_cast<size_t>((count * storage_bits(dtype) + 7) / 8);
 }
 
 inline const char* name_of(int dtype) {
@@ -142,7 +142,7 @@ inline te_fl_dtype c_dtype(int dtype) {
                                   TE_FL_CODE_UINT,          TE_FL_CODE_UINT,
                                   TE_FL_CODE_UINT,          TE_FL_CODE_UINT,
                                   TE_FL_CODE_BOOL};
-  return {codes[dtype], static_cast<uint8_t>(width_of(dtype)), 1};
+  return {codes[dtype], static_cast<uint8_t>(storage_bits(dtype)), 1};
 }
 
 // Element `i` of compact storage as a double. 64-bit integers above 2^53 lose bits; compare their

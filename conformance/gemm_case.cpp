@@ -110,17 +110,17 @@ bool in_blocks(const GemmCase& v) {
   return v.a.scaling == TE_FL_SCALING_BLOCK_1X128 || v.a.scaling == TE_FL_SCALING_BLOCK_128X128;
 }
 
-// Expects the column sums of the result. `slack` is the error tolerance of each term.
+// Expects the column sums of the result. `tolerance` is the error tolerance of each term.
 void expect_sums(Problem& p, const GemmCase& v, Tensor* d_sum, const std::vector<double>& want,
-                 const std::vector<double>& slack) {
+                 const std::vector<double>& tolerance) {
   std::vector<double> sum(static_cast<size_t>(v.n)), extra(sum.size());
   for (int64_t j = 0; j < v.n; ++j) {
     double magnitude = 0;
     for (int64_t i = 0; i < v.m; ++i) {
       const size_t at = static_cast<size_t>(i * v.n + j);
-      sum[j] += want[at], magnitude += std::fabs(want[at]), extra[j] += slack[at];
+      sum[j] += want[at], magnitude += std::fabs(want[at]), extra[j] += tolerance[at];
     }
-    extra[j] += sum_slack(static_cast<double>(v.m), magnitude) + 1e-6 * magnitude;
+    extra[j] += sum_tolerance(static_cast<double>(v.m), magnitude) + 1e-6 * magnitude;
   }
   p.expect(d_sum, sum, extra).widen = 4;
 }
@@ -130,40 +130,41 @@ void expect_results(Problem& p, const GemmCase& v, Tensor* a, Tensor* b, Tensor*
   const double alpha = static_cast<double>(static_cast<float>(v.alpha)),
                beta = static_cast<double>(static_cast<float>(v.beta));
   Matrices r = multiply(v, operand(*a), operand(*b), alpha, bias);
-  std::vector<double> slack(r.size.size());
-  for (size_t i = 0; i < slack.size(); ++i)
-    slack[i] = accumulation(v) * sum_slack(static_cast<double>(v.k), r.size[i]);
-  if (out != nullptr) p.expect(out, r.product, slack);
+  std::vector<double> tolerance(r.size.size());
+  for (size_t i = 0; i < tolerance.size(); ++i)
+    tolerance[i] = accumulation(v) * sum_tolerance(static_cast<double>(v.k), r.size[i]);
+  if (out != nullptr) p.expect(out, r.product, tolerance);
   std::vector<double> want = r.product;
   const std::vector<double> pre = in == nullptr ? std::vector<double>() : operand(*in);
   const int rounded = rounded_before(v);
   for (size_t i = 0; i < want.size(); ++i) {
     const double step = half_step(rounded, want[i]);
     if (v.gelu) {
-      slack[i] = slack[i] * 1.2 + moves_gelu(want[i], step);
+      tolerance[i] = tolerance[i] * 1.2 + moves_gelu(want[i], step);
       want[i] = kGelu.f(want[i]);
     }
     if (in != nullptr) {
       const double factor = kGelu.df(pre[i]);
-      slack[i] += step, slack[i] = slack[i] * std::fabs(factor) + 1e-6 * std::fabs(want[i]),
-                        want[i] *= factor;
+      tolerance[i] += step,
+          tolerance[i] = tolerance[i] * std::fabs(factor) + 1e-6 * std::fabs(want[i]),
+          want[i] *= factor;
     }
     if (residual != nullptr) {
       const double add = residual->get(static_cast<int64_t>(i));
-      want[i] += add, slack[i] += 0x1p-22 * (std::fabs(add) + std::fabs(want[i]));
+      want[i] += add, tolerance[i] += 0x1p-22 * (std::fabs(add) + std::fabs(want[i]));
     }
     if (!v.accumulate) continue;
-    if (in_blocks(v)) slack[i] += half_step(v.d.dtype, want[i]);
+    if (in_blocks(v)) tolerance[i] += half_step(v.d.dtype, want[i]);
     const double before = d->get(static_cast<int64_t>(i));
-    want[i] += beta * before, slack[i] += 0x1p-22 * std::fabs(beta * before);
+    want[i] += beta * before, tolerance[i] += 0x1p-22 * std::fabs(beta * before);
   }
-  p.expect(d, want, slack);
-  if (d_sum != nullptr) expect_sums(p, v, d_sum, want, slack);
+  p.expect(d, want, tolerance);
+  if (d_sum != nullptr) expect_sums(p, v, d_sum, want, tolerance);
   if (grad == nullptr) return;
   for (int64_t i = 0; i < v.m; ++i) {
     if (v.accumulate_bias_grad)
       r.row_sum[i] += grad->get(i), r.row_size[i] += std::fabs(grad->get(i));
-    r.row_size[i] = sum_slack(static_cast<double>(v.k), r.row_size[i]);
+    r.row_size[i] = sum_tolerance(static_cast<double>(v.k), r.row_size[i]);
   }
   p.expect(grad, r.row_sum, r.row_size).widen = 4;
 }

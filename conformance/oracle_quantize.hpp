@@ -85,7 +85,7 @@ inline float amax_with(float amax, double x) {
   return a > amax ? a : amax;  // comparisons with NaN are false
 }
 
-inline float pow2_truncated(float x) { return float_of(bits_of(x) & 0xff800000u); }
+inline float pow2_truncated(float x) { return bits_float(float_bits(x) & 0xff800000u); }
 
 // "Scale from amax" in docs/numerics.md: for current scaling and FP32 block scaling.
 inline float scale_from_amax(float amax, float fp8_max, float epsilon, bool pow2,

@@ -24,7 +24,7 @@ struct RouterOptions {
 inline double logistic(double x) { return 1 / (1 + std::exp(-x)); }
 inline double root_softplus(double x) { return std::sqrt(std::log1p(std::exp(x))); }
 
-inline Numbers softmax_of(const Numbers& x) {
+inline Numbers softmax_values(const Numbers& x) {
   double top = -infinity(), sum = 0;
   for (double v : x) top = std::isnan(v) || v > top ? v : top;
   Numbers y;
@@ -33,8 +33,8 @@ inline Numbers softmax_of(const Numbers& x) {
   return y;
 }
 
-inline Numbers scores_of(const Numbers& x, int function) {
-  if (function == TE_FL_SCORE_FUNCTION_SOFTMAX) return softmax_of(x);
+inline Numbers compute_scores(const Numbers& x, int function) {
+  if (function == TE_FL_SCORE_FUNCTION_SOFTMAX) return softmax_values(x);
   Numbers y;
   for (double v : x)
     y.push_back(function == TE_FL_SCORE_FUNCTION_SIGMOID ? logistic(v) : root_softplus(v));
@@ -82,7 +82,7 @@ struct Routed {
 inline Routed route(const Numbers& logits, const Numbers& bias, const RouterOptions& o) {
   const auto experts = static_cast<int64_t>(logits.size());
   const bool after = o.function == TE_FL_SCORE_FUNCTION_SOFTMAX && !o.before;
-  const Numbers scores = after ? logits : scores_of(logits, o.function);
+  const Numbers scores = after ? logits : compute_scores(logits, o.function);
   Numbers judged = scores;
   for (size_t e = 0; e < bias.size(); ++e) judged[e] += bias[e];
   Picker picker;
@@ -105,7 +105,7 @@ inline Routed route(const Numbers& logits, const Numbers& bias, const RouterOpti
   r.unclear = picker.unclear;
   Numbers p;
   for (int64_t e : r.chosen) p.push_back(scores[e]);
-  if (after) p = softmax_of(p);
+  if (after) p = softmax_values(p);
   double sum = 1;
   if (o.function != TE_FL_SCORE_FUNCTION_SOFTMAX && o.topk > 1) {
     sum = 1e-20;

@@ -12,7 +12,7 @@ namespace {
 constexpr std::chrono::milliseconds kTimeout{20000};
 
 // The communicator provider of the plugin that registered the implementation.
-te_fl::Result<std::string> provider_of(const std::string& op, const std::string& impl_id) {
+te_fl::Result<std::string> find_provider(const std::string& op, const std::string& impl_id) {
   std::string owner;
   for (const OpImplInfo& info : OpRegistry::instance().snapshot()) {
     if (info.op == op && info.impl_id == impl_id) owner = info.owner;
@@ -26,7 +26,7 @@ te_fl::Result<std::string> provider_of(const std::string& op, const std::string&
 
 }  // namespace
 
-Device device_of(const Device& device, int rank) {
+Device rank_device(const Device& device, int rank) {
   return device.is_host() ? device : Device{device.type, device.index + rank, device.provider};
 }
 
@@ -39,15 +39,15 @@ void Ranks::run(const std::function<void(int rank)>& f) const {
 
 te_fl::Result<CommOptions> comm_options(const std::string& op, const std::string& impl_id,
                                         const Device& device, int rank, int size) {
-  TE_FL_ASSIGN_OR_RETURN(const std::string provider, provider_of(op, impl_id));
+  TE_FL_ASSIGN_OR_RETURN(const std::string provider, find_provider(op, impl_id));
   for (int r = 0; r < size; ++r) {
-    if (devices::find(device_of(device, r)).ok()) continue;
+    if (devices::find(rank_device(device, r)).ok()) continue;
     return Status(StatusCode::kUnsupported, "a case of " + std::to_string(size) +
                                                 " ranks, each on its own device, and " +
-                                                to_string(device_of(device, r)) + " is not here");
+                                                to_string(rank_device(device, r)) + " is not here");
   }
   CommOptions options;
-  options.device = device_of(device, rank);
+  options.device = rank_device(device, rank);
   options.rank = rank;
   options.size = size;
   options.name = "conformance";

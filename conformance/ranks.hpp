@@ -37,6 +37,6 @@ class Ranks {
 te_fl::Result<CommOptions> comm_options(const std::string& op, const std::string& impl_id,
                                         const Device& device, int rank, int size);
 // The device of a rank, where rank 0 has `device`.
-Device device_of(const Device& device, int rank);
+Device rank_device(const Device& device, int rank);
 
 }  // namespace te_fl::conformance

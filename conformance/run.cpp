@@ -16,7 +16,7 @@ namespace {
 // another tensor.
 bool spread(Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
   const bool plain = t.role == Role::kIn && !t.spec.quantised() && t.strides.empty() &&
-                     t.offset == 0 && t.shape.size() >= 2 && width_of(t.spec.dtype) >= 8;
+                     t.offset == 0 && t.shape.size() >= 2 && storage_bits(t.spec.dtype) >= 8;
   if (!plain || t.numel() == 0 || t.rows() < 2) return false;
   for (const auto& other : all)
     if (other.get() != &t && other->data == t.data) return false;
@@ -34,7 +34,7 @@ bool spread(Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
 
 // Returns the result with the first failure, in the order of ranks. Failures that result from
 // another rank's failure come last.
-Result worst_of(std::vector<Result> results) {
+Result worst_result(std::vector<Result> results) {
   const auto name = [&](size_t r) {
     results[r].message = "rank " + std::to_string(r) + ": " + results[r].message;
     return std::move(results[r]);
@@ -149,12 +149,12 @@ Result Prepared::run_ranks(const std::string& impl_id, const How& how) {
     if (p.op_name.empty())
       result.outcome = Outcome::kPass;
     else
-      result = run_one(p, device_of(device_, r), impl_id, how);
+      result = run_one(p, rank_device(device_, r), impl_id, how);
     note_failure(made->second[r], result);
     // Other ranks may be waiting for the call that was refused.
     if (result.outcome != Outcome::kPass) made->second[r].abort("its case did not pass");
   });
-  Result result = worst_of(std::move(results));
+  Result result = worst_result(std::move(results));
   if (result.outcome != Outcome::kPass || how.describe) return result;
   result.message = other_bits(problems_);
   if (!result.message.empty()) result.outcome = Outcome::kFail;
@@ -180,7 +180,7 @@ Result Prepared::run_own_rank(const std::string& impl_id, const How& how) {
   Problem& p = *problems_[static_cast<size_t>(rank)];
   p.comm = made->second.c();
   if (p.op_name.empty()) return {Outcome::kPass, {}, 0};
-  Result result = run_one(p, device_of(device_, rank), impl_id, how);
+  Result result = run_one(p, rank_device(device_, rank), impl_id, how);
   note_failure(made->second, result);
   if (result.outcome != Outcome::kPass) made->second.abort("its case did not pass");
   return result;
@@ -204,23 +204,23 @@ Result Prepared::run_processes(const std::string& impl_id, const How& how) {
            {"outside", result.wrote_outside}};
     if (result.outcome == Outcome::kPass) own["bits"] = output_bits(*problems_[rank]);
   }
-  const auto told =
+  const auto gathered =
       processes_->exchange(own.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
-  if (!told.ok()) {
-    throw std::runtime_error("the processes lost each other: " + told.status().to_string());
+  if (!gathered.ok()) {
+    throw std::runtime_error("the processes lost each other: " + gathered.status().to_string());
   }
   std::vector<Result> results;
   std::string message;
   nlohmann::json first;
   for (int r = 0; r < ranks_; ++r) {
-    const nlohmann::json its = nlohmann::json::parse((*told)[static_cast<size_t>(r)]);
+    const nlohmann::json its = nlohmann::json::parse((*gathered)[static_cast<size_t>(r)]);
     if (r == 0) first = its;
     results.push_back({its.at("outcome").get<Outcome>(), its.at("message"), its.at("milliseconds"),
                        its.at("outside")});
     if (message.empty() && its.value("bits", 0u) != first.value("bits", 0u))
       message = "rank " + std::to_string(r) + " has other bits than rank 0";
   }
-  Result result = worst_of(std::move(results));
+  Result result = worst_result(std::move(results));
   if (result.outcome == Outcome::kPass && !message.empty()) {
     result = {Outcome::kFail, message, 0};
   }

@@ -15,7 +15,7 @@
 #include "te_fl/op_manager.hpp"
 
 // One call, and the stages of dispatch in their order: prepare_call() or prepare_warm()
-// (choose.cpp), route_of() (choose.cpp), run_route() (run.cpp).
+// (choose.cpp), find_route() (choose.cpp), run_route() (run.cpp).
 namespace te_fl::dispatch {
 
 using registry::EpochGuard;
@@ -82,7 +82,7 @@ inline bool may_follow(te_fl_status code) noexcept {
 }
 
 // The implementation that executed a call, and those that failed before it.
-struct Served {
+struct Execution {
   const Implementation* impl = nullptr;
   bool staged = false;
   std::vector<Failure> failures;
@@ -93,12 +93,12 @@ struct Served {
 // cannot be read.
 Result<Choice> choose(const Call& call, uint32_t policy);
 // Returns the cached route of a call; computes it if it is not cached.
-Result<const RouteEntry*> route_of(Call& call);
+Result<const RouteEntry*> find_route(Call& call);
 // Runs a call along its route, with all checks and fallbacks. `first`: the failure of the route's
 // first implementation if that has run already; otherwise null.
 Status run_route(Call& call, const Failure* first);
 // Like run_route() without the observers; also reports which implementation executed the call.
-Status run_order(Call& call, const Failure* first, Served& served);
+Status run_order(Call& call, const Failure* first, Execution& execution);
 // Runs a host implementation on a second set of the call's arguments, `args`, whose tensors must
 // all be in host memory. Does not count the call and does not fall back.
 te_fl_status run_on_copies(const Call& call, const Implementation& impl, te_fl_context& context,
@@ -243,8 +243,8 @@ std::string failure_text(const Failure& failure);
 // The error that no implementation can run the call. Lists all implementations with the reasons,
 // and a remedy.
 Status no_candidate(const Call& call, const Choice& decision, const std::vector<Failure>& failures);
-std::vector<Candidate> candidates_of(const OpRow& row, const Choice& decision, const void* args,
-                                     const std::vector<Failure>& failures);
+std::vector<Candidate> list_candidates(const OpRow& row, const Choice& decision, const void* args,
+                                       const std::vector<Failure>& failures);
 // Warns once about vendors and implementations that a policy names but that are not registered.
 void warn_absent(const Table& table, const OpRow& row, const PolicySettings& settings);
 

@@ -13,7 +13,7 @@ std::string of_op(const Call& call) {
 
 // The entry of the call's device. Null for host memory, and for a device that must not be entered
 // any more (dispatch reports that).
-const core::DeviceEntry* entry_of(const Call& call) {
+const core::DeviceEntry* find_entry(const Call& call) {
   if (call.signature.device.is_host()) return nullptr;
   const core::DeviceEntry* entry = core::find_device(call.signature.device);
   return entry != nullptr && entry->in_service() ? entry : nullptr;
@@ -22,7 +22,7 @@ const core::DeviceEntry* entry_of(const Call& call) {
 }  // namespace
 
 Status check_stream(const Call& call) {
-  const core::DeviceEntry* entry = entry_of(call);
+  const core::DeviceEntry* entry = find_entry(call);
   if (entry == nullptr || call.options.stream == nullptr) return {};
   const auto check = core::slot(*entry->desc->api, &te_fl_device_api::check_stream);
   if (check == nullptr) return {};
@@ -42,7 +42,7 @@ Status check_stream(const Call& call) {
 namespace {
 
 Status check_random_address(const Call& call, const uint64_t* address, const std::string& what) {
-  const core::DeviceEntry* entry = entry_of(call);
+  const core::DeviceEntry* entry = find_entry(call);
   if (entry == nullptr || address == nullptr) return {};
   const auto check = core::slot(*entry->desc->api, &te_fl_device_api::check_pointer);
   if (check == nullptr) return {};

@@ -137,7 +137,7 @@ Result<Choice> choose(const Call& call, uint32_t policy) {
   return decision;
 }
 
-Result<const RouteEntry*> route_of(Call& call) {
+Result<const RouteEntry*> find_route(Call& call) {
   RouteKey key(call.op, call.signature, call.policy, call.capturing);
   if (policy::g_lists_by_size.load(std::memory_order_relaxed)) [[unlikely]]
     key.set_list(list_by_size(call));

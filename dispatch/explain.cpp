@@ -27,7 +27,7 @@ Decision public_decision(const OpRow& row, const dispatch::Choice& decision, con
   Decision r;
   r.op = row.compiled->schema().name;
   r.policy = policy::describe_for(*decision.settings, r.op);
-  r.candidates = dispatch::candidates_of(row, decision, args, failures);
+  r.candidates = dispatch::list_candidates(row, decision, args, failures);
   for (const Candidate& c : r.candidates) {
     if (c.chosen) r.impl_id = c.impl_id;
   }
@@ -40,7 +40,7 @@ Decision public_decision(const OpRow& row, const dispatch::Choice& decision, con
 Result<std::vector<dispatch::Failure>> refusals(const Call& call, const dispatch::Choice& decision,
                                                 bool first_only) {
   std::vector<dispatch::Failure> list;
-  bool served = false;
+  bool accepted = false;
   for (size_t i = 0; i < decision.order.size(); ++i) {
     const policy::Standing& v = decision.order[i];
     if (v.refusal != policy::Refusal::kNone || !decision.permits(i)) continue;
@@ -56,13 +56,13 @@ Result<std::vector<dispatch::Failure>> refusals(const Call& call, const dispatch
     }
     if (code != TE_FL_OK) {
       const bool lost = TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST;
-      if (lost || (!served && !dispatch::may_follow(code)))
+      if (lost || (!accepted && !dispatch::may_follow(code)))
         return dispatch::after_failure(call, impl, code, errors.text());
       list.push_back({&impl, code, errors.text()});
     } else if (first_only) {
       break;
     } else {
-      served = true;
+      accepted = true;
     }
   }
   return list;

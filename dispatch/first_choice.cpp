@@ -14,7 +14,7 @@ Result<FirstChoice> OpManager::first_choice(OpId op, const void* args, const Cal
   dispatch::Call call{*impl_, thread, table, *row, op.index, args, options};
   if (!dispatch::prepare_warm(call)) [[unlikely]]
     TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
-  TE_FL_ASSIGN_OR_RETURN(const registry::RouteEntry* entry, dispatch::route_of(call));
+  TE_FL_ASSIGN_OR_RETURN(const registry::RouteEntry* entry, dispatch::find_route(call));
   const registry::Route& route = *entry->route;
   if (route.order.empty() || route.order[0].staged) return FirstChoice{};
   const registry::Implementation& impl = *route.order[0].impl;

@@ -52,7 +52,7 @@ void stream_state_goes(uint64_t implementation) {
   for (OpManager::Impl* m : AllManagers()) m->arenas.release_state(implementation);
 }
 
-UsageCounts counts_of(const Implementation& impl) {
+UsageCounts read_counts(const Implementation& impl) {
   return {registry::read_counter(impl.counter), impl.staged.calls.load(std::memory_order_relaxed),
           impl.staged.bytes.load(std::memory_order_relaxed),
           impl.staged.copying.load(std::memory_order_relaxed),
@@ -113,7 +113,7 @@ std::vector<OpUsage> OpManager::usage() const {
   for (const auto& row : impl_->table_owner.table().ops) {
     if (row == nullptr) continue;
     for (const auto& impl : row->impls) {
-      const UsageCounts before = base[impl->number], now = counts_of(*impl);
+      const UsageCounts before = base[impl->number], now = read_counts(*impl);
       if (now.calls == before.calls) continue;
       OpUsage& use = list.emplace_back(OpUsage{impl->op, impl->impl_id});
       use.calls = now.calls - before.calls;
@@ -136,7 +136,7 @@ void OpManager::reset_usage() {
     const EpochGuard guard(this_thread().slot);
     for (const auto& row : impl_->table_owner.table().ops) {
       if (row == nullptr) continue;
-      for (const auto& impl : row->impls) base[impl->number] = counts_of(*impl);
+      for (const auto& impl : row->impls) base[impl->number] = read_counts(*impl);
     }
   }
   std::lock_guard lock(mutex);

@@ -37,10 +37,10 @@ std::string accepted_text(const OpRow& row, const policy::Standing& v, const Cho
                           bool chosen) {
   const Implementation& impl = *row.impls[v.impl];
   const bool absent = !decision.call.present && !decision.call.device.is_host();
-  std::string text =
-      absent   ? "it would be asked if there were a " + to_string(decision.call.device) + " here: "
-      : chosen ? "taken: "
-               : "next if that one cannot: ";
+  std::string text = absent ? "it would be a candidate if there were a " +
+                                  to_string(decision.call.device) + " here: "
+                     : chosen ? "chosen: "
+                              : "next if the chosen one cannot: ";
   if (v.staged) {
     text +=
         "staged (copies of the tensors of " + to_string(decision.call.device) + " on the host), ";
@@ -69,12 +69,12 @@ std::string way_out(const OpRow& row, const Choice& decision,
     const bool failed = std::any_of(failures.begin(), failures.end(),
                                     [&](const Failure& f) { return f.impl == &impl; });
     if (v.refusal != Refusal::kNone || failed) continue;
-    return quoted(impl.impl_id) + " could serve it if the policy let it: change " +
+    return quoted(impl.impl_id) + " could run it if the policy allowed it: change " +
            (decision.settings->strict ? "TE_FL_STRICT, " : "") +
            (decision.settings->max_staged_bytes ? "TE_FL_MAX_STAGED_BYTES, " : "") +
            "TE_FL_PREFER, TE_FL_PER_OP or the vendor lists, or the scope set in code";
   }
-  return "use a dtype, scaling mode or device that one of them serves (`te-fl explain " + op +
+  return "use a dtype, scaling mode or device that one of them supports (`te-fl explain " + op +
          "`), or load a plugin that has another (TE_FL_PLUGIN_MODULES)";
 }
 
@@ -151,8 +151,8 @@ Status implementation_error(const Call& call, const Implementation& impl, te_fl_
                   registry::describe_arguments(call.row.compiled->schema(), call.args));
 }
 
-std::vector<Candidate> candidates_of(const OpRow& row, const Choice& decision, const void* args,
-                                     const std::vector<Failure>& failures) {
+std::vector<Candidate> list_candidates(const OpRow& row, const Choice& decision, const void* args,
+                                       const std::vector<Failure>& failures) {
   std::vector<Candidate> list;
   const CallNames names(*row.compiled, args);
   bool taken = false;
@@ -182,7 +182,8 @@ std::vector<Candidate> candidates_of(const OpRow& row, const Choice& decision, c
       c.chosen = c.accepted && !taken;
       taken = taken || c.accepted;
       c.reason = accepted_text(row, v, decision, c.chosen);
-      if (args == nullptr && impl.checks_support) c.reason += "; it is asked again at each call";
+      if (args == nullptr && impl.checks_support)
+        c.reason += "; supports() is called again at each call";
     }
     list.push_back(std::move(c));
   }
@@ -192,7 +193,7 @@ std::vector<Candidate> candidates_of(const OpRow& row, const Choice& decision, c
 Status no_candidate(const Call& call, const Choice& decision,
                     const std::vector<Failure>& failures) {
   const PolicySettings& settings = *decision.settings;
-  std::string text = "no implementation can serve op " + quoted(decision.call.op) + " with " +
+  std::string text = "no implementation can run op " + quoted(decision.call.op) + " with " +
                      registry::describe_arguments(call.row.compiled->schema(), call.args) +
                      " (policy: " + policy::describe_for(settings, decision.call.op) + ")";
   if (settings.strict) {
@@ -202,7 +203,7 @@ Status no_candidate(const Call& call, const Choice& decision,
                       quoted(call.row.impls[decision.order[decision.first].impl]->impl_id) +
                       " cannot, and nothing else may";
   }
-  for (const Candidate& c : candidates_of(call.row, decision, call.args, failures)) {
+  for (const Candidate& c : list_candidates(call.row, decision, call.args, failures)) {
     text += "\n  " + c.impl_id + " (" + c.owner + ", priority " + std::to_string(c.priority) +
             "): " + c.reason;
   }

@@ -55,7 +55,7 @@ void count(std::atomic<uint64_t>& counter) noexcept {
 [[gnu::noinline]] Status run_first(Call& call, KnownCall& known) {
   const RouteEntry* entry = nullptr;
   if (!dispatch::is_collective(call)) {
-    TE_FL_ASSIGN_OR_RETURN(entry, dispatch::route_of(call));
+    TE_FL_ASSIGN_OR_RETURN(entry, dispatch::find_route(call));
   }
   known.forget_answer();
   known.table = call.table.id;

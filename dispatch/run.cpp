@@ -77,19 +77,19 @@ void say_fallback(const Call& call, const Failure& failed, const Step& next) {
   std::atomic<bool>& logged = refused ? impl.refusal_logged : impl.failure_logged;
   if (logged.load(std::memory_order_relaxed) || logged.exchange(true, std::memory_order_relaxed))
     return;
-  log::once(refused ? log::Level::kInfo : log::Level::kWarning,
-            (refused ? "refusal " : "failure ") + impl.op,
-            "op '" + impl.op + "' fell back from '" + impl.impl_id + "' to '" + next.impl->impl_id +
-                "'" + (next.staged ? " on copies in host memory" : "") + ": " +
-                failure_text(failed) + "; with " +
-                registry::describe_arguments(call.row.compiled->schema(), call.args) +
-                " (TE_FL_STRICT=1 makes it an error, `te-fl explain " + impl.op +
-                "` lists who serves it; later ones of this op are not logged)");
+  log::once(
+      refused ? log::Level::kInfo : log::Level::kWarning,
+      (refused ? "refusal " : "failure ") + impl.op,
+      "op '" + impl.op + "' fell back from '" + impl.impl_id + "' to '" + next.impl->impl_id + "'" +
+          (next.staged ? " on copies in host memory" : "") + ": " + failure_text(failed) +
+          "; with " + registry::describe_arguments(call.row.compiled->schema(), call.args) +
+          " (TE_FL_STRICT=1 makes it an error, `te-fl explain " + impl.op +
+          "` lists the implementations that support it; later ones of this op are not logged)");
 }
 
 // Runs a backward op whose forward op wrote an opaque saved record. Always uses the implementation
 // that ran the forward, whatever the policy.
-Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
+Status run_producer(Call& call, const te_fl_saved& record, Execution& execution) {
   const OpRow& row = call.row;
   const std::string op = row.compiled->schema().name;
   if (record.producer == nullptr) {
@@ -109,8 +109,8 @@ Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
                                                     *decision.settings, nullptr));
     }
     const te_fl_status code = attempt(call, Step{&impl, v.staged}, deterministic, errors);
-    served.impl = &impl;
-    served.staged = v.staged;
+    execution.impl = &impl;
+    execution.staged = v.staged;
     return code == TE_FL_OK ? after_success(call, impl)
                             : after_failure(call, impl, code, errors.text());
   }
@@ -120,15 +120,15 @@ Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
       "the forward again, or load the plugin that has it");
 }
 
-Status none_served(Call& call, const Served& served) {
+Status none_executed(Call& call, const Execution& execution) {
   TE_FL_ASSIGN_OR_RETURN(const Choice decision, choose(call, call.policy));
-  return no_candidate(call, decision, served.failures);
+  return no_candidate(call, decision, execution.failures);
 }
 
 // Continues after the failure of the route's first implementation, if a fallback is allowed. The
-// call's table and policy are unchanged, so route_of() returns the same route.
-[[gnu::cold]] Status run_others(Call& call, const Failure& first, Served& served) {
-  TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, route_of(call));
+// call's table and policy are unchanged, so find_route() returns the same route.
+[[gnu::cold]] Status run_others(Call& call, const Failure& first, Execution& execution) {
+  TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, find_route(call));
   const Order order(entry->route->order);
   const bool deterministic = entry->route->deterministic;
   for (size_t i = 0; i < order.size(); ++i) {
@@ -140,9 +140,9 @@ Status none_served(Call& call, const Served& served) {
       core::ErrorText errors;
       failure.status = attempt(call, order[i], deterministic, errors);
       if (failure.status == TE_FL_OK) {
-        for (const Failure& f : served.failures) say_fallback(call, f, order[i]);
-        served.impl = &impl;
-        served.staged = order[i].staged;
+        for (const Failure& f : execution.failures) say_fallback(call, f, order[i]);
+        execution.impl = &impl;
+        execution.staged = order[i].staged;
         return after_success(call, impl);
       }
       failure.text = errors.text();
@@ -155,9 +155,9 @@ Status none_served(Call& call, const Served& served) {
     if (last_word || !may_follow(failure.status)) {
       return after_failure(call, impl, failure.status, failure.text);
     }
-    served.failures.push_back(std::move(failure));
+    execution.failures.push_back(std::move(failure));
   }
-  return none_served(call, served);
+  return none_executed(call, execution);
 }
 
 }  // namespace
@@ -171,28 +171,28 @@ Status run_route(Call& call, const Failure* first) {
   if ((switches & (OpManager::Impl::kVerify | OpManager::Impl::kTrace)) != 0) {
     return run_watched(call, first, switches);
   }
-  Served served;
-  return run_order(call, first, served);
+  Execution execution;
+  return run_order(call, first, execution);
 }
 
 namespace {
 
-Status run_in_order(Call& call, const Failure* first, Served& served);
+Status run_in_order(Call& call, const Failure* first, Execution& execution);
 
 // Runs a collective. Reports it to the owner of the communicators (comm/) before and after the run;
 // that determines the final status.
-[[gnu::noinline]] Status run_collective(Call& call, const Failure* first, Served& served) {
+[[gnu::noinline]] Status run_collective(Call& call, const Failure* first, Execution& execution) {
   const core::CollectiveKeeper* const keeper =
       core::g_collective_keeper.load(std::memory_order_acquire);
   const te_fl_communicator* const ranks = call.row.compiled->communicator(call.args);
-  if (keeper == nullptr || ranks == nullptr) return run_in_order(call, first, served);
+  if (keeper == nullptr || ranks == nullptr) return run_in_order(call, first, execution);
   const core::CollectiveCall known{*call.row.compiled, call.args, *ranks, call.options.stream,
                                    call.capturing};
   core::CollectiveTicket ticket;
   ticket.policy = call.policy;
   TE_FL_RETURN_IF_ERROR(keeper->begin(known, ticket));
   call.policy = ticket.policy;
-  return keeper->end(known, ticket, run_in_order(call, first, served));
+  return keeper->end(known, ticket, run_in_order(call, first, execution));
 }
 
 }  // namespace
@@ -207,20 +207,20 @@ std::string follow_communicator(Call& call) {
   return name;
 }
 
-Status run_order(Call& call, const Failure* first, Served& served) {
+Status run_order(Call& call, const Failure* first, Execution& execution) {
   if (is_collective(call)) [[unlikely]]
-    return run_collective(call, first, served);
-  return run_in_order(call, first, served);
+    return run_collective(call, first, execution);
+  return run_in_order(call, first, execution);
 }
 
 namespace {
 
-Status run_in_order(Call& call, const Failure* first, Served& served) {
+Status run_in_order(Call& call, const Failure* first, Execution& execution) {
   if (call.row.saved != nullptr && call.row.saved->role == TE_FL_IN) {
     const te_fl_saved* record = saved_record(call.row, call.args);
-    if (record != nullptr && record->opaque != 0) return run_producer(call, *record, served);
+    if (record != nullptr && record->opaque != 0) return run_producer(call, *record, execution);
   }
-  TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, route_of(call));
+  TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, find_route(call));
   if (first == nullptr && !entry->route->order.empty()) {
     // The first implementation nearly always succeeds; the others are considered only if it does
     // not.
@@ -228,15 +228,15 @@ Status run_in_order(Call& call, const Failure* first, Served& served) {
     core::ErrorText errors;
     const te_fl_status status = attempt(call, step, entry->route->deterministic, errors);
     if (status == TE_FL_OK) [[likely]] {
-      served.impl = step.impl;
-      served.staged = step.staged;
+      execution.impl = step.impl;
+      execution.staged = step.staged;
       return after_success(call, *step.impl);
     }
     const Failure failure{step.impl, status, errors.text()};
-    return run_others(call, failure, served);
+    return run_others(call, failure, execution);
   }
-  if (first != nullptr) return run_others(call, *first, served);
-  return none_served(call, served);
+  if (first != nullptr) return run_others(call, *first, execution);
+  return none_executed(call, execution);
 }
 
 }  // namespace

@@ -92,7 +92,7 @@ const char* known_later_args(const te_fl_op_desc& desc, const OpRegistry& regist
 
 }  // namespace
 
-std::string reason_of(const Status& status) {
+std::string innermost_reason(const Status& status) {
   std::string text = status.message();
   for (Status cause = status.cause(); !cause.ok(); cause = cause.cause()) {
     text += ": " + cause.message();
@@ -105,7 +105,7 @@ Status broken_rule(const Status& status) {
     case StatusCode::kInvalidArgument:
     case StatusCode::kNotFound:
     case StatusCode::kAlreadyExists:
-      return Status(StatusCode::kIncompatible, reason_of(status));
+      return Status(StatusCode::kIncompatible, innermost_reason(status));
     default:
       return status;
   }

@@ -20,7 +20,7 @@
 namespace te_fl::plugins {
 
 // Formats a status and its causes on one line, for PluginInfo::reason.
-std::string reason_of(const Status& status);
+std::string innermost_reason(const Status& status);
 
 // Converts a registration error of one of the plugin's devices, ops or settings into INCOMPATIBLE,
 // the status of the whole load. The codes of registration errors cannot be kept, since they have

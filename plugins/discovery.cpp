@@ -176,7 +176,7 @@ class Discovery {
     leave_out(info, state, why);
   }
 
-  void load_manifest(const Manifest& manifest, const std::string& origin, bool asked_for) {
+  void load_manifest(const Manifest& manifest, const std::string& origin, bool is_requested) {
     done_.insert(manifest.name);
     PluginInfo info;
     info.name = manifest.name;
@@ -186,11 +186,11 @@ class Discovery {
     if (skip_cuda_ && manifest.name == kCudaPlugin) {
       return leave_out(info, State::kSkipped, "TE_FL_SKIP_CUDA is 1");
     }
-    if (!asked_for && !probe_matches(manifest.probe)) {
+    if (!is_requested && !probe_matches(manifest.probe)) {
       return leave_out(info, State::kSkipped,
                        "its hardware is not here: " + describe(manifest.probe));
     }
-    if (!asked_for && !manifest.load_for.empty()) return on_demand::wait(manifest);
+    if (!is_requested && !manifest.load_for.empty()) return on_demand::wait(manifest);
     const LoadRequest request{manifest.library_path, origin, &manifest, ""};
     static_cast<void>(load_library(request, registry_));  // it records and logs the result
   }
@@ -204,7 +204,7 @@ class Discovery {
 
 }  // namespace
 
-std::string prefix_of(const std::string& path) {
+std::string find_prefix(const std::string& path) {
   std::error_code error;
   const fs::path real = fs::canonical(path, error);
   if (error) return {};
@@ -220,7 +220,7 @@ std::string prefix_of(const std::string& path) {
 std::string installation_prefix() {
   Dl_info where{};
   if (dladdr(reinterpret_cast<void*>(&discover), &where) != 0 && where.dli_fname != nullptr) {
-    if (std::string prefix = prefix_of(where.dli_fname); !prefix.empty()) return prefix;
+    if (std::string prefix = find_prefix(where.dli_fname); !prefix.empty()) return prefix;
   }
   return TE_FL_INSTALL_PREFIX;
 }

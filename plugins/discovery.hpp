@@ -22,7 +22,7 @@ Status named_plugins_status();
 // TE_FL_INSTALL_PREFIX if that path is not in a lib or bin folder.
 std::string installation_prefix();
 // The prefix of a library or program at `path`; empty if its folder is not a lib or bin folder.
-std::string prefix_of(const std::string& path);
+std::string find_prefix(const std::string& path);
 
 // The folders of TE_FL_PLUGIN_PATH, then the default ones. None if the variable is set and empty.
 SearchPath manifest_folders();

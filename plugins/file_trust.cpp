@@ -33,7 +33,7 @@ struct User {
   std::optional<gid_t> group;  // primary group; nullopt: unknown user
 };
 
-User user_of(uid_t id) {
+User find_user(uid_t id) {
   char buffer[4096];
   passwd entry{};
   passwd* found = nullptr;
@@ -55,7 +55,7 @@ std::string group_name(gid_t id) {
 // True for the user's private group: the primary group, with the user's name and no other member.
 // Many systems give every user such a group and make files group-writable.
 bool private_group(gid_t id) {
-  const User user = user_of(::geteuid());
+  const User user = find_user(::geteuid());
   if (user.group != id) return false;
   char buffer[16384];
   group entry{};
@@ -89,8 +89,8 @@ std::optional<Writers> other_writers(const std::string& path, const struct stat&
 
 std::string owner_problem(const std::string& what, const std::string& path, const struct stat& st) {
   if (st.st_uid == 0 || st.st_uid == ::geteuid()) return {};
-  const std::string me = user_of(::geteuid()).name;
-  return "the " + what + " " + path + " belongs to " + user_of(st.st_uid).name +
+  const std::string me = find_user(::geteuid()).name;
+  return "the " + what + " " + path + " belongs to " + find_user(st.st_uid).name +
          ", and must belong to root or to " + me + "; run: chown " +
          (S_ISLNK(st.st_mode) ? "-h " : "") + me + " " + shell_word(path);
 }
@@ -100,7 +100,7 @@ class Walk {
  public:
   explicit Walk(bool folder) : folder_(folder) {}
 
-  std::string problem_of(const std::string& path) {
+  std::string find_problem(const std::string& path) {
     std::error_code error;
     const std::filesystem::path absolute = std::filesystem::absolute(path, error);
     if (error) return "the working directory of the relative path " + path + " is gone";
@@ -192,8 +192,8 @@ class Walk {
 
 bool privileges_elevated() { return getauxval(AT_SECURE) != 0; }
 
-std::string file_trust_problem(const std::string& path) { return Walk(false).problem_of(path); }
+std::string file_trust_problem(const std::string& path) { return Walk(false).find_problem(path); }
 
-std::string folder_trust_problem(const std::string& path) { return Walk(true).problem_of(path); }
+std::string folder_trust_problem(const std::string& path) { return Walk(true).find_problem(path); }
 
 }  // namespace te_fl::plugins

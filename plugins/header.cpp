@@ -75,7 +75,7 @@ Status check_table(const te_fl_plugin_header& h) {
   return {};
 }
 
-Result<std::vector<core::PluginSetting>> settings_of(const te_fl_plugin_header& h) {
+Result<std::vector<core::PluginSetting>> read_settings(const te_fl_plugin_header& h) {
   std::vector<core::PluginSetting> out;
   constexpr uint32_t kMost = 1024;
   if (h.setting_count > kMost || (h.setting_count != 0 && h.settings == nullptr)) {
@@ -148,7 +148,7 @@ std::string version_problem(uint32_t major, uint32_t minor) {
 Result<Header> read_header(te_fl_plugin_query_fn query) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl_plugin_header* raw, ask(query));
   if (raw == nullptr) {
-    return incompatible("the plugin cannot serve this host: " TE_FL_PLUGIN_QUERY_SYMBOL
+    return incompatible("the plugin does not support this host: " TE_FL_PLUGIN_QUERY_SYMBOL
                         " returned NULL to te-fl " TE_FL_VERSION ", ABI " +
                         our_version());
   }
@@ -179,7 +179,7 @@ Result<Header> read_header(te_fl_plugin_query_fn query) {
   out.version = h.version == nullptr ? "" : h.version;
   out.build_id = h.build_id == nullptr ? "" : h.build_id;
   out.api = copy_struct<te_fl_plugin_api>(h.api);
-  Result<std::vector<core::PluginSetting>> settings = settings_of(h);
+  Result<std::vector<core::PluginSetting>> settings = read_settings(h);
   if (!settings.ok()) return settings.status().wrap("plugin '" + out.name + "'");
   out.settings = std::move(*settings);
   return out;

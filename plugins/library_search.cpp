@@ -225,7 +225,7 @@ SearchRules SearchRules::of_process() {
 }
 
 std::string expand_tokens(std::string_view entry, const std::string& library_path) {
-  const auto value_of = [&](std::string_view name) -> std::string {
+  const auto read_variable = [&](std::string_view name) -> std::string {
     if (name == "ORIGIN") return absolute_folder(library_path);
     if (name == "LIB") return "lib/" + multiarch();
     const auto* platform = reinterpret_cast<const char*>(getauxval(AT_PLATFORM));
@@ -240,7 +240,7 @@ std::string expand_tokens(std::string_view entry, const std::string& library_pat
         const std::string plain = "$" + std::string(name);
         const bool in_braces = entry.starts_with(braced);
         if (!in_braces && !entry.starts_with(plain)) continue;
-        out += value_of(name);
+        out += read_variable(name);
         entry.remove_prefix(in_braces ? braced.size() : plain.size());
         expanded = true;
         break;

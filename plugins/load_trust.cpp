@@ -21,7 +21,7 @@ class Closure {
  public:
   explicit Closure(const SearchRules& rules) : rules_(rules) {}
 
-  std::string problem_of(const std::string& path) {
+  std::string find_problem(const std::string& path) {
     add(path, {});
     for (; !queue_.empty(); queue_.pop_front()) {
       const Object object = queue_.front();
@@ -87,7 +87,7 @@ class Closure {
 }  // namespace
 
 std::string load_trust_problem(const std::string& path, const SearchRules& rules) {
-  return Closure(rules).problem_of(path);
+  return Closure(rules).find_problem(path);
 }
 
 }  // namespace te_fl::plugins

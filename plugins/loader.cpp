@@ -310,7 +310,7 @@ Result<PluginInfo> active_one(Attempt& attempt) {
 
 Result<PluginInfo> failed_one(Attempt& attempt, const Status& status) {
   PluginInfo& info = attempt.info;
-  info.reason = reason_of(status);
+  info.reason = innermost_reason(status);
   if (info.state == State::kFailed) info.reason += left_mapped(attempt);
   if (records::active(info.name).instance == nullptr) core::leave_out_settings(info.name);
   records::put({info, nullptr, {}, attempt.library, {}});
@@ -365,7 +365,7 @@ void load_builtin(const char* name, te_fl_plugin_query_fn query, OpRegistry& reg
     info.ops = (*instance)->ops();
     info.comms = (*instance)->comms();
   } else {
-    info.reason = reason_of(instance.status());
+    info.reason = innermost_reason(instance.status());
     log::error("built-in backend " + info.name + ": " + info.reason);
   }
   info.load_ms = milliseconds_since(began);
@@ -398,12 +398,12 @@ Status deactivate_plugin(const std::string& name, bool unmap, OpRegistry& regist
   }
   const Status status = withdraw(record.instance, registry);
   if (!record.instance->withdrawn()) return status;  // nothing was changed
-  records::deactivated(name, status.ok() ? "" : reason_of(status),
+  records::deactivated(name, status.ok() ? "" : innermost_reason(status),
                        unmap ? nullptr : record.library.lock());
   core::best_effort([&] {
     core::leave_out_settings(name);
     log::info("plugin " + name + " deactivated" +
-              (status.ok() ? "" : ", but: " + reason_of(status)));
+              (status.ok() ? "" : ", but: " + innermost_reason(status)));
   });
   return status;
 }

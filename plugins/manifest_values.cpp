@@ -8,7 +8,7 @@ namespace {
 constexpr std::size_t kMaxNameLength = 64;
 constexpr std::size_t kMaxShown = 80;
 
-const std::string& text_of(const Json& value, std::string_view key, const std::string& rule) {
+const std::string& as_text(const Json& value, std::string_view key, const std::string& rule) {
   if (!value.is_string()) {
     throw BadManifest{"\"" + std::string(key) + "\" is the " + value.type_name() + " " +
                       value_text(value) + " and must be " + rule};
@@ -42,7 +42,7 @@ std::string value_text(const Json& value) {
 }
 
 const std::string& string_value(const Json& object, std::string_view key, const std::string& rule) {
-  return text_of(object.at(std::string(key)), key, rule);
+  return as_text(object.at(std::string(key)), key, rule);
 }
 
 void refuse_value(std::string_view key, const std::string& value, const std::string& rule) {
@@ -53,7 +53,7 @@ std::string identifier(const Json& value, std::string_view key) {
   const std::string rule =
       "a string of at most " + std::to_string(kMaxNameLength) +
       " letters a-z, digits, '.', '_' and '-', beginning with a letter or digit";
-  const std::string& text = text_of(value, key, rule);
+  const std::string& text = as_text(value, key, rule);
   const auto plain = [](char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); };
   const bool good = text.size() <= kMaxNameLength && plain(text[0]) &&
                     std::all_of(text.begin(), text.end(), [&](char c) {

@@ -27,7 +27,7 @@ std::vector<Waiting>& all() {  // never freed, like the records
   return *list;
 }
 
-bool serves(const Manifest& manifest, const Device& device) {
+bool supports_device(const Manifest& manifest, const Device& device) {
   return std::any_of(manifest.load_for.begin(), manifest.load_for.end(), [&](const Device& d) {
     return d.type == device.type && d.provider == device.provider;
   });
@@ -37,7 +37,7 @@ std::vector<Manifest> those_for(const Device* device) {
   const std::lock_guard lock(waiting_mutex);
   std::vector<Manifest> list;
   for (const Waiting& w : all()) {
-    if (device == nullptr || serves(w.manifest, *device)) list.push_back(w.manifest);
+    if (device == nullptr || supports_device(w.manifest, *device)) list.push_back(w.manifest);
   }
   return list;
 }

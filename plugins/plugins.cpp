@@ -55,7 +55,7 @@ Result<PluginInfo> load_by_name(const std::string& name, OpRegistry& registry) {
   return not_found(text);
 }
 
-std::string count_of(const ManifestScan& scan) {
+std::string describe_count(const ManifestScan& scan) {
   if (!scan.absent.empty()) return "absent";
   const size_t good = scan.manifests.size();
   std::string text = std::to_string(good) + (good == 1 ? " manifest" : " manifests");
@@ -108,7 +108,7 @@ Status deactivate(const std::string& name, bool unmap) {
   return deactivate_plugin(name, unmap, filled_registry());
 }
 
-std::string take_odd_status() {
+std::string take_status_misuse() {
   const te_fl_status odd = core::g_odd_status.exchange(TE_FL_OK);
   return odd == TE_FL_OK ? std::string() : core::odd_status_text(odd);
 }
@@ -126,7 +126,7 @@ std::vector<std::string> search_path() {
   const SearchPath path = manifest_folders();
   std::vector<std::string> out;
   for (const std::string& folder : path.folders) {
-    out.push_back(folder + ": " + count_of(discover_manifests({folder})));
+    out.push_back(folder + ": " + describe_count(discover_manifests({folder})));
   }
   out.insert(out.end(), path.problems.begin(), path.problems.end());
   return out;

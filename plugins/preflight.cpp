@@ -158,7 +158,7 @@ class Preflight {
     }
   }
 
-  std::vector<Requester> chain_of(std::size_t index) const {
+  std::vector<Requester> requester_chain(std::size_t index) const {
     std::vector<Requester> chain;
     while (true) {
       const Node& n = nodes_[index];
@@ -186,7 +186,7 @@ class Preflight {
         continue;
       }
       if (in_closure(name) || nodes_.size() >= kMaxClosure) continue;
-      FoundLibrary found = find_library(name, chain_of(index), rules_);
+      FoundLibrary found = find_library(name, requester_chain(index), rules_);
       if (!found.path.empty()) {
         nodes_.push_back({name, found.path, found.loaded, index, std::move(found.elf), false});
         continue;

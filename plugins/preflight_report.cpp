@@ -21,7 +21,7 @@ std::string shown(const std::string& text) {
 
 std::string base_name(const std::string& path) { return path.substr(path.find_last_of('/') + 1); }
 
-std::string count_of(std::size_t n, const std::string& singular, const std::string& plural) {
+std::string describe_count(std::size_t n, const std::string& singular, const std::string& plural) {
   return std::to_string(n) + " " + (n == 1 ? singular : plural);
 }
 
@@ -51,10 +51,11 @@ std::vector<std::string> problem_lines(const PreflightReport& r) {
     out.push_back("it does not export " + shown(r.required_symbol));
   }
   if (r.missing_symbol_count > 0) {
-    out.push_back("no library provides " + symbol_text(r.missing_symbols.front()) +
-                  (r.missing_symbol_count > 1 ? " and " + count_of(r.missing_symbol_count - 1,
-                                                                   "other symbol", "other symbols")
-                                              : ""));
+    out.push_back(
+        "no library provides " + symbol_text(r.missing_symbols.front()) +
+        (r.missing_symbol_count > 1
+             ? " and " + describe_count(r.missing_symbol_count - 1, "other symbol", "other symbols")
+             : ""));
   }
   return out;
 }
@@ -90,7 +91,7 @@ void add_entry(const PreflightReport& r, std::string& out) {
   } else if (r.elf.defined.empty()) {
     out += "\n    it exports nothing at all: check its visibility flags and export list";
   } else {
-    out += "\n    it exports " + count_of(r.elf.defined.size(), "symbol", "symbols") +
+    out += "\n    it exports " + describe_count(r.elf.defined.size(), "symbol", "symbols") +
            ", none of that name; is it a te-fl plugin?";
   }
 }
@@ -101,8 +102,8 @@ void add_symbols(const PreflightReport& r, std::string& out) {
         "\n  undefined symbol " + symbol_text(s) + ", needed by " + shown(base_name(s.needed_by));
   }
   if (r.missing_symbol_count > r.missing_symbols.size()) {
-    out += "\n  and " + count_of(r.missing_symbol_count - r.missing_symbols.size(),
-                                 "more undefined symbol", "more undefined symbols");
+    out += "\n  and " + describe_count(r.missing_symbol_count - r.missing_symbols.size(),
+                                       "more undefined symbol", "more undefined symbols");
   }
   if (r.missing_symbols.empty()) return;
   const std::string hint = symbol_hint(r.missing_symbols.front().name);
@@ -126,14 +127,14 @@ std::string PreflightReport::to_string() const {
     const auto loaded = std::count_if(libraries.begin(), libraries.end(),
                                       [](const ClosureLibrary& l) { return l.loaded; });
     out = shown(path) + " can be loaded (" +
-          count_of(libraries.size(), "needed library", "needed libraries") + " found, " +
+          describe_count(libraries.size(), "needed library", "needed libraries") + " found, " +
           std::to_string(loaded) + " of them loaded already)";
   } else if (!elf.sound()) {
     out = lines.front();
   } else {
     out = shown(path) + " cannot be loaded: " + lines.front();
     if (lines.size() > 1)
-      out += " (and " + count_of(lines.size() - 1, "more problem", "more problems") + ")";
+      out += " (and " + describe_count(lines.size() - 1, "more problem", "more problems") + ")";
   }
   for (std::size_t i = 1; i < problems.size(); ++i) out += "\n  " + shown(problems[i]);
   add_libraries(*this, out);

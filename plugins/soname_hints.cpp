@@ -23,7 +23,7 @@ static_assert(std::all_of(std::begin(kShipped), std::end(kShipped), [](const Shi
 // The first package with the exact soname, otherwise the first one of its family; null if there is
 // none.
 template <class Package>
-const Package* package_of(std::span<const Package> packages, std::string_view soname) {
+const Package* find_package(std::span<const Package> packages, std::string_view soname) {
   const auto find = [&](auto&& fits) {
     const auto at = std::find_if(packages.begin(), packages.end(), fits);
     return at == packages.end() ? nullptr : &*at;
@@ -54,8 +54,8 @@ std::string install_text(const Package& package) {
 }  // namespace
 
 std::string soname_hint(std::string_view soname, std::span<const LibraryPackage> packages) {
-  if (const LibraryPackage* own = package_of(packages, soname)) return install_text(*own);
-  if (const auto* shipped = package_of(std::span<const ShippedPackage>(kShipped), soname))
+  if (const LibraryPackage* own = find_package(packages, soname)) return install_text(*own);
+  if (const auto* shipped = find_package(std::span<const ShippedPackage>(kShipped), soname))
     return install_text(*shipped);
   return "find its package with: apt-file search " + std::string(soname) +
          "; if it is installed in a folder of its own, add that folder to LD_LIBRARY_PATH before "

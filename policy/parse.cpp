@@ -21,7 +21,7 @@ using policy::trim;
 
 std::vector<std::string> kind_names() { return {"flagos", "default", "vendor", "reference"}; }
 
-std::optional<Kind> kind_of(std::string_view word) {
+std::optional<Kind> find_kind(std::string_view word) {
   if (word == "flagos" || word == "default") return Kind::kDefault;
   if (word == "vendor") return Kind::kVendor;
   if (word == "reference") return Kind::kReference;
@@ -42,7 +42,7 @@ Result<PolicyToken> parse_token(std::string_view text, std::string_view op) {
   const size_t colon = text.find(':');
   if (colon == std::string_view::npos) {
     const std::string word = lower(text);
-    if (auto kind = kind_of(word)) return PolicyToken{PolicyToken::Type::kKind, *kind, {}};
+    if (auto kind = find_kind(word)) return PolicyToken{PolicyToken::Type::kKind, *kind, {}};
     return invalid_argument(quoted(text) + where + " is not a token" +
                             did_you_mean(word, kind_names()) + rule);
   }
@@ -69,7 +69,7 @@ Result<std::vector<PolicyToken>> parse_tokens(std::string_view text, std::string
   for (std::string_view part : split(text, '|')) {
     TE_FL_ASSIGN_OR_RETURN(PolicyToken token, parse_token(part, op));
     if (std::find(tokens.begin(), tokens.end(), token) != tokens.end()) {
-      return invalid_argument(quoted(part) + " stands twice in the list of op " + quoted(op));
+      return invalid_argument(quoted(part) + " appears twice in the list of op " + quoted(op));
     }
     tokens.push_back(std::move(token));
   }
@@ -127,7 +127,7 @@ std::string_view to_string(Kind kind) {
 
 Result<Kind> parse_kind(std::string_view text) {
   const std::string word = lower(trim(text));
-  if (auto kind = kind_of(word)) return *kind;
+  if (auto kind = find_kind(word)) return *kind;
   return invalid_argument(quoted(text) + " is not a kind of implementation" +
                           did_you_mean(word, kind_names()) +
                           " (flagos, its alias default, vendor, reference)");
@@ -151,7 +151,7 @@ Result<std::map<std::string, std::vector<PolicyToken>, std::less<>>> parse_per_o
     TE_FL_ASSIGN_OR_RETURN(std::vector<PolicyToken> tokens,
                            parse_tokens(trim(entry.substr(equals + 1)), op));
     if (!lists.emplace(op, std::move(tokens)).second) {
-      return invalid_argument("op " + quoted(op) + " stands twice; join its tokens with |");
+      return invalid_argument("op " + quoted(op) + " appears twice; join its tokens with |");
     }
   }
   return lists;

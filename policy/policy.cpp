@@ -56,7 +56,7 @@ std::string sizes_text(const SignatureList& list) {
   return ":" + std::to_string(list.min_bytes) + ".." + std::to_string(list.max_bytes);
 }
 
-std::string text_of(const PolicySettings& s) {
+std::string to_text(const PolicySettings& s) {
   std::string out;
   const auto word = [&](const std::string& w) { out += (out.empty() ? "" : " ") + w; };
   if (s.prefer) {
@@ -99,7 +99,7 @@ Interned& interned() {
   static Interned* const table = [] {
     auto* made = new Interned;  // never freed: used until the last thread ends
     made->by_id.emplace_back();
-    made->ids.emplace(text_of({}), 0);
+    made->ids.emplace(to_text({}), 0);
     return made;
   }();
   return *table;
@@ -188,7 +188,7 @@ SelectionPolicy SelectionPolicy::intern(PolicySettings settings) {
   for (const SignatureList& list : settings.per_signature) {
     if (!list.for_all_sizes()) policy::g_lists_by_size = true;
   }
-  std::string key = policy::text_of(settings);
+  std::string key = policy::to_text(settings);
   SelectionPolicy made;
   std::lock_guard lock(policy::mutex);
   policy::Interned& table = policy::interned();
@@ -208,7 +208,7 @@ SelectionPolicy SelectionPolicy::intern(PolicySettings settings) {
 }
 
 std::string SelectionPolicy::describe() const {
-  const std::string text = policy::text_of(*settings_);
+  const std::string text = policy::to_text(*settings_);
   return text.empty() ? "pure priority" : text;
 }
 
@@ -218,7 +218,7 @@ std::string policy::describe_for(const PolicySettings& settings, std::string_vie
   std::erase_if(s.per_op, [&](const auto& list) { return list.first != op; });
   std::erase_if(s.per_signature, [&](const SignatureList& list) { return list.op != op; });
   const size_t others = lists - s.per_op.size() - s.per_signature.size();
-  const std::string text = text_of(s);
+  const std::string text = to_text(s);
   if (others == 0) return text.empty() ? "pure priority" : text;
   return (text.empty() ? "pure priority for this op" : text) + " (and " + std::to_string(others) +
          (others == 1 ? " list" : " lists") + " of other ops)";

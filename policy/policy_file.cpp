@@ -115,7 +115,7 @@ Result<bool> boolean(const json& value, const std::string& where) {
   return invalid_argument(where + " must be true or false");
 }
 
-Result<PolicySettings> settings_of(const json& file) {
+Result<PolicySettings> read_settings(const json& file) {
   TE_FL_RETURN_IF_ERROR(
       check_keys(file,
                  {"te_fl_policy", "prefer", "strict", "deterministic", "max_staged_bytes",
@@ -167,7 +167,7 @@ Result<PolicySettings> settings_of(const json& file) {
         if (!other.same_signature(list)) continue;
         if (other.max_bytes < list.min_bytes || list.max_bytes < other.min_bytes) continue;
         return invalid_argument("op " + policy::quoted(list.op) +
-                                " stands twice in per_signature with the "
+                                " appears twice in per_signature with the "
                                 "same device, dtypes and scalings, for calls of the same bytes");
       }
       s.per_signature.push_back(std::move(list));
@@ -205,7 +205,7 @@ Result<PolicySettings> load_policy_file(const std::string& path) {
     return invalid_argument(what + " has the key " + policy::quoted(twice) +
                             " twice in one object; keep one of them");
   }
-  Result<PolicySettings> settings = settings_of(file);
+  Result<PolicySettings> settings = read_settings(file);
   if (!settings.ok()) return policy::in_setting(what, settings.status());
   return settings;
 }

@@ -29,8 +29,8 @@ bool matches(const PolicyToken& token, const Implementation& impl) {
   return false;
 }
 
-uint32_t group_of(const PolicySettings& settings, const Tokens* tokens,
-                  const Implementation& impl) {
+uint32_t find_group(const PolicySettings& settings, const Tokens* tokens,
+                    const Implementation& impl) {
   if (tokens != nullptr) {
     for (uint32_t i = 0; i < tokens->size(); ++i) {
       if (matches((*tokens)[i], impl)) return i;
@@ -100,12 +100,13 @@ Refusal capability_refusal(const PolicySettings& settings, const CallTraits& cal
   return Refusal::kNone;
 }
 
-Standing candidate_of(const PolicySettings& settings, const Tokens* tokens, const CallTraits& call,
-                      std::span<const Implementation> impls, uint32_t index) {
+Standing rank_candidate(const PolicySettings& settings, const Tokens* tokens,
+                        const CallTraits& call, std::span<const Implementation> impls,
+                        uint32_t index) {
   const Implementation& impl = impls[index];
   Standing v;
   v.impl = index;
-  v.group = group_of(settings, tokens, impl);
+  v.group = find_group(settings, tokens, impl);
   v.staged = on_copies(impl, call);
   const bool prefers_reference = tokens == nullptr && settings.prefer == Kind::kReference;
   v.named =
@@ -159,7 +160,7 @@ std::string arch_text(const Implementation& impl) {
 }
 
 // The supported device types as text: "cpu|cuda", "ext of acme".
-std::string served_text(const Implementation& impl) {
+std::string support_text(const Implementation& impl) {
   const std::string types = device_type_text(impl.device_types);
   return impl.provider == 0 || !serves(impl, TE_FL_DEVICE_EXT)
              ? types
@@ -198,7 +199,7 @@ Ranking decide(const PolicySettings& settings, const CallTraits& call,
   Ranking decision;
   decision.order.reserve(impls.size());
   for (uint32_t i = 0; i < impls.size(); ++i) {
-    decision.order.push_back(candidate_of(settings, tokens, call, impls, i));
+    decision.order.push_back(rank_candidate(settings, tokens, call, impls, i));
   }
   std::sort(decision.order.begin(), decision.order.end(),
             [&](const Standing& a, const Standing& b) {
@@ -252,7 +253,7 @@ std::string refusal_text(Refusal refusal, const Implementation& impl, const Call
       return reason == nullptr ? "quarantined" : *reason;
     }
     case Refusal::kDevice:
-      return "the tensors are on " + to_string(call.device) + ", it serves " + served_text(impl);
+      return "the tensors are on " + to_string(call.device) + ", it supports " + support_text(impl);
     case Refusal::kArch:
       if (!on_device(impl, call.device)) {
         return "it needs " + arch_text(impl) + ", and would be run on the host, which has none";
@@ -266,11 +267,11 @@ std::string refusal_text(Refusal refusal, const Implementation& impl, const Call
     case Refusal::kDtype:
       return "dtype " + dtype_mask_text(call.dtypes & ~impl.dtypes) +
              of(names == nullptr ? "" : names->dtype_outside(impl.dtypes)) +
-             " is not served (it serves " + dtype_mask_text(impl.dtypes) + ")";
+             " is not supported (it supports " + dtype_mask_text(impl.dtypes) + ")";
     case Refusal::kScaling:
       return "scaling " + scaling_mask_text(call.scalings & ~impl.scalings) +
              of(names == nullptr ? "" : names->scaling_outside(impl.scalings)) +
-             " is not served (it serves " + scaling_mask_text(impl.scalings) + ")";
+             " is not supported (it supports " + scaling_mask_text(impl.scalings) + ")";
     case Refusal::kLaterArgument: {
       const std::string set = names == nullptr ? "" : names->later_names(call.later & ~impl.later);
       return "the call sets " + (set.empty() ? "an argument" : set) +
@@ -282,21 +283,22 @@ std::string refusal_text(Refusal refusal, const Implementation& impl, const Call
       return "the stream is being captured into a graph, which it does not allow";
     case Refusal::kStagingStrict:
       return "the tensors are on " + to_string(call.device) +
-             ", it would serve copies on the host, and strict (TE_FL_STRICT) allows that only if "
+             ", it would run on copies in host memory, and strict (TE_FL_STRICT) allows that only "
+             "if "
              "the policy names it (TE_FL_PER_OP, or TE_FL_PREFER=reference)";
     case Refusal::kStagingForbidden:
       return "the tensors are on " + to_string(call.device) +
              ", and copying them to the host is forbidden (TE_FL_MAX_STAGED_BYTES is 0)";
     case Refusal::kStagingCollective:
       return "the tensors are on " + to_string(call.device) +
-             ", and a collective is not served on copies, which the other ranks would not make; "
-             "load a plugin that serves it on that device";
+             ", and a collective cannot run on copies, which the other ranks would not make; "
+             "load a plugin that supports it on that device";
     case Refusal::kMaker:
       return "the communicator was made by plugin " + devices::provider_name(call.maker) +
-             ", whose implementations alone serve it (rule R29)";
+             ", whose implementations alone can use it (rule R29)";
     case Refusal::kStagingCaptured:
       return "the stream is being captured into a graph, into which copies to the host cannot go; "
-             "leave the op out of the graph, or load a plugin that serves it on " +
+             "leave the op out of the graph, or load a plugin that supports it on " +
              to_string(call.device);
   }
   return "?";

@@ -127,8 +127,8 @@ class ArgumentNames {
   virtual std::string later_names(uint32_t mask) const = 0;
 };
 
-// The reason for which `impl` was refused, such as "dtype f64 of input is not served (it serves
-// f32|f16)". Empty for kNone.
+// The reason for which `impl` was refused, such as "dtype f64 of input is not supported (it
+// supports f32|f16)". Empty for kNone.
 std::string refusal_text(Refusal refusal, const Implementation& impl, const CallTraits& call,
                          const PolicySettings& settings, const ArgumentNames* names);
 // As SelectionPolicy::describe, but only counts the lists of other ops, since a tuned policy has

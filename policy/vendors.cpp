@@ -37,7 +37,7 @@ std::vector<FoundAlias>& found() {
 
 // The vendors that a lower-case name refers to: the vendor of that name and the vendors that have
 // it as an alias. The caller holds the mutex.
-std::vector<std::string> vendors_of(const std::string& name) {
+std::vector<std::string> list_vendors(const std::string& name) {
   std::vector<std::string> vendors = {name};
   for (const ShippedAlias& known : kShipped) {
     if (known.alias == name) vendors.emplace_back(known.vendor);
@@ -53,7 +53,7 @@ std::vector<std::string> vendors_of(const std::string& name) {
 bool add_vendor_alias(std::string_view alias, std::string_view vendor) {
   FoundAlias added{lower(alias), lower(vendor)};
   const std::lock_guard lock(aliases_mutex);
-  const std::vector<std::string> known = vendors_of(added.alias);
+  const std::vector<std::string> known = list_vendors(added.alias);
   if (std::find(known.begin(), known.end(), added.vendor) != known.end()) return false;
   found().push_back(std::move(added));
   return true;
@@ -63,7 +63,7 @@ bool same_vendor(std::string_view a, std::string_view b) {
   const std::string x = lower(a), y = lower(b);
   if (x == y) return true;
   const std::lock_guard lock(aliases_mutex);
-  const std::vector<std::string> of_x = vendors_of(x), of_y = vendors_of(y);
+  const std::vector<std::string> of_x = list_vendors(x), of_y = list_vendors(y);
   return std::find_first_of(of_x.begin(), of_x.end(), of_y.begin(), of_y.end()) != of_x.end();
 }
 

@@ -40,7 +40,7 @@ int32_t default_priority(uint32_t kind) {
 Status check(const te_fl_comm_desc& desc, const te_fl_comm_api& api, const std::string& who) {
   const auto bad = [&](const std::string& why) { return invalid_argument(who + ": " + why); };
   if (desc.kind > TE_FL_KIND_REFERENCE) return bad("kind is " + std::to_string(desc.kind));
-  if (desc.device_types == 0) return bad("it serves no device type (device_types is 0)");
+  if (desc.device_types == 0) return bad("it supports no device type (device_types is 0)");
   for (const auto& [slot, there] :
        {std::pair("create", api.create != nullptr), std::pair("destroy", api.destroy != nullptr),
         std::pair("abort", api.abort != nullptr)}) {

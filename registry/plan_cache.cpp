@@ -45,7 +45,7 @@ std::unordered_set<const Plan*>& live_plans() {
 
 // The streams that threads are querying without the lock. While a stream is in this list, no plan
 // drops it, and leave_stream() waits. The lock guards the list.
-std::vector<StreamOf>& asked_streams() {
+std::vector<StreamOf>& queried_streams() {
   static auto* const all = new std::vector<StreamOf>;
   return *all;
 }
@@ -59,19 +59,19 @@ bool has(const Plan& plan, const Device& device, void* stream) {
          std::find(plan.streams.begin(), plan.streams.end(), stream) != plan.streams.end();
 }
 
-// Keeps streams in asked_streams() while this object lives.
-class Asked {
+// Keeps streams in queried_streams() while this object lives.
+class QueriedStreams {
  public:
-  Asked() = default;
-  ~Asked() {
+  QueriedStreams() = default;
+  ~QueriedStreams() {
     const std::lock_guard lock(plans_mutex);
     for (const StreamOf& one : mine_) {
-      const auto at = std::find(asked_streams().begin(), asked_streams().end(), one);
-      if (at != asked_streams().end()) asked_streams().erase(at);  // a fork clears the list
+      const auto at = std::find(queried_streams().begin(), queried_streams().end(), one);
+      if (at != queried_streams().end()) queried_streams().erase(at);  // a fork clears the list
     }
   }
-  Asked(const Asked&) = delete;
-  Asked& operator=(const Asked&) = delete;
+  QueriedStreams(const QueriedStreams&) = delete;
+  QueriedStreams& operator=(const QueriedStreams&) = delete;
 
   // Adds the streams of a plan. The caller holds the lock.
   void add(const Plan& plan) {
@@ -79,7 +79,7 @@ class Asked {
       const StreamOf one{plan.device, stream};
       if (is_among(mine_, one)) continue;
       mine_.reserve(mine_.size() + 1);
-      asked_streams().push_back(one);
+      queried_streams().push_back(one);
       mine_.push_back(one);
     }
   }
@@ -90,7 +90,7 @@ class Asked {
 };
 
 // A forked child drops the entries of the parent's threads.
-void after_fork_in_child() { asked_streams().clear(); }
+void after_fork_in_child() { queried_streams().clear(); }
 const core::ForkedChild plans_forked_child(core::LockLevel::kPlans, &after_fork_in_child);
 
 // Changes when note_launch() may have to record a launch again: a plan was captured, or a stream
@@ -104,7 +104,7 @@ bool is_captured(const Device& device, void* stream) {
   return capturing.ok() && *capturing;
 }
 
-uint64_t pair_of(uint32_t low, uint32_t high) noexcept { return low | uint64_t{high} << 32; }
+uint64_t pack_pair(uint32_t low, uint32_t high) noexcept { return low | uint64_t{high} << 32; }
 
 const char* first_byte_of(const te_fl_tensor* t) noexcept {
   if (t == nullptr || t->dl.data == nullptr) return nullptr;
@@ -183,12 +183,12 @@ void PlanKey::add_sharing(const te_fl_op_schema& schema, const void* args) {
 
 // Adds the device, with which every key begins.
 void PlanKey::add_device(const te_fl_context& context) {
-  add(pair_of(static_cast<uint32_t>(context.device.type),
-              static_cast<uint32_t>(context.device.index)));
+  add(pack_pair(static_cast<uint32_t>(context.device.type),
+                static_cast<uint32_t>(context.device.index)));
   add(context.provider);
 }
 
-bool PlanKey::is_of(std::string_view key, const Device& device) {
+bool PlanKey::belongs_to(std::string_view key, const Device& device) {
   te_fl_context context{};
   context.device = device.to_c();
   context.provider = device.provider;
@@ -240,14 +240,14 @@ void wait_for(const Device& device, void* stream) noexcept {
 // Returns false if a stream of the plan is being captured. Otherwise waits for the work on all of
 // its streams.
 bool is_work_done(const Plan& plan) noexcept try {
-  Asked asked;
+  QueriedStreams queried;
   {
     const std::lock_guard lock(plans_mutex);
-    asked.add(plan);
+    queried.add(plan);
   }
   const auto captured = [](const StreamOf& one) { return is_captured(one.first, one.second); };
-  if (std::any_of(asked.streams().begin(), asked.streams().end(), captured)) return false;
-  for (const auto& [device, stream] : asked.streams()) wait_for(device, stream);
+  if (std::any_of(queried.streams().begin(), queried.streams().end(), captured)) return false;
+  for (const auto& [device, stream] : queried.streams()) wait_for(device, stream);
   return true;
 } catch (...) {  // no memory; the caller tries again
   return false;
@@ -288,8 +288,8 @@ std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
   std::vector<std::unique_ptr<Plan>> taken;
   std::list<Retired> gone;  // their events are destroyed after the lock is released
   std::unique_lock lock(plans_mutex);
-  const auto is_of = [&](const Plan& plan) { return PlanKey::is_of(plan.key, device); };
-  const auto is_looked_at = [&](const Retired& r) { return r.busy && is_of(*r.plan); };
+  const auto belongs_to = [&](const Plan& plan) { return PlanKey::belongs_to(plan.key, device); };
+  const auto is_looked_at = [&](const Retired& r) { return r.busy && belongs_to(*r.plan); };
   while (std::any_of(retired_.begin(), retired_.end(), is_looked_at)) {
     lock.unlock();
     std::this_thread::yield();
@@ -297,7 +297,7 @@ std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
   }
   for (auto at = plans_.begin(); at != plans_.end();) {
     auto next = std::next(at);
-    if (is_of(*at->second)) {
+    if (belongs_to(*at->second)) {
       taken.push_back(std::move(at->second));  // the plan owns the entry's key
       plans_.erase(at);
     }
@@ -305,7 +305,7 @@ std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
   }
   for (auto at = retired_.begin(); at != retired_.end();) {
     const auto next = std::next(at);
-    if (is_of(*at->plan)) {
+    if (belongs_to(*at->plan)) {
       taken.push_back(std::move(at->plan));
       gone.splice(gone.end(), retired_, at);
     }
@@ -330,12 +330,12 @@ void leave_stream(const Device& device, void* stream) {
     const std::lock_guard lock(plans_mutex);
     const auto& all = live_plans();
     const auto names_it = [&](const Plan* plan) { return has(*plan, device, stream); };
-    if (std::none_of(all.begin(), all.end(), names_it) && !is_among(asked_streams(), one)) return;
+    if (std::none_of(all.begin(), all.end(), names_it) && !is_among(queried_streams(), one)) return;
   }
   wait_for(device, stream);
   for (;; std::this_thread::yield()) {
     const std::lock_guard lock(plans_mutex);
-    if (is_among(asked_streams(), one)) continue;
+    if (is_among(queried_streams(), one)) continue;
     for (const Plan* plan : live_plans()) {
       if (!has(*plan, device, stream)) continue;
       std::erase(plan->streams, stream);
@@ -374,16 +374,16 @@ Status check_captures(const std::function<bool(const Plan&)>& picks) {
     std::string who;
   };
   std::vector<Use> uses;
-  Asked asked;
+  QueriedStreams queried;
   {
     const std::lock_guard lock(plans_mutex);
     for (const Plan* plan : live_plans()) {
       if (!picks(*plan)) continue;
-      const size_t known = asked.streams().size();
-      asked.add(*plan);
-      for (size_t i = known; i < asked.streams().size(); ++i) {
-        uses.push_back({asked.streams()[i], "implementation '" + plan->impl->impl_id + "' of op '" +
-                                                plan->impl->op + "'"});
+      const size_t known = queried.streams().size();
+      queried.add(*plan);
+      for (size_t i = known; i < queried.streams().size(); ++i) {
+        uses.push_back({queried.streams()[i], "implementation '" + plan->impl->impl_id +
+                                                  "' of op '" + plan->impl->op + "'"});
       }
     }
   }
@@ -398,7 +398,7 @@ Status check_captures(const std::function<bool(const Plan&)>& picks) {
   return {};
 }
 
-PlanCache::Work PlanCache::work_of(Retired& retired) noexcept try {
+PlanCache::Work PlanCache::list_work(Retired& retired) noexcept try {
   const Plan& plan = *retired.plan;
   const auto is_captured = [&] {
     return std::any_of(plan.streams.begin(), plan.streams.end(),
@@ -428,20 +428,20 @@ PlanCache::Work PlanCache::work_of(Retired& retired) noexcept try {
 void PlanCache::reap() {
   const uint64_t oldest = oldest_inside();
   std::vector<Retired*> idle;
-  std::list<Retired> dead;  // destroyed after the lock, when its streams have left `asked`
-  Asked asked;
+  std::list<Retired> dead;  // destroyed after the lock, when its streams have left `queried`
+  QueriedStreams queried;
   {
     std::lock_guard lock(plans_mutex);
     for (Retired& retired : retired_) {
       if (retired.epoch >= oldest) break;
       if (retired.busy) continue;
-      asked.add(*retired.plan);
+      queried.add(*retired.plan);
       idle.push_back(&retired);
       retired.busy = true;
     }
   }
   if (idle.empty()) return;
-  for (Retired* retired : idle) retired->work = work_of(*retired);
+  for (Retired* retired : idle) retired->work = list_work(*retired);
   std::lock_guard lock(plans_mutex);
   for (auto at = retired_.begin(); at != retired_.end();) {
     const auto next = std::next(at);

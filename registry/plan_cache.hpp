@@ -57,7 +57,7 @@ struct Plan {
   void note_stream(void* stream) const;
 
   // `streams`: the streams on which work that uses this plan was enqueued. PlanCache's lock guards
-  // the vector. It may be read without the lock only while its streams are in asked_streams() and
+  // the vector. It may be read without the lock only while its streams are in queried_streams() and
   // no call can use the plan. `recent` caches some of the streams for look-ups without the lock; an
   // unused slot holds the address of `recent`, which is no stream.
   mutable std::vector<void*> streams;
@@ -106,7 +106,7 @@ class PlanCache {
   // Destroys dropped plans that no thread and no device work uses any more.
   void reap();
   // Asks the device whether all work that uses the retired plan is complete.
-  static Work work_of(Retired& retired) noexcept;
+  static Work list_work(Retired& retired) noexcept;
 
   const Implementation& impl_;
   std::unordered_map<std::string_view, std::unique_ptr<Plan>> plans_;
@@ -163,7 +163,7 @@ class PlanKey {
     return {reinterpret_cast<const char*>(words_.data()), words_.size() * sizeof(uint64_t)};
   }
   // True if `key` belongs to a call on `device`.
-  static bool is_of(std::string_view key, const Device& device);
+  static bool belongs_to(std::string_view key, const Device& device);
 
  private:
   void add_device(const te_fl_context& context);

@@ -118,7 +118,7 @@ Status check_desc(const te_fl_op_desc& desc, const std::string& owner, const std
   if ((desc.device_types >> TE_FL_DEVICE_EXT & 1) != 0 &&
       (desc.provider == nullptr || *desc.provider == '\0')) {
     return bad(
-        "it serves kDLExtDev devices and names no provider, and one provider's memory is nothing "
+        "it supports kDLExtDev devices and names no provider, and one provider's memory is nothing "
         "that another's kernels could read; name it in te_fl_op_desc.provider (rule R18)");
   }
   if (desc.stream_state_bytes != 0 && (desc.device_types & kHostTypes) != 0) {
@@ -146,7 +146,7 @@ Status check_masks(const Implementation& impl, const te_fl_op_schema& schema) {
       (none ? "dtype, or TE_FL_MASK_ANY_DTYPE" : "scaling, 1 for tensors without"));
 }
 
-policy::Implementation view_of(const Implementation& impl, int32_t priority) {
+policy::Implementation make_view(const Implementation& impl, int32_t priority) {
   policy::Implementation o;
   o.impl_id = impl.impl_id;
   o.vendor = impl.vendor;
@@ -300,7 +300,7 @@ Status add_implementation(Table& table, std::shared_ptr<Implementation> impl) {
   impl->not_in_place =
       (impl->desc.flags & TE_FL_OP_IN_PLACE_OK) == 0 && allows_in_place(*impl->desc.schema);
   if (impl->not_in_place) impl->direct = false;
-  row->views.push_back(view_of(*impl, impl->desc.priority));
+  row->views.push_back(make_view(*impl, impl->desc.priority));
   row->impls.push_back(std::move(impl));
   table.ops[index] = std::move(row);
   return {};

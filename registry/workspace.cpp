@@ -49,7 +49,7 @@ DeviceArenas::~DeviceArenas() {
 }
 
 // A thread usually asks for the same arena again, so the last one is found without the lock.
-DeviceArena* DeviceArenas::arena_of(const Key& key) {
+DeviceArena* DeviceArenas::find_arena(const Key& key) {
   struct Last {
     const DeviceArenas* owner = nullptr;
     uint64_t generation = 0;
@@ -110,7 +110,8 @@ Status DeviceArenas::acquire(const Device& device, void* stream, uint32_t depth,
     out.data_ = out.captured_;
     return {};
   }
-  DeviceArena* arena = arena_of(Key(device.type, device.index, device.provider, stream, depth, 0));
+  DeviceArena* arena =
+      find_arena(Key(device.type, device.index, device.provider, stream, depth, 0));
   std::unique_lock<core::Mutex> held =
       may_wait ? std::unique_lock<core::Mutex>(arena->mutex) : lock_free(arena);
   if (arena->bytes < bytes) {
@@ -147,7 +148,7 @@ Status DeviceArenas::acquire_state(const Device& device, void* stream, uint32_t 
     return {};
   }
   DeviceArena* arena =
-      arena_of(Key(device.type, device.index, device.provider, stream, depth, implementation));
+      find_arena(Key(device.type, device.index, device.provider, stream, depth, implementation));
   std::unique_lock<core::Mutex> held(arena->mutex);
   if (arena->data == nullptr) TE_FL_RETURN_IF_ERROR(make(arena->data));
   out.data_ = arena->data;

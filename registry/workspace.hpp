@@ -103,7 +103,7 @@ class DeviceArenas {
   // Device, stream, depth, and the number of the implementation that owns the state; 0: scratch.
   using Key = std::tuple<int32_t, int32_t, uint32_t, void*, uint32_t, uint64_t>;
   // Finds or creates the arena of a key. Takes the mutex in workspace.cpp.
-  DeviceArena* arena_of(const Key& key);
+  DeviceArena* find_arena(const Key& key);
   // Locks `arena`, or else its first free spare, which is created if there is none. `arena` then
   // points to the locked one.
   static std::unique_lock<core::Mutex> lock_free(DeviceArena*& arena);

@@ -97,7 +97,7 @@ def python_problems(source):
     return python_blocks(source), [(t.start[0], t.string) for t in tokens if t.type == tokenize.NAME and t.string in EMPTY_NAMES]
 
 
-def problems_of(path, source):
+def find_problems(path, source):
     """Returns the problems of one file and the number of its comment blocks."""
     blocks, names = python_problems(source) if path.endswith(".py") else c_problems(source)
     found = [Problem(b.line, f'begins as a fragment: "{b.text[:70]}"', True) for b in blocks if is_fragment(b.text, b.alone)]
@@ -105,7 +105,7 @@ def problems_of(path, source):
     return sorted(found), len(blocks)
 
 
-def types_of(path, source):
+def find_types(path, source):
     """Returns (line, name) of each type of ONE_TYPE that a file defines."""
     if path.endswith(".py"):
         found = [(n.lineno, n.name) for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ClassDef)]
@@ -175,12 +175,12 @@ def main():
         if options.paths and not below(path, options.paths):
             continue
         source = (ROOT / path).read_text()
-        found, count = problems_of(path, source)
+        found, count = find_problems(path, source)
         blocks[component(path)] += count
         fragments[component(path)] += sum(p.is_comment for p in found)
         if options.all or options.paths or not below(path, UNCLEAN):
             bad += [f"{path}:{p.line}: {p.text}" for p in found]
-            for line, name in types_of(path, source):
+            for line, name in find_types(path, source):
                 types[name].append(f"{path}:{line}")
     for name, places in sorted(types.items()):
         if len(places) > 1:

@@ -76,7 +76,7 @@ class Block:
         return f"{self.document}:{self.line}"
 
 
-def blocks_of(document, text):
+def code_blocks(document, text):
     """Returns the fenced blocks of a document and the errors in its form."""
     blocks, errors, current, fence, directives, previous = [], [], None, None, {}, ""
     for number, line in enumerate(text.split("\n"), 1):
@@ -130,7 +130,7 @@ def matches(expected, actual):
     return re.fullmatch(pattern, actual.strip("\n") + "\n") is not None
 
 
-def links_of(text):
+def find_links(text):
     """Returns the files that a document links to or shows, without links to other sites and within the document."""
     prose = re.sub(r"^\s*(```|~~~).*?^\s*\1\s*$", "", text, flags=re.M | re.S)
     prose = re.sub(r"`[^`\n]*`", "", prose)
@@ -152,7 +152,7 @@ class Checker:
     def links(self, document, text):
         """Reports links whose target does not exist, and pages of docs that the index does not list."""
         folder = (self.source / document).parent
-        targets = links_of(text)
+        targets = find_links(text)
         errors = [f"{document}: the link {target} leads to no file" for target in targets if not (folder / target).exists()]
         if document == "docs/README.md":
             named = {(folder / target).resolve() for target in targets}
@@ -166,7 +166,7 @@ class Checker:
         errors, counts, compiled, sequences = [], {}, [], []
         for document in documents:
             text = (self.source / document).read_text()
-            blocks, wrong = blocks_of(document, text)
+            blocks, wrong = code_blocks(document, text)
             errors += wrong + self.links(document, text)
             for i, block in enumerate(blocks):
                 errors += self.form(block, blocks[i + 1:])

@@ -202,7 +202,7 @@ def declared(text):
                 head = ""
                 continue
             if depth == 0:
-                found += names_of(head)
+                found += find_names(head)
             depth += 1
         elif c == "}":
             if depth > 0:
@@ -212,14 +212,14 @@ def declared(text):
                 spaces.pop()
                 head = ""
         elif c == ";" and depth == 0:
-            found += names_of(head)
+            found += find_names(head)
             head = ""
         elif depth == 0:
             head += c
     return found
 
 
-def names_of(head):
+def find_names(head):
     head = check_odr.strip_templates(re.sub(r"\[\[.*?\]\]|\\\n", "", head, flags=re.S))[0]
     alias = re.match(r"using\s+(\w+)\s*=", head)
     if alias:

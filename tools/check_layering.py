@@ -194,7 +194,7 @@ def mutexes_known(path, text):
             yield f"has std::{match.group(1)}, which a forked child may find taken: python/src/py/mutex.hpp has the binding's mutex"
 
 
-def problems_of(path, text, ops, plugins, words=frozenset()):
+def find_problems(path, text, ops, plugins, words=frozenset()):
     folders = path.split("/")
     backend = folders[1] if folders[0] == "backends" else ""
     for kind, target in INCLUDE.findall(text):
@@ -221,7 +221,7 @@ def main():
     texts = {str(path): (ROOT / path).read_text(errors="replace") for path in files}
     problems = []
     for path, text in texts.items():
-        problems += problems_of(path, text, ops, plugins, words)
+        problems += find_problems(path, text, ops, plugins, words)
     problems += ["a ring of units: " + " includes ".join(ring + ring[:1]) for ring in rings(texts)]
     of_python, modules, _ = python_components.problems()
     problems += of_python

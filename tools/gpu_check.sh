@@ -131,7 +131,7 @@ losses_bound=0.001
 staged() { # SETTING PATTERN_OF_STAGED_ROWS PATTERN_OF_NATIVE_ROWS: every row of the closing table is one of the two, and both occur
   local log="$out/staged-${1%%=*}.log" rows_said others apart
   small_training "$log" "$1" || { row "$1" FAILED "$(tail -n 1 "$log")"; return; }
-  rows_said=$(sed -n '/Who served what/,/staged to the host/p' "$log" | grep -E ' (default|reference|vendor)\.')
+  rows_said=$(sed -n '/Implementations that ran/,/staged to the host/p' "$log" | grep -E ' (default|reference|vendor)\.')
   others=$(printf '%s\n' "$rows_said" | grep -Evc "$2|$3")
   if ! printf '%s\n' "$rows_said" | grep -Eq "$2" || [ "$others" != 0 ]; then
     row "$1" FAILED "$others rows are neither, see $log"
@@ -246,7 +246,7 @@ start_sanitizer() {
 if [ $quick = 0 ]; then
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
   if [ -n "$sanitizer" ]; then
-    # A quarter of the table, and products of sizes that the plugin's own kernels serve.
+    # A quarter of the table, and products of sizes that the plugin's own kernels run.
     joined=("${conformance[@]}" --family gemm --case 512x17664x128)
     start_sanitizer racecheck joined-gemm "${joined[@]}"
     for tool in racecheck memcheck initcheck; do
@@ -317,7 +317,7 @@ if [ $quick = 0 ]; then
     has "train_gpt $recipe" train_gpt || continue
     if TE_FL_PLUGIN_MODULES=$plugin "$build/bin/train_gpt" --device cuda:0 --recipe $recipe --sample-bytes 0 \
       --data "$text_file" >"$out/train-$recipe.log" 2>&1; then
-      others=$(sed -n '/Who served what/,$p' "$out/train-$recipe.log" | grep -E ' (default|reference)\.' | wc -l)
+      others=$(sed -n '/Implementations that ran/,$p' "$out/train-$recipe.log" | grep -E ' (default|reference)\.' | wc -l)
       grep -q 'staged to the host: none' "$out/train-$recipe.log" || others="$others staged and $others"
       row "train_gpt $recipe" "$([ "$others" = 0 ] && echo passed || echo FAILED)" \
         "$(grep -E '^validation loss' "$out/train-$recipe.log"); $(grep -E '^trained' "$out/train-$recipe.log"); $others ops elsewhere"

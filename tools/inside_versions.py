@@ -76,7 +76,7 @@ def trial(folder, python, *only):
     return json.loads(result.stdout)
 
 
-def _told(cases, base, prefixes):
+def _describe_cases(cases, base, prefixes):
     """Returns the text of a table cell: "yes" if all cases of the trial give the same numbers as with the newest version, otherwise the cases that
     fail or differ."""
     mine = {name: found for name, found in cases.items() if name.startswith(prefixes)}
@@ -89,7 +89,7 @@ def table(folder, python):
     found = {version: trial(folder / version, python)["cases"] for version in VERSIONS}
     groups = []  # adjacent versions with equal cells share a column
     for version in VERSIONS:
-        column = [_told(found[version], found[VERSIONS[0]], prefixes) for prefixes in ROWS.values()]
+        column = [_describe_cases(found[version], found[VERSIONS[0]], prefixes) for prefixes in ROWS.values()]
         if groups and groups[-1][1] == column:
             groups[-1][0].append(version)
         else:

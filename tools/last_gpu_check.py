@@ -24,7 +24,7 @@ def git(root, *words):
     return run.stdout.splitlines() if run.returncode == 0 else None
 
 
-def commit_of(root, file):
+def find_commit(root, file):
     """Returns the commit of a stored check: the commit named in the file, or in the list of results, or the commit that added the file. Returns "" if
     none is known."""
     try:
@@ -73,7 +73,7 @@ def report(root):
     kept = sorted((root / "bench/results").glob("*gpu_check*.json"))
     if not kept:
         return ["last GPU check: none is kept in bench/results"]
-    commit = commit_of(root, kept[-1])
+    commit = find_commit(root, kept[-1])
     head = f"last GPU check: bench/results/{kept[-1].name}, of {commit or 'an unknown commit'}"
     changed = changed_since(root, commit) if commit else None
     if changed is None:

@@ -65,7 +65,7 @@ def environment(rank, size, store):
             "LOCAL_WORLD_SIZE": str(size)}  # number of ranks on this machine, under torchrun's name
 
 
-def code_of(returncode):
+def exit_code(returncode):
     return 128 - returncode if returncode < 0 else returncode
 
 
@@ -169,7 +169,7 @@ def run(options, folder):
         return 0
     (rank, code), others = failed[0], failed[1:]
     say(f"rank {rank} failed first: it {how(code)}" + "".join(f"; rank {other} {how(c)}" for other, c in others))
-    return code_of(code)
+    return exit_code(code)
 
 
 def main():

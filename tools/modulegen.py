@@ -62,10 +62,10 @@ class Module:
             return None
         sentences = []
         for item in self.entry["tells"]:
-            sentences += [item[2:]] if item.startswith("= ") else [self.said_of(argument) for argument in item.split()]
+            sentences += [item[2:]] if item.startswith("= ") else [self.describe_argument(argument) for argument in item.split()]
         return " ".join(sentences)
 
-    def said_of(self, argument):
+    def describe_argument(self, argument):
         entry = self.known[argument]
         text = self.entry.get("says", {}).get(argument, entry["say"]).replace("CHOICE", ", ".join(map(str, entry.get("choice", ()))))
         return f"{', '.join([argument, *entry.get('with', ())])}: {text}."

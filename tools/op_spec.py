@@ -273,7 +273,7 @@ class Ids:
             m = re.fullmatch(r"(\d+) (\w+)( retired)?", line)
             need(m, "ops/ids.txt", f"{line!r} is not 'ID NAME' or 'ID NAME retired'")
             number = int(m[1])
-            need(number not in self.issued, "ops/ids.txt", f"id {number} stands there twice")
+            need(number not in self.issued, "ops/ids.txt", f"id {number} appears twice")
             need(not self.issued or number > max(self.issued), "ops/ids.txt", f"id {number} must be greater than those before it")
             self.issued[number] = (m[2], bool(m[3]))
         live = [name for name, retired in self.issued.values() if not retired]

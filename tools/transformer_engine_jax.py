@@ -30,9 +30,9 @@ MODULES = ("transformer_engine.jax", *(f"transformer_engine.jax.{name}" for name
 TYPES = ("Array", "DType", "Initializer", "LogicalRules", "PRNGKey", "PrecisionLike", "Shape")
 
 _OWN_STATE = "quantisers are te_fl.jax.quantize.create_set(recipe)'s trees of arrays, and what they write a Quantized"
-_PACKED = "packed sequences (thd) are not served"
-_CONTEXT = "context parallelism is not served over several devices"
-_EXPERTS = "mixtures of experts are not served in JAX"
+_PACKED = "packed sequences (thd) are not supported"
+_CONTEXT = "context parallelism is not supported over several devices"
+_EXPERTS = "mixtures of experts are not supported in JAX"
 # Reasons for differences. Keys: a name below transformer_engine.jax, a whole module, or "NAME: parameters" if only the parameters differ.
 REASONS = {
     "attention.ReorderStrategy": _CONTEXT,
@@ -64,7 +64,7 @@ REASONS = {
 }
 
 
-def facts_of(folder):
+def read_facts(folder):
     package = names_tool.Package(folder)
     found = {}
     for module in MODULES:
@@ -171,7 +171,7 @@ def main():
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     if options.source:
-        facts = facts_of(options.source)
+        facts = read_facts(options.source)
         FACTS.write_text("{\n" + ",\n".join(f"{json.dumps(m)}: {{\n" + ",\n".join(f"{json.dumps(n)}: {json.dumps(f)}" for n, f in sorted(names.items())) + "\n}"
                                              for m, names in sorted(facts.items())) + "\n}\n")
     found = differences(json.loads(FACTS.read_text()))

@@ -3,9 +3,9 @@
 
 From the real package's Python files (names and signatures; nothing is imported or run):
   python/te_fl/compat/known_names.py         its modules and their public names
-  tests/python/transformer_engine_facts.json the parameters and defaults of the names that te-fl serves
+  tests/python/transformer_engine_facts.json the parameters and defaults of the names that te-fl supports
 From these and python/te_fl/compat/table.py:
-  docs/transformer-engine.md                 every name as served, partly served or refused
+  docs/transformer-engine.md                 every name as supported, partly supported or refused
 
 usage: transformer_engine_names.py [--source DIR | --download] [--check]
   --source DIR  a folder that has transformer_engine/, such as an unpacked wheel
@@ -152,7 +152,7 @@ def written_to(function):
                     yield one.attr
 
 
-def facts_of(package, module, node):
+def read_facts(package, module, node):
     """Returns the parameters of a function or of a class's methods. For a Flax module the fields count as parameters of its constructor."""
     if isinstance(node, ast.FunctionDef):
         return {"parameters": parameters(node)}
@@ -178,7 +178,7 @@ def read_package(folder, table):
             found = package.definition(module, name)
             if found and found not in seen and name in served and table.home(module, name):
                 seen.add(found)
-                facts[f"{module}.{name}"] = facts_of(package, *found)
+                facts[f"{module}.{name}"] = read_facts(package, *found)
     return known, facts
 
 
@@ -203,7 +203,7 @@ def page_text(known, table):
     for module in PAGE_MODULES:
         names = [n for n in known[module] if f"{module}.{n}" not in known]
         served = [n for n in names if table.home(module, n)]
-        lines += [f"## {module}", "", f"{len(served)} of {len(names)} names are served.", "", "| name | te-fl | inside | |", "|---|---|---|---|"]
+        lines += [f"## {module}", "", f"{len(served)} of {len(names)} names are supported.", "", "| name | te-fl | inside | |", "|---|---|---|---|"]
         for name in names:
             home, inside = table.home(module, name), table.inside(module, name)
             refused = [f"`{argument}`" for argument in table.PARTLY.get(f"{home}.{name}", ())] + \
@@ -214,7 +214,7 @@ def page_text(known, table):
             elif home and (refused or name in table.UNUSABLE):
                 lines.append(f"| {name} | partly: `{home}` | {inside} | {'refused: ' + ', '.join(refused) if refused else table.UNUSABLE_BECAUSE} |")
             elif home:
-                lines.append(f"| {name} | served: `{home}` | {inside} | |")
+                lines.append(f"| {name} | supported: `{home}` | {inside} | |")
             else:
                 lines.append(f"| {name} | refused | {inside} | {table.way_out(module, name)} |")
         lines.append("")

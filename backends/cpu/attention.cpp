@@ -102,7 +102,7 @@ AttentionCall::AttentionCall(const te_fl_context& ctx, AttentionProblem problem)
 
 int64_t AttentionCall::most_query_tiles() const {
   int64_t most = 0;
-  for (const SequenceSpan& s : spans) most = std::max(most, tiles_of(s.q_len, kQueries));
+  for (const SequenceSpan& s : spans) most = std::max(most, count_tiles(s.q_len, kQueries));
   return most;
 }
 
@@ -220,7 +220,7 @@ int64_t attention_slots(int64_t count, int64_t multiplications) {
 
 namespace {
 
-constexpr const char* kQuantized = "FP8 attention is not served here";
+constexpr const char* kQuantized = "FP8 attention is not supported";
 constexpr const char* kStridedHeads =
     "needs heads whose elements are adjacent in memory; make a compact copy with strided_copy";
 constexpr const char* kBroadcastDbias = "sums no dbias over sequences or heads";

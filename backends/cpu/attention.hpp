@@ -27,7 +27,7 @@ inline constexpr int64_t kKeys = 128;
 // calling thread.
 inline constexpr int64_t kAttentionGrain = 1 << 18;
 
-constexpr int64_t tiles_of(int64_t n, int64_t tile) { return (n + tile - 1) / tile; }
+constexpr int64_t count_tiles(int64_t n, int64_t tile) { return (n + tile - 1) / tile; }
 
 // A view of q, k, v, o or a gradient of one of them. The elements of a head must have stride 1.
 class HeadRows {
@@ -177,7 +177,7 @@ void run_slots(int64_t slots, int64_t tasks, F&& f) {
 
 // Returns the number of multiplications in one matrix product, such as Q K^T, of the call.
 inline int64_t attention_work(const backend::AttentionProblem& p) {
-  const int64_t keys = p.thd ? (p.batch > 0 ? tiles_of(p.k.seqlen, p.batch) : 0) : p.seqlen_kv;
+  const int64_t keys = p.thd ? (p.batch > 0 ? count_tiles(p.k.seqlen, p.batch) : 0) : p.seqlen_kv;
   return p.q.batch * p.q.seqlen * p.heads * keys * p.head_dim;
 }
 

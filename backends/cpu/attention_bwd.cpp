@@ -18,14 +18,14 @@ struct Division {
   explicit Division(const AttentionProblem& p) : d(padded(p.head_dim)), dv(padded(p.head_dim_v)) {
     const int64_t groups = p.batch * p.kv_heads;
     const int64_t threads = ThreadPool::instance().num_threads();
-    const int64_t key_tiles = tiles_of(p.thd ? p.k.seqlen : p.seqlen_kv, kKeys);
+    const int64_t key_tiles = count_tiles(p.thd ? p.k.seqlen : p.seqlen_kv, kKeys);
     const int64_t work = attention_work(p);
     if (work > kAttentionGrain && threads > 1 && groups > 0) {
       shares =
-          std::clamp<int64_t>(tiles_of(4 * threads, groups), 1, std::max<int64_t>(1, key_tiles));
+          std::clamp<int64_t>(count_tiles(4 * threads, groups), 1, std::max<int64_t>(1, key_tiles));
     }
     slots = attention_slots(std::max<int64_t>(1, groups * shares), work);
-    query_tiles = p.heads * (tiles_of(p.q.seqlen, kQueries) * p.q.batch + (p.thd ? p.batch : 0));
+    query_tiles = p.heads * (count_tiles(p.q.seqlen, kQueries) * p.q.batch + (p.thd ? p.batch : 0));
     delta = p.q.batch * p.q.seqlen * p.heads;
     // The buffers k, v, dk, dv; q, do and their transposes; p, dp, and softcap's slope.
     slot = 2 * kKeys * (d + dv) + 2 * kQueries * (d + dv) +
@@ -67,7 +67,7 @@ class Backward {
     slots_ = carve.take(0);
     for (const SequenceSpan& s : call_.spans) {
       first_tile_.push_back(tiles_);
-      tiles_ += tiles_of(s.q_len, kQueries) * p_.heads;
+      tiles_ += count_tiles(s.q_len, kQueries) * p_.heads;
     }
   }
 
@@ -96,7 +96,7 @@ class Backward {
   };
 
   float* dq_sum(int64_t share, int64_t b, int64_t h, int64_t tile) {
-    const int64_t of_head = tiles_of(call_.spans[static_cast<size_t>(b)].q_len, kQueries);
+    const int64_t of_head = count_tiles(call_.spans[static_cast<size_t>(b)].q_len, kQueries);
     const int64_t index = first_tile_[static_cast<size_t>(b)] + h * of_head + tile;
     return dq_sums_ + (share * div_.query_tiles + index) * kQueries * div_.d;
   }
@@ -180,12 +180,12 @@ class Backward {
     const SequenceSpan& span = call_.spans[static_cast<size_t>(b)];
     const Buffers s = buffers(scratch);
     const int64_t sharing = p_.heads / p_.kv_heads;
-    const int64_t query_tiles = tiles_of(span.q_len, kQueries);
+    const int64_t query_tiles = count_tiles(span.q_len, kQueries);
     if (query_tiles > 0) {  // the heads of a group are adjacent
       std::fill_n(dq_sum(share_index, b, g * sharing, 0), sharing * query_tiles * kQueries * div_.d,
                   0.0f);
     }
-    for (int64_t tile = share_index; tile < tiles_of(span.kv_len, kKeys); tile += div_.shares) {
+    for (int64_t tile = share_index; tile < count_tiles(span.kv_len, kKeys); tile += div_.shares) {
       const int64_t key = tile * kKeys;
       const int64_t keys = std::min(kKeys, span.kv_len - key);
       load_rows(k_, b, span.kv_begin + key, g, keys, s.k);

@@ -11,7 +11,7 @@ using backend::SequenceSpan;
 int64_t slots_for(const AttentionProblem& p) {
   // Uses an upper bound for all possible sequence lengths, because workspace() must not read
   // cu_seqlens.
-  const int64_t tiles = p.heads * (tiles_of(p.q.seqlen, kQueries) * p.q.batch + p.batch);
+  const int64_t tiles = p.heads * (count_tiles(p.q.seqlen, kQueries) * p.q.batch + p.batch);
   return attention_slots(tiles, attention_work(p));
 }
 

@@ -11,7 +11,7 @@ namespace te_fl::cpu {
 namespace {
 
 // Returns the input row of each output row; -1 for rows past the last chunk.
-std::vector<int32_t> sources_of(const te_fl_moe_sort_chunks_fwd_args& a, int64_t rows) {
+std::vector<int32_t> find_sources(const te_fl_moe_sort_chunks_fwd_args& a, int64_t rows) {
   const Integers sizes(*a.split_sizes), order(*a.sorted_index);
   const int64_t count = backend::numel(*a.split_sizes);
   std::vector<int64_t> first(static_cast<size_t>(count) + 1, 0);
@@ -58,7 +58,7 @@ void gather_rows(const te_fl_tensor* input, const int32_t* sources, const te_fl_
 
 void moe_sort_chunks_fwd(const te_fl_context&, const te_fl_moe_sort_chunks_fwd_args& a) {
   const int64_t rows = a.input->dl.shape[0];
-  const std::vector<int32_t> sources = sources_of(a, rows);
+  const std::vector<int32_t> sources = find_sources(a, rows);
   auto* map = backend::data<int32_t>(*a.row_id_map);
   for (int64_t r = 0; r < rows; ++r) {
     const int32_t source = sources[static_cast<size_t>(r)];

@@ -222,7 +222,7 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
   const Layout parts = layout(args);
   if (ctx.workspace_bytes < parts.total()) {
     invalid("the workspace has " + std::to_string(ctx.workspace_bytes) +
-            " bytes; workspace() asked for " + std::to_string(parts.total()));
+            " bytes; workspace() requested " + std::to_string(parts.total()));
   }
   auto* scratch = static_cast<char*>(ctx.workspace);
   const bool direct = is_direct(args);
@@ -251,7 +251,7 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
   if (args.bias_grad != nullptr) bias_gradient(args, product.a);
 }
 
-std::string words_of(const te_fl_context&, const Args& args) {
+std::string describe_choice(const te_fl_context&, const Args& args) {
   std::string reason;
   if (!gemm_available(&reason)) backend::unsupported(reason);
   const OperandType type = operand_type(args);
@@ -293,7 +293,8 @@ void grouped_gemm(const te_fl_context& ctx, const te_fl_grouped_gemm_args& args)
 
 std::string words_of_group(const te_fl_context& ctx, const te_fl_grouped_gemm_args& args) {
   std::string text = std::to_string(args.a_count) + " products one after the other";
-  if (args.a_count > 0) text += "; the first: " + words_of(ctx, backend::product_of(args, 0));
+  if (args.a_count > 0)
+    text += "; the first: " + describe_choice(ctx, backend::product_of(args, 0));
   return text;
 }
 
@@ -304,7 +305,7 @@ void append_gemm(std::vector<te_fl_op_desc>& ops) {
   desc.later_args = "residual d_sum";
   desc.flags |= TE_FL_OP_CHEAP_EPILOGUES;
   desc.workspace = backend::workspace_thunk<Args, workspace>;
-  desc.describe = backend::describe_thunk<Args, words_of>;
+  desc.describe = backend::describe_thunk<Args, describe_choice>;
   ops.push_back(desc);
   te_fl_op_desc group =
       descriptor<te_fl_grouped_gemm_args, grouped_gemm, refuse_group>("grouped_gemm");

@@ -89,7 +89,7 @@ HWY_EXPORT(MaxOf);
 HWY_EXPORT(SumOfExp);
 HWY_EXPORT(ExpGradient);
 
-float max_of(float so_far, const float* x, int64_t n) {
+float running_max(float so_far, const float* x, int64_t n) {
   return HWY_DYNAMIC_DISPATCH(MaxOf)(so_far, x, n);
 }
 double sum_of_exp(const float* x, int64_t n, float shift) {

@@ -6,7 +6,7 @@
 namespace te_fl::cpu {
 
 // Returns the maximum of `so_far` and all elements of x; NaN if any of these is NaN.
-float max_of(float so_far, const float* x, int64_t n);
+float running_max(float so_far, const float* x, int64_t n);
 // Returns the sum of exp(x - shift). `shift` must be finite and not less than any x, and no x may
 // be NaN. Terms below exp(-87) are replaced by exp(-87).
 double sum_of_exp(const float* x, int64_t n, float shift);

@@ -31,13 +31,13 @@ void store_row(const te_fl_tensor& t, int64_t row, int64_t experts, const Row& v
 
 // Returns a sort key with the order of the values. NaN has the highest key, and of equal values the
 // one with the lower index has the higher key.
-uint64_t key_of(float value, int64_t index) {
+uint64_t pack_key(float value, int64_t index) {
   const auto bits = std::bit_cast<uint32_t>(value + 0.0f);  // turns -0 into +0
   uint32_t ordered = (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
   if (std::isnan(value)) ordered = 0xFFFFFFFFu;
   return uint64_t{ordered} << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(index));
 }
-int64_t index_of(uint64_t key) { return 0xFFFFFFFFu - static_cast<uint32_t>(key); }
+int64_t unpack_index(uint64_t key) { return 0xFFFFFFFFu - static_cast<uint32_t>(key); }
 
 using Keys = std::vector<uint64_t>;
 void keep_largest(Keys& keys, int64_t k) {
@@ -57,16 +57,16 @@ class Chooser {
   const Keys& choose(const float* x) {
     keys_.clear();
     if (groups_ == 0) {
-      for (int64_t e = 0; e < experts_; ++e) keys_.push_back(key_of(x[e], e));
+      for (int64_t e = 0; e < experts_; ++e) keys_.push_back(pack_key(x[e], e));
     } else {
       const int64_t size = experts_ / groups_;
       best_.clear();
-      for (int64_t g = 0; g < groups_; ++g) best_.push_back(key_of(score_of(x, g, size), g));
+      for (int64_t g = 0; g < groups_; ++g) best_.push_back(pack_key(group_score(x, g, size), g));
       keep_largest(best_, group_topk_);
       keys_.clear();
       for (const uint64_t group : best_) {
-        const int64_t first = index_of(group) * size;
-        for (int64_t e = first; e < first + size; ++e) keys_.push_back(key_of(x[e], e));
+        const int64_t first = unpack_index(group) * size;
+        for (int64_t e = first; e < first + size; ++e) keys_.push_back(pack_key(x[e], e));
       }
     }
     keep_largest(keys_, topk_);
@@ -74,12 +74,12 @@ class Chooser {
   }
 
  private:
-  float score_of(const float* x, int64_t group, int64_t size) {
+  float group_score(const float* x, int64_t group, int64_t size) {
     keys_.clear();
-    for (int64_t e = group * size; e < (group + 1) * size; ++e) keys_.push_back(key_of(x[e], e));
+    for (int64_t e = group * size; e < (group + 1) * size; ++e) keys_.push_back(pack_key(x[e], e));
     keep_largest(keys_, topk_ / group_topk_);
     float sum = 0.0f;
-    for (const uint64_t key : keys_) sum += x[index_of(key)];
+    for (const uint64_t key : keys_) sum += x[unpack_index(key)];
     return sum;
   }
 
@@ -107,7 +107,7 @@ struct ChoiceWriter {
   }
   void put(int64_t row, const Keys& chosen) const {
     for (size_t i = 0; i < chosen.size(); ++i) {
-      const int64_t e = index_of(chosen[i]);
+      const int64_t e = unpack_index(chosen[i]);
       if (map != nullptr) map[row * experts + e] = 1;
       if (bits != nullptr) {
         bits[row * ((experts + 7) / 8) + e / 8] |= static_cast<uint8_t>(1u << e % 8);
@@ -132,7 +132,7 @@ struct ChoiceWriter {
 
 // Replaces x by softmax(x). Its padding becomes undefined.
 void softmax_row(float* x, int64_t n) {
-  const float top = max_of(-std::numeric_limits<float>::infinity(), x, n);
+  const float top = running_max(-std::numeric_limits<float>::infinity(), x, n);
   exp_gradient(x, n, top, 0.0f, 1.0f, x);
   double sum = 0.0;
   for (int64_t i = 0; i < n; ++i) sum += x[i];
@@ -172,14 +172,14 @@ void topk_fwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_f
       writer.put(t, chosen);
       double sum = 0.0;
       for (int32_t i = 0; i < a.topk; ++i) {
-        sum += chosen_scores[i] = scores[static_cast<size_t>(index_of(chosen[i]))];
+        sum += chosen_scores[i] = scores[static_cast<size_t>(unpack_index(chosen[i]))];
       }
       if (after) softmax_row(chosen_scores.data(), a.topk);
       const double divisor = !is_softmax && a.topk > 1 ? sum + double{kEpsilon} : 1.0;
       std::fill(probs.begin(), probs.end(), 0.0f);
       if (after) std::fill(s.begin(), s.end(), -std::numeric_limits<float>::infinity());
       for (int32_t i = 0; i < a.topk; ++i) {
-        const auto e = static_cast<size_t>(index_of(chosen[i]));
+        const auto e = static_cast<size_t>(unpack_index(chosen[i]));
         probs[e] = static_cast<float>(double{a.scaling_factor} * (chosen_scores[i] / divisor));
         if (after) s[e] = chosen_scores[i];
       }
@@ -236,7 +236,7 @@ struct ChoiceReader {
 struct Sums {
   double values = 0.0, products = 0.0;
 };
-Sums sums_of(const Row& g, const Row& y, const uint8_t* counts, int64_t n) {
+Sums compute_sums(const Row& g, const Row& y, const uint8_t* counts, int64_t n) {
   Sums sums;
   for (int64_t e = 0; e < n; ++e) {
     if (counts[e] != 0) sums.values += y[e], sums.products += double{g[e]} * y[e];
@@ -252,14 +252,14 @@ void gradient_row(Row& g, Row& saved, const uint8_t* counts, int function, bool 
   if (!plain) sqrt_softplus_f32(saved.data(), n, scratch.data());
   const Row& y = plain ? saved : scratch;
   if (function == TE_FL_SCORE_FUNCTION_SOFTMAX) {
-    const double dot = sums_of(g, y, counts, n).products;
+    const double dot = compute_sums(g, y, counts, n).products;
     for (int64_t e = 0; e < n; ++e) {
       g[e] = counts[e] != 0 ? static_cast<float>(y[e] * (g[e] - dot)) : 0.0f;
     }
     return;
   }
   if (divides) {
-    const Sums sums = sums_of(g, y, counts, n);
+    const Sums sums = compute_sums(g, y, counts, n);
     const double sum = sums.values + double{kEpsilon}, less = sums.products / (sum * sum);
     for (int64_t e = 0; e < n; ++e) {
       g[e] = counts[e] != 0 ? static_cast<float>(g[e] / sum - less) : 0.0f;
@@ -361,7 +361,7 @@ Refusal refuse_score_bwd(const te_fl_fused_score_for_moe_aux_loss_bwd_args& a) {
 
 // ---- auxiliary loss
 
-Row tokens_of(const te_fl_tensor& t) {
+Row as_row(const te_fl_tensor& t) {
   const int64_t experts = backend::numel(t);
   Row tokens = row_for(experts);
   const int dtype = dtype_of(t);
@@ -380,7 +380,7 @@ void aux_loss_fwd(const te_fl_context&, const te_fl_fused_moe_aux_loss_fwd_args&
                                              ? Integers(*a.total_num_tokens_tensor)[0]
                                              : a.total_num_tokens);
   const auto c = static_cast<float>(double{a.coeff} * a.num_experts / a.topk / total / total);
-  const Row tokens = tokens_of(*a.tokens_per_expert);
+  const Row tokens = as_row(*a.tokens_per_expert);
   const Loader probs(*a.probs);
   const Parts parts(m.rows, grain_of_rows(m.cols));
   std::vector<double> sums(static_cast<size_t>(parts.count()), 0.0);
@@ -405,7 +405,7 @@ Refusal refuse_aux_loss_fwd(const te_fl_fused_moe_aux_loss_fwd_args& a) {
 
 void aux_loss_bwd(const te_fl_context&, const te_fl_fused_moe_aux_loss_bwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.grad_probs);
-  Row row = tokens_of(*a.tokens_per_expert);
+  Row row = as_row(*a.tokens_per_expert);
   float grad[kPad];
   Loader{*a.grad_aux_loss}(0, 1, grad);
   scale_f32(row.data(), m.cols, *backend::data<const float>(*a.const_buf) * grad[0]);

@@ -49,7 +49,7 @@ struct ScaledCall {
 };
 
 template <class Args>
-ScaledCall call_of(const Args& a, const te_fl_tensor& narrow) {
+ScaledCall make_call(const Args& a, const te_fl_tensor& narrow) {
   const backend::Matrix m = backend::as_matrix(narrow);
   ScaledCall c{Act::kSilu, {}, {m.cols, 0}, m.rows, backend::as_matrix(*a.input).cols};
   if constexpr (requires { a.beta1; }) {
@@ -77,7 +77,7 @@ float factor_of(const te_fl_tensor* scales, int64_t i) {
 
 template <class Args>
 void scaled_forward(const te_fl_context&, const Args& a) {
-  const ScaledCall call = call_of(a, *a.output);
+  const ScaledCall call = make_call(a, *a.output);
   const Loader x(*a.input);
   const int64_t half = call.row.half, bytes = element_bytes(*a.output);
   const int dtype = dtype_of(*a.output);
@@ -102,7 +102,7 @@ void scaled_forward(const te_fl_context&, const Args& a) {
 
 template <class Args>
 void scaled_backward(const te_fl_context&, const Args& a) {
-  const ScaledCall call = call_of(a, *a.grad);
+  const ScaledCall call = make_call(a, *a.grad);
   const Loader x(*a.input), grad(*a.grad);
   const int64_t half = call.row.half, bytes = element_bytes(*a.output);
   const int dtype = dtype_of(*a.output);

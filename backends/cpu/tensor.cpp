@@ -246,13 +246,14 @@ void for_each_chunk(const Loader& load, int64_t row, int64_t cols, F&& f) {
 }
 
 // Computes a row's statistics in one pass, with a running sum of exp(x - largest x so far).
-RowStatistics statistics_of(const Loader& logits, int64_t row, int64_t classes, bool with_sum) {
+RowStatistics compute_statistics(const Loader& logits, int64_t row, int64_t classes,
+                                 bool with_sum) {
   RowStatistics s;
   float max = -std::numeric_limits<float>::infinity();
   double sum = 0.0;
   for_each_chunk(logits, row, classes, [&](const float* x, int64_t n) {
     const float before = max;
-    max = max_of(before, x, n);
+    max = running_max(before, x, n);
     if (with_sum) s.sum += row_sum(x, n);
     if (!std::isfinite(max)) return;
     if (max > before) sum *= std::exp(static_cast<double>(before) - max);
@@ -275,7 +276,7 @@ void cross_entropy_fwd(const te_fl_context&, const te_fl_cross_entropy_fwd_args&
   ThreadPool::instance().parallel_for(
       matrix.rows, grain_of_rows(matrix.cols), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
-          const RowStatistics s = statistics_of(logits, row, matrix.cols, smoothing != 0.0);
+          const RowStatistics s = compute_statistics(logits, row, matrix.cols, smoothing != 0.0);
           lse[row] = static_cast<float>(s.lse);
           loss[row] = 0.0f;
           if (targets[row] == args.ignore_index) continue;

@@ -25,7 +25,7 @@ void copy(void* to, const void* from, size_t n) {
   if (n != 0 && to != from) std::memcpy(to, from, n);
 }
 
-Communicator& comm_of(const te_fl_communicator* comm) {
+Communicator& to_communicator(const te_fl_communicator* comm) {
   return backend::communicator<Communicator>(comm);
 }
 
@@ -45,7 +45,7 @@ enum class Op : uint8_t {
 
 // Returns a number that is equal on all ranks if they make the same call. It combines the op, the
 // element dtype, and the reduction or root.
-uint64_t kind_of(Op op, const te_fl_dtype& type, int32_t detail = 0) {
+uint64_t pack_kind(Op op, const te_fl_dtype& type, int32_t detail = 0) {
   return static_cast<uint64_t>(op) << 56 | static_cast<uint64_t>(type.code) << 48 |
          static_cast<uint64_t>(type.bits) << 40 | static_cast<uint32_t>(detail);
 }
@@ -87,12 +87,12 @@ void all_reduce_halves(Communicator& comm, const te_fl_all_reduce_args& a, Eleme
   const auto rank = static_cast<size_t>(comm.rank());
   const std::vector<size_t> parts = shares(n, comm.size(), width);
   const Parts out(data<char>(*a.output), parts);
-  reduce_own(comm, kind_of(Op::kAllReduce, a.input->dl.dtype, a.reduction),
+  reduce_own(comm, pack_kind(Op::kAllReduce, a.input->dl.dtype, a.reduction),
              Parts(data<char>(*a.input), parts), element, a.reduction, scratch,
              out.base + out.offset[rank]);
   Parts own(out.base + out.offset[rank], comm.size(), out.bytes[rank]);
   for (size_t& at : own.offset) at = 0;  // every rank receives the same part
-  comm.exchange(kind_of(Op::kShare, a.input->dl.dtype, a.reduction), own, out);
+  comm.exchange(pack_kind(Op::kShare, a.input->dl.dtype, a.reduction), own, out);
 }
 
 template <class T>
@@ -102,14 +102,14 @@ void all_reduce_by_gloo(Communicator& comm, const te_fl_all_reduce_args& a, Elem
   if (data<T>(*a.input) != data<T>(*a.output)) options.setInput(data<T>(*a.input), n);
   options.setOutput(data<T>(*a.output), n);
   options.setReduceFunction(pairwise(element, a.reduction));
-  const uint64_t kind = kind_of(Op::kAllReduce, a.input->dl.dtype, a.reduction);
+  const uint64_t kind = pack_kind(Op::kAllReduce, a.input->dl.dtype, a.reduction);
   options.setTag(comm.next_tag(kind, bytes(*a.input)));
   ::gloo::allreduce(options);
   if (a.reduction == TE_FL_REDUCTION_AVG) divide(element, data<T>(*a.output), n, comm.size());
 }
 
 void all_reduce(Communicator& comm, const te_fl_context& ctx, const te_fl_all_reduce_args& a) {
-  const Element element = element_of(a.input->dl.dtype);
+  const Element element = to_element(a.input->dl.dtype);
   if (comm.size() == 1) return copy(data<char>(*a.output), data<char>(*a.input), bytes(*a.input));
   if (bytes(*a.input) == 0) return;
   if (is_half(element))
@@ -122,9 +122,9 @@ void reduce_scatter(Communicator& comm, const te_fl_context& ctx,
                     const te_fl_reduce_scatter_args& a) {
   if (comm.size() == 1) return copy(data<char>(*a.output), data<char>(*a.input), bytes(*a.input));
   if (bytes(*a.input) == 0) return;
-  reduce_own(comm, kind_of(Op::kReduceScatter, a.input->dl.dtype, a.reduction),
+  reduce_own(comm, pack_kind(Op::kReduceScatter, a.input->dl.dtype, a.reduction),
              Parts(data<char>(*a.input), comm.size(), bytes(*a.output)),
-             element_of(a.input->dl.dtype), a.reduction, static_cast<char*>(ctx.workspace),
+             to_element(a.input->dl.dtype), a.reduction, static_cast<char*>(ctx.workspace),
              data<char>(*a.output));
 }
 
@@ -132,7 +132,7 @@ size_t workspace(const te_fl_context&, const te_fl_reduce_scatter_args& a) {
   return scratch_bytes(*a.comm, bytes(*a.output));
 }
 size_t workspace(const te_fl_context&, const te_fl_all_reduce_args& a) {
-  const Element element = element_of(a.input->dl.dtype);
+  const Element element = to_element(a.input->dl.dtype);
   if (!is_half(element)) return 0;
   const size_t width = gloo_ranks::bytes_of(element);
   const auto ranks = static_cast<size_t>(a.comm->size);
@@ -149,7 +149,7 @@ void all_gather(Communicator& comm, const te_fl_context&, const te_fl_all_gather
   ::gloo::AllgatherOptions options(comm.mesh());
   if (own != data<char>(*a.input)) options.setInput(data<char>(*a.input), part);
   options.setOutput(out, part * static_cast<size_t>(comm.size()));
-  options.setTag(comm.next_tag(kind_of(Op::kAllGather, a.input->dl.dtype), part));
+  options.setTag(comm.next_tag(pack_kind(Op::kAllGather, a.input->dl.dtype), part));
   ::gloo::allgather(options);
 }
 
@@ -161,7 +161,7 @@ void exchange_copied(Communicator& comm, uint64_t kind, const Parts& in, const P
 
 void all_to_all(Communicator& comm, const te_fl_context&, const te_fl_all_to_all_args& a) {
   const size_t part = bytes(*a.input) / static_cast<size_t>(comm.size());
-  exchange_copied(comm, kind_of(Op::kAllToAll, a.input->dl.dtype),
+  exchange_copied(comm, pack_kind(Op::kAllToAll, a.input->dl.dtype),
                   Parts(data<char>(*a.input), comm.size(), part),
                   Parts(data<char>(*a.output), comm.size(), part));
 }
@@ -181,7 +181,7 @@ void all_to_all_v(Communicator& comm, const te_fl_context&, const te_fl_all_to_a
                      " rows from this very rank " + std::to_string(rank) +
                      ", for which 'input_rows' has " + std::to_string(a.input_rows[rank]));
   }
-  exchange_copied(comm, kind_of(Op::kAllToAllV, a.input->dl.dtype),
+  exchange_copied(comm, pack_kind(Op::kAllToAllV, a.input->dl.dtype),
                   Parts(data<char>(*a.input), bytes_of_rows(a.input_rows, *a.input, ranks)),
                   Parts(data<char>(*a.output), bytes_of_rows(a.output_rows, *a.input, ranks)));
 }
@@ -189,7 +189,7 @@ void all_to_all_v(Communicator& comm, const te_fl_context&, const te_fl_all_to_a
 // Each rank sends the root one byte to confirm that it has received the data. Without this, if
 // several ranks passed themselves as root, their sends would have no receiver, but no rank would
 // report an error.
-void tell_root(Communicator& comm, uint64_t kind, int32_t root) {
+void confirm_to_root(Communicator& comm, uint64_t kind, int32_t root) {
   std::vector<size_t> to(static_cast<size_t>(comm.size())), from(to);
   if (comm.rank() == root) {
     from.assign(from.size(), 1);
@@ -205,16 +205,16 @@ void broadcast(Communicator& comm, const te_fl_context&, const te_fl_broadcast_a
   ::gloo::BroadcastOptions options(comm.mesh());
   options.setOutput(data<char>(*a.data), bytes(*a.data));
   options.setRoot(a.root);
-  const uint64_t kind = kind_of(Op::kBroadcast, a.data->dl.dtype, a.root);
+  const uint64_t kind = pack_kind(Op::kBroadcast, a.data->dl.dtype, a.root);
   options.setTag(comm.next_tag(kind, bytes(*a.data)));
   ::gloo::broadcast(options);
-  tell_root(comm, kind_of(Op::kReceived, a.data->dl.dtype, a.root), a.root);
+  confirm_to_root(comm, pack_kind(Op::kReceived, a.data->dl.dtype, a.root), a.root);
 }
 
 void barrier(Communicator& comm, const te_fl_context&, const te_fl_barrier_args&) {
   if (comm.size() == 1) return;
   ::gloo::BarrierOptions options(comm.mesh());
-  options.setTag(comm.next_tag(kind_of(Op::kBarrier, {}), 0));
+  options.setTag(comm.next_tag(pack_kind(Op::kBarrier, {}), 0));
   ::gloo::barrier(options);
 }
 
@@ -252,10 +252,17 @@ void transfer(Kept call) {
 }
 
 void send(const te_fl_context&, const te_fl_send_args& a) {
-  transfer({&comm_of(a.comm), "send", true, data<char>(*a.input), bytes(*a.input), a.peer, {}});
+  transfer(
+      {&to_communicator(a.comm), "send", true, data<char>(*a.input), bytes(*a.input), a.peer, {}});
 }
 void recv(const te_fl_context&, const te_fl_recv_args& a) {
-  transfer({&comm_of(a.comm), "recv", false, data<char>(*a.output), bytes(*a.output), a.peer, {}});
+  transfer({&to_communicator(a.comm),
+            "recv",
+            false,
+            data<char>(*a.output),
+            bytes(*a.output),
+            a.peer,
+            {}});
 }
 
 // ---- descriptors
@@ -267,7 +274,7 @@ constexpr char kAllReduce[] = "all_reduce", kAllGather[] = "all_gather",
 
 template <class Args, auto F, const char* kName>
 void with_all(const te_fl_context& ctx, const Args& a) {
-  Communicator& comm = comm_of(a.comm);
+  Communicator& comm = to_communicator(a.comm);
   comm.run(kName, [&] { F(comm, ctx, a); });
 }
 
@@ -292,7 +299,7 @@ te_fl_op_desc& append_all(std::vector<te_fl_op_desc>& ops) {
 }
 
 template <class Args>
-size_t workspace_of(const te_fl_context& ctx, const Args& a) {
+size_t required_workspace(const te_fl_context& ctx, const Args& a) {
   return workspace(ctx, a);
 }
 
@@ -300,10 +307,11 @@ size_t workspace_of(const te_fl_context& ctx, const Args& a) {
 
 void append_collectives(std::vector<te_fl_op_desc>& ops) {
   append_all<te_fl_all_reduce_args, all_reduce, kAllReduce>(ops).workspace =
-      backend::workspace_thunk<te_fl_all_reduce_args, workspace_of<te_fl_all_reduce_args>>;
+      backend::workspace_thunk<te_fl_all_reduce_args, required_workspace<te_fl_all_reduce_args>>;
   append_all<te_fl_all_gather_args, all_gather, kAllGather>(ops);
   append_all<te_fl_reduce_scatter_args, reduce_scatter, kReduceScatter>(ops).workspace =
-      backend::workspace_thunk<te_fl_reduce_scatter_args, workspace_of<te_fl_reduce_scatter_args>>;
+      backend::workspace_thunk<te_fl_reduce_scatter_args,
+                               required_workspace<te_fl_reduce_scatter_args>>;
   append_all<te_fl_all_to_all_args, all_to_all, kAllToAll>(ops);
   append_all<te_fl_all_to_all_v_args, all_to_all_v, kAllToAllV>(ops);
   append_all<te_fl_broadcast_args, broadcast, kBroadcast>(ops);

@@ -34,7 +34,7 @@ uint64_t mixed(uint64_t a, uint64_t b) {
   return x ^ (x >> 31);
 }
 
-uint64_t slot_of(uint64_t kind, uint64_t number, size_t bytes) {
+uint64_t make_slot(uint64_t kind, uint64_t number, size_t bytes) {
   return kind | (mixed(number, bytes) >> 8);
 }
 
@@ -50,7 +50,7 @@ std::string without_place(const std::string& text) {
   return end == std::string::npos ? text : text.substr(end + 2);
 }
 
-std::string why_of(const PeerError& e, const Mesh& mesh) {
+std::string failure_text(const PeerError& e, const Mesh& mesh) {
   if (e.ranks.empty()) return e.what();
   const std::string text = without_place(e.what());
   return rank_list(mesh.named_in(text, e.ranks)) + " did not answer: " + text;
@@ -59,7 +59,7 @@ std::string why_of(const PeerError& e, const Mesh& mesh) {
 // ---- encoding of a rank's addresses: for each other rank, the length of an address and the
 // address
 
-std::string addresses_of(Mesh& mesh, WatchedContext& context) {
+std::string exchange_addresses(Mesh& mesh, WatchedContext& context) {
   std::string blob;
   for (int peer = 0; peer < mesh.size; ++peer) {
     std::vector<char> bytes;
@@ -121,7 +121,8 @@ void Mesh::connect(std::shared_ptr<::gloo::transport::Device> device,
   auto inner = device->createContext(rank, size);
   inner->setTimeout(timeout);
   transportContext_ = std::make_shared<WatchedContext>(std::move(inner));
-  set(*config.store, "addresses/" + std::to_string(rank), addresses_of(*this, watched()), errors);
+  set(*config.store, "addresses/" + std::to_string(rank), exchange_addresses(*this, watched()),
+      errors);
   addresses_.resize(static_cast<size_t>(size));
   for (int peer = 0; peer < size; ++peer) {
     if (peer == rank) continue;
@@ -203,7 +204,7 @@ void Communicator::run(const char* op, const std::function<void()>& f) {
   try {
     f();
   } catch (const PeerError& e) {
-    fail(op, why_of(e, *mesh_));
+    fail(op, failure_text(e, *mesh_));
   } catch (const ::gloo::Exception& e) {
     fail(op, without_place(e.what()));
   } catch (const ::gloo::EnforceNotMet& e) {
@@ -264,12 +265,12 @@ void Communicator::exchange(uint64_t kind, const Parts& out, const Parts& in) {
     const auto from = static_cast<size_t>((rank_ - i + size_) % size_);
     if (in.bytes[from] != 0) {
       ++receives;
-      receiver->recv(static_cast<int>(from), slot_of(kExchangeSlots, call, in.bytes[from]),
+      receiver->recv(static_cast<int>(from), make_slot(kExchangeSlots, call, in.bytes[from]),
                      in.offset[from], in.bytes[from]);
     }
     if (out.bytes[to] != 0) {
       ++sends;
-      sender->send(static_cast<int>(to), slot_of(kExchangeSlots, call, out.bytes[to]),
+      sender->send(static_cast<int>(to), make_slot(kExchangeSlots, call, out.bytes[to]),
                    out.offset[to], out.bytes[to]);
     }
   }
@@ -281,7 +282,7 @@ Transfer Communicator::begin_send(const void* data, size_t bytes, int peer) {
   const uint64_t number = sent_[static_cast<size_t>(peer)]++;
   if (bytes == 0) return {};
   Transfer t{mesh_->createUnboundBuffer(const_cast<void*>(data), bytes), true};
-  t.buffer->send(peer, slot_of(kPairSlots, number, bytes), 0, bytes);
+  t.buffer->send(peer, make_slot(kPairSlots, number, bytes), 0, bytes);
   return t;
 }
 
@@ -289,7 +290,7 @@ Transfer Communicator::begin_receive(void* data, size_t bytes, int peer) {
   const uint64_t number = received_[static_cast<size_t>(peer)]++;
   if (bytes == 0) return {};
   Transfer t{mesh_->createUnboundBuffer(data, bytes), false};
-  t.buffer->recv(peer, slot_of(kPairSlots, number, bytes), 0, bytes);
+  t.buffer->recv(peer, make_slot(kPairSlots, number, bytes), 0, bytes);
   return t;
 }
 

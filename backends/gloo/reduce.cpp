@@ -88,7 +88,7 @@ void reduce_run(const char* const* parts, int ranks, size_t begin, size_t n, boo
 
 }  // namespace
 
-Element element_of(te_fl_dtype dtype) {
+Element to_element(te_fl_dtype dtype) {
   constexpr uint8_t kInt = 0, kFloat = 2;  // DLPack's type codes; the remaining one is bfloat16's
   if (dtype.code == kInt) return dtype.bits == 64 ? Element::kI64 : Element::kI32;
   if (dtype.code != kFloat) return Element::kBF16;

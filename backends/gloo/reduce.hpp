@@ -9,7 +9,7 @@
 namespace te_fl::gloo_ranks {
 
 enum class Element { kF64, kF32, kF16, kBF16, kI64, kI32 };
-Element element_of(te_fl_dtype dtype);
+Element to_element(te_fl_dtype dtype);
 size_t bytes_of(Element element) noexcept;
 // True for F16 and BF16. Their sums over all ranks are computed in F32 and rounded once.
 bool is_half(Element element) noexcept;

@@ -31,21 +31,21 @@ class WatchedBuffer final : public ::gloo::transport::UnboundBuffer {
 
   void send(int to, uint64_t slot, size_t offset, size_t bytes) override {
     sends_.push_back(to);
-    told({to}, [&] { inner_->send(to, slot, offset, bytes); });
+    run_watched({to}, [&] { inner_->send(to, slot, offset, bytes); });
   }
   void recv(int from, uint64_t slot, size_t offset, size_t bytes) override {
     receives_.push_back(from);
-    told({from}, [&] { inner_->recv(from, slot, offset, bytes); });
+    run_watched({from}, [&] { inner_->recv(from, slot, offset, bytes); });
   }
   void recv(std::vector<int> from, uint64_t slot, size_t offset, size_t bytes) override {
     receives_.insert(receives_.end(), from.begin(), from.end());
-    told(from, [&] { inner_->recv(from, slot, offset, bytes); });
+    run_watched(from, [&] { inner_->recv(from, slot, offset, bytes); });
   }
 
  private:
   // Runs f and converts its exceptions to PeerErrors with `ranks`.
   template <class F>
-  void told(const std::vector<int>& ranks, F&& f) {
+  void run_watched(const std::vector<int>& ranks, F&& f) {
     if (context_.aborted()) throw PeerError("it was aborted", {});
     try {
       f();
@@ -59,7 +59,7 @@ class WatchedBuffer final : public ::gloo::transport::UnboundBuffer {
   template <class F>
   bool wait(std::vector<int>& pending, int* rank, F&& f) {
     int peer = -1;
-    told(pending, [&] {
+    run_watched(pending, [&] {
       if (!f(&peer)) throw PeerError("it was aborted", {});
     });
     const auto at = std::find(pending.begin(), pending.end(), peer);

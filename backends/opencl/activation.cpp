@@ -152,13 +152,13 @@ Refusal refuse_gated_backward(const Device& device, const Args& args) {
 }
 
 template <class Args>
-size_t workspace_of(const Args& args) {
+size_t required_workspace(const Args& args) {
   return output_workspace(*args.output);
 }
 
 template <class Args, auto F, auto Refuses>
 void append(Ops& ops, const char* name) {
-  ops.push_back(descriptor<Args, F, Refuses, workspace_of<Args>>(name));
+  ops.push_back(descriptor<Args, F, Refuses, required_workspace<Args>>(name));
 }
 
 template <Act kAct>

@@ -27,7 +27,7 @@ uint64_t hash(const void* data, size_t bytes, uint64_t state = 0xcbf29ce48422232
   return state;
 }
 
-fs::path file_of(const std::string& key) {
+fs::path file_path(const std::string& key) {
   const char* cache = std::getenv("XDG_CACHE_HOME");
   const char* home = std::getenv("HOME");
   fs::path folder;
@@ -49,7 +49,7 @@ struct Header {
   uint64_t key_bytes, binary_bytes, checksum;
 };
 
-Header header_of(const std::string& key, const std::vector<unsigned char>& binary) {
+Header make_header(const std::string& key, const std::vector<unsigned char>& binary) {
   Header h{};
   std::memcpy(h.magic, kMagic, sizeof kMagic);
   h.key_bytes = key.size();
@@ -61,7 +61,7 @@ Header header_of(const std::string& key, const std::vector<unsigned char>& binar
 }  // namespace
 
 std::vector<unsigned char> read_binary(const std::string& key) {
-  const fs::path path = file_of(key);
+  const fs::path path = file_path(key);
   std::error_code error;
   // Opening a folder would throw, and opening a pipe would block.
   if (path.empty() || !fs::is_regular_file(path, error)) return {};
@@ -71,7 +71,7 @@ std::vector<unsigned char> read_binary(const std::string& key) {
   if (all.size() <= sizeof(Header) + key.size()) return {};
   const char* text = all.data() + sizeof(Header);
   const std::vector<unsigned char> binary(text + key.size(), all.data() + all.size());
-  const Header wanted = header_of(key, binary);
+  const Header wanted = make_header(key, binary);
   const bool intact = std::memcmp(all.data(), &wanted, sizeof wanted) == 0 &&
                       std::memcmp(text, key.data(), key.size()) == 0;
   return intact ? binary : std::vector<unsigned char>{};
@@ -79,7 +79,7 @@ std::vector<unsigned char> read_binary(const std::string& key) {
 
 void write_binary(const std::string& key, const std::vector<unsigned char>& binary) {
   static std::atomic<unsigned> number{0};
-  const fs::path path = file_of(key);
+  const fs::path path = file_path(key);
   if (path.empty()) return;
   std::error_code error;
   fs::create_directories(path.parent_path(), error);
@@ -88,7 +88,7 @@ void write_binary(const std::string& key, const std::vector<unsigned char>& bina
       path.string() + "." + std::to_string(getpid()) + "." + std::to_string(number++);
   {
     std::ofstream file(temporary, std::ios::binary);
-    const Header h = header_of(key, binary);
+    const Header h = make_header(key, binary);
     file.write(reinterpret_cast<const char*>(&h), sizeof h);
     file.write(key.data(), static_cast<std::streamsize>(key.size()));
     file.write(reinterpret_cast<const char*>(binary.data()),

@@ -51,7 +51,7 @@ const char* name_of(cl_int error) noexcept {
   }
 }
 
-te_fl_status status_of(cl_int error) noexcept {
+te_fl_status to_status(cl_int error) noexcept {
   switch (error) {
     case CL_MEM_OBJECT_ALLOCATION_FAILURE:
     case CL_OUT_OF_HOST_MEMORY:
@@ -68,12 +68,12 @@ te_fl_status status_of(cl_int error) noexcept {
 
 }  // namespace
 
-std::string text_of(cl_int error, const char* call) {
+std::string cl_error_text(cl_int error, const char* call) {
   return std::string(call) + ": " + name_of(error) + " (" + std::to_string(error) + ")";
 }
 
 void throw_error(cl_int error, const char* call, const std::string& more) {
-  throw backend::Error(status_of(error), text_of(error, call) + more);
+  throw backend::Error(to_status(error), cl_error_text(error, call) + more);
 }
 
 void refuse_after_fork() {

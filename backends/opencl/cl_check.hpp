@@ -11,7 +11,7 @@
 namespace te_fl::opencl {
 
 // Returns a text such as "clEnqueueNDRangeKernel: CL_OUT_OF_RESOURCES (-5)".
-std::string text_of(cl_int error, const char* call);
+std::string cl_error_text(cl_int error, const char* call);
 [[noreturn]] void throw_error(cl_int error, const char* call, const std::string& more = "");
 
 inline void check(cl_int error, const char* call) {

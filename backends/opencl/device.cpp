@@ -114,22 +114,22 @@ te_fl_status synchronize(void* self, void* stream, const te_fl_error_sink* error
 
 // The time at which an OpenCL marker completed. A driver thread sets it, possibly shortly after the
 // marker's status is "complete", so readers wait until it is set.
-class Moment {
+class EventTime {
  public:
   void set() {
     const std::lock_guard lock(mutex_);
     at_ = std::chrono::steady_clock::now();
-    told_.notify_all();
+    at_set_.notify_all();
   }
   std::chrono::steady_clock::time_point get() {
     std::unique_lock lock(mutex_);
-    told_.wait(lock, [&] { return at_.has_value(); });
+    at_set_.wait(lock, [&] { return at_.has_value(); });
     return *at_;
   }
 
  private:
   std::mutex mutex_;
-  std::condition_variable told_;
+  std::condition_variable at_set_;
   std::optional<std::chrono::steady_clock::time_point> at_;
 };
 
@@ -143,7 +143,7 @@ class Event {
   explicit Event(bool timed) : timed_(timed) {}
   ~Event() { set(nullptr, nullptr); }
   bool timed() const { return timed_; }
-  void set(cl_event event, std::shared_ptr<Moment> moment) {
+  void set(cl_event event, std::shared_ptr<EventTime> moment) {
     const std::lock_guard lock(mutex_);
     if (event_ != nullptr) clReleaseEvent(event_);
     event_ = event;
@@ -154,7 +154,7 @@ class Event {
     if (event_ != nullptr) clRetainEvent(event_);
     return {event_, &clReleaseEvent};
   }
-  std::shared_ptr<Moment> moment() {
+  std::shared_ptr<EventTime> moment() {
     const std::lock_guard lock(mutex_);
     return moment_;
   }
@@ -163,7 +163,7 @@ class Event {
   const bool timed_;
   std::mutex mutex_;
   cl_event event_ = nullptr;
-  std::shared_ptr<Moment> moment_;
+  std::shared_ptr<EventTime> moment_;
 };
 
 Event& event_of(void* event) { return *static_cast<Event*>(event); }
@@ -181,18 +181,18 @@ te_fl_status destroy_event(void*, void* event, const te_fl_error_sink*) {
 
 // Returns an object to which a driver callback writes the time when `event` completes. A callback
 // is used because queues with profiling enabled slow every kernel.
-std::shared_ptr<Moment> moment_of(cl_event event) {
-  auto moment = std::make_shared<Moment>();
-  auto* const told = new std::shared_ptr<Moment>(moment);
+std::shared_ptr<EventTime> make_moment(cl_event event) {
+  auto moment = std::make_shared<EventTime>();
+  auto* const callback_time = new std::shared_ptr<EventTime>(moment);
   const cl_int error = clSetEventCallback(
       event, CL_COMPLETE,
       [](cl_event, cl_int, void* data) {
-        const std::unique_ptr<std::shared_ptr<Moment>> mine(
-            static_cast<std::shared_ptr<Moment>*>(data));
+        const std::unique_ptr<std::shared_ptr<EventTime>> mine(
+            static_cast<std::shared_ptr<EventTime>*>(data));
         (*mine)->set();
       },
-      told);
-  if (error != CL_SUCCESS) delete told;
+      callback_time);
+  if (error != CL_SUCCESS) delete callback_time;
   check(error, "clSetEventCallback");
   return moment;
 }
@@ -203,7 +203,7 @@ te_fl_status record_event(void* self, void* event, void* stream, const te_fl_err
     check(clEnqueueMarkerWithWaitList(d.queue_of(stream), 0, nullptr, &raw),
           "clEnqueueMarkerWithWaitList");
     OwnEvent made(raw, &clReleaseEvent);
-    auto moment = event_of(event).timed() ? moment_of(raw) : nullptr;
+    auto moment = event_of(event).timed() ? make_moment(raw) : nullptr;
     event_of(event).set(made.release(), std::move(moment));
     check(clFlush(d.queue_of(stream)), "clFlush");  // otherwise another queue might wait for ever
   });
@@ -315,7 +315,7 @@ te_fl_status check_stream(void* self, void* stream, const te_fl_error_sink* erro
     cl_context context = nullptr;
     const cl_int error = clGetCommandQueueInfo(static_cast<cl_command_queue>(stream),
                                                CL_QUEUE_CONTEXT, sizeof context, &context, nullptr);
-    if (error != CL_SUCCESS) backend::invalid(text_of(error, "clGetCommandQueueInfo"));
+    if (error != CL_SUCCESS) backend::invalid(cl_error_text(error, "clGetCommandQueueInfo"));
     if (context != d.context) backend::invalid("it is a command queue of another OpenCL context");
   });
 }

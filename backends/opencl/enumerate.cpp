@@ -36,7 +36,7 @@ std::vector<cl_platform_id> platforms() {
   return list;
 }
 
-std::vector<cl_device_id> devices_of(cl_platform_id platform) {
+std::vector<cl_device_id> list_devices(cl_platform_id platform) {
   cl_uint count = 0;
   if (clGetDeviceIDs(platform, CL_DEVICE_TYPE_ALL, 0, nullptr, &count) != CL_SUCCESS) return {};
   std::vector<cl_device_id> list(count);
@@ -159,7 +159,7 @@ Device::~Device() {
 Enumeration enumerate(const char* wanted, size_t cache_bytes) {
   Enumeration found;
   for (const cl_platform_id platform : platforms()) {
-    for (const cl_device_id id : devices_of(platform)) {
+    for (const cl_device_id id : list_devices(platform)) {
       auto d = std::make_unique<Device>();
       d->id = id;
       d->name = text(clGetDeviceInfo, id, CL_DEVICE_NAME);

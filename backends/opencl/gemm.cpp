@@ -54,7 +54,7 @@ bool whole_vectors(const Operand& x, int64_t row) {
 
 size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-uint32_t flags_of(const Args& args) {
+uint32_t pack_flags(const Args& args) {
   uint32_t flags = 0;
   const auto set = [&](bool when, uint32_t flag) { flags |= when ? flag : 0; };
   set(args.bias != nullptr, kHasBias);
@@ -72,7 +72,7 @@ uint32_t flags_of(const Args& args) {
 
 bool is_f32(const te_fl_tensor* t) { return dtype_index(t->dl.dtype) == TE_FL_F32; }
 
-GemmProblem problem_of(const Args& args) {
+GemmProblem make_problem(const Args& args) {
   const backend::Matrix d = backend::as_matrix(*args.d), stored_a = backend::as_matrix(*args.a);
   const int64_t k = args.trans_a ? stored_a.rows : stored_a.cols;
   GemmProblem p{.m = d.rows, .n = d.cols, .k = k};
@@ -97,7 +97,7 @@ Shape shape_of(GemmKernel kernel, bool vectors) {
 
 void generic_gemm(const DeviceCall& call, const Args& args) {
   const backend::Matrix d = backend::as_matrix(*args.d);
-  const GemmProblem problem = problem_of(args);
+  const GemmProblem problem = make_problem(args);
   const int64_t k = problem.k;
   const Operand a = operand(args.a, args.trans_a != 0);
   const Operand b = operand(args.b, args.trans_b != 0);
@@ -112,7 +112,7 @@ void generic_gemm(const DeviceCall& call, const Args& args) {
                               define("TIN", args.pre_gelu_in) + define("TRES", args.residual) +
                               define("TGRAD", args.bias_grad) + define("TRANS_A", a.transposed) +
                               define("TRANS_B", b.transposed);
-  const uint32_t flags = flags_of(args);
+  const uint32_t flags = pack_flags(args);
   if (args.bias_grad != nullptr) {
     Launch(call.device, call.stream(), "gemm", options, "row_sums")
         .memory(a.data)
@@ -193,7 +193,7 @@ te_fl_status describe(void* self, const te_fl_context* ctx, const void* raw,
                       const te_fl_error_sink* text) noexcept {
   return backend::guard(ctx->errors, [&] {
     const backend::Widened<Args> args(raw);
-    backend::report(text, words_of(device_of(self, *ctx).gemm, problem_of(*args)).c_str());
+    backend::report(text, describe_choice(device_of(self, *ctx).gemm, make_problem(*args)).c_str());
   });
 }
 

@@ -56,7 +56,7 @@ inline GemmKernel choose_gemm(const GemmDevice& device, const GemmProblem& p) no
 }
 
 // Returns the kernel that a value of TE_FL_OPENCL_GEMM names. The host has checked the value.
-inline GemmKernel gemm_kernel_of(std::string_view name) noexcept {
+inline GemmKernel find_gemm_kernel(std::string_view name) noexcept {
   if (name == "rows") return GemmKernel::kRows;
   if (name == "tiles64") return GemmKernel::kTiles64;
   if (name == "tiles128") return GemmKernel::kTiles128;
@@ -70,7 +70,7 @@ constexpr const char* name_of(GemmKernel kernel) noexcept {
 }
 
 // Returns text that names the kernel and the reason for the choice.
-inline std::string words_of(const GemmDevice& device, const GemmProblem& p) {
+inline std::string describe_choice(const GemmDevice& device, const GemmProblem& p) {
   const GemmKernel kernel = choose_gemm(device, p);
   const std::string name = kernel == GemmKernel::kClblast
                                ? "CLBlast's Sgemm"

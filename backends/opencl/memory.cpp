@@ -72,7 +72,7 @@ void* Memory::allocate(size_t asked, cl_command_queue queue) {
     clGetDeviceInfo(device_, CL_DEVICE_GLOBAL_MEM_SIZE, sizeof total, &total, nullptr);
     throw backend::Error(
         TE_FL_OUT_OF_MEMORY,
-        "clSVMAlloc returned no memory; asked for " + std::to_string(asked) + " bytes, " +
+        "clSVMAlloc returned no memory; requested " + std::to_string(asked) + " bytes, " +
             std::to_string(allocated_ >> 20) + " of " + std::to_string(total >> 20) +
             " MiB are taken, and one allocation may have " + std::to_string(largest >> 20));
   }

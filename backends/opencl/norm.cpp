@@ -20,18 +20,18 @@ struct Forward {
   float epsilon;
   int32_t zero_centered_gamma;
 };
-Forward forward_of(const te_fl_layernorm_fwd_args& a) {
+Forward make_forward(const te_fl_layernorm_fwd_args& a) {
   return {a.x, a.residual, a.sum,    a.gamma,   a.beta,
           a.z, a.mu,       a.rsigma, a.epsilon, a.zero_centered_gamma};
 }
-Forward forward_of(const te_fl_rmsnorm_fwd_args& a) {
+Forward make_forward(const te_fl_rmsnorm_fwd_args& a) {
   return {a.x, a.residual, a.sum,    a.gamma,   nullptr,
           a.z, nullptr,    a.rsigma, a.epsilon, a.zero_centered_gamma};
 }
 
 template <class Args>
 void forward(const DeviceCall& call, const Args& args) {
-  const Forward f = forward_of(args);
+  const Forward f = make_forward(args);
   const Output out(*f.z, call.context.workspace);
   const backend::Matrix m = backend::as_matrix(*f.x);
   const uint32_t flags = (f.zero_centered_gamma != 0 ? kZeroCentered : 0u) |
@@ -59,7 +59,7 @@ void forward(const DeviceCall& call, const Args& args) {
 
 template <class Args>
 Refusal refuse_forward(const Device& device, const Args& args) {
-  const Forward f = forward_of(args);
+  const Forward f = make_forward(args);
   if (!all_dense(f.x, f.residual, f.sum, f.gamma, f.beta) || !all_dense(f.mu, f.rsigma)) {
     return kNotContiguous;
   }
@@ -82,22 +82,22 @@ struct Backward {
   const te_fl_tensor *dz, *x, *add, *mu, *rsigma, *gamma, *dx, *dgamma, *dbeta;
   int32_t zero_centered_gamma;
 };
-Backward backward_of(const te_fl_layernorm_bwd_args& a) {
+Backward make_backward(const te_fl_layernorm_bwd_args& a) {
   return {a.dz,    a.x,  a.add,    a.mu,    a.rsigma,
           a.gamma, a.dx, a.dgamma, a.dbeta, a.zero_centered_gamma};
 }
-Backward backward_of(const te_fl_rmsnorm_bwd_args& a) {
+Backward make_backward(const te_fl_rmsnorm_bwd_args& a) {
   return {a.dz,    a.x,  nullptr,  nullptr, a.rsigma,
           a.gamma, a.dx, a.dgamma, nullptr, a.zero_centered_gamma};
 }
-Backward backward_of(const te_fl_rmsnorm_bwd_add_args& a) {
+Backward make_backward(const te_fl_rmsnorm_bwd_add_args& a) {
   return {a.dz,    a.x,  a.add,    nullptr, a.rsigma,
           a.gamma, a.dx, a.dgamma, nullptr, a.zero_centered_gamma};
 }
 
 template <class Args>
 void backward(const DeviceCall& call, const Args& args) {
-  const Backward b = backward_of(args);
+  const Backward b = make_backward(args);
   const backend::Matrix m = backend::as_matrix(*b.x);
   const uint32_t flags = (b.zero_centered_gamma != 0 ? kZeroCentered : 0u) |
                          (b.dbeta != nullptr ? kHasBeta : 0u) | (b.add != nullptr ? kHasAdd : 0u);
@@ -131,7 +131,7 @@ void backward(const DeviceCall& call, const Args& args) {
 
 template <class Args>
 Refusal refuse_backward(const Args& args) {
-  const Backward b = backward_of(args);
+  const Backward b = make_backward(args);
   if (!all_dense(b.dz, b.x, b.add, b.mu, b.rsigma, b.gamma, b.dx, b.dgamma, b.dbeta)) {
     return kNotContiguous;
   }

@@ -26,7 +26,7 @@ enum : uint32_t {  // same values as in optimizer.cl
   kHasReduced = 2,
 };
 
-uint32_t flags_of(const AdamArgs& a) {
+uint32_t pack_flags(const AdamArgs& a) {
   uint32_t flags = 0;
   const auto set = [&](bool when, uint32_t flag) { flags |= when ? flag : 0; };
   set(a.master_params_count != 0, kHasMaster);
@@ -44,7 +44,7 @@ float correction(const AdamArgs& a, float beta) {
 }
 
 void adam(const DeviceCall& call, const AdamArgs& a) {
-  const uint32_t flags = flags_of(a);
+  const uint32_t flags = pack_flags(a);
   for (int64_t t = 0; t < a.grads_count; ++t) {
     const int64_t n = backend::numel(*a.grads[t]);
     Launch(call.device, call.stream(), "optimizer",

@@ -28,7 +28,7 @@ constexpr AppendOps kFamilies[] = {
 
 // Enables CLBlast on GPUs, and on other devices only if the setting requests it.
 void choose_products(Device& d, const char* wanted) {
-  d.gemm.wanted = gemm_kernel_of(wanted);
+  d.gemm.wanted = find_gemm_kernel(wanted);
   const bool useful =
       d.gemm.wanted == GemmKernel::kClblast || (d.gemm.wanted == GemmKernel::kAuto && d.gemm.gpu);
   d.gemm.clblast = useful && clblast_path() != nullptr && buffers_share_memory(d);
@@ -48,7 +48,7 @@ void diagnose_products(const te_fl_finding_sink& findings, const Device& d) {
                            there ? std::string(clblast_path()) + ": buffers of " + d.name +
                                        " are copies of its shared virtual memory"
                                  : clblast_missing(),
-                           "F32 products by it; the plugin's own kernels serve them",
+                           "F32 products by it; the plugin's own kernels run them",
                            there ? "" : "install libclblast1");
   }
 }
@@ -95,7 +95,7 @@ void OpenCl::diagnose(const te_fl_finding_sink& findings) const {
     if (!d->exact) {
       backend::write_finding(findings, TE_FL_FINDING_NOTE, "FP32",
                              d->name + " does not divide with one rounding, or flushes subnormals",
-                             "quantisation to FP8, which is exact; the host serves it");
+                             "quantisation to FP8, which is exact; the host runs it");
     }
   }
   for (const std::string& device : found.left_out) {

@@ -73,38 +73,38 @@ Refusal refuse_rope(const te_fl_rope_rope_args& a) {
 }
 
 // Returns the location of Q, K or V in the packed tensor; `offset`: its first element in a group.
-Place part_of(const PackedHeads& p, const te_fl_tensor* t, int64_t offset) {
+Place make_part(const PackedHeads& p, const te_fl_tensor* t, int64_t offset) {
   return {t, offset, p.groups * p.width(), p.width()};
 }
 
 template <class Args>
-Sequences sequences_of(const Args& a, const te_fl_tensor& qkv, bool backward) {
+Sequences make_sequences(const Args& a, const te_fl_tensor& qkv, bool backward) {
   return {qkv.dl.shape[0],  qkv.dl.shape[1], a.layout, a.interleaved != 0 ? 1 : 0,
           backward ? 1 : 0, a.cp_size,       a.cp_rank};
 }
 
 void qkv_forward(const DeviceCall& call, const te_fl_fused_qkv_rope_forward_args& a) {
   const PackedHeads p = backend::packed_heads(a, *a.qkv_input);
-  const Sequences s = sequences_of(a, *a.qkv_input, false);
+  const Sequences s = make_sequences(a, *a.qkv_input, false);
   const int64_t q = p.q_heads * p.k_dim, g = p.groups;
-  rotate(call, s, part_of(p, a.qkv_input, 0), {a.q_out, 0, g * q, q}, a.q_freqs, g * p.q_heads,
+  rotate(call, s, make_part(p, a.qkv_input, 0), {a.q_out, 0, g * q, q}, a.q_freqs, g * p.q_heads,
          std::max<int64_t>(p.q_heads, 1), p.k_dim);
-  rotate(call, s, part_of(p, a.qkv_input, q), {a.k_out, 0, g * p.k_dim, p.k_dim}, a.k_freqs, g, 1,
+  rotate(call, s, make_part(p, a.qkv_input, q), {a.k_out, 0, g * p.k_dim, p.k_dim}, a.k_freqs, g, 1,
          p.k_dim);
-  rotate(call, s, part_of(p, a.qkv_input, q + p.k_dim), {a.v_out, 0, g * p.v_dim, p.v_dim}, nullptr,
-         g, 1, p.v_dim);
+  rotate(call, s, make_part(p, a.qkv_input, q + p.k_dim), {a.v_out, 0, g * p.v_dim, p.v_dim},
+         nullptr, g, 1, p.v_dim);
 }
 
 void qkv_backward(const DeviceCall& call, const te_fl_fused_qkv_rope_backward_args& a) {
   const PackedHeads p = backend::packed_heads(a, *a.qkv_grad);
-  const Sequences s = sequences_of(a, *a.qkv_grad, true);
+  const Sequences s = make_sequences(a, *a.qkv_grad, true);
   const int64_t q = p.q_heads * p.k_dim, g = p.groups;
-  rotate(call, s, {a.q_grad, 0, g * q, q}, part_of(p, a.qkv_grad, 0), a.q_freqs, g * p.q_heads,
+  rotate(call, s, {a.q_grad, 0, g * q, q}, make_part(p, a.qkv_grad, 0), a.q_freqs, g * p.q_heads,
          std::max<int64_t>(p.q_heads, 1), p.k_dim);
-  rotate(call, s, {a.k_grad, 0, g * p.k_dim, p.k_dim}, part_of(p, a.qkv_grad, q), a.k_freqs, g, 1,
+  rotate(call, s, {a.k_grad, 0, g * p.k_dim, p.k_dim}, make_part(p, a.qkv_grad, q), a.k_freqs, g, 1,
          p.k_dim);
-  rotate(call, s, {a.v_grad, 0, g * p.v_dim, p.v_dim}, part_of(p, a.qkv_grad, q + p.k_dim), nullptr,
-         g, 1, p.v_dim);
+  rotate(call, s, {a.v_grad, 0, g * p.v_dim, p.v_dim}, make_part(p, a.qkv_grad, q + p.k_dim),
+         nullptr, g, 1, p.v_dim);
 }
 
 Refusal refuse_qkv_forward(const te_fl_fused_qkv_rope_forward_args& a) {

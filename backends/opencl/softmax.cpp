@@ -41,7 +41,7 @@ void forward(const DeviceCall& call, const te_fl_tensor* x, const te_fl_tensor* 
 }
 
 template <Mask kMask, class Args>
-void forward_of(const DeviceCall& call, const Args& a) {
+void launch_forward(const DeviceCall& call, const Args& a) {
   forward(call, a.input, nullptr, a.output, a.scale, kMask);
 }
 void masked_forward(const DeviceCall& call, const te_fl_scaled_masked_softmax_forward_args& a) {
@@ -49,7 +49,7 @@ void masked_forward(const DeviceCall& call, const te_fl_scaled_masked_softmax_fo
 }
 
 template <Mask kMask, class Args>
-void backward_of(const DeviceCall& call, const Args& a) {
+void launch_backward(const DeviceCall& call, const Args& a) {
   const backend::Matrix m = backend::as_matrix(*a.output_grad);
   if (m.cols == 0) return;
   Launch(call.device, call.stream(), "softmax", options(a.output_grad, kMask), "softmax_backward")
@@ -80,11 +80,11 @@ Refusal refuse_backward(const Args& a) {
 
 template <class Args, Mask kMask>
 void append_forward(Ops& ops, const char* name) {
-  ops.push_back(descriptor<Args, forward_of<kMask, Args>, refuse_forward<Args>>(name));
+  ops.push_back(descriptor<Args, launch_forward<kMask, Args>, refuse_forward<Args>>(name));
 }
 template <class Args, Mask kMask>
 void append_backward(Ops& ops, const char* name) {
-  ops.push_back(descriptor<Args, backward_of<kMask, Args>, refuse_backward<Args>>(name));
+  ops.push_back(descriptor<Args, launch_backward<kMask, Args>, refuse_backward<Args>>(name));
 }
 
 }  // namespace

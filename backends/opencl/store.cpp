@@ -20,7 +20,7 @@ enum : uint32_t {
   kHasColumns = 2,
 };
 
-uint32_t parts_of(const te_fl_quant& q, const te_fl_tensor* noop) {
+uint32_t written_parts(const te_fl_quant& q, const te_fl_tensor* noop) {
   uint32_t flags = 0;
   if ((q.flags & TE_FL_QUANT_COMPUTE_SCALE) != 0) flags |= kCurrent;
   if ((q.flags & TE_FL_QUANT_POW2_SCALE) != 0) flags |= kPow2;
@@ -72,7 +72,7 @@ void quantise(const DeviceCall& call, const void* values, int64_t value_type,
   if (current || quant.amax != nullptr) {
     find_amax(call, values, value_type, matrix.rows * matrix.cols, state);
   }
-  const uint32_t flags = parts_of(quant, noop);
+  const uint32_t flags = written_parts(quant, noop);
   Launch(call.device, call.stream(), "quantize", types, "settle")
       .memory(state)
       .memory(quant.amax)

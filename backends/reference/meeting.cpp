@@ -8,7 +8,7 @@
 namespace te_fl::reference {
 namespace {
 
-std::string list_of(const std::vector<int>& ranks) {
+std::string join_ranks(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
   return text;
@@ -23,12 +23,12 @@ bool same_call(const Brought& a, const Brought& b) {
 
 // Returns a text such as "rank 0 has all_reduce of 8 f32 (sum), rank 1 has ...".
 std::string brought_by_each(Ranks ranks) {
-  constexpr size_t kTold = 16;
+  constexpr size_t kMaxListed = 16;
   std::string text;
-  for (size_t r = 0; r < std::min(ranks.size(), kTold); ++r) {
+  for (size_t r = 0; r < std::min(ranks.size(), kMaxListed); ++r) {
     text += (r == 0 ? "rank " : ", rank ") + std::to_string(r) + " has " + describe(*ranks[r]);
   }
-  if (ranks.size() > kTold) text += ", and so on";
+  if (ranks.size() > kMaxListed) text += ", and so on";
   return text;
 }
 
@@ -69,8 +69,8 @@ void Meeting::join(int rank, int size) {
     for (int r = 0; r < size_; ++r) {
       if (presence_[static_cast<size_t>(r)] == Presence::kAbsent) absent.push_back(r);
     }
-    fail(list_of(absent) + " of " + std::to_string(size_) + " did not make communicator '" + name_ +
-             "' within " + std::to_string(timeout_ms_) + " ms",
+    fail(join_ranks(absent) + " of " + std::to_string(size_) + " did not make communicator '" +
+             name_ + "' within " + std::to_string(timeout_ms_) + " ms",
          TE_FL_TIMEOUT);
   }
   if (!all_here()) throw_if_failed();
@@ -116,17 +116,17 @@ void Meeting::look_for_leavers() {
   for (int gone = 0; gone < size_ && !failed_; ++gone) {
     const auto index = static_cast<size_t>(gone);
     if (presence_[index] != Presence::kGone) continue;
-    const auto told = [&](const Posted& call) {
+    const auto mismatch_text = [&](const Posted& call) {
       fail("rank " + std::to_string(gone) + " has destroyed communicator '" + name_ +
            "', and rank " + std::to_string(call.rank) + " waits for it in " +
            describe(call.brought));
     };
     for (const Queue& queue : calls_) {
-      if (!queue.empty() && calls_[index].empty()) return told(*queue.front());
+      if (!queue.empty() && calls_[index].empty()) return mismatch_text(*queue.front());
     }
     for (int r = 0; r < size_; ++r) {
-      if (!sends_[pair(r, gone)].empty()) return told(*sends_[pair(r, gone)].front());
-      if (!recvs_[pair(gone, r)].empty()) return told(*recvs_[pair(gone, r)].front());
+      if (!sends_[pair(r, gone)].empty()) return mismatch_text(*sends_[pair(r, gone)].front());
+      if (!recvs_[pair(gone, r)].empty()) return mismatch_text(*recvs_[pair(gone, r)].front());
     }
   }
 }
@@ -224,10 +224,10 @@ std::string Meeting::missing(const Posted& call) const {
     const bool there = r == call.rank || (all && !calls_[static_cast<size_t>(r)].empty());
     if (needed) (there ? came : absent).push_back(r);
   }
-  std::string text =
-      list_of(absent) + " of communicator '" + name_ + "' did not reach " + describe(call.brought);
+  std::string text = join_ranks(absent) + " of communicator '" + name_ + "' did not reach " +
+                     describe(call.brought);
   if (all) text += ", call " + std::to_string(met_ + 1) + ",";
-  text += " within " + std::to_string(timeout_ms_) + " ms; " + list_of(came) + " did";
+  text += " within " + std::to_string(timeout_ms_) + " ms; " + join_ranks(came) + " did";
   for (const int r : absent) text += whereabouts(r);
   return text;
 }

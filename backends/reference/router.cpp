@@ -103,7 +103,7 @@ void write_choice(const Args& a, const std::vector<std::vector<int64_t>>& chosen
 
 // ---- probabilities
 
-Values row_of(const Reader& reader, int64_t row, int64_t cols) {
+Values read_row(const Reader& reader, int64_t row, int64_t cols) {
   Values values(static_cast<size_t>(cols));
   reader.read(row * cols, cols, values.data());
   return values;
@@ -114,7 +114,7 @@ void put_row(const te_fl_tensor& t, int64_t row, const Values& values) {
                   rounded.data());
 }
 
-Values scores_of(const Values& logits, int function) {
+Values compute_scores(const Values& logits, int function) {
   Values s = logits;
   if (function == TE_FL_SCORE_FUNCTION_SOFTMAX) {
     softmax(s);
@@ -135,8 +135,8 @@ void topk_fwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_f
   std::vector<std::vector<int64_t>> chosen;
   std::vector<int64_t> indices;
   for (int64_t t = 0; t < m.rows; ++t) {
-    const Values x = row_of(logits, t, m.cols);
-    const Values scores = after ? x : scores_of(x, a.score_function);
+    const Values x = read_row(logits, t, m.cols);
+    const Values scores = after ? x : compute_scores(x, a.score_function);
     Values biased = scores;
     for (size_t e = 0; e < bias.size(); ++e) biased[e] += bias[e];
     round_to_f32(biased);
@@ -163,8 +163,8 @@ void topk_fwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_f
 }
 
 // Returns the choice of experts as one byte per token and expert, 1 if chosen.
-std::vector<uint8_t> choice_of(const te_fl_fused_topk_with_score_function_bwd_args& a,
-                               const backend::Matrix& m) {
+std::vector<uint8_t> chosen_experts(const te_fl_fused_topk_with_score_function_bwd_args& a,
+                                    const backend::Matrix& m) {
   std::vector<uint8_t> chosen(static_cast<size_t>(m.rows * m.cols), 0);
   if (a.routing_map != nullptr) {
     const std::vector<int64_t> map = integers(*a.routing_map);
@@ -224,14 +224,14 @@ void score_gradient(Values& g, const Values& saved, int function, bool divides,
 
 void topk_bwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_bwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.grad_probs);
-  const std::vector<uint8_t> choice = choice_of(a, m);
+  const std::vector<uint8_t> choice = chosen_experts(a, m);
   if (m.rows == 0) return;
   const std::vector<uint8_t> all(static_cast<size_t>(m.cols), 1);
   const Reader grads(*a.grad_probs), saved(*a.intermediate_output);
   for (int64_t t = 0; t < m.rows; ++t) {
     const uint8_t* chosen = choice.data() + t * m.cols;
-    Values g = row_of(grads, t, m.cols);
-    const Values y = row_of(saved, t, m.cols);
+    Values g = read_row(grads, t, m.cols);
+    const Values y = read_row(saved, t, m.cols);
     for (size_t e = 0; e < g.size(); ++e) {
       g[e] = chosen[e] != 0 ? g[e] * static_cast<double>(a.scaling_factor) : 0.0;
     }
@@ -253,8 +253,8 @@ void score_fwd(const te_fl_context&, const te_fl_fused_score_for_moe_aux_loss_fw
   const Reader logits(*a.logits);
   std::vector<std::vector<int64_t>> chosen;
   for (int64_t t = 0; t < m.rows; ++t) {
-    const Values x = row_of(logits, t, m.cols);
-    Values s = scores_of(x, a.score_function);
+    const Values x = read_row(logits, t, m.cols);
+    Values s = compute_scores(x, a.score_function);
     put_row(*a.intermediate_output, t,
             a.score_function == TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS ? x : s);
     if (a.score_function != TE_FL_SCORE_FUNCTION_SOFTMAX) {
@@ -274,8 +274,8 @@ void score_bwd(const te_fl_context&, const te_fl_fused_score_for_moe_aux_loss_bw
   const std::vector<uint8_t> all(static_cast<size_t>(m.cols), 1);
   const Reader grads(*a.grad_scores), saved(*a.intermediate_output);
   for (int64_t t = 0; t < m.rows; ++t) {
-    Values g = row_of(grads, t, m.cols);
-    const Values y = row_of(saved, t, m.cols);
+    Values g = read_row(grads, t, m.cols);
+    const Values y = read_row(saved, t, m.cols);
     if (a.score_function == TE_FL_SCORE_FUNCTION_SOFTMAX) {
       softmax_gradient(g, y, all.data());
     } else {
@@ -305,7 +305,7 @@ void aux_loss_fwd(const te_fl_context&, const te_fl_fused_moe_aux_loss_fwd_args&
   const Reader probs(*a.probs);
   double sum = 0.0;
   for (int64_t t = 0; t < m.rows; ++t) {
-    const Values p = row_of(probs, t, m.cols);
+    const Values p = read_row(probs, t, m.cols);
     for (size_t e = 0; e < p.size(); ++e) sum += p[e] * tokens[e];
   }
   Writer(*a.const_buf).set(0, c);

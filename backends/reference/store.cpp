@@ -38,7 +38,7 @@ void for_each_tile(Matrix matrix, const Produce& produce, F&& f) {
   }
 }
 
-float amax_of(Matrix matrix, const Produce& produce) {
+float compute_amax(Matrix matrix, const Produce& produce) {
   float amax = 0.0f;
   for_each_tile(matrix, produce, [&](const Tile& tile) {
     for (int64_t i = 0; i < tile.rows * tile.cols; ++i) {
@@ -64,7 +64,7 @@ class Quantizer {
   void run() {
     if (quant_.scaling == TE_FL_SCALING_TENSOR) return per_tensor();
     if (quant_.scaling == TE_FL_SCALING_NVFP4) {
-      amax_ = std::max(amax_of(matrix_, produce_), quant_.amax_epsilon);
+      amax_ = std::max(compute_amax(matrix_, produce_), quant_.amax_epsilon);
       second_level_ = numeric::scale_from_amax(amax_, numeric::kE4m3Max * numeric::kE2m1Max, 0.0f,
                                                false, FLT_MAX);
     }
@@ -92,7 +92,7 @@ class Quantizer {
   void per_tensor() {
     float scale;
     if ((quant_.flags & TE_FL_QUANT_COMPUTE_SCALE) != 0) {
-      amax_ = amax_of(matrix_, produce_);
+      amax_ = compute_amax(matrix_, produce_);
       scale = numeric::scale_from_amax(amax_, kMax, quant_.amax_epsilon,
                                        (quant_.flags & TE_FL_QUANT_POW2_SCALE) != 0, FLT_MAX);
       if (quant_.amax != nullptr) *quant_.amax = amax_;

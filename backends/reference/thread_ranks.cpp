@@ -61,7 +61,7 @@ std::shared_ptr<Meeting> find(const std::string& token, const te_fl_comm_config&
   if (token.compare(0, all.prefix().size() + 2, all.prefix() + ": ") != 0) {
     throw Error(TE_FL_FAILED_PRECONDITION,
                 "the ranks of " + who +
-                    " are in several processes, and provider 'threads' serves those that are "
+                    " are in several processes, and provider 'threads' supports those that are "
                     "threads of one; load a provider that connects processes, as gloo does (rank " +
                     std::to_string(config.rank) + " is in " + all.prefix() +
                     ", and rank 0 published '" + token + "')");
@@ -103,8 +103,8 @@ std::string get(const te_fl_comm_config& config, const te_fl_error_sink* errors)
   return token;
 }
 
-std::shared_ptr<Meeting> meeting_of(const te_fl_comm_config& config,
-                                    const te_fl_error_sink* errors) {
+std::shared_ptr<Meeting> find_meeting(const te_fl_comm_config& config,
+                                      const te_fl_error_sink* errors) {
   if (config.rank != 0) return find(get(config, errors), config);
   auto made = std::make_shared<Meeting>(config.name, config.size, config.timeout_ms);
   if (config.size > 1) set(config, publish(made), errors);
@@ -168,7 +168,7 @@ te_fl_status create(void*, const te_fl_comm_config* config, void** out,
                     const te_fl_error_sink* errors) {
   return guard(errors, [&] {
     auto made = std::make_unique<ThreadRank>();
-    made->meeting = meeting_of(*config, errors);
+    made->meeting = find_meeting(*config, errors);
     made->rank = config->rank;
     made->process = getpid();
     made->meeting->join(config->rank, config->size);

@@ -41,7 +41,7 @@ void check(const Status& status) {
   if (!status.ok()) end(status);
 }
 template <class T>
-T value_of(Result<T> result) {
+T value_or_exit(Result<T> result) {
   if (!result.ok()) end(result.status());
   return std::move(result).value();
 }
@@ -102,25 +102,25 @@ struct Row {
 class Bench {
  public:
   explicit Bench(Options options) : options_(std::move(options)) {
-    job_ = value_of(Job::from_environment());
+    job_ = value_or_exit(Job::from_environment());
     if (options_.device == "cuda") device_ = Device{TE_FL_DEVICE_CUDA, job_.local_rank, 0};
     store_ = job_.store_address.empty()
                  ? Store::in_process()  // a single rank
-                 : value_of(Store::open(job_.store_address, job_.rank, job_.size,
-                                        std::chrono::milliseconds(60000)));
+                 : value_or_exit(Store::open(job_.store_address, job_.rank, job_.size,
+                                             std::chrono::milliseconds(60000)));
     CommOptions made;
     made.device = device_;
     made.rank = job_.rank;
     made.size = job_.size;
     made.store = store_;
     if (on_host()) made.provider = "gloo";
-    comm_ = value_of(Comm::create(made));
+    comm_ = value_or_exit(Comm::create(made));
     std::string why;
     peer_ = on_host() ? make_gloo(store_, job_.rank, job_.size, why)
                       : make_nccl(store_, job_.rank, job_.size, job_.local_rank, why);
     if (peer_ == nullptr) end(Status(StatusCode::kUnsupported, why));
-    if (!on_host()) stream_ = value_of(Stream::create(device_));
-    meet_ = value_of(Tensor::zeros({1}, DType::kF32, device_));
+    if (!on_host()) stream_ = value_or_exit(Stream::create(device_));
+    meet_ = value_or_exit(Tensor::zeros({1}, DType::kF32, device_));
   }
 
   void run() {
@@ -176,9 +176,9 @@ class Bench {
     const auto n = static_cast<int64_t>(bytes / sizeof(float));
     const int64_t part = n / job_.size;
     const Tensor in =
-        value_of(Tensor::zeros({op == Op::kAllGather ? part : n}, DType::kF32, device_));
+        value_or_exit(Tensor::zeros({op == Op::kAllGather ? part : n}, DType::kF32, device_));
     const Tensor out =
-        value_of(Tensor::zeros({op == Op::kReduceScatter ? part : n}, DType::kF32, device_));
+        value_or_exit(Tensor::zeros({op == Op::kReduceScatter ? part : n}, DType::kF32, device_));
     const auto elements = static_cast<size_t>(n);
     const auto ours = [&] { call(op, in, out); };
     const auto theirs = [&] {
@@ -207,7 +207,7 @@ class Bench {
     return {op, bytes, calls, middle(times[0]), middle(times[1]), median(ratios), spread};
   }
 
-  static nlohmann::json json_of(const Times& t) {
+  static nlohmann::json to_json(const Times& t) {
     return {{"us", t.whole_us}, {"host_us", t.host_us}, {"cpu_us", t.cpu_us}};
   }
 
@@ -226,8 +226,8 @@ class Bench {
       rows.push_back({{"op", name_of(r.op)},
                       {"bytes", r.bytes},
                       {"calls", r.calls},
-                      {"te_fl", json_of(r.te_fl)},
-                      {"peer", json_of(r.peer)},
+                      {"te_fl", to_json(r.te_fl)},
+                      {"peer", to_json(r.peer)},
                       {"ratio", r.ratio},
                       {"spread", r.spread}});
     }

@@ -20,7 +20,7 @@ namespace {
 constexpr std::chrono::milliseconds kTimeout(60000);
 
 template <class T>
-T value_of(Result<T> result) {
+T value_or_exit(Result<T> result) {
   if (result.ok()) return std::move(result).value();
   throw std::runtime_error(result.status().to_string());
 }
@@ -34,7 +34,7 @@ class Rendezvous : public ::gloo::rendezvous::Store {
     if (!set.ok()) throw std::runtime_error(set.to_string());
   }
   std::vector<char> get(const std::string& key) override {
-    const std::string value = value_of(store_->get("bench/" + key, kTimeout));
+    const std::string value = value_or_exit(store_->get("bench/" + key, kTimeout));
     return {value.begin(), value.end()};
   }
   void wait(const std::vector<std::string>& keys) override {

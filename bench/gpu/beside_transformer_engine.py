@@ -28,7 +28,7 @@ def recipes(package):
     return {"BF16": None, "delayed": package.DelayedScaling(), "current": package.Float8CurrentScaling(), "block": package.Float8BlockScaling()}
 
 
-def step_of(te, make, recipe, x, dy, backward, cached):
+def make_step(te, make, recipe, x, dy, backward, cached):
     """Returns a function without arguments that runs one step of a module of `te`, a package with Transformer Engine's names."""
     module = make(te)
     x = x.detach().clone().requires_grad_(backward)
@@ -105,7 +105,7 @@ def main():
             cases = {}
             for label, te, used in (("te-fl", ours, mine), ("Transformer Engine", theirs, recipes(their_recipes)[recipe])):
                 try:
-                    cases[label] = step_of(te, make, used, x, dy, backward, cached and used is not None)
+                    cases[label] = make_step(te, make, used, x, dy, backward, cached and used is not None)
                 except Exception as error:
                     print(f"{name:40} {recipe:8} {label} does not run it: {str(error).splitlines()[0][:160]}")
             heat(device)

@@ -30,7 +30,7 @@ TARGET = 0.85
 COPY_UNIT = 4096  # a copy of 2^27 + 64 bytes takes 1.5 times as long as one of 2^27
 
 
-def copies_of(count, moved, device):
+def make_copies(count, moved, device):
     half = max(1, round(moved / 2 / COPY_UNIT)) * COPY_UNIT
     closures = []
     for _ in range(count):
@@ -40,7 +40,7 @@ def copies_of(count, moved, device):
     return closures
 
 
-def timer_of(closures, device):
+def make_timer(closures, device):
     """Returns (an object that times the closures, its kind: "graphs", "launches" or "host")."""
     if device == "cpu":
         return measure.HostCalls(closures), "host"
@@ -55,8 +55,8 @@ def measured(case, device, rounds):
     first, moved = case.build(device)
     count = min(measure.sets_for(moved), 48) if device == "cuda" else 2
     sets = [first] + [case.build(device)[0] for _ in range(count - 1)]
-    te_fl_timer, timed = timer_of(sets, device)
-    copy_timer, _ = timer_of(copies_of(count, moved, device), device)
+    te_fl_timer, timed = make_timer(sets, device)
+    copy_timer, _ = make_timer(make_copies(count, moved, device), device)
     if device == "cuda":
         measure.heat(0.5)
     times = measure.alternate({"te-fl": te_fl_timer, "copy": copy_timer}, rounds)

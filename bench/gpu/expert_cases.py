@@ -36,14 +36,14 @@ class Case:
     build: Callable  # device -> (closure, bytes that the call must move)
 
 
-def size_of(*tensors):
+def total_bytes(*tensors):
     """Returns the total bytes of the arguments: tensors, quantised tensors (data and scales), and lists of these."""
     total = 0
     for t in tensors:
         if isinstance(t, (list, tuple)):
-            total += size_of(*t)
+            total += total_bytes(*t)
         elif isinstance(t, te_fl.Quantized):
-            total += size_of(*(p for p in (t.data, t.columnwise_data, t.scale_inv, t.columnwise_scale_inv) if p is not None))
+            total += total_bytes(*(p for p in (t.data, t.columnwise_data, t.scale_inv, t.columnwise_scale_inv) if p is not None))
         else:
             total += t.numel() * t.element_size()
     return total
@@ -58,13 +58,13 @@ def keeping(function):
     return call
 
 
-def indices_of(e, device):
+def make_indices(e, device):
     """Draws distinct experts for each token, uniformly."""
     return torch.rand(e.tokens, e.experts, device=device).topk(e.topk, dim=1).indices.to(torch.int32)
 
 
-def mask_of(e, device):
-    return torch.zeros(e.tokens, e.experts, dtype=torch.bool, device=device).scatter_(1, indices_of(e, device).long(), True)
+def make_mask(e, device):
+    return torch.zeros(e.tokens, e.experts, dtype=torch.bool, device=device).scatter_(1, make_indices(e, device).long(), True)
 
 
 def permutations(e):
@@ -75,48 +75,48 @@ def permutations(e):
         return torch.randn(e.rows, e.hidden, device=device, dtype=BF16)
 
     def permute_index(device):
-        x, indices = tokens(device), indices_of(e, device)
+        x, indices = tokens(device), make_indices(e, device)
         made = moe_permute(x, indices, e.rows, map_type="index")
-        return keeping(lambda: moe_permute(x, indices, e.rows, map_type="index")), size_of(x, indices, *made)
+        return keeping(lambda: moe_permute(x, indices, e.rows, map_type="index")), total_bytes(x, indices, *made)
 
     def unpermute_index(device):
-        _, there = moe_permute(tokens(device), indices_of(e, device), e.rows, map_type="index")
+        _, there = moe_permute(tokens(device), make_indices(e, device), e.rows, map_type="index")
         y, probs = rows(device), torch.rand(e.tokens, e.topk, device=device)
-        return keeping(lambda: moe_unpermute(y, there, probs, map_type="index")), size_of(y, there, probs, tokens(device))
+        return keeping(lambda: moe_unpermute(y, there, probs, map_type="index")), total_bytes(y, there, probs, tokens(device))
 
     def permute_backward(device):
-        _, there = moe_permute(tokens(device), indices_of(e, device), e.rows, map_type="index")
+        _, there = moe_permute(tokens(device), make_indices(e, device), e.rows, map_type="index")
         there, dy, dx = there.view(e.topk, e.tokens), rows(device), tokens(device)
-        return lambda: ops.moe_permute_bwd(grad_output=dy, row_id_map=there, grad_input=dx), size_of(dy, there, dx)
+        return lambda: ops.moe_permute_bwd(grad_output=dy, row_id_map=there, grad_input=dx), total_bytes(dy, there, dx)
 
     def unpermute_backward(device):
-        _, there = moe_permute(tokens(device), indices_of(e, device), e.rows, map_type="index")
+        _, there = moe_permute(tokens(device), make_indices(e, device), e.rows, map_type="index")
         there, probs = there.view(e.topk, e.tokens), torch.rand(e.tokens, e.topk, device=device)
         dy, y, dx, dprobs = tokens(device), rows(device), rows(device), torch.empty_like(probs)
         return (lambda: ops.moe_unpermute_bwd(grad_output=dy, fwd_input=y, row_id_map=there, probs=probs, grad_input=dx, grad_probs=dprobs),
-                size_of(dy, y, there, probs, dx, dprobs))
+                total_bytes(dy, y, there, probs, dx, dprobs))
 
     def permute_mask(device):
-        x, mask = tokens(device), mask_of(e, device)
+        x, mask = tokens(device), make_mask(e, device)
         made = moe_permute(x, mask, e.rows, map_type="mask")
-        return keeping(lambda: moe_permute(x, mask, e.rows, map_type="mask")), size_of(x, mask, *made)
+        return keeping(lambda: moe_permute(x, mask, e.rows, map_type="mask")), total_bytes(x, mask, *made)
 
     def permute_mask_probs(device):
-        x, mask, probs = tokens(device), mask_of(e, device), torch.rand(e.tokens, e.experts, device=device)
+        x, mask, probs = tokens(device), make_mask(e, device), torch.rand(e.tokens, e.experts, device=device)
         made = moe_permute_with_probs(x, probs, mask, e.rows)
         # counts only the probabilities of the selected experts
-        return keeping(lambda: moe_permute_with_probs(x, probs, mask, e.rows)), size_of(x, mask, made[1], *made)
+        return keeping(lambda: moe_permute_with_probs(x, probs, mask, e.rows)), total_bytes(x, mask, made[1], *made)
 
     def unpermute_mask(device):
-        _, there = moe_permute(tokens(device), mask_of(e, device), e.rows, map_type="mask")
+        _, there = moe_permute(tokens(device), make_mask(e, device), e.rows, map_type="mask")
         y = rows(device)
-        return keeping(lambda: moe_unpermute(y, there, map_type="mask")), size_of(y, there, tokens(device))
+        return keeping(lambda: moe_unpermute(y, there, map_type="mask")), total_bytes(y, there, tokens(device))
 
     def unpermute_mask_probs(device):
-        _, there = moe_permute(tokens(device), mask_of(e, device), e.rows, map_type="mask")
+        _, there = moe_permute(tokens(device), make_mask(e, device), e.rows, map_type="mask")
         y, probs = rows(device), torch.rand(e.tokens, e.experts, device=device)
         taken = e.rows * probs.element_size()
-        return keeping(lambda: moe_unpermute(y, there, probs, map_type="mask")), size_of(y, there, tokens(device)) + taken
+        return keeping(lambda: moe_unpermute(y, there, probs, map_type="mask")), total_bytes(y, there, tokens(device)) + taken
     shape = f"{e.tokens}x{e.hidden} top-{e.topk} of {e.experts}"
     return [Case(f"moe_permute by index {shape}", permute_index), Case(f"moe_unpermute by index {shape}", unpermute_index),
             Case(f"moe_permute_bwd by index {shape}", permute_backward), Case(f"moe_unpermute_bwd by index {shape}", unpermute_backward),
@@ -135,7 +135,7 @@ def routers(e):
                 probs, saved = torch.empty_like(logits), torch.empty_like(logits)
                 chosen = torch.empty(logits.shape, dtype=torch.bool, device=device)
                 return (lambda: ops.fused_topk_with_score_function_fwd(logits=logits, expert_bias=bias, probs=probs, routing_map=chosen,
-                                                                       intermediate_output=saved, **options), size_of(logits, probs, saved, chosen))
+                                                                       intermediate_output=saved, **options), total_bytes(logits, probs, saved, chosen))
 
             def backward(device, function=function, tokens=tokens):
                 logits = torch.randn(tokens, e.experts, device=device)
@@ -145,7 +145,7 @@ def routers(e):
                                                        score_function=function)
                 grad.normal_()
                 return (lambda: ops.fused_topk_with_score_function_bwd(routing_map=chosen, intermediate_output=saved, grad_probs=grad, grad_logits=out,
-                                                                       topk=e.topk, score_function=function), size_of(chosen, saved, grad, out))
+                                                                       topk=e.topk, score_function=function), total_bytes(chosen, saved, grad, out))
             shape = f"{tokens}x{e.experts} top-{e.topk}"
             cases += [Case(f"router {function} {shape}", forward), Case(f"router {function} backward {shape}", backward)]
     return cases
@@ -168,24 +168,24 @@ def groups(e):
     def padding(device):
         x = torch.randn(sum(plain), e.hidden, device=device, dtype=BF16)
         y = torch.empty(sum(padded), e.hidden, device=device, dtype=BF16)
-        return lambda: ops.fused_multi_row_padding(input=x, output=y, input_rows=plain, padded_rows=padded), size_of(x, y)
+        return lambda: ops.fused_multi_row_padding(input=x, output=y, input_rows=plain, padded_rows=padded), total_bytes(x, y)
 
     def unpadding(device):
         x = torch.randn(sum(padded), e.hidden, device=device, dtype=BF16)
         y = torch.empty(sum(plain), e.hidden, device=device, dtype=BF16)
-        return lambda: ops.fused_multi_row_unpadding(input=x, output=y, input_rows=padded, unpadded_rows=plain), 2 * size_of(y)
+        return lambda: ops.fused_multi_row_unpadding(input=x, output=y, input_rows=padded, unpadded_rows=plain), 2 * total_bytes(y)
 
     def chunks(device):
         x = torch.randn(e.rows, e.hidden, device=device, dtype=BF16)
         sizes = torch.tensor(plain, device=device)
         order = torch.randperm(e.experts, device=device)
-        return keeping(lambda: moe_sort_chunks_by_index(x, sizes, order)), size_of(x, x, sizes, order)
+        return keeping(lambda: moe_sort_chunks_by_index(x, sizes, order)), total_bytes(x, x, sizes, order)
 
     def chunks_probs(device):
         x, probs = torch.randn(e.rows, e.hidden, device=device, dtype=BF16), torch.rand(e.rows, device=device)
         sizes = torch.tensor(plain, device=device)
         order = torch.randperm(e.experts, device=device)
-        return keeping(lambda: moe_sort_chunks_by_index_with_probs(x, probs, sizes, order)), size_of(x, x, probs, probs, sizes, order)
+        return keeping(lambda: moe_sort_chunks_by_index_with_probs(x, probs, sizes, order)), total_bytes(x, x, probs, probs, sizes, order)
     shape = f"{e.rows}x{e.hidden} in {e.experts}"
     return [Case(f"padding to 32 {shape}", padding), Case(f"unpadding {shape}", unpadding), Case(f"chunk sort {shape}", chunks),
             Case(f"chunk sort with probs {shape}", chunks_probs)]
@@ -199,14 +199,14 @@ def activations(e):
         def forward(device, name=name, halves=halves):
             x = torch.randn(e.rows, halves * e.hidden, device=device, dtype=BF16)
             y, scales = torch.empty(e.rows, e.hidden, device=device, dtype=BF16), torch.rand(e.rows, device=device)
-            return lambda: getattr(ops, name)(input=x, act_scales=scales, output=y), size_of(x, y, scales)
+            return lambda: getattr(ops, name)(input=x, act_scales=scales, output=y), total_bytes(x, y, scales)
 
         def backward(device, gradient=gradient, halves=halves):
             x = torch.randn(e.rows, halves * e.hidden, device=device, dtype=BF16)
             dy, scales, dx = torch.randn(e.rows, e.hidden, device=device, dtype=BF16), torch.rand(e.rows, device=device), torch.empty_like(x)
             dscales = torch.empty_like(scales)
             return (lambda: getattr(ops, gradient)(grad=dy, input=x, act_scales=scales, output=dx, grad_scales=dscales),
-                    size_of(x, dy, scales, dx, dscales))
+                    total_bytes(x, dy, scales, dx, dscales))
         shape = f"{e.rows}x{e.hidden}"
         cases += [Case(f"{name} {shape}", forward), Case(f"{gradient} {shape}", backward)]
     return cases
@@ -242,7 +242,7 @@ def quantisation(e):
         def split(device, scaling=scaling, passes=passes):
             x = torch.randn(each * e.experts, e.hidden, device=device, dtype=BF16)
             parts = [quantised(each, e.hidden, scaling, device) for _ in range(e.experts)]
-            return lambda: ops.split_quantize(input=x, outputs=parts), passes * size_of(x) + size_of(parts)
+            return lambda: ops.split_quantize(input=x, outputs=parts), passes * total_bytes(x) + total_bytes(parts)
         cases.append(Case(f"split_quantize {scaling} {each * e.experts}x{e.hidden} in {e.experts}", split))
     return cases
 
@@ -258,7 +258,7 @@ def inside_quantisation(e):
     each = e.rows // e.experts // multiple * multiple
     cases = []
 
-    def quantizer_of(scaling, device):
+    def make_quantizer(scaling, device):
         if scaling == "block":
             return Float8BlockQuantizer(tex.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1)
         if scaling == "mxfp8":
@@ -269,15 +269,15 @@ def inside_quantisation(e):
             if bias and scaling == "current":
                 continue  # the package quantises the tensors of these recipes one at a time
             def grouped(device, scaling=scaling, bias=bias):
-                x, quantizer = torch.randn(each * e.experts, e.hidden, device=device, dtype=BF16), quantizer_of(scaling, device)
+                x, quantizer = torch.randn(each * e.experts, e.hidden, device=device, dtype=BF16), make_quantizer(scaling, device)
                 splits, _ = tex.splits_to_offsets_multi(torch.full((e.experts,), each, dtype=torch.int64), torch.device(device), strides=[e.hidden],
                                                         include_leading_zero=[True], dtypes=[torch.int64])
                 function = tex.bgrad_group_quantize if bias else tex.group_quantize
                 made = function(x, quantizer, e.experts, splits)
                 group = made[0] if bias else made
-                moved = (2 if scaling == "current" else 1) * size_of(x) + (size_of(made[1]) if bias else 0)
+                moved = (2 if scaling == "current" else 1) * total_bytes(x) + (total_bytes(made[1]) if bias else 0)
                 for part in (group.rowwise_data, group.columnwise_data, group.scale_inv, group.columnwise_scale_inv):
-                    moved += size_of(part) if part is not None else 0
+                    moved += total_bytes(part) if part is not None else 0
                 return keeping(lambda: function(x, quantizer, e.experts, splits)), moved
             cases.append(Case(f"{'bgrad_' if bias else ''}group_quantize {scaling} {each * e.experts}x{e.hidden} in {e.experts}", grouped))
     return cases

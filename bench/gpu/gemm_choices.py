@@ -49,7 +49,7 @@ class Choices:
         return other
 
 
-def product_of(problem):
+def make_product(problem):
     """Returns a short text with m x n x k and the other parameters of a choice's GEMM."""
     words = dict(w.split("=", 1) for w in problem.split() if "=" in w)
     side = f"{'t' if words['trans_a'] == '1' else 'n'}{'t' if words['trans_b'] == '1' else 'n'}"
@@ -63,7 +63,7 @@ def table(choices):
     rows = [("product", "heuristic us", "chosen us", "ratio", "timed", "differed", "chosen")]
     for c in choices:
         ratio = f"{c['us'] / c['heuristic_us']:.3f}" if c.get("heuristic_us", 0) > 0 else "-"
-        rows.append((product_of(c["problem"]), f"{c['heuristic_us']:.1f}", f"{c['us']:.1f}", ratio, str(c["candidates"]),
+        rows.append((make_product(c["problem"]), f"{c['heuristic_us']:.1f}", f"{c['us']:.1f}", ratio, str(c["candidates"]),
                      str(c.get("different", 0)), c.get("config", "")))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(w) if i in (0, 6) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()

@@ -68,7 +68,7 @@ def rows(torch):
                              (256, 2, 512), (), lambda x, p: layer(torch, x, p, 8))}
 
 
-def recipe_of(package, name):
+def make_recipe(package, name):
     return {"BF16": lambda: None, "delayed": package.DelayedScaling, "current": package.Float8CurrentScaling, "block": package.Float8BlockScaling}[name]()
 
 
@@ -117,7 +117,7 @@ def measure(way, seeds, device):
     for name, row in rows(torch).items():
         for recipe in RECIPES:
             try:
-                each = [errors(torch, te, recipe_of(recipes, recipe), row, seed) for seed in range(seeds)]
+                each = [errors(torch, te, make_recipe(recipes, recipe), row, seed) for seed in range(seeds)]
                 found[f"{name}, {recipe}"] = [sum(e) / seeds for e in zip(*each)]
             except Exception as error:
                 found[f"{name}, {recipe}"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
@@ -149,7 +149,7 @@ def main():
     results = {way: child(way, options) for way in (WAYS if options.device == "cuda" else WAYS[:1])}
     above = 0
     for row, found in results["inside"].items():
-        peer = results.get("extension", {}).get(row, "not asked for")
+        peer = results.get("extension", {}).get(row, "not requested")
         text = found if isinstance(found, str) else ", ".join(f"{part} {e:.3e}" for part, e in zip(PARTS, found))
         if isinstance(found, str) or isinstance(peer, str):
             above += isinstance(found, str)

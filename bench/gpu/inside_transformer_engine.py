@@ -25,7 +25,7 @@ WAYS = ("inside", "extension", "native")
 RECIPES = ("BF16", "delayed", "current", "block")
 
 
-def recipe_of(package, name):
+def make_recipe(package, name):
     return {"BF16": lambda: None, "delayed": package.DelayedScaling, "current": package.Float8CurrentScaling, "block": package.Float8BlockScaling}[name]()
 
 
@@ -49,10 +49,10 @@ def shapes(torch):
             "64 experts 2048 x 1536": (grouped(64, 2048, 1536), (8192, 2048), 6, ([128] * 64,))}
 
 
-def step_of(torch, te, recipes, row, recipe_name):
+def make_step(torch, te, recipes, row, recipe_name):
     make, shape, _, further = shapes(torch)[row]
     torch.manual_seed(1)
-    module, recipe = make(te), recipe_of(recipes, recipe_name)
+    module, recipe = make(te), make_recipe(recipes, recipe_name)
     x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     parameters, kept = list(module.parameters()), {}
 
@@ -87,7 +87,7 @@ def serve(way):
         try:
             if (row, recipe) not in steps:
                 steps.clear()
-                steps[row, recipe] = step_of(torch, te, recipes, row, recipe)
+                steps[row, recipe] = make_step(torch, te, recipes, row, recipe)
                 for _ in range(3):
                     steps[row, recipe]()
             if hot:
@@ -152,7 +152,7 @@ def profile(row, recipe):
     import torch
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
-    step = step_of(torch, te, recipes, row, recipe)
+    step = make_step(torch, te, recipes, row, recipe)
     for _ in range(20):
         step()
     torch.cuda.synchronize()

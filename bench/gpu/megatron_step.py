@@ -101,7 +101,7 @@ def train(way, fp8, options, rank, store):
     texts = [noisy(text, options.noise, generator)[2 * own:2 * own + 2].cuda() for text in texts]
     places, losses = torch.arange(length, device="cuda").repeat(2, 1), []
 
-    def pass_of(text):
+    def parse_pass(text):
         """Runs a forward and a backward as Megatron's training loop does."""
         if several:
             model.zero_grad_buffer()
@@ -115,7 +115,7 @@ def train(way, fp8, options, rank, store):
         return loss.detach()
 
     def step(text):
-        loss = pass_of(text)
+        loss = parse_pass(text)
         if several:
             for p in parameters:
                 p.grad = p.main_grad.to(p.dtype)
@@ -132,11 +132,11 @@ def train(way, fp8, options, rank, store):
     for _ in range(5):
         began = time.perf_counter()
         for text in texts[:10]:
-            pass_of(text)
+            parse_pass(text)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - began) / 10 * 1e3)
     if options.profile:
-        profile(lambda: [pass_of(text) for text in texts[:5]], rank)
+        profile(lambda: [parse_pass(text) for text in texts[:5]], rank)
     if rank == 0:
         print("RESULT " + json.dumps({"losses": losses.tolist(), "ms": sorted(times)[2], "served": sorted({u["impl_id"] for u in te_fl.usage()})}), flush=True)
     dist.destroy_process_group()
@@ -200,7 +200,7 @@ def main():
     for fp8 in (False, True) if options.only is None else (options.only == "fp8",):
         name = f"FP8 {options.recipe}" if fp8 else "BF16"
         rows = results[name] = {way: child(way, fp8, options) for way in options.ways}
-        peer = rows.get("extension", {"error": "not asked for"})
+        peer = rows.get("extension", {"error": "not requested"})
         for way, row in rows.items():
             if "error" in row:
                 print(f"{name:12} {way:10} does not run: {row['error']}")

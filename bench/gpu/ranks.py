@@ -49,7 +49,7 @@ HOST = {}
 RECIPES = ("BF16", "delayed", "current", "block")
 
 
-def recipe_of(module, name):
+def make_recipe(module, name):
     return {"BF16": None, "delayed": module.DelayedScaling, "current": module.Float8CurrentScaling, "block": module.Float8BlockScaling}[name]
 
 
@@ -90,7 +90,7 @@ def measured(steps, seconds, block=0.2):
     return {name: slowest(t) for name, t in times.items()}
 
 
-def step_of(te, module, recipe, x, dy, group):
+def make_step(te, module, recipe, x, dy, group):
     x = x.detach().clone().requires_grad_()
     parameters = list(module.parameters())
 
@@ -239,18 +239,18 @@ def part_layer(options, rows):
     dy = torch.randn_like(x) * 0.1
     peer = None if options.no_peers else theirs()
     for name in options.recipes:
-        recipe = recipe_of(our_recipes, name)
-        steps = {"whole": step_of(ours, layer(ours), recipe, whole_x, whole_dy, world), "te-fl": step_of(ours, layer(ours, world), recipe, x, dy, world)}
+        recipe = make_recipe(our_recipes, name)
+        steps = {"whole": make_step(ours, layer(ours), recipe, whole_x, whole_dy, world), "te-fl": make_step(ours, layer(ours, world), recipe, x, dy, world)}
         if options.overlap:
             with mock.patch.dict(os.environ, {"TE_FL_TP_OVERLAP": "1"}):  # the variable is read at a process group's first use
-                steps[OVERLAPPED] = step_of(ours, layer(ours, world), recipe, x, dy, world)
+                steps[OVERLAPPED] = make_step(ours, layer(ours, world), recipe, x, dy, world)
                 for _ in range(2):
                     steps[OVERLAPPED]()
         if peer:
-            used = recipe_of(peer[1], name)
+            used = make_recipe(peer[1], name)
             for label, make, one_x, one_dy in (("Transformer Engine", lambda: layer(peer[0], world), x, dy),):
                 try:
-                    steps[label] = step_of(peer[0], make(), used, one_x, one_dy, world)
+                    steps[label] = make_step(peer[0], make(), used, one_x, one_dy, world)
                     for _ in range(2):
                         steps[label]()
                 except Exception as error:
@@ -278,7 +278,7 @@ def part_layer(options, rows):
         clean()
 
 
-def groups_of(options, copies=False):
+def make_groups(options, copies=False):
     """Returns {label: group} of all ranks: PyTorch's default group, and groups whose collectives occupy less of the chip."""
     groups = {"": dist.group.WORLD}
     for most in options.ctas:
@@ -322,11 +322,11 @@ def part_data(options, rows, layers=4):
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, device="cuda", dtype=BF16)
     dy = torch.randn_like(x) * 0.1
     for name in options.recipes:
-        recipe = recipe_of(our_recipes, name)
-        steps = {"alone": step_of(ours, torch.nn.Sequential(*[layer(ours) for _ in range(layers)]), recipe, x, dy, world)}
-        for label, group in groups_of(options).items():
+        recipe = make_recipe(our_recipes, name)
+        steps = {"alone": make_step(ours, torch.nn.Sequential(*[layer(ours) for _ in range(layers)]), recipe, x, dy, world)}
+        for label, group in make_groups(options).items():
             model = DistributedDataParallel(torch.nn.Sequential(*[layer(ours) for _ in range(layers)]), process_group=group, gradient_as_bucket_view=True)
-            steps["te-fl" + label] = step_of(ours, model, recipe, x, dy, world)
+            steps["te-fl" + label] = make_step(ours, model, recipe, x, dy, world)
         try:
             step = megatron_step(torch.nn.Sequential(*[layer(ours, fuse_wgrad_accumulation=True) for _ in range(layers)]), recipe, x, dy, world)
             if step:
@@ -346,9 +346,9 @@ def part_fsdp(options, rows, layers=4):
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, device="cuda", dtype=BF16)
     dy = torch.randn_like(x) * 0.1
     for name in options.recipes:
-        recipe = recipe_of(our_recipes, name)
+        recipe = make_recipe(our_recipes, name)
         steps = {}
-        cases = [("alone", None, False), *[(f"te-fl{label}", group, True) for label, group in groups_of(options, copies=True).items()], ("te-fl, not resharded", world, False)]
+        cases = [("alone", None, False), *[(f"te-fl{label}", group, True) for label, group in make_groups(options, copies=True).items()], ("te-fl, not resharded", world, False)]
         for label, group, reshard in cases:
             with ours.quantized_model_init(enabled=recipe is not None, recipe=recipe() if recipe else None):
                 model = torch.nn.Sequential(*[layer(ours) for _ in range(layers)])
@@ -360,7 +360,7 @@ def part_fsdp(options, rows, layers=4):
                 if label.endswith(COPIES):
                     for one in (*model, model):
                         one.set_allocate_memory_from_process_group_for_comm(True)
-            step = step_of(ours, model, recipe, x, dy, world)
+            step = make_step(ours, model, recipe, x, dy, world)
             try:
                 step()
                 steps[label] = step

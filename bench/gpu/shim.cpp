@@ -62,7 +62,7 @@ Result<Tensor> wrapped(const json& spec) {
                       nullptr);
 }
 
-nn::TransformerLayerOptions options_of(const json& spec) {
+nn::TransformerLayerOptions read_options(const json& spec) {
   nn::TransformerLayerOptions o;
   o.hidden_size = spec.at("hidden");
   o.ffn_hidden_size = spec.at("ffn");
@@ -83,7 +83,7 @@ nn::TransformerLayerOptions options_of(const json& spec) {
 
 Result<std::unique_ptr<Layer>> open_layer(const json& spec) {
   auto result = std::make_unique<Layer>();
-  TE_FL_ASSIGN_OR_RETURN(result->layer, nn::TransformerLayer::create(options_of(spec)));
+  TE_FL_ASSIGN_OR_RETURN(result->layer, nn::TransformerLayer::create(read_options(spec)));
   TE_FL_RETURN_IF_ERROR(result->layer->set_grad_dtype(DType::kBF16));
   result->parameters = result->layer->parameters();
   const std::string recipe = spec.at("recipe");

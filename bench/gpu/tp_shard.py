@@ -43,7 +43,7 @@ def leave_out_collectives():
         setattr(dist, name, lambda *arguments, async_op=False, **more: Done() if async_op else None)
 
 
-def step_of(recipe, group, degree):
+def make_step(recipe, group, degree):
     divided = dict(tp_group=group, set_parallel_mode=True, sequence_parallel=True) if degree > 1 else {}
     module = te.TransformerLayer(HIDDEN, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16, device="cuda",
                                  self_attn_mask_type="no_mask", fuse_qkv_params=True, **divided)
@@ -105,7 +105,7 @@ def main():
     leave_out_collectives()
     rows = []
     for name in options.recipes:
-        steps = {n: step_of(RECIPES[name], group, n) for n, group in groups.items()}
+        steps = {n: make_step(RECIPES[name], group, n) for n, group in groups.items()}
         if options.profile:
             for n, step in steps.items():
                 print_kernels(f"{name}, degree {n}", step)

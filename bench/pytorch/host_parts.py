@@ -93,7 +93,7 @@ def steps(seconds):
               f"{(time.perf_counter() - began) / count * 1e6:8.1f} us")
 
 
-def step_of(device, recipe, backward, plain=False):
+def make_step(device, recipe, backward, plain=False):
     """Returns a function that makes one call of a Linear and enters an autocast for it, as in host_time.py. plain: calls torch.nn.Linear."""
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, device=device, requires_grad=True)
     dy, options = torch.randn_like(x), {} if recipe is None else {"is_first_microbatch": False}
@@ -117,7 +117,7 @@ def profile(calls=100):
              "te_fl FP8 current": (Float8CurrentScaling(), False)}
     for name, (recipe, plain) in cases.items():
         for backward in (False, True):
-            step = step_of(device, recipe, backward, plain)
+            step = make_step(device, recipe, backward, plain)
             for _ in range(20):
                 step()
             with torch.profiler.profile() as seen:

@@ -93,8 +93,8 @@ def product_rows(device, dtype, blocks):
     raw = {"all_gather": lambda: dist.all_gather_into_tensor(whole, part), "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole)}
     cases = {}
     for name, (divided, alone, rows, all_rows) in pairs.items():
-        cases[name, "divided"] = forward_of(divided, torch.ones(rows, 64, device=device, dtype=dtype))
-        cases[name, "alone"] = forward_of(alone, torch.ones(all_rows, 64, device=device, dtype=dtype))
+        cases[name, "divided"] = make_forward(divided, torch.ones(rows, 64, device=device, dtype=dtype))
+        cases[name, "alone"] = make_forward(alone, torch.ones(all_rows, 64, device=device, dtype=dtype))
         cases[name, "raw"] = raw[name]
     found = least(cases, blocks)
     for name in pairs:
@@ -102,14 +102,14 @@ def product_rows(device, dtype, blocks):
         print(f"{name:14} of a layer {more:8.1f} us, by torch.distributed alone {found[name, 'raw']:6.1f} us: {more - found[name, 'raw']:.1f} us more")
 
 
-def forward_of(module, x):
+def make_forward(module, x):
     def forward():
         with torch.no_grad():
             module(x)
     return forward
 
 
-def step_of(module, x, recipe=None):
+def make_step(module, x, recipe=None):
     parameters = list(module.parameters())
 
     def forward():
@@ -147,10 +147,10 @@ def main():
     collective_rows(device, options.blocks)
     product_rows(device, dtype, options.blocks)
 
-    def x_of(*shape):
+    def random_input(*shape):
         return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
 
-    small = {name: step_of(te.Linear(64, 64, params_dtype=dtype, device=device, parallel_mode="column", tp_group=group), x_of(8, 64))
+    small = {name: make_step(te.Linear(64, 64, params_dtype=dtype, device=device, parallel_mode="column", tp_group=group), random_input(8, 64))
              for name, group in (("without a group", None), ("tp_group of one rank", alone))}
     found = medians(device, small, options.blocks, 500)
     for name, us in found.items():
@@ -161,15 +161,15 @@ def main():
     recipe = DelayedScaling() if options.delayed else None
     parts = layer(hidden, heads, device, dtype)
     parts._fused = None
-    divided = step_of(layer(hidden, heads, device, dtype, tp_group=dist.group.WORLD, sequence_parallel=True), x_of(tokens // options.ranks, 1, hidden), recipe)
+    divided = make_step(layer(hidden, heads, device, dtype, tp_group=dist.group.WORLD, sequence_parallel=True), random_input(tokens // options.ranks, 1, hidden), recipe)
     watch = Watch()
 
     def watched():
         with watch:
             divided()
     name = f"{options.ranks} ranks"
-    cases = {"one call": step_of(layer(hidden, heads, device, dtype), x_of(tokens, 1, hidden), recipe),
-             "in parts": step_of(parts, x_of(tokens, 1, hidden), recipe), name: watched}
+    cases = {"one call": make_step(layer(hidden, heads, device, dtype), random_input(tokens, 1, hidden), recipe),
+             "in parts": make_step(parts, random_input(tokens, 1, hidden), recipe), name: watched}
     calls = 200 if hidden * tokens < 1 << 14 else 4
     found = medians(device, cases, options.blocks, calls)
     steps = (options.blocks + 3) * calls

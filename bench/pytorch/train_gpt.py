@@ -70,7 +70,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
 
 
-def loss_of(model, recipe, windows):
+def compute_loss(model, recipe, windows):
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         logits = model(windows[0])
     return te.parallel_cross_entropy(logits, windows[1]).mean()
@@ -89,7 +89,7 @@ def train(name, options, text, device, seed):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter())
-        loss = loss_of(model, recipe, text.training(generator))
+        loss = compute_loss(model, recipe, text.training(generator))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -98,7 +98,7 @@ def train(name, options, text, device, seed):
         optimizer.step()
     model.eval()
     with torch.no_grad():
-        held_out = statistics.fmean(loss_of(model, recipe, windows).item() for windows in text.held_out())
+        held_out = statistics.fmean(compute_loss(model, recipe, windows).item() for windows in text.held_out())
     blocks = [(b - a) / BLOCK * 1e3 for a, b in zip(times, times[1:])]
     return {"recipe": name, "parameters": sum(p.numel() for p in model.parameters()), "held_out_loss": held_out,
             "step_ms": statistics.median(blocks) if blocks else None}

@@ -152,15 +152,15 @@ void expect_plain(Problem& p, const Op& op, Tensor* x, Tensor* g, Tensor* y, Ten
   p.expect(y, want, extra);
   if (dbias == nullptr) return;
   const int64_t h = x->cols(), rows = x->rows();
-  std::vector<double> sum(static_cast<size_t>(h)), slack(static_cast<size_t>(h));
+  std::vector<double> sum(static_cast<size_t>(h)), tolerance(static_cast<size_t>(h));
   for (int64_t j = 0; j < h; ++j) {
     double magnitude = 0;
     for (int64_t i = 0; i < rows; ++i)
       sum[j] += want[i * h + j], magnitude += std::fabs(want[i * h + j]);
     // Each term of the sum has the FP32 tolerance of the derivative.
-    slack[j] = sum_slack(static_cast<double>(rows), magnitude) + 1e-6 * magnitude;
+    tolerance[j] = sum_tolerance(static_cast<double>(rows), magnitude) + 1e-6 * magnitude;
   }
-  p.expect(dbias, sum, slack).widen = 4;
+  p.expect(dbias, sum, tolerance).widen = 4;
 }
 
 std::function<void(Problem&)> builder(const Op& op, const Variant& v) {

@@ -30,11 +30,11 @@ Tensor* quant_only(Problem& p, const char* name, int dtype, float scale, Role ro
   return t;
 }
 
-void expect_output(Problem& p, Tensor* t, std::vector<double> want, std::vector<double> slack,
+void expect_output(Problem& p, Tensor* t, std::vector<double> want, std::vector<double> tolerance,
                    std::vector<uint8_t> skip) {
   const bool has_scale = t->spec.quantised() && !t->spec.current() && !t->spec.col;
-  Expectation& e = has_scale ? p.expect_dequantised(t, std::move(want), std::move(slack))
-                             : p.expect(t, std::move(want), std::move(slack));
+  Expectation& e = has_scale ? p.expect_dequantised(t, std::move(want), std::move(tolerance))
+                             : p.expect(t, std::move(want), std::move(tolerance));
   e.skip = std::move(skip);
 }
 
@@ -48,8 +48,8 @@ void attention::forward(Problem& p, const Variant& v) {
   if (v.saved) p.saved_storage = 0;
   p.oracle([&p, v, in, o, lse, s] {
     Forward r = attend(v, in);
-    expect_output(p, o, r.o, r.slack, r.skip_o);
-    if (lse != nullptr) p.expect(lse, r.lse, r.lse_slack).skip = r.skip_lse;
+    expect_output(p, o, r.o, r.tolerance, r.skip_o);
+    if (lse != nullptr) p.expect(lse, r.lse, r.lse_tolerance).skip = r.skip_lse;
     if (s != nullptr) p.expect_dequantised(s, {r.p_max});
   });
 }
@@ -84,11 +84,11 @@ void attention::backward(Problem& p, const Variant& v) {
   Tensor* dp = v.rounds() ? quant_only(p, "dp_quant", kE5, kScaleDs, Role::kInOut) : nullptr;
   p.oracle([&p, v, in, d_o, o, lse, dq = grads[0], dk = grads[1], dv = grads[2], dbias, dsink, dp] {
     Gradients r = differentiate(v, in, {dequantised(*d_o), dequantised(*o), lse->values()});
-    expect_output(p, dq, r.dq, r.dq_slack, r.skip_q);
-    expect_output(p, dk, r.dk, r.dk_slack, r.skip_k);
-    expect_output(p, dv, r.dv, r.dv_slack, r.skip_v);
-    if (dbias != nullptr) p.expect(dbias, r.dbias, r.dbias_slack);
-    if (dsink != nullptr) p.expect(dsink, r.dsink, r.dsink_slack);
+    expect_output(p, dq, r.dq, r.dq_tolerance, r.skip_q);
+    expect_output(p, dk, r.dk, r.dk_tolerance, r.skip_k);
+    expect_output(p, dv, r.dv, r.dv_tolerance, r.skip_v);
+    if (dbias != nullptr) p.expect(dbias, r.dbias, r.dbias_tolerance);
+    if (dsink != nullptr) p.expect(dsink, r.dsink, r.dsink_tolerance);
     if (dp != nullptr) p.expect_dequantised(dp, {r.ds_max}, {0.1 * r.ds_max});
   });
 }

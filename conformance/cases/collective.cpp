@@ -37,7 +37,7 @@ std::string variant_name(const Variant& v) {
 
 bool is_integer(int dtype) { return dtype >= TE_FL_I8; }
 
-int64_t elements_of(const Dims& shape) {
+int64_t count_elements(const Dims& shape) {
   int64_t n = 1;
   for (const int64_t d : shape) n *= d;
   return n;
@@ -61,7 +61,7 @@ double number(Random& random, int dtype) {
 
 // The input values of rank `rank` for a reduction, as they are stored.
 std::vector<double> numbers(const Variant& v, int rank, int64_t n) {
-  Problem scratch(v.op, hash_of(variant_name(v)) + static_cast<uint64_t>(rank));
+  Problem scratch(v.op, hash_text(variant_name(v)) + static_cast<uint64_t>(rank));
   const Tensor* t = scratch.in("numbers", v.dtype, {n}, [&](Random& random, int64_t i) {
     const double drawn = number(random, v.dtype);
     return v.nan && rank == v.ranks - 1 && i % 3 == 1 ? NAN : drawn;
@@ -72,9 +72,9 @@ std::vector<double> numbers(const Variant& v, int rank, int64_t n) {
 // The `n` input elements of rank `rank` for a collective that only copies data (such as
 // all_gather), as bytes: random; 0 or 1 for bool.
 std::vector<uint8_t> bytes(const Variant& v, int rank, int64_t n) {
-  Random random(hash_of(variant_name(v)) + static_cast<uint64_t>(rank));
-  std::vector<uint8_t> all((static_cast<size_t>(n) * static_cast<size_t>(width_of(v.dtype)) + 7) /
-                           8);
+  Random random(hash_text(variant_name(v)) + static_cast<uint64_t>(rank));
+  std::vector<uint8_t> all(
+      (static_cast<size_t>(n) * static_cast<size_t>(storage_bits(v.dtype)) + 7) / 8);
   for (uint8_t& byte : all) {
     byte = static_cast<uint8_t>(random.bits() & (v.dtype == TE_FL_BOOL ? 1 : 0xff));
   }
@@ -103,7 +103,7 @@ Tensor* put_numbers(Tensor* t, const std::vector<double>& from) {
 Tensor* own_part(Problem& p, const char* name, Tensor* whole, const Dims& shape) {
   whole->role = Role::kInOut;
   return p.strided(name, Role::kInOut, whole->spec, shape, {}, constant(0), whole->data,
-                   p.rank * elements_of(shape));
+                   p.rank * count_elements(shape));
 }
 
 // ---- cases of reductions
@@ -149,7 +149,7 @@ void expect_reduced(Problem& p, const Variant& v, Tensor* t, int64_t begin, int6
 }
 
 void all_reduce(Problem& p, const Variant& v) {
-  const int64_t n = elements_of(v.shape);
+  const int64_t n = count_elements(v.shape);
   Tensor* in = put_numbers(p.in("input", v.dtype, v.shape), numbers(v, p.rank, n));
   Tensor* out = v.in_place ? p.in_place("output", in) : p.out("output", v.dtype, v.shape);
   p.set("reduction", v.reduction);
@@ -157,7 +157,7 @@ void all_reduce(Problem& p, const Variant& v) {
 }
 
 void reduce_scatter(Problem& p, const Variant& v) {
-  const int64_t n = elements_of(v.shape), all = n * v.ranks;
+  const int64_t n = count_elements(v.shape), all = n * v.ranks;
   Tensor* in =
       put_numbers(p.in("input", v.dtype, times(v.shape, v.ranks)), numbers(v, p.rank, all));
   Tensor* out;
@@ -174,7 +174,7 @@ void reduce_scatter(Problem& p, const Variant& v) {
 // ---- cases of collectives that copy
 
 void all_gather(Problem& p, const Variant& v) {
-  const int64_t n = elements_of(v.shape);
+  const int64_t n = count_elements(v.shape);
   Tensor* out = p.out("output", v.dtype, times(v.shape, v.ranks));
   Tensor* in = v.in_place ? own_part(p, "input", out, v.shape) : p.in("input", v.dtype, v.shape);
   put_bytes(in, bytes(v, p.rank, n));
@@ -189,7 +189,7 @@ void all_gather(Problem& p, const Variant& v) {
 }
 
 void all_to_all(Problem& p, const Variant& v) {
-  const int64_t all = elements_of(v.shape) * v.ranks;
+  const int64_t all = count_elements(v.shape) * v.ranks;
   put_bytes(p.in("input", v.dtype, times(v.shape, v.ranks)), bytes(v, p.rank, all));
   Tensor* out = p.out("output", v.dtype, times(v.shape, v.ranks));
   p.oracle([&p, v, out, all] {
@@ -217,12 +217,12 @@ void all_to_all_v(Problem& p, const Variant& v) {
   }
   Dims in_shape = v.shape, out_shape = v.shape;
   in_shape[0] = rows_in, out_shape[0] = rows_out;
-  put_bytes(p.in("input", v.dtype, in_shape), bytes(v, p.rank, elements_of(in_shape)));
+  put_bytes(p.in("input", v.dtype, in_shape), bytes(v, p.rank, count_elements(in_shape)));
   Tensor* out = p.out("output", v.dtype, out_shape);
   p.list("input_rows", to), p.list("output_rows", from);
   p.oracle([&p, v, out] {
-    const int64_t row = elements_of({v.shape.begin() + 1, v.shape.end()});
-    const auto row_bytes = static_cast<size_t>(row * width_of(v.dtype) / 8);
+    const int64_t row = count_elements({v.shape.begin() + 1, v.shape.end()});
+    const auto row_bytes = static_cast<size_t>(row * storage_bits(v.dtype) / 8);
     std::vector<uint8_t> want;
     for (int r = 0; r < v.ranks; ++r) {
       int64_t before = 0, all = 0;
@@ -238,7 +238,7 @@ void all_to_all_v(Problem& p, const Variant& v) {
 }
 
 void broadcast(Problem& p, const Variant& v) {
-  const int64_t n = elements_of(v.shape);
+  const int64_t n = count_elements(v.shape);
   Tensor* data = put_bytes(p.inout("data", v.dtype, v.shape, constant(0)), bytes(v, p.rank, n));
   p.set("root", v.other);
   p.oracle([&p, v, data, n] { p.expect_bytes(data, bytes(v, v.other, n)); });
@@ -247,7 +247,7 @@ void broadcast(Problem& p, const Variant& v) {
 // Rank 0 and its peer run a transfer: rank 0 sends in the cases of send and receives in those of
 // recv.
 void point_to_point(Problem& p, const Variant& v) {
-  const int64_t n = elements_of(v.shape);
+  const int64_t n = count_elements(v.shape);
   p.op_name = p.rank == 0 ? v.op : p.rank != v.other ? "" : v.op == "send" ? "recv" : "send";
   if (p.op_name.empty()) return;
   p.set("peer", p.rank == 0 ? v.other : 0);

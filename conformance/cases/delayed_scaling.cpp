@@ -16,7 +16,7 @@ struct UpdateVariant {
 
 // The amaxes of a column of the history. The kind depends on the column's number: ordinary; zero
 // (not used in this step); infinite; NaN; tiny (the scale overflows).
-double amax_of(int64_t column, int64_t row, bool most_recent, Random& r) {
+double make_amax(int64_t column, int64_t row, bool most_recent, Random& r) {
   const double ordinary = (row == 0 ? 2 : row == 1 ? 0.1 : 0.5) + 0.25 * r.uniform();
   if (row != 0) return column % 6 == 1 && row > 1 ? 0 : column % 6 == 4 ? 1e-40 : ordinary;
   switch (column % 6) {
@@ -68,7 +68,7 @@ void update(Problem& p, const UpdateVariant& v) {
     const bool recent = v.algo == TE_FL_AMAX_ALGO_MOST_RECENT;
     histories.push_back(p.unnamed(
         p.inout("amax_histories" + at, TE_FL_F32, {length, n},
-                [n, recent](Random& r, int64_t j) { return amax_of(j % n, j / n, recent, r); })));
+                [n, recent](Random& r, int64_t j) { return make_amax(j % n, j / n, recent, r); })));
     scales.push_back(p.unnamed(p.inout("scales" + at, TE_FL_F32, {n}, constant(17.25))));
     total += n;
   }

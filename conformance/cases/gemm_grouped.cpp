@@ -228,8 +228,8 @@ void group(Run& run, bool across) {
     };
     const auto value = [&](int64_t i) {
       Near v{0, 0};
-      for (int64_t k = 0; k < s.k; ++k) v.value += term(i, k), v.slack += std::fabs(term(i, k));
-      v.slack = 1e-5 * v.slack + (across ? 0 : 0x1p-8 * std::fabs(v.value));
+      for (int64_t k = 0; k < s.k; ++k) v.value += term(i, k), v.tolerance += std::fabs(term(i, k));
+      v.tolerance = 1e-5 * v.tolerance + (across ? 0 : 0x1p-8 * std::fabs(v.value));
       return v;
     };
     run.expect_near(d[p], p == 0 ? "d[0]" : "d[1]", value);

@@ -159,7 +159,7 @@ void rows_sum(Problem& p, const RowsVariant& v, const char* input, const char* o
   expect_bad_row(p, v);
   p.oracle([&p, v, x, map, probs, y] {
     if (v.bad_row != 0) return p.expect_unchanged(y);
-    std::vector<double> want(static_cast<size_t>(y->numel()), 0), slack(want.size(), 0);
+    std::vector<double> want(static_cast<size_t>(y->numel()), 0), tolerance(want.size(), 0);
     for (int64_t s = 0; s < v.each; ++s)
       for (int64_t i = 0; i < y->numel(); ++i) {
         const int64_t t = i / v.width;
@@ -167,10 +167,10 @@ void rows_sum(Problem& p, const RowsVariant& v, const char* input, const char* o
         if (row < 0) continue;
         const double term = (probs != nullptr ? probs->get(t * v.each + s) : 1.0) *
                             x->get(row * v.width + i % v.width);
-        want[i] += term, slack[i] += std::fabs(term);
+        want[i] += term, tolerance[i] += std::fabs(term);
       }
-    for (double& s : slack) s = sum_slack(static_cast<double>(v.each), s);
-    p.expect(y, want, slack);
+    for (double& s : tolerance) s = sum_tolerance(static_cast<double>(v.each), s);
+    p.expect(y, want, tolerance);
   });
 }
 
@@ -189,7 +189,7 @@ void rows_gradient(Problem& p, const RowsVariant& v) {
   p.oracle([&p, v, dy, x, map, probs, dx, dp] {
     if (v.bad_row != 0 || v.twice) return p.expect_unchanged(dx);
     std::vector<double> want(static_cast<size_t>(dx->numel()), 0), dots(v.tokens * v.each, 0),
-        slack(dots.size(), 0);
+        tolerance(dots.size(), 0);
     for (int64_t i = 0; i < v.tokens * v.each; ++i) {
       const int64_t t = i / v.each, s = i % v.each;
       const auto row = static_cast<int64_t>(map->get(s * v.tokens + t));
@@ -197,12 +197,12 @@ void rows_gradient(Problem& p, const RowsVariant& v) {
         const double g = dy->get(t * v.width + c);
         want[row * v.width + c] = (probs != nullptr ? probs->get(i) : 1.0) * g;
         dots[i] += g * x->get(row * v.width + c);
-        slack[i] += std::fabs(g * x->get(row * v.width + c));
+        tolerance[i] += std::fabs(g * x->get(row * v.width + c));
       }
     }
-    for (double& s : slack) s = sum_slack(static_cast<double>(v.width), s);
+    for (double& s : tolerance) s = sum_tolerance(static_cast<double>(v.width), s);
     p.expect(dx, want);
-    if (dp != nullptr) p.expect(dp, dots, slack);
+    if (dp != nullptr) p.expect(dp, dots, tolerance);
   });
 }
 
@@ -468,7 +468,7 @@ void fill_map(BenchTensor& map, int64_t pairs) {
   auto* rows = map.data<int32_t>();
   for (int64_t i = 0; i < pairs; ++i) rows[i] = static_cast<int32_t>(i * 7919 % pairs);
 }
-int64_t pairs_of(int64_t rows) {
+int64_t count_pairs(int64_t rows) {
   int64_t tokens = rows;
   while (tokens * kTop % 7919 == 0) ++tokens;  // coprime to 7919: permutation
   return tokens * kTop;
@@ -487,7 +487,7 @@ void add_cases(Cases& cases) {
   });
   both_dtypes(cases, "moe_permute_bwd", [](Case& c, int64_t rows, int dtype) {
     auto& a = c.args<te_fl_moe_permute_bwd_args>();
-    const int64_t pairs = pairs_of(rows);
+    const int64_t pairs = count_pairs(rows);
     BenchTensor& map = c.in({kTop, pairs / kTop}, TE_FL_I32);
     fill_map(map, pairs);
     a.grad_output = c.in({pairs, c.cols()}, dtype), a.row_id_map = map;
@@ -495,7 +495,7 @@ void add_cases(Cases& cases) {
   });
   both_dtypes(cases, "moe_unpermute_fwd", [](Case& c, int64_t rows, int dtype) {
     auto& a = c.args<te_fl_moe_unpermute_fwd_args>();
-    const int64_t pairs = pairs_of(rows);
+    const int64_t pairs = count_pairs(rows);
     BenchTensor& map = c.in({kTop, pairs / kTop}, TE_FL_I32);
     fill_map(map, pairs);
     a.input = c.in({pairs, c.cols()}, dtype), a.row_id_map = map;
@@ -504,7 +504,7 @@ void add_cases(Cases& cases) {
   });
   both_dtypes(cases, "moe_unpermute_bwd", [](Case& c, int64_t rows, int dtype) {
     auto& a = c.args<te_fl_moe_unpermute_bwd_args>();
-    const int64_t pairs = pairs_of(rows);
+    const int64_t pairs = count_pairs(rows);
     BenchTensor& map = c.in({kTop, pairs / kTop}, TE_FL_I32);
     fill_map(map, pairs);
     a.grad_output = c.in({pairs / kTop, c.cols()}, dtype), a.row_id_map = map;

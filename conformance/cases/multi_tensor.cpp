@@ -83,16 +83,16 @@ void norm(Problem& p, int dtype, const Shapes& shapes, bool per_tensor, bool uns
                      : nullptr;
   p.oracle([&p, inputs, inv, out, each] {
     double total = 0, n = 0;
-    std::vector<double> norms, slack;
+    std::vector<double> norms, tolerance;
     for (Tensor* t : inputs) {
       double sum = 0;
       for (double x : t->values()) sum += std::pow(x * (inv == nullptr ? 1 : inv->get(0)), 2);
       norms.push_back(std::sqrt(sum)),
-          slack.push_back(sum_slack(static_cast<double>(t->numel()), std::sqrt(sum)));
+          tolerance.push_back(sum_tolerance(static_cast<double>(t->numel()), std::sqrt(sum)));
       total += sum, n += static_cast<double>(t->numel());
     }
-    p.expect(out, {std::sqrt(total)}, {sum_slack(n, std::sqrt(total))});
-    if (each != nullptr) p.expect(each, norms, slack);
+    p.expect(out, {std::sqrt(total)}, {sum_tolerance(n, std::sqrt(total))});
+    if (each != nullptr) p.expect(each, norms, tolerance);
   });
 }
 

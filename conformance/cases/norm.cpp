@@ -108,7 +108,7 @@ void forward(Problem& p, bool layer, const Variant& v) {
         want[i * h + j] = (value - s.mu) * s.rsigma * g + (beta == nullptr ? 0 : beta->get(j));
         extra[i * h + j] =
             4 * kEps * (std::fabs(value) + std::fabs(s.mu)) * s.rsigma * std::fabs(g);
-        mu_extra[i] += sum_slack(static_cast<double>(h), std::fabs(value)) /
+        mu_extra[i] += sum_tolerance(static_cast<double>(h), std::fabs(value)) /
                        static_cast<double>(std::max<int64_t>(h, 1));
         mu_extra[i] += 1e-9;
       }
@@ -172,7 +172,7 @@ void backward(Problem& p, const std::string& op, const Variant& v) {
         want[at] = r * (d - (mu == nullptr ? 0 : mean_d) - n * mean_dn) +
                    (add == nullptr ? 0 : add->get(at));
         extra[at] =
-            r * (sum_slack(n_h, abs_d) + (std::fabs(n) + in_n) * sum_slack(n_h, abs_dn) +
+            r * (sum_tolerance(n_h, abs_d) + (std::fabs(n) + in_n) * sum_tolerance(n_h, abs_dn) +
                  in_n * std::fabs(mean_dn) + 4 * kEps * (std::fabs(d) + std::fabs(n * mean_dn))) +
             (add == nullptr ? 0 : kEps * std::fabs(add->get(at)));
         dg[j] += dz->get(at) * n, db[j] += dz->get(at);
@@ -181,7 +181,7 @@ void backward(Problem& p, const std::string& op, const Variant& v) {
       }
     }
     for (int64_t j = 0; j < h; ++j)
-      dg_sum[j] = sum_slack(n_rows, dg_sum[j]), db_sum[j] = sum_slack(n_rows, db_sum[j]);
+      dg_sum[j] = sum_tolerance(n_rows, dg_sum[j]), db_sum[j] = sum_tolerance(n_rows, db_sum[j]);
     p.expect(dx, want, extra);
     p.expect(dgamma, dg, dg_sum);
     if (dbeta != nullptr) p.expect(dbeta, db, db_sum);

@@ -118,7 +118,7 @@ void adam(Problem& p, const AdamVariant& v) {
   std::vector<Tensor*> copies;
   if (!v.fp8.empty()) copies = fp8_params(p, v);
   p.oracle([&p, v, l, copies] {
-    for (size_t i = 0; i < copies.size(); ++i) p.expect_exact_of(copies[i], l.b[i]);
+    for (size_t i = 0; i < copies.size(); ++i) p.expect_exact_copy(copies[i], l.b[i]);
     if (v.noop <= 0) return adam_oracle(p, v, l);
     for (const auto* list : {&l.b, &l.c, &l.d, &l.e})
       for (Tensor* t : *list) p.expect_unchanged(t);

@@ -31,7 +31,7 @@ std::string mask_name(const MaskVariant& v) {
          (v.more != 0 ? "/rows" + std::string(v.more > 0 ? "+" : "") + std::to_string(v.more) : "");
 }
 
-Fill numbers_of(const Dims& values) {
+Fill row_numbers(const Dims& values) {
   return
       [values](Random&, int64_t i) { return static_cast<double>(values[static_cast<size_t>(i)]); };
 }
@@ -54,7 +54,7 @@ void permute_by_mask(Problem& p, const MaskVariant& v) {
       std::max<int64_t>(pairs + ((v.experts > 0 ? pads[v.experts - 1] : 0) + v.more), 0);
   Tensor* x = p.in("input", v.dtype, {v.tokens, v.width},
                    v.dtype == TE_FL_U8 ? integers(200) : gaussian(3));
-  p.in("routing_map", v.mask, {v.tokens, v.experts}, numbers_of(mask));
+  p.in("routing_map", v.mask, {v.tokens, v.experts}, row_numbers(mask));
   // One in four (token, expert) pairs has the probability 0 or -0, so it has no row.
   Tensor* probs = v.probs >= 0 ? p.in("probs", v.probs, {v.tokens, v.experts},
                                       [](Random& r, int64_t) {
@@ -62,7 +62,7 @@ void permute_by_mask(Problem& p, const MaskVariant& v) {
                                         return 0.01 + static_cast<double>(r.below(100));
                                       })
                                : nullptr;
-  if (v.pad >= 0) p.in("pad_offsets", v.pad, {v.experts}, numbers_of(pads));
+  if (v.pad >= 0) p.in("pad_offsets", v.pad, {v.experts}, row_numbers(pads));
   Tensor* y = p.out("output", v.dtype, {rows, v.width});
   Tensor* moved = v.probs >= 0 ? p.out("permuted_probs", v.probs, {rows}) : nullptr;
   Tensor* map = p.out("row_id_map", TE_FL_I32, {v.experts, v.tokens});

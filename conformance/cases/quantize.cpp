@@ -136,7 +136,7 @@ void bgrad(Problem& p, int in, const Spec& spec, int out, const Dims& shape) {
     std::vector<double> sum(static_cast<size_t>(h)), size(sum.size());
     for (int64_t i = 0; i < x->numel(); ++i)
       sum[i % h] += x->get(i), size[i % h] += std::fabs(x->get(i));
-    for (double& s : size) s = sum_slack(static_cast<double>(x->rows()), s);
+    for (double& s : size) s = sum_tolerance(static_cast<double>(x->rows()), s);
     expect_quantised(p, y, x->values(), in);
     p.expect(bias, sum, size).widen = 4;
   });
@@ -353,16 +353,16 @@ void transpose_and_sum(Problem& p, int dtype, int out, int64_t m, int64_t k, boo
   if (scaled) p.in("scale_inv", TE_FL_F32, {1}, constant(scale_inv));
   p.oracle([&p, m, k, x, y, sums, scale_inv] {
     std::vector<uint8_t> want(static_cast<size_t>(m * k));
-    std::vector<double> total(static_cast<size_t>(k)), slack(total);
+    std::vector<double> total(static_cast<size_t>(k)), tolerance(total);
     for (int64_t i = 0; i < m; ++i)
       for (int64_t j = 0; j < k; ++j) {
         want[j * m + i] = x->data->data()[i * k + j];
         total[j] += x->get(i * k + j) * scale_inv;
-        slack[j] += std::fabs(x->get(i * k + j) * scale_inv);
+        tolerance[j] += std::fabs(x->get(i * k + j) * scale_inv);
       }
-    for (double& s : slack) s = sum_slack(static_cast<double>(m), s);
+    for (double& s : tolerance) s = sum_tolerance(static_cast<double>(m), s);
     p.expect_bytes(y, want);
-    p.expect(sums, total, slack);
+    p.expect(sums, total, tolerance);
   });
 }
 

@@ -61,7 +61,7 @@ std::vector<double> rotate(const std::vector<double>& x, const std::vector<doubl
   return y;
 }
 
-std::vector<double> row_of(const std::vector<double>& x, int64_t at, int64_t n) {
+std::vector<double> take_row(const std::vector<double>& x, int64_t at, int64_t n) {
   return {x.begin() + at, x.begin() + at + n};
 }
 
@@ -95,8 +95,8 @@ void rope(Problem& p, const Variant& v, double sign) {
       }
       const int64_t pos =
           position(v, s, v.s) + (start == nullptr ? 0 : static_cast<int64_t>(start->get(batch)));
-      const auto out =
-          rotate(row_of(in, row * v.d, v.d), row_of(freqs, pos * v.r, v.r), v.interleaved, sign);
+      const auto out = rotate(take_row(in, row * v.d, v.d), take_row(freqs, pos * v.r, v.r),
+                              v.interleaved, sign);
       std::copy(out.begin(), out.end(), want.begin() + row * v.d);
     }
     p.expect(y, want);
@@ -161,9 +161,9 @@ void qkv_rope(Problem& p, const QkvVariant& v, bool backward) {
                           (start == nullptr ? 0 : static_cast<int64_t>(start->get(batch)));
       auto move = [&](std::vector<double>& small, int64_t at, int64_t in_group, int64_t width,
                       const std::vector<double>* f) {
-        auto row = backward ? row_of(small, at, width) : row_of(whole, n * e + in_group, width);
+        auto row = backward ? take_row(small, at, width) : take_row(whole, n * e + in_group, width);
         if (f != nullptr)
-          row = rotate(row, row_of(*f, pos * v.r, v.r), v.interleaved, backward ? -1 : 1);
+          row = rotate(row, take_row(*f, pos * v.r, v.r), v.interleaved, backward ? -1 : 1);
         std::copy(row.begin(), row.end(),
                   backward ? whole.begin() + n * e + in_group : small.begin() + at);
       };

@@ -52,7 +52,7 @@ int64_t tokens_of(const Dims& d) {
   for (int64_t x : d) n *= x;
   return n;
 }
-Numbers row_of(const Tensor* t, int64_t row, int64_t cols) {
+Numbers read_row(const Tensor* t, int64_t row, int64_t cols) {
   Numbers x;
   for (int64_t c = 0; c < cols; ++c) x.push_back(t->get(row * cols + c));
   return x;
@@ -66,7 +66,7 @@ void set_options(Problem& p, const RouterOptions& o, bool forward) {
   p.set("group_topk", static_cast<double>(o.group_topk));
 }
 
-Fill logits_of(const RouterVariant& v) {
+Fill make_logits(const RouterVariant& v) {
   return [v](Random& r, int64_t i) {
     if (v.nan_at >= 0 && i % v.experts == v.nan_at && i / v.experts % 2 == 0) return nan_value();
     return v.ties ? static_cast<double>(r.below(3)) - 1 : v.shift + 2 * r.gaussian();
@@ -102,7 +102,7 @@ struct ChoiceOutputs {
 
 void router_forward(Problem& p, const RouterVariant& v) {
   const Dims all = with(v.shape, v.experts);
-  Tensor* x = p.in("logits", v.dtype, all, logits_of(v));
+  Tensor* x = p.in("logits", v.dtype, all, make_logits(v));
   Tensor* bias = v.bias ? p.in("expert_bias", TE_FL_F32, {v.experts}, gaussian(0.3)) : nullptr;
   Tensor* probs = p.out("probs", v.dtype, all);
   auto choice = std::make_shared<ChoiceOutputs>();
@@ -120,7 +120,7 @@ void router_forward(Problem& p, const RouterVariant& v) {
     std::vector<uint8_t> skip, skip_saved;
     const bool after = v.options.function == kSoftmax && !v.options.before;
     for (int64_t t = 0; t < tokens_of(v.shape); ++t) {
-      const Routed r = route(row_of(x, t, v.experts), b, v.options);
+      const Routed r = route(read_row(x, t, v.experts), b, v.options);
       want.insert(want.end(), r.probs.begin(), r.probs.end());
       want_saved.insert(want_saved.end(), r.saved.begin(), r.saved.end());
       const bool unclear = r.unclear && v.shift == 0;
@@ -188,18 +188,18 @@ void router_backward(Problem& p, const RouterVariant& v, bool in_place = false,
   }
   p.oracle([&p, v, o, map, saved, dy, dx, bad_index] {
     if (bad_index != 0) return p.expect_unchanged(dx);
-    Numbers want, slack;
+    Numbers want, tolerance;
     for (int64_t t = 0; t < tokens_of(v.shape); ++t) {
-      Numbers g = row_of(dy, t, v.experts);
+      Numbers g = read_row(dy, t, v.experts);
       std::vector<uint8_t> counts(map.begin() + t * v.experts, map.begin() + (t + 1) * v.experts);
       for (int64_t e = 0; e < v.experts; ++e) g[e] = counts[e] != 0 ? g[e] * o.scaling : 0;
       if (o.before) counts.assign(counts.size(), 1);
-      const RowGradient r = score_gradient(g, row_of(saved, t, v.experts), counts, o.function,
+      const RowGradient r = score_gradient(g, read_row(saved, t, v.experts), counts, o.function,
                                            o.topk > 1 && o.function != kSoftmax);
       want.insert(want.end(), r.value.begin(), r.value.end());
-      for (double size : r.size) slack.push_back(4e-6 * size);
+      for (double size : r.size) tolerance.push_back(4e-6 * size);
     }
-    p.expect(dx, want, slack);
+    p.expect(dx, want, tolerance);
   });
 }
 
@@ -348,7 +348,7 @@ void add_router_ops(Table& table) {
 
 void score_forward(Problem& p, const RouterVariant& v) {
   const Dims all = with(v.shape, v.experts);
-  Tensor* x = p.in("logits", v.dtype, all, logits_of(v));
+  Tensor* x = p.in("logits", v.dtype, all, make_logits(v));
   Tensor* scores = p.out("scores", TE_FL_F32, all);
   auto choice = std::make_shared<ChoiceOutputs>();
   if (v.has_map) choice->map = p.out("routing_map", v.map, all);
@@ -361,8 +361,8 @@ void score_forward(Problem& p, const RouterVariant& v) {
   p.oracle([&p, v, x, scores, choice, saved] {
     Numbers want, want_saved;
     for (int64_t t = 0; t < tokens_of(v.shape); ++t) {
-      const Numbers logits = row_of(x, t, v.experts);
-      Numbers s = scores_of(logits, v.options.function);
+      const Numbers logits = read_row(x, t, v.experts);
+      Numbers s = compute_scores(logits, v.options.function);
       const Numbers& kept = v.options.function == kRoot ? logits : s;
       want_saved.insert(want_saved.end(), kept.begin(), kept.end());
       if (v.options.function != kSoftmax) {
@@ -390,16 +390,16 @@ void score_backward(Problem& p, const RouterVariant& v) {
   p.set("topk", static_cast<double>(v.options.topk));
   p.set("score_function", v.options.function);
   p.oracle([&p, v, saved, dy, dx] {
-    Numbers want, slack;
+    Numbers want, tolerance;
     const std::vector<uint8_t> counts(static_cast<size_t>(v.experts), 1);
     for (int64_t t = 0; t < tokens_of(v.shape); ++t) {
       const RowGradient r =
-          score_gradient(row_of(dy, t, v.experts), row_of(saved, t, v.experts), counts,
+          score_gradient(read_row(dy, t, v.experts), read_row(saved, t, v.experts), counts,
                          v.options.function, v.options.function != kSoftmax);
       want.insert(want.end(), r.value.begin(), r.value.end());
-      for (double size : r.size) slack.push_back(4e-6 * size);
+      for (double size : r.size) tolerance.push_back(4e-6 * size);
     }
-    p.expect(dx, want, slack);
+    p.expect(dx, want, tolerance);
   });
 }
 
@@ -448,7 +448,7 @@ void loss_forward(Problem& p, const LossVariant& v) {
     for (int64_t i = 0; i < x->numel(); ++i) sum += x->get(i) * counts->get(i % v.experts);
     p.expect(c, {factor});
     p.expect(loss, {factor * sum},
-             {sum_slack(static_cast<double>(x->numel()), std::fabs(factor * sum))});
+             {sum_tolerance(static_cast<double>(x->numel()), std::fabs(factor * sum))});
   });
 }
 

@@ -89,7 +89,7 @@ void expect_scaled(Problem& p, const ScaledVariant& v, const ScaledTensors& t) {
   p.expect(t.y, want, extra);
   if (t.dscales == nullptr) return;
   for (size_t i = 0; i < sizes.size(); ++i)
-    sizes[i] = sum_slack(static_cast<double>(h), sizes[i]) + 1e-6 * sizes[i];
+    sizes[i] = sum_tolerance(static_cast<double>(h), sizes[i]) + 1e-6 * sizes[i];
   p.expect(t.dscales, sums, sizes).widen = 4;
 }
 
@@ -120,7 +120,7 @@ void scaled_problem(Problem& p, const ScaledVariant& v) {
   });
 }
 
-std::vector<ScaledVariant> variants_of(const ScaledOp& op, bool backward) {
+std::vector<ScaledVariant> list_variants(const ScaledOp& op, bool backward) {
   std::vector<ScaledVariant> all;
   const auto put = [&](ScaledVariant v) {
     v.op = &op, v.backward = backward;
@@ -159,7 +159,7 @@ std::vector<ScaledVariant> variants_of(const ScaledOp& op, bool backward) {
 void add_cases(Table& table) {
   for (const ScaledOp& op : kScaledOps)
     for (bool backward : {false, true})
-      for (const ScaledVariant& v : variants_of(op, backward))
+      for (const ScaledVariant& v : list_variants(op, backward))
         add(
             table, "activation", backward ? op.gradient : op.name, scaled_name(v),
             [v](Problem& p) { scaled_problem(p, v); }, v.large);

@@ -136,8 +136,9 @@ void backward(Problem& p, const Op& op, const Variant& v) {
       for (int64_t j = 0; j < k; ++j) {
         const double yj = y->get(i * k + j), d = dy->get(i * k + j);
         want[i * k + j] = v.scale * yj * (d - dot);
-        extra[i * k + j] = std::fabs(v.scale) * yj *
-                           (sum_slack(static_cast<double>(k), magnitude) + 0x1p-22 * std::fabs(d));
+        extra[i * k + j] =
+            std::fabs(v.scale) * yj *
+            (sum_tolerance(static_cast<double>(k), magnitude) + 0x1p-22 * std::fabs(d));
         // This element is 0 times NaN. The op may treat a hidden key's result as 0, so the element
         // is not compared.
         const bool causal = op.mask == Mask::kCausal || op.mask == Mask::kBottomRight;
@@ -148,7 +149,7 @@ void backward(Problem& p, const Op& op, const Variant& v) {
   });
 }
 
-std::vector<Variant> variants_of(const Op& op) {
+std::vector<Variant> list_variants(const Op& op) {
   std::vector<Variant> all;
   const bool square = op.mask == Mask::kCausal;
   auto shape = [&](int64_t b, int64_t h, int64_t q, int64_t k) {
@@ -201,7 +202,7 @@ std::vector<Variant> variants_of(const Op& op) {
 
 void add_cases(Table& table) {
   for (const Op& op : kOps) {
-    auto variants = variants_of(op);
+    auto variants = list_variants(op);
     for (const Variant& v : variants) {
       if (!v.minus_infinity && !v.nan)
         add(

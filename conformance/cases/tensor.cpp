@@ -116,7 +116,7 @@ void fill_case(Table& table, const std::string& name, int dtype, const Strided& 
                           at.offset, at.storage);
     // Changes the initial contents of an 8-bit output: the usual pattern is NaN, so elements that
     // the op did not write would pass.
-    if (std::isnan(value) && width_of(dtype) == 8) {
+    if (std::isnan(value) && storage_bits(dtype) == 8) {
       std::fill_n(y->data->data(), y->data->size(), uint8_t{0x2a});
       y->data->freeze();
     }
@@ -221,7 +221,7 @@ void embedding_backward(Problem& p, const EmbeddingVariant& v) {
     }
     for (int64_t i = 0; i < dw->numel(); ++i) {
       if (v.accumulate) want[i] += dw->get(i), size[i] += std::fabs(dw->get(i));
-      size[i] = sum_slack(count[i], size[i]);
+      size[i] = sum_tolerance(count[i], size[i]);
     }
     p.expect(dw, want, size);
   });
@@ -324,7 +324,7 @@ void loss_forward(Problem& p, const LossVariant& v) {
       all.push_back(l), want.push_back(ignored ? 0 : l - (1 - eps) * xt - eps * mean);
       extra.push_back(ignored ? 0
                               : 0x1p-22 * (std::fabs(l) + std::fabs(xt)) +
-                                    eps * sum_slack(static_cast<double>(v.vocabulary), size));
+                                    eps * sum_tolerance(static_cast<double>(v.vocabulary), size));
     }
     p.expect(lse, all), p.expect(loss, want, extra);
   });

@@ -75,7 +75,7 @@ struct Report {
 // on two file descriptors.
 int serve(const CheckOptions& options);
 // Like serve(), in an interpreter's process. `options` is the text that the parent passed to it.
-int serve_text(const std::string& options);
+int serve_json(const std::string& options);
 
 void print(const Report& report);
 std::string json_report(const Report& report);

@@ -154,7 +154,7 @@ constexpr Part kParts[] = {{0, 1},     {1, 1},     {0, 4096},    {3, 1021},    {
                            {256, 256}, {257, 511}, {4095, 4097}, {1, 100'000}, {0, (1 << 20) + 7}};
 constexpr size_t kWhole = (1 << 20) + 512;
 
-std::string text_of(const Part& part) {
+std::string describe_part(const Part& part) {
   return std::to_string(part.n) + " bytes at offset " + std::to_string(part.at);
 }
 
@@ -169,7 +169,7 @@ Status fill(const Device& d) {
       std::fill_n(want.begin() + static_cast<std::ptrdiff_t>(part.at), part.n, value);
       TE_FL_ASSIGN_OR_RETURN(const Bytes got, down(d, memory.data(), kWhole));
       if (const std::string differs = difference(got.data(), want); !differs.empty())
-        return wrong("fill() of " + text_of(part) + " with " + std::to_string(value) +
+        return wrong("fill() of " + describe_part(part) + " with " + std::to_string(value) +
                      " left other memory: " + differs);
       beat();
     }
@@ -194,7 +194,7 @@ Status copies_up(const Device& d, uint8_t* host) {
                   want.begin() + static_cast<std::ptrdiff_t>(part.at));
       TE_FL_ASSIGN_OR_RETURN(const Bytes got, down(d, memory.data(), kWhole));
       if (const std::string differs = difference(got.data(), want); !differs.empty())
-        return wrong("a copy from the host of " + text_of(part) + ": " + differs);
+        return wrong("a copy from the host of " + describe_part(part) + ": " + differs);
       beat();
     }
   }
@@ -214,7 +214,7 @@ Status copies_down(const Device& d, uint8_t* host) {
       std::copy_n(source.begin() + static_cast<std::ptrdiff_t>(part.at), part.n,
                   want.begin() + static_cast<std::ptrdiff_t>(to));
       if (const std::string differs = difference(host, want); !differs.empty())
-        return wrong("a copy to the host of " + text_of(part) + ": " + differs);
+        return wrong("a copy to the host of " + describe_part(part) + ": " + differs);
       beat();
     }
   }
@@ -235,7 +235,7 @@ Status copies_within(const Device& d) {
                   want.begin() + static_cast<std::ptrdiff_t>(at));
       TE_FL_ASSIGN_OR_RETURN(const Bytes got, down(d, to.data(), kWhole));
       if (const std::string differs = difference(got.data(), want); !differs.empty())
-        return wrong("a copy within the device of " + text_of(part) + " to offset " +
+        return wrong("a copy within the device of " + describe_part(part) + " to offset " +
                      std::to_string(at) + ": " + differs);
       beat();
     }
@@ -528,7 +528,7 @@ Status questions(const Device& d) {
     for (const Part& part : {Part{0, 1000}, Part{0, 1}, Part{999, 1}, Part{3, 500}})
       if (desc->api->check_pointer(desc->self, memory.data() + part.at, part.n, nullptr) !=
           TE_FL_OK)
-        return wrong("check_pointer() refuses " + text_of(part) +
+        return wrong("check_pointer() refuses " + describe_part(part) +
                      " of memory that allocate() gave");
   }
   return {};

@@ -60,7 +60,7 @@ std::vector<Finding> strided(const Subject& subject, const Table& cases) {
         r.outcome != conformance::Outcome::kPass && r.message.find("must be") != std::string::npos;
     if (r.outcome == conformance::Outcome::kUnsupported)
       found.push_back(
-          made("strided", Outcome::kUnsupported, reason_of(r.message, subject.impl), c, dtype));
+          made("strided", Outcome::kUnsupported, strip_prefix(r.message, subject.impl), c, dtype));
     else if (r.outcome == conformance::Outcome::kPass || refused)
       found.push_back(made("strided", Outcome::kPass, "", c, dtype));
     else
@@ -140,7 +140,7 @@ Holdings holdings(const te_fl::Device& device) {
 
 // The smallest growth of memory in any of four rounds.
 template <class Round>
-Holdings growth_of(const te_fl::Device& device, const Round& round) {
+Holdings measure_growth(const te_fl::Device& device, const Round& round) {
   Holdings least{INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX}, before = holdings(device);
   for (int i = 0; i < 4; ++i) {
     round();
@@ -179,12 +179,12 @@ std::vector<Finding> leaks(const Subject& subject, const Table& cases) {
   calls(20);
   const int n = std::clamp(static_cast<int>(300 / slowest), 20, 250);
   calls(n);
-  Holdings least = growth_of(subject.device, [&] { calls(n); });
+  Holdings least = measure_growth(subject.device, [&] { calls(n); });
   if (!wrong.empty()) return {made("leak", Outcome::kFail, wrong, &c)};
   if (!subject.device.is_host() && least.device_used > 0) {
     // Uploads the same tensors and copies them back without a call of the op. If memory grows
     // nevertheless, the device causes it.
-    const Holdings device = growth_of(subject.device, [&] { calls(n, {.describe = true}); });
+    const Holdings device = measure_growth(subject.device, [&] { calls(n, {.describe = true}); });
     if (device.device_used > 0)
       return {
           made("leak", Outcome::kUnsupported,

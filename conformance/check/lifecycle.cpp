@@ -96,8 +96,9 @@ te_fl::Status end(const te_fl::plugins::PluginInfo& plugin) {
 
 }  // namespace
 
-std::vector<Finding> lifecycle_of(const te_fl::plugins::PluginInfo& plugin,
-                                  const std::vector<std::pair<Subject, conformance::Table>>& work) {
+std::vector<Finding> check_lifecycle(
+    const te_fl::plugins::PluginInfo& plugin,
+    const std::vector<std::pair<Subject, conformance::Table>>& work) {
   std::vector<Finding> found;
   const std::string path = plugin.abi == "Python" ? plugin.name : plugin.path;
   if (const te_fl::Status status = end(plugin); !status.ok())
@@ -110,7 +111,7 @@ std::vector<Finding> lifecycle_of(const te_fl::plugins::PluginInfo& plugin,
       found.push_back(made(Outcome::kFail, "load again", again.status().to_string()));
       return found;
     }
-    note_code_of(plugin);
+    note_code_digest(plugin);
     const std::vector<Ran> ran = run_all(work);
     if (const te_fl::Status status = end(plugin); !status.ok()) {
       found.push_back(made(Outcome::kFail, when, status.to_string()));

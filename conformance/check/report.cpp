@@ -41,7 +41,7 @@ struct Matrix {
   }
 };
 
-std::string text_of(const Tally& t) {
+std::string describe_tally(const Tally& t) {
   if (t.failed > 0) return std::to_string(t.failed) + " failed";
   if (t.passed == 0) return t.unsupported > 0 ? "not supported" : "-";
   return std::to_string(t.passed) +
@@ -92,7 +92,7 @@ std::string joined(const std::vector<std::string>& parts) {
 }
 
 // The reason for which there is no certificate although nothing failed; otherwise empty.
-std::string shortfall_of(const Report& r) {
+std::string describe_shortfall(const Report& r) {
   if (r.count(Outcome::kFail) > 0 || r.left_out.empty()) return {};
   return "nothing failed, but not everything was checked: " + joined(r.left_out);
 }
@@ -121,13 +121,13 @@ std::vector<Refusal> refusals_of(const Report& r) {
   return sorted;
 }
 
-std::string counts_of(const Report& r) {
+std::string describe_counts(const Report& r) {
   return std::to_string(r.count(Outcome::kPass)) + " passed, " +
          std::to_string(r.count(Outcome::kFail)) + " failed, " +
          std::to_string(r.count(Outcome::kUnsupported)) + " not supported";
 }
 
-std::string label_of(const Finding& f) {
+std::string finding_label(const Finding& f) {
   std::string text = f.check;
   if (!f.impl.empty()) text += "  " + f.impl;
   const std::string what = !f.name.empty() ? f.name : f.op;
@@ -219,16 +219,16 @@ void print(const Report& r) {
     if (f.outcome != Outcome::kFail || ++shown[f.op.empty() ? f.check : f.op + ", " + f.check] > 5)
       continue;
     std::printf("\n%s  %s\n      %s\n      %s\n", paint(Color::kRed, "FAIL").c_str(),
-                label_of(f).c_str(), f.message.c_str(), f.reproduce.c_str());
+                finding_label(f).c_str(), f.message.c_str(), f.reproduce.c_str());
   }
   for (const auto& [key, n] : shown)
     if (n > 5) std::printf("\n%d more failures of %s\n", n - 5, key.c_str());
   const Color color = r.certified()                  ? Color::kGreen
                       : r.count(Outcome::kFail) == 0 ? Color::kYellow
                                                      : Color::kRed;
-  std::printf("\n%s: %s, %s s\n", paint(color, verdict_of(r)).c_str(), counts_of(r).c_str(),
+  std::printf("\n%s: %s, %s s\n", paint(color, verdict_of(r)).c_str(), describe_counts(r).c_str(),
               fixed(r.seconds, 1).c_str());
-  if (const std::string shortfall = shortfall_of(r); !shortfall.empty())
+  if (const std::string shortfall = describe_shortfall(r); !shortfall.empty())
     std::printf("  %s\n", shortfall.c_str());
 }
 
@@ -285,7 +285,7 @@ std::string junit_text(const Report& r) {
            count(Outcome::kUnsupported) + "\">\n";
     for (const Finding* f : findings) {
       out += "  <testcase classname=\"" + escaped(f->impl.empty() ? f->check : f->impl) +
-             "\" name=\"" + escaped(label_of(*f)) + "\" time=\"" +
+             "\" name=\"" + escaped(finding_label(*f)) + "\" time=\"" +
              fixed(f->milliseconds / 1000, 6) + "\"";
       if (f->outcome == Outcome::kPass) {
         out += "/>\n";
@@ -320,7 +320,7 @@ const char* class_of(Outcome outcome) {
 
 std::string cell(const Tally& t) {
   const char* kind = t.failed > 0 ? "fail" : t.passed > 0 ? "pass" : "none";
-  return std::string("<td class=\"") + kind + "\">" + text_of(t) + "</td>";
+  return std::string("<td class=\"") + kind + "\">" + describe_tally(t) + "</td>";
 }
 
 std::string matrix_html(const Report& r) {
@@ -347,8 +347,8 @@ std::string failures_html(const Report& r) {
   std::string out = "<h2>Failures</h2>\n<table><tr><th>what</th><th>found</th></tr>\n";
   for (const Finding& f : r.findings)
     if (f.outcome == Outcome::kFail)
-      out += "<tr><td class=\"fail\">" + escaped(label_of(f)) + "</td><td>" + escaped(f.message) +
-             "<pre>" + escaped(f.reproduce) + "</pre></td></tr>\n";
+      out += "<tr><td class=\"fail\">" + escaped(finding_label(f)) + "</td><td>" +
+             escaped(f.message) + "<pre>" + escaped(f.reproduce) + "</pre></td></tr>\n";
   return out + "</table>\n";
 }
 
@@ -404,9 +404,9 @@ std::string run_html(const Report& r) {
 std::string html_text(const Report& r) {
   std::string out = kHead;
   const char* kind = r.certified() ? "pass" : r.count(Outcome::kFail) > 0 ? "fail" : "none";
-  const std::string shortfall = shortfall_of(r);
+  const std::string shortfall = describe_shortfall(r);
   out += "<h1>" + escaped(title_of(r)) + "</h1>\n<p class=\"" + kind + "\"><strong>" +
-         verdict_of(r) + "</strong>: " + counts_of(r) +
+         verdict_of(r) + "</strong>: " + describe_counts(r) +
          (shortfall.empty() ? "" : "<br>" + escaped(shortfall)) + "</p>\n" + run_html(r);
   out += "<h2>Plugin</h2>\n<table>\n";
   for (const Finding& f : r.findings)

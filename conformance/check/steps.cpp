@@ -26,7 +26,7 @@ Finding finding(const char* check, const Subject& subject, const conformance::Ca
   Finding f;
   f.check = check, f.name = c.name, f.dtype = dtype_of(prepared.problem());
   f.outcome = from(result.outcome), f.message = result.message;
-  if (f.outcome == Outcome::kUnsupported) f.message = reason_of(result.message, subject.impl);
+  if (f.outcome == Outcome::kUnsupported) f.message = strip_prefix(result.message, subject.impl);
   f.milliseconds = result.milliseconds;
   return f;
 }
@@ -39,7 +39,7 @@ bool denormals_count() {
 
 }  // namespace
 
-std::string reason_of(const std::string& message, const std::string& impl) {
+std::string strip_prefix(const std::string& message, const std::string& impl) {
   const size_t line = message.find("\n  " + impl + " (");
   if (line == std::string::npos) return message.substr(0, message.find('\n'));
   const size_t end = message.find('\n', line + 1), begin = message.find("): ", line);
@@ -119,13 +119,13 @@ std::string dtype_of(const conformance::Problem& problem) {
   return chosen == nullptr ? "-" : conformance::name_of(chosen->spec.dtype);
 }
 
-Finding result_of(const Subject& subject, const conformance::Case& c,
-                  conformance::Prepared& prepared) {
+Finding check_result(const Subject& subject, const conformance::Case& c,
+                     conformance::Prepared& prepared) {
   return finding("result", subject, c, prepared, prepared.run(subject.impl));
 }
 
-Finding guard_of(const Subject& subject, const conformance::Case& c,
-                 conformance::Prepared& prepared) {
+Finding check_guard(const Subject& subject, const conformance::Case& c,
+                    conformance::Prepared& prepared) {
   conformance::Result result = prepared.run(subject.impl, {.guard_alignment = 1});
   if (result.outcome == conformance::Outcome::kUnsupported)
     result = prepared.run(subject.impl, {.guard_alignment = 256});
@@ -134,21 +134,21 @@ Finding guard_of(const Subject& subject, const conformance::Case& c,
   return finding("guard", subject, c, prepared, result);
 }
 
-Finding start_guard_of(const Subject& subject, const conformance::Case& c,
-                       conformance::Prepared& prepared) {
+Finding check_start_guard(const Subject& subject, const conformance::Case& c,
+                          conformance::Prepared& prepared) {
   return finding("guard", subject, c, prepared,
                  prepared.run(subject.impl, {.guard_alignment = 256, .guard_start = true}));
 }
 
-Finding margins_of(const Subject& subject, const conformance::Case& c,
-                   conformance::Prepared& prepared, size_t bytes) {
+Finding check_margins(const Subject& subject, const conformance::Case& c,
+                      conformance::Prepared& prepared, size_t bytes) {
   const bool deterministic = (subject.flags & TE_FL_OP_DETERMINISTIC) != 0;
   return finding("guard", subject, c, prepared,
                  conformance::run_between_margins(prepared, subject.impl, deterministic, bytes));
 }
 
-Finding determinism_of(const Subject& subject, const conformance::Case& c,
-                       conformance::Prepared& prepared) {
+Finding check_determinism(const Subject& subject, const conformance::Case& c,
+                          conformance::Prepared& prepared) {
   const conformance::How how{.deterministic = true};
   conformance::Result result = prepared.run(subject.impl, how);
   if (result.outcome != conformance::Outcome::kPass) {
@@ -170,15 +170,15 @@ Finding determinism_of(const Subject& subject, const conformance::Case& c,
   return finding("determinism", subject, c, prepared, result);
 }
 
-Finding describe_of(const Subject& subject, const conformance::Case& c,
-                    conformance::Prepared& prepared) {
+Finding check_describe(const Subject& subject, const conformance::Case& c,
+                       conformance::Prepared& prepared) {
   conformance::Result result = prepared.run(subject.impl, {.describe = true});
   if (result.outcome == conformance::Outcome::kPass) result.message.clear();
   return finding("describe", subject, c, prepared, result);
 }
 
-std::optional<Finding> stream_of(const Subject& subject, const conformance::Case& c,
-                                 conformance::Prepared& prepared) {
+std::optional<Finding> check_stream(const Subject& subject, const conformance::Case& c,
+                                    conformance::Prepared& prepared) {
   auto stream = te_fl::Stream::create(subject.device);
   if (!stream.ok()) {
     if (stream.status().code() == te_fl::StatusCode::kUnsupported) return std::nullopt;

@@ -57,33 +57,33 @@ std::string dtype_of(const te_fl::conformance::Problem& problem);
 
 // Extracts the reason that concerns `impl` from dispatch's error text about a refused call, which
 // lists all candidates.
-std::string reason_of(const std::string& message, const std::string& impl);
+std::string strip_prefix(const std::string& message, const std::string& impl);
 
 // Runs the case and compares the results with its expectations; also checks the memory around the
 // tensors.
-Finding result_of(const Subject& subject, const te_fl::conformance::Case& c,
-                  te_fl::conformance::Prepared& prepared);
+Finding check_result(const Subject& subject, const te_fl::conformance::Case& c,
+                     te_fl::conformance::Prepared& prepared);
 // Checks that two calls in deterministic mode give the same bits.
-Finding determinism_of(const Subject& subject, const te_fl::conformance::Case& c,
-                       te_fl::conformance::Prepared& prepared);
+Finding check_determinism(const Subject& subject, const te_fl::conformance::Case& c,
+                          te_fl::conformance::Prepared& prepared);
 // Repeats the call with tensors placed directly before inaccessible pages. They are aligned to
 // their elements, or to 256 bytes if that is refused. Host only.
-Finding guard_of(const Subject& subject, const te_fl::conformance::Case& c,
-                 te_fl::conformance::Prepared& prepared);
-// Like guard_of(), with tensors placed directly after inaccessible pages.
-Finding start_guard_of(const Subject& subject, const te_fl::conformance::Case& c,
-                       te_fl::conformance::Prepared& prepared);
+Finding check_guard(const Subject& subject, const te_fl::conformance::Case& c,
+                    te_fl::conformance::Prepared& prepared);
+// Like check_guard(), with tensors placed directly after inaccessible pages.
+Finding check_start_guard(const Subject& subject, const te_fl::conformance::Case& c,
+                          te_fl::conformance::Prepared& prepared);
 // Repeats the call on a device with different bytes in a margin around each tensor, since device
 // pages cannot be protected. `bytes`: size of the margin on each side.
-Finding margins_of(const Subject& subject, const te_fl::conformance::Case& c,
-                   te_fl::conformance::Prepared& prepared, size_t bytes = size_t{64} << 10);
+Finding check_margins(const Subject& subject, const te_fl::conformance::Case& c,
+                      te_fl::conformance::Prepared& prepared, size_t bytes = size_t{64} << 10);
 // Checks describe() for a call that is supported: it must return a text and not access any tensor.
-Finding describe_of(const Subject& subject, const te_fl::conformance::Case& c,
-                    te_fl::conformance::Prepared& prepared);
+Finding check_describe(const Subject& subject, const te_fl::conformance::Case& c,
+                       te_fl::conformance::Prepared& prepared);
 // Repeats the call on a new stream and waits for that stream only. nullopt if the device has no
 // streams.
-std::optional<Finding> stream_of(const Subject& subject, const te_fl::conformance::Case& c,
-                                 te_fl::conformance::Prepared& prepared);
+std::optional<Finding> check_stream(const Subject& subject, const te_fl::conformance::Case& c,
+                                    te_fl::conformance::Prepared& prepared);
 
 // Reports to the parent that a call has returned, at most once per second. --time-limit thus
 // applies to a single call, independent of the number of calls in a step and of the machine's load.
@@ -107,17 +107,17 @@ struct ExtraStep {
 const std::vector<ExtraStep>& extra_steps();
 
 // Checks rule R3 for the structs of an active plugin.
-std::vector<Finding> structs_of(const te_fl::plugins::PluginInfo& plugin);
+std::vector<Finding> check_structs(const te_fl::plugins::PluginInfo& plugin);
 
 // Records the address range of the plugin's code, so that a crash can be located in it. Returns the
 // file that contains the code.
-std::string note_code_of(const te_fl::plugins::PluginInfo& plugin);
-// True if the address is in the range that note_code_of() recorded last, even after the code was
-// unmapped. Always true if no range is known.
+std::string note_code_digest(const te_fl::plugins::PluginInfo& plugin);
+// True if the address is in the range that note_code_digest() recorded last, even after the code
+// was unmapped. Always true if no range is known.
 bool in_plugin(uintptr_t address);
 
 // Deactivates the plugin after running its ops, loads it again, and checks what it leaves behind.
-std::vector<Finding> lifecycle_of(
+std::vector<Finding> check_lifecycle(
     const te_fl::plugins::PluginInfo& plugin,
     const std::vector<std::pair<Subject, te_fl::conformance::Table>>& work);
 

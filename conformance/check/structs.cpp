@@ -27,7 +27,7 @@ std::string not_zero(const char* what) {
 
 // Checks that properties() writes only struct_size bytes, since a host may have a shorter
 // te_fl_device_props than the plugin.
-std::string properties_of(const te_fl_device_desc& device) {
+std::string device_properties(const te_fl_device_desc& device) {
   constexpr size_t kKnown = offsetof(te_fl_device_props, driver);
   te_fl_device_props props;
   std::memset(static_cast<void*>(&props), kMark, sizeof props);
@@ -42,15 +42,15 @@ std::string properties_of(const te_fl_device_desc& device) {
          " that the host gave; copy no more than struct_size bytes";
 }
 
-Finding device_of(const std::string& name, const te_fl_device_desc& device) {
+Finding check_device(const std::string& name, const te_fl_device_desc& device) {
   std::string wrong;
   if (device.reserved != 0) wrong = not_zero("a te_fl_device_desc");
   if (wrong.empty() && device.api->reserved != 0) wrong = not_zero("a te_fl_device_api");
-  if (wrong.empty()) wrong = properties_of(device);
+  if (wrong.empty()) wrong = device_properties(device);
   return made(name, wrong, "reserved members are zero, properties() keeps to the host's size");
 }
 
-Finding header_of(const te_fl_plugin_header& header) {
+Finding check_header(const te_fl_plugin_header& header) {
   std::string wrong;
   const size_t end = offsetof(te_fl_plugin_header, reserved) + sizeof header.reserved;
   if (header.struct_size >= end) {
@@ -63,7 +63,7 @@ Finding header_of(const te_fl_plugin_header& header) {
 
 }  // namespace
 
-std::vector<Finding> structs_of(const te_fl::plugins::PluginInfo& plugin) {
+std::vector<Finding> check_structs(const te_fl::plugins::PluginInfo& plugin) {
   std::vector<Finding> found;
   if (!plugin.reason.empty()) {  // left-out ops that this te-fl does not have (R20)
     found.push_back(made("ops", "", plugin.reason));
@@ -77,14 +77,14 @@ std::vector<Finding> structs_of(const te_fl::plugins::PluginInfo& plugin) {
     info.abi_major = TE_FL_ABI_MAJOR;
     info.abi_minor = TE_FL_ABI_MINOR;
     info.version = TE_FL_VERSION;
-    if (query != nullptr) found.push_back(header_of(*query(&info)));
+    if (query != nullptr) found.push_back(check_header(*query(&info)));
     dlclose(library);
   }
   for (const std::string& name : plugin.devices) {
     const auto device = te_fl::parse_device(name);
     if (!device.ok()) continue;
     const auto desc = te_fl::devices::find(*device);
-    if (desc.ok()) found.push_back(device_of(name, **desc));
+    if (desc.ok()) found.push_back(check_device(name, **desc));
   }
   return found;
 }

@@ -52,7 +52,7 @@ void say(const json& message) {
 std::atomic<uintptr_t> g_code_begin{0}, g_code_end{0}, g_code_base{0};
 
 // The address of the instruction that caused the signal; 0 if unknown.
-uintptr_t instruction_of([[maybe_unused]] const void* context) {
+uintptr_t instruction_pointer([[maybe_unused]] const void* context) {
 #if defined(__x86_64__)
   return static_cast<uintptr_t>(
       static_cast<const ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP]);
@@ -66,7 +66,7 @@ uintptr_t instruction_of([[maybe_unused]] const void* context) {
 // Reports the offset in the plugin's code where the signal occurred, or from which the failing
 // function was called.
 void say_where(const void* context) {
-  const uintptr_t instruction = instruction_of(context);
+  const uintptr_t instruction = instruction_pointer(context);
   void* frames[64];
   const int count = backtrace(frames, 64);
   for (int i = 0; i < count; ++i) {
@@ -117,8 +117,8 @@ void catch_signals() {
 }
 
 // The implementations of a plugin, on each device that they support.
-std::vector<Target> targets_of(const te_fl::plugins::PluginInfo& plugin,
-                               const conformance::Table& table) {
+std::vector<Target> list_targets(const te_fl::plugins::PluginInfo& plugin,
+                                 const conformance::Table& table) {
   std::map<std::string, std::string> family;
   for (const auto& c : table) family[c.op] = c.family;
   std::vector<Target> targets;
@@ -143,7 +143,7 @@ std::vector<Target> targets_of(const te_fl::plugins::PluginInfo& plugin,
   return targets;
 }
 
-json facts_of(const std::string& device) {
+json describe_device(const std::string& device) {
   json facts = {{"name", device}, {"chip", ""}, {"driver", ""}};
   const auto parsed = te_fl::parse_device(device);
   if (!parsed.ok()) return facts;
@@ -158,7 +158,7 @@ te_fl::Result<te_fl::plugins::PluginInfo> open_plugin(const CheckOptions& option
                                                       ProcessState& state) {
   state = ProcessState::now();
   te_fl::OpManager::instance();
-  te_fl::plugins::take_odd_status();  // drops the status of other installed plugins
+  te_fl::plugins::take_status_misuse();  // drops the status of other installed plugins
   te_fl::plugins::take_undeclared_setting();
   if (options.builtin.empty()) {
     // Records the process state with the changes that other installed plugins have made.
@@ -207,14 +207,14 @@ class Worker {
     }
     plugin_ = *plugin;
     json targets = json::array();
-    for (const Target& t : targets_of(plugin_, table_))
+    for (const Target& t : list_targets(plugin_, table_))
       targets.push_back({{"op", t.op},
                          {"impl", t.impl},
                          {"device", t.device},
                          {"family", t.family},
                          {"first", t.first}});
     json devices = json::array();
-    for (const std::string& device : plugin_.devices) devices.push_back(facts_of(device));
+    for (const std::string& device : plugin_.devices) devices.push_back(describe_device(device));
     say({{"hello",
           {{"name", plugin_.name},
            {"vendor", plugin_.vendor},
@@ -222,9 +222,9 @@ class Worker {
            {"build_id", plugin_.build_id},
            {"path", plugin_.path},
            {"devices", devices},
-           {"code", note_code_of(plugin_)},
+           {"code", note_code_digest(plugin_)},
            {"targets", targets},
-           {"status", te_fl::plugins::take_odd_status()},
+           {"status", te_fl::plugins::take_status_misuse()},
            {"setting", te_fl::plugins::take_undeclared_setting()},
            {"changed", environment_.changed()}}}});
     printed_.take();  // drops what was printed during loading
@@ -288,10 +288,10 @@ class Worker {
   void swept(const Subject& subject, const conformance::Case& c) {
     constexpr size_t kMargin = 4096;  // small, since there are many small cases
     conformance::Prepared prepared(c, subject.device);
-    Finding f = subject.device.is_host() ? result_of(subject, c, prepared)
-                                         : margins_of(subject, c, prepared, kMargin);
+    Finding f = subject.device.is_host() ? check_result(subject, c, prepared)
+                                         : check_margins(subject, c, prepared, kMargin);
     if (f.outcome == Outcome::kPass && subject.device.is_host()) {
-      const Finding guarded = guard_of(subject, c, prepared);
+      const Finding guarded = check_guard(subject, c, prepared);
       if (guarded.outcome == Outcome::kFail) f = guarded;
     }
     f.check = "sweep";
@@ -349,32 +349,32 @@ class Worker {
       return report(subject, std::move(f));
     }
     if (from <= step) {
-      f = result_of(subject, c, *prepared);
+      f = check_result(subject, c, *prepared);
       const bool passed = f.outcome == Outcome::kPass;
       report(subject, f);
       if (!passed) return;
     }
     if (from <= step + 1 && !c.large && prepared->problem().want_code == 0) {
       begin(step + 1, step + 2, subject, "guard", c.name);
-      report(subject, subject.device.is_host() ? guard_of(subject, c, *prepared)
-                                               : margins_of(subject, c, *prepared));
+      report(subject, subject.device.is_host() ? check_guard(subject, c, *prepared)
+                                               : check_margins(subject, c, *prepared));
     }
     if (from <= step + 2 && subject.device.is_host() && !c.large &&
         prepared->problem().want_code == 0) {
       begin(step + 2, step + 3, subject, "guard", c.name);
-      report(subject, start_guard_of(subject, c, *prepared));
+      report(subject, check_start_guard(subject, c, *prepared));
     }
     if (from <= step + 3 && (subject.flags & TE_FL_OP_DETERMINISTIC) != 0) {
       begin(step + 3, step + 4, subject, "determinism", c.name);
-      report(subject, determinism_of(subject, c, *prepared));
+      report(subject, check_determinism(subject, c, *prepared));
     }
     if (from <= step + 4 && !subject.device.is_host()) {
       begin(step + 4, step + 5, subject, "stream", c.name);
-      if (auto found = stream_of(subject, c, *prepared)) report(subject, std::move(*found));
+      if (auto found = check_stream(subject, c, *prepared)) report(subject, std::move(*found));
     }
     if (from <= step + 5 && subject.describes && !c.large && prepared->problem().want_code == 0) {
       begin(step + 5, step + 6, subject, "describe", c.name);
-      report(subject, describe_of(subject, c, *prepared));
+      report(subject, check_describe(subject, c, *prepared));
     }
   }
 
@@ -403,8 +403,8 @@ class Worker {
   // Reports an invalid status that the plugin returned. te-fl replaces an invalid status, so no
   // other check detects it. Reported once per implementation and check.
   void report_status(Finding f) {
-    const std::string odd = te_fl::plugins::take_odd_status();
-    if (odd.empty() || !told_.insert(f.impl + " " + f.device + " " + f.check).second) return;
+    const std::string odd = te_fl::plugins::take_status_misuse();
+    if (odd.empty() || !reported_.insert(f.impl + " " + f.device + " " + f.check).second) return;
     f.message = "a function of the plugin, in the check \"" + f.check + "\": " + odd;
     f.check = "status", f.outcome = Outcome::kFail;
     say({{"result", f}});
@@ -413,7 +413,7 @@ class Worker {
   // Reports an undeclared setting, once per implementation and setting.
   void report_setting(Finding f) {
     const std::string name = te_fl::plugins::take_undeclared_setting();
-    if (name.empty() || !told_.insert(f.impl + " " + name).second) return;
+    if (name.empty() || !reported_.insert(f.impl + " " + name).second) return;
     f.message = "in the check \"" + f.check + "\": " + undeclared_text(name);
     f.check = "settings", f.outcome = Outcome::kFail;
     say({{"result", f}});
@@ -439,8 +439,8 @@ class Worker {
       work.emplace_back(subject, chosen_cases(options_, table_, subject.op));
     }
     say({{"begin", 0}, {"resume", -1}, {"check", "lifecycle"}, {"op", ""}, {"case", ""}});
-    for (const Finding& f : structs_of(plugin_)) say({{"result", f}});
-    for (const Finding& f : lifecycle_of(plugin_, work)) {
+    for (const Finding& f : check_structs(plugin_)) say({{"result", f}});
+    for (const Finding& f : check_lifecycle(plugin_, work)) {
       say({{"result", f}});
       report_status(f);
     }
@@ -450,14 +450,14 @@ class Worker {
   conformance::Table table_;
   te_fl::plugins::PluginInfo plugin_;
   ProcessState environment_;
-  std::set<std::string> told_;
+  std::set<std::string> reported_;
   PrintedText printed_;
   std::map<std::string, int> printing_;  // findings with text, by implementation and device
 };
 
 }  // namespace
 
-std::string note_code_of(const te_fl::plugins::PluginInfo& plugin) {
+std::string note_code_digest(const te_fl::plugins::PluginInfo& plugin) {
   const void* code = nullptr;
   for (const auto& impl : te_fl::OpRegistry::instance().snapshot()) {
     const std::string entry = impl.op + ": " + impl.impl_id;
@@ -503,7 +503,7 @@ void beat() {
   if (write(kAnswers, kLine.data(), kLine.size()) <= 0) _exit(1);
 }
 
-int serve_text(const std::string& text) {
+int serve_json(const std::string& text) {
   const json settings = json::parse(text);
   CheckOptions options;
   options.plugin = settings.at("plugin"), options.op = settings.at("op");

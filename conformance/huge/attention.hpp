@@ -73,9 +73,9 @@ class Attention {
       for (int64_t j = 0; sum > 0 && j < static_cast<int64_t>(s.size()); ++j) {
         const double term = s[static_cast<size_t>(j)] / sum * kept(at, j) *
                             v_values_.at(index(at.b, j, at.h / ratio(), p_.groups) + i % p_.dim);
-        v.value += term, v.slack += 0x1p-8 * std::fabs(term);
+        v.value += term, v.tolerance += 0x1p-8 * std::fabs(term);
       }
-      v.slack += 0x1p-8 * std::fabs(v.value);
+      v.tolerance += 0x1p-8 * std::fabs(v.value);
       return v;
     });
     run.expect_near(
@@ -215,9 +215,9 @@ class Attention {
         const double k =
             scale_ * k_values_.at(index(at.b, j, at.h / ratio(), p_.groups) + i % p_.dim);
         sum.value += ds[static_cast<size_t>(j)].value * k;
-        sum.slack += ds[static_cast<size_t>(j)].slack * std::fabs(k);
+        sum.tolerance += ds[static_cast<size_t>(j)].tolerance * std::fabs(k);
       }
-      sum.slack += 0x1p-8 * std::fabs(sum.value);
+      sum.tolerance += 0x1p-8 * std::fabs(sum.value);
       return sum;
     });
   }
@@ -251,10 +251,11 @@ class Attention {
         for (int64_t q = 0; q < own(at.b); ++q, ++next) {
           const int64_t row = index(at.b, q, h, p_.heads) + i % p_.dim;
           const double x = keys ? scale_ * q_values_.at(row) : do_values_.at(row);
-          sum.value += weights[next].value * x, sum.slack += weights[next].slack * std::fabs(x);
+          sum.value += weights[next].value * x,
+              sum.tolerance += weights[next].tolerance * std::fabs(x);
         }
       }
-      sum.slack += 0x1p-8 * std::fabs(sum.value);
+      sum.tolerance += 0x1p-8 * std::fabs(sum.value);
       return sum;
     });
   }
@@ -323,9 +324,9 @@ inline void forward_of_codes(Run& run, bool plain) {
     for (int64_t j = 0; j < kLength; ++j) {
       const double term = p[static_cast<size_t>(j)] * codes[2].at(at(first + j) + i % kDim);
       v.value += kOut * kScaleInv[2] * term;
-      v.slack += kOut * kScaleInv[2] * std::fabs(term) / 16;
+      v.tolerance += kOut * kScaleInv[2] * std::fabs(term) / 16;
     }
-    v.slack += std::fabs(v.value) / 16;
+    v.tolerance += std::fabs(v.value) / 16;
     return v;
   });
 }

@@ -21,11 +21,11 @@ inline void dequantize(Run& run, int64_t cols, Scaling scaling, bool columnwise,
   const Tensor own = t.columnwise_scale_inv();
   const Tensor scale_inv = columnwise && own.defined() ? own : t.scale_inv();
   const bool micro = scaling == Scaling::kMXFP8;
-  const auto exponent_of = [&](int64_t at) { return static_cast<int>(scales.at(at) * 8) - 16; };
+  const auto binary_exponent = [&](int64_t at) { return static_cast<int>(scales.at(at) * 8) - 16; };
   if (micro) {
     std::vector<uint8_t> exponents;  // E8M0 codes of the scales
     for (int64_t i = 0; i < Pattern::kPeriod; ++i) {
-      exponents.push_back(static_cast<uint8_t>(127 + exponent_of(i)));
+      exponents.push_back(static_cast<uint8_t>(127 + binary_exponent(i)));
     }
     run.repeat(scale_inv, exponents);
   } else {
@@ -39,7 +39,7 @@ inline void dequantize(Run& run, int64_t cols, Scaling scaling, bool columnwise,
       [&](int64_t i) {
         const int64_t row = i / cols, col = i % cols;
         const int64_t at = scale_index(scaling, columnwise, rows, cols, row, col);
-        if (micro) return std::ldexp(codes.at(i), exponent_of(at));
+        if (micro) return std::ldexp(codes.at(i), binary_exponent(at));
         return codes.at(columnwise ? col * rows + row : i) * scales.at(at);
       },
       to == DType::kF32 ? 1e-6 : 0x1p-8, 0);

@@ -129,12 +129,12 @@ inline void codes(Run& run, const Sizes& s, Scaling scaling, Into into) {
     for (int64_t k = 0; k < s.k; ++k) {
       const double term = a_codes.at(row * s.k + k) * scale_of(a_scales, scaling, s.m, row, k) *
                           b_codes.at(col * s.k + k) * scale_of(b_scales, b_scaling, s.n, col, k);
-      v.value += term, v.slack += std::fabs(term);
+      v.value += term, v.tolerance += std::fabs(term);
     }
     // Hopper keeps 14 bits of sums of FP8 products, relative to the largest term (gemm_case.cpp);
     // 1.3e-4 of the magnitudes has been observed.
-    v.slack *= 0x1p-10;
-    v.slack += 0x1p-8 * std::fabs(v.value);
+    v.tolerance *= 0x1p-10;
+    v.tolerance += 0x1p-8 * std::fabs(v.value);
     return v;
   };
   te_fl_generic_gemm_args args{};
@@ -158,7 +158,7 @@ inline void codes(Run& run, const Sizes& s, Scaling scaling, Into into) {
   run.call("generic_gemm", &args);
   const auto linear = [&](int64_t i) {
     const Near v = value(i);
-    return Near{v.value + bias_values.at(i % s.n), v.slack + 0x1p-8};
+    return Near{v.value + bias_values.at(i % s.n), v.tolerance + 0x1p-8};
   };
   run.expect_near(saved, "pre_gelu_out", linear);
   d.expect(

@@ -47,7 +47,7 @@ inline void permute(Run& run, int64_t cols, int64_t num_experts) {
 }
 
 // The row of each pair [s, t]: a permutation of all rows.
-inline std::vector<int32_t> rows_of(int64_t pairs) {
+inline std::vector<int32_t> make_rows(int64_t pairs) {
   std::vector<int32_t> map;
   int64_t step = 7919;
   while (pairs % step == 0) ++step;
@@ -63,7 +63,7 @@ inline int64_t tokens_for(const Run& run, int64_t cols) {
 inline void sums(Run& run, int64_t cols, const std::string& op) {
   const Pattern pattern(1), weights(2);
   const int64_t tokens = tokens_for(run, cols), pairs = tokens * kTop;
-  const std::vector<int32_t> map = rows_of(pairs);
+  const std::vector<int32_t> map = make_rows(pairs);
   const Tensor x = run.input({pairs, cols}, pattern);
   const Tensor rows = shaped(run, run.integers(map), {kTop, tokens});
   const Tensor probs = run.input({tokens, kTop}, weights, DType::kF32);
@@ -90,7 +90,7 @@ inline void sums(Run& run, int64_t cols, const std::string& op) {
 inline void gradient(Run& run, int64_t cols) {
   const Pattern grad(1), input(2), weights(3);
   const int64_t tokens = tokens_for(run, cols), pairs = tokens * kTop;
-  const std::vector<int32_t> map = rows_of(pairs);
+  const std::vector<int32_t> map = make_rows(pairs);
   std::vector<int32_t> pair_of(map.size());
   for (size_t i = 0; i < map.size(); ++i) {
     pair_of[static_cast<size_t>(map[i])] = static_cast<int32_t>(i);

@@ -10,8 +10,8 @@
 
 namespace te_fl::huge::norm_calls {
 
-using conformance::bits_of;
-using conformance::float_of;
+using conformance::bits_float;
+using conformance::float_bits;
 
 constexpr double kEpsilon = double{1e-5f};
 constexpr int64_t kLong = 40000;  // exceeds the registers of every kernel
@@ -28,8 +28,8 @@ struct Forward {
 
 // Rounds to FP32 and then to BF16, ties to even.
 inline double rounded(double x) {
-  const uint32_t bits = bits_of(static_cast<float>(x));
-  return double{float_of((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u)};
+  const uint32_t bits = float_bits(static_cast<float>(x));
+  return double{bits_float((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u)};
 }
 
 // The inputs of a call and the expected results.
@@ -59,7 +59,7 @@ class Norm {
   }
   double operator()(int64_t i) {
     const int64_t col = i % f_.cols;
-    const Row& row = row_of(i / f_.cols);
+    const Row& row = find_row(i / f_.cols);
     const double weight = col == kPlace ? kWeight : double{gamma_pattern_.at(col)};
     const double z = (normalised(i) - row.mean) * row.rsigma * (weight + (f_.zero_centred ? 1 : 0));
     return f_.layer ? z + beta_pattern_.at(col) : z;
@@ -68,10 +68,10 @@ class Norm {
   void expect_rest(Run& run) {
     const auto near = [](double x) { return Near{x, 5e-5 * std::fabs(x) + 1e-5}; };
     run.expect_near(
-        rsigma_, "rsigma", [&](int64_t row) { return near(row_of(row).rsigma); }, Run::kFew);
+        rsigma_, "rsigma", [&](int64_t row) { return near(find_row(row).rsigma); }, Run::kFew);
     if (f_.layer) {
       run.expect_near(
-          mu_, "mu", [&](int64_t row) { return near(row_of(row).mean); }, Run::kFew);
+          mu_, "mu", [&](int64_t row) { return near(find_row(row).mean); }, Run::kFew);
     }
     if (f_.residual)
       run.expect(
@@ -86,7 +86,7 @@ class Norm {
     const double x = i == last_ ? kInput : x_pattern_.at(i);
     return f_.residual ? rounded(x + residual_pattern_.at(i)) : x;
   }
-  const Row& row_of(int64_t row) {
+  const Row& find_row(int64_t row) {
     const auto known = known_.find(row);
     if (known != known_.end()) return known->second;
     double sum = 0, squares = 0;

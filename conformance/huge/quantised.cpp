@@ -11,10 +11,10 @@
 namespace te_fl::huge {
 namespace {
 
-using conformance::bits_of;
+using conformance::bits_float;
 using conformance::decode_bits;
 using conformance::encode_bits;
-using conformance::float_of;
+using conformance::float_bits;
 using conformance::Format;
 using conformance::format_of;
 using conformance::largest;
@@ -29,7 +29,7 @@ int abi(DType dtype) { return dtype == DType::kF8E5M2 ? TE_FL_F8E5M2 : TE_FL_F8E
 // "Scale from amax" in docs/numerics.md, for finite amaxes other than 0.
 float scale_from(double amax, int dtype, bool pow2) {
   const float scale = static_cast<float>(largest(dtype)) / static_cast<float>(amax);
-  return pow2 ? float_of(bits_of(scale) & 0xff800000u) : scale;
+  return pow2 ? bits_float(float_bits(scale) & 0xff800000u) : scale;
 }
 
 // The scale of MXFP8: a power of two whose inverse is stored as an E8M0 code.
@@ -148,7 +148,7 @@ void Quantised::expect_copy(Run& run, const Copy& copy, const Value& value, bool
       const double found = decode_bits(format, code), meant = decode_bits(format, want);
       const bool fine =
           exact ? code == want
-                : std::fabs(found - meant) <= step * std::fabs(meant) + 0.002 + slack_ * scale;
+                : std::fabs(found - meant) <= step * std::fabs(meant) + 0.002 + tolerance_ * scale;
       if (!fine) {
         run.fail(std::string(copy.name) + " codes[" + std::to_string(i) + "] is " +
                  std::to_string(found) + ", expected " + std::to_string(meant) + " (" +
@@ -158,9 +158,10 @@ void Quantised::expect_copy(Run& run, const Copy& copy, const Value& value, bool
   }
 }
 
-void Quantised::expect(Run& run, const Value& value, double amax, bool exact, double slack) const {
+void Quantised::expect(Run& run, const Value& value, double amax, bool exact,
+                       double tolerance) const {
   if (run.failed()) return;
-  amax_ = amax, slack_ = slack;
+  amax_ = amax, tolerance_ = tolerance;
   const int64_t k = tensor_.size(-1), m = tensor_.numel() / k;
   const bool one_scale = spec_.scaling == Scaling::kTensor;
   if (spec_.rowwise) {

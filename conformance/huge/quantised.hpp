@@ -16,9 +16,10 @@ class Quantised {
 
   // Compares sampled elements, their scales, and amax. value(i) is logical element i before
   // quantisation. `exact`: value() is exact, so codes and scales must be equal. Otherwise a code
-  // may be an adjacent one, or differ by up to `slack` in value. `amax` is the
+  // may be an adjacent one, or differ by up to `tolerance` in value. `amax` is the
   // largest magnitude of all elements, which samples may miss; NaN: unknown, not compared.
-  void expect(Run& run, const Value& value, double amax, bool exact = true, double slack = 0) const;
+  void expect(Run& run, const Value& value, double amax, bool exact = true,
+              double tolerance = 0) const;
 
  private:
   struct Copy;
@@ -28,7 +29,7 @@ class Quantised {
   Tensor tensor_;
   QuantSpec spec_;
   float scale_;
-  mutable double amax_ = 0, slack_ = 0;
+  mutable double amax_ = 0, tolerance_ = 0;
 };
 
 // Random FP8 data for an input, with values up to `largest`.

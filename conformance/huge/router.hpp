@@ -12,7 +12,7 @@ using conformance::RouterOptions;
 
 constexpr int64_t kTop = 4;
 
-inline Numbers row_of(const Pattern& pattern, int64_t row, int64_t cols) {
+inline Numbers read_row(const Pattern& pattern, int64_t row, int64_t cols) {
   Numbers x;
   for (int64_t c = 0; c < cols; ++c) x.push_back(double{pattern.at(row * cols + c)});
   return x;
@@ -37,7 +37,7 @@ inline void choose(Run& run, int64_t experts) {
   const auto at = [&](int64_t i) {
     if (i / experts != row) {
       row = i / experts;
-      routed = conformance::route(row_of(pattern, row, experts), {}, options);
+      routed = conformance::route(read_row(pattern, row, experts), {}, options);
     }
     return static_cast<size_t>(i % experts);
   };
@@ -74,8 +74,9 @@ inline void choice_gradient(Run& run, int64_t experts) {
   run.expect_near(dx, "grad_logits", [&](int64_t i) {
     if (i / experts != row) {
       row = i / experts;
-      want = conformance::score_gradient(row_of(grad, row, experts), row_of(logits, row, experts),
-                                         chosen, TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS, true);
+      want =
+          conformance::score_gradient(read_row(grad, row, experts), read_row(logits, row, experts),
+                                      chosen, TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS, true);
     }
     const auto e = static_cast<size_t>(i % experts);
     return Near{want.value[e], 0x1p-8 * std::fabs(want.value[e]) + 1e-5 * want.size[e] + 1e-7};
@@ -99,7 +100,7 @@ inline void scores(Run& run, int64_t experts) {
       y, "scores",
       [&](int64_t i) {
         if (i / experts != row) {
-          row = i / experts, want = conformance::softmax_of(row_of(pattern, row, experts));
+          row = i / experts, want = conformance::softmax_values(read_row(pattern, row, experts));
         }
         return want[static_cast<size_t>(i % experts)];
       },
@@ -123,8 +124,9 @@ inline void scores_gradient(Run& run, int64_t experts) {
   run.expect_near(dx, "grad_logits", [&](int64_t i) {
     if (i / experts != row) {
       row = i / experts;
-      want = conformance::score_gradient(row_of(grad, row, experts), row_of(logits, row, experts),
-                                         all, TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS, true);
+      want =
+          conformance::score_gradient(read_row(grad, row, experts), read_row(logits, row, experts),
+                                      all, TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS, true);
     }
     const auto e = static_cast<size_t>(i % experts);
     return Near{want.value[e], 0x1p-8 * std::fabs(want.value[e]) + 1e-5 * want.size[e] + 1e-7};
@@ -132,7 +134,7 @@ inline void scores_gradient(Run& run, int64_t experts) {
 }
 
 // Token counts that differ between neighbouring experts.
-inline std::vector<int32_t> counts_of(int64_t experts) {
+inline std::vector<int32_t> make_counts(int64_t experts) {
   std::vector<int32_t> counts;
   for (int64_t e = 0; e < experts; ++e) counts.push_back(static_cast<int32_t>(e % 7));
   return counts;
@@ -141,7 +143,7 @@ inline std::vector<int32_t> counts_of(int64_t experts) {
 inline void loss(Run& run, int64_t experts) {
   const Pattern pattern(1, true);
   const int64_t rows = run.rows(experts, 1);
-  const std::vector<int32_t> counts = counts_of(experts);
+  const std::vector<int32_t> counts = make_counts(experts);
   const Tensor x = run.input({rows, experts}, pattern, DType::kF32), n = run.integers(counts);
   const Tensor y = run.output({1}, DType::kF32), c = run.output({1}, DType::kF32);
   if (run.failed()) return;
@@ -164,7 +166,7 @@ inline void loss(Run& run, int64_t experts) {
 inline void loss_gradient(Run& run, int64_t experts) {
   const Pattern one(1, true);
   const int64_t rows = run.rows(experts, 1);
-  const std::vector<int32_t> counts = counts_of(experts);
+  const std::vector<int32_t> counts = make_counts(experts);
   const Tensor c = run.input({1}, one, DType::kF32), dy = run.input({1}, one);
   const Tensor n = run.integers(counts), dx = run.output({rows, experts});
   if (run.failed()) return;

@@ -167,7 +167,7 @@ void Run::expect_near(const Tensor& tensor, const char* name, const NearValue& w
       const double found = got[static_cast<size_t>(i)];
       if (found == expected.value) continue;  // also for infinities
       if (!std::isfinite(expected.value) ||
-          !(std::fabs(found - expected.value) <= expected.slack)) {
+          !(std::fabs(found - expected.value) <= expected.tolerance)) {
         fail(std::string(name) + "[" + std::to_string(begin + i) + "] is " + std::to_string(found) +
              ", expected " + std::to_string(expected.value));
       }

@@ -29,7 +29,7 @@ class Pattern {
 using Value = std::function<double(int64_t)>;
 // An expected value and its tolerance.
 struct Near {
-  double value, slack;
+  double value, tolerance;
 };
 using NearValue = std::function<Near(int64_t)>;
 

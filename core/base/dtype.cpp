@@ -131,7 +131,7 @@ constexpr ScalingAlias kScalingAliases[] = {
 };
 
 template <class Rows, class GetName>
-std::vector<std::string> names_of(const Rows& rows, GetName get_name) {
+std::vector<std::string> list_names(const Rows& rows, GetName get_name) {
   std::vector<std::string> names;
   for (const auto& row : rows) names.emplace_back(get_name(row));
   return names;
@@ -160,7 +160,7 @@ Result<DType> dtype_from_c(te_fl_dtype dtype) {
   if (dtype.lanes != 1) {
     return invalid_argument(what + " is a vector type; lanes must be 1: add a dimension instead");
   }
-  const auto names = names_of(kRows, [](const DTypeRow& r) { return r.name; });
+  const auto names = list_names(kRows, [](const DTypeRow& r) { return r.name; });
   return invalid_argument(what + " is not supported by te-fl; convert to one of " +
                           core::join(names));
 }
@@ -182,8 +182,8 @@ Result<DType> parse_dtype(std::string_view text) {
   for (const Alias& alias : kAliases) {
     if (word == alias.name) return alias.dtype;
   }
-  return unknown("dtype", text, names_of(kRows, [](const DTypeRow& r) { return r.name; }),
-                 names_of(kAliases, [](const Alias& a) { return a.name; }));
+  return unknown("dtype", text, list_names(kRows, [](const DTypeRow& r) { return r.name; }),
+                 list_names(kAliases, [](const Alias& a) { return a.name; }));
 }
 
 const te_fl_scaling_desc& describe(Scaling scaling) noexcept {
@@ -200,8 +200,8 @@ Result<Scaling> parse_scaling(std::string_view text) {
     if (word == alias.name) return alias.scaling;
   }
   return unknown("scaling mode", text,
-                 names_of(kScalings, [](const te_fl_scaling_desc& s) { return s.name; }),
-                 names_of(kScalingAliases, [](const ScalingAlias& a) { return a.name; }));
+                 list_names(kScalings, [](const te_fl_scaling_desc& s) { return s.name; }),
+                 list_names(kScalingAliases, [](const ScalingAlias& a) { return a.name; }));
 }
 
 }  // namespace te_fl

@@ -201,7 +201,7 @@ std::optional<std::string> setting_for_plugin(std::string_view name, std::string
   const auto lock = environment::detail::lock_loaded();
   const environment::detail::Known* const known = environment::detail::find(name);
   if (known == nullptr || (!known->plugin.empty() && known->plugin != plugin)) {
-    environment::detail::state().asked_undeclared = name;
+    environment::detail::state().undeclared_setting = name;
   }
   if (known == nullptr) return std::nullopt;
   const bool set = known->value.from_code || known->value.from_environment;
@@ -212,7 +212,7 @@ std::optional<std::string> setting_for_plugin(std::string_view name, std::string
 
 std::string take_undeclared_setting() {
   const auto lock = environment::detail::lock_loaded();
-  return std::exchange(environment::detail::state().asked_undeclared, {});
+  return std::exchange(environment::detail::state().undeclared_setting, {});
 }
 
 }  // namespace te_fl::core

@@ -57,7 +57,7 @@ std::string nearest_own(std::string_view name) {
 }
 
 // The prefix of a plugin's settings, for example "TE_FL_ACME_".
-std::string_view beginning_of(const Known& setting) {
+std::string_view shorten_value(const Known& setting) {
   return setting.spec.name.substr(0, std::string_view("TE_FL_").size() + setting.plugin.size() + 1);
 }
 
@@ -66,11 +66,11 @@ std::string_view beginning_of(const Known& setting) {
 const Known* of_plugin(std::string_view name, std::string& near) {
   const Known* some = nullptr;  // the longest plugin name wins: "acme_x" over "acme"
   for (const Known& k : state().known) {
-    const bool fits = !k.plugin.empty() && name.starts_with(beginning_of(k));
+    const bool fits = !k.plugin.empty() && name.starts_with(shorten_value(k));
     if (fits && (some == nullptr || k.plugin.size() > some->plugin.size())) some = &k;
   }
   if (some == nullptr) return nullptr;
-  const std::string_view beginning = beginning_of(*some);
+  const std::string_view beginning = shorten_value(*some);
   std::vector<std::string> words;
   for (const Known& k : state().known) {
     if (k.plugin == some->plugin) words.emplace_back(k.spec.name.substr(beginning.size()));

@@ -50,7 +50,7 @@ struct State {
   // Values that code set for names that no plugin has declared yet.
   std::map<std::string, std::string, std::less<>> undeclared;
   // The last undeclared setting that a plugin read.
-  std::string asked_undeclared;
+  std::string undeclared_setting;
   Status status;
   std::vector<std::string> remarks;
   bool loaded = false;

@@ -74,7 +74,8 @@ constexpr VariableSpec kSpecs[] = {
      "chosen by counting them."},
     {"TE_FL_VERIFY_ACTION", "", kEnum, "log", "log quarantine",
      "What happens if TE_FL_VERIFY finds a difference: a warning, with the call saved; or also "
-     "that the implementation stops serving the op and signature, in later runs too: from the next "
+     "that the implementation is no longer used for the op and signature, in later runs too: from "
+     "the next "
      "call on, or, among several ranks (WORLD_SIZE), from te_fl::step_boundary() on."},
     {"TE_FL_VERIFY_SEED", "", kInt, "0", "0 9223372036854775807",
      "Seed of the choice of calls that TE_FL_VERIFY checks."},
@@ -85,7 +86,8 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_VERIFY_CASES", "", kInt, "16", "0 1000000",
      "Maximum number of calls saved in TE_FL_VERIFY_DIR."},
     {"TE_FL_USAGE", "", kBool, "0", "",
-     "1: at the program's end stderr has who served which op, and what TE_FL_VERIFY found."},
+     "1: at the program's end stderr lists which implementation ran which op, and what "
+     "TE_FL_VERIFY found."},
     {"TE_FL_TRACE", "", kString, "", "",
      "File into which calls, implementations, staging and fallbacks are written at the end, per "
      "thread and stream, for Perfetto and `te-fl tune`; %p in it becomes the process's number and "
@@ -122,7 +124,8 @@ constexpr VariableSpec kSpecs[] = {
      "transfers that they feed or follow, which the copy engines of one host's GPUs make "
      "(docs/ranks-overlap.md); all ranks need the same."},
     {"TE_FL_QUARANTINE_FILE", "", kString, "", "",
-     "File of implementations that do not serve what they got wrong; unset: te_fl/quarantine.json "
+     "File of implementations that are not used for calls that they computed wrongly; unset: "
+     "te_fl/quarantine.json "
      "in $XDG_STATE_HOME or ~/.local/state; empty: none.",
      true},
 };
@@ -141,7 +144,7 @@ std::vector<std::string> bool_words() {
   return {"0", "1", "true", "false", "on", "off", "yes", "no"};
 }
 
-std::string one_of(const std::vector<std::string>& list) {
+std::string list_choices(const std::vector<std::string>& list) {
   std::string text;
   for (size_t i = 0; i < list.size(); ++i) {
     if (i > 0) text += i + 1 == list.size() ? " or " : ", ";
@@ -210,14 +213,14 @@ std::string_view type_name(VariableType type) {
 std::string accepted_values(const VariableSpec& spec) {
   switch (spec.type) {
     case kBool:
-      return one_of(bool_words()) + " (any case)";
+      return list_choices(bool_words()) + " (any case)";
     case kInt: {
       const auto bounds = words(spec.choices);
       if (bounds.size() != 2) return "a whole number";
       return "a whole number from " + bounds[0] + " to " + bounds[1];
     }
     case kEnum:
-      return one_of(words(spec.choices)) + " (any case)";
+      return list_choices(words(spec.choices)) + " (any case)";
     case kList:
       return "a comma separated list";
     case kPathList:

@@ -19,7 +19,7 @@ namespace {
 constexpr size_t kBuffered = size_t{1} << 20;
 
 // Describes the kind of a path that is not a regular file.
-const char* kind_of(mode_t mode) {
+const char* kind_name(mode_t mode) {
   return S_ISDIR(mode) ? "is a folder" : "is a device, a pipe or a socket";
 }
 
@@ -39,7 +39,7 @@ class Descriptor {
 
 // Makes a rename durable. Some file systems cannot sync a folder; the file is complete in either
 // case.
-void sync_folder_of(const std::string& path) {
+void sync_parent_folder(const std::string& path) {
   const std::string folder = std::filesystem::path(path).parent_path().string();
   const Descriptor file(
       ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
@@ -47,7 +47,7 @@ void sync_folder_of(const std::string& path) {
 }
 
 // Follows symbolic links to the file that `path` names; that file need not exist.
-std::string target_of(const std::string& path) {
+std::string resolve_links(const std::string& path) {
   const std::unique_ptr<char, decltype(&std::free)> real(::realpath(path.c_str(), nullptr),
                                                          &std::free);
   if (real != nullptr) return real.get();
@@ -94,7 +94,7 @@ Result<std::string> read_file(const std::string& path, uint64_t most) {
     const std::string why = "cannot be read: " + std::string(std::strerror(errno));
     return absent ? not_found(why) : failed_precondition(why);
   }
-  if (!S_ISREG(st.st_mode)) return failed_precondition(kind_of(st.st_mode));
+  if (!S_ISREG(st.st_mode)) return failed_precondition(kind_name(st.st_mode));
   if (static_cast<uint64_t>(st.st_size) > most) {
     return failed_precondition("has " + std::to_string(st.st_size) + " bytes, and may have " +
                                std::to_string(most));
@@ -117,15 +117,15 @@ Result<std::string> read_file(const std::string& path, uint64_t most) {
 Status check_regular(const std::string& path) {
   struct stat st {};
   if (::stat(path.c_str(), &st) != 0 || S_ISREG(st.st_mode)) return {};
-  return failed_precondition(path + " " + kind_of(st.st_mode) + "; name a regular file");
+  return failed_precondition(path + " " + kind_name(st.st_mode) + "; name a regular file");
 }
 
 FileReplacement::FileReplacement(const std::string& path)
-    : path_(target_of(path)), temporary_(name_beside(path_)) {
+    : path_(resolve_links(path)), temporary_(name_beside(path_)) {
   struct stat st {};
   const bool there = ::stat(path_.c_str(), &st) == 0;
   if (there ? !S_ISREG(st.st_mode) : errno != ENOENT) {
-    fail(there ? kind_of(st.st_mode) : std::strerror(errno));
+    fail(there ? kind_name(st.st_mode) : std::strerror(errno));
     return;
   }
   ::unlink(temporary_.c_str());  // left by an earlier process with the same process id
@@ -179,7 +179,7 @@ Status FileReplacement::commit() {
   if (!error_.empty()) return status();
   ::close(fd_);
   fd_ = -1;
-  sync_folder_of(path_);
+  sync_parent_folder(path_);
   return {};
 }
 

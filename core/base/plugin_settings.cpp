@@ -14,7 +14,7 @@ bool plain(std::string_view text) {
   });
 }
 
-std::string prefix_of(std::string_view plugin) {
+std::string variable_prefix(std::string_view plugin) {
   std::string prefix = "TE_FL_";
   for (const char c : plugin) prefix += c >= 'a' && c <= 'z' ? static_cast<char>(c - 32) : c;
   return prefix + "_";
@@ -45,7 +45,7 @@ std::optional<VariableType> plugin_setting_type(std::string_view word) {
 }
 
 Status check_declaration(std::string_view plugin, const PluginSetting& setting) {
-  const std::string prefix = prefix_of(plugin);
+  const std::string prefix = variable_prefix(plugin);
   if (!setting.name.starts_with(prefix) || setting.name.size() == prefix.size() ||
       setting.name.size() > 128 || !plain(setting.name)) {
     return wrong(setting, "must begin with " + prefix +

@@ -92,7 +92,7 @@ Status check_desc(const te_fl_device_desc* desc) {
 
 namespace {
 
-DeviceEntry* entry_of(const List& list, const Device& device) noexcept {
+DeviceEntry* find_entry(const List& list, const Device& device) noexcept {
   for (DeviceEntry* entry : list) {
     if (entry->device == device) return entry;
   }
@@ -103,7 +103,7 @@ DeviceEntry* entry_of(const List& list, const Device& device) noexcept {
 // the device out of the list at any moment, but the returned entry is never freed.
 Result<DeviceEntry*> removable_entry(const Device& device) {
   const List& now = devices_now();
-  DeviceEntry* entry = entry_of(now, device);
+  DeviceEntry* entry = find_entry(now, device);
   if (entry == nullptr) return not_found("there is no device " + to_string(device));
   if (entry == now.front()) return failed_precondition("the host cannot be removed");
   return entry;
@@ -117,12 +117,12 @@ void bring_devices(const Device* device) noexcept {
 
 DeviceEntry* find_device(const Device& device) noexcept {
   const List& list = devices_now();
-  if (DeviceEntry* entry = entry_of(list, device)) return entry;
+  if (DeviceEntry* entry = find_entry(list, device)) return entry;
   if (!device.is_host()) {
     bring_devices(&device);
-    if (DeviceEntry* entry = entry_of(devices_now(), device)) return entry;
+    if (DeviceEntry* entry = find_entry(devices_now(), device)) return entry;
     auto* const make = g_make_device.load(std::memory_order_acquire);
-    return make != nullptr && make(device) ? entry_of(devices_now(), device) : nullptr;
+    return make != nullptr && make(device) ? find_entry(devices_now(), device) : nullptr;
   }
   // Pinned memory is host memory even if the plugin of its device is not loaded.
   return device.type != TE_FL_DEVICE_CPU || device.index == 0 ? list.front() : nullptr;
@@ -312,7 +312,7 @@ Result<Device> add(const te_fl_device_desc* desc) {
     if (auto* tell = core::g_device_hooks.on_added.load(std::memory_order_acquire)) tell(device);
   } catch (...) {  // no memory for the hook's work: the device is removed again
     const std::lock_guard lock(core::list_mutex);
-    core::unlist(core::entry_of(core::devices_now(), device));
+    core::unlist(core::find_entry(core::devices_now(), device));
     throw;
   }
   return device;

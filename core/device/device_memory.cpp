@@ -94,8 +94,8 @@ Status check_copy_between(const Device& to, void* to_stream, const Device& from,
 Status out_of_memory(const Device& device, const Status& status) {
   const std::string holders = core::largest_allocations(device);
   if (holders.empty()) return status;
-  Status told(StatusCode::kOutOfMemory, status.message() + "; " + holders);
-  return status.clean() ? std::move(told.set_clean()) : told;
+  Status detailed(StatusCode::kOutOfMemory, status.message() + "; " + holders);
+  return status.clean() ? std::move(detailed.set_clean()) : detailed;
 }
 
 const char* kind_name(uint32_t kind) {
@@ -190,7 +190,7 @@ Result<void*> allocate(const Device& device, const te_fl_memory_desc& request) {
   memory.bytes = std::max<uint64_t>(memory.bytes, 1);
   TE_FL_ASSIGN_OR_RETURN(const Use use, Use::of(device));
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
-  const core::AllocatorRef allocator = core::allocator_of(device);
+  const core::AllocatorRef allocator = core::find_allocator(device);
   const auto ask = [&] {
     return allocator != nullptr && memory.kind == TE_FL_MEMORY_DEVICE
                ? by_allocator(allocator, device, memory)

@@ -27,7 +27,7 @@ struct Known {
   bool made = false;  // create_stream made it; if `record` has expired, it is being destroyed
 };
 using Key = std::tuple<int32_t, int32_t, uint32_t, void*>;  // device and stream or event handle
-Key key_of(const Device& device, void* handle) {
+Key make_key(const Device& device, void* handle) {
   return {device.type, device.index, device.provider, handle};
 }
 
@@ -66,7 +66,7 @@ StreamRef record_in(Known& known, const Device& device, void* handle) {
 // The record of a stream; null if create_stream made the stream and it is being destroyed.
 StreamRef living_record(const Device& device, void* handle) {
   const std::lock_guard lock(streams_mutex);
-  Known& known = known_streams()[key_of(device, handle)];
+  Known& known = known_streams()[make_key(device, handle)];
   if (known.made && known.record.expired()) return nullptr;
   return record_in(known, device, handle);
 }
@@ -74,7 +74,7 @@ StreamRef living_record(const Device& device, void* handle) {
 // The record of a known stream; null if there is none.
 StreamRef find_record(const Device& device, void* handle) {
   const std::lock_guard lock(streams_mutex);
-  const auto at = known_streams().find(key_of(device, handle));
+  const auto at = known_streams().find(make_key(device, handle));
   return at != known_streams().end() ? at->second.record.lock() : nullptr;
 }
 
@@ -89,7 +89,7 @@ const ForkedChild forked_child(LockLevel::kStreams, &forget_uses);
 // Removes and returns a stream that create_stream made; null for any other stream.
 StreamRef take_own(const Device& device, void* handle) {
   const std::lock_guard lock(streams_mutex);
-  const auto at = known_streams().find(key_of(device, handle));
+  const auto at = known_streams().find(make_key(device, handle));
   return at != known_streams().end() ? std::move(at->second.own) : nullptr;
 }
 
@@ -98,11 +98,11 @@ StreamRef take_own(const Device& device, void* handle) {
 StreamRecord::~StreamRecord() {
   if (made) {
     if (const auto hook = g_stream_goes.load(std::memory_order_acquire)) hook(device, handle);
-    if (const AllocatorRef allocator = allocator_of(device)) allocator->retire_stream(handle);
+    if (const AllocatorRef allocator = find_allocator(device)) allocator->retire_stream(handle);
     destroy_on_device(device, handle);
   }
   const std::lock_guard lock(streams_mutex);
-  const auto at = known_streams().find(key_of(device, handle));
+  const auto at = known_streams().find(make_key(device, handle));
   // A new stream may have got the same handle meanwhile; its record is kept.
   if (at != known_streams().end() && at->second.record.expired()) known_streams().erase(at);
 }
@@ -110,7 +110,7 @@ StreamRecord::~StreamRecord() {
 StreamRef stream_record(const Device& device, void* handle) {
   if (handle == nullptr) return nullptr;
   const std::lock_guard lock(streams_mutex);
-  return record_in(known_streams()[key_of(device, handle)], device, handle);
+  return record_in(known_streams()[make_key(device, handle)], device, handle);
 }
 
 StreamUse::StreamUse(StreamRef record) noexcept : record_(std::move(record)) {
@@ -177,7 +177,7 @@ Status check_timed(const Device& device, void* event, const std::string& which) 
   if (event == nullptr) return null_event(device);
   const std::string text = "the " + which + " event of " + te_fl::to_string(device);
   const std::lock_guard lock(core::streams_mutex);
-  const auto at = core::timed_events().find(core::key_of(device, event));
+  const auto at = core::timed_events().find(core::make_key(device, event));
   if (at == core::timed_events().end()) {
     return invalid_argument(text +
                             " was not created with `timed`, so it has no time; create both "
@@ -203,7 +203,8 @@ Result<void*> create_stream(const Device& device) {
       stream, core::made_object(entry, errors, code, stream, "creation of a stream on "));
   auto own = std::make_shared<core::StreamRecord>(device, stream, true);
   const std::lock_guard lock(core::streams_mutex);
-  core::known_streams().insert_or_assign(core::key_of(device, stream), core::Known{own, own, true});
+  core::known_streams().insert_or_assign(core::make_key(device, stream),
+                                         core::Known{own, own, true});
   return stream;
 }
 
@@ -240,12 +241,12 @@ Status retire_stream(const Device& device, void* stream) {
   record->retired.store(true, std::memory_order_seq_cst);
   while (record->in_use.load(std::memory_order_seq_cst) != 0) std::this_thread::yield();
   if (const auto hook = core::g_stream_goes.load(std::memory_order_acquire)) hook(device, stream);
-  if (const core::AllocatorRef allocator = core::allocator_of(device)) {
+  if (const core::AllocatorRef allocator = core::find_allocator(device)) {
     allocator->retire_stream(stream);
   }
   {
     const std::lock_guard lock(core::streams_mutex);
-    const auto at = core::known_streams().find(core::key_of(device, stream));
+    const auto at = core::known_streams().find(core::make_key(device, stream));
     if (at != core::known_streams().end() && at->second.record.lock() == record) {
       core::known_streams().erase(at);
     }
@@ -278,7 +279,7 @@ Result<void*> create_event(const Device& device, bool timed) {
                          core::made_object(entry, errors, code, event, "creation of an event on "));
   if (timed) {
     const std::lock_guard lock(core::streams_mutex);
-    core::timed_events().insert_or_assign(core::key_of(device, event), false);
+    core::timed_events().insert_or_assign(core::make_key(device, event), false);
   }
   return event;
 }
@@ -291,7 +292,7 @@ void destroy_event(const Device& device, void* event) noexcept {
   if (entry == nullptr || entry->desc->api->destroy_event == nullptr) return;
   {
     const std::lock_guard lock(core::streams_mutex);
-    core::timed_events().erase(core::key_of(device, event));
+    core::timed_events().erase(core::make_key(device, event));
   }
   ErrorText errors;
   const te_fl_device_desc& d = *entry->desc;
@@ -311,7 +312,7 @@ Status record_event(const Device& device, void* event, void* stream) {
       errors.call([&] { return d.api->record_event(d.self, event, stream, errors.sink()); });
   if (code == TE_FL_OK) {
     const std::lock_guard lock(core::streams_mutex);
-    const auto at = core::timed_events().find(core::key_of(device, event));
+    const auto at = core::timed_events().find(core::make_key(device, event));
     if (at != core::timed_events().end()) at->second = true;
     return {};
   }

@@ -78,18 +78,18 @@ te_fl_status release(void*, void* data, uint32_t kind, void*, const te_fl_error_
 using Clock = std::chrono::steady_clock;
 using HostEvent = std::atomic<Clock::rep>;
 
-HostEvent& event_of(void* event) { return *static_cast<HostEvent*>(event); }
+HostEvent& to_event(void* event) { return *static_cast<HostEvent*>(event); }
 
 te_fl_status create_event(void*, uint32_t, void** event, const te_fl_error_sink* sink) {
   *event = new (std::nothrow) HostEvent(0);
   return *event != nullptr ? TE_FL_OK : out_of_memory(sizeof(HostEvent), sink);
 }
 te_fl_status destroy_event(void*, void* event, const te_fl_error_sink*) {
-  delete &event_of(event);
+  delete &to_event(event);
   return TE_FL_OK;
 }
 te_fl_status record_event(void*, void* event, void*, const te_fl_error_sink*) {
-  event_of(event) = Clock::now().time_since_epoch().count();
+  to_event(event) = Clock::now().time_since_epoch().count();
   return TE_FL_OK;
 }
 te_fl_status wait_event(void*, void*, void*, const te_fl_error_sink*) { return TE_FL_OK; }
@@ -100,7 +100,7 @@ te_fl_status query_event(void*, void*, int32_t* done, const te_fl_error_sink*) {
 }
 te_fl_status elapsed_time(void*, void* start, void* end, uint64_t* nanoseconds,
                           const te_fl_error_sink*) {
-  const Clock::duration between(event_of(end).load() - event_of(start).load());
+  const Clock::duration between(to_event(end).load() - to_event(start).load());
   const auto count = std::chrono::duration_cast<std::chrono::nanoseconds>(between).count();
   *nanoseconds = count > 0 ? static_cast<uint64_t>(count) : 0;
   return TE_FL_OK;

@@ -26,7 +26,7 @@ std::atomic<int> g_installed{0};
 
 }  // namespace
 
-AllocatorRef allocator_of(const Device& device) noexcept {
+AllocatorRef find_allocator(const Device& device) noexcept {
   if (g_installed.load(std::memory_order_acquire) == 0) return nullptr;
   const std::lock_guard lock(allocators_mutex);
   for (const Installed& i : installed()) {

@@ -12,7 +12,7 @@ class Allocator;  // declared in core/device/allocator.hpp
 using AllocatorRef = std::shared_ptr<const Allocator>;
 
 // The allocator that is installed for a device; null if there is none.
-AllocatorRef allocator_of(const Device& device) noexcept;
+AllocatorRef find_allocator(const Device& device) noexcept;
 // Installs `next` for the device, or none if it is null. Returns the previous allocator, so that
 // the caller destroys it outside of the lock.
 AllocatorRef exchange_allocator(const Device& device, AllocatorRef next);

@@ -63,7 +63,7 @@ bool one_provider(const std::vector<Device>& all) {
 // The devices that a stream may belong to: the devices on which te-fl made it or, if there are
 // none, all devices whose plugin does not refuse the stream. If devices of several plugins exist,
 // no plugin is asked: a plugin may dereference a foreign handle as a pointer of its own library.
-std::vector<Device> devices_of(void* stream) {
+std::vector<Device> find_devices(void* stream) {
   std::vector<Device> all = core::ready_devices(), made;
   std::erase_if(all, [](const Device& d) { return d.is_host(); });
   std::ranges::copy_if(all, std::back_inserter(made),
@@ -79,7 +79,7 @@ std::unique_ptr<Frame> make_frame(const Device* device, void* stream) {
   auto frame = std::make_unique<Frame>();
   frame->handle = stream;
   if (device == nullptr && stream != nullptr) {
-    const std::vector<Device> candidates = devices_of(stream);
+    const std::vector<Device> candidates = find_devices(stream);
     frame->of = candidates.size() == 1 ? Frame::Of::kOne : Frame::Of::kUnknown;
     if (candidates.size() == 1) frame->device = candidates.front();
   } else if (device != nullptr) {

@@ -79,28 +79,28 @@ Sharing find_sharing(const CallLayout& layout, const uint32_t* begins) noexcept 
 // from 0 for tensors, from kAbsent for lists.
 constexpr uint32_t kAbsent = 64;
 
-uint32_t hash_of(uint64_t begin) noexcept {
+uint32_t slot_index(uint64_t begin) noexcept {
   return static_cast<uint32_t>((begin * 0x9e3779b97f4a7c15u) >> 32);
 }
 void note_begin(uint32_t* begins, size_t i, uint64_t begin) noexcept {
-  begins[i] = begin == 0 ? static_cast<uint32_t>(i) : hash_of(begin);
+  begins[i] = begin == 0 ? static_cast<uint32_t>(i) : slot_index(begin);
 }
 
 // Lists are processed in chunks of this many elements.
-constexpr size_t kPiece = 64;
+constexpr size_t kChunk = 64;
 
 // Hashes of the start addresses of one chunk's elements, for each list.
 struct Begins {
-  alignas(16) uint32_t of[CallLayout::kMaxLists][kPiece];
+  alignas(16) uint32_t of[CallLayout::kMaxLists][kChunk];
 };
 
 typedef uint64_t Addresses __attribute__((vector_size(16)));
 
-uint64_t all_of(const Addresses& addresses) noexcept { return addresses[0] | addresses[1]; }
+uint64_t either(const Addresses& addresses) noexcept { return addresses[0] | addresses[1]; }
 
 // The earlier and the current start addresses of one chunk's list elements.
 struct Places {
-  alignas(16) uint64_t was[kPiece], is[kPiece];
+  alignas(16) uint64_t was[kChunk], is[kChunk];
 };
 
 // Compares the two addresses of each element as TakeOverSink::address() does. `count` is even.
@@ -114,9 +114,9 @@ void look_at(const Places& places, size_t count, TakeOverSink& sink) noexcept {
     less |= is & mask >> 1;
     other |= mask ^ now ^ (now - 1);
   }
-  sink.presence |= all_of(presence);
-  sink.less |= all_of(less) & (kMostAlignment - 1);
-  sink.other |= all_of(other);
+  sink.presence |= either(presence);
+  sink.less |= either(less) & (kMostAlignment - 1);
+  sink.other |= either(other);
 }
 
 // Writes the current start addresses of `count` list elements into the record. Returns the position
@@ -142,7 +142,7 @@ uint64_t* replace_elements(const te_fl_tensor* const* items, size_t count, uint6
       words += kExtentWord + t.dl.ndim;
     }
     places.is[k] = now;
-    begins[k] = now == 0 ? absent : hash_of(now);
+    begins[k] = now == 0 ? absent : slot_index(now);
   }
   if (count % 2 != 0) places.was[count] = places.is[count] = 0;
   look_at(places, count + count % 2, sink);
@@ -194,14 +194,14 @@ void replace_lists(const CallLayout& layout, const std::byte* args, CallRecord& 
   size_t longest = 0;
   for (size_t l = 0; l < layout.lists.size(); ++l) {
     words[l] = record.words.data() + record.lists[l];
-    longest = std::max(longest, static_cast<size_t>(items_of(layout.lists[l], args).count));
+    longest = std::max(longest, static_cast<size_t>(list_items(layout.lists[l], args).count));
   }
   Begins begins;
-  for (size_t first = 0; first < longest; first += kPiece) {
-    const size_t count = std::min(kPiece, longest - first);
+  for (size_t first = 0; first < longest; first += kChunk) {
+    const size_t count = std::min(kChunk, longest - first);
     const size_t lanes = (count + CallLayout::kLanes - 1) / CallLayout::kLanes * CallLayout::kLanes;
     for (size_t l = 0; l < layout.lists.size(); ++l) {
-      const ListItems all = items_of(layout.lists[l], args);
+      const ListItems all = list_items(layout.lists[l], args);
       const auto absent = static_cast<uint32_t>(kAbsent + l);
       const size_t here = all.count == 0 ? 0 : count;  // 0: an omitted list
       words[l] = replace_elements(all.items + first, here, words[l], sink, begins.of[l], absent);
@@ -260,7 +260,7 @@ Sharing replace(const CallLayout& layout, const void* raw, CallRecord& record,
   return sharing;
 }
 
-TakeOverSink sink_of(CallRecord& record) noexcept {
+TakeOverSink make_sink(CallRecord& record) noexcept {
   return TakeOverSink{record.words.data() + 1};  // skips the word of the struct's size
 }
 
@@ -268,7 +268,7 @@ TakeOverSink sink_of(CallRecord& record) noexcept {
 
 Changes take_over(const CallLayout& layout, const void* args, CallRecord& record) noexcept {
   const bool shared = record.shares;
-  TakeOverSink sink = sink_of(record);
+  TakeOverSink sink = make_sink(record);
   bool in_order = layout.lanes != 0;
   if (in_order) {
     const Sharing sharing = replace(layout, args, record, sink);
@@ -294,7 +294,7 @@ bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
   record.hash = hash;
   record.signature = signature;
   record.shares = true;  // for an op without a layout, whose tensors replace() cannot compare
-  TakeOverSink sink = sink_of(record);
+  TakeOverSink sink = make_sink(record);
   if (layout.lanes != 0) replace(layout, args, record, sink);
   record.op = layout.number;
   return true;

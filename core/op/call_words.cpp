@@ -48,7 +48,7 @@ CallLayout::Output make_output(const CompiledOp::Impl& op, const std::vector<uin
 // The rule for two arguments at one address. kRead: the op only reads both arguments, so sharing
 // does not matter.
 enum class Alias { kRead, kAllowed, kForbidden };
-Alias alias_of(const CompiledOp::Impl& op, uint8_t i, uint8_t j) {
+Alias find_alias(const CompiledOp::Impl& op, uint8_t i, uint8_t j) {
   const Arg &a = op.args[i], &b = op.args[j];
   if (i == j || (!a.writes() && !b.writes())) return Alias::kRead;
   const bool allowed =
@@ -61,7 +61,7 @@ void note_list_sharing(const CompiledOp::Impl& op, std::vector<uint8_t> slots,
   slots.insert(slots.end(), lists.begin(), lists.end());
   for (size_t l = 0; l < lists.size(); ++l) {
     for (size_t j = 0; j < slots.size(); ++j) {
-      const Alias alias = alias_of(op, lists[l], slots[j]);
+      const Alias alias = find_alias(op, lists[l], slots[j]);
       if (alias == Alias::kForbidden) layout.lists[l].forbidden |= uint64_t{1} << j;
       if (alias == Alias::kAllowed) layout.lists[l].allowed |= uint64_t{1} << j;
     }
@@ -84,8 +84,8 @@ std::unique_ptr<const CallLayout> make_layout(const CompiledOp::Impl& op) {
     if (arg.is_tensor()) {
       layout->tensors.push_back(arg.offset);
       tensors.push_back(static_cast<uint8_t>(i));
-      const bool told = !arg.is(TE_FL_ARG_OPTIONAL) && !arg.writes();
-      if (told && layout->hashed.size() < CallLayout::kMaxHashed) {
+      const bool is_hashed = !arg.is(TE_FL_ARG_OPTIONAL) && !arg.writes();
+      if (is_hashed && layout->hashed.size() < CallLayout::kMaxHashed) {
         layout->hashed.push_back(arg.offset);
       }
     } else if (arg.is_list()) {

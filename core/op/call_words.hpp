@@ -167,7 +167,7 @@ struct ListItems {
   const te_fl_tensor* const* items;
   int64_t count;
 };
-TE_FL_INLINE ListItems items_of(const CallLayout::List& list, const std::byte* args) noexcept {
+TE_FL_INLINE ListItems list_items(const CallLayout::List& list, const std::byte* args) noexcept {
   const auto* items = load_as<const te_fl_tensor* const*>(args + list.offset);
   return {items, items == nullptr ? 0 : load_as<int64_t>(args + list.count_offset)};
 }
@@ -184,7 +184,7 @@ TE_FL_INLINE bool walk_counts(const CallLayout& layout, const std::byte* args, S
 
 template <class Sink>
 TE_FL_INLINE bool walk_list(const CallLayout::List& list, const std::byte* args, Sink& sink) {
-  const ListItems all = items_of(list, args);
+  const ListItems all = list_items(list, args);
   for (int64_t k = 0; k < all.count; ++k) {
     if (!walk_tensor(all.items[k], sink)) return false;
   }

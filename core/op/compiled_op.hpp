@@ -142,7 +142,7 @@ struct CompiledOp::Impl {
     return arg.inout_if >= 0 && view.tensor(args[static_cast<size_t>(arg.inout_if)]) != nullptr;
   }
   // The extents that a shape rule requires in a call whose bools and enums are valid.
-  const Dims& dims_of(const ShapeRule& rule, const ArgsView& view) const noexcept {
+  const Dims& rule_dims(const ShapeRule& rule, const ArgsView& view) const noexcept {
     return rule.chosen([&](uint8_t i) { return static_cast<int32_t>(view.scalar(args[i])); });
   }
   const char* name_of(int arg) const noexcept { return descs[static_cast<size_t>(arg)].name; }

@@ -23,7 +23,7 @@ std::vector<std::string_view> split(std::string_view text, std::string_view sepa
   return parts;
 }
 
-std::vector<std::string_view> words_of(std::string_view text) {
+std::vector<std::string_view> split_words(std::string_view text) {
   std::vector<std::string_view> words;
   for (const std::string_view word : split(text, " ")) {
     if (!word.empty()) words.push_back(word);
@@ -90,7 +90,7 @@ class Parser {
   }
 
   Result<Condition> condition(std::string_view text) {
-    const std::vector<std::string_view> words = words_of(text);
+    const std::vector<std::string_view> words = split_words(text);
     for (size_t i = 1; i < words.size(); ++i) {
       const auto* const found =
           std::find(std::begin(kComparisons), std::end(kComparisons), words[i]);
@@ -157,7 +157,7 @@ class Parser {
   }
 
   static bool add_value(const te_fl_arg_desc& desc, std::string_view word, Condition& to) {
-    const std::vector<std::string_view> names = words_of(desc.enum_names);
+    const std::vector<std::string_view> names = split_words(desc.enum_names);
     for (size_t i = 0; i < std::min<size_t>(names.size(), 64); ++i) {
       if (names[i] != word) continue;
       to.values |= uint64_t{1} << i;

@@ -9,7 +9,7 @@
 namespace te_fl::core {
 namespace {
 
-int64_t whole_of(const Arg& arg, const ArgsView& view) noexcept {
+int64_t whole_value(const Arg& arg, const ArgsView& view) noexcept {
   if (arg.type == TE_FL_ARG_I64 && view.has(arg)) return view.read<int64_t>(arg.offset);
   return static_cast<int64_t>(view.scalar(arg));
 }
@@ -52,7 +52,7 @@ int64_t times(int64_t a, int64_t b) noexcept {
 int64_t value_of(const RuleOperand& operand, const RuleCall& call) noexcept {
   switch (operand.kind) {
     case RuleOperand::kScalar:
-      return whole_of(call.op.args[operand.index], call.view);
+      return whole_value(call.op.args[operand.index], call.view);
     case RuleOperand::kExtent:
       return call.frame.values[operand.index];
     case RuleOperand::kSum:
@@ -123,7 +123,7 @@ bool fits_holds(const Condition& c, const RuleCall& call) noexcept {
 
 bool is_holds(const Arg& arg, const Condition& c, const ArgsView& view) noexcept {
   if (arg.type == TE_FL_ARG_ENUM) {
-    const auto value = static_cast<uint64_t>(whole_of(arg, view));
+    const auto value = static_cast<uint64_t>(whole_value(arg, view));
     return value < 64 && (c.values >> value & 1) != 0;
   }
   const te_fl_tensor* const t = view.tensor(arg);

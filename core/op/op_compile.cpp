@@ -37,7 +37,7 @@ struct Layout {
   uint32_t size;
   uint32_t alignment;
 };
-Layout layout_of(te_fl_arg_type type) {
+Layout value_layout(te_fl_arg_type type) {
   switch (type) {
     case TE_FL_ARG_BOOL:
     case TE_FL_ARG_I32:
@@ -201,7 +201,7 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
   arg.flags = desc.flags;
   arg.offset = desc.offset;
   arg.count_offset = desc.count_offset;
-  const Layout layout = layout_of(arg.type);
+  const Layout layout = value_layout(arg.type);
   arg.end = desc.offset + layout.size;  // check_layout() checks the offset, including overflow
   if (arg.is_list() || arg.is_integers()) arg.end = std::max(arg.end, desc.count_offset + 8u);
   const bool has_data = arg.is_tensor() || arg.is_list();
@@ -318,7 +318,7 @@ Status CompiledOp::Impl::check_layout() const {
                         std::to_string(layout.alignment) + " inside args_size " +
                         std::to_string(schema.args_size));
     };
-    TE_FL_RETURN_IF_ERROR(add(desc.offset, layout_of(args[i].type)));
+    TE_FL_RETURN_IF_ERROR(add(desc.offset, value_layout(args[i].type)));
     if (args[i].is_list() || args[i].is_integers())
       TE_FL_RETURN_IF_ERROR(add(desc.count_offset, {8, 8}));
     if (args[i].later == 0 && args[i].end > schema.least_args_size) {

@@ -135,7 +135,7 @@ class Finder {
   bool check_saved() noexcept;
   bool check_communicators() noexcept;
   bool check_memory() noexcept;
-  bool check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexcept;
+  bool check_argument_memory(int i, int64_t index, const te_fl_tensor* t) noexcept;
   static void keep_detail(void* finder, const char* text) noexcept;
   bool check_tensor(int i, int64_t index, const te_fl_tensor* t) noexcept;
   Problem inspect(const Arg& arg, const te_fl_tensor& t) const noexcept;

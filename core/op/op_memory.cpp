@@ -27,7 +27,7 @@ struct Part {
 using Parts = std::array<Part, 1 + kQuantParts.size()>;
 
 // Lists the memory blocks of a non-empty tensor. For block scales, lists the first value only.
-int parts_of(const te_fl_tensor& t, Parts& parts) {
+int list_parts(const te_fl_tensor& t, Parts& parts) {
   int n = 0;
   const auto add = [&](const char* name, const void* data, int64_t bytes) {
     if (data != nullptr) parts[n++] = {name, data, bytes};
@@ -93,7 +93,7 @@ void Finder::keep_detail(void* finder, const char* text) noexcept {
   if (text != nullptr) std::snprintf(self->detail_, sizeof self->detail_, "%s", text);
 }
 
-bool Finder::check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexcept {
+bool Finder::check_argument_memory(int i, int64_t index, const te_fl_tensor* t) noexcept {
   if (t == nullptr || !op_.args[static_cast<size_t>(i)].places() || numel_of(*t) == 0) return true;
   if (Device{t->dl.device.type, 0, 0}.is_host()) return true;  // pinned memory
   const DeviceEntry* entry = find_device(device_);
@@ -102,7 +102,7 @@ bool Finder::check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexce
   if (check == nullptr) return true;
   const te_fl_error_sink sink{sizeof sink, 0, this, &keep_detail};
   Parts parts;
-  const int count = parts_of(*t, parts);
+  const int count = list_parts(*t, parts);
   for (int k = 0; k < count; ++k) {
     const auto bytes = static_cast<size_t>(parts[k].bytes);
     const Answer answer = ask(check, entry->desc->self, parts[k].data, bytes, sink);
@@ -120,11 +120,11 @@ bool Finder::check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexce
 bool Finder::check_memory() noexcept {
   if (device_.is_host() || !g_validate.load(std::memory_order_relaxed)) return true;
   for (const uint8_t i : op_.tensors) {
-    if (!check_memory_of(i, -1, args_.tensor(op_.args[i]))) return false;
+    if (!check_argument_memory(i, -1, args_.tensor(op_.args[i]))) return false;
   }
   for (const uint8_t i : op_.lists) {
     for (int64_t k = 0; k < args_.count(op_.args[i]); ++k) {
-      if (!check_memory_of(i, k, args_.element(op_.args[i], k))) return false;
+      if (!check_argument_memory(i, k, args_.element(op_.args[i], k))) return false;
     }
   }
   return true;

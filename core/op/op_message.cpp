@@ -449,7 +449,7 @@ std::string Words::chooser_text(const ShapeRule& rule) const {
 
 std::string Words::shape_text() const {
   const ShapeRule& rule = arg().shape;
-  const Dims& dims = op_.dims_of(rule, finder_.args());
+  const Dims& dims = op_.rule_dims(rule, finder_.args());
   const Frame& frame = finder_.frame();
   std::vector<std::string> extents;
   std::vector<int> setters;

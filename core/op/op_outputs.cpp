@@ -34,7 +34,7 @@ class Origins {
     form.dtype = dtype(output);
     const ShapeRule& rule = op_.args[output].shape;
     if (rule.any) return form;
-    const Dims& dims = op_.dims_of(rule, args_);
+    const Dims& dims = op_.rule_dims(rule, args_);
     if (dims.leading && leading_ < 0) return form;
     const int leading = dims.leading ? leading_count_ : 0;
     if (leading + dims.count > kMaxRank) return form;
@@ -53,7 +53,7 @@ class Origins {
   void learn(int arg, int rank) {
     const ShapeRule& rule = op_.args[static_cast<size_t>(arg)].shape;
     if (rule.any) return;
-    const Dims& dims = op_.dims_of(rule, args_);
+    const Dims& dims = op_.rule_dims(rule, args_);
     const int leading = rank - dims.count;
     if (leading < 0 || (!dims.leading && leading > 0)) return;
     if (dims.leading && leading_ < 0) {

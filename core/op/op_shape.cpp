@@ -6,7 +6,7 @@ namespace te_fl::core {
 bool Finder::match_shape(int i, int64_t index, const te_fl_tensor& t) noexcept {
   const ShapeRule& rule = op_.args[static_cast<size_t>(i)].shape;
   if (rule.any) return true;
-  const Dims& dims = op_.dims_of(rule, args_);
+  const Dims& dims = op_.rule_dims(rule, args_);
   const int leading = t.dl.ndim - dims.count;
   if (leading < 0 || (!dims.leading && leading > 0)) return fail(Problem::kShapeRank, i, index);
   if (dims.leading && !match_leading(i, t, leading, index)) return false;

@@ -32,7 +32,7 @@ Result<int64_t> parse_constant(std::string_view term, std::string_view digits) {
   return value;
 }
 
-Result<uint8_t> symbol_of(std::string_view term, std::string_view name, SymbolNames& symbols) {
+Result<uint8_t> find_symbol(std::string_view term, std::string_view name, SymbolNames& symbols) {
   if (!is_name(name)) return bad_term(term, "'" + std::string(name) + "' is not a name");
   const auto at = std::find(symbols.begin(), symbols.end(), name);
   if (at != symbols.end()) return static_cast<uint8_t>(at - symbols.begin());
@@ -69,7 +69,7 @@ Result<Term> parse_term(std::string_view text, SymbolNames& symbols, const Shape
   if (text == "...") return bad_term(text, "it may only stand first");
   if (text[0] == '?') {
     term.kind = Term::kOneOr;
-    TE_FL_ASSIGN_OR_RETURN(term.symbol, symbol_of(text, text.substr(1), symbols));
+    TE_FL_ASSIGN_OR_RETURN(term.symbol, find_symbol(text, text.substr(1), symbols));
     return term;
   }
   const size_t star = text.find('*'), plus = text.find('+');
@@ -77,12 +77,12 @@ Result<Term> parse_term(std::string_view text, SymbolNames& symbols, const Shape
     term.kind = Term::kTimes;
     TE_FL_ASSIGN_OR_RETURN(term.value, parse_constant(text, text.substr(0, star)));
     if (term.value == 0) return bad_term(text, "the factor must not be 0");
-    TE_FL_ASSIGN_OR_RETURN(term.symbol, symbol_of(text, text.substr(star + 1), symbols));
+    TE_FL_ASSIGN_OR_RETURN(term.symbol, find_symbol(text, text.substr(star + 1), symbols));
     return term;
   }
   if (plus != std::string_view::npos) {
     term.kind = Term::kPlus;
-    TE_FL_ASSIGN_OR_RETURN(term.symbol, symbol_of(text, text.substr(0, plus), symbols));
+    TE_FL_ASSIGN_OR_RETURN(term.symbol, find_symbol(text, text.substr(0, plus), symbols));
     TE_FL_ASSIGN_OR_RETURN(term.value, parse_constant(text, text.substr(plus + 1)));
     return term;
   }
@@ -92,7 +92,7 @@ Result<Term> parse_term(std::string_view text, SymbolNames& symbols, const Shape
     return term;
   }
   term.kind = Term::kName;
-  TE_FL_ASSIGN_OR_RETURN(term.symbol, symbol_of(text, text, symbols));
+  TE_FL_ASSIGN_OR_RETURN(term.symbol, find_symbol(text, text, symbols));
   return term;
 }
 

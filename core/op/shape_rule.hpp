@@ -61,11 +61,12 @@ struct ShapeRule {
   bool uses_leading() const noexcept;
   bool uses(Term::Kind kind) const noexcept;
   uint32_t symbols() const noexcept;  // a mask of the names that the rule binds
-  // The dims that apply to a call. `value_of(index)` returns the value of a bool or enum argument.
+  // The dims that apply to a call. `symbol_value(index)` returns the value of a bool or enum
+  // argument.
   template <class F>
-  const Dims& chosen(F&& value_of) const noexcept {
+  const Dims& chosen(F&& symbol_value) const noexcept {
     uint8_t i = 0;
-    while (i < choice_count && value_of(choices[i].arg) != choices[i].value) ++i;
+    while (i < choice_count && symbol_value(choices[i].arg) != choices[i].value) ++i;
     return dims[i];
   }
 };

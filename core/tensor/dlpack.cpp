@@ -35,7 +35,7 @@ Status check_version(const DlpackVersioned& managed) {
 
 // Finds te-fl's device for a DLPack device. DLPack has no provider, so the index of an extension
 // device must be unambiguous.
-Result<Device> device_of(const te_fl_dltensor& dl) {
+Result<Device> to_device(const te_fl_dltensor& dl) {
   Device device{dl.device.type, dl.device.index, 0};
   if (device.type != TE_FL_DEVICE_EXT) return device;
   int matches = 0;
@@ -51,7 +51,7 @@ Result<Device> device_of(const te_fl_dltensor& dl) {
 }
 
 // Validates a DLPack tensor and describes it. The caller fills in `storage`.
-Result<Tensor::Access::Parts> parts_of(const te_fl_dltensor& dl) {
+Result<Tensor::Access::Parts> make_parts(const te_fl_dltensor& dl) {
   if (dl.ndim < 0 || dl.ndim > kMaxRank) {
     return refuse("rank " + std::to_string(dl.ndim) + " is not within 0 to " +
                   std::to_string(kMaxRank));
@@ -66,13 +66,13 @@ Result<Tensor::Access::Parts> parts_of(const te_fl_dltensor& dl) {
       dl.data == nullptr ? nullptr : static_cast<const char*>(dl.data) + dl.byte_offset;
   const Status layout = core::check_view(first, shape, strides, *dtype);
   if (!layout) return layout.wrap("DLPack import");
-  TE_FL_ASSIGN_OR_RETURN(const Device device, device_of(dl));
+  TE_FL_ASSIGN_OR_RETURN(const Device device, to_device(dl));
   return Tensor::Access::Parts{dl.data, shape, strides, *dtype, device, nullptr, dl.byte_offset};
 }
 
 template <class Managed>
 Result<Tensor> import(Managed* managed) {
-  TE_FL_ASSIGN_OR_RETURN(Tensor::Access::Parts parts, parts_of(managed->dl_tensor));
+  TE_FL_ASSIGN_OR_RETURN(Tensor::Access::Parts parts, make_parts(managed->dl_tensor));
   Tensor probe = Tensor::Access::make(parts);
   if (parts.dtype == DType::kF4E2M1 && !probe.contiguous()) {
     return refuse("4-bit elements with strides; make the tensor compact");

@@ -38,7 +38,7 @@ StagedCall::~StagedCall() {
 
 te_fl_status StagedCall::refused(const Status& status) {
   errors_.sink()->write(errors_.sink()->host,
-                        status.wrap("it would serve copies on the host").to_string().c_str());
+                        status.wrap("it would run on copies in host memory").to_string().c_str());
   return status.to_c();
 }
 
@@ -57,19 +57,20 @@ te_fl_status StagedCall::plan() {
   if (!planned.ok()) return refused(planned);
   const auto& cap = policy::settings_of(call_.policy).max_staged_bytes;
   if (!cap || plan_.bytes() <= *cap) return TE_FL_OK;
-  const Status over(StatusCode::kUnsupported,
-                    "copying the call to the host and back moves " + std::to_string(plan_.bytes()) +
-                        " bytes, more than the " + std::to_string(*cap) +
-                        " of TE_FL_MAX_STAGED_BYTES; raise that, or load a plugin that serves the "
-                        "op on " +
-                        to_string(call_.signature.device));
+  const Status over(
+      StatusCode::kUnsupported,
+      "copying the call to the host and back moves " + std::to_string(plan_.bytes()) +
+          " bytes, more than the " + std::to_string(*cap) +
+          " of TE_FL_MAX_STAGED_BYTES; raise that, or load a plugin that supports the "
+          "op on " +
+          to_string(call_.signature.device));
   return refused(over);
 }
 
 te_fl_status StagedCall::acquire() {
   Result<StagingPool::Block> block =
       call_.manager.staging.acquire(call_.signature.device, plan_.buffer_bytes());
-  if (!block.ok()) return failed(block.status(), "it would serve copies on the host");
+  if (!block.ok()) return failed(block.status(), "it would run on copies in host memory");
   buffer_ = std::move(block).value();
   plan_.bind(buffer_.data());
   return TE_FL_OK;
@@ -138,7 +139,7 @@ void StagedCall::count(const Implementation& impl) const {
   if (plan_.bytes() == 0) return;  // a query op, or tensors without elements
   if (impl.staged.logged.exchange(true, std::memory_order_relaxed)) return;
   log::once(log::Level::kWarning, "staged " + impl.op,
-            "op '" + impl.op + "' on " + to_string(call_.signature.device) + " is served by '" +
+            "op '" + impl.op + "' on " + to_string(call_.signature.device) + " is run by '" +
                 impl.impl_id + "' on copies in host memory, this call " +
                 bytes_text(plan_.bytes()) + " (" + std::to_string(plan_.in().size()) +
                 " copies in, " + std::to_string(plan_.out().size()) +

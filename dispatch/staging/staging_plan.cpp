@@ -169,20 +169,20 @@ void StagingPlan::split(Part& part, const te_fl_tensor& t, int64_t width) {
     if (t.dl.shape[d] > 1) dims.emplace_back(std::abs(t.dl.strides[d]) * width, t.dl.shape[d]);
   }
   std::sort(dims.begin(), dims.end());
-  int64_t piece = width, pieces = 1;
+  int64_t run_bytes = width, pieces = 1;
   for (const auto& [step, count] : dims) {
-    if (pieces == 1 && step == piece) {
-      piece *= count;
+    if (pieces == 1 && step == run_bytes) {
+      run_bytes *= count;
       continue;
     }
     part.steps.push_back(step);
     part.counts.push_back(count);
     pieces *= count;
   }
-  if (pieces > 1) part.piece = static_cast<size_t>(piece);
-  pieces_ += pieces;
-  if (pieces_ > kMaxPieces && problem_.empty()) {
-    problem_ = "an output lies in " + std::to_string(pieces_) +
+  if (pieces > 1) part.run_bytes = static_cast<size_t>(run_bytes);
+  range_count_ += pieces;
+  if (range_count_ > kMaxPieces && problem_.empty()) {
+    problem_ = "an output lies in " + std::to_string(range_count_) +
                " separate pieces of memory, and copies from the host write back at most " +
                std::to_string(kMaxPieces) + "; give it a layout with longer rows";
   }
@@ -270,17 +270,17 @@ void StagingPlan::merge() {
   buffer_bytes_ = at;
 }
 
-// Merges adjacent memory ranges (Piece) of one extent into one copy. Ranges of different extents
-// are not merged, since they may be adjacent by chance and belong to different allocations.
-std::vector<StagedCopy> StagingPlan::joined(std::vector<Piece> pieces) const {
-  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
+// Merges adjacent memory ranges (MemoryRange) of one extent into one copy. Ranges of different
+// extents are not merged, since they may be adjacent by chance and belong to different allocations.
+std::vector<StagedCopy> StagingPlan::joined(std::vector<MemoryRange> pieces) const {
+  std::sort(pieces.begin(), pieces.end(), [](const MemoryRange& a, const MemoryRange& b) {
     return std::tie(a.extent, a.begin) < std::tie(b.extent, b.begin);
   });
-  std::vector<Piece> whole;
-  for (const Piece& p : pieces) {
+  std::vector<MemoryRange> whole;
+  for (const MemoryRange& p : pieces) {
     if (!whole.empty() && whole.back().extent == p.extent &&
         p.begin <= whole.back().begin + whole.back().bytes) {
-      Piece& last = whole.back();
+      MemoryRange& last = whole.back();
       last.bytes = std::max(last.begin + last.bytes, p.begin + p.bytes) - last.begin;
     } else {
       whole.push_back(p);
@@ -288,7 +288,7 @@ std::vector<StagedCopy> StagingPlan::joined(std::vector<Piece> pieces) const {
   }
   std::vector<StagedCopy> copies;
   copies.reserve(whole.size());
-  for (const Piece& p : whole) {
+  for (const MemoryRange& p : whole) {
     const Extent& e = extents_[p.extent];
     copies.push_back(
         {reinterpret_cast<char*>(p.begin), e.offset + (p.begin - e.begin), p.bytes, e.on_host});
@@ -297,18 +297,18 @@ std::vector<StagedCopy> StagingPlan::joined(std::vector<Piece> pieces) const {
 }
 
 void StagingPlan::order_copies() {
-  std::vector<Piece> in, out;
+  std::vector<MemoryRange> in, out;
   for (const Part& part : parts_) {
     if (part.in) in.push_back({part.begin, part.bytes, part.extent});
     if (!part.out) continue;
-    if (part.piece == 0) {
+    if (part.run_bytes == 0) {
       out.push_back({part.begin, part.bytes, part.extent});
       continue;
     }
     std::vector<int64_t> index(part.counts.size(), 0);
     uintptr_t at = part.begin;
     for (bool more = true; more;) {
-      out.push_back({at, part.piece, part.extent});
+      out.push_back({at, part.run_bytes, part.extent});
       more = false;
       for (size_t d = 0; d < index.size() && !more; ++d) {
         more = ++index[d] < part.counts[d];

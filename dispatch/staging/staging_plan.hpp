@@ -74,7 +74,7 @@ class StagingPlan {
     ptrdiff_t delta = 0;   // offset of the pointer from `begin`
     size_t extent = 0;
     std::vector<int64_t> steps, counts;  // runs of a strided output: strides in bytes, extents
-    size_t piece = 0;                    // bytes of one run; 0: no gaps
+    size_t run_bytes = 0;                // bytes of one run; 0: no gaps
   };
   // The union of overlapping parts.
   struct Extent {
@@ -83,7 +83,7 @@ class StagingPlan {
     size_t offset = 0;
     bool on_host = false;
   };
-  struct Piece {
+  struct MemoryRange {
     uintptr_t begin;
     size_t bytes;
     size_t extent;
@@ -102,7 +102,7 @@ class StagingPlan {
   void split(Part& part, const te_fl_tensor& t, int64_t width);
   void merge();
   void order_copies();
-  std::vector<StagedCopy> joined(std::vector<Piece> pieces) const;
+  std::vector<StagedCopy> joined(std::vector<MemoryRange> pieces) const;
   void put(uint32_t offset, const void* pointer) noexcept;
 
   const core::CompiledOp* op_ = nullptr;
@@ -124,7 +124,7 @@ class StagingPlan {
   std::vector<StagedCopy> in_, out_;
   size_t buffer_bytes_ = 0;
   uint64_t bytes_ = 0;
-  int64_t pieces_ = 0;
+  int64_t range_count_ = 0;
   std::string problem_;
 };
 

@@ -80,7 +80,7 @@ class Walk {
   int64_t count_ = 0;
 };
 
-Walk walk_of(const te_fl_tensor& t) {
+Walk plan_walk(const te_fl_tensor& t) {
   std::vector<int64_t> shape(t.dl.shape, t.dl.shape + t.dl.ndim);
   std::vector<int64_t> strides = t.dl.strides == nullptr
                                      ? core::compact_strides(shape)
@@ -289,7 +289,7 @@ class QuantComparison {
   }
 
   void run(bool data) {
-    if (data) copy(false, first_of(t_.dl));
+    if (data) copy(false, first_byte(t_.dl));
     copy(true, static_cast<const char*>(q_.columnwise_data));
     const bool binades =
         q_.scaling != TE_FL_SCALING_TENSOR || (q_.flags & TE_FL_QUANT_POW2_SCALE) != 0;
@@ -310,7 +310,7 @@ class QuantComparison {
   }
 
  private:
-  static const char* first_of(const te_fl_dltensor& dl) {
+  static const char* first_byte(const te_fl_dltensor& dl) {
     return dl.data == nullptr ? nullptr : static_cast<const char*>(dl.data) + dl.byte_offset;
   }
 
@@ -358,7 +358,7 @@ void compare_tensor(Comparison& to, const te_fl_arg_desc& arg, const std::string
   }
   if (!data || t.dl.data == nullptr) return;
   const char* wanted = static_cast<const char*>(t.dl.data) + t.dl.byte_offset;
-  const Walk walk = walk_of(t);
+  const Walk walk = plan_walk(t);
   const Pair pair{wanted + distances.other, wanted, dtype_index(t.dl.dtype)};
   if (to.plain(name, walk, pair) && arg.role == TE_FL_INOUT)
     to.changed(name, walk, pair, wanted + distances.before);
@@ -410,7 +410,7 @@ Tolerance Tolerance::of(const core::CompiledOp& op, const void* args) {
         length = std::max({length, m, k});
         if (arg.role == TE_FL_OUT || dtype > TE_FL_BF16 || t.dl.data == nullptr) return;
         const char* base = static_cast<const char*>(t.dl.data) + t.dl.byte_offset;
-        largest = std::max(largest, rms(walk_of(t), base, huge_from(dtype),
+        largest = std::max(largest, rms(plan_walk(t), base, huge_from(dtype),
                                         [&](const char* at, int64_t, int64_t i) {
                                           return element(dtype, at, i);
                                         }));

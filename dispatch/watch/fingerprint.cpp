@@ -39,7 +39,7 @@ void add_implementations(Lines& lines) {
   std::map<std::string, std::string> builds;
   for (const OpImplInfo& i : OpRegistry::instance().snapshot()) {
     auto at = builds.find(i.owner);
-    if (at == builds.end()) at = builds.emplace(i.owner, dispatch::build_id_of(i.owner)).first;
+    if (at == builds.end()) at = builds.emplace(i.owner, dispatch::find_build_id(i.owner)).first;
     lines["op " + i.op + " " + i.impl_id] =
         "priority " + std::to_string(i.priority) +
         (i.desc.later_args == nullptr ? std::string()
@@ -97,7 +97,7 @@ std::string one_line(std::string text) {
   return text;
 }
 
-std::string text_of(const Lines& lines) {
+std::string to_text(const Lines& lines) {
   std::string out;
   for (const auto& [key, value] : lines) out += key + " = " + one_line(value) + "\n";
   return out;
@@ -120,10 +120,10 @@ Lines parsed(const std::string& table) {
 
 }  // namespace
 
-std::string fingerprint() { return core::contents_hash(text_of(resolved())); }
+std::string fingerprint() { return core::contents_hash(to_text(resolved())); }
 
 std::string fingerprint_table() {
-  const std::string table = text_of(resolved());
+  const std::string table = to_text(resolved());
   return "fingerprint = " + core::contents_hash(table) + "\n" + table;
 }
 

@@ -134,12 +134,12 @@ const std::string& own_build_id() {
   });
 }
 
-std::string reason_of(const Quarantine& q) {
+std::string reason_text(const Quarantine& q) {
   return "quarantined for this op and signature" + (q.chip.empty() ? "" : " on " + q.chip) + ": " +
          q.reason + (q.replay.empty() ? "" : " (" + q.replay + ")");
 }
 
-std::string signature_of(const Quarantine& q) {
+std::string signature_text(const Quarantine& q) {
   return policy::dtype_mask_text(q.dtypes) + " (scaling " + policy::scaling_mask_text(q.scalings) +
          ")";
 }
@@ -190,7 +190,7 @@ void write_held() {
 
 }  // namespace
 
-std::string build_id_of(const std::string& owner) {
+std::string find_build_id(const std::string& owner) {
   for (const plugins::PluginInfo& info : plugins::list()) {
     if (info.name != owner) continue;
     if (!info.build_id.empty()) return info.build_id;
@@ -200,7 +200,7 @@ std::string build_id_of(const std::string& owner) {
   return own_build_id();  // registered by the program itself
 }
 
-Chip chip_of(const Device& device) {
+Chip find_chip(const Device& device) {
   const Result<te_fl_device_props> props = devices::properties(device);
   return props.ok() ? Chip{props->name, props->driver} : Chip{};
 }
@@ -215,10 +215,10 @@ std::vector<policy::Barred> barred(const OpRow& row, const core::Signature& sign
     for (const Quarantine& q : *list) {
       if (q.op != impl->op || q.impl_id != impl->impl_id || q.owner != impl->owner) continue;
       if (q.dtypes != signature.dtypes || q.scalings != signature.scalings) continue;
-      if (!chip) chip = chip_of(signature.device);
+      if (!chip) chip = find_chip(signature.device);
       if (q.chip != chip->name || q.driver != chip->driver) continue;
-      if (q.build_id != build_id_of(impl->owner)) continue;
-      out.push_back({impl->impl_id, reason_of(q)});
+      if (q.build_id != find_build_id(impl->owner)) continue;
+      out.push_back({impl->impl_id, reason_text(q)});
       break;
     }
   }
@@ -226,8 +226,8 @@ std::vector<policy::Barred> barred(const OpRow& row, const core::Signature& sign
 }
 
 void hold(Quarantine entry) {
-  const std::string what = "'" + entry.impl_id + "' is to serve op '" + entry.op + "' with " +
-                           signature_of(entry) + " no more";
+  const std::string what = "'" + entry.impl_id + "' will not be used for op '" + entry.op +
+                           "' with " + signature_text(entry) + "";
   {
     const std::lock_guard lock(mutex);
     State& s = state();
@@ -265,11 +265,11 @@ std::string quarantined_for(const std::string& op, const std::string& impl_id,
   const std::shared_ptr<const List> list = entries();  // another thread may replace it
   for (const Quarantine& q : *list) {
     if (q.op != op || q.impl_id != impl_id || q.owner != owner) continue;
-    if (!chip) chip = chip_of(device);
-    if (q.chip != chip->name || q.driver != chip->driver || q.build_id != build_id_of(owner))
+    if (!chip) chip = find_chip(device);
+    if (q.chip != chip->name || q.driver != chip->driver || q.build_id != find_build_id(owner))
       continue;
-    text += (text.empty() ? "" : "; ") + std::string("quarantined for ") + signature_of(q) + ": " +
-            q.reason + (q.replay.empty() ? "" : " (" + q.replay + ")");
+    text += (text.empty() ? "" : "; ") + std::string("quarantined for ") + signature_text(q) +
+            ": " + q.reason + (q.replay.empty() ? "" : " (" + q.replay + ")");
   }
   return text;
 }
@@ -316,8 +316,8 @@ Status step_boundary() {
   }
   if (added.empty()) return {};
   for (const Quarantine& q : added) {
-    log::warning("'" + q.impl_id + "' does not serve op '" + q.op + "' with " + signature_of(q) +
-                 " any more, from the next call on: " + q.reason);
+    log::warning("'" + q.impl_id + "' is no longer used for op '" + q.op + "' with " +
+                 signature_text(q) + ", from the next call on: " + q.reason);
   }
   registry::choose_again();
   const std::string path = file_name();

@@ -10,12 +10,12 @@
 namespace te_fl::dispatch {
 
 // The build id of the owner of an implementation: the plugin's; te-fl's own for built-in backends.
-std::string build_id_of(const std::string& owner);
+std::string find_build_id(const std::string& owner);
 // The name and driver of a device, as its provider reports them; empty if it does not.
 struct Chip {
   std::string name, driver;
 };
-Chip chip_of(const Device& device);
+Chip find_chip(const Device& device);
 
 // Stores an entry that takes effect later (take_held() or te_fl::step_boundary()). Keeps one entry
 // per implementation, signature and device.

@@ -22,12 +22,12 @@ using nlohmann::json;
 constexpr uint64_t kMaxBytes = uint64_t{64} << 20;
 constexpr const char* kVersionKey = "te_fl_quarantine";
 
-auto key_of(const Quarantine& q) {
+auto make_key(const Quarantine& q) {
   return std::tie(q.op, q.impl_id, q.owner, q.build_id, q.chip, q.driver, q.dtypes, q.scalings);
 }
 
 template <class Name>
-json names_of(uint64_t mask, int count, Name&& name) {
+json list_names(uint64_t mask, int count, Name&& name) {
   json out = json::array();
   for (int i = 0; i < count; ++i) {
     if ((mask >> i & 1) != 0) out.push_back(name(i));
@@ -36,19 +36,20 @@ json names_of(uint64_t mask, int count, Name&& name) {
 }
 
 json to_json(const Quarantine& q) {
-  return {{"op", q.op},
-          {"impl", q.impl_id},
-          {"owner", q.owner},
-          {"build", q.build_id},
-          {"chip", q.chip},
-          {"driver", q.driver},
-          {"dtypes", names_of(q.dtypes, TE_FL_DTYPE_COUNT,
-                              [](int i) { return std::string(name(static_cast<DType>(i))); })},
-          {"scalings", names_of(q.scalings, TE_FL_SCALING_COUNT,
-                                [](int i) { return std::string(name(static_cast<Scaling>(i))); })},
-          {"reason", q.reason},
-          {"case", q.case_file},
-          {"replay", q.replay}};
+  return {
+      {"op", q.op},
+      {"impl", q.impl_id},
+      {"owner", q.owner},
+      {"build", q.build_id},
+      {"chip", q.chip},
+      {"driver", q.driver},
+      {"dtypes", list_names(q.dtypes, TE_FL_DTYPE_COUNT,
+                            [](int i) { return std::string(name(static_cast<DType>(i))); })},
+      {"scalings", list_names(q.scalings, TE_FL_SCALING_COUNT,
+                              [](int i) { return std::string(name(static_cast<Scaling>(i))); })},
+      {"reason", q.reason},
+      {"case", q.case_file},
+      {"replay", q.replay}};
 }
 
 Result<Quarantine> from_json(const json& j) try {
@@ -71,14 +72,14 @@ Result<Quarantine> from_json(const json& j) try {
 }
 
 // The text of a quarantine file. Replaces bytes of a reason that are not UTF-8.
-std::string text_of(const json& value) {
+std::string to_text(const json& value) {
   return value.dump(2, ' ', false, json::error_handler_t::replace) + "\n";
 }
 
 // True if an entry is unchanged after writing and reading it. An entry with a changed name would
 // exclude no implementation.
 bool comes_back(const Quarantine& q) {
-  const Result<Quarantine> again = from_json(json::parse(text_of(to_json(q))));
+  const Result<Quarantine> again = from_json(json::parse(to_text(to_json(q))));
   return again.ok() && same(*again, q);
 }
 
@@ -157,20 +158,20 @@ Status change_file(const std::string& path, const std::function<void(json&)>& ch
   Parsed file = parse(path);
   if (!file.replaceable) return cannot_write(path, "it " + file.problem + kWayOut);
   change(file.object.at("entries"));
-  const Status written = core::replace_file(path, text_of(file.object));
+  const Status written = core::replace_file(path, to_text(file.object));
   return written.ok() ? written : cannot_write(path, written.message());
 }
 
 }  // namespace
 
-bool same(const Quarantine& a, const Quarantine& b) { return key_of(a) == key_of(b); }
+bool same(const Quarantine& a, const Quarantine& b) { return make_key(a) == make_key(b); }
 
 bool contains(const std::vector<Quarantine>& list, const Quarantine& q) {
   return std::any_of(list.begin(), list.end(), [&](const auto& e) { return same(e, q); });
 }
 
 bool QuarantineIndex::Less::operator()(const Quarantine* a, const Quarantine* b) const {
-  return key_of(*a) < key_of(*b);
+  return make_key(*a) < make_key(*b);
 }
 
 QuarantineFile read_quarantine_file(const std::string& path) {

@@ -54,7 +54,7 @@ struct Event {
 
 // The key for a cached result of describe(): description number, implementation, and true if the
 // call was staged.
-using Asked = std::tuple<uint32_t, uint64_t, bool>;
+using KernelKey = std::tuple<uint32_t, uint64_t, bool>;
 
 struct Recording {
   std::string path;
@@ -68,7 +68,7 @@ struct Recording {
   std::unordered_map<std::string, uint32_t> known;  // index of each description, by call signature
   std::vector<json> descriptions;
   std::map<std::string, uint32_t> texts;
-  std::map<Asked, uint32_t> kernels;  // results of describe(), as indices of texts
+  std::map<KernelKey, uint32_t> kernels;  // results of describe(), as indices of texts
 };
 
 constinit core::ForkMutex trace_mutex(core::LockLevel::kTrace);
@@ -174,7 +174,7 @@ void add_values(const Call& call, json& description) {
 
 // The index of the call's description. Calls that differ only in data share one. kNone if there are
 // too many.
-uint32_t description_of(const Call& call) {
+uint32_t find_description(const Call& call) {
   te_fl_context context = context_of(call, false, nullptr);
   context.rng = {};
   registry::PlanKey metadata;
@@ -210,7 +210,7 @@ uint32_t description_of(const Call& call) {
 }
 
 // The index of a text, which is added if there is room. The caller holds the lock.
-uint32_t number_of(Recording& s, std::string text) {
+uint32_t find_number(Recording& s, std::string text) {
   if (text.empty()) return kNone;
   if (s.texts.size() >= kMaxDescriptions) text = "(too many different ones were kept already)";
   return s.texts.emplace(std::move(text), static_cast<uint32_t>(s.texts.size())).first->second;
@@ -218,24 +218,24 @@ uint32_t number_of(Recording& s, std::string text) {
 
 // The kernels that the implementation launched for the call. Asks the implementation once per
 // description. The caller holds no lock.
-uint32_t kernel_of(const Call& call, uint32_t description, const Served& served) {
-  if (served.impl->desc.describe == nullptr || description == kNone) return kNone;
-  const Asked asked(description, served.impl->number, served.staged);
+uint32_t describe_kernel(const Call& call, uint32_t description, const Execution& execution) {
+  if (execution.impl->desc.describe == nullptr || description == kNone) return kNone;
+  const KernelKey kernel_key(description, execution.impl->number, execution.staged);
   {
     const std::lock_guard lock(trace_mutex);
-    const auto at = recording().kernels.find(asked);
+    const auto at = recording().kernels.find(kernel_key);
     if (at != recording().kernels.end()) return at->second;
   }
   const bool deterministic = policy::settings_of(call.policy).deterministic;
-  Described answer = described(call, {served.impl, served.staged}, deterministic);
+  Described answer = described(call, {execution.impl, execution.staged}, deterministic);
   const std::lock_guard lock(trace_mutex);
   Recording& s = recording();
-  return s.kernels.try_emplace(asked, number_of(s, std::move(answer.text))).first->second;
+  return s.kernels.try_emplace(kernel_key, find_number(s, std::move(answer.text))).first->second;
 }
 
-std::string reason_text(const Status& status, const Served& served) {
+std::string reason_text(const Status& status, const Execution& execution) {
   std::string text;
-  for (const Failure& f : served.failures) {
+  for (const Failure& f : execution.failures) {
     text += (text.empty() ? "" : "; ") + f.impl->impl_id + ": " + f.text.substr(0, 300);
   }
   if (!status.ok()) text = status.message().substr(0, 600);
@@ -375,16 +375,16 @@ Status trace_status() {
 }
 
 TracedCall::TracedCall(const Call& call) : call_(call), start_(0), description_(kNone) {
-  description_ = description_of(call);
+  description_ = find_description(call);
   start_ = now();
 }
 
-void TracedCall::record(const Status& status, const Served& served) {
+void TracedCall::record(const Status& status, const Execution& execution) {
   const int64_t end = now();
-  std::string text = reason_text(status, served);
+  std::string text = reason_text(status, execution);
   const char* const op = registry::intern_string(call_.row.compiled->schema().name);
-  const Implementation* impl = status.ok() ? served.impl : nullptr;
-  const uint32_t kernel = impl == nullptr ? kNone : kernel_of(call_, description_, served);
+  const Implementation* impl = status.ok() ? execution.impl : nullptr;
+  const uint32_t kernel = impl == nullptr ? kNone : describe_kernel(call_, description_, execution);
   const std::lock_guard lock(trace_mutex);
   Recording& s = recording();
   if (s.process != getpid()) return;
@@ -392,10 +392,10 @@ void TracedCall::record(const Status& status, const Served& served) {
     ++s.dropped;
     return;
   }
-  const uint32_t number = number_of(s, std::move(text));
+  const uint32_t number = find_number(s, std::move(text));
   s.events.push_back({op, impl == nullptr ? nullptr : impl->interned_id, start_, end - start_,
                       thread_number(), call_.options.stream, call_.signature.device, description_,
-                      number, kernel, served.staged, !status.ok()});
+                      number, kernel, execution.staged, !status.ok()});
 }
 
 }  // namespace dispatch

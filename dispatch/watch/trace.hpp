@@ -18,7 +18,7 @@ Status trace_status();
 class TracedCall {
  public:
   explicit TracedCall(const Call& call);
-  void record(const Status& status, const Served& served);
+  void record(const Status& status, const Execution& execution);
 
  private:
   const Call& call_;

@@ -76,7 +76,7 @@ uint64_t mixed(uint64_t z) {
   return z ^ z >> 31;
 }
 
-uint64_t hash_of(std::string_view text) {
+uint64_t hash_text(std::string_view text) {
   uint64_t h = 0xcbf29ce484222325u;
   for (const char c : text) h = (h ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
   return h;
@@ -208,7 +208,7 @@ Result<std::unique_ptr<Verification>> Verification::begin(const Call& call) {
   const std::string_view op = call.row.compiled->schema().name;
   if (!config->ops.empty() && !config->ops.contains(op)) return std::unique_ptr<Verification>();
   const uint64_t number = count(state, seen, op);
-  if (mixed(config->seed ^ hash_of(op) ^ mixed(number)) > config->threshold)
+  if (mixed(config->seed ^ hash_text(op) ^ mixed(number)) > config->threshold)
     return std::unique_ptr<Verification>();
   if (call.capturing) {
     ++g_counts.captured;
@@ -236,21 +236,21 @@ Result<std::unique_ptr<Verification>> Verification::begin(const Call& call) {
 
 Verification::Verification(const Call&) {}
 
-Status Verification::conclude(const Status& status, const Served& served) {
-  if (!status.ok() || served.impl == nullptr) {
+Status Verification::conclude(const Status& status, const Execution& execution) {
+  if (!status.ok() || execution.impl == nullptr) {
     ++g_counts.failed;
     return status;
   }
-  if (served.impl->kind == Kind::kReference || !comparable(rep_->call)) {
+  if (execution.impl->kind == Kind::kReference || !comparable(rep_->call)) {
     ++g_counts.skipped;
     return status;
   }
-  check(served);
-  return rep_->copy.waited().wrap("op '" + served.impl->op + "' in '" + served.impl->impl_id +
+  check(execution);
+  return rep_->copy.waited().wrap("op '" + execution.impl->op + "' in '" + execution.impl->impl_id +
                                   "' failed after it was enqueued (TE_FL_VERIFY)");
 }
 
-void Verification::check(const Served& served) {
+void Verification::check(const Execution& execution) {
   const Call& call = rep_->call;
   const bool deterministic = policy::settings_of(call.policy).deterministic;
   const Implementation* reference = reference_for(call.row, call.signature, deterministic);
@@ -272,16 +272,16 @@ void Verification::check(const Served& served) {
       context.stream = nullptr;
       context.rng = &rep_->copy.plan().rng();
       code = run_on_copies(call, *reference, context, rep_->copy.plan().args(), errors);
-      why = "'" + reference->impl_id + "' did not serve it: " + errors.text();
+      why = "'" + reference->impl_id + "' did not run it: " + errors.text();
     }
-    if (code == TE_FL_OK) return compare(*reference, served);
+    if (code == TE_FL_OK) return compare(*reference, execution);
   }
   ++g_counts.skipped;
-  log::once(log::Level::kInfo, "verify " + served.impl->op,
-            "TE_FL_VERIFY leaves out a call of op '" + served.impl->op + "': " + why);
+  log::once(log::Level::kInfo, "verify " + execution.impl->op,
+            "TE_FL_VERIFY leaves out a call of op '" + execution.impl->op + "': " + why);
 }
 
-void Verification::compare(const Implementation& reference, const Served& served) {
+void Verification::compare(const Implementation& reference, const Execution& execution) {
   const core::CompiledOp& op = *rep_->call.row.compiled;
   const char* const right = rep_->copy.again().data();
   const CallDistances distances{rep_->copy.written().data() - right,
@@ -295,13 +295,13 @@ void Verification::compare(const Implementation& reference, const Served& served
   ++g_counts.differed;
   std::string what;
   for (const OutputDifference& d : found) what += (what.empty() ? "" : "; ") + d.text();
-  differs(served, reference, std::move(what));
+  differs(execution, reference, std::move(what));
 }
 
-void Verification::differs(const Served& served, const Implementation& reference,
+void Verification::differs(const Execution& execution, const Implementation& reference,
                            std::string what) {
   const Call& call = rep_->call;
-  const Implementation& impl = *served.impl;
+  const Implementation& impl = *execution.impl;
   uint64_t nth = 0;
   {
     const std::lock_guard lock(verify_mutex);
@@ -309,7 +309,7 @@ void Verification::differs(const Served& served, const Implementation& reference
     nth = ++(*counts)[impl.op + ' ' + impl.impl_id + ' ' + std::to_string(call.signature.dtypes) +
                       ' ' + std::to_string(call.signature.scalings)];
   }
-  const std::string file = save(served, what);
+  const std::string file = save(execution, what);
   // Logs the 1st, 2nd, 4th, 8th, ... difference; the first has all the details, the others show the
   // frequency.
   if (is_power_of_two(nth)) {
@@ -321,8 +321,8 @@ void Verification::differs(const Served& served, const Implementation& reference
                                : "; `" + replay_command(impl.owner, file) + "` runs it again"));
   }
   if (!rep_->config->quarantine) return;
-  const Chip chip = chip_of(call.signature.device);
-  hold({impl.op, impl.impl_id, impl.owner, build_id_of(impl.owner), chip.name, chip.driver,
+  const Chip chip = find_chip(call.signature.device);
+  hold({impl.op, impl.impl_id, impl.owner, find_build_id(impl.owner), chip.name, chip.driver,
         call.signature.dtypes, call.signature.scalings,
         "it does not agree with '" + reference.impl_id + "': " + what, file,
         file.empty() ? std::string() : replay_command(impl.owner, file)});
@@ -330,7 +330,7 @@ void Verification::differs(const Served& served, const Implementation& reference
 
 // Saves the call and returns the path. The file gets its final name only when it is complete. Empty
 // if it was not saved.
-std::string Verification::save(const Served& served, const std::string& what) const {
+std::string Verification::save(const Execution& execution, const std::string& what) const {
   const Config& config = *rep_->config;
   if (config.folder.empty()) return {};
   const std::filesystem::path folder = config.folder;
@@ -338,17 +338,17 @@ std::string Verification::save(const Served& served, const std::string& what) co
   std::filesystem::create_directories(folder, code);
   if (cases_in(folder) >= config.cases) return {};
   const Call& call = rep_->call;
-  const Implementation& impl = *served.impl;
+  const Implementation& impl = *execution.impl;
   const bool deterministic = policy::settings_of(call.policy).deterministic;
   nlohmann::json d = describe_call(*call.row.compiled, rep_->copy.plan(), rep_->copy.again().data(),
                                    call.signature.device, deterministic);
-  const Chip chip = chip_of(call.signature.device);
+  const Chip chip = find_chip(call.signature.device);
   d["impl"] = impl.impl_id;
   d["owner"] = impl.owner;
-  d["build"] = build_id_of(impl.owner);
+  d["build"] = find_build_id(impl.owner);
   d["chip"] = chip.name;
   d["driver"] = chip.driver;
-  d["staged"] = served.staged;
+  d["staged"] = execution.staged;
   d["note"] = what;
   const std::string name = file_word(impl.op) + "-" + file_word(impl.impl_id) + "-" +
                            std::to_string(getpid()) + "-" + std::to_string(++g_files) + ".call";

@@ -22,7 +22,7 @@ class Verification {
   // Ends the verification of a call that returned `status`. Compares the outputs, and logs and
   // quarantines as configured. Returns the status for the caller, which is an error also if
   // enqueued work has failed.
-  Status conclude(const Status& status, const Served& served);
+  Status conclude(const Status& status, const Execution& execution);
 
  private:
   struct Config;
@@ -31,10 +31,10 @@ class Verification {
   static std::shared_ptr<const Config> read(State& state);
   static uint64_t count(State& state, Seen& seen, std::string_view op);
   explicit Verification(const Call& call);
-  void check(const Served& served);
-  void compare(const Implementation& reference, const Served& served);
-  void differs(const Served& served, const Implementation& reference, std::string what);
-  std::string save(const Served& served, const std::string& what) const;
+  void check(const Execution& execution);
+  void compare(const Implementation& reference, const Execution& execution);
+  void differs(const Execution& execution, const Implementation& reference, std::string what);
+  std::string save(const Execution& execution, const std::string& what) const;
 
   struct Rep;
   std::unique_ptr<Rep> rep_;

@@ -19,15 +19,15 @@ Status run_watched(Call& call, const Failure* first, uint64_t switches) {
   }
   const bool verifies = (switches & OpManager::Impl::kVerify) != 0;
   if (verifies && call.capturing) note_capture(call.signature.device, call.options.stream);
-  Served served;
+  Execution execution;
   std::optional<TracedCall> traced;
   if ((switches & OpManager::Impl::kTrace) != 0) {
     TE_FL_RETURN_IF_ERROR(begin_trace());
     traced.emplace(call);
   }
-  const Status status = run_order(call, first, served);
-  if (traced) traced->record(status, served);
-  const Status answer = check != nullptr ? check->conclude(status, served) : status;
+  const Status status = run_order(call, first, execution);
+  if (traced) traced->record(status, execution);
+  const Status answer = check != nullptr ? check->conclude(status, execution) : status;
   if (verifies && call.thread.slot.depth == 1) take_held();
   return answer;
 }

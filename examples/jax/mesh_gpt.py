@@ -44,11 +44,11 @@ class GPT(nn.Module):
 
 
 def step(variables, tokens):
-    def loss_of(variables):
+    def loss_function(variables):
         logits = GPT().apply(variables, tokens[:, :-1])
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1))
 
-    loss, grads = jax.value_and_grad(loss_of)(variables)
+    loss, grads = jax.value_and_grad(loss_function)(variables)
     params = jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], grads["params"])
     return {**te.update_collections(grads, variables), "params": params}, loss
 

@@ -1,7 +1,7 @@
 """Trains a small GPT of te_fl.jax.flax modules on te_fl's Python sources: in FP32, then in FP8 with delayed scaling, from equal initial parameters.
 
 usage: python examples/jax/quickstart.py [steps]
-Prints both losses and the implementations that served the ops. Needs jax and flax; takes half a minute on a CPU, and runs on a GPU unchanged.
+Prints both losses and the implementations that ran the ops. Needs jax and flax; takes half a minute on a CPU, and runs on a GPU unchanged.
 """
 
 import pathlib
@@ -45,13 +45,13 @@ def train(steps, fp8_recipe=None):
     """Returns the loss of each step. Trains in FP32 if there is no recipe."""
     model = GPT()
 
-    def loss_of(variables, tokens):
+    def loss_function(variables, tokens):
         logits = model.apply(variables, tokens[:, :-1])
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1))
 
     @jax.jit
     def step(variables, moments, count, tokens):
-        loss, gradients = jax.value_and_grad(loss_of)(variables, tokens)
+        loss, gradients = jax.value_and_grad(loss_function)(variables, tokens)
         grads = gradients["params"]
         first = jax.tree.map(lambda m, g: BETAS[0] * m + (1 - BETAS[0]) * g, moments[0], grads)
         second = jax.tree.map(lambda v, g: BETAS[1] * v + (1 - BETAS[1]) * g * g, moments[1], grads)

@@ -140,7 +140,7 @@ def train(options, device):
                 print(f"step {step + 1:4d}  loss {mean.item():.4f} nats a byte", flush=True)
     if dist.get_rank() == 0:
         kind = f"tp {options.tp}{' with sequence parallel' if model.group else ''}, dp {dp_group.size()}"
-        print(f"{options.steps} steps on {device.type}, {kind}, {options.recipe} scaling, in {time.time() - began:.1f} s; ops served by "
+        print(f"{options.steps} steps on {device.type}, {kind}, {options.recipe} scaling, in {time.time() - began:.1f} s; ops run by "
               + ", ".join(sorted({row['impl_id'] for row in te_fl.usage()})) + "\ncollectives of rank 0:\n" + collectives.summary(), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Trains a small GPT in FP8 with te_fl.pytorch and prints the implementations that served its ops.
+"""Trains a small GPT in FP8 with te_fl.pytorch and prints the implementations that ran its ops.
 
 usage: quickstart.py [--device DEVICE] [--recipe none|delayed|current|block] [--steps N] [--text FILE]
   --device  default: cuda if there is a GPU, else cpu
@@ -80,7 +80,7 @@ def main() -> None:
     served = {}
     for row in te_fl.usage():
         served[row["impl_id"]] = served.get(row["impl_id"], 0) + row["calls"]
-    print(f"{options.steps} steps on {device} with {options.recipe} scaling in {time.time() - began:.1f} s; ops served by "
+    print(f"{options.steps} steps on {device} with {options.recipe} scaling in {time.time() - began:.1f} s; ops run by "
           + ", ".join(f"{impl} ({calls} calls)" for impl, calls in sorted(served.items(), key=lambda item: -item[1])))
 
 

@@ -12,7 +12,7 @@ struct Range {
   double low, high;
 };
 
-Range range_of(const std::vector<double>& values, double held_out) {
+Range find_range(const std::vector<double>& values, double held_out) {
   const auto [low, high] = std::minmax_element(values.begin(), values.end());
   Range r{std::min(*low, held_out), std::max(*high, held_out)};
   if (r.high - r.low < 1e-3) r.high = r.low + 1e-3;
@@ -76,7 +76,7 @@ constexpr const char* kStyle =
     "}\n"
     "</style>\n";
 
-double y_of(const Range& range, double loss) {
+double y_at(const Range& range, double loss) {
   return kBottom - (loss - range.low) / (range.high - range.low) * (kBottom - kTop);
 }
 
@@ -85,8 +85,8 @@ std::string axes(const Range& range, double steps) {
   std::string out;
   const double step = grid_step(range.high - range.low);
   for (double at = std::ceil(range.low / step) * step; at <= range.high + 1e-9; at += step) {
-    out += line_at("grid", kLeft, y_of(range, at), kRight, y_of(range, at));
-    out += text_at(kLeft - 6, y_of(range, at) + 5, "end", format(step < 0.1 ? "%.3f" : "%.1f", at));
+    out += line_at("grid", kLeft, y_at(range, at), kRight, y_at(range, at));
+    out += text_at(kLeft - 6, y_at(range, at) + 5, "end", format(step < 0.1 ? "%.3f" : "%.1f", at));
   }
   for (int quarter = 0; quarter <= 4; ++quarter) {
     const double x = kLeft + (kRight - kLeft) * quarter / 4;
@@ -114,7 +114,7 @@ std::string chart(const Curve& curve) {
   constexpr size_t kColumns = 60, kRows = 12;
   const std::vector<double> means = averaged(curve.training, kColumns);
   if (means.empty()) return {};
-  const Range y = range_of(means, curve.held_out);
+  const Range y = find_range(means, curve.held_out);
   const auto row = [&](double loss) {
     return static_cast<size_t>(std::lround((y.high - loss) / (y.high - y.low) * (kRows - 1)));
   };
@@ -135,7 +135,7 @@ std::string chart(const Curve& curve) {
 std::string svg(const Curve& curve) {
   const std::vector<double> means = averaged(curve.training, 320);
   const std::vector<double> shown = means.empty() ? std::vector<double>{curve.held_out} : means;
-  const Range range = range_of(shown, curve.held_out);
+  const Range range = find_range(shown, curve.held_out);
   const double steps = static_cast<double>(std::max<size_t>(curve.training.size(), 1));
   std::string out =
       "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 720 400\" role=\"img\">\n"
@@ -147,11 +147,11 @@ std::string svg(const Curve& curve) {
   for (size_t i = 0; i < means.size(); ++i) {
     const double x = kLeft + (kRight - kLeft) * (static_cast<double>(i) + 0.5) /
                                  static_cast<double>(means.size());
-    path += (i == 0 ? "M" : "L") + format("%.1f", x) + " " + format("%.1f", y_of(range, means[i]));
+    path += (i == 0 ? "M" : "L") + format("%.1f", x) + " " + format("%.1f", y_at(range, means[i]));
   }
   if (!path.empty()) out += "<path class=\"training\" d=\"" + path + "\"/>\n";
   out +=
-      line_at("held-out", kLeft, y_of(range, curve.held_out), kRight, y_of(range, curve.held_out));
+      line_at("held-out", kLeft, y_at(range, curve.held_out), kRight, y_at(range, curve.held_out));
   out += text_at(
       kRight, kTop - 6, "end",
       "training (line), held out at the end (dashes): " + format("%.3f nats/byte", curve.held_out));

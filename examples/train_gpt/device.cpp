@@ -40,8 +40,8 @@ Result<DeviceChoice> find_device() {
     TE_FL_ASSIGN_OR_RETURN(const std::string op, left_to_host(device));
     const std::string name = te_fl::to_string(device);
     if (op.empty()) {
-      return DeviceChoice{device, name, "--device auto found that it serves the model's ops itself",
-                          true};
+      return DeviceChoice{device, name,
+                          "--device auto found that it supports the model's ops itself", true};
     }
     passed_over += (passed_over.empty() ? "" : ", ") + name + " (it leaves " + op + " to the host)";
   }

@@ -33,7 +33,7 @@ std::string near(const std::string& word, const std::vector<std::string>& choice
   return best.empty() ? "" : "; did you mean '" + best + "'?";
 }
 
-CLI::Validator one_of(std::vector<std::string> choices) {
+CLI::Validator choice_validator(std::vector<std::string> choices) {
   const std::string listed = CLI::detail::join(choices, ", ");
   return CLI::Validator(
       [choices = std::move(choices), listed](std::string& value) -> std::string {
@@ -65,18 +65,18 @@ void add_model_options(CLI::App& app, Options& o) {
   app.add_option("--data", o.data,
                  "text file (default: build/data/text.txt, see tools/fetch_text.sh)");
   app.add_option("--recipe", o.recipe, "FP8 recipe")
-      ->check(one_of({"delayed", "current", "block", "none"}));
+      ->check(choice_validator({"delayed", "current", "block", "none"}));
   app.add_flag("--fp8-attention", o.fp8_attention,
                "attention itself in FP8 (fp8_dpa); with --recipe delayed");
   app.add_option("--style", o.style,
                  "gpt: LayerNorm, GELU, learned positions; llama: RMSNorm, SwiGLU, RoPE, no biases")
-      ->check(one_of({"gpt", "llama"}));
+      ->check(choice_validator({"gpt", "llama"}));
   app.add_option("--dtype", o.dtype, "dtype of parameters and activations")
-      ->check(one_of({"f32", "bf16", "f16"}))
+      ->check(choice_validator({"f32", "bf16", "f16"}))
       ->default_str(by_device(kHost.dtype, kDevice.dtype));
   app.add_option(
       "--device", o.device,
-      "cpu, cuda:0, ...; auto: the first device that serves the model's ops itself, else "
+      "cpu, cuda:0, ...; auto: the first device that supports the model's ops itself, else "
       "cpu");
   app.add_flag("--graph", o.graph,
                "capture the training step into a graph after three steps and launch that; for "
@@ -147,7 +147,7 @@ bool parse_options(int argc, char** argv, Options& o, int* exit_code) {
       "the text's last tenth\n"
       "and lets it write. Every tensor operation goes through the dispatcher; the closing table "
       "says which\n"
-      "implementation served each op.",
+      "implementation ran each op.",
       "train_gpt"};
   app.footer(
       "Examples:\n"

@@ -45,7 +45,7 @@ void print_usage_table() {
   });
   const bool any_staged =
       std::any_of(usage.begin(), usage.end(), [](const auto& u) { return u.staged_calls != 0; });
-  std::printf("\nWho served what\n  %-46s %-22s %12s", "op", "implementation", "calls");
+  std::printf("\nImplementations that ran\n  %-46s %-22s %12s", "op", "implementation", "calls");
   if (any_staged)
     std::printf(" %10s %12s %12s %12s", "staged", "MiB copied", "copying ms", "waiting ms");
   std::printf("\n");

@@ -31,7 +31,7 @@ struct Candidate {
   bool accepted = false;
   bool chosen = false;
   bool staged = false;  // would run on the host, on copies of another device's tensors
-  // The reason for acceptance or refusal: "dtype f8e4m3 of input is not served".
+  // The reason for acceptance or refusal: "dtype f8e4m3 of input is not supported".
   std::string reason;
 };
 

@@ -83,7 +83,7 @@ TE_FL_API Result<std::vector<Finding>> diagnose(const std::string& name);
 // call of this function: an unknown code, or TE_FL_OK with TE_FL_CLEAN. Empty if there was none.
 // The host treats such a status as TE_FL_INTERNAL or TE_FL_OK, respectively. For tools that check
 // plugins.
-TE_FL_API std::string take_odd_status();
+TE_FL_API std::string take_status_misuse();
 // The last setting that a plugin has requested from the host since the previous call of this
 // function although neither te-fl nor the plugin declares it (R21). Empty if there was none. The
 // host answered that the setting is unset, or returned the value that another plugin's setting of

@@ -14,7 +14,7 @@ namespace {
 
 // Allocates the gradient, uninitialised.
 Status allocate_grad(Parameter& parameter) {
-  TE_FL_ASSIGN_OR_RETURN(const uint64_t captured, capture_of(parameter.value.device()));
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t captured, find_capture(parameter.value.device()));
   // Allocating a gradient in a graph's memory is allowed only for a borrowed parameter in a capture
   // that its framework began: the framework takes the gradient when the backward pass ends, and
   // knows that each launch overwrites it.
@@ -45,7 +45,7 @@ void drop_grad(Parameter& parameter) noexcept {
 Result<bool> adds(Parameter& parameter) {
   if (!parameter.grad.defined()) TE_FL_RETURN_IF_ERROR(allocate_grad(parameter));
   if (parameter.internals().grad_written) return true;
-  TE_FL_ASSIGN_OR_RETURN(const uint64_t now, capture_of(parameter.value.device()));
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t now, find_capture(parameter.value.device()));
   return now != 0 && now != parameter.internals().grad_cleared_in;
 }
 
@@ -80,7 +80,7 @@ Parameter::~Parameter() = default;
 
 Status Parameter::clear_grad() {
   if (!requires_grad) return {};
-  TE_FL_ASSIGN_OR_RETURN(state_->grad_cleared_in, detail::capture_of(value.device()));
+  TE_FL_ASSIGN_OR_RETURN(state_->grad_cleared_in, detail::find_capture(value.device()));
   detail::touch(this, *state_, grad, false);
   state_->grad_written = false;
   state_->grad_stale = state_->grad_cleared = true;

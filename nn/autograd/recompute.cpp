@@ -98,30 +98,31 @@ RecomputePhase recompute_phase() noexcept {
   return detail::noting() ? RecomputePhase::kFirst : RecomputePhase::kSecond;
 }
 
-Result<PieceRun> checkpoint(Piece piece, const Tensor& x) {
+Result<SegmentRun> checkpoint(Segment segment, const Tensor& x) {
   RecomputeRecord record;
   Tensor y;
   {
     const RecomputeScope scope(record, RecomputePhase::kFirst);
-    TE_FL_ASSIGN_OR_RETURN(PieceRun run, piece(x));
+    TE_FL_ASSIGN_OR_RETURN(SegmentRun run, segment(x));
     y = std::move(run.y);
   }
   const std::string first = y.describe();
-  return PieceRun{std::move(y),
-                  [piece = std::move(piece), record, x, first](const Tensor& dy) -> Result<Tensor> {
-                    PieceRun again;
-                    {
-                      const RecomputeScope scope(record, RecomputePhase::kSecond);
-                      TE_FL_ASSIGN_OR_RETURN(again, piece(x));
-                      TE_FL_RETURN_IF_ERROR(scope.complete());
-                    }
-                    if (const std::string second = again.y.describe(); second != first) {
-                      return detail::another_run("the second run's result is " + second +
-                                                 ", and the first's was " + first);
-                    }
-                    again.y = Tensor();
-                    return again.backward(dy);
-                  }};
+  return SegmentRun{
+      std::move(y),
+      [segment = std::move(segment), record, x, first](const Tensor& dy) -> Result<Tensor> {
+        SegmentRun again;
+        {
+          const RecomputeScope scope(record, RecomputePhase::kSecond);
+          TE_FL_ASSIGN_OR_RETURN(again, segment(x));
+          TE_FL_RETURN_IF_ERROR(scope.complete());
+        }
+        if (const std::string second = again.y.describe(); second != first) {
+          return detail::another_run("the second run's result is " + second +
+                                     ", and the first's was " + first);
+        }
+        again.y = Tensor();
+        return again.backward(dy);
+      }};
 }
 
 }  // namespace te_fl::nn

@@ -13,7 +13,7 @@ namespace {
 // distance belong to one allocation and are moved together.
 constexpr intptr_t kGap = 256;
 
-int64_t reach_of(const Tensor& t) {
+int64_t reach_bytes(const Tensor& t) {
   int64_t last = 0;
   for (int i = 0; i < t.rank(); ++i) last += (t.size(i) - 1) * t.strides()[static_cast<size_t>(i)];
   return bytes_for(t.dtype(), last + 1);
@@ -25,8 +25,8 @@ bool same_owner(const std::weak_ptr<void>& a, const std::weak_ptr<void>& b) {
   return !a.owner_before(b) && !b.owner_before(a);
 }
 
-const MovedMemory* holder_of(std::span<const MovedMemory> moved, const void* data,
-                             const std::shared_ptr<void>& owner) {
+const MovedMemory* find_holder(std::span<const MovedMemory> moved, const void* data,
+                               const std::shared_ptr<void>& owner) {
   const auto found = std::ranges::find_if(moved, [&](const MovedMemory& m) {
     return data >= m.from && data < static_cast<const char*>(m.from) + m.bytes &&
            (same_owner(m.old_owner, {}) || same_owner(m.old_owner, owner));
@@ -43,7 +43,7 @@ bool holds(const Owners& owners, const std::shared_ptr<void>& owner) {
 template <class T>
 bool move_pointer(T*& pointer, const std::shared_ptr<void>& owner,
                   std::span<const MovedMemory> moved, Owners& owners) {
-  const MovedMemory* m = pointer == nullptr ? nullptr : holder_of(moved, pointer, owner);
+  const MovedMemory* m = pointer == nullptr ? nullptr : find_holder(moved, pointer, owner);
   if (m == nullptr) return pointer == nullptr;
   const auto offset = reinterpret_cast<const char*>(pointer) - static_cast<const char*>(m->from);
   pointer = reinterpret_cast<T*>(static_cast<char*>(m->to) + offset);
@@ -103,9 +103,9 @@ std::vector<Found> merged(std::vector<Found> parts, intptr_t gap) {
   return found;
 }
 
-Found memory_of(const Tensor& part) {
+Found find_memory(const Tensor& part) {
   Found found{.begin = static_cast<char*>(part.raw_data())};
-  found.end = found.begin + reach_of(part);
+  found.end = found.begin + reach_bytes(part);
   found.owners->push_back(std::make_shared<Tensor>(part));
   return found;
 }
@@ -117,11 +117,11 @@ std::vector<SavedMemory> saved_memory(Ctx& ctx, const Device& device) {
   ctx.visit([&](Tensor& t) {
     if (!t.defined() || t.device() != device || t.numel() == 0) return;
     const Tensor values = t.quantized() ? t.rowwise_codes() : t;
-    if (values.defined()) all.push_back(memory_of(values));
+    if (values.defined()) all.push_back(find_memory(values));
     if (!t.quantized()) return;
     std::vector<Found> beside;
     for (const Tensor& part : {t.columnwise_codes(), t.scale_inv(), t.columnwise_scale_inv()}) {
-      if (part.defined() && part.numel() > 0) beside.push_back(memory_of(part));
+      if (part.defined() && part.numel() > 0) beside.push_back(find_memory(part));
     }
     const auto joined = merged(std::move(beside), kGap);
     all.insert(all.end(), joined.begin(), joined.end());

@@ -201,26 +201,26 @@ Status Tape::backward(const Value& of, const Tensor& gradient) {
   return backward_end();
 }
 
-Value Tape::checkpoint(std::function<Value(const Value& x)> piece, const Value& x) {
+Value Tape::checkpoint(std::function<Value(const Value& x)> segment, const Value& x) {
   if (!x.ok()) return x;
   const bool wants = x.gradient_ != nullptr;
   const auto used = std::make_shared<std::vector<std::shared_ptr<Parameter>>>();
-  const Piece on_a_tape = [piece, wants, used, training = training_,
-                           outer_options = options](const Tensor& in) -> Result<PieceRun> {
+  const Segment on_a_tape = [segment, wants, used, training = training_,
+                             outer_options = options](const Tensor& in) -> Result<SegmentRun> {
     auto tape = std::make_shared<Tape>(training);
     tape->options = outer_options;
     const Value begin = tape->input(in, wants);
-    const Value y = piece(begin);
+    const Value y = segment(begin);
     if (!y.ok()) return y.status();
     *used = tape->used_;
-    return PieceRun{y.tensor(), [tape, begin, y](const Tensor& dy) -> Result<Tensor> {
-                      TE_FL_RETURN_IF_ERROR(tape->run(y, dy));
-                      return begin.grad();
-                    }};
+    return SegmentRun{y.tensor(), [tape, begin, y](const Tensor& dy) -> Result<Tensor> {
+                        TE_FL_RETURN_IF_ERROR(tape->run(y, dy));
+                        return begin.grad();
+                      }};
   };
   return record({&x, 1}, 1, [&](bool training) -> Result<Recorded> {
     TE_FL_ASSIGN_OR_RETURN(
-        PieceRun run, training ? nn::checkpoint(on_a_tape, x.tensor()) : on_a_tape(x.tensor()));
+        SegmentRun run, training ? nn::checkpoint(on_a_tape, x.tensor()) : on_a_tape(x.tensor()));
     const auto backward = [back = std::move(run.backward)](const Tensors& dys) -> Result<Tensors> {
       TE_FL_ASSIGN_OR_RETURN(Tensor dx, back(dys[0]));
       return Tensors{std::move(dx)};

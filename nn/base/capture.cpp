@@ -16,7 +16,7 @@ void Capture::end() {
   if (std::exchange(open_, false)) t_capture = outer_;
 }
 
-Result<uint64_t> capture_of(const Device& device) {
+Result<uint64_t> find_capture(const Device& device) {
   if (t_capture != nullptr) return t_capture->id();
   if (device.is_host()) return uint64_t{0};
   TE_FL_ASSIGN_OR_RETURN(const bool capturing,
@@ -26,12 +26,12 @@ Result<uint64_t> capture_of(const Device& device) {
 
 Result<bool> capturing(const Device& device) {
   if (device.is_host()) return false;
-  TE_FL_ASSIGN_OR_RETURN(const uint64_t now, capture_of(device));
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t now, find_capture(device));
   return now != 0;
 }
 
 Result<bool> in_foreign_capture(const Device& device) {
-  TE_FL_ASSIGN_OR_RETURN(const uint64_t now, capture_of(device));
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t now, find_capture(device));
   return now == kForeignCapture;
 }
 

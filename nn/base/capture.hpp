@@ -37,7 +37,7 @@ class Capture {
 constexpr uint64_t kForeignCapture = UINT64_MAX;
 
 // The id of the capture that receives work on `device` now; 0: none.
-Result<uint64_t> capture_of(const Device& device);
+Result<uint64_t> find_capture(const Device& device);
 // True if work on the device is captured now.
 Result<bool> capturing(const Device& device);
 // True if work on the device is captured now by a capture that nn did not begin.

@@ -25,7 +25,7 @@ RunScope* RunScope::replaying_run() noexcept {
 }
 
 Status RunScope::note(RunEvent event, const Device& device) {
-  TE_FL_ASSIGN_OR_RETURN(event.capture, capture_of(device));
+  TE_FL_ASSIGN_OR_RETURN(event.capture, find_capture(device));
   for (RunScope* run = t_run; run != nullptr && !run->replays_; run = run->outer_) {
     run->log_.push_back(event);
   }
@@ -43,7 +43,7 @@ Result<const RunEvent*> RunScope::replay(Used used, const void* owner, const Dev
     return another_run("the second run uses " + name + " where the first used " +
                        (event.used == used ? "another module's" : name_of(event.used)));
   }
-  TE_FL_ASSIGN_OR_RETURN(const uint64_t capture, capture_of(device));
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t capture, find_capture(device));
   if (event.capture != capture) {
     return another_run("only one of the two runs is captured into the graph");
   }
@@ -67,7 +67,7 @@ Status RunScope::complete() const {
 
 Status another_run(const std::string& reason) {
   return failed_precondition("recomputation: " + reason +
-                             "; the second run of a piece must call the same forwards with the "
+                             "; the second run of a segment must call the same forwards with the "
                              "same inputs in the same order as the first, in the same graph if one "
                              "is captured");
 }

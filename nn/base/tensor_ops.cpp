@@ -24,7 +24,7 @@ bool parts_share_memory(const Tensor& a, const Tensor& b) {
   return begin(a) < end(b) && begin(b) < end(a);
 }
 
-std::array<Tensor, 2> parts_of(const Tensor& t) {
+std::array<Tensor, 2> code_parts(const Tensor& t) {
   if (!t.quantized()) return {t, Tensor()};
   return {t.rowwise_codes(), t.columnwise_codes()};
 }
@@ -34,8 +34,8 @@ std::array<Tensor, 2> parts_of(const Tensor& t) {
 bool shares_memory(const Tensor& a, const Tensor& b) {
   if (!a.defined() || !b.defined() || a.device() != b.device()) return false;
   if (!a.quantized() && !b.quantized()) return parts_share_memory(a, b);
-  for (const Tensor& x : parts_of(a)) {
-    for (const Tensor& y : parts_of(b)) {
+  for (const Tensor& x : code_parts(a)) {
+    for (const Tensor& y : code_parts(b)) {
       if (parts_share_memory(x, y)) return true;
     }
   }

@@ -61,7 +61,7 @@ Result<Copies> match_optimizer(const std::vector<NamedTensor>& tensors, const Op
                                                target.tensor.describe());
     }
     Tensor tensor = *found->second;
-    const auto part = parts.find(detail::parameter_of(target.name));
+    const auto part = parts.find(detail::parameter_name(target.name));
     const std::span<const int64_t> shape =
         part == parts.end() ? target.tensor.shape() : std::span<const int64_t>(part->second.shape);
     if (tensor.dtype() != target.tensor.dtype() || !std::ranges::equal(tensor.shape(), shape)) {
@@ -80,7 +80,7 @@ Result<Copies> match_optimizer(const std::vector<NamedTensor>& tensors, const Op
   }
   // Ignores the state of parameters of which this rank has no elements; other ranks have it.
   std::erase_if(in_file, [&](const auto& t) {
-    const auto part = parts.find(detail::parameter_of(t.first));
+    const auto part = parts.find(detail::parameter_name(t.first));
     return part != parts.end() && part->second.begin == part->second.end;
   });
   if (!in_file.empty()) {
@@ -161,7 +161,7 @@ Result<Metadata> load_checkpoint(const std::string& path, Module& module, Optimi
 Status save_checkpoint(const std::string& path, const TensorParallel& parallel,
                        const Module& module, const Optimizer* optimizer, const Metadata& metadata) {
   const std::string own = detail::shard_path(path, parallel.rank(), parallel.size());
-  TE_FL_ASSIGN_OR_RETURN(Metadata places, detail::places_of(module.parameters()));
+  TE_FL_ASSIGN_OR_RETURN(Metadata places, detail::list_places(module.parameters()));
   if (parallel.random.has_value()) {
     const RandomPosition random = parallel.random->random();
     places[kOwnSeed] = std::to_string(random.seed);

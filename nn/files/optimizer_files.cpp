@@ -48,7 +48,7 @@ Status add_part(std::map<std::string, Whole>& wholes, const NamedTensor& t,
     return Status(StatusCode::kDataLoss, path + ": the place of tensor " + t.name + " " + what);
   };
   StatePart part;
-  if (!parse_part(file.metadata, parameter_of(t.name), part)) {
+  if (!parse_part(file.metadata, parameter_name(t.name), part)) {
     return wrong("in its whole is not there or not readable");
   }
   Whole& whole = wholes[t.name];

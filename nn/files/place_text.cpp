@@ -24,7 +24,7 @@ bool parse_list(std::string_view text, Shape& values) {
   return true;
 }
 
-std::string parameter_of(const std::string& name) {
+std::string parameter_name(const std::string& name) {
   constexpr std::string_view kOptimizer = "optimizer.";
   if (!name.starts_with(kOptimizer)) return name;
   const size_t dot = name.find('.', kOptimizer.size());

@@ -15,6 +15,6 @@ std::string list_text(std::span<const int64_t> values);
 // Parses list_text() and appends the numbers to `values`. False for any other text.
 bool parse_list(std::string_view text, Shape& values);
 // The parameter to which a checkpoint's tensor belongs: NAME for "optimizer.exp_avg.NAME".
-std::string parameter_of(const std::string& name);
+std::string parameter_name(const std::string& name);
 
 }  // namespace te_fl::nn::detail

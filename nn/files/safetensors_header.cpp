@@ -34,7 +34,7 @@ constexpr std::array<DTypeName, 16> kNames = {{{"BOOL", DType::kBool},
                                                {"I64", DType::kI64},
                                                {"F64", DType::kF64}}};
 
-std::optional<DType> dtype_of(std::string_view name) {
+std::optional<DType> find_dtype(std::string_view name) {
   for (const DTypeName& entry : kNames) {
     if (entry.name == name) return entry.dtype;
   }
@@ -87,7 +87,7 @@ class EntryReader {
     const Json& dtype = value_["dtype"];
     if (!dtype.is_string()) return error("has a dtype that is not a string");
     const std::string text = dtype.get<std::string>();
-    std::optional<DType> found = dtype_of(text);
+    std::optional<DType> found = find_dtype(text);
     if (!found) return error("has the dtype \"" + text + "\", which is not known");
     entry.dtype = *found;
     return {};

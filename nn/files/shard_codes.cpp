@@ -17,7 +17,7 @@ bool one_scale(const std::vector<const CodesPart*>& parts) {
 
 // Returns the largest amax of the parts, if the parts cover all elements of the shard; otherwise
 // undefined.
-Result<Tensor> amax_of(const std::vector<const CodesPart*>& parts, int64_t elements) {
+Result<Tensor> join_amax(const std::vector<const CodesPart*>& parts, int64_t elements) {
   float largest = 0;
   for (const CodesPart* p : parts) {
     if (!p->amax.defined()) return Tensor();
@@ -28,7 +28,7 @@ Result<Tensor> amax_of(const std::vector<const CodesPart*>& parts, int64_t eleme
   return Tensor::from_values({1}, std::span(&largest, 1));
 }
 
-Result<Tensor> values_of(const CodesPart& part) {
+Result<Tensor> dequantize_part(const CodesPart& part) {
   QuantSpec spec;
   spec.dtype = part.codes.dtype();
   TE_FL_ASSIGN_OR_RETURN(const Tensor quantised,
@@ -59,7 +59,7 @@ Result<std::vector<NamedTensor>> codes_of_part(const std::string& name,
   for (const CodesPart* p : met) {
     Tensor values = p->codes;
     if (!codes) {
-      TE_FL_ASSIGN_OR_RETURN(values, values_of(*p));
+      TE_FL_ASSIGN_OR_RETURN(values, dequantize_part(*p));
     }
     fits = fits && copy_part(whole, values, p->place, true);
   }
@@ -71,7 +71,7 @@ Result<std::vector<NamedTensor>> codes_of_part(const std::string& name,
   std::vector<NamedTensor> result{{name, part}};
   if (!codes) return result;
   result.push_back({name + ".scale_inv", met[0]->scale_inv});
-  TE_FL_ASSIGN_OR_RETURN(Tensor amax, amax_of(met, part.numel()));
+  TE_FL_ASSIGN_OR_RETURN(Tensor amax, join_amax(met, part.numel()));
   if (amax.defined()) result.push_back({name + ".amax", std::move(amax)});
   return result;
 }

@@ -87,9 +87,10 @@ struct Placed {
 };
 
 // The parts of a tensor in all files; only the first file's tensor if it is not sharded.
-Result<std::vector<Placed>> parts_of(const std::vector<Source>& sources, const std::string& name) {
+Result<std::vector<Placed>> find_parts(const std::vector<Source>& sources,
+                                       const std::string& name) {
   const Tensor& first = sources[0].tensors.at(name);
-  const std::string key = std::string(kPrefix) + parameter_of(name);
+  const std::string key = std::string(kPrefix) + parameter_name(name);
   if (!sources[0].file.metadata.contains(key)) {
     return std::vector<Placed>{{first, place_of_whole(first.shape())}};
   }
@@ -118,8 +119,8 @@ Result<std::vector<Placed>> parts_of(const std::vector<Source>& sources, const s
 }
 
 // The complete tensor, assembled from all files.
-Result<Tensor> whole_of(const std::vector<Source>& sources, const std::string& name) {
-  TE_FL_ASSIGN_OR_RETURN(const std::vector<Placed> parts, parts_of(sources, name));
+Result<Tensor> join_parts(const std::vector<Source>& sources, const std::string& name) {
+  TE_FL_ASSIGN_OR_RETURN(const std::vector<Placed> parts, find_parts(sources, name));
   if (parts.size() == 1) return parts[0].tensor;
   TE_FL_ASSIGN_OR_RETURN(Tensor whole,
                          Tensor::empty(parts[0].place.whole, parts[0].tensor.dtype()));
@@ -163,7 +164,7 @@ Result<std::vector<NamedTensor>> own_codes(const std::vector<Source>& sources,
                                            const NamedParameter& parameter,
                                            const std::string& path) {
   const std::string& name = parameter.name;
-  TE_FL_ASSIGN_OR_RETURN(std::vector<Placed> parts, parts_of(sources, name));
+  TE_FL_ASSIGN_OR_RETURN(std::vector<Placed> parts, find_parts(sources, name));
   std::vector<CodesPart> files;
   for (size_t i = 0; i < parts.size(); ++i) {
     const auto beside = [&](std::string_view end) {
@@ -194,7 +195,7 @@ std::string shard_path(const std::string& path, int rank, int size) {
   return path + "." + std::to_string(rank) + "-of-" + std::to_string(size);
 }
 
-Result<Metadata> places_of(const std::vector<NamedParameter>& parameters) {
+Result<Metadata> list_places(const std::vector<NamedParameter>& parameters) {
   Metadata places;
   for (const NamedParameter& p : parameters) {
     if (p.parameter->shard.whole.empty()) continue;
@@ -218,7 +219,7 @@ Result<SafetensorsFile> load_shards(const std::string& path, int rank, int size,
   for (const NamedParameter& p : parameters) own.emplace(p.name, &p);
   SafetensorsFile result{sources[0].file.metadata, {}};
   for (const NamedTensor& t : sources[0].file.tensors) {
-    const auto found = own.find(parameter_of(t.name));
+    const auto found = own.find(parameter_name(t.name));
     const NamedParameter* const target = found == own.end() ? nullptr : found->second;
     if (beside_codes(sources[0], t.name)) continue;
     if (target != nullptr && is_codes(sources[0], t.name)) {
@@ -226,7 +227,7 @@ Result<SafetensorsFile> load_shards(const std::string& path, int rank, int size,
       std::ranges::move(tensors, std::back_inserter(result.tensors));
       continue;
     }
-    TE_FL_ASSIGN_OR_RETURN(Tensor tensor, whole_of(sources, t.name));
+    TE_FL_ASSIGN_OR_RETURN(Tensor tensor, join_parts(sources, t.name));
     if (target != nullptr && !target->parameter->shard.whole.empty()) {
       TE_FL_ASSIGN_OR_RETURN(tensor, cut(tensor, *target->parameter, t.name, path));
     }

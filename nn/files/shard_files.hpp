@@ -17,7 +17,7 @@ std::string shard_path(const std::string& path, int rank, int size);
 // Metadata with the position of each sharded parameter in the complete parameter:
 // "te_fl.shard.NAME" = extents of the complete parameter; begin; pairs of rows, as in
 // "64,32;0,0;16,8,48,8". INVALID_ARGUMENT for block-scaled FP8 parameters.
-Result<Metadata> places_of(const std::vector<NamedParameter>& parameters);
+Result<Metadata> list_places(const std::vector<NamedParameter>& parameters);
 
 // Loads a checkpoint that any number of ranks has written. Returns this rank's shards of
 // `parameters`, and the optimizer tensors of the same names. `optimizer`: also reads the files of

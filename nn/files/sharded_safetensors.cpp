@@ -73,8 +73,8 @@ class Mapping {
   size_t size_ = 0;
 };
 
-Result<Tensor> view_of(const SafetensorsEntry& entry, const std::shared_ptr<Mapping>& mapping,
-                       uint64_t data_offset) {
+Result<Tensor> make_view(const SafetensorsEntry& entry, const std::shared_ptr<Mapping>& mapping,
+                         uint64_t data_offset) {
   std::byte* const at = mapping->bytes() + data_offset + entry.begin;
   const auto alignment = static_cast<uintptr_t>(bits(entry.dtype)) / 8;
   if (reinterpret_cast<uintptr_t>(at) % alignment == 0) {
@@ -158,7 +158,7 @@ std::string numbered(const std::string& stem, size_t index, size_t count) {
 }
 
 // The files that an index lists; empty if the index is missing or invalid.
-std::set<std::string> files_of(const std::string& index) {
+std::set<std::string> list_files(const std::string& index) {
   std::set<std::string> files;
   const Result<WeightMap> map = read_index(index);
   if (!map.ok()) return files;
@@ -257,7 +257,7 @@ Result<SafetensorsFile> map_safetensors(const std::string& path) {
   SafetensorsFile result;
   result.metadata = std::move(header.metadata);
   for (const SafetensorsEntry& entry : header.entries) {
-    Result<Tensor> tensor = view_of(entry, mapping, header.data_offset);
+    Result<Tensor> tensor = make_view(entry, mapping, header.data_offset);
     if (!tensor.ok()) return tensor.status().wrap(path + ": tensor \"" + entry.name + "\"");
     result.tensors.push_back({entry.name, std::move(*tensor)});
   }
@@ -297,7 +297,7 @@ Status save_sharded(const std::string& folder, const std::vector<NamedTensor>& t
   const auto shards = divide(tensors, options.max_shard_bytes);
   const std::string single = options.stem + ".safetensors";
   const std::string index = (fs::path(folder) / (single + ".index.json")).string();
-  std::set<std::string> before = files_of(index);
+  std::set<std::string> before = list_files(index);
   // A single file that the previous index lists cannot be replaced directly, since that would
   // change the previous model.
   if (shards.size() == 1 && !before.contains(single)) {

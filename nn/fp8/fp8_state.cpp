@@ -53,7 +53,7 @@ Status Fp8State::adopt(Tensor history, Tensor scale) {
 Status Fp8State::check_length(int64_t history_len) const {
   if (!defined() || history().size(0) == history_len || !held()) return {};
   return graph_error("an amax history of length " + std::to_string(history_len) +
-                     " is asked for, but a captured graph uses the present one of length " +
+                     " is requested, but a captured graph uses the present one of length " +
                      std::to_string(history().size(0)));
 }
 
@@ -88,11 +88,11 @@ Status Fp8State::ensure(int64_t history_len) {
   return adopt(std::move(longer), scale());
 }
 
-float largest_of(DType dtype) { return dtype == DType::kF8E4M3 ? 448.0f : 57344.0f; }
+float largest_finite(DType dtype) { return dtype == DType::kF8E4M3 ? 448.0f : 57344.0f; }
 
 DType dtype_of_largest(float value) {
   for (const DType dtype : {DType::kF8E4M3, DType::kF8E5M2}) {
-    if (value == largest_of(dtype)) return dtype;
+    if (value == largest_finite(dtype)) return dtype;
   }
   return DType::kF32;
 }
@@ -102,7 +102,7 @@ Status Fp8State::set_dtype(DType dtype) {
   Tensor largest;
   if (dtype != DType::kF32) {
     TE_FL_ASSIGN_OR_RETURN(largest, Tensor::empty({1}, DType::kF32, Device()));
-    *largest.data<float>() = largest_of(dtype);
+    *largest.data<float>() = largest_finite(dtype);
   }
   shared_->dtype = dtype;
   shared_->fp8_max = std::move(largest);
@@ -114,7 +114,7 @@ Status Fp8State::retype(DType dtype) {
   if (before == dtype || before == DType::kF32 || !calibrated()) return set_dtype(dtype);
   if (held()) {
     return graph_error("gradients in " + std::string(name(dtype)) +
-                       " are asked for, but a captured graph uses the scales for " +
+                       " are requested, but a captured graph uses the scales for " +
                        std::string(name(before)));
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor noop, Tensor::zeros({1}, DType::kI32, device_));
@@ -126,7 +126,7 @@ Status Fp8State::retype(DType dtype) {
   args.inputs = args.outputs = scales;
   args.inputs_count = args.outputs_count = 1;
   args.noop_flag = noop;
-  args.scale = largest_of(dtype) / largest_of(before);
+  args.scale = largest_finite(dtype) / largest_finite(before);
   Status scaled = ops::multi_tensor_scale(args, call_options(device_));
   if (!scaled.ok()) {  // restores the type that the scales are for
     shared_->dtype = before;

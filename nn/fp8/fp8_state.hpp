@@ -152,7 +152,7 @@ struct Copies {
 
 // Convert an FP8 type to its largest value, and a largest value to its type (kF32 if no type has
 // it).
-float largest_of(DType dtype);
+float largest_finite(DType dtype);
 DType dtype_of_largest(float value);
 
 // The FP8 type for a role under a recipe.

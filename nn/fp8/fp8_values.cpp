@@ -75,7 +75,7 @@ Status load_codes(const Tensor& codes, const Tensor& scale_inv, const Tensor& am
   return ops::compute_amax(args, call_options(value.device()));
 }
 
-Result<Tensor> codes_of(const Tensor& value) {
+Result<Tensor> wrap_codes(const Tensor& value) {
   return Tensor::wrap(value.raw_data(), value.shape(), {}, value.dtype(), value.device(),
                       std::make_shared<Tensor>(value));
 }

@@ -39,7 +39,7 @@ class Fp8Values {
 Status load_codes(const Tensor& codes, const Tensor& scale_inv, const Tensor& amax,
                   const Tensor& value);
 // The FP8 data of `value` as an unscaled tensor that shares its memory.
-Result<Tensor> codes_of(const Tensor& value);
+Result<Tensor> wrap_codes(const Tensor& value);
 // Copies `value` to new memory and adds column-wise data to the copy.
 Result<Tensor> with_columns(const Tensor& value);
 // Dequantises the parameter into `out`, which may have any high-precision dtype.

@@ -44,7 +44,7 @@ Status scales_of_amaxes(const PendingUpdate& update, const Tensor& amax) {
   Fp8State& state = *update.state;
   const AmaxFunction& function = *update.recipe.amax_function;
   if (function.compute_scale != nullptr) {
-    return function.compute_scale(amax, state.scale(), largest_of(update.dtype))
+    return function.compute_scale(amax, state.scale(), largest_finite(update.dtype))
         .wrap("amax_function \"" + function.name + "\": compute_scale");
   }
   TE_FL_ASSIGN_OR_RETURN(const Tensor row, amax.view({1, state.slots()}));  // a one-row history

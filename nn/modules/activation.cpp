@@ -30,12 +30,12 @@ constexpr std::array<ActivationOps, 12> kActivations = {{
 
 }  // namespace
 
-const ActivationOps& ops_of(Activation activation) {
+const ActivationOps& activation_ops(Activation activation) {
   return kActivations.at(static_cast<size_t>(activation));
 }
 
 Status activate(const ActivationOptions& options, const Tensor& pre, const Tensor& out) {
-  const OpId id = ops_of(options.activation).forward;
+  const OpId id = activation_ops(options.activation).forward;
   OpManager& manager = OpManager::instance();
   if (options.activation == Activation::kClampedSwiglu) {
     te_fl_clamped_swiglu_args args{};
@@ -60,7 +60,7 @@ Status activate(const ActivationOptions& options, const Tensor& pre, const Tenso
 
 Status activate_backward(const ActivationOptions& options, const Tensor& grad, const Tensor& pre,
                          const Tensor& out) {
-  const OpId id = ops_of(options.activation).backward;
+  const OpId id = activation_ops(options.activation).backward;
   OpManager& manager = OpManager::instance();
   if (options.activation == Activation::kClampedSwiglu) {
     te_fl_clamped_dswiglu_args args{};
@@ -88,10 +88,10 @@ Status activate_backward(const ActivationOptions& options, const Tensor& grad, c
 
 }  // namespace detail
 
-using detail::ops_of;
+using detail::activation_ops;
 
-bool is_gated(Activation activation) noexcept { return ops_of(activation).gated; }
-std::string_view name(Activation activation) noexcept { return ops_of(activation).name; }
+bool is_gated(Activation activation) noexcept { return activation_ops(activation).gated; }
+std::string_view name(Activation activation) noexcept { return activation_ops(activation).name; }
 
 Result<Activation> parse_activation(std::string_view text) {
   std::vector<std::string> names;

@@ -16,7 +16,7 @@ struct ActivationOps {
   OpId dbias;  // backward fused with the bias gradient; ungated only
   bool gated;
 };
-const ActivationOps& ops_of(Activation activation);
+const ActivationOps& activation_ops(Activation activation);
 
 // out = act(pre).
 Status activate(const ActivationOptions& options, const Tensor& pre, const Tensor& out);

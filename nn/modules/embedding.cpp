@@ -74,7 +74,7 @@ Result<Tensor> scale_rows(const Tensor& x, const Tensor& factors) {
 
 // Makes a table with two columns for each id of the complete vocabulary: its row on this rank (0 if
 // this rank does not have it), and 1 if this rank has it, otherwise 0.
-std::shared_ptr<detail::IdTable> rows_of(const EmbeddingOptions& options) {
+std::shared_ptr<detail::IdTable> make_id_table(const EmbeddingOptions& options) {
   const int64_t rows = options.num_embeddings, begin = options.parallel.rank() * rows;
   return std::make_shared<detail::IdTable>(
       std::vector<DType>{DType::kI32, DType::kF32}, rows * options.parallel.size(), std::nullopt,
@@ -119,7 +119,7 @@ Result<std::unique_ptr<Embedding>> Embedding::create(const EmbeddingOptions& opt
                                       options.init_std, init::subseed(options.seed, 0),
                                       options.param_dtype, options.device, options.shard));
   module->register_parameter("weight", module->weight_);
-  if (options.parallel.divides()) module->own_ = rows_of(options);
+  if (options.parallel.divides()) module->own_ = make_id_table(options);
   return module;
 }
 

@@ -10,9 +10,9 @@ namespace te_fl::nn {
 SequenceRanks::~SequenceRanks() = default;
 SequenceRanks::Work::~Work() = default;
 
-Result<std::unique_ptr<SequenceRanks::Pieces>> SequenceRanks::scatter_pieces(const Tensor&,
+Result<std::unique_ptr<SequenceRanks::Chunks>> SequenceRanks::scatter_chunks(const Tensor&,
                                                                              const Tensor&) {
-  return internal_error("scatter_pieces: these ranks have no size from which they sum in pieces");
+  return internal_error("scatter_chunks: these ranks have no size from which they sum in chunks");
 }
 
 namespace detail {
@@ -48,7 +48,7 @@ Result<Tensor> codes_like(const Tensor& part, const Shape& shape, bool columnwis
 }
 
 // Allocates a tensor for the rows of all ranks, in the format of `part`.
-Result<Tensor> whole_of(const Tensor& part, int size, Copies copies) {
+Result<Tensor> join_parts(const Tensor& part, int size, Copies copies) {
   const Shape shape = {part.size(0) * size, part.size(1)};
   if (!part.quantized()) return Tensor::empty(shape, part.dtype(), part.device());
   // With per-tensor scaling the column-wise data are computed from the row-wise data, which always
@@ -64,13 +64,13 @@ Result<Tensor> whole_of(const Tensor& part, int size, Copies copies) {
 
 }  // namespace
 
-bool in_pieces(const SequenceRanks& ranks, const Tensor& part) {
+bool in_chunks(const SequenceRanks& ranks, const Tensor& part) {
   if (part.quantized() && part.scaling() != Scaling::kTensor) return false;
-  const int64_t from = ranks.pieces_from();
+  const int64_t from = ranks.chunked_from();
   return from != 0 && bytes_for(part.dtype(), part.numel()) >= from;
 }
 
-Result<Tensor> piece_of(const Tensor& x, int64_t begin, int64_t count) {
+Result<Tensor> take_rows(const Tensor& x, int64_t begin, int64_t count) {
   const Tensor rowwise = x.quantized() ? x.rowwise_only() : x;
   return rowwise.slice(0, begin, begin + count);
 }
@@ -133,7 +133,7 @@ Result<RowGather> RowGather::begin(SequenceRanks& ranks, const Tensor& part, Cop
   begun.copies = copies;
   begun.size = ranks.size();
   begun.rank = ranks.rank();
-  TE_FL_ASSIGN_OR_RETURN(begun.whole, whole_of(part, begun.size, copies));
+  TE_FL_ASSIGN_OR_RETURN(begun.whole, join_parts(part, begun.size, copies));
   const Tensor& whole = begun.whole;
   if (!part.quantized()) {
     TE_FL_RETURN_IF_ERROR(begun.add(ranks, part, whole, false, now));
@@ -183,7 +183,7 @@ Result<Tensor> gather_rows_now(SequenceRanks& ranks, const Tensor& part, Copies 
     TE_FL_ASSIGN_OR_RETURN(RowGather gather, RowGather::begin(ranks, part, copies, true));
     return gather.take_whole();
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor whole, whole_of(part, ranks.size(), copies));
+  TE_FL_ASSIGN_OR_RETURN(Tensor whole, join_parts(part, ranks.size(), copies));
   TE_FL_ASSIGN_OR_RETURN(auto work, ranks.all_gather(part, whole, true));
   TE_FL_RETURN_IF_ERROR(wait_for(work));
   return whole;
@@ -206,22 +206,22 @@ Result<Tensor> scatter_rows_now(SequenceRanks& ranks, const Tensor& whole) {
   return part;
 }
 
-Result<RowScatter> RowScatter::in_pieces(SequenceRanks& ranks, Tensor whole,
+Result<RowScatter> RowScatter::in_chunks(SequenceRanks& ranks, Tensor whole,
                                          const std::function<Status(int64_t, int64_t)>& product) {
   const int size = ranks.size(), own = ranks.rank();
   const int64_t rows = whole.size(0) / size;
   RowScatter scatter;
   TE_FL_ASSIGN_OR_RETURN(scatter.part,
                          Tensor::empty({rows, whole.size(1)}, whole.dtype(), whole.device()));
-  TE_FL_ASSIGN_OR_RETURN(std::unique_ptr<SequenceRanks::Pieces> pieces,
-                         ranks.scatter_pieces(whole, scatter.part));
+  TE_FL_ASSIGN_OR_RETURN(std::unique_ptr<SequenceRanks::Chunks> chunks,
+                         ranks.scatter_chunks(whole, scatter.part));
   scatter.whole = std::move(whole);
   for (int i = 1; i <= size; ++i) {  // this rank's own rows, which are not sent, come last
     const int rank = (own + i) % size;
     TE_FL_RETURN_IF_ERROR(product(rank * rows, rows));
-    TE_FL_RETURN_IF_ERROR(pieces->rows_done(rank));
+    TE_FL_RETURN_IF_ERROR(chunks->rows_done(rank));
   }
-  scatter.work = std::move(pieces);
+  scatter.work = std::move(chunks);
   return scatter;
 }
 

@@ -24,11 +24,11 @@ Result<Tensor> quantised_part(SequenceRanks& ranks, const Float8CurrentScaling& 
 // True if a GEMM on the rows of all ranks is computed rank by rank while the rows arrive; `part`
 // has this rank's rows. Requires unquantised or per-tensor scaled operands, since only these can be
 // sliced by rows.
-bool in_pieces(const SequenceRanks& ranks, const Tensor& part);
+bool in_chunks(const SequenceRanks& ranks, const Tensor& part);
 
 // Rows [begin, begin + count) of an unquantised or per-tensor scaled tensor, without column-wise
 // data.
-Result<Tensor> piece_of(const Tensor& x, int64_t begin, int64_t count);
+Result<Tensor> take_rows(const Tensor& x, int64_t begin, int64_t count);
 
 // A gather of the ranks' parts that is in progress. The destructor waits for its collectives.
 class RowGather {
@@ -82,7 +82,7 @@ struct RowScatter {
   static Result<RowScatter> begin(SequenceRanks& ranks, Tensor whole);
   // Starts the reduce-scatter of each range of rows as soon as `product` has written it.
   // product(first row, number of rows) computes one range.
-  static Result<RowScatter> in_pieces(SequenceRanks& ranks, Tensor whole,
+  static Result<RowScatter> in_chunks(SequenceRanks& ranks, Tensor whole,
                                       const std::function<Status(int64_t, int64_t)>& product);
   // Waits and returns this rank's rows of the sum. May be called once.
   Result<Tensor> take_part();

@@ -163,7 +163,7 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
     const bool keeps = !use.training && !weight_->value.quantized();
     return keeps ? inference_weight(use) : make_weight(use, use.training);
   }
-  TE_FL_ASSIGN_OR_RETURN(const uint64_t capture, capture_of(spec_.device));
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t capture, find_capture(spec_.device));
   const bool stale = !cached_.fits(use) || cached_.version != weight_->version;
   if (!*first && capture != 0 && !stale && cached_.capture != capture) {
     return failed_precondition(
@@ -185,8 +185,8 @@ Result<Tensor> GemmUnit::own_codes(const Use& use) {
                                " was created under quantized_model_init, and the autocast's recipe "
                                "is " +
                                describe(*use.mode.recipe) +
-                               (blocks ? "; codes scaled by blocks serve Float8BlockScaling"
-                                       : "; codes scaled by tensor serve DelayedScaling and "
+                               (blocks ? "; codes scaled by blocks are for Float8BlockScaling"
+                                       : "; codes scaled by tensor are for DelayedScaling and "
                                          "Float8CurrentScaling"));
   }
   if (!use.training || weight_->value.has_columnwise()) return weight_->value;
@@ -315,7 +315,7 @@ Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOpt
   }
   args.d = output;
   if (use.arriving != nullptr) {
-    TE_FL_RETURN_IF_ERROR(product_in_pieces(args, *use.arriving, output, residual));
+    TE_FL_RETURN_IF_ERROR(product_in_chunks(args, *use.arriving, output, residual));
     use.arriving = nullptr;
   } else {
     if (residual != nullptr) args.residual = *residual;
@@ -372,7 +372,7 @@ Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const Forwa
     TE_FL_RETURN_IF_ERROR(ops::generic_gemm(joined, call_options(spec_.device)));
   } else {
     if (use.arriving != nullptr) {
-      TE_FL_RETURN_IF_ERROR(product_in_pieces(args, *use.arriving, pre));
+      TE_FL_RETURN_IF_ERROR(product_in_chunks(args, *use.arriving, pre));
       use.arriving = nullptr;
     } else {
       TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
@@ -478,7 +478,7 @@ Result<Tensor> GemmUnit::dgrad(const Use& use, Gradient& gradient, const Tensor*
   }
   te_fl_generic_gemm_args args = dgrad_product(use, grad);
   if (gradient.arriving != nullptr) {
-    TE_FL_RETURN_IF_ERROR(product_in_pieces(args, *gradient.arriving, dx));
+    TE_FL_RETURN_IF_ERROR(product_in_chunks(args, *gradient.arriving, dx));
     TE_FL_RETURN_IF_ERROR(arrived(gradient));
     return dx;
   }

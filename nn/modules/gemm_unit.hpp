@@ -171,7 +171,7 @@ class GemmUnit {
   static constexpr int64_t kInputSlot = 0, kWeightSlot = 1;  // slots of the forward state
   // Computes the GEMM rank by rank: first for this rank's rows of `rows`, then for the other ranks'
   // rows when they have arrived. Sets A, D and `residual` of `args` for each step.
-  Status product_in_pieces(const te_fl_generic_gemm_args& args, RowGather& rows, const Tensor& d,
+  Status product_in_chunks(const te_fl_generic_gemm_args& args, RowGather& rows, const Tensor& d,
                            const Tensor* residual = nullptr) const;
   // forward_scattered() in several ranges of output rows. The reduce-scatter of one range overlaps
   // with the GEMM of the next.
@@ -187,7 +187,7 @@ class GemmUnit {
   Result<Tensor> grad_buffer(const Use& use, int64_t rows, bool columnwise);
   // wgrad() with a complete input, and with one that is being gathered.
   Status wgrad(const Use& use, const Gradient& grad, const Tensor& input);
-  Status wgrad_of(const Use& use, const Gradient& grad, RowGather& input);
+  Status gathered_wgrad(const Use& use, const Gradient& grad, RowGather& input);
   Status run_wgrad(const Use& use, const Gradient& grad, const Tensor& input);
   // Computes the bias gradient from this rank's rows of dy, for a frozen weight.
   Status sum_bias_grad(const Tensor& dy);

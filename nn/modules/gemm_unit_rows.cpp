@@ -20,7 +20,7 @@ Status check_values(const Tensor& x) {
 // True if the GEMM of `input` and its reduce-scatter are split into ranges of rows that overlap.
 bool sums_in_pieces(const SequenceRanks& ranks, const Tensor& input, int64_t out, DType dtype) {
   if (input.quantized() && input.scaling() != Scaling::kTensor) return false;
-  const int64_t from = ranks.pieces_from();
+  const int64_t from = ranks.chunked_from();
   return from != 0 && bytes_for(dtype, input.size(0) / ranks.size() * out) >= from;
 }
 
@@ -36,29 +36,29 @@ Result<Tensor> GemmUnit::forward_scattered(Use& use, const Tensor& input,
   return scatter_rows_now(ranks, y);
 }
 
-Status GemmUnit::product_in_pieces(const te_fl_generic_gemm_args& args, RowGather& rows,
+Status GemmUnit::product_in_chunks(const te_fl_generic_gemm_args& args, RowGather& rows,
                                    const Tensor& d, const Tensor* residual) const {
   const int64_t own = rows.part().size(0), begin = rows.rank() * own;
   const auto product = [&](const Tensor& a, int64_t from, int64_t count) -> Status {
     if (count == 0) return {};
-    te_fl_generic_gemm_args piece = args;
+    te_fl_generic_gemm_args chunk = args;
     TE_FL_ASSIGN_OR_RETURN(const Tensor to, d.slice(0, from, from + count));
     Tensor added;
     if (residual != nullptr) {
       TE_FL_ASSIGN_OR_RETURN(added, residual->slice(0, from, from + count));
-      piece.residual = added;
+      chunk.residual = added;
     }
-    piece.a = a;
-    piece.d = to;
-    return ops::generic_gemm(piece, call_options(spec_.device));
+    chunk.a = a;
+    chunk.d = to;
+    return ops::generic_gemm(chunk, call_options(spec_.device));
   };
-  TE_FL_ASSIGN_OR_RETURN(const Tensor mine, piece_of(rows.part(), 0, own));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor mine, take_rows(rows.part(), 0, own));
   TE_FL_RETURN_IF_ERROR(product(mine, begin, own));
   TE_FL_RETURN_IF_ERROR(rows.arrive());
   const int64_t end = begin + own, all = d.size(0);
-  TE_FL_ASSIGN_OR_RETURN(const Tensor before, piece_of(rows.whole(), 0, begin));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor before, take_rows(rows.whole(), 0, begin));
   TE_FL_RETURN_IF_ERROR(product(before, 0, begin));
-  TE_FL_ASSIGN_OR_RETURN(const Tensor behind, piece_of(rows.whole(), end, all - end));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor behind, take_rows(rows.whole(), end, all - end));
   return product(behind, end, all - end);
 }
 
@@ -68,14 +68,14 @@ Result<Tensor> GemmUnit::forward_in_pieces(Use& use, const Tensor& input,
   TE_FL_ASSIGN_OR_RETURN(te_fl_generic_gemm_args args, product(use, input, options, weight));
   TE_FL_ASSIGN_OR_RETURN(const Tensor y, Tensor::empty({input.size(0), spec_.out},
                                                        spec_.activation_dtype, spec_.device));
-  const auto piece = [&](int64_t begin, int64_t count) -> Status {
-    TE_FL_ASSIGN_OR_RETURN(const Tensor a, piece_of(input, begin, count));
+  const auto chunk = [&](int64_t begin, int64_t count) -> Status {
+    TE_FL_ASSIGN_OR_RETURN(const Tensor a, take_rows(input, begin, count));
     TE_FL_ASSIGN_OR_RETURN(const Tensor d, y.slice(0, begin, begin + count));
     args.a = a;
     args.d = d;
     return ops::generic_gemm(args, call_options(spec_.device));
   };
-  TE_FL_ASSIGN_OR_RETURN(RowScatter scatter, RowScatter::in_pieces(*spec_.gradient_rows, y, piece));
+  TE_FL_ASSIGN_OR_RETURN(RowScatter scatter, RowScatter::in_chunks(*spec_.gradient_rows, y, chunk));
   keep(use, input, weight);
   return scatter.take_part();
 }
@@ -110,7 +110,7 @@ Result<Tensor> GemmUnit::gathered_input(Use& use, const Tensor& x) {
   }
   // Gathers all rows first if amaxes are collected or saturation is checked, since both read the
   // complete input before the GEMM.
-  if (!in_pieces(ranks, part) || use.mode.calibrating || use.unscaled) {
+  if (!in_chunks(ranks, part) || use.mode.calibrating || use.unscaled) {
     return gather_rows_now(ranks, part);
   }
   TE_FL_ASSIGN_OR_RETURN(RowGather begun, RowGather::begin(ranks, part, {}));
@@ -144,7 +144,7 @@ Result<GemmUnit::Gradient> GemmUnit::gathered_grad(const Use& use, const Tensor&
   Gradient grad;
   grad.bias_done = true;
   const Copies copies{.rowwise = true, .columnwise = wants_wgrad(use)};
-  if (!may_arrive || !in_pieces(ranks, part)) {
+  if (!may_arrive || !in_chunks(ranks, part)) {
     TE_FL_ASSIGN_OR_RETURN(grad.tensor, gather_rows_now(ranks, part, copies));
     return grad;
   }
@@ -161,7 +161,7 @@ Status GemmUnit::arrived(Gradient& grad) {
   return {};
 }
 
-Status GemmUnit::wgrad_of(const Use& use, const Gradient& grad, RowGather& input) {
+Status GemmUnit::gathered_wgrad(const Use& use, const Gradient& grad, RowGather& input) {
   TE_FL_ASSIGN_OR_RETURN(const Tensor whole, input.take_whole());
   return wgrad(use, grad, whole);
 }
@@ -187,7 +187,7 @@ Result<Tensor> GemmUnit::products(const Use& use, Gradient& grad, const Tensor* 
     TE_FL_ASSIGN_OR_RETURN(Tensor dx, dgrad(use, grad));
     TE_FL_ASSIGN_OR_RETURN(scatter, RowScatter::begin(ranks, std::move(dx)));
   }
-  TE_FL_RETURN_IF_ERROR(input.has_value() ? wgrad_of(use, grad, *input) : wgrad(use, grad));
+  TE_FL_RETURN_IF_ERROR(input.has_value() ? gathered_wgrad(use, grad, *input) : wgrad(use, grad));
   return scatter.take_part();
 }
 

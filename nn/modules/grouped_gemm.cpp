@@ -13,7 +13,7 @@ namespace {
 using Product = te_fl_generic_gemm_args;
 
 // Views of the row ranges of the units.
-Result<std::vector<Tensor>> parts_of(const Tensor& rows, GroupedGemm::Splits splits) {
+Result<std::vector<Tensor>> split_rows(const Tensor& rows, GroupedGemm::Splits splits) {
   std::vector<Tensor> parts;
   parts.reserve(splits.size());
   int64_t begin = 0;
@@ -102,7 +102,7 @@ Result<std::vector<Tensor>> GroupedGemm::inputs(Uses& uses, const Tensor& x, Spl
   for (GemmUnit::Use& use : uses) use.dx_dtype = x.dtype();
   if (!uses.front().mode.fp8) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor rows, cast(x, spec().activation_dtype));
-    return parts_of(rows, splits);
+    return split_rows(rows, splits);
   }
   std::vector<Tensor> parts;
   parts.reserve(units_.size());
@@ -135,7 +135,7 @@ Result<Tensor> GroupedGemm::forward(Uses& uses, const Tensor& x, Splits splits,
     TE_FL_ASSIGN_OR_RETURN(
         y, Tensor::empty({x.size(0), spec().out}, spec().activation_dtype, spec().device));
   }
-  TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> out, parts_of(y, splits));
+  TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> out, split_rows(y, splits));
   std::vector<Tensor> weights(units_.size());
   TE_FL_ASSIGN_OR_RETURN(std::vector<Product> all, products(uses, in, options, weights));
   for (size_t i = 0; i < units_.size(); ++i) all[i].d = out[i];
@@ -174,7 +174,7 @@ Result<GroupedGemm::Gradients> GroupedGemm::gradients(const Uses& uses, const Te
     if (!uses.front().mode.fp8) {
       TE_FL_ASSIGN_OR_RETURN(rows, cast(dy, spec().activation_dtype));
     }
-    TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> parts, parts_of(rows, splits));
+    TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> parts, split_rows(rows, splits));
     for (size_t i = 0; i < units_.size(); ++i) {
       TE_FL_ASSIGN_OR_RETURN(GemmUnit::Gradient grad, units_[i]->prepare_grad(uses[i], parts[i]));
       grads.push_back(std::move(grad));
@@ -198,7 +198,7 @@ Result<Tensor> GroupedGemm::dgrad(const Uses& uses, const Gradients& grads, Spli
     TE_FL_ASSIGN_OR_RETURN(dx,
                            Tensor::empty({rows, spec().in}, uses.front().dx_dtype, spec().device));
   }
-  TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> parts, parts_of(dx, splits));
+  TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> parts, split_rows(dx, splits));
   std::vector<Product> products;
   for (size_t i = 0; i < units_.size(); ++i) {
     products.push_back(units_[i]->dgrad_product(uses[i], grads[i].tensor));

@@ -45,7 +45,7 @@ void normal_numbers(uint64_t seed, double std, uint64_t first, std::span<float> 
   }
 }
 
-Result<int64_t> count_of(std::span<const int64_t> shape) {
+Result<int64_t> count_elements(std::span<const int64_t> shape) {
   int64_t total = 1;
   for (int64_t extent : shape) {
     if (extent < 1) {
@@ -113,7 +113,7 @@ Result<std::shared_ptr<Parameter>> make(std::span<const int64_t> shape, DType dt
     return invalid_argument("a parameter's dtype is " + std::string(name(dtype)) +
                             "; it must be f32, bf16 or f16");
   }
-  TE_FL_RETURN_IF_ERROR(count_of(shape).status());
+  TE_FL_RETURN_IF_ERROR(count_elements(shape).status());
   auto parameter = std::make_shared<Parameter>();
   if (t_without_values > 0) {
     parameter->value = Tensor::Access::make({nullptr, shape, {}, dtype, device, nullptr});
@@ -186,7 +186,7 @@ Result<std::shared_ptr<Parameter>> normal(std::span<const int64_t> shape, float 
       normal_numbers(seed, std, static_cast<uint64_t>(first), out);
     });
   }
-  TE_FL_RETURN_IF_ERROR(count_of(shard.whole).status());
+  TE_FL_RETURN_IF_ERROR(count_elements(shard.whole).status());
   TE_FL_RETURN_IF_ERROR(check_shard(shape, shard));
   const Values values = [&](int64_t first, std::span<float> out) {
     const int64_t row = shape.empty() ? 1 : shape.back();

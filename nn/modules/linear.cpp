@@ -29,9 +29,9 @@ struct LayerNormLinearRecord : LinearRecord {
 };
 
 // GemmUnit::backward() for a unit whose parameters may be split into parts.
-Result<Tensor> backward_of(detail::GemmUnit& gemm, detail::SplitParameters* split,
-                           const detail::GemmUnit::Use& use, const Tensor& dy,
-                           const Tensor* into = nullptr) {
+Result<Tensor> run_backward(detail::GemmUnit& gemm, detail::SplitParameters* split,
+                            const detail::GemmUnit::Use& use, const Tensor& dy,
+                            const Tensor* into = nullptr) {
   if (split == nullptr) return gemm.backward(use, dy, into);
   TE_FL_RETURN_IF_ERROR(split->gather());
   TE_FL_RETURN_IF_ERROR(gemm.check_unchanged(use));
@@ -43,9 +43,9 @@ Result<Tensor> backward_of(detail::GemmUnit& gemm, detail::SplitParameters* spli
 
 // The unit's parameters with their names. If `parts` is not empty, sets `split` and returns the
 // parts.
-Result<std::vector<NamedParameter>> parameters_of(const char* module, const detail::GemmUnit& gemm,
-                                                  const std::vector<ParameterPart>& parts,
-                                                  std::unique_ptr<detail::SplitParameters>& split) {
+Result<std::vector<NamedParameter>> list_parameters(
+    const char* module, const detail::GemmUnit& gemm, const std::vector<ParameterPart>& parts,
+    std::unique_ptr<detail::SplitParameters>& split) {
   std::vector<NamedParameter> named;
   if (parts.empty()) {
     named.push_back({"weight", gemm.weight()});
@@ -61,8 +61,8 @@ Result<std::vector<NamedParameter>> parameters_of(const char* module, const deta
 
 // The unit's delayed weight gradients. For a split parameter, wraps each computation in open_grad()
 // and close_grad().
-std::shared_ptr<detail::DelayedWgrad> delayed_of(const detail::GemmUnit& gemm,
-                                                 detail::SplitParameters* split) {
+std::shared_ptr<detail::DelayedWgrad> make_delayed(const detail::GemmUnit& gemm,
+                                                   detail::SplitParameters* split) {
   if (split != nullptr) {
     gemm.delayed()->surround([split](const detail::DelayedWgrad::Run& run) -> Status {
       TE_FL_RETURN_IF_ERROR(split->open_grad());
@@ -126,7 +126,7 @@ Linear::~Linear() = default;
 
 Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
   std::unique_ptr<Linear> linear(new Linear);
-  const auto ranks = detail::sequence_ranks_of(options.parallel);
+  const auto ranks = detail::make_sequence_ranks(options.parallel);
   const bool column = options.parallel_mode == ParallelMode::kColumn;
   const bool row = options.parallel_mode == ParallelMode::kRow;
   TE_FL_ASSIGN_OR_RETURN(linear->gemm_,
@@ -159,12 +159,12 @@ Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
         "leave one of them out");
   }
   TE_FL_ASSIGN_OR_RETURN(auto parameters,
-                         parameters_of("Linear", gemm, options.parameters_split, linear->split_));
+                         list_parameters("Linear", gemm, options.parameters_split, linear->split_));
   for (NamedParameter& p : parameters) {
     linear->register_parameter(std::move(p.name), std::move(p.parameter));
   }
   linear->register_fp8("fp8", gemm.forward_state(), gemm.backward_state());
-  linear->register_delayed(delayed_of(gemm, linear->split_.get()));
+  linear->register_delayed(make_delayed(gemm, linear->split_.get()));
   return linear;
 }
 
@@ -238,7 +238,7 @@ Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx, const Tensor* into) 
   TE_FL_RETURN_IF_ERROR(gemm_->check_result(record.use, flat, out, "Linear: into"));
   record.use.dgrad = ctx.input_grad || into != nullptr;
   TE_FL_ASSIGN_OR_RETURN(Tensor dx,
-                         backward_of(*gemm_, split_.get(), record.use, flat, if_defined(out)));
+                         run_backward(*gemm_, split_.get(), record.use, flat, if_defined(out)));
   if (!record.use.dgrad) return dx;
   if (mode_ == ParallelMode::kColumn && !parallel_.divides_sequence()) {
     TE_FL_ASSIGN_OR_RETURN(dx, detail::summed(parallel_, dx));
@@ -273,7 +273,7 @@ Result<std::unique_ptr<LayerNormLinear>> LayerNormLinear::create(
                          .init_std = options.init_std,
                          .shard = options.shard,
                          .return_bias = options.return_bias,
-                         .input_rows = detail::sequence_ranks_of(options.parallel)}));
+                         .input_rows = detail::make_sequence_ranks(options.parallel)}));
   if (options.parallel.divides()) module->parallel_ = options.parallel;
   detail::mark_partial(options.parallel, module->norm_->weight().get());
   detail::mark_partial(options.parallel, module->norm_->bias().get());
@@ -282,13 +282,14 @@ Result<std::unique_ptr<LayerNormLinear>> LayerNormLinear::create(
   if (module->norm_->bias() != nullptr) {
     module->register_parameter("layer_norm_bias", module->norm_->bias());
   }
-  TE_FL_ASSIGN_OR_RETURN(auto parameters, parameters_of("LayerNormLinear", gemm,
-                                                        options.parameters_split, module->split_));
+  TE_FL_ASSIGN_OR_RETURN(
+      auto parameters,
+      list_parameters("LayerNormLinear", gemm, options.parameters_split, module->split_));
   for (NamedParameter& p : parameters) {
     module->register_parameter(std::move(p.name), std::move(p.parameter));
   }
   module->register_fp8("fp8", gemm.forward_state(), gemm.backward_state());
-  module->register_delayed(delayed_of(gemm, module->split_.get()));
+  module->register_delayed(make_delayed(gemm, module->split_.get()));
   return module;
 }
 
@@ -337,7 +338,7 @@ Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tenso
       detail::residual_matrix(layernorm_output_grad, record.shape, gemm_->spec().in,
                               "LayerNormLinear: layernorm_output_grad"));
   record.use.dgrad = ctx.input_grad || norm_->trains();
-  TE_FL_ASSIGN_OR_RETURN(Tensor dz, backward_of(*gemm_, split_.get(), record.use, flat));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dz, run_backward(*gemm_, split_.get(), record.use, flat));
   if (!record.use.dgrad) return dz;
   if (!parallel_.divides_sequence()) {
     TE_FL_ASSIGN_OR_RETURN(dz, detail::summed(parallel_, dz));

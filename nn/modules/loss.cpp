@@ -67,8 +67,8 @@ enum Column : size_t {
 // an error of w in one column.
 constexpr float kTiny = 0x1p-40f;
 
-std::shared_ptr<detail::IdTable> targets_of(const TensorParallel& parallel, int64_t columns,
-                                            int64_t ignored) {
+std::shared_ptr<detail::IdTable> make_id_table(const TensorParallel& parallel, int64_t columns,
+                                               int64_t ignored) {
   const int64_t begin = parallel.rank() * columns, ranks = parallel.size();
   return std::make_shared<detail::IdTable>(
       std::vector<DType>{DType::kI32, DType::kI32, DType::kI32, DType::kF32, DType::kF32},
@@ -164,7 +164,7 @@ Result<Tensor> CrossEntropyLoss::divided_forward(const Tensor& targets, Saved& s
   }
   const int64_t columns = saved.logits.size(-1);
   if (targets_ == nullptr || targets_->count() != columns * ranks) {
-    targets_ = targets_of(parallel, columns, options_.ignore_index);
+    targets_ = make_id_table(parallel, columns, options_.ignore_index);
   }
   TE_FL_ASSIGN_OR_RETURN(saved.own, targets_->look_up(targets));
   TE_FL_ASSIGN_OR_RETURN(const RowLosses own,

@@ -139,8 +139,8 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::pre_gradient(const MlpRec
   args.input = record.pre;
   args.output = result.tensor;
   args.dbias = dbias.tensor();
-  TE_FL_RETURN_IF_ERROR(OpManager::instance().call(detail::ops_of(options.activation).dbias, &args,
-                                                   detail::call_options(options.device)));
+  TE_FL_RETURN_IF_ERROR(OpManager::instance().call(detail::activation_ops(options.activation).dbias,
+                                                   &args, detail::call_options(options.device)));
   TE_FL_RETURN_IF_ERROR(dbias.commit());
   return result;
 }
@@ -210,7 +210,7 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
                            .device = options.device,
                            .seed = init::subseed(options.seed, 1),
                            .init_std = options.init_std};
-  gemm.input_rows = detail::sequence_ranks_of(options.parallel);
+  gemm.input_rows = detail::make_sequence_ranks(options.parallel);
   TE_FL_ASSIGN_OR_RETURN(gemm.shard, fc1_shard(options));
   TE_FL_ASSIGN_OR_RETURN(impl.fc1, detail::make_gemm(gemm));
   gemm.gradient_rows = std::exchange(gemm.input_rows, nullptr);

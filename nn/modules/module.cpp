@@ -172,7 +172,7 @@ std::vector<NamedTensor> Module::state() const {
     if (entry.parameter != nullptr && entry.parameter->value.quantized()) {
       const Tensor& value = entry.parameter->value;
       // value() is safe: a view of existing memory cannot fail.
-      result.push_back({path, detail::codes_of(value).value()});
+      result.push_back({path, detail::wrap_codes(value).value()});
       result.push_back({path + ".scale_inv", value.scale_inv()});
       if (value.amax().defined()) result.push_back({path + ".amax", value.amax()});
     } else if (entry.parameter != nullptr) {

@@ -60,7 +60,7 @@ Result<Shape> output_shape(const TensorParallel& parallel, ParallelMode mode,
   return result;
 }
 
-std::shared_ptr<SequenceRanks> sequence_ranks_of(const TensorParallel& parallel) {
+std::shared_ptr<SequenceRanks> make_sequence_ranks(const TensorParallel& parallel) {
   if (!parallel.divides_sequence()) return nullptr;
   if (parallel.framework_ranks != nullptr) return parallel.framework_ranks;
   return std::make_shared<CommRanks>(parallel.ranks);

@@ -16,7 +16,7 @@ namespace te_fl::nn::detail {
 Result<Shape> output_shape(const TensorParallel& parallel, ParallelMode mode,
                            std::span<const int64_t> shape, std::string_view module);
 // The ranks over which the rows are sharded; null without sequence parallelism.
-std::shared_ptr<SequenceRanks> sequence_ranks_of(const TensorParallel& parallel);
+std::shared_ptr<SequenceRanks> make_sequence_ranks(const TensorParallel& parallel);
 // The sum of the ranks' matrices; under sequence parallelism this rank's rows of it. May overwrite
 // `partial`.
 Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial);

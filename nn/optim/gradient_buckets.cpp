@@ -17,7 +17,7 @@ constexpr int64_t kAlignment = 64;  // in elements; aligns each gradient like an
 int64_t rounded(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 int64_t padded(const Parameter& parameter) { return rounded(parameter.value.numel(), kAlignment); }
 
-int64_t count_of(std::span<const int64_t> shape) {
+int64_t count_elements(std::span<const int64_t> shape) {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
 }
 
@@ -40,7 +40,7 @@ Status check_movable(const NamedParameter& p) {
 }  // namespace
 
 Result<Tensor> shaped(const Tensor& flat, int64_t begin, std::span<const int64_t> shape) {
-  TE_FL_ASSIGN_OR_RETURN(const Tensor slice, flat.slice(0, begin, begin + count_of(shape)));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor slice, flat.slice(0, begin, begin + count_elements(shape)));
   return slice.view(shape);
 }
 
@@ -174,7 +174,7 @@ Status GradientBuckets::use_streams(std::optional<bool> overlap) {
   return {};
 }
 
-Result<Tensor> GradientBuckets::own_of(const Tensor& flat) const {
+Result<Tensor> GradientBuckets::find_own_part(const Tensor& flat) const {
   const int64_t part = flat.numel() / ranks_->size();
   return flat.slice(0, ranks_->rank() * part, (ranks_->rank() + 1) * part);
 }
@@ -213,7 +213,7 @@ Status GradientBuckets::reduce(const Bucket& bucket) const {
     args.reduction = TE_FL_REDUCTION_AVG;
     return ops::all_reduce(args, options);
   }
-  TE_FL_ASSIGN_OR_RETURN(const Tensor own, own_of(bucket.grads));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor own, find_own_part(bucket.grads));
   te_fl_reduce_scatter_args args{};
   args.input = bucket.grads;
   args.output = own;

@@ -87,7 +87,7 @@ class GradientBuckets final : public GradientListener {
   Status find_own(Member& member, const Bucket& bucket);
   Status use_streams(std::optional<bool> overlap);
   // This rank's part of a flat tensor.
-  Result<Tensor> own_of(const Tensor& flat) const;
+  Result<Tensor> find_own_part(const Tensor& flat) const;
   Status check(const Bucket& bucket) const;
   Status reduce(const Bucket& bucket) const;
   Status start_early(const Bucket& bucket);

@@ -88,7 +88,7 @@ Status largest(const Tensor& flag, const Comm& ranks) {
 
 }  // namespace
 
-Pointers pointers_of(const Gradients& gradients) {
+Pointers list_pointers(const Gradients& gradients) {
   Split split = detail::split(gradients);
   split.whole.insert(split.whole.end(), split.divided.begin(), split.divided.end());
   return std::move(split.whole);
@@ -124,7 +124,7 @@ Status end_backwards(const std::vector<NamedParameter>& parameters) {
 
 Status norm_into(const Gradients& gradients, const Tensor& norm) {
   if (!several(gradients.ranks)) {
-    TE_FL_RETURN_IF_ERROR(own_norm_into(pointers_of(gradients), norm));
+    TE_FL_RETURN_IF_ERROR(own_norm_into(list_pointers(gradients), norm));
     return join_parts(norm, gradients.zero);
   }
   const Split split = detail::split(gradients);
@@ -143,7 +143,7 @@ Status norm_into(const Gradients& gradients, const Tensor& norm) {
 
 Result<float> clip(const char* who, const Gradients& gradients, float max_norm) {
   TE_FL_RETURN_IF_ERROR(check_fresh(who, gradients));
-  const Pointers grads = pointers_of(gradients);
+  const Pointers grads = list_pointers(gradients);
   const bool alone = !several(gradients.ranks) && gradients.zero == nullptr;
   if (gradients.parameters.empty() || (grads.empty() && alone)) return 0.0f;
   const Device device = gradients.parameters.front().value().device();
@@ -163,7 +163,7 @@ Result<float> clip(const char* who, const Gradients& gradients, float max_norm) 
 
 Status scale_by_norm(const Gradients& gradients, const Tensor& norm, float max_norm,
                      const Tensor& noop, const Device& device) {
-  const Pointers grads = pointers_of(gradients);
+  const Pointers grads = list_pointers(gradients);
   if (grads.empty()) return {};
   te_fl_multi_tensor_scale_args args{};
   set_in_place(args, grads);

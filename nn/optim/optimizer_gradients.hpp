@@ -17,7 +17,7 @@ struct Gradients {
 };
 
 // The gradients of trained parameters; with ZeRO this rank's parts.
-Pointers pointers_of(const Gradients& gradients);
+Pointers list_pointers(const Gradients& gradients);
 // FAILED_PRECONDITION with `who` and the first parameter whose gradient is stale, incomplete, or
 // with ZeRO intended for another optimizer or not averaged.
 Status check_fresh(const char* who, const Gradients& gradients);

@@ -12,7 +12,7 @@
 namespace te_fl::nn::detail {
 namespace {
 
-size_t group_of(const NamedParameter& p, const std::vector<ParamGroup>& groups) {
+size_t find_group(const NamedParameter& p, const std::vector<ParamGroup>& groups) {
   for (size_t i = 0; i < groups.size(); ++i) {
     if (groups[i].selects(p.name, p.value())) return i + 1;
   }
@@ -73,7 +73,7 @@ Result<std::vector<Slot>> make_slots(const std::vector<NamedParameter>& paramete
     slot.parameter = p;
     if (!parts.empty()) slot.part = parts[slots.size()];
     slot.decays = decay == nullptr || decay(p.name, p.value());
-    slot.group = group_of(p, groups);
+    slot.group = find_group(p, groups);
     const bool nothing = slot.part != nullptr && slot.part->empty();
     if (p.parameter->requires_grad && !nothing) TE_FL_RETURN_IF_ERROR(make_state(slot, second));
     slots.push_back(std::move(slot));

@@ -11,7 +11,7 @@ const OwnPart* GradientBuckets::own_part(const Parameter& parameter) const {
 }
 
 Status GradientBuckets::gather(const Tensor& flat) const {
-  TE_FL_ASSIGN_OR_RETURN(const Tensor own, own_of(flat));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor own, find_own_part(flat));
   te_fl_all_gather_args args{};
   args.input = own;
   args.output = flat;

@@ -39,15 +39,15 @@ PyCFunction fast(F* function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
 }
 
-Ref capsule_of(xla::Error* (*handler)(xla::CallFrame*) noexcept) {
+Ref make_capsule(xla::Error* (*handler)(xla::CallFrame*) noexcept) {
   return Ref::take(PyCapsule_New(reinterpret_cast<void*>(handler), nullptr, nullptr));
 }
 
 PyObject* jax_handlers(PyObject*, PyObject*) noexcept {
   return guarded([&] {
     Ref dict = Ref::take(PyDict_New());
-    put(dict, "cpu", capsule_of(&jax::handle_on_host));
-    put(dict, "CUDA", capsule_of(&jax::handle_on_cuda));
+    put(dict, "cpu", make_capsule(&jax::handle_on_host));
+    put(dict, "CUDA", make_capsule(&jax::handle_on_cuda));
     return dict;
   });
 }
@@ -100,7 +100,7 @@ PyMethodDef g_methods[] = {
     {"leave_policy", leave_policy, METH_O, "leave_policy(scope)"},
     {"follow_policy", follow_policy, METH_O, "follow_policy(function) -> str"},
     {"set_registration_helpers", set_registration_helpers, METH_VARARGS,
-     "set_registration_helpers(told, on_stream)"},
+     "set_registration_helpers(describe_error, on_stream)"},
     {"set_module_loader", set_module_loader, METH_O, "set_module_loader(load)"},
     {"process_registry", process_registry, METH_NOARGS, "process_registry() -> registry"},
     {"new_registry", new_registry, METH_NOARGS, "new_registry() -> registry"},

@@ -56,7 +56,7 @@ def _load(name: str, entry: Optional[importlib.metadata.EntryPoint] = None) -> d
         report.update(path=getattr(module, "__file__", None) or name, build_id=_build_id(module, report["version"]),
                       version=report["version"] or str(getattr(module, "__version__", "")))
         with owned_by(name):
-            _bring(name, module, entry.load() if entry is not None and entry.attr else _register_of(module), registry)
+            _bring(name, module, entry.load() if entry is not None and entry.attr else _find_register(module), registry)
     except (Exception, SystemExit) as error:
         registry.unregister_owner(name)  # removes registrations of an earlier load
         refused = isinstance(error, NotImplementedError)
@@ -68,7 +68,7 @@ def _load(name: str, entry: Optional[importlib.metadata.EntryPoint] = None) -> d
     return report
 
 
-def _register_of(module: ModuleType) -> Optional[Callable]:
+def _find_register(module: ModuleType) -> Optional[Callable]:
     """The module's register(), or te_fl_register(), the name in older modules for TransformerEngine-FL."""
     return getattr(module, "register", None) or getattr(module, "te_fl_register", None)
 

@@ -61,7 +61,7 @@ def _check_runtime() -> list:
             found.append(Finding("ok", f"plugin {p['name']}: active, {len(p['ops'])} implementations in Python, {p['path']}"))
         else:
             found.append(Finding("problem" if p["state"] == "failed" else "note", f"plugin {p['name']}: {p['state']} ({p['origin']}): {p['reason']}",
-                                 "its implementations; others serve"))
+                                 "its implementations; others run"))
     return found
 
 
@@ -112,7 +112,7 @@ def _check_cuda() -> list:
                              "install a released wheel, or the CUDA Toolkit 12.9 or newer and then te_fl from source (docs/install.md)"))
     else:
         found.append(Finding("note", "no CUDA plugin in this te_fl, and no NVIDIA driver on this machine",
-                             "te-fl's ops on NVIDIA GPUs; the host serves all calls"))
+                             "te-fl's ops on NVIDIA GPUs; the host runs all calls"))
     for name, soname, use in (("cuDNN", "libcudnn.so.9", "fast attention on NVIDIA GPUs"),
                               ("NCCL", "libnccl.so.2", "communication between NVIDIA GPUs, which no op does yet")):
         path = _library(soname)
@@ -127,7 +127,7 @@ def _torch_node() -> list:
     if there is None:
         return []
     if not os.path.exists(torch_node.path(there[1])):
-        return [Finding("note", f"{what}: not built for PyTorch {there[1]}", "a part of small layers' speed; the node in Python serves",
+        return [Finding("note", f"{what}: not built for PyTorch {there[1]}", "a part of small layers' speed; the node in Python is used",
                         torch_node.COMMAND)]
     off = "" if torch_node.wanted() else ", and switched off by TE_FL_TORCH_NODE"
     return [Finding("ok", f"{what}: built for PyTorch {there[1]}{off}")]

@@ -16,7 +16,7 @@ _F32 = 5
 _ROLES = ("", ", written", ", read and written")
 _RAISES = """Raises:
     te_fl.errors.InvalidArgument: an argument breaks a rule of the op (docs/ops.md).
-    te_fl.errors.Unsupported: no implementation serves the call; te_fl.explain says why."""
+    te_fl.errors.Unsupported: no implementation supports the call; te_fl.explain says why."""
 
 
 def _described(name: str) -> str:

@@ -374,9 +374,9 @@ def _described_function(impl: OpImpl) -> dict:
         for tensor in _tensors((*positional, *arguments.values())):
             dtype = str(tensor.dtype).rpartition(".")[2]
             if served is not None and "float" in dtype and _DTYPE_NAMES.get(dtype, dtype) not in served:
-                return f"dtype {dtype} is not served (supported_dtypes: {', '.join(dtypes)})"
+                return f"dtype {dtype} is not supported (supported_dtypes: {', '.join(dtypes)})"
             if here is not None and tensor.__dlpack_device__()[0] not in here:
-                return f"a tensor's device is not served (devices: {', '.join(devices)})"
+                return f"a tensor's device is not supported (devices: {', '.join(devices)})"
         return True if impl.supports is None else impl.supports(*positional, **arguments)
     asks = impl.supports or dtypes is not None or devices is not None or callable(getattr(impl.fn, "_is_available", None))
     every = {"dtypes": (1 << len(DTYPES)) - 1, "scalings": 1, "provider": None,
@@ -440,7 +440,7 @@ def _as_numpy(tensor: Any) -> Any:
         raise Unsupported(f"NumPy takes no tensor of {tensor.dtype} on {tensor.device}: {error}") from error
 
 
-def _told(error: BaseException) -> Tuple[str, str]:
+def _describe_error(error: BaseException) -> Tuple[str, str]:
     """Returns (status code, one-line description) of an exception raised by an implementation.
 
     Clears the local variables of the exception's frames, because they may be arrays in memory that was lent only for the call.
@@ -479,4 +479,4 @@ def _on_stream(fn: Callable[..., Any], arguments: dict, device_type: int, index:
         return fn(**arguments)
 
 
-_native.set_registration_helpers(_told, _on_stream)
+_native.set_registration_helpers(_describe_error, _on_stream)

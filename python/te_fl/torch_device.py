@@ -1,6 +1,6 @@
 """Devices of PyTorch as te-fl uses them: their names and memory, and te-fl devices that are made from them.
 
-Where PyTorch has a device that no plugin of te-fl serves, te-fl makes a device of that name from PyTorch's memory, copies, streams and events
+Where PyTorch has a device that no plugin of te-fl supports, te-fl makes a device of that name from PyTorch's memory, copies, streams and events
 (TorchDevice). Vendors need to provide nothing beyond their PyTorch.
 """
 

@@ -77,7 +77,7 @@ def load(torch_version: str, *functions: Callable) -> Optional[ModuleType]:
         module = module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        warnings.warn(f"te_fl.pytorch's autograd node in C++ cannot be loaded, the one in Python serves: {error}. Build it anew: {COMMAND}",
+        warnings.warn(f"te_fl.pytorch's autograd node in C++ cannot be loaded, the one in Python is used: {error}. Build it anew: {COMMAND}",
                       RuntimeWarning, stacklevel=2)
         return None
     module.bind(*functions)

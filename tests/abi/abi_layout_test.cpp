@@ -21,7 +21,7 @@ namespace {
 constexpr const char* kUpdate = "UPDATE_GOLDEN";
 const std::string kFolder = std::string(TE_FL_SOURCE_DIR) + "/tests/abi/";
 
-std::string text_of(const std::string& path) {
+std::string read_text(const std::string& path) {
   std::ifstream file(path);
   EXPECT_TRUE(file) << path;
   std::stringstream text;
@@ -32,7 +32,7 @@ std::string text_of(const std::string& path) {
 void expect_golden(const std::string& name, const std::string& now) {
   const std::string path = kFolder + name;
   if (std::getenv(kUpdate) != nullptr) std::ofstream(path) << now;
-  std::istringstream a(text_of(path)), b(now);
+  std::istringstream a(read_text(path)), b(now);
   std::string want, got, section;
   for (int line = 1; std::getline(a, want); ++line) {
     ASSERT_TRUE(std::getline(b, got))
@@ -76,7 +76,7 @@ TEST(Abi, EveryEnumeratorIsListed) {
   for (std::string name, value; lines >> name >> value;) listed.insert(name);
   int found = 0;
   for (const char* file : {"include/te_fl/plugin.h", "include/te_fl/ops/enums.h"}) {
-    std::string text = text_of(std::string(TE_FL_SOURCE_DIR) + "/" + file);
+    std::string text = read_text(std::string(TE_FL_SOURCE_DIR) + "/" + file);
     text = std::regex_replace(text, std::regex(R"(/\*[^*]*\*+([^/*][^*]*\*+)*/)"), "");
     const std::regex enumerator(R"((TE_FL_\w+)\s*=[^=])");
     for (std::sregex_iterator m(text.begin(), text.end(), enumerator), end; m != end; ++m) {
@@ -90,7 +90,7 @@ TEST(Abi, EveryEnumeratorIsListed) {
 // describe_layout() must list every struct and every member.
 TEST(Abi, EveryMemberIsListed) {
   const auto listed = places(describe_layout());
-  std::string text = text_of(std::string(TE_FL_SOURCE_DIR) + "/include/te_fl/plugin.h");
+  std::string text = read_text(std::string(TE_FL_SOURCE_DIR) + "/include/te_fl/plugin.h");
   text = std::regex_replace(text, std::regex(R"(/\*[^*]*\*+([^/*][^*]*\*+)*/)"), "");
   const std::regex structs(R"(typedef struct (te_fl_\w+) \{([^}]*)\} te_fl_)");
   int found = 0;

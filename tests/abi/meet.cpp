@@ -24,7 +24,7 @@ namespace {
 using namespace te_fl;
 
 // Returns a status as a single line.
-std::string text_of(const Status& status) {
+std::string to_text(const Status& status) {
   std::string text = status.to_string();
   std::replace(text.begin(), text.end(), '\n', ' ');
   return text;
@@ -41,15 +41,15 @@ std::string relu_on(const Device& device, const OpImplInfo& impl) {
   const auto output = Tensor::from_values({4}, in);
   if (!input.ok() || !output.ok()) return "no memory";
   const auto there = input->to(device), result = output->to(device);
-  if (!there.ok()) return text_of(there.status());
-  if (!result.ok()) return text_of(result.status());
+  if (!there.ok()) return to_text(there.status());
+  if (!result.ok()) return to_text(result.status());
   te_fl_relu_args args;
   args.input = *there;
   args.output = *result;
   const Status status = OpManager::instance().call("relu", &args);
-  if (!status.ok()) return text_of(status);
+  if (!status.ok()) return to_text(status);
   const auto back = result->to(Device{});
-  if (!back.ok()) return text_of(back.status());
+  if (!back.ok()) return to_text(back.status());
   return std::equal(want, want + 4, back->data<float>()) ? "OK" : "wrong values";
 }
 
@@ -79,7 +79,7 @@ int main(int argc, char** argv) {
     for (const plugins::PluginInfo& p : plugins::list()) {
       if (p.path == argv[1]) print(p);
     }
-    std::printf("status|%s\n", text_of(loaded.status()).c_str());
+    std::printf("status|%s\n", to_text(loaded.status()).c_str());
     return 1;
   }
   print(*loaded);
@@ -89,6 +89,6 @@ int main(int argc, char** argv) {
     if (impl.owner == loaded->name && asked) run(impl, *loaded);
   }
   const Status ended = plugins::deactivate(loaded->name, true);
-  std::printf("end|%s\n", ended.ok() ? "deactivated" : text_of(ended).c_str());
+  std::printf("end|%s\n", ended.ok() ? "deactivated" : to_text(ended).c_str());
   return ended.ok() ? 0 : 1;
 }

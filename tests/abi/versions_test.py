@@ -72,7 +72,7 @@ class Versions(unittest.TestCase):
                     self.assertIn(word, met.status, met.text)
                 self.assertIn(met.reason, met.status)
 
-    def test_the_others_serve_and_go(self):
+    def test_the_others_run_and_unload(self):
         for host, plugin, abi, device in SERVED:
             with self.subTest(host=host, plugin=plugin.name):
                 met = Meeting(PROGRAMS, host, plugin, "vendor.fault")

@@ -44,7 +44,7 @@ class Files(unittest.TestCase):
                 ("GPU", 130100, 8192, ["bias"], {**FIELDS, "a": "f8e5m2"})):
             self.assertIsNone(choices.find(device, library, m, 16384, 4096, flags, **fields))
 
-    def test_tells_blocks_from_tensors(self):
+    def test_distinguishes_blocks_from_tensors(self):
         blocks = FORWARD.replace("fast bias", "scaling=2,3 split bias")
         self.write([choice(blocks, config="blocks"), choice(FORWARD, config="tensors")])
         for scaling, config in (("", "tensors"), ("2,3", "blocks")):

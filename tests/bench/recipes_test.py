@@ -30,7 +30,7 @@ OWN = [served("add", "vendor.cuda"), served("fused_attn_fwd", "vendor.cuda.cudnn
 
 
 class Recipes(unittest.TestCase):
-    def test_tells_who_served(self):
+    def test_reports_which_implementation_ran(self):
         on = lambda device, usage: recipes.served_elsewhere({"device": device, "usage": usage})  # noqa: E731
         self.assertEqual(on("cuda:0", OWN), [])
         self.assertEqual(on("cpu", [served("add", "default.cpu")]), [])
@@ -69,13 +69,13 @@ class Recipes(unittest.TestCase):
         self.assertEqual(list(results), recipes.RECIPES)
         self.assertEqual([r["usage"] for runs in results.values() for r in runs], [OWN] * 8)
 
-    def test_fails_where_another_serves(self):
+    def test_fails_where_another_implementation_runs(self):
         run, results = self.run_on(OWN + [served("silu", "default.cpu", 4)], "cuda:0")
         self.assertEqual(run.returncode, 1)
         self.assertEqual(run.stderr.count("silu by default.cpu, 4 calls, 4 of them on copies"), 8)
         self.assertEqual(len(results["block"][1]["usage"]), 3)
 
-    def test_the_host_may_serve_on_the_host(self):
+    def test_host_implementations_run_on_the_host(self):
         run, _ = self.run_on([served("silu", "default.cpu")], "cpu")
         self.assertEqual(run.returncode, 0, run.stderr)
 

@@ -434,7 +434,7 @@ TEST_F(Comms, ValidateOnOneRankAloneIsForAll) {
 }
 
 // TE_FL_VALIDATE is off when the communicator is created and is set later.
-TEST_F(Comms, ValidateThatComesLaterWaitsForNobody) {
+TEST_F(Comms, ValidateThatIsSetLaterDoesNotWait) {
   on_ranks(2, [&](int rank) {
     const Result<Comm> comm = Comm::create(options(rank, 2));
     ASSERT_OK(comm);

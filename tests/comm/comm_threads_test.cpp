@@ -231,7 +231,7 @@ TEST_F(CommThreads, DestroyOneThatAnotherOnesFailureAborts) {
 
 // A thread queries a communicator's status while the failure of another communicator is still being
 // recorded: it gets a preliminary error text, which the recording thread replaces afterwards.
-TEST_F(CommThreads, AskForTheStatusOfAFailureThatIsBeingTold) {
+TEST_F(CommThreads, ReadTheStatusOfAFailureThatIsBeingReported) {
   Comm first = made(), other = made();
   Place aborting, asked;
   g_relay.on_abort = [&](int*) {
@@ -251,7 +251,7 @@ TEST_F(CommThreads, AskForTheStatusOfAFailureThatIsBeingTold) {
 // A thread queries the status of the communicator that failed first, while another thread looks up
 // in the store whether another rank aborted it and which call each rank began last. The error then
 // contains these facts.
-TEST_F(CommThreads, AskForTheStatusWhileTheStoreIsAsked) {
+TEST_F(CommThreads, ReadTheStatusDuringAStoreRequest) {
   for (const char* word : {"aborted", "last/"}) {
     const auto store = std::make_shared<AskingStore>();
     std::vector<Comm> ranks = pair(store);
@@ -303,7 +303,7 @@ TEST_F(CommThreads, AskForTheStatusWhileACallNamesItself) {
 
 // A thread publishes this rank's last call number for the other ranks, while this rank's call is
 // refused and its number is given back to the next call.
-TEST_F(CommThreads, TellTheLastCallWhileItIsRefused) {
+TEST_F(CommThreads, PublishTheLastCallWhileItIsRefused) {
   const auto store = std::make_shared<AskingStore>();
   std::vector<Comm> ranks = pair(store);
   Place running, told, ended;
@@ -329,7 +329,7 @@ TEST_F(CommThreads, TellTheLastCallWhileItIsRefused) {
 
 // A thread publishes this rank's last call number while a call begins that has waited for the other
 // ranks' calls (TE_FL_VALIDATE).
-TEST_F(CommThreads, TellTheLastCallWhileOneBegins) {
+TEST_F(CommThreads, PublishTheLastCallWhileOneBegins) {
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   const auto store = std::make_shared<AskingStore>();
   std::vector<Comm> ranks = pair(store);

@@ -112,12 +112,12 @@ void exchange_at(const std::string& address, int size) {
   });
 }
 
-TEST(Store, FolderServesAllRanks) {
+TEST(Store, FolderWorksForAllRanks) {
   const test::TempFolder folder;
   exchange_at("file:" + folder.path() + "/job", 4);
 }
 
-TEST(Store, PortServesAllRanks) { exchange_at(free_address(), 4); }
+TEST(Store, PortWorksForAllRanks) { exchange_at(free_address(), 4); }
 
 TEST(Store, OneRankNeedsNoOther) {
   const test::TempFolder folder;
@@ -274,7 +274,7 @@ TEST(Store, PortThatIsTakenIsNamed) {
               {address.c_str(), "in use", "name a free port"});
 }
 
-TEST(Store, NobodyAnswers) {
+TEST(Store, NoServerAnswers) {
   const std::string address = free_address();
   const auto start = Clock::now();
   expect_text(Store::open(address, 1, 2, 60ms).status(), StatusCode::kTimeout,
@@ -322,7 +322,7 @@ TEST(Store, OtherJobsAreRefused) {
 }
 
 // Invalid bytes close their own connection and no other.
-TEST(Store, GarbageDisturbsNobody) {
+TEST(Store, GarbageDisturbsNoRank) {
   const int port = free_port();
   const std::string address = "tcp://127.0.0.1:" + std::to_string(port);
   auto zero = Store::open(address, 0, 1, 1000ms);
@@ -338,7 +338,7 @@ TEST(Store, GarbageDisturbsNobody) {
   EXPECT_TRUE((*zero)->set("k", "v").ok());
 }
 
-TEST(Store, KilledRankDisturbsNobody) {
+TEST(Store, KilledRankDisturbsNoOther) {
   const std::string address = free_address();
   const pid_t one = in_child([&] {
     auto store = Store::open(address, 1, 3, 5000ms);
@@ -373,7 +373,7 @@ TEST(Store, RankZeroThatEndsSaysSo) {
   expect_text((*one)->set("k", "v"), StatusCode::kCommFailed, {"rank 0", "has ended"});
 }
 
-TEST(Store, RankZeroThatIsKilledIsNoticed) {
+TEST(Store, AKilledRankZeroIsDetected) {
   const std::string address = free_address();
   const pid_t zero = in_child([&] {
     auto store = Store::open(address, 0, 2, 5000ms);
@@ -406,7 +406,7 @@ TEST(Store, ChildOfAForkOpensItsOwn) {
 
 // A forked child that opens its parent's store gets an error that names the store's owner, and the
 // parent's other ranks can still open the store.
-TEST(Store, ChildOfAForkIsNotToldToRemoveItsParents) {
+TEST(Store, ChildOfAForkIsNotAdvisedToRemoveItsParents) {
   const test::TempFolder folder;
   for (const std::string& address : {"file:" + folder.path() + "/job", free_address()}) {
     auto zero = Store::open(address, 0, 1, 1000ms);

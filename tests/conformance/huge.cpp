@@ -19,9 +19,9 @@ constexpr const char* kUsage =
     "[--elements N]\n"
     "       conformance_huge --self-check [--device DEVICE] [--plugin PATH] [--op NAME] "
     "[--elements N]\n"
-    "  --impl IMPL   what must serve every case: this implementation, or one whose name goes on "
+    "  --impl IMPL   what must run every case: this implementation, or one whose name goes on "
     "from it\n"
-    "                with a dot; a case that anything else serves has failed\n"
+    "                with a dot; a case that anything else runs has failed\n"
     "  --elements N  of the largest tensor, at least (default 2147487747; that takes up to 40 GiB "
     "of a device)\n"
     "  --self-check  reads one wrong element of each result: a case that passes has failed\n";
@@ -89,7 +89,7 @@ bool run_case(const Case& c, Device device, const Options& o) {
   for (const std::string& id : served_by(c.op)) {
     impls += (impls.empty() ? "" : "+") + id;
     if (!o.impl.empty() && id != o.impl && id.rfind(o.impl + ".", 0) != 0) {
-      run.fail("was served by " + id + ", expected " + o.impl);
+      run.fail("was run by " + id + ", expected " + o.impl);
     }
   }
   if (impls.empty()) run.fail("did not run"), impls = "none";

@@ -427,7 +427,7 @@ void change_random_state(Changes& all) {
   }
 }
 
-Changes changes_of(const WildCall& call) {
+Changes list_changes(const WildCall& call) {
   Changes all;
   for (uint32_t i = 0; i < call.schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *call.schema.args[i];
@@ -463,7 +463,7 @@ Changes changes_of(const WildCall& call) {
 // Returns the kinds of numbers that a case lets the test change: the names of its tensors and
 // scalars, NAME of BITS for integer tensors, and NAME of several for tensors and lists of at least
 // 3 elements. A case is used if it has an entry that no earlier case has.
-std::set<std::string> kinds_of(const WildCall& call) {
+std::set<std::string> list_kinds(const WildCall& call) {
   std::set<std::string> kinds;
   for (const Changeable& t : call.tensors) {
     const std::string name = t.name.substr(0, t.name.find('['));
@@ -484,7 +484,7 @@ bool is_small(const WildCall& call) {
   return elements < 6000;
 }
 
-std::vector<std::string> implementations_of(const std::string& op) {
+std::vector<std::string> list_implementations(const std::string& op) {
   std::set<std::string> found;
   for (const OpImplInfo& info : OpRegistry::instance().snapshot())
     if (info.op == op) found.insert(info.impl_id);
@@ -511,7 +511,7 @@ struct Answer {
   std::vector<std::vector<double>> results;
 };
 
-Answer answer_of(WildCall& call, const Change* change, const std::string& impl) {
+Answer run_call(WildCall& call, const Change* change, const std::string& impl) {
   call.restore();
   if (change != nullptr) change->apply(call);
   Answer answer;
@@ -533,16 +533,16 @@ std::string wrong_refusal(const Status& status) {
 // Runs the case's changes on all implementations; returns the number of calls made.
 int run_case(const Case& c, WildCall& call, const std::vector<std::string>& impls) {
   std::map<std::string, Answer> plain;
-  for (const std::string& impl : impls) plain[impl] = answer_of(call, nullptr, impl);
+  for (const std::string& impl : impls) plain[impl] = run_call(call, nullptr, impl);
   int calls = 0;
-  for (const Change& change : changes_of(call)) {
+  for (const Change& change : list_changes(call)) {
     call.restore();
     change.apply(call);
     if (!has_its_memory(call)) continue;
     std::optional<Answer> first;
     for (const std::string& impl : impls) {
       if (!plain[impl].status.ok()) continue;  // this implementation does not support the case
-      const Answer answer = answer_of(call, &change, impl);
+      const Answer answer = run_call(call, &change, impl);
       ++calls;
       const std::string where = impl + ", " + c.name + " with " + change.text;
       EXPECT_EQ(wrong_refusal(answer.status), "") << where;
@@ -568,11 +568,11 @@ int run_case(const Case& c, WildCall& call, const std::vector<std::string>& impl
 
 constexpr int kCasesOfAnOp = 4, kLooked = 40;
 
-// Runs those of the op's cases that have a kind of number (see kinds_of()) that no earlier case
+// Runs those of the op's cases that have a kind of number (see list_kinds()) that no earlier case
 // had; returns the number of calls.
 int run_op(const std::string& op, const std::vector<const Case*>& cases) {
   const te_fl_op_schema& schema = *OpRegistry::instance().schema(*OpRegistry::instance().find(op));
-  const std::vector<std::string> impls = implementations_of(op);
+  const std::vector<std::string> impls = list_implementations(op);
   EXPECT_FALSE(impls.empty()) << op;
   if (impls.empty()) return 0;
   std::optional<te_fl::Result<Ranks>> ranks;
@@ -590,7 +590,7 @@ int run_op(const std::string& op, const std::vector<const Case*>& cases) {
     WildCall call(*cases[i], schema, comm);
     if (call.problem.want_code != 0 || call.problem.saved_storage >= 0 || !is_small(call)) continue;
     const size_t before = known.size();
-    known.merge(kinds_of(call));
+    known.merge(list_kinds(call));
     if (known.size() == before) continue;
     ++taken;
     calls += run_case(*cases[i], call, impls);
@@ -600,7 +600,7 @@ int run_op(const std::string& op, const std::vector<const Case*>& cases) {
   return calls;
 }
 
-TEST(WildNumbers, AreRefusedOrServedAlike) {
+TEST(WildNumbers, AreRefusedOrRunAlike) {
   const Table table = all_cases();
   std::map<std::string, std::vector<const Case*>> by_op;
   for (const Case& c : table)

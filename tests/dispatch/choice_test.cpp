@@ -61,7 +61,7 @@ TEST_F(Dispatch, APerOpListIsExclusive) {
   const Status s = call();
   EXPECT_EQ(ran(), "vendor.v reference.r");
   EXPECT_FAILS(s, kUnsupported, "the policy's list for this op does not name it");
-  EXPECT_FAILS(s, kUnsupported, "'default.p' could serve it if the policy let it");
+  EXPECT_FAILS(s, kUnsupported, "'default.p' could run it if the policy allowed it");
 }
 
 TEST_F(Dispatch, AListForAMisspeltOpFailsCallsUnderIt) {
@@ -114,11 +114,11 @@ void asks(Fake& f) {
   f.with_supports();
 }
 
-TEST_F(Dispatch, SupportsIsAskedUntilItAcceptsUnlessStatic) {
+TEST_F(Dispatch, SupportsIsCalledUntilItAcceptsUnlessStatic) {
   asks(portable);
   reregister(portable);
   portable.supports_status = TE_FL_UNSUPPORTED;
-  portable.supports_text = "odd sizes are not served";
+  portable.supports_text = "odd sizes are not supported";
   ASSERT_OK(call());
   ASSERT_OK(call());
   EXPECT_EQ(ran(), "vendor.v vendor.v");
@@ -132,7 +132,7 @@ TEST_F(Dispatch, SupportsIsAskedUntilItAcceptsUnlessStatic) {
 
 // Rule R10: dispatch may skip supports() for a call equal to one that it accepted, and for no other
 // call.
-TEST_F(Dispatch, SupportsIsAskedAgainOfEveryOtherCall) {
+TEST_F(Dispatch, SupportsIsCalledAgainForEveryOtherCall) {
   asks(portable);
   reregister(portable);
   ASSERT_OK(call());
@@ -160,10 +160,10 @@ TEST_F(Dispatch, SupportsIsAskedAgainOfEveryOtherCall) {
   ASSERT_OK(manager.reload());
   asked_of_this("settings that were read again");
   portable.supports_status = TE_FL_UNSUPPORTED;
-  portable.supports_text = "odd sizes are not served";
+  portable.supports_text = "odd sizes are not supported";
   vendor.run_status = reference.run_status = TE_FL_UNSUPPORTED;
   five.args.out = elsewhere;
-  EXPECT_FAILS(call(), kUnsupported, "odd sizes are not served");
+  EXPECT_FAILS(call(), kUnsupported, "odd sizes are not supported");
 }
 
 TEST_F(Dispatch, NoCandidateListsEveryReason) {
@@ -173,10 +173,11 @@ TEST_F(Dispatch, NoCandidateListsEveryReason) {
   for (Fake* f : {&portable, &vendor, &reference}) reregister(*f);
   five.args.gain = 2;
   const Status s = call();
+  EXPECT_FAILS(
+      s, kUnsupported,
+      "default.p (tests, priority 150): dtype f32 of a is not supported (it supports f16)");
   EXPECT_FAILS(s, kUnsupported,
-               "default.p (tests, priority 150): dtype f32 of a is not served (it serves f16)");
-  EXPECT_FAILS(s, kUnsupported,
-               "vendor.v (tests, priority 100): the tensors are on cpu, it serves cuda");
+               "vendor.v (tests, priority 100): the tensors are on cpu, it supports cuda");
   EXPECT_FAILS(s, kUnsupported,
                "reference.r (tests, priority 50): the call sets gain, which the op gained later");
   EXPECT_FAILS(s, kUnsupported, "gain");
@@ -299,7 +300,7 @@ TEST_F(Dispatch, ExplainNeedsNoArguments) {
   auto r = manager.explain(op, profile);
   ASSERT_OK(r);
   EXPECT_EQ(r->impl_id, "default.p");
-  EXPECT_HAS(r->candidates[1].reason, "scaling none is not served");
+  EXPECT_HAS(r->candidates[1].reason, "scaling none is not supported");
   profile.device = {TE_FL_DEVICE_CUDA, 0, 0};
   r = manager.explain(op, profile);
   ASSERT_OK(r);

@@ -172,7 +172,7 @@ TEST_F(Communicators, CallsWithOneAreNotStaged) {
   ASSERT_OK(devices::remove(device));
 }
 
-TEST_F(Communicators, OnlyTheirMakersImplementationsServe) {
+TEST_F(Communicators, OnlyImplementationsOfTheirProviderRun) {
   Fake better{"default.other", gather_schema()};
   better.desc.later_args = "other";
   ASSERT_OK(registry.register_op(better.desc, "another", "acme"));
@@ -187,8 +187,9 @@ TEST_F(Communicators, OnlyTheirMakersImplementationsServe) {
   EXPECT_EQ(better.runs, 1) << "routes are kept by maker";
   second.id = 9;
   second.maker = "nobody";
-  EXPECT_FAILS(call(), kUnsupported,
-               "the communicator was made by plugin nobody, whose implementations alone serve it");
+  EXPECT_FAILS(
+      call(), kUnsupported,
+      "the communicator was made by plugin nobody, whose implementations alone can use it");
   PolicySettings strict;
   strict.strict = true;
   const PolicyScope scope(strict);

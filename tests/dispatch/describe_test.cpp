@@ -21,7 +21,7 @@ class Describe : public Dispatch {
   }
 };
 
-TEST_F(Describe, TheOneThatWouldServeIsAskedAndNobodyRuns) {
+TEST_F(Describe, OnlyTheChosenImplementationIsDescribedAndNoneRuns) {
   portable.that_says("a loop, as the rows are short");
   vendor.that_says("somebody else");
   const Decision d = resolved();
@@ -33,7 +33,7 @@ TEST_F(Describe, TheOneThatWouldServeIsAskedAndNobodyRuns) {
   EXPECT_EQ(ran(), "");
 }
 
-TEST_F(Describe, OneThatRefusesIsNotAsked) {
+TEST_F(Describe, AnImplementationThatRefusesIsNotDescribed) {
   portable.that_says("nothing that it could").with_supports();
   portable.supports_status = TE_FL_UNSUPPORTED;
   vendor.that_says("the vendor's kernel");
@@ -113,7 +113,7 @@ TEST_F(Describe, WhoeverDoesNotSayDoesNotSpoilTheAnswer) {
   EXPECT_LE(d.silent.size(), 400u);
 }
 
-TEST_F(Describe, NobodyIsAskedAboutAProfileOrWhenACallRuns) {
+TEST_F(Describe, DescribeIsNotCalledForAProfileOrWhileACallRuns) {
   portable.that_says("a loop");
   reregister(portable);
   const auto decision = manager.explain(op, {});

@@ -340,7 +340,7 @@ TEST_F(DeviceErrors, AStreamOfALostDeviceIsNoMistake) {
   EXPECT_FAILS(call(), kDeviceLost, "device cuda:0 is lost since");
 }
 
-TEST_F(DeviceErrors, ProvidersWithoutTheseFunctionsAreNotAsked) {
+TEST_F(DeviceErrors, ProvidersWithoutTheseFunctionsAreNotCalled) {
   chip.api.struct_size = offsetof(te_fl_device_api, check_pointer);
   chip.api.check_pointer = reinterpret_cast<decltype(chip.api.check_pointer)>(1);
   chip.api.check_stream = reinterpret_cast<decltype(chip.api.check_stream)>(1);

@@ -206,7 +206,7 @@ TEST_F(StreamState, StandsBesideScratch) {
   EXPECT_EQ(found, (std::vector<int32_t>{0, 1}));
 }
 
-TEST_F(StreamState, IsRefusedToWhoServesTheHost) {
+TEST_F(StreamState, IsRefusedToHostImplementations) {
   native.desc.device_types |= uint64_t{1} << TE_FL_DEVICE_CPU;
   EXPECT_FAILS(registry.register_op(native.desc, "test", "far"), kInvalidArgument,
                "whose work has no stream (rule R27)");

@@ -141,7 +141,7 @@ class OnDevice : public ::testing::Test {
 TEST_F(OnDevice, ImplementationsOfOtherDevicesAreRefused) {
   host.desc.device_types = uint64_t{1} << TE_FL_DEVICE_OPENCL;
   add(host);
-  EXPECT_FAILS(call(), kUnsupported, "the tensors are on cuda:0, it serves opencl");
+  EXPECT_FAILS(call(), kUnsupported, "the tensors are on cuda:0, it supports opencl");
   add(native);
   ASSERT_OK(call());
   EXPECT_EQ(native.runs.load(), 1);
@@ -248,7 +248,7 @@ TEST_F(OnDevice, ValuesAreToBeLookedAtUnderValidate) {
 
 // Rule R12: an invalid value in device memory is reported by the next synchronisation, and the
 // device stays usable.
-TEST_F(OnDevice, AMistakeInValuesIsToldByTheWait) {
+TEST_F(OnDevice, AMistakeInValuesIsReportedByTheWait) {
   add(native);
   ASSERT_OK(call());
   fake.sync_status = TE_FL_INVALID_ARGUMENT;

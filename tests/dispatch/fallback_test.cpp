@@ -136,7 +136,7 @@ TEST_F(Fallback, ANumberThatIsNoStatusIsNeitherSuccessNorClean) {
   EXPECT_EQ(first.runs + second.runs, 0);
 }
 
-TEST_F(Fallback, NobodyFollowsARunThatAnswersANumber) {
+TEST_F(Fallback, NoFallbackAfterARunThatReturnsAnUnknownCode) {
   Fake direct("default.direct");  // dispatch calls it directly, from the cached choice
   direct.desc.priority = 1000;
   for (Fake* fake : {&first, &direct}) {
@@ -159,12 +159,12 @@ TEST_F(Fallback, NobodyFollowsARunThatAnswersANumber) {
 TEST_F(Fallback, SuccessThatIsMarkedCleanIsSuccess) {
   g_answers = {TE_FL_OK | TE_FL_CLEAN, TE_FL_OK | TE_FL_CLEAN, TE_FL_OK | TE_FL_CLEAN};
   first.run_status = TE_FL_OK | TE_FL_CLEAN;
-  plugins::take_odd_status();
+  plugins::take_status_misuse();
   ASSERT_OK(call());
   EXPECT_EQ(first.runs.load(), 1);
   EXPECT_EQ(second.runs.load(), 0);
-  EXPECT_HAS(plugins::take_odd_status(), "TE_FL_OK marked with TE_FL_CLEAN");
-  EXPECT_EQ(plugins::take_odd_status(), "");
+  EXPECT_HAS(plugins::take_status_misuse(), "TE_FL_OK marked with TE_FL_CLEAN");
+  EXPECT_EQ(plugins::take_status_misuse(), "");
 }
 
 TEST_F(Fallback, AnExceptionIsNoRefusal) {
@@ -242,7 +242,7 @@ TEST_F(Fallback, TheFirstOneOfEachOpIsLogged) {
   const te_fl_op_schema& schema = schema_named("test::falls_back");
   Fake a("default.a", schema), b("reference.b", schema);
   a.with_supports().supports_status = TE_FL_UNSUPPORTED;
-  a.supports_text = "odd sizes are not served";
+  a.supports_text = "odd sizes are not supported";
   ASSERT_OK(registry.register_op(a.desc, "tests", "acme"));
   ASSERT_OK(registry.register_op(b.desc, "tests", "acme"));
   const std::string text = logged_by([&] {
@@ -250,7 +250,8 @@ TEST_F(Fallback, TheFirstOneOfEachOpIsLogged) {
     ASSERT_OK(manager.call("test::falls_back", &five.args));
   });
   const std::string line =
-      "op 'test::falls_back' fell back from 'default.a' to 'reference.b': odd sizes are not served";
+      "op 'test::falls_back' fell back from 'default.a' to 'reference.b': odd sizes are not "
+      "supported";
   EXPECT_HAS(text, line);
   EXPECT_EQ(text.find(line), text.rfind(line)) << text;
   EXPECT_EQ(b.runs.load(), 2);
@@ -389,7 +390,7 @@ class FallbackOnDevice : public ::testing::Test {
   testing::FiveArgs args;
 };
 
-TEST_F(FallbackOnDevice, ALostDeviceIsRetiredWhateverAnImplementationWasAsked) {
+TEST_F(FallbackOnDevice, ALostDeviceIsRetiredWhicheverEntryReportsIt) {
   int64_t columns = 100;
   for (const Point& point : kPoints) {
     for (const te_fl_status code :
@@ -456,7 +457,7 @@ TEST_F(FallbackOnDevice, ALostDeviceIsRetiredByEveryFunctionOfIts) {
   expect_lost("the chip says so");
 }
 
-TEST_F(FallbackOnDevice, AStreamThatCannotBeAskedStopsTheCall) {
+TEST_F(FallbackOnDevice, AStreamThatCannotBeQueriedStopsTheCall) {
   ASSERT_OK(call());
   const int before = native.runs;
   chip.capturing = TE_FL_INTERNAL;

@@ -29,7 +29,7 @@ using testing::together;
 
 // The destructor of an OpManager waits while another thread notifies all OpManagers of a device's
 // removal. Each OpManager has scratch memory on a device of its own.
-TEST(ManagerThreads, ManagersComeAndGoWhileAllAreToldOfAChange) {
+TEST(ManagerThreads, ManagersComeAndGoWhileAllAreNotifiedOfAChange) {
   OpRegistry first;
   const OpManager stays(first);  // installs the hooks that notify OpManagers
   std::atomic<bool> done{false};

@@ -39,12 +39,12 @@ class Collective : public Staging {
 TEST_F(Collective, IsNotStaged) {
   add(here);
   const FiveArgs args = five();
-  EXPECT_FAILS(call(args), kUnsupported, "a collective is not served on copies");
+  EXPECT_FAILS(call(args), kUnsupported, "a collective cannot run on copies");
   EXPECT_EQ(here.runs, 0);
   PolicySettings named;  // not even if the policy names the host implementation
   named.per_op["test::all_five"] = {PolicyToken{PolicyToken::Type::kKind, Kind::kDefault, ""}};
   const PolicyScope scope(named);
-  EXPECT_FAILS(call(args), kUnsupported, "a collective is not served on copies");
+  EXPECT_FAILS(call(args), kUnsupported, "a collective cannot run on copies");
   EXPECT_EQ(here.runs, 0);
 }
 

@@ -112,7 +112,7 @@ TEST_F(Dispatch, AnOlderCallersShorterStructIsPassedAsItIs) {
   EXPECT_EQ(seen, five.args.struct_size);
 }
 
-TEST_F(Dispatch, DeterminismIsAskedFor) {
+TEST_F(Dispatch, DeterminismIsRequested) {
   portable.desc.flags &= ~uint32_t{TE_FL_OP_DETERMINISTIC};
   reregister(portable);
   uint32_t flags = 0;
@@ -180,7 +180,7 @@ TEST_F(Dispatch, AHandleFollowsPolicyAndRegistrations) {
   EXPECT_FAILS(PreparedOp().call(&five.args), kFailedPrecondition, "empty");
 }
 
-TEST_F(Dispatch, AHandleThatNobodyServesIsNotMade) {
+TEST_F(Dispatch, AHandleOfAnUnsupportedCallIsNotCreated) {
   for (Fake* f : {&portable, &vendor, &reference}) {
     f->desc.dtypes = TE_FL_BIT(TE_FL_F16);
     reregister(*f);
@@ -188,7 +188,7 @@ TEST_F(Dispatch, AHandleThatNobodyServesIsNotMade) {
   EXPECT_FAILS(manager.prepare(op, &five.args).status(), kUnsupported, "way out");
 }
 
-TEST_F(Dispatch, CountsWhatServed) {
+TEST_F(Dispatch, CountsTheImplementationThatRan) {
   for (int i = 0; i < 3; ++i) ASSERT_OK(call());
   std::thread([&] {
     const PolicyScope scope(prefer(Kind::kVendor));

@@ -55,7 +55,7 @@ TEST_F(Saved, AnOpaqueRecordBindsTheBackwardToItsProducer) {
   EXPECT_EQ(bwd_a.runs.load(), 0);
 }
 
-TEST_F(Saved, ARecordOfFixedFormatBindsNobody) {
+TEST_F(Saved, ARecordOfFixedFormatBindsNoImplementation) {
   record.opaque = 1;  // a stale value from an earlier use of the record
   ASSERT_OK(manager.call("test::save_fwd", &args));
   EXPECT_EQ(record.opaque, 0u);

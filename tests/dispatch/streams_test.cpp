@@ -395,7 +395,7 @@ TEST_F(TwoDevices, AScopeWithoutADeviceFindsItOrSaysThatItCannot) {
 }
 
 // Another plugin may dereference a handle as a pointer, so it must not get foreign handles.
-TEST_F(TwoDevices, OnlyItsOwnPluginIsAskedAboutAHandle) {
+TEST_F(TwoDevices, OnlyItsOwnPluginIsCalledForAHandle) {
   static int asked;
   asked = 0;
   FarDevice other;

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# train_gpt on four processes that divide layers and batch: it learns with the losses of one, says who served each collective, and what two
+# train_gpt on four processes that divide layers and batch: it learns with the losses of one, says which implementation ran each collective, and what two
 # ranks have saved is loaded by one. Each rank takes a device of its own.
 # usage: train_gpt_ranks_test.sh TRAIN_GPT LAUNCH GLOO_PLUGIN FAR_PLUGIN
 set -uo pipefail
@@ -37,7 +37,7 @@ PY
 "$train" "${small[@]}" --steps 20 --recipe none --json "$work/one-f32.json" >"$work/out" 2>&1 || fail "one rank: $(cat "$work/out")"
 "$launch" -n 4 -- "$train" "${small[@]}" --steps 20 --recipe none --tp 2 --dp 2 --json "$work/many-f32.json" >"$work/out" 2>&1 || fail "four ranks: $(cat "$work/out")"
 losses f32 3e-5 && ok "--tp 2 --dp 2 has the losses of one rank" || fail "--tp 2 --dp 2 has other losses"
-grep -q '^\[0\] 4 ranks, provider gloo: .*all_reduce=' "$work/out" && ok "the first rank says who serves collectives" || fail "nobody says who serves collectives: $(cat "$work/out")"
+grep -q '^\[0\] 4 ranks, provider gloo: .*all_reduce=' "$work/out" && ok "the first rank reports who runs collectives" || fail "no rank reports who runs collectives: $(cat "$work/out")"
 python3 - "$work/many-f32.json" <<'PY' && ok "--json has the ranks" || fail "--json has other ranks"
 import json, sys
 r = json.load(open(sys.argv[1]))
@@ -72,7 +72,7 @@ grep -q -- '--batch 8 must be a multiple of --dp' "$work/out" && ok "a batch tha
 export TE_FL_PLUGIN_MODULES=$3,$4
 "$launch" -n 3 -- "$train" "${small[@]:2}" --device ext:far --dp 3 >"$work/out" 2>&1 && fail "three ranks share two devices"
 grep -q 'this machine has 2 ext:far devices and 3 ranks of the job.*--device cpu' "$work/out" && ok "too few devices are refused" || fail "--device ext:far: $(cat "$work/out")"
-"$launch" -n 2 -- "$train" "${small[@]:2}" --device ext:far --tp 2 >"$work/out" 2>&1 && fail "gloo serves far memory"
+"$launch" -n 2 -- "$train" "${small[@]:2}" --device ext:far --tp 2 >"$work/out" 2>&1 && fail "gloo supports far memory"
 grep -q '^\[0\].*no provider .* ext:far:0' "$work/out" && grep -q '^\[1\].*no provider .* ext:far:1' "$work/out" && ok "each rank takes a device of its own" || fail "devices of two ranks: $(cat "$work/out")"
 "$launch" -n 2 -- "$train" "${small[@]:2}" --device ext:far:0 --tp 2 >"$work/out" 2>&1 && fail "two ranks take the device named"
 grep -q -- '--device ext:far:0 names one device, and the job has 2 ranks.*--device ext:far each' "$work/out" && ok "one device for all ranks is refused" || fail "--device ext:far:0: $(cat "$work/out")"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Training on a device that has one op of its own, the others served by host implementations on copies: the same
+# Training on a device that has one op of its own, the others run by host implementations on copies: the same
 # numbers as on the host, native and staged ops told apart in the table, and the policy obeyed.
 # usage: train_gpt_staged_test.sh TRAIN_GPT TE_FL FAR_PLUGIN
 set -uo pipefail
@@ -44,9 +44,9 @@ who "$work/cpu.json" "staged_calls == 0" && grep -q "staged to the host: none" "
 who "$work/ext:far:0.json" "staged_calls == (0 if impl == 'vendor.far' else calls) and (impl == 'vendor.far' or staged_bytes > 0)" &&
   grep -q 'generic_gemm *default.cpu' "$work/ext:far:0.out" && grep -Eq 'staged to the host: [1-9]' "$work/ext:far:0.out" &&
   ok "$(grep 'staged to the host' "$work/ext:far:0.out")" || fail "counting: $(cat "$work/ext:far:0.out")"
-[ "$(grep -c "op 'generic_gemm' on ext:far:0 is served by 'default.cpu'" "$work/ext:far:0.out")" = 1 ] && ok "one line about an op" || fail "lines: $(cat "$work/ext:far:0.out")"
+[ "$(grep -c "op 'generic_gemm' on ext:far:0 is run by 'default.cpu'" "$work/ext:far:0.out")" = 1 ] && ok "one line about an op" || fail "lines: $(cat "$work/ext:far:0.out")"
 
-# Where the host would serve most ops on copies, --device auto takes the host, and says so.
+# Where the host would run most ops on copies, --device auto takes the host, and says so.
 "$train" "${small[@]}" --steps 1 --json "$work/auto.json" >"$work/out" 2>&1 && who "$work/auto.json" "staged_calls == 0" &&
   grep -q '^device cpu.*passed over ext:far:0 (it leaves .* to the host)' "$work/out" && ok "$(grep '^device' "$work/out")" || fail "--device auto: $(cat "$work/out")"
 

@@ -38,19 +38,19 @@ that clean "not calls" && ok "without the plugin" || fail "the clean run: $(tail
 export TE_FL_PLUGIN_MODULES=$plugin TE_FL_PREFER=vendor
 run unwatched
 that unwatched "list(calls) == ['$wrong'] and calls['$wrong'] >= 2 * 40 and loss != clean and abs(loss[-1] - clean[-1]) < 0.01 * clean[-1]" &&
-  ok "unwatched, it serves every call, and the loss does not show it" || fail "unwatched: $(tail -n 30 "$work/unwatched.out")"
+  ok "unwatched, it runs every call, and the loss does not show it" || fail "unwatched: $(tail -n 30 "$work/unwatched.out")"
 "$te_fl" info --fingerprint >"$work/before" 2>&1
 
 export TE_FL_VERIFY_DIR=$work/log_cases
 TE_FL_VERIFY=0.05 run logged
 that logged "list(calls) == ['$wrong']" && grep -q "op 'gelu': '$wrong' (slightly_wrong) does not agree with 'reference.host'" "$work/logged.out" &&
-  [ ! -e "$TE_FL_QUARANTINE_FILE" ] && ok "TE_FL_VERIFY=0.05 finds it; it serves on" || fail "logged: $(cat "$work/logged.out")"
+  [ ! -e "$TE_FL_QUARANTINE_FILE" ] && ok "TE_FL_VERIFY=0.05 finds it; it still runs" || fail "logged: $(cat "$work/logged.out")"
 
 export TE_FL_VERIFY_DIR=$work/cases
 TE_FL_VERIFY=0.05 TE_FL_VERIFY_ACTION=quarantine run watched
 that watched "0 < calls.get('$wrong', 0) < 40 and len(calls) == 1 and abs(loss[-1] - clean[-1]) < 0.01 * clean[-1]" &&
-  ok "under quarantine another one serves from the next call on" || fail "watched: $(tail -n 30 "$work/watched.out")"
-grep -q "'$wrong' does not serve op 'gelu' with f32 (scaling none) any more" "$work/watched.out" &&
+  ok "under quarantine another one runs from the next call on" || fail "watched: $(tail -n 30 "$work/watched.out")"
+grep -q "'$wrong' is no longer used for op 'gelu' with f32 (scaling none)" "$work/watched.out" &&
   grep -q 'in quarantine: vendor.slightly_wrong for gelu' "$work/watched.out" && ok "which is said" || fail "not said: $(cat "$work/watched.out")"
 
 cases=("$work"/cases/gelu-*.call)
@@ -78,7 +78,7 @@ grep -q "quarantine gelu $wrong" "$work/diff" && ok "another fingerprint" || fai
 "$te_fl" quarantine list >"$work/list" 2>&1 && grep -Eq "gelu +$wrong .*f32 +none" "$work/list" && ok "te-fl quarantine list" || fail "te-fl quarantine list: $(cat "$work/list")"
 "$te_fl" quarantine clear gelu --impl $wrong >"$work/list" 2>&1 && ok "te-fl quarantine clear: $(cat "$work/list")" || fail "te-fl quarantine clear: $(cat "$work/list")"
 run again
-that again "list(calls) == ['$wrong']" && ok "once it is cleared it serves again" || fail "again: $(tail -n 30 "$work/again.out")"
+that again "list(calls) == ['$wrong']" && ok "once it is cleared it runs again" || fail "again: $(tail -n 30 "$work/again.out")"
 
 [ "$failures" = 0 ] && echo passed
 exit $((failures > 0))

@@ -144,7 +144,7 @@ TEST_F(DeactivationSoak, OfAPluginOnTheHost) {
   for (std::thread& t : threads) t.join();
   EXPECT_EQ(wrong, 0u) << first_wrong;
   EXPECT_GT(g_served, 0u);
-  EXPECT_LT(g_served, calls) << "the host serves while the plugin is gone";
+  EXPECT_LT(g_served, calls) << "the host runs the calls while the plugin is gone";
   EXPECT_GT(g_plans_destroyed, 0u);
   const int64_t grown = settled == 0 ? 0 : resident_bytes() - settled;
   if (!TE_FL_ASAN && !TE_FL_TSAN) {  // sanitizers keep freed memory
@@ -436,7 +436,7 @@ TEST_F(DeactivationSoak, OfADeviceAndOfAPluginThatOnlyAddsOpsToIt) {
   EXPECT_EQ(wrong, 0u) << first_wrong;
   EXPECT_EQ(g_violations, 0u) << "a plugin was quiesced or destroyed under a call";
   EXPECT_GT(g_guest_served, 0);
-  EXPECT_GT(served, static_cast<uint64_t>(g_guest_served)) << "the host serves in between";
+  EXPECT_GT(served, static_cast<uint64_t>(g_guest_served)) << "the host runs the calls in between";
   EXPECT_GT(refused, 0u);
   const int64_t grown = settled == 0 ? 0 : resident_bytes() - settled;
   if (!TE_FL_ASAN && !TE_FL_TSAN) {

@@ -31,7 +31,7 @@ TEST_F(Deactivation, TakesOpsAndDestroysInOrder) {
   EXPECT_EQ(status.code(), StatusCode::kUnsupported) << status.to_string();
 }
 
-TEST_F(Deactivation, UnmapsWhenAsked) {
+TEST_F(Deactivation, UnmapsOnRequest) {
   load("clean_failure");
   EXPECT_OK(plugins::deactivate("clean_failure", true));
   EXPECT_FALSE(in_maps(fault_path("clean_failure")));
@@ -231,7 +231,7 @@ TEST_F(Deactivation, AFailingQuiesceKeepsThePluginInPlace) {
 
 // kBusy means that deactivate() has changed nothing. If a plugin's quiesce() reports busy during
 // the removal, deactivate() therefore returns another code.
-TEST_F(Deactivation, AQuiesceThatIsBusyIsToldFromADeactivationThatIs) {
+TEST_F(Deactivation, ABusyQuiesceIsDistinguishedFromABusyDeactivation) {
   load("quiesce_busy");
   const Status status = plugins::deactivate("quiesce_busy");
   EXPECT_FAILS(status, kInternal, "a queue is busy");

@@ -94,7 +94,7 @@ TEST_F(DiscoveryTest, ArchAbiAndNamesAreChecked) {
   EXPECT_HAS(run.output, "its manifest calls it 'another', and the library says 'good'");
 }
 
-TEST_F(DiscoveryTest, AProbeLeavesOutAPluginUnlessItIsAskedFor) {
+TEST_F(DiscoveryTest, AProbeSkipsAPluginUnlessItIsRequested) {
   manifest("path", "good", fault_path("good"), ", \"probe\": {\"device_node\": \"/dev/fault0\"}");
   ProbeRun run = probe();
   EXPECT_HAS(run.line("good"), "|skipped|") << run.output;
@@ -116,7 +116,7 @@ TEST_F(DiscoveryTest, ModulesAreLoadedBeforeManifests) {
 }
 
 // create() runs on its own thread, which must not wait for the thread that loads the plugins.
-TEST_F(DiscoveryTest, ACreateThatWantsADeviceOfALaterPluginIsToldSoAtOnce) {
+TEST_F(DiscoveryTest, ACreateThatNeedsADeviceOfALaterPluginFailsAtOnce) {
   const ProbeRun run =
       probe({{"TE_FL_PLUGIN_MODULES", fault_path("early_create") + "," + fault_path("good")}});
   EXPECT_HAS(run.line("early_create"), "|failed|TE_FL_PLUGIN_MODULES|") << run.output;

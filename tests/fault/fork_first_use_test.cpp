@@ -152,7 +152,7 @@ bool use() {
   return all;
 }
 
-int outcome_of(pid_t child) {
+int wait_for_outcome(pid_t child) {
   int status = 0;
   waitpid(child, &status, 0);
   return WIFEXITED(status) ? WEXITSTATUS(status) : int{kHangs};
@@ -160,7 +160,7 @@ int outcome_of(pid_t child) {
 
 // Runs in a process that has not used te-fl yet: forks while static object number `nth` is
 // initialised.
-int fork_in_the_making_of(int nth) {
+int fork_during_creation(int nth) {
   dup2(open("/dev/null", O_WRONLY), STDERR_FILENO);
   log::set_level(log::Level::kTrace);
   g_chosen = nth;
@@ -187,7 +187,7 @@ int fork_in_the_making_of(int nth) {
   }
   g_forked = true;
   first.join();
-  const int outcome = outcome_of(child);
+  const int outcome = wait_for_outcome(child);
   return good ? outcome : kWrong;
 }
 
@@ -198,8 +198,8 @@ TEST(ForkAtFirstUse, NoChildWaitsForWhatAnotherThreadWasMaking) {
   int nth = 1;
   for (int outcome = kFine; outcome != kNoMore; ++nth) {
     const pid_t world = fork();
-    if (world == 0) _exit(fork_in_the_making_of(nth));
-    outcome = outcome_of(world);
+    if (world == 0) _exit(fork_during_creation(nth));
+    outcome = wait_for_outcome(world);
     EXPECT_TRUE(outcome == kFine || outcome == kNoMore)
         << "static object " << nth << ": " << outcome;
   }

@@ -9,7 +9,7 @@ namespace {
 
 const char kLibrary[] = FAULT_NULL_FOLDER "/libte_fl_null.so";
 
-TEST(NullPlugin, LoadsServesAndGoes) {
+TEST(NullPlugin, LoadsRunsAndUnloads) {
   const auto loaded = plugins::load(kLibrary);
   ASSERT_OK(loaded);
   EXPECT_EQ(loaded->name, "null");

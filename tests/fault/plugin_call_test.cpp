@@ -26,7 +26,7 @@ class PluginCall : public FaultTest {
   }
 };
 
-TEST_F(PluginCall, AGoodPluginServes) {
+TEST_F(PluginCall, AGoodPluginRuns) {
   const plugins::PluginInfo loaded = load("good");
   EXPECT_EQ(loaded.state, plugins::State::kActive);
   EXPECT_EQ(loaded.vendor, "fault");
@@ -43,7 +43,7 @@ TEST_F(PluginCall, AGoodPluginServes) {
   EXPECT_EQ(Events::take(), (std::vector<std::string>{"run"}));
 }
 
-TEST_F(PluginCall, LargerAndSmallerStructsServe) {
+TEST_F(PluginCall, LargerAndSmallerStructsWork) {
   for (const char* name : {"larger_structs", "smaller_structs"}) {
     load(name);
     const PolicyScope scope(only("relu", "vendor.fault"));
@@ -109,7 +109,8 @@ TEST_F(PluginCall, AnImplementationIsGivenOneProvidersMemory) {
   };
   EXPECT_OK(relu_on(own));
   const Status refused = relu_on(theirs);
-  EXPECT_FAILS(refused, kUnsupported, "the tensors are on ext:stranger:0, it serves ext of fault");
+  EXPECT_FAILS(refused, kUnsupported,
+               "the tensors are on ext:stranger:0, it supports ext of fault");
   EXPECT_OK(plugins::deactivate("device", true));
 
   load("names_provider");  // provides relu for the devices of provider 'stranger'
@@ -197,7 +198,7 @@ TEST_F(PluginCall, AStatusOfNoKnownCodeIsInternal) {
   expect_failure(StatusCode::kInternal, "vendor.fault");
 }
 
-TEST_F(PluginCall, ACustomOpServesAndItsImplementationsAge) {
+TEST_F(PluginCall, ACustomOpRunsAndItsImplementationsAge) {
   load("custom_op");
   const Tensor in = floats({1, 2}), out = floats({0, 0});
   fault::ScaleArgs args;

@@ -184,7 +184,7 @@ class Withdrawal : public FaultTest {
   te_fl_relu_args args;
 };
 
-TEST_F(Withdrawal, TheGuestServes) {
+TEST_F(Withdrawal, TheGuestRuns) {
   ASSERT_OK(call());
   expect_right();
   EXPECT_EQ(stage.count("guest runs"), 1);
@@ -284,7 +284,7 @@ TEST_F(Withdrawal, CachedRoutesHandlesAndPlansRefuse) {
   expect_host_works();
 }
 
-TEST_F(Withdrawal, ADeviceThatIsBackServesWithNewPlans) {
+TEST_F(Withdrawal, ARestoredDeviceRunsWithNewPlans) {
   ASSERT_OK(call());
   ASSERT_OK(plugins::deactivate("owner", true));
   // A plan may refer to the device, so it is destroyed before the device and after its work has

@@ -120,7 +120,7 @@ expect "new-backend --device: the project is certified" "^certified" "$(TE_FL_PR
 export TE_FL_PLUGIN_MODULES=$work/chip/build/libte_fl_chip.so
 expect "new-backend --device: the device is there" 'ext:chip:0 *chip' "$("$te_fl" info)"
 expect "new-backend --device: its op is native" '-> *vendor.chip' "$("$te_fl" explain relu --dtype f32 --device ext:chip:0)"
-expect "new-backend --device: others are served by the host" 'taken: staged' "$("$te_fl" explain gelu --dtype f32 --device ext:chip:0)"
+expect "new-backend --device: others are run by the host" 'chosen: staged' "$("$te_fl" explain gelu --dtype f32 --device ext:chip:0)"
 unset TE_FL_PLUGIN_MODULES
 cmake --install chip/build --prefix "$work/elsewhere" >/dev/null
 export TE_FL_PLUGIN_PATH=$work/elsewhere/$subfolder

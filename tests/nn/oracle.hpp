@@ -182,7 +182,7 @@ struct AttentionConfig {
   double softcap = 0;
 };
 
-inline AttentionConfig config_of(const DotProductAttentionOptions& o) {
+inline AttentionConfig make_config(const DotProductAttentionOptions& o) {
   AttentionConfig c;
   c.heads = o.num_attention_heads;
   c.groups = o.num_gqa_groups == 0 ? c.heads : o.num_gqa_groups;

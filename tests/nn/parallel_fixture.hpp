@@ -37,7 +37,7 @@ inline void on_ranks(int size, const std::function<void(const std::shared_ptr<co
 }
 
 // Returns the shard of the unsharded values `whole` that parameter p holds on this rank.
-inline Values part_of(const Values& whole, const NamedParameter& p) {
+inline Values take_part(const Values& whole, const NamedParameter& p) {
   const Shard& shard = p.parameter->shard;
   if (shard.whole.empty()) return whole;
   const std::span<const int64_t> shape = p.value().shape();

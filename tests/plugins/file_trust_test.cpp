@@ -32,7 +32,7 @@ class FileTrust : public ::testing::Test {
   std::string file_;
 };
 
-TEST_F(FileTrust, NobodyElseMayWriteTheFileOrAFolderOnTheWay) {
+TEST_F(FileTrust, NoOtherUserMayWriteTheFileOrAParentFolder) {
   EXPECT_EQ(file_trust_problem(file_), "");
   for (const std::string& path : {file_, folder_ / "a/b", folder_ / "a", folder_.path()}) {
     struct stat before {};

@@ -29,7 +29,7 @@ json with(const std::string& key, const json& value) {
   return out;
 }
 
-std::string error_of(const json& manifest) {
+std::string parse_error(const json& manifest) {
   return parse_manifest(manifest.dump(), "/p/acme.json").error;
 }
 
@@ -81,30 +81,32 @@ TEST(ManifestTest, ReadsEveryKey) {
 }
 
 TEST(ManifestTest, ChecksAliasesAndPackages) {
-  EXPECT_HAS(error_of(with("vendor_aliases", "acme-inc")), "a list of other names of the vendor");
-  EXPECT_HAS(error_of(with("vendor_aliases", {"Acme"})), "\"vendor_aliases\" is \"Acme\"");
-  EXPECT_HAS(error_of(with("vendor_aliases", {7})), "\"vendor_aliases\" is the number 7");
+  EXPECT_HAS(parse_error(with("vendor_aliases", "acme-inc")),
+             "a list of other names of the vendor");
+  EXPECT_HAS(parse_error(with("vendor_aliases", {"Acme"})), "\"vendor_aliases\" is \"Acme\"");
+  EXPECT_HAS(parse_error(with("vendor_aliases", {7})), "\"vendor_aliases\" is the number 7");
   const json package = {{"soname", "libx.so"}, {"apt", "x"}};
-  EXPECT_HAS(error_of(with("packages", package)), "must be a list");
-  EXPECT_HAS(error_of(with("packages", {"libx.so"})), "must be an object");
-  EXPECT_HAS(error_of(with("packages", json::array({package, package}))), "appears twice");
-  EXPECT_HAS(error_of(with("packages", json::array({{{"apt", "x"}}}))), "\"soname\" is missing");
-  EXPECT_HAS(error_of(with("packages", json::array({{{"soname", "libx.so"}}}))), "has none of apt");
-  EXPECT_HAS(error_of(with("packages", json::array({{{"soname", "libx.so"}, {"atp", "x"}}}))),
+  EXPECT_HAS(parse_error(with("packages", package)), "must be a list");
+  EXPECT_HAS(parse_error(with("packages", {"libx.so"})), "must be an object");
+  EXPECT_HAS(parse_error(with("packages", json::array({package, package}))), "appears twice");
+  EXPECT_HAS(parse_error(with("packages", json::array({{{"apt", "x"}}}))), "\"soname\" is missing");
+  EXPECT_HAS(parse_error(with("packages", json::array({{{"soname", "libx.so"}}}))),
+             "has none of apt");
+  EXPECT_HAS(parse_error(with("packages", json::array({{{"soname", "libx.so"}, {"atp", "x"}}}))),
              "did you mean \"apt\"?");
 }
 
 TEST(ManifestTest, NamesTheNearestKey) {
-  EXPECT_HAS(error_of(with("libary_path", "x")),
+  EXPECT_HAS(parse_error(with("libary_path", "x")),
              "unknown key \"libary_path\"; did you mean \"library_path\"?");
-  EXPECT_HAS(error_of(with("colour", 1)), "the keys are file_format_version, name");
-  EXPECT_HAS(error_of(with("probe", {{"pci_vender", "0x10de"}})),
+  EXPECT_HAS(parse_error(with("colour", 1)), "the keys are file_format_version, name");
+  EXPECT_HAS(parse_error(with("probe", {{"pci_vender", "0x10de"}})),
              "unknown key \"pci_vender\" in \"probe\"; did you mean \"pci_vendor\"?");
   const json complete = good();
   for (const auto& item : complete.items()) {
     json lacking = good();
     lacking.erase(item.key());
-    EXPECT_EQ(error_of(lacking), "/p/acme.json: key \"" + item.key() + "\" is missing");
+    EXPECT_EQ(parse_error(lacking), "/p/acme.json: key \"" + item.key() + "\" is missing");
   }
 }
 
@@ -171,7 +173,7 @@ TEST(ManifestTest, WrongTypesAndValuesNameKeyValueAndRule) {
        "twice"},
   };
   for (const Case& c : cases) {
-    const std::string error = error_of(with(c.key, c.value));
+    const std::string error = parse_error(with(c.key, c.value));
     EXPECT_HAS(error, c.expected) << c.key << " = " << c.value << ": " << error;
     EXPECT_TRUE(error.starts_with("/p/acme.json: ")) << error;
   }

@@ -19,7 +19,7 @@ namespace {
 
 using testing::together;
 
-Record record_of(const std::string& name, State state, const std::string& reason) {
+Record make_record(const std::string& name, State state, const std::string& reason) {
   Record record;
   record.info.name = name;
   record.info.path = "/none/" + name + ".so";
@@ -36,8 +36,8 @@ TEST(PluginThreads, ReadAndChangeTheRecords) {
   const auto change = [](const std::string& name) {
     return [name](int round) {
       const std::string reason = "reason number " + std::to_string(round) + " of " + name;
-      records::put(record_of(name, State::kFailed, reason));
-      records::put(record_of(name, State::kActive, reason));
+      records::put(make_record(name, State::kFailed, reason));
+      records::put(make_record(name, State::kActive, reason));
       records::deactivated(name, reason, nullptr);
     };
   };
@@ -55,8 +55,8 @@ TEST(PluginThreads, ReadAndChangeTheRecords) {
                  [](int) { EXPECT_EQ(records::retired_objects("relay0"), -1); },
                  [](int) { EXPECT_FALSE(records::is_abandoned("/none/relay0.so")); },
                  [](int) { records::deactivated("relay0", "another reason", nullptr); }});
-  records::put(record_of("relay0", State::kSkipped, ""));
-  records::put(record_of("relay1", State::kSkipped, ""));
+  records::put(make_record("relay0", State::kSkipped, ""));
+  records::put(make_record("relay1", State::kSkipped, ""));
 }
 
 // A plugin whose loading is deferred until its device is used is loaded once, by the first thread

@@ -21,7 +21,7 @@ class PolicyFile : public ::testing::Test {
   void use(const std::string& text) {
     ASSERT_OK(environment::set("TE_FL_POLICY_FILE", folder.write("policy.json", text)));
   }
-  std::string error_of(const std::string& text) {
+  std::string parse_error(const std::string& text) {
     const auto loaded = load_policy_file(folder.write("wrong.json", text));
     return loaded.ok() ? "" : loaded.status().to_string();
   }
@@ -56,7 +56,7 @@ TEST_F(PolicyFile, SaysAllThatTheVariablesCanAndTheyWinOverIt) {
   EXPECT_EQ(current_policy().value().settings(), code) << "code replaces both";
 }
 
-TEST_F(PolicyFile, AListForASignatureServesThatSignatureAlone) {
+TEST_F(PolicyFile, AListForASignatureAppliesToItAlone) {
   use(R"({"te_fl_policy": 1, "per_signature": [
         {"op": "gelu", "device": "cpu", "dtypes": ["bf16"], "use": ["reference", "default"]}]})");
   OpManager& manager = OpManager::instance();
@@ -73,7 +73,7 @@ TEST_F(PolicyFile, AListForASignatureServesThatSignatureAlone) {
 
 // A per_signature list with a range of sizes applies only to calls of these sizes, whether made
 // directly, through a handle, or queried by resolve().
-TEST_F(PolicyFile, AListForSizesServesCallsOfTheseSizesAlone) {
+TEST_F(PolicyFile, AListForSizesAppliesToTheseSizesAlone) {
   use(R"({"te_fl_policy": 1, "per_signature": [
         {"op": "gelu", "dtypes": ["bf16"], "bytes": [64, 255], "use": ["reference"]},
         {"op": "gelu", "dtypes": ["bf16"], "bytes": [4096, 5000], "use": ["reference"]}]})");
@@ -118,10 +118,10 @@ TEST_F(PolicyFile, AListForSizesServesCallsOfTheseSizesAlone) {
 }
 
 TEST_F(PolicyFile, MistakesAreErrorsThatNameTheNearest) {
-  EXPECT_HAS(error_of("{"), "is not JSON");
-  EXPECT_HAS(error_of("{}"), "\"te_fl_policy\": 1");
+  EXPECT_HAS(parse_error("{"), "is not JSON");
+  EXPECT_HAS(parse_error("{}"), "\"te_fl_policy\": 1");
   const auto with = [&](const std::string& rest) {
-    return error_of("{\"te_fl_policy\": 1, " + rest + "}");
+    return parse_error("{\"te_fl_policy\": 1, " + rest + "}");
   };
   EXPECT_HAS(with(R"("prefr": "vendor")"), "did you mean 'prefer'");
   EXPECT_HAS(with(R"("prefer": "vendr")"), "did you mean 'vendor'");
@@ -135,7 +135,7 @@ TEST_F(PolicyFile, MistakesAreErrorsThatNameTheNearest) {
              "has the key 'gelu' twice in one object");
   const std::string list = R"({"op": "gelu", "dtypes": ["bf16"], "use": ["vendor"]})";
   EXPECT_EQ(with("\"per_signature\": [" + list + "]"), "");
-  EXPECT_HAS(with("\"per_signature\": [" + list + "," + list + "]"), "stands twice");
+  EXPECT_HAS(with("\"per_signature\": [" + list + "," + list + "]"), "appears twice");
   EXPECT_HAS(with(R"("per_signature": [{"op": "gelu", "use": ["vendor"]}])"), "lacks");
   const auto sized = [](const std::string& bytes) {
     return R"({"op": "gelu", "dtypes": ["bf16"], "bytes": )" + bytes + R"(, "use": ["vendor"]})";
@@ -144,15 +144,15 @@ TEST_F(PolicyFile, MistakesAreErrorsThatNameTheNearest) {
     EXPECT_HAS(with("\"per_signature\": [" + sized(bytes) + "]"), "must be [least, most]");
   EXPECT_EQ(with("\"per_signature\": [" + sized("[0, 7]") + "," + sized("[8, 9]") + "]"), "");
   EXPECT_HAS(with("\"per_signature\": [" + sized("[0, 8]") + "," + sized("[8, 9]") + "]"),
-             "stands twice");
-  EXPECT_HAS(with("\"per_signature\": [" + list + "," + sized("[8, 9]") + "]"), "stands twice");
+             "appears twice");
+  EXPECT_HAS(with("\"per_signature\": [" + list + "," + sized("[8, 9]") + "]"), "appears twice");
   EXPECT_HAS(with(R"("per_signature": [{"op": "gelu", "dtypes": ["bf61"], "use": ["vendor"]}])"),
              "bf16");
   use(R"({"te_fl_policy": 1, "per_op": {"gelo": ["vendor"]}})");
   EXPECT_HAS(current_policy().status().to_string(), "did you mean 'gelu'");
 }
 
-TEST_F(PolicyFile, OneThatIsNotThereIsToldFromOneThatCannotBeRead) {
+TEST_F(PolicyFile, AMissingFileIsDistinguishedFromAnUnreadableOne) {
   EXPECT_EQ(load_policy_file(folder / "none.json").status().code(), StatusCode::kNotFound);
   EXPECT_EQ(load_policy_file(folder / "none/none.json").status().code(), StatusCode::kNotFound);
   for (const std::string& path : {folder / "", std::string("/dev/null")}) {
@@ -211,7 +211,7 @@ TEST_F(PolicyFile, NumbersThatNoProgramHoldsAreErrors) {
     for (const char* number : {"1e999", "-1e999", "123456789012345678901234567890", "1e-999"}) {
       std::string text = place;
       text.replace(text.find("NUMBER"), 6, number);
-      const std::string error = error_of(text);
+      const std::string error = parse_error(text);
       EXPECT_HAS(error, "wrong.json");
       EXPECT_EQ(error.find("json.exception"), std::string::npos) << error;
       ASSERT_OK(environment::set("TE_FL_POLICY_FILE", folder.write("policy.json", text)));
@@ -226,18 +226,18 @@ TEST_F(PolicyFile, NumbersThatNoProgramHoldsAreErrors) {
 // The user named the file, so calls fail until it is valid; the message names the file and its
 // problem.
 TEST_F(PolicyFile, OneThatIsNoWholeFileIsAnErrorThatNamesIt) {
-  EXPECT_HAS(error_of(""), "wrong.json is empty");
-  EXPECT_HAS(error_of(" \n"), "wrong.json is empty");
+  EXPECT_HAS(parse_error(""), "wrong.json is empty");
+  EXPECT_HAS(parse_error(" \n"), "wrong.json is empty");
   const std::string whole = R"({"te_fl_policy": 1, "per_op": {"gelu": ["reference"]}})";
-  EXPECT_EQ(error_of(whole), "");
+  EXPECT_EQ(parse_error(whole), "");
   for (size_t bytes = 1; bytes < whole.size(); ++bytes) {
-    EXPECT_HAS(error_of(whole.substr(0, bytes)), "wrong.json is not JSON") << bytes;
+    EXPECT_HAS(parse_error(whole.substr(0, bytes)), "wrong.json is not JSON") << bytes;
   }
-  EXPECT_HAS(error_of(std::string("\x7f"
-                                  "ELF\0",
-                                  5)),
+  EXPECT_HAS(parse_error(std::string("\x7f"
+                                     "ELF\0",
+                                     5)),
              "is not JSON");
-  EXPECT_HAS(error_of(R"({"te_fl_quarantine": 1})"), "te_fl_quarantine");
+  EXPECT_HAS(parse_error(R"({"te_fl_quarantine": 1})"), "te_fl_quarantine");
   const auto problem = [](const std::string& path) {
     return load_policy_file(path).status().to_string();
   };

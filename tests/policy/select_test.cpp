@@ -52,7 +52,7 @@ std::string first(const PolicySettings& s, const CallTraits& c,
   return d.first < 0 ? "none" : std::string(impls[d.order[d.first].impl].impl_id);
 }
 
-Refusal refusal_of(const PolicySettings& s, const CallTraits& c, const Implementation& o) {
+Refusal find_refusal(const PolicySettings& s, const CallTraits& c, const Implementation& o) {
   return decide(s, c, std::vector<Implementation>{o}).order[0].refusal;
 }
 
@@ -99,62 +99,63 @@ TEST(Decide, FiltersVendorKindOnlyAndDenyWins) {
   s.allow_vendors = {"acme"};
   s.deny_vendors = {"ACME"};
   EXPECT_EQ(order(s, call(), kThree), "default.cpu vendor.acme! reference.any");
-  EXPECT_EQ(refusal_of(s, call(), kThree[1]), Refusal::kDenied);
+  EXPECT_EQ(find_refusal(s, call(), kThree[1]), Refusal::kDenied);
   s.deny_vendors.clear();
   EXPECT_EQ(order(s, call(), kThree), "default.cpu vendor.acme reference.any");
   s.allow_vendors = {"other"};
-  EXPECT_EQ(refusal_of(s, call(), kThree[1]), Refusal::kNotAllowed);
-  EXPECT_EQ(refusal_of(s, call(), impl("default.acme", Kind::kDefault, "acme")), Refusal::kNone);
+  EXPECT_EQ(find_refusal(s, call(), kThree[1]), Refusal::kNotAllowed);
+  EXPECT_EQ(find_refusal(s, call(), impl("default.acme", Kind::kDefault, "acme")), Refusal::kNone);
 }
 
 TEST(Decide, NvidiaAnswersToCuda) {
   const Implementation nvidia = impl("vendor.cuda", Kind::kVendor, "nvidia");
   PolicySettings s;
   s.deny_vendors = {"cuda"};
-  EXPECT_EQ(refusal_of(s, call(), nvidia), Refusal::kDenied);
+  EXPECT_EQ(find_refusal(s, call(), nvidia), Refusal::kDenied);
   s.deny_vendors.clear();
   s.per_op["gelu"] = {vendor_token("cuda")};
-  EXPECT_EQ(refusal_of(s, call(), nvidia), Refusal::kNone);
+  EXPECT_EQ(find_refusal(s, call(), nvidia), Refusal::kNone);
 }
 
 TEST(Decide, ChecksEveryConstraint) {
   CallTraits c = call();
   Implementation o = impl("default.x", Kind::kDefault);
-  EXPECT_EQ(refusal_of({}, c, impl("default.x", Kind::kDefault, "te-fl", kCuda)), Refusal::kDevice);
+  EXPECT_EQ(find_refusal({}, c, impl("default.x", Kind::kDefault, "te-fl", kCuda)),
+            Refusal::kDevice);
   o.min_arch = 1;
-  EXPECT_EQ(refusal_of({}, c, o), Refusal::kArch);
+  EXPECT_EQ(find_refusal({}, c, o), Refusal::kArch);
   c.arch = 1;
-  EXPECT_EQ(refusal_of({}, c, o), Refusal::kNone);
+  EXPECT_EQ(find_refusal({}, c, o), Refusal::kNone);
   o.dtypes = TE_FL_BIT(TE_FL_F16);
-  EXPECT_EQ(refusal_of({}, c, o), Refusal::kDtype);
+  EXPECT_EQ(find_refusal({}, c, o), Refusal::kDtype);
   o.dtypes = TE_FL_MASK_ANY_DTYPE;
   o.scalings = TE_FL_BIT(TE_FL_SCALING_TENSOR);
-  EXPECT_EQ(refusal_of({}, c, o), Refusal::kScaling);
+  EXPECT_EQ(find_refusal({}, c, o), Refusal::kScaling);
   o.scalings = 0x3f;
   o.max_arch = 1;
   c.arch = 2;
-  EXPECT_EQ(refusal_of({}, c, o), Refusal::kArch);
+  EXPECT_EQ(find_refusal({}, c, o), Refusal::kArch);
   o.max_arch = 2;
-  EXPECT_EQ(refusal_of({}, c, o), Refusal::kNone);
+  EXPECT_EQ(find_refusal({}, c, o), Refusal::kNone);
   // An implementation declares the set of later arguments that it knows: knowing a newer one does
   // not imply knowing an older one.
   c.later = 0b01;
   o.later = 0b10;
-  EXPECT_EQ(refusal_of({}, c, o), Refusal::kLaterArgument);
+  EXPECT_EQ(find_refusal({}, c, o), Refusal::kLaterArgument);
   o.later = 0b11;
-  EXPECT_EQ(refusal_of({}, c, o), Refusal::kNone);
+  EXPECT_EQ(find_refusal({}, c, o), Refusal::kNone);
   o.flags = 0;
   PolicySettings deterministic;
   deterministic.deterministic = true;
-  EXPECT_EQ(refusal_of(deterministic, c, o), Refusal::kNondeterministic);
+  EXPECT_EQ(find_refusal(deterministic, c, o), Refusal::kNondeterministic);
   c.capturing = true;
-  EXPECT_EQ(refusal_of({}, c, o), Refusal::kNotGraphSafe);
+  EXPECT_EQ(find_refusal({}, c, o), Refusal::kNotGraphSafe);
 }
 
 TEST(Decide, PinnedMemoryIsHostMemory) {
   CallTraits c = call();
   c.device.type = TE_FL_DEVICE_CUDA_HOST;
-  EXPECT_EQ(refusal_of({}, c, kThree[0]), Refusal::kNone);
+  EXPECT_EQ(find_refusal({}, c, kThree[0]), Refusal::kNone);
 }
 
 // Candidates for tensors on cuda:0: one implementation runs on that device, the others on the host.
@@ -204,41 +205,41 @@ TEST(Staged, ReferenceAndListsNameThem) {
   both.push_back(impl("default.chip", Kind::kDefault, "te-fl", kCuda));
   s.per_op["gelu"] = {kind_token(Kind::kDefault)};
   EXPECT_EQ(order(s, on_cuda(), both), "default.chip default.cpu vendor.acme! reference.any!");
-  EXPECT_EQ(refusal_of(s, on_cuda(), kMixed[0]), Refusal::kNotListed);
+  EXPECT_EQ(find_refusal(s, on_cuda(), kMixed[0]), Refusal::kNotListed);
 }
 
 TEST(Staged, StrictRefusesWhatIsNotNamed) {
   PolicySettings s;
   s.strict = true;
   EXPECT_EQ(order(s, on_cuda(), kMixed), "vendor.acme default.cpu! reference.any!");
-  EXPECT_EQ(refusal_of(s, on_cuda(), kMixed[2]), Refusal::kStagingStrict);
+  EXPECT_EQ(find_refusal(s, on_cuda(), kMixed[2]), Refusal::kStagingStrict);
   EXPECT_EQ(first(s, on_cuda(), {kMixed[2]}), "none");
   s.per_op["gelu"] = {kind_token(Kind::kDefault)};
   EXPECT_EQ(first(s, on_cuda(), {kMixed[2]}), "default.cpu");
-  EXPECT_EQ(refusal_of(s, on_cuda(), kMixed[2]), Refusal::kNone);
+  EXPECT_EQ(find_refusal(s, on_cuda(), kMixed[2]), Refusal::kNone);
 }
 
 TEST(Staged, GraphsCapsAndAbsentDevicesRefuseThem) {
   CallTraits c = on_cuda();
   c.capturing = true;
-  EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kStagingCaptured);
+  EXPECT_EQ(find_refusal({}, c, kMixed[2]), Refusal::kStagingCaptured);
   PolicySettings s;
   s.max_staged_bytes = 0;
-  EXPECT_EQ(refusal_of(s, c, kMixed[2]), Refusal::kStagingForbidden);
-  EXPECT_EQ(refusal_of(s, call(), kMixed[2]), Refusal::kNone);
+  EXPECT_EQ(find_refusal(s, c, kMixed[2]), Refusal::kStagingForbidden);
+  EXPECT_EQ(find_refusal(s, call(), kMixed[2]), Refusal::kNone);
   s.max_staged_bytes = 1;  // max_staged_bytes is checked during the call, not by the selection
-  EXPECT_EQ(refusal_of(s, on_cuda(), kMixed[2]), Refusal::kNone);
+  EXPECT_EQ(find_refusal(s, on_cuda(), kMixed[2]), Refusal::kNone);
   c = on_cuda();
   c.collective = true;
-  EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kStagingCollective);
+  EXPECT_EQ(find_refusal({}, c, kMixed[2]), Refusal::kStagingCollective);
   c = on_cuda();
   c.present = false;
-  EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kDevice);
+  EXPECT_EQ(find_refusal({}, c, kMixed[2]), Refusal::kDevice);
   Implementation needs_arch = kMixed[2];
   needs_arch.min_arch = 80;
   c = on_cuda();
   c.arch = 90;
-  EXPECT_EQ(refusal_of({}, c, needs_arch), Refusal::kArch);
+  EXPECT_EQ(find_refusal({}, c, needs_arch), Refusal::kArch);
   EXPECT_EQ(refusal_text(Refusal::kArch, needs_arch, c, {}, nullptr),
             "it needs architecture 80 or newer, and would be run on the host, which has none");
   Implementation native = kMixed[2];
@@ -288,7 +289,7 @@ class Names final : public ArgumentNames {
   std::string later_names(uint32_t) const override { return "gain"; }
 };
 
-TEST(Text, SaysWhatWasAndWhatIsServed) {
+TEST(Text, ListsTheCallAndWhatIsSupported) {
   const Names names;
   CallTraits c = call();
   c.dtypes = TE_FL_BIT(TE_FL_F64) | TE_FL_BIT(TE_FL_F32);
@@ -296,11 +297,11 @@ TEST(Text, SaysWhatWasAndWhatIsServed) {
   Implementation o = impl("default.x", Kind::kDefault);
   o.dtypes = TE_FL_MASK_HIGH;
   EXPECT_EQ(refusal_text(Refusal::kDtype, o, c, {}, &names),
-            "dtype f64 of input is not served (it serves f32|f16|bf16)");
+            "dtype f64 of input is not supported (it supports f32|f16|bf16)");
   EXPECT_EQ(refusal_text(Refusal::kLaterArgument, o, c, {}, &names),
             "the call sets gain, which the op gained later and it does not know (rule R23)");
   EXPECT_EQ(refusal_text(Refusal::kDevice, impl("v", Kind::kVendor, "a", kCuda), c, {}, nullptr),
-            "the tensors are on cpu, it serves cuda");
+            "the tensors are on cpu, it supports cuda");
   for (int r = 1; r <= static_cast<int>(Refusal::kStagingCaptured); ++r) {
     EXPECT_FALSE(refusal_text(static_cast<Refusal>(r), o, c, {}, &names).empty()) << r;
     EXPECT_FALSE(refusal_text(static_cast<Refusal>(r), o, c, {}, nullptr).empty()) << r;

@@ -22,7 +22,7 @@ PYTHON = (sys.executable, os.path.abspath(__file__))  # command line that a test
 CREDENTIALS = struct.Struct("3i")  # pid, user and group of a socket's peer
 
 
-def address_of(process):
+def socket_address(process):
     """Returns the abstract socket address of a process. It includes the process's start time, since the system may reuse the pid."""
     with open(f"/proc/{process}/stat") as file:
         begun = file.read().rpartition(")")[2].split()[19]
@@ -62,7 +62,7 @@ def call(arguments):
 
 
 def connect(process):
-    address, connection = address_of(process), socket.socket(socket.AF_UNIX)
+    address, connection = socket_address(process), socket.socket(socket.AF_UNIX)
     while True:
         try:
             connection.connect(address)
@@ -123,7 +123,7 @@ def serve(listener, process):
     gc.collect()
     gc.freeze()  # keeps the forks' garbage collector from writing to shared pages
     folders = [folder for folder in sys.path[1:] if folder not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    address, forks = address_of(process), []
+    address, forks = socket_address(process), []
     while runs(process, address):
         ready, _, _ = select.select([listener, *(fork.connection for fork in forks)], [], [], 0.02 if forks else 0.5)
         for fork in forks:
@@ -153,7 +153,7 @@ def serve(listener, process):
 
 def runs(process, address):
     try:
-        return address_of(process) == address
+        return socket_address(process) == address
     except OSError:
         return False
 

@@ -383,7 +383,7 @@ class Layouts(Case):
             return (q, *torch.stack((k, v), dim).unbind(dim))
         return q, k, v
 
-    def formats_of(self, layout):
+    def list_formats(self, layout):
         parts = layout.removeprefix("paged_kv_").split("_")
         group = next((g for g in ("3hd", "h3d", "2hd", "h2d") if parts[-1].endswith(g)), "")
         q, kv = ("".join(c for c in p if c.isalpha()) for p in (parts[0], parts[-1]))
@@ -393,7 +393,7 @@ class Layouts(Case):
         for layout in fused_attn.QKVLayout:
             if layout.startswith("paged"):
                 continue
-            group, formats = self.formats_of(layout)
+            group, formats = self.list_formats(layout)
             with self.subTest(layout=layout):
                 parts = self.inputs(3, 6, 6, 2, 2, 16)
                 q, k, v = self.together(parts, group, formats)
@@ -416,7 +416,7 @@ class Layouts(Case):
                 grad = torch.randn(want.shape).bfloat16()
                 d_form, other = o_form, {"bshd": "sbh3d", "sbhd": "bsh3d", "bhsd": "bshd_bshd_bshd", "thd": layout}[formats[0]]
                 for d_layout in (layout, other):
-                    d_group, d_formats = self.formats_of(d_layout)
+                    d_group, d_formats = self.list_formats(d_layout)
                     got = fused_attn.fused_attn_bwd(*args, out, self.lies(grad, d_form), torch.bfloat16, aux, 1, qkv_layout=layout, o_format=o_form,
                                                     do_format=d_form, dqkv_layout=d_layout, attn_mask_type=mask)
                     if d_group:

@@ -24,7 +24,7 @@ def exact(torch, q, k, v, causal, window=None):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, shown, is_causal=causal).transpose(1, 2)
 
 
-def tokens_of(torch, lengths, rank):
+def rank_tokens(torch, lengths, rank):
     """Returns the indices of a rank's tokens: chunks rank and 2 RANKS - 1 - rank of the 2 RANKS chunks of each sequence."""
     numbers, begin = [], 0
     for n in lengths:
@@ -46,7 +46,7 @@ def run_case(torch, te, group, rank, kind, form, causal, window=None):
     places = (sum(lengths),) if thd else (2, 16)
     whole = [torch.randn(*places, heads, DIM).bfloat16().requires_grad_() for heads in (HEADS, GROUPS, GROUPS)]
     grad = torch.randn(*places, HEADS, DIM).bfloat16()
-    mine = tokens_of(torch, lengths, rank)
+    mine = rank_tokens(torch, lengths, rank)
     if thd:
         want = torch.cat([torch.nn.functional.pad(exact(torch, *(x[:n].unsqueeze(0) for x in parts), causal)[0], (0, 0, 0, 0, 0, len(parts[0]) - n))
                           for n, parts in zip(tokens, zip(*(x.split(lengths) for x in whole)))])
@@ -80,14 +80,14 @@ def work(rank, store):
                 errors = run_case(torch, te, group, rank, kind, form, causal)
                 assert dpa._attention_backends["use_fused_attention"], (kind, form, causal)
                 assert all(error < 8e-3 for error in errors), (kind, form, causal, errors)
-    for kind, served in (("all_gather", False), ("a2a", True)):
+    for kind, supported in (("all_gather", False), ("a2a", True)):
         for window in ((4, 4), (4, 0)):
             dpa._attention_backends["backend_selection_requires_update"] = True
             try:
                 errors = run_case(torch, te, group, rank, kind, "bshd", False, window)
-                assert served and all(error < 8e-3 for error in errors), (kind, window, errors)
+                assert supported and all(error < 8e-3 for error in errors), (kind, window, errors)
             except te_fl.Error as error:  # raised on every rank, so that no rank waits for another
-                assert not served and f"window_size = {window} with attn_mask_type 'no_mask' and cp_comm_type 'all_gather'" in str(error), (kind, error)
+                assert not supported and f"window_size = {window} with attn_mask_type 'no_mask' and cp_comm_type 'all_gather'" in str(error), (kind, error)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     print("24 cases")

@@ -226,7 +226,7 @@ class Groups(Compared):
         group, grads = tex.bgrad_group_quantize(self.x, MXFP8Quantizer(E4M3), 3, self.rows)
         self.near(grads, torch.stack([p.double().sum(0) for p in self.parts]), 5e-3)
         self.assertEqual(group.num_tensors, 3)
-        self.refused("is not served", tex.bgrad_group_quantize, self.x, Float8CurrentScalingQuantizer(E4M3, device="cuda"), 3, self.rows)
+        self.refused("is not supported", tex.bgrad_group_quantize, self.x, Float8CurrentScalingQuantizer(E4M3, device="cuda"), 3, self.rows)
 
     def test_a_set_flag_keeps_an_output(self):
         x = self.x[:512]
@@ -261,7 +261,7 @@ class Groups(Compared):
                                  ("are not those of tensors that follow", (self.rows, None, torch.tensor([0, 1, 2, 3])))):
             self.refused(words, tex.group_quantize, self.x, self.QUANTIZERS["current"](), 3, *arguments)
         self.refused("multiples of 32", tex.group_quantize, self.x, MXFP8Quantizer(E4M3), 3, torch.tensor([1, 1, 2]))
-        self.refused("is not served", tex.group_quantize, self.x, NVFP4Quantizer(), 3, self.rows)
+        self.refused("is not supported", tex.group_quantize, self.x, NVFP4Quantizer(), 3, self.rows)
 
     def test_offsets(self):
         self.assertEqual(tex.splits_to_offsets(self.rows, 10).tolist(), [0, 1280, 1280, 3840])

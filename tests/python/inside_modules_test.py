@@ -303,7 +303,7 @@ class Around(unittest.TestCase):
             x, results = torch.randn(64, 128, dtype=BF16), []
             for enabled in (False, True):
                 context, synchronize = te.get_cpu_offload_context(enabled=enabled, num_layers=2, model_layers=3)
-                copies = [clone_of(m) for m in modules]
+                copies = [clone_module(m) for m in modules]
                 z = y = x.detach().requires_grad_()
                 with te.autocast(enabled=recipe is not None, recipe=recipe):
                     for module in copies:
@@ -318,7 +318,7 @@ class Around(unittest.TestCase):
     def test_weight_gradients_later_and_accumulated(self):
         for name, (recipe, _) in RECIPES.items():
             plain = te.Linear(128, 64, params_dtype=BF16)
-            later, added = (clone_of(plain, te.Linear(128, 64, params_dtype=BF16, **o)) for o in
+            later, added = (clone_module(plain, te.Linear(128, 64, params_dtype=BF16, **o)) for o in
                             ({"delay_wgrad_compute": True}, {"fuse_wgrad_accumulation": True}))
             added.weight.main_grad, added.weight.grad_added_to_main_grad = torch.zeros(64, 128), False
             x = torch.randn(64, 128, dtype=BF16)
@@ -339,7 +339,7 @@ class Around(unittest.TestCase):
         self.assertEqual([u["impl_id"] for u in te_fl.usage() if u["op"] == "generic_gemm"], ["reference.host"])
 
 
-def clone_of(module, into=None):
+def clone_module(module, into=None):
     """Makes another module with the same parameters and without FP8 state."""
     import copy
     into = into if into is not None else copy.deepcopy(module)
@@ -421,7 +421,7 @@ class Trouble(unittest.TestCase):
         class Unknown(te.Quantizer):
             def __init__(self):
                 pass
-        with self.assertRaisesRegex(Unsupported, "class Unknown is not served.*Float8Quantizer"):
+        with self.assertRaisesRegex(Unsupported, "class Unknown is not supported.*Float8Quantizer"):
             tex.quantize(torch.randn(4, 4), Unknown())
         with self.assertRaisesRegex(InvalidArgument, "do not sum to the tensor's 8 rows"):
             tex.split_quantize(torch.randn(8, 16), [4, 5], [te.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, "cpu")] * 2)

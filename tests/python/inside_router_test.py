@@ -111,14 +111,14 @@ class Permutation(Compared):
             tex.moe_unpermute_fwd(x, kind, torch.tensor([0, 1, 3], dtype=torch.int32), torch.empty(0), 3, 1)
 
 
-def scores_of(logits, function):
+def compute_scores(logits, function):
     return {"softmax": lambda: torch.softmax(logits, -1), "sigmoid": lambda: torch.sigmoid(logits),
             "sqrtsoftplus": lambda: torch.nn.functional.softplus(logits).sqrt()}[function]()
 
 
 def routed(logits, top_k, before, groups, group_top_k, factor, function, bias):
     """Returns (probabilities, indices) in FP64, for autograd."""
-    scores = scores_of(logits, function) if function != "softmax" or before else logits
+    scores = compute_scores(logits, function) if function != "softmax" or before else logits
     choice = scores.detach() + (0 if bias is None else bias.double())
     if groups:
         by_group = choice.view(*choice.shape[:-1], groups, -1)
@@ -181,7 +181,7 @@ class Router(Compared):
             logits = drawn(9, 8, dtype=dtype).requires_grad_()
             routing, scores = fused_compute_score_for_moe_aux_loss(logits, top_k, function)
             wide = logits.detach().double().requires_grad_()
-            want = scores_of(wide, function)
+            want = compute_scores(wide, function)
             self.assertTrue(torch.equal(routing, torch.zeros(9, 8, dtype=torch.bool).scatter(-1, want.topk(top_k).indices, True)))
             if function != "softmax":
                 want = want / (want.sum(-1, keepdim=True) + 1e-20)

@@ -38,7 +38,7 @@ class Elsewhere:
         return capsule
 
 
-def quantizer_of(kind, internal=True, rowwise=True, columnwise=True):
+def make_quantizer(kind, internal=True, rowwise=True, columnwise=True):
     if kind == "delayed":
         made = Float8Quantizer(scale=torch.full((1,), 2.0), amax=torch.zeros(1), fp8_dtype=DType.kFloat8E4M3)
     elif kind == "current":
@@ -71,12 +71,12 @@ class Case(unittest.TestCase):
 class OneDevice(Case):
     def test_parts_on_two_devices_are_refused(self):
         for part in ("_scale_inv", "_transpose", "_data"):
-            a = tex.quantize(self.w, quantizer_of("delayed"))
+            a = tex.quantize(self.w, make_quantizer("delayed"))
             setattr(a, part, Elsewhere(getattr(a, part)))
             with self.assertRaisesRegex(InvalidArgument, "lies on another device than the other parts"):
                 matrix_ops.dequantize(input=a, output=torch.empty(48, 32))
         for part in ("scale", "amax"):
-            quantizer = quantizer_of("delayed")
+            quantizer = make_quantizer("delayed")
             setattr(quantizer, part, Elsewhere(getattr(quantizer, part)))
             with self.assertRaisesRegex(InvalidArgument, f"the quantizer's {part} lies on another device"):
                 tex.quantize(self.w, quantizer)
@@ -87,8 +87,8 @@ class WhatItHoldsNow(Case):
     product."""
 
     def pair(self, kind="delayed", **usages):
-        a = tex.quantize(self.w, quantizer_of(kind, **usages))
-        b = tex.quantize(self.x, quantizer_of("row" if kind == "square" else kind, **usages))
+        a = tex.quantize(self.w, make_quantizer(kind, **usages))
+        b = tex.quantize(self.x, make_quantizer("row" if kind == "square" else kind, **usages))
         self.same_product(a, b)
         return a, b
 
@@ -97,13 +97,13 @@ class WhatItHoldsNow(Case):
             with self.subTest(kind):
                 a, b = self.pair(kind)
                 before = product(a, b)
-                tex.quantize(self.w * 3 + 1, quantizer_of(kind), a)
+                tex.quantize(self.w * 3 + 1, make_quantizer(kind), a)
                 self.same_product(a, b)
                 self.assertFalse(torch.equal(product(a, b), before))
 
     def test_replaced_buffers(self):
         a, b = self.pair()
-        other = tex.quantize(self.w.flip(0) * 0.5, quantizer_of("delayed"))
+        other = tex.quantize(self.w.flip(0) * 0.5, make_quantizer("delayed"))
         a._data, a._transpose, a._scale_inv = other._data, other._transpose, other._scale_inv
         self.same_product(a, b)
 
@@ -115,7 +115,7 @@ class WhatItHoldsNow(Case):
 
     def test_a_buffer_whose_memory_is_another(self):
         a, b = self.pair()
-        a._data.data = tex.quantize(-self.w, quantizer_of("delayed"))._data
+        a._data.data = tex.quantize(-self.w, make_quantizer("delayed"))._data
         a._transpose_invalid = True
         self.same_product(a, b)
 
@@ -160,7 +160,7 @@ class Together(Case):
 
     def parts(self, kind, sections, alone=False, columns=32, **usages):
         x = torch.randn(sum(sections), columns, generator=torch.Generator().manual_seed(1)).bfloat16()
-        quantizers = [quantizer_of(kind, **usages) for _ in sections]
+        quantizers = [make_quantizer(kind, **usages) for _ in sections]
         return x, tex.split_quantize(x, sections, quantizers, alone)
 
     def test_they_are_what_each_is_alone(self):
@@ -173,7 +173,7 @@ class Together(Case):
                     self.assertEqual(type(part), type(other))
                     if not len(rows):
                         continue
-                    one = tex.quantize(rows, quantizer_of(kind, **usages))
+                    one = tex.quantize(rows, make_quantizer(kind, **usages))
                     for name in ("_data", "_transpose", "_scale_inv", "_rowwise_data", "_columnwise_data"):
                         for made in (part, other):
                             value, want = getattr(made, name, None), getattr(one, name, None)
@@ -197,13 +197,13 @@ class AsMatrices(Case):
     def test_copies_of_a_tensor_of_three_dimensions(self):
         for kind in ("delayed", "current", "row", "square"):
             with self.subTest(kind):
-                one = tex.quantize(self.x, quantizer_of(kind))
-                flat = tex.quantize(self.x.view(32, 32), quantizer_of(kind))
+                one = tex.quantize(self.x, make_quantizer(kind))
+                flat = tex.quantize(self.x.view(32, 32), make_quantizer(kind))
                 self.assertEqual(tuple(one.size()), (16, 2, 32))
                 for name in ("_data", "_transpose", "_scale_inv", "_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"):
                     if hasattr(one, name):
                         self.assertTrue(torch.equal(getattr(one, name).view(-1), getattr(flat, name).view(-1)), name)
-                columns = tex.quantize(self.x, quantizer_of(kind, rowwise=False))
+                columns = tex.quantize(self.x, make_quantizer(kind, rowwise=False))
                 self.assertTrue(torch.equal(self.values(columns), self.values(one)))
 
     def test_inputs_that_are_not_contiguous(self):
@@ -212,7 +212,7 @@ class AsMatrices(Case):
         wide = torch.randn(48, 64).bfloat16()[:, ::2]
         self.assertTrue(torch.equal(product(wide, self.x), product(wide.contiguous(), self.x)))
         self.assertTrue(torch.equal(tex.gelu(turned, None), tex.gelu(turned.contiguous(), None)))
-        one, other = (tex.quantize(t, quantizer_of("delayed")) for t in (turned, turned.contiguous()))
+        one, other = (tex.quantize(t, make_quantizer("delayed")) for t in (turned, turned.contiguous()))
         self.assertTrue(torch.equal(one._data, other._data))
 
     def test_an_output_that_is_not_contiguous_is_refused(self):
@@ -233,7 +233,7 @@ class AsMatrices(Case):
 class WrongParts(Case):
     def refuses(self, pattern, **parts):
         for kind in parts.pop("kinds", ("delayed",)):
-            a, b = tex.quantize(self.w, quantizer_of(kind)), tex.quantize(self.x, quantizer_of("row" if kind == "square" else kind))
+            a, b = tex.quantize(self.w, make_quantizer(kind)), tex.quantize(self.x, make_quantizer("row" if kind == "square" else kind))
             for name, value in parts.items():
                 setattr(a, name, value)
             with self.subTest(kind), self.assertRaisesRegex(InvalidArgument, pattern):
@@ -258,7 +258,7 @@ class WrongParts(Case):
 
     def test_a_quantizer_of_wrong_parts(self):
         for name, value in (("scale", torch.ones(2)), ("amax", torch.zeros(2)), ("scale", torch.ones(1, dtype=torch.double))):
-            quantizer = quantizer_of("delayed")
+            quantizer = make_quantizer("delayed")
             setattr(quantizer, name, value)
             out = tex.create_empty_quantized_tensor(quantizer, [48, 32], torch.bfloat16, "cpu", False)
             out._data.fill_(5)
@@ -289,7 +289,7 @@ class Pickles(unittest.TestCase):
         NVIDIA's own is."""
         numbered = [kind for kind in vars(tex).values() if isinstance(kind, type) and issubclass(kind, enum.IntEnum)]
         self.assertGreater(len(numbered), 10)
-        quantizers = [quantizer_of(kind, False) for kind in ("delayed", "current", "square")]
+        quantizers = [make_quantizer(kind, False) for kind in ("delayed", "current", "square")]
         quantizers[0].dtype = tex.DType.kFloat8E4M3  # as package versions before 2.17 store it
         values = [*(member for kind in numbered for member in kind), *quantizers, *(q(torch.ones(128, 128)) for q in quantizers), tex.FP8TensorMeta,
                   torch.Generator().manual_seed(1), te.Linear(16, 16, device="cpu").state_dict()]

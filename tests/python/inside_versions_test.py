@@ -32,7 +32,7 @@ REFUSED = {"te.ops.Sequential block": "Fusible operations do not support FP8 blo
 OWN_NUMBERS = {"quantized_model_init current": 4}
 
 
-def uses_of(version):
+def list_uses(version):
     """Returns the calls and names of a version; the record lists only differences from the next newer version."""
     forms = {}
     for newer, entry in RECORD.items():
@@ -44,7 +44,7 @@ def uses_of(version):
 
 
 def members_for(version):
-    return {**vars(tex), **older.forms_of(package.version_of(version))}
+    return {**vars(tex), **older.list_forms(package.parse_version(version))}
 
 
 def trial(version, *only):
@@ -65,7 +65,7 @@ class Record(unittest.TestCase):
     def test_every_call_of_every_version_is_taken(self):
         for version in RECORD:
             with self.subTest(version):
-                self.assertEqual(calls.unknown(uses_of(version), members_for(version)), {})
+                self.assertEqual(calls.unknown(list_uses(version), members_for(version)), {})
 
     def test_arguments_by_place_are_those_of_the_version(self):
         """For a version with other parameters than 2.20, te-fl's function has that version's parameter names in the same order."""
@@ -82,7 +82,7 @@ class Record(unittest.TestCase):
 
     def test_installed_package_is_the_record(self):
         folder = pathlib.Path(transformer_engine.__file__).parent
-        self.assertEqual(calls.of_package(folder), uses_of(transformer_engine.__version__))
+        self.assertEqual(calls.of_package(folder), list_uses(transformer_engine.__version__))
 
 
 def _plain(name):
@@ -162,7 +162,7 @@ class Enquiries(unittest.TestCase):
 
     def test_disagreements(self):
         grad = torch.zeros(4, 8)
-        former = older.forms_of((2, 16))["fused_score_for_moe_aux_loss_bwd"]
+        former = older.list_forms((2, 16))["fused_score_for_moe_aux_loss_bwd"]
         with self.assertRaisesRegex(InvalidArgument, r"num_tokens and num_experts say \(8, 4\)"):
             former(8, 4, grad, grad, grad, 2, "softmax")
 
@@ -178,7 +178,7 @@ class Newer(unittest.TestCase):
         text = "".join(call.args[0] for call in told.write.call_args_list)
         self.assertIn("refused by name: invented, quantize", text)
         for name in ("quantize", "invented"):
-            with self.assertRaisesRegex(Unsupported, f"{name} is not served.*2.21.0 is newer than 2.20"):
+            with self.assertRaisesRegex(Unsupported, f"{name} is not supported.*2.21.0 is newer than 2.20"):
                 getattr(module, name)(1)
         self.assertIs(module.dequantize, tex.dequantize)
 
@@ -204,7 +204,7 @@ class Newer(unittest.TestCase):
                     self.assertRaisesRegex(Unsupported, "older than 2.14", package._check_version, found)
                 else:
                     package._check_version(found)
-        self.assertEqual(older.forms_of(package.version_of("2.20.0")), {})
+        self.assertEqual(older.list_forms(package.parse_version("2.20.0")), {})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch, transformer_engine.pytorch as te
 layer = te.Linear(32, 32)
 layer(torch.randn(16, 32, device="cuda")).sum().backward()
 import te_fl, transformer_engine_torch
-print("served by", sorted({u["impl_id"] for u in te_fl.usage()}), transformer_engine_torch.__name__)
+print("run by", sorted({u["impl_id"] for u in te_fl.usage()}), transformer_engine_torch.__name__)
 """
 # The steps that the package performs for NVTE_PLUGIN after it has loaded its extension, which needs NVIDIA's libraries
 # (transformer_engine/common/__init__.py).
@@ -66,7 +66,7 @@ class Ways(unittest.TestCase):
             self.assertIn(word, result.stderr)
 
     def test_call(self):
-        served = "served by ['default.cpu'] te_fl.transformer_engine_torch"
+        served = "run by ['default.cpu'] te_fl.transformer_engine_torch"
         result = run("import te_fl; te_fl.inside_transformer_engine(device='cpu')" + TRAIN, python=[sys.executable])
         self.prints(result, served)
         self.assertIn("te-fl answers for CUDA by the host", result.stderr)
@@ -75,7 +75,7 @@ class Ways(unittest.TestCase):
     def test_variable(self):
         with tempfile.TemporaryDirectory() as site:
             pathlib.Path(site, "te_fl.pth").write_text((ROOT / "python/te_fl_as_transformer_engine.pth").read_text())
-            self.prints(run(TRAIN, site, [sys.executable], TE_FL_INSIDE_TRANSFORMER_ENGINE="cpu"), "served by ['default.cpu'] te_fl.transformer_engine_torch")
+            self.prints(run(TRAIN, site, [sys.executable], TE_FL_INSIDE_TRANSFORMER_ENGINE="cpu"), "run by ['default.cpu'] te_fl.transformer_engine_torch")
             result = run("import sys; print('te_fl' in sys.modules)", site, [sys.executable], TE_FL_INSIDE_TRANSFORMER_ENGINE="0")
             self.prints(result, "False")
             result = run("import te_fl.inside; print(te_fl.inside.started())", site, [sys.executable], TE_FL_INSIDE_TRANSFORMER_ENGINE="1")

@@ -29,7 +29,7 @@ def run(code, **environment):
     return found.stdout
 
 
-def modules_of(folder):
+def list_modules(folder):
     """Lists every module of the package by file names, since importing modules would change what the test measures."""
     for where, _, names in os.walk(folder):
         parts = ["te_fl", *os.path.relpath(where, folder).split(os.sep)]
@@ -44,8 +44,8 @@ def doctor(*words, **environment):
 
 
 class Importing(unittest.TestCase):
-    def test_nothing_imports_a_framework_that_nobody_asked_for(self):
-        modules = [m for m in modules_of(PACKAGE) if not m.startswith(FOR_FRAMEWORKS)]
+    def test_nothing_imports_an_unrequested_framework(self):
+        modules = [m for m in list_modules(PACKAGE) if not m.startswith(FOR_FRAMEWORKS)]
         self.assertIn("te_fl", modules)
         self.assertIn("te_fl.ops", modules)
         for module in modules:
@@ -216,7 +216,7 @@ class Doctor(unittest.TestCase):
         self.assertEqual(code, 1)
         self.assertTrue([f for f in found if f["level"] == "problem" and "/nowhere/libacme.so" in f["what"]])
 
-    def test_plugins_in_python_are_told_of_as_this_process_has_them(self):
+    def test_plugins_in_python_are_reported_as_this_process_has_them(self):
         with tempfile.TemporaryDirectory() as folder:
             for name, body in (("acme_good", "te_fl.OpRegistry.instance().register_impl(te_fl.OpImpl('relu', 'vendor.acme', "
                                 "te_fl.BackendImplKind.VENDOR, lambda **a: None, 'acme'))"), ("acme_bad", "raise ValueError('no chip')")):
@@ -274,7 +274,7 @@ class Doctor(unittest.TestCase):
         _, found = self.findings(PYTHONPATH=self.old("transformer_engine", "2.20.2"))
         self.assertEqual(self.one(found, "transformer_engine 2.20.2 is installed too")["level"], "note")
 
-    def test_info_tells_of_python_too(self):
+    def test_info_reports_python_too(self):
         code, text, _ = doctor("info", "--json")
         told = json.loads(text)
         self.assertEqual(code, 0)

@@ -134,15 +134,15 @@ class Modules(unittest.TestCase):
         self.assertFalse(np.array_equal(run(1), run(2)))
         np.testing.assert_array_equal(run(1, True), run(2, True))
 
-    def test_what_is_not_served_says_so(self):
+    def test_unsupported_features_are_refused(self):
         x = normal(2, 4, 16)
         for module, text in (
-                (tf.DenseGeneral(4, quantization_checkpoint_name="q"), r"DenseGeneral\(quantization_checkpoint_name='q'\) is not served"),
-                (tf.LayerNormDenseGeneral(4, axis=1), r"LayerNormDenseGeneral\(axis=1\) is not served"),
-                (tf.LayerNormMLP(axis=1), r"LayerNormMLP\(axis=1\) is not served")):
+                (tf.DenseGeneral(4, quantization_checkpoint_name="q"), r"DenseGeneral\(quantization_checkpoint_name='q'\) is not supported"),
+                (tf.LayerNormDenseGeneral(4, axis=1), r"LayerNormDenseGeneral\(axis=1\) is not supported"),
+                (tf.LayerNormMLP(axis=1), r"LayerNormMLP\(axis=1\) is not supported")):
             with self.assertRaisesRegex(NotImplementedError, text):
                 module.init(jax.random.key(0), x)
-        with self.assertRaisesRegex(NotImplementedError, r"MultiHeadAttention\(num_heads=4\) is not served; its newer name is num_attention_heads"):
+        with self.assertRaisesRegex(NotImplementedError, r"MultiHeadAttention\(num_heads=4\) is not supported; its newer name is num_attention_heads"):
             tf.MultiHeadAttention(4, 4, num_heads=4).init(jax.random.key(0), x, x)
         with self.assertRaisesRegex(NotImplementedError, r"MultiHeadAttention\(decode=True\)"):
             tf.MultiHeadAttention(4, 4).init(jax.random.key(0), x, x, decode=True)
@@ -344,7 +344,7 @@ class OwnLayers(unittest.TestCase):
         jaxpr = str(jax.make_jaxpr(lambda v: dense.apply(v, x))(variables))
         self.assertIn("te_fl.generic_gemm", jaxpr)
         self.assertNotIn("dot_general", jaxpr)
-        with self.assertRaisesRegex(NotImplementedError, r"dot_general\(precision='highest'\) is not served"):
+        with self.assertRaisesRegex(NotImplementedError, r"dot_general\(precision='highest'\) is not supported"):
             dense.clone(precision="highest").init(jax.random.key(0), x)
 
 

@@ -173,7 +173,7 @@ class Products(unittest.TestCase):
                 for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
                     np.testing.assert_array_equal(a, b)
 
-    def test_a_microbatch_without_an_amax_beside_one_that_tells_less_than_the_state(self):
+    def test_a_microbatch_without_an_amax_beside_one_below_the_state(self):
         """add_gradients() cannot distinguish a microbatch without an amax from one with the earlier step's amax. The result is then the smaller of
         the possible scales, with which no value saturates. A fresh state has no such amax."""
         grad = lambda amax, state: state.after(jnp.full(1, amax))  # noqa: E731
@@ -254,7 +254,7 @@ class Fused(unittest.TestCase):
 
 
 class Recipes(unittest.TestCase):
-    def test_what_is_not_served_says_so(self):
+    def test_unsupported_features_are_refused(self):
         for chosen, text in ((recipe.NVFP4BlockScaling(), "te_fl.jax has no NVFP4BlockScaling; it has DelayedScaling"),
                             (recipe.DelayedScaling(amax_compute_algo=lambda h: h[0]), r"DelayedScaling\(amax_compute_algo=.*give 'max'"),
                             (recipe.DelayedScaling(reduce_amax=False), "reduce_amax"),

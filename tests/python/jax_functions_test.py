@@ -444,10 +444,10 @@ class Programs(unittest.TestCase):
             jax.block_until_ready(te.ops.dequantize(input=dataclasses.replace(codes, scale_inv=jnp.ones((1, 1), jnp.float32)),
                                                     output=jax.ShapeDtypeStruct((4, 256), jnp.float32)))
 
-    def test_what_is_not_served_says_so(self):
+    def test_unsupported_features_are_refused(self):
         q = normal(1, 4, 2, 8)
         operands = ((q, q, q), None, None, None, AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK)
-        with self.assertRaisesRegex(NotImplementedError, "qkv_layout THD_THD_THD is not served; pad"):
+        with self.assertRaisesRegex(NotImplementedError, "qkv_layout THD_THD_THD is not supported; pad"):
             fused_attn(*operands, QKVLayout.THD_THD_THD, AttnSoftmaxType.VANILLA_SOFTMAX, 1.0, 0.0, True)
         for name, value in (("stripe_size", 2), ("score_mod", abs), ("return_max_logit", True), ("max_segments_per_seq", 2)):
             with self.assertRaisesRegex(NotImplementedError, rf"fused_attn\({name}="):

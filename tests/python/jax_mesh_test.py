@@ -39,12 +39,12 @@ def make_mesh(*sizes, names=NAMES, kind=AxisType.Auto):
     return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names), devices=jax.devices()[:int(np.prod(sizes))])
 
 
-def resource_of(sizes, sequence_parallel=False):
+def make_resource(sizes, sequence_parallel=False):
     named = {"dp_resource": "dp", "fsdp_resource": "fsdp", "tpsp_resource" if sequence_parallel else "tp_resource": "tp"}
     return te.MeshResource(**{key: axis for key, axis in named.items() if sizes[NAMES.index(axis)] > 1})
 
 
-def layer_of(hidden, **options):
+def make_layer(hidden, **options):
     fixed = {"hidden_size": hidden, "mlp_hidden_size": 2 * hidden, "num_attention_heads": 4, "enable_relative_embedding": False,
              "hidden_dropout": 0.0, "attention_dropout": 0.0}
     return TransformerLayer(**{**fixed, **options})
@@ -70,7 +70,7 @@ def on_one_and_many(module, x, sizes, fp8=None, sequence_parallel=False, kind=Ax
         boxed = module.init(jax.random.key(0), x, deterministic=True)
         one = jax.jit(step)(nn.unbox(boxed), x)
     mesh = make_mesh(*sizes, kind=kind)
-    with jax.set_mesh(mesh), te.autocast(enabled=fp8 is not None, recipe=fp8, mesh_resource=resource_of(sizes, sequence_parallel)):
+    with jax.set_mesh(mesh), te.autocast(enabled=fp8 is not None, recipe=fp8, mesh_resource=make_resource(sizes, sequence_parallel)):
         rules = extend_logical_axis_rules(())
         places = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
         lies = NamedSharding(mesh, P(dict(rules)[te.sharding.BATCH_AXES], "tp" if sequence_parallel else None))
@@ -102,7 +102,7 @@ class Layers(unittest.TestCase):
         for sizes, sequence_parallel in (((1, 1, 4), False), ((1, 1, 2), True), ((2, 1, 1), False), ((1, 2, 1), False), ((2, 1, 4), True),
                                          ((2, 2, 2), False), ((1, 2, 4), True)):
             with self.subTest(dp_fsdp_tp=sizes, sequence_parallel=sequence_parallel):
-                module = layer_of(32, use_bias=True, mlp_activations=("silu", "linear"), enable_sequence_parallel=sequence_parallel)
+                module = make_layer(32, use_bias=True, mlp_activations=("silu", "linear"), enable_sequence_parallel=sequence_parallel)
                 one, many, compiled = on_one_and_many(module, x, sizes, sequence_parallel=sequence_parallel)
                 close(self, many, one, 1e-5)
                 self.check_collectives(compiled, x, sizes, sequence_parallel)
@@ -110,11 +110,11 @@ class Layers(unittest.TestCase):
     def test_other_layers(self):
         """Covers layers with a single activation, grouped queries, rotary and relative positions, LayerNorm, explicit axes."""
         x = normal(8, 16, 32)
-        groups = layer_of(32, num_gqa_groups=2, layernorm_type="rmsnorm", enable_rotary_pos_emb=True)
+        groups = make_layer(32, num_gqa_groups=2, layernorm_type="rmsnorm", enable_rotary_pos_emb=True)
         one, many, compiled = on_one_and_many(groups, x, (2, 1, 2))
         close(self, many, one, 1e-5)
         self.assertEqual(collectives(compiled, "all-gather"), [])
-        one, many, compiled = on_one_and_many(layer_of(32, enable_relative_embedding=True, use_bias=True, enable_sequence_parallel=True), x, (1, 2, 2),
+        one, many, compiled = on_one_and_many(make_layer(32, enable_relative_embedding=True, use_bias=True, enable_sequence_parallel=True), x, (1, 2, 2),
                                               sequence_parallel=True)
         close(self, many, one, 1e-5)
         self.check_collectives(compiled, x, (1, 2, 2), True)
@@ -125,7 +125,7 @@ class Layers(unittest.TestCase):
         """Weights and sequences are gathered as FP8 codes, and amaxes are those of whole tensors."""
         x = normal(8, 16, 32)
         for fp8, tolerance in ((recipe.DelayedScaling(amax_history_len=2), 1e-5), (recipe.Float8CurrentScaling(), 1e-2)):
-            module = layer_of(32, use_bias=True, mlp_activations=("silu", "linear"), enable_sequence_parallel=True)
+            module = make_layer(32, use_bias=True, mlp_activations=("silu", "linear"), enable_sequence_parallel=True)
             one, many, compiled = on_one_and_many(module, x, (2, 2, 2), fp8, sequence_parallel=True)
             close(self, many, one, tolerance)
             self.assertEqual(re.findall(r"= f32\[\d+,\S* all-gather", compiled.as_text()), [])
@@ -134,15 +134,15 @@ class Layers(unittest.TestCase):
     def test_block_scales(self):
         """Blocks that lie entirely on one device are quantised there, and no amax is communicated."""
         x = normal(2, 128, 128)
-        module = layer_of(256, mlp_hidden_size=256, mlp_activations=("silu", "linear"))
+        module = make_layer(256, mlp_hidden_size=256, mlp_activations=("silu", "linear"))
         one, many, compiled = on_one_and_many(module, x, (2, 1, 2), recipe.MXFP8BlockScaling())
         close(self, many, one, 1e-5)
         self.assertEqual(collectives(compiled, "all-gather"), [])
         self.assertNotIn("maximum", "".join(re.findall(r"all-reduce\(.*to_apply=%?(\S+)", compiled.as_text())))
-        one, many, _ = on_one_and_many(layer_of(128, mlp_hidden_size=128, enable_sequence_parallel=True), normal(2, 128, 128), (2, 1, 2),
+        one, many, _ = on_one_and_many(make_layer(128, mlp_hidden_size=128, enable_sequence_parallel=True), normal(2, 128, 128), (2, 1, 2),
                                        recipe.MXFP8BlockScaling(), sequence_parallel=True)
         close(self, many, one, 1e-5)  # a device's half of 128 rows holds no whole block of 128
-        one, many, _ = on_one_and_many(layer_of(48, mlp_activations=("silu", "linear")), normal(6, 10, 48), (2, 1, 2), recipe.Float8BlockScaling())
+        one, many, _ = on_one_and_many(make_layer(48, mlp_activations=("silu", "linear")), normal(6, 10, 48), (2, 1, 2), recipe.Float8BlockScaling())
         close(self, many, one, 1e-5)  # blocks cross devices here, so these linear layers are computed unsharded
 
 
@@ -151,7 +151,7 @@ class GPT(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(64, 32)(tokens)
         for _ in range(2):
-            x = layer_of(32, layernorm_type="rmsnorm", mlp_activations=("silu", "linear"), enable_rotary_pos_emb=True,
+            x = make_layer(32, layernorm_type="rmsnorm", mlp_activations=("silu", "linear"), enable_rotary_pos_emb=True,
                          enable_sequence_parallel=True)(x, deterministic=True)
         return LayerNormDenseGeneral(features=64, layernorm_type="rmsnorm")(x)[0]
 
@@ -162,11 +162,11 @@ class Training(unittest.TestCase):
         module, data = GPT(), np.random.default_rng(0).integers(0, 64, (4, 8, 1)) + np.arange(17) * 3  # each sequence counts upwards in threes
 
         def step(variables, tokens):
-            def loss_of(variables):
+            def compute_loss(variables):
                 logits = jax.nn.log_softmax(module.apply(variables, tokens[:, :-1]))
                 return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], -1))
 
-            loss, grads = jax.value_and_grad(loss_of)(variables)
+            loss, grads = jax.value_and_grad(compute_loss)(variables)
             params = jax.tree.map(lambda p, g: p - rate * g, variables["params"], grads["params"])
             return {**te.update_collections(grads, variables), "params": params}, loss
 
@@ -174,7 +174,7 @@ class Training(unittest.TestCase):
         with te.autocast(enabled=fp8 is not None, recipe=fp8):
             boxed = module.init(jax.random.key(0), tokens[0][:, :-1])
         mesh = make_mesh(*(sizes or (1, 1, 1)))
-        with jax.set_mesh(mesh), te.autocast(enabled=fp8 is not None, recipe=fp8, mesh_resource=resource_of(sizes or (1, 1, 1), True)):
+        with jax.set_mesh(mesh), te.autocast(enabled=fp8 is not None, recipe=fp8, mesh_resource=make_resource(sizes or (1, 1, 1), True)):
             places = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, extend_logical_axis_rules(()))
             variables = jax.tree.map(jax.device_put, nn.unbox(boxed), places)
             compiled = jax.jit(step, out_shardings=(places, NamedSharding(mesh, P())))
@@ -221,7 +221,7 @@ class ShardMap(unittest.TestCase):
         cut = jax.shard_map(part, mesh=make_mesh(2, 2, 2), in_specs=(rows, P(), P("fsdp", None, "tp"), P("tp", "fsdp"), P()), out_specs=rows)
         for fp8 in (None, recipe.DelayedScaling(amax_history_len=2), recipe.Float8CurrentScaling()):
             sets = tuple(create_set(fp8) for _ in range(2))
-            with te.autocast(mesh_resource=resource_of((2, 2, 2))):
+            with te.autocast(mesh_resource=make_resource((2, 2, 2))):
                 many, one = [jax.jit(jax.value_and_grad(lambda *a: (f(*a) ** 2).mean(), (0, 1, 2, 3, 4)))(*arguments, sets)  # noqa: B023
                              for f in (cut, whole)]
             close(self, many, one, 1e-5)
@@ -232,7 +232,7 @@ class ShardMap(unittest.TestCase):
 class Attention(unittest.TestCase):
     def setUp(self):
         self.mesh = make_mesh(2, 1, 2)
-        self.resource = resource_of((2, 1, 2))
+        self.resource = make_resource((2, 1, 2))
 
     def put(self, array, *axes):
         return jax.device_put(array, NamedSharding(self.mesh, P(*axes)))
@@ -298,7 +298,7 @@ class Document(unittest.TestCase):
 
 class Resources(unittest.TestCase):
     def setUp(self):
-        self.layer = layer_of(32, mlp_activations=("silu", "linear"))
+        self.layer = make_layer(32, mlp_activations=("silu", "linear"))
 
     def init(self, resource, *sizes, x=(8, 16, 32), layer=None, names=NAMES):
         with jax.set_mesh(make_mesh(*sizes, names=names)), te.autocast(mesh_resource=resource):
@@ -311,11 +311,11 @@ class Resources(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, r"'nvte_batch' lies on 'dp' and 'fsdp' of the mesh, of 4 devices: 6 is not a multiple of 4"):
             self.init(te.MeshResource(dp_resource="dp", fsdp_resource="fsdp"), 2, 2, 1, x=(6, 16, 32))
         with self.assertRaisesRegex(ValueError, r"has 2 elements, and its logical axis 'nvte_head' lies on 'tp' of the mesh, of 4 devices"):
-            self.init(te.MeshResource(tp_resource="tp"), 1, 1, 4, layer=layer_of(32, num_gqa_groups=2))
+            self.init(te.MeshResource(tp_resource="tp"), 1, 1, 4, layer=make_layer(32, num_gqa_groups=2))
         with self.assertRaisesRegex(ValueError, "'nvte_seqlen_tp' lies on 'tp'"):
-            self.init(te.MeshResource(tpsp_resource="tp"), 1, 1, 4, x=(8, 18, 32), layer=layer_of(32, enable_sequence_parallel=True))
+            self.init(te.MeshResource(tpsp_resource="tp"), 1, 1, 4, x=(8, 18, 32), layer=make_layer(32, enable_sequence_parallel=True))
         # A batch of one, as Flax's init often gets, and a single KV head cannot be sharded; they are computed unsharded.
-        self.assertEqual(self.init(te.MeshResource(dp_resource="dp", tp_resource="tp"), 2, 1, 2, x=(1, 16, 32), layer=layer_of(32, num_gqa_groups=1)).shape,
+        self.assertEqual(self.init(te.MeshResource(dp_resource="dp", tp_resource="tp"), 2, 1, 2, x=(1, 16, 32), layer=make_layer(32, num_gqa_groups=1)).shape,
                          (1, 16, 32))
 
     def test_axes_that_the_mesh_has_not(self):
@@ -332,7 +332,7 @@ class Resources(unittest.TestCase):
         """Programs may name context and expert axes in the mesh resource; such an axis must have one device."""
         for name in ("cp_resource", "ep_resource"):
             self.init(te.MeshResource(dp_resource="a", **{name: "b"}), 2, 1, names=("a", "b"))
-            with self.assertRaisesRegex(NotImplementedError, rf"MeshResource\({name}='b'\) is not served over 2 devices, only on a mesh axis of one"):
+            with self.assertRaisesRegex(NotImplementedError, rf"MeshResource\({name}='b'\) is not supported over 2 devices, only on a mesh axis of one"):
                 self.init(te.MeshResource(dp_resource="a", **{name: "b"}), 1, 2, names=("a", "b"))
         q = normal(2, 4, 2, 8)
         for strategy in ("DEFAULT", "all_gather", "ALLGATHER", "Ring"):

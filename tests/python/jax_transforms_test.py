@@ -209,7 +209,7 @@ class FourDevices(unittest.TestCase):
         shard = functools.partial(jax.shard_map, mesh=self.mesh, in_specs=(P("dp"), P()), out_specs=P())
         close(self, shard(state)(x, sets), state(x, sets))
         for wrong in (shard(state, check_vma=False), lambda x, q: jax.pmap(state, in_axes=(0, None))(x.reshape(4, 2, 32), q)):
-            with self.assertRaisesRegex(NotImplementedError, r"delayed scaling under pmap or shard_map\(check_vma=False\) is not served"):
+            with self.assertRaisesRegex(NotImplementedError, r"delayed scaling under pmap or shard_map\(check_vma=False\) is not supported"):
                 wrong(x, sets)
         current = create_set(recipe.Float8CurrentScaling())
         both = [shard(lambda x, q: te.dense.dense(x, kernel, quantizer_set=q), out_specs=P("dp"), check_vma=c)(x, current) for c in (True, False)]

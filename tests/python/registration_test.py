@@ -46,7 +46,7 @@ class Registered(unittest.TestCase):
 
 
 class Candidates(Registered):
-    def test_it_serves_and_is_explained(self):
+    def test_it_runs_and_is_explained(self):
         self.add("relu", relu)
         np.testing.assert_array_equal(self.relu(), np.maximum(X, 0))
         self.assertEqual(self.served(self.relu), ["vendor.acme"])
@@ -70,7 +70,7 @@ class Candidates(Registered):
         self.registry.set_priority("relu", "vendor.acme", 2000)
         self.assertEqual(self.served(self.relu), ["vendor.acme"])
 
-    def test_what_it_does_not_serve_goes_to_the_next(self):
+    def test_unsupported_calls_go_to_the_next_implementation(self):
         def not_implemented(input, output):
             raise NotImplementedError("not today")
 
@@ -263,7 +263,7 @@ class Lifetime(Registered):
             with self.assertRaisesRegex(BufferError, "'relu' that has ended"):
                 look()
 
-    def test_arrays_that_are_kept_are_noticed(self):
+    def test_arrays_that_are_kept_are_detected(self):
         kept = []
         self.add("relu", lambda input, output: kept.append(output))
         with self.assertRaisesRegex(te_fl.errors.Internal, "keeps 1 arrays"):
@@ -469,7 +469,7 @@ class OwnArguments(unittest.TestCase):
             self.manager.call("my_op", 1)
         self.assertIsInstance(caught.exception.__cause__, KeyError)
 
-    def test_supports_is_asked_of_every_call(self):
+    def test_supports_is_called_for_every_call(self):
         self.add("default.acme", lambda x: "large", supports=lambda x: x > 3 or f"{x} is small")
         self.add("reference.acme", lambda x: "any")
         self.assertEqual([self.manager.call("my_op", x) for x in (5, 2, 5, 3, 4)], ["large", "any", "large", "any", "large"])

@@ -7,7 +7,7 @@ import sys
 import unittest
 
 
-def tests_of(path, name):
+def find_tests(path, name):
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # makes objects of the file's classes picklable
@@ -19,9 +19,9 @@ tests = pathlib.Path(sys.argv[1]).resolve()
 try:
     if tests.is_dir():
         sys.path[:0] = [str(tests), str(tests.parent)]  # for modules shared by the folder's tests, and by all tests
-        suite = unittest.TestSuite(tests_of(path, path.stem) for path in sorted(tests.glob("*_test.py")))
+        suite = unittest.TestSuite(find_tests(path, path.stem) for path in sorted(tests.glob("*_test.py")))
     else:
-        suite = tests_of(tests, "tests")
+        suite = find_tests(tests, "tests")
 except ModuleNotFoundError as error:
     if error.name.split(".")[0] == "te_fl":
         raise

@@ -335,11 +335,11 @@ def run(model, autocast):
     with te.autocast(**autocast):
         variables = nn.unbox(model.init(key, x, deterministic=False))
 
-        def loss_of(variables):
+        def compute_loss(variables):
             y = model.apply(variables, x, deterministic=True)
             return jnp.sum(y.astype(jnp.float32)), y
 
-        step = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+        step = jax.jit(jax.value_and_grad(compute_loss, has_aux=True))
         for _ in range(3):
             (_, y), gradients = step(variables)
             variables = {**te.update_collections(gradients, variables), "params": variables["params"]}

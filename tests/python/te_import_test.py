@@ -44,7 +44,7 @@ class Import(unittest.TestCase):
             "assert 'transformer_engine' in m.packages_distributions(); assert 'transformer_engine' not in sys.modules")
         self.assertIn("PackageNotFoundError", run(ALIAS + "import importlib.metadata as m; m.version('transformer_engine_x')", expect=1))
 
-    def test_nothing_happens_unasked(self):
+    def test_nothing_happens_without_a_request(self):
         run("import sys, te_fl, importlib.util as u; s = u.find_spec('transformer_engine'); assert s is None or s.origin != 'te-fl'; "
             "assert 'te_fl.compat' not in sys.modules")
 
@@ -257,7 +257,7 @@ for use in (lambda: GatedDeltaNetAttention(1, 2, 3), lambda: initialize_ub(), la
     try:
         use()
     except Unsupported as error:
-        assert 'is not served by te-fl; ' in str(error) and 'transformer_engine.pytorch' in str(error), error
+        assert 'is not supported by te-fl; ' in str(error) and 'transformer_engine.pytorch' in str(error), error
     else:
         raise AssertionError(use)
 """)
@@ -292,7 +292,7 @@ for name, way_out in (('reduce_and_update_fp8_tensors', 'make_graphed_callables'
         raise AssertionError
 """)
 
-    def test_a_star_brings_what_is_served(self):
+    def test_a_star_imports_what_is_supported(self):
         self.run_forked(self.USE + "from transformer_engine.pytorch.optimizers import *; FusedSGD, multi_tensor_adam_fp8")
         self.run_forked(self.USE + "from transformer_engine.pytorch.distributed import *; allreduce; assert 'FullyShardedDataParallel' not in globals()")
 

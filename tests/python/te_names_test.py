@@ -79,7 +79,7 @@ def literal(text):
 
 
 class Names(unittest.TestCase):
-    def test_every_served_name_is_there(self):
+    def test_every_supported_name_is_there(self):
         for home, names in table.SERVED.items():
             if names and has(home):
                 module = importlib.import_module(home)
@@ -87,7 +87,7 @@ class Names(unittest.TestCase):
                     with self.subTest(name=f"{home}.{name}"):
                         self.assertTrue(hasattr(module, name))
 
-    def test_every_served_name_is_one_of_transformer_engines(self):
+    def test_every_supported_name_is_one_of_transformer_engines(self):
         known = {(module, name) for module, names in known_names.NAMES.items() for name in names.split()}
         homes = {(table.home(module, name), name) for module, name in known}
         for home, names in table.SERVED.items():
@@ -121,7 +121,7 @@ class Names(unittest.TestCase):
                     checked += 1
         self.assertGreaterEqual(checked, 8)  # recipes are always checked, since they need no framework
 
-    def test_what_partly_served_names_refuse(self):
+    def test_what_partly_supported_names_refuse(self):
         checked = set()
         for qualified, arguments in table.PARTLY.items():
             method = next((m for m in ("forward", "__call__") if qualified.endswith("." + m)), None)

@@ -18,7 +18,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from torch_cases import BF16, F32, MODULES, PRODUCTS, RECIPES, Each, each, gradients, input_of, scope  # noqa: E402
+from torch_cases import BF16, F32, MODULES, PRODUCTS, RECIPES, Each, each, gradients, make_input, scope  # noqa: E402
 import torch_oracle as oracle  # noqa: E402
 from torch_oracle import DEVICES, near, randn, randomise  # noqa: E402
 
@@ -33,7 +33,7 @@ from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8Curren
 class Gradients(Each):
     @each(recipes=RECIPES[:3])
     def test_frozen_parameters(self, module, device, recipe):
-        x = input_of(device)
+        x = make_input(device)
         with scope(recipe):
             module(x).sum().backward()
         want, of_x = {n: p.grad for n, p in module.named_parameters()}, x.grad
@@ -41,7 +41,7 @@ class Gradients(Each):
             other = randomise(MODULES[type(module).__name__](device=device))
             for n in frozen:
                 other.get_parameter(n).requires_grad_(False)
-            x = input_of(device)
+            x = make_input(device)
             with scope(recipe):
                 other(x).sum().backward()
             self.assertTrue(torch.equal(x.grad, of_x), frozen)
@@ -53,19 +53,19 @@ class Gradients(Each):
 
     @each(recipes=RECIPES[:3])
     def test_input_without_gradient(self, module, device, recipe):
-        x = input_of(device)
+        x = make_input(device)
         with scope(recipe):
             module(x).sum().backward()
         want = gradients(module)
         other = randomise(MODULES[type(module).__name__](device=device))
         with scope(recipe):
-            y = other(input_of(device).detach())
+            y = other(make_input(device).detach())
         y.sum().backward()
         self.same(gradients(other), want)
 
     @each()
     def test_nothing_wants_a_gradient(self, module, device, _):
-        x = input_of(device)
+        x = make_input(device)
         want = module(x).detach()
         self.assertTrue(module(x).requires_grad)
         for context in (torch.no_grad(), torch.inference_mode()):
@@ -78,7 +78,7 @@ class Gradients(Each):
 
     @each(recipes=(None, Float8CurrentScaling()))
     def test_accumulation(self, module, device, recipe):
-        one, other = input_of(device), input_of(device, seed=2)
+        one, other = make_input(device), make_input(device, seed=2)
         separate = []
         for x in (one, other):
             module.zero_grad()
@@ -94,7 +94,7 @@ class Gradients(Each):
 
     @each(recipes=(None, Float8CurrentScaling(), Float8BlockScaling()))
     def test_backward_twice(self, module, device, recipe):
-        x = input_of(device)
+        x = make_input(device)
         with scope(recipe):
             y = module(x)
         y.backward(torch.ones_like(y), retain_graph=True)
@@ -109,7 +109,7 @@ class Gradients(Each):
 
     @each()
     def test_double_backward_is_refused(self, module, device, _):
-        x = input_of(device)
+        x = make_input(device)
         y = module(x)
         with self.assertRaises(RuntimeError) as caught:
             (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -118,15 +118,15 @@ class Gradients(Each):
 
     @each()
     def test_a_gradient_penalty_does_not_drop_out(self, module, device, _):
-        x = input_of(device)
+        x = make_input(device)
         y = module(x)
         (dx,) = torch.autograd.grad(y, x, grad_outputs=torch.ones_like(y), create_graph=True)
         with self.assertRaisesRegex(RuntimeError, "no second derivative"):
             (y.sum() + (dx.norm() - 1) ** 2).backward()
 
     @each()
-    def test_a_gradient_penalty_does_not_drop_out_of_gradients_that_are_asked_for(self, module, device, _):
-        x = input_of(device)
+    def test_a_gradient_penalty_stays_in_requested_gradients(self, module, device, _):
+        x = make_input(device)
         y = module(x)
         (dx,) = torch.autograd.grad(y, x, grad_outputs=torch.ones_like(y), create_graph=True)
         penalised = y.sum() + (dx.norm() - 1) ** 2
@@ -165,7 +165,7 @@ class Gradients(Each):
 
     @each()
     def test_autograd_grad(self, module, device, _):
-        x = input_of(device)
+        x = make_input(device)
         module(x).sum().backward()
         want, of_x = gradients(module), x.grad
         parameters = list(module.parameters())
@@ -176,7 +176,7 @@ class Gradients(Each):
 
     @each()
     def test_gradients_that_are_not_contiguous(self, module, device, _):
-        x = input_of(device)
+        x = make_input(device)
         g = randn(32, 2, 8, device=device).permute(2, 1, 0)
         module(x).backward(g)
         got = gradients(module, x)
@@ -198,7 +198,7 @@ class Gradients(Each):
     def test_undefined_gradient_of_an_output(self):
         for device in DEVICES:
             module = randomise(te.LayerNormMLP(32, 64, return_layernorm_output=True, device=device))
-            x = input_of(device)
+            x = make_input(device)
             module(x)[0].sum().backward()
             self.assertIsNotNone(module.fc2_weight.grad)
             module.zero_grad()
@@ -207,11 +207,11 @@ class Gradients(Each):
 
     @each(recipes=RECIPES[:3])
     def test_in_another_thread(self, module, device, recipe):
-        x = input_of(device)
+        x = make_input(device)
         with scope(recipe):
             module(x).sum().backward()
         want = gradients(module, x)
-        other, x = randomise(MODULES[type(module).__name__](device=device)), input_of(device)
+        other, x = randomise(MODULES[type(module).__name__](device=device)), make_input(device)
         with scope(recipe):
             y = other(x)
         thread = threading.Thread(target=lambda: y.sum().backward())
@@ -223,13 +223,13 @@ class Gradients(Each):
         module = randomise(te.LayerNormMLP(32, 64, device="cpu")).requires_grad_(False)
         want, failures = {}, []
         for seed in range(4):
-            x = input_of(seed=seed)
+            x = make_input(seed=seed)
             module(x).sum().backward()
             want[seed] = x.grad
 
         def work(seed):
             for _ in range(10):
-                x = input_of(seed=seed)
+                x = make_input(seed=seed)
                 module(x).sum().backward()
                 if not torch.equal(x.grad, want[seed]):
                     failures.append(seed)
@@ -243,23 +243,23 @@ class Gradients(Each):
     def test_exceptions_of_a_backward_arrive(self):
         def fail(g):
             raise ValueError("of the hook")
-        module, x = te.Linear(32, 32, device="cpu"), input_of()
+        module, x = te.Linear(32, 32, device="cpu"), make_input()
         x.register_hook(fail)
         with self.assertRaisesRegex(ValueError, "of the hook"):
             module(x).sum().backward()
-        module(input_of()).sum().backward()
+        module(make_input()).sum().backward()
 
     @each(recipes=(None, Float8CurrentScaling(), Float8BlockScaling()))
     def test_two_forwards_before_two_backwards(self, module, device, recipe):
         want = []
         for seed in (1, 2):
             module.zero_grad()
-            x = input_of(device, seed)
+            x = make_input(device, seed)
             with scope(recipe):
                 module(x).sum().backward()
             want.append(gradients(module, x))
         for order in ((0, 1), (1, 0)):
-            xs = [input_of(device, seed) for seed in (1, 2)]
+            xs = [make_input(device, seed) for seed in (1, 2)]
             with scope(recipe):
                 ys = [module(x) for x in xs]
             for i in order:
@@ -269,7 +269,7 @@ class Gradients(Each):
 
     @each(recipes=RECIPES)
     def test_a_forward_whose_backward_never_comes(self, module, device, recipe):
-        x = input_of(device)
+        x = make_input(device)
         with scope(recipe):
             for _ in range(3):
                 module(x)
@@ -278,7 +278,7 @@ class Gradients(Each):
 
     @each(["Linear", "LayerNormMLP", "TransformerLayer"])
     def test_the_same_module_twice_in_one_graph(self, module, device, _):
-        x = input_of(device)
+        x = make_input(device)
         module(module(x)).sum().backward()
         got = gradients(module, x)
         module.zero_grad()
@@ -294,7 +294,7 @@ class Gradients(Each):
 class Writes(Each):
     @each(recipes=(None,))
     def test_input_written_before_backward(self, module, device, recipe):
-        x = input_of(device)
+        x = make_input(device)
         own = x * 1
         y = module(own)
         with torch.no_grad():
@@ -304,7 +304,7 @@ class Writes(Each):
 
     @each()
     def test_weight_written_before_backward(self, module, device, recipe):
-        x = input_of(device)
+        x = make_input(device)
         y = module(x)
         with torch.no_grad():
             for p in module.parameters():
@@ -314,7 +314,7 @@ class Writes(Each):
 
     @each()
     def test_output_may_be_written(self, module, device, _):
-        x = input_of(device)
+        x = make_input(device)
         y = module(x)
         y.add_(1)
         y.sum().backward()
@@ -357,9 +357,9 @@ class Writes(Each):
 
     @each(recipes=RECIPES)
     def test_serving_sees_every_write_to_weights(self, module, device, recipe):
-        x = input_of(device).detach()
+        x = make_input(device).detach()
         with scope(recipe):
-            module(input_of(device)).square().mean().backward()  # delayed scaling has scales only after one step
+            module(make_input(device)).square().mean().backward()  # delayed scaling has scales only after one step
         module.eval()
 
         def served():
@@ -379,7 +379,7 @@ class Writes(Each):
 
     @each(PRODUCTS, recipes=(Float8CurrentScaling(), Float8BlockScaling()))
     def test_a_scope_quantises_weights_once(self, module, device, recipe):
-        x = input_of(device).detach()
+        x = make_input(device).detach()
         module.eval()
 
         def quantised():
@@ -418,13 +418,13 @@ class Writes(Each):
             p.data.mul_(1.25)
         self.assertEqual(served()[1], each_call)
         with cached, scope(recipe):  # a forward with gradients caches nothing
-            y = module(input_of(device))
+            y = module(make_input(device))
         y.sum().backward()
 
     def test_weights_of_one_call(self):
         """Each call gets new parameters, as from functional_call(). Such a tensor may have the previous one's address and version, and must
         nevertheless count as a different tensor."""
-        recipe, x, values = Float8CurrentScaling(), input_of("cpu").detach(), randn(5, 48, 32)
+        recipe, x, values = Float8CurrentScaling(), make_input("cpu").detach(), randn(5, 48, 32)
         wanted = [te.Linear(32, 48, bias=False, device="cpu") for _ in values]
         for first, around in ((False, contextlib.nullcontext), (None, te.cache_quantized_weights)):
             module, memory = te.Linear(32, 48, bias=False, device="cpu"), numpy.zeros((48, 32), dtype=numpy.float32)
@@ -454,7 +454,7 @@ class Storages(Each):
             plain = call.plain if run is call.run else call.python_plain
             with mock.patch.object(base, "plain", plain), mock.patch.object(layers, "run", run):
                 module.zero_grad()
-                x = input_of(device)
+                x = make_input(device)
                 with scope(recipe):
                     y = module(x)
                 y.square().sum().backward()
@@ -472,7 +472,7 @@ class Storages(Each):
         known = weakref.ref(y)
         y.sum().backward()
         found += [y, q.grad, k.grad, v.grad, bias.grad]
-        module, x = randomise(te.LayerNormMLP(32, 64, device="cpu")), input_of()
+        module, x = randomise(te.LayerNormMLP(32, 64, device="cpu")), make_input()
         y = torch.compile(module, backend="aot_eager")(x)
         y.sum().backward()
         found += [y, *gradients(module, x)]
@@ -492,7 +492,7 @@ class Storages(Each):
         def full(like, shape, dtype):
             raise Full("CUDA out of memory. Tried to allocate 1 GiB")
 
-        module, x = te.Linear(32, 32, device="cpu"), input_of()
+        module, x = te.Linear(32, 32, device="cpu"), make_input()
         y = module(x)
         try:
             _native.set_empty(full)
@@ -558,7 +558,7 @@ layer(x).sum().backward()
         for name in ("Linear", "LayerNormMLP", "TransformerLayer"):
             module = randomise(MODULES[name](device="cuda"))
             for _ in range(10):
-                x = input_of("cuda")
+                x = make_input("cuda")
                 y = module(x)
                 y.square().sum().backward()
                 for t in (y.detach(), x.grad, *(p.grad for p in module.parameters())):
@@ -598,7 +598,7 @@ class Saved(Each):
             found = {}
             for name, way in ways.items():
                 own = copy.deepcopy(module)
-                x = input_of(device)
+                x = make_input(device)
                 with way, scope(recipe):
                     y = own(x)
                 loss = y.square().sum()
@@ -619,7 +619,7 @@ class Saved(Each):
         for backward in (True, False):
             module = randomise(te.Linear(32, 32, device="cpu"))
             with hooks:
-                x = input_of()
+                x = make_input()
                 inside = x * 1  # only te-fl keeps this tensor, for the backward
                 known = weakref.ref(inside.untyped_storage())
                 y = module(inside)
@@ -637,7 +637,7 @@ class Saved(Each):
 class Precision(Each):
     @each(PRODUCTS, recipes=(None, Float8CurrentScaling()))
     def test_inside_autocast(self, module, device, recipe):
-        x = input_of(device)
+        x = make_input(device)
         with torch.autocast(device, dtype=BF16), scope(recipe):
             y = module(x)
         self.assertEqual(y.dtype, BF16)
@@ -655,8 +655,8 @@ class Precision(Each):
             oracle.near_by_norm(self, a, b, 0.12, "gradient", least)
 
     @each(PRODUCTS)
-    def test_autocast_notices_changes_of_weights(self, module, device, _):
-        x = input_of(device).detach()
+    def test_autocast_detects_changes_of_weights(self, module, device, _):
+        x = make_input(device).detach()
         module.eval()
         with torch.no_grad(), torch.autocast(device, dtype=BF16):
             module(x)
@@ -668,7 +668,7 @@ class Precision(Each):
             self.assertTrue(torch.equal(got, other(x)))
 
     def test_grad_scaler(self):
-        module, x = randomise(te.Linear(32, 32, device=DEVICES[-1])), input_of(DEVICES[-1])
+        module, x = randomise(te.Linear(32, 32, device=DEVICES[-1])), make_input(DEVICES[-1])
         scaler = torch.amp.GradScaler(DEVICES[-1], init_scale=256.0)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         module(x).sum().backward()
@@ -684,7 +684,7 @@ class Precision(Each):
 class Functional(Each):
     @each(recipes=(None, Float8CurrentScaling()))
     def test_functional_call(self, module, device, recipe):
-        x = input_of(device)
+        x = make_input(device)
         other = randomise(MODULES[type(module).__name__](device=device), seed=99)
         arguments = {n: p.detach().clone().requires_grad_() for n, p in other.named_parameters()}
         for _ in range(2):
@@ -704,7 +704,7 @@ class Functional(Each):
 
     @each()
     def test_func_grad_is_right_or_refused(self, module, device, _):
-        x = input_of(device)
+        x = make_input(device)
         module(x).sum().backward()
         arguments = {n: p.detach() for n, p in module.named_parameters()}
         try:
@@ -717,7 +717,7 @@ class Functional(Each):
 
     @each(["Linear", "LayerNorm"])
     def test_traces_are_right_or_refused(self, module, device, _):
-        x, other = (input_of(device).detach() * factor for factor in (1, 2))
+        x, other = (make_input(device).detach() * factor for factor in (1, 2))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             traced = torch.jit.trace(module, x, check_trace=False)
@@ -731,7 +731,7 @@ class Functional(Each):
 
     @each(["Linear", "LayerNorm"])
     def test_forward_mode_is_refused(self, module, device, _):
-        x, ahead = input_of(device).detach(), torch.autograd.forward_ad
+        x, ahead = make_input(device).detach(), torch.autograd.forward_ad
         with ahead.dual_level():
             self.assertRaisesRegex(NotImplementedError, "jvp", module, ahead.make_dual(x, x))
             with torch.no_grad():
@@ -740,7 +740,7 @@ class Functional(Each):
 
     @each(["Linear", "LayerNorm"])
     def test_vmap_is_right_or_refused(self, module, device, _):
-        x = input_of(device).detach()
+        x = make_input(device).detach()
         try:
             got = torch.func.vmap(module)(x)
         except RuntimeError as error:
@@ -790,7 +790,7 @@ class MainGrad(Each):
                         with self.subTest(module=name, device=device, dtype=dtype, recipe=type(recipe).__name__):
                             fused_qkv = {"fuse_qkv_params": True} if name == "TransformerLayer" else {}
                             plain = randomise(MODULES[name](device=device, params_dtype=dtype, **fused_qkv))
-                            x = input_of(device, dtype=dtype)
+                            x = make_input(device, dtype=dtype)
                             with scope(recipe):
                                 plain(x).sum().backward()
                             module = randomise(MODULES[name](device=device, params_dtype=dtype, fuse_wgrad_accumulation=True, **fused_qkv))
@@ -815,14 +815,14 @@ class MainGrad(Each):
         torch.__future__.set_swap_module_params_on_conversion(True)
         self.addCleanup(torch.__future__.set_swap_module_params_on_conversion, False)
         module, plain = randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=True)), randomise(te.Linear(32, 32, device="cpu"))
-        plain(input_of()).sum().backward()
+        plain(make_input()).sum().backward()
         for change in (lambda: module.to(BF16).to(F32), lambda: module.load_state_dict(plain.state_dict())):
             module.weight.main_grad = torch.full((32, 32), 3.0)
             with torch.no_grad():
-                module(input_of(), is_first_microbatch=True)
+                module(make_input(), is_first_microbatch=True)
             change()
             module.weight.main_grad = torch.full((32, 32), 3.0)
-            module(input_of()).sum().backward()
+            module(make_input()).sum().backward()
             near(self, module.weight.main_grad, plain.weight.grad, 1e-5, "main_grad")
 
     def test_main_grad_that_parts_ask_for_later(self):
@@ -830,7 +830,7 @@ class MainGrad(Each):
             for device in DEVICES:
                 with self.subTest(module=name, device=device):
                     module = randomise(MODULES[name](device=device))
-                    module(input_of(device)).square().sum().backward()
+                    module(make_input(device)).square().sum().backward()
                     want = gradients(module)
                     for part in module.modules():
                         if hasattr(part, "fuse_wgrad_accumulation"):
@@ -839,7 +839,7 @@ class MainGrad(Each):
                     for p in weights:
                         p.main_grad, p.grad_added_to_main_grad = torch.zeros_like(p), False
                     module.zero_grad()
-                    module(input_of(device)).square().sum().backward()
+                    module(make_input(device)).square().sum().backward()
                     self.assertTrue(all(p.grad_added_to_main_grad for p in weights))
                     for p, q in zip(module.parameters(), want):
                         near(self, p.main_grad if p.dim() == 2 else p.grad, q, 1e-5, name, 1e-2)
@@ -850,11 +850,11 @@ class MainGrad(Each):
                 with self.subTest(delays=delays, overwrite_main_grad=flag, is_first_microbatch=first):
                     module = randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=True, delay_wgrad_compute=delays))
                     plain = randomise(te.Linear(32, 32, device="cpu"))
-                    plain(input_of()).square().sum().backward()
+                    plain(make_input()).square().sum().backward()
                     module.weight.main_grad = torch.full((32, 32), 3.0)
                     if flag:
                         module.weight.overwrite_main_grad = True
-                    module(input_of(), is_first_microbatch=first).square().sum().backward()
+                    module(make_input(), is_first_microbatch=first).square().sum().backward()
                     module.backward_dw()
                     before = 0.0 if flag or first else 3.0
                     near(self, module.weight.main_grad - before, plain.weight.grad, 1e-5, "main_grad", 1e-5)
@@ -884,18 +884,18 @@ class MainGrad(Each):
                                     p.overwrite_main_grad = firsts is None
                                 for step in range(2):
                                     flags = (None, None) if firsts is None else firsts
-                                    losses = [call(module, input_of(seed=i), first).square().sum() for i, first in enumerate(flags)]
+                                    losses = [call(module, make_input(seed=i), first).square().sum() for i, first in enumerate(flags)]
                                     runs = len(losses)
                                     plain.zero_grad()
                                     for i in range(runs):
-                                        plain(input_of(seed=i)).square().sum().backward()
+                                        plain(make_input(seed=i)).square().sum().backward()
                                     if backwards == "one loss":
                                         sum(losses).backward()
                                     elif backwards == "twice over one graph":
                                         losses[0].backward(retain_graph=True)
                                         for loss in losses:
                                             loss.backward()
-                                        plain(input_of(seed=0)).square().sum().backward()
+                                        plain(make_input(seed=0)).square().sum().backward()
                                         runs += 1
                                     else:
                                         for loss in losses if backwards == "in order" else losses[::-1]:
@@ -911,15 +911,15 @@ class MainGrad(Each):
         b.weight = a.weight
         a.weight.main_grad = torch.full((32, 32), float("nan"))
         plain = randomise(te.Linear(32, 32, bias=False, device="cpu"))
-        plain(plain(input_of())).sum().backward()
-        b(a(input_of(), is_first_microbatch=True), is_first_microbatch=True).sum().backward()
+        plain(plain(make_input())).sum().backward()
+        b(a(make_input(), is_first_microbatch=True), is_first_microbatch=True).sum().backward()
         near(self, a.weight.main_grad, plain.weight.grad, 1e-5, "shared", 1e-5)
         for mode in (torch.inference_mode(), torch.no_grad()):
             with mode:
-                a.eval()(input_of(), is_first_microbatch=True)
-        a.train()(b(input_of(), is_first_microbatch=False), is_first_microbatch=False).sum().backward()
+                a.eval()(make_input(), is_first_microbatch=True)
+        a.train()(b(make_input(), is_first_microbatch=False), is_first_microbatch=False).sum().backward()
         near(self, a.weight.main_grad, 2 * plain.weight.grad, 1e-5, "added", 1e-5)
-        y = a(b(input_of(), is_first_microbatch=True), is_first_microbatch=False)
+        y = a(b(make_input(), is_first_microbatch=True), is_first_microbatch=False)
         with self.assertRaises(RuntimeError):
             y.backward(torch.ones(3, 3))
         y.sum().backward()
@@ -936,12 +936,12 @@ class MainGrad(Each):
         self.assertIs(weight.grad_added_to_main_grad, True)
         self.assertTrue(torch.equal(weight.grad, torch.zeros(512, 512)))
 
-    def test_main_grad_that_is_made_when_asked_for(self):
+    def test_main_grad_that_is_made_on_request(self):
         module, plain = randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=True)), randomise(te.Linear(32, 32, device="cpu"))
         module.weight.__fsdp_param__ = True
         module.weight.get_main_grad = lambda: torch.zeros(32, 32)
         for m in (module, plain):
-            m(input_of()).sum().backward()
+            m(make_input()).sum().backward()
         near(self, module.weight.main_grad, plain.weight.grad, 1e-6, "main_grad", 1e-6)
 
     def test_main_grad_under_hooks_and_recomputation(self):
@@ -958,7 +958,7 @@ class MainGrad(Each):
             for delays in (False, True):
                 with self.subTest(name, delays=delays):
                     module = randomise(te.LayerNormLinear(32, 32, device="cpu", fuse_wgrad_accumulation=True, delay_wgrad_compute=delays))
-                    plain, x, own = randomise(te.LayerNormLinear(32, 32, device="cpu")), input_of(), input_of()
+                    plain, x, own = randomise(te.LayerNormLinear(32, 32, device="cpu")), make_input(), make_input()
                     module.weight.main_grad = torch.zeros(32, 32)
                     call(module, x).square().sum().backward()
                     module.backward_dw()
@@ -975,9 +975,9 @@ class MainGrad(Each):
     def test_without_main_grad(self):
         """Without main_grad the gradient is not lost: te-fl raises an error, or the gradient is in grad."""
         plain, module = (randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=fused)) for fused in (False, True))
-        plain(input_of()).sum().backward()
+        plain(make_input()).sum().backward()
         try:
-            module(input_of()).sum().backward()
+            module(make_input()).sum().backward()
         except Exception as error:
             self.assertIn("main_grad", str(error))
             return

@@ -30,7 +30,7 @@ def scope(recipe):
     return te.autocast(enabled=recipe is not None, recipe=recipe)
 
 
-def input_of(device="cpu", seed=1, dtype=F32):
+def make_input(device="cpu", seed=1, dtype=F32):
     return randn(8, 2, 32, seed=seed, dtype=dtype, device=device).requires_grad_()
 
 

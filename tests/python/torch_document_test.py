@@ -41,7 +41,7 @@ class Document(unittest.TestCase):
         self.assertEqual(run.returncode, 0, run.stderr)
         losses = [float(n) for n in re.findall(r"loss ([0-9.]+)", run.stdout)]
         self.assertLess(losses[-1], 0.7 * losses[0], run.stdout)
-        self.assertIn("ops served by default.cpu", run.stdout)
+        self.assertIn("ops run by default.cpu", run.stdout)
 
     def test_the_example_of_several_ranks(self):
         def losses(ranks, *arguments):

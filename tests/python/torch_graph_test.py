@@ -33,7 +33,7 @@ def made(name):
     return randomise(MODULES[name](params_dtype=torch.bfloat16, device="cuda"))
 
 
-def input_of(seed):
+def make_input(seed):
     return randn(LENGTH, BATCH, HIDDEN, seed=seed).to("cuda", torch.bfloat16).requires_grad_()
 
 
@@ -67,7 +67,7 @@ class Captured(unittest.TestCase):
             for recipe in RECIPES:
                 with self.subTest(module=name, recipe=type(recipe).__name__):
                     module, twin = made(name), made(name)
-                    x, dy = input_of(0), randn(LENGTH, BATCH, HIDDEN, seed=9).to("cuda", torch.bfloat16)
+                    x, dy = make_input(0), randn(LENGTH, BATCH, HIDDEN, seed=9).to("cuda", torch.bfloat16)
                     side = torch.cuda.Stream()
                     side.wait_stream(torch.cuda.current_stream())
                     with torch.cuda.stream(side):
@@ -82,7 +82,7 @@ class Captured(unittest.TestCase):
                     with torch.cuda.graph(graph):
                         y = step(module, x, dy, recipe)
                     for seed in (11, 12, 13):
-                        fresh = input_of(seed)
+                        fresh = make_input(seed)
                         with torch.no_grad():
                             x.copy_(fresh)
                             for p, q in zip(module.parameters(), twin.parameters()):
@@ -96,7 +96,7 @@ class Captured(unittest.TestCase):
 
     def test_dropout_draws_anew_in_each_launch(self):
         module = te.TransformerLayer(HIDDEN, 2 * HIDDEN, 2, hidden_dropout=0.3, attention_dropout=0.0, params_dtype=torch.bfloat16)
-        x, dy = input_of(1), torch.ones(LENGTH, BATCH, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        x, dy = make_input(1), torch.ones(LENGTH, BATCH, HIDDEN, device="cuda", dtype=torch.bfloat16)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -116,7 +116,7 @@ class Captured(unittest.TestCase):
         optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
         out = []
         for i in range(steps):
-            x, dy = input_of(20 + i), randn(LENGTH, BATCH, HIDDEN, seed=40 + i).to("cuda", torch.bfloat16)
+            x, dy = make_input(20 + i), randn(LENGTH, BATCH, HIDDEN, seed=40 + i).to("cuda", torch.bfloat16)
             optimizer.zero_grad(set_to_none=True)
             if graphed:
                 y = module(x)
@@ -132,7 +132,7 @@ class Captured(unittest.TestCase):
             for recipe in RECIPES:
                 with self.subTest(module=name, recipe=type(recipe).__name__):
                     module, twin = made(name), made(name)
-                    te.make_graphed_callables(module, (input_of(0),), enabled=recipe is not None, recipe=recipe)
+                    te.make_graphed_callables(module, (make_input(0),), enabled=recipe is not None, recipe=recipe)
                     self.same(self.train(module, recipe, True), self.train(twin, recipe, False), name)
                     mine, theirs = states(module), states(twin)
                     self.assertEqual(mine.keys(), theirs.keys())
@@ -143,8 +143,8 @@ class Captured(unittest.TestCase):
     def test_several_and_without_training(self):
         modules = (made("LayerNormLinear"), made("LayerNormMLP"))
         twins = (made("LayerNormLinear"), made("LayerNormMLP"))
-        graphed = te.make_graphed_callables(modules, ((input_of(0),), (input_of(0),)), enabled=(True, False), recipe=Float8CurrentScaling())
-        x, own = input_of(5), input_of(5)
+        graphed = te.make_graphed_callables(modules, ((make_input(0),), (make_input(0),)), enabled=(True, False), recipe=Float8CurrentScaling())
+        x, own = make_input(5), make_input(5)
         with te.autocast(recipe=Float8CurrentScaling()):
             first = twins[0](own)
         want = twins[1](first)
@@ -155,17 +155,17 @@ class Captured(unittest.TestCase):
         for m in modules:
             m.eval()
         with torch.no_grad():
-            self.assertTrue(torch.isfinite(modules[0](input_of(6)[:5])).all())  # another shape runs eagerly
+            self.assertTrue(torch.isfinite(modules[0](make_input(6)[:5])).all())  # another shape runs eagerly
         served = made("LayerNormMLP").eval()
-        te.make_graphed_callables(served, (input_of(0).detach(),))
+        te.make_graphed_callables(served, (make_input(0).detach(),))
         twin = made("LayerNormMLP").eval()
         with torch.no_grad():
-            self.same([served(input_of(7).detach())], [twin(input_of(7))], "eval")
+            self.same([served(make_input(7).detach())], [twin(make_input(7))], "eval")
 
     def test_weights_are_quantised_in_the_first_microbatch(self):
         module, recipe = made("Linear"), Float8CurrentScaling()
-        te.make_graphed_callables(module, (input_of(0),), enabled=True, recipe=recipe, cache_quantized_params=True)
-        x = input_of(3)
+        te.make_graphed_callables(module, (make_input(0),), enabled=True, recipe=recipe, cache_quantized_params=True)
+        x = make_input(3)
         first = module(x, is_first_microbatch=True).clone()
         with torch.no_grad():
             module.weight.mul_(2)
@@ -180,12 +180,12 @@ class Captured(unittest.TestCase):
         seen = []
         layer = made("Linear")
         hooks = {"forward_pre_hooks": {0: lambda m: seen.append("before")}, "backward_hooks": {0: lambda m: seen.append("after")}}
-        graphed = te.make_graphed_callables(lambda x, *, scale: (layer(x) * scale, x * 2), (input_of(0),),
+        graphed = te.make_graphed_callables(lambda x, *, scale: (layer(x) * scale, x * 2), (make_input(0),),
                                             sample_kwargs={"scale": torch.full((1,), 1.0, device="cuda", dtype=torch.bfloat16)},
                                             num_warmup_iters=2, capture_time_hooks=[hooks], allow_unused_input=True,
                                             pre_warmup_hook=lambda: seen.append("warm"), post_warmup_hook=lambda: seen.append("warmed"))
         self.assertEqual(seen, ["warm"] + ["before", "after"] * 2 + ["warmed", "before", "after"])
-        x = input_of(4)
+        x = make_input(4)
         scaled, doubled = graphed(x, scale=torch.full((1,), 3.0, device="cuda", dtype=torch.bfloat16))
         self.same([scaled, doubled], [layer(x) * 3, x * 2], "two outputs")
         with self.assertRaisesRegex(TypeError, "keyword 'scale'"):
@@ -196,8 +196,8 @@ class Captured(unittest.TestCase):
 
     def test_what_would_compute_something_else_is_refused(self):
         module = made("Linear")
-        te.make_graphed_callables(module, (input_of(0),))
-        x = input_of(1)
+        te.make_graphed_callables(module, (make_input(0),))
+        x = make_input(1)
         early = module(x)
         module(x)
         with self.assertRaisesRegex(FailedPrecondition, "activations of this forward are gone"):
@@ -226,7 +226,7 @@ class Streams(unittest.TestCase):
             side = torch.cuda.Stream()
             for i in range(4):
                 dy = randn(LENGTH, BATCH, HIDDEN, seed=60 + i).to("cuda", torch.bfloat16)
-                x, own = input_of(50 + i), input_of(50 + i)
+                x, own = make_input(50 + i), make_input(50 + i)
                 side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(side):
                     torch.cuda._sleep(20_000_000)

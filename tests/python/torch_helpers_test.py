@@ -18,7 +18,7 @@ from te_fl.pytorch.runtime import constants, rng
 
 
 class Availability(unittest.TestCase):
-    def test_the_cpu_has_what_te_fl_serves(self):
+    def test_the_cpu_has_what_te_fl_supports(self):
         if torch.cuda.is_available():
             self.skipTest("asks for the CPU")
         for ask, there in ((availability.is_fp8_available, True), (availability.is_fp8_block_scaling_available, True),

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from forkserver import PYTHON
-from torch_cases import MODULES, RECIPES, Each, each, gradients, input_of, scope
+from torch_cases import MODULES, RECIPES, Each, each, gradients, make_input, scope
 from torch_oracle import DEVICES, randn, randomise
 
 import te_fl.pytorch as te
@@ -60,7 +60,7 @@ class PlainTest(unittest.TestCase):
     def plain(self, x=None, first=None):
         return call.plain(self.module.__dict__, ("linear", None), self.x if x is None else x, first)
 
-    def test_serves(self):
+    def test_runs(self):
         self.assertTrue(torch.equal(self.plain(), self.module(self.x)))
         with torch.no_grad():
             self.assertFalse(self.plain().requires_grad)
@@ -98,7 +98,7 @@ class PlainTest(unittest.TestCase):
         torch.nn.utils.parametrize.register_parametrization(self.module, "weight", torch.nn.Identity())
         self.assertIsNone(self.plain())
 
-    def test_shapes_are_told_as_ever(self):
+    def test_shapes_are_reported_as_before(self):
         with self.assertRaisesRegex(RuntimeError, "Linear"):
             self.module(torch.randn(4, 8))
 
@@ -111,7 +111,7 @@ class SameAsPythonTest(Each):
             own = copy.deepcopy(module)
             with using(run):
                 for step in range(3):
-                    x = input_of(device, seed=step)
+                    x = make_input(device, seed=step)
                     with scope(recipe):
                         y = own(x)
                     made = y.grad_fn.next_functions[0][0] if y.grad_fn.name() == "ViewBackward0" else y.grad_fn
@@ -131,7 +131,7 @@ class SameAsPythonTest(Each):
                 for p in module.parameters():
                     p.grad = None
                 frozen = next(module.parameters()).requires_grad_(False)
-                module(input_of(device).detach()).sum().backward()
+                module(make_input(device).detach()).sum().backward()
                 self.assertIsNone(frozen.grad)
                 frozen.requires_grad_()
                 found.append([p.grad for p in module.parameters() if p.grad is not None])
@@ -168,7 +168,7 @@ class SameAsPythonTest(Each):
                 found = []
                 for run in (NATIVE, call.python_run):
                     module.zero_grad()
-                    x = input_of(device)
+                    x = make_input(device)
                     with using(run):
                         use(module(x))
                     found.append([g for g in (x.grad, module.weight.grad, module.bias.grad) if g is not None])
@@ -177,7 +177,7 @@ class SameAsPythonTest(Each):
 
 class RefusalTest(unittest.TestCase):
     def setUp(self):
-        self.module, self.x = randomise(te.Linear(32, 32, device="cpu")), input_of()
+        self.module, self.x = randomise(te.Linear(32, 32, device="cpu")), make_input()
 
     def both(self, use):
         """Checks that both nodes raise the same error; returns its text."""
@@ -248,7 +248,7 @@ class LifeTest(unittest.TestCase):
         for device in DEVICES:
             module = randomise(te.LayerNormMLP(32, 64, device=device))
             for use in (lambda y: None, lambda y: y.sum().backward(), lambda y: y.sum().backward(retain_graph=True)):
-                x = input_of(device) * 1
+                x = make_input(device) * 1
                 gone = weakref.ref(x)
                 y = module(x)
                 about = next(iter(module._layers.values())).last
@@ -265,7 +265,7 @@ class LifeTest(unittest.TestCase):
         for run in (NATIVE, call.python_run):
             packed, unpacked = [], []
             with using(run), torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(1) or t.clone(), lambda t: unpacked.append(1) or t):
-                x = input_of(device)
+                x = make_input(device)
                 with scope(recipe):
                     y = module(x)
             y.sum().backward()
@@ -273,7 +273,7 @@ class LifeTest(unittest.TestCase):
         self.assertEqual(*counts)
 
     def test_a_hook_that_runs_a_backward_of_the_same_graph(self):
-        module, x, found = randomise(te.Linear(32, 32, device="cpu")), input_of(), []
+        module, x, found = randomise(te.Linear(32, 32, device="cpu")), make_input(), []
 
         def unpack(t):
             if not found:
@@ -292,14 +292,14 @@ class LifeTest(unittest.TestCase):
                 module = randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=flag))
                 module.weight.main_grad = torch.ones_like(module.weight)
                 with using(run):
-                    module(input_of()).sum().backward()
+                    module(make_input()).sum().backward()
                 self.assertIsNone(module.weight.grad)
                 found.append(module.weight.main_grad)
             self.assertTrue(torch.equal(*found))
             self.assertFalse(torch.equal(found[0], torch.ones_like(found[0])))
 
     def test_backwards_of_one_graph_in_threads(self):
-        module, x = randomise(te.LayerNormMLP(32, 64, device="cpu")), input_of()
+        module, x = randomise(te.LayerNormMLP(32, 64, device="cpu")), make_input()
         y = module(x)
         (want,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
         found, wrong = [], []
@@ -359,7 +359,7 @@ class BuildTest(unittest.TestCase):
         done = python("from te_fl import _native\n_native.LAYER_CALL = _native.LAYER_CALL[::-1]\nimport te_fl.pytorch")
         self.assertIn("of LayerCall, which has", done.stderr)
 
-    def test_doctor_tells(self):
+    def test_doctor_reports(self):
         done = subprocess.run([sys.executable, "-m", "te_fl", "doctor"], capture_output=True, text=True, timeout=120)
         self.assertIn("autograd node in C++: built for PyTorch", done.stdout)
 

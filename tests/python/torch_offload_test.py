@@ -52,7 +52,7 @@ class Experts(torch.nn.Module):
         return self.inner(x, [x.numel() // 128] * 2)
 
 
-def model_of(name, count=4):
+def make_model(name, count=4):
     torch.manual_seed(3)
     return [LAYERS[name]() for _ in range(count)]
 
@@ -100,8 +100,8 @@ class Offload(unittest.TestCase):
                     with self.subTest(layer=name, recipe=type(recipe).__name__, count=count):
                         context, sync = get_cpu_offload_context(True, num_layers=count, model_layers=4)
                         sizes = []
-                        got = run(model_of(name), recipe, context, sync, lambda i: sizes.append(context._synchronizer.get_offloaded_total_size_mb()))  # noqa: B023
-                        self.same(got, run(model_of(name), recipe))
+                        got = run(make_model(name), recipe, context, sync, lambda i: sizes.append(context._synchronizer.get_offloaded_total_size_mb()))  # noqa: B023
+                        self.same(got, run(make_model(name), recipe))
                         self.assertGreater(max(sizes), count * 32 * 2 * 64 / 2 ** 20)  # at least one FP8 byte for each element
 
     def check_moved(self, state, before):
@@ -116,7 +116,7 @@ class Offload(unittest.TestCase):
             for recipe in RECIPES[:2]:
                 with self.subTest(layer=name, recipe=type(recipe).__name__):
                     context, sync, controller = get_cpu_offload_context(True, model_layers=2, manual_synchronization=True)
-                    layers, x = model_of(name, 2), torch.randn(32, 2, 64, device=DEVICE, requires_grad=True)
+                    layers, x = make_model(name, 2), torch.randn(32, 2, 64, device=DEVICE, requires_grad=True)
                     with te.autocast(enabled=recipe is not None, recipe=recipe):
                         with context:
                             y = layers[0](x * 1.0)
@@ -148,16 +148,16 @@ class Offload(unittest.TestCase):
                         controller.release_activation_forward_gpu_memory(layer)  # noqa: B023
                         if brings:  # noqa: B023
                             controller.start_reload_layer(layer)  # noqa: B023
-            self.same(run(model_of("LayerNormMLP", 3), RECIPES[2], context, sync, after), run(model_of("LayerNormMLP", 3), RECIPES[2]))
+            self.same(run(make_model("LayerNormMLP", 3), RECIPES[2], context, sync, after), run(make_model("LayerNormMLP", 3), RECIPES[2]))
             self.assertRaisesRegex(RuntimeError, "layer 2 are kept; they are to be offloading", controller.release_activation_forward_gpu_memory, 2)
 
     def test_several_batches_in_flight(self):
         context, sync = get_cpu_offload_context(True, num_layers=2, model_layers=3, retain_pinned_cpu_buffers=True)
-        self.same(run(model_of("Linear", 3), None, context, sync, batches=3), run(model_of("Linear", 3), None, batches=3))
+        self.same(run(make_model("Linear", 3), None, context, sync, batches=3), run(make_model("Linear", 3), None, batches=3))
 
     def test_graphs_that_are_kept_and_dropped(self):
         context, sync = get_cpu_offload_context(True, num_layers=1, model_layers=2)
-        layers, x = model_of("LayerNormLinear", 2), torch.randn(32, 2, 64, device=DEVICE, requires_grad=True)
+        layers, x = make_model("LayerNormLinear", 2), torch.randn(32, 2, 64, device=DEVICE, requires_grad=True)
         grads = []
         for step in range(3):
             y = x
@@ -181,7 +181,7 @@ class Offload(unittest.TestCase):
                 for when in ("in the layer", "before the next", "behind the next"):
                     for wrote in ("input", "weight"):
                         with self.subTest(name, least=least, when=when, wrote=wrote), mock.patch.object(offload, "LEAST_BYTES", least):
-                            layers = model_of(name, 2)
+                            layers = make_model(name, 2)
                             context, sync = get_cpu_offload_context(True, num_layers=1, model_layers=2)
                             x = torch.randn(32, 64, device=DEVICE).requires_grad_() * 2
                             written = (x if wrote == "input" else next(p for p in layers[0].parameters() if p.dim() == 2)).detach()
@@ -211,7 +211,7 @@ class Offload(unittest.TestCase):
                     grads = []
                     for offloads in (False, True):
                         context, sync, controller = get_cpu_offload_context(True, model_layers=2, manual_synchronization=True)
-                        layer, source = model_of(name, 1)[0], torch.linspace(-1, 1, 4096, device=DEVICE).view(32, 2, 64).requires_grad_()
+                        layer, source = make_model(name, 1)[0], torch.linspace(-1, 1, 4096, device=DEVICE).view(32, 2, 64).requires_grad_()
                         torch.manual_seed(5)
                         with te.autocast(enabled=recipe is not None, recipe=recipe), context if offloads else mock.MagicMock():
                             x = source * 1
@@ -233,7 +233,7 @@ class Offload(unittest.TestCase):
         context, sync = get_cpu_offload_context(True, num_layers=1, model_layers=2)
         grads = []
         for offloads in (False, True):
-            layers = model_of("plain", 2)
+            layers = make_model("plain", 2)
             leaf = torch.linspace(-1, 1, 2048, device=DEVICE).view(32, 64).requires_grad_()
             x = leaf * 1
             x.add_(1)
@@ -249,19 +249,19 @@ class Offload(unittest.TestCase):
 
     def test_forwards_that_fail_or_have_fewer_layers(self):
         context, sync = get_cpu_offload_context(True, num_layers=2, model_layers=4)
-        want = run(model_of("LayerNormMLP"), None)
+        want = run(make_model("LayerNormMLP"), None)
         for fails in range(4):
             y = torch.randn(32, 2, 64, device=DEVICE, requires_grad=True)
             with self.assertRaises(KeyError):
-                for i, layer in enumerate(model_of("LayerNormMLP")):
+                for i, layer in enumerate(make_model("LayerNormMLP")):
                     with context:
                         if i == fails:
                             raise KeyError
                         y = layer(y)
                     y = sync(y)
-            self.same(run(model_of("LayerNormMLP"), None, context, sync), want)
-        self.same(run(model_of("LayerNormMLP", 3), None, context, sync), run(model_of("LayerNormMLP", 3), None))
-        self.same(run(model_of("LayerNormMLP"), None, context, sync), want)
+            self.same(run(make_model("LayerNormMLP"), None, context, sync), want)
+        self.same(run(make_model("LayerNormMLP", 3), None, context, sync), run(make_model("LayerNormMLP", 3), None))
+        self.same(run(make_model("LayerNormMLP"), None, context, sync), want)
 
     def test_marks(self):
         layer, x = te.Linear(64, 64, device=DEVICE), torch.randn(64, 64, device=DEVICE) * torch.ones(1, device=DEVICE, requires_grad=True)

@@ -124,7 +124,7 @@ def allowed(queries, keys, causal=False, bottom_right=False, window=(-1, -1)):
     return seen
 
 
-def scores_of(q, k, seen=None, bias=None, scale=None, cap=0.0):
+def compute_scores(q, k, seen=None, bias=None, scale=None, cap=0.0):
     """Returns scores [b, h, sq, sk] for q [b, sq, h, d] and k [b, sk, g, d]; `seen` broadcasts to that shape, and unseen keys score -1e30."""
     d, k = q.shape[-1], k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (1 / math.sqrt(d) if scale is None else scale)
@@ -140,7 +140,7 @@ def attention(q, k, v, seen=None, bias=None, scale=None, sink=None, cap=0.0):
     0."""
     b, sq, h, d = q.shape
     v = v.repeat_interleave(h // v.shape[2], 2)
-    scores = scores_of(q, k, seen, bias, scale, cap)
+    scores = compute_scores(q, k, seen, bias, scale, cap)
     top = scores.detach().amax(-1, keepdim=True).clamp(min=-1e20)
     e = torch.exp(scores - top)
     total = e.sum(-1, keepdim=True)
@@ -265,7 +265,7 @@ def round_to(values, form):
     return np.rint(values / step) * step
 
 
-def scale_of(amax, form, pow2=False, margin=0):
+def compute_scale(amax, form, pow2=False, margin=0):
     amax = np.asarray(amax, np.float32)
     with np.errstate(divide="ignore"):
         scale = np.where(amax == 0, np.float32(1), np.float32(FORMATS[form][0]) * np.float32(2.0 ** -margin) / amax).astype(np.float32)
@@ -275,7 +275,7 @@ def scale_of(amax, form, pow2=False, margin=0):
 def per_tensor(x, form, margin=0, pow2=False):
     """Quantises x with one scale; returns the dequantised values."""
     values = x.detach().cpu().numpy().astype(np.float32)
-    scale = scale_of(np.abs(values).max(), form, pow2, margin)
+    scale = compute_scale(np.abs(values).max(), form, pow2, margin)
     codes = round_to((values * scale).astype(np.float32), form)
     return torch.from_numpy(codes * np.float64(np.float32(1) / scale)).to(x.device)
 
@@ -287,7 +287,7 @@ def per_block(x, rows, columns, form="e4m3"):
     for i in range(0, values.shape[0], rows):
         for j in range(0, values.shape[1], columns):
             block = values[i:i + rows, j:j + columns]
-            scale = scale_of(np.abs(block).max(), form, True)
+            scale = compute_scale(np.abs(block).max(), form, True)
             out[i:i + rows, j:j + columns] = round_to(block * scale, form) / np.float64(scale)
     return torch.from_numpy(out).to(x.device)
 

@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from torch_cases import BF16, MODULES, PRODUCTS, RECIPES, Each, each, gradients, input_of, scope  # noqa: E402
+from torch_cases import BF16, MODULES, PRODUCTS, RECIPES, Each, each, gradients, make_input, scope  # noqa: E402
 from torch_oracle import DEVICES, near, randn, randomise  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
@@ -63,7 +63,7 @@ class Recomputation(Each):
     @each()
     def test_torch_checkpoint(self, module, device, _):
         for reentrant in (False, True):
-            x = input_of(device)
+            x = make_input(device)
             module.zero_grad()
             module(x).sum().backward()
             want = gradients(module, x)
@@ -77,7 +77,7 @@ class Recomputation(Each):
         with several candidate recipes, and with delayed scaling, whose scales have been updated, because it would compute another function. Forwards
         without FP8 are recomputed."""
         def rerun(module, *recipes):
-            inputs = [randn(4, 2, 4, 8, seed=i).requires_grad_() if isinstance(module, te.DotProductAttention) else input_of(seed=i) for i in range(len(recipes))]
+            inputs = [randn(4, 2, 4, 8, seed=i).requires_grad_() if isinstance(module, te.DotProductAttention) else make_input(seed=i) for i in range(len(recipes))]
             module.zero_grad()
             outputs = []
             for x, recipe in zip(inputs, recipes):
@@ -88,7 +88,7 @@ class Recomputation(Each):
             return [x.grad for x in inputs]
 
         def plain(module, recipe):
-            x = randn(4, 2, 4, 8, seed=0).requires_grad_() if isinstance(module, te.DotProductAttention) else input_of(seed=0)
+            x = randn(4, 2, 4, 8, seed=0).requires_grad_() if isinstance(module, te.DotProductAttention) else make_input(seed=0)
             module.zero_grad()
             with scope(recipe):
                 y = module(x, x, x) if isinstance(module, te.DotProductAttention) else module(x)
@@ -153,7 +153,7 @@ class Recomputation(Each):
             for way in (lambda f, x: f(x), other):
                 module, outputs = randomise(te.LayerNormMLP(32, 64, device="cpu")), []
                 for seed, recipe in enumerate(recipes):
-                    x = input_of(seed=seed)
+                    x = make_input(seed=seed)
                     with scope(recipe):
                         outputs.append((x, way(module, x)))
                     with torch.no_grad():
@@ -169,7 +169,7 @@ class Recomputation(Each):
     def test_inferences_without_gradients_keep_no_record(self):
         """Tests an autograd.Function whose backward never runs, and functions of te-fl's and PyTorch's own."""
         from te_fl.pytorch.autograd import torch_checkpoint
-        module, x = te.Linear(32, 32, device="cpu"), input_of()
+        module, x = te.Linear(32, 32, device="cpu"), make_input()
         seen = []
         with unittest.mock.patch.object(torch_checkpoint, "_add", side_effect=lambda owners, forward: seen.append(owners)):
             with scope(Float8CurrentScaling()), torch.no_grad():
@@ -210,7 +210,7 @@ class Recomputation(Each):
             for _ in range(3):
                 inputs, results = [], []
                 for m in range(2):
-                    x = input_of(seed=m)
+                    x = make_input(seed=m)
                     with scope(recipe):
                         y = x
                         for module in modules:
@@ -229,11 +229,11 @@ class Recomputation(Each):
         layer = te.Linear(32, 32, device="cpu")
         with scope(Float8CurrentScaling()):
             with runs.activation_recompute_forward(True, False):
-                layer.eval()(input_of())  # no recomputation of this call follows
+                layer.eval()(make_input())  # no recomputation of this call follows
             with runs.activation_recompute_forward(True, True), self.assertRaisesRegex(RuntimeError, "no forward of this module to repeat"):
-                layer(input_of())
+                layer(make_input())
             with runs.activation_recompute_forward():
-                layer(input_of())
+                layer(make_input())
 
     def test_torch_checkpoint_in_eval(self):
         """Modules are in eval(), as when adapters are trained on a frozen model."""
@@ -269,7 +269,7 @@ class Recomputation(Each):
                 for seed in (1, 2):
                     for m in (one, two, last):
                         m.zero_grad()
-                    x = input_of(seed=seed).view(-1, 2, 32).detach().requires_grad_()
+                    x = make_input(seed=seed).view(-1, 2, 32).detach().requires_grad_()
                     torch.manual_seed(seed)
                     with scope(recipe):
                         y = outer(lambda t: inner(lambda u: outer(two, u), last(inner(one, t))), x)
@@ -295,7 +295,7 @@ class Recomputation(Each):
             module, results = randomise(te.LayerNormMLP(32, 64, device="cpu")), []
             for call in (lambda m, x: m(x), run):
                 module.zero_grad()
-                x = input_of()
+                x = make_input()
                 with scope(Float8CurrentScaling()):
                     y = call(module, x)
                 with torch.no_grad():
@@ -322,7 +322,7 @@ class Recomputation(Each):
             results = []
             for run in (lambda f, *a: f(*a), *PLAIN[:1 if isinstance(recipe, DelayedScaling) else 2]):
                 module = randomise(te.LayerNormMLP(32, 64, device="cpu"))
-                x, losses = input_of(), []
+                x, losses = make_input(), []
                 for factor in (1.0, 3.0, 0.1):
                     with scope(recipe):
                         losses.append(run(lambda t, factor: module(module(t) * factor), x, factor).square().sum())
@@ -342,7 +342,7 @@ class Recomputation(Each):
         torch.manual_seed(3)
         results = []
         for seed in (1, 2, 3):
-            x = input_of(device, seed)
+            x = make_input(device, seed)
             module.zero_grad()
             with scope(recipe):
                 y = call(module, x)
@@ -388,7 +388,7 @@ class Recomputation(Each):
                 for way in (lambda f, *a, **k: f(*a, **k), run):
                     module, found = copy.deepcopy(base), []
                     for first in (True, False, False):
-                        x = input_of()
+                        x = make_input()
                         with scope(recipe):
                             y = way(functools.partial(module, is_first_microbatch=first), x)
                         y.square().sum().backward()
@@ -405,7 +405,7 @@ class Recomputation(Each):
                     for run in (lambda f, *a: f(*a), te.checkpoint, *PLAIN):
                         torch.manual_seed(1)
                         one, two = (randomise(te.LayerNormMLP(32, 64, device=device), seed) for seed in (1, 2))
-                        x = input_of(device)
+                        x = make_input(device)
                         with scope(recipe):
                             y = run(lambda t: two(torch.relu(one(t))) + one(t), x)
                         y.sum().backward()
@@ -421,7 +421,7 @@ class Recomputation(Each):
                     one, two = (randomise(te.LayerNormMLP(32, 64, device="cpu"), seed) for seed in (1, 2))
                     for seed in (1, 2):
                         one.zero_grad(), two.zero_grad()
-                        x = input_of(seed=seed)
+                        x = make_input(seed=seed)
                         with scope(recipe):
                             y = run(lambda t: run(two, run(one, t)), x)
                         y.sum().backward()
@@ -429,7 +429,7 @@ class Recomputation(Each):
                 self.same(*results)
 
     def test_what_checkpoint_passes_on(self):
-        module, x = randomise(te.LayerNormMLP(32, 64, device="cpu")), input_of().detach()
+        module, x = randomise(te.LayerNormMLP(32, 64, device="cpu")), make_input().detach()
 
         def function(t, factor, *, shift=None, names=()):
             self.assertEqual(names, ("a",))
@@ -470,7 +470,7 @@ class Recomputation(Each):
                     module = randomise(te.LayerNormMLP(32, 64, device="cpu"))
                     for seed in (1, 2):
                         module.zero_grad()
-                        x = input_of(seed=seed)
+                        x = make_input(seed=seed)
                         with torch.autocast("cpu", dtype=BF16), scope(recipe):
                             y = run(module, x)
                         y.sum().backward()
@@ -480,11 +480,11 @@ class Recomputation(Each):
 
     def test_checkpoint_refuses_several_ranks(self):
         with self.assertRaisesRegex(Exception, "distribute_saved_activations"):
-            te.checkpoint(te.Linear(32, 32, device="cpu"), input_of(), distribute_saved_activations=True)
+            te.checkpoint(te.Linear(32, 32, device="cpu"), make_input(), distribute_saved_activations=True)
 
     @each(["MultiheadAttention", "TransformerLayer"])
     def test_core_attention(self, module, device, _):
-        x = input_of(device)
+        x = make_input(device)
         module(x).sum().backward()
         want = gradients(module, x)
         module.zero_grad()

@@ -63,7 +63,7 @@ class Torch(unittest.TestCase):
         self.assertTrue(torch.equal(q.data.view(torch.uint8), (x * 16).to(torch.float8_e4m3fn).view(torch.uint8)))
         self.assertEqual(float(q.scale_inv), 1 / 16)
 
-    def test_tensors_that_are_kept_are_noticed(self):
+    def test_tensors_that_are_kept_are_detected(self):
         kept = []
         self.add("relu", lambda input, output: kept.append(output.view(-1)))
         x = torch.randn(4)

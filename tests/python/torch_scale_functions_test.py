@@ -9,7 +9,7 @@ import unittest
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from torch_cases import MODULES, input_of  # noqa: E402
+from torch_cases import MODULES, make_input  # noqa: E402
 from torch_oracle import randomise  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
@@ -30,7 +30,7 @@ class Functions(unittest.TestCase):
         seen, module = [], randomise(make(device="cpu"))
         fp8 = DelayedScaling(amax_history_len=3, margin=1, **arguments)
         for step in range(4):
-            x = input_of(seed=step)
+            x = make_input(seed=step)
             with te.autocast(recipe=fp8):
                 y = module(x * (4 if step == 1 else 1))
             y.sum().backward()
@@ -60,7 +60,7 @@ class Functions(unittest.TestCase):
                 module, fp8 = te.Linear(16, 16, bias=False, device="cpu"), DelayedScaling(amax_history_len=length, **arguments)
                 history, scale = torch.zeros(length, 2), torch.ones(2)
                 for step, factor in enumerate((8, 2, 0, 0, 1, 0, 4)):
-                    x = input_of(seed=step)[..., :16].contiguous() * factor
+                    x = make_input(seed=step)[..., :16].contiguous() * factor
                     with te.autocast(recipe=fp8):
                         module(x).sum().backward()
                     history[0] = torch.stack([x.detach().abs().max(), module.weight.detach().abs().max()])
@@ -89,7 +89,7 @@ class Functions(unittest.TestCase):
         module, fp8 = te.Linear(32, 32, device="cpu"), DelayedScaling(amax_compute_algo=lambda history: history.sum(0),
                                                                     scaling_factor_compute_algo=scale)
         with te.autocast(recipe=fp8):
-            y = module(input_of())
+            y = module(make_input())
         self.assertEqual(seen, [((2,), (2,), 448.0, fp8)])
         self.assertIs(seen[0][3], fp8)
         y.sum().backward()
@@ -102,15 +102,15 @@ class Functions(unittest.TestCase):
 
         module = te.Linear(32, 32, device="cpu")
         with self.assertRaisesRegex(errors.Internal, "(?s)\"broken\".*no amax today") as caught, te.autocast(recipe=DelayedScaling(amax_compute_algo=broken)):
-            module(input_of())
+            module(make_input())
         self.assertIsInstance(caught.exception.__cause__, KeyError)
         with te.autocast(recipe=DelayedScaling()):
-            module(input_of()).sum().backward()
+            module(make_input()).sum().backward()
 
     def test_checkpoints_and_copies_of_modules_that_used_them(self):
         module = te.Linear(32, 32, device="cpu")
         with te.autocast(recipe=DelayedScaling(amax_compute_algo=lambda history: history[0])):
-            module(input_of()).sum().backward()
+            module(make_input()).sum().backward()
         other = te.Linear(32, 32, device="cpu")
         other.load_state_dict(module.state_dict())
         for twin in (other, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
@@ -124,7 +124,7 @@ class Functions(unittest.TestCase):
             with te.autocast(recipe=fp8):
                 return module(x)
         with self.assertRaisesRegex(Exception, "hold no functions for amaxes and scales"):
-            torch.compile(step, fullgraph=True, backend="eager")(input_of())
+            torch.compile(step, fullgraph=True, backend="eager")(make_input())
 
     def test_fp8_mha_computes_attention_in_fp8(self):
         results = []

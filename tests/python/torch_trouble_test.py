@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from forkserver import PYTHON  # noqa: E402
-from torch_cases import RECIPES, Each, each, gradients, input_of, scope  # noqa: E402
+from torch_cases import RECIPES, Each, each, gradients, make_input, scope  # noqa: E402
 from torch_oracle import randn, randomise  # noqa: E402
 
 import te_fl  # noqa: E402
@@ -98,7 +98,7 @@ class Memory(Each):
     def test_names_may_go(self, module, device, recipe):
         for drops in (False, True):
             module.zero_grad()
-            x = input_of(device)
+            x = make_input(device)
             hidden = x * 1
             with scope(recipe):
                 y = module(hidden)
@@ -135,13 +135,13 @@ class Memory(Each):
 
         junk = []
         for keeps in (False, True):
-            x = input_of(device)
+            x = make_input(device)
             hidden = x * 1
             module.zero_grad()
             module(hidden).square().sum().backward()
             want = gradients(module, x)
             for change in (move, refill, replace):
-                x = input_of(device)
+                x = make_input(device)
                 hidden = x * 1
                 y = module(hidden)
                 for last in (False, True) if keeps else (True,):
@@ -152,7 +152,7 @@ class Memory(Each):
                     if change is not replace or device == "cpu":
                         self.same(gradients(module, x), want, change.__name__)
         for change in (free, shrink):
-            x = input_of(device)
+            x = make_input(device)
             hidden = x * 1
             y = module(hidden)
             change(hidden)
@@ -160,7 +160,7 @@ class Memory(Each):
                 with self.assertRaisesRegex(FailedPrecondition, "the memory of 'input' has been freed or replaced since the forward"):
                     y.sum().backward(retain_graph=True)
         module.zero_grad()
-        module(input_of(device)).sum().backward()
+        module(make_input(device)).sum().backward()
 
     def test_every_tensor_of_a_call_may_be_emptied_and_refilled(self):
         """Empties arguments, parameters and outputs. A tensor that is not refilled is either refused or was not needed."""
@@ -213,12 +213,12 @@ class Memory(Each):
 
     def test_what_the_backward_does_not_read_may_go(self):
         # In FP8 a Linear keeps its quantised input for the backward, and not the input itself.
-        module, x = randomise(te.Linear(32, 32, device="cpu")), input_of()
+        module, x = randomise(te.Linear(32, 32, device="cpu")), make_input()
         with scope(Float8CurrentScaling()):
             module(x).sum().backward()
         want = gradients(module, x)
         module.zero_grad()
-        x = input_of()
+        x = make_input()
         hidden = x * 1
         with scope(Float8CurrentScaling()):
             y = module(hidden)
@@ -340,7 +340,7 @@ class Quantising(torch.utils.data.Dataset):
         return 6
 
     def __getitem__(self, index):
-        x = input_of(seed=index)
+        x = make_input(seed=index)
         with scope(Float8CurrentScaling()):
             y = self.module(x)
         if self.backward:
@@ -384,7 +384,7 @@ class Workers(unittest.TestCase):
             self.assertTrue(torch.equal(data[0], want[0]))  # this process continues to work
 
 
-    def end_of(self, child):
+    def wait_for_end(self, child):
         """Returns the child's exit code, or "PyTorch's lock" if it hung in a lock of PyTorch's."""
         begun = time.monotonic()
         while True:
@@ -403,7 +403,7 @@ class Workers(unittest.TestCase):
         PyTorch has locks of its own that may be held for ever in a child (of an AccumulateGrad in use by another thread, of the list of
         at::RecordFunction's callbacks). Such hangs happen now and then and do not concern te-fl; they are counted separately."""
         def step(module, recipe):
-            x = input_of()
+            x = make_input()
             with scope(recipe):
                 y = module(x)
             y.square().sum().backward()
@@ -447,7 +447,7 @@ class Workers(unittest.TestCase):
                         os._exit(code)
                 children.append(pid)
                 if len(children) % 4 == 0:
-                    ends += [self.end_of(child) for child in children[-4:]]
+                    ends += [self.wait_for_end(child) for child in children[-4:]]
                     self.assertEqual([e for e in ends if e not in (0, "PyTorch's lock")], [], "-14: the child hung; 3: it computed something else")
             self.assertGreater(ends.count(0), 20, ends)
         finally:
@@ -501,7 +501,7 @@ class Interrupts(Each):
                    randomise(te.Linear(32, 32, device="cpu"))]
 
         def step(recipe=Float8CurrentScaling()):
-            x = input_of()
+            x = make_input()
             with te_fl.policy(prefer="flagos"), scope(recipe):
                 y = modules[1](te.checkpoint(modules[0], x))
             y.sum().backward()
@@ -516,7 +516,7 @@ class Interrupts(Each):
             self.assertTrue(done, f"another thread waits or fails after {where}")
             self.same(done[0], want, where)
             self.assertEqual(te_fl.policy_text(), text, where)
-            x = input_of()
+            x = make_input()
             y = modules[1](modules[0](x))  # outside of an autocast: checks that none is left open
             y.sum().backward()
             self.same([y.detach(), x.grad], high, where)
@@ -533,7 +533,7 @@ class Interrupts(Each):
                 "te.checkpoint": te.checkpoint}
         for first, second in (("hooks", "te.checkpoint"), ("te.checkpoint", "reentrant"), ("reentrant", "hooks")):
             def step():
-                x = input_of()
+                x = make_input()
                 with scope(recipe):
                     y = ways[first](lambda t: outer(ways[second](inner, t)), x)
                 y.sum().backward()
@@ -549,7 +549,7 @@ class Interrupts(Each):
         recipe = Float8CurrentScaling()
         for make in (lambda: te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, device="cpu"),
                      lambda: te.LayerNormLinear(32, 32, device="cpu", delay_wgrad_compute=True)):
-            trained, x = randomise(make()), input_of().detach()
+            trained, x = randomise(make()), make_input().detach()
             with scope(DelayedScaling(amax_history_len=2)):
                 trained(x)
             state, modules = trained.state_dict(), []
@@ -573,7 +573,7 @@ class Interrupts(Each):
                 fresh()
 
     def test_at_every_instruction_of_the_scopes(self):
-        module, x = randomise(te.Linear(32, 32, device="cpu")).requires_grad_(False), input_of().detach()
+        module, x = randomise(te.Linear(32, 32, device="cpu")).requires_grad_(False), make_input().detach()
         want, text = module(x), te_fl.policy_text()
 
         def scopes():
@@ -718,7 +718,7 @@ class SharedScopes(unittest.TestCase):
         inner.__exit__(None, None, None)
         self.assertIsNone(quantization.active_recipe())
 
-    def test_what_autocast_chose_is_nobody_elses(self):
+    def test_what_autocast_chose_is_not_shared(self):
         with te.autocast():
             te.FP8GlobalStateManager.get_fp8_recipe().margin = 5
         with te.autocast():

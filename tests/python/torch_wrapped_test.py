@@ -11,7 +11,7 @@ import warnings
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from torch_cases import BF16, MODULES, PRODUCTS, Each, gradients, input_of, scope  # noqa: E402
+from torch_cases import BF16, MODULES, PRODUCTS, Each, gradients, make_input, scope  # noqa: E402
 import torch_oracle as oracle  # noqa: E402
 from torch_oracle import DEVICES, near, randn, randomise  # noqa: E402
 
@@ -41,7 +41,7 @@ class Wrapped(Each):
         for seed in (1, 2, 3):
             optimizer.zero_grad()
             with scope(recipe):
-                y = wrapped(input_of(seed=seed, dtype=next(module.parameters()).dtype).detach())
+                y = wrapped(make_input(seed=seed, dtype=next(module.parameters()).dtype).detach())
             y.square().mean().backward()
             optimizer.step()
             outputs.append(y.detach())
@@ -75,7 +75,7 @@ class Wrapped(Each):
         """FSDP gathers shards by writing to memory without changing its version counter."""
         self.wrapped(self.sharded(), params_dtype=BF16)
 
-    def test_fsdp2_serves_what_was_written(self):
+    def test_fsdp2_reads_what_was_written(self):
         shard = self.sharded()
         for name in PRODUCTS:
             for recipe in (None, Float8CurrentScaling(), Float8BlockScaling()):
@@ -85,7 +85,7 @@ class Wrapped(Each):
                         for wrap in (shard, lambda m: m):
                             module = wrap(randomise(MODULES[name](device="cpu"))).eval()
                             with torch.no_grad(), scope(recipe), torch.autocast("cpu", dtype=BF16, enabled=autocast):
-                                x = input_of().detach()
+                                x = make_input().detach()
                                 module(x)
                                 module(x)
                                 for p in module.parameters():
@@ -105,13 +105,13 @@ class Uses(Each):
             with self.subTest(recipe=type(recipe).__name__):
                 one, two = (randomise(te.Linear(32, 32, bias=False, device="cpu"), seed) for seed in (1, 2))
                 two.weight = one.weight
-                x = input_of()
+                x = make_input()
                 with scope(recipe):
                     two(one(x)).sum().backward()
                 got = one.weight.grad.clone()
                 three = randomise(te.Linear(32, 32, bias=False, device="cpu"), 1)
                 one.weight.grad = None
-                x = input_of()
+                x = make_input()
                 with scope(recipe):
                     three(one(x)).sum().backward()
                 near(self, got, one.weight.grad + three.weight.grad, 1e-6, "gradient")
@@ -126,7 +126,7 @@ class Uses(Each):
             for recipe in (None, Float8CurrentScaling()):
                 with self.subTest(module=name, recipe=type(recipe).__name__):
                     module, other = (randomise(MODULES[name](device="cpu"), seed) for seed in (1, 2))
-                    x = input_of()
+                    x = make_input()
                     for mode in (True, False):
                         module.train(mode)
                         with scope(recipe), torch.no_grad():
@@ -149,14 +149,14 @@ class Uses(Each):
                 want = randomise(MODULES[name](device="cpu"))
                 with torch.no_grad():
                     want.weight.mul_(2)
-                x = input_of()
+                x = make_input()
                 y = module(x)
                 self.assertTrue(torch.equal(y, want(x)))
                 y.sum().backward()
                 want(x).sum().backward()
                 near(self, module.parametrizations.weight.original.grad, 2 * want.weight.grad, 1e-6, "gradient")
 
-    def test_parametrisations_serve_what_they_compute(self):
+    def test_parametrisations_supply_what_they_compute(self):
         """With a parametrisation each forward gets a new weight tensor, perhaps at the previous one's address."""
         from torch.nn.utils import parametrize
 
@@ -165,7 +165,7 @@ class Uses(Each):
                 return 2 * w
         module, plain = (randomise(te.Linear(32, 32, device="cpu")).eval() for _ in range(2))
         parametrize.register_parametrization(module, "weight", Doubled())
-        x = input_of().detach()
+        x = make_input().detach()
         with torch.no_grad(), scope(Float8CurrentScaling()):
             for _ in range(20):
                 plain.weight.copy_(2 * module.parametrizations.weight.original)
@@ -181,12 +181,12 @@ class Uses(Each):
                     module = parametrizations.weight_norm(randomise(MODULES[name](device="cpu")))
                     for seed in (1, 2):
                         with scope(recipe):
-                            module(input_of(seed=seed)).square().sum().backward()
+                            module(make_input(seed=seed)).square().sum().backward()
                     other = copy.deepcopy(module)
                     outputs = []
                     for each in (module, other):
                         with scope(recipe):
-                            outputs.append([each(input_of(seed=3)).detach()])
+                            outputs.append([each(make_input(seed=3)).detach()])
                     self.same(*outputs)
 
     def test_contents_of_parameters_are_swapped(self):
@@ -195,9 +195,9 @@ class Uses(Each):
             for name in PRODUCTS:
                 with self.subTest(module=name):
                     module, other = (randomise(MODULES[name](device="cpu"), seed) for seed in (1, 2))
-                    module(input_of()).sum().backward()
+                    module(make_input()).sum().backward()
                     module.load_state_dict(other.state_dict())
-                    x = input_of().detach()
+                    x = make_input().detach()
                     self.same([module(x)], [other(x)])
                     module.to(BF16)
                     self.assertEqual(module(x.to(BF16)).dtype, BF16)
@@ -218,9 +218,9 @@ class Uses(Each):
                 with self.subTest(module=name, recipe=type(recipe).__name__):
                     module = randomise(MODULES[name](device="cpu"))
                     with scope(recipe):
-                        want = module(input_of()).detach()
+                        want = module(make_input()).detach()
                         with torch.inference_mode():
-                            x = input_of()
+                            x = make_input()
                             near(self, module(x), want, 1e-6, "output")
                             inside = randomise(MODULES[name](device="cpu"))
                             near(self, inside(x), want, 1e-6, "output")
@@ -278,12 +278,12 @@ class Uses(Each):
     def test_anomaly_mode(self):
         with torch.autograd.detect_anomaly(check_nan=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            module, x = randomise(te.TransformerLayer(32, 64, 4, device="cpu")), input_of()
+            module, x = randomise(te.TransformerLayer(32, 64, 4, device="cpu")), make_input()
             module(x).sum().backward()
 
     def test_saved_on_the_host(self):
         for recipe in (None, Float8CurrentScaling()):
-            module, x = randomise(te.LayerNormMLP(32, 64, device="cpu")), input_of()
+            module, x = randomise(te.LayerNormMLP(32, 64, device="cpu")), make_input()
             with scope(recipe):
                 module(x).sum().backward()
             want = gradients(module, x)
@@ -316,7 +316,7 @@ class Uses(Each):
     def test_compiled(self):
         for name in MODULES:
             with self.subTest(module=name):
-                module, x = randomise(MODULES[name](device="cpu")), input_of()
+                module, x = randomise(MODULES[name](device="cpu")), make_input()
                 module(x).sum().backward()
                 want = gradients(module, x)
                 module.zero_grad()
@@ -363,7 +363,7 @@ class Errors(unittest.TestCase):
     def test_a_half_precision_input_of_other_weights(self):
         for name in PRODUCTS:
             with self.subTest(module=name):
-                module, x = randomise(MODULES[name](device="cpu")), input_of(dtype=BF16)
+                module, x = randomise(MODULES[name](device="cpu")), make_input(dtype=BF16)
                 try:
                     y = module(x)
                 except Exception as error:
@@ -390,24 +390,24 @@ class Errors(unittest.TestCase):
             with self.subTest(module=name), self.refused("the parameter '.*weight' is on the meta device", "reset_parameters"):
                 make(device="meta")(randn(8, 2, 32))
             module = randomise(make(device="cpu"))
-            module(input_of())
+            module(make_input())
             with self.subTest(module=name, after="a forward"), self.refused("the parameter '.*weight' is on the meta device"):
                 # moves the parameters by other means than .to()
                 for part in module.modules():
                     for own, p in part.named_parameters(recurse=False):
                         setattr(part, own, torch.nn.Parameter(torch.empty_like(p, device="meta")))
-                module(input_of())
+                module(make_input())
 
     @unittest.skipUnless("cuda" in DEVICES, "a GPU")
     def test_two_devices(self):
         for name, make in MODULES.items():
             module = randomise(make(device="cuda"))
-            want = module(input_of("cuda"))
+            want = module(make_input("cuda"))
             for used in (False, True):
                 module = module if used else copy.deepcopy(module)
                 with self.subTest(module=name, used=used), self.refused("the input is on cpu and the parameter '.*weight' on cuda:0", "to.'cuda:0'"):
                     module(randn(8, 2, 32))
-                self.assertTrue(torch.equal(module(input_of("cuda")), want))
+                self.assertTrue(torch.equal(module(make_input("cuda")), want))
 
     def test_numbers_of_dimensions(self):
         for name in ("MultiheadAttention", "TransformerLayer"):
@@ -480,7 +480,7 @@ class Errors(unittest.TestCase):
 
     def test_errors_leave_nothing_behind(self):
         for name, make in MODULES.items():
-            module, x = randomise(make(device="cpu")), input_of()
+            module, x = randomise(make(device="cpu")), make_input()
             want = module(x)
             for bad in (randn(8, 2, 24), x.bool(), None):
                 with self.assertRaises(Exception):
@@ -489,7 +489,7 @@ class Errors(unittest.TestCase):
             self.assertTrue(torch.equal(module(x), want))
 
     def test_a_scope_ends_with_an_exception(self):
-        module, x = randomise(te.Linear(32, 32, device="cpu")), input_of()
+        module, x = randomise(te.Linear(32, 32, device="cpu")), make_input()
         want = module(x)
         with self.assertRaises(KeyError):
             with te.autocast(recipe=Float8CurrentScaling()):
@@ -499,7 +499,7 @@ class Errors(unittest.TestCase):
 
 class Scopes(Each):
     def test_nested(self):
-        module, x = randomise(te.Linear(32, 32, device="cpu")), input_of()
+        module, x = randomise(te.Linear(32, 32, device="cpu")), make_input()
         plain = module(x)
         with te.autocast(recipe=Float8CurrentScaling()):
             current = module(x)
@@ -512,7 +512,7 @@ class Scopes(Each):
         self.assertFalse(torch.equal(block, current))
 
     def test_of_a_thread(self):
-        module, x = randomise(te.Linear(32, 32, device="cpu")), input_of()
+        module, x = randomise(te.Linear(32, 32, device="cpu")), make_input()
         plain, found = module(x), []
         with te.autocast(recipe=Float8CurrentScaling()):
             thread = threading.Thread(target=lambda: found.append(module(x)))
@@ -521,7 +521,7 @@ class Scopes(Each):
         self.assertTrue(torch.equal(found[0], plain))
 
     def test_older_name(self):
-        module, x = randomise(te.Linear(32, 32, device="cpu")), input_of()
+        module, x = randomise(te.Linear(32, 32, device="cpu")), make_input()
         with te.autocast(recipe=Float8CurrentScaling()):
             want = module(x)
         with warnings.catch_warnings():

@@ -126,11 +126,11 @@ except KeyboardInterrupt:
                                       env={**environment, "TRITON_CACHE_DIR": cache, "PYTHONPATH": paths})
             self.assertEqual(done.stdout.split(), [word, "interrupted"], done.stderr)
 
-    def test_what_it_does_not_serve_has_a_reason(self):
+    def test_unsupported_calls_have_a_reason(self):
         x, out = tensor(7, 3, 16), tensor(7, 3, 16)
         candidates = te_fl.explain("fused_rope_forward", input=x, freqs=tensor(8, 1, 1, 16), output=out, layout="thd",
                                    cu_seqlens=torch.tensor([0, 7], dtype=torch.int32, device=DEVICE))["candidates"]
-        self.assertEqual([c["reason"] for c in candidates if c["impl_id"] == "default.triton"], ["layout thd is not served"])
+        self.assertEqual([c["reason"] for c in candidates if c["impl_id"] == "default.triton"], ["layout thd is not supported"])
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ TEST_F(CommProviders, BrokenOnesAreRefused) {
   EXPECT_FAILS(add(), kInvalidArgument, "its name is 'Morse!', must be of a to z, 0 to 9 and _");
   desc.name = "telegraph";
   desc.device_types = 0;
-  EXPECT_FAILS(add(), kInvalidArgument, "it serves no device type");
+  EXPECT_FAILS(add(), kInvalidArgument, "it supports no device type");
   desc.device_types = 1u << TE_FL_DEVICE_CPU;
   api.abort = nullptr;
   EXPECT_FAILS(add(), kInvalidArgument, "its table has no abort() (rule R4)");

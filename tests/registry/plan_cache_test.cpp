@@ -109,23 +109,23 @@ TEST(Plans, InPlaceAreNotThoseBeside) {
   ASSERT_OK(registry.register_op(planner.fake.desc));
   const OpId op = *registry.find("test::five");
   te_fl_context context{};
-  const auto key_of = [&](const FiveCall& call) {
+  const auto make_key = [&](const FiveCall& call) {
     const auto compiled = core::CompiledOp::compile(*registry.schema(op)).value();
     registry::PlanKey key;
     key.set(*compiled, &call.args, context);
     return std::string(key.text());
   };
   FiveCall beside, in_place, elsewhere;
-  const std::string key = key_of(beside);
+  const std::string key = make_key(beside);
   te_fl_tensor out = *in_place.args.out;
   out.dl.data = in_place.args.b->dl.data;
   in_place.args.out = &out;
-  const std::string with_b = key_of(in_place);
+  const std::string with_b = make_key(in_place);
   EXPECT_NE(with_b, key);
   out.dl.data = in_place.args.c->dl.data;
-  EXPECT_NE(key_of(in_place), key);
-  EXPECT_NE(key_of(in_place), with_b);
-  EXPECT_EQ(key_of(elsewhere), key) << "addresses as such are none of a plan's business";
+  EXPECT_NE(make_key(in_place), key);
+  EXPECT_NE(make_key(in_place), with_b);
+  EXPECT_EQ(make_key(elsewhere), key) << "addresses as such are none of a plan's business";
 }
 
 TEST(Plans, AreDestroyedBeforeWhatKeepsThePluginAlive) {

@@ -135,7 +135,7 @@ T* moved(T* pointer, ptrdiff_t bytes) {
 }
 
 // Returns one change for every member of a tensor.
-Changes changes_of(const std::string& name) {
+Changes list_changes(const std::string& name) {
   using W = AnyCall::Whole;
   const std::vector<std::pair<std::string, std::function<void(W&)>>> members = {
       {"struct_size", [](W& w) { w.tensor.struct_size += 8; }},
@@ -182,26 +182,26 @@ Changes changes_of(const std::string& name) {
   return all;
 }
 
-Changes changes_of(const te_fl_arg_desc& arg) {
+Changes list_changes(const te_fl_arg_desc& arg) {
   const std::string name = arg.name;
   const uint32_t at = arg.offset;
   switch (arg.type) {
     case TE_FL_ARG_TENSOR: {
-      Changes all = changes_of(name);
+      Changes all = list_changes(name);
       all.emplace_back(name + ": absence",
                        [at](AnyCall& c) { c.put(at, static_cast<te_fl_tensor*>(nullptr)); });
       return all;
     }
     case TE_FL_ARG_TENSOR_LIST: {
-      Changes all = changes_of(name + "#0");
-      const Changes second = changes_of(name + "#1");
+      Changes all = list_changes(name + "#0");
+      const Changes second = list_changes(name + "#1");
       all.insert(all.end(), second.begin(), second.end());
       const uint32_t count = arg.count_offset;
       all.emplace_back(name + ": count", [count](AnyCall& c) { c.put(count, int64_t{1}); });
       return all;
     }
     case TE_FL_ARG_SAVED: {
-      Changes all = changes_of(name);  // changes of the storage
+      Changes all = list_changes(name);  // changes of the storage
       all.emplace_back(name + ": storage's absence",
                        [](AnyCall& c) { c.record.storage = nullptr; });
       all.emplace_back(name + ": absence",
@@ -237,7 +237,7 @@ Changes changes_of(const te_fl_arg_desc& arg) {
 }
 
 // Returns changes that move the output `out` to the address of another output.
-Changes sharing_of(const te_fl_op_schema& schema, const te_fl_arg_desc& out) {
+Changes list_sharing_changes(const te_fl_op_schema& schema, const te_fl_arg_desc& out) {
   Changes all;
   const auto begins_at = [&](const std::string& to, const std::string& from) {
     all.emplace_back(to + " begins where " + from + " does", [to, from](AnyCall& c) {
@@ -313,7 +313,8 @@ TEST_P(PlanKeyOf, HasAllThatPrepareMayReadAndNothingElse) {
   ASSERT_EQ(AnyCall(schema).key(), plain);
   Changes all = changes_of_context();
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
-    for (const auto& make : {changes_of(*schema.args[i]), sharing_of(schema, *schema.args[i])}) {
+    for (const auto& make :
+         {list_changes(*schema.args[i]), list_sharing_changes(schema, *schema.args[i])}) {
       all.insert(all.end(), make.begin(), make.end());
     }
   }
@@ -345,7 +346,8 @@ TEST_P(PlanKeyOf, IsThatOfEveryCallThatIsKnownByItsPlan) {
   const te_fl_op_schema& schema = *GetParam();
   Changes all;
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
-    for (const auto& make : {changes_of(*schema.args[i]), sharing_of(schema, *schema.args[i])}) {
+    for (const auto& make :
+         {list_changes(*schema.args[i]), list_sharing_changes(schema, *schema.args[i])}) {
       all.insert(all.end(), make.begin(), make.end());
     }
   }
@@ -396,7 +398,7 @@ TEST_P(PlanKeyOf, TakesMembersThatAreCutOffForAbsent) {
     const bool scalar = arg.type >= TE_FL_ARG_BOOL && arg.type <= TE_FL_ARG_ENUM;
     if (scalar && scalar_bytes(arg) == 8) call.put(arg.offset, uint64_t{0x0101010101010101});
   }
-  const auto key_of = [&](const std::vector<std::byte>& bytes) {
+  const auto make_key = [&](const std::vector<std::byte>& bytes) {
     const auto exact = std::make_unique<std::byte[]>(bytes.size());
     std::memcpy(exact.get(), bytes.data(), bytes.size());
     PlanKey made;
@@ -420,7 +422,7 @@ TEST_P(PlanKeyOf, TakesMembersThatAreCutOffForAbsent) {
         clear(arg.count_offset, sizeof(int64_t));
       }
     }
-    EXPECT_EQ(key_of(bytes), key_of(absent)) << schema.name << ": of " << size << " bytes";
+    EXPECT_EQ(make_key(bytes), make_key(absent)) << schema.name << ": of " << size << " bytes";
   }
 }
 

@@ -378,7 +378,7 @@ TEST(Registry, ThreadsChangeItTogether) {
   EXPECT_EQ(registry.snapshot().size(), 1u);
 }
 
-TEST(Registry, SeveralComeAndGoWhileAllAreToldOfAChange) {
+TEST(Registry, SeveralComeAndGoWhileAllAreNotifiedOfAChange) {
   std::atomic<bool> stop{false};
   std::thread choosing([&] {
     while (!stop.load(std::memory_order_relaxed)) registry::choose_again();

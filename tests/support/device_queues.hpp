@@ -234,26 +234,26 @@ class DeviceQueues {
   }
 
   template <class D>
-  static DeviceQueues& queues_of(void* self) {
+  static DeviceQueues& unwrap_queues(void* self) {
     return static_cast<D*>(self)->queues;
   }
 
   template <class D>
   static void install_streams(te_fl_device_api& api) {
     api.create_stream = [](void* self, void** out, const te_fl_error_sink*) -> te_fl_status {
-      *out = queues_of<D>(self).make_stream();
+      *out = unwrap_queues<D>(self).make_stream();
       return TE_FL_OK;
     };
     api.destroy_stream = [](void* self, void* stream,
                             const te_fl_error_sink* errors) -> te_fl_status {
-      if (!queues_of<D>(self).exists(stream)) {
+      if (!unwrap_queues<D>(self).exists(stream)) {
         return say(errors, TE_FL_INVALID_ARGUMENT, "this is no stream of the device");
       }
-      queues_of<D>(self).destroy(stream);
+      unwrap_queues<D>(self).destroy(stream);
       return TE_FL_OK;
     };
     api.synchronize = [](void* self, void* stream, const te_fl_error_sink* errors) {
-      return queues_of<D>(self).synchronize(stream, errors);
+      return unwrap_queues<D>(self).synchronize(stream, errors);
     };
   }
 
@@ -271,7 +271,7 @@ class DeviceQueues {
     api.record_event = [](void* self, void* event, void* stream,
                           const te_fl_error_sink*) -> te_fl_status {
       const Lock lock(all());
-      static_cast<Event*>(event)->last = queues_of<D>(self).mark(stream);
+      static_cast<Event*>(event)->last = unwrap_queues<D>(self).mark(stream);
       return TE_FL_OK;
     };
     api.wait_event = [](void* self, void* event, void* stream,
@@ -279,7 +279,7 @@ class DeviceQueues {
       const Lock lock(all());
       const auto mark = static_cast<Event*>(event)->last;
       if (mark == nullptr) return TE_FL_OK;
-      const te_fl_status status = queues_of<D>(self).wait(stream, mark);
+      const te_fl_status status = unwrap_queues<D>(self).wait(stream, mark);
       return status == TE_FL_OK ? status : say(errors, status, "a capture waits for other work");
     };
     api.synchronize_event = [](void*, void* event, const te_fl_error_sink*) -> te_fl_status {
@@ -314,12 +314,12 @@ class DeviceQueues {
   static void install_graphs(te_fl_device_api& api) {
     api.is_capturing = [](void* self, void* stream, int32_t* capturing,
                           const te_fl_error_sink*) -> te_fl_status {
-      *capturing = queues_of<D>(self).capturing(stream) ? 1 : 0;
+      *capturing = unwrap_queues<D>(self).capturing(stream) ? 1 : 0;
       return TE_FL_OK;
     };
     api.begin_capture = [](void* self, void* stream, const te_fl_error_sink* errors) {
       const Lock lock(all());
-      const auto queue = queues_of<D>(self).of(stream);
+      const auto queue = unwrap_queues<D>(self).of(stream);
       if (queue->capture != nullptr) {
         return say(errors, TE_FL_FAILED_PRECONDITION, "the stream is being captured already");
       }
@@ -329,8 +329,8 @@ class DeviceQueues {
     api.end_capture = [](void* self, void* stream, void** out,
                          const te_fl_error_sink*) -> te_fl_status {
       const Lock lock(all());
-      const std::shared_ptr<Graph> graph = queues_of<D>(self).of(stream)->capture;
-      for (auto& [handle, queue] : queues_of<D>(self).queues_) {
+      const std::shared_ptr<Graph> graph = unwrap_queues<D>(self).of(stream)->capture;
+      for (auto& [handle, queue] : unwrap_queues<D>(self).queues_) {
         if (queue->capture == graph) queue->capture.reset();
       }
       *out = new std::shared_ptr<Graph>(graph);
@@ -342,9 +342,9 @@ class DeviceQueues {
                           const te_fl_error_sink*) -> te_fl_status {
       const Lock lock(all());
       const auto launched = *static_cast<std::shared_ptr<Graph>*>(graph);
-      ++queues_of<D>(self).launches_;
+      ++unwrap_queues<D>(self).launches_;
       for (const Work& work : launched->work) {
-        queues_of<D>(self).add(stream, [launched, &work] { return work(); });
+        unwrap_queues<D>(self).add(stream, [launched, &work] { return work(); });
       }
       return TE_FL_OK;
     };

@@ -32,7 +32,7 @@ Status status_of(const Result<T>& result) {
 // Returns the error text of `answer`, which is a Status, a Result, an Outcome, or another type with
 // ok() and to_string() or `error`.
 template <class T>
-std::string words_of(const T& answer) {
+std::string answer_text(const T& answer) {
   if constexpr (requires { status_of(answer); }) {
     return status_of(answer).to_string();
   } else if constexpr (requires { answer.to_string(); }) {
@@ -51,7 +51,7 @@ template <class T>
     ok = status_of(answer).ok();
   }
   if (ok) return ::testing::AssertionSuccess();
-  return ::testing::AssertionFailure() << expression << " is " << words_of(answer);
+  return ::testing::AssertionFailure() << expression << " is " << answer_text(answer);
 }
 
 inline ::testing::AssertionResult says(const char* expression, const Status& status,

@@ -114,8 +114,8 @@ class Array {
   std::vector<uint8_t>& columns() { return columns_; }
   std::vector<uint8_t>& row_scale_bytes() { return row_scales_; }
   std::vector<uint8_t>& column_scale_bytes() { return column_scales_; }
-  std::vector<float> row_scales() const { return floats_of(row_scales_); }
-  std::vector<float> column_scales() const { return floats_of(column_scales_); }
+  std::vector<float> row_scales() const { return to_floats(row_scales_); }
+  std::vector<float> column_scales() const { return to_floats(column_scales_); }
   float& amax() { return amax_; }
   float& scale() { return scale_; }
 
@@ -202,7 +202,7 @@ class Array {
     tensor_.dl.dtype = dtype_of();
     tensor_.dl.shape = shape_.data();
   }
-  static std::vector<float> floats_of(const std::vector<uint8_t>& bytes) {
+  static std::vector<float> to_floats(const std::vector<uint8_t>& bytes) {
     std::vector<float> result(bytes.size() / 4);
     std::memcpy(result.data(), bytes.data(), result.size() * 4);
     return result;

@@ -7,7 +7,7 @@ import unittest
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 sys.path.insert(0, os.path.join(ROOT, "tools"))
-from check_comments import is_fragment, problems_of, types_of  # noqa: E402
+from check_comments import is_fragment, find_problems, find_types  # noqa: E402
 
 
 class Sentences(unittest.TestCase):
@@ -23,13 +23,13 @@ class Sentences(unittest.TestCase):
             self.assertFalse(is_fragment(text), text)
 
     def test_a_phrase_behind_code_completes_its_line(self):
-        self.assertEqual(problems_of("a.hpp", "int64_t rows;  // of one output\nint n;  // that exist\n")[0], [])
-        self.assertEqual([p.line for p in problems_of("a.hpp", "int a;\nint rows;  // what it is\n")[0]], [2])
+        self.assertEqual(find_problems("a.hpp", "int64_t rows;  // of one output\nint n;  // that exist\n")[0], [])
+        self.assertEqual([p.line for p in find_problems("a.hpp", "int a;\nint rows;  // what it is\n")[0]], [2])
 
 
 class Files(unittest.TestCase):
     def lines(self, path, text):
-        return [p.line for p in problems_of(path, text)[0]]
+        return [p.line for p in find_problems(path, text)[0]]
 
     def test_a_block_is_looked_at_by_its_first_line(self):
         self.assertEqual(self.lines("a.cpp", "// Frees all\n// what it holds.\n\n// What it holds.\nint a;  // one\n        // of two\n"), [4])
@@ -49,10 +49,10 @@ class Files(unittest.TestCase):
                          [1, 2, 5])
 
     def test_types_that_are_one_in_the_tree(self):
-        self.assertEqual(types_of("a.hpp", "struct Call;\nstruct Call {\n};\nclass Decision final : public Base {\n};\nenum class Candidate : int { kA };\n"
+        self.assertEqual(find_types("a.hpp", "struct Call;\nstruct Call {\n};\nclass Decision final : public Base {\n};\nenum class Candidate : int { kA };\n"
                                            "struct CallMemo {};\nvoid f(const struct Call& c) {}\n"),
                          [(2, "Call"), (4, "Decision"), (6, "Candidate")])
-        self.assertEqual(types_of("a.py", "class Call:\n    pass\n\n\nclass Caller(Call):\n    pass\n"), [(1, "Call")])
+        self.assertEqual(find_types("a.py", "class Call:\n    pass\n\n\nclass Caller(Call):\n    pass\n"), [(1, "Call")])
 
 
 if __name__ == "__main__":

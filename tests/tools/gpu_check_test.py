@@ -42,7 +42,7 @@ loss=5.5986; impl=vendor.cuda; rest=; staged=none
 echo "step     1  loss $loss nats/byte  1 tokens/s"
 echo "step     3  loss 4.8826 nats/byte  1 tokens/s"
 echo "validation loss 4.8949 nats/byte (7.062 bits/byte) on held-out text"
-echo "Who served what"
+echo "Implementations that ran"
 echo "  add   $impl   4  $rest" | sed 's/ 4  4  4 / 4  4 /; s/ *$//'
 [ -z "$TE_FL_PER_OP" ] || {{ echo "  layernorm_fwd  reference.host  {NUMBERS}"; staged="4 calls"; }}
 echo "  staged to the host: $staged"

@@ -38,7 +38,7 @@ class Launch(unittest.TestCase):
             time.sleep(0.01)
         self.assertTrue(condition())
 
-    def test_ranks_are_told_who_they_are(self):
+    def test_ranks_are_given_their_numbers(self):
         code, out, err = self.launch(3, 'print(*(os.environ["TE_FL_" + n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "STORE")))')
         self.assertEqual((code, err), (0, ""))
         lines = sorted(out.splitlines())

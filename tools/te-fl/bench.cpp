@@ -28,8 +28,8 @@ std::string fixed(double value, int digits) {
 
 // Returns the requested implementations: their ids, or one empty string for the dispatcher's
 // choice. "all" gives those that support the device.
-Result<std::vector<std::string>> implementations_of(const BenchOptions& options,
-                                                    const Device& device) {
+Result<std::vector<std::string>> list_implementations(const BenchOptions& options,
+                                                      const Device& device) {
   if (options.impls.empty()) return std::vector<std::string>{""};
   std::vector<std::string> known, there;
   for (const auto& impl : te_fl::OpManager::instance().registry().snapshot()) {
@@ -105,7 +105,7 @@ class Bench {
  private:
   Status measure(Row& row);
   Result<bool> verify(const CaseSpec& spec, Shape extents) const;
-  Result<Peak> peak_of(const CaseSpec& spec);
+  Result<Peak> find_peak(const CaseSpec& spec);
 
   const BenchOptions& options_;
   Device device_;
@@ -116,19 +116,19 @@ class Bench {
 
 // Measures a large square product of the same dtypes with the dispatcher's choice of
 // implementation.
-Result<Peak> Bench::peak_of(const CaseSpec& spec) {
+Result<Peak> Bench::find_peak(const CaseSpec& spec) {
   if (options_.peak > 0) return Peak{options_.peak * 1e12, "stated with --peak"};
-  const std::string dtype = words_of(spec.variant).front();
+  const std::string dtype = split_words(spec.variant).front();
   if (const auto known = peaks_.find(dtype); known != peaks_.end()) return known->second;
   for (const CaseSpec& product : te_fl::bench::all_cases()) {
-    if (product.op != "generic_gemm" || words_of(product.variant).front() != dtype) continue;
+    if (product.op != "generic_gemm" || split_words(product.variant).front() != dtype) continue;
     const int64_t n = device_.is_host() ? 2048 : 8192;
     std::vector<std::unique_ptr<PlacedCase>> one(1);
     TE_FL_ASSIGN_OR_RETURN(one[0], PlacedCase::make(product, {n, n, n}, device_));
     TE_FL_ASSIGN_OR_RETURN(const Timing timing, time_calls(device_, one, 0.3, nullptr));
     return peaks_[dtype] = {
                one[0]->work().flops / timing.seconds,
-               "generic_gemm " + product.variant + " " + text_of({n, n, n}) + ", measured here"};
+               "generic_gemm " + product.variant + " " + shape_text({n, n, n}) + ", measured here"};
   }
   return Peak{};
 }
@@ -161,7 +161,7 @@ Result<bool> Bench::verify(const CaseSpec& spec, Shape extents) const {
   std::string reason = "its results differ from the reference's";
   if (const auto held = te_fl::quarantines(); held.ok() && !held->empty())
     reason = held->back().reason;
-  return Status(te_fl::StatusCode::kDataLoss, "extents " + text_of(extents) + ": " + reason);
+  return Status(te_fl::StatusCode::kDataLoss, "extents " + shape_text(extents) + ": " + reason);
 }
 
 Status Bench::measure(Row& row) {
@@ -203,7 +203,7 @@ Row Bench::run(const CaseSpec& spec, const Shape& extents, const std::string& im
   row.status = measure(row);
   scope.reset();
   if (!row.status.ok() || row.flops == 0) return row;
-  if (auto peak = peak_of(spec); peak.ok()) {
+  if (auto peak = find_peak(spec); peak.ok()) {
     row.peak = *peak;
   } else {
     row.peak.from = "not known: " + peak.status().message();
@@ -211,7 +211,7 @@ Row Bench::run(const CaseSpec& spec, const Shape& extents, const std::string& im
   return row;
 }
 
-json json_of(const Row& r, const Bench& bench) {
+json to_json(const Row& r, const Bench& bench) {
   json out = {{"op", r.spec->op},
               {"case", r.spec->variant},
               {"axes", r.spec->axes},
@@ -261,7 +261,7 @@ void print(const std::vector<Row>& rows, const Bench& bench) {
   for (const Row& r : rows) {
     if (!r.status.ok()) continue;
     const Timing& t = r.timing;
-    table.add({r.spec->variant, text_of(r.extents), r.impl, fixed(t.seconds * 1e6, 1),
+    table.add({r.spec->variant, shape_text(r.extents), r.impl, fixed(t.seconds * 1e6, 1),
                fixed(100 * t.spread, 1) + "%", host ? "-" : fixed(t.host_seconds * 1e6, 1),
                fixed(static_cast<double>(r.bytes) / 1e6, 2),
                fixed(static_cast<double>(r.bytes) / t.seconds / 1e9, 1),
@@ -317,7 +317,7 @@ int list_cases(const std::vector<const CaseSpec*>& cases, bool as_json) {
     const CaseSpec& spec = *one;
     const bool sized = !spec.axes.empty();
     table.add({spec.op, spec.variant, sized ? spec.axes : "fixed",
-               sized ? text_of(spec.extents) : "-", sized ? text_of(spec.large) : "-"});
+               sized ? shape_text(spec.extents) : "-", sized ? shape_text(spec.large) : "-"});
   }
   table.print();
   return kSuccess;
@@ -341,18 +341,18 @@ int bench(const BenchOptions& options) {
         te_fl::invalid_argument("bench needs the name of an op; --list shows all"));
   }
   te_fl::OpManager::instance();
-  const auto cases = cases_of(options.op, options.dtype, options.variant);
+  const auto cases = find_cases(options.op, options.dtype, options.variant);
   if (!cases.ok()) return usage_problem(cases.status());
   if (options.list) return list_cases(*cases, options.json);
   const auto device = te_fl::parse_device(options.device);
   if (!device.ok()) return usage_problem(device.status());
   // loads the device's plugin, whose implementations the next line lists
   (void)te_fl::devices::find(*device);
-  const auto impls = implementations_of(options, *device);
+  const auto impls = list_implementations(options, *device);
   if (!impls.ok()) return usage_problem(impls.status());
   std::vector<std::pair<const CaseSpec*, Shape>> work;
   for (const CaseSpec* spec : *cases) {
-    const auto extents = extents_of(*spec, options.shape, *device);
+    const auto extents = parse_extents(*spec, options.shape, *device);
     if (!extents.ok()) return usage_problem(extents.status());
     work.emplace_back(spec, *extents);
   }
@@ -372,7 +372,7 @@ int bench(const BenchOptions& options) {
   }
   if (options.json) {
     json out = json::array();
-    for (const Row& row : rows) out.push_back(json_of(row, bench));
+    for (const Row& row : rows) out.push_back(to_json(row, bench));
     std::printf("%s\n", json_text(out).c_str());
   } else {
     print(rows, bench);

@@ -10,13 +10,13 @@ using te_fl::Result;
 using te_fl::bench::CaseSpec;
 using te_fl::bench::Shape;
 
-std::string text_of(const Shape& extents) {
+std::string shape_text(const Shape& extents) {
   std::string text;
   for (const int64_t e : extents) text += (text.empty() ? "" : "x") + std::to_string(e);
   return text;
 }
 
-std::vector<std::string> words_of(const std::string& text) {
+std::vector<std::string> split_words(const std::string& text) {
   std::vector<std::string> words(1);
   for (const char c : text) {
     if (c == ' ' || c == ',') {
@@ -31,7 +31,7 @@ std::vector<std::string> words_of(const std::string& text) {
 namespace {
 
 bool has_dtype(const CaseSpec& spec, const std::string& dtype) {
-  const auto words = words_of(spec.variant);
+  const auto words = split_words(spec.variant);
   const auto has = [&](const char* word) {
     return std::find(words.begin(), words.end(), word) != words.end();
   };
@@ -39,7 +39,7 @@ bool has_dtype(const CaseSpec& spec, const std::string& dtype) {
   return has(dtype.c_str());
 }
 
-std::string variants_of(const std::string& op) {
+std::string list_variants(const std::string& op) {
   std::string text;
   for (const CaseSpec& spec : te_fl::bench::all_cases()) {
     if (spec.op == op) text += (text.empty() ? "'" : ", '") + spec.variant + "'";
@@ -49,8 +49,8 @@ std::string variants_of(const std::string& op) {
 
 }  // namespace
 
-Result<std::vector<const CaseSpec*>> cases_of(const std::string& op, const std::string& dtype,
-                                              const std::string& variant) {
+Result<std::vector<const CaseSpec*>> find_cases(const std::string& op, const std::string& dtype,
+                                                const std::string& variant) {
   std::vector<const CaseSpec*> found;
   std::vector<std::string> names;
   for (const CaseSpec& spec : te_fl::bench::all_cases()) {
@@ -69,7 +69,7 @@ Result<std::vector<const CaseSpec*>> cases_of(const std::string& op, const std::
   }
   return te_fl::not_found(
       "no case of " + op + " matches" + (dtype.empty() ? "" : " --dtype '" + dtype + "'") +
-      (variant.empty() ? "" : " --case '" + variant + "'") + "; there are " + variants_of(op));
+      (variant.empty() ? "" : " --case '" + variant + "'") + "; there are " + list_variants(op));
 }
 
 namespace {
@@ -91,7 +91,7 @@ te_fl::Status check_size(const Shape& extents, const std::string& shape) {
 
 }  // namespace
 
-Result<Shape> extents_of(const CaseSpec& spec, const std::string& shape, const Device& device) {
+Result<Shape> parse_extents(const CaseSpec& spec, const std::string& shape, const Device& device) {
   const Shape& usual = device.is_host() ? spec.extents : spec.large;
   if (shape.empty()) return usual;
   if (spec.axes.empty()) {
@@ -115,7 +115,7 @@ Result<Shape> extents_of(const CaseSpec& spec, const std::string& shape, const D
   }
   return te_fl::invalid_argument("--shape " + shape + ": " + spec.op + " takes " +
                                  std::to_string(usual.size()) + " extents, " + spec.axes +
-                                 ", for example " + text_of(usual));
+                                 ", for example " + shape_text(usual));
 }
 
 }  // namespace te_fl_tool

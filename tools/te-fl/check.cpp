@@ -338,7 +338,7 @@ int check_plugin(const CheckOptions& requested) {
   CheckOptions options = requested;
   const bool is_name = options.plugin.find('/') == std::string::npos;
   if (!options.python.empty() && (options.plugin.empty() || !is_name)) {
-    complain("check --python wants the name of a module, as import takes it");
+    complain("check --python requires the name of an importable module");
     return kUsage;
   }
   std::error_code unknown;
@@ -346,12 +346,12 @@ int check_plugin(const CheckOptions& requested) {
       std::filesystem::is_regular_file(options.plugin, unknown))
     options.plugin = "./" + options.plugin;
   if (options.plugin.empty() == options.builtin.empty()) {
-    complain("check wants a plugin (a path, or a name from the manifests), or --builtin NAME");
+    complain("check requires a plugin (a path, or a name from the manifests), or --builtin NAME");
     return kUsage;
   }
   if (const bool is_path = options.plugin.find('/') != std::string::npos; is_path) {
     if (const std::string why = why_unreadable(options.plugin); !why.empty()) {
-      complain(why + "; check wants the library that the plugin was built to");
+      complain(why + "; check requires the library that the plugin was built to");
       return kUsage;
     }
   }

@@ -18,7 +18,7 @@
 namespace te_fl_tool::check {
 namespace {
 
-std::vector<std::string> words_of(const CheckOptions& o) {
+std::vector<std::string> make_command_line(const CheckOptions& o) {
   std::vector<std::string> words = {"te-fl", "check", "--worker", "--seed", std::to_string(o.seed)};
   const auto add = [&](const char* option, const std::string& value) {
     if (!value.empty()) words.insert(words.end(), {option, value});
@@ -31,8 +31,8 @@ std::vector<std::string> words_of(const CheckOptions& o) {
 }
 
 // Returns the command line that starts a worker in Python: the package's te_fl._check passes these
-// options to serve_text().
-std::vector<std::string> python_words_of(const CheckOptions& o) {
+// options to serve_json().
+std::vector<std::string> make_python_command_line(const CheckOptions& o) {
   const nlohmann::json options = {{"plugin", o.plugin}, {"op", o.op},        {"family", o.family},
                                   {"impl", o.impl},     {"case", o.name},    {"seed", o.seed},
                                   {"quick", o.quick},   {"python", o.python}};
@@ -76,7 +76,7 @@ bool Child::start() {
   if (output_ < 0 || pipe2(orders, O_CLOEXEC) != 0) return false;
   if (pipe2(answers, O_CLOEXEC) != 0) return close(orders[0]), close(orders[1]), false;
   const bool python = !options_.python.empty();
-  auto words = python ? python_words_of(options_) : words_of(options_),
+  auto words = python ? make_python_command_line(options_) : make_command_line(options_),
        environment = environment_of_children();
   auto argv = pointers(words), envp = pointers(environment);
   posix_spawn_file_actions_t actions;

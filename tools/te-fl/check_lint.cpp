@@ -110,7 +110,7 @@ std::vector<Finding> lint(const std::string& path, bool& stop) {
             elf.executable_stack ? "requests an executable stack; assembler files need a "
                                    ".note.GNU-stack section"
                                  : "",
-            "not asked for");
+            "not requested");
   lint.rule("text relocations",
             elf.text_relocations ? "has text relocations; compile with -fPIC" : "", "none");
   lint.rule("build id",

@@ -36,7 +36,7 @@ constexpr std::chrono::seconds kGrace{10}, kGraceOfLost{3};
 // time-out, which is a third of this limit.
 constexpr double kLeastLimitS = 60;
 
-std::vector<std::string> environment_of(int rank, const std::string& store) {
+std::vector<std::string> make_environment(int rank, const std::string& store) {
   std::vector<std::string> all = environment_of_children();
   std::erase_if(all, [](const std::string& entry) {
     static const char* const dropped[] = {"TE_FL_RANK=", "TE_FL_WORLD_SIZE=", "TE_FL_LOCAL_RANK=",
@@ -97,15 +97,15 @@ class Job {
     for (const Rank& rank : ranks_)
       if (rank.pid < 0) return "no process could be started";
     wait_for_ends(seconds);
-    if (lost_ >= 0) return words_of(lost_, ranks_[static_cast<size_t>(lost_)].end());
+    if (lost_ >= 0) return describe_failure(lost_, ranks_[static_cast<size_t>(lost_)].end());
     for (int r = 0; r < kRanks; ++r) {
       if (ranks_[static_cast<size_t>(r)].pid < 0) continue;
-      if (first_ >= 0) return words_of(first_, "ended before the others had run all cases");
-      return words_of(r, "did not end within " + std::to_string(static_cast<int>(seconds)) +
-                             " s (three times --time-limit, at least a minute)");
+      if (first_ >= 0) return describe_failure(first_, "ended before the others had run all cases");
+      return describe_failure(r, "did not end within " + std::to_string(static_cast<int>(seconds)) +
+                                     " s (three times --time-limit, at least a minute)");
     }
     if (WEXITSTATUS(ranks_[0].status) <= 1 && !rows().is_array())
-      return words_of(0, "ended before it had written what the ranks found");
+      return describe_failure(0, "ended before it had written what the ranks found");
     return {};
   }
 
@@ -147,7 +147,7 @@ class Job {
     Rank& rank = ranks_[static_cast<size_t>(r)];
     rank.output = memfd_create("te-fl-check", MFD_CLOEXEC);
     words.insert(words.end(), {"--json", folder_ + "/results.json"});
-    std::vector<std::string> environment = environment_of(r, folder_ + "/store");
+    std::vector<std::string> environment = make_environment(r, folder_ + "/store");
     const std::vector<char*> argv = pointers(words), envp = pointers(environment);
     const pid_t parent = getpid();
     rank.pid = rank.output < 0 ? -1 : fork();
@@ -159,7 +159,7 @@ class Job {
     _exit(127);
   }
 
-  std::string words_of(int r, const std::string& what) const {
+  std::string describe_failure(int r, const std::string& what) const {
     const std::string printed = last_lines(ranks_[static_cast<size_t>(r)].output);
     return "the process of rank " + std::to_string(r) + " " + what +
            (printed.empty() ? "" : "; it printed: " + printed);

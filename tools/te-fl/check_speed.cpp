@@ -16,7 +16,7 @@ using nlohmann::json;
 
 // Runs te-fl with these arguments and returns its standard output; empty if it failed. An alarm
 // kills a hanging op, whose row is then missing.
-std::string output_of(const std::vector<std::string>& words, const std::string& plugin) {
+std::string run_for_output(const std::vector<std::string>& words, const std::string& plugin) {
   int out[2];
   if (pipe2(out, O_CLOEXEC) != 0) return {};
   const pid_t child = fork();
@@ -46,11 +46,11 @@ std::string output_of(const std::vector<std::string>& words, const std::string& 
 }
 
 // Returns the timed cases of a dtype; of all dtypes if it is empty.
-json rows_of(const Target& t, const std::string& plugin, const std::string& dtype) {
+json bench_rows(const Target& t, const std::string& plugin, const std::string& dtype) {
   std::vector<std::string> words = {"bench",     t.op,   "--impl", t.impl, "--device", t.device,
                                     "--seconds", "0.05", "--peak", "1",    "--json",   "--verify"};
   if (!dtype.empty()) words.insert(words.end(), {"--dtype", dtype});
-  const json all = json::parse(output_of(words, plugin), nullptr, false);
+  const json all = json::parse(run_for_output(words, plugin), nullptr, false);
   json rows = json::array();
   if (all.is_array())
     for (const json& row : all)
@@ -58,7 +58,7 @@ json rows_of(const Target& t, const std::string& plugin, const std::string& dtyp
   return rows;
 }
 
-std::string command_of(const Target& t, const std::string& variant, const std::string& plugin) {
+std::string make_command(const Target& t, const std::string& variant, const std::string& plugin) {
   return (plugin.empty() ? "" : "TE_FL_PLUGIN_MODULES='" + plugin + "' ") + "te-fl bench " + t.op +
          " --impl " + t.impl + " --device " + t.device + " --case '" + variant + "' --verify";
 }
@@ -76,8 +76,8 @@ std::vector<Finding> measure_speed(const CheckOptions& options, Report& report) 
     // Times the BF16 cases, the usual dtype of these ops; all dtypes if the implementation has no
     // BF16.
     const std::string plugin = options.builtin.empty() ? report.path : "";
-    json rows = rows_of(t, plugin, "bf16");
-    if (rows.empty()) rows = rows_of(t, plugin, "");
+    json rows = bench_rows(t, plugin, "bf16");
+    if (rows.empty()) rows = bench_rows(t, plugin, "");
     for (const json& row : rows) {
       const bool differs = row.contains("differs");
       if (differs || row["verified"])
@@ -91,7 +91,7 @@ std::vector<Finding> measure_speed(const CheckOptions& options, Report& report) 
                                                   "' of te-fl bench, " +
                                                   row["differs"].get<std::string>()
                                             : "",
-                         .reproduce = differs ? command_of(t, row["case"], plugin) : ""});
+                         .reproduce = differs ? make_command(t, row["case"], plugin) : ""});
       if (differs) continue;
       report.speeds.push_back({t.op, t.impl, t.device, row["case"], row["time_us"], row["GB_per_s"],
                                row["GB_per_s"].get<double>() / row["copy_GB_per_s"].get<double>()});

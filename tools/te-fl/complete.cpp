@@ -35,7 +35,7 @@ Words device_names() {
 }
 
 template <class T>
-Words names_of(int count) {
+Words list_names(int count) {
   Words names;
   for (int i = 0; i < count; ++i) names.emplace_back(te_fl::name(static_cast<T>(i)));
   return names;
@@ -61,9 +61,9 @@ const std::map<std::string, Values>& values_by_name() {
       {"impl", {implementations, true}},
       {"device", {[](const std::string&) { return device_names(); }}},
       {"dtype",
-       {[](const std::string&) { return names_of<te_fl::DType>(TE_FL_DTYPE_COUNT); }, true}},
+       {[](const std::string&) { return list_names<te_fl::DType>(TE_FL_DTYPE_COUNT); }, true}},
       {"scaling",
-       {[](const std::string&) { return names_of<te_fl::Scaling>(TE_FL_SCALING_COUNT); }, true}},
+       {[](const std::string&) { return list_names<te_fl::Scaling>(TE_FL_SCALING_COUNT); }, true}},
       {"set", {[](const std::string&) { return settings(); }}},
       {"builtin", {[](const std::string&) {
          return Words{"cpu", "reference"};

@@ -89,7 +89,7 @@ void check_quarantines(Report& report) {
   if (!entries.ok()) return;
   for (const te_fl::Quarantine& q : *entries) {
     report.add(Level::kNote,
-               "quarantine: " + q.impl_id + " of " + q.owner + " does not serve " + q.op + " on " +
+               "quarantine: " + q.impl_id + " of " + q.owner + " is not used for " + q.op + " on " +
                    (q.chip.empty() ? "the chip" : q.chip) + " as it was built then: " + q.reason,
                "the signature that `te-fl quarantine list` names, by that implementation",
                (q.replay.empty() ? "" : "`" + q.replay + "` shows it again; ") +
@@ -138,7 +138,7 @@ void check_plugins(Report& report) {
           p.state == te_fl::plugins::State::kFailed || p.state == te_fl::plugins::State::kAbandoned;
       report.add(failed || is_missed(p) ? Level::kProblem : Level::kNote,
                  name + ": " + state + " (" + p.origin + "): " + p.reason,
-                 failed ? "its ops and devices; other implementations serve" : "");
+                 failed ? "its ops and devices; other implementations run" : "");
     }
   }
 }
@@ -242,7 +242,7 @@ void check_hardware(Report& report) {
         active = active || (p.name == k.plugin && p.state == te_fl::plugins::State::kActive);
       }
       const std::string where = std::string(k.name) + " device " + entry.path().filename().string();
-      active ? report.add(Level::kGood, where + ": served by plugin " + k.plugin)
+      active ? report.add(Level::kGood, where + ": used by plugin " + k.plugin)
              : report.add(Level::kNote, where + ": no active plugin " + k.plugin,
                           "calls run on the host",
                           std::string("install the plugin's manifest in one of the folders above "
@@ -250,7 +250,7 @@ void check_hardware(Report& report) {
     }
   }
   if (!any)
-    report.add(Level::kNote, "no accelerator on the PCI bus; the host backends serve all calls");
+    report.add(Level::kNote, "no accelerator on the PCI bus; the host backends run all calls");
 }
 
 }  // namespace

@@ -25,8 +25,8 @@ Status apply_settings(const std::vector<std::string>& settings) {
   return {};
 }
 
-te_fl::Result<te_fl::CallProfile> profile_of(const ExplainOptions& options,
-                                             const te_fl::Device& device) {
+te_fl::Result<te_fl::CallProfile> make_profile(const ExplainOptions& options,
+                                               const te_fl::Device& device) {
   te_fl::CallProfile profile;
   profile.device = device;
   for (const auto& text : options.dtypes) {
@@ -41,14 +41,14 @@ te_fl::Result<te_fl::CallProfile> profile_of(const ExplainOptions& options,
 }
 
 // A call of te-fl bench to explain.
-struct Asked {
+struct RequestedCase {
   std::string name;  // name of the case; empty: no call was requested
   te_fl::bench::Shape extents;
   std::vector<std::string> others;  // further matching cases
 };
 
 te_fl::Result<te_fl::Decision> ask_case(const ExplainOptions& options, const te_fl::Device& device,
-                                        Asked& asked) {
+                                        RequestedCase& requested) {
   if (!options.scalings.empty() || options.dtypes.size() > 1) {
     return te_fl::invalid_argument(
         "--shape and --case ask about a call of `te-fl bench --list`, which one --dtype may "
@@ -56,26 +56,27 @@ te_fl::Result<te_fl::Decision> ask_case(const ExplainOptions& options, const te_
         "--scaling and several dtypes describe calls without a shape");
   }
   const std::string dtype = options.dtypes.empty() ? "" : options.dtypes.front();
-  TE_FL_ASSIGN_OR_RETURN(const auto cases, cases_of(options.op, dtype, options.variant));
+  TE_FL_ASSIGN_OR_RETURN(const auto cases, find_cases(options.op, dtype, options.variant));
   const te_fl::bench::CaseSpec& spec = *cases.front();
-  TE_FL_ASSIGN_OR_RETURN(asked.extents, extents_of(spec, options.shape, device));
-  asked.name = spec.variant;
-  for (size_t i = 1; i < cases.size(); ++i) asked.others.push_back(cases[i]->variant);
+  TE_FL_ASSIGN_OR_RETURN(requested.extents, parse_extents(spec, options.shape, device));
+  requested.name = spec.variant;
+  for (size_t i = 1; i < cases.size(); ++i) requested.others.push_back(cases[i]->variant);
   TE_FL_RETURN_IF_ERROR(te_fl::devices::find(device).status());
-  TE_FL_ASSIGN_OR_RETURN(const auto placed, PlacedCase::make(spec, asked.extents, device));
+  TE_FL_ASSIGN_OR_RETURN(const auto placed, PlacedCase::make(spec, requested.extents, device));
   return placed->resolve();
 }
 
-void print_json(const te_fl::Decision& r, const te_fl::Device& device, const Asked& asked) {
+void print_json(const te_fl::Decision& r, const te_fl::Device& device,
+                const RequestedCase& requested) {
   json out = {{"op", r.op},
               {"impl_id", r.impl_id},
               {"policy", r.policy},
               {"device", te_fl::to_string(device)},
               {"device_present", te_fl::devices::find(device).ok()},
               {"candidates", json::array()}};
-  if (!asked.name.empty()) {
-    out["case"] = asked.name;
-    out["extents"] = asked.extents;
+  if (!requested.name.empty()) {
+    out["case"] = requested.name;
+    out["extents"] = requested.extents;
     out["runs"] = r.runs;
     if (!r.silent.empty()) out["runs_not_said"] = r.silent;
   }
@@ -93,19 +94,20 @@ void print_json(const te_fl::Decision& r, const te_fl::Device& device, const Ask
   std::printf("%s\n", json_text(out).c_str());
 }
 
-void print_case(const Asked& asked) {
-  std::printf("call: case '%s' of te-fl bench%s%s", asked.name.c_str(),
-              asked.extents.empty() ? "" : ", ", text_of(asked.extents).c_str());
+void print_case(const RequestedCase& requested) {
+  std::printf("call: case '%s' of te-fl bench%s%s", requested.name.c_str(),
+              requested.extents.empty() ? "" : ", ", shape_text(requested.extents).c_str());
   std::string others;
-  for (const std::string& name : asked.others)
+  for (const std::string& name : requested.others)
     others += (others.empty() ? "'" : ", '") + name + "'";
   if (!others.empty()) std::printf(" (--case takes another: %s)", others.c_str());
   std::printf("\n");
 }
 
-void print_table(const te_fl::Decision& r, const te_fl::Device& device, const Asked& asked) {
+void print_table(const te_fl::Decision& r, const te_fl::Device& device,
+                 const RequestedCase& requested) {
   std::printf("%s under policy: %s\n", paint(Color::kBold, r.op).c_str(), r.policy.c_str());
-  if (!asked.name.empty()) print_case(asked);
+  if (!requested.name.empty()) print_case(requested);
   std::printf("\n");
   Table table({"", "implementation", "kind", "priority", "from", "reason"});
   for (const auto& c : r.candidates) {
@@ -121,7 +123,7 @@ void print_table(const te_fl::Decision& r, const te_fl::Device& device, const As
     std::printf("\nruns %s, which does not say which kernel: %s\n", r.impl_id.c_str(),
                 r.silent.c_str());
   }
-  if (r.impl_id.empty()) std::printf("\nNo implementation would serve this call.\n");
+  if (r.impl_id.empty()) std::printf("\nNo implementation would run this call.\n");
   const auto found = te_fl::devices::find(device);
   if (!found.ok()) {
     std::printf("\nThis is what would be chosen if the device were here, but %s.\n",
@@ -156,17 +158,17 @@ int explain(const ExplainOptions& options) {
     complain(found.status().to_string());
     return kUsage;
   }
-  Asked asked;
+  RequestedCase requested;
   te_fl::Result<te_fl::Decision> decision = te_fl::Decision();
   if (!options.shape.empty() || !options.variant.empty()) {
-    decision = ask_case(options, *device, asked);
+    decision = ask_case(options, *device, requested);
     // If no bench case was found, the error is one in the command's arguments.
-    if (!decision.ok() && asked.name.empty()) {
+    if (!decision.ok() && requested.name.empty()) {
       complain(decision.status().message());
       return kUsage;
     }
   } else {
-    const auto profile = profile_of(options, *device);
+    const auto profile = make_profile(options, *device);
     if (!profile.ok()) {
       complain(profile.status().to_string());
       return kUsage;
@@ -177,7 +179,8 @@ int explain(const ExplainOptions& options) {
     complain(decision.status().to_string());
     return kProblem;
   }
-  options.json ? print_json(*decision, *device, asked) : print_table(*decision, *device, asked);
+  options.json ? print_json(*decision, *device, requested)
+               : print_table(*decision, *device, requested);
   return decision->impl_id.empty() ? kNoCandidate : kSuccess;
 }
 

@@ -40,7 +40,7 @@ Color color_of(te_fl::plugins::State state) {
 // Returns a plugin's findings about its devices and the libraries that it uses. Returns none for a
 // plugin without devices: its libraries do not matter then, and loading them takes time; `te-fl
 // doctor` loads them nevertheless.
-std::vector<te_fl::plugins::Finding> findings_of(const te_fl::plugins::PluginInfo& p) {
+std::vector<te_fl::plugins::Finding> list_findings(const te_fl::plugins::PluginInfo& p) {
   if (p.state != te_fl::plugins::State::kActive || p.devices.empty()) return {};
   auto found = te_fl::plugins::diagnose(p.name);
   if (!found.ok()) {
@@ -93,7 +93,7 @@ json staging_json(const te_fl::PolicySettings& s) {
 
 std::string staging_text(const te_fl::PolicySettings& s) {
   if (s.max_staged_bytes == 0u) return "forbidden (TE_FL_MAX_STAGED_BYTES=0)";
-  std::string text = "host implementations serve tensors of other devices on copies, ";
+  std::string text = "host implementations run calls of other devices on copies, ";
   text += s.max_staged_bytes ? "up to " + std::to_string(*s.max_staged_bytes) +
                                    " bytes a call (TE_FL_MAX_STAGED_BYTES)"
                              : "of any size";
@@ -127,7 +127,7 @@ int info(bool as_json) {
   if (auto entries = te_fl::quarantines(); entries.ok()) quarantined = *std::move(entries);
   // comes first, because plugins may measure their devices for their findings
   std::vector<Findings> findings;
-  for (const auto& p : plugins) findings.push_back(findings_of(p));
+  for (const auto& p : plugins) findings.push_back(list_findings(p));
   const std::string abi = std::to_string(TE_FL_ABI_MAJOR) + "." + std::to_string(TE_FL_ABI_MINOR);
   if (as_json) {
     json out = {{"version", TE_FL_VERSION},
@@ -170,8 +170,10 @@ int info(bool as_json) {
   device_table.print();
   if (policy.ok()) std::printf("Staging: %s\n", staging_text(policy->settings()).c_str());
   if (!quarantined.empty())
-    std::printf("Quarantine: %zu in %s do not serve what they got wrong (te-fl quarantine list)\n",
-                quarantined.size(), te_fl::quarantine_file().c_str());
+    std::printf(
+        "Quarantine: %zu in %s are not used for calls that they computed wrongly (te-fl quarantine "
+        "list)\n",
+        quarantined.size(), te_fl::quarantine_file().c_str());
   std::printf("\nPlugins\n");
   Table plugin_table(
       {"plugin", "vendor", "version", "abi", "state", "ops", "ranks by", "start", "from"});

@@ -118,7 +118,7 @@ NamedCommand named_command(const CLI::App& app) {
   return named;
 }
 
-std::vector<std::string> commands_of(const CLI::App& app) {
+std::vector<std::string> list_commands(const CLI::App& app) {
   std::vector<std::string> names;
   for (const CLI::App* sub : app.get_subcommands({})) names.push_back(sub->get_name());
   return names;
@@ -132,7 +132,7 @@ void complain_of_argument(const CLI::App& app) {
   const auto dashed = std::find_if(extras.begin(), extras.end(),
                                    [](const std::string& word) { return word.rfind('-', 0) == 0; });
   const std::string word = dashed == extras.end() ? extras.front() : *dashed;
-  std::vector<std::string> names = commands_of(*command);
+  std::vector<std::string> names = list_commands(*command);
   for (const CLI::Option* option : command->get_options()) names.push_back(option->get_name());
   complain("unknown argument '" + word + "'" + did_you_mean(word.substr(0, word.find('=')), names) +
            " (" + path + " --help lists all)");
@@ -151,7 +151,7 @@ std::string mistake(const CLI::App& command, const CLI::ParseError& error) {
   if (dynamic_cast<const CLI::ArgumentMismatch*>(&error) != nullptr) {
     return text.substr(0, text.find(':')) + " requires a value";
   }
-  const std::vector<std::string> commands = commands_of(command);
+  const std::vector<std::string> commands = list_commands(command);
   if (dynamic_cast<const CLI::RequiredError*>(&error) == nullptr || commands.empty()) return text;
   std::string all;
   for (const std::string& name : commands) all += (all.empty() ? "" : ", ") + name;
@@ -163,7 +163,7 @@ std::string mistake(const CLI::App& command, const CLI::ParseError& error) {
 int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
   if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
   if (argc > 1 && argv[1][0] != '-') {
-    const std::vector<std::string> names = commands_of(app);
+    const std::vector<std::string> names = list_commands(app);
     if (std::find(names.begin(), names.end(), argv[1]) == names.end()) {
       complain(std::string("unknown command '") + argv[1] + "'" + did_you_mean(argv[1], names) +
                " (te-fl --help lists all)");

@@ -19,7 +19,7 @@ namespace fs = std::filesystem;
 constexpr size_t kLongestName = 40;
 
 // Returns what is wrong with the name, or "".
-std::string problem_of(const std::string& name) {
+std::string find_name_problem(const std::string& name) {
   const auto letter = [](char c) { return c >= 'a' && c <= 'z'; };
   bool good = !name.empty() && letter(name[0]) && name.size() <= kLongestName;
   for (const char c : name) good = good && (letter(c) || (c >= '0' && c <= '9') || c == '_');
@@ -47,7 +47,7 @@ std::string filled(std::string text, const NewBackendOptions& options) {
   return text;
 }
 
-std::vector<ProjectFile> files_of(const NewBackendOptions& options) {
+std::vector<ProjectFile> list_files(const NewBackendOptions& options) {
   std::vector<ProjectFile> files;
   for (const ProjectFile& file : project_files())
     if (options.device || !file.device_only) files.push_back(file);
@@ -56,7 +56,7 @@ std::vector<ProjectFile> files_of(const NewBackendOptions& options) {
 
 // Throws fs::filesystem_error.
 void write_project(const fs::path& folder, const NewBackendOptions& options) {
-  for (const ProjectFile& file : files_of(options)) {
+  for (const ProjectFile& file : list_files(options)) {
     const fs::path path = folder / filled(file.path, options);
     fs::create_directories(path.parent_path());
     std::ofstream out(path);
@@ -74,7 +74,7 @@ void write_project(const fs::path& folder, const NewBackendOptions& options) {
 }  // namespace
 
 int new_backend(const NewBackendOptions& options) {
-  if (const std::string problem = problem_of(options.name); !problem.empty()) {
+  if (const std::string problem = find_name_problem(options.name); !problem.empty()) {
     complain(problem);
     return kUsage;
   }
@@ -94,7 +94,7 @@ int new_backend(const NewBackendOptions& options) {
     return kProblem;
   }
   std::printf("wrote the backend '%s' to %s\n\n", options.name.c_str(), options.folder.c_str());
-  for (const ProjectFile& file : files_of(options))
+  for (const ProjectFile& file : list_files(options))
     std::printf("  %s\n", filled(file.path, options).c_str());
   std::printf("\nBuild and certify it:\n  cd %s && ./ci.sh\n", options.folder.c_str());
   return kSuccess;

@@ -287,7 +287,7 @@ constexpr Mark kDeviceMarks[] = {
     {"@WHAT@",
      "It provides the device ext:@NAME@:0 and implements relu there in F32 and BF16, as a start; "
      "what "
-     "else is called on its\ntensors is served by the host on copies."},
+     "else is called on its\ntensors is run by the host on copies."},
     {"@DEVICE_ROW@", "| src/device.cpp | the device: memory, copies, properties |\n"},
     {"@EXPLAIN@", "--device ext:@NAME@:0"},
 };

@@ -13,7 +13,7 @@ namespace {
 using nlohmann::json;
 
 template <class T>
-std::vector<std::string> names_of(uint64_t mask, int count) {
+std::vector<std::string> list_names(uint64_t mask, int count) {
   std::vector<std::string> names;
   for (int i = 0; i < count; ++i) {
     if ((mask >> i & 1) != 0) names.emplace_back(te_fl::name(static_cast<T>(i)));
@@ -27,22 +27,22 @@ std::string joined(const std::vector<std::string>& words) {
   return text;
 }
 
-std::vector<std::string> dtypes_of(const te_fl::Quarantine& q) {
-  return names_of<te_fl::DType>(q.dtypes, TE_FL_DTYPE_COUNT);
+std::vector<std::string> list_dtypes(const te_fl::Quarantine& q) {
+  return list_names<te_fl::DType>(q.dtypes, TE_FL_DTYPE_COUNT);
 }
-std::vector<std::string> scalings_of(const te_fl::Quarantine& q) {
-  return names_of<te_fl::Scaling>(q.scalings, TE_FL_SCALING_COUNT);
+std::vector<std::string> list_scalings(const te_fl::Quarantine& q) {
+  return list_names<te_fl::Scaling>(q.scalings, TE_FL_SCALING_COUNT);
 }
 
-json entry_of(const te_fl::Quarantine& q) {
+json to_json(const te_fl::Quarantine& q) {
   return {{"op", q.op},
           {"impl_id", q.impl_id},
           {"owner", q.owner},
           {"build_id", q.build_id},
           {"chip", q.chip},
           {"driver", q.driver},
-          {"dtypes", dtypes_of(q)},
-          {"scalings", scalings_of(q)},
+          {"dtypes", list_dtypes(q)},
+          {"scalings", list_scalings(q)},
           {"reason", q.reason},
           {"case", q.case_file},
           {"replay", q.replay}};
@@ -57,7 +57,7 @@ int list(bool as_json) {
   const std::string file = te_fl::quarantine_file();
   if (as_json) {
     json out = {{"file", file}, {"entries", json::array()}};
-    for (const te_fl::Quarantine& q : *entries) out["entries"].push_back(entry_of(q));
+    for (const te_fl::Quarantine& q : *entries) out["entries"].push_back(to_json(q));
     std::printf("%s\n", json_text(out).c_str());
     return kSuccess;
   }
@@ -68,7 +68,7 @@ int list(bool as_json) {
   }
   Table table({"op", "implementation", "from", "dtypes", "scaling", "on", "why"});
   for (const te_fl::Quarantine& q : *entries) {
-    table.add({q.op, q.impl_id, q.owner, joined(dtypes_of(q)), joined(scalings_of(q)),
+    table.add({q.op, q.impl_id, q.owner, joined(list_dtypes(q)), joined(list_scalings(q)),
                q.chip + (q.driver.empty() ? "" : ", " + q.driver), q.reason});
   }
   table.print();

@@ -21,7 +21,7 @@ std::string token_text(const te_fl::PolicyToken& token) {
   return std::string(te_fl::to_string(token.kind));
 }
 
-json entry_of(const te_fl::TunedSignature& row) {
+json to_json(const te_fl::TunedSignature& row) {
   json dtypes = json::array(), scalings = json::array(), use = json::array();
   std::string note;
   for (int i = 0; i < TE_FL_DTYPE_COUNT; ++i) {
@@ -92,7 +92,7 @@ int tune(const TuneOptions& options) {
     if (row.times.empty()) continue;
     const bool pinned = !row.list.use.empty();
     left += pinned ? 0 : 1;
-    if (pinned) out["per_signature"].push_back(entry_of(row));
+    if (pinned) out["per_signature"].push_back(to_json(row));
     const bool two = row.times.size() > 1;
     table.add({row.list.op, row.list.device, sizes(row.list), std::to_string(row.count),
                pinned ? "yes" : "no", row.times[0].impl_id, us(row, 0),

@@ -66,7 +66,7 @@ Lengths lengths(const te_fl_tensor* cu, const te_fl_tensor* padded) {
 }
 
 template <class Args>
-Attention attention_of(const te_fl_context& ctx, const Args& a, const AttentionProblem& p) {
+Attention make_attention(const te_fl_context& ctx, const Args& a, const AttentionProblem& p) {
   Attention r{};
   r.q = read_heads(*a.q, a.layout);
   r.k = read_heads(*a.k, a.layout);
@@ -179,19 +179,19 @@ void place_scratch(const AttentionProblem& problem, const AttentionScratch& s, c
   place(p.keep, s.keep, problem.batch, problem.heads);
 }
 
-AttentionScratch scratch_of(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a,
+AttentionScratch make_scratch(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a,
                             const AttentionProblem& p) {
   if (!choose_attention(architecture(ctx.device.index), a).tensor_cores()) return {};
   return forward_scratch(p);
 }
 size_t forward_workspace(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a) {
-  return scratch_of(ctx, a, backend::attention_problem(a)).bytes() + CodesOutputs::bytes(*a.o);
+  return make_scratch(ctx, a, backend::attention_problem(a)).bytes() + CodesOutputs::bytes(*a.o);
 }
 
 void fused_attn_fwd(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a) {
   const AttentionProblem problem = backend::attention_problem(a);
-  Attention p = attention_of(ctx, a, problem);
-  const AttentionScratch scratch = scratch_of(ctx, a, problem);
+  Attention p = make_attention(ctx, a, problem);
+  const AttentionScratch scratch = make_scratch(ctx, a, problem);
   auto* const memory = static_cast<char*>(ctx.workspace);
   place_scratch(problem, scratch, memory, p, false);
   CodesOutputs outputs(ctx, memory + scratch.bytes());
@@ -206,30 +206,30 @@ void fused_attn_fwd(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a
 }
 
 // Returns the bytes of two FP32 sums per row of the scores. These sums are at the start of the
-// call's workspace, before the scratch that scratch_of() describes.
+// call's workspace, before the scratch that make_scratch() describes.
 size_t row_sum_bytes(const te_fl_fused_attn_bwd_args& a) {
   const int64_t bytes = backend::numel(*a.softmax_lse) * static_cast<int64_t>(2 * sizeof(float));
   return static_cast<size_t>(round_up(bytes, 256));
 }
 // Returns the sizes of the tensor-core kernels' scratch, which follows the row sums in the
 // workspace. All are 0 for the scalar kernels.
-AttentionScratch scratch_of(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a,
+AttentionScratch make_scratch(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a,
                             const AttentionProblem& p) {
   if (!choose_attention(architecture(ctx.device.index), a).tensor_cores()) return {};
   return backward_scratch(p, a.dbias != nullptr, most_attention_scratch);
 }
 size_t backward_workspace(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a) {
-  return row_sum_bytes(a) + scratch_of(ctx, a, backend::attention_problem(a)).bytes() +
+  return row_sum_bytes(a) + make_scratch(ctx, a, backend::attention_problem(a)).bytes() +
          CodesOutputs::bytes(*a.dq) + CodesOutputs::bytes(*a.dk) + CodesOutputs::bytes(*a.dv);
 }
 
 void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a) {
   const AttentionProblem problem = backend::attention_problem(a);
-  Attention p = attention_of(ctx, a, problem);
+  Attention p = make_attention(ctx, a, problem);
   AttentionGradients g{};
   g.o = read_heads(*a.o, a.layout);
   g.d_o = read_heads(*a.d_o, a.layout);
-  const AttentionScratch scratch = scratch_of(ctx, a, problem);
+  const AttentionScratch scratch = make_scratch(ctx, a, problem);
   char* const memory = static_cast<char*>(ctx.workspace) + row_sum_bytes(a);
   place_scratch(problem, scratch, memory, p, true);
   if (scratch.score_gradients > 0) {
@@ -259,7 +259,7 @@ void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a
 }
 
 template <class Args>
-std::string words_of(const te_fl_context& ctx, const Args& a) {
+std::string describe_choice(const te_fl_context& ctx, const Args& a) {
   return "attention kernels " + choose_attention(architecture(ctx.device.index), a).text();
 }
 
@@ -287,14 +287,14 @@ void append_attention(std::vector<te_fl_op_desc>& ops) {
   ops.back().later_args = "softcap";
   ops.back().workspace = backend::workspace_thunk<te_fl_fused_attn_fwd_args, forward_workspace>;
   ops.back().describe =
-      backend::describe_thunk<te_fl_fused_attn_fwd_args, words_of<te_fl_fused_attn_fwd_args>>;
+      backend::describe_thunk<te_fl_fused_attn_fwd_args, describe_choice<te_fl_fused_attn_fwd_args>>;
   ops.push_back(
       descriptor<te_fl_fused_attn_bwd_args, fused_attn_bwd, refuse_backward>("fused_attn_bwd"));
   ops.back().dtypes = kDtypes;
   ops.back().later_args = "softcap";
   ops.back().workspace = backend::workspace_thunk<te_fl_fused_attn_bwd_args, backward_workspace>;
   ops.back().describe =
-      backend::describe_thunk<te_fl_fused_attn_bwd_args, words_of<te_fl_fused_attn_bwd_args>>;
+      backend::describe_thunk<te_fl_fused_attn_bwd_args, describe_choice<te_fl_fused_attn_bwd_args>>;
   ops.push_back(descriptor<te_fl_get_fused_attn_backend_args, get_fused_attn_backend>(
       "get_fused_attn_backend"));
   ops.back().describe = backend::describe_thunk<te_fl_get_fused_attn_backend_args, enquiry_words>;

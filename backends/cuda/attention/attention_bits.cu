@@ -12,12 +12,12 @@ constexpr int kBlock = kFixed;    // threads; they pack 32 queries by 128 keys p
 constexpr int kRun = 8 * kBlock;  // number of keys per block
 
 // Returns one bit per byte, lowest byte first. A bit is set if its byte is not 0.
-__device__ inline uint32_t bits_of(uint32_t bytes) {
+__device__ inline uint32_t pack_bits(uint32_t bytes) {
   const uint32_t high = ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | bytes) & 0x80808080u;
   return (high >> 7) * 0x10204080u >> 28;  // the product gathers the four bits in the top four
 }
-__device__ inline uint32_t bits_of(const uint4& v) {
-  return bits_of(v.x) | bits_of(v.y) << 4 | bits_of(v.z) << 8 | bits_of(v.w) << 12;
+__device__ inline uint32_t pack_bits(const uint4& v) {
+  return pack_bits(v.x) | pack_bits(v.y) << 4 | pack_bits(v.z) << 8 | pack_bits(v.w) << 12;
 }
 
 // Reads from the mask tensor which pairs of query and key are masked out.
@@ -40,7 +40,7 @@ struct HiddenPairs {
         static_cast<const uint8_t*>(mask.data) + mask.offset(matrix / heads, matrix % heads, i, j0);
     if (whole && j0 + 32 <= cols) {
       const auto* const words = reinterpret_cast<const uint4*>(from);
-      return bits_of(words[0]) | bits_of(words[1]) << 16;
+      return pack_bits(words[0]) | pack_bits(words[1]) << 16;
     }
     uint32_t bits = 0;
     const int count = static_cast<int>(cols - j0 < 32 ? cols - j0 : 32);

@@ -163,7 +163,7 @@ void destroy_plan(void* self, void* raw) {
   static_cast<CudnnState*>(self)->keep(std::make_shared<CudnnPlan>(std::move(plan->plan)));
 }
 
-const Plan& plan_of(const te_fl_context& ctx) {
+const Plan& require_plan(const te_fl_context& ctx) {
   if (ctx.plan == nullptr) {
     throw backend::Error(TE_FL_INTERNAL | TE_FL_CLEAN,
                          "cuDNN's attention was called without its plan");
@@ -175,7 +175,7 @@ const Plan& plan_of(const te_fl_context& ctx) {
 }
 
 te_fl_status workspace(void*, const te_fl_context* ctx, const void*, size_t* bytes) noexcept {
-  return backend::guard(ctx->errors, [&] { *bytes = plan_of(*ctx).bytes; });
+  return backend::guard(ctx->errors, [&] { *bytes = require_plan(*ctx).bytes; });
 }
 
 class CudnnCall {
@@ -184,7 +184,7 @@ class CudnnCall {
   CudnnCall(CudnnState& state, const te_fl_context& ctx, const Args& a)
       : state_(state),
         ctx_(ctx),
-        plan_(plan_of(ctx)),
+        plan_(require_plan(ctx)),
         stream_(static_cast<cudaStream_t>(ctx.stream)) {
     if (ctx.workspace_bytes < plan_.bytes) {
       backend::invalid("the workspace has " + std::to_string(ctx.workspace_bytes) +
@@ -378,7 +378,7 @@ te_fl_status run_with_state(void* self, const te_fl_context* ctx, const void* ra
 
 // Returns text that describes how cuDNN computes the call (for te_fl_op_desc.describe).
 template <class Args>
-std::string words_of(const te_fl_context& ctx, const Args& a) {
+std::string describe_choice(const te_fl_context& ctx, const Args& a) {
   const Cudnn* library = cudnn();
   if (library == nullptr) backend::unsupported(cudnn_missing());
   const size_t n = library->number;
@@ -430,7 +430,7 @@ te_fl_op_desc describe_planned(const char* name, CudnnState& state) {
   op.workspace = workspace;
   op.prepare = prepare<Args>;
   op.destroy_plan = destroy_plan;
-  op.describe = backend::describe_thunk<Args, words_of<Args>>;
+  op.describe = backend::describe_thunk<Args, describe_choice<Args>>;
   return op;
 }
 

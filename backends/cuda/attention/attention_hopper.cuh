@@ -110,10 +110,10 @@ __device__ inline Range narrow(const backend::KeyRange& r, int64_t limit) {
   const int64_t begin = r.begin < limit ? r.begin : limit;
   return {static_cast<int>(begin), static_cast<int>(r.end < limit ? r.end : limit)};
 }
-__device__ inline Range keys_of(const Attention& p, const Span& s, int64_t query) {
+__device__ inline Range visible_keys(const Attention& p, const Span& s, int64_t query) {
   return narrow(p.mask.keys(query, s.q_len, s.kv_len), s.kv_len);
 }
-__device__ inline Range queries_of(const Attention& p, const Span& s, int64_t key) {
+__device__ inline Range visible_queries(const Attention& p, const Span& s, int64_t key) {
   return narrow(p.mask.queries(key, s.q_len, s.kv_len), s.q_len);
 }
 // Returns the union of the ranges that the rows [first, first + kFixed) see; range_of(i) is the
@@ -157,7 +157,7 @@ __device__ inline void copy_rows(const HeadData& t, const T* head, int begin, in
 }
 
 template <class T>
-__device__ inline const T* head_of(const HeadData& t, int64_t b, int64_t origin, int64_t h) {
+__device__ inline const T* head_at(const HeadData& t, int64_t b, int64_t origin, int64_t h) {
   return static_cast<const T*>(t.data) + t.offset(b, origin, h);
 }
 
@@ -294,7 +294,7 @@ __device__ inline void fill_ring(Ring<kStages, kFilling>& ring, uint32_t stages,
 
 // ---- computing
 
-__device__ inline float exp2_of(float x) {
+__device__ inline float approx_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -430,7 +430,7 @@ struct Terms {
       // about 2^-22 of the cap, which choose_attention() bounds. (tanh.approx has an error of 2^-11
       // of the score.)
 #pragma unroll
-      for (float& x : s) x = fmaf(-2.0f * cap, reciprocal(exp2_of(x * into_cap) + 1.0f), cap);
+      for (float& x : s) x = fmaf(-2.0f * cap, reciprocal(approx_exp2(x * into_cap) + 1.0f), cap);
     } else {
 #pragma unroll
       for (float& x : s) x *= scale;

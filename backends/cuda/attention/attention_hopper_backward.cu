@@ -76,17 +76,17 @@ __device__ inline void query_fill(const Attention& p, const AttentionGradients& 
   using Part = typename Shared::Part;
   constexpr int kFilling = kFillers<true>;
   const TermFiller<T, kDim, true, kDraws> terms(p);
-  const T* const k = head_of<T>(p.k, b, s.kv_begin, p.kv_head(h));
-  const T* const v = head_of<T>(p.v, b, s.kv_begin, p.kv_head(h));
+  const T* const k = head_at<T>(p.k, b, s.kv_begin, p.kv_head(h));
+  const T* const v = head_at<T>(p.v, b, s.kv_begin, p.kv_head(h));
   const int keys = static_cast<int>(s.kv_len);
   fill_ring<Part::kBytes>(
       ring, shared + Shared::kStagesAt, tiles.count,
       [&](int n, uint32_t at) {
         if (n == 0) {
           const int queries = static_cast<int>(s.q_len);
-          copy_rows<T, kFixed, kDim, kFilling>(p.q, head_of<T>(p.q, b, s.q_begin, h), i0, queries,
+          copy_rows<T, kFixed, kDim, kFilling>(p.q, head_at<T>(p.q, b, s.q_begin, h), i0, queries,
                                                shared);
-          copy_rows<T, kFixed, kDim, kFilling>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), i0,
+          copy_rows<T, kFixed, kDim, kFilling>(g.d_o, head_at<T>(g.d_o, b, s.q_begin, h), i0,
                                                queries, shared + Shared::kDO);
         }
         const int j0 = tiles.begin + n * kPassing;
@@ -110,8 +110,8 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
   const QuerySums sums[2] = {{p, g, s, b, h, row}, {p, g, s, b, h, row + 8}};
   Terms<T, kDim, true> terms(p, s);
   terms.head(b, h);
-  terms.seen[0] = keys_of(p, s, row);
-  terms.seen[1] = keys_of(p, s, row + 8);
+  terms.seen[0] = visible_keys(p, s, row);
+  terms.seen[1] = visible_keys(p, s, row + 8);
   float dq[kDim / 2] = {}, scores[kPairs], dp[kPairs];
   uint32_t packed[4][4];
   const uint32_t stages = shared + Shared::kStagesAt;
@@ -177,7 +177,7 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
     hopper::wait_for_sums(dq);
     ring.release();
   }
-  T* const to = const_cast<T*>(head_of<T>(g.dq, b, s.q_begin, h));
+  T* const to = const_cast<T*>(head_at<T>(g.dq, b, s.q_begin, h));
   const bool written[2] = {row < rows, row + 8 < rows};
   store_rows<T, kDim>(g.dq, {to + row * g.dq.seq, to + (row + 8) * g.dq.seq}, written, dq,
                       {p.scale, p.scale});
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kBlockThreads<true>, 1)
   QueryRing ring(shared + QueryShared<kDim>::kBarriers, forms_words<kDraws>(p));
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
-  const Tiles tiles(seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); }));
+  const Tiles tiles(seen_by(i0, s.q_len, [&](int64_t i) { return visible_keys(p, s, i); }));
   if (threadIdx.x >= kProducts) {
     hopper::give_registers_back<kQueryFillRegisters>();
     query_fill<T, kDim, kDraws>(p, g, s, b, h, static_cast<int>(i0), tiles, shared, ring);
@@ -240,7 +240,7 @@ struct KeyWork {
   int64_t first_head;
   int count;
   __device__ KeyWork(const Attention& p, const Span& s, int64_t kv_head, int64_t j0)
-      : tiles(seen_by(j0, s.kv_len, [&](int64_t j) { return queries_of(p, s, j); })),
+      : tiles(seen_by(j0, s.kv_len, [&](int64_t j) { return visible_queries(p, s, j); })),
         first_head(kv_head * (p.heads / p.kv_heads)),
         count(static_cast<int>(p.heads / p.kv_heads) * tiles.count) {}
   __device__ int64_t head(int n) const { return first_head + n / tiles.count; }
@@ -260,16 +260,16 @@ __device__ inline void key_fill(const Attention& p, const AttentionGradients& g,
       ring, shared + Shared::kStagesAt, work.count,
       [&](int n, uint32_t at) {
         if (n == 0) {
-          copy_rows<T, kFixed, kDim, kFilling>(p.k, head_of<T>(p.k, b, s.kv_begin, kv_head), j0,
+          copy_rows<T, kFixed, kDim, kFilling>(p.k, head_at<T>(p.k, b, s.kv_begin, kv_head), j0,
                                                keys, shared);
-          copy_rows<T, kFixed, kDim, kFilling>(p.v, head_of<T>(p.v, b, s.kv_begin, kv_head), j0,
+          copy_rows<T, kFixed, kDim, kFilling>(p.v, head_at<T>(p.v, b, s.kv_begin, kv_head), j0,
                                                keys, shared + Shared::kV);
         }
         const int64_t h = work.head(n);
         const int i0 = work.query(n);
-        copy_rows<T, kPassing, kDim, kFilling>(p.q, head_of<T>(p.q, b, s.q_begin, h), i0, queries,
+        copy_rows<T, kPassing, kDim, kFilling>(p.q, head_at<T>(p.q, b, s.q_begin, h), i0, queries,
                                                at);
-        copy_rows<T, kPassing, kDim, kFilling>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), i0,
+        copy_rows<T, kPassing, kDim, kFilling>(g.d_o, head_at<T>(g.d_o, b, s.q_begin, h), i0,
                                                queries, at + Part::kSecond);
         copy_sums(p, g, s, b, h, i0, at + Part::kSums);
         terms.copy(b, h, i0, j0, at);
@@ -300,7 +300,7 @@ __device__ inline void key_gradients(const Attention& p, float inverse, uint32_t
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int n = 4 * t + 2 * i;
-      const float p0 = exp2_of(scores[n] - lse.x), p1 = exp2_of(scores[n + 1] - lse.y);
+      const float p0 = approx_exp2(scores[n] - lse.x), p1 = approx_exp2(scores[n + 1] - lse.y);
       const auto keep = static_cast<uint32_t>(t < 4 ? bits[i] : bits[i] >> 32) >> (8 * t % 32);
       const bool keep0 = (keep & 1) != 0, keep1 = (keep & 2) != 0;
       float d0 = p0 * ((keep0 ? dp[n] * kept : 0.0f) - delta.x);
@@ -324,8 +324,8 @@ __device__ inline void key_multiply(const Attention& p, const AttentionGradients
   const int row = j0 + Place::row();
   const int64_t rows = p.thd ? s.kv_len : p.seqlen_kv;
   Terms<T, kDim, false> terms(p, s);
-  terms.seen[0] = queries_of(p, s, row);
-  terms.seen[1] = queries_of(p, s, row + 8);
+  terms.seen[0] = visible_queries(p, s, row);
+  terms.seen[1] = visible_queries(p, s, row + 8);
   float dk[kDim / 2] = {}, dv[kDim / 2] = {};
   for (int n = 0; n < work.count; ++n, ring.next()) {
     const uint32_t at = shared + Shared::kStagesAt + ring.stage * Part::kBytes;
@@ -359,8 +359,8 @@ __device__ inline void key_multiply(const Attention& p, const AttentionGradients
   }
   const bool written[2] = {row < rows, row + 8 < rows};
   const float kept = p.threshold != 0 ? p.kept : 1.0f;
-  T* const to_k = const_cast<T*>(head_of<T>(g.dk, b, s.kv_begin, kv_head));
-  T* const to_v = const_cast<T*>(head_of<T>(g.dv, b, s.kv_begin, kv_head));
+  T* const to_k = const_cast<T*>(head_at<T>(g.dk, b, s.kv_begin, kv_head));
+  T* const to_v = const_cast<T*>(head_at<T>(g.dv, b, s.kv_begin, kv_head));
   store_rows<T, kDim>(g.dk, {to_k + row * g.dk.seq, to_k + (row + 8) * g.dk.seq}, written, dk,
                       {p.scale, p.scale});
   store_rows<T, kDim>(g.dv, {to_v + row * g.dv.seq, to_v + (row + 8) * g.dv.seq}, written, dv,

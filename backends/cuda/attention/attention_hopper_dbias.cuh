@@ -39,7 +39,7 @@ __device__ inline void query_gradients(const Attention& p, const QuerySums (&sum
     each_score([&](int n, int i, int c) { dp[n] = keep.at(i, c) ? dp[n] * p.kept : 0.0f; });
   }
   each_score([&](int n, int i, int) {
-    dp[n] = exp2_of(scores[n] - sums[i].lse) * (dp[n] - sums[i].delta);
+    dp[n] = approx_exp2(scores[n] - sums[i].lse) * (dp[n] - sums[i].delta);
   });
 }
 
@@ -58,7 +58,7 @@ struct BiasTile {
   }
   // True if a query of the tile sees a key of the tile in a sequence with the lengths `s`.
   __device__ bool seen(const Attention& p, const Span& s) const {
-    const Range r = seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); });
+    const Range r = seen_by(i0, s.q_len, [&](int64_t i) { return visible_keys(p, s, i); });
     return r.begin < j0 + kPassing && r.end > j0;
   }
 };
@@ -262,13 +262,13 @@ __device__ inline void bias_fill(const Attention& p, const AttentionGradients& g
         ring, shared, static_cast<int>(work.heads),
         [&](int n, uint32_t at) {
           const int64_t h = work.first_h + n, kv_head = p.kv_head(h);
-          copy_rows<T, kFixed, kDim, kFilling>(p.q, head_of<T>(p.q, b, s.q_begin, h), work.i0,
+          copy_rows<T, kFixed, kDim, kFilling>(p.q, head_at<T>(p.q, b, s.q_begin, h), work.i0,
                                                queries, at);
-          copy_rows<T, kPassing, kDim, kFilling>(p.k, head_of<T>(p.k, b, s.kv_begin, kv_head),
+          copy_rows<T, kPassing, kDim, kFilling>(p.k, head_at<T>(p.k, b, s.kv_begin, kv_head),
                                                  work.j0, keys, at + Shared::kK);
-          copy_rows<T, kFixed, kDim, kFilling>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), work.i0,
+          copy_rows<T, kFixed, kDim, kFilling>(g.d_o, head_at<T>(g.d_o, b, s.q_begin, h), work.i0,
                                                queries, at + Shared::kDO);
-          copy_rows<T, kPassing, kDim, kFilling>(p.v, head_of<T>(p.v, b, s.kv_begin, kv_head),
+          copy_rows<T, kPassing, kDim, kFilling>(p.v, head_at<T>(p.v, b, s.kv_begin, kv_head),
                                                  work.j0, keys, at + Shared::kV);
           terms.copy_pair_bits(b, h, work.i0, work.j0, at + Shared::kKeep, at + Shared::kHide);
         },
@@ -318,8 +318,8 @@ __device__ inline void bias_multiply(const Attention& p, const AttentionGradient
     const Span s = p.span(b);
     if (!work.seen(p, s)) continue;
     Terms<T, kDim, true> terms(p, s);
-    terms.seen[0] = keys_of(p, s, row);
-    terms.seen[1] = keys_of(p, s, row + 8);
+    terms.seen[0] = visible_keys(p, s, row);
+    terms.seen[1] = visible_keys(p, s, row + 8);
     for (int64_t h = work.first_h; h < work.first_h + work.heads; ++h, ring.next()) {
       const uint32_t at = shared + ring.stage * Shared::kStageBytes;
       terms.head(b, h);

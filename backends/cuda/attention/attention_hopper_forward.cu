@@ -35,13 +35,13 @@ struct RowsSoftmax {
       most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 1));
       most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2));
       base[i] = most[i] == -INFINITY ? 0.0f : most[i];  // all scores so far are hidden, -inf or NaN
-      shrink[i] = exp2_of(top[i] - base[i]);
+      shrink[i] = approx_exp2(top[i] - base[i]);
       if (top[i] == -INFINITY) shrink[i] = 1.0f;  // the sum may already be NaN
       top[i] = most[i];
       sum[i] *= shrink[i];
     }
     each_score([&](int n, int i, int) {
-      s[n] = exp2_of(s[n] - base[i]);
+      s[n] = approx_exp2(s[n] - base[i]);
       sum[i] += s[n];
     });
   }
@@ -61,8 +61,8 @@ __device__ inline void forward_fill(const Attention& p, const Span& s, int64_t b
   using Part = Stage<kDim, true>;
   constexpr int kFilling = kFillers<true>;
   const TermFiller<T, kDim, true, kDraws> terms(p);
-  const T* const k = head_of<T>(p.k, b, s.kv_begin, p.kv_head(h));
-  const T* const v = head_of<T>(p.v, b, s.kv_begin, p.kv_head(h));
+  const T* const k = head_at<T>(p.k, b, s.kv_begin, p.kv_head(h));
+  const T* const v = head_at<T>(p.v, b, s.kv_begin, p.kv_head(h));
   const int keys = static_cast<int>(s.kv_len);
   fill_ring<Part::kBytes>(
       ring, shared, tiles.count,
@@ -85,12 +85,12 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
   const int row = i0 + Place::row();
   const int64_t rows = p.thd ? s.q_len : p.seqlen_q;  // rows beyond q_len get zeros
   const bool there[2] = {row < s.q_len, row + 8 < s.q_len};
-  const T* const q = head_of<T>(p.q, b, s.q_begin, h);
+  const T* const q = head_at<T>(p.q, b, s.q_begin, h);
   const HeldRows<T, kDim> held({q + row * p.q.seq, q + (row + 8) * p.q.seq}, there, p.q.dim);
   Terms<T, kDim, true> terms(p, s);
   terms.head(b, h);
-  terms.seen[0] = keys_of(p, s, row);
-  terms.seen[1] = keys_of(p, s, row + 8);
+  terms.seen[0] = visible_keys(p, s, row);
+  terms.seen[1] = visible_keys(p, s, row + 8);
   RowsSoftmax softmax;
   float out[kDim / 2] = {}, scores[kPairs], shrink[2];
   uint32_t packed[4][4];
@@ -152,7 +152,7 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
     ring.release();
   }
   softmax.end_rows();
-  T* const to = const_cast<T*>(head_of<T>(o, b, s.q_begin, h));
+  T* const to = const_cast<T*>(head_at<T>(o, b, s.q_begin, h));
   const bool written[2] = {row < rows, row + 8 < rows};
   const float kept = p.threshold != 0 ? p.kept : 1.0f, sink = p.sink_logit(h) * kLog2e;
   float factor[2];
@@ -161,8 +161,8 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
     const float top = softmax.top[i], sum = softmax.sum[i];
     const bool empty = top == -INFINITY && !isnan(sum);
     const float most = fmaxf(top, sink), base = most == -INFINITY ? 0.0f : most;
-    const float part = top == -INFINITY ? 1.0f : exp2_of(top - base);
-    const float total = sum * part + exp2_of(sink - base);
+    const float part = top == -INFINITY ? 1.0f : approx_exp2(top - base);
+    const float total = sum * part + approx_exp2(sink - base);
     factor[i] = empty ? 0.0f : part / total * kept;
     if (lse != nullptr && written[i] && Place::col() == 0) {
       lse[p.lse_index(s, b, h, row + 8 * i)] = empty ? -INFINITY : (most + log2f(total)) * kLn2;
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kBlockThreads<true>, 1)
   ForwardRing ring(shared + ForwardShared<kDim>::kBarriers, forms_words<kDraws>(p));
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
-  const Tiles tiles(seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); }));
+  const Tiles tiles(seen_by(i0, s.q_len, [&](int64_t i) { return visible_keys(p, s, i); }));
   if (threadIdx.x >= kProducts) {
     hopper::give_registers_back<kFillRegisters>();
     forward_fill<T, kDim, kDraws>(p, s, b, h, static_cast<int>(i0), tiles, shared, ring);

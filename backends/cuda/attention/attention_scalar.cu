@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(Attention p, HeadData
       if (element >= o.dim) continue;
       const float value = empty ? 0.0f : out[d] * total.factor / total.total;
       o.put(at + element * o.element, value);
-      most = amax_of(most, value);
+      most = fold_amax(most, value);
     }
     if (lane == 0 && lse != nullptr) {
       lse[p.lse_index(s, b, h, i)] = empty ? -INFINITY : total.lse();
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(Attention p, AttentionG
 struct Pair {
   float p, ds, dx;
 };
-__device__ inline Pair pair_of(const Attention& p, const Span& s, int64_t b, int64_t h, int64_t i,
+__device__ inline Pair compute_pair(const Attention& p, const Span& s, int64_t b, int64_t h, int64_t i,
                                int64_t j, float qk, float dp, float lse, float delta,
                                int64_t logical_rows, int64_t logical_cols) {
   const float probability = expf(p.score(s, b, h, i, j, qk) - lse);
@@ -152,8 +152,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>)
       if (exists && lse != -INFINITY && !p.masked(s, b, h, i, k0 + c)) {
         const float qk = dot(q_tile + r * q_pitch, k_tile + c * q_pitch, p.q.dim);
         const float dp = dot(do_tile + r * v_pitch, v_tile + c * v_pitch, p.v.dim);
-        ds = pair_of(p, s, b, h, i, k0 + c, qk, dp, lse, delta, logical_rows, logical_cols).dx;
-        most_ds = amax_of(most_ds, ds);
+        ds = compute_pair(p, s, b, h, i, k0 + c, qk, dp, lse, delta, logical_rows, logical_cols).dx;
+        most_ds = fold_amax(most_ds, ds);
         ds = ds_codes(ds);
       }
       ds_tile[r * (kTileRows + 1) + c] = ds;
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>)
       const int element = lane + d * kLanes;
       if (element >= p.q.dim) continue;
       g.dq.put(at + element * g.dq.element, p.scale * dq[d]);
-      most = amax_of(most, p.scale * dq[d]);
+      most = fold_amax(most, p.scale * dq[d]);
     }
   }
   join_amax(g.dq.amax, most);
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>)
           const float qk = dot(q_tile + r * q_pitch, k_tile + c * q_pitch, p.q.dim);
           const float dp = dot(do_tile + r * v_pitch, v_tile + c * v_pitch, p.v.dim);
           const Pair pair =
-              pair_of(p, s, b, h, i, k0 + c, qk, dp, lse, delta, logical_rows, logical_cols);
+              compute_pair(p, s, b, h, i, k0 + c, qk, dp, lse, delta, logical_rows, logical_cols);
           probability = p_codes(pair.p);
           ds = ds_codes(pair.dx);
         }
@@ -257,11 +257,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>)
       const int element = lane + d * kLanes;
       if (element < p.q.dim) {
         g.dk.put(dk_at + element * g.dk.element, p.scale * dk[d]);
-        most_k = amax_of(most_k, p.scale * dk[d]);
+        most_k = fold_amax(most_k, p.scale * dk[d]);
       }
       if (element < p.v.dim) {
         g.dv.put(dv_at + element * g.dv.element, dv[d]);
-        most_v = amax_of(most_v, dv[d]);
+        most_v = fold_amax(most_v, dv[d]);
       }
     }
   }
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kThreads) dbias_kernel(Attention p, AttentionG
         const int64_t kv_head = p.kv_head(h);
         const float qk = global_dot(p.q, p.q.offset(b, i, h), p.k, p.k.offset(b, j, kv_head));
         const float dp = global_dot(p.v, p.v.offset(b, j, kv_head), g.d_o, g.d_o.offset(b, i, h));
-        sum += pair_of(p, s, b, h, i, j, qk, dp, lse, g.delta[p.lse_index(s, b, h, i)], p.seqlen_q,
+        sum += compute_pair(p, s, b, h, i, j, qk, dp, lse, g.delta[p.lse_index(s, b, h, i)], p.seqlen_q,
                        p.seqlen_kv)
                    .ds;
       }
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int kPerLane>
-void forward_of(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse) {
+void launch_scalar_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse) {
   const size_t bytes = 2 * tile_bytes(p.q.dim) + tile_bytes(p.v.dim) + score_bytes();
   static SharedMemory shared;
   shared.require(ctx.device.index, forward_kernel<kPerLane>, bytes);
@@ -363,7 +363,7 @@ void clear_gradients(cudaStream_t stream, const Attention& p, const AttentionGra
 }
 
 template <int kPerLane>
-void backward_of(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g) {
+void launch_scalar_backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g) {
   const size_t operands = 2 * (tile_bytes(p.q.dim) + tile_bytes(p.v.dim));
   const size_t dq_bytes = operands + score_bytes(), dkv_bytes = operands + 2 * score_bytes();
   static SharedMemory dq_shared, dkv_shared;
@@ -404,9 +404,9 @@ void attention_forward(const te_fl_context& ctx, const Attention& p, const HeadD
   }
   if (tensor_cores) return hopper_attention_forward(ctx, p, o, lse);
   if (rounding.scale != nullptr) return quantised_forward(ctx, p, o, lse, rounding);
-  if (p.v.dim <= 64) return forward_of<8>(ctx, p, o, lse);
-  if (p.v.dim <= 128) return forward_of<16>(ctx, p, o, lse);
-  forward_of<32>(ctx, p, o, lse);
+  if (p.v.dim <= 64) return launch_scalar_forward<8>(ctx, p, o, lse);
+  if (p.v.dim <= 128) return launch_scalar_forward<16>(ctx, p, o, lse);
+  launch_scalar_forward<32>(ctx, p, o, lse);
 }
 
 void attention_backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g,
@@ -419,11 +419,11 @@ void attention_backward(const te_fl_context& ctx, const Attention& p, const Atte
     clear_gradients(stream, p, g);
     hopper_attention_backward(ctx, p, g);
   } else if (dim <= 64) {
-    backward_of<8>(ctx, p, g);
+    launch_scalar_backward<8>(ctx, p, g);
   } else if (dim <= 128) {
-    backward_of<16>(ctx, p, g);
+    launch_scalar_backward<16>(ctx, p, g);
   } else {
-    backward_of<32>(ctx, p, g);
+    launch_scalar_backward<32>(ctx, p, g);
   }
   if (g.dbias.data != nullptr && (p.batch == 0 || !tensor_cores)) {
     const int64_t n = g.dbias_batches * g.dbias_heads * p.seqlen_q * p.seqlen_kv;

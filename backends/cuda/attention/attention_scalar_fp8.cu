@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads)
       if (!scores.hidden[c] && !empty) {
         value = RowSoftmax::exponential(scores.score[c], row.top) *
                 p.dropout(dropout_row, logical_cols, k0 + key);
-        most_p = amax_of(most_p, value * share);
+        most_p = fold_amax(most_p, value * share);
         value = codes(value);
       }
       probabilities[r * (kTileRows + 1) + key] = value;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
       if (element >= o.dim) continue;
       const float value = out[d] * share;
       o.put(at + element * o.element, value);
-      most = amax_of(most, value);
+      most = fold_amax(most, value);
     }
     if (lane == 0 && lse != nullptr) {
       lse[p.lse_index(s, b, h, i)] = empty ? -INFINITY : total.lse();
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int kPerLane>
-void quantised_forward_of(const te_fl_context& ctx, const Attention& p, const HeadData& o,
+void launch_scalar_forward_fp8(const te_fl_context& ctx, const Attention& p, const HeadData& o,
                           float* lse, const Rounding& rounding) {
   const size_t bytes = 2 * tile_bytes(p.q.dim) + tile_bytes(p.v.dim) + score_bytes();
   static SharedMemory shared;
@@ -118,7 +118,7 @@ __global__ void scales_kernel(Scales s) {
   for (int i = 0; i < s.count; ++i) s.of[i].write_tensor_scale(s.of[i].tensor_scale());
 }
 
-__device__ inline uint8_t code_of(float x, bool is_e5m2) {
+__device__ inline uint8_t encode_fp8(float x, bool is_e5m2) {
   return is_e5m2 ? from_f32<e5m2>(x).__x : from_f32<e4m3>(x).__x;
 }
 
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) staged_codes_kernel(StagedCodes t) {
   auto* const columns = static_cast<uint8_t*>(t.q.columns);
   for (int64_t e = blockIdx.x * int64_t{kThreads} + threadIdx.x; e < t.count;
        e += int64_t{gridDim.x} * kThreads) {
-    const uint8_t code = code_of(t.values[e] * scale, t.q.is_e5m2);
+    const uint8_t code = encode_fp8(t.values[e] * scale, t.q.is_e5m2);
     if (rows != nullptr) rows[t.offset(e)] = code;
     if (columns != nullptr) columns[e % t.q.k * t.q.m + e / t.q.k] = code;
   }
@@ -147,9 +147,9 @@ constexpr size_t kFoundBytes = 256;  // the amax for a computed scale, in front 
 
 void quantised_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
                        const Rounding& rounding) {
-  if (p.v.dim <= 64) return quantised_forward_of<8>(ctx, p, o, lse, rounding);
-  if (p.v.dim <= 128) return quantised_forward_of<16>(ctx, p, o, lse, rounding);
-  quantised_forward_of<32>(ctx, p, o, lse, rounding);
+  if (p.v.dim <= 64) return launch_scalar_forward_fp8<8>(ctx, p, o, lse, rounding);
+  if (p.v.dim <= 128) return launch_scalar_forward_fp8<16>(ctx, p, o, lse, rounding);
+  launch_scalar_forward_fp8<32>(ctx, p, o, lse, rounding);
 }
 
 size_t CodesOutputs::bytes(const te_fl_tensor& t) {

@@ -5,7 +5,7 @@
 namespace te_fl::cuda {
 namespace attention_graph {
 
-std::string text_of(const CudnnAttention& p, const char* op) {
+std::string describe_problem(const CudnnAttention& p, const char* op) {
   std::string text = std::string(op) + " batch=" + std::to_string(p.batch) +
                      " heads=" + std::to_string(p.heads) + "/" + std::to_string(p.kv_heads) +
                      " q=" + std::to_string(p.seqlen_q) + "x" + std::to_string(p.dim) +

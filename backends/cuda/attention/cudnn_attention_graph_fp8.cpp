@@ -24,7 +24,7 @@ struct Fp8 : Attention {
   void amax(const Tensor& x, int tensor) {
     graph.reduce(cudnn_reduction::kAmax, x, scalar(id::kAmax + tensor));
   }
-  Tensor scores_of(const Tensor& q, const Tensor& kt) {
+  Tensor add_scores(const Tensor& q, const Tensor& kt) {
     Tensor s = scaled_scores(q, kt);
     s = times(times(s, inverse(id::kQ)), inverse(id::kK));
     return masked(s);
@@ -66,7 +66,7 @@ CudnnPlan attention_fp8_forward_plan(const CudnnAttention& p, void* device_prope
   CudnnGraph& g = a.graph;
   const Tensor q = a.heads(id::kQ, a.q_dims(), p.q);
   const Tensor kt = a.transposed(id::kK, a.k_dims(), p.k);
-  const Tensor s = a.scores_of(q, kt);
+  const Tensor s = a.add_scores(q, kt);
   const Tensor peak = g.reduce(cudnn_reduction::kMax, s, g.between(kF32, a.rows));
   const Tensor e = a.apply(pw::kExp, a.apply(pw::kSub, s, peak));
   const Tensor sum = g.reduce(cudnn_reduction::kAdd, e, g.between(kF32, a.rows));
@@ -94,7 +94,7 @@ CudnnPlan attention_fp8_backward_plan(const CudnnAttention& p, void* device_prop
   row_sums = g.reduce(cudnn_reduction::kAdd, row_sums, g.between(kF32, b.rows));
   row_sums = b.times(b.times(row_sums, b.inverse(id::kDO)), b.inverse(id::kO));
   // Recomputes the probabilities and computes dV.
-  const Tensor above = b.apply(pw::kSub, b.scores_of(q, kt), b.stats());
+  const Tensor above = b.apply(pw::kSub, b.add_scores(q, kt), b.stats());
   const Tensor probability = b.apply(pw::kExp, above);
   const Tensor codes = g.between(kE4M3, b.scores);
   b.store(probability, id::kP, codes);

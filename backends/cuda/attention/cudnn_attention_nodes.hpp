@@ -18,7 +18,7 @@ constexpr int kF32 = cudnn_data::kF32, kI32 = cudnn_data::kI32, kBool = cudnn_da
 constexpr Extents swapped(Extents e) noexcept { return {e[0], e[1], e[3], e[2]}; }
 
 // Returns a description of the attention problem for error messages.
-std::string text_of(const CudnnAttention& p, const char* op);
+std::string describe_problem(const CudnnAttention& p, const char* op);
 
 struct Attention {
   const CudnnAttention& p;
@@ -28,7 +28,7 @@ struct Attention {
 
   Attention(const CudnnAttention& problem, const char* op)
       : p(problem),
-        graph(text_of(problem, op)),
+        graph(describe_problem(problem, op)),
         scores{problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_kv},
         rows{problem.batch, problem.heads, problem.seqlen_q, 1} {
     if (!p.lengths) return;

@@ -76,16 +76,16 @@ CudnnGraph::Tensor CudnnGraph::between(int dtype, const Extents& dims, const Ext
                                        const Tensor& offsets) {
   return describe(next_id_++, dtype, dims, strides, offsets, true, false);
 }
-CudnnGraph::Tensor CudnnGraph::constant_of(int dtype, const void* value) {
+CudnnGraph::Tensor CudnnGraph::make_constant(int dtype, const void* value) {
   const int64_t id = next_id_++;
   std::memcpy(result_.constants_.emplace_back(CudnnPlan::Constant{id, {}}).bytes, value, 4);
   return describe(id, dtype, {1, 1, 1, 1}, {1, 1, 1, 1}, {}, false, true);
 }
 CudnnGraph::Tensor CudnnGraph::constant(float value) {
-  return constant_of(cudnn_data::kF32, &value);
+  return make_constant(cudnn_data::kF32, &value);
 }
 CudnnGraph::Tensor CudnnGraph::constant(int32_t value) {
-  return constant_of(cudnn_data::kI32, &value);
+  return make_constant(cudnn_data::kI32, &value);
 }
 
 CudnnGraph::Tensor CudnnGraph::pointwise(const Pointwise& op, const Tensor& x, const Tensor& b,

@@ -108,7 +108,7 @@ class CudnnGraph {
   void finalize(void* descriptor, const char* node);
   Tensor describe(int64_t id, int dtype, const Extents& dims, const Extents& strides,
                   const Tensor& offsets, bool is_virtual, bool by_value);
-  Tensor constant_of(int dtype, const void* value);
+  Tensor make_constant(int dtype, const void* value);
 
   CudnnPlan result_;
   std::vector<void*> operations_;

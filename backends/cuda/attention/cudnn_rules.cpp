@@ -137,7 +137,7 @@ int64_t extent(const te_fl_tensor& t) {
   for (int i = 0; i < t.dl.ndim; ++i) last += (t.dl.shape[i] - 1) * backend::stride(t, i);
   return last + 1;
 }
-int64_t longest_of(std::initializer_list<const te_fl_tensor*> all) {
+int64_t max_sequence_length(std::initializer_list<const te_fl_tensor*> all) {
   int64_t longest = 0;
   for (const te_fl_tensor* t : all) longest = std::max(longest, extent(*t));
   return longest;
@@ -153,7 +153,7 @@ Refusal refuse_long_backward(const Args& a, std::initializer_list<const te_fl_te
       "a backward of 2^31 elements or more, where cuDNN's gradients are "
       "wrong";
   constexpr int64_t kTile = 128;
-  if (longest_of(all) > INT32_MAX) return kLong;
+  if (max_sequence_length(all) > INT32_MAX) return kLong;
   int64_t batch = 0, queries = 0, keys = 0;
   if (a.layout == TE_FL_LAYOUT_THD) {
     if constexpr (requires { a.cu_seqlens_q; }) {
@@ -236,7 +236,7 @@ Refusal refuse_cudnn_forward(const te_fl_context& ctx, const te_fl_fused_attn_fw
   }
   if (const Refusal why = refuse_call(a, {a.o})) return why;
   if (fp8(*a.q)) {
-    const int64_t longest = longest_of({a.q, a.k, a.v, a.o});
+    const int64_t longest = max_sequence_length({a.q, a.k, a.v, a.o});
     if (const Refusal why = refuse_long_fp8_forward(cudnn()->number, longest)) return why;
     const Refusal why = refuse_fp8_device(ctx);
     return why != nullptr ? why : refuse_fp8_forward(a);
@@ -272,7 +272,7 @@ Refusal refuse_cudnn_enquiry(const te_fl_context& ctx, const te_fl_get_fused_att
   if (!fp8(*a.q)) return nullptr;
   // The output has the shape of q, with the head size of v.
   const int64_t out = backend::numel(*a.q) / a.q->dl.shape[3] * a.v->dl.shape[3];
-  const int64_t longest = std::max(out, longest_of({a.q, a.k, a.v}));
+  const int64_t longest = std::max(out, max_sequence_length({a.q, a.k, a.v}));
   if (const Refusal why = refuse_long_fp8_forward(cudnn()->number, longest)) return why;
   if (const Refusal why = refuse_fp8_device(ctx)) return why;
   return a.is_training ? refuse_fp8_training(a) : nullptr;

@@ -62,7 +62,7 @@ void visit(int dtype, F&& f) {
   }
 }
 
-unsigned blocks_of(int64_t n) {
+unsigned block_count(int64_t n) {
   return static_cast<unsigned>(std::min((n + kBlockThreads - 1) / kBlockThreads, kMostBlocks));
 }
 
@@ -75,7 +75,7 @@ size_t ordered_bytes(int dtype, int64_t n) noexcept {
 void to_ordered(int dtype, const void* from, void* integers, int64_t n, cudaStream_t stream) {
   visit(dtype, [&]<class T>(T*) {
     using Integer = typename Ordered<T>::Integer;
-    ordered_kernel<T><<<blocks_of(n), kBlockThreads, 0, stream>>>(
+    ordered_kernel<T><<<block_count(n), kBlockThreads, 0, stream>>>(
         static_cast<const T*>(from), static_cast<Integer*>(integers), n);
   });
   check_launch("ordered_kernel");
@@ -84,7 +84,7 @@ void to_ordered(int dtype, const void* from, void* integers, int64_t n, cudaStre
 void from_ordered(int dtype, const void* integers, void* to, int64_t n, cudaStream_t stream) {
   visit(dtype, [&]<class T>(T*) {
     using Integer = typename Ordered<T>::Integer;
-    values_kernel<T><<<blocks_of(n), kBlockThreads, 0, stream>>>(
+    values_kernel<T><<<block_count(n), kBlockThreads, 0, stream>>>(
         static_cast<const Integer*>(integers), static_cast<T*>(to), n);
   });
   check_launch("values_kernel");

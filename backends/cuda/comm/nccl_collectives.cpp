@@ -21,7 +21,7 @@ template <class Args>
 const NcclRanks& ranks_of(const Args& a) {
   return backend::communicator<const NcclRanks>(a.comm);
 }
-size_t size_of(int64_t n) { return static_cast<size_t>(n); }
+size_t to_size(int64_t n) { return static_cast<size_t>(n); }
 char* bytes(const te_fl_tensor& t) { return backend::data<char>(t); }
 
 // ---- reductions
@@ -29,7 +29,7 @@ char* bytes(const te_fl_tensor& t) { return backend::data<char>(t); }
 bool is_float(int dtype) { return dtype != TE_FL_I32 && dtype != TE_FL_I64; }
 
 // The NCCL type of a dtype that reductions accept.
-int type_of(int dtype) {
+int nccl_type(int dtype) {
   switch (dtype) {
     case TE_FL_I32:
       return kNcclI32;
@@ -45,7 +45,7 @@ int type_of(int dtype) {
       return kNcclF32;
   }
 }
-int reduction_of(int32_t reduction) {
+int nccl_reduction(int32_t reduction) {
   return reduction == TE_FL_REDUCTION_MAX   ? kNcclMax
          : reduction == TE_FL_REDUCTION_AVG ? kNcclAvg
                                             : kNcclSum;
@@ -74,7 +74,7 @@ bool of_one_rank(const te_fl_context& ctx, const Args& a, int64_t size) {
   if (a.comm->size != 1) return false;
   const NcclCall call(ranks_of(a));  // throws if the communicator was aborted
   if (bytes(*a.input) != bytes(*a.output)) {
-    check(cudaMemcpyAsync(bytes(*a.output), bytes(*a.input), size_of(size),
+    check(cudaMemcpyAsync(bytes(*a.output), bytes(*a.input), to_size(size),
                           cudaMemcpyDeviceToDevice, stream_of(ctx)),
           "cudaMemcpyAsync");
   }
@@ -101,13 +101,13 @@ void all_reduce(const te_fl_context& ctx, const te_fl_all_reduce_args& a) {
   const NcclCall call(ranks_of(a));
   if (!integers) {
     return call.check(
-        call->all_reduce(bytes(*a.input), bytes(*a.output), size_of(n), type_of(dtype),
-                         reduction_of(a.reduction), call.handle(), stream),
+        call->all_reduce(bytes(*a.input), bytes(*a.output), to_size(n), nccl_type(dtype),
+                         nccl_reduction(a.reduction), call.handle(), stream),
         "ncclAllReduce");
   }
   to_ordered(dtype, bytes(*a.input), ctx.workspace, n, stream);
   const int type = dtype == TE_FL_F64 ? kNcclI64 : kNcclI32;
-  call.check(call->all_reduce(ctx.workspace, ctx.workspace, size_of(n), type, kNcclMax,
+  call.check(call->all_reduce(ctx.workspace, ctx.workspace, to_size(n), type, kNcclMax,
                               call.handle(), stream),
              "ncclAllReduce");
   from_ordered(dtype, ctx.workspace, bytes(*a.output), n, stream);
@@ -124,15 +124,15 @@ void reduce_scatter(const te_fl_context& ctx, const te_fl_reduce_scatter_args& a
   const NcclCall call(ranks_of(a));
   if (!integers) {
     return call.check(
-        call->reduce_scatter(bytes(*a.input), bytes(*a.output), size_of(part), type_of(dtype),
-                             reduction_of(a.reduction), call.handle(), stream),
+        call->reduce_scatter(bytes(*a.input), bytes(*a.output), to_size(part), nccl_type(dtype),
+                             nccl_reduction(a.reduction), call.handle(), stream),
         "ncclReduceScatter");
   }
   to_ordered(dtype, bytes(*a.input), ctx.workspace, numel(*a.input), stream);
   const int type = dtype == TE_FL_F64 ? kNcclI64 : kNcclI32;
   char* own =
-      static_cast<char*>(ctx.workspace) + ordered_bytes(dtype, part) * size_of(a.comm->rank);
-  call.check(call->reduce_scatter(ctx.workspace, own, size_of(part), type, kNcclMax, call.handle(),
+      static_cast<char*>(ctx.workspace) + ordered_bytes(dtype, part) * to_size(a.comm->rank);
+  call.check(call->reduce_scatter(ctx.workspace, own, to_size(part), type, kNcclMax, call.handle(),
                                   stream),
              "ncclReduceScatter");
   from_ordered(dtype, own, bytes(*a.output), part, stream);
@@ -163,7 +163,7 @@ void all_gather(const te_fl_context& ctx, const te_fl_all_gather_args& a) {
   if (n == 0) return;
   if (of_one_rank(ctx, a)) return;
   const NcclCall call(ranks_of(a));
-  call.check(call->all_gather(bytes(*a.input), bytes(*a.output), size_of(n), kNcclU8, call.handle(),
+  call.check(call->all_gather(bytes(*a.input), bytes(*a.output), to_size(n), kNcclU8, call.handle(),
                               stream_of(ctx)),
              "ncclAllGather");
 }
@@ -173,7 +173,7 @@ void broadcast(const te_fl_context& ctx, const te_fl_broadcast_args& a) {
   if (n == 0) return;
   const NcclCall call(ranks_of(a));
   if (a.comm->size == 1) return;
-  call.check(call->broadcast(bytes(*a.data), bytes(*a.data), size_of(n), kNcclU8, a.root,
+  call.check(call->broadcast(bytes(*a.data), bytes(*a.data), to_size(n), kNcclU8, a.root,
                              call.handle(), stream_of(ctx)),
              "ncclBroadcast");
 }
@@ -183,7 +183,7 @@ void send(const te_fl_context& ctx, const te_fl_send_args& a) {
   if (n == 0) return;
   const NcclCall call(ranks_of(a));
   call.check(
-      call->send(bytes(*a.input), size_of(n), kNcclU8, a.peer, call.handle(), stream_of(ctx)),
+      call->send(bytes(*a.input), to_size(n), kNcclU8, a.peer, call.handle(), stream_of(ctx)),
       "ncclSend");
 }
 
@@ -192,7 +192,7 @@ void recv(const te_fl_context& ctx, const te_fl_recv_args& a) {
   if (n == 0) return;
   const NcclCall call(ranks_of(a));
   call.check(
-      call->recv(bytes(*a.output), size_of(n), kNcclU8, a.peer, call.handle(), stream_of(ctx)),
+      call->recv(bytes(*a.output), to_size(n), kNcclU8, a.peer, call.handle(), stream_of(ctx)),
       "ncclRecv");
 }
 
@@ -207,11 +207,11 @@ class Exchange {
   }
   void send(int rank, char* from, int64_t n) {
     if (n == 0) return;
-    note(call_->send(from, size_of(n), kNcclU8, rank, call_.handle(), stream_), "ncclSend");
+    note(call_->send(from, to_size(n), kNcclU8, rank, call_.handle(), stream_), "ncclSend");
   }
   void recv(int rank, char* to, int64_t n) {
     if (n == 0) return;
-    note(call_->recv(to, size_of(n), kNcclU8, rank, call_.handle(), stream_), "ncclRecv");
+    note(call_->recv(to, to_size(n), kNcclU8, rank, call_.handle(), stream_), "ncclRecv");
   }
   // Ends the group even after an error. Throws the first error.
   void end() {
@@ -295,7 +295,7 @@ std::string words(const Args& a, const char* functions) {
   return "NCCL " + n->version_text + ": " + functions;
 }
 template <const char* kFunctions, class Args>
-std::string words_of(const te_fl_context&, const Args& a) {
+std::string describe_choice(const te_fl_context&, const Args& a) {
   return words(a, kFunctions);
 }
 template <const char* kFunctions, class Args>
@@ -324,7 +324,7 @@ te_fl_op_desc collective(const char* name) {
 }
 template <class Args, auto F, const char* kFunctions, auto Checks = backend::check_collective<Args>>
 te_fl_op_desc copying(const char* name) {
-  return collective<Args, F, Checks, words_of<kFunctions, Args>>(name);
+  return collective<Args, F, Checks, describe_choice<kFunctions, Args>>(name);
 }
 template <class Args, auto F, const char* kFunctions>
 te_fl_op_desc reducing(const char* name) {

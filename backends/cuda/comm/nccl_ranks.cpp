@@ -29,9 +29,9 @@ void keep_this_library() {
 
 constexpr const char* kDoesNotBlock =
     "NCCL_COMM_BLOCKING=0 requests communicators that do not block, which start a thread in every "
-    "collective and are not served; unset it, also in nccl.conf";
+    "collective and are not supported; unset it, also in nccl.conf";
 
-const char* remedy_of(int status) {
+const char* remedy_for(int status) {
   switch (status) {
     case kNcclSystemError:
       return "look for a network that all ranks reach (NCCL_SOCKET_IFNAME names the interface) and "
@@ -48,7 +48,7 @@ const char* remedy_of(int status) {
   }
 }
 
-std::string words_of(const Nccl& nccl, int status, const char* function, void* communicator) {
+std::string describe_error(const Nccl& nccl, int status, const char* function, void* communicator) {
   std::string text =
       std::string(function) + " of NCCL " + nccl.version_text + ": " + nccl.error_text(status);
   if (nccl.last_error != nullptr) {
@@ -56,7 +56,7 @@ std::string words_of(const Nccl& nccl, int status, const char* function, void* c
       text += std::string(" (") + more + ")";
   }
   while (!text.empty() && text.back() == '\n') text.pop_back();
-  return text + "; " + remedy_of(status);
+  return text + "; " + remedy_for(status);
 }
 
 [[noreturn]] void throw_aborted() {
@@ -87,7 +87,7 @@ void make_aside(NcclLife& life, const char* function, const std::function<int(vo
     (void)life.nccl->abort(handle);
     status = kNcclInvalidUsage, error = kDoesNotBlock;
   } else if (status != kNcclSuccess) {
-    error = words_of(*life.nccl, status, function, nullptr);
+    error = describe_error(*life.nccl, status, function, nullptr);
   }
   bool aborted = false;
   {
@@ -104,7 +104,7 @@ void make_aside(NcclLife& life, const char* function, const std::function<int(vo
 }  // namespace
 
 void throw_nccl(const Nccl& nccl, int status, const char* function, void* communicator) {
-  std::string text = words_of(nccl, status, function, communicator);
+  std::string text = describe_error(nccl, status, function, communicator);
   if (device_is_lost(text)) throw backend::Error(TE_FL_DEVICE_LOST, text);
   throw backend::Error(TE_FL_COMM_FAILED, text);
 }

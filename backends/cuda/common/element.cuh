@@ -67,7 +67,7 @@ __device__ inline e5m2 from_f32<e5m2>(float x) {
 }
 
 // Converts four values to FP8 and packs them into a word; `a` is in the lowest byte.
-__device__ inline uint32_t codes_of(float a, float b, float c, float d, bool is_e5m2) {
+__device__ inline uint32_t encode_four(float a, float b, float c, float d, bool is_e5m2) {
 #if __CUDA_ARCH__ >= 890
   const auto pair = [](float low, float high, __nv_fp8_interpretation_t kind) -> uint32_t {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, kind);
@@ -189,7 +189,7 @@ struct Target {
 };
 
 // max(a, |v|), or `a` if v is NaN.
-__device__ inline float amax_of(float a, float v) {
+__device__ inline float fold_amax(float a, float v) {
   const float absolute = fabsf(v);
   return absolute > a ? absolute : a;
 }

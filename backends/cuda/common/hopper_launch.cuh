@@ -28,7 +28,7 @@ inline CUtensorMap boxes(const void* data, bool codes, int64_t rows, int64_t col
     throw backend::Error(TE_FL_UNSUPPORTED | TE_FL_CLEAN,
                          "cuTensorMapEncodeTiled: error " + std::to_string(result) + " for " +
                              std::to_string(rows) + " rows of " + std::to_string(cols) +
-                             "; let another implementation serve the op");
+                             "; let another implementation run the op");
   }
   return map;
 }
@@ -36,7 +36,7 @@ inline CUtensorMap boxes(const void* data, bool codes, int64_t rows, int64_t col
 // Number of clusters of the kernel that the device runs at once. Throws UNSUPPORTED if it runs
 // none.
 template <auto kKernel>
-int clusters_of(int device, int threads, size_t shared) {
+int max_active_clusters(int device, int threads, size_t shared) {
   static constinit PerDevice kept;
   static constinit SharedMemory memory;
   const int clusters = kept.get(device, [&] {
@@ -56,7 +56,7 @@ int clusters_of(int device, int threads, size_t shared) {
     throw backend::Error(TE_FL_UNSUPPORTED | TE_FL_CLEAN,
                          "the device runs no cluster of two blocks of " + std::to_string(threads) +
                              " threads with " + std::to_string(shared) +
-                             " bytes of shared memory; let another implementation serve the op");
+                             " bytes of shared memory; let another implementation run the op");
   }
   return clusters;
 }

@@ -53,7 +53,7 @@ struct Nest {
 // Returns the nest of `out` and `in`, with dimensions ordered by the output's strides. Drops
 // dimensions of extent 1 and merges adjacent dimensions that are contiguous in both tensors. Rank 0
 // means one element, so the caller must test for an empty tensor first.
-inline Nest nest_of(const te_fl_tensor& out, const te_fl_tensor* in) {
+inline Nest make_nest(const te_fl_tensor& out, const te_fl_tensor* in) {
   struct Dim {
     int64_t size, from, to;
   };
@@ -113,7 +113,7 @@ inline int widen(Nest& nest, int bytes, const void* in, const void* out) {
 
 constexpr int kAtOnce = 4;  // loads that a thread has in flight, in words
 
-inline unsigned blocks_of(int64_t words) {
+inline unsigned block_count(int64_t words) {
   return static_cast<unsigned>(ceil_div(words, int64_t{kThreads} * kAtOnce));
 }
 

@@ -76,13 +76,13 @@ struct Pack {
 // Number of elements between the preceding 16-byte boundary and the row's begin. Pack i begins at
 // column i * kSize - shift.
 template <class T>
-__device__ inline int shift_of(const T* row) {
+__device__ inline int misalignment(const T* row) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
 }
 // Returns an upper bound of the number of 8-element runs that the packs of a row of `size` elements
 // cover.
 template <class T>
-inline int64_t runs_of(const T* base, int64_t size) {
+inline int64_t count_runs(const T* base, int64_t size) {
   const bool even = size % kGroup == 0 && reinterpret_cast<uintptr_t>(base) % 16 == 0;
   return even ? size / kGroup : ceil_div(size + kGroup - 1, kGroup);
 }
@@ -95,7 +95,7 @@ __device__ inline void load_cut(Pack<T, kSize>& x, const T* row, Index col, Inde
               size - col < kSize ? static_cast<int>(size - col) : kSize);
 }
 // Stores columns [col, col + kSize) of a row of `size` elements; columns outside the row are not
-// written. `aligned`: the row has the same shift_of() as the row that load_cut() read.
+// written. `aligned`: the row has the same misalignment() as the row that load_cut() read.
 template <class T, int kSize, class Index>
 __device__ inline void store_cut(const Pack<T, kSize>& x, T* row, Index col, Index size,
                                  bool aligned) {

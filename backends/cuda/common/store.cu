@@ -20,7 +20,7 @@ __global__ void empty_kernel(Quantised q, bool compute_scale) {
   q.write_tensor_scale(q.tensor_scale());
 }
 
-int64_t scales_of(const Quantised& q, bool columnwise) {
+int64_t scale_count(const Quantised& q, bool columnwise) {
   const int64_t m = columnwise ? q.k : q.m, k = columnwise ? q.m : q.k;
   if (q.scaling == TE_FL_SCALING_BLOCK_1X128) return ceil_div(k, kTile) * round_up(m, 4);
   return ceil_div(m, kTile) * round_up(ceil_div(k, kTile), 4);
@@ -79,8 +79,8 @@ Quantised quantised(const te_fl_tensor& out, const float* noop, float inf_scale)
 
 void clear_scales(const te_fl_context& ctx, const Quantised& q) {
   if (q.scaling == TE_FL_SCALING_MXFP8) return clear_amax(ctx, q);
-  const int64_t rows = q.scale_inv != nullptr ? scales_of(q, false) : 0;
-  const int64_t columns = q.column_scale_inv != nullptr ? scales_of(q, true) : 0;
+  const int64_t rows = q.scale_inv != nullptr ? scale_count(q, false) : 0;
+  const int64_t columns = q.column_scale_inv != nullptr ? scale_count(q, true) : 0;
   clear_kernel<<<blocks_for(std::max(rows, columns)), kThreads, 0, stream_of(ctx)>>>(q, rows,
                                                                                      columns);
   check_launch("clear_kernel");

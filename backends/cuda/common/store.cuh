@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
     produce(row, col, n, v);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      if (i < n) most = amax_of(most, v[i]);
+      if (i < n) most = fold_amax(most, v[i]);
     }
   }
   most = warp_max(most);
@@ -81,7 +81,7 @@ __device__ inline void store_mxfp8_tile(const Quantised& q, const float* tile, i
     const int count = r < rows ? min(cols - first, kMxfp8Block) : 0;
     const float* const x = tile + r * kPitch + first;
     float most = 0.0f;
-    for (int c = 0; c < count; ++c) most = amax_of(most, x[c]);
+    for (int c = 0; c < count; ++c) most = fold_amax(most, x[c]);
     const uint32_t code = count > 0 ? q.mxfp8_scale(most) : 0;
     const float factor = mxfp8_factor(code);
     *q.mxfp8_row_block(row0 + r, (col0 + first) / kMxfp8Block) = static_cast<uint8_t>(code);
@@ -98,7 +98,7 @@ __device__ inline void store_mxfp8_tile(const Quantised& q, const float* tile, i
     const int count = c < cols ? min(rows - first, kMxfp8Block) : 0;
     const float* const x = tile + first * kPitch + c;
     float most = 0.0f;
-    for (int r = 0; r < count; ++r) most = amax_of(most, x[r * kPitch]);
+    for (int r = 0; r < count; ++r) most = fold_amax(most, x[r * kPitch]);
     const uint32_t code = count > 0 ? q.mxfp8_scale(most) : 0;
     const float factor = mxfp8_factor(code);
     *q.mxfp8_column_block((row0 + first) / kMxfp8Block, col0 + c) = static_cast<uint8_t>(code);
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       if (i < n) {
-        most = amax_of(most, v[i]);
+        most = fold_amax(most, v[i]);
         tile[r * kPitch + lane_col + i] = v[i];
       }
     }
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
     if (q.scaling == TE_FL_SCALING_BLOCK_1X128) {
       if (thread < rows) {
         float row_most = 0.0f;
-        for (int c = 0; c < cols; ++c) row_most = amax_of(row_most, tile[thread * kPitch + c]);
+        for (int c = 0; c < cols; ++c) row_most = fold_amax(row_most, tile[thread * kPitch + c]);
         const float s = q.block_scale(row_most);
         scales[thread] = s;
         *q.row_block(row0 + thread, col0 / kTile) = 1.0f / s;
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
     __syncthreads();
     if (thread < cols) {
       float column_most = 0.0f;
-      for (int r = 0; r < rows; ++r) column_most = amax_of(column_most, tile[r * kPitch + thread]);
+      for (int r = 0; r < rows; ++r) column_most = fold_amax(column_most, tile[r * kPitch + thread]);
       const float s = q.block_scale(column_most);
       scales[thread] = s;
       *q.column_block(row0 / kTile, col0 + thread) = 1.0f / s;

@@ -103,7 +103,7 @@ struct Place {
 // Returns Place::c of the thread that wrote a column's FP8 codes. For kBytes 1, as in a
 // transposition, each c has 16 columns.
 template <int kBytes>
-__device__ inline int writer_of(int col) {
+__device__ inline int writer_index(int col) {
   return (kBytes == 1 ? col >> 4 : kBytes == 2 ? col >> 3 : col >> 2) & 7;
 }
 
@@ -190,7 +190,7 @@ __device__ inline void write_columns(const uint32_t (*columns)[32], uint8_t* to,
     const int col = begin + first;
     if (col >= count) return;
     *reinterpret_cast<uint4*>(to + col * m + row0 + piece * 16) =
-        *reinterpret_cast<const uint4*>(&columns[col][(piece ^ writer_of<kBytes>(col)) * 4]);
+        *reinterpret_cast<const uint4*>(&columns[col][(piece ^ writer_index<kBytes>(col)) * 4]);
   }
 }
 template <int kBytes>
@@ -316,7 +316,7 @@ __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, con
         if (q.measure) continue;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          codes[o][i][h] = codes_of(v[o][4 * h] * scale, v[o][4 * h + 1] * scale,
+          codes[o][i][h] = encode_four(v[o][4 * h] * scale, v[o][4 * h + 1] * scale,
                                     v[o][4 * h + 2] * scale, v[o][4 * h + 3] * scale, q.is_e5m2);
         }
         if (q.rows != nullptr && row < g.rows) {

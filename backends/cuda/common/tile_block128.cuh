@@ -209,8 +209,8 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
         const int64_t row = row0 + at.group * 4 + i;
         const float s = shared.row_scale[at.group * 4 + i];
         const uint32_t codes[2] = {
-            codes_of(v[i][0] * s, v[i][1] * s, v[i][2] * s, v[i][3] * s, q.is_e5m2),
-            codes_of(v[i][4] * s, v[i][5] * s, v[i][6] * s, v[i][7] * s, q.is_e5m2)};
+            encode_four(v[i][0] * s, v[i][1] * s, v[i][2] * s, v[i][3] * s, q.is_e5m2),
+            encode_four(v[i][4] * s, v[i][5] * s, v[i][6] * s, v[i][7] * s, q.is_e5m2)};
         if (row < g.rows) {
           write_row<kBytes>(static_cast<uint8_t*>(q.rows) + row * q.k + out0 + col0,
                             inside ? left - right * kTileCols : 0, at, codes);
@@ -227,7 +227,7 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         codes[i][h] =
-            codes_of(v[i][4 * h] * s[4 * h], v[i][4 * h + 1] * s[4 * h + 1],
+            encode_four(v[i][4 * h] * s[4 * h], v[i][4 * h + 1] * s[4 * h + 1],
                      v[i][4 * h + 2] * s[4 * h + 2], v[i][4 * h + 3] * s[4 * h + 3], q.is_e5m2);
       }
     }
@@ -272,8 +272,8 @@ __device__ inline void quantise_block_pairs(const uint4 (&raw)[4], const Quantis
       float v[8];
       values(i, v);
       const float s = scale[i];
-      const uint2 codes = make_uint2(codes_of(v[0] * s, v[1] * s, v[2] * s, v[3] * s, kE5m2),
-                                     codes_of(v[4] * s, v[5] * s, v[6] * s, v[7] * s, kE5m2));
+      const uint2 codes = make_uint2(encode_four(v[0] * s, v[1] * s, v[2] * s, v[3] * s, kE5m2),
+                                     encode_four(v[4] * s, v[5] * s, v[6] * s, v[7] * s, kE5m2));
       if (has && at.group * 4 + i < rows_left) store_whole(reinterpret_cast<uint2*>(to), codes);
       to += q.k;
     }
@@ -287,8 +287,8 @@ __device__ inline void quantise_block_pairs(const uint4 (&raw)[4], const Quantis
   for (int i = 0; i < 4; ++i) {
     float v[8];
     values(i, v);
-    codes[i][0] = codes_of(v[0] * low.x, v[1] * low.y, v[2] * low.z, v[3] * low.w, kE5m2);
-    codes[i][1] = codes_of(v[4] * high.x, v[5] * high.y, v[6] * high.z, v[7] * high.w, kE5m2);
+    codes[i][0] = encode_four(v[0] * low.x, v[1] * low.y, v[2] * low.z, v[3] * low.w, kE5m2);
+    codes[i][1] = encode_four(v[4] * high.x, v[5] * high.y, v[6] * high.z, v[7] * high.w, kE5m2);
   }
   stage_columns<2>(shared.columns, codes, at, right * kTileCols);
   __syncthreads();

@@ -63,7 +63,7 @@ struct Mxfp8Factors {
     row.values(v);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      codes[h] = codes_of(v[4 * h] * of[4 * h], v[4 * h + 1] * of[4 * h + 1],
+      codes[h] = encode_four(v[4 * h] * of[4 * h], v[4 * h + 1] * of[4 * h + 1],
                           v[4 * h + 2] * of[4 * h + 2], v[4 * h + 3] * of[4 * h + 3], kE5m2);
     }
   }
@@ -88,7 +88,7 @@ struct Mxfp8Factors<bf16> {
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      codes[h] = codes_of(v[2 * h].x, v[2 * h].y, v[2 * h + 1].x, v[2 * h + 1].y, kE5m2);
+      codes[h] = encode_four(v[2 * h].x, v[2 * h].y, v[2 * h + 1].x, v[2 * h + 1].y, kE5m2);
     }
   }
 };

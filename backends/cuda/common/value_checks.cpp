@@ -13,7 +13,7 @@ namespace {
 
 // Returns the pointer to a device's ValueErrorBoard; NULL until a call first needs the board. A
 // board is never freed, because captured graphs contain its address.
-std::atomic<ValueErrorBoard*>& board_of(int device) {
+std::atomic<ValueErrorBoard*>& board_for(int device) {
   static std::array<std::atomic<ValueErrorBoard*>, 64> boards{};
   return boards.at(static_cast<size_t>(device));
 }
@@ -21,7 +21,7 @@ std::atomic<ValueErrorBoard*>& board_of(int device) {
 ValueErrorBoard& make_board(int device) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
-  std::atomic<ValueErrorBoard*>& board = board_of(device);
+  std::atomic<ValueErrorBoard*>& board = board_for(device);
   if (ValueErrorBoard* made = board.load(std::memory_order_relaxed)) return *made;
   const OutsideCapture outside;
   void* memory = nullptr;
@@ -36,17 +36,17 @@ ValueErrorBoard& make_board(int device) {
 }
 
 void tell(const std::optional<ValueError>& error) {
-  if (error) throw backend::Error(TE_FL_INVALID_ARGUMENT, late_text_of(*error));
+  if (error) throw backend::Error(TE_FL_INVALID_ARGUMENT, late_value_error_text(*error));
 }
 
 }  // namespace
 
-ValueErrorSink value_errors_of(const te_fl_context& ctx, const char* op) {
-  ValueErrorBoard* board = board_of(ctx.device.index).load(std::memory_order_acquire);
+ValueErrorSink open_value_errors(const te_fl_context& ctx, const char* op) {
+  ValueErrorBoard* board = board_for(ctx.device.index).load(std::memory_order_acquire);
   if (board == nullptr) board = &make_board(ctx.device.index);
   if ((ctx.flags & TE_FL_CALL_CAPTURING) == 0) {
     if (const auto error = board->take(ctx.stream)) {
-      backend::invalid("an earlier call on this stream: " + late_text_of(*error));
+      backend::invalid("an earlier call on this stream: " + late_value_error_text(*error));
     }
   }
   return {board->slot_of(ctx.stream), op};
@@ -54,17 +54,17 @@ ValueErrorSink value_errors_of(const te_fl_context& ctx, const char* op) {
 
 void refuse_noted(const te_fl_context& ctx) {
   check(cudaStreamSynchronize(static_cast<cudaStream_t>(ctx.stream)), "cudaStreamSynchronize");
-  ValueErrorBoard* board = board_of(ctx.device.index).load(std::memory_order_acquire);
-  if (const auto error = board->take(ctx.stream)) backend::invalid(text_of(*error));
+  ValueErrorBoard* board = board_for(ctx.device.index).load(std::memory_order_acquire);
+  if (const auto error = board->take(ctx.stream)) backend::invalid(value_error_text(*error));
 }
 
-void tell_value_errors(int device, cudaStream_t stream) {
-  ValueErrorBoard* board = board_of(device).load(std::memory_order_acquire);
+void report_value_errors(int device, cudaStream_t stream) {
+  ValueErrorBoard* board = board_for(device).load(std::memory_order_acquire);
   if (board != nullptr) tell(board->take(stream));
 }
 
-void tell_value_errors(int device) {
-  ValueErrorBoard* board = board_of(device).load(std::memory_order_acquire);
+void report_value_errors(int device) {
+  ValueErrorBoard* board = board_for(device).load(std::memory_order_acquire);
   if (board != nullptr) tell(board->take_any());
 }
 

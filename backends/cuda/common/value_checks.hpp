@@ -18,7 +18,7 @@ inline bool validates(const te_fl_context& ctx) noexcept {
 // Returns the slot in which the kernels of a call record errors. Throws INVALID_ARGUMENT (clean) if
 // an earlier call on the stream left an unreported error, except during capture. The device must be
 // current. `op` must live as long as the plugin.
-ValueErrorSink value_errors_of(const te_fl_context& ctx, const char* op);
+ValueErrorSink open_value_errors(const te_fl_context& ctx, const char* op);
 
 // Waits for the stream and throws INVALID_ARGUMENT (clean) if the call's kernels recorded an error.
 // The kernels that the call has enqueued so far must not have written any output.
@@ -26,7 +26,7 @@ void refuse_noted(const te_fl_context& ctx);
 
 // Both overloads throw INVALID_ARGUMENT if there is an unreported error. Call the first after
 // waiting for a stream, the second after waiting for an event.
-void tell_value_errors(int device, cudaStream_t stream);
-void tell_value_errors(int device);
+void report_value_errors(int device, cudaStream_t stream);
+void report_value_errors(int device);
 
 }  // namespace te_fl::cuda

@@ -4,18 +4,18 @@ namespace te_fl::cuda {
 namespace {
 
 // The key of a stream. The default stream's key is 1, because NULL marks a free entry.
-const void* key_of(const void* stream) noexcept {
+const void* stream_key(const void* stream) noexcept {
   return stream != nullptr ? stream : reinterpret_cast<const void*>(uintptr_t{1});
 }
 
-std::string span_of(const ValueError& e) {
+std::string describe_span(const ValueError& e) {
   return "sequence " + std::to_string(e.at) + " of cu_seqlens spans tokens " +
          std::to_string(e.value) + " to " + std::to_string(e.more);
 }
 
 }  // namespace
 
-std::string text_of(const ValueError& e) {
+std::string value_error_text(const ValueError& e) {
   const std::string at = std::to_string(e.at), value = std::to_string(e.value);
   const std::string bound = std::to_string(e.bound);
   switch (e.rule) {
@@ -28,10 +28,10 @@ std::string text_of(const ValueError& e) {
     case ValueRule::kStart:
       return "start_positions[" + at + "] is " + value + ", expected 0 or more";
     case ValueRule::kSpan:
-      return span_of(e) + ", expected non-decreasing values from 0 to " + bound +
+      return describe_span(e) + ", expected non-decreasing values from 0 to " + bound +
              " (the input's tokens times cp_size)";
     case ValueRule::kSpanMultiple:
-      return span_of(e) + ", expected multiples of cp_size, " + bound;
+      return describe_span(e) + ", expected multiples of cp_size, " + bound;
     case ValueRule::kOddLength:
       return "sequence " + at + " of cu_seqlens has " + value +
              " tokens on this rank, expected an even number: with cp_size > 1 a rank holds two "
@@ -69,14 +69,14 @@ std::string text_of(const ValueError& e) {
   }
 }
 
-std::string late_text_of(const ValueError& e) {
-  return std::string(e.op) + " by vendor.cuda: " + text_of(e) +
+std::string late_value_error_text(const ValueError& e) {
+  return std::string(e.op) + " by vendor.cuda: " + value_error_text(e) +
          ". That call has run, with NaN where the value counted, and without it in sums; "
          "TE_FL_VALIDATE=1 refuses such a call before it writes, and TE_FL_SYNC=1 finds it";
 }
 
 ValueErrorSlot* ValueErrorBoard::slot_of(const void* stream) noexcept {
-  const void* const key = key_of(stream);
+  const void* const key = stream_key(stream);
   for (size_t i = 0; i < streams_.size(); ++i) {
     const void* owner = streams_[i].load(std::memory_order_acquire);
     if (owner == nullptr && streams_[i].compare_exchange_strong(owner, key)) owner = key;
@@ -86,20 +86,20 @@ ValueErrorSlot* ValueErrorBoard::slot_of(const void* stream) noexcept {
 }
 
 std::optional<ValueError> ValueErrorBoard::take_from(ValueErrorSlot& slot) noexcept {
-  const std::atomic_ref written(slot.written), told(slot.told);
+  const std::atomic_ref written(slot.written), reported(slot.reported);
   const auto pending = [&] {
-    return written.load(std::memory_order_acquire) != told.load(std::memory_order_acquire);
+    return written.load(std::memory_order_acquire) != reported.load(std::memory_order_acquire);
   };
   if (!pending()) return std::nullopt;
-  const std::lock_guard lock(telling_);
+  const std::lock_guard lock(report_mutex_);
   if (!pending()) return std::nullopt;  // another thread has reported it
   const ValueError error = slot.error;
-  told.store(written.load(std::memory_order_relaxed), std::memory_order_release);
+  reported.store(written.load(std::memory_order_relaxed), std::memory_order_release);
   return error;
 }
 
 std::optional<ValueError> ValueErrorBoard::take(const void* stream) noexcept {
-  const void* const key = key_of(stream);
+  const void* const key = stream_key(stream);
   size_t i = 0;
   for (; i < streams_.size(); ++i) {
     const void* owner = streams_[i].load(std::memory_order_acquire);

@@ -11,8 +11,8 @@ namespace te_fl::cuda {
 __device__ inline void note(const ValueErrorSink& sink, ValueRule rule, int64_t at, int64_t value,
                             int64_t bound, int64_t more = 0, const char* argument = nullptr) {
   ValueErrorSlot* const slot = sink.slot;
-  const uint32_t told = *static_cast<const volatile uint32_t*>(&slot->told);
-  if (atomicCAS(&slot->claimed, told, told + 1) != told) return;
+  const uint32_t reported = *static_cast<const volatile uint32_t*>(&slot->reported);
+  if (atomicCAS(&slot->claimed, reported, reported + 1) != reported) return;
   slot->error.op = sink.op;
   slot->error.argument = argument;
   slot->error.rule = rule;
@@ -21,7 +21,7 @@ __device__ inline void note(const ValueErrorSink& sink, ValueRule rule, int64_t 
   slot->error.more = more;
   slot->error.bound = bound;
   __threadfence_system();
-  *static_cast<volatile uint32_t*>(&slot->written) = told + 1;
+  *static_cast<volatile uint32_t*>(&slot->written) = reported + 1;
 }
 
 }  // namespace te_fl::cuda

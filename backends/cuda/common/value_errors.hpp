@@ -46,16 +46,17 @@ struct ValueError {
 };
 // Returns the error's message, for example "indices[3] is 99; it must lie in [0, 11), the rows of
 // weight".
-std::string text_of(const ValueError& error);
+std::string value_error_text(const ValueError& error);
 // Returns the message of an error that is reported after its call has returned. It contains the
 // op's name and the settings that help to find the call.
-std::string late_text_of(const ValueError& error);
+std::string late_value_error_text(const ValueError& error);
 
 // Holds one recorded error. Kernels write `claimed`, `written` and `error`; the host writes only
-// `told`. A kernel thread that records an error sets `claimed` to told + 1, writes `error`, and
-// then sets `written` to told + 1. When the host reports the error, it sets `told` to `written`.
+// `reported`. A kernel thread that records an error sets `claimed` to reported + 1, writes `error`,
+// and then sets `written` to reported + 1. When the host reports the error, it sets `reported` to
+// `written`.
 struct alignas(64) ValueErrorSlot {
-  uint32_t claimed = 0, written = 0, told = 0;
+  uint32_t claimed = 0, written = 0, reported = 0;
   ValueError error;
 };
 
@@ -86,7 +87,7 @@ class ValueErrorBoard {
   std::optional<ValueError> take_from(ValueErrorSlot& slot) noexcept;
 
   ValueErrorSlot* slots_;
-  std::mutex telling_;
+  std::mutex report_mutex_;
   std::array<std::atomic<const void*>, kSlots - 1> streams_{};  // NULL: the entry is free
 };
 

@@ -29,7 +29,7 @@ const char* way_out(cudaError_t error) noexcept {
 
 }  // namespace
 
-std::string text_of(cudaError_t error, const char* call) {
+std::string cuda_error_text(cudaError_t error, const char* call) {
   return std::string(call) + ": " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) +
          ")" + way_out(error);
 }
@@ -40,7 +40,7 @@ bool device_is_lost(std::string& text) noexcept {
   (void)cudaGetLastError();
   if (!is_sticky(error)) return false;
   try {
-    text += "; " + text_of(error, "the device");
+    text += "; " + cuda_error_text(error, "the device");
   } catch (...) {  // no host memory for the text; the status suffices
   }
   return true;
@@ -48,7 +48,7 @@ bool device_is_lost(std::string& text) noexcept {
 
 void throw_error(cudaError_t error, const char* call, const std::string& more) {
   (void)cudaGetLastError();  // so that no later call finds this error
-  throw backend::Error(status_of(error), text_of(error, call) + more);
+  throw backend::Error(to_status(error), cuda_error_text(error, call) + more);
 }
 
 void refuse_foreign(int device, cudaStream_t stream, cudaStreamCaptureStatus status) {

@@ -14,9 +14,9 @@ namespace te_fl::cuda {
 // True if the error is sticky: after it, this process can run nothing on the device any more.
 bool is_sticky(cudaError_t error) noexcept;
 // The te_fl_code of a CUDA error. Sticky errors give TE_FL_DEVICE_LOST.
-te_fl_status status_of(cudaError_t error) noexcept;
+te_fl_status to_status(cudaError_t error) noexcept;
 // For example "cudaMallocAsync: out of memory (cudaErrorMemoryAllocation)".
-std::string text_of(cudaError_t error, const char* call);
+std::string cuda_error_text(cudaError_t error, const char* call);
 [[noreturn]] void throw_error(cudaError_t error, const char* call, const std::string& more = "");
 
 // Called after a library such as cuBLASLt returned an error status. If the device is lost, appends

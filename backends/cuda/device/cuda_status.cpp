@@ -36,7 +36,7 @@ bool is_sticky(cudaError_t error) noexcept {
   }
 }
 
-te_fl_status status_of(cudaError_t error) noexcept {
+te_fl_status to_status(cudaError_t error) noexcept {
   switch (error) {
     case cudaSuccess:
       return TE_FL_OK;

@@ -16,15 +16,15 @@
 namespace te_fl::cuda {
 namespace {
 
-int index_of(void* self) { return static_cast<const Device*>(self)->index; }
-cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
+int device_index(void* self) { return static_cast<const Device*>(self)->index; }
+cudaStream_t to_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 
 // Runs f with the device current.
 template <class F>
 te_fl_status on_device(void* self, const te_fl_error_sink* errors, F&& f) noexcept {
   return backend::guard(errors, [&] {
     refuse_after_fork();
-    const DeviceGuard guard(index_of(self));
+    const DeviceGuard guard(device_index(self));
     f();
   });
 }
@@ -35,7 +35,7 @@ void* allocate_pinned(size_t bytes) {
   void* data = nullptr;
   const cudaError_t error = cudaHostAlloc(&data, std::max<size_t>(bytes, 1), cudaHostAllocPortable);
   if (error == cudaSuccess) return data;
-  throw_error(error, "cudaHostAlloc", "; asked for " + std::to_string(bytes) + " bytes");
+  throw_error(error, "cudaHostAlloc", "; requested " + std::to_string(bytes) + " bytes");
 }
 
 void* allocate_managed(size_t bytes) {
@@ -43,7 +43,7 @@ void* allocate_managed(size_t bytes) {
   const cudaError_t error =
       cudaMallocManaged(&data, std::max<size_t>(bytes, 1), cudaMemAttachGlobal);
   if (error == cudaSuccess) return data;
-  throw_error(error, "cudaMallocManaged", "; asked for " + std::to_string(bytes) + " bytes");
+  throw_error(error, "cudaMallocManaged", "; requested " + std::to_string(bytes) + " bytes");
 }
 
 te_fl_status allocate(void* self, const te_fl_memory_desc* memory, void** out,
@@ -51,12 +51,12 @@ te_fl_status allocate(void* self, const te_fl_memory_desc* memory, void** out,
   *out = nullptr;
   return on_device(self, errors, [&] {
     if (memory->alignment > 256) {
-      backend::unsupported("memory of cuda:" + std::to_string(index_of(self)) +
+      backend::unsupported("memory of cuda:" + std::to_string(device_index(self)) +
                            " is aligned to 256 bytes, not " + std::to_string(memory->alignment));
     }
     switch (memory->kind) {
       case TE_FL_MEMORY_DEVICE:
-        *out = memory_of(self).allocate(memory->bytes, stream_of(memory->stream));
+        *out = memory_of(self).allocate(memory->bytes, to_stream(memory->stream));
         return;
       case TE_FL_MEMORY_PINNED:
         *out = allocate_pinned(memory->bytes);
@@ -79,7 +79,7 @@ te_fl_status free_memory(void* self, void* data, uint32_t kind, void* stream,
     } else if (kind == TE_FL_MEMORY_MANAGED) {
       check(cudaFree(data), "cudaFree");  // cudaFree() synchronises the device
     } else {
-      memory_of(self).free(data, stream_of(stream));
+      memory_of(self).free(data, to_stream(stream));
     }
   });
 }
@@ -90,7 +90,7 @@ te_fl_status copy(void* self, void* dst, const void* src, size_t bytes, uint32_t
     if (bytes == 0) return;
     static constexpr cudaMemcpyKind kKinds[] = {cudaMemcpyDeviceToDevice, cudaMemcpyDeviceToHost,
                                                 cudaMemcpyHostToDevice, cudaMemcpyHostToHost};
-    check(cudaMemcpyAsync(dst, src, bytes, kKinds[host_flags & 3], stream_of(stream)),
+    check(cudaMemcpyAsync(dst, src, bytes, kKinds[host_flags & 3], to_stream(stream)),
           "cudaMemcpyAsync");
   });
 }
@@ -99,8 +99,8 @@ te_fl_status fill(void* self, void* dst, uint8_t value, size_t bytes, void* stre
                   const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     if (bytes == 0) return;
-    refuse_foreign(index_of(self), stream_of(stream));
-    check(cudaMemsetAsync(dst, value, bytes, stream_of(stream)), "cudaMemsetAsync");
+    refuse_foreign(device_index(self), to_stream(stream));
+    check(cudaMemsetAsync(dst, value, bytes, to_stream(stream)), "cudaMemsetAsync");
   });
 }
 
@@ -113,15 +113,15 @@ te_fl_status create_stream(void* self, void** stream, const te_fl_error_sink* er
 }
 te_fl_status destroy_stream(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
-    forget_side_streams(index_of(self), stream_of(stream));
-    memory_of(self).forget(stream_of(stream));
-    check(cudaStreamDestroy(stream_of(stream)), "cudaStreamDestroy");
+    forget_side_streams(device_index(self), to_stream(stream));
+    memory_of(self).forget(to_stream(stream));
+    check(cudaStreamDestroy(to_stream(stream)), "cudaStreamDestroy");
   });
 }
 te_fl_status synchronize(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
-    check(cudaStreamSynchronize(stream_of(stream)), "cudaStreamSynchronize");
-    tell_value_errors(index_of(self), stream_of(stream));
+    check(cudaStreamSynchronize(to_stream(stream)), "cudaStreamSynchronize");
+    report_value_errors(device_index(self), to_stream(stream));
   });
 }
 
@@ -142,20 +142,20 @@ te_fl_status destroy_event(void* self, void* event, const te_fl_error_sink* erro
 }
 te_fl_status record_event(void* self, void* event, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
-    check(cudaEventRecord(static_cast<cudaEvent_t>(event), stream_of(stream)), "cudaEventRecord");
+    check(cudaEventRecord(static_cast<cudaEvent_t>(event), to_stream(stream)), "cudaEventRecord");
   });
 }
 // The event may belong to another CUDA device: the driver orders the two streams.
 te_fl_status wait_event(void* self, void* event, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
-    check(cudaStreamWaitEvent(stream_of(stream), static_cast<cudaEvent_t>(event), 0),
+    check(cudaStreamWaitEvent(to_stream(stream), static_cast<cudaEvent_t>(event), 0),
           "cudaStreamWaitEvent");
   });
 }
 te_fl_status synchronize_event(void* self, void* event, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     check(cudaEventSynchronize(static_cast<cudaEvent_t>(event)), "cudaEventSynchronize");
-    tell_value_errors(index_of(self));
+    report_value_errors(device_index(self));
   });
 }
 
@@ -183,9 +183,9 @@ te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
                           const te_fl_error_sink* errors) {
   const auto ask = [&] {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(stream_capture_status(stream_of(stream), &status), "cudaStreamIsCapturing");
+    check(stream_capture_status(to_stream(stream), &status), "cudaStreamIsCapturing");
     *capturing = status != cudaStreamCaptureStatusNone ? 1 : 0;
-    refuse_foreign(index_of(self), stream_of(stream), status);
+    refuse_foreign(device_index(self), to_stream(stream), status);
   };
   if (stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread) {
     return on_device(self, errors, ask);
@@ -199,10 +199,10 @@ te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
 // Thread-local capture mode: other threads may use other streams without invalidating the capture.
 te_fl_status begin_capture(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
-    refuse_foreign(index_of(self), stream_of(stream));
+    refuse_foreign(device_index(self), to_stream(stream));
     memory_of(self).open_capture();
     const cudaError_t error =
-        cudaStreamBeginCapture(stream_of(stream), cudaStreamCaptureModeThreadLocal);
+        cudaStreamBeginCapture(to_stream(stream), cudaStreamCaptureModeThreadLocal);
     if (error == cudaSuccess) return;
     memory_of(self).abandon_capture();
     throw_error(error, "cudaStreamBeginCapture");
@@ -211,9 +211,9 @@ te_fl_status begin_capture(void* self, void* stream, const te_fl_error_sink* err
 
 te_fl_status end_capture(void* self, void* stream, void** out, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
-    memory_of(self).close_capture(stream_of(stream));
+    memory_of(self).close_capture(to_stream(stream));
     cudaGraph_t graph = nullptr;
-    const cudaError_t error = cudaStreamEndCapture(stream_of(stream), &graph);
+    const cudaError_t error = cudaStreamEndCapture(to_stream(stream), &graph);
     if (error != cudaSuccess || graph == nullptr) {
       throw_error(error != cudaSuccess ? error : cudaErrorStreamCaptureInvalidated,
                   "cudaStreamEndCapture",
@@ -230,8 +230,8 @@ te_fl_status end_capture(void* self, void* stream, void** out, const te_fl_error
 
 te_fl_status launch_graph(void* self, void* graph, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
-    refuse_foreign(index_of(self), stream_of(stream));
-    check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), stream_of(stream)),
+    refuse_foreign(device_index(self), to_stream(stream));
+    check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), to_stream(stream)),
           "cudaGraphLaunch");
   });
 }
@@ -244,7 +244,7 @@ te_fl_status destroy_graph(void* self, void* graph, const te_fl_error_sink* erro
 
 te_fl_status properties(void* self, te_fl_device_props* props, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
-    const int device = index_of(self);
+    const int device = device_index(self);
     const auto attribute = [&](cudaDeviceAttr which) {
       int value = 0;
       check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
@@ -277,7 +277,7 @@ std::string not_ours(int device, const void* data) {
   const cudaError_t error = cudaPointerGetAttributes(&found, data);
   if (error != cudaSuccess) {
     (void)cudaGetLastError();
-    return text_of(error, "cudaPointerGetAttributes");
+    return cuda_error_text(error, "cudaPointerGetAttributes");
   }
   switch (found.type) {
     case cudaMemoryTypeDevice:
@@ -316,29 +316,29 @@ te_fl_status copy_between(void* self, void* dst, void* dst_stream, void* src_sel
   return backend::guard(errors, [&] {
     refuse_after_fork();
     if (bytes == 0) return;
-    const int to = index_of(self), from = index_of(src_self);
+    const int to = device_index(self), from = device_index(src_self);
     const DeviceGuard source(from);
-    refuse_foreign(from, stream_of(src_stream));
+    refuse_foreign(from, to_stream(src_stream));
     PassingEvent written;
-    written.record(stream_of(src_stream));
+    written.record(to_stream(src_stream));
     std::optional<PassingEvent> read;
     {
       const DeviceGuard destination(to);
-      refuse_foreign(to, stream_of(dst_stream));
-      written.hold(stream_of(dst_stream));
-      check(cudaMemcpyPeerAsync(dst, to, src, from, bytes, stream_of(dst_stream)),
+      refuse_foreign(to, to_stream(dst_stream));
+      written.hold(to_stream(dst_stream));
+      check(cudaMemcpyPeerAsync(dst, to, src, from, bytes, to_stream(dst_stream)),
             "cudaMemcpyPeerAsync");
       read.emplace();
-      read->record(stream_of(dst_stream));
+      read->record(to_stream(dst_stream));
     }
-    read->hold(stream_of(src_stream));
+    read->hold(to_stream(src_stream));
   });
 }
 
 te_fl_status retire_stream(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
-    forget_side_streams(index_of(self), stream_of(stream));
-    memory_of(self).forget(stream_of(stream));
+    forget_side_streams(device_index(self), to_stream(stream));
+    memory_of(self).forget(to_stream(stream));
   });
 }
 
@@ -346,7 +346,7 @@ te_fl_status check_pointer(void* self, const void* data, size_t bytes,
                            const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     if (bytes == 0) return;
-    const int device = index_of(self);
+    const int device = device_index(self);
     if (const std::string what = not_ours(device, data); !what.empty()) backend::invalid(what);
     const void* last = static_cast<const char*>(data) + bytes - 1;
     if (const std::string what = not_ours(device, last); !what.empty()) {
@@ -358,20 +358,20 @@ te_fl_status check_pointer(void* self, const void* data, size_t bytes,
 
 te_fl_status check_stream(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
-    const auto s = stream_of(stream);
+    const auto s = to_stream(stream);
     cudaStreamCaptureStatus status{};
     // This query fails for a destroyed stream. It may also fail for the default stream while
     // another stream is being captured.
     if (const cudaError_t error = stream_capture_status(s, &status); error != cudaSuccess) {
       (void)cudaGetLastError();
-      if (status_of(error) == TE_FL_INVALID_ARGUMENT) {
-        backend::invalid(text_of(error, "cudaStreamIsCapturing"));
+      if (to_status(error) == TE_FL_INVALID_ARGUMENT) {
+        backend::invalid(cuda_error_text(error, "cudaStreamIsCapturing"));
       }
       return;
     }
     if (status != cudaStreamCaptureStatusNone) return;
-    const int whose = device_of_stream(s, index_of(self));
-    if (whose >= 0 && whose != index_of(self)) {
+    const int whose = device_of_stream(s, device_index(self));
+    if (whose >= 0 && whose != device_index(self)) {
       backend::invalid("it belongs to cuda:" + std::to_string(whose));
     }
   });

@@ -99,9 +99,9 @@ int device_of_stream(cudaStream_t stream, int likely) noexcept {
   }
   CUdevice found = -1;
   if (d.push_context(context) != CUDA_SUCCESS) return -1;
-  const bool told = d.current_device(&found) == CUDA_SUCCESS;
+  const bool found_device = d.current_device(&found) == CUDA_SUCCESS;
   d.pop_context(&context);
-  if (!told) return -1;
+  if (!found_device) return -1;
   if (known(found)) {
     contexts[static_cast<size_t>(found)].store(context, std::memory_order_relaxed);
   }
@@ -120,7 +120,7 @@ struct Known {
 constexpr size_t kKnown = 256;
 constinit thread_local std::array<Known, kKnown> t_known{};
 
-Known& place_of(cudaKernel_t kernel) noexcept {
+Known& find_slot(cudaKernel_t kernel) noexcept {
   const uint64_t hash = reinterpret_cast<uintptr_t>(kernel) * 0x9e3779b97f4a7c15u;
   return t_known[hash >> 56];
 }
@@ -143,7 +143,7 @@ __attribute__((visibility("hidden"))) cudaError_t __wrap___cudaLaunchKernel(
     cudaKernel_t kernel, dim3 grid, dim3 block, void** args, size_t shared, cudaStream_t stream) {
   using namespace te_fl::cuda;  // NOLINT: the linker's names are C
   const int device = DeviceGuard::current();
-  Known& known = place_of(kernel);
+  Known& known = find_slot(kernel);
   if (device >= 0 && known.kernel == kernel && known.device == device) {
     const CUresult result =
         driver().launch(known.function, grid.x, grid.y, grid.z, block.x, block.y, block.z,

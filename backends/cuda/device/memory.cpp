@@ -29,7 +29,7 @@ std::string memory_account(size_t asked) {
   cudaMemGetInfo(&available, &total);
   (void)cudaGetLastError();
   const auto mib = [](size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
-  return "; asked for " + std::to_string(asked) + " bytes, " + mib(available) + " of " +
+  return "; requested " + std::to_string(asked) + " bytes, " + mib(available) + " of " +
          mib(total) + " are free";
 }
 
@@ -75,8 +75,8 @@ Memory::~Memory() {
 
 // Returns the memory of the graph into which the stream is being captured; NULL if it is not
 // capturing. The caller must hold the mutex.
-std::shared_ptr<Memory::GraphMemory> Memory::capture_of(cudaStream_t stream,
-                                                        cudaStreamCaptureStatus status) {
+std::shared_ptr<Memory::GraphMemory> Memory::find_capture(cudaStream_t stream,
+                                                          cudaStreamCaptureStatus status) {
   cudaGraph_t graph = nullptr;
   const unsigned long long id = capture_id(stream, status, &graph);
   if (id == 0) {  // a capture that the application began on this stream may have ended
@@ -114,7 +114,7 @@ void* Memory::allocate(size_t asked, cudaStream_t stream) {
   size_t bytes = rounded(asked);
   const std::lock_guard lock(mutex_);
   const cudaStreamCaptureStatus status = capture_status(stream);
-  if (const auto graph = capture_of(stream, status)) {
+  if (const auto graph = find_capture(stream, status)) {
     void* data = allocate_captured(bytes, stream, graph);
     blocks_[data] = {bytes, graph};
     ++graph->live;
@@ -187,7 +187,7 @@ void Memory::free(void* data, cudaStream_t stream) {
 
 void Memory::release_block(void* data, Block block, cudaStream_t stream) {
   const cudaStreamCaptureStatus status = capture_status(stream);
-  const auto capture = capture_of(stream, status);
+  const auto capture = find_capture(stream, status);
   if (capture != nullptr && block.graph != capture) {
     capture->kept.emplace_back(data, std::move(block));
     return;

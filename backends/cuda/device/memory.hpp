@@ -63,7 +63,7 @@ class Memory {
                                                 // in the capture
   };
 
-  std::shared_ptr<GraphMemory> capture_of(cudaStream_t stream, cudaStreamCaptureStatus status);
+  std::shared_ptr<GraphMemory> find_capture(cudaStream_t stream, cudaStreamCaptureStatus status);
   // `bytes` on entry: the required size; on return: the size of the block.
   void* allocate_captured(size_t& bytes, cudaStream_t stream,
                           const std::shared_ptr<GraphMemory>& graph);

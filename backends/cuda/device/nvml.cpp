@@ -42,9 +42,9 @@ int ask(int device) {
   }
   void* found = nullptr;
   unsigned milliwatts = 0;
-  const bool told =
+  const bool is_known =
       nvml.device_by_bus(bus, &found) == 0 && nvml.enforced_limit(found, &milliwatts) == 0;
-  return told ? static_cast<int>((milliwatts + 500) / 1000) : 0;
+  return is_known ? static_cast<int>((milliwatts + 500) / 1000) : 0;
 }
 
 }  // namespace

@@ -39,7 +39,7 @@ class SharedMemory {
     throw backend::Error(TE_FL_UNSUPPORTED | TE_FL_CLEAN,
                          "a block of the kernel takes " + std::to_string(wanted) +
                              " bytes of shared memory, which this GPU does not have; let another "
-                             "implementation serve the op");
+                             "implementation run the op");
   }
 
  private:

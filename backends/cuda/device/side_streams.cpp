@@ -66,7 +66,7 @@ Sets& sets() {
 
 // Returns the side streams of a stream. They live until forget_side_streams(), which must not be
 // called while a SpreadWork uses them.
-SideStreamSet* set_of(int device, cudaStream_t stream) {
+SideStreamSet* find_set(int device, cudaStream_t stream) {
   const std::lock_guard lock(sets().mutex);
   std::unique_ptr<SideStreamSet>& set = sets().all[{device, stream}];
   if (set == nullptr) set = std::make_unique<SideStreamSet>();
@@ -77,7 +77,7 @@ SideStreamSet* set_of(int device, cudaStream_t stream) {
 
 SpreadWork::SpreadWork(int device, cudaStream_t stream, int lanes) : stream_(stream) {
   if (lanes <= 1 || stream == cudaStreamPerThread) return;
-  set_ = set_of(device, stream);
+  set_ = find_set(device, stream);
   lock_ = std::unique_lock(set_->mutex);
   const int beside = std::min(lanes, kMostLanes) - 1;
   set_->make(stream, beside);

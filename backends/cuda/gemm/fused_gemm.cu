@@ -18,7 +18,7 @@ template <class Type, bool kBackward, class Out>
 void launch(const te_fl_context& ctx, const CUtensorMap (&maps)[3], const FusedGemm& g) {
   constexpr auto kKernel = fused::fused_gemm_kernel<Type, kBackward, Out>;
   const int clusters =
-      std::min(clusters_of<kKernel>(ctx.device.index, fused::kTileThreads, fused::kShared),
+      std::min(max_active_clusters<kKernel>(ctx.device.index, fused::kTileThreads, fused::kShared),
                g.rows / int{kExtent} * (g.cols / int{kExtent}));
   kKernel<<<2 * clusters, fused::kTileThreads, fused::kShared, stream_of(ctx)>>>(maps[0], maps[1],
                                                                                  maps[2], g);

@@ -70,7 +70,7 @@ Scratch scratch(const Args& args, const Problem& p, void* base) {
 }
 
 // Returns the path of a call. It depends on the device only if the call has an activation.
-GemmPath path_of(const te_fl_context& ctx, const Args& args) {
+GemmPath choose_path(const te_fl_context& ctx, const Args& args) {
   GemmDevice device{architecture(ctx.device.index), 0, false};
   if (activates(args) && device.architecture == kFusedArchitecture) {
     device.multiprocessors = multiprocessors(ctx.device.index);
@@ -78,7 +78,7 @@ GemmPath path_of(const te_fl_context& ctx, const Args& args) {
   }
   return choose_gemm(args, device);
 }
-size_t workspace_of(const GemmPath& path, const Args& args) {
+size_t required_workspace(const GemmPath& path, const Args& args) {
   switch (path.kind) {
     case GemmPath::Kind::kFused:
       return FusedProduct(args, path).scratch_bytes();
@@ -100,7 +100,7 @@ const Plan* kept_plan(const te_fl_context& ctx, const Args& args) {
 
 size_t workspace(const te_fl_context& ctx, const Args& args) {
   const Plan* plan = kept_plan(ctx, args);
-  return plan != nullptr ? plan->scratch_bytes : workspace_of(path_of(ctx, args), args);
+  return plan != nullptr ? plan->scratch_bytes : required_workspace(choose_path(ctx, args), args);
 }
 
 void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, const Scratch& s,
@@ -232,7 +232,7 @@ bool rows_bias_grad(const te_fl_tensor& a) {
 void need_workspace(const te_fl_context& ctx, const Args& args, size_t bytes) {
   if (ctx.workspace_bytes >= bytes) return;
   invalid("the workspace has " + std::to_string(ctx.workspace_bytes) + " bytes, " +
-          text_of(args, problem_of(args)) + " needs " + std::to_string(bytes));
+          to_text(args, make_problem(args)) + " needs " + std::to_string(bytes));
 }
 
 }  // namespace
@@ -259,7 +259,7 @@ void enqueue_product(const te_fl_context& ctx, const te_fl_generic_gemm_args& ar
                        quant != nullptr ? static_cast<const float*>(quant->scale_inv) : nullptr});
     } else {
       column_sums(ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,
-                  BiasGrad{values_of(*args.a, along), along});
+                  BiasGrad{make_values(*args.a, along), along});
     }
   }
   if (p.m > 0 && p.n > 0) multiply(ctx, args, p, s, plan);
@@ -273,9 +273,9 @@ namespace {
 // or NULL if it is not yet known.
 void run_product(const te_fl_context& ctx, const Args& args, const Problem* chosen) {
   const Plan* plan = kept_plan(ctx, args);
-  const Problem p = plan != nullptr     ? problem_of(*plan, args)
+  const Problem p = plan != nullptr     ? make_problem(*plan, args)
                     : chosen != nullptr ? *chosen
-                                        : problem_of(args);
+                                        : make_problem(args);
   std::optional<Plan> own;
   if (plan == nullptr && runs_library(p)) plan = &own.emplace(make_plan(ctx, args, p));
   enqueue_product(ctx, args, p, plan);
@@ -292,7 +292,7 @@ void run_composed(const te_fl_context& ctx, const Args& args, const GemmPath& pa
 
 void generic_gemm(const te_fl_context& ctx, const Args& args) {
   if (!activates(args)) return run_product(ctx, args, nullptr);  // a kept plan has the problem
-  const GemmPath path = path_of(ctx, args);
+  const GemmPath path = choose_path(ctx, args);
   switch (path.kind) {
     case GemmPath::Kind::kFused: {
       const FusedProduct fused(args, path);
@@ -306,12 +306,12 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
   }
 }
 
-std::string words_of(const te_fl_context& ctx, const Args& args) {
-  GemmPath path = path_of(ctx, args);
+std::string describe_choice(const te_fl_context& ctx, const Args& args) {
+  GemmPath path = choose_path(ctx, args);
   if (path.kind == GemmPath::Kind::kComposed) {
-    path.algorithm = algorithm_of(ctx, ComposedProduct(args).product(), path.problem);
+    path.algorithm = describe_algorithm(ctx, ComposedProduct(args).product(), path.problem);
   } else if (path.kind == GemmPath::Kind::kProduct) {
-    path.algorithm = algorithm_of(ctx, args, path.problem);
+    path.algorithm = describe_algorithm(ctx, args, path.problem);
   }
   return path.text();
 }
@@ -376,14 +376,14 @@ te_fl_status prepare(void*, const te_fl_context* ctx, const void* raw, void** pl
     const backend::Widened<Args> args(raw);
     const DeviceGuard guard(ctx->device.index);
     *plan = nullptr;
-    const GemmPath path = path_of(*ctx, *args);
+    const GemmPath path = choose_path(*ctx, *args);
     const Problem& p = path.problem;
     if (path.kind == GemmPath::Kind::kFused || !runs_library(p)) return;
     const ComposedProduct composed(*args);
     const bool composes = path.kind == GemmPath::Kind::kComposed;
     const Args& product = composes ? composed.product() : *args;
     auto made = std::make_unique<Plan>(make_plan(*ctx, product, p));
-    made->scratch_bytes = workspace_of(path, *args);
+    made->scratch_bytes = required_workspace(path, *args);
     *plan = made.release();
   });
 }
@@ -399,7 +399,7 @@ void append_gemm(std::vector<te_fl_op_desc>& ops) {
   desc.workspace = backend::workspace_thunk<Args, workspace>;
   desc.prepare = prepare;
   desc.destroy_plan = destroy_plan;
-  desc.describe = backend::describe_thunk<Args, words_of>;
+  desc.describe = backend::describe_thunk<Args, describe_choice>;
   append_grouped_gemm(ops);
 }
 

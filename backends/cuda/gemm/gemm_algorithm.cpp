@@ -41,7 +41,7 @@ const std::string& device_name(int device) {
 
 // Returns the key under which the algorithm choice of a problem is stored: device, power limit,
 // library version and problem.
-GemmChoice key_of(int device, const std::string& problem) {
+GemmChoice make_key(int device, const std::string& problem) {
   GemmChoice key;
   key.device = device_name(device);
   key.problem = problem;
@@ -137,7 +137,7 @@ bool tunes_gemm() noexcept { return book().tunes(); }
 
 bool find_gemm_choice(int device, const std::string& problem, cublasLtMatmulAlgo_t& algo) {
   if (book().empty()) return false;
-  const std::optional<GemmChoice> found = book().find(key_of(device, problem));
+  const std::optional<GemmChoice> found = book().find(make_key(device, problem));
   if (found) algo = algorithm_from(*found);
   return found.has_value();
 }
@@ -149,10 +149,10 @@ void note_algorithm(int device, const std::string& problem, const cublasLtMatmul
 std::string algorithm_words(int device, const std::string& problem, bool measurable) {
   cublasLtMatmulAlgo_t algo;
   if (find_gemm_choice(device, problem, algo)) {
-    return text_of(algo) + ": the choice of TE_FL_CUDA_GEMM_FILE";
+    return to_text(algo) + ": the choice of TE_FL_CUDA_GEMM_FILE";
   }
   if (const auto found = named().find(device, problem)) {
-    return text_of(*found) + ": the first of cuBLASLt's heuristic";
+    return to_text(*found) + ": the first of cuBLASLt's heuristic";
   }
   return measurable && tunes_gemm() ? "measured at first use (TE_FL_CUDA_GEMM_TUNE)"
                                     : "chosen by cuBLASLt's heuristic at first use";
@@ -168,8 +168,8 @@ std::optional<GemmChoice> time_candidates(int device, const std::string& problem
   };
   const Winner winner = select_fastest(candidates.size(), {time, trial.agrees});
   if (winner.timed == 0) return std::nullopt;
-  GemmChoice choice = key_of(device, problem);
-  choice.config = text_of(candidates[winner.index]);
+  GemmChoice choice = make_key(device, problem);
+  choice.config = to_text(candidates[winner.index]);
   choice.us = winner.us;
   choice.first_us = winner.first_us;
   choice.candidates = winner.timed;
@@ -181,7 +181,7 @@ std::optional<GemmChoice> time_candidates(int device, const std::string& problem
 cublasLtMatmulAlgo_t measured_gemm_choice(
     int device, const std::string& problem, const cublasLtMatmulAlgo_t& otherwise,
     const std::function<std::optional<GemmChoice>()>& measure) {
-  const auto choice = book().find_or_measure(device, key_of(device, problem), measure);
+  const auto choice = book().find_or_measure(device, make_key(device, problem), measure);
   return choice ? algorithm_from(*choice) : otherwise;
 }
 

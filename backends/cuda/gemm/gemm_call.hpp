@@ -10,7 +10,8 @@ namespace te_fl::cuda {
 // Returns why the GEMM is not supported, as static text; NULL if it is supported.
 backend::Refusal refuse_product(const te_fl_context& ctx, const te_fl_generic_gemm_args& args);
 
-// Returns the bytes of workspace that enqueue_product() needs. `p`: the result of problem_of(args).
+// Returns the bytes of workspace that enqueue_product() needs. `p`: the result of
+// make_problem(args).
 size_t product_scratch(const te_fl_generic_gemm_args& args, const Problem& p);
 
 // Enqueues the GEMM on the stream of `ctx`. `plan`: a plan made for a problem like `p`; NULL if

@@ -73,7 +73,7 @@ const char* refuse_fused(const Args& c, const Problem& p, const GemmDevice& devi
 bool finds_scale(const te_fl_tensor& d) {
   return d.quant != nullptr && (d.quant->flags & TE_FL_QUANT_COMPUTE_SCALE) != 0;
 }
-FusedForm form_of(const Args& c, const Problem& p) {
+FusedForm fused_form(const Args& c, const Problem& p) {
   if (c.pre_gelu_in != nullptr) return FusedForm::kBackward;
   if (!p.fp8) return FusedForm::kForward;
   return finds_scale(*c.d) ? FusedForm::kForwardMeasured : FusedForm::kForwardCodes;
@@ -126,7 +126,7 @@ ComposedProduct::ComposedProduct(const Args& call) : call_(call) {
 
 GemmPath choose_gemm(const Args& args, const GemmDevice& device) {
   GemmPath path;
-  const Problem whole = problem_of(args);
+  const Problem whole = make_problem(args);
   if (!activates(args)) {
     add_product(path, whole);
     return path;
@@ -134,13 +134,13 @@ GemmPath choose_gemm(const Args& args, const GemmDevice& device) {
   path.unfused = refuse_fused(args, whole, device);
   if (path.unfused == nullptr) {
     path.kind = GemmPath::Kind::kFused;
-    path.form = form_of(args, whole);
+    path.form = fused_form(args, whole);
     path.problem = whole;
     return path;
   }
   const ComposedProduct composed(args);
   if (composed) path.kind = GemmPath::Kind::kComposed;
-  add_product(path, composed ? problem_of(composed.product()) : whole);
+  add_product(path, composed ? make_problem(composed.product()) : whole);
   return path;
 }
 

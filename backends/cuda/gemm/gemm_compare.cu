@@ -30,10 +30,10 @@ __global__ void squares_kernel(const T* expected, int64_t count, Findings* found
 template <class T>
 __global__ void differences_kernel(const T* expected, const T* got, int64_t count, float step,
                                    float share, Findings* found) {
-  const float slack = share * static_cast<float>(sqrt(found->squares / static_cast<double>(count)));
+  const float atol = share * static_cast<float>(sqrt(found->squares / static_cast<double>(count)));
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count;
        i += int64_t{gridDim.x} * kThreads) {
-    if (!explained(to_f32(expected[i]), to_f32(got[i]), step, slack)) {
+    if (!explained(to_f32(expected[i]), to_f32(got[i]), step, atol)) {
       atomicAdd(&found->different, 1ull);
     }
   }

@@ -19,7 +19,7 @@ constexpr const char* gemm_limit(int architecture, size_t library_version, bool 
   if (architecture < kFp8Architecture) {
     return "generic_gemm: a or b is FP8, which GPUs have from compute capability 8.9 on (Ada, "
            "Hopper), and this one is older: use BF16, dequantise the operand first, or let another "
-           "implementation serve the op";
+           "implementation run the op";
   }
   if (!blocks) return nullptr;
   if (architecture != kBlockArchitecture) {

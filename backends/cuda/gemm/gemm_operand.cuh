@@ -43,7 +43,7 @@ struct Values {
 
 // Selects row-wise or column-wise data: that whose blocks run along K if the tensor has it, else
 // the other. `along`: K is the contiguous dimension of `t`.
-inline Values values_of(const te_fl_tensor& t, bool along) {
+inline Values make_values(const te_fl_tensor& t, bool along) {
   Values v;
   const backend::Matrix m = backend::as_matrix(t);
   v.data = Source(t);
@@ -71,7 +71,7 @@ inline void convert(cudaStream_t stream, const Problem& p, const Operand& o, voi
                     int64_t lines, int64_t padded_lines) {
   if (padded_lines == 0 || p.padded_k == 0) return;
   if (p.convert == Convert::kWiden) {
-    const Values values = values_of(*o.tensor, o.along);
+    const Values values = make_values(*o.tensor, o.along);
     widen_kernel<<<blocks_for(values.rows * values.cols), kThreads, 0, stream>>>(
         values, static_cast<float*>(out));
     return check_launch("widen_kernel");

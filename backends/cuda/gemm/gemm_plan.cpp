@@ -36,14 +36,14 @@ cudaDataType library_type(int dtype) {
 
 }  // namespace
 
-Problem problem_of(const Plan& plan, const Args& args) {
+Problem make_problem(const Plan& plan, const Args& args) {
   Problem p = plan.problem;
-  p.a = operand_of(*args.a, p.a.along);
-  p.b = operand_of(*args.b, p.b.along);
+  p.a = make_operand(*args.a, p.a.along);
+  p.b = make_operand(*args.b, p.b.along);
   return p;
 }
 
-std::string text_of(const Args& args, const Problem& p) {
+std::string to_text(const Args& args, const Problem& p) {
   static constexpr const char* kNames[] = {"f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2"};
   return "generic_gemm m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
          " k=" + std::to_string(p.k) + " a=" + kNames[p.a.dtype] + " b=" + kNames[p.b.dtype] +
@@ -60,7 +60,7 @@ struct FailingCall {
 };
 void check_call(cublasStatus_t status, const char* function, const FailingCall& call) {
   if (status != CUBLAS_STATUS_SUCCESS) {
-    cuda::check(status, function, text_of(call.args, call.problem));
+    cuda::check(status, function, to_text(call.args, call.problem));
   }
 }
 
@@ -156,7 +156,7 @@ uint32_t least_alignment(const Args& args, const Problem& p) {
 // Returns text that contains everything on which the choice of an algorithm depends.
 std::string problem_key(const Args& args, const Problem& p) {
   const uint32_t alignment = least_alignment(args, p);
-  std::string key = text_of(args, p) + " align=" + std::to_string(alignment);
+  std::string key = to_text(args, p) + " align=" + std::to_string(alignment);
   if (p.block) {
     key += " scaling=" + std::to_string(backend::scaling(*args.a)) + "," +
            std::to_string(backend::scaling(*args.b));
@@ -182,7 +182,7 @@ bool measurable(const Problem& p) { return p.convert == Convert::kNone; }
 
 }  // namespace
 
-std::string algorithm_of(const te_fl_context& ctx, const Args& args, const Problem& p) {
+std::string describe_algorithm(const te_fl_context& ctx, const Args& args, const Problem& p) {
   if (!runs_library(p)) return {};
   return algorithm_words(ctx.device.index, problem_key(args, p), measurable(p));
 }
@@ -244,7 +244,7 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
       note_algorithm(device, key, plan.matmul.algo);
       return plan;
     }
-    backend::unsupported("cuBLASLt has no algorithm for " + text_of(args, p));
+    backend::unsupported("cuBLASLt has no algorithm for " + to_text(args, p));
   }
   check_call(status, "cublasLtMatmulAlgoGetHeuristic", call);
   matmul.algo = found[0].algo;

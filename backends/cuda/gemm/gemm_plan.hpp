@@ -32,15 +32,15 @@ struct Plan {
 };
 
 // Returns plan.problem with the pointers of the call `args`.
-Problem problem_of(const Plan& plan, const te_fl_generic_gemm_args& args);
+Problem make_problem(const Plan& plan, const te_fl_generic_gemm_args& args);
 
 // Returns a description of cuBLASLt's algorithm for the GEMM, from algorithm_words()
 // (gemm_algorithm.hpp); empty if cuBLASLt is not called.
-std::string algorithm_of(const te_fl_context& ctx, const te_fl_generic_gemm_args& args,
-                         const Problem& p);
+std::string describe_algorithm(const te_fl_context& ctx, const te_fl_generic_gemm_args& args,
+                               const Problem& p);
 
 // "generic_gemm m=.. n=.. k=.. ..", for error messages.
-std::string text_of(const te_fl_generic_gemm_args& args, const Problem& p);
+std::string to_text(const te_fl_generic_gemm_args& args, const Problem& p);
 
 // Makes a plan. The algorithm comes from the file of choices, a measurement or the heuristic.
 // Throws UNSUPPORTED if cuBLASLt has no algorithm. Thread-safe.

@@ -18,7 +18,7 @@ class PlanCache {
   static constexpr size_t kMost = 2048;  // plans; when it is full, all are dropped
 
   // Returns the plan of the GEMM, and makes it if it is not cached. Returns NULL if cuBLASLt is not
-  // called. `p`: the result of problem_of(args). Throws what make_plan() throws.
+  // called. `p`: the result of make_problem(args). Throws what make_plan() throws.
   std::shared_ptr<const Plan> get(const te_fl_context& ctx, const te_fl_generic_gemm_args& args,
                                   const Problem& p);
 

@@ -36,7 +36,7 @@ bool whole_rows(const te_fl_tensor& t) {
 const char* refuse_epilogue(const Args& args, const Problem& p) {
   const int d = dtype_of(*args.d);
   const bool fp8 = p.fp8;
-  if (args.d_sum != nullptr) return "d_sum is asked for";
+  if (args.d_sum != nullptr) return "d_sum is requested";
   if (is_fp8(d)) {
     return direct_codes(args, fp8) ? nullptr : "the library writes no such codes of such a call";
   }
@@ -84,7 +84,7 @@ const char* refuse_direct(const Args& args, const Problem& p) {
 
 }  // namespace
 
-Operand operand_of(const te_fl_tensor& t, bool along) {
+Operand make_operand(const te_fl_tensor& t, bool along) {
   Operand o;
   o.tensor = &t;
   o.dtype = dtype_of(t);
@@ -100,14 +100,14 @@ Operand operand_of(const te_fl_tensor& t, bool along) {
   return o;
 }
 
-Problem problem_of(const Args& args) {
+Problem make_problem(const Args& args) {
   Problem p;
   const backend::Matrix d = backend::as_matrix(*args.d), a = backend::as_matrix(*args.a);
   p.m = d.rows;
   p.n = d.cols;
   p.k = args.trans_a ? a.rows : a.cols;
-  p.a = operand_of(*args.a, args.trans_a == 0);
-  p.b = operand_of(*args.b, args.trans_b != 0);
+  p.a = make_operand(*args.a, args.trans_a == 0);
+  p.b = make_operand(*args.b, args.trans_b != 0);
   p.padded_n = p.n;
   p.padded_k = p.k;
   const bool a_plain = backend::scaling(*args.a) == TE_FL_SCALING_NONE;

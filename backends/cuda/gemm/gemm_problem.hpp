@@ -51,10 +51,10 @@ struct Problem {
 
 // Decides, from metadata and addresses, which operands are converted and which part of the epilogue
 // the library applies. The call must have passed its op's checks.
-Problem problem_of(const te_fl_generic_gemm_args& args);
+Problem make_problem(const te_fl_generic_gemm_args& args);
 inline bool runs_library(const Problem& p) { return p.m > 0 && p.n > 0 && p.k > 0; }
 
-// True if the residual and D have the same address. problem_of() depends on this, but the keys
+// True if the residual and D have the same address. make_problem() depends on this, but the keys
 // under which the host caches plans may not contain it.
 inline bool adds_in_place(const te_fl_generic_gemm_args& args) {
   return args.residual != nullptr &&
@@ -62,6 +62,6 @@ inline bool adds_in_place(const te_fl_generic_gemm_args& args) {
 }
 
 // Returns the operand as cuBLASLt would read it. `along`: K is contiguous.
-Operand operand_of(const te_fl_tensor& t, bool along);
+Operand make_operand(const te_fl_tensor& t, bool along);
 
 }  // namespace te_fl::cuda

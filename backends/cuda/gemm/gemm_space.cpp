@@ -100,7 +100,7 @@ void add_new(std::vector<cublasLtMatmulAlgo_t>& list, const cublasLtMatmulAlgo_t
   list.push_back(algo);
 }
 
-std::string text_of(const cublasLtMatmulAlgo_t& algo) {
+std::string to_text(const cublasLtMatmulAlgo_t& algo) {
   std::string text;
   const auto add = [&](const char* name, auto value) {
     if (!text.empty()) text += ' ';

@@ -42,6 +42,6 @@ void add_variations(const LibraryProduct& product, std::vector<cublasLtMatmulAlg
 void add_new(std::vector<cublasLtMatmulAlgo_t>& list, const cublasLtMatmulAlgo_t& algo);
 
 // "id 66 tile 29 stages 36 custom 1 inner 0 cluster 3 splitk 1", with the numbers of cublasLt.h.
-std::string text_of(const cublasLtMatmulAlgo_t& algo);
+std::string to_text(const cublasLtMatmulAlgo_t& algo);
 
 }  // namespace te_fl::cuda

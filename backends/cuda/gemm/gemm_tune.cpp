@@ -64,7 +64,7 @@ class Trial {
     }
     clear();
     if (!run(other)) return false;
-    const float share = p_.fp8 ? kFp8Slack : kSlack;
+    const float share = p_.fp8 ? kFp8Tolerance : kTolerance;
     const int64_t sides = p_.codes ? 1 : p_.bias_grad ? p_.m : 0;
     return results_agree(expected_->d.get(), results_.d.get(), p_.m * p_.padded_n, dtype_, share,
                          stream_) &&
@@ -79,7 +79,7 @@ class Trial {
   }
   void point(cublasLtMatmulDescAttributes_t attribute, const void* to) {
     check(cublaslt()->desc_set(&matmul_.desc, attribute, &to, sizeof to),
-          "cublasLtMatmulDescSetAttribute", text_of(args_, p_));
+          "cublasLtMatmulDescSetAttribute", to_text(args_, p_));
   }
   // Fills the results with bytes that are NaN in every dtype, so that unwritten elements are
   // detected. D is zeroed if the product accumulates into it, and the amax is zeroed always.

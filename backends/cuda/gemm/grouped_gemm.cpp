@@ -58,7 +58,7 @@ struct Group {
     for (int64_t i = 0; i < args.a_count; ++i) {
       const te_fl_generic_gemm_args product = backend::product_of(args, i);
       if (backend::writes_nothing(product)) continue;
-      const Problem& p = items.emplace_back(product, problem_of(product)).problem;
+      const Problem& p = items.emplace_back(product, make_problem(product)).problem;
       scratch = std::max(scratch, product_scratch(product, p));
       if (runs_library(p)) size.add(p.m, p.n);
     }
@@ -82,7 +82,7 @@ void grouped_gemm(const te_fl_context& ctx, const GroupedArgs& args) {
   const Group group(ctx, args);
   if (ctx.workspace_bytes < group.bytes()) {
     backend::invalid("the workspace has " + std::to_string(ctx.workspace_bytes) +
-                     " bytes; workspace() asked for " + std::to_string(group.bytes()));
+                     " bytes; workspace() requested " + std::to_string(group.bytes()));
   }
   auto* const stream = static_cast<cudaStream_t>(ctx.stream);
   SpreadWork work(ctx.device.index, stream, group.lanes_on(stream));
@@ -100,10 +100,10 @@ void grouped_gemm(const te_fl_context& ctx, const GroupedArgs& args) {
   work.join();
 }
 
-std::string words_of(const te_fl_context& ctx, const GroupedArgs& args) {
+std::string describe_choice(const te_fl_context& ctx, const GroupedArgs& args) {
   const te_fl_generic_gemm_args first = backend::product_of(args, 0);
   GemmPath path = choose_gemm(first, {});
-  path.algorithm = algorithm_of(ctx, first, path.problem);
+  path.algorithm = describe_algorithm(ctx, first, path.problem);
   const int lanes = Group(ctx, args).lanes_on(static_cast<cudaStream_t>(ctx.stream));
   return std::to_string(args.a_count) + " products " +
          (lanes == 1 ? "one after the other" : "over " + std::to_string(lanes) + " streams") +
@@ -120,7 +120,7 @@ void append_grouped_gemm(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<GroupedArgs, grouped_gemm, refuse>("grouped_gemm"));
   te_fl_op_desc& desc = ops.back();
   desc.workspace = backend::workspace_thunk<GroupedArgs, workspace>;
-  desc.describe = backend::describe_thunk<GroupedArgs, words_of>;
+  desc.describe = backend::describe_thunk<GroupedArgs, describe_choice>;
 }
 
 }  // namespace te_fl::cuda

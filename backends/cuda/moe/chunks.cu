@@ -152,7 +152,7 @@ void gather_rows(const te_fl_context& ctx, const te_fl_tensor* input, const int3
   const int64_t bytes = output->dl.ndim == 1 ? element : row_bytes_of(*output);
   with_word(word_bytes(bytes, *input, *output), [&]<class Word>(Word) {
     for_pieces(0, rows, bytes / static_cast<int64_t>(sizeof(Word)), [&](const RowPieces& p) {
-      gather_rows_kernel<<<blocks_of(p.size, kThreads * kAtOnce), kThreads, 0, stream_of(ctx)>>>(
+      gather_rows_kernel<<<block_count(p.size, kThreads * kAtOnce), kThreads, 0, stream_of(ctx)>>>(
           backend::data<const Word>(*input), sources, backend::data<Word>(*output), p, rows,
           errors);
       check_launch("gather_rows_kernel");
@@ -189,7 +189,7 @@ void moe_sort_chunks_fwd(const te_fl_context& ctx, const te_fl_moe_sort_chunks_f
                          reinterpret_cast<int64_t*>(memory),
                          reinterpret_cast<int64_t*>(memory + space.offsets),
                          reinterpret_cast<int32_t*>(memory + 2 * space.offsets)};
-  const ValueErrorSink errors = value_errors_of(ctx, "moe_sort_chunks_fwd");
+  const ValueErrorSink errors = open_value_errors(ctx, "moe_sort_chunks_fwd");
   if (space.taken > 0) {
     check(cudaMemsetAsync(table.taken, 0, space.taken, stream), "cudaMemsetAsync");
   }
@@ -217,7 +217,7 @@ Refusal refuse_chunks_fwd(const te_fl_moe_sort_chunks_fwd_args& a) {
 void moe_sort_chunks_bwd(const te_fl_context& ctx, const te_fl_moe_sort_chunks_bwd_args& a) {
   const int64_t rows = a.grad_output->dl.shape[0];
   const auto* map = backend::data<const int32_t>(*a.row_id_map);
-  const ValueErrorSink errors = value_errors_of(ctx, "moe_sort_chunks_bwd");
+  const ValueErrorSink errors = open_value_errors(ctx, "moe_sort_chunks_bwd");
   if (rows == 0) return;
   if (validates(ctx)) {
     check_sources_kernel<<<blocks_for(rows), kThreads, 0, stream_of(ctx)>>>(map, rows, errors);

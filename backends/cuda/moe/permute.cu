@@ -48,7 +48,7 @@ void moe_permute_fwd(const te_fl_context& ctx, const te_fl_moe_permute_fwd_args&
   const cudaStream_t stream = stream_of(ctx);
   if (pairs > 0) {
     const PairIndices in{Integers(*a.indices), pairs, a.num_experts,
-                         value_errors_of(ctx, "moe_permute_fwd")};
+                         open_value_errors(ctx, "moe_permute_fwd")};
     if (validates(ctx)) {
       check_experts_kernel<<<blocks_for(pairs), kThreads, 0, stream>>>(in);
       check_launch("check_experts_kernel");
@@ -79,7 +79,7 @@ PermutedRows permuted_rows(const te_fl_context& ctx, const char* op, const te_fl
           map.dl.shape[1],
           map.dl.shape[0],
           rows,
-          value_errors_of(ctx, op)};
+          open_value_errors(ctx, op)};
 }
 
 // Returns the number of threads for a block that processes a row of `cols` elements, `size`
@@ -115,13 +115,13 @@ void sum_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& inpu
         return for_pieces(0, rows.tokens, ceil_div(pieces, 64), [&](const RowPieces& p) {
           const auto most = static_cast<unsigned>(4 * multiprocessors(ctx.device.index));
           sum_listed_rows_kernel<T, kWhole>
-              <<<std::min(blocks_of(p.size, kThreads / 32), most), kThreads, 0, stream>>>(
+              <<<std::min(block_count(p.size, kThreads / 32), most), kThreads, 0, stream>>>(
                   backend::data<const T>(input), rows, backend::data<T>(output), p, cols);
           check_launch(op);
         });
       }
       for_pieces(0, rows.tokens, pieces, [&](const RowPieces& p) {
-        sum_rows_kernel<T, kWhole><<<blocks_of(p.size, kThreads), kThreads, 0, stream>>>(
+        sum_rows_kernel<T, kWhole><<<block_count(p.size, kThreads), kThreads, 0, stream>>>(
             backend::data<const T>(input), rows, backend::data<T>(output), p);
         check_launch(op);
       });
@@ -246,7 +246,7 @@ void copy_groups(const te_fl_context& ctx, const char* op, const PaddedGroups& g
     with_word(word_bytes(bytes, input, output), [&]<class Word>(Word) {
       const int64_t words = bytes / static_cast<int64_t>(sizeof(Word));
       for_pieces(first, to - first, words, [&](const RowPieces& p) {
-        copy_groups_kernel<<<blocks_of(p.size, kThreads * kAtOnce), kThreads, 0, stream_of(ctx)>>>(
+        copy_groups_kernel<<<block_count(p.size, kThreads * kAtOnce), kThreads, 0, stream_of(ctx)>>>(
             backend::data<const Word>(input), backend::data<Word>(output), part, p);
         check_launch(op);
       });
@@ -276,7 +276,7 @@ Refusal refuse_groups(const Args& a) {
 void splits_to_offsets(const te_fl_context& ctx, const te_fl_splits_to_offsets_args& a) {
   const int64_t size = backend::numel(*a.splits);
   const Integers splits(*a.splits);
-  const ValueErrorSink errors = value_errors_of(ctx, "splits_to_offsets");
+  const ValueErrorSink errors = open_value_errors(ctx, "splits_to_offsets");
   const cudaStream_t stream = stream_of(ctx);
   if (validates(ctx) && size > 0) {
     check_splits_kernel<<<blocks_for(size), kThreads, 0, stream>>>(splits, size, errors);

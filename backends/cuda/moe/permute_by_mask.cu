@@ -37,7 +37,7 @@ void moe_permute_by_mask_fwd(const te_fl_context& ctx, const Args& a) {
                        has_probs ? a.probs->dl.dtype.bits / 8 : 0,
                        backend::data<int32_t>(*a.row_id_map),
                        rows,
-                       value_errors_of(ctx, "moe_permute_by_mask_fwd")};
+                       open_value_errors(ctx, "moe_permute_by_mask_fwd")};
   const auto experts = static_cast<size_t>(pairs.experts);
   const auto tiles = static_cast<unsigned>(pairs.tiles);
   if (tiles > 0) {

@@ -89,7 +89,7 @@ void topk_bwd(const te_fl_context& ctx, const te_fl_fused_topk_with_score_functi
   const ChoiceInputs choice{
       data_or_null<const uint8_t>(a.routing_map), data_or_null<const uint8_t>(a.routing_bits),
       data_or_null<const void>(a.topk_indices), index_bytes_of(a.topk_indices),
-      value_errors_of(ctx, "fused_topk_with_score_function_bwd")};
+      open_value_errors(ctx, "fused_topk_with_score_function_bwd")};
   if (validates(ctx) && choice.map == nullptr && choice.bits == nullptr) {
     const int64_t size = m.rows * a.topk;
     check_indices_kernel<<<blocks_for(size), kThreads, 0, stream_of(ctx)>>>(choice, size,

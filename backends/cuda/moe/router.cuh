@@ -25,8 +25,8 @@ struct RouterShape {
 
 // ---- elementary functions
 
-__device__ inline float logistic_of(float x) { return 1.0f / (1.0f + expf(-x)); }
-__device__ inline float sqrt_softplus_of(float x) {
+__device__ inline float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ inline float sqrt_softplus(float x) {
   // For small x, exp(x / 2) is exact to FP32's precision, while exp(x) would underflow.
   if (x < -20.0f) return expf(0.5f * x);
   return sqrtf((x < 0.0f ? 0.0f : x) + log1pf(expf(-fabsf(x))));
@@ -35,7 +35,7 @@ __device__ inline float sqrt_softplus_of(float x) {
 // + 1e-20). Where sigmoid(x) underflows in FP32, y * y is used in its place.
 __device__ inline float sqrt_softplus_slope(float x, float y) {
   const float divisor = 2.0f * y + 1e-20f;
-  return x < -80.0f ? y / divisor * y : logistic_of(x) / divisor;
+  return x < -80.0f ? y / divisor * y : logistic(x) / divisor;
 }
 __device__ inline float max_or_nan(float a, float b) { return b > a || isnan(b) ? b : a; }
 
@@ -43,7 +43,7 @@ __device__ inline float max_or_nan(float a, float b) { return b > a || isnan(b) 
 // these functions.
 
 template <int kLanes>
-__device__ inline int lane_of() {
+__device__ inline int lane_index() {
   return static_cast<int>(threadIdx.x) % kLanes;
 }
 template <int kLanes, class T, class F>
@@ -76,7 +76,7 @@ __device__ inline int first_lane(bool says) {
 
 // Maps a float to a key with the same order: NaN is above all numbers, and 0 is below all keys. The
 // addition of 0 turns -0 into +0 and every NaN into 0x7FFFFFFF.
-__device__ inline uint32_t order_of(float v) {
+__device__ inline uint32_t ordered_bits(float v) {
   const uint32_t bits = __float_as_uint(__fadd_rn(v, 0.0f));
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
@@ -96,7 +96,7 @@ __device__ inline int take_largest(uint32_t (&keys)[kPer]) {
     if (keys[j] == largest) at = j;
   }
   if constexpr (kLanes > 1) at = __shfl_sync(kAllLanes, at, holder, kLanes);
-  const int there = lane_of<kLanes>() == holder ? at : -1;
+  const int there = lane_index<kLanes>() == holder ? at : -1;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
     if (j == there) keys[j] = 0;
@@ -166,7 +166,7 @@ __device__ inline bool choose_at_once(const uint32_t (&keys)[kPer], uint32_t the
 
 // Broadcasts the value of an expert from its lane to all lanes of the token.
 template <int kLanes, int kPer>
-__device__ inline float value_of(const float (&values)[kPer], int expert) {
+__device__ inline float score_at(const float (&values)[kPer], int expert) {
   float mine = 0.0f;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
@@ -178,7 +178,7 @@ __device__ inline float value_of(const float (&values)[kPer], int expert) {
 // Returns a bit mask: bit j is set if the lane's j-th expert exists.
 template <int kLanes, int kPer>
 __device__ inline uint32_t experts_of_lane(int experts) {
-  const int left = experts - lane_of<kLanes>() * kPer;
+  const int left = experts - lane_index<kLanes>() * kPer;
   return left >= kPer ? 0xFFFFFFFFu >> (32 - kPer) : left > 0 ? (1u << left) - 1 : 0;
 }
 
@@ -189,7 +189,7 @@ __device__ inline uint32_t experts_of_lane(int experts) {
 template <int kLanes, int kPer>
 __device__ inline void keep_groups(const RouterShape& r, const float (&judged)[kPer],
                                    uint32_t (&keys)[kPer], uint32_t* scores) {
-  const int first = lane_of<kLanes>() * kPer, size = r.experts / r.groups;
+  const int first = lane_index<kLanes>() * kPer, size = r.experts / r.groups;
   for (int g = 0; g < r.groups; ++g) {
     uint32_t inside[kPer];
 #pragma unroll
@@ -198,9 +198,9 @@ __device__ inline void keep_groups(const RouterShape& r, const float (&judged)[k
     }
     float sum = 0.0f;
     for (int i = 0; i < r.topk / r.group_topk; ++i) {
-      sum += value_of<kLanes>(judged, take_largest<kLanes>(inside));
+      sum += score_at<kLanes>(judged, take_largest<kLanes>(inside));
     }
-    if (first == 0) scores[g] = order_of(sum);
+    if (first == 0) scores[g] = ordered_bits(sum);
   }
   __syncwarp();
   // A group is kept if fewer than group_topk groups have a better score, or an equal score and a
@@ -239,7 +239,7 @@ struct ChoiceOutputs {
     const int bytes = (experts + 7) / 8;
 #pragma unroll
     for (int j = 0; j < kPer; j += kGroup) {
-      const int first = lane_of<kLanes>() * kPer + j, n = min(experts - first, kGroup);
+      const int first = lane_index<kLanes>() * kPer + j, n = min(experts - first, kGroup);
       if (n <= 0) continue;
       const uint32_t eight = chosen >> j & 0xFFu;
       if (map != nullptr) {
@@ -282,7 +282,7 @@ struct RowSource {
     const T* const p = static_cast<const T*>(data) + row * experts;
 #pragma unroll
     for (int j = 0; j < kPer; j += kGroup) {
-      const int first = lane_of<kLanes>() * kPer + j, n = min(experts - first, kGroup);
+      const int first = lane_index<kLanes>() * kPer + j, n = min(experts - first, kGroup);
       load_group(p + first, n, v + j);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) v[j + i] = i < n ? v[j + i] : other;
@@ -307,7 +307,7 @@ struct RowTarget {
     T* const p = static_cast<T*>(data) + row * experts;
 #pragma unroll
     for (int j = 0; j < kPer; j += kGroup) {
-      const int first = lane_of<kLanes>() * kPer + j;
+      const int first = lane_index<kLanes>() * kPer + j;
       store_group(p + first, min(experts - first, kGroup), v + j);
     }
   }
@@ -332,7 +332,7 @@ __device__ inline void scores_row(int function, float (&x)[kPer]) {
   if (function == TE_FL_SCORE_FUNCTION_SOFTMAX) return softmax_row<kLanes>(x);
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
-    x[j] = function == TE_FL_SCORE_FUNCTION_SIGMOID ? logistic_of(x[j]) : sqrt_softplus_of(x[j]);
+    x[j] = function == TE_FL_SCORE_FUNCTION_SIGMOID ? logistic(x[j]) : sqrt_softplus(x[j]);
   }
 }
 
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, kPer == 8 ? (kLanes == 1 ? 4 : 3) : 
     topk_kernel(RowSource logits, const float* bias, RouterShape r, RowTarget probs,
                 RowTarget saved, ChoiceOutputs choice) {
   extern __shared__ uint32_t group_scores[];  // shape [tokens per block, groups]
-  const int lane = lane_of<kLanes>();
+  const int lane = lane_index<kLanes>();
   const bool softmax = r.function == TE_FL_SCORE_FUNCTION_SOFTMAX, after = softmax && !r.before;
   const bool saves_logits = r.function == TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS;
   for_tokens_of_lanes<kLanes>(r, [&](int64_t token, int experts) {
@@ -368,7 +368,7 @@ __global__ void __launch_bounds__(kThreads, kPer == 8 ? (kLanes == 1 ? 4 : 3) : 
     for (int j = 0; j < kPer; ++j) {
       const bool is = (there >> j & 1u) != 0;
       judged[j] = bias != nullptr && is ? s[j] + bias[lane * kPer + j] : s[j];
-      keys[j] = is ? order_of(judged[j]) : 0;
+      keys[j] = is ? ordered_bits(judged[j]) : 0;
     }
     if (r.groups > 0) {
       keep_groups<kLanes>(r, judged, keys, group_scores + threadIdx.x / kLanes * r.groups);
@@ -414,7 +414,7 @@ template <int kLanes, int kPer>
 __global__ void __launch_bounds__(kThreads)
     scores_kernel(RowSource logits, RouterShape r, RowTarget scores, RowTarget saved,
                   ChoiceOutputs choice) {
-  const int lane = lane_of<kLanes>();
+  const int lane = lane_index<kLanes>();
   const bool saves_logits = r.function == TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS;
   for_tokens_of_lanes<kLanes>(r, [&](int64_t token, int experts) {
     const uint32_t there = experts_of_lane<kLanes, kPer>(experts);
@@ -435,7 +435,7 @@ __global__ void __launch_bounds__(kThreads)
     if (choice.map == nullptr && choice.bits == nullptr) return;
     uint32_t keys[kPer], chosen = 0;
 #pragma unroll
-    for (int j = 0; j < kPer; ++j) keys[j] = (there >> j & 1u) != 0 ? order_of(s[j]) : 0;
+    for (int j = 0; j < kPer; ++j) keys[j] = (there >> j & 1u) != 0 ? ordered_bits(s[j]) : 0;
     const bool at_once = r.topk > kFewChoices && r.topk <= 8 &&
                          choose_at_once<kLanes>(keys, there, experts, r.topk, chosen);
     for (int i = 0; i < r.topk && !at_once; ++i) {
@@ -464,7 +464,7 @@ struct ChoiceInputs {
   // Returns a bit mask: bit j is set if the lane's j-th expert is chosen.
   template <int kLanes, int kPer>
   __device__ uint32_t get(int64_t token, int experts, int topk) const {
-    const int lane = lane_of<kLanes>(), bytes = (experts + 7) / 8;
+    const int lane = lane_index<kLanes>(), bytes = (experts + 7) / 8;
     uint32_t chosen = 0;
     if (map == nullptr && bits == nullptr) {
       for (int i = 0; i < topk && experts > 0; ++i) {
@@ -520,7 +520,7 @@ __device__ inline void gradient_row(int function, bool divides, uint32_t counts,
   float y[kPer], sum = 0.0f, dot = 0.0f;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
-    y[j] = function == TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS ? sqrt_softplus_of(saved[j]) : saved[j];
+    y[j] = function == TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS ? sqrt_softplus(saved[j]) : saved[j];
     if ((counts >> j & 1u) == 0) continue;
     sum += y[j], dot = fmaf(g[j], y[j], dot);
   }

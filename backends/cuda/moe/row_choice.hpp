@@ -22,7 +22,7 @@ struct RowCut {
 };
 // Divides a row of `pieces` pieces. Uses the smallest number of lanes, at most a warp, for which
 // one part holds the row.
-constexpr RowCut cut_of(int64_t pieces) noexcept {
+constexpr RowCut choose_row_cut(int64_t pieces) noexcept {
   RowCut cut;
   while (cut.lanes_log2 < 5 && (int64_t{kAtOnce} << cut.lanes_log2) < pieces) ++cut.lanes_log2;
   const int64_t part = int64_t{kAtOnce} << cut.lanes_log2;

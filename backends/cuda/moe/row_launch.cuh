@@ -67,7 +67,7 @@ void for_pieces(int64_t first, int64_t rows, int64_t words, F&& f) {
 template <class F>
 void for_parts(int64_t rows, int64_t pieces, F&& f) {
   if (rows <= 0 || pieces <= 0) return;
-  const RowCut cut = cut_of(pieces);
+  const RowCut cut = choose_row_cut(pieces);
   const int64_t most = std::max<int64_t>(1, (kFastDivLimit - 1) / cut.parts);
   for (int64_t row = 0; row < rows; row += most) {
     f(RowParts{FastDiv(cut.parts), cut.lanes_log2, pieces, row,
@@ -75,7 +75,7 @@ void for_parts(int64_t rows, int64_t pieces, F&& f) {
   }
 }
 
-inline unsigned blocks_of(int64_t pieces, int64_t each) {
+inline unsigned block_count(int64_t pieces, int64_t each) {
   return static_cast<unsigned>(ceil_div(pieces, each));
 }
 

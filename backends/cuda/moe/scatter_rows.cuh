@@ -80,7 +80,7 @@ inline void scatter_rows(const te_fl_context& ctx, const char* op, const te_fl_t
     for_parts(tokens, bytes / static_cast<int64_t>(sizeof(Word)), [&](const RowParts& p) {
       const auto kernel = each > kFewPlaces && p.lanes_log2 == 5 ? scatter_rows_kernel<Word, true>
                                                                  : scatter_rows_kernel<Word, false>;
-      kernel<<<blocks_of(p.size << p.lanes_log2, kThreads), kThreads, 0, stream_of(ctx)>>>(
+      kernel<<<block_count(p.size << p.lanes_log2, kThreads), kThreads, 0, stream_of(ctx)>>>(
           backend::data<const Word>(input), backend::data<const int32_t>(map),
           backend::data<Word>(output), p, tokens, each, output.dl.shape[0], probs);
       check_launch(op);

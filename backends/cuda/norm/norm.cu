@@ -17,7 +17,7 @@ unsigned row_blocks(int64_t rows) {
       std::clamp<int64_t>(rows, 1, int64_t{32} * current_multiprocessors()));
 }
 
-NormDevice device_of(const te_fl_context& ctx) {
+NormDevice describe_device(const te_fl_context& ctx) {
   const int device = ctx.device.index;
   return {device, compute_capability(device),
           attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device), grants_tiles};
@@ -36,14 +36,14 @@ void norm_general_rows(const te_fl_context& ctx, const NormForward& f) {
   check_launch("norm_general_rows_kernel");
 }
 
-float* rest_of(const te_fl_context& ctx) {
+float* upper_workspace(const te_fl_context& ctx) {
   return reinterpret_cast<float*>(static_cast<char*>(ctx.workspace) + kStoreWorkspace);
 }
 
 // Writes mu and rsigma and, if the call has a residual, `sum`.
 void forward_statistics(const te_fl_context& ctx, NormForward f, NormKernel kernel) {
   if (kernel == NormKernel::kRowwise) {
-    return norm_rowwise(ctx, f, RowTask::kStatistics, rest_of(ctx), nullptr, nullptr);
+    return norm_rowwise(ctx, f, RowTask::kStatistics, upper_workspace(ctx), nullptr, nullptr);
   }
   const backend::Matrix m = backend::as_matrix(*f.x);
   if (f.sum != nullptr) {
@@ -53,7 +53,7 @@ void forward_statistics(const te_fl_context& ctx, NormForward f, NormKernel kern
   if (m.rows == 0) return;
   norm_statistics_kernel<<<row_blocks(m.rows), kThreads, 0, stream_of(ctx)>>>(
       Source(*f.x), m.rows, m.cols, f.epsilon,
-      f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr, rest_of(ctx),
+      f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr, upper_workspace(ctx),
       backend::data<float>(*f.rsigma));
   check_launch("norm_statistics_kernel");
 }
@@ -63,9 +63,9 @@ float* forward_amax(const te_fl_context& ctx, const NormForward& f, NormKernel k
   auto* found = static_cast<float*>(ctx.workspace);
   check(cudaMemsetAsync(found, 0, sizeof(float), stream_of(ctx)), "cudaMemsetAsync");
   if (kernel == NormKernel::kPlain16) {
-    norm_plain16(ctx, f, reinterpret_cast<float4*>(rest_of(ctx)), found);
+    norm_plain16(ctx, f, reinterpret_cast<float4*>(upper_workspace(ctx)), found);
   } else {
-    norm_rowwise(ctx, f, RowTask::kAmax, rest_of(ctx), found, nullptr);
+    norm_rowwise(ctx, f, RowTask::kAmax, upper_workspace(ctx), found, nullptr);
   }
   return found;
 }
@@ -75,13 +75,13 @@ void norm_general(const te_fl_context& ctx, const NormForward& f) {
   store_output(
       ctx, *f.z,
       Normalise{Source(*f.x), Source(*f.gamma), f.beta != nullptr ? Source(*f.beta) : Source(),
-                f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr, rest_of(ctx),
+                f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr, upper_workspace(ctx),
                 backend::data<float>(*f.rsigma), backend::as_matrix(*f.x).cols,
                 f.zero_centered ? 1.0f : 0.0f});
 }
 
 void run_forward(const te_fl_context& ctx, const NormForward& f) {
-  const NormChoice choice = choose_norm(f, device_of(ctx));
+  const NormChoice choice = choose_norm(f, describe_device(ctx));
   const bool codes = backend::scaling(*f.z) != TE_FL_SCALING_NONE;
   Quantised q = codes ? quantised(*f.z, nullptr, FLT_MAX) : Quantised();
   NormForward left = f;
@@ -101,7 +101,7 @@ void run_forward(const te_fl_context& ctx, const NormForward& f) {
     case NormKernel::kCluster:
       return norm_cluster(ctx, left, q);
     case NormKernel::kBlock128:
-      return norm_block128(ctx, left, q, rest_of(ctx));
+      return norm_block128(ctx, left, q, upper_workspace(ctx));
     case NormKernel::kGeneralRows:
       return norm_general_rows(ctx, left);
     default:
@@ -122,41 +122,41 @@ Refusal refuse_forward(const Args& a, bool dense_rest) {
   return nullptr;
 }
 
-NormForward call_of(const te_fl_layernorm_fwd_args& a) {
+NormForward make_call(const te_fl_layernorm_fwd_args& a) {
   return {a.x,      a.gamma,    a.beta, a.z,       a.mu,
           a.rsigma, a.residual, a.sum,  a.epsilon, a.zero_centered_gamma != 0};
 }
-NormForward call_of(const te_fl_rmsnorm_fwd_args& a) {
+NormForward make_call(const te_fl_rmsnorm_fwd_args& a) {
   return {a.x,      a.gamma,    nullptr, a.z,       nullptr,
           a.rsigma, a.residual, a.sum,   a.epsilon, a.zero_centered_gamma != 0};
 }
-NormBackward call_of(const te_fl_layernorm_bwd_args& a) {
+NormBackward make_call(const te_fl_layernorm_bwd_args& a) {
   return {a.dz,    a.x,  a.add,    a.mu,    a.rsigma,
           a.gamma, a.dx, a.dgamma, a.dbeta, a.zero_centered_gamma != 0};
 }
-NormBackward call_of(const te_fl_rmsnorm_bwd_args& a) {
+NormBackward make_call(const te_fl_rmsnorm_bwd_args& a) {
   return {a.dz,    a.x,  nullptr,  nullptr, a.rsigma,
           a.gamma, a.dx, a.dgamma, nullptr, a.zero_centered_gamma != 0};
 }
-NormBackward call_of(const te_fl_rmsnorm_bwd_add_args& a) {
+NormBackward make_call(const te_fl_rmsnorm_bwd_add_args& a) {
   return {a.dz,    a.x,  a.add,    nullptr, a.rsigma,
           a.gamma, a.dx, a.dgamma, nullptr, a.zero_centered_gamma != 0};
 }
 
 template <class Args>
-std::string words_of(const te_fl_context& ctx, const Args& a) {
+std::string describe_choice(const te_fl_context& ctx, const Args& a) {
   const DeviceGuard guard(ctx.device.index);
-  return "norm kernel " + choose_norm(call_of(a), device_of(ctx)).text();
+  return "norm kernel " + choose_norm(make_call(a), describe_device(ctx)).text();
 }
 
 void layernorm_fwd(const te_fl_context& ctx, const te_fl_layernorm_fwd_args& a) {
-  run_forward(ctx, call_of(a));
+  run_forward(ctx, make_call(a));
 }
 Refusal refuse_layernorm_fwd(const te_fl_layernorm_fwd_args& a) {
   return refuse_forward(a, all_dense(a.gamma, a.beta, a.mu, a.rsigma));
 }
 void rmsnorm_fwd(const te_fl_context& ctx, const te_fl_rmsnorm_fwd_args& a) {
-  run_forward(ctx, call_of(a));
+  run_forward(ctx, make_call(a));
 }
 Refusal refuse_rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& a) {
   return refuse_forward(a, all_dense(a.gamma, a.rsigma));
@@ -184,7 +184,7 @@ size_t backward_workspace(const te_fl_context&, const Args& a) {
 void run_backward(const te_fl_context& ctx, const NormBackward& b) {
   const backend::Matrix m = backend::as_matrix(*b.x);
   char* scratch = static_cast<char*>(ctx.workspace) + kStoreWorkspace;
-  if (choose_norm(b, device_of(ctx)).result == NormKernel::kGrad) {
+  if (choose_norm(b, describe_device(ctx)).result == NormKernel::kGrad) {
     return norm_grad(ctx, b, reinterpret_cast<float*>(scratch));
   }
   const Gradient args{Source(*b.dz),
@@ -221,19 +221,19 @@ Refusal refuse_backward(const Args& a, const te_fl_tensor* add, bool dense_rest)
 }
 
 void layernorm_bwd(const te_fl_context& ctx, const te_fl_layernorm_bwd_args& a) {
-  run_backward(ctx, call_of(a));
+  run_backward(ctx, make_call(a));
 }
 Refusal refuse_layernorm_bwd(const te_fl_layernorm_bwd_args& a) {
   return refuse_backward(a, a.add, all_dense(a.mu, a.dbeta));
 }
 void rmsnorm_bwd(const te_fl_context& ctx, const te_fl_rmsnorm_bwd_args& a) {
-  run_backward(ctx, call_of(a));
+  run_backward(ctx, make_call(a));
 }
 Refusal refuse_rmsnorm_bwd(const te_fl_rmsnorm_bwd_args& a) {
   return refuse_backward(a, nullptr, true);
 }
 void rmsnorm_bwd_add(const te_fl_context& ctx, const te_fl_rmsnorm_bwd_add_args& a) {
-  run_backward(ctx, call_of(a));
+  run_backward(ctx, make_call(a));
 }
 Refusal refuse_rmsnorm_bwd_add(const te_fl_rmsnorm_bwd_add_args& a) {
   return refuse_backward(a, a.add, true);
@@ -244,7 +244,7 @@ void append(std::vector<te_fl_op_desc>& ops, const char* name, const char* later
   ops.push_back(descriptor<Args, F, Refuses>(name));
   ops.back().workspace = backend::workspace_thunk<Args, Workspace>;
   ops.back().later_args = later;
-  ops.back().describe = backend::describe_thunk<Args, words_of<Args>>;
+  ops.back().describe = backend::describe_thunk<Args, describe_choice<Args>>;
 }
 
 }  // namespace

@@ -228,7 +228,7 @@ __device__ inline RowStatistics merge(const Moments& m, float inverse_cols, floa
 // Converts four values to FP8 and packs them into a word; the first is in the lowest byte. NaN
 // becomes 0x7F.
 __device__ inline uint32_t encode(const float (&v)[kHalf], bool is_e5m2) {
-  return codes_of(v[0], v[1], v[2], v[3], is_e5m2);
+  return encode_four(v[0], v[1], v[2], v[3], is_e5m2);
 }
 
 }  // namespace te_fl::cuda

@@ -37,7 +37,7 @@ struct Item {
   bool of_rows;
   int slab, index;
 };
-__device__ inline Item item_of(const Block128Args& a, unsigned i) {
+__device__ inline Item find_item(const Block128Args& a, unsigned i) {
   const unsigned ahead = static_cast<unsigned>(a.ahead), slabs = static_cast<unsigned>(a.slabs);
   if (i < ahead * a.row_items) {
     return {true, static_cast<int>(i / a.row_items), static_cast<int>(i % a.row_items)};
@@ -158,8 +158,8 @@ __device__ inline void do_tile(const Block128Args& a, const Item& item, float sc
         const int row = at.group * 4 + i;
         const float s = shared.tile.row_scale[row];
         const uint2 two =
-            make_uint2(codes_of(v[i][0] * s, v[i][1] * s, v[i][2] * s, v[i][3] * s, a.q.is_e5m2),
-                       codes_of(v[i][4] * s, v[i][5] * s, v[i][6] * s, v[i][7] * s, a.q.is_e5m2));
+            make_uint2(encode_four(v[i][0] * s, v[i][1] * s, v[i][2] * s, v[i][3] * s, a.q.is_e5m2),
+                       encode_four(v[i][4] * s, v[i][5] * s, v[i][6] * s, v[i][7] * s, a.q.is_e5m2));
         if (row <= last_row) store_whole(reinterpret_cast<uint2*>(rows_to + row * a.q.k), two);
       }
     }
@@ -171,7 +171,7 @@ __device__ inline void do_tile(const Block128Args& a, const Item& item, float sc
       for (int e = 0; e < 4; ++e) s[e] = shared.tile.column_scale[my_col + 4 * h + e];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        codes[i][h] = codes_of(v[i][4 * h] * s[0], v[i][4 * h + 1] * s[1], v[i][4 * h + 2] * s[2],
+        codes[i][h] = encode_four(v[i][4 * h] * s[0], v[i][4 * h + 1] * s[1], v[i][4 * h + 2] * s[2],
                                v[i][4 * h + 3] * s[3], a.q.is_e5m2);
       }
     }
@@ -183,7 +183,7 @@ __device__ inline void do_tile(const Block128Args& a, const Item& item, float sc
 #pragma unroll
         for (int e = 0; e < kHalf; ++e) v[i][4 * h + e] *= scale;
         codes[i][h] =
-            codes_of(v[i][4 * h], v[i][4 * h + 1], v[i][4 * h + 2], v[i][4 * h + 3], a.q.is_e5m2);
+            encode_four(v[i][4 * h], v[i][4 * h + 1], v[i][4 * h + 2], v[i][4 * h + 3], a.q.is_e5m2);
       }
       const int row = at.group * 4 + i;
       if (has_cols && row <= last_row) {
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     if (now >= a.items) return;
     unsigned then = 0;  // the next ticket; in flight while this item is processed
     if (threadIdx.x == 0) then = atomicAdd(a.ticket, 1u);
-    const Item item = item_of(a, now);
+    const Item item = find_item(a, now);
     if (item.of_rows) {
       a.shape.full ? do_rows<T, kResidual, true>(a, item, shared)
                    : do_rows<T, kResidual, false>(a, item, shared);
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
   __shared__ SlabShared shared;
   const float scale = a.q.tensor_scale();
   if (blockIdx.x == 0 && threadIdx.x == 0) a.q.write_tensor_scale(scale);
-  do_tile<T, false, false>(a, item_of(a, a.items - 1 - blockIdx.x), scale, shared);
+  do_tile<T, false, false>(a, find_item(a, a.items - 1 - blockIdx.x), scale, shared);
 }
 
 template <class T>
@@ -247,13 +247,13 @@ void launch(const te_fl_context& ctx, const Block128Args& a) {
   check_launch("norm_block128_kernel");
 }
 
-int64_t slabs_of(int64_t rows) { return ceil_div(rows, kBlockTile); }
+int64_t count_slabs(int64_t rows) { return ceil_div(rows, kBlockTile); }
 
 }  // namespace
 
 size_t norm_block128_bytes(int64_t rows) {
   return static_cast<size_t>(rows) * sizeof(float4) +
-         static_cast<size_t>(slabs_of(rows) + 1) * sizeof(unsigned);
+         static_cast<size_t>(count_slabs(rows) + 1) * sizeof(unsigned);
 }
 
 void norm_block128(const te_fl_context& ctx, const NormForward& f, const Quantised& out,
@@ -273,7 +273,7 @@ void norm_block128(const te_fl_context& ctx, const NormForward& f, const Quantis
   a.statistics = static_cast<float4*>(scratch);
   a.q = out;
   a.rows = static_cast<int>(out.m);
-  a.slabs = static_cast<int>(slabs_of(out.m));
+  a.slabs = static_cast<int>(count_slabs(out.m));
   a.tiles = static_cast<unsigned>(ceil_div(out.k, kBlockTile));
   if (out.scaling != TE_FL_SCALING_TENSOR) {
     a.ahead = std::min(kAhead, a.slabs);

@@ -131,7 +131,7 @@ __device__ inline void write_column_ones(const uint32_t (*columns)[32], uint8_t*
   for (int i = static_cast<int>(threadIdx.x); i < count * kTileRows; i += kThreads) {
     const int col = i / kTileRows, row = i % kTileRows;
     if (row0 + row >= m) continue;
-    const uint32_t word = columns[col][code_word(row / 4, writer_of<4>(col))];
+    const uint32_t word = columns[col][code_word(row / 4, writer_index<4>(col))];
     to[col * m + row0 + row] = static_cast<uint8_t>(word >> row % 4 * 8);
   }
 }
@@ -167,10 +167,10 @@ __device__ inline void update_tile(const Item& t, const Adam& a, bool keeps, uns
       }
     }
 #pragma unroll
-    for (int e = 0; e < 8; ++e) most = amax_of(most, p[e]);
+    for (int e = 0; e < 8; ++e) most = fold_amax(most, p[e]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      codes[i][h] = codes_of(p[4 * h] * scale, p[4 * h + 1] * scale, p[4 * h + 2] * scale,
+      codes[i][h] = encode_four(p[4 * h] * scale, p[4 * h + 1] * scale, p[4 * h + 2] * scale,
                              p[4 * h + 3] * scale, t.is_e5m2);
     }
     if (t.rows == nullptr || row >= t.row_count) continue;
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 }
 
-Item item_of(const te_fl_multi_tensor_adam_args& a, int64_t i) {
+Item make_item(const te_fl_multi_tensor_adam_args& a, int64_t i) {
   const Quantised q = quantised(*a.fp8_params[i], nullptr, FLT_MAX);
   Item t{};
   t.grads = backend::data<const void>(*a.grads[i]);
@@ -250,7 +250,7 @@ Item item_of(const te_fl_multi_tensor_adam_args& a, int64_t i) {
   return t;
 }
 // Number of blocks of a parameter. An empty parameter has one block, which writes its scale_inv.
-int64_t blocks_of(const Item& t) {
+int64_t block_count(const Item& t) {
   return std::max<int64_t>(1, ceil_div(t.row_count, kTileRows)) *
          std::max<int64_t>(1, ceil_div(t.col_count, kTileCols));
 }
@@ -269,8 +269,8 @@ void run(const te_fl_context& ctx, const te_fl_multi_tensor_adam_args& a, const 
     blocks = 0;
   };
   for (int64_t i = 0; i < a.grads_count; ++i) {
-    Item t = item_of(a, i);
-    const int64_t own = blocks_of(t);
+    Item t = make_item(a, i);
+    const int64_t own = block_count(t);
     if (list.count == kCapacity || blocks + own > INT32_MAX) launch();
     t.first_block = static_cast<unsigned>(blocks);
     list.items[list.count++] = t;

@@ -130,7 +130,7 @@ __device__ double sum_of_squares(const T* x, int64_t size) {
   constexpr int kSize = Pack<T>::kSize, kAtOnce = 8;
   double sums[4] = {};
   const int64_t step = int64_t{gridDim.x} * kThreads * kSize;
-  const int64_t first = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * kSize - shift_of(x);
+  const int64_t first = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * kSize - misalignment(x);
   for (int64_t at = first; at < size; at += kAtOnce * step) {
     Pack<T> raw[kAtOnce];
 #pragma unroll
@@ -429,13 +429,13 @@ Refusal refuse_sgd(const te_fl_multi_tensor_sgd_args& a) {
 }
 
 template <class Args>
-std::string words_of(const te_fl_context&, const Args& a) {
+std::string describe_choice(const te_fl_context&, const Args& a) {
   return "kernel " + choose_list(a).text();
 }
 template <class Args, auto F, auto Refuses>
 void append(std::vector<te_fl_op_desc>& ops, const char* name) {
   ops.push_back(descriptor<Args, F, Refuses>(name));
-  ops.back().describe = backend::describe_thunk<Args, words_of<Args>>;
+  ops.back().describe = backend::describe_thunk<Args, describe_choice<Args>>;
 }
 
 }  // namespace

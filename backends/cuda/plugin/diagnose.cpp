@@ -33,7 +33,7 @@ void report_driver(const te_fl_finding_sink& findings, bool devices, const std::
   if (devices) return backend::write_finding(findings, TE_FL_FINDING_OK, "NVIDIA driver", versions);
   backend::write_finding(
       findings, TE_FL_FINDING_NOTE, "no CUDA device", why + " (driver: " + versions + ")",
-      "everything on NVIDIA GPUs; the host backends serve all calls",
+      "everything on NVIDIA GPUs; the host backends run all calls",
       "nothing on a machine without an NVIDIA GPU; else install NVIDIA's driver (Debian: "
       "nvidia-driver; Ubuntu: ubuntu-drivers install), and in a container pass the GPU "
       "through (--gpus all)");
@@ -102,7 +102,7 @@ void report_libraries(const te_fl_finding_sink& findings, bool devices) {
                            library_version(dnn->number, dnn->path));
   } else {
     report_missing(findings, TE_FL_FINDING_NOTE, "cuDNN", cudnn_missing(),
-                   "only the fast path of attention; the plugin's own kernels serve it, slower");
+                   "only the fast path of attention; the plugin's own kernels run it, slower");
   }
   if (const Nccl* n = nccl(); n != nullptr) {
     backend::write_finding(findings, TE_FL_FINDING_OK, "NCCL",

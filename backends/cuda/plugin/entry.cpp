@@ -26,7 +26,7 @@ te_fl_status refuse_workspace(const Entry& e, const te_fl_context& ctx, size_t w
     if (ctx.workspace_bytes < wanted) {
       backend::invalid(op + ": ctx.workspace has " + std::to_string(ctx.workspace_bytes) +
                        " bytes, must have " + std::to_string(wanted) +
-                       " for these arguments; pass as much as workspace() asks for");
+                       " for these arguments; pass as many bytes as workspace() returns");
     }
     backend::invalid(op +
                      ": ctx.workspace is not aligned to 256 bytes (rule R11); pass aligned "

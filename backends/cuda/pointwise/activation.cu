@@ -129,7 +129,7 @@ void store(const te_fl_context& ctx, const Args& args) {
   store_elementwise<SumsBias<Args>>(ctx, *args.output, Op(args), bias_of(args));
 }
 template <class Args, auto Op>
-std::string words_of(const te_fl_context&, const Args& args) {
+std::string describe_choice(const te_fl_context&, const Args& args) {
   return choose_store(Op(args), *args.output, bias_of(args), false).text();
 }
 
@@ -166,7 +166,7 @@ using Ops = std::vector<te_fl_op_desc>;
 template <class Args, auto Op, auto Refuses>
 void append(Ops& ops, const char* name) {
   ops.push_back(descriptor<Args, store<Args, Op>, Refuses>(name));
-  ops.back().describe = backend::describe_thunk<Args, words_of<Args, Op>>;
+  ops.back().describe = backend::describe_thunk<Args, describe_choice<Args, Op>>;
   ops.back().workspace = [](void*, const te_fl_context*, const void*, size_t* bytes) {
     *bytes = kStoreWorkspace;
     return te_fl_status{TE_FL_OK};

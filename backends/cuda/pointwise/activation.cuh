@@ -21,8 +21,8 @@ __device__ inline float fast_reciprocal(float x) {
 }
 
 // Returns sigmoid(u), given t = -u log2(e). If 2^t overflows to infinity, the result is 0.
-__device__ inline float sigmoid_of(float t) { return fast_reciprocal(1.0f + fast_exp2(t)); }
-__device__ inline float sigmoid(float x) { return sigmoid_of(-kLog2E * x); }
+__device__ inline float fast_sigmoid(float t) { return fast_reciprocal(1.0f + fast_exp2(t)); }
+__device__ inline float sigmoid(float x) { return fast_sigmoid(-kLog2E * x); }
 
 // sigmoid(u) and sigmoid(-u), both with full relative precision.
 struct Sigmoids {
@@ -41,7 +41,7 @@ struct Dual {
 
 // x sigmoid(u) with u = alpha x. The derivative is s (1 + u (1 - s)), written such that near its
 // zero only small terms cancel.
-__device__ inline float swish(float x, float alpha) { return x * sigmoid_of(-kLog2E * alpha * x); }
+__device__ inline float swish(float x, float alpha) { return x * fast_sigmoid(-kLog2E * alpha * x); }
 __device__ inline Dual swish_dual(float x, float alpha) {
   const float u = alpha * x;
   const Sigmoids s(-kLog2E * u);
@@ -53,11 +53,11 @@ __device__ inline Dual swish_dual(float x, float alpha) {
 struct Gelu {
   static constexpr float kSteepest = 1.13f;
   static constexpr float kTwoC = 2.0f * 0.7978845608f, kCubic = 0.044715f;
-  // The exponent for sigmoid_of(): -log2(e) 2 c (x + kCubic x^3).
+  // The exponent for fast_sigmoid(): -log2(e) 2 c (x + kCubic x^3).
   __device__ static float exponent(float x, float x2) {
     return x * fmaf(x2, -kLog2E * kTwoC * kCubic, -kLog2E * kTwoC);
   }
-  __device__ static float value(float x) { return x * sigmoid_of(exponent(x, x * x)); }
+  __device__ static float value(float x) { return x * fast_sigmoid(exponent(x, x * x)); }
   __device__ static Dual dual(float x) {
     // Beyond |x| = 100 the sigmoid is 0 or 1. The limit keeps the square finite, because infinity
     // times 0 would be NaN.
@@ -70,7 +70,7 @@ struct Gelu {
   // at most 16 bits, because the error is up to 4e-6 (where s is nearly 1).
   __device__ static float rough_derivative(float x) {
     const float x2 = fminf(x * x, 1e4f);
-    const float s = sigmoid_of(exponent(x, x2)), steep = fmaf(x2, 3.0f * kCubic * kTwoC, kTwoC);
+    const float s = fast_sigmoid(exponent(x, x2)), steep = fmaf(x2, 3.0f * kCubic * kTwoC, kTwoC);
     return fmaf(s * steep, fmaf(-x, s, x), s);
   }
 };

@@ -138,7 +138,7 @@ CopyChoice choose_copy(const te_fl_strided_copy_args& args) {
   CopyChoice c;
   if (backend::numel(*args.input) == 0) return c;
   const int from = dtype_of(*args.input), to = dtype_of(*args.output);
-  Nest& nest = c.nest = nest_of(*args.output, args.input);
+  Nest& nest = c.nest = make_nest(*args.output, args.input);
   const int last = nest.rank - 1;
   if (from != to) {
     const bool runs = is_fast(from) && is_fast(to) && nest.to[last] == 1 && nest.from[last] == 1;
@@ -182,7 +182,7 @@ void copy_words(const te_fl_context& ctx, Nest nest, int word, const void* in, v
   prepare(nest);
   const int64_t size = nest.size();
   with_word(word, [&]<class Word>(Word) {
-    copy_kernel<Word><<<blocks_of(size), kThreads, 0, stream_of(ctx)>>>(
+    copy_kernel<Word><<<block_count(size), kThreads, 0, stream_of(ctx)>>>(
         static_cast<const Word*>(in), static_cast<Word*>(out), nest, size);
   });
 }

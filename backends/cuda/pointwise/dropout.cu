@@ -17,10 +17,10 @@ constexpr int kGroupsAtOnce = 2;  // groups that a thread has in flight
 
 // Index of the thread's u-th group of eight elements. A block processes kGroupsAtOnce groups per
 // thread; those of a thread are kThreads apart.
-__device__ inline int64_t group_of(int u) {
+__device__ inline int64_t group_index(int u) {
   return (blockIdx.x * int64_t{kGroupsAtOnce} + u) * kThreads + threadIdx.x;
 }
-__device__ inline int elements_of(int64_t group, int64_t size) {
+__device__ inline int group_elements(int64_t group, int64_t size) {
   const int64_t left = size - group * kGroup;
   return left >= kGroup ? kGroup : left > 0 ? static_cast<int>(left) : 0;
 }
@@ -28,12 +28,12 @@ __device__ inline int elements_of(int64_t group, int64_t size) {
 __device__ inline uint32_t existing(int n) { return n == kGroup ? 0xFFu : (1u << n) - 1u; }
 
 template <class T>
-__device__ inline void load_group_of(Pack<T, kGroup>& x, const T* p, int n, bool aligned) {
+__device__ inline void load_elements(Pack<T, kGroup>& x, const T* p, int n, bool aligned) {
   if (aligned && n == kGroup) return x.load(p);
   x.load_some(p, 0, n);
 }
 template <class T>
-__device__ inline void store_group_of(const Pack<T, kGroup>& x, T* p, int n, bool aligned) {
+__device__ inline void store_elements(const Pack<T, kGroup>& x, T* p, int n, bool aligned) {
   if (aligned && n == kGroup) return x.store(p);
   x.store_some(p, 0, n);
 }
@@ -46,13 +46,13 @@ __global__ void __launch_bounds__(kThreads)
   Pack<T, kGroup> x[kGroupsAtOnce];
 #pragma unroll
   for (int u = 0; u < kGroupsAtOnce; ++u) {
-    const int64_t g = group_of(u);
-    load_group_of(x[u], in + g * kGroup, elements_of(g, size), aligned);
+    const int64_t g = group_index(u);
+    load_elements(x[u], in + g * kGroup, group_elements(g, size), aligned);
   }
 #pragma unroll
   for (int u = 0; u < kGroupsAtOnce; ++u) {
-    const int64_t g = group_of(u);
-    const int n = elements_of(g, size);
+    const int64_t g = group_index(u);
+    const int n = group_elements(g, size);
     if (n == 0) continue;
     uint32_t bits;
     if constexpr (kForward) {
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) v[i] = (bits >> i & 1u) != 0 ? x[u][i] * factor : 0.0f;
     x[u].set(v);
-    store_group_of(x[u], out + g * kGroup, n, aligned);
+    store_elements(x[u], out + g * kGroup, n, aligned);
   }
 }
 
@@ -76,15 +76,15 @@ __global__ void __launch_bounds__(kThreads)
   Pack<T, kGroup> x[kGroupsAtOnce], y[kGroupsAtOnce];
 #pragma unroll
   for (int u = 0; u < kGroupsAtOnce; ++u) {
-    const int64_t g = group_of(u);
-    const int n = elements_of(g, size);
-    load_group_of(x[u], a + g * kGroup, n, aligned);
-    load_group_of(y[u], b + g * kGroup, n, aligned);
+    const int64_t g = group_index(u);
+    const int n = group_elements(g, size);
+    load_elements(x[u], a + g * kGroup, n, aligned);
+    load_elements(y[u], b + g * kGroup, n, aligned);
   }
 #pragma unroll
   for (int u = 0; u < kGroupsAtOnce; ++u) {
-    const int64_t g = group_of(u);
-    const int n = elements_of(g, size);
+    const int64_t g = group_index(u);
+    const int n = group_elements(g, size);
     if (n == 0) continue;
     float v[kGroup];
     if constexpr (kDrops) {
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < kGroup; ++i) v[i] = x[u][i] + y[u][i];
     }
     x[u].set(v);
-    store_group_of(x[u], out + g * kGroup, n, aligned);
+    store_elements(x[u], out + g * kGroup, n, aligned);
   }
 }
 
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t groups = (size + kGroup - 1) / kGroup;
   for (int64_t g = blockIdx.x * int64_t{kThreads} + threadIdx.x; g < groups;
        g += int64_t{gridDim.x} * kThreads) {
-    const int n = elements_of(g, size);
+    const int n = group_elements(g, size);
     float v[kGroup], w[kGroup];
     a.load(g * kGroup, n, v);
     b.load(g * kGroup, n, w);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads)
 unsigned dropout_blocks(int64_t size) {
   return static_cast<unsigned>(ceil_div(size, int64_t{kGroup} * kThreads * kGroupsAtOnce));
 }
-float factor_of(float p) { return static_cast<float>(1.0 / (1.0 - static_cast<double>(p))); }
+float keep_factor(float p) { return static_cast<float>(1.0 / (1.0 - static_cast<double>(p))); }
 
 template <bool kForward>
 void dropout(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tensor& out,
@@ -142,7 +142,7 @@ void dropout(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tenso
     const T* x = backend::data<const T>(in);
     T* y = backend::data<T>(out);
     dropout_kernel<T, kForward><<<dropout_blocks(n), kThreads, 0, stream_of(ctx)>>>(
-        x, y, backend::data<uint8_t>(mask), n, factor_of(p), stream, choice.aligned);
+        x, y, backend::data<uint8_t>(mask), n, keep_factor(p), stream, choice.aligned);
   });
 }
 void dropout_fwd(const te_fl_context& ctx, const te_fl_dropout_fwd_args& a) {
@@ -170,7 +170,7 @@ void add(const te_fl_context& ctx, const te_fl_add_args& args) {
   const int dtype = dtype_of(*args.output);
   uint8_t* mask = args.mask != nullptr ? backend::data<uint8_t>(*args.mask) : nullptr;
   const DropoutStream random(*ctx.rng, args.p);
-  const float factor = factor_of(args.p);
+  const float factor = keep_factor(args.p);
   const PointwiseChoice choice = choose_pointwise(args);
   if (dtype_of(*args.a) != dtype || dtype_of(*args.b) != dtype) {
     add_mixed_kernel<<<blocks_for(ceil_div(size, kGroup)), kThreads, 0, stream_of(ctx)>>>(

@@ -55,9 +55,9 @@ void launch_range(const te_fl_context& ctx, const te_fl_tensor& values, int64_t 
 // Returns the slot in which an op's kernels record values outside [0, extent); the kernels continue
 // after such values. With TE_FL_VALIDATE, this function checks the values itself and throws before
 // anything is written.
-ValueErrorSink errors_of(const te_fl_context& ctx, const char* op, const te_fl_tensor& values,
+ValueErrorSink open_errors(const te_fl_context& ctx, const char* op, const te_fl_tensor& values,
                          int64_t extent, const int64_t* ignored = nullptr) {
-  const ValueErrorSink errors = value_errors_of(ctx, op);
+  const ValueErrorSink errors = open_value_errors(ctx, op);
   if (!validates(ctx)) return errors;
   launch_range(ctx, values, extent, ignored, errors);
   refuse_noted(ctx);
@@ -79,7 +79,7 @@ struct Lookup {
 };
 void embedding_fwd(const te_fl_context& ctx, const te_fl_embedding_fwd_args& args) {
   const backend::Matrix table = backend::as_matrix(*args.weight);
-  const ValueErrorSink errors = errors_of(ctx, "embedding_fwd", *args.indices, table.rows);
+  const ValueErrorSink errors = open_errors(ctx, "embedding_fwd", *args.indices, table.rows);
   const auto* weight = backend::data<const uint4>(*args.weight);
   auto* output = backend::data<uint4>(*args.output);
   const int64_t row_bytes = table.cols * args.weight->dl.dtype.bits / 8;
@@ -110,7 +110,7 @@ size_t embedding_bwd_workspace(const te_fl_context&, const te_fl_embedding_bwd_a
 }
 void embedding_bwd(const te_fl_context& ctx, const te_fl_embedding_bwd_args& args) {
   const backend::Matrix table = backend::as_matrix(*args.grad_weight);
-  const ValueErrorSink errors = errors_of(ctx, "embedding_bwd", *args.indices, table.rows);
+  const ValueErrorSink errors = open_errors(ctx, "embedding_bwd", *args.indices, table.rows);
   if (table.rows == 0 || table.cols == 0) return;
   const cudaStream_t stream = stream_of(ctx);
   const int64_t positions = backend::numel(*args.indices);
@@ -154,7 +154,7 @@ Refusal refuse_embedding_bwd(const te_fl_embedding_bwd_args& args) {
 void cross_entropy_fwd(const te_fl_context& ctx, const te_fl_cross_entropy_fwd_args& args) {
   const backend::Matrix matrix = backend::as_matrix(*args.logits);
   const ValueErrorSink errors =
-      errors_of(ctx, "cross_entropy_fwd", *args.targets, matrix.cols, &args.ignore_index);
+      open_errors(ctx, "cross_entropy_fwd", *args.targets, matrix.cols, &args.ignore_index);
   if (matrix.rows == 0) return;
   with_type(dtype_of(*args.logits), [&]<class T>(T) {
     in_launches(matrix.rows, kMostRows, [&](int64_t first, unsigned rows) {
@@ -173,7 +173,7 @@ Refusal refuse_cross_entropy_fwd(const te_fl_cross_entropy_fwd_args& args) {
 void cross_entropy_bwd(const te_fl_context& ctx, const te_fl_cross_entropy_bwd_args& args) {
   const backend::Matrix matrix = backend::as_matrix(*args.logits);
   const ValueErrorSink errors =
-      errors_of(ctx, "cross_entropy_bwd", *args.targets, matrix.cols, &args.ignore_index);
+      open_errors(ctx, "cross_entropy_bwd", *args.targets, matrix.cols, &args.ignore_index);
   if (matrix.rows == 0 || matrix.cols == 0) return;
   const LossGradient gradient{Integers(*args.targets),
                               backend::data<const float>(*args.grad_loss),
@@ -186,7 +186,7 @@ void cross_entropy_bwd(const te_fl_context& ctx, const te_fl_cross_entropy_bwd_a
     const T* x = backend::data<const T>(*args.logits);
     T* dx = backend::data<T>(*args.grad_logits);
     // The number of packs per row.
-    const int64_t packs = runs_of(x, matrix.cols) * kGroup / Pack<T>::kSize;
+    const int64_t packs = count_runs(x, matrix.cols) * kGroup / Pack<T>::kSize;
     const auto launch = [&]<int kPacks>(std::integral_constant<int, kPacks>) {
       const int64_t parts = ceil_div(packs, int64_t{kPacks} * kThreads);
       const int each = static_cast<int>(ceil_div(packs, parts));

@@ -81,12 +81,12 @@ void fill(const te_fl_context& ctx, const te_fl_fill_args& args) {
   const uint64_t bits = bits_of(dtype_of(*args.output), args.value);
   if (backend::numel(*args.output) == 0) return;
   const int bytes = args.output->dl.dtype.bits / 8;
-  Nest nest = nest_of(*args.output, nullptr);
+  Nest nest = make_nest(*args.output, nullptr);
   const int word = widen(nest, bytes, nullptr, backend::data<void>(*args.output));
   prepare(nest);
   const int64_t size = nest.size();
   with_word(word, [&]<class Word>(Word) {
-    fill_kernel<Word><<<blocks_of(size), kThreads, 0, stream_of(ctx)>>>(
+    fill_kernel<Word><<<block_count(size), kThreads, 0, stream_of(ctx)>>>(
         backend::data<Word>(*args.output), nest, size, repeated<Word>(bits, bytes));
   });
   check_launch("fill");
@@ -97,7 +97,7 @@ Refusal refuse_fill(const te_fl_fill_args& args) {
 
 std::string words_of_fill(const te_fl_context&, const te_fl_fill_args& args) {
   if (backend::numel(*args.output) == 0) return "kernel none: a tensor without elements";
-  Nest nest = nest_of(*args.output, nullptr);
+  Nest nest = make_nest(*args.output, nullptr);
   const int word =
       widen(nest, args.output->dl.dtype.bits / 8, nullptr, backend::data<void>(*args.output));
   return "kernel fill: words of " + std::to_string(word) + " bytes";

@@ -25,7 +25,7 @@ struct NamedTable {
   const te_fl_tensor* freqs;
 };
 
-Rotation rotation_of(const te_fl_tensor& freqs, bool interleaved, bool backward) {
+Rotation make_rotation(const te_fl_tensor& freqs, bool interleaved, bool backward) {
   return {backend::data<const float>(freqs), freqs.dl.shape[3], freqs.dl.shape[0], interleaved,
           backward};
 }
@@ -43,14 +43,14 @@ void check_positions(const te_fl_context& ctx, const char* op, const Positions& 
   }
   if ((p.cu == nullptr && p.starts == nullptr) || p.batch == 0) return;
   rules.starts = p.starts;
-  const ValueErrorSink errors = value_errors_of(ctx, op);
+  const ValueErrorSink errors = open_value_errors(ctx, op);
   position_check_kernel<<<blocks_for(p.batch), kThreads, 0, stream_of(ctx)>>>(rules, errors);
   check_launch("position_check_kernel");
   if (validates(ctx)) refuse_noted(ctx);
 }
 
 template <class Args>
-Positions positions_of(const Args& a) {
+Positions make_positions(const Args& a) {
   Positions p;
   p.cp_size = a.cp_size;
   p.cp_rank = a.cp_rank;
@@ -93,7 +93,7 @@ template <bool kBackward>
 void rope(const te_fl_context& ctx, const te_fl_rope_rope_args& a) {
   const bool thd = a.layout == TE_FL_LAYOUT_THD;
   const te_fl_tensor& x = *a.input;
-  Positions p = positions_of(a);
+  Positions p = make_positions(a);
   int64_t tokens = x.dl.shape[0];
   if (thd) {
     p.cu = backend::data<const int32_t>(*a.cu_seqlens);
@@ -105,7 +105,7 @@ void rope(const te_fl_context& ctx, const te_fl_rope_rope_args& a) {
   }
   const NamedTable freqs{"freqs", a.freqs};
   const int64_t heads = x.dl.shape[x.dl.ndim - 2], dim = x.dl.shape[x.dl.ndim - 1];
-  const Rotation rotation = rotation_of(*a.freqs, a.interleaved != 0, kBackward);
+  const Rotation rotation = make_rotation(*a.freqs, a.interleaved != 0, kBackward);
   check_positions(ctx, kBackward ? "fused_rope_backward" : "fused_rope_forward", p, tokens, freqs);
   const RopeChoice choice = choose_rope(rope_problem(a));
   if (choice.kernel == RopeKernel::kNone) return;
@@ -122,7 +122,7 @@ void rope(const te_fl_context& ctx, const te_fl_rope_rope_args& a) {
 }
 
 template <class Args>
-Packed packed_of(const Args& a, const te_fl_tensor& qkv) {
+Packed make_packed(const Args& a, const te_fl_tensor& qkv) {
   const backend::PackedHeads heads = backend::packed_heads(a, qkv);
   return {qkv.dl.shape[0] * qkv.dl.shape[1], heads.groups, heads.q_heads, heads.k_dim, heads.v_dim};
 }
@@ -130,7 +130,7 @@ Packed packed_of(const Args& a, const te_fl_tensor& qkv) {
 template <class Args>
 Positions packed_positions(const te_fl_context& ctx, const char* op, const Args& a,
                            const te_fl_tensor& qkv) {
-  Positions p = positions_of(a);
+  Positions p = make_positions(a);
   p.extent0 = qkv.dl.shape[0], p.extent1 = qkv.dl.shape[1];
   p.batch = p.sbhd ? p.extent1 : p.extent0;
   check_positions(ctx, op, p, p.extent0 * p.extent1, {"q_freqs", a.q_freqs},
@@ -155,9 +155,9 @@ void launch_packed(const te_fl_context& ctx, const RopeChoice& choice, const Pac
 }
 
 void qkv_forward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_forward_args& a) {
-  const Packed p = packed_of(a, *a.qkv_input);
-  const Rotation q = rotation_of(*a.q_freqs, a.interleaved != 0, false);
-  const Rotation k = rotation_of(*a.k_freqs, a.interleaved != 0, false);
+  const Packed p = make_packed(a, *a.qkv_input);
+  const Rotation q = make_rotation(*a.q_freqs, a.interleaved != 0, false);
+  const Rotation k = make_rotation(*a.k_freqs, a.interleaved != 0, false);
   const Positions positions = packed_positions(ctx, "fused_qkv_rope_forward", a, *a.qkv_input);
   const RopeChoice choice = choose_rope(rope_problem(a));
   if (choice.kernel == RopeKernel::kNone) return;
@@ -170,9 +170,9 @@ void qkv_forward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_forward_ar
   check_launch("qkv_rope_forward");
 }
 void qkv_backward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_backward_args& a) {
-  const Packed p = packed_of(a, *a.qkv_grad);
-  const Rotation q = rotation_of(*a.q_freqs, a.interleaved != 0, true);
-  const Rotation k = rotation_of(*a.k_freqs, a.interleaved != 0, true);
+  const Packed p = make_packed(a, *a.qkv_grad);
+  const Rotation q = make_rotation(*a.q_freqs, a.interleaved != 0, true);
+  const Rotation k = make_rotation(*a.k_freqs, a.interleaved != 0, true);
   const Positions positions = packed_positions(ctx, "fused_qkv_rope_backward", a, *a.qkv_grad);
   const RopeChoice choice = choose_rope(rope_problem(a));
   if (choice.kernel == RopeKernel::kNone) return;

@@ -76,7 +76,7 @@ inline int64_t divided_up(int64_t a, int64_t b) noexcept { return (a + b - 1) / 
 inline int64_t extent_from_end(const te_fl_tensor& t, int back) noexcept {
   return t.dl.ndim >= back ? t.dl.shape[t.dl.ndim - back] : 1;
 }
-inline RopeTable table_of(const te_fl_tensor& freqs) noexcept {
+inline RopeTable make_rope_table(const te_fl_tensor& freqs) noexcept {
   return {backend::data<const void>(freqs), extent_from_end(freqs, 1), extent_from_end(freqs, 4)};
 }
 
@@ -119,7 +119,7 @@ inline RopeProblem rope_problem(const te_fl_rope_rope_args& a) noexcept {
   p.aligned = aligned16(*a.input) && aligned16(*a.output);
   p.heads = extent_from_end(*a.input, 2);
   p.kinds[0] = {extent_from_end(*a.input, 1), 0};
-  p.tables[0] = table_of(*a.freqs);
+  p.tables[0] = make_rope_table(*a.freqs);
   return p;
 }
 // Returns the problem of a call with packed Q, K and V in `whole`. Args: the argument struct of the
@@ -136,8 +136,8 @@ RopeProblem rope_problem(const Args& a, const te_fl_tensor& whole, const te_fl_t
   p.kinds[1] = {a.k_dim, 1};
   p.kinds[2] = {a.v_dim, -1};
   p.kind_count = 3;
-  p.tables[0] = table_of(*a.q_freqs);
-  p.tables[1] = table_of(*a.k_freqs);
+  p.tables[0] = make_rope_table(*a.q_freqs);
+  p.tables[1] = make_rope_table(*a.k_freqs);
   return p;
 }
 inline RopeProblem rope_problem(const te_fl_fused_qkv_rope_forward_args& a) noexcept {

@@ -121,12 +121,12 @@ struct Joined {
     const int64_t within = static_cast<int64_t>(j) * k_dim;
     const auto whole = packed + group * ((q_heads + int64_t{1}) * k_dim + v_dim) + within;
     const auto queries = static_cast<uint32_t>(q_heads);
-    if (j < queries) return head_of(whole, q + group * q_heads * k_dim + within, k_dim, 0);
-    if (j == queries) return head_of(whole, k + group * k_dim, k_dim, 1);
-    return head_of(whole, v + group * v_dim, v_dim, -1);
+    if (j < queries) return make_head(whole, q + group * q_heads * k_dim + within, k_dim, 0);
+    if (j == queries) return make_head(whole, k + group * k_dim, k_dim, 1);
+    return make_head(whole, v + group * v_dim, v_dim, -1);
   }
   template <class Whole, class Part>
-  __device__ static Head<T> head_of(Whole whole, Part part, int width, int table) {
+  __device__ static Head<T> make_head(Whole whole, Part part, int width, int table) {
     if constexpr (kIntoPacked) {
       return {part, whole, width, table};
     } else {
@@ -169,7 +169,7 @@ struct RopePlan {
 // of eight columns, and the first halves of all runs are stored before the second halves, which
 // avoids bank conflicts.
 template <bool kPacked>
-__device__ inline uint32_t slot_of(uint32_t d, uint32_t columns) {
+__device__ inline uint32_t table_slot(uint32_t d, uint32_t columns) {
   if (!kPacked) return d;
   return ((d >> 2 & 1u) * (columns >> 3) + (d >> 3)) * 4 + (d & 3u);
 }
@@ -177,7 +177,7 @@ __device__ inline uint32_t slot_of(uint32_t d, uint32_t columns) {
 // Computes the cosine and the signed sine of column d. y_d = x_d cos - x_partner sin for the first
 // element of a pair, and x_d cos + x_partner sin for the second. The backward is the transposed
 // map, which also holds if a pair's angles differ.
-__device__ inline void angle_of(const Rotation& r, int64_t position, int d, float& cosine,
+__device__ inline void read_angle(const Rotation& r, int64_t position, int d, float& cosine,
                                 float& sine) {
   if (position >= r.rows) {
     cosine = sine = NAN;
@@ -264,11 +264,11 @@ struct PackItem {
   __device__ void angles(const RopePlan& plan, const float* tables, uint32_t which, int d,
                          float4& cosine, float4& sine) const {
     const auto columns = static_cast<uint32_t>(plan.columns_of(table));
-    const float* at = tables + plan.table_at(which, table) + slot_of<true>(d, columns);
+    const float* at = tables + plan.table_at(which, table) + table_slot<true>(d, columns);
     cosine = *reinterpret_cast<const float4*>(at);
     sine = *reinterpret_cast<const float4*>(at + columns);
   }
-  __device__ static float one_of(const float4& v, int i) {
+  __device__ static float component(const float4& v, int i) {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
   }
   __device__ void rotate_halves(const RopePlan& plan, const float* tables, uint32_t at) {
@@ -281,8 +281,8 @@ struct PackItem {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float xa = a[half + i], xb = b[half + i];
-        ya[half + i] = xa * one_of(ca, i) - xb * one_of(sa, i);
-        yb[half + i] = xb * one_of(cb, i) + xa * one_of(sb, i);
+        ya[half + i] = xa * component(ca, i) - xb * component(sa, i);
+        yb[half + i] = xb * component(cb, i) + xa * component(sb, i);
       }
     }
     a.set(ya);
@@ -346,8 +346,8 @@ struct PairItem {
         ca = at[first], sa = at[r.columns + first];
         cb = at[second], sb = at[r.columns + second];
       } else {
-        angle_of(r, position, first, ca, sa);
-        angle_of(r, position, second, cb, sb);
+        read_angle(r, position, first, ca, sa);
+        read_angle(r, position, second, cb, sb);
       }
       ya = a * ca - b * sa;
       yb = b * cb + a * sb;
@@ -375,10 +375,10 @@ __device__ inline void fill_tables(const RopePlan& plan, const BlockTokens& toke
     float sine = NAN, cosine = NAN;
     if (position < r.rows) sincosf(r.angles[position * columns + d], &sine, &cosine);
     float* at = tables + plan.table_at(which, table);
-    at[slot_of<kPacked>(d, columns)] = cosine;
-    // In the backward, the sine is negated and stored for the partner column: see angle_of().
+    at[table_slot<kPacked>(d, columns)] = cosine;
+    // In the backward, the sine is negated and stored for the partner column: see read_angle().
     const auto to = r.backward ? static_cast<uint32_t>(r.partner(static_cast<int>(d))) : d;
-    at[columns + slot_of<kPacked>(to, columns)] = r.backward ? -sine : sine;
+    at[columns + table_slot<kPacked>(to, columns)] = r.backward ? -sine : sine;
   }
 }
 

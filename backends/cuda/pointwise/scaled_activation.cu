@@ -158,7 +158,7 @@ __device__ inline float block_dot(float dot) {
 
 // Computes the gradients of one pair of columns in place, and adds dy times the result to `dot`.
 template <class Gate>
-__device__ inline void gradient_of(const Gate& gate, float scale, float dy, float& a, float& b,
+__device__ inline void compute_gradient(const Gate& gate, float scale, float dy, float& a, float& b,
                                    float& dot) {
   const GateAt g = gate.at(a, b);
   dot = fmaf(dy, g.value, dot);
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads)
       if constexpr (Gate::kGated) input.load(at + rows.turns.divisor, n, b);
       grad.load(row * rows.half + col, n, dy);
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) gradient_of(gate, scale, dy[i], a[i], b[i], dot);
+      for (int i = 0; i < kGroup; ++i) compute_gradient(gate, scale, dy[i], a[i], b[i], dot);
       output.store(at, n, a);
       if constexpr (Gate::kGated) output.store(at + rows.turns.divisor, n, b);
     }
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) {
           by_a[i] = a[u][i], by_b[i] = Gate::kGated ? b[u][i] : 0.0f;
-          gradient_of(gate, scale, g[u][i], by_a[i], by_b[i], dot);
+          compute_gradient(gate, scale, g[u][i], by_a[i], by_b[i], dot);
         }
         a[u].set(by_a);
         a[u].store_set(dx + at[u]);
@@ -298,7 +298,7 @@ auto gate_of(const Args& a) {
 
 // Returns ScaledRows::turns of a call.
 template <class Args>
-int64_t turns_of(const Args& a) {
+int64_t interleave_width(const Args& a) {
   if constexpr (requires { a.glu_interleave_size; }) {
     return a.glu_interleave_size;
   } else {
@@ -308,22 +308,22 @@ int64_t turns_of(const Args& a) {
 
 // `narrow`: a tensor with the shape of the result.
 template <class Args>
-ScaledRows rows_of(const Args& a, const te_fl_tensor& narrow) {
+ScaledRows make_rows(const Args& a, const te_fl_tensor& narrow) {
   const backend::Matrix m = backend::as_matrix(narrow);
-  const int64_t turns = turns_of(a);
+  const int64_t turns = interleave_width(a);
   const int step = turns % kGroup == 0 ? kGroup : 1;
   return {m.rows, m.cols, backend::as_matrix(*a.input).cols,
           FastDiv(turns == 0 ? std::max<int64_t>(m.cols, 1) : turns), step};
 }
 
 template <class Args>
-PointwiseChoice choice_of(const Args& a) {
+PointwiseChoice choose_kernel(const Args& a) {
   if constexpr (requires { a.grad; }) {
     const int64_t half = backend::as_matrix(*a.grad).cols;
-    return choose_scaled(false, {a.grad, a.input, a.output}, half, turns_of(a));
+    return choose_scaled(false, {a.grad, a.input, a.output}, half, interleave_width(a));
   } else {
     const int64_t half = backend::as_matrix(*a.output).cols;
-    return choose_scaled(true, {a.input, a.output}, half, turns_of(a));
+    return choose_scaled(true, {a.input, a.output}, half, interleave_width(a));
   }
 }
 
@@ -336,8 +336,8 @@ struct RowLaunch {
             std::clamp<int64_t>(round_up(ceil_div(rows.half, each), 32), 32, kThreads))) {}
 };
 
-Source source_of(const te_fl_tensor* t) { return t != nullptr ? Source(*t) : Source(); }
-Target target_of(const te_fl_tensor* t) { return t != nullptr ? Target(*t) : Target(); }
+Source make_source(const te_fl_tensor* t) { return t != nullptr ? Source(*t) : Source(); }
+Target make_target(const te_fl_tensor* t) { return t != nullptr ? Target(*t) : Target(); }
 
 template <class Args>
 const te_fl_tensor* scales_of(const Args& a) {
@@ -358,11 +358,11 @@ const te_fl_tensor* grad_scales_of(const Args& a) {
 
 template <class Args>
 void scaled_forward(const te_fl_context& ctx, const Args& a) {
-  const ScaledRows rows = rows_of(a, *a.output);
+  const ScaledRows rows = make_rows(a, *a.output);
   if (rows.count == 0 || rows.half == 0) return;
   const auto gate = gate_of(a);
-  const Source scales = source_of(scales_of(a));
-  if (!choice_of(a).aligned) {
+  const Source scales = make_source(scales_of(a));
+  if (!choose_kernel(a).aligned) {
     const RowLaunch launch(rows, rows.step);
     scaled_forward_kernel<<<launch.blocks, launch.threads, 0, stream_of(ctx)>>>(
         Source(*a.input), scales, Target(*a.output), rows, gate);
@@ -378,12 +378,12 @@ void scaled_forward(const te_fl_context& ctx, const Args& a) {
 
 template <class Args>
 void scaled_backward(const te_fl_context& ctx, const Args& a) {
-  const ScaledRows rows = rows_of(a, *a.grad);
+  const ScaledRows rows = make_rows(a, *a.grad);
   if (rows.count == 0) return;
   const auto gate = gate_of(a);
-  const Source scales = source_of(scales_of(a));
-  const Target grad_scales = target_of(grad_scales_of(a));
-  if (!choice_of(a).aligned) {
+  const Source scales = make_source(scales_of(a));
+  const Target grad_scales = make_target(grad_scales_of(a));
+  if (!choose_kernel(a).aligned) {
     const RowLaunch launch(rows, rows.step);
     scaled_gradient_kernel<<<launch.blocks, launch.threads, 0, stream_of(ctx)>>>(
         Source(*a.grad), Source(*a.input), scales, Target(*a.output), grad_scales, rows, gate);
@@ -419,7 +419,7 @@ Refusal refuse_scaled_backward(const Args& a) {
 
 template <class Args>
 std::string scaled_words(const te_fl_context&, const Args& a) {
-  return choice_of(a).text();
+  return choose_kernel(a).text();
 }
 
 template <class Forward, class Backward>

@@ -8,14 +8,14 @@ namespace te_fl::cuda {
 
 void quantize_rows(const te_fl_context& ctx, const te_fl_tensor& input, int64_t first_row,
                    const te_fl_tensor& output, const float* noop) {
-  store_elementwise<false>(ctx, output, copy_of(input, first_row, output), nullptr, noop,
+  store_elementwise<false>(ctx, output, make_copy(input, first_row, output), nullptr, noop,
                            largest_finite_of(dtype_of(input)));
 }
 
 namespace {
 
 void quantize(const te_fl_context& ctx, const te_fl_quantize_args& args) {
-  quantize_rows(ctx, *args.input, 0, *args.output, noop_of(args.noop_flag));
+  quantize_rows(ctx, *args.input, 0, *args.output, find_noop(args.noop_flag));
 }
 Refusal refuse_quantize(const te_fl_quantize_args& args) {
   return refuse_pair(*args.input, *args.output);
@@ -24,7 +24,7 @@ Refusal refuse_quantize(const te_fl_quantize_args& args) {
 // ---- quantisation with a bias gradient
 
 void bgrad_quantize(const te_fl_context& ctx, const te_fl_bgrad_quantize_args& args) {
-  store_elementwise<true>(ctx, *args.output, copy_of(*args.input, 0, *args.output), args.bias_grad,
+  store_elementwise<true>(ctx, *args.output, make_copy(*args.input, 0, *args.output), args.bias_grad,
                           nullptr, largest_finite_of(dtype_of(*args.input)));
 }
 Refusal refuse_bgrad_quantize(const te_fl_bgrad_quantize_args& args) {

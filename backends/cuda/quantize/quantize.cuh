@@ -20,13 +20,13 @@ struct Copy {
 inline float largest_finite_of(int dtype) {
   return dtype == TE_FL_F16 ? 65504.0f : dtype == TE_FL_BF16 ? 3.38953139e38f : FLT_MAX;
 }
-inline const float* noop_of(const te_fl_tensor* flag) {
+inline const float* find_noop(const te_fl_tensor* flag) {
   return flag == nullptr ? nullptr : backend::data<const float>(*flag);
 }
 
 // Returns the elementwise op that copies (quantises) rows of `input`, from first_row on, to
 // `output`.
-inline Elementwise<Copy> copy_of(const te_fl_tensor& input, int64_t first_row,
+inline Elementwise<Copy> make_copy(const te_fl_tensor& input, int64_t first_row,
                                  const te_fl_tensor& output) {
   const int64_t cols = backend::as_matrix(output).cols;
   return {{{Source(input), first_row * cols, cols}}, {}};
@@ -36,11 +36,11 @@ void quantize_rows(const te_fl_context& ctx, const te_fl_tensor& input, int64_t 
 
 // Implements the descriptor's describe().
 template <class Args>
-std::string words_of(const te_fl_context&, const Args& args) {
+std::string describe_choice(const te_fl_context&, const Args& args) {
   return choose_quantize(args).text();
 }
 template <class Args>
-constexpr auto kDescribe = backend::describe_thunk<Args, words_of<Args>>;
+constexpr auto kDescribe = backend::describe_thunk<Args, describe_choice<Args>>;
 
 inline Refusal refuse_pair(const te_fl_tensor& input, const te_fl_tensor& output) {
   if (!dense(&input)) return kNotContiguous;

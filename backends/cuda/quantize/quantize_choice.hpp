@@ -62,12 +62,12 @@ struct QuantizePair {
 inline StoreChoice choose_quantize(const QuantizePair& pair) noexcept {
   return choose_quantize(*pair.input, pair.first_row, *pair.output);
 }
-inline auto pairs_of(const te_fl_multi_tensor_quantize_args& a) {
+inline auto make_pairs(const te_fl_multi_tensor_quantize_args& a) {
   return [&a](int64_t i) { return QuantizePair{a.inputs[i], a.outputs[i], 0}; };
 }
 // Returns a function that returns the i-th QuantizePair. Call it with ascending i; a call with 0
 // starts again.
-inline auto pairs_of(const te_fl_split_quantize_args& a) {
+inline auto make_pairs(const te_fl_split_quantize_args& a) {
   return [&a, at = int64_t{0}, first = int64_t{0}](int64_t i) mutable {
     if (i == 0) at = 0, first = 0;
     for (; at < i; ++at) first += backend::as_matrix(*a.outputs[at]).rows;
@@ -146,11 +146,11 @@ QuantizeListChoice choose_quantize_list(int64_t count, Pairs& pair_of) {
   return list;
 }
 inline QuantizeListChoice choose_quantize(const te_fl_multi_tensor_quantize_args& a) {
-  auto pairs = pairs_of(a);
+  auto pairs = make_pairs(a);
   return choose_quantize_list(a.outputs_count, pairs);
 }
 inline QuantizeListChoice choose_quantize(const te_fl_split_quantize_args& a) {
-  auto pairs = pairs_of(a);
+  auto pairs = make_pairs(a);
   return choose_quantize_list(a.outputs_count, pairs);
 }
 

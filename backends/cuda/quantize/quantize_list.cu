@@ -23,16 +23,16 @@ struct Items {
   bool backwards;
 };
 
-constexpr int threads_of(QuantizeCodes codes) {
+constexpr int block_threads(QuantizeCodes codes) {
   return codes == QuantizeCodes::kBlock ? kBlockThreads : kThreads;
 }
 // The number of blocks that a multiprocessor runs at once.
-constexpr int resident_of(QuantizeCodes codes, int bytes) {
+constexpr int resident_blocks(QuantizeCodes codes, int bytes) {
   return codes == QuantizeCodes::kBlock || (codes == QuantizeCodes::kMxfp8 && bytes == 4) ? 2 : 3;
 }
 
 template <int kBytes, QuantizeCodes kCodes, int kCapacity>
-__global__ void __launch_bounds__(threads_of(kCodes), resident_of(kCodes, kBytes))
+__global__ void __launch_bounds__(block_threads(kCodes), resident_blocks(kCodes, kBytes))
     list_kernel(const __grid_constant__ Items<kCapacity> list) {
   const unsigned block = list.backwards ? list.blocks - 1 - blockIdx.x : blockIdx.x;
   int which = 0;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(threads_of(kCodes), resident_of(kCodes, kBytes
 }
 
 template <int kBytes, int kCapacity>
-auto kernel_of(QuantizeCodes codes) {
+auto find_kernel(QuantizeCodes codes) {
   switch (codes) {
     case QuantizeCodes::kBlock:
       return list_kernel<kBytes, QuantizeCodes::kBlock, kCapacity>;
@@ -89,8 +89,8 @@ auto kernel_of(QuantizeCodes codes) {
 template <int kCapacity>
 void launch(const te_fl_context& ctx, const Items<kCapacity>& list, const QuantizeKind& kind) {
   const auto kernel =
-      kind.is_f32 ? kernel_of<4, kCapacity>(kind.codes) : kernel_of<2, kCapacity>(kind.codes);
-  kernel<<<list.blocks, threads_of(kind.codes), 0, stream_of(ctx)>>>(list);
+      kind.is_f32 ? find_kernel<4, kCapacity>(kind.codes) : find_kernel<2, kCapacity>(kind.codes);
+  kernel<<<list.blocks, block_threads(kind.codes), 0, stream_of(ctx)>>>(list);
   check_launch("list_kernel");
 }
 
@@ -100,7 +100,7 @@ class Launcher {
   Launcher(const te_fl_context& ctx, const QuantizeKind& kind) : ctx_(ctx), kind_(kind) {}
   // `found`: address of the item's amax for current scaling.
   void add(const QuantizePair& pair, const float* noop, float* found) {
-    const Elementwise<Copy> op = copy_of(*pair.input, pair.first_row, *pair.output);
+    const Elementwise<Copy> op = make_copy(*pair.input, pair.first_row, *pair.output);
     const int dtype = op.in[0].source.dtype;
     Item& item = list_.items[list_.count];
     item.input = static_cast<const char*>(op.in[0].source.data) + op.in[0].first * bytes_of(dtype);
@@ -187,7 +187,7 @@ void quantise_list(const te_fl_context& ctx, int64_t count, Pairs pair_of, const
 }
 
 void multi_tensor_quantize(const te_fl_context& ctx, const te_fl_multi_tensor_quantize_args& args) {
-  quantise_list(ctx, args.outputs_count, pairs_of(args), noop_of(args.noop_flag));
+  quantise_list(ctx, args.outputs_count, make_pairs(args), find_noop(args.noop_flag));
 }
 Refusal refuse_multi_tensor_quantize(const te_fl_multi_tensor_quantize_args& args) {
   if (any_overlap(args.outputs, args.outputs_count, args.inputs, args.inputs_count)) {
@@ -200,7 +200,7 @@ Refusal refuse_multi_tensor_quantize(const te_fl_multi_tensor_quantize_args& arg
 }
 
 void split_quantize(const te_fl_context& ctx, const te_fl_split_quantize_args& args) {
-  quantise_list(ctx, args.outputs_count, pairs_of(args), nullptr);
+  quantise_list(ctx, args.outputs_count, make_pairs(args), nullptr);
 }
 Refusal refuse_split_quantize(const te_fl_split_quantize_args& args) {
   for (int64_t i = 0; i < args.outputs_count; ++i) {

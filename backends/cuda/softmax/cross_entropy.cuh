@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ float parts[3][kThreads / 32];
   const int64_t row = first_row + blockIdx.x;
   const T* x = logits + row * classes;
-  const int shift = shift_of(x);
+  const int shift = misalignment(x);
   RunningSum total;
   float plain = 0.0f;
   const int64_t first = static_cast<int64_t>(threadIdx.x) * kSize - shift;
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t part = first_part + blockIdx.y;
   const T* x = logits + row * classes;
   T* dx = out + row * classes;
-  const int shift = shift_of(x);
-  const bool aligned = shift_of(dx) == shift;
+  const int shift = misalignment(x);
+  const bool aligned = misalignment(dx) == shift;
   const int64_t first = (part * each + threadIdx.x) * kSize - shift;
   const int64_t end_col = (part + 1) * each * kSize - shift;
   const int64_t end = end_col < classes ? end_col : classes;
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
     if (col >= end) continue;
     float v[kSize];
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) v[i] = exp_of(raw[p][i] - lse) - less;
+    for (int i = 0; i < kSize; ++i) v[i] = fast_exp(raw[p][i] - lse) - less;
     if (target >= col && target < col + kSize) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) v[i] -= col + i == target ? 1.0f - g.smoothing : 0.0f;

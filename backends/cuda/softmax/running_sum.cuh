@@ -44,7 +44,7 @@ __device__ inline float sum_lanes(float v, float* parts) {
 }
 
 // e^v to within a few units in the last place, for v <= 0 as in softmax.
-__device__ inline float exp_of(float v) { return exp2f(v * 1.4426950408889634f); }
+__device__ inline float fast_exp(float v) { return exp2f(v * 1.4426950408889634f); }
 
 // The largest x so far and the sum of e^(x - top); NaN if an x was NaN. `top` starts at the lowest
 // finite value, so a sum of 0 means that every x was -inf.
@@ -58,15 +58,15 @@ struct RunningSum {
     for (int i = 0; i < kCount; ++i) next = max_nan(next, v[i]);
     float more = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) more += exp_of(v[i] - next);
-    sum = fmaf(sum, exp_of(top - next), more);
+    for (int i = 0; i < kCount; ++i) more += fast_exp(v[i] - next);
+    sum = fmaf(sum, fast_exp(top - next), more);
     top = next;
   }
   // Combines the RunningSums of kLanes threads. top_parts and sum_parts: `parts` of reduce_lanes().
   template <int kLanes>
   __device__ void join(float* top_parts, float* sum_parts) {
     const float all = max_lanes<kLanes>(top, top_parts);
-    sum = sum_lanes<kLanes>(sum * exp_of(top - all), sum_parts);
+    sum = sum_lanes<kLanes>(sum * fast_exp(top - all), sum_parts);
     top = all;
   }
 };

@@ -13,7 +13,7 @@
 namespace te_fl::cuda {
 namespace {
 
-Visible visible_of(const te_fl_tensor& t, bool causal) {
+Visible make_visible(const te_fl_tensor& t, bool causal) {
   Visible v;
   v.queries = t.dl.shape[t.dl.ndim - 2];
   v.keys = t.dl.shape[t.dl.ndim - 1];
@@ -26,14 +26,14 @@ Visible visible_of(const te_fl_tensor& t, bool causal) {
   return v;
 }
 
-SoftmaxDevice device_of(const te_fl_context& ctx) {
+SoftmaxDevice describe_device(const te_fl_context& ctx) {
   const int device = ctx.device.index;
   return {compute_capability(device),
           attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device)};
 }
 
 template <class Args>
-auto problem_of(const Args& a) {
+auto make_problem(const Args& a) {
   if constexpr (requires { a.output_grad; }) {
     return SoftmaxBackward{a.output_grad, a.softmax_results, a.input_grad};
   } else {
@@ -41,9 +41,9 @@ auto problem_of(const Args& a) {
   }
 }
 template <class Args>
-std::string words_of(const te_fl_context& ctx, const Args& a) {
+std::string describe_choice(const te_fl_context& ctx, const Args& a) {
   const DeviceGuard guard(ctx.device.index);
-  return "softmax kernel " + choose_softmax(problem_of(a), device_of(ctx)).text();
+  return "softmax kernel " + choose_softmax(make_problem(a), describe_device(ctx)).text();
 }
 
 template <int kValue>
@@ -125,7 +125,7 @@ void forward_by(const SoftmaxChoice& choice, const te_fl_context& ctx, const te_
       return launch_streamed(ctx, x, y, visible, scale, rows);
     case SoftmaxKernel::kStaged:
       return launch_staged(ctx, x, y, visible, scale, rows,
-                           softmax_choice::staged_bytes(softmax_choice::runs_of(in), sizeof(T)));
+                           softmax_choice::staged_bytes(softmax_choice::count_runs(in), sizeof(T)));
     default:
       softmax_wide<T, false>
           <<<static_cast<unsigned>(rows), kWideThreads, 0, stream_of(ctx)>>>(x, y, visible, scale);
@@ -133,17 +133,17 @@ void forward_by(const SoftmaxChoice& choice, const te_fl_context& ctx, const te_
 }
 void forward(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tensor& out, float scale,
              const Visible& visible) {
-  const SoftmaxChoice choice = choose_softmax(SoftmaxForward{&in, &out}, device_of(ctx));
+  const SoftmaxChoice choice = choose_softmax(SoftmaxForward{&in, &out}, describe_device(ctx));
   if (choice.kernel == SoftmaxKernel::kNone) return;
   with_type(dtype_of(in), [&]<class T>(T) { forward_by<T>(choice, ctx, in, out, scale, visible); });
   check_launch("softmax_forward");
 }
 template <bool kCausal, class Args>
 void plain_forward(const te_fl_context& ctx, const Args& a) {
-  forward(ctx, *a.input, *a.output, a.scale, visible_of(*a.input, kCausal));
+  forward(ctx, *a.input, *a.output, a.scale, make_visible(*a.input, kCausal));
 }
 void masked_forward(const te_fl_context& ctx, const te_fl_softmax_masked_args& a) {
-  Visible visible = visible_of(*a.input, false);
+  Visible visible = make_visible(*a.input, false);
   visible.mask = backend::data<const uint8_t>(*a.mask);
   for (int i = 0; i < 4; ++i) {
     visible.mask_strides[i] = a.mask->dl.shape[i] == 1 ? 0 : backend::stride(*a.mask, i);
@@ -183,9 +183,9 @@ void backward_by(const SoftmaxChoice& choice, const te_fl_context& ctx, const Ar
 }
 template <bool kCausal, class Args>
 void backward(const te_fl_context& ctx, const Args& a) {
-  const SoftmaxChoice choice = choose_softmax(problem_of(a), device_of(ctx));
+  const SoftmaxChoice choice = choose_softmax(make_problem(a), describe_device(ctx));
   if (choice.kernel == SoftmaxKernel::kNone) return;
-  const Visible visible = visible_of(*a.output_grad, kCausal);
+  const Visible visible = make_visible(*a.output_grad, kCausal);
   with_type(dtype_of(*a.output_grad), [&]<class T>(T) { backward_by<T>(choice, ctx, a, visible); });
   check_launch("softmax_backward");
 }
@@ -206,7 +206,7 @@ Refusal refuse_backward(const Args& a) {
 template <class Args, auto F, auto Refuses>
 void append(std::vector<te_fl_op_desc>& ops, const char* name) {
   ops.push_back(descriptor<Args, F, Refuses>(name));
-  ops.back().describe = backend::describe_thunk<Args, words_of<Args>>;
+  ops.back().describe = backend::describe_thunk<Args, describe_choice<Args>>;
 }
 template <class Args, bool kCausal>
 void append_forward(std::vector<te_fl_op_desc>& ops, const char* name) {

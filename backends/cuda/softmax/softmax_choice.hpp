@@ -86,7 +86,7 @@ inline bool aligned16(const te_fl_tensor& t) noexcept {
 }
 inline int64_t divided_up(int64_t a, int64_t b) noexcept { return (a + b - 1) / b; }
 // Returns an upper bound of the number of 8-element runs that the 16-byte packs of a row cover.
-inline int64_t runs_of(const te_fl_tensor& t) noexcept {
+inline int64_t count_runs(const te_fl_tensor& t) noexcept {
   const int64_t keys = backend::as_matrix(t).cols;
   if (keys % kRunElements == 0 && aligned16(t)) return keys / kRunElements;
   return divided_up(keys + kRunElements - 1, kRunElements);
@@ -128,7 +128,7 @@ constexpr const char* kEmpty = "a tensor without elements";
 inline SoftmaxChoice choose_softmax(const SoftmaxForward& f, const SoftmaxDevice& device) {
   using namespace softmax_choice;
   if (is_empty(*f.input)) return {SoftmaxKernel::kNone, {}, 1, kEmpty};
-  const int64_t runs = softmax_choice::runs_of(*f.input), bytes = element_bytes(*f.input);
+  const int64_t runs = softmax_choice::count_runs(*f.input), bytes = element_bytes(*f.input);
   if (runs <= kWidestForward) return {SoftmaxKernel::kRows, row_for(runs, bytes), 1, kHeld};
   const char* why = refuse_streamed(f, device);
   if (why == nullptr) {
@@ -140,7 +140,7 @@ inline SoftmaxChoice choose_softmax(const SoftmaxForward& f, const SoftmaxDevice
 inline SoftmaxChoice choose_softmax(const SoftmaxBackward& b, const SoftmaxDevice& device) {
   using namespace softmax_choice;
   if (is_empty(*b.output_grad)) return {SoftmaxKernel::kNone, {}, 1, kEmpty};
-  const int64_t runs = softmax_choice::runs_of(*b.output_grad);
+  const int64_t runs = softmax_choice::count_runs(*b.output_grad);
   const int64_t bytes = element_bytes(*b.output_grad);
   const bool wide = runs > kWidest.held() / 2 && runs <= kWidest.held() && bytes == 2;
   if (wide && device.compute_capability >= 90) {

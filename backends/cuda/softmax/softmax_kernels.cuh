@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
   const int seen = row < rows ? static_cast<int>(visible.count(row)) : 0;
   const T* x = in + row * visible.keys;
   T* y = out + row * visible.keys;
-  const int shift = shift_of(x);
+  const int shift = misalignment(x);
   Pack<T> raw[kPacks];
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
@@ -126,11 +126,11 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) sum += v[p][i] = exp_of(v[p][i] - base);
+    for (int i = 0; i < kSize; ++i) sum += v[p][i] = fast_exp(v[p][i] - base);
   }
   sum = sum_lanes<kLanes>(sum, parts[1]);
   const float share = empty ? 0.0f : 1.0f / sum;
-  const bool aligned = shift_of(y) == shift;
+  const bool aligned = misalignment(y) == shift;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int col = (p * kLanes + lane) * kSize - shift;
@@ -196,8 +196,8 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
   const T* dy = grad + row * visible.keys;
   const T* y = results + row * visible.keys;
   T* dx = out + row * visible.keys;
-  const int shift = shift_of(dy);
-  const bool y_aligned = shift_of(y) == shift, dx_aligned = shift_of(dx) == shift;
+  const int shift = misalignment(dy);
+  const bool y_aligned = misalignment(y) == shift, dx_aligned = misalignment(dx) == shift;
   Pack<T> g[kPacks], r[kPacks];
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
@@ -250,8 +250,8 @@ __global__ void __launch_bounds__(kWideThreads, 2)
   const int64_t row = blockIdx.x, keys = visible.keys, seen = visible.count(row);
   const T* x = in + row * keys;
   T* y = out + row * keys;
-  const int shift = shift_of(x);
-  const bool aligned = shift_of(y) == shift;
+  const int shift = misalignment(x);
+  const bool aligned = misalignment(y) == shift;
   const uint8_t* mask = visible.mask_row(row);
   const auto unpack = [&](const Pack<T>& raw, int64_t col, float(&v)[kSize]) {
     const uint32_t bits = visible.hidden<kSize>(mask, col, seen);
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(kWideThreads, 2)
     const uint32_t bits = unpack(raw, col, v);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      v[i] = (bits >> i & 1u) != 0 ? 0.0f : exp_of(v[i] - total.top) * share;
+      v[i] = (bits >> i & 1u) != 0 ? 0.0f : fast_exp(v[i] - total.top) * share;
     }
     raw.set(v);
     store_cut(raw, y, col, keys, aligned);
@@ -312,8 +312,8 @@ __global__ void __launch_bounds__(kWideThreads)
   const T* dy = grad + row * keys;
   const T* y = results + row * keys;
   T* dx = out + row * keys;
-  const int shift = shift_of(dy);
-  const bool y_aligned = shift_of(y) == shift, dx_aligned = shift_of(dx) == shift;
+  const int shift = misalignment(dy);
+  const bool y_aligned = misalignment(y) == shift, dx_aligned = misalignment(dx) == shift;
   const auto read = [&](int64_t col, Pack<T>& g, Pack<T>& r) {
     g = r = Pack<T>{};
     if (col >= seen) return;

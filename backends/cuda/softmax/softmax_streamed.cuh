@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kStreamedThreads, 1)
 #pragma unroll
     for (int p = 0; p < kStreamedPacks; ++p) {
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) sum += v[p][i] = exp_of(v[p][i] - base);
+      for (int i = 0; i < kSize; ++i) sum += v[p][i] = fast_exp(v[p][i] - base);
     }
     sum = sum_lanes<kStreamedThreads>(sum, parts[1]);
     const float share = empty ? 0.0f : 1.0f / sum;

@@ -56,11 +56,11 @@ def sum_kernel(sums, dgamma, programs, columns, BLOCK: tl.constexpr):
     tl.store(dgamma + at, total.to(dgamma.dtype.element_ty), inside)
 
 
-def block_of(columns):
+def block_size(columns):
     return max(triton.next_power_of_2(columns), 128)  # at least 128, as each smaller block size would compile another kernel
 
 
-def warps_of(block):
+def warp_count(block):
     return min(max(block // 512, 1), 16)
 
 
@@ -68,8 +68,8 @@ def forward(x, gamma, z, rsigma, epsilon, zero_centered_gamma):
     columns = gamma.numel()
     if x.numel() == 0:
         return
-    block = block_of(columns)
-    forward_kernel[(x.numel() // columns,)](x, gamma, z, rsigma, columns, epsilon, int(zero_centered_gamma), block, num_warps=warps_of(block))
+    block = block_size(columns)
+    forward_kernel[(x.numel() // columns,)](x, gamma, z, rsigma, columns, epsilon, int(zero_centered_gamma), block, num_warps=warp_count(block))
 
 
 def backward(dz, x, rsigma, gamma, dx, dgamma, zero_centered_gamma):
@@ -77,10 +77,10 @@ def backward(dz, x, rsigma, gamma, dx, dgamma, zero_centered_gamma):
     rows = x.numel() // columns
     programs = min(rows, MAX_PROGRAMS)
     sums = torch.empty((programs, columns), dtype=torch.float32, device=x.device)
-    block = block_of(columns)
+    block = block_size(columns)
     if rows > 0:
         backward_kernel[(programs,)](dz, x, rsigma, gamma, dx, sums, rows, columns, int(zero_centered_gamma), block,
-                                     num_warps=warps_of(block))
+                                     num_warps=warp_count(block))
     sum_kernel[(triton.cdiv(columns, 128),)](sums, dgamma, programs, columns, 128)
 
 

@@ -75,9 +75,9 @@ def backward(input, freqs, output, start_positions, cu_seqlens, layout, interlea
 
 def supports(input, freqs, output, start_positions, layout, cp_size):
     if layout == "thd":
-        return "layout thd is not served"
+        return "layout thd is not supported"
     if start_positions is not None:
-        return "start_positions are not served: a kernel in Triton cannot report one that lies past the angles"
+        return "start_positions are not supported: a kernel in Triton cannot report one that lies past the angles"
     if input.ndim != 4 or freqs.shape[3] > input.shape[3] or freqs.shape[3] % 2 != 0:
         return f"input has shape {input.shape} and freqs {freqs.shape}"
     length = input.shape[0 if layout == "sbhd" else 1]

@@ -91,7 +91,7 @@ Status OpCall::read_arrays(std::string_view words, bool results) {
     Use use;
     if (word != "rng" || (schema_->flags & TE_FL_SCHEMA_USES_RNG) == 0) {
       const size_t dot = word.find('.');
-      Result<TensorSlot*> slot = slot_of(word.substr(0, dot));
+      Result<TensorSlot*> slot = find_slot(word.substr(0, dot));
       if (!slot.ok()) return slot.status();
       use.slot = slot.value();
       if (dot != std::string_view::npos) {
@@ -123,7 +123,7 @@ const te_fl_arg_desc* OpCall::find(std::string_view name) const noexcept {
   return nullptr;
 }
 
-Result<OpCall::TensorSlot*> OpCall::slot_of(std::string_view name) {
+Result<OpCall::TensorSlot*> OpCall::find_slot(std::string_view name) {
   if (const auto known = slots_.find(name); known != slots_.end()) return &known->second;
   const std::string_view argument = name.substr(0, name.find('['));
   const te_fl_arg_desc* arg = find(argument);
@@ -145,7 +145,7 @@ Result<OpCall::TensorSlot*> OpCall::slot_of(std::string_view name) {
 
 Status OpCall::read_setting(std::string_view name, std::string_view value) {
   if (const size_t dot = name.find('.'); dot != std::string_view::npos) {
-    Result<TensorSlot*> slot = slot_of(name.substr(0, dot));
+    Result<TensorSlot*> slot = find_slot(name.substr(0, dot));
     if (!slot.ok()) return slot.status();
     return read_quantisation(*slot.value(), name.substr(dot + 1), value);
   }
@@ -160,7 +160,7 @@ Status OpCall::read_scalar(const te_fl_arg_desc& arg, std::string_view value) {
   const Status wrong = invalid_argument(quoted(value) + " is no value of " + quoted(arg.name));
   switch (arg.type) {
     case TE_FL_ARG_ENUM: {
-      const std::vector<std::string> names = python::words_of(arg.enum_names);
+      const std::vector<std::string> names = python::split_words(arg.enum_names);
       for (size_t i = 0; i < names.size(); ++i) {
         if (names[i] != value) continue;
         python::put_scalar(args_, arg, static_cast<double>(i));

@@ -70,7 +70,7 @@ class OpCall {
   Status read_setting(std::string_view name, std::string_view value);
   Status read_scalar(const te_fl_arg_desc& arg, std::string_view value);
   Status read_quantisation(TensorSlot& slot, std::string_view what, std::string_view value);
-  Result<TensorSlot*> slot_of(std::string_view name);
+  Result<TensorSlot*> find_slot(std::string_view name);
   const te_fl_arg_desc* find(std::string_view name) const noexcept;
   void bind(const Use& use, const Array& array, const Device& device) noexcept;
   // Returns an error if the array's extents differ from those that the part, or the random state,

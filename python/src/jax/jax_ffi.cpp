@@ -20,7 +20,7 @@ xla::Error* make_error(const xla::CallFrame& call, xla::ErrorCode code, const ch
   return call.api->create_error(&request);
 }
 
-xla::ErrorCode code_of(StatusCode code) {
+xla::ErrorCode to_error_code(StatusCode code) {
   switch (code) {
     case StatusCode::kInvalidArgument:
       return xla::ErrorCode::kInvalidArgument;
@@ -65,7 +65,7 @@ bool answer_metadata(const xla::CallFrame& call) {
   return false;
 }
 
-te_fl_dtype dtype_of(xla::ElementType type) {
+te_fl_dtype to_dtype(xla::ElementType type) {
   switch (type) {
     case xla::ElementType::kPred:
       return to_c(DType::kBool);
@@ -119,7 +119,7 @@ Status describe(const xla::Buffers& buffers, size_t wanted, Arrays& arrays) {
     if (buffers.types[i] != xla::kBufferArgument) {
       return invalid_argument("array " + std::to_string(i) + " of the call is a token");
     }
-    arrays[i] = {dtype_of(buffer.type), buffer.data, static_cast<int32_t>(buffer.rank),
+    arrays[i] = {to_dtype(buffer.type), buffer.data, static_cast<int32_t>(buffer.rank),
                  buffer.extents};
   }
   return {};
@@ -191,7 +191,7 @@ xla::Error* handle(xla::CallFrame* call, bool cuda) noexcept try {
   const auto& bytes = *static_cast<const xla::Bytes*>(attributes.values[0]);
   const Status status = run(*call, {bytes.data, bytes.size}, device, stream);
   if (status.ok()) return nullptr;
-  return make_error(*call, code_of(status.code()), status.to_string().c_str());
+  return make_error(*call, to_error_code(status.code()), status.to_string().c_str());
 } catch (const std::exception& e) {
   return make_error(*call, xla::ErrorCode::kInternal, e.what());
 }

@@ -65,8 +65,8 @@ class Arguments {
   void set(PyObject* name, PyObject* value) {
     const int at = op_.find(name);
     if (at >= 0) return set(op_.args[static_cast<size_t>(at)], static_cast<size_t>(at), value);
-    if (const std::string_view option = text_of(name, "a keyword"); option == "stream") {
-      stream_ = stream_of(value);
+    if (const std::string_view option = to_text(name, "a keyword"); option == "stream") {
+      stream_ = to_stream(value);
     } else if (option == "seed") {
       if (PyLong_Check(value) == 0) return set_random(value);
       seed_ = PyLong_AsUnsignedLongLong(value);
@@ -90,7 +90,7 @@ class Arguments {
   // op_.rules may read such arguments.
   void set_form(PyObject* name, PyObject* form) {
     const int at = op_.find(name);
-    if (at < 0) no_such_argument(text_of(name, "a keyword"));
+    if (at < 0) no_such_argument(to_text(name, "a keyword"));
     const te_fl_arg_desc& desc = *op_.args[static_cast<size_t>(at)].desc;
     if (desc.type == TE_FL_ARG_TENSOR_LIST) {
       write(desc.count_offset, static_cast<int64_t>(PyLong_AsLongLong(form)));
@@ -132,7 +132,7 @@ class Arguments {
   const void* raw() const noexcept { return raw_.data(); }
   // Returns true if the call's communicator is implemented in Python. Then run() also needs the
   // arguments as a Python dict, by name.
-  bool is_served() const noexcept { return server_ != nullptr; }
+  bool is_python_collective() const noexcept { return server_ != nullptr; }
   // Runs the op by `manager` (null: the process's manager), without the interpreter's lock.
   // Throws te-fl's error, or the exception that the communicator's `serve` raised.
   void run(OpManager* manager, PyObject* by_name) const {
@@ -141,7 +141,7 @@ class Arguments {
       const WithoutLock unlocked;
       return (manager != nullptr ? *manager : OpManager::instance()).call(op_.id, raw(), options);
     };
-    if (!is_served()) return check(call());
+    if (!is_python_collective()) return check(call());
     if (stream_.has_value()) {
       throw_type_error(std::string(op_.schema->name) +
                        "(): 'stream' is given, and a process group's work is on PyTorch's current "
@@ -197,7 +197,7 @@ class Arguments {
     throw_invalid("'seed' is a tensor on another device than the op's tensors");
   }
 
-  static void* stream_of(PyObject* value) {
+  static void* to_stream(PyObject* value) {
     if (value == Py_None) return nullptr;
     // Accepts the stream classes of PyTorch's device modules (torch.cuda.Stream and others) and
     // torch.Stream.
@@ -331,7 +331,7 @@ class Arguments {
                      wanted);
   }
   static int32_t enumerator(const BoundArg& arg, PyObject* value) {
-    const std::string_view word = text_of(value, arg.desc->name);
+    const std::string_view word = to_text(value, arg.desc->name);
     std::string all;
     for (size_t i = 0; i < arg.enum_names.size(); ++i) {
       if (arg.enum_names[i] == word) return static_cast<int32_t>(i);
@@ -341,9 +341,9 @@ class Arguments {
                   "'; it is one of " + all);
   }
 
-  static uint32_t provider_of(const te_fl_tensor& t, std::string_view name) {
+  static uint32_t find_provider(const te_fl_tensor& t, std::string_view name) {
     if (t.dl.device.type != TE_FL_DEVICE_EXT) return 0;
-    const Result<Device> device = device_of(t.dl.device);
+    const Result<Device> device = to_device(t.dl.device);
     if (!device.ok()) throw_status(device.status().wrap(std::string(name)));
     return device->provider;
   }
@@ -368,7 +368,7 @@ class Arguments {
     return noted(t, desc);
   }
   const te_fl_tensor* noted(te_fl_tensor& t, const te_fl_arg_desc& desc) {
-    t.provider = provider_of(t, desc.name);
+    t.provider = find_provider(t, desc.name);
     note(t, desc);
     return &t;
   }
@@ -477,7 +477,7 @@ class Arguments {
   }
 
   void set_communicator(const te_fl_arg_desc& desc, PyObject* value) {
-    handle_ = handle_of(value, desc.name);
+    handle_ = find_handle(value, desc.name);
     server_ = value;
     const te_fl_communicator* communicator = communicator_in(handle_);
     write(desc.offset, communicator);
@@ -508,7 +508,7 @@ class Arguments {
       record->storage = te_fl_tensor{};
       record->storage.dl =
           borrowed_.describe(storage.get(), desc.role != TE_FL_IN, "saved.storage");
-      record->storage.provider = provider_of(record->storage, "saved.storage");
+      record->storage.provider = find_provider(record->storage, "saved.storage");
       record->saved.storage = &record->storage;
     }
     write(desc.offset, &record->saved);

@@ -22,7 +22,7 @@ namespace {
 constexpr const char* kHandleName = "te_fl.communicator";
 constexpr const char* kServer = "_communicator";
 constexpr const char* kVendor = "torch";
-thread_local ServedCall* g_call = nullptr;
+thread_local CommunicatorCall* g_call = nullptr;
 
 // Ids of te_fl::Comm count up from 1. The ids here have the top bit set, so the two kinds never
 // collide.
@@ -62,8 +62,8 @@ void append(Maker& maker, const char* op, bool graph_safe) {
   if (!maker.provider.empty()) desc.provider = maker.provider.c_str();
   desc.self = &maker.ops.emplace_back(Maker::Op{&maker, op});
   desc.run = [](void* self, const te_fl_context* ctx, const void* args) -> te_fl_status {
-    return ServedCall::serve(static_cast<const Args*>(args)->comm,
-                             static_cast<const Maker::Op*>(self)->name, ctx->errors);
+    return CommunicatorCall::serve(static_cast<const Args*>(args)->comm,
+                                   static_cast<const Maker::Op*>(self)->name, ctx->errors);
   };
   desc.describe = [](void* self, const te_fl_context*, const void*,
                      const te_fl_error_sink* text) -> te_fl_status {
@@ -120,7 +120,7 @@ PyObject* make_communicator(PyObject*, PyObject* args) noexcept {
     if (PyArg_ParseTuple(args, "ssiip", &backend, &where, &rank, &size, &graph_safe) == 0)
       throw PythonError();
     const std::string text(where);
-    const Device device = value_of(without_lock([&] { return parse_device(text); }));
+    const Device device = value_or_throw(without_lock([&] { return parse_device(text); }));
     const std::string provider =
         device.provider == 0 ? std::string() : devices::provider_name(device.provider);
     auto handle = std::make_unique<Handle>();
@@ -149,7 +149,7 @@ PyObject* make_communicator(PyObject*, PyObject* args) noexcept {
   });
 }
 
-Ref handle_of(PyObject* object, const char* name) {
+Ref find_handle(PyObject* object, const char* name) {
   PyObject* found = PyObject_GetAttrString(object, kServer);
   if (found == nullptr) PyErr_Clear();
   Ref handle = found == nullptr ? Ref() : Ref::take(found);
@@ -166,18 +166,18 @@ const te_fl_communicator* communicator_in(const Ref& handle) noexcept {
 
 std::string words_of_error(PyObject* value) {
   const Ref text = Ref::take(PyObject_Str(value));
-  return type_name(value) + ": " + std::string(text_of(text.get(), "an error's text"));
+  return type_name(value) + ": " + std::string(to_text(text.get(), "an error's text"));
 }
 
-ServedCall::ServedCall(const te_fl_communicator* communicator) noexcept
+CommunicatorCall::CommunicatorCall(const te_fl_communicator* communicator) noexcept
     : communicator_(communicator), outer_(g_call) {
   g_call = this;
 }
 
-ServedCall::~ServedCall() { g_call = outer_; }
+CommunicatorCall::~CommunicatorCall() { g_call = outer_; }
 
-te_fl_status ServedCall::serve(const te_fl_communicator* communicator, const char* op,
-                               const te_fl_error_sink* errors) noexcept {
+te_fl_status CommunicatorCall::serve(const te_fl_communicator* communicator, const char* op,
+                                     const te_fl_error_sink* errors) noexcept {
   if (g_call == nullptr || g_call->communicator_ != communicator) {
     backend::report(
         errors,

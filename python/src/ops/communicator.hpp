@@ -18,19 +18,19 @@ namespace te_fl::python {
 PyObject* make_communicator(PyObject*, PyObject* args) noexcept;
 
 // The handle of `object`; throws TypeError, naming `name`, if the object has none.
-Ref handle_of(PyObject* object, const char* name);
+Ref find_handle(PyObject* object, const char* name);
 // Valid as long as the handle.
 const te_fl_communicator* communicator_in(const Ref& handle) noexcept;
 
 // One call of a collective, alive on its thread while the call is dispatched.
-class ServedCall {
+class CommunicatorCall {
  public:
-  explicit ServedCall(const te_fl_communicator* communicator) noexcept;
-  virtual ~ServedCall();
-  ServedCall(const ServedCall&) = delete;
-  ServedCall& operator=(const ServedCall&) = delete;
+  explicit CommunicatorCall(const te_fl_communicator* communicator) noexcept;
+  virtual ~CommunicatorCall();
+  CommunicatorCall(const CommunicatorCall&) = delete;
+  CommunicatorCall& operator=(const CommunicatorCall&) = delete;
 
-  // Runs the collective through the innermost ServedCall of this thread, which must use
+  // Runs the collective through the innermost CommunicatorCall of this thread, which must use
   // `communicator`. Called without the interpreter's lock.
   static te_fl_status serve(const te_fl_communicator* communicator, const char* op,
                             const te_fl_error_sink* errors) noexcept;
@@ -43,20 +43,20 @@ class ServedCall {
   virtual std::string take_failure() = 0;
 
   const te_fl_communicator* const communicator_;
-  ServedCall* const outer_;
+  CommunicatorCall* const outer_;
 };
 
 // The exception as text, for example "RuntimeError: connection closed by peer".
 std::string words_of_error(PyObject* value);
 
 // A collective that Python code called. If serve() raises an exception, the caller gets it.
-class PythonCall final : public ServedCall {
+class PythonCall final : public CommunicatorCall {
  public:
   // `server` is the Python object that owns `communicator`; its serve() runs the collective.
   // `arguments` is a dict.
   // The caller keeps both alive, and holds the interpreter's lock here and in the destructor.
   PythonCall(PyObject* server, const te_fl_communicator* communicator, PyObject* arguments) noexcept
-      : ServedCall(communicator), server_(server), arguments_(arguments) {}
+      : CommunicatorCall(communicator), server_(server), arguments_(arguments) {}
   ~PythonCall() override;
   // Raises the exception that serve() raised, if any.
   void raise_failure();

@@ -86,8 +86,8 @@ std::set<std::string>& function_op_names() {
 }
 
 std::optional<OpId> find_function_op(OpManager& manager, PyObject* name) {
-  const std::string text(text_of(name, "the op's name"));
-  const OpId id = value_of(without_lock([&] { return manager.registry().find(text); }));
+  const std::string text(to_text(name, "the op's name"));
+  const OpId id = value_or_throw(without_lock([&] { return manager.registry().find(text); }));
   if (!is_function_op(*manager.registry().schema(id))) return std::nullopt;
   return id;
 }

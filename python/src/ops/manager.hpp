@@ -8,6 +8,6 @@ namespace te_fl::python {
 
 // The OpManager in an object that new_manager() made; for None, the process's manager. Valid as
 // long as the object. Throws PythonError.
-OpManager& manager_of(PyObject* manager);
+OpManager& unwrap_manager(PyObject* manager);
 
 }  // namespace te_fl::python

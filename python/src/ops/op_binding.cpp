@@ -26,11 +26,11 @@ std::unique_ptr<OpBinding> make_binding(OpId id) {
   binding->id = id;
   binding->schema = schema;
   binding->defaults = default_arguments(*schema);
-  binding->rules = value_of(OutputRules::compile(*schema));
+  binding->rules = value_or_throw(OutputRules::compile(*schema));
   for (uint32_t i = 0; i < schema->arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema->args[i];
     PyObject* name = Ref::take(PyUnicode_InternFromString(arg.name)).release();
-    binding->args.push_back({&arg, name, words_of(arg.enum_names), is_matrix(arg)});
+    binding->args.push_back({&arg, name, split_words(arg.enum_names), is_matrix(arg)});
     if (arg.role == TE_FL_IN) binding->inputs.push_back(i);
     const bool allocated = arg.role == TE_FL_OUT && arg.type == TE_FL_ARG_TENSOR &&
                            (arg.flags & (TE_FL_ARG_HOST | TE_FL_ARG_QUANT_ONLY)) == 0;
@@ -56,12 +56,12 @@ int OpBinding::find(PyObject* name) const noexcept {
 
 const OpBinding& bind(PyObject* name) {
   static auto* bindings = new std::map<uint32_t, std::unique_ptr<OpBinding>>();
-  const std::string text(text_of(name, "the op's name"));
+  const std::string text(to_text(name, "the op's name"));
   Result<OpId> found = [&] {
     const WithoutLock unlocked;  // the first use discovers and loads plugins
     return OpManager::instance().registry().find(text);
   }();
-  const OpId id = value_of(std::move(found));
+  const OpId id = value_or_throw(std::move(found));
   std::unique_ptr<OpBinding>& kept = (*bindings)[id.index];
   if (kept == nullptr) kept = make_binding(id);
   return *kept;

@@ -21,7 +21,7 @@ namespace {
 
 constexpr const char* kOpName = "te_fl.op";
 
-const OpBinding& binding_of(PyObject* self) {
+const OpBinding& unwrap_binding(PyObject* self) {
   const auto* op = static_cast<const OpBinding*>(PyCapsule_GetPointer(self, kOpName));
   if (op == nullptr) throw PythonError();
   return *op;
@@ -31,7 +31,7 @@ template <CallForm kForm>
 PyObject* run_op(PyObject* self, PyObject* const* args, Py_ssize_t count,
                  PyObject* names) noexcept {
   return guarded([&]() -> Ref {
-    const OpBinding& op = binding_of(self);
+    const OpBinding& op = unwrap_binding(self);
     Arguments arguments(op, kForm);
     if (kForm != CallForm::kNamed) {
       arguments.set_inputs(args, static_cast<size_t>(count));
@@ -44,7 +44,7 @@ PyObject* run_op(PyObject* self, PyObject* const* args, Py_ssize_t count,
     }
     const DeterministicScope deterministic;
     Ref by_name;
-    if (arguments.is_served()) {
+    if (arguments.is_python_collective()) {
       by_name = Ref::take(PyDict_New());
       for (Py_ssize_t i = 0; i < keywords; ++i)
         check(PyDict_SetItem(by_name.get(), PyTuple_GetItem(names, i), args[count + i]));
@@ -65,7 +65,7 @@ PyMethodDef method() {
 PyObject* run_function_op(PyObject* self, PyObject* positional, PyObject* keywords) noexcept {
   return guarded([&] {
     const DeterministicScope deterministic;
-    return call_function_op(OpManager::instance(), binding_of(self).id, positional, keywords);
+    return call_function_op(OpManager::instance(), unwrap_binding(self).id, positional, keywords);
   });
 }
 
@@ -79,7 +79,7 @@ struct MethodOfOp {
   std::string words;
 };
 
-MethodOfOp& method_of(const OpBinding& op) {
+MethodOfOp& find_method(const OpBinding& op) {
   static auto* methods = new std::map<const OpBinding*, MethodOfOp>();
   const auto [at, added] = methods->try_emplace(&op);
   if (added) {
@@ -96,7 +96,7 @@ Ref to_dict(const Decision& decision) {
   put(dict, "policy", to_python(decision.policy));
   put(dict, "runs", to_python(decision.runs));
   put(dict, "silent", to_python(decision.silent));
-  put(dict, "candidates", list_of(decision.candidates, [](const Candidate& c) {
+  put(dict, "candidates", make_list(decision.candidates, [](const Candidate& c) {
         Ref one = Ref::take(PyDict_New());
         put(one, "impl_id", to_python(c.impl_id));
         put(one, "kind", to_python(to_string(c.kind)));
@@ -123,8 +123,8 @@ Ref with_arguments(PyObject* args, F&& f, G&& g) {
   const DeterministicScope deterministic;
   const Ref none = Ref::take(PyTuple_New(0));
   if (positional == nullptr) positional = none.get();
-  if (const auto id = find_function_op(manager_of(manager), name))
-    return g(manager_of(manager), *id, positional, named);
+  if (const auto id = find_function_op(unwrap_manager(manager), name))
+    return g(unwrap_manager(manager), *id, positional, named);
   const OpBinding& op = bind(name);
   if (PyTuple_Size(positional) != 0) {
     throw_type_error(std::string("op '") + op.schema->name +
@@ -134,11 +134,11 @@ Ref with_arguments(PyObject* args, F&& f, G&& g) {
   Arguments arguments(op);
   PyObject *key = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(named, &at, &key, &value) != 0;) arguments.set(key, value);
-  return f(manager_of(manager), op, arguments, named);
+  return f(unwrap_manager(manager), op, arguments, named);
 }
 
 template <class T>
-std::vector<T> numbers_of(PyObject* list) {
+std::vector<T> to_numbers(PyObject* list) {
   std::vector<T> numbers;
   const Ref items = Ref::take(PySequence_List(list));
   for (Py_ssize_t i = 0; i < PyList_Size(items.get()); ++i) {
@@ -150,7 +150,7 @@ std::vector<T> numbers_of(PyObject* list) {
 }
 
 // The default of a scalar argument; None for a required argument.
-Ref default_of(const OpBinding& op, const te_fl_arg_desc& arg) {
+Ref read_default(const OpBinding& op, const te_fl_arg_desc& arg) {
   const auto read = [&](auto value) {
     std::memcpy(&value, op.defaults.data() + arg.offset, sizeof value);
     return value;
@@ -189,7 +189,7 @@ PyObject* make_op(PyObject*, PyObject* args) noexcept {
     const char* words = nullptr;
     if (PyArg_ParseTuple(args, "Os", &name, &words) == 0) throw PythonError();
     const OpBinding& op = bind(name);
-    MethodOfOp& method = method_of(op);
+    MethodOfOp& method = find_method(op);
     if (method.words.empty()) method.words = words;
     method.definition.ml_doc = method.words.c_str();
     const Ref self = Ref::take(PyCapsule_New(const_cast<OpBinding*>(&op), kOpName, nullptr));
@@ -237,11 +237,11 @@ PyObject* resolve(PyObject*, PyObject* args) noexcept {
         args,
         [](OpManager& manager, const OpBinding& op, const Arguments& a, PyObject*) {
           const CallOptions options = a.options();
-          return to_dict(
-              value_of(without_lock([&] { return manager.resolve(op.id, a.raw(), options); })));
+          return to_dict(value_or_throw(
+              without_lock([&] { return manager.resolve(op.id, a.raw(), options); })));
         },
         [](OpManager& manager, OpId op, PyObject* positional, PyObject* keywords) {
-          return to_dict(value_of(resolve_function_op(manager, op, positional, keywords)));
+          return to_dict(value_or_throw(resolve_function_op(manager, op, positional, keywords)));
         });
   });
 }
@@ -252,7 +252,7 @@ PyObject* saved_bytes(PyObject*, PyObject* args) noexcept {
         args,
         [](OpManager& manager, const OpBinding& op, const Arguments& a, PyObject*) {
           const CallOptions options = a.options();
-          return to_python(uint64_t{value_of(
+          return to_python(uint64_t{value_or_throw(
               without_lock([&] { return manager.saved_bytes(op.id, a.raw(), options); }))});
         },
         [](OpManager&, OpId, PyObject*, PyObject*) { return to_python(uint64_t{0}); });
@@ -265,16 +265,16 @@ PyObject* explain(PyObject*, PyObject* args) noexcept {
              *capsule = Py_None;
     if (PyArg_ParseTuple(args, "OOOO|O", &name, &device, &dtypes, &scalings, &capsule) == 0)
       throw PythonError();
-    OpManager& manager = manager_of(capsule);
+    OpManager& manager = unwrap_manager(capsule);
     const DeterministicScope deterministic;
-    const std::string op(text_of(name, "the op's name"));
-    const OpId id = value_of(without_lock([&] { return manager.registry().find(op); }));
+    const std::string op(to_text(name, "the op's name"));
+    const OpId id = value_or_throw(without_lock([&] { return manager.registry().find(op); }));
     CallProfile profile;
-    const std::string where(text_of(device, "device"));
-    profile.device = value_of(without_lock([&] { return parse_device(where); }));
-    profile.dtypes = numbers_of<DType>(dtypes);
-    profile.scalings = numbers_of<Scaling>(scalings);
-    return to_dict(value_of(without_lock([&] { return manager.explain(id, profile); })));
+    const std::string where(to_text(device, "device"));
+    profile.device = value_or_throw(without_lock([&] { return parse_device(where); }));
+    profile.dtypes = to_numbers<DType>(dtypes);
+    profile.scalings = to_numbers<Scaling>(scalings);
+    return to_dict(value_or_throw(without_lock([&] { return manager.explain(id, profile); })));
   });
 }
 
@@ -296,15 +296,15 @@ PyObject* output(PyObject*, PyObject* args) noexcept {
     const OutputForm form = op.rules->form(arguments.raw(), static_cast<uint32_t>(index));
     Ref extents = Ref::share(Py_None);
     if (form.rank >= 0) {
-      extents = list_of(std::span(form.extents.data(), static_cast<size_t>(form.rank)),
-                        [&](const OutputExtent& e) {
-                          PyObject* const of =
-                              e.arg < 0 ? Py_None : op.args[static_cast<size_t>(e.arg)].name;
-                          return Ref::take(Py_BuildValue(
-                              "(OiiLLLL)", of, e.first, e.count, static_cast<long long>(e.less),
-                              static_cast<long long>(e.divisor), static_cast<long long>(e.factor),
-                              static_cast<long long>(e.more)));
-                        });
+      extents = make_list(std::span(form.extents.data(), static_cast<size_t>(form.rank)),
+                          [&](const OutputExtent& e) {
+                            PyObject* const of =
+                                e.arg < 0 ? Py_None : op.args[static_cast<size_t>(e.arg)].name;
+                            return Ref::take(Py_BuildValue(
+                                "(OiiLLLL)", of, e.first, e.count, static_cast<long long>(e.less),
+                                static_cast<long long>(e.divisor), static_cast<long long>(e.factor),
+                                static_cast<long long>(e.more)));
+                          });
     }
     const Ref dtype =
         form.dtype ? to_python(static_cast<int64_t>(*form.dtype)) : Ref::share(Py_None);
@@ -325,7 +325,7 @@ PyObject* schema(PyObject*, PyObject* name) noexcept {
     put(dict, "random", to_python((op.schema->flags & TE_FL_SCHEMA_USES_RNG) != 0));
     const std::vector<BoundArg> none;
     put(dict, "args",
-        list_of(is_function_op(*op.schema) ? none : op.args, [&](const BoundArg& arg) {
+        make_list(is_function_op(*op.schema) ? none : op.args, [&](const BoundArg& arg) {
           Ref one = Ref::take(PyDict_New());
           put(one, "name", text(arg.desc->name));
           put(one, "type", to_python(int64_t{arg.desc->type}));
@@ -334,12 +334,12 @@ PyObject* schema(PyObject*, PyObject* name) noexcept {
           put(one, "optional", to_python((arg.desc->flags & TE_FL_ARG_OPTIONAL) != 0));
           const auto index = static_cast<uint32_t>(&arg - op.args.data());
           put(one, "allocated", to_python(std::ranges::count(op.outputs, index) != 0));
-          put(one, "default", default_of(op, *arg.desc));
+          put(one, "default", read_default(op, *arg.desc));
           put(one, "later", to_python((arg.desc->flags & TE_FL_ARG_LATER) != 0));
           put(one, "same_as", text(arg.desc->same_as));
           put(one, "inout_if", text(arg.desc->inout_if));
           put(one, "dtypes", to_python(uint64_t{arg.desc->dtypes}));
-          put(one, "enum", list_of(arg.enum_names, [](const std::string& n) {
+          put(one, "enum", make_list(arg.enum_names, [](const std::string& n) {
                 return to_python(std::string_view(n));
               }));
           return one;

@@ -69,7 +69,7 @@ std::vector<std::byte> default_arguments(const te_fl_op_schema& schema) {
   return args;
 }
 
-std::vector<std::string> words_of(const char* text) {
+std::vector<std::string> split_words(const char* text) {
   std::vector<std::string> words;
   std::istringstream in(text != nullptr ? text : "");
   for (std::string word; in >> word;) words.push_back(word);

@@ -17,6 +17,6 @@ std::vector<std::byte> default_arguments(const te_fl_op_schema& schema);
 void put_scalar(std::vector<std::byte>& args, const te_fl_arg_desc& arg, double value);
 
 // Splits a space-separated list; null gives an empty list.
-std::vector<std::string> words_of(const char* text);
+std::vector<std::string> split_words(const char* text);
 
 }  // namespace te_fl::python

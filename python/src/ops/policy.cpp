@@ -34,13 +34,13 @@ PyObject* g_wants = nullptr;  // the function that set_deterministic() took; nev
 // must be destroyed innermost first.
 thread_local Scope* t_innermost = nullptr;
 
-Scope& scope_of(PyObject* capsule) {
+Scope& unwrap_scope(PyObject* capsule) {
   auto* scope = static_cast<Scope*>(PyCapsule_GetPointer(capsule, kScopeName));
   if (scope == nullptr) throw PythonError();
   return *scope;
 }
 
-bool truth_of(PyObject* value) {
+bool to_bool(PyObject* value) {
   const int truth = PyObject_IsTrue(value);
   check(truth);
   return truth != 0;
@@ -98,9 +98,9 @@ void copy_setting(PolicySettings& to, const PolicySettings& from, std::string_vi
 
 // Converts a setting that Python gives as an object to its text.
 std::string text_of_setting(std::string_view name, PyObject* value) {
-  if (name == "strict" || name == "deterministic") return truth_of(value) ? "1" : "0";
+  if (name == "strict" || name == "deterministic") return to_bool(value) ? "1" : "0";
   if (name != "max_staged_bytes") {
-    return std::string(text_of(value, std::string(name).c_str()));
+    return std::string(to_text(value, std::string(name).c_str()));
   }
   const unsigned long long bytes = PyLong_AsUnsignedLongLong(value);
   if (PyErr_Occurred() != nullptr) throw PythonError();
@@ -122,23 +122,23 @@ void set(PolicySettings& settings, std::string_view name, PyObject* value) {
 }
 
 // The text of a setting without blanks. The setting was accepted by set().
-std::string word_of(std::string_view name, PyObject* value) {
+std::string setting_text(std::string_view name, PyObject* value) {
   std::string text = text_of_setting(name, value);
   std::erase_if(text, [](unsigned char c) { return std::isspace(c) != 0; });
   return text;
 }
 
-std::map<std::string, std::string> asked_of(PyObject* dict) {
+std::map<std::string, std::string> read_settings_dict(PyObject* dict) {
   std::map<std::string, std::string> made;
   // A policy with whole=True inherits nothing from the scopes around it.
   PyObject* const whole = PyDict_GetItemString(dict, "whole");
-  if (t_innermost != nullptr && (whole == nullptr || !truth_of(whole))) made = t_innermost->asked;
+  if (t_innermost != nullptr && (whole == nullptr || !to_bool(whole))) made = t_innermost->asked;
   PyObject *key = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
     if (value == Py_None) continue;
-    const std::string name(text_of(key, "a setting's name"));
+    const std::string name(to_text(key, "a setting's name"));
     if (name == "whole") continue;
-    made[name] = word_of(name, value);
+    made[name] = setting_text(name, value);
   }
   return made;
 }
@@ -152,7 +152,7 @@ std::string line_of_thread() {
   return line;
 }
 
-void tell_follower() {
+void notify_follower() {
   if (g_follower == nullptr) return;
   const Ref line = to_python(line_of_thread());
   Ref::take(PyObject_CallFunctionObjArgs(g_follower, line.get(), nullptr));
@@ -161,10 +161,10 @@ void tell_follower() {
 // The settings in force, overridden by `dict`. If dict["whole"] is true, settings absent from
 // `dict` are unset instead, except deterministic and max_staged_bytes, which always keep the value
 // in force.
-PolicySettings settings_of(PyObject* dict) {
+PolicySettings read_policy(PyObject* dict) {
   if (!PyDict_Check(dict)) throw_type_error("the settings of a policy must be a dict");
-  PolicySettings made = value_of(without_lock([] { return current_policy(); })).settings();
-  if (PyObject* whole = PyDict_GetItemString(dict, "whole"); whole != nullptr && truth_of(whole)) {
+  PolicySettings made = value_or_throw(without_lock([] { return current_policy(); })).settings();
+  if (PyObject* whole = PyDict_GetItemString(dict, "whole"); whole != nullptr && to_bool(whole)) {
     PolicySettings cleared;
     cleared.deterministic = made.deterministic;
     cleared.max_staged_bytes = made.max_staged_bytes;
@@ -172,7 +172,7 @@ PolicySettings settings_of(PyObject* dict) {
   }
   PyObject *key = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
-    const std::string_view name = text_of(key, "a setting's name");
+    const std::string_view name = to_text(key, "a setting's name");
     if (value != Py_None && name != "whole") set(made, name, value);
   }
   return made;
@@ -191,14 +191,14 @@ std::string token_text(const PolicyToken& token) {
 }
 
 Ref strings(const std::vector<std::string>& texts) {
-  return list_of(texts, [](const std::string& text) { return to_python(text); });
+  return make_list(texts, [](const std::string& text) { return to_python(text); });
 }
 
 }  // namespace
 
 PyObject* check_policy(PyObject*, PyObject* settings) noexcept {
   return guarded([&] {
-    settings_of(settings);
+    read_policy(settings);
     return Ref::share(Py_None);
   });
 }
@@ -206,8 +206,8 @@ PyObject* check_policy(PyObject*, PyObject* settings) noexcept {
 PyObject* enter_policy(PyObject*, PyObject* settings) noexcept {
   return guarded([&] {
     auto scope = std::make_unique<Scope>();
-    scope->policy = SelectionPolicy::intern(settings_of(settings));
-    scope->asked = asked_of(settings);
+    scope->policy = SelectionPolicy::intern(read_policy(settings));
+    scope->asked = read_settings_dict(settings);
     Ref capsule = Ref::take(PyCapsule_New(scope.get(), kScopeName, [](PyObject* c) {
       auto* dropped = static_cast<Scope*>(PyCapsule_GetPointer(c, kScopeName));
       // A scope that was never left stays in force on its thread, so it must not be freed.
@@ -217,7 +217,7 @@ PyObject* enter_policy(PyObject*, PyObject* settings) noexcept {
     made->entered = std::make_unique<PolicyScope>(made->policy);
     made->outer = std::exchange(t_innermost, made);
     try {
-      tell_follower();
+      notify_follower();
     } catch (...) {
       t_innermost = made->outer;
       made->entered.reset();
@@ -229,7 +229,7 @@ PyObject* enter_policy(PyObject*, PyObject* settings) noexcept {
 
 PyObject* leave_policy(PyObject*, PyObject* capsule) noexcept {
   return guarded([&] {
-    Scope& scope = scope_of(capsule);
+    Scope& scope = unwrap_scope(capsule);
     if (scope.entered == nullptr || t_innermost != &scope) {
       throw_status(Status(StatusCode::kFailedPrecondition,
                           "policy scopes end on the thread that entered them, the innermost "
@@ -237,7 +237,7 @@ PyObject* leave_policy(PyObject*, PyObject* capsule) noexcept {
     }
     t_innermost = scope.outer;
     scope.entered.reset();
-    tell_follower();
+    notify_follower();
     return Ref::share(Py_None);
   });
 }
@@ -253,7 +253,7 @@ PyObject* set_deterministic(PyObject*, PyObject* function) noexcept {
 
 bool wants_deterministic() {
   if (g_wants == nullptr) return false;
-  return truth_of(Ref::take(PyObject_CallNoArgs(g_wants)).get());
+  return to_bool(Ref::take(PyObject_CallNoArgs(g_wants)).get());
 }
 
 DeterministicScope::DeterministicScope(bool wanted) {
@@ -292,10 +292,10 @@ Result<LinePolicy> LinePolicy::parse(std::string_view line) {
         rest.remove_prefix(std::min(list.size() + 1, rest.size()));
       }
     }
-    TE_FL_RETURN_IF_ERROR(set(made.asked_, name, value, ops));
+    TE_FL_RETURN_IF_ERROR(set(made.requested_, name, value, ops));
     made.names_.emplace_back(name);
   }
-  std::erase_if(made.asked_.per_op, [&](const auto& list) {
+  std::erase_if(made.requested_.per_op, [&](const auto& list) {
     return std::find(here.begin(), here.end(), list.first) == here.end();
   });
   return made;
@@ -305,7 +305,7 @@ Result<SelectionPolicy> LinePolicy::now() const {
   const Result<SelectionPolicy> around = current_policy();
   if (!around.ok()) return around.status();
   PolicySettings made = around.value().settings();
-  for (const std::string& name : names_) copy_setting(made, asked_, name);
+  for (const std::string& name : names_) copy_setting(made, requested_, name);
   return SelectionPolicy::intern(std::move(made));
 }
 
@@ -327,14 +327,14 @@ WithoutPolicyScopes::~WithoutPolicyScopes() {
 PyObject* policy_text(PyObject*, PyObject*) noexcept {
   return guarded([] {
     const DeterministicScope deterministic;
-    return to_python(value_of(without_lock([] { return current_policy(); })).describe());
+    return to_python(value_or_throw(without_lock([] { return current_policy(); })).describe());
   });
 }
 
 PyObject* policy_settings(PyObject*, PyObject*) noexcept {
   return guarded([] {
     const PolicySettings settings =
-        value_of(without_lock([] { return current_policy(); })).settings();
+        value_or_throw(without_lock([] { return current_policy(); })).settings();
     Ref dict = Ref::take(PyDict_New());
     put(dict, "prefer",
         settings.prefer ? to_python(to_string(*settings.prefer)) : Ref::share(Py_None));
@@ -344,7 +344,7 @@ PyObject* policy_settings(PyObject*, PyObject*) noexcept {
     Ref lists = Ref::take(PyDict_New());
     for (const auto& [op, tokens] : settings.per_op) {
       put(lists, op.c_str(),
-          list_of(tokens, [](const PolicyToken& token) { return to_python(token_text(token)); }));
+          make_list(tokens, [](const PolicyToken& token) { return to_python(token_text(token)); }));
     }
     put(dict, "per_op", lists);
     return dict;
@@ -356,7 +356,7 @@ PyObject* set_global_policy(PyObject*, PyObject* settings) noexcept {
     if (settings == Py_None) {
       clear_global_policy();
     } else {
-      te_fl::set_global_policy(SelectionPolicy::intern(settings_of(settings)));
+      te_fl::set_global_policy(SelectionPolicy::intern(read_policy(settings)));
     }
     return Ref::share(Py_None);
   });

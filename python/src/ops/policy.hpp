@@ -24,7 +24,7 @@ class LinePolicy {
   Result<SelectionPolicy> now() const;
 
  private:
-  PolicySettings asked_;
+  PolicySettings requested_;
   std::vector<std::string> names_;  // names of the settings in the line
 };
 

@@ -109,7 +109,7 @@ class Reader {
     read_settings();
     te_fl_dltensor rows{}, columns{};
     const bool has_rows = part(names_.data, rows, names_.code == nullptr);
-    const bool has_columns = (names_.stale == nullptr || !truth_of(names_.stale)) &&
+    const bool has_columns = (names_.stale == nullptr || !to_bool(names_.stale)) &&
                              part(names_.parts[kColumnwiseData], columns);
     if (!has_rows && !has_columns) {
       throw_invalid("'" + std::string(name_) + "': a " + type_name(object_) +
@@ -146,7 +146,7 @@ class Reader {
     const Ref member = Ref::take(PyObject_GetAttr(object_, name));
     return number(member.get());
   }
-  bool truth_of(PyObject* name) {
+  bool to_bool(PyObject* name) {
     const Ref member = Ref::take(PyObject_GetAttr(object_, name));
     const int value = PyObject_IsTrue(member.get());
     check(value);
@@ -156,7 +156,7 @@ class Reader {
     q_.quant.scaling = TE_FL_SCALING_TENSOR;
     if (names_.square != nullptr) {
       q_.quant.scaling =
-          truth_of(names_.square) ? TE_FL_SCALING_BLOCK_128X128 : TE_FL_SCALING_BLOCK_1X128;
+          to_bool(names_.square) ? TE_FL_SCALING_BLOCK_128X128 : TE_FL_SCALING_BLOCK_1X128;
     }
     if (names_.scaling != nullptr)
       q_.quant.scaling = static_cast<uint32_t>(number_of(names_.scaling));
@@ -236,7 +236,7 @@ class Reader {
                   " elements; the scales of these codes are " + std::to_string(least) + " or more");
   }
   std::string words(PyObject* attribute) const {
-    return "'" + std::string(name_) + "': " + std::string(text_of(attribute, "a name")) +
+    return "'" + std::string(name_) + "': " + std::string(to_text(attribute, "a name")) +
            " of the " + type_name(object_);
   }
 
@@ -316,7 +316,7 @@ PyObject* add_quantized_class(PyObject*, PyObject* args) noexcept {
     for (size_t i = 0; i < kNameCount; ++i) {
       PyObject* const name = PyTuple_GetItem(names, static_cast<Py_ssize_t>(i));
       if (name == Py_None) continue;
-      const std::string text(text_of(name, "a name"));
+      const std::string text(to_text(name, "a name"));
       all[i] = Ref::take(PyUnicode_InternFromString(text.c_str())).release();
     }
     QuantisedClass kind{reinterpret_cast<PyTypeObject*>(type), {}};

@@ -15,22 +15,23 @@
 namespace te_fl::python {
 namespace {
 
-Ref names_of(const std::vector<std::string>& names) {
-  return list_of(names, [](const std::string& name) { return to_python(std::string_view(name)); });
+Ref make_name_list(const std::vector<std::string>& names) {
+  return make_list(names,
+                   [](const std::string& name) { return to_python(std::string_view(name)); });
 }
 
 // Parses a function's only argument, an optional manager.
 OpManager& manager_argument(PyObject* args) {
   PyObject* manager = Py_None;
   if (PyArg_ParseTuple(args, "|O", &manager) == 0) throw PythonError();
-  return manager_of(manager);
+  return unwrap_manager(manager);
 }
 
 }  // namespace
 
 PyObject* op_names(PyObject*, PyObject*) noexcept {
   return guarded([] {
-    return names_of(without_lock([] { return OpManager::instance().registry().op_names(); }));
+    return make_name_list(without_lock([] { return OpManager::instance().registry().op_names(); }));
   });
 }
 
@@ -38,7 +39,7 @@ PyObject* usage(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     OpManager& manager = manager_argument(args);
     const auto rows = without_lock([&] { return manager.usage(); });
-    return list_of(rows, [](const OpUsage& u) {
+    return make_list(rows, [](const OpUsage& u) {
       Ref one = Ref::take(PyDict_New());
       put(one, "op", to_python(u.op));
       put(one, "impl_id", to_python(u.impl_id));
@@ -67,8 +68,8 @@ PyObject* reload(PyObject*, PyObject*) noexcept {
 
 PyObject* setting(PyObject*, PyObject* name) noexcept {
   return guarded([&] {
-    const std::string text(text_of(name, "the setting's name"));
-    const auto v = value_of(without_lock([&] { return environment::variable(text); }));
+    const std::string text(to_text(name, "the setting's name"));
+    const auto v = value_or_throw(without_lock([&] { return environment::variable(text); }));
     if (!v.error.empty()) throw_invalid(v.error);
     if (v.value.empty() && v.origin.starts_with("default")) return Ref::share(Py_None);
     if (v.type == "bool") return to_python(v.value == "1");
@@ -85,10 +86,10 @@ PyObject* info(PyObject*, PyObject*) noexcept {
     });
     Ref dict = Ref::take(PyDict_New());
     put(dict, "version", to_python(std::string_view(TE_FL_VERSION)));
-    put(dict, "devices", list_of(devices::list(), [](const Device& d) {
+    put(dict, "devices", make_list(devices::list(), [](const Device& d) {
           return to_python(std::string_view(to_string(d)));
         }));
-    put(dict, "plugins", list_of(plugins, [](const plugins::PluginInfo& p) {
+    put(dict, "plugins", make_list(plugins, [](const plugins::PluginInfo& p) {
           Ref one = Ref::take(PyDict_New());
           put(one, "name", to_python(p.name));
           put(one, "vendor", to_python(p.vendor));
@@ -97,8 +98,8 @@ PyObject* info(PyObject*, PyObject*) noexcept {
           put(one, "origin", to_python(p.origin));
           put(one, "state", to_python(plugins::to_string(p.state)));
           put(one, "reason", to_python(p.reason));
-          put(one, "devices", names_of(p.devices));
-          put(one, "ops", names_of(p.ops));
+          put(one, "devices", make_name_list(p.devices));
+          put(one, "ops", make_name_list(p.ops));
           return one;
         }));
     return dict;
@@ -107,21 +108,21 @@ PyObject* info(PyObject*, PyObject*) noexcept {
 
 PyObject* device_name(PyObject*, PyObject* device) noexcept {
   return guarded([&] {
-    const std::string text(text_of(device, "the device"));
+    const std::string text(to_text(device, "the device"));
     const auto properties = without_lock([&]() -> Result<te_fl_device_props> {
       (void)OpManager::instance();  // discovers plugins
       TE_FL_ASSIGN_OR_RETURN(const Device parsed, parse_device(text));
       return devices::properties(parsed);
     });
-    return to_python(std::string_view(value_of(Result(properties)).name));
+    return to_python(std::string_view(value_or_throw(Result(properties)).name));
   });
 }
 
 PyObject* load_plugin(PyObject*, PyObject* path) noexcept {
   return guarded([&] {
-    const std::string text(text_of(path, "the plugin's path or name"));
+    const std::string text(to_text(path, "the plugin's path or name"));
     auto loaded = without_lock([&] { return plugins::load(text); });
-    return to_python(value_of(std::move(loaded)).name);
+    return to_python(value_or_throw(std::move(loaded)).name);
   });
 }
 

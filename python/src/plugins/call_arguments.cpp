@@ -59,12 +59,12 @@ class Handing {
       case TE_FL_ARG_TENSOR_LIST: {
         const auto* list = read<const te_fl_tensor* const*>(desc.offset);
         const std::span tensors(list, static_cast<size_t>(read<int64_t>(desc.count_offset)));
-        return list_of(tensors, [&](const te_fl_tensor* t) { return tensor(*t, desc); });
+        return make_list(tensors, [&](const te_fl_tensor* t) { return tensor(*t, desc); });
       }
       case TE_FL_ARG_I64_LIST: {
         const auto* list = read<const int64_t*>(desc.offset);
         const std::span numbers(list, static_cast<size_t>(read<int64_t>(desc.count_offset)));
-        return list_of(numbers, [](int64_t n) { return to_python(n); });
+        return make_list(numbers, [](int64_t n) { return to_python(n); });
       }
       case TE_FL_ARG_BOOL:
         return to_python(read<int32_t>(desc.offset) != 0);
@@ -142,7 +142,7 @@ class Handing {
     put(parts, "compute_scale", to_python((q.flags & TE_FL_QUANT_COMPUTE_SCALE) != 0));
     put(parts, "pow2_scale", to_python((q.flags & TE_FL_QUANT_POW2_SCALE) != 0));
     const std::span extents(t.dl.shape, static_cast<size_t>(t.dl.ndim));
-    Ref shape = list_of(extents, [](int64_t n) { return to_python(n); });
+    Ref shape = make_list(extents, [](int64_t n) { return to_python(n); });
     put(parts, "shape", Ref::take(PyList_AsTuple(shape.get())));
     const Ref none = Ref::take(PyTuple_New(0));
     return Ref::take(PyObject_Call(quantized_class(), none.get(), parts.get()));
@@ -188,7 +188,7 @@ void put_context(const Ref& dict, const Handing& handing, const te_fl_context& c
 
 }  // namespace
 
-Wanted wanted_of(const OpBinding& op, PyObject* names) {
+Wanted find_wanted(const OpBinding& op, PyObject* names) {
   Wanted wanted;
   for (Py_ssize_t i = 0; i < PyList_Size(names); ++i) {
     PyObject* name = PyList_GetItem(names, i);
@@ -196,7 +196,7 @@ Wanted wanted_of(const OpBinding& op, PyObject* names) {
       wanted.args.push_back(&op.args[static_cast<size_t>(at)]);
       continue;
     }
-    const std::string_view word = text_of(name, "an argument's name");
+    const std::string_view word = to_text(name, "an argument's name");
     const uint32_t before = wanted.context;
     for (const ContextName& known : kContextNames) {
       if (known.name == word) wanted.context |= known.bit;

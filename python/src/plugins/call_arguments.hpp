@@ -17,7 +17,7 @@ struct Wanted {
 };
 // Builds a Wanted from a list of names. Throws TypeError for a name that is neither an argument of
 // the op nor a context argument.
-Wanted wanted_of(const OpBinding& op, PyObject* names);
+Wanted find_wanted(const OpBinding& op, PyObject* names);
 
 // A dict of these keyword arguments. `convert` converts each tensor to the implementation's type;
 // null: te_fl.LentTensor. Throws PythonError, or backend::Error with UNSUPPORTED if an argument

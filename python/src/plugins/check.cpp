@@ -8,8 +8,8 @@ namespace {
 
 PyObject* serve(PyObject*, PyObject* options) noexcept {
   return guarded([&] {
-    const std::string text(text_of(options, "the options"));
-    return to_python(int64_t{without_lock([&] { return te_fl_tool::check::serve_text(text); })});
+    const std::string text(to_text(options, "the options"));
+    return to_python(int64_t{without_lock([&] { return te_fl_tool::check::serve_json(text); })});
   });
 }
 

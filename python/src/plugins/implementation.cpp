@@ -10,10 +10,10 @@
 namespace te_fl::python {
 namespace {
 
-PyObject* g_told = nullptr;  // the helpers that set_helpers() took; never freed
+PyObject* g_describe_error = nullptr;  // the helpers that set_helpers() took; never freed
 PyObject* g_on_stream = nullptr;
 
-te_fl_status code_of(std::string_view name) {
+te_fl_status find_code(std::string_view name) {
   for (int32_t code = TE_FL_INVALID_ARGUMENT; code <= TE_FL_COMM_FAILED; ++code) {
     if (to_string(static_cast<StatusCode>(code)) == name) return code;
   }
@@ -30,21 +30,22 @@ te_fl_status status_of_exception(const te_fl_error_sink* sink) {
   const Ref exception = Ref::take(value);
   Py_XDECREF(type);
   Py_XDECREF(trace);
-  PyObject* told = PyObject_CallFunctionObjArgs(g_told, exception.get(), nullptr);
-  if (told == nullptr) {
+  PyObject* describe_error =
+      PyObject_CallFunctionObjArgs(g_describe_error, exception.get(), nullptr);
+  if (describe_error == nullptr) {
     PyErr_Clear();
     backend::report(sink, "an exception in Python that cannot be put into words");
     return TE_FL_INTERNAL;
   }
-  const Ref owner = Ref::take(told);
+  const Ref owner = Ref::take(describe_error);
   const char *name = nullptr, *text = nullptr;
-  if (PyArg_ParseTuple(told, "ss", &name, &text) == 0) {
+  if (PyArg_ParseTuple(describe_error, "ss", &name, &text) == 0) {
     PyErr_Clear();
     return TE_FL_INTERNAL;
   }
   backend::report(sink, text);
   note_cause(exception.get(), text);
-  return code_of(name);
+  return find_code(name);
 }
 
 // Runs f, which returns a status, with the interpreter's lock held.
@@ -69,7 +70,7 @@ te_fl_status entered(const te_fl_error_sink* sink, F&& f) noexcept {
   }
 }
 
-std::shared_ptr<Lending> lending_of(const OpBinding& op, const te_fl_context& ctx, bool enquiry) {
+std::shared_ptr<Lending> make_lending(const OpBinding& op, const te_fl_context& ctx, bool enquiry) {
   auto lending = std::make_shared<Lending>();
   lending->op = op.schema->name;
   lending->device = {ctx.device.type, ctx.device.index, ctx.provider};
@@ -115,7 +116,7 @@ te_fl_status check_answer(PyObject* answer, const te_fl_error_sink* sink) {
   if (answer == Py_True) return TE_FL_OK;
   if (answer == Py_False || PyUnicode_Check(answer) != 0) {
     const std::string why(answer == Py_False ? "its supports() says no"
-                                             : text_of(answer, "supports"));
+                                             : to_text(answer, "supports"));
     backend::report(sink, why.c_str());
     return TE_FL_UNSUPPORTED;
   }
@@ -139,7 +140,7 @@ uint64_t number(PyObject* dict, const char* key) {
 const char* optional_text(PyObject* dict, const char* key, std::string& text) {
   PyObject* value = member(dict, key);
   if (value == Py_None) return nullptr;
-  text = text_of(value, key);
+  text = to_text(value, key);
   return text.c_str();
 }
 PyObject* optional_object(PyObject* dict, const char* key) {
@@ -151,10 +152,10 @@ PyObject* optional_object(PyObject* dict, const char* key) {
 
 }  // namespace
 
-void set_helpers(PyObject* told, PyObject* on_stream) {
-  Py_INCREF(told);
+void set_helpers(PyObject* describe_error, PyObject* on_stream) {
+  Py_INCREF(describe_error);
   Py_INCREF(on_stream);
-  g_told = told, g_on_stream = on_stream;
+  g_describe_error = describe_error, g_on_stream = on_stream;
 }
 
 Implementation::~Implementation() {
@@ -171,8 +172,8 @@ std::shared_ptr<Implementation> Implementation::make(PyObject* options) {
   made->supports_ = optional_object(options, "supports");
   made->convert_ = optional_object(options, "convert");
   if (typed) {
-    made->arguments_ = wanted_of(*made->op_, member(options, "arguments"));
-    made->supports_arguments_ = wanted_of(*made->op_, member(options, "supports_arguments"));
+    made->arguments_ = find_wanted(*made->op_, member(options, "arguments"));
+    made->supports_arguments_ = find_wanted(*made->op_, member(options, "supports_arguments"));
   }
   te_fl_op_desc& desc = made->desc_;
   desc.op_name = optional_text(options, "op_name", made->op_name_);
@@ -203,7 +204,7 @@ std::shared_ptr<Implementation> Implementation::make(PyObject* options) {
 te_fl_status Implementation::run(void* self, const te_fl_context* ctx, const void* args) noexcept {
   const auto& impl = *static_cast<const Implementation*>(self);
   return entered(ctx->errors, [&]() -> te_fl_status {
-    const auto lending = lending_of(*impl.op_, *ctx, false);
+    const auto lending = make_lending(*impl.op_, *ctx, false);
     const Ends ends{*lending};
     te_fl_status status = TE_FL_OK;
     {
@@ -226,7 +227,7 @@ te_fl_status Implementation::supports(void* self, const te_fl_context* ctx,
                                       const void* args) noexcept {
   const auto& impl = *static_cast<const Implementation*>(self);
   return entered(ctx->errors, [&]() -> te_fl_status {
-    const auto lending = lending_of(*impl.op_, *ctx, true);
+    const auto lending = make_lending(*impl.op_, *ctx, true);
     const Ends ends{*lending};
     const Ref arguments =
         call_arguments(*impl.op_, impl.supports_arguments_, *ctx, args, lending, nullptr);

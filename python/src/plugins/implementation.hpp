@@ -11,9 +11,9 @@
 
 namespace te_fl::python {
 
-// Sets two functions of te_fl.registration: `told` formats an exception as text, and `on_stream`
-// runs a function on a PyTorch stream.
-void set_helpers(PyObject* told, PyObject* on_stream);
+// Sets two functions of te_fl.registration: `describe_error` formats an exception as text, and
+// `on_stream` runs a function on a PyTorch stream.
+void set_helpers(PyObject* describe_error, PyObject* on_stream);
 
 class Implementation {
  public:

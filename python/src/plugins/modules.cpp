@@ -16,10 +16,10 @@ PyObject* g_load = nullptr;  // the function that set_module_loader() took; neve
 std::string text_in(PyObject* row, const char* key) {
   PyObject* found = PyDict_GetItemString(row, key);
   if (found == nullptr) throw_type_error(std::string("a module's report lacks '") + key + "'");
-  return std::string(text_of(found, key));
+  return std::string(to_text(found, key));
 }
 
-PluginInfo info_of(PyObject* row) {
+PluginInfo read_info(PyObject* row) {
   PluginInfo info;
   info.name = text_in(row, "name"), info.vendor = text_in(row, "vendor");
   info.version = text_in(row, "version"), info.build_id = text_in(row, "build_id");
@@ -31,12 +31,12 @@ PluginInfo info_of(PyObject* row) {
                                     : plugins::State::kFailed;
   PyObject* ops = PyDict_GetItemString(row, "ops");
   for (Py_ssize_t i = 0; ops != nullptr && i < PyList_Size(ops); ++i)
-    info.ops.emplace_back(text_of(PyList_GetItem(ops, i), "ops"));
+    info.ops.emplace_back(to_text(PyList_GetItem(ops, i), "ops"));
   return info;
 }
 
 Ref list_of_texts(const std::vector<std::string>& texts) {
-  return list_of(texts, [](const std::string& t) { return to_python(std::string_view(t)); });
+  return make_list(texts, [](const std::string& t) { return to_python(std::string_view(t)); });
 }
 
 std::vector<PluginInfo> load(const std::vector<std::string>& names, bool discover,
@@ -49,7 +49,7 @@ std::vector<PluginInfo> load(const std::vector<std::string>& names, bool discove
     const Ref rows = Ref::take(PyObject_CallFunction(
         g_load, "OOO", wanted.get(), discover ? Py_True : Py_False, left_out.get()));
     for (Py_ssize_t i = 0; i < PyList_Size(rows.get()); ++i)
-      all.push_back(info_of(PyList_GetItem(rows.get(), i)));
+      all.push_back(read_info(PyList_GetItem(rows.get(), i)));
   } catch (const PythonError&) {  // the call continues without the modules that failed
     if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0) {
       PyErr_Clear();

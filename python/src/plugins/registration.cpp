@@ -24,14 +24,14 @@ struct Manager {
   std::unique_ptr<OpManager> own;  // destroyed before the registry; null: the process's manager
 };
 
-OpRegistry& registry_of(PyObject* capsule) {
+OpRegistry& unwrap_registry(PyObject* capsule) {
   auto* registry = static_cast<Registry*>(PyCapsule_GetPointer(capsule, kRegistry));
   if (registry == nullptr) throw PythonError();
   return **registry;
 }
 
 template <class T>
-Ref capsule_of(std::unique_ptr<T> object, const char* name) {
+Ref make_capsule(std::unique_ptr<T> object, const char* name) {
   Ref capsule = Ref::take(PyCapsule_New(object.get(), name, [](PyObject* c) {
     auto* dropped = static_cast<T*>(PyCapsule_GetPointer(c, PyCapsule_GetName(c)));
     {
@@ -44,8 +44,8 @@ Ref capsule_of(std::unique_ptr<T> object, const char* name) {
   return capsule;
 }
 
-Ref capsule_of(Registry registry) {
-  return capsule_of(std::make_unique<Registry>(std::move(registry)), kRegistry);
+Ref make_capsule(Registry registry) {
+  return make_capsule(std::make_unique<Registry>(std::move(registry)), kRegistry);
 }
 
 Ref done(const Status& status) {
@@ -67,7 +67,7 @@ Ref to_dict(const OpImplInfo& info) {
 
 }  // namespace
 
-OpManager& manager_of(PyObject* capsule) {
+OpManager& unwrap_manager(PyObject* capsule) {
   if (capsule == Py_None) return without_lock([]() -> OpManager& { return OpManager::instance(); });
   auto* manager = static_cast<Manager*>(PyCapsule_GetPointer(capsule, kManager));
   if (manager == nullptr) throw PythonError();
@@ -76,30 +76,31 @@ OpManager& manager_of(PyObject* capsule) {
 
 PyObject* set_registration_helpers(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
-    PyObject *told = nullptr, *on_stream = nullptr;
-    if (PyArg_ParseTuple(args, "OO", &told, &on_stream) == 0) throw PythonError();
-    set_helpers(told, on_stream);
+    PyObject *describe_error = nullptr, *on_stream = nullptr;
+    if (PyArg_ParseTuple(args, "OO", &describe_error, &on_stream) == 0) throw PythonError();
+    set_helpers(describe_error, on_stream);
     watch_interpreter();
     return Ref::share(Py_None);
   });
 }
 
 PyObject* process_registry(PyObject*, PyObject*) noexcept {
-  return guarded([] { return capsule_of(Registry(&OpRegistry::instance(), [](OpRegistry*) {})); });
+  return guarded(
+      [] { return make_capsule(Registry(&OpRegistry::instance(), [](OpRegistry*) {})); });
 }
 
 PyObject* new_registry(PyObject*, PyObject*) noexcept {
-  return guarded([] { return capsule_of(std::make_shared<OpRegistry>()); });
+  return guarded([] { return make_capsule(std::make_shared<OpRegistry>()); });
 }
 
 PyObject* new_manager(PyObject*, PyObject* capsule) noexcept {
   return guarded([&] {
     auto manager = std::make_unique<Manager>();
-    registry_of(capsule);
+    unwrap_registry(capsule);
     manager->registry = *static_cast<Registry*>(PyCapsule_GetPointer(capsule, kRegistry));
     if (manager->registry.get() != &OpRegistry::instance())
       manager->own = std::make_unique<OpManager>(*manager->registry);
-    return capsule_of(std::move(manager), kManager);
+    return make_capsule(std::move(manager), kManager);
   });
 }
 
@@ -108,8 +109,8 @@ PyObject* declare(PyObject*, PyObject* args) noexcept {
     PyObject* capsule = nullptr;
     const char* op = nullptr;
     if (PyArg_ParseTuple(args, "Os", &capsule, &op) == 0) throw PythonError();
-    OpRegistry& registry = registry_of(capsule);
-    const bool of_functions = value_of(without_lock([&] {
+    OpRegistry& registry = unwrap_registry(capsule);
+    const bool of_functions = value_or_throw(without_lock([&] {
       // Plugins must declare their ops first.
       if (&registry == &OpRegistry::instance()) OpManager::instance();
       return declare_function_op(registry, op);
@@ -125,7 +126,7 @@ PyObject* register_implementations(PyObject*, PyObject* args) noexcept {
     const char* owner = nullptr;
     if (PyArg_ParseTuple(args, "OO!s", &capsule, &PyList_Type, &list, &owner) == 0)
       throw PythonError();
-    OpRegistry& registry = registry_of(capsule);
+    OpRegistry& registry = unwrap_registry(capsule);
     auto made = std::make_shared<std::vector<std::shared_ptr<Implementation>>>();
     std::vector<const te_fl_op_desc*> descs;
     for (Py_ssize_t i = 0; i < PyList_Size(list); ++i) {
@@ -141,7 +142,7 @@ PyObject* unregister(PyObject*, PyObject* args) noexcept {
     PyObject* capsule = nullptr;
     const char *op = nullptr, *impl_id = nullptr;
     if (PyArg_ParseTuple(args, "Oss", &capsule, &op, &impl_id) == 0) throw PythonError();
-    OpRegistry& registry = registry_of(capsule);
+    OpRegistry& registry = unwrap_registry(capsule);
     return done(without_lock([&] { return registry.unregister_op(op, impl_id); }));
   });
 }
@@ -151,7 +152,7 @@ PyObject* unregister_owner(PyObject*, PyObject* args) noexcept {
     PyObject* capsule = nullptr;
     const char* owner = nullptr;
     if (PyArg_ParseTuple(args, "Os", &capsule, &owner) == 0) throw PythonError();
-    OpRegistry& registry = registry_of(capsule);
+    OpRegistry& registry = unwrap_registry(capsule);
     return done(without_lock([&] { return registry.unregister_owner(owner); }));
   });
 }
@@ -163,19 +164,19 @@ PyObject* set_priority(PyObject*, PyObject* args) noexcept {
     int priority = 0;
     if (PyArg_ParseTuple(args, "Ossi", &capsule, &op, &impl_id, &priority) == 0)
       throw PythonError();
-    OpRegistry& registry = registry_of(capsule);
+    OpRegistry& registry = unwrap_registry(capsule);
     return done(without_lock([&] { return registry.set_priority(op, impl_id, priority); }));
   });
 }
 
 PyObject* snapshot(PyObject*, PyObject* capsule) noexcept {
   return guarded([&] {
-    OpRegistry& registry = registry_of(capsule);
+    OpRegistry& registry = unwrap_registry(capsule);
     const auto all = without_lock([&] {
       if (&registry == &OpRegistry::instance()) OpManager::instance();  // discovers plugins
       return registry.snapshot();
     });
-    return list_of(all, to_dict);
+    return make_list(all, to_dict);
   });
 }
 

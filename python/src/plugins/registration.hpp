@@ -5,7 +5,7 @@
 
 namespace te_fl::python {
 
-// set_registration_helpers(told, on_stream): see set_helpers() in implementation.hpp.
+// set_registration_helpers(describe_error, on_stream): see set_helpers() in implementation.hpp.
 PyObject* set_registration_helpers(PyObject*, PyObject* args) noexcept;
 // registry() -> the process's registry; new_registry() -> an empty one. Opaque.
 PyObject* process_registry(PyObject*, PyObject*) noexcept;

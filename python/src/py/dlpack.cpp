@@ -49,7 +49,7 @@ bool is_immutable(PyObject* object) {
   const Ref type = Ref::take(PyObject_Type(object));
   const Ref module = Ref::take(PyObject_GetAttrString(type.get(), "__module__"));
   return PyUnicode_Check(module.get()) != 0 &&
-         text_of(module.get(), "__module__").starts_with("jax");
+         to_text(module.get(), "__module__").starts_with("jax");
 }
 
 [[noreturn]] void throw_read_only(const char* name) {
@@ -95,7 +95,7 @@ Device device_of_torch(int32_t index) {
   const Ref internals = Ref::take(PyObject_GetAttrString(torch, "_C"));
   const Ref vendor =
       Ref::take(PyObject_CallMethod(internals.get(), "_get_privateuse1_backend_name", nullptr));
-  device.provider = devices::intern_provider(text_of(vendor.get(), "the backend's name"));
+  device.provider = devices::intern_provider(to_text(vendor.get(), "the backend's name"));
   return device;
 }
 
@@ -165,10 +165,10 @@ void refuse_ranks_tensor(const te_fl_dltensor& t, PyObject* object, const char* 
             "vectorize=True); take one gradient after the other, or leave vectorize out"));
   }
   const Ref text = Ref::take(PyObject_Str(error.get()));
-  const std::string_view reason = text_of(text.get(), "an error's text");
-  const std::string told = std::string("'") + name + "' has no memory that te-fl can read: " +
-                           std::string(reason.substr(0, reason.find('\n')));
-  PyErr_SetString(kind.get(), told.c_str());
+  const std::string_view reason = to_text(text.get(), "an error's text");
+  const std::string message = std::string("'") + name + "' has no memory that te-fl can read: " +
+                              std::string(reason.substr(0, reason.find('\n')));
+  PyErr_SetString(kind.get(), message.c_str());
   throw PythonError();
 }
 
@@ -178,7 +178,7 @@ bool is_torch(const Exchange& api) {
   if (torch == nullptr) return false;
   const Ref module = Ref::take(torch);
   const Ref type = Ref::take(PyObject_GetAttrString(module.get(), "Tensor"));
-  return exchange_of(reinterpret_cast<PyTypeObject*>(type.get())) == &api;
+  return find_exchange(reinterpret_cast<PyTypeObject*>(type.get())) == &api;
 }
 
 }  // namespace
@@ -190,7 +190,7 @@ te_fl_dltensor describe(const Exchange& api, PyObject* object, const char* name)
   return t;
 }
 
-Result<Device> device_of(const te_fl_device& device) {
+Result<Device> to_device(const te_fl_device& device) {
   if (device.type != TE_FL_DEVICE_EXT) return Device{device.type, device.index, 0};
   std::vector<Device> same = without_lock([] { return devices::list(); });
   std::erase_if(same,
@@ -222,7 +222,7 @@ void* current_stream(const Exchange& api, const te_fl_device& device) {
   return stream;
 }
 
-const Exchange* exchange_of(PyTypeObject* type) {
+const Exchange* find_exchange(PyTypeObject* type) {
   for (const KnownType& known : known_types()) {
     if (known.type == type) return known.exchange;
   }
@@ -297,7 +297,7 @@ te_fl_dltensor Borrowed::by_capsule(PyObject* object, bool written, const char* 
 
 te_fl_dltensor Borrowed::describe(PyObject* object, bool written, const char* name) {
   te_fl_dltensor t{};
-  if (const Exchange* api = exchange_of(Py_TYPE(object)); api != nullptr) {
+  if (const Exchange* api = find_exchange(Py_TYPE(object)); api != nullptr) {
     t = python::describe(*api, object, name);
     exchange_ = api;
   } else {

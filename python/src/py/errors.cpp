@@ -38,7 +38,7 @@ void set_cause(Ref cause) {
 std::string type_name(PyObject* object) {
   const Ref type = Ref::take(PyObject_Type(object));
   const Ref name = Ref::take(PyObject_GetAttrString(type.get(), "__name__"));
-  return std::string(text_of(name.get(), "__name__"));
+  return std::string(to_text(name.get(), "__name__"));
 }
 
 void set_error_classes(PyObject* classes) {
@@ -75,7 +75,7 @@ void note_cause(PyObject* exception, const std::string& text) {
   Py_XDECREF(old);
 }
 
-StatusCode code_of(PyObject* exception) noexcept {
+StatusCode find_code(PyObject* exception) noexcept {
   PyObject *name = nullptr, *kind = nullptr;
   Py_ssize_t at = 0;
   while (g_classes != nullptr && PyDict_Next(g_classes, &at, &name, &kind) != 0) {

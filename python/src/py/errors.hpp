@@ -26,13 +26,13 @@ void set_error_classes(PyObject* classes);
 void note_cause(PyObject* exception, const std::string& text);
 
 // The status code of the exception's class; INTERNAL for other exceptions.
-StatusCode code_of(PyObject* exception) noexcept;
+StatusCode find_code(PyObject* exception) noexcept;
 
 inline void check(const Status& status) {
   if (!status.ok()) throw_status(status);
 }
 template <class T>
-T value_of(Result<T> result) {
+T value_or_throw(Result<T> result) {
   if (!result.ok()) throw_status(result.status());
   return *std::move(result);
 }

@@ -41,11 +41,11 @@ struct Exchange {
 
 // The exchange table of tensors of `type`, looked up once per type; null: the type supports
 // `__dlpack__` only.
-const Exchange* exchange_of(PyTypeObject* type);
+const Exchange* find_exchange(PyTypeObject* type);
 
 // The te-fl device for a DLPack device, which does not name a vendor. An error unless exactly one
 // plugin has such a device.
-Result<Device> device_of(const te_fl_device& device);
+Result<Device> to_device(const te_fl_device& device);
 
 // Describes the borrowed memory of an object. For an object without memory, the error names the
 // object and gives the library's reason without its C++ stack trace.

@@ -12,7 +12,7 @@ namespace te_fl::python {
 namespace {
 
 const Exchange& exchange_for(PyObject* object, const char* name) {
-  const Exchange* api = exchange_of(Py_TYPE(object));
+  const Exchange* api = find_exchange(Py_TYPE(object));
   if (api == nullptr || api->to_object == nullptr) {
     throw_type_error(std::string(name) + " is a " + type_name(object) +
                      ", which is no tensor with DLPack's C exchange API; PyTorch has it from 2.11 "
@@ -35,7 +35,7 @@ std::shared_ptr<void> keep_alive(PyObject* object) {
 
 Result<Tensor> wrap(const te_fl_dltensor& t, std::shared_ptr<void> owner) {
   TE_FL_ASSIGN_OR_RETURN(const DType dtype, dtype_from_c(t.dtype));
-  TE_FL_ASSIGN_OR_RETURN(const Device device, device_of(t.device));
+  TE_FL_ASSIGN_OR_RETURN(const Device device, to_device(t.device));
   const auto rank = static_cast<size_t>(t.ndim);
   return Tensor::wrap(static_cast<char*>(t.data) + t.byte_offset, {t.shape, rank},
                       {t.strides, t.strides != nullptr ? rank : 0}, dtype, device,
@@ -43,7 +43,7 @@ Result<Tensor> wrap(const te_fl_dltensor& t, std::shared_ptr<void> owner) {
 }
 
 // The number of bytes from a tensor's first element to the end of its last.
-int64_t reach_of(const te_fl_dltensor& t) {
+int64_t reach_bytes(const te_fl_dltensor& t) {
   int64_t last = 0;
   for (int i = 0; i < t.ndim; ++i) {
     if (t.shape[i] == 0) return 0;
@@ -65,7 +65,7 @@ PyObject* torch_attribute(const char* module, const char* name) {
 
 // The storage of a PyTorch tensor, read by the base class even if a subclass overrides it; null for
 // other objects.
-Ref storage_of(PyObject* tensor) {
+Ref find_storage(PyObject* tensor) {
   static PyObject* const base = torch_attribute("torch._C", "TensorBase");
   static PyObject* const storage =
       Ref::take(PyObject_GetAttrString(base, "untyped_storage")).release();
@@ -74,7 +74,7 @@ Ref storage_of(PyObject* tensor) {
   return found == nullptr ? Ref() : Ref::take(found);
 }
 
-long long number_of(PyObject* storage, PyObject* method) {
+long long call_for_number(PyObject* storage, PyObject* method) {
   const Ref number = Ref::take(PyObject_CallMethodObjArgs(storage, method, nullptr));
   const long long value = PyLong_AsLongLong(number.get());
   if (value == -1 && PyErr_Occurred() != nullptr) throw PythonError();
@@ -85,12 +85,12 @@ long long number_of(PyObject* storage, PyObject* method) {
 const char* base_of(PyObject* storage) {
   static PyObject* const pointer = PyUnicode_InternFromString("data_ptr");
   // NOLINTNEXTLINE(performance-no-int-to-ptr): PyTorch gives addresses as integers
-  return reinterpret_cast<const char*>(number_of(storage, pointer));
+  return reinterpret_cast<const char*>(call_for_number(storage, pointer));
 }
 
 int64_t bytes_of(PyObject* storage) {
   static PyObject* const bytes = PyUnicode_InternFromString("nbytes");
-  return number_of(storage, bytes);
+  return call_for_number(storage, bytes);
 }
 
 // Returns the base address of a tensor's storage if the `bytes` at `data` lie in it, else null: a
@@ -148,18 +148,18 @@ Ref to_object(const Exchange& api, ManagedVersioned* managed) {
 
 }  // namespace
 
-Tensor tensor_of(PyObject* object, const char* name, bool keep) {
+Tensor to_tensor(PyObject* object, const char* name, bool keep) {
   const te_fl_dltensor t = describe_object(object, name);
   auto made = wrap(t, keep ? keep_alive(object) : nullptr);
   if (!made.ok()) throw_status(made.status().wrap(name));
   return *std::move(made);
 }
 
-Tensor tensor_of(PyObject* object, const char* name, std::vector<Lent>& lent) {
+Tensor to_tensor(PyObject* object, const char* name, std::vector<Lent>& lent) {
   const te_fl_dltensor t = describe_object(object, name);
   const char* const data = static_cast<char*>(t.data) + t.byte_offset;
-  const int64_t bytes = reach_of(t);
-  const Ref storage = storage_of(object);
+  const int64_t bytes = reach_bytes(t);
+  const Ref storage = find_storage(object);
   const char* const base =
       storage.get() == nullptr ? nullptr : base_around(storage.get(), data, bytes);
   const bool inside = base != nullptr;
@@ -175,8 +175,8 @@ std::shared_ptr<void> lend_result(PyObject* object, const std::weak_ptr<void>& o
                                   std::vector<Lent>& lent) {
   const te_fl_dltensor t = describe_object(object, "output");
   const char* const data = static_cast<char*>(t.data) + t.byte_offset;
-  const int64_t bytes = reach_of(t);
-  const Ref storage = storage_of(object);
+  const int64_t bytes = reach_bytes(t);
+  const Ref storage = find_storage(object);
   const char* const base =
       storage.get() == nullptr ? nullptr : base_around(storage.get(), data, bytes);
   if (base == nullptr) return nullptr;
@@ -184,7 +184,7 @@ std::shared_ptr<void> lend_result(PyObject* object, const std::weak_ptr<void>& o
   return keep_alive(storage.get());
 }
 
-void* memory_of(PyObject* object, const char* name) {
+void* data_address(PyObject* object, const char* name) {
   const te_fl_dltensor t = describe_object(object, name);
   return static_cast<char*>(t.data) + t.byte_offset;
 }
@@ -236,7 +236,7 @@ void Lent::check_followed() const {
 
 Ref to_framework(const Tensor& tensor, PyObject* like) {
   const Exchange& api = exchange_for(like, "the argument");
-  auto* managed = static_cast<ManagedVersioned*>(value_of(tensor.to_dlpack(true)));
+  auto* managed = static_cast<ManagedVersioned*>(value_or_throw(tensor.to_dlpack(true)));
   return to_object(api, managed);
 }
 
@@ -273,7 +273,7 @@ std::vector<Used>& used_devices() {
 
 }  // namespace
 
-void* current_stream_of(PyObject* like, const Device& device) {
+void* find_current_stream(PyObject* like, const Device& device) {
   if (device.is_host()) return nullptr;
   const Exchange& api = exchange_for(like, "the argument");
   auto& used = used_devices();

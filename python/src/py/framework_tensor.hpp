@@ -18,9 +18,9 @@ namespace te_fl::python {
 // result keeps the object alive, and any thread may drop the result; otherwise the caller keeps the
 // object alive. Throws TypeError for other objects, and te-fl's error for memory that it cannot
 // describe; both name `name`.
-Tensor tensor_of(PyObject* object, const char* name, bool keep);
-// The address of the object's first element. Throws the errors of tensor_of().
-void* memory_of(PyObject* object, const char* name);
+Tensor to_tensor(PyObject* object, const char* name, bool keep);
+// The address of the object's first element. Throws the errors of to_tensor().
+void* data_address(PyObject* object, const char* name);
 
 // The memory of an input that a forward may save for its backward. Keeps the tensor's storage
 // alive, not the tensor. Between forward and backward, programs may free and refill the storage
@@ -66,8 +66,8 @@ class Lent {
   std::weak_ptr<void> owner_;
   bool lost_ = false;  // some object still refers to the old address
 };
-// As tensor_of() with keep=true; also appends to `lent`. `name` must outlive `lent`.
-Tensor tensor_of(PyObject* object, const char* name, std::vector<Lent>& lent);
+// As to_tensor() with keep=true; also appends to `lent`. `name` must outlive `lent`.
+Tensor to_tensor(PyObject* object, const char* name, std::vector<Lent>& lent);
 // Appends to `lent` a forward's result that the framework allocated and whose memory `owner` owns.
 // Returns the object that keeps its storage alive; null if it has no storage.
 std::shared_ptr<void> lend_result(PyObject* object, const std::weak_ptr<void>& owner,
@@ -84,10 +84,10 @@ Ref number_tensor(int64_t number, void (*gone)(int64_t), PyObject* like);
 Ref tensor_of_no_bytes(PyObject* like);
 
 // The framework's current stream of the device; null for the host.
-void* current_stream_of(PyObject* like, const Device& device);
+void* find_current_stream(PyObject* like, const Device& device);
 
 // While this object lives, this thread's work goes to the framework's current stream on each device
-// for which current_stream_of() was called. For calls without a tensor argument.
+// for which find_current_stream() was called. For calls without a tensor argument.
 class FrameworkStreams {
  public:
   FrameworkStreams();

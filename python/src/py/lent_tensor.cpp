@@ -47,8 +47,8 @@ void check_alive(const LentTensor& t) {
   }
 }
 
-Ref tuple_of(const std::vector<int64_t>& numbers) {
-  Ref list = list_of(numbers, [](int64_t n) { return to_python(n); });
+Ref to_tuple(const std::vector<int64_t>& numbers) {
+  Ref list = make_list(numbers, [](int64_t n) { return to_python(n); });
   return Ref::take(PyList_AsTuple(list.get()));
 }
 
@@ -63,10 +63,10 @@ bool is_compact(const LentTensor& t) {
 }
 
 PyObject* get_shape(PyObject* self, void*) noexcept {
-  return guarded([&] { return tuple_of(of(self).shape); });
+  return guarded([&] { return to_tuple(of(self).shape); });
 }
 PyObject* get_strides(PyObject* self, void*) noexcept {
-  return guarded([&] { return tuple_of(of(self).strides); });
+  return guarded([&] { return to_tuple(of(self).strides); });
 }
 PyObject* get_ndim(PyObject* self, void*) noexcept {
   return guarded([&] { return to_python(int64_t{of(self).dl.ndim}); });
@@ -92,11 +92,11 @@ PyObject* get_contiguous(PyObject* self, void*) noexcept {
 
 PyObject* represent(PyObject* self) noexcept {
   return guarded([&] {
-    const Ref shape = tuple_of(of(self).shape);
+    const Ref shape = to_tuple(of(self).shape);
     const Ref text = Ref::take(PyObject_Repr(shape.get()));
     const Result<DType> dtype = dtype_from_c(of(self).dl.dtype);
     return to_python(
-        std::string_view("te_fl.LentTensor(shape=" + std::string(text_of(text.get(), "shape")) +
+        std::string_view("te_fl.LentTensor(shape=" + std::string(to_text(text.get(), "shape")) +
                          ", dtype=" + std::string(dtype.ok() ? name(*dtype) : "unknown") +
                          ", device=" + to_string(of(self).device()) + ")"));
   });
@@ -132,7 +132,7 @@ T* exported(const LentTensor& t) {
 }
 
 template <class T>
-Ref capsule_of(T* managed, const char* capsule_name) {
+Ref make_capsule(T* managed, const char* capsule_name) {
   PyObject* capsule = PyCapsule_New(managed, capsule_name, [](PyObject* c) {
     const char* now = PyCapsule_GetName(c);
     if (now == nullptr || std::string_view(now).starts_with("used_")) return;
@@ -179,11 +179,11 @@ PyObject* dlpack(PyObject* self, PyObject* args, PyObject* keywords) noexcept {
       long minor = 0;
       if (PyArg_ParseTuple(version, "ll", &major, &minor) == 0) throw PythonError();
     }
-    if (major < 1) return capsule_of(exported<Managed>(t), "dltensor");
+    if (major < 1) return make_capsule(exported<Managed>(t), "dltensor");
     auto* managed = exported<ManagedVersioned>(t);
     managed->version = {1, 1};
     managed->flags = t.writable ? 0 : kReadOnly;
-    return capsule_of(managed, "dltensor_versioned");
+    return make_capsule(managed, "dltensor_versioned");
   });
 }
 
@@ -204,7 +204,7 @@ PyObject* to_torch(PyObject* self, PyObject*) noexcept {
     }
     static PyObject* const type = PyObject_GetAttrString(torch, "Tensor");
     if (type == nullptr) throw PythonError();
-    const Exchange* api = exchange_of(reinterpret_cast<PyTypeObject*>(type));
+    const Exchange* api = find_exchange(reinterpret_cast<PyTypeObject*>(type));
     if (api == nullptr || api->to_object == nullptr)
       return Ref::take(PyObject_CallMethod(torch, "from_dlpack", "O", self));
     auto* managed = exported<ManagedVersioned>(t);
@@ -355,7 +355,7 @@ PyType_Slot g_slots[] = {
 PyType_Spec g_spec = {"te_fl.LentTensor", sizeof(Object), 0,
                       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, g_slots};
 
-Ref object_of(LentTensor&& tensor) {
+Ref make_object(LentTensor&& tensor) {
   auto* type = reinterpret_cast<PyTypeObject*>(lent_tensor_class());
   const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
   Ref object = Ref::take(allocate(type, 0));
@@ -390,7 +390,7 @@ Ref lend(const std::shared_ptr<Lending>& lending, const te_fl_dltensor& tensor, 
   } else {
     fill_strides(t);
   }
-  return object_of(std::move(t));
+  return make_object(std::move(t));
 }
 
 Ref lend(const std::shared_ptr<Lending>& lending, void* data, te_fl_dtype dtype,
@@ -401,7 +401,7 @@ Ref lend(const std::shared_ptr<Lending>& lending, void* data, te_fl_dtype dtype,
   t.dl.ndim = static_cast<int32_t>(shape.size());
   t.shape.assign(shape.begin(), shape.end());
   fill_strides(t);
-  return object_of(std::move(t));
+  return make_object(std::move(t));
 }
 
 }  // namespace te_fl::python

@@ -20,7 +20,7 @@ void replace(PyObject*& place, PyObject* object) {
   Py_XDECREF(object);
 }
 
-Ref tuple_of(std::span<const int64_t> shape) {
+Ref to_tuple(std::span<const int64_t> shape) {
   Ref tuple = Ref::take(PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
   for (size_t i = 0; i < shape.size(); ++i) {
     check(PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), to_python(shape[i]).release()));
@@ -40,14 +40,14 @@ void find_framework() {
 bool has_empty() noexcept { return g_empty != nullptr; }
 
 Ref new_tensor(PyObject* like, std::span<const int64_t> shape, DType dtype) {
-  const Ref extents = tuple_of(shape);
+  const Ref extents = to_tuple(shape);
   const Ref code = to_python(static_cast<int64_t>(dtype));
   return Ref::take(PyObject_CallFunctionObjArgs(g_empty, like, extents.get(), code.get(), nullptr));
 }
 
 Ref new_tensor(PyObject* like, std::span<const int64_t> shape) {
   static PyObject* const name = Ref::take(PyUnicode_InternFromString("new_empty")).release();
-  const Ref extents = tuple_of(shape);
+  const Ref extents = to_tuple(shape);
   return Ref::take(PyObject_CallMethodObjArgs(like, name, extents.get(), nullptr));
 }
 

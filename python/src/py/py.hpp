@@ -72,7 +72,7 @@ inline Ref to_python(int64_t value) { return Ref::take(PyLong_FromLongLong(value
 inline Ref to_python(double value) { return Ref::take(PyFloat_FromDouble(value)); }
 
 // The UTF-8 text, valid while `object` lives. TypeError, naming `what`, if the object is not a str.
-inline std::string_view text_of(PyObject* object, const char* what) {
+inline std::string_view to_text(PyObject* object, const char* what) {
   if (!PyUnicode_Check(object)) throw_type_error(std::string(what) + " must be a str");
   Py_ssize_t size = 0;
   const char* text = PyUnicode_AsUTF8AndSize(object, &size);
@@ -84,7 +84,7 @@ inline std::string_view text_of(PyObject* object, const char* what) {
 std::string type_name(PyObject* object);
 
 template <class Sequence, class F>
-Ref list_of(const Sequence& items, F&& item) {
+Ref make_list(const Sequence& items, F&& item) {
   Ref list = Ref::take(PyList_New(0));
   for (const auto& i : items) check(PyList_Append(list.get(), item(i).get()));
   return list;

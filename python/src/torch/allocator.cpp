@@ -255,7 +255,7 @@ PyObject* use_allocator(PyObject*, PyObject* args) noexcept {
     // The first use loads plugins, which may be Python modules.
     without_lock([] { OpManager::instance(); });
     auto allocator = std::make_unique<Allocator>();
-    allocator->device = value_of(parse_device(text_of(name, "the device")));
+    allocator->device = value_or_throw(parse_device(to_text(name, "the device")));
     if (allocator->device.type == TE_FL_DEVICE_CUDA) {
       allocator->direct = find_torch_cuda();
       find_log_level();

@@ -6,13 +6,13 @@
 
 namespace te_fl::python {
 
-long long integer_of(PyObject* value) {
+long long to_integer(PyObject* value) {
   const long long number = PyLong_AsLongLong(value);
   if (number == -1 && PyErr_Occurred() != nullptr) throw PythonError();
   return number;
 }
 
-std::vector<PyObject*> items_of(PyObject* tuple, const char* what) {
+std::vector<PyObject*> list_items(PyObject* tuple, const char* what) {
   if (!PyTuple_Check(tuple)) throw_type_error(std::string(what) + " must be a tuple");
   const auto count = static_cast<size_t>(PyTuple_Size(tuple));
   std::vector<PyObject*> items(count);

@@ -8,8 +8,8 @@
 namespace te_fl::python {
 
 // Throws PythonError for an object that is not an integer.
-long long integer_of(PyObject* value);
+long long to_integer(PyObject* value);
 // The items of a tuple, borrowed; throws TypeError with the text `what` for other objects.
-std::vector<PyObject*> items_of(PyObject* tuple, const char* what);
+std::vector<PyObject*> list_items(PyObject* tuple, const char* what);
 
 }  // namespace te_fl::python

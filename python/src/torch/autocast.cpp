@@ -35,7 +35,7 @@ class KnownRows {
     const auto found = std::ranges::find_if(
         all_, [&](const Rows& known) { return std::ranges::equal(known.amaxes, amaxes, same); });
     if (found != all_.end()) return Ref::share(found->list->get());
-    const Ref made = list_of(amaxes, [&](const Tensor& row) { return to_framework(row, like); });
+    const Ref made = make_list(amaxes, [&](const Tensor& row) { return to_framework(row, like); });
     if (all_.size() == kMost) all_.pop_front();
     all_.push_back({{amaxes.begin(), amaxes.end()}, std::make_unique<Kept>(made.get())});
     return Ref::share(made.get());
@@ -71,23 +71,23 @@ bool truth(PyObject* value) {
   return is != 0;
 }
 
-nn::Recipe recipe_of(PyObject* dict) {
+nn::Recipe read_recipe(PyObject* dict) {
   if (!PyDict_Check(dict)) throw_type_error("the recipe must be a dict");
-  const std::string_view kind = text_of(get(dict, "kind"), "the recipe's kind");
-  const auto format = text_of(get(dict, "format"), "the recipe's format") == "e4m3"
+  const std::string_view kind = to_text(get(dict, "kind"), "the recipe's kind");
+  const auto format = to_text(get(dict, "format"), "the recipe's format") == "e4m3"
                           ? nn::Fp8Format::kE4M3
                           : nn::Fp8Format::kHybrid;
   if (kind == "delayed") {
     PyObject* const functions = get(dict, "functions");
     const bool newest = functions == Py_None &&
-                        text_of(get(dict, "amax_compute_algo"), "amax_compute_algo") != "max";
+                        to_text(get(dict, "amax_compute_algo"), "amax_compute_algo") != "max";
     return nn::DelayedScaling{
         .margin = static_cast<int>(integer(dict, "margin")),
         .format = format,
         .amax_history_len = integer(dict, "amax_history_len"),
         .amax_compute_algo = newest ? nn::AmaxAlgo::kMostRecent : nn::AmaxAlgo::kMax,
         .fp8_dpa = truth(get(dict, "fp8_dpa")),
-        .amax_function = functions == Py_None ? nullptr : scale_functions_of(functions)};
+        .amax_function = functions == Py_None ? nullptr : read_scale_functions(functions)};
   }
   if (kind == "current") {
     return nn::Float8CurrentScaling{.format = format,
@@ -106,11 +106,11 @@ nn::Recipe recipe_of(PyObject* dict) {
 // Converts a recipe's dict, with a cache for the last one. A program enters its autocasts with one
 // or two recipes, whose dicts native_of() keeps alive and unchanged. Use under the interpreter's
 // lock.
-const nn::Recipe& checked_recipe_of(PyObject* dict) {
+const nn::Recipe& find_checked_recipe(PyObject* dict) {
   static PyObject* last = nullptr;
   static auto* recipe = new nn::Recipe(nn::DelayedScaling{});
   if (dict == last) return *recipe;
-  nn::Recipe made = recipe_of(dict);
+  nn::Recipe made = read_recipe(dict);
   check(nn::validate(made));
   Py_INCREF(dict);
   *recipe = std::move(made);
@@ -128,7 +128,7 @@ bool gradients_wanted() {
 }
 
 // The result of find(group); null for None.
-std::shared_ptr<nn::AmaxReduction> reduction_of(PyObject* find, PyObject* group) {
+std::shared_ptr<nn::AmaxReduction> make_reduction(PyObject* find, PyObject* group) {
   if (find == Py_None) return nullptr;
   const Ref found = Ref::take(PyObject_CallFunctionObjArgs(find, group, nullptr));
   if (found.get() == Py_None) return nullptr;
@@ -165,7 +165,7 @@ PyObject* make_amax_reduction(PyObject*, PyObject* args) noexcept {
       return {};
     };
     auto reduction = std::make_unique<std::shared_ptr<nn::AmaxReduction>>(
-        std::make_shared<GroupReduction>(call, ranks_of(ranks)));
+        std::make_shared<GroupReduction>(call, to_ranks(ranks)));
     Ref capsule = Ref::take(PyCapsule_New(reduction.get(), kReductionName, [](PyObject* c) {
       delete static_cast<std::shared_ptr<nn::AmaxReduction>*>(
           PyCapsule_GetPointer(c, kReductionName));
@@ -181,11 +181,11 @@ PyObject* begin_autocast(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     check_count("begin_autocast", count, 5);
     const nn::AutocastOptions options{.enabled = truth(args[0]),
                                       .calibrating = truth(args[1]),
-                                      .amax_reduction = reduction_of(args[3], args[4])};
+                                      .amax_reduction = make_reduction(args[3], args[4])};
     // A scope without a recipe neither enables FP8 nor calibrates, so it needs no recipe.
     auto scope = args[2] == Py_None
                      ? std::make_unique<nn::autocast>(options)
-                     : std::make_unique<nn::autocast>(options, checked_recipe_of(args[2]));
+                     : std::make_unique<nn::autocast>(options, find_checked_recipe(args[2]));
     Ref capsule = Ref::take(PyCapsule_New(scope.get(), kScopeName, [](PyObject* c) {
       delete static_cast<nn::autocast*>(PyCapsule_GetPointer(c, kScopeName));
     }));

@@ -20,14 +20,14 @@ Ref owned_or_null(PyObject* object) noexcept {
 
 // The notes that add_note() attached to an exception, as "; te-fl: in number 3, all_reduce of
 // float32[4] ...".
-std::string notes_of(PyObject* exception) {
+std::string read_notes(PyObject* exception) {
   std::string text;
   const Ref notes = owned_or_null(PyObject_GetAttrString(exception, "__notes__"));
   if (!notes) PyErr_Clear();
   const Py_ssize_t count = notes && PyList_Check(notes.get()) ? PyList_Size(notes.get()) : 0;
   for (Py_ssize_t i = 0; i < count; ++i) {
     const Ref note = owned_or_null(PyObject_Str(PyList_GetItem(notes.get(), i)));
-    if (note) text += "; " + std::string(text_of(note.get(), "a note"));
+    if (note) text += "; " + std::string(to_text(note.get(), "a note"));
     PyErr_Clear();
   }
   return text;
@@ -35,7 +35,7 @@ std::string notes_of(PyObject* exception) {
 
 // The exception as text. The text of a te-fl exception begins with its status code, which is
 // removed because the status repeats it.
-std::string words_of(PyObject* exception, std::string text, StatusCode code) {
+std::string error_text(PyObject* exception, std::string text, StatusCode code) {
   const std::string prefix = std::string(to_string(code)) + ": ";
   if (text.starts_with(prefix)) return text.substr(prefix.size());
   return type_name(exception) + ": " + text;
@@ -55,10 +55,10 @@ Status callback_failed(StatusCode other) {
     return Status(other, "an error without words");
   }
   const Ref words = Ref::take(text);
-  const StatusCode code = code_of(owned.get());
+  const StatusCode code = find_code(owned.get());
   const std::string message =
-      words_of(owned.get(), std::string(text_of(words.get(), "an error")), code) +
-      notes_of(owned.get());
+      error_text(owned.get(), std::string(to_text(words.get(), "an error")), code) +
+      read_notes(owned.get());
   note_cause(owned.get(), message);
   return Status(code == StatusCode::kInternal ? other : code, message);
 }

@@ -17,7 +17,7 @@ constexpr const char* kStatesName = "te_fl.fp8_states";
 
 }  // namespace
 
-const std::shared_ptr<ModuleStates>& states_of(PyObject* capsule) {
+const std::shared_ptr<ModuleStates>& unwrap_states(PyObject* capsule) {
   auto* states =
       static_cast<std::shared_ptr<ModuleStates>*>(PyCapsule_GetPointer(capsule, kStatesName));
   if (states == nullptr) throw PythonError();
@@ -39,14 +39,14 @@ PyObject* fp8_state(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     PyObject *capsule = nullptr, *like = nullptr;
     if (PyArg_ParseTuple(args, "OO", &capsule, &like) == 0) throw PythonError();
-    ModuleStates& states = *states_of(capsule);
+    ModuleStates& states = *unwrap_states(capsule);
     std::vector<nn::NamedTensor> state;
     {
       const WithoutLock unlocked;
       const std::lock_guard lock(states.mutex);
       state = states.fp8.state();
     }
-    return list_of(state, [&](const nn::NamedTensor& t) {
+    return make_list(state, [&](const nn::NamedTensor& t) {
       const Ref name = to_python(std::string_view(t.name));
       const Ref tensor = to_framework(t.tensor, like);
       return Ref::take(PyTuple_Pack(2, name.get(), tensor.get()));
@@ -58,7 +58,7 @@ PyObject* load_fp8_state(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     PyObject *capsule = nullptr, *saved = nullptr;
     if (PyArg_ParseTuple(args, "OO", &capsule, &saved) == 0) throw PythonError();
-    ModuleStates& states = *states_of(capsule);
+    ModuleStates& states = *unwrap_states(capsule);
     std::vector<nn::NamedTensor> state;
     const Ref items = Ref::take(PySequence_List(saved));
     for (Py_ssize_t i = 0; i < PyList_Size(items.get()); ++i) {
@@ -66,7 +66,7 @@ PyObject* load_fp8_state(PyObject*, PyObject* args) noexcept {
       if (PyArg_ParseTuple(PyList_GetItem(items.get(), i), "OO", &name, &tensor) == 0) {
         throw PythonError();
       }
-      state.push_back({std::string(text_of(name, "a name")), tensor_of(tensor, "state", true)});
+      state.push_back({std::string(to_text(name, "a name")), to_tensor(tensor, "state", true)});
     }
     Status status;
     bool sites = false;
@@ -88,7 +88,7 @@ PyObject* empty_bytes(PyObject*, PyObject* like) noexcept {
 
 PyObject* retire_fp8_states(PyObject*, PyObject* capsule) noexcept {
   return guarded([&] {
-    ModuleStates& states = *states_of(capsule);
+    ModuleStates& states = *unwrap_states(capsule);
     const WithoutLock unlocked;
     const std::lock_guard lock(states.mutex);
     states.fp8.retire();

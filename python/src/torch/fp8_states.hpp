@@ -17,6 +17,6 @@ struct ModuleStates {
 };
 
 // The states in a capsule of make_fp8_states(); throws PythonError for other objects.
-const std::shared_ptr<ModuleStates>& states_of(PyObject* capsule);
+const std::shared_ptr<ModuleStates>& unwrap_states(PyObject* capsule);
 
 }  // namespace te_fl::python

@@ -132,16 +132,16 @@ Result<std::vector<Tensor>> run_backward_dw(Layer& layer, const DelayedGradients
 }
 
 // Parses Python's main_grads, one for each parameter.
-std::vector<MainGrad> main_grads_of(PyObject* tuple, size_t parameters) {
+std::vector<MainGrad> read_main_grads(PyObject* tuple, size_t parameters) {
   std::vector<MainGrad> grads(parameters);
   if (tuple == Py_None) return grads;
-  const auto listed = items_of(tuple, "main_grads");
+  const auto listed = list_items(tuple, "main_grads");
   for (size_t i = 0; i < grads.size() && i < listed.size(); ++i) {
     if (listed[i] == Py_None) continue;
     PyObject* tensor = nullptr;
     int overwrites = 0;
     if (PyArg_ParseTuple(listed[i], "Op", &tensor, &overwrites) == 0) throw PythonError();
-    grads[i] = {tensor_of(tensor, "main_grad", false), overwrites != 0};
+    grads[i] = {to_tensor(tensor, "main_grad", false), overwrites != 0};
   }
   return grads;
 }
@@ -168,7 +168,7 @@ void follow_memory(Record& record) {
   for (const Lent* each : lent) each->check_followed();
 }
 
-Ref tuple_of(std::vector<Tensor> tensors, ResultTensors& results, PyObject* like) {
+Ref to_tuple(std::vector<Tensor> tensors, ResultTensors& results, PyObject* like) {
   Ref tuple = Ref::take(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
   for (size_t i = 0; i < tensors.size(); ++i) {
     Ref item =
@@ -218,16 +218,16 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
   return guarded([&] {
     using Argument = layer_call::BackwardArgument;
     check_count("layer_backward", count, Argument::kCount);
-    const std::shared_ptr<Record> record = record_of(args[Argument::kToken]);
+    const std::shared_ptr<Record> record = find_record(args[Argument::kToken]);
     follow_memory(*record);
     std::vector<Lent> kept;
     const bool delays = record->layer->delays_wgrad;
-    const Tensor dy = delays ? tensor_of(args[Argument::kGradient], "gradient", kept)
-                             : tensor_of(args[Argument::kGradient], "gradient", false);
-    auto parameters =
-        parameters_of(*record->layer, items_of(args[Argument::kParameters], "parameters"), true);
-    const auto main_grads = main_grads_of(args[Argument::kMainGrads], parameters.size());
-    void* const stream = current_stream_of(args[Argument::kGradient], dy.device());
+    const Tensor dy = delays ? to_tensor(args[Argument::kGradient], "gradient", kept)
+                             : to_tensor(args[Argument::kGradient], "gradient", false);
+    auto parameters = lend_parameters(*record->layer,
+                                      list_items(args[Argument::kParameters], "parameters"), true);
+    const auto main_grads = read_main_grads(args[Argument::kMainGrads], parameters.size());
+    void* const stream = find_current_stream(args[Argument::kGradient], dy.device());
     ResultTensors results(args[Argument::kGradient], dy.device());
     for (const auto& [begin, end] : record->memory) results.permit(begin, end);
     const bool input_grad = args[Argument::kInputGrad] == Py_True;
@@ -243,11 +243,11 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
                                      stream, args[Argument::kKeep] == Py_True, input_grad,
                                      deterministic));
     }
-    Gradients made = value_of(*std::move(gradients));
+    Gradients made = value_or_throw(*std::move(gradients));
     gradients.reset();
     if (!input_grad) made.inputs.assign(made.inputs.size(), Tensor());
-    const Ref inputs = tuple_of(std::move(made.inputs), results, args[Argument::kGradient]);
-    const Ref own = tuple_of(std::move(made.parameters), results, args[Argument::kGradient]);
+    const Ref inputs = to_tuple(std::move(made.inputs), results, args[Argument::kGradient]);
+    const Ref own = to_tuple(std::move(made.parameters), results, args[Argument::kGradient]);
     queue_backward_end(record->scopes);
     return Ref::take(PyTuple_Pack(2, inputs.get(), own.get()));
   });
@@ -255,7 +255,7 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
 
 PyObject* delay_layer_wgrad(PyObject*, PyObject* capsule) noexcept {
   return guarded([&] {
-    Layer& layer = *layer_of(capsule);
+    Layer& layer = *unwrap_layer(capsule);
     const WithoutLock unlocked;
     const LayerLock lock(layer);
     layer.delays_wgrad = true;
@@ -269,14 +269,14 @@ PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept {
     PyObject *capsule = nullptr, *objects = nullptr, *wanted = nullptr, *like = nullptr;
     if (PyArg_ParseTuple(args, "OOOO", &capsule, &objects, &wanted, &like) == 0)
       throw PythonError();
-    const std::shared_ptr<Layer> layer = layer_of(capsule);
-    const auto items = items_of(objects, "parameters");
-    auto parameters = parameters_of(*layer, items, true);
-    const auto main_grads = main_grads_of(wanted, parameters.size());
-    const DelayedGradients left = value_of(take_delayed(*layer));
+    const std::shared_ptr<Layer> layer = unwrap_layer(capsule);
+    const auto items = list_items(objects, "parameters");
+    auto parameters = lend_parameters(*layer, items, true);
+    const auto main_grads = read_main_grads(wanted, parameters.size());
+    const DelayedGradients left = value_or_throw(take_delayed(*layer));
     for (const Lent& lent : left.lent) lent.check();
     const Device device = parameters.at(0).value.device();
-    void* const stream = current_stream_of(like, device);
+    void* const stream = find_current_stream(like, device);
     ResultTensors results(items.front(), device);
     expect_gradients(results, *layer, parameters, left.trained, main_grads);
     const DeterministicScope deterministic;
@@ -285,9 +285,9 @@ PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept {
       const WithoutLock unlocked;
       gradients.emplace(run_backward_dw(*layer, left, parameters, main_grads, results, stream));
     }
-    auto made = value_of(*std::move(gradients));
+    auto made = value_or_throw(*std::move(gradients));
     gradients.reset();
-    return tuple_of(std::move(made), results, like);
+    return to_tuple(std::move(made), results, like);
   });
 }
 

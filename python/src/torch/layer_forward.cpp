@@ -23,8 +23,8 @@ namespace {
 using layer_call::ForwardArgument;
 
 // Wraps an input. In training the forward saves it for the backward and records it in `lent`.
-Tensor input_of(PyObject* object, const char* name, bool training, std::vector<Lent>& lent) {
-  return training ? tensor_of(object, name, lent) : tensor_of(object, name, false);
+Tensor read_input(PyObject* object, const char* name, bool training, std::vector<Lent>& lent) {
+  return training ? to_tensor(object, name, lent) : to_tensor(object, name, false);
 }
 
 void set_field(nn::AttentionInputs& in, std::string_view name, PyObject* value, bool training,
@@ -46,41 +46,41 @@ void set_field(nn::AttentionInputs& in, std::string_view name, PyObject* value, 
   };
   for (const Field& field : fields) {
     if (field.name != name) continue;
-    in.*field.tensor = input_of(value, field.name, training, lent);
+    in.*field.tensor = read_input(value, field.name, training, lent);
     return;
   }
   if (name == "max_seqlen_q") {
-    in.max_seqlen_q = integer_of(value);
+    in.max_seqlen_q = to_integer(value);
   } else if (name == "max_seqlen_kv") {
-    in.max_seqlen_kv = integer_of(value);
+    in.max_seqlen_kv = to_integer(value);
   } else {
     throw_type_error("attention has no input '" + std::string(name) + "'");
   }
 }
 
-nn::AttentionInputs attention_of(PyObject* dict, bool training, std::vector<Lent>& lent) {
+nn::AttentionInputs read_attention(PyObject* dict, bool training, std::vector<Lent>& lent) {
   nn::AttentionInputs inputs;
   if (dict == Py_None) return inputs;
   PyObject *key = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
     if (value == Py_None) continue;
-    set_field(inputs, text_of(key, "an input's name"), value, training, lent);
+    set_field(inputs, to_text(key, "an input's name"), value, training, lent);
   }
   return inputs;
 }
 
-nn::ForwardOptions microbatch_of(PyObject* value) {
+nn::ForwardOptions read_microbatch(PyObject* value) {
   nn::ForwardOptions options;
   if (value == Py_True || value == Py_False) {
     options.is_first_microbatch = value == Py_True;
   } else if (value != Py_None) {
-    options.reuse_weights = tensor_of(value, "is_first_microbatch", true);
+    options.reuse_weights = to_tensor(value, "is_first_microbatch", true);
   }
   return options;
 }
 
 // Converts `random`, an int64 [2] tensor with a generator's seed and offset, to a context.
-Result<nn::Context> context_of(const Tensor& random) {
+Result<nn::Context> make_context(const Tensor& random) {
   if (random.dtype() != DType::kI64 || random.numel() != 2) {
     return Status(StatusCode::kInvalidArgument,
                   "random is " + random.describe() + "; it must be int64 [2]");
@@ -135,7 +135,7 @@ Result<Tensor> run(Layer& layer, Forward& f, ResultTensors& results,
   TE_FL_RETURN_IF_ERROR(lend(*runner, f.parameters, f.numbers, training ? &f.trained : nullptr));
   std::optional<nn::ContextScope> random;
   if (f.random.defined()) {
-    TE_FL_ASSIGN_OR_RETURN(nn::Context context, context_of(f.random));
+    TE_FL_ASSIGN_OR_RETURN(nn::Context context, make_context(f.random));
     random.emplace(context.with_stream(f.inputs[0].device(), f.stream));
   }
   const StreamScope stream(f.inputs[0].device(), f.stream);
@@ -173,25 +173,25 @@ Forward read_forward(Layer& layer, PyObject* const* args) {
   PyObject* const call = args[ForwardArgument::kCall];
   Forward f;
   const bool training = args[ForwardArgument::kTraining] == Py_True;
-  for (PyObject* input : items_of(args[ForwardArgument::kInputs], "inputs")) {
-    f.inputs.push_back(input_of(input, "input", training, f.lent));
+  for (PyObject* input : list_items(args[ForwardArgument::kInputs], "inputs")) {
+    f.inputs.push_back(read_input(input, "input", training, f.lent));
   }
   if (f.inputs.empty()) throw_type_error("a layer takes at least one input");
-  const auto objects = items_of(args[ForwardArgument::kParameters], "parameters");
-  f.parameters = parameters_of(layer, objects, training);
+  const auto objects = list_items(args[ForwardArgument::kParameters], "parameters");
+  f.parameters = lend_parameters(layer, objects, training);
   f.mode = training ? kTraining : caching_mode(objects);
-  f.options = microbatch_of(field(call, layer_call::kFirst));
+  f.options = read_microbatch(field(call, layer_call::kFirst));
   const bool reused = f.options.is_first_microbatch == false || f.options.reuse_weights.defined();
   Contents contents = number_contents(layer, objects, f.parameters, f.mode, reused);
-  f.numbers = contents_in_piece(&layer, std::move(contents)).numbers;
-  if (training) f.trained = trained_of(objects);
-  f.attention = attention_of(field(call, layer_call::kAttention), training, f.lent);
+  f.numbers = contents_in_segment(&layer, std::move(contents)).numbers;
+  if (training) f.trained = find_trained(objects);
+  f.attention = read_attention(field(call, layer_call::kAttention), training, f.lent);
   if (PyObject* const random = field(call, layer_call::kRandom); random != Py_None)
-    f.random = tensor_of(random, "random", true);
-  const long long activation = integer_of(field(call, layer_call::kActivation));
+    f.random = to_tensor(random, "random", true);
+  const long long activation = to_integer(field(call, layer_call::kActivation));
   f.activation = activation < 0 ? f.inputs[0].dtype() : static_cast<DType>(activation);
   f.stream =
-      current_stream_of(PyTuple_GetItem(args[ForwardArgument::kInputs], 0), f.inputs[0].device());
+      find_current_stream(PyTuple_GetItem(args[ForwardArgument::kInputs], 0), f.inputs[0].device());
   return f;
 }
 
@@ -203,11 +203,11 @@ Ref hand_out(Tensor output, std::shared_ptr<Record> record, ResultTensors& resul
   if (record != nullptr) {
     Record& kept = *record;
     // Also tracks the output's storage: attention's backward reads it, but the program may free it.
-    if (const auto owner = results.kept(memory_of(made.get(), "output")); !owner.expired()) {
+    if (const auto owner = results.kept(data_address(made.get(), "output")); !owner.expired()) {
       kept.output = lend_result(made.get(), owner, kept.lent);
     }
     token = number_tensor(add_record(std::move(record)), drop_record, like);
-    kept.token = memory_of(token.get(), "token");
+    kept.token = data_address(token.get(), "token");
   }
   return Ref::take(PyTuple_Pack(2, made.get(), token.get()));
 }
@@ -218,7 +218,7 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
   return guarded([&] {
     check_count("layer_forward", count, ForwardArgument::kCount);
     const std::shared_ptr<Layer>& layer =
-        layer_of(field(args[ForwardArgument::kCall], layer_call::kLayer));
+        unwrap_layer(field(args[ForwardArgument::kCall], layer_call::kLayer));
     Forward f = read_forward(*layer, args);
     PyObject* like = PyTuple_GetItem(args[ForwardArgument::kInputs], 0);
     ResultTensors results(like, f.inputs[0].device());
@@ -229,7 +229,7 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
       const WithoutLock unlocked;
       output.emplace(run(*layer, f, results, record));
     }
-    Tensor made = value_of(*std::move(output));
+    Tensor made = value_or_throw(*std::move(output));
     output.reset();
     if (record != nullptr) record->layer = layer;
     return hand_out(std::move(made), std::move(record), results, like);

@@ -77,14 +77,15 @@ class Fields {
     }
   }
   void operator()(const char* name, std::shared_ptr<nn::SequenceRanks>& field) {
-    if (PyObject* value = find(name)) field = sequence_ranks_of(value);
+    if (PyObject* value = find(name)) field = make_sequence_ranks(value);
   }
   void operator()(const char* name, nn::ParallelMode& field) { word(name, field, kModes); }
   void operator()(const char* name, Device& field) {
-    if (PyObject* value = find(name)) field = value_of(parse_device(text_of(value, name)));
+    if (PyObject* value = find(name)) field = value_or_throw(parse_device(to_text(value, name)));
   }
   void operator()(const char* name, nn::Activation& field) {
-    if (PyObject* value = find(name)) field = value_of(nn::parse_activation(text_of(value, name)));
+    if (PyObject* value = find(name))
+      field = value_or_throw(nn::parse_activation(to_text(value, name)));
   }
   void operator()(const char* name, std::vector<nn::ParameterPart>& field) {
     PyObject* value = find(name);
@@ -96,7 +97,7 @@ class Fields {
       if (PyArg_ParseTuple(PyList_GetItem(parts.get(), i), "OL", &part, &rows) == 0) {
         throw PythonError();
       }
-      field.push_back({std::string(text_of(part, "a part's name")), rows});
+      field.push_back({std::string(to_text(part, "a part's name")), rows});
     }
   }
   void operator()(const char* name, DType& field) { word(name, field, kDTypes); }
@@ -111,7 +112,7 @@ class Fields {
     if (PyDict_Size(dict_) == found_) return;
     PyObject *key = nullptr, *value = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(dict_, &at, &key, &value) != 0;) {
-      const std::string_view name = text_of(key, "an option's name");
+      const std::string_view name = to_text(key, "an option's name");
       bool known = false;
       for (const char* read : read_) known |= name == read;
       if (!known) {
@@ -130,7 +131,7 @@ class Fields {
   }
   template <class T, size_t n>
   void word(const char* name, T& field, const std::array<Word<T>, n>& words) {
-    if (PyObject* value = find(name)) field = parse_word(name, text_of(value, name), words);
+    if (PyObject* value = find(name)) field = parse_word(name, to_text(value, name), words);
   }
 
   PyObject* dict_;
@@ -213,7 +214,7 @@ struct ModuleCall<nn::DotProductAttention> {
 
 // The output's last extent; none if it equals the last input's last extent.
 template <class Options>
-std::optional<int64_t> width_of(const Options& options) {
+std::optional<int64_t> find_width(const Options& options) {
   if constexpr (requires { options.out_features; }) return options.out_features;
   return std::nullopt;
 }
@@ -239,7 +240,7 @@ struct Rows {
   int64_t times = 1, by = 1;
 };
 template <class Options>
-Rows rows_of(const Options& options) {
+Rows find_rows(const Options& options) {
   if constexpr (std::is_same_v<Options, nn::LinearOptions>) {
     const int size = options.parallel.divides_sequence() ? options.parallel.size() : 1;
     if (options.parallel_mode == nn::ParallelMode::kColumn) return {.times = size};
@@ -288,13 +289,13 @@ MakeRunner make(std::string_view kind, PyObject* dict) {
     with.activation_dtype = activation_dtype;
     TE_FL_ASSIGN_OR_RETURN(auto module, M::create(with));
     return std::unique_ptr<Runner>(
-        new RunnerOf<M>(std::move(module), width_of(with), rows_of(with)));
+        new RunnerOf<M>(std::move(module), find_width(with), find_rows(with)));
   };
 }
 
 }  // namespace
 
-MakeRunner runner_of(std::string_view kind, PyObject* options) {
+MakeRunner make_runner(std::string_view kind, PyObject* options) {
   using Make = MakeRunner (*)(std::string_view, PyObject*);
   static constexpr std::array<Word<Make>, 8> kinds{
       {{"linear", make<nn::Linear, nn::LinearOptions>},

@@ -41,6 +41,6 @@ using MakeRunner = std::function<Result<std::unique_ptr<Runner>>(DType activatio
 // `options`: a dict with the fields of the kind's options struct in te_fl::nn, without
 // activation_dtype and seed. Dtypes, devices and enums are te-fl's strings. TypeError names a field
 // that the kind does not have.
-MakeRunner runner_of(std::string_view kind, PyObject* options);
+MakeRunner make_runner(std::string_view kind, PyObject* options);
 
 }  // namespace te_fl::python

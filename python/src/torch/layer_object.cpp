@@ -31,7 +31,7 @@ Result<std::shared_ptr<Runner>> new_runner(const Layer& layer, DType activation)
 // Parameters with equal name stems and shapes may be slices of one array (parameters_split), and so
 // may their gradients. Returns the shapes of the possible arrays, which are concatenations of
 // consecutive parameters.
-std::vector<std::pair<size_t, Shape>> joined_of(
+std::vector<std::pair<size_t, Shape>> joined_parameters(
     const std::vector<std::pair<std::string, Shape>>& parameters) {
   std::map<std::pair<std::string, Shape>, std::vector<size_t>> groups;
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -54,7 +54,7 @@ std::vector<std::pair<size_t, Shape>> joined_of(
 
 }  // namespace
 
-const std::shared_ptr<Layer>& layer_of(PyObject* capsule) {
+const std::shared_ptr<Layer>& unwrap_layer(PyObject* capsule) {
   auto* layer = static_cast<std::shared_ptr<Layer>*>(PyCapsule_GetPointer(capsule, kLayerName));
   if (layer == nullptr) throw PythonError();
   return *layer;
@@ -93,18 +93,18 @@ PyObject* make_layer(PyObject*, PyObject* args) noexcept {
     // The first use loads plugins, which may be Python modules.
     without_lock([] { OpManager::instance(); });
     auto layer = std::make_shared<Layer>();
-    layer->make = runner_of(text_of(kind, "the kind of layer"), options);
-    for (PyObject* entry : items_of(states, "states")) {
+    layer->make = make_runner(to_text(kind, "the kind of layer"), options);
+    for (PyObject* entry : list_items(states, "states")) {
       PyObject *prefix = nullptr, *capsule = nullptr;
       if (PyArg_ParseTuple(entry, "OO", &prefix, &capsule) == 0) throw PythonError();
-      layer->states.emplace_back(text_of(prefix, "a prefix"), states_of(capsule));
+      layer->states.emplace_back(to_text(prefix, "a prefix"), unwrap_states(capsule));
     }
     if (layer->states.empty()) layer->states.emplace_back("", std::make_shared<ModuleStates>());
     for (const auto& [prefix, shared] : layer->states) layer->mutexes.push_back(&shared->mutex);
     std::ranges::sort(layer->mutexes, std::less<>());
     const auto same = std::ranges::unique(layer->mutexes);
     layer->mutexes.erase(same.begin(), same.end());
-    auto runner = value_of([&]() -> Result<std::shared_ptr<Runner>> {
+    auto runner = value_or_throw([&]() -> Result<std::shared_ptr<Runner>> {
       const WithoutLock unlocked;
       const LayerLock lock(*layer);
       return new_runner(*layer, DType::kF32);
@@ -113,7 +113,7 @@ PyObject* make_layer(PyObject*, PyObject* args) noexcept {
       const auto shape = p.value().shape();
       layer->parameters.emplace_back(p.name, Shape(shape.begin(), shape.end()));
     }
-    layer->joined = joined_of(layer->parameters);
+    layer->joined = joined_parameters(layer->parameters);
     layer->runners.emplace(DType::kF32, std::move(runner));
     layer->seen.resize(layer->parameters.size());
     auto owner = std::make_unique<std::shared_ptr<Layer>>(std::move(layer));
@@ -128,8 +128,8 @@ PyObject* make_layer(PyObject*, PyObject* args) noexcept {
 
 PyObject* layer_parameters(PyObject*, PyObject* capsule) noexcept {
   return guarded([&] {
-    return list_of(layer_of(capsule)->parameters, [](const auto& parameter) {
-      const Ref shape = list_of(parameter.second, [](int64_t n) { return to_python(n); });
+    return make_list(unwrap_layer(capsule)->parameters, [](const auto& parameter) {
+      const Ref shape = make_list(parameter.second, [](int64_t n) { return to_python(n); });
       const Ref name = to_python(std::string_view(parameter.first));
       return Ref::take(PyTuple_Pack(2, name.get(), shape.get()));
     });

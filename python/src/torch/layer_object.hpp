@@ -73,7 +73,7 @@ class LayerLock {
 };
 
 // The layer in a capsule of make_layer(); throws PythonError for other objects.
-const std::shared_ptr<Layer>& layer_of(PyObject* capsule);
+const std::shared_ptr<Layer>& unwrap_layer(PyObject* capsule);
 // The module for activations of `dtype`, created on first use. Needs a LayerLock.
 Result<std::shared_ptr<Runner>> runner_for(Layer& layer, DType dtype);
 

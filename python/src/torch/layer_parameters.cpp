@@ -57,7 +57,7 @@ long long caching_mode(const std::vector<PyObject*>& parameters) {
   PyObject* const entry = PyList_GetItem(entered.get(), 0);
   PyObject* const number = entry == nullptr ? nullptr : PyTuple_GetItem(entry, 0);
   if (number == nullptr) throw PythonError();
-  return integer_of(number);
+  return to_integer(number);
 }
 
 PyObject* set_weight_caches(PyObject*, PyObject* thread) noexcept {
@@ -68,8 +68,8 @@ PyObject* set_weight_caches(PyObject*, PyObject* thread) noexcept {
   });
 }
 
-std::vector<LentParameter> parameters_of(const Layer& layer, const std::vector<PyObject*>& objects,
-                                         bool training) {
+std::vector<LentParameter> lend_parameters(const Layer& layer,
+                                           const std::vector<PyObject*>& objects, bool training) {
   if (objects.size() != layer.parameters.size()) {
     throw_type_error("the layer has " + std::to_string(layer.parameters.size()) + " parameters; " +
                      std::to_string(objects.size()) + " were given");
@@ -82,7 +82,7 @@ std::vector<LentParameter> parameters_of(const Layer& layer, const std::vector<P
   return lent;
 }
 
-std::vector<bool> trained_of(const std::vector<PyObject*>& parameters) {
+std::vector<bool> find_trained(const std::vector<PyObject*>& parameters) {
   static PyObject* const name = PyUnicode_InternFromString("requires_grad");
   std::vector<bool> trained(parameters.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -97,9 +97,9 @@ Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
   // FSDP2's all-gather), and a new parameter may reuse an old address. So contents count as
   // unchanged only if the caller says so, by is_first_microbatch or by a scope.
   Contents contents{std::vector<uint64_t>(objects.size()), std::vector<long>(objects.size())};
-  // In a recomputation, contents_in_piece() replaces the numbers by those of the first run, so
+  // In a recomputation, contents_in_segment() replaces the numbers by those of the first run, so
   // cached weights stay valid.
-  if (repeats_piece()) {
+  if (repeats_segment()) {
     for (size_t i = 0; i < objects.size(); ++i) contents.versions[i] = version_of(objects[i]);
     return contents;
   }

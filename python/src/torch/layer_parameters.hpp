@@ -17,13 +17,13 @@ constexpr long long kTraining = 0, kUncached = 1;
 
 // The parameters in the layer's order. Needs the interpreter's lock; throws TypeError if their
 // number differs from the layer's.
-std::vector<LentParameter> parameters_of(const Layer& layer, const std::vector<PyObject*>& objects,
-                                         bool training);
+std::vector<LentParameter> lend_parameters(const Layer& layer,
+                                           const std::vector<PyObject*>& objects, bool training);
 // The mode of a forward that is not training: the number of the calling thread's outermost scope in
 // which quantised weights are cached, or kUncached. Needs the interpreter's lock.
 long long caching_mode(const std::vector<PyObject*>& parameters);
 // The requires_grad of each parameter. Needs the interpreter's lock.
-std::vector<bool> trained_of(const std::vector<PyObject*>& parameters);
+std::vector<bool> find_trained(const std::vector<PyObject*>& parameters);
 // The current version numbers of the parameters' contents; without numbers during the
 // recomputation of a checkpoint. Needs the interpreter's lock.
 Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,

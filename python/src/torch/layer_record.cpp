@@ -36,8 +36,8 @@ void drop_record(int64_t number) {
   g_records.by_number.erase(found);
 }
 
-std::shared_ptr<Record> record_of(PyObject* token) {
-  const Tensor number = tensor_of(token, "token", false);
+std::shared_ptr<Record> find_record(PyObject* token) {
+  const Tensor number = to_tensor(token, "token", false);
   if (!number.device().is_host() || number.dtype() != DType::kI64 || number.numel() != 1) {
     throw_type_error("the token is " + number.describe() + "; it must be the int64 of a forward");
   }
@@ -53,7 +53,7 @@ std::shared_ptr<Record> record_of(PyObject* token) {
 }
 
 std::shared_ptr<Record> record_that_waits(PyObject* object) {
-  const Tensor number = tensor_of(object, "token", false);
+  const Tensor number = to_tensor(object, "token", false);
   if (!number.device().is_host() || number.dtype() != DType::kI64 || number.numel() != 1) {
     return nullptr;
   }

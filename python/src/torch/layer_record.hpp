@@ -36,7 +36,7 @@ struct Record {
 int64_t add_record(std::shared_ptr<Record> record);
 void drop_record(int64_t number);
 // The record of a token, an int64 host tensor. FailedPrecondition if the record was dropped.
-std::shared_ptr<Record> record_of(PyObject* token);
+std::shared_ptr<Record> find_record(PyObject* token);
 // Returns the record if `object` is a token that a forward returned, and not a copy of a token;
 // null for all other tensors.
 std::shared_ptr<Record> record_that_waits(PyObject* object);

@@ -22,7 +22,7 @@ LentParameter lent_codes(PyObject* parameter, const char* name, bool training) {
     throw PythonError();
   }
   const auto part = [&](size_t i) {
-    return parts[i] != Py_None ? tensor_of(parts[i], name, false) : Tensor();
+    return parts[i] != Py_None ? to_tensor(parts[i], name, false) : Tensor();
   };
   auto made = wrap_quantized(static_cast<Scaling>(scaling), {.codes = part(0),
                                                              .columns = part(3),
@@ -39,7 +39,7 @@ LentParameter lent_parameter(PyObject* parameter, const char* name, bool trainin
   if (g_codes != nullptr && Py_TYPE(parameter) == g_codes) {
     return lent_codes(parameter, name, training);
   }
-  Tensor value = tensor_of(parameter, name, false);
+  Tensor value = to_tensor(parameter, name, false);
   const DType dtype = value.dtype();
   return {std::move(value), dtype};
 }

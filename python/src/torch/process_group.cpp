@@ -28,7 +28,7 @@ class Group {
   explicit Group(PyObject* object)
       : object_(object),
         like_(Ref::take(PyObject_GetAttrString(object, "like")).get()),
-        handle_(handle_of(object, "SequenceRanks").get()),
+        handle_(find_handle(object, "SequenceRanks").get()),
         communicator_(communicator_in(Ref::share(handle_.get()))) {}
   PyObject* object() const noexcept { return object_.get(); }
   PyObject* like() const noexcept { return like_.get(); }
@@ -94,11 +94,11 @@ class GroupWork final : public nn::SequenceRanks::Work {
 };
 
 // A collective dispatched as a te-fl op; the process group's implementation starts it in Python.
-class GroupCall final : public ServedCall {
+class GroupCall final : public CommunicatorCall {
  public:
   GroupCall(const std::shared_ptr<const Group>& group, const char* way, const Tensor& from,
             const Tensor& to, bool now)
-      : ServedCall(group->communicator()),
+      : CommunicatorCall(group->communicator()),
         group_(group),
         way_(way),
         from_(from),
@@ -150,11 +150,11 @@ class GroupCall final : public ServedCall {
 };
 
 // A reduce-scatter whose rows are sent to their ranks as soon as they are written.
-class GroupPieces final : public nn::SequenceRanks::Pieces {
+class GroupChunks final : public nn::SequenceRanks::Chunks {
  public:
-  GroupPieces(Ref pieces, const Device& device) : pieces_(pieces.release()), device_(device) {}
-  ~GroupPieces() override {
-    if (pieces_ == nullptr) return;
+  GroupChunks(Ref chunks, const Device& device) : chunks_(chunks.release()), device_(device) {}
+  ~GroupChunks() override {
+    if (chunks_ == nullptr) return;
     // Drops an error of wait(): the caller has already got the error that ended the call.
     static_cast<void>(wait());
     const InterpreterLock lock;
@@ -164,7 +164,7 @@ class GroupPieces final : public nn::SequenceRanks::Pieces {
     const InterpreterLock lock;
     if (!lock.held()) return interpreter_ended();
     const Ref stream = Ref::take(PyLong_FromVoidPtr(devices::current_stream(device_)));
-    PyObject* const done = PyObject_CallMethod(pieces_, "rows_done", "iO", rank, stream.get());
+    PyObject* const done = PyObject_CallMethod(chunks_, "rows_done", "iO", rank, stream.get());
     if (done == nullptr) return collective_failed();
     Py_DECREF(done);
     return {};
@@ -172,25 +172,25 @@ class GroupPieces final : public nn::SequenceRanks::Pieces {
   Status wait() override {
     const InterpreterLock lock;
     if (!lock.held()) return interpreter_ended();
-    const Ref pieces = Ref::take(std::exchange(pieces_, nullptr));
-    PyObject* const done = PyObject_CallMethod(pieces.get(), "wait", nullptr);
+    const Ref chunks = Ref::take(std::exchange(chunks_, nullptr));
+    PyObject* const done = PyObject_CallMethod(chunks.get(), "wait", nullptr);
     if (done == nullptr) return collective_failed();
     Py_DECREF(done);
     return {};
   }
 
  private:
-  PyObject* pieces_;  // null after wait()
+  PyObject* chunks_;  // null after wait()
   Device device_;
 };
 
 class GroupRanks final : public nn::SequenceRanks {
  public:
   explicit GroupRanks(PyObject* object) : group_(std::make_shared<Group>(object)) {
-    size_ = static_cast<int>(integer_of(Ref::take(PyObject_GetAttrString(object, "size")).get()));
-    rank_ = static_cast<int>(integer_of(Ref::take(PyObject_GetAttrString(object, "rank")).get()));
-    ranks_ = ranks_of(Ref::take(PyObject_GetAttrString(object, "ranks")).get());
-    pieces_from_ = integer_of(Ref::take(PyObject_GetAttrString(object, "pieces_from")).get());
+    size_ = static_cast<int>(to_integer(Ref::take(PyObject_GetAttrString(object, "size")).get()));
+    rank_ = static_cast<int>(to_integer(Ref::take(PyObject_GetAttrString(object, "rank")).get()));
+    ranks_ = to_ranks(Ref::take(PyObject_GetAttrString(object, "ranks")).get());
+    chunked_from_ = to_integer(Ref::take(PyObject_GetAttrString(object, "chunked_from")).get());
   }
   int size() const noexcept override { return size_; }
   int rank() const noexcept override { return rank_; }
@@ -203,7 +203,7 @@ class GroupRanks final : public nn::SequenceRanks {
     return call.ended(ops::all_gather(args, options_on(part.device())));
   }
   Begun reduce_scatter(const Tensor& whole, const Tensor& part, bool now) override {
-    if (pieces_from_ > 0 && bytes_for(part.dtype(), part.numel()) >= pieces_from_) {
+    if (chunked_from_ > 0 && bytes_for(part.dtype(), part.numel()) >= chunked_from_) {
       return scattered_in_pieces(whole, part);
     }
     te_fl_reduce_scatter_args args{};
@@ -213,10 +213,10 @@ class GroupRanks final : public nn::SequenceRanks {
     GroupCall call(group_, "reduce_scatter", whole, part, now);
     return call.ended(ops::reduce_scatter(args, options_on(part.device())));
   }
-  int64_t pieces_from() const noexcept override { return pieces_from_; }
-  Result<std::unique_ptr<Pieces>> scatter_pieces(const Tensor& whole, const Tensor& part) override {
-    TE_FL_ASSIGN_OR_RETURN(auto pieces, pieces_of("scatter_pieces", whole, part));
-    return std::unique_ptr<Pieces>(std::move(pieces));
+  int64_t chunked_from() const noexcept override { return chunked_from_; }
+  Result<std::unique_ptr<Chunks>> scatter_chunks(const Tensor& whole, const Tensor& part) override {
+    TE_FL_ASSIGN_OR_RETURN(auto chunks, split_for_group("scatter_chunks", whole, part));
+    return std::unique_ptr<Chunks>(std::move(chunks));
   }
   Status sum(const Tensor& values) override { return reduce("sum", values, TE_FL_REDUCTION_SUM); }
   Status largest(const Tensor& values) override {
@@ -246,19 +246,19 @@ class GroupRanks final : public nn::SequenceRanks {
     return work == nullptr ? Status() : work->wait();
   }
   Begun scattered_in_pieces(const Tensor& whole, const Tensor& part) {
-    TE_FL_ASSIGN_OR_RETURN(auto pieces, pieces_of("reduce_scatter", whole, part));
-    return std::unique_ptr<Work>(std::move(pieces));
+    TE_FL_ASSIGN_OR_RETURN(auto chunks, split_for_group("reduce_scatter", whole, part));
+    return std::unique_ptr<Work>(std::move(chunks));
   }
-  // Calls object.METHOD(whole, part, stream), which returns a Python _Pieces.
-  Result<std::unique_ptr<GroupPieces>> pieces_of(const char* method, const Tensor& whole,
-                                                 const Tensor& part) {
+  // Calls object.METHOD(whole, part, stream), which returns a Python _Chunks.
+  Result<std::unique_ptr<GroupChunks>> split_for_group(const char* method, const Tensor& whole,
+                                                       const Tensor& part) {
     const InterpreterLock lock;
     if (!lock.held()) return interpreter_ended();
     try {
       const Ref from = to_framework(whole, group_->like());
       const Ref to = to_framework(part, group_->like());
       const Ref stream = Ref::take(PyLong_FromVoidPtr(devices::current_stream(whole.device())));
-      return std::make_unique<GroupPieces>(
+      return std::make_unique<GroupChunks>(
           Ref::take(PyObject_CallMethod(group_->object(), method, "OOO", from.get(), to.get(),
                                         stream.get())),
           whole.device());
@@ -269,7 +269,7 @@ class GroupRanks final : public nn::SequenceRanks {
 
   std::shared_ptr<const Group> group_;
   int size_ = 1, rank_ = 0;
-  int64_t pieces_from_ = 0;
+  int64_t chunked_from_ = 0;
   std::vector<int64_t> ranks_;  // sorted
 };
 
@@ -277,18 +277,18 @@ class GroupRanks final : public nn::SequenceRanks {
 
 Ref other_stream(PyObject* like, const Device& device, void* stream) {
   const bool streams = device.type == TE_FL_DEVICE_CUDA || device.type == TE_FL_DEVICE_ROCM;
-  if (!streams || current_stream_of(like, device) == stream) return Ref::share(Py_None);
+  if (!streams || find_current_stream(like, device) == stream) return Ref::share(Py_None);
   return Ref::take(PyLong_FromVoidPtr(stream));
 }
 
-std::vector<int64_t> ranks_of(PyObject* tuple) {
+std::vector<int64_t> to_ranks(PyObject* tuple) {
   std::vector<int64_t> ranks;
-  for (PyObject* rank : items_of(tuple, "ranks")) ranks.push_back(integer_of(rank));
+  for (PyObject* rank : list_items(tuple, "ranks")) ranks.push_back(to_integer(rank));
   std::ranges::sort(ranks);
   return ranks;
 }
 
-std::shared_ptr<nn::SequenceRanks> sequence_ranks_of(PyObject* object) {
+std::shared_ptr<nn::SequenceRanks> make_sequence_ranks(PyObject* object) {
   return std::make_shared<GroupRanks>(object);
 }
 

@@ -30,9 +30,9 @@ class GroupReduction : public nn::AmaxReduction {
 Ref other_stream(PyObject* like, const Device& device, void* stream);
 
 // The integers of a tuple; sorted.
-std::vector<int64_t> ranks_of(PyObject* tuple);
+std::vector<int64_t> to_ranks(PyObject* tuple);
 
 // Adapts a te_fl.pytorch.distributed.sequence_ranks.SequenceRanks. The result keeps `object` alive.
-std::shared_ptr<nn::SequenceRanks> sequence_ranks_of(PyObject* object);
+std::shared_ptr<nn::SequenceRanks> make_sequence_ranks(PyObject* object);
 
 }  // namespace te_fl::python

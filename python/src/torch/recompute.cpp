@@ -11,7 +11,7 @@ namespace te_fl::python {
 namespace {
 
 constexpr const char* kRecordName = "te_fl.recompute_record";
-constexpr const char* kPieceName = "te_fl.recompute_scope";
+constexpr const char* kSegmentName = "te_fl.recompute_scope";
 
 struct Recording {
   nn::RecomputeRecord record;
@@ -23,31 +23,31 @@ struct Recording {
   Ref scopes;                     // the autocast scopes in force when the first run began, a list
 };
 
-// One run of a checkpointed part of the forward, from begin_recompute() to end_recompute(). A Piece
-// that was never ended stays in force on its thread, so it must not be freed.
-struct Piece {
+// One run of a checkpointed part of the forward, from begin_recompute() to end_recompute(). A
+// Segment that was never ended stays in force on its thread, so it must not be freed.
+struct Segment {
   std::shared_ptr<Recording> record;
   bool second = false;
   size_t next = 0;  // in a second run, the index of the next forward of the first run
-  Piece* outer = nullptr;
+  Segment* outer = nullptr;
   std::unique_ptr<nn::RecomputeScope> scope;
   // In a second run: the thread's list of autocasts, and a copy of the list from before the run.
   Ref scopes, outside;
 };
 
-thread_local Piece* t_piece = nullptr;
+thread_local Segment* t_segment = nullptr;
 
 [[noreturn]] void throw_precondition(const std::string& text) {
   throw_status(Status(StatusCode::kFailedPrecondition, "recomputation: " + text));
 }
 
-Ref copy_of(PyObject* list) { return Ref::take(PyList_GetSlice(list, 0, PyList_Size(list))); }
+Ref copy_list(PyObject* list) { return Ref::take(PyList_GetSlice(list, 0, PyList_Size(list))); }
 
 void assign(PyObject* list, PyObject* items) {
   check(PyList_SetSlice(list, 0, PyList_Size(list), items));
 }
 
-const std::shared_ptr<Recording>& recording_of(PyObject* capsule) {
+const std::shared_ptr<Recording>& unwrap_recording(PyObject* capsule) {
   auto* record =
       static_cast<std::shared_ptr<Recording>*>(PyCapsule_GetPointer(capsule, kRecordName));
   if (record == nullptr) throw PythonError();
@@ -55,10 +55,10 @@ const std::shared_ptr<Recording>& recording_of(PyObject* capsule) {
 }
 
 // The innermost second run on this thread; null if there is none.
-Piece* second_run() {
-  Piece* piece = t_piece;
-  while (piece != nullptr && !piece->second) piece = piece->outer;
-  return piece;
+Segment* second_run() {
+  Segment* segment = t_segment;
+  while (segment != nullptr && !segment->second) segment = segment->outer;
+  return segment;
 }
 
 // Disables Python's garbage collection: collecting a PyTorch generator that a failed forward left
@@ -75,10 +75,10 @@ class NoCollection {
 
 }  // namespace
 
-bool repeats_piece() { return second_run() != nullptr; }
+bool repeats_segment() { return second_run() != nullptr; }
 
-Contents contents_in_piece(const void* layer, Contents now) {
-  Piece* const second = second_run();
+Contents contents_in_segment(const void* layer, Contents now) {
+  Segment* const second = second_run();
   if (second != nullptr) {
     const auto& forwards = second->record->forwards;
     if (second->next == forwards.size() || forwards[second->next].layer != layer) {
@@ -94,8 +94,8 @@ Contents contents_in_piece(const void* layer, Contents now) {
     }
     now = then;
   }
-  for (Piece* piece = t_piece; piece != second; piece = piece->outer) {
-    piece->record->forwards.push_back({layer, now});
+  for (Segment* segment = t_segment; segment != second; segment = segment->outer) {
+    segment->record->forwards.push_back({layer, now});
   }
   return now;
 }
@@ -154,39 +154,39 @@ PyObject* begin_recompute(PyObject*, PyObject* args) noexcept {
     int second = 0;
     if (PyArg_ParseTuple(args, "OpO", &capsule, &second, &thread) == 0) throw PythonError();
     Ref scopes = Ref::take(PyObject_GetAttrString(thread, "scopes"));
-    auto piece = std::make_unique<Piece>();
-    piece->record = recording_of(capsule);
-    piece->second = second != 0;
-    piece->scope = std::make_unique<nn::RecomputeScope>(
-        piece->record->record,
-        piece->second ? nn::RecomputePhase::kSecond : nn::RecomputePhase::kFirst);
-    piece->outer = t_piece;
-    Ref scope = Ref::take(PyCapsule_New(piece.get(), kPieceName, [](PyObject* c) {
-      auto* dropped = static_cast<Piece*>(PyCapsule_GetPointer(c, kPieceName));
+    auto segment = std::make_unique<Segment>();
+    segment->record = unwrap_recording(capsule);
+    segment->second = second != 0;
+    segment->scope = std::make_unique<nn::RecomputeScope>(
+        segment->record->record,
+        segment->second ? nn::RecomputePhase::kSecond : nn::RecomputePhase::kFirst);
+    segment->outer = t_segment;
+    Ref scope = Ref::take(PyCapsule_New(segment.get(), kSegmentName, [](PyObject* c) {
+      auto* dropped = static_cast<Segment*>(PyCapsule_GetPointer(c, kSegmentName));
       if (dropped->scope == nullptr) delete dropped;
     }));
-    if (piece->second) {
-      piece->outside = copy_of(scopes.get());
-      assign(scopes.get(), piece->record->scopes.get());
-      piece->scopes = std::move(scopes);
+    if (segment->second) {
+      segment->outside = copy_list(scopes.get());
+      assign(scopes.get(), segment->record->scopes.get());
+      segment->scopes = std::move(scopes);
     } else {
-      piece->record->scopes = copy_of(scopes.get());
+      segment->record->scopes = copy_list(scopes.get());
     }
-    t_piece = piece.release();
+    t_segment = segment.release();
     return scope;
   });
 }
 
 PyObject* end_recompute(PyObject*, PyObject* capsule) noexcept {
   return guarded([&] {
-    auto* piece = static_cast<Piece*>(PyCapsule_GetPointer(capsule, kPieceName));
-    if (piece == nullptr) throw PythonError();
-    if (piece != t_piece) {
+    auto* segment = static_cast<Segment*>(PyCapsule_GetPointer(capsule, kSegmentName));
+    if (segment == nullptr) throw PythonError();
+    if (segment != t_segment) {
       throw_precondition("its scopes end on the thread that began them, the innermost first");
     }
-    t_piece = piece->outer;
-    piece->scope.reset();
-    if (piece->second) assign(piece->scopes.get(), piece->outside.get());
+    t_segment = segment->outer;
+    segment->scope.reset();
+    if (segment->second) assign(segment->scopes.get(), segment->outside.get());
     return Ref::share(Py_None);
   });
 }

@@ -1,5 +1,5 @@
-// Activation checkpointing for te_fl.pytorch's checkpoint. A "piece" is a checkpointed part of the
-// forward, which runs a second time (is recomputed) in the backward.
+// Activation checkpointing for te_fl.pytorch's checkpoint. A "segment" is a checkpointed part of
+// the forward, which runs a second time (is recomputed) in the backward.
 #pragma once
 
 #include <cstdint>
@@ -16,17 +16,17 @@ struct Contents {
   std::vector<long> versions;
 };
 
-// True if this thread is recomputing a piece.
-bool repeats_piece();
-// If this thread recomputes a piece, returns the contents that the first run recorded. Otherwise
-// returns `now`, and records it if the piece will be recomputed. Throws FAILED_PRECONDITION if the
-// forwards differ from the first run's, or if parameters were written in between.
-Contents contents_in_piece(const void* layer, Contents now);
+// True if this thread is recomputing a segment.
+bool repeats_segment();
+// If this thread recomputes a segment, returns the contents that the first run recorded. Otherwise
+// returns `now`, and records it if the segment will be recomputed. Throws FAILED_PRECONDITION if
+// the forwards differ from the first run's, or if parameters were written in between.
+Contents contents_in_segment(const void* layer, Contents now);
 
 // recompute_record() -> an empty record that the first run fills for the second
 // (nn::RecomputeRecord).
 PyObject* recompute_record(PyObject*, PyObject*) noexcept;
-// begin_recompute(record, second, thread) -> scope: forwards on this thread belong to the piece's
+// begin_recompute(record, second, thread) -> scope: forwards on this thread belong to the segment's
 // first or second run until end_recompute(scope) on the same thread. Inner scopes end first. During
 // the second run, thread.scopes, this thread's list of autocasts, is replaced by the list from the
 // beginning of the first run.

@@ -15,13 +15,13 @@
 namespace te_fl::python {
 namespace {
 
-int64_t count_of(std::span<const int64_t> shape) {
+int64_t count_elements(std::span<const int64_t> shape) {
   int64_t count = 1;
   for (const int64_t extent : shape) count *= extent;
   return count;
 }
 
-Ref tuple_of(std::span<const int64_t> shape) {
+Ref to_tuple(std::span<const int64_t> shape) {
   Ref tuple = Ref::take(PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
   for (size_t i = 0; i < shape.size(); ++i) {
     check(PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), to_python(shape[i]).release()));
@@ -56,13 +56,13 @@ Status refusal() {
 }  // namespace
 
 void ResultTensors::expect(Shape shape, DType dtype) {
-  const int64_t count = count_of({shape.data(), shape.size()});
+  const int64_t count = count_elements({shape.data(), shape.size()});
   if (count > 0) expected_.push_back({std::move(shape), dtype, count});
 }
 
 const ResultTensors::Expected* ResultTensors::expected_for(std::span<const int64_t> shape,
                                                            DType dtype) const {
-  const int64_t count = count_of(shape);
+  const int64_t count = count_elements(shape);
   const Expected* found = nullptr;
   for (const Expected& e : expected_) {
     if (e.dtype != dtype || e.count != count) continue;
@@ -81,7 +81,7 @@ Result<std::shared_ptr<void>> ResultTensors::make(std::span<const int64_t> shape
   if (!lock.held()) return std::shared_ptr<void>();
   try {
     Ref object = new_tensor(like_, {expected->shape.data(), expected->shape.size()}, dtype);
-    void* const first = memory_of(object.get(), "a result");
+    void* const first = data_address(object.get(), "a result");
     std::shared_ptr<void> memory(first, [kept = object.get()](void*) {
       const InterpreterLock last;
       if (last.held()) Py_DECREF(kept);
@@ -112,8 +112,8 @@ Ref ResultTensors::take(Tensor result, PyObject* exchanged) {
     // of one gradient array.
     Shape strides(extents.size(), 1);
     for (size_t d = extents.size(); d-- > 1;) strides[d - 1] = strides[d] * extents[d];
-    const Ref wanted = tuple_of({extents.data(), extents.size()});
-    const Ref steps = tuple_of({strides.data(), strides.size()});
+    const Ref wanted = to_tuple({extents.data(), extents.size()});
+    const Ref steps = to_tuple({strides.data(), strides.size()});
     object = Ref::take(PyObject_CallMethod(object.get(), "as_strided", "OOL", wanted.get(),
                                            steps.get(), static_cast<long long>(offset)));
     return Ref::take(PyObject_CallMethod(object.get(), "detach", nullptr));
@@ -125,7 +125,7 @@ Ref ResultTensors::take(Tensor result, PyObject* exchanged) {
     const std::string text =
         "a layer's result " + result.describe() +
         " was not made by the framework, so record_stream() does not hold for it";
-    if (value_of(environment::get_bool("TE_FL_VALIDATE"))) throw_status(internal_error(text));
+    if (value_or_throw(environment::get_bool("TE_FL_VALIDATE"))) throw_status(internal_error(text));
     static std::atomic_flag logged;
     if (!logged.test_and_set()) log::warning(text);
   }

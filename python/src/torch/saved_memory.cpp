@@ -15,7 +15,7 @@ namespace te_fl::python {
 namespace {
 
 // The program's storage that the memory lies in; None if te-fl has allocated it.
-Ref storage_of(const Record& record, const nn::SavedMemory& memory) {
+Ref find_storage(const Record& record, const nn::SavedMemory& memory) {
   for (const Lent& lent : record.lent) {
     PyObject* const storage = lent.storage_in(memory.data, memory.bytes);
     if (storage != nullptr) return Ref::share(storage);
@@ -30,11 +30,12 @@ PyObject* saved_memory(PyObject*, PyObject* token) noexcept {
     const std::shared_ptr<Record> record = record_that_waits(token);
     if (record == nullptr) return Ref::share(Py_None);
     const auto memory = nn::saved_memory(record->ctx, record->device);
-    return list_of(memory, [&](const nn::SavedMemory& m) {
+    return make_list(memory, [&](const nn::SavedMemory& m) {
       const std::array<int64_t, 1> shape{m.bytes};
       const Ref tensor = to_framework(
-          value_of(Tensor::wrap(m.data, shape, {}, DType::kU8, record->device, m.owner)), token);
-      const Ref storage = storage_of(*record, m);
+          value_or_throw(Tensor::wrap(m.data, shape, {}, DType::kU8, record->device, m.owner)),
+          token);
+      const Ref storage = find_storage(*record, m);
       return Ref::take(PyTuple_Pack(2, tensor.get(), storage.get()));
     });
   });
@@ -44,14 +45,14 @@ PyObject* move_saved_memory(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     PyObject *token = nullptr, *entries = nullptr;
     if (PyArg_ParseTuple(args, "OO", &token, &entries) == 0) throw PythonError();
-    const std::shared_ptr<Record> record = record_of(token);
+    const std::shared_ptr<Record> record = find_record(token);
     std::vector<nn::MovedMemory> moved;
-    for (PyObject* entry : items_of(entries, "memory")) {
+    for (PyObject* entry : list_items(entries, "memory")) {
       unsigned long long from = 0;
       long long bytes = 0;
       PyObject* to = nullptr;
       if (PyArg_ParseTuple(entry, "KLO", &from, &bytes, &to) == 0) throw PythonError();
-      auto owner = std::make_shared<Tensor>(tensor_of(to, "memory", true));
+      auto owner = std::make_shared<Tensor>(to_tensor(to, "memory", true));
       if (owner->numel() * bits(owner->dtype()) < bytes * 8 || !owner->contiguous()) {
         throw_type_error("the new memory is " + owner->describe() + "; it must be " +
                          std::to_string(bytes) + " bytes");

@@ -47,7 +47,7 @@ PyObject* make_scale_functions(PyObject*, PyObject* args) noexcept {
     PyObject *name = nullptr, *amax = nullptr, *scale = nullptr, *of = nullptr;
     if (PyArg_ParseTuple(args, "OOOO", &name, &amax, &scale, &of) == 0) throw PythonError();
     const auto find_amax = std::make_shared<Kept>(amax), like = std::make_shared<Kept>(of);
-    nn::AmaxFunction made{.name = std::string(text_of(name, "the name")),
+    nn::AmaxFunction made{.name = std::string(to_text(name, "the name")),
                           .compute = [find_amax, like](const Tensor& history, const Tensor& out) {
                             return call(*find_amax, *like, history, out, nullptr);
                           }};
@@ -67,7 +67,7 @@ PyObject* make_scale_functions(PyObject*, PyObject* args) noexcept {
   });
 }
 
-Functions scale_functions_of(PyObject* described) {
+Functions read_scale_functions(PyObject* described) {
   const Ref module = Ref::take(PyImport_ImportModule("te_fl.pytorch.fp8.scale_functions"));
   const Ref bound = Ref::take(PyObject_CallMethod(module.get(), "native_of", "O", described));
   auto* functions = static_cast<Functions*>(PyCapsule_GetPointer(bound.get(), kName));

@@ -16,6 +16,6 @@ PyObject* make_scale_functions(PyObject*, PyObject* args) noexcept;
 
 // Converts the result of te_fl.common.recipe.describe_natively(). Equal descriptions give the same
 // object. Needs the interpreter's lock; throws PythonError.
-std::shared_ptr<const nn::AmaxFunction> scale_functions_of(PyObject* described);
+std::shared_ptr<const nn::AmaxFunction> read_scale_functions(PyObject* described);
 
 }  // namespace te_fl::python

@@ -76,7 +76,7 @@ Ref bytes_at(void* self, const void* data, size_t bytes, bool host) {
   const std::array<int64_t, 1> shape{static_cast<int64_t>(bytes)};
   const Device device = host ? Device() : of(self).device;
   return to_framework(
-      value_of(Tensor::wrap(const_cast<void*>(data), shape, {}, DType::kU8, device, nullptr)),
+      value_or_throw(Tensor::wrap(const_cast<void*>(data), shape, {}, DType::kU8, device, nullptr)),
       of(self).like);
 }
 
@@ -228,7 +228,7 @@ bool make_in_python(const Device& device) {
   if (!added.ok() && added.status().code() != StatusCode::kAlreadyExists)
     throw_status(added.status());
   if (added.ok()) {
-    log::info(to_string(device) + " is made by PyTorch, since no plugin of te-fl serves it");
+    log::info(to_string(device) + " is made by PyTorch, since no plugin of te-fl supports it");
     made.release();
   }
   return true;

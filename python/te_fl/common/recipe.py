@@ -348,7 +348,7 @@ _OTHERS = "use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
 
 
 def _refuse(recipe: Recipe, field: str, way_out: str) -> Unsupported:
-    return Unsupported(f"{type(recipe).__name__}: te-fl's layers do not serve {field}={getattr(recipe, field)!r}; {way_out}")
+    return Unsupported(f"{type(recipe).__name__}: te-fl's layers do not support {field}={getattr(recipe, field)!r}; {way_out}")
 
 
 def _one_quantisation(recipe: Recipe) -> QParams:
@@ -432,9 +432,9 @@ def describe_natively(recipe: Recipe) -> dict:
     if kind is None:
         if not isinstance(recipe, Recipe):
             raise TypeError(f"the recipe is {recipe!r}; it is an object of te_fl.common.recipe, such as DelayedScaling()")
-        raise Unsupported(f"{type(recipe).__name__}: te-fl's layers do not serve this recipe; {_OTHERS}")
-    for field, served, way_out in _SERVED[kind]:
-        if getattr(recipe, field) != served:
+        raise Unsupported(f"{type(recipe).__name__}: te-fl's layers do not support this recipe; {_OTHERS}")
+    for field, supported, way_out in _SERVED[kind]:
+        if getattr(recipe, field) != supported:
             raise _refuse(recipe, field, way_out)
     if recipe.fp8_format not in (Format.HYBRID, Format.E4M3):
         raise _refuse(recipe, "fp8_format", "give Format.HYBRID or Format.E4M3")

@@ -47,7 +47,7 @@ class Refused:
         self.__dict__.update(_name=name, _way_out=way_out)
 
     def _refuse(self) -> None:
-        raise Unsupported(f"{self._name} is not served by te-fl; {self._way_out} (docs/transformer-engine.md)")
+        raise Unsupported(f"{self._name} is not supported by te-fl; {self._way_out} (docs/transformer-engine.md)")
 
     def __call__(self, *arguments, **options):
         self._refuse()
@@ -76,7 +76,7 @@ class Refused:
         return f"<{self._name}, refused by te-fl>"
 
 
-def _made_of(module: str, name: str) -> Any:
+def _make_attribute(module: str, name: str) -> Any:
     """Creates an object of the class without initialising it, as copyreg.__newobj__."""
     kind = getattr(importlib.import_module(module), name)
     return kind.__new__(kind)
@@ -98,7 +98,7 @@ def _answer_by(kind: Any, name: str) -> None:
 
     def reduced(made: Any) -> Any:
         _, _, *state = made.__reduce_ex__(4)
-        return (_made_of, (own, kind.__name__), *state)
+        return (_make_attribute, (own, kind.__name__), *state)
 
     kind.__module__ = max(places, key=lambda m: m.count("."))
     copyreg.pickle(kind, reduced)
@@ -142,7 +142,7 @@ class _Extension(types.ModuleType):
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        raise _Missing(f"{self.__name__}.{name} is not served by te-fl; call the op by its name in te_fl.ops (docs/ops.md)")
+        raise _Missing(f"{self.__name__}.{name} is not supported by te-fl; call the op by its name in te_fl.ops (docs/ops.md)")
 
 
 class _Loader(importlib.abc.Loader):

@@ -198,7 +198,7 @@ LACKING = (
      "internals of its offloading"),
     ("inter_attention key_value layernorm layernorm_qkv layernorm_query query_layer", "submodules that exist, as in Transformer Engine, only with certain arguments"),
     ("is_debug_iter next_iter_when_debug_should_be_run no_debug_features_active", "its debug tools"),
-    ("onnx_dequantize onnx_forward onnx_quantize op_onnx_forward", "internals of its ONNX export; `onnx_export` is served"),
+    ("onnx_dequantize onnx_forward onnx_quantize op_onnx_forward", "internals of its ONNX export; `onnx_export` is supported"),
     ("bwd_ln_sm_margin bwd_rmsnorm_sm_margin fwd_ln_sm_margin fwd_rmsnorm_sm_margin inf_ln_sm_margin inf_rmsnorm_sm_margin",
      "multiprocessors that its kernels leave free"),
 )
@@ -260,7 +260,7 @@ INTRODUCTION = """
 After `te_fl.as_transformer_engine()`, `import transformer_engine` imports te-fl ([PyTorch](pytorch.md)). With `TE_FL_AS_TRANSFORMER_ENGINE=1` in the environment
 an installed te-fl does this without the call.
 
-- A served name is imported from the te-fl module in the table. It has Transformer Engine's parameters and defaults (except `device`).
+- A supported name is imported from the te-fl module in the table. It has Transformer Engine's parameters and defaults (except `device`).
 - `te_fl.pytorch` itself has the modules `attention`, `constants`, `cross_entropy`, `distributed`, `export`, `float8_tensor`, `graph`, `ops`, `optimizers`,
   `permutation`, `quantization`, `router` and `transformer` with the served names of Transformer Engine's modules.
 - A refused name can be imported and used as a base class, and `isinstance` with it is False. Calling it, making an object of a derived class or reading an
@@ -279,10 +279,10 @@ INSIDE_OWN_KERNELS = frozenset(  # use kernels of Triton or another library
 
 
 def inside(module: str, name: str) -> str:
-    """The state of a name with te-fl inside NVIDIA's package: served, refused, or with the package's own kernels; empty for JAX."""
+    """The state of a name with te-fl inside NVIDIA's package: supported, refused, or with the package's own kernels; empty for JAX."""
     if module.startswith("transformer_engine.jax"):
         return ""
-    return "refused" if name in INSIDE_REFUSED else "the package's own kernels" if name in INSIDE_OWN_KERNELS else "served"
+    return "refused" if name in INSIDE_REFUSED else "the package's own kernels" if name in INSIDE_OWN_KERNELS else "supported"
 
 
 _PLACES = [(home, frozenset(names.split())) for home, names in (*SERVED.items(), *PLUGINS.items())]

@@ -39,7 +39,7 @@ def _name(node: Any, modules: Set[str], members: Dict[str, str]) -> str:
     return members.get(node.id, "") if isinstance(node, ast.Name) else ""
 
 
-def _uses_of(source: str) -> Iterator[Tuple[str, Any]]:
+def _find_uses(source: str) -> Iterator[Tuple[str, Any]]:
     """Yields (attribute name, call node or None) for each use of an attribute of transformer_engine_torch in a source file."""
     tree = ast.parse(source)
     modules, members = _imported(tree)
@@ -59,7 +59,7 @@ def of_package(folder: pathlib.Path) -> Uses:
         source = path.read_text()
         if _EXTENSION not in source:
             continue
-        for name, call in _uses_of(source):
+        for name, call in _find_uses(source):
             uses.names.add(name)
             if call is not None and not any(isinstance(a, ast.Starred) for a in call.args) and all(k.arg for k in call.keywords):
                 uses.calls.setdefault(name, set()).add((len(call.args), frozenset(k.arg for k in call.keywords)))

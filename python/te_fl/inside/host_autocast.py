@@ -151,10 +151,10 @@ def _cast_where_tensors_lie() -> None:
 
     torch.amp.autocast_mode._cast = on_host
     for owner in (torch.library, torch.library.CustomOpDef):
-        def on_host_of(op: Any, device_type: str, *arguments: Any, _register: Any = owner.register_autocast, **options: Any) -> Any:
+        def register_on_host(op: Any, device_type: str, *arguments: Any, _register: Any = owner.register_autocast, **options: Any) -> Any:
             return _register(op, "cpu" if device_type == "cuda" else device_type, *arguments, **options)
 
-        owner.register_autocast = functools.wraps(owner.register_autocast)(on_host_of)
+        owner.register_autocast = functools.wraps(owner.register_autocast)(register_on_host)
 
 
 def install() -> None:

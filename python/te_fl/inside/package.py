@@ -26,7 +26,7 @@ OLDEST, NEWEST = (2, 14), (2, 20)
 _BUILDING = "NVTE_PROJECT_BUILDING"
 
 
-def version_of(text: str) -> tuple:
+def parse_version(text: str) -> tuple:
     """The leading numbers of a version string, as a tuple."""
     numbers = []
     for part in text.split("+")[0].split("."):
@@ -41,7 +41,7 @@ def _dotted(version: tuple) -> str:
 
 
 def _check_version(found: str) -> None:
-    if version_of(found) < OLDEST:
+    if parse_version(found) < OLDEST:
         raise Unsupported(f"transformer_engine {found} is older than {_dotted(OLDEST)}, the oldest whose extension module te-fl knows; "
                           "install a newer one")
 
@@ -66,8 +66,8 @@ def extension() -> ModuleType:
     _check_version(found)
     from te_fl import transformer_engine_torch
     from te_fl.transformer_engine_torch import older
-    older.adopt(transformer_engine_torch, version_of(found))
-    if version_of(found)[:2] > NEWEST:
+    older.adopt(transformer_engine_torch, parse_version(found))
+    if parse_version(found)[:2] > NEWEST:
         _refuse_unknown(transformer_engine_torch, found)
     return transformer_engine_torch
 
@@ -75,7 +75,7 @@ def extension() -> ModuleType:
 def load_framework_extension(framework: str) -> None:
     if framework != "torch":
         # For other frameworks, ImportError makes the package's top level continue without them.
-        raise ImportError(f"te-fl serves the PyTorch side of transformer_engine only; for {framework} use te_fl.{framework}")
+        raise ImportError(f"te-fl supports the PyTorch side of transformer_engine only; for {framework} use te_fl.{framework}")
     sys.modules[_EXTENSION] = extension()
 
 
@@ -126,7 +126,7 @@ def _execute_patterns(loader: Any, module: ModuleType) -> None:
     host_device.trace_patterns(module)
 
 
-def _serve_fp16(module: ModuleType) -> None:
+def _enable_fp16(module: ModuleType) -> None:
     """Accelerate silently ignores mixed_precision="fp16" on a device of type cpu, and under the emulation torch.device("cuda") is such a device.
     Unless the program has requested the CPU, this patch enables Accelerate's behaviour on a GPU: autocast to FP16, and a loss scaler. module:
     accelerate.accelerator.
@@ -145,7 +145,7 @@ def _serve_fp16(module: ModuleType) -> None:
 
 def _execute_accelerator(loader: Any, module: ModuleType) -> None:
     loader.exec_module(module)
-    _serve_fp16(module)
+    _enable_fp16(module)
 
 
 def _execute_quantization(loader: Any, module: ModuleType) -> None:
@@ -192,7 +192,7 @@ def _execute_quantized_tensor(loader: Any, module: ModuleType) -> None:
     corrects it.
     """
     loader.exec_module(module)
-    if version_of(importlib.metadata.version("transformer_engine")) < (2, 18):
+    if parse_version(importlib.metadata.version("transformer_engine")) < (2, 18):
         for name in {"requires_grad", "requires_grad_"} & vars(module.QuantizedTensor).keys():
             delattr(module.QuantizedTensor, name)
 
@@ -211,7 +211,7 @@ def _execute_context_parallel(loader: Any, module: ModuleType) -> None:
         call = signature.bind(*arguments, **options).arguments
         size, mask = call.get("window_size"), call.get("attn_mask_type", "causal")
         if call["cp_comm_type"] == "all_gather" and call.get("use_fused_attention") and "causal" not in mask and size not in (None, (-1, -1), (-1, 0)):
-            raise Unsupported(f"attention: window_size = {size} with attn_mask_type {mask!r} and cp_comm_type 'all_gather' is not served; give a causal "
+            raise Unsupported(f"attention: window_size = {size} with attn_mask_type {mask!r} and cp_comm_type 'all_gather' is not supported; give a causal "
                               "mask, or cp_comm_type='a2a'")
         return forward(*arguments, **options)
 
@@ -224,7 +224,7 @@ def _execute_attention_backends(loader: Any, module: ModuleType) -> None:
     patch corrects it.
     """
     loader.exec_module(module)
-    if version_of(importlib.metadata.version("transformer_engine"))[:2] != (2, 19):
+    if parse_version(importlib.metadata.version("transformer_engine"))[:2] != (2, 19):
         return
     forward = module.FusedAttention.forward
 
@@ -276,5 +276,5 @@ def install(host: bool) -> None:
     elif host:
         executions["torch"] = _execute_torch
     if host and (accelerator := sys.modules.get(_ACCELERATOR)) is not None:
-        _serve_fp16(accelerator)
+        _enable_fp16(accelerator)
     sys.meta_path.insert(0, _Finder(executions))

@@ -56,7 +56,7 @@ class Parts(NamedTuple):
         return jax.lax.psum(value, rest) if rest and name in ("dbias", "dsink") else value
 
 
-def parts_of(batch: int, heads: int, key_heads: int) -> Optional[Parts]:
+def split_mesh(batch: int, heads: int, key_heads: int) -> Optional[Parts]:
     """The sharding given by the calling thread's mesh resource; None: each device runs the whole call."""
     mesh = sharding.current_mesh()
     if mesh is None or not _partition.may_cut_programs():

@@ -41,11 +41,11 @@ def largest(array: jax.Array, of: jax.Array) -> jax.Array:
 
 def largest_over(array: jax.Array, axes: Sequence[str]) -> jax.Array:
     """The maximum over those of these axes over which `array` varies."""
-    over = tuple(axis for axis in axes if axis in varying(array)) if is_told() else tuple(axes)
+    over = tuple(axis for axis in axes if axis in varying(array)) if tracks_axes() else tuple(axes)
     return jax.lax.pmax(array, over) if over else array
 
 
-def is_told() -> bool:
+def tracks_axes() -> bool:
     """True if JAX tracks varying axes. False inside pmap and shard_map(check_vma=False), where array types list no axes."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return not axes or bool(varying(jax.lax.axis_index(axes[0])))

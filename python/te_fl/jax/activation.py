@@ -67,7 +67,7 @@ def activation(x: jax.Array, activation_type: Sequence[str], quantizer=None, act
     act_params: limit and alpha of ("clamped_silu", "clamped_linear").
     """
     if quantizer is not None:
-        raise Unsupported("te_fl.jax: activation(quantizer=..) is not served; layernorm_mlp quantises what its product reads")
+        raise Unsupported("te_fl.jax: activation(quantizer=..) is not supported; layernorm_mlp quantises what its product reads")
     names = canonicalize_activation(activation_type)
     if x.ndim < 2 or x.shape[-2] != len(names):
         raise InvalidArgument(f"x has shape {x.shape}; for the activations {names} the last dimension but one is {len(names)}")

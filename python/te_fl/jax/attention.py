@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.jax import ops, sharding
-from te_fl.jax._attention_parts import Parts, parts_of
+from te_fl.jax._attention_parts import Parts, split_mesh
 from te_fl.jax._partition import Layout
 from te_fl.jax._varying import align
 from te_fl.jax.quantize import random_state
@@ -132,11 +132,11 @@ class SequenceDescriptor(NamedTuple):
 
     @classmethod
     def from_seqlens_and_offsets(cls, seqlens, seq_offsets) -> "SequenceDescriptor":
-        raise Unsupported("te_fl.jax: sequences packed into rows (offsets, thd) are not served; pad them and give from_seqlens()")
+        raise Unsupported("te_fl.jax: sequences packed into rows (offsets, thd) are not supported; pad them and give from_seqlens()")
 
     @classmethod
     def from_segment_ids_and_pos(cls, segment_ids, segment_pos=None) -> "SequenceDescriptor":
-        raise Unsupported("te_fl.jax: segment ids are not served; pad the sequences and give from_seqlens(), or a mask")
+        raise Unsupported("te_fl.jax: segment ids are not supported; pad the sequences and give from_seqlens(), or a mask")
 
 
 class _Settings(NamedTuple):
@@ -266,14 +266,14 @@ def _check_context_parallel(strategy: Any, axis: str) -> None:
         raise InvalidArgument(f"context_parallel_strategy is {strategy!r}; it is one of {', '.join(CPStrategy.__members__)}")
     devices = sharding.axis_size("context_parallel_axis", axis) if axis else 1
     if devices > 1:
-        raise Unsupported(f"te_fl.jax: fused_attn(context_parallel_axis={axis!r}) is not served over {devices} devices, only on a mesh axis of "
+        raise Unsupported(f"te_fl.jax: fused_attn(context_parallel_axis={axis!r}) is not supported over {devices} devices, only on a mesh axis of "
                                   "one; leave it '', and XLA gathers sequences that are cut")
 
 
 def _refuse(**options: Any) -> None:
     for name, (value, default, way_out) in options.items():
         if value is not default and value != default:
-            raise Unsupported(f"te_fl.jax: fused_attn({name}={value!r}) is not served; {way_out}")
+            raise Unsupported(f"te_fl.jax: fused_attn({name}={value!r}) is not supported; {way_out}")
 
 
 def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_descriptor: Union[SequenceDescriptor, jax.Array, None],
@@ -303,9 +303,9 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
             return_max_logit=(return_max_logit, False, "leave it False"))
     _check_context_parallel(context_parallel_strategy, context_parallel_axis)
     if qkv_layout.is_thd():
-        raise Unsupported(f"te_fl.jax: qkv_layout {qkv_layout.name} is not served; pad the sequences and take a BSHD layout")
+        raise Unsupported(f"te_fl.jax: qkv_layout {qkv_layout.name} is not supported; pad the sequences and take a BSHD layout")
     if attn_bias_type is AttnBiasType.PRE_SCALE_BIAS:
-        raise Unsupported("te_fl.jax: attn_bias_type PRE_SCALE_BIAS is not served; multiply by the scale and take POST_SCALE_BIAS")
+        raise Unsupported("te_fl.jax: attn_bias_type PRE_SCALE_BIAS is not supported; multiply by the scale and take POST_SCALE_BIAS")
     if (bias is not None) != (attn_bias_type is AttnBiasType.POST_SCALE_BIAS):
         raise InvalidArgument(f"attn_bias_type {attn_bias_type.name} goes {'without' if bias is not None else 'with'} a bias")
     if (softmax_offset is not None) != (softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX):
@@ -346,7 +346,7 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
             bias = jnp.broadcast_to(bias, (q.shape[1 - sequence], q.shape[2], q.shape[sequence], k.shape[sequence]))
     q, k, v, bias, sink = align((q, k, v, bias, sink))
     rng = _random_state(seed) if dropout > 0 else None
-    parts = parts_of(q.shape[1 - sequence], q.shape[2], k.shape[2]) if dropout > 0 else None
+    parts = split_mesh(q.shape[1 - sequence], q.shape[2], k.shape[2]) if dropout > 0 else None
     return _attention(q, k, v, bias, sink, _Extras(None, None, mask, *lengths, rng), settings, parts)
 
 

@@ -47,7 +47,7 @@ def dense(x: jax.Array, kernel: jax.Array, bias: Optional[jax.Array] = None,
     logical axes of te_fl.jax.sharding or of Flax's rules.
     """
     if collective_op_set is not None:
-        raise Unsupported("te_fl.jax: dense(collective_op_set=..) is not served: collectives are XLA's; leave it out")
+        raise Unsupported("te_fl.jax: dense(collective_op_set=..) is not supported: collectives are XLA's; leave it out")
     x = with_sharding_constraint_by_logical_axes(x, input_axes)
     a, b, shape = as_matrices(x, kernel_for(x, kernel, quantizer_set), contracting_dims)
     flat = None if bias is None else bias.astype(x.dtype).reshape(b.shape[1:])

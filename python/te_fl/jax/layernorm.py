@@ -55,7 +55,7 @@ def layernorm(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], norm_ty
               epsilon: float = 1e-6, quantizer=None) -> jax.Array:
     """x normalised over its last dimension, times gamma (zero_centered_gamma: times 1 + gamma), plus beta (layernorm only)."""
     if quantizer is not None:
-        raise Unsupported("te_fl.jax: layernorm(quantizer=..) is not served; layernorm_dense quantises what its product reads")
+        raise Unsupported("te_fl.jax: layernorm(quantizer=..) is not supported; layernorm_dense quantises what its product reads")
     norm_type = canonicalize_norm_type(norm_type)
     check_beta(norm_type, beta, zero_centered_gamma)
     rows, gamma, beta = align((x if x.ndim > 1 else x[None], gamma, beta))

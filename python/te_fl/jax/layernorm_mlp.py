@@ -26,7 +26,7 @@ def layernorm_mlp(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], ker
     codes of the second product's input.
     """
     if collective_op_sets is not None:
-        raise Unsupported("te_fl.jax: layernorm_mlp(collective_op_sets=..) is not served: collectives are XLA's; leave it out")
+        raise Unsupported("te_fl.jax: layernorm_mlp(collective_op_sets=..) is not supported: collectives are XLA's; leave it out")
     names = canonicalize_activation(activation_type)
     if kernels[0].ndim != 3 or kernels[0].shape[1] != len(names):
         raise InvalidArgument(f"the first kernel has shape {kernels[0].shape}; for the activations {names} it is [K, {len(names)}, F]")

@@ -22,7 +22,7 @@ from te_fl.common import recipe as recipes
 from te_fl.errors import Unsupported
 from te_fl.jax import _joined, _partition, ops, sharding
 from te_fl.jax._joined import accumulating, add_gradients
-from te_fl.jax._varying import is_told, largest, largest_over
+from te_fl.jax._varying import tracks_axes, largest, largest_over
 from te_fl.jax._tensors import Quantized, QuantizedOutput
 
 __all__ = ["NVTE_FP8_COLLECTION_NAME", "Quantized", "QuantizedOutput", "Quantizer", "QuantizerSet", "autocast", "create_set", "fp8_autocast",
@@ -97,9 +97,9 @@ class Quantizer:
         """The state after a step with this amax; see docs/numerics.md, "Delayed scaling"."""
         if not self.delayed:
             return self
-        if not is_told():
+        if not tracks_axes():
             raise Unsupported(
-                "te_fl.jax: delayed scaling under pmap or shard_map(check_vma=False) is not served: JAX does not say there which arrays differ by "
+                "te_fl.jax: delayed scaling under pmap or shard_map(check_vma=False) is not supported: JAX does not say there which arrays differ by "
                 "device, so the state would differ too, or be added up over the devices; leave check_vma on, take jit with sharded arrays, or a "
                 "recipe without state such as Float8CurrentScaling")
         amax = largest(amax, self.scale)  # inside shard_map the shards of a tensor share one scale
@@ -149,7 +149,7 @@ noop_quantizer_set = QuantizerSet()
 
 
 def _refuse(recipe: recipes.Recipe, field: str, way_out: str) -> None:
-    raise Unsupported(f"te_fl.jax: {type(recipe).__name__}({field}={getattr(recipe, field)!r}) is not served; {way_out}")
+    raise Unsupported(f"te_fl.jax: {type(recipe).__name__}({field}={getattr(recipe, field)!r}) is not supported; {way_out}")
 
 
 def _check(recipe: Any) -> None:

@@ -108,7 +108,7 @@ def _sizes(resource: MeshResource, mesh: Any) -> Dict[str, int]:
         sizes[field.name] = 1 if axis is None else _size(mesh, f"MeshResource({field.name}={axis!r})", field.name, axis)
     for name in ("cp_resource", "ep_resource"):
         if sizes[name] > 1:
-            raise Unsupported(f"te_fl.jax: MeshResource({name}={getattr(resource, name)!r}) is not served over {sizes[name]} devices, only on a mesh "
+            raise Unsupported(f"te_fl.jax: MeshResource({name}={getattr(resource, name)!r}) is not supported over {sizes[name]} devices, only on a mesh "
                                       "axis of one; it has dp_resource, tp_resource, tpsp_resource, fsdp_resource and pp_resource")
     if sizes["tp_resource"] > 1 and sizes["tpsp_resource"] > 1:
         raise InvalidArgument(f"te_fl.jax: MeshResource(tp_resource={resource.tp_resource!r}, tpsp_resource={resource.tpsp_resource!r}) has "

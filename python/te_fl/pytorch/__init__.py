@@ -67,13 +67,13 @@ def __getattr__(name: str):
         return importlib.import_module(f"te_fl.pytorch.{name}")
     home = None if name.startswith("_") else _table.home("transformer_engine.pytorch", name)
     if home is None:
-        raise AttributeError(f"te_fl.pytorch has no {name!r}{'' if name.startswith('_') else _instead_of(name)}; docs/transformer-engine.md lists "
+        raise AttributeError(f"te_fl.pytorch has no {name!r}{'' if name.startswith('_') else _find_replacement(name)}; docs/transformer-engine.md lists "
                              "what there is")
     value = globals()[name] = getattr(importlib.import_module(home), name)
     return value
 
 
-def _instead_of(name: str) -> str:
+def _find_replacement(name: str) -> str:
     if name in _known_names.NAMES["transformer_engine.pytorch"].split():
         return f", which Transformer Engine has; {_table.way_out('transformer_engine.pytorch', name)}"
     return did_you_mean(name, __dir__())

@@ -41,10 +41,10 @@ class _Absent(type):
 def refused(name: str, reason: str) -> Any:
     """A placeholder for an unsupported name: calling it, or constructing an object, raises Unsupported with the reason."""
     def refuse(cls: type, *arguments: Any, **options: Any) -> Any:
-        raise Unsupported(f"transformer_engine_torch.{name} is not served by te-fl: {reason}")
+        raise Unsupported(f"transformer_engine_torch.{name} is not supported by te-fl: {reason}")
 
     # It is a class, because Transformer Engine uses some of these names in annotations and isinstance(). It has no instances.
-    return _Absent(name, (), {"__new__": refuse, "__module__": "transformer_engine_torch", "__doc__": f"Not served: {reason}.", "reason": reason})
+    return _Absent(name, (), {"__new__": refuse, "__module__": "transformer_engine_torch", "__doc__": f"Not supported: {reason}.", "reason": reason})
 
 
 globals().update((name, refused(name, reason)) for name, reason in REASONS.items())

@@ -10,7 +10,7 @@ import torch
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.transformer_engine_torch.enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout, NVTE_Softmax_Type
 
-__all__ = ["FORMATS", "LAYOUTS", "LENGTH_DIMS", "Layout", "Mask", "Problem", "alibi_slopes", "mask_of", "operands", "packed", "problem", "seen_as", "shape_as"]
+__all__ = ["FORMATS", "LAYOUTS", "LENGTH_DIMS", "Layout", "Mask", "Problem", "alibi_slopes", "parse_mask", "operands", "packed", "problem", "seen_as", "shape_as"]
 
 FORMATS = {int(NVTE_QKV_Format[f"NVTE_{name.upper()}"]): name for name in ("sbhd", "bshd", "thd", "bhsd")}
 
@@ -111,7 +111,7 @@ class Mask(NamedTuple):
         return self.type.startswith("padding")
 
 
-def mask_of(attn_mask_type: Any, window: Optional[Sequence[int]], bottom_right_diagonal: bool, square: bool) -> Mask:
+def parse_mask(attn_mask_type: Any, window: Optional[Sequence[int]], bottom_right_diagonal: bool, square: bool) -> Mask:
     """Converts the mask type. square: the numbers of keys and queries are equal, so without padding the top-left and bottom-right diagonals coincide.
     """
     name = _MASKS.get(int(attn_mask_type))
@@ -157,12 +157,12 @@ class Problem(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def problem(qkv_layout: int, bias_type: int, attn_mask_type: int, softmax_type: int, window: Optional[Tuple[int, int]], bottom_right_diagonal: bool,
             square: bool) -> Problem:
-    """The settings of a call; cached, since a model uses few distinct settings. square: see mask_of()."""
+    """The settings of a call; cached, since a model uses few distinct settings. square: see parse_mask()."""
     layout = LAYOUTS.get(int(qkv_layout))
     if layout is None:
         raise InvalidArgument(f"attention: qkv_layout is {int(qkv_layout)}; it is one of NVTE_QKV_Layout, and set")
     softmax = ("vanilla", "off_by_one", "learnable")[int(NVTE_Softmax_Type(int(softmax_type)))]
-    mask = mask_of(attn_mask_type, window, bottom_right_diagonal, square and layout.op != "thd")
+    mask = parse_mask(attn_mask_type, window, bottom_right_diagonal, square and layout.op != "thd")
     _check_bias(bias_type, layout, mask, softmax)
     return Problem(layout, mask, softmax, int(bias_type) == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS, int(bias_type) == NVTE_Bias_Type.NVTE_ALIBI,
                    layout.op == "thd" or mask.padding)

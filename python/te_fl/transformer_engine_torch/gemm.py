@@ -98,7 +98,7 @@ def generic_gemm(A: Any, transA: bool, B: Any, transB: bool, D: Any, quantizer: 
                  bulk_overlap: bool = False, alpha: float = 1.0, beta: Optional[float] = None) -> list:
     """Returns [D, bias gradient or None, GELU's input or None, extra_output]. workspace has no effect; te-fl's backends have their own."""
     if comm_overlap is not None or comm_type is not None or bulk_overlap:
-        raise Unsupported("generic_gemm: comm_overlap is not served by te-fl; leave the ub_ arguments of modules at False")
+        raise Unsupported("generic_gemm: comm_overlap is not supported by te-fl; leave the ub_ arguments of modules at False")
     if A is None or B is None:
         raise InvalidArgument(f"generic_gemm: {'A' if A is None else 'B'} is None")
     if not accumulate and beta:

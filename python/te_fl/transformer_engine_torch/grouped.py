@@ -146,7 +146,7 @@ def _kind(quantizer: Any) -> str:
 def _check_quantizer(name: str, quantizer: Any, kinds: Sequence[str], shapes: Sequence[Tuple[int, int]]) -> None:
     kind = _kind(quantizer)
     if kind not in kinds:
-        raise Unsupported(f"{name}: a quantizer of class {type(quantizer).__name__} is not served by te-fl; it serves {', '.join(kinds)}")
+        raise Unsupported(f"{name}: a quantizer of class {type(quantizer).__name__} is not supported by te-fl; it supports {', '.join(kinds)}")
     schemes.of_quantizer(quantizer).check(quantizer)
     if kind == "MXFP8Quantizer":
         for rows, columns in shapes:
@@ -322,7 +322,7 @@ def group_requantize_inplace(grouped_x: Any, quantizer: Any, num_tensors: int, f
     if grouped_x.columnwise_data is not None:
         raise InvalidArgument(f"{name}: the group has its column-wise copy already")
     if _kind(quantizer) != "MXFP8Quantizer":
-        raise Unsupported(f"{name}: a quantizer of class {type(quantizer).__name__} is not served by te-fl; it serves MXFP8Quantizer")
+        raise Unsupported(f"{name}: a quantizer of class {type(quantizer).__name__} is not supported by te-fl; it supports MXFP8Quantizer")
     plain = None
     if wanted or return_dequantized:
         plain = group_dequantize(grouped_x, otype).rowwise_data.view(tuple(grouped_x.logical_shape))
@@ -366,7 +366,7 @@ def splits_to_offsets_multi(split_sizes: torch.Tensor, device: Any, *, strides: 
     if bulk_allocate and sums:
         memory = bulk_allocated([tuple(s.shape) for s in sums], list(dtypes), splits.device, [16] * len(sums))
         sums = [place.copy_(s) for place, s in zip(memory, sums)]
-    return splits, [sizes.note(s, None, sizes.sums_of(splits, stride, leading)) for s, stride, leading in zip(sums, strides, include_leading_zero)]
+    return splits, [sizes.note(s, None, sizes.running_sums(splits, stride, leading)) for s, stride, leading in zip(sums, strides, include_leading_zero)]
 
 
 def copy_data_ptrs_to_device(tensors: Sequence[torch.Tensor], device: Any) -> torch.Tensor:

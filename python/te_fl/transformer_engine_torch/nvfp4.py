@@ -31,7 +31,7 @@ def _four_over_six(quantizer: Any) -> bool:
     return getattr(quantizer, "nvfp4_use_4over6", False)
 
 
-def is_asked(quantizer: Any) -> bool:
+def needs_missing_feature(quantizer: Any) -> bool:
     """True if a quantizer needs a feature that no te-fl op has."""
     return (quantizer.with_rht or quantizer.with_2d_quantization or quantizer.stochastic_rounding or by_rows(quantizer)
             or _four_over_six(quantizer))
@@ -114,7 +114,7 @@ def _at_random(magnitudes: torch.Tensor) -> torch.Tensor:
     return _nearest(lower + torch.where(upwards, step, 0.0))
 
 
-def codes_of(scaled: torch.Tensor, at_random: bool) -> torch.Tensor:
+def encode_codes(scaled: torch.Tensor, at_random: bool) -> torch.Tensor:
     """UINT8 codes of values from -6 to 6; NaN becomes 6."""
     scaled = torch.where(scaled.isnan(), _LARGEST_CODE, scaled)
     magnitudes = scaled.abs()
@@ -149,7 +149,7 @@ def _four_or_six(x: torch.Tensor, largest: torch.Tensor, encode: torch.Tensor, a
     base = largest / torch.full_like(largest, _LARGEST_CODE) * encode
     found = []
     for factors in (_as_factors(base * (_LARGEST_CODE / 4)), _as_factors(base)):
-        codes = codes_of(_scaled(x, factors, encode), False)
+        codes = encode_codes(_scaled(x, factors, encode), False)
         found.append((codes, factors, _error(x, codes, factors, amax, quantizer)))
     (codes4, factors4, error4), (codes6, factors6, error6) = found
     four = error4 < error6
@@ -185,7 +185,7 @@ def _write_side(x: torch.Tensor, quantizer: Any, data: torch.Tensor, factors: to
     else:
         multiplier = encode(largest, _LARGEST_FACTOR)
         new = _as_factors(blocks * (multiplier * torch.full_like(multiplier, _LARGEST_CODE).reciprocal()))
-        codes = codes_of(_scaled(x, new, multiplier), quantizer.stochastic_rounding)
+        codes = encode_codes(_scaled(x, new, multiplier), quantizer.stochastic_rounding)
     overwrite(data, packed(codes), noop)
     padded = torch.zeros_like(factors)
     padded[:rows, :columns // _BLOCK] = new.view(torch.uint8)

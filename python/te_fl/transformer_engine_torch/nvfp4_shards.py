@@ -12,7 +12,7 @@ from typing import Any, Sequence
 import torch
 
 from te_fl.errors import InvalidArgument, Unsupported
-from te_fl.transformer_engine_torch.nvfp4 import codes_of, encode, nvfp4_2d_scale_transpose, nvfp4_data_transpose, packed
+from te_fl.transformer_engine_torch.nvfp4 import encode_codes, encode, nvfp4_2d_scale_transpose, nvfp4_data_transpose, packed
 from te_fl.transformer_engine_torch.partial_casts import Part, over_width
 
 __all__ = ["nvfp4_2d_compute_partial_amax", "nvfp4_2d_multi_tensor_transpose", "nvfp4_2d_partial_cast", "nvfp4_compute_global_scale",
@@ -155,7 +155,7 @@ def nvfp4_2d_partial_cast(inp: torch.Tensor, out: torch.Tensor, scale: torch.Ten
     whole = torch.where(global_scale > 0, global_scale, 1.0)
     each = (_factors(scale[part.first:part.last]).float() * whole.reciprocal()).reciprocal().clamp(max=_FINITE)
     rows = each.repeat_interleave(_BLOCK, 1)[:, :w].repeat_interleave(_BLOCK, 0)
-    codes = codes_of((part.values.float() * part.factors(rows)).clamp(-_LARGEST_CODE, _LARGEST_CODE), False)
+    codes = encode_codes((part.values.float() * part.factors(rows)).clamp(-_LARGEST_CODE, _LARGEST_CODE), False)
     held = out.view(-1)
     before, after = held[:start_offset % 2] & 15, held[count - end % 2:] >> 4
     held.copy_(packed(torch.cat((before, codes, after)).view(1, -1)).view(-1))

@@ -20,7 +20,7 @@ from te_fl.transformer_engine_torch.attention_problem import LAYOUTS
 from te_fl.transformer_engine_torch.dtypes import FP8, torch_dtype
 from te_fl.transformer_engine_torch.enums import NVTE_Fused_Attn_Backend, NVTE_Mask_Type, NVTE_QKV_Format, NVTEScalingMode
 
-__all__ = ["adopt", "forms_of"]
+__all__ = ["adopt", "list_forms"]
 
 
 # -- Attention -----------------------------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ _FORMS: Tuple[Tuple[tuple, dict], ...] = (
 )
 
 
-def forms_of(version: tuple) -> dict:
+def list_forms(version: tuple) -> dict:
     """{name: adapter} for the functions that this version calls differently from 2.20."""
     forms: dict = {}
     for changed, former in _FORMS:
@@ -186,4 +186,4 @@ def forms_of(version: tuple) -> dict:
 
 def adopt(module: ModuleType, version: tuple) -> None:
     """Installs a version's adapters in the module, for the whole process."""
-    vars(module).update(forms_of(version))
+    vars(module).update(list_forms(version))

@@ -15,10 +15,10 @@ __all__ = ["fused_qkv_rope_backward", "fused_qkv_rope_forward", "fused_rope_back
 _LAYOUTS = {int(NVTE_QKV_Format.NVTE_SBHD): "sbhd", int(NVTE_QKV_Format.NVTE_BSHD): "bshd", int(NVTE_QKV_Format.NVTE_THD): "thd"}
 
 
-def _layout(qkv_format: Any, function: str, served: Sequence[str]) -> str:
+def _layout(qkv_format: Any, function: str, supported: Sequence[str]) -> str:
     found = _LAYOUTS.get(int(qkv_format))
-    if found not in served:
-        raise InvalidArgument(f"{function}: qkv_format is {NVTE_QKV_Format(int(qkv_format)).name}; it is one of {', '.join(served)}")
+    if found not in supported:
+        raise InvalidArgument(f"{function}: qkv_format is {NVTE_QKV_Format(int(qkv_format)).name}; it is one of {', '.join(supported)}")
     return found
 
 

@@ -127,7 +127,7 @@ def scaled_dsrelu(grad: torch.Tensor, fwd_input: torch.Tensor, act_scales: torch
 def _group(name: str, input_2h: torch.Tensor, prob: torch.Tensor, quantizer: Any, values: Callable, num_tensors: int,
            dims: Tuple[Optional[torch.Tensor], ...]) -> Any:
     if not any(c.__name__ == "MXFP8Quantizer" for c in type(quantizer).__mro__):
-        raise Unsupported(f"{name}: a quantizer of class {type(quantizer).__name__} is not served by te-fl; it serves MXFP8Quantizer")
+        raise Unsupported(f"{name}: a quantizer of class {type(quantizer).__name__} is not supported by te-fl; it supports MXFP8Quantizer")
     if input_2h.dim() != 2 or prob.dim() != 1 or prob.dtype != input_2h.dtype:
         raise InvalidArgument(f"{name}: input_2h is {input_2h.dtype} of {input_2h.dim()} dimensions and prob {prob.dtype} of {prob.dim()}; "
                               "they are of one dtype, of 2 and 1")

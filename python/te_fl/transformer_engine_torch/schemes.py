@@ -475,10 +475,10 @@ class NVFP4(Scheme):
         nvfp4.check(quantizer)
 
     def is_single(self, quantizer):
-        return super().is_single(quantizer) or nvfp4.is_asked(quantizer)
+        return super().is_single(quantizer) or nvfp4.needs_missing_feature(quantizer)
 
     def write(self, quantizer, values, tensor, noop):
-        if not nvfp4.is_asked(quantizer):
+        if not nvfp4.needs_missing_feature(quantizer):
             return False
         nvfp4.write(values, quantizer, tensor, noop)
         return True
@@ -563,7 +563,7 @@ def _scheme(kind: type, table: dict, what: str) -> Scheme:
         known = _classes()
         found = next((scheme for name, scheme in table.items() if issubclass(kind, known[name])), None)
         if found is None:
-            raise Unsupported(f"{what} of class {kind.__name__} is not served by te-fl; it serves {', '.join(table)}")
+            raise Unsupported(f"{what} of class {kind.__name__} is not supported by te-fl; it supports {', '.join(table)}")
         if table is _STORAGES and found.PARTS is not None:
             _native.quantized_class(kind, found.PARTS)
         _by_type[kind] = found

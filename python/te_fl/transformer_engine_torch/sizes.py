@@ -46,7 +46,7 @@ def note(tensor: torch.Tensor, numbers: Optional[list] = None, sums: Optional[_S
     return tensor
 
 
-def sums_of(tensor: torch.Tensor, stride: int, leading_zero: bool) -> _Sums:
+def running_sums(tensor: torch.Tensor, stride: int, leading_zero: bool) -> _Sums:
     return _Sums(tensor, stride, leading_zero)
 
 

@@ -44,12 +44,12 @@ TEST_P(CpuLoss, MaxIsNanWhereverTheNanIs) {
   for (const int64_t n : {1, 15, 16, 33, 100}) {
     for (int64_t at = 0; at < n; ++at) {
       std::vector<float> x = falling(n);
-      EXPECT_EQ(max_of(-kInf, x.data(), n), 2.0f);
+      EXPECT_EQ(running_max(-kInf, x.data(), n), 2.0f);
       x[static_cast<size_t>(at)] = std::nanf("");
-      EXPECT_TRUE(std::isnan(max_of(-kInf, x.data(), n))) << n << " elements, NaN at " << at;
-      EXPECT_TRUE(std::isnan(max_of(kInf, x.data(), n))) << n << " elements, NaN at " << at;
+      EXPECT_TRUE(std::isnan(running_max(-kInf, x.data(), n))) << n << " elements, NaN at " << at;
+      EXPECT_TRUE(std::isnan(running_max(kInf, x.data(), n))) << n << " elements, NaN at " << at;
     }
-    EXPECT_TRUE(std::isnan(max_of(std::nanf(""), falling(n).data(), n)));
+    EXPECT_TRUE(std::isnan(running_max(std::nanf(""), falling(n).data(), n)));
   }
 }
 

@@ -85,8 +85,8 @@ struct Operands {
 struct Sums {
   std::vector<double> value, magnitude;
 };
-__attribute__((no_sanitize("address", "undefined"))) Sums sums_of(const Case& t,
-                                                                  const Operands& x) {
+__attribute__((no_sanitize("address", "undefined"))) Sums compute_sums(const Case& t,
+                                                                       const Operands& x) {
   Sums sums;
   sums.value.resize(static_cast<size_t>(t.m * t.n));
   sums.magnitude.resize(sums.value.size());
@@ -164,8 +164,8 @@ TEST_F(Gemm, MatchesSumsInDouble) {
         const Case t{shape[0],         shape[1], shape[2], (flags & 1) != 0,
                      (flags & 2) != 0, alpha,    beta,     pad};
         const Operands x(t);
-        const Sums sums = sums_of(t, x);  // the oracle of the F32 and the BF16 GEMM, as the values
-                                          // are exact in BF16
+        const Sums sums = compute_sums(t, x);  // the oracle of the F32 and the BF16 GEMM, as the
+                                               // values are exact in BF16
         expect_product(t, x, sums, run_sgemm(t, x));
         expect_product(t, x, sums, run_bf16(t, x));
         if (HasFatalFailure()) return;
@@ -178,13 +178,13 @@ TEST_F(Gemm, EmptySumsScaleC) {
   for (const float beta : {0.0f, 1.0f, -2.0f}) {
     const Case none{37, 29, 0, false, true, 1.0f, beta, 2};
     const Operands x(none);
-    expect_product(none, x, sums_of(none, x), run_sgemm(none, x));
-    expect_product(none, x, sums_of(none, x), run_bf16(none, x));
+    expect_product(none, x, compute_sums(none, x), run_sgemm(none, x));
+    expect_product(none, x, compute_sums(none, x), run_bf16(none, x));
     Case no_alpha{37, 29, 8, false, true, 0.0f, beta, 2};
     Operands y(no_alpha);
     std::vector<float> c = y.c;
     sgemm(false, true, 37, 29, 8, 0.0f, nullptr, 10, nullptr, 10, beta, c.data(), 31);
-    expect_product(no_alpha, y, sums_of(no_alpha, y), c);
+    expect_product(no_alpha, y, compute_sums(no_alpha, y), c);
   }
 }
 
@@ -239,7 +239,7 @@ TEST_F(Gemm, EqualCallsGiveEqualBits) {
 TEST_F(Gemm, WorksOnEveryThreadCountAndInsideTasks) {
   const Case t{150, 140, 700, false, true, 1.5f, 1.0f, 1};
   const Operands x(t);
-  const Sums sums = sums_of(t, x);
+  const Sums sums = compute_sums(t, x);
   for (const int threads : {1, 2, 3, 7}) {
     ThreadPool::instance().configure(threads);
     expect_product(t, x, sums, run_sgemm(t, x));
@@ -265,7 +265,7 @@ TEST_F(Gemm, BatchedMatchesOneByOne) {
                       return SgemmOperands{xs[i].a.data(), xs[i].b.data(), cs[i].data()};
                     });
       for (const int64_t i : {int64_t{0}, batch / 2, batch - 1})
-        expect_product(t, xs[i], sums_of(t, xs[i]), cs[i]);
+        expect_product(t, xs[i], compute_sums(t, xs[i]), cs[i]);
     }
   }
 }

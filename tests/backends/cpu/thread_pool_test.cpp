@@ -44,7 +44,7 @@ namespace {
 
 using Ranges = std::set<std::pair<int64_t, int64_t>>;
 
-Ranges ranges_of(ThreadPool& pool, int64_t n, int64_t grain) {
+Ranges record_ranges(ThreadPool& pool, int64_t n, int64_t grain) {
   std::mutex mutex;
   Ranges ranges;
   pool.parallel_for(n, grain, [&](int64_t begin, int64_t end) {
@@ -81,7 +81,7 @@ TEST(ThreadPool, CoversEveryIndexOnceInContiguousRangesOfEvenLength) {
   ThreadPool pool(4);
   for (const int64_t n : {1, 2, 3, 4, 5, 17, 1000, 4099}) {
     for (const int64_t grain : {-3, 0, 1, 2, 7, 1000, 100000}) {
-      const Ranges ranges = ranges_of(pool, n, grain);
+      const Ranges ranges = record_ranges(pool, n, grain);
       EXPECT_EQ(int64_t(ranges.size()), pool.num_ranges(n, grain));
       EXPECT_LE(ranges.size(), 4u);
       int64_t next = 0, shortest = n, longest = 0;
@@ -108,7 +108,7 @@ TEST(ThreadPool, DoesNothingForNothing) {
 TEST(ThreadPool, HandlesSizesBeyond32Bits) {
   ThreadPool pool(3);
   const int64_t n = (int64_t{1} << 40) + 1;
-  const Ranges ranges = ranges_of(pool, n, 1);
+  const Ranges ranges = record_ranges(pool, n, 1);
   EXPECT_EQ(ranges.size(), 3u);
   EXPECT_EQ(ranges.rbegin()->second, n);
 }
@@ -126,12 +126,12 @@ TEST(ThreadPool, UsesSeveralThreadsAtOnce) {
 
 TEST(ThreadPool, SplitsTheSameWhenOccupiedAndWhenNested) {
   ThreadPool pool(4);
-  const Ranges expected = ranges_of(pool, 1001, 10);
-  pool.parallel_tasks(4, [&](int64_t) { EXPECT_EQ(ranges_of(pool, 1001, 10), expected); });
+  const Ranges expected = record_ranges(pool, 1001, 10);
+  pool.parallel_tasks(4, [&](int64_t) { EXPECT_EQ(record_ranges(pool, 1001, 10), expected); });
   std::vector<std::thread> callers;
   for (int i = 0; i < 6; ++i) {
     callers.emplace_back([&] {
-      for (int j = 0; j < 200; ++j) EXPECT_EQ(ranges_of(pool, 1001, 10), expected);
+      for (int j = 0; j < 200; ++j) EXPECT_EQ(record_ranges(pool, 1001, 10), expected);
     });
   }
   for (std::thread& caller : callers) caller.join();
@@ -194,7 +194,7 @@ TEST(ThreadPool, ConfigureChangesTheThreadCount) {
   for (const int threads : {4, 1, 3, 8}) {
     pool.configure(threads);
     EXPECT_EQ(pool.num_threads(), threads);
-    EXPECT_EQ(int(ranges_of(pool, 1000, 1).size()), threads);
+    EXPECT_EQ(int(record_ranges(pool, 1000, 1).size()), threads);
   }
   pool.configure(0);
   EXPECT_EQ(pool.num_threads(), available_cpu_count());

@@ -100,7 +100,7 @@ TEST(CudaAttentionChoice, SaysWhyACallIsScalar) {
   EXPECT_EQ(both(other_bias), "scalar: a bias of another dtype than q");
 }
 
-TEST(CudaAttentionChoice, SoftcapTakesTensorCoresWhereTheScoreTellsItsSlope) {
+TEST(CudaAttentionChoice, SoftcapUsesTensorCoresWhereTheScoreDeterminesItsSlope) {
   ChoiceCall call(TE_FL_BF16);
   call.forward.softcap = call.backward.softcap = 50;
   EXPECT_EQ(both(call), kWide);

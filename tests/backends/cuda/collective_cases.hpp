@@ -22,12 +22,12 @@ namespace te_fl::testing {
 using Values = std::vector<double>;
 
 // Element i of the input of rank r.
-inline double value_of(int rank, int64_t i) {
+inline double rank_value(int rank, int64_t i) {
   return static_cast<double>((i * 7 + rank * 13) % 17 - 5);
 }
-inline Values values_of(int rank, int64_t n) {
+inline Values rank_values(int rank, int64_t n) {
   Values v(static_cast<size_t>(n));
-  for (int64_t i = 0; i < n; ++i) v[static_cast<size_t>(i)] = value_of(rank, i);
+  for (int64_t i = 0; i < n; ++i) v[static_cast<size_t>(i)] = rank_value(rank, i);
   return v;
 }
 
@@ -52,7 +52,7 @@ void visit_element(DType dtype, F&& f) {
   }
 }
 template <class T>
-T element_of(double v) {
+T to_element(double v) {
   if constexpr (std::is_integral_v<T>) {
     return static_cast<T>(static_cast<int64_t>(v));
   } else {
@@ -74,7 +74,7 @@ struct OnGpu {
   void put(const Values& values) {
     visit_element(dtype, [&]<class T>(T) {
       std::vector<T> host;
-      for (const double v : values) host.push_back(element_of<T>(v));
+      for (const double v : values) host.push_back(to_element<T>(v));
       ASSERT_OK(devices::copy(tensor.device(), tensor.raw_data(), Device(), host.data(),
                               host.size() * sizeof(T)));
       ASSERT_OK(devices::synchronize(tensor.device()));
@@ -148,14 +148,14 @@ class Cases {
     const std::string what = "reduction " + std::to_string(reduction) + " of " + std::to_string(n) +
                              " " + std::string(name(d));
     const Device& device = comm_.device();
-    OnGpu input(device, d, values_of(comm_.rank(), whole)), output(device, d, whole);
+    OnGpu input(device, d, rank_values(comm_.rank(), whole)), output(device, d, whole);
     ASSERT_OK(ops::all_reduce(
         {.input = input.tensor, .output = output.tensor, .comm = comm_.c(), .reduction = reduction},
         options_))
         << what;
     wait();
     expect_values(output, want, "all_reduce, " + what);
-    expect_values(input, values_of(comm_.rank(), whole), "all_reduce's input, " + what);
+    expect_values(input, rank_values(comm_.rank(), whole), "all_reduce's input, " + what);
     OnGpu part(device, d, n);
     ASSERT_OK(ops::reduce_scatter(
         {.input = input.tensor, .output = part.tensor, .comm = comm_.c(), .reduction = reduction},
@@ -175,7 +175,7 @@ class Cases {
   // If one rank has a NaN, the maximum is NaN; if one has an infinity, the maximum is infinite.
   void maximum_of_nan(DType d) {
     const int last = comm_.size() - 1;
-    Values mine = values_of(comm_.rank(), 5), want;
+    Values mine = rank_values(comm_.rank(), 5), want;
     if (comm_.rank() == 0) mine[1] = std::nan("");
     if (comm_.rank() == last) mine[2] = -std::nan("");
     if (comm_.rank() == last) mine[3] = std::numeric_limits<double>::infinity();
@@ -198,16 +198,16 @@ class Cases {
     const int size = comm_.size(), rank = comm_.rank();
     const std::string what = std::to_string(n) + " " + std::string(name(d));
     const Device& device = comm_.device();
-    OnGpu input(device, d, values_of(rank, n)), whole(device, d, n * size);
+    OnGpu input(device, d, rank_values(rank, n)), whole(device, d, n * size);
     Values gathered;
-    for (int r = 0; r < size; ++r) append(gathered, values_of(r, n));
+    for (int r = 0; r < size; ++r) append(gathered, rank_values(r, n));
     ASSERT_OK(ops::all_gather({.input = input.tensor, .output = whole.tensor, .comm = comm_.c()},
                               options_))
         << what;
     wait();
     expect_values(whole, gathered, "all_gather, " + what);
     Values own(static_cast<size_t>(n * size), 0.0);
-    for (int64_t i = 0; i < n; ++i) own[static_cast<size_t>(rank * n + i)] = value_of(rank, i);
+    for (int64_t i = 0; i < n; ++i) own[static_cast<size_t>(rank * n + i)] = rank_value(rank, i);
     whole.put(own);
     ASSERT_OK(ops::all_gather(
         {.input = whole.part(rank * n, n), .output = whole.tensor, .comm = comm_.c()}, options_))
@@ -215,9 +215,9 @@ class Cases {
     wait();
     expect_values(whole, gathered, "all_gather in place, " + what);
 
-    OnGpu parts(device, d, values_of(rank, n * size));
+    OnGpu parts(device, d, rank_values(rank, n * size));
     Values exchanged;
-    for (int r = 0; r < size; ++r) append(exchanged, slice(values_of(r, n * size), rank * n, n));
+    for (int r = 0; r < size; ++r) append(exchanged, slice(rank_values(r, n * size), rank * n, n));
     ASSERT_OK(ops::all_to_all({.input = parts.tensor, .output = whole.tensor, .comm = comm_.c()},
                               options_))
         << what;
@@ -226,10 +226,10 @@ class Cases {
     uneven(d, n);
 
     for (int root = 0; root < size; ++root) {
-      OnGpu data(device, d, values_of(rank, n));
+      OnGpu data(device, d, rank_values(rank, n));
       ASSERT_OK(ops::broadcast({.data = data.tensor, .comm = comm_.c(), .root = root}, options_));
       wait();
-      expect_values(data, values_of(root, n), "broadcast, " + what);
+      expect_values(data, rank_values(root, n), "broadcast, " + what);
     }
     if (size > 1) to_neighbour(d, n);
   }
@@ -252,9 +252,9 @@ class Cases {
       out.push_back(rows(r, rank));
       int64_t before = 0;
       for (int to = 0; to < rank; ++to) before += rows(r, to);
-      append(want, slice(values_of(r, 3 * sent(r)), 3 * before, 3 * rows(r, rank)));
+      append(want, slice(rank_values(r, 3 * sent(r)), 3 * before, 3 * rows(r, rank)));
     }
-    OnGpu input(comm_.device(), d, values_of(rank, 3 * sent(rank)));
+    OnGpu input(comm_.device(), d, rank_values(rank, 3 * sent(rank)));
     OnGpu output(comm_.device(), d, static_cast<int64_t>(want.size()));
     const Tensor input_rows = input.tensor.view({input.tensor.numel() / 3, 3}).value();
     const Tensor output_rows = output.tensor.view({output.tensor.numel() / 3, 3}).value();
@@ -274,7 +274,7 @@ class Cases {
   // group.
   void to_neighbour(DType d, int64_t n) {
     const int size = comm_.size(), rank = comm_.rank();
-    OnGpu input(comm_.device(), d, values_of(rank, n)), output(comm_.device(), d, n);
+    OnGpu input(comm_.device(), d, rank_values(rank, n)), output(comm_.device(), d, n);
     CommGroup group = std::move(CommGroup::begin(comm_)).value();
     ASSERT_OK(
         ops::send({.input = input.tensor, .comm = comm_.c(), .peer = (rank + 1) % size}, options_));
@@ -282,7 +282,7 @@ class Cases {
         {.output = output.tensor, .comm = comm_.c(), .peer = (rank + size - 1) % size}, options_));
     ASSERT_OK(group.end());
     wait();
-    expect_values(output, values_of((rank + size - 1) % size, n), "send and recv");
+    expect_values(output, rank_values((rank + size - 1) % size, n), "send and recv");
   }
 
  private:
@@ -293,9 +293,9 @@ class Cases {
     to.insert(to.end(), more.begin(), more.end());
   }
   double reduced(int64_t i, int reduction) const {
-    double v = value_of(0, i);
+    double v = rank_value(0, i);
     for (int r = 1; r < comm_.size(); ++r) {
-      v = reduction == TE_FL_REDUCTION_MAX ? std::max(v, value_of(r, i)) : v + value_of(r, i);
+      v = reduction == TE_FL_REDUCTION_MAX ? std::max(v, rank_value(r, i)) : v + rank_value(r, i);
     }
     return reduction == TE_FL_REDUCTION_AVG ? v / comm_.size() : v;
   }

@@ -119,7 +119,7 @@ TEST(CudaGemmChoice, EpiloguesThatTheLibraryDoesNotDo) {
   EXPECT_EQ(sum.text(), general + "a bias on a sum that D holds");
   sum.args.accumulate = 0;
   sum.args.d_sum = &sum.sums.t;
-  EXPECT_EQ(sum.text(), general + "d_sum is asked for");
+  EXPECT_EQ(sum.text(), general + "d_sum is requested");
 }
 
 TEST(CudaGemmChoice, TheLibraryTakesTheBiasGradientOfTransposedOperands) {

@@ -50,7 +50,7 @@ class CudaGemmChoices : public ::testing::Test {
 };
 
 template <class F>
-std::string error_of(F&& f) {
+std::string catch_error(F&& f) {
   try {
     f();
   } catch (const std::exception& e) {
@@ -127,17 +127,17 @@ TEST_F(CudaGemmChoices, WhatTheFileHasStays) {
 
 TEST_F(CudaGemmChoices, AForeignFileIsLeftAsItIs) {
   std::ofstream(file) << "half a {";
-  EXPECT_HAS(error_of([&] { add_choices(file, {choice("a")}); }), "is not a file of choices");
+  EXPECT_HAS(catch_error([&] { add_choices(file, {choice("a")}); }), "is not a file of choices");
   std::stringstream text;
   text << std::ifstream(file).rdbuf();
   EXPECT_EQ(text.str(), "half a {");
   const std::string nowhere = folder + "/none/choices.json";
-  EXPECT_HAS(error_of([&] { add_choices(nowhere, {choice("a")}); }), "No such file");
-  EXPECT_EQ(error_of([&] { read_choices(nowhere, true); }), "");
-  EXPECT_HAS(error_of([&] { read_choices(nowhere, false); }), "cannot be read: No such file");
+  EXPECT_HAS(catch_error([&] { add_choices(nowhere, {choice("a")}); }), "No such file");
+  EXPECT_EQ(catch_error([&] { read_choices(nowhere, true); }), "");
+  EXPECT_HAS(catch_error([&] { read_choices(nowhere, false); }), "cannot be read: No such file");
 }
 
-TEST_F(CudaGemmChoices, NobodyWaitsForAMeasurementWhoHasAChoice) {
+TEST_F(CudaGemmChoices, ACallWithAChoiceDoesNotWaitForAMeasurement) {
   ChoiceBook book;
   add_choices(file, {choice("known")});
   book.configure(file, true);

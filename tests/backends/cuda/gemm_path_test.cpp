@@ -9,9 +9,9 @@ namespace {
 TEST(GemmPath, OneProductNamesTheLibraryAndWhatIsLeftOfTheEpilogue) {
   EXPECT_EQ(GemmPath{}.text(), "cuBLASLt, which writes the result");
   EXPECT_EQ(GemmPath{.fp8 = true}.text(), "cuBLASLt in FP8, which writes the result");
-  EXPECT_EQ((GemmPath{.converted = "widened to FP32", .indirect = "d_sum is asked for"}).text(),
+  EXPECT_EQ((GemmPath{.converted = "widened to FP32", .indirect = "d_sum is requested"}).text(),
             "cuBLASLt on operands widened to FP32 into FP32 scratch, then the epilogue's kernel: "
-            "d_sum is asked for");
+            "d_sum is requested");
   EXPECT_EQ((GemmPath{.empty = true, .indirect = "there is nothing to contract"}).text(),
             "zeros into FP32 scratch, then the epilogue's kernel: there is nothing to contract");
 }

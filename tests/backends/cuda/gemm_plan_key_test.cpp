@@ -23,7 +23,7 @@ struct Product {
         more(TE_FL_BF16, {n}) {
     args.a = &a.t, args.b = &b.t, args.d = &d.t, args.trans_b = 1;
   }
-  PlanKey key(int device = 0) const { return {device, args, problem_of(args)}; }
+  PlanKey key(int device = 0) const { return {device, args, make_problem(args)}; }
 };
 
 TEST(CudaGemmPlanKey, EqualProductsHaveOneKey) {

@@ -133,7 +133,7 @@ TEST(CudaGemmSpace, HoldsWhatWonUnderLoadAndNothingTwice) {
                               return std::memcmp(&algo, &wanted, sizeof algo) == 0;
                             }),
               1)
-        << text_of(wanted);
+        << to_text(wanted);
   }
 }
 
@@ -166,7 +166,7 @@ TEST(CudaGemmSpace, AsksNothingWhereTheListMayNotHold) {
 }
 
 TEST(CudaGemmSpace, SaysAnAlgorithmInNumbers) {
-  EXPECT_EQ(text_of(algorithm(29, 3, 1)),
+  EXPECT_EQ(to_text(algorithm(29, 3, 1)),
             "id 66 tile 29 stages 36 custom 1 inner 0 cluster 3 splitk 1");
 }
 

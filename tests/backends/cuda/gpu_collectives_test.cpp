@@ -24,7 +24,7 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using testing::Cases;
 using testing::OnGpu;
-using testing::values_of;
+using testing::rank_values;
 
 Device gpu(int index) { return Device{TE_FL_DEVICE_CUDA, index, 0}; }
 double seconds_since(Clock::time_point start) {
@@ -73,7 +73,7 @@ TEST_F(GpuCollectives, OfOneRankAreRight) {
 TEST_F(GpuCollectives, OfACapturedGraphRunAtEachLaunch) {
   const Comm comm = one();
   ASSERT_TRUE(comm);
-  OnGpu x(gpu(0), DType::kF32, values_of(0, 777)), sum(gpu(0), DType::kF32, 777),
+  OnGpu x(gpu(0), DType::kF32, rank_values(0, 777)), sum(gpu(0), DType::kF32, 777),
       most(gpu(0), DType::kF32, 777), all(gpu(0), DType::kF32, 777);
   const auto step = [&] {
     ASSERT_OK(
@@ -92,11 +92,11 @@ TEST_F(GpuCollectives, OfACapturedGraphRunAtEachLaunch) {
   step();
   const Graph graph = std::move(capture.end()).value();
   for (int launch = 1; launch <= 3; ++launch) {
-    x.put(values_of(launch, 777));
+    x.put(rank_values(launch, 777));
     ASSERT_OK(graph.launch());
     ASSERT_OK(stream.synchronize());
     for (const OnGpu* result : {&sum, &most, &all})
-      expect_values(*result, values_of(launch, 777), "launch " + std::to_string(launch));
+      expect_values(*result, rank_values(launch, 777), "launch " + std::to_string(launch));
   }
 }
 
@@ -149,7 +149,7 @@ TEST_F(GpuCollectives, OfMoreElementsThan32BitsCountAreRight) {
 TEST_F(GpuCollectives, WhatNeedsScratchIsRefusedInAGroup) {
   const Comm comm = one();
   ASSERT_TRUE(comm);
-  OnGpu x(gpu(0), DType::kF32, values_of(0, 5)), y(gpu(0), DType::kF32, 5);
+  OnGpu x(gpu(0), DType::kF32, rank_values(0, 5)), y(gpu(0), DType::kF32, 5);
   CommGroup group = std::move(CommGroup::begin(comm)).value();
   ASSERT_OK(ops::all_reduce({.input = x.tensor, .output = y.tensor, .comm = comm.c()}, options));
   // With one rank, a reduction is a copy and needs no NCCL call; a barrier is an all-reduce of one
@@ -160,7 +160,7 @@ TEST_F(GpuCollectives, WhatNeedsScratchIsRefusedInAGroup) {
   EXPECT_FAILS(ops::barrier({.comm = comm.c()}, options), kFailedPrecondition, "group");
   ASSERT_OK(group.end());
   ASSERT_OK(stream.synchronize());
-  expect_values(y, values_of(0, 5), "the group's");
+  expect_values(y, rank_values(0, 5), "the group's");
 }
 
 TEST_F(GpuCollectives, SplitAndAbortedCommunicators) {
@@ -168,13 +168,13 @@ TEST_F(GpuCollectives, SplitAndAbortedCommunicators) {
   ASSERT_TRUE(comm);
   const Comm part = std::move(comm.split(3, 0, "part")).value();
   ASSERT_TRUE(part);
-  OnGpu x(gpu(0), DType::kF32, values_of(0, 5)), y(gpu(0), DType::kF32, 5);
+  OnGpu x(gpu(0), DType::kF32, rank_values(0, 5)), y(gpu(0), DType::kF32, 5);
   const auto reduce = [&](const Comm& c) {
     return ops::all_reduce({.input = x.tensor, .output = y.tensor, .comm = c.c()}, options);
   };
   ASSERT_OK(reduce(part));
   ASSERT_OK(stream.synchronize());
-  expect_values(y, values_of(0, 5), "a part");
+  expect_values(y, rank_values(0, 5), "a part");
   comm.abort("the test says so");
   EXPECT_FAILS(reduce(comm), kCommFailed, "the test says so");
   EXPECT_FAILS(reduce(part), kCommFailed, "aborted");
@@ -227,7 +227,7 @@ void run_ops(Rank& rank) {
 
 // Calls collectives until one fails; expects the failure within `limit` s of `start`.
 void expect_failure(Rank& rank, Clock::time_point start, double limit) {
-  OnGpu x(gpu(rank.number), DType::kF32, values_of(0, 65536)),
+  OnGpu x(gpu(rank.number), DType::kF32, rank_values(0, 65536)),
       y(gpu(rank.number), DType::kF32, 65536);
   Status status;
   while (status.ok() && seconds_since(start) < 30) {
@@ -243,7 +243,7 @@ void expect_failure(Rank& rank, Clock::time_point start, double limit) {
 }
 
 void run_killed(Rank& rank) {
-  OnGpu x(gpu(rank.number), DType::kF32, values_of(0, 65536)),
+  OnGpu x(gpu(rank.number), DType::kF32, rank_values(0, 65536)),
       y(gpu(rank.number), DType::kF32, 65536);
   ASSERT_OK(rank.reduce(x, y));
   ASSERT_OK(rank.stream.synchronize());
@@ -261,7 +261,7 @@ void run_silent(Rank& rank) {
   expect_failure(rank, Clock::now(), 4.1);
 }
 void run_late(Rank& rank) {
-  OnGpu x(gpu(rank.number), DType::kF32, values_of(0, 65536)),
+  OnGpu x(gpu(rank.number), DType::kF32, rank_values(0, 65536)),
       y(gpu(rank.number), DType::kF32, 65536);
   ASSERT_OK(rank.reduce(x, y));
   ASSERT_OK(rank.stream.synchronize());
@@ -384,13 +384,13 @@ class GpuRanks : public ::testing::Test {
 };
 
 TEST_F(GpuRanks, EveryCollectiveIsRight) { EXPECT_EQ(run_ranks("ops"), (std::vector<int>{0, 0})); }
-TEST_F(GpuRanks, AKilledRankIsNoticed) {
+TEST_F(GpuRanks, AKilledRankIsDetected) {
   EXPECT_EQ(run_ranks("killed"), (std::vector<int>{0, 128 + SIGKILL}));
 }
-TEST_F(GpuRanks, ARankThatNeverCallsIsNoticed) {
+TEST_F(GpuRanks, ARankThatNeverCallsIsDetected) {
   EXPECT_EQ(run_ranks("silent"), (std::vector<int>{0, 0}));
 }
-TEST_F(GpuRanks, ARankThatCallsNoMoreIsNoticed) {
+TEST_F(GpuRanks, ARankThatStopsCallingIsDetected) {
   EXPECT_EQ(run_ranks("late"), (std::vector<int>{0, 0}));
 }
 TEST_F(GpuRanks, Times) { EXPECT_EQ(run_ranks("times"), (std::vector<int>{0, 0})); }

@@ -129,7 +129,7 @@ TEST_F(GpuErrors, WhatCannotBeCapturedIsRefused) {
   ASSERT_OK(stream.synchronize());
 }
 
-TEST_F(GpuErrors, TheSpeedOfCopiesIsMeasuredWhenAskedFor) {
+TEST_F(GpuErrors, TheSpeedOfCopiesIsMeasuredOnRequest) {
   const auto rate = [] { return devices::properties(kGpu).value().copy_bandwidth; };
   Stream stream = std::move(Stream::create(kGpu)).value();
   const auto free_memory = [] { return devices::properties(kGpu).value().free_memory; };
@@ -158,7 +158,7 @@ TEST_F(GpuErrors, SyncWorksOnTheDevice) {
 TEST_F(GpuErrors, OutOfMemorySaysWhoHasIt) {
   const Tensor large = Tensor::empty({1 << 20, 256}, DType::kBF16, kGpu).value();
   const Status status = devices::allocate(kGpu, size_t{1} << 45).status();
-  EXPECT_FAILS(status, kOutOfMemory, "asked for 35184372088832 bytes");
+  EXPECT_FAILS(status, kOutOfMemory, "requested 35184372088832 bytes");
   EXPECT_FAILS(status, kOutOfMemory, "MiB are free");
   EXPECT_FAILS(status, kOutOfMemory, "the largest: 512 MiB for bf16[1048576, 256]");
   ASSERT_OK(gelu(x));  // the error is not sticky

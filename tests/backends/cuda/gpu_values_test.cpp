@@ -68,7 +68,7 @@ class GpuValues : public ::testing::Test {
   Tensor table, good, bad, rows;
 };
 
-TEST_F(GpuValues, TheWaitForTheStreamTells) {
+TEST_F(GpuValues, TheWaitForTheStreamReports) {
   EXPECT_OK(look_up(bad, stream));
   const Status told = stream.synchronize();
   EXPECT_FAILS(told, kInvalidArgument,
@@ -100,7 +100,7 @@ TEST_F(GpuValues, SyncNamesTheOp) {
                "op 'embedding_fwd' in 'vendor.cuda' failed after it was");
 }
 
-TEST_F(GpuValues, AnotherStreamsWaitDoesNotTell) {
+TEST_F(GpuValues, AnotherStreamsWaitDoesNotReport) {
   EXPECT_OK(look_up(good, other));
   EXPECT_OK(look_up(bad, stream));
   EXPECT_OK(other.synchronize());
@@ -109,7 +109,7 @@ TEST_F(GpuValues, AnotherStreamsWaitDoesNotTell) {
   EXPECT_FAILS(stream.synchronize(), kInvalidArgument, "indices[3] is 99");
 }
 
-TEST_F(GpuValues, TheWaitForAnEventTells) {
+TEST_F(GpuValues, TheWaitForAnEventReports) {
   Event event = std::move(Event::create(kCuda)).value();
   EXPECT_OK(look_up(bad, stream));
   EXPECT_OK(event.record(stream.get()));
@@ -120,7 +120,7 @@ TEST_F(GpuValues, TheWaitForAnEventTells) {
 
 // A framework may wait with CUDA's functions instead of te-fl's, so the next te-fl call on the
 // stream reports the error.
-TEST_F(GpuValues, TheNextCallOnTheStreamTells) {
+TEST_F(GpuValues, TheNextCallOnTheStreamReports) {
   EXPECT_OK(look_up(bad, stream));
   Event event = std::move(Event::create(kCuda)).value();
   EXPECT_OK(event.record(stream.get()));
@@ -132,12 +132,12 @@ TEST_F(GpuValues, TheNextCallOnTheStreamTells) {
   EXPECT_OK(stream.synchronize());
 }
 
-TEST_F(GpuValues, CopiesToTheHostTell) {
+TEST_F(GpuValues, CopiesToTheHostReport) {
   EXPECT_OK(look_up(bad, stream));
   EXPECT_FAILS(rows.to(Device{}, stream.get()).status(), kInvalidArgument, "indices[3] is 99");
 }
 
-TEST_F(GpuValues, ACapturedCallTellsAtEachLaunch) {
+TEST_F(GpuValues, ACapturedCallReportsAtEachLaunch) {
   EXPECT_OK(look_up(good, stream));
   Capture capture = std::move(Capture::begin(kCuda, stream.get())).value();
   EXPECT_OK(look_up(bad, stream));

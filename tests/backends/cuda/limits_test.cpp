@@ -121,7 +121,7 @@ TEST(CudaOverlap, OfListsIsThatOfTheirPairs) {
   EXPECT_LT(meeting, 400);
 }
 
-TEST(CudaPerDevice, EachDeviceIsAskedOnce) {
+TEST(CudaPerDevice, EachDeviceIsQueriedOnce) {
   static PerDevice known;
   int asked = 0;
   const auto find = [&](int value) { return [&asked, value] { return ++asked, value; }; };
@@ -134,14 +134,14 @@ TEST(CudaPerDevice, EachDeviceIsAskedOnce) {
   EXPECT_EQ(asked, 3);
 }
 
-TEST(CudaPerDevice, WhatFailedIsAskedAgain) {
+TEST(CudaPerDevice, AFailedQueryIsRepeated) {
   PerDevice known;
   const auto fails = []() -> int { throw std::runtime_error("no device"); };
   EXPECT_THROW(known.get(0, fails), std::runtime_error);
   EXPECT_EQ(known.get(0, [] { return 7; }), 7);
 }
 
-TEST(CudaPerDevice, DevicesPastTheTableAreAskedEachTime) {
+TEST(CudaPerDevice, DevicesBeyondTheTableAreQueriedEachTime) {
   PerDevice known;
   EXPECT_EQ(known.get(PerDevice::kKept, [] { return 1; }), 1);
   EXPECT_EQ(known.get(PerDevice::kKept, [] { return 2; }), 2);

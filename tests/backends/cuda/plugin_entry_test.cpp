@@ -46,7 +46,7 @@ TEST(CudaEntry, ScratchThatIsTooSmallIsRefused) {
   EXPECT_EQ(call.run(op), TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN);
   EXPECT_HAS(call.errors.text,
              "generic_gemm: ctx.workspace has 0 bytes, must have " + std::to_string(wanted));
-  EXPECT_HAS(call.errors.text, "pass as much as workspace() asks for");
+  EXPECT_HAS(call.errors.text, "pass as many bytes as workspace() returns");
   call.errors.text.clear();
   call.ctx.workspace = Fake::memory();
   call.ctx.workspace_bytes = wanted - 1;
@@ -196,7 +196,7 @@ TEST(CudaEntry, Fp8ProductsNeedTheHardware) {
 
 // FP8 attention on packed sequences, which no library supports: the plugin uses its own kernel.
 // Reads metadata only.
-TEST(CudaEntry, Fp8AttentionIsServedAndItsScratchSized) {
+TEST(CudaEntry, Fp8AttentionIsSupportedAndItsScratchSized) {
   Plugin plugin;
   const auto codes = [](te_fl_dtype dtype) {
     Fake t({40, 4, 24}, dtype, TE_FL_SCALING_TENSOR);

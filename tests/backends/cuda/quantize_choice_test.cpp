@@ -259,7 +259,7 @@ TEST(CudaQuantizeChoice, BareCodesGoLikeATensorUnderAGivenScale) {
   EXPECT_EQ(choose_quantize(a).text(), "quantise_kernel: codes that are not aligned to 8 bytes");
 }
 
-TEST(CudaQuantizeChoice, ListsTakeTogetherWhatTilesServe) {
+TEST(CudaQuantizeChoice, ListsBatchTensorsThatUseTiles) {
   const QuantizeCall a(TE_FL_BF16), b(TE_FL_F16, 64, 512), c(TE_FL_F32), odd(TE_FL_BF16, 3, 1001);
   QuantizeCall blocks(TE_FL_BF16), mxfp8(TE_FL_BF16, 40, 96), mxfp8_f32(TE_FL_F32, 40, 96);
   blocks.output.quantise(TE_FL_SCALING_BLOCK_128X128);
@@ -296,7 +296,7 @@ TEST(CudaQuantizeChoice, PartsOfASplitAreJudgedWhereTheyBegin) {
   const std::vector<const te_fl_tensor*> outputs{&first.t, &none.t, &last.t};
   te_fl_split_quantize_args args;
   args.input = &input.t, args.outputs = outputs.data(), args.outputs_count = 3;
-  auto pairs = pairs_of(args);
+  auto pairs = make_pairs(args);
   for (int again = 0; again < 2; ++again) {
     EXPECT_EQ(pairs(0).first_row, 0);
     EXPECT_EQ(pairs(2).first_row, 2);
@@ -306,7 +306,7 @@ TEST(CudaQuantizeChoice, PartsOfASplitAreJudgedWhereTheyBegin) {
             "themselves, the first by none: there are no elements");
 }
 
-TEST(CudaQuantizeChoice, AmaxesReadPiecesWhereMemoryAllows) {
+TEST(CudaQuantizeChoice, AmaxesReadVectorsWhereAligned) {
   const CodesTensor amax(TE_FL_F32, {1}), odd(TE_FL_BF16, {9}), none(TE_FL_BF16, {0});
   CodesTensor input(TE_FL_BF16, {16});
   te_fl_compute_amax_args a;
@@ -322,7 +322,7 @@ TEST(CudaQuantizeChoice, AmaxesReadPiecesWhereMemoryAllows) {
   EXPECT_EQ(chosen(input), "amax_kernel: an input that is not aligned to 16 bytes");
 }
 
-TEST(CudaQuantizeChoice, CodesAreReadInPiecesWhereMemoryAllows) {
+TEST(CudaQuantizeChoice, CodesAreReadAsVectorsWhereAligned) {
   CodesTensor codes(TE_FL_F8E4M3, {64, 32});
   const CodesTensor values(TE_FL_BF16, {64, 32});
   codes.quantise(TE_FL_SCALING_TENSOR, true);
@@ -342,7 +342,7 @@ TEST(CudaQuantizeChoice, CodesAreReadInPiecesWhereMemoryAllows) {
   EXPECT_EQ(choose_quantize(a).text(), "store_kernel: codes that are not aligned to 8 bytes");
 }
 
-TEST(CudaQuantizeChoice, TranspositionsTakeTilesOfWholePieces) {
+TEST(CudaQuantizeChoice, TranspositionsUseTilesOfWholeVectors) {
   const CodesTensor in(TE_FL_F8E4M3, {64, 32}), out(TE_FL_F8E4M3, {32, 64}), odd(TE_FL_U8, {8, 24});
   const CodesTensor sums(TE_FL_F32, {32});
   te_fl_fp8_transpose_args a;

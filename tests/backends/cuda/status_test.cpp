@@ -13,7 +13,7 @@ namespace {
 const std::set<int> kNewProcess = {226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911};
 const std::set<int> kGone = {201, 214, 220, 709};
 
-te_fl_status of(int number) { return status_of(static_cast<cudaError_t>(number)); }
+te_fl_status of(int number) { return to_status(static_cast<cudaError_t>(number)); }
 
 TEST(CudaStatus, ErrorsThatNeedANewProcessLoseTheDevice) {
   for (int number = 0; number < 1100; ++number) {

@@ -24,15 +24,15 @@ ValueError index_error(int64_t at) {
 // Stores an error in the slot, as value_errors.cuh does in a kernel. Returns false if the slot
 // already holds an error that has not been reported yet.
 bool note(ValueErrorSlot* slot, const ValueError& error) {
-  uint32_t told = std::atomic_ref(slot->told).load(std::memory_order_acquire);
-  if (!std::atomic_ref(slot->claimed).compare_exchange_strong(told, told + 1)) return false;
+  uint32_t reported = std::atomic_ref(slot->reported).load(std::memory_order_acquire);
+  if (!std::atomic_ref(slot->claimed).compare_exchange_strong(reported, reported + 1)) return false;
   slot->error = error;
-  std::atomic_ref(slot->written).store(told + 1, std::memory_order_release);
+  std::atomic_ref(slot->written).store(reported + 1, std::memory_order_release);
   return true;
 }
 const void* stream(uintptr_t number) { return reinterpret_cast<const void*>(number * 4096); }
 
-TEST(CudaValueErrors, AreToldOnceToWhoWaitsForTheirStream) {
+TEST(CudaValueErrors, AreReportedOnceToAWaitForTheirStream) {
   Slots slots(ValueErrorBoard::kSlots);
   ValueErrorBoard board(slots.data());
   EXPECT_FALSE(board.take(stream(1))) << "nothing has run there";
@@ -41,9 +41,9 @@ TEST(CudaValueErrors, AreToldOnceToWhoWaitsForTheirStream) {
   board.slot_of(stream(2));
   EXPECT_FALSE(board.take(stream(2)));
   EXPECT_FALSE(board.take(nullptr));
-  const auto told = board.take(stream(1));
-  ASSERT_TRUE(told);
-  EXPECT_EQ(told->at, 3);
+  const auto reported = board.take(stream(1));
+  ASSERT_TRUE(reported);
+  EXPECT_EQ(reported->at, 3);
   EXPECT_FALSE(board.take(stream(1)));
   ASSERT_TRUE(note(board.slot_of(stream(1)), index_error(5)))
       << "and the next call's are seen again";
@@ -56,9 +56,9 @@ TEST(CudaValueErrors, OfAnyStreamForWhoWaitsForAnEvent) {
   EXPECT_FALSE(board.take_any());
   note(board.slot_of(stream(1)), index_error(1));
   note(board.slot_of(stream(2)), index_error(2));
-  std::set<int64_t> told;
-  while (const auto error = board.take_any()) told.insert(error->at);
-  EXPECT_EQ(told, (std::set<int64_t>{1, 2}));
+  std::set<int64_t> reported;
+  while (const auto error = board.take_any()) reported.insert(error->at);
+  EXPECT_EQ(reported, (std::set<int64_t>{1, 2}));
 }
 
 TEST(CudaValueErrors, TheDefaultStreamHasTwoNames) {
@@ -84,11 +84,11 @@ TEST(CudaValueErrors, ManyStreamsShareTheLastSlot) {
   EXPECT_EQ(board.take(stream(1001))->at, 7) << "rather to a neighbour than to nobody";
 }
 
-TEST(CudaValueErrors, ManyThreadsAreToldEachErrorOnce) {
+TEST(CudaValueErrors, EachErrorIsReportedOnceAcrossThreads) {
   Slots slots(ValueErrorBoard::kSlots);
   ValueErrorBoard board(slots.data());
   constexpr int kThreads = 4, kErrors = 2000;
-  std::atomic<int> noted{0}, told{0};
+  std::atomic<int> noted{0}, reported{0};
   std::vector<std::thread> threads;
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
@@ -97,32 +97,32 @@ TEST(CudaValueErrors, ManyThreadsAreToldEachErrorOnce) {
         const ValueError error{"op", nullptr, ValueRule::kIndex, i, i, i, i};
         if (note(board.slot_of(mine), error)) ++noted;
         if (const auto e = i % 3 == 0 ? board.take_any() : board.take(mine)) {
-          ++told;
+          ++reported;
           EXPECT_TRUE(e->value == e->at && e->more == e->at && e->bound == e->at);
         }
       }
     });
   }
   for (std::thread& t : threads) t.join();
-  while (board.take_any()) ++told;
-  EXPECT_EQ(noted.load(), told.load());
+  while (board.take_any()) ++reported;
+  EXPECT_EQ(noted.load(), reported.load());
   EXPECT_GT(noted.load(), 0);
 }
 
 TEST(CudaValueErrors, SayValueRuleAndWayOut) {
-  EXPECT_EQ(text_of(index_error(3)),
+  EXPECT_EQ(value_error_text(index_error(3)),
             "indices[3] is 99; it must lie in [0, 11), the rows of weight");
-  const std::string late = late_text_of(index_error(3));
+  const std::string late = late_value_error_text(index_error(3));
   for (const char* part : {"embedding_fwd by vendor.cuda: indices[3] is 99", "NaN",
                            "TE_FL_VALIDATE=1 refuses", "TE_FL_SYNC=1 finds it"}) {
     EXPECT_HAS(late, part);
   }
-  EXPECT_EQ(text_of({"", nullptr, ValueRule::kTarget, 0, -1, 0, 7}),
+  EXPECT_EQ(value_error_text({"", nullptr, ValueRule::kTarget, 0, -1, 0, 7}),
             "targets[0] is -1; it must lie in [0, 7), the classes, or be ignore_index");
   // These errors carry no text from a kernel, which would lie in device memory.
-  EXPECT_EQ(text_of({"", nullptr, ValueRule::kExpert, 5, 9, 0, 8}),
+  EXPECT_EQ(value_error_text({"", nullptr, ValueRule::kExpert, 5, 9, 0, 8}),
             "indices[5] is 9; it must lie in [0, 8), the experts");
-  EXPECT_EQ(text_of({"", nullptr, ValueRule::kChosenExpert, 2, -1, 0, 4}),
+  EXPECT_EQ(value_error_text({"", nullptr, ValueRule::kChosenExpert, 2, -1, 0, 4}),
             "topk_indices[2] is -1; it must lie in [0, 4), the experts");
 }
 
@@ -131,7 +131,7 @@ std::vector<std::string> broken(const PositionRules& rules) {
   std::vector<std::string> texts;
   for (int64_t b = 0; b < rules.batch; ++b) {
     ValueError error;
-    texts.push_back(find_position_error(rules, b, error) ? text_of(error) : "");
+    texts.push_back(find_position_error(rules, b, error) ? value_error_text(error) : "");
   }
   return texts;
 }

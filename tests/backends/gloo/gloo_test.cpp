@@ -60,20 +60,20 @@ struct Plugin {
 };
 
 // Exposes a te_fl::Store through the C interface that a provider gets.
-struct Face {
+struct CStore {
   std::shared_ptr<Store> store;
   te_fl_comm_store c;
-  explicit Face(std::shared_ptr<Store> s) : store(std::move(s)) {
+  explicit CStore(std::shared_ptr<Store> s) : store(std::move(s)) {
     c.host = this;
     c.set = [](void* host, const char* key, const void* value, size_t bytes,
                const te_fl_error_sink*) {
-      return static_cast<Face*>(host)
+      return static_cast<CStore*>(host)
           ->store->set(key, std::string_view(static_cast<const char*>(value), bytes))
           .to_c();
     };
     c.get = [](void* host, const char* key, uint32_t timeout_ms, void* value, size_t capacity,
                size_t* bytes, const te_fl_error_sink*) -> te_fl_status {
-      auto got = static_cast<Face*>(host)->store->get(key, std::chrono::milliseconds(timeout_ms));
+      auto got = static_cast<CStore*>(host)->store->get(key, std::chrono::milliseconds(timeout_ms));
       if (!got.ok()) return got.status().to_c();
       *bytes = got->size();
       if (got->size() > capacity) return TE_FL_INVALID_ARGUMENT;
@@ -94,14 +94,14 @@ struct Answer {
   }
 };
 
-te_fl_error_sink sink_of(Answer& answer) {
+te_fl_error_sink make_sink(Answer& answer) {
   return {sizeof(te_fl_error_sink), 0, &answer.text,
           [](void* host, const char* text) { *static_cast<std::string*>(host) += text; }};
 }
 
 struct Rank {
   Plugin plugin;
-  Face face;
+  CStore face;
   te_fl_communicator comm;
   Answer made;
   Rank(std::shared_ptr<Store> store, int rank, int size, uint32_t timeout_ms)
@@ -112,7 +112,7 @@ struct Rank {
     config.name = "world";
     config.store = &face.c;
     config.timeout_ms = timeout_ms;
-    const te_fl_error_sink sink = sink_of(made);
+    const te_fl_error_sink sink = make_sink(made);
     made.status = plugin.provider->api->create(plugin.provider->self, &config, &comm.self, &sink);
   }
   ~Rank() {
@@ -124,7 +124,7 @@ struct Rank {
   Answer call(const char* op, Args args) {
     args.comm = &comm;
     Answer answer;
-    const te_fl_error_sink sink = sink_of(answer);
+    const te_fl_error_sink sink = make_sink(answer);
     te_fl_context ctx{};
     ctx.struct_size = sizeof ctx;
     ctx.errors = &sink;
@@ -471,7 +471,7 @@ TEST(Gloo, KilledRankIsNamedByTheOthersWithinASecond) {
     CHECK(answer.failed_with({"all_reduce of communicator 'world'", "rank 2 did not answer"}));
     CHECK(reduce_some(r, 1).failed_with({"world"}));
     Answer state;
-    const te_fl_error_sink sink = sink_of(state);
+    const te_fl_error_sink sink = make_sink(state);
     state.status = r.plugin.provider->api->async_error(r.comm.self, &sink);
     CHECK(state.failed_with({"world"}));
     return 0;

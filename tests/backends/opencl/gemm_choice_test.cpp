@@ -69,21 +69,22 @@ TEST(OpenclGemmChoice, SmallGroupsAndLittleLocalMemory) {
 }
 
 TEST(OpenclGemmChoice, TheSettingsNames) {
-  EXPECT_EQ(gemm_kernel_of("rows"), GemmKernel::kRows);
-  EXPECT_EQ(gemm_kernel_of("tiles64"), GemmKernel::kTiles64);
-  EXPECT_EQ(gemm_kernel_of("tiles128"), GemmKernel::kTiles128);
-  EXPECT_EQ(gemm_kernel_of("clblast"), GemmKernel::kClblast);
-  EXPECT_EQ(gemm_kernel_of("auto"), GemmKernel::kAuto);
-  EXPECT_EQ(gemm_kernel_of(""), GemmKernel::kAuto);
+  EXPECT_EQ(find_gemm_kernel("rows"), GemmKernel::kRows);
+  EXPECT_EQ(find_gemm_kernel("tiles64"), GemmKernel::kTiles64);
+  EXPECT_EQ(find_gemm_kernel("tiles128"), GemmKernel::kTiles128);
+  EXPECT_EQ(find_gemm_kernel("clblast"), GemmKernel::kClblast);
+  EXPECT_EQ(find_gemm_kernel("auto"), GemmKernel::kAuto);
+  EXPECT_EQ(find_gemm_kernel(""), GemmKernel::kAuto);
 }
 
 TEST(OpenclGemmChoice, SaysWhichKernelAndWhoChoseIt) {
-  EXPECT_EQ(words_of(kGpu, f32(4096, 4096, 4096)),
+  EXPECT_EQ(describe_choice(kGpu, f32(4096, 4096, 4096)),
             "gemm.cl, tiles128: by the device and the extents");
   GemmDevice asked = kGpu;
   asked.wanted = GemmKernel::kClblast;
-  EXPECT_EQ(words_of(asked, f32(64, 64, 64)), "CLBlast's Sgemm: requested by TE_FL_OPENCL_GEMM");
-  EXPECT_EQ(words_of(asked, bf16(4096, 4096, 4096)),
+  EXPECT_EQ(describe_choice(asked, f32(64, 64, 64)),
+            "CLBlast's Sgemm: requested by TE_FL_OPENCL_GEMM");
+  EXPECT_EQ(describe_choice(asked, bf16(4096, 4096, 4096)),
             "gemm.cl, tiles128: by the device and the extents");
 }
 

@@ -83,7 +83,7 @@ TEST_F(OpenclDevice, SaysWhatItIs) {
   EXPECT_FALSE(devices::check_capture(kDevice).ok());
 }
 
-TEST_F(OpenclDevice, TooMuchMemoryIsRefusedAndTheNextCallServed) {
+TEST_F(OpenclDevice, TooMuchMemoryIsRefusedAndTheNextCallRuns) {
   const auto huge = devices::allocate(kDevice, size_t{1} << 50);
   ASSERT_FALSE(huge.ok());
   EXPECT_EQ(huge.status().code(), StatusCode::kOutOfMemory) << huge.status().to_string();

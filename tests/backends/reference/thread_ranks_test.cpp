@@ -71,7 +71,7 @@ const te_fl_comm_desc& provider() {
 }
 
 // Runs `f` with an error sink; returns its status and the sink's text.
-Outcome outcome_of(const std::function<te_fl_status(const te_fl_error_sink*)>& f) {
+Outcome run_for_outcome(const std::function<te_fl_status(const te_fl_error_sink*)>& f) {
   Outcome outcome;
   const te_fl_error_sink sink{sizeof(te_fl_error_sink), 0, &outcome.text,
                               [](void* host, const char* text) {
@@ -93,7 +93,7 @@ class Rank {
     config.timeout_ms = timeout_ms;
     comm_.id = 1;
     comm_.maker = "reference";
-    return outcome_of([&](const te_fl_error_sink* sink) {
+    return run_for_outcome([&](const te_fl_error_sink* sink) {
       return provider().api->create(provider().self, &config, &comm_.self, sink);
     });
   }
@@ -107,7 +107,7 @@ class Rank {
   }
   void abort() { provider().api->abort(comm_.self); }
   Outcome async_error() {
-    return outcome_of([&](const te_fl_error_sink* sink) {
+    return run_for_outcome([&](const te_fl_error_sink* sink) {
       return provider().api->async_error(comm_.self, sink);
     });
   }
@@ -116,7 +116,7 @@ class Rank {
   Outcome call(const char* op, Args args) {
     args.comm = &comm_;
     const te_fl_op_desc& desc = reference_op(op);
-    return outcome_of([&](const te_fl_error_sink* sink) {
+    return run_for_outcome([&](const te_fl_error_sink* sink) {
       te_fl_context ctx{};
       ctx.struct_size = sizeof ctx;
       ctx.device = {TE_FL_DEVICE_CPU, 0};
@@ -173,12 +173,12 @@ void on_ranks(int size, const std::function<void(Rank&, int)>& f, uint32_t timeo
 
 te_fl_status group_start() { return provider().api->group_start(provider().self, nullptr); }
 Outcome group_end() {
-  return outcome_of([](const te_fl_error_sink* sink) {
+  return run_for_outcome([](const te_fl_error_sink* sink) {
     return provider().api->group_end(provider().self, sink);
   });
 }
 
-TEST(ThreadRanks, TheProviderSaysWhatItServes) {
+TEST(ThreadRanks, TheProviderListsWhatItSupports) {
   EXPECT_STREQ(provider().name, "threads");
   EXPECT_EQ(provider().kind, static_cast<uint32_t>(TE_FL_KIND_REFERENCE));
   EXPECT_EQ(provider().flags, static_cast<uint32_t>(TE_FL_COMM_THREADS_ONLY));
@@ -410,7 +410,7 @@ TEST(ThreadRanks, AnotherProcessIsRefused) {
   store["meeting"] = "process 1 of 12345: 1";
   Rank rank;
   EXPECT_FAILS(rank.create(store.c(), 1, 2), kFailedPrecondition,
-               "provider 'threads' serves those that are threads of one");
+               "provider 'threads' supports those that are threads of one");
 }
 
 TEST(ThreadRanks, AChildIsRefused) {

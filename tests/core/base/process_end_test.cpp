@@ -10,7 +10,7 @@ namespace {
 
 // Loading and deactivating plugins repeatedly must not add exit handlers: a single handler is
 // registered for all loads.
-TEST(ProcessEnd, OneHandlerServesAllLoads) {
+TEST(ProcessEnd, OneHandlerForAllLoads) {
   if (TE_FL_ASAN || TE_FL_TSAN) GTEST_SKIP() << "their allocators count nothing here";
   for (int i = 0; i < 100; ++i) watch_exit();
   const size_t before = mallinfo2().uordblks;

@@ -147,7 +147,7 @@ TEST_F(Allocators, MemoryComesFromTheOneThatIsInstalled) {
 
 // A framework's allocator returns null, or one shared address, for 0 bytes; te-fl does not call it
 // for them.
-TEST_F(Allocators, NobodyIsAskedForNoBytes) {
+TEST_F(Allocators, NoAllocatorIsCalledForZeroBytes) {
   const Tensor first = Tensor::empty({0, 4}, DType::kF32, device).value();
   const Tensor second = Tensor::empty({0, 4}, DType::kF32, device).value();
   ASSERT_EQ(framework.live.size(), 2u);
@@ -187,7 +187,7 @@ TEST_F(Allocators, AnotherStreamIsRecordedBeforeTheMemoryIsFreed) {
   EXPECT_EQ(framework.retired, (std::vector<void*>{a, own}));
 }
 
-TEST_F(Allocators, ItIsAskedToTrimBeforeAnAllocationFails) {
+TEST_F(Allocators, IsCalledToTrimBeforeAnAllocationFails) {
   const size_t most = kCapacity - 4096;
   devices::free(device, devices::allocate(device, most).value());
   ASSERT_EQ(framework.kept.size(), 1u);  // the cached block fills the device
@@ -252,7 +252,7 @@ TEST_F(Allocators, ALostDeviceSaysNothingOfItsMemory) {
   framework.give_back();
 }
 
-TEST_F(Allocators, OneThatWasRightFor256BlocksIsAskedAboutUnderValidateAlone) {
+TEST_F(Allocators, AnAllocatorThatPassed256ChecksIsCheckedOnlyUnderValidate) {
   for (int i = 0; i < 255; ++i) devices::free(device, devices::allocate(device, 64).value());
   framework.give_back();
   framework.device = &other;
@@ -308,7 +308,7 @@ TEST_F(Allocators, MemoryInsideABlockIsRefused) {
 }
 
 // Another thread stays inside the allocator until this thread's call has completed.
-TEST_F(Allocators, WhoWaitsForASlowOneHoldsNobodyUp) {
+TEST_F(Allocators, AThreadThatWaitsForASlowAllocatorBlocksNoOther) {
   std::mutex mutex;
   std::condition_variable changed;
   bool inside = false, done = false;
@@ -344,7 +344,7 @@ TEST_F(Allocators, ASlowOneIsNamedOnce) {
   api.destroy = nullptr;
   te_fl_memory_desc memory;
   memory.bytes = 4096;
-  const auto said_of = [&](const char* name, std::chrono::nanoseconds slow) {
+  const auto log_text = [&](const char* name, std::chrono::nanoseconds slow) {
     api.name = name;
     const core::Allocator allocator(device, api, slow);
     ::testing::internal::CaptureStderr();
@@ -353,11 +353,11 @@ TEST_F(Allocators, ASlowOneIsNamedOnce) {
     if (data.ok()) allocator.free(*data, nullptr, nullptr);
     return ::testing::internal::GetCapturedStderr();
   };
-  const std::string message = said_of("sleepy", std::chrono::nanoseconds(-1));
+  const std::string message = log_text("sleepy", std::chrono::nanoseconds(-1));
   EXPECT_HAS(message, "allocator 'sleepy' of ext:far:0 took more than");
   EXPECT_HAS(message, "4.0 KiB");
-  EXPECT_EQ(said_of("sleepy", std::chrono::nanoseconds(-1)), "");
-  EXPECT_EQ(said_of("brisk", std::chrono::hours(10000)), "");
+  EXPECT_EQ(log_text("sleepy", std::chrono::nanoseconds(-1)), "");
+  EXPECT_EQ(log_text("brisk", std::chrono::hours(10000)), "");
 }
 
 TEST_F(Allocators, WhatCannotBeInstalledIsNamed) {

@@ -434,7 +434,7 @@ TEST(DeviceStreams, OnlyTimedEventsThatWereRecordedHaveATime) {
   EXPECT_OK(devices::remove(device));
 }
 
-TEST(DeviceStreams, AnEmptyEventIsNobodysEvent) {
+TEST(DeviceStreams, AnEmptyEventBelongsToNoDevice) {
   FakeStreams fake;
   const Device device = devices::add(&fake.desc).value();
   {
@@ -529,7 +529,7 @@ TEST(Memory, AKindThatADeviceLacksIsNamed) {
   EXPECT_TRUE(devices::remove(device).ok());
 }
 
-TEST(DeviceStreams, ErrorsAreToldAndCountNothing) {
+TEST(DeviceStreams, ErrorsAreReportedAndNotCounted) {
   FakeStreams fake;
   const Device device = devices::add(&fake.desc).value();
   fake.fail = true;

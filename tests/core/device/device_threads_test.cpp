@@ -50,7 +50,7 @@ void refuse_index_9(const Device& device) {
 
 // If the on_added hook throws, the new device is not registered, even while other threads add and
 // remove devices.
-TEST(DeviceThreads, OneThatCannotBeToldOfIsNotThere) {
+TEST(DeviceThreads, ADeviceThatCannotBeReportedIsAbsent) {
   auto& added = core::g_device_hooks.on_added;
   const auto before = added.exchange(&refuse_index_9);
   PlainDevice refused("relay", 9);
@@ -171,7 +171,7 @@ TEST(DeviceThreads, AllocateWhileAllocatorsComeAndGo) {
   EXPECT_OK(devices::install_allocator(device, &api));
   together(kRounds, {use_memory, use_memory,
                      [&](int) { EXPECT_OK(devices::install_allocator(device, &api)); },
-                     [&](int) { EXPECT_NE(core::allocator_of(device), nullptr); }});
+                     [&](int) { EXPECT_NE(core::find_allocator(device), nullptr); }});
   EXPECT_OK(devices::install_allocator(device, nullptr));
   EXPECT_EQ(devices::live_objects(device), 0);
   EXPECT_OK(devices::remove(device));

@@ -310,7 +310,7 @@ class CallUnderTest {
   std::vector<uint32_t> offsets_;  // offsets of tensor arguments in the struct; 0 for a list
 };
 
-const te_fl_op_schema& schema_of(std::string_view name) {
+const te_fl_op_schema& find_schema(std::string_view name) {
   for (const te_fl_op_schema* schema : catalogue()) {
     if (schema->name == name) return *schema;
   }
@@ -320,21 +320,21 @@ const te_fl_op_schema& schema_of(std::string_view name) {
 
 std::deque<CallUnderTest> good_calls() {
   std::deque<CallUnderTest> calls;
-  calls.emplace_back(schema_of("gelu"), std::vector<std::vector<int64_t>>{{2, 3, 4}, {2, 3, 4}});
-  calls.emplace_back(schema_of("layernorm_fwd"),
+  calls.emplace_back(find_schema("gelu"), std::vector<std::vector<int64_t>>{{2, 3, 4}, {2, 3, 4}});
+  calls.emplace_back(find_schema("layernorm_fwd"),
                      std::vector<std::vector<int64_t>>{{6, 4}, {4}, {4}, {6, 4}, {6}, {6}});
-  calls.emplace_back(schema_of("generic_gemm"),
+  calls.emplace_back(find_schema("generic_gemm"),
                      std::vector<std::vector<int64_t>>{{4, 4}, {4, 4}, {4, 4}});
   calls
-      .emplace_back(schema_of("generic_gemm"),
+      .emplace_back(find_schema("generic_gemm"),
                     std::vector<std::vector<int64_t>>{{4, 4}, {4, 4}, {4, 4}})
       .quantise(2);
-  calls.emplace_back(schema_of("multi_tensor_unscale_l2norm"),
+  calls.emplace_back(find_schema("multi_tensor_unscale_l2norm"),
                      std::vector<std::vector<int64_t>>{{4, 4}, {1}, {1}});
-  calls.emplace_back(schema_of("multi_tensor_scale"),
+  calls.emplace_back(find_schema("multi_tensor_scale"),
                      std::vector<std::vector<int64_t>>{{4, 4}, {4, 4}, {1}});
   calls.emplace_back(
-      schema_of("multi_tensor_adam"),
+      find_schema("multi_tensor_adam"),
       std::vector<std::vector<int64_t>>{{4, 4}, {4, 4}, {4, 4}, {4, 4}, {}, {1}, {1}});
   calls.emplace_back(testing::save_schema(true), std::vector<std::vector<int64_t>>{{2, 4}, {2, 4}});
   calls.emplace_back(testing::save_schema(false),
@@ -406,7 +406,7 @@ TEST(ExactMemo, RecognisesOnlyTheCallItself) {
 }
 
 TEST(ExactMemo, IsNotUsedWhileArgumentsAreValidated) {
-  CallUnderTest call(schema_of("gelu"), {{2, 3}, {2, 3}});
+  CallUnderTest call(find_schema("gelu"), {{2, 3}, {2, 3}});
   ExactMemo memo;
   memo.take(call.op(), call.args());
   EXPECT_TRUE(memo.is(call.args()));
@@ -416,7 +416,7 @@ TEST(ExactMemo, IsNotUsedWhileArgumentsAreValidated) {
 }
 
 TEST(ExactMemo, LeavesOutWhatItCannotCompare) {
-  CallUnderTest call(schema_of("gelu"), {{2, 3}, {2, 3}});
+  CallUnderTest call(find_schema("gelu"), {{2, 3}, {2, 3}});
   ExactMemo memo;
   call.items()[0].strides[0] = 3;
   call.items()[0].strides[1] = 1;
@@ -430,7 +430,7 @@ TEST(Memo, OpsOfOneAddressAreNotMixedUp) {
   TestMemo memo;
   Signature s;
   for (int round = 0; round < 50; ++round) {
-    CallUnderTest call(schema_of(round % 2 == 0 ? "gelu" : "geglu"),
+    CallUnderTest call(find_schema(round % 2 == 0 ? "gelu" : "geglu"),
                        round % 2 == 0 ? std::vector<std::vector<int64_t>>{{2, 8}, {2, 8}}
                                       : std::vector<std::vector<int64_t>>{{2, 8}, {2, 4}});
     EXPECT_TRUE(check_by(memo, call.op(), call.args(), s));
@@ -487,7 +487,7 @@ class MovingLists : public ::testing::TestWithParam<int64_t> {
     return known;
   }
   const std::unique_ptr<const CompiledOp> op =
-      CompiledOp::compile(schema_of("multi_tensor_scale")).value();
+      CompiledOp::compile(find_schema("multi_tensor_scale")).value();
   TestMemo memo;
   TwoLists lists{GetParam()};
   const size_t last = static_cast<size_t>(GetParam()) - 1;

@@ -382,7 +382,7 @@ TEST_F(Lists, PlainTensorsBindForAllIndices) {
   EXPECT_HAS(check(*split, &s), "argument 'outputs'[1] has shape [4, 8], must be [_, 16]");
 }
 
-TEST(Signature, IsToldWithoutShapesAndScalars) {
+TEST(Signature, IsGivenWithoutShapesAndScalars) {
   const auto op = compile("layernorm_fwd");
   const Tensor x = f32({2, 3}), other = Tensor::zeros({7}, DType::kBF16).value();
   te_fl_layernorm_fwd_args args;

@@ -85,7 +85,7 @@ TEST_F(StagingChoice, ReferenceImplIdAndListsNameIt) {
       const Decision r = manager.resolve(op, &args).value();
       EXPECT_EQ(r.impl_id, "reference.host");
       EXPECT_TRUE(r.candidates[0].staged);
-      EXPECT_HAS(r.candidates[0].reason, "taken: staged");
+      EXPECT_HAS(r.candidates[0].reason, "chosen: staged");
       const auto first = manager.first_choice(op, &args);
       ASSERT_OK(first);
       EXPECT_EQ(first->impl_id, nullptr);
@@ -101,7 +101,7 @@ TEST_F(StagingChoice, StrictRefusesItUnlessNamed) {
   strict.strict = true;
   const PolicyScope scope(strict);
   EXPECT_FAILS(call(args), kUnsupported, "strict (TE_FL_STRICT) allows that only if");
-  EXPECT_FAILS(call(args), kUnsupported, "could serve it if the policy let it");
+  EXPECT_FAILS(call(args), kUnsupported, "could run it if the policy allowed it");
   EXPECT_EQ(host.runs.load(), 0);
 }
 
@@ -131,7 +131,7 @@ TEST_F(StagingChoice, TheCapCountsBothWays) {
   {
     const PolicyScope scope(s);
     EXPECT_FAILS(call(args), kUnsupported, "moves 80 bytes, more than the 79 of");
-    EXPECT_FAILS(call(args), kUnsupported, "raise that, or load a plugin that serves the op");
+    EXPECT_FAILS(call(args), kUnsupported, "raise that, or load a plugin that supports the op");
     const Decision r = manager.resolve(op, &args).value();
     EXPECT_EQ(r.impl_id, "");
     EXPECT_HAS(r.candidates[0].reason, "moves 80 bytes");
@@ -154,7 +154,7 @@ TEST_F(StagingChoice, TheCapComesFromTheEnvironmentToo) {
   EXPECT_FAILS(environment::set("TE_FL_MAX_STAGED_BYTES", "-1"), kInvalidArgument, "must be");
 }
 
-TEST_F(StagingChoice, SupportsIsAskedAboutTheCopies) {
+TEST_F(StagingChoice, SupportsIsCalledWithTheCopies) {
   add(host.with_supports());
   const FiveArgs args = five();
   host.supports_body = [&](const te_fl_context& ctx, const void* raw) -> te_fl_status {
@@ -192,7 +192,7 @@ TEST_F(StagingChoice, IsCountedAndSaidOncePerOp) {
   ASSERT_OK(call(args));
   ASSERT_OK(call(args));
   const std::string log = ::testing::internal::GetCapturedStderr();
-  const std::string line = "op 'test::five' on ext:far:0 is served by 'default.host'";
+  const std::string line = "op 'test::five' on ext:far:0 is run by 'default.host'";
   const size_t first = log.find(line);
   // Another test of this process may have logged the line already, as it is logged once per op and
   // not per manager.
@@ -200,16 +200,16 @@ TEST_F(StagingChoice, IsCountedAndSaidOncePerOp) {
     EXPECT_EQ(log.find(line, first + 1), std::string::npos);
     EXPECT_HAS(log, "this call 80 bytes (4 copies in, 1 out)");
   }
-  OpUsage use = use_of("default.host");
+  OpUsage use = find_usage("default.host");
   EXPECT_EQ(use.calls, 2u);
   EXPECT_EQ(use.staged_calls, 2u);
   EXPECT_EQ(use.staged_bytes, 160u);
   manager.reset_usage();
-  EXPECT_EQ(use_of("default.host").calls, 0u);
+  EXPECT_EQ(find_usage("default.host").calls, 0u);
   testing::FiveCall here;  // a call on the host is not staged
   host.run_body = nullptr;
   ASSERT_OK(manager.call(op, &here.args));
-  use = use_of("default.host");
+  use = find_usage("default.host");
   EXPECT_EQ(use.calls, 1u);
   EXPECT_EQ(use.staged_calls, 0u);
   EXPECT_EQ(use.staged_bytes, 0u);
@@ -220,11 +220,11 @@ TEST_F(StagingChoice, TheWorkBeforeACallIsNotCountedAsCopying) {
   add(host);
   const FiveArgs args = five();
   ASSERT_OK(call(args));
-  const OpUsage before = use_of("default.host");
+  const OpUsage before = find_usage("default.host");
   constexpr uint64_t kWork = 50'000;  // microseconds
   far.enqueue(nullptr, [=] { std::this_thread::sleep_for(std::chrono::microseconds(kWork)); });
   ASSERT_OK(call(args));
-  const OpUsage after = use_of("default.host");
+  const OpUsage after = find_usage("default.host");
   const uint64_t waited = after.staged_wait_microseconds - before.staged_wait_microseconds;
   const uint64_t copied = after.staged_microseconds - before.staged_microseconds;
   EXPECT_GE(waited, kWork * 9 / 10);
@@ -263,7 +263,7 @@ TEST_F(StagingChoice, ThreadsDoNotShareABuffer) {
     EXPECT_EQ(at(kept[static_cast<size_t>(5 * i + 4)], 999), 1110 + 4 * 999);
   }
   EXPECT_LE(far.pinned.load(), kThreads);
-  EXPECT_EQ(use_of("default.host").staged_calls, 200u);
+  EXPECT_EQ(find_usage("default.host").staged_calls, 200u);
 }
 
 }  // namespace

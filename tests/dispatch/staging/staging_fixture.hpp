@@ -80,7 +80,7 @@ class Staging : public ::testing::Test {
     options.stream = stream;
     return manager.call(op, &args, options);
   }
-  OpUsage use_of(const std::string& impl) {
+  OpUsage find_usage(const std::string& impl) {
     for (const OpUsage& use : manager.usage()) {
       if (use.impl_id == impl) return use;
     }

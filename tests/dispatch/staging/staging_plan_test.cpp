@@ -208,7 +208,7 @@ TEST_F(Plan, ATransposedOutputIsDense) {
   EXPECT_EQ(text(plan.out()), "4096+96");
 }
 
-TEST_F(Plan, ManyPiecesAreRefusedInWords) {
+TEST_F(Plan, TooManyRangesAreRefusedWithAReason) {
   args.y = at(4096, {StagingPlan::kMaxPieces + 1}, {2});
   const Status s = make();
   EXPECT_FAILS(s, kUnsupported, "1048577 separate pieces");

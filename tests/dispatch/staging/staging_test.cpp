@@ -177,7 +177,7 @@ TEST_F(Staging, TensorsWithoutElementsMoveNothing) {
   far.forget();
   ASSERT_OK(call(args));
   EXPECT_EQ(far.reads().size() + far.writes().size(), 0u);
-  EXPECT_EQ(use_of("default.host").staged_calls, 1u);
+  EXPECT_EQ(find_usage("default.host").staged_calls, 1u);
 }
 
 // ---- errors
@@ -285,7 +285,7 @@ TEST_F(Staging, AnOpaqueRecordsStorageMovesAndItsBackwardGoesToItsProducer) {
   EXPECT_EQ(stranger.runs.load(), 0);
 }
 
-TEST_F(Staging, ARecordThatIsFilledInAnewBindsNobody) {
+TEST_F(Staging, ARecordThatIsFilledAgainBindsNoImplementation) {
   Fake forward("default.host", testing::save_schema(true));
   forward.run_body = [](const te_fl_context&, const void* raw) -> te_fl_status {
     const te_fl_saved* saved = static_cast<const SaveArgs*>(raw)->saved;

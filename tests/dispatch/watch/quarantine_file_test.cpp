@@ -43,7 +43,7 @@ constexpr const char* kOne = R"({"op": "known", "impl": "default.x", "owner": "o
 constexpr const char* kNewer = R"({"op": "known", "impl": "default.x", "owner": "o", "build": "b",
     "chip": "", "driver": "", "dtypes": ["f2e7m9"], "scalings": ["none"]})";
 
-std::string file_of(const std::string& entries) {
+std::string make_file(const std::string& entries) {
   return R"({"te_fl_quarantine": 1, "entries": [)" + entries + "]}";
 }
 
@@ -108,7 +108,7 @@ TEST_F(QuarantineFileTest, AnEmptyOneStopsNoOpAndIsWrittenOver) {
 }
 
 TEST_F(QuarantineFileTest, AForeignOrHalfWrittenOneStopsNoOpAndIsLeftAlone) {
-  const std::string whole = file_of(kOne);
+  const std::string whole = make_file(kOne);
   for (const std::string& text : {whole.substr(0, whole.size() / 2), std::string("{"),
                                   std::string("\x7f"
                                               "ELF\0\1",
@@ -129,7 +129,7 @@ TEST_F(QuarantineFileTest, AForeignOrHalfWrittenOneStopsNoOpAndIsLeftAlone) {
 
 TEST_F(QuarantineFileTest, AnEntryOfANewerTeFlIsPassedOverAndKept) {
   for (const std::string odd : {kNewer, "7", "{}", R"({"op": 1})"}) {
-    folder.write("quarantine.json", file_of(odd + ", " + kOne));
+    folder.write("quarantine.json", make_file(odd + ", " + kOne));
     expect_call_works("number 0");
     EXPECT_EQ(in_force(), std::vector<std::string>{"known"});
     dispatch::hold(entry("found"));
@@ -138,7 +138,7 @@ TEST_F(QuarantineFileTest, AnEntryOfANewerTeFlIsPassedOverAndKept) {
     read_again();
     EXPECT_EQ(in_force(), (std::vector<std::string>{"known", "found"}));
   }
-  folder.write("quarantine.json", file_of(kNewer));
+  folder.write("quarantine.json", make_file(kNewer));
   read_again();
   dispatch::hold(entry("found"));
   ASSERT_OK(step_boundary());
@@ -190,7 +190,7 @@ int in_child(F&& body) {
 
 TEST_F(QuarantineFileTest, NoPermissionToReadItStopsNoOp) {
   TE_FL_SKIP_FORK_THEN_THREADS();
-  folder.write("quarantine.json", file_of(kOne));
+  folder.write("quarantine.json", make_file(kOne));
   ASSERT_EQ(chmod(path.c_str(), 0), 0);
   ASSERT_EQ(chmod(folder.path().c_str(), 0755), 0);
   EXPECT_EQ(in_child([&] {
@@ -203,7 +203,7 @@ TEST_F(QuarantineFileTest, NoPermissionToReadItStopsNoOp) {
 
 TEST_F(QuarantineFileTest, AFullDiskLeavesTheFileAsItWasAndTheQuarantineInForce) {
   TE_FL_SKIP_FORK_THEN_THREADS();
-  folder.write("quarantine.json", file_of(kOne));
+  folder.write("quarantine.json", make_file(kOne));
   EXPECT_EQ(in_child([&] {
               std::signal(SIGXFSZ, SIG_IGN);
               const rlimit none{64, 64};
@@ -216,7 +216,7 @@ TEST_F(QuarantineFileTest, AFullDiskLeavesTheFileAsItWasAndTheQuarantineInForce)
               return in_force() == std::vector<std::string>{"known", "found"} ? 0 : 5;
             }),
             0);
-  EXPECT_EQ(test::read_file(path), file_of(kOne));
+  EXPECT_EQ(test::read_file(path), make_file(kOne));
   for (const auto& file : std::filesystem::directory_iterator(folder.path())) {
     EXPECT_NE(file.path().extension(), ".part") << "nothing half-written is left";
   }

@@ -88,13 +88,13 @@ TEST_F(TraceFile, AForkedChildTracesItsOwnCallsIntoItsOwnFile) {
     ASSERT_TRUE(call());
     ASSERT_OK(write_trace());
     const bool named = std::string(name).find("%p") != std::string::npos;
-    const auto file_of = [&](pid_t process) {
+    const auto trace_path = [&](pid_t process) {
       const std::string number = std::to_string(process);
       if (named) return folder / ("trace-" + number + ".json");
       return folder / (process == getpid() ? "trace.json" : "trace.json." + number);
     };
     // Includes this process's calls of earlier tests.
-    const int before = calls_in(file_of(getpid()));
+    const int before = calls_in(trace_path(getpid()));
     const pid_t child = in_child([&] {
       if (!call()) return 1;
       // Changing another setting must not change the name of the child's trace file.
@@ -102,10 +102,10 @@ TEST_F(TraceFile, AForkedChildTracesItsOwnCallsIntoItsOwnFile) {
       return write_trace().ok() ? 0 : 3;
     });
     ASSERT_OK(write_trace());
-    EXPECT_EQ(calls_in(file_of(getpid())), before);
-    EXPECT_EQ(calls_in(file_of(child)), 3);
+    EXPECT_EQ(calls_in(trace_path(getpid())), before);
+    EXPECT_EQ(calls_in(trace_path(child)), 3);
     in_child([&] { return write_trace().ok() ? 0 : 1; });  // a child that makes no call
-    EXPECT_EQ(calls_in(file_of(getpid())), before) << "the child left it alone";
+    EXPECT_EQ(calls_in(trace_path(getpid())), before) << "the child left it alone";
   }
 }
 

@@ -60,7 +60,7 @@ TEST(Trace, HoldsCallsWithThreadsFallbacksAndErrors) {
   EXPECT_EQ(calls[0].at("args").at("kernel"), "a loop, as there are \"few\" elements");
   EXPECT_EQ(calls[2].at("args").at("kernel"), calls[1].at("args").at("kernel"));
   EXPECT_EQ(first.described, 2) << "once for each of the two descriptions";
-  EXPECT_FALSE(calls[3].at("args").contains("kernel")) << "who served it does not say";
+  EXPECT_FALSE(calls[3].at("args").contains("kernel")) << "the implementation does not describe it";
   EXPECT_FALSE(calls[4].at("args").contains("kernel"));
   EXPECT_EQ(calls[3].at("cat"), "fallback");
   EXPECT_EQ(calls[3].at("args").at("impl"), "reference.second");

@@ -6,7 +6,7 @@
 namespace te_fl {
 namespace {
 
-TunedSignature row_of(std::vector<TunedTime> times, double usual, int calls = 1) {
+TunedSignature make_row(std::vector<TunedTime> times, double usual, int calls = 1) {
   TunedSignature row;
   row.times = std::move(times);
   row.usual_seconds = usual;
@@ -15,17 +15,17 @@ TunedSignature row_of(std::vector<TunedTime> times, double usual, int calls = 1)
 }
 
 TEST(Tune, PinsWhatIsClearlyFaster) {
-  EXPECT_TRUE(dispatch::worth_pinning(row_of({{"b", 0.94, 1}, {"a", 1.0, 1}}, 1.0)));
-  EXPECT_FALSE(dispatch::worth_pinning(row_of({{"b", 0.96, 1}, {"a", 1.0, 1}}, 1.0)));
+  EXPECT_TRUE(dispatch::worth_pinning(make_row({{"b", 0.94, 1}, {"a", 1.0, 1}}, 1.0)));
+  EXPECT_FALSE(dispatch::worth_pinning(make_row({{"b", 0.96, 1}, {"a", 1.0, 1}}, 1.0)));
 }
 
 TEST(Tune, LeavesTheUsualChoiceAlone) {
-  EXPECT_FALSE(dispatch::worth_pinning(row_of({{"a", 1.0, 1}, {"b", 3.0, 1}}, 1.0)));
-  EXPECT_FALSE(dispatch::worth_pinning(row_of({}, 0)));
+  EXPECT_FALSE(dispatch::worth_pinning(make_row({{"a", 1.0, 1}, {"b", 3.0, 1}}, 1.0)));
+  EXPECT_FALSE(dispatch::worth_pinning(make_row({}, 0)));
 }
 
 TEST(Tune, DoesNotPinForNanosecondsOfACall) {
-  TunedSignature row = row_of({{"reference", 60e-9, 1}, {"a", 63e-9 * 1.2, 1}}, 63e-9 * 1.2);
+  TunedSignature row = make_row({{"reference", 60e-9, 1}, {"a", 63e-9 * 1.2, 1}}, 63e-9 * 1.2);
   row.count = 1;
   EXPECT_FALSE(dispatch::worth_pinning(row));
   row.count = 1000, row.times[0].seconds = 60e-6, row.usual_seconds = 75.6e-6;
@@ -52,11 +52,11 @@ TEST(Tune, EverySizeIsInOneClass) {
 }
 
 TEST(Tune, PinsWhereTheUsualChoiceCouldNotBeTimed) {
-  EXPECT_TRUE(dispatch::worth_pinning(row_of({{"a", 1.0, 1}}, 0)));
+  EXPECT_TRUE(dispatch::worth_pinning(make_row({{"a", 1.0, 1}}, 0)));
 }
 
-TEST(Tune, DoesNotPinOneThatServesSomeOfTheCallsOnly) {
-  EXPECT_FALSE(dispatch::worth_pinning(row_of({{"b", 0.1, 1}}, 1.0, 2)));
+TEST(Tune, DoesNotPinOneThatRunsOnlySomeOfTheCalls) {
+  EXPECT_FALSE(dispatch::worth_pinning(make_row({{"b", 0.1, 1}}, 1.0, 2)));
 }
 
 }  // namespace

@@ -302,11 +302,11 @@ TEST_F(Verify, QuarantineBeginsWithTheNextCallAndOutlivesTheRun) {
   set("TE_FL_VERIFY", "");
   ASSERT_OK(prepared.call(&call.args));
   ASSERT_OK(manager.call(op, &call.args));
-  EXPECT_EQ(fast.runs, 1) << "it goes on serving";
+  EXPECT_EQ(fast.runs, 1) << "it still runs";
   EXPECT_EQ(call.tensors[4].data<float>()[1], 0);
   fast.run_body = nullptr;
   ASSERT_OK(manager.call(op, &other.args));
-  EXPECT_EQ(fast.runs, 2) << "other signatures are served";
+  EXPECT_EQ(fast.runs, 2) << "other signatures are supported";
   const auto reason_shown = [&] {
     const Decision r = manager.resolve(op, &call.args).value();
     EXPECT_EQ(r.impl_id, "reference.slow");
@@ -332,7 +332,7 @@ TEST_F(Verify, QuarantineBeginsWithTheNextCallAndOutlivesTheRun) {
     if (c.impl_id == "default.fast") EXPECT_HAS(c.reason, "quarantined for f32 (scaling none)");
   // Another build of the plugin is a different implementation.
   std::string text = test::read_file(folder / "quarantine.json");
-  const std::string build = dispatch::build_id_of("test");
+  const std::string build = dispatch::find_build_id("test");
   ASSERT_TRUE(testing::contains(text, build));
   text.replace(text.find(build), build.size(), "other");
   folder.write("quarantine.json", text);
@@ -492,7 +492,7 @@ TEST_F(Verify, TensorsOfADeviceAreCheckedThroughCopies) {
 
 // A device reports an invalid value once, to the first caller that waits (rule R12). With
 // TE_FL_VERIFY te-fl itself waits first, so it must return the error to the caller.
-TEST_F(Verify, WhatADeviceTellsToTheCopiesReachesTheCaller) {
+TEST_F(Verify, ADevicesReportsAboutCopiesReachTheCaller) {
   FarDevice far;
   const Device device = devices::add(&far.desc).value();
   Fake native{"vendor.far"};

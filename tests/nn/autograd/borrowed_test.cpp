@@ -49,7 +49,7 @@ class Owner {
 
 Tensor x() { return tensor({kRows, kHidden}, random_values(kRows * kHidden, 1)); }
 
-TEST(Borrowed, AModuleWithoutValuesComputesWithWhatItIsLent) {
+TEST(Borrowed, AModuleWithoutValuesComputesWithLentParameters) {
   const auto own = mlp();
   std::unique_ptr<LayerNormMLP> lent;
   {
@@ -147,7 +147,7 @@ struct CodesOwner {
 };
 
 // Quantises a weight as `recipe` does in a forward.
-CodesOwner codes_of(const Tensor& weight, const Recipe& recipe) {
+CodesOwner make_codes(const Tensor& weight, const Recipe& recipe) {
   const bool blocks = std::holds_alternative<Float8BlockScaling>(recipe);
   QuantSpec spec;
   spec.scaling = blocks ? Scaling::kBlock128x128 : Scaling::kTensor;
@@ -169,7 +169,7 @@ TEST(Borrowed, CodesAreReadAsTheyAre) {
     const auto parameters = lent->parameters();
     std::vector<CodesOwner> codes;
     for (const NamedParameter& p : parameters) {
-      if (p.value().rank() == 2) codes.push_back(codes_of(p.value(), recipe));
+      if (p.value().rank() == 2) codes.push_back(make_codes(p.value(), recipe));
     }
     ASSERT_EQ(codes.size(), 2u);
     const auto lend = [&](uint64_t version) {
@@ -199,8 +199,8 @@ TEST(Borrowed, CodesAreReadAsTheyAre) {
 TEST(Borrowed, CodesThatDoNotFitAreNamed) {
   const auto module = mlp();
   const auto weight = module->parameters()[2].parameter;
-  const CodesOwner blocks = codes_of(weight->value, Float8BlockScaling{});
-  const CodesOwner whole = codes_of(weight->value, Float8CurrentScaling{});
+  const CodesOwner blocks = make_codes(weight->value, Float8BlockScaling{});
+  const CodesOwner whole = make_codes(weight->value, Float8CurrentScaling{});
   QuantizedParts parts = whole.parts();
   parts.scale_inv = take(Tensor::zeros({2}, DType::kF32));
   EXPECT_FAILS(wrap_quantized(Scaling::kTensor, parts), kInvalidArgument, "scale_inv is f32[2]");
@@ -230,7 +230,7 @@ TEST(Borrowed, TheOwnerWritesCodes) {
     auto adam = take(Adam::create(module->parameters(), {}));
     const auto weight = module->parameters()[2].parameter;
     const Tensor values = take(weight->value.clone());
-    check(weight->borrow(codes_of(values, recipe).lend(), 1));
+    check(weight->borrow(make_codes(values, recipe).lend(), 1));
     EXPECT_FAILS(weight->write(values), kFailedPrecondition, "their owner writes them");
     EXPECT_FAILS(module->load_state(before, "state"), kFailedPrecondition, "holds codes");
     EXPECT_FAILS(adam->step(), kFailedPrecondition, "fc1_weight");
@@ -249,7 +249,7 @@ TEST(Borrowed, CodesAreNoPartOfAParameter) {
   const auto module = take(Linear::create(
       {.in_features = kHidden, .out_features = 32, .parameters_split = {{"a", 16}, {"b", 16}}}));
   const auto part = module->parameters()[0].parameter;
-  check(part->borrow(codes_of(part->value, Float8CurrentScaling{}).lend(), 1));
+  check(part->borrow(make_codes(part->value, Float8CurrentScaling{}).lend(), 1));
   EXPECT_FAILS(module->forward(x(), nullptr), kInvalidArgument, "a part of a parameter is f8e4m3");
 }
 

@@ -65,11 +65,11 @@ TEST(RandomStreams, AreReplayed) {
   RandomStreams streams;
   check(streams.add("a", 1));
   Dropout dropout(0.5f);
-  const Piece piece = [&](const Tensor& x) -> Result<PieceRun> {
+  const Segment segment = [&](const Tensor& x) -> Result<SegmentRun> {
     TE_FL_ASSIGN_OR_RETURN(const auto scope, streams.fork("a"));
-    return run_piece(dropout, x);
+    return run_segment(dropout, x);
   };
-  auto run = take(checkpoint(piece, ones()));
+  auto run = take(checkpoint(segment, ones()));
   (void)dropped(&streams, "a");
   const auto state = streams.state();
   EXPECT_EQ(values_of(take(run.backward(ones()))), values_of(run.y));

@@ -1,4 +1,4 @@
-// Recomputing a section of the model (a "piece": activation checkpointing) gives the same bits as
+// Recomputing a section of the model (a "segment": activation checkpointing) gives the same bits as
 // running it once, under every recipe and with dropout.
 #include <optional>
 
@@ -17,7 +17,7 @@ struct Plan {
   bool ends_before = false;  // the autocast scope ends, and changes its scales, before the backward
   bool crossed = false;      // both microbatches' forwards run before their backward passes
   bool calibrating = false;
-  bool whole = false;  // both layers form one piece, which contains smaller pieces
+  bool whole = false;  // both layers form one segment, which contains smaller pieces
   float dropout = 0.1f;
 };
 
@@ -43,31 +43,32 @@ Tensor input(int64_t step, int64_t microbatch) {
       random_values(kRows * kHidden, static_cast<uint64_t>(100 * step + microbatch), 1 + step));
 }
 
-// One microbatch through the layers; each layer is a piece of its own.
+// One microbatch through the layers; each layer is a segment of its own.
 struct Pass {
-  std::vector<PieceRun> runs;
+  std::vector<SegmentRun> runs;
 
   Tensor forward(const std::vector<std::unique_ptr<TransformerLayer>>& layers, Tensor x,
                  const Plan& plan, const ForwardOptions& options) {
-    const auto piece_of = [options](TransformerLayer& layer) -> Piece {
+    const auto make_segment = [options](TransformerLayer& layer) -> Segment {
       return [&layer, options](const Tensor& in) {
-        return run_piece(layer, in, AttentionInputs{}, options);
+        return run_segment(layer, in, AttentionInputs{}, options);
       };
     };
     if (plan.whole && plan.recompute) {
-      const Piece both = [&layers, piece_of](const Tensor& in) -> Result<PieceRun> {
-        TE_FL_ASSIGN_OR_RETURN(const PieceRun one, checkpoint(piece_of(*layers[0]), in));
-        TE_FL_ASSIGN_OR_RETURN(const PieceRun two, checkpoint(piece_of(*layers[1]), one.y));
-        return PieceRun{two.y, [one, two](const Tensor& dy) -> Result<Tensor> {
-                          TE_FL_ASSIGN_OR_RETURN(const Tensor between, two.backward(dy));
-                          return one.backward(between);
-                        }};
+      const Segment both = [&layers, make_segment](const Tensor& in) -> Result<SegmentRun> {
+        TE_FL_ASSIGN_OR_RETURN(const SegmentRun one, checkpoint(make_segment(*layers[0]), in));
+        TE_FL_ASSIGN_OR_RETURN(const SegmentRun two, checkpoint(make_segment(*layers[1]), one.y));
+        return SegmentRun{two.y, [one, two](const Tensor& dy) -> Result<Tensor> {
+                            TE_FL_ASSIGN_OR_RETURN(const Tensor between, two.backward(dy));
+                            return one.backward(between);
+                          }};
       };
       runs.push_back(take(checkpoint(both, x)));
       return runs.back().y;
     }
     for (const auto& layer : layers) {
-      runs.push_back(take(plan.recompute ? checkpoint(piece_of(*layer), x) : piece_of(*layer)(x)));
+      runs.push_back(
+          take(plan.recompute ? checkpoint(make_segment(*layer), x) : make_segment(*layer)(x)));
       x = runs.back().y;
     }
     return x;
@@ -142,9 +143,9 @@ void expect_equal(Plan plan) {
 
 const DelayedScaling kDelayed{.amax_history_len = 2};
 
-TEST(Recompute, EqualsThePieceWithoutFp8) { expect_equal({}); }
+TEST(Recompute, EqualsTheSegmentWithoutFp8) { expect_equal({}); }
 
-TEST(Recompute, EqualsThePieceUnderEveryRecipe) {
+TEST(Recompute, EqualsTheSegmentUnderEveryRecipe) {
   DelayedScaling recent = kDelayed, attention = kDelayed;
   recent.amax_compute_algo = AmaxAlgo::kMostRecent;
   attention.fp8_dpa = true;
@@ -157,7 +158,7 @@ TEST(Recompute, EqualsThePieceUnderEveryRecipe) {
   }
 }
 
-TEST(Recompute, EqualsThePieceWithKeptWeightsAndCrossedMicrobatches) {
+TEST(Recompute, EqualsTheSegmentWithCachedWeightsAndCrossedMicrobatches) {
   for (const Recipe& recipe : {Recipe(kDelayed), Recipe(Float8CurrentScaling{})}) {
     for (bool tells_first : {false, true}) {
       expect_equal(
@@ -166,11 +167,11 @@ TEST(Recompute, EqualsThePieceWithKeptWeightsAndCrossedMicrobatches) {
   }
 }
 
-TEST(Recompute, EqualsThePieceWhileCalibrating) {
+TEST(Recompute, EqualsTheSegmentWhileCalibrating) {
   expect_equal({.recipe = kDelayed, .ends_before = true, .calibrating = true});
 }
 
-TEST(Recompute, PiecesNest) {
+TEST(Recompute, SegmentsNest) {
   expect_equal({.recipe = kDelayed, .ends_before = true, .whole = true});
   expect_equal({.recipe = Float8BlockScaling{}, .crossed = true, .whole = true});
 }
@@ -193,11 +194,11 @@ TEST(Recompute, KeepsNothingOfTheFirstRun) {
   auto layer = make_layer(1, 0);
   std::weak_ptr<Ctx> kept;
   auto run = take(checkpoint(
-      [&](const Tensor& x) -> Result<PieceRun> {
+      [&](const Tensor& x) -> Result<SegmentRun> {
         auto ctx = std::make_shared<Ctx>();
         kept = ctx;
         TE_FL_ASSIGN_OR_RETURN(Tensor y, layer->forward(x, ctx.get()));
-        return PieceRun{y, [&layer, ctx](const Tensor& dy) { return layer->backward(dy, *ctx); }};
+        return SegmentRun{y, [&layer, ctx](const Tensor& dy) { return layer->backward(dy, *ctx); }};
       },
       input(0, 0)));
   EXPECT_TRUE(kept.expired());
@@ -208,7 +209,8 @@ TEST(Recompute, RefusesAParameterThatWasWritten) {
   for (const char* name : {"layernorm_mlp.layer_norm_weight", "layernorm_mlp.fc2_bias",
                            "self_attention.proj.weight"}) {
     auto layer = make_layer(1, 0);
-    auto run = take(checkpoint([&](const Tensor& x) { return run_piece(*layer, x); }, input(0, 0)));
+    auto run =
+        take(checkpoint([&](const Tensor& x) { return run_segment(*layer, x); }, input(0, 0)));
     for (const NamedParameter& p : layer->parameters()) {
       if (p.name == name) ++p.parameter->version;
     }
@@ -219,12 +221,12 @@ TEST(Recompute, RefusesAParameterThatWasWritten) {
 TEST(Recompute, RefusesAnotherSecondRun) {
   auto one = make_layer(1, 0), other = make_layer(2, 0), dropping = make_layer(1, 0.1f);
   TransformerLayer* now = one.get();
-  const Piece piece = [&](const Tensor& x) { return run_piece(*now, x); };
-  auto run = take(checkpoint(piece, input(0, 0)));
+  const Segment segment = [&](const Tensor& x) { return run_segment(*now, x); };
+  auto run = take(checkpoint(segment, input(0, 0)));
   now = other.get();
   EXPECT_FAILS(run.backward(run.y), kFailedPrecondition, "the first used another module's");
   now = dropping.get();
-  run = take(checkpoint(piece, input(0, 0)));
+  run = take(checkpoint(segment, input(0, 0)));
   now = one.get();
   EXPECT_FAILS(run.backward(run.y), kFailedPrecondition, "the second run");
 }
@@ -232,19 +234,19 @@ TEST(Recompute, RefusesAnotherSecondRun) {
 TEST(Recompute, RefusesASecondRunThatDoesLess) {
   auto one = make_layer(1, 0), two = make_layer(2, 0);
   bool less = false;
-  const Piece piece = [&](const Tensor& x) -> Result<PieceRun> {
-    TE_FL_ASSIGN_OR_RETURN(PieceRun run, run_piece(*one, x));
-    return less ? run : run_piece(*two, run.y);
+  const Segment segment = [&](const Tensor& x) -> Result<SegmentRun> {
+    TE_FL_ASSIGN_OR_RETURN(SegmentRun run, run_segment(*one, x));
+    return less ? run : run_segment(*two, run.y);
   };
-  auto run = take(checkpoint(piece, input(0, 0)));
+  auto run = take(checkpoint(segment, input(0, 0)));
   less = true;
   EXPECT_FAILS(run.backward(run.y), kFailedPrecondition,
                "the second run ends where the first used a parameter");
-  // This piece uses no recorded state. Its second run computes less than the first, which only the
-  // shape of its result shows.
-  const Piece cut = [&](const Tensor& x) -> Result<PieceRun> {
+  // This segment uses no recorded state. Its second run computes less than the first, which only
+  // the shape of its result shows.
+  const Segment cut = [&](const Tensor& x) -> Result<SegmentRun> {
     TE_FL_ASSIGN_OR_RETURN(const Tensor y, x.slice(1, 0, less ? 1 : 2));
-    return PieceRun{y, [](const Tensor& dy) -> Result<Tensor> { return dy; }};
+    return SegmentRun{y, [](const Tensor& dy) -> Result<Tensor> { return dy; }};
   };
   less = false;
   run = take(checkpoint(cut, input(0, 0)));
@@ -254,7 +256,7 @@ TEST(Recompute, RefusesASecondRunThatDoesLess) {
 
 // A framework's own activation checkpointing can use the low-level scopes for recording and
 // replaying directly.
-TEST(Recompute, ScopesServeAnotherCheckpoint) {
+TEST(Recompute, ScopesWorkForAnotherCheckpoint) {
   auto linear = take(Linear::create({.in_features = kHidden, .out_features = kHidden, .seed = 4}));
   const Tensor x = tensor({kRows, kHidden}, random_values(kRows * kHidden, 3));
   EXPECT_EQ(recompute_phase(), RecomputePhase::kNone);

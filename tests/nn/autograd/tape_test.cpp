@@ -243,7 +243,7 @@ TEST(Tape, FrozenModulesGetNoGradient) {
 
 // Mixes recomputed (checkpointed) pieces of a model with others: the results have the same bits,
 // and the hooks run as without recomputation.
-TEST(Tape, CheckpointsEqualThePiece) {
+TEST(Tape, CheckpointsEqualTheSegment) {
   for (const Recipe& recipe : {Recipe(DelayedScaling{.amax_history_len = 2}),
                                Recipe(Float8CurrentScaling{}), Recipe(Float8BlockScaling{})}) {
     std::vector<Values> seen[2];
@@ -251,7 +251,7 @@ TEST(Tape, CheckpointsEqualThePiece) {
       const ContextScope scope(Context(3));
       const auto first = make_linear(1), second = make_linear(2), third = make_linear(3);
       Dropout dropout(0.3f);
-      const auto piece = [&](const Value& x) { return x + call(dropout, second(x)); };
+      const auto segment = [&](const Value& x) { return x + call(dropout, second(x)); };
       for (int step = 0; step < 3; ++step) {
         for (const Linear8* layer : {&first, &second, &third}) check((*layer)->zero_grad());
         Tape tape;
@@ -265,12 +265,12 @@ TEST(Tape, CheckpointsEqualThePiece) {
         {
           const autocast fp8(true, recipe);
           const Value h = first(in);
-          const Value p = recompute ? tape.checkpoint(piece, h) : piece(h);
+          const Value p = recompute ? tape.checkpoint(segment, h) : segment(h);
           y = third(p);
-          // A checkpointed piece whose input needs no gradient still computes its parameters'
+          // A checkpointed segment whose input needs no gradient still computes its parameters'
           // gradients.
           const Value constant = tape.input(input(4));
-          y = y + (recompute ? tape.checkpoint(piece, constant) : piece(constant));
+          y = y + (recompute ? tape.checkpoint(segment, constant) : segment(constant));
         }
         check(tape.backward(y, input(5)));
         EXPECT_EQ(finished, 6);
@@ -290,14 +290,14 @@ TEST(Tape, CheckpointsEqualThePiece) {
   }
 }
 
-TEST(Tape, CheckpointsServeInferenceAndPassErrorsOn) {
+TEST(Tape, CheckpointsRunInferenceAndPassErrorsOn) {
   const auto linear = make_linear(1);
-  const auto piece = [&](const Value& x) { return linear(x); };
+  const auto segment = [&](const Value& x) { return linear(x); };
   Tape inference(false);
-  EXPECT_EQ(values_of(inference.checkpoint(piece, inference.input(input())).tensor()),
+  EXPECT_EQ(values_of(inference.checkpoint(segment, inference.input(input())).tensor()),
             values_of(take(linear->forward(input(), nullptr))));
   Tape tape;
-  EXPECT_FAILS(tape.checkpoint(piece, tape.input(input(1, 3))).status(), kInvalidArgument,
+  EXPECT_FAILS(tape.checkpoint(segment, tape.input(input(1, 3))).status(), kInvalidArgument,
                "Linear: x");
 }
 

@@ -93,7 +93,7 @@ std::map<std::string, Values> save(const std::string& path, int size) {
     Maps maps(parallel, Float8CurrentScaling{}, 5);
     for (const NamedParameter& p : maps.parameters()) {
       EXPECT_TRUE(p.value().quantized()) << p.name;
-      check(p.parameter->write(as_tensor(p, part_of(whole_values(p), p))));
+      check(p.parameter->write(as_tensor(p, take_part(whole_values(p), p))));
       const std::lock_guard lock(mutex);
       put(wholes[p.name], p, read(p));
     }
@@ -133,7 +133,7 @@ TEST(DividedCodes, AreLoadedByAnotherNumberOfRanks) {
         for (const NamedParameter& p : maps.parameters()) {
           const std::string what =
               p.name + " from " + std::to_string(saving) + " to " + std::to_string(loading);
-          const Values wanted = part_of(saved.at(p.name), p);
+          const Values wanted = take_part(saved.at(p.name), p);
           // A rank whose shard lies within one saved shard keeps the FP8 codes and their scale.
           if (saving <= loading) {
             EXPECT_EQ(read(p), wanted) << what;

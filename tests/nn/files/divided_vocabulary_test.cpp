@@ -85,7 +85,7 @@ TEST(DividedVocabulary, ASharedWeightHasTheWholeOnesGradient) {
       EXPECT_NEAR(own.train(3), loss, 1e-6);
       const NamedParameter weight = own.parameters()[0];
       EXPECT_EQ(weight.value().size(0), kVocabulary / size);
-      expect_near(values_of(weight.grad()), part_of(gradient, weight), "gradient");
+      expect_near(values_of(weight.grad()), take_part(gradient, weight), "gradient");
     });
   }
 }

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kLength = 4, kBatch = 2, kHidden = 16;
 
-std::unique_ptr<TransformerLayer> layer_of(const TensorParallel& parallel) {
+std::unique_ptr<TransformerLayer> make_layer(const TensorParallel& parallel) {
   TransformerLayerOptions whole{
       .hidden_size = kHidden, .ffn_hidden_size = 32, .num_attention_heads = 4, .seed = 3};
   whole.hidden_dropout = 0.0f;
@@ -31,13 +31,13 @@ TEST(ShardRandom, ResumingIsGoingOn) {
   on_ranks(2, [&](const std::shared_ptr<const Comm>& ranks) {
     const auto rank = static_cast<uint64_t>(ranks->rank());
     const TensorParallel trained{ranks, false, Context(100 + rank)};
-    const auto layer = layer_of(trained);
+    const auto layer = make_layer(trained);
     const Values first = pass(*layer);
     check(save_checkpoint(path, trained, *layer));
     const Values second = pass(*layer);
     EXPECT_NE(first, second);
     const TensorParallel resumed{ranks, false, Context(500 + rank)};
-    const auto other = layer_of(resumed);
+    const auto other = make_layer(resumed);
     te_fl_barrier_args args{};
     args.comm = ranks->c();
     check(ops::barrier(args));
@@ -46,7 +46,7 @@ TEST(ShardRandom, ResumingIsGoingOn) {
   });
   // Loading with another number of ranks starts a new random stream.
   const TensorParallel one{nullptr, false, Context(7)};
-  const auto whole = layer_of(one);
+  const auto whole = make_layer(one);
   check(load_checkpoint(path, one, *whole).status());
   EXPECT_EQ(one.random->random(), (RandomPosition{7, 0}));
   for (int rank = 0; rank < 2; ++rank) {

@@ -232,14 +232,14 @@ TEST(Fp8Parameters, ALayerTrains) {
   }
 }
 
-TEST(Fp8Parameters, RecomputedPiecesReadTheSameCodes) {
+TEST(Fp8Parameters, RecomputedSegmentsReadTheSameCodes) {
   for (const Recipe& recipe : {Recipe(kDelayed), Recipe(Float8CurrentScaling{})}) {
     std::vector<Values> seen[2];
     for (int again = 0; again < 2; ++again) {
       auto layer = make_layer(recipe);
       const Tensor x = tensor({2, 6, 32}, random_values(2 * 6 * 32, 7));
-      const Piece piece = [&](const Tensor& in) { return run_piece(*layer, in); };
-      PieceRun run;
+      const Segment piece = [&](const Tensor& in) { return run_segment(*layer, in); };
+      SegmentRun run;
       {
         const autocast fp8(true, recipe);
         run = take(again == 1 ? checkpoint(piece, x) : piece(x));

@@ -81,7 +81,7 @@ TEST_P(AttentionGradient, MatchesFiniteDifferences) {
   const Case& c = GetParam();
   auto module = take(DotProductAttention::create(c.options));
   randomize(*module, 77);
-  oracle::AttentionConfig config = oracle::config_of(c.options);
+  oracle::AttentionConfig config = oracle::make_config(c.options);
   config.sequences = oracle::dense_sequences(c.options.attention.layout, c.batch, c.sq, c.sk);
   config.max_q = c.sq;
   config.max_kv = c.sk;
@@ -193,7 +193,7 @@ TEST(AttentionThd, SequencesDoNotSeeEachOther) {
                          5e-5);
 }
 
-TEST(AttentionThd, GapsBetweenSequencesAreZeroAndReadByNobody) {
+TEST(AttentionThd, GapsBetweenSequencesAreZeroAndNeverRead) {
   auto module = take(DotProductAttention::create(
       {.num_attention_heads = 2,
        .head_dim = 4,
@@ -282,10 +282,10 @@ oracle::LayerConfig oracle_layer(const TransformerLayerOptions& o, int64_t rotat
   oracle::LayerConfig c;
   const int64_t dim = o.kv_channels == 0 ? o.hidden_size / o.num_attention_heads : o.kv_channels;
   c.mha.hidden = o.hidden_size;
-  c.mha.attention = oracle::config_of({.num_attention_heads = o.num_attention_heads,
-                                       .head_dim = dim,
-                                       .num_gqa_groups = o.num_gqa_groups,
-                                       .attention = o.attention});
+  c.mha.attention = oracle::make_config({.num_attention_heads = o.num_attention_heads,
+                                         .head_dim = dim,
+                                         .num_gqa_groups = o.num_gqa_groups,
+                                         .attention = o.attention});
   c.mha.attention.sequences = oracle::dense_sequences(o.attention.layout, batch, s, s);
   c.mha.attention.max_q = c.mha.attention.max_kv = s;
   c.mha.epsilon = c.mlp.epsilon = o.epsilon;
@@ -395,7 +395,7 @@ TEST(Mha, WithoutInputNormAndWithResidualAndBiasGradients) {
   oracle::MhaConfig config;
   config.hidden = 12;
   config.input_norm = false;
-  config.attention = oracle::config_of(
+  config.attention = oracle::make_config(
       {.num_attention_heads = 3, .head_dim = 4, .attention = {.mask_type = MaskType::kNone}});
   config.attention.sequences = oracle::dense_sequences(Layout::kSBHD, kBatch, kSeq, kSeq);
   config.attention.max_q = config.attention.max_kv = kSeq;

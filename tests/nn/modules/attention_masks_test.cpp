@@ -18,7 +18,7 @@ class AttentionCall {
     options_.num_attention_heads = kHeads;
     options_.num_gqa_groups = kGroups;
     options_.head_dim = kDim;
-    config = oracle::config_of(options_);
+    config = oracle::make_config(options_);
     config.sequences = oracle::dense_sequences(options_.attention.layout, kBatch, kSq, kSk);
     config.max_q = kSq;
     config.max_kv = kSk;
@@ -216,7 +216,7 @@ TEST(PaddingMaskRules, OfQueriesCountsForKeysToo) {
                         take(module->forward(x, x, x, nullptr, both))));
 }
 
-TEST(PaddingMaskRules, ResolvedOnceServesManyLayers) {
+TEST(PaddingMaskRules, ResolvedOnceForManyLayers) {
   AttentionInputs inputs;
   inputs.padding_mask_q = bytes({2, 3}, {0, 0, 1, 0, 1, 1});
   const AttentionInputs ends = take(resolve_padding_masks(inputs, MaskType::kPadding));

@@ -125,17 +125,17 @@ std::vector<Case> cases() {
   return cases;
 }
 
-oracle::MhaConfig oracle_of(const Case& c) {
+oracle::MhaConfig make_oracle_config(const Case& c) {
   const MultiheadAttentionOptions& o = c.options;
   const bool cross = o.attention_type == AttentionType::kCross;
   oracle::MhaConfig config;
   config.hidden = o.hidden_size;
   config.attention =
-      oracle::config_of({.num_attention_heads = o.num_attention_heads,
-                         .head_dim = o.kv_channels,
-                         .num_gqa_groups = o.num_gqa_groups,
-                         .attention = {.mask_type = o.attention.mask_type,
-                                       .attention_dropout = o.attention.attention_dropout}});
+      oracle::make_config({.num_attention_heads = o.num_attention_heads,
+                           .head_dim = o.kv_channels,
+                           .num_gqa_groups = o.num_gqa_groups,
+                           .attention = {.mask_type = o.attention.mask_type,
+                                         .attention_dropout = o.attention.attention_dropout}});
   const int64_t sk = cross ? kSk : kSq;
   config.attention.sequences = oracle::dense_sequences(o.attention.layout, kBatch, kSq, sk);
   config.attention.max_q = kSq;
@@ -205,7 +205,7 @@ TEST_P(MhaVariant, MatchesFiniteDifferences) {
   if (c.rotated == 0 && o.qk_norm == QkNorm::kNone) oracle::expect_no_gradient(got, "key_bias");
   if (c.rotated == 0 || !o.qk_norm_before_rope) oracle::expect_no_gradient(got, "k_norm.bias");
   EXPECT_EQ(got.count("proj.bias"), o.proj_bias.value_or(o.bias) && !o.return_bias ? 1u : 0u);
-  const oracle::MhaConfig config = oracle_of(c);
+  const oracle::MhaConfig config = make_oracle_config(c);
   oracle::Function f = [&](const Params& p) {
     oracle::DropoutStream stream{.seed = 11};
     return oracle::mha(config, p, "", p.at("x"), {}, stream);

@@ -11,7 +11,7 @@ constexpr int64_t kRows = 32, kIn = 64, kOut = 96;
 constexpr int64_t kSteps = 3;
 
 // Makes this rank's rows of the matrix [kRows, columns] (`rows`), or its columns.
-Tensor part_of(const TensorParallel& parallel, bool rows, int64_t columns, uint64_t seed) {
+Tensor make_part(const TensorParallel& parallel, bool rows, int64_t columns, uint64_t seed) {
   const Values whole = random_values(kRows * columns, seed, 2, true);
   const int64_t height = kRows / (rows ? parallel.size() : 1);
   const int64_t width = columns / (rows ? 1 : parallel.size());
@@ -38,10 +38,10 @@ Trained train(Linear& layer, const TensorParallel& parallel, ParallelMode mode,
     Ctx ctx;
     {
       autocast scope({.enabled = true, .amax_reduction = amaxes}, DelayedScaling{});
-      const Tensor x = part_of(parallel, mode == ParallelMode::kColumn, kIn, 10 * step);
+      const Tensor x = make_part(parallel, mode == ParallelMode::kColumn, kIn, 10 * step);
       trained.y = take(layer.forward(x, &ctx));
     }
-    const Tensor dy = part_of(parallel, mode == ParallelMode::kRow, kOut, 10 * step + 1);
+    const Tensor dy = make_part(parallel, mode == ParallelMode::kRow, kOut, 10 * step + 1);
     trained.dx = take(layer.backward(dy, ctx));
     check(backward_end());
   }
@@ -89,8 +89,9 @@ std::shared_ptr<AmaxReduction> unknown(const std::shared_ptr<const Comm>& ranks)
 // The ranks that an amax reduction covers.
 enum class Amaxes { kOfRanks, kOfWorld, kOfFunction, kOfOthers, kOfRank };
 
-std::shared_ptr<AmaxReduction> reduction_of(Amaxes amaxes, const std::shared_ptr<const Comm>& world,
-                                            const TensorParallel& parallel) {
+std::shared_ptr<AmaxReduction> make_reduction(Amaxes amaxes,
+                                              const std::shared_ptr<const Comm>& world,
+                                              const TensorParallel& parallel) {
   switch (amaxes) {
     case Amaxes::kOfRanks:
       return std::make_shared<AmaxReduction>(parallel.ranks);
@@ -123,7 +124,7 @@ class GatheredCodes : public ::testing::Test {
       const TensorParallel parallel{shared(world->split(rank / size, rank, "tensor")), true, {}};
       const auto layer = take(Linear::create(take(shard_of(map_options(bias), mode, parallel))));
       result.ranks[static_cast<size_t>(rank)] =
-          train(*layer, parallel, mode, reduction_of(amaxes, world, parallel));
+          train(*layer, parallel, mode, make_reduction(amaxes, world, parallel));
     };
     on_ranks(2 * size, rank_of, "counted");
     result.gathered = counting_.take_counts()["all_gather"];
@@ -173,7 +174,7 @@ TEST_F(GatheredCodes, DoNotTravelWhereRanksMayHaveOtherScales) {
 }
 
 // Returns the columns [begin, begin + columns) of a matrix.
-Values columns_of(const Tensor& whole, int64_t begin, int64_t columns) {
+Values take_columns(const Tensor& whole, int64_t begin, int64_t columns) {
   const Values values = values_of(whole);
   Values part;
   for (int64_t i = 0; i < whole.size(0); ++i) {
@@ -193,7 +194,7 @@ TEST_F(GatheredCodes, ComputeAsOneRank) {
     for (const char* name : {"fp8.fwd.scale", "fp8.bwd.scale"}) {
       EXPECT_TRUE(same_bits(got.state.at(name), whole.state.at(name))) << name;
     }
-    EXPECT_EQ(values_of(got.y), columns_of(whole.y, rank * out, out));
+    EXPECT_EQ(values_of(got.y), take_columns(whole.y, rank * out, out));
     const Tensor dx = take(whole.dx.slice(0, rank * rows, (rank + 1) * rows));
     EXPECT_LT(relative_l2(values_of(got.dx), values_of(dx)), 0.01);
     const Tensor dw = take(whole.state.at("weight").slice(0, rank * out, (rank + 1) * out));

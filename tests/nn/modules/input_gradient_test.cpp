@@ -7,7 +7,7 @@ namespace {
 
 constexpr int64_t kRows = 8, kIn = 12, kOut = 16;
 
-int64_t calls_of(const std::string& op) {
+int64_t count_calls(const std::string& op) {
   uint64_t calls = 0;
   for (const OpUsage& u : OpManager::instance().usage()) calls += u.op == op ? u.calls : 0;
   return static_cast<int64_t>(calls);
@@ -28,9 +28,9 @@ Pass pass(Layer& layer, int64_t rows, bool input_grad) {
   const int64_t in = layer.parameters()[0].value().shape().back();
   const Tensor y = take(layer.forward(tensor({rows, in}, random_values(rows * in, 1)), &ctx));
   Pass result;
-  const int64_t before = calls_of("generic_gemm");
+  const int64_t before = count_calls("generic_gemm");
   result.dx = take(layer.backward(y, ctx));
-  result.products = calls_of("generic_gemm") - before;
+  result.products = count_calls("generic_gemm") - before;
   for (const NamedParameter& p : layer.parameters()) {
     if (p.grad().defined()) result.gradients[p.name] = values_of(p.grad());
   }
@@ -86,10 +86,10 @@ TEST(InputGradient, OfValuesThatWantNoneIsLeftOut) {
     Tape tape;
     const Value x = tape.input(tensor({kRows, kIn}, random_values(kRows * kIn, 1)), wanted);
     const Value y = call(*linear, x);
-    const int64_t before = calls_of("generic_gemm");
+    const int64_t before = count_calls("generic_gemm");
     check(tape.backward(y, y.tensor()));
     EXPECT_EQ(x.grad().defined(), wanted);
-    return calls_of("generic_gemm") - before;
+    return count_calls("generic_gemm") - before;
   };
   EXPECT_EQ(products(true), 2);
   EXPECT_EQ(products(false), 1);

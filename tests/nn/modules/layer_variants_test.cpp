@@ -85,11 +85,11 @@ std::vector<Case> cases() {
   return cases;
 }
 
-oracle::MhaConfig attention_of(const TransformerLayerOptions& o, bool cross) {
+oracle::MhaConfig make_attention_config(const TransformerLayerOptions& o, bool cross) {
   const int64_t sk = cross ? kEncoder : kSeq;
   oracle::MhaConfig c;
   c.hidden = o.hidden_size;
-  c.attention = oracle::config_of(
+  c.attention = oracle::make_config(
       {.num_attention_heads = o.num_attention_heads,
        .head_dim = o.hidden_size / o.num_attention_heads,
        .attention = {.mask_type = cross ? o.enc_dec_mask_type : o.attention.mask_type,
@@ -111,10 +111,10 @@ oracle::MhaConfig attention_of(const TransformerLayerOptions& o, bool cross) {
   return c;
 }
 
-oracle::LayerConfig oracle_of(const TransformerLayerOptions& o) {
+oracle::LayerConfig make_oracle_config(const TransformerLayerOptions& o) {
   oracle::LayerConfig c;
-  c.mha = attention_of(o, false);
-  c.inter = attention_of(o, true);
+  c.mha = make_attention_config(o, false);
+  c.inter = make_attention_config(o, true);
   c.mlp = {.hidden = o.hidden_size,
            .ffn = o.ffn_hidden_size,
            .activation = o.activation,
@@ -158,7 +158,7 @@ TEST_P(LayerVariant, MatchesFiniteDifferences) {
   if (decoder) got["encoder"] = values_of(d_encoder);
   for (const NamedParameter& p : layer->parameters()) got[p.name] = values_of(p.grad());
   oracle::expect_no_gradient(got, "key_bias");
-  const oracle::LayerConfig config = oracle_of(o);
+  const oracle::LayerConfig config = make_oracle_config(o);
   oracle::Function f = [&](const Params& p) {
     return oracle::layer(config, p, p.at("x"), {.seed = 43});
   };
@@ -208,7 +208,7 @@ TEST(LayerNames, OfADecoderWithAnOutputNorm) {
 }
 
 // A copy of a decoder's ctx and a recomputed decoder both give the same backward, bit by bit.
-TEST(LayerBackwards, OfACopiedCtxAndOfARecomputedPieceAreEqual) {
+TEST(LayerBackwards, OfACopiedCtxAndOfARecomputedSegmentAreEqual) {
   auto layer = take(TransformerLayer::create({.hidden_size = kHidden,
                                               .ffn_hidden_size = 10,
                                               .num_attention_heads = 3,
@@ -247,9 +247,11 @@ TEST(LayerBackwards, OfACopiedCtxAndOfARecomputedPieceAreEqual) {
     const auto first = gradients();
     EXPECT_TRUE(same_bits(dx, take(layer->backward(dy, copy))));
     EXPECT_EQ(gradients(), first);
-    const PieceRun run = scoped([&] {
+    const SegmentRun run = scoped([&] {
       return take(checkpoint(
-          [&](const Tensor& in) { return run_piece(*layer, in, inputs, ForwardOptions(), &cross); },
+          [&](const Tensor& in) {
+            return run_segment(*layer, in, inputs, ForwardOptions(), &cross);
+          },
           x));
     });
     EXPECT_TRUE(same_bits(run.y, y));

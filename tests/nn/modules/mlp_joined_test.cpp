@@ -113,7 +113,7 @@ INSTANTIATE_TEST_SUITE_P(All, Joined,
                          ::testing::Combine(::testing::Values(DType::kF32, DType::kBF16),
                                             ::testing::Bool(), ::testing::Bool()));
 
-TEST(JoinedActivation, OnlyWhereTheProductsBackendServesBothAndSaysThatItIsCheap) {
+TEST(JoinedActivation, OnlyWhereOneBackendRunsBothAndDeclaresItCheap) {
   // reference.host declares no fused epilogues.
   {
     const PolicyScope scope(reference_for({"generic_gemm", "gelu", "dgelu", "dbias_dgelu"}));

@@ -160,7 +160,7 @@ TEST(ParameterParts, WithoutValuesNeedMemoryFirst) {
   EXPECT_TRUE(same_bits(take(module->forward(x, nullptr)), take(own->forward(x, nullptr))));
 }
 
-TEST(ParameterParts, AChangeBetweenForwardAndBackwardIsNoticed) {
+TEST(ParameterParts, AChangeBetweenForwardAndBackwardIsDetected) {
   auto module = take(Linear::create(options_in_parts()));
   Ctx ctx;
   (void)take(module->forward(tensor({kRows, kIn}, random_values(kRows * kIn, 1)), &ctx));
@@ -236,12 +236,12 @@ void expect_both(M& module, int64_t out, const oracle::Function& f) {
   oracle::expect_matches(f, in, w, got, 5e-5);
 }
 
-Values norm_of(const Params& p) {
+Values gradient_norm(const Params& p) {
   return oracle::norm(p.at("x"), p.at("layer_norm_weight"), oracle::maybe(p, "layer_norm_bias"),
                       1e-5f, false);
 }
 Values and_norm(Values y, const Params& p) {
-  for (const double v : norm_of(p)) y.push_back(v);
+  for (const double v : gradient_norm(p)) y.push_back(v);
   return y;
 }
 
@@ -252,8 +252,8 @@ TEST(LayerNormOutput, OfLayerNormLinear) {
                                                 .normalization = norm,
                                                 .parameters_split = kParts}));
     expect_both(*module, kOut, [](const Params& p) {
-      return and_norm(oracle::split_linear(p, "", {"query_", "key_", "value_"}, norm_of(p), kIn),
-                      p);
+      return and_norm(
+          oracle::split_linear(p, "", {"query_", "key_", "value_"}, gradient_norm(p), kIn), p);
     });
   }
 }

@@ -77,7 +77,7 @@ double worst(const Values& got, const Values& wanted) {
 }
 
 // Returns this rank's part of the first dimension, or all of it without sequence parallelism.
-Values rows_of(const TensorParallel& parallel, const Values& whole) {
+Values take_rows(const TensorParallel& parallel, const Values& whole) {
   if (!parallel.divides_sequence()) return whole;
   const auto n = static_cast<int64_t>(whole.size()) / parallel.size();
   return {whole.begin() + parallel.rank() * n, whole.begin() + (parallel.rank() + 1) * n};
@@ -91,19 +91,19 @@ void compare_with_whole(const TransformerLayerOptions& options, int size, bool s
     const TensorParallel parallel{ranks, sequence, {}};
     const auto layer = take(TransformerLayer::create(take(shard_of(options, parallel))));
     for (const NamedParameter& p : layer->parameters()) {
-      set_values(p.value(), part_of(whole.values.at(p.name), p));
+      set_values(p.value(), take_part(whole.values.at(p.name), p));
     }
     const int64_t rows = parallel.divides_sequence() ? kLength / size : kLength;
     Ctx ctx;
     const Tensor y =
-        take(layer->forward(tensor({rows, kBatch, kHidden}, rows_of(parallel, x)), &ctx));
+        take(layer->forward(tensor({rows, kBatch, kHidden}, take_rows(parallel, x)), &ctx));
     const Tensor dx =
-        take(layer->backward(tensor({rows, kBatch, kHidden}, rows_of(parallel, dy)), ctx));
+        take(layer->backward(tensor({rows, kBatch, kHidden}, take_rows(parallel, dy)), ctx));
     check(sum_partial_gradients(parallel, layer->parameters()));
-    EXPECT_LT(worst(values_of(y), rows_of(parallel, whole.y)), 1e-5);
-    EXPECT_LT(worst(values_of(dx), rows_of(parallel, whole.dx)), 1e-5);
+    EXPECT_LT(worst(values_of(y), take_rows(parallel, whole.y)), 1e-5);
+    EXPECT_LT(worst(values_of(dx), take_rows(parallel, whole.dx)), 1e-5);
     for (const NamedParameter& p : layer->parameters()) {
-      EXPECT_LT(worst(values_of(p.grad()), part_of(whole.gradients.at(p.name), p)), 1e-5)
+      EXPECT_LT(worst(values_of(p.grad()), take_part(whole.gradients.at(p.name), p)), 1e-5)
           << p.name << " of rank " << parallel.rank();
     }
   });
@@ -137,7 +137,7 @@ TEST(TensorParallel, AColumnAndARowAreTheWholeMaps) {
         take(Linear::create(take(shard_of(whole, ParallelMode::kColumn, parallel))));
     Ctx kept;
     const Values columns =
-        values_of(take(column->forward(tensor({2, 12}, rows_of(parallel, x)), &kept)));
+        values_of(take(column->forward(tensor({2, 12}, take_rows(parallel, x)), &kept)));
     Values own, own_dy;
     for (int64_t row = 0; row < 4; ++row) {
       for (int64_t c = 4 * r; c < 4 * r + 4; ++c) {
@@ -147,16 +147,16 @@ TEST(TensorParallel, AColumnAndARowAreTheWholeMaps) {
     }
     EXPECT_LT(worst(columns, own), 1e-6);
     EXPECT_LT(worst(values_of(take(column->backward(tensor({4, 4}, own_dy), kept))),
-                    rows_of(parallel, dx)),
+                    take_rows(parallel, dx)),
               1e-6);
     const auto row = take(Linear::create(take(shard_of(whole, ParallelMode::kRow, parallel))));
     Values own_x;
     for (int64_t i = 0; i < 4; ++i) {
       own_x.insert(own_x.end(), x.begin() + 12 * i + 6 * r, x.begin() + 12 * i + 6 * r + 6);
     }
-    EXPECT_LT(
-        worst(values_of(take(row->forward(tensor({4, 6}, own_x), nullptr))), rows_of(parallel, y)),
-        1e-6);
+    EXPECT_LT(worst(values_of(take(row->forward(tensor({4, 6}, own_x), nullptr))),
+                    take_rows(parallel, y)),
+              1e-6);
   });
 }
 
@@ -184,7 +184,7 @@ TEST(TensorParallel, GathersAndScattersOnATape) {
     Tape tape;
     const Value x = tape.input(tensor({4, 1}, {1, 2, 3, 4}), true);
     const Value part = scatter_rows(parallel, x);
-    EXPECT_EQ(values_of(part.tensor()), rows_of(parallel, {1, 2, 3, 4}));
+    EXPECT_EQ(values_of(part.tensor()), take_rows(parallel, {1, 2, 3, 4}));
     const Value y = gather_rows(parallel, part + part);
     EXPECT_EQ(values_of(y.tensor()), (Values{2, 4, 6, 8}));
     check(tape.backward(y, tensor({4, 1}, {1, 10, 100, 1000})));
@@ -197,7 +197,7 @@ TEST(TensorParallel, RowsAndPartialGradientsGoOverAFrameworksRanks) {
   on_ranks(2, [&](const std::shared_ptr<const Comm>& comm) {
     const TensorParallel parallel{.sequence_parallel = true,
                                   .framework_ranks = std::make_shared<detail::CommRanks>(comm)};
-    const Values whole = {1, 2, 3, 4}, own = rows_of(parallel, whole);
+    const Values whole = {1, 2, 3, 4}, own = take_rows(parallel, whole);
     EXPECT_EQ(values_of(take(scatter_rows(parallel, tensor({4, 1}, whole)))), own);
     EXPECT_EQ(values_of(take(gather_rows(parallel, tensor({2, 1}, own)))), whole);
     const auto norm = take(LayerNorm::create({.hidden_size = 1}));

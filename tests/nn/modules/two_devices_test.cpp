@@ -92,7 +92,7 @@ TEST(TwoDevices, EachUsesItsOwnStreamWhoeverHasTheInnermostScope) {
 }
 
 // Returns the gradients, the result and dx of one step, copied to the host.
-std::vector<Values> step_of(const Device& device, const Activation activation) {
+std::vector<Values> run_step(const Device& device, const Activation activation) {
   const auto mlp = take(LayerNormMLP::create({.hidden_size = 16,
                                               .ffn_hidden_size = 32,
                                               .activation = activation,
@@ -121,12 +121,12 @@ TEST(TwoDevices, AStepUsesItsOwnStreamWhoeverHasTheInnermostScope) {
   OpManager::instance();
   const Device a = take(devices::add(&far0.desc)), b = take(devices::add(&far1.desc));
   for (const Activation activation : {Activation::kGelu, Activation::kSwiglu}) {
-    const std::vector<Values> expected = step_of(Device(), activation);
+    const std::vector<Values> expected = run_step(Device(), activation);
     const Stream other = take(Stream::create(a)), of_a = take(Stream::create(a));
     const Stream of_b = take(Stream::create(b));
     ASSERT_EQ(other.get(), of_b.get());
     const StreamScope scope_a(of_a), scope_b(of_b);
-    EXPECT_EQ(step_of(a, activation), expected);
+    EXPECT_EQ(run_step(a, activation), expected);
     EXPECT_EQ(far0.queues.pending(other.get()), 0u);
   }
   for (const Device& device : {a, b}) ASSERT_OK(devices::remove(device));

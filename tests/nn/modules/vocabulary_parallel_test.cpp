@@ -47,7 +47,7 @@ void compare_embedding(int size, bool sequence, bool i64) {
     const auto divided = take(Embedding::create(take(shard_of(options, parallel))));
     const NamedParameter own = divided->parameters()[0];
     EXPECT_EQ(own.value().size(0), kVocabulary / size);
-    EXPECT_EQ(values_of(own.value()), part_of(values_of(whole.value()), own));
+    EXPECT_EQ(values_of(own.value()), take_part(values_of(whole.value()), own));
     Ctx kept;
     const Tensor found = take(divided->forward(ids, &kept));
     const Tensor all = sequence ? take(gather_rows(parallel, found)) : found;
@@ -55,7 +55,7 @@ void compare_embedding(int size, bool sequence, bool i64) {
     Tensor gradient = tensor({kRows, kHidden}, dy);
     if (sequence) gradient = take(scatter_rows(parallel, gradient));
     check(divided->backward(gradient, kept));
-    EXPECT_LT(worst(values_of(own.grad()), part_of(values_of(whole.grad()), own)), 1e-6);
+    EXPECT_LT(worst(values_of(own.grad()), take_part(values_of(whole.grad()), own)), 1e-6);
   });
 }
 
@@ -69,7 +69,7 @@ TEST(VocabularyParallel, AnEmbeddingIsTheWholeOne) {
 }
 
 // Returns this rank's columns of a matrix [rows, kVocabulary].
-Values columns_of(const TensorParallel& parallel, const Values& whole) {
+Values take_columns(const TensorParallel& parallel, const Values& whole) {
   const int64_t width = kVocabulary / parallel.size(), begin = parallel.rank() * width;
   Values part;
   for (int64_t row = 0; row < static_cast<int64_t>(whole.size()) / kVocabulary; ++row) {
@@ -98,14 +98,14 @@ void compare_loss(const LossCase& c, int size) {
     CrossEntropyOptions options = c.options;
     options.parallel.ranks = ranks;
     CrossEntropyLoss divided(options);
-    const Tensor own = tensor({kRows, kVocabulary / size}, columns_of(options.parallel, x));
+    const Tensor own = tensor({kRows, kVocabulary / size}, take_columns(options.parallel, x));
     for (bool by_tensor : {false, true}) {
       Ctx kept;
       const double got = element(take(divided.forward(own, targets, &kept, 6)), 0);
       EXPECT_NEAR(got, loss, 1e-6 * std::max(1.0, std::abs(loss)));
       const Tensor gradient =
           take(by_tensor ? divided.backward(kept, tensor({1}, {3})) : divided.backward(kept, 3));
-      EXPECT_LT(worst(values_of(gradient), columns_of(options.parallel, dx)), 1e-5);
+      EXPECT_LT(worst(values_of(gradient), take_columns(options.parallel, dx)), 1e-5);
     }
   });
 }

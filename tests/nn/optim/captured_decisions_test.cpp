@@ -71,8 +71,8 @@ TEST_F(CapturedDecisions, AFirstStepThatDiffersFromTheOthersIsRefused) {
 }
 
 // Runs a step eagerly three times, then captures it; returns the status of the capture.
-Status capture_of(const Device& device, const GraphedStep::Step& step,
-                  GraphedStepOptions options = {}) {
+Status capture_step(const Device& device, const GraphedStep::Step& step,
+                    GraphedStepOptions options = {}) {
   const auto graphed = take(GraphedStep::create(device, step, std::move(options)));
   for (int i = 0; i < 3; ++i) check(graphed->run().status());
   EXPECT_FALSE(graphed->captured());
@@ -94,12 +94,12 @@ TEST_F(CapturedDecisions, AnOptimizerThatTheStepDoesNotNameIsRefused) {
     TE_FL_RETURN_IF_ERROR(second->step());
     return std::vector<Tensor>();
   };
-  for (const Status& status : {capture_of(device(), step_first),
-                               capture_of(device(), step_both, {.optimizer = first.get()})}) {
+  for (const Status& status : {capture_step(device(), step_first),
+                               capture_step(device(), step_both, {.optimizer = first.get()})}) {
     EXPECT_FAILS(status, kFailedPrecondition, "GraphedStepOptions::optimizer");
   }
   EXPECT_EQ(first->steps(), 6);
-  ASSERT_OK(capture_of(device(), step_first, {.optimizer = first.get()}));
+  ASSERT_OK(capture_step(device(), step_first, {.optimizer = first.get()}));
   EXPECT_EQ(first->steps(), 10);
 }
 
@@ -113,13 +113,13 @@ TEST_F(CapturedDecisions, RandomNumbersOfAnotherContextAreRefused) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor y, dropout.forward(x, &ctx));
     return std::vector<Tensor>{y};
   };
-  const Status status = capture_of(device(), [&] {
+  const Status status = capture_step(device(), [&] {
     const ContextScope scope(own.with_stream(device(), devices::current_stream(device())));
     return drop();
   });
   EXPECT_FAILS(status, kFailedPrecondition, "the same random numbers");
   EXPECT_EQ(own.random().offset, 3 * 8u) << "what is refused draws none";
-  ASSERT_OK(capture_of(device(), drop));
+  ASSERT_OK(capture_step(device(), drop));
 
   const Stream stream = take(Stream::create(device()));
   const StreamScope scope(stream);

@@ -185,7 +185,7 @@ TEST_F(GraphedState, AResizeIsRefusedWhileAGraphUsesTheHistory) {
     if (t.graphed == nullptr) return;
     const auto [training, loading] = refusals(t);
     EXPECT_FAILS(training, kFailedPrecondition,
-                 "an amax history of length 9 is asked for, but a captured graph");
+                 "an amax history of length 9 is requested, but a captured graph");
     EXPECT_HAS(message(loading), "a file: tensor fc1_fp8.fwd.amax_history");
     EXPECT_HAS(message(loading), "a captured graph uses the present one of length 4");
     scribble(t.device);

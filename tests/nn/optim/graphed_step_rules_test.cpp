@@ -90,7 +90,7 @@ TEST_F(GraphedSteps, WeightsAreReusedByAValueOnTheDevice) {
   EXPECT_EQ(run(yes), third);
 }
 
-TEST_F(GraphedSteps, MistakesWithReusedWeightsAreTold) {
+TEST_F(GraphedSteps, MistakesWithReusedWeightsAreReported) {
   const Device device = recorder.device();
   Small small(device);
   const Tensor flag = take(Tensor::zeros({1}, DType::kF32, device));
@@ -136,7 +136,7 @@ TEST_F(GraphedSteps, OutputsOutliveTheGraph) {
   for (double v : values) EXPECT_LT(std::fabs(v), 1e3);
 }
 
-TEST_F(GraphedSteps, MistakesAreToldBeforeAnythingIsLaunched) {
+TEST_F(GraphedSteps, MistakesAreReportedBeforeAnythingIsLaunched) {
   const Device device = recorder.device();
   const auto nothing = []() -> Result<std::vector<Tensor>> { return std::vector<Tensor>(); };
   EXPECT_FAILS(GraphedStep::create(Device(), nothing, {}).status(), kUnsupported,
@@ -267,7 +267,7 @@ TEST_F(GraphedSteps, GradientsAreMadeBeforeTheCaptureAndStayTheGraphs) {
 
 // A framework lends the parameters, captures the graph itself and reads the gradients, which are in
 // the graph's memory and overwritten by each launch. A split weight also needs scratch memory.
-TEST_F(GraphedSteps, AFrameworkCapturesBackwardsOfWhatItLends) {
+TEST_F(GraphedSteps, AFrameworkCapturesBackwardsOfLentTensors) {
   const Device device = recorder.device();
   for (const bool split : {false, true}) {
     std::vector<ParameterPart> parts;

@@ -64,9 +64,9 @@ struct Model : Module {
   Result<Tensor> microbatch(const Tensor& inputs, const Tensor& targets,
                             const std::optional<Recipe>& recipe, const ForwardOptions& options) {
     Ctx a, c, d;
-    PieceRun run;  // run of the layer
-    const Piece piece = [&](const Tensor& in) {
-      return run_piece(*layer, in, AttentionInputs{}, options);
+    SegmentRun run;  // run of the layer
+    const Segment piece = [&](const Tensor& in) {
+      return run_segment(*layer, in, AttentionInputs{}, options);
     };
     Tensor value, grad;
     {
@@ -206,7 +206,7 @@ TEST_F(GraphedSteps, GiveTheBitsOfEagerSteps) {
 
 // A captured step that recomputes the layer in its backward gives the same bits as eager steps
 // without recomputation.
-TEST_F(GraphedSteps, RecomputePieces) {
+TEST_F(GraphedSteps, RecomputeSegments) {
   for (const std::optional<Recipe>& recipe :
        {std::optional<Recipe>(), std::optional<Recipe>(DelayedScaling{.amax_history_len = 4}),
         std::optional<Recipe>(Float8CurrentScaling{})}) {
@@ -285,7 +285,7 @@ Outcome train_by_microbatches(const Device& device, const Recipe& recipe, Microb
   return run;
 }
 
-TEST_F(GraphedSteps, OneGraphServesEveryMicrobatch) {
+TEST_F(GraphedSteps, OneGraphRunsEveryMicrobatch) {
   const std::vector<Recipe> recipes = {DelayedScaling{.amax_history_len = 4},
                                        Float8CurrentScaling{}};
   for (const Recipe& recipe : recipes) {
@@ -351,7 +351,7 @@ TEST_F(GraphedStepsOnADevice, GiveTheBitsOfEagerSteps) {
   }
 }
 
-TEST_F(GraphedStepsOnADevice, OneGraphServesEveryMicrobatch) {
+TEST_F(GraphedStepsOnADevice, OneGraphRunsEveryMicrobatch) {
   for (const Recipe& recipe : std::vector<Recipe>{DelayedScaling{.amax_history_len = 4},
                                                   Float8CurrentScaling{}, Float8BlockScaling{}}) {
     const Outcome eager = train_by_microbatches(device, recipe, Microbatches::kEager);
@@ -372,7 +372,7 @@ TEST_F(GraphedStepsOnADevice, MemoryOfGraphsComesBack) {
   }
 }
 
-TEST_F(GraphedStepsOnADevice, MemoryOfAGraphIsNobodyElses) {
+TEST_F(GraphedStepsOnADevice, MemoryOfAGraphIsNotShared) {
   Small small(device);
   auto graphed = take(GraphedStep::create(device, [&] { return small.step(); },
                                           {.inputs = {small.x}, .optimizer = small.adam.get()}));

@@ -131,7 +131,7 @@ TEST(LossScaler, LeavesOutStepsThatOverflow) {
 }
 
 // On a tape, the loss scale multiplies the gradients and the optimizer's step divides them by it.
-TEST(LossScaler, ServesATape) {
+TEST(LossScaler, WorksWithATape) {
   const Tensor x = tensor({4, 8}, random_values(32, 1)), targets = int_tensor({0, 1, 2, 3});
   std::vector<Values> seen[2];
   for (bool scaled : {false, true}) {
@@ -153,7 +153,7 @@ TEST(LossScaler, ServesATape) {
 
 // Each optimizer skips its own overflowed steps. The scale takes each optimizer's overflow into
 // account once.
-TEST(LossScaler, ServesSeveralOptimizers) {
+TEST(LossScaler, WorksWithSeveralOptimizers) {
   for (bool capturable : {false, true}) {
     for (size_t bad : {0u, 1u}) {
       const std::vector<NamedParameter> models[] = {three(), three()};

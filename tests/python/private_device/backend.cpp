@@ -76,12 +76,12 @@ void call(c10::DeviceIndex index, Function te_fl_device_api::*function, Args... 
 thread_local c10::DeviceIndex t_device = 0;
 thread_local std::array<void*, kDevices> t_streams{};
 
-c10::DeviceIndex index_of(c10::Device device) {
+c10::DeviceIndex to_index(c10::Device device) {
   return device.has_index() ? device.index() : t_device;
 }
-void* handle_of(const c10::Stream& stream) { return reinterpret_cast<void*>(stream.id()); }
+void* stream_handle(const c10::Stream& stream) { return reinterpret_cast<void*>(stream.id()); }
 void* current(c10::DeviceIndex index) { return t_streams[static_cast<size_t>(index)]; }
-c10::Stream stream_of(c10::DeviceIndex index, void* handle) {
+c10::Stream make_stream(c10::DeviceIndex index, void* handle) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, index),
                      reinterpret_cast<int64_t>(handle));
 }
@@ -94,35 +94,37 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   c10::Device getDevice() const override { return {kType, t_device}; }
-  void setDevice(c10::Device device) const override { t_device = index_of(device); }
+  void setDevice(c10::Device device) const override { t_device = to_index(device); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
-    t_device = index_of(device);
+    t_device = to_index(device);
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 
   c10::Stream getStream(c10::Device device) const override {
-    return stream_of(index_of(device), current(index_of(device)));
+    return make_stream(to_index(device), current(to_index(device)));
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
-    return stream_of(index_of(device), nullptr);
+    return make_stream(to_index(device), nullptr);
   }
   c10::Stream getNewStream(c10::Device device, int) const override {
     void* handle = nullptr;
-    call(index_of(device), &te_fl_device_api::create_stream, &handle);
-    return stream_of(index_of(device), handle);
+    call(to_index(device), &te_fl_device_api::create_stream, &handle);
+    return make_stream(to_index(device), handle);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
     return getNewStream(device, 0);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const auto index = stream.device_index();
-    const c10::Stream before = stream_of(index, current(index));
-    t_streams[static_cast<size_t>(index)] = handle_of(stream);
+    const c10::Stream before = make_stream(index, current(index));
+    t_streams[static_cast<size_t>(index)] = stream_handle(stream);
     return before;
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const override { return handle_of(stream); }
+  void* getStreamNativeHandle(const c10::Stream stream) const override {
+    return stream_handle(stream);
+  }
   void synchronizeStream(const c10::Stream& stream) const override {
-    call(stream.device_index(), &te_fl_device_api::synchronize, handle_of(stream));
+    call(stream.device_index(), &te_fl_device_api::synchronize, stream_handle(stream));
   }
   bool queryStream(const c10::Stream& stream) const override {
     synchronizeStream(stream);
@@ -137,10 +139,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) {
       call(stream.device_index(), &te_fl_device_api::create_event, uint32_t{0}, event);
     }
-    call(stream.device_index(), &te_fl_device_api::record_event, *event, handle_of(stream));
+    call(stream.device_index(), &te_fl_device_api::record_event, *event, stream_handle(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    call(stream.device_index(), &te_fl_device_api::wait_event, event, handle_of(stream));
+    call(stream.device_index(), &te_fl_device_api::wait_event, event, stream_handle(stream));
   }
   bool queryEvent(void* event) const override {
     int32_t done = 0;
@@ -239,7 +241,7 @@ void copy_bytes(c10::DeviceIndex index, void* to, const void* from, size_t bytes
 }
 
 // Copies a device tensor to a host tensor with the same values and strides; waits for the copy.
-at::Tensor host_of(const at::Tensor& t) {
+at::Tensor copy_to_host(const at::Tensor& t) {
   at::Tensor host = at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kCPU));
   if (t.numel() == 0) return host;
   copy_bytes(t.device().index(), host.data_ptr(), t.data_ptr(), host.storage().nbytes(), kToHost);
@@ -249,7 +251,7 @@ at::Tensor host_of(const at::Tensor& t) {
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   if (to.numel() == 0) return to;
   if (to.is_cpu()) {
-    to.copy_(host_of(from));
+    to.copy_(copy_to_host(from));
     return to;
   }
   const auto index = to.device().index();
@@ -261,8 +263,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   }
   // For a strided target, copies its memory first, so that the bytes between its elements are
   // written back unchanged.
-  at::Tensor host = dense ? at::empty(to.sizes(), to.options().device(at::kCPU)) : host_of(to);
-  host.copy_(from.is_cpu() ? from : host_of(from));
+  at::Tensor host = dense ? at::empty(to.sizes(), to.options().device(at::kCPU)) : copy_to_host(to);
+  host.copy_(from.is_cpu() ? from : copy_to_host(from));
   copy_bytes(index, to.data_ptr(), host.data_ptr(), host.storage().nbytes(), kFromHost);
   return to;
 }
@@ -286,7 +288,7 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size,
   return self;
 }
 
-at::Scalar local_scalar(const at::Tensor& self) { return host_of(self).item(); }
+at::Scalar local_scalar(const at::Tensor& self) { return copy_to_host(self).item(); }
 
 at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
   if (value.toDouble() == 0 && self.is_contiguous()) {

@@ -21,7 +21,7 @@ import te_fl  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.errors import Unsupported  # noqa: E402
 from te_fl import torch_device  # noqa: E402
-from torch_cases import MODULES, PRODUCTS, RECIPES, gradients, input_of, scope  # noqa: E402
+from torch_cases import MODULES, PRODUCTS, RECIPES, gradients, make_input, scope  # noqa: E402
 from torch_oracle import randn, randomise  # noqa: E402
 
 ALONE = "FAR_ALONE" in os.environ
@@ -78,7 +78,7 @@ class Modules(Far):
                     there.load_state_dict(here.state_dict())
                     results = []
                     for module, device in ((there, FAR), (here, "cpu")):
-                        x = input_of(dtype=dtype).detach().to(device).requires_grad_()
+                        x = make_input(dtype=dtype).detach().to(device).requires_grad_()
                         y = module(x)
                         y.square().sum().backward()
                         results.append([y.detach(), *gradients(module, x)])
@@ -112,7 +112,7 @@ class Modules(Far):
                         optimizer = te.optimizers.FusedAdam(module.parameters(), lr=1e-3, eps=1e-4)  # above the noise of gradients that are zero in exact arithmetic
                         for step in range(3):
                             with scope(recipe):
-                                loss = module(input_of(seed=step).detach().to(device)).square().mean()
+                                loss = module(make_input(seed=step).detach().to(device)).square().mean()
                             optimizer.zero_grad()
                             loss.backward()
                             optimizer.step()
@@ -123,7 +123,7 @@ class Modules(Far):
 
     def test_fp8_state_and_copies(self):
         layer = randomise(MODULES["LayerNormMLP"](device=FAR))
-        x = input_of().detach().to(FAR)
+        x = make_input().detach().to(FAR)
         with scope(RECIPES[1]):
             layer(x).sum().backward()
         for other in (copy.deepcopy(layer), MODULES["LayerNormMLP"](device=FAR)):
@@ -142,7 +142,7 @@ class Modules(Far):
         results = []
         for module, device in ((there, FAR), (here, torch.device("cpu"))):
             torch.manual_seed(3)  # the backend uses the CPU's random numbers
-            x = input_of().detach().to(device).requires_grad_()
+            x = make_input().detach().to(device).requires_grad_()
             with torch.autocast(device.type, dtype=BF16):
                 y = module(x)
             y.float().square().sum().backward()
@@ -154,7 +154,7 @@ class Modules(Far):
         results = []
         for run in (layer, lambda x: te.checkpoint(layer, x)):
             torch.manual_seed(5)
-            x = input_of().detach().to(FAR).requires_grad_()
+            x = make_input().detach().to(FAR).requires_grad_()
             with scope(RECIPES[2]):
                 y = run(x)
             y.square().sum().backward()
@@ -166,7 +166,7 @@ class Modules(Far):
     def test_compiled(self):
         """Inductor generates no code for the device, so te-fl's layers cause a graph break; other backends include them in the graph."""
         for name in ("Linear", "TransformerLayer"):
-            layer, x = randomise(MODULES[name](device=FAR, params_dtype=F32)), input_of().detach().to(FAR)
+            layer, x = randomise(MODULES[name](device=FAR, params_dtype=F32)), make_input().detach().to(FAR)
 
             def results(function):
                 own = x.clone().requires_grad_()
@@ -206,7 +206,7 @@ class Queues(Far):
                 there = MODULES[name](device=FAR)
                 there.load_state_dict(here.state_dict())
                 wait()
-                here_x, there_x = input_of(), torch.zeros(8, 2, 32, device=FAR)
+                here_x, there_x = make_input(), torch.zeros(8, 2, 32, device=FAR)
                 wait()
                 with self.stream:
                     there_x.copy_(here_x.detach())  # executes only when this stream is waited for
@@ -233,7 +233,7 @@ class Queues(Far):
             with stream:
                 for step in range(3):
                     with scope(RECIPES[1]):
-                        loss = module(input_of(seed=step).detach().to(device)).square().mean()
+                        loss = module(make_input(seed=step).detach().to(device)).square().mean()
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
@@ -278,7 +278,7 @@ class Queues(Far):
         here = randomise(MODULES["TransformerLayer"](device="cpu"))
         there = MODULES["TransformerLayer"](device="far:1")
         there.load_state_dict(here.state_dict())
-        x = input_of()
+        x = make_input()
         far_x = x.detach().to("far:1").requires_grad_()
         y, want = there(far_x), here(x)
         y.square().sum().backward()
@@ -366,7 +366,7 @@ class Refused(unittest.TestCase):
         with self.assertRaisesRegex(Unsupported, "torch.far has no default_generators"):
             te.CudaRNGStatesTracker().add("model-parallel-rng", 1)
 
-    def test_a_backend_that_tells_no_stream(self):
+    def test_a_backend_that_reports_no_stream(self):
         code = ("import far, torch, te_fl\nfrom te_fl import torch_device\nfar.load()\ntry:\n"
                 " torch_device.native_name(torch.device('far:0'))\nexcept te_fl.errors.Unsupported as e:\n print('Unsupported', e)")
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(far.HERE), os.environ.get("PYTHONPATH", "")])}

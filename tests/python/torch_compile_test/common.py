@@ -10,7 +10,7 @@ import torch._dynamo
 import torch._inductor.config
 import torch.utils.checkpoint
 
-from torch_cases import input_of, scope
+from torch_cases import make_input, scope
 from torch_oracle import DEVICES, near, randomise
 from te_fl.common.recipe import DelayedScaling
 from te_fl.pytorch.fp8 import quantization
@@ -19,7 +19,7 @@ DEVICE = DEVICES[-1]
 DELAYED = DelayedScaling(amax_history_len=4)
 
 
-def state_of(model):
+def copy_state(model):
     """Returns parameters, buffers and FP8 state by name."""
     state = {name: p.detach().clone() for name, p in model.named_parameters()}
     for path, module in model.named_modules():
@@ -44,7 +44,7 @@ class Compiled(unittest.TestCase):
         else:
             near(self, got, want, 1e-3, message, 1e-6)
 
-    def both(self, make, run, recipe=None, steps=2, backend="aot_eager", give=input_of, fullgraph=True, dynamic=None):
+    def both(self, make, run, recipe=None, steps=2, backend="aot_eager", give=make_input, fullgraph=True, dynamic=None):
         """Trains a model of make() eagerly and compiled by run(model, x); checks that outputs, gradients, parameters and FP8 states are equal."""
         base, found = randomise(make()), []
         for compiled in (False, True):
@@ -63,7 +63,7 @@ class Compiled(unittest.TestCase):
                 tensors += [(f"gradient of the input of step {step}", x.grad)] if x.requires_grad else []
                 if optimizer is not None:
                     optimizer.step()
-            found.append((tensors, state_of(model)))
+            found.append((tensors, copy_state(model)))
         (eager, eager_state), (other, other_state) = found
         for (name, want), (_, got) in zip(eager, other):
             self.close(got, want, name)

@@ -13,8 +13,8 @@ import torch._dynamo
 import torch._inductor.config
 import torch.utils.checkpoint
 
-from common import Compiled, DELAYED, DEVICE, state_of
-from torch_cases import MODULES, input_of, scope
+from common import Compiled, DELAYED, DEVICE, copy_state
+from torch_cases import MODULES, make_input, scope
 from torch_oracle import near, randomise
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling
@@ -27,13 +27,13 @@ class Lives(Compiled):
 
     def test_instances_share_a_graph(self):
         modules = [randomise(MODULES["TransformerLayer"](device=DEVICE), seed) for seed in range(12)]
-        x = input_of(DEVICE)
+        x = make_input(DEVICE)
         for module in modules:
             self.close(torch.compile(module, backend="aot_eager", fullgraph=True)(x), module(x), "output")
         self.assertEqual(self.graphs(), 1)
 
     def test_a_copy(self):
-        module, x = randomise(te.LayerNormLinear(32, 32, device=DEVICE)), input_of(DEVICE)
+        module, x = randomise(te.LayerNormLinear(32, 32, device=DEVICE)), make_input(DEVICE)
         called = torch.compile(module, backend="aot_eager", fullgraph=True)
         with scope(DELAYED):
             called(x).sum().backward()
@@ -41,14 +41,14 @@ class Lives(Compiled):
         with torch.no_grad():
             for p in other.parameters():
                 p.mul_(2)
-        for name, t in state_of(module).items():
+        for name, t in copy_state(module).items():
             if "fp8" in name:
-                self.close(state_of(other._orig_mod)[name], t, name)
-        before = state_of(module)
+                self.close(copy_state(other._orig_mod)[name], t, name)
+        before = copy_state(module)
         with scope(DELAYED):
             y = other(x)
             self.close(y, copy.deepcopy(other._orig_mod)(x), "output of the copy")
-        for name, t in state_of(module).items():
+        for name, t in copy_state(module).items():
             self.close(t, before[name], name)
 
     def test_moved_and_loaded(self):
@@ -61,13 +61,13 @@ class Lives(Compiled):
             outputs = []
             for step in range(4):
                 with scope(DELAYED):
-                    outputs.append(called(module, input_of(DEVICE, seed=step)))
+                    outputs.append(called(module, make_input(DEVICE, seed=step)))
                 outputs[-1].sum().backward()
                 if step == 1:
                     module.to(torch.float64).to(torch.float32)
                 if step == 2:
                     module.load_state_dict(copy.deepcopy(module.state_dict()))
-            found.append(outputs + list(state_of(module).values()))
+            found.append(outputs + list(copy_state(module).values()))
         for want, got in zip(*found):
             self.close(got, want, "value")
 
@@ -79,7 +79,7 @@ class Lives(Compiled):
         module = te.TransformerLayer(32, 64, 4, device=DEVICE)
         self.assertGreater(len(registry._modules), known)
         called = torch.compile(module, backend="aot_eager", fullgraph=True)
-        called(input_of(DEVICE)).sum().backward()
+        called(make_input(DEVICE)).sum().backward()
         watched = weakref.ref(module)
         del module, called
         torch._dynamo.reset()
@@ -88,7 +88,7 @@ class Lives(Compiled):
         self.assertLessEqual(len(registry._modules), known)  # modules of earlier tests may have been freed as well
 
     def test_a_module_goes_before_its_backward(self):
-        module, x = randomise(te.Linear(32, 32, device=DEVICE)), input_of(DEVICE)
+        module, x = randomise(te.Linear(32, 32, device=DEVICE)), make_input(DEVICE)
         module(x).square().sum().backward()
         want, x.grad = x.grad, None
         y = torch.compile(module, backend="aot_eager", fullgraph=True)(x).square().sum()
@@ -102,13 +102,13 @@ class Lives(Compiled):
         from te_fl.pytorch.compile import compiled  # noqa: F401
         module = te.Linear(32, 32, device=DEVICE)
         called = torch.compile(module, backend="aot_eager", fullgraph=True)
-        called(input_of(DEVICE))
+        called(make_input(DEVICE))
         module._number.fill_(10 ** 9)
         with self.assertRaisesRegex(FailedPrecondition, "1000000000.*keep it"):
-            called(input_of(DEVICE))
+            called(make_input(DEVICE))
 
     def test_what_a_forward_kept_is_lost(self):
-        module, x = te.Linear(32, 32, device=DEVICE), input_of(DEVICE)
+        module, x = te.Linear(32, 32, device=DEVICE), make_input(DEVICE)
         called = torch.compile(module, backend="aot_eager", fullgraph=True)
         called(x)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
@@ -124,8 +124,8 @@ class Lives(Compiled):
 
     def test_export_is_refused(self):
         for strict in (False, True):
-            with self.subTest(strict=strict), self.assertRaisesRegex(Exception, "torch.export.*is not served"):
-                torch.export.export(te.Linear(32, 32, device=DEVICE), (input_of(DEVICE),), strict=strict)
+            with self.subTest(strict=strict), self.assertRaisesRegex(Exception, "torch.export.*is not supported"):
+                torch.export.export(te.Linear(32, 32, device=DEVICE), (make_input(DEVICE),), strict=strict)
 
     def test_data_parallel(self):
         import torch.distributed as dist
@@ -143,10 +143,10 @@ class Lives(Compiled):
                     for step in range(3):
                         optimizer.zero_grad()
                         with scope(DELAYED):
-                            y = called(input_of(DEVICE, seed=step))
+                            y = called(make_input(DEVICE, seed=step))
                         y.square().mean().backward()
                         optimizer.step()
-                    found.append([y, *state_of(module).values()])
+                    found.append([y, *copy_state(module).values()])
             finally:
                 dist.destroy_process_group()
         for got in found[1:]:
@@ -181,13 +181,13 @@ class Inductor(Compiled):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             values = []
             for step in range(3):
-                x = input_of(DEVICE, seed=step)
+                x = make_input(DEVICE, seed=step)
                 optimizer.zero_grad()
                 y = called(model, x)
                 y.square().mean().backward()
                 optimizer.step()
                 values += [y.detach(), x.grad]
-            found.append(values + list(state_of(model).values()))
+            found.append(values + list(copy_state(model).values()))
         for i, (want, got) in enumerate(zip(*found)):
             near(self, got, want, 2e-2 if i < 6 else 1e-2, f"value {i}", 1e-3)
 

@@ -11,8 +11,8 @@ import torch._inductor.config
 import torch.utils.checkpoint
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "examples", "pytorch"))  # to import quickstart
-from common import Compiled, DELAYED, DEVICE, call, state_of
-from torch_cases import BF16, MODULES, RECIPES, input_of, scope
+from common import Compiled, DELAYED, DEVICE, call, copy_state
+from torch_cases import BF16, MODULES, RECIPES, make_input, scope
 from torch_oracle import near, randn, randomise
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling
@@ -85,7 +85,7 @@ class Modules(Compiled):
             for wanted in (True, False):
                 torch._dynamo.reset()
                 if wanted or any(p.requires_grad for p in make().parameters()):
-                    self.both(make, call, DELAYED, give=lambda d, seed: input_of(d, seed).detach().requires_grad_(wanted))
+                    self.both(make, call, DELAYED, give=lambda d, seed: make_input(d, seed).detach().requires_grad_(wanted))
 
     def test_parameters_that_are_frozen_and_thawed(self):
         """Freezes and thaws parameters after the graph was compiled: first all are frozen, then only one is trained."""
@@ -112,7 +112,7 @@ class Modules(Compiled):
                     torch._dynamo.reset()
                     module = randomise(make())
                     other, parameters = copy.deepcopy(module), list(module.parameters())
-                    called, x = torch.compile(module, backend=backend), input_of(DEVICE)
+                    called, x = torch.compile(module, backend=backend), make_input(DEVICE)
                     none, every = [False] * len(parameters), [True] * len(parameters)
                     for trained, wanted in ((none, True), (every, True), ([True, *none[1:]], True), (none, False)):
                         for m in (module, other):
@@ -136,7 +136,7 @@ class Modules(Compiled):
         for wrap in (lambda m: m, lambda m: torch.compile(m, backend="aot_eager", fullgraph=True)):
             module = randomise(te.Linear(32, 32, device=DEVICE))
             called = wrap(parametrize.register_parametrization(module, "weight", Doubled()))
-            x = input_of(DEVICE)
+            x = make_input(DEVICE)
             with scope(DELAYED):
                 called(x).square().sum().backward()
             module.eval()
@@ -183,7 +183,7 @@ class Modules(Compiled):
                     handle = module.layernorm_mlp.register_forward_hook(lambda m, i, o: o * 2)
                     if compiled:
                         try:
-                            called(input_of(DEVICE))  # newer PyTorch detects the hook and recompiles
+                            called(make_input(DEVICE))  # newer PyTorch detects the hook and recompiles
                         except FailedPrecondition as error:
                             self.assertIn("torch._dynamo.reset", str(error))
                             torch._dynamo.reset()
@@ -191,9 +191,9 @@ class Modules(Compiled):
                     handle.remove()
                     torch._dynamo.reset()
                 with scope(DELAYED):
-                    y = called(input_of(DEVICE))
+                    y = called(make_input(DEVICE))
                 y.square().sum().backward()
-            found.append({"output": y, **state_of(module)})
+            found.append({"output": y, **copy_state(module)})
         for name, want in found[0].items():
             self.close(found[1][name], want, name)
 
@@ -326,7 +326,7 @@ class Scopes(Compiled):
         for run in (outside, of_dataclass):
             module = te.Linear(32, 32, device=DEVICE)
             with self.assertRaises(torch._dynamo.exc.Unsupported):
-                torch.compile(run, backend="aot_eager", fullgraph=True)(module, input_of(DEVICE))
+                torch.compile(run, backend="aot_eager", fullgraph=True)(module, make_input(DEVICE))
             torch._dynamo.reset()
             self.both(lambda: te.Linear(32, 32, device=DEVICE), run, fullgraph=False)
 
@@ -353,4 +353,4 @@ class Scopes(Compiled):
             with te.autocast(recipe=recipe):
                 return module(x)
         with self.assertRaisesRegex(Exception, "MXFP8BlockScaling"):
-            torch.compile(run, backend="aot_eager", fullgraph=False)(te.Linear(32, 32, device=DEVICE), input_of(DEVICE))
+            torch.compile(run, backend="aot_eager", fullgraph=False)(te.Linear(32, 32, device=DEVICE), make_input(DEVICE))

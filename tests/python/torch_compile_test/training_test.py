@@ -8,8 +8,8 @@ import torch._dynamo
 import torch._inductor.config
 import torch.utils.checkpoint
 
-from common import Compiled, DELAYED, DEVICE, call, state_of
-from torch_cases import MODULES, input_of, scope
+from common import Compiled, DELAYED, DEVICE, call, copy_state
+from torch_cases import MODULES, make_input, scope
 from torch_oracle import near, randn, randomise
 import te_fl
 import te_fl.pytorch as te
@@ -55,20 +55,20 @@ class Training(Compiled):
                         outputs = []
                         for first in (True, False, False, None, True, False):
                             with scope(recipe):
-                                y = called(input_of(DEVICE), is_first_microbatch=first)
+                                y = called(make_input(DEVICE), is_first_microbatch=first)
                             y.square().sum().backward()
                             outputs.append(y.detach())
                             if first is None:
                                 with torch.no_grad():
                                     for p in module.parameters():
                                         p.mul_(1.25)
-                        found.append(outputs + list(state_of(module).values()) + [p.grad for p in module.parameters()])
+                        found.append(outputs + list(copy_state(module).values()) + [p.grad for p in module.parameters()])
                     for want, got in zip(*found):
                         self.close(got, want, "microbatch")
 
-    def test_a_microbatch_that_a_tensor_tells(self):
+    def test_a_microbatch_given_by_a_tensor(self):
         """Passing a tensor as is_first_microbatch causes a graph break; the tensor's value is used."""
-        module, x = randomise(te.Linear(32, 32, device=DEVICE)), input_of(DEVICE)
+        module, x = randomise(te.Linear(32, 32, device=DEVICE)), make_input(DEVICE)
         called = torch.compile(module, backend="aot_eager")
         for first in (torch.tensor(True), torch.ones(1), torch.tensor(False)):
             with scope(Float8CurrentScaling()):
@@ -86,26 +86,26 @@ class Training(Compiled):
                     for compiled in (False, True):
                         module, outputs = copy.deepcopy(base), []
                         with scope(recipe):
-                            module(input_of(DEVICE)).sum().backward()
+                            module(make_input(DEVICE)).sum().backward()
                         called = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
                         for mode in (True, False):
                             module.train(mode)
                             with scope(recipe):
                                 for guard in (torch.no_grad, torch.inference_mode):
                                     with guard():
-                                        outputs.append(called(input_of(DEVICE).detach()).clone())
+                                        outputs.append(called(make_input(DEVICE).detach()).clone())
                                 with torch.no_grad():
                                     for p in module.parameters():
                                         p.mul_(1.5)
-                                    outputs.append(called(input_of(DEVICE).detach()))
-                                outputs.append(called(input_of(DEVICE)).detach())
+                                    outputs.append(called(make_input(DEVICE).detach()))
+                                outputs.append(called(make_input(DEVICE)).detach())
                         found.append(outputs)
                     for want, got in zip(*found):
                         self.close(got, want, "output")
 
     def test_a_scope_quantises_weights_once(self):
         """When a compiled graph runs inside te.cache_quantized_weights(), its layers use that scope, even if the graph was compiled outside of it."""
-        module, x = randomise(te.Linear(32, 32, device=DEVICE)), input_of(DEVICE).detach()
+        module, x = randomise(te.Linear(32, 32, device=DEVICE)), make_input(DEVICE).detach()
         called, cached = torch.compile(module, backend="aot_eager", fullgraph=True), te.cache_quantized_weights()
 
         def served(function=called):
@@ -148,7 +148,7 @@ class Training(Compiled):
         for name in MODULES:
             with self.subTest(module=name):
                 torch._dynamo.reset()
-                module, x = randomise(MODULES[name](device=DEVICE)), input_of(DEVICE)
+                module, x = randomise(MODULES[name](device=DEVICE)), make_input(DEVICE)
                 with torch._functorch.config.patch(donated_buffer=False):
                     y = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
                     y.square().sum().backward(retain_graph=True)
@@ -162,7 +162,7 @@ class Training(Compiled):
     def test_no_second_derivative(self):
         for backend, text in (("eager", "second derivative"), ("aot_eager", "double backward")):
             torch._dynamo.reset()
-            module, x = te.Linear(32, 32, device=DEVICE), input_of(DEVICE)
+            module, x = te.Linear(32, 32, device=DEVICE), make_input(DEVICE)
             y = torch.compile(module, backend=backend)(x)
             with self.assertRaisesRegex(RuntimeError, text):
                 grad, = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -183,7 +183,7 @@ class Training(Compiled):
                 torch._dynamo.reset()
                 base, found = randomise(MODULES[name](device=DEVICE)), []
                 for called in (eager, torch.compile(run, backend="aot_eager", fullgraph=True)):
-                    module, x = copy.deepcopy(base), input_of(DEVICE)
+                    module, x = copy.deepcopy(base), make_input(DEVICE)
                     y = called(module, x)
                     y.sum().backward()
                     found.append((y.detach(), x.grad))
@@ -217,7 +217,7 @@ class Training(Compiled):
     def test_checkpoint_keeps_less(self):
         """A checkpointed layer keeps none of the tensors that its backward reads; the backward recomputes them."""
         import te_fl
-        module, x = te.LayerNormMLP(32, 64, device=DEVICE), input_of(DEVICE)
+        module, x = te.LayerNormMLP(32, 64, device=DEVICE), make_input(DEVICE)
         calls = []
         for run in (lambda x: module(x), lambda x: te.checkpoint(module, x)):
             y = torch.compile(run, backend="aot_eager", fullgraph=True)(x)
@@ -235,25 +235,25 @@ class Training(Compiled):
             return torch.relu(module(torch.relu(module(x)))) * 2
         base, found = randomise(te.Linear(32, 32, device=DEVICE)), []
         for called in (eager, torch.compile(run, backend="aot_eager", fullgraph=True)):
-            module, x = copy.deepcopy(base), input_of(DEVICE)
+            module, x = copy.deepcopy(base), make_input(DEVICE)
             for _ in range(2):
                 with scope(DELAYED):
                     y = called(module, x)
                 y.square().mean().backward()
-            found.append((y, x.grad, *state_of(module).values()))
+            found.append((y, x.grad, *copy_state(module).values()))
         for want, got in zip(*found):
             self.close(got, want, "in FP8")
 
     def test_checkpoint_around_a_graph(self):
         base, found = randomise(te.LayerNormMLP(32, 64, device=DEVICE)), []
         for compiled in (False, True):
-            module, x = copy.deepcopy(base), input_of(DEVICE)
+            module, x = copy.deepcopy(base), make_input(DEVICE)
             called = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
             for _ in range(2):
                 with scope(DELAYED):
                     y = te.checkpoint(called, x)
                 y.square().mean().backward()
-            found.append((y, x.grad, *state_of(module).values()))
+            found.append((y, x.grad, *copy_state(module).values()))
         for want, got in zip(*found):
             self.close(got, want, "checkpoint")
 
@@ -261,13 +261,13 @@ class Training(Compiled):
         """Compiled autograd runs the backward's callbacks at another time, so te-fl refuses delayed scaling under it, and only that."""
         def step(module, x):
             module(x).square().sum().backward()
-        module, x = randomise(te.Linear(32, 32, device=DEVICE)), input_of(DEVICE)
+        module, x = randomise(te.Linear(32, 32, device=DEVICE)), make_input(DEVICE)
         with torch._dynamo.config.patch(compiled_autograd=True):
             called = torch.compile(step, backend="aot_eager")
             with scope(Float8CurrentScaling()):
                 called(module, x)
             with self.assertRaisesRegex(Exception, "compiled_autograd = True"), scope(DELAYED):
-                called(module, input_of(DEVICE))
+                called(module, make_input(DEVICE))
         want, x.grad = x.grad, None
         with scope(Float8CurrentScaling()):
             step(module, x)
@@ -280,10 +280,10 @@ class Training(Compiled):
                 torch._dynamo.reset()
                 base, found = randomise(te.LayerNormLinear(32, 32, device=DEVICE, **{argument: True})), []
                 with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, argument):
-                    torch.compile(base, backend="aot_eager", fullgraph=True)(input_of(DEVICE))
+                    torch.compile(base, backend="aot_eager", fullgraph=True)(make_input(DEVICE))
                 torch._dynamo.reset()
                 for wrap in (lambda m: m, lambda m: torch.compile(m, backend="aot_eager")):
-                    module, x = copy.deepcopy(base), input_of(DEVICE)
+                    module, x = copy.deepcopy(base), make_input(DEVICE)
                     module.weight.main_grad = torch.zeros_like(module.weight)
                     wrap(module)(x).sum().backward()
                     module.backward_dw()

@@ -26,7 +26,7 @@ def drawn(*shape, seed=1, dtype=torch.float32, least=None):
     return values.to(DEVICE, dtype)
 
 
-def mask_of(tokens=13, experts=6, top_k=2, seed=2):
+def make_mask(tokens=13, experts=6, top_k=2, seed=2):
     """Makes a mask [tokens, experts]; the last expert has no token, the first token no expert."""
     scores = drawn(tokens, experts, seed=seed)
     scores[:, -1] = -100
@@ -74,7 +74,7 @@ class Permutation(Compared):
 
     def test_by_mask_there_and_back(self):
         for dtype, more, kind in ((torch.float32, 0, torch.bool), (torch.bfloat16, 0, torch.int32), (torch.float32, 5, torch.int32)):
-            mask = mask_of()
+            mask = make_mask()
             experts, tokens = self.pairs(mask)
             count = len(tokens) + more
             factors = drawn(*mask.shape, seed=4, least=0.1)
@@ -118,7 +118,7 @@ class Permutation(Compared):
         self.assertEqual((y.view(-1).tolist(), rows.tolist()), ([2, 1, 2], [[-1, 0, -1], [1, 2, -1]]))
 
     def test_padded(self):
-        mask = mask_of()
+        mask = make_mask()
         counts = mask.sum(0)
         experts, tokens = self.pairs(mask)
         for align in (4, 1):
@@ -227,14 +227,14 @@ class Permutation(Compared):
                 moe_unpermute(x, torch.full((4, 3), 3, dtype=torch.int32, device=DEVICE), mask)
 
 
-def scores_of(logits, function):
+def compute_scores(logits, function):
     return {"softmax": lambda: torch.softmax(logits, -1), "sigmoid": lambda: torch.sigmoid(logits),
             "sqrtsoftplus": lambda: torch.nn.functional.softplus(logits).sqrt()}[function]()
 
 
 def routed(logits, top_k, before, groups, group_top_k, factor, function, bias):
     """Computes (probabilities, mask, indices) by the definition in docs/numerics.md."""
-    scores = scores_of(logits, function) if function != "softmax" or before else logits
+    scores = compute_scores(logits, function) if function != "softmax" or before else logits
     ranked = scores.detach() + (0 if bias is None else bias.double())
     if groups:
         parts = ranked.unflatten(-1, (groups, -1))
@@ -283,7 +283,7 @@ class Router(Compared):
     def test_scores_and_the_loss(self):
         for function, top_k in itertools.product(("softmax", "sigmoid", "sqrtsoftplus"), (1, 2)):
             def oracle(logits):
-                scores = scores_of(logits, function)  # noqa: B023
+                scores = compute_scores(logits, function)  # noqa: B023
                 if function != "softmax":  # noqa: B023
                     scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
                 mask = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.topk(top_k).indices, True)  # noqa: B023

@@ -69,14 +69,14 @@ def expected(values, recipe):
     return per_tensor(values, "e4m3", getattr(recipe, "margin", 0), pow2)
 
 
-def input_of(device="cpu", seed=1, dtype=F32):
+def make_input(device="cpu", seed=1, dtype=F32):
     return randn(16, 2, 160, seed=seed, dtype=dtype, device=device).requires_grad_()
 
 
 def step(module, recipe=CURRENT, device="cpu", seed=1, dtype=F32):
     """Returns the output and the gradients of the input and of the parameters."""
     module.zero_grad()
-    x = input_of(device, seed, dtype)
+    x = make_input(device, seed, dtype)
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         y = module(x)
     y.square().sum().backward()

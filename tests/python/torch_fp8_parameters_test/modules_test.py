@@ -8,7 +8,7 @@ import unittest
 
 import torch
 
-from common import BF16, BLOCK, CURRENT, DELAYED, F32, MODULES, POW2, RECIPES, codes, decoded, input_of, made, step
+from common import BF16, BLOCK, CURRENT, DELAYED, F32, MODULES, POW2, RECIPES, codes, decoded, make_input, made, step
 import torch_oracle as oracle
 from torch_oracle import DEVICES, PerBlock, PerTensor, allowed, compare, near, near_by_norm, randn
 from torch_oracle import with_bias
@@ -39,9 +39,9 @@ class Modules(unittest.TestCase):
                             with te.autocast(enabled=recipe is not None, recipe=recipe or CURRENT):
                                 return module(*x)
                         close = 1e-5 if recipe is None and device == "cpu" else tolerance
-                        compare(self, served, module, of(product), [input_of(device)], close, close=near_by_norm)
+                        compare(self, served, module, of(product), [make_input(device)], close, close=near_by_norm)
                         with torch.no_grad():
-                            served(input_of(device, seed=4))  # inference reads the same codes
+                            served(make_input(device, seed=4))  # inference reads the same codes
 
     def test_linear(self):
         self.compared("Linear", lambda product: lambda p, x: product(x, p["weight"], p["bias"]), 1e-5 if DEVICES == ["cpu"] else 2e-3)
@@ -61,7 +61,7 @@ class Modules(unittest.TestCase):
         with."""
         for device in DEVICES:
             module = made("Linear", DELAYED, device)
-            x = input_of(device)
+            x = make_input(device)
             with te.autocast(recipe=DELAYED):
                 y = module(x)
             g = randn(*y.shape, seed=3, device=device)
@@ -122,7 +122,7 @@ class Modules(unittest.TestCase):
         for first in (True, False):
             for each in (module, plain):
                 with te.autocast(recipe=CURRENT):
-                    each(input_of(seed=5), is_first_microbatch=first).square().sum().backward()
+                    each(make_input(seed=5), is_first_microbatch=first).square().sum().backward()
         for n, p in codes(module).items():
             self.assertTrue(torch.equal(p.main_grad, getattr(plain, n).grad))
             self.assertIsNone(p.grad)
@@ -131,7 +131,7 @@ class Modules(unittest.TestCase):
         for recipe in RECIPES:
             results = []
             for again in (False, True):
-                module, x = made("TransformerLayer", recipe), input_of()
+                module, x = made("TransformerLayer", recipe), make_input()
                 with te.autocast(recipe=recipe):
                     y = te.checkpoint(module, x) if again else module(x)
                 y.square().sum().backward()
@@ -147,7 +147,7 @@ class Modules(unittest.TestCase):
                 plain = step(copy.deepcopy(module), recipe)
                 torch._dynamo.reset()
                 compiled = torch.compile(module, backend="eager")
-                x = input_of()
+                x = make_input()
                 with te.autocast(enabled=recipe is not None, recipe=recipe):
                     y = compiled(x)
                 y.square().sum().backward()
@@ -157,8 +157,8 @@ class Modules(unittest.TestCase):
             with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, "quantized_model_init"):
                 torch.compile(module, backend="eager", fullgraph=True)(x)
 
-    def test_a_weight_written_before_its_backward_is_noticed(self):
-        module, x = made("Linear"), input_of()
+    def test_a_weight_written_before_its_backward_is_detected(self):
+        module, x = made("Linear"), make_input()
         with te.autocast(recipe=CURRENT):
             y = module(x)
         with torch.no_grad():
@@ -176,7 +176,7 @@ class Modules(unittest.TestCase):
 
 
 def step_inputs(module, recipe):
-    x = input_of()
+    x = make_input()
     with te.autocast(recipe=recipe):
         module(x).square().sum().backward()
     return x.grad
@@ -247,7 +247,7 @@ class Memory(unittest.TestCase):
                 parts = (codes.data, codes.scale_inv, codes.amax, codes.columns, codes.columns_scale_inv)
                 return sum(p.nbytes for p in parts if p is not None)
             with torch.no_grad(), te.autocast(recipe=recipe, enabled=recipe is not DELAYED):
-                module(input_of())
+                module(make_input())
             self.assertLess(held(), 144 * 160 + 64)
             step(module, recipe)
             self.assertLess(held(), 2 * 144 * 160 + 128)

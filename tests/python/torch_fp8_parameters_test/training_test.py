@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from common import BF16, BLOCK, CURRENT, F32, MODULES, RECIPES, WEIGHTS, codes, decoded, expected, input_of, made, step
+from common import BF16, BLOCK, CURRENT, F32, MODULES, RECIPES, WEIGHTS, codes, decoded, expected, make_input, made, step
 from torch_oracle import DEVICES, near, near_by_norm, per_block, randn
 import te_fl
 import te_fl.pytorch as te
@@ -101,7 +101,7 @@ class Training(unittest.TestCase):
                 for _ in range(20):
                     optimizer.zero_grad()
                     with te.autocast(recipe=CURRENT):
-                        loss = (module(input_of()) - 1).square().mean()
+                        loss = (module(make_input()) - 1).square().mean()
                     loss.backward()
                     optimizer.step()
                     losses.append(loss.item())

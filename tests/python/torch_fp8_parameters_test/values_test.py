@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import torch
 
-from common import BF16, BLOCK, CURRENT, DELAYED, F16, F32, MODULES, POW2, RECIPES, WEIGHTS, codes, decoded, expected, input_of, made, step
+from common import BF16, BLOCK, CURRENT, DELAYED, F16, F32, MODULES, POW2, RECIPES, WEIGHTS, codes, decoded, expected, make_input, made, step
 from torch_oracle import DEVICES, near, randn
 import te_fl
 import te_fl.pytorch as te
@@ -205,6 +205,6 @@ class Scopes(unittest.TestCase):
         for scope, other in ((CURRENT, BLOCK), (BLOCK, CURRENT), (BLOCK, DELAYED)):
             module = made("Linear", scope)
             with te.autocast(recipe=other), self.assertRaisesRegex(FailedPrecondition, "quantized_model_init"):
-                module(input_of())
+                module(make_input())
         with self.assertRaisesRegex(Unsupported, "float64"):
             made("Linear").double()

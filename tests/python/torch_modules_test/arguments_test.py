@@ -50,7 +50,7 @@ class Names(unittest.TestCase):
         seen = {event.key: event.count for event in profile.key_averages()}
         self.assertEqual({name: seen.get(name) for name in layers}, dict.fromkeys(layers, 1))
 
-    def test_a_module_that_is_not_served_tells_the_way_out(self):
+    def test_an_unsupported_module_names_the_way_out(self):
         with self.assertRaisesRegex(AttributeError, "'newton_schulz_tp', which Transformer Engine has; iterate with torch.matmul"):
             te.newton_schulz_tp
         with self.assertRaisesRegex(AttributeError, "did you mean 'Linear'"):

@@ -23,7 +23,7 @@ F32 = {"cpu": 1e-5, "cuda": 1e-4}  # relative to the norm of the whole tensor
 BATCHES = ([(0, 5), (1, 3)], [(0, 1), (1, 1)], [(1, 1), ("b", 4), (2, 7)], [(2, 1), ("b", 1)], [(3, 8), (2, 2), ("b", 1)], [(3, 1)])
 
 
-def params_of(device, layout="bshd", groups=2, paged=False, dtype=torch.float32, **more):
+def make_params(device, layout="bshd", groups=2, paged=False, dtype=torch.float32, **more):
     pages = dict(is_paged=True, page_size=4, total_num_pages=24) if paged else {}
     return te.InferenceParams(3, LONGEST, groups, CHANNELS, dtype, qkv_format=layout, max_ctx_len=8, device=device, **pages, **more)
 
@@ -67,7 +67,7 @@ class Caches(unittest.TestCase):
         mask = "self_attn_mask_type" if kind is te.TransformerLayer else "attn_mask_type"
         angles = te.RotaryPositionEmbedding(CHANNELS)(LONGEST).to(device) if rope else None
         tokens = self.tokens(device, dtype, HIDDEN)
-        params = params_of(device, layout, options["num_gqa_groups"], paged, dtype)
+        params = make_params(device, layout, options["num_gqa_groups"], paged, dtype)
         with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
             whole = {name: made[1](x[None], rotary_pos_emb=angles, **{mask: "causal"})[0] for name, x in tokens.items()}
             for x, of in passes(params, tokens, layout):
@@ -100,7 +100,7 @@ class Caches(unittest.TestCase):
         module = te.DotProductAttention(HEADS, CHANNELS, 2, qkv_format=layout, attn_mask_type=mask, window_size=size, layer_number=7)
         heads = [(HEADS, CHANNELS), (2, CHANNELS), (2, CHANNELS)]
         tokens = self.tokens(device, torch.float32, sum(h for h, _ in heads), CHANNELS)
-        params = params_of(device, layout, paged=paged)
+        params = make_params(device, layout, paged=paged)
         for x, of in passes(params, tokens, layout):
             out = module(*x.split([h for h, _ in heads], -2), inference_params=params)
             for got, (name, place) in of(out):
@@ -128,7 +128,7 @@ class Caches(unittest.TestCase):
             return (x @ words.T).argmax(-1)
 
         prompts = {0: [3, 1, 4, 1, 5], 1: [9, 2], 2: [6]}
-        params = params_of(device)
+        params = make_params(device)
         params.allocate_memory(1)
         with torch.inference_mode():
             texts = {name: list(prompt) for name, prompt in prompts.items()}
@@ -152,7 +152,7 @@ class Caches(unittest.TestCase):
     def test_a_pass_that_is_repeated(self):
         """A repeated pass writes to the same positions, as a recomputed forward or the warm-up passes of a CUDA graph do."""
         module = te.DotProductAttention(HEADS, CHANNELS, qkv_format="bshd", layer_number=1)
-        params, q = params_of("cpu", groups=HEADS), randn(2, 3, HEADS, CHANNELS)
+        params, q = make_params("cpu", groups=HEADS), randn(2, 3, HEADS, CHANNELS)
         for steps in ({0: 3, 1: 2}, {1: 1, 0: 1}):
             params.pre_step(steps)
             first, again = (module(q, q, q, attn_mask_type="padding_causal", inference_params=params) for _ in range(2))
@@ -166,7 +166,7 @@ class Caches(unittest.TestCase):
             module = te.DotProductAttention(HEADS, CHANNELS, 2, qkv_format="bshd", layer_number=1, softmax_type=softmax)
             of = (lambda queries, keys: {} if kind == "alibi" else {"core_attention_bias": bias[:, :, queries, :keys].contiguous()})
             want = module(q, k, v, attn_mask_type="causal", core_attention_bias_type=kind, **of(slice(0, 12), 12))
-            params, at = params_of("cpu"), 0
+            params, at = make_params("cpu"), 0
             for new in (5, 1, 3):
                 params.pre_step({0: new})
                 own = slice(at, at + new)
@@ -180,7 +180,7 @@ class Caches(unittest.TestCase):
         module = randomise(te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, qkv_format="bshd", device="cpu")).eval()
         angles = te.RotaryPositionEmbedding(CHANNELS)(10).cpu()
         x = randn(10, HIDDEN)
-        params = params_of("cpu", groups=HEADS)
+        params = make_params("cpu", groups=HEADS)
         with torch.no_grad():
             whole = module(x[None], attn_mask_type="causal", rotary_pos_emb=angles)[0]
             params.pre_step({0: 8})
@@ -195,7 +195,7 @@ class Caches(unittest.TestCase):
 
     def test_gradients_are_refused(self):
         module = te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, qkv_format="bshd", device="cpu")
-        params = params_of("cpu", groups=HEADS)
+        params = make_params("cpu", groups=HEADS)
         params.pre_step({0: 3})
         out = module(randn(1, 3, HIDDEN), attn_mask_type="padding_causal", inference_params=params)
         with self.assertRaisesRegex(Unsupported, "inference_params has no gradient"):
@@ -209,14 +209,14 @@ class Caches(unittest.TestCase):
 
         seen = []
         module = te.DotProductAttention(HEADS, CHANNELS, qkv_format="bshd", layer_number=3)
-        params, q = params_of("cpu", groups=HEADS, custom_cache_manager=Manager), randn(1, 2, HEADS, CHANNELS)
+        params, q = make_params("cpu", groups=HEADS, custom_cache_manager=Manager), randn(1, 2, HEADS, CHANNELS)
         params.pre_step({"x": 2})
         module(q, q, q, attn_mask_type="padding_causal", inference_params=params)
         self.assertEqual(seen, [(3, 1)])
         self.assertTrue(torch.equal(params.cache_manager.cache[3][0][0, :2], q[0]))
 
     def test_pages_are_given_back(self):
-        params = params_of("cpu", paged=True)
+        params = make_params("cpu", paged=True)
         for steps, free in (({0: 8, 1: 5}, 20), ({0: 1, 1: 1}, 19), ({1: 1, 2: 4}, 21), ({1: 1}, 22)):
             params.pre_step(steps)
             self.assertEqual(len(params.cache_manager.free_pages), free)
@@ -237,7 +237,7 @@ class Refusals(unittest.TestCase):
 
     def test_what_is_refused_has_changed_nothing(self):
         for paged in (False, True):
-            params = params_of("cpu", paged=paged)
+            params = make_params("cpu", paged=paged)
             params.pre_step({0: 8, 1: 6})
             self.call(params, tokens=8)
             params.pre_step({0: 1, 1: 1})
@@ -273,14 +273,14 @@ class Refusals(unittest.TestCase):
                 params.pre_step({0: 1})
 
     def test_a_refused_call_takes_no_place(self):
-        params, right = params_of("cpu"), te.DotProductAttention(HEADS, CHANNELS, 2, qkv_format="bshd", attn_mask_type="padding_causal", layer_number=1)
+        params, right = make_params("cpu"), te.DotProductAttention(HEADS, CHANNELS, 2, qkv_format="bshd", attn_mask_type="padding_causal", layer_number=1)
         params.pre_step({0: 1, 1: 1})
         with self.assertRaisesRegex(InvalidArgument, "new_k has shape"):
             self.call(params, batch=1)
         self.call(params, module=right)
 
     def test_a_copy_of_the_model_goes_on_with_a_copy_of_the_cache(self):
-        params = params_of("cpu")
+        params = make_params("cpu")
         params.pre_step({0: 2, 1: 2})
         self.call(params, tokens=2)
         module, copied = copy.deepcopy((self.module, params))
@@ -305,7 +305,7 @@ class Refusals(unittest.TestCase):
             self.assertTrue(torch.equal(was, now))
 
     def test_calls_without_a_batch_and_of_others(self):
-        params = params_of("cpu")
+        params = make_params("cpu")
         with self.assertRaisesRegex(Error, "call its pre_step"):
             self.call(params)
         params.pre_step({0: 1})
@@ -321,7 +321,7 @@ class Refusals(unittest.TestCase):
             self.call(params, 1)
 
     def test_graphs_of_torch_compile_hold_no_caches(self):
-        params, q, k = params_of("cpu"), randn(1, 1, HEADS, CHANNELS), randn(1, 1, 2, CHANNELS)
+        params, q, k = make_params("cpu"), randn(1, 1, HEADS, CHANNELS), randn(1, 1, 2, CHANNELS)
         params.pre_step({0: 1})
 
         def call(q, k):

@@ -308,7 +308,7 @@ class DotProductAttentionTest(Modules):
                     with self.subTest(device=device, dtype=dtype, fmt=fmt, arguments=arguments, call=list(call)):
                         arguments = {"attn_mask_type": "no_mask", **arguments}
                         q, k, v = (randn(self.B, self.S, n, self.D, seed=s, dtype=dtype, device=device) for s, n in ((1, self.H), (2, groups), (3, groups)))
-                        want = oracle.scores_of(q.double(), k.double(), **wanted).amax((0, 2, 3))
+                        want = oracle.compute_scores(q.double(), k.double(), **wanted).amax((0, 2, 3))
                         if fmt == "sbhd":
                             q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))
                         elif fmt == "thd":

@@ -256,7 +256,7 @@ class Containers(unittest.TestCase):
         self.assertEqual(ops.AddExtraInput(in_place=True)(x, into).data_ptr(), into.data_ptr())
         self.assertEqual(into[0].item(), 11)
 
-    def test_an_operation_derived_from_a_served_one(self):
+    def test_an_operation_derived_from_a_supported_one(self):
         class Product(ops.BasicLinear):
             def op_forward(self, ctx, input_, **quantizers):
                 return input_ @ self.weight.T * 2
@@ -339,7 +339,7 @@ class Containers(unittest.TestCase):
             def op_backward(self, ctx, grad_output):
                 return grad_output, ()
         for kind in (Extra, ops.BasicOperation):
-            with self.assertRaisesRegex(Unsupported, f"{kind.__name__}: an operation of one's own is served with op_forward"):
+            with self.assertRaisesRegex(Unsupported, f"{kind.__name__}: a custom operation is supported with op_forward"):
                 (kind(8) if kind is Extra else kind())(x)
         with self.assertRaisesRegex(ValueError, "Short: it has returned 0 gradients of parameters; it has 1"):
             Short(8)(x).sum().backward()

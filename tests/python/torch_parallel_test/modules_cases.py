@@ -18,7 +18,7 @@ from te_fl.pytorch.distributed import collectives
 CPU = dict(device="cpu")
 
 
-def x_of(*shape):
+def make_x(*shape):
     return torch.randn(*shape)
 
 
@@ -34,7 +34,7 @@ def _column(group, sp, **more):
     size, rank = group.size(), group.rank()
     whole = randomise(te.Linear(16, 24, **CPU, **more))
     part = share(whole, te.Linear(16, 24, parallel_mode="column", tp_group=group, sequence_parallel=sp, **CPU, **more), size, rank)
-    x = x_of(8, 2, 16).requires_grad_()
+    x = make_x(8, 2, 16).requires_grad_()
     own = (x.detach().chunk(size)[rank] if sp else x.detach()).clone().requires_grad_()
     want, got = whole(x), part(own)
     if more.get("return_bias"):
@@ -96,7 +96,7 @@ def case_compiled(ranks):
 MARKS = ("sequence_parallel", "tensor_model_parallel", "partition_dim", "partition_stride")
 
 
-def marks_of(module):
+def find_marks(module):
     return {name: {mark: getattr(p, mark) for mark in MARKS if hasattr(p, mark)} for name, p in module.named_parameters()}
 
 
@@ -138,14 +138,14 @@ def case_marks_stay_with_parameters(ranks):
         "TransformerLayer": lambda: te.TransformerLayer(16, 32, 4, set_parallel_mode=True, fuse_qkv_params=True, **options),
     }
     for name, make in modules.items():
-        want = marks_of(make())
+        want = find_marks(make())
         assert any(want.values()), name
         for how, replace in REPLACEMENTS.items():
-            got = marks_of(replace(make()))
+            got = find_marks(replace(make()))
             assert got == want, (name, how, got, want)
     module = modules["Linear, column"]()  # Megatron replaces the bias by its own, sets the attributes on it, and asserts that they were unset
     module.bias = torch.nn.Parameter(torch.zeros(module.bias.shape))
-    assert marks_of(module)["bias"] == {}, marks_of(module)
+    assert find_marks(module)["bias"] == {}, find_marks(module)
 
 
 def case_row(ranks):
@@ -156,7 +156,7 @@ def case_row(ranks):
             whole = randomise(te.Linear(16, 24, **CPU, **more))
             part = share(whole, te.Linear(16, 24, parallel_mode="row", tp_group=group, sequence_parallel=sp, **CPU, **more), size, rank)
             from common import close, rows, same_gradients
-            x = x_of(8, 2, 16).requires_grad_()
+            x = make_x(8, 2, 16).requires_grad_()
             own = features(x.detach()).clone().requires_grad_()
             want, got = whole(x), part(own)
             grad = torch.randn_like(want)
@@ -171,7 +171,7 @@ def case_row(ranks):
 def case_row_returns_its_bias(ranks):
     for size in ranks.degrees():
         part = te.Linear(16, 24, parallel_mode="row", tp_group=ranks.groups[size], return_bias=True, **CPU)
-        out, bias = part(x_of(8, 16 // size))
+        out, bias = part(make_x(8, 16 // size))
         assert bias is not None and torch.equal(bias, part.bias) and out.shape == (8, 24)
 
 
@@ -184,7 +184,7 @@ def _operation(group, sp, mode):
     with torch.no_grad():
         part.weight.copy_(features(whole.weight, 0 if column else 1))
         part.bias.copy_(features(whole.bias) if column else whole.bias / size)  # the ranks of a row-parallel Linear sum their biases
-    x = x_of(8, 2, 16).requires_grad_()
+    x = make_x(8, 2, 16).requires_grad_()
     of_x = (lambda t: rows(t, size, rank, sp)) if column else features
     of_y = features if column else (lambda t: rows(t, size, rank, sp))
     own = of_x(x.detach()).clone().requires_grad_()
@@ -230,7 +230,7 @@ def case_without_a_mode_nothing_is_divided(ranks):
     for size in ranks.degrees():
         collectives.reset_counts()
         part = te.Linear(16, 24, tp_group=ranks.groups[size], sequence_parallel=True, **CPU)
-        assert part.weight.shape == (24, 16) and part(x_of(8, 16)).shape == (8, 24) and not collectives.counts()
+        assert part.weight.shape == (24, 16) and part(make_x(8, 16)).shape == (8, 24) and not collectives.counts()
 
 
 def case_layernorm_linear(ranks):
@@ -251,7 +251,7 @@ def case_layernorm_linear(ranks):
             return (y, normed) if Both.returns else y
 
     for Both.rms, Both.returns, Both.gathered in ((False, False, False), (True, False, False), (False, True, False)):
-        over_groups(ranks, lambda group, sp: compare(Both, [x_of(8, 2, 16)], group, sp))
+        over_groups(ranks, lambda group, sp: compare(Both, [make_x(8, 2, 16)], group, sp))
 
 
 def case_gathered_norm_output(ranks):
@@ -260,7 +260,7 @@ def case_gathered_norm_output(ranks):
             group = ranks.groups[size]
             part = make(tp_group=group, sequence_parallel=True, return_layernorm_output=True, return_layernorm_output_gathered=True, **CPU)
             torch.manual_seed(2)
-            x = x_of(8, 2, 16)
+            x = make_x(8, 2, 16)
             _, normed = part(x.chunk(size)[group.rank()])
             want = torch.nn.functional.layer_norm(x, (16,))
             assert normed.shape == want.shape and (normed - want).abs().max() < 1e-5
@@ -271,7 +271,7 @@ def case_mlp(ranks):
                              ("gelu", {"return_bias": True}), ("gelu", {"return_layernorm_output": True})):
         def make(**parallel):
             return te.LayerNormMLP(16, 32, activation=activation, set_parallel_mode=True, **CPU, **more, **parallel)
-        over_groups(ranks, lambda group, sp: compare(make, [x_of(8, 2, 16)], group, sp, gated=activation == "swiglu"))
+        over_groups(ranks, lambda group, sp: compare(make, [make_x(8, 2, 16)], group, sp, gated=activation == "swiglu"))
 
 
 def case_attention(ranks):
@@ -279,7 +279,7 @@ def case_attention(ranks):
                  {"input_layernorm": True, "return_layernorm_output": True}, {"qk_norm_type": "RMSNorm"}):
         def make(**parallel):
             return te.MultiheadAttention(32, 8, attention_dropout=0, set_parallel_mode=True, **CPU, **more, **parallel)
-        over_groups(ranks, lambda group, sp: compare(make, [x_of(8, 2, 32)], group, sp, summed=("q_norm", "k_norm")))
+        over_groups(ranks, lambda group, sp: compare(make, [make_x(8, 2, 32)], group, sp, summed=("q_norm", "k_norm")))
 
 
 def case_cross_attention(ranks):
@@ -287,7 +287,7 @@ def case_cross_attention(ranks):
         def make(**parallel):
             return te.MultiheadAttention(32, 4, attention_dropout=0, attention_type="cross", attn_mask_type="no_mask", set_parallel_mode=True, **CPU, **more,
                                          **parallel)
-        over_groups(ranks, lambda group, sp: compare(make, [x_of(8, 2, 32), x_of(12, 2, 32)], group, sp, call=lambda m, x, y: m(x, encoder_output=y)))
+        over_groups(ranks, lambda group, sp: compare(make, [make_x(8, 2, 32), make_x(12, 2, 32)], group, sp, call=lambda m, x, y: m(x, encoder_output=y)))
 
 
 def case_heads(ranks):
@@ -297,7 +297,7 @@ def case_heads(ranks):
         rank = group.rank()
         for more, call in (({}, {}), ({"num_gqa_groups": 4}, {}), ({"softmax_type": "learnable"}, {}), ({}, {"core_attention_bias_type": "alibi"})):
             whole, part = (te.DotProductAttention(8, 8, attn_mask_type="causal", **more, **k) for k in ({}, {"tp_group": group}))
-            q, k, v = x_of(6, 2, 8, 8), *(x_of(6, 2, more.get("num_gqa_groups", 8), 8) for _ in range(2))
+            q, k, v = make_x(6, 2, 8, 8), *(make_x(6, 2, more.get("num_gqa_groups", 8), 8) for _ in range(2))
             if "softmax_type" in more:
                 torch.nn.init.normal_(whole.softmax_offset)
                 part.softmax_offset.data.copy_(whole.softmax_offset.chunk(size)[rank])
@@ -319,7 +319,7 @@ def _layer(dtype=torch.float32, **options):
 def case_transformer_layer(ranks):
     for options in LAYERS:
         decoder = "layer_type" in options
-        inputs = [x_of(8, 2, 32)] + [x_of(8, 2, 32)] * decoder
+        inputs = [make_x(8, 2, 32)] + [make_x(8, 2, 32)] * decoder
         call = (lambda m, x, y: m(x, encoder_output=y)) if decoder else None
         over_groups(ranks, lambda group, sp: compare(_layer(**options), inputs, group, sp, gated="activation" in options, call=call))
 
@@ -332,7 +332,7 @@ def case_sequence_parallel_that_is_set_later(ranks):
             if tp_group is None:
                 return make()
             module, size = make(tp_group=tp_group, sequence_parallel=not sequence_parallel), tp_group.size()
-            module(x_of(shape[0] // (1 if sequence_parallel else size), *shape[1:]))
+            module(make_x(shape[0] // (1 if sequence_parallel else size), *shape[1:]))
             for part in module.modules():
                 if hasattr(part, "sequence_parallel"):
                     part.sequence_parallel = sequence_parallel
@@ -345,7 +345,7 @@ def case_sequence_parallel_that_is_set_later(ranks):
     def mlp(**parallel):
         return te.LayerNormMLP(32, 64, set_parallel_mode=True, **CPU, **parallel)
     for make in (mlp, _layer(), _layer(fuse_qkv_params=True, output_layernorm=True)):
-        over_groups(ranks, lambda group, sp: compare(later(make, (8, 2, 32)), [x_of(8, 2, 32)], group, sp))  # noqa: B023
+        over_groups(ranks, lambda group, sp: compare(later(make, (8, 2, 32)), [make_x(8, 2, 32)], group, sp))  # noqa: B023
 
 
 def case_transformer_layer_with_masks(ranks):
@@ -356,11 +356,11 @@ def case_transformer_layer_with_masks(ranks):
     for options in ({"self_attn_mask_type": "causal", "attention_mask": hidden}, {"self_attn_mask_type": "no_mask", "attention_mask": hidden},
                     {"self_attn_mask_type": "padding", "attention_mask": padding},
                     {"self_attn_mask_type": "no_mask", "core_attention_bias_type": "alibi"}):
-        over_groups(ranks, lambda group, sp: compare(_layer(), [x_of(8, 2, 32)], group, sp, call=lambda m, x: m(x, **options)))
+        over_groups(ranks, lambda group, sp: compare(_layer(), [make_x(8, 2, 32)], group, sp, call=lambda m, x: m(x, **options)))
 
 
 def case_transformer_layer_in_bf16(ranks):
-    over_groups(ranks, lambda group, sp: compare(_layer(torch.bfloat16), [x_of(8, 2, 32)], group, sp, dtype=torch.bfloat16))
+    over_groups(ranks, lambda group, sp: compare(_layer(torch.bfloat16), [make_x(8, 2, 32)], group, sp, dtype=torch.bfloat16))
 
 
 def _one_step(layer, x, recipe, group):
@@ -382,7 +382,7 @@ def case_a_divided_layer_is_one_call(ranks):
             whole, make = randomise(_layer(fuse_qkv_params=True)()), _layer(fuse_qkv_params=True)
             one, parts = (share(whole, make(tp_group=group, sequence_parallel=sp), size, group.rank()) for _ in range(2))
             parts._fused = None
-            x = x_of(32 // (size if sp else 1), 2, 32)
+            x = make_x(32 // (size if sp else 1), 2, 32)
             for group_of in (group, other):
                 one.set_tensor_parallel_group(group_of)
                 assert not one._fused._layers or group_of is group, "layers of the group before are kept"
@@ -391,10 +391,10 @@ def case_a_divided_layer_is_one_call(ranks):
                 for i, (a, b) in enumerate(zip(got, want)):
                     close(a, b, f"{recipe}, sp {sp}: result {i}", 1e-5 if recipe is None else 2e-2)
     dropping = te.TransformerLayer(32, 64, 8, hidden_dropout=0.1, attention_dropout=0, set_parallel_mode=True, tp_group=group, **CPU)
-    dropping(x_of(8, 2, 32))
+    dropping(make_x(8, 2, 32))
     assert not dropping._fused._layers, "each rank's dropout is drawn part by part"
     dropping.eval()
-    dropping(x_of(8, 2, 32))
+    dropping(make_x(8, 2, 32))
     assert dropping._fused._layers
     dist.destroy_process_group(other)
 
@@ -404,7 +404,7 @@ def case_frozen_weights_and_no_gradients(ranks):
         for sp in (False, True):
             part = _layer()(tp_group=ranks.groups[size], sequence_parallel=sp)
             part.requires_grad_(False)
-            x = x_of(8 // size if sp else 8, 2, 32)
+            x = make_x(8 // size if sp else 8, 2, 32)
             assert not part(x).requires_grad
             part(x.requires_grad_()).sum().backward()
             assert x.grad is not None and torch.isfinite(x.grad).all()
@@ -418,7 +418,7 @@ def case_a_group_of_one_rank_computes_as_none(ranks):
     a = _layer()()
     torch.manual_seed(4)
     b = _layer()(tp_group=alone, sequence_parallel=True)
-    x = x_of(4, 2, 32)
+    x = make_x(4, 2, 32)
     collectives.reset_counts()
     assert torch.equal(a(x), b(x)) and not collectives.counts() and b._fused is not None
     b.set_tensor_parallel_group(dist.group.WORLD)  # a module whose weights are not sharded computes the unsharded result, as in Transformer Engine
@@ -432,7 +432,7 @@ def case_the_group_may_come_later(ranks):
         a = _layer()(tp_group=group, sequence_parallel=True)
         torch.manual_seed(4)
         b = _layer()(tp_size=size, sequence_parallel=True)
-        x = x_of(8 // size, 2, 32)
+        x = make_x(8 // size, 2, 32)
         try:
             b(x)
             raise AssertionError("a layer without its group computed")

@@ -11,7 +11,7 @@ class OverRanks(unittest.TestCase):
         cls.wrong = ranks.launched()
 
 
-def _test_of(name):
+def _make_test(name):
     def test(self):
         if name in self.wrong:
             self.fail(self.wrong[name])
@@ -19,4 +19,4 @@ def _test_of(name):
 
 
 for name in ranks.cases():
-    setattr(OverRanks, f"test_{name}", _test_of(name))
+    setattr(OverRanks, f"test_{name}", _make_test(name))

@@ -150,7 +150,7 @@ def case_a_rank_keeps_its_codes(ranks):
             assert 0.7 * 16 / size < held[1] < 16 / size + 4, (size, recipe, held)
 
 
-def case_gathers_that_nobody_needs(ranks):
+def case_unneeded_gathers(ranks):
     """The backward of a layer with a frozen weight gathers no input, and a forward in eval mode keeps no input; the gradient of x is reduce-scattered
     nevertheless."""
     for size in ranks.degrees():
@@ -177,7 +177,7 @@ def _products():
     return sum(row["calls"] for row in te_fl.usage() if row["op"] == "generic_gemm")
 
 
-def case_gradients_that_nobody_wants(ranks):
+def case_unneeded_gradients(ranks):
     """A layer whose input needs no gradient computes no input gradient and calls no collective for it, sharded or not; its parameters' gradients stay
     the same. A norm before a product makes the product's input need a gradient, unless the norm is frozen."""
     for size in ranks.degrees():

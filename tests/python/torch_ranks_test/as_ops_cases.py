@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import te_fl
-from helpers_cases import error_of
+from helpers_cases import catch_error
 from te_fl.pytorch.distributed import collectives, communicator
 
 CPU = torch.device("cpu")
@@ -101,8 +101,8 @@ def called_as_ops():
     results = [(x, values(rank)), (y, sum(every)), (z, every[-1]), (whole, torch.stack(every)), (torch.from_numpy(array), every[1]),
                (numbers, torch.arange(1.0 * ranks)[None]), (swapped[0], torch.cat([torch.arange(2.0) + 2 * rank + 100 * r for r in range(ranks)])),
                (part, torch.full((1, 1), float(rank)))]
-    wrong = [error_of(te_fl.ops.all_reduce, input=x, output=y, comm=3), error_of(te_fl.ops.all_reduce, input=x, output=y, comm=comm, stream=1),
-             error_of(te_fl.ops.barrier), error_of(te_fl.ops.broadcast, data=x, comm=comm, root=ranks)]
+    wrong = [catch_error(te_fl.ops.all_reduce, input=x, output=y, comm=3), catch_error(te_fl.ops.all_reduce, input=x, output=y, comm=comm, stream=1),
+             catch_error(te_fl.ops.barrier), catch_error(te_fl.ops.broadcast, data=x, comm=comm, root=ranks)]
     return results, wrong
 
 
@@ -143,11 +143,11 @@ def denied():
     errors = []
     for settings in ({"per_op": {"all_reduce": "reference"}}, {"deny_vendors": "torch"}, {"allow_vendors": "nvidia"}):
         with te_fl.policy(**settings):
-            errors.append(error_of(collectives.all_reduce, x))
+            errors.append(catch_error(collectives.all_reduce, x))
     with te_fl.policy(per_op={"all_reduce": "reference"}):
         collectives.broadcast(torch.ones(2), 0)
-    errors += [error_of(collectives.all_reduce, torch.ones(2, dtype=torch.int16)), error_of(collectives.all_reduce, x, None, "min"),
-               error_of(collectives.all_gather_into, torch.empty(5), x)]
+    errors += [catch_error(collectives.all_reduce, torch.ones(2, dtype=torch.int16)), catch_error(collectives.all_reduce, x, None, "min"),
+               catch_error(collectives.all_gather_into, torch.empty(5), x)]
     collectives.all_reduce(x)
     return errors, x, {key: tuple(count) for key, count in collectives.counts().items()}
 
@@ -159,10 +159,10 @@ def ended():
     te_fl.ops.all_reduce(input=x, output=x, comm=comm)
     same, known = communicator.of(group, CPU) is comm, weakref.ref(group)
     dist.destroy_process_group(group)
-    errors = [error_of(te_fl.ops.all_reduce, input=x, output=x, comm=comm)]
+    errors = [catch_error(te_fl.ops.all_reduce, input=x, output=x, comm=comm)]
     del group
     gc.collect()
-    errors.append(error_of(te_fl.ops.all_reduce, input=x, output=x, comm=comm))
+    errors.append(catch_error(te_fl.ops.all_reduce, input=x, output=x, comm=comm))
     return errors, same, known() is None
 
 
@@ -190,7 +190,7 @@ def compared():
             x = torch.ones(2)
             collectives.all_reduce(x, group)
             collectives.all_reduce(x, group)
-            results.append((x.tolist(), error_of(call, group)))
+            results.append((x.tolist(), catch_error(call, group)))
     return results
 
 
@@ -199,5 +199,5 @@ def compared_by_one():
     group = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=2))
     with environment(TE_FL_VALIDATE="0" if dist.get_rank() else "1"):
         begin = time.monotonic()
-        error = error_of(lambda group: collectives.all_reduce(torch.ones(2), group), group)
+        error = catch_error(lambda group: collectives.all_reduce(torch.ones(2), group), group)
         return error, time.monotonic() - begin

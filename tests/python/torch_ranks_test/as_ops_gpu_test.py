@@ -23,7 +23,7 @@ class OnGpu(unittest.TestCase):
     def tearDownClass(cls):
         dist.destroy_process_group()
 
-    def test_who_serves(self):
+    def test_which_implementation_runs(self):
         x = torch.ones(3, device="cuda")
         comm = communicator.of(None, x.device)
         explained = te_fl.explain("all_reduce", input=x, output=x, comm=comm)

@@ -55,7 +55,7 @@ def local(p):
     return p._local_tensor if isinstance(p, DTensor) else p
 
 
-def loss_of(model, recipe, mine, seed=1):
+def compute_loss(model, recipe, mine, seed=1):
     x, y = map(mine, data(seed))
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         return (model(x) - y).square().mean()
@@ -71,7 +71,7 @@ def mean(loss, mine):
 
 def once(model, recipe, mine):
     """Runs one step; returns the loss, and the gradients gathered from all ranks by name."""
-    loss = loss_of(model, recipe, mine)
+    loss = compute_loss(model, recipe, mine)
     loss.backward()
     return mean(loss, mine), {n: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for n, p in model.named_parameters()}
 
@@ -90,7 +90,7 @@ def train(model, recipe, mine, steps, optimizer=None):
     optimizer = optimizer or te.optimizers.FusedAdam(model.parameters(), lr=3e-4, master_weights=True)
     losses = []
     for step in range(steps):
-        loss = loss_of(model, recipe, mine, seed=step % 4)
+        loss = compute_loss(model, recipe, mine, seed=step % 4)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -163,7 +163,7 @@ def steps():
 def memory():
     """Returns the bytes that stay between steps, and the tensors of unsharded weights that hold memory, after a forward and after a step."""
     model = sharded(layers(True, CURRENT, dtype=torch.bfloat16).bfloat16())
-    loss = loss_of(model, CURRENT, lambda w: of_rank(w).bfloat16())
+    loss = compute_loss(model, CURRENT, lambda w: of_rank(w).bfloat16())
     group = model[0]._get_fsdp_state()._fsdp_param_group
     held = [[], []]
 
@@ -271,7 +271,7 @@ def checkpoints():
         dcp.save({"model": model.state_dict()}, checkpoint_id=place)
 
         def loaded(target, place):
-            loss_of(target, recipe, of_rank).backward()
+            compute_loss(target, recipe, of_rank).backward()
             state = {"model": target.state_dict()}
             dcp.load(state, checkpoint_id=place)
             target.load_state_dict(state["model"])
@@ -300,7 +300,7 @@ def late_values():
     model = sharded(layers(True, CURRENT))
     early = {"model": model.state_dict()}
     dcp.load(early, checkpoint_id=place)
-    loss_of(model, CURRENT, of_rank)
+    compute_loss(model, CURRENT, of_rank)
     try:
         dcp.load({"model": model.state_dict()}, checkpoint_id=place)
     except BaseException as error:

@@ -15,7 +15,7 @@ from te_fl.pytorch import distributed as helpers
 from te_fl.pytorch.distributed import collectives
 
 
-def error_of(function, *arguments, **options):
+def catch_error(function, *arguments, **options):
     try:
         function(*arguments, **options)
     except Exception as error:
@@ -54,9 +54,9 @@ def exchange():
         gathered = helpers.gather_along_first_dim(rows.detach(), world)[0]
         results[f"codes {recipe}"] = gathered.dequantize(), all_rows.detach().dequantize()
         results[f"bytes {recipe}"] = sum(c.bytes for c in collectives.counts().values()), 256 * ranks * 160 + (2 * ranks * 4 * 4 if blocks else 0)
-    errors = [error_of(helpers.reduce_scatter_along_first_dim, torch.zeros(5, 2), world),
-              error_of(helpers.split_tensor_into_1d_equal_chunks, torch.zeros(5), world),
-              error_of(helpers.symmetric_all_reduce, mine, world), error_of(helpers.gather_along_first_dim, mine, world, quantizer=1)]
+    errors = [catch_error(helpers.reduce_scatter_along_first_dim, torch.zeros(5, 2), world),
+              catch_error(helpers.split_tensor_into_1d_equal_chunks, torch.zeros(5), world),
+              catch_error(helpers.symmetric_all_reduce, mine, world), catch_error(helpers.gather_along_first_dim, mine, world, quantizer=1)]
     return results, errors
 
 
@@ -114,7 +114,7 @@ def no_groups():
              "cp_group": lambda group: te.DotProductAttention(2, 16, cp_group=group),
              "amax_reduction_group": reduced, "process_group": lambda group: te.ops.AllReduce(group),
              "the process group": lambda group: helpers.allreduce(torch.ones(2), group)}
-    return {(kind, argument): error_of(call, group) for kind, group in wrong.items() for argument, call in calls.items()}
+    return {(kind, argument): catch_error(call, group) for kind, group in wrong.items() for argument, call in calls.items()}
 
 
 def tensors_of_ranks():
@@ -135,7 +135,7 @@ def tensors_of_ranks():
     for name, call in calls.items():
         for trains in (True, False):
             with torch.set_grad_enabled(trains):
-                found[name, trains] = error_of(call)
+                found[name, trains] = catch_error(call)
     return found
 
 
@@ -148,4 +148,4 @@ def prepared_for_fsdp():
     root = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     helpers.prepare_te_modules_for_fsdp(root)
     groups = [layer.fsdp_group is dist.group.WORLD, te.Linear(16, 16, device="cpu").fsdp_group]
-    return groups, [error_of(helpers.prepare_te_modules_for_fsdp, other) for other in (model, fully_shard(te.Linear(16, 16, device="cpu")), 1)]
+    return groups, [catch_error(helpers.prepare_te_modules_for_fsdp, other) for other in (model, fully_shard(te.Linear(16, 16, device="cpu")), 1)]

@@ -89,7 +89,7 @@ class Helpers(unittest.TestCase):
         import transformer_engine.pytorch.distributed as theirs
         self.assertIs(theirs.allreduce, helpers.allreduce)
         for name in ("FullyShardedDataParallel", "symm_mem_alloc"):
-            with self.assertRaisesRegex(Unsupported, f"{name} is not served.*(fully_shard|allreduce)"):
+            with self.assertRaisesRegex(Unsupported, f"{name} is not supported.*(fully_shard|allreduce)"):
                 getattr(theirs, name)(1)
         with self.assertRaisesRegex(AttributeError, "fully_shard"):
             helpers.FullyShardedDataParallel

@@ -20,7 +20,7 @@ from te_fl.pytorch.functions.cross_entropy import parallel_cross_entropy
 from te_fl.pytorch.distributed import collectives
 
 
-def error_of(function):
+def catch_error(function):
     try:
         function()
     except BaseException as error:
@@ -61,8 +61,8 @@ def destroyed_group():
             layer(torch.ones(16, 16))
 
     x = torch.ones(1, 2, 4)
-    return [error_of(forward), error_of(lambda: helpers.allreduce(torch.ones(2), group)),
-            error_of(lambda: parallel_cross_entropy(x, torch.zeros(1, 2, dtype=torch.int64), dist_process_group=group))]
+    return [catch_error(forward), catch_error(lambda: helpers.allreduce(torch.ones(2), group)),
+            catch_error(lambda: parallel_cross_entropy(x, torch.zeros(1, 2, dtype=torch.int64), dist_process_group=group))]
 
 
 def groups_that_stay():
@@ -94,13 +94,13 @@ def groups_that_stay():
     dist.destroy_process_group(group)
     group = None
     gc.collect()
-    return stay, error_of(lambda: y.sum().backward())
+    return stay, catch_error(lambda: y.sum().backward())
 
 
 def outside():
     """Returns the error of a rank that is not in the group; the other ranks continue."""
     group = dist.new_group([0])
-    return error_of(lambda: helpers.allreduce(torch.ones(2), group))
+    return catch_error(lambda: helpers.allreduce(torch.ones(2), group))
 
 
 def processes():
@@ -213,7 +213,7 @@ def error_in_a_backward():
     with te.autocast(recipe=DelayedScaling(), amax_reduction_group=group):
         y = layer(x)
     begin = time.monotonic()
-    error = error_of(lambda: y.sum().backward())
+    error = catch_error(lambda: y.sum().backward())
     return error, time.monotonic() - begin
 
 
@@ -222,7 +222,7 @@ def forked():
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(write, (error_of(lambda: helpers.allreduce(torch.ones(2))) or "no error").encode())
+        os.write(write, (catch_error(lambda: helpers.allreduce(torch.ones(2))) or "no error").encode())
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as stream:

@@ -27,14 +27,14 @@ def scope(recipe):
     return te.autocast(enabled=recipe is not None, recipe=recipe)
 
 
-def input_of(device="cpu", seed=1, dtype=F32):
+def make_input(device="cpu", seed=1, dtype=F32):
     return randn(8, 2, 32, seed=seed, dtype=dtype, device=device).requires_grad_()
 
 
 def step(module, device="cpu", recipe=None, seed=1, dtype=F32):
     """Returns the output and the gradients of the input and of the parameters."""
     module.zero_grad()
-    x = input_of(device, seed, dtype)
+    x = make_input(device, seed, dtype)
     with scope(recipe):
         y = module(x)
     y.square().sum().backward()

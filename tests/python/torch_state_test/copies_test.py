@@ -6,7 +6,7 @@ import pickle
 
 import torch
 
-from common import BF16, DELAYED, F32, MODULES, State, each, input_of, scope, step, trained
+from common import BF16, DELAYED, F32, MODULES, State, each, make_input, scope, step, trained
 from torch_oracle import DEVICES, near, randomise
 import te_fl
 import te_fl.pytorch as te
@@ -54,7 +54,7 @@ class Copies(State):
         """copy.copy() of a layer shares its submodules, and an attribute set on a shared submodule takes effect in both layers."""
         for device in DEVICES:
             layer = randomise(MODULES["TransformerLayer"](device=device))
-            other, x = copy.copy(layer), input_of(device).detach()
+            other, x = copy.copy(layer), make_input(device).detach()
             fresh = te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, layernorm_epsilon=0.5, device=device)
             fresh.load_state_dict(layer.state_dict())
             self.assertTrue(torch.equal(layer(x), other(x)))
@@ -68,7 +68,7 @@ class Copies(State):
     def test_replicas(self, name, device, _):
         """Replicas as torch.nn.DataParallel makes them, with tensors in place of parameters, compute with these tensors only."""
         module = randomise(MODULES[name](device=device))
-        module(input_of(device))
+        module(make_input(device))
         own = {n: (2 * p, p) for n, p in module.named_parameters()}
         made = {m: m._replicate_for_data_parallel() for m in module.modules()}
         for path, m in module.named_modules():
@@ -85,8 +85,8 @@ class Copies(State):
                 p.mul_(2)
         if any(getattr(m, "_sites", ()) for m in module.modules()):
             with self.assertRaisesRegex(te_fl.errors.Unsupported, "DataParallel drops a replica"), scope(DELAYED):
-                made[module](input_of(device))
-        x, z = input_of(device), input_of(device)
+                made[module](make_input(device))
+        x, z = make_input(device), make_input(device)
         y, want = made[module](x), plain(z)
         near(self, y, want, 1e-5, "output")
         y.square().sum().backward()
@@ -122,7 +122,7 @@ class Copies(State):
                             p.copy_(p.to(BF16))
                         if between is not None:
                             with scope(between):
-                                module(input_of(device))
+                                module(make_input(device))
                     copies = {way: make(module) for way, make in ways.items()}
                     want = [step(module, device, after, seed) for seed in (7, 8)]
                     for way, other in copies.items():
@@ -145,7 +145,7 @@ class Copies(State):
         self.assertFalse(other.training)
         self.assertFalse(other.layernorm_mlp.fc1_weight.requires_grad)
         with torch.no_grad():
-            self.assertTrue(torch.equal(other(input_of()), module(input_of())))
+            self.assertTrue(torch.equal(other(make_input()), module(make_input())))
 
 
 class Dicts(State):
@@ -170,12 +170,12 @@ class Dicts(State):
                 self.same(step(other, device, recipe, seed), step(reference, device, recipe, seed))
 
     @each(recipes=(DELAYED,))
-    def test_a_new_module_serves_from_a_state(self, name, device, recipe):
+    def test_a_new_module_runs_from_a_state(self, name, device, recipe):
         module = trained(name, device, recipe)
         other = MODULES[name](device=device)
         other.load_state_dict(module.state_dict())
         with torch.no_grad(), scope(recipe):
-            self.same([other.eval()(input_of(device))], [module.eval()(input_of(device))])
+            self.same([other.eval()(make_input(device))], [module.eval()(make_input(device))])
 
     @each()
     def test_strict(self, name, device, _):

@@ -330,7 +330,7 @@ class TheirState(State):
                     self.assertTrue(str(caught.exception))
                     self.assertFalse(os.path.exists(mark))
 
-    def test_damage_is_told(self):
+    def test_damage_is_reported(self):
         whole = self.delayed()
         wrong = [whole[:100], torch.zeros(10, dtype=torch.uint8), pickled([1, 2]),
                  pickled({"scale_fwd": torch.ones(2), "amax_history_fwd": torch.ones(4, 2)}),

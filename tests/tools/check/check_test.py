@@ -191,7 +191,7 @@ class Catches(unittest.TestCase):
         again = subprocess.run(failed[0]["reproduce"].replace("te-fl", TE_FL, 1), shell=True, capture_output=True, text=True, timeout=60)
         self.assertEqual(again.returncode, 1, again.stdout)
 
-    def test_processes_that_die_leave_or_have_nothing_to_run_are_told(self):
+    def test_processes_that_die_leave_or_have_nothing_to_run_are_reported(self):
         for fault, words in (("crash", "the process of rank 1 ended by SIGABRT"), ("leave", "the process of rank 0 ended before the others had run all cases")):
             with self.subTest(fault):
                 os.environ["WRONG_RANKS"] = fault

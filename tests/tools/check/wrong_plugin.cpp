@@ -239,7 +239,7 @@ enum class Far {
                  // tolerance
   kWritesFar     // writes so far beyond the end that the write misses the buffer's own guard bytes
 };
-void relu_of(Far kind, const float* x, float* y, int64_t n) {
+void run_relu(Far kind, const float* x, float* y, int64_t n) {
   relu(x, y, n);
   if (kind == Far::kReadsPast && n % 4 != 0) y[n - 1] = std::fmax(y[n - 1], x[n + 1]);
   if (kind == Far::kReadsBefore) y[0] += 0 * x[-2];
@@ -271,7 +271,7 @@ te_fl_status far_run(void* self, const te_fl_context* ctx, const void* raw) {
       device.api.allocate(&device, &memory, &kept, ctx->errors);
     }
     device.enqueue(kind == Far::kOtherStream ? nullptr : ctx->stream,
-                   [=] { relu_of(kind, x, y, n); });
+                   [=] { run_relu(kind, x, y, n); });
   });
 }
 

@@ -450,7 +450,7 @@ class Commands(unittest.TestCase):
         self.assertEqual(result.stdout, "3 on ext:far:0\n", result.stderr)
         self.assertIn("present: cpu", program("to", "ext:far:0").stderr)
 
-    def test_plugins_wait_until_their_device_is_asked_for(self):
+    def test_plugins_wait_until_their_device_is_requested(self):
         with tempfile.TemporaryDirectory() as folder:
             def manifest(**more):
                 with open(os.path.join(folder, "far.json"), "w") as out:
@@ -475,7 +475,7 @@ class Commands(unittest.TestCase):
             self.assertEqual([result.returncode, result.stderr], [0, ""])
         self.assertIn("plugin far 1.0.0", run("info", TE_FL_PLUGIN_MODULES=FAR, TEFL_LOG_LEVEL="DEBUG").stderr)
 
-    def test_a_plugin_that_was_asked_for_and_is_not_there(self):
+    def test_a_requested_plugin_that_is_missing(self):
         for modules, why in (("/absent/libacme.so", "/absent/libacme.so"), ("./libacme.so", "is a relative path")):
             self.assertEqual(program("gelu", TE_FL_PLUGIN_MODULES=modules).returncode, 0)
             strict = program("gelu", TE_FL_PLUGIN_MODULES=modules, TE_FL_STRICT="1")
@@ -495,7 +495,7 @@ class Commands(unittest.TestCase):
         self.fails(1, "takes no tensor of dtype f8e4m3 without a scaling mode", "explain", "gelu", "--dtype", "f8e4m3")
         self.ok("explain", "gelu", "--dtype", "bf16,f8e4m3", "--scaling", "tensor")
         self.ok("explain", "embedding_fwd", "--dtype", "i32,f32")
-        text = self.fails(3, "it would be asked if there were a ext:far:7 here", "explain", "add", "--dtype", "f32", "--device", "ext:far:7",
+        text = self.fails(3, "it would be a candidate if there were a ext:far:7 here", "explain", "add", "--dtype", "f32", "--device", "ext:far:7",
                           TE_FL_PLUGIN_MODULES=FAR)
         self.assertNotIn("taken", text)
         self.assertIn("taken", self.ok("explain", "add", "--dtype", "f32", "--device", "ext:far:0", TE_FL_PLUGIN_MODULES=FAR))
@@ -524,7 +524,7 @@ class Commands(unittest.TestCase):
             self.assertRegex(self.ok("quarantine", "list", **env), "gelu +vendor.acme +acme +f32 +none .*it is wrong")
             self.assertIn(entry["replay"], self.ok("quarantine", "list", **env))
             self.assertIn("Quarantine: 3 in " + file, self.ok("info", **env))
-            self.assertIn("quarantine: vendor.acme of acme does not serve relu", run("doctor", **env).stdout)
+            self.assertIn("quarantine: vendor.acme of acme is not used for relu", run("doctor", **env).stdout)
             listed = lambda: [(e["op"], e["impl_id"]) for e in json.loads(self.ok("quarantine", "list", "--json", **env))["entries"]]
             self.assertEqual(len(listed()), 3)
             self.fails(2, "needs an op", "quarantine", "clear", **env)

@@ -13,7 +13,7 @@ import python_components  # noqa: E402
 
 class Layering(unittest.TestCase):
     def problems(self, path, text):
-        return list(check_layering.problems_of(path, text, ["gelu", "layernorm_fwd"], ["cuda", "opencl"]))
+        return list(check_layering.find_problems(path, text, ["gelu", "layernorm_fwd"], ["cuda", "opencl"]))
 
     def refused(self, path, target, why=""):
         found = self.problems(path, f'#include "{target}"\n')
@@ -32,7 +32,7 @@ class Layering(unittest.TestCase):
         self.assertEqual(words, {"chip", "maker", "mk", "libchiprt.so", "chip-rt", "chiprt4", "makert", "libfab.so", "fab"})
 
         def found(path, text):
-            return list(check_layering.problems_of(path, text, ["gelu"], ["chip"], words))
+            return list(check_layering.find_problems(path, text, ["gelu"], ["chip"], words))
 
         for literal in "maker", "Maker", "mk", "of chip", "libchiprt.so.2", "install chip-rt", "install makert", "FAB's":
             for component in "policy", "plugins", "registry", "dispatch", "core/base":
@@ -117,7 +117,7 @@ class Layering(unittest.TestCase):
         self.assertEqual(len(self.problems("backends/cpu/gemm.cpp", "#include <cuda_runtime.h>\n")), 1)
         self.assertEqual(self.problems("backends/cuda/gemm.cpp", "#include <cuda_runtime.h>\n"), [])
 
-    def test_the_certificate_sees_the_public_face(self):
+    def test_the_certificate_covers_the_public_interface(self):
         self.taken("conformance/cases/gemm.cpp", "te_fl/te_fl.hpp")
         self.taken("conformance/cases/gemm.cpp", "bench/cases/case.hpp")
         self.taken("tools/te-fl/check.cpp", "conformance/check/check.hpp")

@@ -73,7 +73,7 @@ class Specification(unittest.TestCase):
         self.load([*self.KEPT, ("gone", 4)])  # a removed op's name may be reused, its id may not
 
     def test_the_list_itself(self):
-        self.refused("stands there twice", self.KEPT, IDS + "3 third\n")
+        self.refused("appears twice", self.KEPT, IDS + "3 third\n")
         self.refused("must be greater than those before it", self.KEPT, IDS + "2 third\n")
         self.refused("a name has two ids", self.KEPT, IDS + "4 second\n")
         self.refused("is not 'ID NAME'", self.KEPT, IDS + "four second\n")

@@ -10,7 +10,7 @@
 #include "te_fl/status.hpp"
 #include "te_fl/tensor.hpp"
 
-// Activation checkpointing (recomputation): a piece of a model, such as one layer, saves only its
+// Activation checkpointing (recomputation): a segment of a model, such as one layer, saves only its
 // input, and its forward runs again in the backward pass.
 namespace te_fl::nn {
 
@@ -19,7 +19,7 @@ class RecomputeMemory;
 struct RecomputeRun;
 }  // namespace detail
 
-// State that the first run of a checkpointed piece saves for the second run: the random numbers
+// State that the first run of a checkpointed segment saves for the second run: the random numbers
 // that it drew, the FP8 scales that it read, the quantised weights that its modules keep, the
 // recipe and the policy. A handle: copies share the state. Only the scales are copied (4 bytes
 // each).
@@ -39,7 +39,7 @@ class TE_FL_API RecomputeRecord {
 
 enum class RecomputePhase : uint8_t { kNone, kFirst, kSecond };
 
-// Marks this thread's forwards as the first or second run of a checkpointed piece until the scope
+// Marks this thread's forwards as the first or second run of a checkpointed segment until the scope
 // is destroyed. It is for frameworks that have their own checkpointing; checkpoint() below uses it.
 // Both runs call the same forwards in the same order and give each a Ctx. The first run drops its
 // Ctxs.
@@ -73,31 +73,31 @@ class [[nodiscard]] TE_FL_API RecomputeScope {
 // Returns the phase of the thread's innermost scope.
 TE_FL_API RecomputePhase recompute_phase() noexcept;
 
-// The result of running a piece: its output y, and a function that computes the input's gradient
+// The result of running a segment: its output y, and a function that computes the input's gradient
 // from y's gradient. The function may be called at most once; it keeps everything that the backward
 // needs alive.
-struct PieceRun {
+struct SegmentRun {
   Tensor y;
   std::function<Result<Tensor>(const Tensor& dy)> backward;
 };
-using Piece = std::function<Result<PieceRun>(const Tensor& x)>;
+using Segment = std::function<Result<SegmentRun>(const Tensor& x)>;
 
-// Runs the function `piece` on x and saves only x and a RecomputeRecord. PieceRun::backward first
-// runs `piece` again. Results, gradients, FP8 state and RNG state are bit for bit the same as
-// without checkpointing. Everything that `piece` refers to must live until the backward, and
-// `piece` must do the same work again. Calls nest.
-//   auto run = nn::checkpoint([&](const Tensor& x) { return nn::run_piece(*layer, x); }, x);
-TE_FL_API Result<PieceRun> checkpoint(Piece piece, const Tensor& x);
+// Runs the function `segment` on x and saves only x and a RecomputeRecord. SegmentRun::backward
+// first runs `segment` again. Results, gradients, FP8 state and RNG state are bit for bit the same
+// as without checkpointing. Everything that `segment` refers to must live until the backward, and
+// `segment` must do the same work again. Calls nest.
+//   auto run = nn::checkpoint([&](const Tensor& x) { return nn::run_segment(*layer, x); }, x);
+TE_FL_API Result<SegmentRun> checkpoint(Segment segment, const Tensor& x);
 
-// A piece that consists of one module: module.forward(x, ctx, args...) and its backward(dy, ctx).
+// A segment that consists of one module: module.forward(x, ctx, args...) and its backward(dy, ctx).
 // The module must outlive the result.
 template <class Module, class... Args>
-Result<PieceRun> run_piece(Module& module, const Tensor& x, const Args&... args) {
+Result<SegmentRun> run_segment(Module& module, const Tensor& x, const Args&... args) {
   auto ctx = std::make_shared<Ctx>();
   TE_FL_ASSIGN_OR_RETURN(Tensor y, module.forward(x, ctx.get(), args...));
-  return PieceRun{std::move(y), [&module, ctx](const Tensor& dy) -> Result<Tensor> {
-                    return module.backward(dy, *ctx);
-                  }};
+  return SegmentRun{std::move(y), [&module, ctx](const Tensor& dy) -> Result<Tensor> {
+                      return module.backward(dy, *ctx);
+                    }};
 }
 
 }  // namespace te_fl::nn

@@ -110,10 +110,10 @@ class TE_FL_API Tape {
   using GradientHook = std::function<Status(Parameter& parameter)>;
   void on_gradient(GradientHook hook) { hook_ = std::move(hook); }
 
-  // Runs the function `piece` on x with activation checkpointing: only x is saved, and `piece` runs
-  // again in the backward (nn::checkpoint()). Everything that `piece` refers to must live until
-  // then.
-  Value checkpoint(std::function<Value(const Value& x)> piece, const Value& x);
+  // Runs the function `segment` on x with activation checkpointing: only x is saved, and `segment`
+  // runs again in the backward (nn::checkpoint()). Everything that `segment` refers to must live
+  // until then.
+  Value checkpoint(std::function<Value(const Value& x)> segment, const Value& x);
 
   // Interface for calls that are not modules. `backward` receives the gradients of the results
   // (undefined for a result without one) and returns the gradients of the inputs (undefined where

@@ -47,16 +47,16 @@ class TE_FL_API SequenceRanks {
   // this size on, a layer splits its GEMM by rows: it computes this rank's rows while the other
   // ranks' rows are being gathered, or computes this rank's rows last before a reduce-scatter. 0:
   // never.
-  virtual int64_t pieces_from() const noexcept { return 0; }
+  virtual int64_t chunked_from() const noexcept { return 0; }
   // A reduce_scatter() whose input rows become available for one destination rank after the other.
-  class TE_FL_API Pieces : public Work {
+  class TE_FL_API Chunks : public Work {
    public:
     // Reports that the rows for `rank` are complete on the current stream. Called once for each
     // rank, before wait().
     virtual Status rows_done(int rank) = 0;
   };
-  // Called only if pieces_from() is not 0.
-  virtual Result<std::unique_ptr<Pieces>> scatter_pieces(const Tensor& whole, const Tensor& part);
+  // Called only if chunked_from() is not 0.
+  virtual Result<std::unique_ptr<Chunks>> scatter_chunks(const Tensor& whole, const Tensor& part);
   // Replaces each element, F32, F16 or BF16, by its sum over the ranks. On return the current
   // stream is ordered after the collective.
   virtual Status sum(const Tensor& values) = 0;

@@ -32,7 +32,7 @@ def refuse(module: nn.Module, way_out: str, **options: Any) -> None:
     """Raises Unsupported for the first argument that is not None."""
     for name, value in options.items():
         if value is not None:
-            raise Unsupported(f"te_fl.jax: {type(module).__name__}({name}={value!r}) is not served; {way_out}")
+            raise Unsupported(f"te_fl.jax: {type(module).__name__}({name}={value!r}) is not supported; {way_out}")
 
 
 def as_tuple(value: Union[int, Iterable[int]]) -> Tuple[int, ...]:
@@ -89,7 +89,7 @@ def check_activations(module: nn.Module, name: str) -> None:
                              "te_fl.jax.activation, and any of functions, names of flax.linen's, and 'linear'") from None
 
 
-def scale_init_of(scale_init: Optional[Initializer], zero_centered_gamma: bool) -> Initializer:
+def default_scale_init(scale_init: Optional[Initializer], zero_centered_gamma: bool) -> Initializer:
     return scale_init or (nn.initializers.zeros if zero_centered_gamma else nn.initializers.ones)
 
 
@@ -145,7 +145,7 @@ class Softmax(Module):
                  softmax_offset: Optional[jax.Array] = None) -> jax.Array:
         """`mask` is used only by the softmax types with a mask."""
         if self.softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX or softmax_offset is not None:
-            raise Unsupported(f"te_fl.jax: Softmax(softmax_type={self.softmax_type}) is not served; DotProductAttention has it")
+            raise Unsupported(f"te_fl.jax: Softmax(softmax_type={self.softmax_type}) is not supported; DotProductAttention has it")
         logits = inputs if bias is None else inputs + bias.astype(inputs.dtype)
         masked = self.softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED
         return softmax(logits, mask if masked else None, self.scale_factor, self.softmax_fusion_type)
@@ -165,7 +165,7 @@ class LayerNorm(Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        inits = (scale_init_of(self.scale_init, self.zero_centered_gamma), self.bias_init)
+        inits = (default_scale_init(self.scale_init, self.zero_centered_gamma), self.bias_init)
         scale, bias = norm_parameters(self, self.layernorm_type, x.shape[-1], inits, (self.scale_axes, self.bias_axes), x.dtype)
         return layernorm(x, scale, bias, self.layernorm_type, self.zero_centered_gamma, self.epsilon)
 
@@ -268,13 +268,13 @@ class LayerNormDenseGeneral(TransformerEngineBase):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> Tuple[jax.Array, Optional[jax.Array]]:
         if as_tuple(self.axis) not in ((-1,), (inputs.ndim - 1,)):
-            raise Unsupported(f"LayerNormDenseGeneral(axis={self.axis}) is not served; it has the last dimension, axis=-1")
+            raise Unsupported(f"LayerNormDenseGeneral(axis={self.axis}) is not supported; it has the last dimension, axis=-1")
         features, width, dtype = as_tuple(self.features), inputs.shape[-1], inputs.dtype
         norm = {"norm_type": self.layernorm_type, "zero_centered_gamma": self.zero_centered_gamma, "epsilon": self.epsilon}
         separate = self.return_layernorm_output or self.enable_low_rank_adaptation
         y = inputs
         if self.enable_layernorm:
-            inits = (scale_init_of(self.scale_init, self.zero_centered_gamma), self.ln_bias_init)
+            inits = (default_scale_init(self.scale_init, self.zero_centered_gamma), self.ln_bias_init)
             scale, ln_bias = norm_parameters(self, self.layernorm_type, width, inits, (self.scale_axes, self.ln_bias_axes), dtype)
             if separate:
                 y = layernorm(with_sharding_constraint_by_logical_axes(y, self.layernorm_input_axes), scale, ln_bias, **norm)
@@ -383,12 +383,12 @@ class LayerNormMLP(TransformerEngineBase):
     @nn.compact
     def __call__(self, inputs: jax.Array, deterministic: bool = False) -> Tuple[jax.Array, Optional[jax.Array]]:
         if as_tuple(self.axis) not in ((-1,), (inputs.ndim - 1,)):
-            raise Unsupported(f"LayerNormMLP(axis={self.axis}) is not served; it has the last dimension, axis=-1")
+            raise Unsupported(f"LayerNormMLP(axis={self.axis}) is not supported; it has the last dimension, axis=-1")
         name = self.quantization_checkpoint_name
         quantizers = [self.generate_quantizer_set(postfix, quantization_checkpoint_name=name) for postfix in ("_0", "_1")]
         norm = {"norm_type": self.layernorm_type, "zero_centered_gamma": self.zero_centered_gamma, "epsilon": self.epsilon}
         if self.enable_layernorm:
-            inits = (scale_init_of(self.scale_init, self.zero_centered_gamma), self.ln_bias_init)
+            inits = (default_scale_init(self.scale_init, self.zero_centered_gamma), self.ln_bias_init)
             scale, ln_bias = norm_parameters(self, self.layernorm_type, inputs.shape[-1], inits, (self.scale_axes, self.ln_bias_axes),
                                              inputs.dtype)
         kernels, biases = self._parameters(inputs.shape[-1], inputs.dtype)
@@ -433,10 +433,10 @@ def make_dot_general_cls(quantization_recipe: Any) -> type:
     def dot_general(generate_quantizer_set: Callable, x: jax.Array, kernel: jax.Array, dims: Any, **rest: Any) -> jax.Array:
         contracting, batched = dims
         if any(batched):
-            raise Unsupported(f"te_fl.jax: dot_general with batch dimensions {batched} is not served; it has products without")
+            raise Unsupported(f"te_fl.jax: dot_general with batch dimensions {batched} is not supported; it has products without")
         for option, value in rest.items():
             if value is not None and not (option == "preferred_element_type" and jnp.dtype(value) == x.dtype):
-                raise Unsupported(f"te_fl.jax: dot_general({option}={value!r}) is not served; leave it None")
+                raise Unsupported(f"te_fl.jax: dot_general({option}={value!r}) is not supported; leave it None")
         return dense(x, kernel, contracting_dims=contracting, quantizer_set=generate_quantizer_set())
 
     return wrap_function_in_te_state_module(dot_general, quantization_recipe, "dot_general")

@@ -146,13 +146,13 @@ def _overwrites(p: torch.Tensor) -> bool:
     return writes.asked or writes.backward != _task() and bool(getattr(p, "overwrite_main_grad", False))
 
 
-def main_grads_of(parameters: Sequence[torch.Tensor]) -> MainGrads:
+def find_main_grads(parameters: Sequence[torch.Tensor]) -> MainGrads:
     """The parameters' main_grads in a backward pass. With overwrite_main_grad, the first gradient of each backward pass overwrites main_grad."""
     return _main_grads(parameters, _overwrites)
 
 
 def count_gradients(parameters: Sequence[torch.Tensor], delays: bool) -> None:
-    """Called after a backward that computed the gradients of main_grads_of(), or deferred them to backward_dw()."""
+    """Called after a backward that computed the gradients of find_main_grads(), or deferred them to backward_dw()."""
     for p in {id(p): p for p in parameters if _takes_main_grad(p)}.values():
         writes = _writes.setdefault(p, _Writes())
         if delays:
@@ -165,8 +165,8 @@ def _overwrites_late(p: torch.Tensor) -> bool:
     return writes is not None and bool(writes.delayed) and writes.delayed[0]
 
 
-def delayed_main_grads_of(parameters: Sequence[torch.Tensor]) -> MainGrads:
-    """main_grads_of() for backward_dw(), with the overwrite decisions of the earliest backward whose gradients are deferred."""
+def find_delayed_main_grads(parameters: Sequence[torch.Tensor]) -> MainGrads:
+    """find_main_grads() for backward_dw(), with the overwrite decisions of the earliest backward whose gradients are deferred."""
     return _main_grads(parameters, _overwrites_late)
 
 
@@ -250,7 +250,7 @@ def _backward(ctx, grad: torch.Tensor):
     if ctx.kept is not None and ctx.kept.token is not None:
         token = ctx.kept.token
     weights = ctx.kept.weights if call.accumulates else ()
-    main_grads = main_grads_of(weights) if call.accumulates else None
+    main_grads = find_main_grads(weights) if call.accumulates else None
     needed = ctx.needs_input_grad
     inputs, own = _native.layer_backward(token, grad.resolve_neg().contiguous() if grad.numel() else grad.new_empty(grad.shape), parameters,
                                          None if call.delays else main_grads, keep, any(needed[1:n + 1]))

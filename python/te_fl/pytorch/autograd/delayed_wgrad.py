@@ -8,7 +8,7 @@ import torch
 
 from te_fl import _native
 from te_fl.errors import FailedPrecondition, InvalidArgument
-from te_fl.pytorch.autograd.call import count_delayed, delayed_main_grads_of
+from te_fl.pytorch.autograd.call import count_delayed, find_delayed_main_grads
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.runtime.dtypes import LIKE
 
@@ -61,7 +61,7 @@ class DelaysWgrad:
         return [(next((layer for (kind, _), layer in self._layers.items() if kind == self._kind), None), self._own())]
 
     def _compute_delayed(self, layer: Any, parameters: Sequence[torch.Tensor]) -> None:
-        main_grads = delayed_main_grads_of(parameters) if self.fuse_wgrad_accumulation else None
+        main_grads = find_delayed_main_grads(parameters) if self.fuse_wgrad_accumulation else None
         gradients = _native.layer_backward_dw(layer.native, parameters, main_grads, LIKE)
         if main_grads is not None:
             count_delayed(parameters)

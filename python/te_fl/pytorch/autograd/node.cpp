@@ -250,7 +250,7 @@ bool transformed(PyObject* const* tensors, Py_ssize_t count) {
   return false;
 }
 
-Ref tuple_of(PyObject* const* items, Py_ssize_t count) {
+Ref to_tuple(PyObject* const* items, Py_ssize_t count) {
   Ref tuple = checked(PyTuple_New(count));
   for (Py_ssize_t i = 0; i < count; ++i) {
     Py_INCREF(items[i]);
@@ -264,8 +264,8 @@ Ref forward(PyObject* call, bool training, PyObject* const* tensors, Py_ssize_t 
             Py_ssize_t followed, Py_ssize_t count) {
   const at::AutoGradMode no_gradients(false);
   const at::AutoFwGradMode no_tangents(false);
-  const Ref in = tuple_of(tensors, inputs);
-  const Ref parameters = tuple_of(tensors + followed, count - followed);
+  const Ref in = to_tuple(tensors, inputs);
+  const Ref parameters = to_tuple(tensors + followed, count - followed);
   using Argument = ForwardArgument;
   PyObject* args[Argument::kCount];
   args[Argument::kCall] = call;

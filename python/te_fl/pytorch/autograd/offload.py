@@ -69,7 +69,7 @@ class _Segment:
             host.copy_(self.memory, non_blocking=True)
 
 
-def _bytes_of(memory: torch.Tensor, storage: Optional[torch.UntypedStorage]) -> torch.Tensor:
+def _as_bytes(memory: torch.Tensor, storage: Optional[torch.UntypedStorage]) -> torch.Tensor:
     """The memory as a uint8 tensor. If it lies in a storage of the program, the tensor views that storage, since the program may free and refill it.
     """
     if storage is None:
@@ -176,7 +176,7 @@ class _LayerState:
             return _Staying(tensor)
         memory = _native.saved_memory(tensor) if tensor.dtype is torch.int64 and tensor.numel() == 1 and tensor.is_cpu else None
         if memory is not None:
-            forward = _Forward(self, tensor, [self._segment(_bytes_of(m, storage)) for m, storage in memory if _worth_it(m)])
+            forward = _Forward(self, tensor, [self._segment(_as_bytes(m, storage)) for m, storage in memory if _worth_it(m)])
             self._forwards.add(forward)
             return forward
         if not _worth_it(tensor) or not tensor.is_contiguous():

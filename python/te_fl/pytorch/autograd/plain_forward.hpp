@@ -57,7 +57,7 @@ inline bool has_scopes(PyObject* thread) {
 }
 
 // The index in te_fl.tensors.DTYPES of a dtype that layers compute in; -2 for other dtypes.
-inline long code_of(at::ScalarType dtype) {
+inline long dtype_code(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:
       return 1;
@@ -90,18 +90,18 @@ inline bool is_plain(PyObject* x, PyObject* parameter_type) {
   if (follows_ops()) return false;
   const at::Tensor& v = THPVariable_Unpack(x);
   return (v.is_cpu() || v.is_cuda()) && v.layout() == at::kStrided &&
-         code_of(v.scalar_type()) > 0 && v.is_contiguous() && !v.is_neg();
+         dtype_code(v.scalar_type()) > 0 && v.is_contiguous() && !v.is_neg();
 }
 
 // The `activation` argument of base._run(): autocast's dtype; -1 outside of torch.autocast.
-inline long activation_of(const at::Tensor& x) {
+inline long activation_code(const at::Tensor& x) {
   const auto kind = x.device().type();
   if (!at::autocast::is_autocast_enabled(kind)) return -1;
-  return code_of(at::autocast::get_autocast_dtype(kind));
+  return dtype_code(at::autocast::get_autocast_dtype(kind));
 }
 
 // True if this forward may be one of a checkpoint's two runs: inside of a backward, or in training
-// without gradients. torch_checkpoint.piece() then decides.
+// without gradients. torch_checkpoint.segment() then decides.
 inline bool may_be_of_checkpoint(PyObject* module) {
   if (torch::autograd::get_current_graph_task_id() >= 0) return true;
   return !at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() &&
@@ -114,7 +114,7 @@ struct Fp8 {
   bool plain = false;
   std::optional<Ref> scope;
 };
-inline Fp8 fp8_of(PyObject* module, PyObject* first) {
+inline Fp8 read_fp8(PyObject* module, PyObject* first) {
   const Names& name = names();
   const Ref scopes = attribute(fp8_thread, name.scopes);
   const Py_ssize_t count = PyList_Size(scopes.get());
@@ -134,7 +134,7 @@ inline Fp8 fp8_of(PyObject* module, PyObject* first) {
 }
 
 // The module's parameters; empty if one of them is not exactly of type Parameter.
-inline std::vector<Ref> parameters_of(PyObject* module, PyObject* parameter_type) {
+inline std::vector<Ref> read_parameters(PyObject* module, PyObject* parameter_type) {
   std::vector<Ref> found;
   PyObject* const all = item(module, names().parameters);
   PyObject* const own = item(module, names().read_names);
@@ -170,12 +170,12 @@ inline std::optional<Plain> plain_forward(PyObject* module, PyObject* key, PyObj
   PyObject* const layer = layers == nullptr ? nullptr : item(layers, key);
   if (layer == nullptr || !is_plain(x, parameter_type)) return std::nullopt;
   Ref call = attribute(layer, names().last);  // `last` of a NativeLayer
-  const Fp8 fp8 = fp8_of(module, first);
-  const long activation = activation_of(THPVariable_Unpack(x));
+  const Fp8 fp8 = read_fp8(module, first);
+  const long activation = activation_code(THPVariable_Unpack(x));
   if (!fp8.plain || !fits(call.get(), first, activation)) return std::nullopt;
   if (has_scopes(checkpoints_thread)) return std::nullopt;
   if (at::SavedTensorDefaultHooks::get_hooks().has_value()) return std::nullopt;
-  std::vector<Ref> parameters = parameters_of(module, parameter_type);
+  std::vector<Ref> parameters = read_parameters(module, parameter_type);
   if (parameters.empty()) return std::nullopt;
   if (fp8.scope.has_value()) {
     const Ref recipe = attribute(fp8.scope->get(), names().scope_recipe);

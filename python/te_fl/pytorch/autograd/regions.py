@@ -36,7 +36,7 @@ def _scatter(t: torch.Tensor, group: Any) -> torch.Tensor:
     return part
 
 
-def _backward_of(function: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable:
+def _make_backward(function: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable:
     """The backward of a region's boundary: applies `function` to the gradient. Skips the guard against second derivatives when no graph is built,
     which is the common case.
     """
@@ -54,7 +54,7 @@ class _Copied(torch.autograd.Function):
         ctx.group = group
         return x.detach()
 
-    backward = _backward_of(_sum)
+    backward = _make_backward(_sum)
 
 
 class _Gathered(torch.autograd.Function):
@@ -63,7 +63,7 @@ class _Gathered(torch.autograd.Function):
         ctx.group = group
         return _gather(x, group)
 
-    backward = _backward_of(_scatter)
+    backward = _make_backward(_scatter)
 
 
 class _Summed(torch.autograd.Function):
@@ -82,7 +82,7 @@ class _Scattered(torch.autograd.Function):
         ctx.group = group
         return _scatter(x, group)
 
-    backward = _backward_of(_gather)
+    backward = _make_backward(_gather)
 
 
 def copied(x: torch.Tensor, group: Any) -> torch.Tensor:

@@ -19,7 +19,7 @@ class _Part(NamedTuple):
     group: Any
 
 
-def _part_of(tensor: torch.Tensor, group: Any) -> _Part:
+def _make_part(tensor: torch.Tensor, group: Any) -> _Part:
     flat = tensor.detach().reshape(-1)
     each = -(-flat.numel() // collectives.size_of(group))
     start = min(each * collectives.rank_in(group), flat.numel())
@@ -54,7 +54,7 @@ def saved_in_parts(tensor: Any, group: Any) -> Iterator[None]:
     def pack(saved: torch.Tensor) -> Any:
         if not whole or saved.numel() == 0 or _place(saved) != _place(whole[0]):
             return saved
-        return _part_of(saved, group)
+        return _make_part(saved, group)
 
     def unpack(kept: Any) -> torch.Tensor:
         return _gathered(kept) if isinstance(kept, _Part) else kept

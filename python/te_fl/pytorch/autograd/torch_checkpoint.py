@@ -122,7 +122,7 @@ class Recomputed(_native.Scope):
         self._arguments, self._entered = (record, second, quantization._state), []
 
 
-class Piece:
+class Segment:
     """A module's forward in one of a checkpoint's two runs."""
 
     def __init__(self, forward: _Forward, second: bool, keeps: bool):
@@ -212,19 +212,19 @@ def _runs() -> Tuple[list, Optional[_Second]]:
 _waiting: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # for each module: the declared first runs that await their second run
 
 
-def _declared_piece(module: Any, second: bool) -> Optional[Piece]:
+def _declared_segment(module: Any, second: bool) -> Optional[Segment]:
     waiting = _waiting.setdefault(module, collections.deque())
     if not second:
-        module._notice()
+        module._record_changes()
         forward = _Forward(None, _native.recompute_record())
         if module.training:  # otherwise there is no second run
             waiting.append(forward)
-        return Piece(forward, False, torch.is_grad_enabled())
+        return Segment(forward, False, torch.is_grad_enabled())
     if not waiting:
         raise FailedPrecondition(f"{type(module).__name__}: activation_recompute_forward(recompute_phase=True) has no forward of this "
                                  "module to repeat; run it under activation_recompute_forward(activation_recompute=True) in training first, once for "
                                  "each second run")
-    return Piece(waiting.popleft(), True, torch.is_grad_enabled())
+    return Segment(waiting.popleft(), True, torch.is_grad_enabled())
 
 
 def _inner_firsts() -> List[Reentrant]:
@@ -234,7 +234,7 @@ def _inner_firsts() -> List[Reentrant]:
 
 
 def followed() -> bool:
-    """True in either run of a checkpoint that piece() tracks. A checkpoint that begins inside of it does not record its own runs."""
+    """True in either run of a checkpoint that segment() tracks. A checkpoint that begins inside of it does not record its own runs."""
     if torch.compiler.is_compiling() or own_runs.scopes:
         return False
     if not _reentrant.scopes and _hooks(False) is None and torch.is_grad_enabled() and _task() < 0:
@@ -249,8 +249,8 @@ def _add(owners: list, forward: _Forward) -> None:
             owner.__dict__.setdefault("_te_fl_forwards", _Forwards()).all.append(forward)
 
 
-def _inner_piece(module: Any) -> Optional[Piece]:
-    """Returns a Piece for a forward in the first run of torch.utils.checkpoints nested in recompute_contexts() (own_runs), or None. The nested
+def _inner_segment(module: Any) -> Optional[Segment]:
+    """Returns a Segment for a forward in the first run of torch.utils.checkpoints nested in recompute_contexts() (own_runs), or None. The nested
     checkpoints need records of their own, because their second runs happen outside of that run. The outermost hooks, one per entry of own_runs,
     belong to recompute_contexts().
     """
@@ -265,25 +265,25 @@ def _inner_piece(module: Any) -> Optional[Piece]:
     owners = frames[:max(len(frames) - known, 0)] + [r.owner for r in _inner_firsts()] + ([] if torch.is_grad_enabled() else _callers()[0])
     if not owners:
         return None
-    module._notice()
+    module._record_changes()
     forward = _Forward(module, _native.recompute_record())
     _add(owners, forward)
-    return Piece(forward, False, torch.is_grad_enabled())
+    return Segment(forward, False, torch.is_grad_enabled())
 
 
-def piece(module: Any) -> Optional[Piece]:
-    """Called when a module's forward begins. In an FP8 checkpoint's run, returns a Piece, which replaces module._notice() and
+def segment(module: Any) -> Optional[Segment]:
+    """Called when a module's forward begins. In an FP8 checkpoint's run, returns a Segment, which replaces module._record_changes() and
     te_fl.pytorch.autograd.call.run(); otherwise None.
     """
     scopes = quantization._state.scopes
     if (scopes and not scopes[-1].enabled) or (not scopes and _task() < 0):
         return None
     if own_runs.scopes:
-        return _inner_piece(module)
+        return _inner_segment(module)
     if not _reentrant.scopes and _hooks(False) is None and not _may_be_others(module):
         return None
     if (again := declared()) is not None:
-        return _declared_piece(module, again) if scopes else None
+        return _declared_segment(module, again) if scopes else None
     firsts, second = _runs()
     keeps = torch.is_grad_enabled()
     if second is not None and any(f.module is module for f in second.forwards.all):
@@ -292,10 +292,10 @@ def piece(module: Any) -> Optional[Piece]:
             raise FailedPrecondition(f"{type(module).__name__}: a checkpoint runs it in the backward "
                                      "where the first run had another module; a function that is checkpointed must do the same both times")
         _add(firsts, forward)
-        return Piece(forward, True, keeps)
+        return Segment(forward, True, keeps)
     if not scopes or not firsts:
         return None
-    module._notice()
+    module._record_changes()
     forward = _Forward(module, _native.recompute_record())
     _add(firsts, forward)
-    return Piece(forward, False, keeps)
+    return Segment(forward, False, keeps)

@@ -118,9 +118,9 @@ def _look_again(module: Any) -> None:
 
 def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, activation, width, inputs, extras, parameters,
              names, others, lengths, random, after):
-    module = registry.module_of(number)
+    module = registry.find_module(number)
     layer, order = module._in_graph(inputs[0].device, kind, (*words, *numbers))
-    module._notice()
+    module._record_changes()
     _look_again(module)
     order = range(len(parameters)) if order is None else order
     own = [parameters[i] for i in order]
@@ -234,7 +234,7 @@ def _gradient(ctx, grad, *_):
 
 
 def _no_second_derivative(ctx, *grads):
-    raise RuntimeError("te_fl.pytorch: a layer's backward has no derivative; second derivatives are not served")
+    raise RuntimeError("te_fl.pytorch: a layer's backward has no derivative; second derivatives are not supported")
 
 
 torch.library.register_autograd("te_fl::layer_forward", _gradient, setup_context=_save, lib=_library)
@@ -302,7 +302,7 @@ def _draw(number, device):
     if torch._C._current_graph_task_id() >= 0:
         raise refuse("torch.utils.checkpoint", "function", "one that draws from a get_rng_state_tracker", "a backward would draw other numbers "
                      "than the forward did; use te_fl.pytorch.checkpoint()")
-    with registry.module_of(number).get_rng_state_tracker().fork():
+    with registry.find_module(number).get_rng_state_tracker().fork():
         return generator.draw(device)
 
 

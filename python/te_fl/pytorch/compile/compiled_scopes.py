@@ -17,7 +17,7 @@ _running: dict = {}  # running scopes and their threads, by number
 _numbers = itertools.count(1)
 
 
-def recipe_of(text: str) -> recipes.Recipe:
+def parse_recipe(text: str) -> recipes.Recipe:
     """Reconstructs a recipe from the text of recipes.native_of()."""
     fields = dict(ast.literal_eval(text))
     form = recipes.Format[fields["format"].upper()]
@@ -32,7 +32,7 @@ def recipe_of(text: str) -> recipes.Recipe:
 
 
 def _begin(enabled, calibrating, text, after):
-    scope = quantization.autocast(enabled, calibrating, recipe_of(text))
+    scope = quantization.autocast(enabled, calibrating, parse_recipe(text))
     scope.__enter__()
     number = next(_numbers)
     _running[number] = (scope, threading.get_ident())

@@ -42,9 +42,9 @@ def _normalised(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tens
 
 
 def _norm(module: Any, key: tuple, x: torch.Tensor, parameters: list, dtype: torch.dtype) -> torch.Tensor:
-    if hasattr(module, "_options_of"):
+    if hasattr(module, "_make_options"):
         kind = "layernorm" if len(parameters) == 2 else "rmsnorm"
-        options = module._options_of(kind, None)
+        options = module._make_options(kind, None)
     else:  # the module is an L2Normalization
         options = {"epsilon": module.eps / key[0], "zero_centered_gamma": False}
     normalization = "LayerNorm" if len(parameters) == 2 else "RMSNorm"

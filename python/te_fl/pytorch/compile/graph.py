@@ -292,7 +292,7 @@ def make_graphed_callables(modules: Any, sample_args: Any, num_warmup_iters: int
             raise InvalidArgument(f"{_WHERE}: capture_time_hooks has {sorted(set(supplied) - set(_HOOKS))}; it knows {_HOOKS}")
     flag = torch.zeros(1, dtype=torch.float32, device="cuda") if caches else None
 
-    def scope_of(on: bool) -> Callable:
+    def make_scope(on: bool) -> Callable:
         def scope():
             stack = contextlib.ExitStack()
             stack.enter_context(autocast(enabled=on, calibrating=calibrating, recipe=recipe, amax_reduction_group=group))
@@ -300,7 +300,7 @@ def make_graphed_callables(modules: Any, sample_args: Any, num_warmup_iters: int
             return stack
         return scope
 
-    pieces = [_Piece(f, args if isinstance(args, tuple) else (args,), kwargs or {}, scope_of(bool(on)), supplied, allow_unused_input,
+    pieces = [_Piece(f, args if isinstance(args, tuple) else (args,), kwargs or {}, make_scope(bool(on)), supplied, allow_unused_input,
                      retain_graph_in_backward, clone_param_grads_on_return)
               for f, args, kwargs, on, supplied in zip(modules, each_args, each_kwargs, each_enabled, hooks)]
     set_capture_start()

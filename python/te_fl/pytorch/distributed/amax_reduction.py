@@ -19,7 +19,7 @@ from te_fl.pytorch.runtime.dtypes import LIKE
 _reductions: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
-def reduction_of(group: Optional[Any]) -> Optional[Any]:
+def find_reduction(group: Optional[Any]) -> Optional[Any]:
     """Returns the amax reduction of an autocast; None if no reduction is needed. group: None is the default group."""
     if not collectives.available():
         return None

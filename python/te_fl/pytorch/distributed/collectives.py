@@ -79,9 +79,9 @@ def rank_in(group: Optional[Any]) -> int:
     return dist.get_rank() if available() else 0
 
 
-def backend_of(group: Optional[Any], device: torch.device) -> str:
+def find_backend(group: Optional[Any], device: torch.device) -> str:
     """The name of the group's backend for tensors of the device: 'gloo', 'nccl', or a name that a plugin registered."""
-    return communicator.backend_of(communicator.member(group), device)
+    return communicator.find_backend(communicator.member(group), device)
 
 
 def _say_at_exit(rank: int) -> None:
@@ -100,7 +100,7 @@ def _run(op: str, group: Optional[Any], tensor: Optional[torch.Tensor], wait: bo
     """
     group = communicator.member(group)
     communicator.check(op, group)
-    device = _device_of(group) if tensor is None else tensor.device
+    device = _find_device(group) if tensor is None else tensor.device
     ranks = communicator.of(group, device)
     call = communicator.Begun(ranks, group, not wait, begin)
     getattr(ops, op)(comm=call, **arguments)
@@ -112,7 +112,7 @@ def _run(op: str, group: Optional[Any], tensor: Optional[torch.Tensor], wait: bo
 _NAMES = {"all_to_all_v": "all_to_all", "recv": "receive"}  # op names that differ from the names of the functions below
 
 
-def _device_of(group: Any) -> torch.device:
+def _find_device(group: Any) -> torch.device:
     """A device that the group supports, preferably the CPU."""
     devices = getattr(group, "_device_types", None) or [torch.device("cpu")]
     found = min(devices, key=lambda device: device.type != "cpu")

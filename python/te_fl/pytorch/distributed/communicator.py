@@ -53,7 +53,7 @@ def check(name: str, group: Any) -> None:
                                  "autocasts that hold this one")
 
 
-def backend_of(group: Any, device: torch.device) -> str:
+def find_backend(group: Any, device: torch.device) -> str:
     """The name of the group's backend for tensors of the device: 'gloo', 'nccl', or a name that a plugin registered."""
     try:
         return group._get_backend(device).name().lower()
@@ -138,7 +138,7 @@ class Communicator:
     __slots__ = ("_communicator", "_group", "device", "backend", "same_call", "collectives", "transfers")
 
     def __init__(self, group: Any, device: torch.device):
-        self.device, self.backend = device, backend_of(group, device)
+        self.device, self.backend = device, find_backend(group, device)
         word = re.sub("[^a-z0-9_.]", "_", self.backend)
         self._communicator = _native.communicator(word, torch_device.native_name(device), dist.get_rank(group), dist.get_world_size(group), word != "gloo")
         self._group = weakref.ref(group)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 _PATIENCE = 1.0  # seconds to wait for the store's answer, and for a process that has closed its connections to disappear
 _LOST = re.compile("connect|clos|reset|broken pipe|remote|abort|unreachable|time", re.IGNORECASE)  # error messages of ranks that do not answer
 
-_told: "weakref.WeakSet[Any]" = weakref.WeakSet()  # default groups whose store has this process's mark
+_announced: "weakref.WeakSet[Any]" = weakref.WeakSet()  # default groups whose store has this process's mark
 # The mark of rank 0, whose process usually hosts the store, by default group.
 _first: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
 
@@ -58,8 +58,8 @@ def tell() -> None:
     """Writes this process's mark to the store, once per default group, before this rank's first collective. Errors are ignored."""
     try:
         world = dist.group.WORLD
-        if world not in _told:
-            _told.add(world)
+        if world not in _announced:
+            _announced.add(world)
             _store().set(_key(dist.get_rank()), f"{_machine()} {os.getpid()} {_start_of(os.getpid())}")
     except (AttributeError, OSError, RuntimeError, TypeError, ValueError):
         pass

@@ -28,7 +28,7 @@ _TAG = 0x7EF1  # tag of sends and receives, unlikely to match a program's own
 class HostOverlap:
     """Transfers of CPU tensors by the group's own sends and receives."""
 
-    pieces_from = 1
+    chunked_from = 1
 
     def __init__(self, group: Any):
         self._group, self._number = weakref.ref(group), 0
@@ -45,7 +45,7 @@ class HostOverlap:
 
 
 class _HostScatter:
-    """A reduce-scatter in pieces. Each has its own tag, so that rows of an abandoned one are not received by the next."""
+    """A reduce-scatter in chunks. Each has its own tag, so that rows of an abandoned one are not received by the next."""
 
     def __init__(self, group: Any, whole: torch.Tensor, part: torch.Tensor, tag: int):
         self._group, self._part, self._rank, self._tag = group, part, dist.get_rank(group), tag
@@ -72,7 +72,7 @@ class _HostScatter:
 class DeviceOverlap:
     """Transfers between the GPUs of one host, by copies into each other's memory."""
 
-    pieces_from = _LEAST
+    chunked_from = _LEAST
 
     def __init__(self, group: Any, device: torch.device):
         self._group, self._device = weakref.ref(group), device
@@ -130,7 +130,7 @@ def of(group: Any, device: torch.device) -> Optional[Any]:
 
 
 def _made(group: Any, device: torch.device, number: int) -> Optional[Any]:
-    backend = communicator.backend_of(group, device)
+    backend = communicator.find_backend(group, device)
     if device.type == "cpu":
         return HostOverlap(group) if "gloo" in backend else None
     if device.type != "cuda" or "nccl" not in backend:
@@ -151,7 +151,7 @@ def _made(group: Any, device: torch.device, number: int) -> Optional[Any]:
 def _refusal(places: List[str], device: torch.device, own: int) -> str:
     """The reason why this rank cannot copy to the other ranks' GPUs; empty if it can."""
     if len(places) > peer_copies.MOST_RANKS:
-        return f"the group has {len(places)} ranks, and copies serve {peer_copies.MOST_RANKS}"
+        return f"the group has {len(places)} ranks, and copies support {peer_copies.MOST_RANKS}"
     here = socket.gethostname()
     visible: Dict[str, int] = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     for rank, place in enumerate(places):

@@ -66,7 +66,7 @@ class PeerMemory:
         self._followed = torch.cuda.Event()
         self.others = [(self.rank + i) % self.ranks for i in range(1, self.ranks)]
         self._pointers = [int(p) for p in self._handle.buffer_ptrs]
-        self._meetings = [self._steps_of(0), self._steps_of(1)]
+        self._meetings = [self._split_steps(0), self._split_steps(1)]
         self.begun: Optional[Any] = None  # the last collective, until a stream waits for it
         self.broken = False  # a collective was abandoned midway, so the buffer's state differs between ranks
         self._free: Optional[torch.cuda.Event] = None  # recorded after the last collective that ended outside of a graph capture
@@ -114,7 +114,7 @@ class PeerMemory:
         steps = self._meetings[meeting]
         _done("cuStreamBatchMemOp", _driver().cuStreamBatchMemOp_v2(self.stream, len(steps), steps, 0))
 
-    def _steps_of(self, meeting: int) -> Any:
+    def _split_steps(self, meeting: int) -> Any:
         """The stream operations of a barrier: write a word at each other rank, and wait for each rank's word."""
         steps = [_WordStep(_WRITE, self._pointers[other] + 4 * (meeting * MOST_RANKS + self.rank), 1, 0) for other in self.others]
         for other in self.others:

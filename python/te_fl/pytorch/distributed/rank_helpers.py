@@ -97,13 +97,13 @@ def symmetric_all_reduce(inp: torch.Tensor, tp_group: Optional[Any] = None, asyn
                          all_reduce_type: str = "multimem_all_reduce") -> Tuple[torch.Tensor, None]:
     """allreduce() with all_reduce_type 'nccl', which uses the group's own backend. Types that need symmetric memory are refused for several ranks."""
     if async_op:
-        raise Unsupported("symmetric_all_reduce: async_op = True is not served, as it is not by Transformer Engine; call allreduce()")
+        raise Unsupported("symmetric_all_reduce: async_op = True is not supported, as it is not by Transformer Engine; call allreduce()")
     if get_distributed_world_size(tp_group) == 1:
         return inp, None
     if all_reduce_type not in ("nccl", "multimem_all_reduce", "two_shot", "one_shot"):
         raise TypeError(f"symmetric_all_reduce: all_reduce_type is {all_reduce_type!r}; it is 'nccl', 'multimem_all_reduce', 'two_shot' or 'one_shot'")
     if all_reduce_type != "nccl":
-        raise Unsupported(f"symmetric_all_reduce: all_reduce_type = {all_reduce_type!r} is not served among several ranks: te-fl has no symmetric "
+        raise Unsupported(f"symmetric_all_reduce: all_reduce_type = {all_reduce_type!r} is not supported among several ranks: te-fl has no symmetric "
                           "memory; give 'nccl', or call allreduce()")
     allreduce(inp, tp_group)
     return inp, None

@@ -70,7 +70,7 @@ class SameCall:
         self._number += 1
         mine = self._words(op, arguments)
         self._store.set(self._key(self._rank), mine)
-        others = [(rank, self._words_of(rank, mine)) for rank in range(self._ranks) if rank != self._rank]
+        others = [(rank, self._describe_rank(rank, mine)) for rank in range(self._ranks) if rank != self._rank]
         if self._number > 1:  # all ranks have read the previous entry, since all have reached this call
             self._store.delete_key(self._key(self._rank, self._number - 1))
         unlike = "; ".join(f"rank {rank}: {words}" for rank, words in others if words != mine)
@@ -96,7 +96,7 @@ class SameCall:
         words = f"number {self._number}, {described(op, arguments)}"
         return words + (f", with te-fl's fingerprint {_native.fingerprint()}" if self._number == 1 else "")
 
-    def _words_of(self, rank: int, mine: str) -> str:
+    def _describe_rank(self, rank: int, mine: str) -> str:
         try:
             if self._number == 1:
                 self._meet(rank)

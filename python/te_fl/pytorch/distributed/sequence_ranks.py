@@ -15,7 +15,7 @@ from te_fl.pytorch.distributed.amax_reduction import global_ranks, on_stream
 from te_fl.pytorch.runtime.dtypes import LIKE
 
 
-class _Pieces:
+class _Chunks:
     """A reduce-scatter whose rows are computed for one rank after the other. With overlap, each rank's rows are sent at once; otherwise, all rows
     after the last is written.
     """
@@ -79,8 +79,8 @@ class SequenceRanks:
         self.communicator = communicator.of(group, device)
         self._communicator = self.communicator._communicator
         self._overlap = overlap.of(group, device)
-        # Least bytes of a shard for which products are computed in pieces; 0: never.
-        self.pieces_from = 0 if self._overlap is None else self._overlap.pieces_from
+        # Least bytes of a shard for which products are computed in chunks; 0: never.
+        self.chunked_from = 0 if self._overlap is None else self._overlap.chunked_from
 
     def begin(self, way: str, source: torch.Tensor, to: torch.Tensor, now: bool, stream: Optional[int]) -> Optional[Tuple[Any, str, torch.Tensor, int]]:
         """Starts a collective on PyTorch's current stream, or on the stream of the given handle: "all_gather" of source, "reduce_scatter", or "sum"
@@ -98,7 +98,7 @@ class SequenceRanks:
             return self._overlap.gather(source, to) if self._overlap.gathers(source) else dist.all_gather_into_tensor(to, source, group, not now)
 
         with _HERE if stream is None else on_stream(source.device, stream):
-            work = ranks.begin(op, group, arguments, not now, gather if way == "all_gather" and self._in_pieces(source) else None)
+            work = ranks.begin(op, group, arguments, not now, gather if way == "all_gather" and self._in_chunks(source) else None)
         collectives.count(op, ranks.backend, to if way == "all_gather" else source)
         return None if work is None else (work, op, source, ranks.collectives)
 
@@ -112,16 +112,16 @@ class SequenceRanks:
         _, op, tensor, number = begun
         error.add_note(self.communicator.note(error, op, communicator.member(self.group), {"input": tensor}, number))
 
-    def _in_pieces(self, part: torch.Tensor) -> bool:
-        return 0 < self.pieces_from <= part.numel() * part.element_size()
+    def _in_chunks(self, part: torch.Tensor) -> bool:
+        return 0 < self.chunked_from <= part.numel() * part.element_size()
 
-    def reduce_scatter(self, whole: torch.Tensor, part: torch.Tensor, stream: int) -> "_Pieces":
-        """Starts a reduce-scatter of complete rows, for shards of at least pieces_from bytes."""
-        pieces = self.scatter_pieces(whole, part, stream)
+    def reduce_scatter(self, whole: torch.Tensor, part: torch.Tensor, stream: int) -> "_Chunks":
+        """Starts a reduce-scatter of complete rows, for shards of at least chunked_from bytes."""
+        chunks = self.scatter_chunks(whole, part, stream)
         for other in range(1, self.size + 1):
-            pieces.rows_done((self.rank + other) % self.size, stream)
-        return pieces
+            chunks.rows_done((self.rank + other) % self.size, stream)
+        return chunks
 
-    def scatter_pieces(self, whole: torch.Tensor, part: torch.Tensor, stream: int) -> "_Pieces":
+    def scatter_chunks(self, whole: torch.Tensor, part: torch.Tensor, stream: int) -> "_Chunks":
         """Starts a reduce-scatter whose rows are written for one rank after the other; call rows_done() for each rank."""
-        return _Pieces(self, whole, part, stream, self._overlap.scatters(whole))
+        return _Chunks(self, whole, part, stream, self._overlap.scatters(whole))

@@ -49,7 +49,7 @@ def _who_multiplies(device: torch.device, kind: str) -> Answer:
     if chosen and not chosen[0]["staged"]:
         return True, ""
     reasons = "; ".join(f"{candidate['impl_id']}: {candidate['reason']}" for candidate in found["candidates"])
-    return False, f"no implementation on {device} serves such products ({reasons})"
+    return False, f"no implementation on {device} supports such products ({reasons})"
 
 
 def _constant(function):
@@ -72,12 +72,12 @@ def check_fp8_block_scaling_support() -> Answer:
 
 def check_mxfp8_support() -> Answer:
     """Returns (supported, reason) for layers in MXFP8: not supported."""
-    return False, "te-fl's layers do not serve MXFP8BlockScaling; use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
+    return False, "te-fl's layers do not support MXFP8BlockScaling; use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
 
 
 def check_nvfp4_support() -> Answer:
     """Returns (supported, reason) for layers in NVFP4: not supported."""
-    return False, "te-fl's layers do not serve NVFP4BlockScaling; use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
+    return False, "te-fl's layers do not support NVFP4BlockScaling; use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
 
 
 def _answer(answer: Answer, return_reason: bool) -> Union[bool, Answer]:
@@ -108,8 +108,8 @@ def is_bf16_available(return_reason: bool = False) -> Union[bool, Answer]:
 def check_recipe_support(recipe: Recipe) -> None:
     """Raises Unsupported if layers cannot run with the recipe here."""
     native_of(recipe)
-    served, reason = check_fp8_block_scaling_support() if recipe.float8_block_scaling() else check_fp8_support()
-    if not served:
+    supported, reason = check_fp8_block_scaling_support() if recipe.float8_block_scaling() else check_fp8_support()
+    if not supported:
         raise Unsupported(f"{type(recipe).__name__}: {reason}; leave autocast off, or use a device that has it")
 
 

@@ -25,7 +25,7 @@ class Rules(NamedTuple):
     margin: int = 0
 
 
-def rules_of(native_recipe: dict) -> Rules:
+def make_rules(native_recipe: dict) -> Rules:
     """Returns the rules of a recipe, given as the dict of te_fl.common.recipe.native_of()."""
     if native_recipe["kind"] == "delayed":
         return Rules("tensor", margin=native_recipe["margin"])

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from te_fl import _native, ops
 from te_fl.errors import DataLoss, Unsupported
-from te_fl.pytorch.fp8.codes import Codes as Codes, Rules as Rules, rules_of as rules_of
+from te_fl.pytorch.fp8.codes import Codes as Codes, Rules as Rules, make_rules as make_rules
 from te_fl.pytorch.fp8 import sharding
 from te_fl.pytorch.fp8.shards import Rows
 from te_fl.pytorch.runtime.callers import called_from
@@ -62,7 +62,7 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
     def quantised(cls, values: torch.Tensor, rules: Rules) -> "Float8Tensor":
         """Quantises `values`; the result has their dtype and device."""
         if values.dtype not in DTYPE_NAMES:
-            raise Unsupported(f"Float8Tensor: the dtype {values.dtype} is not served; codes show torch.float32, torch.bfloat16 or torch.float16")
+            raise Unsupported(f"Float8Tensor: the dtype {values.dtype} is not supported; codes show torch.float32, torch.bfloat16 or torch.float16")
         codes = Codes.empty(rules, values.shape, values.device)
         codes.write(values.detach())
         return cls(codes, values.dtype)

@@ -27,10 +27,10 @@ class _UnservedNames(type):
         if name.startswith("__"):
             raise AttributeError(name)
         if name in _OF_CAPTURES:
-            raise _Missing(f"{cls.__name__}.{name} is not served by te-fl: it is for delayed scaling in CUDA graphs that a framework captures itself; give another recipe "
+            raise _Missing(f"{cls.__name__}.{name} is not supported by te-fl: it is for delayed scaling in CUDA graphs that a framework captures itself; give another recipe "
                            "(Megatron-core: fp8_recipe='tensorwise' or 'blockwise'), capture with te_fl.pytorch.make_graphed_callables(), whose graphs update "
                            "scales, or leave graphs out (cuda_graph_impl='none')")
-        raise _Missing(f"{cls.__name__}.{name} is not served by te-fl, whose layers keep their own FP8 state; it has is_fp8_enabled(), "
+        raise _Missing(f"{cls.__name__}.{name} is not supported by te-fl, whose layers keep their own FP8 state; it has is_fp8_enabled(), "
                        "is_fp8_calibration(), get_fp8_recipe(), with_fp8_parameters(), with_high_precision_init_val() and the is_.._available()")
 
 

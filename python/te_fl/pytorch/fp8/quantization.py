@@ -163,7 +163,7 @@ class _Scope(_native.Scope):
         self.enabled, self.calibrating, self.recipe, self.native, self.group = enabled, calibrating, recipe, native, group
         self.delayed = native is not None and native["kind"] == "delayed"
         reduces = self.delayed and enabled and native["reduce_amax"]
-        self._arguments, self._entered = (enabled, calibrating, native, amax_reduction.reduction_of if reduces else None, group), []
+        self._arguments, self._entered = (enabled, calibrating, native, amax_reduction.find_reduction if reduces else None, group), []
 
     def __call__(self, function):
         """Decorates a function: each call runs in a scope of its own."""

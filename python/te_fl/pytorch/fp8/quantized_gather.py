@@ -41,13 +41,13 @@ def gather_along_first_dim(inp: torch.Tensor, process_group: Any, async_op: bool
     It has no effect, because this function never opens such a manager.
     """
     if quantizer is not None:
-        raise Unsupported(f"gather_along_first_dim: quantizer = {quantizer!r} is not served; gather a Float8Tensor, or values")
+        raise Unsupported(f"gather_along_first_dim: quantizer = {quantizer!r} is not supported; gather a Float8Tensor, or values")
     ranks = get_distributed_world_size(process_group)
     if ranks == 1:
         return inp, None
     if isinstance(inp, Float8Tensor):
         if output_tensor is not None:
-            raise Unsupported("gather_along_first_dim: output_tensor with a Float8Tensor is not served; leave it out")
+            raise Unsupported("gather_along_first_dim: output_tensor with a Float8Tensor is not supported; leave it out")
         return _gathered_codes(inp, process_group, ranks), None
     if output_tensor is None:
         output_tensor = torch.empty((ranks * inp.shape[0], *inp.shape[1:]), dtype=inp.dtype, device=inp.device)

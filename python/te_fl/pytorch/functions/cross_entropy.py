@@ -46,7 +46,7 @@ class _OverwritingLoss(torch.autograd.Function):
 
 def _check(inp, target, label_smoothing, ranks, overwrite_input):
     if ranks > 1 and torch.compiler.is_compiling():
-        raise Unsupported("parallel_cross_entropy: dist_process_group of several ranks is not served under torch.compile; call the function "
+        raise Unsupported("parallel_cross_entropy: dist_process_group of several ranks is not supported under torch.compile; call the function "
                           "outside of the compiled one")
     if inp.dim() != 3:
         raise InvalidArgument(f"parallel_cross_entropy: inp has shape {tuple(inp.shape)}; it is [b, s, vocabulary] or [s, b, vocabulary]")
@@ -57,7 +57,7 @@ def _check(inp, target, label_smoothing, ranks, overwrite_input):
     if overwrite_input and not inp.is_contiguous():
         raise InvalidArgument("parallel_cross_entropy: overwrite_input=True needs a contiguous inp; give inp.contiguous(), or leave it out")
     if overwrite_input and torch.compiler.is_compiling():
-        raise Unsupported("parallel_cross_entropy: overwrite_input=True is not served under torch.compile; leave it out there")
+        raise Unsupported("parallel_cross_entropy: overwrite_input=True is not supported under torch.compile; leave it out there")
 
 
 def parallel_cross_entropy(inp: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0, reduce_loss: bool = False,

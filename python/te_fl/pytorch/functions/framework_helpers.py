@@ -76,4 +76,4 @@ def make_weak_ref(x: Any) -> Any:
         return {key: make_weak_ref(part) for key, part in x.items()}
     if x is None or isinstance(x, (bool, int, float)):
         return x
-    raise TypeError(f"make_weak_ref: {type(x).__name__} is not served; it takes tensors, numbers, None, and tuples, lists and dicts of them")
+    raise TypeError(f"make_weak_ref: {type(x).__name__} is not supported; it takes tensors, numbers, None, and tuples, lists and dicts of them")

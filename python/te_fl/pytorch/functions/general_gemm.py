@@ -38,7 +38,7 @@ def general_gemm(A: torch.Tensor, B: torch.Tensor, out_dtype: Optional[torch.dty
     only(where, ("quantization_params", quantization_params, None, "quantise the result with te_fl.ops.quantize"),
          ("gelu", bool(gelu), False, "call te_fl.ops.generic_gemm, or torch.nn.functional.gelu"),
          ("gelu_in", gelu_in, None, "call te_fl.ops.generic_gemm"),
-         *((name, value, served, "te-fl has no Userbuffers; leave it out") for name, value, served in
+         *((name, value, supported, "te-fl has no Userbuffers; leave it out") for name, value, supported in
            (("ub", ub, None), ("ub_type", ub_type, None), ("extra_output", extra_output, None), ("bulk_overlap", bool(bulk_overlap), False))))
     for name, operand in (("A", A), ("B", B)):
         if operand.dtype not in DTYPE_NAMES or type(operand) not in (torch.Tensor, torch.nn.Parameter):

@@ -249,7 +249,7 @@ _sort_chunks_with_probs = differentiable_op("moe_sort_chunks_fwd", "moe_sort_chu
                                             requests=("permuted_probs",))
 
 
-def _chunks_of(where: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+def _checked_chunks(where: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     """The chunk sizes and order in the op's form. On a CPU, sizes that do not sum to T are refused; on a device, surplus rows belong to no chunk."""
     if split_sizes.dim() != 1 or split_sizes.shape != sorted_index.shape:
         raise InvalidArgument(f"{where}: split_sizes has shape {tuple(split_sizes.shape)} and sorted_index {tuple(sorted_index.shape)}; both have one element for each chunk")
@@ -270,7 +270,7 @@ def _moved(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
     """Splits inp [T, H] into chunks of split_sizes rows, and concatenates them in the order sorted_index."""
     _check_tokens("moe_sort_chunks_by_index", inp)
-    chunks = _chunks_of("moe_sort_chunks_by_index", inp, split_sizes, sorted_index)
+    chunks = _checked_chunks("moe_sort_chunks_by_index", inp, split_sizes, sorted_index)
     if inp.dtype in _SORTED:
         return _sort_chunks(inp, *chunks)[0]
     return _moved(inp, _sort_chunks(inp.new_zeros((inp.shape[0], 1), dtype=torch.uint8), *chunks)[1])
@@ -283,7 +283,7 @@ def moe_sort_chunks_by_index_with_probs(inp: torch.Tensor, probs: torch.Tensor, 
     _check_tokens(where, inp)
     if probs.shape != inp.shape[:1]:
         raise InvalidArgument(f"{where}: probs has shape {tuple(probs.shape)}; inp has {inp.shape[0]} rows, each of which has one")
-    chunks = _chunks_of(where, inp, split_sizes, sorted_index)
+    chunks = _checked_chunks(where, inp, split_sizes, sorted_index)
     if inp.dtype in _SORTED and probs.dtype in _SORTED[:3]:
         return _sort_chunks_with_probs(inp, *chunks, probs)[:2]
     rows = _sort_chunks(inp.new_zeros((inp.shape[0], 1), dtype=torch.uint8), *chunks)[1]

@@ -153,12 +153,12 @@ def apply_fused_qkv_rotary_pos_emb(qkv: torch.Tensor, q_freqs: torch.Tensor, k_f
     qkv_split_arg_list: the number of elements of the queries, the key and the value in each group.
     """
     if tensor_format not in ("sbhd", "bshd"):
-        raise Unsupported(f"apply_fused_qkv_rotary_pos_emb: tensor_format={tensor_format!r} is not served; it is 'sbhd' or 'bshd', "
+        raise Unsupported(f"apply_fused_qkv_rotary_pos_emb: tensor_format={tensor_format!r} is not supported; it is 'sbhd' or 'bshd', "
                           "or split qkv and call apply_rotary_pos_emb")
     if cu_seqlens is not None:
-        raise InvalidArgument("apply_fused_qkv_rotary_pos_emb: cu_seqlens requires tensor_format='thd', which is not served; leave it out")
+        raise InvalidArgument("apply_fused_qkv_rotary_pos_emb: cu_seqlens requires tensor_format='thd', which is not supported; leave it out")
     if cp_size > 1 and start_positions is not None:
-        raise Unsupported("apply_fused_qkv_rotary_pos_emb: start_positions with cp_size > 1 is not served; leave one out")
+        raise Unsupported("apply_fused_qkv_rotary_pos_emb: start_positions with cp_size > 1 is not supported; leave one out")
     if qkv.dim() != 4 or len(qkv_split_arg_list) != 3 or sum(qkv_split_arg_list) != qkv.shape[-1]:
         raise InvalidArgument(f"apply_fused_qkv_rotary_pos_emb: qkv has shape {tuple(qkv.shape)} and qkv_split_arg_list is "
                               f"{list(qkv_split_arg_list)}; three numbers add up to the last of four dimensions")

@@ -66,7 +66,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     def __init__(self, mask_func: Callable, softmax_in_fp32: bool = True) -> None:
         super().__init__()
         if not softmax_in_fp32:
-            raise Unsupported("FusedScaleMaskSoftmax: softmax_in_fp32=False is not served: te-fl computes softmax in FP32; leave it out")
+            raise Unsupported("FusedScaleMaskSoftmax: softmax_in_fp32=False is not supported: te-fl computes softmax in FP32; leave it out")
         self.mask_func, self.softmax_in_fp32 = mask_func, softmax_in_fp32
 
     def forward(self, inp: torch.Tensor, mask: Optional[torch.Tensor], attn_mask_type: str, scale: Optional[float] = None) -> torch.Tensor:

@@ -255,7 +255,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         layout, mask, softcap, left, right, drops = key
         return self._dropping(device, layout, mask, (left, right), float.fromhex(softcap), bool(drops)), None
 
-    def _options_of(self, kind: str, key: Any) -> dict:
+    def _make_options(self, kind: str, key: Any) -> dict:
         _, layout, mask, size, softcap, dropout = key
         chosen = {"num_attention_heads": self.num_attention_heads_per_partition, "head_dim": self.kv_channels, "value_head_dim": self.value_channels,
                   "num_gqa_groups": self.num_gqa_groups_per_partition, "layout": layout, "mask_type": mask, "window_left": size[0], "window_right": size[1],

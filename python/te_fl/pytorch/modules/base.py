@@ -21,7 +21,7 @@ from te_fl.pytorch.fp8.quantization import captures
 from te_fl.pytorch.fp8.sharded_weights import is_sharded
 from te_fl.pytorch.modules.fp8_state import HasFP8State
 from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
-from te_fl.pytorch.modules.parallel import TensorParallel, mark_again, marks_of
+from te_fl.pytorch.modules.parallel import TensorParallel, mark_again, find_marks
 from te_fl.pytorch.modules.parameters import HasParameters
 from te_fl.pytorch.runtime import registry, traced
 from te_fl.pytorch.runtime.device import check_devices
@@ -55,11 +55,11 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
     def _options(self) -> dict:
         raise NotImplementedError
 
-    def _options_of(self, kind: str, key: Any) -> dict:
+    def _make_options(self, kind: str, key: Any) -> dict:
         """The options of the layer with this kind and key; see _layer()."""
         return self._options()
 
-    def _layer_of(self, x: Any) -> Union[NativeLayer, TracedLayer]:
+    def _find_layer(self, x: Any) -> Union[NativeLayer, TracedLayer]:
         """The layer for this input; TypeError if the input is not a tensor."""
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{type(self).__name__}: the input is a {type(x).__name__}; it must be a torch.Tensor")
@@ -90,7 +90,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
             self._check_devices(device)  # before the layer is created: a layer for a wrong device would stay in _layers
             use_torch_memory(device)
             states = (("", self._states.of(key)),) if self._owns_state(kind) else ()
-            native = _native.layer(kind, {**self._options_of(kind, key), "device": torch_device.native_name(device)}, states)
+            native = _native.layer(kind, {**self._make_options(kind, key), "device": torch_device.native_name(device)}, states)
             delays = self.delay_wgrad_compute and kind == self._kind
             if delays:
                 _native.delay_layer_wgrad(native)
@@ -148,7 +148,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
                 raise
             if output is not None:
                 return output
-        return self._run(self._layer_of(inp), (inp,), self._own(), first, accumulates=accumulates)
+        return self._run(self._find_layer(inp), (inp,), self._own(), first, accumulates=accumulates)
 
     # Called by layers on their module (modules/layers.py), and by graphs, which find the module by its number (compile/compiled.py).
 
@@ -160,7 +160,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
         """The layer of this name, and for each of the layer's parameters its index in the graph's list of parameters; None: the order is equal."""
         return self._layer(device, kind), None
 
-    def _notice(self) -> None:
+    def _record_changes(self) -> None:
         quantization.notice(self)
 
     _remade: frozenset = frozenset()  # names of attributes that a program may set, and whose change requires new layers
@@ -173,7 +173,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
         super().__setattr__(name, value)
         # Set by fully_shard, which drops the marks; a program that assigns its own parameter must mark it itself.
         if before is not None and (is_sharded(before) or is_sharded(value)):
-            mark_again(self._parameters.get(name), marks_of(before))
+            mark_again(self._parameters.get(name), find_marks(before))
         if name in self._remade and "_layers" in self.__dict__:
             self._forget_layers()
 

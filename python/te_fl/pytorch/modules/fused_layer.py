@@ -60,10 +60,10 @@ class FusedLayer:
     def serves(self, owner: torch.nn.Module, call: TransformerCall) -> bool:
         """True if the fused call can compute `call` with the current parts."""
         return (not call.checkpoint_core_attention and call.thd_attention_policies is None and call.inference_params is None
-                and not isinstance(call.rotary_pos_emb, (tuple, list)) and (not self._divides or self._serves_ranks(owner))
+                and not isinstance(call.rotary_pos_emb, (tuple, list)) and (not self._divides or self._supports_ranks(owner))
                 and self._core.training is owner.training and not export.state.exporting and self.usable())
 
-    def _serves_ranks(self, owner: torch.nn.Module) -> bool:
+    def _supports_ranks(self, owner: torch.nn.Module) -> bool:
         """True if the fused call supports the sharded parts: all use one group, and no dropout draws from a tracker's stream."""
         if torch.compiler.is_compiling() or owner.training and (owner.hidden_dropout > 0 or self._core.attention_dropout > 0):
             return False
@@ -170,12 +170,12 @@ class FusedLayer:
             attention["rotary_angles"] = angles if angles.dtype == torch.float32 else angles.float()
         # The softcap is passed as text, since a layer's name in a graph consists of words and integers.
         name = (mask, cap.hex(), *size, owner.training or not (torch.is_grad_enabled() or torch_checkpoint.repeated()))
-        layer, parameters = self._layer_of(owner, x.device, name)
+        layer, parameters = self._find_layer(owner, x.device, name)
         drops = owner.training and (owner.hidden_dropout > 0 or core.attention_dropout > 0)
         random = generator.draw_for(owner, x.device) if drops else None
         return layer.compute(owner, (x,), extras, parameters, -1, call.is_first_microbatch, attention or None, random, False)
 
-    def _layer_of(self, owner: torch.nn.Module, device: torch.device, name: tuple) -> Tuple[Union[NativeLayer, TracedLayer], Sequence[torch.Tensor]]:
+    def _find_layer(self, owner: torch.nn.Module, device: torch.device, name: tuple) -> Tuple[Union[NativeLayer, TracedLayer], Sequence[torch.Tensor]]:
         """The layer of this name and its parameters."""
         if torch.compiler.is_compiling():
             for _, part in self._parts:

@@ -180,7 +180,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         return (y, [getattr(self, name).to(y.dtype) for name in self._bias_names]) if self.return_bias else y
 
     def _compute(self, inputs: Tuple[torch.Tensor, ...], first: Optional[bool]) -> torch.Tensor:
-        return self._run(self._layer_of(inputs[0]), inputs, self._own(), first, accumulates=self.fuse_wgrad_accumulation)
+        return self._run(self._find_layer(inputs[0]), inputs, self._own(), first, accumulates=self.fuse_wgrad_accumulation)
 
     def _checked_splits(self, inp: torch.Tensor, m_splits: Any) -> Tuple[int, ...]:
         if isinstance(m_splits, torch.Tensor) and (m_splits.dim() != 1 or m_splits.is_floating_point() or m_splits.dtype == torch.bool):

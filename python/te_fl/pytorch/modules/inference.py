@@ -20,7 +20,7 @@ Steps = Mapping[Hashable, int]  # number of tokens by sequence id, in batch orde
 _LAYOUTS = ("bshd", "sbhd", "thd")
 
 
-def _count_of(value: Any) -> Optional[int]:
+def _as_count(value: Any) -> Optional[int]:
     """Converts an integer of 1 or more, of any library's type, to int; None for other values."""
     try:
         count = operator.index(value)
@@ -179,9 +179,9 @@ class InferenceParams:
         sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length, "num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k,
                  "head_dim_v": head_dim_v}
         for name, value in sizes.items():
-            if _count_of(value) is None:
+            if _as_count(value) is None:
                 raise InvalidArgument(f"{where}: {name} is {value!r}; it is an int of 1 or more")
-        max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, head_dim_v = map(_count_of, sizes.values())
+        max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, head_dim_v = map(_as_count, sizes.values())
         if dtype not in DTYPE_NAMES:
             raise rules.refuse(where, "dtype", dtype, "give the dtype of keys and values, torch.float32, torch.bfloat16 or torch.float16")
         if max_ctx_len is None and qkv_format == "thd" or max_ctx_len is not None and not 1 <= max_ctx_len <= max_sequence_length:
@@ -267,7 +267,7 @@ class InferenceParams:
             raise InvalidArgument(f"{where}: step_dict is {step_dict!r}; it is a dict of 1 to max_batch_size, {self.max_batch_size}, sequences")
         steps: "OrderedDict[Hashable, int]" = OrderedDict()
         for name, count in step_dict.items():
-            before, new = self.sequences.get(name, 0), _count_of(count)
+            before, new = self.sequences.get(name, 0), _as_count(count)
             if new is None:
                 raise InvalidArgument(f"{where}: sequence {name!r} has {count!r} new tokens; give an int of 1 or more, or leave the sequence out, which "
                                       "ends it")

@@ -35,16 +35,16 @@ class NativeLayer:
         """Runs the layer for a module, with the module's FP8 state and autocast. The arguments are LayerCall's fields and tensors. first:
         is_first_microbatch; None: the flag of quantization.reusing_weights() applies.
         """
-        piece = torch_checkpoint.piece(module)
-        if piece is None:
+        segment = torch_checkpoint.segment(module)
+        if segment is None:
             again = quantization.first_autocast(module)
             if again is not None:
                 with again:
                     return self.compute(module, inputs, extras, parameters, activation, first, attention, random, accumulates)
-            module._notice()
+            module._record_changes()
             start = run
         else:
-            start = piece.run
+            start = segment.run
         if profiling():
             start = shown(module, start)
         if self.delays and torch.is_grad_enabled():

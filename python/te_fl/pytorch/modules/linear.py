@@ -99,7 +99,7 @@ class _Product(TransformerEngineBaseModule):
         else:
             output = self._forward(_LINEAR, self._into(inp) if column else inp, first, self.fuse_wgrad_accumulation)
             if not column:
-                output = self._out_of(output)
+                output = self._finish_output(output)
         if column:
             return output
         return output + self._whole_bias().to(output.dtype) if self._adds_bias_last else output
@@ -252,8 +252,8 @@ class LayerNormLinear(_Product):
     def _options(self) -> dict:
         return self._product_options() if self._divides else {**self._product_options(), **norm_options(self)}
 
-    def _options_of(self, kind: str, key: Any) -> dict:
-        return options_of(self, kind)
+    def _make_options(self, kind: str, key: Any) -> dict:
+        return make_options(self, kind)
 
     @hides_misspelt
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: Optional[bool] = False,
@@ -322,7 +322,7 @@ def normalise(module, inp: torch.Tensor) -> torch.Tensor:
     return module._run(module._layer(inp.device, kind), (inp,), norm_parameters(module))
 
 
-def options_of(module, kind: str) -> dict:
+def make_options(module, kind: str) -> dict:
     """The options of the module's layer, or of the layer of normalise()."""
     if kind == module._kind:
         return module._options()

@@ -9,7 +9,7 @@ import torch
 from te_fl.errors import InvalidArgument
 from te_fl.pytorch.autograd.checkpoint import checkpoint
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
-from te_fl.pytorch.modules.linear import (add_norm_parameters, mark_norm_parameters, norm_options, norm_parameters, normalise, options_of,
+from te_fl.pytorch.modules.linear import (add_norm_parameters, mark_norm_parameters, norm_options, norm_parameters, normalise, make_options,
                                           reset_norm_parameters)
 from te_fl.pytorch.modules.parallel import divided, set_parallel
 from te_fl.pytorch.modules.parameters import default_init, parameter_dtype
@@ -109,8 +109,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
                 "bias": self.use_bias, "return_bias": self.use_bias and not self.apply_bias or self._divides,
                 "param_dtype": DTYPE_NAMES[self.params_dtype], **self._clamp, **norm_options(self), "normalizes": not self._divides, **self._row_options()}
 
-    def _options_of(self, kind: str, key: Any) -> dict:
-        return options_of(self, kind)
+    def _make_options(self, kind: str, key: Any) -> dict:
+        return make_options(self, kind)
 
     def _shows_whole(self) -> bool:
         return self.return_layernorm_output and self.return_layernorm_output_gathered
@@ -160,11 +160,11 @@ class LayerNormMLP(TransformerEngineBaseModule):
         if self._layer_moves_rows:
             return self._compute(self._own_rows(normed), first), normed
         whole = self._into(normed)
-        out = self._out_of(self._compute(whole, first))
+        out = self._finish_output(self._compute(whole, first))
         return out, whole if self.return_layernorm_output_gathered and self.sequence_parallel else normed
 
     def _compute(self, inp: torch.Tensor, is_first_microbatch: Optional[bool]) -> torch.Tensor:
-        return self._run(self._layer_of(inp), (inp,), self._own(), is_first_microbatch, accumulates=self.fuse_wgrad_accumulation)
+        return self._run(self._find_layer(inp), (inp,), self._own(), is_first_microbatch, accumulates=self.fuse_wgrad_accumulation)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation!r}"

@@ -59,7 +59,7 @@ class L2Normalization(torch.nn.Module):
     def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[NativeLayer, None]:
         return self._norm(key[0], device)._layer(device), None
 
-    def _notice(self) -> None:
+    def _record_changes(self) -> None:
         pass
 
     def __getstate__(self) -> dict:

@@ -60,7 +60,7 @@ class _Norm(TransformerEngineBaseModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Maps input [..., *normalized_shape] to the same shape."""
-        layer = self._layer_of(input)
+        layer = self._find_layer(input)
         shape, last = input.shape, len(self.normalized_shape)
         if shape[len(shape) - last:] != self.normalized_shape:
             raise InvalidArgument(f"{type(self).__name__}: the input is {tuple(shape)}; it must end with {self.normalized_shape}")

@@ -39,7 +39,7 @@ def set_parallel(param: Any, dim: int) -> None:
 _MARKS = ("sequence_parallel", "tensor_model_parallel", "partition_dim", "partition_stride")
 
 
-def marks_of(param: Any) -> Dict[str, Any]:
+def find_marks(param: Any) -> Dict[str, Any]:
     """The marks of a sharded parameter, which frameworks read. PyTorch drops them when it replaces a parameter (copy.deepcopy, fully_shard,
     to_empty).
     """
@@ -132,7 +132,7 @@ class TensorParallel:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # reduces the bytes to transfer
         return regions.gathered(x, group)
 
-    def _out_of(self, y: torch.Tensor) -> torch.Tensor:
+    def _finish_output(self, y: torch.Tensor) -> torch.Tensor:
         """Reduces the output of a row-parallel product, of which each rank has a partial sum."""
         group = self._group()
         if not self.sequence_parallel:

@@ -8,10 +8,10 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 
 from te_fl.errors import InvalidArgument
-from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, rules_of
+from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, make_rules
 from te_fl.pytorch.fp8.quantization import ModelInit
 from te_fl.pytorch.fp8.sharded_weights import initialise, is_sharded
-from te_fl.pytorch.modules.parallel import mark_again, marks_of
+from te_fl.pytorch.modules.parallel import mark_again, find_marks
 from te_fl.pytorch.runtime.device import default_device
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import refuse
@@ -72,7 +72,7 @@ class HasParameters(torch.nn.Module):
         return param
 
     def _initialise_codes(self, name: str, param: torch.Tensor, init: Callable) -> None:
-        rules = rules_of(self._model_init.native_recipe)
+        rules = make_rules(self._model_init.native_recipe)
         if is_sharded(param):
             made, values = initialise(param, rules, init)
             param = param if made is param else self._replaced(name, made)
@@ -124,7 +124,7 @@ class HasParameters(torch.nn.Module):
         return names
 
     def _marks(self) -> Dict[str, Dict[str, Any]]:
-        return {name: marks_of(param) for name, param in self._parameters.items()}
+        return {name: find_marks(param) for name, param in self._parameters.items()}
 
     def _mark_again(self, marks: Dict[str, Dict[str, Any]]) -> None:
         for name, param in self._parameters.items():

@@ -156,7 +156,7 @@ class TransformerLayer(torch.nn.Module):
         layer = self._fused.layer(self, device, key)
         return layer, self._fused.order()
 
-    def _notice(self) -> None:
+    def _record_changes(self) -> None:
         self._fused.notice(self)
 
     def _check_devices(self, device: torch.device, others: Sequence[torch.Tensor] = ()) -> None:

@@ -103,7 +103,7 @@ class BasicOperation(FusibleOperation):
     def _compute(self, x: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Result:
         pairs = (("fuser_forward", "fuser_backward"), ("op_forward", "op_backward"))
         if not any(all(hasattr(self, name) for name in pair) for pair in (pairs if self.num_extra_inputs + self.num_extra_outputs == 0 else pairs[:1])):
-            raise Unsupported(f"{type(self).__name__}: an operation of one's own is served with op_forward() and op_backward(), or with extra tensors with "
+            raise Unsupported(f"{type(self).__name__}: a custom operation is supported with op_forward() and op_backward(), or with extra tensors with "
                               "fuser_forward() and fuser_backward(); define them, or write what it does as a torch.nn.Module, which Sequential takes too")
         out, *shown = _OwnOperation.apply(self, kwargs, torch.is_grad_enabled(), x, *extra_inputs, *self.parameters())
         return out, shown

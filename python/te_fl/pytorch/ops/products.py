@@ -98,7 +98,7 @@ class BasicLinear(_Product, linear.Linear):
     def _product_options(self) -> dict:
         return {**super()._product_options(), "in_features": self.local_in_features, "out_features": self.local_out_features}
 
-    def _options_of(self, kind: str, key: Any) -> dict:
+    def _make_options(self, kind: str, key: Any) -> dict:
         return {**self._options(), "bias": key is not None}
 
     def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[NativeLayer, None]:
@@ -182,7 +182,7 @@ class Linear(FusedOperation):
         super().__init__(ops)
         self._has_bias = bool(bias)
         self._show_parameters()
-        self.register_load_state_dict_post_hook(_show_parameters_of)
+        self.register_load_state_dict_post_hook(_show_loaded_parameters)
 
     def _materialise(self) -> None:
         super()._materialise()
@@ -227,7 +227,7 @@ class Linear(FusedOperation):
                 state_dict[own] = state_dict.pop(prefix + name)
 
 
-def _show_parameters_of(module: Linear, keys: Any) -> None:
+def _show_loaded_parameters(module: Linear, keys: Any) -> None:
     module._show_parameters()
 
 

@@ -95,7 +95,7 @@ class Sequential(torch.nn.Module):
         forwards, keyed by the operation or its index.
         """
         rows = self._rows()
-        by_op = self._kwargs_of(rows, op_kwargs or {})
+        by_op = self._find_kwargs(rows, op_kwargs or {})
         taken = sum(row.num_extra_inputs for row in rows if isinstance(row, Row))
         if len(extra_inputs) != taken:
             raise InvalidArgument(f"Sequential: {len(extra_inputs)} extra inputs are given; its operations take {taken}")
@@ -110,7 +110,7 @@ class Sequential(torch.nn.Module):
             shown += extras
         return (x, *shown) if shown else x
 
-    def _kwargs_of(self, rows: List[Any], op_kwargs: Mapping[Any, Dict[str, Any]]) -> Dict[int, Dict[str, Any]]:
+    def _find_kwargs(self, rows: List[Any], op_kwargs: Mapping[Any, Dict[str, Any]]) -> Dict[int, Dict[str, Any]]:
         if not op_kwargs:
             return {}
         present = {id(op) for row in rows if isinstance(row, Row) for op in row.basic_ops}

@@ -58,7 +58,7 @@ class _GroupedCalls:
 
     def add(self, param: torch.Tensor, grad: torch.Tensor, *rest: torch.Tensor, master: Optional[torch.Tensor] = None, key: Any = None) -> None:
         if grad.is_sparse:
-            raise Unsupported(f"{self._optimizer}: sparse gradients are not served; give the embedding sparse=False")
+            raise Unsupported(f"{self._optimizer}: sparse gradients are not supported; give the embedding sparse=False")
         grad = _local(grad)
         if not grad.is_contiguous():
             grad = grad.contiguous()
@@ -173,7 +173,7 @@ class FusedAdam(_Optimizer):
                  exp_avg_dtype: torch.dtype = torch.float32, exp_avg_sq_dtype: torch.dtype = torch.float32, use_decoupled_grad: bool = False,
                  store_param_remainders: bool = False, set_grad_none: Optional[bool] = None) -> None:
         if amsgrad:
-            raise Unsupported("FusedAdam: amsgrad=True is not served; leave it out")
+            raise Unsupported("FusedAdam: amsgrad=True is not supported; leave it out")
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             _check_number("FusedAdam", name, value)
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
@@ -313,7 +313,7 @@ class FusedAdam(_Optimizer):
         if not self.capturable:
             raise Unsupported("FusedAdam: step(grad_scaler=..) needs capturable=True; else call grad_scaler.step(optimizer)")
         if self.use_decoupled_grad:
-            raise Unsupported("FusedAdam: step(grad_scaler=..) with use_decoupled_grad=True is not served: a scaler unscales param.grad")
+            raise Unsupported("FusedAdam: step(grad_scaler=..) with use_decoupled_grad=True is not supported: a scaler unscales param.grad")
         if grad_scaler._per_optimizer_states[id(self)]["stage"].name == "READY":
             grad_scaler.unscale_(self)
         found = grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"]
@@ -409,7 +409,7 @@ class FusedSGD(_Optimizer):
         if nesterov and (momentum <= 0.0 or dampening != 0.0):
             raise InvalidArgument(f"FusedSGD: nesterov=True needs momentum above 0 and no dampening; they are {momentum} and {dampening}")
         if not materialize_master_grads:
-            raise Unsupported("FusedSGD: materialize_master_grads=False is not served, which Apex's own AMP would need; leave it out")
+            raise Unsupported("FusedSGD: materialize_master_grads=False is not supported, which Apex's own AMP would need; leave it out")
         super().__init__(params, {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
                                   "nesterov": nesterov})
         self.wd_after_momentum, self.materialize_master_grads = wd_after_momentum, True

@@ -27,7 +27,7 @@ _Init = TypeVar("_Init", bound=Callable[..., Any])
 
 
 def refuse(where: str, argument: str, value: Any, way_out: str) -> Unsupported:
-    return Unsupported(f"{where}: {argument} = {value!r} is not served; {way_out}")
+    return Unsupported(f"{where}: {argument} = {value!r} is not supported; {way_out}")
 
 
 def checks_keywords(*more: str) -> Callable[[_Init], _Init]:
@@ -63,8 +63,8 @@ def misspelling(function: Callable, names: Iterable[str]) -> TypeError:
 
 def only(where: str, *rules: Tuple[str, Any, Any, str]) -> None:
     """Checks rules (argument, value, the only supported value, advice), and refuses the first whose value differs."""
-    for argument, value, served, way_out in rules:
-        if value is not served and value != served:
+    for argument, value, supported, way_out in rules:
+        if value is not supported and value != supported:
             raise refuse(where, argument, value, way_out)
 
 
@@ -115,10 +115,10 @@ def symmetric(where: str, value: Any) -> None:
         raise refuse(where, "symmetric_ar_type", value, "sums over ranks are the process group's own; leave it out")
 
 
-def choice(where: str, argument: str, value: Any, served: Iterable[str]) -> None:
-    served = tuple(served)
-    if value not in served:
-        raise InvalidArgument(f"{where}: {argument} is {value!r}; it is one of {', '.join(map(repr, served))}")
+def choice(where: str, argument: str, value: Any, supported: Iterable[str]) -> None:
+    supported = tuple(supported)
+    if value not in supported:
+        raise InvalidArgument(f"{where}: {argument} is {value!r}; it is one of {', '.join(map(repr, supported))}")
 
 
 def integer(where: str, argument: str, value: Any) -> None:

@@ -24,7 +24,7 @@ def enter(module: torch.nn.Module) -> torch.Tensor:
     return torch.tensor([number], dtype=torch.int64, device="cpu")
 
 
-def module_of(number: torch.Tensor) -> torch.nn.Module:
+def find_module(number: torch.Tensor) -> torch.nn.Module:
     """The module with this number."""
     module = _modules.get(int(number))
     if module is None:
