@@ -28,6 +28,12 @@ def implementations(devices: Optional[Iterable[str]] = None) -> Iterable[OpImpl]
                          deterministic=True, graph_safe=True)
 
 
+def compiled_implementations(device_type: str, devices: Iterable[str]) -> Iterable[OpImpl]:
+    """reference.torch_compiled, if PyTorch's compiler has kernels for PyTorch's device type; else none."""
+    from te_fl.reference_torch import compiled
+    return () if compiled.missing(device_type) else compiled.implementations(devices, _SUPPORTS)
+
+
 def register(registry: OpRegistry) -> None:
     for implementation in implementations(("cpu",)):
         registry.register_impl(implementation)

@@ -44,45 +44,49 @@ ACTIVATIONS: Dict[str, Tuple[Callable, Callable]] = {
 _GATES = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "sigmoid"}
 
 
-# PyTorch's own functions, which compute in FP32 and round once: the activation, and its gradient from (grad, input).
+# PyTorch's own functions, which compute in FP32 and round once: the activation, and its gradient from (grad, input). Both take their output.
 _OWN: Dict[str, Tuple[Callable, Callable]] = {
-    "gelu": (_gelu, lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh")),
-    "silu": (torch.nn.functional.silu, torch.ops.aten.silu_backward),
+    "gelu": (lambda x, out: torch.ops.aten.gelu.out(x, approximate="tanh", out=out),
+             lambda dy, x, out: torch.ops.aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=out)),
+    "silu": (lambda x, out: torch.ops.aten.silu.out(x, out=out), lambda dy, x, out: torch.ops.aten.silu_backward.grad_input(dy, x, grad_input=out)),
 }
 
 
-def _of_one_dtype(name: str, first: torch.Tensor, *others: Any) -> bool:
-    return name in _OWN and all(isinstance(t, torch.Tensor) and t.dtype == first.dtype for t in others)
+def is_own(name: str, *tensors: Any) -> bool:
+    """True if one operation of PyTorch's computes this activation of these tensors, or its gradient."""
+    return name in _OWN and all(isinstance(t, torch.Tensor) and t.dtype == tensors[0].dtype for t in tensors)
 
 
 def _slope_times(name: str, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The gradient of x in FP32."""
-    return _OWN[name][1](dy, x) if name in _OWN else dy * ACTIVATIONS[name][1](x)
+    return _OWN[name][1](dy, x, torch.empty_like(x)) if name in _OWN else dy * ACTIVATIONS[name][1](x)
 
 
 def _forward(name: str, input: torch.Tensor, output: Any) -> None:
-    if _of_one_dtype(name, input, output):
-        output.copy_(_OWN[name][0](input))
+    if is_own(name, input, output):
+        _OWN[name][0](input, output)
         return
     store(output, ACTIVATIONS[name][0](values(input)), input.dtype)
 
 
 def _backward(name: str, grad: torch.Tensor, input: torch.Tensor, output: Any) -> None:
-    if _of_one_dtype(name, input, grad, output):
-        output.copy_(_OWN[name][1](grad, input))
+    if is_own(name, input, grad, output):
+        _OWN[name][1](grad, input, output)
         return
     store(output, _slope_times(name, values(grad), values(input)), grad.dtype)
 
 
 def _bias_backward(name: str, grad: torch.Tensor, input: torch.Tensor, output: Any, dbias: torch.Tensor) -> None:
-    if _of_one_dtype(name, input, grad, output):
-        dx = _OWN[name][1](grad, input)
-        dbias.copy_(dx.reshape(-1, dx.shape[-1]).sum(0, dtype=torch.float32))
-        output.copy_(dx)
+    if is_own(name, input, grad, output):
+        _OWN[name][1](grad, input, output)
+        dbias.copy_(output.reshape(-1, output.shape[-1]).sum(0, dtype=torch.float32))
         return
     dx = _slope_times(name, values(grad), values(input))
     dbias.copy_(dx.reshape(-1, dx.shape[-1]).sum(0))
     store(output, dx, grad.dtype)
+
+
+PLAIN = (_forward, _backward, _bias_backward)  # the functions of activations without a gate
 
 
 def _gated_forward(name: str, input: torch.Tensor, output: Any) -> None:

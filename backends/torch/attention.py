@@ -29,7 +29,15 @@ def _heads(t: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def _store_heads(out: torch.Tensor, x: torch.Tensor, layout: str) -> None:
-    out.copy_(x.permute(2, 0, 1, 3) if layout == "sbhd" else x.transpose(1, 2) if layout == "bshd" else x[0].transpose(0, 1))
+    x = x.permute(2, 0, 1, 3) if layout == "sbhd" else x.transpose(1, 2) if layout == "bshd" else x[0].transpose(0, 1)
+    if _by_fours(out) and _by_fours(x) and x.dtype == out.dtype:  # PyTorch copies strided tensors element by element
+        out, x = out.view(torch.int64), x.view(torch.int64)
+    out.copy_(x)
+
+
+def _by_fours(t: torch.Tensor) -> bool:
+    """True if rows of a tensor in half precision can be read as elements of 8 bytes."""
+    return t.element_size() == 2 and t.stride(-1) == 1 and not any(n % 4 for n in (t.shape[-1], t.storage_offset(), *t.stride()[:-1]))
 
 
 def _rows(batch: int, size: int, lengths: Optional[torch.Tensor], starts: Optional[torch.Tensor], layout: str, device: torch.device) -> _Rows:
@@ -123,16 +131,26 @@ def _by_heads(t: torch.Tensor, layout: str) -> torch.Tensor:
     return t.permute(1, 2, 0, 3) if layout == "sbhd" else t.transpose(1, 2)
 
 
+def _by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:
+    """True if cuDNN computes this problem of _flash()'s, which it does faster on Hopper GPUs."""
+    if torch.version.hip or torch.cuda.get_device_capability(q.device) < (9, 0):
+        return False
+    return torch.backends.cuda.can_use_cudnn_attention(torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, False))
+
+
 def fused_attn_fwd(q, k, v, o, softmax_lse, bias, alibi_slopes, attn_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
                    softmax_sink, layout, mask_type, softmax_type, scale, dropout_p, window_left, window_right, seed, offset, seed_tensor, offset_tensor,
                    softcap=0.0, **_: Any) -> None:
     if v.shape == k.shape and _flash(q, k, layout, mask_type, softmax_type, dropout_p, window_left, window_right, softcap, bias, alibi_slopes, attn_mask,
                                      cu_seqlens_q, cu_seqlens_kv):
-        result, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*(_by_heads(t, layout) for t in (q, k, v)), 0.0, mask_type != "none",
-                                                                             scale=scale)
+        operands, causal = [_by_heads(t, layout) for t in (q, k, v)], mask_type != "none"
+        if _by_cudnn(*operands, causal):
+            result, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*operands, None, softmax_lse is not None, 0.0, causal, scale=scale)
+        else:
+            result, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*operands, 0.0, causal, scale=scale)
         _store_heads(o, result, layout)
         if softmax_lse is not None:
-            softmax_lse.copy_(lse)
+            softmax_lse.copy_(lse.reshape(softmax_lse.shape))
         return
     p = _Problem(q, k, v, bias, alibi_slopes, attn_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, softmax_sink, layout,
                  mask_type, softmax_type, scale, window_left, window_right, softcap)
@@ -154,10 +172,16 @@ def fused_attn_bwd(d_o, q, k, v, o, softmax_lse, dq, dk, dv, dbias, dsink, bias,
     if v.shape == k.shape and _flash(q, k, layout, mask_type, softmax_type, dropout_p, window_left, window_right, softcap, bias, alibi_slopes, attn_mask,
                                      cu_seqlens_q, cu_seqlens_kv):
         rows = 0 if layout == "sbhd" else 1
-        unused = torch.empty(2, dtype=torch.uint64, device=q.device)
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *(_by_heads(t, layout) for t in (d_o, q, k, v, o)), softmax_lse.contiguous(), None, None, q.shape[rows], k.shape[rows], 0.0, mask_type != "none",
-            unused, unused[0], scale=scale)
+        grad, *operands, result = (_by_heads(t, layout) for t in (d_o, q, k, v, o))
+        lse, causal = softmax_lse.contiguous(), mask_type != "none"
+        sizes = None, None, q.shape[rows], k.shape[rows], 0.0, causal
+        if _by_cudnn(*operands, causal):
+            unused = torch.empty((), dtype=torch.int64, device=q.device)
+            found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(grad, *operands, result, lse[..., None], unused, unused, None, *sizes,
+                                                                                scale=scale)
+        else:
+            unused = torch.empty(2, dtype=torch.uint64, device=q.device)
+            found = torch.ops.aten._scaled_dot_product_flash_attention_backward(grad, *operands, result, lse, *sizes, unused, unused[0], scale=scale)
         for out, gradient in zip((dq, dk, dv), found):
             _store_heads(out, gradient, layout)
         return

@@ -6,14 +6,15 @@ of per-tensor FP8 codes runs as torch._scaled_mm. All others are computed in FP3
 
 from __future__ import annotations
 
-from typing import Any, List, Optional
+import functools
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 
 from te_fl.tensors import Quantized
 
 from te_fl.reference_torch.activation import ACTIVATIONS
-from te_fl.reference_torch.values import store, values
+from te_fl.reference_torch.values import SCALINGS, store, values
 
 _HALF = (torch.float16, torch.bfloat16)
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -31,7 +32,7 @@ def _codes(t: Any, transposed: bool, rowwise: bool) -> Optional[torch.Tensor]:
     """op(t)'s codes in the memory order that torch._scaled_mm takes: the left operand row-major, the right one column-major. None if t has no such
     copy.
     """
-    if not isinstance(t, Quantized) or t.scaling != "tensor" or len(t.shape) != 2:
+    if not isinstance(t, Quantized) or t.scaling not in SCALINGS or len(t.shape) != 2:
         return None
     if transposed == rowwise:  # the copy of the transposed matrix, [K, M] where t is [M, K], has the order
         copy = t.columnwise_data
@@ -39,14 +40,45 @@ def _codes(t: Any, transposed: bool, rowwise: bool) -> Optional[torch.Tensor]:
     return None if t.data is None else t.data.t() if transposed else t.data
 
 
-def _fp8_product(a: Any, b: Any, trans_a: bool, trans_b: bool, out_dtype: torch.dtype, fast: bool) -> Optional[torch.Tensor]:
-    """The product of per-tensor codes; None if torch._scaled_mm cannot compute it here."""
+def _block_scales(t: Any, transposed: bool, rowwise: bool) -> Optional[torch.Tensor]:
+    """The factors of _codes() as torch._scaled_mm takes them for a row-major operand; None if their memory order differs."""
+    own = transposed != rowwise  # the codes are the row-wise copy
+    factors = t.scale_inv if own else t.columnwise_scale_inv
+    rows, columns = t.shape if own else t.shape[::-1]
+    blocks = -(-columns // 128)
+    if t.scaling == "block_1x128":
+        return factors.t() if factors.shape == (blocks, rows) else None
+    return factors if factors.shape == (-(-rows // 128), blocks) else None
+
+
+def _scales(a: Quantized, b: Quantized, trans_a: bool, trans_b: bool, device: torch.device) -> Optional[Tuple[torch.Tensor, torch.Tensor]]:
+    if a.scaling == b.scaling == "tensor":
+        return a.scale_inv.reshape(()), b.scale_inv.reshape(())
+    if "tensor" in (a.scaling, b.scaling) or a.scaling == b.scaling == "block_128x128" or not _multiplies_blocks(device):
+        return None
+    left, right = _block_scales(a, trans_a, True), _block_scales(b, trans_b, False)
+    return None if left is None or right is None else (left, right.t())
+
+
+@functools.cache
+def _multiplies_blocks(device: torch.device) -> bool:
+    """True if cuBLASLt has products of blocks of 128 on the device: Hopper GPUs, from CUDA 12.9."""
+    version = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
+    return version >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _fp8_product(a: Any, b: Any, trans_a: bool, trans_b: bool, fast: bool, out: Optional[torch.Tensor] = None) -> Optional[torch.Tensor]:
+    """The product of codes in `out`, or in FP32; None if torch._scaled_mm cannot compute it here."""
     left, right = _codes(a, trans_a, True), _codes(b, trans_b, False)
     if left is None or right is None or not left.is_cuda or left.dtype not in _CODES or (left.dtype == right.dtype == torch.float8_e5m2):
         return None
     if left.shape[1] % 16 or right.shape[1] % 16 or not left.numel() or not right.numel():
         return None
-    return torch._scaled_mm(left, right, a.scale_inv.reshape(()), b.scale_inv.reshape(()), out_dtype=out_dtype, use_fast_accum=fast)
+    scales = _scales(a, b, trans_a, trans_b, left.device)
+    if scales is None:
+        return None
+    return torch._scaled_mm(left, right, *scales, out_dtype=torch.float32 if out is None else out.dtype, use_fast_accum=fast and a.scaling == "tensor",
+                            out=out)
 
 
 def _half_product(a: Any, b: Any, trans_a: bool, trans_b: bool, d: Any, bias: Optional[torch.Tensor]) -> bool:
@@ -65,7 +97,7 @@ def _half_product(a: Any, b: Any, trans_a: bool, trans_b: bool, d: Any, bias: Op
 
 def _product(a: Any, b: Any, trans_a: bool, trans_b: bool, fast: bool) -> torch.Tensor:
     """op(a) op(b) in FP32."""
-    result = _fp8_product(a, b, trans_a, trans_b, torch.float32, fast)
+    result = _fp8_product(a, b, trans_a, trans_b, fast)
     if result is not None:
         return result
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_cuda and a.dtype in _HALF and a.dtype == b.dtype and a.numel() and b.numel():
@@ -73,23 +105,9 @@ def _product(a: Any, b: Any, trans_a: bool, trans_b: bool, fast: bool) -> torch.
     return _operand(a, trans_a) @ _operand(b, trans_b)
 
 
-def generic_gemm(a: Any, b: Any, d: Any, bias: Optional[torch.Tensor], pre_gelu_out: Any, pre_gelu_in: Any, bias_grad: Optional[torch.Tensor],
-                 trans_a: bool, trans_b: bool, gelu: bool, accumulate: bool, accumulate_bias_grad: bool, use_split_accumulator: bool, alpha: float,
-                 beta: float, residual: Optional[torch.Tensor] = None, d_sum: Optional[torch.Tensor] = None) -> None:
-    if bias_grad is not None:
-        plain = isinstance(a, torch.Tensor) and a.dtype in _HALF
-        total = a.sum(0 if trans_a else 1, dtype=torch.float32) if plain else _operand(a, trans_a).sum(1)
-        bias_grad.copy_(total + values(bias_grad) if accumulate_bias_grad else total)
-    bare = not (gelu or accumulate) and alpha == 1 and residual is None and d_sum is None and pre_gelu_in is None
-    if bare and _half_product(a, b, trans_a, trans_b, d, bias):
-        return
-    fast = not use_split_accumulator
-    if bare and bias is None and isinstance(d, torch.Tensor) and d.dtype in (*_HALF, torch.float32):
-        result = _fp8_product(a, b, trans_a, trans_b, d.dtype, fast)
-        if result is not None:
-            d.copy_(result)
-            return
-    result = _product(a, b, trans_a, trans_b, fast)
+def epilogue(result: torch.Tensor, d: Any, bias: Optional[torch.Tensor], pre_gelu_out: Any, pre_gelu_in: Any, residual: Optional[torch.Tensor],
+             d_sum: Optional[torch.Tensor], gelu: bool, alpha: float, beta: Optional[float], a_dtype: torch.dtype) -> None:
+    """Computes outputs from the product in FP32. beta: None without accumulation."""
     if alpha != 1:
         result = result * alpha
     if bias is not None:
@@ -104,9 +122,36 @@ def generic_gemm(a: Any, b: Any, d: Any, bias: Optional[torch.Tensor], pre_gelu_
         result = result + values(residual)
     if d_sum is not None:
         d_sum.copy_(result.sum(0))
-    if accumulate:
+    if beta is not None:
         result = result + beta * values(d)
-    store(d, result, _dtype(a))
+    store(d, result, a_dtype)
+
+
+def generic_gemm(a: Any, b: Any, d: Any, bias: Optional[torch.Tensor], pre_gelu_out: Any, pre_gelu_in: Any, bias_grad: Optional[torch.Tensor],
+                 trans_a: bool, trans_b: bool, gelu: bool, accumulate: bool, accumulate_bias_grad: bool, use_split_accumulator: bool, alpha: float,
+                 beta: float, residual: Optional[torch.Tensor] = None, d_sum: Optional[torch.Tensor] = None) -> None:
+    run_gemm(epilogue, a, b, d, bias, pre_gelu_out, pre_gelu_in, bias_grad, trans_a, trans_b, gelu, accumulate, accumulate_bias_grad, use_split_accumulator,
+             alpha, beta, residual, d_sum)
+
+
+def run_gemm(last: Callable[..., None], a: Any, b: Any, d: Any, bias: Optional[torch.Tensor], pre_gelu_out: Any, pre_gelu_in: Any,
+             bias_grad: Optional[torch.Tensor], trans_a: bool, trans_b: bool, gelu: bool, accumulate: bool, accumulate_bias_grad: bool,
+             use_split_accumulator: bool, alpha: float, beta: float, residual: Optional[torch.Tensor] = None,
+             d_sum: Optional[torch.Tensor] = None) -> None:
+    """generic_gemm. last: epilogue(), or a function that computes the same."""
+    if bias_grad is not None:
+        plain = isinstance(a, torch.Tensor) and a.dtype in _HALF
+        total = a.sum(0 if trans_a else 1, dtype=torch.float32) if plain else _operand(a, trans_a).sum(1)
+        bias_grad.copy_(total + values(bias_grad) if accumulate_bias_grad else total)
+    bare = not (gelu or accumulate) and alpha == 1 and residual is None and d_sum is None and pre_gelu_in is None
+    if bare and _half_product(a, b, trans_a, trans_b, d, bias):
+        return
+    fast = not use_split_accumulator
+    if bare and bias is None and isinstance(d, torch.Tensor) and d.dtype in (*_HALF, torch.float32) and d.is_contiguous():
+        if _fp8_product(a, b, trans_a, trans_b, fast, d) is not None:
+            return
+    last(result=_product(a, b, trans_a, trans_b, fast), d=d, bias=bias, pre_gelu_out=pre_gelu_out, pre_gelu_in=pre_gelu_in, residual=residual,
+         d_sum=d_sum, gelu=gelu, alpha=alpha, beta=beta if accumulate else None, a_dtype=_dtype(a))
 
 
 def grouped_gemm(a: List[Any], b: List[Any], d: List[torch.Tensor], bias: Optional[List[torch.Tensor]], bias_grad: Optional[List[torch.Tensor]],

@@ -49,12 +49,22 @@ def values(t: Any) -> torch.Tensor:
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
     """The largest absolute value, FP32 []; NaN is ignored, and 0 is that of a tensor without elements."""
-    return x.abs().nan_to_num_(0.0, float("inf")).max() if x.numel() else x.new_zeros(())
+    if not x.numel():
+        return x.new_zeros(())
+    # By rows first: torch.compile makes one block of threads of a reduction whose size it does not know.
+    return matrix(x.abs().nan_to_num_(0.0, float("inf"))).amax(-1).amax()
 
 
 def quotient(numerator: float, x: torch.Tensor) -> torch.Tensor:
     """numerator / x, rounded once. PyTorch divides a number by a tensor as a product with the reciprocal."""
+    if torch.compiler.is_compiling():  # compiled FP32 divisions are approximations; FP64 ones have more than twice the bits
+        return (numerator / x.double()).float()
     return torch.full_like(x, numerator) / x
+
+
+def inverted(scale: torch.Tensor) -> torch.Tensor:
+    """1 / scale, rounded once. A compiled reciprocal() is an approximation."""
+    return quotient(1.0, scale)
 
 
 def scale_from_amax(amax: torch.Tensor, largest: float, epsilon: float, pow2: bool, infinite: float) -> torch.Tensor:
@@ -69,8 +79,7 @@ def scale_from_amax(amax: torch.Tensor, largest: float, epsilon: float, pow2: bo
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """FP8 codes of FP32 values: rounded to nearest even, saturated; NaN becomes 0x7F."""
     largest = torch.finfo(dtype).max
-    codes = x.clamp(-largest, largest).to(dtype)
-    return torch.where(x.isnan(), 0x7F, codes.view(torch.uint8)).view(dtype)
+    return torch.where(x.isnan(), torch.nan, x.clamp(-largest, largest)).to(dtype)  # the code of a negative NaN would be 0xFF
 
 
 def write(out: torch.Tensor, codes: torch.Tensor) -> None:
@@ -89,6 +98,10 @@ def _store_tensor(out: Quantized, x: torch.Tensor, dtype: torch.dtype) -> None:
         scale = out.scale.reshape(())
         if out.amax is not None:
             out.amax.copy_(torch.fmax(out.amax, amax))
+        if torch.compiler.is_compiling():
+            # amax is no NaN, which the compiler does not know. So it computes codes after amax: in one kernel with a reduction of rows, it would write the
+            # column-wise copy with a stride between threads.
+            scale = torch.where(amax.isnan(), amax, scale)
     codes = cast(x * scale, dtype)
     if out.data is not None:
         write(out.data, codes)
@@ -96,7 +109,7 @@ def _store_tensor(out: Quantized, x: torch.Tensor, dtype: torch.dtype) -> None:
         write(out.columnwise_data, matrix(codes.view(torch.uint8)).t().contiguous())
     for inverse in (out.scale_inv, out.columnwise_scale_inv):
         if inverse is not None:
-            inverse.fill_(scale.reciprocal())
+            inverse.fill_(inverted(scale))
 
 
 def _block_codes(x: torch.Tensor, out: Quantized, dtype: torch.dtype, infinite: float) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +122,7 @@ def _block_codes(x: torch.Tensor, out: Quantized, dtype: torch.dtype, infinite: 
     amax = blocks.abs().nan_to_num_(0.0, float("inf")).amax((1, 3))
     scale = scale_from_amax(amax, torch.finfo(dtype).max, out.amax_epsilon, bool(out._flags & POW2_SCALE), infinite)
     codes = cast((blocks * scale[:, None, :, None]).view_as(padded)[:rows, :columns], dtype)
-    return codes, scale.reciprocal()
+    return codes, inverted(scale)
 
 
 def _store_blocks(out: Quantized, x: torch.Tensor, dtype: torch.dtype, infinite: float) -> None:

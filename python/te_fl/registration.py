@@ -471,9 +471,12 @@ def _on_stream(fn: Callable[..., Any], arguments: dict, device_type: int, index:
             return fn(**arguments)
         with torch_streams.on_stream(device, stream):
             return fn(**arguments)
-    if torch is None or device_type not in (DEVICE_TYPES["cuda"], DEVICE_TYPES["rocm"]) or not torch.cuda.is_available():
+    if torch is None or device_type not in (DEVICE_TYPES["cuda"], DEVICE_TYPES["rocm"]):
         return fn(**arguments)
-    if torch.cuda.current_stream(index).cuda_stream == stream and torch.cuda.current_device() == index:
+    if not torch.cuda.is_initialized() and not torch.cuda.is_available():
+        return fn(**arguments)
+    torch.cuda.init()
+    if torch._C._cuda_getCurrentRawStream(index) == stream and torch._C._cuda_getDevice() == index:
         return fn(**arguments)
     with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=index) if stream else torch.cuda.default_stream(index)):
         return fn(**arguments)

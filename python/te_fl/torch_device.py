@@ -98,15 +98,16 @@ def find(dlpack_type: int, index: int, provider: str) -> Optional["TorchDevice"]
     if kind == "cuda" and (dlpack_type == _ROCM) != bool(torch.version.hip):
         return None
     device = TorchDevice(torch.device(kind, index))
-    _register_ops(f"ext:{kind}" if dlpack_type == _EXTENSION else _NAMES[kind])
+    _register_ops(kind, f"ext:{kind}" if dlpack_type == _EXTENSION else _NAMES[kind])
     return device
 
 
-def _register_ops(device_type: str) -> None:
-    """Registers the ops by PyTorch for te-fl's devices of this type, unless that was done."""
+def _register_ops(kind: str, device_type: str) -> None:
+    """Registers the ops by PyTorch for te-fl's devices of this type, PyTorch's of `kind`, unless that was done."""
     with _registering:
         if device_type not in _registered:
-            registration.OpRegistry.instance().register_many(reference_torch.implementations((device_type,)))
+            registration.OpRegistry.instance().register_many([*reference_torch.implementations((device_type,)),
+                                                              *reference_torch.compiled_implementations(kind, (device_type,))])
             _registered.add(device_type)
 
 
@@ -121,6 +122,9 @@ class TorchDevice:
         self._made: Set[int] = set()  # handles of the streams that te-fl has made
         self._events: Dict[int, torch.Event] = {}
         self._numbers = itertools.count(1)
+        # torch.cuda.is_current_stream_capturing() checks each time whether PyTorch has CUDA at all.
+        own = torch._C._cuda_isCurrentStreamCapturing if device.type == "cuda" else None
+        self._capturing: Optional[Callable[[], bool]] = own or getattr(self._module, "is_current_stream_capturing", None)
         current_stream(device)
 
     def create_stream(self) -> int:
@@ -142,10 +146,12 @@ class TorchDevice:
         stream_of(self.device, handle).synchronize()
 
     def is_capturing(self, handle: int) -> bool:
-        if not hasattr(self._module, "is_current_stream_capturing"):
+        if self._capturing is None:
             return False
+        if current_stream(self.device) == handle:
+            return bool(self._capturing())
         with on_stream(self.device, handle):
-            return bool(self._module.is_current_stream_capturing())
+            return bool(self._capturing())
 
     def allocate(self, size: int, alignment: int, handle: int) -> int:
         with on_stream(self.device, handle):  # PyTorch allocates for its current stream

@@ -1,0 +1,156 @@
+"""reference.torch_compiled: ops of reference.torch whose operations torch.compile fuses into few kernels.
+
+The functions are those of reference.torch. Each is compiled when it is first called with arguments of a new kind, which takes seconds. A product is
+PyTorch's own operation, and what follows it is one kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from typing import Any, Callable, Dict, Iterable, List, Optional
+
+import torch
+
+from te_fl.registration import BackendImplKind, OpImpl
+from te_fl.tensors import Quantized
+
+from te_fl.reference_torch import activation, gemm, norm, quantize, rope, scaled_activation, softmax
+from te_fl.reference_torch.values import SCALINGS
+
+_LIMIT = 64  # kinds of arguments of one op; a call of a further kind runs without compilation
+_MODULES = (activation, norm, quantize, rope, scaled_activation, softmax)
+_PARTS = ("data", "columnwise_data", "scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax", "scale")
+log = logging.getLogger("te_fl")
+
+
+def missing(device_type: str) -> Optional[str]:
+    """Why PyTorch's compiler has no kernels for PyTorch's device type, or None if it has."""
+    try:
+        from torch.utils._triton import has_triton
+        if device_type != "cpu" and not has_triton():
+            return "Triton is not installed, or does not know the device"
+        import torch._dynamo.config
+        import torch._dynamo.exc
+        if getattr(torch._dynamo.config, "disable", False):
+            return "torch.compile is off (TORCH_COMPILE_DISABLE)"
+        from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+        init_backend_registration()
+        return None if get_scheduling_for_device(device_type) else f"PyTorch's compiler has no backend for {device_type}"
+    except ImportError as error:
+        return f"PyTorch's compiler cannot be imported: {error}"
+
+
+class _Kind:
+    """What a compiled function depends on: all of a call's arguments but sizes, and of those the width of the first tensor. torch.compile makes kernels
+    for the sizes of the first call, which are the faster ones, and at other sizes kernels for any; it takes sizes of 0 and 1 as constants.
+
+    Tensors with the same memory become one tensor in `arguments`, so that the compiler knows that an output is in the place of an input.
+    """
+
+    def __init__(self, arguments: Dict[str, Any]):
+        self.separate = True  # False: tensors overlap and differ, or one is empty
+        self._key: List[Any] = []
+        self._seen: Dict[int, torch.Tensor] = {}
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                if not self._seen:
+                    self._key.append(value.shape[-1:])
+                arguments[name] = self._add(value)
+            elif isinstance(value, Quantized):
+                self._key.append((value.scaling, value._flags, value.amax_epsilon))
+                for part in _PARTS:
+                    held = getattr(value, part)
+                    if held is None:
+                        self._key.append(None)
+                    else:
+                        setattr(value, part, self._add(held))
+            elif isinstance(value, list):
+                self.separate = self.separate and all(isinstance(t, torch.Tensor) for t in value)
+                self._key.append(len(value))
+                arguments[name] = [self._add(t) if isinstance(t, torch.Tensor) else t for t in value]
+            else:
+                self._key.append(value)
+        self.key = tuple(self._key)
+
+    def _add(self, t: torch.Tensor) -> torch.Tensor:
+        first = self._seen.setdefault(t.data_ptr(), t)
+        if first is t:
+            self.separate = self.separate and t.numel() != 0
+            self._key.append((t.dtype, t.is_contiguous(), *[n if n == 1 else 2 for n in t.shape]))
+            return t
+        if first.dtype != t.dtype or first.shape != t.shape or first.stride() != t.stride():
+            self.separate = False
+        self._key.append(list(self._seen).index(t.data_ptr()))
+        return first
+
+
+class Compiled:
+    """A function that torch.compile compiles once for each kind of arguments."""
+
+    def __init__(self, name: str, function: Callable, unless: Optional[Callable[..., bool]] = None):
+        """name: for messages. unless: called with a call's arguments; True if PyTorch's own operations are as fast."""
+        self._name, self._function, self._unless = name, function, unless
+        self._by_kind: Dict[Any, Callable] = {}
+        self.__signature__ = inspect.signature(function)
+
+    def __call__(self, **arguments: Any) -> Any:
+        # A mode that observes operations has to see them.
+        if torch._C._len_torch_dispatch_stack() > 0 or self._unless is not None and self._unless(**arguments):
+            return self._function(**arguments)
+        kind = _Kind(arguments)
+        if not kind.separate:
+            return self._function(**arguments)
+        run = self._by_kind.get(kind.key) or self._new(kind.key)
+        try:
+            return run(**arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:  # nothing has run
+            log.warning("%s: torch.compile failed, so these arguments run without it: %s", self._name, " ".join(str(error).split("\n")[:2]))
+            self._by_kind[kind.key] = self._function
+            return self._function(**arguments)
+
+    def _new(self, key: Any) -> Callable:
+        if _capturing() or len(self._by_kind) >= _LIMIT:  # a compilation waits for the device, which a capture forbids
+            return self._function
+        own, first, named = self._function, (), {}
+        if isinstance(own, functools.partial):
+            own, first, named = own.func, own.args, own.keywords
+        # PyTorch limits compilations for each code object, so each kind has its own.
+        copy = types.FunctionType(own.__code__.replace(), own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+        copy.__kwdefaults__ = own.__kwdefaults__
+        made = functools.partial(torch.compile(copy, fullgraph=True), *first, **named)
+        return self._by_kind.setdefault(key, made)
+
+
+def _capturing() -> bool:
+    module = torch.get_device_module()
+    return hasattr(module, "is_current_stream_capturing") and module.is_current_stream_capturing()
+
+
+_epilogue = Compiled("generic_gemm", gemm.epilogue)
+
+
+def _generic_gemm(**arguments: Any) -> None:
+    gemm.run_gemm(_epilogue, **arguments)
+
+
+_generic_gemm.__signature__ = inspect.signature(gemm.generic_gemm)  # type: ignore[attr-defined]
+
+
+def _own_activation(name: str, **arguments: Any) -> bool:
+    return activation.is_own(name, *(t for key, t in arguments.items() if key != "dbias"))
+
+
+def implementations(devices: Iterable[str], supports: Dict[str, Callable]) -> Iterable[OpImpl]:
+    """One OpImpl for each op. devices: te-fl's device types. supports: the ops' functions of that name."""
+    def made(name: str, function: Callable) -> OpImpl:
+        return OpImpl(op_name=name, impl_id="reference.torch_compiled", kind=BackendImplKind.REFERENCE, fn=function, supports=supports.get(name),
+                      devices=tuple(devices), scalings=SCALINGS, tensors="torch", in_place=True, deterministic=True, graph_safe=True, priority=60)
+
+    for module in _MODULES:
+        for name, function in module.OPS.items():
+            plain = getattr(function, "func", None) in activation.PLAIN
+            yield made(name, Compiled(name, function, functools.partial(_own_activation, *function.args) if plain else None))
+    yield made("generic_gemm", _generic_gemm)

@@ -1,0 +1,104 @@
+"""reference.torch_compiled: the compiled functions compute what reference.torch's do, and what cannot be compiled runs without compilation."""
+
+import logging
+import unittest
+from unittest import mock
+
+import torch
+
+from te_fl.reference_torch import activation, compiled, gemm, quantize
+from te_fl.tensors import Quantized
+
+E4M3 = torch.float8_e4m3fn
+
+
+def quantised(rows, columns):
+    return Quantized(torch.zeros(rows, columns, dtype=E4M3), columnwise_data=torch.zeros(columns, rows, dtype=E4M3), scale_inv=torch.zeros(1),
+                     amax=torch.zeros(1), scale=torch.zeros(1), compute_scale=True)
+
+
+def parts(t):
+    return [t.data.view(torch.uint8), t.columnwise_data.view(torch.uint8), t.scale_inv, t.amax, t.scale]
+
+
+def through_autograd_only(function, **_):
+    """torch.compile without code generation, whose C++ compiler takes seconds for each kind of arguments."""
+    return COMPILE(function, fullgraph=True, backend="aot_eager")
+
+
+COMPILE = torch.compile
+
+
+class CompiledReferenceTest(unittest.TestCase):
+    def test_generated_code_quantises_to_the_bit(self):
+        torch.manual_seed(1)
+        run = compiled.Compiled("quantize", quantize.quantize)
+        for rows in (24, 40):  # the second number of rows runs the kernels for any
+            x = torch.randn(rows, 20).bfloat16()
+            x[1, 2], x[2, 3], x[3, 4] = -torch.nan, 7.0, -0.0
+            expected, found = quantised(rows, 20), quantised(rows, 20)
+            quantize.quantize(x, expected, None)
+            run(input=x, output=found, noop_flag=None)
+            for one, other in zip(parts(expected), parts(found)):
+                self.assertTrue(torch.equal(one, other))
+        self.assertEqual(found.data.view(torch.uint8)[1, 2].item(), 0x7F)
+        self.assertEqual(len(run._by_kind), 1)
+
+    def test_an_output_in_the_place_of_the_residual(self):
+        a, b, h = torch.randn(8, 4), torch.randn(6, 4), torch.randn(8, 6)
+        expected = a @ b.t() + h
+        with mock.patch.object(torch, "compile", through_autograd_only), mock.patch.object(compiled, "_epilogue", compiled.Compiled("generic_gemm", gemm.epilogue)):
+            d = h.clone()
+            compiled._generic_gemm(a=a, b=b, d=d, bias=None, pre_gelu_out=None, pre_gelu_in=None, bias_grad=None, trans_a=False, trans_b=True, gelu=False,
+                                   accumulate=False, accumulate_bias_grad=False, use_split_accumulator=True, alpha=1.0, beta=0.0,
+                                   residual=torch.from_dlpack(d))
+            self.assertEqual(len(compiled._epilogue._by_kind), 1)
+        torch.testing.assert_close(d, expected)
+
+    def test_overlapping_and_empty_tensors_and_modes_run_without_compilation(self):
+        run = compiled.Compiled("srelu", activation.OPS["srelu"])
+        with mock.patch.object(torch, "compile", side_effect=AssertionError("compiled")):
+            x = torch.randn(4, 6)
+            run(input=x[:, :3], output=x[:, :3].as_strided((3, 4), (6, 1)).t())  # one address, other strides
+            run(input=torch.empty(0, 6), output=torch.empty(0, 6))
+            with torch.utils.flop_counter.FlopCounterMode(display=False):
+                run(input=torch.ones(2, 3), output=torch.empty(2, 3))
+
+    def test_an_operation_of_pytorch_is_not_compiled(self):
+        implementation = next(i for i in compiled.implementations(("cpu",), {}) if i.op_name == "gelu")
+        x, y = torch.randn(4, 6), torch.empty(4, 6)
+        with mock.patch.object(torch, "compile", side_effect=AssertionError("compiled")):
+            implementation.fn(input=x, output=y)
+        torch.testing.assert_close(y, torch.nn.functional.gelu(x, approximate="tanh"))
+
+    def test_a_failed_compilation_is_named_once_and_the_op_runs(self):
+        run = compiled.Compiled("srelu", activation.OPS["srelu"])
+
+        def failing(function, **_):
+            def call(*_, **arguments):
+                raise torch._dynamo.exc.BackendCompilerFailed(failing, RuntimeError("no compiler for this chip"), mock.Mock())
+            return call
+        x, y = torch.randn(4, 6), torch.empty(4, 6)
+        with mock.patch.object(torch, "compile", failing), self.assertLogs(logging.getLogger("te_fl"), "WARNING") as logged:
+            run(input=x, output=y)
+            run(input=x, output=y)
+        self.assertEqual(len(logged.output), 1)
+        self.assertRegex(logged.output[0], "srelu: torch.compile failed.*no compiler for this chip")
+        torch.testing.assert_close(y, x.clamp_min(0).square())
+
+    def test_a_compiler_that_is_off_or_absent_has_a_reason(self):
+        self.assertIsNone(compiled.missing("cpu"))
+        self.assertTrue(compiled.missing("acme"))
+        with mock.patch.object(torch._dynamo.config, "disable", True):
+            self.assertIn("TORCH_COMPILE_DISABLE", compiled.missing("cpu"))
+
+    def test_many_kinds_end_in_functions_without_compilation(self):
+        run = compiled.Compiled("clamped_swiglu", activation.OPS["clamped_swiglu"])
+        with mock.patch.object(torch, "compile", lambda function, **_: function) as _:
+            for i in range(compiled._LIMIT + 3):
+                run(input=torch.ones(2, 4), output=torch.empty(2, 2), limit=float(i + 1), alpha=1.0)
+        self.assertEqual(len(run._by_kind), compiled._LIMIT)
+
+
+if __name__ == "__main__":
+    unittest.main()
