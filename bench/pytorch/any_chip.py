@@ -2,14 +2,18 @@
 """Times TransformerLayers of te_fl.pytorch beside the same layer in eager PyTorch, on a device that te-fl makes from PyTorch's (docs/pytorch.md, Another
 vendor's device): with TE_FL_SKIP_CUDA=1 on an NVIDIA GPU, or on any accelerator of PyTorch's.
 
-usage: any_chip.py [--blocks N] [--json FILE]. Prints, for each shape and recipe, the time of a forward and backward as a share of eager BF16's, the
+usage: any_chip.py [--blocks N] [--json FILE] [--values FILE]. Prints, for each shape and recipe, the time of a forward and backward as a share of eager BF16's, the
 median of alternating blocks after the chip is hot, and which implementations served.
+
+--values FILE: in place of times, runs a small layer with each recipe, without a wait for the device, and as a captured graph. Writes its results to FILE;
+if FILE exists (written with the CUDA plugin, say), prints how far the results are from those in it, and BF16's from FP64.
 """
 
 import argparse
 import collections
 import contextlib
 import json
+import os
 import statistics
 import time
 
@@ -71,10 +75,83 @@ def run(shape, blocks):
     return {name: {"ms": statistics.median(t), "of_eager": statistics.median(t) / eager, "served": served[name]} for name, t in times.items()}
 
 
+def distance(one, other):
+    """The norm of the difference as a share of the norm."""
+    return ((one.double() - other.double()).norm() / other.double().norm()).item()
+
+
+def compared(named):
+    """All parameters but the keys' bias, whose gradient is 0."""
+    return [p for name, p in named if not name.endswith("key_bias")]
+
+
+def layer_values(recipe):
+    """The output, the input's gradient and the weights' gradients of one step, and the output of the step's graph."""
+    torch.manual_seed(1)
+    hidden, ffn, heads, sequence, batch = 512, 2048, 8, 256, 2
+    layer = te.TransformerLayer(hidden, ffn, heads, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=BF16, device="cpu").to(DEVICE)
+    x = torch.randn(sequence, batch, hidden).to(DEVICE, BF16).requires_grad_()
+    dy = torch.randn(sequence, batch, hidden).to(DEVICE, BF16) * 0.1
+
+    def step():
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = layer(x)
+        grads = torch.autograd.grad(y, [x, *compared(layer.named_parameters())], dy)
+        return [y.detach(), *grads]
+    first = step()
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    graphed = None
+    if recipe is None and DEVICE.type == "cuda":
+        captured = te.make_graphed_callables(layer, (x.detach().requires_grad_(),))
+        graphed = captured(x).detach()
+    return {"values": [t.cpu() for t in first], "graphed": None if graphed is None else graphed.cpu(), "layer": layer, "x": x, "dy": dy}
+
+
+def exact_values(layer, x, dy):
+    """The same step in FP64 by PyTorch's functions on the CPU."""
+    own = {name: p.detach().double().cpu().requires_grad_() for name, p in layer.named_parameters()}
+    x, dy = x.detach().double().cpu().requires_grad_(), dy.double().cpu()
+    f = torch.nn.functional
+
+    def get(end):
+        return next(p for name, p in own.items() if name.endswith(end))
+    s, b, hidden = x.shape
+    normed = f.layer_norm(x, (hidden,), get("layernorm_qkv.layer_norm_weight"), get("layernorm_qkv.layer_norm_bias"))
+    q, k, v = (f.linear(normed, get(f"{name}_weight"), get(f"{name}_bias")).view(s, b, 8, -1).permute(1, 2, 0, 3) for name in ("query", "key", "value"))
+    scores = q @ k.transpose(-1, -2) * (hidden // 8) ** -0.5
+    o = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf).softmax(-1) @ v
+    h = x + f.linear(o.permute(2, 0, 1, 3).reshape(s, b, hidden), get("proj.weight"), get("proj.bias"))
+    up = f.linear(f.layer_norm(h, (hidden,), get("layernorm_mlp.layer_norm_weight"), get("layernorm_mlp.layer_norm_bias")), get("fc1_weight"), get("fc1_bias"))
+    y = h + f.linear(f.gelu(up, approximate="tanh"), get("fc2_weight"), get("fc2_bias"))
+    return [y.detach(), *torch.autograd.grad(y, [x, *compared(own.items())], dy)]
+
+
+def compare_values(path):
+    found = {name: layer_values(recipe) for name, recipe in RECIPES.items()}
+    bf16 = found["BF16"]
+    exact = exact_values(bf16["layer"], bf16["x"], bf16["dy"])
+    print(f"BF16 from FP64: largest distance {max(map(distance, bf16['values'], exact)):.2e}; graph from eager call {distance(bf16['graphed'], bf16['values'][0]):.1e}"
+          if bf16["graphed"] is not None else f"BF16 from FP64: {max(map(distance, bf16['values'], exact)):.2e}")
+    if not os.path.exists(path):
+        torch.save({name: row["values"] for name, row in found.items()}, path)
+        return
+    for name, values in torch.load(path).items():
+        pairs = list(map(distance, found[name]["values"], values))
+        print(f"{name}: output {pairs[0]:.2e}, input's gradient {pairs[1]:.2e}, largest of weights' {max(pairs[2:]):.2e} from {path}")
+    print("  served:", "; ".join(sorted({f"{row['op']}: {row['impl_id']}" for row in te_fl.usage()})))
+
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--blocks", type=int, default=7)
 parser.add_argument("--json")
+parser.add_argument("--values")
 options = parser.parse_args()
+if options.values:
+    compare_values(options.values)
+    raise SystemExit
 results = {}
 for name, shape in SHAPES.items():
     results[name] = run(shape, options.blocks)
