@@ -158,7 +158,7 @@ class _Loader(importlib.abc.Loader):
         if name in _EXTENSIONS:
             return
         if name == _OLD_EXTENSION:
-            served = importlib.import_module("te_fl.compat.extensions")
+            served = importlib.import_module("te_fl.transformer_engine_torch.extensions")
             vars(module).update({own: getattr(served, own) for own in served.__all__}, __getattr__=functools.partial(_Extension.__getattr__, module))
             return
         for need in _NEEDS.get(name, ()):
