@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict
+from typing import Dict
 
 import torch
 
@@ -16,34 +16,27 @@ _DEVICE_TYPES = {"cpu": 1, "cuda": 10 if torch.version.hip else 2, "xpu": 14}
 _EXTENSION = 12
 
 
-class _Table(dict):
-    """A dict that raises DLPack's error for a key that it does not have."""
+class _Dtypes(dict):
+    """A dict that names a dtype that it does not have in its error."""
 
-    def __missing__(self, key: Any) -> int:
-        raise BufferError(f"DLPack has no {key}")
+    def __missing__(self, key: torch.dtype) -> int:
+        raise RuntimeError(f"DLPack has no {key}")
 
 
 class _Devices(dict):
     def __missing__(self, device: torch.device) -> int:
         kind = _EXTENSION if device.type == torch_streams.private_name() else _DEVICE_TYPES.get(device.type)
         if kind is None:
-            raise BufferError(f"Cannot pack tensors on {device}")
+            raise RuntimeError(f"Cannot pack tensors on {device}")
         self[device] = kind << 32 | (device.index or 0)
         return self[device]
 
 
 # DLPack's dtype: code | bits << 8 | lanes << 16.
-DTYPES: Dict[torch.dtype, int] = _Table({getattr(torch, name): code | bits << 8 | (2 if name.endswith("_x2") else 1) << 16
-                                         for name, (code, bits) in _BITS.items() if hasattr(torch, name)})
+DTYPES: Dict[torch.dtype, int] = _Dtypes({getattr(torch, name): code | bits << 8 | (2 if name.endswith("_x2") else 1) << 16
+                                          for name, (code, bits) in _BITS.items() if hasattr(torch, name)})
 DEVICES: Dict[torch.device, int] = _Devices()  # DLPack's device: type << 32 | index
-_BY_NUMBER = {number: dtype for dtype, number in DTYPES.items()}
-
-
-def from_dlpack(capsule: Any, dtype: int) -> torch.Tensor:
-    """The tensor of a DLPack capsule. dtype: that of a tensor of FP8 codes, which the capsule has as uint8; else 0."""
-    wanted = _BY_NUMBER[dtype] if dtype else None
-    tensor = torch._C._from_dlpack(capsule)
-    return tensor if wanted is None else tensor.view(wanted)
+CODES = {code: getattr(torch, name) for name, (code, bits) in _BITS.items() if code >= 7 and bits == 8 and hasattr(torch, name)}  # by DLPack's code
 
 
 def current_stream(device_type: int, index: int) -> int:

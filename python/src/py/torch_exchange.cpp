@@ -85,27 +85,37 @@ void describe(PyObject* tensor, Extents& extents, te_fl_dltensor& out) {
 // uint8, since that PyTorch refuses FP8 by DLPack.
 struct Unversioned {
   Managed managed;
-  ManagedVersioned* versioned;
+  ManagedVersioned* versioned;  // null: the tensor does not own it
 };
 
+void release(Managed* managed) {
+  const std::unique_ptr<Unversioned> own(static_cast<Unversioned*>(managed->context));
+  if (own->versioned != nullptr) own->versioned->deleter(own->versioned);
+}
+
+// If this throws, the caller owns `versioned`, as before.
 Ref import_tensor(ManagedVersioned* versioned) {
-  static PyObject* const import = find_attribute("te_fl.torch_exchange", "from_dlpack");
+  static PyObject* const import = find_attribute("torch._C", "_from_dlpack");
+  static PyObject* const codes = find_attribute("te_fl.torch_exchange", "CODES");
   auto made = std::make_unique<Unversioned>();
   made->versioned = versioned;
-  made->managed = {
-      versioned->tensor, made.get(), [](Managed* managed) {
-        const std::unique_ptr<Unversioned> own(static_cast<Unversioned*>(managed->context));
-        own->versioned->deleter(own->versioned);
-      }};
-  te_fl_dtype& dtype = made->managed.tensor.dtype;
-  const bool coded = dtype.code >= kFirstFloat8 && dtype.bits == 8;
-  const int64_t number = coded ? dtype.code | dtype.bits << 8 | dtype.lanes << 16 : 0;
-  if (coded) dtype.code = kUnsigned;
+  made->managed = {versioned->tensor, made.get(), release};
+  te_fl_dltensor& tensor = made->managed.tensor;
+  tensor.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  tensor.byte_offset = 0;  // PyTorch 2.7 does not read the offset
+  Ref dtype;
+  if (tensor.dtype.code >= kFirstFloat8 && tensor.dtype.bits == 8) {
+    const Ref code = to_python(int64_t{tensor.dtype.code});
+    dtype = Ref::take(PyObject_GetItem(codes, code.get()));
+    tensor.dtype.code = kUnsigned;
+  }
   const Ref capsule = Ref::take(PyCapsule_New(&made->managed, "dltensor", nullptr));
-  Ref tensor =
-      Ref::take(PyObject_CallFunction(import, "OL", capsule.get(), static_cast<long long>(number)));
-  static_cast<void>(made.release());  // the tensor owns it
-  return tensor;
+  Ref object = call(import, capsule.get());
+  Unversioned& owner = *made.release();
+  if (!dtype) return object;
+  PyObject* const viewed = PyObject_CallMethod(object.get(), "view", "O", dtype.get());
+  if (viewed == nullptr) owner.versioned = nullptr;
+  return Ref::take(viewed);
 }
 
 int to_object(ManagedVersioned* versioned, void** out) noexcept {

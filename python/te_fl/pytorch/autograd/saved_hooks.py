@@ -28,12 +28,13 @@ else:
     def top(ignore_is_tracing: bool) -> Optional[Tuple[Callable, Callable]]:
         return _thread.hooks[-1] if _thread.hooks else None
 
+    # PyTorch's stack and the list change in one line, so that no KeyboardInterrupt comes between them.
     def push(pack: Callable, unpack: Callable) -> None:
-        _push(pack, unpack)
-        _thread.hooks.append((pack, unpack))
+        hooks = _thread.hooks
+        hooks.append((pack, unpack)), _push(pack, unpack)
 
     def pop() -> None:
-        _pop()
-        del _thread.hooks[-1:]
+        hooks = _thread.hooks
+        _pop(), hooks and hooks.pop()
 
     _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks = push, pop
