@@ -1,4 +1,4 @@
-"""How the native module exchanges tensors with a PyTorch older than 2.11, which has no C functions for it. Imported with such a PyTorch only."""
+"""Exchanges tensors of the native module with a PyTorch older than 2.11, which has no C functions for it. Imported with such a PyTorch only."""
 
 from __future__ import annotations
 
