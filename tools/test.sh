@@ -113,6 +113,9 @@ if [ "$mode" != quick ]; then
 fi
 stage release-build release_build
 [ "$mode" = quick ] || stage wheel wheel
+if [ "$mode" = long ] && [ -z "${TE_FL_TEST_PYTHON:-}" ]; then # needs PyPI
+  stage torch-versions python3 tools/torch_versions.py build/wheel/te_fl-*.whl
+fi
 
 start=$SECONDS
 echo "== ctest"

@@ -18,6 +18,7 @@ from te_fl.reference_torch.values import SCALINGS, store, values
 
 _HALF = (torch.float16, torch.bfloat16)
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_MM_IN_FP32 = "dtype" in torch.ops.aten.mm.overloads()  # torch.mm takes out_dtype since PyTorch 2.8
 
 
 def _operand(t: Any, transposed: bool) -> torch.Tensor:
@@ -100,7 +101,8 @@ def _product(a: Any, b: Any, trans_a: bool, trans_b: bool, fast: bool) -> torch.
     result = _fp8_product(a, b, trans_a, trans_b, fast)
     if result is not None:
         return result
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_cuda and a.dtype in _HALF and a.dtype == b.dtype and a.numel() and b.numel():
+    if (_MM_IN_FP32 and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_cuda and a.dtype in _HALF and a.dtype == b.dtype
+            and a.numel() and b.numel()):
         return torch.mm(a.t() if trans_a else a, b.t() if trans_b else b, out_dtype=torch.float32)
     return _operand(a, trans_a) @ _operand(b, trans_b)
 

@@ -10,6 +10,14 @@ def did_you_mean(name: str, known) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note to the error. Python 3.10 has no notes: there the text becomes part of the message."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.args = ("\n".join([*map(str, error.args[:1]), note]), *error.args[1:])
+
+
 class Error(RuntimeError):
     """Any failure that te-fl reports. str() begins with the status code of the class, which the arguments do not contain."""
 

@@ -7,7 +7,7 @@ from importlib import import_module, metadata
 from typing import Optional
 
 NAMES = {"torch": "PyTorch", "jax": "JAX"}
-MINIMUM = {"torch": "2.11", "jax": "0.10"}
+MINIMUM = {"torch": "2.7", "jax": "0.10"}
 
 
 def installed(package: str) -> Optional[str]:
@@ -16,7 +16,8 @@ def installed(package: str) -> Optional[str]:
     return next(versions, None)
 
 
-def _numbers(version: str) -> tuple:
+def numbers(version: str) -> tuple:
+    """The numbers at the beginning of a version: (2, 9, 1) for 2.9.1+cu128."""
     return tuple(int(n) for n in re.match(r"[0-9.]*", version).group().split(".") if n)
 
 
@@ -25,7 +26,7 @@ def refusal(package: str, version: Optional[str] = None) -> Optional[str]:
     installed.
     """
     version, least = version or installed(package), MINIMUM[package]
-    if version is None or _numbers(version) >= _numbers(least):
+    if version is None or numbers(version) >= numbers(least):
         return None
     return f"{NAMES[package]} {version} is installed; te_fl needs {least} or newer (pip install --upgrade '{package}>={least}')"
 

@@ -14,7 +14,7 @@ import torch
 
 from te_fl import _native, reference_torch, registration
 from te_fl.errors import Unsupported
-from te_fl.torch_streams import current_stream, is_accelerator, on_stream, private_name, stream_of, streams
+from te_fl.torch_streams import current_stream, handle_of, is_accelerator, on_stream, private_name, stream_of, streams
 
 # PyTorch's device types by DLPack's numbers, which are also te-fl's; an extension device is PrivateUse1.
 _TYPES = {2: "cuda", 10: "cuda", 14: "xpu"}
@@ -130,7 +130,7 @@ class TorchDevice:
     def create_stream(self) -> int:
         for _ in range(64):  # PyTorch may hand out the streams of a pool in turn
             stream = torch.Stream(self.device)
-            handle = stream.native_handle
+            handle = handle_of(stream, self.device)
             with self._lock:
                 if handle not in self._made:
                     self._made.add(handle)

@@ -23,6 +23,19 @@ def is_accelerator(device_type: str) -> bool:
     return accelerator is not None and accelerator.type == device_type
 
 
+def handle_of(stream: torch.Stream, device: torch.device) -> int:
+    """The vendor's handle of a stream. Before PyTorch 2.11 only the vendor's class of streams has it, as cuda_stream, npu_stream or musa_stream."""
+    if hasattr(stream, "native_handle"):
+        return stream.native_handle
+    kind = getattr(torch.get_device_module(device), "Stream", None)
+    name = "sycl_queue" if device.type == "xpu" else f"{device.type}_stream"
+    if kind is None or not hasattr(kind, name):
+        raise RuntimeError(f"PyTorch {torch.__version__} has no torch.Stream.native_handle, and torch.{device.type} no class Stream with {name}")
+    if not hasattr(stream, name):
+        stream = kind(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+    return getattr(stream, name)
+
+
 def current_stream(device: torch.device) -> int:
     """The vendor's handle of the calling thread's current stream on the device; 0 is the default stream."""
     if device.type == "cuda" and torch.cuda.is_initialized():  # PyTorch's shorter way; a stream can be made again from the handle
@@ -31,17 +44,17 @@ def current_stream(device: torch.device) -> int:
         if not is_accelerator(device.type):
             raise RuntimeError(f"PyTorch's accelerator is {torch.accelerator.current_accelerator()}")
         stream = torch.accelerator.current_stream(device.index or 0)
-        handle = stream.native_handle
+        handle = handle_of(stream, device)
     except (ImportError, RuntimeError) as error:
         raise Unsupported(f"PyTorch does not tell the current stream of {device}, on which te-fl has to work ({error}); the vendor's "
                           f"backend must register PrivateUse1HooksInterface and torch.{device.type}, and its device guard implement "
-                          "getStreamNativeHandle()") from None
+                          f"getStreamNativeHandle() or torch.{device.type}.Stream have {device.type}_stream") from None
     streams[device.type, device.index or 0, handle] = stream
     return handle
 
 
 def private_stream(index: int) -> int:
-    """current_stream() of the PrivateUse1 device with this index. PyTorch 2.11's DLPack exchange API reports the current stream for CUDA only."""
+    """current_stream() of the PrivateUse1 device with this index. PyTorch's DLPack exchange API reports the current stream for CUDA only."""
     return current_stream(torch.device(private_name(), index))
 
 

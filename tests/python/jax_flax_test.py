@@ -137,7 +137,6 @@ class Modules(unittest.TestCase):
     def test_unsupported_features_are_refused(self):
         x = normal(2, 4, 16)
         for module, text in (
-                (tf.DenseGeneral(4, quantization_checkpoint_name="q"), r"DenseGeneral\(quantization_checkpoint_name='q'\) is not supported"),
                 (tf.LayerNormDenseGeneral(4, axis=1), r"LayerNormDenseGeneral\(axis=1\) is not supported"),
                 (tf.LayerNormMLP(axis=1), r"LayerNormMLP\(axis=1\) is not supported")):
             with self.assertRaisesRegex(NotImplementedError, text):

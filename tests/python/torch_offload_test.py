@@ -85,8 +85,9 @@ def run(layers, recipe, context=None, sync=None, after=None, dtype=torch.float32
 
 class Offload(unittest.TestCase):
     def setUp(self):
-        self.enterContext(mock.patch.object(offload, "LEAST_BYTES", 256))
-        self.enterContext(warnings.catch_warnings())
+        for context in (mock.patch.object(offload, "LEAST_BYTES", 256), warnings.catch_warnings()):
+            context.__enter__()
+            self.addCleanup(context.__exit__, None, None, None)
         warnings.simplefilter("ignore", UserWarning)
 
     def same(self, got, want):

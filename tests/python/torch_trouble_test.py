@@ -27,6 +27,7 @@ from te_fl import _native  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
 from te_fl.errors import FailedPrecondition  # noqa: E402
+from te_fl.pytorch.autograd import saved_hooks  # noqa: E402
 from te_fl.pytorch.fp8 import quantization  # noqa: E402
 
 
@@ -526,7 +527,7 @@ class Interrupts(Each):
     @unittest.mock.patch.object(sys, "unraisablehook", lambda _: None)
     def test_at_every_line_of_pytorchs_checkpoints(self):
         """After an interrupt no record is left open, and PyTorch's saved-tensor hooks are as before."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks
+        hooks = saved_hooks.top
         outer, inner = (randomise(te.Linear(32, 32, device="cpu"), seed) for seed in (1, 2))
         checkpoint, recipe = torch.utils.checkpoint.checkpoint, Float8CurrentScaling()
         ways = {"hooks": functools.partial(checkpoint, use_reentrant=False), "reentrant": functools.partial(checkpoint, use_reentrant=True),

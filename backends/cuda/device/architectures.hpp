@@ -1,7 +1,10 @@
 // The GPU architectures for which this build has kernels. Plain C++, so tests run without a GPU.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
+#include <span>
+#include <string>
 #include <string_view>
 
 namespace te_fl::cuda {
@@ -39,6 +42,23 @@ constexpr std::string_view architecture_for(int architecture) {
     rest.remove_prefix(one.size() < rest.size() ? one.size() + 1 : rest.size());
   }
   return best;
+}
+
+// If the plugin's code runs on none of the GPUs, which have these architectures, returns why the
+// plugin takes no device. Empty if its code runs on one, or if there is no GPU. On a machine with
+// GPUs of several kinds the plugin takes all, and a launch on a GPU without code is an error.
+inline std::string refuse_all(std::string_view built, std::span<const int> gpus) {
+  const auto served = [&](int gpu) { return built_for(built, gpu); };
+  if (gpus.empty() || std::any_of(gpus.begin(), gpus.end(), served)) return "";
+  const int first = gpus.front();
+  const std::string_view wanted = architecture_for(first);
+  return "the CUDA plugin has kernels for the architectures " + std::string(built) +
+         ", and this GPU has compute capability " + std::to_string(first / 10) + "." +
+         std::to_string(first % 10) +
+         (wanted.empty()
+              ? "; kernels can be built for " + std::string(kKnownArchitectures) + " only"
+              : "; build te-fl with TE_FL_CUDA_ARCHITECTURES=" + std::string(wanted) + " or all") +
+         ". Its ops run by PyTorch (reference.torch) or on the host";
 }
 
 }  // namespace te_fl::cuda

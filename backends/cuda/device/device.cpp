@@ -429,6 +429,15 @@ void keep_freed_memory(int device) {
 
 }  // namespace
 
+std::vector<int> gpu_architectures() {
+  int count = 0;
+  std::vector<int> found;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+  (void)cudaGetLastError();
+  for (int i = 0; i < count; ++i) found.push_back(read_architecture(i));
+  return found;
+}
+
 void enumerate(size_t cache_bytes, std::vector<Device>& devices, std::string& why) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);

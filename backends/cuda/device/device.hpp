@@ -21,6 +21,9 @@ struct Device {
 // freed memory that each device may keep for later allocations.
 void enumerate(size_t cache_bytes, std::vector<Device>& devices, std::string& why);
 
+// 10 * major + minor of the compute capability of each GPU; empty without a driver or a GPU.
+std::vector<int> gpu_architectures();
+
 // Frees the device's memory. Called before the device is removed, when none of its memory is in
 // use.
 void give_back_memory(Device& device) noexcept;

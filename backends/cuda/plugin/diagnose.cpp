@@ -116,6 +116,8 @@ void report_libraries(const te_fl_finding_sink& findings, bool devices) {
 
 }  // namespace
 
+std::string_view built_architectures() noexcept { return TE_FL_CUDA_ARCHITECTURES; }
+
 void report_surroundings(const std::vector<Device>& devices, const std::string& why_no_device,
                          const te_fl_finding_sink& findings) {
   report_driver(findings, !devices.empty(), why_no_device);

@@ -4,6 +4,7 @@
 
 #include "attention/cudnn.hpp"
 #include "comm/nccl_comm.hpp"
+#include "device/architectures.hpp"
 #include "device/cuda_check.hpp"
 #include "device/device.hpp"
 #include "device/side_streams.hpp"
@@ -72,6 +73,11 @@ Cuda::Cuda(const te_fl_host_api& host)
                          backend::setting_is_on(host, "TE_FL_CUDA_GEMM_TUNE"), &host);
   configure_grouped_gemm(backend::setting(host, "TE_FL_CUDA_GROUPED_STREAMS"));
   configure_attention(backend::setting_mebibytes(host, "TE_FL_CUDA_ATTENTION_SCRATCH_MB", 2048));
+  why_no_device = refuse_all(built_architectures(), gpu_architectures());
+  if (!why_no_device.empty()) {  // neither devices nor ops, so that PyTorch's device may be used
+    backend::log(host, TE_FL_LOG_WARNING, why_no_device);
+    return;
+  }
   enumerate(backend::setting_mebibytes(host, "TE_FL_DEVICE_CACHE_MB", 512), found, why_no_device);
   if (found.empty()) backend::log(host, TE_FL_LOG_DEBUG, "no CUDA device: " + why_no_device);
   for (const Device& d : found) devices.push_back(&d.desc);

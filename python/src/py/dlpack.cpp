@@ -8,6 +8,7 @@
 
 #include "py/errors.hpp"
 #include "py/exchange.hpp"
+#include "py/torch_exchange.hpp"
 #include "te_fl/status.hpp"
 
 namespace te_fl::python {
@@ -29,7 +30,7 @@ const Exchange* ask_exchange(PyTypeObject* type) {
       PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
   if (capsule == nullptr) {
     PyErr_Clear();
-    return nullptr;
+    return find_older_torch(type);
   }
   const Ref owner = Ref::take(capsule);
   const auto* found =
@@ -183,9 +184,11 @@ bool is_torch(const Exchange& api) {
 
 }  // namespace
 
-te_fl_dltensor describe(const Exchange& api, PyObject* object, const char* name) {
+te_fl_dltensor describe(const Exchange& api, PyObject* object, const char* name, Extents& extents) {
   te_fl_dltensor t{};
-  if (api.describe(object, &t) != 0) throw_without_memory(object, name);
+  const bool described = api.describe != nullptr ? api.describe(object, &t) == 0
+                                                 : describe_by_calls(object, extents, t);
+  if (!described) throw_without_memory(object, name);
   refuse_ranks_tensor(t, object, name);
   return t;
 }
@@ -298,7 +301,7 @@ te_fl_dltensor Borrowed::by_capsule(PyObject* object, bool written, const char* 
 te_fl_dltensor Borrowed::describe(PyObject* object, bool written, const char* name) {
   te_fl_dltensor t{};
   if (const Exchange* api = find_exchange(Py_TYPE(object)); api != nullptr) {
-    t = python::describe(*api, object, name);
+    t = python::describe(*api, object, name, extents_);
     exchange_ = api;
   } else {
     t = by_capsule(object, written, name);
@@ -314,7 +317,7 @@ te_fl_dltensor Borrowed::describe(PyObject* object, bool written, const char* na
 
 void Borrowed::count_packed(te_fl_dltensor& t) {
   if (t.strides != nullptr || t.ndim < 1) return;  // te-fl's dtype check refuses this tensor
-  std::vector<int64_t>& shape = shapes_.emplace_front(t.shape, t.shape + t.ndim);
+  std::vector<int64_t>& shape = extents_.emplace_front(t.shape, t.shape + t.ndim);
   shape.back() *= 2;
   t.shape = shape.data();
   t.dtype.lanes = 1;

@@ -1,17 +1,14 @@
 // Borrows tensors of other libraries by DLPack for the duration of a call.
 #pragma once
 
-#include <forward_list>
-#include <optional>
-#include <vector>
-
+#include "py/exchange.hpp"
 #include "py/py.hpp"
 #include "te_fl/plugin.h"
 
 namespace te_fl::python {
 
-// Borrows the memory of Python objects until destruction. Uses `__dlpack_c_exchange_api__` if the
-// object's type has it (PyTorch), which costs one function call, and otherwise `__dlpack__`.
+// Borrows the memory of Python objects until destruction. Uses the exchange table of the object's
+// type if it has one (PyTorch), and otherwise `__dlpack__`.
 class Borrowed {
  public:
   Borrowed() = default;
@@ -35,7 +32,7 @@ class Borrowed {
   te_fl_dltensor by_capsule(PyObject* object, bool written, const char* name);
   void count_packed(te_fl_dltensor& t);
 
-  std::forward_list<std::vector<int64_t>> shapes_;  // shapes of tensors with packed 4-bit elements
+  Extents extents_;  // of an older PyTorch's tensors, and of tensors with packed 4-bit elements
   Lent* lent_ = nullptr;  // tensors from DLPack capsules, the newest first
   // Exchange table of the last tensor borrowed by the exchange API.
   const void* exchange_ = nullptr;

@@ -1,6 +1,9 @@
 // DLPack's C exchange API: passes tensors between libraries by C function calls.
 #pragma once
 
+#include <forward_list>
+#include <vector>
+
 #include "py/py.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/plugin.h"
@@ -35,7 +38,7 @@ struct Exchange {
                   void (*)(void*, const char*, const char*));
   int (*from_object)(void*, ManagedVersioned**);
   int (*to_object)(ManagedVersioned*, void**);
-  int (*describe)(void*, te_fl_dltensor*);  // borrowed; may be null
+  int (*describe)(void*, te_fl_dltensor*);  // borrowed; null only in the table of an older PyTorch
   int (*current_stream)(int32_t, int32_t, void**);
 };
 
@@ -47,9 +50,13 @@ const Exchange* find_exchange(PyTypeObject* type);
 // plugin has such a device.
 Result<Device> to_device(const te_fl_device& device);
 
-// Describes the borrowed memory of an object. For an object without memory, the error names the
-// object and gives the library's reason without its C++ stack trace.
-te_fl_dltensor describe(const Exchange& api, PyObject* object, const char* name);
+// Shapes and strides of described tensors.
+using Extents = std::forward_list<std::vector<int64_t>>;
+
+// Describes the borrowed memory of an object. The result's shape and strides live as long as the
+// object and `extents`. For an object without memory, the error names the object and gives the
+// library's reason without its C++ stack trace.
+te_fl_dltensor describe(const Exchange& api, PyObject* object, const char* name, Extents& extents);
 
 // The current stream of the device in the library of `api`; null is the default stream.
 void* current_stream(const Exchange& api, const te_fl_device& device);

@@ -15,14 +15,13 @@ const Exchange& exchange_for(PyObject* object, const char* name) {
   const Exchange* api = find_exchange(Py_TYPE(object));
   if (api == nullptr || api->to_object == nullptr) {
     throw_type_error(std::string(name) + " is a " + type_name(object) +
-                     ", which is no tensor with DLPack's C exchange API; PyTorch has it from 2.11 "
-                     "on");
+                     ", which is no tensor of PyTorch");
   }
   return *api;
 }
 
-te_fl_dltensor describe_object(PyObject* object, const char* name) {
-  return python::describe(exchange_for(object, name), object, name);
+te_fl_dltensor describe_object(PyObject* object, const char* name, Extents& extents) {
+  return python::describe(exchange_for(object, name), object, name, extents);
 }
 
 std::shared_ptr<void> keep_alive(PyObject* object) {
@@ -104,7 +103,8 @@ const char* base_around(PyObject* storage, const char* data, int64_t bytes) {
 
 // The address of a tensor's first element; the caller keeps the tensor alive.
 const char* data_of(PyObject* tensor) {
-  const te_fl_dltensor t = describe_object(tensor, "tensor");
+  Extents extents;
+  const te_fl_dltensor t = describe_object(tensor, "tensor", extents);
   return static_cast<const char*>(t.data) + t.byte_offset;
 }
 
@@ -149,14 +149,16 @@ Ref to_object(const Exchange& api, ManagedVersioned* managed) {
 }  // namespace
 
 Tensor to_tensor(PyObject* object, const char* name, bool keep) {
-  const te_fl_dltensor t = describe_object(object, name);
+  Extents extents;
+  const te_fl_dltensor t = describe_object(object, name, extents);
   auto made = wrap(t, keep ? keep_alive(object) : nullptr);
   if (!made.ok()) throw_status(made.status().wrap(name));
   return *std::move(made);
 }
 
 Tensor to_tensor(PyObject* object, const char* name, std::vector<Lent>& lent) {
-  const te_fl_dltensor t = describe_object(object, name);
+  Extents extents;
+  const te_fl_dltensor t = describe_object(object, name, extents);
   const char* const data = static_cast<char*>(t.data) + t.byte_offset;
   const int64_t bytes = reach_bytes(t);
   const Ref storage = find_storage(object);
@@ -173,7 +175,8 @@ Tensor to_tensor(PyObject* object, const char* name, std::vector<Lent>& lent) {
 
 std::shared_ptr<void> lend_result(PyObject* object, const std::weak_ptr<void>& owner,
                                   std::vector<Lent>& lent) {
-  const te_fl_dltensor t = describe_object(object, "output");
+  Extents extents;
+  const te_fl_dltensor t = describe_object(object, "output", extents);
   const char* const data = static_cast<char*>(t.data) + t.byte_offset;
   const int64_t bytes = reach_bytes(t);
   const Ref storage = find_storage(object);
@@ -185,7 +188,8 @@ std::shared_ptr<void> lend_result(PyObject* object, const std::weak_ptr<void>& o
 }
 
 void* data_address(PyObject* object, const char* name) {
-  const te_fl_dltensor t = describe_object(object, name);
+  Extents extents;
+  const te_fl_dltensor t = describe_object(object, name, extents);
   return static_cast<char*>(t.data) + t.byte_offset;
 }
 

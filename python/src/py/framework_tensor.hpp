@@ -14,10 +14,10 @@
 
 namespace te_fl::python {
 
-// Wraps the memory of `object`, a tensor of a framework with DLPack's C exchange API. `keep`: the
-// result keeps the object alive, and any thread may drop the result; otherwise the caller keeps the
-// object alive. Throws TypeError for other objects, and te-fl's error for memory that it cannot
-// describe; both name `name`.
+// Wraps the memory of `object`, a tensor whose type has an exchange table. `keep`: the result
+// keeps the object alive, and any thread may drop the result; otherwise the caller keeps the object
+// alive. Throws TypeError for other objects, and te-fl's error for memory that it cannot describe;
+// both name `name`.
 Tensor to_tensor(PyObject* object, const char* name, bool keep);
 // The address of the object's first element. Throws the errors of to_tensor().
 void* data_address(PyObject* object, const char* name);

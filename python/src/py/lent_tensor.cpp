@@ -27,6 +27,20 @@ struct Object {
   PyObject_HEAD LentTensor* tensor;
 };
 
+// The buffer protocol. Python's stable ABI has it from 3.11 on; Python 3.10 has the same layout and
+// the same numbers.
+struct Buffer {
+  void* buf;
+  PyObject* obj;
+  Py_ssize_t len, itemsize;
+  int readonly, ndim;
+  char* format;
+  Py_ssize_t *shape, *strides, *suboffsets;
+  void* internal;
+};
+constexpr int kGetBuffer = 1, kReleaseBuffer = 2;  // slots of a type
+constexpr int kWritable = 0x1, kFormat = 0x4, kStrides = 0x10 | 0x8;
+
 LentTensor& of(PyObject* self) { return *reinterpret_cast<Object*>(self)->tensor; }
 
 [[noreturn]] void throw_buffer_error(const std::string& text) {
@@ -254,7 +268,7 @@ const char* format_of(te_fl_dtype dtype) {
   }
 }
 
-void fill_buffer(PyObject* self, Py_buffer* view, int flags) {
+void fill_buffer(PyObject* self, Buffer* view, int flags) {
   LentTensor& t = of(self);
   check_alive(t);
   const char* format = format_of(t.dl.dtype);
@@ -264,9 +278,9 @@ void fill_buffer(PyObject* self, Py_buffer* view, int flags) {
                        std::string(dtype.ok() ? name(*dtype) : "this dtype") + " on " +
                        to_string(t.device()));
   }
-  if ((flags & PyBUF_WRITABLE) != 0 && !t.writable)
+  if ((flags & kWritable) != 0 && !t.writable)
     throw_buffer_error("this tensor is an input of '" + t.lending->op + "', which is not written");
-  if ((flags & PyBUF_STRIDES) != PyBUF_STRIDES && !is_compact(t))
+  if ((flags & kStrides) != kStrides && !is_compact(t))
     throw_buffer_error("this tensor's elements are not contiguous");
   const Py_ssize_t size = t.dl.dtype.bits / 8;
   t.buffer_shape.assign(t.shape.begin(), t.shape.end());
@@ -280,7 +294,7 @@ void fill_buffer(PyObject* self, Py_buffer* view, int flags) {
                               [](Py_ssize_t a, Py_ssize_t b) { return a * b; });
   view->readonly = t.writable ? 0 : 1;
   view->ndim = t.dl.ndim;
-  view->format = (flags & PyBUF_FORMAT) != 0 ? const_cast<char*>(format) : nullptr;
+  view->format = (flags & kFormat) != 0 ? const_cast<char*>(format) : nullptr;
   view->shape = t.dl.ndim > 0 ? t.buffer_shape.data() : nullptr;
   view->strides = t.dl.ndim > 0 ? t.buffer_strides.data() : nullptr;
   view->suboffsets = nullptr;
@@ -290,7 +304,7 @@ void fill_buffer(PyObject* self, Py_buffer* view, int flags) {
   view->obj = self;
 }
 
-int get_buffer(PyObject* self, Py_buffer* view, int flags) noexcept {
+int get_buffer(PyObject* self, Buffer* view, int flags) noexcept {
   try {
     fill_buffer(self, view, flags);
     return 0;
@@ -301,7 +315,7 @@ int get_buffer(PyObject* self, Py_buffer* view, int flags) noexcept {
   view->obj = nullptr;
   return -1;
 }
-void release_buffer(PyObject* self, Py_buffer*) noexcept { of(self).lending->exports.fetch_sub(1); }
+void release_buffer(PyObject* self, Buffer*) noexcept { of(self).lending->exports.fetch_sub(1); }
 
 PyObject* to_numpy(PyObject* self, PyObject*) noexcept {
   return guarded([&] {
@@ -346,8 +360,8 @@ PyType_Slot g_slots[] = {
     {Py_tp_repr, reinterpret_cast<void*>(represent)},
     {Py_tp_getset, g_members},
     {Py_tp_methods, g_methods},
-    {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
-    {Py_bf_releasebuffer, reinterpret_cast<void*>(release_buffer)},
+    {kGetBuffer, reinterpret_cast<void*>(get_buffer)},
+    {kReleaseBuffer, reinterpret_cast<void*>(release_buffer)},
     {Py_tp_doc, const_cast<char*>("A tensor of a call, lent to an implementation while it runs.")},
     {0, nullptr},
 };

@@ -1,8 +1,8 @@
-// Python's stable ABI of 3.11, so that one binary works with every later version.
+// Python's stable ABI of 3.10, so that one binary works with every later version.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
+#define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 #include <unistd.h>
 

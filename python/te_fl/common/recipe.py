@@ -428,7 +428,7 @@ def describe_natively(recipe: Recipe) -> dict:
     amax_compute_algo ('max' or 'most_recent'), functions (Functions, or None) and reduce_amax; the others have pow2_scale and amax_epsilon.
     Unsupported settings raise te_fl.errors.Unsupported, which names the field, its value and an alternative.
     """
-    kind = next((k for k in _SERVED if isinstance(recipe, k)), None)
+    kind = ([k for k in _SERVED if isinstance(recipe, k)] or [None])[0]  # PyTorch 2.7's Dynamo does not trace next() with a default
     if kind is None:
         if not isinstance(recipe, Recipe):
             raise TypeError(f"the recipe is {recipe!r}; it is an object of te_fl.common.recipe, such as DelayedScaling()")

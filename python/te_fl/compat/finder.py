@@ -8,6 +8,7 @@ transformer_engine.pytorch or transformer_engine.jax is.
 from __future__ import annotations
 
 import copyreg
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -25,6 +26,7 @@ from te_fl.errors import FailedPrecondition, Unsupported, did_you_mean
 __all__ = ["as_transformer_engine", "status"]
 
 _ROOT, _EXTENSIONS = "transformer_engine", ("transformer_engine_torch", "transformer_engine_jax")
+_OLD_EXTENSION = "transformer_engine_extensions"  # before Transformer Engine 1.6
 _NAMES = {module: frozenset(names.split()) for module, names in known_names.NAMES.items()}
 _PLUGIN = frozenset(" ".join(table.PLUGINS.values()).split())
 _NAMES.update({"transformer_engine.plugin": frozenset(), **{f"transformer_engine.plugin.core{part}": _PLUGIN
@@ -147,11 +149,17 @@ class _Extension(types.ModuleType):
 
 class _Loader(importlib.abc.Loader):
     def create_module(self, spec):
+        if spec.name == _OLD_EXTENSION:
+            return None
         return (_Extension if spec.name in _EXTENSIONS else _Facade)(spec.name, f"te-fl under Transformer Engine's name {spec.name}.")
 
     def exec_module(self, module) -> None:
         name = module.__name__
         if name in _EXTENSIONS:
+            return
+        if name == _OLD_EXTENSION:
+            served = importlib.import_module("te_fl.transformer_engine_torch.extensions")
+            vars(module).update({own: getattr(served, own) for own in served.__all__}, __getattr__=functools.partial(_Extension.__getattr__, module))
             return
         for need in _NEEDS.get(name, ()):
             importlib.import_module(need)
@@ -183,7 +191,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     """The finder for transformer_engine; a singleton."""
 
     def find_spec(self, fullname: str, path=None, target=None):
-        if fullname not in _NAMES and fullname not in _EXTENSIONS:
+        if fullname not in (*_NAMES, *_EXTENSIONS, _OLD_EXTENSION):
             return None
         return importlib.machinery.ModuleSpec(fullname, _Loader(), origin="te-fl", is_package=fullname in _PACKAGES)
 

@@ -75,7 +75,7 @@ SERVED = {
     "te_fl.jax.attention":
         "AttnBiasType AttnMaskType AttnSoftmaxType CPStrategy QKVFormat QKVLayout SequenceDescriptor canonicalize_attn_mask_type fused_attn "
         "make_swa_mask",
-    "te_fl.jax.dense": "dense",
+    "te_fl.jax.dense": "dense noop_collective_op_set",
     "te_fl.jax.flax":
         "DenseGeneral DotProductAttention LayerNorm LayerNormDenseGeneral LayerNormMLP MultiHeadAttention RelativePositionBiases Softmax "
         "TransformerEngineBase TransformerLayer TransformerLayerType extend_logical_axis_rules make_dot_general_cls rotary_pos_emb "

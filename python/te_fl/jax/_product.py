@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Optional, Tuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from te_fl.jax import _partition, activation, layernorm, ops
 from te_fl.jax._partition import Layout, Spread
@@ -57,14 +58,12 @@ def _gemm(a, b, trans_a: bool, trans_b: bool, shape, dtype, spread: Spread, spli
 
 
 def _input(x, prologue, params, quantizers):
-    """Returns (the GEMM's input, its amax if it is quantised, the values that the prologue's backward reads)."""
+    """Returns (the GEMM's input, the values that the prologue's backward reads)."""
     quantizer = quantizers.x
-    if prologue is None:
-        return (x, None, ()) if quantizer is None else _with_amax(quantizer.quantize(x, spread=(x.ndim - 1, 1)), ())
-    if quantizer is None or quantizer.cut:
-        z, saved = prologue.forward(x, params)
-        return (z, None, saved) if quantizer is None else _with_amax(quantizer.quantize(z, spread=(z.ndim - 1, 1)), saved)
-    return _with_amax(*prologue.forward(x, params, quantizer.output(spread=(prologue.rows(x), 1))))
+    if prologue is not None and quantizer is not None and not quantizer.cut:
+        return prologue.forward(x, params, quantizer.output(spread=(prologue.rows(x), 1)))
+    z, saved = (x, ()) if prologue is None else prologue.forward(x, params)
+    return (z if quantizer is None else quantizer.quantize(z, spread=(z.ndim - 1, 1))), saved
 
 
 def _laid_out(z, axes):
@@ -78,12 +77,12 @@ def _laid_out(z, axes):
                                columnwise_data=with_sharding_constraint_by_logical_axes(z.columnwise_data, across))
 
 
+def _named(quantised: Quantized, name: Optional[str]) -> Quantized:
+    return quantised if name is None else jax.tree.map(lambda array: checkpoint_name(array, name), quantised)
+
+
 def _add(y, bias):
     return y if bias is None else y + bias
-
-
-def _with_amax(quantised, saved):
-    return quantised, quantised.amax, saved
 
 
 def product(x, kernel, bias, params, quantizers: QuantizerSet, prologue: Any, input_axes: Optional[Tuple[Optional[str], ...]] = None):
@@ -101,7 +100,7 @@ def _product(x, kernel, bias, params, quantizers: QuantizerSet, prologue: Any, a
 
 def _forward(x, kernel, bias, params, quantizers, prologue, axes):
     layout = Layout.of((x, kernel, bias, params, quantizers))
-    z, x_amax, saved = _input(x, prologue, params, quantizers)
+    z, saved = _input(x, prologue, params, quantizers)
     z = _laid_out(z, axes)
     # The results of a GEMM sharded along K are summed over devices, so the bias is added once, after the sum.
     inside, after = (None, bias) if _partition.may_cut_programs() else (bias, None)
@@ -111,11 +110,11 @@ def _forward(x, kernel, bias, params, quantizers, prologue, axes):
     if not quantizers.active:
         y = _gemm(z, kernel, False, False, shape, x.dtype, spread, bias=inside)
         return _add(y, after), (x, z, kernel, bias, params, saved, quantizers, None, layout)
-    k = quantizers.kernel.quantize(kernel, spread=like_kernel)
+    z, k = (_named(made, quantizers.checkpoint_name) for made in (z, quantizers.kernel.quantize(kernel, spread=like_kernel)))
     y = _gemm(z.only(columnwise=False), k.only(columnwise=True), False, False, shape, x.dtype, spread, quantizers.split_accumulator[0], inside)
     kept_x = x if prologue is not None else jnp.zeros((0,), x.dtype)
     kept_kernel = jnp.zeros((0,), kernel.dtype)
-    return _add(y, after), (kept_x, z.only(columnwise=True), (k.only(columnwise=False), kept_kernel), bias, params, saved, quantizers, (x_amax, k.amax),
+    return _add(y, after), (kept_x, z.only(columnwise=True), (k.only(columnwise=False), kept_kernel), bias, params, saved, quantizers, (z.amax, k.amax),
                             layout)
 
 
@@ -131,7 +130,8 @@ def _backward(prologue, axes, kept, dy):
         grad = quantizers.dgrad.quantize(dy, spread=like_dy)
         across, down = grad.only(columnwise=False), grad.only(columnwise=True)
         kernel, kernel_dtype = codes, empty.dtype
-        after = QuantizerSet(quantizers.x.after(amaxes[0]), quantizers.kernel.after(amaxes[1]), quantizers.dgrad.after(grad.amax), split)
+        after = dataclasses.replace(quantizers, x=quantizers.x.after(amaxes[0]), kernel=quantizers.kernel.after(amaxes[1]),
+                                    dgrad=quantizers.dgrad.after(grad.amax))
     else:
         across = down = dy
         kernel_dtype, after = kernel.dtype, quantizers

@@ -13,6 +13,9 @@ from te_fl.jax.quantize import QuantizerSet, noop_quantizer_set
 from te_fl.jax.sharding import with_sharding_constraint_by_logical_axes
 
 
+noop_collective_op_set = "no collectives"  # the only value of dense()'s collective_op_set besides None
+
+
 def as_matrices(x: jax.Array, kernel: jax.Array, contracting_dims) -> Tuple[jax.Array, jax.Array, tuple]:
     """Returns x [.., K], the kernel [K, N] (or [K, n, N] if it has two column dimensions larger than 1), and the shape of the result."""
     of_x = [d % x.ndim for d in contracting_dims[0]]
@@ -46,7 +49,7 @@ def dense(x: jax.Array, kernel: jax.Array, bias: Optional[jax.Array] = None,
     The gradient with respect to quantizer_set is its state after the step (te_fl.jax.quantize). transpose_batch_sequence has no effect. *_axes:
     logical axes of te_fl.jax.sharding or of Flax's rules.
     """
-    if collective_op_set is not None:
+    if collective_op_set not in (None, noop_collective_op_set):
         raise Unsupported("te_fl.jax: dense(collective_op_set=..) is not supported: collectives are XLA's; leave it out")
     x = with_sharding_constraint_by_logical_axes(x, input_axes)
     a, b, shape = as_matrices(x, kernel_for(x, kernel, quantizer_set), contracting_dims)

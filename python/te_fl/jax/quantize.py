@@ -128,12 +128,16 @@ jax.tree_util.register_dataclass(Quantizer, data_fields=["scale", "amax_history"
 
 @dataclasses.dataclass(frozen=True)
 class QuantizerSet:
-    """The quantisers of one matrix product. All None: the product is computed in high precision."""
+    """The quantisers of one matrix product. All None: the product is computed in high precision.
+
+    checkpoint_name: the name that policies of jax.checkpoint know the quantised input and kernel by, as jax.ad_checkpoint.checkpoint_name gives it.
+    """
 
     x: Optional[Quantizer] = None
     kernel: Optional[Quantizer] = None
     dgrad: Optional[Quantizer] = None
     split_accumulator: Tuple[bool, bool, bool] = (False, True, True)  # for y, the input's gradient and the kernel's gradient
+    checkpoint_name: Optional[str] = None
 
     @property
     def active(self) -> bool:
@@ -144,7 +148,7 @@ class QuantizerSet:
         return dataclasses.replace(self, x=self.x.read(), kernel=self.kernel.read(), dgrad=self.dgrad.read()) if self.active else self
 
 
-jax.tree_util.register_dataclass(QuantizerSet, data_fields=["x", "kernel", "dgrad"], meta_fields=["split_accumulator"])
+jax.tree_util.register_dataclass(QuantizerSet, data_fields=["x", "kernel", "dgrad"], meta_fields=["split_accumulator", "checkpoint_name"])
 noop_quantizer_set = QuantizerSet()
 
 

@@ -499,6 +499,8 @@ class NVFP4(Scheme):
         rows, columns = rows_and_columns(shape_of(tensor))
         data, other = tensor._rowwise_data, tensor._columnwise_data
         row_scales, column_scales = plain_scales(tensor)
+        if not hasattr(torch, "float4_e2m1fn_x2"):
+            raise Unsupported(f"NVFP4 tensors need torch.float4_e2m1fn_x2, which PyTorch has from 2.8 on; this is PyTorch {torch.__version__}")
         row_amax, column_amax = tensor._amax_rowwise, tensor._amax_columnwise
         return {"data": None if data is None else data.view(rows, columns // 2).view(torch.float4_e2m1fn_x2),
                 "columnwise_data": None if other is None else other.view(columns, rows // 2).view(torch.float4_e2m1fn_x2),

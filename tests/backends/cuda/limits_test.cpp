@@ -62,6 +62,22 @@ TEST(CudaArchitectures, AreThoseThatHaveCode) {
   EXPECT_FALSE(built_for("", 90));
 }
 
+TEST(CudaArchitectures, APluginWithoutCodeForAnyGpuTakesNone) {
+  const auto why = [](std::string_view built, std::vector<int> gpus) {
+    return refuse_all(built, gpus);
+  };
+  EXPECT_EQ(why("90a", {}), "");
+  EXPECT_EQ(why("90a", {90, 90}), "");
+  EXPECT_EQ(why("90a", {86, 90}), "") << "a launch on the other GPU is an error";
+  EXPECT_EQ(why("80,89,90a,100a,120", {121}), "");
+  EXPECT_HAS(why("90a", {86, 86}),
+             "for the architectures 90a, and this GPU has compute capability 8.6");
+  EXPECT_HAS(why("90a", {86}), "TE_FL_CUDA_ARCHITECTURES=80 or all");
+  EXPECT_HAS(why("80,90a", {100}), "TE_FL_CUDA_ARCHITECTURES=100a or all");
+  EXPECT_HAS(why("90a", {103}), "kernels can be built for 80,89,90a,100a,120 only");
+  EXPECT_HAS(why("90a", {75}), "by PyTorch (reference.torch)");
+}
+
 TEST(CudaArchitectures, TheOneToBuildForIsOneThatCMakeTakes) {
   EXPECT_EQ(architecture_for(80), "80");
   EXPECT_EQ(architecture_for(86), "80");

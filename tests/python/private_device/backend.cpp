@@ -120,7 +120,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     t_streams[static_cast<size_t>(index)] = stream_handle(stream);
     return before;
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const override {
+  // Overrides PyTorch's function, which exists since PyTorch 2.11.
+  void* getStreamNativeHandle(const c10::Stream stream) const {
     return stream_handle(stream);
   }
   void synchronizeStream(const c10::Stream& stream) const override {

@@ -70,7 +70,18 @@ def _module() -> types.ModuleType:
     module.get_rng_state = lambda device=None: torch.get_rng_state()
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    if not hasattr(torch.Stream, "native_handle"):  # before PyTorch 2.11 a vendor's class of streams has the handle
+        module.Stream = _Stream
     return module
+
+
+class _Stream:
+    def __init__(self, stream_id: int, device_index: int, device_type: int):
+        self._id = stream_id
+
+    @property
+    def far_stream(self) -> int:
+        return self._id
 
 
 def start() -> ctypes.CDLL:

@@ -5,6 +5,7 @@ import copy
 import ctypes
 import enum
 import importlib.util
+import inspect
 import io
 import os
 import pickle
@@ -307,7 +308,9 @@ class State(unittest.TestCase):
     def test_distributed_checkpoints(self):
         from torch.distributed import checkpoint as dcp
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
-        ways = {"save": dcp.save, "async_save": lambda state, **k: dcp.async_save(state, **k).result()}
+        ways = {"save": dcp.save}
+        if "async_stager" in inspect.signature(dcp.async_save).parameters:  # PyTorch 2.7 always stages plain tensors
+            ways["async_save"] = lambda state, **k: dcp.async_save(state, **k).result()
         for recipe in RECIPES:
             for dtype in (F32, BF16):
                 for way, save in ways.items():
@@ -326,7 +329,7 @@ class State(unittest.TestCase):
             with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():  # uses a stager that makes plain tensors
                 warnings.simplefilter("ignore")
                 module = made("Linear", recipe)
-                dcp.async_save({"model": module.state_dict()}, checkpoint_id=folder, async_stager=BlockingAsyncStager()).result()
+                dcp.async_save({"model": module.state_dict()}, checkpoint_id=folder, **({"async_stager": BlockingAsyncStager()} if len(ways) > 1 else {})).result()
                 state = {"model": te.Linear(160, 144, device="cpu").state_dict()}
                 dcp.load(state, checkpoint_id=folder)
                 self.assertTrue(torch.equal(state["model"]["weight"], module.weight.detach().dequantize()))

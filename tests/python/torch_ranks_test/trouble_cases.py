@@ -199,7 +199,7 @@ def noted_error(function):
         function()
     except Exception as error:
         own = error.__cause__ or error
-        return f"{type(own).__name__}: {own}", own.__notes__
+        return f"{type(own).__name__}: {own}", getattr(own, "__notes__", str(own).split("\n")[-1:])  # Python 3.10 has no notes
     return None
 
 

@@ -440,7 +440,7 @@ class Ranks(unittest.TestCase):
             outputs = [rank.communicate(timeout=300) for rank in ranks]
         for rank, (_, errors) in zip(ranks, outputs):
             self.assertEqual(rank.returncode, 0, errors)
-        world, pair, alone, off = zip(*([line.split() for line in out.splitlines()] for out, _ in outputs))
+        world, pair, alone, off = zip(*([line.split() for line in out.splitlines() if not line.startswith("[Gloo]")] for out, _ in outputs))  # PyTorch 2.9 reports the connection
         for each in (world, pair):
             self.assertEqual(each[0], each[1])
             self.assertEqual(each[0][:3], ["2", "2", "224"], "two collectives a step; the input's scale is 448 / 2")

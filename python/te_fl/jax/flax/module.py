@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import numbers
@@ -176,7 +177,7 @@ class TransformerEngineBase(Module):
     def generate_quantizer_set(self, postfix: str = "", variable_collection: Optional[str] = None,
                                quantization_checkpoint_name: Optional[str] = None, fp8_recipe: Any = None,
                                n_groups: Optional[int] = None) -> QuantizerSet:
-        refuse(self, "leave it None", quantization_checkpoint_name=quantization_checkpoint_name, n_groups=n_groups)
+        refuse(self, "leave it None", n_groups=n_groups)
         recipe = fp8_recipe if fp8_recipe is not None else get_global_quantize_recipe()
         collection = variable_collection or NVTE_FP8_COLLECTION_NAME
 
@@ -189,7 +190,7 @@ class TransformerEngineBase(Module):
                                  "shape from step to step: give the recipe that length, or initialise the collection under this recipe")
             return scale.value, history.value
 
-        return create_set(recipe, state)
+        return dataclasses.replace(create_set(recipe, state), checkpoint_name=quantization_checkpoint_name)
 
 
 class DenseGeneral(TransformerEngineBase):

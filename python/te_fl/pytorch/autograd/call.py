@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_fl import _native, torch_device, torch_node, torch_tensors
 from te_fl.errors import Unsupported
+from te_fl.pytorch.autograd import saved_hooks
 from te_fl.pytorch.autograd.once import MESSAGE, once_differentiable
 from te_fl.pytorch.runtime.refuse import refuse
 
@@ -197,14 +198,11 @@ def placeholder(parameter: torch.Tensor) -> Optional[torch.Tensor]:
     return torch.zeros_like(parameter) if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)
 
 
-_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-
-
 def hooks_may_copy() -> bool:
     """True if saved-tensor hooks of the program are active and may replace saved tensors by copies in the backward. The hooks of
     torch.utils.checkpoint do not count: they return the tensors that the second run saves.
     """
-    hooks = _hooks(False)
+    hooks = saved_hooks.top(False)
     return hooks is not None and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint"
 
 

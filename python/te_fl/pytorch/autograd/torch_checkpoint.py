@@ -24,11 +24,10 @@ import torch.utils.checkpoint
 
 from te_fl import _native
 from te_fl.errors import FailedPrecondition
+from te_fl.pytorch.autograd import saved_hooks
 from te_fl.pytorch.autograd.call import LayerCall, run
 from te_fl.pytorch.fp8 import quantization
 
-_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_pop, _push = torch._C._autograd._pop_saved_tensors_default_hooks, torch._C._autograd._push_saved_tensors_default_hooks
 _task = torch._C._current_graph_task_id
 _FIRST, _SECOND = "_checkpoint_hook.__init__.<locals>.pack_hook", "_recomputation_hook.__init__.<locals>.pack_hook"
 
@@ -144,7 +143,7 @@ def _cell(hook: Any, name: str) -> Any:
 
 def _all_hooks() -> list:
     """The saved-tensor hooks that are active on this thread, the innermost first."""
-    return _native.hooks_in_force(_hooks, _pop, _push)
+    return _native.hooks_in_force(saved_hooks.top, saved_hooks.pop, saved_hooks.push)
 
 
 _NOT_OTHERS = ("torch.", "te_fl.")
@@ -237,7 +236,7 @@ def followed() -> bool:
     """True in either run of a checkpoint that segment() tracks. A checkpoint that begins inside of it does not record its own runs."""
     if torch.compiler.is_compiling() or own_runs.scopes:
         return False
-    if not _reentrant.scopes and _hooks(False) is None and torch.is_grad_enabled() and _task() < 0:
+    if not _reentrant.scopes and saved_hooks.top(False) is None and torch.is_grad_enabled() and _task() < 0:
         return False
     firsts, second = _runs()
     return second is not None or bool(firsts)
@@ -280,7 +279,7 @@ def segment(module: Any) -> Optional[Segment]:
         return None
     if own_runs.scopes:
         return _inner_segment(module)
-    if not _reentrant.scopes and _hooks(False) is None and not _may_be_others(module):
+    if not _reentrant.scopes and saved_hooks.top(False) is None and not _may_be_others(module):
         return None
     if (again := declared()) is not None:
         return _declared_segment(module, again) if scopes else None

@@ -17,7 +17,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 import torch.fx.traceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._library.effects import EffectType
+from torch._higher_order_ops import effects
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_fl import _native
@@ -35,6 +35,9 @@ from te_fl.pytorch.runtime.dtypes import BY_CODE, DTYPE_CODES
 from te_fl.pytorch.runtime.refuse import refuse
 
 _library = torch.library.Library("te_fl", "FRAGMENT")
+# Ops change state on the host, which a replay of a CUDA graph recorded by inductor would skip. Before this tag existed, inductor recorded no graph
+# that has tensors of the host, as all of these ops have.
+_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
 def _run_once(fake: Callable) -> Callable:
@@ -50,18 +53,22 @@ def _run_once(fake: Callable) -> Callable:
     return traced
 
 
+def _register_effect(op: Any) -> None:
+    register = getattr(torch.library, "_register_effectful_op", effects._register_effectful_op)  # of torch.library since PyTorch 2.10
+    register(op, effects._EffectType.ORDERED)
+    torch.fx.node.has_side_effect(op)
+
+
 def define(schema: str, run: Callable, fake: Callable, effect: bool = True):
     """Defines an op in the namespace te_fl with this schema. run: the implementation; fake: the shape function on tensors without memory."""
     name = schema.partition("(")[0]
     fake = _run_once(fake) if effect else fake
-    # The op changes state on the host, which a replay of a CUDA graph recorded by inductor would skip.
-    _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
+    _library.define(schema, tags=_TAGS)
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"te_fl::{name}", fake, lib=_library)
     op = getattr(torch.ops.te_fl, name)
     if effect:
-        torch.library._register_effectful_op(f"te_fl::{name}", EffectType.ORDERED)
-        torch.fx.node.has_side_effect(op.default)
+        _register_effect(op.default)
     return op
 
 

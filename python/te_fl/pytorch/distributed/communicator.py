@@ -15,8 +15,8 @@ from typing import Any, Callable, Dict, Optional, Tuple
 import torch
 import torch.distributed as dist
 
-from te_fl import _native, torch_device
-from te_fl.errors import FailedPrecondition
+from te_fl import _native, frameworks, torch_device
+from te_fl.errors import FailedPrecondition, add_note
 from te_fl.pytorch.distributed import ended_ranks
 from te_fl.pytorch.distributed.same_call import TRANSFERS, SameCall, described
 from te_fl.pytorch.runtime.refuse import check_group
@@ -66,8 +66,15 @@ def find_backend(group: Any, device: torch.device) -> str:
 _REDUCTIONS = {"sum": "SUM", "max": "MAX", "avg": "AVG", 0: "SUM", 1: "MAX", 2: "AVG"}
 
 
-def _reduction(arguments: Dict[str, Any]):
-    return getattr(dist.ReduceOp, _REDUCTIONS[arguments.get("reduction", 0)])
+_GLOO_AVERAGES = frameworks.numbers(torch.__version__) >= (2, 9)
+
+
+def _summed(group: Any, tensor: torch.Tensor, arguments: Dict[str, Any]) -> Tuple[torch.Tensor, Any]:
+    """Returns the tensor to reduce, and torch.distributed's reduction. Where Gloo has no averages, an average is the sum of the ranks' shares."""
+    reduction = getattr(dist.ReduceOp, _REDUCTIONS[arguments.get("reduction", 0)])
+    if reduction != dist.ReduceOp.AVG or _GLOO_AVERAGES or find_backend(group, tensor.device) != "gloo":
+        return tensor, reduction
+    return tensor / dist.get_world_size(group), dist.ReduceOp.SUM
 
 
 def _tensor(value: Any) -> torch.Tensor:
@@ -87,7 +94,10 @@ def _all_reduce(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
     tensor, output = _tensor(a["input"]), _tensor(a["output"])
     if output is not tensor and output.data_ptr() != tensor.data_ptr():
         output.copy_(tensor)
-    return dist.all_reduce(output, _reduction(a), group, async_op=async_op)
+    divided, reduction = _summed(group, output, a)
+    if divided is not output:
+        output.copy_(divided)
+    return dist.all_reduce(output, reduction, group, async_op=async_op)
 
 
 def _all_gather(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
@@ -97,7 +107,7 @@ def _all_gather(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
 
 def _reduce_scatter(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
     output, tensor = _stacked(a)
-    return dist.reduce_scatter_tensor(output, tensor, _reduction(a), group, async_op=async_op)
+    return dist.reduce_scatter_tensor(output, *_summed(group, tensor, a), group, async_op=async_op)
 
 
 def _all_to_all(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
@@ -161,7 +171,7 @@ class Communicator:
                 self.same_call.compare(op, arguments)
             return _CALLS[op](group, arguments, async_op) if how is None else how()
         except Exception as error:
-            error.add_note(self.note(error, op, group, arguments, self.transfers if op in TRANSFERS else self.collectives))
+            add_note(error, self.note(error, op, group, arguments, self.transfers if op in TRANSFERS else self.collectives))
             raise
 
     def note(self, error: BaseException, op: str, group: Any, arguments: Dict[str, Any], number: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Callable, Optional, Tuple
 import torch
 import torch.distributed as dist
 
+from te_fl.errors import add_note
 from te_fl.pytorch.distributed import collectives, communicator, overlap, same_overlap
 from te_fl.pytorch.distributed.amax_reduction import global_ranks, on_stream
 from te_fl.pytorch.runtime.dtypes import LIKE
@@ -110,7 +111,7 @@ class SequenceRanks:
     def add_note_to(self, error: BaseException, begun: Tuple[Any, str, torch.Tensor, int]) -> None:
         """Adds a note to the error that names the collective, given the result of begin()."""
         _, op, tensor, number = begun
-        error.add_note(self.communicator.note(error, op, communicator.member(self.group), {"input": tensor}, number))
+        add_note(error, self.communicator.note(error, op, communicator.member(self.group), {"input": tensor}, number))
 
     def _in_chunks(self, part: torch.Tensor) -> bool:
         return 0 < self.chunked_from <= part.numel() * part.element_size()

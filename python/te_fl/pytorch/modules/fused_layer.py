@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import List, Sequence, Tuple, Union
 
 import torch
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_module
 
 from te_fl import _native, torch_device
 from te_fl.pytorch.autograd import torch_checkpoint
@@ -28,11 +28,21 @@ from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 # The module classes that the fused call can replace. A part has the same name here and in te_fl::nn::TransformerLayer.
 _FORWARDS = {kind: kind.forward for kind in (LayerNormLinear, DotProductAttention, Linear, LayerNormMLP, MultiheadAttention, LayerNorm, RMSNorm, L2Normalization)}
 
+# PyTorch's hooks of all modules; each is a dict, which PyTorch changes in place.
+_GLOBAL_HOOKS = (torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks, torch_module._global_forward_pre_hooks,
+                 torch_module._global_forward_hooks)
+
 
 def _find(module: torch.nn.Module, path: str) -> torch.nn.Module:
     for name in path.split("."):
         module = getattr(module, name)
     return module
+
+
+def _differ(children: dict, known: dict) -> bool:
+    if torch.compiler.is_compiling():  # PyTorch 2.7's Dynamo does not trace a comparison of dicts
+        return len(children) != len(known) or any([children.get(name) is not child for name, child in known.items()])
+    return children != known
 
 
 class FusedLayer:
@@ -73,10 +83,10 @@ class FusedLayer:
 
     def usable(self) -> bool:
         """True if the fused call is equivalent to the parts: they have the original classes and forwards, and no hooks, which it would not run."""
-        if _has_any_global_hook():
+        if any(_GLOBAL_HOOKS):
             return False
         for children, known in self._children:
-            if children != known:
+            if _differ(children, known):
                 return False
         for _, part in self._tree:
             kind = type(part)

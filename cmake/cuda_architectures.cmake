@@ -1,0 +1,48 @@
+# The GPU architectures for which the CUDA plugin is compiled.
+set(te_fl_known_cuda_architectures 80 89 90a 100a 120)
+
+# Sets OUT to the list that CHOICE stands for: "all"; "auto", which is the architectures of this machine's GPUs, whose compute capabilities are
+# CAPABILITIES ("8.6;9.0"), and 90a where none has an architecture; or the architectures themselves.
+function(te_fl_choose_cuda_architectures OUT CHOICE CAPABILITIES)
+  set(chosen "${CHOICE}")
+  if(CHOICE STREQUAL "all")
+    set(chosen ${te_fl_known_cuda_architectures})
+  elseif(CHOICE STREQUAL "auto")
+    set(chosen "")
+    foreach(capability ${CAPABILITIES})
+      # Code for an architecture runs on GPUs of the same major version and an equal or higher minor version; with the suffix "a" on exactly its own.
+      if(capability STREQUAL "8.9")
+        list(APPEND chosen 89)
+      elseif(capability MATCHES "^8\\.")
+        list(APPEND chosen 80)
+      elseif(capability STREQUAL "9.0")
+        list(APPEND chosen 90a)
+      elseif(capability STREQUAL "10.0")
+        list(APPEND chosen 100a)
+      elseif(capability MATCHES "^12\\.")
+        list(APPEND chosen 120)
+      endif()
+    endforeach()
+    list(REMOVE_DUPLICATES chosen)
+    if(NOT chosen)
+      set(chosen 90a)
+    endif()
+  endif()
+  foreach(arch ${chosen})
+    if(NOT arch IN_LIST te_fl_known_cuda_architectures)
+      message(FATAL_ERROR "TE_FL_CUDA_ARCHITECTURES has '${arch}'; known: ${te_fl_known_cuda_architectures}, or all, or auto")
+    endif()
+  endforeach()
+  set(${OUT} "${chosen}" PARENT_SCOPE)
+endfunction()
+
+# Sets OUT to the compute capabilities of this machine's GPUs; empty without a GPU.
+function(te_fl_cuda_capabilities OUT)
+  set(found "")
+  execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader OUTPUT_VARIABLE text RESULT_VARIABLE failed
+    OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  if(NOT failed)
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]+" found "${text}")
+  endif()
+  set(${OUT} "${found}" PARENT_SCOPE)
+endfunction()
