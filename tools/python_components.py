@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 COMPONENTS = [
     ("native", ["te_fl._native", "te_fl._check_worker"]),
     ("base", ["te_fl.errors", "te_fl.tensors", "te_fl.missing", "te_fl.frameworks", "te_fl.torch_streams", "te_fl.torch_exchange", "te_fl.remainders", "te_fl.attention_logits"]),
-    ("ops", ["te_fl.ops", "te_fl.policy", "te_fl.registration", "te_fl._modules", "te_fl.program", "te_fl.torch_node", "te_fl.torch_tensors", "te_fl.specification", "te_fl.torch_device", "te_fl.reference_torch", "te_fl.multi_tensor"]),
+    ("ops", ["te_fl.ops", "te_fl.policy", "te_fl.registration", "te_fl._modules", "te_fl.program", "te_fl.torch_node", "te_fl.torch_tensors", "te_fl.specification", "te_fl.torch_device", "te_fl.reference_torch", "te_fl.flaggems", "te_fl.multi_tensor"]),
     ("common", ["te_fl.common"]),
     ("compat", ["te_fl.compat"]),
     ("jax", ["te_fl.jax"]),
@@ -51,6 +51,9 @@ FUNCTION_IMPORTS = {
     ("te_fl.errors", "difflib"): "importing te_fl needs none of it",
     ("te_fl.registration", "te_fl.torch_streams"): "it imports PyTorch, which is optional",
     ("te_fl", "te_fl.torch_device"): "it imports PyTorch, which is optional, and only devices without a plugin need it",
+    ("te_fl.flaggems", "flag_gems"): "it is optional, and importing it takes a second",
+    ("te_fl.flaggems", "te_fl.flaggems.kernels"): "it imports FlagGems",
+    ("te_fl.flaggems", "te_fl.flaggems.fused"): "it imports FlagGems",
     ("te_fl.jax._joined", "flax.linen.fp8_ops"): "Flax is optional, and only accumulating() needs it",
     ("te_fl.jax", "jax"): "JAX is optional, and a missing one is to be refused by te_fl's message",
 }
@@ -169,8 +172,9 @@ def source_problems(texts):
 
 def problems():
     modules = {module_name(p): p.read_text() for p in (ROOT / "python/te_fl").rglob("*.py")}
-    for p in (ROOT / "backends/torch").glob("*.py"):
-        modules["te_fl.reference_torch" if p.stem == "__init__" else f"te_fl.reference_torch.{p.stem}"] = p.read_text()
+    for folder, package in (("torch", "te_fl.reference_torch"), ("flaggems", "te_fl.flaggems")):
+        for p in (ROOT / "backends" / folder).glob("*.py"):
+            modules[package if p.stem == "__init__" else f"{package}.{p.stem}"] = p.read_text()
     sources = {str(p.relative_to(ROOT / "python/src")): p.read_text() for p in (ROOT / "python/src").rglob("*.[chi]*")}
     return [*module_problems(modules), *source_problems(sources)], len(modules), len(sources)
 

@@ -9,7 +9,8 @@ import torch
 from te_fl.reference_torch.values import store, values
 
 
-def _weight(gamma: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+def weight(gamma: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    """The factor of each column in FP32."""
     return values(gamma) + 1 if zero_centered else values(gamma)
 
 
@@ -25,7 +26,8 @@ def _plain(zero_centered: bool, *tensors: Any) -> bool:
             and all(isinstance(t, torch.Tensor) and t.dtype == first.dtype for t in tensors))
 
 
-def _summed(x: torch.Tensor, residual: Optional[torch.Tensor], total: Optional[torch.Tensor]) -> torch.Tensor:
+def summed(x: torch.Tensor, residual: Optional[torch.Tensor], total: Optional[torch.Tensor]) -> torch.Tensor:
+    """The norm's input: x, or the sum of x and residual, which is written to total."""
     if residual is None:
         return x
     total.copy_(values(x) + values(residual))
@@ -34,7 +36,7 @@ def _summed(x: torch.Tensor, residual: Optional[torch.Tensor], total: Optional[t
 
 def layernorm_fwd(x: torch.Tensor, gamma: torch.Tensor, beta: Optional[torch.Tensor], z: Any, mu: torch.Tensor, rsigma: torch.Tensor, epsilon: float,
                   zero_centered_gamma: bool, residual: Optional[torch.Tensor] = None, sum: Optional[torch.Tensor] = None) -> None:
-    x = _summed(x, residual, sum)
+    x = summed(x, residual, sum)
     if _plain(zero_centered_gamma, x, z, gamma, *([] if beta is None else [beta])):
         result, mean, inverse = torch.native_layer_norm(x, x.shape[-1:], gamma, beta, epsilon)
         mu.copy_(mean.reshape(mu.shape))
@@ -45,7 +47,7 @@ def layernorm_fwd(x: torch.Tensor, gamma: torch.Tensor, beta: Optional[torch.Ten
     mean = v.mean(-1, keepdim=True)
     centred = v - mean
     inverse = (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    result = centred * inverse * _weight(gamma, zero_centered_gamma)
+    result = centred * inverse * weight(gamma, zero_centered_gamma)
     mu.copy_(mean.reshape(mu.shape))
     rsigma.copy_(inverse.reshape(rsigma.shape))
     store(z, result if beta is None else result + values(beta), x.dtype)
@@ -62,7 +64,7 @@ def layernorm_bwd(dz: torch.Tensor, x: torch.Tensor, mu: torch.Tensor, rsigma: t
         return
     dy, inverse = values(dz), _of_rows(rsigma, x)
     normed = (values(x) - _of_rows(mu, x)) * inverse
-    d = dy * _weight(gamma, zero_centered_gamma)
+    d = dy * weight(gamma, zero_centered_gamma)
     result = inverse * (d - d.mean(-1, keepdim=True) - normed * (d * normed).mean(-1, keepdim=True))
     rows = (-1, x.shape[-1])
     dgamma.copy_((dy * normed).reshape(rows).sum(0))
@@ -73,11 +75,11 @@ def layernorm_bwd(dz: torch.Tensor, x: torch.Tensor, mu: torch.Tensor, rsigma: t
 
 def rmsnorm_fwd(x: torch.Tensor, gamma: torch.Tensor, z: Any, rsigma: torch.Tensor, epsilon: float, zero_centered_gamma: bool,
                 residual: Optional[torch.Tensor] = None, sum: Optional[torch.Tensor] = None) -> None:
-    x = _summed(x, residual, sum)
+    x = summed(x, residual, sum)
     v = values(x)
     inverse = (v.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     rsigma.copy_(inverse.reshape(rsigma.shape))
-    store(z, v * inverse * _weight(gamma, zero_centered_gamma), x.dtype)
+    store(z, v * inverse * weight(gamma, zero_centered_gamma), x.dtype)
 
 
 def rmsnorm_bwd(dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, dx: torch.Tensor, dgamma: torch.Tensor,
@@ -93,7 +95,7 @@ def rmsnorm_bwd_add(dz: torch.Tensor, x: torch.Tensor, add: torch.Tensor, rsigma
 def _rmsnorm_bwd(dz, x, add, rsigma, gamma, dx, dgamma, zero_centered_gamma) -> None:
     dy, inverse = values(dz), _of_rows(rsigma, x)
     normed = values(x) * inverse
-    d = dy * _weight(gamma, zero_centered_gamma)
+    d = dy * weight(gamma, zero_centered_gamma)
     result = inverse * (d - normed * (d * normed).mean(-1, keepdim=True))
     dgamma.copy_((dy * normed).reshape(-1, x.shape[-1]).sum(0))
     store(dx, result if add is None else result + values(add))

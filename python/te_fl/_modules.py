@@ -11,17 +11,19 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import threading
 import traceback
 from types import ModuleType
 from typing import Callable, List, Optional, Sequence
 
-from te_fl import _native
+from te_fl import _native, frameworks
 from te_fl.errors import Unsupported
 from te_fl.registration import OpRegistry, owned_by
 
 GROUP = "te_fl.plugin"
+_FLAGGEMS = "te_fl.flaggems"
 _turn = threading.RLock()
 
 
@@ -30,6 +32,8 @@ def load(names: Sequence[str], discover: bool, skip: Sequence[str]) -> List[dict
     plugins::PluginInfo.
     """
     with _turn:
+        if discover and _FLAGGEMS not in skip and _policy_names_flagos() and not frameworks.flaggems_missing():
+            names = [*names, _FLAGGEMS]
         reports = [_load(name) for name in dict.fromkeys(names)]
         if not discover:
             return reports
@@ -40,6 +44,19 @@ def load(names: Sequence[str], discover: bool, skip: Sequence[str]) -> List[dict
             done.add(entry.module)
             reports.append(_load(entry.module, entry))
         return reports
+
+
+def _policy_names_flagos() -> bool:
+    """True if the environment's policy has the word flagos, which is the vendor of te_fl.flaggems. Policies of scopes and programs do not count, since an
+    implementation, once loaded, is there for all calls.
+    """
+    texts = [os.environ.get(name, "") for name in ("TE_FL_PREFER", "TE_FL_PER_OP")]
+    try:
+        with open(os.environ.get("TE_FL_POLICY_FILE", ""), encoding="utf-8") as file:
+            texts.append(file.read())
+    except (OSError, UnicodeDecodeError):
+        pass  # whoever reads the policy reports the file
+    return any(re.search(r"\bflagos\b", text, re.IGNORECASE) for text in texts)
 
 
 def _load(name: str, entry: Optional[importlib.metadata.EntryPoint] = None) -> dict:

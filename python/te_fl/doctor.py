@@ -147,6 +147,9 @@ def _check_frameworks() -> list:
             found.append(Finding("ok", f"{name}: {version} ({frameworks.MINIMUM[package]} or newer is needed)"))
             if package == "torch":
                 found.extend(_torch_node())
+                missing = frameworks.flaggems_missing()
+                found.append(Finding("note", missing, "te_fl.flaggems: implementations by FlagGems' Triton kernels on accelerators", frameworks.FLAGGEMS_COMMAND)
+                             if missing else Finding("ok", f"FlagGems: {frameworks.installed('flag_gems')} ({frameworks.FLAGGEMS} is tested)"))
     others = [f"{name} {versions[name]}" for name in ("jaxlib", "flax", "triton", "numpy") if versions[name]]
     if others:
         found.append(Finding("ok", "beside them: " + ", ".join(others)))

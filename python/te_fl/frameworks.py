@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import re
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Optional
 
 NAMES = {"torch": "PyTorch", "jax": "JAX"}
 MINIMUM = {"torch": "2.7", "jax": "0.10"}
+# FlagGems, the packages that it imports, by the names of their modules, and how to install them. FlagGems requires one version each of NumPy, PyYAML and
+# SQLAlchemy, none of which it depends on; pip installs it beside other versions only with --no-deps.
+FLAGGEMS = "5.0.2"
+FLAGGEMS_NEEDS = {"triton": "triton", "packaging": "packaging", "yaml": "PyYAML", "sqlalchemy": "SQLAlchemy"}
+FLAGGEMS_COMMAND = f"pip install 'te-fl[flaggems]' && pip install --no-deps flag_gems=={FLAGGEMS}"
 
 
 def installed(package: str) -> Optional[str]:
@@ -19,6 +25,14 @@ def installed(package: str) -> Optional[str]:
 def numbers(version: str) -> tuple:
     """The numbers at the beginning of a version: (2, 9, 1) for 2.9.1+cu128."""
     return tuple(int(n) for n in re.match(r"[0-9.]*", version).group().split(".") if n)
+
+
+def flaggems_missing() -> Optional[str]:
+    """The reason why FlagGems cannot be imported, with a remedy, as far as it can be seen without importing it; None if there is none."""
+    if find_spec("flag_gems") is None:
+        return f"FlagGems is not installed ({FLAGGEMS_COMMAND})"
+    missing = [package for module, package in FLAGGEMS_NEEDS.items() if find_spec(module) is None]
+    return f"FlagGems is installed without {', '.join(missing)}, which it imports (pip install 'te-fl[flaggems]')" if missing else None
 
 
 def refusal(package: str, version: Optional[str] = None) -> Optional[str]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 from typing import Any, Callable, Dict, Optional, Set, Tuple
 
 import torch
 
-from te_fl import _native, reference_torch, registration
+from te_fl import _native, flaggems, reference_torch, registration
 from te_fl.errors import Unsupported
 from te_fl.torch_streams import current_stream, handle_of, is_accelerator, on_stream, private_name, stream_of, streams
 
@@ -103,12 +104,20 @@ def find(dlpack_type: int, index: int, provider: str) -> Optional["TorchDevice"]
 
 
 def _register_ops(kind: str, device_type: str) -> None:
-    """Registers the ops by PyTorch for te-fl's devices of this type, PyTorch's of `kind`, unless that was done."""
+    """Registers the ops by PyTorch, and by FlagGems if it is installed, for te-fl's devices of this type, PyTorch's of `kind`,
+    unless that was done.
+    """
     with _registering:
-        if device_type not in _registered:
-            registration.OpRegistry.instance().register_many([*reference_torch.implementations((device_type,)),
-                                                              *reference_torch.compiled_implementations(kind, (device_type,))])
-            _registered.add(device_type)
+        if device_type in _registered:
+            return
+        registration.OpRegistry.instance().register_many([*reference_torch.implementations((device_type,)),
+                                                          *reference_torch.compiled_implementations(kind, (device_type,))])
+        _registered.add(device_type)
+        try:
+            flaggems.register_for(device_type)
+        except (Exception, SystemExit) as error:
+            warnings.warn(f"FlagGems' kernels are not used on {device_type}: {type(error).__name__}: {' '.join(str(error).split())}; to do without them, set "
+                          f"TE_FL_SKIP_MODULES={flaggems.__name__}", stacklevel=2)
 
 
 class TorchDevice:

@@ -1,0 +1,106 @@
+"""FlagGems' functions in place of PyTorch's operations.
+
+While `Kernels` is in force on a thread, PyTorch's operations in the table run as FlagGems' functions, for those tensors whose result by FlagGems is the one
+that docs/numerics.md defines; all others run as PyTorch's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Optional
+
+import flag_gems
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+MOST_ELEMENTS = 2 ** 31 - 1  # FlagGems' kernels compute offsets in 32 bits
+
+# FlagGems replaces its own `mul` on Hopper by one that reads operands of one rank as if they were contiguous and of one shape.
+_mul = flag_gems.ops.mul if flag_gems.vendor_name == "nvidia" else flag_gems.mul
+
+
+def _fits(*tensors: torch.Tensor) -> bool:
+    """True if the tensors have one dtype of FlagGems' kernels and a size that the kernels can index."""
+    return all(t.dtype in _FLOATS and t.dtype == tensors[0].dtype and t.dim() > 0 and 0 < t.numel() <= MOST_ELEMENTS for t in tensors)
+
+
+def _unary(function: Callable) -> Callable:
+    return lambda x, **options: function(x, **options) if _fits(x) else NotImplemented
+
+
+def _gradient(function: Callable) -> Callable:
+    return lambda grad, x, **options: function(grad, x, **options) if _fits(grad, x) and grad.shape == x.shape else NotImplemented
+
+
+def _binary(function: Callable) -> Callable:
+    def run(a: Any, b: Any, **options: Any) -> Any:
+        tensors = [t for t in (a, b) if isinstance(t, torch.Tensor)]
+        return function(a, b, **options) if isinstance(a, torch.Tensor) and _fits(*tensors) else NotImplemented
+    return run
+
+
+def _reduction(function: Callable) -> Callable:
+    def run(x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Optional[torch.dtype] = None) -> Any:
+        served = _fits(x) and dim is not None and len(dim) == 1 and dtype in (None, torch.float32)
+        return function(x, dim, keepdim, dtype=dtype) if served else NotImplemented
+    return run
+
+
+def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+    """For half-precision rows FlagGems subtracts the maximum before it converts to FP32."""
+    return flag_gems.softmax(x, dim, half_to_float) if _fits(x) and x.dtype == torch.float32 and dim in (-1, x.dim() - 1) else NotImplemented
+
+
+def _operand(t: torch.Tensor) -> torch.Tensor:
+    """The matrix in memory that Hopper's bulk tensor copies can read: at an address and with a distance of rows, or of columns, that are multiples of 16
+    bytes.
+    """
+    across, along = t.stride()
+    outer, width = (across, t.shape[1]) if along == 1 else (along, t.shape[0])
+    good = 1 in (across, along) and outer >= width and outer * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
+    return t if good else t.clone(memory_format=torch.contiguous_format)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """FlagGems uses bulk tensor copies wherever N and K allow them, and does not look at addresses and distances."""
+    if all(extent * a.element_size() % 16 == 0 for extent in b.shape):
+        a, b = _operand(a), _operand(b)
+    return flag_gems.mm_out(a, b, out=out)
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor, out_dtype: Optional[torch.dtype] = None) -> Any:
+    if not _fits(a, b):
+        return NotImplemented
+    return _product(a, b, torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype, device=a.device))
+
+
+def _mm_out(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> Any:
+    if not _fits(a, b, out):
+        return NotImplemented
+    if out.is_contiguous() and out.data_ptr() % 16 == 0:
+        return _product(a, b, out)
+    return out.copy_(_mm(a, b))
+
+
+def _addmm_out(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1, out: torch.Tensor) -> Any:
+    return flag_gems.addmm_out(bias, a, b, beta=beta, alpha=alpha, out=out) if _fits(bias, a, b, out) else NotImplemented
+
+
+TABLE: Dict[Any, Callable] = {
+    _aten.mm.default: _mm, _aten.mm.dtype: _mm, _aten.mm.out: _mm_out, _aten.addmm.out: _addmm_out, _aten._softmax.default: _softmax,
+    _aten.sum.dim_IntList: _reduction(flag_gems.sum_dim), _aten.mean.dim: _reduction(flag_gems.mean_dim),
+    _aten.mul.Tensor: _binary(_mul), _aten.add.Tensor: _binary(flag_gems.add), _aten.sub.Tensor: _binary(flag_gems.sub),
+    _aten.gelu_backward.default: _gradient(flag_gems.gelu_backward), _aten.silu_backward.default: _gradient(flag_gems.silu_backward),
+    **{getattr(_aten, name).default: _unary(getattr(flag_gems, name)) for name in ("gelu", "silu", "sigmoid", "tanh", "exp", "rsqrt", "cos", "sin")},
+}
+
+
+class Kernels(TorchDispatchMode):
+    """Runs PyTorch's operations of this thread by FlagGems where TABLE has them."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        options = options or {}
+        kernel = TABLE.get(operation)
+        result = NotImplemented if kernel is None else kernel(*arguments, **options)
+        return operation(*arguments, **options) if result is NotImplemented else result
