@@ -19,7 +19,7 @@ import numpy as np
 
 from te_fl import _native
 from te_fl.reference_xla import activation, attention, gemm, norm, quantize, random, rope, softmax
-from te_fl.reference_xla.call import SCALINGS, Call
+from te_fl.reference_xla.call import SCALINGS, TracedCall
 from te_fl.registration import BackendImplKind, OpImpl, OpRegistry
 from te_fl.tensors import Quantized
 
@@ -27,7 +27,7 @@ IMPL_ID = "reference.xla"
 Wanted = Tuple[Tuple[str, Tuple[int, ...], Any], ...]  # (name, shape, dtype) of each result
 
 _MODULES = (activation, attention, gemm, norm, quantize, random, rope, softmax)
-OPS: Dict[str, Callable[[Call], None]] = {name: function for module in _MODULES for name, function in module.OPS.items()}
+OPS: Dict[str, Callable[[TracedCall], None]] = {name: function for module in _MODULES for name, function in module.OPS.items()}
 _SUPPORTS: Dict[str, Callable] = {name: module.supports for module in (attention, quantize, rope) for name in module.OPS}
 _PARTS = ("columnwise_data", "scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax", "scale")
 _DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16, "f8e4m3": jnp.float8_e4m3fn, "f8e5m2": jnp.float8_e5m2,
@@ -38,7 +38,7 @@ _thread = threading.local()
 def traced(op: str, inputs: Sequence[str], wanted: Wanted, settings: Mapping[str, Any], platform: str) -> Callable[..., List[jax.Array]]:
     """The op as a function of arrays, which JAX can trace. The names of inputs and results, and the settings, are those of a call's text."""
     def run(*arrays: jax.Array) -> List[jax.Array]:
-        call = Call(op, dict(zip(inputs, arrays)), {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in wanted}, settings, platform)
+        call = TracedCall(op, dict(zip(inputs, arrays)), {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in wanted}, settings, platform)
         OPS[op](call)
         return [call.results[name] for name, _, _ in wanted]
 

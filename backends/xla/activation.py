@@ -9,7 +9,7 @@ from typing import Callable, Dict, Tuple
 import jax
 import jax.numpy as jnp
 
-from te_fl.reference_xla.call import Call
+from te_fl.reference_xla.call import TracedCall
 from te_fl.reference_xla.values import matrix
 
 _C = math.sqrt(2 / math.pi)
@@ -50,38 +50,38 @@ ACTIVATIONS: Dict[str, Tuple[Callable, Callable]] = {
 _GATES = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "sigmoid"}
 
 
-def _halves(c: Call) -> Tuple[jax.Array, jax.Array]:
+def _halves(c: TracedCall) -> Tuple[jax.Array, jax.Array]:
     a, b = jnp.split(c.values("input"), 2, -1)
     return a, b
 
 
-def _forward(name: str, c: Call) -> None:
+def _forward(name: str, c: TracedCall) -> None:
     c.put("output", ACTIVATIONS[name][0](c.values("input")))
 
 
-def _backward(name: str, c: Call) -> None:
+def _backward(name: str, c: TracedCall) -> None:
     dx = c.values("grad") * ACTIVATIONS[name][1](c.values("input"))
     c.put("dbias", matrix(dx).sum(0)) if "dbias" in c.wanted else None
     c.put("output", dx)
 
 
-def _gated_forward(name: str, c: Call) -> None:
+def _gated_forward(name: str, c: TracedCall) -> None:
     a, b = _halves(c)
     c.put("output", ACTIVATIONS[name][0](a) * b)
 
 
-def _gated_backward(name: str, c: Call) -> None:
+def _gated_backward(name: str, c: TracedCall) -> None:
     (act, slope), dy, (a, b) = ACTIVATIONS[name], c.values("grad"), _halves(c)
     c.put("output", jnp.concatenate((dy * slope(a) * b, dy * act(a)), -1))
 
 
-def clamped_swiglu(c: Call) -> None:
+def clamped_swiglu(c: TracedCall) -> None:
     a, b = _halves(c)
     a, b = jnp.minimum(a, c.limit), jnp.clip(b, -c.limit, c.limit)
     c.put("output", a * jax.nn.sigmoid(c.alpha * a) * (b + c.glu_linear_offset))
 
 
-def clamped_dswiglu(c: Call) -> None:
+def clamped_dswiglu(c: TracedCall) -> None:
     dy, (a, b) = c.values("grad"), _halves(c)
     first, second = jnp.minimum(a, c.limit), jnp.clip(b, -c.limit, c.limit)
     da = dy * _dsilu(first, c.alpha) * (second + c.glu_linear_offset)
@@ -89,8 +89,8 @@ def clamped_dswiglu(c: Call) -> None:
     c.put("output", jnp.concatenate((jnp.where(a > c.limit, 0.0, da), jnp.where(jnp.abs(b) > c.limit, 0.0, db)), -1))
 
 
-def _ops() -> Dict[str, Callable[[Call], None]]:
-    found: Dict[str, Callable[[Call], None]] = {"clamped_swiglu": clamped_swiglu, "clamped_dswiglu": clamped_dswiglu}
+def _ops() -> Dict[str, Callable[[TracedCall], None]]:
+    found: Dict[str, Callable[[TracedCall], None]] = {"clamped_swiglu": clamped_swiglu, "clamped_dswiglu": clamped_dswiglu}
     for name in ("gelu", "qgelu", "relu", "srelu", "silu"):
         found[name] = functools.partial(_forward, name)
         found["d" + name] = found["dbias_d" + name] = functools.partial(_backward, name)

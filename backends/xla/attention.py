@@ -7,7 +7,7 @@ from typing import Any, Optional, Tuple, Union
 import jax
 import jax.numpy as jnp
 
-from te_fl.reference_xla.call import Call
+from te_fl.reference_xla.call import TracedCall
 from te_fl.reference_xla.gemm import dot
 from te_fl.reference_xla.random import dropped, kept
 
@@ -15,7 +15,7 @@ from te_fl.reference_xla.random import dropped, kept
 class _Problem:
     """q [B, Sq, G, R, D] for R queries of each key head, k and v [B, Sk, G, D]; scores are [B, H, Sq, Sk]."""
 
-    def __init__(self, c: Call):
+    def __init__(self, c: TracedCall):
         self.c, self.sbhd = c, c.layout == "sbhd"
         self.k, self.v = self.batched("k"), self.batched("v")
         q = self.batched("q")
@@ -88,7 +88,7 @@ def _weights(scores: jax.Array, lse: jax.Array) -> jax.Array:
     return jnp.exp(scores - jnp.where(lse == -jnp.inf, 0.0, lse)[..., None])
 
 
-def fused_attn_fwd(c: Call) -> None:
+def fused_attn_fwd(c: TracedCall) -> None:
     p = _Problem(c)
     scores, _ = p.scores()
     most = scores.max(-1, initial=-jnp.inf)
@@ -102,7 +102,7 @@ def fused_attn_fwd(c: Call) -> None:
     c.put("softmax_lse", lse)
 
 
-def fused_attn_bwd(c: Call) -> None:
+def fused_attn_bwd(c: TracedCall) -> None:
     p, lse = _Problem(c), c.arrays["softmax_lse"]
     empty = lse == -jnp.inf
     scores, slope = p.scores()

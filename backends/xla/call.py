@@ -35,7 +35,7 @@ def _expanded(factors: jax.Array, scaling: str, rows: int, columns: int) -> jax.
     return jnp.repeat(jnp.repeat(factors, high, 0)[:rows], wide, 1)[:, :columns]
 
 
-class Call:
+class TracedCall:
     """arrays: the operands by their names in the call's text. wanted: shapes and dtypes of the results, by name. settings: as in the call's text."""
 
     def __init__(self, op: str, arrays: Mapping[str, jax.Array], wanted: Mapping[str, Any], settings: Mapping[str, Any], platform: str):

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_fl.reference_xla.activation import ACTIVATIONS
-from te_fl.reference_xla.call import Call
+from te_fl.reference_xla.call import TracedCall
 
 _CODES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
-def dot(c: Call, spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def dot(c: TracedCall, spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """jnp.einsum in the dtype of the operands, accumulated in FP32."""
     if c.platform == "cpu":
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
@@ -26,7 +26,7 @@ def dot(c: Call, spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32, precision=precision)
 
 
-def _codes(c: Call, name: str, contracted: int) -> Tuple[jax.Array, int]:
+def _codes(c: TracedCall, name: str, contracted: int) -> Tuple[jax.Array, int]:
     """The copy of an operand's codes whose last dimension is contracted if there is one, and its contracted dimension."""
     across = f"{name}.columnwise_data"
     if across in c.arrays and (contracted == 0 or name not in c.arrays):
@@ -34,7 +34,7 @@ def _codes(c: Call, name: str, contracted: int) -> Tuple[jax.Array, int]:
     return c.arrays[name], contracted
 
 
-def _of_codes(c: Call, a: int, b: int) -> jax.Array:
+def _of_codes(c: TracedCall, a: int, b: int) -> jax.Array:
     """The product of operands that have one scale each."""
     (left, a), (right, b) = _codes(c, "a", a), _codes(c, "b", b)
     precision: Optional[lax.Precision] = lax.Precision.HIGHEST if c.use_split_accumulator else lax.Precision.DEFAULT
@@ -45,7 +45,7 @@ def _of_codes(c: Call, a: int, b: int) -> jax.Array:
     return total * (c.arrays["a.scale_inv"].reshape(()) * c.arrays["b.scale_inv"].reshape(()))
 
 
-def _of_values(c: Call, a: int, b: int) -> jax.Array:
+def _of_values(c: TracedCall, a: int, b: int) -> jax.Array:
     """The product of other operands: in their dtype if it is one for both, else in FP32, or BF16 if that is no loss."""
     if c.scaling("a") == c.scaling("b") == "none" and c.dtype("a") == c.dtype("b"):
         left, right = c.arrays["a"], c.arrays["b"]
@@ -58,7 +58,7 @@ def _of_values(c: Call, a: int, b: int) -> jax.Array:
     return dot(c, spec, left, right)
 
 
-def generic_gemm(c: Call) -> None:
+def generic_gemm(c: TracedCall) -> None:
     a, b = 0 if c.trans_a else 1, 1 if c.trans_b else 0  # the contracted dimensions
     if c.has("bias_grad") or "bias_grad" in c.wanted:
         total = c.values("a").sum(a)

@@ -6,21 +6,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_fl.reference_xla.call import Call
+from te_fl.reference_xla.call import TracedCall
 from te_fl.reference_xla.values import matrix
 
 
-def _weight(c: Call) -> jax.Array:
+def _weight(c: TracedCall) -> jax.Array:
     gamma = c.values("gamma")
     return gamma + 1 if c.zero_centered_gamma else gamma
 
 
-def _of_rows(c: Call, name: str, x: jax.Array) -> jax.Array:
+def _of_rows(c: TracedCall, name: str, x: jax.Array) -> jax.Array:
     """One number for each row of x, such that it broadcasts over the row."""
     return c.arrays[name].reshape(*x.shape[:-1], 1)
 
 
-def _input(c: Call) -> jax.Array:
+def _input(c: TracedCall) -> jax.Array:
     """x, or x + residual rounded to the dtype of `sum`, which is written."""
     x = c.values("x")
     if not c.has("residual"):
@@ -30,7 +30,7 @@ def _input(c: Call) -> jax.Array:
     return total.astype(jnp.float32)
 
 
-def layernorm_fwd(c: Call) -> None:
+def layernorm_fwd(c: TracedCall) -> None:
     x = _input(c)
     mean = x.mean(-1, keepdims=True)
     centred = x - mean
@@ -41,7 +41,7 @@ def layernorm_fwd(c: Call) -> None:
     c.put("rsigma", inverse)
 
 
-def layernorm_bwd(c: Call) -> None:
+def layernorm_bwd(c: TracedCall) -> None:
     dy, x = c.values("dz"), c.values("x")
     inverse = _of_rows(c, "rsigma", x)
     normed = (x - _of_rows(c, "mu", x)) * inverse
@@ -52,14 +52,14 @@ def layernorm_bwd(c: Call) -> None:
     c.put("dbeta", matrix(dy).sum(0))
 
 
-def rmsnorm_fwd(c: Call) -> None:
+def rmsnorm_fwd(c: TracedCall) -> None:
     x = _input(c)
     inverse = lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + c.epsilon)
     c.put("z", x * inverse * _weight(c))
     c.put("rsigma", inverse)
 
 
-def rmsnorm_bwd(c: Call) -> None:
+def rmsnorm_bwd(c: TracedCall) -> None:
     dy, x = c.values("dz"), c.values("x")
     inverse = _of_rows(c, "rsigma", x)
     normed = x * inverse

@@ -6,19 +6,19 @@ from typing import Any, Union
 
 import jax.numpy as jnp
 
-from te_fl.reference_xla.call import Call
+from te_fl.reference_xla.call import TracedCall
 from te_fl.reference_xla.values import matrix
 
 
-def quantize(c: Call) -> None:
+def quantize(c: TracedCall) -> None:
     c.put("output", c.values("input"))
 
 
-def dequantize(c: Call) -> None:
+def dequantize(c: TracedCall) -> None:
     c.put("output", c.values("input"))
 
 
-def bgrad_quantize(c: Call) -> None:
+def bgrad_quantize(c: TracedCall) -> None:
     c.put("bias_grad", matrix(c.values("input")).sum(0, dtype=jnp.float32))
     c.put("output", c.values("input"))
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_fl.reference_xla.call import Call
+from te_fl.reference_xla.call import TracedCall
 
 _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 
@@ -45,7 +45,7 @@ def dropped(x: jax.Array, keeps: jax.Array, p: float) -> jax.Array:
     return jnp.where(keeps.reshape(x.shape), x / (1 - p), 0.0)
 
 
-def dropout_fwd(c: Call) -> None:
+def dropout_fwd(c: TracedCall) -> None:
     x = c.values("input")
     keeps = kept(x.size, c.p, c.arrays["rng"])
     eight = jnp.pad(keeps.astype(jnp.uint8), (0, -x.size % 8)).reshape(-1, 8)
@@ -53,7 +53,7 @@ def dropout_fwd(c: Call) -> None:
     c.put("output", dropped(x, keeps, c.p))
 
 
-def dropout_bwd(c: Call) -> None:
+def dropout_bwd(c: TracedCall) -> None:
     dy, mask = c.values("grad_output"), c.arrays["mask"]
     keeps = ((mask[:, None] >> jnp.arange(8, dtype=jnp.uint8)) & 1).reshape(-1)[:dy.size] != 0
     c.put("grad_input", dropped(dy, keeps, c.p))

@@ -7,7 +7,7 @@ from typing import Any, Union
 import jax
 import jax.numpy as jnp
 
-from te_fl.reference_xla.call import Call
+from te_fl.reference_xla.call import TracedCall
 
 
 def _rotated(x: jax.Array, interleaved: bool) -> jax.Array:
@@ -18,7 +18,7 @@ def _rotated(x: jax.Array, interleaved: bool) -> jax.Array:
     return jnp.concatenate((-b, a), -1)
 
 
-def _turn(c: Call, backward: bool) -> None:
+def _turn(c: TracedCall, backward: bool) -> None:
     """Writes the rotation of the input, or its transpose."""
     x, freqs, sbhd = c.values("input"), c.arrays["freqs"], c.layout == "sbhd"
     length, width = x.shape[0 if sbhd else 1], freqs.shape[-1]
@@ -28,11 +28,11 @@ def _turn(c: Call, backward: bool) -> None:
     c.put("output", jnp.concatenate((turned, x[..., width:]), -1) if width < x.shape[-1] else turned)
 
 
-def fused_rope_forward(c: Call) -> None:
+def fused_rope_forward(c: TracedCall) -> None:
     _turn(c, False)
 
 
-def fused_rope_backward(c: Call) -> None:
+def fused_rope_backward(c: TracedCall) -> None:
     _turn(c, True)
 
 

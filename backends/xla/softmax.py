@@ -7,10 +7,10 @@ from typing import Optional
 import jax
 import jax.numpy as jnp
 
-from te_fl.reference_xla.call import Call
+from te_fl.reference_xla.call import TracedCall
 
 
-def _softmax(c: Call, hidden: Optional[jax.Array]) -> None:
+def _softmax(c: TracedCall, hidden: Optional[jax.Array]) -> None:
     x = c.values("input") * c.scale
     if hidden is None:
         c.put("output", jax.nn.softmax(x, -1))
@@ -23,24 +23,24 @@ def _above(rows: int, columns: int, shift: int) -> jax.Array:
     return jnp.arange(columns)[None] > jnp.arange(rows)[:, None] + shift
 
 
-def scaled_softmax_forward(c: Call) -> None:
+def scaled_softmax_forward(c: TracedCall) -> None:
     _softmax(c, None)
 
 
-def scaled_masked_softmax_forward(c: Call) -> None:
+def scaled_masked_softmax_forward(c: TracedCall) -> None:
     _softmax(c, jnp.broadcast_to(c.arrays["mask"] != 0, c.shape("input")))
 
 
-def scaled_upper_triang_masked_softmax_forward(c: Call) -> None:
+def scaled_upper_triang_masked_softmax_forward(c: TracedCall) -> None:
     _softmax(c, _above(*c.shape("input")[-2:], 0))
 
 
-def scaled_aligned_causal_masked_softmax_forward(c: Call) -> None:
+def scaled_aligned_causal_masked_softmax_forward(c: TracedCall) -> None:
     rows, columns = c.shape("input")[-2:]
     _softmax(c, _above(rows, columns, columns - rows))
 
 
-def _backward(c: Call) -> None:
+def _backward(c: TracedCall) -> None:
     dy, y = c.values("output_grad"), c.values("softmax_results")
     c.put("input_grad", c.scale * y * (dy - (dy * y).sum(-1, keepdims=True)))
 

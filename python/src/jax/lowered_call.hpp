@@ -1,4 +1,4 @@
-// What te_fl.jax asks while JAX lowers a program: which implementation serves a call of the
+// For te_fl.jax while JAX lowers a program: finds the implementation that serves a call of the program.
 // program.
 #pragma once
 
