@@ -17,7 +17,7 @@ COMPONENTS = [
     ("ops", ["te_fl.ops", "te_fl.policy", "te_fl.registration", "te_fl._modules", "te_fl.program", "te_fl.torch_node", "te_fl.torch_tensors", "te_fl.specification", "te_fl.torch_device", "te_fl.reference_torch", "te_fl.flaggems", "te_fl.multi_tensor"]),
     ("common", ["te_fl.common"]),
     ("compat", ["te_fl.compat"]),
-    ("jax", ["te_fl.jax"]),
+    ("jax", ["te_fl.jax", "te_fl.reference_xla"]),
     *[(f"pytorch/{component}", [f"te_fl.pytorch.{component}"]) for component in
       ("runtime", "distributed", "fp8", "autograd", "functions", "modules", "ops", "optimizers", "compile")],
     ("pytorch", ["te_fl.pytorch"]),
@@ -172,7 +172,7 @@ def source_problems(texts):
 
 def problems():
     modules = {module_name(p): p.read_text() for p in (ROOT / "python/te_fl").rglob("*.py")}
-    for folder, package in (("torch", "te_fl.reference_torch"), ("flaggems", "te_fl.flaggems")):
+    for folder, package in (("torch", "te_fl.reference_torch"), ("xla", "te_fl.reference_xla"), ("flaggems", "te_fl.flaggems")):
         for p in (ROOT / "backends" / folder).glob("*.py"):
             modules[package if p.stem == "__init__" else f"{package}.{p.stem}"] = p.read_text()
     sources = {str(p.relative_to(ROOT / "python/src")): p.read_text() for p in (ROOT / "python/src").rglob("*.[chi]*")}
