@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Callable, Dict, Iterable, Optional
 
+from torch.utils._triton import has_triton
+
 from te_fl.registration import BackendImplKind, OpImpl, OpRegistry
 
 from te_fl.reference_torch import activation, attention, gemm, norm, optimizer, quantize, random, rope, scaled_activation, softmax, tensor
@@ -30,6 +32,8 @@ def implementations(devices: Optional[Iterable[str]] = None) -> Iterable[OpImpl]
 
 def compiled_implementations(device_type: str, devices: Iterable[str]) -> Iterable[OpImpl]:
     """reference.torch_compiled, if PyTorch's compiler has kernels for PyTorch's device type; else none."""
+    if not has_triton():
+        return ()
     from te_fl.reference_torch import compiled
     return () if compiled.missing(device_type) else compiled.implementations(devices, _SUPPORTS)
 

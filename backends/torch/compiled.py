@@ -13,6 +13,9 @@ import types
 from typing import Any, Callable, Dict, Iterable, List, Optional
 
 import torch
+import torch._dynamo.config
+import torch._dynamo.exc
+from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
 
 from te_fl.registration import BackendImplKind, OpImpl
 from te_fl.tensors import Quantized
@@ -28,19 +31,10 @@ log = logging.getLogger("te_fl")
 
 def missing(device_type: str) -> Optional[str]:
     """Why PyTorch's compiler has no kernels for PyTorch's device type, or None if it has."""
-    try:
-        from torch.utils._triton import has_triton
-        if device_type != "cpu" and not has_triton():
-            return "Triton is not installed, or does not know the device"
-        import torch._dynamo.config
-        import torch._dynamo.exc
-        if getattr(torch._dynamo.config, "disable", False):
-            return "torch.compile is off (TORCH_COMPILE_DISABLE)"
-        from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
-        init_backend_registration()
-        return None if get_scheduling_for_device(device_type) else f"PyTorch's compiler has no backend for {device_type}"
-    except ImportError as error:
-        return f"PyTorch's compiler cannot be imported: {error}"
+    if getattr(torch._dynamo.config, "disable", False):
+        return "torch.compile is off (TORCH_COMPILE_DISABLE)"
+    init_backend_registration()
+    return None if get_scheduling_for_device(device_type) else f"PyTorch's compiler has no backend for {device_type}"
 
 
 class _Kind:
