@@ -92,7 +92,7 @@ class TexImpl(OpImpl):
         return self._runner, self._runner.supports  # type: ignore[attr-defined]
 
     def calls(self) -> "_Runner":
-        """What the registry calls: fn, with its failures remembered and its results checked."""
+        """Returns the callable of the registry: fn, with its failures remembered and its results checked."""
         return self._runner  # type: ignore[attr-defined,no-any-return]
 
 
@@ -157,7 +157,7 @@ class _Runner:
                 runner._failure = text, _native.policy_text()
 
     def refusal(self) -> str:
-        """Why the implementation is not to be tried, whatever the call; empty if it may be."""
+        """Returns the reason for which the implementation is not to be tried, whatever the call; empty if it may be."""
         if not self._available:
             self._available = self.impl.is_available()
             if not self._available:
@@ -207,7 +207,8 @@ _MODULE = "te_fl.transformer_engine_torch"
 _lock = threading.RLock()  # for the two below
 _own: Dict[str, Any] = {}  # te-fl's functions that are replaced in the module at present; None: te-fl has no such name
 _adapted: Set[Tuple[str, str]] = set()  # (op, impl_id) of the typed ops' implementations by vendors' functions
-_replaced: Dict[str, Any] = {}  # what the module has in their place
+_replaced: Dict[str, Any] = {}  # the module's functions in their place
+_SCALES = ("multi_tensor_scale", "multi_tensor_scale_tensor")
 # Classes of the module whose objects a vendor's function makes.
 _MAKERS = {"create_comm_overlap": "CommOverlap", "create_comm_overlap_p2p": "CommOverlapP2P", "create_comm_overlap_helper": "CommOverlapHelper"}
 
@@ -235,6 +236,8 @@ def own_function(name: str) -> Any:
 def own_implementation(name: str) -> TexImpl:
     """The implementation of a name by te-fl's function. Looks the function up when it runs, since it depends on the version of the package."""
     def own(*arguments: Any, **options: Any) -> Any:
+        if name in _SCALES and "noop_flag" in options:  # TransformerEngine-FL's name of the argument
+            options["is_infinite"] = options.pop("noop_flag")
         return own_function(name)(*arguments, **options)
 
     own.__qualname__, own.__module__ = name, _MODULE

@@ -73,10 +73,10 @@ def checker(name: str) -> Optional[Callable[[tuple, dict, Any], None]]:
             got = f"{len(result)} results" if several else f"a {type(result).__name__}"
             raise WrongResult(f"{name} returned {got}; it returns {'one tensor' if count == 1 else f'{count} results'}")
         results = result if several else (result,)
-        given = first_tensor(arguments, options)
+        tensor = first_tensor(arguments, options)
         for at, one in enumerate(results):
-            if given is not None and _is_tensor(one) and one.device != given.device:
-                raise WrongResult(f"{name} returned a tensor on {one.device} as result {at}; the arguments are on {given.device}")
+            if tensor is not None and _is_tensor(one) and one.device != tensor.device:
+                raise WrongResult(f"{name} returned a tensor on {one.device} as result {at}; the arguments are on {tensor.device}")
         if _is_tensor(results[0]):
             expected = _expected_dtype(name, arguments, results[0])
             dtype = str(results[0].dtype).rpartition(".")[2]

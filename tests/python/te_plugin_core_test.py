@@ -76,8 +76,8 @@ class Form(Registered):
                 self.assertEqual(("vendor.acme", "typed") in self.ran(), typed)
         with te_fl.policy(deny_vendors="acme"):
             self.assertEqual(te_fl.explain("rmsnorm_fwd", *RMSNORM)["impl_id"], tex_form.OWN)
-        told = te_fl.explain("rmsnorm_fwd")
-        self.assertEqual((told["op"], told["tex"]["impl_id"], told["tex"]["form"]), ("rmsnorm_fwd", "vendor.acme", "tex"))
+        explained = te_fl.explain("rmsnorm_fwd")
+        self.assertEqual((explained["op"], explained["tex"]["impl_id"], explained["tex"]["form"]), ("rmsnorm_fwd", "vendor.acme", "tex"))
         self.assertEqual(te_fl.explain("rmsnorm_fwd", *RMSNORM)["impl_id"], "vendor.acme")
 
     def test_names_that_transformer_engine_alone_has(self):
@@ -126,8 +126,8 @@ class Failures(Registered):
         for _ in range(3):
             torch.testing.assert_close(tex.rmsnorm_fwd(*RMSNORM)[0], rmsnorm(*RMSNORM)[0])
         self.assertEqual((len(calls), self.ran()[0][0] != "vendor.acme"), (1, True))
-        [told] = [c["reason"] for c in te_fl.explain("rmsnorm_fwd", *RMSNORM)["candidates"] if c["impl_id"] == "vendor.acme"]
-        self.assertIn("it failed before, with RuntimeError: no kernel image", told)
+        [explained] = [c["reason"] for c in te_fl.explain("rmsnorm_fwd", *RMSNORM)["candidates"] if c["impl_id"] == "vendor.acme"]
+        self.assertIn("it failed before, with RuntimeError: no kernel image", explained)
         plugin_core.bump_policy_epoch()
         tex.rmsnorm_fwd(*RMSNORM)
         with te_fl.policy(prefer="vendor"):  # another policy
@@ -188,6 +188,8 @@ class Failures(Registered):
         self.add("multi_tensor_scale", lacking)
         tex.multi_tensor_scale(65536, torch.zeros(1, dtype=torch.int32), [[X[0][:3], X[1][:3]], out], 2.0)
         torch.testing.assert_close(out[0], 2 * X[0][:3])
+        plugin_core.get_manager().call("multi_tensor_scale", chunk_size=65536, noop_flag=torch.zeros(1, dtype=torch.int32), tensor_lists=[[X[0]], [X[1].clone()]],
+                                       scale=2.0)
 
     def test_two_of_one_id(self):
         self.add("rmsnorm_fwd", rmsnorm)
@@ -224,8 +226,8 @@ class Failures(Registered):
 class TypedOps(Registered):
     """Vendors' functions under te_fl.pytorch."""
 
-    # What the vendor computes with: te-fl's functions, which the reference implementations run.
     def lend(self, name):
+        """Registers a vendor's function that computes with te-fl's, by the reference implementations."""
         own = tex_form.own_function(name)
 
         def fn(*arguments):
@@ -365,7 +367,7 @@ class Policies(Registered):
         with self.assertRaisesRegex(NotImplementedError, "Backend has no gelu"):
             Backend().gelu(X, None)
         module = plugin_core.get_tefl_module()
-        self.assertEqual((module.DType.kBFloat16, module["NVTE_Bias_Type"].NVTE_ALIBI), (6, 3))
+        self.assertEqual((module.DType.kInt64, module.DType.kFloat4E2M1, module.DType.kBFloat16, module["NVTE_Bias_Type"].NVTE_ALIBI), (3, 10, 6, 3))
         torch.testing.assert_close(module.relu(X, None), X.relu())
 
     def test_log_levels_of_python(self):
@@ -489,7 +491,7 @@ class Packages(unittest.TestCase):
 
     def test_a_package_that_fails_at_import(self):
         (self.root / "transformer_engine/plugin/core/backends/vendor/acme/acme.py").write_text("import no_such_extension")
-        said = self.run_program("""
+        output = self.run_program("""
             import te_fl; te_fl.as_transformer_engine()
             import torch, te_fl.transformer_engine_torch as tex
             [plugin] = [p for p in te_fl.info()["plugins"] if "acme" in p["name"]]
@@ -497,19 +499,19 @@ class Packages(unittest.TestCase):
             assert type(tex.gelu).__name__ == "function"
             tex.gelu(torch.ones(4), None)
         """)
-        self.assertIn("No module named 'no_such_extension'", said)
+        self.assertIn("No module named 'no_such_extension'", output)
 
     def test_two_packages_of_one_id(self):
         (self.root / "second.py").write_text("from transformer_engine.plugin.core.backends.vendor.acme import register_ops\n"
                                              "def register(registry):\n    register_ops.register_builtins(registry)\n")
-        said = self.run_program("""
+        output = self.run_program("""
             import te_fl; te_fl.as_transformer_engine()
             import torch, te_fl.transformer_engine_torch as tex
             assert [p["state"] for p in te_fl.info()["plugins"] if p["origin"] == "TE_FL_PLUGIN_MODULES"] == ["active", "failed"], te_fl.info()["plugins"]
             tex.gelu(torch.ones(4), None)
             assert ("gelu", "vendor.acme") in {(u["op"], u["impl_id"]) for u in te_fl.usage()}
         """, TE_FL_PLUGIN_MODULES="transformer_engine.plugin.core.backends.vendor.acme.register_ops,second")
-        self.assertIn("registered already", said)
+        self.assertIn("registered already", output)
 
     def test_te_fl_as_a_backend_of_transformer_engine_fl(self):
         """The registry there is another's: what te-fl registers are the classes of that package."""

@@ -60,6 +60,21 @@ class StandIn(types.ModuleType):
         return fn
 
 
+# Backends that register but are left out of the test suites, with the reason.
+_CANNOT_COMPUTE = {"vendor.enflame": "its _enflame_libs_loaded is never set, so that every function raises NameError, on TransformerEngine-FL too"}
+
+
+# Kunlunxin's extension takes no quantiser and no dtype, and returns no mean.
+KUNLUNXIN = """from stand_in import *
+import stand_in
+
+def rmsnorm_fwd(input, weight, eps, sm_margin, zero_centered_gamma):
+    result, _, statistics = stand_in.rmsnorm_fwd(input, weight, eps, None, None, {"float32": 4, "float16": 5, "bfloat16": 6}[str(input.dtype)[6:]],
+                                                 sm_margin, zero_centered_gamma)
+    return result, statistics
+"""
+
+
 def compile_library(source, target, *options):
     subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(target), *options], input=source, text=True, check=True)
 
@@ -72,10 +87,10 @@ def provide_extensions(folder):
         if not name.startswith("_"):
             setattr(stand_in, name, getattr(stand_in, name))
     for package, library in (("transformer_engine_metax", "libtransformer_engine.so"), ("transformer_engine_hygon", "libtransformer_engine.so"),
-                             ("transformer_engine_iluvatar/libs", "libixte_common.so"), ("transformer_engine_klx_torch", "libtransformer_engine.so"),
+                             ("transformer_engine_iluvatar/libs", "libixte_common.so"), ("transformer_engine_klx_torch", "transformer_engine_klx.so"),
                              ("transformer_engine_musa", ""), ("nvidia", "libtransformer_engine.so")):
         (folder / package).mkdir(parents=True)
-        (folder / package.split("/")[0] / "__init__.py").write_text("from stand_in import *\n")
+        (folder / package.split("/")[0] / "__init__.py").write_text(KUNLUNXIN if "klx" in package else "from stand_in import *\n")
         if library:
             compile_library("int te_fl_nothing;", folder / package / library)
     compile_library(HYGON, folder / "transformer_engine_hygon/transformer_engine_torch_hygon.so", f"-I{sysconfig.get_paths()['include']}")
@@ -94,8 +109,9 @@ def provide_extensions(folder):
         importlib.import_module("flag_gems")
     except Exception:
         sys.modules["flag_gems"] = types.ModuleType("flag_gems")
+        _CANNOT_COMPUTE["default.flagos"] = "FlagGems is not installed"
     torch.cuda.is_available = lambda: True
-    torch.musa = types.SimpleNamespace(is_available=lambda: True)
+    torch.musa = types.SimpleNamespace(is_available=lambda: True, Stream=torch.Stream)
 
 
 def written(path):
@@ -127,10 +143,12 @@ def run_suites():
     for module, name in (("test_activations", "ActivationTests"), ("test_normalization", "NormalizationTests"), ("test_operations", "OperationsTests"),
                          ("test_softmax", "SoftmaxTests"), ("test_optimizer", "OptimizerTests"), ("test_flash_attention", "FlashAttentionTests")):
         suite = getattr(importlib.import_module(module), name)(device="cpu")
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
+        if module == "test_flash_attention":  # the others' class is that of flash-attn, or of a vendor's extension
+            suite.backends = [name for name in suite.backends if name in ("reference", "kunlunxin", "te_fl")]
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
             suite.run_all_tests()
-        counts[module] = suite.passed, suite.failed, suite.skipped, [line.strip() for line in said.getvalue().splitlines() if "✗" in line]
+        counts[module] = suite.passed, suite.failed, suite.skipped, [line.strip() for line in output.getvalue().splitlines() if "✗" in line]
     policy = unittest.defaultTestLoader.loadTestsFromModule(importlib.import_module("test_policy"))
     with contextlib.redirect_stdout(io.StringIO()):
         result = unittest.TestResult()
@@ -144,9 +162,19 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         provide_extensions(pathlib.Path(folder))
         backends = register_backends()
+        return report(backends)
+
+
+def report(backends):
     for name, (registered, all_, error) in backends.items():
         print(f"{name:20} {registered:4} of {all_:4} functions registered  {error}")
     print(f"{'all':20} {sum(r for r, _, _ in backends.values()):4} of {sum(w for _, w, _ in backends.values()):4}")
+    registry = importlib.import_module("transformer_engine.plugin.core").get_registry()
+    for impl in list(registry.registered()):
+        if impl.impl_id in _CANNOT_COMPUTE and isinstance(impl, tex_form.TexImpl):
+            registry.unregister(impl.op_name, impl.impl_id)
+    for impl_id, reason in _CANNOT_COMPUTE.items():
+        print(f"{impl_id} is left out of the suites: {reason}")
     suites = run_suites()
     for name, (passed, failed, skipped, bad) in suites.items():
         print(f"{name:20} {passed:4} passed {failed:4} failed {skipped:4} skipped")

@@ -20,6 +20,9 @@ from te_fl.transformer_engine_torch.enums import __all__ as _ENUMS
 
 logger = get_logger()
 
+# Has members that Transformer Engine's own enumeration does not have; equal members are equal numbers.
+DType = IntEnum("DType", "kByte kInt16 kInt32 kInt64 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat8E8M0 kFloat4E2M1 kNumTypes",  # noqa: F811
+                start=0)
 NVTE_Activation_Type = IntEnum("NVTE_Activation_Type", "GELU GEGLU SILU SWIGLU RELU REGLU QGELU QGEGLU SRELU SREGLU CLAMPED_SWIGLU", start=0)
 CommGemmOverlapRole = IntEnum("CommGemmOverlapRole", "INPUT OUTPUT", start=0)
 

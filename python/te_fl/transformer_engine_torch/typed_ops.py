@@ -228,7 +228,7 @@ def _dtype(tensor: torch.Tensor) -> Any:
 
 
 def _reason(impl: TexImpl) -> str:
-    """Why the function is not to be tried now; empty if it may be."""
+    """Returns the reason for which the function is not to be tried now; empty if it may be."""
     runner = impl.calls()
     return "it failed in this call already, in its form with Transformer Engine's arguments" if runner.failed_in_call() else runner.refusal()
 
