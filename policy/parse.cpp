@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "core/op/op_table.hpp"
+#include "policy/tex_names.hpp"
 #include "policy/text.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/policy.hpp"
@@ -144,7 +145,8 @@ Result<std::map<std::string, std::vector<PolicyToken>, std::less<>>> parse_per_o
       return invalid_argument(quoted(entry) + " is not of the form op=token|token");
     }
     const bool custom = op.find("::") != std::string::npos;
-    if (!custom && std::find(known_ops.begin(), known_ops.end(), op) == known_ops.end()) {
+    if (!custom && !policy::is_tex_name(op) &&
+        std::find(known_ops.begin(), known_ops.end(), op) == known_ops.end()) {
       return invalid_argument("there is no op " + quoted(op) + did_you_mean(op, known_ops) +
                               " (`te-fl ops` lists them)");
     }

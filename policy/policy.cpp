@@ -14,6 +14,7 @@
 #include "core/op/op_table.hpp"
 #include "policy/current.hpp"
 #include "policy/select.hpp"
+#include "policy/tex_names.hpp"
 #include "policy/text.hpp"
 
 namespace te_fl {
@@ -146,7 +147,8 @@ Status settings_error(const PolicySettings& settings) {
   if (named.empty()) return {};
   const std::vector<std::string> known = known_ops();
   for (const std::string& op : named) {
-    if (op.find("::") != std::string::npos) continue;  // a custom op may be registered later
+    // These may be registered later.
+    if (op.find("::") != std::string::npos || is_tex_name(op)) continue;
     if (std::find(known.begin(), known.end(), op) != known.end()) continue;
     return invalid_argument("the policy has a list for op " + quoted(op) +
                             ", which does not exist" + did_you_mean(op, known));
@@ -215,8 +217,11 @@ std::string SelectionPolicy::describe() const {
 std::string policy::describe_for(const PolicySettings& settings, std::string_view op) {
   PolicySettings s = settings;
   const size_t lists = s.per_op.size() + s.per_signature.size();
-  std::erase_if(s.per_op, [&](const auto& list) { return list.first != op; });
-  std::erase_if(s.per_signature, [&](const SignatureList& list) { return list.op != op; });
+  const auto other = [&](std::string_view name) {
+    return name != op && name != governing_name(op);
+  };
+  std::erase_if(s.per_op, [&](const auto& list) { return other(list.first); });
+  std::erase_if(s.per_signature, [&](const SignatureList& list) { return other(list.op); });
   const size_t others = lists - s.per_op.size() - s.per_signature.size();
   const std::string text = to_text(s);
   if (others == 0) return text.empty() ? "pure priority" : text;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "policy/tex_names.hpp"
 #include "policy/text.hpp"
 #include "policy/vendors.hpp"
 #include "te_fl/dtype.hpp"
@@ -100,6 +101,11 @@ Refusal capability_refusal(const PolicySettings& settings, const CallTraits& cal
   return Refusal::kNone;
 }
 
+// True for te-fl's own function of the form tex::NAME.
+bool calls_typed_op(const CallTraits& call, const Implementation& impl) {
+  return impl.impl_id == kTexOwn && call.op.starts_with(kTexPrefix);
+}
+
 Standing rank_candidate(const PolicySettings& settings, const Tokens* tokens,
                         const CallTraits& call, std::span<const Implementation> impls,
                         uint32_t index) {
@@ -107,6 +113,7 @@ Standing rank_candidate(const PolicySettings& settings, const Tokens* tokens,
   Standing v;
   v.impl = index;
   v.group = find_group(settings, tokens, impl);
+  if (v.group == kUnlisted && calls_typed_op(call, impl)) v.group = kUnlisted - 1;
   v.staged = on_copies(impl, call);
   const bool prefers_reference = tokens == nullptr && settings.prefer == Kind::kReference;
   v.named =
@@ -183,7 +190,8 @@ const SignatureList* signature_list_for(const PolicySettings& settings, const Ca
 const Tokens* list_for(const PolicySettings& settings, const CallTraits& call) {
   if (const SignatureList* list = signature_list_for(settings, call)) return &list->use;
   if (settings.per_op.empty()) return nullptr;
-  const auto at = settings.per_op.find(call.op);
+  auto at = settings.per_op.find(call.op);
+  if (at == settings.per_op.end()) at = settings.per_op.find(governing_name(call.op));
   return at == settings.per_op.end() ? nullptr : &at->second;
 }
 
@@ -208,6 +216,7 @@ Ranking decide(const PolicySettings& settings, const CallTraits& call,
               const Implementation& x = impls[a.impl];
               const Implementation& y = impls[b.impl];
               if (x.priority != y.priority) return x.priority > y.priority;
+              if (x.kind != y.kind) return x.kind < y.kind;  // default, vendor, reference
               return x.impl_id < y.impl_id;
             });
   for (size_t i = 0; i < decision.order.size(); ++i) {
@@ -219,6 +228,11 @@ Ranking decide(const PolicySettings& settings, const CallTraits& call,
     }
     decision.first = static_cast<int32_t>(i);
     break;
+  }
+  // The typed op that te-fl's own function calls applies the policy.
+  for (size_t i = 0; i < decision.order.size() && decision.first < 0; ++i) {
+    if (calls_typed_op(call, impls[decision.order[i].impl]))
+      decision.first = static_cast<int32_t>(i);
   }
   return decision;
 }

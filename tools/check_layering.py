@@ -29,7 +29,7 @@ PUBLIC = {
     "status.hpp": "core/base", "dtype.hpp": "core/base", "environment.hpp": "core/base", "log.hpp": "core/base",
     "numeric.hpp": "core/base", "numeric/": "core/base",
     "device.hpp": "core/device", "memory.hpp": "core/device", "result_memory.hpp": "core/tensor", "tensor.hpp": "core/tensor",
-    "op_outputs.hpp": "core/op", "policy.hpp": "policy", "op_registry.hpp": "registry", "plugins.hpp": "plugins",
+    "op_outputs.hpp": "core/op", "policy.hpp": "policy", "tex_names.hpp": "policy", "op_registry.hpp": "registry", "plugins.hpp": "plugins",
     "comm.hpp": "comm", "op_manager.hpp": "dispatch", "ops.hpp": "dispatch", "watch.hpp": "dispatch/watch", "wrap_quantized.hpp": "core/tensor",
     "nn/base/": "nn/base", "nn/fp8/": "nn/fp8", "nn/autograd/": "nn/autograd", "nn/modules/": "nn/modules", "nn/optim/": "nn/optim",
     "nn/files/": "nn/files", "nn.hpp": "all",

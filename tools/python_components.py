@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 COMPONENTS = [
     ("native", ["te_fl._native", "te_fl._check_worker"]),
     ("base", ["te_fl.errors", "te_fl.tensors", "te_fl.missing", "te_fl.frameworks", "te_fl.torch_streams", "te_fl.torch_exchange", "te_fl.remainders", "te_fl.attention_logits"]),
-    ("ops", ["te_fl.ops", "te_fl.policy", "te_fl.registration", "te_fl._modules", "te_fl.program", "te_fl.torch_node", "te_fl.torch_tensors", "te_fl.specification", "te_fl.torch_device", "te_fl.reference_torch", "te_fl.flaggems", "te_fl.multi_tensor"]),
+    ("ops", ["te_fl.ops", "te_fl.policy", "te_fl.registration", "te_fl._modules", "te_fl.program", "te_fl.torch_node", "te_fl.torch_tensors", "te_fl.specification", "te_fl.torch_device", "te_fl.reference_torch", "te_fl.flaggems", "te_fl.multi_tensor", "te_fl.tex_form", "te_fl.tex_results"]),
     ("common", ["te_fl.common"]),
     ("compat", ["te_fl.compat"]),
     ("jax", ["te_fl.jax", "te_fl.reference_xla"]),
@@ -22,7 +22,8 @@ COMPONENTS = [
       ("runtime", "distributed", "fp8", "autograd", "functions", "modules", "ops", "optimizers", "compile")],
     ("pytorch", ["te_fl.pytorch"]),
     ("transformer_engine_torch", ["te_fl.transformer_engine_torch"]),
-    ("inside", ["te_fl.inside", "te_fl.transformer_engine_plugin"]),
+    ("plugin_core", ["te_fl.plugin_core"]),
+    ("inside", ["te_fl.inside", "te_fl.transformer_engine_plugin", "te_fl.transformer_engine_fl_backend"]),
     ("te_fl", ["te_fl"]),
     ("programs", ["te_fl.doctor", "te_fl.__main__", "te_fl._check"]),
 ]
@@ -59,7 +60,7 @@ FUNCTION_IMPORTS = {
     ("te_fl.jax", "jax"): "JAX is optional, and a missing one is to be refused by te_fl's message",
 }
 # Modules that import by a name that is data: a user's module name, or a module that is imported when an attribute is first read.
-BY_NAME = {"te_fl._modules", "te_fl.compat.finder", "te_fl.compat.same_modules", "te_fl.frameworks", "te_fl.jax", "te_fl.pytorch", "te_fl.pytorch.compile"}
+BY_NAME = {"te_fl._modules", "te_fl.tex_form", "te_fl.plugin_core", "te_fl.plugin_core.discovery", "te_fl.plugin_core.registry", "te_fl.inside.package", "te_fl.transformer_engine_fl_backend", "te_fl.compat.finder", "te_fl.compat.same_modules", "te_fl.frameworks", "te_fl.jax", "te_fl.pytorch", "te_fl.pytorch.compile"}
 
 
 def module_name(path):

@@ -57,8 +57,11 @@ constexpr VariableSpec kSpecs[] = {
      "Freed memory that a device's plugin may keep for the next allocation, in MiB for each "
      "device; "
      "0: none, so that memory checkers see every allocation."},
-    {"TEFL_LOG_LEVEL", "TE_FL_LOG_LEVEL", kEnum, "INFO", "TRACE DEBUG INFO WARNING ERROR OFF",
-     "Least severe messages that are written to stderr."},
+    {"TEFL_LOG_LEVEL", "TE_FL_LOG_LEVEL", kEnum, "INFO",
+     "TRACE DEBUG INFO WARNING ERROR OFF NOTSET WARN CRITICAL FATAL",
+     "Least severe messages that are written to stderr. The last four are Python's names of "
+     "levels: "
+     "NOTSET means TRACE, WARN means WARNING, CRITICAL and FATAL mean OFF."},
     {"TE_FL_NUM_THREADS", "", kInt, "0", "0 1024",
      "Threads of the host backends' pool, the caller included; 0: as many as cores are available."},
     {"TE_FL_VALIDATE", "", kBool, "0", "",

@@ -27,7 +27,18 @@
 namespace te_fl::log {
 namespace {
 
-constexpr std::string_view kNames[] = {"TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "OFF"};
+struct NamedLevel {
+  std::string_view name;
+  Level level;
+};
+
+// The names of Level, then those that only Python's logging has. No message of te-fl is critical.
+constexpr NamedLevel kNames[] = {
+    {"TRACE", Level::kTrace},     {"DEBUG", Level::kDebug},  {"INFO", Level::kInfo},
+    {"WARNING", Level::kWarning}, {"ERROR", Level::kError},  {"OFF", Level::kOff},
+    {"NOTSET", Level::kTrace},    {"WARN", Level::kWarning}, {"CRITICAL", Level::kOff},
+    {"FATAL", Level::kOff},
+};
 
 constinit core::ForkMutex mutex(core::LockLevel::kLog);
 const core::ForkMutex::Registration registration(mutex);
@@ -102,9 +113,9 @@ namespace te_fl::core {
 void apply_log_level(std::string_view value, bool from_code) noexcept {
   if (from_code) log::level_by_code.store(false, std::memory_order_relaxed);
   if (log::level_by_code.load(std::memory_order_relaxed)) return;
-  for (int i = 0; i < static_cast<int>(std::size(log::kNames)); ++i) {
-    if (equal_ignoring_case(value, log::kNames[i])) {
-      log::current_level.store(i, std::memory_order_relaxed);
+  for (const auto& [name, level] : log::kNames) {
+    if (equal_ignoring_case(value, name)) {
+      log::current_level.store(static_cast<int>(level), std::memory_order_relaxed);
     }
   }
 }

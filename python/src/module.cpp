@@ -116,6 +116,7 @@ PyMethodDef g_methods[] = {
     {"set_deterministic", set_deterministic, METH_O, "set_deterministic(function() -> bool)"},
     {"policy_settings", policy_settings, METH_NOARGS, "policy_settings() -> dict"},
     {"policy_text", policy_text, METH_NOARGS, "policy_text() -> str"},
+    {"tex_names", tex_names, METH_NOARGS, "tex_names() -> list of str"},
     {"set_global_policy", set_global_policy, METH_O, "set_global_policy(settings or None)"},
     {"fp8_states", make_fp8_states, METH_NOARGS, "fp8_states() -> states"},
     {"layer", make_layer, METH_VARARGS, "layer(kind, options, states) -> layer"},

@@ -69,8 +69,15 @@ def explain(op: str, /, *positional: Any, device: str = "cpu", dtypes: Sequence[
     """Describes how a call would be dispatched: each candidate with the reason for its acceptance or rejection, the chosen one, and its kernel.
 
     Pass the op's arguments for a concrete call, or the device, dtypes and scaling modes for a described one. Function ops may have positional
-    arguments.
+    arguments; so has the form of an op with Transformer Engine's arguments (docs/transformer-engine-functions.md). If functions of that form are
+    registered, a described call has it under "tex".
     """
+    form = sys.modules.get("te_fl.tex_form")
+    of_form = None
+    if form is not None and (positional or not arguments):
+        of_form = form.explain(op, positional, arguments)
+        if of_form is not None and (positional or not form.is_typed(op)):
+            return of_form
     if arguments or positional:
         return _native.resolve(op, arguments, None, positional)
     for names, known, what in ((dtypes, DTYPES, "dtype"), (scalings, SCALINGS, "scaling")):
@@ -79,7 +86,8 @@ def explain(op: str, /, *positional: Any, device: str = "cpu", dtypes: Sequence[
         for name in names:
             if name not in known:
                 raise errors.InvalidArgument(f"{what} {name!r} is not known{errors.did_you_mean(str(name).split('.')[-1], known)}; it is one of {', '.join(known)}")
-    return _native.explain(op, device, [DTYPES.index(d) for d in dtypes], [SCALINGS.index(s) for s in scalings])
+    made = _native.explain(op, device, [DTYPES.index(d) for d in dtypes], [SCALINGS.index(s) for s in scalings])
+    return made if of_form is None else {**made, "tex": of_form}
 
 
 def saved_bytes(op: str, **arguments: Any) -> int:
@@ -107,8 +115,10 @@ class Usage(list):
 
 
 def usage() -> Usage:
-    """The implementations that ran calls since reset_usage(), and their numbers of calls, most calls first."""
-    return Usage(_native.usage())
+    """The implementations that ran calls since reset_usage(), and their numbers of calls, most calls first. "form" is "tex" for calls with Transformer
+    Engine's arguments, else "typed".
+    """
+    return Usage({**row, "op": row["op"].removeprefix("tex::"), "form": "tex" if row["op"].startswith("tex::") else "typed"} for row in _native.usage())
 
 
 def fingerprint() -> str:

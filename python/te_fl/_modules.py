@@ -24,6 +24,7 @@ from te_fl.registration import OpRegistry, owned_by
 
 GROUP = "te_fl.plugin"
 _FLAGGEMS = "te_fl.flaggems"
+_OWN = "te_fl.transformer_engine_fl_backend"  # te-fl's own entry point, for TransformerEngine-FL's package
 _turn = threading.RLock()
 
 
@@ -37,7 +38,7 @@ def load(names: Sequence[str], discover: bool, skip: Sequence[str]) -> List[dict
         reports = [_load(name) for name in dict.fromkeys(names)]
         if not discover:
             return reports
-        done = set(names) | set(skip)
+        done = {*names, *skip, _OWN}
         for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name):
             if entry.name in done or entry.module in done:
                 continue
@@ -73,7 +74,7 @@ def _load(name: str, entry: Optional[importlib.metadata.EntryPoint] = None) -> d
         report.update(path=getattr(module, "__file__", None) or name, build_id=_build_id(module, report["version"]),
                       version=report["version"] or str(getattr(module, "__version__", "")))
         with owned_by(name):
-            _bring(name, module, entry.load() if entry is not None and entry.attr else _find_register(module), registry)
+            _bring(name, module, entry.load() if entry is not None and entry.attr else find_register(module), registry)
     except (Exception, SystemExit) as error:
         registry.unregister_owner(name)  # removes registrations of an earlier load
         refused = isinstance(error, NotImplementedError)
@@ -85,9 +86,9 @@ def _load(name: str, entry: Optional[importlib.metadata.EntryPoint] = None) -> d
     return report
 
 
-def _find_register(module: ModuleType) -> Optional[Callable]:
-    """The module's register(), or te_fl_register(), the name in older modules for TransformerEngine-FL."""
-    return getattr(module, "register", None) or getattr(module, "te_fl_register", None)
+def find_register(module: ModuleType) -> Optional[Callable]:
+    """The module's register(), te_fl_register() as modules for TransformerEngine-FL may have, or register_builtins() of its backends."""
+    return next((found for name in ("register", "te_fl_register", "register_builtins") if (found := getattr(module, name, None)) is not None), None)
 
 
 def _is_there(name: str) -> bool:
@@ -113,10 +114,10 @@ def _bring(name: str, module: ModuleType, register: Optional[Callable], registry
     if library is not None:
         _native.load_plugin(os.path.abspath(os.fspath(library)))
     if register is not None:
-        register(registry) if _takes_registry(register) else register()
+        register(registry) if takes_registry(register) else register()
 
 
-def _takes_registry(register: Callable) -> bool:
+def takes_registry(register: Callable) -> bool:
     try:
         parameters = inspect.signature(register).parameters.values()
     except (TypeError, ValueError):

@@ -116,6 +116,45 @@ class OpImpl:
         available = getattr(self.fn, "_is_available", None)
         return bool(available()) if callable(available) else True
 
+    @property
+    def registered_name(self) -> str:
+        """The name of the op in a registry."""
+        return self.op_name
+
+    def as_function(self) -> Tuple[Callable[..., Any], Optional[Callable[..., Union[bool, str]]]]:
+        """Returns fn and supports as a registry calls them for a function op."""
+        for name, left_out in _TYPED_ALONE.items():
+            value = getattr(self, name)
+            if (tuple(value) if name == "scalings" else value) not in left_out:
+                raise InvalidArgument(f"{self}: {name} describes tensors of the catalogue's ops, and {self.op_name!r} is none of them; look at the "
+                                      "arguments in supports(), or correct the op's name")
+
+        def supports(*positional: Any, **arguments: Any) -> Union[bool, str]:
+            return self.supports_function(positional, arguments) if self.is_available() else "its _is_available() says no"
+        limited = self.supports or self.supported_dtypes is not None or self.devices is not None
+        return self.fn, supports if limited or callable(getattr(self.fn, "_is_available", None)) else None
+
+    def supports_function(self, positional: tuple, arguments: dict) -> Union[bool, str]:
+        """The answer of supported_dtypes, devices and supports to a call of a function op."""
+        if self.supported_dtypes is not None or self.devices is not None:
+            supported = None if self.supported_dtypes is None else {_DTYPE_NAMES[d] for d in self.supported_dtypes}
+            here = None if self.devices is None else {DEVICE_TYPES["ext" if d.startswith("ext:") else d] for d in self.devices}
+            for tensor in _tensors((*positional, *arguments.values())):
+                dtype = str(tensor.dtype).rpartition(".")[2]
+                if supported is not None and "float" in dtype and _DTYPE_NAMES.get(dtype, dtype) not in supported:
+                    return f"dtype {dtype} is not supported (supported_dtypes: {', '.join(self.supported_dtypes or ())})"
+                if here is not None and tensor.__dlpack_device__()[0] not in here:
+                    return f"a tensor's device is not supported (devices: {', '.join(self.devices or ())})"
+        return True if self.supports is None else self.supports(*positional, **arguments)
+
+
+_followers: List[Callable[["OpRegistry", Collection[str]], None]] = []
+
+
+def watch_registrations(follow: Callable[["OpRegistry", Collection[str]], None]) -> None:
+    """Calls follow(registry, names of ops) after implementations were registered or removed."""
+    _followers.append(follow)
+
 
 class Snapshot(List[dict]):
     """The registered implementations: op_name, impl_id, kind, vendor, priority and owner of each."""
@@ -161,7 +200,8 @@ class OpRegistry:
         """Registers all of them, or none."""
         impls = list(impls)
         _native.register(self._handle, [_described(impl, self) for impl in impls], owner())
-        self._mine.update({(impl.op_name, impl.impl_id): impl for impl in impls})
+        self._mine.update({(impl.registered_name, impl.impl_id): impl for impl in impls})
+        self._announce({impl.registered_name for impl in impls})
 
     def get_implementations(self, op_name: str) -> List[OpImpl]:
         """The implementations of an op, including C++ ones, whose fn runs the C++ code. Empty if there are none."""
@@ -197,6 +237,7 @@ class OpRegistry:
         """Removes an implementation, and returns when no call is running it. te_fl.errors.Busy if called from inside an op."""
         _native.unregister(self._handle, op_name, impl_id)
         self._mine.pop((op_name, impl_id), None)
+        self._announce({op_name})
 
     def unregister_owner(self, name: str) -> None:
         """Removes all implementations registered by `name`: a plugin, a module, or "python" for the program itself."""
@@ -204,6 +245,19 @@ class OpRegistry:
         _native.unregister_owner(self._handle, name)
         for key in theirs:
             self._mine.pop(key, None)
+        self._announce({op_name for op_name, _ in theirs})
+
+    def is_process(self) -> bool:
+        """True for the registry of the process, which te_fl.ops uses."""
+        return self._mine is OpRegistry.instance()._mine
+
+    def registered(self) -> Iterable[OpImpl]:
+        """The OpImpl objects registered through this object."""
+        return self._mine.values()
+
+    def _announce(self, names: Collection[str]) -> None:
+        for follow in _followers:
+            follow(self, names)
 
     def set_priority(self, op_name: str, impl_id: str, priority: int) -> None:
         _native.set_priority(self._handle, op_name, impl_id, priority)
@@ -325,7 +379,7 @@ def _described(impl: OpImpl, registry: OpRegistry) -> dict:
     """Converts an OpImpl to the fields of te_fl_op_desc."""
     if not isinstance(impl, OpImpl):
         raise TypeError(f"an implementation is a te_fl.OpImpl, not a {type(impl).__name__}")
-    if _native.declare(registry._handle, impl.op_name):
+    if _native.declare(registry._handle, impl.registered_name):
         return _described_function(impl)
     args = _native.schema(impl.op_name)["args"]
     if any(a["type"] == 10 for a in args):
@@ -349,7 +403,7 @@ def _described(impl: OpImpl, registry: OpRegistry) -> dict:
 def _common(impl: OpImpl) -> dict:
     flags = (impl.thread_safe, impl.graph_safe, impl.deterministic, impl.in_place)
     return {
-        "op_name": impl.op_name, "impl_id": impl.impl_id, "kind": ["default", "vendor", "reference"].index(impl.kind.value),
+        "op_name": impl.registered_name, "impl_id": impl.impl_id, "kind": ["default", "vendor", "reference"].index(impl.kind.value),
         "priority": impl.priority, "vendor": impl.vendor, "fn": impl.fn, "convert": None, "later_args": None,
         "words": f"Python function {getattr(impl.fn, '__module__', '?')}.{getattr(impl.fn, '__qualname__', type(impl.fn).__name__)}",
         "flags": sum(1 << bit for bit, on in enumerate(flags) if on), "min_arch": impl.min_arch or 0, "max_arch": impl.max_arch or 0,
@@ -358,30 +412,11 @@ def _common(impl: OpImpl) -> dict:
 
 def _described_function(impl: OpImpl) -> dict:
     """The descriptor of a function op's implementation. C++ cannot inspect the op's arguments, so constraints on them are part of supports()."""
-    for name, left_out in _TYPED_ALONE.items():
-        value = getattr(impl, name)
-        if (tuple(value) if name == "scalings" else value) not in left_out:
-            raise InvalidArgument(f"{impl}: {name} describes tensors of the catalogue's ops, and {impl.op_name!r} is none of them; look at the "
-                             "arguments in supports(), or correct the op's name")
-    dtypes, devices = impl.supported_dtypes, impl.devices
     _constraints(impl)  # raises for unknown names
-    here = None if devices is None else {DEVICE_TYPES["ext" if d.startswith("ext:") else d] for d in devices}
-    served = None if dtypes is None else {_DTYPE_NAMES[d] for d in dtypes}
-
-    def supports(*positional: Any, **arguments: Any) -> Union[bool, str]:
-        if not impl.is_available():
-            return "its _is_available() says no"
-        for tensor in _tensors((*positional, *arguments.values())):
-            dtype = str(tensor.dtype).rpartition(".")[2]
-            if served is not None and "float" in dtype and _DTYPE_NAMES.get(dtype, dtype) not in served:
-                return f"dtype {dtype} is not supported (supported_dtypes: {', '.join(dtypes)})"
-            if here is not None and tensor.__dlpack_device__()[0] not in here:
-                return f"a tensor's device is not supported (devices: {', '.join(devices)})"
-        return True if impl.supports is None else impl.supports(*positional, **arguments)
-    asks = impl.supports or dtypes is not None or devices is not None or callable(getattr(impl.fn, "_is_available", None))
+    function, supports = impl.as_function()
     every = {"dtypes": (1 << len(DTYPES)) - 1, "scalings": 1, "provider": None,
              "device_types": sum(1 << number for name, number in DEVICE_TYPES.items() if name != "ext")}
-    return {**_common(impl), "supports": supports if asks else None, **every}
+    return {**_common(impl), "fn": function, "supports": supports, "min_arch": 0, "max_arch": 0, **every}
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Any]:

@@ -71,7 +71,9 @@ Result<bool> declare_function_op(OpRegistry& registry, const std::string& name) 
   schema.summary = kSummary;
   schema.formula = "";
   schema.source = "";
-  const std::string near = environment::nearest(name, registry.op_names());
+  // A name "vendor::op" does not resemble the name of a catalogue op by mistake.
+  const std::string near =
+      name.find("::") != std::string::npos ? "" : environment::nearest(name, registry.op_names());
   TE_FL_RETURN_IF_ERROR(registry.declare_op(schema).status());
   if (!near.empty()) {
     log::warning("op '" + name + "' is a new one of Python functions; if it was to be '" + near +

@@ -13,6 +13,7 @@
 #include "ops/function_op.hpp"
 #include "py/errors.hpp"
 #include "te_fl/op_manager.hpp"
+#include "te_fl/tex_names.hpp"
 
 namespace te_fl::python {
 namespace {
@@ -349,6 +350,10 @@ PyObject* policy_settings(PyObject*, PyObject*) noexcept {
     put(dict, "per_op", lists);
     return dict;
   });
+}
+
+PyObject* tex_names(PyObject*, PyObject*) noexcept {
+  return guarded([] { return strings(tex_op_names()); });
 }
 
 PyObject* set_global_policy(PyObject*, PyObject* settings) noexcept {

@@ -71,6 +71,8 @@ PyObject* policy_text(PyObject*, PyObject*) noexcept;
 // policy_settings() -> the policy's settings as a dict: prefer (or None), strict, and the lists of
 // text allow_vendors, deny_vendors and per_op.
 PyObject* policy_settings(PyObject*, PyObject*) noexcept;
+// tex_names() -> te_fl::tex_op_names() as a list.
+PyObject* tex_names(PyObject*, PyObject*) noexcept;
 // set_global_policy(settings): sets the process's policy, which applies outside of scopes. None
 // restores the policy of the environment variables.
 PyObject* set_global_policy(PyObject*, PyObject* settings) noexcept;

@@ -28,9 +28,6 @@ __all__ = ["as_transformer_engine", "status"]
 _ROOT, _EXTENSIONS = "transformer_engine", ("transformer_engine_torch", "transformer_engine_jax")
 _OLD_EXTENSION = "transformer_engine_extensions"  # before Transformer Engine 1.6
 _NAMES = {module: frozenset(names.split()) for module, names in known_names.NAMES.items()}
-_PLUGIN = frozenset(" ".join(table.PLUGINS.values()).split())
-_NAMES.update({"transformer_engine.plugin": frozenset(), **{f"transformer_engine.plugin.core{part}": _PLUGIN
-                                                            for part in ("", ".types", ".registry", ".manager", ".policy")}})
 # Transformer Engine re-exports this name in a branch for some PyTorch versions only.
 _NAMES["transformer_engine.pytorch.export"] |= {"te_translation_table"}
 _PACKAGES = frozenset(module.rpartition(".")[0] for module in _NAMES)
@@ -200,6 +197,53 @@ class _Finder(importlib.abc.MetaPathFinder):
             yield _Distribution()
 
 
+# ---- transformer_engine.plugin.core, also for a program that has another transformer_engine (te_fl.inside)
+
+_PLUGIN = {f"{_ROOT}.plugin": None, **{f"{_ROOT}.plugin.core{part}": f"te_fl.plugin_core{part}" for part in table.PLUGIN_CORE}}
+
+
+class _PluginModule(types.ModuleType):
+    """A module of TransformerEngine-FL whose names are those of te-fl's module."""
+
+    def __getattr__(self, name: str) -> Any:
+        home = _PLUGIN[self.__name__]
+        if home is None or name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(home), name)
+
+    def __dir__(self) -> list:
+        return sorted({*super().__dir__(), *getattr(self, "__all__", ())})
+
+
+class _PluginFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds te-fl's modules under TransformerEngine-FL's names. Other modules below transformer_engine.plugin, such as the backends of an installed
+    TransformerEngine-FL, are found in its folder.
+    """
+
+    def find_spec(self, fullname: str, path=None, target=None):
+        if fullname not in _PLUGIN:
+            return None
+        spec = importlib.machinery.ModuleSpec(fullname, self, origin="te-fl", is_package=True)
+        installed = _installed_elsewhere()
+        if installed is not None:
+            folder = pathlib.Path(installed).parent if installed.endswith(".py") else pathlib.Path(installed)
+            spec.submodule_search_locations = [str(folder.joinpath(*fullname.split(".")[1:]))]
+        return spec
+
+    def create_module(self, spec):
+        return _PluginModule(spec.name, f"te-fl under TransformerEngine-FL's name {spec.name}.")
+
+    def exec_module(self, module) -> None:
+        if _PLUGIN[module.__name__] is not None:
+            importlib.import_module(_PLUGIN[module.__name__])
+
+
+def find_plugin_core() -> None:
+    """Makes transformer_engine.plugin.core importable."""
+    if not any(isinstance(finder, _PluginFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PluginFinder())
+
+
 _finder: Optional[_Finder] = None
 
 
@@ -233,5 +277,6 @@ def as_transformer_engine() -> None:
         _finder = _Finder()
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
+        find_plugin_core()
         importlib.invalidate_caches()
     read_variables()

@@ -207,13 +207,9 @@ LACKING = (
 UNUSABLE = ("CustomRecipe", "MXFP8BlockScaling", "NVFP4BlockScaling")
 UNUSABLE_BECAUSE = "a program can name it; te_fl.pytorch's autocast refuses it"
 
-# TransformerEngine-FL's names for Python implementations and policies, in transformer_engine.plugin.core.
-PLUGINS = {
-    "te_fl": "BackendImplKind OpImpl OpManager OpRegistry",
-    "te_fl.compat.selection":
-        "SelectionPolicy get_default_manager get_manager get_policy get_registry policy_context reset_default_manager reset_global_policy "
-        "set_global_policy with_allowed_vendors with_denied_vendors with_preference with_strict_mode",
-}
+# Modules of transformer_engine.plugin.core, TransformerEngine-FL's names for implementations and policies; "": the package itself. te_fl.plugin_core
+# has modules of the same names.
+PLUGIN_CORE = ("", ".discovery", ".logger_manager", ".manager", ".ops", ".policy", ".registry", ".types")
 
 # Prefixes of Transformer Engine's modules, and the prefixes of te-fl's modules in which their names are looked up.
 HOMES = (
@@ -222,7 +218,6 @@ HOMES = (
     ("transformer_engine.jax.flax", ("te_fl.jax.flax",)),
     ("transformer_engine.jax", ("te_fl.jax", "te_fl.common")),
     ("transformer_engine.common", ("te_fl.common",)),
-    ("transformer_engine.plugin", tuple(PLUGINS)),
 )
 
 # Advice for unsupported names, by a prefix of the module or a part of the name; the first match applies.
@@ -285,7 +280,7 @@ def inside(module: str, name: str) -> str:
     return "refused" if name in INSIDE_REFUSED else "the package's own kernels" if name in INSIDE_OWN_KERNELS else "supported"
 
 
-_PLACES = [(home, frozenset(names.split())) for home, names in (*SERVED.items(), *PLUGINS.items())]
+_PLACES = [(home, frozenset(names.split())) for home, names in SERVED.items()]
 
 
 def home(module: str, name: str):

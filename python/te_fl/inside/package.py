@@ -8,6 +8,7 @@ of the extension. The same finder starts the CUDA emulation when torch is import
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -19,6 +20,8 @@ import sys
 from types import ModuleType
 from typing import Any, Callable, Optional
 
+from te_fl import _native, tex_form
+from te_fl.compat import finder
 from te_fl.errors import Unsupported
 
 _COMMON, _EXTENSION = "transformer_engine.common", "transformer_engine_torch"
@@ -69,11 +72,21 @@ def extension() -> ModuleType:
     older.adopt(transformer_engine_torch, parse_version(found))
     if parse_version(found)[:2] > NEWEST:
         _refuse_unknown(transformer_engine_torch, found)
+    _native.op_names()  # loads plugins, so that the package finds their functions wherever it keeps one
+    tex_form.install(transformer_engine_torch)
     return transformer_engine_torch
 
 
+def _get_attention_backend(attention_params: Any = None) -> Any:
+    """The package's own choice. TransformerEngine-FL's package calls the extension instead, so that vendors can choose."""
+    utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    return utils._original_get_attention_backend(attention_params)
+
+
 def load_framework_extension(framework: str) -> None:
-    if framework != "torch":
+    if framework == "torch_nv":  # TransformerEngine-FL's package
+        importlib.import_module("te_fl.transformer_engine_torch").get_attention_backend = _get_attention_backend
+    elif framework != "torch":
         # For other frameworks, ImportError makes the package's top level continue without them.
         raise ImportError(f"te-fl supports the PyTorch side of transformer_engine only; for {framework} use te_fl.{framework}")
     sys.modules[_EXTENSION] = extension()
@@ -278,3 +291,4 @@ def install(host: bool) -> None:
     if host and (accelerator := sys.modules.get(_ACCELERATOR)) is not None:
         _enable_fp16(accelerator)
     sys.meta_path.insert(0, _Finder(executions))
+    finder.find_plugin_core()
