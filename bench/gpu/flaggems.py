@@ -166,8 +166,10 @@ class Child:
         self.part, self.argument, self.until = part, argument, time.monotonic() + limit
         self.out, self.err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
         environment = {k: v for k, v in os.environ.items() if k not in ("TE_FL_PREFER", "TE_FL_SKIP_CUDA")}
+        self.cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # FlagGems' file of choices is locked while a process writes
+        environment["FLAGGEMS_CACHE_DIR"] = self.cache.name
         self.process = subprocess.Popen(command or [sys.executable, str(HERE), "--part", part, argument], stdout=self.out, stderr=self.err,
-                                        env={**environment, **settings}, start_new_session=True)
+                                        env={**environment, **settings}, process_group=0)
 
     def result(self):
         """The rows that the child printed, how it ended, and the end of what it wrote to stderr."""
