@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -158,14 +159,12 @@ class Registration(unittest.TestCase):
 
     def test_what_is_missing_is_named_with_the_command(self):
         self.assertIsNone(frameworks.flaggems_missing())
-        path, sys.path[:] = list(sys.path), [p for p in sys.path if p != STAND_IN]
-        modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in ("flag_gems", "sqlalchemy")}
-        try:
-            if frameworks.installed("flag_gems") is None:
-                self.assertEqual(frameworks.flaggems_missing(), f"FlagGems is not installed ({frameworks.FLAGGEMS_COMMAND})")
-        finally:
-            sys.path[:] = path
-            sys.modules.update(modules)
+        for absent, text in ((("flag_gems", "yaml"), f"FlagGems is not installed ({frameworks.FLAGGEMS_COMMAND})"),
+                             (("yaml", "sqlalchemy"), "FlagGems is installed without PyYAML, SQLAlchemy, which it imports (pip install 'te-fl[flaggems]')")):
+            with mock.patch.object(frameworks, "find_spec", lambda name: None if name in absent else mock.DEFAULT):
+                self.assertEqual(frameworks.flaggems_missing(), text)
+                with self.assertRaisesRegex(te_fl.errors.Unsupported, re.escape(text)):
+                    flaggems.register(te_fl.OpRegistry())
 
 
 if __name__ == "__main__":
