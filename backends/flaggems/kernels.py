@@ -16,8 +16,10 @@ _aten = torch.ops.aten
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MOST_ELEMENTS = 2 ** 31 - 1  # FlagGems' kernels compute offsets in 32 bits
 
-# FlagGems replaces its own `mul` on Hopper by one that reads operands of one rank as if they were contiguous and of one shape.
-_mul = flag_gems.ops.mul if flag_gems.vendor_name == "nvidia" else flag_gems.mul
+# On Hopper FlagGems replaces two functions: `mul` by one that reads operands of one rank as if they were contiguous and of one shape, and `mm_out` by one
+# that compiles and measures 162 variants for each order of the operands, which takes minutes, and fails for matrices at addresses or with distances that are no
+# multiples of 16 bytes. Its general functions are used instead.
+_general = flag_gems.ops if flag_gems.vendor_name == "nvidia" else flag_gems
 
 
 def _fits(*tensors: torch.Tensor) -> bool:
@@ -52,35 +54,14 @@ def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
     return flag_gems.softmax(x, dim, half_to_float) if _fits(x) and x.dtype == torch.float32 and dim in (-1, x.dim() - 1) else NotImplemented
 
 
-def _operand(t: torch.Tensor) -> torch.Tensor:
-    """The matrix in memory that Hopper's bulk tensor copies can read: at an address and with a distance of rows, or of columns, that are multiples of 16
-    bytes.
-    """
-    across, along = t.stride()
-    outer, width = (across, t.shape[1]) if along == 1 else (along, t.shape[0])
-    good = 1 in (across, along) and outer >= width and outer * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
-    return t if good else t.clone(memory_format=torch.contiguous_format)
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """FlagGems uses bulk tensor copies wherever N and K allow them, and does not look at addresses and distances."""
-    if all(extent * a.element_size() % 16 == 0 for extent in b.shape):
-        a, b = _operand(a), _operand(b)
-    return flag_gems.mm_out(a, b, out=out)
-
-
 def _mm(a: torch.Tensor, b: torch.Tensor, out_dtype: Optional[torch.dtype] = None) -> Any:
     if not _fits(a, b):
         return NotImplemented
-    return _product(a, b, torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype, device=a.device))
+    return _general.mm_out(a, b, out=torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype, device=a.device))
 
 
 def _mm_out(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> Any:
-    if not _fits(a, b, out):
-        return NotImplemented
-    if out.is_contiguous() and out.data_ptr() % 16 == 0:
-        return _product(a, b, out)
-    return out.copy_(_mm(a, b))
+    return _general.mm_out(a, b, out=out) if _fits(a, b, out) else NotImplemented
 
 
 def _addmm_out(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1, out: torch.Tensor) -> Any:
@@ -90,7 +71,7 @@ def _addmm_out(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: fl
 TABLE: Dict[Any, Callable] = {
     _aten.mm.default: _mm, _aten.mm.dtype: _mm, _aten.mm.out: _mm_out, _aten.addmm.out: _addmm_out, _aten._softmax.default: _softmax,
     _aten.sum.dim_IntList: _reduction(flag_gems.sum_dim), _aten.mean.dim: _reduction(flag_gems.mean_dim),
-    _aten.mul.Tensor: _binary(_mul), _aten.add.Tensor: _binary(flag_gems.add), _aten.sub.Tensor: _binary(flag_gems.sub),
+    _aten.mul.Tensor: _binary(_general.mul), _aten.add.Tensor: _binary(flag_gems.add), _aten.sub.Tensor: _binary(flag_gems.sub),
     _aten.gelu_backward.default: _gradient(flag_gems.gelu_backward), _aten.silu_backward.default: _gradient(flag_gems.silu_backward),
     **{getattr(_aten, name).default: _unary(getattr(flag_gems, name)) for name in ("gelu", "silu", "sigmoid", "tanh", "exp", "rsqrt", "cos", "sin")},
 }

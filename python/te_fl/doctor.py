@@ -148,7 +148,8 @@ def _check_frameworks() -> list:
             if package == "torch":
                 found.extend(_torch_node())
                 missing = frameworks.flaggems_missing()
-                found.append(Finding("note", missing, "te_fl.flaggems: implementations by FlagGems' Triton kernels on accelerators", frameworks.FLAGGEMS_COMMAND)
+                found.append(Finding("note", missing.partition(" (")[0], "te_fl.flaggems: implementations by Triton kernels on accelerators",
+                                     frameworks.FLAGGEMS_COMMAND)
                              if missing else Finding("ok", f"FlagGems: {frameworks.installed('flag_gems')} ({frameworks.FLAGGEMS} is tested)"))
     others = [f"{name} {versions[name]}" for name in ("jaxlib", "flax", "triton", "numpy") if versions[name]]
     if others:

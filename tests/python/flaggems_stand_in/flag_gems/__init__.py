@@ -37,16 +37,17 @@ sum_dim, mean_dim = _same_as("sum_dim", torch.sum), _same_as("mean_dim", torch.m
 
 
 class ops:
+    """The general functions."""
+
     mul = staticmethod(_same_as("mul", torch.mul))
+    mm_out = staticmethod(_same_as("mm_out", lambda a, b, *, out: out.copy_(a.float() @ b.float())))
 
 
-def mul(a, b):
-    raise AssertionError("on Hopper this one is wrong for operands that broadcast")
+def mul(*_, **__):
+    raise AssertionError("this is Hopper's")
 
 
-@_counted
-def mm_out(a, b, *, out):
-    return out.copy_(a.float() @ b.float())
+mm_out = mul
 
 
 @_counted
