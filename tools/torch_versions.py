@@ -41,9 +41,9 @@ def read(*command):
 
 
 def find_interpreter(version):
-    found = shutil.which(f"python{version}")
-    pyenv = sorted(glob.glob(os.path.expanduser(f"~/.pyenv/versions/{version}.*/bin/python")))
-    return found or (pyenv[-1] if pyenv else None)
+    """Returns the first interpreter of this version that runs: a shim of pyenv's on the path may have none behind it."""
+    choices = [shutil.which(f"python{version}"), *sorted(glob.glob(os.path.expanduser(f"~/.pyenv/versions/{version}.*/bin/python")))]
+    return next((path for path in choices if path and subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0), None)
 
 
 def read_library(path):
