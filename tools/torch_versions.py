@@ -41,9 +41,9 @@ def read(*command):
 
 
 def find_interpreter(version):
-    found = shutil.which(f"python{version}")
-    pyenv = sorted(glob.glob(os.path.expanduser(f"~/.pyenv/versions/{version}.*/bin/python")))
-    return found or (pyenv[-1] if pyenv else None)
+    """Returns the first interpreter of this version that runs: a shim of pyenv's on the path may have none behind it."""
+    choices = [shutil.which(f"python{version}"), *sorted(glob.glob(os.path.expanduser(f"~/.pyenv/versions/{version}.*/bin/python")))]
+    return next((path for path in choices if path and subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0), None)
 
 
 def read_library(path):
@@ -114,7 +114,7 @@ def try_version(version, torch, options, folder):
     begun = time.monotonic()
     python = make_environment(interpreter, torch, options.wheel.resolve(), folder)
     environment = {**{name: value for name, value in os.environ.items() if not name.startswith(("TE_FL_", "NVTE_", "PYTHON"))},
-                   "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
+                   "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0", "NVIDIA_STAND_INS": "1"}
     run(python, "-m", "te_fl", "info", env=environment, stdout=subprocess.DEVNULL)
     total = [0, 0, 0]
     for name in options.tests or sorted({p.stem for p in (ROOT / "tests/python").glob("torch_*_test*")} | OTHERS):

@@ -121,9 +121,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   // Overrides PyTorch's function, which exists since PyTorch 2.11.
-  void* getStreamNativeHandle(const c10::Stream stream) const {
-    return stream_handle(stream);
-  }
+  void* getStreamNativeHandle(const c10::Stream stream) const { return stream_handle(stream); }
   void synchronizeStream(const c10::Stream& stream) const override {
     call(stream.device_index(), &te_fl_device_api::synchronize, stream_handle(stream));
   }

@@ -34,7 +34,10 @@ class Ranks:
             process.stdin.write(f"{module} {function} {file}\n")
             process.stdin.flush()
         for rank, process in enumerate(self.processes):
-            if not process.stdout.readline() and rank not in killed:
+            line = process.stdout.readline()
+            while line.startswith("[Gloo]"):  # PyTorch 2.9 reports each connection on the standard output
+                line = process.stdout.readline()
+            if not line and rank not in killed:
                 raise RuntimeError(f"a rank ended in {module}.{function}() with {process.wait()}")
         return [None if rank in killed else load(file) for rank, file in enumerate(files)]
 

@@ -48,7 +48,7 @@ def use_torch_memory(device: torch.device) -> None:
     torch.cuda.init()
     if not any(kind == "cuda" for kind, _ in _devices) and hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
         torch._C._cuda_attach_out_of_memory_observer(_native.quiet_out_of_memory)
-    _native.use_allocator(f"cuda:{index}", on_device, free, torch.cuda.empty_cache)
+    _native.use_allocator(torch_device.native_name(torch.device("cuda", index)), on_device, free, torch.cuda.empty_cache)  # ROCm's devices are rocm:N
     _devices.add(key)
 
 

@@ -137,6 +137,7 @@ def _without_gradients(call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
 
 
 def _cell(hook: Any, name: str) -> Any:
+    hook = getattr(hook, "__wrapped__", hook)  # PyTorch 2.15 wraps the hook of the second run by torch._dynamo.disable()
     code = hook.__code__
     return hook.__closure__[code.co_freevars.index(name)].cell_contents if name in code.co_freevars else None
 
