@@ -30,6 +30,7 @@ install(FILES conformance/expected_unsupported.txt conformance/not_covered.txt
   DESTINATION te_fl/share/te_fl/conformance COMPONENT python EXCLUDE_FROM_ALL)
 install(DIRECTORY docs DESTINATION te_fl COMPONENT python EXCLUDE_FROM_ALL)
 install(DIRECTORY backends/torch/ DESTINATION te_fl/reference_torch COMPONENT python EXCLUDE_FROM_ALL FILES_MATCHING PATTERN "*.py")
+install(DIRECTORY backends/xla/ DESTINATION te_fl/reference_xla COMPONENT python EXCLUDE_FROM_ALL FILES_MATCHING PATTERN "*.py")
 # Files of the site-packages folder itself, such as one that runs when the interpreter starts.
 file(GLOB top_level CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/python/*.pth)
 if(top_level)

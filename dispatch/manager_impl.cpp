@@ -130,6 +130,19 @@ std::vector<OpUsage> OpManager::usage() const {
   return list;
 }
 
+Status OpManager::count(OpId op, std::string_view impl_id) {
+  return dispatch::with_call<Status>(*impl_, op, nullptr, {}, [&](dispatch::Call& call) -> Status {
+    for (const auto& impl : call.row.impls) {
+      if (impl->impl_id != impl_id) continue;
+      if (std::atomic<uint64_t>* counter = call.thread.counters.at(impl->counter))
+        counter->store(counter->load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+      return {};
+    }
+    return not_found("op '" + std::string(call.row.compiled->schema().name) +
+                     "' has no implementation '" + std::string(impl_id) + "'");
+  });
+}
+
 void OpManager::reset_usage() {
   std::map<uint64_t, UsageCounts> base;
   {

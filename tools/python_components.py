@@ -17,7 +17,7 @@ COMPONENTS = [
     ("ops", ["te_fl.ops", "te_fl.policy", "te_fl.registration", "te_fl._modules", "te_fl.program", "te_fl.torch_node", "te_fl.torch_tensors", "te_fl.specification", "te_fl.torch_device", "te_fl.reference_torch", "te_fl.multi_tensor"]),
     ("common", ["te_fl.common"]),
     ("compat", ["te_fl.compat"]),
-    ("jax", ["te_fl.jax"]),
+    ("jax", ["te_fl.jax", "te_fl.reference_xla"]),
     *[(f"pytorch/{component}", [f"te_fl.pytorch.{component}"]) for component in
       ("runtime", "distributed", "fp8", "autograd", "functions", "modules", "ops", "optimizers", "compile")],
     ("pytorch", ["te_fl.pytorch"]),
@@ -169,8 +169,9 @@ def source_problems(texts):
 
 def problems():
     modules = {module_name(p): p.read_text() for p in (ROOT / "python/te_fl").rglob("*.py")}
-    for p in (ROOT / "backends/torch").glob("*.py"):
-        modules["te_fl.reference_torch" if p.stem == "__init__" else f"te_fl.reference_torch.{p.stem}"] = p.read_text()
+    for backend in ("torch", "xla"):
+        for p in (ROOT / "backends" / backend).glob("*.py"):
+            modules[f"te_fl.reference_{backend}" + ("" if p.stem == "__init__" else f".{p.stem}")] = p.read_text()
     sources = {str(p.relative_to(ROOT / "python/src")): p.read_text() for p in (ROOT / "python/src").rglob("*.[chi]*")}
     return [*module_problems(modules), *source_problems(sources)], len(modules), len(sources)
 

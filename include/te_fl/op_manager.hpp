@@ -130,6 +130,9 @@ class TE_FL_API OpManager {
   // The implementations that have run calls since the last reset and are still registered, in order
   // of decreasing number of calls. Calls are counted per thread and added up here.
   std::vector<OpUsage> usage() const;
+  // Counts one call for usage(): a compiler has put the implementation's operations into a program
+  // that runs without te-fl. NOT_FOUND if the op has no implementation of this impl_id.
+  Status count(OpId op, std::string_view impl_id);
   void reset_usage();
   // Reads the policy and the log level from the environment again. (Plugins are loaded only once.)
   Status reload();

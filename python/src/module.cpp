@@ -1,6 +1,7 @@
 // te_fl._native, the extension module. The package te_fl exports its functions under public names.
 #include "autograd/layer_call.hpp"
 #include "jax/jax_ffi.hpp"
+#include "jax/lowered_call.hpp"
 #include "ops/communicator.hpp"
 #include "ops/op_call.hpp"
 #include "ops/policy.hpp"
@@ -157,6 +158,10 @@ PyMethodDef g_methods[] = {
     {"set_device_maker", set_device_maker, METH_O, "set_device_maker(make(type, index, provider))"},
     {"use_allocator", use_allocator, METH_VARARGS, "use_allocator(device, allocate, free, trim)"},
     {"jax_handlers", jax_handlers, METH_NOARGS, "jax_handlers() -> dict of platform to capsule"},
+    {"jax_resolve", jax_resolve, METH_VARARGS,
+     "jax_resolve(text, device, operands, results) -> dict"},
+    {"jax_count", jax_count, METH_VARARGS, "jax_count(op, impl_id)"},
+    {"in_jax_call", in_jax_call, METH_NOARGS, "in_jax_call() -> bool"},
     {"jax_version", jax_version, METH_NOARGS,
      "jax_version() -> int: the version of XLA's FFI, major * 1000 + minor; -1 before "
      "registration"},

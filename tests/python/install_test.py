@@ -15,9 +15,9 @@ from te_fl import frameworks
 
 PACKAGE = os.path.dirname(os.path.abspath(te_fl.__file__))
 FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "triton", "numpy", "transformer_engine")
-# Modules that may import a framework, because they are made for it. te_fl.torch_* have functions for PyTorch's devices and tensors, and te_fl.reference_torch
-# the ops by PyTorch. The modules listed after them are used by NVIDIA's transformer_engine package, which has already imported PyTorch.
-FOR_FRAMEWORKS = ("te_fl.pytorch", "te_fl.jax", "te_fl.torch_device", "te_fl.torch_streams", "te_fl.torch_tensors", "te_fl.reference_torch",
+# Modules that may import a framework, because they are made for it. te_fl.torch_* have functions for PyTorch's devices and tensors, te_fl.reference_torch and
+# te_fl.reference_xla the ops by PyTorch and by XLA. The modules listed after them are used by NVIDIA's transformer_engine package, which has already imported PyTorch.
+FOR_FRAMEWORKS = ("te_fl.pytorch", "te_fl.jax", "te_fl.torch_device", "te_fl.torch_streams", "te_fl.torch_tensors", "te_fl.reference_torch", "te_fl.reference_xla",
                   "te_fl.transformer_engine_torch", "te_fl.inside.host_", "te_fl.multi_tensor", "te_fl.remainders", "te_fl.attention_logits")
 
 

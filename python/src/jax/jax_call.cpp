@@ -283,8 +283,7 @@ Status OpCall::check(const Use& use, const Array& array, const std::string& name
   return expect(extents[0] * extents[1], bytes ? 8 : 32);
 }
 
-Status OpCall::run(const Array* operands, const Array* results, const Device& device,
-                   void* stream) {
+Status OpCall::bind_all(const Array* operands, const Array* results, const Device& device) {
   for (auto& entry : slots_) entry.second.tensor.dl = te_fl_dltensor{};
   for (size_t i = 0; i < operands_.size(); ++i) {
     if (operands_[i].part == kColumnwiseData && operands[i].rank != 2) {
@@ -313,20 +312,55 @@ Status OpCall::run(const Array* operands, const Array* results, const Device& de
       return status;
     }
   }
+  return {};
+}
+
+CallOptions OpCall::options(void* stream) const noexcept {
   CallOptions options;
   options.stream = stream;
   if (random_ != nullptr) {
     options.rng.seed_address = random_;
     options.rng.offset_address = random_ + 1;
   }
+  return options;
+}
+
+template <class T, class F>
+T OpCall::under_policy(F&& f) const {
   // XLA decides whether a program runs on the caller's thread, so policy scopes of that thread must
   // not apply; the program carries its own policy.
   const python::WithoutPolicyScopes none;
-  if (!policy_.has_value()) return OpManager::instance().call(op_, args_.data(), options);
+  if (!policy_.has_value()) return f(OpManager::instance());
   Result<SelectionPolicy> policy = policy_->now();
   if (!policy.ok()) return policy.status();
   const PolicyScope scope(policy.value());
-  return OpManager::instance().call(op_, args_.data(), options);
+  return f(OpManager::instance());
+}
+
+Status OpCall::run(const Array* operands, const Array* results, const Device& device,
+                   void* stream) {
+  if (Status status = bind_all(operands, results, device); !status.ok()) return status;
+  return under_policy<Status>(
+      [&](OpManager& manager) { return manager.call(op_, args_.data(), options(stream)); });
+}
+
+Result<Decision> OpCall::resolve(std::vector<Array>& operands, std::vector<Array>& results,
+                                 const Device& device) {
+  if (operands.size() != operands_.size() || results.size() != results_.size())
+    return invalid_argument("the call's text names other numbers of arrays");
+  // Addresses that nothing reads: aligned, and so far apart that no arrays overlap.
+  uintptr_t address = 0;
+  constexpr uintptr_t kApart = uintptr_t{1} << 44;
+  for (Array& array : operands) array.data = reinterpret_cast<void*>(address += kApart);
+  for (size_t i = 0; i < results.size(); ++i) {
+    const int before = results_[i].same_as;
+    results[i].data = before >= 0 ? operands[static_cast<size_t>(before)].data
+                                  : reinterpret_cast<void*>(address += kApart);
+  }
+  if (Status status = bind_all(operands.data(), results.data(), device); !status.ok())
+    return status;
+  return under_policy<Result<Decision>>(
+      [&](OpManager& manager) { return manager.resolve(op_, args_.data(), options(nullptr)); });
 }
 
 }  // namespace te_fl::jax

@@ -48,6 +48,10 @@ class OpCall {
   // settings in the parsed text on top; policy scopes that Python opened on the calling thread do
   // not apply.
   Status run(const Array* operands, const Array* results, const Device& device, void* stream);
+  // Returns the choice that run() would make for arrays of these shapes, under the same policy, and
+  // runs nothing. Sets the arrays' addresses. The device may be absent.
+  Result<Decision> resolve(std::vector<Array>& operands, std::vector<Array>& results,
+                           const Device& device);
 
  private:
   // A tensor argument and the arrays that make it up.
@@ -76,6 +80,12 @@ class OpCall {
   // Returns an error if the array's extents differ from those that the part, or the random state,
   // needs.
   Status check(const Use& use, const Array& array, const std::string& name) const;
+  // Fills in the arrays' addresses and checks their extents.
+  Status bind_all(const Array* operands, const Array* results, const Device& device);
+  // Returns f(manager) under the policy that applies to the call. T is Status or a Result.
+  template <class T, class F>
+  T under_policy(F&& f) const;
+  CallOptions options(void* stream) const noexcept;
 
   OpId op_;
   const te_fl_op_schema* schema_ = nullptr;

@@ -14,6 +14,7 @@ namespace te_fl::jax {
 namespace {
 
 std::atomic<int32_t> g_version{-1};
+thread_local int t_depth = 0;  // the number of handlers that the thread is inside
 
 xla::Error* make_error(const xla::CallFrame& call, xla::ErrorCode code, const char* text) {
   xla::ErrorRequest request{sizeof(xla::ErrorRequest), nullptr, text, code};
@@ -164,8 +165,14 @@ Status run(const xla::CallFrame& call, std::string_view text, const Device& devi
   if (!status.ok()) return status;
   struct Busy {
     bool& flag;
-    explicit Busy(bool& f) : flag(f) { flag = true; }
-    ~Busy() { flag = false; }
+    explicit Busy(bool& f) : flag(f) {
+      flag = true;
+      ++t_depth;
+    }
+    ~Busy() {
+      flag = false;
+      --t_depth;
+    }
   } const busy(kept.busy);
   return op.run(kept.operands.data(), kept.results.data(), device, stream);
 }
@@ -201,5 +208,6 @@ xla::Error* handle(xla::CallFrame* call, bool cuda) noexcept try {
 xla::Error* handle_on_host(xla::CallFrame* call) noexcept { return handle(call, false); }
 xla::Error* handle_on_cuda(xla::CallFrame* call) noexcept { return handle(call, true); }
 int32_t seen_version() noexcept { return g_version; }
+bool in_handler() noexcept { return t_depth != 0; }
 
 }  // namespace te_fl::jax

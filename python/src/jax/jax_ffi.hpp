@@ -15,5 +15,7 @@ xla::Error* handle_on_cuda(xla::CallFrame* call) noexcept;
 // The FFI version that XLA reported at registration, as major * 1000 + minor; -1 before
 // registration.
 int32_t seen_version() noexcept;
+// True while the calling thread is inside a handler.
+bool in_handler() noexcept;
 
 }  // namespace te_fl::jax

@@ -89,29 +89,6 @@ MethodOfOp& find_method(const OpBinding& op) {
   return at->second;
 }
 
-Ref to_dict(const Decision& decision) {
-  Ref dict = Ref::take(PyDict_New());
-  put(dict, "op", to_python(decision.op));
-  put(dict, "impl_id", to_python(decision.impl_id));
-  put(dict, "policy", to_python(decision.policy));
-  put(dict, "runs", to_python(decision.runs));
-  put(dict, "silent", to_python(decision.silent));
-  put(dict, "candidates", make_list(decision.candidates, [](const Candidate& c) {
-        Ref one = Ref::take(PyDict_New());
-        put(one, "impl_id", to_python(c.impl_id));
-        put(one, "kind", to_python(to_string(c.kind)));
-        put(one, "vendor", to_python(c.vendor));
-        put(one, "owner", to_python(c.owner));
-        put(one, "priority", to_python(int64_t{c.priority}));
-        put(one, "accepted", to_python(c.accepted));
-        put(one, "chosen", to_python(c.chosen));
-        put(one, "staged", to_python(c.staged));
-        put(one, "reason", to_python(c.reason));
-        return one;
-      }));
-  return dict;
-}
-
 // Parses a Python call (op, dict, manager=None, tuple=()). Calls f(manager, op, arguments, named),
 // or g(manager, op, tuple, dict) if the op is a function op.
 template <class F, class G>
@@ -173,6 +150,29 @@ Ref read_default(const OpBinding& op, const te_fl_arg_desc& arg) {
 }
 
 }  // namespace
+
+Ref decision_dict(const Decision& decision) {
+  Ref dict = Ref::take(PyDict_New());
+  put(dict, "op", to_python(decision.op));
+  put(dict, "impl_id", to_python(decision.impl_id));
+  put(dict, "policy", to_python(decision.policy));
+  put(dict, "runs", to_python(decision.runs));
+  put(dict, "silent", to_python(decision.silent));
+  put(dict, "candidates", make_list(decision.candidates, [](const Candidate& c) {
+        Ref one = Ref::take(PyDict_New());
+        put(one, "impl_id", to_python(c.impl_id));
+        put(one, "kind", to_python(to_string(c.kind)));
+        put(one, "vendor", to_python(c.vendor));
+        put(one, "owner", to_python(c.owner));
+        put(one, "priority", to_python(int64_t{c.priority}));
+        put(one, "accepted", to_python(c.accepted));
+        put(one, "chosen", to_python(c.chosen));
+        put(one, "staged", to_python(c.staged));
+        put(one, "reason", to_python(c.reason));
+        return one;
+      }));
+  return dict;
+}
 
 void set_argument_classes(PyObject* quantized, PyObject* saved, PyObject* rows) {
   Py_INCREF(quantized);
@@ -237,11 +237,12 @@ PyObject* resolve(PyObject*, PyObject* args) noexcept {
         args,
         [](OpManager& manager, const OpBinding& op, const Arguments& a, PyObject*) {
           const CallOptions options = a.options();
-          return to_dict(value_or_throw(
+          return decision_dict(value_or_throw(
               without_lock([&] { return manager.resolve(op.id, a.raw(), options); })));
         },
         [](OpManager& manager, OpId op, PyObject* positional, PyObject* keywords) {
-          return to_dict(value_or_throw(resolve_function_op(manager, op, positional, keywords)));
+          return decision_dict(
+              value_or_throw(resolve_function_op(manager, op, positional, keywords)));
         });
   });
 }
@@ -274,7 +275,8 @@ PyObject* explain(PyObject*, PyObject* args) noexcept {
     profile.device = value_or_throw(without_lock([&] { return parse_device(where); }));
     profile.dtypes = to_numbers<DType>(dtypes);
     profile.scalings = to_numbers<Scaling>(scalings);
-    return to_dict(value_or_throw(without_lock([&] { return manager.explain(id, profile); })));
+    return decision_dict(
+        value_or_throw(without_lock([&] { return manager.explain(id, profile); })));
   });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "py/py.hpp"
+#include "te_fl/op_manager.hpp"
 
 namespace te_fl::python {
 
@@ -31,6 +32,8 @@ PyObject* call_by(PyObject*, PyObject* args) noexcept;
 // resolve(op, arguments, manager=None, positional=()) -> dict: the dispatch decision for the call,
 // and for each candidate the reason why it was chosen or rejected.
 PyObject* resolve(PyObject*, PyObject* args) noexcept;
+// The dict that resolve() returns.
+Ref decision_dict(const Decision& decision);
 // explain(op, device, dtypes, scalings, manager=None) -> the dict of resolve(), for a call given by
 // its dtypes instead of tensors.
 PyObject* explain(PyObject*, PyObject* args) noexcept;

@@ -1,7 +1,7 @@
 """te-fl's ops in JAX: differentiable functions, FP8 with explicit state, and Flax modules (te_fl.jax.flax, which needs flax).
 
-Names, arguments and defaults are Transformer Engine's; docs/jax.md lists what is supported. Each op is one XLA FFI call, on the CPU and on CUDA, and
-works under jit, grad, vmap, scan, remat and shard_map.
+Names, arguments and defaults are Transformer Engine's; docs/jax.md lists what is supported. Each op is one XLA FFI call on the CPU and on CUDA, and XLA's
+own operations (te_fl.reference_xla) on platforms that no plugin of te-fl serves. It works under jit, grad, vmap, scan, remat and shard_map.
 """
 
 from __future__ import annotations

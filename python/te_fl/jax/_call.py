@@ -1,19 +1,20 @@
-"""Runs an op as one XLA FFI call. The call's only attribute is its text (python/src/jax/jax_call.hpp)."""
+"""Runs an op as one call of an XLA program. The call's text (python/src/jax/jax_call.hpp) says all but its shapes."""
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
 import threading
 from typing import Any, Callable, Dict, Mapping, Sequence, Tuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from te_fl import _native
+from te_fl import _native, reference_xla
 from te_fl.jax import _partition
 from te_fl.jax._derivatives import underived
+from te_fl.jax._op import OpCall, bind, target
 from te_fl.jax._partition import Spread
 from te_fl.jax._tensors import block_layout
 from te_fl.jax._varying import align
@@ -21,19 +22,11 @@ from te_fl.jax._varying import align
 Named = Sequence[Tuple[str, Any]]
 
 
-@functools.cache
-def _target(op: str) -> str:
-    """The FFI target name of the op in XLA programs. All names map to the same handler, which reads the text."""
-    name = f"te_fl.{op}"
-    for platform, handler in _native.jax_handlers().items():
-        jax.ffi.register_ffi_target(name, handler, platform=platform)
-    return name
-
-
 def register_targets() -> None:
     """Registers the FFI targets of all ops, so that programs exported by another process find ops that this process has never traced."""
     for op in _native.op_names():
-        _target(op)
+        target(op)
+    reference_xla.ensure_registered("cpu")
 
 
 # The settings of te_fl.policy on this thread, as one line of text. It is part of JAX's trace cache key and of the attribute that every FFI call has.
@@ -57,14 +50,17 @@ def follow_policy() -> None:
     _follow(_native.follow_policy(_follow))
 
 
-def _word(value: Any) -> str:
-    if isinstance(value, str):
-        return value
+def _constant(value: Any) -> Any:
+    """The value of a setting as text, a number or a tuple of integers, which can be a key."""
     if isinstance(value, (tuple, list)):
-        return ",".join(str(int(v)) for v in value)
-    if isinstance(value, (numbers.Integral, np.bool_)):  # bool among them
-        return str(int(value))
-    return repr(float(value))
+        return tuple(int(v) for v in value)
+    return value if isinstance(value, str) else int(value) if isinstance(value, (numbers.Integral, np.bool_)) else float(value)
+
+
+def _word(constant: Any) -> str:
+    if isinstance(constant, tuple):
+        return ",".join(str(v) for v in constant)
+    return constant if isinstance(constant, str) else repr(constant)
 
 
 def _flat(name: str, shape: Tuple[int, ...], spread: Spread, settings: Mapping[str, Any]) -> Tuple[int, ...]:
@@ -93,22 +89,23 @@ def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], 
     """
     inputs = [name for name, _ in operands]
     outputs = [name for name, _ in results]
-    words = " ".join(f"{name}={_word(value)}" for name, value in settings.items())
+    constants = tuple((name, _constant(value)) for name, value in settings.items())
+    words = " ".join(f"{name}={_word(value)}" for name, value in constants)
     text = f"{op} {' '.join(inputs)} -> {' '.join(outputs)} | {words}".rstrip()
     text += f" | {_policy.value}" if _policy.value else ""
-    aliases = {inputs.index(name): i for i, name in enumerate(outputs) if name in inputs}
+    aliases = tuple((inputs.index(name), i) for i, name in enumerate(outputs) if name in inputs)
+    one = OpCall(op, text, tuple(inputs), tuple(outputs), constants, aliases, elementwise)
 
     def run(shapes, *arrays):
         arrays = [prepare[name](array) if name in prepare else array for array, name in zip(arrays, inputs)]
-        types = [jax.ShapeDtypeStruct(_flat(name, shape, spread, settings), result.dtype) for shape, (name, result) in zip(shapes, results)]
+        types = tuple((_flat(name, shape, spread, settings), jnp.dtype(result.dtype)) for shape, (name, result) in zip(shapes, results))
         arrays = [array.reshape(_flat(name, array.shape, spread, settings)) for array, (name, _) in zip(arrays, operands)] if spread else arrays
-        values = jax.ffi.ffi_call(_target(op), types, vmap_method="broadcast_all" if elementwise else "sequential",
-                                input_output_aliases=aliases)(*arrays, call=text)
+        values = bind(one, types, arrays)
         return [value.reshape(shape) for value, shape in zip(values, shapes)] if spread else values
 
     def whole(*arrays):
         arrays = align(list(arrays))
-        # JAX's FFI does not propagate which axes results vary over, so align() sets them.
+        # The primitive's results vary over no axes, so align() sets those of the operands.
         return align(run([result.shape for _, result in results], *arrays), arrays)
 
     def cut(*arrays):

@@ -19,14 +19,12 @@ import numpy as np
 from te_fl import _native, errors, specification
 from te_fl.errors import InvalidArgument
 from te_fl.jax._call import call
+from te_fl.jax._op import CODES, DTYPES
 from te_fl.jax._partition import Spread
 from te_fl.jax._tensors import Quantized, QuantizedOutput
 
-_DTYPES = (jnp.float64, jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn, jnp.float8_e8m0fnu,
-           jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64, jnp.bool_)
 _TENSOR, _LIST, _SAVED, _COMMUNICATOR = 0, 1, 8, 10
 _IN, _OUT, _INOUT = 0, 1, 2
-_CODES = {jnp.dtype(dtype): code for code, dtype in enumerate(_DTYPES)}
 
 
 @functools.cache
@@ -50,7 +48,7 @@ def _output(op: str, arg: dict, operand: Any, known: tuple) -> Any:
         if operand.shape is None and shape is None:
             raise InvalidArgument(f"{op}: the shape of '{arg['name']}' does not follow from the inputs: give QuantizedOutput(shape=..)")
         return operand if operand.shape is not None else operand.of_shape(shape)
-    dtype = jnp.dtype(operand) if operand is not True else None if code is None else _DTYPES[code]
+    dtype = jnp.dtype(operand) if operand is not True else None if code is None else DTYPES[code]
     if shape is None or dtype is None:
         raise InvalidArgument(f"{op}: the {'shape' if shape is None else 'dtype'} of '{arg['name']}' does not follow from the inputs: "
                          f"give {arg['name']}=jax.ShapeDtypeStruct(shape, dtype)")
@@ -59,7 +57,7 @@ def _output(op: str, arg: dict, operand: Any, known: tuple) -> Any:
 
 def _check_dtype(op: str, arg: dict, name: str, array: Any) -> None:
     """Raises te_fl.errors.InvalidArgument, during tracing, if the specification does not allow the array's dtype."""
-    allowed = [t for i, t in enumerate(_DTYPES) if arg["dtypes"] >> i & 1]
+    allowed = [t for i, t in enumerate(DTYPES) if arg["dtypes"] >> i & 1]
     if array.dtype not in allowed:
         raise InvalidArgument(f"{op}: argument '{name}' is {array.dtype}{list(array.shape)}, its dtype must be "
                                      f"{' or '.join(jnp.dtype(t).name for t in allowed)}; convert it first, as by {name}.astype(..)")
@@ -177,7 +175,7 @@ def run(op: str, spread: Spread, prepare: Mapping[str, Callable] = {}, **argumen
                 continue
             made.read(arg, arg["name"], value, arg["role"] != _IN)
             array = value if isinstance(value, Quantized) else made.operands[-1][1]
-            shapes[arg["name"]], dtypes[arg["name"]] = array.shape, _CODES[jnp.dtype(array.dtype)]
+            shapes[arg["name"]], dtypes[arg["name"]] = array.shape, CODES[jnp.dtype(array.dtype)]
             outputs += [arg["name"]] if arg["role"] != _IN else []
     for arg in schema["args"]:
         if arg["type"] == _TENSOR and arg["role"] != _IN and arg["name"] not in outputs:
