@@ -50,19 +50,17 @@ def follow_policy() -> None:
     _follow(_native.follow_policy(_follow))
 
 
-def _word(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (tuple, list)):
-        return ",".join(str(int(v)) for v in value)
-    if isinstance(value, (numbers.Integral, np.bool_)):  # bool among them
-        return str(int(value))
-    return repr(float(value))
-
-
 def _constant(value: Any) -> Any:
-    """The value of a setting, as an object that can be a key."""
-    return tuple(int(v) for v in value) if isinstance(value, (tuple, list)) else value
+    """The value of a setting as text, a number or a tuple of integers, which can be a key."""
+    if isinstance(value, (tuple, list)):
+        return tuple(int(v) for v in value)
+    return value if isinstance(value, str) else int(value) if isinstance(value, (numbers.Integral, np.bool_)) else float(value)
+
+
+def _word(constant: Any) -> str:
+    if isinstance(constant, tuple):
+        return ",".join(str(v) for v in constant)
+    return constant if isinstance(constant, str) else repr(constant)
 
 
 def _flat(name: str, shape: Tuple[int, ...], spread: Spread, settings: Mapping[str, Any]) -> Tuple[int, ...]:
@@ -91,11 +89,12 @@ def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], 
     """
     inputs = [name for name, _ in operands]
     outputs = [name for name, _ in results]
-    words = " ".join(f"{name}={_word(value)}" for name, value in settings.items())
+    constants = tuple((name, _constant(value)) for name, value in settings.items())
+    words = " ".join(f"{name}={_word(value)}" for name, value in constants)
     text = f"{op} {' '.join(inputs)} -> {' '.join(outputs)} | {words}".rstrip()
     text += f" | {_policy.value}" if _policy.value else ""
     aliases = tuple((inputs.index(name), i) for i, name in enumerate(outputs) if name in inputs)
-    one = OpCall(op, text, tuple(inputs), tuple(outputs), tuple((name, _constant(value)) for name, value in settings.items()), aliases, elementwise)
+    one = OpCall(op, text, tuple(inputs), tuple(outputs), constants, aliases, elementwise)
 
     def run(shapes, *arrays):
         arrays = [prepare[name](array) if name in prepare else array for array, name in zip(arrays, inputs)]
