@@ -136,7 +136,7 @@ class WildCall {
       auto& values = all.emplace_back();
       const int dtype = t.from->spec.dtype;
       if (!t.writes || t.first.dl.data == nullptr || t.from->spec.quantised()) continue;
-      if (width_of(dtype) < 16 && dtype != TE_FL_U8 && dtype != TE_FL_BOOL) continue;
+      if (storage_bits(dtype) < 16 && dtype != TE_FL_U8 && dtype != TE_FL_BOOL) continue;
       for (int64_t i = 0; i < t.from->numel(); ++i) {
         values.push_back(
             load(dtype, static_cast<const uint8_t*>(t.first.dl.data), t.from->index(i)));
@@ -307,7 +307,7 @@ int integer_bits(int dtype) {
     case TE_FL_I16:
     case TE_FL_I32:
     case TE_FL_I64:
-      return width_of(dtype);
+      return storage_bits(dtype);
     case TE_FL_U8:
     case TE_FL_BOOL:
       return -8;
