@@ -19,8 +19,10 @@ _HALF = (torch.float16, torch.bfloat16)
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _operand(t: Any, transposed: bool) -> torch.Tensor:
-    return values(t).t() if transposed else values(t)
+def _operand(t: Any, transposed: bool, left: bool) -> torch.Tensor:
+    """op(t) in FP32, from the copy whose blocks run along the contraction if t has it."""
+    x = values(t, columnwise=transposed == left)
+    return x.t() if transposed else x
 
 
 def _dtype(t: Any) -> torch.dtype:
@@ -70,7 +72,7 @@ def _product(a: Any, b: Any, trans_a: bool, trans_b: bool, fast: bool) -> torch.
         return result
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_cuda and a.dtype in _HALF and a.dtype == b.dtype and a.numel() and b.numel():
         return torch.mm(a.t() if trans_a else a, b.t() if trans_b else b, out_dtype=torch.float32)
-    return _operand(a, trans_a) @ _operand(b, trans_b)
+    return _operand(a, trans_a, True) @ _operand(b, trans_b, False)
 
 
 def generic_gemm(a: Any, b: Any, d: Any, bias: Optional[torch.Tensor], pre_gelu_out: Any, pre_gelu_in: Any, bias_grad: Optional[torch.Tensor],
@@ -78,7 +80,7 @@ def generic_gemm(a: Any, b: Any, d: Any, bias: Optional[torch.Tensor], pre_gelu_
                  beta: float, residual: Optional[torch.Tensor] = None, d_sum: Optional[torch.Tensor] = None) -> None:
     if bias_grad is not None:
         plain = isinstance(a, torch.Tensor) and a.dtype in _HALF
-        total = a.sum(0 if trans_a else 1, dtype=torch.float32) if plain else _operand(a, trans_a).sum(1)
+        total = a.sum(0 if trans_a else 1, dtype=torch.float32) if plain else _operand(a, trans_a, True).sum(1)
         bias_grad.copy_(total + values(bias_grad) if accumulate_bias_grad else total)
     bare = not (gelu or accumulate) and alpha == 1 and residual is None and d_sum is None and pre_gelu_in is None
     if bare and _half_product(a, b, trans_a, trans_b, d, bias):
@@ -104,7 +106,7 @@ def generic_gemm(a: Any, b: Any, d: Any, bias: Optional[torch.Tensor], pre_gelu_
         result = result + values(residual)
     if d_sum is not None:
         d_sum.copy_(result.sum(0))
-    if accumulate:
+    if accumulate and beta != 0:
         result = result + beta * values(d)
     store(d, result, _dtype(a))
 

@@ -14,6 +14,7 @@ import torch
 
 from te_fl import _native, reference_torch, registration
 from te_fl.errors import Unsupported
+from te_fl.reference_torch import checks
 from te_fl.torch_streams import current_stream, is_accelerator, on_stream, private_name, stream_of, streams
 
 # PyTorch's device types by DLPack's numbers, which are also te-fl's; an extension device is PrivateUse1.
@@ -122,6 +123,7 @@ class TorchDevice:
         self._events: Dict[int, torch.Event] = {}
         self._numbers = itertools.count(1)
         current_stream(device)
+        checks.watch(device)
 
     def create_stream(self) -> int:
         for _ in range(64):  # PyTorch may hand out the streams of a pool in turn
@@ -140,6 +142,7 @@ class TorchDevice:
 
     def synchronize(self, handle: int) -> None:
         stream_of(self.device, handle).synchronize()
+        checks.report(self.device)
 
     def is_capturing(self, handle: int) -> bool:
         if not hasattr(self._module, "is_current_stream_capturing"):
