@@ -232,6 +232,8 @@ Result run_one(Problem& p, const Device& device, const std::string& impl_id, con
     const auto decision = manager.resolve(*id, args.get(), options);
     if (const Status s = mirror.download(); !s.ok()) return {Outcome::kFail, s.to_string(), 0};
     result = to_result(decision);
+    if (!decision.ok() && !p.may_refuse.empty() && contains(result.message, p.may_refuse))
+      result = {Outcome::kPass, "", 0};
     if (!check_memory(p, true).empty())
       return {Outcome::kFail, "its describe() wrote to a tensor; it must change nothing (rule R31)",
               0};

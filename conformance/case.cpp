@@ -1,6 +1,7 @@
 #include "conformance/case.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <stdexcept>
 
@@ -11,9 +12,23 @@ namespace {
 constexpr uint8_t kGuardByte = 0xc5;
 constexpr size_t kAlignment = 256;
 
-// The byte pattern for memory that the op must write: NaN in all float formats that have one,
-// otherwise an unlikely result.
-uint8_t poison_byte(int dtype) { return is_float(dtype) && dtype != TE_FL_F4E2M1 ? 0xff : 0xab; }
+// The value of memory that the op must write: NaN in all float formats that have one, otherwise an
+// unlikely result. The NaNs of 16 bits and more have a payload of their own, since a result may be
+// the NaN whose bits are all 1, or the one whose payload is 0.
+uint64_t poison(int dtype) {
+  switch (dtype) {
+    case TE_FL_F64:
+      return 0x7ffdc39a6b175e2du;
+    case TE_FL_F32:
+      return 0x7fd5b16bu;
+    case TE_FL_F16:
+      return 0x7ed5u;
+    case TE_FL_BF16:
+      return 0x7fd5u;
+    default:
+      return is_float(dtype) && dtype != TE_FL_F4E2M1 ? 0xffu : 0xababababababababu;
+  }
+}
 
 // An amax larger than the data of all cases, except cases about large values.
 constexpr float kLargeAmax = 1e30f;
@@ -32,6 +47,14 @@ Buffer::Buffer(size_t bytes, uint8_t fill) : raw_(bytes + 2 * kGuard + kAlignmen
   std::fill(base_, base_ + size_ + 2 * kGuard, kGuardByte);
   std::fill(data(), data() + size_, fill);
   freeze();
+}
+std::shared_ptr<Buffer> make_poisoned(int dtype, int64_t elements) {
+  const size_t width = static_cast<size_t>(std::max(storage_bits(dtype) / 8, 1));
+  const uint64_t value = poison(dtype);
+  auto buffer = std::make_shared<Buffer>(bytes_for(dtype, elements), uint8_t{0});
+  for (size_t i = 0; i < buffer->size(); i += width) std::memcpy(buffer->data() + i, &value, width);
+  buffer->freeze();
+  return buffer;
 }
 void Buffer::freeze() { initial_.assign(data(), data() + size_); }
 void Buffer::restore() {
@@ -137,28 +160,25 @@ namespace {
 // poison pattern.
 void allocate(Tensor& t) {
   const Spec& s = t.spec;
-  auto make = [](int dtype, int64_t n) {
-    return std::make_shared<Buffer>(bytes_for(dtype, n), poison_byte(dtype));
-  };
-  if (s.row && t.data == nullptr) t.data = make(s.dtype, t.numel());
+  if (s.row && t.data == nullptr) t.data = make_poisoned(s.dtype, t.numel());
   if (!s.quantised()) return;
-  if (s.col) t.col_data = make(s.dtype, t.numel());
+  if (s.col) t.col_data = make_poisoned(s.dtype, t.numel());
   for (bool col : {false, true}) {
     const CopyLayout at(s.scaling, col, t.rows(), t.cols());
     if (s.scaling == TE_FL_SCALING_TENSOR) {
-      t.scale_inv = t.scale_inv == nullptr ? make(TE_FL_F32, 1) : t.scale_inv;
+      t.scale_inv = t.scale_inv == nullptr ? make_poisoned(TE_FL_F32, 1) : t.scale_inv;
     } else if (col ? s.col : s.row) {
-      (col ? t.col_scale_inv : t.scale_inv) = make(at.scale_dtype, at.scales());
+      (col ? t.col_scale_inv : t.scale_inv) = make_poisoned(at.scale_dtype, at.scales());
     }
   }
   if (s.scaling == TE_FL_SCALING_TENSOR || s.scaling == TE_FL_SCALING_NVFP4) {
-    if (s.has_amax) t.amax = make(TE_FL_F32, 1);
+    if (s.has_amax) t.amax = make_poisoned(TE_FL_F32, 1);
     // The op overwrites this amax instead of updating a running maximum, so its previous value must
     // not matter.
     if (t.amax != nullptr) store(TE_FL_F32, t.amax->data(), 0, kLargeAmax);
   }
   if (s.scaling != TE_FL_SCALING_TENSOR) return;
-  t.scale = make(TE_FL_F32, 1);
+  t.scale = make_poisoned(TE_FL_F32, 1);
   if (!s.current()) {
     store(TE_FL_F32, t.scale->data(), 0, static_cast<double>(s.scale));
     if (t.amax != nullptr) store(TE_FL_F32, t.amax->data(), 0, static_cast<double>(s.amax_before));
@@ -195,8 +215,7 @@ Tensor* Problem::strided(const std::string& name, Role role, Spec spec, const Di
   t->name = name, t->role = role, t->spec = spec, t->shape = shape, t->strides = strides,
   t->offset = offset;
   if (storage == nullptr && storage_elements > 0)
-    storage =
-        std::make_shared<Buffer>(bytes_for(spec.dtype, storage_elements), poison_byte(spec.dtype));
+    storage = make_poisoned(spec.dtype, storage_elements);
   t->data = std::move(storage);
   allocate(*t);
   if (fills && role != Role::kOut)

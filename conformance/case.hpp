@@ -73,6 +73,10 @@ class Buffer {
   std::vector<uint8_t> initial_;
 };
 
+// Memory for elements that an op must write. They are NaN in the float formats that have one, with
+// bits that no operation gives a result of its own.
+std::shared_ptr<Buffer> make_poisoned(int dtype, int64_t elements);
+
 // The dtype and quantisation of a tensor.
 struct Spec {
   int dtype = TE_FL_F32;

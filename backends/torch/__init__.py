@@ -12,13 +12,15 @@ from torch.utils._triton import has_triton
 
 from te_fl.registration import BackendImplKind, OpImpl, OpRegistry
 
-from te_fl.reference_torch import activation, attention, gemm, norm, optimizer, quantize, random, rope, scaled_activation, softmax, tensor
+from te_fl.reference_torch import (activation, attention, cross_entropy, embedding, gemm, norm, optimizer, permutation, quantize, random, rope, router,
+                                   scaled_activation, softmax, tensor)
 from te_fl.reference_torch.values import SCALINGS
 
-_SUPPORTS: Dict[str, Callable] = {name: module.supports for module in (attention, rope) for name in module.OPS}
-_SUPPORTS["fill"] = tensor.supports_fill
+_SUPPORTS: Dict[str, Callable] = {name: module.supports for module in (attention, cross_entropy) for name in module.OPS}
+_SUPPORTS["fill"], _SUPPORTS["strided_copy"] = tensor.supports_fill, tensor.supports_copy
 _SUPPORTS["fused_amax_and_scale_update_after_reduction"] = quantize.supports_margin
-_MODULES = (activation, attention, gemm, norm, optimizer, quantize, random, rope, scaled_activation, softmax, tensor)
+_MODULES = (activation, attention, cross_entropy, embedding, gemm, norm, optimizer, permutation, quantize, random, rope, router, scaled_activation,
+            softmax, tensor)
 
 
 def implementations(devices: Optional[Iterable[str]] = None) -> Iterable[OpImpl]:

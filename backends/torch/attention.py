@@ -1,5 +1,5 @@
-"""Scaled dot-product attention by PyTorch's operations, without FP8: by its flash attention where that computes the same, else with the scores as one
-matrix in FP32.
+"""Scaled dot-product attention by PyTorch's operations: by its flash attention where that computes the same, else with the scores as one matrix in
+FP32. FP8 operands are dequantised, and the probabilities and their gradients rounded to FP8 as docs/numerics.md says.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import torch
 
 from te_fl._native import LentTensor
 
-from te_fl.reference_torch.random import dropped, kept, state
-from te_fl.reference_torch.values import values
+from te_fl.tensors import Quantized
+
+from te_fl.reference_torch.random import dropped, kept, kept_at, state
+from te_fl.reference_torch.values import amax_of, cast, quotient, store, values
 
 
 class _Rows(NamedTuple):
@@ -28,11 +30,12 @@ def _heads(t: torch.Tensor, layout: str) -> torch.Tensor:
     return x.permute(1, 2, 0, 3) if layout == "sbhd" else x.transpose(1, 2) if layout == "bshd" else x.transpose(0, 1).unsqueeze(0)
 
 
-def _store_heads(out: torch.Tensor, x: torch.Tensor, layout: str) -> None:
+def _store_heads(out: Any, x: torch.Tensor, layout: str) -> None:
     x = x.permute(2, 0, 1, 3) if layout == "sbhd" else x.transpose(1, 2) if layout == "bshd" else x[0].transpose(0, 1)
-    if _by_fours(out) and _by_fours(x) and x.dtype == out.dtype:  # PyTorch copies strided tensors element by element
-        out, x = out.view(torch.int64), x.view(torch.int64)
-    out.copy_(x)
+    if isinstance(out, torch.Tensor) and x.dtype == out.dtype and _by_fours(out) and _by_fours(x):  # PyTorch copies strided tensors element by element
+        out.view(torch.int64).copy_(x.view(torch.int64))
+    else:
+        store(out, x)
 
 
 def _by_fours(t: torch.Tensor) -> bool:
@@ -54,11 +57,11 @@ def _rows(batch: int, size: int, lengths: Optional[torch.Tensor], starts: Option
 
 class _Problem:
     def __init__(self, q, k, v, bias, alibi_slopes, attn_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, softmax_sink,
-                 layout, mask_type, softmax_type, scale, window_left, window_right, softcap):
-        self.layout = layout
+                 layout, mask_type, softmax_type, scale, window_left, window_right, softcap, max_seqlen_q, max_seqlen_kv):
+        self.layout, self.longest = layout, (max_seqlen_q, max_seqlen_kv)
         self.q, self.k, self.v = (_heads(t, self.layout) for t in (q, k, v))
         self.groups = self.q.shape[1] // max(1, self.k.shape[1])
-        self.scale, self.softcap, self.bias, device = scale, softcap, bias, q.device
+        self.scale, self.softcap, self.bias, device = scale, softcap, bias, self.q.device
         rows = _rows(self.q.shape[0], self.q.shape[2], cu_seqlens_q, cu_seqlens_q_padded, self.layout, device)
         keys = _rows(self.k.shape[0], self.k.shape[2], cu_seqlens_kv, cu_seqlens_kv_padded, self.layout, device)
         i, j, rows_length, keys_length = rows.position[..., None], keys.position[:, None], rows.length[..., None], keys.length[:, None]
@@ -71,7 +74,7 @@ class _Problem:
             hidden = hidden | (j > diagonal + right)
         if window_left >= 0:
             hidden = hidden | (j < diagonal - window_left)
-        self.hidden = hidden[:, None]
+        self.hidden, self.rows, self.keys = hidden[:, None], rows, keys
         if attn_mask is not None:
             self.hidden = self.hidden | (attn_mask != 0)
         self.alibi: Optional[torch.Tensor] = None
@@ -101,8 +104,14 @@ class _Problem:
         if dropout_p == 0:
             return None
         batch, heads, rows, _ = self.q.shape
-        count = batch * heads * rows * self.k.shape[2]
-        return kept(count, dropout_p, *state(*random, self.q.device), self.q.device)
+        seed = state(*random, self.q.device)
+        if self.layout != "thd":
+            return kept(batch * heads * rows * self.k.shape[2], dropout_p, *seed, self.q.device)
+        longest = (part.length.amax() if most == 0 and part.length.numel() else most for part, most in zip((self.rows, self.keys), self.longest))
+        most_q, most_kv = longest
+        head = self.rows.sequence[0] * heads + torch.arange(heads, device=self.q.device)[:, None]
+        row = (head * most_q + self.rows.position[0])[..., None]
+        return kept_at((row * most_kv + self.keys.position[0]).reshape(-1), dropout_p, *seed)
 
     def scores(self) -> Tuple[torch.Tensor, Union[float, torch.Tensor]]:
         """Returns the scores, -inf where hidden, and their derivative by scale * Q K^T."""
@@ -117,11 +126,35 @@ class _Problem:
         return x.masked_fill(self.hidden, -torch.inf), slope
 
 
+class _Fp8Rounding:
+    """Rounds probabilities or their gradients to FP8 and back with the scale of s_quant or dp_quant; None: not at all. largest: a bound of the values'
+    magnitude, 0 if there is none; the scale is limited so that it does not map this bound beyond FP8's largest number.
+    """
+
+    def __init__(self, quant: Optional[Quantized], largest: float = 0.0):
+        self.quant = quant
+        if quant is not None:
+            self.dtype, self.from_call = quant.data.dtype, quant.scale.reshape(())
+            self.scale = self.from_call.clamp_max(torch.finfo(self.dtype).max / largest) if largest else self.from_call
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.quant is None else cast(x * self.scale, self.dtype).float() / self.scale
+
+    def write_back(self, x: torch.Tensor) -> None:
+        """Writes scale_inv, and the amax of x as a running maximum."""
+        if self.quant is None:
+            return
+        if self.quant.scale_inv is not None:
+            self.quant.scale_inv.fill_(quotient(1.0, self.from_call))
+        if self.quant.amax is not None:
+            self.quant.amax.copy_(torch.fmax(self.quant.amax, amax_of(x)))
+
+
 def _flash(q: torch.Tensor, k: torch.Tensor, layout: str, mask_type: str, softmax_type: str, dropout_p: float, window_left: int, window_right: int,
            softcap: float, *others: Any) -> bool:
     """True if PyTorch's flash attention computes this problem with the same saved log-sum-exp."""
     rows = 0 if layout == "sbhd" else 1
-    return (q.is_cuda and layout != "thd" and q.dtype in (torch.float16, torch.bfloat16) and softmax_type == "vanilla" and dropout_p == 0
+    return (isinstance(q, torch.Tensor) and q.is_cuda and layout != "thd" and q.dtype in (torch.float16, torch.bfloat16) and softmax_type == "vanilla" and dropout_p == 0
             and window_left < 0 and (window_right < 0 or mask_type != "none") and softcap == 0 and not any(t is not None for t in others)
             and (mask_type == "none" or mask_type in ("causal", "causal_bottom_right") and q.shape[rows] == k.shape[rows])
             and q.shape[2] == k.shape[2] and q.shape[3] % 8 == 0 and q.shape[3] <= 256 and q.numel() > 0 and k.numel() > 0)
@@ -139,8 +172,8 @@ def _by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -
 
 
 def fused_attn_fwd(q, k, v, o, softmax_lse, bias, alibi_slopes, attn_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
-                   softmax_sink, layout, mask_type, softmax_type, scale, dropout_p, window_left, window_right, seed, offset, seed_tensor, offset_tensor,
-                   softcap=0.0, **_: Any) -> None:
+                   softmax_sink, s_quant, layout, mask_type, softmax_type, scale, dropout_p, window_left, window_right, max_seqlen_q, max_seqlen_kv, seed,
+                   offset, seed_tensor, offset_tensor, softcap=0.0) -> None:
     if v.shape == k.shape and _flash(q, k, layout, mask_type, softmax_type, dropout_p, window_left, window_right, softcap, bias, alibi_slopes, attn_mask,
                                      cu_seqlens_q, cu_seqlens_kv):
         operands, causal = [_by_heads(t, layout) for t in (q, k, v)], mask_type != "none"
@@ -153,22 +186,31 @@ def fused_attn_fwd(q, k, v, o, softmax_lse, bias, alibi_slopes, attn_mask, cu_se
             softmax_lse.copy_(lse.reshape(softmax_lse.shape))
         return
     p = _Problem(q, k, v, bias, alibi_slopes, attn_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, softmax_sink, layout,
-                 mask_type, softmax_type, scale, window_left, window_right, softcap)
+                 mask_type, softmax_type, scale, window_left, window_right, softcap, max_seqlen_q, max_seqlen_kv)
     scores, _ = p.scores()
     lse = scores.logsumexp(-1)
     empty = lse == -torch.inf
     if p.sink is not None:
         lse = torch.where(empty, lse, torch.logaddexp(lse, p.sinks()))
-    weights = torch.exp(scores - lse.masked_fill(empty, 0.0)[..., None])
     keeps = p.kept(dropout_p, seed, offset, seed_tensor, offset_tensor)
-    _store_heads(o, (weights if keeps is None else dropped(weights, keeps, dropout_p)) @ p.repeated(p.v), p.layout)
+    known = lse.masked_fill(empty, 0.0)
+    largest = known if s_quant is None or not scores.shape[-1] else scores.amax(-1).masked_fill(empty, 0.0)  # FP8 rounds relative to the row's largest
+    weights = torch.exp(scores - largest[..., None])
+    weights = weights if keeps is None else dropped(weights, keeps, dropout_p)
+    rounding = _Fp8Rounding(s_quant, 1 / (1 - dropout_p))
+    result = rounding(weights) @ p.repeated(p.v)
+    if s_quant is not None:
+        share = torch.exp(largest - known)[..., None]
+        result = result * share
+        rounding.write_back(weights * share)
+    _store_heads(o, result, p.layout)
     if softmax_lse is not None:
         softmax_lse.copy_(lse[0].t() if p.layout == "thd" else lse)
 
 
 def fused_attn_bwd(d_o, q, k, v, o, softmax_lse, dq, dk, dv, dbias, dsink, bias, alibi_slopes, attn_mask, cu_seqlens_q, cu_seqlens_kv,
-                   cu_seqlens_q_padded, cu_seqlens_kv_padded, softmax_sink, layout, mask_type, softmax_type, scale, dropout_p, window_left, window_right,
-                   seed, offset, seed_tensor, offset_tensor, softcap=0.0, **_: Any) -> None:
+                   cu_seqlens_q_padded, cu_seqlens_kv_padded, softmax_sink, s_quant, dp_quant, layout, mask_type, softmax_type, scale, dropout_p,
+                   window_left, window_right, max_seqlen_q, max_seqlen_kv, seed, offset, seed_tensor, offset_tensor, softcap=0.0) -> None:
     if v.shape == k.shape and _flash(q, k, layout, mask_type, softmax_type, dropout_p, window_left, window_right, softcap, bias, alibi_slopes, attn_mask,
                                      cu_seqlens_q, cu_seqlens_kv):
         rows = 0 if layout == "sbhd" else 1
@@ -186,7 +228,7 @@ def fused_attn_bwd(d_o, q, k, v, o, softmax_lse, dq, dk, dv, dbias, dsink, bias,
             _store_heads(out, gradient, layout)
         return
     p = _Problem(q, k, v, bias, alibi_slopes, attn_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, softmax_sink, layout,
-                 mask_type, softmax_type, scale, window_left, window_right, softcap)
+                 mask_type, softmax_type, scale, window_left, window_right, softcap, max_seqlen_q, max_seqlen_kv)
     lse = softmax_lse.t()[None] if p.layout == "thd" else softmax_lse
     empty = lse == -torch.inf
     scores, slope = p.scores()
@@ -198,10 +240,12 @@ def fused_attn_bwd(d_o, q, k, v, o, softmax_lse, dq, dk, dv, dbias, dsink, bias,
     ds = weights * ((dp if keeps is None else dropped(dp, keeps, dropout_p)) - delta[..., None])
     if keeps is not None:
         weights = dropped(weights, keeps, dropout_p)
-    dx = ds * slope * p.scale
+    rounding, dx = _Fp8Rounding(dp_quant), ds * slope
+    rounding.write_back(dx)
+    dx = rounding(dx) * p.scale
     _store_heads(dq, dx @ p.repeated(p.k), p.layout)
     _store_heads(dk, p.summed(dx.transpose(-1, -2) @ p.q), p.layout)
-    _store_heads(dv, p.summed(weights.transpose(-1, -2) @ dout), p.layout)
+    _store_heads(dv, p.summed(_Fp8Rounding(s_quant)(weights).transpose(-1, -2) @ dout), p.layout)
     if dbias is not None:
         over = [d for d in (0, 1) if bias.shape[d] == 1 and ds.shape[d] != 1]
         dbias.copy_(ds.sum(over, keepdim=True) if over else ds)
@@ -210,10 +254,34 @@ def fused_attn_bwd(d_o, q, k, v, o, softmax_lse, dq, dk, dv, dbias, dsink, bias,
         dsink.copy_(-(share * delta).sum((0, 2)))
 
 
-def supports(q: LentTensor, dropout_p: float, layout: str, s_quant: Any) -> Union[bool, str]:
-    if dropout_p != 0 and layout == "thd":
-        return "dropout is not implemented for thd"
-    return "FP8 attention is not implemented" if s_quant is not None or q.dtype.startswith("f8") else True
+def get_fused_attn_backend(q, backend, layout, mask_type, **_: Any) -> None:
+    possible = not (layout == "thd" and mask_type == "arbitrary")
+    backend.fill_(-1 if not possible else 2 if isinstance(q, Quantized) else 1)
 
 
-OPS = {"fused_attn_fwd": fused_attn_fwd, "fused_attn_bwd": fused_attn_bwd}
+def supports(q: LentTensor, k: LentTensor, v: LentTensor, layout: str, o: Optional[LentTensor] = None, d_o: Optional[LentTensor] = None,
+             dq: Optional[LentTensor] = None, dk: Optional[LentTensor] = None, dv: Optional[LentTensor] = None, dbias: Optional[LentTensor] = None,
+             dsink: Optional[LentTensor] = None, softmax_lse: Optional[LentTensor] = None, bias: Optional[LentTensor] = None,
+             attn_mask: Optional[LentTensor] = None, alibi_slopes: Optional[LentTensor] = None, softmax_sink: Optional[LentTensor] = None,
+             cu_seqlens_q: Optional[LentTensor] = None, cu_seqlens_kv: Optional[LentTensor] = None, cu_seqlens_q_padded: Optional[LentTensor] = None,
+             cu_seqlens_kv_padded: Optional[LentTensor] = None) -> Union[bool, str]:
+    dense = layout != "thd"
+    of_q, of_k, of_v = shapes = [tuple(t.shape) for t in (q, k, v)]
+    if any(len(s) != (4 if dense else 3) for s in shapes):
+        return f"q, k and v of another rank than that of {layout} are left to reference.host, which describes the error"
+    rows = 1 if layout == "bshd" else 0
+    batch = of_q[1 - rows] if dense else cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else 0
+    heads, lengths = of_q[-2], (of_q[rows], of_k[rows])
+    fits = (min(of_q[-1], heads, of_k[-2], of_v[-1]) > 0 and heads % of_k[-2] == 0 and of_k[-1] == of_q[-1] and of_k[:-1] == of_v[:-1]
+            and (not dense or of_k[1 - rows] == batch))
+    results, scores = [(*of_q[:-1], of_v[-1])], [(b, h, *lengths) for b in (1, batch) for h in (1, heads)]
+    allowed = (((o, d_o), results), ((dq,), [of_q]), ((dk,), [of_k]), ((dv,), [of_v]), ((bias, attn_mask), scores),
+               ((dbias,), [] if bias is None else [tuple(bias.shape)]), ((softmax_lse,), [(batch, heads, lengths[0]) if dense else of_q[:-1]]),
+               ((alibi_slopes,), [(heads,), (batch, heads)]), ((softmax_sink, dsink), [(heads,)]),
+               ((cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded), [(batch + 1,)]))
+    if not fits or any(t is not None and tuple(t.shape) not in right for tensors, right in allowed for t in tensors):
+        return "arguments whose shapes do not fit together are left to reference.host, which describes the error"
+    return True
+
+
+OPS = {"fused_attn_fwd": fused_attn_fwd, "fused_attn_bwd": fused_attn_bwd, "get_fused_attn_backend": get_fused_attn_backend}

@@ -21,7 +21,6 @@ from te_fl.registration import BackendImplKind, OpImpl
 from te_fl.tensors import Quantized
 
 from te_fl.reference_torch import activation, gemm, norm, quantize, rope, scaled_activation, softmax
-from te_fl.reference_torch.values import SCALINGS
 
 _LIMIT = 64  # kinds of arguments of one op; a call of a further kind runs without compilation
 _MODULES = (activation, norm, quantize, rope, scaled_activation, softmax)
@@ -141,7 +140,7 @@ def implementations(devices: Iterable[str], supports: Dict[str, Callable]) -> It
     """One OpImpl for each op. devices: te-fl's device types. supports: the ops' functions of that name."""
     def made(name: str, function: Callable) -> OpImpl:
         return OpImpl(op_name=name, impl_id="reference.torch_compiled", kind=BackendImplKind.REFERENCE, fn=function, supports=supports.get(name),
-                      devices=tuple(devices), scalings=SCALINGS, tensors="torch", in_place=True, deterministic=True, graph_safe=True, priority=60)
+                      devices=tuple(devices), scalings=("none", *gemm.FP8_SCALINGS), tensors="torch", in_place=True, deterministic=True, graph_safe=True, priority=60)
 
     for module in _MODULES:
         for name, function in module.OPS.items():

@@ -14,15 +14,18 @@ import torch
 from te_fl.tensors import Quantized
 
 from te_fl.reference_torch.activation import ACTIVATIONS
-from te_fl.reference_torch.values import SCALINGS, store, values
+from te_fl.reference_torch.values import store, values
 
 _HALF = (torch.float16, torch.bfloat16)
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_SCALINGS = ("tensor", "block_1x128", "block_128x128")  # of which torch._scaled_mm may compute products
 _MM_IN_FP32 = "dtype" in torch.ops.aten.mm.overloads()  # torch.mm takes out_dtype since PyTorch 2.8
 
 
-def _operand(t: Any, transposed: bool) -> torch.Tensor:
-    return values(t).t() if transposed else values(t)
+def _operand(t: Any, transposed: bool, left: bool) -> torch.Tensor:
+    """op(t) in FP32, from the copy whose blocks run along the contraction if t has it."""
+    x = values(t, columnwise=transposed == left)
+    return x.t() if transposed else x
 
 
 def _dtype(t: Any) -> torch.dtype:
@@ -33,7 +36,7 @@ def _codes(t: Any, transposed: bool, rowwise: bool) -> Optional[torch.Tensor]:
     """op(t)'s codes in the memory order that torch._scaled_mm takes: the left operand row-major, the right one column-major. None if t has no such
     copy.
     """
-    if not isinstance(t, Quantized) or t.scaling not in SCALINGS or len(t.shape) != 2:
+    if not isinstance(t, Quantized) or t.scaling not in FP8_SCALINGS or len(t.shape) != 2:
         return None
     if transposed == rowwise:  # the copy of the transposed matrix, [K, M] where t is [M, K], has the order
         copy = t.columnwise_data
@@ -104,7 +107,7 @@ def _product(a: Any, b: Any, trans_a: bool, trans_b: bool, fast: bool) -> torch.
     if (_MM_IN_FP32 and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_cuda and a.dtype in _HALF and a.dtype == b.dtype
             and a.numel() and b.numel()):
         return torch.mm(a.t() if trans_a else a, b.t() if trans_b else b, out_dtype=torch.float32)
-    return _operand(a, trans_a) @ _operand(b, trans_b)
+    return _operand(a, trans_a, True) @ _operand(b, trans_b, False)
 
 
 def epilogue(result: torch.Tensor, d: Any, bias: Optional[torch.Tensor], pre_gelu_out: Any, pre_gelu_in: Any, residual: Optional[torch.Tensor],
@@ -143,7 +146,7 @@ def run_gemm(last: Callable[..., None], a: Any, b: Any, d: Any, bias: Optional[t
     """generic_gemm. last: epilogue(), or a function that computes the same."""
     if bias_grad is not None:
         plain = isinstance(a, torch.Tensor) and a.dtype in _HALF
-        total = a.sum(0 if trans_a else 1, dtype=torch.float32) if plain else _operand(a, trans_a).sum(1)
+        total = a.sum(0 if trans_a else 1, dtype=torch.float32) if plain else _operand(a, trans_a, True).sum(1)
         bias_grad.copy_(total + values(bias_grad) if accumulate_bias_grad else total)
     bare = not (gelu or accumulate) and alpha == 1 and residual is None and d_sum is None and pre_gelu_in is None
     if bare and _half_product(a, b, trans_a, trans_b, d, bias):
@@ -153,7 +156,7 @@ def run_gemm(last: Callable[..., None], a: Any, b: Any, d: Any, bias: Optional[t
         if _fp8_product(a, b, trans_a, trans_b, fast, d) is not None:
             return
     last(result=_product(a, b, trans_a, trans_b, fast), d=d, bias=bias, pre_gelu_out=pre_gelu_out, pre_gelu_in=pre_gelu_in, residual=residual,
-         d_sum=d_sum, gelu=gelu, alpha=alpha, beta=beta if accumulate else None, a_dtype=_dtype(a))
+         d_sum=d_sum, gelu=gelu, alpha=alpha, beta=beta if accumulate and beta != 0 else None, a_dtype=_dtype(a))
 
 
 def grouped_gemm(a: List[Any], b: List[Any], d: List[torch.Tensor], bias: Optional[List[torch.Tensor]], bias_grad: Optional[List[torch.Tensor]],

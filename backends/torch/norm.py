@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 import torch
 
-from te_fl.reference_torch.values import store, values
+from te_fl.reference_torch.values import matrix, store, values
 
 
 def weight(gamma: torch.Tensor, zero_centered: bool) -> torch.Tensor:
@@ -66,10 +66,9 @@ def layernorm_bwd(dz: torch.Tensor, x: torch.Tensor, mu: torch.Tensor, rsigma: t
     normed = (values(x) - _of_rows(mu, x)) * inverse
     d = dy * weight(gamma, zero_centered_gamma)
     result = inverse * (d - d.mean(-1, keepdim=True) - normed * (d * normed).mean(-1, keepdim=True))
-    rows = (-1, x.shape[-1])
-    dgamma.copy_((dy * normed).reshape(rows).sum(0))
+    dgamma.copy_(matrix(dy * normed).sum(0))
     if dbeta is not None:
-        dbeta.copy_(dy.reshape(rows).sum(0))
+        dbeta.copy_(matrix(dy).sum(0))
     store(dx, result if add is None else result + values(add))
 
 
@@ -97,7 +96,7 @@ def _rmsnorm_bwd(dz, x, add, rsigma, gamma, dx, dgamma, zero_centered_gamma) -> 
     normed = values(x) * inverse
     d = dy * weight(gamma, zero_centered_gamma)
     result = inverse * (d - normed * (d * normed).mean(-1, keepdim=True))
-    dgamma.copy_((dy * normed).reshape(-1, x.shape[-1]).sum(0))
+    dgamma.copy_(matrix(dy * normed).sum(0))
     store(dx, result if add is None else result + values(add))
 
 

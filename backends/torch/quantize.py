@@ -8,7 +8,7 @@ import torch
 
 from te_fl.tensors import Quantized
 
-from te_fl.reference_torch.values import FLT_MAX, amax_of, cast, inverted, matrix, quotient, store, values
+from te_fl.reference_torch.values import FLT_MAX, amax_of, cast, matrix, quotient, store, values
 
 
 def _kept(out: Any) -> List[torch.Tensor]:
@@ -55,7 +55,7 @@ def cast_to_fp8(input: torch.Tensor, output: torch.Tensor, scale: torch.Tensor, 
     if amax is not None:
         amax.copy_(torch.fmax(amax, amax_of(x)))
     if scale_inv is not None:
-        scale_inv.copy_(inverted(scale))
+        scale_inv.copy_(quotient(1.0, scale))
     output.view(torch.uint8).copy_(cast(x * scale, output.dtype).view(torch.uint8))
 
 

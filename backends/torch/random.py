@@ -35,9 +35,18 @@ def kept(count: int, p: float, seed: torch.Tensor, offset: torch.Tensor, device:
     if p == 0:
         return torch.ones(count, dtype=torch.bool, device=device)
     words = philox(seed, torch.arange((count + 3) // 4, device=device) + offset)
-    # p as FP32 times 2^32, rounded up: a word is kept if it is at least that.
-    exact = torch.tensor(p, dtype=torch.float32).double().item() * 2.0 ** 32
-    return words.reshape(-1)[:count] >= -int(-exact // 1)
+    return words.reshape(-1)[:count] >= _least(p)
+
+
+def kept_at(elements: torch.Tensor, p: float, seed: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """kept() of the elements with these numbers, int64."""
+    words = philox(seed, (elements >> 2) + offset)
+    return words.gather(-1, (elements & 3)[:, None])[:, 0] >= _least(p)
+
+
+def _least(p: float) -> int:
+    """The smallest word that is kept: p as FP32 times 2^32, rounded up."""
+    return -int(-torch.tensor(p, dtype=torch.float32).double().item() * 2.0 ** 32 // 1)
 
 
 def packed(bits: torch.Tensor) -> torch.Tensor:
@@ -58,12 +67,12 @@ def dropped(x: torch.Tensor, keeps: torch.Tensor, p: float) -> torch.Tensor:
 def state(seed: int, offset: int, seed_tensor: Optional[torch.Tensor], offset_tensor: Optional[torch.Tensor],
           device: torch.device) -> Tuple[torch.Tensor, torch.Tensor]:
     """The call's random state as int64 [] on the device, modulo 2^64."""
-    first = torch.full((), _signed(seed), dtype=torch.int64, device=device) if seed_tensor is None else seed_tensor.view(torch.int64).reshape(())
-    second = torch.full((), _signed(offset), dtype=torch.int64, device=device)
+    first = torch.full((), signed(seed), dtype=torch.int64, device=device) if seed_tensor is None else seed_tensor.view(torch.int64).reshape(())
+    second = torch.full((), signed(offset), dtype=torch.int64, device=device)
     return first, second if offset_tensor is None else second + offset_tensor.view(torch.int64).reshape(())
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 

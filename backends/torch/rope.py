@@ -1,12 +1,60 @@
-"""Rotary position embedding by PyTorch's operations, computed in FP32, for dense layouts without start positions."""
+"""Rotary position embedding by PyTorch's operations, computed in FP32."""
 
 from __future__ import annotations
 
-from typing import Any, List, Union
+from typing import Optional
 
 import torch
 
+from te_fl.reference_torch.checks import require
 from te_fl.reference_torch.values import values
+
+
+def _place(at: torch.Tensor, length, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """The position in the whole sequence of token `at` of this rank's `length` tokens: chunks cp_rank and 2 cp_size - 1 - cp_rank."""
+    if cp_size == 1:
+        return at
+    chunk = length // 2
+    return torch.where(at < chunk, cp_rank * chunk + at, (2 * cp_size - 1 - cp_rank) * chunk + at - chunk)
+
+
+def _checked_starts(starts: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    if starts is not None:
+        require(starts >= 0, lambda b: f"start_positions[{b}] is {int(starts[b])}, expected 0 or more", "an element of start_positions is negative")
+    return starts
+
+
+def _dense(x: torch.Tensor, starts: Optional[torch.Tensor], layout: str, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """The positions of tokens [S, B, ..] or [B, S, ..], in a shape that broadcasts to the first two extents."""
+    length, starts = x.shape[0 if layout == "sbhd" else 1], _checked_starts(starts)
+    places = _place(torch.arange(length, device=x.device), length, cp_size, cp_rank)
+    places = places[:, None] if layout == "sbhd" else places[None]
+    return places if starts is None else places + (starts if layout == "sbhd" else starts[:, None])
+
+
+def _packed(x: torch.Tensor, cu_seqlens: torch.Tensor, starts: Optional[torch.Tensor], cp_size: int, cp_rank: int) -> torch.Tensor:
+    """The positions of tokens [T, ..]; -1 outside of the sequences. cu_seqlens counts whole sequences, of which a rank holds 1 / cp_size."""
+    tokens, starts, cu = x.shape[0], _checked_starts(starts), cu_seqlens.long()
+    first, end = cu[:-1], cu[1:]
+
+    def span(b: int) -> str:
+        return f"sequence {b} of cu_seqlens spans tokens {int(cu[b])} to {int(cu[b + 1])}, expected "
+    limit = f"non-decreasing values from 0 to {tokens * cp_size} (the input's tokens times cp_size)"
+    require((first >= 0) & (end >= first) & (end <= tokens * cp_size), lambda b: span(b) + limit, f"cu_seqlens is wrong; expected {limit}")
+    if cp_size > 1:
+        require((first % cp_size == 0) & (end % cp_size == 0), lambda b: span(b) + f"multiples of cp_size, {cp_size}", "cu_seqlens has other than "
+                f"multiples of cp_size, {cp_size}")
+        require((end - first) // cp_size % 2 == 0, lambda b: f"sequence {b} of cu_seqlens has {int(cu[b + 1] - cu[b]) // cp_size} tokens on this rank, "
+                "expected an even number: with cp_size > 1 a rank holds two chunks of equal length", "a sequence of cu_seqlens has an odd number of "
+                "tokens on this rank")
+    at, bounds, batch = torch.arange(tokens, device=x.device), cu // cp_size, cu.shape[0] - 1
+    if batch < 1:
+        return torch.full_like(at, -1)
+    found = torch.searchsorted(bounds, at, right=True) - 1
+    sequence = found.clamp(0, batch - 1)
+    places = _place(at - bounds[sequence], bounds.diff()[sequence], cp_size, cp_rank)
+    places = places if starts is None else places + starts[sequence]
+    return torch.where((found >= 0) & (found < batch), places, -1)
 
 
 def _rotated(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -17,49 +65,54 @@ def _rotated(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return torch.cat((-b, a), -1)
 
 
-def _turned(x: torch.Tensor, freqs: torch.Tensor, layout: str, interleaved: bool, backward: bool) -> torch.Tensor:
-    """The rotation of x, FP32 [S, B, H, D] or [B, S, H, D], or its transpose."""
-    length, width = x.shape[0 if layout == "sbhd" else 1], freqs.shape[-1]
-    angles = freqs[:length].reshape(length, 1, 1, width)
-    angles = angles if layout == "sbhd" else angles.transpose(0, 1)
+def _turned(x: torch.Tensor, freqs: torch.Tensor, positions: torch.Tensor, interleaved: bool, backward: bool, name: str) -> torch.Tensor:
+    """The rotation of x, FP32 [S, B, H, D], [B, S, H, D] or [T, H, D], or its transpose."""
+    rows, width = freqs.shape[0], freqs.shape[-1]
+    known = positions < rows
+    require(known, lambda _: f"{name} has {rows} positions, but position {int(positions.max())} is needed", f"{name} has too few positions for "
+            "start_positions or cu_seqlens")
+    if x.numel() == 0 or rows == 0:
+        return torch.zeros_like(x) if rows == 0 else x
+    angles = freqs.reshape(rows, width)[positions.clamp(0, rows - 1)].unsqueeze(-2)
     cos, sin, part = angles.cos(), angles.sin(), x[..., :width]
     turned = part * cos - _rotated(part * sin, interleaved) if backward else part * cos + _rotated(part, interleaved) * sin
-    return torch.cat((turned, x[..., width:]), -1) if width < x.shape[-1] else turned
+    turned = torch.cat((turned, x[..., width:]), -1) if width < x.shape[-1] else turned
+    turned = torch.where(known[..., None, None], turned, float("nan"))
+    return torch.where(positions[..., None, None] >= 0, turned, 0.0)
+
+
+def _rope(backward: bool, input, freqs, output, start_positions, cu_seqlens, layout, interleaved, cp_size, cp_rank) -> None:
+    if layout == "thd":
+        positions = _packed(input, cu_seqlens, start_positions, cp_size, cp_rank)
+    else:
+        positions = _dense(input, start_positions, layout, cp_size, cp_rank)
+    output.copy_(_turned(values(input), freqs, positions, interleaved, backward, "freqs"))
 
 
 def fused_rope_forward(input, freqs, output, start_positions, cu_seqlens, layout, interleaved, cp_size, cp_rank) -> None:
-    output.copy_(_turned(values(input), freqs, layout, interleaved, False))
+    _rope(False, input, freqs, output, start_positions, cu_seqlens, layout, interleaved, cp_size, cp_rank)
 
 
 def fused_rope_backward(input, freqs, output, start_positions, cu_seqlens, layout, interleaved, cp_size, cp_rank) -> None:
-    output.copy_(_turned(values(input), freqs, layout, interleaved, True))
+    _rope(True, input, freqs, output, start_positions, cu_seqlens, layout, interleaved, cp_size, cp_rank)
 
 
 def fused_qkv_rope_forward(qkv_input, q_freqs, k_freqs, q_out, k_out, v_out, start_positions, q_dim, k_dim, v_dim, layout, interleaved, cp_size,
                            cp_rank) -> None:
+    positions = _dense(qkv_input, start_positions, layout, cp_size, cp_rank)
     q, k, v = values(qkv_input).split((q_dim, k_dim, v_dim), -1)
-    q_out.copy_(_turned(q.reshape(q_out.shape), q_freqs, layout, interleaved, False))
-    k_out.copy_(_turned(k, k_freqs, layout, interleaved, False))
+    q = _turned(q.reshape(q_out.shape), q_freqs, positions, interleaved, False, "q_freqs")
+    k_out.copy_(_turned(k, k_freqs, positions, interleaved, False, "k_freqs"))
+    q_out.copy_(q)
     v_out.copy_(v)
 
 
 def fused_qkv_rope_backward(q_grad, k_grad, v_grad, q_freqs, k_freqs, qkv_grad, start_positions, q_dim, k_dim, v_dim, layout, interleaved, cp_size,
                             cp_rank) -> None:
-    groups = k_grad.shape[:3]
-    dq = _turned(values(q_grad), q_freqs, layout, interleaved, True).reshape(*groups, q_dim)
-    parts: List[torch.Tensor] = [dq, _turned(values(k_grad), k_freqs, layout, interleaved, True), values(v_grad)]
-    qkv_grad.copy_(torch.cat(parts, -1))
-
-
-def supports(start_positions: Any, layout: str, cp_size: int, freqs: Any = None, q_freqs: Any = None, k_freqs: Any = None, input: Any = None,
-             qkv_input: Any = None, q_grad: Any = None) -> Union[bool, str]:
-    if layout == "thd" or start_positions is not None or cp_size != 1:
-        return "thd, start positions and context parallelism are not implemented"
-    x = next(t for t in (input, qkv_input, q_grad) if t is not None)
-    length = x.shape[0 if layout == "sbhd" else 1]
-    if any(f is not None and (f.shape[0] < length or f.shape[-1] > x.shape[-1]) for f in (freqs, q_freqs, k_freqs)):
-        return "angles for fewer positions or more columns than the input has are refused by reference.host"
-    return True
+    positions = _dense(q_grad, start_positions, layout, cp_size, cp_rank)
+    dq = _turned(values(q_grad), q_freqs, positions, interleaved, True, "q_freqs").reshape(*k_grad.shape[:3], q_dim)
+    dk = _turned(values(k_grad), k_freqs, positions, interleaved, True, "k_freqs")
+    qkv_grad.copy_(torch.cat((dq, dk, values(v_grad)), -1))
 
 
 OPS = {f.__name__: f for f in (fused_rope_forward, fused_rope_backward, fused_qkv_rope_forward, fused_qkv_rope_backward)}

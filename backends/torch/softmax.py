@@ -14,7 +14,7 @@ def _softmax(input: torch.Tensor, hidden: Optional[torch.Tensor], output: torch.
     if hidden is not None:
         x = x.masked_fill(hidden, -torch.inf)
     y = torch.softmax(x, -1)
-    output.copy_(y if hidden is None else torch.where(hidden.all(-1, keepdim=True), 0.0, y))
+    output.copy_(y if hidden is None else torch.where(hidden, 0.0, y))
 
 
 def _above(rows: int, columns: int, shift: int, device: torch.device) -> torch.Tensor:

@@ -70,8 +70,10 @@ void attention::backward(Problem& p, const Variant& v) {
   if (v.packed) {
     const char* const names[3] = {"dq", "dk", "dv"};
     Inputs copy = in;
-    packed_inputs(p, output_spec(v, kE5), v, copy, names, Role::kOut,
-                  std::make_shared<Buffer>(in.q->data->size(), uint8_t{0xff}), grads);
+    const Spec spec = output_spec(v, kE5);
+    const auto bits = static_cast<int64_t>(in.q->data->size()) * 8;
+    packed_inputs(p, spec, v, copy, names, Role::kOut,
+                  make_poisoned(spec.dtype, bits / storage_bits(spec.dtype)), grads);
   } else {
     grads[0] = p.out("dq", output_spec(v, kE5), in.q_shape),
     grads[1] = p.out("dk", output_spec(v, kE5), in.k_shape),

@@ -339,7 +339,7 @@ void transpose(Problem& p, int dtype, int64_t m, int64_t k) {
   p.oracle([&p, m, k, x, y] {
     std::vector<uint8_t> want(static_cast<size_t>(m * k));
     for (int64_t i = 0; i < m; ++i)
-      for (int64_t j = 0; j < k; ++j) want[j * m + i] = x->data->data()[i * k + j];
+      for (int64_t j = 0; j < k; ++j) want[j * m + i] = x->data->data()[x->index(i * k + j)];
     p.expect_bytes(y, want);
   });
 }
@@ -356,7 +356,7 @@ void transpose_and_sum(Problem& p, int dtype, int out, int64_t m, int64_t k, boo
     std::vector<double> total(static_cast<size_t>(k)), tolerance(total);
     for (int64_t i = 0; i < m; ++i)
       for (int64_t j = 0; j < k; ++j) {
-        want[j * m + i] = x->data->data()[i * k + j];
+        want[j * m + i] = x->data->data()[x->index(i * k + j)];
         total[j] += x->get(i * k + j) * scale_inv;
         tolerance[j] += std::fabs(x->get(i * k + j) * scale_inv);
       }

@@ -15,6 +15,7 @@ import torch
 
 from te_fl import _native, flaggems, reference_torch, registration
 from te_fl.errors import Unsupported
+from te_fl.reference_torch import checks
 from te_fl.torch_streams import current_stream, handle_of, is_accelerator, on_stream, private_name, stream_of, streams
 
 # PyTorch's device types by DLPack's numbers, which are also te-fl's; an extension device is PrivateUse1.
@@ -135,6 +136,7 @@ class TorchDevice:
         own = torch._C._cuda_isCurrentStreamCapturing if device.type == "cuda" else None
         self._capturing: Optional[Callable[[], bool]] = own or getattr(self._module, "is_current_stream_capturing", None)
         current_stream(device)
+        checks.watch(device)
 
     def create_stream(self) -> int:
         for _ in range(64):  # PyTorch may hand out the streams of a pool in turn
@@ -153,6 +155,7 @@ class TorchDevice:
 
     def synchronize(self, handle: int) -> None:
         stream_of(self.device, handle).synchronize()
+        checks.report(self.device)
 
     def is_capturing(self, handle: int) -> bool:
         if self._capturing is None:

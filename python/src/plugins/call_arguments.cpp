@@ -102,15 +102,18 @@ class Handing {
   Ref tensor(const te_fl_tensor& t, const te_fl_arg_desc& desc) const {
     const bool writable = desc.role != TE_FL_IN;
     if (t.quant != nullptr && t.quant->scaling != TE_FL_SCALING_NONE)
-      return quantised(t, *t.quant, desc.name, writable);
+      return quantised(t, *t.quant, desc, writable);
     return converted(lend(lending_, t.dl, t.provider, writable));
   }
 
-  // Wraps the tensor in a te_fl.Quantized, as a Python caller would.
-  Ref quantised(const te_fl_tensor& t, const te_fl_quant& q, const char* name,
+  // Wraps the tensor in a te_fl.Quantized, as a Python caller would. Of an argument that is only a
+  // quantisation, or of a tensor without elements, `data` is a tensor without elements.
+  Ref quantised(const te_fl_tensor& t, const te_fl_quant& q, const te_fl_arg_desc& desc,
                 bool writable) const {
-    if (t.dl.data == nullptr && q.columnwise_data == nullptr) {
-      backend::unsupported("argument '" + std::string(name) +
+    const bool only_quant = (desc.flags & TE_FL_ARG_QUANT_ONLY) != 0;
+    const bool no_codes = t.dl.data == nullptr && q.columnwise_data == nullptr;
+    if (no_codes && !only_quant && backend::numel(t) != 0) {
+      backend::unsupported("argument '" + std::string(desc.name) +
                            "' has no copy of its codes; Python implementations need one");
     }
     const auto scaling = static_cast<Scaling>(q.scaling);
@@ -127,9 +130,12 @@ class Handing {
                                                ? std::array<int64_t, 2>{m.cols, m.rows}
                                                : std::array<int64_t, 2>{m.rows, m.cols};
     Ref parts = Ref::take(PyDict_New());
+    te_fl_dltensor data = t.dl;
+    int64_t none_of_it = 0;
+    if (only_quant) data.ndim = 1, data.shape = &none_of_it, data.strides = nullptr;
     put(parts, "data",
-        t.dl.data != nullptr ? converted(lend(lending_, t.dl, t.provider, writable))
-                             : Ref::share(Py_None));
+        t.dl.data != nullptr || no_codes ? converted(lend(lending_, data, t.provider, writable))
+                                         : Ref::share(Py_None));
     put(parts, "scaling", to_python(std::string_view(kScalingNames[q.scaling])));
     put(parts, "columnwise_data", part(q.columnwise_data, codes, columns, writable));
     put(parts, "scale_inv", part(q.scale_inv, factor, factors(false), writable));
@@ -141,7 +147,7 @@ class Handing {
     put(parts, "amax_epsilon", to_python(double{q.amax_epsilon}));
     put(parts, "compute_scale", to_python((q.flags & TE_FL_QUANT_COMPUTE_SCALE) != 0));
     put(parts, "pow2_scale", to_python((q.flags & TE_FL_QUANT_POW2_SCALE) != 0));
-    const std::span extents(t.dl.shape, static_cast<size_t>(t.dl.ndim));
+    const std::span extents(data.shape, static_cast<size_t>(data.ndim));
     Ref shape = make_list(extents, [](int64_t n) { return to_python(n); });
     put(parts, "shape", Ref::take(PyList_AsTuple(shape.get())));
     const Ref none = Ref::take(PyTuple_New(0));

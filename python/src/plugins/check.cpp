@@ -1,6 +1,10 @@
-// te_fl._check_worker: runs a child process of `te-fl check` inside a Python interpreter.
-#include "conformance/check/check.hpp"
+// te_fl._check_worker: runs a child process of `te-fl check`, or the program conformance, inside a
+// Python interpreter, so that they see implementations in Python.
+#include <string>
+#include <vector>
 
+#include "conformance/check/check.hpp"
+#include "conformance/program.hpp"
 #include "py/py.hpp"
 
 namespace te_fl::python {
@@ -13,8 +17,28 @@ PyObject* serve(PyObject*, PyObject* options) noexcept {
   });
 }
 
+PyObject* conformance(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject* options = nullptr;
+    const char* folder = nullptr;
+    if (PyArg_ParseTuple(args, "O!s", &PyList_Type, &options, &folder) == 0) throw PythonError();
+    std::vector<std::string> words = {"conformance"};
+    for (Py_ssize_t i = 0; i < PyList_Size(options); ++i)
+      words.emplace_back(to_text(PyList_GetItem(options, i), "an option"));
+    std::vector<char*> argv;
+    for (std::string& word : words) argv.push_back(word.data());
+    const std::string cases = folder;
+    return to_python(int64_t{without_lock([&] {
+      return te_fl::conformance::run_program(static_cast<int>(argv.size()), argv.data(), cases);
+    })});
+  });
+}
+
 PyMethodDef g_methods[] = {
     {"serve", serve, METH_O, "serve(options) -> int: serves the orders of te-fl check"},
+    {"conformance", conformance, METH_VARARGS,
+     "conformance(options, folder) -> int: runs the program conformance; folder: that of "
+     "expected_unsupported.txt"},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef g_module = {PyModuleDef_HEAD_INIT,

@@ -207,10 +207,25 @@ PyObject* dlpack_device(PyObject* self, PyObject*) noexcept {
   });
 }
 
+bool is_fp4(const LentTensor& t) {
+  const Result<DType> dtype = dtype_from_c(t.dl.dtype);
+  return dtype.ok() && *dtype == DType::kF4E2M1;
+}
+
+// Describes a tensor of FP4 as PyTorch does, whose elements have two codes.
+void pair_fp4(te_fl_dltensor& dl) {
+  dl.dtype.lanes = 2;
+  dl.shape[dl.ndim - 1] /= 2;
+  for (int32_t d = 0; d + 1 < dl.ndim; ++d) dl.strides[d] /= 2;
+}
+
 PyObject* to_torch(PyObject* self, PyObject*) noexcept {
   return guarded([&] {
     const LentTensor& t = of(self);
     check_alive(t);
+    const bool fp4 = is_fp4(t);
+    if (fp4 && (t.shape.empty() || t.shape.back() % 2 != 0 || !is_compact(t)))
+      throw_buffer_error("its FP4 elements have two codes, and rows of this tensor are not whole");
     static PyObject* const torch = PyImport_ImportModule("torch");
     if (torch == nullptr) {
       const Ref again = Ref::take(PyImport_ImportModule("torch"));  // raises the import error
@@ -223,6 +238,7 @@ PyObject* to_torch(PyObject* self, PyObject*) noexcept {
       return Ref::take(PyObject_CallMethod(torch, "from_dlpack", "O", self));
     auto* managed = exported<ManagedVersioned>(t);
     managed->version = {1, 1};  // the read-only flag stays unset: PyTorch has no read-only tensors
+    if (fp4) pair_fp4(managed->tensor);
     void* made = nullptr;
     if (api->to_object(managed, &made) != 0) {
       managed->deleter(managed);

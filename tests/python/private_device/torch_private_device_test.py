@@ -19,7 +19,7 @@ import far  # noqa: E402
 
 import te_fl  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
-from te_fl.errors import Unsupported  # noqa: E402
+from te_fl.errors import InvalidArgument, Unsupported  # noqa: E402
 from te_fl import torch_device  # noqa: E402
 from torch_cases import MODULES, PRODUCTS, RECIPES, gradients, make_input, scope  # noqa: E402
 from torch_oracle import randn, randomise  # noqa: E402
@@ -324,15 +324,30 @@ class Made(Far):
         told = te_fl.explain("relu", input=x, output=y)
         self.assertEqual([c["impl_id"] for c in told["candidates"] if c["accepted"]][0], "reference.torch")
 
-    def test_an_op_that_pytorch_s_ops_lack_runs_on_copies(self):
-        x = torch.randn(4, 64, device=FAR)
-        found = []
-        for device in (FAR, "cpu"):
-            weight, indices = x.to(device), torch.tensor([3, 0, 2], device=device)
-            out = torch.empty(3, 64, device=device)
-            te_fl.ops.embedding_fwd(indices=indices, weight=weight, output=out)
-            found.append(out.cpu())
-        self.assertTrue(torch.equal(*found))
+    def test_a_call_that_pytorch_s_ops_refuse_runs_on_copies(self):
+        bits = torch.zeros(8, dtype=torch.uint8, device=FAR)
+        te_fl.ops.fill(output=bits.view(torch.float8_e8m0fnu), value=2.0)
+        self.assertEqual(bits.cpu().tolist(), [128] * 8)
+
+    def test_wrong_indices_fail_the_next_synchronisation(self):
+        def call():
+            out = torch.zeros(2, 2, device=FAR)
+            te_fl.ops.embedding_fwd(indices=indices, weight=torch.ones(3, 2, device=FAR), output=out)
+            return out.cpu().isnan().tolist()
+        indices = torch.tensor([0, 7], device=FAR)
+        self.addCleanup(te_fl.reload)
+        with unittest.mock.patch.dict(os.environ, TE_FL_VALIDATE="1"):
+            te_fl.reload()
+            with self.assertRaisesRegex(InvalidArgument, r"indices\[1\] is 7"):
+                call()
+        with unittest.mock.patch.dict(os.environ, TE_FL_VALIDATE="0", TE_FL_SYNC="0"):
+            te_fl.reload()
+            self.assertEqual(call(), [[False, False], [True, True]])
+        with unittest.mock.patch.dict(os.environ, TE_FL_VALIDATE="0", TE_FL_SYNC="1"):
+            te_fl.reload()
+            with self.assertRaisesRegex(InvalidArgument, "an element of indices is wrong; it must lie in"):
+                te_fl.ops.relu(input=torch.ones(4, device=FAR), output=torch.empty(4, device=FAR))
+            te_fl.ops.relu(input=torch.ones(4, device=FAR), output=torch.empty(4, device=FAR))
 
     def test_no_memory_is_left(self):
         with self.assertRaisesRegex((te_fl.errors.OutOfMemory, RuntimeError), "memory|full"):
