@@ -111,7 +111,7 @@ def layer_values(recipe):
 
 
 def exact_values(layer, x, dy):
-    """The same step in FP64 by PyTorch's functions on the CPU."""
+    """Runs the same step in FP64 by PyTorch's functions on the CPU."""
     own = {name: p.detach().double().cpu().requires_grad_() for name, p in layer.named_parameters()}
     x, dy = x.detach().double().cpu().requires_grad_(), dy.double().cpu()
     f = torch.nn.functional

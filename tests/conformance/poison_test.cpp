@@ -23,7 +23,7 @@ TEST(Poison, IsNoResultAndEveryNanIs) {
     EXPECT_NE(compare(e).find("was not written"), std::string::npos) << name_of(dtype);
     for (int64_t i = 0; i < 6; ++i) y->put(i, kNan);
     EXPECT_EQ(compare(e), "") << name_of(dtype);
-    std::fill_n(y->data->data(), y->data->size(), uint8_t{0xff});  // what masks of AVX leave
+    std::fill_n(y->data->data(), y->data->size(), uint8_t{0xff});  // as AVX's masks
     EXPECT_EQ(compare(e), "") << name_of(dtype);
     const size_t width = y->data->size() / 6;
     std::memcpy(y->data->data() + 4 * width, y->data->initial(), width);

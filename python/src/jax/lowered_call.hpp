@@ -1,4 +1,4 @@
-// For te_fl.jax while JAX lowers a program: finds the implementation that serves a call of the program.
+// For te_fl.jax while JAX lowers a program: finds the implementation that serves a call of the
 // program.
 #pragma once
 

@@ -59,7 +59,7 @@ int64_t look_up(PyObject* table, PyObject* tensor, PyObject* attribute) {
   return to_number(Ref::take(PyObject_GetItem(table, key.get())).get());
 }
 
-void describe(PyObject* tensor, Extents& extents, te_fl_dltensor& out) {
+void fill_description(PyObject* tensor, Extents& extents, te_fl_dltensor& out) {
   const Members& torch = members();
   const int64_t dtype = look_up(torch.dtypes, tensor, torch.dtype);
   const int64_t device = look_up(torch.devices, tensor, torch.device);
@@ -156,7 +156,7 @@ const Exchange* find_older_torch(PyTypeObject* type) {
 
 bool describe_by_calls(PyObject* tensor, Extents& extents, te_fl_dltensor& out) noexcept {
   PyObject* const done = guarded([&] {
-    describe(tensor, extents, out);
+    fill_description(tensor, extents, out);
     return Ref::share(Py_None);
   });
   Py_XDECREF(done);
