@@ -84,7 +84,7 @@ def fused_topk_with_score_function_fwd(logits: torch.Tensor, expert_bias: Option
 
 def _choice(routing_map: Optional[torch.Tensor], routing_bits: Optional[torch.Tensor], topk_indices: Optional[torch.Tensor], rows: int,
             experts: int) -> torch.Tensor:
-    """Which experts were chosen, bool [T, E]."""
+    """Returns which experts were chosen, bool [T, E]."""
     if routing_map is not None:
         return (routing_map != 0).reshape(rows, experts)
     if routing_bits is not None:
