@@ -14,7 +14,7 @@ _NAN = float("nan")
 
 
 def _checked(targets: torch.Tensor, classes: int, ignored: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Which rows count, and which of them have a class."""
+    """Returns which rows count, and which of them have a class."""
     counts, known = targets != ignored, (targets >= 0) & (targets < classes)
     rule = f"it must lie in [0, {classes}), the classes, or be ignore_index"
     require(known | ~counts, lambda at: f"targets[{at}] is {int(targets.reshape(-1)[at])}; {rule}", f"an element of targets is wrong; {rule}")

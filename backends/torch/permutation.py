@@ -44,7 +44,7 @@ def moe_permute_fwd(input: torch.Tensor, indices: torch.Tensor, output: torch.Te
 
 
 def _pairs(row_id_map: torch.Tensor, rows: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Which pairs have a row, and a valid row of each pair. Both [s, t]."""
+    """Returns which pairs have a row, and a valid row of each pair; both [s, t]."""
     right = within("row_id_map", row_id_map, -1, rows, ", -1 or a permuted row")
     return right & (row_id_map >= 0), row_id_map.long().clamp(0, max(rows - 1, 0))
 
