@@ -29,7 +29,7 @@ log = logging.getLogger("te_fl")
 
 
 def missing(device_type: str) -> Optional[str]:
-    """Why PyTorch's compiler has no kernels for PyTorch's device type, or None if it has."""
+    """Returns why PyTorch's compiler has no kernels for PyTorch's device type, or None if it has."""
     if getattr(torch._dynamo.config, "disable", False):
         return "torch.compile is off (TORCH_COMPILE_DISABLE)"
     init_backend_registration()
@@ -37,7 +37,7 @@ def missing(device_type: str) -> Optional[str]:
 
 
 class _Kind:
-    """What a compiled function depends on: all of a call's arguments but sizes, and of those the width of the first tensor. torch.compile makes kernels
+    """Identifies what a compiled function depends on: a call's arguments without sizes, and the width of the first tensor. torch.compile makes kernels
     for the sizes of the first call, which are the faster ones, and at other sizes kernels for any; it takes sizes of 0 and 1 as constants.
 
     Tensors with the same memory become one tensor in `arguments`, so that the compiler knows that an output is in the place of an input.

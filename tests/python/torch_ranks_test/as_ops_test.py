@@ -32,7 +32,7 @@ class AsOps(unittest.TestCase):
             self.assertEqual((explained["impl_id"], explained["runs"]), (GLOO, "torch.distributed's gloo"))
             for candidate in explained["candidates"]:
                 self.assertEqual(candidate["accepted"], candidate["impl_id"] == GLOO)
-                self.assertRegex(candidate["reason"], "taken" if candidate["accepted"] else "made by plugin torch.gloo")
+                self.assertRegex(candidate["reason"], "chosen" if candidate["accepted"] else "made by plugin torch.gloo")
             self.assertIn("reference.host", [c["impl_id"] for c in explained["candidates"]])
             self.assertEqual(usage, {"all_reduce": (GLOO, 2), "broadcast": (GLOO, 1), "barrier": (GLOO, 1)})
             self.assertEqual(traced, [("all_reduce", GLOO), ("broadcast", GLOO), ("all_reduce", GLOO), ("barrier", GLOO)])
