@@ -91,7 +91,7 @@ def implementations(devices: Iterable[str]) -> List[OpImpl]:
     """
     from te_fl.flaggems import fused, kernels
     functions = {**{name: fused.composed(function) for name, function in _COMPOSED.items()}, **fused.OPS}
-    refusals = {**{name: rope.supports for name in rope.OPS}, "add": _supports_sum, **fused.SUPPORTS}
+    refusals = {"add": _supports_sum, **fused.SUPPORTS}
     return [OpImpl(op_name=name, impl_id=IMPL_ID, kind=BackendImplKind.DEFAULT, fn=function, vendor="flagos", priority=150,
                    supports=_supports(refusals.get(name), kernels.MOST_ELEMENTS), devices=tuple(devices), scalings=SCALINGS if name in _QUANTISED else ("none",),
                    tensors="torch", thread_safe=False, in_place=True) for name, function in functions.items()]

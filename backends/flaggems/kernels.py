@@ -68,11 +68,22 @@ def _addmm_out(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: fl
     return flag_gems.addmm_out(bias, a, b, beta=beta, alpha=alpha, out=out) if _fits(bias, a, b, out) else NotImplemented
 
 
+def _into(kernel: Callable, name: str) -> Callable:
+    """The form of an operation that writes to its argument `name`."""
+    def run(*arguments: Any, **options: Any) -> Any:
+        out = options.pop(name)
+        result = kernel(*arguments, **options)
+        return result if result is NotImplemented else out.copy_(result)
+    return run
+
+
 TABLE: Dict[Any, Callable] = {
     _aten.mm.default: _mm, _aten.mm.dtype: _mm, _aten.mm.out: _mm_out, _aten.addmm.out: _addmm_out, _aten._softmax.default: _softmax,
     _aten.sum.dim_IntList: _reduction(flag_gems.sum_dim), _aten.mean.dim: _reduction(flag_gems.mean_dim),
     _aten.mul.Tensor: _binary(_general.mul), _aten.add.Tensor: _binary(flag_gems.add), _aten.sub.Tensor: _binary(flag_gems.sub),
     _aten.gelu_backward.default: _gradient(flag_gems.gelu_backward), _aten.silu_backward.default: _gradient(flag_gems.silu_backward),
+    _aten.gelu_backward.grad_input: _into(_gradient(flag_gems.gelu_backward), "grad_input"), _aten.gelu.out: _into(_unary(flag_gems.gelu), "out"),
+    _aten.silu_backward.grad_input: _into(_gradient(flag_gems.silu_backward), "grad_input"), _aten.silu.out: _into(_unary(flag_gems.silu), "out"),
     **{getattr(_aten, name).default: _unary(getattr(flag_gems, name)) for name in ("gelu", "silu", "sigmoid", "tanh", "exp", "rsqrt", "cos", "sin")},
 }
 

@@ -133,7 +133,7 @@ class Registration(unittest.TestCase):
     def test_an_import_that_fails_is_one_line(self):
         code = self.STATE + """
         from te_fl import torch_device
-        torch_device._register_ops("rocm")
+        torch_device._register_ops("rocm", "rocm")
         print({row["impl_id"] for row in te_fl.OpRegistry.instance().snapshot() if row["op_name"] == "gelu"} & {"default.flagos", "reference.torch"})
     """
         out, err = python(code, TE_FL_PREFER="flagos", STAND_IN_FAILS="1")
@@ -145,7 +145,7 @@ class Registration(unittest.TestCase):
         code = """if True:
             import te_fl
             from te_fl import torch_device
-            torch_device._register_ops("cuda")
+            torch_device._register_ops("cuda", "cuda")
             found = [row for row in te_fl.OpRegistry.instance().snapshot() if row["impl_id"] == "default.flagos"]
             print(len(found), {row["owner"] for row in found})
         """
