@@ -120,6 +120,8 @@ def supports_attention(q, k, v, layout, mask_type, softmax_type, scale, dropout_
     rows = 0 if layout == "sbhd" else 1
     if q.shape[rows] < 2 or (mask_type != "none" and q.shape[rows] != k.shape[rows]):
         return "one query, or a causal mask with as many queries as keys only, is not implemented"
+    if mask_type != "none" and q.shape[rows] > 128 and q.shape[rows] % 128:  # seen on an H200 for 129 to 257 rows
+        return "FlagGems' causal attention is wrong for more than 128 rows that are no multiple of 128"
     if q.shape[3] != v.shape[3] or q.shape[3] % 8 or q.shape[3] > 256:
         return "heads of one size for queries and values, a multiple of 8 and at most 256"
     return True if all(t.strides[3] == 1 for t in (q, k, v)) else "the elements of a head must be contiguous"

@@ -95,6 +95,10 @@ class Values(unittest.TestCase):
         for text, changes in (("dropout", {"dropout_p": 0.1}), ("windows", {"window_left": 4}), ("ALiBi", {"alibi_slopes": torch.ones(4)}),
                               ("one query", {"k": torch.zeros(20, 2, 2, 64).bfloat16(), "v": torch.zeros(20, 2, 2, 64).bfloat16()})):
             self.assertIn(text, self.refusal("fused_attn_fwd", **changes))
+        for rows, right in ((128, True), (130, False), (256, True)):
+            long = {name: torch.zeros(rows, 2, 2, 64).bfloat16() for name in ("q", "k", "v", "o")}
+            reason = self.refusal("fused_attn_fwd", **long, softmax_lse=torch.zeros(2, 2, rows), mask_type="causal")
+            self.assertEqual("causal attention is wrong" not in reason, right, reason)
         self.assertIn("mask", self.refusal("add", p=0.5, mask=torch.zeros(128, dtype=torch.uint8)))
 
     def test_the_tables_name_every_op_once(self):
