@@ -498,7 +498,7 @@ class Commands(unittest.TestCase):
         text = self.fails(3, "it would be a candidate if there were a ext:far:7 here", "explain", "add", "--dtype", "f32", "--device", "ext:far:7",
                           TE_FL_PLUGIN_MODULES=FAR)
         self.assertNotIn("taken", text)
-        self.assertIn("taken", self.ok("explain", "add", "--dtype", "f32", "--device", "ext:far:0", TE_FL_PLUGIN_MODULES=FAR))
+        self.assertIn("chosen: priority", self.ok("explain", "add", "--dtype", "f32", "--device", "ext:far:0", TE_FL_PLUGIN_MODULES=FAR))
         entry = json.loads(run("explain", "add", "--dtype", "f32", "--device", "ext:far:7", "--json", TE_FL_PLUGIN_MODULES=FAR).stdout)
         self.assertEqual([entry["impl_id"], [c for c in entry["candidates"] if c["accepted"]]], ["", []])
 
