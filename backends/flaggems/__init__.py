@@ -7,13 +7,12 @@ ops of the catalogue that are left out, with the reason.
 from __future__ import annotations
 
 import inspect
-import os
 import threading
 from typing import Any, Callable, Dict, Iterable, List, Optional, Union
 
 import torch
 
-from te_fl import frameworks
+from te_fl import _native, frameworks
 from te_fl.errors import Unsupported
 from te_fl.registration import BackendImplKind, OpImpl, OpRegistry, owned_by
 from te_fl.reference_torch import activation, attention, gemm, norm, optimizer, quantize, random, rope, scaled_activation, softmax, tensor
@@ -115,7 +114,7 @@ def register_for(kind: str) -> None:
     """Registers the ops if FlagGems is installed and has kernels for te-fl's devices of this type, unless TE_FL_SKIP_MODULES has the module. te-fl calls
     this when it makes a device of PyTorch's, which no plugin serves.
     """
-    skipped = os.environ.get("TE_FL_SKIP_MODULES", "").replace(" ", "").split(",")
+    skipped = (_native.setting("TE_FL_SKIP_MODULES") or "").replace(" ", "").split(",")
     if frameworks.flaggems_missing() or {"*", __name__} & set(skipped):
         return
     if device_type() == kind:

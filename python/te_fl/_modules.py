@@ -19,12 +19,12 @@ from types import ModuleType
 from typing import Callable, List, Optional, Sequence
 
 from te_fl import _native, frameworks
-from te_fl.errors import Unsupported
+from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.registration import OpRegistry, owned_by
 
 GROUP = "te_fl.plugin"
 _FLAGGEMS = "te_fl.flaggems"
-_OWN = "te_fl.transformer_engine_fl_backend"  # te-fl's own entry point, for TransformerEngine-FL's package
+OWN = "te_fl.transformer_engine_fl_backend"  # te-fl's own entry point, for TransformerEngine-FL's package
 _turn = threading.RLock()
 
 
@@ -38,7 +38,7 @@ def load(names: Sequence[str], discover: bool, skip: Sequence[str]) -> List[dict
         reports = [_load(name) for name in dict.fromkeys(names)]
         if not discover:
             return reports
-        done = {*names, *skip, _OWN}
+        done = {*names, *skip, OWN}
         for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name):
             if entry.name in done or entry.module in done:
                 continue
@@ -51,12 +51,13 @@ def _policy_names_flagos() -> bool:
     """True if the environment's policy has the word flagos, which is the vendor of te_fl.flaggems. Policies of scopes and programs do not count, since an
     implementation, once loaded, is there for all calls.
     """
-    texts = [os.environ.get(name, "") for name in ("TE_FL_PREFER", "TE_FL_PER_OP")]
+    texts = []
     try:
-        with open(os.environ.get("TE_FL_POLICY_FILE", ""), encoding="utf-8") as file:
+        texts += [_native.setting(name) or "" for name in ("TE_FL_PREFER", "TE_FL_PER_OP")]
+        with open(_native.setting("TE_FL_POLICY_FILE") or "", encoding="utf-8") as file:
             texts.append(file.read())
-    except (OSError, UnicodeDecodeError):
-        pass  # whoever reads the policy reports the file
+    except (InvalidArgument, OSError, UnicodeDecodeError):
+        pass  # whoever reads the policy reports the value or the file
     return any(re.search(r"\bflagos\b", text, re.IGNORECASE) for text in texts)
 
 

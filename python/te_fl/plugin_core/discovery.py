@@ -10,7 +10,7 @@ import os
 from typing import Any, Iterable, List, Tuple
 
 from te_fl import _native
-from te_fl._modules import GROUP as PLUGIN_GROUP, find_register, takes_registry
+from te_fl._modules import GROUP as PLUGIN_GROUP, OWN, find_register, takes_registry
 from te_fl.plugin_core.logger_manager import get_logger
 
 __all__ = ["PLUGIN_GROUP", "PLUGIN_MODULES_ENV", "clear_discovered_plugin", "discover_from_entry_points", "discover_from_env_modules", "discover_plugin",
@@ -53,8 +53,8 @@ def _discover(registry: Any, entries: bool, offers: Iterable[Tuple[str, Any]]) -
 
 
 def discover_from_entry_points(registry: Any) -> int:
-    """Loads the plugins of installed packages; returns how many loaded."""
-    return _discover(registry, True, [(e.name, e.load) for e in importlib.metadata.entry_points(group=PLUGIN_GROUP)])
+    """Loads the plugins of installed packages other than te-fl; returns how many loaded."""
+    return _discover(registry, True, [(e.name, e.load) for e in importlib.metadata.entry_points(group=PLUGIN_GROUP) if e.module != OWN])
 
 
 def discover_from_env_modules(registry: Any) -> int:
