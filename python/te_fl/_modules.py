@@ -53,7 +53,7 @@ def _policy_names_flagos() -> bool:
     """
     texts = []
     try:
-        texts += [_native.setting(name) or "" for name in ("TE_FL_PREFER", "TE_FL_PER_OP")]
+        texts += [_native.setting("TE_FL_PREFER") or "", _native.setting("TE_FL_PER_OP") or ""]
         with open(_native.setting("TE_FL_POLICY_FILE") or "", encoding="utf-8") as file:
             texts.append(file.read())
     except (InvalidArgument, OSError, UnicodeDecodeError):

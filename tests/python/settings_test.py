@@ -58,6 +58,8 @@ class Settings(unittest.TestCase):
                     if str(found).startswith("INVALID_ARGUMENT: "):
                         self.assertIn(found.removeprefix("INVALID_ARGUMENT: "), str(refusal))
                         self.assertIn(f"{name}={values[name].strip()} is not accepted", found)
+                    elif found is None:
+                        self.assertEqual((values[name].strip(), rows[name]), ("", ""))  # a variable without a default
                     else:
                         self.assertIs(type(found), {"bool": bool, "int": int}.get(types[name], str))
                         self.assertEqual(str(int(found)) if isinstance(found, bool) else str(found), rows[name])
