@@ -145,6 +145,9 @@ def main():
                 if not options.keep:
                     shutil.rmtree(folder, ignore_errors=True)
     print("\n".join(rows))
+    if not any(re.search(r"\| \d+ s \|$", row) for row in rows):
+        print("torch_versions.py: none of these versions of Python is here, so nothing was tested", file=sys.stderr)
+        return 1
     return 0 if passed else 1
 
 

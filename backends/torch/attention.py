@@ -154,8 +154,8 @@ def _flash(q: torch.Tensor, k: torch.Tensor, layout: str, mask_type: str, softma
            softcap: float, *others: Any) -> bool:
     """True if PyTorch's flash attention computes this problem with the same saved log-sum-exp."""
     rows = 0 if layout == "sbhd" else 1
-    return (isinstance(q, torch.Tensor) and q.is_cuda and layout != "thd" and q.dtype in (torch.float16, torch.bfloat16) and softmax_type == "vanilla" and dropout_p == 0
-            and window_left < 0 and (window_right < 0 or mask_type != "none") and softcap == 0 and not any(t is not None for t in others)
+    return (isinstance(q, torch.Tensor) and q.is_cuda and layout != "thd" and q.dtype in (torch.float16, torch.bfloat16)
+            and softmax_type == "vanilla" and dropout_p == 0 and window_left < 0 and (window_right < 0 or mask_type != "none") and softcap == 0 and not any(t is not None for t in others)
             and (mask_type == "none" or mask_type in ("causal", "causal_bottom_right") and q.shape[rows] == k.shape[rows])
             and q.shape[2] == k.shape[2] and q.shape[3] % 8 == 0 and q.shape[3] <= 256 and q.numel() > 0 and k.numel() > 0)
 

@@ -20,11 +20,13 @@ from torch._inductor.codegen.common import get_scheduling_for_device, init_backe
 from te_fl.registration import BackendImplKind, OpImpl
 from te_fl.tensors import Quantized
 
-from te_fl.reference_torch import activation, gemm, norm, quantize, rope, scaled_activation, softmax
+from te_fl.reference_torch import activation, gemm, norm, quantize, scaled_activation, softmax
 
 _LIMIT = 64  # kinds of arguments of one op; a call of a further kind runs without compilation
-_MODULES = (activation, norm, quantize, rope, scaled_activation, softmax)
+_MOST = 16  # tensors in a list; the compiler would unroll a longer one
+_MODULES = (activation, norm, quantize, scaled_activation, softmax)  # not those whose functions check values, which the compiler cannot trace
 _PARTS = ("data", "columnwise_data", "scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax", "scale")
+_FAILURES = tuple(getattr(torch._dynamo.exc, name) for name in ("TorchDynamoException", "FailOnRecompileLimitHit") if hasattr(torch._dynamo.exc, name))
 log = logging.getLogger("te_fl")
 
 
@@ -44,7 +46,7 @@ class _Kind:
     """
 
     def __init__(self, arguments: Dict[str, Any]):
-        self.separate = True  # False: tensors overlap and differ, or one is empty
+        self.separate = True  # False: tensors overlap and differ, one is empty, or a list is long; such calls run without compilation
         self._key: List[Any] = []
         self._seen: Dict[int, torch.Tensor] = {}
         for name, value in arguments.items():
@@ -61,7 +63,7 @@ class _Kind:
                     else:
                         setattr(value, part, self._add(held))
             elif isinstance(value, list):
-                self.separate = self.separate and all(isinstance(t, torch.Tensor) for t in value)
+                self.separate = self.separate and len(value) <= _MOST and all(isinstance(t, torch.Tensor) for t in value)
                 self._key.append(len(value))
                 arguments[name] = [self._add(t) if isinstance(t, torch.Tensor) else t for t in value]
             else:
@@ -72,7 +74,7 @@ class _Kind:
         first = self._seen.setdefault(t.data_ptr(), t)
         if first is t:
             self.separate = self.separate and t.numel() != 0
-            self._key.append((t.dtype, t.is_contiguous(), *[n if n == 1 else 2 for n in t.shape]))
+            self._key.append((t.dtype, t.get_device(), t.is_contiguous(), *[n if n == 1 else 2 for n in t.shape]))
             return t
         if first.dtype != t.dtype or first.shape != t.shape or first.stride() != t.stride():
             self.separate = False
@@ -84,7 +86,7 @@ class Compiled:
     """A function that torch.compile compiles once for each kind of arguments."""
 
     def __init__(self, name: str, function: Callable, unless: Optional[Callable[..., bool]] = None):
-        """name: for messages. unless: called with a call's arguments; True if PyTorch's own operations are as fast."""
+        """name: for messages. unless: called with a call's arguments; True if it is one operation without compilation."""
         self._name, self._function, self._unless = name, function, unless
         self._by_kind: Dict[Any, Callable] = {}
         self.__signature__ = inspect.signature(function)
@@ -99,7 +101,7 @@ class Compiled:
         run = self._by_kind.get(kind.key) or self._new(kind.key)
         try:
             return run(**arguments)
-        except torch._dynamo.exc.TorchDynamoException as error:  # nothing has run
+        except _FAILURES as error:  # nothing has run
             log.warning("%s: torch.compile failed, so these arguments run without it: %s", self._name, " ".join(str(error).split("\n")[:2]))
             self._by_kind[kind.key] = self._function
             return self._function(**arguments)
@@ -132,18 +134,14 @@ def _generic_gemm(**arguments: Any) -> None:
 _generic_gemm.__signature__ = inspect.signature(gemm.generic_gemm)  # type: ignore[attr-defined]
 
 
-def _own_activation(name: str, **arguments: Any) -> bool:
-    return activation.is_own(name, *(t for key, t in arguments.items() if key != "dbias"))
-
-
 def implementations(devices: Iterable[str], supports: Dict[str, Callable]) -> Iterable[OpImpl]:
     """One OpImpl for each op. devices: te-fl's device types. supports: the ops' functions of that name."""
     def made(name: str, function: Callable) -> OpImpl:
         return OpImpl(op_name=name, impl_id="reference.torch_compiled", kind=BackendImplKind.REFERENCE, fn=function, supports=supports.get(name),
-                      devices=tuple(devices), scalings=("none", *gemm.FP8_SCALINGS), tensors="torch", in_place=True, deterministic=True, graph_safe=True, priority=60)
+                      devices=tuple(devices), scalings=("none", *gemm.FP8_SCALINGS), tensors="torch", in_place=True, deterministic=True,
+                      graph_safe=True, priority=60)
 
     for module in _MODULES:
         for name, function in module.OPS.items():
-            plain = getattr(function, "func", None) in activation.PLAIN
-            yield made(name, Compiled(name, function, functools.partial(_own_activation, *function.args) if plain else None))
+            yield made(name, Compiled(name, function, functools.partial(activation.is_one_operation, function) if module is activation else None))
     yield made("generic_gemm", _generic_gemm)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Union
+import itertools
+from typing import Any, Dict, List, Optional, Union
 
 import torch
 
@@ -74,20 +75,27 @@ def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
 def fused_amax_and_scale_update_after_reduction(amax_reduction_buffer: Optional[torch.Tensor], amax_histories: List[torch.Tensor],
                                                 scales: List[torch.Tensor], algo: str, fp8_dtype: str, margin: float) -> None:
     numerator = torch.finfo(torch.float8_e5m2 if fp8_dtype == "e5m2" else torch.float8_e4m3fn).max * 2.0 ** -margin
-    position = 0
-    for history, scale in zip(amax_histories, scales):
+    starts = list(itertools.accumulate((history.shape[1] for history in amax_histories), initial=0))
+    by_length: Dict[int, List[int]] = {}
+    for i, history in enumerate(amax_histories):
+        by_length.setdefault(history.shape[0], []).append(i)
+    for places in by_length.values():  # histories of one length are updated as one
+        history, scale = torch.cat([amax_histories[i] for i in places], 1), torch.cat([scales[i].reshape(-1) for i in places])
         last = history[0]
         if amax_reduction_buffer is not None:
-            reduced = amax_reduction_buffer.reshape(-1)[position:position + history.shape[1]]
+            flat = amax_reduction_buffer.reshape(-1)
+            reduced = torch.cat([flat[starts[i]:starts[i + 1]] for i in places])
             last = torch.where(reduced != 0, reduced, last)
-        position += history.shape[1]
         rolled = torch.cat((history[1:], last[None]))
         amax = last if algo == "most_recent" else rolled.nan_to_num(0.0, float("inf")).clamp_min(0).amax(0)
         fresh = quotient(numerator, amax).clamp_max(FLT_MAX)
         changed = last != 0  # a NaN is not 0
-        scale.copy_(torch.where(changed & (amax > 0) & amax.isfinite(), fresh, scale).clamp_max(FLT_MAX))
+        scale = torch.where(changed & (amax > 0) & amax.isfinite(), fresh, scale).clamp_max(FLT_MAX)
         rolled[0] = 0
-        history.copy_(torch.where(changed, rolled, history))
+        widths = [amax_histories[i].shape[1] for i in places]
+        for i, new_scale, new_history in zip(places, scale.split(widths), torch.where(changed, rolled, history).split(widths, 1)):
+            scales[i].copy_(new_scale.reshape(scales[i].shape))
+            amax_histories[i].copy_(new_history)
 
 
 def supports_margin(margin: float) -> Union[bool, str]:

@@ -6,7 +6,7 @@ from typing import Callable, Optional, Tuple
 
 import torch
 
-from te_fl.reference_torch.activation import ACTIVATIONS
+from te_fl.reference_torch.activation import ACTIVATIONS, dsilu
 from te_fl.reference_torch.values import values
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -40,8 +40,7 @@ def _swiglu(a: torch.Tensor, b: torch.Tensor) -> Tuple[torch.Tensor, Pair]:
 
 def _clamped(a: torch.Tensor, b: torch.Tensor, limit: float, alpha: float, offset: float) -> Tuple[torch.Tensor, Pair]:
     first, second = a.clamp_max(limit), b.clamp(-limit, limit)
-    s = torch.sigmoid(alpha * first)
-    slope = s + alpha * first * s * (1 - s)
+    s, slope = torch.sigmoid(alpha * first), dsilu(first, alpha)
     return first * s * (second + offset), (torch.where(a > limit, 0.0, slope * (second + offset)), torch.where(b.abs() > limit, 0.0, first * s))
 
 

@@ -13,6 +13,7 @@ from te_fl.reference_xla.call import TracedCall
 from te_fl.reference_xla.values import matrix
 
 _C = math.sqrt(2 / math.pi)
+_FAR = 1e4  # from here on the derivatives are 0 or 1; their terms must not become infinity times 0
 
 
 def _gelu(x: jax.Array) -> jax.Array:
@@ -20,13 +21,15 @@ def _gelu(x: jax.Array) -> jax.Array:
 
 
 def _dgelu(x: jax.Array) -> jax.Array:
+    x = jnp.clip(x, -_FAR, _FAR)
     t = jnp.tanh(_C * (x + 0.044715 * x * x * x))
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * _C * (1 + 3 * 0.044715 * x * x)
 
 
 def _dsilu(x: jax.Array, factor: float = 1.0) -> jax.Array:
-    s = jax.nn.sigmoid(factor * x)
-    return s + factor * x * s * (1 - s)
+    t = jnp.clip(factor * x, -_FAR, _FAR)
+    s = jax.nn.sigmoid(t)
+    return s + t * s * (1 - s)
 
 
 def _dsigmoid(x: jax.Array) -> jax.Array:

@@ -73,7 +73,7 @@ def generic_gemm(c: TracedCall) -> None:
     y = y * ACTIVATIONS["gelu"][1](c.values("pre_gelu_in")) if c.has("pre_gelu_in") else y
     y = y + c.values("residual") if c.has("residual") else y
     c.put("d_sum", y.sum(0))
-    c.put("d", y + c.beta * c.values("d") if c.accumulate else y)
+    c.put("d", y + c.beta * c.values("d") if c.accumulate and c.beta != 0 else y)  # with beta 0 the old d is not read
 
 
 OPS = {"generic_gemm": generic_gemm}

@@ -16,7 +16,7 @@ def _softmax(c: TracedCall, hidden: Optional[jax.Array]) -> None:
         c.put("output", jax.nn.softmax(x, -1))
         return
     y = jax.nn.softmax(jnp.where(hidden, -jnp.inf, x), -1)
-    c.put("output", jnp.where(hidden.all(-1, keepdims=True), 0.0, y))
+    c.put("output", jnp.where(hidden, 0.0, y))
 
 
 def _above(rows: int, columns: int, shift: int) -> jax.Array:

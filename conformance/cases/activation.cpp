@@ -18,6 +18,12 @@ double with_edges(Random& r, int64_t i) {
   return i % 97 == 5 ? edges[i / 97 % 12] : 2 * r.gaussian();
 }
 
+// As with_edges(), with numbers whose square is infinite in FP32.
+double with_far(Random& r, int64_t i) {
+  static const double far[] = {1e20, -1e20};
+  return i % 23 == 5 ? far[i / 23 % 2] : with_edges(r, i);
+}
+
 enum class Form {
   kForward,
   kBackward,
@@ -81,6 +87,7 @@ struct Variant {
   std::string in_place = {};  // name of the input that the output overwrites
   double limit = 7, alpha = 1.702, offset = 1;
   bool large = false;
+  bool far = false;  // the input has numbers whose square is infinite in FP32
 };
 
 std::string name_of_variant(const Op& op, const Variant& v) {
@@ -93,6 +100,7 @@ std::string name_of_variant(const Op& op, const Variant& v) {
   if (v.limit != 7) name += v.limit == 0 ? "/limit=0" : "/limit=1.5";
   if (v.alpha != 1.702) name += "/alpha";
   if (v.offset != 1) name += "/offset";
+  if (v.far) name += "/far";
   return name;
 }
 
@@ -168,7 +176,7 @@ std::function<void(Problem&)> builder(const Op& op, const Variant& v) {
     Dims wide = v.shape;
     if (gated(op.form)) wide.back() *= 2;
     Tensor* g = backward(op.form) ? p.in("grad", v.grad, v.shape) : nullptr;
-    Tensor* x = p.in("input", v.in, wide, with_edges);
+    Tensor* x = p.in("input", v.in, wide, v.far ? with_far : with_edges);
     Tensor* y = v.in_place == "input"  ? p.in_place("output", x)
                 : v.in_place == "grad" ? p.in_place("output", g)
                                        : p.out("output", v.out, backward(op.form) ? wide : v.shape);
@@ -198,6 +206,8 @@ void add_op(Table& table, const Op& op) {
   }
   if (backward(op.form))
     variant({.in = TE_FL_BF16, .grad = TE_FL_F32, .out = TE_FL_F16, .shape = {5, 18}});
+  for (int in : {TE_FL_F32, TE_FL_BF16})
+    variant({.in = in, .grad = in, .out = in, .dbias = in, .shape = {6, 35}, .far = true});
   const Dims shapes[] = {{0, 5},    {4, 0},   {1, 1},        {17},
                          {1, 1021}, {257, 1}, {3, 5, 2, 19}, {130, 257}};
   for (const Dims& shape : shapes) variant({.shape = shape});

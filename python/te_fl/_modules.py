@@ -57,7 +57,7 @@ def _policy_names_flagos() -> bool:
         with open(_native.setting("TE_FL_POLICY_FILE") or "", encoding="utf-8") as file:
             texts.append(file.read())
     except (InvalidArgument, OSError, UnicodeDecodeError):
-        pass  # whoever reads the policy reports the value or the file
+        pass  # a wrong value or file is reported where the policy is read
     return any(re.search(r"\bflagos\b", text, re.IGNORECASE) for text in texts)
 
 

@@ -568,8 +568,8 @@ int run_case(const Case& c, WildCall& call, const std::vector<std::string>& impl
 
 constexpr int kCasesOfAnOp = 4, kLooked = 40;
 
-// Runs those of the op's cases that have a kind of number (see list_kinds()) that no earlier case
-// had; returns the number of calls.
+// Runs one case of the op for each kind of number (see list_kinds()) that no earlier case has
+// covered; returns the number of calls.
 int run_op(const std::string& op, const std::vector<const Case*>& cases) {
   const te_fl_op_schema& schema = *OpRegistry::instance().schema(*OpRegistry::instance().find(op));
   const std::vector<std::string> impls = list_implementations(op);

@@ -74,17 +74,32 @@ class CompiledReferenceTest(unittest.TestCase):
     def test_a_failed_compilation_is_named_once_and_the_op_runs(self):
         run = compiled.Compiled("srelu", activation.OPS["srelu"])
 
-        def failing(function, **_):
-            def call(*_, **arguments):
-                raise torch._dynamo.exc.BackendCompilerFailed(failing, RuntimeError("no compiler for this chip"), mock.Mock())
-            return call
-        x, y = torch.randn(4, 6), torch.empty(4, 6)
-        with mock.patch.object(torch, "compile", failing), self.assertLogs(logging.getLogger("te_fl"), "WARNING") as logged:
-            run(input=x, output=y)
-            run(input=x, output=y)
-        self.assertEqual(len(logged.output), 1)
-        self.assertRegex(logged.output[0], "srelu: torch.compile failed.*no compiler for this chip")
-        torch.testing.assert_close(y, x.clamp_min(0).square())
+        def failing(error):
+            def compile(function, **_):
+                def call(*_, **arguments):
+                    raise error
+                return call
+            return compile
+        failures = (torch._dynamo.exc.BackendCompilerFailed(through_autograd_only, RuntimeError("no compiler for this chip"), mock.Mock()),
+                    torch._dynamo.exc.FailOnRecompileLimitHit("no compiler for this chip"))
+        for rows, error in enumerate(failures, 1):
+            x, y = torch.randn(rows, 6), torch.empty(rows, 6)
+            with mock.patch.object(torch, "compile", failing(error)), self.assertLogs(logging.getLogger("te_fl"), "WARNING") as logged:
+                run(input=x, output=y)
+                run(input=x, output=y)
+            self.assertEqual(len(logged.output), 1)
+            self.assertRegex(logged.output[0], "srelu: torch.compile failed.*no compiler for this chip")
+            torch.testing.assert_close(y, x.clamp_min(0).square())
+
+    def test_functions_that_check_values_and_long_lists_are_not_compiled(self):
+        for module in compiled._MODULES:
+            self.assertFalse({"require", "within"} & set(vars(module)), f"{module.__name__} has checks, which the compiler cannot trace")
+        run = compiled.Compiled("multi_tensor_scale", lambda inputs, outputs: [y.copy_(x) for x, y in zip(inputs, outputs)])
+        x = [torch.full((2,), float(i)) for i in range(compiled._MOST + 1)]
+        y = [torch.zeros(2) for _ in x]
+        with mock.patch.object(torch, "compile", side_effect=AssertionError("compiled")):
+            run(inputs=x, outputs=y)
+        self.assertEqual([t[0].item() for t in y], [float(i) for i in range(len(x))])
 
     def test_a_compiler_that_is_off_or_absent_has_a_reason(self):
         self.assertIsNone(compiled.missing("cpu"))

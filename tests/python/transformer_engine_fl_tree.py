@@ -32,7 +32,7 @@ from te_fl import tex_form, transformer_engine_torch  # noqa: E402
 
 te_fl.as_transformer_engine()
 BACKENDS = TREE / "transformer_engine/plugin/core/backends"
-# An extension module in C whose attributes are those of the Python module stand_in: Hygon's backend loads its extension by the file.
+# An extension module in C that has the attributes of the Python module stand_in. Hygon's backend loads its extension from a file of that name.
 HYGON = """#include <Python.h>
 static int execute(PyObject* module) {
   PyObject* made = PyImport_ImportModule("stand_in");

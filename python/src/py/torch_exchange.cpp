@@ -15,8 +15,9 @@ PyObject* find_attribute(const char* module, const char* name) {
   return Ref::take(PyObject_GetAttrString(from.get(), name)).release();
 }
 
-// The members of PyTorch that describe a tensor. Methods are those of the base class, since a
-// subclass may override them. Never freed: the process's end would free them after the interpreter.
+// PyTorch's methods and attributes that describe a tensor. The methods are taken from the base
+// class, because a subclass may override them. They are never freed, because static destructors run
+// after the interpreter has ended.
 struct Members {
   PyObject *data_ptr, *size, *stride;  // methods
   PyObject *dtype, *device;            // names of attributes

@@ -97,8 +97,8 @@ Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
   // FSDP2's all-gather), and a new parameter may reuse an old address. So contents count as
   // unchanged only if the caller says so, by is_first_microbatch or by a scope.
   Contents contents{std::vector<uint64_t>(objects.size()), std::vector<long>(objects.size())};
-  // In a recomputation, contents_in_segment() replaces the numbers by those of the first run, so
-  // cached weights stay valid.
+  // In a recomputation, contents_in_segment() replaces these versions by those of the first run,
+  // so cached weights stay valid.
   if (repeats_segment()) {
     for (size_t i = 0; i < objects.size(); ++i) contents.versions[i] = version_of(objects[i]);
     return contents;

@@ -105,7 +105,7 @@ def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], 
 
     def whole(*arrays):
         arrays = align(list(arrays))
-        # The primitive's results vary over no axes, so align() sets those of the operands.
+        # The results of te-fl's primitive have no varying mesh axes; align() gives them those of the operands.
         return align(run([result.shape for _, result in results], *arrays), arrays)
 
     def cut(*arrays):
