@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
+import threading
 import types
 from typing import Any, Callable, Dict, Iterable, List, Optional
 
@@ -28,6 +30,16 @@ _MODULES = (activation, norm, quantize, scaled_activation, softmax)  # not those
 _PARTS = ("data", "columnwise_data", "scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax", "scale")
 _FAILURES = tuple(getattr(torch._dynamo.exc, name) for name in ("TorchDynamoException", "FailOnRecompileLimitHit") if hasattr(torch._dynamo.exc, name))
 log = logging.getLogger("te_fl")
+_turn = threading.RLock()  # PyTorch's compiler crashes if two threads compile at once, and any call may compile for new sizes
+
+
+def _forget_turn() -> None:
+    """Replaces the lock in a forked child: another thread of the parent may have held it."""
+    global _turn
+    _turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_turn)
 
 
 def missing(device_type: str) -> Optional[str]:
@@ -98,9 +110,10 @@ class Compiled:
         kind = _Kind(arguments)
         if not kind.separate:
             return self._function(**arguments)
-        run = self._by_kind.get(kind.key) or self._new(kind.key)
         try:
-            return run(**arguments)
+            with _turn:
+                run = self._by_kind.get(kind.key) or self._new(kind.key)
+                return run(**arguments)
         except _FAILURES as error:  # nothing has run
             log.warning("%s: torch.compile failed, so these arguments run without it: %s", self._name, " ".join(str(error).split("\n")[:2]))
             self._by_kind[kind.key] = self._function

@@ -1,11 +1,13 @@
 """reference.torch_compiled: the compiled functions compute what reference.torch's do, and what cannot be compiled runs without compilation."""
 
 import logging
+import subprocess
 import unittest
 from unittest import mock
 
 import torch
 
+from forkserver import PYTHON
 from te_fl.reference_torch import activation, compiled, gemm, quantize
 from te_fl.tensors import Quantized
 
@@ -27,6 +29,31 @@ def through_autograd_only(function, **_):
 
 
 COMPILE = torch.compile
+THREADS = """
+import threading, torch
+from te_fl.reference_torch import activation, compiled
+COMPILE = torch.compile
+torch.compile = lambda function, **_: COMPILE(function, fullgraph=True, backend="aot_eager")
+run, start, failures = compiled.Compiled("srelu", activation.OPS["srelu"]), threading.Barrier(4), []
+
+def work(dtypes):
+    try:
+        start.wait()
+        for i in range(6):
+            x = torch.randn(3 + i, 4 + i % 2).to(dtypes[i % 2])
+            y = torch.empty_like(x)
+            run(input=x, output=y)
+            torch.testing.assert_close(y, x.float().clamp_min(0).square().to(x.dtype))
+    except Exception as error:
+        failures.append(error)
+
+threads = [threading.Thread(target=work, args=((torch.float32, torch.bfloat16)[::step],)) for step in (1, -1, 1, -1)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(failures or "right")
+"""
 
 
 class CompiledReferenceTest(unittest.TestCase):
@@ -106,6 +133,11 @@ class CompiledReferenceTest(unittest.TestCase):
         self.assertTrue(compiled.missing("acme"))
         with mock.patch.object(torch._dynamo.config, "disable", True):
             self.assertIn("TORCH_COMPILE_DISABLE", compiled.missing("cpu"))
+
+    def test_threads_whose_first_calls_compile_at_once(self):
+        """PyTorch's compiler ends the process if two threads are inside it for the first time."""
+        done = subprocess.run([*PYTHON, "-c", THREADS], capture_output=True, text=True, timeout=120)
+        self.assertEqual((done.returncode, done.stdout), (0, "right\n"), done.stderr)
 
     def test_many_kinds_end_in_functions_without_compilation(self):
         run = compiled.Compiled("clamped_swiglu", activation.OPS["clamped_swiglu"])
