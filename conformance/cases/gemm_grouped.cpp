@@ -62,6 +62,18 @@ void add_plain(std::vector<GroupCase>& all) {
   all.push_back({{}, {}, "none"});
   const GemmCase mixed{.a = TE_FL_F32, .b = TE_FL_BF16, .d = TE_FL_BF16};
   all.push_back({mixed, of_tokens({3, 8}, 24, 32), "2_experts"});
+  // More rows than one tile of a kernel for whole groups, none, and one more or less than a tile.
+  const std::vector<int64_t> uneven = {0, 1, 7, 127, 128, 129, 0, 300};
+  for (int d : {TE_FL_BF16, TE_FL_F32})
+    for (bool accumulate : {false, true}) {
+      GemmCase v{.a = TE_FL_BF16, .b = TE_FL_BF16, .d = d};
+      v.accumulate = accumulate, v.beta = accumulate ? 0.5 : 1, v.alpha = 1.5;
+      all.push_back({v, of_tokens(uneven, 520, 136), "8_uneven"});
+      v.trans_b = false;
+      all.push_back({v, of_tokens(uneven, 264, 200), "8_uneven"});
+      v.trans_a = true;
+      all.push_back({v, over_tokens(uneven, 264, 520), "over_8_uneven"});
+    }
   GemmCase large{.a = TE_FL_BF16, .b = TE_FL_BF16, .d = TE_FL_BF16};
   large.large = true;
   all.push_back({large, of_tokens({128, 0, 256, 77}, 256, 192), "4_experts"});
@@ -107,6 +119,15 @@ void add_codes(std::vector<GroupCase>& all) {
         all.push_back({v, of_tokens(tokens, 80, 64), "4_experts"});
         v.a = codes(kE5), v.d = TE_FL_F32;
         all.push_back({v, over_tokens(tokens, 80, 64), "over_4_experts"});
+      }
+  const std::vector<int64_t> uneven = {0, 16, 112, 128, 144, 0, 304};
+  for (int a : {kE4, kE5})
+    for (int d : {TE_FL_BF16, TE_FL_F32})
+      for (bool split : {false, true}) {
+        GemmCase v{.a = codes(a), .b = codes(kE4), .d = d, .split = split};
+        all.push_back({v, of_tokens(uneven, 528, 272), "7_uneven"});
+        v.trans_a = true, v.trans_b = false, v.accumulate = true;
+        all.push_back({v, over_tokens(uneven, 272, 528), "over_7_uneven"});
       }
   GemmCase v{.a = codes(kE4), .b = codes(kE4), .d = TE_FL_BF16};
   v.bias = TE_FL_BF16, v.split = true;

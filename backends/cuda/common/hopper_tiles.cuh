@@ -5,6 +5,8 @@
 
 #include <cuda_bf16.h>
 
+#include <type_traits>
+
 #include "common/element.cuh"
 #include "common/hopper.cuh"
 
@@ -99,16 +101,72 @@ __device__ inline void load_added(const bf16* bias, int col, uint32_t (&pairs)[3
   for (int j = 0; j < 32; ++j) pairs[j] = bias != nullptr ? __ldg(from + 4 * j) : 0;
 }
 
-// Writes a warpgroup's sums to the results buffer as BF16: sum * factor + added. sum[4 j + 2 i + e]
-// of a thread is at row 16 warp + 8 i + lane / 4, column 8 j + 2 (lane % 4) + e.
-__device__ inline void hand_over(const Layout& at, int group, float factor, const float (&sum)[128],
-                                 const uint32_t (&added)[32]) {
+template <class Type>
+struct Operands {  // describes a line of 128 bytes
+  static constexpr int kElements = 64;
+  static constexpr bool kAcrossA = std::is_same_v<Type, hopper::Bf16Across>;
+  static constexpr bool kAcrossB = kAcrossA || std::is_same_v<Type, hopper::Bf16AcrossB>;
+};
+struct CodeOperands {
+  static constexpr int kElements = 128;
+  static constexpr bool kAcrossA = false, kAcrossB = false;
+};
+template <>
+struct Operands<hopper::E4m3> : CodeOperands {};
+template <>
+struct Operands<hopper::E5m2E4m3> : CodeOperands {};
+
+// Descriptors of the operands of instruction number `step` of a line.
+template <class Type>
+__device__ inline uint64_t descriptor_a(uint32_t address, int step) {
+  if constexpr (Operands<Type>::kAcrossA) return hopper::across_k(address + step * 2048, kA / 2);
+  return hopper::along_k(address + step * 32);
+}
+template <class Type>
+__device__ inline uint64_t descriptor_b(uint32_t address, int step) {
+  if constexpr (Operands<Type>::kAcrossB) return hopper::across_k(address + step * 2048, kB / 4);
+  return hopper::along_k(address + step * 32);
+}
+
+// Computes a warpgroup's sums of 64 rows and 256 columns over `lines` > 0 lines. Calls `meanwhile`
+// while the last wgmma instructions run.
+template <class Type, class Meanwhile>
+__device__ inline void sum_products(const Layout& at, int lines, int group, Position& p,
+                                    float (&sum)[128], const Meanwhile& meanwhile) {
+  int before = -1;
+  for (int line = 0; line < lines; ++line, p.next()) {
+    hopper::wait_for(at.full + p.stage * 8, p.parity);
+    const uint32_t a = at.a(p.stage) + group * (kA / 2), b = at.b(p.stage);
+    hopper::begin_products();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      hopper::multiply(Type(), sum, descriptor_a<Type>(a, step), descriptor_b<Type>(b, step),
+                       line != 0 || step != 0);
+    }
+    hopper::end_products();
+    if (before >= 0) {
+      hopper::wait_products<1>();
+      at.release(before);
+    }
+    before = p.stage;
+  }
+  meanwhile();
+  hopper::wait_for_sums(sum);
+  at.release(before);
+}
+
+// Writes a warpgroup's sums to the results buffer as BF16: sum * factor + added. The first one is
+// at row `row` of column slice `part`. sum[4 j + 2 i + e] of a thread is at row
+// row + 16 warp + 8 i + lane / 4, column 64 part + 8 j + 2 (lane % 4) + e.
+template <int kCount>
+__device__ inline void hand_over(const Layout& at, int row, int part, float factor,
+                                 const float (&sum)[kCount], const uint32_t (&added)[kCount / 4]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   // The address that this lane passes to stmatrix for j = 0. Addresses for other j differ by an
   // XOR.
-  const uint32_t first = at.result(0, 64 * group + 16 * warp + lane % 16, lane / 16);
+  const uint32_t first = at.result(part, row + 16 * warp + lane % 16, lane / 16);
 #pragma unroll
-  for (int j = 0; j < 32; j += 2) {
+  for (int j = 0; j < kCount / 4; j += 2) {
     uint32_t v[4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {

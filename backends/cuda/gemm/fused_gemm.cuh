@@ -52,24 +52,6 @@ template <bool kBackward>
 constexpr int kFinishRegisters = 504 - 2 * kProductRegisters<kBackward>;
 
 template <class Type>
-struct Operands;  // describes a line of 128 bytes
-template <>
-struct Operands<hopper::E4m3> {
-  static constexpr int kElements = 128;
-  static constexpr bool kAcross = false;
-};
-template <>
-struct Operands<hopper::Bf16> {
-  static constexpr int kElements = 64;
-  static constexpr bool kAcross = false;
-};
-template <>
-struct Operands<hopper::Bf16AcrossB> {
-  static constexpr int kElements = 64;
-  static constexpr bool kAcross = true;
-};
-
-template <class Type>
 __device__ inline void load(const CUtensorMap& map_a, const CUtensorMap& map_b, const FusedGemm& g,
                             const Layout& at) {
   const int rank = static_cast<int>(hopper::rank_in_cluster());
@@ -82,7 +64,7 @@ __device__ inline void load(const CUtensorMap& map_a, const CUtensorMap& map_b, 
       hopper::expect_bytes(full, kStage);
       const int k = line * Operands<Type>::kElements, col = tile.col + rank * (kCols / 2);
       hopper::load_box(map_a, at.a(p.stage), full, k, tile.row + rank * kRows);
-      if constexpr (Operands<Type>::kAcross) {
+      if constexpr (Operands<Type>::kAcrossB) {
         hopper::load_box_to(map_b, half, full, col, k, 3);
         hopper::load_box_to(map_b, half + kB / 4, full, col + 64, k, 3);
       } else {
@@ -90,39 +72,6 @@ __device__ inline void load(const CUtensorMap& map_a, const CUtensorMap& map_b, 
       }
     }
   }
-}
-
-template <class Type>
-__device__ inline uint64_t descriptor_b(uint32_t address, int step) {
-  if constexpr (Operands<Type>::kAcross) return hopper::across_k(address + step * 2048, kB / 4);
-  return hopper::along_k(address + step * 32);
-}
-
-// Computes a warpgroup's accumulators over the entire K. Calls `meanwhile` while the last wgmma
-// instructions run.
-template <class Type, class Meanwhile>
-__device__ inline void sum_products(const Layout& at, int lines, int group, Position& p,
-                                    float (&sum)[128], const Meanwhile& meanwhile) {
-  int before = -1;
-  for (int line = 0; line < lines; ++line, p.next()) {
-    hopper::wait_for(at.full + p.stage * 8, p.parity);
-    const uint32_t a = at.a(p.stage) + group * (kA / 2), b = at.b(p.stage);
-    hopper::begin_products();
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      hopper::multiply(Type(), sum, hopper::along_k(a + step * 32), descriptor_b<Type>(b, step),
-                       line != 0 || step != 0);
-    }
-    hopper::end_products();
-    if (before >= 0) {
-      hopper::wait_products<1>();
-      at.release(before);
-    }
-    before = p.stage;
-  }
-  meanwhile();
-  hopper::wait_for_sums(sum);
-  at.release(before);
 }
 
 // ---- the epilogue
@@ -332,7 +281,7 @@ __global__ void TE_FL_PAIRS __launch_bounds__(kTileThreads, 1)
         if (!kBackward) load_added(g.bias, tile.col, added);
       });
       hopper::wait_for(at.taken, parity ^ 1);
-      hand_over(at, team - 1, factor, sum, added);
+      hand_over(at, 64 * (team - 1), 0, factor, sum, added);
       hopper::fence_for_copies();
       hopper::arrive(at.ready);
     }

@@ -1,5 +1,6 @@
-// grouped_gemm: the GEMMs of a group on cuBLASLt. Each uses the path that generic_gemm would use,
-// on the call's stream or on side streams. Plans are cached by the sizes of a GEMM.
+// grouped_gemm: the GEMMs of a group in one kernel of the plugin (grouped_kernel.hpp), or on
+// cuBLASLt. On cuBLASLt each uses the path that generic_gemm would use, on the call's stream or on
+// side streams. Plans are cached by the sizes of a GEMM.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -14,6 +15,7 @@
 #include "gemm/gemm_choice.hpp"
 #include "gemm/gemm_plan_cache.hpp"
 #include "gemm/grouped_gemm_choice.hpp"
+#include "gemm/grouped_kernel.hpp"
 #include "plugin/families.hpp"
 #include "te_fl/backend/describe.hpp"
 #include "te_fl/backend/grouped_gemm.hpp"
@@ -41,6 +43,7 @@ Refusal refuse(const te_fl_context& ctx, const GroupedArgs& args) {
 }
 
 std::atomic<int> g_streams{kGroupedStreams};
+std::atomic<bool> g_kernel{true};
 
 // The work of one call, derived from metadata.
 struct Group {
@@ -74,11 +77,23 @@ struct Group {
   size_t bytes() const { return static_cast<size_t>(lanes) * scratch; }
 };
 
+GroupedPath choose_path(const te_fl_context& ctx, const GroupedArgs& args) {
+  if (!g_kernel.load()) return {.unfit = "TE_FL_CUDA_GROUPED_KERNEL is 0"};
+  GemmDevice device{architecture(ctx.device.index), 0, false};
+  if (device.architecture == kFusedArchitecture) {
+    device.has_tensor_maps = driver().encode_tensor_map != nullptr;
+  }
+  return choose_grouped_gemm(args, device);
+}
+
 size_t workspace(const te_fl_context& ctx, const GroupedArgs& args) {
+  if (choose_path(ctx, args).form != GroupedForm::kLibrary) return 0;
   return Group(ctx, args).bytes();
 }
 
 void grouped_gemm(const te_fl_context& ctx, const GroupedArgs& args) {
+  const GroupedPath path = choose_path(ctx, args);
+  if (path.form != GroupedForm::kLibrary) return run_grouped_kernel(ctx, args, path);
   const Group group(ctx, args);
   if (ctx.workspace_bytes < group.bytes()) {
     backend::invalid("the workspace has " + std::to_string(ctx.workspace_bytes) +
@@ -101,18 +116,26 @@ void grouped_gemm(const te_fl_context& ctx, const GroupedArgs& args) {
 }
 
 std::string describe_choice(const te_fl_context& ctx, const GroupedArgs& args) {
+  const GroupedPath grouped = choose_path(ctx, args);
+  if (grouped.form != GroupedForm::kLibrary) {
+    return "grouped_gemm_kernel: " + std::to_string(args.a_count) +
+           " products in one kernel of the plugin, " + form_name(grouped.form) +
+           (grouped.wide ? ", pairs of tiles side by side"
+                         : ", pairs of tiles one below the other");
+  }
   const te_fl_generic_gemm_args first = backend::product_of(args, 0);
   GemmPath path = choose_gemm(first, {});
   path.algorithm = describe_algorithm(ctx, first, path.problem);
   const int lanes = Group(ctx, args).lanes_on(static_cast<cudaStream_t>(ctx.stream));
   return std::to_string(args.a_count) + " products " +
          (lanes == 1 ? "one after the other" : "over " + std::to_string(lanes) + " streams") +
-         "; the first: " + path.text();
+         "; the first: " + path.text() + "; not grouped_gemm_kernel: " + grouped.unfit;
 }
 
 }  // namespace
 
-void configure_grouped_gemm(const char* streams) {
+void configure_grouped_gemm(bool kernel, const char* streams) {
+  g_kernel = kernel;
   g_streams = streams != nullptr ? std::atoi(streams) : kGroupedStreams;
 }
 

@@ -1,11 +1,60 @@
-// Chooses the number of streams for the GEMMs of a group: a pure function that the op's workspace,
-// run and describe use. Plain C++, so tests run without a GPU.
+// Chooses how the GEMMs of a group run: in one kernel of the plugin, or by the library over a
+// number of streams. Pure functions that the op's workspace, run and describe use. Plain C++, so
+// tests run without a GPU.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "gemm/gemm_choice.hpp"
+
 namespace te_fl::cuda {
+
+// The variants of the kernel in grouped_kernel.cu, by the operands. In all but kBf16AcrossB and
+// kBf16Across both operands have K contiguous.
+enum class GroupedForm {
+  kLibrary,        // not this kernel
+  kBf16,           // forward
+  kBf16AcrossB,    // input gradients: A has K contiguous, B does not
+  kBf16Across,     // weight gradients: neither operand has K contiguous
+  kCodes,          // FP8 with the tensor cores' own sums
+  kCodesSplit,     // FP8, E4M3 on both sides, with sums in FP32
+  kGradientCodes,  // FP8, A in E5M2 and B in E4M3, with sums in FP32
+};
+
+inline const char* form_name(GroupedForm form) {
+  switch (form) {
+    case GroupedForm::kBf16:
+      return "BF16";
+    case GroupedForm::kBf16AcrossB:
+      return "BF16, B with K across its rows";
+    case GroupedForm::kBf16Across:
+      return "BF16, A and B with K across their rows";
+    case GroupedForm::kCodes:
+      return "FP8";
+    case GroupedForm::kCodesSplit:
+      return "FP8 with sums in FP32";
+    case GroupedForm::kGradientCodes:
+      return "FP8 in E5M2 and E4M3 with sums in FP32";
+    case GroupedForm::kLibrary:
+      break;
+  }
+  return "cuBLASLt";
+}
+
+struct GroupedPath {
+  GroupedForm form = GroupedForm::kLibrary;
+  const char* unfit = nullptr;  // kLibrary: why it is not the kernel; static text
+  // The two blocks of a cluster compute tiles side by side, so that GEMMs of few rows waste less;
+  // otherwise one tile is below the other.
+  bool wide = false;
+};
+
+// Returns how the call runs, which has passed its op's checks. All GEMMs of a call run in the same
+// way. `device`: architecture and has_tensor_maps are read.
+GroupedPath choose_grouped_gemm(const te_fl_grouped_gemm_args& args, const GemmDevice& device);
+
+// ---- the library
 
 // The default of the setting TE_FL_CUDA_GROUPED_STREAMS.
 inline constexpr int kGroupedStreams = 4;

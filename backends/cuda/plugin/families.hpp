@@ -59,9 +59,9 @@ void append_optimizer(std::vector<te_fl_op_desc>& ops);
 void append_softmax(std::vector<te_fl_op_desc>& ops);
 void append_gemm(std::vector<te_fl_op_desc>& ops);
 void append_grouped_gemm(std::vector<te_fl_op_desc>& ops);  // append_gemm calls this
-// `streams`: the value of TE_FL_CUDA_GROUPED_STREAMS, which the host has checked. NULL: the
-// default.
-void configure_grouped_gemm(const char* streams);
+// `kernel`: the plugin's kernel may run groups. `streams`: the value of TE_FL_CUDA_GROUPED_STREAMS,
+// which the host has checked. NULL: the default.
+void configure_grouped_gemm(bool kernel, const char* streams);
 void append_moe(std::vector<te_fl_op_desc>& ops);
 void append_chunks(std::vector<te_fl_op_desc>& ops);
 void append_permute_by_mask(std::vector<te_fl_op_desc>& ops);

@@ -71,7 +71,8 @@ Cuda::Cuda(const te_fl_host_api& host)
   watch_forks();
   configure_gemm_choices(backend::setting(host, "TE_FL_CUDA_GEMM_FILE"),
                          backend::setting_is_on(host, "TE_FL_CUDA_GEMM_TUNE"), &host);
-  configure_grouped_gemm(backend::setting(host, "TE_FL_CUDA_GROUPED_STREAMS"));
+  configure_grouped_gemm(backend::setting_is_on(host, "TE_FL_CUDA_GROUPED_KERNEL"),
+                         backend::setting(host, "TE_FL_CUDA_GROUPED_STREAMS"));
   configure_attention(backend::setting_mebibytes(host, "TE_FL_CUDA_ATTENTION_SCRATCH_MB", 2048));
   why_no_device = refuse_all(built_architectures(), gpu_architectures());
   if (!why_no_device.empty()) {  // neither devices nor ops, so that PyTorch's device may be used
@@ -110,6 +111,13 @@ constexpr te_fl_setting_desc kGemmTune = {
         "1: products that TE_FL_CUDA_GEMM_FILE lacks are measured when first met, all candidates "
         "of the library and what varies them, some 4 s each, and added to it.",
 };
+constexpr te_fl_setting_desc kGroupedKernel = {
+    .type = TE_FL_SETTING_BOOL,
+    .name = "TE_FL_CUDA_GROUPED_KERNEL",
+    .default_value = "1",
+    .doc =
+        "0: grouped_gemm runs on cuBLASLt also where the plugin has a kernel for the whole group.",
+};
 constexpr te_fl_setting_desc kGroupedStreamsSetting = {
     .type = TE_FL_SETTING_INT,
     .name = "TE_FL_CUDA_GROUPED_STREAMS",
@@ -125,8 +133,8 @@ constexpr te_fl_setting_desc kNvtx = {
     .default_value = "0",
     .doc = "1: each op is marked with an NVTX range of the op's and the implementation's name.",
 };
-constexpr const te_fl_setting_desc* kSettings[] = {&kAttentionScratch, &kGemmFile, &kGemmTune,
-                                                   &kGroupedStreamsSetting, &kNvtx};
+constexpr const te_fl_setting_desc* kSettings[] = {
+    &kAttentionScratch, &kGemmFile, &kGemmTune, &kGroupedKernel, &kGroupedStreamsSetting, &kNvtx};
 
 constexpr te_fl_plugin_header kHeader =
     backend::plugin_header<Cuda>("cuda", "nvidia", TE_FL_VERSION, kSettings);

@@ -1,0 +1,105 @@
+#include "gemm/grouped_gemm_choice.hpp"
+
+#include <climits>
+
+#include "te_fl/backend/grouped_gemm.hpp"
+
+namespace te_fl::cuda {
+namespace {
+
+using Args = te_fl_generic_gemm_args;
+
+bool aligned_to(const void* p, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
+bool is_plain(const te_fl_tensor& t, int dtype) {
+  return t.quant == nullptr && dtype_of(t) == dtype &&
+         (backend::numel(t) == 0 || aligned_to(backend::data<const void>(t), 16));
+}
+
+// The rows of an operand are whole multiples of 16 bytes, which bulk copies need.
+bool whole_rows(const te_fl_tensor& t) {
+  return backend::as_matrix(t).cols * bytes_of(dtype_of(t)) % 16 == 0;
+}
+
+GroupedForm form_of_bf16(const Problem& p) {
+  if (p.a.along) return p.b.along ? GroupedForm::kBf16 : GroupedForm::kBf16AcrossB;
+  return p.b.along ? GroupedForm::kLibrary : GroupedForm::kBf16Across;
+}
+GroupedForm form_of_codes(const Args& c, const Problem& p) {
+  if (p.b.dtype != TE_FL_F8E4M3) return GroupedForm::kLibrary;
+  if (p.a.dtype == TE_FL_F8E5M2) return GroupedForm::kGradientCodes;
+  return c.use_split_accumulator != 0 ? GroupedForm::kCodesSplit : GroupedForm::kCodes;
+}
+
+// Sets `form`, and returns why the kernel does not compute the GEMM; NULL if it does.
+const char* refuse(const Args& c, const Problem& p, GroupedForm& form) {
+  if (c.bias_grad != nullptr) return "a bias gradient is requested";
+  if (p.convert != Convert::kNone || p.block) return "operands of mixed dtypes or in blocks";
+  if (p.fp8) {
+    form = form_of_codes(c, p);
+  } else if (is_plain(*c.a, TE_FL_BF16) && is_plain(*c.b, TE_FL_BF16)) {
+    form = form_of_bf16(p);
+    if (!whole_rows(*c.a) || !whole_rows(*c.b))
+      return "rows of operands that are no whole pieces of 16 bytes";
+  }
+  if (form == GroupedForm::kLibrary) return "operands that are not BF16 or FP8 as a layer has them";
+  if (!is_plain(*c.d, TE_FL_BF16) && !is_plain(*c.d, TE_FL_F32))
+    return "a result that is not BF16 or FP32";
+  if (p.n % 8 != 0) return "results whose columns are no multiple of 8";
+  if (c.bias != nullptr && !(c.bias->quant == nullptr && dtype_of(*c.bias) == TE_FL_BF16 &&
+                             aligned_to(backend::data<const void>(*c.bias), 4)))
+    return "a bias that is not BF16";
+  constexpr int64_t kMost = INT_MAX / 2;
+  if (p.m > kMost || p.n > kMost || p.k > kMost) return "an extent beyond 2^30";
+  return nullptr;
+}
+
+// Numbers of cluster tiles. They cost the same, whether their blocks lie side by side or not.
+int64_t tiles(const Problem& p, int64_t rows, int64_t cols) {
+  return (p.m + rows - 1) / rows * ((p.n + cols - 1) / cols);
+}
+
+}  // namespace
+
+GroupedPath choose_grouped_gemm(const te_fl_grouped_gemm_args& args, const GemmDevice& device) {
+  GroupedPath path;
+  if (device.architecture != kFusedArchitecture) {
+    path.unfit = "the kernel is for GPUs of compute capability 9.0 (Hopper)";
+    return path;
+  }
+  if (!device.has_tensor_maps) {
+    path.unfit = "the driver has no tensor maps";
+    return path;
+  }
+  int64_t wide = 0, tall = 0;
+  GroupedForm common = GroupedForm::kLibrary;
+  for (int64_t i = 0; i < args.a_count; ++i) {
+    const Args product = backend::product_of(args, i);
+    const Problem p = make_problem(product);
+    GroupedForm form = GroupedForm::kLibrary;
+    path.unfit = refuse(product, p, form);
+    if (path.unfit != nullptr) return path;
+    if (i > 0 && form != common) {
+      path.unfit = "operands of several kinds in one group";
+      return path;
+    }
+    if (i > 0 && dtype_of(*product.d) != dtype_of(*args.d[0])) {
+      path.unfit = "results of several dtypes";
+      return path;
+    }
+    common = form;
+    const int64_t lines = std::max<int64_t>(1, p.k / (p.fp8 ? 128 : 64));
+    wide += lines * tiles(p, 128, 512);
+    tall += lines * tiles(p, 256, 256);
+  }
+  if (wide == 0) {
+    path.unfit = "there is nothing to compute";
+    return path;
+  }
+  path.form = common;
+  path.wide = wide < tall;
+  return path;
+}
+
+}  // namespace te_fl::cuda
