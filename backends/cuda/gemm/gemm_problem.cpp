@@ -25,13 +25,6 @@ bool direct_codes(const Args& args, bool fp8) {
          !args.gelu && args.pre_gelu_in == nullptr && args.residual == nullptr && !args.accumulate;
 }
 
-// True if the matrix is 16-byte aligned and its rows are multiples of 16 bytes, as the library's
-// best kernels require.
-bool whole_rows(const te_fl_tensor& t) {
-  return backend::as_matrix(t).cols * bytes_of(dtype_of(t)) % 16 == 0 &&
-         aligned16(backend::data<const void>(t));
-}
-
 // Returns why the library cannot apply the epilogue; NULL if it can.
 const char* refuse_epilogue(const Args& args, const Problem& p) {
   const int d = dtype_of(*args.d);
@@ -44,10 +37,10 @@ const char* refuse_epilogue(const Args& args, const Problem& p) {
   if (args.bias != nullptr && (dtype_of(*args.bias) != d || (fp8 && !half))) {
     return "the bias is of a dtype that the library does not add";
   }
-  // If whole_rows() is false for a matrix, cuBLASLt 13.1 rounds the result of the GEMM before it
-  // adds the bias.
+  // If has_whole_rows() is false for a matrix, cuBLASLt 13.1 rounds the result of the GEMM before
+  // it adds the bias.
   if (args.bias != nullptr && half && !fp8 &&
-      !(whole_rows(*args.a) && whole_rows(*args.b) && whole_rows(*args.d))) {
+      !(has_whole_rows(*args.a) && has_whole_rows(*args.b) && has_whole_rows(*args.d))) {
     return "with a bias, rows that are not whole pieces of 16 bytes";
   }
   // The library adds only one matrix, which must have D's dtype.

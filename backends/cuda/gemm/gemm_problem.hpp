@@ -15,6 +15,12 @@ inline bool is_block(const te_fl_tensor& t) {
   return scaling == TE_FL_SCALING_BLOCK_1X128 || scaling == TE_FL_SCALING_BLOCK_128X128;
 }
 inline bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+// True if the matrix is empty, or is 16-byte aligned and its rows are multiples of 16 bytes: the
+// library's best kernels, and bulk copies, require that.
+inline bool has_whole_rows(const te_fl_tensor& t) {
+  return backend::numel(t) == 0 || (backend::as_matrix(t).cols * bytes_of(dtype_of(t)) % 16 == 0 &&
+                                    aligned16(backend::data<const void>(t)));
+}
 
 // One operand, stored row-major. `along`: K is contiguous, so the stored matrix is [M, K] for A and
 // [N, K] for B.

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "device/device.hpp"
 #include "device/device_attributes.hpp"
 #include "device/driver.hpp"
 #include "device/side_streams.hpp"

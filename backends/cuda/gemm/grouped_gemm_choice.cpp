@@ -9,17 +9,9 @@ namespace {
 
 using Args = te_fl_generic_gemm_args;
 
-bool aligned_to(const void* p, uintptr_t bytes) {
-  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
-}
 bool is_plain(const te_fl_tensor& t, int dtype) {
   return t.quant == nullptr && dtype_of(t) == dtype &&
-         (backend::numel(t) == 0 || aligned_to(backend::data<const void>(t), 16));
-}
-
-// The rows of an operand are whole multiples of 16 bytes, which bulk copies need.
-bool whole_rows(const te_fl_tensor& t) {
-  return backend::as_matrix(t).cols * bytes_of(dtype_of(t)) % 16 == 0;
+         (backend::numel(t) == 0 || aligned16(backend::data<const void>(t)));
 }
 
 GroupedForm form_of_bf16(const Problem& p) {
@@ -33,22 +25,23 @@ GroupedForm form_of_codes(const Args& c, const Problem& p) {
 }
 
 // Sets `form`, and returns why the kernel does not compute the GEMM; NULL if it does.
-const char* refuse(const Args& c, const Problem& p, GroupedForm& form) {
+const char* refuse_kernel(const Args& c, const Problem& p, GroupedForm& form) {
   if (c.bias_grad != nullptr) return "a bias gradient is requested";
   if (p.convert != Convert::kNone || p.block) return "operands of mixed dtypes or in blocks";
   if (p.fp8) {
     form = form_of_codes(c, p);
   } else if (is_plain(*c.a, TE_FL_BF16) && is_plain(*c.b, TE_FL_BF16)) {
     form = form_of_bf16(p);
-    if (!whole_rows(*c.a) || !whole_rows(*c.b))
+    if (!has_whole_rows(*c.a) || !has_whole_rows(*c.b))
       return "rows of operands that are no whole pieces of 16 bytes";
   }
   if (form == GroupedForm::kLibrary) return "operands that are not BF16 or FP8 as a layer has them";
   if (!is_plain(*c.d, TE_FL_BF16) && !is_plain(*c.d, TE_FL_F32))
     return "a result that is not BF16 or FP32";
   if (p.n % 8 != 0) return "results whose columns are no multiple of 8";
-  if (c.bias != nullptr && !(c.bias->quant == nullptr && dtype_of(*c.bias) == TE_FL_BF16 &&
-                             aligned_to(backend::data<const void>(*c.bias), 4)))
+  if (c.bias != nullptr &&
+      !(c.bias->quant == nullptr && dtype_of(*c.bias) == TE_FL_BF16 &&
+        reinterpret_cast<uintptr_t>(backend::data<const void>(*c.bias)) % 4 == 0))
     return "a bias that is not BF16";
   constexpr int64_t kMost = INT_MAX / 2;
   if (p.m > kMost || p.n > kMost || p.k > kMost) return "an extent beyond 2^30";
@@ -56,7 +49,7 @@ const char* refuse(const Args& c, const Problem& p, GroupedForm& form) {
 }
 
 // Numbers of cluster tiles. They cost the same, whether their blocks lie side by side or not.
-int64_t tiles(const Problem& p, int64_t rows, int64_t cols) {
+int64_t count_tiles(const Problem& p, int64_t rows, int64_t cols) {
   return (p.m + rows - 1) / rows * ((p.n + cols - 1) / cols);
 }
 
@@ -78,7 +71,7 @@ GroupedPath choose_grouped_gemm(const te_fl_grouped_gemm_args& args, const GemmD
     const Args product = backend::product_of(args, i);
     const Problem p = make_problem(product);
     GroupedForm form = GroupedForm::kLibrary;
-    path.unfit = refuse(product, p, form);
+    path.unfit = refuse_kernel(product, p, form);
     if (path.unfit != nullptr) return path;
     if (i > 0 && form != common) {
       path.unfit = "operands of several kinds in one group";
@@ -90,8 +83,8 @@ GroupedPath choose_grouped_gemm(const te_fl_grouped_gemm_args& args, const GemmD
     }
     common = form;
     const int64_t lines = std::max<int64_t>(1, p.k / (p.fp8 ? 128 : 64));
-    wide += lines * tiles(p, 128, 512);
-    tall += lines * tiles(p, 256, 256);
+    wide += lines * count_tiles(p, 128, 512);
+    tall += lines * count_tiles(p, 256, 256);
   }
   if (wide == 0) {
     path.unfit = "there is nothing to compute";

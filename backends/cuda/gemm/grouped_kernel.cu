@@ -63,9 +63,10 @@ void add(GroupedCall& call, int i, const Product& product) {
   if (p.k == 0) return;
   const void* a = p.fp8 ? p.a.codes : backend::data<const void>(*args.a);
   const void* b = p.fp8 ? p.b.codes : backend::data<const void>(*args.b);
-  call.a[i] = p.a.along ? boxes(a, p.fp8, p.m, p.k, kBoxA) : boxes(a, false, p.k, p.m, 64);
-  call.b[i] =
-      p.b.along ? boxes(b, p.fp8, p.n, p.k, grouped::kCols / 2) : boxes(b, false, p.k, p.n, 64);
+  // FP8 data has K contiguous, whichever way the tensor is stored.
+  call.a[i] = p.fp8 || p.a.along ? boxes(a, p.fp8, p.m, p.k, kBoxA) : boxes(a, false, p.k, p.m, 64);
+  call.b[i] = p.fp8 || p.b.along ? boxes(b, p.fp8, p.n, p.k, grouped::kCols / 2)
+                                 : boxes(b, false, p.k, p.n, 64);
 }
 
 }  // namespace
