@@ -68,6 +68,11 @@ __device__ inline uint32_t rank_in_cluster() {
 
 // ---- bulk copies (TMA)
 
+// Reads a tensor map into the cache, so that the first copy by it need not wait for it.
+__device__ inline void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 __device__ inline void load_box(const CUtensorMap& map, uint32_t to, uint32_t barrier, int x,
                                 int y) {
   asm volatile(

@@ -58,7 +58,11 @@ void add(GroupedCall& call, int i, const Product& product) {
   if (p.fp8) item.scale_a = p.a.scale_inv, item.scale_b = p.b.scale_inv;
   item.rows = static_cast<int>(p.m), item.cols = static_cast<int>(p.n);
   item.lines = static_cast<int>((p.k + elements - 1) / elements);
-  call.tiles += grouped::tile_count(item.rows, item.cols, call.wide != 0);
+  const bool wide = call.wide != 0;
+  const auto pieces = [](int extent, int size) { return (extent + size - 1) / size; };
+  item.down = pieces(item.rows, grouped::tile_rows(wide));
+  item.across = pieces(item.cols, grouped::tile_cols(wide));
+  call.tiles += item.down * item.across;
   item.end = call.tiles;
   if (p.k == 0) return;
   const void* a = p.fp8 ? p.a.codes : backend::data<const void>(*args.a);

@@ -22,8 +22,9 @@ struct GroupedItem {
   const float* scale_a = nullptr;  // inverse scales of FP8 operands
   const float* scale_b = nullptr;
   int rows = 0, cols = 0;
-  int lines = 0;  // number of 128-byte lines along K
-  int end = 0;    // number of cluster tiles of this GEMM and those before it
+  int lines = 0;             // number of 128-byte lines along K
+  int end = 0;               // number of cluster tiles of this GEMM and those before it
+  int down = 0, across = 0;  // cluster tiles below one another, and side by side
 };
 
 // GEMMs of one launch. Their data is the kernel's argument, of which CUDA allows 32764 bytes.
@@ -54,27 +55,31 @@ constexpr size_t kShared = shared_bytes(0);
 // The extents of a cluster's tile.
 __host__ __device__ constexpr int tile_rows(bool wide) { return wide ? kRows : 2 * kRows; }
 __host__ __device__ constexpr int tile_cols(bool wide) { return wide ? 2 * kCols : kCols; }
-__host__ __device__ inline int tile_count(int rows, int cols, bool wide) {
-  const int h = tile_rows(wide), w = tile_cols(wide);
-  return (rows + h - 1) / h * ((cols + w - 1) / w);
-}
 
-// Finds the GEMM and the place of each tile that a block computes. The numbers of its tiles rise.
+// The GEMM and the place of each tile that a block computes. The numbers of its tiles rise.
 class Tiles {
  public:
   __device__ explicit Tiles(const GroupedCall& call)
       : call_(call), rank_(static_cast<int>(hopper::rank_in_cluster())) {}
-  __device__ void find(int index) {
+  // Sets `group`, the number of the GEMM.
+  __device__ void find_group(int index) {
     while (index >= call_.items[group].end) ++group;
+  }
+  // Sets the tile's place in its GEMM, which find_group() has found.
+  __device__ void find_place(int index) {
     const GroupedItem& item = call_.items[group];
     const bool wide = call_.wide != 0;
-    const int h = tile_rows(wide), w = tile_cols(wide);
-    const int down = (item.rows + h - 1) / h, across = (item.cols + w - 1) / w;
-    const int local = index - (group > 0 ? call_.items[group - 1].end : 0);
-    const int band = local / (kRowGroup * across), rest = local - band * kRowGroup * across;
-    const int height = min(kRowGroup, down - band * kRowGroup);
-    row = (band * kRowGroup + rest % height) * h;
-    col = rest / height * w;
+    uint32_t rest = index - (group > 0 ? call_.items[group - 1].end : 0);
+    uint32_t above = 0, height = item.down;
+    if (height > kRowGroup) {  // bands of kRowGroup row tiles, one after another
+      const uint32_t band = rest / (kRowGroup * item.across);
+      rest -= band * kRowGroup * item.across;
+      above = band * kRowGroup;
+      height = min(uint32_t{kRowGroup}, height - above);
+    }
+    const uint32_t column = rest / height;
+    row = static_cast<int>(above + rest - column * height) * tile_rows(wide);
+    col = static_cast<int>(column) * tile_cols(wide);
     own_row = row + (wide ? 0 : rank_ * kRows);
     own_col = col + (wide ? rank_ * kCols : 0);
   }
@@ -92,10 +97,21 @@ __device__ inline void load(const GroupedCall& call, const Layout& at) {
   using Of = Operands<Type>;
   const int rank = static_cast<int>(hopper::rank_in_cluster());
   const bool wide = call.wide != 0;
-  Tiles tile(call);
+  Tiles tile(call), next(call);
   Position p;
+  const auto prefetch = [&](int index) {
+    if (index >= call.tiles) return;
+    const int before = next.group;
+    next.find_group(index);
+    if (next.group == before && before != 0) return;
+    hopper::prefetch_map(call.a[next.group]);
+    hopper::prefetch_map(call.b[next.group]);
+  };
+  prefetch(blockIdx.x / 2);
   for (int index = blockIdx.x / 2; index < call.tiles; index += gridDim.x / 2) {
-    tile.find(index);
+    prefetch(index + gridDim.x / 2);
+    tile.find_group(index);
+    tile.find_place(index);
     const CUtensorMap &map_a = call.a[tile.group], &map_b = call.b[tile.group];
     const int lines = call.items[tile.group].lines;
     for (int line = 0; line < lines; ++line, p.next()) {
@@ -139,10 +155,11 @@ __device__ inline void load(const GroupedCall& call, const Layout& at) {
 }
 
 // Computes a warpgroup's sums of 128 rows and the 128 columns number `group` of FP8 operands. With
-// kSplit each line's sums are added to the total in FP32, since the tensor cores keep fewer bits.
-template <class Type, bool kSplit>
+// kSplit each line's sums are added to `sum` in FP32, since the tensor cores keep fewer bits;
+// without it the sums replace `sum`. Calls `meanwhile` while the last wgmma instructions run.
+template <class Type, bool kSplit, class Meanwhile>
 __device__ inline void sum_codes(const Layout& at, int lines, int group, Position& p,
-                                 float (&sum)[2][64]) {
+                                 float (&sum)[2][64], const Meanwhile& meanwhile) {
   int before = -1;
   for (int line = 0; line < lines; ++line, p.next()) {
     hopper::wait_for(at.full + p.stage * 8, p.parity);
@@ -181,6 +198,7 @@ __device__ inline void sum_codes(const Layout& at, int lines, int group, Positio
       before = p.stage;
     }
   }
+  meanwhile();
   if constexpr (!kSplit) {
     hopper::wait_for_sums(sum[0]);
     hopper::wait_for_sums(sum[1]);
@@ -261,23 +279,33 @@ __device__ inline void store(const GroupedCall& call, const Layout& at, int stor
   int mine = storer;  // index of the next unit; 0 is the current tile's first unit
   for (int index = blockIdx.x / 2; index < call.tiles;
        index += gridDim.x / 2, parity ^= 1, mine -= kUnits) {
-    tile.find(index);
+    tile.find_group(index);
+    tile.find_place(index);
     const GroupedItem& item = call.items[tile.group];
+    const int left_rows = item.rows - tile.own_row - lane / 8;
+    const int left_cols = item.cols - tile.own_col - 8 * unit;
+    bf16* const d = static_cast<bf16*>(item.d) + (item.rows - left_rows) * int64_t{item.cols} +
+                    (item.cols - left_cols);
     hopper::wait_for(at.ready, parity);
     for (; mine < kUnits; mine += kStorers) {
       const int part = mine % kParts, first = mine / kParts * kUnitRows;
-      const int col = tile.own_col + part * kPart + 8 * unit;
-      auto* const out = static_cast<bf16*>(item.d) + col;
+      bf16* const to = d + first * int64_t{item.cols} + part * kPart;
 #pragma unroll
-      for (int n = 0; n < kUnitRows / 4; ++n) {
-        const int row = first + 4 * n + lane / 8;
-        uint4 v;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                     : "r"(at.result(part, row, unit))
-                     : "memory");
-        if (tile.own_row + row < item.rows && col < item.cols) {
-          *reinterpret_cast<uint4*>(out + int64_t{tile.own_row + row} * item.cols) = v;
+      for (int half = 0; half < 2; ++half) {
+        uint4 v[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const int row = first + 16 * half + 4 * n + lane / 8;
+          asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(v[n].x), "=r"(v[n].y), "=r"(v[n].z), "=r"(v[n].w)
+                       : "r"(at.result(part, row, unit)));
+        }
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const int row = 16 * half + 4 * n;
+          if (first + row < left_rows && part * kPart < left_cols) {
+            *reinterpret_cast<uint4*>(to + row * int64_t{item.cols}) = v[n];
+          }
         }
       }
       __syncwarp();
@@ -295,13 +323,20 @@ __device__ inline void multiply_tiles(const GroupedCall& call, const Layout& at,
   Position p;
   uint32_t parity = 0;
   for (int index = blockIdx.x / 2; index < call.tiles; index += gridDim.x / 2, parity ^= 1) {
-    tile.find(index);
+    tile.find_group(index);
     const GroupedItem& item = call.items[tile.group];
+    constexpr int kCount = kCodes ? 64 : 128;  // sums of 64 rows
+    uint32_t added[kCount / 4];
     float factor = call.alpha;
-    if (item.scale_a != nullptr) factor *= *item.scale_a * *item.scale_b;
+    // What the results need is found while the tensor cores work.
+    const auto meanwhile = [&] {
+      tile.find_place(index);
+      if (item.scale_a != nullptr) factor *= *item.scale_a * *item.scale_b;
+      load_bias(item, tile.own_col + (kCodes ? 128 * group : 0), added);
+    };
     // Gives sums of the 64 rows number `half` on. The FP8 kernels' warpgroups have 128 columns
     // each.
-    const auto give = [&](int half, const auto& sum, const auto& added) {
+    const auto give = [&](int half, const auto& sum) {
       const int row = 64 * half, part = kCodes ? 2 * group : 0;
       const int d_row = tile.own_row + row, d_col = tile.own_col + kPart * part;
       if (call.d_float != 0) {
@@ -312,23 +347,27 @@ __device__ inline void multiply_tiles(const GroupedCall& call, const Layout& at,
         hand_over(at, row, part, factor, sum, added);
       }
     };
-    if constexpr (kCodes) {
-      float sum[2][64] = {};
-      sum_codes<Type, kSplit>(at, item.lines, group, p, sum);
-      if (!direct) hopper::wait_for(at.taken, parity ^ 1);
-      uint32_t added[16];
-      load_bias(item, tile.own_col + 128 * group, added);
+    float sum[kCodes ? 2 : 1][kCount];
+    if ((kCodes && kSplit) || item.lines == 0) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        give(half, sum[half], added);
+      for (auto& part : sum) {
+#pragma unroll
+        for (float& s : part) s = 0;
       }
+    }
+    if constexpr (kCodes) {
+      sum_codes<Type, kSplit>(at, item.lines, group, p, sum, meanwhile);
+    } else if (item.lines > 0) {
+      sum_products<Type>(at, item.lines, group, p, sum[0], meanwhile);
     } else {
-      float sum[128] = {};
-      if (item.lines > 0) sum_products<Type>(at, item.lines, group, p, sum, [] {});
-      if (!direct) hopper::wait_for(at.taken, parity ^ 1);
-      uint32_t added[32];
-      load_bias(item, tile.own_col, added);
-      give(group, sum, added);
+      meanwhile();
+    }
+    if (!direct) hopper::wait_for(at.taken, parity ^ 1);
+    if constexpr (kCodes) {
+      give(0, sum[0]);
+      give(1, sum[1]);
+    } else {
+      give(group, sum[0]);
     }
     if (!direct) hopper::arrive(at.ready);
   }
