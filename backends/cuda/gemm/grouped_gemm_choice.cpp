@@ -19,6 +19,13 @@ GroupedForm form_of_bf16(const Problem& p) {
   return p.b.along ? GroupedForm::kLibrary : GroupedForm::kBf16Across;
 }
 GroupedForm form_of_codes(const Args& c, const Problem& p) {
+  if (p.block) {
+    const bool taken = p.a.dtype == TE_FL_F8E4M3 && p.b.dtype == TE_FL_F8E4M3 &&
+                       backend::scaling(*c.a) == TE_FL_SCALING_BLOCK_1X128;
+    if (!taken) return GroupedForm::kLibrary;
+    return backend::scaling(*c.b) == TE_FL_SCALING_BLOCK_1X128 ? GroupedForm::kVectors
+                                                               : GroupedForm::kBlocks;
+  }
   if (p.b.dtype != TE_FL_F8E4M3) return GroupedForm::kLibrary;
   if (p.a.dtype == TE_FL_F8E5M2) return GroupedForm::kGradientCodes;
   return c.use_split_accumulator != 0 ? GroupedForm::kCodesSplit : GroupedForm::kCodes;
@@ -27,7 +34,7 @@ GroupedForm form_of_codes(const Args& c, const Problem& p) {
 // Sets `form`, and returns why the kernel does not compute the GEMM; NULL if it does.
 const char* refuse_kernel(const Args& c, const Problem& p, GroupedForm& form) {
   if (c.bias_grad != nullptr) return "a bias gradient is requested";
-  if (p.convert != Convert::kNone || p.block) return "operands of mixed dtypes or in blocks";
+  if (p.convert != Convert::kNone) return "operands that cuBLASLt has to convert";
   if (p.fp8) {
     form = form_of_codes(c, p);
   } else if (is_plain(*c.a, TE_FL_BF16) && is_plain(*c.b, TE_FL_BF16)) {

@@ -20,6 +20,8 @@ enum class GroupedForm {
   kCodes,          // FP8 with the tensor cores' own sums
   kCodesSplit,     // FP8, E4M3 on both sides, with sums in FP32
   kGradientCodes,  // FP8, A in E5M2 and B in E4M3, with sums in FP32
+  kBlocks,         // E4M3, A scaled by 1x128 and B by 128x128
+  kVectors,        // E4M3, both scaled by 1x128
 };
 
 inline const char* form_name(GroupedForm form) {
@@ -36,6 +38,10 @@ inline const char* form_name(GroupedForm form) {
       return "FP8 with sums in FP32";
     case GroupedForm::kGradientCodes:
       return "FP8 in E5M2 and E4M3 with sums in FP32";
+    case GroupedForm::kBlocks:
+      return "FP8 scaled by 1x128 and 128x128";
+    case GroupedForm::kVectors:
+      return "FP8 scaled by 1x128";
     case GroupedForm::kLibrary:
       break;
   }

@@ -12,11 +12,13 @@
 namespace te_fl::cuda {
 namespace {
 
+using grouped::Scales;
+
 constexpr int64_t kBoxA = 64;  // rows of a box of A, which is half of a tile's
 
-template <class Type, bool kSplit>
+template <class Type, Scales kScales>
 void launch(const te_fl_context& ctx, const GroupedCall& call) {
-  constexpr auto kKernel = grouped::grouped_gemm_kernel<Type, kSplit>;
+  constexpr auto kKernel = grouped::grouped_gemm_kernel<Type, kScales>;
   const int clusters = std::min(
       max_active_clusters<kKernel>(ctx.device.index, grouped::kTileThreads, grouped::kShared),
       call.tiles);
@@ -27,17 +29,21 @@ void launch(const te_fl_context& ctx, const GroupedCall& call) {
 void launch(const te_fl_context& ctx, const GroupedCall& call, GroupedForm form) {
   switch (form) {
     case GroupedForm::kBf16:
-      return launch<hopper::Bf16, false>(ctx, call);
+      return launch<hopper::Bf16, Scales::kTensor>(ctx, call);
     case GroupedForm::kBf16AcrossB:
-      return launch<hopper::Bf16AcrossB, false>(ctx, call);
+      return launch<hopper::Bf16AcrossB, Scales::kTensor>(ctx, call);
     case GroupedForm::kBf16Across:
-      return launch<hopper::Bf16Across, false>(ctx, call);
+      return launch<hopper::Bf16Across, Scales::kTensor>(ctx, call);
     case GroupedForm::kCodes:
-      return launch<hopper::E4m3, false>(ctx, call);
+      return launch<hopper::E4m3, Scales::kTensor>(ctx, call);
     case GroupedForm::kCodesSplit:
-      return launch<hopper::E4m3, true>(ctx, call);
+      return launch<hopper::E4m3, Scales::kTensorSplit>(ctx, call);
     case GroupedForm::kGradientCodes:
-      return launch<hopper::E5m2E4m3, true>(ctx, call);
+      return launch<hopper::E5m2E4m3, Scales::kTensorSplit>(ctx, call);
+    case GroupedForm::kBlocks:
+      return launch<hopper::E4m3, Scales::kBlocks>(ctx, call);
+    case GroupedForm::kVectors:
+      return launch<hopper::E4m3, Scales::kVectors>(ctx, call);
     case GroupedForm::kLibrary:
       break;
   }

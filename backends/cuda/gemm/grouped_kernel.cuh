@@ -19,7 +19,7 @@ namespace te_fl::cuda {
 struct GroupedItem {
   void* d = nullptr;  // [rows, cols]
   const bf16* bias = nullptr;
-  const float* scale_a = nullptr;  // inverse scales of FP8 operands
+  const float* scale_a = nullptr;  // inverse scales of FP8 operands: one, or one per block
   const float* scale_b = nullptr;
   int rows = 0, cols = 0;
   int lines = 0;             // number of 128-byte lines along K
@@ -154,16 +154,96 @@ __device__ inline void load(const GroupedCall& call, const Layout& at) {
   }
 }
 
+// The scales of FP8 operands, and how products are summed.
+enum class Scales {
+  kTensor,       // one per operand; the tensor cores' own sums. BF16 operands have no scales.
+  kTensorSplit,  // one per operand; the sums of each line are added in FP32
+  kBlocks,       // A by 1x128, B by 128x128; as kTensorSplit
+  kVectors,      // A and B by 1x128; as kTensorSplit
+};
+constexpr bool in_blocks(Scales s) { return s == Scales::kBlocks || s == Scales::kVectors; }
+
+// Reads the scales of a thread's sums of a line, which is as long as a block: 128 elements of K.
+// Beyond D it reads the last row's or column's scale, for sums that are not stored.
+template <Scales kScales>
+class LineScales {
+ public:
+  __device__ LineScales(const GroupedItem& item, int row, int col)
+      : a_(item.scale_a), b_(item.scale_b), row_(row), col_(col) {
+    last_row_ = item.rows - 1;
+    pitch_a_ = round_up4(item.rows);
+    if constexpr (kScales == Scales::kBlocks) {
+      b_ += min(col, item.cols - 1) / 128 * round_up4(item.lines);
+    } else {
+      last_col_ = item.cols - 2;
+      pitch_b_ = round_up4(item.cols);
+    }
+  }
+  // Reads the next line's scales of A, and with kBlocks that of B.
+  __device__ void read() {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      next_[i] = __ldg(a_ + min(row_ + i / 2 * 64 + i % 2 * 8, last_row_));
+    }
+    a_ += pitch_a_;
+    if constexpr (kScales == Scales::kBlocks) {
+      const float b = __ldg(b_++);
+#pragma unroll
+      for (float& s : next_) s *= b;
+    }
+  }
+  __device__ void advance() {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) now_[i] = next_[i];
+  }
+  // Adds the line's sums of the 64 rows number `half`; the second half ends the line.
+  __device__ void add(int half, const float (&part)[64], float (&sum)[64]) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      float2 b = make_float2(1, 1);
+      if constexpr (kScales == Scales::kVectors) {
+        b = __ldg(reinterpret_cast<const float2*>(b_ + min(col_ + 8 * j, last_col_)));
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float a = now_[2 * half + i];
+        const int at = 4 * j + 2 * i;
+        sum[at] = fmaf(part[at], a * b.x, sum[at]);
+        sum[at + 1] = fmaf(part[at + 1], a * b.y, sum[at + 1]);
+      }
+    }
+    if (half == 1) b_ += pitch_b_;
+  }
+
+ private:
+  __device__ static int round_up4(int n) { return (n + 3) / 4 * 4; }
+  const float *a_, *b_;
+  int row_, col_, last_row_, last_col_ = 0, pitch_a_, pitch_b_ = 0;
+  float now_[4] = {}, next_[4];  // [half][8 rows below]
+};
+
 // Computes a warpgroup's sums of 128 rows and the 128 columns number `group` of FP8 operands. With
 // kSplit each line's sums are added to `sum` in FP32, since the tensor cores keep fewer bits;
 // without it the sums replace `sum`. Calls `meanwhile` while the last wgmma instructions run.
-template <class Type, bool kSplit, class Meanwhile>
-__device__ inline void sum_codes(const Layout& at, int lines, int group, Position& p,
-                                 float (&sum)[2][64], const Meanwhile& meanwhile) {
+template <class Type, Scales kScales, class Meanwhile>
+__device__ inline void sum_codes(const Layout& at, const GroupedItem& item, const Tiles& tile,
+                                 int group, Position& p, float (&sum)[2][64],
+                                 const Meanwhile& meanwhile) {
+  constexpr bool kSplit = kScales != Scales::kTensor;
+  const int lines = item.lines, lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  LineScales<kScales> scales(item, tile.own_row + 16 * warp + lane / 4,
+                             tile.own_col + 128 * group + 2 * (lane % 4));
+  if constexpr (in_blocks(kScales)) {
+    if (lines > 0) scales.read();
+  }
   int before = -1;
   for (int line = 0; line < lines; ++line, p.next()) {
     hopper::wait_for(at.full + p.stage * 8, p.parity);
     const uint32_t a = at.a(p.stage), b = at.b(p.stage) + group * (kB / 2);
+    if constexpr (in_blocks(kScales)) {
+      scales.advance();
+      if (line + 1 < lines) scales.read();
+    }
     if constexpr (kSplit) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -177,8 +257,12 @@ __device__ inline void sum_codes(const Layout& at, int lines, int group, Positio
         hopper::end_products();
         hopper::wait_for_sums(part);
         if (half == 1) at.release(p.stage);
+        if constexpr (in_blocks(kScales)) {
+          scales.add(half, part, sum[half]);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 64; ++i) sum[half][i] += part[i];
+          for (int i = 0; i < 64; ++i) sum[half][i] += part[i];
+        }
       }
     } else {
       hopper::begin_products();
@@ -315,9 +399,10 @@ __device__ inline void store(const GroupedCall& call, const Layout& at, int stor
 }
 
 // Multiplies the block's tiles. Two warpgroups run this.
-template <class Type, bool kSplit>
+template <class Type, Scales kScales>
 __device__ inline void multiply_tiles(const GroupedCall& call, const Layout& at, int group) {
   constexpr bool kCodes = Operands<Type>::kElements == 128;
+  constexpr bool kSplit = kScales != Scales::kTensor;
   const bool direct = call.d_float != 0 || call.add_previous != 0;
   Tiles tile(call);
   Position p;
@@ -330,8 +415,10 @@ __device__ inline void multiply_tiles(const GroupedCall& call, const Layout& at,
     float factor = call.alpha;
     // What the results need is found while the tensor cores work.
     const auto meanwhile = [&] {
-      tile.find_place(index);
-      if (item.scale_a != nullptr) factor *= *item.scale_a * *item.scale_b;
+      if constexpr (!in_blocks(kScales)) {
+        tile.find_place(index);
+        if (item.scale_a != nullptr) factor *= *item.scale_a * *item.scale_b;
+      }
       load_bias(item, tile.own_col + (kCodes ? 128 * group : 0), added);
     };
     // Gives sums of the 64 rows number `half` on. The FP8 kernels' warpgroups have 128 columns
@@ -356,7 +443,8 @@ __device__ inline void multiply_tiles(const GroupedCall& call, const Layout& at,
       }
     }
     if constexpr (kCodes) {
-      sum_codes<Type, kSplit>(at, item.lines, group, p, sum, meanwhile);
+      if constexpr (in_blocks(kScales)) tile.find_place(index);
+      sum_codes<Type, kScales>(at, item, tile, group, p, sum, meanwhile);
     } else if (item.lines > 0) {
       sum_products<Type>(at, item.lines, group, p, sum[0], meanwhile);
     } else {
@@ -380,10 +468,11 @@ constexpr int kProductRegisters = kSplit ? 232 : 224;
 template <bool kSplit>
 constexpr int kOtherRegisters = 504 - 2 * kProductRegisters<kSplit>;
 
-template <class Type, bool kSplit>
+template <class Type, Scales kScales>
 __global__ void TE_FL_PAIRS __launch_bounds__(kTileThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ GroupedCall call) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr bool kSplit = kScales != Scales::kTensor;
   extern __shared__ __align__(1024) uint8_t memory[];
   const Layout at(hopper::shared_address(memory), 0);
   const int team = threadIdx.x / 128;
@@ -399,7 +488,7 @@ __global__ void TE_FL_PAIRS __launch_bounds__(kTileThreads, 1)
     }
   } else {
     hopper::take_registers<kProductRegisters<kSplit>>();
-    multiply_tiles<Type, kSplit>(call, at, team - 1);
+    multiply_tiles<Type, kScales>(call, at, team - 1);
   }
   hopper::sync_cluster();  // a block must not end while the other one multicasts to it or signals
                            // its barriers

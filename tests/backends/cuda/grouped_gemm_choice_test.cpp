@@ -105,7 +105,7 @@ TEST(CudaGroupedGemmChoice, TheKernelIsRefusedWithAReason) {
             "results whose columns are no multiple of 8");
   EXPECT_EQ(GroupCall(TE_FL_BF16, {64}, 64, 64, TE_FL_F16).unfit(),
             "a result that is not BF16 or FP32");
-  EXPECT_EQ(GroupCall(TE_FL_F8E4M3, {64}, 64, 72).unfit(), "operands of mixed dtypes or in blocks");
+  EXPECT_EQ(GroupCall(TE_FL_F8E4M3, {64}, 64, 72).unfit(), "operands that cuBLASLt has to convert");
   EXPECT_EQ(GroupCall(TE_FL_BF16, {0, 0}, 64, 64).unfit(), "there is nothing to compute");
   EXPECT_EQ(GroupCall(TE_FL_BF16, {}, 64, 64).unfit(), "there is nothing to compute");
   GroupCall sums(TE_FL_BF16, {64}, 64, 64);
