@@ -5,6 +5,7 @@
 #include "core/base/text.hpp"
 #include "core/device/allocations.hpp"
 #include "core/tensor/memory_streams.hpp"
+#include "core/tensor/shared_blocks.hpp"
 #include "core/tensor/tensor_access.hpp"
 
 namespace te_fl {
@@ -137,10 +138,12 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
   const core::AllocationUse use(spec.dtype, shape);
   std::shared_ptr<void> codes;
   if (spec.rowwise) {
-    TE_FL_ASSIGN_OR_RETURN(codes, core::shared_memory(device, bytes.codes));
+    TE_FL_ASSIGN_OR_RETURN(
+        codes, core::SharedBlocks::memory(device, bytes.codes, core::MemoryPart::kRows));
   }
   const std::shared_ptr<core::QuantStorage> parts(new core::QuantStorage, core::FreeQuantStorage());
-  TE_FL_ASSIGN_OR_RETURN(parts->block, core::shared_memory(device, l.total));
+  TE_FL_ASSIGN_OR_RETURN(parts->block,
+                         core::SharedBlocks::memory(device, l.total, core::MemoryPart::kOther));
   char* const base = static_cast<char*>(parts->block.get());
   void* stream = devices::current_stream(device);
   const bool sets_amax = tensor_mode && spec.compute_scale;

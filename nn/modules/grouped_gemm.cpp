@@ -4,6 +4,7 @@
 #include <set>
 #include <utility>
 
+#include "core/tensor/shared_blocks.hpp"
 #include "nn/autograd/parameter.hpp"
 #include "nn/base/tensor_ops.hpp"
 
@@ -23,6 +24,15 @@ Result<std::vector<Tensor>> split_rows(const Tensor& rows, GroupedGemm::Splits s
     begin += count;
   }
   return parts;
+}
+
+// Blocks for the FP8 copies of `rows` rows of `columns` elements in parts. The scales of blocks
+// take a 32nd of the codes' bytes, and each part begins at a multiple of 256 bytes.
+// `transposed`: the copies include column-wise data.
+core::SharedBlocks blocks_of(const Device& device, int64_t rows, int64_t columns, size_t parts,
+                             bool transposed) {
+  const int64_t codes = rows * columns, gaps = 256 * static_cast<int64_t>(parts);
+  return {device, codes + gaps, (transposed ? codes : 0) + codes / 16 + 4 * gaps};
 }
 
 // Quantises the rows of all parts in one call.
@@ -104,6 +114,8 @@ Result<std::vector<Tensor>> GroupedGemm::inputs(Uses& uses, const Tensor& x, Spl
     TE_FL_ASSIGN_OR_RETURN(const Tensor rows, cast(x, spec().activation_dtype));
     return split_rows(rows, splits);
   }
+  const core::SharedBlocks blocks = blocks_of(spec().device, x.size(0), spec().in, units_.size(),
+                                              std::ranges::any_of(uses, &GemmUnit::Use::wgrad));
   std::vector<Tensor> parts;
   parts.reserve(units_.size());
   for (size_t i = 0; i < units_.size(); ++i) {
@@ -181,6 +193,8 @@ Result<GroupedGemm::Gradients> GroupedGemm::gradients(const Uses& uses, const Te
     }
     return grads;
   }
+  const core::SharedBlocks blocks = blocks_of(spec().device, dy.size(0), spec().out, units_.size(),
+                                              std::ranges::any_of(uses, &GemmUnit::Use::wgrad));
   std::vector<Tensor> parts;
   for (size_t i = 0; i < units_.size(); ++i) {
     TE_FL_ASSIGN_OR_RETURN(Tensor part, units_[i]->grad_buffer(uses[i], splits[i]));
