@@ -8,7 +8,7 @@
 
 namespace te_fl::core {
 
-// What memory of a quantised tensor is for. Row-wise data may be freed earlier than the rest.
+// The use of memory in a quantised tensor. Row-wise data may be freed earlier than the rest.
 enum class MemoryPart { kRows, kOther };
 
 // While this object lives, the memory of quantised tensors that the calling thread creates on

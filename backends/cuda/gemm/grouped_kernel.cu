@@ -1,6 +1,7 @@
 #include "gemm/grouped_kernel.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <vector>
 

@@ -413,7 +413,7 @@ __device__ inline void multiply_tiles(const GroupedCall& call, const Layout& at,
     constexpr int kCount = kCodes ? 64 : 128;  // sums of 64 rows
     uint32_t added[kCount / 4];
     float factor = call.alpha;
-    // What the results need is found while the tensor cores work.
+    // Finds the data that the results need while the tensor cores work.
     const auto meanwhile = [&] {
       if constexpr (!in_blocks(kScales)) {
         tile.find_place(index);

@@ -1,5 +1,5 @@
-// How a grouped GEMM runs: by the plugin's kernel, or on cuBLASLt and on how many streams. Needs no
-// GPU.
+// The choice between the plugin's kernel and cuBLASLt for a grouped GEMM, and the number of
+// streams. Needs no GPU.
 #include "backends/cuda/gemm/grouped_gemm_choice.hpp"
 
 #include <gtest/gtest.h>
