@@ -55,6 +55,11 @@ const char* refuse_kernel(const Args& c, const Problem& p, GroupedForm& form) {
   return nullptr;
 }
 
+// The most operations of a product, on average, for which the kernel computes kVectors. It reaches
+// some 500 TFLOP/s on an H200, as the scales of B take time between the tensor cores' instructions.
+// cuBLASLt is faster, but takes some 20 us of the host for each product.
+constexpr double kMostVectors = 2e10;
+
 // Numbers of cluster tiles. They cost the same, whether their blocks lie side by side or not.
 int64_t count_tiles(const Problem& p, int64_t rows, int64_t cols) {
   return (p.m + rows - 1) / rows * ((p.n + cols - 1) / cols);
@@ -73,6 +78,7 @@ GroupedPath choose_grouped_gemm(const te_fl_grouped_gemm_args& args, const GemmD
     return path;
   }
   int64_t wide = 0, tall = 0;
+  double operations = 0;
   GroupedForm common = GroupedForm::kLibrary;
   for (int64_t i = 0; i < args.a_count; ++i) {
     const Args product = backend::product_of(args, i);
@@ -90,11 +96,19 @@ GroupedPath choose_grouped_gemm(const te_fl_grouped_gemm_args& args, const GemmD
     }
     common = form;
     const int64_t lines = std::max<int64_t>(1, p.k / (p.fp8 ? 128 : 64));
+    operations +=
+        2.0 * static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k);
     wide += lines * count_tiles(p, 128, 512);
     tall += lines * count_tiles(p, 256, 256);
   }
   if (wide == 0) {
     path.unfit = "there is nothing to compute";
+    return path;
+  }
+  if (common == GroupedForm::kVectors &&
+      operations > kMostVectors * static_cast<double>(args.a_count)) {
+    path.unfit =
+        "both operands are scaled by 1x128, and products this large are faster in cuBLASLt";
     return path;
   }
   path.form = common;

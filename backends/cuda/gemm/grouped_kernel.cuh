@@ -177,6 +177,7 @@ class LineScales {
     } else {
       last_col_ = item.cols - 2;
       pitch_b_ = round_up4(item.cols);
+      ahead_ = b_;
     }
   }
   // Reads the next line's scales of A, and with kBlocks that of B.
@@ -186,15 +187,17 @@ class LineScales {
       next_[i] = __ldg(a_ + min(row_ + i / 2 * 64 + i % 2 * 8, last_row_));
     }
     a_ += pitch_a_;
-    if constexpr (kScales == Scales::kBlocks) {
-      const float b = __ldg(b_++);
-#pragma unroll
-      for (float& s : next_) s *= b;
+    if constexpr (kScales == Scales::kBlocks) next_b_ = __ldg(b_++);
+    if constexpr (kScales == Scales::kVectors) {  // add() reads B's, which are now on their way
+      const float* const ahead = ahead_ + min(col_ / 128 * 128 + threadIdx.x % 4 * 32, last_col_);
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(ahead));
+      ahead_ += pitch_b_;
     }
   }
+  // Makes these scales the current ones. Nothing waits for them before this.
   __device__ void advance() {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) now_[i] = next_[i];
+    for (int i = 0; i < 4; ++i) now_[i] = next_[i] * next_b_;
   }
   // Adds the line's sums of the 64 rows number `half`; the second half ends the line.
   __device__ void add(int half, const float (&part)[64], float (&sum)[64]) {
@@ -217,9 +220,10 @@ class LineScales {
 
  private:
   __device__ static int round_up4(int n) { return (n + 3) / 4 * 4; }
-  const float *a_, *b_;
+  const float *a_, *b_, *ahead_ = nullptr;
   int row_, col_, last_row_, last_col_ = 0, pitch_a_, pitch_b_ = 0;
   float now_[4] = {}, next_[4];  // [half][8 rows below]
+  float next_b_ = 1;
 };
 
 // Computes a warpgroup's sums of 128 rows and the 128 columns number `group` of FP8 operands. With

@@ -92,6 +92,26 @@ TEST(CudaGroupedGemmChoice, TheKernelRunsTheProductsOfALayer) {
   EXPECT_EQ(codes.path().form, GroupedForm::kGradientCodes);
 }
 
+TEST(CudaGroupedGemmChoice, BlocksOfBothKinds) {
+  const auto path = [](int64_t k, uint32_t scaling_b, int a_dtype = TE_FL_F8E4M3) {
+    GroupCall call(TE_FL_F8E4M3, {512, 512}, 2048, k);
+    for (size_t i = 0; i < call.tensors.size(); ++i) {
+      if (i % 3 < 2)
+        call.tensors[i].quantise(i % 3 == 0 ? TE_FL_SCALING_BLOCK_1X128 : scaling_b, true);
+      if (i % 3 == 0) call.tensors[i].t.dl.dtype = to_c(static_cast<DType>(a_dtype));
+    }
+    return call.path();
+  };
+  EXPECT_EQ(path(768, TE_FL_SCALING_BLOCK_128X128).form, GroupedForm::kBlocks);
+  EXPECT_EQ(path(768, TE_FL_SCALING_BLOCK_1X128).form, GroupedForm::kVectors);
+  EXPECT_EQ(path(76800, TE_FL_SCALING_BLOCK_128X128).form, GroupedForm::kBlocks);
+  const GroupedPath large = path(76800, TE_FL_SCALING_BLOCK_1X128);
+  EXPECT_EQ(large.form, GroupedForm::kLibrary);
+  EXPECT_STREQ(large.unfit,
+               "both operands are scaled by 1x128, and products this large are faster in cuBLASLt");
+  EXPECT_EQ(path(768, TE_FL_SCALING_BLOCK_128X128, TE_FL_F8E5M2).form, GroupedForm::kLibrary);
+}
+
 TEST(CudaGroupedGemmChoice, TheKernelIsRefusedWithAReason) {
   EXPECT_EQ(GroupCall(TE_FL_BF16, {64}, 64, 64).unfit({89, 100, true}),
             "the kernel is for GPUs of compute capability 9.0 (Hopper)");
