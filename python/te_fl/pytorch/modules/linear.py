@@ -7,15 +7,12 @@ from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple, Union
 import torch
 
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
-from te_fl.pytorch.modules.parallel import divided, set_parallel
+from te_fl.pytorch.modules.parallel import divided, mark_product
 from te_fl.pytorch.modules.parameters import default_init, parameter_dtype
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspelling, only, refuse
-
-
-_LINEAR, _LAYERNORM_LINEAR = ("linear", None), ("layernorm_linear", None)  # keys of the modules' own layers in _layers
 
 
 def _check_forward(where: str, fp8_output: Any, fp8_grad: Any) -> None:
@@ -55,7 +52,7 @@ class _Product(TransformerEngineBaseModule):
                 setattr(self, name, torch.empty(0, dtype=self.params_dtype, device=device))
         self._own_names = self.weight_names + (self.bias_names if self.use_bias else [])
         norm = ("layer_norm_weight", "layer_norm_bias")
-        self._read_names = tuple([n for n in norm if n in self._parameters] + self._own_names)  # the names of the parameters that _own() returns
+        self._read_names = tuple([n for n in norm if n in self._parameters] + self._own_names)
 
     @property
     def _adds_bias_last(self) -> bool:
@@ -74,18 +71,8 @@ class _Product(TransformerEngineBaseModule):
 
     def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
         super().reset_parameters(bool(defer_init))
-        if defer_init:
-            return
-        for name in self.weight_names:
-            set_parallel(getattr(self, name), 1 if self.parallel_mode == "row" else 0)
-        for name in self.bias_names if self.use_bias else ():
-            if self.parallel_mode == "row":
-                getattr(self, name).sequence_parallel = self.sequence_parallel
-            elif self.parallel_mode == "column":
-                set_parallel(getattr(self, name), 0)
-
-    def _own(self) -> Tuple[torch.Tensor, ...]:
-        return self._tensors(self._own_names)
+        if not defer_init:
+            mark_product(self, self.weight_names, self.bias_names if self.use_bias else ())
 
     def _divided_forward(self, inp: torch.Tensor, first: Optional[bool]) -> torch.Tensor:
         """_forward() with this rank's shard of the weight, between the collectives of tensor parallelism."""
@@ -95,9 +82,9 @@ class _Product(TransformerEngineBaseModule):
         if self._layer_moves_rows:
             if not column:
                 self._check_rows(inp)
-            output = self._forward(_LINEAR, self._own_rows(inp), first, self.fuse_wgrad_accumulation)
+            output = self._forward(self._own_rows(inp), first, self.fuse_wgrad_accumulation)
         else:
-            output = self._forward(_LINEAR, self._into(inp) if column else inp, first, self.fuse_wgrad_accumulation)
+            output = self._forward(self._into(inp) if column else inp, first, self.fuse_wgrad_accumulation)
             if not column:
                 output = self._finish_output(output)
         if column:
@@ -190,7 +177,7 @@ class Linear(_Product):
             _check_forward("Linear", fp8_output, fp8_grad)
         if self._divides:
             return self._result(self._divided_forward(inp, is_first_microbatch))
-        output = self._forward(_LINEAR, inp, is_first_microbatch, self.fuse_wgrad_accumulation)
+        output = self._forward(inp, is_first_microbatch, self.fuse_wgrad_accumulation)
         return self._result(output) if self.return_bias else output
 
 
@@ -246,9 +233,6 @@ class LayerNormLinear(_Product):
     def _shows_whole(self) -> bool:
         return self.return_layernorm_output and self.return_layernorm_output_gathered
 
-    def _own(self) -> Tuple[torch.Tensor, ...]:
-        return super()._own() if self._divides else (*norm_parameters(self), *super()._own())
-
     def _options(self) -> dict:
         return self._product_options() if self._divides else {**self._product_options(), **norm_options(self)}
 
@@ -265,7 +249,7 @@ class LayerNormLinear(_Product):
             _check_forward("LayerNormLinear", fp8_output, fp8_grad)
         if self._divides:
             return self._divided_norm_forward(inp, is_first_microbatch)
-        out = self._result(self._forward(_LAYERNORM_LINEAR, inp, is_first_microbatch, self.fuse_wgrad_accumulation))
+        out = self._result(self._forward(inp, is_first_microbatch, self.fuse_wgrad_accumulation))
         if not self.return_layernorm_output:
             return out
         normed = normalise(self, inp)
@@ -276,7 +260,7 @@ class LayerNormLinear(_Product):
             self._check_compiled()
         normed = normalise(self, inp)
         into = self._own_rows(normed) if self._layer_moves_rows else self._into(normed)
-        out = self._result(self._forward(_LINEAR, into, first, self.fuse_wgrad_accumulation))
+        out = self._result(self._forward(into, first, self.fuse_wgrad_accumulation))
         if not self.return_layernorm_output:
             return out
         shown = into if self.return_layernorm_output_gathered and self.sequence_parallel else normed
@@ -319,7 +303,7 @@ def norm_options(module) -> dict:
 def normalise(module, inp: torch.Tensor) -> torch.Tensor:
     """The normalised input in high precision, for modules that return it."""
     kind = "layernorm" if module.normalization == "LayerNorm" else "rmsnorm"
-    return module._run(module._layer(inp.device, kind), (inp,), norm_parameters(module))
+    return module._run((inp,), norm_parameters(module), kind=kind)
 
 
 def make_options(module, kind: str) -> dict:

@@ -9,8 +9,7 @@ import torch
 from te_fl.errors import InvalidArgument
 from te_fl.pytorch.autograd.checkpoint import checkpoint
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
-from te_fl.pytorch.modules.linear import (add_norm_parameters, mark_norm_parameters, norm_options, norm_parameters, normalise, make_options,
-                                          reset_norm_parameters)
+from te_fl.pytorch.modules.linear import add_norm_parameters, make_options, mark_norm_parameters, norm_options, normalise, reset_norm_parameters
 from te_fl.pytorch.modules.parallel import divided, set_parallel
 from te_fl.pytorch.modules.parameters import default_init, parameter_dtype
 from te_fl.pytorch.runtime import refuse as rules
@@ -76,8 +75,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
                          output_layer_init_method or default_init, tracker)
         self._add_bias("fc2_bias", self.hidden_size, device, dtype)
         self.reset_parameters(defer_init=device.type == "meta")
-        biases = ["fc1_bias", "fc2_bias"] if self.use_bias else []
-        self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, ["fc1_weight", "fc2_weight", *biases])
+        products = [name for name in self._parameters if name.startswith("fc")]
+        self._read_names = tuple(products if self._divides else self._parameters)
+        self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, products)
 
     def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
         super().reset_parameters(bool(defer_init))
@@ -114,12 +114,6 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def _shows_whole(self) -> bool:
         return self.return_layernorm_output and self.return_layernorm_output_gathered
-
-    def _own(self) -> Tuple[torch.Tensor, ...]:
-        norm = () if self._divides else norm_parameters(self)
-        if not self.use_bias:
-            return (*norm, self.fc1_weight, self.fc2_weight)
-        return (*norm, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias)
 
     @rules.hides_misspelt
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, **misspelt: NoReturn):
@@ -164,7 +158,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return out, whole if self.return_layernorm_output_gathered and self.sequence_parallel else normed
 
     def _compute(self, inp: torch.Tensor, is_first_microbatch: Optional[bool]) -> torch.Tensor:
-        return self._run(self._find_layer(inp), (inp,), self._own(), is_first_microbatch, accumulates=self.fuse_wgrad_accumulation)
+        return self._forward(inp, is_first_microbatch, self.fuse_wgrad_accumulation)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation!r}"
