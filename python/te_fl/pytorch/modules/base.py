@@ -109,14 +109,14 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
         """
         x, name = inputs[0], kind or self._kind
         self._check_tensor(x)
+        if x.layout is not torch.strided or x.is_meta:  # before PyTorch is asked about autocast, which it does not know on meta
+            raise refuse(type(self).__name__, "input", f"a tensor of layout {x.layout} on {x.device}", "give a dense tensor with memory")
         device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # x.device.type creates a new string on each access, which is slower
         autocasts = torch.is_autocast_enabled(device)
         if x.dtype not in DTYPE_NAMES:
             if not autocasts or len(inputs) > 1 or not x.is_floating_point():
                 raise refuse(type(self).__name__, "input", f"a tensor of {x.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
             inputs = (x.float(),)
-        if x.layout is not torch.strided or x.is_meta:
-            raise refuse(type(self).__name__, "input", f"a tensor of layout {x.layout} on {x.device}", "give a dense tensor with memory")
         if autocasts:
             activation = DTYPE_CODES[torch.get_autocast_dtype(device)]
         if torch.compiler.is_compiling():

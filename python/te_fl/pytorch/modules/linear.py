@@ -181,7 +181,60 @@ class Linear(_Product):
         return self._result(output) if self.return_bias else output
 
 
-class LayerNormLinear(_Product):
+# Helpers for a normalisation in front of a product, with parameters layer_norm_weight and, for LayerNorm, layer_norm_bias.
+
+
+def add_norm_parameters(module, hidden_size: int, device, dtype) -> None:
+    start = torch.nn.init.zeros_ if module.zero_centered_gamma else torch.nn.init.ones_
+    module._add_parameter("layer_norm_weight", torch.empty(hidden_size, device=device, dtype=dtype), start)
+    if module.normalization == "LayerNorm":
+        module._add_parameter("layer_norm_bias", torch.empty(hidden_size, device=device, dtype=dtype), torch.nn.init.zeros_)
+    else:
+        module.layer_norm_bias = None
+
+
+def norm_parameters(module) -> Tuple[torch.Tensor, ...]:
+    return (module.layer_norm_weight,) if module.layer_norm_bias is None else (module.layer_norm_weight, module.layer_norm_bias)
+
+
+def mark_norm_parameters(module) -> None:
+    """Marks the norm's parameters for frameworks: with sequence_parallel, each rank has a partial gradient, to be summed over the group."""
+    for param in norm_parameters(module):
+        param.sequence_parallel = module.sequence_parallel
+
+
+def norm_options(module) -> dict:
+    return {"epsilon": module.eps, "zero_centered_gamma": module.zero_centered_gamma, "normalization": module.normalization}
+
+
+def normalise(module, inp: torch.Tensor) -> torch.Tensor:
+    """The normalised input in high precision, for modules that return it."""
+    kind = "layernorm" if module.normalization == "LayerNorm" else "rmsnorm"
+    return module._run((inp,), norm_parameters(module), kind=kind)
+
+
+class NormsInput(TransformerEngineBaseModule):
+    """Common base of modules with a normalisation in front of a product."""
+
+    def reset_layer_norm_parameters(self) -> None:
+        with torch.no_grad():
+            for name in ("layer_norm_weight", "layer_norm_bias"):
+                if name in self._initialisers:
+                    self._initialisers[name][0](getattr(self, name))
+
+    def _shows_whole(self) -> bool:
+        return self.return_layernorm_output and self.return_layernorm_output_gathered
+
+    def _make_options(self, kind: str, key: Any) -> dict:
+        """The options of the module's layer, or of the layer of normalise()."""
+        if kind == self._kind:
+            return self._options()
+        weight = self.layer_norm_weight
+        return {"hidden_size": weight.shape[0], "epsilon": self.eps, "zero_centered_gamma": self.zero_centered_gamma,
+                "param_dtype": DTYPE_NAMES[weight.dtype]}
+
+
+class LayerNormLinear(NormsInput, _Product):
     """y = norm(x) A^T + b. In FP8 the normalisation directly writes the GEMM's quantised input.
 
     normalization: 'LayerNorm' or 'RMSNorm'. zero_centered_gamma: the norm's weight is stored minus 1. return_layernorm_output: the
@@ -227,17 +280,8 @@ class LayerNormLinear(_Product):
         if not defer_init:
             mark_norm_parameters(self)
 
-    def reset_layer_norm_parameters(self) -> None:
-        reset_norm_parameters(self)
-
-    def _shows_whole(self) -> bool:
-        return self.return_layernorm_output and self.return_layernorm_output_gathered
-
     def _options(self) -> dict:
         return self._product_options() if self._divides else {**self._product_options(), **norm_options(self)}
-
-    def _make_options(self, kind: str, key: Any) -> dict:
-        return make_options(self, kind)
 
     @hides_misspelt
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: Optional[bool] = False,
@@ -265,51 +309,3 @@ class LayerNormLinear(_Product):
             return out
         shown = into if self.return_layernorm_output_gathered and self.sequence_parallel else normed
         return (*out, shown) if self.return_bias else (out, shown)
-
-
-# Helpers for a normalisation in front of a product, with parameters layer_norm_weight and, for LayerNorm, layer_norm_bias.
-
-
-def add_norm_parameters(module, hidden_size: int, device, dtype) -> None:
-    start = torch.nn.init.zeros_ if module.zero_centered_gamma else torch.nn.init.ones_
-    module._add_parameter("layer_norm_weight", torch.empty(hidden_size, device=device, dtype=dtype), start)
-    if module.normalization == "LayerNorm":
-        module._add_parameter("layer_norm_bias", torch.empty(hidden_size, device=device, dtype=dtype), torch.nn.init.zeros_)
-    else:
-        module.layer_norm_bias = None
-
-
-def reset_norm_parameters(module) -> None:
-    with torch.no_grad():
-        for name in ("layer_norm_weight", "layer_norm_bias"):
-            if name in module._initialisers:
-                module._initialisers[name][0](getattr(module, name))
-
-
-def norm_parameters(module) -> Tuple[torch.Tensor, ...]:
-    return (module.layer_norm_weight,) if module.layer_norm_bias is None else (module.layer_norm_weight, module.layer_norm_bias)
-
-
-def mark_norm_parameters(module) -> None:
-    """Marks the norm's parameters for frameworks: with sequence_parallel, each rank has a partial gradient, to be summed over the group."""
-    for param in norm_parameters(module):
-        param.sequence_parallel = module.sequence_parallel
-
-
-def norm_options(module) -> dict:
-    return {"epsilon": module.eps, "zero_centered_gamma": module.zero_centered_gamma, "normalization": module.normalization}
-
-
-def normalise(module, inp: torch.Tensor) -> torch.Tensor:
-    """The normalised input in high precision, for modules that return it."""
-    kind = "layernorm" if module.normalization == "LayerNorm" else "rmsnorm"
-    return module._run((inp,), norm_parameters(module), kind=kind)
-
-
-def make_options(module, kind: str) -> dict:
-    """The options of the module's layer, or of the layer of normalise()."""
-    if kind == module._kind:
-        return module._options()
-    weight = module.layer_norm_weight
-    return {"hidden_size": weight.shape[0], "epsilon": module.eps, "zero_centered_gamma": module.zero_centered_gamma,
-            "param_dtype": DTYPE_NAMES[weight.dtype]}

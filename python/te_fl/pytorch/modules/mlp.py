@@ -8,8 +8,7 @@ import torch
 
 from te_fl.errors import InvalidArgument
 from te_fl.pytorch.autograd.checkpoint import checkpoint
-from te_fl.pytorch.modules.base import TransformerEngineBaseModule
-from te_fl.pytorch.modules.linear import add_norm_parameters, make_options, mark_norm_parameters, norm_options, normalise, reset_norm_parameters
+from te_fl.pytorch.modules.linear import NormsInput, add_norm_parameters, mark_norm_parameters, norm_options, normalise
 from te_fl.pytorch.modules.parallel import divided, set_parallel
 from te_fl.pytorch.modules.parameters import default_init, parameter_dtype
 from te_fl.pytorch.runtime import refuse as rules
@@ -19,7 +18,7 @@ from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
 
 
-class LayerNormMLP(TransformerEngineBaseModule):
+class LayerNormMLP(NormsInput):
     """y = act(norm(x) A1^T + b1) A2^T + b2.
 
     activation: one of gelu, geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu, clamped_swiglu; with a gated activation,
@@ -101,19 +100,10 @@ class LayerNormMLP(TransformerEngineBaseModule):
         else:
             setattr(self, name, torch.empty(0, dtype=dtype, device=device))
 
-    def reset_layer_norm_parameters(self) -> None:
-        reset_norm_parameters(self)
-
     def _options(self) -> dict:
         return {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size, "activation": self.activation,
                 "bias": self.use_bias, "return_bias": self.use_bias and not self.apply_bias or self._divides,
                 "param_dtype": DTYPE_NAMES[self.params_dtype], **self._clamp, **norm_options(self), "normalizes": not self._divides, **self._row_options()}
-
-    def _make_options(self, kind: str, key: Any) -> dict:
-        return make_options(self, kind)
-
-    def _shows_whole(self) -> bool:
-        return self.return_layernorm_output and self.return_layernorm_output_gathered
 
     @rules.hides_misspelt
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, **misspelt: NoReturn):
