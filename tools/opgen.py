@@ -154,7 +154,8 @@ def gen_table(families):
 
 
 def gen_cpp(families):
-    out = [f"// {NOTE}", "// One function per op of the catalogue; each goes through OpManager::instance().", "#pragma once", ""]
+    out = [f"// {NOTE}", "// One function per op of the catalogue; each goes through OpManager::instance(). Formulas and arguments are at",
+           "// the structs, in te_fl/ops/*.h.", "#pragma once", ""]
     out += ['#include "te_fl/op_manager.hpp"'] + [f'#include "te_fl/ops/{f}.h"' for f, _, _ in families]
     out += ["", "namespace te_fl {", "", "// Ids of the catalogue's ops, the same in every version (ops/ids.txt). Custom ops follow.",
             "namespace op {"]
@@ -164,9 +165,9 @@ def gen_cpp(families):
     for family, summary, ops in families:
         out += [f"// {family}: {summary}.", ""]
         for o in ops:
-            out += [wrap(f"{o.summary} {o.formula}", "// "),
-                    f"[[nodiscard]] inline Status {o.name}(const te_fl_{o.name}_args& args, const CallOptions& options = {{}}) {{",
-                    f"  return OpManager::instance().call(op::{o.name}, &args, options);", "}", ""]
+            out += [f"[[nodiscard]] inline Status {o.name}(const te_fl_{o.name}_args& args, const CallOptions& options = {{}}) {{",
+                    f"  return OpManager::instance().call(op::{o.name}, &args, options);", "}"]
+        out.append("")
     out += ["}  // namespace ops", "}  // namespace te_fl", ""]
     return "\n".join(out)
 
