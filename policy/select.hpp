@@ -77,13 +77,6 @@ enum class Refusal : uint8_t {
   kStagingCaptured,    // a copy to the host cannot be captured in a graph
 };
 
-// True if the policy causes the refusal, false if a limit of the implementation does.
-constexpr bool is_policy_refusal(Refusal r) {
-  return r == Refusal::kNotListed || r == Refusal::kDenied || r == Refusal::kNotAllowed ||
-         r == Refusal::kNondeterministic || r == Refusal::kStagingStrict ||
-         r == Refusal::kStagingForbidden;
-}
-
 // The rank and state of one implementation for a call.
 struct Standing {
   uint32_t impl = 0;  // index into `impls` of decide()

@@ -89,8 +89,8 @@ def gen_header(family, summary, ops):
             out.append(f"typedef {op.struct} te_fl_{op.name}_args;")
         defaults = "".join(f", .{n} = {d}" for a in op.args for _, n, d in a.c_members()
                            if a.is_scalar and float(a.default) != 0)
-        out += [f"#define TE_FL_{op.name.upper()}_ARGS_INIT \\",
-                f"  {{ .struct_size = sizeof(te_fl_{op.name}_args){defaults} }}", ""]
+        words = [f"#define TE_FL_{op.name.upper()}_ARGS_INIT", f"{{ .struct_size = sizeof(te_fl_{op.name}_args){defaults} }}"]
+        out += [" ".join(words) if len(" ".join(words)) <= 100 else " \\\n  ".join(words), ""]
     out += ["#ifdef __cplusplus", "} /* extern \"C\" */", "#endif", "", f"#endif /* {guard} */", ""]
     return "\n".join(out)
 
@@ -154,7 +154,8 @@ def gen_table(families):
 
 
 def gen_cpp(families):
-    out = [f"// {NOTE}", "// One function per op of the catalogue; each goes through OpManager::instance().", "#pragma once", ""]
+    out = [f"// {NOTE}", "// One function per op of the catalogue; each goes through OpManager::instance(). Formulas and arguments are at",
+           "// the structs, in te_fl/ops/*.h.", "#pragma once", ""]
     out += ['#include "te_fl/op_manager.hpp"'] + [f'#include "te_fl/ops/{f}.h"' for f, _, _ in families]
     out += ["", "namespace te_fl {", "", "// Ids of the catalogue's ops, the same in every version (ops/ids.txt). Custom ops follow.",
             "namespace op {"]
@@ -164,9 +165,9 @@ def gen_cpp(families):
     for family, summary, ops in families:
         out += [f"// {family}: {summary}.", ""]
         for o in ops:
-            out += [wrap(f"{o.summary} {o.formula}", "// "),
-                    f"[[nodiscard]] inline Status {o.name}(const te_fl_{o.name}_args& args, const CallOptions& options = {{}}) {{",
-                    f"  return OpManager::instance().call(op::{o.name}, &args, options);", "}", ""]
+            out += [f"[[nodiscard]] inline Status {o.name}(const te_fl_{o.name}_args& args, const CallOptions& options = {{}}) {{",
+                    f"  return OpManager::instance().call(op::{o.name}, &args, options);", "}"]
+        out.append("")
     out += ["}  // namespace ops", "}  // namespace te_fl", ""]
     return "\n".join(out)
 
@@ -195,8 +196,8 @@ def gen_python(families):
                 opt += ["seed: Union[int, _Plain] = 0", "offset: int = 0"]
             sep = ["*"]
             result = "Any" if any(a.allocated for a in o.args) else "None"
-            out += [f"def {o.name}({', '.join(sep + req + opt)}) -> {result}:", f'    """{o.summary}', "", f"    {o.formula}", '    """', ""]
-    return "\n".join(out)
+            out += [f"def {o.name}({', '.join(sep + req + opt)}) -> {result}:", f'    """{o.summary} {o.formula}"""']
+    return "\n".join([*out, ""])
 
 
 def gen_python_defaults(families):
@@ -213,20 +214,31 @@ CLASS_NOTES = {"compute": "", "enquiry": " An enquiry: reads metadata only.",
 
 
 def rules_md(op):
-    return ["Rules between arguments: " + "; ".join(f"`{rule}`" for rule in op.rules) + ".", ""] if op.rules else []
+    return " Rules between arguments: " + "; ".join(f"`{rule}`" for rule in op.rules) + "." if op.rules else ""
 
 
 def gradient_md(op):
     if not op.gradient:
-        return []
+        return ""
     gets = [f"the gradient of `{our}` as `{their}`" for their, our in op.grads.items()]
     gets += [f"`{our}`" + (f" as `{their}`" if their != our else "") for their, our in op.saves.items()]
     writes = ", ".join(f"that of `{our}` to `{their}`" for their, our in op.results.items())
-    return [f"Gradient: [{op.gradient}](#{op.gradient}) gets {', '.join(gets)}, and scalars of the same name. It writes {writes}.", ""]
+    return f" Gradient: [{op.gradient}](#{op.gradient}) gets {', '.join(gets)}, and scalars of the same name. It writes {writes}."
 
 
-def cost_md(op):
-    return [f"Operations: `{op.operations}`.", ""] if op.operations else []
+def arguments_md(op):
+    rows = ["| argument | type | default | meaning |", "|---|---|---|---|"]
+    for a in op.args:
+        kind = arg_note(a) if a.is_tensor else (f"enum {a.enum}: " + ", ".join(a.enum_names) if a.enum else a.type)
+        if a.dtype_like:
+            kind += f"; by default dtype of {a.dtype_like}"
+        if a.extents:
+            kind += f"; extents {a.extents}"
+        if a.type == "list":
+            kind = "list; " + kind
+        default = "" if not a.is_scalar else (a.enum_names[int(a.default)] if a.enum else f"{a.default:g}")
+        rows.append(f"| {a.name} | {md(kind)} | {default} | {md(a.doc)} |")
+    return rows
 
 
 def gen_docs(families):
@@ -239,21 +251,14 @@ def gen_docs(families):
            "where it says so, arithmetic operations.", ""]
     for family, summary, ops in families:
         out += [f"## {family}", "", summary + ".", ""]
+        tables = {}  # the first op that has each table of arguments
         for o in ops:
+            table = arguments_md(o)
+            first = tables.setdefault("\n".join(table), o.name)
             out += [f"### {o.name}", "", o.summary, "", f"    {o.formula}", "", f"Source: {o.source}." + (
-                " Uses the call's random state." if o.rng else "") + CLASS_NOTES[o.op_class], "", *rules_md(o), *gradient_md(o), *cost_md(o),
-                "| argument | type | default | meaning |", "|---|---|---|---|"]
-            for a in o.args:
-                kind = arg_note(a) if a.is_tensor else (f"enum {a.enum}: " + ", ".join(a.enum_names) if a.enum else a.type)
-                if a.dtype_like:
-                    kind += f"; by default dtype of {a.dtype_like}"
-                if a.extents:
-                    kind += f"; extents {a.extents}"
-                if a.type == "list":
-                    kind = "list; " + kind
-                default = "" if not a.is_scalar else (a.enum_names[int(a.default)] if a.enum else f"{a.default:g}")
-                out.append(f"| {a.name} | {md(kind)} | {default} | {md(a.doc)} |")
-            out.append("")
+                " Uses the call's random state." if o.rng else "") + CLASS_NOTES[o.op_class] + rules_md(o) + gradient_md(o) + (
+                f" Operations: `{o.operations}`." if o.operations else "") + (f" Arguments: those of [{first}](#{first})." if first != o.name else ""), "",
+                *([*table, ""] if first == o.name else [])]
     return "\n".join(out)
 
 

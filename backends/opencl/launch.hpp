@@ -57,24 +57,13 @@ class Launch {
   }
   void groups(int64_t groups, size_t group = 64) {
     const size_t global = static_cast<size_t>(groups) * group;
-    run(1, &global, &group);
-  }
-  void groups2(int64_t x, int64_t y, size_t group_x, size_t group_y) {
-    const size_t global[2] = {static_cast<size_t>(x) * group_x, static_cast<size_t>(y) * group_y};
-    const size_t local[2] = {group_x, group_y};
-    run(2, global, local);
-  }
-
- private:
-  void run(cl_uint dims, const size_t* global, const size_t* local) {
-    for (cl_uint d = 0; d < dims; ++d) {
-      if (global[d] == 0) return;
-    }
-    check(clEnqueueNDRangeKernel(queue_, kernel_.kernel, dims, nullptr, global, local, 0, nullptr,
+    if (global == 0) return;
+    check(clEnqueueNDRangeKernel(queue_, kernel_.kernel, 1, nullptr, &global, &group, 0, nullptr,
                                  nullptr),
           name_);
   }
 
+ private:
   const Device& device_;
   const cl_command_queue queue_;
   const char* name_;

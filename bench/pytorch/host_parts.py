@@ -2,13 +2,17 @@
 """Times the parts of the host's work for te_fl.pytorch.Linear on a GPU: the calls into C++ alone, those through autograd, and
 torch.nn.Linear.
 
-usage: host_parts.py [--layer SECONDS | --profile]   (TE_FL_PLUGIN_MODULES names the CUDA plugin of a build)
+usage: host_parts.py [--layer SECONDS | --profile | --walk]   (TE_FL_PLUGIN_MODULES names the CUDA plugin of a build)
   --layer  only runs steps of a TransformerLayer (hidden 1024, 512 tokens, BF16, new gradients) for SECONDS, first with autograd in threads of
            its own and then in the calling thread; for use under an external profiler
   --profile  only prints PyTorch's profile of a call that enters an autocast: counts, and us of the host and of the device
+  --walk   only prints the way of a forward from the module to its call into C++, on the host: the Python files of te_fl that it enters, in order,
+           and the calls that return from one file to another
 """
 
 import argparse
+import os
+import sys
 import time
 
 import torch
@@ -16,6 +20,7 @@ import torch
 import te_fl.pytorch as te
 from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling
+from te_fl.pytorch.autograd import call
 
 ROWS, WIDTH = 64, 768
 
@@ -42,27 +47,27 @@ def main():
     plain = torch.nn.Linear(WIDTH, WIDTH, dtype=dtype, device=device)
     ours = te.Linear(WIDTH, WIDTH, params_dtype=dtype, device=device)
     ours(leaf).backward(dy)
-    layer, parameters = ours._layer(x.device).native, (ours.weight, ours.bias)
+    about = call.LayerCall(ours._layer(x.device, "linear").native, 1, 0, -1, None, None, None, False)
     allocate, free = torch._C._cuda_cudaCachingAllocator_raw_alloc, torch._C._cuda_cudaCachingAllocator_raw_delete
 
-    def native(mode):
-        return _native.layer_forward(layer, -1, mode, None, (x,), parameters, None, None)
+    def native(training):
+        return _native.layer_forward(about, training, x, ours.weight, ours.bias)
 
     def both():
-        _native.layer_backward(native(0)[1], dy, parameters, None, False)
+        _native.layer_backward(native(True)[1], dy, None, False, True, ours.weight, ours.bias)
 
     def forward(module):
         with torch.no_grad():
             module(x)
 
-    rows = (("call into C++, forward that keeps nothing", lambda: native(2)), ("call into C++, forward for a backward", lambda: native(0)),
+    rows = (("call into C++, forward that keeps nothing", lambda: native(False)), ("call into C++, forward for a backward", lambda: native(True)),
             ("calls into C++, forward and backward", both), ("an allocation and its return", lambda: free(allocate(x.nbytes, 0))),
             ("torch.nn.Linear forward, no gradient", lambda: forward(plain)), ("te_fl Linear forward, no gradient", lambda: forward(ours)),
             ("torch.nn.Linear forward", lambda: plain(leaf)), ("te_fl Linear forward", lambda: ours(leaf)),
             ("torch.nn.Linear forward and backward", lambda: plain(leaf).backward(dy)),
             ("te_fl Linear forward and backward", lambda: ours(leaf).backward(dy)))
-    for name, call in rows:
-        print(f"{name:45} {median(call):8.1f} us")
+    for name, timed in rows:
+        print(f"{name:45} {median(timed):8.1f} us")
 
 
 def steps(seconds):
@@ -129,12 +134,56 @@ def profile(calls=100):
                     print(f"  {e.count / calls:6.2f} {e.self_cpu_time_total / calls:8.2f} {e.self_device_time_total / calls:8.2f}  {e.key[:100]}")
 
 
+def walk(step):
+    """Returns the files that `step` enters before its last call into C++ that computes a layer, and the number of returns between files."""
+    targets = [f for f in (call._node and call._node.run, call.plain, _native.layer_forward) if f]
+    files, returns, found = [], 0, ([], 0)
+
+    def follow(frame, event, argument):
+        nonlocal returns, found
+        path = frame.f_code.co_filename
+        if f"{os.sep}te_fl{os.sep}" not in path:
+            return
+        outer = frame.f_back.f_code.co_filename
+        if event == "call" and path not in files:
+            files.append(path)
+        elif event == "return" and outer != path:
+            returns += 1
+        elif event == "c_call" and any(argument is f for f in targets):
+            found = list(files), returns
+
+    sys.setprofile(follow)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return [path.rpartition(f"te_fl{os.sep}")[2] for path in found[0]], found[1]
+
+
+def walks():
+    x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, device="cpu", requires_grad=True)
+    kind = {"params_dtype": torch.bfloat16, "device": "cpu"}
+    modules = {"Linear": te.Linear(WIDTH, WIDTH, **kind), "LayerNormMLP": te.LayerNormMLP(WIDTH, WIDTH, **kind),
+               "TransformerLayer": te.TransformerLayer(WIDTH, WIDTH, 12, attn_input_format="bshd", **kind)}
+    for name, module in modules.items():
+        for recipe in (None, DelayedScaling()):
+            value = x[None] if name == "TransformerLayer" else x
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                for _ in range(3):
+                    module(value)
+                files, returns = walk(lambda: module(value))
+            print(f"{name}, {'BF16' if recipe is None else 'FP8 delayed'}: {len(files)} files, {returns} returns: {', '.join(files)}")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layer", type=float, metavar="SECONDS")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--walk", action="store_true")
     options = parser.parse_args()
-    if options.profile:
+    if options.walk:
+        walks()
+    elif options.profile:
         profile()
     elif options.layer is None:
         main()

@@ -37,7 +37,7 @@ def nodes():
 
 def use(node):
     layers.run = node
-    base.plain = call.plain if node is call.run else call.python_plain
+    base.plain = call.plain if node is call.run else None
 
 
 def synchronize(device):

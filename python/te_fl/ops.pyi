@@ -15,655 +15,220 @@ Output = Union[Tensor, _DType, bool, None]  # True or a dtype: te-fl allocates i
 Communicator = Any  # te_fl.pytorch.distributed.communicator.of(group, device)
 
 def gelu(*, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """GELU activation.
-
-    y = 0.5 x (1 + tanh(c (x + 0.044715 x^3))), c = sqrt(2/pi) = 0.7978845608
-    """
-
+    """GELU activation. y = 0.5 x (1 + tanh(c (x + 0.044715 x^3))), c = sqrt(2/pi) = 0.7978845608"""
 def qgelu(*, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """QGELU activation.
-
-    y = x sigmoid(1.702 x)
-    """
-
+    """QGELU activation. y = x sigmoid(1.702 x)"""
 def relu(*, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """RELU activation.
-
-    y = max(x, 0)
-    """
-
+    """RELU activation. y = max(x, 0)"""
 def srelu(*, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """SRELU activation.
-
-    y = max(x, 0)^2
-    """
-
+    """SRELU activation. y = max(x, 0)^2"""
 def silu(*, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """SiLU activation.
-
-    y = x sigmoid(x)
-    """
-
+    """SiLU activation. y = x sigmoid(x)"""
 def geglu(*, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gated activation: gelu(a) * b.
-
-    y = gelu(a) * b, input = [a, b] along the last dimension
-    """
-
+    """Gated activation: gelu(a) * b. y = gelu(a) * b, input = [a, b] along the last dimension"""
 def qgeglu(*, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gated activation: qgelu(a) * b.
-
-    y = qgelu(a) * b, input = [a, b] along the last dimension
-    """
-
+    """Gated activation: qgelu(a) * b. y = qgelu(a) * b, input = [a, b] along the last dimension"""
 def reglu(*, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gated activation: relu(a) * b.
-
-    y = relu(a) * b, input = [a, b] along the last dimension
-    """
-
+    """Gated activation: relu(a) * b. y = relu(a) * b, input = [a, b] along the last dimension"""
 def sreglu(*, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gated activation: srelu(a) * b.
-
-    y = srelu(a) * b, input = [a, b] along the last dimension
-    """
-
+    """Gated activation: srelu(a) * b. y = srelu(a) * b, input = [a, b] along the last dimension"""
 def swiglu(*, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gated activation: silu(a) * b.
-
-    y = silu(a) * b, input = [a, b] along the last dimension
-    """
-
+    """Gated activation: silu(a) * b. y = silu(a) * b, input = [a, b] along the last dimension"""
 def glu(*, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gated activation: sigmoid(a) * b.
-
-    y = sigmoid(a) * b, input = [a, b] along the last dimension
-    """
-
+    """Gated activation: sigmoid(a) * b. y = sigmoid(a) * b, input = [a, b] along the last dimension"""
 def clamped_swiglu(*, input: Tensor, output: Output = None, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, stream: Any = None) -> Any:
-    """Clamped SwiGLU.
-
-    y = a' sigmoid(alpha a') (b' + glu_linear_offset), a' = min(a, limit), b' = clamp(b, -limit, limit)
-    """
-
+    """Clamped SwiGLU. y = a' sigmoid(alpha a') (b' + glu_linear_offset), a' = min(a, limit), b' = clamp(b, -limit, limit)"""
 def dgelu(*, grad: Tensor, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gradient of gelu.
-
-    dx = dy * gelu'(x)
-    """
-
+    """Gradient of gelu. dx = dy * gelu'(x)"""
 def dqgelu(*, grad: Tensor, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gradient of qgelu.
-
-    dx = dy * qgelu'(x)
-    """
-
+    """Gradient of qgelu. dx = dy * qgelu'(x)"""
 def drelu(*, grad: Tensor, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gradient of relu.
-
-    dx = dy * relu'(x)
-    """
-
+    """Gradient of relu. dx = dy * relu'(x)"""
 def dsrelu(*, grad: Tensor, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gradient of srelu.
-
-    dx = dy * srelu'(x)
-    """
-
+    """Gradient of srelu. dx = dy * srelu'(x)"""
 def dsilu(*, grad: Tensor, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gradient of silu.
-
-    dx = dy * silu'(x)
-    """
-
+    """Gradient of silu. dx = dy * silu'(x)"""
 def dgeglu(*, grad: Tensor, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gradient of geglu.
-
-    da = dy * gelu'(a) * b, db = dy * gelu(a)
-    """
-
+    """Gradient of geglu. da = dy * gelu'(a) * b, db = dy * gelu(a)"""
 def dqgeglu(*, grad: Tensor, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gradient of qgeglu.
-
-    da = dy * qgelu'(a) * b, db = dy * qgelu(a)
-    """
-
+    """Gradient of qgeglu. da = dy * qgelu'(a) * b, db = dy * qgelu(a)"""
 def dreglu(*, grad: Tensor, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gradient of reglu.
-
-    da = dy * relu'(a) * b, db = dy * relu(a)
-    """
-
+    """Gradient of reglu. da = dy * relu'(a) * b, db = dy * relu(a)"""
 def dsreglu(*, grad: Tensor, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gradient of sreglu.
-
-    da = dy * srelu'(a) * b, db = dy * srelu(a)
-    """
-
+    """Gradient of sreglu. da = dy * srelu'(a) * b, db = dy * srelu(a)"""
 def dswiglu(*, grad: Tensor, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gradient of swiglu.
-
-    da = dy * silu'(a) * b, db = dy * silu(a)
-    """
-
+    """Gradient of swiglu. da = dy * silu'(a) * b, db = dy * silu(a)"""
 def dglu(*, grad: Tensor, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Gradient of glu.
-
-    da = dy * sigmoid'(a) * b, db = dy * sigmoid(a)
-    """
-
+    """Gradient of glu. da = dy * sigmoid'(a) * b, db = dy * sigmoid(a)"""
 def clamped_dswiglu(*, grad: Tensor, input: Tensor, output: Output = None, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, stream: Any = None) -> Any:
-    """Gradient of clamped_swiglu.
-
-    derivative of clamped_swiglu; zero for a > limit and for |b| > limit
-    """
-
+    """Gradient of clamped_swiglu. derivative of clamped_swiglu; zero for a > limit and for |b| > limit"""
 def dbias_dgelu(*, grad: Tensor, input: Tensor, output: Output = None, dbias: Output = None, stream: Any = None) -> Any:
-    """Gradient of gelu and of the bias that is added before it.
-
-    dx = dy * gelu'(x); dbias = sum over rows of dx
-    """
-
+    """Gradient of gelu and of the bias that is added before it. dx = dy * gelu'(x); dbias = sum over rows of dx"""
 def dbias_dsilu(*, grad: Tensor, input: Tensor, output: Output = None, dbias: Output = None, stream: Any = None) -> Any:
-    """Gradient of silu and of the bias that is added before it.
-
-    dx = dy * silu'(x); dbias = sum over rows of dx
-    """
-
+    """Gradient of silu and of the bias that is added before it. dx = dy * silu'(x); dbias = sum over rows of dx"""
 def dbias_drelu(*, grad: Tensor, input: Tensor, output: Output = None, dbias: Output = None, stream: Any = None) -> Any:
-    """Gradient of relu and of the bias that is added before it.
-
-    dx = dy * relu'(x); dbias = sum over rows of dx
-    """
-
+    """Gradient of relu and of the bias that is added before it. dx = dy * relu'(x); dbias = sum over rows of dx"""
 def dbias_dqgelu(*, grad: Tensor, input: Tensor, output: Output = None, dbias: Output = None, stream: Any = None) -> Any:
-    """Gradient of qgelu and of the bias that is added before it.
-
-    dx = dy * qgelu'(x); dbias = sum over rows of dx
-    """
-
+    """Gradient of qgelu and of the bias that is added before it. dx = dy * qgelu'(x); dbias = sum over rows of dx"""
 def dbias_dsrelu(*, grad: Tensor, input: Tensor, output: Output = None, dbias: Output = None, stream: Any = None) -> Any:
-    """Gradient of srelu and of the bias that is added before it.
-
-    dx = dy * srelu'(x); dbias = sum over rows of dx
-    """
-
+    """Gradient of srelu and of the bias that is added before it. dx = dy * srelu'(x); dbias = sum over rows of dx"""
 def situglu(*, input: Tensor, output: Output = None, beta1: float = 4.0, beta2: float = 25.0, stream: Any = None) -> Any:
-    """Gated activation with two bounded halves.
-
-    y = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2), input = [a, b] along the last dimension
-    """
-
+    """Gated activation with two bounded halves. y = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2), input = [a, b] along the last dimension"""
 def dsituglu(*, grad: Tensor, input: Tensor, output: Output = None, beta1: float = 4.0, beta2: float = 25.0, stream: Any = None) -> Any:
-    """Gradient of situglu.
-
-    derivative of situglu
-    """
-
+    """Gradient of situglu. derivative of situglu"""
 def scaled_swiglu(*, input: Tensor, act_scales: Tensor, output: Output = None, glu_interleave_size: int = 0, stream: Any = None) -> Any:
-    """swiglu with one factor per row.
-
-    s silu(a) b, rounded once
-    """
-
+    """swiglu with one factor per row. s silu(a) b, rounded once"""
 def scaled_dswiglu(*, grad: Tensor, input: Tensor, act_scales: Tensor, output: Output = None, grad_scales: Output = None, glu_interleave_size: int = 0, stream: Any = None) -> Any:
-    """Gradient of scaled_swiglu and of its factors.
-
-    output = s times the derivative of swiglu; grad_scales = sum over the row of grad silu(a) b
-    """
-
+    """Gradient of scaled_swiglu and of its factors. output = s times the derivative of swiglu; grad_scales = sum over the row of grad silu(a) b"""
 def scaled_clamped_swiglu(*, input: Tensor, act_scales: Tensor, output: Output = None, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, glu_interleave_size: int = 0, stream: Any = None) -> Any:
-    """clamped_swiglu with one factor per row.
-
-    s clamped_swiglu(a, b), rounded once
-    """
-
+    """clamped_swiglu with one factor per row. s clamped_swiglu(a, b), rounded once"""
 def scaled_clamped_dswiglu(*, grad: Tensor, input: Tensor, act_scales: Tensor, output: Output = None, grad_scales: Output = None, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, glu_interleave_size: int = 0, stream: Any = None) -> Any:
-    """Gradient of scaled_clamped_swiglu and of its factors.
-
-    output = s times the derivative of clamped_swiglu; grad_scales = sum over the row of grad clamped_swiglu(a, b)
-    """
-
+    """Gradient of scaled_clamped_swiglu and of its factors. output = s times the derivative of clamped_swiglu; grad_scales = sum over the row of grad clamped_swiglu(a, b)"""
 def scaled_srelu(*, input: Tensor, act_scales: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """srelu with one factor per row.
-
-    s max(x, 0)^2, rounded once
-    """
-
+    """srelu with one factor per row. s max(x, 0)^2, rounded once"""
 def scaled_dsrelu(*, grad: Tensor, input: Tensor, act_scales: Tensor, output: Output = None, grad_scales: Output = None, stream: Any = None) -> Any:
-    """Gradient of scaled_srelu and of its factors.
-
-    output = 2 s grad max(x, 0); grad_scales = sum over the row of grad max(x, 0)^2
-    """
-
+    """Gradient of scaled_srelu and of its factors. output = 2 s grad max(x, 0); grad_scales = sum over the row of grad max(x, 0)^2"""
 def scaled_situglu(*, input: Tensor, act_scales: Tensor, output: Output = None, beta1: float = 4.0, beta2: float = 25.0, glu_interleave_size: int = 0, stream: Any = None) -> Any:
-    """situglu with one factor per row.
-
-    s situglu(a, b), rounded once
-    """
-
+    """situglu with one factor per row. s situglu(a, b), rounded once"""
 def scaled_dsituglu(*, grad: Tensor, input: Tensor, act_scales: Tensor, output: Output = None, grad_scales: Output = None, beta1: float = 4.0, beta2: float = 25.0, glu_interleave_size: int = 0, stream: Any = None) -> Any:
-    """Gradient of scaled_situglu and of its factors.
-
-    output = s times the derivative of situglu; grad_scales = sum over the row of grad situglu(a, b)
-    """
-
+    """Gradient of scaled_situglu and of its factors. output = s times the derivative of situglu; grad_scales = sum over the row of grad situglu(a, b)"""
 def fused_attn_fwd(*, q: Tensor, k: Tensor, v: Tensor, o: Output = None, softmax_lse: Output = None, bias: Optional[Tensor] = None, alibi_slopes: Optional[Tensor] = None, attn_mask: Optional[Tensor] = None, cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_kv: Optional[Tensor] = None, cu_seqlens_q_padded: Optional[Tensor] = None, cu_seqlens_kv_padded: Optional[Tensor] = None, softmax_sink: Optional[Tensor] = None, s_quant: Optional[Tensor] = None, saved: Optional[Saved] = None, layout: Union[int, str] = 0, mask_type: Union[int, str] = 0, softmax_type: Union[int, str] = 0, scale: float = 1.0, dropout_p: float = 0.0, window_left: int = -1, window_right: int = -1, max_seqlen_q: int = 0, max_seqlen_kv: int = 0, softcap: float = 0.0, stream: Any = None, seed: Union[int, _Plain] = 0, offset: int = 0) -> Any:
-    """Scaled dot-product attention.
-
-    O = dropout(softmax(cap(scale * Q K^T) + bias, masked)) V, cap(x) = softcap tanh(x / softcap) or x; a fully masked row yields zeros
-    """
-
+    """Scaled dot-product attention. O = dropout(softmax(cap(scale * Q K^T) + bias, masked)) V, cap(x) = softcap tanh(x / softcap) or x; a fully masked row yields zeros"""
 def fused_attn_bwd(*, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, softmax_lse: Tensor, dq: Output = None, dk: Output = None, dv: Output = None, dbias: Output = None, dsink: Output = None, bias: Optional[Tensor] = None, alibi_slopes: Optional[Tensor] = None, attn_mask: Optional[Tensor] = None, cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_kv: Optional[Tensor] = None, cu_seqlens_q_padded: Optional[Tensor] = None, cu_seqlens_kv_padded: Optional[Tensor] = None, softmax_sink: Optional[Tensor] = None, s_quant: Optional[Tensor] = None, dp_quant: Optional[Tensor] = None, saved: Optional[Saved] = None, layout: Union[int, str] = 0, mask_type: Union[int, str] = 0, softmax_type: Union[int, str] = 0, scale: float = 1.0, dropout_p: float = 0.0, window_left: int = -1, window_right: int = -1, max_seqlen_q: int = 0, max_seqlen_kv: int = 0, softcap: float = 0.0, stream: Any = None, seed: Union[int, _Plain] = 0, offset: int = 0) -> Any:
-    """Gradient of scaled dot-product attention.
-
-    P from lse; dV = P^T dO; dP = dO V^T; dS = P (dP - rowsum(dO O)); dX = dS cap'(X), X = scale Q K^T; dQ = scale dX K; dK = scale dX^T Q
-    """
-
+    """Gradient of scaled dot-product attention. P from lse; dV = P^T dO; dP = dO V^T; dS = P (dP - rowsum(dO O)); dX = dS cap'(X), X = scale Q K^T; dQ = scale dX K; dK = scale dX^T Q"""
 def get_fused_attn_backend(*, q: Tensor, k: Tensor, v: Tensor, backend: Tensor, layout: Union[int, str] = 0, mask_type: Union[int, str] = 0, softmax_type: Union[int, str] = 0, dropout_p: float = 0.0, window_left: int = -1, window_right: int = -1, is_training: bool = False, stream: Any = None) -> None:
-    """Returns which attention kernel this implementation would run for a problem; runs nothing.
-
-    backend = -1 none, 1 FP16/BF16/FP32 of any length, 2 FP8
-    """
-
+    """Returns which attention kernel this implementation would run for a problem; runs nothing. backend = -1 none, 1 FP16/BF16/FP32 of any length, 2 FP8"""
 def all_reduce(*, input: Tensor, comm: Communicator, output: Output = None, reduction: Union[int, str] = 0, stream: Any = None) -> Any:
-    """Reduces each element over all ranks; every rank gets the whole result.
-
-    output = sum, maximum or mean of input_r over the ranks r; a NaN on any rank makes the maximum NaN
-    """
-
+    """Reduces each element over all ranks; every rank gets the whole result. output = sum, maximum or mean of input_r over the ranks r; a NaN on any rank makes the maximum NaN"""
 def all_gather(*, input: Tensor, comm: Communicator, output: Output = None, stream: Any = None) -> Any:
-    """Concatenates the tensors of all ranks in rank order; every rank gets the whole result.
-
-    output = [input_0; input_1; ...], rank after rank in memory
-    """
-
+    """Concatenates the tensors of all ranks in rank order; every rank gets the whole result. output = [input_0; input_1; ...], rank after rank in memory"""
 def reduce_scatter(*, input: Tensor, comm: Communicator, output: Output = None, reduction: Union[int, str] = 0, stream: Any = None) -> Any:
-    """Reduces each element over all ranks; each rank gets one part of the result.
-
-    output on rank i = part i of the sum, maximum or mean of input_r over the ranks r
-    """
-
+    """Reduces each element over all ranks; each rank gets one part of the result. output on rank i = part i of the sum, maximum or mean of input_r over the ranks r"""
 def all_to_all(*, input: Tensor, comm: Communicator, output: Output = None, stream: Any = None) -> Any:
-    """Sends part i of each rank's tensor to rank i.
-
-    on rank i: part r of output = part i of input_r; a tensor has one equal part per rank
-    """
-
+    """Sends part i of each rank's tensor to rank i. on rank i: part r of output = part i of input_r; a tensor has one equal part per rank"""
 def all_to_all_v(*, input: Tensor, comm: Communicator, input_rows: Sequence[int], output_rows: Sequence[int], output: Output = None, stream: Any = None) -> Any:
-    """Sends a given number of rows from each rank to each rank.
-
-    output = the rows that ranks 0, 1, ... send to this rank, concatenated in rank order
-    """
-
+    """Sends a given number of rows from each rank to each rank. output = the rows that ranks 0, 1, ... send to this rank, concatenated in rank order"""
 def broadcast(*, data: Tensor, comm: Communicator, root: int = 0, stream: Any = None) -> None:
-    """Copies the tensor of rank root to all ranks.
-
-    data = data on rank root
-    """
-
+    """Copies the tensor of rank root to all ranks. data = data on rank root"""
 def send(*, input: Tensor, comm: Communicator, peer: int = 0, stream: Any = None) -> None:
-    """Sends a tensor to one rank, which receives it with recv.
-
-    output of the peer's recv = input
-    """
-
+    """Sends a tensor to one rank, which receives it with recv. output of the peer's recv = input"""
 def recv(*, comm: Communicator, output: Output = None, peer: int = 0, stream: Any = None) -> Any:
-    """Receives the tensor that one rank sends.
-
-    output = input of the peer's send
-    """
-
+    """Receives the tensor that one rank sends. output = input of the peer's send"""
 def barrier(*, comm: Communicator, stream: Any = None) -> None:
-    """Blocks the stream of the call until all ranks have reached the barrier.
-
-    computes nothing
-    """
-
+    """Blocks the stream of the call until all ranks have reached the barrier. computes nothing"""
 def dropout_fwd(*, input: Tensor, output: Output = None, mask: Output = None, p: float = 0.0, stream: Any = None, seed: Union[int, _Plain] = 0, offset: int = 0) -> Any:
-    """Drops elements with probability p.
-
-    y_i = keep_i ? x_i / (1 - p) : 0; keep_i = (word i mod 4 of Philox(seed, offset + i/4)) * 2^-32 >= p
-    """
-
+    """Drops elements with probability p. y_i = keep_i ? x_i / (1 - p) : 0; keep_i = (word i mod 4 of Philox(seed, offset + i/4)) * 2^-32 >= p"""
 def dropout_bwd(*, grad_output: Tensor, mask: Tensor, grad_input: Output = None, p: float = 0.0, stream: Any = None) -> Any:
-    """Gradient of dropout.
-
-    dx_i = keep_i ? dy_i / (1 - p) : 0
-    """
-
+    """Gradient of dropout. dx_i = keep_i ? dy_i / (1 - p) : 0"""
 def generic_gemm(*, a: Tensor, b: Tensor, d: Tensor, bias: Optional[Tensor] = None, pre_gelu_out: Output = None, pre_gelu_in: Optional[Tensor] = None, bias_grad: Optional[Tensor] = None, trans_a: bool = False, trans_b: bool = False, gelu: bool = False, accumulate: bool = False, accumulate_bias_grad: bool = False, use_split_accumulator: bool = False, alpha: float = 1.0, beta: float = 1.0, residual: Optional[Tensor] = None, d_sum: Output = None, stream: Any = None) -> Any:
-    """Matrix product with optional bias, GELU, gradient epilogues and accumulation, plain or quantised.
-
-    D = epilogue(alpha * op(A) op(B) + bias) + residual + beta * D if accumulate; op(X) = X^T if trans_x
-    """
-
+    """Matrix product with optional bias, GELU, gradient epilogues and accumulation, plain or quantised. D = epilogue(alpha * op(A) op(B) + bias) + residual + beta * D if accumulate; op(X) = X^T if trans_x"""
 def grouped_gemm(*, a: Sequence[Tensor], b: Sequence[Tensor], d: Sequence[Tensor], bias: Optional[Sequence[Tensor]] = None, bias_grad: Optional[Sequence[Tensor]] = None, trans_a: bool = False, trans_b: bool = False, accumulate: bool = False, accumulate_bias_grad: bool = False, use_split_accumulator: bool = False, alpha: float = 1.0, beta: float = 1.0, stream: Any = None) -> None:
-    """Several independent matrix products in one call.
-
-    d[i] = alpha * op(a[i]) op(b[i]) + bias[i] + beta * d[i] if accumulate; op(X) = X^T if trans_x
-    """
-
+    """Several independent matrix products in one call. d[i] = alpha * op(a[i]) op(b[i]) + bias[i] + beta * d[i] if accumulate; op(X) = X^T if trans_x"""
 def moe_permute_fwd(*, input: Tensor, indices: Tensor, output: Output = None, row_id_map: Output = None, num_experts: int = 0, stream: Any = None) -> Any:
-    """Copies the row of each token to each of its experts, ordered by expert.
-
-    output[r] = input[t] for the pair (t, s) number r by (indices[t, s], K t + s); row_id_map[s, t] = r, or -1 from r = R on; rows without a pair are 0
-    """
-
+    """Copies the row of each token to each of its experts, ordered by expert. output[r] = input[t] for the pair (t, s) number r by (indices[t, s], K t + s); row_id_map[s, t] = r, or -1 from r = R on; rows without a pair are 0"""
 def moe_permute_bwd(*, grad_output: Tensor, row_id_map: Tensor, probs: Optional[Tensor] = None, grad_input: Output = None, stream: Any = None) -> Any:
-    """Gradient of the tokens of moe_permute_fwd.
-
-    grad_input[t] = sum of probs[t, s] grad_output[row_id_map[s, t]] over the s with row_id_map[s, t] >= 0
-    """
-
+    """Gradient of the tokens of moe_permute_fwd. grad_input[t] = sum of probs[t, s] grad_output[row_id_map[s, t]] over the s with row_id_map[s, t] >= 0"""
 def moe_unpermute_fwd(*, input: Tensor, row_id_map: Tensor, probs: Optional[Tensor] = None, output: Output = None, stream: Any = None) -> Any:
-    """Sums the rows of each token, weighted by probabilities.
-
-    output[t] = sum of probs[t, s] input[row_id_map[s, t]] over the s with row_id_map[s, t] >= 0
-    """
-
+    """Sums the rows of each token, weighted by probabilities. output[t] = sum of probs[t, s] input[row_id_map[s, t]] over the s with row_id_map[s, t] >= 0"""
 def moe_unpermute_bwd(*, grad_output: Tensor, fwd_input: Tensor, row_id_map: Tensor, probs: Optional[Tensor] = None, grad_input: Output = None, grad_probs: Output = None, stream: Any = None) -> Any:
-    """Gradient of the permuted rows and of the probabilities.
-
-    grad_input[r] = probs[t, s] grad_output[t] for r = row_id_map[s, t], 0 for rows without a pair; grad_probs[t, s] = sum over h of grad_output[t, h] fwd_input[r, h], 0 where r is -1
-    """
-
+    """Gradient of the permuted rows and of the probabilities. grad_input[r] = probs[t, s] grad_output[t] for r = row_id_map[s, t], 0 for rows without a pair; grad_probs[t, s] = sum over h of grad_output[t, h] fwd_input[r, h], 0 where r is -1"""
 def fused_topk_with_score_function_fwd(*, logits: Tensor, expert_bias: Optional[Tensor] = None, probs: Output = None, routing_map: Output = None, routing_bits: Output = None, topk_indices: Output = None, intermediate_output: Output = None, topk: int = 1, use_pre_softmax: bool = False, num_groups: int = 0, group_topk: int = 0, scaling_factor: float = 1.0, score_function: Union[int, str] = 0, stream: Any = None) -> Any:
-    """Chooses the experts of each token and computes their probabilities.
-
-    s = f(logits); the experts with the topk largest s + expert_bias are chosen, with num_groups > 0 only from the group_topk best groups; p = scaling_factor s for the chosen experts, after a softmax over them or divided by their sum + 1e-20; 0 for the others
-    """
-
+    """Chooses the experts of each token and computes their probabilities. s = f(logits); the experts with the topk largest s + expert_bias are chosen, with num_groups > 0 only from the group_topk best groups; p = scaling_factor s for the chosen experts, after a softmax over them or divided by their sum + 1e-20; 0 for the others"""
 def fused_topk_with_score_function_bwd(*, intermediate_output: Tensor, grad_probs: Tensor, routing_map: Optional[Tensor] = None, routing_bits: Optional[Tensor] = None, topk_indices: Optional[Tensor] = None, grad_logits: Output = None, topk: int = 1, use_pre_softmax: bool = False, scaling_factor: float = 1.0, score_function: Union[int, str] = 0, stream: Any = None) -> Any:
-    """Gradient of the router's logits.
-
-    grad_logits = grad_probs times the derivative of probs with respect to logits, for the same chosen experts
-    """
-
+    """Gradient of the router's logits. grad_logits = grad_probs times the derivative of probs with respect to logits, for the same chosen experts"""
 def fused_score_for_moe_aux_loss_fwd(*, logits: Tensor, scores: Output = None, routing_map: Output = None, routing_bits: Output = None, intermediate_output: Output = None, topk: int = 1, score_function: Union[int, str] = 0, stream: Any = None) -> Any:
-    """Computes the scores of all experts for the auxiliary loss, and the topk experts by score.
-
-    scores = softmax(logits); or f(logits), divided by their sum + 1e-20
-    """
-
+    """Computes the scores of all experts for the auxiliary loss, and the topk experts by score. scores = softmax(logits); or f(logits), divided by their sum + 1e-20"""
 def fused_score_for_moe_aux_loss_bwd(*, intermediate_output: Tensor, grad_scores: Tensor, grad_logits: Output = None, topk: int = 1, score_function: Union[int, str] = 0, stream: Any = None) -> Any:
-    """Gradient of the logits from the auxiliary loss's scores.
-
-    grad_logits = grad_scores times the derivative of scores with respect to logits
-    """
-
+    """Gradient of the logits from the auxiliary loss's scores. grad_logits = grad_scores times the derivative of scores with respect to logits"""
 def fused_moe_aux_loss_fwd(*, probs: Tensor, tokens_per_expert: Tensor, total_num_tokens_tensor: Optional[Tensor] = None, aux_loss: Output = None, const_buf: Output = None, total_num_tokens: int = 0, num_experts: int = 1, topk: int = 1, coeff: float = 1.0, stream: Any = None) -> Any:
-    """Auxiliary loss that balances the load of the experts.
-
-    c = coeff num_experts / (topk n^2), n = total_num_tokens; loss = c sum over e of tokens_per_expert[e] (sum over t of probs[t, e]); const_buf = c
-    """
-
+    """Auxiliary loss that balances the load of the experts. c = coeff num_experts / (topk n^2), n = total_num_tokens; loss = c sum over e of tokens_per_expert[e] (sum over t of probs[t, e]); const_buf = c"""
 def fused_moe_aux_loss_bwd(*, const_buf: Tensor, tokens_per_expert: Tensor, grad_aux_loss: Tensor, grad_probs: Output = None, stream: Any = None) -> Any:
-    """Gradient of the auxiliary loss.
-
-    grad_probs[t, e] = const_buf tokens_per_expert[e] grad_aux_loss
-    """
-
+    """Gradient of the auxiliary loss. grad_probs[t, e] = const_buf tokens_per_expert[e] grad_aux_loss"""
 def fused_multi_row_padding(*, input: Tensor, input_rows: Sequence[int], padded_rows: Sequence[int], output: Output = None, stream: Any = None) -> Any:
-    """Pads the rows of each group with zeros.
-
-    group after group: input_rows[i] rows of input, then zeros up to padded_rows[i] rows of output
-    """
-
+    """Pads the rows of each group with zeros. group after group: input_rows[i] rows of input, then zeros up to padded_rows[i] rows of output"""
 def fused_multi_row_unpadding(*, input: Tensor, input_rows: Sequence[int], unpadded_rows: Sequence[int], output: Output = None, stream: Any = None) -> Any:
-    """Removes the padding rows of each group.
-
-    group after group: the first unpadded_rows[i] of the input_rows[i] rows of input
-    """
-
+    """Removes the padding rows of each group. group after group: the first unpadded_rows[i] of the input_rows[i] rows of input"""
 def splits_to_offsets(*, splits: Tensor, offsets: Output = None, leading_zero: bool = True, stride: int = 1, stream: Any = None) -> Any:
-    """Computes the offsets of consecutive parts from their lengths.
-
-    offsets[i] = stride (splits[0] + ... + splits[i - 1]), from i = 0 with leading_zero, else from i = 1
-    """
-
+    """Computes the offsets of consecutive parts from their lengths. offsets[i] = stride (splits[0] + ... + splits[i - 1]), from i = 0 with leading_zero, else from i = 1"""
 def moe_permute_by_mask_fwd(*, input: Tensor, routing_map: Tensor, probs: Optional[Tensor] = None, pad_offsets: Optional[Tensor] = None, output: Output = None, permuted_probs: Output = None, row_id_map: Output = None, stream: Any = None) -> Any:
-    """Copies the row of each token to each of its experts, which a mask selects, ordered by expert.
-
-    output[r] = input[t], 0 where probs[t, e] is 0, and permuted_probs[r] = probs[t, e] for each pair (t, e) whose routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e]; row_id_map[e, t] = r, -1 for other pairs; rows without a pair are 0
-    """
-
+    """Copies the row of each token to each of its experts, which a mask selects, ordered by expert. output[r] = input[t], 0 where probs[t, e] is 0, and permuted_probs[r] = probs[t, e] for each pair (t, e) whose routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e]; row_id_map[e, t] = r, -1 for other pairs; rows without a pair are 0"""
 def moe_sort_chunks_fwd(*, input: Tensor, split_sizes: Tensor, sorted_index: Tensor, probs: Optional[Tensor] = None, output: Output = None, permuted_probs: Output = None, row_id_map: Output = None, stream: Any = None) -> Any:
-    """Reorders chunks of rows.
-
-    chunk i is the next split_sizes[i] rows of input; output holds chunk sorted_index[0], then chunk sorted_index[1], ..; row_id_map[t] is the output row of input row t; rows after the last chunk become 0, with row_id_map -1
-    """
-
+    """Reorders chunks of rows. chunk i is the next split_sizes[i] rows of input; output holds chunk sorted_index[0], then chunk sorted_index[1], ..; row_id_map[t] is the output row of input row t; rows after the last chunk become 0, with row_id_map -1"""
 def moe_sort_chunks_bwd(*, grad_output: Tensor, row_id_map: Tensor, grad_permuted_probs: Optional[Tensor] = None, grad_input: Output = None, grad_probs: Output = None, stream: Any = None) -> Any:
-    """Gradient of the rows and probabilities of moe_sort_chunks_fwd.
-
-    grad_input[t] = grad_output[row_id_map[t]], grad_probs[t] = grad_permuted_probs[row_id_map[t]]; 0 where row_id_map is -1
-    """
-
+    """Gradient of the rows and probabilities of moe_sort_chunks_fwd. grad_input[t] = grad_output[row_id_map[t]], grad_probs[t] = grad_permuted_probs[row_id_map[t]]; 0 where row_id_map is -1"""
 def layernorm_fwd(*, x: Tensor, gamma: Tensor, beta: Optional[Tensor] = None, z: Output = None, mu: Output = None, rsigma: Output = None, epsilon: float = 1e-05, zero_centered_gamma: bool = False, residual: Optional[Tensor] = None, sum: Output = None, stream: Any = None) -> Any:
-    """Layer normalisation over the last dimension.
-
-    z = (x - mu) * rsigma * g + beta, g = gamma or 1 + gamma; rsigma = 1/sqrt(var + eps). With residual: sum = x + residual, and sum is normalised instead of x
-    """
-
+    """Layer normalisation over the last dimension. z = (x - mu) * rsigma * g + beta, g = gamma or 1 + gamma; rsigma = 1/sqrt(var + eps). With residual: sum = x + residual, and sum is normalised instead of x"""
 def layernorm_bwd(*, dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, dx: Output = None, dgamma: Output = None, dbeta: Output = None, zero_centered_gamma: bool = False, add: Optional[Tensor] = None, stream: Any = None) -> Any:
-    """Gradient of layer normalisation.
-
-    with n = (x - mu) rsigma and d = dz g: dx = rsigma (d - mean(d) - n mean(d n)) + add; dgamma = sum dz n; dbeta = sum dz
-    """
-
+    """Gradient of layer normalisation. with n = (x - mu) rsigma and d = dz g: dx = rsigma (d - mean(d) - n mean(d n)) + add; dgamma = sum dz n; dbeta = sum dz"""
 def rmsnorm_fwd(*, x: Tensor, gamma: Tensor, z: Output = None, rsigma: Output = None, epsilon: float = 1e-05, zero_centered_gamma: bool = False, residual: Optional[Tensor] = None, sum: Output = None, stream: Any = None) -> Any:
-    """Root-mean-square normalisation over the last dimension.
-
-    z = x * rsigma * g, rsigma = 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma. With residual: sum = x + residual, and sum is normalised instead of x
-    """
-
+    """Root-mean-square normalisation over the last dimension. z = x * rsigma * g, rsigma = 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma. With residual: sum = x + residual, and sum is normalised instead of x"""
 def rmsnorm_bwd(*, dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, dx: Output = None, dgamma: Output = None, zero_centered_gamma: bool = False, stream: Any = None) -> Any:
-    """Gradient of RMS normalisation.
-
-    with n = x rsigma and d = dz g: dx = rsigma (d - n mean(d n)); dgamma = sum dz n
-    """
-
+    """Gradient of RMS normalisation. with n = x rsigma and d = dz g: dx = rsigma (d - n mean(d n)); dgamma = sum dz n"""
 def rmsnorm_bwd_add(*, dz: Tensor, x: Tensor, add: Tensor, rsigma: Tensor, gamma: Tensor, dx: Output = None, dgamma: Output = None, zero_centered_gamma: bool = False, stream: Any = None) -> Any:
-    """Gradient of RMS normalisation plus the gradient of the residual branch.
-
-    dx = rmsnorm_bwd(...) + add, summed in FP32
-    """
-
+    """Gradient of RMS normalisation plus the gradient of the residual branch. dx = rmsnorm_bwd(...) + add, summed in FP32"""
 def multi_tensor_scale(*, inputs: Sequence[Tensor], outputs: Sequence[Tensor], noop_flag: Tensor, scale: float = 1.0, norm: Optional[Tensor] = None, max_norm: float = 0.0, stream: Any = None) -> None:
-    """Scales a list of tensors and reports non-finite values.
-
-    outputs[i] = inputs[i] * scale * clip; clip = norm > max_norm ? max_norm / norm : 1 (1 without a norm); noop_flag = 1 if an input, a result or the norm is not finite (clip is 1 then)
-    """
-
+    """Scales a list of tensors and reports non-finite values. outputs[i] = inputs[i] * scale * clip; clip = norm > max_norm ? max_norm / norm : 1 (1 without a norm); noop_flag = 1 if an input, a result or the norm is not finite (clip is 1 then)"""
 def multi_tensor_l2norm(*, inputs: Sequence[Tensor], norm: Output = None, per_tensor_norms: Output = None, stream: Any = None) -> Any:
-    """Euclidean norm of a list of tensors.
-
-    norm = sqrt(sum of squares of all elements)
-    """
-
+    """Euclidean norm of a list of tensors. norm = sqrt(sum of squares of all elements)"""
 def multi_tensor_unscale_l2norm(*, inputs: Sequence[Tensor], inv_scale: Tensor, norm: Output = None, per_tensor_norms: Output = None, stream: Any = None) -> Any:
-    """Euclidean norm of a list of tensors after unscaling.
-
-    norm = sqrt(sum of squares of inputs * inv_scale)
-    """
-
+    """Euclidean norm of a list of tensors after unscaling. norm = sqrt(sum of squares of inputs * inv_scale)"""
 def multi_tensor_adam(*, grads: Sequence[Tensor], params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], master_params: Optional[Sequence[Tensor]] = None, noop_flag: Optional[Tensor] = None, lr: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-08, weight_decay: float = 0.0, step: int = 1, mode: Union[int, str] = 0, bias_correction: bool = True, lr_tensor: Optional[Tensor] = None, step_tensor: Optional[Tensor] = None, fp8_params: Optional[Sequence[Tensor]] = None, stream: Any = None) -> None:
-    """Adam or AdamW over a list of tensors.
-
-    m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) [+ wd p]); l2: g += wd p; m^ = m/(1-b1^t), v^ = v/(1-b2^t) with bias correction; fp8_params[i] = quantize(params[i])
-    """
-
+    """Adam or AdamW over a list of tensors. m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) [+ wd p]); l2: g += wd p; m^ = m/(1-b1^t), v^ = v/(1-b2^t) with bias correction; fp8_params[i] = quantize(params[i])"""
 def multi_tensor_sgd(*, grads: Sequence[Tensor], params: Sequence[Tensor], momentums: Sequence[Tensor], param_copies: Optional[Sequence[Tensor]] = None, noop_flag: Optional[Tensor] = None, lr: float = 0.0, weight_decay: float = 0.0, momentum: float = 0.0, dampening: float = 0.0, scale: float = 1.0, nesterov: bool = False, first_run: bool = False, wd_after_momentum: bool = False, lr_tensor: Optional[Tensor] = None, stream: Any = None) -> None:
-    """SGD with momentum over a list of tensors.
-
-    g = scale g (+ wd p); m = momentum m + (1 - dampening) g (first run: m = g); p -= lr (nesterov ? g + momentum m : m)
-    """
-
+    """SGD with momentum over a list of tensors. g = scale g (+ wd p); m = momentum m + (1 - dampening) g (first run: m = g); p -= lr (nesterov ? g + momentum m : m)"""
 def quantize(*, input: Tensor, output: Output = None, noop_flag: Optional[Tensor] = None, stream: Any = None) -> Any:
-    """Quantises a high-precision tensor into each copy (row-wise, column-wise) that the output has.
-
-    q = cast(x * scale); also writes amax and scale_inv
-    """
-
+    """Quantises a high-precision tensor into each copy (row-wise, column-wise) that the output has. q = cast(x * scale); also writes amax and scale_inv"""
 def dequantize(*, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Restores high-precision values from a quantised tensor.
-
-    x = q * scale_inv
-    """
-
+    """Restores high-precision values from a quantised tensor. x = q * scale_inv"""
 def bgrad_quantize(*, input: Tensor, output: Output = None, bias_grad: Output = None, stream: Any = None) -> Any:
-    """Quantises an output gradient and sums it over rows for the bias gradient.
-
-    bias_grad[h] = sum over rows of x[., h]; q = cast(x * scale)
-    """
-
+    """Quantises an output gradient and sums it over rows for the bias gradient. bias_grad[h] = sum over rows of x[., h]; q = cast(x * scale)"""
 def multi_tensor_quantize(*, inputs: Sequence[Tensor], outputs: Sequence[Tensor], noop_flag: Optional[Tensor] = None, stream: Any = None) -> None:
-    """Quantises several tensors in one call.
-
-    outputs[i] = quantize(inputs[i])
-    """
-
+    """Quantises several tensors in one call. outputs[i] = quantize(inputs[i])"""
 def split_quantize(*, input: Tensor, outputs: Sequence[Tensor], stream: Any = None) -> None:
-    """Splits a matrix by rows and quantises each part into its own tensor.
-
-    outputs[i] = quantize(input[rows of part i]); the parts are consecutive and cover the input
-    """
-
+    """Splits a matrix by rows and quantises each part into its own tensor. outputs[i] = quantize(input[rows of part i]); the parts are consecutive and cover the input"""
 def cast_to_fp8(*, input: Tensor, scale: Tensor, output: Output = None, amax: Optional[Tensor] = None, scale_inv: Output = None, stream: Any = None) -> Any:
-    """Casts to FP8 codes without scale metadata, with a given scale.
-
-    output = cast(input * scale); amax = max(amax, max|input|); scale_inv = 1/scale
-    """
-
+    """Casts to FP8 codes without scale metadata, with a given scale. output = cast(input * scale); amax = max(amax, max|input|); scale_inv = 1/scale"""
 def fp8_transpose(*, input: Tensor, output: Output = None, scale_inv: Optional[Tensor] = None, column_sums: Output = None, stream: Any = None) -> Any:
-    """Transposes a matrix of 8-bit codes, and optionally computes its column sums.
-
-    output[k, m] = input[m, k]; column_sums[k] = sum over m of input[m, k] * scale_inv
-    """
-
+    """Transposes a matrix of 8-bit codes, and optionally computes its column sums. output[k, m] = input[m, k]; column_sums[k] = sum over m of input[m, k] * scale_inv"""
 def compute_amax(*, input: Tensor, amax: Output = None, stream: Any = None) -> Any:
-    """Largest absolute value of a tensor.
-
-    amax = max |x|, NaN ignored; 0 for an empty tensor
-    """
-
+    """Largest absolute value of a tensor. amax = max |x|, NaN ignored; 0 for an empty tensor"""
 def fused_amax_and_scale_update_after_reduction(*, amax_histories: Sequence[Tensor], scales: Sequence[Tensor], amax_reduction_buffer: Optional[Tensor] = None, algo: Union[int, str] = 0, fp8_dtype: Union[int, str] = 0, margin: float = 0.0, stream: Any = None) -> None:
-    """Updates the amax histories and scales of many tensors under delayed scaling.
-
-    see docs/numerics.md, Delayed scaling
-    """
-
+    """Updates the amax histories and scales of many tensors under delayed scaling. see docs/numerics.md, Delayed scaling"""
 def fused_rope_forward(*, input: Tensor, freqs: Tensor, output: Output = None, start_positions: Optional[Tensor] = None, cu_seqlens: Optional[Tensor] = None, layout: Union[int, str] = 0, interleaved: bool = False, cp_size: int = 1, cp_rank: int = 0, stream: Any = None) -> Any:
-    """Applies rotary position embedding.
-
-    y = x cos(f) + rotate(x) sin(f), rotate((a, b)) = (-b, a) for each pair
-    """
-
+    """Applies rotary position embedding. y = x cos(f) + rotate(x) sin(f), rotate((a, b)) = (-b, a) for each pair"""
 def fused_rope_backward(*, input: Tensor, freqs: Tensor, output: Output = None, start_positions: Optional[Tensor] = None, cu_seqlens: Optional[Tensor] = None, layout: Union[int, str] = 0, interleaved: bool = False, cp_size: int = 1, cp_rank: int = 0, stream: Any = None) -> Any:
-    """Gradient of rotary position embedding.
-
-    dx = dy cos(f) - rotate(dy) sin(f)
-    """
-
+    """Gradient of rotary position embedding. dx = dy cos(f) - rotate(dy) sin(f)"""
 def fused_qkv_rope_forward(*, qkv_input: Tensor, q_freqs: Tensor, k_freqs: Tensor, q_out: Output = None, k_out: Output = None, v_out: Output = None, start_positions: Optional[Tensor] = None, q_dim: int = 0, k_dim: int = 0, v_dim: int = 0, layout: Union[int, str] = 0, interleaved: bool = False, cp_size: int = 1, cp_rank: int = 0, stream: Any = None) -> Any:
-    """Splits packed QKV and applies rotary position embedding to Q and K.
-
-    [q, k, v] = split(qkv); q = rope(q), k = rope(k)
-    """
-
+    """Splits packed QKV and applies rotary position embedding to Q and K. [q, k, v] = split(qkv); q = rope(q), k = rope(k)"""
 def fused_qkv_rope_backward(*, q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, q_freqs: Tensor, k_freqs: Tensor, qkv_grad: Output = None, start_positions: Optional[Tensor] = None, q_dim: int = 0, k_dim: int = 0, v_dim: int = 0, layout: Union[int, str] = 0, interleaved: bool = False, cp_size: int = 1, cp_rank: int = 0, stream: Any = None) -> Any:
-    """Gradient of fused_qkv_rope_forward, in the packed layout.
-
-    dqkv = pack(rope'(dq), rope'(dk), dv)
-    """
-
+    """Gradient of fused_qkv_rope_forward, in the packed layout. dqkv = pack(rope'(dq), rope'(dk), dv)"""
 def scaled_softmax_forward(*, input: Tensor, output: Output = None, scale: float = 1.0, stream: Any = None) -> Any:
-    """Softmax over the last dimension of scale * scores, with no mask.
-
-    y_j = exp(s x_j - m) / sum_k exp(s x_k - m), m = max_k s x_k over unmasked k
-    """
-
+    """Softmax over the last dimension of scale * scores, with no mask. y_j = exp(s x_j - m) / sum_k exp(s x_k - m), m = max_k s x_k over unmasked k"""
 def scaled_softmax_backward(*, output_grad: Tensor, softmax_results: Tensor, input_grad: Output = None, scale: float = 1.0, stream: Any = None) -> Any:
-    """Gradient of scaled_softmax_forward.
-
-    dx_j = scale * y_j (dy_j - sum_k dy_k y_k)
-    """
-
+    """Gradient of scaled_softmax_forward. dx_j = scale * y_j (dy_j - sum_k dy_k y_k)"""
 def scaled_masked_softmax_forward(*, input: Tensor, mask: Tensor, output: Output = None, scale: float = 1.0, stream: Any = None) -> Any:
-    """Softmax over the last dimension of scale * scores, with a given mask.
-
-    y_j = exp(s x_j - m) / sum_k exp(s x_k - m), m = max_k s x_k over unmasked k
-    """
-
+    """Softmax over the last dimension of scale * scores, with a given mask. y_j = exp(s x_j - m) / sum_k exp(s x_k - m), m = max_k s x_k over unmasked k"""
 def scaled_masked_softmax_backward(*, output_grad: Tensor, softmax_results: Tensor, input_grad: Output = None, scale: float = 1.0, stream: Any = None) -> Any:
-    """Gradient of scaled_masked_softmax_forward.
-
-    dx_j = scale * y_j (dy_j - sum_k dy_k y_k)
-    """
-
+    """Gradient of scaled_masked_softmax_forward. dx_j = scale * y_j (dy_j - sum_k dy_k y_k)"""
 def scaled_upper_triang_masked_softmax_forward(*, input: Tensor, output: Output = None, scale: float = 1.0, stream: Any = None) -> Any:
-    """Softmax over the last dimension of scale * scores, with a causal mask.
-
-    y_j = exp(s x_j - m) / sum_k exp(s x_k - m), m = max_k s x_k over unmasked k
-    """
-
+    """Softmax over the last dimension of scale * scores, with a causal mask. y_j = exp(s x_j - m) / sum_k exp(s x_k - m), m = max_k s x_k over unmasked k"""
 def scaled_upper_triang_masked_softmax_backward(*, output_grad: Tensor, softmax_results: Tensor, input_grad: Output = None, scale: float = 1.0, stream: Any = None) -> Any:
-    """Gradient of scaled_upper_triang_masked_softmax_forward.
-
-    dx_j = scale * y_j (dy_j - sum_k dy_k y_k)
-    """
-
+    """Gradient of scaled_upper_triang_masked_softmax_forward. dx_j = scale * y_j (dy_j - sum_k dy_k y_k)"""
 def scaled_aligned_causal_masked_softmax_forward(*, input: Tensor, output: Output = None, scale: float = 1.0, stream: Any = None) -> Any:
-    """Softmax over the last dimension of scale * scores, with a causal mask aligned to the bottom-right corner.
-
-    y_j = exp(s x_j - m) / sum_k exp(s x_k - m), m = max_k s x_k over unmasked k
-    """
-
+    """Softmax over the last dimension of scale * scores, with a causal mask aligned to the bottom-right corner. y_j = exp(s x_j - m) / sum_k exp(s x_k - m), m = max_k s x_k over unmasked k"""
 def scaled_aligned_causal_masked_softmax_backward(*, output_grad: Tensor, softmax_results: Tensor, input_grad: Output = None, scale: float = 1.0, stream: Any = None) -> Any:
-    """Gradient of scaled_aligned_causal_masked_softmax_forward.
-
-    dx_j = scale * y_j (dy_j - sum_k dy_k y_k)
-    """
-
+    """Gradient of scaled_aligned_causal_masked_softmax_forward. dx_j = scale * y_j (dy_j - sum_k dy_k y_k)"""
 def add(*, a: Tensor, b: Tensor, output: Output = None, mask: Output = None, p: float = 0.0, stream: Any = None, seed: Union[int, _Plain] = 0, offset: int = 0) -> Any:
-    """Residual addition with optional dropout of the branch.
-
-    y = a + dropout(b, p)
-    """
-
+    """Residual addition with optional dropout of the branch. y = a + dropout(b, p)"""
 def strided_copy(*, input: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Copies between tensors of any strides, converting the dtype.
-
-    output = convert(input)
-    """
-
+    """Copies between tensors of any strides, converting the dtype. output = convert(input)"""
 def fill(*, output: Output = None, value: float = 0.0, stream: Any = None) -> Any:
-    """Sets every element to a value.
-
-    output = value
-    """
-
+    """Sets every element to a value. output = value"""
 def embedding_fwd(*, indices: Tensor, weight: Tensor, output: Output = None, stream: Any = None) -> Any:
-    """Copies rows of an embedding table by index.
-
-    y[i] = weight[indices[i]]
-    """
-
+    """Copies rows of an embedding table by index. y[i] = weight[indices[i]]"""
 def embedding_bwd(*, indices: Tensor, grad_output: Tensor, grad_weight: Tensor, accumulate: bool = False, stream: Any = None) -> None:
-    """Gradient of the embedding table.
-
-    grad_weight[v] = sum of grad_output[i] over indices[i] = v (+ previous if accumulate)
-    """
-
+    """Gradient of the embedding table. grad_weight[v] = sum of grad_output[i] over indices[i] = v (+ previous if accumulate)"""
 def cross_entropy_fwd(*, logits: Tensor, targets: Tensor, loss: Output = None, lse: Output = None, label_smoothing: float = 0.0, ignore_index: int = -100, stream: Any = None) -> Any:
-    """Softmax cross-entropy of integer targets.
-
-    loss = lse - (1 - eps) x_t - eps mean(x); lse = log sum exp(x); 0 where target is ignore_index
-    """
-
+    """Softmax cross-entropy of integer targets. loss = lse - (1 - eps) x_t - eps mean(x); lse = log sum exp(x); 0 where target is ignore_index"""
 def cross_entropy_bwd(*, grad_loss: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, grad_logits: Output = None, label_smoothing: float = 0.0, ignore_index: int = -100, stream: Any = None) -> Any:
-    """Gradient of cross-entropy.
-
-    dx_j = g (exp(x_j - lse) - (1 - eps) [j = t] - eps / V); 0 where target is ignore_index
-    """
+    """Gradient of cross-entropy. dx_j = g (exp(x_j - lse) - (1 - eps) [j = t] - eps / V); 0 where target is ignore_index"""

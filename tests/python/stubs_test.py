@@ -66,7 +66,7 @@ class Ops(unittest.TestCase):
                              else ast.literal_eval(d)) for a, d in zip(stub.args.kwonlyargs, stub.args.kw_defaults)]
                 self.assertEqual([(p.name, p.default) for p in shown], declared)
                 self.assertTrue(all(p.kind is p.KEYWORD_ONLY for p in shown))
-                words, of_stub = getattr(te_fl.ops, name).__doc__, ast.get_docstring(stub)
+                words, of_stub = (" ".join(text.split()) for text in (getattr(te_fl.ops, name).__doc__, ast.get_docstring(stub)))
                 self.assertTrue(words.startswith(of_stub), (words, of_stub))
                 self.assertEqual(getattr(te_fl.ops, name).__name__, name)
         page = pydoc.render_doc(te_fl.ops.rmsnorm_fwd, renderer=pydoc.plaintext)

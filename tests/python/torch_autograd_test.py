@@ -455,7 +455,7 @@ class Storages(Each):
     @each(recipes=RECIPES)
     def test_pytorch_allocates(self, module, device, recipe):
         for run in (call.run, call.python_run):
-            plain = call.plain if run is call.run else call.python_plain
+            plain = call.plain if run is call.run else None
             with mock.patch.object(base, "plain", plain), mock.patch.object(layers, "run", run):
                 module.zero_grad()
                 x = make_input(device)

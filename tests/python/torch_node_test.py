@@ -31,7 +31,7 @@ NATIVE = call.run
 
 
 def using(run):
-    plain = call.plain if run is NATIVE else call.python_plain
+    plain = call.plain if run is NATIVE else None
     stack = mock.patch.multiple(base, plain=plain), mock.patch.multiple(layers, run=run)
 
     class Both:
@@ -50,7 +50,7 @@ def python(program, **environment):
 
 
 class PlainTest(unittest.TestCase):
-    """Tests call.plain(), the fast path of a Linear's forward: it runs plain calls directly and returns None for all others."""
+    """Tests call.plain(), the fast path of the forward of a Linear or an MLP: it runs plain calls directly and returns None for all others."""
 
     def setUp(self):
         self.module = te.Linear(16, 16, device="cpu")
@@ -58,7 +58,7 @@ class PlainTest(unittest.TestCase):
         self.module(self.x)
 
     def plain(self, x=None, first=None):
-        return call.plain(self.module.__dict__, ("linear", None), self.x if x is None else x, first)
+        return call.plain(self.module.__dict__, ("linear", None), self.x if x is None else x, first, -1)
 
     def test_runs(self):
         self.assertTrue(torch.equal(self.plain(), self.module(self.x)))
@@ -76,6 +76,22 @@ class PlainTest(unittest.TestCase):
             self.assertIsNotNone(self.plain())
             self.assertIs(self.module._recipe, recipe)
             self.assertIsNone(self.plain(first=True))
+
+    def test_an_mlp_runs(self):
+        for options in ({}, {"bias": False, "normalization": "RMSNorm"}):
+            module = te.LayerNormMLP(16, 32, device="cpu", **options)
+            want = module(self.x)
+            self.assertTrue(torch.equal(call.plain(module.__dict__, ("layernorm_mlp", None), self.x, None, -1), want))
+
+    def test_a_norm_runs(self):
+        for kind, name in ((te.LayerNorm, "layernorm"), (te.RMSNorm, "rmsnorm")):
+            for shape, served in ((16, True), ((4, 16), False)):  # parameters of two dimensions are flattened on the general path
+                module = kind(shape, device="cpu", dtype=torch.bfloat16)
+                want = module(self.x)
+                self.assertEqual(want.dtype, torch.bfloat16)
+                self.assertIsNone(call.plain(module.__dict__, (name, None), self.x, None, -1))  # the output would have the input's dtype
+                found = call.plain(module.__dict__, (name, None), self.x, None, 3)
+                self.assertTrue(found is not None and torch.equal(found, want) if served else found is None)
 
     def test_leaves(self):
         self.assertIsNone(self.plain(self.x.double()))
@@ -232,8 +248,9 @@ class RefusalTest(unittest.TestCase):
         self.assertIn("33", self.both(lambda: self.module(randn(4, 33).requires_grad_())))
 
     def test_arguments(self):
-        for args in ((), (1, self.x), (call.LayerCall(None, 1, 0, -1, None, None, None, False), "x"),
-                     (call.LayerCall(None, 2, 0, -1, None, None, None, False), self.x)):
+        self.module(self.x)
+        last = next(iter(self.module._layers.values())).last
+        for args in ((), (1, self.x), (last, "x"), (last._replace(inputs=2), self.x), (last._replace(extras=-1), self.x), (last, self.x)):
             with self.assertRaises(TypeError):
                 NATIVE(*args)
 

@@ -385,8 +385,11 @@ class Errors(unittest.TestCase):
 
     def test_device(self):
         for name, make in MODULES.items():
-            with self.subTest(module=name), self.refused("meta"):
-                make(device="cpu")(torch.empty(8, 2, 32, device="meta"))
+            module = make(device="cpu")
+            for _ in range(2):  # before its C++ layer exists, and after
+                with self.subTest(module=name), self.refused("meta"):
+                    module(torch.empty(8, 2, 32, device="meta"))
+                module(randn(8, 2, 32))
             with self.subTest(module=name), self.refused("the parameter '.*weight' is on the meta device", "reset_parameters"):
                 make(device="meta")(randn(8, 2, 32))
             module = randomise(make(device="cpu"))

@@ -107,20 +107,21 @@ std::vector<GemmChoice> parse_gemm_choices(std::istream& in) {
 }
 
 std::string gemm_choices_text(const std::vector<GemmChoice>& choices) {
-  json list = json::array();
+  std::string text = R"({"format": 1, "choices": [)";
   for (const GemmChoice& c : choices) {
-    list.push_back({{"device", c.device},
-                    {"problem", c.problem},
-                    {"cublaslt", c.library},
-                    {"config", c.config},
-                    {"us", c.us},
-                    {"heuristic_us", c.first_us},
-                    {"candidates", c.candidates},
-                    {"different", c.different},
-                    {"algorithm", c.algorithm}});
-    if (c.power_limit != 0) list.back()["power_limit_w"] = c.power_limit;
+    json entry{{"device", c.device},
+               {"problem", c.problem},
+               {"cublaslt", c.library},
+               {"config", c.config},
+               {"us", c.us},
+               {"heuristic_us", c.first_us},
+               {"candidates", c.candidates},
+               {"different", c.different},
+               {"algorithm", c.algorithm}};
+    if (c.power_limit != 0) entry["power_limit_w"] = c.power_limit;
+    text += (&c == choices.data() ? "\n" : ",\n") + entry.dump();
   }
-  return json{{"format", 1}, {"choices", list}}.dump(1) + "\n";
+  return text + "\n]}\n";
 }
 
 const GemmChoice* find_choice(const std::vector<GemmChoice>& choices, const std::string& device,

@@ -32,24 +32,19 @@ typedef struct te_fl_activation_act_fwd_args {
 } te_fl_activation_act_fwd_args;
 
 typedef te_fl_activation_act_fwd_args te_fl_gelu_args;
-#define TE_FL_GELU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_gelu_args) }
+#define TE_FL_GELU_ARGS_INIT { .struct_size = sizeof(te_fl_gelu_args) }
 
 typedef te_fl_activation_act_fwd_args te_fl_qgelu_args;
-#define TE_FL_QGELU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_qgelu_args) }
+#define TE_FL_QGELU_ARGS_INIT { .struct_size = sizeof(te_fl_qgelu_args) }
 
 typedef te_fl_activation_act_fwd_args te_fl_relu_args;
-#define TE_FL_RELU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_relu_args) }
+#define TE_FL_RELU_ARGS_INIT { .struct_size = sizeof(te_fl_relu_args) }
 
 typedef te_fl_activation_act_fwd_args te_fl_srelu_args;
-#define TE_FL_SRELU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_srelu_args) }
+#define TE_FL_SRELU_ARGS_INIT { .struct_size = sizeof(te_fl_srelu_args) }
 
 typedef te_fl_activation_act_fwd_args te_fl_silu_args;
-#define TE_FL_SILU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_silu_args) }
+#define TE_FL_SILU_ARGS_INIT { .struct_size = sizeof(te_fl_silu_args) }
 
 /*
  * geglu: Gated activation: gelu(a) * b.
@@ -75,28 +70,22 @@ typedef struct te_fl_activation_glu_fwd_args {
 } te_fl_activation_glu_fwd_args;
 
 typedef te_fl_activation_glu_fwd_args te_fl_geglu_args;
-#define TE_FL_GEGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_geglu_args) }
+#define TE_FL_GEGLU_ARGS_INIT { .struct_size = sizeof(te_fl_geglu_args) }
 
 typedef te_fl_activation_glu_fwd_args te_fl_qgeglu_args;
-#define TE_FL_QGEGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_qgeglu_args) }
+#define TE_FL_QGEGLU_ARGS_INIT { .struct_size = sizeof(te_fl_qgeglu_args) }
 
 typedef te_fl_activation_glu_fwd_args te_fl_reglu_args;
-#define TE_FL_REGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_reglu_args) }
+#define TE_FL_REGLU_ARGS_INIT { .struct_size = sizeof(te_fl_reglu_args) }
 
 typedef te_fl_activation_glu_fwd_args te_fl_sreglu_args;
-#define TE_FL_SREGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_sreglu_args) }
+#define TE_FL_SREGLU_ARGS_INIT { .struct_size = sizeof(te_fl_sreglu_args) }
 
 typedef te_fl_activation_glu_fwd_args te_fl_swiglu_args;
-#define TE_FL_SWIGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_swiglu_args) }
+#define TE_FL_SWIGLU_ARGS_INIT { .struct_size = sizeof(te_fl_swiglu_args) }
 
 typedef te_fl_activation_glu_fwd_args te_fl_glu_args;
-#define TE_FL_GLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_glu_args) }
+#define TE_FL_GLU_ARGS_INIT { .struct_size = sizeof(te_fl_glu_args) }
 
 /*
  * clamped_swiglu: Clamped SwiGLU.
@@ -145,24 +134,19 @@ typedef struct te_fl_activation_act_bwd_args {
 } te_fl_activation_act_bwd_args;
 
 typedef te_fl_activation_act_bwd_args te_fl_dgelu_args;
-#define TE_FL_DGELU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dgelu_args) }
+#define TE_FL_DGELU_ARGS_INIT { .struct_size = sizeof(te_fl_dgelu_args) }
 
 typedef te_fl_activation_act_bwd_args te_fl_dqgelu_args;
-#define TE_FL_DQGELU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dqgelu_args) }
+#define TE_FL_DQGELU_ARGS_INIT { .struct_size = sizeof(te_fl_dqgelu_args) }
 
 typedef te_fl_activation_act_bwd_args te_fl_drelu_args;
-#define TE_FL_DRELU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_drelu_args) }
+#define TE_FL_DRELU_ARGS_INIT { .struct_size = sizeof(te_fl_drelu_args) }
 
 typedef te_fl_activation_act_bwd_args te_fl_dsrelu_args;
-#define TE_FL_DSRELU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dsrelu_args) }
+#define TE_FL_DSRELU_ARGS_INIT { .struct_size = sizeof(te_fl_dsrelu_args) }
 
 typedef te_fl_activation_act_bwd_args te_fl_dsilu_args;
-#define TE_FL_DSILU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dsilu_args) }
+#define TE_FL_DSILU_ARGS_INIT { .struct_size = sizeof(te_fl_dsilu_args) }
 
 /*
  * dgeglu: Gradient of geglu.
@@ -190,28 +174,22 @@ typedef struct te_fl_activation_glu_bwd_args {
 } te_fl_activation_glu_bwd_args;
 
 typedef te_fl_activation_glu_bwd_args te_fl_dgeglu_args;
-#define TE_FL_DGEGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dgeglu_args) }
+#define TE_FL_DGEGLU_ARGS_INIT { .struct_size = sizeof(te_fl_dgeglu_args) }
 
 typedef te_fl_activation_glu_bwd_args te_fl_dqgeglu_args;
-#define TE_FL_DQGEGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dqgeglu_args) }
+#define TE_FL_DQGEGLU_ARGS_INIT { .struct_size = sizeof(te_fl_dqgeglu_args) }
 
 typedef te_fl_activation_glu_bwd_args te_fl_dreglu_args;
-#define TE_FL_DREGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dreglu_args) }
+#define TE_FL_DREGLU_ARGS_INIT { .struct_size = sizeof(te_fl_dreglu_args) }
 
 typedef te_fl_activation_glu_bwd_args te_fl_dsreglu_args;
-#define TE_FL_DSREGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dsreglu_args) }
+#define TE_FL_DSREGLU_ARGS_INIT { .struct_size = sizeof(te_fl_dsreglu_args) }
 
 typedef te_fl_activation_glu_bwd_args te_fl_dswiglu_args;
-#define TE_FL_DSWIGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dswiglu_args) }
+#define TE_FL_DSWIGLU_ARGS_INIT { .struct_size = sizeof(te_fl_dswiglu_args) }
 
 typedef te_fl_activation_glu_bwd_args te_fl_dglu_args;
-#define TE_FL_DGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dglu_args) }
+#define TE_FL_DGLU_ARGS_INIT { .struct_size = sizeof(te_fl_dglu_args) }
 
 /*
  * clamped_dswiglu: Gradient of clamped_swiglu.
@@ -265,24 +243,19 @@ typedef struct te_fl_activation_dbias_act_args {
 } te_fl_activation_dbias_act_args;
 
 typedef te_fl_activation_dbias_act_args te_fl_dbias_dgelu_args;
-#define TE_FL_DBIAS_DGELU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dbias_dgelu_args) }
+#define TE_FL_DBIAS_DGELU_ARGS_INIT { .struct_size = sizeof(te_fl_dbias_dgelu_args) }
 
 typedef te_fl_activation_dbias_act_args te_fl_dbias_dsilu_args;
-#define TE_FL_DBIAS_DSILU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dbias_dsilu_args) }
+#define TE_FL_DBIAS_DSILU_ARGS_INIT { .struct_size = sizeof(te_fl_dbias_dsilu_args) }
 
 typedef te_fl_activation_dbias_act_args te_fl_dbias_drelu_args;
-#define TE_FL_DBIAS_DRELU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dbias_drelu_args) }
+#define TE_FL_DBIAS_DRELU_ARGS_INIT { .struct_size = sizeof(te_fl_dbias_drelu_args) }
 
 typedef te_fl_activation_dbias_act_args te_fl_dbias_dqgelu_args;
-#define TE_FL_DBIAS_DQGELU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dbias_dqgelu_args) }
+#define TE_FL_DBIAS_DQGELU_ARGS_INIT { .struct_size = sizeof(te_fl_dbias_dqgelu_args) }
 
 typedef te_fl_activation_dbias_act_args te_fl_dbias_dsrelu_args;
-#define TE_FL_DBIAS_DSRELU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dbias_dsrelu_args) }
+#define TE_FL_DBIAS_DSRELU_ARGS_INIT { .struct_size = sizeof(te_fl_dbias_dsrelu_args) }
 
 /*
  * situglu: Gated activation with two bounded halves.
@@ -345,8 +318,7 @@ typedef struct te_fl_scaled_swiglu_args {
   int64_t glu_interleave_size TE_FL_INIT(0);
 } te_fl_scaled_swiglu_args;
 
-#define TE_FL_SCALED_SWIGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_scaled_swiglu_args) }
+#define TE_FL_SCALED_SWIGLU_ARGS_INIT { .struct_size = sizeof(te_fl_scaled_swiglu_args) }
 
 /*
  * scaled_dswiglu: Gradient of scaled_swiglu and of its factors.
@@ -370,8 +342,7 @@ typedef struct te_fl_scaled_dswiglu_args {
   int64_t glu_interleave_size TE_FL_INIT(0);
 } te_fl_scaled_dswiglu_args;
 
-#define TE_FL_SCALED_DSWIGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_scaled_dswiglu_args) }
+#define TE_FL_SCALED_DSWIGLU_ARGS_INIT { .struct_size = sizeof(te_fl_scaled_dswiglu_args) }
 
 /*
  * scaled_clamped_swiglu: clamped_swiglu with one factor per row.
@@ -446,8 +417,7 @@ typedef struct te_fl_scaled_srelu_args {
   const te_fl_tensor* output TE_FL_INIT(NULL);
 } te_fl_scaled_srelu_args;
 
-#define TE_FL_SCALED_SRELU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_scaled_srelu_args) }
+#define TE_FL_SCALED_SRELU_ARGS_INIT { .struct_size = sizeof(te_fl_scaled_srelu_args) }
 
 /*
  * scaled_dsrelu: Gradient of scaled_srelu and of its factors.
@@ -467,8 +437,7 @@ typedef struct te_fl_scaled_dsrelu_args {
   const te_fl_tensor* grad_scales TE_FL_INIT(NULL);
 } te_fl_scaled_dsrelu_args;
 
-#define TE_FL_SCALED_DSRELU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_scaled_dsrelu_args) }
+#define TE_FL_SCALED_DSRELU_ARGS_INIT { .struct_size = sizeof(te_fl_scaled_dsrelu_args) }
 
 /*
  * scaled_situglu: situglu with one factor per row.

@@ -28,8 +28,7 @@ typedef struct te_fl_all_reduce_args {
   int32_t reduction TE_FL_INIT(0);
 } te_fl_all_reduce_args;
 
-#define TE_FL_ALL_REDUCE_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_all_reduce_args) }
+#define TE_FL_ALL_REDUCE_ARGS_INIT { .struct_size = sizeof(te_fl_all_reduce_args) }
 
 /*
  * all_gather: Concatenates the tensors of all ranks in rank order; every rank gets the whole
@@ -47,8 +46,7 @@ typedef struct te_fl_all_gather_args {
   const te_fl_communicator* comm TE_FL_INIT(NULL);
 } te_fl_all_gather_args;
 
-#define TE_FL_ALL_GATHER_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_all_gather_args) }
+#define TE_FL_ALL_GATHER_ARGS_INIT { .struct_size = sizeof(te_fl_all_gather_args) }
 
 /*
  * reduce_scatter: Reduces each element over all ranks; each rank gets one part of the result.
@@ -67,8 +65,7 @@ typedef struct te_fl_reduce_scatter_args {
   int32_t reduction TE_FL_INIT(0);
 } te_fl_reduce_scatter_args;
 
-#define TE_FL_REDUCE_SCATTER_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_reduce_scatter_args) }
+#define TE_FL_REDUCE_SCATTER_ARGS_INIT { .struct_size = sizeof(te_fl_reduce_scatter_args) }
 
 /*
  * all_to_all: Sends part i of each rank's tensor to rank i.
@@ -86,8 +83,7 @@ typedef struct te_fl_all_to_all_args {
   const te_fl_communicator* comm TE_FL_INIT(NULL);
 } te_fl_all_to_all_args;
 
-#define TE_FL_ALL_TO_ALL_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_all_to_all_args) }
+#define TE_FL_ALL_TO_ALL_ARGS_INIT { .struct_size = sizeof(te_fl_all_to_all_args) }
 
 /*
  * all_to_all_v: Sends a given number of rows from each rank to each rank.
@@ -111,8 +107,7 @@ typedef struct te_fl_all_to_all_v_args {
   int64_t output_rows_count TE_FL_INIT(0);
 } te_fl_all_to_all_v_args;
 
-#define TE_FL_ALL_TO_ALL_V_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_all_to_all_v_args) }
+#define TE_FL_ALL_TO_ALL_V_ARGS_INIT { .struct_size = sizeof(te_fl_all_to_all_v_args) }
 
 /*
  * broadcast: Copies the tensor of rank root to all ranks.
@@ -128,8 +123,7 @@ typedef struct te_fl_broadcast_args {
   int32_t root TE_FL_INIT(0);
 } te_fl_broadcast_args;
 
-#define TE_FL_BROADCAST_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_broadcast_args) }
+#define TE_FL_BROADCAST_ARGS_INIT { .struct_size = sizeof(te_fl_broadcast_args) }
 
 /*
  * send: Sends a tensor to one rank, which receives it with recv.
@@ -145,8 +139,7 @@ typedef struct te_fl_send_args {
   int32_t peer TE_FL_INIT(0);
 } te_fl_send_args;
 
-#define TE_FL_SEND_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_send_args) }
+#define TE_FL_SEND_ARGS_INIT { .struct_size = sizeof(te_fl_send_args) }
 
 /*
  * recv: Receives the tensor that one rank sends.
@@ -162,8 +155,7 @@ typedef struct te_fl_recv_args {
   int32_t peer TE_FL_INIT(0);
 } te_fl_recv_args;
 
-#define TE_FL_RECV_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_recv_args) }
+#define TE_FL_RECV_ARGS_INIT { .struct_size = sizeof(te_fl_recv_args) }
 
 /*
  * barrier: Blocks the stream of the call until all ranks have reached the barrier.
@@ -175,8 +167,7 @@ typedef struct te_fl_barrier_args {
   const te_fl_communicator* comm TE_FL_INIT(NULL);
 } te_fl_barrier_args;
 
-#define TE_FL_BARRIER_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_barrier_args) }
+#define TE_FL_BARRIER_ARGS_INIT { .struct_size = sizeof(te_fl_barrier_args) }
 
 #ifdef __cplusplus
 } /* extern "C" */

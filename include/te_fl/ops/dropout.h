@@ -27,8 +27,7 @@ typedef struct te_fl_dropout_fwd_args {
   float p TE_FL_INIT(0.0f);
 } te_fl_dropout_fwd_args;
 
-#define TE_FL_DROPOUT_FWD_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dropout_fwd_args) }
+#define TE_FL_DROPOUT_FWD_ARGS_INIT { .struct_size = sizeof(te_fl_dropout_fwd_args) }
 
 /*
  * dropout_bwd: Gradient of dropout.
@@ -47,8 +46,7 @@ typedef struct te_fl_dropout_bwd_args {
   float p TE_FL_INIT(0.0f);
 } te_fl_dropout_bwd_args;
 
-#define TE_FL_DROPOUT_BWD_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dropout_bwd_args) }
+#define TE_FL_DROPOUT_BWD_ARGS_INIT { .struct_size = sizeof(te_fl_dropout_bwd_args) }
 
 #ifdef __cplusplus
 } /* extern "C" */

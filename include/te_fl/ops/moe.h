@@ -31,8 +31,7 @@ typedef struct te_fl_moe_permute_fwd_args {
   int32_t num_experts TE_FL_INIT(0);
 } te_fl_moe_permute_fwd_args;
 
-#define TE_FL_MOE_PERMUTE_FWD_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_moe_permute_fwd_args) }
+#define TE_FL_MOE_PERMUTE_FWD_ARGS_INIT { .struct_size = sizeof(te_fl_moe_permute_fwd_args) }
 
 /*
  * moe_permute_bwd: Gradient of the tokens of moe_permute_fwd.
@@ -54,8 +53,7 @@ typedef struct te_fl_moe_permute_bwd_args {
   const te_fl_tensor* grad_input TE_FL_INIT(NULL);
 } te_fl_moe_permute_bwd_args;
 
-#define TE_FL_MOE_PERMUTE_BWD_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_moe_permute_bwd_args) }
+#define TE_FL_MOE_PERMUTE_BWD_ARGS_INIT { .struct_size = sizeof(te_fl_moe_permute_bwd_args) }
 
 /*
  * moe_unpermute_fwd: Sums the rows of each token, weighted by probabilities.
@@ -74,8 +72,7 @@ typedef struct te_fl_moe_unpermute_fwd_args {
   const te_fl_tensor* output TE_FL_INIT(NULL);
 } te_fl_moe_unpermute_fwd_args;
 
-#define TE_FL_MOE_UNPERMUTE_FWD_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_moe_unpermute_fwd_args) }
+#define TE_FL_MOE_UNPERMUTE_FWD_ARGS_INIT { .struct_size = sizeof(te_fl_moe_unpermute_fwd_args) }
 
 /*
  * moe_unpermute_bwd: Gradient of the permuted rows and of the probabilities.
@@ -99,8 +96,7 @@ typedef struct te_fl_moe_unpermute_bwd_args {
   const te_fl_tensor* grad_probs TE_FL_INIT(NULL);
 } te_fl_moe_unpermute_bwd_args;
 
-#define TE_FL_MOE_UNPERMUTE_BWD_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_moe_unpermute_bwd_args) }
+#define TE_FL_MOE_UNPERMUTE_BWD_ARGS_INIT { .struct_size = sizeof(te_fl_moe_unpermute_bwd_args) }
 
 /*
  * fused_topk_with_score_function_fwd: Chooses the experts of each token and computes their

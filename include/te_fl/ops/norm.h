@@ -76,8 +76,7 @@ typedef struct te_fl_layernorm_bwd_args {
   const te_fl_tensor* add TE_FL_INIT(NULL);
 } te_fl_layernorm_bwd_args;
 
-#define TE_FL_LAYERNORM_BWD_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_layernorm_bwd_args) }
+#define TE_FL_LAYERNORM_BWD_ARGS_INIT { .struct_size = sizeof(te_fl_layernorm_bwd_args) }
 
 /*
  * rmsnorm_fwd: Root-mean-square normalisation over the last dimension.
@@ -133,8 +132,7 @@ typedef struct te_fl_rmsnorm_bwd_args {
   int32_t zero_centered_gamma TE_FL_INIT(0);
 } te_fl_rmsnorm_bwd_args;
 
-#define TE_FL_RMSNORM_BWD_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_rmsnorm_bwd_args) }
+#define TE_FL_RMSNORM_BWD_ARGS_INIT { .struct_size = sizeof(te_fl_rmsnorm_bwd_args) }
 
 /*
  * rmsnorm_bwd_add: Gradient of RMS normalisation plus the gradient of the residual branch.
@@ -160,8 +158,7 @@ typedef struct te_fl_rmsnorm_bwd_add_args {
   int32_t zero_centered_gamma TE_FL_INIT(0);
 } te_fl_rmsnorm_bwd_add_args;
 
-#define TE_FL_RMSNORM_BWD_ADD_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_rmsnorm_bwd_add_args) }
+#define TE_FL_RMSNORM_BWD_ADD_ARGS_INIT { .struct_size = sizeof(te_fl_rmsnorm_bwd_add_args) }
 
 #ifdef __cplusplus
 } /* extern "C" */

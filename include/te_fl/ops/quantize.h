@@ -26,8 +26,7 @@ typedef struct te_fl_quantize_args {
   const te_fl_tensor* noop_flag TE_FL_INIT(NULL);
 } te_fl_quantize_args;
 
-#define TE_FL_QUANTIZE_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_quantize_args) }
+#define TE_FL_QUANTIZE_ARGS_INIT { .struct_size = sizeof(te_fl_quantize_args) }
 
 /*
  * dequantize: Restores high-precision values from a quantised tensor.
@@ -42,8 +41,7 @@ typedef struct te_fl_dequantize_args {
   const te_fl_tensor* output TE_FL_INIT(NULL);
 } te_fl_dequantize_args;
 
-#define TE_FL_DEQUANTIZE_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_dequantize_args) }
+#define TE_FL_DEQUANTIZE_ARGS_INIT { .struct_size = sizeof(te_fl_dequantize_args) }
 
 /*
  * bgrad_quantize: Quantises an output gradient and sums it over rows for the bias gradient.
@@ -59,8 +57,7 @@ typedef struct te_fl_bgrad_quantize_args {
   const te_fl_tensor* bias_grad TE_FL_INIT(NULL);
 } te_fl_bgrad_quantize_args;
 
-#define TE_FL_BGRAD_QUANTIZE_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_bgrad_quantize_args) }
+#define TE_FL_BGRAD_QUANTIZE_ARGS_INIT { .struct_size = sizeof(te_fl_bgrad_quantize_args) }
 
 /*
  * multi_tensor_quantize: Quantises several tensors in one call.
@@ -96,8 +93,7 @@ typedef struct te_fl_split_quantize_args {
   int64_t outputs_count TE_FL_INIT(0);
 } te_fl_split_quantize_args;
 
-#define TE_FL_SPLIT_QUANTIZE_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_split_quantize_args) }
+#define TE_FL_SPLIT_QUANTIZE_ARGS_INIT { .struct_size = sizeof(te_fl_split_quantize_args) }
 
 /*
  * cast_to_fp8: Casts to FP8 codes without scale metadata, with a given scale.
@@ -117,8 +113,7 @@ typedef struct te_fl_cast_to_fp8_args {
   const te_fl_tensor* scale_inv TE_FL_INIT(NULL);
 } te_fl_cast_to_fp8_args;
 
-#define TE_FL_CAST_TO_FP8_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_cast_to_fp8_args) }
+#define TE_FL_CAST_TO_FP8_ARGS_INIT { .struct_size = sizeof(te_fl_cast_to_fp8_args) }
 
 /*
  * fp8_transpose: Transposes a matrix of 8-bit codes, and optionally computes its column sums.
@@ -139,8 +134,7 @@ typedef struct te_fl_fp8_transpose_args {
   const te_fl_tensor* column_sums TE_FL_INIT(NULL);
 } te_fl_fp8_transpose_args;
 
-#define TE_FL_FP8_TRANSPOSE_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_fp8_transpose_args) }
+#define TE_FL_FP8_TRANSPOSE_ARGS_INIT { .struct_size = sizeof(te_fl_fp8_transpose_args) }
 
 /*
  * compute_amax: Largest absolute value of a tensor.
@@ -154,8 +148,7 @@ typedef struct te_fl_compute_amax_args {
   const te_fl_tensor* amax TE_FL_INIT(NULL);
 } te_fl_compute_amax_args;
 
-#define TE_FL_COMPUTE_AMAX_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_compute_amax_args) }
+#define TE_FL_COMPUTE_AMAX_ARGS_INIT { .struct_size = sizeof(te_fl_compute_amax_args) }
 
 /*
  * fused_amax_and_scale_update_after_reduction: Updates the amax histories and scales of many

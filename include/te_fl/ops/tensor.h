@@ -28,8 +28,7 @@ typedef struct te_fl_add_args {
   float p TE_FL_INIT(0.0f);
 } te_fl_add_args;
 
-#define TE_FL_ADD_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_add_args) }
+#define TE_FL_ADD_ARGS_INIT { .struct_size = sizeof(te_fl_add_args) }
 
 /*
  * strided_copy: Copies between tensors of any strides, converting the dtype.
@@ -44,8 +43,7 @@ typedef struct te_fl_strided_copy_args {
   const te_fl_tensor* output TE_FL_INIT(NULL);
 } te_fl_strided_copy_args;
 
-#define TE_FL_STRIDED_COPY_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_strided_copy_args) }
+#define TE_FL_STRIDED_COPY_ARGS_INIT { .struct_size = sizeof(te_fl_strided_copy_args) }
 
 /*
  * fill: Sets every element to a value.
@@ -59,8 +57,7 @@ typedef struct te_fl_fill_args {
   double value TE_FL_INIT(0.0);
 } te_fl_fill_args;
 
-#define TE_FL_FILL_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_fill_args) }
+#define TE_FL_FILL_ARGS_INIT { .struct_size = sizeof(te_fl_fill_args) }
 
 /*
  * embedding_fwd: Copies rows of an embedding table by index.
@@ -78,8 +75,7 @@ typedef struct te_fl_embedding_fwd_args {
   const te_fl_tensor* output TE_FL_INIT(NULL);
 } te_fl_embedding_fwd_args;
 
-#define TE_FL_EMBEDDING_FWD_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_embedding_fwd_args) }
+#define TE_FL_EMBEDDING_FWD_ARGS_INIT { .struct_size = sizeof(te_fl_embedding_fwd_args) }
 
 /*
  * embedding_bwd: Gradient of the embedding table.
@@ -99,8 +95,7 @@ typedef struct te_fl_embedding_bwd_args {
   int32_t accumulate TE_FL_INIT(0);
 } te_fl_embedding_bwd_args;
 
-#define TE_FL_EMBEDDING_BWD_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_embedding_bwd_args) }
+#define TE_FL_EMBEDDING_BWD_ARGS_INIT { .struct_size = sizeof(te_fl_embedding_bwd_args) }
 
 /*
  * cross_entropy_fwd: Softmax cross-entropy of integer targets.

@@ -62,6 +62,13 @@ inline void check_count(const char* name, Py_ssize_t count, Py_ssize_t wanted) {
                    std::to_string(count));
 }
 
+// Throws TypeError if `name` got fewer arguments than `least`.
+inline void check_least(const char* name, Py_ssize_t count, Py_ssize_t least) {
+  if (count >= least) return;
+  throw_type_error(std::string(name) + " takes at least " + std::to_string(least) +
+                   " arguments, got " + std::to_string(count));
+}
+
 inline Ref to_python(std::string_view text) {
   return Ref::take(
       PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));

@@ -9,32 +9,31 @@ namespace te_fl::python {
 // fp8_states() -> a new holder of the FP8 state of one module of the framework, for all nn layers
 // that the module creates.
 PyObject* make_fp8_states(PyObject*, PyObject*) noexcept;
-// layer(kind, options, states) -> a layer without memory for parameters. states: a tuple of
-// (prefix, FP8 states). A site below a prefix uses those states; all other sites use the layer's
-// own. Calls may come from any thread; calls of layers that share states are serialised.
+// layer(kind, options, states, delays_wgrad) -> a layer without memory for parameters. states: a
+// tuple of (prefix, FP8 states). A site below a prefix uses those states; all other sites use the
+// layer's own. delays_wgrad: layer_backward() defers the weights' gradients (without FP8 also the
+// biases' gradients) to layer_backward_dw(), and returns None for them. Calls may come from any
+// thread; calls of layers that share states are serialised.
 PyObject* make_layer(PyObject*, PyObject* args) noexcept;
 // layer_parameters(layer) -> list of (name, shape), in the order that the other calls expect.
 PyObject* layer_parameters(PyObject*, PyObject* layer) noexcept;
-// layer_forward(call, inputs, parameters, training) -> (output, token).
-// call: a LayerCall (te_fl/pytorch/autograd/layer_call.hpp), whose fields `inputs`, `extras`,
-// `accumulates` and `delays` are not read here. activation: the output's dtype as an index in
-// te_fl.tensors.DTYPES; -1: the first input's dtype. first: None, a bool, or a F32 tensor [1] as
+// layer_forward(call, training, *tensors) -> (output, token).
+// tensors: the inputs, the extras and the parameters, as call.py's LayerCall counts them.
+// call: a LayerCall (te_fl/pytorch/autograd/layer_call.hpp), whose fields `accumulates` and
+// `delays` are not read here. activation: the output's dtype as an index in te_fl.tensors.DTYPES;
+// -1: the first input's dtype. first: None, a bool, or a F32 tensor [1] as
 // ForwardOptions::reuse_weights. attention: a dict of AttentionInputs' fields, or None. random: an
 // int64 device tensor [2], seed and offset, or None.
 // training: true saves the tensors that the backward reads; the token, an int64 tensor, owns them.
 // Otherwise the token is None, and the scopes of set_weight_caches() apply.
 PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept;
-// layer_backward(token, gradient, parameters, main_grads, keep, input_grad) -> (gradients of the
-// inputs and of the attention's bias, gradients of the parameters), with None for absent ones.
-// main_grads: None, or for each parameter None or (tensor, overwrite). The gradient is accumulated
-// into the tensor, or overwrites it, and is not returned.
-// keep: the token stays valid for another call of layer_backward().
-// input_grad: false if the caller does not use the inputs' gradients; the backward may then skip
-// them and their collectives.
+// layer_backward(token, gradient, main_grads, keep, input_grad, *parameters) -> the gradients of
+// the forward's tensors, with None for absent ones. main_grads: None, or for each parameter None or
+// (tensor, overwrite). The gradient is accumulated into the tensor, or overwrites it, and is not
+// returned. keep: the token stays valid for another call of layer_backward(). input_grad: false if
+// the caller does not use the inputs' gradients; the backward may then skip them and their
+// collectives.
 PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept;
-// delay_layer_wgrad(layer): from now on, layer_backward() defers the weights' gradients (without
-// FP8 also the biases' gradients) to layer_backward_dw(), and returns None for them.
-PyObject* delay_layer_wgrad(PyObject*, PyObject* layer) noexcept;
 // layer_backward_dw(layer, parameters, main_grads, like) -> the gradients that the earliest pending
 // backward pass deferred, as tensors of the framework of `like`; None for absent ones. main_grads:
 // as for layer_backward().

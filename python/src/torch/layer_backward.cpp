@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -217,15 +218,15 @@ void queue_backward_end(const nn::CapturedContext& scopes) {
 PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept {
   return guarded([&] {
     using Argument = layer_call::BackwardArgument;
-    check_count("layer_backward", count, Argument::kCount);
+    check_least("layer_backward", count, Argument::kParameters);
     const std::shared_ptr<Record> record = find_record(args[Argument::kToken]);
     follow_memory(*record);
     std::vector<Lent> kept;
     const bool delays = record->layer->delays_wgrad;
     const Tensor dy = delays ? to_tensor(args[Argument::kGradient], "gradient", kept)
                              : to_tensor(args[Argument::kGradient], "gradient", false);
-    auto parameters = lend_parameters(*record->layer,
-                                      list_items(args[Argument::kParameters], "parameters"), true);
+    auto parameters =
+        lend_parameters(*record->layer, {args + Argument::kParameters, args + count}, true);
     const auto main_grads = read_main_grads(args[Argument::kMainGrads], parameters.size());
     void* const stream = find_current_stream(args[Argument::kGradient], dy.device());
     ResultTensors results(args[Argument::kGradient], dy.device());
@@ -245,22 +246,12 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     }
     Gradients made = value_or_throw(*std::move(gradients));
     gradients.reset();
-    if (!input_grad) made.inputs.assign(made.inputs.size(), Tensor());
-    const Ref inputs = to_tuple(std::move(made.inputs), results, args[Argument::kGradient]);
-    const Ref own = to_tuple(std::move(made.parameters), results, args[Argument::kGradient]);
+    if (!input_grad) made.inputs.clear();
+    made.inputs.resize(record->followed);
+    std::ranges::move(made.parameters, std::back_inserter(made.inputs));
+    Ref all = to_tuple(std::move(made.inputs), results, args[Argument::kGradient]);
     queue_backward_end(record->scopes);
-    return Ref::take(PyTuple_Pack(2, inputs.get(), own.get()));
-  });
-}
-
-PyObject* delay_layer_wgrad(PyObject*, PyObject* capsule) noexcept {
-  return guarded([&] {
-    Layer& layer = *unwrap_layer(capsule);
-    const WithoutLock unlocked;
-    const LayerLock lock(layer);
-    layer.delays_wgrad = true;
-    for (const auto& [dtype, runner] : layer.runners) runner->module().set_delay_wgrad(true);
-    return Ref::share(Py_None);
+    return all;
   });
 }
 

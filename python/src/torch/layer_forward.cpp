@@ -1,6 +1,8 @@
 #include <array>
+#include <iterator>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "autograd/layer_call.hpp"
@@ -101,6 +103,7 @@ struct Forward {
   std::vector<Lent> lent;
   nn::AttentionInputs attention;
   nn::ForwardOptions options;
+  size_t followed = 0;  // the number of inputs and extras
   Tensor random;
   DType activation = DType::kF32;
   void* stream = nullptr;
@@ -157,6 +160,7 @@ Result<Tensor> run(Layer& layer, Forward& f, ResultTensors& results,
                                            .trained = std::move(f.trained),
                                            .lent = std::move(f.lent),
                                            .inputs = kinds_of(f),
+                                           .followed = f.followed,
                                            .memory = input_memory(f),
                                            .device = f.inputs[0].device()});
   return y;
@@ -169,15 +173,21 @@ PyObject* field(PyObject* call, layer_call::Field place) {
   return value;
 }
 
-Forward read_forward(Layer& layer, PyObject* const* args) {
-  PyObject* const call = args[ForwardArgument::kCall];
+Forward read_forward(Layer& layer, PyObject* call, bool training,
+                     std::span<PyObject* const> tensors) {
+  const long long inputs = to_integer(field(call, layer_call::kInputs));
+  const long long extras = to_integer(field(call, layer_call::kExtras));
+  if (inputs < 1 || extras < 0 || inputs + extras > std::ssize(tensors)) {
+    throw_type_error("the LayerCall has " + std::to_string(inputs) + " inputs and " +
+                     std::to_string(extras) + " extras, which must be among the " +
+                     std::to_string(tensors.size()) + " tensors");
+  }
   Forward f;
-  const bool training = args[ForwardArgument::kTraining] == Py_True;
-  for (PyObject* input : list_items(args[ForwardArgument::kInputs], "inputs")) {
+  f.followed = static_cast<size_t>(inputs + extras);
+  for (PyObject* input : tensors.first(static_cast<size_t>(inputs))) {
     f.inputs.push_back(read_input(input, "input", training, f.lent));
   }
-  if (f.inputs.empty()) throw_type_error("a layer takes at least one input");
-  const auto objects = list_items(args[ForwardArgument::kParameters], "parameters");
+  const auto objects = tensors.subspan(f.followed);
   f.parameters = lend_parameters(layer, objects, training);
   f.mode = training ? kTraining : caching_mode(objects);
   f.options = read_microbatch(field(call, layer_call::kFirst));
@@ -190,8 +200,7 @@ Forward read_forward(Layer& layer, PyObject* const* args) {
     f.random = to_tensor(random, "random", true);
   const long long activation = to_integer(field(call, layer_call::kActivation));
   f.activation = activation < 0 ? f.inputs[0].dtype() : static_cast<DType>(activation);
-  f.stream =
-      find_current_stream(PyTuple_GetItem(args[ForwardArgument::kInputs], 0), f.inputs[0].device());
+  f.stream = find_current_stream(tensors[0], f.inputs[0].device());
   return f;
 }
 
@@ -216,11 +225,12 @@ Ref hand_out(Tensor output, std::shared_ptr<Record> record, ResultTensors& resul
 
 PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept {
   return guarded([&] {
-    check_count("layer_forward", count, ForwardArgument::kCount);
-    const std::shared_ptr<Layer>& layer =
-        unwrap_layer(field(args[ForwardArgument::kCall], layer_call::kLayer));
-    Forward f = read_forward(*layer, args);
-    PyObject* like = PyTuple_GetItem(args[ForwardArgument::kInputs], 0);
+    check_least("layer_forward", count, ForwardArgument::kTensors + 1);
+    PyObject *const call = args[ForwardArgument::kCall], *const like =
+                                                             args[ForwardArgument::kTensors];
+    const std::shared_ptr<Layer>& layer = unwrap_layer(field(call, layer_call::kLayer));
+    Forward f = read_forward(*layer, call, args[ForwardArgument::kTraining] == Py_True,
+                             {args + ForwardArgument::kTensors, args + count});
     ResultTensors results(like, f.inputs[0].device());
     const DeterministicScope deterministic;
     std::shared_ptr<Record> record;

@@ -87,13 +87,16 @@ Result<std::shared_ptr<Runner>> runner_for(Layer& layer, DType dtype) {
 PyObject* make_layer(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     PyObject *kind = nullptr, *options = nullptr, *states = nullptr;
-    if (PyArg_ParseTuple(args, "OOO", &kind, &options, &states) == 0) throw PythonError();
+    int delays_wgrad = 0;
+    if (PyArg_ParseTuple(args, "OOOp", &kind, &options, &states, &delays_wgrad) == 0)
+      throw PythonError();
     // Layers freed earlier have queued decrefs of their weak references.
     drop_dropped();
     // The first use loads plugins, which may be Python modules.
     without_lock([] { OpManager::instance(); });
     auto layer = std::make_shared<Layer>();
     layer->make = make_runner(to_text(kind, "the kind of layer"), options);
+    layer->delays_wgrad = delays_wgrad != 0;
     for (PyObject* entry : list_items(states, "states")) {
       PyObject *prefix = nullptr, *capsule = nullptr;
       if (PyArg_ParseTuple(entry, "OO", &prefix, &capsule) == 0) throw PythonError();

@@ -46,7 +46,7 @@ bool lasting(PyObject* parameter) {
 
 }  // namespace
 
-long long caching_mode(const std::vector<PyObject*>& parameters) {
+long long caching_mode(std::span<PyObject* const> parameters) {
   if (g_weight_caches == nullptr) return kUncached;
   static PyObject* const name = PyUnicode_InternFromString("scopes");
   const Ref scopes = Ref::take(PyObject_GetAttr(g_weight_caches, name));
@@ -68,8 +68,8 @@ PyObject* set_weight_caches(PyObject*, PyObject* thread) noexcept {
   });
 }
 
-std::vector<LentParameter> lend_parameters(const Layer& layer,
-                                           const std::vector<PyObject*>& objects, bool training) {
+std::vector<LentParameter> lend_parameters(const Layer& layer, std::span<PyObject* const> objects,
+                                           bool training) {
   if (objects.size() != layer.parameters.size()) {
     throw_type_error("the layer has " + std::to_string(layer.parameters.size()) + " parameters; " +
                      std::to_string(objects.size()) + " were given");
@@ -82,7 +82,7 @@ std::vector<LentParameter> lend_parameters(const Layer& layer,
   return lent;
 }
 
-std::vector<bool> find_trained(const std::vector<PyObject*>& parameters) {
+std::vector<bool> find_trained(std::span<PyObject* const> parameters) {
   static PyObject* const name = PyUnicode_InternFromString("requires_grad");
   std::vector<bool> trained(parameters.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -91,7 +91,7 @@ std::vector<bool> find_trained(const std::vector<PyObject*>& parameters) {
   return trained;
 }
 
-Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
+Contents number_contents(Layer& layer, std::span<PyObject* const> objects,
                          const std::vector<LentParameter>& lent, long long mode, bool reused) {
   // PyTorch's version counter misses some writes to parameters (through `data`, NumPy views and
   // FSDP2's all-gather), and a new parameter may reuse an old address. So contents count as

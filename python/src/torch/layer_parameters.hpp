@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "py/py.hpp"
@@ -17,16 +18,16 @@ constexpr long long kTraining = 0, kUncached = 1;
 
 // The parameters in the layer's order. Needs the interpreter's lock; throws TypeError if their
 // number differs from the layer's.
-std::vector<LentParameter> lend_parameters(const Layer& layer,
-                                           const std::vector<PyObject*>& objects, bool training);
+std::vector<LentParameter> lend_parameters(const Layer& layer, std::span<PyObject* const> objects,
+                                           bool training);
 // The mode of a forward that is not training: the number of the calling thread's outermost scope in
 // which quantised weights are cached, or kUncached. Needs the interpreter's lock.
-long long caching_mode(const std::vector<PyObject*>& parameters);
+long long caching_mode(std::span<PyObject* const> parameters);
 // The requires_grad of each parameter. Needs the interpreter's lock.
-std::vector<bool> find_trained(const std::vector<PyObject*>& parameters);
+std::vector<bool> find_trained(std::span<PyObject* const> parameters);
 // The current version numbers of the parameters' contents; without numbers during the
 // recomputation of a checkpoint. Needs the interpreter's lock.
-Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
+Contents number_contents(Layer& layer, std::span<PyObject* const> objects,
                          const std::vector<LentParameter>& lent, long long mode, bool reused);
 // Makes the module's parameters borrow the memory of `lent` for one call. trained: the parameters'
 // requires_grad; null if no backward follows. Needs a LayerLock.

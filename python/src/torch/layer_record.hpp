@@ -24,8 +24,9 @@ struct Record {
   std::vector<Lent> lent;
   std::shared_ptr<void> output =
       nullptr;  // the storage of an output that the backward reads, if it does
-  // The backward returns gradients of these shapes and dtypes.
+  // The backward computes gradients of these shapes and dtypes, and returns the first `followed`.
   std::vector<std::pair<Shape, DType>> inputs;
+  size_t followed = 0;
   // Memory of the inputs, in which results may be placed.
   std::vector<std::pair<const void*, const void*>> memory;
   Device device;                // device of the activations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
 from typing import Any, Callable, Deque, Dict, NamedTuple, Optional, Sequence, Tuple
 from weakref import WeakValueDictionary
@@ -15,6 +16,7 @@ from te_fl import _native, torch_device, torch_node, torch_tensors
 from te_fl.errors import Unsupported
 from te_fl.pytorch.autograd import saved_hooks
 from te_fl.pytorch.autograd.once import MESSAGE, once_differentiable
+from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.runtime.refuse import refuse
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -220,18 +222,17 @@ class LayerFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
-        n = call.inputs
-        output, token = _native.layer_forward(call, tensors[:n], tensors[n + call.extras:], True)
+        output, token = _native.layer_forward(call, True, *tensors)
         if call.attention is None:
             ctx.save_for_backward(token, *tensors)
         # Tensors of `attention` (masks, lengths) and an output that the backward reads are saved too, so that PyTorch detects in-place writes.
         # Inference tensors cannot be saved, and cannot be written outside of inference mode, so they are left out.
         else:
             kept = [t for t in call.attention.values() if isinstance(t, torch.Tensor) and not t.is_inference()]
-            ctx.save_for_backward(token, *tensors, *kept, *((output,) if n == 3 else ()))
+            ctx.save_for_backward(token, *tensors, *kept, *((output,) if call.inputs == 3 else ()))
         ctx.call = call
         copied = hooks_may_copy()
-        ctx.kept = _Kept(token if copied else None, tensors[n + call.extras:]) if copied or call.accumulates else None
+        ctx.kept = _Kept(token if copied else None, tensors[call.inputs + call.extras:]) if copied or call.accumulates else None
         return output
 
     @staticmethod
@@ -243,23 +244,19 @@ class LayerFunction(torch.autograd.Function):
 def _backward(ctx, grad: torch.Tensor):
     call = ctx.call
     token, *tensors = ctx.saved_tensors
-    n = call.inputs + call.extras
-    parameters, keep = tuple(tensors[n:len(ctx.needs_input_grad) - 1]), keeps_graph()
+    n, needed, keep = call.inputs + call.extras, ctx.needs_input_grad[1:], keeps_graph()
     if ctx.kept is not None and ctx.kept.token is not None:
         token = ctx.kept.token
     weights = ctx.kept.weights if call.accumulates else ()
     main_grads = find_main_grads(weights) if call.accumulates else None
-    needed = ctx.needs_input_grad
-    inputs, own = _native.layer_backward(token, grad.resolve_neg().contiguous() if grad.numel() else grad.new_empty(grad.shape), parameters,
-                                         None if call.delays else main_grads, keep, any(needed[1:n + 1]))
+    gradients = _native.layer_backward(token, grad.resolve_neg().contiguous() if grad.numel() else grad.new_empty(grad.shape),
+                                       None if call.delays else main_grads, keep, any(needed[:n]), *tensors[n:len(needed)])
     if main_grads is not None:
         count_gradients(weights, call.delays)
-        own = tuple(placeholder(p) if m is not None else g for p, m, g in zip(weights, main_grads, own))
+        gradients = gradients[:n] + tuple(placeholder(p) if m is not None else g for p, m, g in zip(weights, main_grads, gradients[n:]))
     if ctx.kept is not None and not keep:
         ctx.kept = None
-    if n == 1:
-        return (None, inputs[0] if needed[1] else None, *own)
-    return (None, *(g if needed[i + 1] else None for i, g in enumerate(inputs[:n])), *own)
+    return (None, *gradients)
 
 
 _guarded_backward = once_differentiable(_backward)
@@ -283,15 +280,7 @@ def python_run(call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
     if _tracing() is not None:
         raise Unsupported("torch.jit.trace records PyTorch's own ops alone, of a layer of te-fl its empty result; use torch.compile, or trace with "
                           "gradients, for which a layer is one function of autograd's")
-    return _native.layer_forward(call, tensors[:call.inputs], tensors[call.inputs + call.extras:], False)[0]
-
-
-def python_plain(module: dict, key: tuple, x: torch.Tensor, first: Any) -> Optional[torch.Tensor]:
-    """Fast path for a module with one input: returns the output, using the LayerCall of its last forward. `module` is the module's __dict__, and
-    `key` the key in its _layers. None means that the module must take the general path; this Python version always does, and only the C++ node
-    implements the fast path.
-    """
-    return None
+    return _native.layer_forward(call, False, *tensors)[0]
 
 
 profiling = torch.autograd._profiler_enabled
@@ -310,18 +299,21 @@ def shown(module: torch.nn.Module, compute: Callable[..., torch.Tensor]) -> Call
     return run_shown
 
 
-_node = torch_node.load(torch.__version__, _native.layer_forward, _native.layer_backward, python_run, MESSAGE, torch.nn.Parameter)
-run, plain = (python_run, python_plain) if _node is None else (_node.run, _node.plain)
+class ThreadScopes(threading.local):
+    """Has the calling thread's list of scopes, the innermost last."""
+
+    def __init__(self) -> None:
+        self.scopes: list = []
 
 
-def watch(fp8: Any, checkpoints: Any) -> None:
-    """Sets the objects whose `scopes` attribute lists the calling thread's autocasts (fp8) and its reentrant checkpoints (checkpoints). plain() reads
-    them.
-    """
-    if _node is not None:
-        _node.watch(fp8, checkpoints)
+reentrant_runs = ThreadScopes()  # the runs of checkpoints with use_reentrant=True, by torch_checkpoint.py
 
-
+_node = torch_node.load(torch.__version__, _native.layer_forward, _native.layer_backward, python_run, MESSAGE, torch.nn.Parameter,
+                        quantization._state, reentrant_runs)
+run = python_run if _node is None else _node.run
+# plain(module, key, x, first, activation): the fast path for a module with one input, given the module's __dict__ and the layer's key in its _layers.
+# Returns the output, using the LayerCall of the layer's last forward; None if the general path is needed. Only the node in C++ has it.
+plain = None if _node is None else _node.plain
 # warn_only=True counts as deterministic too, as in Transformer Engine: an op without a deterministic form is refused, not warned about.
 _native.set_deterministic(torch._C._get_deterministic_algorithms)
 _native.set_backward_end(_queue_end)

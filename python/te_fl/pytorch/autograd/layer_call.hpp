@@ -25,12 +25,12 @@ inline constexpr const char* field_names[] = {TE_FL_LAYER_CALL(TE_FL_NAME)};
 #undef TE_FL_LAYER_CALL
 
 // The arguments of layer_forward() and layer_backward() in order; python/src/torch/layer.hpp
-// documents them.
+// documents them. The last place is that of the first of several tensors.
 struct ForwardArgument {
-  enum Place { kCall, kInputs, kParameters, kTraining, kCount };
+  enum Place { kCall, kTraining, kTensors };
 };
 struct BackwardArgument {
-  enum Place { kToken, kGradient, kParameters, kMainGrads, kKeep, kInputGrad, kCount };
+  enum Place { kToken, kGradient, kMainGrads, kKeep, kInputGrad, kParameters };
 };
 
 }  // namespace te_fl::layer_call

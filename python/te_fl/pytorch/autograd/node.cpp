@@ -15,9 +15,11 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -35,9 +37,10 @@ using torch::autograd::variable_list;
 // The arguments of bind(). Never freed.
 PyObject* layer_forward = nullptr;
 PyObject* layer_backward = nullptr;
-PyObject* python_run = nullptr;            // call.run
+PyObject* python_run = nullptr;            // call.python_run
 PyObject* no_second_derivative = nullptr;  // the error message, once.MESSAGE
-PyObject* parameter_type = nullptr;        // torch.nn.Parameter
+
+using Tensors = std::span<PyObject* const>;
 
 class InterpreterLock {
  public:
@@ -107,13 +110,11 @@ class LayerNode final : public torch::autograd::Node {
   }
   // Saves the tensors and the output for the backward. Called after this node has become the
   // output's grad_fn.
-  void save(const Variable& token, PyObject* const* tensors, Py_ssize_t count,
-            const Variable& output, bool reads_output) {
-    saved_.reserve(static_cast<size_t>(count) + 2);
+  void save(const Variable& token, Tensors tensors, const Variable& output) {
+    saved_.reserve(tensors.size() + 2);
     saved_.emplace_back(token, false);
     if (hooks_may_copy()) token_ = token;
-    for (Py_ssize_t i = 0; i < count; ++i)
-      saved_.emplace_back(THPVariable_Unpack(tensors[i]), false);
+    for (PyObject* const tensor : tensors) saved_.emplace_back(THPVariable_Unpack(tensor), false);
     PyObject* attention = field(call_, kAttention);
     if (attention == Py_None) return;
     PyObject *key = nullptr, *value = nullptr;
@@ -123,8 +124,8 @@ class LayerNode final : public torch::autograd::Node {
         saved_.emplace_back(THPVariable_Unpack(value), false);
       }
     }
-    if (reads_output) saved_.emplace_back(output, true);
-    output_saved_ = reads_output;
+    output_saved_ = PyLong_AsSsize_t(field(call_, kInputs)) == 3;
+    if (output_saved_) saved_.emplace_back(output, true);
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
@@ -165,34 +166,28 @@ class LayerNode final : public torch::autograd::Node {
     const auto edges = static_cast<size_t>(num_outputs());
     const auto followed = static_cast<size_t>(PyLong_AsSsize_t(field(call_, kInputs)) +
                                               PyLong_AsSsize_t(field(call_, kExtras)));
-    const Ref parameters = checked(PyTuple_New(static_cast<Py_ssize_t>(edges - followed)));
-    for (size_t i = followed; i < edges; ++i) {
-      PyObject* const p = saved[1 + i].get();
-      Py_INCREF(p);
-      PyTuple_SET_ITEM(parameters.get(), static_cast<Py_ssize_t>(i - followed), p);
-    }
     // PyTorch counts an empty expanded tensor as contiguous although its strides are 0, so an empty
     // gradient is replaced by a new tensor.
     const Ref dense =
         wrapped(gradient.numel() != 0 ? gradient.resolve_neg().contiguous()
                                       : at::empty(gradient.sizes(), gradient.options()));
-    PyObject* const keep =
-        torch::autograd::get_current_graph_task_keep_graph() ? Py_True : Py_False;
     using Argument = BackwardArgument;
-    PyObject* args[Argument::kCount];
+    c10::SmallVector<PyObject*, 24> args(Argument::kParameters, Py_None);
     args[Argument::kToken] = saved[0].get();
     args[Argument::kGradient] = dense.get();
-    args[Argument::kParameters] = parameters.get();
-    args[Argument::kMainGrads] = Py_None;
-    args[Argument::kKeep] = keep;
+    args[Argument::kKeep] =
+        torch::autograd::get_current_graph_task_keep_graph() ? Py_True : Py_False;
     args[Argument::kInputGrad] = Py_False;
     for (size_t i = 0; i < followed; ++i) {
       if (next_edge(i).is_valid()) args[Argument::kInputGrad] = Py_True;
     }
-    const Ref both = checked(PyObject_Vectorcall(layer_backward, args, Argument::kCount, nullptr));
+    for (size_t i = followed; i < edges; ++i) args.push_back(saved[1 + i].get());
+    const Ref all = checked(PyObject_Vectorcall(layer_backward, args.data(), args.size(), nullptr));
     variable_list results(edges);
-    take(PyTuple_GET_ITEM(both.get(), 0), 0, followed, results);
-    take(PyTuple_GET_ITEM(both.get(), 1), followed, edges, results);
+    for (size_t i = 0; i < edges; ++i) {
+      PyObject* const item = PyTuple_GET_ITEM(all.get(), static_cast<Py_ssize_t>(i));
+      if (item != Py_None && next_edge(i).is_valid()) results[i] = THPVariable_Unpack(item);
+    }
     return results;
   }
 
@@ -222,15 +217,6 @@ class LayerNode final : public torch::autograd::Node {
     return results;
   }
 
-  // Moves a tuple's gradients to results[begin, end); gradients that are not needed stay undefined.
-  void take(PyObject* tuple, size_t begin, size_t end, variable_list& results) {
-    for (size_t i = begin; i < end && i - begin < static_cast<size_t>(PyTuple_GET_SIZE(tuple));
-         ++i) {
-      PyObject* const item = PyTuple_GET_ITEM(tuple, static_cast<Py_ssize_t>(i - begin));
-      if (item != Py_None && next_edge(i).is_valid()) results[i] = THPVariable_Unpack(item);
-    }
-  }
-
   PyObject* call_;
   std::vector<SavedVariable> saved_;
   // The token; defined only if saved-tensor hooks may replace the saved token by a copy, which does
@@ -242,99 +228,78 @@ class LayerNode final : public torch::autograd::Node {
 
 // True if a PyTorch transform is active (torch.func, torch.jit.trace) or a tensor has a
 // forward-mode tangent. LayerFunction handles these cases or raises an error for them.
-bool transformed(PyObject* const* tensors, Py_ssize_t count) {
-  if (follows_ops()) return true;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (THPVariable_Unpack(tensors[i])._fw_grad(0).defined()) return true;
-  }
-  return false;
-}
-
-Ref to_tuple(PyObject* const* items, Py_ssize_t count) {
-  Ref tuple = checked(PyTuple_New(count));
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    Py_INCREF(items[i]);
-    PyTuple_SET_ITEM(tuple.get(), i, items[i]);
-  }
-  return tuple;
+bool transformed(Tensors tensors) {
+  return follows_ops() || std::ranges::any_of(tensors, [](PyObject* t) {
+           return THPVariable_Unpack(t)._fw_grad(0).defined();
+         });
 }
 
 // Runs the layer's forward. Returns (output, token).
-Ref forward(PyObject* call, bool training, PyObject* const* tensors, Py_ssize_t inputs,
-            Py_ssize_t followed, Py_ssize_t count) {
+Ref forward(PyObject* call, bool training, Tensors tensors) {
   const at::AutoGradMode no_gradients(false);
   const at::AutoFwGradMode no_tangents(false);
-  const Ref in = to_tuple(tensors, inputs);
-  const Ref parameters = to_tuple(tensors + followed, count - followed);
-  using Argument = ForwardArgument;
-  PyObject* args[Argument::kCount];
-  args[Argument::kCall] = call;
-  args[Argument::kInputs] = in.get();
-  args[Argument::kParameters] = parameters.get();
-  args[Argument::kTraining] = training ? Py_True : Py_False;
-  return checked(PyObject_Vectorcall(layer_forward, args, Argument::kCount, nullptr));
+  c10::SmallVector<PyObject*, 24> args(ForwardArgument::kTensors);
+  args[ForwardArgument::kCall] = call;
+  args[ForwardArgument::kTraining] = training ? Py_True : Py_False;
+  args.append(tensors.begin(), tensors.end());
+  return checked(PyObject_Vectorcall(layer_forward, args.data(), args.size(), nullptr));
 }
 
-// run(call, *tensors) -> the layer's output; see call.run().
+// run(call, *tensors) -> the layer's output; see call.python_run().
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(layer_forward != nullptr && count >= 2 && PyTuple_Check(args[0]) &&
                        PyTuple_GET_SIZE(args[0]) == kFields,
                    "run() takes a LayerCall and tensors, after bind()");
   PyObject* const call = args[0];
-  PyObject* const* const tensors = args + 1;
-  const Py_ssize_t all = count - 1, inputs = PyLong_AsSsize_t(field(call, kInputs));
-  const Py_ssize_t followed = inputs + PyLong_AsSsize_t(field(call, kExtras));
-  TORCH_CHECK_TYPE(inputs > 0 && followed >= inputs && followed <= all,
-                   "run(): the LayerCall has more inputs than there are tensors");
+  const Tensors tensors(args + 1, args + count);
   bool follows = false;
-  for (Py_ssize_t i = 0; i < all; ++i) {
-    // Uses std::to_string, not a stream: some compilers link their own libstdc++ streams into this
-    // library, which are incompatible with those of PyTorch's libraries.
-    TORCH_CHECK_TYPE(THPVariable_Check(tensors[i]),
-                     "run(): argument " + std::to_string(i + 1) + " is no tensor");
-    follows = follows || THPVariable_Unpack(tensors[i]).requires_grad();
+  for (PyObject* const t : tensors) {
+    // Names the type by a C string, not a stream: some compilers link their own libstdc++ streams
+    // into this library, which are incompatible with those of PyTorch's libraries.
+    TORCH_CHECK_TYPE(THPVariable_Check(t),
+                     std::string("run(): a ") + Py_TYPE(t)->tp_name + " is no tensor");
+    follows = follows || THPVariable_Unpack(t).requires_grad();
   }
   follows = follows && at::GradMode::is_enabled();
-  if (!follows) {
-    if (transformed(tensors, all)) {
-      return PyObject_Vectorcall(python_run, args, static_cast<size_t>(count), nullptr);
-    }
-    const Ref both = forward(call, false, tensors, inputs, followed, all);
-    PyObject* const output = PyTuple_GET_ITEM(both.get(), 0);
-    Py_INCREF(output);
-    return output;
-  }
-  const int accumulates = PyObject_IsTrue(field(call, kAccumulates));
+  const int accumulates = follows ? PyObject_IsTrue(field(call, kAccumulates)) : 0;
   if (accumulates < 0) return nullptr;
-  if (accumulates != 0 || transformed(tensors, all)) {
+  if (accumulates != 0 || transformed(tensors)) {
     return PyObject_Vectorcall(python_run, args, static_cast<size_t>(count), nullptr);
   }
   torch::autograd::edge_list edges;
-  edges.reserve(static_cast<size_t>(all));
-  for (Py_ssize_t i = 0; i < all; ++i) {
-    const Variable& v = THPVariable_Unpack(tensors[i]);
-    edges.push_back(v.requires_grad() ? torch::autograd::impl::gradient_edge(v)
-                                      : torch::autograd::Edge());
+  if (follows) {
+    edges.reserve(tensors.size());
+    for (PyObject* const t : tensors) {
+      const Variable& v = THPVariable_Unpack(t);
+      edges.push_back(v.requires_grad() ? torch::autograd::impl::gradient_edge(v)
+                                        : torch::autograd::Edge());
+    }
   }
-  const Ref both = forward(call, true, tensors, inputs, followed, all);
-  const auto node = make_node<LayerNode>(std::move(edges), call);
+  const Ref both = forward(call, follows, tensors);
   PyObject* const output = PyTuple_GET_ITEM(both.get(), 0);
-  const Variable y = THPVariable_Unpack(output);
-  torch::autograd::set_history(y, node);
-  node->save(THPVariable_Unpack(PyTuple_GET_ITEM(both.get(), 1)), tensors, all, y, inputs == 3);
+  if (follows) {
+    const auto node = make_node<LayerNode>(std::move(edges), call);
+    const Variable y = THPVariable_Unpack(output);
+    torch::autograd::set_history(y, node);
+    node->save(THPVariable_Unpack(PyTuple_GET_ITEM(both.get(), 1)), tensors, y);
+  }
   Py_INCREF(output);
   return output;
   END_HANDLE_TH_ERRORS
 }
 
-// plain(module, key, x, first) -> the output that base._run() would compute. module: the module's
-// __dict__; key: the key in its _layers. None if plain_forward() cannot handle the call.
+// plain(module, key, x, first, activation) -> the output that base._run() would compute. module:
+// the module's __dict__; key: the key in its _layers. None if plain_forward() cannot handle the
+// call.
 PyObject* plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(fp8_thread != nullptr && count == 4 && PyDict_Check(args[0]),
-                   "plain() takes a dict, a key, a tensor and is_first_microbatch, after watch()");
-  const auto found = plain_forward(args[0], args[1], args[2], args[3], parameter_type);
+  TORCH_CHECK_TYPE(
+      fp8_thread != nullptr && count == 5 && PyDict_Check(args[0]),
+      "plain() takes a dict, a key, a tensor, is_first_microbatch and a dtype, after bind()");
+  const long activation = PyLong_AsLong(args[4]);
+  if (activation == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  const auto found = plain_forward(args[0], args[1], args[2], args[3], activation);
   if (!found.has_value()) Py_RETURN_NONE;
   c10::SmallVector<PyObject*, 8> all = {found->call.get(), args[2]};
   for (const Ref& p : found->parameters) all.push_back(p.get());
@@ -342,37 +307,15 @@ PyObject* plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// watch(fp8, checkpoints): see call.watch().
-PyObject* watch(PyObject*, PyObject* args) {
-  PyObject *fp8 = nullptr, *checkpoints = nullptr;
-  if (PyArg_ParseTuple(args, "OO", &fp8, &checkpoints) == 0) return nullptr;
-  Py_INCREF(fp8), Py_INCREF(checkpoints);
-  Py_XDECREF(std::exchange(fp8_thread, fp8));
-  Py_XDECREF(std::exchange(checkpoints_thread, checkpoints));
-  Py_RETURN_NONE;
-}
-
 // empty(like, shape, dtype) -> a new tensor on like's device; see te_fl.torch_tensors.empty().
 PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
+  using enum at::ScalarType;
   // In the order of te_fl.tensors.DTYPES. No result has the packed dtype of 4-bit codes.
-  static constexpr at::ScalarType dtypes[] = {at::kDouble,
-                                              at::kFloat,
-                                              at::kHalf,
-                                              at::kBFloat16,
-                                              at::kFloat8_e4m3fn,
-                                              at::kFloat8_e5m2,
-                                              at::ScalarType::Undefined,
-                                              at::kFloat8_e8m0fnu,
-                                              at::kChar,
-                                              at::kShort,
-                                              at::kInt,
-                                              at::kLong,
-                                              at::kByte,
-                                              at::kUInt16,
-                                              at::kUInt32,
-                                              at::kUInt64,
-                                              at::kBool};
+  static constexpr at::ScalarType dtypes[] = {
+      Double,    Float,          Half,   BFloat16, Float8_e4m3fn, Float8_e5m2,
+      Undefined, Float8_e8m0fnu, Char,   Short,    Int,           Long,
+      Byte,      UInt16,         UInt32, UInt64,   Bool};
   TORCH_CHECK_TYPE(count == 3 && THPVariable_Check(args[0]) && PyTuple_Check(args[1]),
                    "empty() takes a tensor, a tuple and the number of a dtype");
   c10::SmallVector<int64_t, 5> sizes;
@@ -387,20 +330,20 @@ PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// bind(layer_forward, layer_backward, run, message, Parameter): sets the objects that run() and
-// LayerNode use.
+// bind(layer_forward, layer_backward, run, message, Parameter, fp8, checkpoints): sets the objects
+// that the other functions and LayerNode use.
 PyObject* bind(PyObject*, PyObject* args) {
-  PyObject** const places[] = {&layer_forward, &layer_backward, &python_run, &no_second_derivative,
-                               &parameter_type};
-  PyObject* objects[5] = {};
-  if (PyArg_ParseTuple(args, "OOOOO", &objects[0], &objects[1], &objects[2], &objects[3],
-                       &objects[4]) == 0) {
+  PyObject** const places[] = {&layer_forward,        &layer_backward, &python_run,
+                               &no_second_derivative, &parameter_type, &fp8_thread,
+                               &checkpoints_thread};
+  PyObject* objects[std::size(places)] = {};
+  if (PyArg_ParseTuple(args, "OOOOOOO", &objects[0], &objects[1], &objects[2], &objects[3],
+                       &objects[4], &objects[5], &objects[6]) == 0) {
     return nullptr;
   }
-  for (int i = 0; i < 5; ++i) {
+  for (size_t i = 0; i < std::size(places); ++i) {
     Py_INCREF(objects[i]);
-    Py_XDECREF(*places[i]);
-    *places[i] = objects[i];
+    Py_XDECREF(std::exchange(*places[i], objects[i]));
   }
   Py_RETURN_NONE;
 }
@@ -411,9 +354,9 @@ PyMethodDef methods[] = {
     {"empty", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(empty)), METH_FASTCALL,
      "empty(like, shape, dtype) -> tensor"},
     {"plain", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(plain)), METH_FASTCALL,
-     "plain(module, key, x, first) -> output, or None"},
-    {"watch", watch, METH_VARARGS, "watch(fp8, checkpoints)"},
-    {"bind", bind, METH_VARARGS, "bind(layer_forward, layer_backward, run, message, Parameter)"},
+     "plain(module, key, x, first, activation) -> output, or None"},
+    {"bind", bind, METH_VARARGS,
+     "bind(layer_forward, layer_backward, run, message, Parameter, fp8, checkpoints)"},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                           "_node",

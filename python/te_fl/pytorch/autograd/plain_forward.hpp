@@ -18,10 +18,11 @@
 
 namespace te_fl::node {
 
-// The arguments of watch(). The attribute `scopes` of each is the calling thread's list of scopes.
-// Never freed.
+// Arguments of bind() in node.cpp. Never freed.
+inline PyObject* parameter_type = nullptr;  // torch.nn.Parameter
+// The attribute `scopes` of each is the calling thread's list of scopes.
 inline PyObject* fp8_thread = nullptr;          // quantization._state
-inline PyObject* checkpoints_thread = nullptr;  // torch_checkpoint._reentrant
+inline PyObject* checkpoints_thread = nullptr;  // call.reentrant_runs
 
 // Interned attribute names.
 struct Names {
@@ -82,21 +83,21 @@ inline bool follows_ops() {
 }
 
 // True if a layer can use the tensor unchanged, and no PyTorch transform or profiler is active.
-inline bool is_plain(PyObject* x, PyObject* parameter_type) {
+inline bool is_plain(PyObject* x) {
   if (!THPVariable_CheckExact(x) && reinterpret_cast<PyObject*>(Py_TYPE(x)) != parameter_type) {
     return false;
   }
-  if (torch::profiler::impl::profilerEnabled()) return false;
-  if (follows_ops()) return false;
+  if (torch::profiler::impl::profilerEnabled() || follows_ops()) return false;
   const at::Tensor& v = THPVariable_Unpack(x);
   return (v.is_cpu() || v.is_cuda()) && v.layout() == at::kStrided &&
          dtype_code(v.scalar_type()) > 0 && v.is_contiguous() && !v.is_neg();
 }
 
-// The `activation` argument of base._run(): autocast's dtype; -1 outside of torch.autocast.
-inline long activation_code(const at::Tensor& x) {
+// The code of the output's dtype, as in base._run(): autocast's dtype; `activation` outside of
+// torch.autocast.
+inline long activation_code(const at::Tensor& x, long activation) {
   const auto kind = x.device().type();
-  if (!at::autocast::is_autocast_enabled(kind)) return -1;
+  if (!at::autocast::is_autocast_enabled(kind)) return activation;
   return dtype_code(at::autocast::get_autocast_dtype(kind));
 }
 
@@ -134,7 +135,7 @@ inline Fp8 read_fp8(PyObject* module, PyObject* first) {
 }
 
 // The module's parameters; empty if one of them is not exactly of type Parameter.
-inline std::vector<Ref> read_parameters(PyObject* module, PyObject* parameter_type) {
+inline std::vector<Ref> read_parameters(PyObject* module) {
   std::vector<Ref> found;
   PyObject* const all = item(module, names().parameters);
   PyObject* const own = item(module, names().read_names);
@@ -148,11 +149,12 @@ inline std::vector<Ref> read_parameters(PyObject* module, PyObject* parameter_ty
   return found;
 }
 
-// True if the LayerCall of the layer's last forward is valid for this forward.
+// True if the LayerCall of the layer's last forward (`last` of a NativeLayer) is valid for this
+// forward.
 inline bool fits(PyObject* call, PyObject* first, long activation) {
   return PyTuple_Check(call) && PyTuple_GET_SIZE(call) == kFields && field(call, kFirst) == first &&
-         field(call, kAttention) == Py_None && field(call, kAccumulates) == Py_False &&
-         field(call, kDelays) == Py_False && PyLong_AsLong(field(call, kActivation)) == activation;
+         field(call, kAccumulates) == Py_False && field(call, kDelays) == Py_False &&
+         PyLong_AsLong(field(call, kActivation)) == activation;
 }
 
 // The arguments that run() in node.cpp takes, for one forward of a module.
@@ -165,17 +167,17 @@ struct Plain {
 // x; none if the general path NativeLayer.compute() is needed. Records the recipe, as
 // quantization.notice() does.
 inline std::optional<Plain> plain_forward(PyObject* module, PyObject* key, PyObject* x,
-                                          PyObject* first, PyObject* parameter_type) {
+                                          PyObject* first, long activation) {
   PyObject* const layers = item(module, names().layers);
   PyObject* const layer = layers == nullptr ? nullptr : item(layers, key);
-  if (layer == nullptr || !is_plain(x, parameter_type)) return std::nullopt;
-  Ref call = attribute(layer, names().last);  // `last` of a NativeLayer
+  if (layer == nullptr || !is_plain(x)) return std::nullopt;
+  Ref call = attribute(layer, names().last);
   const Fp8 fp8 = read_fp8(module, first);
-  const long activation = activation_code(THPVariable_Unpack(x));
+  activation = activation_code(THPVariable_Unpack(x), activation);
   if (!fp8.plain || !fits(call.get(), first, activation)) return std::nullopt;
   if (has_scopes(checkpoints_thread)) return std::nullopt;
   if (at::SavedTensorDefaultHooks::get_hooks().has_value()) return std::nullopt;
-  std::vector<Ref> parameters = read_parameters(module, parameter_type);
+  std::vector<Ref> parameters = read_parameters(module);
   if (parameters.empty()) return std::nullopt;
   if (fp8.scope.has_value()) {
     const Ref recipe = attribute(fp8.scope->get(), names().scope_recipe);

@@ -15,7 +15,6 @@ import collections
 import functools
 import itertools
 import sys
-import threading
 import weakref
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
@@ -25,21 +24,15 @@ import torch.utils.checkpoint
 from te_fl import _native
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.autograd import saved_hooks
-from te_fl.pytorch.autograd.call import LayerCall, run
+from te_fl.pytorch.autograd.call import LayerCall, ThreadScopes, reentrant_runs, run
 from te_fl.pytorch.fp8 import quantization
 
 _task = torch._C._current_graph_task_id
 _FIRST, _SECOND = "_checkpoint_hook.__init__.<locals>.pack_hook", "_recomputation_hook.__init__.<locals>.pack_hook"
 
 
-class _Threads(threading.local):
-    def __init__(self):
-        self.scopes = []
-
-
-followed_runs = _Threads()  # on each thread, the runs of te_fl.pytorch.checkpoint() inside of a run of torch.utils.checkpoint
-own_runs = _Threads()  # the runs of te_fl.pytorch.recompute_contexts() on each thread, which keep their own record
-_reentrant = _Threads()  # the Reentrant scopes on each thread, the innermost last
+followed_runs = ThreadScopes()  # on each thread, the runs of te_fl.pytorch.checkpoint() inside of a run of torch.utils.checkpoint
+own_runs = ThreadScopes()  # the runs of te_fl.pytorch.recompute_contexts() on each thread, which keep their own record
 _numbers = itertools.count()
 
 
@@ -57,7 +50,7 @@ class Reentrant(ThreadMark):
     module's second run matches its earliest pending first run.
     """
 
-    _thread = _reentrant
+    _thread = reentrant_runs
 
     def __init__(self, owner: Any, second: bool):
         super().__init__()
@@ -66,7 +59,7 @@ class Reentrant(ThreadMark):
 
 def declared() -> Optional[bool]:
     """True in a declared second run, False in a declared first run, None outside of runs that the program declares."""
-    run = _reentrant.scopes[-1] if _reentrant.scopes else None
+    run = reentrant_runs.scopes[-1] if reentrant_runs.scopes else None
     return None if run is None or run.owner is not None else run.second
 
 
@@ -86,7 +79,7 @@ _follow(torch.utils.checkpoint.CheckpointFunction)
 
 def repeated() -> bool:
     """True in a run of a checkpoint with use_reentrant=True on this thread. Gradients are then needed although gradient mode is off."""
-    return not torch.compiler.is_compiling() and bool(_reentrant.scopes)
+    return not torch.compiler.is_compiling() and bool(reentrant_runs.scopes)
 
 
 class _Forward(NamedTuple):
@@ -133,7 +126,7 @@ class Segment:
 
 def _without_gradients(call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
     """The first run with use_reentrant=True, which PyTorch runs without gradients. The layer computes exactly as in the second run."""
-    return _native.layer_forward(call, tensors[:call.inputs], tensors[call.inputs + call.extras:], True)[0]
+    return _native.layer_forward(call, True, *tensors)[0]
 
 
 def _cell(hook: Any, name: str) -> Any:
@@ -203,7 +196,7 @@ def _runs() -> Tuple[list, Optional[_Second]]:
             return firsts + inner, _second_by_hooks(pack)
         if kind == _FIRST:
             firsts.append(_cell(pack, "frame"))
-    seconds = [(r.owner, r.number) for r in _reentrant.scopes if r.second and r.owner is not None]
+    seconds = [(r.owner, r.number) for r in reentrant_runs.scopes if r.second and r.owner is not None]
     owner, number = (other, id(other)) if other is not None else seconds[-1] if seconds else (None, 0)
     forwards = None if owner is None else owner.__dict__.get("_te_fl_forwards")
     return firsts + inner, None if forwards is None else _Second(forwards, (_task(), number))
@@ -215,7 +208,7 @@ _waiting: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # for each mo
 def _declared_segment(module: Any, second: bool) -> Optional[Segment]:
     waiting = _waiting.setdefault(module, collections.deque())
     if not second:
-        module._record_changes()
+        quantization.notice(module)
         forward = _Forward(None, _native.recompute_record())
         if module.training:  # otherwise there is no second run
             waiting.append(forward)
@@ -228,7 +221,7 @@ def _declared_segment(module: Any, second: bool) -> Optional[Segment]:
 
 
 def _inner_firsts() -> List[Reentrant]:
-    runs = [r for r in _reentrant.scopes if r.owner is not None]
+    runs = [r for r in reentrant_runs.scopes if r.owner is not None]
     last = max((i for i, r in enumerate(runs) if r.second), default=-1)
     return runs[last + 1:]
 
@@ -237,7 +230,7 @@ def followed() -> bool:
     """True in either run of a checkpoint that segment() tracks. A checkpoint that begins inside of it does not record its own runs."""
     if torch.compiler.is_compiling() or own_runs.scopes:
         return False
-    if not _reentrant.scopes and saved_hooks.top(False) is None and torch.is_grad_enabled() and _task() < 0:
+    if not reentrant_runs.scopes and saved_hooks.top(False) is None and torch.is_grad_enabled() and _task() < 0:
         return False
     firsts, second = _runs()
     return second is not None or bool(firsts)
@@ -265,14 +258,14 @@ def _inner_segment(module: Any) -> Optional[Segment]:
     owners = frames[:max(len(frames) - known, 0)] + [r.owner for r in _inner_firsts()] + ([] if torch.is_grad_enabled() else _callers()[0])
     if not owners:
         return None
-    module._record_changes()
+    quantization.notice(module)
     forward = _Forward(module, _native.recompute_record())
     _add(owners, forward)
     return Segment(forward, False, torch.is_grad_enabled())
 
 
 def segment(module: Any) -> Optional[Segment]:
-    """Called when a module's forward begins. In an FP8 checkpoint's run, returns a Segment, which replaces module._record_changes() and
+    """Called when a module's forward begins. In an FP8 checkpoint's run, returns a Segment, which replaces quantization.notice(module) and
     te_fl.pytorch.autograd.call.run(); otherwise None.
     """
     scopes = quantization._state.scopes
@@ -280,7 +273,7 @@ def segment(module: Any) -> Optional[Segment]:
         return None
     if own_runs.scopes:
         return _inner_segment(module)
-    if not _reentrant.scopes and saved_hooks.top(False) is None and not _may_be_others(module):
+    if not reentrant_runs.scopes and saved_hooks.top(False) is None and not _may_be_others(module):
         return None
     if (again := declared()) is not None:
         return _declared_segment(module, again) if scopes else None
@@ -295,7 +288,7 @@ def segment(module: Any) -> Optional[Segment]:
         return Segment(forward, True, keeps)
     if not scopes or not firsts:
         return None
-    module._record_changes()
+    quantization.notice(module)
     forward = _Forward(module, _native.recompute_record())
     _add(firsts, forward)
     return Segment(forward, False, keeps)

@@ -27,7 +27,6 @@ from te_fl.pytorch.autograd.torch_checkpoint import Recomputed
 from te_fl.pytorch.compile import exported
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.modules.attention import sums_of_lengths
-from te_fl.pytorch.modules.layers import TracedLayer
 from te_fl.pytorch.runtime import export
 from te_fl.pytorch.runtime import random as generator
 from te_fl.pytorch.runtime import registry
@@ -104,10 +103,10 @@ class _Rerun(NamedTuple):
 
     record: Any  # a record from _native.recompute_record()
     call: LayerCall
-    inputs: Tuple[torch.Tensor, ...]
+    tensors: Tuple[torch.Tensor, ...]  # inputs and extras
 
-    def run(self, parameters: Tuple[torch.Tensor, ...], second: bool):
-        return Recomputed(self.record, second).within(_native.layer_forward, self.call, self.inputs, parameters, True)
+    def run(self, parameters: Sequence[torch.Tensor], second: bool):
+        return Recomputed(self.record, second).within(_native.layer_forward, self.call, True, *self.tensors, *parameters)
 
 
 _again: dict = {}  # by number
@@ -127,7 +126,7 @@ def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, ac
              names, others, lengths, random, after):
     module = registry.find_module(number)
     layer, order = module._in_graph(inputs[0].device, kind, (*words, *numbers))
-    module._record_changes()
+    quantization.notice(module)
     _look_again(module)
     order = range(len(parameters)) if order is None else order
     own = [parameters[i] for i in order]
@@ -139,14 +138,13 @@ def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, ac
         inputs = [t.contiguous() for t in inputs]
     microbatch = quantization.reused_weights() if first < 0 else bool(first)
     call = LayerCall(layer.native, len(inputs), len(extras), activation, microbatch, _attention(names, others, lengths, extras) or None, random, False)
-    inputs, own = tuple(inputs), tuple(own)
     if not (keeps and recomputes):
-        output, token = _native.layer_forward(call, inputs, own, keeps)
+        output, token = _native.layer_forward(call, keeps, *inputs, *extras, *own)
         if keeps and kind == "attention":
             output = _own(output)  # the backward reads the output
         token = torch.zeros(1, dtype=torch.int64, device="cpu") if token is None else token
         return output, token, torch.tensor([0, *order], dtype=torch.int64, device="cpu")
-    again = _Rerun(_native.recompute_record(), call, inputs)
+    again = _Rerun(_native.recompute_record(), call, (*inputs, *extras))
     output, _ = again.run(own, False)
     number = next(_again_numbers)
     _again[number] = again
@@ -178,16 +176,16 @@ _forward_op = define("layer_forward(Tensor module, str kind, str[] words, SymInt
 
 def _backward(token, about, grad, parameters, needed, trained, sizes, ranks, dtypes):
     again, *order = about.tolist()
-    native = tuple(_trained(parameters[i], trained[i]) for i in order)
+    native = [_trained(parameters[i], trained[i]) for i in order]
     if again:
         if again not in _again:
             raise FailedPrecondition("what this forward kept for its backward has gone: a hook for saved tensors replaced it by "
                                      "a copy; run the forward again")
         _, token = _again[again].run(native, True)
-    inputs, found = _native.layer_backward(token, grad.resolve_neg().contiguous(), native, None, keeps_graph(), any(needed))
-    own = dict(zip(order, found))
+    gradients = _native.layer_backward(token, grad.resolve_neg().contiguous(), None, keeps_graph(), any(needed), *native)
+    own = dict(zip(order, gradients[len(needed):]))
     result, at = [], 0
-    for gradient, wanted, rank, dtype in zip(inputs, needed, ranks, dtypes):
+    for gradient, wanted, rank, dtype in zip(gradients, needed, ranks, dtypes):
         shape, at = sizes[at:at + rank], at + rank
         if wanted:
             result.append(gradient.to(BY_CODE[dtype]).view(shape))
@@ -268,11 +266,15 @@ def check_device(what: str, device: torch.device) -> None:
                      "backend='aot_eager'")
 
 
-def forward(module: Any, layer: TracedLayer, activation: int, first: Any, inputs: Sequence[torch.Tensor], extras: Sequence[torch.Tensor],
-            parameters: Sequence[torch.Tensor], attention: Optional[dict], random: Optional[torch.Tensor]) -> torch.Tensor:
-    """TracedLayer.compute() in a graph. Dynamo traces this function."""
+def forward(module: Any, kind: str, key: Tuple[Any, ...], width: int, activation: int, first: Any, inputs: Sequence[torch.Tensor],
+            extras: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], attention: Optional[dict], random: Optional[torch.Tensor]) -> torch.Tensor:
+    """NativeLayer.compute() in a graph, where a layer is a name: each run of the graph finds the layer with module._in_graph(). Dynamo traces this
+    function.
+
+    key: words, then integers. width: the output's last extent; -1: the input's.
+    """
     if export.state.exporting:
-        return exported.forward(module, layer, activation, inputs, extras, parameters, attention, random)
+        return exported.forward(module, kind, key, activation, inputs, extras, parameters, attention, random)
     trained = [p.requires_grad for p in parameters]
     keeps = torch.is_grad_enabled() and (any(trained) or any([t.requires_grad for t in (*inputs, *extras)]))
     names, others, lengths = [], [], [-1, -1]
@@ -284,9 +286,9 @@ def forward(module: Any, layer: TracedLayer, activation: int, first: Any, inputs
         elif value is not None and not (extras and name == "bias"):
             names.append(name)
             others.append(value)
-    output, _, about = _forward_op(module._number, layer.kind, [k for k in layer.key if isinstance(k, str)],
-                                   [int(k) for k in layer.key if not isinstance(k, str)], keeps, bool(recomputing), trained,
-                                   -1 if first is None else int(bool(first)), activation, layer.width, list(inputs),
+    output, _, about = _forward_op(module._number, kind, [k for k in key if isinstance(k, str)],
+                                   [int(k) for k in key if not isinstance(k, str)], keeps, bool(recomputing), trained,
+                                   -1 if first is None else int(bool(first)), activation, width, list(inputs),
                                    list(extras), list(parameters), names, others, lengths, random, chain[-1] if chain else None)
     if chain:
         chain[-1] = about

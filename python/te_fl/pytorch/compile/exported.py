@@ -10,14 +10,13 @@ import torch.nn.functional as F
 
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.modules.attention import distances, padded, windowed
-from te_fl.pytorch.modules.layers import TracedLayer
 from te_fl.pytorch.runtime.dtypes import BY_CODE
 from te_fl.pytorch.runtime.refuse import refuse
 
 _WHERE = "onnx_export"
 
 
-def forward(module: Any, layer: TracedLayer, activation: int, inputs: Sequence[torch.Tensor], extras: Sequence[torch.Tensor],
+def forward(module: Any, kind: str, key: Tuple[Any, ...], activation: int, inputs: Sequence[torch.Tensor], extras: Sequence[torch.Tensor],
             parameters: Sequence[torch.Tensor], attention: Optional[dict], random: Optional[torch.Tensor]) -> torch.Tensor:
     """The output of the layer, computed with PyTorch's ops."""
     if quantization.enabled():
@@ -25,13 +24,13 @@ def forward(module: Any, layer: TracedLayer, activation: int, inputs: Sequence[t
                      "quantise the exported model with the tools of its runtime")
     if random is not None:
         raise refuse(_WHERE, "training", True, "dropout is not exported; call eval() on the model")
-    if layer.kind not in _LAYERS:
+    if kind not in _LAYERS:
         raise refuse(_WHERE, "module", type(module).__name__, "export its parts in plain PyTorch; the parameters have the same names")
     x = inputs[0]
     dtype = BY_CODE[activation] if activation >= 0 else x.dtype
-    if layer.kind == "attention":
-        return _attention(module, layer.key, [t.to(dtype) for t in inputs], extras, parameters, attention or {})
-    return _LAYERS[layer.kind](module, layer.key, x, list(parameters), dtype)
+    if kind == "attention":
+        return _attention(module, key, [t.to(dtype) for t in inputs], extras, parameters, attention or {})
+    return _LAYERS[kind](module, key, x, list(parameters), dtype)
 
 
 def _normalised(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], options: dict, dtype: torch.dtype) -> torch.Tensor:

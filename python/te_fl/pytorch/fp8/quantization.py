@@ -37,11 +37,12 @@ class _State(threading.local):
 _state = _State()
 
 
-def notice(module: Any) -> None:
+def notice(module: Any, may_enter: bool = False) -> Optional[_Scope]:
     """Called when a module's forward begins. Records the recipe for the module's FP8 state.
 
     PyTorch's checkpoint reruns a forward inside of a backward, outside of the autocast of the first run. The rerun would compute in high precision,
-    and its gradients would belong to another function. Such a rerun uses first_autocast(), or is refused.
+    and its gradients would belong to another function. Such a rerun is refused; or, if the caller may enter a scope and only one recipe is possible,
+    an autocast equal to the first run's is returned, in which the caller begins the forward again.
     """
     scopes = _state.scopes
     if scopes:
@@ -49,14 +50,20 @@ def notice(module: Any) -> None:
         if own["_in_fp8"] and own["_recipe"] is not scope.recipe and own["_recipe"] != scope.recipe:
             own["_several_recipes"] = True
         own["_recipe"], own["_in_fp8"] = scope.recipe, scope.enabled
+        for part in module._recipe_parts:
+            part.__dict__["_recipe"] = scope.recipe
     elif module._in_fp8:
         if torch._C._current_graph_task_id() >= 0 and _quantises(module):
+            ambiguity = _ambiguity(module)
+            if may_enter and not ambiguity:
+                return autocast(recipe=module._recipe)
             raise FailedPrecondition(
                 f"{type(module).__name__}: the backward runs this forward again outside of its autocast, so in another "
-                f"precision{_ambiguity(module)}; use te_fl.pytorch.checkpoint(), or give torch.utils.checkpoint.checkpoint() use_reentrant=False and "
+                f"precision{ambiguity}; use te_fl.pytorch.checkpoint(), or give torch.utils.checkpoint.checkpoint() use_reentrant=False and "
                 "context_fn=te_fl.pytorch.recompute_contexts (Transformers: model.gradient_checkpointing_enable({\"use_reentrant\": False, "
                 "\"context_fn\": te_fl.pytorch.recompute_contexts}))")
         module.__dict__["_in_fp8"] = False
+    return None
 
 
 def _quantises(module: Any) -> bool:
@@ -71,15 +78,6 @@ def _ambiguity(module: Any) -> str:
     if isinstance(module._recipe, DelayedScaling):
         return ", and by delayed scaling with other scales, which the end of the autocast has updated"
     return ""
-
-
-def first_autocast(module: Any) -> Optional[_Scope]:
-    """Called when a module's forward begins. Returns an autocast equal to the first run's, if a backward reruns the forward outside of that autocast
-    and only one recipe is possible. None: the forward runs as called, or notice() refuses it.
-    """
-    if _state.scopes or not module.__dict__.get("_in_fp8", False) or torch._C._current_graph_task_id() < 0:
-        return None
-    return None if not _quantises(module) or _ambiguity(module) else autocast(recipe=module._recipe)
 
 
 class reusing_weights:

@@ -237,23 +237,24 @@ class DotProductAttention(TransformerEngineBaseModule):
         """Accepts a group of one rank, for which the other arguments have no effect, and refuses larger groups."""
         rules.group_of_one("DotProductAttention", "cp_group", cp_group)
 
-    def _layer_for(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float):
+    def _key(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float) -> tuple:
+        """The key of a call's layer: in a graph the arguments of _native_key(), as words and integers."""
         # A forward without gradients never applies dropout, so only a forward with gradients in eval() needs a separate layer without dropout.
         drops = self.training or not (torch.is_grad_enabled() or torch_checkpoint.repeated())
         if torch.compiler.is_compiling():
-            return self._layer(device, key=(layout, mask, softcap.hex(), *size, drops))
-        return self._dropping(device, layout, mask, size, softcap, drops)
+            return layout, mask, softcap.hex(), *size, drops
+        return self._native_key(device, layout, mask, size, softcap, drops)
 
-    def _dropping(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float, drops: bool):
+    def _native_key(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float, drops: bool) -> tuple:
         if device != self._device:  # without parameters, Module.to() does not report a change of device
             if self._device is not None:
                 self._forget(self._fp8_state())
             self._device = device
-        return self._layer(device, key=(device, layout, mask, size, softcap, self.attention_dropout if drops else 0.0))
+        return device, layout, mask, size, softcap, self.attention_dropout if drops else 0.0
 
     def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[NativeLayer, None]:
         layout, mask, softcap, left, right, drops = key
-        return self._dropping(device, layout, mask, (left, right), float.fromhex(softcap), bool(drops)), None
+        return self._layer(device, kind, self._native_key(device, layout, mask, (left, right), float.fromhex(softcap), bool(drops))), None
 
     def _make_options(self, kind: str, key: Any) -> dict:
         _, layout, mask, size, softcap, dropout = key
@@ -349,9 +350,9 @@ class DotProductAttention(TransformerEngineBaseModule):
             query_layer, key_layer, attention_mask, lengths, core_attention_bias_type, core_attention_bias, alibi_slopes)
 
         def compute(q, k, v, *biases):
-            layer = self._layer_for(q.device, layout, mask, size, cap)
+            key = self._key(q.device, layout, mask, size, cap)
             dropped = generator.draw_for(self, q.device) if self.training and self.attention_dropout > 0 else None
-            return self._run(layer, (q, k, v), own, attention=inputs, random=dropped, extras=biases)
+            return self._run((q, k, v), own, key=key, attention=inputs, random=dropped, extras=biases)
 
         if inference_params is not None:
             with torch.no_grad():

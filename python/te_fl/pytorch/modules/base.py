@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import copy
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
-from te_fl import _native, torch_device
 from te_fl.common.recipe import as_data
 from te_fl.compat.variables import read_determinism
-from te_fl.pytorch.autograd import torch_checkpoint
-from te_fl.pytorch.autograd.call import give_writes, plain, take_writes, use_torch_memory, watch
+from te_fl.pytorch.autograd.call import give_writes, plain, take_writes
 from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.fp8 import plain_codes, quantization
 from te_fl.pytorch.fp8.float8_tensor import keeping_codes
 from te_fl.pytorch.fp8.quantization import captures
 from te_fl.pytorch.fp8.sharded_weights import is_sharded
 from te_fl.pytorch.modules.fp8_state import HasFP8State
-from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
+from te_fl.pytorch.modules.layers import NativeLayer
 from te_fl.pytorch.modules.parallel import TensorParallel, mark_again, find_marks
 from te_fl.pytorch.modules.parameters import HasParameters
 from te_fl.pytorch.runtime import registry, traced
@@ -28,16 +26,15 @@ from te_fl.pytorch.runtime.device import check_devices
 from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import refuse
 
-watch(quantization._state, torch_checkpoint._reentrant)
-
 
 class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, HasFP8State):
     """Base class of modules with a layer of te_fl::nn.
 
-    Derived classes set _kind and _sites (the layer's FP8 sites), and implement _options() and _tensors().
+    Derived classes set _kind, _sites (the layer's FP8 sites) and _read_names (the names of the layer's parameters in its order), and implement _options().
     """
 
     _kind: str
+    _read_names: Tuple[str, ...]
 
     def __init__(self, name: Optional[str] = None):
         super().__init__()
@@ -59,43 +56,30 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
         """The options of the layer with this kind and key; see _layer()."""
         return self._options()
 
-    def _find_layer(self, x: Any) -> Union[NativeLayer, TracedLayer]:
-        """The layer for this input; TypeError if the input is not a tensor."""
+    def _check_tensor(self, x: Any) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{type(self).__name__}: the input is a {type(x).__name__}; it must be a torch.Tensor")
-        if torch.compiler.is_compiling():  # tested first: tracing must not depend on which layers exist already
-            return self._layer(x.device)
-        return self._layers.get((self._kind, None)) or self._layer(x.device)
 
-    def _tensors(self, names: Sequence[str]) -> Tuple[torch.Tensor, ...]:
-        """The parameters with these names. PyTorch's parametrisations turn a parameter into a plain attribute."""
+    def _own(self) -> Tuple[torch.Tensor, ...]:
+        """The parameters of the module's layer. PyTorch's parametrisations turn a parameter into a plain attribute."""
         own = self._parameters
         try:
-            return tuple([own[n] for n in names])
+            return tuple([own[n] for n in self._read_names])
         except KeyError:
-            return tuple([own[n] if n in own else getattr(self, n) for n in names])
+            return tuple([own[n] if n in own else getattr(self, n) for n in self._read_names])
 
-    def _layer(self, device: torch.device, kind: Optional[str] = None, key: Any = None) -> Union[NativeLayer, TracedLayer]:
-        kind = kind or self._kind
+    def _layer(self, device: torch.device, kind: str, key: Any = None) -> NativeLayer:
         name = (kind, key)
-        if torch.compiler.is_compiling():
-            self._check_compiled()
-            traced.graph.check_device(type(self).__name__, device)
-            return TracedLayer(kind, () if key is None else key, self._width(kind))
         layer = self._layers.get(name)
         if layer is None:
             if "_is_replica" in self.__dict__ and quantization.delays() and self._owns_state(kind):
                 raise refuse(type(self).__name__, "recipe", "DelayedScaling()", "torch.nn.DataParallel drops a replica, and its scales, after one forward; "
                              "use DistributedDataParallel, or a recipe without state")
             self._check_devices(device)  # before the layer is created: a layer for a wrong device would stay in _layers
-            use_torch_memory(device)
             states = (("", self._states.of(key)),) if self._owns_state(kind) else ()
-            native = _native.layer(kind, {**self._make_options(kind, key), "device": torch_device.native_name(device)}, states)
-            delays = self.delay_wgrad_compute and kind == self._kind
-            if delays:
-                _native.delay_layer_wgrad(native)
+            layer = NativeLayer(kind, self._make_options(kind, key), device, states, self.delay_wgrad_compute and kind == self._kind)
             self._load_waiting()
-            layer = self._layers[name] = NativeLayer(native, delays)  # assigned last, so that KeyboardInterrupt never leaves a half-made layer
+            self._layers[name] = layer  # assigned last, so that KeyboardInterrupt never leaves a half-made layer
         return layer
 
     def _check_compiled(self) -> None:
@@ -117,38 +101,43 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
     def _owns_state(self, kind: str) -> bool:
         return bool(self._sites) and kind == self._kind
 
-    def _run(self, layer: Union[NativeLayer, TracedLayer], inputs: Tuple[torch.Tensor, ...], parameters: Tuple[torch.Tensor, ...], first=None,
+    def _run(self, inputs: Tuple[torch.Tensor, ...], parameters: Tuple[torch.Tensor, ...], first=None, kind: Optional[str] = None, key: Any = None,
              attention=None, random=None, accumulates: bool = False, extras: Tuple[torch.Tensor, ...] = (), activation: int = -1) -> torch.Tensor:
-        """Checks the first input and runs the layer.
+        """Checks the first input and runs the layer with this kind (None: the module's own) and key.
 
         activation: the output's dtype outside of torch.autocast, as an index in te_fl.tensors.DTYPES; -1: the input's dtype.
         """
-        x = inputs[0]
-        kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # x.device.type creates a new string on each access, which is slower
-        autocasts = torch.is_autocast_enabled(kind)
+        x, name = inputs[0], kind or self._kind
+        self._check_tensor(x)
+        if x.layout is not torch.strided or x.is_meta:  # before PyTorch is asked about autocast, which it does not know on meta
+            raise refuse(type(self).__name__, "input", f"a tensor of layout {x.layout} on {x.device}", "give a dense tensor with memory")
+        device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # x.device.type creates a new string on each access, which is slower
+        autocasts = torch.is_autocast_enabled(device)
         if x.dtype not in DTYPE_NAMES:
             if not autocasts or len(inputs) > 1 or not x.is_floating_point():
                 raise refuse(type(self).__name__, "input", f"a tensor of {x.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
             inputs = (x.float(),)
-        if x.layout is not torch.strided or x.is_meta:
-            raise refuse(type(self).__name__, "input", f"a tensor of layout {x.layout} on {x.device}", "give a dense tensor with memory")
         if autocasts:
-            activation = DTYPE_CODES[torch.get_autocast_dtype(kind)]
+            activation = DTYPE_CODES[torch.get_autocast_dtype(device)]
+        if torch.compiler.is_compiling():
+            self._check_compiled()
+            traced.graph.check_device(type(self).__name__, x.device)
+            return traced.graph.forward(self, name, () if key is None else key, self._width(name), activation, first, inputs, extras, parameters, attention,
+                                        random)
+        layer = self._layers.get((name, key)) or self._layer(x.device, name, key)
         return layer.compute(self, inputs, extras, parameters, activation, first, attention, random, accumulates)
 
-    def _forward(self, key: Tuple[str, None], inp: Any, first: Optional[bool], accumulates: bool) -> torch.Tensor:
-        """The output of the module's own layer (key: its key in _layers) for one input and the parameters of _own(). Equivalent to _run(), with a
-        fast path.
-        """
-        if not accumulates and not torch.compiler.is_compiling() and captures.flag is None:
+    def _forward(self, inp: Any, first: Optional[bool] = None, accumulates: bool = False, activation: int = -1) -> torch.Tensor:
+        """The output of the module's own layer for one input and the parameters of _own(). Equivalent to _run(), with a fast path."""
+        if plain is not None and not accumulates and not torch.compiler.is_compiling() and captures.flag is None:
             try:
-                output = plain(self.__dict__, key, inp, first)
+                output = plain(self.__dict__, (self._kind, None), inp, first, activation)
             except RuntimeError:
                 self._check_devices(inp.device)
                 raise
             if output is not None:
                 return output
-        return self._run(self._find_layer(inp), (inp,), self._own(), first, accumulates=accumulates)
+        return self._run((inp,), self._own(), first, accumulates=accumulates, activation=activation)
 
     # Called by layers on their module (modules/layers.py), and by graphs, which find the module by its number (compile/compiled.py).
 
@@ -159,9 +148,6 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
     def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[NativeLayer, Optional[List[int]]]:
         """The layer of this name, and for each of the layer's parameters its index in the graph's list of parameters; None: the order is equal."""
         return self._layer(device, kind), None
-
-    def _record_changes(self) -> None:
-        quantization.notice(self)
 
     _remade: frozenset = frozenset()  # names of attributes that a program may set, and whose change requires new layers
 

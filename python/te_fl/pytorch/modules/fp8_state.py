@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -49,6 +49,7 @@ class HasFP8State(torch.nn.Module):
     _states: Any  # of all layers, and of the FusedLayer that this module is a part of
     _loaded: FP8State  # loaded FP8 state, kept here until the first layer exists
     _recipe: Optional[Recipe]  # the recipe of the last forward in an autocast
+    _recipe_parts: Sequence[torch.nn.Module] = ()  # other modules whose _recipe is that of this module's forwards
     _in_fp8: bool  # true if the last forward outside of a backward computed in FP8
     _model_init: Optional[quantization.ModelInit]
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import List, Sequence, Tuple, Union
+from typing import List, Tuple
 
 import torch
 from torch.nn.modules import module as torch_module
 
-from te_fl import _native, torch_device
+from te_fl import _native
 from te_fl.pytorch.autograd import torch_checkpoint
-from te_fl.pytorch.autograd.call import use_torch_memory
 from te_fl.pytorch.distributed.sequence_ranks import SequenceRanks
-from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.modules.attention import DotProductAttention, score_cap
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
-from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
+from te_fl.pytorch.modules.layer_in_parts import TransformerCall
+from te_fl.pytorch.modules.layers import NativeLayer
 from te_fl.pytorch.modules.linear import LayerNormLinear, Linear
 from te_fl.pytorch.modules.mlp import LayerNormMLP
 from te_fl.pytorch.modules.multihead_attention import L2Normalization, MultiheadAttention
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
-from te_fl.pytorch.modules.transformer_call import TransformerCall
 from te_fl.pytorch.runtime import export, traced
 from te_fl.pytorch.runtime import random as generator
 from te_fl.pytorch.runtime.device import check_devices
@@ -119,13 +117,6 @@ class FusedLayer:
         known = {(id(part), name): i for i, (part, name) in enumerate(self.parameters())}
         return [known[id(module), name] for module, name, _ in self._places]
 
-    def notice(self, owner) -> None:
-        """Calls quantization.notice() for the layer and its parts; see there."""
-        quantization.notice(owner)
-        if quantization._state.scopes:
-            for _, part in self._parts:
-                part.__dict__["_recipe"] = owner._recipe
-
     def layer(self, owner, device: torch.device, name: Tuple[str, str, int, int, bool]) -> NativeLayer:
         """The C++ layer for a mask, a softcap in hexadecimal, the two bounds of a window, and whether dropout is active."""
         mask, softcap, *size, drops = name
@@ -137,7 +128,6 @@ class FusedLayer:
         layer = self._layers.get(key)
         if layer is None:
             self.check_devices(device)
-            use_torch_memory(device)
             options = {"hidden_size": attention.hidden_size, "ffn_hidden_size": mlp.ffn_hidden_size, "activation": mlp.activation,
                        "num_attention_heads": attention.num_attention_heads_per_partition, "num_gqa_groups": attention.num_gqa_groups_per_partition,
                        "kv_channels": attention.kv_channels, "normalization": mlp.normalization, "epsilon": mlp.eps,
@@ -145,7 +135,7 @@ class FusedLayer:
                        "attention_dropout": inner, "parallel_attention_mlp": owner.parallel_attention_mlp,
                        "layout": attention.qkv_format, "mask_type": mask, "window_left": size[0], "window_right": size[1],
                        "softcap": float.fromhex(softcap), "softmax_type": core.softmax_type, "rotary_interleaved": attention.rotary_pos_interleaved,
-                       "param_dtype": DTYPE_NAMES[mlp.params_dtype], "device": torch_device.native_name(device), **mlp._clamp,
+                       "param_dtype": DTYPE_NAMES[mlp.params_dtype], **mlp._clamp,
                        "apply_residual_connection_post_layernorm": owner.apply_residual_connection_post_layernorm,
                        "output_layernorm": owner.output_layernorm, "fuse_qkv_params": attention.fuse_qkv_params,
                        "qkv_weight_interleaved": attention.qkv_weight_interleaved}
@@ -156,13 +146,14 @@ class FusedLayer:
                                qk_norm_before_rope=attention.qk_norm_before_rope)
             if core.softmax_scale is not None:
                 options["softmax_scale"] = float(core.softmax_scale)
-            native = _native.layer("transformer_layer", options, tuple((path + ".", part._states.native) for path, part in self._parts if part._sites))
+            states = tuple((path + ".", part._states.native) for path, part in self._parts if part._sites)
+            layer = NativeLayer("transformer_layer", options, device, states)
             for _, part in self._parts:
                 part._load_waiting()
-            names = [name for name, _ in _native.layer_parameters(native)]
+            names = [name for name, _ in _native.layer_parameters(layer.native)]
             modules = [(_find(owner, path), name) for path, _, name in (n.rpartition(".") for n in names)]
             self._places = [(module, name, module._parameters) for module, name in modules]
-            layer = self._layers[key] = NativeLayer(native)  # assigned last, so that KeyboardInterrupt never leaves a half-made layer
+            self._layers[key] = layer  # assigned last, so that KeyboardInterrupt never leaves a half-made layer
         return layer
 
     def forward(self, owner: torch.nn.Module, call: TransformerCall) -> torch.Tensor:
@@ -180,21 +171,18 @@ class FusedLayer:
             attention["rotary_angles"] = angles if angles.dtype == torch.float32 else angles.float()
         # The softcap is passed as text, since a layer's name in a graph consists of words and integers.
         name = (mask, cap.hex(), *size, owner.training or not (torch.is_grad_enabled() or torch_checkpoint.repeated()))
-        layer, parameters = self._find_layer(owner, x.device, name)
         drops = owner.training and (owner.hidden_dropout > 0 or core.attention_dropout > 0)
         random = generator.draw_for(owner, x.device) if drops else None
-        return layer.compute(owner, (x,), extras, parameters, -1, call.is_first_microbatch, attention or None, random, False)
-
-    def _find_layer(self, owner: torch.nn.Module, device: torch.device, name: tuple) -> Tuple[Union[NativeLayer, TracedLayer], Sequence[torch.Tensor]]:
-        """The layer of this name and its parameters."""
         if torch.compiler.is_compiling():
             for _, part in self._parts:
                 part._check_compiled()
-            traced.graph.check_device("TransformerLayer", device)
-            return TracedLayer("transformer_layer", name), tuple(getattr(part, own) for part, own in self.parameters())
-        layer = self.layer(owner, device, name)
+            traced.graph.check_device(where, x.device)
+            parameters = tuple(getattr(part, own) for part, own in self.parameters())
+            return traced.graph.forward(owner, "transformer_layer", name, -1, -1, call.is_first_microbatch, (x,), extras, parameters, attention or None, random)
+        layer = self.layer(owner, x.device, name)
         # PyTorch's parametrisations turn a parameter into a plain attribute.
-        return layer, [own[name] if name in own else getattr(module, name) for module, name, own in self._places]
+        parameters = [own[name] if name in own else getattr(module, name) for module, name, own in self._places]
+        return layer.compute(owner, (x,), extras, parameters, -1, call.is_first_microbatch, attention or None, random, False)
 
     def check_devices(self, device: torch.device) -> None:
         """Raises an error if a part's parameter is on another device than the input, which is on `device`."""

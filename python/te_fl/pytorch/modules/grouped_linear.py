@@ -14,7 +14,7 @@ from te_fl.pytorch.autograd.given_memory import GradientInto, ResultInto, count_
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
-from te_fl.pytorch.modules.parallel import divided, set_parallel
+from te_fl.pytorch.modules.parallel import divided, mark_product
 from te_fl.pytorch.modules.parameters import default_init, parameter_dtype
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.computed import Computed
@@ -74,10 +74,11 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
         self._add_experts(init_method or default_init, device_of(device))
         self.reset_parameters(defer_init=self.weight0.device.type == "meta")
-        self._delay_wgrad(delay_wgrad_compute, False, self._weight_names + (self._bias_names if self.use_bias else ()))
+        self._delay_wgrad(delay_wgrad_compute, False, self._read_names)
 
     def _add_experts(self, init: Callable, device: torch.device) -> None:
         self._weight_names, self._bias_names = (tuple(f"{kind}{i}" for i in range(self.num_gemms)) for kind in ("weight", "bias"))
+        self._read_names = self._weight_names + (self._bias_names if self.use_bias else ())
         for weight, bias in zip(self._weight_names, self._bias_names):
             self._add_weight(weight, torch.empty(self.out_features, self.in_features, dtype=self.params_dtype, device=device), init,
                              self.get_rng_state_tracker)
@@ -88,15 +89,8 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
         super().reset_parameters(bool(defer_init))
-        if defer_init:
-            return
-        for name in self._weight_names:
-            set_parallel(getattr(self, name), 1 if self.parallel_mode == "row" else 0)
-        for name in self._bias_names if self.use_bias else ():
-            if self.parallel_mode == "row":
-                getattr(self, name).sequence_parallel = self.sequence_parallel
-            elif self.parallel_mode == "column":
-                set_parallel(getattr(self, name), 0)
+        if not defer_init:
+            mark_product(self, self._weight_names, self._bias_names if self.use_bias else ())
 
     # -- the layer
 
@@ -109,9 +103,6 @@ class GroupedLinear(TransformerEngineBaseModule):
     def _options(self) -> dict:
         return {"num_gemms": self.num_gemms, "in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias,
                 "return_bias": self.use_bias and not self.apply_bias, "param_dtype": DTYPE_NAMES[self.params_dtype]}
-
-    def _own(self) -> Tuple[torch.Tensor, ...]:
-        return self._tensors(self._weight_names + (self._bias_names if self.use_bias else ()))
 
     @Computed
     def fp8(self) -> bool:
@@ -148,8 +139,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         if torch.compiler.is_compiling():
             raise refuse("GroupedLinear", "m_splits", "the rows of each expert", "graphs of torch.compile hold no products of sizes that differ from "
                          "step to step; leave fullgraph=True out, or call it outside of the compiled function")
-        if not isinstance(inp, torch.Tensor):
-            raise TypeError(f"GroupedLinear: the input is a {type(inp).__name__}; it must be a torch.Tensor")
+        self._check_tensor(inp)
         splits = self._checked_splits(inp, m_splits)
         if isinstance(inp, Float8Tensor):
             inp = inp.dequantize()
@@ -180,7 +170,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         return (y, [getattr(self, name).to(y.dtype) for name in self._bias_names]) if self.return_bias else y
 
     def _compute(self, inputs: Tuple[torch.Tensor, ...], first: Optional[bool]) -> torch.Tensor:
-        return self._run(self._find_layer(inputs[0]), inputs, self._own(), first, accumulates=self.fuse_wgrad_accumulation)
+        return self._run(inputs, self._own(), first, accumulates=self.fuse_wgrad_accumulation)
 
     def _checked_splits(self, inp: torch.Tensor, m_splits: Any) -> Tuple[int, ...]:
         if isinstance(m_splits, torch.Tensor) and (m_splits.dim() != 1 or m_splits.is_floating_point() or m_splits.dtype == torch.bool):

@@ -1,4 +1,4 @@
-"""Two layer classes with one interface: NativeLayer wraps a C++ layer, and TracedLayer is its name in a graph of torch.compile."""
+"""The layer in C++ of a module of te_fl.pytorch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any, Optional, Tuple
 
 import torch
 
+from te_fl import _native, torch_device
 from te_fl.pytorch.autograd import torch_checkpoint
-from te_fl.pytorch.autograd.call import LayerCall, overwrite_next, profiling, run, shown
+from te_fl.pytorch.autograd.call import LayerCall, overwrite_next, profiling, run, shown, use_torch_memory
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 from te_fl.pytorch.fp8.quantization import captures
-from te_fl.pytorch.runtime import traced
 
 Tensors = Tuple[torch.Tensor, ...]
 
@@ -22,12 +22,14 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class NativeLayer:
-    """A layer of te_fl::nn. delays: the backward pass defers weight gradients to backward_dw()."""
+    """A layer of te_fl::nn, which allocates its memory on the device through PyTorch. The arguments are those of _native.layer()."""
 
     __slots__ = ("native", "delays", "last")
 
-    def __init__(self, native: Any, delays: bool = False):
-        self.native, self.delays = native, delays
+    def __init__(self, kind: str, options: dict, device: torch.device, states: Tuple[Tuple[str, Any], ...], delays: bool = False):
+        use_torch_memory(device)
+        self.native = _native.layer(kind, {**options, "device": torch_device.native_name(device)}, states, delays)
+        self.delays = delays
         self.last: Optional[LayerCall] = None  # the LayerCall of the last forward that had only tensor arguments; the next forward usually equals it
 
     def compute(self, module: Any, inputs: Tensors, extras: Tensors, parameters: Tensors, activation: int, first: Any,
@@ -37,11 +39,10 @@ class NativeLayer:
         """
         segment = torch_checkpoint.segment(module)
         if segment is None:
-            again = quantization.first_autocast(module)
+            again = quantization.notice(module, True)
             if again is not None:
                 with again:
                     return self.compute(module, inputs, extras, parameters, activation, first, attention, random, accumulates)
-            module._record_changes()
             start = run
         else:
             start = segment.run
@@ -76,18 +77,3 @@ class NativeLayer:
         except RuntimeError:  # te-fl's errors are RuntimeErrors, and so are PyTorch's for tensors without memory
             module._check_devices(inputs[0].device, inputs[1:])
             raise
-
-
-class TracedLayer:
-    """A layer's name in a graph: each run of the graph finds the layer with module._in_graph(). Dynamo traces this class.
-
-    key: words, then integers. width: the output's last extent; -1: the input's.
-    """
-
-    def __init__(self, kind: str, key: Tuple[Any, ...] = (), width: int = -1):
-        self.kind, self.key, self.width = kind, key, width
-
-    def compute(self, module: Any, inputs: Tensors, extras: Tensors, parameters: Tensors, activation: int, first: Any,
-                attention: Optional[dict], random: Optional[torch.Tensor], accumulates: bool) -> torch.Tensor:
-        """As NativeLayer.compute(). accumulates is always false here, as base._check_compiled() ensures."""
-        return traced.graph.forward(module, self, activation, first, inputs, extras, parameters, attention, random)

@@ -7,15 +7,12 @@ from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple, Union
 import torch
 
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
-from te_fl.pytorch.modules.parallel import divided, set_parallel
+from te_fl.pytorch.modules.parallel import divided, mark_product
 from te_fl.pytorch.modules.parameters import default_init, parameter_dtype
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspelling, only, refuse
-
-
-_LINEAR, _LAYERNORM_LINEAR = ("linear", None), ("layernorm_linear", None)  # keys of the modules' own layers in _layers
 
 
 def _check_forward(where: str, fp8_output: Any, fp8_grad: Any) -> None:
@@ -55,7 +52,7 @@ class _Product(TransformerEngineBaseModule):
                 setattr(self, name, torch.empty(0, dtype=self.params_dtype, device=device))
         self._own_names = self.weight_names + (self.bias_names if self.use_bias else [])
         norm = ("layer_norm_weight", "layer_norm_bias")
-        self._read_names = tuple([n for n in norm if n in self._parameters] + self._own_names)  # the names of the parameters that _own() returns
+        self._read_names = tuple([n for n in norm if n in self._parameters] + self._own_names)
 
     @property
     def _adds_bias_last(self) -> bool:
@@ -74,18 +71,8 @@ class _Product(TransformerEngineBaseModule):
 
     def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
         super().reset_parameters(bool(defer_init))
-        if defer_init:
-            return
-        for name in self.weight_names:
-            set_parallel(getattr(self, name), 1 if self.parallel_mode == "row" else 0)
-        for name in self.bias_names if self.use_bias else ():
-            if self.parallel_mode == "row":
-                getattr(self, name).sequence_parallel = self.sequence_parallel
-            elif self.parallel_mode == "column":
-                set_parallel(getattr(self, name), 0)
-
-    def _own(self) -> Tuple[torch.Tensor, ...]:
-        return self._tensors(self._own_names)
+        if not defer_init:
+            mark_product(self, self.weight_names, self.bias_names if self.use_bias else ())
 
     def _divided_forward(self, inp: torch.Tensor, first: Optional[bool]) -> torch.Tensor:
         """_forward() with this rank's shard of the weight, between the collectives of tensor parallelism."""
@@ -95,9 +82,9 @@ class _Product(TransformerEngineBaseModule):
         if self._layer_moves_rows:
             if not column:
                 self._check_rows(inp)
-            output = self._forward(_LINEAR, self._own_rows(inp), first, self.fuse_wgrad_accumulation)
+            output = self._forward(self._own_rows(inp), first, self.fuse_wgrad_accumulation)
         else:
-            output = self._forward(_LINEAR, self._into(inp) if column else inp, first, self.fuse_wgrad_accumulation)
+            output = self._forward(self._into(inp) if column else inp, first, self.fuse_wgrad_accumulation)
             if not column:
                 output = self._finish_output(output)
         if column:
@@ -190,11 +177,64 @@ class Linear(_Product):
             _check_forward("Linear", fp8_output, fp8_grad)
         if self._divides:
             return self._result(self._divided_forward(inp, is_first_microbatch))
-        output = self._forward(_LINEAR, inp, is_first_microbatch, self.fuse_wgrad_accumulation)
+        output = self._forward(inp, is_first_microbatch, self.fuse_wgrad_accumulation)
         return self._result(output) if self.return_bias else output
 
 
-class LayerNormLinear(_Product):
+# Helpers for a normalisation in front of a product, with parameters layer_norm_weight and, for LayerNorm, layer_norm_bias.
+
+
+def add_norm_parameters(module, hidden_size: int, device, dtype) -> None:
+    start = torch.nn.init.zeros_ if module.zero_centered_gamma else torch.nn.init.ones_
+    module._add_parameter("layer_norm_weight", torch.empty(hidden_size, device=device, dtype=dtype), start)
+    if module.normalization == "LayerNorm":
+        module._add_parameter("layer_norm_bias", torch.empty(hidden_size, device=device, dtype=dtype), torch.nn.init.zeros_)
+    else:
+        module.layer_norm_bias = None
+
+
+def norm_parameters(module) -> Tuple[torch.Tensor, ...]:
+    return (module.layer_norm_weight,) if module.layer_norm_bias is None else (module.layer_norm_weight, module.layer_norm_bias)
+
+
+def mark_norm_parameters(module) -> None:
+    """Marks the norm's parameters for frameworks: with sequence_parallel, each rank has a partial gradient, to be summed over the group."""
+    for param in norm_parameters(module):
+        param.sequence_parallel = module.sequence_parallel
+
+
+def norm_options(module) -> dict:
+    return {"epsilon": module.eps, "zero_centered_gamma": module.zero_centered_gamma, "normalization": module.normalization}
+
+
+def normalise(module, inp: torch.Tensor) -> torch.Tensor:
+    """The normalised input in high precision, for modules that return it."""
+    kind = "layernorm" if module.normalization == "LayerNorm" else "rmsnorm"
+    return module._run((inp,), norm_parameters(module), kind=kind)
+
+
+class NormsInput(TransformerEngineBaseModule):
+    """Common base of modules with a normalisation in front of a product."""
+
+    def reset_layer_norm_parameters(self) -> None:
+        with torch.no_grad():
+            for name in ("layer_norm_weight", "layer_norm_bias"):
+                if name in self._initialisers:
+                    self._initialisers[name][0](getattr(self, name))
+
+    def _shows_whole(self) -> bool:
+        return self.return_layernorm_output and self.return_layernorm_output_gathered
+
+    def _make_options(self, kind: str, key: Any) -> dict:
+        """The options of the module's layer, or of the layer of normalise()."""
+        if kind == self._kind:
+            return self._options()
+        weight = self.layer_norm_weight
+        return {"hidden_size": weight.shape[0], "epsilon": self.eps, "zero_centered_gamma": self.zero_centered_gamma,
+                "param_dtype": DTYPE_NAMES[weight.dtype]}
+
+
+class LayerNormLinear(NormsInput, _Product):
     """y = norm(x) A^T + b. In FP8 the normalisation directly writes the GEMM's quantised input.
 
     normalization: 'LayerNorm' or 'RMSNorm'. zero_centered_gamma: the norm's weight is stored minus 1. return_layernorm_output: the
@@ -240,20 +280,8 @@ class LayerNormLinear(_Product):
         if not defer_init:
             mark_norm_parameters(self)
 
-    def reset_layer_norm_parameters(self) -> None:
-        reset_norm_parameters(self)
-
-    def _shows_whole(self) -> bool:
-        return self.return_layernorm_output and self.return_layernorm_output_gathered
-
-    def _own(self) -> Tuple[torch.Tensor, ...]:
-        return super()._own() if self._divides else (*norm_parameters(self), *super()._own())
-
     def _options(self) -> dict:
         return self._product_options() if self._divides else {**self._product_options(), **norm_options(self)}
-
-    def _make_options(self, kind: str, key: Any) -> dict:
-        return make_options(self, kind)
 
     @hides_misspelt
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: Optional[bool] = False,
@@ -265,7 +293,7 @@ class LayerNormLinear(_Product):
             _check_forward("LayerNormLinear", fp8_output, fp8_grad)
         if self._divides:
             return self._divided_norm_forward(inp, is_first_microbatch)
-        out = self._result(self._forward(_LAYERNORM_LINEAR, inp, is_first_microbatch, self.fuse_wgrad_accumulation))
+        out = self._result(self._forward(inp, is_first_microbatch, self.fuse_wgrad_accumulation))
         if not self.return_layernorm_output:
             return out
         normed = normalise(self, inp)
@@ -276,56 +304,8 @@ class LayerNormLinear(_Product):
             self._check_compiled()
         normed = normalise(self, inp)
         into = self._own_rows(normed) if self._layer_moves_rows else self._into(normed)
-        out = self._result(self._forward(_LINEAR, into, first, self.fuse_wgrad_accumulation))
+        out = self._result(self._forward(into, first, self.fuse_wgrad_accumulation))
         if not self.return_layernorm_output:
             return out
         shown = into if self.return_layernorm_output_gathered and self.sequence_parallel else normed
         return (*out, shown) if self.return_bias else (out, shown)
-
-
-# Helpers for a normalisation in front of a product, with parameters layer_norm_weight and, for LayerNorm, layer_norm_bias.
-
-
-def add_norm_parameters(module, hidden_size: int, device, dtype) -> None:
-    start = torch.nn.init.zeros_ if module.zero_centered_gamma else torch.nn.init.ones_
-    module._add_parameter("layer_norm_weight", torch.empty(hidden_size, device=device, dtype=dtype), start)
-    if module.normalization == "LayerNorm":
-        module._add_parameter("layer_norm_bias", torch.empty(hidden_size, device=device, dtype=dtype), torch.nn.init.zeros_)
-    else:
-        module.layer_norm_bias = None
-
-
-def reset_norm_parameters(module) -> None:
-    with torch.no_grad():
-        for name in ("layer_norm_weight", "layer_norm_bias"):
-            if name in module._initialisers:
-                module._initialisers[name][0](getattr(module, name))
-
-
-def norm_parameters(module) -> Tuple[torch.Tensor, ...]:
-    return (module.layer_norm_weight,) if module.layer_norm_bias is None else (module.layer_norm_weight, module.layer_norm_bias)
-
-
-def mark_norm_parameters(module) -> None:
-    """Marks the norm's parameters for frameworks: with sequence_parallel, each rank has a partial gradient, to be summed over the group."""
-    for param in norm_parameters(module):
-        param.sequence_parallel = module.sequence_parallel
-
-
-def norm_options(module) -> dict:
-    return {"epsilon": module.eps, "zero_centered_gamma": module.zero_centered_gamma, "normalization": module.normalization}
-
-
-def normalise(module, inp: torch.Tensor) -> torch.Tensor:
-    """The normalised input in high precision, for modules that return it."""
-    kind = "layernorm" if module.normalization == "LayerNorm" else "rmsnorm"
-    return module._run(module._layer(inp.device, kind), (inp,), norm_parameters(module))
-
-
-def make_options(module, kind: str) -> dict:
-    """The options of the module's layer, or of the layer of normalise()."""
-    if kind == module._kind:
-        return module._options()
-    weight = module.layer_norm_weight
-    return {"hidden_size": weight.shape[0], "epsilon": module.eps, "zero_centered_gamma": module.zero_centered_gamma,
-            "param_dtype": DTYPE_NAMES[weight.dtype]}

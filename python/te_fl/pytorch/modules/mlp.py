@@ -8,9 +8,7 @@ import torch
 
 from te_fl.errors import InvalidArgument
 from te_fl.pytorch.autograd.checkpoint import checkpoint
-from te_fl.pytorch.modules.base import TransformerEngineBaseModule
-from te_fl.pytorch.modules.linear import (add_norm_parameters, mark_norm_parameters, norm_options, norm_parameters, normalise, make_options,
-                                          reset_norm_parameters)
+from te_fl.pytorch.modules.linear import NormsInput, add_norm_parameters, mark_norm_parameters, norm_options, normalise
 from te_fl.pytorch.modules.parallel import divided, set_parallel
 from te_fl.pytorch.modules.parameters import default_init, parameter_dtype
 from te_fl.pytorch.runtime import refuse as rules
@@ -20,7 +18,7 @@ from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
 
 
-class LayerNormMLP(TransformerEngineBaseModule):
+class LayerNormMLP(NormsInput):
     """y = act(norm(x) A1^T + b1) A2^T + b2.
 
     activation: one of gelu, geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu, clamped_swiglu; with a gated activation,
@@ -76,8 +74,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
                          output_layer_init_method or default_init, tracker)
         self._add_bias("fc2_bias", self.hidden_size, device, dtype)
         self.reset_parameters(defer_init=device.type == "meta")
-        biases = ["fc1_bias", "fc2_bias"] if self.use_bias else []
-        self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, ["fc1_weight", "fc2_weight", *biases])
+        products = [name for name in self._parameters if name.startswith("fc")]
+        self._read_names = tuple(products if self._divides else self._parameters)
+        self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, products)
 
     def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
         super().reset_parameters(bool(defer_init))
@@ -101,25 +100,10 @@ class LayerNormMLP(TransformerEngineBaseModule):
         else:
             setattr(self, name, torch.empty(0, dtype=dtype, device=device))
 
-    def reset_layer_norm_parameters(self) -> None:
-        reset_norm_parameters(self)
-
     def _options(self) -> dict:
         return {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size, "activation": self.activation,
                 "bias": self.use_bias, "return_bias": self.use_bias and not self.apply_bias or self._divides,
                 "param_dtype": DTYPE_NAMES[self.params_dtype], **self._clamp, **norm_options(self), "normalizes": not self._divides, **self._row_options()}
-
-    def _make_options(self, kind: str, key: Any) -> dict:
-        return make_options(self, kind)
-
-    def _shows_whole(self) -> bool:
-        return self.return_layernorm_output and self.return_layernorm_output_gathered
-
-    def _own(self) -> Tuple[torch.Tensor, ...]:
-        norm = () if self._divides else norm_parameters(self)
-        if not self.use_bias:
-            return (*norm, self.fc1_weight, self.fc2_weight)
-        return (*norm, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias)
 
     @rules.hides_misspelt
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, **misspelt: NoReturn):
@@ -164,7 +148,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return out, whole if self.return_layernorm_output_gathered and self.sequence_parallel else normed
 
     def _compute(self, inp: torch.Tensor, is_first_microbatch: Optional[bool]) -> torch.Tensor:
-        return self._run(self._find_layer(inp), (inp,), self._own(), is_first_microbatch, accumulates=self.fuse_wgrad_accumulation)
+        return self._forward(inp, is_first_microbatch, self.fuse_wgrad_accumulation)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation!r}"

@@ -11,7 +11,7 @@ from te_fl.pytorch.functions.rope import apply_rotary_pos_emb
 from te_fl.pytorch.modules import cached_attention
 from te_fl.pytorch.modules.attention import DotProductAttention, checked_mask
 from te_fl.pytorch.modules.inference import InferenceParams
-from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
+from te_fl.pytorch.modules.layers import NativeLayer
 from te_fl.pytorch.modules.linear import LayerNormLinear, Linear
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.modules.parallel import divided, size_of
@@ -30,10 +30,13 @@ class _NormOfItsInput(RMSNorm):
 class L2Normalization(torch.nn.Module):
     """x / sqrt(sum(x^2) + eps) over the last dimension, computed by te-fl's RMSNorm with weight 1 / sqrt(n) and epsilon eps / n."""
 
+    _sites = _recipe_parts = ()
+
     def __init__(self, *, eps: float = 1e-6, seq_length: Optional[int] = None, micro_batch_size: Optional[int] = None) -> None:
         super().__init__()
         rules.epsilon("L2Normalization", "eps", eps)
         self.eps = eps
+        self._recipe, self._in_fp8 = None, False  # see quantization.notice()
         self._norms: Dict[Any, RMSNorm] = {}
         self._number = registry.enter(self)
 
@@ -51,16 +54,13 @@ class L2Normalization(torch.nn.Module):
         if torch.compiler.is_compiling():
             traced.graph.check_device("L2Normalization", input.device)
             weight = torch.full((n,), n ** -0.5, dtype=torch.float32, device=input.device)
-            return TracedLayer("rmsnorm", (n,)).compute(self, (input,), (), (weight,), -1, None, None, None, False)
+            return traced.graph.forward(self, "rmsnorm", (n,), -1, -1, None, (input,), (), (weight,), None, None)
         return self._norm(n, input.device)(input)
 
     # Called by a graph through the module's number; see te_fl.pytorch.compile.compiled.
 
     def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[NativeLayer, None]:
-        return self._norm(key[0], device)._layer(device), None
-
-    def _record_changes(self) -> None:
-        pass
+        return self._norm(key[0], device)._layer(device, kind), None
 
     def __getstate__(self) -> dict:
         state = {**self.__dict__, "_norms": {}}

@@ -42,6 +42,7 @@ class _Norm(TransformerEngineBaseModule):
         self._add_parameter("weight", torch.empty(self.normalized_shape, device=device, dtype=dtype), start)
         if biased:
             self._add_parameter("bias", torch.empty(self.normalized_shape, device=device, dtype=dtype), torch.nn.init.zeros_)
+        self._read_names = tuple(self._parameters) if len(extents) == 1 else ()  # the layer takes parameters of one dimension
         self.reset_parameters(defer_init=device.type == "meta")
 
     def reset_parameters(self, defer_init: Optional[bool] = None) -> None:
@@ -54,20 +55,19 @@ class _Norm(TransformerEngineBaseModule):
         return {"hidden_size": self.weight.numel(), "epsilon": self.eps, "zero_centered_gamma": self.zero_centered_gamma,
                 "param_dtype": DTYPE_NAMES[self.weight.dtype]}
 
-    def _parameters_flat(self) -> Tuple[torch.Tensor, ...]:
-        own = (self.weight, self.bias) if self._kind == "layernorm" else (self.weight,)
-        return own if len(self.normalized_shape) == 1 else tuple(p.view(-1) for p in own)
+    def _own(self) -> Tuple[torch.Tensor, ...]:
+        return super()._own() if self._read_names else tuple(p.view(-1) for p in ((self.weight, self.bias) if self._kind == "layernorm" else (self.weight,)))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Maps input [..., *normalized_shape] to the same shape."""
-        layer = self._find_layer(input)
+        self._check_tensor(input)
         shape, last = input.shape, len(self.normalized_shape)
         if shape[len(shape) - last:] != self.normalized_shape:
             raise InvalidArgument(f"{type(self).__name__}: the input is {tuple(shape)}; it must end with {self.normalized_shape}")
         if input.dtype not in DTYPE_NAMES and input.is_floating_point():
             input = input.float()  # Transformer Engine casts every input
         flat = input if last == 1 else input.reshape(*shape[:len(shape) - last], self.weight.numel())
-        return self._run(layer, (flat,), self._parameters_flat(), activation=self._output_dtype()).view(shape)
+        return self._forward(flat, activation=self._output_dtype()).view(shape)
 
     def _output_dtype(self) -> int:
         """The weight's dtype, as in Transformer Engine."""

@@ -7,7 +7,7 @@ the program must reduce.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Iterable, Optional
 
 import torch
 
@@ -34,6 +34,17 @@ def size_of(tp_group: Optional[Any], tp_size: int) -> int:
 def set_parallel(param: Any, dim: int) -> None:
     """Marks along which dimension a parameter is sharded, for frameworks."""
     param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, 1
+
+
+def mark_product(module: Any, weights: Iterable[str], biases: Iterable[str]) -> None:
+    """Marks the weights and biases with these names of a product with a parallel_mode."""
+    for name in weights:
+        set_parallel(getattr(module, name), 1 if module.parallel_mode == "row" else 0)
+    for name in biases:
+        if module.parallel_mode == "row":
+            getattr(module, name).sequence_parallel = module.sequence_parallel
+        elif module.parallel_mode == "column":
+            set_parallel(getattr(module, name), 0)
 
 
 _MARKS = ("sequence_parallel", "tensor_model_parallel", "partition_dim", "partition_stride")

@@ -10,13 +10,12 @@ from te_fl.errors import FailedPrecondition, InvalidArgument
 from te_fl.pytorch.modules import cached_attention
 from te_fl.pytorch.modules.attention import checked_mask
 from te_fl.pytorch.modules.fused_layer import FusedLayer
-from te_fl.pytorch.modules.layer_in_parts import LayerInParts
+from te_fl.pytorch.modules.layer_in_parts import TransformerCall, run_in_parts
 from te_fl.pytorch.modules.layers import NativeLayer
 from te_fl.pytorch.modules.mlp import LayerNormMLP
 from te_fl.pytorch.modules.multihead_attention import MultiheadAttention
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.modules.parallel import size_of
-from te_fl.pytorch.modules.transformer_call import TransformerCall
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import registry
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
@@ -39,9 +38,6 @@ class DropPath(torch.nn.Module):
         shape = (hidden_state.shape[0],) + (1,) * (hidden_state.dim() - 1)
         kept = torch.rand(shape, dtype=hidden_state.dtype, device=hidden_state.device) < keep
         return hidden_state / keep * kept
-
-
-_IN_PARTS = LayerInParts()
 
 
 class TransformerLayer(torch.nn.Module):
@@ -127,7 +123,7 @@ class TransformerLayer(torch.nn.Module):
             self.layernorm = norm(hidden_size, eps=layernorm_epsilon, params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma,
                                   device=device, sequence_parallel=self.sequence_parallel)
         usual = layer_type == "encoder" and drop_path_rate == 0.0 and not fuse_wgrad_accumulation
-        self._fused = FusedLayer(self) if usual else None  # runs the calls that it supports; _IN_PARTS runs the others
+        self._fused = FusedLayer(self) if usual else None  # runs the calls that it supports; run_in_parts() runs the others
         self._recipe, self._in_fp8 = None, False  # see quantization.notice()
         self._number = registry.enter(self)
 
@@ -156,8 +152,9 @@ class TransformerLayer(torch.nn.Module):
         layer = self._fused.layer(self, device, key)
         return layer, self._fused.order()
 
-    def _record_changes(self) -> None:
-        self._fused.notice(self)
+    @property
+    def _recipe_parts(self) -> List[torch.nn.Module]:
+        return [part for _, part in self._fused._parts]
 
     def _check_devices(self, device: torch.device, others: Sequence[torch.Tensor] = ()) -> None:
         self._fused.check_devices(device)
@@ -225,8 +222,7 @@ class TransformerLayer(torch.nn.Module):
             checkpoint_core_attention, rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv,
             cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, thd_attention_policies,
             thd_attention_policy_dispatch, self.softcap if softcap is None else softcap, inference_params)
-        body = self._fused if self._fused is not None and self._fused.serves(self, call) else _IN_PARTS
-        return body.forward(self, call)
+        return self._fused.forward(self, call) if self._fused is not None and self._fused.serves(self, call) else run_in_parts(self, call)
 
 
 def _checked(hidden_states: Any) -> torch.Tensor:

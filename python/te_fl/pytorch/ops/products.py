@@ -114,8 +114,7 @@ class BasicLinear(_Product, linear.Linear):
         return type(after) is Bias and not self._divides and after.bias.dtype == own and after.bias.shape == (self.local_out_features,)
 
     def _with_bias(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        layer = self._layer(x.device, key=("bias",))
-        return self._run(layer, (self._in_own_dtype(x),), (self.weight, bias), accumulates=self.fuse_wgrad_accumulation)
+        return self._run((self._in_own_dtype(x),), (self.weight, bias), key=("bias",), accumulates=self.fuse_wgrad_accumulation)
 
     def _compute(self, x: torch.Tensor) -> Result:
         return linear.Linear.forward(self, self._in_own_dtype(x)), ()
