@@ -13,7 +13,7 @@ import torch
 import torch.utils.flop_counter
 
 from te_fl import _check_worker, reference_torch
-from te_fl.reference_torch import repeat
+from te_fl.reference_torch import gemm, repeat
 from te_fl.reference_torch.values import bits
 from te_fl.registration import OpRegistry
 
@@ -61,6 +61,22 @@ class Table(unittest.TestCase):
         passed = {r["op"] for r in results if r["result"] == "pass"}
         self.assertEqual(sorted({i.op_name for i in reference_torch.implementations()} - passed), [])
         self.assertEqual(sorted(passed - repeated - ONCE), [])
+
+
+@unittest.skipUnless(torch.cuda.is_available() and gemm._has_grouped_mm(torch.device("cuda", 0)), "PyTorch has no GPU with products of groups")
+class Groups(unittest.TestCase):
+    def test_small_groups_are_one_operation(self):
+        sizes = [3, 0, 17, 8, 1, 64, 5, 2, 9]
+        for trans_b, columns, inner in ((True, 24, 64), (False, 8, 16)):
+            rows = torch.randn(sum(sizes) + 7, inner, device="cuda", dtype=torch.bfloat16)
+            results = torch.full((sum(sizes) + 7, columns), 7.0, device="cuda", dtype=torch.bfloat16)
+            weights = [torch.randn(*((columns, inner) if trans_b else (inner, columns)), device="cuda", dtype=torch.bfloat16) for _ in sizes]
+            a, d = list(rows[:-7].split(sizes)), list(results[:-7].split(sizes))
+            self.assertTrue(gemm._in_one(a, weights, d, trans_b))
+            for x, w, got in zip(a, weights, d):
+                torch.testing.assert_close(got, x @ (w.t() if trans_b else w))
+            self.assertTrue((results[-7:] == 7).all())
+            self.assertFalse(gemm._in_one(a[:-1] + [a[-1].clone()], weights, d, trans_b))  # not behind the others in memory
 
 
 class Recorded(unittest.TestCase):
