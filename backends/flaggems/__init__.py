@@ -15,7 +15,7 @@ import torch
 from te_fl import _native, frameworks
 from te_fl.errors import Unsupported
 from te_fl.registration import BackendImplKind, OpImpl, OpRegistry, owned_by
-from te_fl.reference_torch import activation, attention, gemm, norm, optimizer, quantize, random, rope, scaled_activation, softmax, tensor
+from te_fl.reference_torch import activation, attention, gemm, norm, optimizer, quantize, random, repeat, rope, scaled_activation, softmax, tensor
 from te_fl.reference_torch.values import SCALINGS
 
 IMPL_ID = "default.flagos"
@@ -91,7 +91,7 @@ def implementations(devices: Iterable[str]) -> List[OpImpl]:
     from te_fl.flaggems import fused, kernels
     functions = {**{name: fused.composed(function) for name, function in _COMPOSED.items()}, **fused.OPS}
     refusals = {"add": _supports_sum, **fused.SUPPORTS}
-    return [OpImpl(op_name=name, impl_id=IMPL_ID, kind=BackendImplKind.DEFAULT, fn=function, vendor="flagos", priority=150,
+    return [OpImpl(op_name=name, impl_id=IMPL_ID, kind=BackendImplKind.DEFAULT, fn=repeat.uncast(function), vendor="flagos", priority=150,
                    supports=_supports(refusals.get(name), kernels.MOST_ELEMENTS), devices=tuple(devices), scalings=SCALINGS if name in _QUANTISED else ("none",),
                    tensors="torch", thread_safe=False, in_place=True) for name, function in functions.items()]
 

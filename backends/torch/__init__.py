@@ -6,14 +6,15 @@ that a call on such a device runs there; ops that this package lacks run on copi
 
 from __future__ import annotations
 
+import functools
 from typing import Callable, Dict, Iterable, Optional
 
 from torch.utils._triton import has_triton
 
 from te_fl.registration import BackendImplKind, OpImpl, OpRegistry
 
-from te_fl.reference_torch import (activation, attention, cross_entropy, embedding, gemm, norm, optimizer, permutation, quantize, random, rope, router,
-                                   scaled_activation, softmax, tensor)
+from te_fl.reference_torch import (activation, attention, cross_entropy, embedding, gemm, norm, optimizer, permutation, quantize, random, repeat, rope,
+                                   router, scaled_activation, softmax, tensor)
 from te_fl.reference_torch.values import SCALINGS
 
 _SUPPORTS: Dict[str, Callable] = {name: module.supports for module in (attention, cross_entropy) for name in module.OPS}
@@ -27,9 +28,9 @@ def implementations(devices: Optional[Iterable[str]] = None) -> Iterable[OpImpl]
     """One OpImpl for each op. devices: te-fl's device types, such as "cuda" or "ext:acme"; None: all but extension devices."""
     for module in _MODULES:
         for name, function in module.OPS.items():
-            yield OpImpl(op_name=name, impl_id="reference.torch", kind=BackendImplKind.REFERENCE, fn=function, supports=_SUPPORTS.get(name),
+            yield OpImpl(op_name=name, impl_id="reference.torch", kind=BackendImplKind.REFERENCE, fn=repeat.uncast(function), supports=_SUPPORTS.get(name),
                          devices=None if devices is None else tuple(devices), scalings=SCALINGS, tensors="torch", in_place=True,
-                         deterministic=True, graph_safe=True)
+                         deterministic=True, graph_safe=True, repeat=functools.partial(repeat.record, name, repeat.uncast(function)))
 
 
 def compiled_implementations(device_type: str, devices: Iterable[str]) -> Iterable[OpImpl]:

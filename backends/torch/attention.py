@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Optional, Tuple, Union
 
 import torch
 
-from te_fl._native import LentTensor
-
+from te_fl.attention_shapes import fit
 from te_fl.tensors import Quantized
 
 from te_fl.reference_torch.random import dropped, kept, kept_at, state
@@ -210,8 +209,9 @@ def fused_attn_fwd(q, k, v, o, softmax_lse, bias, alibi_slopes, attn_mask, cu_se
 
 def fused_attn_bwd(d_o, q, k, v, o, softmax_lse, dq, dk, dv, dbias, dsink, bias, alibi_slopes, attn_mask, cu_seqlens_q, cu_seqlens_kv,
                    cu_seqlens_q_padded, cu_seqlens_kv_padded, softmax_sink, s_quant, dp_quant, layout, mask_type, softmax_type, scale, dropout_p,
-                   window_left, window_right, max_seqlen_q, max_seqlen_kv, seed, offset, seed_tensor, offset_tensor, softcap=0.0) -> None:
-    if v.shape == k.shape and _flash(q, k, layout, mask_type, softmax_type, dropout_p, window_left, window_right, softcap, bias, alibi_slopes, attn_mask,
+                   window_left, window_right, max_seqlen_q, max_seqlen_kv, seed, offset, seed_tensor, offset_tensor, deterministic=False, softcap=0.0) -> None:
+    # The order in which PyTorch's flash attention adds dq differs between runs.
+    if not deterministic and v.shape == k.shape and _flash(q, k, layout, mask_type, softmax_type, dropout_p, window_left, window_right, softcap, bias, alibi_slopes, attn_mask,
                                      cu_seqlens_q, cu_seqlens_kv):
         rows = 0 if layout == "sbhd" else 1
         grad, *operands, result = (_by_heads(t, layout) for t in (d_o, q, k, v, o))
@@ -259,29 +259,5 @@ def get_fused_attn_backend(q, backend, layout, mask_type, **_: Any) -> None:
     backend.fill_(-1 if not possible else 2 if isinstance(q, Quantized) else 1)
 
 
-def supports(q: LentTensor, k: LentTensor, v: LentTensor, layout: str, o: Optional[LentTensor] = None, d_o: Optional[LentTensor] = None,
-             dq: Optional[LentTensor] = None, dk: Optional[LentTensor] = None, dv: Optional[LentTensor] = None, dbias: Optional[LentTensor] = None,
-             dsink: Optional[LentTensor] = None, softmax_lse: Optional[LentTensor] = None, bias: Optional[LentTensor] = None,
-             attn_mask: Optional[LentTensor] = None, alibi_slopes: Optional[LentTensor] = None, softmax_sink: Optional[LentTensor] = None,
-             cu_seqlens_q: Optional[LentTensor] = None, cu_seqlens_kv: Optional[LentTensor] = None, cu_seqlens_q_padded: Optional[LentTensor] = None,
-             cu_seqlens_kv_padded: Optional[LentTensor] = None) -> Union[bool, str]:
-    dense = layout != "thd"
-    of_q, of_k, of_v = shapes = [tuple(t.shape) for t in (q, k, v)]
-    if any(len(s) != (4 if dense else 3) for s in shapes):
-        return f"q, k and v of another rank than that of {layout} are left to reference.host, which describes the error"
-    rows = 1 if layout == "bshd" else 0
-    batch = of_q[1 - rows] if dense else cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else 0
-    heads, lengths = of_q[-2], (of_q[rows], of_k[rows])
-    fits = (min(of_q[-1], heads, of_k[-2], of_v[-1]) > 0 and heads % of_k[-2] == 0 and of_k[-1] == of_q[-1] and of_k[:-1] == of_v[:-1]
-            and (not dense or of_k[1 - rows] == batch))
-    results, scores = [(*of_q[:-1], of_v[-1])], [(b, h, *lengths) for b in (1, batch) for h in (1, heads)]
-    allowed = (((o, d_o), results), ((dq,), [of_q]), ((dk,), [of_k]), ((dv,), [of_v]), ((bias, attn_mask), scores),
-               ((dbias,), [] if bias is None else [tuple(bias.shape)]), ((softmax_lse,), [(batch, heads, lengths[0]) if dense else of_q[:-1]]),
-               ((alibi_slopes,), [(heads,), (batch, heads)]), ((softmax_sink, dsink), [(heads,)]),
-               ((cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded), [(batch + 1,)]))
-    if not fits or any(t is not None and tuple(t.shape) not in right for tensors, right in allowed for t in tensors):
-        return "arguments whose shapes do not fit together are left to reference.host, which describes the error"
-    return True
-
-
+supports = fit
 OPS = {"fused_attn_fwd": fused_attn_fwd, "fused_attn_bwd": fused_attn_bwd, "get_fused_attn_backend": get_fused_attn_backend}

@@ -20,6 +20,11 @@ def watch(device: torch.device) -> None:
     _flags.setdefault(device, torch.zeros((), dtype=torch.int32, device=device))
 
 
+def is_flag(t: torch.Tensor) -> bool:
+    """True for a tensor in which failed checks of a device are kept."""
+    return _flags.get(t.device) is t
+
+
 def report(device: torch.device) -> None:
     """Raises InvalidArgument if a check has failed on the device since the last report. The device's work must have ended."""
     flag = _flags.get(device)

@@ -12,22 +12,22 @@ import logging
 import os
 import threading
 import types
-from typing import Any, Callable, Dict, Iterable, List, Optional
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
 import torch._dynamo.config
 import torch._dynamo.exc
 from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+from torch._inductor.compile_fx import compile_fx
 
 from te_fl.registration import BackendImplKind, OpImpl
-from te_fl.tensors import Quantized
+from te_fl.tensors import PARTS, Quantized
 
-from te_fl.reference_torch import activation, gemm, norm, quantize, scaled_activation, softmax
+from te_fl.reference_torch import activation, gemm, norm, quantize, repeat, rope, scaled_activation, softmax
 
 _LIMIT = 64  # kinds of arguments of one op; a call of a further kind runs without compilation
 _MOST = 16  # tensors in a list; the compiler would unroll a longer one
-_MODULES = (activation, norm, quantize, scaled_activation, softmax)  # not those whose functions check values, which the compiler cannot trace
-_PARTS = ("data", "columnwise_data", "scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax", "scale")
+_MODULES = (activation, norm, quantize, scaled_activation, softmax)  # whose functions check no values, which the compiler cannot trace
 _FAILURES = tuple(getattr(torch._dynamo.exc, name) for name in ("TorchDynamoException", "FailOnRecompileLimitHit") if hasattr(torch._dynamo.exc, name))
 log = logging.getLogger("te_fl")
 _turn = threading.RLock()  # PyTorch's compiler crashes if two threads compile at once, and any call may compile for new sizes
@@ -40,6 +40,25 @@ def _forget_turn() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_turn)
+
+
+class _Last(threading.local):
+    """The compiled code that a thread has run last, with its arguments."""
+
+    call: Optional[Tuple[Callable[..., Any], Tuple[Any, ...]]] = None
+
+
+_last = _Last()
+
+
+def _inductor(graph: torch.fx.GraphModule, inputs: List[Any]) -> Callable[..., Any]:
+    """PyTorch's own backend of torch.compile, which also tells the code that a call has come to. That code is valid for the sizes of its arguments."""
+    code = compile_fx(graph, inputs)
+
+    def run(*arguments: Any) -> Any:
+        _last.call = code, arguments
+        return code(*arguments)
+    return run
 
 
 def missing(device_type: str) -> Optional[str]:
@@ -68,7 +87,7 @@ class _Kind:
                 arguments[name] = self._add(value)
             elif isinstance(value, Quantized):
                 self._key.append((value.scaling, value._flags, value.amax_epsilon))
-                for part in _PARTS:
+                for part in PARTS:
                     held = getattr(value, part)
                     if held is None:
                         self._key.append(None)
@@ -110,14 +129,21 @@ class Compiled:
         kind = _Kind(arguments)
         if not kind.separate:
             return self._function(**arguments)
+        return repeat.as_one(lambda: self._run(kind.key, arguments))
+
+    def _run(self, key: Any, arguments: Dict[str, Any]) -> Optional[Tuple[Callable[..., Any], Tuple[Any, ...]]]:
+        """Runs the compiled function. Returns the code that it has come to, with its arguments; None if it ran operations one by one."""
+        _last.call = None
         try:
             with _turn:
-                run = self._by_kind.get(kind.key) or self._new(kind.key)
-                return run(**arguments)
+                run = self._by_kind.get(key) or self._new(key)
+                run(**arguments)
         except _FAILURES as error:  # nothing has run
             log.warning("%s: torch.compile failed, so these arguments run without it: %s", self._name, " ".join(str(error).split("\n")[:2]))
-            self._by_kind[kind.key] = self._function
-            return self._function(**arguments)
+            self._by_kind[key] = self._function
+            self._function(**arguments)
+        made, _last.call = _last.call, None
+        return made
 
     def _new(self, key: Any) -> Callable:
         if _capturing() or len(self._by_kind) >= _LIMIT:  # a compilation waits for the device, which a capture forbids
@@ -128,7 +154,7 @@ class Compiled:
         # PyTorch limits compilations for each code object, so each kind has its own.
         copy = types.FunctionType(own.__code__.replace(), own.__globals__, own.__name__, own.__defaults__, own.__closure__)
         copy.__kwdefaults__ = own.__kwdefaults__
-        made = functools.partial(torch.compile(copy, fullgraph=True), *first, **named)
+        made = functools.partial(torch.compile(copy, fullgraph=True, backend=_inductor), *first, **named)
         return self._by_kind.setdefault(key, made)
 
 
@@ -146,15 +172,20 @@ def _generic_gemm(**arguments: Any) -> None:
 
 _generic_gemm.__signature__ = inspect.signature(gemm.generic_gemm)  # type: ignore[attr-defined]
 
+_rope = rope.ops(*(Compiled(f"rope's {function.__name__}", function) for function in (rope.turn, rope.turn_packed, rope.turn_packed_back)))
+
 
 def implementations(devices: Iterable[str], supports: Dict[str, Callable]) -> Iterable[OpImpl]:
     """One OpImpl for each op. devices: te-fl's device types. supports: the ops' functions of that name."""
     def made(name: str, function: Callable) -> OpImpl:
+        function = repeat.uncast(function)
         return OpImpl(op_name=name, impl_id="reference.torch_compiled", kind=BackendImplKind.REFERENCE, fn=function, supports=supports.get(name),
                       devices=tuple(devices), scalings=("none", *gemm.FP8_SCALINGS), tensors="torch", in_place=True, deterministic=True,
-                      graph_safe=True, priority=60)
+                      graph_safe=True, priority=60, repeat=functools.partial(repeat.record, name, function))
 
     for module in _MODULES:
         for name, function in module.OPS.items():
             yield made(name, Compiled(name, function, functools.partial(activation.is_one_operation, function) if module is activation else None))
     yield made("generic_gemm", _generic_gemm)
+    for name, function in _rope.items():
+        yield made(name, function)

@@ -7,12 +7,14 @@ of per-tensor FP8 codes runs as torch._scaled_mm. All others are computed in FP3
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 
 from te_fl.tensors import Quantized
 
+from te_fl.reference_torch import repeat
 from te_fl.reference_torch.activation import ACTIVATIONS
 from te_fl.reference_torch.values import store, values
 
@@ -159,9 +161,67 @@ def run_gemm(last: Callable[..., None], a: Any, b: Any, d: Any, bias: Optional[t
          d_sum=d_sum, gelu=gelu, alpha=alpha, beta=beta if accumulate and beta != 0 else None, a_dtype=_dtype(a))
 
 
+class _Memory:
+    """Rows of BF16 in the device's memory, by their address. PyTorch has no view over tensors of several storages."""
+
+    def __init__(self, address: int, rows: int, columns: int):
+        self.__cuda_array_interface__ = {"shape": (rows, columns), "typestr": "<i2", "data": (address, False), "strides": None, "version": 3}
+
+
+def _joined(parts: List[torch.Tensor]) -> Optional[torch.Tensor]:
+    """Matrices that lie one behind the other in memory as one; None if they do not."""
+    at, columns, rows = parts[0].data_ptr(), parts[0].shape[1], sum(t.shape[0] for t in parts)
+    address = at
+    for t in parts:
+        if t.data_ptr() != address or not t.is_contiguous():
+            return None
+        address += t.numel() * t.element_size()
+    repeat.abandon()  # the address is this call's
+    return torch.as_tensor(_Memory(at, rows, columns), device=parts[0].device).view(torch.bfloat16)
+
+
+@functools.cache
+def _has_grouped_mm(device: torch.device) -> bool:
+    """True if PyTorch multiplies groups of BF16 in one operation on this device; a trial tells."""
+    try:
+        a, b = torch.ones(16, 16, dtype=torch.bfloat16, device=device), torch.ones(2, 16, 16, dtype=torch.bfloat16, device=device)
+        return bool((torch._grouped_mm(a, b, offs=torch.tensor([8, 16], dtype=torch.int32, device=device)) == 16).all())
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+
+
+_MANY, _LITTLE = 8, 1 << 30  # at least so many groups of at most so many operations: then one operation is worth the copies of weights and results
+
+
+def _in_one(a: List[Any], b: List[Any], d: List[torch.Tensor], trans_b: bool) -> bool:
+    """Computes the products of many small groups of rows, [rows, K] by [K, N] or its transpose, as one operation. Returns false, with nothing written, for
+    others.
+    """
+    used = [i for i, rows in enumerate(a) if rows.shape[0]] if isinstance(a[0], torch.Tensor) else []
+    if len(used) < _MANY:
+        return False
+    first, weight = a[used[0]], b[used[0]]
+    if not first.is_cuda or not all(isinstance(t, torch.Tensor) and t.dtype == torch.bfloat16 and t.dim() == 2 for t in (*a, *b, *d)):
+        return False
+    rows, (columns, inner) = sum(a[i].shape[0] for i in used), d[used[0]].shape[1:] + first.shape[1:]
+    if columns % 8 or inner % 8 or 2 * rows * columns * inner > _LITTLE * len(used) or any(b[i].shape != weight.shape for i in used):
+        return False
+    if torch.cuda.is_current_stream_capturing() or not _has_grouped_mm(first.device):  # a capture would keep the address of the row numbers
+        return False
+    left, out = _joined([a[i] for i in used]), _joined([d[i] for i in used])
+    if left is None or out is None:
+        return False
+    ends = torch.tensor(list(itertools.accumulate(a[i].shape[0] for i in used)), dtype=torch.int32, pin_memory=True).to(first.device, non_blocking=True)
+    weights = torch.stack([b[i] for i in used])
+    out.copy_(torch._grouped_mm(left, weights.transpose(1, 2) if trans_b else weights, offs=ends))
+    return True
+
+
 def grouped_gemm(a: List[Any], b: List[Any], d: List[torch.Tensor], bias: Optional[List[torch.Tensor]], bias_grad: Optional[List[torch.Tensor]],
                  trans_a: bool, trans_b: bool, accumulate: bool, accumulate_bias_grad: bool, use_split_accumulator: bool, alpha: float,
                  beta: float) -> None:
+    if not (trans_a or bias or bias_grad or accumulate or alpha != 1) and a and _in_one(a, b, d, trans_b):
+        return
     for i, (left, right, out) in enumerate(zip(a, b, d)):
         generic_gemm(left, right, out, bias[i] if bias else None, None, None, bias_grad[i] if bias_grad else None, trans_a, trans_b, False, accumulate,
                      accumulate_bias_grad, use_split_accumulator, alpha, beta)

@@ -6,6 +6,7 @@ from typing import Optional, Tuple
 
 import torch
 
+from te_fl.reference_torch import repeat
 from te_fl.reference_torch.values import values
 
 _LOW = 0xFFFFFFFF
@@ -67,6 +68,7 @@ def dropped(x: torch.Tensor, keeps: torch.Tensor, p: float) -> torch.Tensor:
 def state(seed: int, offset: int, seed_tensor: Optional[torch.Tensor], offset_tensor: Optional[torch.Tensor],
           device: torch.device) -> Tuple[torch.Tensor, torch.Tensor]:
     """The call's random state as int64 [] on the device, modulo 2^64."""
+    repeat.abandon()
     first = torch.full((), signed(seed), dtype=torch.int64, device=device) if seed_tensor is None else seed_tensor.view(torch.int64).reshape(())
     second = torch.full((), signed(offset), dtype=torch.int64, device=device)
     return first, second if offset_tensor is None else second + offset_tensor.view(torch.int64).reshape(())

@@ -1,19 +1,26 @@
-"""Scaled dot-product attention of dense layouts, without FP8. The scores are one matrix in FP32."""
+"""Scaled dot-product attention of dense layouts, without FP8. The scores are one matrix in FP32.
+
+The gradient computes scores and probabilities by the operations of the forward, so that XLA keeps those of the forward if both are in one program.
+"""
 
 from __future__ import annotations
 
+import inspect
+import math
 from typing import Any, Optional, Tuple, Union
 
 import jax
 import jax.numpy as jnp
 
+from te_fl import attention_shapes
 from te_fl.reference_xla.call import TracedCall
 from te_fl.reference_xla.gemm import dot
 from te_fl.reference_xla.random import dropped, kept
+from te_fl.tensors import Quantized
 
 
 class _Problem:
-    """q [B, Sq, G, R, D] for R queries of each key head, k and v [B, Sk, G, D]; scores are [B, H, Sq, Sk]."""
+    """q [B, Sq, G, R, D] for R queries of each key head, without R if that is 1; k and v [B, Sk, G, D]; scores are [B, H, Sq, Sk]."""
 
     def __init__(self, c: TracedCall):
         self.c, self.sbhd = c, c.layout == "sbhd"
@@ -21,7 +28,8 @@ class _Problem:
         q = self.batched("q")
         batch, rows, heads, size = q.shape
         self.groups, self.keys = self.k.shape[2], self.k.shape[1]
-        self.q = q.reshape(batch, rows, self.groups, heads // self.groups, size)
+        self.shared = heads != self.groups
+        self.q = q.reshape(batch, rows, self.groups, heads // self.groups, size) if self.shared else q
         self.extents = (batch, heads, rows, self.keys)
         self.hidden, self.relative = self._masked()
         self.keeps = kept(batch * heads * rows * self.keys, c.dropout_p, c.arrays["rng"]).reshape(self.extents) if c.dropout_p else None
@@ -31,9 +39,13 @@ class _Problem:
         x = self.c.arrays[name]
         return x.swapaxes(0, 1) if self.sbhd else x
 
+    def dot(self, spec: str, x: jax.Array, y: jax.Array, result: Any = jnp.float32) -> jax.Array:
+        """gemm.dot(), whose spec names the extents b, s, t (keys), g, r and d."""
+        return dot(self.c, spec if self.shared else spec.replace("r", ""), x, y, result)
+
     def put(self, name: str, x: jax.Array) -> None:
         """Writes [B, S, heads.., size]."""
-        x = x.reshape(*x.shape[:2], -1, x.shape[-1])
+        x = x.reshape(*x.shape[:2], math.prod(x.shape[2:-1]), x.shape[-1])
         self.c.put(name, x.swapaxes(0, 1) if self.sbhd else x)
 
     def _masked(self) -> Tuple[jax.Array, jax.Array]:
@@ -59,7 +71,7 @@ class _Problem:
     def scores(self) -> Tuple[jax.Array, Union[float, jax.Array]]:
         """Returns the scores, -inf where hidden, and their derivative by scale * Q K^T."""
         c = self.c
-        x, slope = dot(c, "bsgrd,btgd->bgrst", self.q, self.k).reshape(self.extents) * c.scale, 1.0
+        x, slope = self.dot("bsgrd,btgd->bgrst", self.q, self.k).reshape(self.extents) * c.scale, 1.0
         if c.softcap > 0:
             part = jnp.tanh(x / c.softcap)
             x, slope = c.softcap * part, 1 - part * part
@@ -78,7 +90,8 @@ class _Problem:
     def narrow(self, x: jax.Array) -> jax.Array:
         """Probabilities or their gradients [B, H, Sq, Sk] as an operand [B, G, R, Sq, Sk] of a product, in the dtype of the other operand."""
         batch, heads, rows, keys = self.extents
-        return x.astype(self.q.dtype if self.c.platform != "cpu" else jnp.float32).reshape(batch, self.groups, heads // self.groups, rows, keys)
+        x = x.astype(self.q.dtype if self.c.platform != "cpu" else jnp.float32)
+        return x.reshape(batch, self.groups, heads // self.groups, rows, keys) if self.shared else x
 
     def dropped(self, x: jax.Array) -> jax.Array:
         return x if self.keeps is None else dropped(x, self.keeps, self.c.dropout_p)
@@ -98,7 +111,7 @@ def fused_attn_fwd(c: TracedCall) -> None:
     sinks = p.sinks()
     if sinks is not None:
         lse = jnp.where(empty, lse, jnp.logaddexp(lse, sinks))
-    p.put("o", dot(c, "bgrst,btgd->bsgrd", p.narrow(p.dropped(_weights(scores, lse))), p.v))
+    p.put("o", p.dot("bgrst,btgd->bsgrd", p.narrow(p.dropped(_weights(scores, lse))), p.v, p.q.dtype))
     c.put("softmax_lse", lse)
 
 
@@ -110,13 +123,13 @@ def fused_attn_bwd(c: TracedCall) -> None:
     dout = p.batched("d_o")
     delta = (dout.astype(jnp.float32) * p.batched("o").astype(jnp.float32)).sum(-1).swapaxes(1, 2)  # [B, H, Sq]
     delta = jnp.where(empty, 0.0, delta)
-    dout = dout.reshape(*p.q.shape[:4], -1)
-    dp = p.dropped(dot(c, "bsgrd,btgd->bgrst", dout, p.v).reshape(p.extents))
+    dout = dout.reshape(*p.q.shape[:-1], p.v.shape[-1])
+    dp = p.dropped(p.dot("bsgrd,btgd->bgrst", dout, p.v).reshape(p.extents))
     ds = weights * (dp - delta[..., None])
     dx = p.narrow(ds * slope * c.scale)
-    p.put("dq", dot(c, "bgrst,btgd->bsgrd", dx, p.k))
-    p.put("dk", dot(c, "bgrst,bsgrd->btgd", dx, p.q))
-    p.put("dv", dot(c, "bgrst,bsgrd->btgd", p.narrow(p.dropped(weights)), dout))
+    p.put("dq", p.dot("bgrst,btgd->bsgrd", dx, p.k, p.q.dtype))
+    p.put("dk", p.dot("bgrst,bsgrd->btgd", dx, p.q, p.q.dtype))
+    p.put("dv", p.dot("bgrst,bsgrd->btgd", p.narrow(p.dropped(weights)), dout, p.q.dtype))
     if "dbias" in c.wanted:
         shape = c.shape("bias")
         c.put("dbias", ds.sum(tuple(d for d in (0, 1) if shape[d] == 1 and ds.shape[d] != 1), keepdims=True))
@@ -126,12 +139,17 @@ def fused_attn_bwd(c: TracedCall) -> None:
         c.put("dsink", -(share * delta).sum((0, 2)))
 
 
-def supports(q: Any, k: Any, v: Any, layout: str, s_quant: Any, **_: Any) -> Union[bool, str]:
+_SHAPED = tuple(inspect.signature(attention_shapes.fit).parameters)
+
+
+def supports(q: Any, k: Any, v: Any, layout: str, s_quant: Any, **others: Any) -> Union[bool, str]:
     if layout == "thd":
         return "thd is not implemented"
-    if s_quant is not None or q.dtype.startswith("f8"):
+    if s_quant is not None or any(isinstance(t, Quantized) or t.dtype.startswith("f8") for t in (q, k, v)):
         return "FP8 attention is not implemented"
-    return True if q.dtype == k.dtype == v.dtype else "q, k and v of several dtypes are not implemented"
+    if not q.dtype == k.dtype == v.dtype:
+        return "q, k and v of several dtypes are not implemented"
+    return attention_shapes.fit(q, k, v, layout, **{name: t for name, t in others.items() if name in _SHAPED})
 
 
 OPS = {"fused_attn_fwd": fused_attn_fwd, "fused_attn_bwd": fused_attn_bwd}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_fl import _native
-from te_fl.reference_xla.values import (FLT_MAX, amax_of, bits_of, cast, codes_as_bytes, from_bits, largest_of, matrix, mx_code, mx_factor, quotient,
+from te_fl.reference_xla.values import (FLT_MAX, amax_of, bits_of, cast, codes_as_bytes, from_bits, largest_of, matrix, mx_code, mx_factor, product, quotient,
                                         scale_from_amax)
 
 SCALINGS = ("none", "tensor", "block_1x128", "block_128x128", "mxfp8")
@@ -118,7 +118,7 @@ class TracedCall:
             scale = self.arrays[f"{name}.scale"].reshape(())
             if f"{name}.amax" in self.arrays:
                 amax = from_bits(jnp.maximum(bits_of(self.arrays[f"{name}.amax"].reshape(())), bits_of(amax)))
-        codes = cast(x * scale, dtype)
+        codes = cast(product(x, scale, self.platform), dtype)
         self._write(name, codes)
         self._write(f"{name}.columnwise_data", matrix(codes).T)
         self._write(f"{name}.amax", amax)
@@ -151,7 +151,7 @@ class TracedCall:
             # The input's largest value takes the place of an infinite scale.
             scale = scale_from_amax(amax, largest_of(dtype), epsilon, pow2, largest_of(self._input_dtype()))
             inverse = quotient(1.0, scale)
-        codes = cast(blocks * scale[:, None, :, None], dtype)
+        codes = cast(product(blocks, scale[:, None, :, None], self.platform), dtype)
         return codes.reshape(padded.shape)[:x.shape[0], :x.shape[1]], inverse
 
     def _input_dtype(self) -> Any:

@@ -6,7 +6,7 @@ multiplies in FP32, because its products of narrow types may round partial sums.
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,12 @@ from te_fl.reference_xla.call import TracedCall
 _CODES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
-def dot(c: TracedCall, spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """jnp.einsum in the dtype of the operands, accumulated in FP32."""
+def dot(c: TracedCall, spec: str, x: jax.Array, y: jax.Array, result: Any = jnp.float32) -> jax.Array:
+    """jnp.einsum in the dtype of the operands, accumulated in FP32. result: the dtype to which the caller rounds the sums, without a step before it."""
     if c.platform == "cpu":
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32, precision=precision)
+    return jnp.einsum(spec, x, y, preferred_element_type=result if result == x.dtype else jnp.float32, precision=precision)
 
 
 def _codes(c: TracedCall, name: str, contracted: int) -> Tuple[jax.Array, int]:
@@ -55,7 +55,13 @@ def _of_values(c: TracedCall, a: int, b: int) -> jax.Array:
         if c.scaling("a") == c.scaling("b") == "mxfp8":  # a code times a power of two
             left, right = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16)
     spec = ("km" if a == 0 else "mk") + "," + ("kn" if b == 0 else "nk") + "->mn"
-    return dot(c, spec, left, right)
+    return dot(c, spec, left, right, _rounded_to(c))
+
+
+def _rounded_to(c: TracedCall) -> Any:
+    """The dtype of d if the product is nothing but d, else FP32."""
+    follows = c.gelu or c.accumulate or c.alpha != 1 or "d_sum" in c.wanted or any(map(c.has, ("bias", "pre_gelu_in", "residual")))
+    return jnp.float32 if follows or "d" not in c.wanted or c.scaling("d") != "none" else c.wanted["d"].dtype
 
 
 def generic_gemm(c: TracedCall) -> None:

@@ -82,6 +82,23 @@ def scale_from_amax(amax: jax.Array, largest: float, epsilon: float, pow2: bool,
     return from_bits(scale & _INFINITE if pow2 else scale)
 
 
+def _lowered(x: jax.Array, power: int) -> jax.Array:
+    """x / 2^power for x of at least 0, 0 if that is denormal."""
+    bits = bits_of(x)
+    return from_bits(jnp.where(bits >> 23 > power, bits - (power << 23), 0))
+
+
+def product(x: jax.Array, scale: jax.Array, platform: str) -> jax.Array:
+    """x * scale, exact to one rounding also for a denormal x unless the product itself is denormal. XLA's programs for hosts and TPUs take denormals for 0."""
+    if platform in ("cuda", "rocm"):
+        return x * scale
+    bits = bits_of(x)
+    size = bits & _MAGNITUDE
+    # x is size * 2^-149. The factors are normal numbers; XLA would join constant powers of two to one that is denormal, so they are added to exponents.
+    tiny = _lowered(size.astype(jnp.float32), 75) * _lowered(scale, 74)
+    return jnp.where(size < 1 << 23, jnp.where(bits >> 31 != 0, -tiny, tiny), x * scale)
+
+
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
     """FP8 codes of FP32 values, uint8: rounded to nearest even, saturated; NaN becomes 0x7F."""
     digits, bias = _FORMATS[jnp.dtype(dtype)]

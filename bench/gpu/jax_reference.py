@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains and times layers of te_fl.jax where no plugin of te-fl serves JAX's platform, so that reference.xla computes every op.
 
-usage: TE_FL_SKIP_CUDA=1 python bench/gpu/jax_reference.py [--small] [--recipes NAMES] [--steps N] [--json FILE]
+usage: TE_FL_SKIP_CUDA=1 python bench/gpu/jax_reference.py [--small] [--recipes NAMES] [--parts WORDS] [--steps N] [--json FILE]
 
 1. FP8 codes and scales of each scaling mode, against those of te-fl's own ops on the CPU: equal to the bit.
 2. Results and gradients of a layer, against those on the CPU.
@@ -41,6 +41,7 @@ RECIPES = {
 found = {}
 failed = []
 path = None  # of the JSON file
+chosen = [""]  # words in the names of the parts that run
 
 
 def save():
@@ -96,6 +97,8 @@ def by_xla():
 def part(name):
     """Runs the function now; prints its error and goes on."""
     def run(function):
+        if not any(word in name for word in chosen):
+            return
         print(f"\n## {name}", flush=True)
         start = time.time()
         try:
@@ -137,10 +140,11 @@ def main():
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--blocks", type=int, default=15)
     parser.add_argument("--recipes", default=",".join(RECIPES), help="a comma-separated selection")
+    parser.add_argument("--parts", default="", help="a comma-separated selection, by words in the names of the parts")
     parser.add_argument("--json")
     options = parser.parse_args()
-    global path
-    path = options.json
+    global path, chosen
+    path, chosen = options.json, options.parts.split(",")
     recipes = {name: RECIPES[name] for name in options.recipes.split(",")}
     steps = 6 if options.small else options.steps
     platform = jax.devices()[0].platform
@@ -197,7 +201,9 @@ def main():
         def add(name, module, **call_options):
             variables = nn.unbox(module.init(jax.random.key(1), x, **call_options))
             loss = lambda v, x: jnp.sum(module.apply(v, x, **call_options).astype(jnp.float32) ** 2)  # noqa: E731
+            start = time.time()
             functions[name] = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(variables, x).compile()
+            print(f"{name}: {time.time() - start:.1f} s of compilation", flush=True)
             arguments[name] = (variables, x)
 
         add("flax", FlaxLayer(width, heads))

@@ -2,8 +2,10 @@
 """Times TransformerLayers of te_fl.pytorch beside the same layer in eager PyTorch, on a device that te-fl makes from PyTorch's (docs/pytorch.md, Another
 vendor's device): with TE_FL_SKIP_CUDA=1 on an NVIDIA GPU, or on any accelerator of PyTorch's.
 
-usage: any_chip.py [--blocks N] [--json FILE] [--values FILE]. Prints, for each shape and recipe, the time of a forward and backward as a share of eager BF16's, the
-median of alternating blocks after the chip is hot, and which implementations served.
+usage: any_chip.py [--blocks N] [--recipes NAMES] [--shapes NAMES] [--json FILE] [--values FILE | --kernels]. Prints, for each shape and recipe, the time of a forward
+and backward as a share of eager BF16's, the median of alternating blocks after the chip is hot, and which implementations served.
+
+--kernels: in place of times, the kernels of a step of each case by PyTorch's profiler, the longest first.
 
 --values FILE: in place of times, runs a small layer with each recipe, without a wait for the device, and as a captured graph. Writes its results to FILE;
 if FILE exists (written with the CUDA plugin, say), prints how far the results are from those in it, and BF16's from FP64.
@@ -48,14 +50,41 @@ class Eager(torch.nn.Module):
         return h + self.fc2(torch.nn.functional.gelu(self.fc1(self.norm2(h)), approximate="tanh"))
 
 
-def run(shape, blocks):
+def problem(shape, recipes):
+    """The input, the output's gradient, and the layer and scope of each case."""
     hidden, ffn, heads, sequence, batch = shape
     x = torch.randn(sequence, batch, hidden, device=DEVICE, dtype=BF16, requires_grad=True)
-    dy = torch.randn_like(x) * 0.1
     cases = {"eager BF16": (Eager(hidden, ffn, heads), contextlib.nullcontext)}
-    for name, recipe in RECIPES.items():
+    for name in recipes:
+        recipe = RECIPES[name]
         layer = te.TransformerLayer(hidden, ffn, heads, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=BF16, device=DEVICE)
         cases[name] = layer, (lambda recipe=recipe: te.autocast(enabled=recipe is not None, recipe=recipe))
+    return x, torch.randn_like(x) * 0.1, cases
+
+
+def print_kernels(shape, recipes):
+    x, dy, cases = problem(shape, recipes)
+    for name, (layer, scope) in cases.items():
+        def step(layer=layer, scope=scope):
+            with scope():
+                y = layer(x)
+            y.backward(dy)
+        for _ in range(5):
+            step()
+        torch.accelerator.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(3):
+                step()
+            torch.accelerator.synchronize()
+        rows = [(e.self_device_time_total / 3e3, e.count / 3, e.key) for e in profile.key_averages() if e.device_type != torch.autograd.DeviceType.CPU]
+        print(f"{name}: {sum(row[0] for row in rows):.3f} ms of kernels in a step")
+        for taken, count, key in sorted(rows, reverse=True)[:24]:
+            print(f"  {taken:8.3f} ms  {count:5.1f} x  {key[:150]}", flush=True)
+
+
+def run(shape, recipes, blocks):
+    hidden = shape[0]
+    x, dy, cases = problem(shape, recipes)
     times, served = collections.defaultdict(list), {}
     calls = 3 if hidden > 2048 else 20
     for block in range(blocks + 2):
@@ -148,13 +177,21 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--blocks", type=int, default=7)
 parser.add_argument("--json")
 parser.add_argument("--values")
+parser.add_argument("--kernels", action="store_true")
+parser.add_argument("--recipes", default=",".join(RECIPES), help="a comma-separated selection")
+parser.add_argument("--shapes", default=",".join(SHAPES), help="a comma-separated selection")
 options = parser.parse_args()
 if options.values:
     compare_values(options.values)
     raise SystemExit
 results = {}
-for name, shape in SHAPES.items():
-    results[name] = run(shape, options.blocks)
+for name in options.shapes.split(","):
+    shape, recipes = SHAPES[name], options.recipes.split(",")
+    if options.kernels:
+        print(name)
+        print_kernels(shape, recipes)
+        continue
+    results[name] = run(shape, recipes, options.blocks)
     for case, row in results[name].items():
         print(f"{name:12} {case:12} {row['ms']:9.3f} ms  {row['of_eager']:6.2f} of eager", flush=True)
     print("  served:", "; ".join(sorted({s for row in results[name].values() for s in row["served"]})), flush=True)

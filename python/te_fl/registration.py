@@ -30,7 +30,7 @@ _INTEGERS = tuple(name for name in DTYPES if name[0] in "iu" or name == "bool")
 
 # Fields of OpImpl that apply to catalogue ops only, with the values that count as unset.
 _TYPED_ALONE = {"min_arch": (None,), "max_arch": (None,), "scalings": (("none",),), "tensors": ("te_fl",), "in_place": (False,),
-                "graph_safe": (False,)}
+                "graph_safe": (False,), "repeat": (None,)}
 
 
 class BackendImplKind(str, enum.Enum):
@@ -74,6 +74,9 @@ class OpImpl:
     caller's memory and are valid during the call. If a tensor cannot be represented as this class, the next candidate is tried.
     thread_safe: several threads may run fn at once. in_place: outputs may share memory with inputs, where the op allows that. deterministic: results
     are bitwise reproducible. graph_safe: may run while its stream is captured into a graph.
+    repeat: with tensors "torch", called in place of fn at the second call of a signature (all of a call but addresses, contents and random state), on
+    which alone the answer of supports then depends. Does what fn does, and returns a function that later calls of the signature run, or None if there is none. That function takes a list of the call's tensors
+    in fn's order of arguments, those of a te_fl.Quantized in the order of its `parts()`, and returns None, or NotImplemented to have fn run.
     """
 
     op_name: str
@@ -93,6 +96,7 @@ class OpImpl:
     in_place: bool = False
     deterministic: bool = False
     graph_safe: bool = False
+    repeat: Optional[Callable[..., Optional[Callable[[List[Any]], Any]]]] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", BackendImplKind(self.kind))
@@ -104,6 +108,8 @@ class OpImpl:
             raise InvalidArgument(f"{self}: an implementation of kind VENDOR names its vendor")
         if self.tensors not in TENSORS:
             raise InvalidArgument(f"{self}: tensors is {self.tensors!r}; it is one of {', '.join(TENSORS)}")
+        if self.repeat is not None and (self.tensors != "torch" or not callable(self.repeat)):
+            raise InvalidArgument(f"{self}: repeat is {self.repeat!r} with tensors {self.tensors!r}; it is a function, and its calls take tensors of the class 'torch'")
         for name in ("supported_dtypes", "devices", "scalings"):
             if isinstance(getattr(self, name), str):
                 raise TypeError(f"{self}: {name} is a str, not a collection of them; write ({getattr(self, name)!r},)")
@@ -404,7 +410,7 @@ def _common(impl: OpImpl) -> dict:
     flags = (impl.thread_safe, impl.graph_safe, impl.deterministic, impl.in_place)
     return {
         "op_name": impl.registered_name, "impl_id": impl.impl_id, "kind": ["default", "vendor", "reference"].index(impl.kind.value),
-        "priority": impl.priority, "vendor": impl.vendor, "fn": impl.fn, "convert": None, "later_args": None,
+        "priority": impl.priority, "vendor": impl.vendor, "fn": impl.fn, "convert": None, "repeat": impl.repeat, "later_args": None,
         "words": f"Python function {getattr(impl.fn, '__module__', '?')}.{getattr(impl.fn, '__qualname__', type(impl.fn).__name__)}",
         "flags": sum(1 << bit for bit, on in enumerate(flags) if on), "min_arch": impl.min_arch or 0, "max_arch": impl.max_arch or 0,
     }
@@ -496,25 +502,27 @@ def _describe_error(error: BaseException) -> Tuple[str, str]:
     return code, text
 
 
-def _on_stream(fn: Callable[..., Any], arguments: dict, device_type: int, index: int, stream: int) -> Any:
+def _on_stream(fn: Callable[..., Any], positional: tuple, keywords: Optional[dict], device_type: int, index: int, stream: int) -> Any:
     """Runs fn with the call's stream as PyTorch's current stream, if the device is one of PyTorch's."""
     torch = sys.modules.get("torch")
+    keywords = keywords or {}
     if torch is not None and device_type == DEVICE_TYPES["ext"]:
         from te_fl import torch_streams  # imports PyTorch, which is loaded already
         device = torch.device(torch_streams.private_name(), index)
         if not torch_streams.is_accelerator(device.type):
-            return fn(**arguments)
+            return fn(*positional, **keywords)
         with torch_streams.on_stream(device, stream):
-            return fn(**arguments)
+            return fn(*positional, **keywords)
     if torch is None or device_type not in (DEVICE_TYPES["cuda"], DEVICE_TYPES["rocm"]):
-        return fn(**arguments)
-    if not torch.cuda.is_initialized() and not torch.cuda.is_available():
-        return fn(**arguments)
-    torch.cuda.init()
+        return fn(*positional, **keywords)
+    if not torch.cuda.is_initialized():
+        if not torch.cuda.is_available():
+            return fn(*positional, **keywords)
+        torch.cuda.init()
     if torch._C._cuda_getCurrentRawStream(index) == stream and torch._C._cuda_getDevice() == index:
-        return fn(**arguments)
+        return fn(*positional, **keywords)
     with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=index) if stream else torch.cuda.default_stream(index)):
-        return fn(**arguments)
+        return fn(*positional, **keywords)
 
 
 _native.set_registration_helpers(_describe_error, _on_stream)

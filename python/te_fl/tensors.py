@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Optional, Protocol, Sequence, Union, runtime
 
 from te_fl.errors import InvalidArgument, Unsupported
 
+PARTS = ("data", "columnwise_data", "scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax", "scale")  # of a Quantized
 SCALINGS = ("none", "tensor", "block_1x128", "block_128x128", "mxfp8", "nvfp4")
 DTYPES = ("f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2", "f4e2m1", "f8e8m0", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "bool")
 
@@ -58,6 +59,10 @@ class Quantized:
     @property
     def shape(self) -> tuple:
         return _shape_of(self.data) if self.data is not None else self._shape
+
+    def parts(self) -> list:
+        """The tensors that it has: data, columnwise_data, scale_inv, columnwise_scale_inv, amax, columnwise_amax and scale, in this order."""
+        return [held for held in (getattr(self, name) for name in PARTS) if held is not None]
 
     def __repr__(self) -> str:
         return f"te_fl.Quantized(shape={self.shape}, scaling={self.scaling!r})"

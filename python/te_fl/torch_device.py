@@ -6,6 +6,7 @@ Where PyTorch has a device that no plugin of te-fl supports, te-fl makes a devic
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import warnings
@@ -136,6 +137,7 @@ class TorchDevice:
         own = torch._C._cuda_isCurrentStreamCapturing if device.type == "cuda" else None
         self._capturing: Optional[Callable[[], bool]] = own or getattr(self._module, "is_current_stream_capturing", None)
         current_stream(device)
+        self._current = functools.partial(torch._C._cuda_getCurrentRawStream, device.index) if device.type == "cuda" else functools.partial(current_stream, device)
         checks.watch(device)
 
     def create_stream(self) -> int:
@@ -160,7 +162,7 @@ class TorchDevice:
     def is_capturing(self, handle: int) -> bool:
         if self._capturing is None:
             return False
-        if current_stream(self.device) == handle:
+        if self._current() == handle:
             return bool(self._capturing())
         with on_stream(self.device, handle):
             return bool(self._capturing())

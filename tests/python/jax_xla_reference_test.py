@@ -1,5 +1,6 @@
 """Tests reference.xla: te_fl.jax's ops by jax.numpy and lax, chosen by a policy on the CPU, and on platforms that no plugin of te-fl serves."""
 
+import re
 import unittest
 
 import jax
@@ -82,6 +83,16 @@ class Ops(ReferenceXla):
             self.compare(lambda x, outputs=outputs: [te.ops.quantize(input=x if out.scaling == "mxfp8" else x[:130, :200], output=out) for out in outputs],
                          jnp.asarray(x, dtype), exact=True, others=[(jnp.asarray(one, dtype),) for one in special])
 
+    def test_denormals_are_quantised_to_the_bit(self):
+        """XLA's operations on hosts take them for 0. The scale that is infinite in FP32 is the largest power of two."""
+        x = (RNG.normal(size=(5, 256)).astype(np.float32).view(np.uint32) >> 9 & 0x803FFFFF).view(np.float32)
+        wanted = (x.astype(np.float64) * 2.0**127).astype(E4M3).view(np.uint8)
+        self.assertGreater(np.count_nonzero(wanted & 0x7F), x.size // 2)
+        for scaling in ("tensor", "block_1x128"):
+            with by_xla("quantize"):
+                made = jax.jit(lambda x, s=scaling: te.ops.quantize(input=x, output=te.quantize.QuantizedOutput(E4M3, s, pow2_scale=True)))(x)
+            np.testing.assert_array_equal(np.asarray(made.data).view(np.uint8), wanted)
+
     def test_fused_results_are_quantised_from_fp32(self):
         x, gamma = normal(4, 64, dtype=BF16), normal(64, dtype=BF16)
         q = te.quantize.QuantizedOutput(E4M3, columnwise=True, scale=jnp.asarray([2.0]))
@@ -128,6 +139,22 @@ class Ops(ReferenceXla):
             with self.subTest(make.__name__):
                 q = te.quantize.create_set(make())
                 self.compare(differentiated(lambda x, k, q: te.dense.dense(x, k, contracting_dims=((2,), (0,)), quantizer_set=q)), x, kernel, q)
+
+
+    def test_products_of_narrow_types_are_not_widened(self):
+        """On a platform other than the host each product of BF16 is one of BF16, whose sums in FP32 are rounded at once, but the scores of attention."""
+        def layer(x, kernel, q):
+            y = te.dense.dense(x, kernel, contracting_dims=((1,), (0,)))
+            return y, fused_attn((q, q, q), None, None, None, AttnBiasType.NO_BIAS, AttnMaskType.CAUSAL_MASK, QKVLayout.BSHD_BSHD_BSHD,
+                                 AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True)
+        def step(x, kernel, q):
+            y, back = jax.vjp(layer, x, kernel, q)
+            return y, back(y)
+        text = jax.jit(step).trace(normal(6, 8, dtype=BF16), normal(8, 5, dtype=BF16), normal(2, 7, 4, 8, dtype=BF16)).lower(lowering_platforms=("tpu",)).as_text()
+        products = re.findall(r"dot_general .*: \((.*)\) -> tensor<(.*)>", text)
+        self.assertEqual(len(products), 3 + 2 + 5)
+        self.assertTrue(all(operands.count("xbf16>") == 2 for operands, _ in products), products)
+        self.assertEqual({result for _, result in products if not result.endswith("xbf16")}, {"2x4x7x7xf32"}, products)
 
 
 class Attention(ReferenceXla):

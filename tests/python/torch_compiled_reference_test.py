@@ -7,8 +7,9 @@ from unittest import mock
 
 import torch
 
+import te_fl
 from forkserver import PYTHON
-from te_fl.reference_torch import activation, compiled, gemm, quantize
+from te_fl.reference_torch import activation, compiled, gemm, quantize, repeat, rope
 from te_fl.tensors import Quantized
 
 E4M3 = torch.float8_e4m3fn
@@ -70,6 +71,15 @@ class CompiledReferenceTest(unittest.TestCase):
                 self.assertTrue(torch.equal(one, other))
         self.assertEqual(found.data.view(torch.uint8)[1, 2].item(), 0x7F)
         self.assertEqual(len(run._by_kind), 1)
+        # The code of a recorded call is called for other tensors of the signature, without the checks of torch.compile.
+        made = repeat.record("quantize", run, input=x, output=quantised(40, 20), noop_flag=None)
+        y = torch.randn(40, 20).bfloat16()
+        expected, found = quantised(40, 20), quantised(40, 20)
+        quantize.quantize(y, expected, None)
+        with mock.patch.object(run, "_function", side_effect=AssertionError), mock.patch.object(run, "_by_kind", {}):
+            made([y, *found.parts()])
+        for one, other in zip(parts(expected), parts(found)):
+            self.assertTrue(torch.equal(one, other))
 
     def test_an_output_in_the_place_of_the_residual(self):
         a, b, h = torch.randn(8, 4), torch.randn(6, 4), torch.randn(8, 6)
@@ -81,6 +91,31 @@ class CompiledReferenceTest(unittest.TestCase):
                                    residual=torch.from_dlpack(d))
             self.assertEqual(len(compiled._epilogue._by_kind), 1)
         torch.testing.assert_close(d, expected)
+
+    def test_rope_checks_positions_before_its_compiled_part(self):
+        named = rope.ops(*(compiled.Compiled(f.__name__, f) for f in (rope.turn, rope.turn_packed, rope.turn_packed_back)))
+        x, freqs, starts = torch.randn(5, 2, 3, 8), torch.randn(9, 1, 1, 6), torch.tensor([0, 3], dtype=torch.int32)
+        common = {"freqs": freqs, "cu_seqlens": None, "layout": "sbhd", "interleaved": True, "cp_size": 1, "cp_rank": 0}
+        with mock.patch.object(torch, "compile", through_autograd_only):
+            for name in ("fused_rope_forward", "fused_rope_backward"):
+                for start in (None, starts):
+                    expected, found = torch.empty_like(x), torch.empty_like(x)
+                    rope.OPS[name](input=x, output=expected, start_positions=start, **common)
+                    named[name](input=x, output=found, start_positions=start, **common)
+                    self.assertTrue(torch.equal(expected, found))
+            qkv, results, freqs = torch.randn(5, 2, 2, 32), [], torch.randn(9, 1, 1, 3).repeat(1, 1, 1, 2)  # both of a pair have one angle
+            for ops in (rope.OPS, named):
+                q, k, v, back = torch.empty(5, 2, 4, 8), torch.empty(5, 2, 2, 8), torch.empty(5, 2, 2, 8), torch.empty_like(qkv)
+                rest = {"q_freqs": freqs, "k_freqs": freqs, "start_positions": None, "q_dim": 16, "k_dim": 8, "v_dim": 8, "layout": "sbhd", "interleaved": False,
+                        "cp_size": 1, "cp_rank": 0}
+                ops["fused_qkv_rope_forward"](qkv_input=qkv, q_out=q, k_out=k, v_out=v, **rest)
+                ops["fused_qkv_rope_backward"](q_grad=q, k_grad=k, v_grad=v, qkv_grad=back, **rest)
+                results.append((q, k, v, back))
+            for one, other in zip(*results):
+                self.assertTrue(torch.equal(one, other))
+            torch.testing.assert_close(results[0][3], qkv)  # a rotation forth and back
+            with self.assertRaisesRegex(te_fl.errors.InvalidArgument, "freqs has 9 positions, but position 9 is needed"):
+                named["fused_rope_forward"](input=x, output=found, start_positions=starts + 2, **common)
 
     def test_overlapping_and_empty_tensors_and_modes_run_without_compilation(self):
         run = compiled.Compiled("srelu", activation.OPS["srelu"])

@@ -71,6 +71,108 @@ class Torch(unittest.TestCase):
             te_fl.ops.relu(input=x, output=torch.empty(4))
         kept.clear()
 
+    def test_calls_of_one_signature_are_repeated(self):
+        """The first by fn, the second by repeat, later ones by its function; each signature has its own."""
+        calls = []
+
+        def fn(input, output, limit, alpha, glu_linear_offset=1.0):
+            calls.append("fn")
+            output.fill_(alpha)
+
+        def repeat(**arguments):
+            fn(**arguments)
+            calls[-1] = "repeat"
+
+            def function(tensors):
+                calls.append([tuple(t.shape) for t in tensors])
+                tensors[1].copy_(tensors[0][:, ::2])
+            return function
+        self.add("clamped_swiglu", fn, repeat=repeat)
+        x = torch.randn(3, 8)
+
+        def run(x, y, alpha=2.0):
+            te_fl.ops.clamped_swiglu(input=x, output=y, limit=7.0, alpha=alpha)
+            return y
+        for _ in range(4):
+            y = run(x, torch.empty(3, 4))
+        self.assertEqual(calls, ["fn", "repeat", [(3, 8), (3, 4)], [(3, 8), (3, 4)]])
+        self.assertTrue(torch.equal(y, x[:, ::2]))
+        wide = torch.empty(3, 8)
+        for other in (lambda: run(x, torch.empty(3, 4), alpha=3.0), lambda: run(x, wide[:, :4]), lambda: run(x.double().float()[:2], torch.empty(2, 4)),
+                      lambda: run(x.half(), torch.empty(3, 4).half())):
+            calls.clear()
+            other()
+            other()
+            self.assertEqual(calls, ["fn", "repeat"])
+        calls.clear()
+        run(torch.randn(3, 8), torch.empty(3, 4))  # other memory
+        self.assertEqual(calls, [[(3, 8), (3, 4)]])
+        self.doCleanups()
+        self.add("relu", lambda input, output: calls.append("fn"), repeat=lambda **_: lambda tensors: calls.append("repeated"), in_place=True)
+        calls.clear()
+        for output in (torch.empty(3, 8), torch.empty(3, 8), torch.empty(3, 8), x):
+            te_fl.ops.relu(input=x, output=output)
+        self.assertEqual(calls, ["fn", "repeated", "fn"])  # an output in the place of the input is another signature
+
+    def test_repeated_calls_get_the_parts_of_quantised_tensors(self):
+        seen = []
+
+        def repeat(input, output):
+            return lambda tensors: seen.append([(t.dtype, tuple(t.shape), t.data_ptr()) for t in tensors])
+        self.add("relu", lambda input, output: None, scalings=("none", "tensor"), repeat=repeat)
+        x = torch.randn(4, 8)
+        q = te_fl.Quantized(torch.empty(4, 8, dtype=torch.float8_e4m3fn), columnwise_data=torch.empty(8, 4, dtype=torch.float8_e4m3fn),
+                            scale=torch.tensor([16.0]), scale_inv=torch.zeros(1), amax=torch.zeros(1))
+        for _ in range(3):
+            te_fl.ops.relu(input=x, output=q)
+        self.assertEqual(seen, [[(t.dtype, tuple(t.shape), t.data_ptr()) for t in (x, q.data, q.columnwise_data, q.scale_inv, q.amax, q.scale)]])
+        other = te_fl.Quantized(q.data, scale=q.scale, scale_inv=q.scale_inv, amax=q.amax, amax_epsilon=0.5)  # another signature
+        te_fl.ops.relu(input=x, output=other)
+        self.assertEqual(len(seen), 1)
+
+    def test_what_is_not_repeated_runs_fn(self):
+        calls, x = [], torch.randn(4)
+
+        def fn(input, output):
+            calls.append("fn")
+
+        def none(input, output):
+            calls.append("repeat")
+        self.add("relu", fn, repeat=none)
+        for _ in range(4):
+            te_fl.ops.relu(input=x, output=torch.empty(4))
+        self.assertEqual(calls, ["fn", "repeat", "fn", "fn"])
+        self.doCleanups()
+        calls.clear()
+        self.add("relu", fn, repeat=lambda input, output: lambda tensors: NotImplemented)
+        for _ in range(4):
+            te_fl.ops.relu(input=x, output=torch.empty(4))
+        self.assertEqual(calls, ["fn", "fn", "fn"])
+        self.doCleanups()
+        kept = []
+        self.add("relu", fn, repeat=lambda input, output: kept.extend)
+        for _ in range(2):
+            te_fl.ops.relu(input=x, output=torch.empty(4))
+        with self.assertRaisesRegex(te_fl.errors.Internal, "keeps 2 arrays"):
+            te_fl.ops.relu(input=x, output=torch.empty(4))
+        kept.clear()
+        with self.assertRaisesRegex(te_fl.errors.InvalidArgument, "repeat is .* with tensors 'te_fl'"):
+            OpImpl("relu", "default.acme", BackendImplKind.DEFAULT, fn, repeat=none)
+
+    def test_supports_is_asked_once_for_a_signature_that_is_repeated(self):
+        asked = []
+
+        def supports(input):
+            asked.append(tuple(input.shape))
+            return len(input.shape) == 1
+        def fn(input, output):
+            output.zero_()
+        self.add("relu", fn, supports=supports, repeat=fn)
+        for shape in (4, 4, 4, (2, 2), (2, 2)):
+            y = torch.empty(shape)
+            te_fl.ops.relu(input=torch.ones(shape), output=y)
+        self.assertEqual((asked, y.tolist()), ([(4,), (2, 2), (2, 2)], [[1.0, 1.0], [1.0, 1.0]]))
+
     def test_an_exception_holds_no_tensor(self):
         seen = []
 

@@ -1,10 +1,10 @@
 #include "plugins/call_arguments.hpp"
 
 #include <array>
-#include <cstring>
 
 #include "ops/op_call.hpp"
 #include "ops/quant_parts.hpp"
+#include "plugins/argument_reader.hpp"
 #include "te_fl/backend.hpp"
 #include "te_fl/dtype.hpp"
 #include "te_fl/tensor.hpp"
@@ -45,55 +45,38 @@ class Handing {
 
   Handing(const OpBinding& op, const void* args, const std::shared_ptr<Lending>& lending,
           PyObject* convert)
-      : op_(op), args_(static_cast<const std::byte*>(args)), lending_(lending), convert_(convert) {
-    std::memcpy(&size_, args, sizeof size_);
-  }
+      : args_(op, args), lending_(lending), convert_(convert) {}
 
   Ref value(const BoundArg& arg) const {
     const te_fl_arg_desc& desc = *arg.desc;
     switch (desc.type) {
       case TE_FL_ARG_TENSOR: {
-        const auto* t = read<const te_fl_tensor*>(desc.offset);
+        const auto* t = args_.read<const te_fl_tensor*>(desc.offset);
         return t != nullptr ? tensor(*t, desc) : Ref::share(Py_None);
       }
-      case TE_FL_ARG_TENSOR_LIST: {
-        const auto* list = read<const te_fl_tensor* const*>(desc.offset);
-        const std::span tensors(list, static_cast<size_t>(read<int64_t>(desc.count_offset)));
-        return make_list(tensors, [&](const te_fl_tensor* t) { return tensor(*t, desc); });
-      }
-      case TE_FL_ARG_I64_LIST: {
-        const auto* list = read<const int64_t*>(desc.offset);
-        const std::span numbers(list, static_cast<size_t>(read<int64_t>(desc.count_offset)));
-        return make_list(numbers, [](int64_t n) { return to_python(n); });
-      }
+      case TE_FL_ARG_TENSOR_LIST:
+        return make_list(args_.list<const te_fl_tensor*>(desc),
+                         [&](const te_fl_tensor* t) { return tensor(*t, desc); });
+      case TE_FL_ARG_I64_LIST:
+        return make_list(args_.list<int64_t>(desc), [](int64_t n) { return to_python(n); });
       case TE_FL_ARG_BOOL:
-        return to_python(read<int32_t>(desc.offset) != 0);
+        return to_python(args_.read<int32_t>(desc.offset) != 0);
       case TE_FL_ARG_ENUM: {
-        const auto number = static_cast<size_t>(read<int32_t>(desc.offset));
+        const auto number = static_cast<size_t>(args_.read<int32_t>(desc.offset));
         return to_python(std::string_view(arg.enum_names.at(number)));
       }
       case TE_FL_ARG_I32:
-        return to_python(int64_t{read<int32_t>(desc.offset)});
+        return to_python(int64_t{args_.read<int32_t>(desc.offset)});
       case TE_FL_ARG_I64:
-        return to_python(read<int64_t>(desc.offset));
+        return to_python(args_.read<int64_t>(desc.offset));
       case TE_FL_ARG_F32:
-        return to_python(double{read<float>(desc.offset)});
+        return to_python(double{args_.read<float>(desc.offset)});
       default:
-        return to_python(read<double>(desc.offset));
+        return to_python(args_.read<double>(desc.offset));
     }
   }
 
  private:
-  // A caller compiled against an older schema passes a shorter struct; later arguments keep their
-  // defaults.
-  template <class T>
-  T read(uint32_t offset) const {
-    T value;
-    const std::byte* from = offset + sizeof(T) <= size_ ? args_ : op_.defaults.data();
-    std::memcpy(&value, from + offset, sizeof value);
-    return value;
-  }
-
   Ref converted(Ref lent) const {
     if (convert_ == nullptr) return lent;
     return Ref::take(PyObject_CallFunctionObjArgs(convert_, lent.get(), nullptr));
@@ -116,19 +99,7 @@ class Handing {
       backend::unsupported("argument '" + std::string(desc.name) +
                            "' has no copy of its codes; Python implementations need one");
     }
-    const auto scaling = static_cast<Scaling>(q.scaling);
-    const te_fl_scaling_desc& mode = te_fl::describe(scaling);
-    const backend::Matrix m = backend::as_matrix(t);
-    const bool one_factor = mode.block_rows == 0;
-    const auto factors = [&](bool columns) {
-      auto shape = scale_inv_shape(scaling, columns, m.rows, m.cols);
-      return one_factor ? std::vector<int64_t>{1} : std::vector<int64_t>{shape[0], shape[1]};
-    };
-    const DType codes = value_of_dtype(t.dl.dtype), factor = static_cast<DType>(mode.scale_dtype);
-    const std::array<int64_t, 1> one = {1};
-    const std::array<int64_t, 2> columns = mode.transposed != 0
-                                               ? std::array<int64_t, 2>{m.cols, m.rows}
-                                               : std::array<int64_t, 2>{m.rows, m.cols};
+    const DType codes = value_of_dtype(t.dl.dtype);
     Ref parts = Ref::take(PyDict_New());
     te_fl_dltensor data = t.dl;
     int64_t none_of_it = 0;
@@ -137,13 +108,10 @@ class Handing {
         t.dl.data != nullptr || no_codes ? converted(lend(lending_, data, t.provider, writable))
                                          : Ref::share(Py_None));
     put(parts, "scaling", to_python(std::string_view(kScalingNames[q.scaling])));
-    put(parts, "columnwise_data", part(q.columnwise_data, codes, columns, writable));
-    put(parts, "scale_inv", part(q.scale_inv, factor, factors(false), writable));
-    put(parts, "columnwise_scale_inv",
-        part(q.columnwise_scale_inv, factor, factors(true), writable));
-    put(parts, "amax", part(q.amax, DType::kF32, one, writable));
-    put(parts, "columnwise_amax", part(q.columnwise_amax, DType::kF32, one, writable));
-    put(parts, "scale", part(q.scale, DType::kF32, one, writable));
+    for_each_part(t, q, codes,
+                  [&](const char* name, void* at, DType dtype, std::span<const int64_t> shape) {
+                    put(parts, name, part(at, dtype, shape, writable));
+                  });
     put(parts, "amax_epsilon", to_python(double{q.amax_epsilon}));
     put(parts, "compute_scale", to_python((q.flags & TE_FL_QUANT_COMPUTE_SCALE) != 0));
     put(parts, "pow2_scale", to_python((q.flags & TE_FL_QUANT_POW2_SCALE) != 0));
@@ -160,9 +128,7 @@ class Handing {
     return *known;
   }
 
-  const OpBinding& op_;
-  const std::byte* args_;
-  uint32_t size_ = 0;
+  ArgumentReader args_;
   const std::shared_ptr<Lending>& lending_;
   PyObject* convert_;
 };

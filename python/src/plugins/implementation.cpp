@@ -126,6 +126,13 @@ te_fl_status check_answer(PyObject* answer, const te_fl_error_sink* sink) {
   return TE_FL_INTERNAL;
 }
 
+// Calls fn on the call's device with its stream as PyTorch's current one. `keywords` may be null.
+Ref on_stream(PyObject* fn, PyObject* positional, PyObject* keywords, const te_fl_context& ctx) {
+  return Ref::take(PyObject_CallFunction(g_on_stream, "OOOiiN", fn, positional,
+                                         keywords != nullptr ? keywords : Py_None, ctx.device.type,
+                                         ctx.device.index, PyLong_FromVoidPtr(ctx.stream)));
+}
+
 PyObject* member(PyObject* dict, const char* key) {
   PyObject* found = PyDict_GetItemString(dict, key);
   if (found == nullptr) throw_type_error(std::string("an implementation lacks '") + key + "'");
@@ -162,6 +169,7 @@ Implementation::~Implementation() {
   drop_later(fn_);
   drop_later(supports_);
   drop_later(convert_);
+  drop_later(repeat_);
 }
 
 std::shared_ptr<Implementation> Implementation::make(PyObject* options) {
@@ -171,6 +179,7 @@ std::shared_ptr<Implementation> Implementation::make(PyObject* options) {
   made->fn_ = optional_object(options, "fn");
   made->supports_ = optional_object(options, "supports");
   made->convert_ = optional_object(options, "convert");
+  made->repeat_ = optional_object(options, "repeat");
   if (typed) {
     made->arguments_ = find_wanted(*made->op_, member(options, "arguments"));
     made->supports_arguments_ = find_wanted(*made->op_, member(options, "supports_arguments"));
@@ -201,23 +210,43 @@ std::shared_ptr<Implementation> Implementation::make(PyObject* options) {
   return made;
 }
 
+Ref Implementation::repeat(PyObject* function, const FlatCall& call, const te_fl_context& ctx,
+                           const std::shared_ptr<Lending>& lending) const {
+  const Ref kept = Ref::share(function);  // a nested call may drop the entry
+  const Ref tensors = call.tensors(lending);
+  if (lending->device.is_host())
+    return Ref::take(PyObject_CallFunctionObjArgs(function, tensors.get(), nullptr));
+  const Ref positional = Ref::take(PyTuple_Pack(1, tensors.get()));
+  return on_stream(function, positional.get(), nullptr, ctx);
+}
+
 te_fl_status Implementation::run(void* self, const te_fl_context* ctx, const void* args) noexcept {
   const auto& impl = *static_cast<const Implementation*>(self);
   return entered(ctx->errors, [&]() -> te_fl_status {
     const auto lending = make_lending(*impl.op_, *ctx, false);
     const Ends ends{*lending};
+    FlatCall flat;
+    PyObject* fn = impl.fn_;
+    if (impl.repeat_ != nullptr && flat.set(*impl.op_, impl.arguments_, *ctx, args)) {
+      RepeatedCalls::Entry& known = impl.repeated_.at(flat.signature());
+      if (known.ran && !known.tried) fn = impl.repeat_;
+      known.ran = true;
+      if (known.function != nullptr) {
+        const Ref result = impl.repeat(known.function, flat, *ctx, lending);
+        if (result.get() != Py_NotImplemented) return check_returned(*lending, ctx->errors);
+      }
+    }
     te_fl_status status = TE_FL_OK;
     {
       const Ref arguments =
           call_arguments(*impl.op_, impl.arguments_, *ctx, args, lending, impl.convert_);
       const Ref none = Ref::take(PyTuple_New(0));
-      const Ref result =
-          lending->device.is_host()
-              ? Ref::take(PyObject_Call(impl.fn_, none.get(), arguments.get()))
-              : Ref::take(PyObject_CallFunction(g_on_stream, "OOiiN", impl.fn_, arguments.get(),
-                                                ctx->device.type, ctx->device.index,
-                                                PyLong_FromVoidPtr(ctx->stream)));
-      status = check_result(result.get(), ctx->errors);
+      const Ref result = lending->device.is_host()
+                             ? Ref::take(PyObject_Call(fn, none.get(), arguments.get()))
+                             : on_stream(fn, none.get(), arguments.get(), *ctx);
+      if (fn == impl.repeat_) impl.repeated_.keep(flat.signature(), result.get());
+      if (fn != impl.repeat_ || result.get() == Py_NotImplemented)
+        status = check_result(result.get(), ctx->errors);
     }
     return status != TE_FL_OK ? status : check_returned(*lending, ctx->errors);
   });
@@ -227,13 +256,18 @@ te_fl_status Implementation::supports(void* self, const te_fl_context* ctx,
                                       const void* args) noexcept {
   const auto& impl = *static_cast<const Implementation*>(self);
   return entered(ctx->errors, [&]() -> te_fl_status {
+    FlatCall flat;
+    const bool keeps = impl.repeat_ != nullptr && flat.set(*impl.op_, impl.arguments_, *ctx, args);
+    if (keeps && impl.repeated_.at(flat.signature()).accepted) return TE_FL_OK;
     const auto lending = make_lending(*impl.op_, *ctx, true);
     const Ends ends{*lending};
     const Ref arguments =
         call_arguments(*impl.op_, impl.supports_arguments_, *ctx, args, lending, nullptr);
     const Ref none = Ref::take(PyTuple_New(0));
     const Ref answer = Ref::take(PyObject_Call(impl.supports_, none.get(), arguments.get()));
-    return check_answer(answer.get(), ctx->errors);
+    const te_fl_status status = check_answer(answer.get(), ctx->errors);
+    if (keeps && status == TE_FL_OK) impl.repeated_.at(flat.signature()).accepted = true;
+    return status;
   });
 }
 

@@ -6,6 +6,7 @@
 
 #include "ops/op_binding.hpp"
 #include "plugins/call_arguments.hpp"
+#include "plugins/repeated_calls.hpp"
 #include "py/py.hpp"
 #include "te_fl/plugin.h"
 
@@ -29,6 +30,9 @@ class Implementation {
 
  private:
   Implementation() = default;
+  // Runs the function that repeats an earlier call. Returns its result.
+  Ref repeat(PyObject* function, const FlatCall& call, const te_fl_context& ctx,
+             const std::shared_ptr<Lending>& lending) const;
   static te_fl_status run(void* self, const te_fl_context* ctx, const void* args) noexcept;
   static te_fl_status supports(void* self, const te_fl_context* ctx, const void* args) noexcept;
   static te_fl_status describe(void* self, const te_fl_context* ctx, const void* args,
@@ -37,8 +41,9 @@ class Implementation {
   static te_fl_status supports_function(void* self, const te_fl_context* ctx, const void*) noexcept;
 
   const OpBinding* op_ = nullptr;  // null: a function op
-  PyObject *fn_ = nullptr, *supports_ = nullptr,
-           *convert_ = nullptr;  // owned; the last may be null
+  PyObject *fn_ = nullptr, *supports_ = nullptr, *convert_ = nullptr,
+           *repeat_ = nullptr;  // owned; the last two may be null
+  mutable RepeatedCalls repeated_;
   Wanted arguments_, supports_arguments_;
   std::string op_name_, impl_id_, vendor_, provider_, later_, words_;
   te_fl_op_desc desc_{};

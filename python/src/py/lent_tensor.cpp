@@ -128,11 +128,13 @@ struct Export {
 };
 
 template <class T>
-T* exported(const LentTensor& t) {
+T* exported(const std::shared_ptr<Lending>& lending, const te_fl_dltensor& tensor,
+            std::span<const int64_t> shape, std::span<const int64_t> strides) {
   auto* made = new Export<T>();
-  made->lending = t.lending;
-  made->shape = t.shape, made->strides = t.strides;
-  made->managed.tensor = t.dl;
+  made->lending = lending;
+  made->shape.assign(shape.begin(), shape.end());
+  made->strides.assign(strides.begin(), strides.end());
+  made->managed.tensor = tensor;
   made->managed.tensor.shape = made->shape.data();
   made->managed.tensor.strides = made->strides.data();
   made->managed.context = made;
@@ -141,8 +143,12 @@ T* exported(const LentTensor& t) {
     mine->lending->exports.fetch_sub(1);
     delete mine;
   };
-  t.lending->exports.fetch_add(1);
+  lending->exports.fetch_add(1);
   return &made->managed;
+}
+template <class T>
+T* exported(const LentTensor& t) {
+  return exported<T>(t.lending, t.dl, t.shape, t.strides);
 }
 
 template <class T>
@@ -219,6 +225,31 @@ void pair_fp4(te_fl_dltensor& dl) {
   for (int32_t d = 0; d + 1 < dl.ndim; ++d) dl.strides[d] /= 2;
 }
 
+// PyTorch's module; imports it at the first call.
+PyObject* torch_module() {
+  static PyObject* const torch = PyImport_ImportModule("torch");
+  if (torch == nullptr) Ref::take(PyImport_ImportModule("torch"));  // raises the import error
+  return torch;
+}
+
+// The exchange table of PyTorch's tensors; null if PyTorch has none.
+const Exchange* torch_exchange() {
+  static PyObject* const type = PyObject_GetAttrString(torch_module(), "Tensor");
+  if (type == nullptr) throw PythonError();
+  const Exchange* api = find_exchange(reinterpret_cast<PyTypeObject*>(type));
+  return api == nullptr || api->to_object == nullptr ? nullptr : api;
+}
+
+Ref imported(const Exchange& api, ManagedVersioned* managed) {
+  managed->version = {1, 1};  // the read-only flag stays unset: PyTorch has no read-only tensors
+  void* made = nullptr;
+  if (api.to_object(managed, &made) != 0) {
+    managed->deleter(managed);
+    throw PythonError();
+  }
+  return Ref::take(static_cast<PyObject*>(made));
+}
+
 PyObject* to_torch(PyObject* self, PyObject*) noexcept {
   return guarded([&] {
     const LentTensor& t = of(self);
@@ -226,25 +257,12 @@ PyObject* to_torch(PyObject* self, PyObject*) noexcept {
     const bool fp4 = is_fp4(t);
     if (fp4 && (t.shape.empty() || t.shape.back() % 2 != 0 || !is_compact(t)))
       throw_buffer_error("its FP4 elements have two codes, and rows of this tensor are not whole");
-    static PyObject* const torch = PyImport_ImportModule("torch");
-    if (torch == nullptr) {
-      const Ref again = Ref::take(PyImport_ImportModule("torch"));  // raises the import error
-      return Ref::share(nullptr);
-    }
-    static PyObject* const type = PyObject_GetAttrString(torch, "Tensor");
-    if (type == nullptr) throw PythonError();
-    const Exchange* api = find_exchange(reinterpret_cast<PyTypeObject*>(type));
-    if (api == nullptr || api->to_object == nullptr)
-      return Ref::take(PyObject_CallMethod(torch, "from_dlpack", "O", self));
+    const Exchange* api = torch_exchange();
+    if (api == nullptr)
+      return Ref::take(PyObject_CallMethod(torch_module(), "from_dlpack", "O", self));
     auto* managed = exported<ManagedVersioned>(t);
-    managed->version = {1, 1};  // the read-only flag stays unset: PyTorch has no read-only tensors
     if (fp4) pair_fp4(managed->tensor);
-    void* made = nullptr;
-    if (api->to_object(managed, &made) != 0) {
-      managed->deleter(managed);
-      throw PythonError();
-    }
-    return Ref::take(static_cast<PyObject*>(made));
+    return imported(*api, managed);
   });
 }
 
@@ -421,6 +439,19 @@ Ref lend(const std::shared_ptr<Lending>& lending, const te_fl_dltensor& tensor, 
     fill_strides(t);
   }
   return make_object(std::move(t));
+}
+
+Ref lend_to_torch(const std::shared_ptr<Lending>& lending, const te_fl_dltensor& tensor,
+                  std::span<const int64_t> shape, std::span<const int64_t> strides) {
+  const Exchange* api = torch_exchange();
+  if (api != nullptr)
+    return imported(*api, exported<ManagedVersioned>(lending, tensor, shape, strides));
+  LentTensor t;
+  t.lending = lending, t.dl = tensor, t.provider = lending->device.provider, t.writable = true;
+  t.shape.assign(shape.begin(), shape.end());
+  t.strides.assign(strides.begin(), strides.end());
+  const Ref lent = make_object(std::move(t));
+  return Ref::take(PyObject_CallMethod(torch_module(), "from_dlpack", "O", lent.get()));
 }
 
 Ref lend(const std::shared_ptr<Lending>& lending, void* data, te_fl_dtype dtype,

@@ -32,5 +32,9 @@ Ref lend(const std::shared_ptr<Lending>& lending, const te_fl_dltensor& tensor, 
 // Creates a LentTensor for compact memory, given by address, dtype and shape.
 Ref lend(const std::shared_ptr<Lending>& lending, void* data, te_fl_dtype dtype,
          std::span<const int64_t> shape, bool writable);
+// Creates a torch.Tensor on memory that is lent for the call. `tensor`: without byte_offset; its
+// own shape and strides are not read. Throws PythonError.
+Ref lend_to_torch(const std::shared_ptr<Lending>& lending, const te_fl_dltensor& tensor,
+                  std::span<const int64_t> shape, std::span<const int64_t> strides);
 
 }  // namespace te_fl::python
