@@ -201,6 +201,7 @@ struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device device(kType, t_device);
     if (bytes == 0) return {nullptr, device};
+    TORCH_CHECK(count() > 0, "there are no far devices");
     if (g_until_full >= 0 && g_until_full-- == 0) {
       TORCH_CHECK_WITH(OutOfMemoryError, false, "far:", static_cast<int>(t_device),
                        " has no memory for ", bytes, " bytes");

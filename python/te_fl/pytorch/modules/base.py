@@ -16,7 +16,7 @@ from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.call import give_writes, plain, take_writes, use_torch_memory, watch
 from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.fp8 import plain_codes, quantization
-from te_fl.pytorch.fp8.float8_tensor import keeping_codes
+from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, keeping_codes
 from te_fl.pytorch.fp8.quantization import captures
 from te_fl.pytorch.fp8.sharded_weights import is_sharded
 from te_fl.pytorch.modules.fp8_state import HasFP8State
@@ -24,7 +24,7 @@ from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
 from te_fl.pytorch.modules.parallel import TensorParallel, mark_again, find_marks
 from te_fl.pytorch.modules.parameters import HasParameters
 from te_fl.pytorch.runtime import registry, traced
-from te_fl.pytorch.runtime.device import check_devices
+from te_fl.pytorch.runtime.device import check_devices, check_memory
 from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import refuse
 
@@ -124,14 +124,14 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
         activation: the output's dtype outside of torch.autocast, as an index in te_fl.tensors.DTYPES; -1: the input's dtype.
         """
         x = inputs[0]
+        if x.layout is not torch.strided or x.is_meta:
+            raise refuse(type(self).__name__, "input", f"a tensor of layout {x.layout} on {x.device}", "give a dense tensor with memory")
         kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # x.device.type creates a new string on each access, which is slower
         autocasts = torch.is_autocast_enabled(kind)
         if x.dtype not in DTYPE_NAMES:
             if not autocasts or len(inputs) > 1 or not x.is_floating_point():
                 raise refuse(type(self).__name__, "input", f"a tensor of {x.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
             inputs = (x.float(),)
-        if x.layout is not torch.strided or x.is_meta:
-            raise refuse(type(self).__name__, "input", f"a tensor of layout {x.layout} on {x.device}", "give a dense tensor with memory")
         if autocasts:
             activation = DTYPE_CODES[torch.get_autocast_dtype(kind)]
         return layer.compute(self, inputs, extras, parameters, activation, first, attention, random, accumulates)
@@ -144,6 +144,8 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
             try:
                 output = plain(self.__dict__, key, inp, first)
             except RuntimeError:
+                if type(inp) is not Float8Tensor:
+                    check_memory(type(self).__name__, (inp,))
                 self._check_devices(inp.device)
                 raise
             if output is not None:
