@@ -10,7 +10,10 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <chrono>
+#include <cstdint>
 #include <map>
+#include <string>
 #include <utility>
 #include <vector>
 

@@ -201,7 +201,9 @@ class Ranks(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         far.compiled("backend"), far.ranks_library()  # not by both ranks at once
-        folder = cls.enterClassContext(tempfile.TemporaryDirectory()) if hasattr(cls, "enterClassContext") else tempfile.mkdtemp()
+        temporary = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(temporary.cleanup)
+        folder = temporary.name
         cls.folder = pathlib.Path(folder)
         cls.here = make("cpu")
         train(cls.here, RECIPES["delayed"], "cpu")
@@ -211,11 +213,11 @@ class Ranks(unittest.TestCase):
         outputs = [process.communicate(timeout=600)[0] for process in processes]
         cls.ends = [process.returncode for process in processes]
         cls.results = [torch.load(cls.folder / str(rank), weights_only=False) if (cls.folder / str(rank)).exists() else {} for rank in range(RANKS)]
-        cls.said = "\n".join(outputs)
+        cls.output = "\n".join(outputs)
 
     def result(self, name):
         for results in self.results:
-            error, _ = results.get(name, (self.said, None))
+            error, _ = results.get(name, (self.output, None))
             self.assertIsNone(error, error)
         return [results[name][1] for results in self.results]
 
@@ -224,7 +226,7 @@ class Ranks(unittest.TestCase):
         self.assertLess(float(error), tolerance, message)
 
     def test_the_ranks_end(self):
-        self.assertEqual(self.ends, [0] * RANKS, self.said)
+        self.assertEqual(self.ends, [0] * RANKS, self.output)
 
     def test_training_is_that_of_one_process(self):
         first, second = self.result("training")
@@ -248,7 +250,7 @@ class Ranks(unittest.TestCase):
             self.assertEqual(chosen, ["vendor.torch.far_ccl.far"])
 
     def test_checkpoints_load_on_the_cpu_and_back(self):
-        """What one process on the CPU saved loads into the shards of two devices; what these have trained loads on the CPU."""
+        """The shards of two devices load what one process on the CPU saved, and the CPU loads what they have trained."""
         there = make("cpu")
         with scope(RECIPES["delayed"]):
             there(data(9)).sum().backward()
