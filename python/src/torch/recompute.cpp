@@ -173,10 +173,23 @@ PyObject* pop_tracked(PyObject* pop, PyObject*) noexcept {
   });
 }
 
-PyObject* top_tracked(PyObject*, PyObject*) noexcept {
-  return guarded([] {
+// Called with (push, pop) as `self`. An exception that leaves a backward drops hooks from PyTorch's
+// stack without a pop, so this counts those on the stack, and shortens the list to them.
+PyObject* top_tracked(PyObject* self, PyObject*) noexcept {
+  return guarded([&] {
     PyObject* list = tracked_hooks();
-    const Py_ssize_t count = PyList_Size(list);
+    const Py_ssize_t listed = PyList_Size(list);
+    Py_ssize_t count = 0;
+    for (; count < listed; ++count) {
+      PyObject* done = PyObject_CallNoArgs(PyTuple_GetItem(self, 1));
+      if (done == nullptr) break;
+      Py_DECREF(done);
+    }
+    PyErr_Clear();
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      Ref::take(PyObject_Call(PyTuple_GetItem(self, 0), PyList_GetItem(list, i), nullptr));
+    }
+    if (count < listed) check(PyList_SetSlice(list, count, listed, nullptr));
     return Ref::share(count > 0 ? PyList_GetItem(list, count - 1) : Py_None);
   });
 }
@@ -192,7 +205,7 @@ PyObject* track_hooks(PyObject*, PyObject* args) noexcept {
     if (PyArg_ParseTuple(args, "OO", &push, &pop) == 0) throw PythonError();
     const Ref pushes = Ref::take(PyCFunction_New(&push_method, push));
     const Ref pops = Ref::take(PyCFunction_New(&pop_method, pop));
-    const Ref tops = Ref::take(PyCFunction_New(&top_method, nullptr));
+    const Ref tops = Ref::take(PyCFunction_New(&top_method, args));
     return Ref::take(PyTuple_Pack(3, pushes.get(), pops.get(), tops.get()));
   });
 }

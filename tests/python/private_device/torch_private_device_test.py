@@ -151,11 +151,13 @@ class Modules(Far):
 
     def test_f16_with_a_gradient_scaler(self):
         """A step with infinite gradients is left out and halves the scale, by te-fl's optimizer as by PyTorch's."""
-        for make_optimizer in (te.optimizers.FusedAdam, torch.optim.SGD):
+        optimizers = (lambda p: te.optimizers.FusedAdam(p, lr=1e-3, eps=1e-4),  # above the noise of gradients that are zero in exact arithmetic
+                      lambda p: torch.optim.SGD(p, lr=1e-3))
+        for make_optimizer in optimizers:
             results = []
             for device in (FAR, torch.device("cpu")):
                 module = randomise(MODULES["TransformerLayer"](device="cpu")).to(device)
-                optimizer, scaler = make_optimizer(module.parameters(), lr=1e-3), torch.amp.GradScaler(device.type, init_scale=2.0 ** 10)
+                optimizer, scaler = make_optimizer(module.parameters()), torch.amp.GradScaler(device.type, init_scale=2.0 ** 10)
                 for step in range(3):
                     with torch.autocast(device.type, dtype=F16):
                         loss = module(make_input(seed=step).detach().to(device)).float().square().mean() * (float("inf") if step == 1 else 1)
