@@ -143,9 +143,9 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
         if not accumulates and not torch.compiler.is_compiling() and captures.flag is None:
             try:
                 output = plain(self.__dict__, key, inp, first)
-            except RuntimeError:
+            except RuntimeError as error:
                 if type(inp) is not Float8Tensor:
-                    check_memory(type(self).__name__, (inp,))
+                    check_memory(type(self).__name__, (inp,), error)
                 self._check_devices(inp.device)
                 raise
             if output is not None:

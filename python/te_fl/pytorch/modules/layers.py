@@ -74,8 +74,8 @@ class NativeLayer:
                 self.last = call
         try:
             return start(call, *inputs, *extras, *parameters)
-        except RuntimeError:  # te-fl's errors are RuntimeErrors, and so are PyTorch's for tensors without memory
-            check_memory(type(module).__name__, inputs)
+        except RuntimeError as error:  # te-fl's errors are RuntimeErrors, and so are PyTorch's for tensors without memory
+            check_memory(type(module).__name__, inputs, error)
             module._check_devices(inputs[0].device, inputs[1:])
             raise
 

@@ -34,9 +34,9 @@ def check_devices(where: str, device: torch.device, tensors: Iterable[Tuple[str,
                               f"the module with module.to({str(device)!r})")
 
 
-def check_memory(where: str, tensors: Iterable[torch.Tensor]) -> None:
-    """Raises an error if an input is of a class whose tensors have no memory of their own. Called after a call has failed."""
-    for t in tensors:
+def check_memory(where: str, tensors: Iterable[torch.Tensor], error: BaseException) -> None:
+    """Raises an error if an input is of a class whose tensors have no memory of their own. error: why the call has failed; Unsupported names that."""
+    for t in () if isinstance(error, Unsupported) else tensors:
         if type(t) in (torch.Tensor, torch.nn.Parameter) or t.numel() == 0:
             continue
         try:
