@@ -18,6 +18,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,10 +26,11 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # The oldest Python and PyTorch that te-fl supports, and the newest; PyTorch 2.9.
-MATRIX = (("3.10", "2.7.0"), ("3.12", "2.9.1"), ("3.13", "2.15.0"))
+MATRIX = (("3.10", "2.7.0"), ("3.12", "2.9.1"), ("3.13", "2.15.0"), ("3.14", "2.15.0"))
 NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "numpy", "setuptools", "sympy", "typing-extensions")
 # These tests need other packages, or compare with figures of one PyTorch version.
 OTHERS = {"modules_test", "ops_test", "recipe_test", "registration_test", "settings_test"}
+LONGEST = 1500  # seconds for one test; the longest takes a fifth
 NVIDIA = re.compile(r"_*(cu|nv|nccl)")
 
 
@@ -70,7 +72,7 @@ def stand_in_for_nvidia(folder):
     known = {name for name, _ in defined}
     missing = {(name, version) for name, version in undefined if name not in known}
     unversioned = {name for name, version in missing if not version and NVIDIA.match(name)}
-    for library in needed:
+    for library in (library for library in needed if not (folder / library).exists()):  # a wheel may contain some of them
         by_version = collections.defaultdict(set)
         for name, version in missing:
             if version and versions.get(version) == library:
@@ -97,13 +99,19 @@ def make_environment(interpreter, torch, wheel, folder):
 
 def run_tests(python, path, environment):
     """Returns (passed, failed, skipped) and the output."""
-    result = subprocess.run([python, ROOT / "tests/python/run.py", path], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    ran = re.search(r"^Ran (\d+) tests?", result.stdout, re.M)
+    process = subprocess.Popen([python, ROOT / "tests/python/run.py", path], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               start_new_session=True)
+    try:
+        output = process.communicate(timeout=LONGEST)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes that the test has started
+        return (0, 1, 0), f"{process.communicate()[0]}\nThe test did not end within {LONGEST} s."
+    ran = re.search(r"^Ran (\d+) tests?", output, re.M)
     if ran is None:
-        return (0, 0, 1) if result.returncode == 77 else (0, 1, 0), result.stdout
-    counts = {kind: int(count) for kind, count in re.findall(r"(failures|errors|skipped)=(\d+)", result.stdout)}
+        return (0, 0, 1) if process.returncode == 77 else (0, 1, 0), output
+    counts = {kind: int(count) for kind, count in re.findall(r"(failures|errors|skipped)=(\d+)", output)}
     failed, skipped = counts.get("failures", 0) + counts.get("errors", 0), counts.get("skipped", 0)
-    return (max(0, int(ran.group(1)) - failed - skipped), failed + (result.returncode != 0 and failed == 0), skipped), result.stdout
+    return (max(0, int(ran.group(1)) - failed - skipped), failed + (process.returncode != 0 and failed == 0), skipped), output
 
 
 def try_version(version, torch, options, folder):
@@ -130,7 +138,7 @@ def try_version(version, torch, options, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=pathlib.Path)
-    parser.add_argument("--only", choices=[torch for _, torch in MATRIX])
+    parser.add_argument("--only", choices=sorted({torch for _, torch in MATRIX}))
     parser.add_argument("--tests", nargs="+")
     parser.add_argument("--folder", type=pathlib.Path)
     parser.add_argument("--keep", action="store_true")
@@ -139,7 +147,7 @@ def main():
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         for version, torch in MATRIX:
             if options.only in (None, torch):
-                folder = (options.folder if options.keep and options.folder else pathlib.Path(temporary)) / f"torch-{torch}"
+                folder = (options.folder if options.keep and options.folder else pathlib.Path(temporary)) / f"torch-{torch}-python-{version}"
                 row, well = try_version(version, torch, options, folder)
                 rows, passed = [*rows, row], passed and well
                 if not options.keep:

@@ -153,6 +153,7 @@ PyMethodDef g_methods[] = {
     {"end_recompute", end_recompute, METH_O, "end_recompute(scope)"},
     {"hooks_in_force", hooks_in_force, METH_VARARGS,
      "hooks_in_force(top, pop, push) -> list of (pack, unpack)"},
+    {"track_hooks", track_hooks, METH_VARARGS, "track_hooks(push, pop) -> (push, pop, top)"},
     {"quiet_out_of_memory", quiet_out_of_memory, METH_VARARGS, "quiet_out_of_memory(...)"},
     {"set_device_maker", set_device_maker, METH_O, "set_device_maker(make(type, index, provider))"},
     {"use_allocator", use_allocator, METH_VARARGS, "use_allocator(device, allocate, free, trim)"},

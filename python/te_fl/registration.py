@@ -488,7 +488,8 @@ def _describe_error(error: BaseException) -> Tuple[str, str]:
     """
     code = next((code for code, kind in BY_CODE.items() if isinstance(error, kind)), None)
     if code is None:
-        code = "UNSUPPORTED" if isinstance(error, NotImplementedError) else "OUT_OF_MEMORY" if isinstance(error, MemoryError) else "INTERNAL"
+        full = MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError)
+        code = "UNSUPPORTED" if isinstance(error, NotImplementedError) else "OUT_OF_MEMORY" if isinstance(error, full) else "INTERNAL"
     text = traceback.format_exception_only(type(error), error)[-1].strip().replace(f": {code}: ", ": ", 1)  # the status has the code
     trace = traceback.extract_tb(error.__traceback__)
     if trace:

@@ -73,5 +73,5 @@ def stream_of(device: torch.device, handle: int) -> Any:
 
 
 def on_stream(device: torch.device, handle: int) -> ContextManager:
-    """A context that makes the stream with this handle PyTorch's current stream."""
-    return contextlib.nullcontext() if current_stream(device) == handle else stream_of(device, handle)
+    """A context that makes the stream with this handle PyTorch's current stream. The CPU has no streams."""
+    return contextlib.nullcontext() if device.type == "cpu" or current_stream(device) == handle else stream_of(device, handle)

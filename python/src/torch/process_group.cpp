@@ -276,8 +276,7 @@ class GroupRanks final : public nn::SequenceRanks {
 }  // namespace
 
 Ref other_stream(PyObject* like, const Device& device, void* stream) {
-  const bool streams = device.type == TE_FL_DEVICE_CUDA || device.type == TE_FL_DEVICE_ROCM;
-  if (!streams || find_current_stream(like, device) == stream) return Ref::share(Py_None);
+  if (device.is_host() || find_current_stream(like, device) == stream) return Ref::share(Py_None);
   return Ref::take(PyLong_FromVoidPtr(stream));
 }
 

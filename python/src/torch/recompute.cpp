@@ -12,6 +12,7 @@ namespace {
 
 constexpr const char* kRecordName = "te_fl.recompute_record";
 constexpr const char* kSegmentName = "te_fl.recompute_scope";
+constexpr const char* kHooksName = "te_fl.saved_hooks";
 
 struct Recording {
   nn::RecomputeRecord record;
@@ -134,6 +135,78 @@ PyObject* hooks_in_force(PyObject*, PyObject* args) noexcept {
     }
     put_back();
     return found;
+  });
+}
+
+namespace {
+
+// The hooks that track_hooks() has seen on this thread and that are still in force: a list of
+// (pack, unpack), which lives in Python's state of the thread.
+PyObject* tracked_hooks() {
+  PyObject* state = PyThreadState_GetDict();
+  if (state == nullptr) throw PythonError();
+  PyObject* list = PyDict_GetItemString(state, kHooksName);
+  if (list == nullptr) {
+    const Ref made = Ref::take(PyList_New(0));
+    check(PyDict_SetItemString(state, kHooksName, made.get()));
+    list = made.get();
+  }
+  return list;
+}
+
+PyObject* push_tracked(PyObject* push, PyObject* hooks) noexcept {
+  return guarded([&] {
+    PyObject* list = tracked_hooks();
+    Ref done = Ref::take(PyObject_Call(push, hooks, nullptr));
+    check(PyList_Append(list, hooks));
+    return done;
+  });
+}
+
+PyObject* pop_tracked(PyObject* pop, PyObject*) noexcept {
+  return guarded([&] {
+    PyObject* list = tracked_hooks();
+    Ref done = Ref::take(PyObject_CallNoArgs(pop));
+    const Py_ssize_t count = PyList_Size(list);
+    if (count > 0) check(PyList_SetSlice(list, count - 1, count, nullptr));
+    return done;
+  });
+}
+
+// Called with (push, pop) as `self`. An exception that leaves a backward drops hooks from PyTorch's
+// stack without a pop, so this counts those on the stack, and shortens the list to them.
+PyObject* top_tracked(PyObject* self, PyObject*) noexcept {
+  return guarded([&] {
+    PyObject* list = tracked_hooks();
+    const Py_ssize_t listed = PyList_Size(list);
+    Py_ssize_t count = 0;
+    for (; count < listed; ++count) {
+      PyObject* done = PyObject_CallNoArgs(PyTuple_GetItem(self, 1));
+      if (done == nullptr) break;
+      Py_DECREF(done);
+    }
+    PyErr_Clear();
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      Ref::take(PyObject_Call(PyTuple_GetItem(self, 0), PyList_GetItem(list, i), nullptr));
+    }
+    if (count < listed) check(PyList_SetSlice(list, count, listed, nullptr));
+    return Ref::share(count > 0 ? PyList_GetItem(list, count - 1) : Py_None);
+  });
+}
+
+}  // namespace
+
+PyObject* track_hooks(PyObject*, PyObject* args) noexcept {
+  static PyMethodDef push_method = {"push", push_tracked, METH_VARARGS, "push(pack, unpack)"};
+  static PyMethodDef pop_method = {"pop", pop_tracked, METH_NOARGS, "pop()"};
+  static PyMethodDef top_method = {"top", top_tracked, METH_O, "top(ignore_is_tracing)"};
+  return guarded([&] {
+    PyObject *push = nullptr, *pop = nullptr;
+    if (PyArg_ParseTuple(args, "OO", &push, &pop) == 0) throw PythonError();
+    const Ref pushes = Ref::take(PyCFunction_New(&push_method, push));
+    const Ref pops = Ref::take(PyCFunction_New(&pop_method, pop));
+    const Ref tops = Ref::take(PyCFunction_New(&top_method, args));
+    return Ref::take(PyTuple_Pack(3, pushes.get(), pops.get(), tops.get()));
   });
 }
 

@@ -37,5 +37,9 @@ PyObject* end_recompute(PyObject*, PyObject* scope) noexcept;
 // none), so this pops all hooks and pushes them back. It is C++ because KeyboardInterrupt could
 // interrupt a Python function in between.
 PyObject* hooks_in_force(PyObject*, PyObject* args) noexcept;
+// track_hooks(push, pop) -> (push, pop, top): PyTorch's push and pop of saved-tensor hooks, which
+// then keep a list of those in force on each thread, and top(), which PyTorch 2.7 lacks. They are
+// C++ because KeyboardInterrupt could end a Python function before it calls PyTorch's.
+PyObject* track_hooks(PyObject*, PyObject* args) noexcept;
 
 }  // namespace te_fl::python

@@ -14,7 +14,9 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -31,6 +33,9 @@ namespace {
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr int kDevices = 2;
 std::atomic<int64_t> g_allocations{0}, g_alive{0};
+std::atomic<int64_t> g_until_full{
+    -1};  // successful allocations until one fails; negative: none fails
+std::array<std::atomic<bool>, kDevices> g_lost{};
 
 // ---- the device's function table
 
@@ -66,12 +71,17 @@ struct Errors {
 template <class Function, class... Args>
 void call(c10::DeviceIndex index, Function te_fl_device_api::*function, Args... args) {
   const te_fl_device_desc& d = table(index);
+  TORCH_CHECK(!g_lost[static_cast<size_t>(index)], "far:", static_cast<int>(index),
+              " has fallen off the bus");
   Errors errors;
   const te_fl_status status = (d.api->*function)(d.self, args..., &errors.sink);
   TORCH_CHECK(status == TE_FL_OK, "far:", static_cast<int>(index), ": ", errors.text);
 }
 
 // ---- devices and streams
+
+// The number of devices that PyTorch is told of; FAR_ABSENT hides them.
+c10::DeviceIndex count() { return std::getenv("FAR_ABSENT") != nullptr ? 0 : kDevices; }
 
 thread_local c10::DeviceIndex t_device = 0;
 thread_local std::array<void*, kDevices> t_streams{};
@@ -98,7 +108,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     t_device = to_index(device);
   }
-  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  c10::DeviceIndex deviceCount() const noexcept override { return count(); }
 
   c10::Stream getStream(c10::Device device) const override {
     return make_stream(to_index(device), current(to_index(device)));
@@ -161,9 +171,9 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
+  bool isAvailable() const override { return count() > 0; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex deviceCount() const override { return count(); }
   c10::DeviceIndex getCurrentDevice() const override { return t_device; }
   void setCurrentDevice(c10::DeviceIndex device) const override { t_device = device; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
@@ -172,6 +182,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
     return std::exchange(t_device, device);
   }
+  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::kCPU); }
+  bool isPinnedPtr(const void*) const override { return false; }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override;
 };
 
 // ---- memory
@@ -188,6 +201,11 @@ struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device device(kType, t_device);
     if (bytes == 0) return {nullptr, device};
+    TORCH_CHECK(count() > 0, "there are no far devices");
+    if (g_until_full >= 0 && g_until_full-- == 0) {
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "far:", static_cast<int>(t_device),
+                       " has no memory for ", bytes, " bytes");
+    }
     auto* block = new Block{nullptr, current(t_device), t_device};
     te_fl_memory_desc wanted;
     wanted.bytes = bytes;
@@ -273,16 +291,18 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return copy_from(from, to, false);
 }
 
+void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const {
+  const c10::DeviceGuard guard(storage.device());
+  c10::DataPtr memory = g_memory.allocate(bytes);
+  copy_bytes(t_device, memory.get(), storage.data(), std::min(bytes, storage.nbytes()), kWithin);
+  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
+  storage.unsafeGetStorageImpl()->set_nbytes(bytes);
+}
+
 const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size,
                          std::optional<at::MemoryFormat>) {
   const auto bytes = at::detail::computeStorageNbytesContiguous(size, self.dtype().itemsize());
-  at::StorageImpl* storage = self.storage().unsafeGetStorageImpl();
-  if (bytes > storage->nbytes()) {
-    TORCH_CHECK(storage->nbytes() == 0, "the far device makes nothing longer but what is empty");
-    const c10::DeviceGuard guard(self.device());
-    storage->set_data_ptr_noswap(g_memory.allocate(bytes));
-    storage->set_nbytes(bytes);
-  }
+  if (bytes > self.storage().nbytes()) Hooks().resizePrivateUse1Bytes(self.storage(), bytes);
   self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
   return self;
 }
@@ -321,6 +341,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
 }
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 11
+// Before PyTorch 2.11 a backend provides the fallback of ops that have no derivative, such as
+// c10d's.
+TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+#endif
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_the_host>());
@@ -331,4 +356,8 @@ extern "C" {
 void private_device_register() { at::RegisterPrivateUse1HooksInterface(new Hooks); }
 int64_t private_device_allocations() { return g_allocations; }
 int64_t private_device_alive() { return g_alive; }
+// Makes the allocation after `count` successful ones fail, and then none; -1: no allocation fails.
+void private_device_fail_allocation(int64_t count) { g_until_full = count; }
+// Makes each call of the device fail from now on, or no longer.
+void private_device_lose(int index, int lost) { g_lost[static_cast<size_t>(index)] = lost != 0; }
 }

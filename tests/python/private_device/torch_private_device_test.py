@@ -27,7 +27,7 @@ from torch_oracle import randn, randomise  # noqa: E402
 ALONE = "FAR_ALONE" in os.environ
 BACKEND = far.start()
 FAR = torch.device("far:0")
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def wait():
@@ -65,13 +65,13 @@ class Far(unittest.TestCase):
         for i, (a, b) in enumerate(zip(got, want)):
             self.assertEqual((a.device.type, a.dtype), ("far", b.dtype))
             error = float((a.cpu().double() - b.double()).abs().max()) / max(float(b.abs().max()), least)
-            self.assertLess(error, 2e-2 if dtype is BF16 else 1e-5, i)
+            self.assertLess(error, {F32: 1e-5, F16: 4e-3, BF16: 2e-2}[dtype], i)
 
 
 class Modules(Far):
     def test_forward_and_backward_equal_the_cpu_s(self):
         for name, make in MODULES.items():
-            for dtype in (F32, BF16):
+            for dtype in (F32, BF16, F16):
                 with self.subTest(module=name, dtype=dtype):
                     here = randomise(make(device="cpu", params_dtype=dtype))
                     there = make(device=FAR, params_dtype=dtype)
@@ -148,6 +148,26 @@ class Modules(Far):
             y.float().square().sum().backward()
             results.append([y.detach(), *gradients(module, x)])
         self.near(*results, BF16)
+
+    def test_f16_with_a_gradient_scaler(self):
+        """A step with infinite gradients is left out and halves the scale, by te-fl's optimizer as by PyTorch's."""
+        optimizers = (lambda p: te.optimizers.FusedAdam(p, lr=1e-3, eps=1e-4),  # above the noise of gradients that are zero in exact arithmetic
+                      lambda p: torch.optim.SGD(p, lr=1e-3))
+        for make_optimizer in optimizers:
+            results = []
+            for device in (FAR, torch.device("cpu")):
+                module = randomise(MODULES["TransformerLayer"](device="cpu")).to(device)
+                optimizer, scaler = make_optimizer(module.parameters()), torch.amp.GradScaler(device.type, init_scale=2.0 ** 10)
+                for step in range(3):
+                    with torch.autocast(device.type, dtype=F16):
+                        loss = module(make_input(seed=step).detach().to(device)).float().square().mean() * (float("inf") if step == 1 else 1)
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+                self.assertEqual(scaler.get_scale(), 2.0 ** 9)
+                results.append([p.detach() for p in module.parameters()])
+            self.near(*results, F16)
 
     def test_recomputed(self):
         layer = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0.1, attention_dropout=0.1, device=FAR))

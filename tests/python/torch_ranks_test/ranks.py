@@ -75,6 +75,8 @@ def serve(rank, count, store):
     import torch
     import torch.distributed as dist
     sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+    from gloo_threads import let_them_end
+    let_them_end()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count, timeout=datetime.timedelta(seconds=60))
     for line in sys.stdin:

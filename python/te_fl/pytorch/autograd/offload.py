@@ -66,7 +66,7 @@ class _Segment:
             saved.let_go()
         self.host = host
         with _on(stream):
-            host.copy_(self.memory, non_blocking=True)
+            host.copy_(self.memory, non_blocking=stream is not None)
 
 
 def _as_bytes(memory: torch.Tensor, storage: Optional[torch.UntypedStorage]) -> torch.Tensor:
@@ -237,7 +237,7 @@ class _LayerState:
                 stream.wait_stream(torch.cuda.current_stream())  # the memory may be in use on the current stream until then
                 segment.memory.record_stream(stream)
             with _on(stream):
-                segment.memory.copy_(segment.host, non_blocking=True)
+                segment.memory.copy_(segment.host, non_blocking=stream is not None)
                 _record(segment.ready, stream)
 
     def _expect(self, what: str, state: str) -> None:

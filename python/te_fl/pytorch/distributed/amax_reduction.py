@@ -13,6 +13,7 @@ from te_fl import _native
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.distributed import collectives, communicator
 from te_fl.pytorch.runtime.dtypes import LIKE
+from te_fl.torch_streams import on_stream
 
 # Maps a group to the result of _native.amax_reduction(), or to None for a group of one rank. The references to groups are weak: a Gloo group's
 # threads end with the group, and must end before the interpreter does.
@@ -38,15 +39,6 @@ def global_ranks(group: Optional[Any]) -> Tuple[int, ...]:
         return tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
     except (KeyError, ValueError):
         return ()
-
-
-def on_stream(device: torch.device, stream: int):
-    """A context that makes the stream of this handle the current one. te-fl's work goes to that stream; a backward may end on another stream than its
-    forward ran on.
-    """
-    if device.type != "cuda" or torch.cuda.current_stream(device).cuda_stream == stream:
-        return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device))
 
 
 def _largest_in(group: Any):

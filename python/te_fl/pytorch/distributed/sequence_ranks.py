@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from te_fl.errors import add_note
 from te_fl.pytorch.distributed import collectives, communicator, overlap, same_overlap
-from te_fl.pytorch.distributed.amax_reduction import global_ranks, on_stream
+from te_fl.pytorch.distributed.amax_reduction import global_ranks
 from te_fl.pytorch.runtime.dtypes import LIKE
+from te_fl.torch_streams import on_stream
 
 
 class _Chunks:

@@ -8,8 +8,8 @@ import torch
 
 from te_fl import _native
 from te_fl.common.recipe import Functions
-from te_fl.pytorch.distributed.amax_reduction import on_stream
 from te_fl.pytorch.runtime.dtypes import LIKE
+from te_fl.torch_streams import on_stream
 
 
 def _largest(history: torch.Tensor) -> torch.Tensor:

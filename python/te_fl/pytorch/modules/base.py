@@ -14,7 +14,7 @@ from te_fl.compat.variables import read_determinism
 from te_fl.pytorch.autograd.call import give_writes, plain, take_writes
 from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.fp8 import plain_codes, quantization
-from te_fl.pytorch.fp8.float8_tensor import keeping_codes
+from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, keeping_codes
 from te_fl.pytorch.fp8.quantization import captures
 from te_fl.pytorch.fp8.sharded_weights import is_sharded
 from te_fl.pytorch.modules.fp8_state import HasFP8State
@@ -22,7 +22,7 @@ from te_fl.pytorch.modules.layers import NativeLayer
 from te_fl.pytorch.modules.parallel import TensorParallel, mark_again, find_marks
 from te_fl.pytorch.modules.parameters import HasParameters
 from te_fl.pytorch.runtime import registry, traced
-from te_fl.pytorch.runtime.device import check_devices
+from te_fl.pytorch.runtime.device import check_devices, check_memory
 from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import refuse
 
@@ -132,7 +132,9 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
         if plain is not None and not accumulates and not torch.compiler.is_compiling() and captures.flag is None:
             try:
                 output = plain(self.__dict__, (self._kind, None), inp, first, activation)
-            except RuntimeError:
+            except RuntimeError as error:
+                if type(inp) is not Float8Tensor:
+                    check_memory(type(self).__name__, (inp,), error)
                 self._check_devices(inp.device)
                 raise
             if output is not None:

@@ -12,6 +12,7 @@ from te_fl.pytorch.autograd.call import LayerCall, overwrite_next, profiling, ru
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 from te_fl.pytorch.fp8.quantization import captures
+from te_fl.pytorch.runtime.device import check_memory
 
 Tensors = Tuple[torch.Tensor, ...]
 
@@ -74,6 +75,7 @@ class NativeLayer:
                 self.last = call
         try:
             return start(call, *inputs, *extras, *parameters)
-        except RuntimeError:  # te-fl's errors are RuntimeErrors, and so are PyTorch's for tensors without memory
+        except RuntimeError as error:  # te-fl's errors are RuntimeErrors, and so are PyTorch's for tensors without memory
+            check_memory(type(module).__name__, inputs, error)
             module._check_devices(inputs[0].device, inputs[1:])
             raise

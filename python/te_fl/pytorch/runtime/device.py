@@ -7,7 +7,7 @@ from typing import Iterable, Optional, Tuple, Union
 import torch
 
 from te_fl import torch_device
-from te_fl.errors import InvalidArgument
+from te_fl.errors import InvalidArgument, Unsupported
 
 
 def default_device() -> torch.device:
@@ -32,3 +32,17 @@ def check_devices(where: str, device: torch.device, tensors: Iterable[Tuple[str,
                                   f"to_empty(device={str(device)!r}) and values")
         raise InvalidArgument(f"{where}: the input is on {device} and {name} on {t.device}; give the input as input.to({str(t.device)!r}), or move "
                               f"the module with module.to({str(device)!r})")
+
+
+def check_memory(where: str, tensors: Iterable[torch.Tensor], error: BaseException) -> None:
+    """Raises an error if an input is of a class whose tensors have no memory of their own. error: why the call has failed; Unsupported names that."""
+    for t in () if isinstance(error, Unsupported) else tensors:
+        if type(t) in (torch.Tensor, torch.nn.Parameter) or t.numel() == 0:
+            continue
+        try:
+            held = t.data_ptr() != 0
+        except RuntimeError:
+            held = False
+        if not held:
+            raise Unsupported(f"{where}: the input is a {type(t).__name__}, which has no memory of its own; give a dense torch.Tensor, such as the one that a "
+                              "subclass wraps")
