@@ -16,6 +16,7 @@ void draw_sizes(Draw& r, Variant& v) {
   if (r.swept != nullptr) {  // head size and score rows of the swept length
     v.b = v.g = 1, v.h = 2, v.d = v.dv = std::min<int64_t>(r.swept->columns, 256);
     v.sq = r.swept->rows, v.sk = std::min<int64_t>(r.swept->columns, 2048);
+    if (r.swept->large) v.d = v.dv = std::min<int64_t>(v.d, 8);
     return;
   }
   v.b = 1 + r.below(3), v.g = 1 + r.below(3), v.h = v.g * (1 + r.below(3));

@@ -38,9 +38,13 @@ std::string variant_name(const Variant& v, bool backward) {
   name += "/" + dims_name(v.shape) + "/out=" + v.out.name();
   if (v.zero_centered) name += "/zero_centered";
   if (!v.with_beta) name += "/no_beta";
-  if (v.epsilon != 1e-5) name += v.epsilon == 0 ? "/eps=0" : "/eps=0.1";
+  if (v.epsilon != 1e-5) {
+    char text[32];
+    std::snprintf(text, sizeof text, "/eps=%g", v.epsilon);
+    name += text;
+  }
   if (v.mean != 0.5) name += "/mean=" + std::to_string(static_cast<int>(v.mean));
-  if (v.sigma == 0) name += "/constant";
+  if (v.sigma < 1) name += v.sigma == 0 ? "/constant" : "/small";
   if (v.residual >= 0) name += std::string("/residual=") + name_of(v.residual);
   if (v.sum >= 0) name += std::string("/sum=") + name_of(v.sum);
   if (v.with_add) name += "/add";
@@ -75,7 +79,9 @@ void forward(Problem& p, bool layer, const Variant& v) {
   Tensor* x = p.in("x", v.x, v.shape, rows_fill(v));
   Tensor* gamma = p.in("gamma", v.gamma, {h}, gaussian(0.5, v.zero_centered ? 0 : 1));
   Tensor* beta = layer && v.with_beta ? p.in("beta", v.gamma, {h}) : nullptr;
-  Tensor* residual = v.residual >= 0 ? p.in("residual", v.residual, v.shape) : nullptr;
+  Tensor* residual = v.residual >= 0
+                         ? p.in("residual", v.residual, v.shape, gaussian(std::min(v.sigma, 1.0)))
+                         : nullptr;
   const int64_t rows = x->rows();
   Tensor* z = v.in_place == "x" ? p.in_place("z", x) : p.out("z", v.out, v.shape);
   Tensor* sum = nullptr;
@@ -385,13 +391,24 @@ void draw_cases(Drawn& drawn) {
     drawn.cases("norm", op, [&](Draw& r) -> DrawnCase {
       Variant v = draw(r);
       v.out = Drawn::output(r, v.shape), v.epsilon = 0.1;
+      if (!v.out.quantised()) {
+        // The smaller ones show in rows of small numbers.
+        static constexpr double kEpsilons[] = {1e-12, 1e-8, 1e-5, 1e-3, 0.1, 1};
+        v.epsilon = kEpsilons[r.below(6)];
+        if (Drawn::chance(r, 2)) v.mean = 0, v.sigma = 1e-3;
+      }
+      if (Drawn::chance(r, 3)) v.residual = Drawn::high(r), v.sum = Drawn::high(r);
+      v.with_beta = !Drawn::chance(r, 4);
+      if (!v.out.quantised() && Drawn::chance(r, 8)) v.in_place = "x", v.out = v.x;
       return {variant_name(v, false), [layer, v](Problem& p) { forward(p, layer, v); }};
     });
   }
   for (const std::string op : {"layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add"})
     drawn.cases("norm", op, [&](Draw& r) -> DrawnCase {
       Variant v = draw(r);
-      v.out = Drawn::high(r);
+      v.out = Drawn::high(r), v.with_beta = !Drawn::chance(r, 4);
+      v.with_add = op == "layernorm_bwd" && Drawn::chance(r, 2);
+      if (Drawn::chance(r, 8)) v.in_place = "dz", v.out = v.dz;
       return {variant_name(v, true), [op, v](Problem& p) { backward(p, op, v); }};
     });
 }

@@ -107,6 +107,21 @@ Kind kind_of(const Case& c) {
 
 }  // namespace
 
+void put_special_values(Table& sweep) {
+  for (Case& c : sweep) {
+    if (!c.large || c.name.find("/70003x") == std::string::npos || has_own(c)) continue;
+    const Kind kind = kind_of(c);
+    if (kind.input < 0 || kind.quantised) continue;
+    const bool infinite = has_limit(c.op);
+    c.name += infinite ? "/nan/infinity" : "/nan";
+    c.build = [build = c.build, infinite](Problem& p) {
+      build(p);
+      strew_nan(p);
+      if (infinite) strew_infinity(p);
+    };
+  }
+}
+
 void add_special_cases(Table& table) {
   constexpr int kMost = 12;  // limit of cases examined per op, without those of the usual shape
   Table made;
