@@ -232,6 +232,7 @@ struct Case {
   std::string name;  // for example "gelu/f32/7x33/out=f8e4m3.tensor.row+col"
   uint64_t seed = 0;
   bool large = false;
+  bool for_devices = false;  // a size for what a device runs at once, which takes a host seconds
   // For a collective: the number of ranks. Each rank has a problem of its own, and all run
   // together. 0: not a collective.
   int ranks = 0;

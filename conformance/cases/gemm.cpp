@@ -314,9 +314,11 @@ void add_cases(Table& table) {
   add_epilogues(all);
   add_activations(all);
   add_fp8_gemm_cases(all);
-  for (const Variant& v : all)
+  for (const Variant& v : all) {
     add(
         table, "gemm", "generic_gemm", name_of_case(v), [v](Problem& p) { set_up(p, v); }, v.large);
+    table.back().for_devices = v.m * v.n * v.k > int64_t{1} << 28;
+  }
 }
 
 // Draws the arguments besides the matrices, in every combination that the op allows.
