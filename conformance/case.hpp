@@ -244,7 +244,7 @@ class Drawn;  // draws random cases (conformance/drawn.hpp)
 
 // Adds cases with NaN and infinities, made from the cases in the table.
 void add_special_cases(Table&);
-// Puts NaN and infinities into the inputs of large sweep cases of many rows.
+// Puts NaN and infinities into the inputs of large sweep cases of many rows, or of long ones.
 void put_special_values(Table& sweep);
 // The complete table. Names are unique.
 Table all_cases();

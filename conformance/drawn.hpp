@@ -12,16 +12,18 @@ namespace te_fl::conformance {
 // The sizes and types that a sweep prescribes. Everything else of a case is random.
 struct Swept {
   int64_t rows = 0, columns = 0;
-  bool large = false;            // more than 2^16 rows, or a long row, or more than 2^20 elements
-  int dtype = TE_FL_F32;         // dtype of all unquantised tensors
+  bool large = false;     // more than 2^16 rows, or a long row, or more than 2^20 elements
+  int dtype = TE_FL_F32;  // dtype of unquantised tensors, of all in three quarters of the cases
   const Spec* output = nullptr;  // spec of outputs that may be quantised; null: unquantised
 };
 
 // Random numbers for one case, with the values that a sweep prescribes, if any.
 class Draw : public Random {
  public:
-  explicit Draw(uint64_t seed, const Swept* s = nullptr) : Random(seed), swept(s) {}
+  explicit Draw(uint64_t seed, const Swept* s = nullptr)
+      : Random(seed), swept(s), mixes(s != nullptr && !s->large && below(4) == 0) {}
   const Swept* const swept;
+  const bool mixes;        // tensors of a sweep have dtypes of their own
   bool quantises = false;  // a quantised tensor was requested
 };
 
@@ -69,7 +71,7 @@ class Drawn {
   static int high(Draw& r) {
     static const int dtypes[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
     const int drawn = dtypes[r.below(3)];
-    return r.swept != nullptr ? r.swept->dtype : drawn;
+    return r.swept != nullptr && !r.mixes ? r.swept->dtype : drawn;
   }
   // A random quantised format that `shape` allows: formats with two elements per byte need even
   // extents.
@@ -117,30 +119,43 @@ class Drawn {
     const auto length = [&](int dtype, const Spec* output, int64_t columns, int64_t rows,
                             bool large = false) {
       const Swept swept{rows, columns, large, dtype, output};
-      Draw draw(
-          seed_ * 0x9e3779b97f4a7c15u ^ hash_text(op) ^ static_cast<uint64_t>(columns * 64 + rows),
-          &swept);
-      for (int i = 0; i < (thorough_ ? 4 : 1); ++i)
+      const auto place = static_cast<uint64_t>((columns * 64 + rows) * 32 + dtype);
+      Draw draw(seed_ * 0x9e3779b97f4a7c15u ^ hash_text(op) ^ place, &swept);
+      const int variants = thorough_ ? 4 : large && columns < 8 ? 3 : 1;
+      for (int i = 0; i < variants; ++i)
         put(family, op, "sweep/" + dims_name({rows, columns}) + "/", one(draw), large);
       return draw.quantises;
     };
-    const auto pass = [&](int dtype, bool quantised) {
+    const auto pass = [&](const auto& dtype_of, bool quantised) {
       const auto output = [&](int64_t n) {
         const auto& all = quantised_specs();
         return quantised ? &all[static_cast<size_t>(n) % all.size()] : nullptr;
       };
-      if (quantised && !length(dtype, output(1), 1, 5)) return;
-      for (int64_t n = 1; n <= 300; ++n) length(dtype, output(n), n, quantised ? 4 + n % 2 : 5);
+      if (quantised && !length(TE_FL_BF16, output(1), 1, 5)) return;
+      for (int64_t n = 1; n <= 300; ++n)
+        length(dtype_of(n), output(n), n, quantised ? 4 + n % 2 : 5);
       for (int p = 0; p <= 14; ++p)
         for (const int64_t rows : {1, 2, 3, 4, 8})
-          if (p <= 12 || rows == 4) length(dtype, output(p + rows), int64_t{1} << p, rows);
-      length(dtype, output(3), 3, 70'003, true);
-      length(dtype, output(7), 70'001, 3, true);
-      length(dtype, output(12), 1001, 1049, true);
-      if (thorough_) length(dtype, output(9), 1021, 16433, true);
+          if (p <= 12 || rows == 4)
+            length(dtype_of(p * 27), output(p + rows), int64_t{1} << p, rows);
+      // Every form with rows longer than a block of threads.
+      for (int64_t n = 0; quantised && n < static_cast<int64_t>(quantised_specs().size()); ++n)
+        length(dtype_of(n * 27), output(n), 1040 + 16 * n, 6);
+      for (int64_t n = 0; n < (quantised ? 3 : 1); ++n)
+        length(dtype_of(n * 27), output(3), 3, 70'003, true);
+      length(dtype_of(0), output(7), 70'001, 3, true);
+      length(dtype_of(0), output(12), 1001, 1049, true);
+      if (thorough_) length(dtype_of(0), output(9), 1021, 16433, true);
     };
-    pass(TE_FL_F32, false), pass(TE_FL_BF16, false), pass(TE_FL_F16, false);
-    pass(TE_FL_BF16, true);
+    for (const int dtype : {TE_FL_F32, TE_FL_BF16, TE_FL_F16})
+      pass([dtype](int64_t) { return dtype; }, false);
+    // The dtype changes after every form of quantised outputs.
+    pass(
+        [](int64_t n) {
+          static constexpr int kDtypes[] = {TE_FL_BF16, TE_FL_F16, TE_FL_F32};
+          return kDtypes[n / static_cast<int64_t>(quantised_specs().size()) % 3];
+        },
+        true);
   }
 
   Table& table_;

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Judges te-fl check by mutants: plugins whose ops are the reference's with one planted error each. Prints the score by op and the
-survivors. usage: tools/mutants.py [BUILD] [--sample N] [--right N] [--long] [--op OP] [--per-op N] [--list] [--jobs N] [--json FILE]
+survivors. usage: tools/mutants.py [BUILD] [--sample N] [--right N] [--long] [--op OP] [--per-op N] [--again FILE] [--list] [--jobs N] [--json FILE]
 
 The mutants are drawn from the op specification (ops/*.yaml): for each op errors in each argument, dtype, class of sizes and saved output.
 tests/mutants/mutation.hpp describes the errors. Exit status 1 if an op without an error fails, or the share of mutants that were caught
@@ -50,6 +50,19 @@ EXACT = {"quantize", "cast_to_fp8", "fp8_transpose", "compute_amax", "strided_co
          "multi_tensor_quantize", "split_quantize", "moe_sort_chunks_fwd", "fused_multi_row_padding", "fused_multi_row_unpadding"}
 
 
+# Arguments that change no result: what the op specification calls a hint, or leaves to the implementation.
+HINTS = {"use_split_accumulator", "max_seqlen_q", "max_seqlen_kv"}
+# Numbers whose values beyond 2^24 have a meaning; of others that many elements would be needed.
+LONG_NUMBERS = {"value", "stride", "ignore_index"}
+# Ops in which the effect of NaN is not defined (conformance/cases/parts/special.cpp has the reasons).
+NO_NAN = r"fused_attn|fused_topk|fused_score|multi_tensor|compute_amax|fused_amax"
+
+
+def is_vector(arg):
+    """True for an argument of one dimension, which has one row and seldom many elements."""
+    return arg.shape != "any" and "..." not in arg.shape.split() and len(arg.shape.split()) < 2
+
+
 def line(op, conditions, fault):
     return op + (" if " + ", ".join(conditions) if conditions else "") + ": " + fault
 
@@ -59,7 +72,7 @@ class Op:
 
     def __init__(self, op):
         self.op, self.random = op, random.Random(op.name)
-        tensors = [a for a in op.args if a.is_tensor and not a.host]
+        tensors = [a for a in op.args if a.is_tensor and not a.host and "TE_FL_ARG_QUANT_ONLY" not in a.flags]
         self.floats = [a for a in tensors if set(a.dtypes) & set(HIGH) and a.role == "in"]
         self.outputs = [a for a in tensors if a.role != "in" and a.name != "noop_flag"]
         self.main = next((a for a in self.outputs if set(a.dtypes) & set(HIGH)), (self.outputs or tensors or [None])[0])
@@ -75,14 +88,15 @@ class Op:
         dtypes = [d for d in subject.dtypes if d in HIGH] or subject.dtypes
         if kind == "dtype" and len(dtypes) > 1:
             return [f"{subject.name} is {self.random.choice(dtypes)}"]
-        if kind == "size" and not subject.type == "list":
-            what, n = self.random.choice(SIZES)
+        if kind == "size" and not subject.type == "list" and not is_vector(subject):
+            heads = "attn" in self.op.name  # whose columns are the elements of a head
+            what, n = self.random.choice([s for s in SIZES if not heads or s[0] != "columns"])
             return [f"{subject.name} {what} > {n}"]
         return []
 
     def scalars(self):
         for a in self.op.args:
-            if not a.is_scalar:
+            if not a.is_scalar or a.name in HINTS:
                 continue
             if a.type == "bool":
                 yield self.when() + [f"{a.name} given"], f"ignore {a.name}"
@@ -93,9 +107,10 @@ class Op:
                         yield self.when() + [f"{a.name} == {value}"], f"set {a.name} {int(a.default)}"
             else:
                 yield self.when(), f"ignore {a.name}"
-                yield [], f"floor {a.name} {a.default}"
-                yield [], f"cap {a.name} {a.default}"
-                if a.type in ("f64", "i64"):
+                if a.default:
+                    yield [], f"floor {a.name} {a.default}"
+                    yield [], f"cap {a.name} {a.default}"
+                if a.name in LONG_NUMBERS:
                     yield [], f"float {a.name}"
 
     def absent(self):
@@ -121,10 +136,11 @@ class Op:
             if not a.is_tensor or a.host or a.role != "in" or a.name == "noop_flag":
                 continue
             yield self.when(), f"read {a.name} last"
-            if a.shape not in ("", "1"):
+            if not is_vector(a):
                 yield [], f"read {a.name} rows {self.random.choice([1, 16, 100, 1024, 70000])}"
             stepped = re.search("relu|reglu|clamped", self.op.name) and a.name != "grad"  # NaN times a step of 0 may be either
-            if set(a.dtypes) & set(HIGH) and a.shape not in ("", "1") and not (stepped and "input" != self.op.args[0].name):
+            undefined = (stepped and "input" != self.op.args[0].name) or re.search(NO_NAN, self.op.name)
+            if set(a.dtypes) & set(HIGH) and a.shape not in ("", "1") and not undefined:
                 yield self.when(), f"read {a.name} nan {self.random.choice([0, 100, 4096])}"
                 if self.op.name in EXACT:
                     yield self.when(), f"read {a.name} inf"
@@ -141,7 +157,9 @@ class Op:
             yield self.when(), f"write {a.name} none"
             yield self.when(), f"write {a.name} last"
             if a.shape not in ("", "1"):
-                kind, n = self.random.choice([("from", 70000), ("from", 4096), ("rows", 1024), ("from", 1048576), ("rows", 100)])
+                sizes = [("from", 1000), ("from", 65536)] if is_vector(a) else [
+                    ("from", 70000), ("from", 4096), ("rows", 1024), ("from", 1048576), ("rows", 100)]
+                kind, n = self.random.choice(sizes)
                 yield self.when(), f"write {a.name} {kind} {n}"
             if a.inout_if:
                 yield self.when() + [f"{a.inout_if} absent"], f"write {a.name} old"
@@ -163,7 +181,7 @@ class Op:
                     yield where + self.when([self.input]), f"write {a.name} step {self.random.choice([0, 1000])}"
             if a.scaling_names != ["none"] or set(a.dtypes) <= {"f8e4m3", "f8e5m2"}:
                 continue
-            if set(a.dtypes) & set(HIGH) and self.floats:
+            if set(a.dtypes) & set(HIGH) and self.floats and not re.search(NO_NAN, self.op.name):
                 yield self.when(), f"write {a.name} nan {self.random.choice([0, 1000, 4096])}"
 
     def quantised(self):
@@ -210,7 +228,7 @@ def mutants(per_op):
     return chosen
 
 
-def judge(build, mutant, long):
+def check(build, mutant, long):
     """Runs te-fl check on the mutant. Returns (caught, seconds of processor time, its output)."""
     plugin = build / "tests/mutants/plugins/mutant.so"
     command = [build / "bin/te-fl", "check", plugin, "--jobs", "1", "--stop"] + (["--long"] if long else [])
@@ -226,65 +244,103 @@ def judge(build, mutant, long):
     return code == 1, usage.ru_utime + usage.ru_stime, text
 
 
+def judge(build, op, mutant, long):
+    """Judges by the default run; a survivor also by the long run if `long`. The long run makes every call of the default run."""
+    right = mutant.endswith(": none")
+    caught, seconds, text = check(build, mutant, False)
+    row = {"op": op, "mutant": mutant, "right": right, "caught": caught, "seconds": round(seconds, 2), "text": text}
+    if long and not caught and not right:
+        row["caught_by_long"], row["seconds_of_long"], _ = check(build, mutant, True)
+    return row
+
+
+def report(rows, long):
+    """Prints the score by op. Returns the share of mutants that were caught, in percent."""
+    planted = [r for r in rows if not r["right"]]
+    counts = {}
+    for r in planted:
+        count = counts.setdefault(r["op"], [0, 0, 0])
+        count[0] += 1
+        count[1] += r["caught"]
+        count[2] += r["caught"] or r.get("caught_by_long", False)
+    print("| op | mutants | caught |" + (" by --long |" if long else ""))
+    print("|---|---|---|" + ("---|" if long else ""))
+    for op, (all_of_them, caught, by_long) in counts.items():
+        print(f"| {op} | {all_of_them} | {caught} |" + (f" {by_long} |" if long else ""))
+    total, caught, by_long = (sum(count[i] for count in counts.values()) for i in range(3))
+    print(f"{caught} of {total} mutants were caught ({100 * caught / max(total, 1):.1f} %)" +
+          (f", {by_long} ({100 * by_long / max(total, 1):.1f} %) by the long run" if long else ""))
+    for r in rows:
+        if r["right"] and r["caught"]:
+            print(f"not certified although right: {r['mutant']}\n{r['text']}")
+    return 100 * (by_long if long else caught) / max(total, 1)
+
+
+def chosen_work(options):
+    """The mutants that the options choose, as (op, mutant)."""
+    chosen = mutants(options.per_op)
+    if options.op:
+        chosen = {op: lines for op, lines in chosen.items() if re.fullmatch(options.op, op)}
+        if not chosen:
+            raise SystemExit(f"mutants.py: --op {options.op}: no op of such a name has mutants")
+    work = [(op, m) for op, lines in chosen.items() for m in lines]
+    if options.again:
+        survived = {r["mutant"] for r in json.loads(options.again.read_text()) if not r["caught"]}
+        work = [(op, m) for op, m in work if m in survived]
+    if options.sample:
+        known, drawn = ([item for item in work if (item[1] in KNOWN) == wanted] for wanted in (True, False))
+        count = min(options.sample, len(drawn))
+        work = known + [drawn[i * len(drawn) // count] for i in range(count)]
+    ops = list(chosen)
+    right = min(options.right, len(ops))
+    return work + [(op, f"{op}: none") for op in (ops[i * len(ops) // right] for i in range(right))]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("build", nargs="?", default="build/release", type=pathlib.Path)
-    parser.add_argument("--sample", type=int, default=0, help="this many mutants, evenly over the list; 0: all")
-    parser.add_argument("--seconds", type=float, default=0, help="begins no mutant after this time; 0: no limit")
+    parser.add_argument("--sample", type=int, default=0, help="the known ones and this many of the others, evenly over the list; 0: all")
+    parser.add_argument("--seconds", type=float, default=0, help="begins no mutant after this time; they then run in an order that mixes the ops")
     parser.add_argument("--per-op", type=int, default=5)
-    parser.add_argument("--op", default="", help="mutants of this op only (device: of devices)")
-    parser.add_argument("--long", action="store_true", help="judges te-fl check --long")
+    parser.add_argument("--op", default="", help="mutants of the ops whose names match this expression (device: of devices)")
+    parser.add_argument("--again", type=pathlib.Path, help="only those that survived in this file of --json")
+    parser.add_argument("--long", action="store_true", help="judges survivors by te-fl check --long as well")
     parser.add_argument("--right", type=int, default=0, help="also runs this many ops without an error, which must be certified")
     parser.add_argument("--list", action="store_true", help="prints the mutants and runs nothing")
     parser.add_argument("--least", type=float, default=0, help="the least share of mutants that must be caught, in percent")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    chosen = mutants(options.per_op)
-    if options.op:
-        if options.op not in chosen:
-            raise SystemExit(f"mutants.py: --op {options.op}: no op of this name has mutants")
-        chosen = {options.op: chosen[options.op]}
-    work = [(op, m) for op, lines in chosen.items() for m in lines]
-    if options.sample and options.sample < len(work):
-        work = [work[i * len(work) // options.sample] for i in range(options.sample)]
-    ops = list(chosen)
-    right = min(options.right, len(ops))
-    work += [(op, f"{op}: none") for op in (ops[i * len(ops) // right] for i in range(right))]
+    work = chosen_work(options)
     if options.list:
         print("\n".join(m for _, m in work))
         return 0
-    begun, results = time.monotonic(), {}
+    begun, rows = time.monotonic(), []
+    in_order = list(work)
+    if options.seconds:
+        random.Random(1).shuffle(work)
 
     def one(item):
-        if options.seconds and time.monotonic() - begun > options.seconds:
-            return None
-        return judge(options.build, item[1], options.long)
+        late = options.seconds and time.monotonic() - begun > options.seconds
+        return None if late else judge(options.build, *item, options.long)
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        for item, result in zip(work, pool.map(one, work)):
-            if result is not None:
-                results[item] = result
-    wrong = [key for key, result in results.items() if key[1].endswith(": none") and result[0]]
-    planted = {key: r for key, r in results.items() if not key[1].endswith(": none")}
-    print(f"{'op':44} caught")
-    for op in dict.fromkeys(op for op, _ in planted):
-        mine = [r[0] for (o, _), r in planted.items() if o == op]
-        print(f"{op:44} {sum(mine)} of {len(mine)}")
-    for (_, m), (caught, seconds, _) in planted.items():
-        if not caught:
-            print(f"survived: {m} ({seconds:.1f} s)")
-    for _, m in wrong:
-        print(f"not certified although right: {m}\n{results[_, m][2]}")
-    caught = sum(r[0] for r in planted.values())
-    share = 100 * caught / max(len(planted), 1)
-    print(f"{caught} of {len(planted)} mutants were caught ({share:.1f} %) in {time.monotonic() - begun:.0f} s")
+        for row in pool.map(one, work):
+            if row is None:
+                continue
+            rows.append(row)
+            if not row["caught"] and not row["right"]:
+                by = "" if not options.long else " the default run" if row["caught_by_long"] else " both runs"
+                print(f"survived{by}: {row['mutant']} ({row['seconds']:.1f} s)", flush=True)
+    order = {item: i for i, item in enumerate(in_order)}
+    rows.sort(key=lambda row: order[row["op"], row["mutant"]])
+    share = report(rows, options.long)
+    if len(rows) < len(work):
+        print(f"{len(work) - len(rows)} mutants were not judged (--seconds)")
+    print(f"{time.monotonic() - begun:.0f} s")
     if options.json:
-        options.json.write_text(json.dumps([{"op": o, "mutant": m, "caught": r[0], "seconds": round(r[1], 2), "text": r[2]}
-                                            for (o, m), r in results.items()], indent=1))
-    if wrong or share < options.least:
-        return 1
-    return 0
+        options.json.write_text(json.dumps(rows, indent=1))
+    return 1 if share < options.least or any(r["right"] and r["caught"] for r in rows) else 0
 
 
 if __name__ == "__main__":

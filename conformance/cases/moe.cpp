@@ -430,6 +430,7 @@ void draw_cases(Drawn& drawn) {
   drawn.cases("moe", "splits_to_offsets", [](Draw& r) -> DrawnCase {
     OffsetsVariant v{.size = Drawn::shape(r).back(), .stride = 1 + r.below(5000)};
     v.in = Drawn::chance(r, 2) ? TE_FL_I32 : TE_FL_I64, v.leading_zero = Drawn::chance(r, 2);
+    if (Drawn::chance(r, 4)) v.stride = (int64_t{1} << 30) + 1;
     if (v.size < 1000 && v.stride < 2000) v.out = Drawn::chance(r, 2) ? TE_FL_I32 : TE_FL_I64;
     return {std::string(name_of(v.in)) + "->" + name_of(v.out) + "/" + std::to_string(v.size) +
                 "/stride=" + std::to_string(v.stride) + (v.leading_zero ? "" : "/no_zero"),

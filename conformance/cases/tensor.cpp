@@ -465,6 +465,7 @@ void draw_cases(Drawn& drawn) {
                   .smoothing = Drawn::chance(r, 2) ? 0 : 0.1};
     if (r.swept != nullptr && r.swept->large) v.shape = {shape[0]};
     if (Drawn::chance(r, 3)) v.ignore = v.vocabulary > 3 && Drawn::chance(r, 2) ? 3 : -1;
+    if (Drawn::chance(r, 6)) v.ignore = (1 << 24) + 1;
     return v;
   };
   drawn.cases("tensor", "cross_entropy_fwd", [&](Draw& r) -> DrawnCase {

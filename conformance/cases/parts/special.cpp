@@ -109,7 +109,9 @@ Kind kind_of(const Case& c) {
 
 void put_special_values(Table& sweep) {
   for (Case& c : sweep) {
-    if (!c.large || c.name.find("/70003x") == std::string::npos || has_own(c)) continue;
+    const bool many_rows = c.name.find("/70003x") != std::string::npos,
+               long_rows = c.name.find("x70001/") != std::string::npos;
+    if (!c.large || (!many_rows && !long_rows) || has_own(c)) continue;
     const Kind kind = kind_of(c);
     if (kind.input < 0 || kind.quantised) continue;
     const bool infinite = has_limit(c.op);
