@@ -253,7 +253,7 @@ Table all_cases();
 // arbitrary shapes. Names begin with OP/fuzz/.
 Table fuzz_cases(uint64_t seed, int per_op);
 // The sweep cases of one op: all row lengths from 1 to 300 and powers of two up to 16384, with one
-// to eight rows, and large cases of 70,003 rows, of rows of 70,001 columns and of 1,050,049
+// to eight rows, and large cases of 70,003 rows, of rows of 70,001 columns and of 1,058,837
 // elements. Dtypes are F32, BF16, F16, and, if the op's output may be quantised, all quantised
 // formats in turn. About a thousand small cases. Empty for an op whose cases have
 // no rows (get_fused_attn_backend). Names begin with OP/sweep/.

@@ -189,7 +189,7 @@ void draw_cases(Drawn& drawn) {
     if (Drawn::chance(r, 3)) v.product.d = Drawn::high(r);
     if (Drawn::chance(r, 3)) v.product.alpha = kAlphas[r.below(3)];
     if (Drawn::chance(r, 3)) v.product.accumulate = true, v.product.beta = kBetas[r.below(4)];
-    if (Drawn::chance(r, 4)) v.product.bias_grad = Drawn::high(r);
+    if (count > 0 && Drawn::chance(r, 4)) v.product.bias_grad = Drawn::high(r);
     v.product.accumulate_bias_grad = v.product.bias_grad >= 0 && Drawn::chance(r, 2);
     return {name_of_case(v), [v](Problem& p) { set_up(p, v); }};
   });

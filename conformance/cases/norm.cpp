@@ -1,7 +1,9 @@
-#include "conformance/huge/norm.hpp"
+#include <cstdio>
+
 #include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
+#include "conformance/huge/norm.hpp"
 #include "conformance/huge/norm_gradient.hpp"
 #include "te_fl/ops/norm.h"
 
@@ -97,7 +99,7 @@ void forward(Problem& p, bool layer, const Variant& v) {
                           residual == nullptr ? "sum requires residual" : "residual requires sum");
   p.oracle([&p, layer, v, h, rows, x, residual, gamma, beta, z, sum, mu, rsigma] {
     std::vector<double> want(static_cast<size_t>(x->numel())), extra(want.size()), mus(rows),
-        rs(rows), mu_extra(rows), input(want.size());
+        rs(rows), mu_extra(rows), rs_extra(rows), input(want.size());
     for (int64_t i = 0; i < x->numel(); ++i) {
       input[i] = x->get(i);
       if (sum == nullptr) continue;
@@ -118,14 +120,21 @@ void forward(Problem& p, bool layer, const Variant& v) {
                        static_cast<double>(std::max<int64_t>(h, 1));
         mu_extra[i] += 1e-9;
       }
+      // The error of the mean adds its square to the variance, which counts if the elements of a
+      // row are equal and epsilon is small.
+      const double added = layer ? mu_extra[i] * mu_extra[i] * s.rsigma * s.rsigma / 2 : 0;
+      rs_extra[i] = added * s.rsigma;
+      for (int64_t j = 0; j < h; ++j)
+        extra[i * h + j] += added * std::fabs(input[i * h + j] - s.mu) * s.rsigma *
+                            std::fabs(gamma->get(j) + (v.zero_centered ? 1 : 0));
     }
     p.expect(z, want, extra);
     if (layer) p.expect(mu, mus, mu_extra).relative = 5e-5;
-    p.expect(rsigma, rs).relative = 5e-5;
+    p.expect(rsigma, rs, rs_extra).relative = 5e-5;
     if (sum != nullptr)
       p.expect_custom(sum, [input](const Tensor& t) -> std::string {
         for (int64_t i = 0; i < t.numel(); ++i)
-          if (t.get(i) != input[i])
+          if (t.get(i) != input[i] && !(std::isnan(t.get(i)) && std::isnan(input[i])))
             return "sum[" + std::to_string(i) + "] is " + std::to_string(t.get(i)) +
                    ", must be exactly " + std::to_string(input[i]);
         return {};

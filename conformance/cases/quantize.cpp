@@ -44,6 +44,7 @@ double block_value(double g, int64_t i) {
 // Random data by kind: Gaussian; with NaN, infinities, zeros and rounding ties; amaxes for which
 // the scale overflows; large values; zeros.
 Fill data_fill(Data data) {
+  if (data == Data::kGaussian) return gaussian();
   return [data](Random& r, int64_t i) -> double {
     const double g = r.gaussian();
     switch (data) {
@@ -307,10 +308,11 @@ void multi_quantize(Problem& p, int count, const std::vector<Spec>& specs, doubl
   quantize_list(p, list, noop);
 }
 
-void split(Problem& p, int in, const Spec& spec, const std::vector<int64_t>& parts, int64_t k) {
+void split(Problem& p, int in, const Spec& spec, const std::vector<int64_t>& parts, int64_t k,
+           Data data = Data::kGaussian) {
   int64_t rows = 0;
   for (int64_t n : parts) rows += n;
-  Tensor* x = p.in("input", in, {rows, k});
+  Tensor* x = p.in("input", in, {rows, k}, data_fill(data));
   std::vector<Tensor*> ys;
   for (size_t i = 0; i < parts.size(); ++i)
     ys.push_back(p.unnamed(p.out("outputs[" + std::to_string(i) + "]", spec, {parts[i], k})));
@@ -552,8 +554,11 @@ void draw_cases(Drawn& drawn) {
       left -= parts.back();
     }
     const Spec spec = Drawn::quantised(r, shape);
-    return {spec_case(in, {shape[0], k}, spec) + "/" + std::to_string(parts.size()) + "_parts",
-            [=](Problem& p) { split(p, in, spec, parts, k); }};
+    const bool special = spec.dtype != TE_FL_F4E2M1 && Drawn::chance(r, 3);
+    const auto data = special ? Data::kSpecial : Data::kGaussian;
+    return {spec_case(in, {shape[0], k}, spec) + "/" + std::to_string(parts.size()) + "_parts" +
+                kDataNames[static_cast<int>(data)],
+            [=](Problem& p) { split(p, in, spec, parts, k, data); }};
   });
   drawn.cases("quantize", "dequantize", [](Draw& r) -> DrawnCase {
     const int out = Drawn::high(r);

@@ -444,6 +444,8 @@ void draw_cases(Drawn& drawn) {
                        .vocabulary = 1 + r.below(Drawn::chance(r, 2) ? 40 : 400),
                        .width = shape.back()};
     if (r.swept != nullptr && r.swept->large) v.shape = {shape[0]};
+    if (Drawn::chance(r, 2))
+      v.shape = Drawn::chance(r, 2) ? Dims{v.shape[0] / 3 + 1, 3} : Dims{v.shape[0], 1};
     return v;
   };
   drawn.cases("tensor", "embedding_fwd", [&](Draw& r) -> DrawnCase {
@@ -464,8 +466,11 @@ void draw_cases(Drawn& drawn) {
                   .vocabulary = shape.back(),
                   .smoothing = Drawn::chance(r, 2) ? 0 : 0.1};
     if (r.swept != nullptr && r.swept->large) v.shape = {shape[0]};
-    if (Drawn::chance(r, 3)) v.ignore = v.vocabulary > 3 && Drawn::chance(r, 2) ? 3 : -1;
-    if (Drawn::chance(r, 6)) v.ignore = (1 << 24) + 1;
+    if (Drawn::chance(r, 2))
+      v.shape = Drawn::chance(r, 2) ? Dims{v.shape[0] / 3 + 1, 3} : Dims{v.shape[0], 1};
+    static constexpr int64_t kIgnored[] = {-1, -1000, (1 << 24) + 1};
+    if (Drawn::chance(r, 3))
+      v.ignore = v.vocabulary > 3 && Drawn::chance(r, 2) ? 3 : kIgnored[r.below(3)];
     return v;
   };
   drawn.cases("tensor", "cross_entropy_fwd", [&](Draw& r) -> DrawnCase {

@@ -19,7 +19,8 @@ size_t bytes_of(const te_fl_dltensor& t, int64_t elements) {
 }
 
 // Replaces tensor i of an argument by a compact copy. `dtype`: null keeps the element type.
-te_fl_tensor& copied(Call& call, const te_fl_arg_desc& arg, size_t i, const te_fl_tensor& from) {
+te_fl_tensor& copied(MutableCall& call, const te_fl_arg_desc& arg, size_t i,
+                     const te_fl_tensor& from) {
   te_fl_tensor to = from;
   const View source(from);
   if (!source.has_data()) return call.replace(arg, i, to);
@@ -77,7 +78,8 @@ void spoil_input(View v, const std::string& kind, double number) {
   }
 }
 
-te_fl_status read_wrong(const Mutation& m, const te_fl_context& ctx, Call& call, const RunOp& run) {
+te_fl_status read_wrong(const Mutation& m, const te_fl_context& ctx, MutableCall& call,
+                        const RunOp& run) {
   const te_fl_arg_desc& arg = call.argument(m.argument);
   const Tensors tensors = call.tensors(arg);
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -125,7 +127,7 @@ double towards_zero(int dtype, double x) {
 }
 
 // Runs the op with an F32 result of its own and rounds that towards zero.
-te_fl_status truncate(const te_fl_context& ctx, Call& call, const te_fl_arg_desc& arg,
+te_fl_status truncate(const te_fl_context& ctx, MutableCall& call, const te_fl_arg_desc& arg,
                       const RunOp& run) {
   const Tensors tensors = call.tensors(arg);
   Tensors own;
@@ -182,7 +184,7 @@ void spoil_output(View v, const std::vector<uint64_t>& old, const std::string& k
   }
 }
 
-te_fl_status write_wrong(const Mutation& m, const te_fl_context& ctx, Call& call,
+te_fl_status write_wrong(const Mutation& m, const te_fl_context& ctx, MutableCall& call,
                          const RunOp& run) {
   const te_fl_arg_desc& arg = call.argument(m.argument);
   if (m.kind == "truncate") return truncate(ctx, call, arg, run);
@@ -199,7 +201,8 @@ te_fl_status write_wrong(const Mutation& m, const te_fl_context& ctx, Call& call
   return status;
 }
 
-te_fl_status part_wrong(const Mutation& m, const te_fl_context& ctx, Call& call, const RunOp& run) {
+te_fl_status part_wrong(const Mutation& m, const te_fl_context& ctx, MutableCall& call,
+                        const RunOp& run) {
   std::vector<View> views;
   std::vector<std::vector<uint64_t>> old;
   for (const te_fl_tensor* t : call.tensors(call.argument(m.argument))) {
@@ -215,7 +218,7 @@ te_fl_status part_wrong(const Mutation& m, const te_fl_context& ctx, Call& call,
 // Runs the op once more with the arguments of `other`, whose scales `change` may change, and gives
 // the codes that `choose` selects by row from that run to the outputs.
 template <class Change, class Choose>
-te_fl_status exchange_codes(const te_fl_context& ctx, Call& call, Call& other,
+te_fl_status exchange_codes(const te_fl_context& ctx, MutableCall& call, MutableCall& other,
                             const te_fl_arg_desc& arg, const RunOp& run, const Change& change,
                             const Choose& choose) {
   const Tensors tensors = call.tensors(arg);
@@ -260,10 +263,10 @@ te_fl_status exchange_codes(const te_fl_context& ctx, Call& call, Call& other,
   return status;
 }
 
-te_fl_status codes_wrong(const Mutation& m, const te_fl_context& ctx, Call& call,
+te_fl_status codes_wrong(const Mutation& m, const te_fl_context& ctx, MutableCall& call,
                          const RunOp& run) {
   const te_fl_arg_desc& arg = call.argument(m.argument);
-  Call other = call;
+  MutableCall other = call;
   if (m.verb == "ties") {
     const te_fl_arg_desc& input = call.argument(m.kind);
     const Tensors inputs = other.tensors(input);
@@ -287,7 +290,8 @@ te_fl_status codes_wrong(const Mutation& m, const te_fl_context& ctx, Call& call
       [&](int64_t row) { return all || static_cast<double>(row) >= m.number; });
 }
 
-te_fl_status rng_wrong(const Mutation& m, const te_fl_context& ctx, Call& call, const RunOp& run) {
+te_fl_status rng_wrong(const Mutation& m, const te_fl_context& ctx, MutableCall& call,
+                       const RunOp& run) {
   te_fl_context own = ctx;
   te_fl_rng rng = *ctx.rng;
   if (m.argument == "offset") rng.offset = 0;
@@ -304,7 +308,8 @@ te_fl_status rng_wrong(const Mutation& m, const te_fl_context& ctx, Call& call, 
 
 }  // namespace
 
-te_fl_status run_wrong(const Mutation& m, const te_fl_context& ctx, Call& call, const RunOp& run) {
+te_fl_status run_wrong(const Mutation& m, const te_fl_context& ctx, MutableCall& call,
+                       const RunOp& run) {
   if (m.verb == "rng") return rng_wrong(m, ctx, call, run);
   if (m.verb == "read") return read_wrong(m, ctx, call, run);
   if (m.verb == "write") return write_wrong(m, ctx, call, run);

@@ -2,7 +2,7 @@
 
 #include <functional>
 
-#include "call.hpp"
+#include "mutable_call.hpp"
 #include "mutation.hpp"
 
 namespace te_fl::mutants {
@@ -11,7 +11,7 @@ namespace te_fl::mutants {
 using RunOp = std::function<te_fl_status(const te_fl_context&, const void*)>;
 
 // Runs the op with the mutation's error.
-te_fl_status run_wrong(const Mutation& mutation, const te_fl_context& ctx, Call& call,
+te_fl_status run_wrong(const Mutation& mutation, const te_fl_context& ctx, MutableCall& call,
                        const RunOp& run);
 
 }  // namespace te_fl::mutants

@@ -64,7 +64,7 @@ struct Plugin : backend::DeviceInstance {
     const te_fl_op_desc& right = *plugin.right;
     te_fl_status status = TE_FL_OK;
     const te_fl_status thrown = backend::guard(ctx->errors, [&] {
-      Call call(*plugin.schema, args);
+      MutableCall call(*plugin.schema, args);
       bool acts = plugin.wrong;
       for (const Condition& c : plugin.mutation.conditions) acts = acts && call.fulfils(c);
       status = acts ? run_wrong(plugin.mutation, *ctx, call,

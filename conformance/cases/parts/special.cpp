@@ -38,7 +38,9 @@ bool is_stepped(const std::string& op) {
 bool takes_special(const Tensor& t) {
   const int dtype = t.spec.dtype;
   const bool plain = dtype == TE_FL_F32 || dtype == TE_FL_F16 || dtype == TE_FL_BF16;
-  return t.role == Role::kIn && !t.spec.quantised() && plain && t.numel() >= 8;
+  // The two columns of a rotated pair have one angle, which an op may read from either.
+  const bool angles = t.name.find("freqs") != std::string::npos;
+  return t.role == Role::kIn && !t.spec.quantised() && plain && !angles && t.numel() >= 8;
 }
 
 std::vector<Tensor*> inputs_of(Problem& p) {

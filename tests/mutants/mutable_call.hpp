@@ -14,9 +14,9 @@
 
 namespace te_fl::mutants {
 
-class Call {
+class MutableCall {
  public:
-  Call(const te_fl_op_schema& schema, const void* args);
+  MutableCall(const te_fl_op_schema& schema, const void* args);
 
   void* args() { return memory_.data(); }
   // The argument's description. Throws std::invalid_argument if the op has none of the name.
@@ -45,7 +45,7 @@ class Call {
     std::memcpy(reinterpret_cast<char*>(memory_.data()) + offset, &value, sizeof value);
   }
   const char* bytes() const { return reinterpret_cast<const char*>(memory_.data()); }
-  bool given(const te_fl_arg_desc& arg) const;
+  bool is_present(const te_fl_arg_desc& arg) const;
   bool in_place(const te_fl_arg_desc& arg) const;
 
   const te_fl_op_schema& schema_;

@@ -1,4 +1,4 @@
-#include "call.hpp"
+#include "mutable_call.hpp"
 
 #include <algorithm>
 #include <stdexcept>
@@ -19,20 +19,20 @@ bool is_tensor(const te_fl_arg_desc& arg) {
   return arg.type == TE_FL_ARG_TENSOR || arg.type == TE_FL_ARG_TENSOR_LIST;
 }
 
-Call::Call(const te_fl_op_schema& schema, const void* args)
+MutableCall::MutableCall(const te_fl_op_schema& schema, const void* args)
     : schema_(schema), memory_(schema.args_size / 8 + 1) {
   uint32_t size;
   std::memcpy(&size, args, sizeof size);
   std::memcpy(memory_.data(), args, std::min(size, schema.args_size));
 }
 
-const te_fl_arg_desc& Call::argument(const std::string& name) const {
+const te_fl_arg_desc& MutableCall::argument(const std::string& name) const {
   for (uint32_t i = 0; i < schema_.arg_count; ++i)
     if (name == schema_.args[i]->name) return *schema_.args[i];
   throw std::invalid_argument(std::string(schema_.name) + " has no argument " + name);
 }
 
-std::vector<const te_fl_tensor*> Call::tensors(const te_fl_arg_desc& arg) const {
+std::vector<const te_fl_tensor*> MutableCall::tensors(const te_fl_arg_desc& arg) const {
   if (arg.type == TE_FL_ARG_TENSOR) {
     const auto* tensor = get<const te_fl_tensor*>(arg.offset);
     return tensor == nullptr ? std::vector<const te_fl_tensor*>() : std::vector{tensor};
@@ -42,7 +42,8 @@ std::vector<const te_fl_tensor*> Call::tensors(const te_fl_arg_desc& arg) const 
   return {list, list + get<int64_t>(arg.count_offset)};
 }
 
-te_fl_tensor& Call::replace(const te_fl_arg_desc& arg, size_t i, const te_fl_tensor& tensor) {
+te_fl_tensor& MutableCall::replace(const te_fl_arg_desc& arg, size_t i,
+                                   const te_fl_tensor& tensor) {
   te_fl_tensor& kept = tensors_.emplace_back(tensor);
   if (arg.type == TE_FL_ARG_TENSOR) {
     put<const te_fl_tensor*>(arg.offset, &kept);
@@ -54,9 +55,9 @@ te_fl_tensor& Call::replace(const te_fl_arg_desc& arg, size_t i, const te_fl_ten
   return kept;
 }
 
-void* Call::memory(size_t bytes) { return blocks_.emplace_back(bytes / 8 + 1).data(); }
+void* MutableCall::memory(size_t bytes) { return blocks_.emplace_back(bytes / 8 + 1).data(); }
 
-double Call::number(const te_fl_arg_desc& arg) const {
+double MutableCall::number(const te_fl_arg_desc& arg) const {
   switch (arg.type) {
     case TE_FL_ARG_I64:
       return static_cast<double>(get<int64_t>(arg.offset));
@@ -69,7 +70,7 @@ double Call::number(const te_fl_arg_desc& arg) const {
   }
 }
 
-void Call::set_number(const te_fl_arg_desc& arg, double value) {
+void MutableCall::set_number(const te_fl_arg_desc& arg, double value) {
   switch (arg.type) {
     case TE_FL_ARG_I64:
       return put(arg.offset, static_cast<int64_t>(value));
@@ -82,7 +83,7 @@ void Call::set_number(const te_fl_arg_desc& arg, double value) {
   }
 }
 
-void Call::neutralise(const te_fl_arg_desc& arg) {
+void MutableCall::neutralise(const te_fl_arg_desc& arg) {
   switch (arg.type) {
     case TE_FL_ARG_TENSOR_LIST:
     case TE_FL_ARG_I64_LIST:
@@ -96,13 +97,13 @@ void Call::neutralise(const te_fl_arg_desc& arg) {
   }
 }
 
-bool Call::given(const te_fl_arg_desc& arg) const {
+bool MutableCall::is_present(const te_fl_arg_desc& arg) const {
   if (arg.type == TE_FL_ARG_I64_LIST) return get<int64_t>(arg.count_offset) != 0;
   if (arg.type == TE_FL_ARG_SAVED) return get<void*>(arg.offset) != nullptr;
   return is_tensor(arg) ? !tensors(arg).empty() : number(arg) != arg.neutral;
 }
 
-bool Call::in_place(const te_fl_arg_desc& arg) const {
+bool MutableCall::in_place(const te_fl_arg_desc& arg) const {
   const auto out = tensors(arg);
   for (uint32_t i = 0; i < schema_.arg_count; ++i) {
     if (schema_.args[i]->role != TE_FL_IN || !is_tensor(*schema_.args[i])) continue;
@@ -114,10 +115,10 @@ bool Call::in_place(const te_fl_arg_desc& arg) const {
   return false;
 }
 
-bool Call::fulfils(const Condition& c) const {
+bool MutableCall::fulfils(const Condition& c) const {
   const te_fl_arg_desc& arg = argument(c.argument);
-  if (c.verb == "given") return given(arg);
-  if (c.verb == "absent") return !given(arg);
+  if (c.verb == "given") return is_present(arg);
+  if (c.verb == "absent") return !is_present(arg);
   if (c.verb == "in_place") return in_place(arg);
   if (c.verb == "==") return number(arg) == c.number;
   if (c.verb == ">") return number(arg) > c.number;
