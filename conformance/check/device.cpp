@@ -492,8 +492,9 @@ Status timed_events(const Device& d) {
 // Makes `after` wait for the work that `before` has: by an event if the device has events.
 Status follow(const Device& d, const te_fl::Stream& before, const te_fl::Stream& after) {
   te_fl::Result<te_fl::Event> event = te_fl::Event::create(d);
-  if (!event.ok() && event.status().code() == te_fl::StatusCode::kUnsupported)
-    return devices::synchronize(d, before.get());
+  // The default stream has no object that could wait.
+  const bool unsupported = !event.ok() && event.status().code() == te_fl::StatusCode::kUnsupported;
+  if (unsupported || after.get() == nullptr) return devices::synchronize(d, before.get());
   TE_FL_RETURN_IF_ERROR(event.status());
   TE_FL_RETURN_IF_ERROR(event->record(before.get()));
   return after.wait(*event);
