@@ -149,6 +149,8 @@ struct Expectation {
 };
 
 using Fill = std::function<double(Random&, int64_t)>;
+// Gaussian numbers, of which every eighth has at most five significant bits: scaled by a power of
+// two, many of these are half way between two codes.
 Fill gaussian(double sigma = 1, double mean = 0);
 Fill constant(double value);
 Fill integers(int64_t bound);  // uniform in [0, bound)
@@ -230,6 +232,7 @@ struct Case {
   std::string name;  // for example "gelu/f32/7x33/out=f8e4m3.tensor.row+col"
   uint64_t seed = 0;
   bool large = false;
+  bool for_devices = false;  // a size for what a device runs at once, which takes a host seconds
   // For a collective: the number of ranks. Each rank has a problem of its own, and all run
   // together. 0: not a collective.
   int ranks = 0;
@@ -241,6 +244,8 @@ class Drawn;  // draws random cases (conformance/drawn.hpp)
 
 // Adds cases with NaN and infinities, made from the cases in the table.
 void add_special_cases(Table&);
+// Puts NaN and infinities into the inputs of large sweep cases of many rows, or of long ones.
+void put_special_values(Table& sweep);
 // The complete table. Names are unique.
 Table all_cases();
 
@@ -248,10 +253,13 @@ Table all_cases();
 // arbitrary shapes. Names begin with OP/fuzz/.
 Table fuzz_cases(uint64_t seed, int per_op);
 // The sweep cases of one op: all row lengths from 1 to 300 and powers of two up to 16384, with one
-// to eight rows. Dtypes are F32, BF16, F16, and, if the op's output may be quantised, all quantised
-// formats in turn. About a thousand small cases, always the same. Empty for an op whose cases have
+// to eight rows, and large cases of 70,003 rows, of rows of 70,001 columns and of 1,058,837
+// elements. Dtypes are F32, BF16, F16, and, if the op's output may be quantised, all quantised
+// formats in turn. About a thousand small cases. Empty for an op whose cases have
 // no rows (get_fused_attn_backend). Names begin with OP/sweep/.
-Table sweep_cases(const std::string& op);
+// The arguments are drawn from `seed`. `thorough`: four cases of each size instead of one, and
+// sizes of more than 2^24 elements.
+Table sweep_cases(const std::string& op, uint64_t seed = 1, bool thorough = false);
 
 uint64_t hash_text(const std::string& text);  // equal on all platforms
 std::string dims_name(const Dims& dims);      // for example "7x33"; "scalar"

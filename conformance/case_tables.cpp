@@ -35,10 +35,11 @@ Table fuzz_cases(uint64_t seed, int per_op) {
   return table;
 }
 
-Table sweep_cases(const std::string& op) {
+Table sweep_cases(const std::string& op, uint64_t seed, bool thorough) {
   Table table;
-  Drawn drawn(table, op);
+  Drawn drawn(table, op, seed, thorough);
   add_files(&CaseFile::drawn, drawn);
+  put_special_values(table);
   return table;
 }
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
+#include <unordered_set>
 
 #include "conformance/oracle_quantize.hpp"
 
@@ -70,12 +71,48 @@ bool close(double got, double want, double tol, int dtype) {
   return std::fabs(got - want) <= tol;
 }
 
+// The mean error of results in F16 or BF16, in units in the last place, away from zero. Rounding to
+// nearest gives a mean near 0, rounding towards zero one of -0.5, within the tolerance of every
+// element.
+class RoundingBias {
+ public:
+  explicit RoundingBias(int dtype) {
+    if (dtype == TE_FL_F16) bits_ = 11, least_ = 0x1p-14;
+    if (dtype == TE_FL_BF16) bits_ = 8, least_ = 0x1p-126;
+  }
+  // `extra`: the tolerance of the value before rounding; counts only if it is much less than a
+  // unit. Equal values have equal errors, so each value counts once; a few thousand suffice.
+  void add(double got, double want, double extra) {
+    if (bits_ == 0 || seen_.size() >= 4000) return;
+    if (!(std::fabs(want) >= least_) || !std::isfinite(got)) return;
+    const double unit = std::ldexp(1.0, binary_exponent(std::fabs(want)) + 1 - bits_);
+    if (extra > unit / 16 || !seen_.insert(std::fabs(want)).second) return;
+    sum_ += (std::fabs(got) - std::fabs(want)) / unit;
+  }
+  std::string text(const std::string& name) const {
+    const double mean = seen_.empty() ? 0 : sum_ / static_cast<double>(seen_.size());
+    if (seen_.size() < 200 || std::fabs(mean) < 0.3) return {};
+    return conformance::text(
+        "%s: its elements are %.2g units in the last place %s on average; rounding to nearest "
+        "leaves "
+        "no such bias",
+        name.c_str(), std::fabs(mean), mean < 0 ? "too small" : "too large");
+  }
+
+ private:
+  int bits_ = 0;
+  double least_ = 0, sum_ = 0;
+  std::unordered_set<double> seen_;
+};
+
 std::string compare_values(const Expectation& e) {
   const Tensor& t = *e.tensor;
   Differences wrong;
+  RoundingBias bias(t.spec.dtype);
   for (int64_t i = 0; i < t.numel(); ++i) {
     if (!e.skip.empty() && e.skip[i]) continue;
     const double got = t.get(i);
+    bias.add(got, e.want[i], e.extra.empty() ? 0 : e.extra[i]);
     if (got == e.want[i]) continue;
     const double tol = tolerance(e, t.spec.dtype, i);
     const double want = tol == 0 ? rounded(t.spec.dtype, e.want[i]) : e.want[i];
@@ -88,7 +125,7 @@ std::string compare_values(const Expectation& e) {
                   want, std::fabs(got - want), tol);
     });
   }
-  return wrong.text(t.numel());
+  return wrong.any() ? wrong.text(t.numel()) : bias.text(t.name);
 }
 
 // Compares the bytes of one array of a tensor (data, scales). `shape` is the shape of the array.

@@ -14,8 +14,10 @@ constexpr int64_t kLargestWork = 4'000'000;
 
 void draw_sizes(Draw& r, Variant& v) {
   if (r.swept != nullptr) {  // head size and score rows of the swept length
-    v.b = v.g = 1, v.h = 2, v.d = v.dv = std::min<int64_t>(r.swept->columns, 256);
+    v.b = r.swept->large ? 1 : 1 + r.below(2), v.g = 1, v.h = 2,
+    v.d = v.dv = std::min<int64_t>(r.swept->columns, 256);
     v.sq = r.swept->rows, v.sk = std::min<int64_t>(r.swept->columns, 2048);
+    if (r.swept->large) v.d = v.dv = 8;
     return;
   }
   v.b = 1 + r.below(3), v.g = 1 + r.below(3), v.h = v.g * (1 + r.below(3));
@@ -78,12 +80,6 @@ void draw_terms(Draw& r, Variant& v) {
 Variant draw(Draw& r) {
   Variant v;
   v.dtype = Drawn::high(r), v.layout = static_cast<int>(r.below(3));
-  if (r.swept != nullptr) {
-    v.layout = static_cast<int>(r.below(2));
-    v.mask = r.below(2) == 0 ? TE_FL_MASK_TYPE_NONE : TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT;
-    draw_sizes(r, v);
-    return v;
-  }
   do {
     v.mask = static_cast<int>(r.below(TE_FL_MASK_TYPE_ARBITRARY + 1));
   } while (v.layout == kT && v.mask == TE_FL_MASK_TYPE_ARBITRARY);

@@ -97,7 +97,7 @@ std::string name_of_variant(const Op& op, const Variant& v) {
   if (op.form == Form::kBiasBackward)
     name += std::string("/dbias=") + conformance::name_of(v.dbias);
   if (!v.in_place.empty()) name += "/in_place=" + v.in_place;
-  if (v.limit != 7) name += v.limit == 0 ? "/limit=0" : "/limit=1.5";
+  if (v.limit != 7) name += "/limit=" + std::to_string(v.limit).substr(0, 4);
   if (v.alpha != 1.702) name += "/alpha";
   if (v.offset != 1) name += "/offset";
   if (v.far) name += "/far";
@@ -274,6 +274,16 @@ void draw_cases(Drawn& drawn) {
       Dims out = v.shape;
       if (op.form == Form::kGatedBackward || op.form == Form::kClampedBackward) out.back() *= 2;
       v.out = Drawn::output(r, out), v.dbias = Drawn::high(r);
+      if (op.form == Form::kClampedForward || op.form == Form::kClampedBackward) {
+        static constexpr double kLimits[] = {7, 0.75, 1.5, 20};
+        v.limit = kLimits[r.below(4)], v.alpha = Drawn::chance(r, 2) ? 1.702 : 0.5;
+        v.offset = Drawn::chance(r, 2) ? 1 : -0.25;
+      }
+      const bool same_shape = op.form != Form::kGatedForward && op.form != Form::kClampedForward;
+      if (same_shape && !v.out.quantised() && Drawn::chance(r, 6)) {
+        v.in_place = backward(op.form) && !gated(op.form) && Drawn::chance(r, 2) ? "grad" : "input";
+        v.out = v.in_place == "grad" ? v.grad : v.in;
+      }
       return {name_of_variant(op, v), builder(op, v)};
     });
 }

@@ -176,7 +176,8 @@ void draw_cases(Drawn& drawn) {
     const Dims shape = Drawn::shape(r, 2);
     ChunkVariant v{.dtype = Drawn::high(r), .width = shape.back()};
     v.index = Drawn::chance(r, 2) ? TE_FL_I32 : TE_FL_I64, v.probs = Drawn::high(r);
-    draw_chunks(r, 1 + r.below(40), std::min<int64_t>(shape[0], 1 + 200000 / (40 * v.width)), v);
+    const int64_t elements = r.swept != nullptr && r.swept->large ? 3'000'000 : 200'000;
+    draw_chunks(r, 1 + r.below(40), std::min(shape[0], 1 + elements / (40 * v.width)), v);
     if (Drawn::chance(r, 3)) v.rest = r.below(9);
     return {chunk_name(v) + "/rows=" + std::to_string(v.rows()),
             [v](Problem& p) { chunks_forward(p, v); }};

@@ -1,6 +1,7 @@
 #include <limits>
 
 #include "conformance/case_file.hpp"
+#include "conformance/drawn.hpp"
 #include "te_fl/ops/quantize.h"
 
 // Cases of fused_amax_and_scale_update_after_reduction, compared exactly.
@@ -87,6 +88,27 @@ void update(Problem& p, const UpdateVariant& v) {
   });
 }
 
+void draw_cases(Drawn& drawn) {
+  drawn.cases("quantize", "fused_amax_and_scale_update_after_reduction", [](Draw& r) -> DrawnCase {
+    static constexpr double kMargins[] = {0, 2, -1, 90, -110};
+    UpdateVariant v{.histories = {},
+                    .algo = static_cast<int>(r.below(2)),
+                    .format = static_cast<int>(r.below(2)),
+                    .margin = kMargins[Drawn::chance(r, 2) ? 0 : r.below(5)],
+                    .reduced = Drawn::chance(r, 2)};
+    const auto lists = static_cast<size_t>(r.swept != nullptr ? 1 : 1 + r.below(5));
+    while (v.histories.size() < lists) {
+      const Dims shape = Drawn::shape(r, 2);
+      v.histories.emplace_back(shape[0], shape.back());
+    }
+    const auto& [length, n] = v.histories[0];
+    const std::string name = dims_name({length, n}) + (v.algo == 0 ? "/max" : "/most_recent") +
+                             (v.format == 0 ? "/e4m3" : "/e5m2") + (v.reduced ? "/reduced" : "") +
+                             "/margin=" + std::to_string(static_cast<int>(v.margin));
+    return {name + "/" + std::to_string(lists) + "_lists", [v](Problem& p) { update(p, v); }};
+  });
+}
+
 void add_cases(Table& table) {
   using Set = std::vector<std::pair<int64_t, int64_t>>;
   const std::vector<Set> sets = {{},
@@ -156,6 +178,7 @@ void add_cases(Cases& cases) {
 
 namespace te_fl::conformance {
 
-extern const CaseFile delayed_scaling_cases{.cases = add_cases, .bench = bench::add_cases};
+extern const CaseFile delayed_scaling_cases{
+    .cases = add_cases, .drawn = draw_cases, .bench = bench::add_cases};
 
 }  // namespace te_fl::conformance

@@ -189,17 +189,28 @@ void add_cases(Table& table) {
 }
 
 void draw_cases(Drawn& drawn) {
-  drawn.cases("dropout", "dropout_fwd", [](Draw& r) -> DrawnCase {
-    const Variant v{.dtype = Drawn::high(r), .shape = Drawn::shape(r)};
+  const auto draw = [](Draw& r) {
+    Variant v{.dtype = Drawn::high(r), .shape = Drawn::shape(r)};
+    static constexpr float kShares[] = {0, 0.1f, 0.5f, 0.75f};
+    v.p = kShares[r.below(4)], v.state = Drawn::chance(r, 3);
+    if (Drawn::chance(r, 2)) v.seed = kOtherSeed, v.offset = kOtherOffset;
+    v.in_place = Drawn::chance(r, 6);
+    return v;
+  };
+  drawn.cases("dropout", "dropout_fwd", [&](Draw& r) -> DrawnCase {
+    const Variant v = draw(r);
     return {variant_name(v), [v](Problem& p) { forward(p, v); }};
   });
-  drawn.cases("dropout", "dropout_bwd", [](Draw& r) -> DrawnCase {
-    const Variant v{.dtype = Drawn::high(r), .shape = Drawn::shape(r)};
+  drawn.cases("dropout", "dropout_bwd", [&](Draw& r) -> DrawnCase {
+    const Variant v = draw(r);
     return {variant_name(v), [v](Problem& p) { backward(p, v); }};
   });
   drawn.cases("tensor", "add", [](Draw& r) -> DrawnCase {
     const int a = Drawn::high(r), b = Drawn::high(r), out = Drawn::high(r);
-    const AddVariant v{a, b, out, Drawn::shape(r), r.below(2) == 0 ? 0.0f : 0.25f, ""};
+    AddVariant v{a, b, out, Drawn::shape(r), r.below(2) == 0 ? 0.0f : 0.25f, ""};
+    v.state = Drawn::chance(r, 3);
+    if (Drawn::chance(r, 2)) v.seed = kOtherSeed, v.offset = kOtherOffset;
+    if (Drawn::chance(r, 6)) v.in_place = "a", v.out = v.a;
     return {std::string(name_of(a)) + "+" + name_of(b) + "/" + dims_name(v.shape) +
                 "/out=" + name_of(out) + "/p=" + (v.p == 0 ? "0" : "0.25"),
             [v](Problem& p) { add_op(p, v); }};

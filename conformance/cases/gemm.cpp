@@ -314,9 +314,29 @@ void add_cases(Table& table) {
   add_epilogues(all);
   add_activations(all);
   add_fp8_gemm_cases(all);
-  for (const Variant& v : all)
+  for (const Variant& v : all) {
     add(
         table, "gemm", "generic_gemm", name_of_case(v), [v](Problem& p) { set_up(p, v); }, v.large);
+    table.back().for_devices = v.m * v.n * v.k > int64_t{1} << 28;
+  }
+}
+
+// Draws the arguments besides the matrices, in every combination that the op allows.
+void draw_terms(Draw& r, Variant& v) {
+  const auto some = [&](int one_in) { return Drawn::chance(r, one_in) ? Drawn::high(r) : -1; };
+  if (Drawn::chance(r, 3)) v.d = Drawn::high(r);
+  static constexpr double kAlphas[] = {1, -0.37, 2}, kBetas[] = {1, 0.5, 0, -2};
+  if (Drawn::chance(r, 3)) v.alpha = kAlphas[r.below(3)];
+  if (Drawn::chance(r, 3)) v.accumulate = true, v.beta = kBetas[r.below(4)];
+  if (Drawn::chance(r, 4)) {
+    v.pre_gelu_in = {Drawn::high(r)};
+  } else {
+    v.bias = some(2), v.gelu = Drawn::chance(r, 3);
+    if (v.gelu && Drawn::chance(r, 2)) v.pre_gelu_out = {Drawn::high(r)};
+  }
+  v.residual = some(4), v.bias_grad = some(4);
+  v.accumulate_bias_grad = v.bias_grad >= 0 && Drawn::chance(r, 2);
+  if (!v.accumulate) v.d_sum = some(4);
 }
 
 void draw_cases(Drawn& drawn) {
@@ -329,7 +349,11 @@ void draw_cases(Drawn& drawn) {
       v.m = r.swept->rows, v.n = v.k = r.swept->columns;
       if (r.swept->columns > 300) (r.below(2) == 0 ? v.n : v.k) = 24;
     }
-    if (r.below(2) == 1) v.bias = dtype;
+    if (r.swept != nullptr && r.swept->large) {
+      if (v.n > 20'000) v.n = 1 + r.below(9);
+      if (v.k > 20'000 && v.m > 100) v.k = 24;
+    }
+    draw_terms(r, v);
     return {name_of_case(v), [v](Problem& p) { set_up(p, v); }};
   });
 }

@@ -206,6 +206,12 @@ void draw_cases(Drawn& drawn) {
     v.what += "x" + std::to_string(n) + "x" + std::to_string(k);
     if (count > 9) v.what = std::to_string(count) + "_experts_" + std::to_string(r.below(1 << 20));
     if (r.below(2) == 1) v.product.bias = dtype;
+    static constexpr double kAlphas[] = {1, -0.37, 2}, kBetas[] = {1, 0.5, 0, -2};
+    if (Drawn::chance(r, 3)) v.product.d = Drawn::high(r);
+    if (Drawn::chance(r, 3)) v.product.alpha = kAlphas[r.below(3)];
+    if (Drawn::chance(r, 3)) v.product.accumulate = true, v.product.beta = kBetas[r.below(4)];
+    if (count > 0 && Drawn::chance(r, 4)) v.product.bias_grad = Drawn::high(r);
+    v.product.accumulate_bias_grad = v.product.bias_grad >= 0 && Drawn::chance(r, 2);
     return {name_of_case(v), [v](Problem& p) { set_up(p, v); }};
   });
 }

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 #include "conformance/case_file.hpp"
@@ -14,7 +15,16 @@ constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
 constexpr int kRowTypes[] = {TE_FL_F32,    TE_FL_F16,    TE_FL_BF16,
                              TE_FL_F8E4M3, TE_FL_F8E5M2, TE_FL_U8};
 
-Fill row_values(int dtype) { return dtype == TE_FL_U8 ? integers(200) : gaussian(3); }
+// Values of rows that are only copied, with infinities and NaN where the dtype has them.
+Fill row_values(int dtype) {
+  if (dtype == TE_FL_U8) return integers(200);
+  const bool special = dtype != TE_FL_F8E4M3 && dtype != TE_FL_F8E5M2;
+  return [special, plain = gaussian(3)](Random& r, int64_t i) {
+    const double x = plain(r, i);
+    if (!special || i % 41 != 17) return x;
+    return i % 2 == 0 ? nan_value() : std::copysign(infinity(), x);
+  };
+}
 Fill listed(std::vector<double> values) {
   return
       [values = std::move(values)](Random&, int64_t i) { return values[static_cast<size_t>(i)]; };
@@ -377,13 +387,18 @@ void add_cases(Table& table) {
   add_offsets(table);
 }
 
+// The number of tokens for which a case of `each` elements for a token takes little time.
+int64_t most_tokens(const Draw& r, int64_t usual, int64_t each) {
+  const bool large = r.swept != nullptr && r.swept->large;
+  return std::min(large ? INT64_MAX : usual, 1 + (large ? 3'000'000 : 600'000) / each);
+}
+
 void draw_cases(Drawn& drawn) {
   drawn.cases("moe", "moe_permute_fwd", [](Draw& r) -> DrawnCase {
     const Dims shape = Drawn::shape(r, 2);
     PermuteVariant v{.dtype = Drawn::high(r), .index = Drawn::chance(r, 2) ? TE_FL_I32 : TE_FL_I64};
-    v.tokens = std::min<int64_t>(shape[0], 300), v.width = shape.back();
-    v.each = 1 + r.below(6), v.experts = 1 + r.below(70);
-    if (v.tokens * v.each * v.width > 600000) v.tokens = 1 + 600000 / (v.each * v.width);
+    v.width = shape.back(), v.each = 1 + r.below(6), v.experts = 1 + r.below(70);
+    v.tokens = std::min(shape[0], most_tokens(r, 300, v.each * v.width));
     if (Drawn::chance(r, 3)) v.rows = r.below(v.tokens * v.each + 9);
     v.any_index = Drawn::chance(r, 4);
     return {permute_name(v), [v](Problem& p) { permute_forward(p, v); }};
@@ -391,10 +406,10 @@ void draw_cases(Drawn& drawn) {
   const auto rows = [](Draw& r) {
     const Dims shape = Drawn::shape(r, 2);
     RowsVariant v{.dtype = Drawn::high(r)};
-    v.tokens = shape[0], v.width = shape.back(), v.each = 1 + r.below(6);
-    if (v.tokens * v.each * v.width > 600000) v.tokens = 1 + 600000 / (v.each * v.width);
+    v.width = shape.back(), v.each = 1 + r.below(6);
+    v.tokens = std::min(shape[0], most_tokens(r, shape[0], v.each * v.width));
     if (Drawn::chance(r, 3)) v.rows = r.below(v.tokens * v.each + 9);
-    v.probs = !Drawn::chance(r, 4);
+    v.probs = !Drawn::chance(r, 4), v.grad_probs = v.probs || Drawn::chance(r, 2);
     return v;
   };
   drawn.cases("moe", "moe_permute_bwd", [&](Draw& r) -> DrawnCase {
@@ -423,8 +438,12 @@ void draw_cases(Drawn& drawn) {
                   return {groups_name(v), [v, pads](Problem& p) { groups(p, v, pads); }};
                 });
   drawn.cases("moe", "splits_to_offsets", [](Draw& r) -> DrawnCase {
-    const OffsetsVariant v{.size = Drawn::shape(r).back(), .stride = 1 + r.below(5000)};
-    return {std::to_string(v.size) + "/stride=" + std::to_string(v.stride),
+    OffsetsVariant v{.size = Drawn::shape(r).back(), .stride = 1 + r.below(5000)};
+    v.in = Drawn::chance(r, 2) ? TE_FL_I32 : TE_FL_I64, v.leading_zero = Drawn::chance(r, 2);
+    if (Drawn::chance(r, 4)) v.stride = (int64_t{1} << 30) + 1;
+    if (v.size < 1000 && v.stride < 2000) v.out = Drawn::chance(r, 2) ? TE_FL_I32 : TE_FL_I64;
+    return {std::string(name_of(v.in)) + "->" + name_of(v.out) + "/" + std::to_string(v.size) +
+                "/stride=" + std::to_string(v.stride) + (v.leading_zero ? "" : "/no_zero"),
             [v](Problem& p) { offsets(p, v); }};
   });
 }

@@ -1,7 +1,9 @@
-#include "conformance/huge/norm.hpp"
+#include <cstdio>
+
 #include "conformance/case_file.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
+#include "conformance/huge/norm.hpp"
 #include "conformance/huge/norm_gradient.hpp"
 #include "te_fl/ops/norm.h"
 
@@ -38,9 +40,13 @@ std::string variant_name(const Variant& v, bool backward) {
   name += "/" + dims_name(v.shape) + "/out=" + v.out.name();
   if (v.zero_centered) name += "/zero_centered";
   if (!v.with_beta) name += "/no_beta";
-  if (v.epsilon != 1e-5) name += v.epsilon == 0 ? "/eps=0" : "/eps=0.1";
+  if (v.epsilon != 1e-5) {
+    char text[32];
+    std::snprintf(text, sizeof text, "/eps=%g", v.epsilon);
+    name += text;
+  }
   if (v.mean != 0.5) name += "/mean=" + std::to_string(static_cast<int>(v.mean));
-  if (v.sigma == 0) name += "/constant";
+  if (v.sigma < 1) name += v.sigma == 0 ? "/constant" : "/small";
   if (v.residual >= 0) name += std::string("/residual=") + name_of(v.residual);
   if (v.sum >= 0) name += std::string("/sum=") + name_of(v.sum);
   if (v.with_add) name += "/add";
@@ -75,7 +81,9 @@ void forward(Problem& p, bool layer, const Variant& v) {
   Tensor* x = p.in("x", v.x, v.shape, rows_fill(v));
   Tensor* gamma = p.in("gamma", v.gamma, {h}, gaussian(0.5, v.zero_centered ? 0 : 1));
   Tensor* beta = layer && v.with_beta ? p.in("beta", v.gamma, {h}) : nullptr;
-  Tensor* residual = v.residual >= 0 ? p.in("residual", v.residual, v.shape) : nullptr;
+  Tensor* residual = v.residual >= 0
+                         ? p.in("residual", v.residual, v.shape, gaussian(std::min(v.sigma, 1.0)))
+                         : nullptr;
   const int64_t rows = x->rows();
   Tensor* z = v.in_place == "x" ? p.in_place("z", x) : p.out("z", v.out, v.shape);
   Tensor* sum = nullptr;
@@ -91,7 +99,7 @@ void forward(Problem& p, bool layer, const Variant& v) {
                           residual == nullptr ? "sum requires residual" : "residual requires sum");
   p.oracle([&p, layer, v, h, rows, x, residual, gamma, beta, z, sum, mu, rsigma] {
     std::vector<double> want(static_cast<size_t>(x->numel())), extra(want.size()), mus(rows),
-        rs(rows), mu_extra(rows), input(want.size());
+        rs(rows), mu_extra(rows), rs_extra(rows), input(want.size());
     for (int64_t i = 0; i < x->numel(); ++i) {
       input[i] = x->get(i);
       if (sum == nullptr) continue;
@@ -112,14 +120,21 @@ void forward(Problem& p, bool layer, const Variant& v) {
                        static_cast<double>(std::max<int64_t>(h, 1));
         mu_extra[i] += 1e-9;
       }
+      // The error of the mean adds its square to the variance, which counts if the elements of a
+      // row are equal and epsilon is small.
+      const double added = layer ? mu_extra[i] * mu_extra[i] * s.rsigma * s.rsigma / 2 : 0;
+      rs_extra[i] = added * s.rsigma;
+      for (int64_t j = 0; j < h; ++j)
+        extra[i * h + j] += added * std::fabs(input[i * h + j] - s.mu) * s.rsigma *
+                            std::fabs(gamma->get(j) + (v.zero_centered ? 1 : 0));
     }
     p.expect(z, want, extra);
     if (layer) p.expect(mu, mus, mu_extra).relative = 5e-5;
-    p.expect(rsigma, rs).relative = 5e-5;
+    p.expect(rsigma, rs, rs_extra).relative = 5e-5;
     if (sum != nullptr)
       p.expect_custom(sum, [input](const Tensor& t) -> std::string {
         for (int64_t i = 0; i < t.numel(); ++i)
-          if (t.get(i) != input[i])
+          if (t.get(i) != input[i] && !(std::isnan(t.get(i)) && std::isnan(input[i])))
             return "sum[" + std::to_string(i) + "] is " + std::to_string(t.get(i)) +
                    ", must be exactly " + std::to_string(input[i]);
         return {};
@@ -385,13 +400,24 @@ void draw_cases(Drawn& drawn) {
     drawn.cases("norm", op, [&](Draw& r) -> DrawnCase {
       Variant v = draw(r);
       v.out = Drawn::output(r, v.shape), v.epsilon = 0.1;
+      if (!v.out.quantised()) {
+        // The smaller ones show in rows of small numbers.
+        static constexpr double kEpsilons[] = {1e-12, 1e-8, 1e-5, 1e-3, 0.1, 1};
+        v.epsilon = kEpsilons[r.below(6)];
+        if (Drawn::chance(r, 2)) v.mean = 0, v.sigma = 1e-3;
+      }
+      if (Drawn::chance(r, 3)) v.residual = Drawn::high(r), v.sum = Drawn::high(r);
+      v.with_beta = !Drawn::chance(r, 4);
+      if (!v.out.quantised() && Drawn::chance(r, 8)) v.in_place = "x", v.out = v.x;
       return {variant_name(v, false), [layer, v](Problem& p) { forward(p, layer, v); }};
     });
   }
   for (const std::string op : {"layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add"})
     drawn.cases("norm", op, [&](Draw& r) -> DrawnCase {
       Variant v = draw(r);
-      v.out = Drawn::high(r);
+      v.out = Drawn::high(r), v.with_beta = !Drawn::chance(r, 4);
+      v.with_add = op == "layernorm_bwd" && Drawn::chance(r, 2);
+      if (Drawn::chance(r, 8)) v.in_place = "dz", v.out = v.dz;
       return {variant_name(v, true), [op, v](Problem& p) { backward(p, op, v); }};
     });
 }

@@ -348,8 +348,12 @@ void add_sgd(Table& table) {
 
 AdamVariant draw_adam(Draw& r) {
   AdamVariant v{.grad = Drawn::high(r), .param = Drawn::high(r), .shapes = draw_shapes(r)};
-  v.master = Drawn::chance(r, 2), v.noop = Drawn::chance(r, 4) ? static_cast<int>(r.below(2)) : -1;
-  v.weight_decay = Drawn::chance(r, 2) ? 0.1 : 0, v.step = 1 + r.below(1000);
+  v.master = Drawn::chance(r, 2), v.noop = Drawn::chance(r, 4) ? static_cast<int>(r.below(3)) : -1;
+  // Beyond 10,000 steps the correction of the default beta2 is 1.
+  static constexpr int64_t kSteps[] = {10, 1000, 8000, 100'000, int64_t{1} << 40};
+  v.weight_decay = Drawn::chance(r, 2) ? 0.1 : 0, v.step = 1 + r.below(kSteps[r.below(5)]);
+  if (Drawn::chance(r, 4)) v.beta1 = 0.5, v.beta2 = 0.9999;
+  if (Drawn::chance(r, 3)) v.epsilon = Drawn::chance(r, 2) ? 1e-3 : 0;
   v.mode = Drawn::chance(r, 2) ? TE_FL_ADAM_MODE_L2 : TE_FL_ADAM_MODE_ADAMW;
   v.bias_correction = !Drawn::chance(r, 4), v.lr_tensor = Drawn::chance(r, 4);
   v.step_tensor = Drawn::chance(r, 4), v.shift = draw_shift(r);
@@ -364,7 +368,7 @@ SgdVariant draw_sgd(Draw& r) {
   v.first_run = v.momentum != 0 && Drawn::chance(r, 3);
   v.nesterov = v.momentum != 0 && Drawn::chance(r, 3);
   v.dampening = v.momentum != 0 && !v.nesterov && Drawn::chance(r, 3) ? 0.3 : 0;
-  v.noop = Drawn::chance(r, 4) ? static_cast<int>(r.below(2)) : -1;
+  v.noop = Drawn::chance(r, 4) ? static_cast<int>(r.below(3)) : -1;
   v.lr_tensor = Drawn::chance(r, 4), v.shift = draw_shift(r);
   return v;
 }

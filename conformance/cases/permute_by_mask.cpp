@@ -180,9 +180,11 @@ void draw_cases(Drawn& drawn) {
     MaskVariant v{.dtype = Drawn::high(r), .mask = Drawn::chance(r, 2) ? TE_FL_U8 : TE_FL_BOOL};
     v.probs = Drawn::chance(r, 3) ? -1 : Drawn::high(r);
     if (Drawn::chance(r, 2)) v.pad = Drawn::chance(r, 2) ? TE_FL_I32 : TE_FL_I64;
-    v.tokens = std::min<int64_t>(shape[0], 300), v.width = shape.back();
-    v.experts = 1 + r.below(70), v.every = 1 + r.below(9), v.more = r.below(5);
-    if (v.tokens * v.experts * v.width > 600000) v.tokens = 1 + 600000 / (v.experts * v.width);
+    const bool large = r.swept != nullptr && r.swept->large;
+    v.tokens = large ? shape[0] : std::min<int64_t>(shape[0], 300), v.width = shape.back();
+    v.experts = 1 + r.below(large ? 5 : 70), v.every = 1 + r.below(9), v.more = r.below(5);
+    const int64_t most = large ? 3'000'000 : 600'000;
+    if (v.tokens * v.experts * v.width > most) v.tokens = 1 + most / (v.experts * v.width);
     return {mask_name(v), [v](Problem& p) { permute_by_mask(p, v); }};
   });
 }

@@ -44,6 +44,7 @@ double block_value(double g, int64_t i) {
 // Random data by kind: Gaussian; with NaN, infinities, zeros and rounding ties; amaxes for which
 // the scale overflows; large values; zeros.
 Fill data_fill(Data data) {
+  if (data == Data::kGaussian) return gaussian();
   return [data](Random& r, int64_t i) -> double {
     const double g = r.gaussian();
     switch (data) {
@@ -268,17 +269,19 @@ void add_bgrad(Table& table) {
         [=](Problem& p) { bgrad(p, TE_FL_F32, spec, TE_FL_F32, shape); }, shape[0] == 300);
 }
 
-// A multi_quantize case with `count` tensors. Tensor i has specs[i % specs.size()].
-void multi_quantize(Problem& p, int count, const std::vector<Spec>& specs, double noop,
-                    bool even = false) {
+// One tensor of multi_tensor_quantize.
+struct Listed {
+  int in = TE_FL_F32;
+  Spec spec = {};
+  Dims shape = {};
+};
+
+void quantize_list(Problem& p, const std::vector<Listed>& list, double noop) {
   std::vector<Tensor*> xs, ys;
-  for (int i = 0; i < count; ++i) {
+  for (size_t i = 0; i < list.size(); ++i) {
     const std::string n = "[" + std::to_string(i) + "]";
-    const Dims shape = even ? Dims{i % 5 * 48, i % 7 * 40 + 8} : Dims{i % 5 * 13, i % 3 * 20 + 2};
-    xs.push_back(p.unnamed(p.in("inputs" + n, kHigh[i % 3], shape)));
-    Spec s = specs[static_cast<size_t>(i) % specs.size()];
-    s.scale = static_cast<float>(i + 1);
-    ys.push_back(p.unnamed(p.out("outputs" + n, s, shape)));
+    xs.push_back(p.unnamed(p.in("inputs" + n, list[i].in, list[i].shape)));
+    ys.push_back(p.unnamed(p.out("outputs" + n, list[i].spec, list[i].shape)));
   }
   p.list("inputs", xs), p.list("outputs", ys);
   if (noop >= 0) p.in("noop_flag", TE_FL_F32, {1}, constant(noop));
@@ -292,10 +295,24 @@ void multi_quantize(Problem& p, int count, const std::vector<Spec>& specs, doubl
   });
 }
 
-void split(Problem& p, int in, const Spec& spec, const std::vector<int64_t>& parts, int64_t k) {
+// A case with `count` tensors. Tensor i has specs[i % specs.size()].
+void multi_quantize(Problem& p, int count, const std::vector<Spec>& specs, double noop,
+                    bool even = false) {
+  std::vector<Listed> list;
+  for (int i = 0; i < count; ++i) {
+    const Dims shape = even ? Dims{i % 5 * 48, i % 7 * 40 + 8} : Dims{i % 5 * 13, i % 3 * 20 + 2};
+    Spec s = specs[static_cast<size_t>(i) % specs.size()];
+    s.scale = static_cast<float>(i + 1);
+    list.push_back({kHigh[i % 3], s, shape});
+  }
+  quantize_list(p, list, noop);
+}
+
+void split(Problem& p, int in, const Spec& spec, const std::vector<int64_t>& parts, int64_t k,
+           Data data = Data::kGaussian) {
   int64_t rows = 0;
   for (int64_t n : parts) rows += n;
-  Tensor* x = p.in("input", in, {rows, k});
+  Tensor* x = p.in("input", in, {rows, k}, data_fill(data));
   std::vector<Tensor*> ys;
   for (size_t i = 0; i < parts.size(); ++i)
     ys.push_back(p.unnamed(p.out("outputs[" + std::to_string(i) + "]", spec, {parts[i], k})));
@@ -311,10 +328,10 @@ void split(Problem& p, int in, const Spec& spec, const std::vector<int64_t>& par
 }
 
 void cast(Problem& p, int in, int out, const Dims& shape, bool with_amax, bool with_inverse,
-          Data data) {
+          Data data, double factor = 99.7) {
   Tensor* x = p.in("input", in, shape, data_fill(data));
   Tensor* y = p.out("output", out, shape);
-  Tensor* scale = p.in("scale", TE_FL_F32, {1}, constant(99.7));
+  Tensor* scale = p.in("scale", TE_FL_F32, {1}, constant(factor));
   Tensor* amax = with_amax
                      ? p.inout("amax", TE_FL_F32, {1}, constant(shape.size() == 1 ? 1e30 : 0.5))
                      : nullptr;
@@ -503,8 +520,45 @@ void draw_cases(Drawn& drawn) {
     const int in = Drawn::high(r);
     const Dims shape = Drawn::shape(r);
     const Spec spec = Drawn::quantised(r, shape);
-    return {spec_case(in, shape, spec),
-            [=](Problem& p) { quantize(p, in, spec, shape, Data::kGaussian, -1); }};
+    const bool fp4 = spec.dtype == TE_FL_F4E2M1;
+    const auto data = fp4 || !Drawn::chance(r, 3) ? Data::kGaussian : static_cast<Data>(r.below(5));
+    const double noop = Drawn::chance(r, 6) ? static_cast<double>(r.below(4)) - 1 : -1;
+    std::string name = spec_case(in, shape, spec) + kDataNames[static_cast<int>(data)];
+    if (noop >= 0) name += "/noop=" + std::to_string(static_cast<int>(noop));
+    return {name, [=](Problem& p) { quantize(p, in, spec, shape, data, noop); }};
+  });
+  drawn.cases("quantize", "multi_tensor_quantize", [](Draw& r) -> DrawnCase {
+    std::vector<Listed> list(static_cast<size_t>(r.swept != nullptr ? 2 : r.below(9)));
+    for (Listed& one : list) {
+      one.in = Drawn::high(r), one.shape = Drawn::shape(r);
+      one.spec = Drawn::quantised(r, one.shape);
+    }
+    r.quantises = true;
+    const double noop = Drawn::chance(r, 6) ? static_cast<double>(r.below(3)) : -1;
+    std::string name = std::to_string(list.size());
+    if (!list.empty())
+      name = spec_case(list[0].in, list[0].shape, list[0].spec) + "/" + name + "_tensors";
+    if (noop >= 0) name += "/noop=" + std::to_string(static_cast<int>(noop));
+    return {name, [=](Problem& p) { quantize_list(p, list, noop); }};
+  });
+  drawn.cases("quantize", "split_quantize", [](Draw& r) -> DrawnCase {
+    const int in = Drawn::high(r);
+    const Dims shape = Drawn::shape(r, 2);
+    const int64_t k = shape.back();
+    int64_t left = 1;
+    for (size_t i = 0; i + 1 < shape.size(); ++i) left *= shape[i];
+    Dims parts;
+    while (left > 0) {
+      if (Drawn::chance(r, 6)) parts.push_back(0);
+      parts.push_back(std::min(left, r.below(left + 1) / 2 * 2 + 2));  // even parts for FP4
+      left -= parts.back();
+    }
+    const Spec spec = Drawn::quantised(r, shape);
+    const bool special = spec.dtype != TE_FL_F4E2M1 && Drawn::chance(r, 3);
+    const auto data = special ? Data::kSpecial : Data::kGaussian;
+    return {spec_case(in, {shape[0], k}, spec) + "/" + std::to_string(parts.size()) + "_parts" +
+                kDataNames[static_cast<int>(data)],
+            [=](Problem& p) { split(p, in, spec, parts, k, data); }};
   });
   drawn.cases("quantize", "dequantize", [](Draw& r) -> DrawnCase {
     const int out = Drawn::high(r);
@@ -523,22 +577,35 @@ void draw_cases(Drawn& drawn) {
   drawn.cases("quantize", "cast_to_fp8", [](Draw& r) -> DrawnCase {
     const int in = Drawn::high(r), out = Drawn::chance(r, 2) ? TE_FL_F8E4M3 : TE_FL_F8E5M2;
     const Dims shape = Drawn::shape(r);
-    return {std::string(name_of(in)) + "->" + name_of(out) + "/" + dims_name(shape),
-            [=](Problem& p) { cast(p, in, out, shape, true, true, Data::kGaussian); }};
+    static constexpr double kFactors[] = {1, 0.5, 16, 99.7};
+    const double factor = kFactors[r.below(4)];
+    const bool amax = !Drawn::chance(r, 4), inverse = !Drawn::chance(r, 4);
+    const auto data = Drawn::chance(r, 3) ? Data::kSpecial : Data::kGaussian;
+    return {std::string(name_of(in)) + "->" + name_of(out) + "/" + dims_name(shape) +
+                kDataNames[static_cast<int>(data)],
+            [=](Problem& p) { cast(p, in, out, shape, amax, inverse, data, factor); }};
   });
   drawn.cases("quantize", "compute_amax", [](Draw& r) -> DrawnCase {
     const int in = Drawn::high(r);
     const Dims shape = Drawn::shape(r);
-    return {std::string(name_of(in)) + "/" + dims_name(shape),
-            [=](Problem& p) { amax(p, in, shape, Data::kGaussian); }};
+    const auto data = Drawn::chance(r, 2) ? Data::kGaussian : static_cast<Data>(r.below(4));
+    return {std::string(name_of(in)) + "/" + dims_name(shape) + kDataNames[static_cast<int>(data)],
+            [=](Problem& p) { amax(p, in, shape, data); }};
   });
   drawn.cases("quantize", "fp8_transpose", [](Draw& r) -> DrawnCase {
     static const int dtypes[] = {TE_FL_F8E4M3, TE_FL_F8E5M2, TE_FL_U8};
     const int dtype = dtypes[r.below(3)];
     const Dims shape = Drawn::shape(r, 2);
     const int64_t k = shape.back(), m = std::min<int64_t>(shape[0], 60000 / k + 1);
-    return {std::string(name_of(dtype)) + "/" + dims_name({m, k}),
-            [=](Problem& p) { transpose(p, dtype, m, k); }};
+    const bool sums = dtype != TE_FL_U8 && Drawn::chance(r, 2), scaled = Drawn::chance(r, 2);
+    const int out = Drawn::high(r);
+    return {std::string(name_of(dtype)) + "/" + dims_name({m, k}) + (sums ? "/sums" : ""),
+            [=](Problem& p) {
+              if (sums)
+                transpose_and_sum(p, dtype, out, m, k, scaled);
+              else
+                transpose(p, dtype, m, k);
+            }};
   });
 }
 

@@ -306,6 +306,7 @@ void draw_share(Draw& r, int64_t& s, int& size, int& rank) {
 Variant draw_variant(Draw& r) {
   Variant v{.dtype = Drawn::high(r), .layout = static_cast<int>(r.below(3))};
   v.b = 1 + r.below(4), v.h = 1 + r.below(9), v.d = std::max<int64_t>(2, Drawn::extent(r, 300));
+  if (r.swept != nullptr && r.swept->large) v.b = v.h = 2;
   v.r = draw_rotated(r, v.d);
   v.s = r.swept != nullptr ? r.swept->rows
                            : Drawn::extent(r, std::max<int64_t>(1, 30000 / (v.b * v.h * v.d)));
@@ -327,6 +328,7 @@ QkvVariant draw_qkv(Draw& r) {
   v.layout = Drawn::chance(r, 2) ? TE_FL_LAYOUT_SBHD : TE_FL_LAYOUT_BSHD;
   v.b = 1 + r.below(3), v.g = 1 + r.below(4), v.k = std::max<int64_t>(2, Drawn::extent(r, 160));
   v.q = v.k * (1 + r.below(4)), v.v = Drawn::chance(r, 2) ? v.k : Drawn::extent(r, 160);
+  if (r.swept != nullptr && r.swept->large) v.b = v.g = 1;
   v.r = draw_rotated(r, v.k);
   v.s = r.swept != nullptr
             ? r.swept->rows

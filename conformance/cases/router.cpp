@@ -504,6 +504,13 @@ void draw_cases(Drawn& drawn) {
     v.options.before = v.options.function == kSoftmax && Drawn::chance(r, 2);
     v.bias = v.options.function != kSoftmax && Drawn::chance(r, 2);
     v.ties = Drawn::chance(r, 3);
+    if (Drawn::chance(r, 3)) v.options.scaling = 2.5;
+    static constexpr int kIndices[] = {TE_FL_I16, TE_FL_I32, TE_FL_I64};
+    v.map = Drawn::chance(r, 2) ? TE_FL_BOOL : TE_FL_U8, v.index = kIndices[r.below(3)];
+    if (v.experts > 32767) v.index = TE_FL_I32;
+    const int64_t kept = r.below(4);  // three of them, or one alone
+    v.has_map = kept != 0 && kept != 1, v.has_bits = kept != 0 && kept != 2;
+    v.has_indices = kept != 3;
     return v;
   };
   drawn.cases("moe", "fused_topk_with_score_function_fwd", [&](Draw& r) -> DrawnCase {
@@ -519,16 +526,24 @@ void draw_cases(Drawn& drawn) {
     return {router_name(v), [v](Problem& p) { router_backward(p, v); }};
   });
   drawn.cases("moe", "fused_score_for_moe_aux_loss_fwd", [&](Draw& r) -> DrawnCase {
-    const RouterVariant v = variant(r);
+    RouterVariant v = variant(r);
+    v.has_indices = false, v.options.scaling = 1, v.bias = v.options.before = false;
     return {router_name(v), [v](Problem& p) { score_forward(p, v); }};
   });
   drawn.cases("moe", "fused_score_for_moe_aux_loss_bwd", [&](Draw& r) -> DrawnCase {
-    const RouterVariant v = variant(r);
+    RouterVariant v = variant(r);
+    v.has_map = v.has_bits = v.has_indices = v.bias = v.options.before = false;
+    v.options.scaling = 1;
     return {router_name(v), [v](Problem& p) { score_backward(p, v); }};
   });
   const auto loss = [](Draw& r) {
     const Dims shape = Drawn::shape(r, 2);
-    return LossVariant{.dtype = Drawn::high(r), .tokens = shape[0], .experts = shape.back()};
+    static constexpr int kCounts[] = {TE_FL_I32, TE_FL_I64, TE_FL_F32, TE_FL_BF16};
+    return LossVariant{.dtype = Drawn::high(r),
+                       .count = kCounts[r.below(4)],
+                       .tokens = shape[0],
+                       .experts = shape.back(),
+                       .in_tensor = Drawn::chance(r, 3)};
   };
   drawn.cases("moe", "fused_moe_aux_loss_fwd", [&](Draw& r) -> DrawnCase {
     const LossVariant v = loss(r);

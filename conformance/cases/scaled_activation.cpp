@@ -176,6 +176,11 @@ void draw_cases(Drawn& drawn) {
             Drawn::chance(r, 2)) {
           v.interleave = v.shape.back() / (Drawn::chance(r, 2) ? 2 : 4);
         }
+        static constexpr double kFactors[] = {1, 0.125, 8};
+        v.numbers.beta1 *= kFactors[r.below(3)], v.numbers.beta2 *= kFactors[r.below(3)];
+        if (Drawn::chance(r, 2)) v.numbers.limit = Drawn::chance(r, 2) ? 1.5 : 20;
+        if (Drawn::chance(r, 2)) v.numbers.alpha = 1, v.numbers.offset = -0.25;
+        v.grad_scales = !Drawn::chance(r, 6);
         return {scaled_name(v), [v](Problem& p) { scaled_problem(p, v); }};
       });
 }

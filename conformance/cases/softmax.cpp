@@ -224,7 +224,8 @@ void add_cases(Table& table) {
 
 void draw_cases(Drawn& drawn) {
   const auto draw = [](const Op& op, Draw& r) {
-    Variant v{.dtype = Drawn::high(r), .scale = r.below(2) == 0 ? 1 : 0.125};
+    static constexpr double kScales[] = {1, 0.125, 2.5};
+    Variant v{.dtype = Drawn::high(r), .scale = kScales[r.below(3)]};
     int64_t b = 1 + r.below(3), h = 1 + r.below(3), q = 1 + r.below(30);
     const int64_t k = Drawn::extent(r, r.swept != nullptr ? 1 << 14 : 1025);
     if (r.swept != nullptr) b = h = 1, q = r.swept->rows;

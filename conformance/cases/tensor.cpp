@@ -395,56 +395,91 @@ void add_cases(Table& table) {
   add_loss(table);
 }
 
+// A value that the dtype can represent after rounding. Integers of 32 and 64 bits have more bits
+// than FP32 numbers.
+double draw_value(Random& r, int dtype) {
+  if (is_float(dtype)) return std::ldexp(r.gaussian(), static_cast<int>(r.below(20)) - 10);
+  const int width = storage_bits(dtype);
+  const bool is_signed = dtype <= TE_FL_I64;
+  const int bits = std::min(width - (is_signed ? 1 : 0), 53);
+  const double n = std::ldexp(1.0, bits) - 1 - static_cast<double>(r.below(7));
+  return is_signed && Drawn::chance(r, 2) ? -n : n;
+}
+
 void draw_cases(Drawn& drawn) {
   drawn.cases("tensor", "strided_copy", [](Draw& r) -> DrawnCase {
-    const int from = Drawn::high(r), to = Drawn::high(r);
+    int from = Drawn::high(r), to = Drawn::high(r);
+    if (r.swept == nullptr || Drawn::chance(r, 2)) {
+      from = kConvertible[r.below(6)], to = kConvertible[r.below(6)];
+      if (Drawn::chance(r, 3)) from = to = kIntegers[r.below(8)];
+    }
     const Strided flat{"", Drawn::shape(r), {}, 0, 0};
+    const bool special = Drawn::chance(r, 2);
+    const Fill fill = from >= TE_FL_I8 ? any_value(from) : special ? spread_special : spread;
     return {std::string(name_of(from)) + "->" + name_of(to) + "/" + dims_name(flat.shape),
-            [=](Problem& p) { copy(p, from, to, flat, flat, spread); }};
+            [=](Problem& p) { copy(p, from, to, flat, flat, fill); }};
   });
   drawn.cases("tensor", "fill", [](Draw& r) -> DrawnCase {
-    const int dtype = Drawn::high(r);
+    int dtype = Drawn::high(r);
+    if (r.swept == nullptr || Drawn::chance(r, 2))
+      dtype = Drawn::chance(r, 2) ? kIntegers[r.below(8)] : kConvertible[r.below(6)];
     const Dims shape = Drawn::shape(r);
+    const double value = draw_value(r, dtype);
     return {std::string(name_of(dtype)) + "/" + dims_name(shape), [=](Problem& p) {
               Tensor* y = p.out("output", dtype, shape);
-              p.set("value", 2.5);
-              p.oracle([&p, y] {
-                p.expect_exact(y, std::vector<double>(static_cast<size_t>(y->numel()), 2.5),
-                               TE_FL_F32);
+              p.set("value", value);
+              p.oracle([&p, y, dtype, value] {
+                p.expect_exact(
+                    y, std::vector<double>(static_cast<size_t>(y->numel()), rounded(dtype, value)),
+                    TE_FL_F32);
               });
             }};
   });
   const auto embedding = [](Draw& r) {
     const Dims shape = Drawn::shape(r, 2);
-    return EmbeddingVariant{.index = Drawn::chance(r, 2) ? TE_FL_I32 : TE_FL_I64,
-                            .in = Drawn::high(r),
-                            .out = Drawn::high(r),
-                            .shape = {std::min<int64_t>(shape[0], 60000 / shape.back() + 1)},
-                            .vocabulary = 1 + r.below(40),
-                            .width = shape.back()};
+    EmbeddingVariant v{.index = Drawn::chance(r, 2) ? TE_FL_I32 : TE_FL_I64,
+                       .in = Drawn::high(r),
+                       .out = Drawn::high(r),
+                       .shape = {std::min<int64_t>(shape[0], 60000 / shape.back() + 1)},
+                       .vocabulary = 1 + r.below(Drawn::chance(r, 2) ? 40 : 400),
+                       .width = shape.back()};
+    if (r.swept != nullptr && r.swept->large) v.shape = {shape[0]};
+    if (Drawn::chance(r, 2))
+      v.shape = Drawn::chance(r, 2) ? Dims{v.shape[0] / 3 + 1, 3} : Dims{v.shape[0], 1};
+    return v;
   };
   drawn.cases("tensor", "embedding_fwd", [&](Draw& r) -> DrawnCase {
     const EmbeddingVariant v = embedding(r);
     return {embedding_name(v), [v](Problem& p) { embedding_forward(p, v); }};
   });
   drawn.cases("tensor", "embedding_bwd", [&](Draw& r) -> DrawnCase {
-    const EmbeddingVariant v = embedding(r);
+    EmbeddingVariant v = embedding(r);
+    v.accumulate = Drawn::chance(r, 2);
+    if (r.swept != nullptr && r.swept->large && v.width < 16) v.vocabulary = 70'003;
     return {embedding_name(v), [v](Problem& p) { embedding_backward(p, v); }};
   });
   const auto loss = [](Draw& r) {
     const Dims shape = Drawn::shape(r, 2);
-    return LossVariant{.dtype = Drawn::high(r),
-                       .index = Drawn::chance(r, 2) ? TE_FL_I32 : TE_FL_I64,
-                       .shape = {std::min<int64_t>(shape[0], 60000 / shape.back() + 1)},
-                       .vocabulary = shape.back(),
-                       .smoothing = Drawn::chance(r, 2) ? 0 : 0.1};
+    LossVariant v{.dtype = Drawn::high(r),
+                  .index = Drawn::chance(r, 2) ? TE_FL_I32 : TE_FL_I64,
+                  .shape = {std::min<int64_t>(shape[0], 60000 / shape.back() + 1)},
+                  .vocabulary = shape.back(),
+                  .smoothing = Drawn::chance(r, 2) ? 0 : 0.1};
+    if (r.swept != nullptr && r.swept->large) v.shape = {shape[0]};
+    if (Drawn::chance(r, 2))
+      v.shape = Drawn::chance(r, 2) ? Dims{v.shape[0] / 3 + 1, 3} : Dims{v.shape[0], 1};
+    static constexpr int64_t kIgnored[] = {-1, -1000, (1 << 24) + 1};
+    if (Drawn::chance(r, 3))
+      v.ignore = v.vocabulary > 3 && Drawn::chance(r, 2) ? 3 : kIgnored[r.below(3)];
+    return v;
   };
   drawn.cases("tensor", "cross_entropy_fwd", [&](Draw& r) -> DrawnCase {
     const LossVariant v = loss(r);
     return {loss_name(v), [v](Problem& p) { loss_forward(p, v); }};
   });
   drawn.cases("tensor", "cross_entropy_bwd", [&](Draw& r) -> DrawnCase {
-    const LossVariant v = loss(r);
+    LossVariant v = loss(r);
+    v.in_place = Drawn::chance(r, 6);
     return {loss_name(v), [v](Problem& p) { loss_backward(p, v); }};
   });
 }

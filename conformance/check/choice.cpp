@@ -115,14 +115,15 @@ Table chosen_cases(const CheckOptions& options, const Table& all, const std::str
     }
   };
   take(all);
-  take(conformance::fuzz_cases(options.seed, options.quick ? 3 : 12));
-  if (options.name.find("sweep/") != std::string::npos) take(conformance::sweep_cases(op));
+  take(conformance::fuzz_cases(options.seed, options.quick ? 3 : options.thorough ? 60 : 12));
+  if (options.name.find("sweep/") != std::string::npos)
+    take(conformance::sweep_cases(op, options.seed, options.thorough));
   return chosen;
 }
 
 Table chosen_sweep(const CheckOptions& options, const std::string& op) {
   if (!options.name.empty()) return {};
-  Table chosen = conformance::sweep_cases(op);
+  Table chosen = conformance::sweep_cases(op, options.seed, options.thorough);
   if (options.quick)
     std::erase_if(chosen, [](const conformance::Case& c) { return (c.seed >> 32) % 8 != 0; });
   return chosen;

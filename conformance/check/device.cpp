@@ -489,6 +489,73 @@ Status timed_events(const Device& d) {
   return backwards == 0 ? Status() : wrong("elapsed_time() is not 0 where the end came first");
 }
 
+// Makes `after` wait for the work that `before` has: by an event if the device has events.
+Status follow(const Device& d, const te_fl::Stream& before, const te_fl::Stream& after) {
+  te_fl::Result<te_fl::Event> event = te_fl::Event::create(d);
+  // The default stream has no object that could wait.
+  const bool unsupported = !event.ok() && event.status().code() == te_fl::StatusCode::kUnsupported;
+  if (unsupported || after.get() == nullptr) return devices::synchronize(d, before.get());
+  TE_FL_RETURN_IF_ERROR(event.status());
+  TE_FL_RETURN_IF_ERROR(event->record(before.get()));
+  return after.wait(*event);
+}
+
+// Copies bytes to the device on one stream, within it on another, and back on the first, and fills
+// what was copied. Every memory has other bytes before.
+Status round_trip(const Device& d, const te_fl::Stream& a, const te_fl::Stream& b, size_t bytes,
+                  uint8_t* host) {
+  TE_FL_ASSIGN_OR_RETURN(const Memory x, Memory::make(d, bytes, a.get()));
+  TE_FL_ASSIGN_OR_RETURN(const Memory y, Memory::make(d, bytes, b.get()));
+  const Bytes source = pattern(bytes, 8);
+  const auto other = static_cast<uint8_t>(~source.back());
+  std::copy(source.begin(), source.end(), host);
+  TE_FL_RETURN_IF_ERROR(devices::fill(d, x.data(), other, bytes, a.get()));
+  TE_FL_RETURN_IF_ERROR(devices::fill(d, y.data(), other, bytes, b.get()));
+  TE_FL_RETURN_IF_ERROR(devices::copy(d, x.data(), Device(), host, bytes, a.get()));
+  TE_FL_RETURN_IF_ERROR(follow(d, a, b));
+  TE_FL_RETURN_IF_ERROR(devices::copy(d, y.data(), d, x.data(), bytes, b.get()));
+  TE_FL_RETURN_IF_ERROR(devices::synchronize(d, b.get()));
+  beat();
+  const auto returned = [&](const Memory& from, const Bytes& want, const char* what) -> Status {
+    std::fill_n(host, bytes, static_cast<uint8_t>(~want.back()));
+    TE_FL_RETURN_IF_ERROR(devices::copy(Device(), host, d, from.data(), bytes, a.get()));
+    TE_FL_RETURN_IF_ERROR(devices::synchronize(d, a.get()));
+    beat();
+    const std::string differs = difference(host, want);
+    if (differs.empty()) return {};
+    return wrong(std::to_string(bytes) + " bytes, " + what + ": " + differs);
+  };
+  TE_FL_RETURN_IF_ERROR(returned(x, source, "copied to the device and back"));
+  TE_FL_RETURN_IF_ERROR(
+      returned(y, source, "copied to the device, within it on another stream, and back"));
+  TE_FL_RETURN_IF_ERROR(devices::fill(d, y.data(), other, bytes, b.get()));
+  TE_FL_RETURN_IF_ERROR(follow(d, b, a));
+  return returned(y, Bytes(bytes, other), "filled on another stream and copied back");
+}
+
+// Sizes of each class, since a driver may have another path for each: registers, a page, a staging
+// buffer, several transfers.
+Status every_size(const Device& d) {
+  TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream own, some_stream(d));
+  TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream other, some_stream(d));
+  const te_fl::Stream standard;
+  for (const size_t bytes :
+       {size_t{1}, size_t{16}, size_t{4095}, size_t{4097}, size_t{65'537}, (size_t{1} << 20) + 3,
+        (size_t{8} << 20) + 5, kLarge + 9, (size_t{32} << 20) + 1}) {
+    Bytes pageable(bytes);
+    const auto pinned = Memory::pinned(d, bytes);
+    for (uint8_t* const host : {pageable.data(), pinned.ok() ? pinned->data() : nullptr}) {
+      if (host == nullptr) continue;
+      const Status right = round_trip(d, own, other, bytes, host);
+      // A small device need not hold the larger sizes.
+      if (right.code() == te_fl::StatusCode::kOutOfMemory && bytes > (size_t{1} << 20)) return {};
+      TE_FL_RETURN_IF_ERROR(right);
+      TE_FL_RETURN_IF_ERROR(round_trip(d, standard, own, bytes, host));
+    }
+  }
+  return {};
+}
+
 template <Status (*waits)(const Device&, const te_fl::Stream&, const Load&)>
 Status unloaded_and_loaded(const Device& d) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream a, te_fl::Stream::create(d));
@@ -583,6 +650,7 @@ const std::vector<DeviceStep>& device_steps() {
       {"device/the host waits for an event", unloaded_and_loaded<host_waits_under>, true},
       {"device/an event is polled", unloaded_and_loaded<polled_under>, true},
       {"device/timed events", timed_events, true},
+      {"device/every size", every_size, true},
   };
   return steps;
 }

@@ -14,6 +14,8 @@ struct CheckOptions {
   std::string name;               // part of a case's name
   uint64_t seed = 1;              // of random cases
   bool quick = false;             // a quarter of the cases, no speed tests
+  bool thorough = false;          // more random cases, and larger ones (--long)
+  bool stop = false;              // ends at the first failure
   double time_limit = 30;         // in seconds, for one call
   int jobs = 0;                   // number of child processes; 0: number of processors
   std::string json, junit, html;  // files to write; empty: none

@@ -226,7 +226,8 @@ void print(const Report& r) {
   const Color color = r.certified()                  ? Color::kGreen
                       : r.count(Outcome::kFail) == 0 ? Color::kYellow
                                                      : Color::kRed;
-  std::printf("\n%s: %s, %s s\n", paint(color, verdict_of(r)).c_str(), describe_counts(r).c_str(),
+  std::printf("\n%s: %s, seed %llu, %s s\n", paint(color, verdict_of(r)).c_str(),
+              describe_counts(r).c_str(), static_cast<unsigned long long>(r.seed),
               fixed(r.seconds, 1).c_str());
   if (const std::string shortfall = describe_shortfall(r); !shortfall.empty())
     std::printf("  %s\n", shortfall.c_str());

@@ -62,7 +62,8 @@ class Run {
     if (!options_.op.empty() || !options_.family.empty() || !options_.impl.empty()) return;
     Child child(options_);
     for (const DeviceFacts& d : report_.devices)
-      work(child, {{"device_section", d.name}}, {.op = "", .impl = "", .device = d.name});
+      if (!stopped())
+        work(child, {{"device_section", d.name}}, {.op = "", .impl = "", .device = d.name});
   }
 
   void targets() {
@@ -83,7 +84,7 @@ class Run {
     for (int i = 0; i < jobs; ++i)
       threads.emplace_back([this] {
         Child child(options_);
-        for (size_t at; (at = next_++) < report_.targets.size();)
+        for (size_t at; !stopped() && (at = next_++) < report_.targets.size();)
           if (const Target& t = report_.targets[at]; !t.family.empty())
             work(child, {{"op", t.op}, {"impl", t.impl}, {"device", t.device}}, t);
       });
@@ -101,12 +102,16 @@ class Run {
     follow(child, {}, std::max(options_.time_limit, kEndLimitS), last);
   }
 
+  // True after a failure if the run ends at the first one.
+  bool stopped() const { return options_.stop && failed_; }
+
   // Returns the error text if no plugin has the requested name; empty if one has.
   const std::string& unknown() const { return unknown_; }
 
   void add(Finding f) {
     const std::lock_guard lock(mutex_);
     if (f.outcome == Outcome::kFail && f.reproduce.empty()) f.reproduce = command(f);
+    if (f.outcome == Outcome::kFail) failed_ = true;
     if (joined(f)) return;
     report_.findings.push_back(std::move(f));
   }
@@ -145,8 +150,10 @@ class Run {
     if (!f.device.empty() && f.device != "cpu") text += " --device " + f.device;
     if (!f.name.empty() && (!f.op.empty() || f.check == "device"))
       text += " --case " + quoted(f.name);
-    if (f.name.find("/fuzz/") != std::string::npos)
-      text += " --seed " + std::to_string(options_.seed);
+    const bool drawn =
+        f.name.find("/fuzz/") != std::string::npos || f.name.find("/sweep/") != std::string::npos;
+    if (drawn) text += " --seed " + std::to_string(options_.seed);
+    if (drawn && options_.thorough) text += " --long";
     return text;
   }
 
@@ -247,7 +254,9 @@ class Run {
         if (message.contains("crash_offset"))
           crash += " in " + code_at(code_, message["crash_offset"]);
         if (message.contains("result")) add(message["result"].get<Finding>());
-        continue;
+        if (!stopped()) continue;
+        child.stop(true);
+        return true;
       }
       const std::string end = child.stop(), printed = child.printed();
       Finding f;
@@ -292,6 +301,7 @@ class Run {
   std::string unknown_;
   std::mutex mutex_;
   std::atomic<size_t> next_{0};
+  std::atomic<bool> failed_{false};
   std::vector<Target> all_;
   std::string code_;  // file that contains the plugin's code
   std::map<std::array<std::string, 7>, size_t> joined_;
@@ -381,7 +391,12 @@ int check_plugin(const CheckOptions& requested) {
     say_what_does_not_run(options, report);
     run.devices();
     run.targets();
-    if (options.builtin.empty() && options.name.empty()) run.lifecycle();
+    if (options.builtin.empty() && options.name.empty() && !run.stopped()) run.lifecycle();
+    if (run.stopped()) {
+      report.left_out.push_back("--stop");
+      for (const char* part : {"lifecycle", "processes", "speed"})
+        report.not_run.try_emplace(part, "--stop");
+    }
     if (report.not_run.count("processes") == 0)
       for (Finding& f : check_processes(options, report)) run.add(std::move(f));
     const auto before_speed = std::chrono::steady_clock::now();

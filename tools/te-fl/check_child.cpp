@@ -26,6 +26,7 @@ std::vector<std::string> make_command_line(const CheckOptions& o) {
   add("--builtin", o.builtin), add("--op", o.op), add("--family", o.family);
   add("--impl", o.impl), add("--case", o.name);
   if (o.quick) words.push_back("--quick");
+  if (o.thorough) words.push_back("--long");
   if (!o.plugin.empty()) words.insert(words.end(), {"--", o.plugin});
   return words;
 }
@@ -33,9 +34,9 @@ std::vector<std::string> make_command_line(const CheckOptions& o) {
 // Returns the command line that starts a worker in Python: the package's te_fl._check passes these
 // options to serve_json().
 std::vector<std::string> make_python_command_line(const CheckOptions& o) {
-  const nlohmann::json options = {{"plugin", o.plugin}, {"op", o.op},        {"family", o.family},
-                                  {"impl", o.impl},     {"case", o.name},    {"seed", o.seed},
-                                  {"quick", o.quick},   {"python", o.python}};
+  const nlohmann::json options = {{"plugin", o.plugin}, {"op", o.op},         {"family", o.family},
+                                  {"impl", o.impl},     {"case", o.name},     {"seed", o.seed},
+                                  {"quick", o.quick},   {"long", o.thorough}, {"python", o.python}};
   return {o.python, "-m", "te_fl._check", json_text(options, -1)};
 }
 
@@ -130,8 +131,9 @@ Child::Got Child::receive(double seconds, nlohmann::json& message) {
   }
 }
 
-std::string Child::stop() {
+std::string Child::stop(bool at_once) {
   if (pid_ <= 0) return {};
+  if (at_once) kill(pid_, SIGKILL);
   close(orders_);
   int status = 0;
   // A healthy child ends when its pipe of orders is closed.

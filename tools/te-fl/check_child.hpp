@@ -35,7 +35,7 @@ class Child {
   Got receive(double seconds, nlohmann::json& message);
   // Ends the child. If the child had already ended, returns how: "ended by SIGSEGV", "exited with
   // 1".
-  std::string stop();
+  std::string stop(bool at_once = false);
   // Returns the last lines that the child or the plugin printed.
   std::string printed() const;
 

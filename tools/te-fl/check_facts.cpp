@@ -49,6 +49,8 @@ std::string words(const CheckOptions& o) {
       option("--family", o.family);
   option("--impl", o.impl), option("--device", o.device), option("--case", o.name);
   if (o.quick) word("--quick");
+  if (o.thorough) word("--long");
+  if (o.stop) word("--stop");
   word("--seed " + std::to_string(o.seed));
   char limit[40];
   std::snprintf(limit, sizeof limit, "--time-limit %g", o.time_limit);

@@ -374,6 +374,9 @@ int run_command(int argc, char** argv) {
       ->capture_default_str();
   check_command->add_flag("--quick", check_options.quick,
                           "a quarter of the cases, and no timings; gives no certificate");
+  check_command->add_flag("--long", check_options.thorough,
+                          "several times as many random cases, and some of 2^24 elements");
+  check_command->add_flag("--stop", check_options.stop, "ends at the first failure");
   check_command
       ->add_option("--time-limit", check_options.time_limit, "seconds that one call may take")
       ->check(within(0.1, 3600, "a number from 0.1 to 3600"))

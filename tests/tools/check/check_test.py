@@ -44,7 +44,7 @@ CAUGHT = {
     "prints": ("printing", "wrote to stdout or stderr, the last in \""),
     "asks": ("settings", "it asked the host for TE_FL_WRONG_UNROLL"),
     "beyond_310000": ("result", "was not written"),
-    "beyond_million": ("speed", "of 4194304"),
+    "beyond_two_million": ("speed", "of 4194304"),
     "not_in_place": ("result", "output"),
     "strides": ("strided", "gaps between their rows"),
     "other_bits": ("determinism", "two calls with the same inputs differ"),
@@ -96,13 +96,13 @@ def check(plugin, *options):
 def of(name):
     options = ["--impl", "vendor.wrong." + name, "--time-limit", "1" if name.startswith("hangs") else "30"]
     # Selects the checks to run: all for a correct implementation and for a lifecycle fault, otherwise only the check that finds the fault. Also all
-    # for one_element, whose whole reports a test compares, and for beyond_million.
+    # for one_element, whose whole reports a test compares, and for beyond_two_million.
     if name in RIGHT or CAUGHT[name][0] == "lifecycle":
         part = ["--quick"]
     elif name in ("hangs_at_128", "beyond_310000"):
         part = ["--case", "relu/sweep/"]
     else:
-        part = [] if name in ("one_element", "beyond_million") else ["--case", "relu/"]
+        part = [] if name in ("one_element", "beyond_two_million") else ["--case", "relu/"]
     return check(WRONG, *options, *part)
 
 
@@ -232,7 +232,7 @@ class Catches(unittest.TestCase):
                 # skips the remaining steps.
                 at_once = index == 5 and failed and failed[0]["case"] == "device/allocation"
                 self.assertTrue(at_once or any(f["case"] == step and words in f["message"] for f in failed), failed)
-                if index not in (4, 5, 6, 9, 11, 12):  # most faults fail exactly one step
+                if index not in (4, 5, 6, 8, 9, 11, 12):  # most faults fail exactly one step
                     self.assertEqual([f["case"] for f in failed], [step])
         # Running the failed step alone finds the fault again.
         failed = [f for f in json.loads(self.device_runs[1][2]["json"])["results"] if f["case"] == "device/fill"]
@@ -250,6 +250,17 @@ class Catches(unittest.TestCase):
         self.assertEqual(set(steps.values()), {"pass"}, steps)
         self.assertTrue({step for step, _ in DEVICES.values()} <= set(steps), steps)
         self.assertEqual(data["devices"], [{"name": "ext:wrong_device:0", "chip": "far", "driver": ""}])
+
+    def test_it_stops_at_the_first_failure(self):
+        code, text, files = check(WRONG, "--impl", "vendor.wrong.one_element", "--stop")
+        self.assertEqual(code, 1, text)
+        data = json.loads(files["json"])
+        self.assertEqual(len([r for r in data["results"] if r["result"] == "fail"]), 1, text)
+        self.assertEqual({part: why for part, why in data["not_run"].items() if why == "--stop"},
+                         {"lifecycle": "--stop", "processes": "--stop", "speed": "--stop"})
+        # Without a failure it is a whole run.
+        code, text, files = check(NULL, "--stop")
+        self.assertEqual(code, 0, text)
 
     def test_mistyped_choices_name_the_nearest(self):
         case = "relu/f32/7x33/out=f32"
