@@ -21,8 +21,12 @@ from te_fl.compat.finder import Refused  # noqa: E402
 MISSING = {
     "transformer_engine.common.recipe.Format.HIF8": "a format of Ascend's, which no Transformer Engine has; only fp8='hif8' asks for it",
     "transformer_engine.pytorch.attention._SplitAlongDim": "a name from before Transformer Engine 2.2; it is asked for in a try, with another way behind",
+    "transformer_engine.pytorch.attention._SplitAlongDim.apply": "as _SplitAlongDim",
     "transformer_engine.pytorch.attention.apply_rotary_pos_emb": "asked for before Transformer Engine 2.3; behind that it is in attention.rope",
     "transformer_engine.pytorch.cpp_extensions.cast_to_fp8": "asked for before Transformer Engine 2.0",
+    "transformer_engine.pytorch.float8_tensor.Float8Tensor.make_like": "for codes in a checkpoint that are not contiguous; te-fl's are",
+    "transformer_engine.pytorch.fp8.FP8GlobalStateManager.add_fp8_tensors_to_global_buffer": "for CUDA graphs of its own, which te-fl refuses",
+    "transformer_engine.pytorch.fp8.FP8GlobalStateManager.reduce_and_update_fp8_tensors": "for CUDA graphs of its own, which te-fl refuses",
     "transformer_engine.pytorch.module.base.get_workspace": "a name from before Transformer Engine 2.10; it is asked for in a try, with another way behind",
     "transformer_engine.pytorch.module.linear.general_gemm": "replaced for batch-invariant products if it is there; te-fl's Linear calls no such function",
     "transformer_engine.pytorch.module.layernorm_linear.general_gemm": "as in module.linear",
@@ -58,7 +62,7 @@ def asked(tree):
 
 
 def find(full):
-    """What te-fl has for a name; raises AttributeError if it has nothing."""
+    """Returns te-fl's object for a name; raises AttributeError if there is none."""
     parts = full.split(".")
     for length in range(len(parts), 0, -1):
         try:

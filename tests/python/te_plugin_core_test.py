@@ -191,6 +191,24 @@ class Failures(Registered):
         plugin_core.get_manager().call("multi_tensor_scale", chunk_size=65536, noop_flag=torch.zeros(1, dtype=torch.int32), tensor_lists=[[X[0]], [X[1].clone()]],
                                        scale=2.0)
 
+    def test_arguments_of_another_version(self):
+        """The package passes arguments by position, and Transformer Engine 2.17 dropped two at the front of this function."""
+        def former(num_tokens, num_experts, routing_map, intermediate_output, grad_probs, grad_logits, topk, use_pre_softmax, scaling_factor, score_function):
+            self.fail("called with arguments of another version")
+        self.add("fused_topk_with_score_function_bwd", former)
+        routing, kept, grad = torch.tensor([[True, False]]), torch.tensor([[0.5, 0.2]]), torch.ones(1, 2)
+        out = torch.empty(1, 2)
+        self.addCleanup(setattr, tex_form, "_calls_of_package", False)
+        tex_form.serve_package()
+        arguments = routing, kept, grad, out, 1, False, 1.0, "sigmoid", False, 0
+        tex.fused_topk_with_score_function_bwd(*arguments)
+        torch.testing.assert_close(out, torch.tensor([[0.25, 0.0]]))  # the derivative of the sigmoid
+        [reason] = [c["reason"] for c in te_fl.explain("fused_topk_with_score_function_bwd", *arguments)["candidates"] if c["impl_id"] == "vendor.acme"]
+        self.assertIn("its argument 3 is routing_map, which this version's package passes as 1", reason)
+        self.add("gelu", lambda x, q: torch.nn.functional.gelu(x, approximate="tanh"))  # other names in the same order
+        tex.gelu(X, None)
+        self.assertIn(("vendor.acme", "tex"), self.ran("gelu"))
+
     def test_two_of_one_id(self):
         self.add("rmsnorm_fwd", rmsnorm)
         with self.assertRaisesRegex(ValueError, "vendor.acme.*is registered already"):

@@ -2,6 +2,7 @@
 others. The vendor's functions here are written with PyTorch's operations, in the form of arguments that TransformerEngine-FL's packages have (Transformer
 Engine 2.14), and compared with te-fl's implementations of the op."""
 
+import functools
 import math
 import pathlib
 import unittest
@@ -11,7 +12,7 @@ import torch
 import te_fl
 from te_fl import plugin_core, tex_form
 from te_fl.plugin_core import BackendImplKind, OpImpl
-from te_fl.transformer_engine_torch import typed_ops
+from te_fl.transformer_engine_torch import older, typed_ops
 from te_fl.transformer_engine_torch.typed_function import ADAPTERS
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -234,7 +235,7 @@ class Attention(Adapted):
                 lse = [shape[0], 4] if options["layout"] == "thd" else [shape[options["layout"] == "sbhd"], 4, shape[options["layout"] == "bshd"]]
                 written = lambda: dict(o=torch.zeros(*shape, 4, 8), softmax_lse=torch.zeros(lse))  # noqa: E731
                 padded = "cu_seqlens_q_padded" in options
-                if not padded:  # what is between sequences differs in the log-sum-exp, which nothing reads
+                if not padded:  # the log-sum-exp of padding differs, and nothing reads it
                     self.equal("fused_attn_fwd", fused_attn_fwd, 1e-5, outputs=written, **arguments)
                 with te_fl.policy(prefer="reference"):
                     forward = written()
@@ -250,6 +251,28 @@ class Attention(Adapted):
                                          **({"dsink": torch.zeros(4)} if "softmax_sink" in case else {}))
                 self.equal("fused_attn_bwd", fused_attn_bwd, 1e-5, outputs=gradients, d_o=randn(*shape, 4, 8, seed=5), o=forward["o"],
                            softmax_lse=forward["softmax_lse"], **arguments)
+
+    def test_windows(self):
+        """By te-fl's own functions in the form of Transformer Engine 2.14."""
+        former = older.list_forms((2, 14))
+
+        def lend(name):
+            @functools.wraps(former[name])
+            def fn(**arguments):
+                with te_fl.policy(prefer="reference", strict=False):
+                    return former[name](**arguments)
+            return fn
+        for mask, left, right, queries in (("none", 2, 1, 5), ("none", 2, 1, 3), ("causal", 2, -1, 5), ("causal", 2, -1, 3), ("causal", 1, 3, 5),
+                                           ("causal_bottom_right", 2, -1, 3)):
+            with self.subTest(mask=mask, left=left, right=right, queries=queries):
+                q, k, v = randn(2, queries, 4, 16, seed=1), randn(2, 5, 4, 16, seed=2), randn(2, 5, 4, 16, seed=3)
+                arguments = dict(q=q, k=k, v=v, layout="bshd", mask_type=mask, window_left=left, window_right=right, scale=0.25)
+                written = lambda: dict(o=torch.zeros_like(q), softmax_lse=torch.zeros(2, 4, queries))  # noqa: E731
+                self.equal("fused_attn_fwd", lend("fused_attn_fwd"), 1e-6, outputs=written, **arguments)
+                forward = written()
+                te_fl.ops.fused_attn_fwd(**arguments, **forward)
+                self.equal("fused_attn_bwd", lend("fused_attn_bwd"), 1e-6, d_o=randn(2, queries, 4, 16, seed=5), **forward, **arguments,
+                           outputs=lambda: dict(dq=torch.zeros_like(q), dk=torch.zeros_like(k), dv=torch.zeros_like(v)))
 
     def test_packed_inputs_and_inference(self):
         q, k, v = randn(5, 2, 4, 3, 16, seed=1).unbind(3)

@@ -35,16 +35,16 @@ def _limits(known: frozenset) -> Callable[[VendorFunction], Callable[..., Any]]:
     return of
 
 
-def _ends(tensor: torch.Tensor, layout: str, given: Optional[torch.Tensor]) -> torch.Tensor:
+def _ends(tensor: torch.Tensor, layout: str, ends: Optional[torch.Tensor]) -> torch.Tensor:
     """The prefix sums of the sequences' lengths, which Transformer Engine passes for equal lengths too."""
-    if given is not None:
-        return given
+    if ends is not None:
+        return ends
     length, batch = tensor.shape[LENGTH_DIMS[layout]], tensor.shape[1 - LENGTH_DIMS[layout]]
     return torch.arange(batch + 1, dtype=torch.int32, device=tensor.device) * length
 
 
-def _longest(tensor: torch.Tensor, layout: str, given: int, ends: torch.Tensor) -> int:
-    return tensor.shape[LENGTH_DIMS[layout]] if layout != "thd" else given or int(ends.diff().max())
+def _longest(tensor: torch.Tensor, layout: str, longest: int, ends: torch.Tensor) -> int:
+    return tensor.shape[LENGTH_DIMS[layout]] if layout != "thd" else longest or int(ends.diff().max())
 
 
 def _arguments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, mask_type: str, softmax_type: str, scale: float, window: Tuple[int, int],

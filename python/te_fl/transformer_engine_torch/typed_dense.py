@@ -149,9 +149,9 @@ def _groups(run: VendorFunction) -> Callable[..., None]:
         # A product without terms is left to PyTorch: kernels differ in what they write then.
         filled = [i for i, each in enumerate(outputs) if each.numel() and a[i].numel()]
         if filled:
-            empty, given = d[0].new_empty(0), [bias[i] for i in filled] if bias else None
+            empty, biases = d[0].new_empty(0), [bias[i] for i in filled] if bias else None
             run([b[i] for i in filled], trans_b, [a[i] for i in filled], trans_a, [outputs[i] for i in filled], dtype_of(d[0]),
-                [outputs[i].shape[0] for i in filled], given or [empty] * len(filled), dtype_of(given[0] if given else d[0]), False, [empty] * len(filled),
+                [outputs[i].shape[0] for i in filled], biases or [empty] * len(filled), dtype_of(biases[0] if biases else d[0]), False, [empty] * len(filled),
                 False, list(workspaces(d[0].device)), WORKSPACE, accumulate, use_split_accumulator, 0)
         for i, output in enumerate(outputs):
             if output.numel() and not a[i].numel() and not accumulate:

@@ -87,7 +87,7 @@ def _scores(run: VendorFunction) -> Callable[..., None]:
 
 def _scores_gradient_limits(function: VendorFunction) -> Callable[..., Any]:
     lacking = needs(_SCORES)(function)()
-    # Of this function the arguments do not tell whether its form has this score function.
+    # The function's parameters do not tell whether it has the newer score function.
     return lambda score_function: lacking if lacking is not True else "it has sigmoid and softmax" if score_function == "sqrtsoftplus" else True
 
 

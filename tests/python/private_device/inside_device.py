@@ -18,7 +18,7 @@ DEVICE = sys.argv[1]
 if DEVICE == "far":
     import far
     far.start()
-    torch.far.default_generators = (torch.default_generator,) * 2  # which vendors' modules have; the backend's random numbers are the CPU's
+    torch.far.default_generators = (torch.default_generator,) * 2  # the backend's random numbers are the CPU's
 te_fl.inside_transformer_engine(device=DEVICE)
 
 import transformer_engine.pytorch as te  # noqa: E402
