@@ -99,9 +99,13 @@ class TexImpl(OpImpl):
         return self._runner  # type: ignore[attr-defined,no-any-return]
 
 
+_RUNNING = "it is running on this thread, and has called the op that it implements"
+
+
 class _OfThread(threading.local):
     def __init__(self) -> None:
         self.failed: Dict[str, List[Tuple["_Runner", str]]] = {}  # for each op: failures of the call in progress, until another function succeeds
+        self.running: List["_Runner"] = []
 
 
 _thread = _OfThread()
@@ -132,8 +136,16 @@ class _Runner:
         return result
 
     def checked(self, *arguments: Any, **options: Any) -> Any:
-        """Calls the function; raises tex_results.WrongResult if it returns what it may not."""
-        result = self.impl.fn(*arguments, **options)
+        """Calls the function; raises tex_results.WrongResult if it returns what it may not. A function that calls the op which it implements gets the next
+        implementation.
+        """
+        if self in _thread.running:
+            raise Unsupported(_RUNNING)
+        _thread.running.append(self)
+        try:
+            result = self.impl.fn(*arguments, **options)
+        finally:
+            _thread.running.remove(self)
         if self._check is not None:
             self._check(arguments, options, result)
         return result
@@ -162,6 +174,8 @@ class _Runner:
 
     def refusal(self) -> str:
         """Returns the reason for which the implementation is not to be tried, whatever the call; empty if it may be."""
+        if self in _thread.running:
+            return _RUNNING
         if not self._available:
             self._available = self.impl.is_available()
             if not self._available:
@@ -193,7 +207,14 @@ class _Runner:
         least = self.impl.architecture
         if least and (found := _architecture(tex_results.first_tensor(arguments, options))) < least:
             return f"it needs architecture {least} or newer, and the tensors' device has {found}"
-        return OpImpl.supports_function(self.impl, arguments, options)
+        return self.accepts(arguments, options)
+
+    def accepts(self, arguments: tuple, options: dict) -> Union[bool, str]:
+        """The answer of supported_dtypes, devices and supports; a `supports` that raises refuses."""
+        try:
+            return OpImpl.supports_function(self.impl, arguments, options)
+        except Exception as error:
+            return f"its supports() failed with {type(error).__name__}: {error}"
 
     def forget(self) -> None:
         self._failure = None

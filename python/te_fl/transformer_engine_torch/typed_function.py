@@ -37,10 +37,13 @@ class VendorFunction:
     """Calls a vendor's function. Raises WrongResult if it returns what Transformer Engine's function does not."""
 
     def __init__(self, impl: TexImpl):
-        self._run, self._names = impl.calls().checked, _names(impl.fn)
+        self._runner, self._names = impl.calls(), _names(impl.fn)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._run(*arguments, **options)
+        verdict = self._runner.accepts(arguments, options)
+        if verdict is not True:
+            raise Unsupported(verdict or "its supports() says no")
+        return self._runner.checked(*arguments, **options)
 
     def takes(self, name: str) -> bool:
         return self._names is not None and name in self._names[0]
@@ -55,7 +58,7 @@ class VendorFunction:
     def by_name(self, values: dict) -> Any:
         """Calls the function with those of the values for which it has parameters: versions of Transformer Engine have them in different orders."""
         assert self._names is not None
-        return self._run(**{name: value for name, value in values.items() if name in self._names[0]})
+        return self(**{name: value for name, value in values.items() if name in self._names[0]})
 
 
 # The adapters: from a vendor's function to a function with the typed op's arguments.
