@@ -148,6 +148,16 @@ def _execute_patterns(loader: Any, module: ModuleType) -> None:
             sys.modules[name].trace_patterns(module)
 
 
+def _execute_root(device: str) -> Callable[[Any, ModuleType], None]:
+    """TransformerEngine-FL's package compares the types of its tensors' devices with one of its own."""
+    def execute(loader: Any, module: ModuleType) -> None:
+        loader.exec_module(module)
+        if hasattr(module, "TE_DEVICE_TYPE"):
+            module.TE_DEVICE_TYPE = device
+
+    return execute
+
+
 def _enable_fp16(module: ModuleType) -> None:
     """Accelerate silently ignores mixed_precision="fp16" on a device of type cpu, and under the emulation torch.device("cuda") is such a device.
     Unless the program has requested the CPU, this patch enables Accelerate's behaviour on a GPU: autocast to FP16, and a loss scaler. module:
@@ -293,7 +303,7 @@ def install(device: Optional[str]) -> None:
     """device: the type of the device that takes CUDA's place from the import of torch on; None: CUDA devices are PyTorch's own."""
     executions: dict = {_COMMON: _execute_common, "transformer_engine.pytorch.quantized_tensor": _execute_quantized_tensor, **_CONTEXT_PARALLEL,
                         "transformer_engine.pytorch.attention.dot_product_attention.backends": _execute_attention_backends,
-                        **({} if device is None else _ON_DEVICE), **({_ACCELERATOR: _execute_accelerator} if device == "cpu" else {})}
+                        **({} if device is None else {"transformer_engine": _execute_root(device), **_ON_DEVICE}), **({_ACCELERATOR: _execute_accelerator} if device == "cpu" else {})}
     if device is not None and "torch" in sys.modules:
         _answer_for_cuda(device)
     elif device is not None:
