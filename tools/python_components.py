@@ -40,13 +40,15 @@ FUNCTION_IMPORTS = {
     ("te_fl", "te_fl.compat.finder"): "only as_transformer_engine() needs it",
     ("te_fl", "te_fl.inside"): "only inside_transformer_engine() needs it",
     ("te_fl.inside.package", "te_fl.inside.host_device"): "it imports PyTorch, which is not to be imported before the program does",
+    ("te_fl.inside.package", "te_fl.inside.other_device"): "it imports PyTorch, which is not to be imported before the program does",
     ("te_fl.inside.package", "te_fl.inside.host_kernels"): "it imports PyTorch, which is not to be imported before the program does",
     ("te_fl.inside.package", "te_fl.inside.calls"): "only a version that te-fl does not know needs it",
     ("te_fl.inside.package", "te_fl.transformer_engine_torch.absent"): "it imports PyTorch, which is not to be imported before the program does",
     ("te_fl.inside.package", "te_fl.transformer_engine_torch.older"): "it imports PyTorch, which is not to be imported before the program does",
     ("te_fl.inside.package", "te_fl.transformer_engine_torch"): "it imports PyTorch, which is not to be imported before the program does",
     ("te_fl.inside.host_device", "torch._dynamo"): "it keeps the functions of torch.cuda that are there when it is imported",
-    ("te_fl.inside.host_device", "torch._dynamo.variables"): "it keeps the functions of torch.cuda that are there when it is imported",
+    ("te_fl.inside.emulation", "torch._dynamo"): "it keeps the functions of torch.cuda that are there when it is imported",
+    ("te_fl.inside.emulation", "torch._dynamo.variables"): "it keeps the functions of torch.cuda that are there when it is imported",
     ("te_fl.transformer_engine_torch.schemes", "transformer_engine.pytorch.tensor"): "the package imports this module",
     ("te_fl.pytorch.distributed.peer_copies", "torch.distributed._symmetric_memory"): "PyTorch may change it, and only TE_FL_TP_OVERLAP needs it",
     ("te_fl.pytorch.compile.compiled", "torch._inductor.codegen.common"): "only another vendor's device needs it",
@@ -60,7 +62,7 @@ FUNCTION_IMPORTS = {
     ("te_fl.jax", "jax"): "JAX is optional, and a missing one is to be refused by te_fl's message",
 }
 # Modules that import by a name that is data: a user's module name, or a module that is imported when an attribute is first read.
-BY_NAME = {"te_fl._modules", "te_fl.tex_form", "te_fl.plugin_core", "te_fl.plugin_core.discovery", "te_fl.plugin_core.registry", "te_fl.inside.package", "te_fl.transformer_engine_fl_backend", "te_fl.compat.finder", "te_fl.compat.same_modules", "te_fl.frameworks", "te_fl.jax", "te_fl.pytorch", "te_fl.pytorch.compile"}
+BY_NAME = {"te_fl._modules", "te_fl.tex_form", "te_fl.plugin_core", "te_fl.plugin_core.discovery", "te_fl.plugin_core.registry", "te_fl.inside.package", "te_fl.inside.other_device", "te_fl.transformer_engine_fl_backend", "te_fl.compat.finder", "te_fl.compat.same_modules", "te_fl.frameworks", "te_fl.jax", "te_fl.pytorch", "te_fl.pytorch.compile"}
 
 
 def module_name(path):

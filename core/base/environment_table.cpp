@@ -104,8 +104,8 @@ constexpr VariableSpec kSpecs[] = {
      "the interpreter's start (docs/transformer-engine.md)."},
     {"TE_FL_INSIDE_TRANSFORMER_ENGINE", "", kString, "", "",
      "1: where te-fl's Python package is installed, the package transformer_engine that is "
-     "installed too computes with te-fl; cpu: and the host answers its requests for CUDA "
-     "(docs/inside-transformer-engine.md)."},
+     "installed too computes with te-fl; cpu, or the type of another vendor's device such as musa: "
+     "and that device answers its requests for CUDA (docs/inside-transformer-engine.md)."},
     {"TE_FL_TORCH_NODE", "", kBool, "1", "",
      "0: te_fl.pytorch leaves out the autograd node that `python -m te_fl build-node` has compiled "
      "(docs/pytorch.md)."},

@@ -155,7 +155,7 @@ def as_transformer_engine() -> None:
 
 def inside_transformer_engine(device: Optional[str] = None) -> None:
     """Makes `import transformer_engine` import NVIDIA's installed Python package, running on te-fl (docs/inside-transformer-engine.md). device="cpu"
-    emulates CUDA on the host, for experiments and tests.
+    emulates CUDA on the host, for experiments and tests; another type of PyTorch's devices, such as "musa", takes CUDA's place.
     """
     from te_fl import inside
     inside.start(device)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import os
 import sys
 import threading
 from types import ModuleType
-from typing import Any, Callable, Dict, FrozenSet, Iterable, List, Optional, Set, Tuple, Union
+from typing import Any, Callable, Dict, FrozenSet, Iterable, List, Optional, Tuple, Union
 
 from te_fl import _native, tex_results
 from te_fl.errors import Internal, InvalidArgument, Unsupported
@@ -32,6 +33,8 @@ _WRITERS = frozenset("""multi_tensor_scale multi_tensor_scale_tensor multi_tenso
     thd_second_half_lse_correction scaled_softmax_backward scaled_masked_softmax_backward scaled_upper_triang_masked_softmax_backward
     scaled_aligned_causal_masked_softmax_backward""".split())
 _ACCUMULATING = {"generic_gemm": 14, "te_general_grouped_gemm": 14}  # the positions of `accumulate`
+# Names of functions whose typed op has another name.
+TYPED_NAMES = {"te_general_grouped_gemm": "grouped_gemm"}
 # Errors of a call that the function could not even begin, such as a function that the vendor's extension lacks.
 NOT_BEGUN = (TypeError, AttributeError, ImportError)
 
@@ -96,9 +99,13 @@ class TexImpl(OpImpl):
         return self._runner  # type: ignore[attr-defined,no-any-return]
 
 
+_RUNNING = "it is running on this thread, and has called the op that it implements"
+
+
 class _OfThread(threading.local):
     def __init__(self) -> None:
         self.failed: Dict[str, List[Tuple["_Runner", str]]] = {}  # for each op: failures of the call in progress, until another function succeeds
+        self.running: List["_Runner"] = []
 
 
 _thread = _OfThread()
@@ -114,6 +121,7 @@ class _Runner:
         self._check = None if impl.impl_id == OWN else tex_results.checker(impl.op_name)
         self._available = not callable(getattr(impl.fn, "_is_available", None))
         self._failure: Optional[Tuple[str, str]] = None  # (what failed, the policy's text)
+        self._form: Tuple[Any, str] = None, ""  # te-fl's function that the order of arguments was compared with, and the difference
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         try:
@@ -128,8 +136,16 @@ class _Runner:
         return result
 
     def checked(self, *arguments: Any, **options: Any) -> Any:
-        """Calls the function; raises tex_results.WrongResult if it returns what it may not."""
-        result = self.impl.fn(*arguments, **options)
+        """Calls the function; raises tex_results.WrongResult if it returns what it may not. A function that calls the op which it implements gets the next
+        implementation.
+        """
+        if self in _thread.running:
+            raise Unsupported(_RUNNING)
+        _thread.running.append(self)
+        try:
+            result = self.impl.fn(*arguments, **options)
+        finally:
+            _thread.running.remove(self)
         if self._check is not None:
             self._check(arguments, options, result)
         return result
@@ -158,6 +174,8 @@ class _Runner:
 
     def refusal(self) -> str:
         """Returns the reason for which the implementation is not to be tried, whatever the call; empty if it may be."""
+        if self in _thread.running:
+            return _RUNNING
         if not self._available:
             self._available = self.impl.is_available()
             if not self._available:
@@ -167,7 +185,16 @@ class _Runner:
             if policy == _native.policy_text():
                 return f"it failed before, with {text}; another policy, or bump_policy_epoch(), lets it run again"
             self._failure = None
-        return ""
+        return self._other_form() if _calls_of_package else ""
+
+    def _other_form(self) -> str:
+        """Returns the difference if Transformer Engine's Python package, which passes arguments by position, has another order of them than fn; empty if
+        it has not, or if fn does not tell its parameters.
+        """
+        own = own_function(self.impl.op_name)
+        if own is not self._form[0]:
+            self._form = own, _difference(_parameters(self.impl.fn), _parameters(own))
+        return self._form[1]
 
     def failed_in_call(self) -> bool:
         """True if this implementation failed in the call in progress on this thread, which te-fl's own function now runs by the typed op."""
@@ -180,10 +207,44 @@ class _Runner:
         least = self.impl.architecture
         if least and (found := _architecture(tex_results.first_tensor(arguments, options))) < least:
             return f"it needs architecture {least} or newer, and the tensors' device has {found}"
-        return OpImpl.supports_function(self.impl, arguments, options)
+        return self.accepts(arguments, options)
+
+    def accepts(self, arguments: tuple, options: dict) -> Union[bool, str]:
+        """The answer of supported_dtypes, devices and supports; a `supports` that raises refuses."""
+        try:
+            return OpImpl.supports_function(self.impl, arguments, options)
+        except Exception as error:
+            return f"its supports() failed with {type(error).__name__}: {error}"
 
     def forget(self) -> None:
         self._failure = None
+
+
+def _parameters(function: Any) -> List[str]:
+    """The names of the parameters of a Python function; none if it does not tell them."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def _difference(theirs: List[str], own: List[str]) -> str:
+    """Compares the places of those parameters whose names two functions share; other names may differ."""
+    for place, name in enumerate(theirs):
+        if name in own and own.index(name) != place:
+            return (f"it has the arguments of another version of Transformer Engine: its argument {place + 1} is {name}, which this version's package passes "
+                    f"as {own.index(name) + 1}")
+    return ""
+
+
+_calls_of_package = False
+
+
+def serve_package() -> None:
+    """From now on Transformer Engine's Python package calls the functions, with the arguments that te-fl's function of the name has."""
+    global _calls_of_package
+    _calls_of_package = True
 
 
 def _writes(name: str, arguments: tuple, options: dict) -> bool:
@@ -206,7 +267,7 @@ def _architecture(tensor: Any) -> int:
 _MODULE = "te_fl.transformer_engine_torch"
 _lock = threading.RLock()  # for the two below
 _own: Dict[str, Any] = {}  # te-fl's functions that are replaced in the module at present; None: te-fl has no such name
-_adapted: Set[Tuple[str, str]] = set()  # (op, impl_id) of the typed ops' implementations by vendors' functions
+_adapted: Dict[Tuple[str, str], str] = {}  # the names of vendors' functions, by the (op, impl_id) of the typed implementations by them
 _replaced: Dict[str, Any] = {}  # the module's functions in their place
 _SCALES = ("multi_tensor_scale", "multi_tensor_scale_tensor")
 # Classes of the module whose objects a vendor's function makes.
@@ -223,8 +284,8 @@ os.register_at_fork(after_in_child=_forget_lock)
 
 
 def _is_own(function: Any) -> bool:
-    """False for a placeholder of a name that te-fl does not support, which is a class."""
-    return function is not None and not isinstance(function, type)
+    """False for a placeholder of a name that te-fl does not support, which is a class, and for a module of the package."""
+    return callable(function) and not isinstance(function, type)
 
 
 def own_function(name: str) -> Any:
@@ -309,17 +370,17 @@ def install(module: Optional[ModuleType] = None) -> None:
 def _adapt(registry: OpRegistry, adapted: Callable[[TexImpl], Optional[OpImpl]]) -> None:
     """Registers vendors' functions as implementations of typed ops, and removes those whose function was removed."""
     owners = {(row["op_name"], row["impl_id"]): row["owner"] for row in _native.snapshot(registry._handle)}
-    for op_name, impl_id in [key for key in _adapted if (PREFIX + key[0], key[1]) not in owners]:
-        _adapted.discard((op_name, impl_id))
+    for op_name, impl_id in [key for key, name in _adapted.items() if (PREFIX + name, key[1]) not in owners]:
+        del _adapted[op_name, impl_id]
         if (op_name, impl_id) in owners:
             registry.unregister(op_name, impl_id)
     for impl in list(registry.registered()):
-        key = impl.op_name, impl.impl_id
+        key = TYPED_NAMES.get(impl.op_name, impl.op_name), impl.impl_id
         if not isinstance(impl, TexImpl) or impl.kind is not BackendImplKind.VENDOR or key in owners:
             continue
         made = adapted(impl)
         if made is not None:
-            _adapted.add(key)
+            _adapted[key] = impl.op_name
             with owned_by(owners[impl.registered_name, impl.impl_id]):
                 registry.register_impl(made)
 

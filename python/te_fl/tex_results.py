@@ -44,6 +44,11 @@ def first_tensor(arguments: tuple, options: dict) -> Any:
     return None
 
 
+def _has_quantizer(arguments: tuple, options: dict) -> bool:
+    """True if the call asks for a quantised result, whose class is the package's."""
+    return any(hasattr(value, "quantize") for value in (*arguments, *options.values()))
+
+
 def _expected_dtype(name: str, arguments: tuple, first: Any) -> Optional[Tuple[str, ...]]:
     """The names of the dtypes that the first result may have; None: any."""
     if name in _DTYPES:
@@ -73,6 +78,8 @@ def checker(name: str) -> Optional[Callable[[tuple, dict, Any], None]]:
             got = f"{len(result)} results" if several else f"a {type(result).__name__}"
             raise WrongResult(f"{name} returned {got}; it returns {'one tensor' if count == 1 else f'{count} results'}")
         results = result if several else (result,)
+        if results[0] is None or (not _is_tensor(results[0]) and not _has_quantizer(arguments, options)):
+            raise WrongResult(f"{name} returned {type(results[0]).__name__} as its first result; it returns a tensor")
         tensor = first_tensor(arguments, options)
         for at, one in enumerate(results):
             if tensor is not None and _is_tensor(one) and one.device != tensor.device:

@@ -80,9 +80,10 @@ class Ways(unittest.TestCase):
             self.prints(result, "False")
             result = run("import te_fl.inside; print(te_fl.inside.started())", site, [sys.executable], TE_FL_INSIDE_TRANSFORMER_ENGINE="1")
             self.prints(result, "True")
-            result = run("import transformer_engine", site, TE_FL_INSIDE_TRANSFORMER_ENGINE="gpu")
-            self.assertIn("TE_FL_INSIDE_TRANSFORMER_ENGINE is 'gpu'; it is 1, cpu or 0", result.stderr)
+            result = run("import transformer_engine", site, TE_FL_INSIDE_TRANSFORMER_ENGINE="musa:0")
+            self.assertIn("TE_FL_INSIDE_TRANSFORMER_ENGINE is 'musa:0'; it is 1, cpu, the type of another vendor's device, such as musa, or 0", result.stderr)
             self.fails(result, "TE_FL_INSIDE_TRANSFORMER_ENGINE")
+            self.fails(run("import torch", site, [sys.executable], TE_FL_INSIDE_TRANSFORMER_ENGINE="acme"), "device is 'acme', and PyTorch's accelerator is")
 
     def test_plugin(self):
         self.prints(run(PLUGIN), "te_fl.transformer_engine_torch")
@@ -93,7 +94,8 @@ class Ways(unittest.TestCase):
 
     def test_refused(self):
         self.fails(run("import te_fl; te_fl.as_transformer_engine(); te_fl.inside_transformer_engine()"), "stands for te-fl", "use one of the two ways")
-        self.fails(run("import te_fl; te_fl.inside_transformer_engine('cuda')"), "device is 'cuda'; it is 'cpu', or left out")
+        for device in ("cuda", "musa:1"):
+            self.fails(run(f"import te_fl; te_fl.inside_transformer_engine({device!r})"), f"device is {device!r}; it is 'cpu', the type of another vendor's device")
         self.fails(run("import te_fl; te_fl.inside_transformer_engine(); te_fl.inside_transformer_engine('cpu')"), "a process has one")
         self.fails(run("import sys, types; sys.modules['transformer_engine'] = types.ModuleType('transformer_engine')\n"
                        "import te_fl; te_fl.inside_transformer_engine()"), "was imported before", "call this first")

@@ -275,6 +275,33 @@ else:
 """)
         self.assertIn("ImportError", run(ALIAS + "from transformer_engine_torch import gelu", expect=1))
 
+    def test_functions_of_the_extension_that_frameworks_call(self):
+        self.run_forked(self.USE + """
+import torch, transformer_engine_torch as tex
+ends = torch.tensor([0, 4, 12], dtype=torch.int32)  # sequences of 4 and 8 tokens; a rank of 2 has the first and the last quarter of each
+assert tex.thd_get_partitioned_indices(ends, 12, 2, 0).tolist() == [0, 3, 4, 5, 10, 11]
+assert tex.thd_get_partitioned_indices(ends, 12, 2, 1).tolist() == [1, 2, 6, 7, 8, 9]
+import transformer_engine.pytorch.cpp_extensions as cpp
+from transformer_engine.pytorch.constants import TE_DType
+x, w = torch.randn(3, 8), torch.rand(8)
+y, _, _ = cpp.rmsnorm_fwd(x, w, 1e-5, None, None, TE_DType[x.dtype], 16, False)
+torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (8,), w, 1e-5))
+""")
+
+    def test_a_replaced_function_is_warned_of(self):
+        self.run_forked(self.USE + """
+import warnings, transformer_engine.pytorch.cpp_extensions as cpp
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    own = cpp.general_gemm
+    cpp.general_gemm = own
+    assert not caught, caught
+    cpp.general_gemm = print
+[warning] = caught
+assert "transformer_engine.pytorch.cpp_extensions.general_gemm was replaced: te-fl's modules do not call it" in str(warning.message), warning.message
+assert warning.filename == '<string>' or 'te_fl' not in warning.filename, warning.filename
+""")
+
     def test_the_scope_that_a_program_is_in(self):
         self.run_forked(self.USE + """
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as state

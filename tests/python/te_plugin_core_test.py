@@ -168,6 +168,10 @@ class Failures(Registered):
                 with te_fl.policy(strict=True), self.assertRaisesRegex(te_fl.Error, reason):
                     tex.rmsnorm_fwd(*RMSNORM)
                 plugin_core.reset_default_manager()
+        for result in (None, "x", X.numpy()):
+            self.add("gelu", lambda input, quantizer: result)
+            torch.testing.assert_close(tex.gelu(X, None), torch.nn.functional.gelu(X, approximate="tanh"))
+            plugin_core.reset_default_manager()
         self.add("gelu", lambda input, quantizer: [input])
         with te_fl.policy(strict=True), self.assertRaisesRegex(te_fl.Error, "gelu returned 1 results; it returns one tensor"):
             tex.gelu(X, None)
@@ -190,6 +194,41 @@ class Failures(Registered):
         torch.testing.assert_close(out[0], 2 * X[0][:3])
         plugin_core.get_manager().call("multi_tensor_scale", chunk_size=65536, noop_flag=torch.zeros(1, dtype=torch.int32), tensor_lists=[[X[0]], [X[1].clone()]],
                                        scale=2.0)
+
+    def test_a_supports_that_raises_or_refuses(self):
+        for verdict, reason in ((lambda *arguments: 1 / 0, "its supports() failed with ZeroDivisionError"), (lambda *arguments: "not today", "not today")):
+            self.add("gelu", lambda x, q: x * 0, supports=verdict)
+            expected = torch.nn.functional.gelu(X, approximate="tanh")
+            with te_fl.policy(prefer="vendor"):
+                torch.testing.assert_close((tex.gelu(X, None), te_fl.ops.gelu(input=X)), (expected, expected))
+            self.assertIn(reason, " ".join(c["reason"] for c in te_fl.explain("gelu", X, None)["candidates"]))
+            plugin_core.reset_default_manager()
+
+    def test_a_function_that_calls_its_own_op(self):
+        """It gets the next implementation, in both forms, and is not remembered as failed."""
+        self.add("gelu", lambda x, q: tex.gelu(x, q) + 1)
+        expected = torch.nn.functional.gelu(X, approximate="tanh") + 1
+        with te_fl.policy(prefer="vendor"):
+            for _ in range(2):
+                torch.testing.assert_close((tex.gelu(X, None), te_fl.ops.gelu(input=X)), (expected, expected))
+
+    def test_arguments_of_another_version(self):
+        """The package passes arguments by position, and Transformer Engine 2.17 dropped two at the front of this function."""
+        def former(num_tokens, num_experts, routing_map, intermediate_output, grad_probs, grad_logits, topk, use_pre_softmax, scaling_factor, score_function):
+            self.fail("called with arguments of another version")
+        self.add("fused_topk_with_score_function_bwd", former)
+        routing, kept, grad = torch.tensor([[True, False]]), torch.tensor([[0.5, 0.2]]), torch.ones(1, 2)
+        out = torch.empty(1, 2)
+        self.addCleanup(setattr, tex_form, "_calls_of_package", False)
+        tex_form.serve_package()
+        arguments = routing, kept, grad, out, 1, False, 1.0, "sigmoid", False, 0
+        tex.fused_topk_with_score_function_bwd(*arguments)
+        torch.testing.assert_close(out, torch.tensor([[0.25, 0.0]]))  # the derivative of the sigmoid
+        [reason] = [c["reason"] for c in te_fl.explain("fused_topk_with_score_function_bwd", *arguments)["candidates"] if c["impl_id"] == "vendor.acme"]
+        self.assertIn("its argument 3 is routing_map, which this version's package passes as 1", reason)
+        self.add("gelu", lambda x, q: torch.nn.functional.gelu(x, approximate="tanh"))  # other names in the same order
+        tex.gelu(X, None)
+        self.assertIn(("vendor.acme", "tex"), self.ran("gelu"))
 
     def test_two_of_one_id(self):
         self.add("rmsnorm_fwd", rmsnorm)

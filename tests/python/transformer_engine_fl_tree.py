@@ -1,8 +1,8 @@
-"""usage: transformer_engine_fl_tree.py, with TE_FL_TREE=FOLDER. Runs the backends and the test suites of a checkout of TransformerEngine-FL on te-fl, unedited.
+"""usage: transformer_engine_fl_tree.py, with TRANSFORMER_ENGINE_FL_TREE=FOLDER. Runs the backends and the test suites of a checkout of TransformerEngine-FL on te-fl, unedited.
 
 Every vendor's extension module is replaced by a stand-in that computes with te-fl's functions; FlagGems is replaced by an empty module, if it is not
 installed, so that its backend registers but does not compute. Prints, for each backend, how many of the functions in its register_ops.py were
-registered, and for each test suite how many of its checks passed. Exits 77, which means skipped, without TE_FL_TREE.
+registered, and for each test suite how many of its checks passed. Exits 77, which means skipped, without TRANSFORMER_ENGINE_FL_TREE.
 """
 
 import ast
@@ -18,9 +18,9 @@ import tempfile
 import types
 import unittest
 
-TREE = os.environ.get("TE_FL_TREE")
+TREE = os.environ.get("TRANSFORMER_ENGINE_FL_TREE")
 if not TREE:
-    print("skipped: TE_FL_TREE names no checkout of TransformerEngine-FL")
+    print("skipped: TRANSFORMER_ENGINE_FL_TREE names no checkout of TransformerEngine-FL")
     sys.exit(77)
 TREE = pathlib.Path(TREE).resolve()
 sys.path.insert(0, str(TREE))
@@ -178,7 +178,7 @@ def report(backends):
     suites = run_suites()
     for name, (passed, failed, skipped, bad) in suites.items():
         print(f"{name:20} {passed:4} passed {failed:4} failed {skipped:4} skipped")
-        for line in bad if os.environ.get("TE_FL_TREE_SAY") else bad[:3]:
+        for line in bad if os.environ.get("TRANSFORMER_ENGINE_FL_TREE_SAY") else bad[:3]:
             print(f"    {line[:300]}")
     print(f"{'all':20} {sum(p for p, _, _, _ in suites.values()):4} of {sum(p + f for p, f, _, _ in suites.values()):4} passed")
     return any(r != w for r, w, _ in backends.values())

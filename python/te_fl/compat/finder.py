@@ -17,6 +17,7 @@ import pathlib
 import re
 import sys
 import types
+import warnings
 from typing import Any, Optional
 
 from te_fl.compat import known_names, table
@@ -107,8 +108,21 @@ class _Missing(Unsupported, AttributeError):
     """Raised for an unknown name in one of Transformer Engine's extension modules."""
 
 
+def _of_extension(module: str, name: str) -> Any:
+    """te-fl's function for a name of the extension module; None if te-fl does not support it under Transformer Engine's names."""
+    home = table.EXTENSION.get(module, {}).get(name)
+    return None if home is None else getattr(importlib.import_module(home), name)
+
+
 class _Facade(types.ModuleType):
     """A Transformer Engine module whose names come from te-fl."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Warns if a program replaces a function of Transformer Engine's, since te-fl's modules do not call it."""
+        if name in _NAMES[self.__name__] and callable(value) and self.__dict__.get(name) is not value:
+            warnings.warn(f"{self.__name__}.{name} was replaced: te-fl's modules do not call it, so they compute as before (docs/transformer-engine.md)",
+                          stacklevel=2)
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str):
         module = self.__name__
@@ -119,13 +133,16 @@ class _Facade(types.ModuleType):
             refused = home is None
             value = Refused(f"{module}.{name}", table.way_out(module, name)) if refused else getattr(importlib.import_module(home), name)
             _answer_by(value, name)
-            setattr(self, name, value)
+            self.__dict__[name] = value
             return value
         if f"{module}.{name}" in _NAMES:
             return importlib.import_module(f"{module}.{name}")
         home, private = table.IN_PICKLES.get(module, ("", ()))
         if name in private:
             return getattr(importlib.import_module(home), name)
+        found = _of_extension(module, name)
+        if found is not None:
+            return found
         if name in table.PRIVATE and f"{module}.{name}" == table.PRIVATE[name][0]:
             return Refused(f"{module}.{name}", table.PRIVATE[name][1])
         near = did_you_mean(name, _NAMES[module])
@@ -141,6 +158,9 @@ class _Extension(types.ModuleType):
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        found = _of_extension(self.__name__, name)
+        if found is not None:
+            return found
         raise _Missing(f"{self.__name__}.{name} is not supported by te-fl; call the op by its name in te_fl.ops (docs/ops.md)")
 
 

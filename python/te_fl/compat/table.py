@@ -207,6 +207,12 @@ LACKING = (
 UNUSABLE = ("CustomRecipe", "MXFP8BlockScaling", "NVFP4BlockScaling")
 UNUSABLE_BECAUSE = "a program can name it; te_fl.pytorch's autocast refuses it"
 
+# Functions of Transformer Engine's extension module that frameworks call with plain tensors, by the module that they find them in, with te-fl's module.
+EXTENSION = {
+    "transformer_engine_torch": {"thd_get_partitioned_indices": "te_fl.transformer_engine_torch.context_parallel"},
+    "transformer_engine.pytorch.cpp_extensions": {"rmsnorm_fwd": "te_fl.transformer_engine_torch.normalization"},  # it has all names of the extension
+}
+
 # Modules of transformer_engine.plugin.core, TransformerEngine-FL's names for implementations and policies; "": the package itself. te_fl.plugin_core
 # has modules of the same names.
 PLUGIN_CORE = ("", ".discovery", ".logger_manager", ".manager", ".ops", ".policy", ".registry", ".types")

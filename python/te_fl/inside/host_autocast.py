@@ -1,7 +1,8 @@
-"""torch.autocast when the host emulates CUDA: one state for the devices cuda and cpu, with CUDA's rules for the dtype of each op.
+"""torch.autocast when another device takes CUDA's place: one state for the devices cuda and, for example, cpu.
 
-PyTorch has a separate autocast state and op table for each device type. CUDA tensors are CPU tensors here, so autocast("cuda") also sets the CPU's
-state, and ops that only CUDA's table has are added to the CPU's (after PyTorch's ATen/autocast_mode.h, which defines CUDA's table).
+PyTorch has a separate autocast state and op table for each device type. CUDA tensors are the other device's tensors here, so autocast("cuda") also sets
+its state. On the host, ops that only CUDA's table has are added to the CPU's (after PyTorch's ATen/autocast_mode.h, which defines CUDA's table); another
+device has its vendor's table.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 
 __all__ = ["install"]
 
-_DEVICES = ("cuda", "cpu")
 _LOWER = """_convolution addmv addr chain_matmul convolution einsum gru_cell linalg_multi_dot lstm_cell mv rnn_relu_cell rnn_tanh_cell"""
 _FP32 = """_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d acos asin cosh
     cosine_similarity dist erfinv exp expm1 frobenius_norm.dim group_norm layer_norm log log10 log1p log2 logsumexp native_layer_norm nuclear_norm
@@ -112,19 +112,15 @@ def _take_over_rules() -> None:
             _library.impl(name, _kernel(name, rule), _KEY)
 
 
-def _other(device: str) -> str:
-    return _DEVICES[1 - _DEVICES.index(device)]
-
-
-def _join_states() -> None:
-    """Makes an autocast scope of one device type apply to the other too; leaving it restores both states."""
+def _join_states(device: str) -> None:
+    """Makes an autocast scope of cuda apply to the device type too, and the reverse; leaving it restores both states."""
+    others = {"cuda": device, device: "cuda"}
     scope = torch.amp.autocast_mode.autocast
     enter, leave = scope.__enter__, scope.__exit__
 
     @functools.wraps(enter)
     def enter_both(self: Any) -> Any:
-        if self.device in _DEVICES:
-            other = _other(self.device)
+        if (other := others.get(self.device)) is not None:
             before = torch.is_autocast_enabled(other), torch.get_autocast_dtype(other)
             self._te_fl_before = (*getattr(self, "_te_fl_before", ()), before)
             torch.set_autocast_enabled(other, self._enabled)
@@ -135,29 +131,31 @@ def _join_states() -> None:
     def leave_both(self: Any, *error: Any) -> Any:
         if before := getattr(self, "_te_fl_before", ()):  # A scope entered before this patch has none.
             self._te_fl_before, (enabled, dtype) = before[:-1], before[-1]
-            torch.set_autocast_enabled(_other(self.device), enabled)
-            torch.set_autocast_dtype(_other(self.device), dtype)
+            torch.set_autocast_enabled(others[self.device], enabled)
+            torch.set_autocast_dtype(others[self.device], dtype)
         return leave(self, *error)
 
     scope.__enter__, scope.__exit__ = enter_both, leave_both
 
 
-def _cast_where_tensors_lie() -> None:
-    """Makes custom_fwd and register_autocast check tensors for the device type cpu, also if the program names cuda."""
+def _cast_where_tensors_lie(device: str) -> None:
+    """Makes custom_fwd and register_autocast check tensors for the device type, also if the program names cuda."""
     cast = torch.amp.autocast_mode._cast
 
-    def on_host(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-        return cast(value, "cpu" if device_type == "cuda" else device_type, dtype)
+    def placed_cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return cast(value, device if device_type == "cuda" else device_type, dtype)
 
-    torch.amp.autocast_mode._cast = on_host
+    torch.amp.autocast_mode._cast = placed_cast
     for owner in (torch.library, torch.library.CustomOpDef):
-        def register_on_host(op: Any, device_type: str, *arguments: Any, _register: Any = owner.register_autocast, **options: Any) -> Any:
-            return _register(op, "cpu" if device_type == "cuda" else device_type, *arguments, **options)
+        def placed_register(op: Any, device_type: str, *arguments: Any, _register: Any = owner.register_autocast, **options: Any) -> Any:
+            return _register(op, device if device_type == "cuda" else device_type, *arguments, **options)
 
-        owner.register_autocast = functools.wraps(owner.register_autocast)(register_on_host)
+        owner.register_autocast = functools.wraps(owner.register_autocast)(placed_register)
 
 
-def install() -> None:
-    _join_states()
-    _cast_where_tensors_lie()
-    _take_over_rules()
+def install(device: str) -> None:
+    """device: the type of the device that takes CUDA's place."""
+    _join_states(device)
+    _cast_where_tensors_lie(device)
+    if device == "cpu":
+        _take_over_rules()

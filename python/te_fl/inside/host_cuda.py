@@ -14,7 +14,7 @@ from typing import Any, Dict, Tuple
 import torch
 import torch.cuda.profiler  # noqa: F401  (PyTorch imports the others of torch.cuda itself)
 
-__all__ = ["CAPABILITY", "Generator", "Properties", "answer"]
+__all__ = ["CAPABILITY", "Generator", "Properties", "answer", "replace"]
 
 CAPABILITY = (9, 0)
 
@@ -299,10 +299,10 @@ def _lookup(name: str) -> Any:
     return (home, leaf) if home is not None and hasattr(home, leaf) else None
 
 
-def answer() -> None:
-    """Replaces the objects of torch.cuda by the emulation's objects, in every module of torch.cuda, since these modules import each other's names."""
+def replace(answers: Dict[str, Any]) -> None:
+    """Replaces the objects of torch.cuda, given by name, in every module of torch.cuda, since these modules import each other's names."""
     replaced = {}
-    for name, value in {**_answers(), **_tensor_types()}.items():
+    for name, value in answers.items():
         if (found := _lookup(name)) is not None:
             home, leaf = found
             replaced[id(getattr(home, leaf))] = (getattr(home, leaf), value)
@@ -312,6 +312,11 @@ def answer() -> None:
             original, value = replaced.get(id(held), (None, None))
             if original is not None and held is original:
                 setattr(module, name, value)
-    torch.cuda.default_generators = (_DEFAULT,)
     if torch.version.cuda is None:
         torch.version.cuda = "13.0"  # the package chooses its formats by this version
+
+
+def answer() -> None:
+    """Replaces the objects of torch.cuda by the emulation's objects."""
+    replace({**_answers(), **_tensor_types()})
+    torch.cuda.default_generators = (_DEFAULT,)

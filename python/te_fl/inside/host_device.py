@@ -10,32 +10,24 @@ functions.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
-from types import FunctionType
 from typing import Any, Tuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _triton
 
-from te_fl.inside import host_autocast, host_cuda, host_groups
-
-
-def _is_cuda(value: Any) -> bool:
-    return (isinstance(value, str) and value.split(":")[0] == "cuda") or (isinstance(value, torch.device) and value.type == "cuda")
+from te_fl.inside import emulation, host_autocast, host_cuda, host_groups
+from te_fl.inside.emulation import is_cuda
 
 
 def _on_host(value: Any) -> Any:
-    return torch.device("cpu") if _is_cuda(value) else value
+    return torch.device("cpu") if is_cuda(value) else value
 
 
 def _device_on_host(device: Any) -> Any:
     return torch.device("cpu") if isinstance(device, int) and not isinstance(device, bool) else _on_host(device)
-
-
-_IS_CUDA, _IS_CPU = torch.Tensor.is_cuda.__get__, torch.Tensor.is_cpu.__get__
 
 
 _TO_THE_HOST = (torch.Tensor.cpu, torch.Tensor.pin_memory, torch.Tensor.to)
@@ -90,9 +82,9 @@ def _type(args: Tuple, kwargs: dict) -> Any:
 class _HostMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func == _IS_CUDA:  # a method-wrapper, which is a new object at each access
+        if func == emulation.IS_CUDA:
             return args[0].device.type == "cpu" and not _is_of_host(args[0])
-        if func == _IS_CPU:
+        if func == emulation.IS_CPU:
             return _is_of_host(args[0])
         if func is torch.Tensor.get_device and args[0].device.type == "cpu":
             return -1 if _is_of_host(args[0]) else 0
@@ -102,7 +94,7 @@ class _HostMode(TorchFunctionMode):
             return args[0].clone() if _is_of_host(args[0]) else args[0]
         if func in _TO_THE_HOST:
             return _to_the_host(func, args, kwargs)
-        if func is torch.device and (any(map(_is_cuda, (*args, *kwargs.values()))) or type(args[0] if args else None) is int):
+        if func is torch.device and (any(map(is_cuda, (*args, *kwargs.values()))) or type(args[0] if args else None) is int):
             return torch.device("cpu")  # the device index has no meaning here
         if kwargs:
             if "device" in kwargs:
@@ -111,7 +103,7 @@ class _HostMode(TorchFunctionMode):
                 kwargs = {**kwargs, "pin_memory": False}
             if isinstance(kwargs.get("generator"), host_cuda.Generator):
                 kwargs = {**kwargs, "generator": kwargs["generator"].real}
-        if any(map(_is_cuda, args)):
+        if any(map(is_cuda, args)):
             args = tuple(map(_on_host, args))
         return func(*args, **kwargs)
 
@@ -122,67 +114,6 @@ _mode = _HostMode()
 def install_in_thread() -> None:
     """Enables the emulation in a thread that the program starts: PyTorch's function modes are thread-local."""
     _mode.__enter__()
-
-
-def _enter_in_backwards() -> None:
-    """Wraps backward functions to enter the mode, since autograd's engine runs them outside of it."""
-    context = torch.autograd.function.BackwardCFunction
-    apply = context.apply
-
-    def apply_in_mode(self: Any, *gradients: Any) -> Any:
-        with _mode:
-            return apply(self, *gradients)
-
-    context.apply = apply_in_mode
-
-
-def _in_mode(function: Any) -> Any:
-    @functools.wraps(function)
-    def call(*arguments: Any, **options: Any) -> Any:
-        with _mode:
-            return function(*arguments, **options)
-
-    return call
-
-
-def _enter_in_unpacking() -> None:
-    """Wraps saved-tensor unpack hooks to enter the mode, since autograd runs them outside of it; a checkpoint recomputes its forward there."""
-    hooks = torch.autograd.graph.saved_tensors_hooks
-    init = hooks.__init__
-
-    def with_mode(self: Any, pack_hook: Any, unpack_hook: Any) -> None:
-        init(self, pack_hook, _in_mode(unpack_hook))
-
-    hooks.__init__ = with_mode
-
-
-def _ops_of_the_host() -> None:
-    """Registers the package's custom CUDA ops for the CPU too. PyTorch calls their functions outside of the mode, so they are wrapped."""
-    custom_op = torch.library.custom_op
-
-    def on_host(name: str, fn: Any = None, /, *, device_types: Any = None, **options: Any) -> Any:
-        if fn is None:
-            return lambda function: on_host(name, function, device_types=device_types, **options)
-        if device_types is not None:
-            kinds = {device_types} if isinstance(device_types, str) else set(device_types)
-            device_types = tuple(kinds - {"cuda"} | {"cpu"}) if "cuda" in kinds else device_types
-        return custom_op(name, _in_mode(fn), device_types=device_types, **options)
-
-    torch.library.custom_op = on_host
-
-
-class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
-    def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, torch._C.Generator)
-
-
-class _Generator(torch._C.Generator, metaclass=_GeneratorType):
-    """Replaces torch.Generator, which bypasses function modes. Pickles of a generator contain this class name."""
-
-    __module__, __qualname__ = "torch", "Generator"
-
-    def __new__(cls, device: Any = "cpu") -> Any:
-        return torch._C.Generator(_device_on_host(device))
 
 
 def _random_state_of_the_host() -> None:
@@ -197,45 +128,16 @@ def _random_state_of_the_host() -> None:
                 torch.set_rng_state(state)
 
     torch.random.fork_rng = fork_rng
-    torch.Generator = _Generator
-
-
-def _makers_of_the_host() -> None:
-    """Wraps two tensor factories that bypass function modes: torch.range, which NVIDIA's package calls, and the factory of quantised tensors."""
-    def of(make: Any) -> Any:
-        def on_host(*arguments: Any, **options: Any) -> torch.Tensor:
-            if "device" in options:
-                options["device"] = _device_on_host(options["device"])
-            return make(*map(_on_host, arguments), **options)
-
-        return on_host
-
-    torch.range = of(torch.range)
-    torch.Tensor.record_stream = lambda self, stream: None  # It also bypasses function modes, and accepts only PyTorch's stream class.
-    torch.Tensor._make_wrapper_subclass = staticmethod(of(torch.Tensor._make_wrapper_subclass))
 
 
 def _compiler_of_the_host() -> None:
     """Patches torch.compile: its tracer evaluates is_cuda and is_cpu itself, and treats objects of known classes, such as device properties, as
     constants.
     """
-    from torch._dynamo import eval_frame, utils
-    from torch._dynamo.variables import constant, tensor
+    from torch._dynamo import utils
 
     utils.common_constant_types.add(host_cuda.Properties)
-    # After a graph break, torch.compile would also compile the functions of this mode. Its guards do not distinguish the getters of tensors, so code
-    # compiled for Tensor.shape would also run for Tensor.device.
-    for function in (_HostMode.__torch_function__, *globals().values()):
-        if isinstance(function, FunctionType) and function.__module__ == __name__:
-            eval_frame.skip_code(function.__code__)
-
-    def is_cuda(self: Any, tx: Any) -> Any:
-        return None if self.device is None else constant.ConstantVariable.create(self.device.type == "cpu")
-
-    def is_cpu(self: Any, tx: Any) -> Any:
-        return None if self.device is None else constant.ConstantVariable.create(False)
-
-    tensor.TensorVariable.method_attr_is_cuda, tensor.TensorVariable.method_attr_is_cpu = is_cuda, is_cpu
+    emulation.teach_compiler((sys.modules[__name__], emulation), lambda traced: traced.device.type == "cpu", lambda traced: False)
     # If the module is not imported yet, package.py calls trace_patterns() at its import.
     if (module := sys.modules.get("torch._inductor.fx_passes.joint_graph")) is not None:
         trace_patterns(module)
@@ -244,19 +146,21 @@ def _compiler_of_the_host() -> None:
 def trace_patterns(module: Any) -> None:
     """Wraps lazy_init(), so that inductor traces its patterns under _HostMode, which is otherwise inactive during compilation. module:
     torch._inductor.fx_passes.joint_graph."""
-    module.lazy_init = _in_mode(module.lazy_init)
+    module.lazy_init = emulation.in_mode(_mode, module.lazy_init)
 
 
 def install() -> None:
     if torch.distributed.is_available():
         host_groups.install()
-    _makers_of_the_host()
+    emulation.place_makers(_device_on_host)
+    emulation.place_generators(_device_on_host)
+    torch.Tensor.record_stream = lambda self, stream: None  # It bypasses function modes, and accepts only PyTorch's stream class.
     _random_state_of_the_host()
-    _enter_in_backwards()
-    _enter_in_unpacking()
-    _ops_of_the_host()
+    emulation.enter_in_backwards(_mode)
+    emulation.enter_in_unpacking(_mode)
+    emulation.register_custom_ops(_mode, "cpu")
     host_cuda.answer()
-    host_autocast.install()
+    host_autocast.install("cpu")
     _compiler_of_the_host()
     # The package fuses small functions with torch.compile, whose compiler would look for CUDA's driver. The tracer would also ask for an
     # accelerator's stream, which does not exist.

@@ -1,4 +1,6 @@
-"""torch.distributed when the host emulates CUDA: NCCL process groups become Gloo groups. Features that Gloo lacks are emulated where possible."""
+"""torch.distributed when another device takes CUDA's place: NCCL process groups become Gloo groups on the host, and the vendor's on another device.
+Features that Gloo lacks are emulated where possible.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from typing import Any, Callable, List, Optional
 
 import torch
 
-__all__ = ["install"]
+from te_fl.errors import Unsupported
+
+__all__ = ["install", "install_for"]
 
 
 def _replace(name: str, wrap: Callable[[Callable], Callable]) -> None:
@@ -33,21 +37,44 @@ def _is_of_nccl(options: Any) -> bool:
     return kind is not None and isinstance(options, kind.Options)
 
 
-def _group_on_host(make: Callable) -> Callable:
-    """Wraps a function that creates groups; drops its device argument and NCCL stream options."""
-    signature = inspect.signature(make)
+def _backend_of(device: str, backend: Any) -> Any:
+    """Maps a backend name, or a list such as "cpu:gloo,cuda:nccl", to the backend that PyTorch has for a vendor's device."""
+    if backend is None:
+        return None
+    own = torch.distributed.Backend.default_device_backend_map.get(device)
+    parts = []
+    for part in str(backend).lower().split(","):
+        place, colon, name = part.rpartition(":")
+        if name == "nccl":
+            if own is None:
+                raise Unsupported(f"torch.distributed: the backend nccl for the device {device}, for which PyTorch has no backend; import the package of its "
+                                  "vendor that registers one, or name a backend that takes its tensors")
+            name = own
+        parts.append(f"{device if place == 'cuda' else place}{colon}{name}")
+    return ",".join(parts)
 
-    @functools.wraps(make)
-    def call(*arguments: Any, **options: Any) -> Any:
-        bound = signature.bind(*arguments, **options)
-        bound.arguments.pop("device_id", None)
-        if _is_of_nccl(bound.arguments.get("pg_options")):
-            del bound.arguments["pg_options"]
-        if "backend" in bound.arguments:
-            bound.arguments["backend"] = _backend_on_host(bound.arguments["backend"])
-        return make(*bound.args, **bound.kwargs)
 
-    return call
+def _group(backend_of: Callable[[Any], Any], keeps_device: bool) -> Callable[[Callable], Callable]:
+    """Returns a function that wraps a function that creates groups. The wrapped function drops NCCL's options, and its device argument unless
+    keeps_device.
+    """
+    def wrap(make: Callable) -> Callable:
+        signature = inspect.signature(make)
+
+        @functools.wraps(make)
+        def call(*arguments: Any, **options: Any) -> Any:
+            bound = signature.bind(*arguments, **options)
+            if not keeps_device:
+                bound.arguments.pop("device_id", None)
+            if _is_of_nccl(bound.arguments.get("pg_options")):
+                del bound.arguments["pg_options"]
+            if "backend" in bound.arguments:
+                bound.arguments["backend"] = backend_of(bound.arguments["backend"])
+            return make(*bound.args, **bound.kwargs)
+
+        return call
+
+    return wrap
 
 
 def _barrier_on_host(barrier: Callable) -> Callable:
@@ -171,8 +198,14 @@ def install() -> None:
         _replace(name, _message_on_host)
     _replace("_coalescing_manager", lambda manager: _one_by_one)
     for name in ("init_process_group", "new_group"):
-        _replace(name, _group_on_host)
+        _replace(name, _group(_backend_on_host, False))
     _replace("barrier", _barrier_on_host)
     _replicas_on_host()
     for name, source in (("all_reduce", "tensor"), ("reduce", "tensor"), ("reduce_scatter_tensor", "input"), ("reduce_scatter", "input_list")):
         _replace(name, _mean_on_host(source))
+
+
+def install_for(device: str) -> None:
+    """Makes NCCL groups groups of the backend that PyTorch has for another vendor's device."""
+    for name in ("init_process_group", "new_group"):
+        _replace(name, _group(functools.partial(_backend_of, device), True))

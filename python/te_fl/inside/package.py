@@ -2,7 +2,7 @@
 
 A finder at the front of sys.meta_path finds the installed transformer_engine.common as usual, with two changes. During its import it loads no shared
 libraries (as during its own build, with NVTE_PROJECT_BUILDING). Its load_framework_extension("torch") installs te_fl.transformer_engine_torch instead
-of the extension. The same finder starts the CUDA emulation when torch is imported.
+of the extension. The same finder starts the emulation of CUDA when torch is imported.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def extension() -> ModuleType:
     if parse_version(found)[:2] > NEWEST:
         _refuse_unknown(transformer_engine_torch, found)
     _native.op_names()  # loads plugins, so that the package finds their functions wherever it keeps one
+    tex_form.serve_package()
     tex_form.install(transformer_engine_torch)
     return transformer_engine_torch
 
@@ -122,21 +123,39 @@ def _execute_common(loader: Any, module: ModuleType) -> None:
     module.load_framework_extension = load_framework_extension
 
 
-def _answer_for_cuda() -> None:
-    from te_fl.inside import host_device
-    host_device.install()
+def _answer_for_cuda(device: str) -> None:
+    if device == "cpu":
+        from te_fl.inside import host_device
+        host_device.install()
+    else:
+        from te_fl.inside import other_device
+        other_device.install(device)
 
 
-def _execute_torch(loader: Any, module: ModuleType) -> None:
-    loader.exec_module(module)
-    _answer_for_cuda()
+def _execute_torch(device: str) -> Callable[[Any, ModuleType], None]:
+    def execute(loader: Any, module: ModuleType) -> None:
+        loader.exec_module(module)
+        _answer_for_cuda(device)
+
+    return execute
 
 
 def _execute_patterns(loader: Any, module: ModuleType) -> None:
     """PyTorch's inductor traces its patterns with GPU tensors if CUDA is available; this makes it run under the emulation."""
     loader.exec_module(module)
-    from te_fl.inside import host_device
-    host_device.trace_patterns(module)
+    for name in ("te_fl.inside.host_device", "te_fl.inside.other_device"):
+        if name in sys.modules:
+            sys.modules[name].trace_patterns(module)
+
+
+def _execute_root(device: str) -> Callable[[Any, ModuleType], None]:
+    """TransformerEngine-FL's package compares the types of its tensors' devices with one of its own."""
+    def execute(loader: Any, module: ModuleType) -> None:
+        loader.exec_module(module)
+        if hasattr(module, "TE_DEVICE_TYPE"):
+            module.TE_DEVICE_TYPE = device
+
+    return execute
 
 
 def _enable_fp16(module: ModuleType) -> None:
@@ -162,7 +181,7 @@ def _execute_accelerator(loader: Any, module: ModuleType) -> None:
 
 
 def _execute_quantization(loader: Any, module: ModuleType) -> None:
-    """The package derives the supported formats from the GPU's generation; te-fl's ops support all of them on the host."""
+    """The package derives the supported formats from the GPU's generation; te-fl's ops support all of them on every device."""
     loader.exec_module(module)
     for name in ("check_mxfp8_support", "check_nvfp4_support"):
         setattr(module, name, lambda: (True, ""))
@@ -186,13 +205,13 @@ def _execute_kernels(loader: Any, module: ModuleType) -> None:
 
 
 def _execute_block_storage(loader: Any, module: ModuleType) -> None:
-    """An MXFP8 or NVFP4 tensor moves itself to its CUDA device before it is dequantised. This patch skips the move, since the tensor is on the host
-    already; below autograd PyTorch would copy its dequantised values.
+    """An MXFP8 or NVFP4 tensor moves itself to its CUDA device before it is dequantised. This patch skips the move, since the tensor is there already;
+    below autograd PyTorch would copy its dequantised values.
     """
     loader.exec_module(module)
 
     def to(self: Any, *arguments: Any, **options: Any) -> Any:
-        if not arguments and options.keys() == {"device"} and str(options["device"]).split(":")[0] in ("cuda", "cpu"):
+        if not arguments and options.keys() == {"device"} and str(options["device"]).split(":")[0] in ("cuda", self.device.type):
             return self
         return sys.modules["torch"].Tensor.to(self, *arguments, **options)
 
@@ -267,11 +286,12 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 _CONTEXT_PARALLEL = {"transformer_engine.pytorch.attention.dot_product_attention.context_parallel": _execute_context_parallel}
 _STORAGES, _ACCELERATOR = "transformer_engine.pytorch.tensor.storage", "accelerate.accelerator"
-_ON_HOST = {"transformer_engine.pytorch.quantization": _execute_quantization, "transformer_engine.pytorch.triton.pad": _execute_padding,
-            "torch._inductor.fx_passes.joint_graph": _execute_patterns, _ACCELERATOR: _execute_accelerator,
-            **dict.fromkeys((f"transformer_engine.pytorch.triton.{name}" for name in ("permutation", "cross_entropy", "grouped_dbias_dscales")),
-                            _execute_kernels),
-            f"{_STORAGES}.mxfp8_tensor_storage": _execute_block_storage, f"{_STORAGES}.nvfp4_tensor_storage": _execute_block_storage}
+# With a device in CUDA's place.
+_ON_DEVICE = {"transformer_engine.pytorch.quantization": _execute_quantization, "transformer_engine.pytorch.triton.pad": _execute_padding,
+              "torch._inductor.fx_passes.joint_graph": _execute_patterns,
+              **dict.fromkeys((f"transformer_engine.pytorch.triton.{name}" for name in ("permutation", "cross_entropy", "grouped_dbias_dscales")),
+                              _execute_kernels),
+              f"{_STORAGES}.mxfp8_tensor_storage": _execute_block_storage, f"{_STORAGES}.nvfp4_tensor_storage": _execute_block_storage}
 
 
 def install_beside_extension() -> None:
@@ -279,16 +299,16 @@ def install_beside_extension() -> None:
     sys.meta_path.insert(0, _Finder(_CONTEXT_PARALLEL))
 
 
-def install(host: bool) -> None:
-    """host: emulates CUDA on the host, from the import of torch on."""
+def install(device: Optional[str]) -> None:
+    """device: the type of the device that takes CUDA's place from the import of torch on; None: CUDA devices are PyTorch's own."""
     executions: dict = {_COMMON: _execute_common, "transformer_engine.pytorch.quantized_tensor": _execute_quantized_tensor, **_CONTEXT_PARALLEL,
                         "transformer_engine.pytorch.attention.dot_product_attention.backends": _execute_attention_backends,
-                        **(_ON_HOST if host else {})}
-    if host and "torch" in sys.modules:
-        _answer_for_cuda()
-    elif host:
-        executions["torch"] = _execute_torch
-    if host and (accelerator := sys.modules.get(_ACCELERATOR)) is not None:
+                        **({} if device is None else {"transformer_engine": _execute_root(device), **_ON_DEVICE}), **({_ACCELERATOR: _execute_accelerator} if device == "cpu" else {})}
+    if device is not None and "torch" in sys.modules:
+        _answer_for_cuda(device)
+    elif device is not None:
+        executions["torch"] = _execute_torch(device)
+    if device == "cpu" and (accelerator := sys.modules.get(_ACCELERATOR)) is not None:
         _enable_fp16(accelerator)
     sys.meta_path.insert(0, _Finder(executions))
     finder.find_plugin_core()
