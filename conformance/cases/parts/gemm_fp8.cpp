@@ -190,7 +190,7 @@ void add_blocks(std::vector<Variant>& all) {
                  .split = true});
   // An incomplete last block along K, and operands of both FP8 formats.
   for (const int64_t k : {int64_t{64}, int64_t{208}})
-    for (const auto [a, b] : {std::pair{kE4, kE4}, std::pair{kE5, kE4}, std::pair{kE4, kE5}}) {
+    for (const auto& [a, b] : {std::pair{kE4, kE4}, std::pair{kE5, kE4}, std::pair{kE4, kE5}}) {
       for (const int d : {TE_FL_BF16, TE_FL_F32}) {
         all.push_back({.a = one(false, kPow2, a),
                        .b = two(false, b),
