@@ -535,7 +535,7 @@ class Host(unittest.TestCase):
                 module.lazy_init = lambda input_device=None: torch.empty(1, device="cuda").device.type
 
         module, found = types.ModuleType("torch._inductor.fx_passes.joint_graph"), []
-        package._ON_HOST[module.__name__](Loader, module)
+        package._ON_DEVICE[module.__name__](Loader, module)
         thread = threading.Thread(target=lambda: found.append(module.lazy_init(None)))
         thread.start()
         thread.join()

@@ -82,6 +82,11 @@ class Event(torch.Event):
         return super().__new__(cls, device="far", **options)
 
 
+def _current_stream(device: Any = None) -> Stream:
+    now = torch.accelerator.current_stream(device)
+    return Stream(stream_id=now.stream_id, device_index=now.device_index, device_type=now.device_type)
+
+
 def _module() -> types.ModuleType:
     """Makes torch.far, the module that PyTorch expects of a backend. Random numbers are the CPU's."""
     module = types.ModuleType("torch.far")
@@ -94,7 +99,7 @@ def _module() -> types.ModuleType:
     module.set_device = torch.accelerator.set_device_index
     module.synchronize = torch.accelerator.synchronize
     module.Stream, module.Event = Stream, Event
-    module.current_stream = lambda device=None: torch.accelerator.current_stream(device)
+    module.current_stream = _current_stream
     module.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
     module.manual_seed_all = lambda seed: None
     module.get_rng_state = lambda device=None: torch.get_rng_state()
