@@ -161,7 +161,7 @@ class Op:
                 sizes = [("from", 1000), ("from", 65536)] if is_vector(a) else [
                     ("from", 70000), ("from", 4096), ("rows", 1024), ("from", 1048576), ("rows", 100)]
                 kind, n = self.random.choice(sizes)
-                if "#" not in a.shape:  # nobody has that many tensors
+                if "#" not in a.shape:  # a shape with # is that of a list, which has few tensors
                     yield self.when(sizes=False), f"write {a.name} {kind} {n}"
             if a.inout_if:
                 yield self.when() + [f"{a.inout_if} absent"], f"write {a.name} old"

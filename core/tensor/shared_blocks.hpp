@@ -12,8 +12,8 @@ namespace te_fl::core {
 enum class MemoryPart { kRows, kOther };
 
 // While this object lives, the memory of quantised tensors that the calling thread creates on
-// `device` is cut from a few larger blocks instead of allocated for each, which costs a tenth of
-// the time. A block is freed once no tensor uses it. Objects of one thread do not nest.
+// `device` is cut from a few larger blocks instead of allocated for each, which saves host time. A
+// block is freed once no tensor uses it. Objects of one thread do not nest.
 class SharedBlocks {
  public:
   // `bytes`: about what the row-wise data of all tensors take together, and their other parts.

@@ -3,8 +3,8 @@
 // A device of which one function is wrong above a size:
 //   device FUNCTION above N [on a stream]      FUNCTION: copy to_device, copy to_host, copy within,
 //                                              fill
-// Of more than N bytes the last one is lost; with the last words only on streams other than the
-// default one. "device: none" is right.
+// A call of more than N bytes loses the last byte. "on a stream" limits the error to streams other
+// than the default one. "device: none" has no error.
 
 #include <sstream>
 #include <stdexcept>

@@ -55,9 +55,9 @@ const char* refuse_kernel(const Args& c, const Problem& p, GroupedForm& form) {
   return nullptr;
 }
 
-// The most operations of a product, on average, for which the kernel computes kVectors. It reaches
-// some 500 TFLOP/s on an H200, as the scales of B take time between the tensor cores' instructions.
-// cuBLASLt is faster, but takes some 20 us of the host for each product.
+// The most operations of a product, on average, for which the kernel computes kVectors. The scales
+// of B take time between the tensor cores' instructions, so cuBLASLt is faster on large products;
+// on small ones its host time for each product counts more.
 constexpr double kMostVectors = 2e10;
 
 // Numbers of cluster tiles. They cost the same, whether their blocks lie side by side or not.

@@ -62,7 +62,8 @@ void add(GroupedCall& call, int i, const Product& product) {
   GroupedItem& item = call.items[i];
   item.d = backend::data<void>(*args.d);
   if (args.bias != nullptr) item.bias = backend::data<const bf16>(*args.bias);
-  if (p.fp8) item.scale_a = p.a.scale_inv, item.scale_b = p.b.scale_inv;
+  // Operands without elements have scales that nothing may have written.
+  if (p.fp8 && p.k > 0) item.scale_a = p.a.scale_inv, item.scale_b = p.b.scale_inv;
   item.rows = static_cast<int>(p.m), item.cols = static_cast<int>(p.n);
   item.lines = static_cast<int>((p.k + elements - 1) / elements);
   const bool wide = call.wide != 0;

@@ -80,7 +80,7 @@ void call(c10::DeviceIndex index, Function te_fl_device_api::*function, Args... 
 
 // ---- devices and streams
 
-// The number of devices that PyTorch is told of; FAR_ABSENT hides them.
+// The number of devices that the backend reports to PyTorch: 0 if FAR_ABSENT is set.
 c10::DeviceIndex count() { return std::getenv("FAR_ABSENT") != nullptr ? 0 : kDevices; }
 
 thread_local c10::DeviceIndex t_device = 0;

@@ -1,7 +1,7 @@
 // A c10d backend for the devices of backend.cpp, as a vendor's extension has one (NCCL's kin):
 // far.py registers it as `far_ccl`. The ranks' bytes travel by Gloo on copies in host memory. A
 // collective works on a stream of the backend's own, which waits for the caller's current stream;
-// its result is there for whoever waits for the Work, and late for others.
+// a reader that does not wait for the Work sees the tensor without the result.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 

@@ -66,7 +66,7 @@ def train(model, recipe, device, rank=None, stream=None):
         if rank is not None:
             x = x.chunk(RANKS, dim=1)[rank].contiguous()
         with on_stream(), scope(recipe):
-            loss = model(x.to(device)).square().sum() / data(step).numel()  # each rank's gradients by layer are those of the whole
+            loss = model(x.to(device)).square().sum() / data(step).numel()  # divided by the elements of all ranks' data, so that ranks' gradients sum to those of one process
         loss.backward()
         with on_stream():
             if rank is None:
