@@ -33,7 +33,7 @@ class GroupedParameter {
   std::shared_ptr<Parameter> whole_;
   std::vector<std::shared_ptr<Parameter>> parts_;
   const void* spread_ = nullptr;  // the memory of which the parts' values are slices
-  const void* grad_ = nullptr;    // the same for their gradients
+  const void* grad_ = nullptr;    // the memory of which their gradients are slices
 };
 
 }  // namespace te_fl::nn::detail

@@ -14,6 +14,7 @@
 #include "nn/modules/make_gemm.hpp"
 #include "nn/modules/moe_router.hpp"
 #include "nn/modules/moe_rows.hpp"
+#include "nn/modules/row_factors.hpp"
 #include "nn/modules/scaled_activation.hpp"
 #include "te_fl/nn/modules/init.hpp"
 #include "te_fl/nn/modules/mlp.hpp"
@@ -22,9 +23,8 @@ namespace te_fl::nn {
 namespace {
 
 constexpr const char* kLayer = "MoELayer";
-constexpr std::array<std::string_view, 3> kScoreFunctions = {"sigmoid", "softmax", "sqrtsoftplus"};
 
-// What the backward of the shared experts reads.
+// The tensors that the backward of the shared experts reads.
 struct SharedRecord {
   Ctx mlp;
   // Only with a gate: the MLP's output, and the gate's probabilities and indices.
@@ -171,18 +171,6 @@ Status check_auxiliary(const Tensor& tensor, DType dtype, int64_t size, const ch
 }
 
 }  // namespace
-
-std::string_view name(ScoreFunction function) noexcept {
-  return kScoreFunctions.at(static_cast<size_t>(function));
-}
-
-Result<ScoreFunction> parse_score_function(std::string_view text) {
-  for (size_t i = 0; i < kScoreFunctions.size(); ++i) {
-    if (kScoreFunctions[i] == text) return static_cast<ScoreFunction>(i);
-  }
-  return invalid_argument("\"" + std::string(text) +
-                          "\" is no score function; it is sigmoid, softmax or sqrtsoftplus");
-}
 
 struct MoELayer::Impl {
   MoELayerOptions options;

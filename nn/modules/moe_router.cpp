@@ -7,8 +7,7 @@
 #include "nn/autograd/parameter.hpp"
 #include "nn/autograd/recompute.hpp"
 #include "nn/base/tensor_ops.hpp"
-#include "nn/modules/moe_rows.hpp"
-#include "te_fl/environment.hpp"
+#include "nn/modules/row_factors.hpp"
 
 namespace te_fl::nn::detail {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "te_fl/nn/autograd/ctx.hpp"
 #include "te_fl/nn/autograd/parameter.hpp"
-#include "te_fl/nn/modules/moe_layer.hpp"
+#include "te_fl/nn/modules/moe_options.hpp"
 
 namespace te_fl::nn::detail {
 

@@ -21,7 +21,7 @@ struct ExpertRows {
   std::vector<int64_t> splits;  // number of rows of each expert
 };
 
-// What combine() and the backward functions read.
+// The data that combine() and the backward functions read.
 struct Dispatched {
   Tensor row_id_map;  // I32 [E, T], row of each pair of an expert and a token, or -1
   int64_t rows = 0;   // R
@@ -53,14 +53,5 @@ Result<Tensor> combine(const Tensor& rows, const Dispatched& dispatched, const T
 // receives the gradient of the probabilities.
 Result<Tensor> combine_backward(const Tensor& dy, const Dispatched& dispatched, const Tensor& rows,
                                 const Tensor& probs, Tensor* d_probs);
-
-// The row_id_map I32 [1, n] that maps each token to the row of its number.
-Result<Tensor> identity_rows(int64_t n, const Device& device);
-// out[t] = factors[t] rows[t], factors F32 [n, 1]. `identity` must be identity_rows(n).
-Status scale_rows(const Tensor& rows, const Tensor& identity, const Tensor& factors,
-                  const Tensor& out);
-// The gradients of scale_rows().
-Status scale_rows_backward(const Tensor& grad, const Tensor& rows, const Tensor& identity,
-                           const Tensor& factors, const Tensor& d_rows, const Tensor& d_factors);
 
 }  // namespace te_fl::nn::detail

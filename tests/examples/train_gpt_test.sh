@@ -135,6 +135,9 @@ expect_error "a misspelt device" "did you mean 'auto'" --device atuo
 expect_error "heads that do not divide" "must be a multiple of --heads" --hidden 100 --heads 3
 expect_error "a graph on the host" "cpu cannot capture graphs" "${small[@]}" --graph
 expect_error "FP8 weights without their scales" "requires --recipe delayed, not --recipe current" "${small[@]}" --recipe current --fp8-weights
+expect_error "more experts a byte than there are" "--top-k 3 must be at most --experts" --experts 2 --top-k 3
+expect_error "experts over tensor-parallel ranks" "--experts does not go with --tp 2" --experts 2 --tp 2
+expect_error "experts in a graph" "--experts does not go with --graph" "${small[@]}" --experts 2 --graph
 expect_error "an unknown device" "cuda:7" "${small[@]}" --device cuda:7
 TE_FL_PERFER=vendor expect_error "a misspelt variable" "TE_FL_PREFER" "${small[@]}" --steps 1
 
