@@ -10,6 +10,7 @@ from typing import Any, Callable, List, NoReturn, Optional, Tuple, Union
 import torch
 
 from te_fl.errors import FailedPrecondition, InvalidArgument
+from te_fl.pytorch.autograd.torch_checkpoint import repeated
 from te_fl.pytorch.distributed import collectives
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.modules.grouped_parameters import EachExpert, expert_names, regroup
@@ -222,7 +223,7 @@ class MoELayer(TransformerEngineBaseModule):
 
     def _compute(self, inp: torch.Tensor, first: Optional[bool]):
         has_loss = self.aux_loss_coeff != 0 or self.z_loss_coeff != 0
-        counts = self.enable_expert_bias and self.training and torch.is_grad_enabled() and _task() < 0
+        counts = self.enable_expert_bias and self.training
         if not has_loss and not counts:
             return self._run((inp.contiguous(),), self._own(), first, accumulates=self.fuse_wgrad_accumulation)
         loss = inp.new_empty(1 if has_loss else 0, dtype=torch.float32)
@@ -231,7 +232,8 @@ class MoELayer(TransformerEngineBaseModule):
         # `data` bypasses autograd's version counter: the layer's backward reads loss_grad after _WithLoss's has written it.
         memory = (loss, tokens, loss_grad.data)
         y = self._run((inp.contiguous(), *memory), self._own(), first, accumulates=self.fuse_wgrad_accumulation)
-        if counts:
+        # The second run of a checkpoint, which is inside of a backward, does not count again. With use_reentrant=True the first has no gradients.
+        if counts and _task() < 0 and (torch.is_grad_enabled() or repeated()):
             self.local_tokens_per_expert += tokens
         if not has_loss:
             return y
