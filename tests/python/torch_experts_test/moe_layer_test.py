@@ -2,6 +2,7 @@
 
 import copy
 import pathlib
+import pickle
 import subprocess
 import sys
 import unittest
@@ -80,7 +81,7 @@ def call(m, x, recipe=None):
 
 
 def distance(a, b):
-    return float((a.double() - b.double()).norm() / b.double().norm())
+    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm())
 
 
 class AgainstALoop(unittest.TestCase):
@@ -121,7 +122,7 @@ class AgainstALoop(unittest.TestCase):
                 self.check(m, recipe, tolerance=0.12)
 
     def test_experts_are_grouped_linear_in_fp8(self):
-        """The output in FP8 is that of the same rows through GroupedLinear, bit for bit: the same codes and products."""
+        """The output in FP8 is that of the same padded rows through GroupedLinear: each expert has scales of its own."""
         for recipe in RECIPES[1:]:
             m, x = layer(4, 1, score_function="sigmoid", single_grouped_weight=False), randn(16, HIDDEN)
             fc1, fc2 = (te.GroupedLinear(4, i, o, bias=False, device="cpu") for i, o in ((HIDDEN, 2 * FFN), (FFN, HIDDEN)))
@@ -194,6 +195,23 @@ class State(unittest.TestCase):
         self.assertEqual(int(m.local_tokens_per_expert.sum()), 0)
         self.assertIn("expert_bias", m.state_dict())
         self.assertNotIn("local_tokens_per_expert", m.state_dict())
+
+    def test_meta(self):
+        m = te.MoELayer(HIDDEN, FFN, 4, device="meta", score_function="sigmoid", expert_bias=True)
+        m.to_empty(device="cpu")
+        m.expert_bias.fill_(7)
+        m.reset_parameters()
+        self.assertFalse(m.expert_bias.any() or m.local_tokens_per_expert.any())
+        self.assertLess(abs(float(m.fc1_weight.std()) - 0.023), 0.002)
+        self.assertTrue(m(randn(TOKENS, HIDDEN)).isfinite().all())
+
+    def test_copies(self):
+        m = te.MoELayer(HIDDEN, FFN, 4, device="cpu", aux_loss_coeff=0.1)
+        x = randn(TOKENS, HIDDEN)
+        want = m(x)
+        for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+            for a, b in zip(other(x), want, strict=True):
+                self.assertTrue(torch.equal(a, b))
 
     def test_frozen_experts(self):
         m = layer(single_grouped_weight=False)
@@ -314,6 +332,11 @@ class Behaviour(unittest.TestCase):
 
 
 class Example(unittest.TestCase):
+    def test_the_page(self):
+        program, names = (ROOT / "docs" / "mixtures.md").read_text().split("```python\n")[1].split("```")[0], {}
+        exec(compile(program, "docs/mixtures.md", "exec"), names)
+        self.assertTrue(names["layer"].fc1_weight.grad.any())
+
     def test_learns(self):
         for arguments in (("none",), ("delayed",), ("current", "--balance", "bias"), ("block",)):
             run = subprocess.run([sys.executable, str(ROOT / "examples" / "pytorch" / "moe.py"), "--device", "cpu", "--steps", "31", "--experts", "4",
