@@ -10,7 +10,7 @@ import unittest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch_oracle import randn
+from torch_oracle import DEVICES, randn
 
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
@@ -24,7 +24,7 @@ torch.set_num_threads(1)  # the matrices are too small for more threads
 
 def layer(experts=4, top_k=2, seed=0, **options):
     torch.manual_seed(seed)
-    made = te.MoELayer(HIDDEN, FFN, experts, top_k, device="cpu", **{"init_method": lambda w: torch.nn.init.normal_(w, std=0.3), **options})
+    made = te.MoELayer(HIDDEN, FFN, experts, top_k, **{"device": "cpu", "init_method": lambda w: torch.nn.init.normal_(w, std=0.3), **options})
     with torch.no_grad():
         for name, p in made.named_parameters():
             if "bias" in name:
@@ -86,8 +86,9 @@ def distance(a, b):
 
 class AgainstALoop(unittest.TestCase):
     def check(self, m, recipe=None, tolerance=2e-5, dtype=torch.float32):
-        x = randn(3, TOKENS // 3, HIDDEN, dtype=dtype).requires_grad_()
-        grad = randn(*x.shape, seed=5, dtype=dtype)
+        device = m.router_weight.device
+        x = randn(3, TOKENS // 3, HIDDEN, dtype=dtype, device=device).requires_grad_()
+        grad = randn(*x.shape, seed=5, dtype=dtype, device=device)
         y, loss = call(m, x, recipe)
         self.assertEqual((y.dtype, y.shape), (dtype, x.shape))
         ((y * grad).sum() + 3 * loss).backward()
@@ -108,18 +109,20 @@ class AgainstALoop(unittest.TestCase):
                         {"aux_loss_coeff": 0.5}, {"z_loss_coeff": 0.1, "aux_loss_coeff": 0.5}, {"shared_ffn_hidden_size": 16},
                         {"shared_ffn_hidden_size": 16, "shared_expert_gate": True, "bias": True}, {"experts": 4, "top_k": 4},
                         {"experts": 24, "top_k": 1, "score_function": "sigmoid"}):
-            with self.subTest(options):
-                self.check(layer(**options))
+            for device in DEVICES:
+                with self.subTest(options, device=device):
+                    self.check(layer(device=device, **options))
 
     def test_dtypes_and_recipes(self):
-        self.check(layer(params_dtype=torch.bfloat16), dtype=torch.bfloat16, tolerance=2e-2)
-        for recipe in RECIPES[1:]:
-            with self.subTest(type(recipe).__name__):
-                m = layer(shared_ffn_hidden_size=16)
-                for _ in range(2):  # delayed scaling gets its scales
-                    call(m, randn(TOKENS, HIDDEN), recipe)[0].backward(randn(TOKENS, HIDDEN, seed=5))
-                    m.zero_grad()
-                self.check(m, recipe, tolerance=0.12)
+        for device in DEVICES:
+            self.check(layer(params_dtype=torch.bfloat16, device=device), dtype=torch.bfloat16, tolerance=2e-2)
+            for recipe in RECIPES[1:]:
+                with self.subTest(type(recipe).__name__, device=device):
+                    m = layer(shared_ffn_hidden_size=16, device=device)
+                    for _ in range(2):  # delayed scaling gets its scales
+                        call(m, randn(TOKENS, HIDDEN, device=device), recipe)[0].backward(randn(TOKENS, HIDDEN, seed=5, device=device))
+                        m.zero_grad()
+                    self.check(m, recipe, tolerance=0.12)
 
     def test_experts_are_grouped_linear_in_fp8(self):
         """The output in FP8 is that of the same padded rows through GroupedLinear: each expert has scales of its own."""
