@@ -153,6 +153,17 @@ def gen_table(families):
     return "\n".join(out)
 
 
+def gen_errors(families):
+    """Generates the error kinds of the outputs that have another than `sum`, sorted for a binary search."""
+    rows = sorted((o.name, a.name, a.error) for _, _, ops in families for o in ops for a in o.args
+                  if a.is_tensor and a.role != "in" and a.error != "sum")
+    names = dict(copy="kCopy", element="kElement", rounded_sum="kRoundedSum")
+    out = [f"// {NOTE}", '#include "core/op/op_error.hpp"', "", "namespace te_fl::core {", "namespace {", "", "const OutputError kErrors[] = {"]
+    out += [f"    {{{cstr(op)}, {cstr(arg)}, ErrorKind::{names[error]}}}," for op, arg, error in rows]
+    out += ["};", "", "}  // namespace", "", "std::span<const OutputError> output_errors() { return kErrors; }", "", "}  // namespace te_fl::core", ""]
+    return "\n".join(out)
+
+
 def gen_cpp(families):
     out = [f"// {NOTE}", "// One function per op of the catalogue; each goes through OpManager::instance(). Formulas and arguments are at",
            "// the structs, in te_fl/ops/*.h.", "#pragma once", ""]
@@ -268,6 +279,7 @@ def outputs():
     for family, summary, ops in families:
         result[f"include/te_fl/ops/{family}.h"] = gen_header(family, summary, ops)
     result["core/op/generated/op_table.cpp"] = gen_table(families)
+    result["core/op/generated/op_errors.cpp"] = gen_errors(families)
     result["include/te_fl/ops.hpp"] = gen_cpp(families)
     result["python/te_fl/ops.pyi"] = gen_python(families)
     result["python/src/ops/op_defaults.inc"] = gen_python_defaults(families)
