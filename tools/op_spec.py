@@ -24,7 +24,8 @@ ARG_KEYS = {"name", "doc", "type", "role", "inout_if", "kept_if", "dtypes", "sca
             "default", "min", "max", "extents", "error", *FLAG_KEYS}
 ERRORS = ("copy", "element", "sum", "rounded_sum")  # core::ErrorKind in core/op/op_error.hpp
 OP_KEYS = {"name", "id", "summary", "formula", "source", "args", "template", "rng", "class", "rules",
-           "gradient", "operations"}
+           "gradient", "operations", "choice"}
+CHOICE_KEYS = {"keys", "bias", "values", "map", "bits", "indices"}
 
 
 class SpecError(Exception):
@@ -213,6 +214,10 @@ class Op:
         need(later == sorted(later), where, "later arguments must come last")
         self.rules = [Rules(self.args, where).check(rule) for rule in spec.get("rules", [])]
         self.check_extents(where)
+        self.choice = spec.get("choice")
+        for key, name in (self.choice or {}).items():
+            need(key in CHOICE_KEYS and name in names, where, f"choice: {key}: {name} is no part of a choice, or no argument")
+        need(not self.choice or {"keys", "map", "bits"} <= set(self.choice), where, "choice needs keys, map and bits")
         self.operations = spec.get("operations")
         self.check_operations(where)
         # gradient: name of the backward op. The dicts are keyed by its arguments: `grads` has the output of this op whose gradient the argument takes,

@@ -17,4 +17,17 @@ ErrorKind error_kind(std::string_view op, std::string_view argument) {
   return at != all.end() && key(*at) == std::pair(op, argument) ? at->kind : ErrorKind::kSum;
 }
 
+bool is_gradient_input(std::string_view op, std::string_view argument) {
+  const std::span<const OpArgument> all = gradient_inputs();
+  return std::any_of(all.begin(), all.end(),
+                     [&](const OpArgument& a) { return a.op == op && a.argument == argument; });
+}
+
+const OutputChoice* choice_of(std::string_view op) {
+  const std::span<const OutputChoice> all = output_choices();
+  const auto at =
+      std::find_if(all.begin(), all.end(), [&](const OutputChoice& c) { return c.op == op; });
+  return at == all.end() ? nullptr : &*at;
+}
+
 }  // namespace te_fl::core

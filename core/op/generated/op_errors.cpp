@@ -99,8 +99,66 @@ const OutputError kErrors[] = {
     {"swiglu", "output", ErrorKind::kElement},
 };
 
+const OpArgument kGradients[] = {
+    {"clamped_dswiglu", "grad"},
+    {"cross_entropy_bwd", "grad_loss"},
+    {"dbias_dgelu", "grad"},
+    {"dbias_dqgelu", "grad"},
+    {"dbias_drelu", "grad"},
+    {"dbias_dsilu", "grad"},
+    {"dbias_dsrelu", "grad"},
+    {"dgeglu", "grad"},
+    {"dgelu", "grad"},
+    {"dglu", "grad"},
+    {"dqgeglu", "grad"},
+    {"dqgelu", "grad"},
+    {"dreglu", "grad"},
+    {"drelu", "grad"},
+    {"dropout_bwd", "grad_output"},
+    {"dsilu", "grad"},
+    {"dsituglu", "grad"},
+    {"dsreglu", "grad"},
+    {"dsrelu", "grad"},
+    {"dswiglu", "grad"},
+    {"embedding_bwd", "grad_output"},
+    {"fused_attn_bwd", "d_o"},
+    {"fused_moe_aux_loss_bwd", "grad_aux_loss"},
+    {"fused_multi_row_padding", "input"},
+    {"fused_multi_row_unpadding", "input"},
+    {"fused_qkv_rope_backward", "k_grad"},
+    {"fused_qkv_rope_backward", "q_grad"},
+    {"fused_qkv_rope_backward", "v_grad"},
+    {"fused_rope_backward", "input"},
+    {"fused_score_for_moe_aux_loss_bwd", "grad_scores"},
+    {"fused_topk_with_score_function_bwd", "grad_probs"},
+    {"layernorm_bwd", "dz"},
+    {"moe_permute_bwd", "grad_output"},
+    {"moe_sort_chunks_bwd", "grad_output"},
+    {"moe_sort_chunks_bwd", "grad_permuted_probs"},
+    {"moe_unpermute_bwd", "grad_output"},
+    {"rmsnorm_bwd", "dz"},
+    {"rmsnorm_bwd_add", "dz"},
+    {"scaled_aligned_causal_masked_softmax_backward", "output_grad"},
+    {"scaled_clamped_dswiglu", "grad"},
+    {"scaled_dsituglu", "grad"},
+    {"scaled_dsrelu", "grad"},
+    {"scaled_dswiglu", "grad"},
+    {"scaled_masked_softmax_backward", "output_grad"},
+    {"scaled_softmax_backward", "output_grad"},
+    {"scaled_upper_triang_masked_softmax_backward", "output_grad"},
+};
+
+const OutputChoice kChoices[] = {
+    {"fused_score_for_moe_aux_loss_fwd", "intermediate_output", nullptr, nullptr, "routing_map",
+     "routing_bits", nullptr},
+    {"fused_topk_with_score_function_fwd", "intermediate_output", "expert_bias", "probs",
+     "routing_map", "routing_bits", "topk_indices"},
+};
+
 }  // namespace
 
 std::span<const OutputError> output_errors() { return kErrors; }
+std::span<const OpArgument> gradient_inputs() { return kGradients; }
+std::span<const OutputChoice> output_choices() { return kChoices; }
 
 }  // namespace te_fl::core
