@@ -94,6 +94,7 @@ PyMethodDef g_methods[] = {
     {"info", info, METH_NOARGS, "info() -> dict"},
     {"device_name", device_name, METH_O, "device_name(device) -> str"},
     {"load_plugin", load_plugin, METH_O, "load_plugin(path_or_name) -> name"},
+    {"file_trust_problem", file_trust_problem, METH_O, "file_trust_problem(path) -> str"},
     {"verify_counts", verify_counts, METH_NOARGS, "verify_counts() -> dict"},
     {"fingerprint", fingerprint, METH_NOARGS, "fingerprint() -> str"},
     {"write_trace", write_trace, METH_NOARGS, "write_trace()"},

@@ -480,7 +480,7 @@ int run_command(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int te_fl_tool::run_program(int argc, char** argv) {
   int exit_code = kProblem;
   try {
     exit_code = run_command(argc, argv);
@@ -496,3 +496,5 @@ int main(int argc, char** argv) {
   }
   return exit_code;
 }
+
+int main(int argc, char** argv) { return te_fl_tool::run_program(argc, argv); }

@@ -41,6 +41,11 @@ te_fl_status sum(const FiveArgs& args, float off) {
   return TE_FL_OK;
 }
 
+// The exchange of a job whose other ranks found nothing.
+Result<std::vector<std::string>> alone(const std::string& own) {
+  return own.empty() ? std::vector<std::string>() : std::vector<std::string>{own};
+}
+
 class Verify : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -58,6 +63,7 @@ class Verify : public ::testing::Test {
     before = verify_counts();
   }
   void TearDown() override {
+    set_rank_exchange({});
     (void)step_boundary();  // leaves no pending entries for the next test
     for (const std::string& name : names) ASSERT_OK(environment::unset(name));
     dispatch::forget_quarantine_file();
@@ -141,6 +147,65 @@ TEST_F(Verify, TheLargestNumberHidesNoErrorInOthers) {
   }
   EXPECT_EQ(counts().agreed, 2u);
   EXPECT_EQ(counts().differed, 2u);
+}
+
+// One large element must not raise the tolerance for the others.
+TEST_F(Verify, OneLargeValueHidesNoErrorInOthers) {
+  set("TE_FL_VERIFY", "1");
+  Fake right("reference.slow"), quick("default.fast");
+  float wrong = 0;
+  const auto write = [](const void* raw, float error) -> te_fl_status {
+    const auto& out = static_cast<const te_fl_add_args*>(raw)->output->dl;
+    for (int64_t i = 0; i < 4096; ++i)
+      static_cast<float*>(out.data)[i] = static_cast<float>(i % 64 + 1) * (1 + error);
+    static_cast<float*>(out.data)[2000] = 1e9f;
+    return TE_FL_OK;
+  };
+  right.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, 0); };
+  quick.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, wrong); };
+  for (Fake* f : {&right, &quick}) {
+    f->desc.op_name = "add", f->desc.schema = nullptr, f->desc.later_args = nullptr;
+    f->desc.dtypes = TE_FL_MASK_ANY_DTYPE;
+    add(*f);
+  }
+  const Tensor a = Tensor::zeros({64, 64}, DType::kF32).value(), b = a, out = a;
+  te_fl_add_args args;
+  args.a = a, args.b = b, args.output = out;
+  ASSERT_OK(manager.call(op, &args));
+  EXPECT_EQ(counts().differed, 0u);
+  wrong = 1e-3f;
+  ASSERT_OK(manager.call(op, &args));
+  EXPECT_EQ(counts().differed, 1u);
+}
+
+// BF16 results that were cut off instead of rounded, and codes that are all one step low, are
+// within the tolerance one by one.
+TEST_F(Verify, ADirectionIsFoundThatRoundingDoesNotHave) {
+  set("TE_FL_VERIFY", "1");
+  Fake right("reference.slow"), quick("default.fast");
+  int lower = 0;  // elements that are one step nearer to zero
+  const auto write = [](const void* raw, int low) -> te_fl_status {
+    const auto& out = static_cast<const te_fl_add_args*>(raw)->output->dl;
+    for (int i = 0; i < 1024; ++i)
+      static_cast<uint16_t*>(out.data)[i] =
+          static_cast<uint16_t>(0x3F80 + i % 64 - (i < low ? 1 : 0));
+    return TE_FL_OK;
+  };
+  right.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, 0); };
+  quick.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, lower); };
+  for (Fake* f : {&right, &quick}) {
+    f->desc.op_name = "add", f->desc.schema = nullptr, f->desc.later_args = nullptr;
+    f->desc.dtypes = TE_FL_MASK_ANY_DTYPE;
+    add(*f);
+  }
+  const Tensor a = Tensor::zeros({1024}, DType::kBF16).value(), b = a, out = a;
+  te_fl_add_args args;
+  args.a = a, args.b = b, args.output = out;
+  for (const auto& [low, differed] : {std::pair{0, 0u}, {100, 0u}, {512, 1u}, {1024, 2u}}) {
+    lower = low;
+    ASSERT_OK(manager.call(op, &args));
+    EXPECT_EQ(counts().differed, differed) << low;
+  }
 }
 
 TEST_F(Verify, SavesNoMoreThanTheFolderIsToHold) {
@@ -343,6 +408,7 @@ TEST_F(Verify, QuarantineBeginsWithTheNextCallAndOutlivesTheRun) {
 
 TEST_F(Verify, RanksOfAJobWaitForTheStepBoundary) {
   ASSERT_EQ(setenv("WORLD_SIZE", "2", 1), 0);
+  set_rank_exchange(alone);
   set("TE_FL_VERIFY", "1");
   set("TE_FL_VERIFY_ACTION", "quarantine");
   off = 1;
@@ -392,6 +458,7 @@ TEST_F(Verify, NoQuarantineBeginsWhileAStreamIsCaptured) {
 TEST_F(Verify, WhatIsHeldAtTheEndIsWritten) {
   const auto run = [&] {
     setenv("WORLD_SIZE", "2", 1);
+    set_rank_exchange(alone);
     set("TE_FL_VERIFY", "1");
     set("TE_FL_VERIFY_ACTION", "quarantine");
     off = 1;
