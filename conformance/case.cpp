@@ -1,7 +1,6 @@
 #include "conformance/case.hpp"
 
 #include <algorithm>
-#include <limits>
 #include <cmath>
 #include <cstring>
 #include <iterator>

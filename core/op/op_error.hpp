@@ -4,7 +4,7 @@
 #include <span>
 #include <string_view>
 
-// How the results of two right implementations of an op may differ. The op specification says it
+// Results of two right implementations of an op may differ. The op specification says how,
 // for each output (the key `error` in ops/*.yaml), and TE_FL_VERIFY derives its tolerances from it.
 namespace te_fl::core {
 

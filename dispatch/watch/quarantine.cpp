@@ -385,7 +385,7 @@ bool ranks_exchange_quarantines() {
 
 std::string held_quarantines() {
   const dispatch::List held = dispatch::held();
-  return held.empty() ? std::string() : dispatch::to_text(held);
+  return held.empty() ? std::string() : dispatch::quarantines_text(held);
 }
 
 Status take_quarantines(const std::vector<std::string>& texts) {

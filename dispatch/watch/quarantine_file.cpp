@@ -174,7 +174,7 @@ bool QuarantineIndex::Less::operator()(const Quarantine* a, const Quarantine* b)
   return make_key(*a) < make_key(*b);
 }
 
-std::string to_text(const std::vector<Quarantine>& entries) {
+std::string quarantines_text(const std::vector<Quarantine>& entries) {
   json all = json::array();
   for (const Quarantine& q : entries) all.push_back(to_json(q));
   return to_text(all);

@@ -19,7 +19,7 @@ struct QuarantineFile {
 QuarantineFile read_quarantine_file(const std::string& path);
 
 // Entries as one text, and back. A text with an entry that cannot be read is INVALID_ARGUMENT.
-std::string to_text(const std::vector<Quarantine>& entries);
+std::string quarantines_text(const std::vector<Quarantine>& entries);
 Result<std::vector<Quarantine>> parse_quarantines(const std::string& text);
 
 // True if two entries have the same implementation, signature and device.

@@ -141,7 +141,7 @@ Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignat
   if (row == rows.end()) row = rows.insert(rows.end(), std::move(key));
   ++row->calls;
   row->count += recorded.count;
-  // What dispatch takes, and may take, is a matter of the policy in force.
+  // The policy in force decides what dispatch takes and may take.
   TE_FL_ASSIGN_OR_RETURN(const SelectionPolicy policy, current_policy());
   PolicySettings any = policy.settings();
   any.deterministic = any.deterministic || call.deterministic();

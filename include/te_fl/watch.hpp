@@ -55,10 +55,10 @@ TE_FL_API Status watch_status();
 // in force nevertheless.
 TE_FL_API Status step_boundary();
 
-// How the ranks of a job exchange texts: every rank calls the function equally often, with its own
-// text, and gets those of all ranks that are not empty, in an order that is the same on all ranks.
-// NOT_FOUND: the ranks cannot exchange texts yet. Comm::world() sets one, which uses the job's
-// store; te_fl.pytorch sets one that uses the process group's.
+// Exchanges texts between the ranks of a job: every rank calls the function equally often, with its
+// own text, and gets those of all ranks that are not empty, in an order that is the same on all
+// ranks. NOT_FOUND: the ranks cannot exchange texts yet. Comm::world() sets one, which uses the
+// job's store; te_fl.pytorch sets one that uses the process group's.
 using RankExchange = std::function<Result<std::vector<std::string>>(const std::string& own)>;
 TE_FL_API void set_rank_exchange(RankExchange exchange);
 // True in a job of several ranks with TE_FL_VERIFY and TE_FL_VERIFY_ACTION=quarantine.

@@ -107,7 +107,7 @@ def _is_there(name: str) -> bool:
 
 
 def _trust_problem(name: str) -> str:
-    """Why the module's file may not be run: another user could exchange it, as for a shared library. Empty if it may."""
+    """Returns the reason if another user could exchange the module's file, as for a shared library; else empty."""
     spec = importlib.util.find_spec(name)
     origin = spec.origin if spec is not None else None
     return _native.file_trust_problem(os.path.abspath(origin)) if origin and os.path.exists(origin) else ""

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 
-from te_fl import frameworks, missing
+from te_fl import _native, frameworks, missing
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
@@ -26,7 +26,6 @@ def run_here(words: list) -> int:
         from te_fl import torch_device
         device = torch_device.default()
         if device is not None:
-            from te_fl import _native
             _native.device_name(torch_device.native_name(device))  # makes the device, with the ops by PyTorch
     return _check_worker.program(words)
 

@@ -22,11 +22,6 @@ enum ExitCode {
   kIncomplete = 4,   // check: nothing failed, but not everything was checked: no certificate
 };
 
-// The program: parses the arguments, runs the command, and returns the exit code. main() is this
-// alone; the Python package calls it in its own process, where implementations in Python and
-// devices of PyTorch exist.
-int run_program(int argc, char** argv);
-
 // Returns the folder above this program's bin/: the prefix of an installation, a wheel or a build.
 std::string own_prefix();
 

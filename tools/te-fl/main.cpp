@@ -13,6 +13,7 @@
 #include "commands.hpp"
 #include "conformance/check/output.hpp"
 #include "conformance/program.hpp"
+#include "program.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/version.hpp"
 #include "te_fl/watch.hpp"

@@ -149,10 +149,8 @@ const OpArgument kGradients[] = {
 };
 
 const OutputChoice kChoices[] = {
-    {"fused_score_for_moe_aux_loss_fwd", "intermediate_output", nullptr, nullptr, "routing_map",
-     "routing_bits", nullptr},
-    {"fused_topk_with_score_function_fwd", "intermediate_output", "expert_bias", "probs",
-     "routing_map", "routing_bits", "topk_indices"},
+    {"fused_score_for_moe_aux_loss_fwd", "intermediate_output", nullptr, nullptr, "routing_map", "routing_bits", nullptr},
+    {"fused_topk_with_score_function_fwd", "intermediate_output", "expert_bias", "probs", "routing_map", "routing_bits", "topk_indices"},
 };
 
 }  // namespace

@@ -6,7 +6,7 @@
 #include "conformance/check/check.hpp"
 #include "conformance/program.hpp"
 #include "py/py.hpp"
-#include "tools/te-fl/commands.hpp"
+#include "tools/te-fl/program.hpp"
 
 namespace te_fl::python {
 namespace {

@@ -1,4 +1,4 @@
-"""What quarantine_test.py runs on each rank: layers whose normalisation is wrong on rank 1 alone, from a step on."""
+"""Functions that quarantine_test.py runs on each rank: layers whose normalisation is wrong on rank 1 alone, from a step on."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""How the ranks of a job agree on quarantines of TE_FL_VERIFY_ACTION=quarantine, so that all of them bar an implementation before the same call.
+"""Agreement of the ranks of a job on quarantines of TE_FL_VERIFY_ACTION=quarantine, so that all of them bar an implementation before the same call.
 
 At the end of a step (an optimizer of te_fl.pytorch, te_fl.step_boundary()) every rank tells what it found, by the store of the default process group,
 and waits for the others. Without such ends the ends of backward passes count. There a rank must not wait for the same pass of the others, which in a
