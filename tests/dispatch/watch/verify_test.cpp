@@ -208,6 +208,53 @@ TEST_F(Verify, ADirectionIsFoundThatRoundingDoesNotHave) {
   }
 }
 
+// A halved scale of one block halves its values, and codes that are all one step low are a
+// neighbour each. FP4 codes with a scale of 1 for each block of 16, and an amax that makes the
+// factor of the tensor 1.
+TEST_F(Verify, HalvedBlockScalesAndLowCodesAreFound) {
+  set("TE_FL_VERIFY", "1");
+  Fake right("reference.slow"), quick("default.fast");
+  uint8_t scale = 0x38;  // of one block, E4M3; 0x38 is 1
+  int low = 0;           // the codes that are one step lower
+  const auto write = [](const void* raw, uint8_t one, int lower) -> te_fl_status {
+    const te_fl_tensor& out = *static_cast<const te_fl_gelu_args*>(raw)->output;
+    std::memset(out.quant->scale_inv, 0x38, 128 * 4);  // a row has two blocks, padded to 4
+    static_cast<uint8_t*>(out.quant->scale_inv)[1] = one;
+    *static_cast<float*>(out.quant->amax) = 6 * 448;
+    for (int i = 0; i < 2048; ++i) {
+      const int code = 1 + i % 7 - (2 * i < lower ? 1 : 0);
+      static_cast<uint8_t*>(out.dl.data)[i] = static_cast<uint8_t>(code | code << 4);
+    }
+    return TE_FL_OK;
+  };
+  right.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, 0x38, 0); };
+  quick.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, scale, low); };
+  for (Fake* f : {&right, &quick}) {
+    f->desc.op_name = "gelu", f->desc.schema = nullptr, f->desc.later_args = nullptr;
+    f->desc.dtypes = TE_FL_MASK_ANY_DTYPE;
+    f->desc.scalings = 0x3f;
+    add(*f);
+  }
+  const int64_t shape[] = {128, 32};
+  const Tensor in = Tensor::zeros({128, 32}, DType::kF32).value();
+  const Tensor out = Tensor::empty_quantized(
+                         shape, {.dtype = DType::kF4E2M1, .scaling = Scaling::kNVFP4}, Device{})
+                         .value();
+  te_fl_gelu_args args;
+  args.input = in, args.output = out;
+  ASSERT_OK(manager.call(op, &args));
+  EXPECT_EQ(counts().differed, 0u);
+  scale = 0x30;
+  ASSERT_OK(manager.call(op, &args));
+  EXPECT_EQ(counts().differed, 1u) << "half of the scale";
+  scale = 0x38, low = 128;
+  ASSERT_OK(manager.call(op, &args));
+  EXPECT_EQ(counts().differed, 1u) << "ties may be rounded either way";
+  low = 4096;
+  ASSERT_OK(manager.call(op, &args));
+  EXPECT_EQ(counts().differed, 2u);
+}
+
 TEST_F(Verify, SavesNoMoreThanTheFolderIsToHold) {
   set("TE_FL_VERIFY", "1");
   set("TE_FL_VERIFY_CASES", "2");
