@@ -194,10 +194,12 @@ class Comparison {
         }
       }
       const double coarse = std::max(std::abs(of_got), std::abs(of_wanted));
-      return {got, wanted,
-              steps.relative * std::abs(wanted) + steps.least * coarse +
-                  tolerance_.off(magnitudes.of(n)),
-              false};
+      const double size = coarse > 0 ? std::abs(wanted) / coarse : 0;
+      const double step =
+          coarse * (size > 0 && std::isfinite(size)
+                        ? std::max(steps.least, std::ldexp(steps.relative, std::ilogb(size)))
+                        : steps.least);
+      return {got, wanted, step + tolerance_.off(magnitudes.of(n)), false};
     });
     return neighbours.judge(tolerance_.neighbour_share(), name, walk, out_) && right;
   }
