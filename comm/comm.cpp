@@ -1,8 +1,11 @@
 #include "te_fl/comm.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
+#include <chrono>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <thread>
 
@@ -12,6 +15,7 @@
 #include "core/base/process_end.hpp"
 #include "registry/thread_record.hpp"
 #include "te_fl/log.hpp"
+#include "te_fl/watch.hpp"
 
 namespace te_fl {
 namespace comm {
@@ -219,6 +223,43 @@ constinit std::atomic<uint64_t> WorldAttempt::g_attempt{0};
 
 }  // namespace
 
+namespace {
+
+// The exchange of texts at the ends of steps (te_fl/watch.hpp) by a job's store. Rank 0 collects
+// the texts, so that the others read one.
+RankExchange exchange_by(const std::weak_ptr<Store>& weak, int rank, int size,
+                         std::chrono::milliseconds timeout) {
+  auto step = std::make_shared<std::atomic<uint64_t>>(0);
+  return [=](const std::string& own) -> Result<std::vector<std::string>> {
+    const std::shared_ptr<Store> store = weak.lock();
+    if (store == nullptr) return not_found("the communicator of all ranks is gone");
+    const uint64_t n = step->fetch_add(1);
+    const auto prefix = [](uint64_t of) { return "te_fl_step" + std::to_string(of) + "/"; };
+    const auto key = [&](int r) { return prefix(n) + std::to_string(r); };
+    nlohmann::json all = nlohmann::json::array();
+    if (rank != 0) {
+      TE_FL_RETURN_IF_ERROR(store->set(key(rank), own));
+      TE_FL_ASSIGN_OR_RETURN(const std::string text, store->get(prefix(n) + "all", timeout));
+      all = nlohmann::json::parse(text, nullptr, false);
+    } else {
+      if (!own.empty()) all.push_back(own);
+      for (int r = 1; r < size; ++r) {
+        TE_FL_ASSIGN_OR_RETURN(const std::string text, store->get(key(r), timeout));
+        if (!text.empty()) all.push_back(text);
+      }
+      TE_FL_RETURN_IF_ERROR(store->set(prefix(n) + "all", all.dump()));
+      // Every rank has read the step before, or it would not have written its text of this one.
+      if (n > 0) TE_FL_RETURN_IF_ERROR(store->forget(prefix(n - 1)));
+    }
+    std::vector<std::string> texts;
+    for (const nlohmann::json& text : all)
+      if (text.is_string()) texts.push_back(text.get<std::string>());
+    return texts;
+  };
+}
+
+}  // namespace
+
 Result<Comm> Comm::world(const Device& device) {
   const WorldAttempt attempt;
   if (!attempt.alone()) {
@@ -246,6 +287,8 @@ Result<Comm> Comm::world(const Device& device) {
   }
   TE_FL_ASSIGN_OR_RETURN(Comm made, create(options));
   made.state_->is_world.store(true);
+  if (options.store != nullptr)
+    set_rank_exchange(exchange_by(options.store, job.rank, job.size, timeout));
   return made;
 }
 

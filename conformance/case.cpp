@@ -259,6 +259,9 @@ Tensor* Problem::quantised_in(const std::string& name, Spec spec, const Dims& sh
   t->name = name, t->role = Role::kIn, t->spec = spec, t->shape = shape;
   allocate(*t);
   if (fills) put_quantised(*t, fill, random);
+  // A tensor without elements has no scale that anything may read.
+  if (fills && t->numel() == 0 && spec.scaling == TE_FL_SCALING_TENSOR && t->scale_inv != nullptr)
+    store(TE_FL_F32, t->scale_inv->data(), 0, std::numeric_limits<double>::quiet_NaN());
   freeze(*t);
   singles[name] = t.get();
   tensors.push_back(std::move(t));

@@ -8,6 +8,7 @@
 #include "core/base/plugin_settings.hpp"
 #include "core/base/text.hpp"
 #include "plugins/discovery.hpp"
+#include "plugins/file_trust.hpp"
 #include "plugins/load_turn.hpp"
 #include "plugins/loader.hpp"
 #include "plugins/manifest.hpp"
@@ -131,5 +132,7 @@ std::vector<std::string> search_path() {
   out.insert(out.end(), path.problems.begin(), path.problems.end());
   return out;
 }
+
+std::string trust_problem(const std::string& path) { return file_trust_problem(path); }
 
 }  // namespace te_fl::plugins

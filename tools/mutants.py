@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """Judges te-fl check by mutants: plugins whose ops are the reference's with one planted error each. Prints the score by op and the
-survivors. usage: tools/mutants.py [BUILD] [--sample N] [--right N] [--long] [--op OP] [--per-op N] [--again FILE] [--list] [--jobs N] [--json FILE]
+survivors. usage: tools/mutants.py [BUILD] [--sample N] [--right N] [--long | --training] [--op OP] [--per-op N] [--again FILE] [--list] [--jobs N]
+[--json FILE]
 
 The mutants are drawn from the op specification (ops/*.yaml): for each op errors in each argument, dtype, class of sizes and saved output.
-tests/mutants/mutation.hpp describes the errors. Exit status 1 if an op without an error fails, or the share of mutants that were caught
+tests/mutants/mutation.hpp describes the errors. With --training TE_FL_VERIFY is judged instead, by trainings of the example in which the mutant
+runs its op: a mutant counts if it changes a result there, and is caught if TE_FL_VERIFY reports a difference. Exit status 1 if an op without an error fails, or the share of mutants that were caught
 is below --least."""
 import argparse
 import collections
@@ -45,6 +47,10 @@ DEVICE = [f"device {what} above {size}" for what in ("copy to_device", "copy to_
           for size in ("0", "4096", "65536", "1048576", "16777216", "100000 on a stream")]
 SIZES = [("elements", 4096), ("elements", 65536), ("elements", 700000), ("elements", 1048576), ("rows", 99), ("rows", 1024), ("rows", 70000),
          ("columns", 255), ("columns", 1024), ("columns", 4095)]
+# The trainings of --training: options of train_gpt. Together they use every recipe, dtype and style of the example.
+TRAININGS = ["--recipe delayed --style gpt --dropout 0.1", "--recipe none --style gpt --dtype bf16", "--recipe block --style llama",
+             "--recipe current --style llama --dtype bf16 --groups 2", "--recipe delayed --style llama --fp8-weights --dtype f16",
+             "--recipe delayed --style gpt --fp8-attention --dtype bf16", "--recipe none --style gpt"]
 # Formats whose results are compared to the bit: those of ops that copy, and the codes of ops that quantise unchanged inputs.
 EXACT = {"quantize", "cast_to_fp8", "fp8_transpose", "compute_amax", "strided_copy", "fill", "embedding_fwd", "moe_permute_fwd",
          "multi_tensor_quantize", "split_quantize", "moe_sort_chunks_fwd", "fused_multi_row_padding", "fused_multi_row_unpadding"}
@@ -256,6 +262,46 @@ def judge(build, op, mutant, long):
     return row
 
 
+class Trainings:
+    """Short trainings of the example, in which one op runs in the mutant and TE_FL_VERIFY checks each of its calls."""
+
+    def __init__(self, build):
+        self.build, self.folder = build, tempfile.TemporaryDirectory()
+        words, rng = "one two three four five six seven eight nine ten".split(), random.Random(7)
+        self.text = pathlib.Path(self.folder.name, "text")
+        self.text.write_text(" ".join(rng.choice(words) for _ in range(20000)))
+        self.ops = [self.run(options, "", "")[0] for options in TRAININGS]  # the ops of each training
+
+    def run(self, options, op, mutant):
+        """Runs a training. Returns the ops that ran; whether the mutant changed a result, whether TE_FL_VERIFY found a difference, and the output."""
+        with tempfile.TemporaryDirectory(dir=self.folder.name) as folder:
+            results, changes = pathlib.Path(folder, "results.json"), pathlib.Path(folder, "changes")
+            environment = {**os.environ, "TE_FL_PLUGIN_PATH": "", "TEFL_LOG_LEVEL": "WARNING", "TE_FL_VERIFY_DIR": "", "TE_FL_SKIP_CUDA": "1"}
+            if mutant:
+                plugin = str(self.build.resolve() / "tests/mutants/plugins/mutant.so")
+                environment |= {"MUTANT": mutant, "MUTANT_CHANGES": str(changes), "TE_FL_PLUGIN_MODULES": plugin, "TE_FL_VERIFY": f"1:{op}",
+                                "TE_FL_PER_OP": f"{op}=impl:vendor.mutant|default|reference"}
+            process = subprocess.run([self.build / "bin/train_gpt", "--data", self.text, "--device", "cpu", "--steps", "3", "--sample-bytes", "0",
+                                      "--eval-batches", "1", "--json", results, *options.split()], capture_output=True, text=True, env=environment)
+            if process.returncode != 0 and not mutant or "MUTANT" in process.stderr:
+                raise SystemExit(f"mutants.py: train_gpt {options} ended with {process.returncode} on \"{mutant}\":\n{process.stdout}{process.stderr}")
+            ops = {row["op"] for row in json.loads(results.read_text())["usage"]} if results.exists() else set()
+            text = process.stdout + process.stderr
+            return ops, changes.exists(), f"op '{op}': 'vendor.mutant'" in text and "does not agree with" in text, text
+
+    def judge(self, op, mutant):
+        """A mutant is caught if any of the trainings reports it. An op without an error must be reported by none."""
+        right, changed, caught, texts, begun = mutant.endswith(": none"), False, False, [], time.monotonic()
+        for options, ops in zip(TRAININGS, self.ops):
+            if op not in ops or (caught and not right):
+                continue
+            _, changes, found, text = self.run(options, op, mutant)
+            changed, caught = changed or changes, caught or found
+            texts.append(f"{options}:\n{text}")
+        return {"op": op, "mutant": mutant, "right": right, "caught": caught, "changed": changed, "seconds": round(time.monotonic() - begun, 2),
+                "text": "\n".join(texts)}
+
+
 def report(rows, long):
     """Prints the score by op. Returns the share of mutants that were caught, in percent."""
     planted = [r for r in rows if not r["right"]]
@@ -274,7 +320,7 @@ def report(rows, long):
           (f", {by_long} ({100 * by_long / max(total, 1):.1f} %) by the long run" if long else ""))
     for r in rows:
         if r["right"] and r["caught"]:
-            print(f"not certified although right: {r['mutant']}\n{r['text']}")
+            print(f"{'reported' if 'changed' in r else 'not certified'} although right: {r['mutant']}\n{r['text']}")
     return 100 * (by_long if long else caught) / max(total, 1)
 
 
@@ -307,38 +353,53 @@ def main():
     parser.add_argument("--op", default="", help="mutants of the ops whose names match this expression (device: of devices)")
     parser.add_argument("--again", type=pathlib.Path, help="only those that survived in this file of --json")
     parser.add_argument("--long", action="store_true", help="judges survivors by te-fl check --long as well")
+    parser.add_argument("--training", action="store_true", help="judges TE_FL_VERIFY in trainings of the example instead of te-fl check")
     parser.add_argument("--right", type=int, default=0, help="also runs this many ops without an error, which must be certified")
     parser.add_argument("--list", action="store_true", help="prints the mutants and runs nothing")
     parser.add_argument("--least", type=float, default=0, help="the least share of mutants that must be caught, in percent")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
+    if options.training and options.long:
+        raise SystemExit("mutants.py: --training judges TE_FL_VERIFY and --long te-fl check; give one of them")
     work = chosen_work(options)
+    trainings = None
+    if options.training:
+        trainings = Trainings(options.build)
+        work = [(op, m) for op, m in work if any(op in ops for ops in trainings.ops)]
     if options.list:
         print("\n".join(m for _, m in work))
         return 0
-    begun, rows = time.monotonic(), []
+    begun, rows, unchanged = time.monotonic(), [], 0
     in_order = list(work)
     if options.seconds:
         random.Random(1).shuffle(work)
 
     def one(item):
         late = options.seconds and time.monotonic() - begun > options.seconds
-        return None if late else judge(options.build, *item, options.long)
+        if late:
+            return None
+        return judge(options.build, *item, options.long) if trainings is None else trainings.judge(*item)
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         for row in pool.map(one, work):
             if row is None:
                 continue
-            rows.append(row)
+            if row["right"] or row.get("changed", True):
+                rows.append(row)
+            else:
+                unchanged += 1
+                continue
             if not row["caught"] and not row["right"]:
                 by = "" if not options.long else " the default run" if row["caught_by_long"] else " both runs"
                 print(f"survived{by}: {row['mutant']} ({row['seconds']:.1f} s)", flush=True)
     order = {item: i for i, item in enumerate(in_order)}
     rows.sort(key=lambda row: order[row["op"], row["mutant"]])
     share = report(rows, options.long)
-    if len(rows) < len(work):
-        print(f"{len(work) - len(rows)} mutants were not judged (--seconds)")
+    if unchanged:
+        print(f"{unchanged} mutants change no result of these trainings")
+    if len(rows) + unchanged < len(work):
+        print(f"{len(work) - len(rows) - unchanged} mutants were not judged (--seconds)")
     print(f"{time.monotonic() - begun:.0f} s")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))

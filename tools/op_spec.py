@@ -21,9 +21,11 @@ FLAG_KEYS = {"optional": "OPTIONAL", "host": "HOST", "raw_fp8": "RAW_FP8", "quan
              "overlap": "ALLOW_OVERLAP", "opaque": "OPAQUE", "strided_codes": "STRIDED_CODES",
              "later": "LATER"}
 ARG_KEYS = {"name", "doc", "type", "role", "inout_if", "kept_if", "dtypes", "scalings", "shape", "same_as", "dtype_like", "alias",
-            "default", "min", "max", "extents", *FLAG_KEYS}
+            "default", "min", "max", "extents", "error", *FLAG_KEYS}
+ERRORS = ("copy", "element", "sum", "rounded_sum")  # core::ErrorKind in core/op/op_error.hpp
 OP_KEYS = {"name", "id", "summary", "formula", "source", "args", "template", "rng", "class", "rules",
-           "gradient", "operations"}
+           "gradient", "operations", "choice"}
+CHOICE_KEYS = {"keys", "bias", "values", "map", "bits", "indices"}
 
 
 class SpecError(Exception):
@@ -77,6 +79,9 @@ class Arg:
         need(self.type != "ints" or self.role == "in", where, "a list of integers has role in")
         need(not self.kept_if or self.role == "out", where, "kept_if is for role out")
         self.alias = spec.get("alias", [])
+        self.error = spec.get("error", "sum")
+        need(self.error in ERRORS, where, f"error {self.error!r} is none of {ERRORS}")
+        need("error" not in spec or (self.is_tensor and self.role != "in"), where, "error is for a tensor that the op writes")
         self.extents = spec.get("extents")
         need(not self.extents or self.role == "out", where, "extents are for role out")
         self.default = spec.get("default", 0)
@@ -209,6 +214,10 @@ class Op:
         need(later == sorted(later), where, "later arguments must come last")
         self.rules = [Rules(self.args, where).check(rule) for rule in spec.get("rules", [])]
         self.check_extents(where)
+        self.choice = spec.get("choice")
+        for key, name in (self.choice or {}).items():
+            need(key in CHOICE_KEYS and name in names, where, f"choice: {key}: {name} is no part of a choice, or no argument")
+        need(not self.choice or {"keys", "map", "bits"} <= set(self.choice), where, "choice needs keys, map and bits")
         self.operations = spec.get("operations")
         self.check_operations(where)
         # gradient: name of the backward op. The dicts are keyed by its arguments: `grads` has the output of this op whose gradient the argument takes,

@@ -153,6 +153,28 @@ def gen_table(families):
     return "\n".join(out)
 
 
+def gen_errors(families):
+    """Generates what core/op/op_error.hpp declares, sorted."""
+    rows = sorted((o.name, a.name, a.error) for _, _, ops in families for o in ops for a in o.args
+                  if a.is_tensor and a.role != "in" and a.error != "sum")
+    names = dict(copy="kCopy", element="kElement", rounded_sum="kRoundedSum")
+    out = [f"// {NOTE}", '#include "core/op/op_error.hpp"', "", "namespace te_fl::core {", "namespace {", "", "const OutputError kErrors[] = {"]
+    out += [f"    {{{cstr(op)}, {cstr(arg)}, ErrorKind::{names[error]}}}," for op, arg, error in rows]
+    by_name = {o.name: o for _, _, ops in families for o in ops}
+    linear = {(o.gradient, their) for o in by_name.values() for their in o.grads}  # a gradient is linear in those of the outputs
+    linear |= {(o.name, a.name) for o in by_name.values() for a in o.args
+               if a.is_tensor and a.role == "in" and (a.name.startswith("grad") and o.family != "optimizer" or a.name == "dz")}
+    choices = [(o.name, o.choice) for o in sorted(by_name.values(), key=lambda o: o.name) if o.choice]
+    out += ["};", "", "const OpArgument kGradients[] = {"] + [f"    {{{cstr(op)}, {cstr(arg)}}}," for op, arg in sorted(linear)]
+    out += ["};", "", "const OutputChoice kChoices[] = {"]
+    out += [f"    {{{cstr(op)}, {cstr(c['keys'])}, {opt(c.get('bias'))}, {opt(c.get('values'))}, {cstr(c['map'])}, {cstr(c['bits'])}, {opt(c.get('indices'))}}},"
+            for op, c in choices]
+    out += ["};", "", "}  // namespace", "", "std::span<const OutputError> output_errors() { return kErrors; }",
+            "std::span<const OpArgument> gradient_inputs() { return kGradients; }", "std::span<const OutputChoice> output_choices() { return kChoices; }",
+            "", "}  // namespace te_fl::core", ""]
+    return "\n".join(out)
+
+
 def gen_cpp(families):
     out = [f"// {NOTE}", "// One function per op of the catalogue; each goes through OpManager::instance(). Formulas and arguments are at",
            "// the structs, in te_fl/ops/*.h.", "#pragma once", ""]
@@ -268,6 +290,7 @@ def outputs():
     for family, summary, ops in families:
         result[f"include/te_fl/ops/{family}.h"] = gen_header(family, summary, ops)
     result["core/op/generated/op_table.cpp"] = gen_table(families)
+    result["core/op/generated/op_errors.cpp"] = gen_errors(families)
     result["include/te_fl/ops.hpp"] = gen_cpp(families)
     result["python/te_fl/ops.pyi"] = gen_python(families)
     result["python/src/ops/op_defaults.inc"] = gen_python_defaults(families)

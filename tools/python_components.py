@@ -37,6 +37,8 @@ FUNCTION_IMPORTS = {
     ("te_fl", "te_fl._modules"): "importing te_fl loads no plugin",
     ("te_fl", "te_fl.registration"): "importing te_fl takes no longer for those who register nothing",
     ("te_fl.reference_torch", "te_fl.reference_torch.compiled"): "it imports PyTorch's compiler, which takes seconds and is of no use without Triton",
+    ("te_fl.program", "te_fl._check_worker"): "only commands that run in this process need it",
+    ("te_fl.program", "te_fl.torch_device"): "it imports PyTorch, which only commands about devices need",
     ("te_fl", "te_fl.compat.finder"): "only as_transformer_engine() needs it",
     ("te_fl", "te_fl.inside"): "only inside_transformer_engine() needs it",
     ("te_fl.inside.package", "te_fl.inside.host_device"): "it imports PyTorch, which is not to be imported before the program does",

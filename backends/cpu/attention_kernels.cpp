@@ -144,7 +144,13 @@ struct Rules {
   HWY_INLINE VF Cap(VF s, int64_t row) const {
     const VF cap = SetF(rules.softcap), part = Tanh(hn::Div(s, cap));
     if (rules.cap_slope != nullptr) {
-      StoreF32(hn::NegMulAdd(part, part, SetF(1.0f)), rules.cap_slope + row * kQueries + c);
+      // 1 - tanh^2 cancels where the cap saturates; 4 e / (1 + e)^2, e = exp(-2 |x|), does not.
+      const VF one = SetF(1.0f), x = hn::Abs(hn::Div(s, cap));
+      const VF e = ExpNonPositive(hn::Neg(hn::Add(x, x))), sum = hn::Add(one, e);
+      const VF far = hn::Div(hn::Mul(SetF(4.0f), e), hn::Mul(sum, sum));
+      const VF near = hn::NegMulAdd(part, part, one);
+      StoreF32(hn::IfThenElse(hn::Gt(x, SetF(0.625f)), far, near),
+               rules.cap_slope + row * kQueries + c);
     }
     return hn::Mul(cap, part);
   }

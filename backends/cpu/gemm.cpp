@@ -239,8 +239,9 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
                   .scratch_a = scratch,
                   .scratch_b = scratch + parts.a};
   product.k = product.a.transposed ? product.a.rows : product.a.cols;
-  // If K is 0, the operands' scales may be uninitialised, so 1 is used instead.
-  if (product.k == 0) product.a.factor = product.b.factor = 1.0f;
+  // The scale of an operand without elements may be uninitialised, so 1 is used instead.
+  if (product.m * product.k == 0) product.a.factor = 1.0f;
+  if (product.n * product.k == 0) product.b.factor = 1.0f;
   const double alpha = static_cast<double>(args.alpha) * product.a.factor * product.b.factor;
   product.alpha = static_cast<float>(alpha);
   if (!std::isfinite(product.alpha)) {

@@ -78,8 +78,8 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_VERIFY_ACTION", "", kEnum, "log", "log quarantine",
      "What happens if TE_FL_VERIFY finds a difference: a warning, with the call saved; or also "
      "that the implementation is no longer used for the op and signature, in later runs too: from "
-     "the next "
-     "call on, or, among several ranks (WORLD_SIZE), from te_fl::step_boundary() on."},
+     "the next call on, or, among several ranks (WORLD_SIZE), from the end of the step on, where "
+     "they agree (te_fl::step_boundary())."},
     {"TE_FL_VERIFY_SEED", "", kInt, "0", "0 9223372036854775807",
      "Seed of the choice of calls that TE_FL_VERIFY checks."},
     {"TE_FL_VERIFY_DIR", "", kString, "te_fl_cases", "",

@@ -11,27 +11,27 @@
 // defines the tolerance.
 namespace te_fl::dispatch {
 
-// An output, or a part of a quantised output, with elements whose difference exceeds the tolerance.
+// An output, or a part of a quantised output, that does not agree.
 struct OutputDifference {
-  std::string name;      // "d", "grads[2]", "y.scale_inv"
-  int64_t elements = 0;  // number of elements compared
-  int64_t wrong = 0;
+  enum class Kind {
+    kTooFar,     // elements whose difference exceeds the tolerance
+    kUnchanged,  // the wrong elements are as before the call
+    kOneStep,    // too large a share of the codes lies on a neighbouring code
+    kLeaning     // the elements that differ do so in one direction
+  };
+  Kind kind = Kind::kTooFar;
+  std::string name;            // "d", "grads[2]", "y.scale_inv"
+  int64_t elements = 0;        // number of elements compared
+  int64_t wrong = 0;           // kLeaning: the larger of the two directions' numbers
+  int64_t allowed_count = 0;   // kOneStep, kLeaning
   std::vector<int64_t> first;  // index of the first wrong element
   double got = 0;              // value at the worst element, like `wanted` and `allowed`
   double wanted = 0;
-  double allowed = 0;  // the largest allowed difference
-  bool codes = false;  // got and wanted are decoded FP8 or FP4 values
-  bool left = false;   // the wrong elements are unchanged from before the call
+  double allowed = 0;    // the largest allowed difference
+  bool codes = false;    // got and wanted are decoded FP8 or FP4 values
+  bool to_zero = false;  // kLeaning: towards zero
 
   std::string text() const;
-};
-
-// The tolerance for a call, computed from its dtypes and extents.
-struct Tolerance {
-  double of_rms = 0;  // fraction of the output's root mean square
-  double floor = 0;   // absolute; for outputs whose terms cancel
-  static Tolerance of(const core::CompiledOp& op, const void* args);
-  static double relative(int dtype);  // fraction of the element
 };
 
 // Distances in bytes from the reference run's buffer to two other buffers with the same layout.

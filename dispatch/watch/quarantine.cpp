@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -40,6 +41,7 @@ struct State {
   std::shared_ptr<const List> list;  // null: the file has not been read
   List held;                         // entries that take effect later
   std::vector<CapturingStream> capturing;
+  std::shared_ptr<const RankExchange> exchange;
 };
 
 constinit core::ForkMutex mutex(core::LockLevel::kQuarantine);
@@ -147,7 +149,7 @@ std::string signature_text(const Quarantine& q) {
 // The number of ranks of the job, from the launcher's environment; 1 if there is none. Ranks must
 // make the same choices, so in a job of several ranks none may change its choice on its own.
 int ranks_of_job() {
-  for (const char* name : {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}) {
+  for (const char* name : {"TE_FL_WORLD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}) {
     const char* value = std::getenv(name);
     if (value != nullptr && std::atoi(value) > 1) return std::atoi(value);
   }
@@ -239,9 +241,12 @@ void hold(Quarantine entry) {
     g_held.store(true, std::memory_order_release);
   }
   if (ranks_of_job() == 1) return;  // it takes effect soon and is logged then
-  log::warning(what + ": as the " + std::to_string(ranks_of_job()) +
-               " ranks of this job choose alike, that begins at their next te_fl::step_boundary(), "
-               "at the latest in the runs after this one");
+  log::warning(
+      what + ": as the " + std::to_string(ranks_of_job()) +
+      " ranks of this job choose alike, that begins when they agree: at the next step of "
+      "an optimizer of te-fl, at te_fl.step_boundary() (in C++ te_fl::step_boundary()), in "
+      "PyTorch otherwise some backward passes later; at the latest in the runs after this "
+      "one");
 }
 
 void note_capture(const Device& device, void* stream) {
@@ -293,25 +298,24 @@ bool Unwatched::now() noexcept { return t_unwatched != 0; }
 
 }  // namespace dispatch
 
-Status step_boundary() {
-  using namespace dispatch;
-  if (!g_held.load(std::memory_order_acquire)) [[likely]]
-    return {};
+namespace dispatch {
+namespace {
+
+// Puts entries into effect in one step under the lock, so that concurrent calls lose none.
+Status put_into_effect(const List& entries) {
   List added;
   {
-    // Moves all held entries into effect in one step under the lock, so that concurrent calls lose
-    // none.
     const std::unique_lock lock = lock_with_list();
     State& s = state();
     const std::shared_ptr<const List> before = s.list;
     QuarantineIndex known(*before);
-    for (const Quarantine& q : s.held) {
+    for (const Quarantine& q : entries) {
       if (known.add(q)) added.push_back(q);
     }
     List all = *before;
     all.insert(all.end(), added.begin(), added.end());
-    s.held.clear();
-    g_held.store(false, std::memory_order_release);
+    std::erase_if(s.held, [&](const Quarantine& q) { return known.contains(q); });
+    g_held.store(!s.held.empty(), std::memory_order_release);
     if (!added.empty()) s.list = std::make_shared<const List>(std::move(all));
   }
   if (added.empty()) return {};
@@ -322,6 +326,75 @@ Status step_boundary() {
   registry::choose_again();
   const std::string path = file_name();
   return path.empty() ? Status() : add_to_quarantine_file(path, added);
+}
+
+List held() {
+  const std::lock_guard lock(mutex);
+  return state().held;
+}
+
+}  // namespace
+}  // namespace dispatch
+
+Status step_boundary() {
+  using namespace dispatch;
+  if (ranks_of_job() == 1) {
+    if (!g_held.load(std::memory_order_acquire)) [[likely]]
+      return {};
+    return put_into_effect(held());
+  }
+  if (!ranks_exchange_quarantines()) return {};
+  std::shared_ptr<const RankExchange> exchange;
+  {
+    const std::lock_guard lock(mutex);
+    exchange = state().exchange;
+  }
+  if (exchange == nullptr) return {};
+  const Result<std::vector<std::string>> texts = (*exchange)(held_quarantines());
+  if (!texts.ok()) {
+    if (texts.status().code() == StatusCode::kNotFound) return {};
+    return texts.status().wrap(
+        "the ranks do not agree on quarantines, which therefore begin in "
+        "the runs after this one");
+  }
+  return take_quarantines(*texts);
+}
+
+void set_rank_exchange(RankExchange exchange) {
+  using namespace dispatch;
+  auto made = exchange ? std::make_shared<const RankExchange>(std::move(exchange)) : nullptr;
+  const std::lock_guard lock(mutex);
+  state().exchange = std::move(made);
+}
+
+bool ranks_exchange_quarantines() {
+  if (dispatch::ranks_of_job() == 1) return false;
+  // Read again after a change only, since every backward of a layer asks.
+  static constinit std::atomic<uint64_t> read{0};  // 2 * generation + the answer + 1
+  const uint64_t generation = environment::generation();
+  uint64_t known = read.load(std::memory_order_acquire);
+  if (known == 0 || (known - 1) / 2 != generation) {
+    const auto verify = environment::get("TE_FL_VERIFY");
+    const auto action = environment::get("TE_FL_VERIFY_ACTION");
+    const bool on = verify.ok() && !verify->empty() && action.ok() && *action == "quarantine";
+    known = 2 * generation + (on ? 1 : 0) + 1;
+    read.store(known, std::memory_order_release);
+  }
+  return (known - 1) % 2 != 0;
+}
+
+std::string held_quarantines() {
+  const dispatch::List held = dispatch::held();
+  return held.empty() ? std::string() : dispatch::quarantines_text(held);
+}
+
+Status take_quarantines(const std::vector<std::string>& texts) {
+  dispatch::List all;
+  for (const std::string& text : texts) {
+    TE_FL_ASSIGN_OR_RETURN(dispatch::List some, dispatch::parse_quarantines(text));
+    std::move(some.begin(), some.end(), std::back_inserter(all));
+  }
+  return dispatch::put_into_effect(all);
 }
 
 std::string quarantine_file() { return dispatch::file_name(); }

@@ -174,6 +174,23 @@ bool QuarantineIndex::Less::operator()(const Quarantine* a, const Quarantine* b)
   return make_key(*a) < make_key(*b);
 }
 
+std::string quarantines_text(const std::vector<Quarantine>& entries) {
+  json all = json::array();
+  for (const Quarantine& q : entries) all.push_back(to_json(q));
+  return to_text(all);
+}
+
+Result<std::vector<Quarantine>> parse_quarantines(const std::string& text) {
+  const json all = json::parse(text, nullptr, false);
+  if (!all.is_array()) return invalid_argument("a text of quarantines is not a list in JSON");
+  std::vector<Quarantine> out;
+  for (const json& item : all) {
+    TE_FL_ASSIGN_OR_RETURN(Quarantine q, from_json(item));
+    out.push_back(std::move(q));
+  }
+  return out;
+}
+
 QuarantineFile read_quarantine_file(const std::string& path) {
   QuarantineFile out;
   const Parsed file = parse(path);

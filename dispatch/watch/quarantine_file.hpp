@@ -18,6 +18,10 @@ struct QuarantineFile {
 };
 QuarantineFile read_quarantine_file(const std::string& path);
 
+// Entries as one text, and back. A text with an entry that cannot be read is INVALID_ARGUMENT.
+std::string quarantines_text(const std::vector<Quarantine>& entries);
+Result<std::vector<Quarantine>> parse_quarantines(const std::string& text);
+
 // True if two entries have the same implementation, signature and device.
 bool same(const Quarantine& a, const Quarantine& b);
 bool contains(const std::vector<Quarantine>& list, const Quarantine& q);

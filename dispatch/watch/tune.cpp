@@ -141,8 +141,10 @@ Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignat
   if (row == rows.end()) row = rows.insert(rows.end(), std::move(key));
   ++row->calls;
   row->count += recorded.count;
-  PolicySettings any;
-  any.deterministic = call.deterministic();
+  // The policy in force decides what dispatch takes and may take.
+  TE_FL_ASSIGN_OR_RETURN(const SelectionPolicy policy, current_policy());
+  PolicySettings any = policy.settings();
+  any.deterministic = any.deterministic || call.deterministic();
   std::vector<Candidate> candidates;
   {
     const PolicyScope scope(any);

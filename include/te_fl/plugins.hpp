@@ -92,6 +92,10 @@ TE_FL_API std::string take_undeclared_setting();
 // The places searched for manifests, in order, each with what was found there.
 TE_FL_API std::vector<std::string> search_path();
 
+// Returns a sentence that names the file, folder or link of the path that another user may change,
+// with a remedy: code at the path must not be executed then. Empty if no other user can.
+TE_FL_API std::string trust_problem(const std::string& path);
+
 // Loads plugins that are not shared libraries but modules of a language whose interpreter runs in
 // this process (Python). The interpreter's package installs the loader when it is imported, before
 // the first op.

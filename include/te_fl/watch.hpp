@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,11 @@ struct VerifyCounts {
 };
 TE_FL_API VerifyCounts verify_counts();
 
+// By how much the results of a right implementation may differ from the reference's, for each
+// output of the op: "output: an FP32 sum, rounded once: ...". Empty for an op that is not verified.
+// docs/numerics.md has the exact rules. NOT_FOUND: there is no such op.
+TE_FL_API Result<std::vector<std::string>> verify_tolerances(const std::string& op);
+
 // The error in the settings TE_FL_VERIFY or TE_FL_TRACE, such as a file that cannot be written,
 // with which every call fails. OK if there is none.
 TE_FL_API Status watch_status();
@@ -38,15 +44,29 @@ TE_FL_API Status watch_status();
 // is not used any more for that op and signature, and the quarantine file records this for later
 // runs. In a process on its own, this takes effect at the end of the call in which the difference
 // was found; if that call runs inside another call, or a stream is being captured, it takes effect
-// after the next call for which neither is true. In a job of several ranks (WORLD_SIZE,
-// OMPI_COMM_WORLD_SIZE or PMI_SIZE in the environment) a quarantine is held back until
-// step_boundary(), which all ranks call alike, so that all ranks change their choice between the
-// same two calls. Quarantines that are still held back when the process ends are written to the
-// file then.
+// after the next call for which neither is true. In a job of several ranks (TE_FL_WORLD_SIZE,
+// WORLD_SIZE, OMPI_COMM_WORLD_SIZE or PMI_SIZE in the environment) it is held back until
+// step_boundary(), which all ranks call alike: there they exchange what they found
+// (set_rank_exchange()), and all of them change their choice before the next call. Quarantines that
+// are still held back when the process ends are written to the file then.
 //
-// Costs one atomic load if nothing is held back. Error: the file could not be written; the
-// quarantine is in force nevertheless.
+// Costs an atomic load in a process on its own if nothing is held back, and waits for all ranks of
+// a job whose ranks_exchange_quarantines(). Error: the file could not be written; the quarantine is
+// in force nevertheless.
 TE_FL_API Status step_boundary();
+
+// Exchanges texts between the ranks of a job: every rank calls the function equally often, with its
+// own text, and gets those of all ranks that are not empty, in an order that is the same on all
+// ranks. NOT_FOUND: the ranks cannot exchange texts yet. Comm::world() sets one, which uses the
+// job's store; te_fl.pytorch sets one that uses the process group's.
+using RankExchange = std::function<Result<std::vector<std::string>>(const std::string& own)>;
+TE_FL_API void set_rank_exchange(RankExchange exchange);
+// True in a job of several ranks with TE_FL_VERIFY and TE_FL_VERIFY_ACTION=quarantine.
+TE_FL_API bool ranks_exchange_quarantines();
+// The quarantines that are held back, as a text for the exchange; empty if there are none.
+TE_FL_API std::string held_quarantines();
+// Puts the quarantines in these texts into effect.
+TE_FL_API Status take_quarantines(const std::vector<std::string>& texts);
 
 // A quarantine: an implementation that dispatch no longer uses for calls of one op and signature.
 struct Quarantine {

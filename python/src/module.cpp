@@ -16,6 +16,7 @@
 #include "torch/layer.hpp"
 #include "torch/lent_parameter.hpp"
 #include "torch/process_group.hpp"
+#include "torch/rank_exchange.hpp"
 #include "torch/recompute.hpp"
 #include "torch/result_tensors.hpp"
 #include "torch/scale_functions.hpp"
@@ -93,9 +94,17 @@ PyMethodDef g_methods[] = {
     {"info", info, METH_NOARGS, "info() -> dict"},
     {"device_name", device_name, METH_O, "device_name(device) -> str"},
     {"load_plugin", load_plugin, METH_O, "load_plugin(path_or_name) -> name"},
+    {"file_trust_problem", file_trust_problem, METH_O, "file_trust_problem(path) -> str"},
     {"verify_counts", verify_counts, METH_NOARGS, "verify_counts() -> dict"},
     {"fingerprint", fingerprint, METH_NOARGS, "fingerprint() -> str"},
     {"write_trace", write_trace, METH_NOARGS, "write_trace()"},
+    {"step_boundary", step_boundary, METH_NOARGS, "step_boundary()"},
+    {"set_rank_exchange", set_rank_exchange, METH_O, "set_rank_exchange(function(text) -> texts)"},
+    {"ranks_exchange_quarantines", ranks_exchange_quarantines, METH_NOARGS,
+     "ranks_exchange_quarantines() -> bool"},
+    {"held_quarantines", held_quarantines, METH_NOARGS, "held_quarantines() -> str"},
+    {"take_quarantines", take_quarantines, METH_O, "take_quarantines(texts)"},
+    {"set_backward_boundary", set_backward_boundary, METH_O, "set_backward_boundary(function())"},
     {"check_policy", check_policy, METH_O, "check_policy(settings)"},
     {"enter_policy", enter_policy, METH_O, "enter_policy(settings) -> scope"},
     {"leave_policy", leave_policy, METH_O, "leave_policy(scope)"},

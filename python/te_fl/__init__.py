@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
 __version__ = "0.1.0"
 __all__ = ["BackendImplKind", "Error", "LentTensor", "OpImpl", "OpManager", "OpRegistry", "Quantized", "Rows", "Saved", "Tensor",
            "as_transformer_engine", "errors", "explain", "fingerprint", "info", "inside_transformer_engine", "load_plugin", "ops", "policy", "policy_text", "reload", "reset_usage",
-           "saved_bytes", "schema", "usage", "verify_counts", "write_trace"]
+           "saved_bytes", "schema", "step_boundary", "usage", "verify_counts", "write_trace"]
 
 
 def explain(op: str, /, *positional: Any, device: str = "cpu", dtypes: Sequence[str] = (), scalings: Sequence[str] = (),
@@ -88,6 +88,13 @@ def explain(op: str, /, *positional: Any, device: str = "cpu", dtypes: Sequence[
                 raise errors.InvalidArgument(f"{what} {name!r} is not known{errors.did_you_mean(str(name).split('.')[-1], known)}; it is one of {', '.join(known)}")
     made = _native.explain(op, device, [DTYPES.index(d) for d in dtypes], [SCALINGS.index(s) for s in scalings])
     return made if of_form is None else {**made, "tex": of_form}
+
+
+def step_boundary() -> None:
+    """Declares that a training step has ended; the optimizers of te_fl.pytorch do. All ranks of a job call it alike: there they agree on the
+    implementations that TE_FL_VERIFY_ACTION=quarantine bars, which none of them uses from its next call on.
+    """
+    _native.step_boundary()
 
 
 def saved_bytes(op: str, **arguments: Any) -> int:

@@ -1,5 +1,6 @@
-"""`python -m te_fl COMMAND`, also installed as the command te-fl. Runs the C++ program te-fl with the same arguments. Three commands differ: doctor
-and info also report on Python and its frameworks, and build-node compiles te_fl.pytorch's autograd node.
+"""`python -m te_fl COMMAND`, also installed as the command te-fl. Runs the C++ program te-fl with the same arguments. The commands of HERE run in this
+process, so that implementations in Python and devices of PyTorch take part. Three commands differ: doctor and info also report on Python and its
+frameworks, and build-node compiles te_fl.pytorch's autograd node.
 """
 
 import os
@@ -8,7 +9,9 @@ import subprocess
 import sys
 
 from te_fl import doctor, torch_node
-from te_fl.program import program
+from te_fl.program import program, run_here
+
+HERE = ("bench", "explain", "info", "ops", "replay", "tune")
 
 
 def main() -> int:
@@ -28,6 +31,9 @@ def main() -> int:
             status = subprocess.run([program(), *words]).returncode
             print("\nWith the Python package also:\n  build-node                  Compiles te_fl.pytorch's node of autograd for the installed PyTorch")
             return status
+        if words[:1] and words[0] in HERE and not {"--help", "-h"} & set(words):
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            return run_here(words)
         os.execv(program(), ["te-fl", *words])
     except FileNotFoundError as error:
         print(f"te-fl: {error}", file=sys.stderr)

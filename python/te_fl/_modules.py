@@ -71,6 +71,9 @@ def _load(name: str, entry: Optional[importlib.metadata.EntryPoint] = None) -> d
         if not _is_there(name):
             return {**report, "state": "skipped", "reason": f"there is no module {name!r}"}
         report["path"] = name  # the package exists, even if loading fails later
+        untrusted = name not in sys.modules and _trust_problem(name)
+        if untrusted:
+            return {**report, "state": "failed", "reason": untrusted}
         module = importlib.import_module(name)
         report.update(path=getattr(module, "__file__", None) or name, build_id=_build_id(module, report["version"]),
                       version=report["version"] or str(getattr(module, "__version__", "")))
@@ -101,6 +104,13 @@ def _is_there(name: str) -> bool:
         raise
     except ValueError:  # the module has no spec, or the name is invalid
         return name in sys.modules
+
+
+def _trust_problem(name: str) -> str:
+    """Returns the reason if another user could exchange the module's file, as for a shared library; else empty."""
+    spec = importlib.util.find_spec(name)
+    origin = spec.origin if spec is not None else None
+    return _native.file_trust_problem(os.path.abspath(origin)) if origin and os.path.exists(origin) else ""
 
 
 def _bring(name: str, module: ModuleType, register: Optional[Callable], registry: OpRegistry) -> None:

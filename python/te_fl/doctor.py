@@ -198,7 +198,7 @@ def info(as_json: bool = False) -> int:
     if as_json:
         print(json.dumps({**program.ask("info", library_folders=_library_folders()), "python": python}, indent=2))
         return 0
-    code = subprocess.run([program.program(), "info"]).returncode
+    code = program.run_here(["info"])
     print(f"\nPython {python['version']} on {python['platform']}, te_fl in {python['package']}")
     if packages:
         print("  " + ", ".join(f"{name} {version}" for name, version in packages.items()))

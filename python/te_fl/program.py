@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 
-from te_fl import missing
+from te_fl import _native, frameworks, missing
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
@@ -17,6 +17,27 @@ def program() -> str:
     if not os.access(path, os.X_OK):
         raise FileNotFoundError(f"the program te-fl is not at {path}: {missing.advice('te-fl')}")
     return path
+
+
+def run_here(words: list) -> int:
+    """Runs a command of the program in this process, where implementations in Python and devices of PyTorch take part. Returns the exit status."""
+    from te_fl import _check_worker
+    if _wants_torch(words):
+        from te_fl import torch_device
+        device = torch_device.default()
+        if device is not None:
+            _native.device_name(torch_device.native_name(device))  # makes the device, with the ops by PyTorch
+    return _check_worker.program(words)
+
+
+def _wants_torch(words: list) -> bool:
+    """True if PyTorch is installed and the command may concern a device that is PyTorch's."""
+    if frameworks.installed("torch") is None or frameworks.refusal("torch"):
+        return False
+    if words[0] in ("info", "ops", "replay", "tune"):
+        return True
+    return any(word != "cpu" for option, word in zip(words, words[1:]) if option == "--device") or any(
+        word.startswith("--device=") and word != "--device=cpu" for word in words)
 
 
 def ask(*words: str, library_folders=()) -> object:

@@ -35,6 +35,14 @@ wrong=vendor.slightly_wrong
 
 run clean
 that clean "not calls" && ok "without the plugin" || fail "the clean run: $(tail -n 30 "$work/clean.out")"
+# Right implementations raise nothing: each call of short trainings with every recipe and style is checked.
+for options in "--recipe delayed --style gpt --dropout 0.1" "--recipe block --style llama" "--recipe current --style llama --dtype bf16 --groups 2" \
+  "--recipe none --style gpt --dtype bf16" "--recipe delayed --style llama --fp8-weights --dtype f16"; do
+  # shellcheck disable=SC2086
+  TE_FL_VERIFY=1 TE_FL_VERIFY_DIR='' "$train" --data "$work/text" --device cpu --steps 3 --eval-batches 1 --sample-bytes 0 $options >"$work/quiet" 2>&1 &&
+    grep -q 'checked by TE_FL_VERIFY: [1-9][0-9]* calls agreed, 0 differed' "$work/quiet" && ok "TE_FL_VERIFY=1 raises nothing: $options" ||
+    fail "TE_FL_VERIFY=1 $options: $(cat "$work/quiet")"
+done
 export TE_FL_PLUGIN_MODULES=$plugin TE_FL_PREFER=vendor
 run unwatched
 that unwatched "list(calls) == ['$wrong'] and calls['$wrong'] >= 2 * 40 and loss != clean and abs(loss[-1] - clean[-1]) < 0.01 * clean[-1]" &&

@@ -326,4 +326,35 @@ te_fl_status run_wrong(const Mutation& m, const te_fl_context& ctx, MutableCall&
   return run(ctx, call.args());
 }
 
+te_fl_status run_both(const Mutation& m, const te_fl_context& ctx, MutableCall& call,
+                      const RunOp& run, bool& changed) {
+  std::vector<View> parts;
+  for (const te_fl_arg_desc* arg : call.outputs()) {
+    for (const te_fl_tensor* t : call.tensors(*arg)) {
+      parts.emplace_back(*t);
+      for (const char* name : {"columnwise_data", "scale_inv", "columnwise_scale_inv", "amax",
+                               "columnwise_amax", "scale"})
+        parts.push_back(part_of(*t, name));
+    }
+  }
+  std::erase_if(parts, [](const View& v) { return !v.has_data(); });
+  const auto contents = [&] {
+    std::vector<std::vector<uint64_t>> all;
+    for (const View& v : parts) all.push_back(v.all_bits());
+    return all;
+  };
+  const auto restore = [&](const std::vector<std::vector<uint64_t>>& all) {
+    for (size_t p = 0; p < parts.size(); ++p)
+      for (int64_t i = 0; i < parts[p].elements(); ++i)
+        parts[p].set_bits(i, all[p][static_cast<size_t>(i)]);
+  };
+  const auto before = contents();
+  if (const te_fl_status status = run(ctx, call.args()); status != TE_FL_OK) return status;
+  const auto right = contents();
+  restore(before);
+  const te_fl_status status = run_wrong(m, ctx, call, run);
+  changed = status == TE_FL_OK && contents() != right;
+  return status;
+}
+
 }  // namespace te_fl::mutants

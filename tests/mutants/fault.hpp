@@ -14,4 +14,9 @@ using RunOp = std::function<te_fl_status(const te_fl_context&, const void*)>;
 te_fl_status run_wrong(const Mutation& mutation, const te_fl_context& ctx, MutableCall& call,
                        const RunOp& run);
 
+// As run_wrong(), and runs the op without the error too. `changed`: true if any bit of an output
+// differs between the two. The outputs are those with the error.
+te_fl_status run_both(const Mutation& mutation, const te_fl_context& ctx, MutableCall& call,
+                      const RunOp& run, bool& changed);
+
 }  // namespace te_fl::mutants

@@ -32,6 +32,14 @@ const te_fl_arg_desc& MutableCall::argument(const std::string& name) const {
   throw std::invalid_argument(std::string(schema_.name) + " has no argument " + name);
 }
 
+std::vector<const te_fl_arg_desc*> MutableCall::outputs() const {
+  std::vector<const te_fl_arg_desc*> found;
+  for (uint32_t i = 0; i < schema_.arg_count; ++i)
+    if (schema_.args[i]->role != TE_FL_IN && is_tensor(*schema_.args[i]))
+      found.push_back(schema_.args[i]);
+  return found;
+}
+
 std::vector<const te_fl_tensor*> MutableCall::tensors(const te_fl_arg_desc& arg) const {
   if (arg.type == TE_FL_ARG_TENSOR) {
     const auto* tensor = get<const te_fl_tensor*>(arg.offset);

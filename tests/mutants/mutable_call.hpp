@@ -21,6 +21,8 @@ class MutableCall {
   void* args() { return memory_.data(); }
   // The argument's description. Throws std::invalid_argument if the op has none of the name.
   const te_fl_arg_desc& argument(const std::string& name) const;
+  // The arguments that the op writes and that are tensors or lists.
+  std::vector<const te_fl_arg_desc*> outputs() const;
   // The tensors of an argument that is a tensor or a list; empty if it is absent.
   std::vector<const te_fl_tensor*> tensors(const te_fl_arg_desc& arg) const;
   // Replaces tensor i of the argument. The call keeps `tensor`.

@@ -1,7 +1,10 @@
 // A plugin of the reference's implementations of which one op has one planted error. The variable
 // MUTANT has the error (mutation.hpp); "OP: none" is the op without an error. The plugin has only
 // that op, or only a device whose copies or fills above a size lose their last byte
-// (mutant_device.hpp). tools/mutants.py runs te-fl check on it. Never installed.
+// (mutant_device.hpp). tools/mutants.py runs te-fl check on it, or a training. If the variable
+// MUTANT_CHANGES is set, it names a file, and each call whose results the error changes appends a
+// line to that file. Never installed.
+#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <stdexcept>
@@ -67,15 +70,30 @@ struct Plugin : backend::DeviceInstance {
       MutableCall call(*plugin.schema, args);
       bool acts = plugin.wrong;
       for (const Condition& c : plugin.mutation.conditions) acts = acts && call.fulfils(c);
-      status = acts ? run_wrong(plugin.mutation, *ctx, call,
-                                [&](const te_fl_context& c, const void* a) {
-                                  return right.run(right.self, &c, a);
-                                })
-                    : right.run(right.self, ctx, args);
+      const auto run_right = [&](const te_fl_context& c, const void* a) {
+        return right.run(right.self, &c, a);
+      };
+      if (!acts) {
+        status = right.run(right.self, ctx, args);
+      } else if (plugin.changes == nullptr) {
+        status = run_wrong(plugin.mutation, *ctx, call, run_right);
+      } else {
+        bool changed = false;
+        status = run_both(plugin.mutation, *ctx, call, run_right, changed);
+        if (changed) plugin.note_change();
+      }
     });
     return thrown != TE_FL_OK ? thrown : status;
   }
 
+  void note_change() const {
+    std::FILE* const file = std::fopen(changes, "a");
+    if (file == nullptr) throw std::runtime_error(std::string("cannot write ") + changes);
+    std::fputs("changed\n", file);
+    std::fclose(file);
+  }
+
+  const char* const changes = std::getenv("MUTANT_CHANGES");
   std::unique_ptr<MutantDevice> device;
   Mutation mutation;
   bool wrong = false;

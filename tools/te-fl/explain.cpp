@@ -74,6 +74,8 @@ void print_json(const te_fl::Decision& r, const te_fl::Device& device,
               {"device", te_fl::to_string(device)},
               {"device_present", te_fl::devices::find(device).ok()},
               {"candidates", json::array()}};
+  if (const auto tolerances = te_fl::verify_tolerances(r.op); tolerances.ok())
+    out["verify_tolerances"] = *tolerances;
   if (!requested.name.empty()) {
     out["case"] = requested.name;
     out["extents"] = requested.extents;
@@ -122,6 +124,11 @@ void print_table(const te_fl::Decision& r, const te_fl::Device& device,
   if (!r.silent.empty()) {
     std::printf("\nruns %s, which does not say which kernel: %s\n", r.impl_id.c_str(),
                 r.silent.c_str());
+  }
+  if (const auto tolerances = te_fl::verify_tolerances(r.op);
+      tolerances.ok() && !tolerances->empty()) {
+    std::printf("\nTE_FL_VERIFY tolerates, against the reference:\n");
+    for (const std::string& text : *tolerances) std::printf("  %s\n", text.c_str());
   }
   if (r.impl_id.empty()) std::printf("\nNo implementation would run this call.\n");
   const auto found = te_fl::devices::find(device);

@@ -13,6 +13,7 @@
 #include "commands.hpp"
 #include "conformance/check/output.hpp"
 #include "conformance/program.hpp"
+#include "program.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/version.hpp"
 #include "te_fl/watch.hpp"
@@ -480,7 +481,7 @@ int run_command(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int te_fl_tool::run_program(int argc, char** argv) {
   int exit_code = kProblem;
   try {
     exit_code = run_command(argc, argv);
@@ -496,3 +497,5 @@ int main(int argc, char** argv) {
   }
   return exit_code;
 }
+
+int main(int argc, char** argv) { return te_fl_tool::run_program(argc, argv); }

@@ -126,6 +126,13 @@ PyObject* load_plugin(PyObject*, PyObject* path) noexcept {
   });
 }
 
+PyObject* file_trust_problem(PyObject*, PyObject* path) noexcept {
+  return guarded([&] {
+    const std::string text(to_text(path, "the path"));
+    return to_python(without_lock([&] { return plugins::trust_problem(text); }));
+  });
+}
+
 PyObject* verify_counts(PyObject*, PyObject*) noexcept {
   return guarded([] {
     const VerifyCounts counts = te_fl::verify_counts();

@@ -16,8 +16,10 @@ PyObject* setting(PyObject*, PyObject* name) noexcept;
 PyObject* info(PyObject*, PyObject*) noexcept;  // () -> dict: version, devices, plugins
 PyObject* device_name(PyObject*, PyObject* device) noexcept;  // ("cuda:0") -> the chip's name
 PyObject* load_plugin(PyObject*, PyObject* path) noexcept;    // (path or name) -> name
-PyObject* verify_counts(PyObject*, PyObject*) noexcept;       // () -> dict
-PyObject* fingerprint(PyObject*, PyObject*) noexcept;         // () -> str
-PyObject* write_trace(PyObject*, PyObject*) noexcept;         // () -> None
+// (path) -> str: why code there may not be executed; empty if it may
+PyObject* file_trust_problem(PyObject*, PyObject* path) noexcept;
+PyObject* verify_counts(PyObject*, PyObject*) noexcept;  // () -> dict
+PyObject* fingerprint(PyObject*, PyObject*) noexcept;    // () -> str
+PyObject* write_trace(PyObject*, PyObject*) noexcept;    // () -> None
 
 }  // namespace te_fl::python

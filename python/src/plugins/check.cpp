@@ -1,11 +1,12 @@
-// te_fl._check_worker: runs a child process of `te-fl check`, or the program conformance, inside a
-// Python interpreter, so that they see implementations in Python.
+// te_fl._check_worker: runs a child process of `te-fl check`, the program conformance, or a command
+// of the program te-fl inside a Python interpreter, so that they see implementations in Python.
 #include <string>
 #include <vector>
 
 #include "conformance/check/check.hpp"
 #include "conformance/program.hpp"
 #include "py/py.hpp"
+#include "tools/te-fl/program.hpp"
 
 namespace te_fl::python {
 namespace {
@@ -34,8 +35,24 @@ PyObject* conformance(PyObject*, PyObject* args) noexcept {
   });
 }
 
+PyObject* program(PyObject*, PyObject* options) noexcept {
+  return guarded([&] {
+    std::vector<std::string> words = {"te-fl"};
+    const Py_ssize_t count = PyList_Size(options);
+    if (count < 0) throw PythonError();
+    for (Py_ssize_t i = 0; i < count; ++i)
+      words.emplace_back(to_text(PyList_GetItem(options, i), "an option"));
+    std::vector<char*> argv;
+    for (std::string& word : words) argv.push_back(word.data());
+    argv.push_back(nullptr);
+    return to_python(int64_t{without_lock(
+        [&] { return te_fl_tool::run_program(static_cast<int>(words.size()), argv.data()); })});
+  });
+}
+
 PyMethodDef g_methods[] = {
     {"serve", serve, METH_O, "serve(options) -> int: serves the orders of te-fl check"},
+    {"program", program, METH_O, "program(options) -> int: runs the program te-fl"},
     {"conformance", conformance, METH_VARARGS,
      "conformance(options, folder) -> int: runs the program conformance; folder: that of "
      "expected_unsupported.txt"},

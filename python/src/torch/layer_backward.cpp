@@ -16,6 +16,7 @@
 #include "torch/layer_object.hpp"
 #include "torch/layer_parameters.hpp"
 #include "torch/layer_record.hpp"
+#include "torch/rank_exchange.hpp"
 #include "torch/result_tensors.hpp"
 
 namespace te_fl::python {
@@ -251,6 +252,7 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     std::ranges::move(made.parameters, std::back_inserter(made.inputs));
     Ref all = to_tuple(std::move(made.inputs), results, args[Argument::kGradient]);
     queue_backward_end(record->scopes);
+    note_backward();
     return all;
   });
 }

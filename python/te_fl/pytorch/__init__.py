@@ -25,6 +25,7 @@ from te_fl.pytorch.modules.transformer import TransformerLayer as TransformerLay
 from te_fl.pytorch.fp8.weight_cache import cache_quantized_weights as cache_quantized_weights  # noqa: E402
 from te_fl.compat import known_names as _known_names, same_modules as _same_modules, table as _table  # noqa: E402
 from te_fl.compat.variables import read_variables as _read_variables  # noqa: E402
+from te_fl.pytorch.distributed import quarantine as _quarantine  # noqa: E402, F401  (has the ranks agree)
 from te_fl.pytorch import compile as _compile  # noqa: E402, F401  (enters itself where the other subpackages look for it)
 
 if TYPE_CHECKING:  # names that __getattr__() imports on first access

@@ -41,6 +41,11 @@ te_fl_status sum(const FiveArgs& args, float off) {
   return TE_FL_OK;
 }
 
+// The exchange of a job whose other ranks found nothing.
+Result<std::vector<std::string>> alone(const std::string& own) {
+  return own.empty() ? std::vector<std::string>() : std::vector<std::string>{own};
+}
+
 class Verify : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -58,6 +63,7 @@ class Verify : public ::testing::Test {
     before = verify_counts();
   }
   void TearDown() override {
+    set_rank_exchange({});
     (void)step_boundary();  // leaves no pending entries for the next test
     for (const std::string& name : names) ASSERT_OK(environment::unset(name));
     dispatch::forget_quarantine_file();
@@ -140,6 +146,112 @@ TEST_F(Verify, TheLargestNumberHidesNoErrorInOthers) {
     ASSERT_OK(manager.call(op, &call.args));
   }
   EXPECT_EQ(counts().agreed, 2u);
+  EXPECT_EQ(counts().differed, 2u);
+}
+
+// One large element must not raise the tolerance for the others.
+TEST_F(Verify, OneLargeValueHidesNoErrorInOthers) {
+  set("TE_FL_VERIFY", "1");
+  Fake right("reference.slow"), quick("default.fast");
+  float wrong = 0;
+  const auto write = [](const void* raw, float error) -> te_fl_status {
+    const auto& out = static_cast<const te_fl_add_args*>(raw)->output->dl;
+    for (int64_t i = 0; i < 4096; ++i)
+      static_cast<float*>(out.data)[i] = static_cast<float>(i % 64 + 1) * (1 + error);
+    static_cast<float*>(out.data)[2000] = 1e9f;
+    return TE_FL_OK;
+  };
+  right.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, 0); };
+  quick.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, wrong); };
+  for (Fake* f : {&right, &quick}) {
+    f->desc.op_name = "add", f->desc.schema = nullptr, f->desc.later_args = nullptr;
+    f->desc.dtypes = TE_FL_MASK_ANY_DTYPE;
+    add(*f);
+  }
+  const Tensor a = Tensor::zeros({64, 64}, DType::kF32).value(), b = a, out = a;
+  te_fl_add_args args;
+  args.a = a, args.b = b, args.output = out;
+  ASSERT_OK(manager.call(op, &args));
+  EXPECT_EQ(counts().differed, 0u);
+  wrong = 1e-3f;
+  ASSERT_OK(manager.call(op, &args));
+  EXPECT_EQ(counts().differed, 1u);
+}
+
+// BF16 results that were cut off instead of rounded, and codes that are all one step low, are
+// within the tolerance one by one.
+TEST_F(Verify, ADirectionIsFoundThatRoundingDoesNotHave) {
+  set("TE_FL_VERIFY", "1");
+  Fake right("reference.slow"), quick("default.fast");
+  int lower = 0;  // elements that are one step nearer to zero
+  const auto write = [](const void* raw, int low) -> te_fl_status {
+    const auto& out = static_cast<const te_fl_add_args*>(raw)->output->dl;
+    for (int i = 0; i < 1024; ++i)
+      static_cast<uint16_t*>(out.data)[i] =
+          static_cast<uint16_t>(0x3F80 + i % 64 - (i < low ? 1 : 0));
+    return TE_FL_OK;
+  };
+  right.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, 0); };
+  quick.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, lower); };
+  for (Fake* f : {&right, &quick}) {
+    f->desc.op_name = "add", f->desc.schema = nullptr, f->desc.later_args = nullptr;
+    f->desc.dtypes = TE_FL_MASK_ANY_DTYPE;
+    add(*f);
+  }
+  const Tensor a = Tensor::zeros({1024}, DType::kBF16).value(), b = a, out = a;
+  te_fl_add_args args;
+  args.a = a, args.b = b, args.output = out;
+  for (const auto& [low, differed] : {std::pair{0, 0u}, {100, 0u}, {512, 1u}, {1024, 2u}}) {
+    lower = low;
+    ASSERT_OK(manager.call(op, &args));
+    EXPECT_EQ(counts().differed, differed) << low;
+  }
+}
+
+// A halved scale of one block halves its values, and codes that are all one step low are a
+// neighbour each. FP4 codes with a scale of 1 for each block of 16, and an amax that makes the
+// factor of the tensor 1.
+TEST_F(Verify, HalvedBlockScalesAndLowCodesAreFound) {
+  set("TE_FL_VERIFY", "1");
+  Fake right("reference.slow"), quick("default.fast");
+  uint8_t scale = 0x38;  // of one block, E4M3; 0x38 is 1
+  int low = 0;           // the codes that are one step lower
+  const auto write = [](const void* raw, uint8_t one, int lower) -> te_fl_status {
+    const te_fl_tensor& out = *static_cast<const te_fl_gelu_args*>(raw)->output;
+    std::memset(out.quant->scale_inv, 0x38, 128 * 4);  // a row has two blocks, padded to 4
+    static_cast<uint8_t*>(out.quant->scale_inv)[1] = one;
+    *static_cast<float*>(out.quant->amax) = 6 * 448;
+    for (int i = 0; i < 2048; ++i) {
+      const int code = 1 + i % 7 - (2 * i < lower ? 1 : 0);
+      static_cast<uint8_t*>(out.dl.data)[i] = static_cast<uint8_t>(code | code << 4);
+    }
+    return TE_FL_OK;
+  };
+  right.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, 0x38, 0); };
+  quick.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, scale, low); };
+  for (Fake* f : {&right, &quick}) {
+    f->desc.op_name = "gelu", f->desc.schema = nullptr, f->desc.later_args = nullptr;
+    f->desc.dtypes = TE_FL_MASK_ANY_DTYPE;
+    f->desc.scalings = 0x3f;
+    add(*f);
+  }
+  const int64_t shape[] = {128, 32};
+  const Tensor in = Tensor::zeros({128, 32}, DType::kF32).value();
+  const Tensor out = Tensor::empty_quantized(
+                         shape, {.dtype = DType::kF4E2M1, .scaling = Scaling::kNVFP4}, Device{})
+                         .value();
+  te_fl_gelu_args args;
+  args.input = in, args.output = out;
+  ASSERT_OK(manager.call(op, &args));
+  EXPECT_EQ(counts().differed, 0u);
+  scale = 0x30;
+  ASSERT_OK(manager.call(op, &args));
+  EXPECT_EQ(counts().differed, 1u) << "half of the scale";
+  scale = 0x38, low = 128;
+  ASSERT_OK(manager.call(op, &args));
+  EXPECT_EQ(counts().differed, 1u) << "ties may be rounded either way";
+  low = 4096;
+  ASSERT_OK(manager.call(op, &args));
   EXPECT_EQ(counts().differed, 2u);
 }
 
@@ -343,6 +455,7 @@ TEST_F(Verify, QuarantineBeginsWithTheNextCallAndOutlivesTheRun) {
 
 TEST_F(Verify, RanksOfAJobWaitForTheStepBoundary) {
   ASSERT_EQ(setenv("WORLD_SIZE", "2", 1), 0);
+  set_rank_exchange(alone);
   set("TE_FL_VERIFY", "1");
   set("TE_FL_VERIFY_ACTION", "quarantine");
   off = 1;
@@ -392,6 +505,7 @@ TEST_F(Verify, NoQuarantineBeginsWhileAStreamIsCaptured) {
 TEST_F(Verify, WhatIsHeldAtTheEndIsWritten) {
   const auto run = [&] {
     setenv("WORLD_SIZE", "2", 1);
+    set_rank_exchange(alone);
     set("TE_FL_VERIFY", "1");
     set("TE_FL_VERIFY_ACTION", "quarantine");
     off = 1;

@@ -10,7 +10,7 @@ from typing import Any, Optional
 import torch
 from torch.optim.optimizer import Optimizer, required
 
-from te_fl import multi_tensor, ops
+from te_fl import _native, multi_tensor, ops
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, address_of
 from te_fl.pytorch.fp8.shards import write_all
@@ -356,6 +356,7 @@ class FusedAdam(_Optimizer):
             calls.write_codes()
             for each in rounded:
                 self._states.write(*each)
+        _native.step_boundary()
         return loss
 
     def _follow(self, param: torch.Tensor) -> None:
@@ -458,6 +459,7 @@ class FusedSGD(_Optimizer):
                                      first_run=first, wd_after_momentum=self.wd_after_momentum)
                 torch.autograd.graph.increment_version(params)
             calls.write_codes()
+        _native.step_boundary()
         return loss
 
 
