@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -171,6 +173,40 @@ Described described(const Call& call, const Step& step, bool deterministic);
 // forbids exceptions in the entry functions of a plugin; `entry` describes the function.
 [[gnu::cold]] te_fl_status exception_status(const char* entry, core::ErrorText& errors) noexcept;
 
+// The element of the calling thread, which is inside a call, that names the function it is inside.
+[[gnu::always_inline]] inline registry::EnteredFunction& entered_function() noexcept {
+  ThreadRecord& thread = *registry::t_record;
+  return thread.entered[std::min(thread.slot.depth, ThreadRecord::kEnteredDepth) - 1];
+}
+// Marks the calling thread as inside run() of an implementation, for the report of a crash.
+class InsideRun {
+ public:
+  [[gnu::always_inline]] InsideRun(const Implementation& impl, const void* args) noexcept
+      : function_(entered_function()) {
+    function_.args.store(args, std::memory_order_relaxed);
+    function_.impl.store(&impl, std::memory_order_relaxed);
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+  }
+  [[gnu::always_inline]] ~InsideRun() {
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    function_.impl.store(nullptr, std::memory_order_relaxed);
+  }
+  InsideRun(const InsideRun&) = delete;
+  InsideRun& operator=(const InsideRun&) = delete;
+
+ protected:
+  registry::EnteredFunction& function_;
+};
+// Like InsideRun for another function, whose name is a string literal.
+class InsideFunction : InsideRun {
+ public:
+  InsideFunction(const Implementation& impl, const void* args, const char* name) noexcept
+      : InsideRun(impl, args) {
+    function_.name.store(name, std::memory_order_relaxed);
+  }
+  ~InsideFunction() { function_.name.store(nullptr, std::memory_order_relaxed); }
+};
+
 // Calls a function of an implementation. An exception or an invalid status becomes a valid error
 // status.
 template <class F>
@@ -187,6 +223,7 @@ template <class F>
                                                        const te_fl_context& context,
                                                        const void* args,
                                                        core::ErrorText& errors) noexcept {
+  const InsideRun inside(impl, args);
   return entered("run() threw an exception (rule R5)", errors,
                  [&] { return impl.desc.run(impl.desc.self, &context, args); });
 }
