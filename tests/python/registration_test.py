@@ -105,13 +105,36 @@ class Candidates(Registered):
         def supports(input):
             seen.append((input.shape, input.strides, input.dtype, input.device, input.ndim, input.contiguous, input.writable))
             return True if input.shape[0] == 2 else f"{input.shape[0]} rows"
-        self.add("relu", relu, supports=supports)
+        self.add("relu", relu, supports=supports, supports_tensors="te_fl")
         self.assertEqual(self.served(self.relu), ["vendor.acme"])
         self.assertEqual(seen[0], ((2, 3), (3, 1), "f32", "cpu", 2, True, False))
         three = np.ones((3, 3), np.float32)
         self.assertEqual(self.served(lambda: self.relu(three)), ["default.cpu"])
         candidates = te_fl.explain("relu", input=three, output=three.copy())["candidates"]
         self.assertEqual([c["reason"] for c in candidates if c["impl_id"] == "vendor.acme"], ["3 rows"])
+
+    def test_supports_gets_what_its_function_gets(self):
+        seen = {}
+
+        def fn(input, output):
+            seen["fn"] = (type(input), input.shape, input.dtype, input.strides, input.flags.c_contiguous)
+            np.maximum(input, 0, out=output)
+
+        def supports(input):
+            seen["supports"] = (type(input), input.shape, input.dtype, input.strides, input.flags.c_contiguous)
+            return input.dtype == np.float32 and not input.flags.writeable
+        self.add("relu", fn, supports=supports, tensors="numpy")
+        self.assertEqual(self.served(self.relu), ["vendor.acme"])
+        self.assertEqual(seen["supports"], seen["fn"])
+        self.assertEqual(seen["fn"][:3], (np.ndarray, (2, 3), np.dtype("float32")))
+
+    def test_the_class_that_supports_gets_can_be_chosen(self):
+        seen = []
+        self.add("relu", relu, supports=lambda input: bool(seen.append(input.dtype) or True), tensors="numpy", supports_tensors="te_fl")
+        self.relu()
+        self.assertEqual(seen, ["f32"])
+        with self.assertRaisesRegex(te_fl.errors.InvalidArgument, "supports_tensors is 'jax'; it is one of te_fl, torch, numpy, or None"):
+            self.add("relu", relu, supports=lambda input: True, supports_tensors="jax")
 
     def test_supports_sees_no_memory(self):
         errors = []
@@ -123,7 +146,7 @@ class Candidates(Registered):
                 except BufferError as error:
                     errors.append(str(error))
             return False
-        self.add("relu", relu, supports=supports)
+        self.add("relu", relu, supports=supports, supports_tensors="te_fl")
         self.relu()
         self.assertEqual(len(errors), 3)
         self.assertTrue(all("R10" in e for e in errors))
