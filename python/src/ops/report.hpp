@@ -18,6 +18,9 @@ PyObject* device_name(PyObject*, PyObject* device) noexcept;  // ("cuda:0") -> t
 PyObject* load_plugin(PyObject*, PyObject* path) noexcept;    // (path or name) -> name
 PyObject* verify_counts(PyObject*, PyObject*) noexcept;       // () -> dict
 PyObject* fingerprint(PyObject*, PyObject*) noexcept;         // () -> str
-PyObject* write_trace(PyObject*, PyObject*) noexcept;         // () -> None
+PyObject* fingerprint_table(PyObject*, PyObject*) noexcept;   // () -> str
+// (table, table) -> list of str: their differences, one a line, "in the first" and "in the second"
+PyObject* fingerprint_difference(PyObject*, PyObject* args) noexcept;
+PyObject* write_trace(PyObject*, PyObject*) noexcept;  // () -> None
 
 }  // namespace te_fl::python
