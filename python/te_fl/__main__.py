@@ -1,5 +1,5 @@
-"""`python -m te_fl COMMAND`, also installed as the command te-fl. Runs the C++ program te-fl with the same arguments. Three commands differ: doctor
-and info also report on Python and its frameworks, and build-node compiles te_fl.pytorch's autograd node.
+"""`python -m te_fl COMMAND`, also installed as the command te-fl. Runs the C++ program te-fl with the same arguments. Four commands differ: doctor
+and info also report on Python and its frameworks, build-node compiles te_fl.pytorch's autograd node, and launch starts the ranks of a job.
 """
 
 import os
@@ -16,6 +16,9 @@ def main() -> int:
     if words[:1] in (["doctor"], ["info"]) and set(words[1:]) <= {"--json"}:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a closed pipe (`| head`) ends the process silently, as with the program te-fl
         return getattr(doctor, words[0])("--json" in words)
+    if words[:1] == ["launch"]:  # a program of its own, because it handles signals and waits for processes
+        launch = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launch.py")
+        os.execv(sys.executable, [sys.executable, launch, *words[1:]])
     if words == ["build-node"]:
         return torch_node.build()
     if words[:1] == ["build-node"]:
@@ -26,7 +29,8 @@ def main() -> int:
     try:
         if words in (["--help"], ["-h"]):
             status = subprocess.run([program(), *words]).returncode
-            print("\nWith the Python package also:\n  build-node                  Compiles te_fl.pytorch's node of autograd for the installed PyTorch")
+            print("\nWith the Python package also:\n  build-node                  Compiles te_fl.pytorch's node of autograd for the installed PyTorch\n"
+                  "  launch                      Starts the ranks of a job on this machine: te-fl launch -n 4 -- PROGRAM")
             return status
         os.execv(program(), ["te-fl", *words])
     except FileNotFoundError as error:
