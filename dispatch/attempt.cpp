@@ -218,7 +218,7 @@ te_fl_status attempt_native(const Call& call, const Implementation& impl, bool d
   Attempt a{call, impl, context, call.args, call.signature.device.is_host(), errors};
   if (const te_fl_status code = get_ready(a)) return code;
   te_fl_saved* record = fresh_record(call);
-  const te_fl_status code = guarded_run(impl, context, call.args, errors);
+  const te_fl_status code = guarded_run(call.thread, impl, context, call.args, errors);
   if (code == TE_FL_OK && record != nullptr) record->producer = impl.interned_id;
   return code;
 }
@@ -237,7 +237,7 @@ te_fl_status attempt_staged(const Call& call, const Implementation& impl, bool d
   if (code == TE_FL_OK) code = staged.copy_in();
   if (code != TE_FL_OK) return code;
   te_fl_saved* record = fresh_record(call);
-  code = guarded_run(impl, context, staged.args(), errors);
+  code = guarded_run(call.thread, impl, context, staged.args(), errors);
   if (code == TE_FL_OK) code = staged.copy_out();
   if (code != TE_FL_OK) return code;
   if (record != nullptr) record->producer = impl.interned_id;
@@ -309,7 +309,7 @@ te_fl_status run_on_copies(const Call& call, const Implementation& impl, te_fl_c
                            const void* args, core::ErrorText& errors) {
   Attempt a{call, impl, context, args, true, errors};
   if (const te_fl_status code = get_ready(a)) return code;
-  return guarded_run(impl, context, args, errors);
+  return guarded_run(call.thread, impl, context, args, errors);
 }
 
 }  // namespace te_fl::dispatch

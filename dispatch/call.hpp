@@ -173,35 +173,33 @@ Described described(const Call& call, const Step& step, bool deterministic);
 // forbids exceptions in the entry functions of a plugin; `entry` describes the function.
 [[gnu::cold]] te_fl_status exception_status(const char* entry, core::ErrorText& errors) noexcept;
 
-// The element of the calling thread, which is inside a call, that names the function it is inside.
-[[gnu::always_inline]] inline registry::EnteredFunction& entered_function() noexcept {
-  ThreadRecord& thread = *registry::t_record;
-  return thread.entered[std::min(thread.slot.depth, ThreadRecord::kEnteredDepth) - 1];
-}
-// Marks the calling thread as inside run() of an implementation, for the report of a crash.
+// Marks a thread, which is inside a call, as inside run() of an implementation, for the report of a
+// crash. The compiler keeps the order of these stores and of the plugin's code, which is called
+// through a pointer and may read the record.
 class InsideRun {
  public:
-  [[gnu::always_inline]] InsideRun(const Implementation& impl, const void* args) noexcept
-      : function_(entered_function()) {
+  [[gnu::always_inline]] InsideRun(ThreadRecord& thread, const Implementation& impl,
+                                   const void* args) noexcept
+      : function_(thread.slot.depth == 1 ? thread.entered[0] : inner_function(thread)) {
     function_.args.store(args, std::memory_order_relaxed);
     function_.impl.store(&impl, std::memory_order_relaxed);
-    std::atomic_signal_fence(std::memory_order_seq_cst);
   }
-  [[gnu::always_inline]] ~InsideRun() {
-    std::atomic_signal_fence(std::memory_order_seq_cst);
-    function_.impl.store(nullptr, std::memory_order_relaxed);
-  }
+  [[gnu::always_inline]] ~InsideRun() { function_.impl.store(nullptr, std::memory_order_relaxed); }
   InsideRun(const InsideRun&) = delete;
   InsideRun& operator=(const InsideRun&) = delete;
 
  protected:
+  // The element of an op that another op's implementation calls.
+  [[gnu::cold]] static registry::EnteredFunction& inner_function(ThreadRecord& thread) noexcept {
+    return thread.entered[std::min(thread.slot.depth, ThreadRecord::kEnteredDepth) - 1];
+  }
   registry::EnteredFunction& function_;
 };
-// Like InsideRun for another function, whose name is a string literal.
+// Like InsideRun for another function, whose name is a string literal, on the calling thread.
 class InsideFunction : InsideRun {
  public:
   InsideFunction(const Implementation& impl, const void* args, const char* name) noexcept
-      : InsideRun(impl, args) {
+      : InsideRun(*registry::t_record, impl, args) {
     function_.name.store(name, std::memory_order_relaxed);
   }
   ~InsideFunction() { function_.name.store(nullptr, std::memory_order_relaxed); }
@@ -219,11 +217,12 @@ template <class F>
   }
 }
 
-[[gnu::always_inline]] inline te_fl_status guarded_run(const Implementation& impl,
+[[gnu::always_inline]] inline te_fl_status guarded_run(ThreadRecord& thread,
+                                                       const Implementation& impl,
                                                        const te_fl_context& context,
                                                        const void* args,
                                                        core::ErrorText& errors) noexcept {
-  const InsideRun inside(impl, args);
+  const InsideRun inside(thread, impl, args);
   return entered("run() threw an exception (rule R5)", errors,
                  [&] { return impl.desc.run(impl.desc.self, &context, args); });
 }

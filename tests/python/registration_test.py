@@ -712,5 +712,46 @@ class BF16(Codes):
     CODE = 4  # kDLBfloat
 
 
+class Crash(unittest.TestCase):
+    """A Python implementation whose C code crashes is named, and Python's faulthandler prints its stacks as without te-fl."""
+
+    CODE = """if True:
+        import ctypes, faulthandler
+        {before}
+        import numpy as np
+        import te_fl
+        def relu(input, output):
+            ctypes.string_at(0)
+        te_fl.OpRegistry.instance().register_impl(te_fl.OpImpl("relu", "vendor.acme", te_fl.BackendImplKind.VENDOR, relu, "acme", 1000, tensors="numpy"))
+        x = np.ones((2, 3), np.float32)
+        {after}
+        te_fl.ops.relu(input=x, output=x.copy())
+        """
+    LINE = (r"te-fl error: rank 5: SIGSEGV at address 0x0 in run\(\) of 'vendor.acme' \(plugin [^)]*\), op 'relu', with input f32\[2,3\] at 0x[0-9a-f]+, "
+            r"output f32\[2,3\] at 0x[0-9a-f]+; thread [0-9]+; process [0-9]+; the signal is passed on \(TE_FL_CRASH_REPORT=0 leaves this line out\)\n")
+
+    def crash(self, before="", after="", **environment):
+        done = subprocess.run([sys.executable, "-c", self.CODE.format(before=before, after=after)], capture_output=True, text=True,
+                              env={**os.environ, "RANK": "5", **environment})
+        self.assertEqual(done.returncode, -signal.SIGSEGV, done.stderr)
+        return done.stderr
+
+    def test_the_implementation_is_named(self):
+        text = self.crash()
+        self.assertRegex(text, self.LINE)
+        self.assertEqual(text.count("te-fl error"), 1)
+
+    def test_faulthandler_goes_on_working(self):
+        for where in ("before", "after"):
+            with self.subTest(where):
+                text = self.crash(**{where: "faulthandler.enable()"})
+                self.assertRegex(text, self.LINE)
+                self.assertRegex(text, r"Fatal Python error: Segmentation fault(.|\n)*in relu")
+                self.assertEqual(text.count("te-fl error"), 1)
+
+    def test_the_setting_leaves_it_out(self):
+        self.assertNotIn("te-fl", self.crash(TE_FL_CRASH_REPORT="0"))
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -339,6 +339,13 @@ class Commands(unittest.TestCase):
             self.assertEqual(result.returncode, 0, result.stderr)
             self.assertIn("fingerprint", json.loads(self.ok("info", "--fingerprint", "--json")))
 
+    def test_the_summary_has_the_rank(self):
+        for env, words in (({}, "te-fl summary of the run:"), ({"RANK": "3"}, "te-fl summary of the run of rank 3:"),
+                           ({"TE_FL_RANK": "7", "RANK": "3"}, "te-fl summary of the run of rank 7:")):
+            result = program("gelu", TE_FL_USAGE="1", **env)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertIn(words + "\n  gelu by default.cpu: 3 calls", result.stderr)
+
     def test_fingerprints_of_many_ranks(self):
         with tempfile.TemporaryDirectory() as folder:
             files = [os.path.join(folder, f"rank{i}") for i in range(5)]
