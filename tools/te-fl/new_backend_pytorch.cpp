@@ -38,12 +38,9 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 const std::vector<const te_fl_device_desc*>& devices() {
   static const auto all = [] {
     std::vector<const te_fl_device_desc*> found;
-    for (int i = 0;; ++i) {
-      const auto device = te_fl::parse_device("ext:@NAME@:" + std::to_string(i));
-      if (!device.ok()) break;
-      const auto desc = te_fl::devices::find(*device);
-      if (!desc.ok()) break;
-      found.push_back(*desc);
+    for (const te_fl::Device& device : te_fl::devices::list()) {
+      if (te_fl::to_string(device) != "ext:@NAME@:" + std::to_string(found.size())) continue;
+      if (const auto desc = te_fl::devices::find(device); desc.ok()) found.push_back(*desc);
     }
     return found;
   }();
@@ -397,7 +394,7 @@ import te_fl.pytorch as te  # noqa: E402
 
 torch.manual_seed(0)
 layer = te.LayerNormMLP(32, 64, activation="relu", device="@NAME@", params_dtype=torch.bfloat16)
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(layer.parameters(), lr=2.0)
 x = torch.randn(16, 32).to("@NAME@", torch.bfloat16)
 target = torch.randn(16, 32).to("@NAME@", torch.bfloat16)
 losses = []
