@@ -28,6 +28,7 @@ set(soname libte_fl.so.${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
 te_fl_wheel_package(${soname})
 install(FILES conformance/expected_unsupported.txt conformance/not_covered.txt
   DESTINATION te_fl/share/te_fl/conformance COMPONENT python EXCLUDE_FROM_ALL)
+install(FILES tools/launch.py DESTINATION te_fl COMPONENT python EXCLUDE_FROM_ALL)
 install(DIRECTORY docs DESTINATION te_fl COMPONENT python EXCLUDE_FROM_ALL)
 install(DIRECTORY backends/torch/ DESTINATION te_fl/reference_torch COMPONENT python EXCLUDE_FROM_ALL FILES_MATCHING PATTERN "*.py")
 install(DIRECTORY backends/flaggems/ DESTINATION te_fl/flaggems COMPONENT python EXCLUDE_FROM_ALL FILES_MATCHING PATTERN "*.py")

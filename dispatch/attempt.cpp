@@ -95,6 +95,7 @@ struct Attempt {
     if (impl.desc.workspace == nullptr) return TE_FL_OK;
     size_t bytes = 0;
     const te_fl_status code = entered("workspace() threw an exception (rule R5)", errors, [&] {
+      const InsideFunction inside(impl, args, "workspace()");
       return impl.desc.workspace(impl.desc.self, &context, args, &bytes);
     });
     if (code != TE_FL_OK) return code;
@@ -154,6 +155,7 @@ struct Attempt {
       std::string own_key(key.text());  // a copy: prepare() may run ops that change the thread's
       void* made = nullptr;
       const te_fl_status code = entered("prepare() threw an exception (rule R5)", errors, [&] {
+        const InsideFunction inside(impl, args, "prepare()");
         return impl.desc.prepare(impl.desc.self, &context, args, &made);
       });
       if (code != TE_FL_OK) return code;
@@ -216,7 +218,7 @@ te_fl_status attempt_native(const Call& call, const Implementation& impl, bool d
   Attempt a{call, impl, context, call.args, call.signature.device.is_host(), errors};
   if (const te_fl_status code = get_ready(a)) return code;
   te_fl_saved* record = fresh_record(call);
-  const te_fl_status code = guarded_run(impl, context, call.args, errors);
+  const te_fl_status code = guarded_run(call.thread, impl, context, call.args, errors);
   if (code == TE_FL_OK && record != nullptr) record->producer = impl.interned_id;
   return code;
 }
@@ -235,7 +237,7 @@ te_fl_status attempt_staged(const Call& call, const Implementation& impl, bool d
   if (code == TE_FL_OK) code = staged.copy_in();
   if (code != TE_FL_OK) return code;
   te_fl_saved* record = fresh_record(call);
-  code = guarded_run(impl, context, staged.args(), errors);
+  code = guarded_run(call.thread, impl, context, staged.args(), errors);
   if (code == TE_FL_OK) code = staged.copy_out();
   if (code != TE_FL_OK) return code;
   if (record != nullptr) record->producer = impl.interned_id;
@@ -265,14 +267,18 @@ te_fl_status exception_status(const char* entry, core::ErrorText& errors) noexce
 
 te_fl_status ask_support(const Implementation& impl, const te_fl_context& context, const void* args,
                          core::ErrorText& errors) {
-  return entered("supports() threw an exception (rule R5)", errors,
-                 [&] { return impl.desc.supports(impl.desc.self, &context, args); });
+  return entered("supports() threw an exception (rule R5)", errors, [&] {
+    const InsideFunction inside(impl, args, "supports()");
+    return impl.desc.supports(impl.desc.self, &context, args);
+  });
 }
 
 te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& context,
                              const void* args, size_t& bytes, core::ErrorText& errors) {
-  return entered("saved_bytes() threw an exception (rule R5)", errors,
-                 [&] { return impl.desc.saved_bytes(impl.desc.self, &context, args, &bytes); });
+  return entered("saved_bytes() threw an exception (rule R5)", errors, [&] {
+    const InsideFunction inside(impl, args, "saved_bytes()");
+    return impl.desc.saved_bytes(impl.desc.self, &context, args, &bytes);
+  });
 }
 
 te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept {
@@ -303,7 +309,7 @@ te_fl_status run_on_copies(const Call& call, const Implementation& impl, te_fl_c
                            const void* args, core::ErrorText& errors) {
   Attempt a{call, impl, context, args, true, errors};
   if (const te_fl_status code = get_ready(a)) return code;
-  return guarded_run(impl, context, args, errors);
+  return guarded_run(call.thread, impl, context, args, errors);
 }
 
 }  // namespace te_fl::dispatch

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -171,6 +173,38 @@ Described described(const Call& call, const Step& step, bool deterministic);
 // forbids exceptions in the entry functions of a plugin; `entry` describes the function.
 [[gnu::cold]] te_fl_status exception_status(const char* entry, core::ErrorText& errors) noexcept;
 
+// Marks a thread, which is inside a call, as inside run() of an implementation, for the report of a
+// crash. The compiler keeps the order of these stores and of the plugin's code, which is called
+// through a pointer and may read the record.
+class InsideRun {
+ public:
+  [[gnu::always_inline]] InsideRun(ThreadRecord& thread, const Implementation& impl,
+                                   const void* args) noexcept
+      : function_(thread.slot.depth == 1 ? thread.entered[0] : inner_function(thread)) {
+    function_.args.store(args, std::memory_order_relaxed);
+    function_.impl.store(&impl, std::memory_order_relaxed);
+  }
+  [[gnu::always_inline]] ~InsideRun() { function_.impl.store(nullptr, std::memory_order_relaxed); }
+  InsideRun(const InsideRun&) = delete;
+  InsideRun& operator=(const InsideRun&) = delete;
+
+ protected:
+  // The element of an op that another op's implementation calls.
+  [[gnu::cold]] static registry::EnteredFunction& inner_function(ThreadRecord& thread) noexcept {
+    return thread.entered[std::min(thread.slot.depth, ThreadRecord::kEnteredDepth) - 1];
+  }
+  registry::EnteredFunction& function_;
+};
+// Like InsideRun for another function, whose name is a string literal, on the calling thread.
+class InsideFunction : InsideRun {
+ public:
+  InsideFunction(const Implementation& impl, const void* args, const char* name) noexcept
+      : InsideRun(*registry::t_record, impl, args) {
+    function_.name.store(name, std::memory_order_relaxed);
+  }
+  ~InsideFunction() { function_.name.store(nullptr, std::memory_order_relaxed); }
+};
+
 // Calls a function of an implementation. An exception or an invalid status becomes a valid error
 // status.
 template <class F>
@@ -183,10 +217,12 @@ template <class F>
   }
 }
 
-[[gnu::always_inline]] inline te_fl_status guarded_run(const Implementation& impl,
+[[gnu::always_inline]] inline te_fl_status guarded_run(ThreadRecord& thread,
+                                                       const Implementation& impl,
                                                        const te_fl_context& context,
                                                        const void* args,
                                                        core::ErrorText& errors) noexcept {
+  const InsideRun inside(thread, impl, args);
   return entered("run() threw an exception (rule R5)", errors,
                  [&] { return impl.desc.run(impl.desc.self, &context, args); });
 }

@@ -47,8 +47,10 @@ class Words {
 
 te_fl_status ask(const Implementation& impl, const te_fl_context& context, const void* args,
                  Words& words, core::ErrorText& errors) {
-  return entered("describe() threw an exception (rule R5)", errors,
-                 [&] { return impl.desc.describe(impl.desc.self, &context, args, words.sink()); });
+  return entered("describe() threw an exception (rule R5)", errors, [&] {
+    const InsideFunction inside(impl, args, "describe()");
+    return impl.desc.describe(impl.desc.self, &context, args, words.sink());
+  });
 }
 
 }  // namespace

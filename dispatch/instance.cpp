@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "core/base/fork.hpp"
+#include "dispatch/crash_report.hpp"
 #include "dispatch/watch/watch.hpp"
 #include "plugins/start.hpp"
 #include "te_fl/op_manager.hpp"
@@ -16,7 +17,10 @@ OpManager& OpManager::instance() {
   if (!ready.load(std::memory_order_acquire)) [[unlikely]] {
     plugins::start();
     // Skipped while plugins are being loaded, since a plugin may have requested the manager.
-    if (plugins::started() && !ready.exchange(true)) dispatch::summarise_at_exit();
+    if (plugins::started() && !ready.exchange(true)) {
+      dispatch::follow_crash_report_setting();
+      dispatch::summarise_at_exit();
+    }
   }
   return manager;
 }

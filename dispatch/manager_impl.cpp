@@ -12,6 +12,7 @@
 #include "core/base/text.hpp"
 #include "core/device/current_stream.hpp"
 #include "core/device/device_list.hpp"
+#include "dispatch/crash_report.hpp"
 #include "registry/plan_cache.hpp"
 #include "te_fl/environment.hpp"
 
@@ -98,6 +99,7 @@ uint64_t OpManager::Impl::read_switches() {
                             (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0) |
                             (is_set("TE_FL_VERIFY") ? uint64_t{kVerify} : 0) |
                             (is_set("TE_FL_TRACE") ? uint64_t{kTrace} : 0);
+  dispatch::follow_crash_report_setting();
   switch_word.store(generation << kSwitchBits | switches, std::memory_order_relaxed);
   return switches;
 }

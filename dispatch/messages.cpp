@@ -183,7 +183,7 @@ std::vector<Candidate> list_candidates(const OpRow& row, const Choice& decision,
       taken = taken || c.accepted;
       c.reason = accepted_text(row, v, decision, c.chosen);
       if (args == nullptr && impl.checks_support)
-        c.reason += "; supports() is called again at each call";
+        c.reason += "; its supports() check of a call's shapes may still refuse it";
     }
     list.push_back(std::move(c));
   }
@@ -227,18 +227,23 @@ void warn_absent(const Table& table, const OpRow& row, const PolicySettings& set
               "the policy names vendor " + quoted(vendor) + ", of which nothing is registered" +
                   core::did_you_mean(vendor, vendors));
   }
-  const auto list = settings.per_op.find(row.compiled->schema().name);
-  if (list == settings.per_op.end()) return;
+  const std::string op = row.compiled->schema().name;
   std::vector<std::string> ids;
   for (const policy::Implementation& view : row.views) ids.emplace_back(view.impl_id);
-  for (const PolicyToken& token : list->second) {
-    if (token.type != PolicyToken::Type::kImpl ||
-        std::find(ids.begin(), ids.end(), token.name) != ids.end())
-      continue;
-    log::once(log::Level::kWarning, "absent implementation " + list->first + " " + token.name,
-              "the policy names implementation " + quoted(token.name) + " of op " +
-                  quoted(list->first) + ", which is not registered" +
-                  core::did_you_mean(token.name, ids));
+  const auto look_in = [&](const std::vector<PolicyToken>& tokens) {
+    for (const PolicyToken& token : tokens) {
+      if (token.type != PolicyToken::Type::kImpl ||
+          std::find(ids.begin(), ids.end(), token.name) != ids.end())
+        continue;
+      log::once(log::Level::kWarning, "absent implementation " + op + " " + token.name,
+                "the policy names implementation " + quoted(token.name) + " of op " + quoted(op) +
+                    ", which is not registered" + core::did_you_mean(token.name, ids));
+    }
+  };
+  if (const auto list = settings.per_op.find(op); list != settings.per_op.end())
+    look_in(list->second);
+  for (const SignatureList& list : settings.per_signature) {
+    if (list.op == op) look_in(list.use);
   }
 }
 

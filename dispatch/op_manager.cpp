@@ -37,7 +37,8 @@ void count(std::atomic<uint64_t>& counter) noexcept {
   if (impl.direct && !route.deterministic) [[likely]] {
     const te_fl_context context = dispatch::context_of(call, false, errors.sink());
     if (impl.checks_support) code = dispatch::support_of(call, impl, context, errors);
-    if (code == TE_FL_OK) code = dispatch::guarded_run(impl, context, call.args, errors);
+    if (code == TE_FL_OK)
+      code = dispatch::guarded_run(call.thread, impl, context, call.args, errors);
   } else {
     code = dispatch::attempt(call, {&impl, false}, route.deterministic, errors);
   }

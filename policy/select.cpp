@@ -245,6 +245,21 @@ std::string scaling_mask_text(uint32_t mask) {
   return mask_text(mask, TE_FL_SCALING_COUNT, [](int i) { return name(static_cast<Scaling>(i)); });
 }
 
+namespace {
+
+// The dtypes of `supported` that are floating-point or integer as `refused` is; all of `supported`
+// if there are none. Many implementations support every integer dtype, for indices, which would
+// hide the few dtypes that matter.
+uint64_t of_same_class(uint64_t supported, uint64_t refused) {
+  constexpr uint64_t kFloats = TE_FL_BIT(TE_FL_I8) - 1;
+  uint64_t same = 0;
+  if ((refused & kFloats) != 0) same |= supported & kFloats;
+  if ((refused & ~kFloats) != 0) same |= supported & ~kFloats;
+  return same == 0 ? supported : same;
+}
+
+}  // namespace
+
 std::string refusal_text(Refusal refusal, const Implementation& impl, const CallTraits& call,
                          const PolicySettings& settings, const ArgumentNames* names) {
   const auto of = [](const std::string& argument) {
@@ -281,7 +296,8 @@ std::string refusal_text(Refusal refusal, const Implementation& impl, const Call
     case Refusal::kDtype:
       return "dtype " + dtype_mask_text(call.dtypes & ~impl.dtypes) +
              of(names == nullptr ? "" : names->dtype_outside(impl.dtypes)) +
-             " is not supported (it supports " + dtype_mask_text(impl.dtypes) + ")";
+             " is not supported (it supports " +
+             dtype_mask_text(of_same_class(impl.dtypes, call.dtypes & ~impl.dtypes)) + ")";
     case Refusal::kScaling:
       return "scaling " + scaling_mask_text(call.scalings & ~impl.scalings) +
              of(names == nullptr ? "" : names->scaling_outside(impl.scalings)) +

@@ -7,6 +7,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <mutex>
 #include <new>
 
@@ -34,6 +36,18 @@ struct Threads {
   uint32_t next_counter = 0;
   pthread_key_t key{};
 };
+
+// The records that crash handlers can read without a lock. Threads beyond their number are not
+// visible.
+constinit std::array<std::atomic<ThreadRecord*>, 256> g_visible{};
+
+// Replaces a null slot by `to`, or the slot of `from` by null.
+void change_visible(ThreadRecord* from, ThreadRecord* to) noexcept {
+  for (auto& slot : g_visible) {
+    ThreadRecord* expected = from;
+    if (slot.compare_exchange_strong(expected, to)) return;
+  }
+}
 
 bool register_membarrier() {
 #if defined(__SANITIZE_THREAD__)
@@ -74,6 +88,7 @@ void keep_counts(Threads& all, const ThreadRecord& record) {
 void end_thread(void* raw) {
   auto* record = static_cast<ThreadRecord*>(raw);
   t_record = nullptr;
+  change_visible(record, nullptr);
   Threads& all = threads();
   {
     std::lock_guard lock(threads_mutex);
@@ -101,6 +116,7 @@ ThreadRecord& make_thread_record() {
     std::lock_guard lock(threads_mutex);
     all.records.push_back(record);
   }
+  change_visible(nullptr, record);
   pthread_setspecific(all.key, record);
   core::watch_thread_end();
   t_record = record;
@@ -225,6 +241,13 @@ uint64_t read_counter(uint32_t index) {
   return sum;
 }
 
+void for_each_visible_thread(void (*f)(const ThreadRecord& record, void* context), void* context) {
+  for (const auto& slot : g_visible) {
+    const ThreadRecord* record = slot.load(std::memory_order_acquire);
+    if (record != nullptr) f(*record, context);
+  }
+}
+
 size_t thread_record_count() {
   Threads& all = threads();
   std::lock_guard lock(threads_mutex);
@@ -242,7 +265,11 @@ void forget_other_threads() {
     if (record != t_record) keep_counts(all, *record);
   }
   all.records.clear();
-  if (t_record != nullptr) all.records.push_back(t_record);
+  for (auto& slot : g_visible) slot.store(nullptr);
+  if (t_record != nullptr) {
+    all.records.push_back(t_record);
+    change_visible(nullptr, t_record);
+  }
   g_epoch.asymmetric.store(register_membarrier(), std::memory_order_relaxed);
 }
 const core::ForkedChild threads_forked_child(core::LockLevel::kThreadRecords,

@@ -37,10 +37,25 @@ class CallCounters {
   std::array<std::atomic<Chunk*>, kChunks> chunks_{};
 };
 
+struct Implementation;
+
+// The function of an implementation that a thread is inside, for the report of a crash
+// (dispatch/crash_report.hpp). Only the thread writes it; the crash handler of another thread may
+// read it.
+struct EnteredFunction {
+  std::atomic<const Implementation*> impl{nullptr};  // null: none
+  std::atomic<const void*> args{nullptr};
+  std::atomic<const char*> name{nullptr};  // null: run()
+};
+
 // Dispatch's state for one thread. Created by the thread's first call, destroyed when the thread
 // ends.
 struct ThreadRecord {
+  static constexpr uint32_t kEnteredDepth = 4;
   EpochSlot slot;
+  // By the depth of nested ops. Ops below the last depth share its element, so that the one which
+  // remains when such an op has ended is that of an outer op.
+  std::array<EnteredFunction, kEnteredDepth> entered;
   uint32_t serial_locks = 0;  // number of SerialLocks that the thread holds
   core::CallMemo<KnownCall> calls;
   RouteCache routes;
@@ -61,6 +76,11 @@ uint32_t allocate_counter();
 void free_counter(uint32_t index);
 // The sum over all threads, including ended ones.
 uint64_t read_counter(uint32_t index);
+
+// Calls f(record, context) for the threads that have records, at most 256 of them. For signal
+// handlers: it takes no lock and does not allocate. A thread that ends meanwhile frees its record,
+// so reading it may fault.
+void for_each_visible_thread(void (*f)(const ThreadRecord& record, void* context), void* context);
 
 // The number of live thread records, for tests.
 size_t thread_record_count();

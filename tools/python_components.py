@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 COMPONENTS = [
     ("native", ["te_fl._native", "te_fl._check_worker"]),
     ("base", ["te_fl.errors", "te_fl.tensors", "te_fl.missing", "te_fl.frameworks", "te_fl.torch_streams", "te_fl.torch_exchange", "te_fl.remainders", "te_fl.attention_logits", "te_fl.attention_shapes"]),
-    ("ops", ["te_fl.ops", "te_fl.policy", "te_fl.registration", "te_fl._modules", "te_fl.program", "te_fl.torch_node", "te_fl.torch_tensors", "te_fl.specification", "te_fl.torch_device", "te_fl.reference_torch", "te_fl.flaggems", "te_fl.multi_tensor", "te_fl.tex_form", "te_fl.tex_results"]),
+    ("ops", ["te_fl.ops", "te_fl.policy", "te_fl.registration", "te_fl._modules", "te_fl.program", "te_fl.torch_node", "te_fl.torch_tensors", "te_fl.torch_metadata", "te_fl.specification", "te_fl.torch_device", "te_fl.reference_torch", "te_fl.flaggems", "te_fl.multi_tensor", "te_fl.tex_form", "te_fl.tex_results"]),
     ("common", ["te_fl.common"]),
     ("compat", ["te_fl.compat"]),
     ("jax", ["te_fl.jax", "te_fl.reference_xla"]),
@@ -56,6 +56,8 @@ FUNCTION_IMPORTS = {
     ("te_fl.pytorch.compile.compiled", "torch._inductor.codegen.common"): "only another vendor's device needs it",
     ("te_fl.errors", "difflib"): "importing te_fl needs none of it",
     ("te_fl.registration", "te_fl.torch_streams"): "it imports PyTorch, which is optional",
+    ("te_fl.registration", "te_fl.torch_metadata"): "it imports PyTorch, which is optional",
+    ("te_fl.registration", "numpy"): "it is optional, and only implementations whose functions get arrays need it",
     ("te_fl", "te_fl.torch_device"): "it imports PyTorch, which is optional, and only devices without a plugin need it",
     ("te_fl.flaggems", "flag_gems"): "it is optional, and importing it takes a second",
     ("te_fl.flaggems", "te_fl.flaggems.kernels"): "it imports FlagGems",

@@ -93,7 +93,7 @@ def implementations(devices: Iterable[str]) -> List[OpImpl]:
     refusals = {"add": _supports_sum, **fused.SUPPORTS}
     return [OpImpl(op_name=name, impl_id=IMPL_ID, kind=BackendImplKind.DEFAULT, fn=repeat.uncast(function), vendor="flagos", priority=150,
                    supports=_supports(refusals.get(name), kernels.MOST_ELEMENTS), devices=tuple(devices), scalings=SCALINGS if name in _QUANTISED else ("none",),
-                   tensors="torch", thread_safe=False, in_place=True) for name, function in functions.items()]
+                   tensors="torch", supports_tensors="te_fl", thread_safe=False, in_place=True) for name, function in functions.items()]
 
 
 def _add(registry: OpRegistry) -> None:

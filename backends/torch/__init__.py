@@ -29,7 +29,7 @@ def implementations(devices: Optional[Iterable[str]] = None) -> Iterable[OpImpl]
     for module in _MODULES:
         for name, function in module.OPS.items():
             yield OpImpl(op_name=name, impl_id="reference.torch", kind=BackendImplKind.REFERENCE, fn=repeat.uncast(function), supports=_SUPPORTS.get(name),
-                         devices=None if devices is None else tuple(devices), scalings=SCALINGS, tensors="torch", in_place=True,
+                         devices=None if devices is None else tuple(devices), scalings=SCALINGS, tensors="torch", supports_tensors="te_fl", in_place=True,
                          deterministic=True, graph_safe=True, repeat=functools.partial(repeat.record, name, repeat.uncast(function)))
 
 

@@ -180,7 +180,7 @@ def implementations(devices: Iterable[str], supports: Dict[str, Callable]) -> It
     def made(name: str, function: Callable) -> OpImpl:
         function = repeat.uncast(function)
         return OpImpl(op_name=name, impl_id="reference.torch_compiled", kind=BackendImplKind.REFERENCE, fn=function, supports=supports.get(name),
-                      devices=tuple(devices), scalings=("none", *gemm.FP8_SCALINGS), tensors="torch", in_place=True, deterministic=True,
+                      devices=tuple(devices), scalings=("none", *gemm.FP8_SCALINGS), tensors="torch", supports_tensors="te_fl", in_place=True, deterministic=True,
                       graph_safe=True, priority=60, repeat=functools.partial(repeat.record, name, function))
 
     for module in _MODULES:

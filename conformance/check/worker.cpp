@@ -517,6 +517,9 @@ int serve_json(const std::string& text) {
 }
 
 int serve(const CheckOptions& options) {
+  // The worker reports crashes itself, and te-fl's handlers would count as left behind by the
+  // plugin that is being loaded when they are installed.
+  static_cast<void>(te_fl::environment::set("TE_FL_CRASH_REPORT", "0"));
   catch_signals();
   try {
     return Worker(options).serve();

@@ -90,7 +90,13 @@ constexpr VariableSpec kSpecs[] = {
      "Maximum number of calls saved in TE_FL_VERIFY_DIR."},
     {"TE_FL_USAGE", "", kBool, "0", "",
      "1: at the program's end stderr lists which implementation ran which op, and what "
-     "TE_FL_VERIFY found."},
+     "TE_FL_VERIFY found; the first line names the process's rank, if it has one."},
+    {"TE_FL_CRASH_REPORT", "", kBool, "1", "",
+     "1: if SIGSEGV, SIGBUS, SIGILL, SIGFPE or SIGABRT ends the process inside an implementation, "
+     "a "
+     "line on stderr names the implementation, its plugin, the op and the arguments; the signal is "
+     "then passed on to the handler that was installed before, or to the default action. 0: te-fl "
+     "installs no handler, or writes nothing from then on."},
     {"TE_FL_TRACE", "", kString, "", "",
      "File into which calls, implementations, staging and fallbacks are written at the end, per "
      "thread and stream, for Perfetto and `te-fl tune`; %p in it becomes the process's number and "
@@ -111,11 +117,11 @@ constexpr VariableSpec kSpecs[] = {
      "(docs/pytorch.md)."},
     {"TE_FL_STORE", "", kString, "", "",
      "Where the ranks of a job find each other: file:PATH, a folder that all see and that is empty "
-     "or absent when the job begins, or tcp://HOST:PORT, where rank 0 serves; tools/launch.py sets "
-     "it.",
+     "or absent when the job begins, or tcp://HOST:PORT, where rank 0 serves; te-fl launch "
+     "sets it.",
      true},
     {"TE_FL_RANK", "", kInt, "", "0 2147483646",
-     "This process's number among the ranks of its job; tools/launch.py sets it, and RANK, which "
+     "This process's number among the ranks of its job; te-fl launch sets it, and RANK, which "
      "torchrun sets, is read where it is unset."},
     {"TE_FL_WORLD_SIZE", "", kInt, "", "1 2147483647",
      "How many ranks the job has; set with TE_FL_RANK."},

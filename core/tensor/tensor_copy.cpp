@@ -224,15 +224,16 @@ Status store_as(DType dtype, std::span<const float> values, void* out) {
 }  // namespace
 
 Result<Tensor> Tensor::from_values(std::initializer_list<int64_t> shape,
-                                   std::span<const float> values, DType dtype) {
-  TE_FL_ASSIGN_OR_RETURN(Tensor t, empty(shape, dtype));
+                                   std::span<const float> values, DType dtype, Device device) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor t, empty(shape, dtype, device.is_host() ? device : Device{}));
   if (static_cast<size_t>(t.numel()) != values.size()) {
     return invalid_argument("from_values: " + std::to_string(values.size()) + " values for shape " +
                             core::shape_text(t.shape()) + ", which has " +
                             std::to_string(t.numel()) + " elements");
   }
   TE_FL_RETURN_IF_ERROR(store_as(dtype, values, t.raw_data()));
-  return t;
+  if (device.is_host()) return t;
+  return t.to(device);
 }
 
 Result<Tensor> Tensor::to(Device device, void* stream) const {

@@ -2,8 +2,10 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <string>
 
+#include "core/base/job_rank.hpp"
 #include "dispatch/watch/watch.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
@@ -17,7 +19,9 @@ void say() {
   const Result<bool> wanted = environment::get_bool("TE_FL_USAGE");
   const bool asked = wanted.ok() && *wanted;
   if (!asked && !log::enabled(log::Level::kDebug)) return;
-  std::string text = "summary of the run:";
+  const std::optional<int> rank = core::job_rank();
+  std::string text =
+      "summary of the run" + (rank ? " of rank " + std::to_string(*rank) : std::string()) + ":";
   for (const OpUsage& u : OpManager::instance().usage()) {
     text += "\n  " + u.op + " by " + u.impl_id + ": " + std::to_string(u.calls) + " calls";
     if (u.staged_calls > 0) {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cctype>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -19,6 +18,7 @@
 
 #include "core/base/file.hpp"
 #include "core/base/fork.hpp"
+#include "core/base/job_rank.hpp"
 #include "core/base/text.hpp"
 #include "dispatch/watch/call_file.hpp"
 #include "registry/arguments.hpp"
@@ -49,12 +49,16 @@ struct Event {
   uint32_t description;
   uint32_t text;    // earlier attempts, or the error; kNone: none
   uint32_t kernel;  // kernels that the implementation named; kNone: none
+  uint32_t reason;  // the reason of the choice; kNone: unknown
   bool staged, failed;
+  bool verification;  // the comparison of a call's results; `text` is its outcome
 };
 
 // The key for a cached result of describe(): description number, implementation, and true if the
 // call was staged.
 using KernelKey = std::tuple<uint32_t, uint64_t, bool>;
+// The key for a cached reason of a choice: that of the kernel, and the policy.
+using ReasonKey = std::tuple<uint32_t, uint64_t, bool, uint32_t>;
 
 struct Recording {
   std::string path;
@@ -69,6 +73,7 @@ struct Recording {
   std::vector<json> descriptions;
   std::map<std::string, uint32_t> texts;
   std::map<KernelKey, uint32_t> kernels;  // results of describe(), as indices of texts
+  std::map<ReasonKey, uint32_t> reasons;  // reasons of choices, as indices of texts
 };
 
 constinit core::ForkMutex trace_mutex(core::LockLevel::kTrace);
@@ -100,17 +105,8 @@ void write_at_exit() {
   if (const Status s = write_trace(); !s.ok()) log::warning(s.message());
 }
 
-// The process's rank in its job, from the launcher's environment; -1: none.
-int rank_in_job() {
-  const std::string own = environment::get_if_set("TE_FL_RANK").value_or("");
-  if (!own.empty()) return std::atoi(own.c_str());
-  for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}) {
-    const char* value = std::getenv(name);
-    if (value != nullptr && std::isdigit(static_cast<unsigned char>(*value)) != 0)
-      return std::atoi(value);
-  }
-  return -1;
-}
+// The process's rank in its job; -1: none.
+int rank_in_job() { return core::job_rank().value_or(-1); }
 
 // The path of the trace file from the setting; empty: none. Replaces "%p" by the process id and
 // "%r" by the rank. Without these, only rank 0 of the parent process uses the plain path.
@@ -233,6 +229,36 @@ uint32_t describe_kernel(const Call& call, uint32_t description, const Execution
   return s.kernels.try_emplace(kernel_key, find_number(s, std::move(answer.text))).first->second;
 }
 
+// The reason for which the implementation runs such calls, in the words of `te-fl explain`.
+std::string choice_text(const Call& call, const Execution& execution) {
+  const te_fl_saved* record = call.row.saved != nullptr && call.row.saved->role == TE_FL_IN
+                                  ? saved_record(call.row, call.args)
+                                  : nullptr;
+  if (record != nullptr && record->opaque != 0) return "the forward op ran in it";
+  const Result<Choice> decision = choose(call, call.policy);
+  if (!decision.ok()) return {};
+  for (const Candidate& c : list_candidates(call.row, *decision, call.args, execution.failures)) {
+    if (c.impl_id == execution.impl->impl_id) return c.reason;
+  }
+  return {};
+}
+
+// The index of the reason for the choice. Decides once per description and policy. The caller holds
+// no lock.
+uint32_t describe_choice(const Call& call, uint32_t description, const Execution& execution) {
+  if (description == kNone) return kNone;
+  const ReasonKey key(description, execution.impl->number, execution.staged, call.policy);
+  {
+    const std::lock_guard lock(trace_mutex);
+    const auto at = recording().reasons.find(key);
+    if (at != recording().reasons.end()) return at->second;
+  }
+  std::string text = choice_text(call, execution);
+  const std::lock_guard lock(trace_mutex);
+  Recording& s = recording();
+  return s.reasons.try_emplace(key, find_number(s, std::move(text))).first->second;
+}
+
 std::string reason_text(const Status& status, const Execution& execution) {
   std::string text;
   for (const Failure& f : execution.failures) {
@@ -279,15 +305,19 @@ void write_events(core::FileReplacement& out, const Recording& s) {
   for (const Event& e : s.events) {
     json args = {{"impl", e.impl == nullptr ? "none" : e.impl}, {"device", to_string(e.device)}};
     if (e.description != kNone) {
-      args["call"] = e.description;
+      // `te-fl tune` counts the calls by this number.
+      if (!e.verification) args["call"] = e.description;
       args["arguments"] = s.descriptions[e.description].value("text", "");
     }
     if (e.kernel != kNone) args["kernel"] = *texts[e.kernel];
     if (e.staged) args["staged"] = true;
-    if (e.text != kNone) args[e.failed ? "error" : "fallback"] = *texts[e.text];
+    if (e.reason != kNone) args["why"] = *texts[e.reason];
+    if (e.text != kNone)
+      args[e.verification ? "result" : e.failed ? "error" : "fallback"] = *texts[e.text];
     json event = {{"ph", "X"},
-                  {"name", e.op},
-                  {"cat", e.failed          ? "failed"
+                  {"name", e.verification ? std::string("verify ") + e.op : std::string(e.op)},
+                  {"cat", e.verification    ? "verify"
+                          : e.failed        ? "failed"
                           : e.staged        ? "staged"
                           : e.text != kNone ? "fallback"
                                             : "call"},
@@ -385,6 +415,7 @@ void TracedCall::record(const Status& status, const Execution& execution) {
   const char* const op = registry::intern_string(call_.row.compiled->schema().name);
   const Implementation* impl = status.ok() ? execution.impl : nullptr;
   const uint32_t kernel = impl == nullptr ? kNone : describe_kernel(call_, description_, execution);
+  const uint32_t why = impl == nullptr ? kNone : describe_choice(call_, description_, execution);
   const std::lock_guard lock(trace_mutex);
   Recording& s = recording();
   if (s.process != getpid()) return;
@@ -395,8 +426,27 @@ void TracedCall::record(const Status& status, const Execution& execution) {
   const uint32_t number = find_number(s, std::move(text));
   s.events.push_back({op, impl == nullptr ? nullptr : impl->interned_id, start_, end - start_,
                       thread_number(), call_.options.stream, call_.signature.device, description_,
-                      number, kernel, execution.staged, !status.ok()});
+                      number, kernel, why, execution.staged, !status.ok(), false});
 }
+
+void TracedCall::record_verification(int64_t start, const Execution& execution,
+                                     const std::string& outcome) {
+  const int64_t end = now();
+  const std::lock_guard lock(trace_mutex);
+  Recording& s = recording();
+  if (s.process != getpid()) return;
+  if (s.events.size() >= s.limit) {
+    ++s.dropped;
+    return;
+  }
+  const Implementation* impl = execution.impl;
+  s.events.push_back({registry::intern_string(call_.row.compiled->schema().name),
+                      impl == nullptr ? nullptr : impl->interned_id, start, end - start,
+                      thread_number(), call_.options.stream, Device{}, description_,
+                      find_number(s, outcome), kNone, kNone, false, false, true});
+}
+
+int64_t trace_now() { return now(); }
 
 }  // namespace dispatch
 

@@ -1,11 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "dispatch/call.hpp"
 
-// TE_FL_TRACE: records, for Perfetto, the calls of ops: the implementation that ran each call, and
-// its duration.
+// TE_FL_TRACE: records, for Perfetto, the calls of ops: the implementation that ran each call, why
+// it was chosen, its duration, and the verification of the call.
 namespace te_fl::dispatch {
 
 // Begins the trace that the settings request, unless it has begun. FAILED_PRECONDITION if the file
@@ -14,11 +15,17 @@ Status begin_trace();
 // Returns the error that begin_trace() would return, without beginning a trace.
 Status trace_status();
 
+// The time in nanoseconds since the start of the trace.
+int64_t trace_now();
+
 // One traced call. begin_trace() must have been called.
 class TracedCall {
  public:
   explicit TracedCall(const Call& call);
   void record(const Status& status, const Execution& execution);
+  // Records that TE_FL_VERIFY compared the call's results from `start` (trace_now()) until now.
+  // `outcome` says what came of it.
+  void record_verification(int64_t start, const Execution& execution, const std::string& outcome);
 
  private:
   const Call& call_;

@@ -237,12 +237,14 @@ Result<std::unique_ptr<Verification>> Verification::begin(const Call& call) {
 Verification::Verification(const Call&) {}
 
 Status Verification::conclude(const Status& status, const Execution& execution) {
+  outcome_ = "failed";
   if (!status.ok() || execution.impl == nullptr) {
     ++g_counts.failed;
     return status;
   }
   if (execution.impl->kind == Kind::kReference || !comparable(rep_->call)) {
     ++g_counts.skipped;
+    outcome_ = "left out: the reference ran it, or it cannot be compared";
     return status;
   }
   check(execution);
@@ -277,6 +279,7 @@ void Verification::check(const Execution& execution) {
     if (code == TE_FL_OK) return compare(*reference, execution);
   }
   ++g_counts.skipped;
+  outcome_ = "left out: " + why;
   log::once(log::Level::kInfo, "verify " + execution.impl->op,
             "TE_FL_VERIFY leaves out a call of op '" + execution.impl->op + "': " + why);
 }
@@ -290,11 +293,14 @@ void Verification::compare(const Implementation& reference, const Execution& exe
   const auto found = compare_outputs(op, rep_->copy.plan().args(), distances, compared);
   if (found.empty()) {
     ++(compared == 0 ? g_counts.skipped : g_counts.agreed);
+    outcome_ = compared == 0 ? std::string("left out: nothing to compare")
+                             : "agreed with '" + reference.impl_id + "'";
     return;
   }
   ++g_counts.differed;
   std::string what;
   for (const OutputDifference& d : found) what += (what.empty() ? "" : "; ") + d.text();
+  outcome_ = "differs from '" + reference.impl_id + "': " + what;
   differs(execution, reference, std::move(what));
 }
 

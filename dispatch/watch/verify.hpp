@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 
 #include "dispatch/call.hpp"
@@ -23,6 +24,9 @@ class Verification {
   // quarantines as configured. Returns the status for the caller, which is an error also if
   // enqueued work has failed.
   Status conclude(const Status& status, const Execution& execution);
+  // The outcome of the comparison, after conclude(): "agreed with '...'", "differs from '...':
+  // ...", "left out: ..." or "failed".
+  const std::string& outcome() const { return outcome_; }
 
  private:
   struct Config;
@@ -38,6 +42,7 @@ class Verification {
 
   struct Rep;
   std::unique_ptr<Rep> rep_;
+  std::string outcome_;
 };
 
 // The error in TE_FL_VERIFY. OK if it is valid or not set.

@@ -27,7 +27,12 @@ Status run_watched(Call& call, const Failure* first, uint64_t switches) {
   }
   const Status status = run_order(call, first, execution);
   if (traced) traced->record(status, execution);
-  const Status answer = check != nullptr ? check->conclude(status, execution) : status;
+  Status answer = status;
+  if (check != nullptr) {
+    const int64_t start = traced ? trace_now() : 0;
+    answer = check->conclude(status, execution);
+    if (traced) traced->record_verification(start, execution, check->outcome());
+  }
   if (verifies && call.thread.slot.depth == 1) take_held();
   return answer;
 }

@@ -63,9 +63,11 @@ class TE_FL_API Tensor {
   static Result<Tensor> zeros(std::span<const int64_t> shape, DType dtype, Device device = {});
   static Result<Tensor> zeros(std::initializer_list<int64_t> shape, DType dtype,
                               Device device = {});
-  // A compact host tensor with a copy of `values`, converted to dtype.
+  // A compact tensor with a copy of `values`, converted to dtype. On a device the copy is enqueued
+  // on the calling thread's current stream; `values` may be changed as soon as the call returns.
   static Result<Tensor> from_values(std::initializer_list<int64_t> shape,
-                                    std::span<const float> values, DType dtype = DType::kF32);
+                                    std::span<const float> values, DType dtype = DType::kF32,
+                                    Device device = {});
   // A tensor on memory that te-fl did not allocate. The tensor keeps `owner` alive; null means that
   // the memory is borrowed. strides are in elements; empty means compact. Checks that data is
   // aligned to the element size.

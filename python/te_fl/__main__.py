@@ -1,6 +1,6 @@
 """`python -m te_fl COMMAND`, also installed as the command te-fl. Runs the C++ program te-fl with the same arguments. The commands of HERE run in this
-process, so that implementations in Python and devices of PyTorch take part. Three commands differ: doctor and info also report on Python and its
-frameworks, and build-node compiles te_fl.pytorch's autograd node.
+process, so that implementations in Python and devices of PyTorch take part. Four commands differ: doctor and info also report on Python and its
+frameworks, build-node compiles te_fl.pytorch's autograd node, and launch starts the ranks of a job.
 """
 
 import os
@@ -19,6 +19,9 @@ def main() -> int:
     if words[:1] in (["doctor"], ["info"]) and set(words[1:]) <= {"--json"}:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a closed pipe (`| head`) ends the process silently, as with the program te-fl
         return getattr(doctor, words[0])("--json" in words)
+    if words[:1] == ["launch"]:  # a program of its own, because it handles signals and waits for processes
+        launch = os.path.join(os.path.dirname(os.path.abspath(__file__)), "launch.py")
+        os.execv(sys.executable, [sys.executable, launch, *words[1:]])
     if words == ["build-node"]:
         return torch_node.build()
     if words[:1] == ["build-node"]:
@@ -29,7 +32,8 @@ def main() -> int:
     try:
         if words in (["--help"], ["-h"]):
             status = subprocess.run([program(), *words]).returncode
-            print("\nWith the Python package also:\n  build-node                  Compiles te_fl.pytorch's node of autograd for the installed PyTorch")
+            print("\nWith the Python package also:\n  build-node                  Compiles te_fl.pytorch's node of autograd for the installed PyTorch\n"
+                  "  launch                      Starts the ranks of a job on this machine: te-fl launch -n 4 -- PROGRAM")
             return status
         if words[:1] and words[0] in HERE and not {"--help", "-h"} & set(words):
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)

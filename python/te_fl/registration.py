@@ -21,6 +21,8 @@ from te_fl.tensors import DTYPES, SCALINGS
 DEVICE_TYPES = {"cpu": 1, "cuda": 2, "cuda_host": 3, "opencl": 4, "vulkan": 7, "metal": 8, "rocm": 10, "rocm_host": 11, "ext": 12, "oneapi": 14}
 TENSORS = ("te_fl", "torch", "numpy")
 _CONTEXT = ("stream", "seed", "offset", "deterministic", "capturing", "seed_tensor", "offset_tensor")
+_NUMPY_NAMES = {"f64": "float64", "f32": "float32", "f16": "float16", "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64", "u8": "uint8",
+                "u16": "uint16", "u32": "uint32", "u64": "uint64", "bool": "bool"}
 _DTYPE_NAMES = {**{name: name for name in DTYPES}, "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "fp64": "f64",
                 "fp32": "f32", "fp16": "f16", "float8_e4m3fn": "f8e4m3", "float8_e5m2": "f8e5m2"}
 
@@ -65,13 +67,14 @@ class OpImpl:
     priority: 0 means the kind's default: DEFAULT 150, VENDOR 100, REFERENCE 50.
     supported_dtypes: the supported floating-point dtypes; None: any.
     min_arch, max_arch: the range of supported architectures, in the device's numbering (90 for sm_90).
-    supports: called with those arguments that it names. Returns True, or False, or the reason of the refusal as text. Tensors are te_fl.LentTensor;
-    it may read only their metadata.
+    supports: called with those arguments that it names. Returns True, or False, or the reason of the refusal as text. Tensors are of the class that fn
+    gets (supports_tensors); it may read only their metadata, because their memory may not be there yet.
     devices: the supported device types, "cpu", "cuda", "ext:NAME" ..; None: any but ext. An implementation for the host only also runs on copies of
     other devices' tensors.
     scalings: the supported scaling modes. Tensors with a mode other than "none" are passed as te_fl.Quantized.
     tensors: the class of tensors passed to fn: te_fl.LentTensor ("te_fl"), torch.Tensor ("torch") or numpy.ndarray ("numpy"). All of them share the
     caller's memory and are valid during the call. If a tensor cannot be represented as this class, the next candidate is tried.
+    supports_tensors: the class of tensors passed to supports; None: that of fn. te_fl.LentTensor ("te_fl") takes the least time.
     thread_safe: several threads may run fn at once. in_place: outputs may share memory with inputs, where the op allows that. deterministic: results
     are bitwise reproducible. graph_safe: may run while its stream is captured into a graph.
     repeat: with tensors "torch", called in place of fn at the second call of a signature (all of a call but addresses, contents and random state), on
@@ -97,6 +100,7 @@ class OpImpl:
     deterministic: bool = False
     graph_safe: bool = False
     repeat: Optional[Callable[..., Optional[Callable[[List[Any]], Any]]]] = None
+    supports_tensors: Optional[str] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", BackendImplKind(self.kind))
@@ -108,6 +112,8 @@ class OpImpl:
             raise InvalidArgument(f"{self}: an implementation of kind VENDOR names its vendor")
         if self.tensors not in TENSORS:
             raise InvalidArgument(f"{self}: tensors is {self.tensors!r}; it is one of {', '.join(TENSORS)}")
+        if self.supports_tensors is not None and self.supports_tensors not in TENSORS:
+            raise InvalidArgument(f"{self}: supports_tensors is {self.supports_tensors!r}; it is one of {', '.join(TENSORS)}, or None for that of fn")
         if self.repeat is not None and (self.tensors != "torch" or not callable(self.repeat)):
             raise InvalidArgument(f"{self}: repeat is {self.repeat!r} with tensors {self.tensors!r}; it is a function, and its calls take tensors of the class 'torch'")
         for name in ("supported_dtypes", "devices", "scalings"):
@@ -402,6 +408,7 @@ def _described(impl: OpImpl, registry: OpRegistry) -> dict:
     return {
         **_common(impl), "arguments": arguments, "supports": supports, "supports_arguments": supports_arguments,
         "convert": {"te_fl": None, "torch": _as_torch, "numpy": _as_numpy}[impl.tensors],
+        "supports_convert": {"te_fl": None, "torch": _like_torch, "numpy": _like_numpy}[impl.supports_tensors or impl.tensors],
         "later_args": " ".join(declared) or None, **_constraints(impl),
     }
 
@@ -479,6 +486,22 @@ def _as_numpy(tensor: Any) -> Any:
         return tensor.numpy()
     except (ImportError, BufferError) as error:
         raise Unsupported(f"NumPy takes no tensor of {tensor.dtype} on {tensor.device}: {error}") from error
+
+
+def _like_torch(tensor: Any) -> Any:
+    """A PyTorch tensor like the one that fn gets, without its memory."""
+    from te_fl import torch_metadata  # imports PyTorch, whose tensors the implementation wants
+    return torch_metadata.tensor(tensor)
+
+
+def _like_numpy(tensor: Any) -> Any:
+    """An array like the one that fn gets, of zeros."""
+    import numpy
+    if tensor.dtype not in _NUMPY_NAMES:
+        raise Unsupported(f"NumPy takes no tensor of {tensor.dtype} on {tensor.device}")
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.strides)) if 0 not in tensor.shape else 0
+    memory = numpy.zeros(last + 1, _NUMPY_NAMES[tensor.dtype])
+    return numpy.lib.stride_tricks.as_strided(memory, tensor.shape, [stride * memory.itemsize for stride in tensor.strides], writeable=tensor.writable)
 
 
 def _describe_error(error: BaseException) -> Tuple[str, str]:

@@ -298,6 +298,10 @@ TEST(Text, ListsTheCallAndWhatIsSupported) {
   o.dtypes = TE_FL_MASK_HIGH;
   EXPECT_EQ(refusal_text(Refusal::kDtype, o, c, {}, &names),
             "dtype f64 of input is not supported (it supports f32|f16|bf16)");
+  // The integers, which it supports for indices, do not matter to this refusal.
+  o.dtypes = TE_FL_BIT(TE_FL_BF16) | TE_FL_BIT(TE_FL_I32) | TE_FL_BIT(TE_FL_I64);
+  EXPECT_EQ(refusal_text(Refusal::kDtype, o, c, {}, &names),
+            "dtype f64|f32 of input is not supported (it supports bf16)");
   EXPECT_EQ(refusal_text(Refusal::kLaterArgument, o, c, {}, &names),
             "the call sets gain, which the op gained later and it does not know (rule R23)");
   EXPECT_EQ(refusal_text(Refusal::kDevice, impl("v", Kind::kVendor, "a", kCuda), c, {}, nullptr),

@@ -18,7 +18,7 @@ FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "triton", "numpy", "transformer_
 # Modules that may import a framework, because they are made for it. te_fl.torch_* have functions for PyTorch's devices and tensors; te_fl.reference_torch,
 # te_fl.reference_xla and te_fl.flaggems are the ops by PyTorch, XLA and FlagGems. The modules listed after them are used by NVIDIA's transformer_engine
 # package, which has already imported PyTorch.
-FOR_FRAMEWORKS = ("te_fl.pytorch", "te_fl.jax", "te_fl.torch_device", "te_fl.torch_streams", "te_fl.torch_exchange", "te_fl.torch_tensors", "te_fl.reference_torch", "te_fl.reference_xla",
+FOR_FRAMEWORKS = ("te_fl.pytorch", "te_fl.jax", "te_fl.torch_device", "te_fl.torch_streams", "te_fl.torch_exchange", "te_fl.torch_tensors", "te_fl.torch_metadata", "te_fl.reference_torch", "te_fl.reference_xla",
                   "te_fl.flaggems", "te_fl.plugin_core", "te_fl.transformer_engine_torch", "te_fl.inside.host_", "te_fl.inside.other_", "te_fl.inside.emulation", "te_fl.multi_tensor", "te_fl.remainders",
                   "te_fl.attention_logits")
 
@@ -121,7 +121,7 @@ class Installed(unittest.TestCase):
                 if name.endswith((".py", ".pyi", ".typed")):
                     self.assertIn(os.path.join("te_fl", os.path.relpath(os.path.join(folder, name), source)).replace("/./", "/"), self.files)
         for part in ("_native.abi3.so", "bin/te-fl", "include/te_fl/plugin.h", "include/te_fl/ops/gemm.h", "lib/cmake/te_fl/te_flConfig.cmake",
-                     "lib/cmake/te_fl/plugin.map", "docs/adding-a-backend.md", "share/te_fl/conformance/expected_unsupported.txt"):
+                     "lib/cmake/te_fl/plugin.map", "docs/adding-a-backend.md", "share/te_fl/conformance/expected_unsupported.txt", "launch.py"):
             self.assertIn("te_fl/" + part, self.files)
         sources = [f for f in self.files if f.endswith((".cpp", ".hpp", ".a")) and not f.startswith("te_fl/include/")]
         self.assertEqual({f.split("te_fl/", 1)[-1] for f in sources},
@@ -145,6 +145,12 @@ class Installed(unittest.TestCase):
             plugin = os.path.join(folder, "build", "libte_fl_acme.so")
             tally = te_fl_says("conformance", "--plugin", plugin, "--impl", "vendor.acme", "--op", "relu", "--reduced")
             self.assertRegex(tally, "[1-9][0-9]* passed, 0 failed")
+
+    def test_launch_starts_ranks(self):
+        rank = "import os; print(os.environ['TE_FL_RANK'], os.environ['TE_FL_WORLD_SIZE'])"
+        done = subprocess.run([sys.executable, "-m", "te_fl", "launch", "-n", "2", "--", sys.executable, "-c", rank], capture_output=True, text=True)
+        self.assertEqual([done.returncode, sorted(done.stdout.splitlines())], [0, ["[0] 0 2", "[1] 1 2"]], done.stderr)
+        self.assertIn("te-fl launch -n 4 -- PROGRAM", subprocess.run([sys.executable, "-m", "te_fl", "--help"], capture_output=True, text=True).stdout)
 
     def test_minimum_versions_are_those_of_the_extras(self):
         extras = " ".join(r for r in self.distribution.requires)

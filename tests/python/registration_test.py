@@ -105,13 +105,36 @@ class Candidates(Registered):
         def supports(input):
             seen.append((input.shape, input.strides, input.dtype, input.device, input.ndim, input.contiguous, input.writable))
             return True if input.shape[0] == 2 else f"{input.shape[0]} rows"
-        self.add("relu", relu, supports=supports)
+        self.add("relu", relu, supports=supports, supports_tensors="te_fl")
         self.assertEqual(self.served(self.relu), ["vendor.acme"])
         self.assertEqual(seen[0], ((2, 3), (3, 1), "f32", "cpu", 2, True, False))
         three = np.ones((3, 3), np.float32)
         self.assertEqual(self.served(lambda: self.relu(three)), ["default.cpu"])
         candidates = te_fl.explain("relu", input=three, output=three.copy())["candidates"]
         self.assertEqual([c["reason"] for c in candidates if c["impl_id"] == "vendor.acme"], ["3 rows"])
+
+    def test_supports_gets_what_its_function_gets(self):
+        seen = {}
+
+        def fn(input, output):
+            seen["fn"] = (type(input), input.shape, input.dtype, input.strides, input.flags.c_contiguous)
+            np.maximum(input, 0, out=output)
+
+        def supports(input):
+            seen["supports"] = (type(input), input.shape, input.dtype, input.strides, input.flags.c_contiguous)
+            return input.dtype == np.float32 and not input.flags.writeable
+        self.add("relu", fn, supports=supports, tensors="numpy")
+        self.assertEqual(self.served(self.relu), ["vendor.acme"])
+        self.assertEqual(seen["supports"], seen["fn"])
+        self.assertEqual(seen["fn"][:3], (np.ndarray, (2, 3), np.dtype("float32")))
+
+    def test_the_class_that_supports_gets_can_be_chosen(self):
+        seen = []
+        self.add("relu", relu, supports=lambda input: bool(seen.append(input.dtype) or True), tensors="numpy", supports_tensors="te_fl")
+        self.relu()
+        self.assertEqual(seen, ["f32"])
+        with self.assertRaisesRegex(te_fl.errors.InvalidArgument, "supports_tensors is 'jax'; it is one of te_fl, torch, numpy, or None"):
+            self.add("relu", relu, supports=lambda input: True, supports_tensors="jax")
 
     def test_supports_sees_no_memory(self):
         errors = []
@@ -123,7 +146,7 @@ class Candidates(Registered):
                 except BufferError as error:
                     errors.append(str(error))
             return False
-        self.add("relu", relu, supports=supports)
+        self.add("relu", relu, supports=supports, supports_tensors="te_fl")
         self.relu()
         self.assertEqual(len(errors), 3)
         self.assertTrue(all("R10" in e for e in errors))
@@ -687,6 +710,48 @@ class E4M3(Codes):
 
 class BF16(Codes):
     CODE = 4  # kDLBfloat
+
+
+class Crash(unittest.TestCase):
+    """A Python implementation whose C code crashes is named, and Python's faulthandler prints its stacks as without te-fl."""
+
+    CODE = """if True:
+        import ctypes, faulthandler
+        {before}
+        import numpy as np
+        import te_fl
+        def relu(input, output):
+            ctypes.string_at(0)
+        te_fl.OpRegistry.instance().register_impl(te_fl.OpImpl("relu", "vendor.acme", te_fl.BackendImplKind.VENDOR, relu, "acme", 1000, tensors="numpy"))
+        x = np.ones((2, 3), np.float32)
+        {after}
+        te_fl.ops.relu(input=x, output=x.copy())
+        """
+    LINE = (r"te-fl error: rank 5: SIGSEGV(?: at address 0x0)? in run\(\) of 'vendor.acme' \(plugin [^)]*\), op 'relu', with input f32\[2,3\] at 0x[0-9a-f]+, "
+            r"output f32\[2,3\] at 0x[0-9a-f]+; thread [0-9]+; process [0-9]+; the signal is passed on \(TE_FL_CRASH_REPORT=0 leaves this line out\)\n")
+
+    def crash(self, before="", after="", **environment):
+        done = subprocess.run([sys.executable, "-c", self.CODE.format(before=before, after=after)], capture_output=True, text=True,
+                              env={**os.environ, "RANK": "5", **environment})
+        self.assertEqual(done.returncode, -signal.SIGSEGV, done.stderr)
+        return done.stderr
+
+    def test_the_implementation_is_named(self):
+        text = self.crash()
+        self.assertRegex(text, self.LINE)
+        self.assertIn("SIGSEGV at address 0x0", text)  # not where another handler has raised the signal again
+        self.assertEqual(text.count("te-fl error"), 1)
+
+    def test_faulthandler_goes_on_working(self):
+        for where in ("before", "after"):
+            with self.subTest(where):
+                text = self.crash(**{where: "faulthandler.enable()"})
+                self.assertRegex(text, self.LINE)
+                self.assertRegex(text, r"Fatal Python error: Segmentation fault(.|\n)*in relu")
+                self.assertEqual(text.count("te-fl error"), 1)
+
+    def test_the_setting_leaves_it_out(self):
+        self.assertNotIn("te-fl", self.crash(TE_FL_CRASH_REPORT="0"))
 
 
 if __name__ == "__main__":

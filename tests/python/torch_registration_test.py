@@ -159,6 +159,24 @@ class Torch(unittest.TestCase):
         with self.assertRaisesRegex(te_fl.errors.InvalidArgument, "repeat is .* with tensors 'te_fl'"):
             OpImpl("relu", "default.acme", BackendImplKind.DEFAULT, fn, repeat=none)
 
+    def test_supports_gets_what_its_function_gets(self):
+        seen = {}
+
+        def fn(input, output):
+            seen["fn"] = (isinstance(input, torch.Tensor), input.shape, input.dtype, input.device, input.stride(), input.is_contiguous())
+            output.copy_(input)
+
+        def supports(input):
+            seen["supports"] = (isinstance(input, torch.Tensor), input.shape, input.dtype, input.device, input.stride(), input.is_contiguous())
+            return input.dtype == torch.bfloat16
+        self.add("relu", fn, supports=supports)
+        x = torch.ones(2, 3, dtype=torch.bfloat16)
+        self.assertEqual(te_fl.ops.relu(input=x).tolist(), x.tolist())
+        self.assertEqual(seen["supports"], seen["fn"])
+        seen.clear()
+        te_fl.ops.relu(input=x.float())
+        self.assertEqual(list(seen), ["supports"])
+
     def test_supports_is_asked_once_for_a_signature_that_is_repeated(self):
         asked = []
 

@@ -65,7 +65,8 @@ struct BenchOptions {
 struct NewBackendOptions {
   std::string name;
   std::string folder;
-  bool device = false;  // the project has a device with its own memory
+  bool device = false;   // the project has a device with its own memory
+  bool pytorch = false;  // the device is one of PyTorch too; requires device
 };
 
 int check_plugin(const CheckOptions& options);
@@ -99,7 +100,7 @@ struct QuarantineOptions {
 
 int info(bool json);
 int fingerprint(bool json);
-int fingerprint_diff(const std::string& a, const std::string& b, bool json);
+int fingerprint_diff(const std::vector<std::string>& files, bool json);
 int ops(const OpsOptions& options);
 int explain(const ExplainOptions& options);
 int env(const EnvOptions& options);
@@ -118,5 +119,9 @@ int quarantine(const QuarantineOptions& options);
 // them, it would overwrite the trace that it reads, or verify the calls that it times. Called
 // before a command runs its first op.
 void leave_watching_to_programs();
+
+// The suggestion "; did you mean 'x'?" with the name that is nearest to the word; empty if none is
+// near.
+std::string did_you_mean(const std::string& word, const std::vector<std::string>& names);
 
 }  // namespace te_fl_tool

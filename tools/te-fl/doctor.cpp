@@ -1,7 +1,9 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "commands.hpp"
 #include "conformance/check/output.hpp"
@@ -81,6 +83,40 @@ void check_environment(Report& report) {
   for (const auto& v : te_fl::environment::table()) set += v.origin != "default";
   report.add(Level::kGood, "environment: " + std::to_string(set) +
                                " variables set; policy: " + policy->describe());
+}
+
+// Reports lists of the policy that name implementations or vendors which are not there: with a
+// problem if nothing in the list is there, so that every call under it fails. The plugins are
+// loaded.
+void check_policy_names(Report& report) {
+  const auto policy = te_fl::current_policy();
+  if (!policy.ok()) return;
+  const te_fl::PolicySettings& settings = policy->settings();
+  std::map<std::string, std::set<std::string>> impls;  // by op
+  for (const te_fl::OpImplInfo& i : te_fl::OpRegistry::instance().snapshot())
+    impls[i.op].insert(i.impl_id);
+  const auto look_in = [&](const std::string& op, const std::string& where,
+                           const std::vector<te_fl::PolicyToken>& tokens) {
+    const std::set<std::string>& present = impls[op];
+    size_t absent = 0;
+    std::string names;
+    for (const te_fl::PolicyToken& token : tokens) {
+      if (token.type != te_fl::PolicyToken::Type::kImpl || present.contains(token.name)) continue;
+      ++absent;
+      names += (names.empty() ? "'" : ", '") + token.name + "'" +
+               did_you_mean(token.name, {present.begin(), present.end()});
+    }
+    if (absent == 0) return;
+    report.add(
+        absent == tokens.size() ? Level::kProblem : Level::kNote,
+        "policy: " + where + " names " + names + ", which is not registered for op '" + op + "'",
+        absent == tokens.size() ? "every call of " + op + " that the list is for"
+                                : "what the list prefers; the rest of it is used",
+        "correct the name, or load the plugin that has it; te-fl ops " + op + " lists all");
+  };
+  for (const auto& [op, tokens] : settings.per_op) look_in(op, "the list of op " + op, tokens);
+  for (const te_fl::SignatureList& list : settings.per_signature)
+    look_in(list.op, "a list of one signature of op " + list.op + " on " + list.device, list.use);
 }
 
 // Reports the active quarantines.
@@ -262,6 +298,7 @@ int doctor(bool as_json) {
   check_quarantines(report);
   leave_watching_to_programs();
   check_plugins(report);
+  check_policy_names(report);
   check_search_path(report);
   check_hardware(report);
   check_gemm(report);

@@ -106,6 +106,17 @@ void print_case(const RequestedCase& requested) {
   std::printf("\n");
 }
 
+// The implementation that a machine with the device, which is absent here, would ask first.
+std::string elsewhere_text(const te_fl::Decision& r, const te_fl::Device& device) {
+  const std::string where = "On a machine with " + te_fl::to_string(device) + ", ";
+  for (const auto& c : r.candidates) {
+    if (c.reason.starts_with("it would be a candidate")) {
+      return where + "'" + c.impl_id + "' would be the first that is asked.";
+    }
+  }
+  return where + "only copies in host memory could be used, by an implementation for the host.";
+}
+
 void print_table(const te_fl::Decision& r, const te_fl::Device& device,
                  const RequestedCase& requested) {
   std::printf("%s under policy: %s\n", paint(Color::kBold, r.op).c_str(), r.policy.c_str());
@@ -130,11 +141,12 @@ void print_table(const te_fl::Decision& r, const te_fl::Device& device,
     std::printf("\nTE_FL_VERIFY tolerates, against the reference:\n");
     for (const std::string& text : *tolerances) std::printf("  %s\n", text.c_str());
   }
-  if (r.impl_id.empty()) std::printf("\nNo implementation would run this call.\n");
   const auto found = te_fl::devices::find(device);
   if (!found.ok()) {
-    std::printf("\nThis is what would be chosen if the device were here, but %s.\n",
-                found.status().message().c_str());
+    std::printf("\nNo implementation runs this call here: %s.\n%s\n",
+                found.status().message().c_str(), elsewhere_text(r, device).c_str());
+  } else if (r.impl_id.empty()) {
+    std::printf("\nNo implementation would run this call.\n");
   }
 }
 
@@ -167,7 +179,9 @@ int explain(const ExplainOptions& options) {
   }
   RequestedCase requested;
   te_fl::Result<te_fl::Decision> decision = te_fl::Decision();
-  if (!options.shape.empty() || !options.variant.empty()) {
+  const bool names_call = !options.shape.empty() || !options.variant.empty();
+  const bool absent = !te_fl::devices::find(*device).ok();
+  if (names_call && !absent) {
     decision = ask_case(options, *device, requested);
     // If no bench case was found, the error is one in the command's arguments.
     if (!decision.ok() && requested.name.empty()) {
@@ -188,6 +202,9 @@ int explain(const ExplainOptions& options) {
   }
   options.json ? print_json(*decision, *device, requested)
                : print_table(*decision, *device, requested);
+  if (names_call && absent && !options.json) {
+    std::printf("The extents were not looked at: their call needs memory of the device.\n");
+  }
   return decision->impl_id.empty() ? kNoCandidate : kSuccess;
 }
 

@@ -100,11 +100,6 @@ void add_examples(CLI::App& app) {
   app.footer(footer(first) + "\n`te-fl COMMAND --help` has the options and examples of a command.");
 }
 
-std::string did_you_mean(const std::string& word, const std::vector<std::string>& names) {
-  const std::string near = te_fl::environment::nearest(word, names);
-  return near.empty() ? "" : "; did you mean '" + near + "'?";
-}
-
 // The innermost command that the command line names.
 struct NamedCommand {
   const CLI::App* command;
@@ -237,6 +232,11 @@ std::string own_prefix() {
   return std::filesystem::read_symlink("/proc/self/exe", error).parent_path().parent_path();
 }
 
+std::string did_you_mean(const std::string& word, const std::vector<std::string>& names) {
+  const std::string near = te_fl::environment::nearest(word, names);
+  return near.empty() ? "" : "; did you mean '" + near + "'?";
+}
+
 void leave_watching_to_programs() {
   // An empty value turns the feature off.
   static_cast<void>(te_fl::environment::set("TE_FL_TRACE", ""));
@@ -269,16 +269,15 @@ int run_command(int argc, char** argv) {
       "what decides which implementation runs a call, and its hash, for ranks to compare");
   info_command->callback([&] { exit_code = fingerprint_only ? fingerprint(json) : info(json); });
 
-  std::string first_table, second_table;
+  std::vector<std::string> tables;
   auto* fingerprint_command =
       app.add_subcommand("fingerprint", "Compares what `te-fl info --fingerprint` printed");
   fingerprint_command->require_subcommand(1);
-  auto* diff_command =
-      fingerprint_command->add_subcommand("diff", "Prints the differences of two fingerprints");
-  diff_command->add_option("a", first_table, "file of the first rank")->required();
-  diff_command->add_option("b", second_table, "file of the second rank")->required();
+  auto* diff_command = fingerprint_command->add_subcommand(
+      "diff", "Prints which fingerprints differ from the rest, and in what");
+  diff_command->add_option("files", tables, "two or more files, one of each rank")->required();
   diff_command->add_flag("--json", json, "machine-readable");
-  diff_command->callback([&] { exit_code = fingerprint_diff(first_table, second_table, json); });
+  diff_command->callback([&] { exit_code = fingerprint_diff(tables, json); });
 
   OpsOptions ops_options;
   auto* ops_command = app.add_subcommand("ops", "The matrix of ops and their implementations");
@@ -401,6 +400,8 @@ int run_command(int argc, char** argv) {
   new_command->add_option("folder", new_options.folder, "folder to create")->required();
   new_command->add_flag("--device", new_options.device,
                         "with a device that has its own memory, instead of kernels for the host's");
+  new_command->add_flag("--pytorch", new_options.pytorch,
+                        "with --device: makes it a device of PyTorch too (PrivateUse1)");
   new_command->callback([&] { exit_code = new_backend(new_options); });
 
   ReplayOptions replay_options;

@@ -37,6 +37,7 @@ std::string filled(std::string text, const NewBackendOptions& options) {
   const std::string abi = std::to_string(TE_FL_ABI_MAJOR) + "." + std::to_string(TE_FL_ABI_MINOR);
   std::vector<std::pair<std::string, std::string>> values;
   for (const Mark& m : project_marks(options.device)) values.emplace_back(m.mark, m.text);
+  for (const Mark& m : pytorch_marks(options.pytorch)) values.emplace_back(m.mark, m.text);
   values.insert(values.end(), {{"@NAME@", options.name},
                                {"@ABI@", abi},
                                {"@VERSION@", TE_FL_VERSION},
@@ -51,6 +52,10 @@ std::vector<ProjectFile> list_files(const NewBackendOptions& options) {
   std::vector<ProjectFile> files;
   for (const ProjectFile& file : project_files())
     if (options.device || !file.device_only) files.push_back(file);
+  if (options.pytorch) {
+    const auto more = pytorch_files();
+    files.insert(files.end(), more.begin(), more.end());
+  }
   return files;
 }
 
@@ -78,6 +83,10 @@ int new_backend(const NewBackendOptions& options) {
     complain(problem);
     return kUsage;
   }
+  if (options.pytorch && !options.device) {
+    complain("--pytorch makes the project's device one of PyTorch's; give --device too");
+    return kUsage;
+  }
   const fs::path folder = options.folder;
   std::error_code ignored;
   if (fs::exists(fs::symlink_status(folder, ignored))) {
@@ -97,6 +106,11 @@ int new_backend(const NewBackendOptions& options) {
   for (const ProjectFile& file : list_files(options))
     std::printf("  %s\n", filled(file.path, options).c_str());
   std::printf("\nBuild and certify it:\n  cd %s && ./ci.sh\n", options.folder.c_str());
+  if (options.pytorch) {
+    std::printf(
+        "Then build its device in PyTorch and train a layer there (PYTHON: an interpreter with "
+        "PyTorch and te_fl):\n  PYTHON=python3 ./pytorch.sh\n");
+  }
   return kSuccess;
 }
 

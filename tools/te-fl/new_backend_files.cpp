@@ -31,7 +31,7 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/@NAME@.json DESTINATION ${te_fl_PLUGIN
 enable_testing()
 find_program(TE_FL te-fl HINTS ${te_fl_DIR}/../../../bin ${te_fl_DIR}/../../../../bin REQUIRED)
 add_test(NAME certified COMMAND ${TE_FL} check $<TARGET_FILE:te_fl_@NAME@> --junit check.xml --html check.html)
-)raw";
+@TORCH_CMAKE@)raw";
 
 constexpr const char* kManifest = R"raw({
   "file_format_version": "1.0",
@@ -58,16 +58,13 @@ extern const te_fl_op_desc kRelu;
 
 constexpr const char* kRelu = R"raw(// relu: y = max(x, 0), on @MEMORY@.
 #include "ops.hpp"
-#include "te_fl/backend.hpp"
-#include "te_fl/numeric.hpp"
+#include "te_fl/backend/elements.hpp"
 #include "te_fl/ops/activation.h"
 
 namespace @NAME@_backend {
 namespace {
 
 namespace b = te_fl::backend;
-namespace numeric = te_fl::numeric;
-using numeric::bfloat16;
 
 // What the descriptor's masks cannot say. Metadata only: it runs before every call (rule R10).
 void check(const te_fl_context&, const te_fl_relu_args& args) {
@@ -75,24 +72,24 @@ void check(const te_fl_context&, const te_fl_relu_args& args) {
     b::unsupported("relu takes compact tensors only");
 }
 
-// The kernel. In and Out: float or bfloat16. Input and output may be the same memory.
+// The kernel, for each pair of element types. Input and output may be the same memory.
 template <class In, class Out>
 void relu(const te_fl_relu_args& args) {
   const In* x = b::data<In>(*args.input);
   Out* y = b::data<Out>(*args.output);
   const int64_t n = b::numel(*args.input);
   for (int64_t i = 0; i < n; ++i) {
-    const float value = numeric::to_float(x[i]);
-    y[i] = numeric::from_float<Out>(value < 0 ? 0 : value);
+    const float value = b::to_float(x[i]);
+    y[i] = b::from_float<Out>(value < 0 ? 0 : value);
   }
 }
 
 void run(const te_fl_context&, const te_fl_relu_args& args) {
-  const bool wide_in = args.input->dl.dtype.bits == 32, wide_out = args.output->dl.dtype.bits == 32;
-  if (wide_in)
-    wide_out ? relu<float, float>(args) : relu<float, bfloat16>(args);
-  else
-    wide_out ? relu<bfloat16, float>(args) : relu<bfloat16, bfloat16>(args);
+  b::for_element_type<float, b::bfloat16>("input", *args.input, [&](auto in) {
+    b::for_element_type<float, b::bfloat16>("output", *args.output, [&](auto out) {
+      relu<typename decltype(in)::type, typename decltype(out)::type>(args);
+    });
+  });
 }
 
 }  // namespace
@@ -102,7 +99,7 @@ const te_fl_op_desc kRelu = {
     .impl_id = "vendor.@NAME@",
     .kind = TE_FL_KIND_VENDOR,
     .flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_DETERMINISTIC | TE_FL_OP_IN_PLACE_OK,
-    .dtypes = TE_FL_BIT(TE_FL_F32) | TE_FL_BIT(TE_FL_BF16),
+    .dtypes = b::kElementMask<float, b::bfloat16>,
     .scalings = TE_FL_BIT(TE_FL_SCALING_NONE),
     .device_types = uint64_t{1} << @DEVICE_TYPE@,
     .run = b::run_thunk<te_fl_relu_args, run>,
@@ -167,7 +164,7 @@ failure is printed with the command that reproduces it. `./ci.sh --quick` takes 
 | src/ops.hpp | the list of descriptors |
 | src/plugin.cpp | what te-fl asks the plugin for |
 | @NAME@.json.in | the manifest by which an installed plugin is found |
-| ci.sh | builds and certifies |
+@TORCH_ROWS@| ci.sh | builds and certifies |
 
 `te-fl conformance --plugin build/libte_fl_@NAME@.so --impl vendor.@NAME@ --op relu` runs the same cases without the rest. Once you know what
 you leave out, declare it in a file (`impl | op | case pattern | reason` a line) and add `--expected FILE`: any other refusal then fails.

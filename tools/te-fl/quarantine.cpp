@@ -2,6 +2,7 @@
 // TE_FL_VERIFY_ACTION=quarantine started.
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "commands.hpp"
 #include "conformance/check/output.hpp"
@@ -83,6 +84,28 @@ int list(bool as_json) {
   return kSuccess;
 }
 
+// Suggests the quarantined op and implementation whose names are nearest to those that were given:
+// ", did you mean ...", or nothing if none is near.
+std::string nearest_entry(const QuarantineOptions& options) {
+  std::set<std::string> ops, impls;
+  const auto entries = te_fl::quarantines();
+  if (!entries.ok()) return {};
+  for (const te_fl::Quarantine& q : *entries) {
+    ops.insert(q.op);
+    // Prefers the implementations of the given op, if there are entries about it.
+    if (options.op.empty() || q.op == options.op) impls.insert(q.impl_id);
+  }
+  if (impls.empty()) {
+    for (const te_fl::Quarantine& q : *entries) impls.insert(q.impl_id);
+  }
+  std::string text;
+  if (!options.op.empty() && !ops.contains(options.op))
+    text += did_you_mean(options.op, {ops.begin(), ops.end()});
+  if (!options.impl.empty() && !impls.contains(options.impl))
+    text += did_you_mean(options.impl, {impls.begin(), impls.end()});
+  return text;
+}
+
 }  // namespace
 
 int quarantine(const QuarantineOptions& options) {
@@ -103,7 +126,7 @@ int quarantine(const QuarantineOptions& options) {
   if (*cleared == 0 && !options.all) {
     complain("no entry is about " + (options.op.empty() ? options.impl : options.op) +
              (options.op.empty() || options.impl.empty() ? "" : " and " + options.impl) +
-             "; `te-fl quarantine list` shows them");
+             nearest_entry(options) + "; `te-fl quarantine list` shows them");
     return kUsage;
   }
   if (options.json) {

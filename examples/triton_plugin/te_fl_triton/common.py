@@ -13,7 +13,7 @@ DTYPES = ("f32", "f16", "bf16")
 def implementation(op_name, fn, supports, devices):
     fn = handlers.kept(fn)
     return te_fl.OpImpl(op_name, "default.triton", te_fl.BackendImplKind.DEFAULT, fn, supported_dtypes=DTYPES, supports=supports,
-                        devices=devices, tensors="torch", in_place=True, deterministic=True, thread_safe=not INTERPRETED)
+                        devices=devices, tensors="torch", supports_tensors="te_fl", in_place=True, deterministic=True, thread_safe=not INTERPRETED)
 
 
 def compact(**tensors):

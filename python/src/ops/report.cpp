@@ -156,6 +156,27 @@ PyObject* fingerprint(PyObject*, PyObject*) noexcept {
   });
 }
 
+PyObject* fingerprint_table(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    return to_python(without_lock([] {
+      (void)OpManager::instance();  // discovers plugins
+      return te_fl::fingerprint_table();
+    }));
+  });
+}
+
+PyObject* fingerprint_difference(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    const char *first = nullptr, *second = nullptr;
+    if (PyArg_ParseTuple(args, "ss", &first, &second) == 0) throw PythonError();
+    Ref list = Ref::take(PyList_New(0));
+    for (const std::string& line : te_fl::fingerprint_difference(first, second)) {
+      if (PyList_Append(list.get(), to_python(line).get()) != 0) throw PythonError();
+    }
+    return list;
+  });
+}
+
 PyObject* write_trace(PyObject*, PyObject*) noexcept {
   return guarded([] {
     check(without_lock([] { return te_fl::write_trace(); }));

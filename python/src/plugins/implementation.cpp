@@ -169,6 +169,7 @@ Implementation::~Implementation() {
   drop_later(fn_);
   drop_later(supports_);
   drop_later(convert_);
+  drop_later(supports_convert_);
   drop_later(repeat_);
 }
 
@@ -179,6 +180,7 @@ std::shared_ptr<Implementation> Implementation::make(PyObject* options) {
   made->fn_ = optional_object(options, "fn");
   made->supports_ = optional_object(options, "supports");
   made->convert_ = optional_object(options, "convert");
+  if (typed) made->supports_convert_ = optional_object(options, "supports_convert");
   made->repeat_ = optional_object(options, "repeat");
   if (typed) {
     made->arguments_ = find_wanted(*made->op_, member(options, "arguments"));
@@ -261,8 +263,8 @@ te_fl_status Implementation::supports(void* self, const te_fl_context* ctx,
     if (keeps && impl.repeated_.at(flat.signature()).accepted) return TE_FL_OK;
     const auto lending = make_lending(*impl.op_, *ctx, true);
     const Ends ends{*lending};
-    const Ref arguments =
-        call_arguments(*impl.op_, impl.supports_arguments_, *ctx, args, lending, nullptr);
+    const Ref arguments = call_arguments(*impl.op_, impl.supports_arguments_, *ctx, args, lending,
+                                         impl.supports_convert_);
     const Ref none = Ref::take(PyTuple_New(0));
     const Ref answer = Ref::take(PyObject_Call(impl.supports_, none.get(), arguments.get()));
     const te_fl_status status = check_answer(answer.get(), ctx->errors);

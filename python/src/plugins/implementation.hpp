@@ -41,7 +41,7 @@ class Implementation {
   static te_fl_status supports_function(void* self, const te_fl_context* ctx, const void*) noexcept;
 
   const OpBinding* op_ = nullptr;  // null: a function op
-  PyObject *fn_ = nullptr, *supports_ = nullptr, *convert_ = nullptr,
+  PyObject *fn_ = nullptr, *supports_ = nullptr, *convert_ = nullptr, *supports_convert_ = nullptr,
            *repeat_ = nullptr;  // owned; the last two may be null
   mutable RepeatedCalls repeated_;
   Wanted arguments_, supports_arguments_;

@@ -75,4 +75,4 @@ def adapted(impl: TexImpl) -> Optional[OpImpl]:
         private = private_name()
         devices = [*(d for d in DEVICE_TYPES if d != "ext"), *([f"ext:{private}"] if private != "privateuseone" else [])]
     return OpImpl(TYPED_NAMES.get(impl.op_name, impl.op_name), impl.impl_id, impl.kind, fn, vendor=impl.vendor, priority=impl.priority,
-                  supported_dtypes=impl.supported_dtypes, min_arch=impl.architecture or None, supports=supports, devices=devices, tensors="torch")
+                  supported_dtypes=impl.supported_dtypes, min_arch=impl.architecture or None, supports=supports, devices=devices, tensors="torch", supports_tensors="te_fl")

@@ -125,6 +125,28 @@ TEST(Tensor, FromValuesConvertsExactly) {
   EXPECT_EQ(b.data<uint8_t>()[0], 1);
 }
 
+// The device's streams run late, so values that were read after the call would be seen.
+TEST(Tensor, FromValuesOnADevice) {
+  testing::FarDevice far;
+  const Device device = devices::add(&far.desc).value();
+  {
+    std::vector<float> v = {0.0f, 1.0f, -2.5f, 65504.0f};
+    const Result<Tensor> t = Tensor::from_values({2, 2}, v, DType::kF16, device);
+    v.assign(4, 9.0f);
+    ASSERT_OK(t);
+    EXPECT_EQ(t->device(), device);
+    const Result<Tensor> back = t->to(Device{});
+    ASSERT_OK(back);
+    const uint16_t f16[] = {0x0000, 0x3c00, 0xc100, 0x7bff};
+    EXPECT_EQ(std::memcmp(back->raw_data(), f16, sizeof f16), 0);
+    EXPECT_FAILS(Tensor::from_values({3}, v, DType::kF32, device).status(), kInvalidArgument,
+                 "4 values for shape [3]");
+  }
+  EXPECT_OK(devices::remove(device));
+  EXPECT_FAILS(Tensor::from_values({1}, std::vector<float>{1}, DType::kF32, device).status(),
+               kNotFound, "ext:far:0");
+}
+
 TEST(Tensor, FromValuesRefusesWhatDoesNotFit) {
   const auto try_one = [](float v, DType t) {
     return Tensor::from_values({1}, std::vector<float>{v}, t).status();

@@ -65,6 +65,9 @@ TEST(Trace, HoldsCallsWithThreadsFallbacksAndErrors) {
   EXPECT_EQ(calls[3].at("cat"), "fallback");
   EXPECT_EQ(calls[3].at("args").at("impl"), "reference.second");
   EXPECT_HAS(calls[3].at("args").at("fallback").get<std::string>(), "not \"today\"");
+  EXPECT_EQ(calls[0].at("args").at("why"), "chosen: priority 150");
+  EXPECT_EQ(calls[3].at("args").at("why"), "chosen: priority 50") << "after the first refused";
+  EXPECT_FALSE(calls[4].at("args").contains("why")) << "none ran";
   EXPECT_EQ(calls[4].at("cat"), "failed");
   // Returns the shape of argument `a`. A call in the trace refers to its description by number.
   const auto shape = [&](const json& c) {
@@ -75,6 +78,52 @@ TEST(Trace, HoldsCallsWithThreadsFallbacksAndErrors) {
   EXPECT_EQ(shape(calls[2]), json({5}));
   ASSERT_OK(environment::unset("TE_FL_TRACE"));
   ASSERT_OK(environment::unset("TE_FL_TRACE_EVENTS"));
+}
+
+// A verification is an event of its own, with its outcome, and does not count as a call.
+TEST(Trace, HoldsVerifications) {
+  test::TempFolder folder;
+  const std::string path = folder / "trace.json";
+  ASSERT_OK(environment::set("TE_FL_TRACE", path));
+  ASSERT_OK(environment::set("TE_FL_VERIFY", "1"));
+  ASSERT_OK(environment::set("TE_FL_VERIFY_DIR", ""));
+  OpRegistry registry;
+  OpManager manager(registry);
+  float written = 5;
+  const auto fill = [](float value, const void* args) {
+    const te_fl_tensor& out = *static_cast<const testing::FiveArgs*>(args)->out;
+    for (int i = 0; i < 6; ++i) static_cast<float*>(out.dl.data)[i] = value;
+    return te_fl_status{TE_FL_OK};
+  };
+  Fake first{"default.first"}, reference{"reference.second"};
+  first.run_body = [&](const te_fl_context&, const void* args) { return fill(written, args); };
+  reference.run_body = [&](const te_fl_context&, const void* args) { return fill(5, args); };
+  ASSERT_OK(registry.register_op(first.desc, "test", "acme"));
+  ASSERT_OK(registry.register_op(reference.desc, "test", "acme"));
+  const OpId op = *registry.find("test::five");
+  FiveCall call;
+  ASSERT_OK(manager.call(op, &call.args));
+  written = 7;
+  ASSERT_OK(manager.call(op, &call.args));
+  ASSERT_OK(write_trace());
+  for (const char* name : {"TE_FL_TRACE", "TE_FL_VERIFY", "TE_FL_VERIFY_DIR"})
+    ASSERT_OK(environment::unset(name));
+  std::vector<json> events;
+  const json trace = json::parse(test::read_file(path));
+  for (const json& e : trace.at("traceEvents")) {
+    if (e.at("ph") == "X") events.push_back(e);
+  }
+  ASSERT_EQ(events.size(), 4u);
+  EXPECT_EQ(events[0].at("cat"), "call");
+  for (const size_t i : {1, 3}) {
+    EXPECT_EQ(events[i].at("name"), "verify test::five");
+    EXPECT_EQ(events[i].at("cat"), "verify");
+    EXPECT_EQ(events[i].at("args").at("impl"), "default.first");
+    EXPECT_FALSE(events[i].at("args").contains("call"));
+  }
+  EXPECT_EQ(events[1].at("args").at("result"), "agreed with 'reference.second'");
+  EXPECT_HAS(events[3].at("args").at("result").get<std::string>(),
+             "differs from 'reference.second': ");
 }
 
 size_t calls_in(const std::string& path) {

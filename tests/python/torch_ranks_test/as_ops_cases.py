@@ -194,6 +194,14 @@ def compared():
     return results
 
 
+def compared_with_unlike_settings():
+    """Returns the error of the first collective of a group whose second rank has another policy (TE_FL_VALIDATE)."""
+    own = {"TE_FL_STRICT": "1"} if dist.get_rank() else {}
+    with environment(TE_FL_VALIDATE="1", TE_FL_COMM_TIMEOUT_MS="5000", **own):
+        group = dist.new_group(list(range(dist.get_world_size())))
+        return catch_error(lambda group: collectives.all_reduce(torch.ones(2), group), group)
+
+
 def compared_by_one():
     """Returns the error, and its delay, of the first collective of a group in which only the first rank compares calls (TE_FL_VALIDATE)."""
     group = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=2))

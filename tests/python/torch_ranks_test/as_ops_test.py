@@ -70,6 +70,11 @@ class AsOps(unittest.TestCase):
         self.assertRegex(third[1], "CommFailed.*rank 1 did not reach number 3, all_reduce .*within 1000 ms")
         self.assertIsNone(others[2][1])
 
+    def test_settings_that_ranks_compare(self):
+        first, second = on_ranks(cases.compared_with_unlike_settings)
+        self.assertRegex(first, "CommFailed.*rank 0 calls number 1, all_reduce(.|\n)*\n  policy: [^\n]* on rank 0, [^\n]*strict=1[^\n]* on rank 1")
+        self.assertRegex(second, "CommFailed.*rank 1 calls number 1, all_reduce(.|\n)*\n  policy: [^\n]*strict=1[^\n]* on rank 1, [^\n]* on rank 0")
+
     def test_one_rank_alone_does_not_wait_to_compare(self):
         (error, took), _ = on_ranks(cases.compared_by_one)
         self.assertRegex(error, "CommFailed.*rank 0 compares.*TE_FL_VALIDATE.*rank 1 does not; set")

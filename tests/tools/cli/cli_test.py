@@ -149,16 +149,15 @@ class Commands(unittest.TestCase):
         self.fails(2, "no case of gelu matches --dtype 'i32'", "explain", "gelu", "--dtype", "i32", "--shape", "4x8")
         self.fails(2, "--shape and --case ask about a call of `te-fl bench --list`", "explain", "gelu", "--scaling", "tensor", "--shape",
                    "4x8")
-        self.fails(1, "there is no device vulkan:3", "explain", "gelu", "--dtype", "f32", "--shape", "4x8", "--device", "vulkan:3")
 
     def test_explain_for_a_device_that_is_not_here(self):
-        text = self.fails(3, "if the device were here, but there is no device vulkan:3; present: cpu", "explain", "gelu", "--device",
+        text = self.fails(3, "No implementation runs this call here: there is no device vulkan:3; present: cpu", "explain", "gelu", "--device",
                           "vulkan:3")
         self.assertIn("te-fl doctor", text)
         result = json.loads(run("explain", "gelu", "--device", "vulkan:3", "--json").stdout)
         self.assertEqual([result["device"], result["device_present"]], ["vulkan:3", False])
         here = self.ok("explain", "gelu")
-        self.assertNotIn("if the device were here", here)
+        self.assertNotIn("On a machine with", here)
         self.assertTrue(json.loads(self.ok("explain", "gelu", "--json"))["device_present"])
 
     def test_explain_for_a_host_that_cannot_be(self):
@@ -272,7 +271,7 @@ class Commands(unittest.TestCase):
                             (("infos",), "te-fl: unknown command 'infos'; did you mean 'info'? (te-fl --help lists all)"),
                             (("tune",), "te-fl: tune: files is required (te-fl tune --help lists all)"),
                             (("merge-traces", "a.json"), "te-fl: merge-traces: --out is required (te-fl merge-traces --help lists all)"),
-                            (("fingerprint", "diff", "a"), "te-fl: fingerprint diff: b is required"),
+                            (("fingerprint", "diff"), "te-fl: fingerprint diff: files is required"),
                             (("quarantine",), "te-fl: quarantine: it requires one of its commands: list, clear (te-fl quarantine --help"),
                             ((), "te-fl: it requires one of its commands: info, "),
                             (("explain", "gelu", "--dtype"), "te-fl: explain: --dtype requires a value"),
@@ -332,13 +331,54 @@ class Commands(unittest.TestCase):
             self.fails(1, "policy: pure priority in the first, strict=1 in the second", "fingerprint", "diff", files[0], files[2])
             self.fails(2, "cannot read", "fingerprint", "diff", files[0], os.path.join(folder, "none"))
             text = self.fails(2, f"cannot read {folder}: Is a directory", "fingerprint", "diff", folder, files[0])
-            self.assertIn("two files are compared that `te-fl info --fingerprint` printed", text)
+            self.assertIn("files are compared that `te-fl info --fingerprint` printed", text)
             self.fails(2, "is not what", "fingerprint", "diff", "/dev/zero", files[0])
             with open(files[0]) as piped:
                 result = subprocess.run([TE_FL, "fingerprint", "diff", files[1], "/dev/stdin"], stdin=piped,
                                         capture_output=True, text=True, timeout=60)
             self.assertEqual(result.returncode, 0, result.stderr)
             self.assertIn("fingerprint", json.loads(self.ok("info", "--fingerprint", "--json")))
+
+    def test_the_summary_has_the_rank(self):
+        for env, words in (({}, "te-fl summary of the run:"), ({"RANK": "3"}, "te-fl summary of the run of rank 3:"),
+                           ({"TE_FL_RANK": "7", "RANK": "3"}, "te-fl summary of the run of rank 7:")):
+            result = program("gelu", TE_FL_USAGE="1", **env)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertIn(words + "\n  gelu by default.cpu: 3 calls", result.stderr)
+
+    def test_fingerprints_of_many_ranks(self):
+        with tempfile.TemporaryDirectory() as folder:
+            files = [os.path.join(folder, f"rank{i}") for i in range(5)]
+            for i, file in enumerate(files):
+                with open(file, "w") as out:
+                    out.write("fingerprint = %d\nabi = 0.9\ndevice cpu = %s\n%s" % (i, "old" if i == 3 else "new", "op x = 1\n" if i != 1 else ""))
+            text = self.fails(1, "", "fingerprint", "diff", *files)
+            self.assertEqual(text, f"device cpu: 'new' in 4 of 5\n  'old' in {files[3]}\nop x: '1' in 4 of 5\n  absent in {files[1]}\n"
+                                   f"2 of 5 files differ from the rest: {files[1]} {files[3]}\n")
+            found = run("fingerprint", "diff", *files, "--json")
+            self.assertEqual([found.returncode, json.loads(found.stdout)], [1, {
+                "same": False, "files": 5, "differ": [files[1], files[3]], "differences": [
+                    {"key": "device cpu", "most": "new", "others": [{"value": "old", "files": [files[3]]}]},
+                    {"key": "op x", "most": "1", "others": [{"value": None, "files": [files[1]]}]}]}])
+            self.assertEqual(self.ok("fingerprint", "diff", files[0], files[2], files[4]), "all 3 are the same\n")
+            self.fails(2, "at least two files", "fingerprint", "diff", files[0])
+
+    def test_doctor_names_what_a_policy_names_in_vain(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "policy.json")
+            def doctor(policy):
+                with open(path, "w") as out:
+                    json.dump({"te_fl_policy": 1, **policy}, out)
+                return run("doctor", TE_FL_POLICY_FILE=path)
+            wrong = doctor({"per_op": {"gelu": ["impl:default.cqu"]}})
+            self.assertEqual(wrong.returncode, 1, wrong.stdout)
+            self.assertIn("problem  policy: the list of op gelu names 'default.cqu'; did you mean 'default.cpu'?, which is not registered for op 'gelu'",
+                          wrong.stdout)
+            signature = {"op": "gelu", "dtypes": ["f32"], "use": ["impl:vendor.gone", "reference"]}
+            note = doctor({"per_signature": [signature]})
+            self.assertEqual(note.returncode, 0, note.stdout)
+            self.assertIn("note     policy: a list of one signature of op gelu on cpu names 'vendor.gone', which is not registered for op 'gelu'", note.stdout)
+            self.assertNotIn("names '", doctor({"per_op": {"gelu": ["impl:default.cpu"]}}).stdout)
 
     def test_trace_tune_policy_and_summary(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -498,6 +538,14 @@ class Commands(unittest.TestCase):
         text = self.fails(3, "it would be a candidate if there were a ext:far:7 here", "explain", "add", "--dtype", "f32", "--device", "ext:far:7",
                           TE_FL_PLUGIN_MODULES=FAR)
         self.assertNotIn("chosen: ", text)
+        self.assertNotIn("would run this call", text)
+        self.assertRegex(text, r"No implementation runs this call here: there is no device ext:far:7; present: .*\nOn a machine with ext:far:7, 'vendor.far' would be "
+                               r"the first that is asked\.\n$")
+        shaped = self.fails(3, "The extents were not looked at: their call needs memory of the device.", "explain", "add", "--dtype", "f32",
+                            "--device", "ext:far:7", "--shape", "4x4", TE_FL_PLUGIN_MODULES=FAR)
+        self.assertTrue(shaped.startswith(text), shaped)
+        self.assertIn("On a machine with ext:nowhere:0, only copies in host memory could be used",
+                      self.fails(3, "there is no device ext:nowhere:0", "explain", "add", "--device", "ext:nowhere:0"))
         self.assertIn("chosen: priority", self.ok("explain", "add", "--dtype", "f32", "--device", "ext:far:0", TE_FL_PLUGIN_MODULES=FAR))
         entry = json.loads(run("explain", "add", "--dtype", "f32", "--device", "ext:far:7", "--json", TE_FL_PLUGIN_MODULES=FAR).stdout)
         self.assertEqual([entry["impl_id"], [c for c in entry["candidates"] if c["accepted"]]], ["", []])
@@ -529,6 +577,8 @@ class Commands(unittest.TestCase):
             self.assertEqual(len(listed()), 3)
             self.fails(2, "needs an op", "quarantine", "clear", **env)
             self.fails(2, "no entry is about tanh", "quarantine", "clear", "tanh", **env)
+            self.fails(2, "no entry is about gelo; did you mean 'gelu'?; `te-fl quarantine list`", "quarantine", "clear", "gelo", **env)
+            self.fails(2, "no entry is about relu and vendor.acne; did you mean 'vendor.acme'?", "quarantine", "clear", "relu", "--impl", "vendor.acne", **env)
             self.assertIn("1 entry", self.ok("quarantine", "clear", "gelu", "--impl", "vendor.acme", **env))
             self.assertEqual(listed(), [("relu", "vendor.acme"), ("gelu", "vendor.other")])
             self.assertEqual(json.loads(self.ok("quarantine", "clear", "--all", "--json", **env)), {"cleared": 2})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from te_fl import _native
 from te_fl.errors import CommFailed
 
 TRANSFERS = ("send", "recv")  # point-to-point ops, which are not compared
+_FINGERPRINT = ", with te-fl's fingerprint "
+_MOST_LINES, _MOST_RANKS = 12, 3  # differences of a rank, and ranks, that an error names
 _PLAIN = "plain/{}"  # store key by which a rank says that it does not compare
 
 
@@ -75,7 +77,32 @@ class SameCall:
             self._store.delete_key(self._key(self._rank, self._number - 1))
         unlike = "; ".join(f"rank {rank}: {words}" for rank, words in others if words != mine)
         if unlike:
-            raise CommFailed(f"group {self._group!r}: rank {self._rank} calls {mine}, and the others do not (TE_FL_VALIDATE): {unlike}")
+            raise CommFailed(f"group {self._group!r}: rank {self._rank} calls {mine}, and the others do not (TE_FL_VALIDATE): {unlike}"
+                             + self._settings_unlike(mine, others))
+
+    def _settings_unlike(self, mine: str, others: List[Tuple[int, str]]) -> str:
+        """The lines in which the fingerprints of other ranks differ from this rank's. Each rank whose fingerprint differs from another's gets here, and
+        writes its own lines for the others. Names the differences of the first ranks only, as a rank that differs in much fills the message.
+        """
+        of = lambda words: words.partition(_FINGERPRINT)[2]  # noqa: E731
+        unlike = [rank for rank, words in others if of(words) != of(mine)]
+        if not unlike:
+            return ""
+        own = _native.fingerprint_table()
+        self._store.set(f"table/{self._rank}", own)
+        text = ""
+        for rank in unlike[:_MOST_RANKS]:
+            try:
+                self._store.wait([f"table/{rank}"], self._limit)
+                lines = _native.fingerprint_difference(own, self._store.get(f"table/{rank}").decode())
+            except (dist.DistError, RuntimeError) as error:
+                text += f"\n  rank {rank} did not say in what its fingerprint differs: {error}"
+                continue
+            for line in lines[:_MOST_LINES]:
+                text += "\n  " + f"on rank {rank}".join(line.replace("in the first", f"on rank {self._rank}").rsplit("in the second", 1))
+            if len(lines) > _MOST_LINES:
+                text += f"\n  and {len(lines) - _MOST_LINES} more on rank {rank}"
+        return text + (f"\n  and on {len(unlike) - _MOST_RANKS} more ranks" if len(unlike) > _MOST_RANKS else "")
 
     def _meet(self, rank: int) -> None:
         """Waits until the rank has reached its first call. Raises CommFailed at once if that rank does not compare, since it will never describe its
@@ -94,7 +121,7 @@ class SameCall:
 
     def _words(self, op: str, arguments: Dict[str, Any]) -> str:
         words = f"number {self._number}, {described(op, arguments)}"
-        return words + (f", with te-fl's fingerprint {_native.fingerprint()}" if self._number == 1 else "")
+        return words + (f"{_FINGERPRINT}{_native.fingerprint()}" if self._number == 1 else "")
 
     def _describe_rank(self, rank: int, mine: str) -> str:
         try:
