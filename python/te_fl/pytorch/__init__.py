@@ -43,6 +43,8 @@ if TYPE_CHECKING:  # names that __getattr__() imports on first access
     from te_fl.pytorch.fp8.quantizers import Float8BlockQuantizer as Float8BlockQuantizer, Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
     from te_fl.pytorch.fp8.quantizers import Float8Quantizer as Float8Quantizer, Quantizer as Quantizer
     from te_fl.pytorch.functions.cross_entropy import parallel_cross_entropy as parallel_cross_entropy
+    from te_fl.pytorch.functions.expert_parallel import moe_combine as moe_combine, moe_dispatch as moe_dispatch
+    from te_fl.pytorch.functions.expert_parallel import start_moe_combine as start_moe_combine, start_moe_dispatch as start_moe_dispatch
     from te_fl.pytorch.functions.permutation import moe_permute as moe_permute, moe_permute_and_pad_with_probs as moe_permute_and_pad_with_probs
     from te_fl.pytorch.functions.permutation import moe_permute_with_probs as moe_permute_with_probs, moe_sort_chunks_by_index as moe_sort_chunks_by_index
     from te_fl.pytorch.functions.permutation import moe_sort_chunks_by_index_with_probs as moe_sort_chunks_by_index_with_probs, moe_unpermute as moe_unpermute
@@ -59,13 +61,15 @@ _read_variables()
 _same_modules.add()
 
 _LATER = ("ops", "optimizers")
+# Names that Transformer Engine does not have, with their modules; imported on first access.
+_OWN = dict.fromkeys(("moe_combine", "moe_dispatch", "start_moe_combine", "start_moe_dispatch"), "te_fl.pytorch.functions.expert_parallel")
 
 
 def __getattr__(name: str):
     # Imports less common names on first access, from the module that docs/transformer-engine.md lists.
     if name in _LATER:
         return importlib.import_module(f"te_fl.pytorch.{name}")
-    home = None if name.startswith("_") else _table.home("transformer_engine.pytorch", name)
+    home = None if name.startswith("_") else _OWN.get(name) or _table.home("transformer_engine.pytorch", name)
     if home is None:
         raise AttributeError(f"te_fl.pytorch has no {name!r}{'' if name.startswith('_') else _find_replacement(name)}; docs/transformer-engine.md lists "
                              "what there is")
@@ -81,4 +85,4 @@ def _find_replacement(name: str) -> str:
 
 def __dir__():
     served = {name for home, names in _table.SERVED.items() if home.startswith("te_fl.pytorch") for name in names.split()}
-    return sorted({*globals(), *_LATER, *served})
+    return sorted({*globals(), *_LATER, *_OWN, *served})
