@@ -441,6 +441,7 @@ TEST(Gloo, EveryOpOfEveryRank) {
       }
       for (const size_t n : {0, 1, 7, 100000}) CHECK(copies(r, n) == 0);
       CHECK(rows(r) == 0);
+      CHECK(rows_of_experts(r) == 0);
       CHECK(ring(r) == 0);
       CHECK(r.call("barrier", te_fl_barrier_args{}).status == TE_FL_OK);
       return 0;
