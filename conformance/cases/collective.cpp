@@ -322,7 +322,7 @@ void moe_rows(Problem& p, const Variant& v) {
   }
   moved_rows(p, v, "input", "output", v.dtype, {v.shape.begin() + 1, v.shape.end()}, received);
   if (v.numbers) {
-    const int probs = v.dtype <= TE_FL_BF16 ? v.dtype : TE_FL_F32;
+    const int probs = v.dtype == TE_FL_F16 || v.dtype == TE_FL_BF16 ? v.dtype : TE_FL_F32;
     moved_rows(p, v, "probs", "output_probs", probs, {}, received);
     moved_rows(p, v, "scales", "output_scales", v.ranks % 2 == 0 ? TE_FL_F32 : TE_FL_U8, {3},
                received);

@@ -118,8 +118,9 @@ class EndingComms {
          }},
         {"moe_dispatch",
          [](const te_fl_communicator* c, int, const Tensors& t) {
-           return ops::moe_dispatch({.input = t.whole,
-                                     .output = t.other,
+           const Tensor from = t.whole.view({6, 1}).value(), to = t.other.view({6, 1}).value();
+           return ops::moe_dispatch({.input = from,
+                                     .output = to,
                                      .comm = c,
                                      .input_rows = rows.data(),
                                      .input_rows_count = 2,

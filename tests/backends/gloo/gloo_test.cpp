@@ -20,6 +20,7 @@
 #include "te_fl/comm.hpp"
 #include "te_fl/numeric.hpp"
 #include "te_fl/ops/collective.h"
+#include "te_fl/ops/moe.h"
 #include "te_fl/plugin.h"
 
 namespace te_fl {

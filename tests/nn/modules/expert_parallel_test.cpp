@@ -89,46 +89,40 @@ Results on_one_rank(const Values& x, const Values& dy, bool skewed) {
   return results;
 }
 
-void compare(int size, bool skewed, const std::string& provider) {
+void compare(int size, bool skewed) {
   const Values x = random_values(kAll * kHidden, 5), dy = random_values(kAll * kOut, 6);
   const Results whole = on_one_rank(x, dy, skewed);
-  on_ranks(
-      size,
-      [&](const std::shared_ptr<const Comm>& ranks) {
-        const Sorted sorted = tokens_of(ranks->rank(), size, skewed);
-        const auto count = static_cast<int64_t>(sorted.tokens.size());
-        const int64_t each = kExperts / size, first = ranks->rank() * each;
-        const auto layer = experts(first, each);
-        const Tensor rows = tensor({count, kHidden}, rows_of(x, sorted.tokens, kHidden));
-        const ExpertRoute route = take(ExpertRoute::create(ranks, sorted.counts, rows));
-        Ctx ctx;
-        RowTransfer transfer = take(route.start_dispatch(rows));
-        const RowsWithProbs there = take(transfer.wait());
-        EXPECT_EQ(transfer.wait().status().code(), StatusCode::kFailedPrecondition);
-        const Tensor out = take(layer->forward(there.rows, route.splits(), &ctx));
-        const Tensor y = take(route.combine(out)).rows;
-        const Tensor d_out =
-            take(route.dispatch(tensor({count, kOut}, rows_of(dy, sorted.tokens, kOut)))).rows;
-        const Tensor dx = take(route.combine(take(layer->backward(d_out, ctx)))).rows;
-        EXPECT_EQ(values_of(y), rows_of(whole.y, sorted.tokens, kOut));
-        EXPECT_EQ(values_of(dx), rows_of(whole.dx, sorted.tokens, kHidden));
-        for (int64_t i = 0; i < each; ++i) {
-          EXPECT_EQ(values_of(layer->parameters()[static_cast<size_t>(i)].grad()),
-                    whole.weights[static_cast<size_t>(first + i)])
-              << "expert " << first + i;
-        }
-      },
-      provider);
+  on_ranks(size, [&](const std::shared_ptr<const Comm>& ranks) {
+    const Sorted sorted = tokens_of(ranks->rank(), size, skewed);
+    const auto count = static_cast<int64_t>(sorted.tokens.size());
+    const int64_t each = kExperts / size, first = ranks->rank() * each;
+    const auto layer = experts(first, each);
+    const Tensor rows = tensor({count, kHidden}, rows_of(x, sorted.tokens, kHidden));
+    const ExpertRoute route = take(ExpertRoute::create(ranks, sorted.counts, rows));
+    Ctx ctx;
+    RowTransfer transfer = take(route.start_dispatch(rows));
+    const RowsWithProbs there = take(transfer.wait());
+    EXPECT_EQ(transfer.wait().status().code(), StatusCode::kFailedPrecondition);
+    const Tensor out = take(layer->forward(there.rows, route.splits(), &ctx));
+    const Tensor y = take(route.combine(out)).rows;
+    const Tensor d_out =
+        take(route.dispatch(tensor({count, kOut}, rows_of(dy, sorted.tokens, kOut)))).rows;
+    const Tensor dx = take(route.combine(take(layer->backward(d_out, ctx)))).rows;
+    EXPECT_EQ(values_of(y), rows_of(whole.y, sorted.tokens, kOut));
+    EXPECT_EQ(values_of(dx), rows_of(whole.dx, sorted.tokens, kHidden));
+    for (int64_t i = 0; i < each; ++i) {
+      EXPECT_EQ(values_of(layer->parameters()[static_cast<size_t>(i)].grad()),
+                whole.weights[static_cast<size_t>(first + i)])
+          << "expert " << first + i;
+    }
+  });
 }
 
 TEST(ExpertParallel, MixturesEqualThatOfOneRank) {
-  for (const std::string provider : {"threads", "gloo"}) {
-    for (const int size : {1, 2, 4}) {
-      for (const bool skewed : {false, true}) {
-        SCOPED_TRACE(provider + ", " + std::to_string(size) + " ranks" +
-                     (skewed ? ", skewed" : ""));
-        compare(size, skewed, provider);
-      }
+  for (const int size : {1, 2, 4}) {
+    for (const bool skewed : {false, true}) {
+      SCOPED_TRACE(std::to_string(size) + " ranks" + (skewed ? ", skewed" : ""));
+      compare(size, skewed);
     }
   }
 }

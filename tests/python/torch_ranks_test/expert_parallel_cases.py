@@ -79,7 +79,7 @@ def mixtures():
 
 
 def one_rank():
-    """The same, without transfers."""
+    """Returns those of one rank with all experts, without transfers."""
     return {chosen: run_mixture(chosen, 0, 1, transfer=False) for chosen in ("random", "first rank's", "last")}
 
 
@@ -100,8 +100,8 @@ def order():
             rows, counts = tagged(rank, ranks, each)
             rows = rows.to(dtype)
             want = [[r, rank * each + e, i] for e in range(each) for r in range(ranks) for i in range(tagged(r, ranks, each)[1][rank * each + e])]
-            for given in (counts, torch.tensor(counts), torch.tensor(counts, dtype=torch.int32)):
-                got, probs, handle = te.moe_dispatch(rows, given, None, probs=rows[:, 2].contiguous())
+            for numbers in (counts, torch.tensor(counts), torch.tensor(counts, dtype=torch.int32)):
+                got, probs, handle = te.moe_dispatch(rows, numbers, None, probs=rows[:, 2].contiguous())
                 back = te.moe_combine(got, handle)
             results[each, str(dtype)] = (got, probs, handle.splits, handle.tokens_per_expert.tolist(), torch.tensor(want, dtype=dtype).view(-1, 3), back, rows)
     return results
@@ -143,7 +143,7 @@ def codes():
     for dtype in (torch.float32, torch.bfloat16):
         for name, rows in (("exact", exact), ("random", torch.randn(sum(counts), hidden, generator=generator))):
             for capacity in (None, 4):
-                sent = rows.to(dtype).requires_grad_()
+                sent = rows.to(dtype).clone().requires_grad_()
                 plain = te.moe_dispatch(sent.detach(), counts, None, capacity=capacity)
                 got, probs, handle = te.moe_dispatch(sent, counts, None, probs=sent.detach()[:, 0].contiguous(), capacity=capacity, fp8=True)
                 te.moe_combine(got, handle).backward(rows.to(dtype))

@@ -12,7 +12,7 @@ from ranks import Ranks, on_ranks
 class ExpertParallel(unittest.TestCase):
     def check_equal(self, name, got, want):
         self.assertEqual((got.shape, got.dtype), (want.shape, want.dtype), name)
-        self.assertTrue(torch.equal(got, want), (name, got, want))
+        self.assertTrue(torch.equal(got, want), (name, (got.double() - want.double()).abs().amax() if got.numel() else 0, want.shape))
 
     def test_mixture_equals_that_of_one_rank(self):
         whole = cases.one_rank()
@@ -23,11 +23,11 @@ class ExpertParallel(unittest.TestCase):
                 for chosen, (y, dx, dprobs, dweights) in results.items():
                     want = whole["random" if chosen == "capacity" else chosen]
                     name = degree, rank, chosen
-                    for got, expected in zip((y, dx, dprobs), want):
-                        self.check_equal(name, got, expected[tokens])
                     each = len(dweights)
-                    for got, expected in zip(dweights, want[3][rank * each:]):
-                        if chosen == "capacity":  # zeros between the rows change the order of the sums over rows
+                    pairs = [*zip((y, dx, dprobs), (t[tokens] for t in want)), *zip(dweights, want[3][rank * each:])]
+                    self.assertEqual(len(pairs), 3 + each)
+                    for got, expected in pairs:
+                        if chosen == "capacity":  # rows of zeros between the others, with which products sum in another order
                             self.assertTrue(torch.allclose(got, expected, rtol=1e-5, atol=1e-5), name)
                         else:
                             self.check_equal(name, got, expected)
@@ -84,7 +84,7 @@ class ExpertParallel(unittest.TestCase):
         for rank, (errors, local, right, ranks) in enumerate(every):
             self.assertEqual((len(errors), right, ranks), (len(texts), True, 2))
             for error, text in zip(errors, texts):
-                self.assertRegex(error or "no error", "InvalidArgument: moe_dispatch: .*" + (text if isinstance(text, str) else text[rank]))
+                self.assertRegex(error or "no error", "InvalidArgument: .*moe_dispatch: .*" + (text if isinstance(text, str) else text[rank]))
             self.assertRegex(local[0], r"moe_combine: inp is float32\[5, 8\]; it has the 4 rows")
             self.assertRegex(local[1], "handle is a NoneType")
 
@@ -100,7 +100,7 @@ class ExpertParallel(unittest.TestCase):
             self.assertEqual(backward, ["gradients begin", "backward of second part", "end", "gradients begin", "backward of shared expert", "end"])
             for got, expected in zip((y, dx, dtoken), want):
                 self.check_equal("overlap", got, expected)
-            self.assertRegex(twice, "InvalidArgument: MoETransfer: wait.. was called before")
+            self.assertRegex(twice, "InvalidArgument: .*MoETransfer: wait.. was called before")
 
     def test_recomputed(self):
         for first, second in on_ranks(cases.recomputed):

@@ -12,11 +12,12 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
-from te_fl import Quantized, ops
+from te_fl import ops
 from te_fl.errors import InvalidArgument, add_note
 from te_fl.pytorch.autograd.once import once_differentiable
 from te_fl.pytorch.distributed import collectives, communicator
 from te_fl.pytorch.functions import permutation
+from te_fl.tensors import Quantized
 
 __all__ = ["MoEDispatched", "MoEHandle", "MoETransfer", "moe_combine", "moe_dispatch", "start_moe_combine", "start_moe_dispatch"]
 
@@ -84,6 +85,7 @@ class _Flight:
         self._handle, self._dispatches, self._fp8 = handle, dispatches, fp8
         self._pending: Any = None
         self._arrive: Any = None
+        self._gradients: Tuple[torch.Tensor, ...] = ()  # that are on their way
         self._sent: Any = None  # the op's name and the rows on their way, for errors
 
     def begin(self, tensors: Sequence[torch.Tensor], reverse: bool = False) -> Tuple[torch.Tensor, ...]:
@@ -109,6 +111,14 @@ class _Flight:
         self._pending = move(gets, sends, sent, received, handle.group, wait=False)
         return results
 
+    def begin_gradients(self, grads: Sequence[torch.Tensor]) -> None:
+        self._gradients = self.begin(grads, reverse=True)
+
+    def take_gradients(self) -> Tuple[torch.Tensor, ...]:
+        self.end()
+        gradients, self._gradients = self._gradients, ()
+        return gradients
+
     def end(self) -> None:
         pending, arrive, (op, sent) = self._pending, self._arrive, self._sent
         self._pending = self._arrive = self._sent = None
@@ -132,12 +142,13 @@ class _Begun(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: torch.Tensor):
-        ctx.flight.end()
-        return None, *grads
+        return None, *ctx.flight.take_gradients()
 
 
 class _Arrived(torch.autograd.Function):
-    """Its backward begins the transfer of the gradients, and that of _Begun waits for them, after the backward of what ran in between."""
+    """Its backward begins the transfer of the gradients, and that of _Begun waits for them, after the backward of what ran in between. The gradients
+    reach _Begun by way of the flight: what this backward returns to autograd has the shape of the forward's rows, and is not read.
+    """
 
     @staticmethod
     def forward(ctx, flight: _Flight, *tensors: torch.Tensor):
@@ -148,7 +159,8 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: torch.Tensor):
-        return None, *ctx.flight.begin(grads, reverse=True)
+        ctx.flight.begin_gradients(grads)
+        return None, *grads
 
 
 class _Spread(torch.autograd.Function):
@@ -170,7 +182,7 @@ def _encoded(rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     count, columns = rows.shape
     codes = torch.empty(count, columns, dtype=torch.float8_e4m3fn, device=rows.device)
     scales = torch.zeros(-(-columns // _BLOCK), -(-count // 4) * 4, dtype=torch.float32, device=rows.device)
-    ops.quantize(input=rows, output=Quantized(codes, scaling="block_1x128", scale_inv=scales))
+    ops.quantize(input=rows, output=Quantized(codes, scaling="block_1x128", pow2_scale=True, scale_inv=scales))
     return codes.view(torch.uint8), scales[:, :count].t().contiguous()
 
 
@@ -195,7 +207,7 @@ _seen: set = set()  # calls with capacity whose arguments were compared: group n
 
 
 def _problem(inp: Any, tokens: Any, probs: Any, capacity: Any, fp8: Any, ranks: int) -> str:
-    """Why the arguments are refused; empty if they are right."""
+    """Returns why the arguments are refused; empty if they are right."""
     if not isinstance(inp, torch.Tensor) or inp.dim() != 2 or inp.dtype not in _DTYPES:
         seen = f"{str(inp.dtype).removeprefix('torch.')}{list(inp.shape)}" if isinstance(inp, torch.Tensor) else type(inp).__name__
         return f"inp is {seen}; it is [rows, hidden size] in FP32, FP16 or BF16"
@@ -233,7 +245,7 @@ def _exchanged(values: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _disagreement(messages: List[List[int]], own: int) -> str:
-    """Why the ranks' arguments do not fit together, the same text on all ranks except for `own`; empty if they do."""
+    """Returns why the ranks' arguments do not fit together, the same text on all ranks except for `own`; empty if they do."""
     found = []
     for name, words in _WORDS.items():
         column = [message[_FIELDS.index(name)] for message in messages]
