@@ -1,5 +1,6 @@
 // Rows of experts over ranks (ExpertRoute): their order, a mixture against the same on one rank,
 // and wrong arguments. The ranks are threads, or processes of the same machine's Gloo in threads.
+#include <algorithm>
 #include <numeric>
 
 #include "parallel_fixture.hpp"

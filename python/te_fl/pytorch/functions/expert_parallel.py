@@ -24,7 +24,7 @@ __all__ = ["MoEDispatched", "MoEHandle", "MoETransfer", "moe_combine", "moe_disp
 _BLOCK = 128  # elements of a row that share an FP8 scale
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-# What each rank tells each other one, with its numbers of rows: fields of the message, and the words for an argument that differs between ranks.
+# Each rank sends each other one a message of these fields and of its numbers of rows for that rank. _WORDS is for fields that must be equal.
 _FIELDS = ("experts", "hidden", "dtype", "probs", "capacity", "fp8", "rows", "sum", "least", "refused")
 _WORDS = {"experts": "experts in tokens_per_expert", "hidden": "columns of inp", "dtype": "as dtype of inp", "probs": "as dtype of probs (0: none)",
           "capacity": "as capacity", "fp8": "as fp8"}
@@ -32,7 +32,7 @@ _HERE = 54  # numbers of rows in the message; more than that follow in a second 
 
 
 class MoEHandle:
-    """What moe_combine() needs of one moe_dispatch(), and its statistics.
+    """Holds the data of one moe_dispatch() that moe_combine() needs, and statistics.
 
     group: the process group. tokens_per_expert: INT64 [E / n] on inp's device, the number of rows with a token of each of this rank's experts.
     splits: the number of rows of each of this rank's experts in moe_dispatch()'s result, as integers: the m_splits of GroupedLinear. dropped: INT64
