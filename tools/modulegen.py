@@ -104,7 +104,7 @@ def wrapped(items, first, rest):
 
 def readers(specification):
     out = [f"// {NOTE}", "#pragma once", "", '#include "te_fl/nn/modules/grouped_linear.hpp"', '#include "te_fl/nn/modules/linear.hpp"',
-           '#include "te_fl/nn/modules/mlp.hpp"',
+           '#include "te_fl/nn/modules/mlp.hpp"', '#include "te_fl/nn/modules/moe_layer.hpp"',
            '#include "te_fl/nn/modules/norm.hpp"', '#include "te_fl/nn/modules/transformer.hpp"', "",
            "// Each function hands the name and the member of each option that Python may set to `fields`.", "namespace te_fl::python {", ""]
     for options, members in specification["native"].items():

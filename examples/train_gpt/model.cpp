@@ -1,5 +1,6 @@
 #include "model.hpp"
 
+#include <array>
 #include <cmath>
 
 namespace train_gpt {
@@ -43,6 +44,12 @@ Status Gpt::build(const Options& o, te_fl::Device device) {
     const int64_t parts = o.dp * (o.sp ? o.tp : 1);
     TE_FL_ASSIGN_OR_RETURN(training_positions_, make_positions(o.batch / parts, o.seq_len));
   }
+  // The loss is the mean over microbatches, and so are the auxiliary losses.
+  const std::array<float, 1> share = {1 / static_cast<float>(o.microbatches)};
+  TE_FL_ASSIGN_OR_RETURN(Tensor aux_loss_grad, Tensor::from_values({1}, share));
+  if (!device.is_host()) {
+    TE_FL_ASSIGN_OR_RETURN(aux_loss_grad, aux_loss_grad.to(device));
+  }
   for (int64_t i = 0; i < o.layers; ++i) {
     nn::TransformerLayerOptions layer{
         .hidden_size = o.hidden,
@@ -62,9 +69,14 @@ Status Gpt::build(const Options& o, te_fl::Device device) {
         .init_std = 0.02f,
         .output_init_std = 0.02f / std::sqrt(2.0f * static_cast<float>(o.layers))};
     TE_FL_ASSIGN_OR_RETURN(layer, nn::shard_of(layer, parallel_));
-    TE_FL_ASSIGN_OR_RETURN(auto made, nn::TransformerLayer::create(layer));
-    layers_.push_back(std::move(made));
-    register_module("layers_" + std::to_string(i), *layers_.back());
+    if (o.experts != 0) {
+      TE_FL_ASSIGN_OR_RETURN(auto made, Block::create(layer, o.experts, o.top_k, aux_loss_grad));
+      layers_.push_back(std::move(made));
+    } else {
+      TE_FL_ASSIGN_OR_RETURN(auto made, Block::create(layer));
+      layers_.push_back(std::move(made));
+    }
+    register_module("layers_" + std::to_string(i), layers_.back()->module());
   }
   const nn::NormOptions norm{
       .hidden_size = o.hidden, .param_dtype = dtype, .activation_dtype = dtype, .device = device};

@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "block.hpp"
 #include "options.hpp"
 #include "te_fl/nn.hpp"
 #include "te_fl/te_fl.hpp"
@@ -11,13 +12,13 @@ namespace train_gpt {
 
 inline constexpr int64_t kVocabulary = 256;  // bytes
 
-// Embedding, TransformerLayers, final norm and output projection. Layout [batch, sequence].
+// Embedding, layers, final norm and output projection. Layout [batch, sequence].
 class Gpt : public te_fl::nn::Module {
  public:
   // Contexts of one forward; one per microbatch in flight.
   struct Contexts {
     te_fl::nn::Ctx tokens, positions, sum, norm, head, loss;
-    std::vector<te_fl::nn::Ctx> layers;
+    std::vector<Block::Contexts> layers;
   };
 
   // `parallel`: the ranks that share the layers and the vocabulary.
@@ -43,7 +44,7 @@ class Gpt : public te_fl::nn::Module {
   te_fl::Tensor training_positions_;
   te_fl::nn::Residual sum_;
   te_fl::nn::AttentionInputs attention_;
-  std::vector<std::unique_ptr<te_fl::nn::TransformerLayer>> layers_;
+  std::vector<std::unique_ptr<Block>> layers_;
   std::unique_ptr<te_fl::nn::Module> norm_;
   te_fl::nn::LayerNorm* layer_norm_ = nullptr;  // exactly one of layer_norm_ and rms_norm_ is set;
                                                 // norm_ owns the module

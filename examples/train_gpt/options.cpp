@@ -107,6 +107,10 @@ void add_model_options(CLI::App& app, Options& o) {
       ->default_str(by_device(std::to_string(kHost.heads), std::to_string(kDevice.heads)));
   app.add_option("--groups", o.groups, "key/value groups (0: as many as heads)")
       ->check(CLI::NonNegativeNumber);
+  app.add_option("--experts", o.experts, "experts of each layer, in place of its MLP (0: the MLP)")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 16));
+  app.add_option("--top-k", o.top_k, "experts that each byte passes; with --experts")
+      ->check(positive());
   app.add_option("--lr", o.lr, "peak learning rate")
       ->check(CLI::PositiveNumber)
       ->default_str(by_device(shown(kHost.lr), shown(kDevice.lr)));
@@ -156,6 +160,7 @@ bool parse_options(int argc, char** argv, Options& o, int* exit_code) {
       "  train_gpt --plot loss.svg --chart          draws the loss curve\n"
       "  train_gpt --recipe none --steps 50         without FP8\n"
       "  train_gpt --style gpt --recipe current     LayerNorm, GELU, positions; current scaling\n"
+      "  train_gpt --experts 8 --top-k 2            a mixture of experts in each layer\n"
       "  TE_FL_PREFER=reference train_gpt --steps 5 the same on the reference ops\n"
       "  tools/launch.py -n 4 -- train_gpt --tp 2 --dp 2    on four ranks");
   app.option_defaults()->always_capture_default();
@@ -214,9 +219,29 @@ te_fl::Status check_ranks(const Options& o) {
   return {};
 }
 
+te_fl::Status check_experts(const Options& o) {
+  if (o.experts == 0) return {};
+  if (o.top_k > o.experts) {
+    return te_fl::invalid_argument("--top-k " + std::to_string(o.top_k) +
+                                   " must be at most --experts, which is " +
+                                   std::to_string(o.experts));
+  }
+  if (o.tp != 1) {
+    return te_fl::invalid_argument(
+        "--experts does not go with --tp " + std::to_string(o.tp) +
+        ": the ranks of --tp divide MLPs, not experts; use --dp, or leave one of them out");
+  }
+  if (o.graph) {
+    return te_fl::invalid_argument(
+        "--experts does not go with --graph: the host reads how many rows each expert has");
+  }
+  return {};
+}
+
 }  // namespace
 
 te_fl::Status check(const Options& o) {
+  TE_FL_RETURN_IF_ERROR(check_experts(o));
   if (o.fp8_attention && o.recipe != "delayed") {
     return te_fl::invalid_argument("--fp8-attention requires --recipe delayed, not " + o.recipe +
                                    ": only delayed scaling has the scales of FP8 attention");

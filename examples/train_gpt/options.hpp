@@ -28,8 +28,10 @@ struct Options {
   int64_t layers = 0;
   int64_t heads = 0;
   int64_t groups = 0;
-  int64_t tp = 1;  // tensor-parallel ranks
-  int64_t dp = 1;  // data-parallel ranks
+  int64_t experts = 0;  // of each layer; 0: an MLP
+  int64_t top_k = 2;    // experts of each token
+  int64_t tp = 1;       // tensor-parallel ranks
+  int64_t dp = 1;       // data-parallel ranks
   bool sp = false;
   bool zero = false;  // the data-parallel ranks shard the optimizer's state (ZeRO-1)
   int64_t sample_bytes = 300;

@@ -29,6 +29,8 @@
 #include "te_fl/nn/modules/loss.hpp"
 #include "te_fl/nn/modules/mlp.hpp"
 #include "te_fl/nn/modules/module.hpp"
+#include "te_fl/nn/modules/moe_layer.hpp"
+#include "te_fl/nn/modules/moe_options.hpp"
 #include "te_fl/nn/modules/multihead_attention.hpp"
 #include "te_fl/nn/modules/norm.hpp"
 #include "te_fl/nn/modules/parameter_part.hpp"

@@ -108,6 +108,50 @@ bool alike(const Product& a, const Product& b) {
 
 }  // namespace
 
+Status GroupedGemm::group_weights(const char* module) {
+  std::vector<std::shared_ptr<Parameter>> parts;
+  for (const auto& unit : units_) parts.push_back(unit->weight());
+  TE_FL_ASSIGN_OR_RETURN(weight_, GroupedParameter::create(module, std::move(parts)));
+  return {};
+}
+
+Status GroupedGemm::group_biases(const char* module) {
+  if (units_.front()->bias() == nullptr) return {};
+  std::vector<std::shared_ptr<Parameter>> parts;
+  for (const auto& unit : units_) parts.push_back(unit->bias());
+  TE_FL_ASSIGN_OR_RETURN(bias_, GroupedParameter::create(module, std::move(parts)));
+  return {};
+}
+
+Status GroupedGemm::spread() {
+  if (weight_ != nullptr) TE_FL_RETURN_IF_ERROR(weight_->spread());
+  if (bias_ != nullptr) TE_FL_RETURN_IF_ERROR(bias_->spread());
+  return {};
+}
+
+void GroupedGemm::drop_inputs(Uses& uses) {
+  for (GemmUnit::Use& use : uses) {
+    if (!use.mode.fp8) use.input = Tensor();
+  }
+}
+
+Status GroupedGemm::give_inputs(Uses& uses, Splits splits,
+                                const std::function<Result<Tensor>()>& make) const {
+  const auto reads = [&](size_t i) {
+    return units_[i]->wants_wgrad(uses[i]) && !uses[i].input.defined();
+  };
+  bool any = false;
+  for (size_t i = 0; i < units_.size(); ++i) any = any || reads(i);
+  if (!any) return {};
+  TE_FL_ASSIGN_OR_RETURN(const Tensor made, make());
+  TE_FL_ASSIGN_OR_RETURN(const Tensor rows, cast(made, spec().activation_dtype));
+  TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> parts, split_rows(rows, splits));
+  for (size_t i = 0; i < units_.size(); ++i) {
+    if (reads(i)) uses[i].input = parts[i];
+  }
+  return {};
+}
+
 Result<std::vector<Tensor>> GroupedGemm::inputs(Uses& uses, const Tensor& x, Splits splits) {
   for (GemmUnit::Use& use : uses) use.dx_dtype = x.dtype();
   if (!uses.front().mode.fp8) {
@@ -130,6 +174,7 @@ Result<Tensor> GroupedGemm::forward(Uses& uses, const Tensor& x, Splits splits,
                                     const ForwardOptions& options, bool training,
                                     const Tensor& into, const Tensor& input_grad) {
   uses.clear();
+  TE_FL_RETURN_IF_ERROR(spread());
   for (const auto& unit : units_) {
     TE_FL_ASSIGN_OR_RETURN(GemmUnit::Use use, unit->begin(training));
     uses.push_back(std::move(use));
@@ -180,8 +225,11 @@ Result<GroupedGemm::Gradients> GroupedGemm::gradients(const Uses& uses, const Te
                                                       Splits splits) {
   Gradients grads;
   const auto wants_bias = [](const auto& unit) { return unit->wants_bias_grad(); };
-  if (!uses.front().mode.fp8 || std::ranges::any_of(units_, wants_bias)) {
+  const bool with_bias = std::ranges::any_of(units_, wants_bias);
+  if (!uses.front().mode.fp8 || with_bias) {
     // Each unit's quantisation also computes its bias gradient.
+    const bool sums = bias_ != nullptr && uses.front().mode.fp8 && with_bias;
+    if (sums) TE_FL_RETURN_IF_ERROR(bias_->open_grad());
     Tensor rows = dy;
     if (!uses.front().mode.fp8) {
       TE_FL_ASSIGN_OR_RETURN(rows, cast(dy, spec().activation_dtype));
@@ -191,6 +239,7 @@ Result<GroupedGemm::Gradients> GroupedGemm::gradients(const Uses& uses, const Te
       TE_FL_ASSIGN_OR_RETURN(GemmUnit::Gradient grad, units_[i]->prepare_grad(uses[i], parts[i]));
       grads.push_back(std::move(grad));
     }
+    if (sums) bias_->close_grad();
     return grads;
   }
   const core::SharedBlocks blocks = blocks_of(spec().device, dy.size(0), spec().out, units_.size(),
@@ -223,12 +272,26 @@ Result<Tensor> GroupedGemm::dgrad(const Uses& uses, const Gradients& grads, Spli
 }
 
 Status GroupedGemm::run_wgrad(const Uses& uses, const Gradients& grads) {
+  bool writes_bias = false;
+  for (size_t i = 0; i < units_.size(); ++i) {
+    writes_bias = writes_bias || (!grads[i].bias_done && units_[i]->wants_bias_grad());
+  }
+  if (weight_ != nullptr) TE_FL_RETURN_IF_ERROR(weight_->open_grad());
+  if (bias_ != nullptr && writes_bias) TE_FL_RETURN_IF_ERROR(bias_->open_grad());
   std::vector<std::pair<size_t, Product>> left;
   for (size_t i = 0; i < units_.size(); ++i) {
     TE_FL_ASSIGN_OR_RETURN(const auto product,
                            units_[i]->wgrad_product(uses[i], grads[i], uses[i].input));
     if (product.has_value()) left.emplace_back(i, *product);
   }
+  const bool writes_weight = !left.empty();
+  TE_FL_RETURN_IF_ERROR(multiply_wgrad(std::move(left)));
+  if (weight_ != nullptr && writes_weight) weight_->close_grad();
+  if (bias_ != nullptr && writes_bias) bias_->close_grad();
+  return {};
+}
+
+Status GroupedGemm::multiply_wgrad(std::vector<std::pair<size_t, Product>> left) {
   // Computes all weight gradients in one call, except in two cases: some gradients exist and others
   // do not, or units share a gradient, since the GEMMs of one call run in no particular order.
   while (!left.empty()) {
@@ -269,6 +332,7 @@ Status GroupedGemm::wgrad(const Uses& uses, const Gradients& grads) {
 
 Result<Tensor> GroupedGemm::backward(const Uses& uses, const Tensor& dy, Splits splits,
                                      bool wants_dgrad, const Tensor& into) {
+  TE_FL_RETURN_IF_ERROR(spread());
   for (size_t i = 0; i < units_.size(); ++i) {
     TE_FL_RETURN_IF_ERROR(units_[i]->check_unchanged(uses[i]));
     TE_FL_RETURN_IF_ERROR(units_[i]->check_result(

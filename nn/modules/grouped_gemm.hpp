@@ -1,11 +1,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "nn/modules/gemm_unit.hpp"
+#include "nn/modules/grouped_parameter.hpp"
 
 namespace te_fl::nn::detail {
 
@@ -21,6 +24,13 @@ class GroupedGemm {
   const std::vector<std::unique_ptr<GemmUnit>>& units() const noexcept { return units_; }
   const GemmUnit::Spec& spec() const noexcept { return units_.front()->spec(); }
   const std::shared_ptr<DelayedWgrad>& delayed() const noexcept { return delayed_; }
+  // Makes all weights slices of one parameter, and all biases, if they exist, slices of another.
+  // Call it before the first forward. INVALID_ARGUMENT with the module's name for FP8-only weights.
+  Status group_weights(const char* module);
+  Status group_biases(const char* module);
+  // Null without group_weights() and group_biases().
+  const GroupedParameter* weight() const noexcept { return weight_.get(); }
+  const GroupedParameter* bias() const noexcept { return bias_.get(); }
 
   // x [rows, in] -> [rows, out] in the activation dtype, in `into` if that is defined. Fills `uses`
   // with the tensors that each unit's backward reads; these must not share memory with
@@ -32,6 +42,12 @@ class GroupedGemm {
   // to the parameters' gradients.
   Result<Tensor> backward(const std::vector<GemmUnit::Use>& uses, const Tensor& dy, Splits splits,
                           bool dgrad, const Tensor& into);
+  // For callers that can make the forward's input again. drop_inputs() frees the inputs that are
+  // not quantised; give_inputs() must then be called before the backward. It calls `make` only if
+  // the backward reads an input that was dropped.
+  static void drop_inputs(std::vector<GemmUnit::Use>& uses);
+  Status give_inputs(std::vector<GemmUnit::Use>& uses, Splits splits,
+                     const std::function<Result<Tensor>()>& make) const;
 
  private:
   using Uses = std::vector<GemmUnit::Use>;
@@ -51,7 +67,11 @@ class GroupedGemm {
   Status wgrad(const Uses& uses, const Gradients& grads);
   Status run_wgrad(const Uses& uses, const Gradients& grads);
 
+  Status spread();
+  Status multiply_wgrad(std::vector<std::pair<size_t, te_fl_generic_gemm_args>> left);
+
   std::vector<std::unique_ptr<GemmUnit>> units_;
+  std::unique_ptr<GroupedParameter> weight_, bias_;  // null: each unit has its own
   std::shared_ptr<DelayedWgrad> delayed_ = std::make_shared<DelayedWgrad>();
 };
 

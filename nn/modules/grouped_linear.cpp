@@ -79,13 +79,20 @@ Result<std::unique_ptr<GroupedLinear>> GroupedLinear::create(const GroupedLinear
   }
   std::unique_ptr<GroupedLinear> module(new GroupedLinear);
   module->group_ = std::make_unique<detail::GroupedGemm>(std::move(units));
-  const auto& made = module->group_->units();
+  detail::GroupedGemm& group = *module->group_;
+  if (options.single_grouped_weight) {
+    TE_FL_RETURN_IF_ERROR(group.group_weights("GroupedLinear"));
+  }
+  if (options.single_grouped_bias) TE_FL_RETURN_IF_ERROR(group.group_biases("GroupedLinear"));
+  const auto& made = group.units();
+  if (group.weight() != nullptr) module->register_parameter("weight", group.weight()->whole());
   for (size_t i = 0; i < made.size(); ++i) {
     const std::string number = std::to_string(i);
-    module->register_parameter("weight" + number, made[i]->weight());
+    if (group.weight() == nullptr) module->register_parameter("weight" + number, made[i]->weight());
     module->register_fp8("gemm" + number, made[i]->forward_state(), made[i]->backward_state());
   }
-  for (size_t i = 0; i < made.size() && options.bias; ++i) {
+  if (group.bias() != nullptr) module->register_parameter("bias", group.bias()->whole());
+  for (size_t i = 0; i < made.size() && options.bias && group.bias() == nullptr; ++i) {
     module->register_parameter("bias" + std::to_string(i), made[i]->bias());
   }
   module->register_delayed(module->group_->delayed());

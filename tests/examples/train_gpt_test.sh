@@ -34,6 +34,17 @@ sys.exit(not (r["training_loss"][0] > 5.0 and r["validation_loss"] < 2.4))
 PY
 done
 
+for recipe in delayed current block none; do
+  "$train" "${small[@]}" --experts 8 --top-k 2 --dtype bf16 --microbatches 2 --recipe $recipe --steps 60 --json "$work/$recipe.json" >"$work/$recipe.out" 2>&1 ||
+    { cat "$work/$recipe.out"; fail "$recipe runs with experts"; continue; }
+  python3 - "$work/$recipe.json" <<'PY' && ok "$recipe learns with experts" || fail "$recipe does not learn with experts"
+import json, sys
+r = json.load(open(sys.argv[1]))
+print("  first", r["training_loss"][0], "validation", r["validation_loss"])
+sys.exit(not (r["training_loss"][0] > 5.0 and r["validation_loss"] < 2.6))
+PY
+done
+
 for style in gpt llama; do
   for i in 1 2; do
     "$train" "${small[@]}" --style $style --groups 2 --dropout 0.1 --microbatches 2 --steps 5 --json "$work/r$i.json" >/dev/null 2>"$work/err" || fail "$style runs: $(cat "$work/err")"
@@ -56,6 +67,10 @@ done
 "$train" "${small[@]}" --steps 0 --load "$work/model.safetensors" --json "$work/loaded.json" >"$work/out2" 2>&1 || fail "loading: $(cat "$work/out2")"
 a=$(grep -o 'validation loss [0-9.]*' "$work/out") b=$(grep -o 'validation loss [0-9.]*' "$work/out2")
 [ -n "$a" ] && [ "$a" = "$b" ] && ok "a checkpoint restores the model ($a)" || fail "checkpoint: '$a' then '$b'"
+"$train" "${small[@]}" --experts 4 --style gpt --steps 6 --save "$work/moe.safetensors" >"$work/out" 2>&1 || fail "saving experts: $(cat "$work/out")"
+"$train" "${small[@]}" --experts 4 --style gpt --steps 0 --load "$work/moe.safetensors" >"$work/out2" 2>&1 || fail "loading experts: $(cat "$work/out2")"
+a=$(grep -o 'validation loss [0-9.]*' "$work/out") b=$(grep -o 'validation loss [0-9.]*' "$work/out2")
+[ -n "$a" ] && [ "$a" = "$b" ] && ok "a checkpoint restores the experts ($a)" || fail "checkpoint of experts: '$a' then '$b'"
 head -c 1000 "$work/model.safetensors" >"$work/short"
 "$train" "${small[@]}" --load "$work/short" --steps 0 >"$work/out" 2>&1 && fail "a truncated checkpoint was accepted"
 grep -q 'short' "$work/out" && ok "truncated checkpoint: $(grep -m1 train_gpt: "$work/out")" || fail "message for a truncated checkpoint: $(cat "$work/out")"
@@ -135,6 +150,9 @@ expect_error "a misspelt device" "did you mean 'auto'" --device atuo
 expect_error "heads that do not divide" "must be a multiple of --heads" --hidden 100 --heads 3
 expect_error "a graph on the host" "cpu cannot capture graphs" "${small[@]}" --graph
 expect_error "FP8 weights without their scales" "requires --recipe delayed, not --recipe current" "${small[@]}" --recipe current --fp8-weights
+expect_error "more experts a byte than there are" "--top-k 3 must be at most --experts" --experts 2 --top-k 3
+expect_error "experts over tensor-parallel ranks" "--experts does not go with --tp 2" --experts 2 --tp 2
+expect_error "experts in a graph" "--experts does not go with --graph" "${small[@]}" --experts 2 --graph
 expect_error "an unknown device" "cuda:7" "${small[@]}" --device cuda:7
 TE_FL_PERFER=vendor expect_error "a misspelt variable" "TE_FL_PREFER" "${small[@]}" --steps 1
 

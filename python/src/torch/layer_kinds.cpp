@@ -46,6 +46,10 @@ constexpr std::array<Word<nn::QkNorm>, 3> kQkNorms{{{"L2Normalization", nn::QkNo
                                                     {"LayerNorm", nn::QkNorm::kLayerNorm}}};
 constexpr std::array<Word<nn::Normalization>, 2> kNormalizations{
     {{"LayerNorm", nn::Normalization::kLayerNorm}, {"RMSNorm", nn::Normalization::kRMSNorm}}};
+constexpr std::array<Word<nn::ScoreFunction>, 3> kScoreFunctions{
+    {{"sigmoid", nn::ScoreFunction::kSigmoid},
+     {"softmax", nn::ScoreFunction::kSoftmax},
+     {"sqrtsoftplus", nn::ScoreFunction::kSqrtSoftplus}}};
 constexpr std::array<Word<nn::ParallelMode>, 2> kModes{
     {{"column", nn::ParallelMode::kColumn}, {"row", nn::ParallelMode::kRow}}};
 constexpr std::array<Word<DType>, 3> kDTypes{
@@ -107,6 +111,9 @@ class Fields {
   void operator()(const char* name, nn::SoftmaxType& field) { word(name, field, kSoftmaxes); }
   void operator()(const char* name, nn::Normalization& field) {
     word(name, field, kNormalizations);
+  }
+  void operator()(const char* name, nn::ScoreFunction& field) {
+    word(name, field, kScoreFunctions);
   }
   void end(std::string_view kind) const {
     if (PyDict_Size(dict_) == found_) return;
@@ -183,6 +190,27 @@ struct ModuleCall<nn::GroupedLinear> {
     return std::vector<Tensor>{std::move(dx), Tensor(), Tensor(), Tensor()};
   }
 };
+// Memory for MoEAuxiliary's tensors may follow x, in their order; a tensor of shape [0] means none.
+template <>
+struct ModuleCall<nn::MoELayer> {
+  static Result<Tensor> forward(nn::MoELayer& m, const std::vector<Tensor>& in, nn::Ctx* ctx,
+                                const nn::AttentionInputs&, const nn::ForwardOptions& options) {
+    if (in.size() == 1) return m.forward(in[0], ctx, options);
+    if (in.size() != 4) {
+      return Status(StatusCode::kInvalidArgument,
+                    "a moe_layer takes x, and memory for three tensors or none; there are " +
+                        std::to_string(in.size()) + " inputs");
+    }
+    const auto memory = [&](size_t i) { return in[i].numel() > 0 ? in[i] : Tensor(); };
+    nn::MoEAuxiliary auxiliary{
+        .aux_loss = memory(1), .tokens_per_expert = memory(2), .aux_loss_grad = memory(3)};
+    return m.forward(in[0], ctx, options, &auxiliary);
+  }
+  static Result<std::vector<Tensor>> backward(nn::MoELayer& m, const Tensor& dy, nn::Ctx& ctx) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor dx, m.backward(dy, ctx));
+    return std::vector<Tensor>{std::move(dx), Tensor(), Tensor(), Tensor()};
+  }
+};
 template <>
 struct ModuleCall<nn::TransformerLayer> {
   static Result<Tensor> forward(nn::TransformerLayer& m, const std::vector<Tensor>& in,
@@ -216,6 +244,7 @@ struct ModuleCall<nn::DotProductAttention> {
 template <class Options>
 std::optional<int64_t> find_width(const Options& options) {
   if constexpr (requires { options.out_features; }) return options.out_features;
+  if constexpr (std::is_same_v<Options, nn::MoELayerOptions>) return options.hidden_size;
   return std::nullopt;
 }
 
@@ -297,9 +326,10 @@ MakeRunner make(std::string_view kind, PyObject* dict) {
 
 MakeRunner make_runner(std::string_view kind, PyObject* options) {
   using Make = MakeRunner (*)(std::string_view, PyObject*);
-  static constexpr std::array<Word<Make>, 8> kinds{
+  static constexpr std::array<Word<Make>, 9> kinds{
       {{"linear", make<nn::Linear, nn::LinearOptions>},
        {"grouped_linear", make<nn::GroupedLinear, nn::GroupedLinearOptions>},
+       {"moe_layer", make<nn::MoELayer, nn::MoELayerOptions>},
        {"layernorm_linear", make<nn::LayerNormLinear, nn::LayerNormLinearOptions>},
        {"layernorm_mlp", make<nn::LayerNormMLP, nn::LayerNormMLPOptions>},
        {"layernorm", make<nn::LayerNorm, nn::NormOptions>},

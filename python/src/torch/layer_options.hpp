@@ -4,6 +4,7 @@
 #include "te_fl/nn/modules/grouped_linear.hpp"
 #include "te_fl/nn/modules/linear.hpp"
 #include "te_fl/nn/modules/mlp.hpp"
+#include "te_fl/nn/modules/moe_layer.hpp"
 #include "te_fl/nn/modules/norm.hpp"
 #include "te_fl/nn/modules/transformer.hpp"
 
@@ -43,6 +44,34 @@ void read(Fields& fields, nn::GroupedLinearOptions& o) {
   fields("param_dtype", o.param_dtype);
   fields("device", o.device);
   fields("return_bias", o.return_bias);
+  fields("single_grouped_weight", o.single_grouped_weight);
+  fields("single_grouped_bias", o.single_grouped_bias);
+}
+
+template <class Fields>
+void read(Fields& fields, nn::MoELayerOptions& o) {
+  fields("hidden_size", o.hidden_size);
+  fields("ffn_hidden_size", o.ffn_hidden_size);
+  fields("num_experts", o.num_experts);
+  fields("top_k", o.top_k);
+  fields("activation", o.activation);
+  fields("clamp_limit", o.clamp_limit);
+  fields("clamp_alpha", o.clamp_alpha);
+  fields("glu_linear_offset", o.glu_linear_offset);
+  fields("bias", o.bias);
+  fields("score_function", o.score_function);
+  fields("use_pre_softmax", o.use_pre_softmax);
+  fields("num_groups", o.num_groups);
+  fields("group_topk", o.group_topk);
+  fields("scaling_factor", o.scaling_factor);
+  fields("expert_bias", o.expert_bias);
+  fields("aux_loss_coeff", o.aux_loss_coeff);
+  fields("z_loss_coeff", o.z_loss_coeff);
+  fields("shared_ffn_hidden_size", o.shared_ffn_hidden_size);
+  fields("shared_expert_gate", o.shared_expert_gate);
+  fields("single_grouped_weight", o.single_grouped_weight);
+  fields("param_dtype", o.param_dtype);
+  fields("device", o.device);
 }
 
 template <class Fields>

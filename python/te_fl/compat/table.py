@@ -130,13 +130,11 @@ PARTLY = {
     "te_fl.pytorch.functions.general_gemm.general_gemm": {
         "quantization_params": "a quantizer", "gelu": True, "gelu_in": "a tensor", "ub": "a communicator", "ub_type": "a kind", "extra_output": "a tensor",
         "bulk_overlap": True},
-    "te_fl.pytorch.modules.grouped_linear.GroupedLinear": {"ub_overlap_rs": True, "ub_overlap_ag": True, "single_grouped_weight": True,
-                                                   "single_grouped_bias": True},
+    "te_fl.pytorch.modules.grouped_linear.GroupedLinear": {"ub_overlap_rs": True, "ub_overlap_ag": True},
     **{f"te_fl.pytorch.ops.{name}": {"activation_recompute_in_mlp": True} for name in
        "ScaledSReLU ScaledTanhSReLU ScaledSwiGLU ScaledSiTUGLU ScaledClampedQGeGLU".split()},
     "te_fl.pytorch.ops.AllReduce": {"reduce_in_backward": False},
     "te_fl.pytorch.ops.BasicLinear": {"userbuffers_options": {"comm_name": "fc1"}},
-    "te_fl.pytorch.ops.GroupedLinear": {"single_grouped_weight": True, "single_grouped_bias": True},
     "te_fl.pytorch.ops.LayerNorm": {"sm_margin": 4},
     "te_fl.pytorch.ops.RMSNorm": {"sm_margin": 4},
     "te_fl.pytorch.optimizers.FusedAdam": {"amsgrad": True},

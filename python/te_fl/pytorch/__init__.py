@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # names that __getattr__() imports on first access
     from te_fl.pytorch.functions.weights import deinterleave_glu_tensor as deinterleave_glu_tensor, interleave_glu_tensor as interleave_glu_tensor
     from te_fl.pytorch.modules.grouped_linear import GroupedLinear as GroupedLinear
     from te_fl.pytorch.modules.inference import InferenceParams as InferenceParams
+    from te_fl.pytorch.modules.moe_layer import MoELayer as MoELayer
     from te_fl.pytorch.modules.padding import Fp8Padding as Fp8Padding, Fp8Unpadding as Fp8Unpadding
     from te_fl.pytorch.runtime.constants import CPLoadBalancingStrategy as CPLoadBalancingStrategy, DType as DType
     from te_fl.pytorch.runtime.export import onnx_export as onnx_export
@@ -62,14 +63,15 @@ _same_modules.add()
 
 _LATER = ("ops", "optimizers")
 # Names that Transformer Engine does not have, with their modules; imported on first access.
-_OWN = dict.fromkeys(("moe_combine", "moe_dispatch", "start_moe_combine", "start_moe_dispatch"), "te_fl.pytorch.functions.expert_parallel")
+_OWN = {"MoELayer": "te_fl.pytorch.modules.moe_layer",
+        **dict.fromkeys(("moe_combine", "moe_dispatch", "start_moe_combine", "start_moe_dispatch"), "te_fl.pytorch.functions.expert_parallel")}
 
 
 def __getattr__(name: str):
     # Imports less common names on first access, from the module that docs/transformer-engine.md lists.
     if name in _LATER:
         return importlib.import_module(f"te_fl.pytorch.{name}")
-    home = None if name.startswith("_") else _OWN.get(name) or _table.home("transformer_engine.pytorch", name)
+    home = _OWN.get(name) or (None if name.startswith("_") else _table.home("transformer_engine.pytorch", name))
     if home is None:
         raise AttributeError(f"te_fl.pytorch has no {name!r}{'' if name.startswith('_') else _find_replacement(name)}; docs/transformer-engine.md lists "
                              "what there is")

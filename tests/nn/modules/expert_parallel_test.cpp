@@ -2,11 +2,13 @@
 // and wrong arguments. The ranks are threads, or processes of the same machine's Gloo in threads.
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 #include "parallel_fixture.hpp"
 #include "support/expect.hpp"
 #include "te_fl/nn/modules/expert_parallel.hpp"
 #include "te_fl/nn/modules/grouped_linear.hpp"
+#include "te_fl/nn/modules/moe_layer.hpp"
 
 namespace te_fl::nn::testing::expert_parallel_test {
 namespace {
@@ -165,6 +167,102 @@ TEST(ExpertParallel, RowsAreOrderedByExpertAndRank) {
       EXPECT_EQ(values_of(back.probs), first);
     });
   }
+}
+
+// Trains a MoELayer by plain gradient descent and returns the losses. ranks: null for one rank that
+// has all experts and tokens.
+std::vector<double> train(const std::shared_ptr<const Comm>& ranks, MoELayerOptions options,
+                          bool fp8) {
+  constexpr int64_t kWidth = 32, kCount = 20;
+  options.hidden_size = kWidth;
+  options.ffn_hidden_size = 48;
+  options.num_experts = kExperts;
+  options.seed = 11;
+  options.init_std = options.output_init_std = 0.2f;
+  options.expert_ranks = ranks;
+  const auto layer = take(MoELayer::create(options));
+  const int size = ranks == nullptr ? 1 : ranks->size(),
+            rank = ranks == nullptr ? 0 : ranks->rank();
+  int64_t begin = 0, end = 0;  // of the tokens of this rank
+  for (int r = 0; r <= rank; ++r) {
+    begin = end;
+    for (int i = r * 4 / size; i < (r + 1) * 4 / size; ++i) end += kTokens[static_cast<size_t>(i)];
+  }
+  const Values all = random_values(kCount * kWidth, 3), target = random_values(kCount * kWidth, 4);
+  const Values x(all.begin() + begin * kWidth, all.begin() + end * kWidth);
+  const auto over_ranks = [&](const Tensor& t) {
+    if (ranks == nullptr) return;
+    te_fl_all_reduce_args args{};
+    args.input = t;
+    args.output = t;
+    args.comm = ranks->c();
+    check(ops::all_reduce(args));
+  };
+  std::vector<double> losses;
+  for (int step = 0; step < 8; ++step) {
+    Ctx ctx;
+    std::optional<autocast> scope;
+    if (fp8) scope.emplace(true, Float8CurrentScaling{});
+    const Tensor y = take(layer->forward(tensor({end - begin, kWidth}, x), &ctx));
+    scope.reset();
+    Values dy = values_of(y);
+    double loss = 0;
+    for (size_t i = 0; i < dy.size(); ++i) {
+      dy[i] -= target[static_cast<size_t>(begin * kWidth) + i];
+      loss += dy[i] * dy[i];
+      dy[i] *= 2.0 / (kCount * kWidth);
+    }
+    check(layer->backward(tensor({end - begin, kWidth}, dy), ctx).status());
+    const Tensor sum = tensor({1}, {loss});
+    over_ranks(sum);
+    losses.push_back(values_of(sum)[0]);
+    for (const NamedParameter& p : layer->parameters()) {
+      if (!p.parameter->requires_grad) continue;
+      const bool of_experts = p.name.starts_with("fc");  // the others are on all ranks
+      if (!of_experts) over_ranks(p.grad());
+      Values values = values_of(p.value());
+      const Values grad = values_of(p.grad());
+      for (size_t i = 0; i < values.size(); ++i) values[i] -= 0.5 * grad[i];
+      set_values(p.value(), values);
+    }
+    layer->zero_grad();
+  }
+  return losses;
+}
+
+void compare_losses(const MoELayerOptions& options, bool fp8, double tolerance) {
+  const std::vector<double> whole = train(nullptr, options, fp8);
+  EXPECT_LT(whole.back(), 0.95 * whole.front());
+  for (const int size : {1, 2, 4}) {
+    on_ranks(size, [&](const std::shared_ptr<const Comm>& ranks) {
+      const std::vector<double> losses = train(ranks, options, fp8);
+      ASSERT_EQ(losses.size(), whole.size());
+      for (size_t i = 0; i < losses.size(); ++i) {
+        EXPECT_LT(std::abs(losses[i] - whole[i]), tolerance * whole[i])
+            << size << " ranks, step " << i;
+      }
+    });
+  }
+}
+
+TEST(ExpertParallel, AMoELayerLearnsTheSameAtEachDegree) {
+  compare_losses({}, false, 1e-5);
+  compare_losses({.activation = Activation::kGelu, .bias = true, .shared_ffn_hidden_size = 16},
+                 false, 1e-5);
+  compare_losses({.score_function = ScoreFunction::kSigmoid, .single_grouped_weight = false}, false,
+                 1e-5);
+  compare_losses({}, true, 1e-4);
+}
+
+TEST(ExpertParallel, AMoELayerRefusesExpertsThatDoNotDivide) {
+  on_ranks(3, [](const std::shared_ptr<const Comm>& ranks) {
+    const Status status =
+        MoELayer::create(
+            {.hidden_size = 8, .ffn_hidden_size = 8, .num_experts = 8, .expert_ranks = ranks})
+            .status();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    EXPECT_HAS(status.message(), "num_experts is 8; the number of expert_ranks, 3, must divide it");
+  });
 }
 
 TEST(ExpertParallel, OnATape) {

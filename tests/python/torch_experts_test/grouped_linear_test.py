@@ -415,10 +415,45 @@ class Refused(unittest.TestCase):
                 ("num_gemms is 0", ValueError, lambda: te.GroupedLinear(0, 32, 48)),
                 ("bias=True with tp_size = 2", ValueError, lambda: te.GroupedLinear(2, 32, 48, tp_size=2)),
                 ("use_grouped_tensor", TypeError, lambda: te.GroupedLinear(2, 32, 48, use_grouped_tensor="yes")),
-                ("single_grouped_weight", NotImplementedError, lambda: te.GroupedLinear(2, 32, 48, single_grouped_weight=True)),
                 ("did you mean", TypeError, lambda: te.GroupedLinear(2, 32, 48, num_gemm=2))):
             with self.subTest(words), self.assertRaisesRegex(error, words):
                 call()
+
+    def test_one_parameter_for_all_experts(self):
+        """The results, gradients and FP8 state are those of one parameter for each expert, bit for bit."""
+        for recipe in RECIPES:
+            for bias in (True, False):
+                many, _ = pair(bias=bias)
+                one = te.GroupedLinear(3, 32, 48, bias=bias, device="cpu", single_grouped_weight=True, single_grouped_bias=True)
+                names = {"weight": (3, 48, 32), "bias": (3, 48)} if bias else {"weight": (3, 48, 32)}
+                self.assertEqual({n: tuple(p.shape) for n, p in one.named_parameters()}, names)
+                one.load_state_dict(many.state_dict())
+                for splits in SPLITS:
+                    results = []
+                    for layer in (many, one):
+                        x = randn(sum(splits), 32).requires_grad_()
+                        with te.autocast(enabled=recipe is not None, recipe=recipe):
+                            y = layer(x, splits)
+                        y.square().sum().backward()
+                        results.append((y, x.grad))
+                    for a, b in zip(*results, strict=True):
+                        self.same(b, a)
+                for kind in names:
+                    self.same(getattr(one, kind).grad, torch.stack([getattr(many, f"{kind}{i}").grad for i in range(3)]), kind)
+                again = te.GroupedLinear(3, 32, 48, bias=bias, device="cpu")
+                again.load_state_dict(one.state_dict())
+                self.same(again.weight2, many.weight2)
+
+    def test_one_parameter_in_main_grad(self):
+        one = te.GroupedLinear(3, 32, 48, device="cpu", single_grouped_weight=True, single_grouped_bias=True, fuse_wgrad_accumulation=True)
+        one.weight.main_grad = torch.ones(3, 48, 32)
+        x = randn(48, 32)
+        one(x, SPLITS[0]).sum().backward()
+        want = torch.stack([part.sum(0).expand(48, 32) for part in x.split(SPLITS[0])]) + 1
+        torch.testing.assert_close(one.weight.main_grad, want)
+        self.assertEqual(one.bias.grad.shape, (3, 48))
+        with te.quantized_model_init(), self.assertRaisesRegex(Unsupported, "single_grouped_weight = True"):
+            te.GroupedLinear(2, 32, 48, single_grouped_weight=True)
 
     def test_graphs(self):
         layer, x = te.GroupedLinear(2, 32, 48, device="cpu"), randn(8, 32)

@@ -24,6 +24,10 @@ struct GroupedLinearOptions {
   uint64_t seed = 0;
   float init_std = 0.023f;   // weights ~ N(0, init_std^2), biases 0
   bool return_bias = false;  // leave the biases to the caller, see LinearOptions
+  // All weights are one parameter "weight" [num_gemms, out, in], and all biases one parameter
+  // "bias" [num_gemms, out]. A framework then tracks two parameters instead of two per expert.
+  bool single_grouped_weight = false;
+  bool single_grouped_bias = false;
 };
 
 // Memory for the results of GroupedLinear, provided by the caller: compact tensors of the result's
@@ -39,7 +43,7 @@ struct GroupedMemory {
 // concatenated. One op per direction computes the GEMMs of all experts. In FP8 each expert has its
 // own scales, as a Linear would have, and one op quantises the rows of all experts. Results and
 // gradients are equal to those of a loop over Linear. Parameters: weight0 .. [out, in], then bias0
-// .. [out]. FP8 states: gemm0 ...
+// .. [out], or the single parameters of the options. FP8 states: gemm0 ...
 class TE_FL_API GroupedLinear : public Module {
  public:
   static Result<std::unique_ptr<GroupedLinear>> create(const GroupedLinearOptions& options);

@@ -101,8 +101,13 @@ class _Writes:
 _writes = WeakTensorKeyDictionary()  # _Writes by weight tensor
 
 
+def is_weight(p: torch.Tensor) -> bool:
+    """True for the weight of a product [out, in], and for those of all experts in one parameter [experts, out, in]."""
+    return p.dim() >= 2 and not getattr(p, "is_grouped_bias", False)
+
+
 def _takes_main_grad(p: torch.Tensor) -> bool:
-    return p.dim() == 2 and p.requires_grad
+    return is_weight(p) and p.requires_grad
 
 
 def take_writes(parameters: Dict[str, Optional[torch.Tensor]]) -> Dict[str, _Writes]:
@@ -183,7 +188,7 @@ def count_delayed(parameters: Sequence[torch.Tensor]) -> None:
 
 def check_main_grads(parameters: Sequence[torch.Tensor]) -> None:
     for p in parameters:
-        if p.dim() != 2 or not p.requires_grad or hasattr(p, "__fsdp_param__"):
+        if not is_weight(p) or not p.requires_grad or hasattr(p, "__fsdp_param__"):
             continue
         if not isinstance(getattr(p, "main_grad", None), torch.Tensor):
             raise AttributeError(f"fuse_wgrad_accumulation adds the gradient of a weight {tuple(p.shape)} to its main_grad, and it has none; "

@@ -8,7 +8,7 @@ import torch
 
 from te_fl import _native
 from te_fl.errors import FailedPrecondition, InvalidArgument
-from te_fl.pytorch.autograd.call import count_delayed, find_delayed_main_grads
+from te_fl.pytorch.autograd.call import count_delayed, find_delayed_main_grads, is_weight
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.runtime.dtypes import LIKE
 
@@ -78,7 +78,7 @@ class DelaysWgrad:
         """Refuses PyTorch gradient hooks on the parameters: deferred gradients would bypass them."""
         for name in self._delayed_names:
             p = getattr(self, name)
-            late = p.dim() == 2 or not quantization.enabled()
+            late = is_weight(p) or not quantization.enabled()
             if late and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
                 raise FailedPrecondition(f"{type(self).__name__}: {name} has a hook for its gradient, which with "
                                          "delay_wgrad_compute backward_dw() computes outside of PyTorch's backward; use "

@@ -14,6 +14,7 @@ from te_fl.pytorch.autograd.given_memory import GradientInto, ResultInto, count_
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
+from te_fl.pytorch.modules.grouped_parameters import EachExpert, expert_names, regroup
 from te_fl.pytorch.modules.parallel import divided, mark_product
 from te_fl.pytorch.modules.parameters import default_init, parameter_dtype
 from te_fl.pytorch.runtime import refuse as rules
@@ -32,12 +33,14 @@ class GroupedLinear(TransformerEngineBaseModule):
     output gradients are instead quantised expert by expert, together with their sums. parallel_mode, tp_size and tp_group determine only the shapes
     of the weights: the module has no collective, and the ranks exchange tokens before and after it. return_bias returns a list of biases.
     save_original_input and use_grouped_tensor have no effect: te-fl chooses what the forward saves, and always uses grouped ops.
-    single_grouped_weight and single_grouped_bias are refused; checkpoints of such modules can be loaded. The other arguments are Linear's.
+    single_grouped_weight: one parameter weight [num_gemms, out_features, in_features] for all experts; single_grouped_bias: one parameter bias
+    [num_gemms, out_features]. Autograd and the optimizer then have one tensor instead of one for each expert. Checkpoints of either form can be
+    loaded. The other arguments are Linear's.
     """
 
     _kind = "grouped_linear"
     num_gemms = 0
-    single_grouped_weight = single_grouped_bias = ub_overlap_ag = ub_overlap_rs = False  # refused, or without effect
+    single_grouped_weight = single_grouped_bias = ub_overlap_ag = ub_overlap_rs = False
 
     @checks_keywords()
     def __init__(self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False,
@@ -55,9 +58,11 @@ class GroupedLinear(TransformerEngineBaseModule):
         rules.tensor_parallel("GroupedLinear", tp_group, tp_size)
         rules.parallel_mode("GroupedLinear", parallel_mode)
         rules.only("GroupedLinear", *((n, bool(v), False, "te-fl has no Userbuffers; leave it out") for n, v in
-                                      (("ub_overlap_rs", ub_overlap_rs), ("ub_overlap_ag", ub_overlap_ag))),
-                   *((n, bool(v), False, "each expert has a parameter of its own; leave it out") for n, v in
-                     (("single_grouped_weight", single_grouped_weight), ("single_grouped_bias", single_grouped_bias))))
+                                      (("ub_overlap_rs", ub_overlap_rs), ("ub_overlap_ag", ub_overlap_ag))))
+        self.single_grouped_weight, self.single_grouped_bias = bool(single_grouped_weight), bool(single_grouped_bias and bias)
+        if self.single_grouped_weight and self._model_init is not None:
+            raise refuse("GroupedLinear", "single_grouped_weight", True, "inside quantized_model_init each expert has codes and a scale of its own; "
+                         "leave it out")
         if use_grouped_tensor not in (None, True, False):
             raise TypeError(f"GroupedLinear: use_grouped_tensor is {use_grouped_tensor!r}; it is a bool or None")
         self._divide(tp_group, tp_size, sequence_parallel)
@@ -73,19 +78,32 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
         self._add_experts(init_method or default_init, device_of(device))
-        self.reset_parameters(defer_init=self.weight0.device.type == "meta")
+        self.reset_parameters(defer_init=getattr(self, self._weight_names[0]).device.type == "meta")
         self._delay_wgrad(delay_wgrad_compute, False, self._read_names)
 
     def _add_experts(self, init: Callable, device: torch.device) -> None:
-        self._weight_names, self._bias_names = (tuple(f"{kind}{i}" for i in range(self.num_gemms)) for kind in ("weight", "bias"))
+        self._weight_names = expert_names("weight", self.num_gemms, self.single_grouped_weight)
+        self._bias_names = expert_names("bias", self.num_gemms, self.single_grouped_bias)
         self._read_names = self._weight_names + (self._bias_names if self.use_bias else ())
-        for weight, bias in zip(self._weight_names, self._bias_names):
-            self._add_weight(weight, torch.empty(self.out_features, self.in_features, dtype=self.params_dtype, device=device), init,
-                             self.get_rng_state_tracker)
-            if self.use_bias:
-                self._add_parameter(bias, torch.empty(self.out_features, dtype=self.params_dtype, device=device), torch.nn.init.zeros_)
-            else:
-                setattr(self, bias, torch.empty(0, dtype=self.params_dtype, device=device))
+        dtype, experts = self.params_dtype, (self.num_gemms,)
+        weight_shape, bias_shape = (self.out_features, self.in_features), (self.out_features,)
+        if self.single_grouped_weight:
+            weight_shape, init = (*experts, *weight_shape), EachExpert(init)  # type: ignore[assignment]
+        if self.single_grouped_bias:
+            bias_shape = (*experts, *bias_shape)  # type: ignore[assignment]
+        # Weight and bias of an expert follow one another, because optimizer states depend on the order of parameters.
+        weights, biases = list(self._weight_names), list(self._bias_names)
+        while weights or biases:
+            if weights:
+                self._add_weight(weights.pop(0), torch.empty(weight_shape, dtype=dtype, device=device), init, self.get_rng_state_tracker)
+            if biases:
+                name = biases.pop(0)
+                if not self.use_bias:
+                    setattr(self, name, torch.empty(0, dtype=dtype, device=device))
+                    continue
+                self._add_parameter(name, torch.empty(bias_shape, dtype=dtype, device=device), torch.nn.init.zeros_)
+                if self.single_grouped_bias:
+                    getattr(self, name).is_grouped_bias = True
 
     def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
         super().reset_parameters(bool(defer_init))
@@ -102,7 +120,8 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def _options(self) -> dict:
         return {"num_gemms": self.num_gemms, "in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias,
-                "return_bias": self.use_bias and not self.apply_bias, "param_dtype": DTYPE_NAMES[self.params_dtype]}
+                "return_bias": self.use_bias and not self.apply_bias, "param_dtype": DTYPE_NAMES[self.params_dtype],
+                "single_grouped_weight": self.single_grouped_weight, "single_grouped_bias": self.single_grouped_bias}
 
     @Computed
     def fp8(self) -> bool:
@@ -115,11 +134,9 @@ class GroupedLinear(TransformerEngineBaseModule):
             raise InvalidArgument(f"GroupedLinear: init_fp8_metadata({num_gemms}); the module has num_gemms = {self.num_gemms}")
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
-        for kind, names in (("weight", self._weight_names), ("bias", self._bias_names if self.use_bias else ())):
-            whole = state_dict.get(prefix + kind)
-            if names and whole is not None and prefix + names[0] not in state_dict:  # the checkpoint's module had one parameter for all experts
-                del state_dict[prefix + kind]
-                state_dict.update((prefix + name, part) for name, part in zip(names, whole.unbind(0)))
+        regroup(state_dict, prefix, "weight", self.num_gemms, self.single_grouped_weight)
+        if self.use_bias:
+            regroup(state_dict, prefix, "bias", self.num_gemms, self.single_grouped_bias)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     # -- a forward
@@ -167,7 +184,10 @@ class GroupedLinear(TransformerEngineBaseModule):
         if out is not None:
             y = ResultInto.apply(y, out)
         y = y if out is not None or inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
-        return (y, [getattr(self, name).to(y.dtype) for name in self._bias_names]) if self.return_bias else y
+        return (y, [bias.to(y.dtype) for bias in self._each_bias()]) if self.return_bias else y
+
+    def _each_bias(self) -> Sequence[torch.Tensor]:
+        return self.bias.unbind(0) if self.single_grouped_bias else [getattr(self, name) for name in self._bias_names]
 
     def _compute(self, inputs: Tuple[torch.Tensor, ...], first: Optional[bool]) -> torch.Tensor:
         return self._run(inputs, self._own(), first, accumulates=self.fuse_wgrad_accumulation)

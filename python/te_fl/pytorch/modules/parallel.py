@@ -39,15 +39,17 @@ def set_parallel(param: Any, dim: int) -> None:
 def mark_product(module: Any, weights: Iterable[str], biases: Iterable[str]) -> None:
     """Marks the weights and biases with these names of a product with a parallel_mode."""
     for name in weights:
-        set_parallel(getattr(module, name), 1 if module.parallel_mode == "row" else 0)
+        weight = getattr(module, name)
+        set_parallel(weight, weight.dim() - (1 if module.parallel_mode == "row" else 2))
     for name in biases:
+        bias = getattr(module, name)
         if module.parallel_mode == "row":
-            getattr(module, name).sequence_parallel = module.sequence_parallel
+            bias.sequence_parallel = module.sequence_parallel
         elif module.parallel_mode == "column":
-            set_parallel(getattr(module, name), 0)
+            set_parallel(bias, bias.dim() - 1)
 
 
-_MARKS = ("sequence_parallel", "tensor_model_parallel", "partition_dim", "partition_stride")
+_MARKS = ("sequence_parallel", "tensor_model_parallel", "partition_dim", "partition_stride", "is_grouped_bias")
 
 
 def find_marks(param: Any) -> Dict[str, Any]:

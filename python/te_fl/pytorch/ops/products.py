@@ -232,13 +232,16 @@ def _show_loaded_parameters(module: Linear, keys: Any) -> None:
 
 class GroupedLinear(_Product, grouped_linear.GroupedLinear):
     """y_i = x_i A_i^T + b_i for the rows x_i of each of num_groups experts. An extra input holds the row count of each expert, integers [num_groups],
-    which the host reads. scale_bias: a second extra input, [rows], is a factor of each row's bias. single_grouped_weight, single_grouped_bias:
-    refused. delay_wgrad_compute: backward_dw() computes the weights' gradients. Forwards take output and grad_input, preallocated memory for the
+    which the host reads. scale_bias: a second extra input, [rows], is a factor of each row's bias. single_grouped_weight, single_grouped_bias: one
+    parameter for the weights, or biases, of all experts. delay_wgrad_compute: backward_dw() computes the weights' gradients. Forwards take output and grad_input, preallocated memory for the
     result and for the input's gradient. Other arguments as for BasicLinear.
     """
 
     num_extra_inputs = 1
-    _first_weight = "weight0"
+
+    @property
+    def _first_weight(self) -> str:  # type: ignore[override]
+        return self._weight_names[0]
 
     @checks_keywords()
     def __init__(self, num_groups: int, in_features: int, out_features: int, *, bias: bool = True, device: Union[torch.device, str, None] = None,
