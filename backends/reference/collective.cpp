@@ -193,7 +193,7 @@ std::string rows_differ(Ranks ranks) {
   return "";
 }
 
-// The same for rows of experts. Numbers of rows and bytes are compared by rank and expert.
+// Compares the rows of experts likewise. Numbers of rows and bytes are compared by rank and expert.
 std::string experts_rows_differ(Ranks ranks) {
   const auto text = [](size_t n) { return std::to_string(n); };
   const Brought& first = *ranks[0];

@@ -10,7 +10,7 @@
 namespace te_fl::nn {
 namespace {
 
-// What each rank tells each other rank: these fields, and its numbers of rows for that rank's
+// Each rank sends each other rank a message of these fields and its numbers of rows for that rank's
 // experts. More numbers than kHere follow in a second message, when the ranks are known to agree,
 // so that the first message has the same size on all ranks whatever their arguments are.
 enum Field : uint8_t { kExperts, kColumns, kDType, kRows, kSum, kLeast, kRefused, kFields };

@@ -234,7 +234,7 @@ inline std::vector<int64_t> begins_by_rank(const int64_t* rows, int64_t count) {
   for (int64_t i = 0; i < count; ++i) begins.push_back(next), next += rows[i];
   return begins;
 }
-// The same numbers for a tensor that is ordered by expert, then by rank.
+// Returns these numbers for a tensor that is ordered by expert, then by rank.
 inline std::vector<int64_t> begins_by_expert(const int64_t* rows, int64_t count, int64_t ranks) {
   std::vector<int64_t> begins(static_cast<size_t>(count));
   const int64_t experts = count / ranks;
