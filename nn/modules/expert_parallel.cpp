@@ -80,7 +80,7 @@ std::string disagreement(const std::vector<int64_t>& messages, int ranks) {
   return "";
 }
 
-Status refuse(const std::string& why) { return invalid_argument("ExpertRoute: " + why); }
+Status refuse_route(const std::string& why) { return invalid_argument("ExpertRoute: " + why); }
 
 Result<Tensor> empty_rows(const Tensor& like, int64_t rows) {
   Shape shape(like.shape().begin(), like.shape().end());
@@ -120,7 +120,7 @@ Result<RowsWithProbs> RowTransfer::wait() {
 Result<ExpertRoute> ExpertRoute::create(std::shared_ptr<const Comm> ranks,
                                         std::span<const int64_t> rows_of_experts,
                                         const Tensor& rows) {
-  if (ranks == nullptr || !*ranks) return refuse("ranks is empty; give a communicator");
+  if (ranks == nullptr || !*ranks) return refuse_route("ranks is empty; give a communicator");
   const int size = ranks->size();
   const std::string mine = problem(*ranks, rows_of_experts, rows);
   const int64_t experts = mine.empty() ? static_cast<int64_t>(rows_of_experts.size()) / size : 0;
@@ -139,8 +139,8 @@ Result<ExpertRoute> ExpertRoute::create(std::shared_ptr<const Comm> ranks,
     std::copy_n(rows_of_experts.begin() + r * experts, here, to + kFields);
   }
   TE_FL_ASSIGN_OR_RETURN(const std::vector<int64_t> got, exchange(*ranks, message, kWidth));
-  if (!mine.empty()) return refuse(mine);
-  if (const std::string why = disagreement(got, size); !why.empty()) return refuse(why);
+  if (!mine.empty()) return refuse_route(mine);
+  if (const std::string why = disagreement(got, size); !why.empty()) return refuse_route(why);
 
   ExpertRoute route;
   route.sent_.assign(rows_of_experts.begin(), rows_of_experts.end());
@@ -174,9 +174,9 @@ Result<RowTransfer> ExpertRoute::start(bool dispatches, const Tensor& rows, cons
   const std::vector<int64_t>& received = dispatches ? received_ : sent_;
   const int64_t awaited = std::accumulate(sent.begin(), sent.end(), int64_t{0});
   if (!rows.defined() || rows.rank() != 2 || rows.quantized() || rows.size(0) != awaited) {
-    return refuse(std::string(dispatches ? "dispatch" : "combine") + ": rows is " +
-                  (rows.defined() ? rows.describe() : std::string("undefined")) +
-                  "; it is an unquantised matrix of " + std::to_string(awaited) + " rows");
+    return refuse_route(std::string(dispatches ? "dispatch" : "combine") + ": rows is " +
+                        (rows.defined() ? rows.describe() : std::string("undefined")) +
+                        "; it is an unquantised matrix of " + std::to_string(awaited) + " rows");
   }
   RowTransfer transfer;
   TE_FL_ASSIGN_OR_RETURN(transfer.sent_.rows, detail::compact(rows));
