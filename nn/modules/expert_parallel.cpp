@@ -18,7 +18,7 @@ constexpr int64_t kHere = 57;
 constexpr int64_t kWidth = kFields + kHere;
 
 // Exchanges a row of `width` integers with each rank.
-Result<std::vector<int64_t>> exchange(const Comm& ranks, const std::vector<int64_t>& values,
+Result<std::vector<int64_t>> exchange(ExpertRanks& ranks, const std::vector<int64_t>& values,
                                       int64_t width) {
   const std::array<int64_t, 2> shape = {ranks.size(), width};
   TE_FL_ASSIGN_OR_RETURN(Tensor from, Tensor::empty(shape, DType::kI64));
@@ -27,18 +27,14 @@ Result<std::vector<int64_t>> exchange(const Comm& ranks, const std::vector<int64
     TE_FL_ASSIGN_OR_RETURN(from, from.to(ranks.device()));
   }
   TE_FL_ASSIGN_OR_RETURN(const Tensor to, Tensor::empty(shape, DType::kI64, ranks.device()));
-  te_fl_all_to_all_args args{};
-  args.input = from;
-  args.output = to;
-  args.comm = ranks.c();
-  TE_FL_RETURN_IF_ERROR(ops::all_to_all(args, detail::call_options(ranks.device())));
+  TE_FL_RETURN_IF_ERROR(ranks.all_to_all(from, to));
   TE_FL_ASSIGN_OR_RETURN(const Tensor host, to.to(Device()));
   const auto* first = host.data<int64_t>();
   return std::vector<int64_t>(first, first + host.numel());
 }
 
 // Returns why the arguments of this rank are refused; empty if they are right.
-std::string problem(const Comm& ranks, std::span<const int64_t> counts, const Tensor& rows) {
+std::string problem(const ExpertRanks& ranks, std::span<const int64_t> counts, const Tensor& rows) {
   if (!rows.defined() || rows.rank() != 2 || rows.quantized() || rows.device() != ranks.device()) {
     return "rows is " + (rows.defined() ? rows.describe() : std::string("undefined")) +
            "; it is an unquantised matrix on " + to_string(ranks.device());
@@ -88,7 +84,43 @@ Result<Tensor> empty_rows(const Tensor& like, int64_t rows) {
   return Tensor::empty(shape, like.dtype(), like.device());
 }
 
+class CommExperts final : public ExpertRanks {
+ public:
+  explicit CommExperts(std::shared_ptr<const Comm> ranks) : ranks_(std::move(ranks)) {}
+  int size() const noexcept override { return ranks_->size(); }
+  int rank() const noexcept override { return ranks_->rank(); }
+  Device device() const override { return ranks_->device(); }
+  Status all_to_all(const Tensor& from, const Tensor& to) override {
+    te_fl_all_to_all_args args{};
+    args.input = from;
+    args.output = to;
+    args.comm = ranks_->c();
+    return ops::all_to_all(args, detail::call_options(from.device()));
+  }
+  Status move_rows(bool dispatches, const RowsWithProbs& from, const RowsWithProbs& to,
+                   std::span<const int64_t> sent, std::span<const int64_t> received) override {
+    te_fl_moe_transfer_args args{};
+    args.input = from.rows;
+    args.output = to.rows;
+    if (from.probs.defined()) {
+      args.probs = from.probs;
+      args.output_probs = to.probs;
+    }
+    args.comm = ranks_->c();
+    args.input_rows = sent.data();
+    args.output_rows = received.data();
+    args.input_rows_count = args.output_rows_count = static_cast<int64_t>(sent.size());
+    const CallOptions options = detail::call_options(from.rows.device());
+    return dispatches ? ops::moe_dispatch(args, options) : ops::moe_combine(args, options);
+  }
+
+ private:
+  std::shared_ptr<const Comm> ranks_;
+};
+
 }  // namespace
+
+ExpertRanks::~ExpertRanks() = default;
 
 RowTransfer& RowTransfer::operator=(RowTransfer&& other) noexcept {
   std::swap(sent_, other.sent_);
@@ -121,6 +153,12 @@ Result<ExpertRoute> ExpertRoute::create(std::shared_ptr<const Comm> ranks,
                                         std::span<const int64_t> rows_of_experts,
                                         const Tensor& rows) {
   if (ranks == nullptr || !*ranks) return refuse_route("ranks is empty; give a communicator");
+  return create(std::make_shared<CommExperts>(std::move(ranks)), rows_of_experts, rows);
+}
+
+Result<ExpertRoute> ExpertRoute::create(std::shared_ptr<ExpertRanks> ranks,
+                                        std::span<const int64_t> rows_of_experts,
+                                        const Tensor& rows) {
   const int size = ranks->size();
   const std::string mine = problem(*ranks, rows_of_experts, rows);
   const int64_t experts = mine.empty() ? static_cast<int64_t>(rows_of_experts.size()) / size : 0;
@@ -182,20 +220,13 @@ Result<RowTransfer> ExpertRoute::start(bool dispatches, const Tensor& rows, cons
   TE_FL_ASSIGN_OR_RETURN(transfer.sent_.rows, detail::compact(rows));
   const int64_t count = std::accumulate(received.begin(), received.end(), int64_t{0});
   TE_FL_ASSIGN_OR_RETURN(transfer.received_.rows, empty_rows(rows, count));
-  te_fl_moe_transfer_args args{};
   if (probs.defined()) {
     TE_FL_ASSIGN_OR_RETURN(transfer.sent_.probs, detail::compact(probs));
     TE_FL_ASSIGN_OR_RETURN(transfer.received_.probs, empty_rows(probs, count));
-    args.probs = transfer.sent_.probs;
-    args.output_probs = transfer.received_.probs;
   }
-  args.input = transfer.sent_.rows;
-  args.output = transfer.received_.rows;
-  args.comm = ranks_->c();
-  args.input_rows = sent.data();
-  args.output_rows = received.data();
-  args.input_rows_count = args.output_rows_count = static_cast<int64_t>(sent.size());
-  const auto call = dispatches ? &ops::moe_dispatch : &ops::moe_combine;
+  const auto move = [&] {
+    return ranks_->move_rows(dispatches, transfer.sent_, transfer.received_, sent, received);
+  };
   const Device& device = rows.device();
   if (beside && !device.is_host()) {
     Result<Stream> side = Stream::create(device);
@@ -206,7 +237,7 @@ Result<RowTransfer> ExpertRoute::start(bool dispatches, const Tensor& rows, cons
     }
   }
   if (transfer.side_.get() == nullptr) {  // the host, or a device without streams
-    TE_FL_RETURN_IF_ERROR(call(args, detail::call_options(device)));
+    TE_FL_RETURN_IF_ERROR(move());
     return transfer;
   }
   TE_FL_ASSIGN_OR_RETURN(Event ready, Event::create(device));
@@ -215,7 +246,7 @@ Result<RowTransfer> ExpertRoute::start(bool dispatches, const Tensor& rows, cons
   TE_FL_RETURN_IF_ERROR(transfer.side_.wait(ready));
   transfer.flies_ = true;
   const StreamScope scope(transfer.side_);
-  TE_FL_RETURN_IF_ERROR(call(args, detail::call_options(device)));
+  TE_FL_RETURN_IF_ERROR(move());
   TE_FL_RETURN_IF_ERROR(transfer.done_.record(transfer.side_.get()));
   return transfer;
 }

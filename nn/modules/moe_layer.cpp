@@ -81,15 +81,27 @@ Status check_groups(const MoELayerOptions& o) {
   return {};
 }
 
+// The part of the experts that this rank has.
+struct Share {
+  explicit Share(const MoELayerOptions& o) {
+    if (o.framework_expert_ranks != nullptr) {
+      ranks = o.framework_expert_ranks->size(), rank = o.framework_expert_ranks->rank();
+    } else if (o.expert_ranks != nullptr) {
+      ranks = o.expert_ranks->size(), rank = o.expert_ranks->rank();
+    }
+  }
+  int64_t ranks = 1, rank = 0;
+};
+
 Status check_options(const MoELayerOptions& o) {
   for (const auto& [field, value] :
        {std::pair("hidden_size", o.hidden_size), std::pair("ffn_hidden_size", o.ffn_hidden_size),
         std::pair("num_experts", o.num_experts)}) {
     TE_FL_RETURN_IF_ERROR(detail::check_size(kLayer, field, value));
   }
-  if (o.expert_ranks != nullptr && o.num_experts % o.expert_ranks->size() != 0) {
+  if (o.num_experts % Share(o).ranks != 0) {
     return refuse("num_experts is " + std::to_string(o.num_experts) +
-                  "; the number of expert_ranks, " + std::to_string(o.expert_ranks->size()) +
+                  "; the number of expert_ranks, " + std::to_string(Share(o).ranks) +
                   ", must divide it");
   }
   if (o.top_k < 1 || o.top_k > o.num_experts) {
@@ -134,10 +146,9 @@ Status check_options(const MoELayerOptions& o) {
 Result<std::unique_ptr<detail::GroupedGemm>> make_experts(const MoELayerOptions& o, bool second) {
   const uint64_t seed = init::subseed(o.seed, second ? 2 : 1);
   std::vector<std::unique_ptr<detail::GemmUnit>> units;
-  const int64_t ranks = o.expert_ranks == nullptr ? 1 : o.expert_ranks->size();
-  const int64_t first =
-      o.expert_ranks == nullptr ? 0 : o.expert_ranks->rank() * o.num_experts / ranks;
-  for (int64_t i = first; i < first + o.num_experts / ranks; ++i) {
+  const Share share(o);
+  const int64_t count = o.num_experts / share.ranks, first = share.rank * count;
+  for (int64_t i = first; i < first + count; ++i) {
     TE_FL_ASSIGN_OR_RETURN(
         auto unit,
         detail::make_gemm(
@@ -408,9 +419,12 @@ Result<Tensor> MoELayer::forward(const Tensor& x, Ctx* ctx, const ForwardOptions
   TE_FL_ASSIGN_OR_RETURN(
       detail::ExpertRows rows,
       detail::dispatch(tokens, routing, counts, detail::row_alignment(mode), record->dispatched));
-  if (o.expert_ranks != nullptr) {
-    TE_FL_ASSIGN_OR_RETURN(record->route,
-                           ExpertRoute::create(o.expert_ranks, rows.splits, rows.rows));
+  if (o.expert_ranks != nullptr || o.framework_expert_ranks != nullptr) {
+    const bool framework = o.framework_expert_ranks != nullptr;
+    TE_FL_ASSIGN_OR_RETURN(
+        record->route, framework
+                           ? ExpertRoute::create(o.framework_expert_ranks, rows.splits, rows.rows)
+                           : ExpertRoute::create(o.expert_ranks, rows.splits, rows.rows));
     TE_FL_ASSIGN_OR_RETURN(RowsWithProbs moved, record->route->dispatch(rows.rows, rows.probs));
     rows = {std::move(moved.rows), std::move(moved.probs), record->route->splits()};
   }

@@ -1,6 +1,7 @@
 """The functions that each rank runs for expert_parallel_test.py."""
 
 import contextlib
+import copy
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import te_fl.pytorch as te
-from te_fl.common.recipe import Float8BlockScaling
+from te_fl.common.recipe import Float8BlockScaling, Float8CurrentScaling
 from te_fl.pytorch.distributed import collectives
 from te_fl.pytorch.functions import expert_parallel
 from trouble_cases import catch_error
@@ -301,6 +302,62 @@ def train(rank, ranks, dtype, recipe, fp8, hidden=128, count=64, steps=10):
         dist.all_reduce(total)
         losses.append(total.item())
     return losses
+
+
+def module(ranks, rank, group, options):
+    """A MoELayer with this rank's experts of one with all experts."""
+    torch.manual_seed(9)
+    options = {"init_method": lambda t: torch.nn.init.normal_(t, std=0.2), **options}
+    whole = te.MoELayer(64, 48, EXPERTS, TOP, device="cpu", **options)
+    if group is None:
+        return whole
+    mine, each = te.MoELayer(64, 48, EXPERTS, TOP, device="cpu", ep_group=group, **options), EXPERTS // ranks
+    state = {name: value[rank * each:(rank + 1) * each] if name.startswith("fc") else value for name, value in whole.state_dict().items()
+             if isinstance(value, torch.Tensor)}
+    mine.load_state_dict(state, strict=False)
+    return mine
+
+
+MODULES = {"plain": {}, "biases and shared experts": {"bias": True, "activation": "gelu", "shared_ffn_hidden_size": 32},
+           "in FP8": {"params_dtype": torch.bfloat16}}
+
+
+def module_losses(divided=True):
+    """Returns the losses of ten steps of each of MODULES, divided over the ranks or on this rank alone with all tokens."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if divided else (0, 1)
+    group = dist.group.WORLD if divided else None
+    x = torch.randn(sum(TOKENS), 64, generator=torch.Generator().manual_seed(4))
+    target, tokens, results = x.roll(1, 1), tokens_of(rank, ranks), {}
+    for name, options in MODULES.items():
+        layer, losses = module(ranks, rank, group, options), []
+        dtype = options.get("params_dtype", torch.float32)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+        for _ in range(10):
+            with te.autocast(enabled=name == "in FP8", recipe=Float8CurrentScaling()):
+                y = layer(x[tokens].to(dtype))
+            loss = (y.float() - target[tokens]).square().sum() / target.numel()
+            optimizer.zero_grad()
+            loss.backward()
+            total = loss.detach().clone()
+            if divided:
+                dist.all_reduce(total)
+                for key, p in layer.named_parameters():
+                    if not key.startswith("fc"):
+                        dist.all_reduce(p.grad)
+            optimizer.step()
+            losses.append(total.item())
+        results[name] = losses
+    return results
+
+
+def module_mistakes():
+    """Returns the errors of a MoELayer with a group: experts that do not divide, another group's size, a copy without a group."""
+    layer = module(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, {})
+    copied, x = copy.deepcopy(layer), torch.ones(2, 64)
+    errors = [catch_error(lambda: te.MoELayer(8, 8, 5, device="cpu", ep_group=dist.group.WORLD)), catch_error(lambda: layer.set_expert_parallel_group(None)),
+              catch_error(lambda: copied(x))]
+    copied.set_expert_parallel_group(dist.group.WORLD)
+    return errors, torch.equal(copied(x), layer(x)), layer.fc1_weight.shape[0]
 
 
 def killed():

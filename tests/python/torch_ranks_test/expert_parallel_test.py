@@ -116,6 +116,23 @@ class ExpertParallel(unittest.TestCase):
                     for got, want in zip(losses[name], first[name]):
                         self.assertLess(abs(got - want), tolerance * want, (degree, name))
 
+    def test_module_learns_the_same_at_each_degree(self):
+        whole = cases.module_losses(divided=False)
+        for losses in whole.values():
+            self.assertLess(losses[-1], 0.98 * losses[0])
+        for degree in (2, 4):
+            for losses in on_ranks(cases.module_losses, degree):
+                for name, tolerance in (("plain", 1e-5), ("biases and shared experts", 1e-5), ("in FP8", 5e-3)):
+                    for got, want in zip(losses[name], whole[name]):
+                        self.assertLess(abs(got - want), tolerance * want, (degree, name))
+
+    def test_module_refuses(self):
+        for errors, equal, experts in on_ranks(cases.module_mistakes):
+            for error, text in zip(errors, ("num_experts is 5; the 2 ranks of ep_group have equally many experts", "ep_group has 1 ranks, and .* divided over 2",
+                                            "FailedPrecondition.*divided over 2 ranks, and it has no group; call set_expert_parallel_group")):
+                self.assertRegex(error, text)
+            self.assertEqual((equal, experts), (True, 4))
+
     def test_killed_rank(self):
         ranks = Ranks(2)
         try:

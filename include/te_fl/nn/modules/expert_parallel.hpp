@@ -21,6 +21,25 @@ struct RowsWithProbs {
   Tensor probs;  // [R]
 };
 
+// Interface to the ranks over which experts are divided, for a framework's process group. (A
+// te_fl::Comm is used directly.) All ranks make the same calls in the same order, each ordered on
+// the calling thread's current stream of the device.
+class TE_FL_API ExpertRanks {
+ public:
+  ExpertRanks() = default;
+  ExpertRanks(const ExpertRanks&) = delete;
+  ExpertRanks& operator=(const ExpertRanks&) = delete;
+  virtual ~ExpertRanks();
+  virtual int size() const noexcept = 0;
+  virtual int rank() const noexcept = 0;
+  virtual Device device() const = 0;
+  // The op all_to_all.
+  virtual Status all_to_all(const Tensor& from, const Tensor& to) = 0;
+  // The op moe_dispatch or moe_combine.
+  virtual Status move_rows(bool dispatches, const RowsWithProbs& from, const RowsWithProbs& to,
+                           std::span<const int64_t> sent, std::span<const int64_t> received) = 0;
+};
+
 // Rows that are on their way to other ranks. Movable. wait() returns the received rows, and the
 // calling thread's stream waits for them; call it once, on the thread that began the transfer. On
 // devices with streams the transfer runs on a stream of its own, beside what the caller enqueues
@@ -55,6 +74,9 @@ class TE_FL_API ExpertRoute {
   static Result<ExpertRoute> create(std::shared_ptr<const Comm> ranks,
                                     std::span<const int64_t> rows_of_experts, const Tensor& rows);
 
+  static Result<ExpertRoute> create(std::shared_ptr<ExpertRanks> ranks,
+                                    std::span<const int64_t> rows_of_experts, const Tensor& rows);
+
   // The number of rows of each of this rank's experts after dispatch(): GroupedLinear's splits.
   const std::vector<int64_t>& splits() const noexcept { return splits_; }
 
@@ -76,7 +98,7 @@ class TE_FL_API ExpertRoute {
   Result<RowTransfer> start(bool dispatches, const Tensor& rows, const Tensor& probs,
                             bool beside) const;
 
-  std::shared_ptr<const Comm> ranks_;
+  std::shared_ptr<ExpertRanks> ranks_;
   std::vector<int64_t> sent_, received_;  // numbers of rows by rank and its expert
   std::vector<int64_t> splits_;
 };

@@ -14,6 +14,8 @@ enum class ScoreFunction : uint8_t { kSigmoid, kSoftmax, kSqrtSoftplus };
 TE_FL_API std::string_view name(ScoreFunction function) noexcept;  // "sigmoid"
 TE_FL_API Result<ScoreFunction> parse_score_function(std::string_view text);
 
+class ExpertRanks;
+
 struct MoELayerOptions {
   int64_t hidden_size = 0;
   int64_t ffn_hidden_size = 0;  // of each expert
@@ -50,6 +52,8 @@ struct MoELayerOptions {
   // of num_experts / n experts, from r num_experts / n on, and tokens of its own. Null: this rank
   // has all experts.
   std::shared_ptr<const Comm> expert_ranks = {};
+  // A framework's process group, used instead of expert_ranks.
+  std::shared_ptr<ExpertRanks> framework_expert_ranks = {};
 };
 
 }  // namespace te_fl::nn
