@@ -396,7 +396,7 @@ class State(Same):
         self.assertRaisesRegex(InvalidArgument, "num_gemms = 3", grouped.init_fp8_metadata)
 
 
-class Refused(unittest.TestCase):
+class Refused(Same):
     def test_bad_input(self):
         layer, x = te.GroupedLinear(2, 32, 48, device="cpu"), randn(8, 32)
         square = te.GroupedLinear(2, 32, 32, device="cpu")
@@ -454,6 +454,14 @@ class Refused(unittest.TestCase):
         self.assertEqual(one.bias.grad.shape, (3, 48))
         with te.quantized_model_init(), self.assertRaisesRegex(Unsupported, "single_grouped_weight = True"):
             te.GroupedLinear(2, 32, 48, single_grouped_weight=True)
+
+    def test_one_parameter_as_an_operation(self):
+        many = te.ops.GroupedLinear(3, 32, 48, device="cpu")
+        one = te.ops.GroupedLinear(3, 32, 48, device="cpu", single_grouped_weight=True, single_grouped_bias=True)
+        self.assertEqual([n for n, _ in one.named_parameters()], ["weight", "bias"])
+        one.load_state_dict(many.state_dict())
+        x, splits = randn(48, 32), torch.tensor(SPLITS[0])
+        self.same(te.ops.Sequential(one)(x, splits), te.ops.Sequential(many)(x, splits))
 
     def test_graphs(self):
         layer, x = te.GroupedLinear(2, 32, 48, device="cpu"), randn(8, 32)

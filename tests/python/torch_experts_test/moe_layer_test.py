@@ -2,6 +2,7 @@
 
 import copy
 import pathlib
+import pickle
 import subprocess
 import sys
 import unittest
@@ -9,7 +10,7 @@ import unittest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch_oracle import randn
+from torch_oracle import DEVICES, randn
 
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
@@ -23,7 +24,7 @@ torch.set_num_threads(1)  # the matrices are too small for more threads
 
 def layer(experts=4, top_k=2, seed=0, **options):
     torch.manual_seed(seed)
-    made = te.MoELayer(HIDDEN, FFN, experts, top_k, device="cpu", **{"init_method": lambda w: torch.nn.init.normal_(w, std=0.3), **options})
+    made = te.MoELayer(HIDDEN, FFN, experts, top_k, **{"device": "cpu", "init_method": lambda w: torch.nn.init.normal_(w, std=0.3), **options})
     with torch.no_grad():
         for name, p in made.named_parameters():
             if "bias" in name:
@@ -80,13 +81,14 @@ def call(m, x, recipe=None):
 
 
 def distance(a, b):
-    return float((a.double() - b.double()).norm() / b.double().norm())
+    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm())
 
 
 class AgainstALoop(unittest.TestCase):
     def check(self, m, recipe=None, tolerance=2e-5, dtype=torch.float32):
-        x = randn(3, TOKENS // 3, HIDDEN, dtype=dtype).requires_grad_()
-        grad = randn(*x.shape, seed=5, dtype=dtype)
+        device = m.router_weight.device
+        x = randn(3, TOKENS // 3, HIDDEN, dtype=dtype, device=device).requires_grad_()
+        grad = randn(*x.shape, seed=5, dtype=dtype, device=device)
         y, loss = call(m, x, recipe)
         self.assertEqual((y.dtype, y.shape), (dtype, x.shape))
         ((y * grad).sum() + 3 * loss).backward()
@@ -95,7 +97,7 @@ class AgainstALoop(unittest.TestCase):
         want, want_loss = loop(m, own.view(-1, HIDDEN), params)
         ((want * grad.double().view(-1, HIDDEN)).sum() + 3 * want_loss).backward()
         self.assertLess(distance(y.view(-1, HIDDEN), want), tolerance)
-        self.assertAlmostEqual(float(loss), float(want_loss), delta=1e-5 + tolerance * abs(float(want_loss)))
+        self.assertAlmostEqual(loss.item(), want_loss.item(), delta=1e-5 + tolerance * abs(want_loss.item()))
         self.assertLess(distance(x.grad, own.grad), tolerance)
         for name, p in m.named_parameters():
             # in FP8, small gradients of the router are differences of rounded numbers
@@ -107,21 +109,23 @@ class AgainstALoop(unittest.TestCase):
                         {"aux_loss_coeff": 0.5}, {"z_loss_coeff": 0.1, "aux_loss_coeff": 0.5}, {"shared_ffn_hidden_size": 16},
                         {"shared_ffn_hidden_size": 16, "shared_expert_gate": True, "bias": True}, {"experts": 4, "top_k": 4},
                         {"experts": 24, "top_k": 1, "score_function": "sigmoid"}):
-            with self.subTest(options):
-                self.check(layer(**options))
+            for device in DEVICES:
+                with self.subTest(options, device=device):
+                    self.check(layer(device=device, **options))
 
     def test_dtypes_and_recipes(self):
-        self.check(layer(params_dtype=torch.bfloat16), dtype=torch.bfloat16, tolerance=2e-2)
-        for recipe in RECIPES[1:]:
-            with self.subTest(type(recipe).__name__):
-                m = layer(shared_ffn_hidden_size=16)
-                for _ in range(2):  # delayed scaling gets its scales
-                    call(m, randn(TOKENS, HIDDEN), recipe)[0].backward(randn(TOKENS, HIDDEN, seed=5))
-                    m.zero_grad()
-                self.check(m, recipe, tolerance=0.12)
+        for device in DEVICES:
+            self.check(layer(params_dtype=torch.bfloat16, device=device), dtype=torch.bfloat16, tolerance=2e-2)
+            for recipe in RECIPES[1:]:
+                with self.subTest(type(recipe).__name__, device=device):
+                    m = layer(shared_ffn_hidden_size=16, device=device)
+                    for _ in range(2):  # delayed scaling gets its scales
+                        call(m, randn(TOKENS, HIDDEN, device=device), recipe)[0].backward(randn(TOKENS, HIDDEN, seed=5, device=device))
+                        m.zero_grad()
+                    self.check(m, recipe, tolerance=0.12)
 
     def test_experts_are_grouped_linear_in_fp8(self):
-        """The output in FP8 is that of the same rows through GroupedLinear, bit for bit: the same codes and products."""
+        """The output in FP8 is that of the same padded rows through GroupedLinear: each expert has scales of its own."""
         for recipe in RECIPES[1:]:
             m, x = layer(4, 1, score_function="sigmoid", single_grouped_weight=False), randn(16, HIDDEN)
             fc1, fc2 = (te.GroupedLinear(4, i, o, bias=False, device="cpu") for i, o in ((HIDDEN, 2 * FFN), (FFN, HIDDEN)))
@@ -194,6 +198,23 @@ class State(unittest.TestCase):
         self.assertEqual(int(m.local_tokens_per_expert.sum()), 0)
         self.assertIn("expert_bias", m.state_dict())
         self.assertNotIn("local_tokens_per_expert", m.state_dict())
+
+    def test_meta(self):
+        m = te.MoELayer(HIDDEN, FFN, 4, device="meta", score_function="sigmoid", expert_bias=True)
+        m.to_empty(device="cpu")
+        m.expert_bias.fill_(7)
+        m.reset_parameters()
+        self.assertFalse(m.expert_bias.any() or m.local_tokens_per_expert.any())
+        self.assertLess(abs(float(m.fc1_weight.std()) - 0.023), 0.002)
+        self.assertTrue(m(randn(TOKENS, HIDDEN)).isfinite().all())
+
+    def test_copies(self):
+        m = te.MoELayer(HIDDEN, FFN, 4, device="cpu", aux_loss_coeff=0.1)
+        x = randn(TOKENS, HIDDEN)
+        want = m(x)
+        for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+            for a, b in zip(other(x), want, strict=True):
+                self.assertTrue(torch.equal(a, b))
 
     def test_frozen_experts(self):
         m = layer(single_grouped_weight=False)
@@ -314,6 +335,11 @@ class Behaviour(unittest.TestCase):
 
 
 class Example(unittest.TestCase):
+    def test_the_page(self):
+        program, names = (ROOT / "docs" / "mixtures.md").read_text().split("```python\n")[1].split("```")[0], {}
+        exec(compile(program, "docs/mixtures.md", "exec"), names)
+        self.assertTrue(names["layer"].fc1_weight.grad.any())
+
     def test_learns(self):
         for arguments in (("none",), ("delayed",), ("current", "--balance", "bias"), ("block",)):
             run = subprocess.run([sys.executable, str(ROOT / "examples" / "pytorch" / "moe.py"), "--device", "cpu", "--steps", "31", "--experts", "4",

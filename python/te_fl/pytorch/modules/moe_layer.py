@@ -18,7 +18,7 @@ from te_fl.pytorch.modules.grouped_parameters import EachExpert, expert_names, r
 from te_fl.pytorch.modules.mlp import GATED, _clamp
 from te_fl.pytorch.modules.parameters import default_init, parameter_dtype
 from te_fl.pytorch.runtime import refuse as rules
-from te_fl.pytorch.runtime.device import device_of
+from te_fl.pytorch.runtime.device import default_device, device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspelling, refuse
 
@@ -187,6 +187,17 @@ class MoELayer(TransformerEngineBaseModule):
         self._read_names = tuple(read)
         shared = ("shared_experts.fc1_fp8", "shared_experts.fc2_fp8") if self.shared_ffn_hidden_size else ()
         self._sites = tuple(f"fc{n}_gemm{i}" for n in (1, 2) for i in range(experts)) + shared
+
+    def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
+        super().reset_parameters(bool(defer_init))
+        if defer_init or not self.enable_expert_bias:
+            return
+        for name in ("expert_bias", "local_tokens_per_expert"):
+            buffer = getattr(self, name)
+            if buffer.is_meta:
+                setattr(self, name, torch.zeros_like(buffer, device=default_device()))
+            else:
+                buffer.zero_()
 
     # -- the layer
 
