@@ -319,7 +319,7 @@ def module(ranks, rank, group, options):
 
 
 MODULES = {"plain": {}, "biases and shared experts": {"bias": True, "activation": "gelu", "shared_ffn_hidden_size": 32},
-           "in FP8": {"params_dtype": torch.bfloat16}}
+           "in FP8": {}}
 
 
 def module_losses(divided=True):
