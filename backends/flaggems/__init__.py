@@ -38,7 +38,8 @@ NOT_REGISTERED: Dict[str, str] = {
         "fused_score_for_moe_aux_loss_bwd", "fused_moe_aux_loss_fwd", "fused_moe_aux_loss_bwd", "fused_multi_row_padding", "fused_multi_row_unpadding",
         "splits_to_offsets", "get_fused_attn_backend")},
     **{name: "collectives are implemented in C++ only" for name in (
-        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "send", "recv", "barrier")},
+        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "moe_dispatch", "moe_combine", "broadcast",
+        "send", "recv", "barrier")},
     "fused_attn_bwd": "FlagGems' gradient of attention always applies a causal mask",
 }
 _COMPOSED = {name: function for module in (activation, scaled_activation, softmax, gemm, rope, tensor) for name, function in module.OPS.items()

@@ -5,6 +5,7 @@
 #include <gloo/barrier.h>
 #include <gloo/broadcast.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 
@@ -12,6 +13,7 @@
 #include "reduce.hpp"
 #include "te_fl/backend/collective.hpp"
 #include "te_fl/ops/collective.h"
+#include "te_fl/ops/moe.h"
 
 namespace te_fl::gloo_ranks {
 namespace {
@@ -38,6 +40,8 @@ enum class Op : uint8_t {
   kAllGather,
   kAllToAll,
   kAllToAllV,
+  kMoeDispatch,
+  kMoeCombine,
   kBroadcast,
   kReceived,
   kBarrier
@@ -186,6 +190,66 @@ void all_to_all_v(Communicator& comm, const te_fl_context&, const te_fl_all_to_a
                   Parts(data<char>(*a.output), bytes_of_rows(a.output_rows, *a.input, ranks)));
 }
 
+// ---- rows of experts
+
+// Copies the rows of each rank and expert between a tensor that is ordered by expert and scratch
+// that is ordered by rank.
+void regroup(const char* from, const std::vector<int64_t>& from_begins, char* to,
+             const std::vector<int64_t>& to_begins, const int64_t* rows, int64_t row_bytes) {
+  for (size_t i = 0; i < from_begins.size(); ++i) {
+    copy(to + to_begins[i] * row_bytes, from + from_begins[i] * row_bytes,
+         static_cast<size_t>(rows[i] * row_bytes));
+  }
+}
+
+// Returns the bytes for each rank.
+std::vector<size_t> bytes_by_rank(const int64_t* rows, int64_t experts, int ranks, int64_t row) {
+  std::vector<size_t> parts(static_cast<size_t>(ranks));
+  for (int64_t i = 0; i < ranks * experts; ++i) {
+    parts[static_cast<size_t>(i / experts)] += static_cast<size_t>(rows[i] * row);
+  }
+  return parts;
+}
+
+// Exchanges one part with each rank. Rows that are ordered by expert are regrouped in scratch: by
+// moe_dispatch after they have arrived, by moe_combine before they are sent.
+template <bool kDispatches>
+void move_rows(Communicator& comm, const te_fl_context& ctx, const te_fl_moe_transfer_args& a) {
+  const int ranks = comm.size();
+  const int64_t count = a.input_rows_count, experts = count / ranks;
+  const int64_t* const regrouped = kDispatches ? a.output_rows : a.input_rows;
+  const std::vector<int64_t> by_rank = backend::begins_by_rank(regrouped, count);
+  const std::vector<int64_t> by_expert = backend::begins_by_expert(regrouped, count, ranks);
+  int32_t tensor = 0;
+  for (const backend::MovedRows& t : backend::moved_rows(a)) {
+    char* const scratch = experts > 1 ? static_cast<char*>(ctx.workspace) : nullptr;
+    char* from = const_cast<char*>(t.from);
+    char* to = t.to;
+    if (scratch != nullptr) (kDispatches ? to : from) = scratch;
+    if (scratch != nullptr && !kDispatches)
+      regroup(t.from, by_expert, scratch, by_rank, regrouped, t.row_bytes);
+    exchange_copied(
+        comm,
+        pack_kind(kDispatches ? Op::kMoeDispatch : Op::kMoeCombine, a.input->dl.dtype, tensor++),
+        Parts(from, bytes_by_rank(a.input_rows, experts, ranks, t.row_bytes)),
+        Parts(to, bytes_by_rank(a.output_rows, experts, ranks, t.row_bytes)));
+    if (scratch != nullptr && kDispatches)
+      regroup(scratch, by_rank, t.to, by_expert, regrouped, t.row_bytes);
+  }
+}
+
+template <bool kDispatches>
+size_t rows_scratch(const te_fl_context&, const te_fl_moe_transfer_args& a) {
+  if (a.input_rows_count == a.comm->size) return 0;  // one expert on each rank
+  size_t most = 0;
+  for (const te_fl_tensor* t :
+       {kDispatches ? a.output : a.input, kDispatches ? a.output_probs : a.probs,
+        kDispatches ? a.output_scales : a.scales}) {
+    if (t != nullptr) most = std::max(most, bytes(*t));
+  }
+  return most;
+}
+
 // Each rank sends the root one byte to confirm that it has received the data. Without this, if
 // several ranks passed themselves as root, their sends would have no receiver, but no rank would
 // report an error.
@@ -269,7 +333,8 @@ void recv(const te_fl_context&, const te_fl_recv_args& a) {
 
 constexpr char kAllReduce[] = "all_reduce", kAllGather[] = "all_gather",
                kReduceScatter[] = "reduce_scatter", kAllToAll[] = "all_to_all",
-               kAllToAllV[] = "all_to_all_v", kBroadcast[] = "broadcast", kSend[] = "send",
+               kAllToAllV[] = "all_to_all_v", kMoeDispatch[] = "moe_dispatch",
+               kMoeCombine[] = "moe_combine", kBroadcast[] = "broadcast", kSend[] = "send",
                kRecv[] = "recv", kBarrier[] = "barrier";
 
 template <class Args, auto F, const char* kName>
@@ -314,6 +379,10 @@ void append_collectives(std::vector<te_fl_op_desc>& ops) {
                                required_workspace<te_fl_reduce_scatter_args>>;
   append_all<te_fl_all_to_all_args, all_to_all, kAllToAll>(ops);
   append_all<te_fl_all_to_all_v_args, all_to_all_v, kAllToAllV>(ops);
+  append_all<te_fl_moe_dispatch_args, move_rows<true>, kMoeDispatch>(ops).workspace =
+      backend::workspace_thunk<te_fl_moe_dispatch_args, rows_scratch<true>>;
+  append_all<te_fl_moe_combine_args, move_rows<false>, kMoeCombine>(ops).workspace =
+      backend::workspace_thunk<te_fl_moe_combine_args, rows_scratch<false>>;
   append_all<te_fl_broadcast_args, broadcast, kBroadcast>(ops);
   append<te_fl_send_args, send>(ops, kSend);
   append<te_fl_recv_args, recv>(ops, kRecv);

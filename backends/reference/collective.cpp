@@ -11,6 +11,7 @@
 #include "families.hpp"
 #include "meeting.hpp"
 #include "te_fl/backend/collective.hpp"
+#include "te_fl/ops/moe.h"
 #include "thread_ranks.hpp"
 
 namespace te_fl::reference {
@@ -149,6 +150,24 @@ void all_to_all_v(Ranks ranks) {
   }
 }
 
+// Moves the rows of each pair of ranks and each expert to their places.
+void move_experts_rows(Ranks ranks) {
+  const size_t experts = ranks[0]->to.size() / ranks.size();
+  for (size_t to = 0; to < ranks.size(); ++to) {
+    for (size_t from = 0; from < ranks.size(); ++from) {
+      for (size_t e = 0; e < experts; ++e) {
+        const Brought &sender = *ranks[from], &receiver = *ranks[to];
+        const size_t sent = to * experts + e, received = from * experts + e;
+        for (size_t t = 0; t < sender.moved.size(); ++t) {
+          const int64_t bytes = sender.moved[t].row_bytes;
+          copy(receiver.moved[t].to + receiver.from_begins[received] * bytes,
+               sender.moved[t].from + sender.to_begins[sent] * bytes, sender.to[sent] * bytes);
+        }
+      }
+    }
+  }
+}
+
 void broadcast(Ranks ranks) {
   const Brought& root = *ranks[static_cast<size_t>(ranks[0]->root)];
   for (const Brought* rank : ranks) copy(rank->out, root.out, root.bytes);
@@ -174,6 +193,39 @@ std::string rows_differ(Ranks ranks) {
   return "";
 }
 
+// Compares the rows of experts likewise. Numbers of rows and bytes are compared by rank and expert.
+std::string experts_rows_differ(Ranks ranks) {
+  const auto text = [](size_t n) { return std::to_string(n); };
+  const Brought& first = *ranks[0];
+  for (size_t r = 1; r < ranks.size(); ++r) {
+    const Brought& b = *ranks[r];
+    const std::string which = std::string(b.op->name) + " has on rank " + text(r) + " ";
+    if (b.to.size() != first.to.size()) {
+      return which + text(b.to.size()) + " experts, and on rank 0 " + text(first.to.size());
+    }
+    if (b.moved.size() != first.moved.size()) {
+      return which + text(b.moved.size()) + " tensors, and on rank 0 " + text(first.moved.size());
+    }
+    for (size_t t = 0; t < b.moved.size(); ++t) {
+      if (b.moved[t].row_bytes == first.moved[t].row_bytes) continue;
+      return which + "rows of " + std::to_string(b.moved[t].row_bytes) + " bytes, and on rank 0 " +
+             std::to_string(first.moved[t].row_bytes);
+    }
+  }
+  const size_t experts = first.to.size() / ranks.size();
+  for (size_t from = 0; from < ranks.size(); ++from) {
+    for (size_t i = 0; i < first.to.size(); ++i) {
+      const size_t to = i / experts, e = i % experts;
+      const int64_t sent = ranks[from]->to[i], awaited = ranks[to]->from[from * experts + e];
+      if (sent == awaited) continue;
+      return "rank " + text(from) + " has " + std::to_string(sent) + " rows for rank " + text(to) +
+             " and its expert " + text(e) + ", which waits for " + std::to_string(awaited) +
+             " of them in " + first.op->name;
+    }
+  }
+  return "";
+}
+
 // ---- the ops
 
 constexpr Collective kAllReduce{.name = "all_reduce", .compute = all_reduce};
@@ -182,6 +234,10 @@ constexpr Collective kReduceScatter{.name = "reduce_scatter", .compute = reduce_
 constexpr Collective kAllToAll{.name = "all_to_all", .compute = all_to_all};
 constexpr Collective kAllToAllV{
     .name = "all_to_all_v", .compute = all_to_all_v, .misfit = rows_differ};
+constexpr Collective kMoeDispatch{
+    .name = "moe_dispatch", .compute = move_experts_rows, .misfit = experts_rows_differ};
+constexpr Collective kMoeCombine{
+    .name = "moe_combine", .compute = move_experts_rows, .misfit = experts_rows_differ};
 constexpr Collective kBroadcast{.name = "broadcast", .compute = broadcast};
 constexpr Collective kSend{.name = "send", .way = Collective::Way::kSend};
 constexpr Collective kReceive{.name = "recv", .way = Collective::Way::kReceive};
@@ -203,7 +259,17 @@ Brought brought(const Args& a) {
   if constexpr (requires { a.reduction; }) b.reduction = a.reduction;
   if constexpr (requires { a.root; }) b.root = a.root;
   if constexpr (requires { a.peer; }) b.peer = a.peer;
-  if constexpr (requires { a.input_rows; }) {
+  if constexpr (std::is_same_v<Args, te_fl_moe_transfer_args>) {
+    const int64_t count = a.input_rows_count, ranks = a.comm->size;
+    const bool dispatches = &op == &kMoeDispatch;
+    b.moved = backend::moved_rows(a);
+    b.to.assign(a.input_rows, a.input_rows + count);
+    b.from.assign(a.output_rows, a.output_rows + count);
+    b.to_begins = dispatches ? backend::begins_by_rank(a.input_rows, count)
+                             : backend::begins_by_expert(a.input_rows, count, ranks);
+    b.from_begins = dispatches ? backend::begins_by_expert(a.output_rows, count, ranks)
+                               : backend::begins_by_rank(a.output_rows, count);
+  } else if constexpr (requires { a.input_rows; }) {
     b.row_bytes = backend::row_bytes(*a.input);
     b.to.assign(a.input_rows, a.input_rows + a.input_rows_count);
     b.from.assign(a.output_rows, a.output_rows + a.output_rows_count);
@@ -243,6 +309,8 @@ void append_collective(std::vector<te_fl_op_desc>& ops) {
   append<te_fl_reduce_scatter_args, kReduceScatter>(ops);
   append<te_fl_all_to_all_args, kAllToAll>(ops);
   append<te_fl_all_to_all_v_args, kAllToAllV>(ops);
+  append<te_fl_moe_dispatch_args, kMoeDispatch>(ops);
+  append<te_fl_moe_combine_args, kMoeCombine>(ops);
   append<te_fl_broadcast_args, kBroadcast>(ops);
   append<te_fl_send_args, kSend>(ops);
   append<te_fl_recv_args, kReceive>(ops);

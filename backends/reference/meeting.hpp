@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "te_fl/backend/collective.hpp"
 #include "te_fl/plugin.h"
 
 namespace te_fl::reference {
@@ -42,7 +43,10 @@ struct Brought {
   char* out = nullptr;
   int64_t bytes = 0;              // size of `elements` elements
   int64_t row_bytes = 0;          // of all_to_all_v, like `to` and `from`
-  std::vector<int64_t> to, from;  // number of rows for and from each rank
+  std::vector<int64_t> to, from;  // number of rows for and from each rank, or rank and expert
+  // tensors of moe_dispatch and moe_combine, and where the rows in `to` and `from` begin in them
+  std::vector<backend::MovedRows> moved;
+  std::vector<int64_t> to_begins, from_begins;
 };
 // Returns a text such as "all_reduce of 8 f32 (sum)".
 std::string describe(const Brought& b);

@@ -21,7 +21,9 @@ struct Variant {
   int dtype = TE_FL_F32;
   Dims shape = {};  // of each rank's tensor, or of the rows of all_to_all_v
   int reduction = TE_FL_REDUCTION_SUM;
-  int other = 0;  // the root, or the peer of rank 0 in send and recv
+  int other = 0;         // the root, or the peer of rank 0 in send and recv
+  int experts = 1;       // of each rank, in moe_dispatch and moe_combine
+  bool numbers = false;  // their rows have probabilities and scales
   bool in_place = false, nan = false, large = false;
 };
 
@@ -32,6 +34,8 @@ std::string variant_name(const Variant& v) {
   if (v.op == "all_reduce" || v.op == "reduce_scatter")
     name += std::string("/") + kReductions[v.reduction];
   if (v.other != 0) name += "/rank" + std::to_string(v.other);
+  if (v.op.starts_with("moe_")) name += "/" + std::to_string(v.experts) + "experts";
+  if (v.numbers) name += "/probs_and_scales";
   return name + (v.in_place ? "/in_place" : "") + (v.nan ? "/nan" : "");
 }
 
@@ -237,6 +241,95 @@ void all_to_all_v(Problem& p, const Variant& v) {
   });
 }
 
+// The number of rows that moe_dispatch sends from one rank for expert e of another rank.
+int64_t rows_for(const Variant& v, int from, int to, int e) {
+  return v.shape[0] == 0 ? 0 : (from * 3 + to * 2 + e * 5 + v.shape[0]) % (v.shape[0] + 2);
+}
+
+// A run of rows in the input of a rank: its number of rows, its peer, and the expert's number on
+// the rank that has it.
+struct Run {
+  int64_t rows;
+  int peer, expert;
+};
+
+// The runs in the input of `rank`: of moe_dispatch by peer, then by expert; of moe_combine by
+// expert, then by peer.
+std::vector<Run> sent_runs(const Variant& v, int rank) {
+  std::vector<Run> runs;
+  if (v.op == "moe_dispatch") {
+    for (int peer = 0; peer < v.ranks; ++peer)
+      for (int e = 0; e < v.experts; ++e) runs.push_back({rows_for(v, rank, peer, e), peer, e});
+  } else {
+    for (int e = 0; e < v.experts; ++e)
+      for (int peer = 0; peer < v.ranks; ++peer)
+        runs.push_back({rows_for(v, peer, rank, e), peer, e});
+  }
+  return runs;
+}
+
+int64_t sum_of(const std::vector<Run>& runs) {
+  int64_t sum = 0;
+  for (const Run& run : runs) sum += run.rows;
+  return sum;
+}
+
+// Adds the tensor `name` of rows, and the output that the rows of all ranks must fill.
+void moved_rows(Problem& p, const Variant& v, const char* name, const char* out_name, int dtype,
+                const Dims& row, int64_t received) {
+  Variant seed = v;
+  seed.dtype = dtype;
+  seed.shape.insert(seed.shape.end(), row.begin(), row.end());
+  Dims in_shape = {sum_of(sent_runs(v, p.rank))}, out_shape = {received};
+  in_shape.insert(in_shape.end(), row.begin(), row.end());
+  out_shape.insert(out_shape.end(), row.begin(), row.end());
+  put_bytes(p.in(name, dtype, in_shape), bytes(seed, p.rank, count_elements(in_shape)));
+  Tensor* out = p.out(out_name, dtype, out_shape);
+  p.oracle([&p, v, seed, row, out] {
+    const int64_t elements = count_elements(row);
+    const auto row_bytes = static_cast<size_t>(elements * storage_bits(seed.dtype) / 8);
+    const bool by_expert = v.op == "moe_dispatch";
+    std::vector<uint8_t> want;
+    for (int outer = 0; outer < (by_expert ? v.experts : v.ranks); ++outer) {
+      for (int inner = 0; inner < (by_expert ? v.ranks : v.experts); ++inner) {
+        const int from = by_expert ? inner : outer, e = by_expert ? outer : inner;
+        const std::vector<Run> runs = sent_runs(v, from);
+        int64_t before = 0;
+        for (const Run& run : runs) {
+          if (run.peer == p.rank && run.expert == e) {
+            append(want, bytes(seed, from, sum_of(runs) * elements),
+                   static_cast<size_t>(before) * row_bytes,
+                   static_cast<size_t>(run.rows) * row_bytes);
+          }
+          before += run.rows;
+        }
+      }
+    }
+    p.expect_bytes(out, want);
+  });
+}
+
+void moe_rows(Problem& p, const Variant& v) {
+  std::vector<int64_t> to, from;
+  const bool dispatches = v.op == "moe_dispatch";
+  int64_t received = 0;
+  for (int r = 0; r < v.ranks; ++r) {
+    for (int e = 0; e < v.experts; ++e) {
+      const int64_t mine = rows_for(v, p.rank, r, e), theirs = rows_for(v, r, p.rank, e);
+      to.push_back(dispatches ? mine : theirs), from.push_back(dispatches ? theirs : mine);
+      received += from.back();
+    }
+  }
+  moved_rows(p, v, "input", "output", v.dtype, {v.shape.begin() + 1, v.shape.end()}, received);
+  if (v.numbers) {
+    const int probs = v.dtype == TE_FL_F16 || v.dtype == TE_FL_BF16 ? v.dtype : TE_FL_F32;
+    moved_rows(p, v, "probs", "output_probs", probs, {}, received);
+    moved_rows(p, v, "scales", "output_scales", v.ranks % 2 == 0 ? TE_FL_F32 : TE_FL_U8, {3},
+               received);
+  }
+  p.list("input_rows", to), p.list("output_rows", from);
+}
+
 void broadcast(Problem& p, const Variant& v) {
   const int64_t n = count_elements(v.shape);
   Tensor* data = put_bytes(p.inout("data", v.dtype, v.shape, constant(0)), bytes(v, p.rank, n));
@@ -265,6 +358,7 @@ void build(Problem& p, const Variant& v) {
   if (v.op == "all_gather") return all_gather(p, v);
   if (v.op == "all_to_all") return all_to_all(p, v);
   if (v.op == "all_to_all_v") return all_to_all_v(p, v);
+  if (v.op.starts_with("moe_")) return moe_rows(p, v);
   if (v.op == "broadcast") return broadcast(p, v);
   if (v.op == "send" || v.op == "recv") return point_to_point(p, v);
 }
@@ -328,6 +422,28 @@ void add_copies(Table& table) {
     add(table,
         {.op = op, .ranks = 2, .shape = {1 << 10, 1 << 9}, .other = peer ? 1 : 0, .large = true});
   }
+  for (const std::string op : {"moe_dispatch", "moe_combine"}) {
+    for (int dtype = 0; dtype < TE_FL_DTYPE_COUNT; ++dtype)
+      add(table, {.op = op,
+                  .ranks = 2 + dtype % 3,
+                  .dtype = dtype,
+                  .shape = {3, 10},
+                  .experts = 1 + dtype % 2,
+                  .numbers = dtype % 2 == 0});
+    for (int ranks = 1; ranks <= 4; ++ranks) {
+      for (const int experts : {1, 3}) {
+        add(table,
+            {.op = op, .ranks = ranks, .shape = {0, 5}, .experts = experts, .numbers = true});
+        add(table, {.op = op,
+                    .ranks = ranks,
+                    .dtype = TE_FL_BF16,
+                    .shape = {9, 33},
+                    .experts = experts,
+                    .numbers = true});
+      }
+    }
+    add(table, {.op = op, .ranks = 2, .shape = {1 << 8, 1 << 9}, .experts = 4, .large = true});
+  }
   for (const int ranks : {1, 2, 4}) {
     for (const int dtype : {TE_FL_F32, TE_FL_F8E4M3, TE_FL_U8})
       add(table,
@@ -367,6 +483,29 @@ void add_mistakes(Table& table) {
     p.in("input", TE_FL_F32, {5, 2}), p.out("output", TE_FL_F32, {4, 2});
     p.list("input_rows", {2, 2}), p.list("output_rows", {2, 2});
   });
+  for (const std::string op : {"moe_dispatch", "moe_combine"}) {
+    const auto call = [](Problem& p, int64_t rows, std::vector<int64_t> to,
+                         std::vector<int64_t> from) {
+      p.in("input", TE_FL_F32, {rows, 2}), p.out("output", TE_FL_F32, {4, 2});
+      p.list("input_rows", std::move(to)), p.list("output_rows", std::move(from));
+    };
+    add_mistake(table, op, "rows", "T == sum(input_rows)", [call](Problem& p) {
+      call(p, 5, {2, 2}, {2, 2});
+    });
+    add_mistake(table, op, "experts", "ranks must have equally many experts", [call](Problem& p) {
+      call(p, 4, {2, 1, 1}, {2, 1, 1});
+    });
+    add_mistake(table, op, "lists", "have 2 and 4 numbers", [call](Problem& p) {
+      call(p, 4, {2, 2}, {1, 1, 1, 1});
+    });
+    add_mistake(table, op, "own", "this one, sends itself it receives", [call](Problem& p) {
+      call(p, 4, {2, 2}, p.rank == 0 ? std::vector<int64_t>{1, 3} : std::vector<int64_t>{3, 1});
+    });
+    add_mistake(table, op, "probs", "output_probs", [call](Problem& p) {
+      call(p, 4, {2, 2}, {2, 2});
+      p.in("probs", TE_FL_F32, {4});
+    });
+  }
   add_mistake(table, "broadcast", "root", "rank 2 of a communicator of 2",
               [](Problem& p) { p.inout("data", TE_FL_F32, {4}), p.set("root", 2); });
   add_mistake(table, "send", "to_itself", "this very rank",

@@ -21,6 +21,7 @@
 #include "te_fl/nn/modules/attention_options.hpp"
 #include "te_fl/nn/modules/call.hpp"
 #include "te_fl/nn/modules/embedding.hpp"
+#include "te_fl/nn/modules/expert_parallel.hpp"
 #include "te_fl/nn/modules/grouped_linear.hpp"
 #include "te_fl/nn/modules/init.hpp"
 #include "te_fl/nn/modules/layer.hpp"

@@ -92,6 +92,8 @@ inline constexpr OpId splits_to_offsets{94};
 inline constexpr OpId moe_permute_by_mask_fwd{108};
 inline constexpr OpId moe_sort_chunks_fwd{96};
 inline constexpr OpId moe_sort_chunks_bwd{97};
+inline constexpr OpId moe_dispatch{109};
+inline constexpr OpId moe_combine{110};
 inline constexpr OpId layernorm_fwd{35};
 inline constexpr OpId layernorm_bwd{36};
 inline constexpr OpId rmsnorm_fwd{37};
@@ -363,6 +365,12 @@ namespace ops {
 }
 [[nodiscard]] inline Status moe_sort_chunks_bwd(const te_fl_moe_sort_chunks_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::moe_sort_chunks_bwd, &args, options);
+}
+[[nodiscard]] inline Status moe_dispatch(const te_fl_moe_dispatch_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::moe_dispatch, &args, options);
+}
+[[nodiscard]] inline Status moe_combine(const te_fl_moe_combine_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::moe_combine, &args, options);
 }
 
 // norm: Layer and RMS normalisation.

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cmath>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -16,6 +17,7 @@
 #include "nn/modules/moe_rows.hpp"
 #include "nn/modules/row_factors.hpp"
 #include "nn/modules/scaled_activation.hpp"
+#include "te_fl/nn/modules/expert_parallel.hpp"
 #include "te_fl/nn/modules/init.hpp"
 #include "te_fl/nn/modules/mlp.hpp"
 
@@ -38,6 +40,8 @@ struct SharedRecord {
 struct MoERecord : Ctx::Record {
   detail::MoERouter::Saved router;
   detail::Dispatched dispatched;
+  std::optional<ExpertRoute> route;  // only if the experts are divided over ranks
+  std::vector<int64_t> splits;       // of the rows that this rank's experts computed
   std::vector<detail::GemmUnit::Use> fc1, fc2;
   Tensor x;               // [T, hidden]
   Tensor pre;             // output of fc1, [R, ffn or 2 ffn]
@@ -77,11 +81,28 @@ Status check_groups(const MoELayerOptions& o) {
   return {};
 }
 
+// The part of the experts that this rank has.
+struct Share {
+  explicit Share(const MoELayerOptions& o) {
+    if (o.framework_expert_ranks != nullptr) {
+      ranks = o.framework_expert_ranks->size(), rank = o.framework_expert_ranks->rank();
+    } else if (o.expert_ranks != nullptr) {
+      ranks = o.expert_ranks->size(), rank = o.expert_ranks->rank();
+    }
+  }
+  int64_t ranks = 1, rank = 0;
+};
+
 Status check_options(const MoELayerOptions& o) {
   for (const auto& [field, value] :
        {std::pair("hidden_size", o.hidden_size), std::pair("ffn_hidden_size", o.ffn_hidden_size),
         std::pair("num_experts", o.num_experts)}) {
     TE_FL_RETURN_IF_ERROR(detail::check_size(kLayer, field, value));
+  }
+  if (o.num_experts % Share(o).ranks != 0) {
+    return refuse("num_experts is " + std::to_string(o.num_experts) +
+                  "; the number of expert_ranks, " + std::to_string(Share(o).ranks) +
+                  ", must divide it");
   }
   if (o.top_k < 1 || o.top_k > o.num_experts) {
     return refuse("top_k is " + std::to_string(o.top_k) + "; it is 1 to num_experts, which is " +
@@ -125,7 +146,9 @@ Status check_options(const MoELayerOptions& o) {
 Result<std::unique_ptr<detail::GroupedGemm>> make_experts(const MoELayerOptions& o, bool second) {
   const uint64_t seed = init::subseed(o.seed, second ? 2 : 1);
   std::vector<std::unique_ptr<detail::GemmUnit>> units;
-  for (int64_t i = 0; i < o.num_experts; ++i) {
+  const Share share(o);
+  const int64_t count = o.num_experts / share.ranks, first = share.rank * count;
+  for (int64_t i = first; i < first + count; ++i) {
     TE_FL_ASSIGN_OR_RETURN(
         auto unit,
         detail::make_gemm(
@@ -336,7 +359,8 @@ Result<Tensor> MoELayer::Impl::experts(const detail::ExpertRows& rows, MoERecord
   TE_FL_ASSIGN_OR_RETURN(record.pre, fc1->forward(record.fc1, rows.rows, rows.splits, forward,
                                                   training, Tensor(), Tensor()));
   TE_FL_ASSIGN_OR_RETURN(const Tensor middle, activated(record));
-  detail::GroupedGemm::drop_inputs(record.fc1);
+  // Over ranks the rows are kept, since their tokens are on other ranks.
+  if (!record.route.has_value()) detail::GroupedGemm::drop_inputs(record.fc1);
   TE_FL_ASSIGN_OR_RETURN(Tensor out, fc2->forward(record.fc2, middle, rows.splits, forward,
                                                   training, Tensor(), Tensor()));
   detail::GroupedGemm::drop_inputs(record.fc2);
@@ -393,8 +417,18 @@ Result<Tensor> MoELayer::forward(const Tensor& x, Ctx* ctx, const ForwardOptions
 
   TE_FL_ASSIGN_OR_RETURN(const Tensor tokens, detail::cast(record->x, o.activation_dtype));
   TE_FL_ASSIGN_OR_RETURN(
-      const detail::ExpertRows rows,
+      detail::ExpertRows rows,
       detail::dispatch(tokens, routing, counts, detail::row_alignment(mode), record->dispatched));
+  if (o.expert_ranks != nullptr || o.framework_expert_ranks != nullptr) {
+    const bool framework = o.framework_expert_ranks != nullptr;
+    TE_FL_ASSIGN_OR_RETURN(
+        record->route, framework
+                           ? ExpertRoute::create(o.framework_expert_ranks, rows.splits, rows.rows)
+                           : ExpertRoute::create(o.expert_ranks, rows.splits, rows.rows));
+    TE_FL_ASSIGN_OR_RETURN(RowsWithProbs moved, record->route->dispatch(rows.rows, rows.probs));
+    rows = {std::move(moved.rows), std::move(moved.probs), record->route->splits()};
+  }
+  record->splits = rows.splits;
   Tensor probs;
   if (impl.scales_activation()) {
     record->row_probs = rows.probs;
@@ -402,7 +436,11 @@ Result<Tensor> MoELayer::forward(const Tensor& x, Ctx* ctx, const ForwardOptions
     record->probs = probs = routing.probs;
   }
   const bool training = ctx != nullptr;
-  TE_FL_ASSIGN_OR_RETURN(const Tensor out, impl.experts(rows, *record, options, training));
+  TE_FL_ASSIGN_OR_RETURN(Tensor out, impl.experts(rows, *record, options, training));
+  if (record->route.has_value()) {
+    TE_FL_ASSIGN_OR_RETURN(RowsWithProbs back, record->route->combine(out));
+    out = std::move(back.rows);
+  }
   TE_FL_ASSIGN_OR_RETURN(Tensor y, detail::combine(out, record->dispatched, probs));
   if (probs.defined()) record->fc2_out = out;
   if (impl.shared != nullptr) {
@@ -446,13 +484,17 @@ Result<Tensor> MoELayer::backward(const Tensor& dy, Ctx& ctx) {
   TE_FL_RETURN_IF_ERROR(detail::check_unchanged(*impl.router->weight(), record.router.version));
   TE_FL_ASSIGN_OR_RETURN(const Tensor flat, detail::as_matrix(dy, hidden, "MoELayer: dy"));
   TE_FL_ASSIGN_OR_RETURN(const Tensor grad, detail::cast(flat, dtype));
-  const auto& splits = record.dispatched.splits;
+  const auto& splits = record.splits;
 
   Tensor d_probs;
   TE_FL_ASSIGN_OR_RETURN(
       Tensor d_rows,
       detail::combine_backward(grad, record.dispatched, record.fc2_out, record.probs, &d_probs));
   record.fc2_out = Tensor();
+  if (record.route.has_value()) {
+    TE_FL_ASSIGN_OR_RETURN(RowsWithProbs moved, record.route->dispatch(d_rows));
+    d_rows = std::move(moved.rows);
+  }
   TE_FL_RETURN_IF_ERROR(
       impl.fc2->give_inputs(record.fc2, splits, [&] { return impl.activated(record); }));
   TE_FL_ASSIGN_OR_RETURN(const Tensor d_activated,
@@ -462,9 +504,6 @@ Result<Tensor> MoELayer::backward(const Tensor& dy, Ctx& ctx) {
   Tensor d_row_probs;
   TE_FL_ASSIGN_OR_RETURN(Tensor d_pre, impl.activated_backward(record, d_activated, d_row_probs));
   record.pre = Tensor();
-  if (d_row_probs.defined()) {
-    TE_FL_ASSIGN_OR_RETURN(d_probs, detail::probs_backward(d_row_probs, record.dispatched));
-  }
   TE_FL_RETURN_IF_ERROR(impl.fc1->give_inputs(record.fc1, splits, [&]() -> Result<Tensor> {
     TE_FL_ASSIGN_OR_RETURN(const Tensor tokens, detail::cast(record.x, dtype));
     return detail::dispatch_again(tokens, record.dispatched);
@@ -472,6 +511,14 @@ Result<Tensor> MoELayer::backward(const Tensor& dy, Ctx& ctx) {
   TE_FL_ASSIGN_OR_RETURN(d_rows, impl.fc1->backward(record.fc1, d_pre, splits, true, Tensor()));
   record.fc1.clear();
   d_pre = Tensor();
+  if (record.route.has_value()) {
+    TE_FL_ASSIGN_OR_RETURN(RowsWithProbs back, record.route->combine(d_rows, d_row_probs));
+    d_rows = std::move(back.rows);
+    d_row_probs = std::move(back.probs);
+  }
+  if (d_row_probs.defined()) {
+    TE_FL_ASSIGN_OR_RETURN(d_probs, detail::probs_backward(d_row_probs, record.dispatched));
+  }
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, detail::dispatch_backward(d_rows, record.dispatched));
   d_rows = Tensor();
   if (impl.shared != nullptr) {

@@ -116,6 +116,17 @@ class EndingComms {
                                      .output_rows = rows.data(),
                                      .output_rows_count = 2});
          }},
+        {"moe_dispatch",
+         [](const te_fl_communicator* c, int, const Tensors& t) {
+           const Tensor from = t.whole.view({6, 1}).value(), to = t.other.view({6, 1}).value();
+           return ops::moe_dispatch({.input = from,
+                                     .output = to,
+                                     .comm = c,
+                                     .input_rows = rows.data(),
+                                     .input_rows_count = 2,
+                                     .output_rows = rows.data(),
+                                     .output_rows_count = 2});
+         }},
         {"broadcast",
          [](const te_fl_communicator* c, int, const Tensors& t) {
            return ops::broadcast({.data = t.part, .comm = c, .root = 1});

@@ -9,6 +9,7 @@
 #include "te_fl/backend/collective.hpp"
 #include "te_fl/backend/describe.hpp"
 #include "te_fl/ops/collective.h"
+#include "te_fl/ops/moe.h"
 
 namespace te_fl::cuda {
 namespace {
@@ -262,6 +263,40 @@ void all_to_all_v(const te_fl_context& ctx, const te_fl_all_to_all_v_args& a) {
   exchange.end();
 }
 
+// Sends and receives the rows of each rank and expert from and to their places, so that no copy
+// precedes or follows the transfers. All tensors are in one group.
+template <bool kDispatches>
+void move_rows(const te_fl_context& ctx, const te_fl_moe_transfer_args& a) {
+  const int64_t count = a.input_rows_count, ranks = a.comm->size, experts = count / ranks;
+  const auto begins = [&](const int64_t* rows, bool by_rank) {
+    return by_rank ? backend::begins_by_rank(rows, count)
+                   : backend::begins_by_expert(rows, count, ranks);
+  };
+  const std::vector<int64_t> from = begins(a.input_rows, kDispatches);
+  const std::vector<int64_t> to = begins(a.output_rows, !kDispatches);
+  const std::vector<backend::MovedRows> tensors = backend::moved_rows(a);
+  if (ranks == 1) {  // the rows keep their order
+    const NcclCall call(ranks_of(a));
+    for (const backend::MovedRows& t : tensors) {
+      check(cudaMemcpyAsync(t.to, t.from, to_size(a.input->dl.shape[0] * t.row_bytes),
+                            cudaMemcpyDeviceToDevice, stream_of(ctx)),
+            "cudaMemcpyAsync");
+    }
+    return;
+  }
+  Exchange exchange(ctx, ranks_of(a));
+  for (const backend::MovedRows& t : tensors) {
+    for (int64_t i = 0; i < count; ++i) {
+      const auto at = to_size(i);
+      const int rank = static_cast<int>(i / experts);
+      exchange.send(rank, const_cast<char*>(t.from) + from[at] * t.row_bytes,
+                    a.input_rows[i] * t.row_bytes);
+      exchange.recv(rank, t.to + to[at] * t.row_bytes, a.output_rows[i] * t.row_bytes);
+    }
+  }
+  exchange.end();
+}
+
 void check_rows(const te_fl_context& ctx, const te_fl_all_to_all_v_args& a) {
   backend::check_collective(ctx, a);
   const int32_t r = a.comm->rank;
@@ -311,6 +346,7 @@ constexpr char kAllReduce[] = "ncclAllReduce", kReduceScatter[] = "ncclReduceSca
                kAllGather[] = "ncclAllGather", kBroadcast[] = "ncclBroadcast", kSend[] = "ncclSend",
                kRecv[] = "ncclRecv",
                kExchange[] = "ncclSend and ncclRecv for each rank, in one group",
+               kExperts[] = "ncclSend and ncclRecv for each expert and rank, in one group",
                kBarrier[] = "ncclAllReduce of one byte";
 
 template <class Args, auto F, auto Checks, auto Describes>
@@ -344,6 +380,8 @@ void append_collectives(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(copying<te_fl_all_to_all_args, all_to_all, kExchange>("all_to_all"));
   ops.push_back(
       copying<te_fl_all_to_all_v_args, all_to_all_v, kExchange, check_rows>("all_to_all_v"));
+  ops.push_back(copying<te_fl_moe_dispatch_args, move_rows<true>, kExperts>("moe_dispatch"));
+  ops.push_back(copying<te_fl_moe_combine_args, move_rows<false>, kExperts>("moe_combine"));
   ops.push_back(copying<te_fl_broadcast_args, broadcast, kBroadcast>("broadcast"));
   ops.push_back(copying<te_fl_send_args, send, kSend>("send"));
   ops.push_back(copying<te_fl_recv_args, recv, kRecv>("recv"));

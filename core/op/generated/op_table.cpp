@@ -781,6 +781,18 @@ const te_fl_arg_desc k_te_fl_moe_permute_by_mask_fwd_args_row_id_map = {sizeof(t
 const te_fl_arg_desc* const k_te_fl_moe_permute_by_mask_fwd_args[] = {&k_te_fl_moe_permute_by_mask_fwd_args_input, &k_te_fl_moe_permute_by_mask_fwd_args_routing_map, &k_te_fl_moe_permute_by_mask_fwd_args_probs, &k_te_fl_moe_permute_by_mask_fwd_args_pad_offsets, &k_te_fl_moe_permute_by_mask_fwd_args_output, &k_te_fl_moe_permute_by_mask_fwd_args_permuted_probs, &k_te_fl_moe_permute_by_mask_fwd_args_row_id_map};
 constexpr uint32_t k_te_fl_moe_permute_by_mask_fwd_args_least = offsetof(te_fl_moe_permute_by_mask_fwd_args, row_id_map) + sizeof(te_fl_moe_permute_by_mask_fwd_args::row_id_map);
 
+const te_fl_arg_desc k_te_fl_moe_transfer_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, TE_FL_ARG_RAW_FP8, offsetof(te_fl_moe_transfer_args, input), 0, 0x1ffff, 0x1, 0, "input", "T H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_transfer_args_probs = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, TE_FL_ARG_OPTIONAL, offsetof(te_fl_moe_transfer_args, probs), 0, 0xe, 0x1, 0, "probs", "T", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_transfer_args_scales = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, TE_FL_ARG_OPTIONAL, offsetof(te_fl_moe_transfer_args, scales), 0, 0x1002, 0x1, 0, "scales", "T B", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_transfer_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_RAW_FP8 | TE_FL_ARG_SAME_DTYPE, offsetof(te_fl_moe_transfer_args, output), 0, 0x1ffff, 0x1, 0, "output", "R H", nullptr, nullptr, "input", nullptr, 0.0, 0.0, 0.0, "[sum of output_rows, H]"};
+const te_fl_arg_desc k_te_fl_moe_transfer_args_output_probs = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_OPTIONAL | TE_FL_ARG_SAME_DTYPE, offsetof(te_fl_moe_transfer_args, output_probs), 0, 0xe, 0x1, 0, "output_probs", "R", nullptr, nullptr, "probs", nullptr, 0.0, 0.0, 0.0, "[R], those of output"};
+const te_fl_arg_desc k_te_fl_moe_transfer_args_output_scales = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_OPTIONAL | TE_FL_ARG_SAME_DTYPE, offsetof(te_fl_moe_transfer_args, output_scales), 0, 0x1002, 0x1, 0, "output_scales", "R B", nullptr, nullptr, "scales", nullptr, 0.0, 0.0, 0.0, "[R, B], those of output and of scales"};
+const te_fl_arg_desc k_te_fl_moe_transfer_args_comm = {sizeof(te_fl_arg_desc), TE_FL_ARG_COMMUNICATOR, TE_FL_IN, 0, 0, offsetof(te_fl_moe_transfer_args, comm), 0, 0x0, 0x0, 0, "comm", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_transfer_args_input_rows = {sizeof(te_fl_arg_desc), TE_FL_ARG_I64_LIST, TE_FL_IN, 0, 0, offsetof(te_fl_moe_transfer_args, input_rows), offsetof(te_fl_moe_transfer_args, input_rows_count), 0x0, 0x0, 0, "input_rows", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 1099511627776.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_transfer_args_output_rows = {sizeof(te_fl_arg_desc), TE_FL_ARG_I64_LIST, TE_FL_IN, 0, 0, offsetof(te_fl_moe_transfer_args, output_rows), offsetof(te_fl_moe_transfer_args, output_rows_count), 0x0, 0x0, 0, "output_rows", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 1099511627776.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_moe_transfer_args[] = {&k_te_fl_moe_transfer_args_input, &k_te_fl_moe_transfer_args_probs, &k_te_fl_moe_transfer_args_scales, &k_te_fl_moe_transfer_args_output, &k_te_fl_moe_transfer_args_output_probs, &k_te_fl_moe_transfer_args_output_scales, &k_te_fl_moe_transfer_args_comm, &k_te_fl_moe_transfer_args_input_rows, &k_te_fl_moe_transfer_args_output_rows};
+constexpr uint32_t k_te_fl_moe_transfer_args_least = offsetof(te_fl_moe_transfer_args, output_rows_count) + sizeof(te_fl_moe_transfer_args::output_rows_count);
+
 const te_fl_op_schema k_gelu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "gelu", "GELU activation.", "y = 0.5 x (1 + tanh(c (x + 0.044715 x^3))), c = sqrt(2/pi) = 0.7978845608", "docs/numerics.md, Activations", nullptr, "dgelu input grad=d(output) output=d(input)", nullptr};
 const te_fl_op_schema k_qgelu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "qgelu", "QGELU activation.", "y = x sigmoid(1.702 x)", "docs/numerics.md, Activations", nullptr, "dqgelu input grad=d(output) output=d(input)", nullptr};
 const te_fl_op_schema k_relu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "relu", "RELU activation.", "y = max(x, 0)", "docs/numerics.md, Activations", nullptr, "drelu input grad=d(output) output=d(input)", nullptr};
@@ -890,6 +902,8 @@ const te_fl_op_schema k_scaled_dsrelu = {sizeof(te_fl_op_schema), 0, sizeof(te_f
 const te_fl_op_schema k_scaled_situglu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_scaled_situglu_args), k_te_fl_scaled_situglu_args_least, 6, 0, k_te_fl_scaled_situglu_args, "scaled_situglu", "situglu with one factor per row.", "s situglu(a, b), rounded once", "docs/numerics.md, Activations", "glu_interleave_size requires H multiple_of glu_interleave_size (blocks divide the columns of a half)", "scaled_dsituglu input act_scales grad=d(output) output=d(input) grad_scales=d(act_scales)", nullptr};
 const te_fl_op_schema k_scaled_dsituglu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_scaled_dsituglu_args), k_te_fl_scaled_dsituglu_args_least, 8, 0, k_te_fl_scaled_dsituglu_args, "scaled_dsituglu", "Gradient of scaled_situglu and of its factors.", "output = s times the derivative of situglu; grad_scales = sum over the row of grad situglu(a, b)", "docs/numerics.md, Activations", "glu_interleave_size requires H multiple_of glu_interleave_size (blocks divide the columns of a half)", nullptr, nullptr};
 const te_fl_op_schema k_moe_permute_by_mask_fwd = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_moe_permute_by_mask_fwd_args), k_te_fl_moe_permute_by_mask_fwd_args_least, 7, 0, k_te_fl_moe_permute_by_mask_fwd_args, "moe_permute_by_mask_fwd", "Copies the row of each token to each of its experts, which a mask selects, ordered by expert.", "output[r] = input[t], 0 where probs[t, e] is 0, and permuted_probs[r] = probs[t, e] for each pair (t, e) whose routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e]; row_id_map[e, t] = r, -1 for other pairs; rows without a pair are 0", "docs/numerics.md, Experts", "probs requires permuted_probs; permuted_probs requires probs; T * E <= 2147483647 (row_id_map has 32 bits, so split the tokens); R <= 2147483647 (row_id_map has 32 bits, so split the rows)", "moe_permute_bwd row_id_map grad_output=d(output) grad_input=d(input)", nullptr};
+const te_fl_op_schema k_moe_dispatch = {sizeof(te_fl_op_schema), TE_FL_SCHEMA_COLLECTIVE, sizeof(te_fl_moe_transfer_args), k_te_fl_moe_transfer_args_least, 9, 0, k_te_fl_moe_transfer_args, "moe_dispatch", "Sends rows, ordered by expert, to the ranks that have the experts.", "with L experts on each of n ranks, numbered rank after rank: input = the input_rows[0] rows for expert 0, those for expert 1, ...; output = for each of this rank's experts, the rows from ranks 0, 1, ..., output_rows[r L + e] from rank r for expert e; output_probs and output_scales are probs and scales in the order of output", "docs/numerics.md, Experts", "T == sum(input_rows) (input has the rows that this rank sends); R == sum(output_rows) (output has the rows that this rank receives); output_probs requires probs; probs requires output_probs; output_scales requires scales; scales requires output_scales", "moe_combine comm input_rows=output_rows output_rows=input_rows input=d(output) probs=d(output_probs) output=d(input) output_probs=d(probs)", nullptr};
+const te_fl_op_schema k_moe_combine = {sizeof(te_fl_op_schema), TE_FL_SCHEMA_COLLECTIVE, sizeof(te_fl_moe_transfer_args), k_te_fl_moe_transfer_args_least, 9, 0, k_te_fl_moe_transfer_args, "moe_combine", "Returns rows of the experts to the ranks that they came from; the inverse of moe_dispatch.", "with L experts on each of n ranks, numbered rank after rank: input = for each of this rank's experts, the rows for ranks 0, 1, ..., input_rows[r L + e] of expert e for rank r; output = the output_rows[0] rows from expert 0, those from expert 1, ...; output_probs and output_scales are probs and scales in the order of output", "docs/numerics.md, Experts", "T == sum(input_rows) (input has the rows that this rank sends); R == sum(output_rows) (output has the rows that this rank receives); output_probs requires probs; probs requires output_probs; output_scales requires scales; scales requires output_scales", "moe_dispatch comm input_rows=output_rows output_rows=input_rows input=d(output) probs=d(output_probs) output=d(input) output_probs=d(probs)", nullptr};
 
 const te_fl_op_schema* const kSchemas[] = {
     &k_gelu,
@@ -1001,10 +1015,12 @@ const te_fl_op_schema* const kSchemas[] = {
     &k_scaled_situglu,
     &k_scaled_dsituglu,
     &k_moe_permute_by_mask_fwd,
+    &k_moe_dispatch,
+    &k_moe_combine,
 };
 
 const uint32_t kIds[] = {
-    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107, 108,
+    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110,
 };
 
 const char* const kFamilies[] = {
@@ -1117,14 +1133,16 @@ const char* const kFamilies[] = {
     "activation",
     "activation",
     "moe",
+    "moe",
+    "moe",
 };
 
 }  // namespace
 
-std::span<const te_fl_op_schema* const> catalogue() { return {kSchemas, 109}; }
+std::span<const te_fl_op_schema* const> catalogue() { return {kSchemas, 111}; }
 
-std::span<const uint32_t> catalogue_ids() { return {kIds, 109}; }
+std::span<const uint32_t> catalogue_ids() { return {kIds, 111}; }
 
-std::span<const char* const> catalogue_families() { return {kFamilies, 109}; }
+std::span<const char* const> catalogue_families() { return {kFamilies, 111}; }
 
 }  // namespace te_fl::core

@@ -430,6 +430,54 @@ typedef struct te_fl_moe_sort_chunks_bwd_args {
 #define TE_FL_MOE_SORT_CHUNKS_BWD_ARGS_INIT \
   { .struct_size = sizeof(te_fl_moe_sort_chunks_bwd_args) }
 
+/*
+ * moe_dispatch: Sends rows, ordered by expert, to the ranks that have the experts.
+ *   with L experts on each of n ranks, numbered rank after rank: input = the input_rows[0] rows
+ *   for expert 0, those for expert 1, ...; output = for each of this rank's experts, the rows from
+ *   ranks 0, 1, ..., output_rows[r L + e] from rank r for expert e; output_probs and output_scales
+ *   are probs and scales in the order of output
+ * moe_combine: Returns rows of the experts to the ranks that they came from; the inverse of
+ * moe_dispatch.
+ *   with L experts on each of n ranks, numbered rank after rank: input = for each of this rank's
+ *   experts, the rows for ranks 0, 1, ..., input_rows[r L + e] of expert e for rank r; output =
+ *   the output_rows[0] rows from expert 0, those from expert 1, ...; output_probs and
+ *   output_scales are probs and scales in the order of output
+ */
+typedef struct te_fl_moe_transfer_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_moe_transfer_args));
+  /* the rows, compact. in; any dtype; shape [T H] */
+  const te_fl_tensor* input TE_FL_INIT(NULL);
+  /* one number for each row, sent with it; compact. in, optional; F32|F16|BF16; shape [T] */
+  const te_fl_tensor* probs TE_FL_INIT(NULL);
+  /* several numbers for each row, such as the scales of its codes, sent with it; compact. in,
+  optional; F32|U8; shape [T B] */
+  const te_fl_tensor* scales TE_FL_INIT(NULL);
+  /* the received rows, compact; must not overlap input. out; any dtype; shape [R H]; dtype of
+  input */
+  const te_fl_tensor* output TE_FL_INIT(NULL);
+  /* probs of the rows of output; must not overlap probs. out, optional; F32|F16|BF16; shape [R];
+  dtype of probs */
+  const te_fl_tensor* output_probs TE_FL_INIT(NULL);
+  /* scales of the rows of output; must not overlap scales. out, optional; F32|U8; shape [R B];
+  dtype of scales */
+  const te_fl_tensor* output_scales TE_FL_INIT(NULL);
+  /* the ranks over which the experts are divided */
+  const te_fl_communicator* comm TE_FL_INIT(NULL);
+  /* [n L], number of rows sent for each expert by moe_dispatch, and by each of this rank's experts
+  to each rank by moe_combine; the sum is T */
+  const int64_t* input_rows TE_FL_INIT(NULL);
+  int64_t input_rows_count TE_FL_INIT(0);
+  /* [n L], number of rows received: the other op's input_rows; the sum is R */
+  const int64_t* output_rows TE_FL_INIT(NULL);
+  int64_t output_rows_count TE_FL_INIT(0);
+} te_fl_moe_transfer_args;
+
+typedef te_fl_moe_transfer_args te_fl_moe_dispatch_args;
+#define TE_FL_MOE_DISPATCH_ARGS_INIT { .struct_size = sizeof(te_fl_moe_dispatch_args) }
+
+typedef te_fl_moe_transfer_args te_fl_moe_combine_args;
+#define TE_FL_MOE_COMBINE_ARGS_INIT { .struct_size = sizeof(te_fl_moe_combine_args) }
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif

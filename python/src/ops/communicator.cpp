@@ -85,6 +85,8 @@ std::shared_ptr<Maker> make_maker(const std::string& name, const std::string& ba
   append<te_fl_reduce_scatter_args>(*made, "reduce_scatter", graph_safe);
   append<te_fl_all_to_all_args>(*made, "all_to_all", graph_safe);
   append<te_fl_all_to_all_v_args>(*made, "all_to_all_v", graph_safe);
+  append<te_fl_moe_dispatch_args>(*made, "moe_dispatch", graph_safe);
+  append<te_fl_moe_combine_args>(*made, "moe_combine", graph_safe);
   append<te_fl_broadcast_args>(*made, "broadcast", graph_safe);
   append<te_fl_send_args>(*made, "send", graph_safe);
   append<te_fl_recv_args>(*made, "recv", graph_safe);

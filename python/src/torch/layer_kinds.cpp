@@ -83,6 +83,9 @@ class Fields {
   void operator()(const char* name, std::shared_ptr<nn::SequenceRanks>& field) {
     if (PyObject* value = find(name)) field = make_sequence_ranks(value);
   }
+  void operator()(const char* name, std::shared_ptr<nn::ExpertRanks>& field) {
+    if (PyObject* value = find(name)) field = make_expert_ranks(value);
+  }
   void operator()(const char* name, nn::ParallelMode& field) { word(name, field, kModes); }
   void operator()(const char* name, Device& field) {
     if (PyObject* value = find(name)) field = value_or_throw(parse_device(to_text(value, name)));
@@ -257,6 +260,9 @@ void read_ranks(Fields& fields, Options& options) {
   if constexpr (linear || std::is_same_v<Options, nn::LayerNormMLPOptions>) {
     fields("sequence_ranks", options.parallel.framework_ranks);
     options.parallel.sequence_parallel = options.parallel.framework_ranks != nullptr;
+  }
+  if constexpr (std::is_same_v<Options, nn::MoELayerOptions>) {
+    fields("expert_ranks", options.framework_expert_ranks);
   }
   if constexpr (std::is_same_v<Options, nn::TransformerLayerOptions>) {
     fields("sequence_ranks", options.parallel.framework_ranks);

@@ -1,6 +1,7 @@
 #include "torch/process_group.hpp"
 
 #include <algorithm>
+#include <span>
 
 #include "ops/communicator.hpp"
 #include "py/errors.hpp"
@@ -273,6 +274,98 @@ class GroupRanks final : public nn::SequenceRanks {
   std::vector<int64_t> ranks_;  // sorted
 };
 
+// moe_dispatch or moe_combine as a te-fl op, which the process group's implementation runs in
+// Python.
+class RowsCall final : public CommunicatorCall {
+ public:
+  RowsCall(const Group& group, const nn::RowsWithProbs& from, const nn::RowsWithProbs& to,
+           std::span<const int64_t> sent, std::span<const int64_t> received)
+      : CommunicatorCall(group.communicator()),
+        group_(group),
+        from_(from),
+        to_(to),
+        sent_(sent),
+        received_(received) {}
+  Status ended(const Status& op) const { return failure_.ok() ? op : failure_; }
+
+ private:
+  Ref framework_or_none(const Tensor& t) const {
+    return t.defined() ? to_framework(t, group_.like()) : Ref::share(Py_None);
+  }
+  static Ref list(std::span<const int64_t> rows) {
+    Ref list = Ref::take(PyList_New(0));
+    for (const int64_t n : rows) {
+      const Ref number = Ref::take(PyLong_FromLongLong(n));
+      check(PyList_Append(list.get(), number.get()));
+    }
+    return list;
+  }
+  void run(const char* op) override {
+    const Device device = from_.rows.device();
+    const Ref stream = other_stream(group_.like(), device, devices::current_stream(device));
+    const Ref rows = framework_or_none(from_.rows), probs = framework_or_none(from_.probs);
+    const Ref to_rows = framework_or_none(to_.rows), to_probs = framework_or_none(to_.probs);
+    const Ref sent = list(sent_), received = list(received_);
+    Ref::take(PyObject_CallMethod(group_.object(), "move_rows", "sOOOOOOO", op, rows.get(),
+                                  probs.get(), to_rows.get(), to_probs.get(), sent.get(),
+                                  received.get(), stream.get()));
+  }
+  std::string take_failure() override {
+    failure_ = collective_failed();
+    return std::string(failure_.message());
+  }
+
+  const Group& group_;
+  const nn::RowsWithProbs &from_, &to_;
+  std::span<const int64_t> sent_, received_;
+  Status failure_;
+};
+
+class GroupExperts final : public nn::ExpertRanks {
+ public:
+  explicit GroupExperts(PyObject* object) : group_(std::make_shared<Group>(object)) {}
+  int size() const noexcept override { return group_->communicator()->size; }
+  int rank() const noexcept override { return group_->communicator()->rank; }
+  Device device() const override {
+    const te_fl_communicator& c = *group_->communicator();
+    return {c.device.type, c.device.index, c.device_provider};
+  }
+  Status all_to_all(const Tensor& from, const Tensor& to) override {
+    te_fl_all_to_all_args args{};
+    args.input = from;
+    args.output = to;
+    args.comm = group_->communicator();
+    GroupCall call(group_, "all_to_all", from, to, true);
+    TE_FL_ASSIGN_OR_RETURN(auto work, call.ended(ops::all_to_all(args, options(from))));
+    return work == nullptr ? Status() : work->wait();
+  }
+  Status move_rows(bool dispatches, const nn::RowsWithProbs& from, const nn::RowsWithProbs& to,
+                   std::span<const int64_t> sent, std::span<const int64_t> received) override {
+    te_fl_moe_transfer_args args{};
+    args.input = from.rows;
+    args.output = to.rows;
+    if (from.probs.defined()) {
+      args.probs = from.probs;
+      args.output_probs = to.probs;
+    }
+    args.comm = group_->communicator();
+    args.input_rows = sent.data();
+    args.output_rows = received.data();
+    args.input_rows_count = args.output_rows_count = static_cast<int64_t>(sent.size());
+    const RowsCall call(*group_, from, to, sent, received);
+    return call.ended(dispatches ? ops::moe_dispatch(args, options(from.rows))
+                                 : ops::moe_combine(args, options(from.rows)));
+  }
+
+ private:
+  static CallOptions options(const Tensor& t) {
+    CallOptions options;
+    options.stream = devices::current_stream(t.device());
+    return options;
+  }
+  std::shared_ptr<const Group> group_;
+};
+
 }  // namespace
 
 Ref other_stream(PyObject* like, const Device& device, void* stream) {
@@ -289,6 +382,10 @@ std::vector<int64_t> to_ranks(PyObject* tuple) {
 
 std::shared_ptr<nn::SequenceRanks> make_sequence_ranks(PyObject* object) {
   return std::make_shared<GroupRanks>(object);
+}
+
+std::shared_ptr<nn::ExpertRanks> make_expert_ranks(PyObject* object) {
+  return std::make_shared<GroupExperts>(object);
 }
 
 }  // namespace te_fl::python

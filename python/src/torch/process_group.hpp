@@ -9,6 +9,7 @@
 #include "py/py.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/nn/fp8/amax_reduction.hpp"
+#include "te_fl/nn/modules/expert_parallel.hpp"
 #include "te_fl/nn/modules/sequence_ranks.hpp"
 
 namespace te_fl::python {
@@ -34,5 +35,8 @@ std::vector<int64_t> to_ranks(PyObject* tuple);
 
 // Adapts a te_fl.pytorch.distributed.sequence_ranks.SequenceRanks. The result keeps `object` alive.
 std::shared_ptr<nn::SequenceRanks> make_sequence_ranks(PyObject* object);
+
+// Adapts the same object as the ranks over which experts are divided.
+std::shared_ptr<nn::ExpertRanks> make_expert_ranks(PyObject* object);
 
 }  // namespace te_fl::python

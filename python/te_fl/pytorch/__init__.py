@@ -44,6 +44,8 @@ if TYPE_CHECKING:  # names that __getattr__() imports on first access
     from te_fl.pytorch.fp8.quantizers import Float8BlockQuantizer as Float8BlockQuantizer, Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
     from te_fl.pytorch.fp8.quantizers import Float8Quantizer as Float8Quantizer, Quantizer as Quantizer
     from te_fl.pytorch.functions.cross_entropy import parallel_cross_entropy as parallel_cross_entropy
+    from te_fl.pytorch.functions.expert_parallel import moe_combine as moe_combine, moe_dispatch as moe_dispatch
+    from te_fl.pytorch.functions.expert_parallel import start_moe_combine as start_moe_combine, start_moe_dispatch as start_moe_dispatch
     from te_fl.pytorch.functions.permutation import moe_permute as moe_permute, moe_permute_and_pad_with_probs as moe_permute_and_pad_with_probs
     from te_fl.pytorch.functions.permutation import moe_permute_with_probs as moe_permute_with_probs, moe_sort_chunks_by_index as moe_sort_chunks_by_index
     from te_fl.pytorch.functions.permutation import moe_sort_chunks_by_index_with_probs as moe_sort_chunks_by_index_with_probs, moe_unpermute as moe_unpermute
@@ -61,7 +63,9 @@ _read_variables()
 _same_modules.add()
 
 _LATER = ("ops", "optimizers")
-_OWN = {"MoELayer": "te_fl.pytorch.modules.moe_layer"}  # names that Transformer Engine does not have
+# Names that Transformer Engine does not have, with their modules; imported on first access.
+_OWN = {"MoELayer": "te_fl.pytorch.modules.moe_layer",
+        **dict.fromkeys(("moe_combine", "moe_dispatch", "start_moe_combine", "start_moe_dispatch"), "te_fl.pytorch.functions.expert_parallel")}
 
 
 def __getattr__(name: str):
@@ -84,4 +88,4 @@ def _find_replacement(name: str) -> str:
 
 def __dir__():
     served = {name for home, names in _table.SERVED.items() if home.startswith("te_fl.pytorch") for name in names.split()}
-    return sorted({*globals(), *_LATER, *served})
+    return sorted({*globals(), *_LATER, *_OWN, *served})

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -224,6 +225,7 @@ class Cases {
     wait();
     expect_values(whole, exchanged, "all_to_all, " + what);
     uneven(d, n);
+    experts_rows(d, n);
 
     for (int root = 0; root < size; ++root) {
       OnGpu data(device, d, rank_values(rank, n));
@@ -268,6 +270,74 @@ class Cases {
                                 options_));
     wait();
     expect_values(output, want, "all_to_all_v of " + std::to_string(n));
+  }
+
+  // moe_dispatch and moe_combine with three experts on each rank: rank r has n + r + 2 e rows for
+  // expert e of the job, and rank 1 none for expert 0. Each row has three equal elements, its
+  // sender's number and its own number there. moe_combine must bring the rows back.
+  void experts_rows(DType d, int64_t n) {
+    constexpr int kExperts = 3;
+    const int size = comm_.size(), rank = comm_.rank();
+    const auto count = [&](int from, int e) {
+      return from == 1 && e == 0 ? int64_t{0} : n / 64 + from + 2 * e;
+    };
+    const auto row = [&](Values& to, int from, int64_t number) {
+      to.insert(to.end(), 3, rank_value(from, number));
+    };
+    std::vector<int64_t> sent, received;
+    Values values, want;
+    for (int e = 0; e < size * kExperts; ++e) {
+      sent.push_back(count(rank, e));
+      received.push_back(count(e / kExperts, rank * kExperts + e % kExperts));
+    }
+    const int64_t rows = std::accumulate(sent.begin(), sent.end(), int64_t{0});
+    for (int64_t i = 0; i < rows; ++i) row(values, rank, i);
+    for (int e = rank * kExperts; e < (rank + 1) * kExperts; ++e) {
+      for (int from = 0; from < size; ++from) {
+        int64_t before = 0;
+        for (int other = 0; other < e; ++other) before += count(from, other);
+        for (int64_t i = 0; i < count(from, e); ++i) row(want, from, before + i);
+      }
+    }
+    const auto arrived = static_cast<int64_t>(want.size()) / 3;
+    Values first, first_want;
+    for (size_t i = 0; i < values.size(); i += 3) first.push_back(values[i]);
+    for (size_t i = 0; i < want.size(); i += 3) first_want.push_back(want[i]);
+    const Device& device = comm_.device();
+    OnGpu input(device, d, values), output(device, d, 3 * arrived), back(device, d, 3 * rows);
+    OnGpu probs(device, DType::kF32, first), output_probs(device, DType::kF32, arrived);
+    OnGpu back_probs(device, DType::kF32, rows);
+    const auto matrix = [](const OnGpu& t) {
+      return t.tensor.view({t.tensor.numel() / 3, 3}).value();
+    };
+    const Tensor in = matrix(input), out = matrix(output), returned = matrix(back);
+    const auto experts = static_cast<int64_t>(sent.size());
+    ASSERT_OK(ops::moe_dispatch({.input = in,
+                                 .probs = probs.tensor,
+                                 .output = out,
+                                 .output_probs = output_probs.tensor,
+                                 .comm = comm_.c(),
+                                 .input_rows = sent.data(),
+                                 .input_rows_count = experts,
+                                 .output_rows = received.data(),
+                                 .output_rows_count = experts},
+                                options_));
+    ASSERT_OK(ops::moe_combine({.input = out,
+                                .probs = output_probs.tensor,
+                                .output = returned,
+                                .output_probs = back_probs.tensor,
+                                .comm = comm_.c(),
+                                .input_rows = received.data(),
+                                .input_rows_count = experts,
+                                .output_rows = sent.data(),
+                                .output_rows_count = experts},
+                               options_));
+    wait();
+    const std::string what = " of " + std::to_string(n) + " " + std::string(name(d));
+    expect_values(output, want, "moe_dispatch" + what);
+    expect_values(output_probs, first_want, "moe_dispatch's probabilities" + what);
+    expect_values(back, values, "moe_combine" + what);
+    expect_values(back_probs, first, "moe_combine's probabilities" + what);
   }
 
   // Every rank sends to the next and receives from the previous one, which works only inside a

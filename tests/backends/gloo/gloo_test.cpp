@@ -20,6 +20,7 @@
 #include "te_fl/comm.hpp"
 #include "te_fl/numeric.hpp"
 #include "te_fl/ops/collective.h"
+#include "te_fl/ops/moe.h"
 #include "te_fl/plugin.h"
 
 namespace te_fl {
@@ -355,6 +356,56 @@ int rows(Rank& r) {
   return 0;
 }
 
+// moe_dispatch of rows whose bytes say their sender and expert, with two experts on each rank, and
+// moe_combine, which must bring them back.
+int rows_of_experts(Rank& r) {
+  constexpr int kExperts = 2;
+  const int size = r.comm.size, me = r.comm.rank;
+  const auto count = [](int from, int expert) {
+    return static_cast<int64_t>(from * 3 + expert * 2) % 4;
+  };
+  std::vector<int64_t> sent, received;
+  Values<uint8_t> in(0), out(0), back(0);
+  const auto put = [&](std::vector<uint8_t>& to, int from, int expert) {
+    to.insert(to.end(), static_cast<size_t>(3 * count(from, expert)),
+              static_cast<uint8_t>(from * 16 + expert));
+  };
+  std::vector<uint8_t> wanted;
+  for (int e = 0; e < size * kExperts; ++e) {
+    sent.push_back(count(me, e));
+    received.push_back(count(e / kExperts, me * kExperts + e % kExperts));
+    put(in.v, me, e);
+  }
+  for (int e = me * kExperts; e < (me + 1) * kExperts; ++e) {
+    for (int from = 0; from < size; ++from) put(wanted, from, e);
+  }
+  out.v.resize(wanted.size());
+  back.v.resize(in.v.size());
+  int64_t shapes[3][2];
+  int i = 0;
+  for (Values<uint8_t>* v : {&in, &out, &back}) {
+    v->t.dl.data = v->v.data();
+    shapes[i][0] = static_cast<int64_t>(v->v.size() / 3);
+    shapes[i][1] = 3;
+    v->t.dl.shape = shapes[i++];
+    v->t.dl.ndim = 2;
+  }
+  te_fl_moe_transfer_args args;
+  args.input = &in.t;
+  args.output = &out.t;
+  args.input_rows = sent.data();
+  args.output_rows = received.data();
+  args.input_rows_count = args.output_rows_count = size * kExperts;
+  CHECK(r.call("moe_dispatch", args).status == TE_FL_OK);
+  CHECK(out.v == wanted);
+  args.input = &out.t;
+  args.output = &back.t;
+  std::swap(args.input_rows, args.output_rows);
+  CHECK(r.call("moe_combine", args).status == TE_FL_OK);
+  CHECK(back.v == in.v);
+  return 0;
+}
+
 // Every rank sends to the next before it receives; for large tensors this deadlocks outside of a
 // group.
 int ring(Rank& r) {
@@ -391,6 +442,7 @@ TEST(Gloo, EveryOpOfEveryRank) {
       }
       for (const size_t n : {0, 1, 7, 100000}) CHECK(copies(r, n) == 0);
       CHECK(rows(r) == 0);
+      CHECK(rows_of_experts(r) == 0);
       CHECK(ring(r) == 0);
       CHECK(r.call("barrier", te_fl_barrier_args{}).status == TE_FL_OK);
       return 0;

@@ -8,6 +8,7 @@
 #include <functional>
 #include <limits>
 #include <mutex>
+#include <numeric>
 #include <thread>
 
 #include "support/reference_ops.hpp"
@@ -303,6 +304,38 @@ TEST(ThreadRanks, AnotherSizeTypeReductionOrRootFails) {
         return rank.call("all_to_all_v", args);
       },
       "rank 0 has 2 rows for rank 1, which waits for 1 of them in all_to_all_v");
+  const auto dispatch = [](Rank& rank, int64_t columns, const std::vector<int64_t>& out,
+                           const std::vector<int64_t>& in) {
+    const auto sum = [](const std::vector<int64_t>& rows) {
+      return std::accumulate(rows.begin(), rows.end(), int64_t{0});
+    };
+    Array from(TE_FL_F32, {sum(out), columns}), to(TE_FL_F32, {sum(in), columns});
+    te_fl_moe_dispatch_args args;
+    args.input = from;
+    args.output = to;
+    args.input_rows = out.data();
+    args.output_rows = in.data();
+    args.input_rows_count = static_cast<int64_t>(out.size());
+    args.output_rows_count = static_cast<int64_t>(in.size());
+    return rank.call("moe_dispatch", args);
+  };
+  differ(
+      [&](Rank& rank, int r) {
+        return r == 0 ? dispatch(rank, 2, {1, 1, 2, 0}, {1, 1, 0, 0})
+                      : dispatch(rank, 2, {0, 0, 1, 1}, {1, 1, 1, 1});
+      },
+      "rank 0 has 2 rows for rank 1 and its expert 0, which waits for 1 of them in moe_dispatch");
+  differ(
+      [&](Rank& rank, int r) {
+        return dispatch(rank, 2 + r, {1, 1}, {1, 1});
+      },
+      "moe_dispatch has on rank 1 rows of 12 bytes, and on rank 0 8");
+  differ(
+      [&](Rank& rank, int r) {
+        return r == 0 ? dispatch(rank, 2, {1, 1}, {1, 1})
+                      : dispatch(rank, 2, {1, 0, 1, 0}, {1, 0, 1, 0});
+      },
+      "moe_dispatch has on rank 1 4 experts, and on rank 0 2");
 }
 
 TEST(ThreadRanks, OneThatNeverComesIsNamed) {

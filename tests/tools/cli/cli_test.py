@@ -39,7 +39,8 @@ def terminal(*arguments, **env):
 
 
 # These ops need several ranks; none of the commands tested here times them.
-COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "send", "recv", "barrier"}
+COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "moe_dispatch", "moe_combine", "broadcast", "send",
+               "recv", "barrier"}
 
 
 class Commands(unittest.TestCase):

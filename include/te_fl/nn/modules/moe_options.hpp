@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string_view>
 
+#include "te_fl/comm.hpp"
 #include "te_fl/nn/modules/activation.hpp"
 
 namespace te_fl::nn {
@@ -11,6 +13,8 @@ namespace te_fl::nn {
 enum class ScoreFunction : uint8_t { kSigmoid, kSoftmax, kSqrtSoftplus };
 TE_FL_API std::string_view name(ScoreFunction function) noexcept;  // "sigmoid"
 TE_FL_API Result<ScoreFunction> parse_score_function(std::string_view text);
+
+class ExpertRanks;
 
 struct MoELayerOptions {
   int64_t hidden_size = 0;
@@ -44,6 +48,12 @@ struct MoELayerOptions {
   uint64_t seed = 0;
   float init_std = 0.023f;
   float output_init_std = 0.023f;  // standard deviation of fc2
+  // The ranks over which the experts are divided (expert parallelism): rank r of n has the weights
+  // of num_experts / n experts, from r num_experts / n on, and tokens of its own. Null: this rank
+  // has all experts.
+  std::shared_ptr<const Comm> expert_ranks = {};
+  // A framework's process group, used instead of expert_ranks.
+  std::shared_ptr<ExpertRanks> framework_expert_ranks = {};
 };
 
 }  // namespace te_fl::nn

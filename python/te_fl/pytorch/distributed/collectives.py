@@ -180,6 +180,29 @@ def all_to_all(output: torch.Tensor, tensor: torch.Tensor, group: Optional[Any] 
                 output_rows=rows(output_sizes, output))
 
 
+def _move_rows(op: str, outputs: Sequence[Optional[torch.Tensor]], tensors: Sequence[Optional[torch.Tensor]], input_rows: Sequence[int],
+               output_rows: Sequence[int], group: Optional[Any], wait: bool) -> Optional[Any]:
+    names = ("input", "probs", "scales")
+    arguments = {name: _moved(t) for name, t in zip(names, tensors) if t is not None}
+    arguments |= {("output" if name == "input" else f"output_{name}"): _moved(t) for name, t in zip(names, outputs) if t is not None}
+    larger = max(arguments["input"], arguments["output"], key=lambda t: t.nbytes)
+    return _run(op, group, larger, wait, input_rows=list(input_rows), output_rows=list(output_rows), **arguments)
+
+
+def moe_dispatch(outputs: Sequence[Optional[torch.Tensor]], tensors: Sequence[Optional[torch.Tensor]], input_rows: Sequence[int],
+                 output_rows: Sequence[int], group: Optional[Any] = None, wait: bool = True) -> Optional[Any]:
+    """Sends rows, ordered by expert, to the experts' ranks. tensors: [T, H], and if not None [T] and [T, B] with numbers for each row; outputs: those
+    of the received rows, ordered by this rank's expert and then by rank. The counts have the bytes of the [T, H] or [R, H] tensor alone.
+    """
+    return _move_rows("moe_dispatch", outputs, tensors, input_rows, output_rows, group, wait)
+
+
+def moe_combine(outputs: Sequence[Optional[torch.Tensor]], tensors: Sequence[Optional[torch.Tensor]], input_rows: Sequence[int],
+                output_rows: Sequence[int], group: Optional[Any] = None, wait: bool = True) -> Optional[Any]:
+    """The inverse of moe_dispatch()."""
+    return _move_rows("moe_combine", outputs, tensors, input_rows, output_rows, group, wait)
+
+
 def broadcast(tensor: torch.Tensor, source: int, group: Optional[Any] = None, wait: bool = True) -> Optional[Any]:
     """In place: the tensor becomes that of group rank `source`."""
     return _run("broadcast", group, tensor, wait, data=_moved(tensor), root=source)

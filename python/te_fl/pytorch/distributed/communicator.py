@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import weakref
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -119,6 +119,64 @@ def _all_to_all_v(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any
     return dist.all_to_all_single(_tensor(a["output"]), _tensor(a["input"]), *rows, group=group, async_op=async_op)
 
 
+class _LaterRows:
+    """The transfers of moe_dispatch or moe_combine that have begun, as a Work."""
+
+    def __init__(self, works: List[Any], arrange: Callable[[], None]):
+        self._works, self._arrange = works, arrange
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._arrange()
+
+
+def _move_rows(group: Any, a: Dict[str, Any], async_op: bool, dispatches: bool) -> Optional[Any]:
+    """Transfers one part for each rank. Rows that are ordered by expert are rearranged on this rank: by moe_dispatch after they have arrived, by
+    moe_combine before they are sent.
+    """
+    ranks, sent, received = dist.get_world_size(group), list(a["input_rows"]), list(a["output_rows"])
+    experts = len(sent) // ranks
+    pairs = [(_tensor(a[to]), _tensor(a[name])) for name, to in (("input", "output"), ("probs", "output_probs"), ("scales", "output_scales"))
+             if a.get(name) is not None]
+    if ranks == 1:
+        for output, tensor in pairs:
+            output.copy_(tensor)
+        return _LaterRows([], lambda: None) if async_op else None
+
+    def by_rank(rows: List[int]) -> List[int]:
+        return [sum(rows[i:i + experts]) for i in range(0, len(rows), experts)]
+
+    arrived = []
+    works = []
+    for output, tensor in pairs:
+        if not dispatches and experts > 1:  # from the order (expert, rank) to (rank, expert)
+            parts = tensor.split([sent[r * experts + e] for e in range(experts) for r in range(ranks)])
+            tensor = torch.cat([parts[e * ranks + r] for r in range(ranks) for e in range(experts)])
+        into = torch.empty_like(output) if dispatches and experts > 1 else output
+        arrived.append((output, into))
+        works.append(dist.all_to_all_single(into, tensor, by_rank(received), by_rank(sent), group=group, async_op=async_op))
+
+    def arrange() -> None:
+        for output, into in arrived:
+            if into is not output:  # from the order (rank, expert) to (expert, rank)
+                parts = into.split(received)
+                torch.cat([parts[r * experts + e] for e in range(experts) for r in range(ranks)], out=output)
+
+    if async_op:
+        return _LaterRows(works, arrange)
+    arrange()
+    return None
+
+
+def _moe_dispatch(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
+    return _move_rows(group, a, async_op, True)
+
+
+def _moe_combine(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
+    return _move_rows(group, a, async_op, False)
+
+
 def _broadcast(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
     return dist.broadcast(_tensor(a["data"]), group=group, async_op=async_op, group_src=a.get("root", 0))
 
@@ -138,6 +196,7 @@ def _barrier(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
 
 _CALLS: Dict[str, Callable[[Any, Dict[str, Any], bool], Optional[Any]]] = {
     "all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all, "all_to_all_v": _all_to_all_v,
+    "moe_dispatch": _moe_dispatch, "moe_combine": _moe_combine,
     "broadcast": _broadcast, "send": _send, "recv": _recv, "barrier": _barrier,
 }
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from te_fl import _native
 from te_fl.errors import CommFailed
 
+_OF_ROWS = ("all_to_all_v", "moe_dispatch", "moe_combine")
 TRANSFERS = ("send", "recv")  # point-to-point ops, which are not compared
 _FINGERPRINT = ", with te-fl's fingerprint "
 _MOST_LINES, _MOST_RANKS = 12, 3  # differences of a rank, and ranks, that an error names
@@ -28,7 +29,9 @@ def described(op: str, arguments: Dict[str, Any]) -> str:
     tensor = arguments.get("data", arguments.get("input"))
     words = op
     if tensor is not None:
-        shape = "" if op == "all_to_all_v" else str(list(tensor.shape))  # all_to_all_v: the number of rows differs between ranks
+        shape = str(list(tensor.shape))
+        if op in _OF_ROWS:  # the number of rows differs between ranks
+            shape = "" if op == "all_to_all_v" else f", rows of {tensor.shape[1]}"
         words += f" of {str(tensor.dtype).removeprefix('torch.')}{shape}"
     return words + "".join(f", {name} {arguments[name]}" for name in ("reduction", "root") if name in arguments)
 

@@ -5,7 +5,7 @@ themselves.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -93,7 +93,7 @@ class SequenceRanks:
         group = communicator.member(self.group)
         communicator.check(op, group)
         arguments = {"input": source, "output": to}
-        if way != "all_gather":
+        if way not in ("all_gather", "all_to_all"):
             arguments["reduction"] = "max" if way == "max" else "sum"
 
         def gather() -> Optional[Any]:
@@ -103,6 +103,16 @@ class SequenceRanks:
             work = ranks.begin(op, group, arguments, not now, gather if way == "all_gather" and self._in_chunks(source) else None)
         collectives.count(op, ranks.backend, to if way == "all_gather" else source)
         return None if work is None else (work, op, source, ranks.collectives)
+
+    def move_rows(self, op: str, rows: torch.Tensor, probs: Optional[torch.Tensor], to_rows: torch.Tensor, to_probs: Optional[torch.Tensor],
+                  sent: List[int], received: List[int], stream: Optional[int]) -> None:
+        """Runs moe_dispatch or moe_combine on PyTorch's current stream, or on the stream of the given handle."""
+        group = communicator.member(self.group)
+        communicator.check(op, group)
+        arguments = {"input": rows, "output": to_rows, "probs": probs, "output_probs": to_probs, "input_rows": sent, "output_rows": received}
+        with _HERE if stream is None else on_stream(rows.device, stream):
+            self.communicator.begin(op, group, arguments, False)
+        collectives.count(op, self.communicator.backend, max(rows, to_rows, key=lambda t: t.nbytes))
 
     def wait_on(self, work: Any, stream: int) -> None:
         """Calls work.wait() with the stream of this handle as the current stream."""

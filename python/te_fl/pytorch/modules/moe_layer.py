@@ -12,6 +12,7 @@ import torch
 from te_fl.errors import FailedPrecondition, InvalidArgument
 from te_fl.pytorch.autograd.torch_checkpoint import repeated
 from te_fl.pytorch.distributed import collectives
+from te_fl.pytorch.distributed.sequence_ranks import SequenceRanks
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.modules.grouped_parameters import EachExpert, expert_names, regroup
 from te_fl.pytorch.modules.mlp import GATED, _clamp
@@ -59,11 +60,13 @@ class MoELayer(TransformerEngineBaseModule):
     expert_bias_update_rate. aux_loss_coeff, z_loss_coeff: coefficients of the load-balancing loss, and of the mean squared log-sum-exp of the logits;
     with one of them forwards return (output, loss). shared_ffn_hidden_size: the inner size of an MLP whose output for each token is added;
     shared_expert_gate: times the sigmoid of a linear function of the token. single_grouped_weight: fc1_weight [num_experts, out, in] is one
-    parameter, and so are fc2_weight and the biases; False: fc1_weight0, .. , which can be frozen one by one. The other arguments are Linear's;
+    parameter, and so are fc2_weight and the biases; False: fc1_weight0, .. , which can be frozen one by one. ep_group: the process group over which the
+    experts are divided; the rank has the weights of num_local_experts, and tokens of its own. The other arguments are Linear's;
     output_layer_init_method initialises fc2.
     """
 
     _kind = "moe_layer"
+    ep_group: Optional[Any] = None
     _sites: Tuple[str, ...] = ()
 
     @checks_keywords()
@@ -71,12 +74,15 @@ class MoELayer(TransformerEngineBaseModule):
                  activation_params: Optional[dict] = None, bias: bool = False, score_function: str = "softmax", use_pre_softmax: bool = False,
                  num_groups: Optional[int] = None, group_topk: Optional[int] = None, scaling_factor: float = 1.0, expert_bias: bool = False,
                  expert_bias_update_rate: float = 1e-3, aux_loss_coeff: float = 0.0, z_loss_coeff: float = 0.0, shared_ffn_hidden_size: int = 0,
-                 shared_expert_gate: bool = False, single_grouped_weight: bool = True, init_method: Optional[Callable] = None,
+                 shared_expert_gate: bool = False, single_grouped_weight: bool = True, ep_group: Optional[Any] = None, init_method: Optional[Callable] = None,
                  output_layer_init_method: Optional[Callable] = None, get_rng_state_tracker: Optional[Callable] = None,
                  rng_tracker_name: Optional[str] = None, fuse_wgrad_accumulation: bool = False, delay_wgrad_compute: bool = False,
                  params_dtype: Optional[torch.dtype] = None, device: Union[torch.device, str, None] = None, name: Optional[str] = None) -> None:
         super().__init__(name)
         where = "MoELayer"
+        rules.process_group(where, "ep_group", ep_group)
+        self.ep_size = 1 if ep_group is None else collectives.size_of(ep_group)
+        self.set_expert_parallel_group(ep_group)
         for argument, value in (("hidden_size", hidden_size), ("ffn_hidden_size", ffn_hidden_size), ("num_experts", num_experts), ("top_k", top_k)):
             rules.size(where, argument, value)
         rules.choice(where, "activation", activation, _ACTIVATIONS)
@@ -106,6 +112,8 @@ class MoELayer(TransformerEngineBaseModule):
         def refused(what: str, value: Any, rule: str) -> InvalidArgument:
             return InvalidArgument(f"{where}: {what} is {value!r}; {rule}")
 
+        if self.num_experts % self.ep_size:
+            raise refused("num_experts", self.num_experts, f"the {self.ep_size} ranks of ep_group have equally many experts; give a multiple")
         if self.top_k > self.num_experts:
             raise refused("top_k", self.top_k, f"it is at most num_experts, {self.num_experts}")
         if (self.num_groups is None) != (self.group_topk is None):
@@ -138,7 +146,7 @@ class MoELayer(TransformerEngineBaseModule):
     def _add_parameters(self, init: Callable, output_init: Callable, device: torch.device) -> None:
         """Registers the parameters in the order of the layer in C++."""
         read: List[str] = []
-        tracker, dtype, experts = self.get_rng_state_tracker, self.params_dtype, self.num_experts
+        tracker, dtype, experts = self.get_rng_state_tracker, self.params_dtype, self.num_local_experts
 
         def add(name: str, shape: Tuple[int, ...], method: Callable, product: bool = False) -> None:
             value = torch.empty(shape, dtype=dtype, device=device)
@@ -161,10 +169,10 @@ class MoELayer(TransformerEngineBaseModule):
                 add_experts(f"{prefix}_bias", (out,), torch.nn.init.zeros_, False)
 
         rows = 2 if self.activation in GATED else 1
-        add("router_weight", (experts, self.hidden_size), init)
+        add("router_weight", (self.num_experts, self.hidden_size), init)
         if self.enable_expert_bias:
-            self.register_buffer("expert_bias", torch.zeros(experts, dtype=torch.float32, device=device))
-            self.register_buffer("local_tokens_per_expert", torch.zeros(experts, dtype=torch.int64, device=device), persistent=False)
+            self.register_buffer("expert_bias", torch.zeros(self.num_experts, dtype=torch.float32, device=device))
+            self.register_buffer("local_tokens_per_expert", torch.zeros(self.num_experts, dtype=torch.int64, device=device), persistent=False)
             read.append("expert_bias")
         add_map("fc1", rows * self.ffn_hidden_size, self.hidden_size, init)
         add_map("fc2", self.hidden_size, self.ffn_hidden_size, output_init)
@@ -200,11 +208,38 @@ class MoELayer(TransformerEngineBaseModule):
                 "group_topk": self.group_topk or 0, "scaling_factor": self.scaling_factor, "expert_bias": self.enable_expert_bias,
                 "aux_loss_coeff": self.aux_loss_coeff, "z_loss_coeff": self.z_loss_coeff, "shared_ffn_hidden_size": int(self.shared_ffn_hidden_size),
                 "shared_expert_gate": self.shared_expert_gate, "single_grouped_weight": self.single_grouped_weight,
-                "param_dtype": DTYPE_NAMES[self.params_dtype]}
+                "param_dtype": DTYPE_NAMES[self.params_dtype], **self._expert_ranks()}
+
+    @property
+    def num_local_experts(self) -> int:
+        """The number of experts whose weights this rank has."""
+        return self.num_experts // self.ep_size
+
+    def set_expert_parallel_group(self, ep_group: Optional[Any]) -> None:
+        """Sets the group over which the experts are divided, of as many ranks as the module was made for, from the next forward on. A copy or a pickle
+        of a module has no group.
+        """
+        rules.process_group("MoELayer", "ep_group", ep_group)
+        size = 1 if ep_group is None else collectives.size_of(ep_group)
+        if size != self.ep_size:
+            raise InvalidArgument(f"MoELayer: ep_group has {size} ranks, and the module's experts are divided over {self.ep_size}; give a group of that size")
+        if ep_group is not self.ep_group:  # the next forward creates layers for the new group
+            self._forget_layers()
+        self.__dict__["ep_group"] = ep_group
+
+    def _expert_ranks(self) -> dict:
+        if self.ep_size == 1:
+            return {}
+        if self.ep_group is None:
+            raise FailedPrecondition(f"MoELayer: its experts are divided over {self.ep_size} ranks, and it has no group; call set_expert_parallel_group(group)")
+        return {"expert_ranks": SequenceRanks(self.ep_group, self.router_weight.device)}
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "ep_group": None}
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
         for kind in ("fc1_weight", "fc2_weight", *(("fc1_bias", "fc2_bias") if self.use_bias else ())):
-            regroup(state_dict, prefix, kind, self.num_experts, self.single_grouped_weight)
+            regroup(state_dict, prefix, kind, self.num_local_experts, self.single_grouped_weight)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _apply(self, fn, recurse: bool = True):
@@ -265,7 +300,7 @@ class MoELayer(TransformerEngineBaseModule):
         tokens.zero_()
 
     def extra_repr(self) -> str:
-        return (f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}, "
+        return (f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}, ep_size={self.ep_size}, "
                 f"activation={self.activation!r}, score_function={self.score_function!r}")
 
 
