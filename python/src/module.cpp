@@ -18,6 +18,7 @@
 #include "torch/process_group.hpp"
 #include "torch/recompute.hpp"
 #include "torch/result_tensors.hpp"
+#include "torch/quantisers.hpp"
 #include "torch/scale_functions.hpp"
 #include "torch/torch_device.hpp"
 
@@ -142,6 +143,8 @@ PyMethodDef g_methods[] = {
     {"retire_fp8_states", retire_fp8_states, METH_O, "retire_fp8_states(states)"},
     {"amax_reduction", make_amax_reduction, METH_VARARGS,
      "amax_reduction(reduce, like, ranks) -> reduction"},
+    {"quantisers", make_quantisers, METH_VARARGS,
+     "quantisers(name, input, weight, gradient, backward_override, like) -> recipe"},
     {"scale_functions", make_scale_functions, METH_VARARGS,
      "scale_functions(name, amax, scale, like) -> functions"},
     {"begin_autocast", fast(begin_autocast), METH_FASTCALL,
