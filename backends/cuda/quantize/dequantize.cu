@@ -1,4 +1,6 @@
 // The ops dequantize and fp8_transpose.
+#include "quantize/dequantize.hpp"
+
 #include "quantize/quantize.cuh"
 #include "te_fl/ops/quantize.h"
 
@@ -90,6 +92,8 @@ void launch_decode(const te_fl_context& ctx, const Decode& in, const te_fl_tenso
   check_launch("decode_kernel");
 }
 
+}  // namespace
+
 void dequantize(const te_fl_context& ctx, const te_fl_dequantize_args& args) {
   const te_fl_tensor& input = *args.input;
   const te_fl_quant& quant = *input.quant;
@@ -109,6 +113,8 @@ void dequantize(const te_fl_context& ctx, const te_fl_dequantize_args& args) {
   if (choose_quantize(args).whole) return launch_decode(ctx, decode, *args.output);
   store_output(ctx, *args.output, decode);
 }
+namespace {
+
 Refusal refuse_dequantize(const te_fl_dequantize_args& args) {
   if (backend::scaling(*args.input) == TE_FL_SCALING_NVFP4) return "does not read NVFP4";
   if (!all_dense(args.input, args.output)) return kNotContiguous;
