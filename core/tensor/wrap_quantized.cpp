@@ -33,7 +33,8 @@ Status check_part(const char* name, const Tensor& part, DType dtype, std::span<c
 
 Status check_codes(Scaling scaling, const char* name, const Tensor& codes) {
   if (scaling == Scaling::kNone) {
-    return invalid_argument("wrap_quantized: the scaling is none; it must be one of a quantised tensor");
+    return invalid_argument(
+        "wrap_quantized: the scaling is none; it must be one of a quantised tensor");
   }
   const bool four = scaling == Scaling::kNVFP4;
   const bool fits = four ? codes.dtype() == DType::kF4E2M1

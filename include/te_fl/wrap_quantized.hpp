@@ -8,8 +8,8 @@ namespace te_fl {
 // Data and scales of an existing quantised tensor. Each tensor is compact, and all are on one
 // device. An undefined Tensor is absent.
 struct QuantizedParts {
-  // Row-wise data, in the shape of the tensor: 8-bit floats; kNVFP4: 4-bit floats. Undefined, except
-  // with kTensor, if the tensor has only column-wise data, of which it is then a matrix.
+  // Row-wise data, in the shape of the tensor: 8-bit floats; kNVFP4: 4-bit floats. Undefined,
+  // except with kTensor, if the tensor has only column-wise data, of which it is then a matrix.
   Tensor codes;
   Tensor columns;  // column-wise data: [K, M] if the row-wise data is [M, K]; kMXFP8: [M, K]
   // shapes as for Tensor::scale_inv(); kTensor has only scale_inv

@@ -46,11 +46,14 @@ const char* format_text(Fp8Format format) {
   return format == Fp8Format::kHybrid ? "hybrid" : "e4m3";
 }
 
-Status check_quantiser(const std::shared_ptr<const TensorQuantiser>& quantiser) {
-  if (quantiser == nullptr || quantiser->quantise != nullptr) return {};
-  return invalid_argument("CustomScaling: the quantiser \"" + quantiser->name +
-                          "\" has no function; set quantise, or leave the quantiser null for high "
-                          "precision");
+Status check_quantisers(const LinearQuantisers& quantisers) {
+  for (const auto& one : {quantisers.input, quantisers.weight, quantisers.gradient}) {
+    if (one == nullptr || one->quantise != nullptr) continue;
+    return invalid_argument("CustomScaling: the quantiser \"" + one->name +
+                            "\" has no function; set quantise, or leave the quantiser null for "
+                            "high precision");
+  }
+  return {};
 }
 
 std::string epsilon_text(bool pow2, float epsilon) {
@@ -102,9 +105,8 @@ Status validate(const Recipe& recipe) {
     return check_format(mx->format, "MXFP8BlockScaling");
   }
   if (const auto* custom = std::get_if<CustomScaling>(&recipe)) {
-    for (const auto& quantiser : {custom->input, custom->weight, custom->gradient}) {
-      TE_FL_RETURN_IF_ERROR(check_quantiser(quantiser));
-    }
+    TE_FL_RETURN_IF_ERROR(check_quantisers(custom->quantisers));
+    if (custom->fc2 != nullptr) TE_FL_RETURN_IF_ERROR(check_quantisers(*custom->fc2));
     return check_override(custom->backward_override, "CustomScaling");
   }
   const auto& block = std::get<Float8BlockScaling>(recipe);
@@ -136,9 +138,9 @@ std::string describe(const Recipe& recipe) {
     const auto text = [](const std::shared_ptr<const TensorQuantiser>& quantiser) {
       return quantiser == nullptr ? std::string("high precision") : quantiser->name;
     };
-    return custom->name + " scaling (inputs " + text(custom->input) + ", weights " +
-           text(custom->weight) + ", gradients " + text(custom->gradient) + ")" +
-           override_text(custom->backward_override);
+    const LinearQuantisers& of = custom->quantisers;
+    return custom->name + " scaling (inputs " + text(of.input) + ", weights " + text(of.weight) +
+           ", gradients " + text(of.gradient) + ")" + override_text(custom->backward_override);
   }
   const auto& block = std::get<Float8BlockScaling>(recipe);
   return std::string("block scaling (") + format_text(block.format) + ", 1x128 and 128x128, " +

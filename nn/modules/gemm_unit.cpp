@@ -93,10 +93,27 @@ Status check_operand(const Tensor& operand, const TensorQuantiser& quantiser, co
   if (!operand.defined()) return refuse("nothing");
   const std::string found = operand.describe();
   if (operand.device() != from.device()) return refuse(found + ", which is on another device,");
-  const bool fits = operand.shape().size() == 2 && operand.size(1) == from.size(1) &&
-                    (columnwise ? operand.size(0) >= from.size(0) : operand.size(0) == from.size(0));
+  const bool fits =
+      operand.shape().size() == 2 && operand.size(1) == from.size(1) &&
+      (columnwise ? operand.size(0) >= from.size(0) : operand.size(0) == from.size(0));
   if (!fits) return refuse(found + ", which has another shape,");
-  if (!operand.quantized() && !is_high(operand.dtype())) return refuse(found + ", which has no scale,");
+  if (!operand.quantized() && !is_high(operand.dtype()))
+    return refuse(found + ", which has no scale,");
+  return {};
+}
+
+// Dequantises the row-wise data if there are, else the column-wise data.
+Result<Tensor> dequantised(const Tensor& codes, DType dtype) {
+  const Tensor read = codes.has_rowwise() ? codes.rowwise_only() : codes;
+  TE_FL_ASSIGN_OR_RETURN(Tensor values, Tensor::empty(codes.shape(), dtype, codes.device()));
+  if (codes.numel() > 0) TE_FL_RETURN_IF_ERROR(copy_values(read, values));
+  return values;
+}
+
+// GEMMs do not read NVFP4. Replaces such a tensor by its values.
+Status read_nvfp4(Tensor& operand) {
+  if (!operand.defined() || operand.scaling() != Scaling::kNVFP4) return {};
+  TE_FL_ASSIGN_OR_RETURN(operand, dequantised(operand, DType::kF32));
   return {};
 }
 
@@ -110,15 +127,8 @@ Result<QuantisedOperand> quantise_custom(const std::shared_ptr<const TensorQuant
   if (copies.columnwise) {
     TE_FL_RETURN_IF_ERROR(check_operand(made.columnwise, *quantiser, values, true));
   }
+  TE_FL_RETURN_IF_ERROR(read_nvfp4(made.rowwise));
   return made;
-}
-
-// Dequantises the row-wise data.
-Result<Tensor> dequantised(const Tensor& codes, DType dtype) {
-  const Tensor rows = codes.has_rowwise() ? codes.rowwise_only() : codes;
-  TE_FL_ASSIGN_OR_RETURN(Tensor values, Tensor::empty(codes.shape(), dtype, codes.device()));
-  if (codes.numel() > 0) TE_FL_RETURN_IF_ERROR(copy_values(rows, values));
-  return values;
 }
 
 }  // namespace
@@ -167,8 +177,8 @@ Result<Tensor> GemmUnit::whole_input(Use& use, const Tensor& x) {
   Tensor input;
   if (const CustomScaling* custom = use.mode.custom()) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor values, cast(x, spec_.activation_dtype));
-    TE_FL_ASSIGN_OR_RETURN(QuantisedOperand made,
-                           quantise_custom(custom->input, values, input_copies(use)));
+    TE_FL_ASSIGN_OR_RETURN(QuantisedOperand made, quantise_custom(quantisers_of(*custom).input,
+                                                                  values, input_copies(use)));
     input = std::move(made.rowwise);
     use.across = use.mode.quantises_gradients() ? std::move(made.columnwise) : input;
   } else {
@@ -183,7 +193,10 @@ Result<Tensor> GemmUnit::whole_input(Use& use, const Tensor& x) {
 
 Status GemmUnit::read_kept(Use& use) const {
   const BackwardOverride way = use.mode.backward();
-  if (way == BackwardOverride::kNone) return {};
+  if (way == BackwardOverride::kNone) {
+    TE_FL_RETURN_IF_ERROR(read_nvfp4(use.input));
+    return read_nvfp4(use.weight);
+  }
   if (use.input.defined() && use.input.quantized()) {
     TE_FL_ASSIGN_OR_RETURN(use.input, dequantised(use.input, spec_.activation_dtype));
   }
@@ -212,9 +225,9 @@ Result<GemmUnit::Weight> GemmUnit::quantised_weight(const Use& use, bool columnw
   columnwise = columnwise && use.mode.quantises_gradients();
   if (const CustomScaling* custom = use.mode.custom()) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor values, cast(weight_->value, spec_.activation_dtype));
-    TE_FL_ASSIGN_OR_RETURN(
-        QuantisedOperand made,
-        quantise_custom(custom->weight, values, {.rowwise = true, .columnwise = columnwise}));
+    TE_FL_ASSIGN_OR_RETURN(QuantisedOperand made,
+                           quantise_custom(quantisers_of(*custom).weight, values,
+                                           {.rowwise = true, .columnwise = columnwise}));
     return Weight(std::move(made.rowwise), std::move(made.columnwise));
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor weight,
@@ -294,6 +307,8 @@ const char* readers_of(Scaling scaling) {
       return "; codes scaled by tensor are for DelayedScaling and Float8CurrentScaling";
     case Scaling::kMXFP8:
       return "; codes of MXFP8 are for MXFP8BlockScaling";
+    case Scaling::kNVFP4:
+      return "; codes of NVFP4 are for NVFP4BlockScaling";
     default:
       return "; codes scaled by blocks are for Float8BlockScaling";
   }
@@ -317,6 +332,11 @@ Result<GemmUnit::Weight> GemmUnit::own_codes(const Use& use) {
                                describe(*use.mode.recipe) + readers_of(weight_->value.scaling()));
   }
   const bool columns = use.training && use.mode.quantises_gradients();
+  if (weight_->value.scaling() == Scaling::kNVFP4) {
+    Weight weight(weight_->value, columns ? weight_->value.columnwise_only() : Tensor());
+    TE_FL_RETURN_IF_ERROR(read_nvfp4(weight.tensor));
+    return weight;
+  }
   if (!columns || weight_->value.has_columnwise()) return Weight(weight_->value);
   if (blocks) {
     return failed_precondition("a training forward reads the weight " + weight_->value.describe() +
@@ -551,9 +571,9 @@ Status GemmUnit::check_result(const Use& use, const Tensor& dy, const Tensor& in
     }
   }
   TE_FL_RETURN_IF_ERROR(check_apart(into, weight_of(use), what, "the weight"));
-  const bool as_it_is = dy.quantized() || ((!use.mode.quantises_gradients() ||
-                                            use.mode.custom() != nullptr) &&
-                                           dy.dtype() == spec_.activation_dtype);
+  const bool as_it_is =
+      dy.quantized() || ((!use.mode.quantises_gradients() || use.mode.custom() != nullptr) &&
+                         dy.dtype() == spec_.activation_dtype);
   return as_it_is ? check_apart(into, dy, what, "the output's gradient") : Status();
 }
 
@@ -604,12 +624,12 @@ Result<GemmUnit::Gradient> GemmUnit::whole_grad(const Use& use, const Tensor& dy
   if (const CustomScaling* custom = use.mode.custom()) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor values, cast(dy, spec_.activation_dtype));
     if (with_bias) TE_FL_RETURN_IF_ERROR(sum_bias_grad(values));
-    TE_FL_ASSIGN_OR_RETURN(
-        QuantisedOperand made,
-        quantise_custom(custom->gradient, values,
-                        {.rowwise = true, .columnwise = wants_wgrad(use)}));
+    TE_FL_ASSIGN_OR_RETURN(QuantisedOperand made,
+                           quantise_custom(quantisers_of(*custom).gradient, values,
+                                           {.rowwise = true, .columnwise = wants_wgrad(use)}));
     grad.tensor = std::move(made.rowwise);
     grad.across = std::move(made.columnwise);
+    TE_FL_RETURN_IF_ERROR(read_nvfp4(grad.across));
     grad.bias_done = true;
     return grad;
   }

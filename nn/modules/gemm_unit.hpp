@@ -30,6 +30,7 @@ class GemmUnit {
     Device device;
     bool high_precision = false;
     bool adds_bias = true;  // false: the caller adds the bias
+    bool is_fc2 = false;    // uses CustomScaling::fc2
     // `partial`: the result of the linear map is the sum of the GEMMs of several ranks, and the
     // rank with `first` adds the bias. backward() computes the bias gradient on all of these ranks;
     // with gradient_rows, from this rank's rows.
@@ -63,8 +64,8 @@ class GemmUnit {
     }
   };
 
-  // A quantised weight. `across`: the operand of dgrad() under a custom recipe; undefined if dgrad()
-  // reads column-wise data of `tensor`, or the parameter.
+  // A quantised weight. `across`: the operand of dgrad() under a custom recipe; undefined if
+  // dgrad() reads column-wise data of `tensor`, or the parameter.
   struct Weight {
     Tensor tensor, across;
     Weight() = default;
@@ -83,9 +84,9 @@ class GemmUnit {
 
   // Decides how to compute. `training`: a backward will follow.
   Result<Use> begin(bool training);
-  // Allocates a tensor [rows, in] for the op that produces the GEMM's input: quantised if the recipe
-  // is fused with such ops (Fp8Mode::fuses()), otherwise in high precision. Once it is written,
-  // written_input() makes it the GEMM's input.
+  // Allocates a tensor [rows, in] for the op that produces the GEMM's input: quantised if the
+  // recipe is fused with such ops (Fp8Mode::fuses()), otherwise in high precision. Once it is
+  // written, written_input() makes it the GEMM's input.
   Result<Tensor> input_buffer(const Use& use, int64_t rows);
   Result<Tensor> written_input(Use& use, const Tensor& buffer);
   // Prepares `x` [rows, in] as the GEMM's input: quantised or cast to the activation dtype, and
@@ -163,6 +164,10 @@ class GemmUnit {
                                           const ForwardOptions& options, Weight& weight);
   // Allocates the quantised input [rows, in]. Not for custom recipes.
   Result<Tensor> input_codes(const Use& use, int64_t rows);
+  // The quantisers of this linear map.
+  const LinearQuantisers& quantisers_of(const CustomScaling& custom) const {
+    return spec_.is_fc2 && custom.fc2 != nullptr ? *custom.fc2 : custom.quantisers;
+  }
   // prepare_input() of all rows.
   Result<Tensor> whole_input(Use& use, const Tensor& x);
   // Pairs of values and the quantised tensors that they are to be written to.

@@ -280,8 +280,8 @@ Status GroupedGemm::wgrad(const Uses& uses, const Gradients& grads) {
   return {};
 }
 
-Result<Tensor> GroupedGemm::backward(Uses& uses, const Tensor& dy, Splits splits,
-                                     bool wants_dgrad, const Tensor& into) {
+Result<Tensor> GroupedGemm::backward(Uses& uses, const Tensor& dy, Splits splits, bool wants_dgrad,
+                                     const Tensor& into) {
   for (size_t i = 0; i < units_.size(); ++i) {
     TE_FL_RETURN_IF_ERROR(units_[i]->check_unchanged(uses[i]));
     TE_FL_RETURN_IF_ERROR(units_[i]->check_result(

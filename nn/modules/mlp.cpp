@@ -220,6 +220,7 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
   gemm.in = options.ffn_hidden_size;
   gemm.out = options.hidden_size;
   gemm.bias = options.fc2_bias.value_or(options.bias);
+  gemm.is_fc2 = true;
   gemm.return_bias = options.return_bias;
   gemm.seed = init::subseed(options.seed, 2);
   gemm.init_std = options.output_init_std;

@@ -16,9 +16,9 @@
 #include "torch/layer.hpp"
 #include "torch/lent_parameter.hpp"
 #include "torch/process_group.hpp"
+#include "torch/quantisers.hpp"
 #include "torch/recompute.hpp"
 #include "torch/result_tensors.hpp"
-#include "torch/quantisers.hpp"
 #include "torch/scale_functions.hpp"
 #include "torch/torch_device.hpp"
 
@@ -144,7 +144,7 @@ PyMethodDef g_methods[] = {
     {"amax_reduction", make_amax_reduction, METH_VARARGS,
      "amax_reduction(reduce, like, ranks) -> reduction"},
     {"quantisers", make_quantisers, METH_VARARGS,
-     "quantisers(name, input, weight, gradient, backward_override, like) -> recipe"},
+     "quantisers(name, all, fc2, backward_override, like) -> recipe"},
     {"scale_functions", make_scale_functions, METH_VARARGS,
      "scale_functions(name, amax, scale, like) -> functions"},
     {"begin_autocast", fast(begin_autocast), METH_FASTCALL,

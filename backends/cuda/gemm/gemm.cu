@@ -59,8 +59,7 @@ Scratch scratch(const Args& args, const Problem& p, void* base) {
   take(kStoreWorkspace);
   s.library = take(kLibraryWorkspace);
   if (!p.direct) s.product = reinterpret_cast<float*>(take(p.m * p.padded_n * 4));
-  const int64_t element =
-      p.convert == Convert::kWiden ? 4 : p.convert == Convert::kBf16 ? 2 : 1;
+  const int64_t element = p.convert == Convert::kWiden ? 4 : p.convert == Convert::kBf16 ? 2 : 1;
   if (p.convert != Convert::kNone) {
     s.a = take(p.m * p.padded_k * element);
     s.b = take(p.padded_n * p.padded_k * element);
@@ -106,8 +105,8 @@ size_t workspace(const te_fl_context& ctx, const Args& args) {
   return plan != nullptr ? plan->scratch_bytes : required_workspace(choose_path(ctx, args), args);
 }
 
-// Dequantises an MXFP8 operand to a BF16 matrix of the stored shape. Reads the copy whose blocks run
-// along K if the tensor has it, else the other.
+// Dequantises an MXFP8 operand to a BF16 matrix of the stored shape. Reads the copy whose blocks
+// run along K if the tensor has it, else the other.
 void dequantise_operand(const te_fl_context& ctx, const Operand& o, void* out) {
   const backend::Matrix matrix = backend::as_matrix(*o.tensor);
   if (matrix.rows == 0 || matrix.cols == 0) return;

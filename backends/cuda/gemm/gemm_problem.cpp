@@ -144,10 +144,10 @@ Problem make_problem(const Args& args) {
   p.direct = p.indirect == nullptr;
   p.codes = p.direct && is_fp8(d_dtype);
   const bool half = d_dtype == TE_FL_F16 || d_dtype == TE_FL_BF16;
-  p.bias_grad = p.direct && p.convert == Convert::kNone && !p.fp8 && half && args.bias_grad != nullptr &&
-                !args.accumulate_bias_grad && args.bias == nullptr && args.residual == nullptr &&
-                dtype_of(*args.bias_grad) == d_dtype && p.m > 0 && p.n > 0 &&
-                !(args.trans_a && has_fast_column_sums(*args.a));
+  p.bias_grad = p.direct && p.convert == Convert::kNone && !p.fp8 && half &&
+                args.bias_grad != nullptr && !args.accumulate_bias_grad && args.bias == nullptr &&
+                args.residual == nullptr && dtype_of(*args.bias_grad) == d_dtype && p.m > 0 &&
+                p.n > 0 && !(args.trans_a && has_fast_column_sums(*args.a));
   return p;
 }
 

@@ -14,9 +14,7 @@ inline bool is_block(const te_fl_tensor& t) {
   const uint32_t scaling = backend::scaling(t);
   return scaling == TE_FL_SCALING_BLOCK_1X128 || scaling == TE_FL_SCALING_BLOCK_128X128;
 }
-inline bool is_mxfp8(const te_fl_tensor& t) {
-  return backend::scaling(t) == TE_FL_SCALING_MXFP8;
-}
+inline bool is_mxfp8(const te_fl_tensor& t) { return backend::scaling(t) == TE_FL_SCALING_MXFP8; }
 inline bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 // True if the matrix is empty, or is 16-byte aligned and its rows are multiples of 16 bytes: the
 // library's best kernels, and bulk copies, require that.
@@ -38,8 +36,8 @@ struct Operand {
 };
 
 enum class Convert {
-  kNone,  // the library reads the tensors
-  kPad,   // FP8 data is copied with zero padding
+  kNone,   // the library reads the tensors
+  kPad,    // FP8 data is copied with zero padding
   kWiden,  // values are converted to FP32
   kBf16    // MXFP8 operands are dequantised to BF16, which holds their values exactly
 };
@@ -47,7 +45,7 @@ enum class Convert {
 struct Problem {
   int64_t m = 0, n = 0, k = 0;
   Operand a, b;
-  bool fp8 = false;    // the library multiplies FP8 operands
+  bool fp8 = false;  // the library multiplies FP8 operands
   // The dtype in which the library reads an operand.
   int library_dtype(const Operand& o) const {
     if (convert == Convert::kWiden) return TE_FL_F32;

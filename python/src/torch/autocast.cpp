@@ -91,19 +91,22 @@ nn::Recipe read_recipe(PyObject* dict) {
         .amax_function = functions == Py_None ? nullptr : read_scale_functions(functions)};
   }
   if (kind == "current") {
-    return nn::Float8CurrentScaling{.format = format,
-                                    .pow2_scale = truth(get(dict, "pow2_scale")),
-                                    .amax_epsilon = real(dict, "amax_epsilon"),
-                                    .backward_override = read_override(get(dict, "backward_override"))};
+    return nn::Float8CurrentScaling{
+        .format = format,
+        .pow2_scale = truth(get(dict, "pow2_scale")),
+        .amax_epsilon = real(dict, "amax_epsilon"),
+        .backward_override = read_override(get(dict, "backward_override"))};
   }
   if (kind == "mxfp8" && !truth(get(dict, "square_weights"))) {
-    return nn::MXFP8BlockScaling{.format = format, .backward_override = read_override(get(dict, "backward_override"))};
+    return nn::MXFP8BlockScaling{
+        .format = format, .backward_override = read_override(get(dict, "backward_override"))};
   }
   if (kind == "block") {
-    return nn::Float8BlockScaling{.pow2_scale = truth(get(dict, "pow2_scale")),
-                                  .amax_epsilon = real(dict, "amax_epsilon"),
-                                  .format = format,
-                                  .backward_override = read_override(get(dict, "backward_override"))};
+    return nn::Float8BlockScaling{
+        .pow2_scale = truth(get(dict, "pow2_scale")),
+        .amax_epsilon = real(dict, "amax_epsilon"),
+        .format = format,
+        .backward_override = read_override(get(dict, "backward_override"))};
   }
   return read_quantisers(dict);
 }

@@ -9,8 +9,9 @@ namespace te_fl::python {
 // A recipe's backward_override: None, 'high_precision' or 'dequantized'.
 nn::BackwardOverride read_override(PyObject* value);
 
-// quantisers(name, input, weight, gradient, backward_override, like) -> recipe. input, weight and
-// gradient are (name, function), or None for high precision. function(values, rowwise, columnwise,
+// quantisers(name, all, fc2, backward_override, like) -> recipe. `all` has the quantisers of input,
+// weight and gradient, each (name, function), or None for high precision; `fc2`, which may be None,
+// those of the second linear map of LayerNormMLP. function(values, rowwise, columnwise,
 // stream) returns the pair of operands, each None, a tensor with values, or a te_fl.Quantized. The
 // tensors belong to the framework of `like`; the function enqueues its work on the stream of the
 // given handle.

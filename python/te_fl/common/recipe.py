@@ -366,7 +366,7 @@ def _one_quantisation(recipe: Recipe) -> QParams:
 
 
 class NVFP4Rules(NamedTuple):
-    """How one kind of tensor is quantised to NVFP4.
+    """The options with which one kind of tensor is quantised to NVFP4.
 
     hadamard: the copy for products over rows is multiplied by a 16x16 Hadamard matrix with fixed signs first. stochastic: rounds stochastically.
     square: one scale for each 16x16 values. by_rows: one amax for each row. four_over_six: each block's largest value becomes 4 or 6, whichever gives

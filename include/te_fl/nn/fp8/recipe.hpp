@@ -36,10 +36,10 @@ struct AmaxFunction {
       nullptr;
 };
 
-// The operands of the backward GEMMs under a recipe. kNone: quantised by the recipe. kHighPrecision:
-// the forward's original operands, which are kept instead of quantised ones. kDequantized: the
-// forward's quantised operands, dequantised. With the last two, gradients are not quantised, and the
-// GEMMs read all operands in the activation dtype.
+// The operands of the backward GEMMs under a recipe. kNone: quantised by the recipe.
+// kHighPrecision: the forward's original operands, which are kept instead of quantised ones.
+// kDequantized: the forward's quantised operands, dequantised. With the last two, gradients are not
+// quantised, and the GEMMs read all operands in the activation dtype.
 enum class BackwardOverride : uint8_t { kNone, kHighPrecision, kDequantized };
 
 // Per-tensor scales from the amaxes of earlier steps: scale = fp8_max * 2^-margin / amax(history).
@@ -102,11 +102,18 @@ struct TensorQuantiser {
       quantise;
 };
 
-// User-defined quantisation of inputs, weights and gradients. A null quantiser leaves its tensors
-// in the activation dtype. Recipes are equal only if they share the same quantisers.
+// The quantisers of a linear map. A null quantiser leaves its tensors in the activation dtype.
+struct LinearQuantisers {
+  std::shared_ptr<const TensorQuantiser> input, weight, gradient;
+  friend bool operator==(const LinearQuantisers&, const LinearQuantisers&) = default;
+};
+
+// User-defined quantisation. Recipes are equal only if they share the same quantisers.
 struct CustomScaling {
   std::string name = "custom";  // for messages
-  std::shared_ptr<const TensorQuantiser> input, weight, gradient;
+  LinearQuantisers quantisers;
+  // For the second linear map of LayerNormMLP; null: `quantisers`.
+  std::shared_ptr<const LinearQuantisers> fc2 = nullptr;
   BackwardOverride backward_override = BackwardOverride::kNone;
   friend bool operator==(const CustomScaling&, const CustomScaling&) = default;
 };
@@ -120,8 +127,8 @@ TE_FL_API Status validate(const Recipe& recipe);
 TE_FL_API std::string describe(const Recipe& recipe);
 // The recipe's backward_override; kNone for delayed scaling.
 TE_FL_API BackwardOverride backward_override(const Recipe& recipe) noexcept;
-// Returns the recipe "delayed", "current", "block" or "mxfp8" with default values. Any other word is an
-// error that names the nearest.
+// Returns the recipe "delayed", "current", "block" or "mxfp8" with default values. Any other word
+// is an error that names the nearest.
 TE_FL_API Result<Recipe> parse_recipe(std::string_view text);
 
 }  // namespace te_fl::nn
