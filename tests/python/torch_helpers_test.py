@@ -44,8 +44,10 @@ class Availability(unittest.TestCase):
     def test_recipes(self):
         self.assertTrue(availability.get_default_recipe().delayed())
         availability.check_recipe_support(recipe.DelayedScaling())
-        with self.assertRaisesRegex(Unsupported, "MXFP8"):
-            availability.check_recipe_support(recipe.MXFP8BlockScaling())
+        for chosen in (recipe.MXFP8BlockScaling(), recipe.NVFP4BlockScaling(), recipe.CustomRecipe(qfactory=print)):
+            availability.check_recipe_support(chosen)
+        with self.assertRaisesRegex(Unsupported, "MXFP8BlockScaling.*fp8_dpa"):
+            availability.check_recipe_support(recipe.MXFP8BlockScaling(fp8_dpa=True))
         hybrid = recipe.DelayedScaling()
         self.assertEqual([availability.get_fp8_max(hybrid), availability.get_fp8_max(hybrid, fprop_tensor=False)], [448, 57344])
         self.assertEqual(availability.get_fp8_torch_dtype(recipe.Float8BlockScaling(), False), torch.float8_e4m3fn)

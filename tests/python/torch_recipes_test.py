@@ -288,11 +288,13 @@ class ModulesTest(unittest.TestCase):
             chosen = recipe.MXFP8BlockScaling(enable_2d_quantization=square)
             for name in ("Linear", "LayerNormMLP", "GroupedLinear", "TransformerLayer"):
                 with self.subTest(name=name, square=square):
+                    make = MODULES[name] if name != "TransformerLayer" else lambda: te.TransformerLayer(
+                        64, 128, 4, hidden_dropout=0, attention_dropout=0, fuse_qkv_params=True, params_dtype=torch.bfloat16, device=CPU)
                     torch.manual_seed(9)
-                    plain = MODULES[name]()
+                    plain = make()
                     torch.manual_seed(9)
                     with te.quantized_model_init(recipe=chosen, preserve_high_precision_init_val=True):
-                        module = MODULES[name]()
+                        module = make()
                     codes = [p for p in module.parameters() if isinstance(p, Float8Tensor)]
                     self.assertTrue(codes)
                     self.assertTrue(all(torch.equal(a.get_high_precision_init_val(), b.detach().to(a.dtype)) for a, b in zip(module.parameters(), plain.parameters())
@@ -311,7 +313,7 @@ class ModulesTest(unittest.TestCase):
                             p.zero_()
                     twin.load_state_dict(torch.load(file, weights_only=True))
                     self.assertTrue(torch.equal(run(twin, x, grad, chosen, *args)[1], found[1]))
-        layer = module.layernorm_mlp
+        layer, x = module.layernorm_mlp, torch.randn(32, 2, 64, dtype=torch.bfloat16)
         with self.assertRaisesRegex(Error, "codes of MXFP8 are for MXFP8BlockScaling"), te.autocast(recipe=recipe.Float8CurrentScaling()):
             layer(x)
         with self.assertRaisesRegex(Unsupported, "NVFP4BlockScaling.*in each forward"), te.quantized_model_init(recipe=recipe.NVFP4BlockScaling()):

@@ -1,4 +1,4 @@
-"""What the quantizer factory of a CustomRecipe is asked for, with Transformer Engine's names, and the quantizers that modules have of it."""
+"""Roles of the quantizers that a CustomRecipe has, with Transformer Engine's names, and the quantizers that modules have by its factory."""
 
 from __future__ import annotations
 
