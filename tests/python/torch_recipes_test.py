@@ -241,6 +241,22 @@ class ModulesTest(unittest.TestCase):
             twin.load_state_dict(torch.load(file, weights_only=True))
             self.assertTrue(torch.equal(run(twin, x, grad, chosen, *args)[0], y))
 
+    def test_experts_of_megatron(self):
+        """The operations that megatron-core's fused grouped MLP strings together, and its head, a Linear without bias on FP32's logits."""
+        x, probs, rows = torch.randn(48, 64, dtype=torch.bfloat16), torch.rand(48, dtype=torch.bfloat16), torch.tensor([16, 0, 32])
+        head = te.Linear(64, 96, bias=False, params_dtype=torch.bfloat16, device=CPU)
+        up, down = (te_ops.GroupedLinear(3, n, m, bias=False, dtype=torch.bfloat16, device=CPU) for n, m in ((64, 128), (64, 64)))
+        found = {}
+        for kind, chosen in {"none": None, **{kind: make() for kind, make in RECIPES.items()}}.items():
+            inp = x.clone().requires_grad_()
+            with te.autocast(enabled=chosen is not None, recipe=chosen):
+                y = head(te_ops.Sequential(up, te_ops.ScaledSwiGLU(), down)(inp, rows, probs, rows))
+            y.float().square().mean().backward()
+            found[kind] = (y.detach(), inp.grad)
+        for kind in RECIPES:
+            for a, b in zip(found[kind], found["none"]):
+                self.assertTrue(1e-3 < relative(a, b) < (0.7 if kind == "nvfp4" else 0.2), kind)
+
     def test_compiled(self):
         layer = te.LayerNormLinear(64, 64, params_dtype=torch.bfloat16, device=CPU)
         x, grad = torch.randn(32, 64, dtype=torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
