@@ -117,10 +117,11 @@ Status read_nvfp4(Tensor& operand) {
   return {};
 }
 
-// Calls a quantiser of a custom recipe. A null quantiser returns `values` for both operands.
+// Calls a quantiser of a custom recipe. A null quantiser returns `values` for both operands, as
+// does one of an empty tensor.
 Result<QuantisedOperand> quantise_custom(const std::shared_ptr<const TensorQuantiser>& quantiser,
                                          const Tensor& values, Copies copies) {
-  if (quantiser == nullptr) return QuantisedOperand{values, values};
+  if (quantiser == nullptr || values.numel() == 0) return QuantisedOperand{values, values};
   TE_FL_ASSIGN_OR_RETURN(QuantisedOperand made,
                          quantiser->quantise(values, copies.rowwise, copies.columnwise));
   if (copies.rowwise) TE_FL_RETURN_IF_ERROR(check_operand(made.rowwise, *quantiser, values, false));
