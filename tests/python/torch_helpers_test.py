@@ -22,8 +22,8 @@ class Availability(unittest.TestCase):
         if torch.cuda.is_available():
             self.skipTest("asks for the CPU")
         for ask, there in ((availability.is_fp8_available, True), (availability.is_fp8_block_scaling_available, True),
-                           (availability.is_bf16_available, True), (availability.is_mxfp8_available, False),
-                           (availability.is_nvfp4_available, False)):
+                           (availability.is_bf16_available, True), (availability.is_mxfp8_available, True),
+                           (availability.is_nvfp4_available, True)):
             self.assertIs(ask(), there)
             answer, reason = ask(return_reason=True)
             self.assertIs(answer, there)
