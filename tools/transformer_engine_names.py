@@ -211,8 +211,8 @@ def page_text(known, table):
                  for argument in table.PARTLY.get(f"{home}.{name}.{method}", ())]
             if home and f"{home}.{name}" in table.MADE_BY:
                 lines.append(f"| {name} | partly: `{home}` | {inside} | {table.MADE_BY[f'{home}.{name}']} |")
-            elif home and (refused or name in table.UNUSABLE):
-                lines.append(f"| {name} | partly: `{home}` | {inside} | {'refused: ' + ', '.join(refused) if refused else table.UNUSABLE_BECAUSE} |")
+            elif home and refused:
+                lines.append(f"| {name} | partly: `{home}` | {inside} | refused: {', '.join(refused)} |")
             elif home:
                 lines.append(f"| {name} | supported: `{home}` | {inside} | |")
             else:

@@ -97,8 +97,8 @@ namespace {
 
 // Checks that a linear map can read the lent FP8 data directly.
 Status check_codes(const Tensor& lent, const Tensor& value) {
-  const bool served =
-      lent.scaling() == Scaling::kTensor || lent.scaling() == Scaling::kBlock128x128;
+  const bool served = lent.scaling() == Scaling::kTensor ||
+                      lent.scaling() == Scaling::kBlock128x128 || lent.scaling() == Scaling::kMXFP8;
   if (served && lent.dtype() == DType::kF8E4M3 && lent.has_rowwise() && lent.rank() == 2 &&
       lent.device() == value.device() && std::ranges::equal(lent.shape(), value.shape())) {
     return {};

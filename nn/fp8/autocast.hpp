@@ -63,6 +63,21 @@ struct Fp8Mode {
   const DelayedScaling* delayed() const {
     return recipe == nullptr ? nullptr : std::get_if<DelayedScaling>(recipe.get());
   }
+  // The custom recipe of an FP8 forward; null for other recipes and in high precision.
+  const CustomScaling* custom() const {
+    return fp8 ? std::get_if<CustomScaling>(recipe.get()) : nullptr;
+  }
+  BackwardOverride backward() const {
+    return fp8 ? backward_override(*recipe) : BackwardOverride::kNone;
+  }
+  // True if the backward quantises the gradients.
+  bool quantises_gradients() const { return fp8 && backward() == BackwardOverride::kNone; }
+  // True if ops that produce an operand (norms, activations) write it quantised. MXFP8 operands
+  // are quantised from values in the activation dtype, as in Transformer Engine.
+  bool fuses() const {
+    return !std::holds_alternative<MXFP8BlockScaling>(*recipe) &&
+           !std::holds_alternative<CustomScaling>(*recipe);
+  }
 };
 // The calling thread's mode; an error if the innermost autocast has an invalid recipe.
 Result<Fp8Mode> current_mode();

@@ -178,6 +178,7 @@ DType fp8_dtype(const Recipe& recipe, Role role) {
   if (const auto* delayed = std::get_if<DelayedScaling>(&recipe)) format = delayed->format;
   if (const auto* current = std::get_if<Float8CurrentScaling>(&recipe)) format = current->format;
   if (const auto* block = std::get_if<Float8BlockScaling>(&recipe)) format = block->format;
+  if (const auto* mx = std::get_if<MXFP8BlockScaling>(&recipe)) format = mx->format;
   return role == Role::kGradient && format == Fp8Format::kHybrid ? DType::kF8E5M2 : DType::kF8E4M3;
 }
 
@@ -201,6 +202,14 @@ Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const 
     spec.pow2_scale = current->pow2_scale;
     spec.amax_epsilon = current->amax_epsilon;
     return Tensor::empty_quantized(shape, spec, device);
+  }
+  if (std::holds_alternative<MXFP8BlockScaling>(recipe)) {
+    spec.scaling = Scaling::kMXFP8;
+    return Tensor::empty_quantized(shape, spec, device);
+  }
+  if (const auto* custom = std::get_if<CustomScaling>(&recipe)) {
+    return internal_error("empty_quantized: the quantisers of \"" + custom->name +
+                          "\" allocate their results");
   }
   const auto& block = std::get<Float8BlockScaling>(recipe);
   spec.scaling = role == Role::kWeight ? Scaling::kBlock128x128 : Scaling::kBlock1x128;

@@ -23,6 +23,39 @@ Status check_format(Fp8Format format, const char* recipe) {
                           "; it must be Fp8Format::kHybrid (0) or Fp8Format::kE4M3 (1)");
 }
 
+Status check_override(BackwardOverride value, const char* recipe) {
+  if (value <= BackwardOverride::kDequantized) return {};
+  return invalid_argument(std::string(recipe) + ": backward_override is " +
+                          std::to_string(static_cast<int>(value)) +
+                          "; it must be BackwardOverride::kNone (0), kHighPrecision (1) or "
+                          "kDequantized (2)");
+}
+
+const char* override_text(BackwardOverride value) {
+  switch (value) {
+    case BackwardOverride::kHighPrecision:
+      return ", backward in high precision";
+    case BackwardOverride::kDequantized:
+      return ", backward on dequantised values";
+    default:
+      return "";
+  }
+}
+
+const char* format_text(Fp8Format format) {
+  return format == Fp8Format::kHybrid ? "hybrid" : "e4m3";
+}
+
+Status check_quantisers(const LinearQuantisers& quantisers) {
+  for (const auto& one : {quantisers.input, quantisers.weight, quantisers.gradient}) {
+    if (one == nullptr || one->quantise != nullptr) continue;
+    return invalid_argument("CustomScaling: the quantiser \"" + one->name +
+                            "\" has no function; set quantise, or leave the quantiser null for "
+                            "high precision");
+  }
+  return {};
+}
+
 std::string epsilon_text(bool pow2, float epsilon) {
   char buffer[64];
   std::snprintf(buffer, sizeof buffer, "%s, epsilon %g)",
@@ -64,17 +97,27 @@ Status validate(const Recipe& recipe) {
   }
   if (const auto* current = std::get_if<Float8CurrentScaling>(&recipe)) {
     TE_FL_RETURN_IF_ERROR(check_format(current->format, "Float8CurrentScaling"));
+    TE_FL_RETURN_IF_ERROR(check_override(current->backward_override, "Float8CurrentScaling"));
     return check_epsilon(current->amax_epsilon, "Float8CurrentScaling");
+  }
+  if (const auto* mx = std::get_if<MXFP8BlockScaling>(&recipe)) {
+    TE_FL_RETURN_IF_ERROR(check_override(mx->backward_override, "MXFP8BlockScaling"));
+    return check_format(mx->format, "MXFP8BlockScaling");
+  }
+  if (const auto* custom = std::get_if<CustomScaling>(&recipe)) {
+    TE_FL_RETURN_IF_ERROR(check_quantisers(custom->quantisers));
+    if (custom->fc2 != nullptr) TE_FL_RETURN_IF_ERROR(check_quantisers(*custom->fc2));
+    return check_override(custom->backward_override, "CustomScaling");
   }
   const auto& block = std::get<Float8BlockScaling>(recipe);
   TE_FL_RETURN_IF_ERROR(check_format(block.format, "Float8BlockScaling"));
+  TE_FL_RETURN_IF_ERROR(check_override(block.backward_override, "Float8BlockScaling"));
   return check_epsilon(block.amax_epsilon, "Float8BlockScaling");
 }
 
 std::string describe(const Recipe& recipe) {
-  auto format = [](Fp8Format f) { return f == Fp8Format::kHybrid ? "hybrid" : "e4m3"; };
   if (const auto* delayed = std::get_if<DelayedScaling>(&recipe)) {
-    return std::string("delayed scaling (") + format(delayed->format) + ", margin " +
+    return std::string("delayed scaling (") + format_text(delayed->format) + ", margin " +
            std::to_string(delayed->margin) + ", history " +
            std::to_string(delayed->amax_history_len) +
            (delayed->amax_function != nullptr ? ", function " + delayed->amax_function->name
@@ -83,12 +126,38 @@ std::string describe(const Recipe& recipe) {
            (delayed->fp8_dpa ? ", FP8 attention)" : ")");
   }
   if (const auto* current = std::get_if<Float8CurrentScaling>(&recipe)) {
-    return std::string("current scaling (") + format(current->format) + ", " +
-           epsilon_text(current->pow2_scale, current->amax_epsilon);
+    return std::string("current scaling (") + format_text(current->format) + ", " +
+           epsilon_text(current->pow2_scale, current->amax_epsilon) +
+           override_text(current->backward_override);
+  }
+  if (const auto* mx = std::get_if<MXFP8BlockScaling>(&recipe)) {
+    return std::string("MXFP8 (") + format_text(mx->format) + ")" +
+           override_text(mx->backward_override);
+  }
+  if (const auto* custom = std::get_if<CustomScaling>(&recipe)) {
+    const auto text = [](const std::shared_ptr<const TensorQuantiser>& quantiser) {
+      return quantiser == nullptr ? std::string("high precision") : quantiser->name;
+    };
+    const LinearQuantisers& of = custom->quantisers;
+    return custom->name + " scaling (inputs " + text(of.input) + ", weights " + text(of.weight) +
+           ", gradients " + text(of.gradient) + ")" + override_text(custom->backward_override);
   }
   const auto& block = std::get<Float8BlockScaling>(recipe);
-  return std::string("block scaling (") + format(block.format) + ", 1x128 and 128x128, " +
-         epsilon_text(block.pow2_scale, block.amax_epsilon);
+  return std::string("block scaling (") + format_text(block.format) + ", 1x128 and 128x128, " +
+         epsilon_text(block.pow2_scale, block.amax_epsilon) +
+         override_text(block.backward_override);
+}
+
+BackwardOverride backward_override(const Recipe& recipe) noexcept {
+  return std::visit(
+      [](const auto& one) {
+        if constexpr (requires { one.backward_override; }) {
+          return one.backward_override;
+        } else {
+          return BackwardOverride::kNone;
+        }
+      },
+      recipe);
 }
 
 Result<Recipe> parse_recipe(std::string_view text) {
@@ -98,10 +167,11 @@ Result<Recipe> parse_recipe(std::string_view text) {
   if (word == "delayed") return Recipe(DelayedScaling{});
   if (word == "current") return Recipe(Float8CurrentScaling{});
   if (word == "block") return Recipe(Float8BlockScaling{});
+  if (word == "mxfp8") return Recipe(MXFP8BlockScaling{});
   std::string message = "\"" + std::string(text) + "\" is no FP8 recipe; ";
-  std::string near = environment::nearest(word, {"delayed", "current", "block"});
+  std::string near = environment::nearest(word, {"delayed", "current", "block", "mxfp8"});
   if (!near.empty()) message += "did you mean " + near + "? ";
-  return invalid_argument(message + "Recipes: delayed, current, block");
+  return invalid_argument(message + "Recipes: delayed, current, block, mxfp8");
 }
 
 }  // namespace te_fl::nn

@@ -76,9 +76,11 @@ Result<Tensor> take_rows(const Tensor& x, int64_t begin, int64_t count) {
 }
 
 bool gathers_codes(const SequenceRanks& ranks, const Fp8Mode& mode, Role role, int64_t rows) {
-  if (!mode.fp8) return false;
+  // The backward of an override reads other operands than the quantised rows.
+  if (!mode.quantises_gradients()) return false;
   if (mode.delayed() != nullptr) return ranks.share_amaxes(mode.reduction.get());
   if (std::holds_alternative<Float8CurrentScaling>(*mode.recipe)) return true;
+  if (!std::holds_alternative<Float8BlockScaling>(*mode.recipe)) return false;
   // With block scaling, FP8 data are not gathered for gradients: they would need row-wise and
   // column-wise data, which have as many bytes as BF16.
   return role == Role::kInput && rows % kBlock == 0;

@@ -1,6 +1,7 @@
 #include "nn/modules/gemm_unit.hpp"
 
 #include <array>
+#include <utility>
 
 #include "nn/autograd/gradients.hpp"
 #include "nn/autograd/parameter.hpp"
@@ -69,12 +70,84 @@ Result<GemmUnit::Use> GemmUnit::begin(bool training) {
   return use;
 }
 
+namespace {
+
+// True if an op that produces the input writes it quantised.
+bool fuses_input(const GemmUnit::Use& use) {
+  return use.mode.fp8 && use.mode.fuses() &&
+         !(use.wgrad && use.mode.backward() == BackwardOverride::kHighPrecision);
+}
+
+// The copies of the input that a forward needs.
+Copies input_copies(const GemmUnit::Use& use) {
+  return {.rowwise = true, .columnwise = use.wgrad && use.mode.quantises_gradients()};
+}
+
+Status check_operand(const Tensor& operand, const TensorQuantiser& quantiser, const Tensor& from,
+                     bool columnwise) {
+  const char* which = columnwise ? "column-wise" : "row-wise";
+  const auto refuse = [&](const std::string& why) {
+    return invalid_argument("the quantiser \"" + quantiser.name + "\" returned " + why +
+                            " as the " + which + " operand of " + from.describe());
+  };
+  if (!operand.defined()) return refuse("nothing");
+  const std::string found = operand.describe();
+  if (operand.device() != from.device()) return refuse(found + ", which is on another device,");
+  const bool fits =
+      operand.shape().size() == 2 && operand.size(1) == from.size(1) &&
+      (columnwise ? operand.size(0) >= from.size(0) : operand.size(0) == from.size(0));
+  if (!fits) return refuse(found + ", which has another shape,");
+  if (!operand.quantized() && !is_high(operand.dtype()))
+    return refuse(found + ", which has no scale,");
+  return {};
+}
+
+// Dequantises the row-wise data if there are, else the column-wise data.
+Result<Tensor> dequantised(const Tensor& codes, DType dtype) {
+  const Tensor read = codes.has_rowwise() ? codes.rowwise_only() : codes;
+  TE_FL_ASSIGN_OR_RETURN(Tensor values, Tensor::empty(codes.shape(), dtype, codes.device()));
+  if (codes.numel() > 0) TE_FL_RETURN_IF_ERROR(copy_values(read, values));
+  return values;
+}
+
+// GEMMs do not read NVFP4. Replaces such a tensor by its values.
+Status read_nvfp4(Tensor& operand) {
+  if (!operand.defined() || operand.scaling() != Scaling::kNVFP4) return {};
+  TE_FL_ASSIGN_OR_RETURN(operand, dequantised(operand, DType::kF32));
+  return {};
+}
+
+// Calls a quantiser of a custom recipe. A null quantiser returns `values` for both operands, as
+// does one of an empty tensor.
+Result<QuantisedOperand> quantise_custom(const std::shared_ptr<const TensorQuantiser>& quantiser,
+                                         const Tensor& values, Copies copies) {
+  if (quantiser == nullptr || values.numel() == 0) return QuantisedOperand{values, values};
+  TE_FL_ASSIGN_OR_RETURN(QuantisedOperand made,
+                         quantiser->quantise(values, copies.rowwise, copies.columnwise));
+  if (copies.rowwise) TE_FL_RETURN_IF_ERROR(check_operand(made.rowwise, *quantiser, values, false));
+  if (copies.columnwise) {
+    TE_FL_RETURN_IF_ERROR(check_operand(made.columnwise, *quantiser, values, true));
+  }
+  TE_FL_RETURN_IF_ERROR(read_nvfp4(made.rowwise));
+  return made;
+}
+
+}  // namespace
+
 Result<Tensor> GemmUnit::input_buffer(const Use& use, int64_t rows) {
   const std::array<int64_t, 2> shape = {rows, spec_.in};
-  if (!use.mode.fp8) return Tensor::empty(shape, spec_.activation_dtype, spec_.device);
-  return empty_quantized(*use.mode.recipe, Role::kInput, shape,
-                         {.rowwise = true, .columnwise = use.wgrad}, spec_.device, *forward_,
-                         kInputSlot);
+  if (!fuses_input(use)) return Tensor::empty(shape, spec_.activation_dtype, spec_.device);
+  return input_codes(use, rows);
+}
+
+Result<Tensor> GemmUnit::input_codes(const Use& use, int64_t rows) {
+  const std::array<int64_t, 2> shape = {rows, spec_.in};
+  return empty_quantized(*use.mode.recipe, Role::kInput, shape, input_copies(use), spec_.device,
+                         *forward_, kInputSlot);
+}
+
+Result<Tensor> GemmUnit::written_input(Use& use, const Tensor& buffer) {
+  return buffer.quantized() ? Result<Tensor>(buffer) : whole_input(use, buffer);
 }
 
 namespace {
@@ -102,9 +175,39 @@ Result<Tensor> GemmUnit::whole_input(Use& use, const Tensor& x) {
     return x;
   }
   if (!use.mode.fp8) return cast(x, spec_.activation_dtype);
-  TE_FL_ASSIGN_OR_RETURN(Tensor input, input_buffer(use, x.size(0)));
-  TE_FL_RETURN_IF_ERROR(quantize(x, input));
+  Tensor input;
+  if (const CustomScaling* custom = use.mode.custom()) {
+    TE_FL_ASSIGN_OR_RETURN(const Tensor values, cast(x, spec_.activation_dtype));
+    TE_FL_ASSIGN_OR_RETURN(QuantisedOperand made, quantise_custom(quantisers_of(*custom).input,
+                                                                  values, input_copies(use)));
+    input = std::move(made.rowwise);
+    use.across = use.mode.quantises_gradients() ? std::move(made.columnwise) : input;
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(input, input_codes(use, x.size(0)));
+    TE_FL_RETURN_IF_ERROR(quantize(x, input));
+  }
+  if (use.wgrad && use.mode.backward() == BackwardOverride::kHighPrecision) {
+    TE_FL_ASSIGN_OR_RETURN(use.across, cast(x, spec_.activation_dtype));
+  }
   return input;
+}
+
+Status GemmUnit::read_kept(Use& use) const {
+  const BackwardOverride way = use.mode.backward();
+  if (way == BackwardOverride::kNone) {
+    TE_FL_RETURN_IF_ERROR(read_nvfp4(use.input));
+    return read_nvfp4(use.weight);
+  }
+  if (use.input.defined() && use.input.quantized()) {
+    TE_FL_ASSIGN_OR_RETURN(use.input, dequantised(use.input, spec_.activation_dtype));
+  }
+  const Tensor weight = weight_of(use);
+  if (weight.quantized()) {
+    TE_FL_ASSIGN_OR_RETURN(use.weight, dequantised(weight, spec_.activation_dtype));
+  } else if (weight.dtype() != spec_.activation_dtype) {
+    TE_FL_ASSIGN_OR_RETURN(use.weight, cast(weight, spec_.activation_dtype));
+  }
+  return {};
 }
 
 Result<Tensor> GemmUnit::written_copy(const Use& use) const {
@@ -119,34 +222,50 @@ Result<Tensor> GemmUnit::written_copy(const Use& use) const {
   return capturing ? Tensor() : copy;
 }
 
-Result<Tensor> GemmUnit::quantised_weight(const Use& use, bool columnwise) {
+Result<GemmUnit::Weight> GemmUnit::quantised_weight(const Use& use, bool columnwise) {
+  columnwise = columnwise && use.mode.quantises_gradients();
+  if (const CustomScaling* custom = use.mode.custom()) {
+    TE_FL_ASSIGN_OR_RETURN(const Tensor values, cast(weight_->value, spec_.activation_dtype));
+    TE_FL_ASSIGN_OR_RETURN(QuantisedOperand made,
+                           quantise_custom(quantisers_of(*custom).weight, values,
+                                           {.rowwise = true, .columnwise = columnwise}));
+    return Weight(std::move(made.rowwise), std::move(made.columnwise));
+  }
   TE_FL_ASSIGN_OR_RETURN(Tensor weight,
                          empty_quantized(*use.mode.recipe, Role::kWeight, weight_->value.shape(),
                                          {.rowwise = true, .columnwise = columnwise}, spec_.device,
                                          *forward_, kWeightSlot));
   if (pending_ != nullptr && !use.unscaled) {  // otherwise product() checks for saturation
     pending_->emplace_back(weight_->value, weight);
-    return weight;
+    return Weight(weight);
   }
   TE_FL_RETURN_IF_ERROR(quantize(weight_->value, weight));
-  return weight;
+  return Weight(weight);
 }
 
-Result<Tensor> GemmUnit::make_weight(const Use& use, bool columnwise) {
-  if (weight_->value.quantized()) return weight_->read(spec_.activation_dtype);
-  if (!use.mode.fp8) return cast(weight_->value, spec_.activation_dtype);
+Result<GemmUnit::Weight> GemmUnit::make_weight(const Use& use, bool columnwise) {
+  if (weight_->value.quantized()) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor values, weight_->read(spec_.activation_dtype));
+    return Weight(std::move(values));
+  }
+  if (!use.mode.fp8) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor values, cast(weight_->value, spec_.activation_dtype));
+    return Weight(std::move(values));
+  }
   TE_FL_ASSIGN_OR_RETURN(Tensor copy, written_copy(use));
-  if (copy.defined()) return copy;
+  if (copy.defined()) return Weight(std::move(copy));
   return quantised_weight(use, columnwise);
 }
 
 bool GemmUnit::Kept::fits(const Use& use) const {
-  return weight.defined() && weight.quantized() == use.mode.fp8 &&
-         (!use.mode.fp8 ||
-          (*recipe == *use.mode.recipe && (weight.has_columnwise() || !use.training)));
+  if (!weight.tensor.defined() || fp8 != use.mode.fp8) return false;
+  if (!fp8) return true;
+  const bool columns = weight.across.defined() || weight.tensor.has_columnwise();
+  return *recipe == *use.mode.recipe &&
+         (columns || !use.training || !use.mode.quantises_gradients());
 }
 
-Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& options) {
+Result<GemmUnit::Weight> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& options) {
   const std::optional<bool> first = options.is_first_microbatch;
   const bool flagged = options.reuse_weights.defined();
   if (flagged && first.has_value()) {
@@ -157,7 +276,9 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
   if (use.mode.fp8 && weight_->value.quantized()) return own_codes(use);
   if (flagged) return flagged_weight(use, options.reuse_weights);
   // Uses the parameter's tensor directly, which may be borrowed, and caches nothing.
-  if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) return weight_->value;
+  if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) {
+    return Weight(weight_->value);
+  }
   if (!first.has_value()) {
     // Does not cache a quantised FP8-only weight, since that would use more memory than FP8 saves.
     const bool keeps = !use.training && !weight_->value.quantized();
@@ -172,24 +293,52 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
         "graph holds all the microbatches of a step; for a graph of one use reuse_weights");
   }
   if (*first || stale) {
-    TE_FL_ASSIGN_OR_RETURN(Tensor weight, make_weight(use, use.training));
-    cached_ = {std::move(weight), weight_->version, use.mode.recipe, capture};
+    TE_FL_ASSIGN_OR_RETURN(Weight weight, make_weight(use, use.training));
+    cached_ = {std::move(weight), weight_->version, use.mode.fp8, use.mode.recipe, capture};
   }
   return cached_.weight;
 }
 
-Result<Tensor> GemmUnit::own_codes(const Use& use) {
+namespace {
+
+// The recipes that read weights of codes with this scaling, for messages.
+const char* readers_of(Scaling scaling) {
+  switch (scaling) {
+    case Scaling::kTensor:
+      return "; codes scaled by tensor are for DelayedScaling and Float8CurrentScaling";
+    case Scaling::kMXFP8:
+      return "; codes of MXFP8 are for MXFP8BlockScaling";
+    case Scaling::kNVFP4:
+      return "; codes of NVFP4 are for NVFP4BlockScaling";
+    default:
+      return "; codes scaled by blocks are for Float8BlockScaling";
+  }
+}
+
+// The scaling of weights under a recipe.
+Scaling weight_scaling(const Recipe& recipe) {
+  if (std::holds_alternative<Float8BlockScaling>(recipe)) return Scaling::kBlock128x128;
+  return std::holds_alternative<MXFP8BlockScaling>(recipe) ? Scaling::kMXFP8 : Scaling::kTensor;
+}
+
+}  // namespace
+
+Result<GemmUnit::Weight> GemmUnit::own_codes(const Use& use) {
   const bool blocks = weight_->value.scaling() != Scaling::kTensor;
-  if (std::holds_alternative<Float8BlockScaling>(*use.mode.recipe) != blocks) {
+  if (use.mode.custom() == nullptr &&
+      weight_scaling(*use.mode.recipe) != weight_->value.scaling()) {
     return failed_precondition("the weight " + weight_->value.describe() +
                                " was created under quantized_model_init, and the autocast's recipe "
                                "is " +
-                               describe(*use.mode.recipe) +
-                               (blocks ? "; codes scaled by blocks are for Float8BlockScaling"
-                                       : "; codes scaled by tensor are for DelayedScaling and "
-                                         "Float8CurrentScaling"));
+                               describe(*use.mode.recipe) + readers_of(weight_->value.scaling()));
   }
-  if (!use.training || weight_->value.has_columnwise()) return weight_->value;
+  const bool columns = use.training && use.mode.quantises_gradients();
+  if (weight_->value.scaling() == Scaling::kNVFP4) {
+    Weight weight(weight_->value, columns ? weight_->value.columnwise_only() : Tensor());
+    TE_FL_RETURN_IF_ERROR(read_nvfp4(weight.tensor));
+    return weight;
+  }
+  if (!columns || weight_->value.has_columnwise()) return Weight(weight_->value);
   if (blocks) {
     return failed_precondition("a training forward reads the weight " + weight_->value.describe() +
                                ", which is borrowed without the column-wise copy that its backward "
@@ -210,18 +359,20 @@ Result<Tensor> GemmUnit::own_codes(const Use& use) {
         devices::synchronize(spec_.device, devices::current_stream(spec_.device)));
   }
   weight_->value = std::move(both);
-  return weight_->value;
+  return Weight(weight_->value);
 }
 
-Result<Tensor> GemmUnit::repeated_weight(const Use& use) {
+Result<GemmUnit::Weight> GemmUnit::repeated_weight(const Use& use) {
   TE_FL_ASSIGN_OR_RETURN(Tensor kept, replay_weight(this, spec_.device));
-  if (kept.defined()) return kept;
+  if (kept.defined()) return Weight(std::move(kept));
   if (use.mode.fp8 && weight_->value.quantized()) return own_codes(use);
-  if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) return weight_->value;
+  if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) {
+    return Weight(weight_->value);
+  }
   return make_weight(use, use.training);
 }
 
-Result<Tensor> GemmUnit::inference_weight(const Use& use) {
+Result<GemmUnit::Weight> GemmUnit::inference_weight(const Use& use) {
   TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(spec_.device));
   if (captured) return make_weight(use, false);
   void* stream = devices::current_stream(spec_.device);
@@ -234,21 +385,23 @@ Result<Tensor> GemmUnit::inference_weight(const Use& use) {
   const bool keeps =
       !weight_->internals().owners_version.has_value() || serving_.version == weight_->version;
   serving_ = {};  // frees the memory for the new weight
-  TE_FL_ASSIGN_OR_RETURN(Tensor weight, make_weight(use, false));
+  TE_FL_ASSIGN_OR_RETURN(Weight weight, make_weight(use, false));
   if (keeps) serving_.weight = weight;
   serving_.version = weight_->version;
+  serving_.fp8 = use.mode.fp8;
   serving_.recipe = use.mode.recipe;
   serving_.generation = forward_->generation();
   serving_.stream = stream;
   return weight;
 }
 
-Result<Tensor> GemmUnit::flagged_weight(const Use& use, const Tensor& flag) {
+Result<GemmUnit::Weight> GemmUnit::flagged_weight(const Use& use, const Tensor& flag) {
   if (flag.dtype() != DType::kF32 || flag.numel() != 1 || flag.device() != spec_.device) {
     return invalid_argument("reuse_weights is " + flag.describe() + "; it must be f32[1] on " +
                             to_string(spec_.device));
   }
-  if (!use.mode.fp8) return make_weight(use, use.training);
+  // Quantisers of a custom recipe write no memory of te-fl's, so their weights are made anew.
+  if (!use.mode.fp8 || use.mode.custom() != nullptr) return make_weight(use, use.training);
   bool capturing = false;
   if (!spec_.device.is_host()) {
     TE_FL_ASSIGN_OR_RETURN(
@@ -260,20 +413,20 @@ Result<Tensor> GemmUnit::flagged_weight(const Use& use, const Tensor& flag) {
           "a forward with reuse_weights is captured before its weights were ever quantised so; run "
           "it once before the capture");
     }
-    TE_FL_ASSIGN_OR_RETURN(Tensor weight, quantised_weight(use, use.training));
-    flagged_ = {std::move(weight), weight_->version, use.mode.recipe, 0};
+    TE_FL_ASSIGN_OR_RETURN(Weight weight, quantised_weight(use, use.training));
+    flagged_ = {std::move(weight), weight_->version, use.mode.fp8, use.mode.recipe, 0};
   } else if (capturing || flagged_.version == weight_->version) {
-    TE_FL_RETURN_IF_ERROR(quantize(weight_->value, flagged_.weight, flag));
+    TE_FL_RETURN_IF_ERROR(quantize(weight_->value, flagged_.weight.tensor, flag));
   } else {
-    TE_FL_RETURN_IF_ERROR(quantize(weight_->value, flagged_.weight));
+    TE_FL_RETURN_IF_ERROR(quantize(weight_->value, flagged_.weight.tensor));
     flagged_.version = weight_->version;
   }
-  keep_for_graph(std::make_shared<Tensor>(flagged_.weight));
+  keep_for_graph(std::make_shared<Tensor>(flagged_.weight.tensor));
   return flagged_.weight;
 }
 
 Result<te_fl_generic_gemm_args> GemmUnit::product(const Use& use, const Tensor& input,
-                                                  const ForwardOptions& options, Tensor& weight) {
+                                                  const ForwardOptions& options, Weight& weight) {
   TE_FL_RETURN_IF_ERROR(same_parameter(weight_.get()));
   TE_FL_RETURN_IF_ERROR(same_parameter(bias_.get()));
   if (use.mode.calibrating && !replaying()) {
@@ -287,16 +440,19 @@ Result<te_fl_generic_gemm_args> GemmUnit::product(const Use& use, const Tensor& 
     const std::string owner = "the linear map of the weight [" + std::to_string(spec_.out) + "," +
                               std::to_string(spec_.in) + "]";
     TE_FL_RETURN_IF_ERROR(warn_if_saturated(*forward_, kInputSlot, input, "inputs", owner));
-    TE_FL_RETURN_IF_ERROR(warn_if_saturated(*forward_, kWeightSlot, weight, "weights", owner));
+    TE_FL_RETURN_IF_ERROR(
+        warn_if_saturated(*forward_, kWeightSlot, weight.tensor, "weights", owner));
   }
   if (noting() && !replaying()) {
-    const auto keeps = [&](const Tensor& t) { return t.raw_data() == weight.raw_data(); };
-    const bool kept = keeps(cached_.weight) || keeps(flagged_.weight);
-    TE_FL_RETURN_IF_ERROR(note_weight(this, spec_.device, kept ? weight : Tensor()));
+    const auto keeps = [&](const Kept& k) {
+      return k.weight.tensor.raw_data() == weight.tensor.raw_data();
+    };
+    const bool kept = !weight.across.defined() && (keeps(cached_) || keeps(flagged_));
+    TE_FL_RETURN_IF_ERROR(note_weight(this, spec_.device, kept ? weight.tensor : Tensor()));
   }
   te_fl_generic_gemm_args args{};
   args.a = input;
-  args.b = weight;
+  args.b = weight.tensor;
   args.trans_b = 1;
   if (bias_ != nullptr && spec_.adds_bias && spec_.first) args.bias = bias_->value;
   args.use_split_accumulator = split_accumulator(use.mode, false);
@@ -305,7 +461,8 @@ Result<te_fl_generic_gemm_args> GemmUnit::product(const Use& use, const Tensor& 
 
 Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOptions& options,
                                  const Tensor* residual, const Tensor* into) {
-  Tensor weight, output;
+  Weight weight;
+  Tensor output;
   TE_FL_ASSIGN_OR_RETURN(te_fl_generic_gemm_args args, product(use, input, options, weight));
   if (into != nullptr) {
     output = *into;
@@ -325,11 +482,23 @@ Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOpt
   return output;
 }
 
-void GemmUnit::keep(Use& use, const Tensor& input, const Tensor& weight) const {
+void GemmUnit::keep(Use& use, const Tensor& input, const Weight& weight) const {
+  const Tensor across = std::exchange(use.across, Tensor());
   if (!use.training) return;
-  const auto read = [](const Tensor& t) { return t.quantized() ? t.columnwise_only() : t; };
-  if (use.wgrad && !use.part.defined()) use.input = read(input);
-  if (weight.raw_data() != weight_->value.raw_data()) use.weight = read(weight);
+  const BackwardOverride way = use.mode.backward();
+  const auto read = [way](const Tensor& t) {
+    if (!t.quantized()) return t;
+    return way == BackwardOverride::kNone ? t.columnwise_only() : t.rowwise_only();
+  };
+  if (use.wgrad && !use.part.defined()) {
+    use.input = across.defined() ? read(across) : read(input);
+  }
+  if (way == BackwardOverride::kHighPrecision) return;
+  if (weight.across.defined()) {
+    use.weight = read(weight.across);
+  } else if (weight.tensor.raw_data() != weight_->value.raw_data()) {
+    use.weight = read(weight.tensor);
+  }
 }
 
 namespace {
@@ -352,7 +521,7 @@ Result<bool> joins(const te_fl_generic_gemm_args& joined, const te_fl_generic_ge
 
 Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const ForwardOptions& options,
                                       const Tensor& activated) {
-  Tensor weight;
+  Weight weight;
   TE_FL_ASSIGN_OR_RETURN(te_fl_generic_gemm_args args, product(use, input, options, weight));
   TE_FL_ASSIGN_OR_RETURN(
       Tensor pre, Tensor::empty({input.size(0), spec_.out}, spec_.activation_dtype, spec_.device));
@@ -403,7 +572,9 @@ Status GemmUnit::check_result(const Use& use, const Tensor& dy, const Tensor& in
     }
   }
   TE_FL_RETURN_IF_ERROR(check_apart(into, weight_of(use), what, "the weight"));
-  const bool as_it_is = dy.quantized() || (!use.mode.fp8 && dy.dtype() == spec_.activation_dtype);
+  const bool as_it_is =
+      dy.quantized() || ((!use.mode.quantises_gradients() || use.mode.custom() != nullptr) &&
+                         dy.dtype() == spec_.activation_dtype);
   return as_it_is ? check_apart(into, dy, what, "the output's gradient") : Status();
 }
 
@@ -446,9 +617,21 @@ Result<GemmUnit::Gradient> GemmUnit::whole_grad(const Use& use, const Tensor& dy
     grad.bias_done = true;
     return grad;
   }
-  if (!use.mode.fp8) {
+  if (!use.mode.quantises_gradients()) {
     TE_FL_ASSIGN_OR_RETURN(grad.tensor, cast(dy, spec_.activation_dtype));
     grad.bias_done = !with_bias;
+    return grad;
+  }
+  if (const CustomScaling* custom = use.mode.custom()) {
+    TE_FL_ASSIGN_OR_RETURN(const Tensor values, cast(dy, spec_.activation_dtype));
+    if (with_bias) TE_FL_RETURN_IF_ERROR(sum_bias_grad(values));
+    TE_FL_ASSIGN_OR_RETURN(QuantisedOperand made,
+                           quantise_custom(quantisers_of(*custom).gradient, values,
+                                           {.rowwise = true, .columnwise = wants_wgrad(use)}));
+    grad.tensor = std::move(made.rowwise);
+    grad.across = std::move(made.columnwise);
+    TE_FL_RETURN_IF_ERROR(read_nvfp4(grad.across));
+    grad.bias_done = true;
     return grad;
   }
   TE_FL_ASSIGN_OR_RETURN(grad.tensor, grad_buffer(use, dy.size(0)));
@@ -590,7 +773,7 @@ Result<std::optional<te_fl_generic_gemm_args>> GemmUnit::wgrad_product(const Use
     return std::optional<te_fl_generic_gemm_args>();
   }
   te_fl_generic_gemm_args args{};
-  args.a = grad.tensor;
+  args.a = grad.across.defined() ? grad.across : grad.tensor;
   args.trans_a = 1;
   args.b = input;
   TE_FL_ASSIGN_OR_RETURN(args.accumulate, adds(*weight_));

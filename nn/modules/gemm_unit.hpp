@@ -30,6 +30,7 @@ class GemmUnit {
     Device device;
     bool high_precision = false;
     bool adds_bias = true;  // false: the caller adds the bias
+    bool is_fc2 = false;    // uses CustomScaling::fc2
     // `partial`: the result of the linear map is the sum of the GEMMs of several ranks, and the
     // rank with `first` adds the bias. backward() computes the bias gradient on all of these ranks;
     // with gradient_rows, from this rank's rows.
@@ -49,6 +50,9 @@ class GemmUnit {
     bool unscaled = false;  // the scales are the initial ones and may saturate
     Tensor input;           // quantised or in the activation dtype; only with wgrad
     Tensor part;            // this rank's rows of the input; a backward gathers again
+    // Custom recipes and backward overrides, from prepare_input() to keep(): the operand that the
+    // backward reads instead of column-wise data of the input.
+    Tensor across;
     std::shared_ptr<RowGather> arriving = nullptr;  // gather of the input; product waits
     Tensor weight;                                  // as `input`; undefined: the parameter's value
     uint64_t version = 0;                           // of the parameter in the forward
@@ -58,6 +62,15 @@ class GemmUnit {
       visitor(input);
       visitor(part);
     }
+  };
+
+  // A quantised weight. `across`: the operand of dgrad() under a custom recipe; undefined if
+  // dgrad() reads column-wise data of `tensor`, or the parameter.
+  struct Weight {
+    Tensor tensor, across;
+    Weight() = default;
+    Weight(Tensor t) : tensor(std::move(t)) {}
+    Weight(Tensor t, Tensor a) : tensor(std::move(t)), across(std::move(a)) {}
   };
 
   GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight, std::shared_ptr<Parameter> bias);
@@ -71,9 +84,11 @@ class GemmUnit {
 
   // Decides how to compute. `training`: a backward will follow.
   Result<Use> begin(bool training);
-  // Allocates a tensor [rows, in] for the op that produces the GEMM's input: quantised under FP8,
-  // otherwise in high precision.
+  // Allocates a tensor [rows, in] for the op that produces the GEMM's input: quantised if the
+  // recipe is fused with such ops (Fp8Mode::fuses()), otherwise in high precision. Once it is
+  // written, written_input() makes it the GEMM's input.
   Result<Tensor> input_buffer(const Use& use, int64_t rows);
+  Result<Tensor> written_input(Use& use, const Tensor& buffer);
   // Prepares `x` [rows, in] as the GEMM's input: quantised or cast to the activation dtype, and
   // gathered if its rows are sharded over ranks. The input's gradient will have x's dtype. A
   // quantised x is used as it is; for training it must have memory for column-wise data.
@@ -101,13 +116,21 @@ class GemmUnit {
   // INVALID_ARGUMENT with `what` if `into`, to which dgrad() will write, shares memory with the
   // tensors of `use` or with `dy`, which the GEMMs of the backward read.
   Status check_result(const Use& use, const Tensor& dy, const Tensor& into, const char* what) const;
-  // Allocates a quantised tensor [rows, out] for the op that produces the output's gradient. FP8
-  // only.
+  // True if the op that produces the output's gradient may write it quantised, into grad_buffer().
+  static bool fuses_gradient(const Use& use) {
+    return use.mode.quantises_gradients() && use.mode.fuses();
+  }
+  // Makes the operands of a backward from the tensors that the forward kept, for a recipe with a
+  // backward override. Call it after check_unchanged().
+  Status read_kept(Use& use) const;
+  // Allocates a quantised tensor [rows, out] for the op that produces the output's gradient. Not
+  // for custom recipes.
   Result<Tensor> grad_buffer(const Use& use, int64_t rows) {
     return grad_buffer(use, rows, wants_wgrad(use));
   }
   struct Gradient {
     Tensor tensor;           // quantised or in the activation dtype
+    Tensor across;           // operand of wgrad() under a custom recipe; undefined: `tensor`
     bool bias_done = false;  // the bias gradient is accumulated or not needed
     std::shared_ptr<RowGather> arriving = nullptr;  // gather of `tensor`; complete after arrived()
   };
@@ -132,13 +155,21 @@ class GemmUnit {
   // rows of dx. Without Use::dgrad, skips dgrad and its reduction and returns an undefined tensor.
   Result<Tensor> products(const Use& use, Gradient& grad, const Tensor* into = nullptr);
   // Runs prepare_grad and products: [rows, out] -> [rows, in].
-  Result<Tensor> backward(const Use& use, const Tensor& dy, const Tensor* into = nullptr);
+  Result<Tensor> backward(Use& use, const Tensor& dy, const Tensor* into = nullptr);
 
   // The functions from here on are the steps of those above. GroupedGemm calls them for a group of
   // units whose GEMMs run in one op. The returned argument structs point to the passed tensors and
   // to the unit's tensors.
   Result<te_fl_generic_gemm_args> product(const Use& use, const Tensor& input,
-                                          const ForwardOptions& options, Tensor& weight);
+                                          const ForwardOptions& options, Weight& weight);
+  // Allocates the quantised input [rows, in]. Not for custom recipes.
+  Result<Tensor> input_codes(const Use& use, int64_t rows);
+  // The quantisers of this linear map.
+  const LinearQuantisers& quantisers_of(const CustomScaling& custom) const {
+    return spec_.is_fc2 && custom.fc2 != nullptr ? *custom.fc2 : custom.quantisers;
+  }
+  // prepare_input() of all rows.
+  Result<Tensor> whole_input(Use& use, const Tensor& x);
   // Pairs of values and the quantised tensors that they are to be written to.
   using Pending = std::vector<std::pair<Tensor, Tensor>>;
   // While `pending` is not null, product() does not quantise weights but adds them to `pending`.
@@ -147,7 +178,7 @@ class GemmUnit {
   void forget_weights() noexcept { serving_ = cached_ = flagged_ = {}; }
   // Stores in `use` the tensors that the backward reads; of a quantised tensor only the column-wise
   // data.
-  void keep(Use& use, const Tensor& input, const Tensor& weight) const;
+  void keep(Use& use, const Tensor& input, const Weight& weight) const;
   // The arguments of dgrad() without D.
   te_fl_generic_gemm_args dgrad_product(const Use& use, const Tensor& grad) const;
   // The arguments of wgrad(); call wrote_wgrad() after the op. nullopt for a frozen weight; in that
@@ -176,9 +207,8 @@ class GemmUnit {
   // forward_scattered() in several ranges of output rows. The reduce-scatter of one range overlaps
   // with the GEMM of the next.
   Result<Tensor> forward_in_pieces(Use& use, const Tensor& input, const ForwardOptions& options);
-  // Implementations of prepare_input() and prepare_grad(). whole_input() and whole_grad() get all
-  // rows; functions that begin with gathered_ get this rank's rows.
-  Result<Tensor> whole_input(Use& use, const Tensor& x);
+  // Implementations of prepare_input() and prepare_grad(). whole_grad() gets all rows; functions
+  // that begin with gathered_ get this rank's rows.
   Result<Gradient> whole_grad(const Use& use, const Tensor& dy, bool with_bias);
   Result<Tensor> gathered_input(Use& use, const Tensor& x);
   Result<Gradient> gathered_grad(const Use& use, const Tensor& dy, bool may_arrive);
@@ -193,18 +223,18 @@ class GemmUnit {
   Status sum_bias_grad(const Tensor& dy);
   // Quantises dy and computes the bias gradient.
   Status quantise_with_bias(const Tensor& dy, const Tensor& codes);
-  Result<Tensor> gemm_weight(const Use& use, const ForwardOptions& options);
-  Result<Tensor> make_weight(const Use& use, bool columnwise);
+  Result<Weight> gemm_weight(const Use& use, const ForwardOptions& options);
+  Result<Weight> make_weight(const Use& use, bool columnwise);
   // Quantises the weight into new memory.
-  Result<Tensor> quantised_weight(const Use& use, bool columnwise);
+  Result<Weight> quantised_weight(const Use& use, bool columnwise);
   // The weight for inference without ForwardOptions about microbatches; cached.
-  Result<Tensor> inference_weight(const Use& use);
+  Result<Weight> inference_weight(const Use& use);
   // The FP8 data of an FP8-only weight. The first training forward adds the column-wise data.
-  Result<Tensor> own_codes(const Use& use);
+  Result<Weight> own_codes(const Use& use);
   // In the second run of an activation recomputation: the weight that the first run read.
-  Result<Tensor> repeated_weight(const Use& use);
+  Result<Weight> repeated_weight(const Use& use);
   // The quantised weight for ForwardOptions::reuse_weights, cached in flagged_.
-  Result<Tensor> flagged_weight(const Use& use, const Tensor& flag);
+  Result<Weight> flagged_weight(const Use& use, const Tensor& flag);
   // The optimizer's FP8 copy if it equals a quantisation of the current weight; otherwise
   // undefined.
   Result<Tensor> written_copy(const Use& use) const;
@@ -219,8 +249,9 @@ class GemmUnit {
   std::shared_ptr<DelayedWgrad> delayed_ = std::make_shared<DelayedWgrad>();
   Pending* pending_ = nullptr;
   struct Kept {
-    Tensor weight;
+    Weight weight;
     uint64_t version = 0;  // of the parameter
+    bool fp8 = false;
     std::shared_ptr<const Recipe> recipe;
     uint64_t capture = 0;     // the capture that made it; 0: none
     uint64_t generation = 0;  // of the scales; for serving_ only

@@ -64,7 +64,7 @@ Status GemmUnit::product_in_chunks(const te_fl_generic_gemm_args& args, RowGathe
 
 Result<Tensor> GemmUnit::forward_in_pieces(Use& use, const Tensor& input,
                                            const ForwardOptions& options) {
-  Tensor weight;
+  Weight weight;
   TE_FL_ASSIGN_OR_RETURN(te_fl_generic_gemm_args args, product(use, input, options, weight));
   TE_FL_ASSIGN_OR_RETURN(const Tensor y, Tensor::empty({input.size(0), spec_.out},
                                                        spec_.activation_dtype, spec_.device));
@@ -191,8 +191,9 @@ Result<Tensor> GemmUnit::products(const Use& use, Gradient& grad, const Tensor* 
   return scatter.take_part();
 }
 
-Result<Tensor> GemmUnit::backward(const Use& use, const Tensor& dy, const Tensor* into) {
+Result<Tensor> GemmUnit::backward(Use& use, const Tensor& dy, const Tensor* into) {
   TE_FL_RETURN_IF_ERROR(check_unchanged(use));
+  TE_FL_RETURN_IF_ERROR(read_kept(use));
   TE_FL_ASSIGN_OR_RETURN(Gradient grad, prepare_grad(use, dy, true));
   return products(use, grad, into);
 }

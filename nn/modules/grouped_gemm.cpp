@@ -158,12 +158,23 @@ Result<std::vector<Tensor>> GroupedGemm::inputs(Uses& uses, const Tensor& x, Spl
     TE_FL_ASSIGN_OR_RETURN(const Tensor rows, cast(x, spec().activation_dtype));
     return split_rows(rows, splits);
   }
-  const core::SharedBlocks blocks = blocks_of(spec().device, x.size(0), spec().in, units_.size(),
-                                              std::ranges::any_of(uses, &GemmUnit::Use::wgrad));
+  const Fp8Mode& mode = uses.front().mode;
+  const bool one_call =
+      mode.custom() == nullptr && mode.backward() != BackwardOverride::kHighPrecision;
   std::vector<Tensor> parts;
   parts.reserve(units_.size());
+  if (!one_call) {
+    TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> rows, split_rows(x, splits));
+    for (size_t i = 0; i < units_.size(); ++i) {
+      TE_FL_ASSIGN_OR_RETURN(Tensor part, units_[i]->whole_input(uses[i], rows[i]));
+      parts.push_back(std::move(part));
+    }
+    return parts;
+  }
+  const core::SharedBlocks blocks = blocks_of(spec().device, x.size(0), spec().in, units_.size(),
+                                              std::ranges::any_of(uses, &GemmUnit::Use::wgrad));
   for (size_t i = 0; i < units_.size(); ++i) {
-    TE_FL_ASSIGN_OR_RETURN(Tensor part, units_[i]->input_buffer(uses[i], splits[i]));
+    TE_FL_ASSIGN_OR_RETURN(Tensor part, units_[i]->input_codes(uses[i], splits[i]));
     parts.push_back(std::move(part));
   }
   TE_FL_RETURN_IF_ERROR(quantise_parts(x, parts, spec().device));
@@ -193,7 +204,7 @@ Result<Tensor> GroupedGemm::forward(Uses& uses, const Tensor& x, Splits splits,
         y, Tensor::empty({x.size(0), spec().out}, spec().activation_dtype, spec().device));
   }
   TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> out, split_rows(y, splits));
-  std::vector<Tensor> weights(units_.size());
+  std::vector<GemmUnit::Weight> weights(units_.size());
   TE_FL_ASSIGN_OR_RETURN(std::vector<Product> all, products(uses, in, options, weights));
   for (size_t i = 0; i < units_.size(); ++i) all[i].d = out[i];
   TE_FL_RETURN_IF_ERROR(multiply(all, spec().device));
@@ -204,7 +215,7 @@ Result<Tensor> GroupedGemm::forward(Uses& uses, const Tensor& x, Splits splits,
 Result<std::vector<Product>> GroupedGemm::products(const Uses& uses,
                                                    const std::vector<Tensor>& inputs,
                                                    const ForwardOptions& options,
-                                                   std::vector<Tensor>& weights) {
+                                                   std::vector<GemmUnit::Weight>& weights) {
   GemmUnit::Pending pending;
   std::vector<Product> all;
   Status status;
@@ -225,13 +236,15 @@ Result<GroupedGemm::Gradients> GroupedGemm::gradients(const Uses& uses, const Te
                                                       Splits splits) {
   Gradients grads;
   const auto wants_bias = [](const auto& unit) { return unit->wants_bias_grad(); };
+  const Fp8Mode& mode = uses.front().mode;
+  const bool quantises = mode.quantises_gradients();
   const bool with_bias = std::ranges::any_of(units_, wants_bias);
-  if (!uses.front().mode.fp8 || with_bias) {
+  if (!quantises || mode.custom() != nullptr || with_bias) {
     // Each unit's quantisation also computes its bias gradient.
-    const bool sums = bias_ != nullptr && uses.front().mode.fp8 && with_bias;
+    const bool sums = bias_ != nullptr && quantises && with_bias;
     if (sums) TE_FL_RETURN_IF_ERROR(bias_->open_grad());
     Tensor rows = dy;
-    if (!uses.front().mode.fp8) {
+    if (!quantises) {
       TE_FL_ASSIGN_OR_RETURN(rows, cast(dy, spec().activation_dtype));
     }
     TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> parts, split_rows(rows, splits));
@@ -330,13 +343,14 @@ Status GroupedGemm::wgrad(const Uses& uses, const Gradients& grads) {
   return {};
 }
 
-Result<Tensor> GroupedGemm::backward(const Uses& uses, const Tensor& dy, Splits splits,
-                                     bool wants_dgrad, const Tensor& into) {
+Result<Tensor> GroupedGemm::backward(Uses& uses, const Tensor& dy, Splits splits, bool wants_dgrad,
+                                     const Tensor& into) {
   TE_FL_RETURN_IF_ERROR(spread());
   for (size_t i = 0; i < units_.size(); ++i) {
     TE_FL_RETURN_IF_ERROR(units_[i]->check_unchanged(uses[i]));
     TE_FL_RETURN_IF_ERROR(units_[i]->check_result(
         uses[i], dy, into, "GroupedLinear: the memory for the gradient of x"));
+    TE_FL_RETURN_IF_ERROR(units_[i]->read_kept(uses[i]));
   }
   TE_FL_ASSIGN_OR_RETURN(const Gradients grads, gradients(uses, dy, splits));
   Tensor dx;

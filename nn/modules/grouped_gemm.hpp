@@ -40,7 +40,7 @@ class GroupedGemm {
                          const Tensor& input_grad);
   // dy [rows, out] -> dx [rows, in], in `into` if that is defined; undefined without `dgrad`. Adds
   // to the parameters' gradients.
-  Result<Tensor> backward(const std::vector<GemmUnit::Use>& uses, const Tensor& dy, Splits splits,
+  Result<Tensor> backward(std::vector<GemmUnit::Use>& uses, const Tensor& dy, Splits splits,
                           bool dgrad, const Tensor& into);
   // For callers that can make the forward's input again. drop_inputs() frees the inputs that are
   // not quantised; give_inputs() must then be called before the backward. It calls `make` only if
@@ -60,7 +60,7 @@ class GroupedGemm {
   Result<std::vector<te_fl_generic_gemm_args>> products(const Uses& uses,
                                                         const std::vector<Tensor>& inputs,
                                                         const ForwardOptions& options,
-                                                        std::vector<Tensor>& weights);
+                                                        std::vector<GemmUnit::Weight>& weights);
   Result<Gradients> gradients(const Uses& uses, const Tensor& dy, Splits splits);
   Result<Tensor> dgrad(const Uses& uses, const Gradients& grads, Splits splits, int64_t rows,
                        const Tensor& into);

@@ -123,7 +123,7 @@ Result<Tensor> GroupedLinear::forward(const Tensor& x, std::span<const int64_t> 
 
 Result<Tensor> GroupedLinear::backward(const Tensor& dy, Ctx& ctx) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "GroupedLinear"));
-  const auto& record = static_cast<GroupedLinearRecord&>(*taken);
+  auto& record = static_cast<GroupedLinearRecord&>(*taken);
   TE_FL_RETURN_IF_ERROR(
       detail::check_gradient(dy, record.shape, group_->spec().out, "GroupedLinear"));
   TE_FL_ASSIGN_OR_RETURN(const Tensor rows,

@@ -30,7 +30,7 @@ struct LayerNormLinearRecord : LinearRecord {
 
 // GemmUnit::backward() for a unit whose parameters may be split into parts.
 Result<Tensor> run_backward(detail::GemmUnit& gemm, detail::SplitParameters* split,
-                            const detail::GemmUnit::Use& use, const Tensor& dy,
+                            detail::GemmUnit::Use& use, const Tensor& dy,
                             const Tensor* into = nullptr) {
   if (split == nullptr) return gemm.backward(use, dy, into);
   TE_FL_RETURN_IF_ERROR(split->gather());

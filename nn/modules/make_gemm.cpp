@@ -95,6 +95,7 @@ Result<std::unique_ptr<GemmUnit>> make_gemm(const GemmOptions& options) {
   spec.device = options.device;
   spec.high_precision = options.high_precision;
   spec.adds_bias = !options.return_bias;
+  spec.is_fc2 = options.is_fc2;
   spec.partial = options.partial;
   spec.first = options.first;
   spec.input_rows = options.input_rows;

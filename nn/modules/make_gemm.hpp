@@ -22,6 +22,7 @@ struct GemmOptions {
   bool high_precision = false;
   std::shared_ptr<Parameter> tied_weight = nullptr;
   bool return_bias = false;  // the caller adds the bias
+  bool is_fc2 = false;       // as in GemmUnit::Spec
   bool partial = false;      // as in GemmUnit::Spec, like the next three
   bool first = true;
   std::shared_ptr<SequenceRanks> input_rows = nullptr, gradient_rows = nullptr;

@@ -91,7 +91,9 @@ Status LayerNormMLP::Impl::widen(MlpRecord& record, const Tensor& normed,
 }
 
 Result<Tensor> LayerNormMLP::Impl::gradient_buffer(const MlpRecord& record) {
-  if (record.fc1.mode.fp8) return fc1->grad_buffer(record.fc1, record.pre.size(0));
+  if (record.fc1.mode.quantises_gradients()) {
+    return fc1->grad_buffer(record.fc1, record.pre.size(0));
+  }
   return detail::empty_like(record.pre, options.activation_dtype);
 }
 
@@ -118,10 +120,11 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::narrow_gradient(
 // available.
 Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::pre_gradient(const MlpRecord& record,
                                                                     const Tensor& grad) {
-  const bool fp8 = record.fc1.mode.fp8;
+  const bool fp8 = record.fc1.mode.quantises_gradients();
+  const bool separate = fp8 && !detail::GemmUnit::fuses_gradient(record.fc1);
   // A frozen bias takes the same path as a trained one, so that the gradient of x is the same.
   const bool has_bias = fc1->bias() != nullptr;
-  if (has_bias ? is_gated(options.activation) : !fp8) {
+  if (separate || (has_bias ? is_gated(options.activation) : !fp8)) {
     TE_FL_ASSIGN_OR_RETURN(Tensor high, detail::empty_like(record.pre, options.activation_dtype));
     TE_FL_RETURN_IF_ERROR(activate_backward(grad, record.pre, high));
     return fc1->prepare_grad(record.fc1, high);
@@ -217,6 +220,7 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
   gemm.in = options.ffn_hidden_size;
   gemm.out = options.hidden_size;
   gemm.bias = options.fc2_bias.value_or(options.bias);
+  gemm.is_fc2 = true;
   gemm.return_bias = options.return_bias;
   gemm.seed = init::subseed(options.seed, 2);
   gemm.init_std = options.output_init_std;
@@ -265,6 +269,7 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   TE_FL_ASSIGN_OR_RETURN(Tensor activated, impl.fc2->input_buffer(record->fc2, normed.size(0)));
   TE_FL_RETURN_IF_ERROR(impl.widen(*record, normed, options, activated));
   normed = Tensor();
+  TE_FL_ASSIGN_OR_RETURN(activated, impl.fc2->written_input(record->fc2, activated));
   Tensor y;
   if (impl.parallel.divides()) {
     TE_FL_ASSIGN_OR_RETURN(
@@ -289,6 +294,8 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   TE_FL_RETURN_IF_ERROR(impl.fc2->check_unchanged(record.fc2));
   TE_FL_RETURN_IF_ERROR(impl.fc1->check_unchanged(record.fc1));
   if (impl.norm) TE_FL_RETURN_IF_ERROR(impl.norm->check_unchanged(record.norm));
+  TE_FL_RETURN_IF_ERROR(impl.fc2->read_kept(record.fc2));
+  TE_FL_RETURN_IF_ERROR(impl.fc1->read_kept(record.fc1));
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(dy, hidden, "LayerNormMLP: dy"));
   TE_FL_ASSIGN_OR_RETURN(
       const Tensor residual,

@@ -126,7 +126,7 @@ Result<Tensor> normed_input(const NormCore& norm, GemmUnit& gemm, GemmUnit::Use&
   if (high_precision == nullptr && !parallel.divides_sequence()) {
     TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm.input_buffer(use, x.size(0)));
     TE_FL_RETURN_IF_ERROR(norm.forward(x, input, saved));
-    return input;
+    return gemm.written_input(use, input);
   }
   TE_FL_ASSIGN_OR_RETURN(const Tensor z, empty_like(x, gemm.spec().activation_dtype));
   TE_FL_RETURN_IF_ERROR(norm.forward(x, z, saved));

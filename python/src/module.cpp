@@ -16,6 +16,7 @@
 #include "torch/layer.hpp"
 #include "torch/lent_parameter.hpp"
 #include "torch/process_group.hpp"
+#include "torch/quantisers.hpp"
 #include "torch/rank_exchange.hpp"
 #include "torch/recompute.hpp"
 #include "torch/result_tensors.hpp"
@@ -154,6 +155,8 @@ PyMethodDef g_methods[] = {
     {"retire_fp8_states", retire_fp8_states, METH_O, "retire_fp8_states(states)"},
     {"amax_reduction", make_amax_reduction, METH_VARARGS,
      "amax_reduction(reduce, like, ranks) -> reduction"},
+    {"quantisers", make_quantisers, METH_VARARGS,
+     "quantisers(name, all, fc2, backward_override, like) -> recipe"},
     {"scale_functions", make_scale_functions, METH_VARARGS,
      "scale_functions(name, amax, scale, like) -> functions"},
     {"begin_autocast", fast(begin_autocast), METH_FASTCALL,

@@ -93,14 +93,27 @@ class Recipes(unittest.TestCase):
                          {"kind": "delayed", "format": "hybrid", "fp8_dpa": True, "margin": 1, "amax_history_len": 16,
                           "amax_compute_algo": "max", "reduce_amax": True, "functions": mock.ANY})
         self.assertEqual(recipe.native_of(recipe.Float8CurrentScaling(use_power_2_scales=True, fp8_format=recipe.Format.E4M3)),
-                         {"kind": "current", "format": "e4m3", "fp8_dpa": False, "pow2_scale": True, "amax_epsilon": 0.0})
+                         {"kind": "current", "format": "e4m3", "fp8_dpa": False, "backward_override": None, "pow2_scale": True, "amax_epsilon": 0.0})
         block = recipe.Float8BlockScaling()
         self.assertEqual(recipe.native_of(block),
-                         {"kind": "block", "format": "e4m3", "fp8_dpa": False, "pow2_scale": True, "amax_epsilon": 0.0})
+                         {"kind": "block", "format": "e4m3", "fp8_dpa": False, "backward_override": None, "pow2_scale": True, "amax_epsilon": 0.0})
         self.assertEqual(recipe.native_of(recipe.Float8BlockScaling(fp8_format=recipe.Format.HYBRID))["format"], "hybrid")
         block.fp8_quant_fwd_inp = block.fp8_quant_fwd_weight = block.fp8_quant_bwd_grad = recipe.QParams(amax_epsilon=1e-3)
         self.assertEqual(recipe.native_of(block)["amax_epsilon"], 1e-3)
         self.assertFalse(recipe.native_of(block)["pow2_scale"])
+
+    def test_block_formats(self):
+        self.assertEqual(recipe.native_of(recipe.MXFP8BlockScaling(enable_2d_quantization=True, backward_override="dequantized")),
+                         {"kind": "mxfp8", "format": "e4m3", "fp8_dpa": False, "backward_override": "dequantized", "square_weights": True})
+        own = recipe.native_of(recipe.NVFP4BlockScaling())
+        self.assertEqual([recipe.NVFP4Rules(*own[name]) for name in ("input", "weight", "gradient")],
+                         [recipe.NVFP4Rules(hadamard=True), recipe.NVFP4Rules(square=True), recipe.NVFP4Rules(hadamard=True, stochastic=True)])
+        adaptive = recipe.NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="activations", nvfp4_4over6_err_mode="MSE", row_scaled_activation=True,
+                                            backward_override="high_precision")
+        own = recipe.native_of(adaptive)
+        self.assertEqual(recipe.NVFP4Rules(*own["input"]), recipe.NVFP4Rules(by_rows=True, four_over_six=True, largest_scale=256.0, squared=True))
+        for made in (recipe.NVFP4BlockScaling(), adaptive, recipe.NVFP4BlockScaling(disable_2d_quantization=True, disable_stochastic_rounding=True)):
+            self.assertEqual(recipe.native_of(recipe.nvfp4_of(recipe.native_of(made))), recipe.native_of(made))
 
     def test_attention_in_fp8_by_either_name(self):
         for arguments in (dict(fp8_dpa=True), dict(fp8_mha=True), dict(fp8_dpa=True, fp8_mha=True)):
@@ -131,10 +144,9 @@ class Recipes(unittest.TestCase):
         uneven.fp8_quant_bwd_grad = recipe.QParams(power_2_scale=True)
         for arguments, named in ((recipe.Float8CurrentScaling(fp8_mha=True), "fp8_mha=True"),
                              (recipe.Float8CurrentScaling(fp8_gemm_fprop=recipe.MMParams(True)), "fp8_gemm_fprop"),
-                             (recipe.Float8CurrentScaling(backward_override="high_precision"), "backward_override='high_precision'"),
                              (recipe.Float8BlockScaling(w_block_scaling_dim=1), "w_block_scaling_dim=1"),
-                             (recipe.MXFP8BlockScaling(), "MXFP8BlockScaling"), (recipe.NVFP4BlockScaling(), "NVFP4BlockScaling"),
-                             (recipe.CustomRecipe(qfactory=print), "CustomRecipe"), (uneven, "fp8_quant_bwd_grad")):
+                             (recipe.MXFP8BlockScaling(fp8_dpa=True), "MXFP8BlockScaling.*fp8_dpa"), (recipe.NVFP4BlockScaling(fp8_mha=True), "fp8_mha"),
+                             (recipe.CustomRecipe(qfactory=print, fp8_dpa=True), "CustomRecipe.*fp8_dpa"), (uneven, "fp8_quant_bwd_grad")):
             with self.assertRaisesRegex(Unsupported, named):
                 recipe.native_of(arguments)
         with self.assertRaisesRegex(TypeError, "'delayed'"):

@@ -1,7 +1,6 @@
 """Tests that each name of Transformer Engine that te-fl supports exists, with Transformer Engine's parameters and defaults."""
 
 import ast
-import dataclasses
 import importlib
 import inspect
 import json
@@ -12,7 +11,6 @@ import sys
 import unittest
 
 from te_fl.compat import known_names, table
-from te_fl.errors import Unsupported
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -142,14 +140,6 @@ class Names(unittest.TestCase):
         frameworks = {"pytorch", "jax"} if has("torch") and has("flax") else set()
         self.assertTrue(not frameworks or checked == set(SAMPLES), checked ^ set(SAMPLES))
 
-    def test_recipes_that_cannot_be_used(self):
-        from te_fl.common import recipe
-        for name in table.UNUSABLE:
-            kind = getattr(recipe, name)
-            required = {f.name: print for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
-            with self.assertRaisesRegex(Unsupported, name):
-                recipe.native_of(kind(**required))
-
     @unittest.skipUnless(has("torch"), "needs PyTorch")
     def test_members(self):
         """Objects have the members of Transformer Engine's objects, except those that the table lists with a reason; plain attributes can be set."""
@@ -190,6 +180,8 @@ MADE = {
     "Dropout": lambda torch: (0.5,), "Float8BlockQuantizer": lambda torch: {"fp8_dtype": 7, "rowwise": True, "columnwise": True},
     "Float8CurrentScalingQuantizer": lambda torch: {"fp8_dtype": 7, "device": "cpu"},
     "Float8Quantizer": lambda torch: {"fp8_dtype": 7, "scale": torch.ones(1), "amax": torch.zeros(1)}, "Float8Tensor": codes,
+    "IdentityQuantizer": lambda torch: {}, "MXFP8Quantizer": lambda torch: {"fp8_dtype": 7}, "NVFP4Quantizer": lambda torch: {},
+    "HybridQuantizer": lambda torch: hybrid(),
     "Fp8Padding": lambda torch: (2,), "Fp8Unpadding": lambda torch: (2,), "FP8GlobalStateManager": lambda torch: global_state(),
     "FusedAdam": lambda torch: ([torch.nn.Parameter(torch.zeros(2))],), "FusedOperation": lambda torch: ([torch.nn.Identity()],),
     "FusedSGD": lambda torch: ([torch.nn.Parameter(torch.zeros(2))], 0.1), "FusedScaleMaskSoftmax": lambda torch: (print,),
@@ -202,6 +194,11 @@ MADE = {
 }
 
 
+def hybrid():
+    from te_fl.pytorch.fp8.block_quantizers import IdentityQuantizer
+    return {"rowwise_quantizer": IdentityQuantizer(), "columnwise_quantizer": IdentityQuantizer()}
+
+
 def global_state():
     from te_fl.pytorch.fp8.global_state import FP8GlobalStateManager
     return FP8GlobalStateManager
@@ -209,6 +206,7 @@ def global_state():
 
 # Arguments that a name needs besides the refused one, positional or by name, and the arguments of a module's forward.
 SAMPLES = {
+    "IdentityQuantizer": lambda torch: {}, "MXFP8Quantizer": lambda torch: {"fp8_dtype": 7}, "NVFP4Quantizer": lambda torch: {},
     "Float8BlockQuantizer": lambda torch: {"fp8_dtype": 7, "rowwise": True, "columnwise": True},
     "Float8CurrentScalingQuantizer": lambda torch: {"fp8_dtype": 7},
     "Float8Quantizer": lambda torch: {"fp8_dtype": 7, "scale": torch.ones(1), "amax": torch.zeros(1)},

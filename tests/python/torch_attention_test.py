@@ -224,5 +224,28 @@ class Values(unittest.TestCase):
                     self.assertGreater((y - high).abs().max().item(), 1e-3, "it is not FP8")
 
 
+class BiasOfKeysTest(unittest.TestCase):
+    """A bias with one row for all queries, against PyTorch's attention in FP64."""
+
+    def test_shapes(self):
+        torch.manual_seed(2)
+        for shape in ((2, 1, 1, 6), (1, 4, 1, 6), (2, 4, 1, 6), (1, 1, 1, 6)):
+            for layout in ("bshd", "sbhd"):
+                q, k, v = (torch.randn(2, n, 4, 8) for n in (5, 6, 6))
+                bias = torch.randn(shape, requires_grad=True)
+                tensors = [t.transpose(0, 1).contiguous() if layout == "sbhd" else t for t in (q, k, v)]
+                core = te.DotProductAttention(4, 8, qkv_format=layout, attention_dropout=0.0, attention_type="cross")
+                out = core(*tensors, attn_mask_type="no_mask", core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+                wide = bias.detach().double().requires_grad_()
+                want = torch.nn.functional.scaled_dot_product_attention(*(t.double().transpose(1, 2) for t in (q, k, v)), attn_mask=wide.expand(2, 4, 5, 6))
+                want = want.transpose(1, 2).reshape(2, 5, 32)
+                want = want.transpose(0, 1) if layout == "sbhd" else want
+                grad = torch.randn_like(out)
+                out.backward(grad)
+                want.backward(grad.double())
+                torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(bias.grad.double(), wide.grad, rtol=1e-4, atol=1e-5)
+
+
 if __name__ == "__main__":
     unittest.main()

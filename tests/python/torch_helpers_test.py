@@ -22,8 +22,8 @@ class Availability(unittest.TestCase):
         if torch.cuda.is_available():
             self.skipTest("asks for the CPU")
         for ask, there in ((availability.is_fp8_available, True), (availability.is_fp8_block_scaling_available, True),
-                           (availability.is_bf16_available, True), (availability.is_mxfp8_available, False),
-                           (availability.is_nvfp4_available, False)):
+                           (availability.is_bf16_available, True), (availability.is_mxfp8_available, True),
+                           (availability.is_nvfp4_available, True)):
             self.assertIs(ask(), there)
             answer, reason = ask(return_reason=True)
             self.assertIs(answer, there)
@@ -44,8 +44,10 @@ class Availability(unittest.TestCase):
     def test_recipes(self):
         self.assertTrue(availability.get_default_recipe().delayed())
         availability.check_recipe_support(recipe.DelayedScaling())
-        with self.assertRaisesRegex(Unsupported, "MXFP8"):
-            availability.check_recipe_support(recipe.MXFP8BlockScaling())
+        for chosen in (recipe.MXFP8BlockScaling(), recipe.NVFP4BlockScaling(), recipe.CustomRecipe(qfactory=print)):
+            availability.check_recipe_support(chosen)
+        with self.assertRaisesRegex(Unsupported, "MXFP8BlockScaling.*fp8_dpa"):
+            availability.check_recipe_support(recipe.MXFP8BlockScaling(fp8_dpa=True))
         hybrid = recipe.DelayedScaling()
         self.assertEqual([availability.get_fp8_max(hybrid), availability.get_fp8_max(hybrid, fprop_tensor=False)], [448, 57344])
         self.assertEqual(availability.get_fp8_torch_dtype(recipe.Float8BlockScaling(), False), torch.float8_e4m3fn)

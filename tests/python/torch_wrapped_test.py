@@ -536,8 +536,8 @@ class Scopes(Each):
         from te_fl.common.recipe import MXFP8BlockScaling
         from te_fl.errors import Unsupported
         with self.assertRaisesRegex(Unsupported, "MXFP8BlockScaling"):
-            te.autocast(recipe=MXFP8BlockScaling()).__enter__()
-        with te.autocast(enabled=False, recipe=MXFP8BlockScaling()):
+            te.autocast(recipe=MXFP8BlockScaling(fp8_dpa=True)).__enter__()
+        with te.autocast(enabled=False, recipe=MXFP8BlockScaling(fp8_dpa=True)):
             pass
 
 

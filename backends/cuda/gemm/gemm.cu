@@ -10,6 +10,7 @@
 //   general: the product is written to FP32 scratch, and one kernel applies the epilogue, rounds
 //   once and writes D in any dtype and scaling mode. Operands that the library cannot read (mixed
 //   dtypes, E5M2 x E5M2, FP8 with awkward extents) are first converted or padded in scratch.
+// MXFP8 operands are dequantised to BF16 in scratch, on the direct and the general path.
 #include <memory>
 #include <optional>
 
@@ -28,6 +29,7 @@
 #include "gemm/gemm_operand.cuh"
 #include "plugin/families.hpp"
 #include "pointwise/activation.cuh"
+#include "quantize/dequantize.hpp"
 #include "te_fl/backend/describe.hpp"
 #include "te_fl/ops/gemm.h"
 
@@ -57,7 +59,7 @@ Scratch scratch(const Args& args, const Problem& p, void* base) {
   take(kStoreWorkspace);
   s.library = take(kLibraryWorkspace);
   if (!p.direct) s.product = reinterpret_cast<float*>(take(p.m * p.padded_n * 4));
-  const int64_t element = p.convert == Convert::kWiden ? 4 : 1;
+  const int64_t element = p.convert == Convert::kWiden ? 4 : p.convert == Convert::kBf16 ? 2 : 1;
   if (p.convert != Convert::kNone) {
     s.a = take(p.m * p.padded_k * element);
     s.b = take(p.padded_n * p.padded_k * element);
@@ -103,6 +105,33 @@ size_t workspace(const te_fl_context& ctx, const Args& args) {
   return plan != nullptr ? plan->scratch_bytes : required_workspace(choose_path(ctx, args), args);
 }
 
+// Dequantises an MXFP8 operand to a BF16 matrix of the stored shape. Reads the copy whose blocks
+// run along K if the tensor has it, else the other.
+void dequantise_operand(const te_fl_context& ctx, const Operand& o, void* out) {
+  const backend::Matrix matrix = backend::as_matrix(*o.tensor);
+  if (matrix.rows == 0 || matrix.cols == 0) return;
+  te_fl_tensor codes = *o.tensor;
+  const bool has_columns = codes.quant->columnwise_data != nullptr;
+  if (codes.dl.data != nullptr && !o.along && has_columns) {
+    codes.dl.data = nullptr;
+    codes.dl.byte_offset = 0;
+  }
+  int64_t shape[] = {matrix.rows, matrix.cols};
+  codes.dl.ndim = 2;
+  codes.dl.shape = shape;
+  codes.dl.strides = nullptr;
+  te_fl_tensor values;
+  values.provider = codes.provider;
+  values.dl = codes.dl;
+  values.dl.data = out;
+  values.dl.byte_offset = 0;
+  values.dl.dtype = {TE_FL_CODE_BFLOAT, 16, 1};
+  te_fl_dequantize_args dequantise;
+  dequantise.input = &codes;
+  dequantise.output = &values;
+  dequantize(ctx, dequantise);
+}
+
 void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, const Scratch& s,
               const Plan* plan) {
   const cudaStream_t stream = stream_of(ctx);
@@ -113,7 +142,12 @@ void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, cons
   }
   const void* left = p.fp8 ? p.b.codes : backend::data<const void>(*args.b);
   const void* right = p.fp8 ? p.a.codes : backend::data<const void>(*args.a);
-  if (p.convert != Convert::kNone) {
+  if (p.convert == Convert::kBf16) {
+    dequantise_operand(ctx, p.a, s.a);
+    dequantise_operand(ctx, p.b, s.b);
+    left = s.b;
+    right = s.a;
+  } else if (p.convert != Convert::kNone) {
     convert(stream, p, p.a, s.a, p.m, p.m);
     convert(stream, p, p.b, s.b, p.n, p.padded_n);
     left = s.b;
@@ -322,8 +356,9 @@ Refusal refuse_product(const te_fl_context& ctx, const te_fl_generic_gemm_args& 
   for (const te_fl_tensor* t : {args.a, args.b, args.pre_gelu_in}) {
     if (t == nullptr) continue;
     const uint32_t scaling = backend::scaling(*t);
-    if (scaling == TE_FL_SCALING_MXFP8 || scaling == TE_FL_SCALING_NVFP4) {
-      return "does not read MXFP8 and NVFP4";
+    if (scaling == TE_FL_SCALING_NVFP4 ||
+        (scaling == TE_FL_SCALING_MXFP8 && t == args.pre_gelu_in)) {
+      return "does not read NVFP4, nor MXFP8 as pre_gelu_in";
     }
     if (scaling == TE_FL_SCALING_NONE && is_fp8(dtype_of(*t))) {
       return "reads FP8 with its scale only";
@@ -363,7 +398,8 @@ Refusal refuse_product(const te_fl_context& ctx, const te_fl_generic_gemm_args& 
     return "generic_gemm: row-wise data missing of b";
   }
   if (cublaslt() == nullptr) return cublaslt_missing();
-  const bool fp8 = is_fp8(dtype_of(*args.a)) || is_fp8(dtype_of(*args.b));
+  const auto reads_fp8 = [](const te_fl_tensor& t) { return is_fp8(dtype_of(t)) && !is_mxfp8(t); };
+  const bool fp8 = reads_fp8(*args.a) || reads_fp8(*args.b);
   return gemm_limit(architecture(ctx.device.index), cublaslt()->number, fp8,
                     is_block(*args.a) && is_block(*args.b));
 }

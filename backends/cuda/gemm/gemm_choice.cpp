@@ -102,6 +102,7 @@ void add_product(GemmPath& path, const Problem& p) {
   path.fp8 = p.fp8;
   if (p.convert == Convert::kPad) path.converted = "padded to multiples of 16";
   if (p.convert == Convert::kWiden) path.converted = "widened to FP32";
+  if (p.convert == Convert::kBf16) path.converted = "dequantised to BF16";
   path.indirect = p.indirect;
 }
 

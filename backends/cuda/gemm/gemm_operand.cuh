@@ -22,9 +22,16 @@ struct Values {
   const float* scale_inv = nullptr;
   uint32_t scaling = TE_FL_SCALING_NONE;
   int64_t rows = 0, cols = 0;
-  bool transposed = false;  // `data` and `scale_inv` are column-wise
+  bool columnwise = false;  // `data` and `scale_inv` are column-wise
+  bool transposed = false;  // and those of the transposed matrix: not in MXFP8
 
   __device__ float at(int64_t row, int64_t col) const {
+    if (scaling == TE_FL_SCALING_MXFP8) {
+      const auto* codes = reinterpret_cast<const uint8_t*>(scale_inv);
+      const uint8_t code = columnwise ? codes[row / kMxfp8Block * mxfp8_column_pitch(cols) + col]
+                                      : codes[row * mxfp8_row_pitch(cols) + col / kMxfp8Block];
+      return data.at(row * cols + col) * numeric::e8m0_to_float(code);
+    }
     const int64_t i = transposed ? col : row, j = transposed ? row : col;
     const int64_t lines = transposed ? cols : rows, length = transposed ? rows : cols;
     const float value = data.at(i * length + j);
@@ -52,9 +59,10 @@ inline Values make_values(const te_fl_tensor& t, bool along) {
   v.cols = m.cols;
   if (v.scaling == TE_FL_SCALING_NONE) return v;
   const te_fl_quant& quant = *t.quant;
-  v.transposed = along ? v.data.data == nullptr : quant.columnwise_data != nullptr;
-  if (v.transposed) v.data.data = quant.columnwise_data;
-  const void* scale = v.transposed ? quant.columnwise_scale_inv : quant.scale_inv;
+  v.columnwise = along ? v.data.data == nullptr : quant.columnwise_data != nullptr;
+  v.transposed = v.columnwise && v.scaling != TE_FL_SCALING_MXFP8;
+  if (v.columnwise) v.data.data = quant.columnwise_data;
+  const void* scale = v.columnwise ? quant.columnwise_scale_inv : quant.scale_inv;
   if (scale == nullptr && v.scaling == TE_FL_SCALING_TENSOR) scale = quant.scale_inv;
   v.scale_inv = static_cast<const float*>(scale);
   return v;

@@ -162,6 +162,7 @@ std::string problem_key(const Args& args, const Problem& p) {
            std::to_string(backend::scaling(*args.b));
   }
   if (p.fp8) key += args.use_split_accumulator ? " split" : " fast";
+  if (p.convert == Convert::kBf16) key += " mxfp8";
   if (!p.direct) return key + " general";
   if (args.bias != nullptr) key += " bias";
   if (args.residual != nullptr) key += " residual";
@@ -198,7 +199,6 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   matmul.codes = p.codes;
   describe_operation(matmul, args, p, call);
   set_pointers(matmul, args, p, call);
-  const bool widen = p.convert == Convert::kWiden;
   const auto layout = [&](cublasLtMatrixLayoutOpaque_t& out, int dtype, int64_t rows,
                           int64_t cols) {
     check_call(lt.layout_init(&out, sizeof out, library_type(dtype), static_cast<uint64_t>(rows),
@@ -207,8 +207,8 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   };
   const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
   const int64_t n = p.padded_n, k = p.padded_k;
-  layout(matmul.left, widen ? TE_FL_F32 : p.b.dtype, b_along ? k : n, b_along ? n : k);
-  layout(matmul.right, widen ? TE_FL_F32 : p.a.dtype, a_along ? k : p.m, a_along ? p.m : k);
+  layout(matmul.left, p.library_dtype(p.b), b_along ? k : n, b_along ? n : k);
+  layout(matmul.right, p.library_dtype(p.a), a_along ? k : p.m, a_along ? p.m : k);
   layout(matmul.out, p.direct ? dtype_of(*args.d) : TE_FL_F32, n, p.m);
   // For an FP8 output the library requires the layout of a 16-bit matrix to add, though nothing is
   // added here.

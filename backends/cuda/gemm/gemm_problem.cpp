@@ -65,10 +65,13 @@ const char* refuse_epilogue(const Args& args, const Problem& p) {
 
 const char* refuse_direct(const Args& args, const Problem& p) {
   const int d = dtype_of(*args.d);
-  const bool fits = p.convert == Convert::kNone ? !p.fp8 || aligned16(backend::data<void>(*args.d))
-                                                : p.convert == Convert::kWiden && d == TE_FL_F32;
-  const bool types = p.fp8 || p.convert == Convert::kWiden || d == p.a.dtype ||
-                     (d == TE_FL_F32 && (p.a.dtype == TE_FL_F16 || p.a.dtype == TE_FL_BF16));
+  const bool bf16 = p.convert == Convert::kBf16;
+  const bool fits = p.convert == Convert::kNone || bf16
+                        ? !(p.fp8 || bf16) || aligned16(backend::data<void>(*args.d))
+                        : p.convert == Convert::kWiden && d == TE_FL_F32;
+  const int a_dtype = p.library_dtype(p.a);
+  const bool types = p.fp8 || p.convert == Convert::kWiden || d == a_dtype ||
+                     (d == TE_FL_F32 && (a_dtype == TE_FL_F16 || a_dtype == TE_FL_BF16));
   if (p.k == 0) return "there is nothing to contract";
   if (!fits) return "D is not where, or of no dtype in which, the library could write it";
   if (!types) return "D is of a dtype that the library does not make of such operands";
@@ -108,6 +111,10 @@ Problem make_problem(const Args& args) {
   const bool a_block = is_block(*args.a), b_block = is_block(*args.b);
   if (a_plain && b_plain) {
     if (p.a.dtype != p.b.dtype) p.convert = Convert::kWiden;
+  } else if (is_mxfp8(*args.a) && is_mxfp8(*args.b)) {
+    p.convert = Convert::kBf16;
+  } else if (is_mxfp8(*args.a) || is_mxfp8(*args.b)) {
+    p.convert = Convert::kWiden;
   } else if (a_plain || b_plain || a_block != b_block ||
              (p.a.dtype == TE_FL_F8E5M2 && p.b.dtype == TE_FL_F8E5M2)) {
     p.convert = Convert::kWiden;
@@ -137,10 +144,10 @@ Problem make_problem(const Args& args) {
   p.direct = p.indirect == nullptr;
   p.codes = p.direct && is_fp8(d_dtype);
   const bool half = d_dtype == TE_FL_F16 || d_dtype == TE_FL_BF16;
-  p.bias_grad = p.direct && !p.fp8 && half && args.bias_grad != nullptr &&
-                !args.accumulate_bias_grad && args.bias == nullptr && args.residual == nullptr &&
-                dtype_of(*args.bias_grad) == d_dtype && p.m > 0 && p.n > 0 &&
-                !(args.trans_a && has_fast_column_sums(*args.a));
+  p.bias_grad = p.direct && p.convert == Convert::kNone && !p.fp8 && half &&
+                args.bias_grad != nullptr && !args.accumulate_bias_grad && args.bias == nullptr &&
+                args.residual == nullptr && dtype_of(*args.bias_grad) == d_dtype && p.m > 0 &&
+                p.n > 0 && !(args.trans_a && has_fast_column_sums(*args.a));
   return p;
 }
 

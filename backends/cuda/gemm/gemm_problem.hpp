@@ -14,6 +14,7 @@ inline bool is_block(const te_fl_tensor& t) {
   const uint32_t scaling = backend::scaling(t);
   return scaling == TE_FL_SCALING_BLOCK_1X128 || scaling == TE_FL_SCALING_BLOCK_128X128;
 }
+inline bool is_mxfp8(const te_fl_tensor& t) { return backend::scaling(t) == TE_FL_SCALING_MXFP8; }
 inline bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 // True if the matrix is empty, or is 16-byte aligned and its rows are multiples of 16 bytes: the
 // library's best kernels, and bulk copies, require that.
@@ -31,19 +32,25 @@ struct Operand {
   // FP8 data (row-wise or column-wise) in which K is contiguous: a contiguous matrix [M or N, K].
   // FP8 GEMMs read this data.
   const void* codes = nullptr;
-  const float* scale_inv = nullptr;
+  const float* scale_inv = nullptr;  // MXFP8: points to bytes instead
 };
 
 enum class Convert {
-  kNone,  // the library reads the tensors
-  kPad,   // FP8 data is copied with zero padding
-  kWiden  // values are converted to FP32
+  kNone,   // the library reads the tensors
+  kPad,    // FP8 data is copied with zero padding
+  kWiden,  // values are converted to FP32
+  kBf16    // MXFP8 operands are dequantised to BF16, which holds their values exactly
 };
 
 struct Problem {
   int64_t m = 0, n = 0, k = 0;
   Operand a, b;
-  bool fp8 = false;    // the library multiplies FP8 operands
+  bool fp8 = false;  // the library multiplies FP8 operands
+  // The dtype in which the library reads an operand.
+  int library_dtype(const Operand& o) const {
+    if (convert == Convert::kWiden) return TE_FL_F32;
+    return convert == Convert::kBf16 ? TE_FL_BF16 : o.dtype;
+  }
   bool block = false;  // the operands have block scaling
   Convert convert = Convert::kNone;
   bool direct = false;             // the library writes D

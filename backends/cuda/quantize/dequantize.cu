@@ -1,4 +1,6 @@
 // The ops dequantize and fp8_transpose.
+#include "quantize/dequantize.hpp"
+
 #include "quantize/quantize.cuh"
 #include "te_fl/ops/quantize.h"
 
@@ -90,7 +92,61 @@ void launch_decode(const te_fl_context& ctx, const Decode& in, const te_fl_tenso
   check_launch("decode_kernel");
 }
 
+}  // namespace
+
+namespace {
+
+// Reads NVFP4, of which a byte holds two codes, the first in the lower half.
+struct DecodeNvfp4 {
+  const uint8_t* codes;
+  const uint8_t* scales;  // E4M3, `pitch` for each row of the stored matrix
+  const float* amax;
+  int64_t m, k, pitch;
+  bool transposed;  // data and scales are those of the transposed matrix
+  __device__ float at(int64_t row, int64_t col) const {
+    const int64_t i = transposed ? col : row, j = transposed ? row : col;
+    const int64_t n = i * (transposed ? m : k) + j;
+    const uint32_t code = codes[n / 2] >> (n % 2 * 4) & 0xFu, number = code & 7u;
+    // 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    const float magnitude = number < 4   ? 0.5f * static_cast<float>(number)
+                            : number < 7 ? static_cast<float>(number) - 2.0f
+                                         : 6.0f;
+    e4m3 scale;
+    scale.__x = scales[i * pitch + j / 16];
+    const float value = (code > 7u ? -magnitude : magnitude) * to_f32(scale);
+    const float most = *amax;
+    // The product of a code and its scale has 6 bits, so only the last operations round.
+    return most > 0.0f && most <= FLT_MAX
+               ? static_cast<float>(static_cast<double>(value) * static_cast<double>(most) / 2688.0)
+               : value;
+  }
+  __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
+    for (int i = 0; i < kGroup; ++i) v[i] = i < n ? at(row, col + i) : 0.0f;
+  }
+};
+
+void dequantize_nvfp4(const te_fl_context& ctx, const te_fl_dequantize_args& args) {
+  const te_fl_quant& quant = *args.input->quant;
+  const backend::Matrix matrix = backend::as_matrix(*args.input);
+  DecodeNvfp4 decode{};
+  decode.transposed = args.input->dl.data == nullptr;
+  decode.codes = decode.transposed ? static_cast<const uint8_t*>(quant.columnwise_data)
+                                   : backend::data<const uint8_t>(*args.input);
+  decode.scales =
+      static_cast<const uint8_t*>(decode.transposed ? quant.columnwise_scale_inv : quant.scale_inv);
+  decode.amax =
+      decode.transposed && quant.columnwise_amax != nullptr ? quant.columnwise_amax : quant.amax;
+  decode.m = matrix.rows;
+  decode.k = matrix.cols;
+  const int64_t length = decode.transposed ? matrix.rows : matrix.cols;
+  decode.pitch = ceil_div(ceil_div(length, 16), 4) * 4;
+  store_output(ctx, *args.output, decode);
+}
+
+}  // namespace
+
 void dequantize(const te_fl_context& ctx, const te_fl_dequantize_args& args) {
+  if (backend::scaling(*args.input) == TE_FL_SCALING_NVFP4) return dequantize_nvfp4(ctx, args);
   const te_fl_tensor& input = *args.input;
   const te_fl_quant& quant = *input.quant;
   const backend::Matrix matrix = backend::as_matrix(input);
@@ -109,8 +165,9 @@ void dequantize(const te_fl_context& ctx, const te_fl_dequantize_args& args) {
   if (choose_quantize(args).whole) return launch_decode(ctx, decode, *args.output);
   store_output(ctx, *args.output, decode);
 }
+namespace {
+
 Refusal refuse_dequantize(const te_fl_dequantize_args& args) {
-  if (backend::scaling(*args.input) == TE_FL_SCALING_NVFP4) return "does not read NVFP4";
   if (!all_dense(args.input, args.output)) return kNotContiguous;
   return overlaps(*args.output, *args.input) ? kInPlace : nullptr;
 }

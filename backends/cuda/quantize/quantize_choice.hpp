@@ -182,6 +182,7 @@ inline CodesChoice choose_quantize(const te_fl_dequantize_args& a) noexcept {
   const auto general = [](const char* why) { return CodesChoice{false, "store_kernel", why}; };
   if (m.rows == 0 || m.cols == 0) return {false, "none", "there are no elements"};
   const te_fl_quant& quant = *a.input->quant;
+  if (quant.scaling == TE_FL_SCALING_NVFP4) return general("the codes are NVFP4");
   const bool columns = a.input->dl.data == nullptr && quant.columnwise_data != nullptr;
   if (columns && quant.scaling != TE_FL_SCALING_MXFP8) {
     return general("the codes are those of the column-wise copy");

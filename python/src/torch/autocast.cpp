@@ -15,6 +15,7 @@
 #include "torch/callback.hpp"
 #include "torch/layer.hpp"
 #include "torch/process_group.hpp"
+#include "torch/quantisers.hpp"
 #include "torch/scale_functions.hpp"
 
 namespace te_fl::python {
@@ -90,17 +91,24 @@ nn::Recipe read_recipe(PyObject* dict) {
         .amax_function = functions == Py_None ? nullptr : read_scale_functions(functions)};
   }
   if (kind == "current") {
-    return nn::Float8CurrentScaling{.format = format,
-                                    .pow2_scale = truth(get(dict, "pow2_scale")),
-                                    .amax_epsilon = real(dict, "amax_epsilon")};
+    return nn::Float8CurrentScaling{
+        .format = format,
+        .pow2_scale = truth(get(dict, "pow2_scale")),
+        .amax_epsilon = real(dict, "amax_epsilon"),
+        .backward_override = read_override(get(dict, "backward_override"))};
+  }
+  if (kind == "mxfp8" && !truth(get(dict, "square_weights"))) {
+    return nn::MXFP8BlockScaling{
+        .format = format, .backward_override = read_override(get(dict, "backward_override"))};
   }
   if (kind == "block") {
-    return nn::Float8BlockScaling{.pow2_scale = truth(get(dict, "pow2_scale")),
-                                  .amax_epsilon = real(dict, "amax_epsilon"),
-                                  .format = format};
+    return nn::Float8BlockScaling{
+        .pow2_scale = truth(get(dict, "pow2_scale")),
+        .amax_epsilon = real(dict, "amax_epsilon"),
+        .format = format,
+        .backward_override = read_override(get(dict, "backward_override"))};
   }
-  throw_invalid("the recipe's kind is '" + std::string(kind) +
-                "'; it is one of delayed, current, block");
+  return read_quantisers(dict);
 }
 
 // Converts a recipe's dict, with a cache for the last one. A program enters its autocasts with one

@@ -326,6 +326,8 @@ class CustomRecipe(Recipe):
         _require(self, "quantization_alignment", self.quantization_alignment > 0, "it is at least 1")
 
 
+_HIGH_PRECISION_ATTENTION = (("fp8_dpa", False, "use DelayedScaling(fp8_dpa=True)"), ("fp8_mha", False, "use DelayedScaling(fp8_dpa=True)"))
+
 # The only value of each field that te-fl's layers support, and advice for other values.
 _SERVED = {
     DelayedScaling: (),
@@ -333,18 +335,17 @@ _SERVED = {
         ("fp8_gemm_fprop", MMParams(False), "leave it out: the forward's partial sums are not split"),
         ("fp8_gemm_dgrad", MMParams(True), "leave it out: the gradients' partial sums are split"),
         ("fp8_gemm_wgrad", MMParams(True), "leave it out: the gradients' partial sums are split"),
-        ("fp8_dpa", False, "use DelayedScaling(fp8_dpa=True)"),
-        ("fp8_mha", False, "use DelayedScaling(fp8_dpa=True)"),
-        ("backward_override", None, "leave it out, or unset NVTE_BACKWARD_OVERRIDE"),
+        *_HIGH_PRECISION_ATTENTION,
     ),
     Float8BlockScaling: (
         ("x_block_scaling_dim", 1, "leave it out: inputs have blocks of 1x128"),
         ("w_block_scaling_dim", 2, "leave it out: weights have blocks of 128x128"),
         ("grad_block_scaling_dim", 1, "leave it out: gradients have blocks of 1x128"),
-        ("backward_override", None, "leave it out, or unset NVTE_BACKWARD_OVERRIDE"),
     ),
+    MXFP8BlockScaling: _HIGH_PRECISION_ATTENTION,
+    NVFP4BlockScaling: _HIGH_PRECISION_ATTENTION,
+    CustomRecipe: _HIGH_PRECISION_ATTENTION,
 }
-_OTHERS = "use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
 
 
 def _refuse(recipe: Recipe, field: str, way_out: str) -> Unsupported:
@@ -362,6 +363,63 @@ def _one_quantisation(recipe: Recipe) -> QParams:
         if params.random_hadamard_transform or params.stochastic_rounding or params.fp4_2d_quantization:
             raise _refuse(recipe, field, "leave random_hadamard_transform, stochastic_rounding and fp4_2d_quantization at False")
     return first
+
+
+class NVFP4Rules(NamedTuple):
+    """The options with which one kind of tensor is quantised to NVFP4.
+
+    hadamard: the copy for products over rows is multiplied by a 16x16 Hadamard matrix with fixed signs first. stochastic: rounds stochastically.
+    square: one scale for each 16x16 values. by_rows: one amax for each row. four_over_six: each block's largest value becomes 4 or 6, whichever gives
+    the smaller error. largest_scale: the largest scale of a block, 448, or 256 with four_over_six. squared: the error is the sum of squares.
+    """
+
+    hadamard: bool = False
+    stochastic: bool = False
+    square: bool = False
+    by_rows: bool = False
+    four_over_six: bool = False
+    largest_scale: float = 448.0
+    squared: bool = False
+
+    def check(self, where: str) -> "NVFP4Rules":
+        """Refuses combinations that the format does not define. where: the name in the message."""
+        if self.by_rows and (self.hadamard or self.stochastic or self.square):
+            raise InvalidArgument(f"{where}: one amax for each row excludes the random Hadamard transform, stochastic rounding and square blocks; give "
+                                  "disable_rht=True")
+        if self.four_over_six and (self.hadamard or self.stochastic):
+            raise InvalidArgument(f"{where}: 4over6 excludes the random Hadamard transform and stochastic rounding; give disable_rht=True")
+        if self.hadamard and self.square:
+            raise InvalidArgument(f"{where}: a transformed copy is no transpose, as square blocks are; leave one of random_hadamard_transform and "
+                                  "fp4_2d_quantization at False")
+        return self
+
+
+def _in_scope(scope: str, weight: bool) -> bool:
+    return scope == "all" or scope == ("weights" if weight else "activations")
+
+
+def _nvfp4_rules(recipe: NVFP4BlockScaling, field: str) -> NVFP4Rules:
+    params, weight, gradient = getattr(recipe, field), field == "fp4_quant_fwd_weight", field == "fp4_quant_bwd_grad"
+    if params.power_2_scale or params.amax_epsilon:
+        raise _refuse(recipe, field, "leave power_2_scale and amax_epsilon out: NVFP4 has neither")
+    adaptive = not gradient and _in_scope(recipe.nvfp4_4over6, weight)
+    return NVFP4Rules(bool(params.random_hadamard_transform), bool(params.stochastic_rounding), bool(params.fp4_2d_quantization),
+                      bool(recipe.row_scaled_activation) and not weight and not gradient, adaptive,
+                      256.0 if adaptive and _in_scope(recipe.nvfp4_4over6_e4m3_use_256, weight) else 448.0,
+                      adaptive and recipe.nvfp4_4over6_err_mode == "MSE").check(f"NVFP4BlockScaling: {field}")
+
+
+def nvfp4_of(described: dict) -> NVFP4BlockScaling:
+    """The recipe that describe_natively() describes so."""
+    inp, weight, gradient = (NVFP4Rules(*described[name]) for name in ("input", "weight", "gradient"))
+    scopes = {(True, True): "all", (True, False): "activations", (False, True): "weights", (False, False): "none"}
+    made = NVFP4BlockScaling(row_scaled_activation=inp.by_rows, nvfp4_4over6=scopes[inp.four_over_six, weight.four_over_six],
+                             nvfp4_4over6_e4m3_use_256=scopes[inp.largest_scale == 256, weight.largest_scale == 256],
+                             nvfp4_4over6_err_mode="MSE" if inp.squared or weight.squared else "MAE", backward_override=described["backward_override"])
+    for name, rules in (("inp", inp), ("weight", weight), ("grad", gradient)):
+        setattr(made, f"fp4_quant_{'bwd' if name == 'grad' else 'fwd'}_{name}",
+                QParams(random_hadamard_transform=rules.hadamard, stochastic_rounding=rules.stochastic, fp4_2d_quantization=rules.square))
+    return made
 
 
 class Functions:
@@ -424,15 +482,17 @@ def native_of(recipe: Recipe) -> dict:
 def describe_natively(recipe: Recipe) -> dict:
     """Returns the recipe as a new dict for te-fl's layers (te_fl/nn/fp8/recipe.hpp).
 
-    The dict has kind ('delayed', 'current' or 'block'), format ('hybrid' or 'e4m3') and fp8_dpa. Delayed scaling also has margin, amax_history_len,
-    amax_compute_algo ('max' or 'most_recent'), functions (Functions, or None) and reduce_amax; the others have pow2_scale and amax_epsilon.
-    Unsupported settings raise te_fl.errors.Unsupported, which names the field, its value and an alternative.
+    The dict has kind, format ('hybrid' or 'e4m3') and fp8_dpa. kind 'delayed' also has margin, amax_history_len, amax_compute_algo ('max' or
+    'most_recent'), functions (Functions, or None) and reduce_amax; all others have backward_override. 'current' and 'block' have pow2_scale and
+    amax_epsilon; 'mxfp8' has square_weights; 'nvfp4' has input, weight and gradient (tuples of the fields of NVFP4Rules); 'factory' has recipe, the
+    CustomRecipe, from which te_fl.pytorch asks quantizers for each module. Unsupported settings raise te_fl.errors.Unsupported, which names the field, its value and an alternative.
     """
     kind = ([k for k in _SERVED if isinstance(recipe, k)] or [None])[0]  # PyTorch 2.7's Dynamo does not trace next() with a default
     if kind is None:
         if not isinstance(recipe, Recipe):
             raise TypeError(f"the recipe is {recipe!r}; it is an object of te_fl.common.recipe, such as DelayedScaling()")
-        raise Unsupported(f"{type(recipe).__name__}: te-fl's layers do not support this recipe; {_OTHERS}")
+        raise Unsupported(f"{type(recipe).__name__}: te-fl's layers do not support this recipe; use one of "
+                          f"{', '.join(known.__name__ for known in _SERVED)}")
     for field, supported, way_out in _SERVED[kind]:
         if getattr(recipe, field) != supported:
             raise _refuse(recipe, field, way_out)
@@ -445,6 +505,14 @@ def describe_natively(recipe: Recipe) -> dict:
         return {"kind": "delayed", **native, "margin": int(recipe.margin), "amax_history_len": int(recipe.amax_history_len),
                 "amax_compute_algo": "max" if callable(algo) else algo, "reduce_amax": bool(recipe.reduce_amax),
                 "functions": functions}
+    native["backward_override"] = recipe.backward_override
+    if kind is MXFP8BlockScaling:
+        return {"kind": "mxfp8", **native, "square_weights": bool(recipe.enable_2d_quantization)}
+    if kind is NVFP4BlockScaling:
+        return {"kind": "nvfp4", **native, "input": tuple(_nvfp4_rules(recipe, "fp4_quant_fwd_inp")),
+                "weight": tuple(_nvfp4_rules(recipe, "fp4_quant_fwd_weight")), "gradient": tuple(_nvfp4_rules(recipe, "fp4_quant_bwd_grad"))}
+    if kind is CustomRecipe:
+        return {"kind": "factory", **native, "recipe": recipe}
     params = _one_quantisation(recipe)
     return {"kind": "current" if kind is Float8CurrentScaling else "block", **native, "pow2_scale": bool(params.power_2_scale),
             "amax_epsilon": float(params.amax_epsilon)}

@@ -26,6 +26,8 @@ SERVED = {
     "te_fl.pytorch.modules.norm": "LayerNorm RMSNorm",
     "te_fl.pytorch.modules.own_classes": "get_te_classes has_te_modules prepare_te_modules_for_fsdp",
     "te_fl.pytorch.fp8.quantized_gather": "gather_along_first_dim",
+    "te_fl.pytorch.fp8.block_quantizers": "HybridQuantizer IdentityQuantizer MXFP8Quantizer NVFP4Quantizer",
+    "te_fl.pytorch.fp8.roles": "DelayedScalingRequest QuantizerRequest QuantizerRole",
     "te_fl.pytorch.fp8.quantizers": "Float8BlockQuantizer Float8CurrentScalingQuantizer Float8Quantizer Quantizer",
     "te_fl.pytorch.distributed.rank_helpers":
         "HAS_TORCH_SYMMETRIC allreduce gather_split_1d_tensor get_distributed_rank get_distributed_world_size initialize_affine_weight_gpu "
@@ -139,7 +141,10 @@ PARTLY = {
     "te_fl.pytorch.ops.RMSNorm": {"sm_margin": 4},
     "te_fl.pytorch.optimizers.FusedAdam": {"amsgrad": True},
     "te_fl.pytorch.optimizers.FusedSGD": {"materialize_master_grads": False},
-    "te_fl.pytorch.fp8.quantizers.Float8BlockQuantizer": {"rowwise": False, "block_scaling_dim": 1},
+    "te_fl.pytorch.fp8.quantizers.Float8BlockQuantizer": {"rowwise": False},
+    "te_fl.pytorch.fp8.block_quantizers.IdentityQuantizer": {"rowwise": False},
+    "te_fl.pytorch.fp8.block_quantizers.MXFP8Quantizer": {"rowwise": False},
+    "te_fl.pytorch.fp8.block_quantizers.NVFP4Quantizer": {"rowwise": False, "with_amax_reduction": True, "with_post_rht_amax": True},
     "te_fl.pytorch.fp8.quantizers.Float8CurrentScalingQuantizer": {"rowwise": False, "with_amax_reduction": True},
     "te_fl.pytorch.fp8.quantizers.Float8Quantizer": {"rowwise": False},
     "te_fl.pytorch.fp8.quantizers.Quantizer": {"rowwise": False},
@@ -201,10 +206,6 @@ LACKING = (
      "multiprocessors that its kernels leave free"),
 )
 
-# Recipes that exist only so that programs can refer to them; autocast refuses them.
-UNUSABLE = ("CustomRecipe", "MXFP8BlockScaling", "NVFP4BlockScaling")
-UNUSABLE_BECAUSE = "a program can name it; te_fl.pytorch's autocast refuses it"
-
 # Functions of Transformer Engine's extension module that frameworks call with plain tensors, by the module that they find them in, with te-fl's module.
 EXTENSION = {
     "transformer_engine_torch": {"thd_get_partitioned_indices": "te_fl.transformer_engine_torch.context_parallel"},
@@ -232,8 +233,6 @@ WAYS_OUT = (
     ("symm", "call allreduce(), over whatever backend the group has"),
     ("FullySharded", "use torch.distributed.fsdp.fully_shard, which gathers te-fl's FP8 weights as codes"),
     ("Grouped", "use one Linear for each group"),
-    ("Request", "use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"),
-    ("QuantizerRole", "use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"),
     ("Quantizer", "quantise with te_fl.ops.quantize and te_fl.Quantized"),
     ("Tensor", "quantise with te_fl.ops.quantize and te_fl.Quantized"),
     ("saving", "save tensors with ctx.save_for_backward"),

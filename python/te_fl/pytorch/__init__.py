@@ -41,8 +41,12 @@ if TYPE_CHECKING:  # names that __getattr__() imports on first access
     from te_fl.pytorch.fp8.availability import is_mxfp8_available as is_mxfp8_available, is_nvfp4_available as is_nvfp4_available
     from te_fl.pytorch.fp8.availability import torch_version as torch_version
     from te_fl.pytorch.fp8.float8_tensor import Float8Tensor as Float8Tensor, QuantizedTensor as QuantizedTensor
+    from te_fl.pytorch.fp8.block_quantizers import HybridQuantizer as HybridQuantizer, IdentityQuantizer as IdentityQuantizer
+    from te_fl.pytorch.fp8.block_quantizers import MXFP8Quantizer as MXFP8Quantizer, NVFP4Quantizer as NVFP4Quantizer
     from te_fl.pytorch.fp8.quantizers import Float8BlockQuantizer as Float8BlockQuantizer, Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
     from te_fl.pytorch.fp8.quantizers import Float8Quantizer as Float8Quantizer, Quantizer as Quantizer
+    from te_fl.pytorch.fp8.roles import DelayedScalingRequest as DelayedScalingRequest, QuantizerRequest as QuantizerRequest
+    from te_fl.pytorch.fp8.roles import QuantizerRole as QuantizerRole
     from te_fl.pytorch.functions.cross_entropy import parallel_cross_entropy as parallel_cross_entropy
     from te_fl.pytorch.functions.expert_parallel import moe_combine as moe_combine, moe_dispatch as moe_dispatch
     from te_fl.pytorch.functions.expert_parallel import start_moe_combine as start_moe_combine, start_moe_dispatch as start_moe_dispatch

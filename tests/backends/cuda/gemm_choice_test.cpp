@@ -76,6 +76,25 @@ TEST(CudaGemmChoice, Fp8) {
             "such codes of such a call");
 }
 
+TEST(CudaGemmChoice, Mxfp8IsDequantised) {
+  GemmCall call(TE_FL_F8E4M3, 64, 48, 32);
+  for (MetadataTensor* t : {&call.a, &call.b}) t->quantise(TE_FL_SCALING_MXFP8, true);
+  const std::string direct = "cuBLASLt on operands dequantised to BF16, which writes the result";
+  EXPECT_EQ(call.text(), direct);
+  EXPECT_EQ(call.text(kAmpere), direct);
+  const GemmPath path = choose_gemm(call.args, kHopper);
+  EXPECT_FALSE(path.problem.fp8);
+  EXPECT_EQ(path.problem.library_dtype(path.problem.a), TE_FL_BF16);
+  call.b.quantise(TE_FL_SCALING_TENSOR, true);
+  EXPECT_EQ(path.problem.convert, Convert::kBf16);
+  EXPECT_EQ(choose_gemm(call.args, kHopper).problem.convert, Convert::kWiden);
+  GemmCall halves(TE_FL_F8E4M3, 64, 48, 32, TE_FL_F16);
+  for (MetadataTensor* t : {&halves.a, &halves.b}) t->quantise(TE_FL_SCALING_MXFP8, true);
+  EXPECT_EQ(halves.text(),
+            "cuBLASLt on operands dequantised to BF16 into FP32 scratch, then the epilogue's "
+            "kernel: D is of a dtype that the library does not make of such operands");
+}
+
 TEST(CudaGemmChoice, Blocks) {
   GemmCall blocks(TE_FL_F8E4M3, 64, 48, 128);
   blocks.a.quantise(TE_FL_SCALING_BLOCK_1X128, true);

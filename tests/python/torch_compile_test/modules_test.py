@@ -347,7 +347,7 @@ class Scopes(Compiled):
 
     def test_refused_recipes(self):
         from te_fl.common.recipe import MXFP8BlockScaling
-        recipe = MXFP8BlockScaling()
+        recipe = MXFP8BlockScaling(fp8_dpa=True)
 
         def run(module, x):
             with te.autocast(recipe=recipe):

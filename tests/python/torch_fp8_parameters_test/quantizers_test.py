@@ -149,7 +149,7 @@ class Quantizers(unittest.TestCase):
     def test_what_is_refused(self):
         x, scale = randn(16, 32), torch.ones(1)
         for words, error, call in (
-                ("fp8_dtype = 'kFloat8E5M2'", Unsupported, lambda: Float8CurrentScalingQuantizer(DType.kFloat8E5M2)),
+                ("fp8_dtype = 'kFloat8E5M2'", Unsupported, lambda: Float8CurrentScalingQuantizer(DType.kFloat8E5M2)(x)),
                 ("scale is 1.0", InvalidArgument, lambda: Float8Quantizer(1.0, scale, E4M3)),
                 ("two dimensions", InvalidArgument, lambda: Float8CurrentScalingQuantizer(E4M3)(randn(2, 3, 4))),
                 ("noop_flag", Unsupported, lambda: Float8CurrentScalingQuantizer(E4M3).update_quantized(x, x, noop_flag=scale)),

@@ -195,7 +195,7 @@ class Scopes(unittest.TestCase):
         self.assertEqual([w.category for w in seen], [DeprecationWarning])
 
     def test_refusals(self):
-        with self.assertRaisesRegex(Unsupported, "MXFP8BlockScaling"), te.quantized_model_init(recipe=MXFP8BlockScaling()):
+        with self.assertRaisesRegex(Unsupported, "MXFP8BlockScaling"), te.quantized_model_init(recipe=MXFP8BlockScaling(fp8_dpa=True)):
             pass
         with te.quantized_model_init():
             with self.assertRaisesRegex(Unsupported, "parameters_split.*fuse_qkv_params=True"):

@@ -36,6 +36,12 @@ struct AmaxFunction {
       nullptr;
 };
 
+// The operands of the backward GEMMs under a recipe. kNone: quantised by the recipe.
+// kHighPrecision: the forward's original operands, which are kept instead of quantised ones.
+// kDequantized: the forward's quantised operands, dequantised. With the last two, gradients are not
+// quantised, and the GEMMs read all operands in the activation dtype.
+enum class BackwardOverride : uint8_t { kNone, kHighPrecision, kDequantized };
+
 // Per-tensor scales from the amaxes of earlier steps: scale = fp8_max * 2^-margin / amax(history).
 struct DelayedScaling {
   int margin = 0;
@@ -56,6 +62,7 @@ struct Float8CurrentScaling {
   Fp8Format format = Fp8Format::kHybrid;
   bool pow2_scale = false;  // truncate scales to powers of two
   float amax_epsilon = 0;   // lower bound of the amax
+  BackwardOverride backward_override = BackwardOverride::kNone;
   friend bool operator==(const Float8CurrentScaling&, const Float8CurrentScaling&) = default;
 };
 
@@ -64,17 +71,64 @@ struct Float8BlockScaling {
   bool pow2_scale = true;
   float amax_epsilon = 0;
   Fp8Format format = Fp8Format::kE4M3;
+  BackwardOverride backward_override = BackwardOverride::kNone;
   friend bool operator==(const Float8BlockScaling&, const Float8BlockScaling&) = default;
 };
 
-using Recipe = std::variant<DelayedScaling, Float8CurrentScaling, Float8BlockScaling>;
+// One power-of-two scale per 32 elements: of a row for GEMMs that sum over columns, of a column for
+// GEMMs that sum over rows. Both are quantised from the unquantised values. Sizes need not be
+// multiples of 32.
+struct MXFP8BlockScaling {
+  Fp8Format format = Fp8Format::kE4M3;
+  BackwardOverride backward_override = BackwardOverride::kNone;
+  friend bool operator==(const MXFP8BlockScaling&, const MXFP8BlockScaling&) = default;
+};
+
+// The two operands that are made from a matrix [rows, columns]: `rowwise` for GEMMs that sum over
+// its columns, `columnwise` for GEMMs that sum over its rows. Each is a quantised tensor, or a
+// high-precision tensor with the values of codes. `columnwise` may have more rows than the matrix;
+// both operands of a weight's gradient then have the same number.
+struct QuantisedOperand {
+  Tensor rowwise, columnwise;
+};
+
+// A function that quantises one kind of tensor under CustomScaling. It runs in the module's forward
+// or backward, enqueues its work on the thread's current stream of the tensor's device, and returns
+// the operands that are asked for; the others stay undefined. The call into the module returns its
+// error.
+struct TensorQuantiser {
+  std::string name;  // for messages
+  std::function<Result<QuantisedOperand>(const Tensor& values, bool rowwise, bool columnwise)>
+      quantise;
+};
+
+// The quantisers of a linear map. A null quantiser leaves its tensors in the activation dtype.
+struct LinearQuantisers {
+  std::shared_ptr<const TensorQuantiser> input, weight, gradient;
+  friend bool operator==(const LinearQuantisers&, const LinearQuantisers&) = default;
+};
+
+// User-defined quantisation. Recipes are equal only if they share the same quantisers.
+struct CustomScaling {
+  std::string name = "custom";  // for messages
+  LinearQuantisers quantisers;
+  // For the second linear map of LayerNormMLP; null: `quantisers`.
+  std::shared_ptr<const LinearQuantisers> fc2 = nullptr;
+  BackwardOverride backward_override = BackwardOverride::kNone;
+  friend bool operator==(const CustomScaling&, const CustomScaling&) = default;
+};
+
+using Recipe = std::variant<DelayedScaling, Float8CurrentScaling, Float8BlockScaling,
+                            MXFP8BlockScaling, CustomScaling>;
 
 // INVALID_ARGUMENT names the invalid field, its value and its range.
 TE_FL_API Status validate(const Recipe& recipe);
 // The recipe in words: "delayed scaling (hybrid, margin 0, history 1024, max)".
 TE_FL_API std::string describe(const Recipe& recipe);
-// Returns the recipe "delayed", "current" or "block" with default values. Any other word is an
-// error that names the nearest.
+// The recipe's backward_override; kNone for delayed scaling.
+TE_FL_API BackwardOverride backward_override(const Recipe& recipe) noexcept;
+// Returns the recipe "delayed", "current", "block" or "mxfp8" with default values. Any other word
+// is an error that names the nearest.
 TE_FL_API Result<Recipe> parse_recipe(std::string_view text);
 
 }  // namespace te_fl::nn

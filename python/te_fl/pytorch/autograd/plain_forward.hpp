@@ -36,6 +36,7 @@ struct Names {
   PyObject* scope_recipe = PyUnicode_InternFromString("recipe");
   PyObject* enabled = PyUnicode_InternFromString("enabled");
   PyObject* reuse_weights = PyUnicode_InternFromString("reuse_weights");
+  PyObject* by_module = PyUnicode_InternFromString("by_module");
   PyObject* training = PyUnicode_InternFromString("training");
 };
 inline const Names& names() {
@@ -111,7 +112,8 @@ inline bool may_be_of_checkpoint(PyObject* module) {
 
 // The state of the innermost autocast that affects one forward.
 struct Fp8 {
-  // True if no flag reuses weights and no FP8 forward will be recomputed outside of the autocast.
+  // True if no flag reuses weights, no FP8 forward will be recomputed outside of the autocast, and
+  // the module has no quantizers of its own.
   bool plain = false;
   std::optional<Ref> scope;
 };
@@ -129,6 +131,7 @@ inline Fp8 read_fp8(PyObject* module, PyObject* first) {
   PyObject* const scope = PyList_GET_ITEM(scopes.get(), count - 1);
   Py_INCREF(scope);
   found.scope.emplace(scope);
+  if (attribute(scope, name.by_module).get() == Py_True) return found;
   if (first == Py_None && attribute(scope, name.reuse_weights).get() != Py_None) return found;
   found.plain = true;
   return found;

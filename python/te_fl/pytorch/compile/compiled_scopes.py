@@ -25,7 +25,12 @@ def parse_recipe(text: str) -> recipes.Recipe:
         return recipes.DelayedScaling(margin=fields["margin"], fp8_format=form, amax_history_len=fields["amax_history_len"],
                                       amax_compute_algo=fields["amax_compute_algo"], reduce_amax=fields["reduce_amax"],
                                       fp8_dpa=fields["fp8_dpa"])
-    made = (recipes.Float8CurrentScaling if fields["kind"] == "current" else recipes.Float8BlockScaling)(fp8_format=form)
+    override = fields["backward_override"]
+    if fields["kind"] == "mxfp8":
+        return recipes.MXFP8BlockScaling(fp8_format=form, backward_override=override, enable_2d_quantization=fields["square_weights"])
+    if fields["kind"] == "nvfp4":
+        return recipes.nvfp4_of(fields)
+    made = (recipes.Float8CurrentScaling if fields["kind"] == "current" else recipes.Float8BlockScaling)(fp8_format=form, backward_override=override)
     options = recipes.QParams(power_2_scale=fields["pow2_scale"], amax_epsilon=fields["amax_epsilon"])
     made.fp8_quant_fwd_inp = made.fp8_quant_fwd_weight = made.fp8_quant_bwd_grad = options
     return made

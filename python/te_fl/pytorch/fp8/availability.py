@@ -34,8 +34,11 @@ def _who_multiplies(device: torch.device, kind: str) -> Answer:
     """Returns (supported, reason): whether an implementation on the device itself supports a layer's FP8 GEMM. Resolves the dispatch without running
     it.
     """
-    if kind == "bf16":
-        a = b = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
+    if kind in ("bf16", "f32"):
+        a = b = torch.empty(128, 128, dtype=torch.bfloat16 if kind == "bf16" else torch.float32, device=device)
+    elif kind == "mxfp8":
+        scales = torch.empty(128, 4, dtype=torch.float8_e8m0fnu, device=device)
+        a = b = Quantized(torch.empty(128, 128, dtype=torch.float8_e4m3fn, device=device), scaling="mxfp8", scale_inv=scales)
     elif kind == "tensor":
         a = b = _quantized("tensor", (1,), device)
     else:
@@ -70,14 +73,16 @@ def check_fp8_block_scaling_support() -> Answer:
     return _who_multiplies(default_device(), "block")
 
 
+@_constant
 def check_mxfp8_support() -> Answer:
-    """Returns (supported, reason) for layers in MXFP8: not supported."""
-    return False, "te-fl's layers do not support MXFP8BlockScaling; use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
+    """Returns (supported, reason) for layers in MXFP8. Without tensor cores for the format, products are those of the dequantised codes."""
+    return _who_multiplies(default_device(), "mxfp8")
 
 
+@_constant
 def check_nvfp4_support() -> Answer:
-    """Returns (supported, reason) for layers in NVFP4: not supported."""
-    return False, "te-fl's layers do not support NVFP4BlockScaling; use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
+    """Returns (supported, reason) for layers in NVFP4, whose products are those of the dequantised codes in FP32."""
+    return _who_multiplies(default_device(), "f32")
 
 
 def _answer(answer: Answer, return_reason: bool) -> Union[bool, Answer]:
@@ -108,7 +113,9 @@ def is_bf16_available(return_reason: bool = False) -> Union[bool, Answer]:
 def check_recipe_support(recipe: Recipe) -> None:
     """Raises Unsupported if layers cannot run with the recipe here."""
     native_of(recipe)
-    supported, reason = check_fp8_block_scaling_support() if recipe.float8_block_scaling() else check_fp8_support()
+    check = next((check for asked, check in ((recipe.float8_block_scaling, check_fp8_block_scaling_support), (recipe.mxfp8, check_mxfp8_support),
+                                             (recipe.nvfp4, check_nvfp4_support), (recipe.custom, check_nvfp4_support)) if asked()), check_fp8_support)
+    supported, reason = check()
     if not supported:
         raise Unsupported(f"{type(recipe).__name__}: {reason}; leave autocast off, or use a device that has it")
 

@@ -6,8 +6,10 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from te_fl import ops
-from te_fl.errors import FailedPrecondition
+from te_fl import ops, torch_mxfp8
+from te_fl.common.recipe import NVFP4Rules
+from te_fl.errors import FailedPrecondition, Unsupported
+from te_fl.pytorch.fp8 import operands
 from te_fl.pytorch.runtime.callers import called_from
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.tensors import Quantized
@@ -16,19 +18,29 @@ _CODES, _LARGEST = torch.float8_e4m3fn, 448.0
 BLOCK = 128  # rows and columns of a block; each block has its own scale
 
 
+_RECIPES = {"nvfp4": "NVFP4BlockScaling", "factory": "CustomRecipe"}
+
+
 class Rules(NamedTuple):
     """The rule by which codes get their scales when values are written: from the amax of the new values."""
 
-    scaling: str  # "tensor", or "block_128x128"
+    scaling: str  # "tensor", "block_128x128" or "mxfp8"
     pow2_scale: bool = False
     amax_epsilon: float = 0.0
     margin: int = 0
+    square: bool = False  # MXFP8: one scale for each 32 x 32 values
 
 
 def make_rules(native_recipe: dict) -> Rules:
     """Returns the rules of a recipe, given as the dict of te_fl.common.recipe.native_of()."""
-    if native_recipe["kind"] == "delayed":
+    kind = native_recipe["kind"]
+    if kind == "delayed":
         return Rules("tensor", margin=native_recipe["margin"])
+    if kind == "mxfp8":
+        return Rules("mxfp8", square=native_recipe["square_weights"])
+    if kind not in ("current", "block"):
+        raise Unsupported(f"quantized_model_init: weights of codes alone are of FP8 formats, and the recipe is {_RECIPES[kind]}; construct the modules outside "
+                          "of it, which quantises the weights in each forward, or give MXFP8BlockScaling or another FP8 recipe")
     return Rules("tensor" if native_recipe["kind"] == "current" else "block_128x128", native_recipe["pow2_scale"],
                  native_recipe["amax_epsilon"])
 
@@ -47,6 +59,10 @@ class Codes:
     @classmethod
     def empty(cls, rules: Rules, shape: torch.Size, device: torch.device) -> "Codes":
         data = torch.empty(shape, dtype=_CODES, device=device)
+        if rules.scaling == "mxfp8":
+            made = MXFP8Codes(rules, data, torch_mxfp8.row_scales(*shape, device).zero_().view(torch.float8_e8m0fnu), None)
+            made.columns, made.columns_scale_inv = torch.empty_like(data), torch_mxfp8.column_scales(*shape, device).zero_().view(torch.float8_e8m0fnu)
+            return made
         if rules.scaling == "tensor":
             return cls(rules, data, *(torch.zeros(1, dtype=torch.float32, device=device) for _ in range(2)))
         return cls(rules, data, _block_scales(*shape, device), None)
@@ -156,10 +172,49 @@ class Codes:
         return self.to(torch.device("cpu") if staged else self.data.device, always=True)
 
 
+class MXFP8Codes(Codes):
+    """MXFP8 codes: row-wise ones, and column-wise ones with scales of their own, both quantised from the values. The latter are not transposed."""
+
+    __slots__ = ()
+
+    def write(self, values: torch.Tensor, amax: Optional[torch.Tensor] = None) -> None:
+        values = self._prepared(values)
+        self.writes += 1
+        if values.numel() == 0:
+            return
+        if self.rules.square:
+            codes, by_row, by_column = torch_mxfp8.square(values, _CODES)
+            for to, part, scales, factors in ((self.data, codes, self.scale_inv, by_row), (self.columns, codes, self.columns_scale_inv, by_column)):
+                to.view(torch.uint8).copy_(part.view(torch.uint8))
+                scales.view(torch.uint8).copy_(torch_mxfp8.padded(factors, scales.view(torch.uint8)))
+            return
+        ops.quantize(input=values, output=Quantized(self.data, scaling="mxfp8", scale_inv=self.scale_inv, columnwise_data=self.columns,
+                                                    columnwise_scale_inv=self.columns_scale_inv))
+
+    def add_columns(self) -> None:
+        """The column-wise codes exist from the beginning, since they do not follow from the row-wise ones."""
+
+    def drop_columns(self) -> None:
+        """See add_columns()."""
+
+    def copy_(self, other: Codes) -> None:
+        self.writes += 1
+        for part in ("data", "scale_inv", "columns", "columns_scale_inv"):
+            getattr(self, part).view(torch.uint8).copy_(getattr(other, part).view(torch.uint8))
+
+    def to(self, device: torch.device, non_blocking: bool = False, always: bool = False) -> Codes:
+        made = MXFP8Codes(self.rules, *(part.to(device, non_blocking=non_blocking, copy=always) for part in (self.data, self.scale_inv)), None)
+        made.columns, made.columns_scale_inv = (part.to(device, non_blocking=non_blocking, copy=always) for part in (self.columns, self.columns_scale_inv))
+        made.writes = self.writes
+        return made
+
+
 def rounded(values: torch.Tensor, native_recipe: dict, gradient: bool) -> torch.Tensor:
     """The activations or gradients after a round trip through current or block scaling, in new memory of their dtype."""
     if values.numel() == 0:
         return values.clone()
+    if native_recipe["kind"] in ("mxfp8", "nvfp4", "factory"):
+        return _rounded_by_operands(values, native_recipe, gradient)
     matrix = values.to(values.dtype if values.dtype in DTYPE_NAMES else torch.float32).reshape(-1, values.shape[-1] if values.dim() else 1).contiguous()
     (rows, columns), device = matrix.shape, values.device
     dtype = torch.float8_e5m2 if gradient and native_recipe["format"] == "hybrid" else _CODES
@@ -177,6 +232,18 @@ def rounded(values: torch.Tensor, native_recipe: dict, gradient: bool) -> torch.
     read = torch.empty_like(matrix)
     ops.dequantize(input=codes, output=read)
     return read.view(values.shape).to(values.dtype)
+
+
+def _rounded_by_operands(values: torch.Tensor, native_recipe: dict, gradient: bool) -> torch.Tensor:
+    """rounded() by the quantiser of the operands of products."""
+    if native_recipe["kind"] == "factory":
+        raise Unsupported("te.ops.Quantize: a CustomRecipe's factory is asked by linear operations; leave the operation out, or use another recipe")
+    if native_recipe["kind"] == "nvfp4":
+        quantiser = operands.nvfp4(NVFP4Rules(*native_recipe["gradient" if gradient else "input"]))
+    else:
+        quantiser = operands.mxfp8(torch.float8_e5m2 if gradient and native_recipe["format"] == "hybrid" else _CODES)
+    matrix = values.reshape(-1, values.shape[-1] if values.dim() else 1)
+    return operands.values_of(quantiser(matrix, True, False)[0], matrix).view(values.shape)
 
 
 def _block_scales(rows: int, columns: int, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from te_fl import _native, ops
 from te_fl.errors import DataLoss, Unsupported
-from te_fl.pytorch.fp8.codes import Codes as Codes, Rules as Rules, make_rules as make_rules
+from te_fl.pytorch.fp8.codes import Codes as Codes, MXFP8Codes, Rules as Rules, make_rules as make_rules
 from te_fl.pytorch.fp8 import sharding
 from te_fl.pytorch.fp8.shards import Rows
 from te_fl.pytorch.runtime.callers import called_from
@@ -100,7 +100,7 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
     def _transpose(self) -> Optional[torch.Tensor]:
         """The transposed codes, if a quantizer or a training forward has made them and they are up to date; else None."""
         codes = self._codes
-        return None if codes.columns is None or codes.columns_are_old else codes.columns.view(torch.uint8)
+        return None if codes.columns is None or codes.columns_are_old or isinstance(codes, MXFP8Codes) else codes.columns.view(torch.uint8)
 
     @property
     def _fp8_dtype(self) -> DType:
@@ -170,7 +170,8 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
         return 0 if called_from(_DISTRIBUTED) else self._shown().data_ptr()
 
     def share_memory_(self) -> "Float8Tensor":
-        for part in (self._codes.data, self._codes.scale_inv, self._codes.amax):
+        held = isinstance(self._codes, MXFP8Codes)
+        for part in (self._codes.data, self._codes.scale_inv, self._codes.amax, *((self._codes.columns, self._codes.columns_scale_inv) if held else ())):
             if part is not None:
                 part.share_memory_()
         return self
@@ -215,6 +216,9 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         codes = self._codes
+        if isinstance(codes, MXFP8Codes):
+            parts = tuple(part.view(torch.uint8) for part in (codes.data, codes.scale_inv, codes.columns, codes.columns_scale_inv))
+            return _rebuilt_mxfp8, (*parts, codes.rules.square, self.dtype, self.requires_grad, getattr(self, "_is_param", False))
         data = codes.data.clone() if isinstance(codes, Rows) else codes.data  # pickling saves a tensor's whole storage, so rows are copied first
         return _rebuilt, (data.view(torch.uint8), codes.scale_inv, codes.amax, tuple(codes.rules), self.dtype, self.requires_grad,
                           getattr(self, "_is_param", False))
@@ -244,6 +248,15 @@ def _clear_initial(parameter: Float8Tensor) -> None:
 
 def _rebuilt(data, scale_inv, amax, rules, dtype, requires_grad, is_parameter) -> Float8Tensor:
     made = Float8Tensor(Codes(Rules(*rules), data.view(_CODES), scale_inv, amax), dtype, requires_grad)
+    if is_parameter:
+        made._is_param = True
+    return made
+
+
+def _rebuilt_mxfp8(data, scale_inv, columns, columns_scale_inv, square, dtype, requires_grad, is_parameter) -> Float8Tensor:
+    codes = MXFP8Codes(Rules("mxfp8", square=square), data.view(_CODES), scale_inv.view(torch.float8_e8m0fnu), None)
+    codes.columns, codes.columns_scale_inv = columns.view(_CODES), columns_scale_inv.view(torch.float8_e8m0fnu)
+    made = Float8Tensor(codes, dtype, requires_grad)
     if is_parameter:
         made._is_param = True
     return made
@@ -363,5 +376,5 @@ _OWN.update({op: _like for op in (
 _native.set_codes_class(Float8Tensor)
 # torch.load(weights_only=True) may call these functions.
 _TE = "transformer_engine.pytorch"
-torch.serialization.add_safe_globals([_rebuilt, (_theirs, f"{_TE}.tensor.float8_tensor._make_float8_tensor_in_reduce_ex"),
+torch.serialization.add_safe_globals([_rebuilt, _rebuilt_mxfp8, (_theirs, f"{_TE}.tensor.float8_tensor._make_float8_tensor_in_reduce_ex"),
                                       (DType, f"{_TE}.constants.DType")])

@@ -7,9 +7,9 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Union
 import torch
 
 from te_fl import ops
-from te_fl.errors import InvalidArgument
+from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.distributed import collectives
-from te_fl.pytorch.fp8.codes import BLOCK, Codes
+from te_fl.pytorch.fp8.codes import BLOCK, Codes, MXFP8Codes
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 
 __all__ = ["cast_master_weights_to_fp8", "clear_columnwise_cache", "post_all_gather_processing", "quantize_master_weights", "replace_raw_data"]
@@ -47,6 +47,8 @@ def _part(weight: Any, master: Optional[torch.Tensor], start: Optional[int], tar
     where = f"quantize_master_weights: weight {number}"
     if not isinstance(weight, Float8Tensor):
         raise TypeError(f"{where} is a {type(weight).__name__}; it is a Float8Tensor, which quantized_model_init makes")
+    if isinstance(weight._codes, MXFP8Codes):
+        raise Unsupported(f"{where} {tuple(weight.shape)} has MXFP8 codes, which are quantised from all of its values; copy_() the values to it")
     if master is None:
         return _Part(weight._codes, None, 0, None)
     if start is None or start < 0 or start + master.numel() > weight.numel():

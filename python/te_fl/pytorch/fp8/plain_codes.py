@@ -9,8 +9,8 @@ from typing import Any, Dict, Iterator
 import torch
 
 from te_fl import ops
-from te_fl.errors import DataLoss
-from te_fl.pytorch.fp8.codes import Codes, Rules
+from te_fl.errors import DataLoss, Unsupported
+from te_fl.pytorch.fp8.codes import Codes, MXFP8Codes, Rules
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 
 _CODES = torch.float8_e4m3fn
@@ -48,6 +48,9 @@ def divide(state: Dict[str, Any], prefix: str, parameters: Dict[str, Any]) -> No
         if not isinstance(parameter, Float8Tensor) or key not in state:
             continue
         codes = parameter._codes
+        if isinstance(codes, MXFP8Codes):
+            raise Unsupported(f"saving_codes: {key} is a weight of MXFP8 codes, whose file format te-fl does not have; save outside of it, with "
+                              "torch.save() for the codes, or values by dequantize()")
         state[key], state[key + _SCALE] = codes.data, codes.scale_inv
         if codes.amax is not None:
             state[key + _AMAX] = codes.amax

@@ -14,6 +14,7 @@ from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, Recipe, attends, describe_natively, native_of, switch
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.distributed import amax_reduction, collectives
+from te_fl.pytorch.fp8 import roles
 from te_fl.pytorch.fp8.availability import get_default_recipe
 from te_fl.pytorch.runtime import traced
 from te_fl.pytorch.runtime.refuse import hides_misspelt, misspelling, refuse
@@ -80,6 +81,17 @@ def _ambiguity(module: Any) -> str:
     return ""
 
 
+def module_scope(module: Any) -> Optional[_Scope]:
+    """The scope in which a forward of the module runs: by the quantizers that a CustomRecipe's factory makes for it. None: the innermost one."""
+    scopes = _state.scopes
+    if not scopes or not scopes[-1].by_module or not module._sites or getattr(module, "_attends", False):
+        return None
+    outer = scopes[-1]
+    scope = _Scope(True, False, outer.recipe, roles.native_of(module, outer.recipe), outer.group)
+    scope.reuse_weights = outer.reuse_weights
+    return scope
+
+
 class reusing_weights:
     """A scope inside of an autocast. Modules called without is_first_microbatch read `flag`, F32 [1], on the device when the work runs: if it is
     nonzero, quantised weights are reused. None: no effect.
@@ -136,6 +148,11 @@ def delays() -> bool:
     return bool(_state.scopes) and _state.scopes[-1].delayed
 
 
+def by_module() -> bool:
+    """True inside of an autocast with a CustomRecipe, whose quantizers each module has of its own."""
+    return bool(_state.scopes) and _state.scopes[-1].by_module
+
+
 def calibrating() -> bool:
     return bool(_state.scopes) and _state.scopes[-1].calibrating
 
@@ -155,11 +172,13 @@ class _Scope(_native.Scope):
     """The result of autocast(). Entered and exited by C functions, so that KeyboardInterrupt cannot leave a scope half open."""
 
     reuse_weights: Optional[torch.Tensor] = None  # see reusing_weights
+    by_module = False  # true for a CustomRecipe, whose quantizers each module has of its own; see module_scope()
     _open, _close, _thread = _native.begin_autocast, _native.end_autocast, _state
 
     def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe, native: Optional[dict], group: Optional[Any] = None):
         self.enabled, self.calibrating, self.recipe, self.native, self.group = enabled, calibrating, recipe, native, group
         self.delayed = native is not None and native["kind"] == "delayed"
+        self.by_module = enabled and native is not None and native["kind"] == "factory"
         reduces = self.delayed and enabled and native["reduce_amax"]
         self._arguments, self._entered = (enabled, calibrating, native, amax_reduction.find_reduction if reduces else None, group), []
 
@@ -216,6 +235,8 @@ def autocast(enabled: bool = True, calibrating: bool = False, recipe: Optional[R
     if torch.compiler.is_compiling():
         chosen = get_default_recipe() if recipe is None else recipe
         native = describe_natively(chosen if enabled or calibrating else DelayedScaling())
+        if native["kind"] == "factory":
+            raise refuse("autocast", "recipe", chosen, "graphs of torch.compile hold no quantizers; leave fullgraph=True out, or use another recipe")
         if native.pop("functions", None) is not None:
             raise refuse("autocast", "recipe", chosen, "graphs of torch.compile hold no functions for amaxes and scales; give "
                          "amax_compute_algo='max' or 'most_recent' and no scaling_factor_compute_algo, or leave fullgraph=True out")

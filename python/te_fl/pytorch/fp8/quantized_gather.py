@@ -9,7 +9,7 @@ import torch
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.distributed import collectives
 from te_fl.pytorch.distributed.rank_helpers import get_distributed_world_size
-from te_fl.pytorch.fp8.codes import BLOCK, Codes
+from te_fl.pytorch.fp8.codes import BLOCK, Codes, MXFP8Codes
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 
 __all__ = ["gather_along_first_dim"]
@@ -18,6 +18,8 @@ __all__ = ["gather_along_first_dim"]
 def _gathered_codes(inp: Float8Tensor, group: Any, ranks: int) -> Float8Tensor:
     """Concatenates the ranks' rows. Per-tensor scales must be equal on all ranks, as Transformer Engine assumes too; block scales are gathered."""
     codes = inp._codes
+    if isinstance(codes, MXFP8Codes):
+        raise Unsupported("gather_along_first_dim: the tensor has MXFP8 codes, whose column-wise ones do not follow one another; dequantize() it first")
     rows, columns = codes.data.shape
     made = Codes.empty(codes.rules, torch.Size((ranks * rows, columns)), codes.data.device)
     if codes.rules.scaling != "tensor":

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Dict, Iterable, List, Optional, Union
+from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 
 from te_fl.errors import InvalidArgument
+from te_fl.pytorch.fp8 import operands
 from te_fl.pytorch.fp8.codes import Codes, Rules
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, QuantizedTensor
 from te_fl.pytorch.runtime.constants import DType
 from te_fl.pytorch.runtime.device import device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import refuse
+
+_CODES_DTYPES = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
 
 __all__ = ["Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "Quantizer"]
 
@@ -44,8 +47,12 @@ class Quantizer:
 
     def _take_dtype(self, fp8_dtype: Any) -> None:
         self.dtype = DType.cast(fp8_dtype)
-        if self.dtype is not DType.kFloat8E4M3:
-            raise refuse(type(self).__name__, "fp8_dtype", self.dtype.name, "a Float8Tensor of te-fl's holds E4M3; quantise E5M2 with te_fl.ops.quantize")
+        if self.dtype not in _CODES_DTYPES:
+            raise refuse(type(self).__name__, "fp8_dtype", self.dtype.name, "give kFloat8E4M3 or kFloat8E5M2")
+
+    @property
+    def _codes_dtype(self) -> torch.dtype:
+        return _CODES_DTYPES[self.dtype]
 
     def set_usage(self, *, rowwise: Optional[bool] = None, columnwise: Optional[bool] = None) -> None:
         """Sets whether quantising produces row-wise codes and their transpose (column-wise codes); None leaves a setting unchanged."""
@@ -103,6 +110,8 @@ class Quantizer:
         return made.requires_grad_(requires_grad)
 
     def _empty(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Float8Tensor:
+        if getattr(self, "dtype", DType.kFloat8E4M3) is DType.kFloat8E5M2:
+            raise refuse(type(self).__name__, "fp8_dtype", self.dtype.name, "a Float8Tensor of te-fl's holds E4M3; quantise E5M2 with te_fl.ops.quantize")
         if dtype not in DTYPE_NAMES:
             raise refuse(type(self).__name__, "dtype", dtype, "codes show torch.float32, torch.bfloat16 or torch.float16")
         if len(shape) != 2 and (self.columnwise_usage or self._rules().scaling != "tensor"):
@@ -148,6 +157,9 @@ class Float8Quantizer(Quantizer):
     def _rules(self) -> Rules:
         return Rules("tensor")
 
+    def operands(self, values: torch.Tensor, rowwise: bool, columnwise: bool) -> Tuple[operands.Operand, operands.Operand]:
+        return operands.by_given_scale(self._codes_dtype, self.scale.view(1), self.amax.view(1))(values, rowwise, columnwise)
+
     def _write(self, values: torch.Tensor, codes: Codes) -> None:
         codes.write_scaled(values.detach(), self.scale.view(1))
         self.amax.copy_(torch.maximum(self.amax, codes.amax.view_as(self.amax)))
@@ -179,23 +191,32 @@ class Float8CurrentScalingQuantizer(Quantizer):
     def _rules(self) -> Rules:
         return Rules("tensor", self.force_pow_2_scales, self.amax_epsilon)
 
+    def operands(self, values: torch.Tensor, rowwise: bool, columnwise: bool) -> Tuple[operands.Operand, operands.Operand]:
+        return operands.by_tensor(self._codes_dtype, self.force_pow_2_scales, self.amax_epsilon)(values, rowwise, columnwise)
+
 
 class Float8BlockQuantizer(Quantizer):
-    """Quantises with the largest magnitude of each block of 128 x 128."""
+    """Quantises with the largest magnitude of each block of 128 x 128, or with block_scaling_dim=1, for products only, of 1 x 128."""
 
     def __init__(self, fp8_dtype: Any, *, rowwise: bool, columnwise: bool, amax_epsilon: float = 0.0, force_pow_2_scales: bool = True,
                  block_scaling_dim: int = 2) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        if block_scaling_dim != 2:
-            raise refuse("Float8BlockQuantizer", "block_scaling_dim", block_scaling_dim, "a Float8Tensor has blocks of 128 x 128; quantise blocks of 1 x 128 "
-                         "with te_fl.ops.quantize and te_fl.Quantized")
+        if block_scaling_dim not in (1, 2):
+            raise InvalidArgument(f"Float8BlockQuantizer: block_scaling_dim is {block_scaling_dim!r}; it is 1 (1 x 128) or 2 (128 x 128)")
         self._take_dtype(fp8_dtype)
-        self.block_len, self.block_scaling_dim = 128, 2
+        self.block_len, self.block_scaling_dim = 128, block_scaling_dim
         self.force_pow_2_scales, self.amax_epsilon = bool(force_pow_2_scales), float(amax_epsilon)
 
     def copy(self) -> "Float8BlockQuantizer":
         return Float8BlockQuantizer(self.dtype, rowwise=True, columnwise=self.columnwise_usage, amax_epsilon=self.amax_epsilon,
-                                    force_pow_2_scales=self.force_pow_2_scales)
+                                    force_pow_2_scales=self.force_pow_2_scales, block_scaling_dim=self.block_scaling_dim)
+
+    def operands(self, values: torch.Tensor, rowwise: bool, columnwise: bool) -> Tuple[operands.Operand, operands.Operand]:
+        square = self.block_scaling_dim == 2
+        return operands.by_blocks(self._codes_dtype, square, self.force_pow_2_scales, self.amax_epsilon)(values, rowwise, columnwise)
 
     def _rules(self) -> Rules:
+        if self.block_scaling_dim != 2:
+            raise refuse("Float8BlockQuantizer", "block_scaling_dim", self.block_scaling_dim, "a Float8Tensor has blocks of 128 x 128; quantise blocks of "
+                         "1 x 128 with te_fl.ops.quantize and te_fl.Quantized")
         return Rules("block_128x128", self.force_pow_2_scales, self.amax_epsilon)

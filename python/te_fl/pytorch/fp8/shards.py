@@ -14,12 +14,14 @@ def divides(rules: Rules, rows: int, each: int) -> bool:
     """True if shards of `each` rows can be quantised separately: with per-tensor scaling always, and with block scaling if no block of 128 rows is
     split.
     """
+    if rules.scaling == "mxfp8":  # its column-wise codes have scales of 32 rows
+        return False
     return rules.scaling == "tensor" or each >= rows or (each % BLOCK == 0 and rows % each == 0)
 
 
 def apart(rules: Rules, rows: int, start: int, stop: int) -> bool:
     """True if the row range [start, stop) of codes with `rows` rows splits no block."""
-    return rules.scaling == "tensor" or (start % BLOCK == 0 and (stop % BLOCK == 0 or stop == rows))
+    return rules.scaling == "tensor" or rules.scaling != "mxfp8" and (start % BLOCK == 0 and (stop % BLOCK == 0 or stop == rows))
 
 
 class Rows(Codes):

@@ -413,6 +413,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             if "attn_mask" in inputs:
                 hidden = hidden | inputs["attn_mask"].bool()
             inputs, mask, size = {"attn_mask": hidden}, "arbitrary", (-1, -1)
+        if dense and isinstance(bias, torch.Tensor) and bias.dim() == 4 and bias.shape[2] == 1 != extents[0]:  # one row for all queries
+            bias = bias.expand(-1, -1, extents[0], -1).contiguous()
         extras = self._biased(where, bias_kind, bias, slopes, cap, inputs)
         if bias_kind == "alibi":
             chosen = self._own_slopes(q.device) if slopes is None else slopes

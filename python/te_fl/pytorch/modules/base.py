@@ -233,6 +233,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, HasParameters, Ha
         state["_layers"], state["_recipe"] = {}, as_data(self._recipe)
         state["_copied_marks"] = self._marks()
         del state["_number"], state["_states"], state["_fused_in"]
+        state.pop("_factory_made", None)  # quantizers, which the factory makes anew
         state.pop("fsdp_group", None)
         if "_fp8_meta" in state:
             state["_fp8_meta"] = {**state["_fp8_meta"], "fp8_group": None, "recipe": as_data(state["_fp8_meta"].get("recipe"))}

@@ -53,6 +53,10 @@ class HasFP8State(torch.nn.Module):
     _in_fp8: bool  # true if the last forward outside of a backward computed in FP8
     _model_init: Optional[quantization.ModelInit]
 
+    def _quantizer_sites(self) -> List[Tuple[str, str]]:
+        """The module_type and name of each linear map for the roles of a CustomRecipe's quantizers."""
+        return [("linear", getattr(self, "name", None) or "")]
+
     def _new_states(self) -> Any:
         return States()
 

@@ -10,6 +10,7 @@ from torch.nn.modules import module as torch_module
 from te_fl import _native
 from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.distributed.sequence_ranks import SequenceRanks
+from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.modules.attention import DotProductAttention, score_cap
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.modules.layer_in_parts import TransformerCall
@@ -69,7 +70,7 @@ class FusedLayer:
         """True if the fused call can compute `call` with the current parts."""
         return (not call.checkpoint_core_attention and call.thd_attention_policies is None and call.inference_params is None
                 and not isinstance(call.rotary_pos_emb, (tuple, list)) and (not self._divides or self._supports_ranks(owner))
-                and self._core.training is owner.training and not export.state.exporting and self.usable())
+                and self._core.training is owner.training and not export.state.exporting and not quantization.by_module() and self.usable())
 
     def _supports_ranks(self, owner: torch.nn.Module) -> bool:
         """True if the fused call supports the sharded parts: all use one group, and no dropout draws from a tracker's stream."""

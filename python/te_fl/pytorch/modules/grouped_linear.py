@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import operator
 import sys
-from typing import Any, Callable, NoReturn, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, List, NoReturn, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -117,6 +117,9 @@ class GroupedLinear(TransformerEngineBaseModule):
     @property
     def _sites(self) -> Tuple[str, ...]:
         return tuple(f"gemm{i}" for i in range(self.num_gemms))
+
+    def _quantizer_sites(self) -> List[Tuple[str, str]]:
+        return [("grouped_linear", self.name or "")]
 
     def _options(self) -> dict:
         return {"num_gemms": self.num_gemms, "in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias,

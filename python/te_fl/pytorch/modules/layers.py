@@ -38,6 +38,10 @@ class NativeLayer:
         """Runs the layer for a module, with the module's FP8 state and autocast. The arguments are LayerCall's fields and tensors. first:
         is_first_microbatch; None: the flag of quantization.reusing_weights() applies.
         """
+        own = quantization.module_scope(module)
+        if own is not None:
+            with own:
+                return self.compute(module, inputs, extras, parameters, activation, first, attention, random, accumulates)
         segment = torch_checkpoint.segment(module)
         if segment is None:
             again = quantization.notice(module, True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NoReturn, Optional, Tuple, Union
+from typing import Any, Callable, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
@@ -10,7 +10,7 @@ from te_fl.errors import InvalidArgument
 from te_fl.pytorch.autograd.checkpoint import checkpoint
 from te_fl.pytorch.modules.linear import NormsInput, add_norm_parameters, mark_norm_parameters, norm_options, normalise
 from te_fl.pytorch.modules.parallel import divided, set_parallel
-from te_fl.pytorch.modules.parameters import default_init, parameter_dtype
+from te_fl.pytorch.modules.parameters import default_init, parameter_dtype, part_name
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
@@ -31,6 +31,9 @@ class LayerNormMLP(NormsInput):
     _kind = "layernorm_mlp"
     _sites = ("fc1_fp8", "fc2_fp8")
     _remade = frozenset(("apply_bias", "eps", "zero_centered_gamma", "activation", "activation_params", "sequence_parallel"))
+    def _quantizer_sites(self) -> List[Tuple[str, str]]:
+        return [("linear", part_name(self.name or None, part) or part) for part in ("fc1", "fc2")]
+
     ub_overlap_ag = ub_overlap_rs = ub_overlap_rs_dgrad = ub_bulk_dgrad = ub_bulk_wgrad = False  # flags for Userbuffers, which te-fl does not have
 
     @rules.checks_keywords()

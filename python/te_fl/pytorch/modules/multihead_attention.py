@@ -14,6 +14,7 @@ from te_fl.pytorch.modules.inference import InferenceParams
 from te_fl.pytorch.modules.layers import NativeLayer
 from te_fl.pytorch.modules.linear import LayerNormLinear, Linear
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
+from te_fl.pytorch.modules.parameters import part_name
 from te_fl.pytorch.modules.parallel import divided, size_of
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import registry, traced
@@ -145,23 +146,26 @@ class MultiheadAttention(torch.nn.Module):
         if attention_type == "self":
             split = None if fuse_qkv_params else {"query": q, "key": kv, "value": kv}
             if self.input_layernorm:
-                self.layernorm_qkv = LayerNormLinear(hidden_size, q + 2 * kv, parameters_split=split, **norm, **product)
+                self.layernorm_qkv = LayerNormLinear(hidden_size, q + 2 * kv, parameters_split=split, name=part_name(name, "layernorm_linear_qkv"), **norm,
+                                                     **product)
             else:
-                self.qkv = Linear(hidden_size, q + 2 * kv, parameters_split=split, **product)
+                self.qkv = Linear(hidden_size, q + 2 * kv, parameters_split=split, name=part_name(name, "linear_qkv"), **product)
         else:
             if self.input_layernorm:
-                self.layernorm_query = LayerNormLinear(hidden_size, q, parameters_split=None if fuse_qkv_params else ("query",), **norm,
-                                                       **product)
+                self.layernorm_query = LayerNormLinear(hidden_size, q, parameters_split=None if fuse_qkv_params else ("query",),
+                                                       name=part_name(name, "layernorm_linear_q"), **norm, **product)
             else:
-                self.query_layer = Linear(hidden_size, q, **product)
-            self.key_value = Linear(hidden_size, 2 * kv, parameters_split=None if fuse_qkv_params else ("key", "value"), **product)
+                self.query_layer = Linear(hidden_size, q, name=part_name(name, "linear_q"), **product)
+            self.key_value = Linear(hidden_size, 2 * kv, parameters_split=None if fuse_qkv_params else ("key", "value"),
+                                    name=part_name(name, "linear_kv"), **product)
         self.core_attention = DotProductAttention(self.num_attention_heads, self.kv_channels, num_gqa_groups=self.num_gqa_groups,
                                                   attention_dropout=attention_dropout, qkv_format=qkv_format,
                                                   get_rng_state_tracker=get_rng_state_tracker, layer_number=self.layer_number,
                                                   attention_type=attention_type, softmax_type=softmax_type, tp_group=tp_group,
                                                   tp_size=tp_size, sequence_parallel=sequence_parallel)
         product.update(init_method=output_layer_init_method, parallel_mode="row" if set_parallel_mode else None)
-        self.proj = Linear(q, hidden_size, return_bias=return_bias, ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag, **product)
+        self.proj = Linear(q, hidden_size, return_bias=return_bias, ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag,
+                           name=part_name(name, "proj"), **product)
 
     def _add_qk_norms(self, kind: Optional[str], eps: float, device, dtype) -> None:
         if kind is None:

@@ -17,6 +17,11 @@ from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import refuse
 
 
+def part_name(name: Optional[str], part: str) -> Optional[str]:
+    """The name of a module's part; None if the module has none."""
+    return f"{name}.{part}" if name is not None else None
+
+
 def default_init(weight: torch.Tensor) -> None:
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)
 

@@ -15,6 +15,7 @@ from te_fl.pytorch.modules.layers import NativeLayer
 from te_fl.pytorch.modules.mlp import LayerNormMLP
 from te_fl.pytorch.modules.multihead_attention import MultiheadAttention
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
+from te_fl.pytorch.modules.parameters import part_name
 from te_fl.pytorch.modules.parallel import size_of
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import registry
@@ -111,12 +112,12 @@ class TransformerLayer(torch.nn.Module):
         # With the normalisation at the end, there is no normalised input that could be self-attention's residual.
         own = dict(attention, return_layernorm_output=post and not output_layernorm)
         self.self_attention = MultiheadAttention(hidden_size, num_attention_heads, input_layernorm=not output_layernorm,
-                                                 attention_type="self", **own)
+                                                 attention_type="self", name=part_name(name, "self_attention"), **own)
         if layer_type == "decoder":
             self.inter_attention = MultiheadAttention(hidden_size, num_attention_heads, input_layernorm=True, attention_type="cross",
-                                                      attn_mask_type=enc_dec_attn_mask_type, **attention)
+                                                      attn_mask_type=enc_dec_attn_mask_type, name=part_name(name, "inter_attention"), **attention)
         self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation,
-                                          activation_params=activation_params, **common)
+                                          activation_params=activation_params, name=part_name(name, "layernorm_mlp"), **common)
         self.drop_path = DropPath(drop_path_rate) if drop_path_rate > 0.0 else None
         if self.output_layernorm:
             norm = LayerNorm if normalization == "LayerNorm" else RMSNorm
