@@ -105,7 +105,6 @@ IN_PICKLES = {"transformer_engine.common.recipe": ("te_fl.common.recipe", ("_For
 # names the argument.
 PARTLY = {
     # By tools/modulegen.py, from nn/modules.yaml:
-    "te_fl.pytorch.modules.attention.DotProductAttention": {"cp_group": "a group"},
     "te_fl.pytorch.modules.attention.DotProductAttention.forward": {"fp8_output": True, "bf16_backward": True, "num_splits": 2,
         "score_mod": "a function", "score_mod_bprop": "a function", "score_mod_tensors": "tensors", "score_mod_bprop_tensors": "tensors",
         "thd_attention_policies": "policies"},
