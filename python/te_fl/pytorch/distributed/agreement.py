@@ -6,7 +6,7 @@ Without it a rank that refuses (a wrong length, no memory) would leave the other
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, Optional, Set, TypeVar
+from typing import Any, Callable, Optional, Sequence, Set, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ from te_fl.pytorch.distributed import collectives
 
 T = TypeVar("T")
 _BYTES = 2048  # of each rank's text
+_OF_GROUP = " ranks of cp_group)"
 _BUILTIN = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError)}
 
 # Calls that a group's ranks have agreed upon, for groups of devices.
@@ -63,11 +64,16 @@ def needed(group: Any, device: torch.device, words: str) -> bool:
     return bool(_native.setting("TE_FL_VALIDATE")) or words not in _agreed.get(group, ())
 
 
-def agree(where: str, group: Any, device: torch.device, words: str, prepare: Callable[[], T], always: bool = False) -> T:
+def agree_over(where: str, groups: Sequence[Any], device: torch.device, words: str, prepare: Callable[[], T]) -> T:
+    """agree() in each of several groups in turn. Where they are the rows and the columns of one larger group, all its ranks agree."""
+    if len(groups) == 1:
+        return agree(where, groups[0], device, words, prepare)
+    return agree(where, groups[-1], device, words, lambda: agree_over(where, groups[:-1], device, words, prepare))
+
+
+def agree(where: str, group: Any, device: torch.device, words: str, prepare: Callable[[], T]) -> T:
     """Runs prepare() on this rank and returns its result, if it succeeds on all ranks and `words`, which describe the call, are the same on all of
     them. Otherwise every rank raises the same error: that of the lowest rank whose prepare() failed, or the list of what the ranks call.
-
-    always: the ranks compare even if a call with these words was agreed upon before.
     """
     result: Optional[T] = None
     failed: Optional[BaseException] = None
@@ -78,7 +84,7 @@ def agree(where: str, group: Any, device: torch.device, words: str, prepare: Cal
         if type(error).__module__ == "torch.utils.checkpoint":
             raise
         failed = error
-    if not always and not needed(group, device, words):
+    if not needed(group, device, words):
         if failed is not None:
             raise failed
         return result  # type: ignore[return-value]
@@ -87,7 +93,9 @@ def agree(where: str, group: Any, device: torch.device, words: str, prepare: Cal
     for rank, text in enumerate(every):
         if text.startswith("1"):
             kind, _, said = text[1:].partition("\0")
-            raise _made(kind, f"{said} (rank {rank} of the {len(every)} ranks of cp_group)") from failed
+            if not said.endswith(_OF_GROUP):
+                said += f" (rank {rank} of the {len(every)}{_OF_GROUP}"
+            raise _made(kind, said) from failed
     if any(text != every[0] for text in every):
         calls = "; ".join(f"rank {rank}: {text[1:]}" for rank, text in enumerate(every))
         raise errors.InvalidArgument(f"{where}: the ranks of cp_group make different calls; give all of them the same arguments and equal lengths: {calls}")

@@ -15,8 +15,8 @@ from te_fl.errors import FailedPrecondition, InvalidArgument
 from te_fl.common.recipe import attends
 from te_fl.pytorch.autograd.checkpoint import checkpoint
 from te_fl.pytorch.distributed import collectives
-from te_fl.pytorch.distributed.agreement import agree
-from te_fl.pytorch.distributed.sequence_chunks import Order, gathered_sequences, own_heads, whole_heads, whole_sequences
+from te_fl.pytorch.distributed.agreement import agree, agree_over
+from te_fl.pytorch.autograd.sequence_chunks import Order, gathered_sequences, own_heads, whole_heads, whole_sequences
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.modules.ring_attention import WHERE, Lengths, Ring, ring_attention, sums
 from te_fl.pytorch.runtime import random as generator
@@ -72,9 +72,9 @@ class Context(NamedTuple):
         return (0 if self.keys is None else collectives.rank_in(self.keys)) * self.of_heads + (0 if self.heads is None else collectives.rank_in(self.heads))
 
     @property
-    def first(self) -> Any:
-        """The group in which the ranks agree on a call."""
-        return self.keys if self.heads is None else self.heads
+    def groups(self) -> Tuple[Any, ...]:
+        """The groups in which the ranks agree on a call."""
+        return tuple(group for group in (self.heads, self.keys) if group is not None)
 
 
 def find_context(group: Any, kind: str, stream: Optional[Any], strategy: Any) -> Optional[Context]:
@@ -131,7 +131,7 @@ class Call(NamedTuple):
 def _words(context: Context, module: Any, call: Call) -> str:
     """A text that describes the call, equal on all ranks of a correct program."""
     def of(t: Optional[torch.Tensor]) -> str:
-        return "None" if t is None else f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+        return type(t).__name__ if not isinstance(t, torch.Tensor) else f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
     text = (f"cp_comm_type {context.kind!r} over {context.size} ranks, {call.layout} q {of(call.q)} k {of(call.k)} v {of(call.v)}, mask {call.mask!r}, "
             f"window {call.window}, softcap {call.cap}, softmax {module.softmax_type!r}, {call.bias_kind} {of(call.bias)}, dropout "
             f"{module.attention_dropout if module.training else 0.0}, cu_seqlens {of(call.lengths[0])}")
@@ -152,7 +152,6 @@ def _check(context: Context, module: Any, call: Call) -> Call:
         dtype = torch.get_autocast_dtype(kind)
         call = call._replace(q=call.q.to(dtype), k=call.k.to(dtype), v=call.v.to(dtype))
     _check_tensors(module, call)
-    _check_group(context, call)
     _check_lengths(context, call)
     if call.mask == "arbitrary" or (call.masks is not None and "padding" not in call.mask):
         if context.kind != "a2a":
@@ -183,6 +182,7 @@ def _check_tensors(module: Any, call: Call) -> None:
 
 
 def _check_group(context: Context, call: Call) -> None:
+    """Refuses tensors that the group cannot send, before the ranks agree on the call by such tensors."""
     for group in (context.heads, context.keys):
         kinds = [d.type for d in getattr(group, "_device_types", [])] if group is not None else []
         if kinds and call.q.device.type not in kinds:
@@ -304,7 +304,7 @@ def _ring(context: Context, module: Any, call: Call, words: str) -> Tuple[torch.
     variable = not call.dense or "padding" in call.mask
     lengths = (_lengths_over(context, call, 0), _lengths_over(context, call, 1)) if variable else None
     dropout = module.attention_dropout if module.training else 0.0
-    ring = Ring(context.keys, context.stream, call.layout, call.causal, lengths, scale, call.cap, dropout, words)
+    ring = Ring(context.groups, context.stream, call.layout, call.causal, lengths, scale, call.cap, dropout, words)
     bias = call.bias
     if bias is not None:
         _check_bias(context, call)
@@ -462,6 +462,8 @@ def attend(context: Context, module: Any, call: Call, cumulative: Callable, prep
     sequences. run: (q, k, v, layout, mask, window, cap, inputs, extras, sink, ranks of heads) -> the module's layer on them. recompute:
     checkpoint_core_attention.
     """
+    if isinstance(call.q, torch.Tensor):
+        _check_group(context, call)
     words = _words(context, module, call)
 
     def prepare() -> Tuple[Call, Optional[_Spread], Optional[_Gather]]:
@@ -477,7 +479,8 @@ def attend(context: Context, module: Any, call: Call, cumulative: Callable, prep
                 q, k, v, checked.layout, mask, window, checked.cap, inputs, extras, checked.sink, 1))
         return checked, None if context.heads is None else _Spread(context, checked), gather
 
-    checked, spread, gather = agree(WHERE, context.first, call.q.device, words, prepare)
+    device = call.q.device if isinstance(call.q, torch.Tensor) else torch.device("cpu")
+    checked, spread, gather = agree_over(WHERE, context.groups, device, words, prepare)
 
     def compute(q, k, v, bias, sink):
         return _computed(context, module, checked._replace(q=q, k=k, v=v, bias=bias, sink=sink), words, spread, gather, prepared, run)

@@ -17,7 +17,7 @@ from te_fl import ops
 from te_fl.attention_logits import max_logits
 from te_fl.pytorch.autograd.once import once_differentiable
 from te_fl.pytorch.distributed import collectives
-from te_fl.pytorch.distributed.agreement import agree, needed
+from te_fl.pytorch.distributed.agreement import agree_over
 
 WHERE = "DotProductAttention"
 
@@ -45,9 +45,11 @@ def sums(lengths: torch.Tensor) -> torch.Tensor:
 
 
 class Ring(NamedTuple):
-    """What the steps of one attention have in common. lengths: of queries and of keys; None if all sequences have the tensors' length."""
+    """What the steps of one attention have in common. groups: in which the ranks agree, the last one that in which keys go around. lengths: of queries
+    and of keys; None if all sequences have the tensors' length.
+    """
 
-    group: Any
+    groups: Tuple[Any, ...]
     stream: Optional[Any]
     layout: str
     causal: bool
@@ -56,6 +58,10 @@ class Ring(NamedTuple):
     softcap: float
     dropout: float
     words: str
+
+    @property
+    def group(self) -> Any:
+        return self.groups[-1]
 
     @property
     def ranks(self) -> int:
@@ -292,15 +298,11 @@ class _Steps:
 
     def end(self, direction: str) -> None:
         """Raises the failure of any rank, on all ranks."""
-        device, words = self.k.device, f"{direction} of {self.ring.words}"
-
         def report() -> None:
             if self.failed is not None:
                 raise self.failed
-        if device.type == "cpu" or needed(self.ring.group, device, words):
-            agree(WHERE, self.ring.group, device, words, report)
-        else:
-            report()
+
+        agree_over(WHERE, self.ring.groups, self.k.device, f"end of the {direction} of {self.ring.words}", report)
 
 
 def _random(ring: Ring, seeds: Optional[torch.Tensor], owner: int) -> Any:
@@ -392,7 +394,7 @@ class _RingAttention(torch.autograd.Function):
         def prepare() -> Tuple[_Steps, _Forward]:
             return _Steps(ring, q, k, v, False), _Forward(ring, q, v, bias, seeds, max_logit)
 
-        steps, total = agree(WHERE, ring.group, q.device, ring.words, prepare)
+        steps, total = agree_over(WHERE, ring.groups, q.device, ring.words, prepare)
         steps.run(total.step)
         out = steps.attempt(_RingAttention._output, total, sink, q)
         steps.end("forward")
@@ -417,7 +419,7 @@ class _RingAttention(torch.autograd.Function):
         def prepare() -> Tuple[_Steps, _Backward]:
             return _Steps(ring, q, k, v, True), _Backward(ring, q, k, v, out, lse, d_o.contiguous(), bias, seeds)
 
-        steps, total = agree(WHERE, ring.group, q.device, f"backward: {ring.words}", prepare)
+        steps, total = agree_over(WHERE, ring.groups, q.device, f"backward: {ring.words}", prepare)
         steps.run(total.step, total.add)
         results: List[Optional[torch.Tensor]] = steps.attempt(_RingAttention._gradients, total, (q, k, v, bias), sink)
         steps.end("backward")
