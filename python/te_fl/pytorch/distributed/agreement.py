@@ -92,10 +92,10 @@ def agree(where: str, group: Any, device: torch.device, words: str, prepare: Cal
     every = _exchanged(own, group, device)
     for rank, text in enumerate(every):
         if text.startswith("1"):
-            kind, _, said = text[1:].partition("\0")
-            if not said.endswith(_OF_GROUP):
-                said += f" (rank {rank} of the {len(every)}{_OF_GROUP}"
-            raise _made(kind, said) from failed
+            kind, _, words_there = text[1:].partition("\0")
+            if not words_there.endswith(_OF_GROUP):
+                words_there += f" (rank {rank} of the {len(every)}{_OF_GROUP}"
+            raise _made(kind, words_there) from failed
     if any(text != every[0] for text in every):
         calls = "; ".join(f"rank {rank}: {text[1:]}" for rank, text in enumerate(every))
         raise errors.InvalidArgument(f"{where}: the ranks of cp_group make different calls; give all of them the same arguments and equal lengths: {calls}")

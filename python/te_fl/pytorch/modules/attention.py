@@ -373,7 +373,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         context = None if self.cp_group is None else self._context()
         if context is not None:
             only(where, ("inference_params", inference_params, None, "over several ranks of cp_group there is no cache; leave one of the two out"))
-            call = context_parallel.Call(query_layer, key_layer, value_layer, layout, mask, self._own_window() if window_size is None else window_size,
+            call = context_parallel.AttentionCall(query_layer, key_layer, value_layer, layout, mask, self._own_window() if window_size is None else window_size,
                                          bottom_right is not False, cap, attention_mask, lengths, core_attention_bias_type, core_attention_bias,
                                          alibi_slopes, own[0] if own else None)
             return self._over_ranks(context, call, checkpoint_core_attention)
@@ -407,7 +407,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         dropped = generator.draw_for(self, q.device) if self.training and self.attention_dropout > 0 else None
         return self._run((q, k, v), own, key=key, attention=inputs, random=dropped, extras=biases)
 
-    def _over_ranks(self, context: context_parallel.Context, call: context_parallel.Call, recompute: bool):
+    def _over_ranks(self, context: context_parallel.Context, call: context_parallel.AttentionCall, recompute: bool):
         """The forward over the ranks of cp_group."""
         where = "DotProductAttention"
         if torch.compiler.is_compiling():
@@ -416,7 +416,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         rules.choice(where, "core_attention_bias_type", call.bias_kind, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"))
         self._biased(where, call.bias_kind, call.bias, call.slopes, call.cap, {})
 
-        def prepared(whole: context_parallel.Call, slopes: Optional[torch.Tensor]):
+        def prepared(whole: context_parallel.AttentionCall, slopes: Optional[torch.Tensor]):
             return self._prepared(where, whole.layout, whole.mask, whole.window, whole.bottom_right, whole.cap, whole.q, whole.k, whole.masks, whole.lengths,
                                   whole.bias_kind, whole.bias, slopes)
 

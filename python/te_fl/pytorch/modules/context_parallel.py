@@ -95,7 +95,7 @@ def find_context(group: Any, kind: str, stream: Optional[Any], strategy: Any) ->
     return None if found.heads is None and found.keys is None else found
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """The arguments of an attention's forward, for this rank's tokens. lengths: cumulative lengths of queries and keys, then those with padding, then
     the longest lengths, all of whole sequences.
     """
@@ -128,7 +128,7 @@ class Call(NamedTuple):
         return self.layout != "thd"
 
 
-def _words(context: Context, module: Any, call: Call) -> str:
+def _words(context: Context, module: Any, call: AttentionCall) -> str:
     """A text that describes the call, equal on all ranks of a correct program."""
     def of(t: Optional[torch.Tensor]) -> str:
         return type(t).__name__ if not isinstance(t, torch.Tensor) else f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
@@ -142,7 +142,7 @@ def _in_fp8() -> bool:
     return quantization.enabled() and attends(quantization.active_recipe())
 
 
-def _check(context: Context, module: Any, call: Call) -> Call:
+def _check(context: Context, module: Any, call: AttentionCall) -> AttentionCall:
     """Refuses what no form of context parallelism computes; returns the call with the dtype of torch.autocast."""
     for name, t in (("query_layer", call.q), ("key_layer", call.k), ("value_layer", call.v)):
         if not isinstance(t, torch.Tensor):
@@ -163,7 +163,7 @@ def _check(context: Context, module: Any, call: Call) -> Call:
     return call
 
 
-def _check_tensors(module: Any, call: Call) -> None:
+def _check_tensors(module: Any, call: AttentionCall) -> None:
     rank = 4 if call.dense else 3
     heads, groups = module.num_attention_heads_per_partition, module.num_gqa_groups_per_partition
     lead = {"bshd": "[batch, sequence, ", "sbhd": "[sequence, batch, ", "thd": "[tokens, "}[call.layout]
@@ -181,7 +181,7 @@ def _check_tensors(module: Any, call: Call) -> None:
         raise InvalidArgument(f"{WHERE}: query_layer is {tuple(call.q.shape)} and key_layer {tuple(call.k.shape)}; they have one batch size")
 
 
-def _check_group(context: Context, call: Call) -> None:
+def _check_group(context: Context, call: AttentionCall) -> None:
     """Refuses tensors that the group cannot send, before the ranks agree on the call by such tensors."""
     for group in (context.heads, context.keys):
         kinds = [d.type for d in getattr(group, "_device_types", [])] if group is not None else []
@@ -190,7 +190,7 @@ def _check_group(context: Context, call: Call) -> None:
                                   f"the group with a backend for {call.q.device.type}, or move the tensors")
 
 
-def _check_lengths(context: Context, call: Call) -> None:
+def _check_lengths(context: Context, call: AttentionCall) -> None:
     if not context.chunked and (context.kind != "all_gather" or call.dense or not call.causal or call.window != (-1, -1) or _in_fp8()):
         raise refuse(WHERE, "load_balancing_strategy", "NO_LOAD_BALANCE", "it goes with cp_comm_type='all_gather', qkv_format='thd' and a causal mask "
                      "without a window; give DUAL_CHUNK_SWAP")
@@ -227,7 +227,7 @@ def _check_packed(context: Context, name: str, cu: torch.Tensor, tokens: int) ->
                               f"of the {context.size} ranks of cp_group has 1 / {context.size}: {total} / {context.size} tokens")
 
 
-def _with_lengths(context: Context, call: Call, cumulative: Callable) -> Call:
+def _with_lengths(context: Context, call: AttentionCall, cumulative: Callable) -> AttentionCall:
     """The call with cumulative lengths in place of a padding mask, and keys' lengths in place of None."""
     cu_q, cu_kv, padded_q, padded_kv, max_q, max_kv = call.lengths
     masks = call.masks
@@ -252,7 +252,7 @@ def _with_lengths(context: Context, call: Call, cumulative: Callable) -> Call:
 class _Spread:
     """This rank's heads of all tokens, and the way back."""
 
-    def __init__(self, context: Context, call: Call):
+    def __init__(self, context: Context, call: AttentionCall):
         self.group, self.ranks = context.heads, context.of_heads
         for name, t in (("attention heads", call.q), ("groups of keys", call.k)):
             if t.shape[-2] % self.ranks:
@@ -261,7 +261,7 @@ class _Spread:
         self.orders = [Order(call.layout, self.ranks, self._bounds(context, call, i), t.shape[0]) for i, t in enumerate((call.q, call.k, call.k))]
 
     @staticmethod
-    def _bounds(context: Context, call: Call, i: int) -> Optional[torch.Tensor]:
+    def _bounds(context: Context, call: AttentionCall, i: int) -> Optional[torch.Tensor]:
         if call.dense:
             return None
         own, padded = call.lengths[min(i, 1)], call.lengths[2 + min(i, 1)]
@@ -282,13 +282,13 @@ def _seeds(context: Context, module: Any, device: torch.device) -> Optional[torc
     return torch.stack([drawn[0] + numbers * 0x9E3779B97F4A7C1 % 2 ** 62, drawn[1].expand(ranks)], 1) % 2 ** 62
 
 
-def _sink(module: Any, call: Call) -> Optional[torch.Tensor]:
+def _sink(module: Any, call: AttentionCall) -> Optional[torch.Tensor]:
     if module.softmax_type == "off-by-one":
         return torch.zeros(call.q.shape[-2], dtype=torch.float32, device=call.q.device)
     return call.sink
 
 
-def _lengths_over(context: Context, call: Call, i: int) -> Lengths:
+def _lengths_over(context: Context, call: AttentionCall, i: int) -> Lengths:
     """Lengths of queries (0) or keys (1) over the ranks that exchange keys."""
     cu, padded, longest = call.lengths[i], call.lengths[2 + i], call.lengths[4 + i]
     ranks = context.of_keys
@@ -299,7 +299,7 @@ def _lengths_over(context: Context, call: Call, i: int) -> Lengths:
     return Lengths(cu.diff(), torch.full_like(cu[1:], t.shape[call.dim] // 2), None, 0)
 
 
-def _ring(context: Context, module: Any, call: Call, words: str) -> Tuple[torch.Tensor, torch.Tensor]:
+def _ring(context: Context, module: Any, call: AttentionCall, words: str) -> Tuple[torch.Tensor, torch.Tensor]:
     scale = 1 / math.sqrt(module.kv_channels) if module.softmax_scale is None else float(module.softmax_scale)
     variable = not call.dense or "padding" in call.mask
     lengths = (_lengths_over(context, call, 0), _lengths_over(context, call, 1)) if variable else None
@@ -315,7 +315,7 @@ def _ring(context: Context, module: Any, call: Call, words: str) -> Tuple[torch.
                           module.return_max_logit)
 
 
-def _check_ring(context: Context, module: Any, call: Call) -> None:
+def _check_ring(context: Context, module: Any, call: AttentionCall) -> None:
     other = "give cp_comm_type='all_gather' or 'a2a'"
     if call.window != (-1, -1):
         raise refuse(WHERE, "window_size", call.window, f"with cp_comm_type {context.kind!r} every rank's keys go to every rank, whatever the window; {other}")
@@ -325,7 +325,7 @@ def _check_ring(context: Context, module: Any, call: Call) -> None:
         raise refuse(WHERE, "fp8_dpa", True, f"with cp_comm_type {context.kind!r} te-fl combines the steps in high precision; {other}")
 
 
-def _check_bias(context: Context, call: Call) -> None:
+def _check_bias(context: Context, call: AttentionCall) -> None:
     assert call.bias is not None
     if call.bias.dim() != 4 or call.bias.shape[2] not in (1, call.q.shape[call.dim]) or call.bias.shape[3] != call.k.shape[call.dim] * context.size:
         raise InvalidArgument(f"{WHERE}: core_attention_bias is {tuple(call.bias.shape)}; over {context.size} ranks it is [1 or batch, 1 or heads, "
@@ -344,7 +344,7 @@ class _Piece(NamedTuple):
     rows: slice
 
 
-def _pieces(context: Context, call: Call) -> List[_Piece]:
+def _pieces(context: Context, call: AttentionCall) -> List[_Piece]:
     """This rank's queries, divided where their positions jump. Without a causal mask and window all keys serve all queries, so one piece remains."""
     rank, ranks = context.rank, context.size
     jumps = call.causal or call.window != (-1, -1)
@@ -380,7 +380,7 @@ def _pieces(context: Context, call: Call) -> List[_Piece]:
 class _Gather:
     """Attention of this rank's queries to all keys, piece by piece."""
 
-    def __init__(self, context: Context, module: Any, call: Call, run: Callable):
+    def __init__(self, context: Context, module: Any, call: AttentionCall, run: Callable):
         self.context, self.module, self.call, self.run = context, module, call, run
         self.logits: Optional[torch.Tensor] = None  # the largest scores of the pieces so far
         bounds = None if call.dense else (call.lengths[1] if call.lengths[3] is None else call.lengths[3])
@@ -455,7 +455,7 @@ class _Gather:
         return out
 
 
-def attend(context: Context, module: Any, call: Call, cumulative: Callable, prepared: Callable, run: Callable, recompute: bool) -> Any:
+def attend(context: Context, module: Any, call: AttentionCall, cumulative: Callable, prepared: Callable, run: Callable, recompute: bool) -> Any:
     """The attention of this rank's queries, [.., heads, channels], and the largest scores if the module returns them.
 
     cumulative: derives cumulative lengths from a padding mask. prepared: the module's layer mask, window, inputs and extras for a call of whole
@@ -466,7 +466,7 @@ def attend(context: Context, module: Any, call: Call, cumulative: Callable, prep
         _check_group(context, call)
     words = _words(context, module, call)
 
-    def prepare() -> Tuple[Call, Optional[_Spread], Optional[_Gather]]:
+    def prepare() -> Tuple[AttentionCall, Optional[_Spread], Optional[_Gather]]:
         checked = _with_lengths(context, _check(context, module, call), cumulative)
         if context.kind in ("p2p", "a2a+p2p"):
             _check_ring(context, module, checked)
@@ -491,7 +491,7 @@ def attend(context: Context, module: Any, call: Call, cumulative: Callable, prep
     return compute(*tensors)
 
 
-def _computed(context: Context, module: Any, call: Call, words: str, spread: Optional[_Spread], gather: Optional[_Gather], prepared: Callable,
+def _computed(context: Context, module: Any, call: AttentionCall, words: str, spread: Optional[_Spread], gather: Optional[_Gather], prepared: Callable,
               run: Callable) -> Any:
     logits = None
     if gather is not None:

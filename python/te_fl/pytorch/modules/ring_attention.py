@@ -45,7 +45,7 @@ def sums(lengths: torch.Tensor) -> torch.Tensor:
 
 
 class Ring(NamedTuple):
-    """What the steps of one attention have in common. groups: in which the ranks agree, the last one that in which keys go around. lengths: of queries
+    """The settings that all steps of one attention share. groups: in which the ranks agree, the last one that in which keys go around. lengths: of queries
     and of keys; None if all sequences have the tensors' length.
     """
 
@@ -213,12 +213,12 @@ def _coalesced(group: Any, device: torch.device) -> Optional[Any]:
 _streams: dict = {}
 
 
-def side_stream(given: Optional[Any], device: torch.device) -> Optional[Any]:
+def side_stream(stream: Optional[Any], device: torch.device) -> Optional[Any]:
     """cp_stream, or a stream of te-fl's own for the device; None on a CPU."""
     if device.type == "cpu":
         return None
-    if given is not None:
-        return given
+    if stream is not None:
+        return stream
     if device not in _streams:
         _streams[device] = torch.get_device_module(device).Stream(device)
     return _streams[device]

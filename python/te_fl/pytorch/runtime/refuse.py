@@ -107,10 +107,10 @@ def context_parallel(where: str, cp_group: Any, cp_global_ranks: Any, cp_comm_ty
     ranks = math.prod(one.size() for one in groups)
     if cp_global_ranks is None or ranks == 1:
         return
-    given = list(cp_global_ranks)
+    named = list(cp_global_ranks)
     own = None if len(groups) > 1 else list(dist.get_process_group_ranks(groups[0]))
-    if len(given) != ranks or (own is not None and given != own):
-        raise InvalidArgument(f"{where}: cp_global_ranks is {given}, and cp_group has {ranks} ranks{'' if own is None else f', {own}'}; give the global ranks of "
+    if len(named) != ranks or (own is not None and named != own):
+        raise InvalidArgument(f"{where}: cp_global_ranks is {named}, and cp_group has {ranks} ranks{'' if own is None else f', {own}'}; give the global ranks of "
                               "the group in its order, or leave them out")
 
 
