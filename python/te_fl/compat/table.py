@@ -77,6 +77,7 @@ SERVED = {
     "te_fl.jax.attention":
         "AttnBiasType AttnMaskType AttnSoftmaxType CPStrategy QKVFormat QKVLayout SequenceDescriptor canonicalize_attn_mask_type fused_attn "
         "make_swa_mask",
+    "te_fl.jax._context_parallel": "ReorderStrategy inverse_reorder_causal_load_balancing reorder_causal_load_balancing",
     "te_fl.jax.dense": "dense noop_collective_op_set",
     "te_fl.jax.flax":
         "DenseGeneral DotProductAttention LayerNorm LayerNormDenseGeneral LayerNormMLP MultiHeadAttention RelativePositionBiases Softmax "

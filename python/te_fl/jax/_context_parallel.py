@@ -81,7 +81,7 @@ def inverse_reorder_causal_load_balancing(tensor: jax.Array, strategy: ReorderSt
 
 
 class Settings(NamedTuple):
-    """How the attention is computed and divided; hashable. axes: of the sequences of a batch, and of heads. balanced: a device has two chunks of each
+    """The settings of one attention and of its division; hashable. batch_axes, head_axes: mesh axes that divide batches and heads. balanced: a device has two chunks of each
     sequence instead of one.
     """
 
@@ -105,7 +105,7 @@ class Settings(NamedTuple):
         return 0 if self.layout == "sbhd" else 1
 
     def specs(self) -> Tuple[PartitionSpec, PartitionSpec]:
-        """How q, k, v and the output are sharded, and how the log-sum-exp is."""
+        """The sharding of q, k, v and the output, and that of the log-sum-exp."""
         batch, heads = self.batch_axes or None, self.head_axes or None
         lead = (self.axis, batch) if self.layout == "sbhd" else (batch, self.axis)
         return PartitionSpec(*lead, heads, None), PartitionSpec(batch, heads, self.axis)

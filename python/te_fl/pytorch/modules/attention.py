@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple, Union
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from te_fl import _native
 from te_fl.attention_logits import max_logits
 from te_fl.common.recipe import attends
 from te_fl.errors import InvalidArgument
@@ -26,6 +27,7 @@ from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import traced
 from te_fl.pytorch.runtime.constants import CPLoadBalancingStrategy
 from te_fl.pytorch.runtime.device import default_device
+from te_fl.pytorch.runtime.dtypes import LIKE
 from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspelling, only, refuse
 
 MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary")
@@ -427,6 +429,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         out, largest = context_parallel.attend(context, self, call, cumulative_lengths, prepared, run, recompute)
         out = out.flatten(-2)
         return (out, largest.to(out.dtype)) if self.return_max_logit else out
+
+    def _live_fp8_state(self) -> Dict[str, torch.Tensor]:
+        """The scales and amax histories themselves, by te_fl::nn's names."""
+        return dict(_native.fp8_state(self._states.native, LIKE))
 
     def _max_logit(self, q: torch.Tensor, k: torch.Tensor, layout: str, mask: str, size: Tuple[int, int], cap: float, inputs: dict) -> torch.Tensor:
         """The largest score of each head, [heads] in q's dtype, after scaling, cap, bias and mask, without the sink. No gradient."""

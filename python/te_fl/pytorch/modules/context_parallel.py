@@ -18,7 +18,7 @@ from te_fl.pytorch.distributed import collectives
 from te_fl.pytorch.distributed.agreement import agree, agree_over
 from te_fl.pytorch.autograd.sequence_chunks import Order, gathered_sequences, own_heads, whole_heads, whole_sequences
 from te_fl.pytorch.fp8 import quantization
-from te_fl.pytorch.modules.ring_attention import WHERE, Lengths, Ring, ring_attention, sums
+from te_fl.pytorch.modules.ring_attention import WHERE, Lengths, Ring, Scales, ring_attention, sums
 from te_fl.pytorch.runtime import random as generator
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.constants import CPLoadBalancingStrategy
@@ -299,12 +299,37 @@ def _lengths_over(context: Context, call: AttentionCall, i: int) -> Lengths:
     return Lengths(cu.diff(), torch.full_like(cu[1:], t.shape[call.dim] // 2), None, 0)
 
 
-def _ring(context: Context, module: Any, call: AttentionCall, words: str) -> Tuple[torch.Tensor, torch.Tensor]:
+_LARGEST = {448: torch.float8_e4m3fn, 57344: torch.float8_e5m2}
+
+
+def _begin_fp8(context: Context, module: Any, call: AttentionCall, run: Callable) -> Tuple[Optional[tuple], Optional[torch.Tensor]]:
+    """The scales and amaxes of FP8 attention, and an attention without tokens by the module's own layer. That layer creates the scales, and its forward
+    and backward have autocast update them after the steps of this attention have collected their amaxes.
+    """
+    if not _in_fp8():
+        return None, None
+    q, k, v = (t.new_zeros((1, *t.shape[-2:])).requires_grad_(torch.is_grad_enabled()) for t in (call.q, call.k, call.v))
+    none = torch.zeros(2, dtype=torch.int32, device=q.device)
+    anchor = run(q, k, v, "thd", "padding", (-1, -1), call.cap, dict(
+        cu_seqlens_q=none, cu_seqlens_kv=none, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=1, max_seqlen_kv=1), (), call.sink,
+        context.of_heads)
+    state = module._live_fp8_state()
+    if not state:  # a calibrating autocast computes in high precision
+        return None, None
+    recipe = quantization.active_recipe()
+    found = []
+    for direction, largest in (("fwd", recipe.fp8_format.value.max_fwd), ("bwd", recipe.fp8_format.value.max_bwd)):
+        found.append(Scales(_LARGEST[int(largest)], state[f"fp8.{direction}.scale"], state[f"fp8.{direction}.amax_history"][0]))
+    return tuple(found), anchor
+
+
+def _ring(context: Context, module: Any, call: AttentionCall, words: str, run: Callable) -> Tuple[torch.Tensor, torch.Tensor]:
     scale = 1 / math.sqrt(module.kv_channels) if module.softmax_scale is None else float(module.softmax_scale)
     variable = not call.dense or "padding" in call.mask
     lengths = (_lengths_over(context, call, 0), _lengths_over(context, call, 1)) if variable else None
     dropout = module.attention_dropout if module.training else 0.0
-    ring = Ring(context.groups, context.stream, call.layout, call.causal, lengths, scale, call.cap, dropout, words)
+    fp8, anchor = _begin_fp8(context, module, call, run)
+    ring = Ring(context.groups, context.stream, call.layout, call.causal, lengths, scale, call.cap, dropout, words, fp8)
     bias = call.bias
     if bias is not None:
         _check_bias(context, call)
@@ -312,7 +337,7 @@ def _ring(context: Context, module: Any, call: AttentionCall, words: str) -> Tup
         if call.bias_kind == "pre_scale_bias":
             bias = bias * scale
     return ring_attention(ring, *(t.contiguous() for t in (call.q, call.k, call.v)), bias, _sink(module, call), _seeds(context, module, call.q.device),
-                          module.return_max_logit)
+                          module.return_max_logit, anchor)
 
 
 def _check_ring(context: Context, module: Any, call: AttentionCall) -> None:
@@ -321,8 +346,6 @@ def _check_ring(context: Context, module: Any, call: AttentionCall) -> None:
         raise refuse(WHERE, "window_size", call.window, f"with cp_comm_type {context.kind!r} every rank's keys go to every rank, whatever the window; {other}")
     if call.bias_kind == "alibi":
         raise refuse(WHERE, "core_attention_bias_type", "alibi", f"with cp_comm_type {context.kind!r} te-fl has no such addend; {other}")
-    if _in_fp8():
-        raise refuse(WHERE, "fp8_dpa", True, f"with cp_comm_type {context.kind!r} te-fl combines the steps in high precision; {other}")
 
 
 def _check_bias(context: Context, call: AttentionCall) -> None:
@@ -500,13 +523,13 @@ def _computed(context: Context, module: Any, call: AttentionCall, words: str, sp
         out = gather.attend(k, v)
         return out, None if gather.logits is None else _largest(gather.logits, context.keys)
     if spread is None:
-        out, logits = _ring(context, module, call, words)
+        out, logits = _ring(context, module, call, words, run)
         return out, _largest(logits, context.keys) if module.return_max_logit else None
     q, k, v = whole_sequences(spread.group, spread.orders, call.q, call.k, call.v)
     sink = None if call.sink is None else own_heads(spread.group, call.sink)
     whole = call._replace(q=q, k=k, v=v, sink=sink)
     if context.keys is not None:
-        out, logits = _ring(context, module, whole, words)
+        out, logits = _ring(context, module, whole, words, run)
         logits = _largest(logits, context.keys) if module.return_max_logit else None
     else:
         slopes = spread.heads_of(module._own_slopes(q.device) if call.slopes is None else call.slopes) if call.bias_kind == "alibi" else None
