@@ -46,7 +46,9 @@ def sums(lengths):
 
 
 class Case:
-    """One rank's part of an attention to whole sequences, and what it must be."""
+    """One rank's part of an attention to whole sequences, and what it must be. device: where the part is computed."""
+
+    device = "cpu"
 
     def __init__(self, size, rank, layout="bshd", causal=True, dtype=torch.float32, heads=HEADS, groups=GROUPS, dim=DIM, value_dim=None, tokens=None,
                  window=(-1, -1), sink=None, softcap=0.0, bias=None):
@@ -86,15 +88,15 @@ class Case:
                                       cp_group=group, cp_comm_type=kind, **options)
 
     def inputs(self):
-        return [self.own(x.detach()).clone().requires_grad_() for x in self.whole]
+        return [self.own(x.detach()).clone().to(self.device).requires_grad_() for x in self.whole]
 
     def lengths(self):
         if self.layout != "thd" and self.tokens is self.padded:
             return {}
-        cu = sums(self.tokens if self.layout == "thd" else self.tokens * 2)
+        cu = sums(self.tokens if self.layout == "thd" else self.tokens * 2).to(self.device)
         found = dict(cu_seqlens_q=cu, cu_seqlens_kv=cu)
         if self.layout == "thd":
-            found.update(cu_seqlens_q_padded=sums(self.padded), cu_seqlens_kv_padded=sums(self.padded), max_seqlen_q=max(self.padded),
+            found.update(cu_seqlens_q_padded=sums(self.padded).to(self.device), cu_seqlens_kv_padded=sums(self.padded).to(self.device), max_seqlen_q=max(self.padded),
                          max_seqlen_kv=max(self.padded))
         return found
 
@@ -102,10 +104,10 @@ class Case:
         inputs = self.inputs()
         out = module(*inputs, **self.lengths(), **call)
         out = out.view(*inputs[0].shape[:-1], self.value_dim)
-        out.backward(self.own(self.grad))
+        out.backward(self.own(self.grad).to(self.device))
         relative = relative or (2e-2 if out.dtype == torch.bfloat16 else 1e-5)
         for name, got, want in zip(("out", "dq", "dk", "dv"), (out, *(x.grad for x in inputs)), (self.want, *(x.grad for x in self.whole))):
-            close(got.double(), self.own(want).double(), f"{what}: {name}", relative)
+            close(got.double().cpu(), self.own(want).double(), f"{what}: {name}", relative)
         return out, inputs
 
 
