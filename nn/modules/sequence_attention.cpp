@@ -12,7 +12,7 @@
 namespace te_fl::nn {
 namespace {
 
-constexpr const char* kName = "SequenceAttention";
+constexpr const char* kSequence = "SequenceAttention";
 
 struct SequenceRecord : Ctx::Record {
   std::array<Ctx, 2> pieces;  // of this rank's two chunks of queries
@@ -26,7 +26,7 @@ struct SequenceRecord : Ctx::Record {
 Status check_tokens(const char* name, const Tensor& t, int ranks) {
   if (t.defined() && t.rank() == 4 && t.size(0) > 0 && t.size(0) % 2 == 0) return {};
   return invalid_argument(
-      std::string(kName) + ": " + name + " is " +
+      std::string(kSequence) + ": " + name + " is " +
       (t.defined() ? t.describe() : std::string("undefined")) +
       "; it must be [tokens of this rank, batch, heads, head size] with an even number of tokens, "
       "two chunks of each sequence: pad the sequences to a multiple of " +
@@ -70,8 +70,7 @@ Result<Tensor> SequenceAttention::Impl::gather(const Tensor& part) const {
   Shape shape(part.shape().begin(), part.shape().end());
   shape[0] *= ranks->size();
   TE_FL_ASSIGN_OR_RETURN(const Tensor own, detail::compact(part));
-  TE_FL_ASSIGN_OR_RETURN(const Tensor by_rank,
-                         Tensor::empty(shape, part.dtype(), part.device()));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor by_rank, Tensor::empty(shape, part.dtype(), part.device()));
   TE_FL_RETURN_IF_ERROR(detail::all_gather(*ranks, own, by_rank));
   TE_FL_ASSIGN_OR_RETURN(Tensor whole, Tensor::empty(shape, part.dtype(), part.device()));
   TE_FL_RETURN_IF_ERROR(reorder(by_rank, whole, true));
@@ -95,15 +94,15 @@ Result<std::unique_ptr<SequenceAttention>> SequenceAttention::create(
     const DotProductAttentionOptions& options, std::shared_ptr<const Comm> ranks) {
   const AttentionOptions& attention = options.attention;
   if (ranks == nullptr) {
-    return invalid_argument(std::string(kName) + ": ranks is null; give a communicator");
+    return invalid_argument(std::string(kSequence) + ": ranks is null; give a communicator");
   }
   const bool causal = attention.mask_type == MaskType::kCausal;
   if (attention.layout != Layout::kSBHD || (!causal && attention.mask_type != MaskType::kNone)) {
-    return invalid_argument(std::string(kName) +
+    return invalid_argument(std::string(kSequence) +
                             ": the layout must be kSBHD, and the mask kNone or kCausal");
   }
   if (!causal && (attention.window_left >= 0 || attention.window_right >= 0)) {
-    return invalid_argument(std::string(kName) + ": window_left is " +
+    return invalid_argument(std::string(kSequence) + ": window_left is " +
                             std::to_string(attention.window_left) + " and window_right " +
                             std::to_string(attention.window_right) +
                             " without a causal mask; leave them -1, or take kCausal");
@@ -119,7 +118,7 @@ Result<std::unique_ptr<SequenceAttention>> SequenceAttention::create(
 
 Result<Tensor> SequenceAttention::forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                           Ctx* ctx) {
-  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<SequenceRecord>(ctx, kName));
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<SequenceRecord>(ctx, kSequence));
   Impl& impl = *impl_;
   const std::array<std::pair<const char*, const Tensor*>, 3> named = {
       {{"q", &q}, {"k", &k}, {"v", &v}}};
@@ -127,7 +126,7 @@ Result<Tensor> SequenceAttention::forward(const Tensor& q, const Tensor& k, cons
     TE_FL_RETURN_IF_ERROR(check_tokens(name, *t, impl.ranks->size()));
   }
   if (impl.causal() && q.size(0) != k.size(0)) {
-    return invalid_argument(std::string(kName) + ": q has " + std::to_string(q.size(0)) +
+    return invalid_argument(std::string(kSequence) + ": q has " + std::to_string(q.size(0)) +
                             " tokens and k " + std::to_string(k.size(0)) +
                             "; a causal mask takes as many keys as queries");
   }
@@ -137,8 +136,7 @@ Result<Tensor> SequenceAttention::forward(const Tensor& q, const Tensor& k, cons
   if (impl.causal()) inputs.mask_type = MaskType::kCausalBottomRight;
   Shape shape(q.shape().begin(), q.shape().end());
   shape[3] = v.size(3);
-  TE_FL_ASSIGN_OR_RETURN(Tensor o,
-                         Tensor::empty(shape, impl.options.activation_dtype, q.device()));
+  TE_FL_ASSIGN_OR_RETURN(Tensor o, Tensor::empty(shape, impl.options.activation_dtype, q.device()));
   const int64_t chunk = q.size(0) / 2;
   for (int i = 0; i < 2; ++i) {
     // A piece of contiguous queries sees the keys up to its last one.
@@ -165,10 +163,10 @@ Result<Tensor> SequenceAttention::forward(const Tensor& q, const Tensor& k, cons
 }
 
 Result<DotProductAttention::Gradients> SequenceAttention::backward(const Tensor& d_o, Ctx& ctx) {
-  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, kName));
+  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, kSequence));
   auto& record = static_cast<SequenceRecord&>(*taken);
   Impl& impl = *impl_;
-  TE_FL_RETURN_IF_ERROR(detail::check_gradient(d_o, record.q, record.v[3], kName));
+  TE_FL_RETURN_IF_ERROR(detail::check_gradient(d_o, record.q, record.v[3], kSequence));
   const Device& device = impl.options.device;
   TE_FL_ASSIGN_OR_RETURN(const Tensor dk, Tensor::zeros(record.k, record.k_dtype, device));
   TE_FL_ASSIGN_OR_RETURN(const Tensor dv, Tensor::zeros(record.v, record.v_dtype, device));

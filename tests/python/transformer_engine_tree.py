@@ -55,7 +55,7 @@ def cases(configurations, world):
             for kind in ("a2a+p2p",) if world == 4 else ("p2p", "all_gather", "a2a"):
                 windowed = tuple(config.window_size) not in ((-1, -1), (-1, 0))
                 biased = config.attn_bias_type != "no_bias"
-                # What NVIDIA's test skips.
+                # NVIDIA's test skips these too.
                 if windowed and "p2p" in kind or biased and (layout == "thd" or kind != "p2p") or config.softmax_type != "vanilla" and kind != "a2a":
                     continue
                 for dtype in ("bf16", "fp8") if layout != "thd" and not biased else ("bf16",):

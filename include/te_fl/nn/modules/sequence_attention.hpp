@@ -16,8 +16,8 @@ namespace te_fl::nn {
 // as the submodule "attention"; the gradient of a sink is that of this rank's queries.
 class TE_FL_API SequenceAttention : public Module {
  public:
-  static Result<std::unique_ptr<SequenceAttention>> create(const DotProductAttentionOptions& options,
-                                                           std::shared_ptr<const Comm> ranks);
+  static Result<std::unique_ptr<SequenceAttention>> create(
+      const DotProductAttentionOptions& options, std::shared_ptr<const Comm> ranks);
   ~SequenceAttention() override;
   // ctx null: inference, no dropout.
   Result<Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, Ctx* ctx);
