@@ -74,6 +74,20 @@ def case_what_a_form_does_not_compute(ranks):
                            lambda: module(q, q, q, attention_mask=torch.zeros(1, 1, 8 * size, 8 * size, dtype=torch.bool)))
 
 
+def case_keys_of_other_lengths(ranks):
+    """A causal mask over sequences with other numbers of keys than of queries: positions of chunks do not tell what a query sees."""
+    for size, rank, group, kind in groups_of(ranks):
+        if kind == "a2a":
+            continue
+        q = torch.randn(8, 8, DIM)
+        lengths = dict(cu_seqlens_q=sums([4 * size, 4 * size]), cu_seqlens_kv=sums([2 * size, 6 * size]))
+        module = te.DotProductAttention(8, DIM, qkv_format="thd", attn_mask_type="padding_causal", cp_group=group, cp_comm_type=kind)
+        refused_by_all(errors.Unsupported, ("as many keys as queries", "cp_comm_type='a2a'"), lambda: module(q, q, q, **lengths))
+        padded = dict(cu_seqlens_q_padded=sums([8 * size]), cu_seqlens_kv_padded=sums([8 * size]))
+        refused_by_all(errors.Unsupported, ("as many keys as queries",), lambda: module(
+            q, q, q, cu_seqlens_q=sums([5]), cu_seqlens_kv=sums([7]), attn_mask_type="padding_causal_bottom_right", **padded))
+
+
 class _Fails:
     """Makes an op of this process fail in one of its next calls."""
 

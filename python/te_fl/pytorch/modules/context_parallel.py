@@ -135,7 +135,8 @@ def _words(context: Context, module: Any, call: AttentionCall) -> str:
     text = (f"cp_comm_type {context.kind!r} over {context.size} ranks, {call.layout} q {of(call.q)} k {of(call.k)} v {of(call.v)}, mask {call.mask!r}, "
             f"window {call.window}, softcap {call.cap}, softmax {module.softmax_type!r}, {call.bias_kind} {of(call.bias)}, dropout "
             f"{module.attention_dropout if module.training else 0.0}, cu_seqlens {of(call.lengths[0])}")
-    return text + (", FP8" if _in_fp8() else "") + ("" if torch.is_grad_enabled() else ", without gradients")
+    trains = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (call.q, call.k, call.v, call.bias, call.sink))
+    return text + (", FP8" if _in_fp8() else "") + (", with gradients" if trains else "")
 
 
 def _in_fp8() -> bool:
@@ -247,6 +248,25 @@ def _with_lengths(context: Context, call: AttentionCall, cumulative: Callable) -
         padded_kv = padded_q if padded_kv is None else padded_kv
         max_kv = max_q if max_kv is None else max_kv
     return call._replace(masks=masks, lengths=(cu_q, cu_kv, padded_q, padded_kv, max_q, max_kv))
+
+
+def _check_aligned(context: Context, call: AttentionCall) -> None:
+    """Refuses causal masks over queries and keys of other lengths where a rank computes by the positions of its chunks."""
+    if not call.causal or context.kind == "a2a":
+        return
+    cu_q, cu_kv, padded_q, padded_kv = call.lengths[:4]
+    pairs = [(cu_q if padded_q is None else padded_q, cu_kv if padded_kv is None else padded_kv)] if not call.dense else []
+    if cu_q is not None and (context.kind == "all_gather" or call.mask.endswith("bottom_right")):
+        pairs.append((cu_q, cu_kv))
+    for of_q, of_kv in pairs:
+        if of_q is of_kv or of_q is None or of_kv is None:
+            continue
+        if of_q.is_cuda and of_q.shape == of_kv.shape:  # compared there, without a wait of the host
+            torch._assert_async((of_q == of_kv).all(), f"{WHERE}: with cp_comm_type {context.kind!r} and mask {call.mask!r} the sequences of queries and of keys "
+                                "have equal lengths; give the same cu_seqlens for both, or cp_comm_type='a2a'")
+        elif not torch.equal(of_q, of_kv):
+            raise refuse(WHERE, "attn_mask_type", call.mask, f"with cp_comm_type {context.kind!r} it needs sequences with as many keys as queries, and cu_seqlens are "
+                         f"{of_q.tolist()} and {of_kv.tolist()}; give cp_comm_type='a2a'")
 
 
 class _Spread:
@@ -491,6 +511,7 @@ def attend(context: Context, module: Any, call: AttentionCall, cumulative: Calla
 
     def prepare() -> Tuple[AttentionCall, Optional[_Spread], Optional[_Gather]]:
         checked = _with_lengths(context, _check(context, module, call), cumulative)
+        _check_aligned(context, checked)
         if context.kind in ("p2p", "a2a+p2p"):
             _check_ring(context, module, checked)
         if module.return_max_logit and _in_fp8():
