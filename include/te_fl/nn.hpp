@@ -31,7 +31,6 @@
 #include "te_fl/nn/modules/multihead_attention.hpp"
 #include "te_fl/nn/modules/norm.hpp"
 #include "te_fl/nn/modules/parameter_part.hpp"
-#include "te_fl/nn/modules/sequence_attention.hpp"
 #include "te_fl/nn/modules/tensor_parallel.hpp"
 #include "te_fl/nn/modules/transformer.hpp"
 #include "te_fl/nn/optim/data_parallel.hpp"
