@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The components of python/te_fl from the lowest up, by prefixes of module names; the longest matching prefix decides.
 COMPONENTS = [
     ("native", ["te_fl._native", "te_fl._check_worker"]),
-    ("base", ["te_fl.errors", "te_fl.tensors", "te_fl.missing", "te_fl.frameworks", "te_fl.torch_streams", "te_fl.torch_exchange", "te_fl.remainders", "te_fl.attention_logits", "te_fl.attention_shapes"]),
+    ("base", ["te_fl.errors", "te_fl.tensors", "te_fl.missing", "te_fl.frameworks", "te_fl.torch_streams", "te_fl.torch_exchange", "te_fl.remainders", "te_fl.attention_logits", "te_fl.attention_shapes", "te_fl.packed_sequences"]),
     ("ops", ["te_fl.ops", "te_fl.policy", "te_fl.registration", "te_fl._modules", "te_fl.program", "te_fl.torch_node", "te_fl.torch_tensors", "te_fl.torch_metadata", "te_fl.specification", "te_fl.torch_device", "te_fl.reference_torch", "te_fl.flaggems", "te_fl.multi_tensor", "te_fl.torch_mxfp8", "te_fl.tex_form", "te_fl.tex_results"]),
     ("common", ["te_fl.common", "te_fl.torch_nvfp4"]),
     ("compat", ["te_fl.compat"]),

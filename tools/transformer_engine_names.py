@@ -29,7 +29,7 @@ FACTS = ROOT / "tests/python/transformer_engine_facts.json"
 PAGE = ROOT / "docs/transformer-engine.md"
 PAGE_MODULES = ("transformer_engine.pytorch", "transformer_engine.pytorch.distributed", "transformer_engine.pytorch.optimizers",
                 "transformer_engine.pytorch.ops", "transformer_engine.pytorch.tensor.utils", "transformer_engine.jax", "transformer_engine.jax.flax", "transformer_engine.common.recipe")
-LEFT_OUT = ("triton", "debug", "dynamo", "CuTeDSL", "setup", "triton_extensions", "custom_recipes", "linear_attention", "context_parallel")
+LEFT_OUT = ("triton", "debug", "dynamo", "CuTeDSL", "setup", "triton_extensions", "custom_recipes", "linear_attention")
 OLDER = ("transformer_engine.pytorch.cpu_offload_v1",)  # an older module that repeats names of other modules, with fewer parameters
 METHODS = ("__init__", "forward", "step", "zero_grad", "setup", "__call__")
 

@@ -20,7 +20,7 @@ FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "triton", "numpy", "transformer_
 # package, which has already imported PyTorch.
 FOR_FRAMEWORKS = ("te_fl.pytorch", "te_fl.jax", "te_fl.torch_device", "te_fl.torch_streams", "te_fl.torch_mxfp8", "te_fl.torch_nvfp4", "te_fl.torch_exchange", "te_fl.torch_tensors", "te_fl.torch_metadata", "te_fl.reference_torch", "te_fl.reference_xla",
                   "te_fl.flaggems", "te_fl.plugin_core", "te_fl.transformer_engine_torch", "te_fl.inside.host_", "te_fl.inside.other_", "te_fl.inside.emulation", "te_fl.multi_tensor", "te_fl.remainders",
-                  "te_fl.attention_logits")
+                  "te_fl.attention_logits", "te_fl.packed_sequences")
 
 
 def run(code, **environment):

@@ -22,7 +22,8 @@ except ModuleNotFoundError as error:
 
 import te_fl.jax as te  # noqa: E402
 from te_fl.common import recipe  # noqa: E402
-from te_fl.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, fused_attn  # noqa: E402
+from te_fl.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, CPStrategy, QKVLayout, ReorderStrategy, SequenceDescriptor  # noqa: E402
+from te_fl.jax.attention import fused_attn, inverse_reorder_causal_load_balancing, reorder_causal_load_balancing  # noqa: E402
 from te_fl.jax.flax import DotProductAttention, LayerNormDenseGeneral, TransformerLayer, extend_logical_axis_rules  # noqa: E402
 from te_fl.jax.quantize import create_set, random_state  # noqa: E402
 
@@ -328,22 +329,11 @@ class Resources(unittest.TestCase):
             self.init(te.MeshResource(tp_resource="a", tpsp_resource="b"), 2, 2, names=("a", "b"))
         self.init(te.MeshResource(tp_resource="a", tpsp_resource="b"), 2, 1, names=("a", "b"))  # allowed, because one of the two axes has one device
 
-    def test_context_and_expert_axes_have_one_device(self):
-        """Programs may name context and expert axes in the mesh resource; such an axis must have one device."""
-        for name in ("cp_resource", "ep_resource"):
-            self.init(te.MeshResource(dp_resource="a", **{name: "b"}), 2, 1, names=("a", "b"))
-            with self.assertRaisesRegex(NotImplementedError, rf"MeshResource\({name}='b'\) is not supported over 2 devices, only on a mesh axis of one"):
-                self.init(te.MeshResource(dp_resource="a", **{name: "b"}), 1, 2, names=("a", "b"))
-        q = normal(2, 4, 2, 8)
-        for strategy in ("DEFAULT", "all_gather", "ALLGATHER", "Ring"):
-            attention = DotProductAttention(8, 2, context_parallel_axis="fsdp", context_parallel_causal_load_balanced=True,
-                                            context_parallel_strategy=strategy)
-            with jax.set_mesh(make_mesh(2, 1, 2)):
-                np.testing.assert_array_equal(*[jax.jit(module.apply)({}, q, q, q) for module in (attention, DotProductAttention(8, 2))])
-            with jax.set_mesh(make_mesh(1, 2, 2)), self.assertRaisesRegex(NotImplementedError, "context_parallel_axis='fsdp'.*over 2 devices"):
-                jax.jit(attention.apply)({}, q, q, q)
-        with jax.set_mesh(make_mesh(1, 2, 2)), self.assertRaisesRegex(ValueError, "context_parallel_axis='cp' names no axis of the mesh"):
-            jax.jit(DotProductAttention(8, 2, context_parallel_axis="cp").apply)({}, q, q, q)
+    def test_expert_axes_have_one_device(self):
+        """Programs may name an expert axis in the mesh resource; such an axis must have one device."""
+        self.init(te.MeshResource(dp_resource="a", ep_resource="b"), 2, 1, names=("a", "b"))
+        with self.assertRaisesRegex(NotImplementedError, r"MeshResource\(ep_resource='b'\) is not supported over 2 devices, only on a mesh axis of one"):
+            self.init(te.MeshResource(dp_resource="a", ep_resource="b"), 1, 2, names=("a", "b"))
 
     def test_helpers(self):
         sharding, mesh = te.sharding, make_mesh(2, 1, 2)
@@ -391,6 +381,73 @@ class Resources(unittest.TestCase):
             with nn.logical_axis_rules((("nvte_batch", "tp"), ("width", "dp"))):
                 found = jax.jit(lambda x: te.sharding.with_sharding_constraint_by_logical_axes(x, ("nvte_batch", "width")))(normal(4, 4))
             self.assertEqual(found.sharding.spec, P("tp", "dp"))
+
+
+class ContextParallel(unittest.TestCase):
+    """Attention with sequences divided over a mesh axis: outputs and gradients are those of one device."""
+
+    def compare(self, mesh, strategy, balanced, causal, window=None, layout="bshd", resource=None, axis="cp", dtype=jnp.float32):
+        dim, ranks = (1, 0)[layout == "sbhd"], mesh.shape["cp"]
+        q, k, v, grad = (normal(2, 16, heads, 8).astype(dtype) for heads in (4, 2, 2, 4))
+        if layout == "sbhd":
+            q, k, v, grad = (jnp.swapaxes(t, 0, 1) for t in (q, k, v, grad))
+        mask = AttnMaskType.CAUSAL_MASK if causal else AttnMaskType.NO_MASK
+
+        def loss(q, k, v, grad, **options):
+            out = fused_attn((q, k, v), None, None, None, AttnBiasType.NO_BIAS, mask, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True,
+                             window_size=window, transpose_batch_sequence=layout == "sbhd", **options)
+            return (out.astype(jnp.float32) * grad).sum(), out
+
+        step = lambda **options: jax.jit(jax.value_and_grad(lambda *a: loss(*a, **options), (0, 1, 2), has_aux=True))  # noqa: E731
+        (_, want), wanted = step()(q, k, v, grad)
+        order = lambda t: reorder_causal_load_balancing(t, ReorderStrategy.DualChunkSwap, ranks, dim) if balanced else t  # noqa: E731
+        back = lambda t: inverse_reorder_causal_load_balancing(t, ReorderStrategy.DualChunkSwap, ranks, dim) if balanced else t  # noqa: E731
+        with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
+            compiled = step(context_parallel_strategy=strategy, context_parallel_axis=axis, context_parallel_causal_load_balanced=balanced)
+            (_, got), grads = compiled(*map(order, (q, k, v, grad)))
+        close(self, tuple(map(back, (got, *grads))), (want, *wanted), 2e-2 if dtype == jnp.bfloat16 else 1e-5)
+
+    def test_strategies(self):
+        mesh = make_mesh(2, 2, names=("dp", "cp"))
+        for strategy in ("ALL_GATHER", CPStrategy.RING):
+            for balanced, causal, layout in ((True, True, "bshd"), (False, True, "sbhd"), (False, False, "bshd")):
+                with self.subTest(strategy=strategy, balanced=balanced, causal=causal):
+                    self.compare(mesh, strategy, balanced, causal, layout=layout)
+        self.compare(mesh, "DEFAULT", True, True, window=(3, 0))
+        self.compare(make_mesh(4, names=("cp",)), CPStrategy.RING, True, True)
+        self.compare(mesh, CPStrategy.RING, True, True, dtype=jnp.bfloat16)
+
+    def test_with_other_axes(self):
+        """The axis comes from the mesh resource; batches and heads are divided over further axes."""
+        mesh = make_mesh(2, 2, 2, names=("dp", "cp", "tp"))
+        self.compare(mesh, CPStrategy.RING, True, True, resource=te.MeshResource(dp_resource="dp", tp_resource="tp", cp_resource="cp"), axis="")
+
+    def test_orders(self):
+        """The orders of Transformer Engine's documentation."""
+        tokens = jnp.arange(16)
+        for strategy, stripe, begins in ((ReorderStrategy.DualChunkSwap, None, [0, 1, 14, 15, 2, 3]), (ReorderStrategy.Striped, None, [0, 4, 8, 12, 1]),
+                                         (ReorderStrategy.Striped, 2, [0, 1, 8, 9, 2])):
+            found = reorder_causal_load_balancing(tokens, strategy, 4, 0, stripe)
+            self.assertEqual(found[:len(begins)].tolist(), begins)
+            self.assertEqual(inverse_reorder_causal_load_balancing(found, strategy, 4, 0, stripe).tolist(), tokens.tolist())
+        with self.assertRaisesRegex(ValueError, "multiple of 8; pad"):
+            reorder_causal_load_balancing(tokens[:12], ReorderStrategy.DualChunkSwap, 4, 0)
+
+    def test_refusals(self):
+        q = normal(2, 4, 2, 8)
+        attention = lambda x=q, **options: jax.jit(DotProductAttention(8, 2, attn_mask_type="causal", context_parallel_axis="cp", **options).apply)({}, x, x, x)  # noqa: E731
+        for strategy in ("DEFAULT", "all_gather", "ALLGATHER", "Ring"):  # over one device the strategies have no effect
+            with jax.set_mesh(make_mesh(2, 1, names=("dp", "cp"))):
+                np.testing.assert_array_equal(attention(context_parallel_strategy=strategy), jax.jit(DotProductAttention(8, 2, attn_mask_type="causal").apply)({}, q, q, q))
+        with jax.set_mesh(make_mesh(1, 2, names=("dp", "cp"))):
+            with self.assertRaisesRegex(ValueError, "6 queries, which the 2 devices.*two chunks each; pad the sequences to a multiple of 4"):
+                attention(normal(2, 6, 2, 8), context_parallel_causal_load_balanced=True)
+            with self.assertRaisesRegex(NotImplementedError, "window_size=.*RING; take ALL_GATHER"):
+                attention(window_size=(2, 0), context_parallel_strategy="RING")
+            with self.assertRaisesRegex(NotImplementedError, "softmax 'off_by_one'"):
+                attention(softmax_type="off-by-one")
+        with jax.set_mesh(make_mesh(1, 2, 2)), self.assertRaisesRegex(ValueError, "context_parallel_axis='cp' names no axis of the mesh"):
+            attention()
 
 
 if __name__ == "__main__":

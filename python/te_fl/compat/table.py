@@ -26,6 +26,8 @@ SERVED = {
     "te_fl.pytorch.modules.norm": "LayerNorm RMSNorm",
     "te_fl.pytorch.modules.own_classes": "get_te_classes has_te_modules prepare_te_modules_for_fsdp",
     "te_fl.pytorch.fp8.quantized_gather": "gather_along_first_dim",
+    "te_fl.pytorch.distributed.context_batches":
+        "generate_positional_ids_for_cp get_batch_on_this_cp_rank get_cu_seqlens_on_cp_rank get_thd_partitioned_indices pad_thd_sequences_for_cp",
     "te_fl.pytorch.fp8.block_quantizers": "HybridQuantizer IdentityQuantizer MXFP8Quantizer NVFP4Quantizer",
     "te_fl.pytorch.fp8.roles": "DelayedScalingRequest QuantizerRequest QuantizerRole",
     "te_fl.pytorch.fp8.quantizers": "Float8BlockQuantizer Float8CurrentScalingQuantizer Float8Quantizer Quantizer",
@@ -77,6 +79,7 @@ SERVED = {
     "te_fl.jax.attention":
         "AttnBiasType AttnMaskType AttnSoftmaxType CPStrategy QKVFormat QKVLayout SequenceDescriptor canonicalize_attn_mask_type fused_attn "
         "make_swa_mask",
+    "te_fl.jax._context_parallel": "ReorderStrategy inverse_reorder_causal_load_balancing reorder_causal_load_balancing",
     "te_fl.jax.dense": "dense noop_collective_op_set",
     "te_fl.jax.flax":
         "DenseGeneral DotProductAttention LayerNorm LayerNormDenseGeneral LayerNormMLP MultiHeadAttention RelativePositionBiases Softmax "
@@ -107,7 +110,6 @@ IN_PICKLES = {"transformer_engine.common.recipe": ("te_fl.common.recipe", ("_For
 # names the argument.
 PARTLY = {
     # By tools/modulegen.py, from nn/modules.yaml:
-    "te_fl.pytorch.modules.attention.DotProductAttention": {"cp_group": "a group"},
     "te_fl.pytorch.modules.attention.DotProductAttention.forward": {"fp8_output": True, "bf16_backward": True, "num_splits": 2,
         "score_mod": "a function", "score_mod_bprop": "a function", "score_mod_tensors": "tensors", "score_mod_bprop_tensors": "tensors",
         "thd_attention_policies": "policies"},
@@ -189,7 +191,6 @@ LACKING = (
     ("is_fused_op pre_first_fuser_forward pre_fuser_forward set_extra_input_channel set_extra_output_channel",
      "its LayerNorm and RMSNorm modules are operations too; in te-fl the operations in `te.ops` have these members"),
     ("has_bias init_method make_grouped_weights set_tensor_parallel_attributes", "one weight for all experts, which te-fl does not support"),
-    ("cp_comm_type cp_global_ranks cp_group cp_stream load_balancing_strategy", "context parallelism, which te-fl does not support yet"),
     ("bias_dropout_add_exec_handler bias_dropout_fusion bias_gelu_nvfusion deterministic flash_attention forward_fused_softmax forward_torch_softmax "
      "fused_attention gemm_bias_unfused_add gemm_gelu_fusion get_batch_per_block get_qkv_quantization_capabilities is_kernel_available logger "
      "rng_states_tracker scaled_masked_softmax_fusion_type set_nccl_overlap_warning_if_tp unfused_attention",
@@ -230,6 +231,7 @@ WAYS_OUT = (
     ("transformer_engine.pytorch.ops", "string operations together with Sequential, which te-fl does not fuse further"),
     ("transformer_engine.pytorch.cpp_extensions", "call the op by its name in te_fl.ops (docs/ops.md)"),
     ("transformer_engine.jax.cpp_extensions", "call the op by its name in te_fl.ops (docs/ops.md)"),
+    ("transformer_engine.pytorch.attention.dot_product_attention.context_parallel", "give DotProductAttention a cp_group"),
     ("symm", "call allreduce(), over whatever backend the group has"),
     ("FullySharded", "use torch.distributed.fsdp.fully_shard, which gathers te-fl's FP8 weights as codes"),
     ("Grouped", "use one Linear for each group"),

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from te_fl.errors import InvalidArgument, Unsupported
-from te_fl.jax import ops, sharding
+from te_fl.jax import _context_parallel, ops
 from te_fl.jax._attention_parts import Parts, split_mesh
+from te_fl.jax._context_parallel import ReorderStrategy, inverse_reorder_causal_load_balancing, reorder_causal_load_balancing  # noqa: F401
 from te_fl.jax._partition import Layout
 from te_fl.jax._varying import align
 from te_fl.jax.quantize import random_state
@@ -42,8 +43,7 @@ class AttnMaskType(Enum):
 
 
 class CPStrategy(Enum):
-    """Strategies of context parallelism. te_fl.jax does not implement context parallelism; each strategy is accepted if its mesh axis has one device.
-    """
+    """The ways in which devices that divide sequences exchange keys. DEFAULT is ALL_GATHER."""
 
     DEFAULT = 0
     ALL_GATHER = 1
@@ -259,15 +259,14 @@ def _cumulated(lengths: jax.Array) -> jax.Array:
 _PREPARE = {"cu_seqlens_q": _cumulated, "cu_seqlens_kv": _cumulated}
 
 
-def _check_context_parallel(strategy: Any, axis: str) -> None:
-    """Raises Unsupported if context parallelism would use more than one device. On one device, strategy and token order have no effect."""
+def _strategy(strategy: Any) -> CPStrategy:
     name = getattr(strategy, "name", strategy)
-    if name is not None and (not isinstance(name, str) or name.upper().replace("ALLGATHER", "ALL_GATHER") not in CPStrategy.__members__):
+    if name is None:
+        return CPStrategy.DEFAULT
+    found = name.upper().replace("ALLGATHER", "ALL_GATHER") if isinstance(name, str) else ""
+    if found not in CPStrategy.__members__:
         raise InvalidArgument(f"context_parallel_strategy is {strategy!r}; it is one of {', '.join(CPStrategy.__members__)}")
-    devices = sharding.axis_size("context_parallel_axis", axis) if axis else 1
-    if devices > 1:
-        raise Unsupported(f"te_fl.jax: fused_attn(context_parallel_axis={axis!r}) is not supported over {devices} devices, only on a mesh axis of "
-                                  "one; leave it '', and XLA gathers sequences that are cut")
+    return CPStrategy[found]
 
 
 def _refuse(**options: Any) -> None:
@@ -291,7 +290,8 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
     out, whose last unmasked query and key define the lengths. Other mask types ignore it, as in Transformer Engine.
     seed: a jax.random key, or uint32 [4] from te_fl.jax.quantize.random_state().
     window_size: numbers of keys before and after a query's aligned key. Bottom-right mask types align the last query and key, others the first.
-    context_parallel_..: accepted on a mesh axis of one device, where they have no effect.
+    context_parallel_axis: the mesh axis that divides the sequences; '': the mesh resource's cp_resource. context_parallel_strategy: how the devices exchange
+    keys. context_parallel_causal_load_balanced: the tokens are in the order of reorder_causal_load_balancing(DualChunkSwap).
     softmax_offset: [heads] logits of a learnable softmax.
     transpose_batch_sequence: arrays are [sequence, batch, ..].
     """
@@ -301,7 +301,8 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
             score_mod_tensors=(score_mod_tensors, None, "leave it None"),
             score_mod_bprop_tensors=(score_mod_bprop_tensors, None, "leave it None"),
             return_max_logit=(return_max_logit, False, "leave it False"))
-    _check_context_parallel(context_parallel_strategy, context_parallel_axis)
+    strategy = _strategy(context_parallel_strategy)
+    axis, devices = _context_parallel.axis_of(context_parallel_axis)
     if qkv_layout.is_thd():
         raise Unsupported(f"te_fl.jax: qkv_layout {qkv_layout.name} is not supported; pad the sequences and take a BSHD layout")
     if attn_bias_type is AttnBiasType.PRE_SCALE_BIAS:
@@ -321,6 +322,10 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
     if dropout > 0 and seed is None:
         raise InvalidArgument(f"dropout_probability is {dropout_probability}; give seed=key, of jax.random")
     mask_type = attn_mask_type.value
+    if devices > 1:
+        return _context_parallel.attend(axis, strategy is CPStrategy.RING, bool(context_parallel_causal_load_balanced), q, k, v,
+                                        "sbhd" if transpose_batch_sequence else "bshd", mask_type, softmax_type.value, float(scaling_factor), window,
+                                        {"bias": bias, "dropout_probability": dropout or None, "softmax_offset": softmax_offset})
     lengths, mask = (None, None), None
     extents = (q.shape[sequence], k.shape[sequence])
     free = not attn_mask_type.is_causal() and window != (-1, -1)  # the op aligns such a window to the bottom right

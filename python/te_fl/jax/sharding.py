@@ -33,8 +33,8 @@ W_JOINED_AXES = "nvte_w_joined"
 @dataclasses.dataclass(unsafe_hash=True)
 class MeshResource:
     """Names of mesh axes: data parallelism (dp), tensor parallelism (tp), tensor with sequence parallelism (tpsp), fully sharded data parallelism
-    (fsdp) and pipeline stages (pp). pp shards no array and takes part in no amax reduction. At most one of tp and tpsp may have more than one device.
-    te_fl.jax supports neither context (cp) nor expert parallelism (ep), so their axes must have one device.
+    (fsdp), pipeline stages (pp) and sequences in attention (context parallelism, cp). pp shards no array and takes part in no amax reduction. At most one
+    of tp and tpsp may have more than one device. te_fl.jax does not support expert parallelism (ep), so its axis must have one device.
     """
 
     dp_resource: Optional[str] = None
@@ -100,16 +100,15 @@ def axis_size(argument: str, axis: str) -> int:
 
 def _sizes(resource: MeshResource, mesh: Any) -> Dict[str, int]:
     """The number of devices of each resource, 1 if unset. InvalidArgument for axes that the mesh does not have, and for tp combined with tpsp.
-    Unsupported for cp and ep on several devices.
+    Unsupported for ep on several devices.
     """
     sizes = {}
     for field in dataclasses.fields(resource):
         axis = getattr(resource, field.name)
         sizes[field.name] = 1 if axis is None else _size(mesh, f"MeshResource({field.name}={axis!r})", field.name, axis)
-    for name in ("cp_resource", "ep_resource"):
-        if sizes[name] > 1:
-            raise Unsupported(f"te_fl.jax: MeshResource({name}={getattr(resource, name)!r}) is not supported over {sizes[name]} devices, only on a mesh "
-                                      "axis of one; it has dp_resource, tp_resource, tpsp_resource, fsdp_resource and pp_resource")
+    if sizes["ep_resource"] > 1:
+        raise Unsupported(f"te_fl.jax: MeshResource(ep_resource={resource.ep_resource!r}) is not supported over {sizes['ep_resource']} devices, only on a mesh "
+                          "axis of one; it has dp_resource, tp_resource, tpsp_resource, fsdp_resource, cp_resource and pp_resource")
     if sizes["tp_resource"] > 1 and sizes["tpsp_resource"] > 1:
         raise InvalidArgument(f"te_fl.jax: MeshResource(tp_resource={resource.tp_resource!r}, tpsp_resource={resource.tpsp_resource!r}) has "
                          f"{sizes['tp_resource']} and {sizes['tpsp_resource']} devices; give one of the two: tpsp_resource cuts sequences as well")

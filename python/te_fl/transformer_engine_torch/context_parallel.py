@@ -7,11 +7,10 @@ PyTorch's ops.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from te_fl.errors import InvalidArgument
+from te_fl.packed_sequences import Places, places, places_in_rank_order, tokens_of_ranks
 
 __all__ = ["thd_copy_valid_tokens_from_per_split_to_rank_local", "thd_cp_rank_order_to_sequence_order", "thd_get_partitioned_indices",
            "thd_grad_correction", "thd_out_correction", "thd_read_half_tensor", "thd_read_second_half_lse", "thd_second_half_lse_correction",
@@ -21,26 +20,6 @@ __all__ = ["thd_copy_valid_tokens_from_per_split_to_rank_local", "thd_cp_rank_or
 def _check_boundaries(function: str, cu_seqlens: torch.Tensor) -> None:
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise InvalidArgument(f"{function}: cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; it is int32 [B + 1] for one sequence or more")
-
-
-class _Places(NamedTuple):
-    """For each token: the start, length and index of its sequence, its position in the sequence, and whether it belongs to any sequence."""
-
-    begin: torch.Tensor
-    length: torch.Tensor
-    sequence: torch.Tensor
-    within: torch.Tensor
-    inside: torch.Tensor
-
-
-def places(cu_seqlens: torch.Tensor, tokens: int) -> _Places:
-    cu = cu_seqlens.long()
-    token = torch.arange(tokens, device=cu.device)
-    sequence = torch.searchsorted(cu[1:], token, right=True).clamp_(max=cu.shape[0] - 2)
-    begin = cu[sequence]
-    length = cu[sequence + 1] - begin
-    within = token - begin
-    return _Places(begin, length, sequence, within, (within >= 0) & (within < length))
 
 
 def _along(mask: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -128,7 +107,7 @@ def _weights(lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return torch.exp(lse - total).masked_fill_(total == -torch.inf, 0.0)
 
 
-def _by_token(lse: torch.Tensor, at: _Places, place: torch.Tensor, lse_packed: bool) -> torch.Tensor:
+def _by_token(lse: torch.Tensor, at: Places, place: torch.Tensor, lse_packed: bool) -> torch.Tensor:
     """The lse of each token at the given place of its row, [T, H]."""
     place = place.clamp(0, max(lse.shape[-1] - 1, 0))
     return lse[:, place].t() if lse_packed else lse[at.sequence, :, place]
@@ -217,16 +196,6 @@ def _check_ranks(function: str, total_tokens: int, world_size: int) -> None:
         raise InvalidArgument(f"{function}: {total_tokens} tokens do not divide into 2 chunks for each of {world_size} ranks")
 
 
-def _tokens_of_ranks(cu_seqlens: torch.Tensor, tokens: int, world_size: int, rank: torch.Tensor | int) -> torch.Tensor:
-    """The indices, in the full order, of a rank's tokens in the rank's order. rank: a number, or [R, 1] for several ranks."""
-    at = places(cu_seqlens // world_size, tokens // world_size)
-    chunk = at.length // 2
-    second = at.within >= chunk
-    number = torch.where(second, 2 * world_size - 1 - rank, rank)
-    source = at.begin * world_size + number * chunk + at.within - torch.where(second, chunk, 0)
-    return source.clamp_(0, tokens - 1)
-
-
 def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int) -> torch.Tensor:
     """The indices of the tokens that a rank holds, in the rank's order; int32 [total_tokens / world_size]."""
     name = "thd_get_partitioned_indices"
@@ -234,7 +203,7 @@ def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, wor
     _check_ranks(name, total_tokens, world_size)
     if not 0 <= rank < world_size:
         raise InvalidArgument(f"{name}: rank is {rank}; it is 0 or more, and less than world_size {world_size}")
-    return _tokens_of_ranks(cu_seqlens, total_tokens, world_size, rank).int()
+    return tokens_of_ranks(cu_seqlens, total_tokens, world_size, rank).int()
 
 
 def _check_order(function: str, inp: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, total_tokens: int) -> None:
@@ -248,19 +217,13 @@ def thd_sequence_order_to_cp_rank_order(inp: torch.Tensor, cu_seqlens: torch.Ten
     """Reorders tokens from sequence order to rank order: first those of rank 0, then those of rank 1, ..."""
     _check_order("thd_sequence_order_to_cp_rank_order", inp, cu_seqlens, cp_size, total_tokens)
     ranks = torch.arange(cp_size, device=cu_seqlens.device).view(-1, 1)
-    return inp.index_select(0, _tokens_of_ranks(cu_seqlens, total_tokens, cp_size, ranks).view(-1))
+    return inp.index_select(0, tokens_of_ranks(cu_seqlens, total_tokens, cp_size, ranks).view(-1))
 
 
 def thd_cp_rank_order_to_sequence_order(inp: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, total_tokens: int) -> torch.Tensor:
     """The inverse of thd_sequence_order_to_cp_rank_order."""
     _check_order("thd_cp_rank_order_to_sequence_order", inp, cu_seqlens, cp_size, total_tokens)
-    at = places(cu_seqlens, total_tokens)
-    size = (at.length // (2 * cp_size)).clamp_(min=1)
-    chunk = at.within // size
-    second = chunk >= cp_size
-    rank = torch.where(second, 2 * cp_size - 1 - chunk, chunk)
-    local = at.begin // cp_size + at.within % size + torch.where(second, size, 0)
-    return inp.index_select(0, (rank * (total_tokens // cp_size) + local).clamp_(0, total_tokens - 1))
+    return inp.index_select(0, places_in_rank_order(cu_seqlens, total_tokens, cp_size))
 
 
 def thd_copy_valid_tokens_from_per_split_to_rank_local(out: torch.Tensor, inp: torch.Tensor, cu_seqlens_padded: torch.Tensor,

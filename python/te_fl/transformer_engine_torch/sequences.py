@@ -7,7 +7,7 @@ from typing import Any, List, Optional, Sequence
 import torch
 
 from te_fl.errors import InvalidArgument
-from te_fl.transformer_engine_torch.context_parallel import places
+from te_fl.packed_sequences import places
 from te_fl.transformer_engine_torch.enums import NVTE_QKV_Format
 from te_fl.transformer_engine_torch.quantize import apart
 

@@ -249,6 +249,8 @@ class Arguments(unittest.TestCase):
                 attention = te.DotProductAttention(4, 8, cp_group=group, cp_global_ranks=[0])
                 attention.set_context_parallel_group(group, [0], None, "p2p")
                 attention.set_context_parallel_group([group, group], [0], None, "a2a+p2p")
+                q = torch.randn(8, 2, 4, 8)
+                self.assertTrue(torch.equal(attention(q, q, q), te.DotProductAttention(4, 8)(q, q, q)))
             finally:
                 dist.destroy_process_group()
         with self.assertRaisesRegex(Unsupported, "tp_group"):

@@ -147,8 +147,6 @@ def case_refusals(ranks):
     _refused(lambda: te.MultiheadAttention(32, 8, **parallel), "set_parallel_mode=True")
     _refused(lambda: te.MultiheadAttention(33, 3, set_parallel_mode=True, **parallel), "num_attention_heads is 3")
     _refused(lambda: te.MultiheadAttention(32, 8, num_gqa_groups=1, set_parallel_mode=True, **parallel), "num_gqa_groups is 1")
-    _refused(lambda: te.DotProductAttention(8, 8, cp_group=world), "cp_group", "ranks")
-    _refused(lambda: te.DotProductAttention(8, 8).set_context_parallel_group(world, [0], None), "cp_group")
     _refused(lambda: te.Linear(32, 32, tp_size=0), "tp_size is 0")
     _refused(lambda: te.Linear(32, 32, parallel_mode="row", tp_size=size + 1), "in_features is 32")
     _refused(lambda: te.Linear(32, 32 * 3, parallel_mode="column", tp_size=3).set_tensor_parallel_group(world), f"{size} ranks", "tp_size = 3")

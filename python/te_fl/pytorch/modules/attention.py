@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple, Union
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from te_fl import _native
 from te_fl.attention_logits import max_logits
 from te_fl.common.recipe import attends
 from te_fl.errors import InvalidArgument
@@ -17,14 +18,16 @@ from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.checkpoint import checkpoint
 from te_fl.pytorch.fp8 import extra_state, quantization
 from te_fl.pytorch.distributed import collectives
-from te_fl.pytorch.modules import cached_attention
+from te_fl.pytorch.modules import cached_attention, context_parallel
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.modules.layers import NativeLayer
 from te_fl.pytorch.modules.parallel import divided
 from te_fl.pytorch.runtime import random as generator
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import traced
+from te_fl.pytorch.runtime.constants import CPLoadBalancingStrategy
 from te_fl.pytorch.runtime.device import default_device
+from te_fl.pytorch.runtime.dtypes import LIKE
 from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspelling, only, refuse
 
 MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary")
@@ -174,11 +177,12 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     num_attention_heads, num_gqa_groups: the number of heads of q, and the number of heads of k and v. kv_channels: the head size; a pair
     gives the head size of q and k, and that of v. qkv_format: 'sbhd', 'bshd' or 'thd'. attn_mask_type, window_size, bottom_right_diagonal,
-    softcap: the defaults of the call's arguments with these names. softmax_type: 'vanilla', 'off-by-one' or 'learnable'. layer_number:
-    selects the layer's cache in inference_params. attention_type: accepted for compatibility; the mask and the shapes of a call determine
-    the computation. The heads of q and of k and v are sharded over the ranks of tp_group, or over tp_size ranks, and inputs contain only
-    this rank's heads. With sequence_parallel, dropout does not use get_rng_state_tracker. cp_group must have one rank; the other cp_
-    arguments have no effect.
+    softcap: the defaults of the call's arguments with these names. softmax_type: 'vanilla', 'off-by-one' or 'learnable'. cp_group,
+    cp_global_ranks, cp_stream, cp_comm_type: the ranks that divide the sequences, their global ranks, a stream for their messages, and how
+    they communicate ('p2p', 'all_gather', 'a2a', or 'a2a+p2p' with a list of two groups); docs/ranks-pytorch.md. layer_number: selects the
+    layer's cache in inference_params. attention_type: accepted for compatibility; the mask and the shapes of a call determine the
+    computation. The heads of q and of k and v are sharded over the ranks of tp_group, or over tp_size ranks, and inputs contain only this
+    rank's heads. With sequence_parallel, dropout does not use get_rng_state_tracker.
     """
 
     _kind = "attention"
@@ -223,6 +227,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = self.kv_channels, self.value_channels
         self.return_max_logit = bool(return_max_logit)
         self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
+        self.cp_group, self.cp_global_ranks, self.cp_stream, self.cp_comm_type = cp_group, cp_global_ranks, cp_stream, cp_comm_type
+        self.load_balancing_strategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP
         # With sequence_parallel the program itself forks the RNG tracker around the layer; ranks then draw different numbers.
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         if softmax_type == "learnable":
@@ -233,33 +239,59 @@ class DotProductAttention(TransformerEngineBaseModule):
             self.softmax_offset = None
 
     def set_context_parallel_group(self, cp_group: Any, cp_global_ranks: Optional[List[int]] = None, cp_stream: Optional[Any] = None,
-                                   cp_comm_type: str = "p2p", **load_balancing: Any) -> None:
-        """Accepts a group of one rank, for which the other arguments have no effect, and refuses larger groups."""
-        rules.group_of_one("DotProductAttention", "cp_group", cp_group)
+                                   cp_comm_type: str = "p2p",
+                                   load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP) -> None:
+        """Sets the ranks that divide the sequences, from the next forward on; the arguments are the constructor's. None: no ranks.
 
-    def _key(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float) -> tuple:
+        load_balancing_strategy: how each rank's tokens lie in the sequences: two chunks of each sequence, or, with 'all_gather' and 'thd', one
+        contiguous piece of all tokens.
+        """
+        rules.context_parallel("DotProductAttention", cp_group, cp_global_ranks, cp_comm_type)
+        if not isinstance(load_balancing_strategy, CPLoadBalancingStrategy):
+            raise TypeError(f"DotProductAttention: load_balancing_strategy is {load_balancing_strategy!r}; it is a CPLoadBalancingStrategy")
+        self.cp_group, self.cp_global_ranks, self.cp_stream, self.cp_comm_type = cp_group, cp_global_ranks, cp_stream, cp_comm_type
+        self.load_balancing_strategy = load_balancing_strategy
+
+    def __getstate__(self) -> dict:
+        state = super().__getstate__()
+        context = None if isinstance(self.cp_group, context_parallel.LostGroup) else self._context()
+        if context is not None:
+            state["cp_group"] = context_parallel.LostGroup(context.size)
+        elif not isinstance(self.cp_group, context_parallel.LostGroup):
+            state["cp_group"] = None
+        state["cp_stream"] = None
+        return state
+
+    def _context(self) -> Optional[context_parallel.Context]:
+        """The groups that divide the sequences; None if one rank has them."""
+        if self.cp_group is None:
+            return None
+        return context_parallel.find_context(self.cp_group, self.cp_comm_type, self.cp_stream, self.load_balancing_strategy)
+
+    def _key(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float, share: int = 1) -> tuple:
         """The key of a call's layer: in a graph the arguments of _native_key(), as words and integers."""
         # A forward without gradients never applies dropout, so only a forward with gradients in eval() needs a separate layer without dropout.
         drops = self.training or not (torch.is_grad_enabled() or torch_checkpoint.repeated())
         if torch.compiler.is_compiling():
             return layout, mask, softcap.hex(), *size, drops
-        return self._native_key(device, layout, mask, size, softcap, drops)
+        return self._native_key(device, layout, mask, size, softcap, drops, share)
 
-    def _native_key(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float, drops: bool) -> tuple:
+    def _native_key(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float, drops: bool, share: int = 1) -> tuple:
+        """share: over how many ranks of cp_group the heads are divided."""
         if device != self._device:  # without parameters, Module.to() does not report a change of device
             if self._device is not None:
                 self._forget(self._fp8_state())
             self._device = device
-        return device, layout, mask, size, softcap, self.attention_dropout if drops else 0.0
+        return device, layout, mask, size, softcap, self.attention_dropout if drops else 0.0, share
 
     def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[NativeLayer, None]:
         layout, mask, softcap, left, right, drops = key
         return self._layer(device, kind, self._native_key(device, layout, mask, (left, right), float.fromhex(softcap), bool(drops))), None
 
     def _make_options(self, kind: str, key: Any) -> dict:
-        _, layout, mask, size, softcap, dropout = key
-        chosen = {"num_attention_heads": self.num_attention_heads_per_partition, "head_dim": self.kv_channels, "value_head_dim": self.value_channels,
-                  "num_gqa_groups": self.num_gqa_groups_per_partition, "layout": layout, "mask_type": mask, "window_left": size[0], "window_right": size[1],
+        _, layout, mask, size, softcap, dropout, share = key
+        chosen = {"num_attention_heads": self.num_attention_heads_per_partition // share, "head_dim": self.kv_channels, "value_head_dim": self.value_channels,
+                  "num_gqa_groups": self.num_gqa_groups_per_partition // share, "layout": layout, "mask_type": mask, "window_left": size[0], "window_right": size[1],
                   "softmax_type": self.softmax_type, "attention_dropout": dropout, "softcap": softcap}
         return chosen if self.softmax_scale is None else {**chosen, "softmax_scale": float(self.softmax_scale)}
 
@@ -340,6 +372,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
         mask = mask_type(where, attn_mask_type or self.attn_mask_type)
         own = (self.softmax_offset.float(),) if self.softmax_type == "learnable" else ()
+        context = None if self.cp_group is None else self._context()
+        if context is not None:
+            only(where, ("inference_params", inference_params, None, "over several ranks of cp_group there is no cache; leave one of the two out"))
+            call = context_parallel.AttentionCall(query_layer, key_layer, value_layer, layout, mask, self._own_window() if window_size is None else window_size,
+                                         bottom_right is not False, cap, attention_mask, lengths, core_attention_bias_type, core_attention_bias,
+                                         alibi_slopes, own[0] if own else None)
+            return self._over_ranks(context, call, checkpoint_core_attention)
         if inference_params is not None:
             params = cached_attention.check(where, inference_params)
             sources = (query_layer, key_layer, value_layer, core_attention_bias, *own)
@@ -350,9 +389,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             query_layer, key_layer, attention_mask, lengths, core_attention_bias_type, core_attention_bias, alibi_slopes)
 
         def compute(q, k, v, *biases):
-            key = self._key(q.device, layout, mask, size, cap)
-            dropped = generator.draw_for(self, q.device) if self.training and self.attention_dropout > 0 else None
-            return self._run((q, k, v), own, key=key, attention=inputs, random=dropped, extras=biases)
+            return self._attend(q, k, v, layout, mask, size, cap, inputs, biases, own)
 
         if inference_params is not None:
             with torch.no_grad():
@@ -364,6 +401,38 @@ class DotProductAttention(TransformerEngineBaseModule):
             out = compute(query_layer, key_layer, value_layer, *extras)
         out = out.flatten(-2)
         return (out, self._max_logit(query_layer, key_layer, layout, mask, size, cap, inputs)) if self.return_max_logit else out
+
+    def _attend(self, q, k, v, layout: str, mask: str, size: Tuple[int, int], cap: float, inputs: dict, biases: Tuple[torch.Tensor, ...],
+                own: Tuple[torch.Tensor, ...], share: int = 1) -> torch.Tensor:
+        """Runs the layer for this mask, window and softcap. inputs, biases: from _prepared(). own: the layer's parameters."""
+        key = self._key(q.device, layout, mask, size, cap, share)
+        dropped = generator.draw_for(self, q.device) if self.training and self.attention_dropout > 0 else None
+        return self._run((q, k, v), own, key=key, attention=inputs, random=dropped, extras=biases)
+
+    def _over_ranks(self, context: context_parallel.Context, call: context_parallel.AttentionCall, recompute: bool):
+        """The forward over the ranks of cp_group."""
+        where = "DotProductAttention"
+        if torch.compiler.is_compiling():
+            raise refuse(where, "cp_group", self.cp_group, "graphs of torch.compile hold no collectives of te-fl's; leave fullgraph=True out, or give one rank")
+        call = call._replace(window=window(where, call.window, call.mask))
+        rules.choice(where, "core_attention_bias_type", call.bias_kind, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"))
+        self._biased(where, call.bias_kind, call.bias, call.slopes, call.cap, {})
+
+        def prepared(whole: context_parallel.AttentionCall, slopes: Optional[torch.Tensor]):
+            return self._prepared(where, whole.layout, whole.mask, whole.window, whole.bottom_right, whole.cap, whole.q, whole.k, whole.masks, whole.lengths,
+                                  whole.bias_kind, whole.bias, slopes)
+
+        def run(q, k, v, layout, mask, size, cap, inputs, extras, sink, share):
+            mask = THD_MASKS.get(mask, mask) if layout == "thd" else mask
+            return self._attend(q, k, v, layout, mask, size, cap, inputs, extras, () if sink is None else (sink,), share)
+
+        out, largest = context_parallel.attend(context, self, call, cumulative_lengths, prepared, run, recompute)
+        out = out.flatten(-2)
+        return (out, largest.to(out.dtype)) if self.return_max_logit else out
+
+    def _live_fp8_state(self) -> Dict[str, torch.Tensor]:
+        """The scales and amax histories themselves, by te_fl::nn's names."""
+        return dict(_native.fp8_state(self._states.native, LIKE))
 
     def _max_logit(self, q: torch.Tensor, k: torch.Tensor, layout: str, mask: str, size: Tuple[int, int], cap: float, inputs: dict) -> torch.Tensor:
         """The largest score of each head, [heads] in q's dtype, after scaling, cap, bias and mask, without the sink. No gradient."""
@@ -426,7 +495,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 raise refuse(where, "core_attention_bias_type", bias_kind, f"with qkv_format='thd', mask {own!r} and softmax_type "
                              f"{self.softmax_type!r} te-fl has no such addend; take a padded format, or a causal mask and the vanilla softmax")
             else:
-                inputs["bias"] = -behind(bottom_right).abs() * chosen.float().view(-1, self.num_attention_heads_per_partition, 1, 1)
+                inputs["bias"] = -behind(bottom_right).abs() * chosen.float().view(-1, chosen.shape[-1], 1, 1)
         return (THD_MASKS.get(mask, mask) if not dense else mask), size, inputs, extras
 
     def _own_slopes(self, device: torch.device) -> torch.Tensor:

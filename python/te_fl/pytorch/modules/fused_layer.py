@@ -70,7 +70,8 @@ class FusedLayer:
         """True if the fused call can compute `call` with the current parts."""
         return (not call.checkpoint_core_attention and call.thd_attention_policies is None and call.inference_params is None
                 and not isinstance(call.rotary_pos_emb, (tuple, list)) and (not self._divides or self._supports_ranks(owner))
-                and self._core.training is owner.training and not export.state.exporting and not quantization.by_module() and self.usable())
+                and (self._core.cp_group is None or self._core._context() is None) and self._core.training is owner.training
+                and not export.state.exporting and not quantization.by_module() and self.usable())
 
     def _supports_ranks(self, owner: torch.nn.Module) -> bool:
         """True if the fused call supports the sharded parts: all use one group, and no dropout draws from a tracker's stream."""

@@ -8,7 +8,7 @@ import torch
 
 from te_fl.errors import InvalidArgument
 from te_fl.pytorch.functions.rope import apply_rotary_pos_emb
-from te_fl.pytorch.modules import cached_attention
+from te_fl.pytorch.modules import cached_attention, context_parallel
 from te_fl.pytorch.modules.attention import DotProductAttention, checked_mask
 from te_fl.pytorch.modules.inference import InferenceParams
 from te_fl.pytorch.modules.layers import NativeLayer
@@ -18,6 +18,7 @@ from te_fl.pytorch.modules.parameters import part_name
 from te_fl.pytorch.modules.parallel import divided, size_of
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import registry, traced
+from te_fl.pytorch.runtime.constants import CPLoadBalancingStrategy
 from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspelling
 
 
@@ -194,9 +195,16 @@ class MultiheadAttention(torch.nn.Module):
     def fast_setattr(self, name: str, value: Any) -> None:
         self.__dict__[name] = value
 
-    def set_context_parallel_group(self, cp_group: Any, *how: Any, **more: Any) -> None:
-        """Accepts a group of one rank, for which the other arguments have no effect, and refuses larger groups."""
-        rules.group_of_one("MultiheadAttention", "cp_group", cp_group)
+    def set_context_parallel_group(self, cp_group: Any, cp_global_ranks: Optional[List[int]] = None, cp_stream: Optional[Any] = None,
+                                   cp_comm_type: str = "p2p",
+                                   load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP) -> None:
+        """Sets the ranks that divide the sequences; see DotProductAttention. Inputs and outputs are those of this rank's tokens, and rotary_pos_emb
+        has the angles of whole sequences.
+        """
+        for part in self.children():
+            if hasattr(part, "set_context_parallel_group"):
+                part.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy)
+        self.cp_rank, self.cp_size = context_parallel.rank_and_size(cp_group, cp_comm_type)
 
     def _projected(self, x: torch.Tensor, encoder_output: Optional[torch.Tensor], first) -> Tuple[torch.Tensor, ...]:
         """Returns q, k and v [.., heads, channels], and the normalised input if requested."""
@@ -228,7 +236,7 @@ class MultiheadAttention(torch.nn.Module):
 
     def _rotate(self, t: torch.Tensor, angles: torch.Tensor, cu_seqlens: Optional[torch.Tensor]) -> torch.Tensor:
         return apply_rotary_pos_emb(t, angles, self.qkv_format, fused=True, cu_seqlens=cu_seqlens if self.qkv_format == "thd" else None,
-                                    interleaved=self.rotary_pos_interleaved)
+                                    interleaved=self.rotary_pos_interleaved, cp_size=self.cp_size, cp_rank=self.cp_rank)
 
     def _rotate_over_cache(self, t: torch.Tensor, angles: torch.Tensor, params: InferenceParams) -> torch.Tensor:
         thd = self.qkv_format == "thd"

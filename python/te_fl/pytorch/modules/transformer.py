@@ -175,9 +175,12 @@ class TransformerLayer(torch.nn.Module):
             raise InvalidArgument(f"TransformerLayer: hidden_states has {hidden_states.shape[0]} rows; with sequence_parallel each of the {self.tp_size} ranks "
                              f"has {self.seq_length // self.tp_size} of seq_length = {self.seq_length}")
 
-    def set_context_parallel_group(self, cp_group: Any, *how: Any, **more: Any) -> None:
-        """Accepts a group of one rank, for which the other arguments have no effect, and refuses larger groups."""
-        rules.group_of_one("TransformerLayer", "cp_group", cp_group)
+    def set_context_parallel_group(self, cp_group: Any, cp_global_ranks: Optional[List[int]] = None, cp_stream: Optional[Any] = None,
+                                   cp_comm_type: str = "p2p") -> None:
+        """Sets the ranks that divide the sequences in all parts; see MultiheadAttention."""
+        for part in self.children():
+            if hasattr(part, "set_context_parallel_group"):
+                part.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def reset_fp8_meta_tensors(self) -> None:
         """Resets all scales to 1 and clears the amax histories, in all parts."""

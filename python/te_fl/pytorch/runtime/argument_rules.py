@@ -28,7 +28,7 @@ RULES: Dict[str, Tuple[Tuple[Any, ...], ...]] = {
     ),
     "DotProductAttention": (
         ('tensor_parallel', ('tp_group', 'tp_size')),
-        ('group_of_one', ('cp_group',)),
+        ('context_parallel', ('cp_group', 'cp_global_ranks', 'cp_comm_type')),
         ('choice', ('attention_type',), ('self', 'cross')),
         ('choice', ('qkv_format',), ('sbhd', 'bshd', 'thd')),
         ('choice', ('softmax_type',), ('vanilla', 'off-by-one', 'learnable')),

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from te_fl.errors import InvalidArgument, Unsupported, did_you_mean
 from te_fl.pytorch.runtime.argument_rules import RULES
 
-_ONE_RANK = "te_fl.pytorch divides no sequence and no experts over ranks so far; leave it out"
 
 _SIZES = ("in_features", "out_features", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_gqa_groups")
 _PROBABILITIES = ("attention_dropout", "hidden_dropout", "drop_path_rate")
@@ -90,12 +89,29 @@ def process_group(where: str, argument: str, group: Any) -> None:
         raise refuse(where, argument, group, "give a torch.distributed.ProcessGroup, or leave it out")
 
 
-def group_of_one(where: str, argument: str, group: Any) -> None:
-    """Refuses a process group, or a list containing one, with more than one rank. None is accepted."""
-    for one in group if isinstance(group, (list, tuple)) else (group,):
-        process_group(where, argument, one)
-        if one is not None and one.size() != 1:
-            raise refuse(where, argument, group, f"it has {one.size()} ranks, and {_ONE_RANK}")
+_CONTEXT_KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def context_parallel(where: str, cp_group: Any, cp_global_ranks: Any, cp_comm_type: Any) -> None:
+    """Checks the arguments of context parallelism: one process group, or for 'a2a+p2p' a list of two, of the all-to-all and of the exchange of keys."""
+    choice(where, "cp_comm_type", cp_comm_type, _CONTEXT_KINDS)
+    groups = cp_group if isinstance(cp_group, (list, tuple)) else (cp_group,)
+    for one in groups:
+        process_group(where, "cp_group", one)
+    if cp_group is None:
+        return
+    if (cp_comm_type == "a2a+p2p") != isinstance(cp_group, (list, tuple)) or (cp_comm_type == "a2a+p2p" and (len(groups) != 2 or None in groups)):
+        shown = f"a list of {len(groups)}" if isinstance(cp_group, (list, tuple)) else "one process group"
+        raise InvalidArgument(f"{where}: cp_group is {shown} with cp_comm_type {cp_comm_type!r}; 'a2a+p2p' takes a list of two process groups, [of the "
+                              "all-to-all of heads, of the exchange of keys], and the other kinds take one process group")
+    ranks = math.prod(one.size() for one in groups)
+    if cp_global_ranks is None or ranks == 1:
+        return
+    named = list(cp_global_ranks)
+    own = None if len(groups) > 1 else list(dist.get_process_group_ranks(groups[0]))
+    if len(named) != ranks or (own is not None and named != own):
+        raise InvalidArgument(f"{where}: cp_global_ranks is {named}, and cp_group has {ranks} ranks{'' if own is None else f', {own}'}; give the global ranks of "
+                              "the group in its order, or leave them out")
 
 
 def tensor_parallel(where: str, tp_group: Any, tp_size: Any) -> None:
@@ -179,7 +195,5 @@ def check(where: str, arguments: Mapping[str, Any]) -> None:
             choice(where, names[0], named[0], more[0])
         elif kind == "off":
             only(where, (names[0], bool(named[0]), False, more[0]))
-        elif kind == "group_of_one":
-            group_of_one(where, names[0], named[0])
         else:
-            {"tensor_parallel": tensor_parallel, "parallel_mode": parallel_mode, "symmetric": symmetric}[kind](where, *named)
+            {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel, "parallel_mode": parallel_mode, "symmetric": symmetric}[kind](where, *named)
