@@ -18,7 +18,9 @@ Result<std::vector<int64_t>> count_tokens(const Routing& routing, int64_t num_ex
 int64_t row_alignment(const Fp8Mode& mode) {
   // Tensor cores read FP8 operands in pieces of 16 bytes, and the weight gradient's GEMM reads the
   // rows of an expert as such pieces.
-  return mode.fp8 ? 16 : 1;
+  if (!mode.fp8) return 1;
+  return mode.recipe != nullptr && std::holds_alternative<MXFP8BlockScaling>(*mode.recipe) ? 32
+                                                                                           : 16;
 }
 
 Result<ExpertRows> dispatch(const Tensor& x, const Routing& routing,

@@ -18,9 +18,9 @@ PyObject* device_name(PyObject*, PyObject* device) noexcept;  // ("cuda:0") -> t
 PyObject* load_plugin(PyObject*, PyObject* path) noexcept;    // (path or name) -> name
 // (path) -> str: why code there may not be executed; empty if it may
 PyObject* file_trust_problem(PyObject*, PyObject* path) noexcept;
-PyObject* verify_counts(PyObject*, PyObject*) noexcept;       // () -> dict
-PyObject* fingerprint(PyObject*, PyObject*) noexcept;         // () -> str
-PyObject* fingerprint_table(PyObject*, PyObject*) noexcept;   // () -> str
+PyObject* verify_counts(PyObject*, PyObject*) noexcept;      // () -> dict
+PyObject* fingerprint(PyObject*, PyObject*) noexcept;        // () -> str
+PyObject* fingerprint_table(PyObject*, PyObject*) noexcept;  // () -> str
 // (table, table) -> list of str: their differences, one a line, "in the first" and "in the second"
 PyObject* fingerprint_difference(PyObject*, PyObject* args) noexcept;
 PyObject* write_trace(PyObject*, PyObject*) noexcept;  // () -> None
