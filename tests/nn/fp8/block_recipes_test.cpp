@@ -31,7 +31,7 @@ Step step(Linear& layer, const Tensor& x, const Recipe& recipe, bool enabled = t
   }
   EXPECT_OK(layer.zero_grad());
   const Tensor dx = take(layer.backward(y, ctx));
-  return {values_of(y), values_of(dx), values_of(layer.parameters().front()->grad)};
+  return {values_of(y), values_of(dx), values_of(layer.parameters().front().grad())};
 }
 
 Tensor input() {
@@ -39,15 +39,15 @@ Tensor input() {
   for (size_t i = 0; i < values.size(); ++i) {
     values[i] = std::sin(static_cast<float>(i)) * std::exp2(static_cast<float>(i / 97 % 9) - 4);
   }
-  return take(Tensor::from_values({kRows, kIn}, values));
+  return tensor({kRows, kIn}, values);
 }
 
 // Multiplies by 2 row-wise and by 3 column-wise.
 std::shared_ptr<const TensorQuantiser> scaling_quantiser(float by_rows, float by_columns) {
   const auto scaled = [](const Tensor& x, float factor) {
     Values values = values_of(x);
-    for (float& v : values) v *= factor;
-    return take(Tensor::from_values({x.size(0), x.size(1)}, values));
+    for (double& v : values) v *= factor;
+    return tensor({x.size(0), x.size(1)}, values);
   };
   return std::make_shared<const TensorQuantiser>(TensorQuantiser{
       .name = "scaled",
@@ -121,7 +121,7 @@ TEST(BlockRecipes, AWrongOperandIsRefusedByName) {
   autocast fp8(
       true,
       CustomScaling{.quantisers = {.input = quantiser, .weight = nullptr, .gradient = nullptr}});
-  EXPECT_FAILS(layer->forward(input()), kInvalidArgument, "the quantiser \"short\" returned");
+  EXPECT_FAILS(layer->forward(input(), nullptr), kInvalidArgument, "the quantiser \"short\" returned");
   const Recipe empty =
       CustomScaling{.quantisers = {.input = std::make_shared<const TensorQuantiser>(),
                                    .weight = nullptr,
