@@ -31,11 +31,9 @@ TYPES = ("Array", "DType", "Initializer", "LogicalRules", "PRNGKey", "PrecisionL
 
 _OWN_STATE = "quantisers are te_fl.jax.quantize.create_set(recipe)'s trees of arrays, and what they write a Quantized"
 _PACKED = "packed sequences (thd) are not supported"
-_CONTEXT = "context parallelism is not supported over several devices"
 _EXPERTS = "mixtures of experts are not supported in JAX"
 # Reasons for differences. Keys: a name below transformer_engine.jax, a whole module, or "NAME: parameters" if only the parameters differ.
 REASONS = {
-    "attention.ReorderStrategy": _CONTEXT,
     "attention.SequenceDescriptor.get_seqlens_and_offsets": _PACKED,
     "attention.SequenceDescriptor.seq_offsets": _PACKED,
     "attention.SequenceDescriptor.segment_ids": _PACKED,
@@ -44,9 +42,7 @@ REASONS = {
     "attention.SequenceDescriptor.tree_unflatten": "it is a NamedTuple, which JAX knows",
     "attention.fused_attn: parameters": "two more at the end: return_max_logit, which is refused, and transpose_batch_sequence",
     "attention.fused_attn_thd": _PACKED,
-    "attention.inverse_reorder_causal_load_balancing": _CONTEXT,
     "attention.is_fused_attn_kernel_available": "fused_attn computes what it does not refuse by name, on every device",
-    "attention.reorder_causal_load_balancing": _CONTEXT,
     "attention.run_length_fill": _PACKED,
     "attention.run_length_fill_flattened": _PACKED,
     "checkpoint_policies": "te-fl's ops are calls of XLA's FFI: name what is to be saved (ffn1, qkv_proj, context ..) to jax.checkpoint_policies.save_only_these_names",
