@@ -150,7 +150,7 @@ def delays() -> bool:
 
 def by_module() -> bool:
     """True inside of an autocast with a CustomRecipe, whose quantizers each module has of its own."""
-    return bool(_state.scopes) and _state.scopes[-1].by_module
+    return _state.scopes[-1].by_module if _state.scopes else False  # torch.compile does not trace bool() of a list
 
 
 def calibrating() -> bool:
