@@ -204,7 +204,7 @@ class PyTorch(unittest.TestCase):
     def test_names_come_from_te_fl(self):
         run(self.USE + "from transformer_engine.pytorch.optimizers import FusedAdam; import te_fl.pytorch.optimizers as o\n"
             "assert FusedAdam is o.FusedAdam is te.optimizers.FusedAdam\n"
-            "from transformer_engine.pytorch.fp8 import check_mxfp8_support; assert check_mxfp8_support()[0] is False\n"
+            "from transformer_engine.pytorch.fp8 import check_mxfp8_support; assert check_mxfp8_support()[0] is True\n"
             "from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb as a, RotaryPositionEmbedding as r\n"
             "assert r is te.RotaryPositionEmbedding is te.attention.RotaryPositionEmbedding\n"
             "from transformer_engine.pytorch.attention.inference import InferenceParams as i, NonPagedKVCacheManager; assert i is te.attention.InferenceParams\n"
@@ -309,7 +309,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling, DelayedScalin
 assert not state.is_fp8_enabled() and isinstance(state.get_fp8_recipe(), DelayedScaling)
 with te.autocast(recipe=Float8CurrentScaling()):
     assert state.is_fp8_enabled() and not state.is_fp8_calibration() and state.get_fp8_recipe().float8_current_scaling()
-assert state.is_mxfp8_available()[0] is False and not hasattr(state, 'quantizer')
+assert state.is_mxfp8_available()[0] is True and not hasattr(state, 'quantizer')
 for name, way_out in (('reduce_and_update_fp8_tensors', 'make_graphed_callables'), ('add_fp8_tensors_to_global_buffer', 'cuda_graph_impl'), ('quantizer', 'is_fp8_enabled')):
     try:
         getattr(state, name)
