@@ -207,7 +207,8 @@ TEST(Borrowed, CodesThatDoNotFitAreNamed) {
   parts = whole.parts();
   parts.columns = whole.codes;
   EXPECT_FAILS(wrap_quantized(Scaling::kTensor, parts), kInvalidArgument, "columns is f8e4m3");
-  EXPECT_FAILS(wrap_quantized(Scaling::kMXFP8, parts), kInvalidArgument, "the scaling is mxfp8");
+  EXPECT_FAILS(wrap_quantized(Scaling::kMXFP8, parts), kInvalidArgument, "it must be f8e8m0");
+  EXPECT_FAILS(wrap_quantized(Scaling::kNone, parts), kInvalidArgument, "the scaling is none");
   parts.codes = weight->value;
   EXPECT_FAILS(wrap_quantized(Scaling::kTensor, parts), kInvalidArgument, "codes is f32");
   const auto bias = module->parameters()[3].parameter;
