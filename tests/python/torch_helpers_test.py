@@ -71,8 +71,8 @@ class Package(unittest.TestCase):
         self.assertIs(te.RotaryPositionEmbedding, te.attention.RotaryPositionEmbedding)
         self.assertIs(te.FusedAdam, te.optimizers.FusedAdam)
         self.assertIn("parallel_cross_entropy", dir(te))
-        with self.assertRaisesRegex(AttributeError, "MXFP8Quantizer.*transformer-engine.md"):
-            te.MXFP8Quantizer
+        with self.assertRaisesRegex(AttributeError, "MXFP8Tensor.*transformer-engine.md"):
+            te.MXFP8Tensor
         code = "import sys, te_fl.pytorch; assert not {'te_fl.pytorch.functions.cross_entropy', 'te_fl.pytorch.optimizers'} & set(sys.modules)"
         subprocess.run([sys.executable, "-c", code], check=True)
 
