@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
-#include <iterator>
 #include <new>
 #include <regex>
 #include <sstream>
