@@ -432,6 +432,7 @@ void TracedCall::record(const Status& status, const Execution& execution) {
 void TracedCall::record_verification(int64_t start, const Execution& execution,
                                      const std::string& outcome) {
   const int64_t end = now();
+  const char* const op = registry::intern_string(call_.row.compiled->schema().name);
   const std::lock_guard lock(trace_mutex);
   Recording& s = recording();
   if (s.process != getpid()) return;
@@ -440,8 +441,7 @@ void TracedCall::record_verification(int64_t start, const Execution& execution,
     return;
   }
   const Implementation* impl = execution.impl;
-  s.events.push_back({registry::intern_string(call_.row.compiled->schema().name),
-                      impl == nullptr ? nullptr : impl->interned_id, start, end - start,
+  s.events.push_back({op, impl == nullptr ? nullptr : impl->interned_id, start, end - start,
                       thread_number(), call_.options.stream, Device{}, description_,
                       find_number(s, outcome), kNone, kNone, false, false, true});
 }
