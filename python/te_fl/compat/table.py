@@ -182,9 +182,9 @@ LACKING = (
      "get_fwd_bwd_key get_key_in_buffer get_meta_tensor_key get_old_fp8_meta_tensors_for_recompute get_unique_autocast_key is_first_fp8_module "
      "reduce_and_update_fp8_tensors reduce_tensor_across_group_op_max restore_fp8_meta_tensors set_autocast_state split_key_in_buffer",
      "internal storage and update of scales; te-fl's are in C++: use `autocast` and `checkpoint`"),
-    ("alloc_tensors amax_reduction_group calibrate clear copy_from_storage create_metadata create_tensor_from_data fsdp_assign_gathered fsdp_buffer_fields "
+    ("alloc_tensors amax_reduction_group calibrate clear convert_shape_for_fp4 copy_from_storage create_metadata create_tensor_from_data fsdp_assign_gathered fsdp_buffer_fields "
      "fsdp_extract_buffers get_columnwise_shape get_data_tensors get_metadata get_scale_shape get_usages inner_tensor_specs internal is_requantization_safe "
-     "make_like optimize_for_gemm prepare_for_saving quantize_impl remove_caches restore_from_saved storage_metadata supports_only_rowwise_all_gather to_dtype "
+     "make_like optimize_for_gemm prepare_for_saving quantize_impl remove_caches restore_from_saved rht_matrix_random_sign_mask_t storage_metadata supports_only_rowwise_all_gather to_dtype "
      "update_quantizer update_usage with_amax_reduction", "memory layout of its tensors; a Float8Tensor of te-fl owns codes and scales"),
     ("fuser_backward fuser_forward fuser_forward_save_ctx op_backward op_forward",
      "fusion of its operations; only user-defined operations define them in te-fl"),

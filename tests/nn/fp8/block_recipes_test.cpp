@@ -121,7 +121,8 @@ TEST(BlockRecipes, AWrongOperandIsRefusedByName) {
   autocast fp8(
       true,
       CustomScaling{.quantisers = {.input = quantiser, .weight = nullptr, .gradient = nullptr}});
-  EXPECT_FAILS(layer->forward(input(), nullptr), kInvalidArgument, "the quantiser \"short\" returned");
+  EXPECT_FAILS(layer->forward(input(), nullptr), kInvalidArgument,
+               "the quantiser \"short\" returned");
   const Recipe empty =
       CustomScaling{.quantisers = {.input = std::make_shared<const TensorQuantiser>(),
                                    .weight = nullptr,
