@@ -70,7 +70,8 @@ std::vector<bool> equal_choices(const core::CompiledOp& op, const core::OutputCh
   const auto rows = static_cast<int64_t>(keys.wanted.size()) / columns;
   std::vector<bool> equal(static_cast<size_t>(rows));
   for (int64_t r = 0; r < rows; ++r) {
-    // The keys of the chosen columns, those of the reference for both runs.
+    // Returns the keys of the columns that a run has chosen. The keys are read from the reference
+    // run, also for the columns that the other run has chosen.
     const auto chosen = [&](std::vector<double> Both::*run) {
       Row found;
       const auto add = [&](int64_t c) {

@@ -25,8 +25,8 @@ class Block : public te_fl::nn::Module {
                                        const te_fl::nn::AttentionInputs& attention,
                                        const te_fl::nn::ForwardOptions& options);
   te_fl::Result<te_fl::Tensor> backward(const te_fl::Tensor& dy, Contexts& contexts);
-  // The module whose parameters are those of the layer: the TransformerLayer itself, so that
-  // checkpoints of models without experts have its names.
+  // The module that has the layer's parameters. Without experts it is the TransformerLayer, so that
+  // checkpoints have that module's names.
   te_fl::nn::Module& module() { return layer_ != nullptr ? *layer_ : static_cast<Module&>(*this); }
 
  private:

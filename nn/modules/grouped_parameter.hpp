@@ -19,8 +19,8 @@ class GroupedParameter {
       const char* module, std::vector<std::shared_ptr<Parameter>> parts);
   const std::shared_ptr<Parameter>& whole() const noexcept { return whole_; }
 
-  // Makes the parts' values and versions those of the whole parameter. Must be called before each
-  // forward and backward.
+  // Sets the parts' values to slices of the whole parameter, and their versions to its version.
+  // Must be called before each forward and backward.
   Status spread();
   // Must be called before and after the parts' gradients are written. open_grad() makes them slices
   // of the whole gradient, which it allocates if necessary; close_grad() marks it as written.

@@ -180,6 +180,7 @@ MODULES = {
     "LayerNormMLP": lambda: te.LayerNormMLP(64, 128, activation="swiglu", params_dtype=torch.bfloat16, device=CPU),
     "GroupedLinear": lambda: te.GroupedLinear(2, 64, 64, params_dtype=torch.bfloat16, device=CPU),
     "TransformerLayer": lambda: te.TransformerLayer(64, 128, 4, hidden_dropout=0, attention_dropout=0, params_dtype=torch.bfloat16, device=CPU),
+    "MoELayer": lambda: te.MoELayer(64, 96, 4, 2, shared_ffn_hidden_size=32, params_dtype=torch.bfloat16, device=CPU),
     "ops": lambda: te_ops.Sequential(te_ops.LayerNorm(64, device=CPU, dtype=torch.bfloat16), te_ops.Linear(64, 64, device=CPU, dtype=torch.bfloat16)),
 }
 

@@ -23,7 +23,8 @@ struct Values {
   uint32_t scaling = TE_FL_SCALING_NONE;
   int64_t rows = 0, cols = 0;
   bool columnwise = false;  // `data` and `scale_inv` are column-wise
-  bool transposed = false;  // and those of the transposed matrix: not in MXFP8
+  // The column-wise copy is stored as [cols, rows]. MXFP8 stores it as [rows, cols].
+  bool transposed = false;
 
   __device__ float at(int64_t row, int64_t col) const {
     if (scaling == TE_FL_SCALING_MXFP8) {

@@ -13,7 +13,7 @@ struct Decode {
   uint32_t scaling;
   int64_t m, k;
   bool columnwise;  // data and scales are column-wise
-  bool transposed;  // data and scales are those of the transposed matrix
+  bool transposed;  // data and scales are stored for the matrix [k, m]
   __device__ const uint8_t* mxfp8_scale(int64_t row, int64_t col) const {
     const auto* codes = static_cast<const uint8_t*>(scale_inv);
     return columnwise ? codes + row / kMxfp8Block * mxfp8_column_pitch(k) + col
@@ -102,7 +102,7 @@ struct DecodeNvfp4 {
   const uint8_t* scales;  // E4M3, `pitch` for each row of the stored matrix
   const float* amax;
   int64_t m, k, pitch;
-  bool transposed;  // data and scales are those of the transposed matrix
+  bool transposed;  // data and scales are stored for the matrix [k, m]
   __device__ float at(int64_t row, int64_t col) const {
     const int64_t i = transposed ? col : row, j = transposed ? row : col;
     const int64_t n = i * (transposed ? m : k) + j;

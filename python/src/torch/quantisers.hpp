@@ -10,16 +10,16 @@ namespace te_fl::python {
 nn::BackwardOverride read_override(PyObject* value);
 
 // quantisers(name, all, fc2, backward_override, like) -> recipe. `all` has the quantisers of input,
-// weight and gradient, each (name, function), or None for high precision; `fc2`, which may be None,
-// those of the second linear map of LayerNormMLP. function(values, rowwise, columnwise,
-// stream) returns the pair of operands, each None, a tensor with values, or a te_fl.Quantized. The
-// tensors belong to the framework of `like`; the function enqueues its work on the stream of the
-// given handle.
+// weight and gradient, each (name, function), or None for high precision. `fc2` has the quantisers
+// of the second linear map of LayerNormMLP; None: `all` applies to both maps. function(values,
+// rowwise, columnwise, stream) returns the pair of operands, each None, a tensor with values, or a
+// te_fl.Quantized. The tensors belong to the framework of `like`; the function enqueues its work on
+// the stream of the given handle.
 PyObject* make_quantisers(PyObject*, PyObject* args) noexcept;
 
-// Converts the result of te_fl.common.recipe.describe_natively(), of a kind that is not C++'s,
-// by te_fl.pytorch. Equal descriptions give equal recipes. Needs the interpreter's lock; throws
-// PythonError.
+// Converts a result of te_fl.common.recipe.describe_natively() for a recipe that C++ does not have,
+// with quantisers that te_fl.pytorch makes. Equal descriptions give equal recipes. Needs the
+// interpreter's lock; throws PythonError.
 nn::CustomScaling read_quantisers(PyObject* described);
 
 }  // namespace te_fl::python

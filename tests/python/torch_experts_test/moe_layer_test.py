@@ -13,10 +13,10 @@ import torch.utils.checkpoint
 from torch_oracle import DEVICES, randn
 
 import te_fl.pytorch as te
-from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from te_fl.errors import FailedPrecondition, InvalidArgument, Unsupported
 
-RECIPES = (None, DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling())
+RECIPES = (None, DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling())
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HIDDEN, FFN, TOKENS = 32, 48, 21
 torch.set_num_threads(1)  # the matrices are too small for more threads

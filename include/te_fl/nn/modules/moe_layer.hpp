@@ -20,7 +20,7 @@ struct MoEAuxiliary {
 // A mixture of experts: a router chooses top_k of the experts, which are MLPs, for each token, and
 // the token's output is the sum of their outputs, weighted by the router's probabilities. No token
 // is dropped. The router computes in FP32. Under FP8 each expert has its own scales, and its rows
-// are padded with zeros to a multiple of 16.
+// are padded with zeros to a multiple of 16, with MXFP8BlockScaling of 32.
 //
 // If the activation has an op with one factor per row (swiglu, clamped_swiglu, srelu) and fc2 has
 // no bias, the activation applies the probabilities; otherwise the sum over experts does, and the
@@ -33,7 +33,7 @@ struct MoEAuxiliary {
 // Parameters: router_weight [num_experts, hidden], expert_bias F32 [num_experts], fc1_weight
 // [num_experts, ffn or 2 ffn if gated, hidden], fc1_bias, fc2_weight [num_experts, hidden, ffn],
 // fc2_bias (without single_grouped_weight: fc1_weight0, ..), shared_gate_weight [1, hidden], and
-// those of the submodule shared_experts. FP8 states: fc1_gemm0, .., fc2_gemm0, ...
+// the parameters of the submodule shared_experts. FP8 states: fc1_gemm0, .., fc2_gemm0, ...
 class TE_FL_API MoELayer : public Module {
  public:
   static Result<std::unique_ptr<MoELayer>> create(const MoELayerOptions& options);

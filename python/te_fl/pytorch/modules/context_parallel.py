@@ -486,7 +486,7 @@ class _Gather:
         visible = call.lengths[1].diff()
         starts_kv = call.lengths[1] if call.lengths[3] is None else call.lengths[3]
         for piece in _pieces(self.context, call):
-            # A causal query sees the keys up to its own; keys behind those of the piece's last query are left out.
+            # A causal query sees no key after its own position, so keys after the piece's last query are left out.
             shown = torch.minimum(visible, piece.begin + piece.tokens) if call.causal else visible
             # Sequences of which the piece has no query keep no key either.
             shown = torch.where(piece.tokens > 0, shown, 0)
