@@ -3,6 +3,7 @@
 #include <string>
 
 #include "nn/base/tensor_ops.hpp"
+#include "nn/fp8/fp8_values.hpp"
 
 namespace te_fl::nn::detail {
 namespace {
