@@ -97,7 +97,9 @@ class Comparison {
     };
     const Magnitudes magnitudes(walk, p.wanted, huge_from(p.dtype), value);
     const double share = tolerance_.relative(p.dtype);
-    const double least = p.dtype == TE_FL_F16 ? 0x1p-24 : 0;  // the step of subnormals
+    // The step of F16's subnormals, of which the terms of a sum may have been rounded to some.
+    const double subnormal_steps = tolerance_.kind == core::ErrorKind::kRoundedSum ? 8 : 1;
+    const double least = p.dtype == TE_FL_F16 ? subnormal_steps * 0x1p-24 : 0;
     const bool narrow = bits(static_cast<DType>(p.dtype)) == 16;
     const bool steps = before != nullptr && tolerance_.kind == core::ErrorKind::kElement;
     return run(name, walk, false, [&](int64_t n, int64_t at) -> Found {

@@ -79,9 +79,10 @@ Tolerance Tolerance::of(const core::CompiledOp& op, const void* args, const te_f
   if (t.kind != core::ErrorKind::kElement)
     t.cancelled = 2 * sum * gradient * largest * std::max(largest, 1.0) * std::max(second, 1.0);
   if (t.kind == core::ErrorKind::kSum)
-    t.of_scale = sum + (narrow ? unit_of(dtype) : 0) + (codes ? 0x1p-9 : 0);
+    // Tensor cores keep 14 bits of the sums of FP8 products, whose largest terms may cancel.
+    t.of_scale = sum + (narrow ? unit_of(dtype) : 0) + (codes ? 0x1p-6 : 0);
   if (t.kind == core::ErrorKind::kRoundedSum) {
-    t.of_scale = sum + 2 * coarsest;
+    t.of_scale = sum + (coarsest > 0x1p-8 ? 2 : 8) * coarsest;
     t.floor *= 4 * std::clamp(largest, 1.0, 8.0);
   }
   return t;
@@ -102,8 +103,8 @@ std::string tolerance_text(core::ErrorKind kind) {
       return "an FP32 sum, rounded once: 2 steps of F16 and BF16, 1e-5 of F32, and 2^-21 sqrt(L) "
              "of the typical element for the sum's length L; 1 in 4 codes may be a neighbour";
     default:
-      return "a sum of terms in the inputs' dtype: as a sum, and 2 rounding errors of that dtype, "
-             "of the typical element; 1 in 2 codes may be a neighbour";
+      return "a sum of terms in the inputs' dtype: as a sum, and 8 rounding errors of that dtype (2 "
+             "of FP8), of the typical element; 1 in 2 codes may be a neighbour";
   }
 }
 

@@ -58,6 +58,7 @@ const OutputError kErrors[] = {
     {"fused_rope_forward", "output", ErrorKind::kElement},
     {"geglu", "output", ErrorKind::kElement},
     {"gelu", "output", ErrorKind::kElement},
+    {"generic_gemm", "d_sum", ErrorKind::kRoundedSum},
     {"glu", "output", ErrorKind::kElement},
     {"moe_permute_by_mask_fwd", "output", ErrorKind::kCopy},
     {"moe_permute_by_mask_fwd", "permuted_probs", ErrorKind::kCopy},

@@ -44,6 +44,9 @@ def expert_of(grouped, i):
 class Same(unittest.TestCase):
     def same(self, got, want, what=""):
         self.assertEqual((got.dtype, got.shape), (want.dtype, want.shape), what)
+        if got.is_cuda:  # on Hopper GPUs one kernel computes the products of all experts, and adds in an order of its own
+            self.assertLessEqual(float((got.float() - want.float()).norm()), 2 ** -8 * float(want.float().norm()), what)
+            return
         self.assertTrue(torch.equal(got, want), f"{what}: {(got.float() - want.float()).abs().max() if got.numel() else ''}")
 
     def step(self, grouped, loop, splits, recipe=None, dtype=F32, device="cpu", seed=1, first=None, **call):

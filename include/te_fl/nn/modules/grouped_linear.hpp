@@ -42,8 +42,9 @@ struct GroupedMemory {
 // The linear layers of a mixture of experts: y_i = x_i W_i^T + b_i, where the rows of all x_i are
 // concatenated. One op per direction computes the GEMMs of all experts. In FP8 each expert has its
 // own scales, as a Linear would have, and one op quantises the rows of all experts. Results and
-// gradients are equal to those of a loop over Linear. Parameters: weight0 .. [out, in], then bias0
-// .. [out], or the single parameters of the options. FP8 states: gemm0 ...
+// gradients are those of a loop over Linear, to the bit unless the device's grouped_gemm adds in
+// another order than its generic_gemm, as on Hopper GPUs. Parameters: weight0 .. [out, in], then
+// bias0 .. [out], or the single parameters of the options. FP8 states: gemm0 ...
 class TE_FL_API GroupedLinear : public Module {
  public:
   static Result<std::unique_ptr<GroupedLinear>> create(const GroupedLinearOptions& options);
