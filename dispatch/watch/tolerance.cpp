@@ -103,7 +103,8 @@ std::string tolerance_text(core::ErrorKind kind) {
       return "an FP32 sum, rounded once: 2 steps of F16 and BF16, 1e-5 of F32, and 2^-21 sqrt(L) "
              "of the typical element for the sum's length L; 1 in 4 codes may be a neighbour";
     default:
-      return "a sum of terms in the inputs' dtype: as a sum, and 8 rounding errors of that dtype (2 "
+      return "a sum of terms in the inputs' dtype: as a sum, and 8 rounding errors of that dtype "
+             "(2 "
              "of FP8), of the typical element; 1 in 2 codes may be a neighbour";
   }
 }
