@@ -265,7 +265,7 @@ TEST_F(Verify, SavesNoMoreThanTheFolderIsToHold) {
   EXPECT_EQ(counts().saved, 2u);
 }
 
-TEST_F(Verify, ASubnormalNumberInF16MayBeTheOneBesideIt) {
+TEST_F(Verify, ASubnormalNumberInF16MayBeEightStepsOff) {
   set("TE_FL_VERIFY", "1");
   uint16_t first = 0x0023;
   const auto write = [](const void* raw, uint16_t number) -> te_fl_status {
@@ -276,10 +276,10 @@ TEST_F(Verify, ASubnormalNumberInF16MayBeTheOneBesideIt) {
   reference.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, 0x0023); };
   fast.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, first); };
   FiveCall call(DType::kF16);
-  first = 0x0024;
+  first = 0x002b;
   ASSERT_OK(manager.call(op, &call.args));
   EXPECT_EQ(counts().agreed, 1u);
-  first = 0x0025;
+  first = 0x002d;
   ASSERT_OK(manager.call(op, &call.args));
   EXPECT_EQ(counts().differed, 1u);
 }
